@@ -1,0 +1,51 @@
+"""Every error reflib raises on purpose. Each message says what was wrong, where, and what to do."""
+
+from __future__ import annotations
+
+
+class ReflibError(Exception):
+    """Base class of every error reflib raises on purpose."""
+
+
+class OptionError(ReflibError, ValueError):
+    """A bad option name or value."""
+
+
+class CaptureError(ReflibError):
+    """The model could not be captured as a graph."""
+
+
+class VerifyError(ReflibError):
+    """The IR broke one of its own rules: a bug in a stage, never in the user's model."""
+
+
+class LoweringError(ReflibError):
+    """A lowering rule failed. The message names the op and the user's source line."""
+
+
+class GenerateError(ReflibError):
+    """A kernel's source could not be generated."""
+
+
+class ToolchainError(ReflibError):
+    """A compiler (C++, Triton) is missing, or it refused a generated source."""
+
+
+class DeviceError(ReflibError):
+    """A device is missing, or its driver reported an error."""
+
+
+class CacheError(ReflibError):
+    """The on-disk cache cannot be used (wrong owner, not writable)."""
+
+
+class IndexOutOfRange(ReflibError, IndexError):
+    """A gather, index or embedding met an index outside the tensor."""
+
+
+class PackageError(ReflibError):
+    """A package file cannot be written, read or used here."""
+
+
+class LabError(ReflibError):
+    """A notebook's parameter or measurement is not usable."""

@@ -1,0 +1,351 @@
+"""Loops: the one form in which reflib writes down a computation it will generate a kernel for.
+
+Grammar::
+
+    loops ::= name [axis ...] { stmt ... }
+    axis  ::= var < size : p            parallel: one result (or row) per value
+            | var < size : r            reduced over
+    stmt  ::= %i = load   buffer[expr] (if %j else const)   : dtype
+            | %i = const  literal                           : dtype
+            | %i = index  expr                              : dtype     an integer expression as a value
+            | %i = op     name %j ...                       : dtype     see ops.OPS
+            | %i = indirect %j < size                       : int64     a value to be used in an index expression
+            | %i = reduce kind %j ...                       : dtype     over all r axes; see ops.REDUCTIONS
+            | store buffer[expr] = %j  (mode)
+
+Meaning: for every point of the parallel axes, execute the statements in order; a statement whose value
+depends on an r axis is executed for every point of the r axes as well; a ``reduce`` combines all of these.
+A statement may come after a reduce and depend both on its result and on the r axes (softmax's
+``exp(x - max)``): the generators decide whether that means one pass over data held in registers
+(persistent) or another loop (looped). That is all there is to "elementwise before and after reductions".
+
+* ``%i`` is the position of the statement in the body (static single assignment; stores have no value).
+* An index is linear: the offset *in elements* from the buffer's start, strides already multiplied in.
+* ``load ... if %j else c``: reads only where %j is true, and gives ``c`` elsewhere.
+* ``indirect``: adds ``size`` where the value is negative, and promises 0 <= value < size; outside it is an error
+  (CPU: IndexOutOfRange; GPU: the access is masked off). It appears in expressions as ``Ref(i, size)``.
+* A fused kernel is again a Loops: bodies joined, loads of what was just stored replaced by the value. So one
+  verifier, one interpreter and one printer serve every stage from ``lower`` to ``choose``.
+
+NB: TorchInductor writes bodies as Python closures called with a handler; to print one is to run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Union
+
+import torch
+
+from .expr import Atom, Expr, IntLike, Ref, Var, expr, product
+from .ops import OPS
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    buffer: str
+    index: Expr
+    dtype: torch.dtype  # value dtype: float32 for half buffers
+    mask: int | None = None
+    other: float | int | bool = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Const:
+    value: float | int | bool
+    dtype: torch.dtype
+
+    def __eq__(self, other: object) -> bool:  # 0.0 and -0.0, True and 1 differ; nan equals itself
+        return isinstance(other, Const) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[str, torch.dtype]:
+        return repr(self.value), self.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    expr: Expr
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    op: str
+    args: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Indirect:
+    arg: int
+    size: Expr
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.int64
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    kind: str
+    args: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    buffer: str
+    index: Expr
+    value: int
+    mode: str = "set"  # "set" (the only one a rule may emit today)
+
+
+Stmt = Union[Load, Const, Index, Op, Indirect, Reduce, Store]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    var: Var
+    kind: str  # "p" | "r"
+
+    @property
+    def size(self) -> Expr:
+        return self.var.size
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a node came from: the ATen op and the user's source line ("file.py:12 in forward: x = ...")."""
+
+    op: str
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Loops:
+    """See the module docstring. ``axes`` are in natural (row-major) order, p and r mixed as in the source."""
+
+    name: str
+    axes: tuple[Axis, ...]
+    body: tuple[Stmt, ...]
+    origins: tuple[Origin, ...] = ()
+
+    @property
+    def parallel(self) -> tuple[Axis, ...]:
+        return tuple(a for a in self.axes if a.kind == "p")
+
+    @property
+    def reduced(self) -> tuple[Axis, ...]:
+        return tuple(a for a in self.axes if a.kind == "r")
+
+    @property
+    def numel(self) -> Expr:
+        """Points of the parallel axes."""
+        return product(a.size for a in self.parallel)
+
+    @property
+    def rnumel(self) -> Expr:
+        return product(a.size for a in self.reduced)
+
+    def loads(self) -> list[Load]:
+        return [s for s in self.body if isinstance(s, Load)]
+
+    def stores(self) -> list[Store]:
+        return [s for s in self.body if isinstance(s, Store)]
+
+    def reads(self) -> list[str]:
+        """Buffers read, each once, in order."""
+        return list(dict.fromkeys(s.buffer for s in self.loads()))
+
+    def writes(self) -> list[str]:
+        return list(dict.fromkeys(s.buffer for s in self.stores()))
+
+    def symbols(self) -> list[Any]:
+        """Size symbols used anywhere, sorted by name."""
+        out = set()
+        for a in self.axes:
+            out |= a.size.symbols()
+        for s in self.body:
+            for e in stmt_exprs(s):
+                out |= e.symbols()
+        return sorted(out)
+
+
+def stmt_exprs(s: Stmt) -> list[Expr]:
+    """The index expressions a statement holds."""
+    if isinstance(s, (Load, Store)):
+        return [s.index]
+    if isinstance(s, Index):
+        return [s.expr]
+    return [s.size] if isinstance(s, Indirect) else []
+
+
+def stmt_args(s: Stmt) -> tuple[int, ...]:
+    """Positions of the statements whose values ``s`` uses, those inside index expressions included."""
+    refs = tuple(a.id for e in stmt_exprs(s) for a in e.atoms() if isinstance(a, Ref))
+    if isinstance(s, Load):
+        return refs if s.mask is None else (*refs, s.mask)
+    if isinstance(s, (Op, Reduce)):
+        return s.args
+    if isinstance(s, Indirect):
+        return (s.arg,)
+    if isinstance(s, Store):
+        return (*refs, s.value)
+    return refs
+
+
+def map_stmt(s: Stmt, ids: Mapping[int, int], env: Mapping[Atom, IntLike] | None = None) -> Stmt:
+    """``s`` with value positions renamed by ``ids`` and atoms replaced by ``env`` (Refs follow ``ids``)."""
+    full: dict[Atom, IntLike] = dict(env or {})
+    for e in stmt_exprs(s):
+        for a in e.atoms():
+            if isinstance(a, Ref):
+                full[a] = expr(Ref(ids[a.id], a.size.subs(env or {})))
+    if isinstance(s, Load):
+        return replace(s, index=s.index.subs(full), mask=None if s.mask is None else ids[s.mask])
+    if isinstance(s, (Op, Reduce)):
+        return replace(s, args=tuple(ids[a] for a in s.args))
+    if isinstance(s, Index):
+        return replace(s, expr=s.expr.subs(full))
+    if isinstance(s, Indirect):
+        return Indirect(ids[s.arg], s.size.subs(full))
+    if isinstance(s, Store):
+        return replace(s, index=s.index.subs(full), value=ids[s.value])
+    return s
+
+
+class BodyBuilder:
+    """Appends statements, giving an equal one the position it already has (common subexpressions vanish).
+
+    The helpers (``op``, ``const``, ``cast`` ...) are what lowering rules are written with.
+    """
+
+    def __init__(self) -> None:
+        self.body: list[Stmt] = []
+        self._seen: dict[Stmt, int] = {}
+
+    def add(self, s: Stmt) -> int:
+        """Append ``s`` (or find its equal) and return its position."""
+        found = self._seen.get(s)
+        if found is not None:
+            return found
+        self.body.append(s)
+        if isinstance(s, Store):  # a later load of this buffer may see something else
+            self._seen = {k: v for k, v in self._seen.items() if not (isinstance(k, Load) and k.buffer == s.buffer)}
+        else:
+            self._seen[s] = len(self.body) - 1
+        return len(self.body) - 1
+
+    def dtype(self, value: int) -> torch.dtype:
+        return self.body[value].dtype  # type: ignore[union-attr]
+
+    def load(self, buffer: str, index: IntLike, dtype: torch.dtype, mask: int | None = None, other: Any = 0) -> int:
+        return self.add(Load(buffer, expr(index), dtype, mask, other))
+
+    def const(self, value: float | int | bool, dtype: torch.dtype) -> int:
+        if dtype.is_floating_point:
+            value = float(value)
+        elif dtype == torch.bool:
+            value = bool(value)
+        else:
+            value = int(value)
+        return self.add(Const(value, dtype))
+
+    def index(self, e: IntLike, dtype: torch.dtype = torch.int64) -> int:
+        return self.add(Index(expr(e), dtype))
+
+    def op(self, name: str, *args: int, dtype: torch.dtype | None = None) -> int:
+        """Apply ``OPS[name]``; ``dtype`` is needed for ``cast`` alone."""
+        spec = OPS[name]
+        if spec.result == "bool":
+            dtype = torch.bool
+        elif spec.result == "same":
+            dtype = self.dtype(args[-1])
+        assert dtype is not None
+        return self.add(Op(name, args, dtype))
+
+    def cast(self, value: int, dtype: torch.dtype) -> int:
+        """``value`` as ``dtype``; half dtypes round and stay float32."""
+        if dtype in (torch.float16, torch.bfloat16):
+            value = self.cast(value, torch.float32)
+            return self.op("to_f16" if dtype == torch.float16 else "to_bf16", value)
+        return value if self.dtype(value) == dtype else self.op("cast", value, dtype=dtype)
+
+    def indirect(self, value: int, size: IntLike) -> Expr:
+        """``value`` (any integer dtype) wrapped and checked against ``size``, for use in an index."""
+        return expr(Ref(self.add(Indirect(self.cast(value, torch.int64), expr(size))), expr(size)))
+
+    def reduce(self, kind: str, *args: int, dtype: torch.dtype) -> int:
+        return self.add(Reduce(kind, args, dtype))
+
+    def store(self, buffer: str, index: IntLike, value: int) -> int:
+        return self.add(Store(buffer, expr(index), value))
+
+
+def varies_with_r(loops: Loops) -> list[bool]:
+    """For each statement: does it run once per point of the r axes (True), or once per row (False)?"""
+    rvars = {a.var for a in loops.reduced}
+    out: list[bool] = []
+    for s in loops.body:
+        inside = any(v in rvars for e in stmt_exprs(s) for v in e.variables())
+        inside = inside or any(out[a] for a in stmt_args(s))
+        out.append(inside and not isinstance(s, Reduce))
+    return out
+
+
+def phases(loops: Loops) -> list[int]:
+    """For each statement: how many reductions must be complete before it (its pass, in a looped kernel)."""
+    out: list[int] = []
+    for s in loops.body:
+        before = [out[a] + isinstance(loops.body[a], Reduce) for a in stmt_args(s)]
+        out.append(max(before, default=0))
+    return out
+
+
+def join(parts: Iterable[tuple[Loops, Mapping[Atom, IntLike]]], drop: Iterable[str] = ()) -> tuple[Stmt, ...]:
+    """Bodies one after another, each with its atoms replaced; a load of what an earlier part stored at the
+    same index becomes the stored value; stores to buffers in ``drop`` go, and what only they needed.
+
+    Assumes that the order is a legal one, and that a load of a buffer stored here at *another* index was ruled
+    out (that is ``fuse.can_fuse``'s work). A stored half value is forwarded unrounded.
+    """
+    b = BodyBuilder()
+    stored: dict[tuple[str, Expr], int] = {}
+    drop = set(drop)
+    for loops, env in parts:
+        ids: dict[int, int] = {}
+        for i, s in enumerate(loops.body):
+            new = map_stmt(s, ids, env)
+            if isinstance(new, Load) and (new.buffer, new.index) in stored:
+                value = stored[new.buffer, new.index]
+                if new.mask is not None:
+                    value = b.op("where", new.mask, value, b.const(new.other, b.dtype(value)))
+                ids[i] = value
+            elif isinstance(new, Store):
+                stored[new.buffer, new.index] = new.value
+                ids[i] = b.add(new) if new.buffer not in drop else -1
+            else:
+                ids[i] = b.add(new)
+    return eliminate_dead(tuple(b.body))
+
+
+def eliminate_dead(body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+    """Drop statements that no store needs, and renumber."""
+    live = [isinstance(s, Store) for s in body]
+    for i in reversed(range(len(body))):
+        if live[i]:
+            for a in stmt_args(body[i]):
+                live[a] = True
+    if all(live):
+        return body
+    ids: dict[int, int] = {}
+    out: list[Stmt] = []
+    for i, s in enumerate(body):
+        if live[i]:
+            out.append(map_stmt(s, ids))
+            ids[i] = len(out) - 1
+    return tuple(out)
