@@ -1,0 +1,1 @@
+"""Loops to source text: Triton for GPUs, C++ for CPUs. Strings are made here and in wrap/ only."""

@@ -1,0 +1,36 @@
+"""What ``generate`` returns: source text and how to call it. Plain data; nothing is compiled here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..ir.expr import Expr, Sym
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One generated kernel.
+
+    name: unique within the program, readable (``k3_mul_add_gelu``), the function's name in ``source``.
+    language: ``triton`` or ``cpp``.
+    source: complete text of the kernel (Triton: a module with one ``@triton.jit`` function; C++: one ``extern "C"``
+        function, to be put behind ``generate.cpp.HEADER`` in one library with the others).
+    buffers: (buffer name, dtype) of the pointer arguments, in order.
+    symbols: the size symbols passed after the pointers (int64 on CPU; int32 or int64 by ``index_type`` on a GPU).
+    grid: programs to launch (GPU; 1-D), an expression in the symbols. CPU: 1.
+    num_warps, num_stages: launch parameters (GPU).
+    aligned: pointer arguments (by position) that the code assumes are 16-byte aligned.
+    """
+
+    name: str
+    language: str
+    source: str
+    buffers: tuple[tuple[str, torch.dtype], ...]
+    symbols: tuple[Sym, ...]
+    grid: Expr
+    num_warps: int = 4
+    num_stages: int = 1
+    index_type: str = "int64"
+    aligned: tuple[int, ...] = ()

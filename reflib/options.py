@@ -1,0 +1,109 @@
+"""One frozen set of options, an argument of every stage that needs it. There are no others and no globals."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from .errors import OptionError
+
+_CHOICES = {
+    "wrapper": ("python", "cpp", "auto"),
+    "autotune": ("off", "blocking", "background"),
+}
+_TARGET = re.compile(r"^(cpu|sm_\d+a?|gfx[0-9a-f]+)$")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to compile. Every field has a default that is right for most uses.
+
+    wrapper: how the host code is written: ``python``; ``cpp`` and ``auto`` come with C++ wrapper mode.
+    autotune: ``off`` takes heuristic choices.  ``blocking`` and ``background`` measure.
+    target: None (the inputs' device), or ``cpu``, ``sm_90``, ``gfx942`` ...: stop after generating code; needs no such device.
+    verify: run the IR verifier after every stage.
+    check_nan: check every kernel's floating-point outputs for NaN (slow; raises ReflibError naming the kernel).
+    fuse: False gives every lowered node its own kernel.
+    max_fused_ops: largest number of statements in one fused kernel.
+    max_fused_buffers: largest number of distinct buffers one fused kernel touches.
+    persistent_limit: longest row, in elements, that a GPU reduction keeps in registers.
+    split_reductions: cut few, long rows into pieces that run in parallel.
+    combine_kernels: launch independent small pointwise kernels (an optimizer's parameters) as one.
+    reuse_buffers: give a dead buffer's storage to a new one.
+    inplace_buffers: let an elementwise kernel write over an input that dies there.
+    cuda_general_arm: build, when first needed, a second kernel for misaligned or huge inputs (False: raise).
+    cpp_flags: more flags for the C++ compiler.
+    compile_threads: threads that compile kernels at once (0: one per core).
+    """
+
+    wrapper: str = "python"
+    autotune: str = "off"
+    target: str | None = None
+    verify: bool = False
+    check_nan: bool = False
+    fuse: bool = True
+    max_fused_ops: int = 400
+    max_fused_buffers: int = 48
+    persistent_limit: int = 16384
+    split_reductions: bool = True
+    combine_kernels: bool = True
+    reuse_buffers: bool = True
+    inplace_buffers: bool = True
+    cuda_general_arm: bool = True
+    cpp_flags: tuple[str, ...] = ()
+    compile_threads: int = 0
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            _check(f.name, getattr(self, f.name), f.default)
+        if isinstance(self.cpp_flags, list):
+            object.__setattr__(self, "cpp_flags", tuple(self.cpp_flags))
+
+    @classmethod
+    def make(cls, options: Mapping[str, Any] | None = None, mode: str | None = None, **more: Any) -> Options:
+        """From ``torch.compile``'s ``options=`` and ``mode=``. Raises OptionError naming the nearest right name.
+
+        >>> Options.make({"wraper": "python"})
+        Traceback (most recent call last):
+        ...
+        reflib.errors.OptionError: unknown option 'wraper'; did you mean 'wrapper'?
+        """
+        given = {**(options or {}), **more}
+        if mode in ("max-autotune", "max-autotune-no-cudagraphs"):
+            given.setdefault("autotune", "blocking")
+        elif mode not in (None, "default"):
+            raise OptionError(f"unknown mode {mode!r}; reflib knows 'default' and 'max-autotune'")
+        names = [f.name for f in fields(cls)]
+        for name in given:
+            if name not in names:
+                near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(names)}"
+                raise OptionError(f"unknown option {name!r}; {hint}")
+        return cls(**given)
+
+    def but(self, **changes: Any) -> Options:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+
+def _check(name: str, value: Any, default: Any) -> None:
+    if name in _CHOICES:
+        choices = _CHOICES[name]
+        if value not in choices:
+            near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.3)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise OptionError(f"option {name}={value!r}: must be one of {', '.join(map(repr, choices))}{hint}")
+    elif name == "target":
+        if value is not None and not (isinstance(value, str) and _TARGET.match(value)):
+            raise OptionError(f"option target={value!r}: must be None, 'cpu', 'sm_90', 'gfx942' or the like")
+    elif name == "cpp_flags":
+        if not isinstance(value, (tuple, list)) or not all(isinstance(v, str) for v in value):
+            raise OptionError(f"option cpp_flags={value!r}: must be a list of strings")
+    elif isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise OptionError(f"option {name}={value!r}: must be True or False")
+    elif isinstance(default, int) and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+        raise OptionError(f"option {name}={value!r}: must be a non-negative integer")
