@@ -1,0 +1,73 @@
+# What a reader types. Each target sets itself up first (tools/setup.py says what it downloads).
+# Settings: DEVICE=cpu|cuda  ONLY=fusion[,measuring]  P="-p name=value"  N=5000  J=2 (test processes)
+SHELL := /bin/bash
+PYTHON ?= python3
+SETUP = @$(PYTHON) tools/setup.py
+PY = _build/python
+DEVICE ?= auto
+ONLY ?=
+P ?=
+N ?= 1000
+J ?= 2
+NBVAL = --nbval-lax --nbval-current-env --nbval-cell-timeout 600
+
+.PHONY: help run test test-opinfo fuzz test-gpu lab book record bench bench-gpu wheels lint format clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+run:  ## execute every notebook on this machine and build a book of it (DEVICE=, ONLY=, P=)
+	$(SETUP) run
+	@$(PY) -m reflib.cli run --device $(DEVICE) $(if $(ONLY),--only $(ONLY)) $(P)
+
+test:  ## everything that needs no GPU, under 12 minutes on 2 cores
+	$(SETUP) test
+	$(PY) -m pytest tests/cpu $(wildcard notebooks/*.ipynb) $(NBVAL) -n $(J) --dist loadfile $(PYTEST)
+
+test-opinfo:  ## PyTorch's own samples of every op, sharded and resumable (hours)
+	$(SETUP) test
+	$(PY) -m tests.opinfo $(OPINFO)
+
+fuzz:  ## N random graphs against eager
+	$(SETUP) test
+	REFLIB_FUZZ=$(N) $(PY) -m pytest tests/cpu -k fuzz -n $(J) -q
+
+test-gpu:  ## the ops, models and notebooks on a CUDA GPU
+	$(SETUP) gpu
+	$(PY) -m pytest tests/gpu $(wildcard notebooks/*.ipynb) $(NBVAL) -n 4 --dist loadfile $(PYTEST)
+
+lab:  ## JupyterLab on the notebooks
+	$(SETUP) lab
+	$(PY) -m jupyter lab --notebook-dir notebooks
+
+book:  ## the published book, from the committed notebooks, into _build/book/html
+	$(SETUP) book
+	@$(PY) -m reflib.cli book
+
+record:  ## execute the notebooks here and write their outputs back (on a GPU, before a commit)
+	$(SETUP) gpu
+	@$(PY) -m reflib.cli record --device $(DEVICE) $(if $(ONLY),--only $(ONLY)) $(P) $(RECORD)
+
+bench:  ## speed on the CPU, TorchInductor beside
+	$(SETUP) test
+	$(PY) -m tests.bench --device cpu
+
+bench-gpu:  ## speed on a CUDA GPU, TorchInductor beside
+	$(SETUP) gpu
+	$(PY) -m tests.bench --device cuda
+
+wheels:  ## pack into .whl what an offline Python 3.12 host with torch needs
+	@$(PYTHON) tools/wheels.py
+
+lint:  ## ruff and mypy
+	$(SETUP) test
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+format:  ## what ruff can put right by itself
+	$(SETUP) test
+	$(PY) -m ruff check --fix .
+
+clean:  ## remove what these targets made (not .venv, not runs/)
+	rm -rf _build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
