@@ -1,0 +1,31 @@
+"""Graph: what ``capture`` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A graph of ATen calls. Each node's ``meta["val"]`` is a fake tensor (dtype, device, sizes, eager's strides), a
+    SymInt, or a nest of these. Functional, but for ``aten.copy_`` onto an input at the end (a mutated input).
+
+    module: the FX graph; placeholders are its inputs in call order (tensors and SymInts), ``get_attr`` its constants.
+    name: ``inference``, ``forward`` or ``backward``.
+    """
+
+    module: torch.fx.GraphModule
+    name: str = "inference"
+
+    @property
+    def nodes(self) -> list[torch.fx.Node]:
+        return list(self.module.graph.nodes)
+
+    def __str__(self) -> str:
+        return self.module.print_readable(print_output=False)
+
+    def placeholders(self) -> list[Any]:
+        return [n.meta.get("val") for n in self.nodes if n.op == "placeholder"]
