@@ -5,11 +5,12 @@
 Standard library only, and readable by old Pythons, because its first duty is to say "Python too old".
 It leaves `_build/python`, a two-line script that starts the Python it chose; the Makefile calls that.
 
-Which Python: the active environment if it has torch 2.11 or newer (then only light packages are added to it,
-and nothing already there changes version); else `.venv`, made here, with the versions in constraints.txt.
+Which Python: the active environment if it has torch 2.11 or newer (then only light packages are added, and
+nothing already there changes version); else `.venv`, made here, with the versions in constraints.txt.
 A second run finds its stamp and does nothing. `--venv` (or REFLIB_VENV=1) insists on `.venv`.
 `--offline` (or REFLIB_OFFLINE=1) installs from the wheels that `make wheels` put into `.whl`.
 """
+
 import hashlib
 import json
 import os
@@ -44,8 +45,8 @@ for d in m.distributions():
 managed = os.path.exists(os.path.join(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED"))
 venv = sys.prefix != sys.base_prefix
 where = sysconfig.get_path("purelib")
-print(json.dumps({"version": sys.version_info[:3], "have": have, "executable": sys.executable, "prefix": sys.prefix,
-    "triton": u.find_spec("triton") is not None, "platform": sys.platform,
+print(json.dumps({"version": sys.version_info[:3], "have": have, "executable": sys.executable,
+    "prefix": sys.prefix, "triton": u.find_spec("triton") is not None, "platform": sys.platform,
     "writable": os.access(where, os.W_OK) and (venv or not managed)}))
 """
 
@@ -67,7 +68,9 @@ def run(command, **more):
 def probe(python):
     """What `python` is and has, or None where it does not run."""
     try:
-        out = subprocess.run([python, "-c", PROBE], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60)
+        out = subprocess.run(
+            [python, "-c", PROBE], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60
+        )
         return json.loads(out.stdout.decode()) if out.returncode == 0 else None
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return None
@@ -83,7 +86,7 @@ def has_torch(facts):
 
 
 def active_python():
-    """The active environment's Python: what `python` means in a virtual or conda environment, else `python3`."""
+    """The active environment's Python: `python` in a virtual or conda environment, else `python3`."""
     named = os.environ.get("PYTHON")
     if named:
         return shutil.which(named) or named
@@ -100,7 +103,7 @@ def new_enough_python():
         if facts and tuple(facts["version"]) >= OLDEST_PYTHON:
             return path
     raise SetUpError(
-        "Python too old: reflib needs Python %d.%d or newer, and python3 is %d.%d (install a newer one, or name "
+        "Python too old: reflib needs Python %d.%d or newer, and python3 is %d.%d (install one, or name "
         "one: make PYTHON=python3.12 ...)" % (OLDEST_PYTHON + sys.version_info[:2])
     )
 
@@ -112,7 +115,11 @@ def need_compiler(use):
     named = os.environ.get("CXX")
     if any(shutil.which(c) for c in ([named] if named else []) + ["g++", "clang++", "c++"]):
         return
-    how = "xcode-select --install" if sys.platform == "darwin" else "apt-get install g++, or your system's package"
+    how = (
+        "xcode-select --install"
+        if sys.platform == "darwin"
+        else "apt-get install g++, or your system's package"
+    )
     raise SetUpError("no C++ compiler: install g++ or clang++ (%s), or set CXX" % how)
 
 
@@ -136,6 +143,7 @@ def name_of(requirement):
 
 def enough(requirement, version):
     """Whether `version` meets the >= and < of `requirement` (all that pyproject.toml uses)."""
+
     def numbers(v):
         return [int(x) for x in re.findall(r"\d+", v.split("+")[0])[:3]]
 
@@ -170,8 +178,12 @@ def pip(python, offline, *args):
 
 
 def keep_what_is_there(facts, path):
-    """Constraints for an environment that is not ours: what it has stays as it is, the rest as we tested it."""
-    lines = ["%s==%s" % (n, v) for n, v in sorted(facts["have"].items()) if "+" not in v and n not in ("pip", "reflib")]
+    """Constraints for an environment that is not ours: what it has stays, the rest is as tested."""
+    lines = [
+        "%s==%s" % (n, v)
+        for n, v in sorted(facts["have"].items())
+        if "+" not in v and n not in ("pip", "reflib")
+    ]
     with open(os.path.join(ROOT, "constraints.txt")) as f:
         lines += [s.strip() for s in f if "==" in s and s.split("==")[0] not in facts["have"]]
     with open(path, "w") as f:
@@ -180,30 +192,45 @@ def keep_what_is_there(facts, path):
 
 
 def install(python, use, ours, offline):
-    """Install what `use` lacks into `python`; `ours` means `.venv`, where constraints.txt decides versions."""
+    """Install what `use` lacks into `python`; `ours` means `.venv`, where constraints.txt decides."""
     facts = probe(python)
     lacking = missing(use, facts)
     constraints = os.path.join(ROOT, "constraints.txt")
     if not ours:
         constraints = keep_what_is_there(facts, os.path.join(BUILD, "constraints-here.txt"))
     if any(name_of(r) == "torch" for r in lacking):
-        say("downloading torch %s (200 MB for CPU-only builds, 2 GB and more with CUDA), this takes minutes" % TORCH)
+        say(
+            "downloading torch %s (200 MB for CPU-only builds, 2 GB and more with CUDA), this takes minutes"
+            % TORCH
+        )
         pip(python, offline, "-c", constraints, "torch==" + TORCH)
         lacking = missing(use, probe(python))
     if lacking:
         source = "from .whl" if offline else "downloading"
-        say("%s, with what they need: %s" % (source, ", ".join(sorted(name_of(r) for r in lacking))))
+        names = ", ".join(sorted(name_of(r) for r in lacking))
+        say("%s, with what they need: %s" % (source, names))
         light = [r.split(";")[0].strip() for r in lacking]
         try:
             pip(python, offline, "-c", constraints, *light)
         except SetUpError as error:
             if ours:
                 raise
-            raise SetUpError("%s\nset-up: the active environment stays as it was; `REFLIB_VENV=1 make %s` makes a "
-                             ".venv instead" % (error, use))
-    if "reflib" not in facts["have"]:
+            raise SetUpError(
+                "%s\nset-up: the active environment stays as it was; `REFLIB_VENV=1 make %s` makes a "
+                ".venv instead" % (error, use)
+            ) from None
+    link = link_of(python)
+    if "reflib" not in facts["have"] or not os.path.exists(link):
         say("linking reflib itself into the environment (pip install -e .)")
         pip(python, offline, "--no-deps", "-e", ROOT)
+        open(link, "w").close()
+
+
+def link_of(python):
+    """A file that says this pyproject.toml (its entry points, say) is the one linked into `python`."""
+    with open(os.path.join(ROOT, "pyproject.toml"), "rb") as f:
+        digest = hashlib.sha256(python.encode() + f.read()).hexdigest()
+    return os.path.join(BUILD, "set-up", "linked-" + digest[:12])
 
 
 def stamp_of(python, use):
@@ -222,7 +249,10 @@ def choose_python(force_venv):
     inside_ours = facts is not None and os.path.realpath(facts["prefix"]) == os.path.realpath(VENV)
     if has_torch(facts) and not inside_ours:
         if tuple(facts["version"]) < OLDEST_PYTHON:
-            say("the active environment has torch but Python %d.%d; reflib needs 3.11" % tuple(facts["version"][:2]))
+            say(
+                "the active environment has torch but Python %d.%d; reflib needs 3.11"
+                % tuple(facts["version"][:2])
+            )
         elif not facts["writable"]:
             say("the active environment has torch but may not be written to")
         else:

@@ -1,9 +1,10 @@
-"""Pack into `.whl` the wheels that a GPU host without a network needs, beside its own torch, pytest and matplotlib.
+"""Pack into `.whl` what a GPU host without a network needs, beside its own torch, pytest and matplotlib.
 
     python3 tools/wheels.py [python version, default 3.12]
 
 There, `REFLIB_OFFLINE=1 make record` (or test-gpu) installs from this folder and reaches for nothing else.
 """
+
 import pathlib
 import re
 import subprocess
@@ -12,15 +13,16 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TARGET = ROOT / ".whl"
 NEEDED = """
-    aiohappyeyeballs aiohttp aiosignal asttokens click comm coverage debugpy entrypoints execnet executing expecttest
-    fastjsonschema frozenlist hypothesis ipykernel ipython ipython-pygments-lexers ipywidgets jedi jsonschema
-    jsonschema-specifications jupyter-client jupyter-core jupyterlab-widgets matplotlib-inline multidict nbclient
-    nbformat nbval nest-asyncio2 papermill parso pexpect platformdirs prompt-toolkit propcache ptyprocess pure-eval
-    pytest-xdist pyyaml pyzmq referencing rpds-py setuptools sortedcontainers stack-data tenacity tornado tqdm
-    traitlets wcwidth widgetsnbextension yarl
-""".split()
+    aiohappyeyeballs aiohttp aiosignal asttokens click comm coverage debugpy entrypoints execnet
+    executing expecttest fastjsonschema frozenlist hypothesis ipykernel ipython
+    ipython-pygments-lexers ipywidgets jedi jsonschema jsonschema-specifications jupyter-client
+    jupyter-core jupyterlab-widgets matplotlib-inline multidict nbclient nbformat nbval
+    nest-asyncio2 papermill parso pexpect platformdirs prompt-toolkit propcache ptyprocess pure-eval
+    pytest-xdist pyyaml pyzmq referencing rpds-py setuptools sortedcontainers stack-data tenacity
+    tornado tqdm traitlets wcwidth widgetsnbextension yarl
+""".split()  # noqa: SIM905 (a table is easier to read)
 # Newest first: a host runs every one of these whose glibc is not newer than its own.
-PLATFORMS = ["manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux_2_12_x86_64"]
+PLATFORMS = [f"manylinux{tag}_x86_64" for tag in ("_2_28", "_2_17", "2014", "_2_12")]
 
 
 def pins() -> dict[str, str]:
@@ -33,8 +35,22 @@ def main() -> int:
     TARGET.mkdir(exist_ok=True)
     known = pins()
     wanted = [f"{name}=={known[name]}" if name in known else name for name in NEEDED]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
-               "--only-binary=:all:", "--python-version", version, "--implementation", "cp", "--dest", str(TARGET)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--python-version",
+        version,
+        "--implementation",
+        "cp",
+        "--dest",
+        str(TARGET),
+    ]
     for platform in PLATFORMS:
         command += ["--platform", platform]
     done = subprocess.run([*command, *wanted])

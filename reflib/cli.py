@@ -1,0 +1,120 @@
+"""The `reflib` command: doctor, run, record, book. Each command parses its words and calls one function."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from reflib.errors import ReflibError
+
+FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="reflib")
+def cli() -> None:
+    """The Readable Inductor: a small deep-learning compiler, and the notebooks that teach it."""
+
+
+def notebook_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What `run` and `record` share."""
+    options = [
+        click.option("--device", default="auto", show_default=True, envvar="DEVICE",
+                     help="auto, cpu or cuda; only auto falls back."),
+        click.option("--only", default="", envvar="ONLY", help="Slugs of notebooks, with commas between."),
+        click.option("-p", "--parameter", "parameters", multiple=True, metavar="NAME=VALUE",
+                     help="A parameter of the notebooks; may be repeated."),
+        click.option("--root", type=FOLDER, default=None, help="The checkout.  [default: reflib's own]"),
+    ]  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def pairs(parameters: tuple[str, ...]) -> dict[str, str]:
+    """{'rows': '4096'} of ('rows=4096',)."""
+    for text in parameters:
+        if "=" not in text:
+            raise click.BadParameter(f"{text!r} is not NAME=VALUE", param_hint="-p")
+    return {name.strip(): value.strip() for name, value in (text.split("=", 1) for text in parameters)}
+
+
+def slugs(only: str) -> list[str]:
+    return [Path(s.strip()).stem for s in only.split(",") if s.strip()]
+
+
+def checkout(root: Path | None) -> Path:
+    """The checkout with the notebooks; they are not part of an installed package."""
+    from reflib.lab import runner
+
+    root = root or runner.ROOT
+    if not (root / "notebooks").is_dir():
+        raise click.ClickException(f"no notebooks/ in {root}: name a checkout with --root")
+    return root
+
+
+@cli.command()
+def doctor() -> None:
+    """What this machine can and cannot do, and what would help."""
+    from reflib.observe.doctor import doctor as examine
+    from reflib.observe.doctor import report
+
+    findings = examine()
+    click.echo(report(findings))
+    sys.exit(0 if all(f.ok for f in findings if f.needed) else 1)
+
+
+@cli.command()
+@notebook_options
+@click.option("--out", type=FOLDER, default=None, help="Where results go.  [default: runs/<id>]")
+@click.option("--book/--no-book", default=True, help="Build a book of this run.")
+def run(
+    device: str, only: str, parameters: tuple[str, ...], root: Path | None, out: Path | None, book: bool
+) -> None:
+    """Execute the notebooks on this machine and build a book of the results."""
+    from reflib.lab import runner
+
+    sys.exit(runner.run(checkout(root), device, slugs(only), pairs(parameters), out, book, click.echo))
+
+
+@cli.command()
+@notebook_options
+@click.option("--out", type=FOLDER, default=None, help="Write there instead of notebooks/.")
+@click.option("--commit", default="", help="The commit to stamp, where there is no git.")
+def record(
+    device: str, only: str, parameters: tuple[str, ...], root: Path | None, out: Path | None, commit: str
+) -> None:
+    """Execute the notebooks and write their outputs back, stamped with device, versions and commit."""
+    from reflib.lab import runner
+
+    sys.exit(runner.record(checkout(root), device, slugs(only), pairs(parameters), out, commit, click.echo))
+
+
+@cli.command()
+@click.option("--root", type=FOLDER, default=None, help="The checkout to use.  [default: reflib's own]")
+@click.option("--out", type=FOLDER, default=None, help="Where _build/html goes.  [default: the checkout]")
+@click.option("--strict/--lenient", default=True, help="Whether warnings are errors.")
+def book(root: Path | None, out: Path | None, strict: bool) -> None:
+    """Build the published book from the committed notebooks, executing nothing."""
+    from reflib.lab import book as books
+    from reflib.lab import runner
+
+    page = books.build(checkout(root).resolve(), out.resolve() if out else None, strict)
+    click.echo(f"book: {runner.shown(page)}")
+
+
+def main() -> None:
+    """The console script: reflib's own errors are one line and exit status 2."""
+    try:
+        cli()
+    except ReflibError as error:
+        click.echo(f"reflib: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""What this machine can and cannot do: `reflib doctor`.
+
+Each check is a small function that returns a `Finding`; nothing is installed, compiled programs go to a
+temporary folder, and a check that raises becomes a finding itself, so one broken piece never hides the
+others.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+OLDEST_TORCH = (2, 11)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `needed` findings that are not ok make `reflib doctor` exit with 1."""
+
+    name: str
+    ok: bool
+    detail: str
+    remedy: str = ""
+    needed: bool = False
+
+
+def check_python() -> Finding:
+    version = platform.python_version()
+    return Finding(
+        "Python", sys.version_info >= (3, 11), version, "install Python 3.11 or newer", needed=True
+    )
+
+
+def check_torch() -> Finding:
+    remedy = "pip install 'torch>=2.11'"
+    if importlib.util.find_spec("torch") is None:
+        return Finding("PyTorch", False, "not installed", remedy, needed=True)
+    import torch
+
+    release = tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:2])
+    return Finding("PyTorch", release >= OLDEST_TORCH, torch.__version__, remedy, needed=True)
+
+
+def check_triton() -> Finding:
+    if importlib.util.find_spec("triton") is None:
+        why = "GPU kernels can be neither run nor shown"
+        remedy = "pip install triton" if sys.platform == "linux" else "Triton has no build for this system"
+        return Finding("Triton", False, f"not installed: {why}", remedy)
+    import triton
+
+    return Finding("Triton", True, triton.__version__)
+
+
+def check_gpus() -> Iterator[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        detail = "none seen" if built else "none: this PyTorch is built for the CPU only"
+        remedy = (
+            "check the driver with nvidia-smi" if built else "install a CUDA build of PyTorch to use a GPU"
+        )
+        yield Finding("GPU", False, detail, f"{remedy}; everything else runs on the CPU")
+        return
+    for index in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(index)
+        chip = getattr(p, "gcnArchName", "") if torch.version.hip else f"sm_{p.major}{p.minor}"
+        memory = p.total_memory / 2**30
+        detail = f"{p.name}, {chip}, {memory:.0f} GiB, {p.multi_processor_count} multiprocessors"
+        yield Finding(f"GPU {index}", True, detail)
+    if torch.version.cuda:
+        yield Finding("CUDA", True, f"runtime {torch.version.cuda}, bf16 {torch.cuda.is_bf16_supported()}")
+
+
+def find_compiler() -> str | None:
+    named = os.environ.get("CXX")
+    candidates = ([named] if named else []) + ["g++", "clang++", "c++"]
+    return next((path for c in candidates if (path := shutil.which(c))), None)
+
+
+def check_compiler() -> Finding:
+    path = find_compiler()
+    if path is None:
+        how = "xcode-select --install" if sys.platform == "darwin" else "apt-get install g++"
+        return Finding("C++ compiler", False, "none found: CPU kernels cannot be built", f"{how}, or set CXX")
+    version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30).stdout
+    return Finding(
+        "C++ compiler", True, f"{path}: {version.splitlines()[0] if version else 'unknown version'}"
+    )
+
+
+def compiles(source: str, *flags: str) -> str:
+    """'' when `source` compiles and links into a shared library, else the compiler's last line."""
+    compiler = find_compiler()
+    if compiler is None:
+        return "no C++ compiler"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "probe.cpp"
+        file.write_text(source)
+        command = [compiler, "-shared", "-fPIC", *flags, str(file), "-o", str(file.with_suffix(".so"))]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["failed"])[-1]
+
+
+def check_openmp() -> Finding:
+    source = '#include <omp.h>\nextern "C" int probe() { return omp_get_max_threads(); }\n'
+    problem = compiles(source, "-fopenmp")
+    if problem:
+        remedy = (
+            "brew install libomp" if sys.platform == "darwin" else "install the compiler's OpenMP library"
+        )
+        return Finding("OpenMP", False, f"CPU kernels run on one thread ({problem})", remedy)
+    return Finding("OpenMP", True, f"{os.cpu_count()} cores")
+
+
+def check_headers() -> Finding:
+    folder = Path(sysconfig.get_path("include"))
+    ok = (folder / "Python.h").exists()
+    detail = str(folder) if ok else f"no Python.h in {folder}: compiled launchers fall back to ctypes"
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return Finding(
+        "Python headers", ok, detail, f"apt-get install python{version}-dev, or your system's package"
+    )
+
+
+def check_simd() -> Finding:
+    import torch
+
+    level = torch.backends.cpu.get_cpu_capability()
+    return Finding("CPU", True, f"{platform.machine()}, {level}")
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept. The cache itself decides; this says the same without opening it."""
+    named = os.environ.get("REFLIB_CACHE_DIR")
+    if named:
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "reflib"
+
+
+def check_cache() -> Finding:
+    folder = cache_folder()
+    there = folder
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    remedy = "set REFLIB_CACHE_DIR to a folder of your own"
+    if folder.exists() and hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
+        return Finding("Cache", False, f"{folder} belongs to another user", remedy)
+    if not os.access(there, os.W_OK):
+        return Finding("Cache", False, f"{folder} cannot be written", remedy)
+    free = shutil.disk_usage(there).free / 2**30
+    return Finding("Cache", free > 1, f"{folder}, {free:.0f} GiB free", "free some disk space")
+
+
+def check_borrowed_handles() -> Finding:
+    """Whether a tensor's C++ handle can be read from the Python object, as the fast call path does."""
+    import ctypes
+
+    import torch
+
+    tensor = torch.empty(1)
+    ok = ctypes.c_uint64.from_address(id(tensor) + 16).value == tensor._cdata
+    detail = "tensors are passed to compiled code without a copy of their handle" if ok else "calls cost more"
+    return Finding("Fast calls", ok, detail, "nothing to do: a slower path is used")
+
+
+def check_notebooks() -> Finding:
+    needed = ["papermill", "ipykernel", "matplotlib", "nbformat"]
+    lacking = [name for name in needed if importlib.util.find_spec(name) is None]
+    if lacking:
+        return Finding(
+            "Notebooks", False, f"missing {', '.join(lacking)}", "pip install 'reflib[batch]', or make run"
+        )
+    return Finding("Notebooks", True, f"papermill {importlib.metadata.version('papermill')}")
+
+
+CHECKS: tuple[Callable[[], Finding | Iterator[Finding]], ...] = (
+    check_python,
+    check_torch,
+    check_triton,
+    check_gpus,
+    check_simd,
+    check_compiler,
+    check_openmp,
+    check_headers,
+    check_cache,
+    check_borrowed_handles,
+    check_notebooks,
+)
+
+
+def doctor() -> list[Finding]:
+    """Every check's findings, in the order of the report."""
+    findings: list[Finding] = []
+    for check in CHECKS:
+        try:
+            found = check()
+            findings += [found] if isinstance(found, Finding) else list(found)
+        except Exception as error:
+            name = check.__name__.removeprefix("check_").replace("_", " ")
+            findings.append(Finding(name, False, f"this check failed: {type(error).__name__}: {error}"))
+    return findings
+
+
+def report(findings: list[Finding]) -> str:
+    """The findings as text: a line each, with a remedy under what is missing."""
+    width = max(len(f.name) for f in findings)
+    lines = []
+    for f in findings:
+        lines.append(f"{'ok     ' if f.ok else 'missing'}  {f.name:<{width}}  {f.detail}")
+        if not f.ok and f.remedy:
+            lines.append(f"{'':7}  {'':<{width}}  -> {f.remedy}")
+    return "\n".join(lines)
