@@ -1,0 +1,78 @@
+"""What notebooks need and the compiler does not: set-up, measuring, claims, figures.
+
+Importing this package is cheap: each name below is loaded on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from reflib.lab.capability import has as has
+    from reflib.lab.ceilings import Roofline as Roofline
+    from reflib.lab.ceilings import roofline as roofline
+    from reflib.lab.checking import check as check
+    from reflib.lab.claims import claim as claim
+    from reflib.lab.figures import figure as figure
+    from reflib.lab.figures import style as style
+    from reflib.lab.measuring import measure as measure
+    from reflib.lab.params import Parameter as Parameter
+    from reflib.lab.params import parse_parameters as parse_parameters
+    from reflib.lab.params import validate as validate
+    from reflib.lab.peers import peer as peer
+    from reflib.lab.pipeline_strip import strip as strip
+    from reflib.lab.plots import bars as bars
+    from reflib.lab.plots import lines as lines
+    from reflib.lab.plots import roofline_plot as roofline_plot
+    from reflib.lab.recording import recorded as recorded
+    from reflib.lab.rivals import contenders as contenders
+    from reflib.lab.rows import Row as Row
+    from reflib.lab.rows import Rows as Rows
+    from reflib.lab.session import Setup as Setup
+    from reflib.lab.session import setup as setup
+    from reflib.lab.showing import show as show
+    from reflib.lab.showing import table as table
+
+# name -> the module that holds it. No module may share a name with a function here: importing
+# a submodule sets it as an attribute of this package, and would hide the function.
+_HOME = {
+    "has": "capability",
+    "Roofline": "ceilings",
+    "roofline": "ceilings",
+    "check": "checking",
+    "claim": "claims",
+    "contenders": "rivals",
+    "figure": "figures",
+    "style": "figures",
+    "measure": "measuring",
+    "Parameter": "params",
+    "parse_parameters": "params",
+    "validate": "params",
+    "peer": "peers",
+    "bars": "plots",
+    "lines": "plots",
+    "roofline_plot": "plots",
+    "recorded": "recording",
+    "Row": "rows",
+    "Rows": "rows",
+    "Setup": "session",
+    "setup": "session",
+    "show": "showing",
+    "table": "showing",
+    "strip": "pipeline_strip",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(_HOME))

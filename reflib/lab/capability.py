@@ -1,0 +1,90 @@
+"""`lab.has`: ask for a capability, never for a brand of device."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable
+
+from reflib.errors import LabError
+
+
+def has(capability: str) -> bool:
+    """Does the device of this notebook have it? An unknown name is an error that lists them."""
+    if capability not in CAPABILITIES:
+        raise LabError(f"unknown capability {capability!r}; there are {', '.join(CAPABILITIES)}")
+    return bool(CAPABILITIES[capability][1]())
+
+
+def _on_cuda() -> bool:
+    from reflib.lab.session import current
+
+    return current().device.type == "cuda"
+
+
+def _arch_at_least(major: int, minor: int = 0) -> bool:
+    """An NVIDIA GPU of this compute capability or a later one."""
+    import torch
+
+    from reflib.lab.session import current
+
+    if not _on_cuda() or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(current().device) >= (major, minor)
+
+
+def _is_amd() -> bool:
+    import torch
+
+    return _on_cuda() and torch.version.hip is not None
+
+
+@functools.cache
+def _triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _compiler() -> bool:
+    wanted = os.environ.get("CXX")
+    return any(shutil.which(c) for c in ([wanted] if wanted else ["g++", "clang++", "c++"]))
+
+
+def _inductor() -> bool:
+    """TorchInductor needs Triton on a GPU and a C++ compiler on a CPU."""
+    return (_triton() and _triton_runs()) if _on_cuda() else _compiler()
+
+
+def _triton_runs() -> bool:
+    return _is_amd() or _arch_at_least(7)
+
+
+@functools.cache
+def _reflib() -> bool:
+    """Both the backend and what it needs are here."""
+    return importlib.util.find_spec("reflib.compile") is not None
+
+
+# name -> (what it means, the test)
+CAPABILITIES: dict[str, tuple[str, Callable[[], bool]]] = {
+    "cuda": ("the notebook runs on a GPU", _on_cuda),
+    "graphs": ("work can be captured in a CUDA graph", _on_cuda),
+    "fp16": ("half precision in hardware", lambda: _is_amd() or _arch_at_least(5, 3)),
+    "bf16": ("bfloat16 in hardware", lambda: _is_amd() or _arch_at_least(8)),
+    "fp8": ("8-bit floats in hardware", lambda: _arch_at_least(8, 9)),
+    "tensor_cores": (
+        "matrix units that Triton's tl.dot can use",
+        lambda: _is_amd() or _arch_at_least(8),
+    ),
+    "tma": ("the tensor memory accelerator", lambda: _arch_at_least(9)),
+    "amd": ("an AMD GPU", _is_amd),
+    "triton": ("Triton can be imported", _triton),
+    "compiler": ("a C++ compiler is on the path", _compiler),
+    "inductor": ("TorchInductor can compile for this device", _inductor),
+    "reflib": (
+        "reflib can compile for this device",
+        lambda: _reflib() and _inductor(),
+    ),
+}

@@ -1,0 +1,96 @@
+"""What the device can do at most, measured: bandwidth of a copy, rate of a matmul, one launch."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The ceilings of one device, as measured."""
+
+    device: str
+    bandwidth: float  # GB/s of a large copy, read and write together
+    flops: float  # TFLOP/s of a large square matmul in `dtype`
+    launch: float  # µs from one small call to the next, the host in it
+    dtype: str
+
+    @property
+    def ridge(self) -> float:
+        """FLOPs a byte at which the two ceilings meet."""
+        return self.flops * 1e3 / self.bandwidth
+
+    def limit(self, intensity: float) -> float:
+        """TFLOP/s at most, for this many FLOPs a byte."""
+        return min(self.flops, intensity * self.bandwidth / 1e3)
+
+    def time(self, bytes: float, flops: float = 0.0) -> float:
+        """µs at least, for this much work, launches not counted."""
+        return max(bytes / self.bandwidth / 1e3, flops / self.flops / 1e6)
+
+
+def roofline(device: torch.device | None = None, dtype: torch.dtype | None = None) -> Roofline:
+    """Measure the ceilings of the notebook's device, or of another; once a process."""
+    from reflib.lab.session import current
+
+    here = current()
+    return _measure(device or here.device, dtype or here.dtype)
+
+
+@functools.cache
+def _measure(device: torch.device, dtype: torch.dtype) -> Roofline:
+    from reflib.lab.machine import describe
+    from reflib.lab.measuring import measure
+
+    on_gpu = device.type == "cuda"
+    copied = _copy_bytes(device)
+    edge = 8192 if on_gpu else 1024
+    if on_gpu and describe(device).memory_bytes < 40 * 2**30:
+        edge = 4096
+    cases = {"copy": _copy(copied, device), "matmul": _matmul(edge, device, dtype)}
+    rows = measure("ceilings", cases, bytes={"copy": 2 * copied}, flops={"matmul": 2 * edge**3}, budget_s=0.7)
+    launch = measure("launch", {"launch": _tiny(device)}, clock="wall")
+    return Roofline(
+        device=describe(device).name,
+        bandwidth=rows.value("copy", "bandwidth") or 0.0,
+        flops=rows.value("matmul", "rate") or 0.0,
+        launch=launch.value("launch") or 0.0,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+
+
+def _copy_bytes(device: torch.device) -> int:
+    """Well past the last-level cache: reading and writing this cannot be served from it."""
+    from reflib.lab.machine import describe
+
+    cache = describe(device).cache_bytes
+    return max(4 * cache, 512 * 2**20) if device.type == "cuda" else max(2 * cache, 64 * 2**20)
+
+
+def _copy(size: int, device: torch.device):
+    import torch
+
+    source = torch.empty(size // 4, dtype=torch.float32, device=device).normal_()
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def _matmul(edge: int, device: torch.device, dtype: torch.dtype):
+    import torch
+
+    a = torch.randn(edge, edge, device=device).to(dtype)
+    b = torch.randn(edge, edge, device=device).to(dtype)
+    out = torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=out)
+
+
+def _tiny(device: torch.device):
+    import torch
+
+    x = torch.zeros(16, device=device)
+    return lambda: x.add_(1)

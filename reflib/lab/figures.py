@@ -1,0 +1,127 @@
+"""Figures that everyone can read: alt text, a caption, and colours that differ in lightness too.
+
+A figure is emitted as an SVG picture inside HTML: it scales to a phone, survives notebooks
+that are not trusted yet, and its white ground keeps dark text readable in dark mode.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from reflib.errors import LabError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's set without its yellow; each colour comes with its own marker and dash.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#56b4e9", "#8a6d00", "#555555")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo")
+INK = "#222222"
+QUIET = "#6b6b6b"
+
+SETTINGS: dict[str, Any] = {
+    "svg.hashsalt": "reflib",
+    "svg.fonttype": "path",
+    "figure.figsize": (5.6, 3.6),
+    "figure.facecolor": "#ffffff",
+    "axes.facecolor": "#ffffff",
+    "savefig.facecolor": "#ffffff",
+    "font.family": "DejaVu Sans",
+    "font.size": 11,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.labelcolor": INK,
+    "axes.edgecolor": QUIET,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 5,
+    "legend.frameon": False,
+    "legend.fontsize": 9.5,
+    "hatch.linewidth": 0.5,
+}
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """matplotlib with this book's settings: `with lab.style(): fig, ax = plt.subplots()`."""
+    import matplotlib
+
+    with matplotlib.rc_context(SETTINGS)  # type: ignore[arg-type]:
+        yield
+
+
+def series_style(index: int) -> dict[str, Any]:
+    """Colour, marker and dash of the index-th series."""
+    turn = index % len(COLOURS)
+    return {"color": COLOURS[turn], "marker": MARKERS[turn], "linestyle": DASHES[turn]}
+
+
+class Picture:
+    """A finished figure: shows itself as HTML, and as its words where there are no pictures."""
+
+    def __init__(self, svg: str, caption: str, alt: str) -> None:
+        self.svg, self.caption, self.alt = svg, caption, alt
+
+    def __repr__(self) -> str:
+        return f"[figure: {self.alt}]\n{self.caption}"
+
+    def _repr_html_(self) -> str:
+        data = base64.b64encode(self.svg.encode()).decode()
+        return (
+            '<figure style="margin:1em 0">'
+            f'<img alt="{html.escape(self.alt, quote=True)}" '
+            'style="width:100%;max-width:44rem;height:auto;background:#fff;border-radius:6px" '
+            f'src="data:image/svg+xml;base64,{data}">'
+            f"<figcaption>{html.escape(self.caption)}</figcaption></figure>"
+        )
+
+
+def figure(fig: Figure, *, caption: str, alt: str) -> Picture:
+    """Emit a matplotlib figure with its caption and alt text; closes it.
+
+    `alt` says what a sighted reader takes from the figure, computed from the same numbers
+    (`lab.lines` and `lab.bars` do so themselves).
+    """
+    import matplotlib.pyplot as plt
+
+    from reflib.lab.showing import display_thing
+
+    if not caption.strip() or not alt.strip():
+        raise LabError("a figure needs a caption and an alt text")
+    picture = Picture(to_svg(fig), caption, alt)
+    plt.close(fig)
+    display_thing(picture)
+    return picture
+
+
+def to_svg(fig: Figure) -> str:
+    """The same figure gives the same bytes on every run."""
+    buffer = io.StringIO()
+    with style():
+        fig.savefig(
+            buffer,
+            format="svg",
+            bbox_inches="tight",
+            pad_inches=0.12,
+            metadata={"Date": None, "Creator": None},
+        )
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    return re.sub(r"(\d+\.\d{2})\d+", r"\1", svg)

@@ -1,0 +1,145 @@
+"""What machine is this: device, caches, versions, commit. Facts only, nothing is timed."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reflib.errors import LabError
+
+if TYPE_CHECKING:
+    import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One device, described."""
+
+    name: str
+    arch: str
+    memory_bytes: int
+    cache_bytes: int
+    units: int  # multiprocessors of a GPU, threads PyTorch uses on a CPU
+
+    def __str__(self) -> str:
+        kind = "multiprocessors" if self.arch.startswith(("sm_", "gfx")) else "threads"
+        return (
+            f"{self.name} ({self.arch}, {self.units} {kind}, "
+            f"{self.memory_bytes / 2**30:.0f} GiB, "
+            f"last-level cache {self.cache_bytes / 2**20:.0f} MiB)"
+        )
+
+
+def pick_device(wanted: str) -> torch.device:
+    """`"auto"` takes the GPU if there is one; any other device must exist."""
+    import torch
+
+    if wanted == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise LabError(f"device is {wanted!r}; it must be auto, cpu or cuda") from None
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise LabError(f"device is {wanted!r}; these notebooks run on cpu and cuda")
+    if not torch.cuda.is_available():
+        raise LabError(
+            'device is "cuda", but PyTorch sees no CUDA device here. Say device="auto" to use '
+            "what there is, or install a CUDA build of PyTorch on a machine with a GPU."
+        )
+    index = device.index or 0
+    if index >= torch.cuda.device_count():
+        raise LabError(f"device is {wanted!r}, but there are {torch.cuda.device_count()} GPUs")
+    return torch.device("cuda", index)
+
+
+@functools.cache
+def describe(device: torch.device) -> Machine:
+    """The facts about a device."""
+    import torch
+
+    if device.type == "cuda":
+        props = torch.cuda.get_device_properties(device)
+        amd = getattr(props, "gcnArchName", "") if torch.version.hip else ""
+        arch = amd.split(":")[0] if amd else f"sm_{props.major}{props.minor}"
+        cache = int(getattr(props, "L2_cache_size", 0)) or 32 * 2**20
+        if amd:  # MI300 keeps 256 MB between its L2 and memory, and does not report it
+            cache = max(cache, 256 * 2**20)
+        return Machine(props.name, arch, props.total_memory, cache, props.multi_processor_count)
+    return Machine(_cpu_name(), platform.machine(), _cpu_memory(), _cpu_cache(), torch.get_num_threads())
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _cpu_memory() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return 0
+
+
+def _cpu_cache() -> int:
+    """The last-level cache as the system reports it, else 32 MiB."""
+    for name in ("SC_LEVEL4_CACHE_SIZE", "SC_LEVEL3_CACHE_SIZE", "SC_LEVEL2_CACHE_SIZE"):
+        try:
+            size = os.sysconf(name)
+        except (ValueError, OSError):
+            continue
+        if size > 0:
+            return size
+    return 32 * 2**20
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Versions of what a number depends on."""
+    import torch
+
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    if torch.version.hip:
+        found["hip"] = torch.version.hip
+    try:
+        import triton
+
+        found["triton"] = triton.__version__
+    except ImportError:
+        pass
+    return found
+
+
+@functools.cache
+def commit() -> str:
+    """The commit of this copy of reflib, with "+" after it when files differ; "" if unknown."""
+    if named := os.environ.get("REFLIB_COMMIT"):  # a copy without its history
+        return named
+    git = ["git", "-C", str(ROOT)]
+    try:
+        head = _output([*git, "rev-parse", "--short=12", "HEAD"])
+        dirty = _output([*git, "status", "--porcelain", "--untracked-files=no", "--", "reflib"])
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return head + ("+" if dirty else "")
+
+
+def _output(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()

@@ -1,0 +1,15 @@
+"""The pipeline strip under each chapter's title, with the chapter's stages lit."""
+
+from __future__ import annotations
+
+from reflib.errors import LabError
+
+STAGES = ("capture", "ir", "lower", "fuse", "choose", "plan", "generate", "wrap", "package")
+
+
+def strip(*lit: str) -> str:
+    """Markdown for the strip. `strip("fuse")` lights one stage, `strip()` none."""
+    unknown = [stage for stage in lit if stage not in STAGES]
+    if unknown:
+        raise LabError(f"no stage is called {unknown[0]!r}; there are {', '.join(STAGES)}")
+    return " → ".join(f"**[{s}]**" if s in lit else s for s in STAGES)

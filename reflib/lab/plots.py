@@ -1,0 +1,328 @@
+"""Plots of tidy rows: `lab.lines` over a sweep, `lab.bars` of cases, `lab.roofline_plot`.
+
+Each draws this machine's rows in full colour and recorded rows, if given, fainter beside
+them, writes its own alt text from the numbers, and emits the figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from reflib.lab.figures import (
+    COLOURS,
+    HATCHES,
+    INK,
+    QUIET,
+    Picture,
+    figure,
+    series_style,
+    style,
+)
+from reflib.lab.rows import Row, Rows, short
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from reflib.lab.ceilings import Roofline
+
+AXIS = {"bytes": "bytes", "time": "µs", "bandwidth": "GB/s", "rate": "TFLOP/s"}
+
+
+def lines(
+    rows: Rows,
+    *,
+    caption: str,
+    x: str = "bytes",
+    metric: str = "time",
+    recorded: Rows | None = None,
+    levels: Mapping[str, float] | None = None,
+    marks: Mapping[str, float] | None = None,
+    log: str = "xy",
+    title: str = "",
+) -> Picture | None:
+    """A line a case over the sweep's `x`, with the middle half of the samples shaded.
+
+    `levels` are horizontal lines by label, `marks` vertical ones; `log` names the logarithmic
+    axes. Returns None, and says so, when there is nothing to draw.
+    """
+    import matplotlib.pyplot as plt
+
+    groups = _series(rows, recorded, x, metric)
+    if not groups:
+        print(f"Nothing to draw: no {metric} was measured here, and none is recorded yet.")
+        return None
+    with style():
+        fig, ax = plt.subplots()
+        for index, (label, points) in enumerate(groups.items()):
+            _line(ax, label, points, index, x)
+        if "x" in log:
+            ax.set_xscale("log", base=2 if x == "bytes" else 10)
+        if "y" in log:
+            ax.set_yscale("log")
+        for label, level in (levels or {}).items():
+            ax.axhline(level, color=INK, linewidth=1, linestyle=(0, (1, 2)))
+            ax.annotate(
+                label, (0.01, level), xycoords=("axes fraction", "data"), va="bottom", fontsize=9, color=INK
+            )
+        for label, place in (marks or {}).items():
+            ax.axvline(place, color=QUIET, linewidth=1, linestyle=(0, (4, 3)))
+            ax.annotate(
+                label,
+                (place, 0.98),
+                xycoords=("data", "axes fraction"),
+                va="top",
+                ha="right",
+                rotation=90,
+                fontsize=9,
+                color=INK,
+            )
+        _finish(ax, x, metric, groups, title)
+    alt = _lines_alt(groups, x, metric, levels or {}, marks or {})
+    return figure(fig, caption=caption, alt=alt)
+
+
+def _line(ax: Axes, label: str, points: list[Row], index: int, x: str) -> None:
+    xs = [p.at[x] for p in points]
+    ys = [p.value or 0.0 for p in points]
+    half = [(p.spread or 0.0) / 2 for p in points]
+    look = series_style(index)
+    ax.plot(xs, ys, label=label, **look)
+    low = [max(y - h, 0.2 * y) for y, h in zip(ys, half, strict=True)]
+    high = [y + h for y, h in zip(ys, half, strict=True)]
+    ax.fill_between(xs, low, high, color=look["color"], alpha=0.15, linewidth=0)
+
+
+def _series(rows: Rows, recorded: Rows | None, x: str, metric: str) -> dict[str, list[Row]]:
+    """label -> points in order of x; the device is in the label when there are two devices."""
+    every = [*rows, *(recorded or ())]
+    kept = [r for r in every if r.metric == metric and r.ok and x in r.at and r.value]
+    several = len({r.device for r in kept}) > 1
+    groups: dict[str, list[Row]] = {}
+    for row in kept:
+        label = f"{row.case}, {nickname(row.device)}" if several else row.case
+        groups.setdefault(label, []).append(row)
+    return {k: sorted(v, key=lambda r: r.at[x]) for k, v in groups.items()}
+
+
+def nickname(device: str) -> str:
+    """A device's name, short enough for a legend."""
+    for word in ("NVIDIA ", "AMD Instinct ", "GeForce ", "(R)", "(TM)", " Processor", " CPU"):
+        device = device.replace(word, "")
+    return device if len(device) <= 18 else device[:17] + "…"
+
+
+def _finish(ax: Axes, x: str, metric: str, groups: Mapping[str, Any], title: str) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    ax.set_xlabel("size of the tensor" if x == "bytes" else x)
+    ax.set_ylabel(f"{metric}, {AXIS.get(metric, '')}".rstrip(", "))
+    if x == "bytes":
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: short_bytes(v)))
+        if ax.get_xscale() == "log":
+            ax.xaxis.set_major_locator(LogLocator(base=2, numticks=8))
+    if ax.get_yscale() == "log":
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: short(v)))
+    if title:
+        ax.set_title(title)
+    if len(groups) > 1:
+        ax.figure.legend(loc="outside upper left", ncols=2, bbox_to_anchor=(0.1, 1.06))
+
+
+def short_bytes(size: float) -> str:
+    """2048 -> "2 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.3g} {unit}"
+
+
+def _lines_alt(
+    groups: Mapping[str, list[Row]],
+    x: str,
+    metric: str,
+    levels: Mapping[str, float],
+    marks: Mapping[str, float],
+) -> str:
+    place = short_bytes if x == "bytes" else short
+    unit = AXIS.get(metric, "")
+    parts = [f"Line chart of {metric}{f' in {unit}' if unit else ''} against {x}."]
+    for label, points in groups.items():
+        first, last = points[0], points[-1]
+        best = max(points, key=lambda p: p.value or 0)
+        text = (
+            f"{label}: {short(first.value or 0)} at {place(first.at[x])}, "
+            f"{short(last.value or 0)} at {place(last.at[x])}"
+        )
+        if best not in (first, last):
+            text += f", highest {short(best.value or 0)} at {place(best.at[x])}"
+        parts.append(text + ".")
+    parts += [f"A horizontal line at {short(v)}: {k}." for k, v in levels.items()]
+    parts += [f"A vertical line at {place(v)}: {k}." for k, v in marks.items()]
+    return " ".join(parts)
+
+
+def bars(
+    rows: Rows,
+    *,
+    caption: str,
+    metric: str = "time",
+    recorded: Rows | None = None,
+    log: bool = False,
+    title: str = "",
+) -> Picture | None:
+    """A horizontal bar a case, labelled with its number; a panel a device when there are two.
+
+    A case without a number keeps its place, with the reason written where its bar would be.
+    """
+    import matplotlib.pyplot as plt
+
+    chosen = Rows([*rows, *(recorded or ())]).where(
+        lambda r: r.metric == metric or (r.metric == "time" and not r.ok)
+    )
+    devices = [d for d in chosen.devices if any(r.ok for r in chosen.where(device=d))]
+    if not devices:
+        print(f"Nothing to draw: no {metric} was measured here, and none is recorded yet.")
+        return None
+    panels = [chosen.where(device=d) for d in devices]
+    tall = [0.34 * len(p) + 0.35 for p in panels]
+    with style():
+        fig, axes = plt.subplots(
+            len(panels),
+            1,
+            figsize=(5.6, sum(tall) + 0.5),
+            squeeze=False,
+            layout="constrained",
+            gridspec_kw={"height_ratios": tall},
+        )
+        for ax, panel, device in zip(axes[:, 0], panels, devices, strict=True):
+            _bar_panel(ax, panel, log)
+            ax.set_title(device if len(panels) > 1 else title)
+        axes[-1, 0].set_xlabel(f"{metric}, {AXIS.get(metric, '')}".rstrip(", "))
+    return figure(fig, caption=caption, alt=_bars_alt(panels, devices, metric))
+
+
+def _bar_panel(ax: Axes, panel: Rows, log: bool) -> None:
+    cases = panel.cases
+    colour = {case: COLOURS[i % len(COLOURS)] for i, case in enumerate(cases)}
+    labels = [_bar_label(row) for row in panel]
+    top = max(row.value or 0 for row in panel)
+    for place, (row, text) in enumerate(zip(panel, labels, strict=True)):
+        value = row.value or 0.0
+        error = (row.spread or 0.0) / 2
+        hatch = HATCHES[cases.index(row.case) % len(HATCHES)]
+        ax.barh(
+            place,
+            value,
+            xerr=error if value else None,
+            color=colour[row.case],
+            hatch=hatch,
+            edgecolor="#ffffff",
+            height=0.7,
+            ecolor=INK,
+        )
+        ax.annotate(
+            text,
+            (value + error, place),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9.5,
+        )
+    ax.set_yticks(range(len(panel)), [_bar_name(row) for row in panel])
+    ax.invert_yaxis()
+    ax.grid(visible=False, axis="y")
+    if log:
+        ax.set_xscale("log")
+    else:
+        ax.set_xlim(0, top * 1.25)
+
+
+def _bar_name(row: Row) -> str:
+    from reflib.lab.rows import show_plain
+
+    place = ", ".join(show_plain(v) for v in row.at.values())
+    return f"{row.case} ({place})" if place else row.case
+
+
+def _bar_label(row: Row) -> str:
+    return short(row.value) if row.ok and row.value is not None else row.status
+
+
+def _bars_alt(panels: list[Rows], devices: list[str], metric: str) -> str:
+    unit = AXIS.get(metric, "")
+    parts = [f"Bar chart of {metric}{f' in {unit}' if unit else ''}."]
+    for panel, device in zip(panels, devices, strict=True):
+        listed = ", ".join(f"{_bar_name(r)} {_bar_label(r)}" for r in panel)
+        parts.append(f"{device}: {listed}.")
+    return " ".join(parts)
+
+
+def roofline_plot(
+    roof: Roofline,
+    points: Mapping[str, tuple[float, float]],
+    *,
+    caption: str,
+    title: str = "",
+) -> Picture:
+    """The two ceilings of a device, and kernels under them.
+
+    `points` maps a label to (FLOPs a byte, TFLOP/s reached).
+    """
+    import matplotlib.pyplot as plt
+
+    xs = [p[0] for p in points.values()] + [roof.ridge]
+    low, high = min(xs) / 4, max(xs) * 8
+    with style():
+        fig, ax = plt.subplots()
+        ax.plot(
+            [low, roof.ridge, high],
+            [low * roof.bandwidth / 1e3, roof.flops, roof.flops],
+            color=INK,
+            linewidth=2,
+        )
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+        for index, (label, (x, y)) in enumerate(points.items()):
+            look = series_style(index)
+            ax.plot(
+                [x],
+                [y],
+                marker=look["marker"],
+                color=look["color"],
+                linestyle="none",
+                markersize=9,
+                label=label,
+            )
+            share = y / roof.limit(x)
+            ax.annotate(f"{share:.0%}", (x, y), xytext=(7, -3), textcoords="offset points", fontsize=9.5)
+        ax.annotate(
+            f"{short(roof.bandwidth)} GB/s",
+            (low, low * roof.bandwidth / 1e3),
+            xytext=(6, 14),
+            textcoords="offset points",
+            fontsize=9.5,
+        )
+        ax.annotate(
+            f"{short(roof.flops)} TFLOP/s",
+            (high, roof.flops),
+            xytext=(-2, 5),
+            textcoords="offset points",
+            ha="right",
+            fontsize=9.5,
+        )
+        ax.set_xlabel("arithmetic intensity, FLOPs a byte")
+        ax.set_ylabel("TFLOP/s")
+        if title:
+            ax.set_title(title)
+        ax.legend(loc="lower right")
+    reached = ". ".join(
+        f"{label}: {short(y)} TFLOP/s at {short(x)} FLOPs a byte, {y / roof.limit(x):.0%} of its limit"
+        for label, (x, y) in points.items()
+    )
+    alt = (
+        f"Roofline of {roof.device}: rises with {short(roof.bandwidth)} GB/s until "
+        f"{short(roof.ridge)} FLOPs a byte, then flat at {short(roof.flops)} TFLOP/s. {reached}."
+    )
+    return figure(fig, caption=caption, alt=alt)

@@ -1,0 +1,82 @@
+"""Recorded rows: what the notebooks measured on a real GPU, kept beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from reflib.lab.machine import ROOT
+from reflib.lab.rows import Row, Rows
+
+FOLDER = "REFLIB_RECORDED"  # names another folder of recordings
+LIMIT_BYTES = 1_000_000
+
+
+def folder() -> Path:
+    """notebooks/recorded of this checkout, or beside the notebook that is running."""
+    if named := os.environ.get(FOLDER):
+        return Path(named)
+    places = [ROOT / "notebooks" / "recorded", Path.cwd() / "recorded"]
+    return next((p for p in places if p.is_dir()), places[0])
+
+
+def recorded(chapter: str, gpu: str = "h200") -> Rows:
+    """The rows recorded for this chapter; none, without an error, where there is no recording."""
+    path = folder() / f"{chapter}.{gpu}.json"
+    if not path.exists():
+        return Rows()
+    return load(path)[0]
+
+
+def load(path: Path) -> tuple[Rows, list[dict[str, Any]]]:
+    """The rows and the claims of one file."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    shared = data.get("shared", {})
+    rows = Rows(Row.from_data({**shared, **row}) for row in data["rows"])
+    return rows, list(data.get("claims", []))
+
+
+def split_records(lines: Iterable[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The rows and the claims of a file of appended records."""
+    records = [json.loads(line) for line in lines if line.strip()]
+    rows = [r for r in records if r.get("kind") == "row"]
+    claims = [r for r in records if r.get("kind") == "claim"]
+    return [_plain(r) for r in rows], [_plain(c) for c in claims]
+
+
+def dump(path: Path, rows: Iterable[Mapping[str, Any]], claims: Iterable[Mapping[str, Any]]) -> None:
+    """Write a recording: what all rows share once, then a line a row, sorted."""
+    listed = [dict(row) for row in rows]
+    shared = {
+        key: listed[0][key]
+        for key in ("device", "versions", "commit", "date")
+        if listed and all(row.get(key) == listed[0].get(key) for row in listed) and key in listed[0]
+    }
+    slim = [{k: v for k, v in row.items() if k not in shared} for row in listed]
+    lines = sorted(json.dumps(_rounded(row), sort_keys=True, ensure_ascii=False) for row in slim)
+    spoken = [json.dumps(dict(c), sort_keys=True, ensure_ascii=False) for c in claims]
+    text = "\n".join(
+        [
+            "{",
+            f'"shared": {json.dumps(shared, sort_keys=True, ensure_ascii=False)},',
+            '"rows": [\n' + ",\n".join(lines) + "\n],",
+            '"claims": [\n' + ",\n".join(spoken) + "\n]",
+            "}",
+        ]
+    )
+    if len(text.encode()) > LIMIT_BYTES:
+        raise ValueError(f"{path.name} would be over {LIMIT_BYTES:,} bytes; measure fewer rows")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _plain(record: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in record.items() if k != "kind"}
+
+
+def _rounded(row: dict[str, Any]) -> dict[str, Any]:
+    """Five digits are more than any of these numbers has."""
+    return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in row.items()}
