@@ -183,7 +183,7 @@ def normalize(notebook: Notebook) -> Notebook:
         cells.append(new)
     metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-        "language_info": {"name": "python"},
+        "language_info": {"name": "python", "pygments_lexer": "ipython3"},
     }
     if "reflib" in notebook.metadata:
         metadata["reflib"] = notebook.metadata["reflib"]
