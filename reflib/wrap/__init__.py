@@ -1,1 +1,5 @@
+"""Stage 7, ``wrap``: the steps become a callable."""
 
+from .wrap import wrap
+
+__all__ = ["wrap"]

@@ -1,0 +1,59 @@
+"""Capture: a model becomes graphs of ATen calls.
+
+Dynamo turns Python into an FX graph and guards; AOTAutograd makes it functional, derives the backward graph,
+partitions the two (min-cut recomputation) and applies decompositions. Both are PyTorch's own and used as they are:
+what reflib adds is the choice of decompositions and the handing over as :class:`Graph`. ``torch.export`` is the other
+door: the graph is whole, the guards are the exporter's, and no Dynamo runs at call time.
+
+NB: TorchInductor runs pattern passes (attention, batch-norm folding, ...) before and after AOTAutograd; we run none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import CaptureError
+from .graph import Graph
+
+CompileGraph = Callable[[Graph, Sequence[Any]], Callable[[list], Any]]
+
+
+def dynamo_graph_to_aten(
+    module: torch.fx.GraphModule, inputs: Sequence[Any], decompositions: dict, compile_graph: CompileGraph
+) -> Callable[..., Any]:
+    """AOTAutograd over one of Dynamo's graphs. ``compile_graph`` is called once for an inference graph, or for the
+    forward and (perhaps later, when first needed) the backward graph; it returns a callable taking a list of inputs."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def compiler(name: str) -> Callable[..., Any]:
+        def compile_one(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list], Any]:
+            fn = compile_graph(Graph(gm, name), example_inputs)
+            fn._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd: takes a list, which it may empty
+            return fn
+
+        return compile_one
+
+    backend = aot_autograd(
+        fw_compiler=compiler("forward"),
+        bw_compiler=compiler("backward"),
+        inference_compiler=compiler("inference"),
+        decompositions=decompositions,
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )
+    return backend(module, inputs)
+
+
+def exported_graph(program: Any, decompositions: dict) -> tuple[Graph, Any]:
+    """An ``ExportedProgram`` as a Graph (parameters, buffers and constants first among its inputs), and its signature.
+
+    Raises CaptureError for what is no ExportedProgram.
+    """
+    if not isinstance(program, torch.export.ExportedProgram):
+        raise CaptureError(f"expected a torch.export.ExportedProgram, got {type(program).__name__}")
+    program = program.run_decompositions(decompositions)
+    return Graph(program.graph_module, "inference"), program

@@ -1,0 +1,207 @@
+"""The stages in order, in one function that can stop after any of them.
+
+    capture -> lower -> fuse -> choose -> plan -> generate -> wrap
+
+``run`` takes one captured graph through them. ``compile`` is the door for users; ``dynamo_backend`` the one for
+``torch.compile(model, backend="reflib")``. What kind of wrapper, which target, whether to measure: ``run`` decides it
+here, once, from the Options, and passes values down.
+
+(The design page calls this file compile.py; a module of that name would shadow the function ``reflib.compile``.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .errors import OptionError, ReflibError
+from .logs import log
+from .options import Options
+from .target import Target, device_target, parse_target
+
+if TYPE_CHECKING:
+    from .capture import Graph
+    from .fuse import Fused
+    from .generate.kernel import Kernel
+    from .ir.program import Program
+    from .plan import Plan
+
+STAGES = ("lower", "fuse", "choose", "plan", "generate", "wrap")
+
+
+@dataclass
+class Stages:
+    """Everything one graph went through. A stage that was not reached is None. ``timeline``: (stage, start, seconds)."""
+
+    graph: Graph
+    options: Options
+    program: Program | None = None
+    fused: Fused | None = None
+    chosen: Program | None = None
+    decisions: tuple[Any, ...] = ()
+    plan: Plan | None = None
+    kernels: dict[tuple[str, int], Kernel] | None = None
+    wrapper: str | None = None
+    call: Callable[[list], Any] | None = None
+    timeline: list[tuple[str, float, float]] = field(default_factory=list)
+
+
+def run(graph: Graph, options: Options, until: str = "wrap") -> Stages:
+    """Take ``graph`` through the stages up to and including ``until``.
+
+    With ``options.target`` set the code is generated for that target and nothing is built.
+    Raises a ReflibError; a bug in a rule is a LoweringError naming the op and the user's line.
+    """
+    if until not in STAGES:
+        raise ReflibError(f"no stage {until!r}; the stages are {', '.join(STAGES)}")
+    s = Stages(graph, options)
+    target_of = _target_chooser(options)
+    for stage in STAGES[: STAGES.index(until) + 1]:
+        start = time.perf_counter()
+        if stage == "wrap" and options.target is not None:
+            break
+        _STAGE[stage](s, target_of)
+        s.timeline.append((stage, start, time.perf_counter() - start))
+        log("compile", f"{graph.name}: {stage} took {s.timeline[-1][2] * 1e3:.1f} ms")
+    return s
+
+
+TargetOf = Callable[[torch.device], Target]
+
+
+def _target_chooser(options: Options) -> TargetOf:
+    if options.target is not None:
+        fixed = parse_target(options.target)
+        return lambda device: fixed
+    return lambda device: device_target(device.type, device.index or 0)
+
+
+def _lower(s: Stages, target_of: TargetOf) -> None:
+    from .lower import lower
+
+    s.program = lower(s.graph, s.options)
+    _verify(s, s.program)
+
+
+def _fuse(s: Stages, target_of: TargetOf) -> None:
+    from .fuse import fuse
+
+    assert s.program is not None
+    s.fused = fuse(s.program, s.options, target_of(_main_device(s.program)))
+    _verify(s, s.fused.program)
+
+
+def _choose(s: Stages, target_of: TargetOf) -> None:
+    from .choose import choose
+
+    assert s.fused is not None
+    s.chosen, s.decisions = choose(s.fused, s.options, target_of)
+    _verify(s, s.chosen)
+
+
+def _plan(s: Stages, target_of: TargetOf) -> None:
+    from .plan import plan
+
+    assert s.chosen is not None
+    s.plan = plan(s.chosen, s.options)
+
+
+def _generate(s: Stages, target_of: TargetOf) -> None:
+    from .generate import generate
+
+    assert s.chosen is not None
+    s.kernels = generate(s.chosen, target_of)
+
+
+def _wrap(s: Stages, target_of: TargetOf) -> None:
+    from .wrap import wrap
+
+    assert s.chosen is not None and s.plan is not None and s.kernels is not None
+    s.wrapper, s.call = wrap(s.chosen, s.plan, s.kernels, s.options)
+
+
+_STAGE = {"lower": _lower, "fuse": _fuse, "choose": _choose, "plan": _plan, "generate": _generate, "wrap": _wrap}
+
+
+def _verify(s: Stages, program: Program) -> None:
+    if s.options.verify:
+        from .ir.verify import verify
+
+        verify(program)
+
+
+def _main_device(program: Program) -> torch.device:
+    """The device most kernels of a program run on: a GPU if there is one in it."""
+    devices = {b.device for b in program.buffers.values()}
+    gpus = sorted((d for d in devices if d.type != "cpu"), key=str)
+    return gpus[0] if gpus else torch.device("cpu")
+
+
+# -- the doors --------------------------------------------------------------------------------------
+class Backend:
+    """A ``torch.compile`` backend with its options. ``on_stages`` is told of every graph (``explain`` listens)."""
+
+    def __init__(self, options: Options, on_stages: Callable[[Stages], None] | None = None):
+        self.options = options
+        self.on_stages = on_stages
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        from .capture import dynamo_graph_to_aten
+        from .lower import decompositions
+
+        return dynamo_graph_to_aten(module, inputs, decompositions(), self._compile)
+
+    def _compile(self, graph: Graph, inputs: Sequence[Any]) -> Callable[[list], Any]:
+        stages = run(graph, self.options)
+        if self.on_stages is not None:
+            self.on_stages(stages)
+        return stages.call if stages.call is not None else _eager(graph)
+
+
+def _eager(graph: Graph) -> Callable[[list], Any]:
+    """With a ``target`` nothing is built: the captured graph itself runs, so that what surrounds it can go on."""
+
+    def call(args: list) -> Any:
+        values = list(args)
+        args.clear()
+        return torch.fx.Interpreter(graph.module).boxed_run(values)
+
+    return call
+
+
+def dynamo_backend(module: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """The ``torch_dynamo_backends`` entry point: ``torch.compile(model, backend="reflib", options=..., mode=...)``."""
+    options = Options.make(kwargs.pop("options", None), kwargs.pop("mode", None), **kwargs)
+    return Backend(options)(module, inputs)
+
+
+def compile(model: Any, dynamic: bool | None = None, **options: Any) -> Callable[..., Any]:
+    """Compile a function, a module or an ExportedProgram.
+
+    model: a callable; or a ``torch.export.ExportedProgram``, which is compiled now and called without Dynamo.
+    dynamic: as in ``torch.compile`` (None: sizes become symbols when they change; True; False).
+    options: fields of :class:`reflib.Options`.
+
+    Returns a callable. Raises OptionError for a bad option.
+    """
+    opts = Options.make(options)
+    if isinstance(model, torch.export.ExportedProgram):
+        if dynamic is not None:
+            raise OptionError("dynamic= has no effect on an ExportedProgram: its dynamic shapes were fixed by torch.export")
+        return compile_exported(model, opts)
+    return torch.compile(model, backend=Backend(opts), dynamic=dynamic)
+
+
+def compile_exported(program: Any, options: Options) -> Callable[..., Any]:
+    """An ExportedProgram as a plain callable of its own arguments, parameters held inside."""
+    from .capture import exported_graph
+    from .lower import decompositions
+    from .wrap.exported import ExportedCallable
+
+    graph, program = exported_graph(program, decompositions())
+    stages = run(graph, options)
+    return ExportedCallable(program, stages.call or _eager(graph))

@@ -1,0 +1,107 @@
+"""Steps: the wrapper program. ``plan`` writes it, ``wrap`` prints it (in Python, later in C++).
+
+Grammar::
+
+    step ::= Let sym = source          a size becomes known: from an input's size or stride, or from a call's result
+           | Alloc buffer              new storage, or a dead buffer's (``reuse``)
+           | Launch region             one kernel
+           | Call extern               anything that is not a kernel of ours
+           | Branch predicate a b      two ways to do one region
+           | Free buffer               the last use is behind us
+           | Return values
+
+A straight line, in execution order: nothing is decided at run time but Branch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Union
+
+from ..ir.expr import Sym
+from ..ir.program import Arm, Assume, Extern, Region
+
+
+@dataclass(frozen=True, slots=True)
+class Let:
+    """``sym`` is input ``buffer``'s size (``what="size"``) or stride (``"stride"``) in ``dim``."""
+
+    sym: Sym
+    buffer: str
+    what: str
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Alloc:
+    """``reuse``: take over this dead buffer's storage; None: allocate."""
+
+    buffer: str
+    reuse: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    region: Region
+    arm: Arm
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """If all of ``predicate`` hold then ``then``, else ``otherwise``."""
+
+    predicate: tuple[Assume, ...]
+    then: Launch
+    otherwise: Union[Launch, Branch]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    extern: Extern
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    buffer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    outputs: tuple[Any, ...]
+
+
+Step = Union[Let, Alloc, Launch, Branch, Call, Free, Return]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Memory in temp buffers while node number ``node`` runs: for the picture of memory over time."""
+
+    node: int
+    label: str
+    live: tuple[tuple[str, int], ...]  # (buffer, bytes at the hints)
+
+    @property
+    def bytes(self) -> int:
+        return sum(b for _, b in self.live)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The steps, and what they mean for memory (sizes at the traced hints)."""
+
+    steps: tuple[Step, ...]
+    moments: tuple[Moment, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes that temp buffers, outputs included, hold at once."""
+        return max((m.bytes for m in self.moments), default=0)
+
+    @property
+    def allocations(self) -> int:
+        return sum(isinstance(s, Alloc) and s.reuse is None for s in self.steps)
+
+    @property
+    def reuses(self) -> int:
+        return sum(isinstance(s, Alloc) and s.reuse is not None for s in self.steps)

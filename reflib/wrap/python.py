@@ -1,0 +1,261 @@
+"""The Python printer: steps become the text of one function, ``call(args)``.
+
+``args`` is a list which ``call`` empties, so that an input's memory can go as soon as its last reader has run
+(AOTAutograd's boxed convention). Helpers the text uses are in ``runtime.py``; kernels and ATen calls are bound to
+names once, when the text is executed, so that a call looks nothing up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..generate.kernel import Kernel
+from ..ir.expr import Atom, Call as ExprCall, Expr, Sym, expr, format_expr
+from ..ir.program import Assume, Buffer, Extern, Origin, Program, View, full_view
+from ..plan import Alloc, Branch, Call, Free, Launch, Let, Plan, Return, Step
+
+Kernels = Mapping[tuple[str, int], Kernel]
+
+
+def py(e: Expr | int) -> str:
+    """An index expression in Python (whose // and % round down, as ours do)."""
+
+    def atom(a: Atom) -> str:
+        if isinstance(a, ExprCall):
+            x, y = py(a.a), py(a.b)
+            return f"int_{a.fn}({x}, {y})" if a.fn in ("max", "min") else f"(({x}) {a.fn} ({y}))"
+        return a.key
+
+    return format_expr(expr(e), atom)
+
+
+def _tuple(items: Any) -> str:
+    items = [py(i) for i in items]
+    return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+
+
+class PythonPrinter:
+    """Prints a Plan. ``source`` is the text; ``names`` holds what the text refers to and cannot say itself."""
+
+    def __init__(self, program: Program, plan: Plan, kernels: Kernels, check_nan: bool = False):
+        self.program = program
+        self.plan = plan
+        self.kernels = kernels
+        self.check_nan = check_nan
+        self.names: dict[str, Any] = {}
+        self.header: list[str] = []
+        self.lines: list[str] = []
+        self.gpu = sorted({b.device.index or 0 for b in program.buffers.values() if b.device.type == "cuda"})
+
+    def print(self) -> str:
+        self._entry()
+        body_start = len(self.lines)
+        for step in self.plan.steps:
+            self._step(step)
+        body = self.lines[body_start:]
+        if self.gpu:
+            body = [f"with device_guard({self.gpu[0]}):", f"    stream = current_stream({self.gpu[0]})"] + [
+                "    " + line for line in body
+            ]
+        lines = [*self.header, "", "", "def call(args):", *("    " + x for x in [*self.lines[:body_start], *body])]
+        return "\n".join(lines) + "\n"
+
+    # -- entry ----------------------------------------------------------------------------------
+    def _entry(self) -> None:
+        names = [self._input_name(i, x) for i, x in enumerate(self.program.inputs)]
+        if names:
+            self.lines.append(f"{', '.join(names)}{',' if len(names) == 1 else ''} = args")
+        self.lines.append("args.clear()")
+        for name in sorted(self._assumed_aligned()):
+            self.lines.append(f"aligned_{name} = {name}.data_ptr() % 16 == 0")
+
+    def _input_name(self, i: int, x: Any) -> str:
+        if isinstance(x, str):
+            return x
+        return x.name if isinstance(x, Sym) else f"unused_{i}"
+
+    def _assumed_aligned(self) -> set[str]:
+        out: set[str] = set()
+
+        def walk(step: Any) -> None:
+            if isinstance(step, Branch):
+                out.update(a.what for a in step.predicate if a.kind == "aligned")
+                walk(step.otherwise)
+
+        for s in self.plan.steps:
+            walk(s)
+        return out
+
+    # -- steps ----------------------------------------------------------------------------------
+    def _step(self, step: Step) -> None:
+        if isinstance(step, Let):
+            method = "size" if step.what == "size" else "stride"
+            self.lines.append(f"{step.sym.name} = {step.buffer}.{method}({step.dim})")
+        elif isinstance(step, Alloc):
+            self._alloc(step)
+        elif isinstance(step, (Launch, Branch)):
+            self._region(step)
+        elif isinstance(step, Call):
+            self._call(step.extern)
+        elif isinstance(step, Free):
+            self.lines.append(f"del {step.buffer}")
+        elif isinstance(step, Return):
+            values = [self.value(o) for o in step.outputs]
+            self.lines.append(f"return ({', '.join(values)}{',' if len(values) == 1 else ''})")
+
+    def _alloc(self, step: Alloc) -> None:
+        b = self.program.buffers[step.buffer]
+        if step.reuse is None:
+            device = b.device.type
+            if device in ("cpu", "cuda"):
+                text = f"alloc_{device}({_tuple(b.shape)}, {_tuple(b.strides)}, {b.dtype})"
+            else:
+                text = f'alloc({_tuple(b.shape)}, {_tuple(b.strides)}, dtype={b.dtype}, device="{b.device}")'
+            self.lines.append(f"{b.name} = {text}")
+            return
+        old = self.program.buffers[step.reuse]
+        if (old.shape, old.strides) == (b.shape, b.strides):
+            self.lines.append(f"{b.name} = {old.name}  # takes over its storage")
+        else:
+            self.lines.append(f"{b.name} = as_view({old.name}, {_tuple(b.shape)}, {_tuple(b.strides)}, 0)")
+        self.lines.append(f"del {old.name}")
+
+    def _region(self, step: Launch | Branch, depth: int = 0) -> None:
+        pad = "    " * depth
+        if isinstance(step, Launch):
+            self._launch(step, pad)
+            return
+        conditions = " and ".join(_condition(a) for a in step.predicate)
+        self.lines.append(f"{pad}if {conditions}:")
+        self._launch(step.then, pad + "    ")
+        self.lines.append(f"{pad}else:")
+        self._region(step.otherwise, depth + 1)
+
+    def _launch(self, step: Launch, pad: str) -> None:
+        kernel = self.kernels[step.region.name, step.region.arms.index(step.arm)]
+        where = self.program.buffers[step.region.writes()[0]].device.type
+        args = [f"{name}.data_ptr()" for name, _ in kernel.buffers] + [s.name for s in kernel.symbols]
+        comment = _comment(step.region.arms[-1].parts[0].origins)
+        if kernel.grid == 0:
+            self.lines.append(f"{pad}pass  # {kernel.name}: nothing to do for an empty tensor")
+        elif where == "cpu":
+            self.lines.append(f"{pad}{kernel.name}({', '.join([*args, 'threads()'])}){comment}")
+        else:
+            self.lines.append(f"{pad}{kernel.name}({', '.join(['stream', py(kernel.grid), *args])}){comment}")
+        if self.check_nan:
+            for b in step.region.writes():
+                self.lines.append(f"{pad}check_nan({b}, {b!r}, {kernel.name!r})")
+
+    def _call(self, x: Extern) -> None:
+        args = [self.value(a) for a in x.args] + [f"{k}={self.value(v)}" for k, v in x.kwargs]
+        comment = _comment(x.origins)
+        if x.out is not None:
+            overload, keys = x.out
+            args += [f"{k}={o}" for k, o in zip(keys, x.outputs)]
+            self.lines.append(f"{self._bind(overload)}({', '.join(args)}){comment}")
+            return
+        call = f"{self._bind(x.target)}({', '.join(args)})"
+        outputs = list(x.outputs)
+        if not any(isinstance(o, (str, View)) for o in outputs) and not x.symbols:
+            self.lines.append(call + comment)
+            return
+        many = len(outputs) != 1 or self._returns_sequence(x)
+        result = f"out_{x.name}"
+        self.lines.append(f"{result} = {'flat' if many else ''}({call}){comment}")
+        for i, o in enumerate(outputs):
+            item = f"{result}[{i}]" if many else result
+            if isinstance(o, str):
+                b = self.program.buffers[o]
+                self.lines.append(f"{o} = expect({item}, {_tuple(b.shape)}, {_tuple(b.strides)})")
+        for sym, i, dim in x.symbols:
+            item = f"{result}[{i}]" if many else result
+            # NB: sizes of the results may be in terms of these, so they are bound before the checks above
+            at = len(self.lines) - sum(isinstance(o, str) for o in outputs)
+            self.lines.insert(at, f"{sym.name} = {item}" if dim is None else f"{sym.name} = {item}.size({dim})")
+        self.lines.append(f"del {result}")
+
+    def _returns_sequence(self, x: Extern) -> bool:
+        schema = getattr(x.target, "_schema", None)
+        if schema is None:
+            return not any(x.symbols) and callable(x.target) and getattr(x.target, "__module__", "") not in ("_operator", "math")
+        return len(schema.returns) > 1 or (len(schema.returns) == 1 and "[]" in str(schema.returns[0].type))
+
+    def _bind(self, target: Any) -> str:
+        if isinstance(target, torch._ops.OpOverload):
+            name = str(target).replace(".", "_").replace("::", "_")
+            line = f"{name} = torch.ops.{target}"
+            if line not in self.header:
+                self.header.append(line)
+            return name
+        base = getattr(target, "__name__", type(target).__name__)
+        name = "call_" + "".join(c if c.isalnum() else "_" for c in base)
+        while self.names.get(name, target) is not target:
+            name += "_"
+        self.names[name] = target
+        return name
+
+    # -- values ---------------------------------------------------------------------------------
+    def value(self, v: Any) -> str:
+        """Any argument or output as Python text."""
+        if isinstance(v, View):
+            return self._view(v)
+        if isinstance(v, Expr):
+            return py(v)
+        if isinstance(v, Sym):
+            return v.name
+        if isinstance(v, (list, tuple)):
+            inner = ", ".join(self.value(x) for x in v)
+            if isinstance(v, list):
+                return f"[{inner}]"
+            return f"({inner}{',' if len(v) == 1 else ''})"
+        if isinstance(v, dict):
+            return "{" + ", ".join(f"{k!r}: {self.value(x)}" for k, x in v.items()) + "}"
+        if isinstance(v, (torch.dtype, torch.memory_format, torch.layout)):
+            return str(v)
+        if isinstance(v, torch.device):
+            return f"torch.device({str(v)!r})"
+        if isinstance(v, float) and not math.isfinite(v):
+            return f'float("{v}")'
+        if v is None or isinstance(v, (bool, int, float, str)):
+            return repr(v)
+        return self._bind_constant(v)
+
+    def _bind_constant(self, v: Any) -> str:
+        for name, have in self.names.items():
+            if have is v:
+                return name
+        name = f"object_{len(self.names)}"
+        self.names[name] = v
+        return name
+
+    def _view(self, v: View) -> str:
+        b: Buffer = self.program.buffers[v.buffer]
+        if v == full_view(b):
+            return b.name
+        text = b.name
+        if v.dtype != b.dtype:
+            text = f"{text}.view({v.dtype})"
+        return f"as_view({text}, {_tuple(v.shape)}, {_tuple(v.strides)}, {py(v.offset)})"
+
+
+def _condition(a: Assume) -> str:
+    if a.kind == "aligned":
+        return f"aligned_{a.what}"
+    if a.kind == "at_most":
+        return f"{py(a.what)} <= {a.value}"
+    if a.kind == "divisible":
+        return f"({py(a.what)}) % {a.value} == 0"
+    return f"arch == {a.value!r}"
+
+
+def _comment(origins: tuple[Origin, ...]) -> str:
+    if not origins:
+        return ""
+    ops = list(dict.fromkeys(o.op.removeprefix("aten.") for o in origins))
+    return "  # " + ", ".join(ops[:6]) + (", ..." if len(ops) > 6 else "")
+
+

@@ -1,0 +1,145 @@
+"""Build and bind: compiled kernels under the names the printed wrapper calls them by.
+
+Building runs in the background from the moment ``wrap`` returns: C++ kernels as one library, Triton kernels in a pool
+of threads. The first call waits for what it needs. So a forward graph's kernels compile while the backward graph is
+still being captured, and an error of a compiler appears at the first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ..errors import IndexOutOfRange, ReflibError
+from ..generate.kernel import Kernel
+from ..ir.loops import Indirect
+from ..ir.program import Program, Region
+from ..logs import log
+from ..options import Options
+from ..plan import Plan
+from ..target import device_target
+from .python import PythonPrinter
+from .runtime import namespace
+
+
+def wrap(
+    program: Program, plan: Plan, kernels: Mapping[tuple[str, int], Kernel], options: Options
+) -> tuple[str, Callable[[list], Any]]:
+    """The wrapper's text, and the callable (a list of inputs, which it empties, to a tuple of outputs)."""
+    if options.wrapper == "cpp":
+        raise ReflibError('wrapper="cpp" is not in this version of reflib; use wrapper="python" or "auto"')
+    printer = PythonPrinter(program, plan, kernels, options.check_nan)
+    source = printer.print()
+    log("wrapper", source)
+    bound = _bind_kernels(program, kernels, options)
+    names = namespace() | program.constants | printer.names
+
+    def first_call() -> Callable[[list], Any]:
+        scope = names | {name: get() for name, get in bound.items()}
+        exec(compile(source, "<reflib wrapper>", "exec"), scope)
+        return scope["call"]
+
+    return source, _Deferred(first_call).call
+
+
+class _Deferred:
+    """Calls ``make()`` at the first call and what it returned from then on."""
+
+    def __init__(self, make: Callable[[], Callable[[list], Any]]):
+        self._make = make
+        self._fn: Callable[[list], Any] | None = None
+
+    @property
+    def call(self) -> Callable[[list], Any]:
+        def call(args: list) -> Any:
+            if self._fn is None:
+                self._fn = self._make()
+            return self._fn(args)
+
+        return call
+
+
+@lru_cache(maxsize=1)
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=4, thread_name_prefix="reflib-build")
+
+
+def _bind_kernels(
+    program: Program, kernels: Mapping[tuple[str, int], Kernel], options: Options
+) -> dict[str, Callable[[], Callable[..., Any]]]:
+    """For each kernel name, a function that waits for the build and returns what to call."""
+    regions = {n.name: n for n in program.nodes if isinstance(n, Region)}
+    bound: dict[str, Callable[[], Callable[..., Any]]] = {}
+    cpp = {k.name: k for k in kernels.values() if k.language == "cpp"}
+    if cpp:
+        library = _pool().submit(_build_cpp, tuple(cpp.values()), options)
+        checked = {k.name for (r, _), k in kernels.items() if k.name in cpp and _has_indirect(regions[r])}
+        for name, k in cpp.items():
+            bound[name] = _cpp_binding(library, k, name in checked)
+    for (region, arm), k in kernels.items():
+        if k.language == "triton" and k.grid != 0:
+            device = program.buffers[regions[region].writes()[0]].device
+            bound[k.name] = _triton_binding(k, device, lazy=arm > 0)
+    return bound
+
+
+def _has_indirect(region: Region) -> bool:
+    return any(isinstance(s, Indirect) for arm in region.arms for p in arm.parts for s in p.body)
+
+
+def _build_cpp(kernels: tuple[Kernel, ...], options: Options) -> Any:
+    from ..generate.cpp import HEADER
+    from ..toolchain import build_library
+    from .native import load_library
+
+    source = HEADER + "\n".join(k.source for k in kernels)
+    return load_library(build_library(source, options))
+
+
+def _cpp_binding(library: Future, kernel: Kernel, checked: bool) -> Callable[[], Callable[..., Any]]:
+    def get() -> Callable[..., Any]:
+        fn = library.result().function(kernel.name, len(kernel.buffers) + len(kernel.symbols) + 1)
+        if not checked:
+            return fn
+
+        def call(*args: int) -> None:
+            if fn(*args):
+                raise IndexOutOfRange(f"index out of range in kernel {kernel.name}: an index is outside the tensor it indexes")
+
+        return call
+
+    return get
+
+
+def _triton_binding(kernel: Kernel, device: torch.device, lazy: bool) -> Callable[[], Callable[..., Any]]:
+    """``lazy``: a fallback arm is compiled when it is first called, not before."""
+    from ..generate.compile_triton import compile_kernel
+
+    target = device_target("cuda", device.index or 0)
+    future = None if lazy else _pool().submit(compile_kernel, kernel, target)
+
+    def load() -> Callable[..., Any]:
+        from .cuda_launch import load
+
+        binary = future.result() if future is not None else compile_kernel(kernel, target)
+        return load(binary)
+
+    if not lazy:
+        return load
+
+    def late() -> Callable[..., Any]:
+        state: list[Callable[..., Any]] = []
+
+        def call(*args: int) -> None:
+            if not state:
+                log("compile", f"{kernel.name}: building the general arm")
+                state.append(load())
+            state[0](*args)
+
+        return call
+
+    return late
