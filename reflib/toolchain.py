@@ -1,0 +1,232 @@
+"""The C++ compiler: find it, learn which flags it takes, and turn generated source into a shared library.
+
+What is found out about a compiler is kept in the cache, so a warm start runs no compiler at all.
+
+OpenMP. torch brings its own OpenMP runtime, and two of them in one process means two pools of threads that
+fight for the cores. The library is therefore linked to the very file that torch loaded, where there is one.
+
+NB: never link with -ffast-math: it makes gcc add start-up code that flushes denormals to zero in the whole
+process. The flags here change no result except by fusing a multiply with an add.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from . import cache
+from .errors import ToolchainError
+from .options import Options
+
+REMEDY = (
+    "install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install; "
+    "conda: conda install -c conda-forge cxx-compiler) or name yours in the environment variable CXX"
+)
+# -fwrapv: integers wrap, as in torch. -fno-trapping-math, -fno-math-errno: nobody reads the flags or errno, so
+# branches around arithmetic may become selections, which loops must consist of to be vectorised.
+_BASE = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fwrapv",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+)
+_OPTIONAL = (
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fno-semantic-interposition",
+    "-fno-stack-protector",
+    "-fno-asynchronous-unwind-tables",
+    "-Wno-psabi",
+    "-Wno-unknown-pragmas",
+)
+_PROBE = """
+#include <stdint.h>
+extern "C" float probe(const float* x, int64_t n, int threads) {
+  float sum = 0;
+  #pragma omp parallel for num_threads(threads) reduction(+:sum)
+  for (int64_t i = 0; i < n; ++i) sum += x[i];
+  return sum;
+}
+"""
+_UNIT_CHARS = 24_000  # generated text that is worth another compiler process
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """``command`` starts the compiler (``CXX`` may hold several words). ``flags`` compile, ``link`` links.
+    ``openmp``: how threads are had, in words; empty when kernels are single-threaded."""
+
+    command: tuple[str, ...]
+    version: str
+    flags: tuple[str, ...]
+    link: tuple[str, ...]
+    openmp: str
+
+
+def find_compiler() -> tuple[str, ...]:
+    """The command of the C++ compiler: ``$CXX``, else g++, clang++ or c++. Raises ToolchainError without one."""
+    named = os.environ.get("CXX")
+    if named and not shutil.which((shlex.split(named) or [""])[0]):
+        raise ToolchainError(f"the C++ compiler CXX={named!r} was not found; {REMEDY}")
+    for name in (named,) if named else ("g++", "clang++", "c++"):
+        words = shlex.split(name)
+        path = shutil.which(words[0])
+        if path:
+            return (path, *words[1:])
+    raise ToolchainError(f"no C++ compiler found (looked for g++, clang++, c++); {REMEDY}")
+
+
+def compiler() -> Compiler:
+    """The compiler and the flags it takes; asked once per compiler, CPU and OpenMP runtime, then cached."""
+    return _compiler(find_compiler(), str(cache.root()))
+
+
+@functools.cache
+def _compiler(command: tuple[str, ...], root: str) -> Compiler:
+    stats = [os.stat(p) for p in (shutil.which(w) for w in command) if p]
+    identity = [(s.st_size, int(s.st_mtime)) for s in stats]
+    runtimes = tuple(map(str, torch_openmp()))
+    k = cache.key("compiler", command, identity, runtimes, cache.cpu_features(), _BASE, _OPTIONAL, _PROBE)
+    known = cache.read("toolchain", k)
+    if known is not None:
+        d = json.loads(known)
+        return Compiler(tuple(d["command"]), d["version"], tuple(d["flags"]), tuple(d["link"]), d["openmp"])
+    found = _probe(command, runtimes)
+    cache.put("toolchain", k, json.dumps(asdict(found)).encode())
+    return found
+
+
+def torch_openmp() -> list[Path]:
+    """The OpenMP runtimes that torch's wheel brings."""
+    import torch
+
+    home = Path(torch.__file__).parent
+    names = ("libomp.dylib", "libiomp5.dylib") if sys.platform == "darwin" else ("libgomp*.so*",)
+    folders = (home / "lib", home.parent / "torch.libs")
+    return sorted(p for folder in folders for name in names for p in folder.glob(name))
+
+
+def _probe(command: tuple[str, ...], runtimes: tuple[str, ...]) -> Compiler:
+    """Try the best set of flags first; only if it fails, flag by flag."""
+    version = _run([*command, "--version"]).stdout.splitlines()[0]
+    clang = "clang" in version
+    native = "-mcpu=native" if sys.platform == "darwin" else "-march=native"
+    wide = "-mprefer-vector-width=512"
+    optional = (native, wide, *_OPTIONAL)
+    threads: list[tuple[tuple[str, ...], tuple[str, ...], str]] = []
+    if sys.platform == "darwin":
+        threads += [(("-Xpreprocessor", "-fopenmp"), (r,), "torch's own runtime") for r in runtimes]
+    elif not clang:
+        threads += [(("-fopenmp",), (r,), "torch's own runtime") for r in runtimes]
+    threads += [
+        (("-fopenmp",), ("-fopenmp",), "the compiler's runtime"),
+        (("-fopenmp-simd",), (), ""),
+        ((), (), ""),
+    ]
+    if not _accepts(command, (*_BASE, *optional, *threads[0][0]), threads[0][1]):
+        if not _accepts(command, _BASE, ()):
+            _compile_failed(
+                [*command, *_BASE], _run([*command, *_BASE, "-x", "c++", "-", "-c", "-o", os.devnull])
+            )
+        optional = tuple(f for f in optional if _accepts(command, (*_BASE, f), ()))
+        threads = [t for t in threads if _accepts(command, (*_BASE, *t[0]), t[1])]
+    flags, link, openmp = threads[0]
+    return Compiler(command, version, (*_BASE, *optional, *flags), (*link, "-lm"), openmp)
+
+
+def _accepts(command: tuple[str, ...], flags: Sequence[str], link: Sequence[str]) -> bool:
+    with tempfile.TemporaryDirectory(prefix="reflib-") as folder:
+        source = Path(folder, "probe.cpp")
+        source.write_text(_PROBE)
+        made = str(Path(folder, "probe.so"))
+        return _run([*command, *flags, "-shared", str(source), "-o", made, *link]).returncode == 0
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    except OSError as e:
+        raise ToolchainError(f"cannot run the compiler {command[0]!r}: {e}; {REMEDY}") from e
+
+
+def _compile_failed(command: Sequence[str], done: subprocess.CompletedProcess[str]) -> None:
+    lines = (done.stderr or done.stdout).splitlines()
+    first = next((i for i, line in enumerate(lines) if "error" in line), 0)
+    message = "\n".join(lines[first : first + 12])
+    raise ToolchainError(
+        f"the compiler refused generated code (exit {done.returncode})\n$ {shlex.join(command)}\n{message}"
+    )
+
+
+# -- building ---------------------------------------------------------------------------------------
+def build_library(
+    source: str | Sequence[str], options: Options | None = None, kind: str = "kernels", header: str = ""
+) -> Path:
+    """A shared library of ``source``, from the cache or freshly compiled.
+
+    ``source`` is one text, or the texts of functions that do not need each other: these are spread over several
+    compiler processes when there is enough to do. ``header`` goes in front of each.
+    """
+    options = options or Options()
+    texts = [source] if isinstance(source, str) else list(source)
+    found = compiler()
+    flags = (*found.flags, *options.cpp_flags)
+    plain = [_without_comments(t) for t in (header, *texts)]
+    k = cache.key(kind, plain, found.version, found.command, flags, found.link, cache.cpu_features())
+    path = cache.get(kind, k)
+    if path is not None:
+        return path
+    units = ["\n".join((header, *unit)) for unit in _units(texts, options)]
+    with tempfile.TemporaryDirectory(prefix="reflib-") as folder:
+        return cache.put(kind, k, _build(found, flags, units, Path(folder)), ".so")
+
+
+def _without_comments(text: str) -> str:
+    """Comments name the user's files and lines; the same code from another line is the same library."""
+    return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("//"))
+
+
+def _units(texts: list[str], options: Options) -> list[list[str]]:
+    """Spread ``texts`` over translation units of about equal length."""
+    cores = options.compile_threads or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    count = max(1, min(cores, len(texts), sum(map(len, texts)) // _UNIT_CHARS))
+    units: list[list[str]] = [[] for _ in range(count)]
+    for text in sorted(texts, key=len, reverse=True):
+        min(units, key=lambda u: sum(map(len, u))).append(text)
+    return units
+
+
+def _build(found: Compiler, flags: Sequence[str], units: list[str], folder: Path) -> Path:
+    made = folder / "made.so"
+    sources = [folder / f"unit{i}.cpp" for i in range(len(units))]
+    for path, text in zip(sources, units):
+        path.write_text(text)
+    if len(sources) == 1:
+        must_run([*found.command, *flags, "-shared", str(sources[0]), "-o", str(made), *found.link])
+        return made
+    objects = [str(s.with_suffix(".o")) for s in sources]
+    commands = [[*found.command, *flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects)]
+    with ThreadPoolExecutor(len(commands)) as pool:
+        list(pool.map(must_run, commands))
+    must_run([*found.command, "-shared", *objects, "-o", str(made), *found.link])
+    return made
+
+
+def must_run(command: Sequence[str]) -> None:
+    """Run a compiler command; ToolchainError, with the command and its first messages, if it fails."""
+    done = _run(command)
+    if done.returncode:
+        _compile_failed(command, done)
