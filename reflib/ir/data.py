@@ -1,0 +1,151 @@
+"""A program as plain JSON data, and back: ``from_data(to_data(p)) == p``.
+
+A dataclass becomes ``{"_": "Load", field: value, ...}``; a tuple becomes a list; what JSON has no word for becomes
+``{"_": kind, ...}``. An OpOverload goes by its name, which must be registered when it is read back. Constants (tensors,
+captured modules) are kept by reference: their names are in the data, ``from_data`` takes the objects.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+from ..errors import ReflibError
+from . import loops as _loops
+from . import program as _program
+from .expr import Call, Expr, Ref, Sym, Var
+from .program import Program
+
+VERSION = 1
+_CLASSES = {
+    name: c
+    for module in (_loops, _program)
+    for name, c in vars(module).items()
+    if isinstance(c, type) and is_dataclass(c) and c.__module__ == module.__name__
+}
+_MODULES = {"operator": operator, "_operator": operator, "math": math}
+_TORCH = (torch.dtype, torch.memory_format, torch.layout)
+
+
+def to_data(program: Program) -> dict[str, Any]:
+    """``program`` as data that ``json.dumps`` accepts. Raises ReflibError for a callable that has no name."""
+    out = {f.name: encode(getattr(program, f.name)) for f in fields(Program) if f.name != "constants"}
+    return {"version": VERSION, **out, "constants": sorted(program.constants)}
+
+
+def from_data(data: Mapping[str, Any], constants: Mapping[str, Any] | None = None) -> Program:
+    """The program back. ``constants``: the objects the data names; a missing one is an error."""
+    if data.get("version") != VERSION:
+        raise ReflibError(f"this program was written in version {data.get('version')} of the format, not {VERSION}")
+    missing = [c for c in data["constants"] if c not in (constants or {})]
+    if missing:
+        raise ReflibError(f"the program needs the constants {', '.join(missing)}")
+    parts = {f.name: decode(data[f.name]) for f in fields(Program) if f.name != "constants"}
+    return Program(**parts, constants={c: constants[c] for c in data["constants"]} if constants else {})
+
+
+def encode(x: Any) -> Any:
+    """One value as JSON data."""
+    if x is None or isinstance(x, (bool, str)) or type(x) is int:
+        return x
+    if isinstance(x, float):
+        return x if math.isfinite(x) else {"_": "float", "value": repr(x)}
+    if isinstance(x, Expr):
+        return {"_": "expr", "terms": [[c, *[_encode_atom(a) for a in m]] for m, c in x.terms]}
+    if isinstance(x, (Sym, Var, Ref, Call)):
+        return {"_": "atom", "value": _encode_atom(x)}
+    if isinstance(x, tuple):
+        return [encode(v) for v in x]
+    if isinstance(x, list):
+        return {"_": "list", "items": [encode(v) for v in x]}
+    if isinstance(x, dict):
+        return {"_": "dict", "items": [[encode(k), encode(v)] for k, v in x.items()]}
+    if type(x).__name__ in _CLASSES:
+        return {"_": type(x).__name__, **{f.name: encode(getattr(x, f.name)) for f in fields(x)}}
+    return _encode_object(x)
+
+
+def decode(x: Any) -> Any:
+    """The inverse of :func:`encode`."""
+    if isinstance(x, list):
+        return tuple(decode(v) for v in x)
+    if not isinstance(x, dict):
+        return x
+    kind = x["_"]
+    if kind in _CLASSES:
+        return _CLASSES[kind](**{k: decode(v) for k, v in x.items() if k != "_"})
+    if kind == "expr":
+        return _decode_expr(x["terms"])
+    if kind == "atom":
+        return _decode_atom(x["value"])
+    if kind == "list":
+        return [decode(v) for v in x["items"]]
+    if kind == "dict":
+        return {decode(k): decode(v) for k, v in x["items"]}
+    return _decode_object(kind, x["value"])
+
+
+def _encode_atom(a: Any) -> list[Any]:
+    if isinstance(a, Sym):
+        return ["sym", a.name, a.lo, a.hi, a.hint]
+    if isinstance(a, Var):
+        return ["var", a.name, encode(a.size)]
+    if isinstance(a, Ref):
+        return ["ref", a.id, encode(a.size)]
+    return [a.fn, encode(a.a), encode(a.b)]
+
+
+def _decode_atom(data: list[Any]) -> Any:
+    if data[0] == "sym":
+        return Sym(*data[1:])
+    if data[0] == "var":
+        return Var(data[1], decode(data[2]))
+    if data[0] == "ref":
+        return Ref(data[1], decode(data[2]))
+    return Call(data[0], decode(data[1]), decode(data[2]))
+
+
+def _decode_expr(terms: list[Any]) -> Expr:
+    return Expr(tuple((tuple(_decode_atom(a) for a in atoms), c) for c, *atoms in terms))
+
+
+def _encode_object(x: Any) -> dict[str, Any]:
+    if isinstance(x, _TORCH):
+        return {"_": "torch", "value": str(x).removeprefix("torch.")}
+    if isinstance(x, torch.device):
+        return {"_": "device", "value": str(x)}
+    if isinstance(x, complex):
+        return {"_": "complex", "value": [x.real, x.imag]}
+    if isinstance(x, torch._ops.OpOverload):
+        return {"_": "op", "value": str(x)}
+    module = getattr(x, "__module__", None)
+    if module in _MODULES and getattr(_MODULES[module], x.__name__, None) is x:
+        return {"_": "function", "value": f"{module}.{x.__name__}"}
+    what = f"callable {x}" if callable(x) else f"{type(x).__name__} {x!r}"
+    raise ReflibError(f"a program with the {what} cannot be written as data; only ATen and registered custom ops can")
+
+
+def _decode_object(kind: str, value: Any) -> Any:
+    if kind == "float":
+        return float(value)
+    if kind == "torch":
+        return getattr(torch, value)
+    if kind == "device":
+        return torch.device(value)
+    if kind == "complex":
+        return complex(*value)
+    if kind == "function":
+        module, name = value.split(".")
+        return getattr(_MODULES[module], name)
+    if kind == "op":
+        namespace, packet, overload = value.split(".")
+        try:
+            return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+        except AttributeError:
+            raise ReflibError(f"the operator {value} is not registered; import the module that defines it") from None
+    raise ReflibError(f"unknown kind of data {kind!r}")

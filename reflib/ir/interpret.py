@@ -1,0 +1,231 @@
+"""The slow, right way to run a program at any stage: torch, one statement at a time, over whole index grids.
+
+``interpret(program, args)`` is what every other way of running a program is compared with. It needs no compiler and
+works on any device. Each buffer is one flat tensor that covers its extent; a Loops' index expression is evaluated as
+an integer tensor over the grid of its axes, one tensor dimension per axis; a reduction keeps its dimensions, at size 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import IndexOutOfRange, ReflibError
+from .expr import Expr, IntLike, Sym, expr
+from .loops import Const, Index, Indirect, Load, Loops, Op, Reduce, Stmt, Store
+from .ops import OPS, REDUCTIONS, cast, value_dtype
+from .program import Extern, Node, Program, View, map_tree
+
+Env = dict[str, Any]  # symbol, loop variable or %i -> int or integer tensor
+
+
+@torch.no_grad()
+def interpret(program: Program, args: Sequence[Any]) -> list[Any]:
+    """Run ``program`` on ``args`` (tensors and ints, as ``program.inputs`` lists them); returns the outputs.
+
+    Inputs that the program mutates are mutated. Assumes a verified program.
+    """
+    sizes = bind_symbols(program, args)
+    memory: dict[str, torch.Tensor] = {}
+    for name, arg in zip(program.inputs, args):
+        if isinstance(name, str):
+            memory[name] = flat(arg)
+    for name, b in program.buffers.items():
+        if b.kind == "const":
+            memory[name] = flat(program.constants[name])
+    for node in program.nodes:
+        _run_node(program, node, memory, sizes)
+    return [map_tree(o, lambda leaf: _leaf(leaf, memory, sizes)) for o in program.outputs]
+
+
+def bind_symbols(program: Program, args: Sequence[Any]) -> Env:
+    """Values of the size symbols, from integer arguments and from sizes and strides that are a bare symbol."""
+    sizes: Env = {}
+    if len(args) != len(program.inputs):
+        raise ReflibError(f"the program takes {len(program.inputs)} arguments, got {len(args)}")
+    facts: list[tuple[Expr, int, str]] = []
+    for what, arg in zip(program.inputs, args):
+        if isinstance(what, (Sym, Expr)):
+            facts.append((expr(what), int(arg), str(what)))
+        elif isinstance(what, str):
+            b = program.buffers[what]
+            facts += [(e, n, f"size {d} of {what}") for d, (e, n) in enumerate(zip(b.shape, arg.shape))]
+            if 0 not in arg.shape:
+                pairs = enumerate(zip(b.strides, arg.stride()))
+                facts += [(e, n, f"stride {d} of {what}") for d, (e, n) in pairs if arg.shape[d] != 1]
+    for e, n, _ in facts:
+        symbols = e.symbols()
+        if len(symbols) == 1 and e == expr(next(iter(symbols))):
+            sizes.setdefault(str(e), n)
+    for e, n, where in facts:
+        if all(s.name in sizes for s in e.symbols()) and int(e.evaluate(sizes)) != n:
+            raise ReflibError(f"{where} is {n}, the program was made for {e} = {int(e.evaluate(sizes))}")
+    return sizes
+
+
+def flat(t: torch.Tensor) -> torch.Tensor:
+    """A one-dimensional view of everything from ``t``'s first element to its last in memory."""
+    if t.numel() == 0:
+        return t.new_empty(0)
+    extent = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride()))
+    return t.detach().as_strided((extent,), (1,))
+
+
+def _run_node(program: Program, node: Node, memory: dict[str, torch.Tensor], sizes: Env) -> None:
+    if isinstance(node, Extern):
+        _run_extern(program, node, memory, sizes)
+        return
+    for part in (node,) if isinstance(node, Loops) else node.device_parts:
+        for name in part.writes():
+            if name not in memory:
+                b = program.buffers[name]
+                memory[name] = torch.empty(int(b.extent.evaluate(sizes)), dtype=b.dtype, device=b.device)
+        run_loops(part, memory, sizes)
+
+
+def _run_extern(program: Program, e: Extern, memory: dict[str, torch.Tensor], sizes: Env) -> None:
+    args, kwargs = map_tree((e.args, dict(e.kwargs)), lambda leaf: _leaf(leaf, memory, sizes))
+    result = e.target(*args, **kwargs)
+    values = torch.utils._pytree.tree_leaves(result) if isinstance(result, (tuple, list, dict)) else [result]
+    for sym, position, dim in e.symbols:
+        value = values[position]
+        sizes[sym.name] = int(value if dim is None else value.shape[dim])
+    for what, value in zip(e.outputs, values):
+        if isinstance(what, str):
+            b = program.buffers[what]
+            strides = [int(s.evaluate(sizes)) for s in b.strides]
+            if list(value.stride()) != strides and value.numel() > 1:
+                value = torch.empty_strided(value.shape, strides, dtype=b.dtype, device=b.device).copy_(value)
+            memory[what] = flat(value)
+
+
+def _leaf(leaf: Any, memory: dict[str, torch.Tensor], sizes: Env) -> Any:
+    """A View as a tensor, a symbolic int as an int, anything else as it is."""
+    if isinstance(leaf, View):
+        return view_tensor(leaf, memory[leaf.buffer], sizes)
+    return int(leaf.evaluate(sizes)) if isinstance(leaf, Expr) else leaf
+
+
+def view_tensor(view: View, storage: torch.Tensor, sizes: Env) -> torch.Tensor:
+    shape, strides = ([int(e.evaluate(sizes)) for e in es] for es in (view.shape, view.strides))
+    if storage.dtype != view.dtype:
+        storage = storage.view(view.dtype)
+    offset = storage.storage_offset() + int(view.offset.evaluate(sizes))
+    if 0 in shape:
+        return storage.new_empty_strided(shape, strides)
+    return storage.as_strided(shape, strides, offset)
+
+
+# -- Loops ------------------------------------------------------------------------------------------
+def run_loops(loops: Loops, memory: dict[str, torch.Tensor], sizes: Env) -> None:
+    """Execute one Loops on flat storages."""
+    buffers = [*loops.writes(), *loops.reads()]
+    device = memory[buffers[0]].device if buffers else torch.device("cpu")
+    env = dict(sizes)
+    extents = [int(a.size.evaluate(sizes)) for a in loops.axes]
+    for d, axis in enumerate(loops.axes):
+        shape = [1] * len(extents)
+        shape[d] = extents[d]
+        env[axis.var.name] = torch.arange(extents[d], device=device).reshape(shape)
+    rdims = [d for d, a in enumerate(loops.axes) if a.kind == "r"]
+    values: list[Any] = []
+    for i, s in enumerate(loops.body):
+        value = _run_stmt(s, values, memory, env, (extents, rdims, device))
+        if isinstance(s, Indirect):
+            env[f"%{i}"] = value
+        values.append(value)
+
+
+def _run_stmt(s: Stmt, values: list[Any], memory: dict[str, torch.Tensor], env: Env, grid: Any) -> Any:
+    extents, rdims, device = grid
+    if isinstance(s, Load):
+        return _load(s, values, memory[s.buffer], _tensor(s.index, env, device))
+    if isinstance(s, Store):
+        _store(s, values[s.value], memory[s.buffer], _tensor(s.index, env, device))
+        return None
+    if isinstance(s, Const):
+        return torch.tensor(s.value, dtype=s.dtype, device=device)
+    if isinstance(s, Index):
+        return _tensor(s.expr, env, device).to(s.dtype)
+    if isinstance(s, Indirect):
+        size = int(s.size.evaluate(env))
+        value = torch.where(values[s.arg] < 0, values[s.arg] + size, values[s.arg])
+        if value.numel() and not bool(((value >= 0) & (value < size)).all()):
+            raise IndexOutOfRange(f"an index is outside 0 <= index < {size}")
+        return value
+    if isinstance(s, Reduce):
+        return _reduce(s, [values[a] for a in s.args], extents, rdims)
+    if s.op == "cast":
+        return cast(values[s.args[0]], s.dtype)
+    return OPS[s.op].meaning(*[values[a] for a in s.args])
+
+
+def _tensor(e: IntLike, env: Env, device: torch.device) -> torch.Tensor:
+    return torch.as_tensor(expr(e).evaluate(env), device=device)
+
+
+def _check_bounds(index: torch.Tensor, storage: torch.Tensor, s: Load | Store) -> None:
+    if index.numel() and (int(index.min()) < 0 or int(index.max()) >= storage.numel()):
+        low, high = int(index.min()), int(index.max())
+        raise ReflibError(f"{s.buffer}[{s.index}] runs from {low} to {high} in a buffer of {storage.numel()}")
+
+
+def _load(s: Load, values: list[Any], storage: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    if s.mask is None:
+        _check_bounds(index, storage, s)
+        return storage[index].to(value_dtype(storage.dtype))
+    mask = values[s.mask]
+    mask, index = torch.broadcast_tensors(mask, index)
+    out = torch.full(mask.shape, s.other, dtype=s.dtype, device=mask.device)
+    _check_bounds(index[mask], storage, s)
+    out[mask] = storage[index[mask]].to(s.dtype)
+    return out
+
+
+def _store(s: Store, value: torch.Tensor, storage: torch.Tensor, index: torch.Tensor) -> None:
+    _check_bounds(index, storage, s)
+    shape = torch.broadcast_shapes(value.shape, index.shape)
+    storage[index.expand(shape)] = value.expand(shape).to(storage.dtype)
+
+
+def _reduce(s: Reduce, args: list[torch.Tensor], extents: list[int], rdims: list[int]) -> torch.Tensor:
+    """Bring the r axes to the end, as one; reduce it; leave size 1 in their place."""
+    rank = len(extents)
+    rows = []
+    for v in args:
+        v = v.reshape((1,) * (rank - v.dim()) + v.shape)
+        v = v.expand([extents[d] if d in rdims else v.shape[d] for d in range(rank)])
+        rows.append(v.permute([d for d in range(rank) if d not in rdims] + rdims))
+    lead = torch.broadcast_shapes(*[v.shape[: rank - len(rdims)] for v in rows])
+    count = 1
+    for d in rdims:
+        count *= extents[d]
+    rows = [v.expand(*lead, *v.shape[len(lead) :]).reshape(*lead, count) for v in rows]
+    if count == 0 and REDUCTIONS[s.kind] is None and 0 not in lead:
+        raise ReflibError(f"{s.kind} of nothing has no value")
+    out = _REDUCE[s.kind](*rows) if count or REDUCTIONS[s.kind] is not None else rows[0].new_empty(lead)
+    keep = iter(lead)
+    return out.to(s.dtype).reshape([1 if d in rdims else next(keep) for d in range(rank)])
+
+
+def _extreme_index(largest: bool) -> Any:
+    def call(value: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        best = (value.amax if largest else value.amin)(-1, keepdim=True)
+        hit = (value == best) | ((value != value) & (best != best))
+        return torch.where(hit, index, torch.iinfo(torch.int64).max).amin(-1)
+
+    return call
+
+
+_REDUCE = {
+    "sum": lambda v: v.sum(-1, dtype=v.dtype),
+    "prod": lambda v: v.prod(-1, dtype=v.dtype),
+    "max": lambda v: v.amax(-1),
+    "min": lambda v: v.amin(-1),
+    "any": lambda v: v.any(-1),
+    "all": lambda v: v.all(-1),
+    "argmax": _extreme_index(True),
+    "argmin": _extreme_index(False),
+}

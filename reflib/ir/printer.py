@@ -1,0 +1,108 @@
+"""The one text form of the IR. It follows the grammars in the docstrings of ``loops`` and ``program``.
+
+Printing is for people and for goldens; ``data.to_data`` is the form that can be read back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .expr import Expr
+from .loops import Const, Index, Indirect, Load, Loops, Op, Reduce, Stmt, Store
+from .program import Arm, Buffer, Extern, Node, Program, View
+
+
+def format_program(program: Program) -> str:
+    """The whole program: inputs and buffers with their layouts, nodes in order, outputs."""
+    names = [i if isinstance(i, str) else "_" if i is None else str(i) for i in program.inputs]
+    lines = [f"program({', '.join(names)})"]
+    lines += [f"  {format_buffer(b)}" for b in program.buffers.values()]
+    lines += ["  " + line for n in program.nodes for line in format_node(n).splitlines()]
+    lines.append(f"  return {', '.join(_leaf(o) for o in program.outputs)}")
+    return "\n".join(lines)
+
+
+def format_buffer(b: Buffer) -> str:
+    """``buf0: temp float32[4, 8] strides (8, 1) on cpu``."""
+    return f"{b.name}: {b.kind} {dtype_name(b.dtype)}{_sizes(b.shape)} strides {_tuple(b.strides)} on {b.device}"
+
+
+def format_node(node: Node) -> str:
+    if isinstance(node, Loops):
+        return format_loops(node)
+    if isinstance(node, Extern):
+        return format_extern(node)
+    lines = [f"region {node.name}"]
+    for arm in node.arms:
+        lines.append(f"  arm {_predicate(arm)} {arm.config.reduction}:")
+        lines += ["    " + line for part in arm.parts for line in format_loops(part).splitlines()]
+    return "\n".join(lines)
+
+
+def format_loops(loops: Loops) -> str:
+    """A Loops over several lines; the first names it, its axes and the ATen ops it came from."""
+    axes = ", ".join(f"{a.var.name} < {a.size} : {a.kind}" for a in loops.axes)
+    ops = " ".join(dict.fromkeys(o.op for o in loops.origins))
+    lines = [f"loops {loops.name} [{axes}] {{" + (f"  # {ops}" if ops else "")]
+    lines += ["  " + format_stmt(i, s) for i, s in enumerate(loops.body)]
+    return "\n".join([*lines, "}"])
+
+
+def format_stmt(i: int, s: Stmt) -> str:
+    """One statement; ``i`` is its position, which is its value's name."""
+    if isinstance(s, Store):
+        mode = "" if s.mode == "set" else f" ({s.mode})"
+        return f"store {s.buffer}[{s.index}] = %{s.value}{mode}"
+    return f"%{i} = {_right_side(s)} : {dtype_name(s.dtype)}"
+
+
+def format_extern(e: Extern) -> str:
+    outs = ", ".join(_leaf(o) for o in e.outputs)
+    args = [_leaf(a) for a in e.args] + [f"{k}={_leaf(v)}" for k, v in e.kwargs]
+    notes = [f"mutates {', '.join(e.mutates)}"] if e.mutates else []
+    notes += ["effect"] if e.effect else []
+    notes += [f"{s} from output {o}" + ("" if d is None else f" dim {d}") for s, o, d in e.symbols]
+    return f"extern {e.name}: {outs or '_'} = {e.target}({', '.join(args)})" + (f"  # {'; '.join(notes)}" if notes else "")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _right_side(s: Load | Const | Index | Op | Indirect | Reduce) -> str:
+    if isinstance(s, Load):
+        mask = "" if s.mask is None else f" if %{s.mask} else {s.other}"
+        return f"load {s.buffer}[{s.index}]{mask}"
+    if isinstance(s, Const):
+        return f"const {s.value}"
+    if isinstance(s, Index):
+        return f"index {s.expr}"
+    if isinstance(s, Indirect):
+        return f"indirect %{s.arg} < {s.size}"
+    values = " ".join(f"%{a}" for a in s.args)
+    return f"reduce {s.kind} {values}" if isinstance(s, Reduce) else f"{s.op} {values}"
+
+
+def _leaf(x: Any) -> str:
+    if isinstance(x, View):
+        offset = "" if x.offset == 0 else f" + {x.offset}"
+        return f"{x.buffer}{offset}{_sizes(x.shape)}{_tuple(x.strides)}"
+    if isinstance(x, Expr):
+        return str(x)
+    if isinstance(x, (tuple, list)):
+        return "(" + ", ".join(_leaf(v) for v in x) + ")"
+    return str(x)
+
+
+def _sizes(sizes: tuple[Expr, ...]) -> str:
+    return "[" + ", ".join(str(s) for s in sizes) + "]"
+
+
+def _tuple(items: tuple[Expr, ...]) -> str:
+    return "(" + ", ".join(str(s) for s in items) + ")"
+
+
+def _predicate(arm: Arm) -> str:
+    return " and ".join(f"{a.kind}({a.what}, {a.value})" for a in arm.predicate) or "always"

@@ -1,0 +1,252 @@
+"""The rules of the IR, checked. ``verify`` runs after every stage in tests and under ``Options(verify=True)``.
+
+A violation is a bug in a stage, so the message names the node, the statement and the rule. What cannot be decided
+(an index with ``//`` or with symbols of unknown size) is taken to be right; the interpreter checks it on real values.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+
+from ..errors import VerifyError
+from .expr import Expr, Ref, Sym, Var, ZERO, nonneg
+from .loops import Const, Index, Indirect, Load, Loops, Op, Reduce, Stmt, Store, stmt_args, stmt_exprs, varies_with_r
+from .ops import OPS, REDUCTIONS, VALUE_DTYPES, value_dtype
+from .printer import format_stmt
+from .program import Buffer, Extern, Node, Program, Region, iter_views
+
+_INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_KINDS = {
+    "float": lambda d: d.is_floating_point,
+    "int": lambda d: d in _INTS,
+    "bool": lambda d: d == torch.bool,
+    "intbool": lambda d: d == torch.bool or d in _INTS,
+    "number": lambda d: d != torch.bool,
+    "any": lambda d: True,
+}
+
+
+def verify(program: Program) -> None:
+    """Check all of ``program``; raises VerifyError at the first broken rule."""
+    known = _verify_buffers(program)
+    written = {n for n, b in program.buffers.items() if b.kind != "temp"}
+    names: set[str] = set()
+    for node in program.nodes:
+        if node.name in names:
+            raise VerifyError(f"{node.name}: two nodes have this name")
+        names.add(node.name)
+        for b in [*node.reads(), *node.writes()]:
+            if b not in program.buffers:
+                raise VerifyError(f"{node.name}: buffer {b} is not declared")
+        inside = set() if isinstance(node, Extern) else set(node.writes())  # a kernel may read what it wrote
+        for b in node.reads():
+            if b not in written and b not in inside:
+                raise VerifyError(f"{node.name}: reads {b} before any node has written it")
+        _verify_node(program, node, known, written)
+        written |= set(node.writes())
+    for v in iter_views(program.outputs):
+        if v.buffer not in written:
+            raise VerifyError(f"outputs: {v.buffer} is returned but never written")
+
+
+def _verify_buffers(program: Program) -> set[Sym]:
+    """Tables agree with each other; returns the size symbols known when the program starts."""
+    known: set[Sym] = set()
+    for i in program.inputs:
+        if isinstance(i, str) and (i not in program.buffers or program.buffers[i].kind != "input"):
+            raise VerifyError(f"inputs: {i} is not declared as an input buffer")
+        if isinstance(i, Expr):
+            known |= i.symbols()
+        elif isinstance(i, Sym):
+            known.add(i)
+    for name, b in program.buffers.items():
+        if name != b.name:
+            raise VerifyError(f"buffers: {b.name} is filed under the name {name}")
+        if len(b.shape) != len(b.strides):
+            raise VerifyError(f"buffers: {name} has {len(b.shape)} sizes and {len(b.strides)} strides")
+        if b.kind not in ("input", "const", "temp"):
+            raise VerifyError(f"buffers: {name} has the unknown kind {b.kind!r}")
+        if b.kind == "const" and name not in program.constants:
+            raise VerifyError(f"buffers: {name} is a constant without a value")
+        if b.kind == "input":
+            known |= {s for e in (*b.shape, *b.strides) for s in e.symbols()}
+    return known
+
+
+def _verify_node(program: Program, node: Node, known: set[Sym], written: set[str]) -> None:
+    if isinstance(node, Extern):
+        for _, _, dim in node.symbols:
+            if not (dim is None or isinstance(dim, int)):
+                raise VerifyError(f"{node.name}: a symbol's dimension is {dim!r}")
+        known |= {s for s, _, _ in node.symbols}
+    elif isinstance(node, Loops):
+        verify_loops(node, program.buffers, known, written)
+    else:
+        _verify_region(program, node, known, written)
+
+
+def _verify_region(program: Program, region: Region, known: set[Sym], written: set[str]) -> None:
+    if not region.arms or region.arms[-1].predicate:
+        raise VerifyError(f"{region.name}: the last arm must have no predicate, so that it always works")
+    reads, writes = set(region.reads()), set(region.writes())
+    for n, arm in enumerate(region.arms):
+        space = {b.name: b for b in arm.workspace}
+        outer = set(arm_writes := [b for p in arm.parts for b in p.writes() if b not in space])
+        if outer != writes:
+            raise VerifyError(f"{region.name}: arm {n} writes {sorted(outer)}, the region {sorted(writes)}")
+        extra = {b for p in arm.parts for b in p.reads()} - reads - set(arm_writes) - set(space)
+        if extra:
+            raise VerifyError(f"{region.name}: arm {n} reads {sorted(extra)}, which the region does not")
+        for part in arm.parts:
+            verify_loops(part, {**program.buffers, **space}, known, written | set(space))
+
+
+def verify_loops(loops: Loops, buffers: dict[str, Buffer], known: set[Sym], written: set[str]) -> None:
+    """Every rule that concerns one Loops. ``written``: buffers that hold data before it runs."""
+    axes = {a.var for a in loops.axes}
+    if len(axes) != len(loops.axes):
+        raise VerifyError(f"{loops.name}: two axes have one variable")
+    for a in loops.axes:
+        if a.kind not in ("p", "r"):
+            raise VerifyError(f"{loops.name}: axis {a.var} has the unknown kind {a.kind!r}")
+        if unknown := a.size.symbols() - known:
+            raise VerifyError(f"{loops.name}: axis {a.var}'s size {a.size} uses {sorted(unknown)}, not known here")
+    inside = _Inside(loops, buffers, axes, known, set(written))
+    level = None
+    for i, s in enumerate(loops.body):
+        inside.check(i, s)
+        if isinstance(s, Store):
+            level = level or varies_with_r(loops)
+            inside.check_store_races(i, s, level)
+    devices = {buffers[b].device for b in [*loops.reads(), *loops.writes()]}
+    if len(devices) > 1:
+        raise VerifyError(f"{loops.name}: touches buffers on {' and '.join(sorted(map(str, devices)))}")
+
+
+class _Inside:
+    """Checks of one body; holds what the rules need to look at."""
+
+    def __init__(self, loops: Loops, buffers: dict[str, Buffer], axes: set[Var], known: set[Sym], written: set[str]):
+        self.loops, self.buffers, self.axes, self.known, self.written = loops, buffers, axes, known, written
+
+    def fail(self, i: int, rule: str) -> NoReturn:
+        raise VerifyError(f"{self.loops.name}: {format_stmt(i, self.loops.body[i])}: {rule}")
+
+    def dtype(self, i: int, a: int) -> torch.dtype:
+        if isinstance(self.loops.body[a], Store):
+            self.fail(i, f"%{a} is a store, which has no value")
+        return self.loops.body[a].dtype  # type: ignore[union-attr]
+
+    def check(self, i: int, s: Stmt) -> None:
+        body = self.loops.body
+        for a in stmt_args(s):
+            if not 0 <= a < i:
+                self.fail(i, f"uses %{a}, which is not computed before it")
+            self.dtype(i, a)
+        for e in stmt_exprs(s):
+            for atom in e.atoms():
+                if isinstance(atom, Var) and atom not in self.axes:
+                    self.fail(i, f"{atom} is not an axis of this Loops")
+                if isinstance(atom, Ref) and not isinstance(body[atom.id], Indirect):
+                    self.fail(i, f"{atom} is used as an index but is not an indirect")
+                if isinstance(atom, Sym) and atom not in self.known:
+                    self.fail(i, f"the size {atom} is not known here")
+        if isinstance(s, (Load, Store)):
+            self.check_access(i, s)
+        elif isinstance(s, Op):
+            self.check_op(i, s)
+        elif isinstance(s, Reduce):
+            self.check_reduce(i, s)
+        elif isinstance(s, Indirect):
+            if self.dtype(i, s.arg) != torch.int64:
+                self.fail(i, "an indirect takes an int64")
+        elif s.dtype not in VALUE_DTYPES or isinstance(s, Index) and s.dtype not in _INTS:
+            self.fail(i, f"{s.dtype} is not allowed here")
+        elif isinstance(s, Const) and not isinstance(s.value, (bool, int, float)):
+            self.fail(i, f"{s.value!r} is not a number")
+
+    def check_access(self, i: int, s: Load | Store) -> None:
+        buffer = self.buffers[s.buffer]
+        have = s.dtype if isinstance(s, Load) else self.dtype(i, s.value)
+        if have != value_dtype(buffer.dtype):
+            self.fail(i, f"a value of {have} for a buffer of {buffer.dtype}")
+        if isinstance(s, Store):
+            if s.mode != "set":
+                self.fail(i, f"unknown mode {s.mode!r}")
+            self.written.add(s.buffer)
+        else:
+            if s.mask is not None and self.dtype(i, s.mask) != torch.bool:
+                self.fail(i, "the mask is not a bool")
+            if s.buffer not in self.written:
+                self.fail(i, f"{s.buffer} is read before it is written")
+        if isinstance(s, Store) or s.mask is None:
+            self.check_bounds(i, s.index, buffer)
+
+    def check_bounds(self, i: int, index: Expr, buffer: Buffer) -> None:
+        ends = linear_ends(index)
+        if ends is None or not all(nonneg(a.size - 1) for a in self.loops.axes):
+            return
+        if nonneg(ZERO - ends[0] - 1):
+            self.fail(i, f"the index goes down to {ends[0]}")
+        if nonneg(ends[1] - buffer.extent):
+            self.fail(i, f"the index goes up to {ends[1]}, the buffer has {buffer.extent} elements")
+
+    def check_op(self, i: int, s: Op) -> None:
+        spec = OPS.get(s.op)
+        if spec is None:
+            self.fail(i, f"there is no op {s.op!r}")
+        if len(s.args) != spec.arity:
+            self.fail(i, f"takes {spec.arity} operands, has {len(s.args)}")
+        dtypes = [self.dtype(i, a) for a in s.args]
+        if s.op == "where" and dtypes.pop(0) != torch.bool:
+            self.fail(i, "the condition is not a bool")
+        if len(set(dtypes)) != 1:
+            self.fail(i, f"operands of different dtypes {dtypes}")
+        if not _KINDS[spec.kind](dtypes[0]):
+            self.fail(i, f"takes {spec.kind} operands, not {dtypes[0]}")
+        want = {"same": dtypes[0], "bool": torch.bool, "given": s.dtype}[spec.result]
+        if s.dtype != want or s.dtype not in VALUE_DTYPES:
+            self.fail(i, f"gives {want}, is marked {s.dtype}")
+
+    def check_reduce(self, i: int, s: Reduce) -> None:
+        if s.kind not in REDUCTIONS:
+            self.fail(i, f"there is no reduction {s.kind!r}")
+        arg = s.kind.startswith("arg")
+        if len(s.args) != (2 if arg else 1):
+            self.fail(i, f"takes {2 if arg else 1} operands, has {len(s.args)}")
+        if arg and (self.dtype(i, s.args[1]) != torch.int64 or s.dtype != torch.int64):
+            self.fail(i, "takes an int64 index and gives one")
+        if not arg and s.dtype != self.dtype(i, s.args[0]):
+            self.fail(i, f"reduces {self.dtype(i, s.args[0])} but is marked {s.dtype}")
+        if s.kind in ("any", "all") and s.dtype != torch.bool:
+            self.fail(i, "takes a bool")
+
+    def check_store_races(self, i: int, s: Store, level: list[bool]) -> None:
+        """Each point that executes a store must write its own element (scatters, whose index is a value, aside)."""
+        atoms = s.index.atoms()
+        if any(isinstance(a, Ref) for a in atoms):
+            return
+        for a in self.loops.axes:
+            if (a.kind == "p" or level[i] or level[s.value]) and a.var not in atoms and a.size != 1:
+                self.fail(i, f"every {a.var} writes the same element")
+
+
+def linear_ends(e: Expr) -> tuple[Expr, Expr] | None:
+    """Least and greatest value of an index that is linear in loop variables with coefficients of known sign.
+    Both are reached, if no axis is empty. None for other indices."""
+    low = high = e
+    for v in sorted(e.variables()):
+        c = e.coefficient(v)
+        if c is None or c.variables():
+            return None
+        rest_low, rest_high = low - c * Expr((((v,), 1),)), high - c * Expr((((v,), 1),))
+        if nonneg(c):
+            low, high = rest_low, rest_high + c * (v.size - 1)
+        elif nonneg(-c):
+            low, high = rest_low + c * (v.size - 1), rest_high
+        else:
+            return None
+    return None if any(not isinstance(a, Sym) for a in low.atoms() | high.atoms()) else (low, high)
+
