@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import OptionError, ReflibError
-from .logs import log
+from .logs import get as logger
 from .options import Options
 from .target import Target, device_target, parse_target
 
@@ -66,7 +66,7 @@ def run(graph: Graph, options: Options, until: str = "wrap") -> Stages:
             break
         _STAGE[stage](s, target_of)
         s.timeline.append((stage, start, time.perf_counter() - start))
-        log("compile", f"{graph.name}: {stage} took {s.timeline[-1][2] * 1e3:.1f} ms")
+        logger("compile").info("%s: %s took %.1f ms", graph.name, stage, s.timeline[-1][2] * 1e3)
     return s
 
 

@@ -18,7 +18,7 @@ from ..errors import IndexOutOfRange, ReflibError
 from ..generate.kernel import Kernel
 from ..ir.loops import Indirect
 from ..ir.program import Program, Region
-from ..logs import log
+from ..logs import get as logger
 from ..options import Options
 from ..plan import Plan
 from ..target import device_target
@@ -34,7 +34,7 @@ def wrap(
         raise ReflibError('wrapper="cpp" is not in this version of reflib; use wrapper="python" or "auto"')
     printer = PythonPrinter(program, plan, kernels, options.check_nan)
     source = printer.print()
-    log("wrapper", source)
+    logger("wrapper").info("%s", source)
     bound = _bind_kernels(program, kernels, options)
     names = namespace() | program.constants | printer.names
 
@@ -136,7 +136,7 @@ def _triton_binding(kernel: Kernel, device: torch.device, lazy: bool) -> Callabl
 
         def call(*args: int) -> None:
             if not state:
-                log("compile", f"{kernel.name}: building the general arm")
+                logger("compile").info("%s: building the general arm", kernel.name)
                 state.append(load())
             state[0](*args)
 
