@@ -94,10 +94,17 @@ class Call(Atom):
     key: str = field(init=False)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        text = f"{self.fn}({self.a}, {self.b})" if self.fn in ("max", "min") else f"({self.a})//({self.b})"
-        if self.fn == "%":
-            text = f"({self.a})%({self.b})"
+        if self.fn in ("max", "min"):
+            text = f"{self.fn}({self.a}, {self.b})"
+        else:  # in parentheses, as a factor must be: 3*(i//4) is not (3*i)//4
+            text = f"({_operand(self.a)}{self.fn}{_operand(self.b)})"
         object.__setattr__(self, "key", text)
+
+
+def _operand(e: Expr) -> str:
+    """``e`` as an operand of // or %: a sum or a product needs parentheses, an atom or a number does not."""
+    simple = not e.terms or len(e.terms) == 1 and (not e.terms[0][0] or e.terms[0][1] == 1 and len(e.terms[0][0]) == 1)
+    return str(e) if simple and not str(e).startswith("-") else f"({e})"
 
 
 class Expr:
@@ -457,30 +464,38 @@ def in_range(e: Expr, size: Expr) -> bool:
     return nonneg(e) and nonneg(size - 1 - e)
 
 
-def nonneg(e: Expr) -> bool:
-    """Can ``e >= 0`` be proved? Bounded atoms go to the end of their range that makes ``e`` least;
+def nonneg(e: Expr, steps: int = 24) -> bool:
+    """Can ``e >= 0`` be proved? Bounded atoms go, one a step, to the end of their range that makes ``e`` least;
     size symbols are shifted to ``lo + t``; what is left must have no negative coefficient."""
     if e.constant is not None:
         return e.constant >= 0
     if all(c > 0 and all(_atom_nonneg(a) for a in m) for m, c in e.terms):
         return True
-    bounded = next((a for m, _ in e.terms for a in m if isinstance(a, (Var, Ref))), None)
-    if bounded is None:
-        bounded = next((a for m, _ in e.terms for a in m if isinstance(a, Call) and _atom_upper(a) is not None), None)
-    if bounded is not None:
-        c = e.coefficient(bounded)
-        if c is None:
-            return False
-        rest = e - c * expr(bounded)
-        if nonneg(c):
-            return nonneg(rest)
-        upper = _atom_upper(bounded)
-        return upper is not None and nonneg(-c) and nonneg(rest + c * upper)
-    syms = {a for m, _ in e.terms for a in m if isinstance(a, Sym)}
-    if any(isinstance(a, Call) for m, _ in e.terms for a in m):
+    if steps == 0:
         return False
-    shifted = e.subs({s: expr(Sym(s.name + "'")) + s.lo for s in syms if s.lo})
+    bounded = _pick_bounded(e)
+    if bounded is not None:
+        atom, c, upper = bounded
+        rest = e - c * expr(atom)
+        if nonneg(c, steps - 1):
+            return nonneg(rest, steps - 1)
+        return nonneg(-c, steps - 1) and nonneg(rest + c * upper, steps - 1)
+    if any(not isinstance(a, Sym) for m, _ in e.terms for a in m):
+        return False
+    shifted = e.subs({s: expr(Sym(s.name + "'")) + s.lo for s in e.symbols() if s.lo})
     return all(c >= 0 for _, c in shifted.terms)
+
+
+def _pick_bounded(e: Expr) -> tuple[Atom, Expr, Expr] | None:
+    """A bounded atom in which ``e`` is linear, its coefficient and its upper bound. Loop variables go first: a ``//``
+    or ``%`` may contain them."""
+    atoms = list(dict.fromkeys(a for m, _ in e.terms for a in m if not isinstance(a, Sym)))
+    for a in sorted(atoms, key=lambda a: isinstance(a, Call)):
+        c = e.coefficient(a)
+        upper = None if c is None else _atom_upper(a)
+        if c is not None and upper is not None and not upper.has(a):
+            return a, c, upper
+    return None
 
 
 def _atom_nonneg(a: Atom) -> bool:
@@ -515,7 +530,7 @@ def upper_bound(e: Expr) -> Expr | None:
             return e
         c = e.coefficient(a)
         upper = _atom_upper(a)
-        if c is None or upper is None:
+        if c is None or upper is None or upper.has(a):
             return None
         rest = e - c * expr(a)
         if nonneg(c):
@@ -536,7 +551,7 @@ def max_value(e: Expr) -> int | None:
     for m, c in top.terms:
         term = c
         for a in m:
-            if not isinstance(a, Sym) or a.hi is None:
+            if not isinstance(a, Sym) or a.hi is None or a.lo < 0:
                 return None
             term *= a.hi if c > 0 else a.lo
         total += term

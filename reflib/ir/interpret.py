@@ -14,7 +14,7 @@ import torch
 
 from ..errors import IndexOutOfRange, ReflibError
 from .expr import Expr, IntLike, Sym, expr
-from .loops import Const, Index, Indirect, Load, Loops, Op, Reduce, Stmt, Store
+from .loops import Const, Index, Indirect, Load, Loops, Reduce, Stmt, Store
 from .ops import OPS, REDUCTIONS, cast, value_dtype
 from .program import Extern, Node, Program, View, map_tree
 
