@@ -1,6 +1,6 @@
-"""The book's Sphinx extension: figures and tables computed from the tree, local scripts, figures of Vega-Lite.
+"""The book's Sphinx extension: what is computed from the tree, local scripts, figures of Vega-Lite.
 
-Directives: `reflib-pipeline` (the stages as a picture), `reflib-recordings` (which chapter was recorded on what).
+Directives: `reflib-pipeline` (the stages as a picture), `reflib-recordings` (what was recorded where).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def code_lines(folder: Path) -> int:
 
 
 def pipeline_svg() -> tuple[str, str]:
-    """(the picture, its description in words). Colours come from the page, so dark mode needs no second copy."""
+    """(the picture, its description in words). Colours are the page's, dark mode's too."""
     width, height, gap = 640, 54, 16
     sizes = {stage: code_lines(package_folder() / stage) for stage, _, _ in PIPELINE}
     parts = []
@@ -75,13 +75,13 @@ def pipeline_svg() -> tuple[str, str]:
 
 
 class Pipeline(SphinxDirective):
-    """A figure: the stages in order, each with what it takes, returns and how long its code is."""
+    """A figure: the stages in order, each with what it takes and returns, and its length."""
 
     def run(self) -> list[nodes.Node]:
         total = sum(code_lines(package_folder() / part) for part in [s for s, _, _ in PIPELINE] + ["ir"])
         caption = (
             f"The pipeline is the architecture: one folder a stage, {total} lines of code in all with the "
-            "language they share (ir/). Imports point only upwards. Drawn from the code when this page was built."
+            "language they share (ir/). Imports point only upwards. Drawn from the code itself."
         )
         svg, _ = pipeline_svg()
         figure = f'<figure class="reflib-figure">{svg}<figcaption>{caption}</figcaption></figure>'
@@ -89,7 +89,7 @@ class Pipeline(SphinxDirective):
 
 
 class Recordings(SphinxDirective):
-    """A table: each chapter, the device and versions its outputs come from, and whether they match its code."""
+    """A table: each chapter, the device and versions of its outputs, and whether its code matches."""
 
     def run(self) -> list[nodes.Node]:
         from reflib.lab import notebook as nb
@@ -132,7 +132,7 @@ def copy_assets(app: Sphinx, error: Exception | None) -> None:
 
 
 def vega_html(figure: Any) -> str:
-    """A Vega-Lite figure as HTML: its JSON, read by assets/reflib-vega.js; its description for who cannot see it."""
+    """A Vega-Lite figure as HTML: its JSON, for assets/reflib-vega.js, and its description in words."""
     spec = figure if isinstance(figure, dict) else json.loads(figure)
     described = html.escape(str(spec.get("description", "a figure with no description")))
     # "</" would end the script element in the middle of a string
@@ -167,7 +167,7 @@ class VegaLite:
 
 
 def register_vega() -> None:
-    """MyST-NB finds renderers among installed packages' entry points; ours is this file, so it is added by hand."""
+    """MyST-NB finds renderers among installed packages; ours is this file, so it is added by hand."""
     from myst_nb.core import render
 
     known = list(render.load_mime_renders())

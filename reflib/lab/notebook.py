@@ -68,9 +68,10 @@ def stamp_problem(notebook: Notebook) -> str:
     return ""
 
 
-def host_paths() -> list[tuple[str, str]]:
+def host_paths(more: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
     """(path on this host, what readers see instead), longest first so that nested folders come out right."""
     roots = {
+        **(more or {}),
         str(Path.cwd()): ".",
         str(Path(__file__).resolve().parents[2]): ".",
         sysconfig.get_path("purelib"): "<site-packages>",
@@ -157,9 +158,9 @@ def cell_ids(cells: list[Any]) -> list[str]:
     return ids
 
 
-def normalize(notebook: Notebook) -> Notebook:
-    """A copy as it is committed. Normalizing twice changes nothing more."""
-    paths = host_paths()
+def normalize(notebook: Notebook, replace: Mapping[str, str] | None = None) -> Notebook:
+    """A copy as it is committed; `replace` adds paths to hide. Normalizing twice changes nothing more."""
+    paths = host_paths(replace)
     source_cells = [
         c
         for c in notebook.cells
@@ -190,9 +191,11 @@ def normalize(notebook: Notebook) -> Notebook:
     return nbformat.from_dict({"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5})
 
 
-def write(notebook: Notebook, path: str | os.PathLike[str]) -> None:
+def write(
+    notebook: Notebook, path: str | os.PathLike[str], replace: Mapping[str, str] | None = None
+) -> None:
     """Normalize and write atomically; the bytes depend on the notebook alone."""
-    normal = normalize(notebook)
+    normal = normalize(notebook, replace)
     nbformat.validate(normal)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -307,7 +307,7 @@ def record(
             continue
         executed = nb.read(work / "notebooks" / path.name)
         nb.stamp(executed, name, versions(), commit)
-        nb.write(executed, target / path.name)
+        nb.write(executed, target / path.name, replace={str(work.resolve() / "work"): "."})
         if result.rows or result.claims:
             recording = target / "recorded" / f"{path.stem}.{gpu_slug(name)}.json"
             recordings.dump(recording, result.rows, result.claims)

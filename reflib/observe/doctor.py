@@ -1,8 +1,7 @@
 """What this machine can and cannot do: `reflib doctor`.
 
-Each check is a small function that returns a `Finding`; nothing is installed, compiled programs go to a
-temporary folder, and a check that raises becomes a finding itself, so one broken piece never hides the
-others.
+Each check is a small function that returns a `Finding`. Nothing is installed, and a check that raises becomes
+a finding itself, so one broken piece never hides the others.
 """
 
 from __future__ import annotations
@@ -12,13 +11,14 @@ import importlib.util
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from reflib import cache, toolchain
+from reflib.errors import ReflibError
 
 OLDEST_TORCH = (2, 11)
 
@@ -82,45 +82,23 @@ def check_gpus() -> Iterator[Finding]:
         yield Finding("CUDA", True, f"runtime {torch.version.cuda}, bf16 {torch.cuda.is_bf16_supported()}")
 
 
-def find_compiler() -> str | None:
-    named = os.environ.get("CXX")
-    candidates = ([named] if named else []) + ["g++", "clang++", "c++"]
-    return next((path for c in candidates if (path := shutil.which(c))), None)
-
-
 def check_compiler() -> Finding:
-    path = find_compiler()
-    if path is None:
-        how = "xcode-select --install" if sys.platform == "darwin" else "apt-get install g++"
-        return Finding("C++ compiler", False, "none found: CPU kernels cannot be built", f"{how}, or set CXX")
-    version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30).stdout
-    return Finding(
-        "C++ compiler", True, f"{path}: {version.splitlines()[0] if version else 'unknown version'}"
-    )
-
-
-def compiles(source: str, *flags: str) -> str:
-    """'' when `source` compiles and links into a shared library, else the compiler's last line."""
-    compiler = find_compiler()
-    if compiler is None:
-        return "no C++ compiler"
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "probe.cpp"
-        file.write_text(source)
-        command = [compiler, "-shared", "-fPIC", *flags, str(file), "-o", str(file.with_suffix(".so"))]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["failed"])[-1]
+    try:
+        found = toolchain.compiler()
+    except ReflibError as error:
+        return Finding("C++ compiler", False, "none usable: CPU kernels cannot be built", str(error))
+    return Finding("C++ compiler", True, f"{' '.join(found.command)}: {found.version}")
 
 
 def check_openmp() -> Finding:
-    source = '#include <omp.h>\nextern "C" int probe() { return omp_get_max_threads(); }\n'
-    problem = compiles(source, "-fopenmp")
-    if problem:
-        remedy = (
-            "brew install libomp" if sys.platform == "darwin" else "install the compiler's OpenMP library"
-        )
-        return Finding("OpenMP", False, f"CPU kernels run on one thread ({problem})", remedy)
-    return Finding("OpenMP", True, f"{os.cpu_count()} cores")
+    try:
+        threads = toolchain.compiler().openmp
+    except ReflibError:
+        return Finding("OpenMP", False, "needs the C++ compiler")
+    remedy = "brew install libomp" if sys.platform == "darwin" else "install the compiler's OpenMP library"
+    if not threads:
+        return Finding("OpenMP", False, "CPU kernels run on one thread", remedy)
+    return Finding("OpenMP", True, f"{threads}, {os.cpu_count()} cores")
 
 
 def check_headers() -> Finding:
@@ -140,26 +118,12 @@ def check_simd() -> Finding:
     return Finding("CPU", True, f"{platform.machine()}, {level}")
 
 
-def cache_folder() -> Path:
-    """Where compiled kernels are kept. The cache itself decides; this says the same without opening it."""
-    named = os.environ.get("REFLIB_CACHE_DIR")
-    if named:
-        return Path(named)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "reflib"
-
-
 def check_cache() -> Finding:
-    folder = cache_folder()
-    there = folder
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    remedy = "set REFLIB_CACHE_DIR to a folder of your own"
-    if folder.exists() and hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
-        return Finding("Cache", False, f"{folder} belongs to another user", remedy)
-    if not os.access(there, os.W_OK):
-        return Finding("Cache", False, f"{folder} cannot be written", remedy)
-    free = shutil.disk_usage(there).free / 2**30
+    try:
+        folder = cache.root()
+    except ReflibError as error:
+        return Finding("Cache", False, str(error), "set REFLIB_CACHE_DIR to a folder of your own")
+    free = shutil.disk_usage(folder).free / 2**30
     return Finding("Cache", free > 1, f"{folder}, {free:.0f} GiB free", "free some disk space")
 
 
