@@ -5,7 +5,7 @@ from __future__ import annotations
 from reflib.lab.rows import append
 
 
-def claim(text: str, condition: object, *, otherwise: str) -> bool | None:
+def claim(text: str, condition: object, *, otherwise: str) -> None:
     """Say whether `text` holds here, and why it might not.
 
     Put this device's numbers into `text` with an f-string. `condition` is anything with a
@@ -20,4 +20,3 @@ def claim(text: str, condition: object, *, otherwise: str) -> bool | None:
         print(f"✓ Holds here: {text}")
     else:
         print(f"✗ Does not hold here: {text}\n  Why: {otherwise}")
-    return holds

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#56b4e9", "#8a6d00", "#555555")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
-HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo")
+HATCHES = ("", "//", "\\\\", "xx", "--", "||", "++")
 INK = "#222222"
 QUIET = "#6b6b6b"
 
@@ -62,7 +62,7 @@ def style() -> Iterator[None]:
     """matplotlib with this book's settings: `with lab.style(): fig, ax = plt.subplots()`."""
     import matplotlib
 
-    with matplotlib.rc_context(SETTINGS)  # type: ignore[arg-type]:
+    with matplotlib.rc_context(SETTINGS):  # type: ignore[arg-type]
         yield
 
 
@@ -124,4 +124,4 @@ def to_svg(fig: Figure) -> str:
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
-    return re.sub(r"(\d+\.\d{2})\d+", r"\1", svg)
+    return re.sub(r' d="[^"]*"', lambda m: re.sub(r"(\d+\.\d{2})\d+", r"\1", m[0]), svg)

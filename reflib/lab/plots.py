@@ -6,8 +6,8 @@ them, writes its own alt text from the numbers, and emits the figure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from reflib.lab.figures import (
     COLOURS,
@@ -19,7 +19,7 @@ from reflib.lab.figures import (
     series_style,
     style,
 )
-from reflib.lab.rows import Row, Rows, short
+from reflib.lab.rows import Row, Rows, short, show_plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,6 +36,7 @@ def lines(
     x: str = "bytes",
     metric: str = "time",
     recorded: Rows | None = None,
+    curves: Mapping[str, Callable[[float], float]] | None = None,
     levels: Mapping[str, float] | None = None,
     marks: Mapping[str, float] | None = None,
     log: str = "xy",
@@ -43,8 +44,9 @@ def lines(
 ) -> Picture | None:
     """A line a case over the sweep's `x`, with the middle half of the samples shaded.
 
-    `levels` are horizontal lines by label, `marks` vertical ones; `log` names the logarithmic
-    axes. Returns None, and says so, when there is nothing to draw.
+    `curves` are functions of x to compare with, `levels` horizontal lines and `marks` vertical
+    ones, each by its label; `log` names the logarithmic axes. Returns None, and says so, when
+    there is nothing to draw.
     """
     import matplotlib.pyplot as plt
 
@@ -56,28 +58,17 @@ def lines(
         fig, ax = plt.subplots()
         for index, (label, points) in enumerate(groups.items()):
             _line(ax, label, points, index, x)
-        if "x" in log:
-            ax.set_xscale("log", base=2 if x == "bytes" else 10)
-        if "y" in log:
-            ax.set_yscale("log")
-        for label, level in (levels or {}).items():
-            ax.axhline(level, color=INK, linewidth=1, linestyle=(0, (1, 2)))
-            ax.annotate(
-                label, (0.01, level), xycoords=("axes fraction", "data"), va="bottom", fontsize=9, color=INK
-            )
-        for label, place in (marks or {}).items():
-            ax.axvline(place, color=QUIET, linewidth=1, linestyle=(0, (4, 3)))
-            ax.annotate(
-                label,
-                (place, 0.98),
-                xycoords=("data", "axes fraction"),
-                va="top",
-                ha="right",
-                rotation=90,
-                fontsize=9,
-                color=INK,
-            )
-        _finish(ax, x, metric, groups, title)
+        xs = sorted({p.at[x] for points in groups.values() for p in points})
+        for label, curve in (curves or {}).items():
+            ax.plot(xs, [curve(v) for v in xs], color=INK, linewidth=1, label=label)
+        _scales(ax, x, log)
+        _notes(ax, levels or {}, marks or {})
+        ax.set_xlabel("bytes moved by one call" if x == "bytes" else x)
+        ax.set_ylabel(f"{metric}, {AXIS.get(metric, '')}".rstrip(", "))
+        ax.set_title(title)
+        shown = len(groups) + len(curves or {})
+        if shown > 1:
+            ax.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=1 if shown > 4 else 2)
     alt = _lines_alt(groups, x, metric, levels or {}, marks or {})
     return figure(fig, caption=caption, alt=alt)
 
@@ -94,15 +85,25 @@ def _line(ax: Axes, label: str, points: list[Row], index: int, x: str) -> None:
 
 
 def _series(rows: Rows, recorded: Rows | None, x: str, metric: str) -> dict[str, list[Row]]:
-    """label -> points in order of x; the device is in the label when there are two devices."""
-    every = [*rows, *(recorded or ())]
-    kept = [r for r in every if r.metric == metric and r.ok and x in r.at and r.value]
-    several = len({r.device for r in kept}) > 1
+    """label -> points in order of x. Recorded lines say so, and on which device."""
     groups: dict[str, list[Row]] = {}
-    for row in kept:
-        label = f"{row.case}, {nickname(row.device)}" if several else row.case
-        groups.setdefault(label, []).append(row)
+    elsewhere = _elsewhere(recorded, rows)
+    for row in [*rows, *elsewhere]:
+        if row.metric == metric and row.ok and x in row.at and row.value:
+            groups.setdefault(_series_name(row, row in elsewhere, bool(elsewhere)), []).append(row)
     return {k: sorted(v, key=lambda r: r.at[x]) for k, v in groups.items()}
+
+
+def _series_name(row: Row, is_recorded: bool, several: bool) -> str:
+    if not several:
+        return row.case
+    return f"{row.case}, {nickname(row.device)}{' (recorded)' if is_recorded else ''}"
+
+
+def _elsewhere(recorded: Rows | None, rows: Rows) -> Rows:
+    """The recorded rows of other devices: on the recording's own device, fresh rows replace it."""
+    mine = {row.device for row in rows if row.ok}
+    return Rows(row for row in recorded or () if row.device not in mine)
 
 
 def nickname(device: str) -> str:
@@ -112,21 +113,50 @@ def nickname(device: str) -> str:
     return device if len(device) <= 18 else device[:17] + "…"
 
 
-def _finish(ax: Axes, x: str, metric: str, groups: Mapping[str, Any], title: str) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator
+def _scales(ax: Axes, x: str, log: str) -> None:
+    """Logarithmic axes with plain numbers on them, few enough to read on a phone."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    ax.set_xlabel("size of the tensor" if x == "bytes" else x)
-    ax.set_ylabel(f"{metric}, {AXIS.get(metric, '')}".rstrip(", "))
+    if "x" in log:
+        ax.set_xscale("log", base=2 if x == "bytes" else 10)
+        ax.xaxis.set_major_locator(LogLocator(base=16 if x == "bytes" else 10, numticks=6))
     if x == "bytes":
         ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: short_bytes(v)))
-        if ax.get_xscale() == "log":
-            ax.xaxis.set_major_locator(LogLocator(base=2, numticks=8))
-    if ax.get_yscale() == "log":
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: short(v)))
-    if title:
-        ax.set_title(title)
-    if len(groups) > 1:
-        ax.figure.legend(loc="outside upper left", ncols=2, bbox_to_anchor=(0.1, 1.06))
+    if "y" in log:
+        ax.set_yscale("log")
+        low, high = ax.get_ylim()
+        narrow = high < 100 * low
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if narrow else (1,), numticks=8))
+        ax.yaxis.set_minor_formatter(NullFormatter())
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.6g}"))
+
+
+def _notes(ax: Axes, levels: Mapping[str, float], marks: Mapping[str, float]) -> None:
+    """Labelled reference lines: levels across, marks upright."""
+    for label, level in levels.items():
+        ax.axhline(level, color=INK, linewidth=1, linestyle=(0, (1, 2)))
+        ax.annotate(
+            label,
+            (0.99, level),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 2),
+            textcoords="offset points",
+            va="bottom",
+            ha="right",
+            fontsize=9.5,
+        )
+    for label, place in marks.items():
+        ax.axvline(place, color=QUIET, linewidth=1, linestyle=(0, (4, 3)))
+        ax.annotate(
+            label,
+            (place, 0.02),
+            xycoords=("data", "axes fraction"),
+            xytext=(3, 0),
+            textcoords="offset points",
+            va="bottom",
+            rotation=90,
+            fontsize=9.5,
+        )
 
 
 def short_bytes(size: float) -> str:
@@ -178,7 +208,7 @@ def bars(
     """
     import matplotlib.pyplot as plt
 
-    chosen = Rows([*rows, *(recorded or ())]).where(
+    chosen = Rows([*rows, *_elsewhere(recorded, rows)]).where(
         lambda r: r.metric == metric or (r.metric == "time" and not r.ok)
     )
     devices = [d for d in chosen.devices if any(r.ok for r in chosen.where(device=d))]
@@ -186,6 +216,7 @@ def bars(
         print(f"Nothing to draw: no {metric} was measured here, and none is recorded yet.")
         return None
     panels = [chosen.where(device=d) for d in devices]
+    names = [device if device in rows.devices else f"{device} (recorded)" for device in devices]
     tall = [0.34 * len(p) + 0.35 for p in panels]
     with style():
         fig, axes = plt.subplots(
@@ -196,14 +227,16 @@ def bars(
             layout="constrained",
             gridspec_kw={"height_ratios": tall},
         )
-        for ax, panel, device in zip(axes[:, 0], panels, devices, strict=True):
+        for ax, panel, device in zip(axes[:, 0], panels, names, strict=True):
             _bar_panel(ax, panel, log)
-            ax.set_title(device if len(panels) > 1 else title)
+            ax.set_title(device if len(panels) > 1 or "(recorded)" in device else title)
         axes[-1, 0].set_xlabel(f"{metric}, {AXIS.get(metric, '')}".rstrip(", "))
-    return figure(fig, caption=caption, alt=_bars_alt(panels, devices, metric))
+    return figure(fig, caption=caption, alt=_bars_alt(panels, names, metric))
 
 
 def _bar_panel(ax: Axes, panel: Rows, log: bool) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
     cases = panel.cases
     colour = {case: COLOURS[i % len(COLOURS)] for i, case in enumerate(cases)}
     labels = [_bar_label(row) for row in panel]
@@ -230,20 +263,23 @@ def _bar_panel(ax: Axes, panel: Rows, log: bool) -> None:
             va="center",
             fontsize=9.5,
         )
-    ax.set_yticks(range(len(panel)), [_bar_name(row) for row in panel])
+    ax.set_yticks(range(len(panel)), _bar_names(panel))
     ax.invert_yaxis()
     ax.grid(visible=False, axis="y")
     if log:
         ax.set_xscale("log")
     else:
         ax.set_xlim(0, top * 1.25)
+        ax.xaxis.set_major_locator(MaxNLocator(5))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.6g}"))
 
 
-def _bar_name(row: Row) -> str:
-    from reflib.lab.rows import show_plain
-
-    place = ", ".join(show_plain(v) for v in row.at.values())
-    return f"{row.case} ({place})" if place else row.case
+def _bar_names(panel: Rows) -> list[str]:
+    """The case, and of its place in the sweep and its clock only what differs between bars."""
+    places = [{**row.at, "clock": row.clock} for row in panel]
+    keys = [k for k in places[0] if len({str(p.get(k)) for p in places}) > 1]
+    wheres = [", ".join(show_plain(place.get(key, "")) for key in keys) for place in places]
+    return [f"{r.case} ({where})" if where else r.case for r, where in zip(panel, wheres, strict=True)]
 
 
 def _bar_label(row: Row) -> str:
@@ -254,7 +290,8 @@ def _bars_alt(panels: list[Rows], devices: list[str], metric: str) -> str:
     unit = AXIS.get(metric, "")
     parts = [f"Bar chart of {metric}{f' in {unit}' if unit else ''}."]
     for panel, device in zip(panels, devices, strict=True):
-        listed = ", ".join(f"{_bar_name(r)} {_bar_label(r)}" for r in panel)
+        bars = zip(_bar_names(panel), panel, strict=True)
+        listed = ", ".join(f"{name} {_bar_label(row)}" for name, row in bars)
         parts.append(f"{device}: {listed}.")
     return " ".join(parts)
 
@@ -271,6 +308,7 @@ def roofline_plot(
     `points` maps a label to (FLOPs a byte, TFLOP/s reached).
     """
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import FuncFormatter
 
     xs = [p[0] for p in points.values()] + [roof.ridge]
     low, high = min(xs) / 4, max(xs) * 8
@@ -296,11 +334,11 @@ def roofline_plot(
                 label=label,
             )
             share = y / roof.limit(x)
-            ax.annotate(f"{share:.0%}", (x, y), xytext=(7, -3), textcoords="offset points", fontsize=9.5)
+            ax.annotate(f"{share:.0%}", (x, y), xytext=(7, -12), textcoords="offset points", fontsize=9.5)
         ax.annotate(
             f"{short(roof.bandwidth)} GB/s",
             (low, low * roof.bandwidth / 1e3),
-            xytext=(6, 14),
+            xytext=(12, -4),
             textcoords="offset points",
             fontsize=9.5,
         )
@@ -312,6 +350,8 @@ def roofline_plot(
             ha="right",
             fontsize=9.5,
         )
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.6g}"))
         ax.set_xlabel("arithmetic intensity, FLOPs a byte")
         ax.set_ylabel("TFLOP/s")
         if title:

@@ -120,7 +120,9 @@ class NotHere(LabError):
 def is_out_of_memory(error: BaseException) -> bool:
     import torch
 
-    return isinstance(error, torch.OutOfMemoryError | MemoryError)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # on a CPU
 
 
 def synchronize(device: torch.device) -> None:
