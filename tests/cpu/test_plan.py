@@ -1,0 +1,114 @@
+"""plan: lifetimes, reuse in place and taken over, and what must never be reused."""
+
+import torch
+
+from reflib.ir.expr import Sym, Var, expr
+from reflib.ir.loops import Axis, BodyBuilder, Loops
+from reflib.ir.program import Arm, Buffer, Config, Extern, Program, Region, View, full_view
+from reflib.options import Options
+from reflib.plan import Alloc, Free, Launch, Let, Return, plan
+
+CPU = torch.device("cpu")
+N = 64
+
+
+def buffer(name, kind="temp", dtype=torch.float32, n=N):
+    return Buffer(name, dtype, CPU, (expr(n),), (expr(1),), kind)
+
+
+def neg(name, source, target, shift=0):
+    i = Var(f"i_{name}", expr(N))
+    b = BodyBuilder()
+    b.store(target, expr(i), b.op("neg", b.load(source, expr(i) + shift, torch.float32)))
+    return Region(name, (Arm((), (Loops(name, (Axis(i, "p"),), tuple(b.body)),), Config()),))
+
+
+def row_sum_then_scale(name, source, target):
+    """One row of N: target = source * sum(source)."""
+    r = Var(f"r_{name}", expr(N))
+    b = BodyBuilder()
+    x = b.load(source, expr(r), torch.float32)
+    total = b.reduce("sum", x, dtype=torch.float32)
+    b.store(target, expr(r), b.op("mul", x, total))
+    return Region(name, (Arm((), (Loops(name, (Axis(r, "r"),), tuple(b.body)),), Config(reduction="looped")),))
+
+
+def program(nodes, buffers, outputs, inputs=("x",)):
+    table = {b.name: b for b in buffers}
+    return Program(tuple(inputs), table, tuple(nodes), tuple(full_view(table[o]) for o in outputs))
+
+
+def allocs(p):
+    return {s.buffer: s.reuse for s in p.steps if isinstance(s, Alloc)}
+
+
+def test_elementwise_overwrites_a_dead_temp():
+    nodes = [neg("k0", "x", "a"), neg("k1", "a", "b"), neg("k2", "b", "c")]
+    p = plan(program(nodes, [buffer("x", "input"), buffer("a"), buffer("b"), buffer("c")], ["c"]), Options())
+    assert allocs(p) == {"a": None, "b": "a", "c": "b"}
+    assert p.peak_bytes == N * 4 and p.allocations == 1 and p.reuses == 2
+
+
+def test_an_input_is_never_overwritten_but_freed():
+    p = plan(program([neg("k0", "x", "a")], [buffer("x", "input"), buffer("a")], ["a"]), Options())
+    assert allocs(p) == {"a": None}
+    assert Free("x") in p.steps and isinstance(p.steps[-1], Return)
+
+
+def test_no_overwriting_at_another_index():
+    nodes = [neg("k0", "x", "a"), neg("k1", "a", "b", shift=1)]
+    p = plan(program(nodes, [buffer("x", "input"), buffer("a", n=N + 1), buffer("b", n=N + 1)], ["b"]), Options())
+    assert allocs(p)["b"] is None
+
+
+def test_reduction_kernel_overwrites_only_in_its_last_pass():
+    nodes = [neg("k0", "x", "a"), row_sum_then_scale("k1", "a", "b")]
+    p = plan(program(nodes, [buffer("x", "input"), buffer("a"), buffer("b")], ["b"]), Options())
+    assert allocs(p)["b"] == "a"
+    r = Var("r", expr(N))
+    b = BodyBuilder()
+    x = b.load("a", expr(r), torch.float32)
+    b.store("b", expr(r), x)  # pass 0 stores, pass 1 loads again
+    b.store("c", expr(r), b.op("mul", x, b.reduce("sum", x, dtype=torch.float32)))
+    both = Region("k1", (Arm((), (Loops("k1", (Axis(r, "r"),), tuple(b.body)),), Config(reduction="looped")),))
+    buffers = [buffer("x", "input"), buffer("a"), buffer("b"), buffer("c")]
+    p = plan(program([nodes[0], both], buffers, ["b", "c"]), Options())
+    assert allocs(p)["b"] is None and allocs(p)["c"] == "a"
+
+
+def test_outputs_and_pinned_buffers_keep_their_storage():
+    nodes = [neg("k0", "x", "a"), neg("k1", "a", "b")]
+    buffers = [buffer("x", "input"), buffer("a"), buffer("b")]
+    p = plan(program(nodes, buffers, ["a", "b"]), Options())
+    assert allocs(p) == {"a": None, "b": None}
+    view = View("a", (expr(N),), (expr(1),), expr(0), torch.float32)
+    alias = Extern("e", torch.ops.aten.view.default, (view, [N]), (), ("v",))
+    users = [nodes[0], alias, neg("k1", "a", "b"), neg("k2", "v", "c")]
+    p = plan(program(users, [*buffers, buffer("v"), buffer("c")], ["b", "c"]), Options())
+    assert allocs(p)["b"] is None  # v still looks at a's storage
+
+
+def test_taken_over_soon_or_not_at_all():
+    call = Extern("e", torch.ops.aten.mm.default, (full_view(buffer("a")),), (), ("m",))
+    nodes = [neg("k0", "x", "a"), call, neg("k1", "x", "b")]
+    buffers = [buffer("x", "input"), buffer("a"), buffer("m", n=7), buffer("b")]
+    p = plan(program(nodes, buffers, ["m", "b"]), Options())
+    assert allocs(p)["b"] == "a" and Free("a") not in p.steps
+    p = plan(program(nodes, buffers, ["m", "b"]), Options(reuse_buffers=False, inplace_buffers=False))
+    assert allocs(p)["b"] is None and Free("a") in p.steps
+
+
+def test_size_symbols_are_read_from_inputs():
+    s = Sym("s0", lo=2, hint=8)
+    x = Buffer("x", torch.float32, CPU, (expr(s), expr(4)), (expr(4), expr(1)), "input")
+    p = plan(Program(("x",), {"x": x}, (), (full_view(x),)), Options())
+    assert p.steps[0] == Let(s, "x", "size", 0)
+    p = plan(Program((s, "x"), {"x": x}, (), (full_view(x),)), Options())
+    assert not any(isinstance(step, Let) for step in p.steps)
+
+
+def test_launch_steps_follow_the_nodes():
+    nodes = [neg("k0", "x", "a"), neg("k1", "a", "b")]
+    p = plan(program(nodes, [buffer("x", "input"), buffer("a"), buffer("b")], ["b"]), Options())
+    assert [s.region.name for s in p.steps if isinstance(s, Launch)] == ["k0", "k1"]
+    assert [m.label for m in p.moments] == ["k0", "k1"]
