@@ -1,0 +1,158 @@
+// What generated kernels are written with. Small on purpose: it is parsed with every library.
+#include <stdint.h>
+
+typedef struct { uint16_t bits; } float16;
+typedef struct { uint16_t bits; } bfloat16;
+
+namespace op {
+
+template <class To, class From> static inline To bit_cast(From x) {
+  static_assert(sizeof(To) == sizeof(From), "");
+  To y;
+  __builtin_memcpy(&y, &x, sizeof y);
+  return y;
+}
+template <class T> struct is_float { static constexpr bool value = false; };
+template <> struct is_float<float> { static constexpr bool value = true; };
+template <> struct is_float<double> { static constexpr bool value = true; };
+
+// ---- half precision: kept in memory only -------------------------------------------------------
+static inline float widen(bfloat16 h) { return bit_cast<float>((uint32_t)h.bits << 16); }
+static inline float widen(float16 h) {
+  // Shift exponent and fraction into place; 2^112 repairs the exponent's bias, and denormals on the way.
+  const uint32_t sign = (uint32_t)(h.bits & 0x8000) << 16, rest = (uint32_t)(h.bits & 0x7fff) << 13;
+  const float magnitude = bit_cast<float>(rest) * 0x1p112f;
+  const uint32_t bits = rest >= 0x0f800000 ? rest | 0x7f800000 : bit_cast<uint32_t>(magnitude);
+  return bit_cast<float>(bits | sign);
+}
+static inline bfloat16 to_bfloat16(float x) {
+  const uint32_t bits = bit_cast<uint32_t>(x);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
+  return bfloat16{(uint16_t)(x != x ? 0x7fc0 : rounded)};
+}
+static inline float16 to_float16(float x) {
+  const uint32_t all = bit_cast<uint32_t>(x), sign = (all >> 16) & 0x8000, bits = all & 0x7fffffff;
+  // Normal results: rebias, round to nearest, ties to even. A carry walks into the exponent, up to infinity.
+  const uint32_t normal = (bits - 0x38000000 + 0xfff + ((bits >> 13) & 1)) >> 13;
+  // Denormal results: adding 0.5 makes the float unit round at the place where float16's last bit is.
+  const uint32_t small = bit_cast<uint32_t>(bit_cast<float>(bits) + 0.5f) - 0x3f000000;
+  uint32_t half = bits < 0x38800000 ? small : normal;
+  half = bits >= 0x47800000 ? 0x7c00 : half;
+  half = bits > 0x7f800000 ? 0x7e00 : half;
+  return float16{(uint16_t)(half | sign)};
+}
+static inline float to_f16(float x) { return widen(to_float16(x)); }
+static inline float to_bf16(float x) { return widen(to_bfloat16(x)); }
+static inline double to_f16(double x) { return to_f16((float)x); }
+static inline double to_bf16(double x) { return to_bf16((float)x); }
+
+// ---- choosing: NaN wins ------------------------------------------------------------------------
+template <class T> static inline T maximum(T a, T b) { return a > b || a != a ? a : b; }
+template <class T> static inline T minimum(T a, T b) { return a < b || a != a ? a : b; }
+template <class T> static inline T max(T a, T b) { return a > b ? a : b; }
+template <class T> static inline T min(T a, T b) { return a < b ? a : b; }
+// Does x, found at position i, go before the best so far? Equals: the smaller position. at < 0: nothing found yet.
+template <class T> static inline bool before_max(T x, int64_t i, T best, int64_t at) {
+  const bool equal = x == best || (x != x && best != best);
+  return at < 0 || x > best || (x != x && best == best) || (equal && i < at);
+}
+template <class T> static inline bool before_min(T x, int64_t i, T best, int64_t at) {
+  const bool equal = x == best || (x != x && best != best);
+  return at < 0 || x < best || (x != x && best == best) || (equal && i < at);
+}
+
+// ---- floats ------------------------------------------------------------------------------------
+static inline float floor(float x) { return __builtin_floorf(x); }
+static inline double floor(double x) { return __builtin_floor(x); }
+static inline float ceil(float x) { return __builtin_ceilf(x); }
+static inline double ceil(double x) { return __builtin_ceil(x); }
+static inline float trunc(float x) { return __builtin_truncf(x); }
+static inline double trunc(double x) { return __builtin_trunc(x); }
+static inline float round(float x) { return __builtin_rintf(x); }
+static inline double round(double x) { return __builtin_rint(x); }
+static inline float sqrt(float x) { return __builtin_sqrtf(x); }
+static inline double sqrt(double x) { return __builtin_sqrt(x); }
+template <class T> static inline T rsqrt(T x) { return 1 / sqrt(x); }
+static inline float copysign(float a, float b) { return __builtin_copysignf(a, b); }
+static inline double copysign(double a, double b) { return __builtin_copysign(a, b); }
+static inline bool signbit(float x) { return bit_cast<int32_t>(x) < 0; }
+static inline bool signbit(double x) { return bit_cast<int64_t>(x) < 0; }
+template <class T> static inline bool isnan(T x) { return x != x; }
+static inline bool isinf(float x) { return __builtin_fabsf(x) == __builtin_inff(); }
+static inline bool isinf(double x) { return __builtin_fabs(x) == __builtin_inf(); }
+static inline float fmod(float a, float b) { return __builtin_fmodf(a, b); }
+static inline double fmod(double a, double b) { return __builtin_fmod(a, b); }
+
+static inline float abs(float x) { return __builtin_fabsf(x); }
+static inline double abs(double x) { return __builtin_fabs(x); }
+template <class T> static inline T abs(T x) { return x < 0 ? (T)-x : x; }
+
+// ---- integers: dividing by zero gives zero, and dividing the least integer by -1 wraps ---------
+template <class T> static inline T truncdiv(T a, T b) { return b == 0 ? 0 : b == (T)-1 && (T)-1 < 0 ? (T)(0 - a) : (T)(a / b); }
+template <class T> static inline T fmod(T a, T b) { return b == 0 || (b == (T)-1 && (T)-1 < 0) ? 0 : (T)(a % b); }
+template <class T> static inline T remainder(T a, T b) {
+  const T r = fmod(a, b);
+  return r != 0 && (r < 0) != (b < 0) ? (T)(r + b) : r;
+}
+template <class T> static inline T floordiv(T a, T b) {
+  if constexpr (is_float<T>::value) {  // Python's rule, as torch has it
+    const T rest = fmod(a, b);
+    T quotient = (a - rest) / b;
+    quotient = rest != 0 && (rest < 0) != (b < 0) ? quotient - 1 : quotient;
+    T down = floor(quotient);
+    down = quotient - down > (T)0.5 ? down + 1 : down;
+    down = quotient == 0 ? copysign((T)0, a / b) : down;
+    return b == 0 ? a / b : down;
+  } else {
+    const T q = truncdiv(a, b);
+    return b != 0 && (T)(q * b) != a && (a < 0) != (b < 0) ? (T)(q - 1) : q;
+  }
+}
+// A shift by a negative amount, or by all bits or more, shifts everything out.
+template <class T> static inline T shl(T a, T b) {
+  const bool out = b < 0 || (uint64_t)b >= sizeof(T) * 8;
+  return out ? 0 : (T)((uint64_t)a << b);
+}
+template <class T> static inline T shr(T a, T b) {
+  constexpr int top = sizeof(T) * 8 - ((T)-1 < 0);
+  const bool out = b < 0 || b >= (T)top;
+  return (T)-1 < 0 ? (T)(a >> (out ? top : (int)b)) : out ? 0 : (T)(a >> b);
+}
+// As x86 does it: what does not fit becomes the least integer of the width that the conversion goes through.
+template <class T> static inline T to_integer(float x) {
+  return sizeof(T) == 8 ? (T)(int64_t)x : (T)(int32_t)x;
+}
+template <class T> static inline T to_integer(double x) {
+  return sizeof(T) == 8 ? (T)(int64_t)x : (T)(int32_t)x;
+}
+
+// ---- functions ---------------------------------------------------------------------------------
+#define FROM_LIBM(name) \
+  static inline float name(float x) { return __builtin_##name##f(x); } \
+  static inline double name(double x) { return __builtin_##name(x); }
+#define FROM_LIBM2(name) \
+  static inline float name(float x, float y) { return __builtin_##name##f(x, y); } \
+  static inline double name(double x, double y) { return __builtin_##name(x, y); }
+FROM_LIBM(exp) FROM_LIBM(exp2) FROM_LIBM(expm1)
+FROM_LIBM(log) FROM_LIBM(log2) FROM_LIBM(log10) FROM_LIBM(log1p)
+FROM_LIBM(sin) FROM_LIBM(cos) FROM_LIBM(tan) FROM_LIBM(asin) FROM_LIBM(acos) FROM_LIBM(atan)
+FROM_LIBM(sinh) FROM_LIBM(cosh) FROM_LIBM(tanh) FROM_LIBM(asinh) FROM_LIBM(acosh) FROM_LIBM(atanh)
+FROM_LIBM(erf) FROM_LIBM(erfc) FROM_LIBM(lgamma)
+FROM_LIBM2(pow) FROM_LIBM2(atan2) FROM_LIBM2(hypot) FROM_LIBM2(nextafter)
+template <class T> static inline T sigmoid(T x) { return 1 / (1 + exp(-x)); }
+template <> inline float remainder(float a, float b) {
+  const float r = fmod(a, b);
+  return r != 0 && (r < 0) != (b < 0) ? r + b : r;
+}
+template <> inline double remainder(double a, double b) {
+  const double r = fmod(a, b);
+  return r != 0 && (r < 0) != (b < 0) ? r + b : r;
+}
+
+}  // namespace op
+
+#pragma omp declare reduction(maximum : float, double, bool, uint8_t, int8_t, int16_t, int32_t, int64_t : \
+    omp_out = op::maximum(omp_out, omp_in)) initializer(omp_priv = omp_orig)
+#pragma omp declare reduction(minimum : float, double, bool, uint8_t, int8_t, int16_t, int32_t, int64_t : \
+    omp_out = op::minimum(omp_out, omp_in)) initializer(omp_priv = omp_orig)
+
