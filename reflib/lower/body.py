@@ -1,0 +1,278 @@
+"""Writing a Loops: :class:`Value`, so that a rule reads like the formula it computes, and :class:`Kernel`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Union
+
+import torch
+
+from reflib.ir.expr import ZERO, Expr, IntLike, Var, expr, product
+from reflib.ir.loops import Axis, BodyBuilder, Loops
+from reflib.ir.ops import BUFFER_DTYPES, OPS, value_dtype
+from reflib.ir.program import View
+
+from .rules import Unsupported
+
+if TYPE_CHECKING:
+    from .context import Context
+
+Scalar = Union["Value", Expr, float, int, bool]
+
+
+class Value:
+    """A statement's value. Arithmetic and comparisons append statements; a plain number next to a Value becomes a
+    constant of its dtype. Casts are explicit: operands of one operation must agree in dtype."""
+
+    __slots__ = ("id", "kernel")
+
+    def __init__(self, kernel: Kernel, id: int):
+        self.kernel, self.id = kernel, id
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.kernel.b.dtype(self.id)
+
+    def op(self, name: str, *others: Scalar) -> Value:
+        """``OPS[name](self, *others)``; Unsupported if the op does not take this dtype."""
+        if not _takes(OPS[name].kind, self.dtype):
+            raise Unsupported(f"{name} of {self.dtype}")
+        args = [self.id, *(self.kernel.value(o, self.dtype).id for o in others)]
+        return Value(self.kernel, self.kernel.b.op(name, *args))
+
+    def to(self, dtype: torch.dtype) -> Value:
+        """The value as ``dtype``. A half dtype rounds, and the value stays float32."""
+        return Value(self.kernel, self.kernel.b.cast(self.id, dtype))
+
+    def like(self, number: Scalar) -> Value:
+        return self.kernel.value(number, self.dtype)
+
+    def __add__(self, o: Scalar) -> Value:
+        return self.op("add", o)  # noqa: E704
+
+    def __sub__(self, o: Scalar) -> Value:
+        return self.op("sub", o)  # noqa: E704
+
+    def __mul__(self, o: Scalar) -> Value:
+        return self.op("mul", o)  # noqa: E704
+
+    def __truediv__(self, o: Scalar) -> Value:
+        return self.op("div", o)  # noqa: E704
+
+    def __radd__(self, o: Scalar) -> Value:
+        return self.like(o) + self  # noqa: E704
+
+    def __rsub__(self, o: Scalar) -> Value:
+        return self.like(o) - self  # noqa: E704
+
+    def __rmul__(self, o: Scalar) -> Value:
+        return self.like(o) * self  # noqa: E704
+
+    def __rtruediv__(self, o: Scalar) -> Value:
+        return self.like(o) / self  # noqa: E704
+
+    def __neg__(self) -> Value:
+        return self.op("neg")  # noqa: E704
+
+    def __and__(self, o: Scalar) -> Value:
+        return self.op("and", o)  # noqa: E704
+
+    def __or__(self, o: Scalar) -> Value:
+        return self.op("or", o)  # noqa: E704
+
+    def __xor__(self, o: Scalar) -> Value:
+        return self.op("xor", o)  # noqa: E704
+
+    def __invert__(self) -> Value:
+        return self.op("not")  # noqa: E704
+
+    def __lt__(self, o: Scalar) -> Value:
+        return self.op("lt", o)  # noqa: E704
+
+    def __le__(self, o: Scalar) -> Value:
+        return self.op("le", o)  # noqa: E704
+
+    def __gt__(self, o: Scalar) -> Value:
+        return self.op("gt", o)  # noqa: E704
+
+    def __ge__(self, o: Scalar) -> Value:
+        return self.op("ge", o)  # noqa: E704
+
+    def eq(self, o: Scalar) -> Value:
+        return self.op("eq", o)  # noqa: E704
+
+    def ne(self, o: Scalar) -> Value:
+        return self.op("ne", o)  # noqa: E704
+
+    def exp(self) -> Value:
+        return self.op("exp")  # noqa: E704
+
+    def log1p(self) -> Value:
+        return self.op("log1p")  # noqa: E704
+
+    def tanh(self) -> Value:
+        return self.op("tanh")  # noqa: E704
+
+    def sigmoid(self) -> Value:
+        return self.op("sigmoid")  # noqa: E704
+
+    def erf(self) -> Value:
+        return self.op("erf")  # noqa: E704
+
+    def sqrt(self) -> Value:
+        return self.op("sqrt")  # noqa: E704
+
+    def maximum(self, o: Scalar) -> Value:
+        return self.op("maximum", o)  # noqa: E704
+
+    def minimum(self, o: Scalar) -> Value:
+        return self.op("minimum", o)  # noqa: E704
+
+    def abs(self) -> Value:
+        return self.op("abs") if self.dtype not in (torch.bool, torch.uint8) else self
+
+    def isnan(self) -> Value:
+        return self.op("isnan") if self.dtype.is_floating_point else self.kernel.value(False, torch.bool)
+
+
+def where(cond: Value, a: Scalar, b: Scalar) -> Value:
+    """``a`` where ``cond``, else ``b``; one of them may be a number."""
+    k = cond.kernel
+    dtype = a.dtype if isinstance(a, Value) else b.dtype  # type: ignore[union-attr]
+    return Value(k, k.b.op("where", cond.id, k.value(a, dtype).id, k.value(b, dtype).id))
+
+
+def _takes(kind: str, dtype: torch.dtype) -> bool:
+    return {
+        "float": dtype.is_floating_point,
+        "int": not dtype.is_floating_point and dtype != torch.bool,
+        "bool": dtype == torch.bool,
+        "intbool": not dtype.is_floating_point,
+        "number": dtype != torch.bool,
+        "any": True,
+    }[kind]
+
+
+class Kernel:
+    """One Loops in the making, over the points of ``shape``; the dimensions in ``reduced`` are r axes.
+
+    ``coords``: one index expression a dimension (0 for a dimension of size 1, which needs no axis).
+    """
+
+    def __init__(
+        self, cx: Context, shape: Sequence[IntLike], reduced: Iterable[int] = (), device: Any = None
+    ):
+        self.cx = cx
+        self.b = BodyBuilder()
+        self.shape = tuple(expr(s) for s in shape)
+        self.reduced = frozenset(reduced)
+        self.device = cx.device if device is None else device
+        self.axes: list[Axis] = []
+        self.coords: list[Expr] = []
+        number = cx.low.next_kernel()
+        for d, size in enumerate(self.shape):
+            if size == 1:
+                self.coords.append(ZERO)
+                continue
+            var = Var(f"i{d}_{number}", size)
+            self.axes.append(Axis(var, "r" if d in self.reduced else "p"))
+            self.coords.append(expr(var))
+
+    # -- values ---------------------------------------------------------------------------------
+    def value(self, x: Scalar, dtype: torch.dtype) -> Value:
+        """A number, size or Value as a Value of value dtype ``dtype``."""
+        if isinstance(x, Value):
+            return x if x.dtype == dtype else x.to(dtype)
+        if isinstance(x, Expr) and x.constant is not None:
+            x = x.constant
+        if isinstance(x, Expr):
+            return self._size(x, dtype)
+        if isinstance(x, complex):
+            raise Unsupported("complex numbers")
+        return Value(self, self.b.const(fit(x, dtype), dtype))
+
+    def _size(self, x: Expr, dtype: torch.dtype) -> Value:
+        if not self.cx.low.symbols.is_float(x):
+            return Value(self, self.b.index(x)).to(dtype)
+        tensor = self.cx.float_tensor(x, self.device)
+        return Value(self, self.b.load(tensor.buffer, ZERO, torch.float64)).to(dtype)
+
+    def index(self, e: IntLike) -> Value:
+        """An integer expression (of coordinates and sizes) as an int64 value."""
+        return Value(self, self.b.index(expr(e)))
+
+    def indirect(self, value: Value, size: IntLike) -> Expr:
+        """A value read from a tensor, checked against ``size``, as an index."""
+        return self.b.indirect(value.id, size)
+
+    def reduce(self, kind: str, *values: Value, dtype: torch.dtype | None = None) -> Value:
+        dtype = dtype or (torch.int64 if kind.startswith("arg") else values[0].dtype)
+        return Value(self, self.b.reduce(kind, *(v.id for v in values), dtype=dtype))
+
+    # -- memory ---------------------------------------------------------------------------------
+    def at(self, view: View, coords: Sequence[IntLike] | None = None) -> Expr:
+        """``view``'s element at ``coords`` (default: this kernel's, broadcast), as an offset in its buffer."""
+        own = self.coords if coords is None else [expr(c) for c in coords]
+        n = len(view.shape)
+        assert n <= len(own), f"a view of {n} dimensions read at {len(own)} coordinates"
+        out = view.offset
+        for c, size, stride in zip(own[len(own) - n :], view.shape, view.strides):
+            if size != 1:
+                out = out + c * stride
+        return out
+
+    def load(
+        self, view: View, coords: Sequence[IntLike] | None = None, mask: Value | None = None, other: Any = 0
+    ) -> Value:
+        """Read one element, in its value dtype. ``mask``: read only where it is true, else ``other`` (a number)."""
+        known = self.cx.low.uniform.get(view.buffer)
+        dtype = value_dtype(check_dtype(view.dtype))
+        if known is not None and (mask is None or known == other):
+            return self.value(known, dtype)
+        view = self.cx.readable(view, self.device)
+        if mask is not None:
+            other = fit(other, dtype)
+        index = self.at(view, coords)
+        return Value(self, self.b.load(view.buffer, index, dtype, None if mask is None else mask.id, other))
+
+    def store(self, view: View, value: Scalar, coords: Sequence[IntLike] | None = None) -> None:
+        """Write one element, cast (a half dtype: rounded) to the view's dtype."""
+        dtype = check_dtype(view.dtype)
+        self.b.store(view.buffer, self.at(view, coords), self.value(value, value_dtype(dtype)).id)
+
+    def finish(self) -> None:
+        """Append the Loops to the program."""
+        name = f"op{len(self.cx.low.nodes)}"
+        self.cx.low.nodes.append(Loops(name, tuple(self.axes), tuple(self.b.body), (self.cx.origin,)))
+
+    def linear(self, dims: Iterable[int]) -> Expr:
+        """The position among the points of ``dims``, row-major."""
+        out = ZERO
+        for d in dims:
+            out = out * self.shape[d] + self.coords[d]
+        return out
+
+    def count(self, dims: Iterable[int]) -> Expr:
+        return product(self.shape[d] for d in dims)
+
+
+def check_dtype(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in BUFFER_DTYPES:
+        raise Unsupported(f"dtype {str(dtype).removeprefix('torch.')}")
+    return dtype
+
+
+def fit(x: Any, dtype: torch.dtype) -> Any:
+    """A Python number as a constant of ``dtype``: integers wrap, as torch's do."""
+    if isinstance(x, complex):
+        raise Unsupported("complex numbers")
+    if dtype == torch.bool:
+        return bool(x)
+    if dtype.is_floating_point:
+        return float(x)
+    if isinstance(x, float) and not math.isfinite(x):
+        raise Unsupported(f"{x} as {dtype}")
+    info = torch.iinfo(dtype)
+    x = int(x)
+    return x if info.min <= x <= info.max else (x - info.min) % (info.max - info.min + 1) + info.min

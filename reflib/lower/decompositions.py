@@ -1,0 +1,46 @@
+"""Which composite ops ``capture`` takes apart, and which it leaves whole for a rule or a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._decomp import core_aten_decompositions, get_decompositions
+
+from . import activations, creation, indexing, lists, pointwise, reductions  # noqa: F401  (they register their rules)
+from .rules import RULES, overloads
+
+aten = torch.ops.aten
+
+# Taken apart although core ATen keeps them whole: their parts fuse.
+_TAKE_APART = (
+    *("native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit"),
+    *(
+        "_native_batch_norm_legit_no_training",
+        "_native_batch_norm_legit_functional",
+        "_batch_norm_with_update",
+    ),
+    *("_batch_norm_with_update_functional", "_batch_norm_no_update", "batch_norm_backward"),
+    *("_softmax", "_log_softmax", "_safe_softmax", "addmv", "_adaptive_avg_pool2d"),
+)
+
+# Left whole although core ATen takes them apart: one call of ATen is faster, or more exact, than the parts.
+_KEEP_WHOLE = (
+    *("_scaled_dot_product_flash_attention_for_cpu", "scaled_dot_product_attention"),
+    *("_scaled_dot_product_attention_math", "embedding_dense_backward", "baddbmm", "dot", "vdot", "mv"),
+    *("index_add", "index_copy", "grid_sampler", "im2col", "col2im"),
+)
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """The table for AOTAutograd and ``torch.export``. Random ops stay whole, so that they give eager's numbers."""
+    table = dict(core_aten_decompositions())
+    packets = [getattr(aten, n) for n in _TAKE_APART if hasattr(aten, n)]
+    table.update(get_decompositions(packets))
+    whole = set(overloads(*_KEEP_WHOLE)) | set(RULES)
+    return {op: fn for op, fn in table.items() if op not in whole and not _random(op)}
+
+
+def _random(op: Any) -> bool:
+    return isinstance(op, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in op.tags

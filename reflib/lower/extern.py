@@ -1,0 +1,171 @@
+"""Extern calls: everything that has no rule, or whose rule did not cover the case."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from reflib.ir.expr import Sym, expr
+from reflib.ir.program import Extern, View, full_view, iter_views
+
+from .context import Context, contiguous_strides
+from .rules import Unsupported
+
+
+aten = torch.ops.aten
+
+# Ops whose out= variant writes into a preallocated contiguous tensor without copying or resizing.
+OUT_VARIANTS = {
+    aten.mm.default: aten.mm.out,
+    aten.bmm.default: aten.bmm.out,
+    aten.addmm.default: aten.addmm.out,
+    aten.baddbmm.default: aten.baddbmm.out,
+    aten.cumsum.default: aten.cumsum.out,
+    aten.cumprod.default: aten.cumprod.out,
+    aten.sort.stable: aten.sort.values_stable,
+    aten.topk.default: aten.topk.values,
+}
+
+# Ops that are meant to be calls: libraries do them better than loops would, or only eager's code gives eager's numbers.
+LIBRARY = (
+    *(
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "addmv",
+        "mv",
+        "dot",
+        "convolution",
+        "convolution_backward",
+        "_int_mm",
+    ),
+    *("cumsum", "cumprod", "sort", "topk", "nonzero", "_local_scalar_dense", "_cdist_forward", "_fft_c2c"),
+    *("scatter", "scatter_add", "scatter_reduce", "index_put", "embedding_dense_backward", "_embedding_bag"),
+)
+
+
+def extern(cx: Context, target: Any, args: Any, kwargs: dict[str, Any], reason: str) -> Any:
+    """Emit a call of ``target``; returns its value, nested as eager returns it."""
+    flat, spec = pytree.tree_flatten(cx.fake)
+    schema = getattr(target, "_schema", None)
+    written = written_arguments(schema, args, kwargs)
+    values: list[Any] = []
+    outputs: list[Any] = []
+    symbols: list[tuple[Sym, int, int | None]] = []
+    for i, fake in enumerate(flat):
+        returned = written[i] if i < len(written) and _returns_argument(schema, i) else None
+        name = cx.name if len(flat) == 1 else f"{cx.name}_{i}"
+        value, output = _output(cx, fake, i, returned, name, symbols)
+        values.append(value)
+        outputs.append(output)
+    cx.low.nodes.append(
+        Extern(
+            f"op{len(cx.low.nodes)}",
+            target,
+            tuple(args),
+            tuple(kwargs.items()),
+            tuple(outputs),
+            mutates=tuple(dict.fromkeys(v.buffer for v in iter_views(written))),
+            effect=has_effect(target),
+            out=_out_variant(cx, target, flat),
+            symbols=tuple(symbols),
+            reason=reason,
+            origins=(cx.origin,),
+        )
+    )
+    return pytree.tree_unflatten(values, spec)
+
+
+def _output(cx: Context, fake: Any, i: int, returned: Any, name: str, symbols: list) -> tuple[Any, Any]:
+    """(value, entry of Extern.outputs) for one returned value; new run-time sizes are appended to ``symbols``."""
+    if isinstance(fake, torch.Tensor):
+        if isinstance(returned, View):
+            return returned, returned
+        known = cx.low.symbols
+        for d, size in enumerate(fake.shape):
+            if isinstance(size, torch.SymInt) and _is_new_symbol(cx, size):
+                symbols.append((known.symbol(size.node.expr, size.node.shape_env), i, d))
+        buffer = cx.low.new_buffer(name, fake)
+        return full_view(buffer), buffer.name
+    if isinstance(fake, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if getattr(fake.node.expr, "is_Symbol", False):
+            sym = cx.low.symbols.symbol(fake.node.expr, fake.node.shape_env)
+        else:
+            sym = cx.low.symbols.define(cx.low.unique(name), fake)
+        symbols.append((sym, i, None))
+    return expr(sym)
+    return fake, None
+
+
+def _is_new_symbol(cx: Context, size: torch.SymInt) -> bool:
+    e = size.node.expr
+    return (
+        bool(getattr(e, "is_Symbol", False)) and str(e).startswith("u") and str(e) not in cx.low.symbols.known
+    )
+
+
+def written_arguments(schema: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments the schema says are written to, in order."""
+    out = []
+    for i, a in enumerate(schema.arguments if schema is not None else ()):
+        if a.alias_info is not None and a.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(a.name)
+            out.append(value)
+    return out
+
+
+def _returns_argument(schema: Any, i: int) -> bool:
+    if schema is None or i >= len(schema.returns):
+        return False
+    info = schema.returns[i].alias_info
+    return info is not None and info.is_write
+
+
+def has_effect(target: Any) -> bool:
+    """Must calls of ``target`` keep their order? Random state, printing, and ops we cannot see into."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return isinstance(target, torch._ops.HigherOrderOperator)
+    return torch.Tag.nondeterministic_seeded in target.tags or not target._schema.returns
+
+
+def _out_variant(cx: Context, target: Any, flat: list[Any]) -> tuple[Any, tuple[str, ...]] | None:
+    out = OUT_VARIANTS.get(target)
+    if out is None or not all(isinstance(f, torch.Tensor) for f in flat):
+        return None
+    names = tuple(a.name for a in out._schema.arguments if a.is_out)
+    if len(names) != len(flat):
+        return None
+    s = cx.low.symbols
+    for f in flat:
+        if s.exprs(f.stride()) != contiguous_strides(s.exprs(f.shape)):
+            return None
+    return out, names
+
+
+def reason_for(target: Any) -> str:
+    """Why an op without a rule is a call."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return "not an ATen op"
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return "random: eager's own numbers"
+    name = target._schema.name.partition("::")[2]
+    if name in LIBRARY or "attention" in name:
+        return "library call"
+    return "no rule" if target.namespace in ("aten", "prims") else "custom op"
+
+
+def scalar_call(cx: Context, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A Python function of sizes (``operator.truediv``, ``math.floor`` ...) whose value no Expr can be."""
+    if any(True for _ in iter_views((args, kwargs))):
+        raise Unsupported("a number computed from tensors")
+    sym = cx.low.symbols.define(cx.low.unique(cx.name), cx.fake)
+    cx.low.nodes.append(
+        Extern(
+            f"op{len(cx.low.nodes)}", target, tuple(args), tuple(kwargs.items()), (None,),
+            symbols=((sym, 0, None),), reason="arithmetic on sizes", origins=(cx.origin,),
+        )
+    )  # fmt: skip
+    return expr(sym)

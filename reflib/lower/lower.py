@@ -1,0 +1,239 @@
+"""lower: Graph -> Program. Every op of the graph becomes one Loops, one Extern call, or a View.
+
+Nothing is fused here, and nothing is reordered: ``nodes`` come out in the graph's order.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from reflib import logs
+from reflib.capture.graph import Graph
+from reflib.errors import LoweringError, ReflibError
+from reflib.ir.expr import Expr, expr
+from reflib.ir.loops import Origin
+from reflib.ir.program import Buffer, Extern, Node, Program, View, full_view, iter_views
+from reflib.options import Options
+
+from . import activations, creation, indexing, lists, pointwise, reductions  # noqa: F401  (they register their rules)
+from .context import Context
+from .extern import extern, reason_for, scalar_call
+from .rules import RULES, Unsupported
+from .symbols import Symbols
+from .views import REINTERPRET, is_view_op, view
+
+# Statements for the tracer alone: what they promise is already in the sizes' ranges.
+_DROPPED = {
+    torch.ops.aten.sym_constrain_range.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+    torch.ops.aten._assert_tensor_metadata.default,
+}
+_DEVICES = ("cpu", "cuda")
+
+
+def lower(graph: Graph, options: Options) -> Program:
+    """Apply a rule to each node of the graph. Assumes ``meta["val"]`` on every node that makes a value."""
+    low = Lowering()
+    outputs: tuple[Any, ...] = ()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            low.placeholder(node)
+        elif node.op == "get_attr":
+            low.values[node] = low.attribute(node, graph.module)
+        elif node.op == "call_function":
+            low.values[node] = low.call(node)
+        elif node.op == "output":
+            outputs = tuple(low.arguments(pytree.tree_leaves(node.args, is_leaf=lambda x: x is None)))
+        else:
+            raise LoweringError(f"{node.op} {node.target} is not part of a functional ATen graph")
+    nodes, buffers = remove_unused(low, outputs)
+    return Program(tuple(low.inputs), buffers, nodes, outputs, low.constants)
+
+
+class Lowering:
+    """The program so far. ``values``: each FX node's value, a View, an Expr, plain data or a nest of these.
+    ``uniform``: buffers known to hold one number everywhere, which loads of them use instead.
+    ``moved``: scalars copied to another device."""
+
+    def __init__(self) -> None:
+        self.symbols = Symbols()
+        self.inputs: list[Any] = []
+        self.buffers: dict[str, Buffer] = {}
+        self.nodes: list[Node] = []
+        self.constants: dict[str, Any] = {}
+        self.values: dict[torch.fx.Node, Any] = {}
+        self.uniform: dict[str, Any] = {}
+        self.moved: dict[Any, View] = {}
+        self._kernels = 0
+
+    # -- names and buffers ----------------------------------------------------------------------
+    def next_kernel(self) -> int:
+        self._kernels += 1
+        return self._kernels - 1
+
+    def unique(self, name: str) -> str:
+        """``name``, or ``name_1`` ... if a buffer or symbol has it."""
+        taken, n, out = (self.buffers, self.symbols.known), 0, name
+        while any(out in t for t in taken):
+            n += 1
+            out = f"{name}_{n}"
+        return out
+
+    def new_buffer(self, name: str, fake: torch.Tensor, kind: str = "temp") -> Buffer:
+        shape, strides = (), ()
+        if fake.layout == torch.strided:
+            shape, strides = self.symbols.exprs(fake.shape), self.symbols.exprs(fake.stride())
+        buffer = Buffer(self.unique(name), fake.dtype, fake.device, shape, strides, kind)
+        self.buffers[buffer.name] = buffer
+        return buffer
+
+    # -- graph nodes ----------------------------------------------------------------------------
+    def placeholder(self, node: torch.fx.Node) -> None:
+        fake = node.meta.get("val")
+        if isinstance(fake, torch.Tensor):
+            buffer = self.new_buffer(node.name, fake, "input")
+            self.values[node] = full_view(buffer)
+            self.inputs.append(buffer.name)
+        elif isinstance(fake, (torch.SymInt, torch.SymFloat)):
+            self.values[node] = value = self.symbols.from_sympy(fake.node.expr, fake.node.shape_env)
+            self.inputs.append(_plain_symbol(value))
+        else:
+            self.values[node] = fake
+            self.inputs.append(None)
+
+    def attribute(self, node: torch.fx.Node, module: torch.fx.GraphModule) -> Any:
+        """A tensor the graph holds is a ``const`` buffer; a submodule (a branch of ``cond``) stays what it is."""
+        value = operator.attrgetter(str(node.target))(module)
+        if not isinstance(value, torch.Tensor):
+            return value
+        name = str(node.target).replace(".", "_")
+        if name not in self.constants:
+            fake = node.meta.get("val")
+            name = self.new_buffer(name, value if fake is None else fake, "const").name
+            self.constants[name] = value
+        return full_view(self.buffers[name])
+
+    def call(self, node: torch.fx.Node) -> Any:
+        """One op: by its rule; else as an Extern call. A rule that fails in any other way is a LoweringError."""
+        fake, target = node.meta.get("val"), node.target
+        if target in _DROPPED:
+            return None
+        if target is operator.getitem and not isinstance(fake, (torch.SymInt, torch.SymFloat)):
+            return self.values[node.args[0]][node.args[1]]  # type: ignore[index]
+        if isinstance(fake, (int, float, bool)) and not isinstance(target, torch._ops.HigherOrderOperator):
+            return fake
+        args, kwargs = self.arguments(node.args), self.arguments(node.kwargs)
+        cx = Context(self, node, fake, origin(node), node.name)
+        try:
+            return self._call(cx, target, args, kwargs)
+        except ReflibError:
+            raise
+        except Exception as e:
+            where = f" at {cx.origin.source}" if cx.origin.source else ""
+            raise LoweringError(
+                f"lowering {cx.origin.op}{where} failed: {type(e).__name__}: {e}. This is a bug in reflib's rule for it"
+            ) from e
+
+    def _call(self, cx: Context, target: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(cx.fake, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return self._scalar(cx, target, args, kwargs)
+        target = REINTERPRET.get(target, target)
+        fn = RULES.get(target) or (view if is_view_op(target) else None)
+        reason = reason_for(target)
+        if fn is not None:
+            saved = len(self.nodes), dict(self.buffers), dict(self.moved)
+            try:
+                supported(cx, args, kwargs)
+                return fn(cx, *args, **kwargs)
+            except Unsupported as e:
+                reason = str(e)
+                del self.nodes[saved[0] :]
+                self.buffers, self.moved = saved[1], saved[2]
+        logs.get("fallback").info(
+            "%s -> ATen: %s%s", target, reason, f" ({cx.origin.source})" if cx.origin.source else ""
+        )
+        return extern(cx, target, args, kwargs, reason)
+
+    def _scalar(self, cx: Context, target: Any, args: Any, kwargs: Any) -> Any:
+        """A node whose value is a number: an Expr if it can be one, else a call that computes it."""
+        known = isinstance(cx.fake, torch.SymInt) and not any(
+            str(s).startswith("u") and str(s) not in self.symbols.known
+            for s in cx.fake.node.expr.free_symbols
+        )
+        if known:
+            try:
+                return self.symbols.expr(cx.fake)
+            except Unsupported:
+                pass
+        if isinstance(target, torch._ops.OpOverload) or any(True for _ in iter_views((args, kwargs))):
+            return extern(cx, target, args, kwargs, "a number read from a tensor")
+        return scalar_call(cx, target, args, kwargs)
+
+    def arguments(self, tree: Any) -> Any:
+        """An FX argument (a nest) with nodes replaced by their values."""
+        if isinstance(tree, torch.fx.Node):
+            return self.values[tree]
+        if isinstance(tree, (tuple, list)):
+            items = [self.arguments(t) for t in tree]
+            return tuple(items) if isinstance(tree, tuple) else items
+        if isinstance(tree, dict):
+            return {k: self.arguments(v) for k, v in tree.items()}
+        if isinstance(tree, (torch.SymInt, torch.SymFloat)):
+            return self.symbols.from_sympy(tree.node.expr, tree.node.shape_env)
+        return tree
+
+
+def supported(cx: Context, args: Any, kwargs: Any) -> None:
+    """Raises Unsupported for tensors that no rule is written for."""
+    for f in cx.fakes:
+        if f.layout != torch.strided:
+            raise Unsupported(f"layout {f.layout}")
+        if f.device.type not in _DEVICES:
+            raise Unsupported(f"device {f.device.type}")
+    for v in iter_views((args, kwargs)):
+        if cx.low.buffers[v.buffer].device.type not in _DEVICES:
+            raise Unsupported("an input on another device")
+
+
+def remove_unused(low: Lowering, outputs: tuple[Any, ...]) -> tuple[tuple[Node, ...], dict[str, Buffer]]:
+    """Drop Loops (and pure calls that move a scalar) whose result nothing reads; then buffers that nothing names."""
+    live = {v.buffer for v in iter_views(outputs)}
+    kept: list[Node] = []
+    for n in reversed(low.nodes):
+        keep = isinstance(n, Extern) and (n.effect or n.mutates or n.symbols or not n.writes())
+        if keep or any(b in live or low.buffers[b].kind != "temp" for b in n.writes()):
+            kept.append(n)
+            live.update(n.reads())
+    named = live | {b for n in kept for b in n.writes()}
+    buffers = {k: b for k, b in low.buffers.items() if k in named or b.kind != "temp"}
+    return tuple(reversed(kept)), buffers
+
+
+def _plain_symbol(value: Expr) -> Any:
+    """A Sym, for an input that is just one; else the Expr."""
+    symbols = value.symbols()
+    if len(symbols) == 1 and value == expr(s := next(iter(symbols))):
+        return s
+    return value
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\s*\n?\s*(.*)')
+
+
+def origin(node: torch.fx.Node) -> Origin:
+    """The op, and the innermost line of the user's code that led to it (file name without its folder)."""
+    target = node.target
+    op = (
+        str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+    )
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    if not frames:
+        return Origin(op)
+    path, line, function, code = frames[-1]
+    return Origin(op, f"{os.path.basename(path)}:{line} in {function}: {code.strip()}".rstrip(": "))

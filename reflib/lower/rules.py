@@ -1,0 +1,49 @@
+"""The registry of lowering rules, and what a rule may say when it cannot help.
+
+A rule is a function ``rule(cx, *args, **kwargs) -> value`` whose parameters are those of the op's schema, in order.
+``cx`` is the :class:`~reflib.lower.context.Context` of the node being lowered. Tensors arrive as
+:class:`~reflib.ir.program.View`, symbolic integers as :class:`~reflib.ir.expr.Expr`, all else as it is in the graph.
+It emits nodes through ``cx`` and returns a View (or an Expr, or a list of these).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Unsupported(Exception):
+    """Raised by a rule for a case it does not cover: the op becomes an Extern call, with this text as the reason."""
+
+
+RULES: dict[Any, Callable[..., Any]] = {}
+
+
+def overloads(*names: str) -> list[Any]:
+    """``"add.Tensor"`` is ``torch.ops.aten.add.Tensor``; ``"add"`` is every overload of it that returns new tensors.
+    Names this version of torch does not have are left out."""
+    out: list[Any] = []
+    for name in names:
+        namespace, _, rest = name.rpartition("::")
+        packet_name, _, overload = rest.partition(".")
+        packet = getattr(getattr(torch.ops, namespace or "aten"), packet_name, None)
+        if packet is None:
+            continue
+        for o in [overload] if overload else packet.overloads():
+            op = getattr(packet, o, None)
+            if op is not None and (overload or not (op._schema.is_mutable or o.endswith("out"))):
+                out.append(op)
+    return out
+
+
+def rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a rule for the named ops (see :func:`overloads`)."""
+
+    def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+        for op in overloads(*names):
+            RULES[op] = fn
+        return fn
+
+    return register

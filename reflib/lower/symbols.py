@@ -1,0 +1,133 @@
+"""Symbolic sizes: sympy expressions of torch's ShapeEnv, as our Expr.
+
+What an Expr cannot say (a true division, a bitwise and ...) becomes an *opaque* symbol: a name for a value that an
+Extern node computes by calling the Python function which made it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+from reflib.ir.expr import Expr, Sym, ceildiv, expr, floordiv, maximum, minimum, mod, nonneg
+
+from .rules import Unsupported
+
+_FLOAT_KINDS = (SymT.FLOAT, SymT.UNBACKED_FLOAT)
+_HUGE = 2**62  # torch writes "no upper bound" as an infinity or as about the greatest int64
+
+
+class Symbols:
+    """Converts. Knows every symbol met so far, and the opaque ones by the sympy expression they stand for."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, Sym] = {}  # by name
+        self.opaque: dict[Any, Sym] = {}  # by sympy expression
+        self.floats: set[str] = set()  # names of symbols whose value is a float
+
+    def expr(self, value: Any) -> Expr:
+        """An int, SymInt or Expr as an Expr; raises Unsupported if it has none."""
+        if isinstance(value, Expr):
+            return value
+        if isinstance(value, int):
+            return expr(int(value))
+        if isinstance(value, torch.SymInt):
+            return self.from_sympy(value.node.expr, value.node.shape_env)
+        raise Unsupported(f"{value!r} is not an integer")
+
+    def exprs(self, values: Any) -> tuple[Expr, ...]:
+        return tuple(self.expr(v) for v in values)
+
+    def from_sympy(self, e: Any, env: Any) -> Expr:
+        """``e`` as an Expr. Raises Unsupported for functions our index expressions do not have."""
+        if e in self.opaque:
+            return expr(self.opaque[e])
+        if isinstance(e, sympy.Integer):
+            return expr(int(e))
+        if isinstance(e, sympy.Symbol):
+            return expr(self.symbol(e, env))
+        args = lambda: [self.from_sympy(a, env) for a in e.args]  # noqa: E731
+        name = type(e).__name__
+        if isinstance(e, sympy.Add):
+            return sum(args(), expr(0))
+        if isinstance(e, sympy.Mul):
+            out = expr(1)
+            for a in args():
+                out = out * a
+            return out
+        if isinstance(e, sympy.Pow) and isinstance(e.args[1], sympy.Integer) and 0 <= int(e.args[1]) <= 16:
+            base, out = self.from_sympy(e.args[0], env), expr(1)
+            for _ in range(int(e.args[1])):
+                out = out * base
+            return out
+        if name in ("FloorDiv", "CleanDiv", "CeilDiv", "Mod", "PythonMod", "ModularIndexing"):
+            return self._division(name, *args())
+        if name in ("Max", "Min"):
+            fn = maximum if name == "Max" else minimum
+            first, *rest = args()
+            for a in rest:
+                first = fn(first, a)
+            return first
+        if name == "Identity":
+            return args()[0]
+        raise Unsupported(f"the size {e} is not made of + * // % max min")
+
+    def _division(self, name: str, a: Expr, b: Expr, c: Expr | None = None) -> Expr:
+        for d in (b, c):
+            if d is not None and not _positive(d):
+                raise Unsupported(f"the divisor {d} of a size may not be positive")
+        if name == "CeilDiv":
+            return ceildiv(a, b)
+        if name in ("Mod", "PythonMod"):
+            return mod(a, b)
+        quotient = floordiv(a, b)
+        return quotient if c is None else mod(quotient, c)
+
+    def symbol(self, s: Any, env: Any) -> Sym:
+        """The Sym for a sympy symbol, with what the ShapeEnv knows of its range and traced value."""
+        name = str(s)
+        if name not in self.known:
+            lo, hi = _bounds(env.var_to_range.get(s) if env is not None else None)
+            self.known[name] = Sym(name, lo, hi, _hint(s, env))
+            if symbol_is_type(s, _FLOAT_KINDS):
+                self.floats.add(name)
+        return self.known[name]
+
+    def define(self, name: str, value: Any) -> Sym:
+        """A new opaque symbol standing for ``value`` (a SymInt, SymFloat or SymBool)."""
+        node = value.node
+        if isinstance(value, torch.SymInt):
+            lo, hi = _bounds(node.shape_env.bound_sympy(node.expr))
+            sym = Sym(name, lo, hi, node.hint if isinstance(node.hint, int) else None)
+            self.opaque[node.expr] = sym
+        else:
+            sym = Sym(name, 0, None, None)
+            if isinstance(value, torch.SymFloat):
+                self.floats.add(name)
+        self.known[name] = sym
+        return sym
+
+    def is_float(self, e: Expr) -> bool:
+        return any(s.name in self.floats for s in e.symbols())
+
+
+def _positive(e: Expr) -> bool:
+    return nonneg(e - 1)
+
+
+def _bounds(r: Any) -> tuple[int, int | None]:
+    """(lo, hi) of a ValueRanges; what is not an int64 is unbounded."""
+    if r is None:
+        return 0, None
+    lo = int(r.lower) if getattr(r.lower, "is_Integer", False) else -_HUGE
+    hi = int(r.upper) if getattr(r.upper, "is_Integer", False) and int(r.upper) < _HUGE else None
+    return lo, hi
+
+
+def _hint(s: Any, env: Any) -> int | None:
+    table = getattr(env, "backed_var_to_val", None) or getattr(env, "var_to_val", None) or {}
+    value = table.get(s)
+    return int(value) if value is not None and getattr(value, "is_Integer", False) else None
