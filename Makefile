@@ -40,7 +40,7 @@ lab:  ## JupyterLab on the notebooks
 	$(SETUP) lab
 	$(PY) -m jupyter lab --notebook-dir notebooks
 
-book:  ## the published book, from the committed notebooks, into _build/book/html
+book:  ## the published book, from the committed notebooks, into _build/html
 	$(SETUP) book
 	@$(PY) -m reflib.cli book
 
