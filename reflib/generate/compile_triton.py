@@ -1,0 +1,238 @@
+"""Triton source to a binary, ahead of time: no GPU is needed, any known architecture will do.
+
+A compiled kernel is plain data (:class:`Binary`), kept in the on-disk cache. When it is found there Triton is not
+even imported, which saves most of a warm start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from .. import cache
+from ..errors import DeviceError, ToolchainError
+from ..target import Target
+from .kernel import Kernel
+
+_FORMAT = 2  # of the cached data; change it when Binary or how we compile changes
+
+_TYPES = {
+    torch.bool: "*i8", torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32",
+    torch.int64: "*i64", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A compiled kernel and how to launch it. Plain data.
+
+    image: a cubin (CUDA) or a code object (HIP). entry: the function's name in it.
+    shared: bytes of dynamic shared memory. num_warps, num_ctas, warp: threads per program are num_warps * warp.
+    pointers, symbols: how many arguments of each kind come before Triton's two hidden pointers.
+    index_bits: width of the size arguments. scratch: bytes of global scratch per program, profile: the same for
+    Triton's profiler (both 0: the hidden pointers may be null). ptx: the assembly text, for later GPUs (CUDA).
+    """
+
+    name: str
+    arch: str
+    entry: str
+    shared: int
+    num_warps: int
+    num_ctas: int
+    warp: int
+    pointers: int
+    symbols: int
+    index_bits: int
+    scratch: int
+    profile: int
+    image: bytes = field(repr=False)
+    ptx: str = field(default="", repr=False)
+
+
+def compile_kernel(kernel: Kernel, target: Target) -> Binary:
+    """``kernel`` for ``target``, from the cache or from Triton. Raises ToolchainError (no Triton, or it refused the
+    source) or DeviceError (more shared memory than the target has)."""
+    key = _key(kernel, target)
+    data = cache.read("triton", key)
+    if data is not None:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            return _from_bytes(data)
+    binary = _compile(kernel, target, key)
+    cache.put("triton", key, _to_bytes(binary), ".bin")
+    return binary
+
+
+def compile_all(kernels: Iterable[Kernel], target: Target, threads: int = 0) -> dict[str, Binary]:
+    """All kernels, several at once (Triton's passes and ptxas release the GIL), by name."""
+    kernels = list(kernels)
+    count = min(len(kernels), threads or os.cpu_count() or 1)
+    if count <= 1:
+        return {k.name: compile_kernel(k, target) for k in kernels}
+    with ThreadPoolExecutor(count, thread_name_prefix="reflib-triton") as pool:
+        return dict(zip((k.name for k in kernels), pool.map(lambda k: compile_kernel(k, target), kernels)))
+
+
+def _key(kernel: Kernel, target: Target) -> str:
+    return cache.key(
+        "triton", _FORMAT, _triton_version(), target.arch, target.warp, kernel.name, kernel.source,
+        tuple(str(d) for _, d in kernel.buffers), tuple(s.name for s in kernel.symbols), kernel.index_type,
+        kernel.num_warps, kernel.num_stages, kernel.aligned,
+    )  # fmt: skip
+
+
+def _triton_version() -> str:
+    for name in ("triton", "pytorch-triton", "pytorch-triton-rocm"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return f"{name} {metadata.version(name)}"
+    return "none"
+
+
+# -- compiling --------------------------------------------------------------------------------------
+def load_function(kernel: Kernel, key: str = "") -> Any:
+    """The kernel's ``@triton.jit`` function. Its text is written to the cache: Triton reads the file again, and so
+    can a person with a debugger."""
+    path = cache.put("kernels", key or cache.key("source", kernel.source), kernel.source.encode(), ".py")
+    names: dict[str, Any] = {"__name__": f"reflib_kernel_{kernel.name}", "__file__": str(path)}
+    exec(compile(kernel.source, str(path), "exec"), names)
+    return names[kernel.name]
+
+
+def signature(kernel: Kernel, parameters: list[str]) -> dict[str, str]:
+    """Triton's types of the parameters: pointers, then sizes, then constants."""
+    types = [_TYPES[d] for _, d in kernel.buffers]
+    types += ["i32" if kernel.index_type == "int32" else "i64"] * len(kernel.symbols)
+    types += ["constexpr"] * (len(parameters) - len(types))
+    return dict(zip(parameters, types))
+
+
+def _compile(kernel: Kernel, target: Target, key: str) -> Binary:
+    try:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+    except ImportError as e:
+        raise ToolchainError(
+            f"Triton is needed to compile kernels for {target.arch}: pip install triton ({e})"
+        ) from e
+    fn = load_function(kernel, key)
+    attrs = {(i,): [["tt.divisibility", 16]] for i in kernel.aligned}
+    constants = {p.name: p.default for p in fn.params if p.is_constexpr}
+    source = ASTSource(fn, signature(kernel, list(fn.arg_names)), constants, attrs)
+    where = (
+        GPUTarget("cuda", target.capability, 32)
+        if target.kind == "cuda"
+        else GPUTarget("hip", target.arch, target.warp)
+    )
+    options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages}
+    try:
+        with _private_settings():
+            compiled = triton.compile(source, target=where, options=options)
+    except Exception as e:
+        text = (
+            f"Triton refused kernel {kernel.name} for {target.arch}: {type(e).__name__}: {e}\n{kernel.source}"
+        )
+        raise ToolchainError(text) from e
+    return _binary(kernel, target, compiled)
+
+
+def _binary(kernel: Kernel, target: Target, compiled: Any) -> Binary:
+    m = compiled.metadata
+    if target.shared and m.shared > target.shared:
+        raise DeviceError(
+            f"kernel {kernel.name} needs {m.shared} bytes of shared memory; {target.arch} has {target.shared} per block"
+        )
+    return Binary(
+        name=kernel.name, arch=target.arch, entry=m.name, shared=m.shared, num_warps=m.num_warps,
+        num_ctas=getattr(m, "num_ctas", 1), warp=getattr(m, "warp_size", target.warp),
+        pointers=len(kernel.buffers), symbols=len(kernel.symbols),
+        index_bits=32 if kernel.index_type == "int32" else 64,
+        scratch=getattr(m, "global_scratch_size", 0) or 0, profile=getattr(m, "profile_scratch_size", 0) or 0,
+        image=compiled.asm["cubin" if target.kind == "cuda" else "hsaco"],
+        ptx=compiled.asm["ptx"] if target.kind == "cuda" else "",
+    )  # fmt: skip
+
+
+_settings_lock = threading.Lock()
+_settings_users = 0
+_settings_exit = contextlib.ExitStack()
+
+
+@contextlib.contextmanager
+def _private_settings() -> Iterator[None]:
+    """Triton's process-wide switches while at least one thread compiles for us: no source lines in binaries (half the
+    size, and no paths of this machine), and Triton's own cache inside ours."""
+    global _settings_users
+    from triton import knobs
+
+    with _settings_lock:
+        _settings_users += 1
+        if _settings_users == 1:
+            _settings_exit.enter_context(knobs.compilation.scope())
+            _settings_exit.enter_context(knobs.cache.scope())
+            knobs.compilation.disable_line_info = True
+            knobs.cache.dir = str(cache.root() / "triton-own")
+    try:
+        yield
+    finally:
+        with _settings_lock:
+            _settings_users -= 1
+            if _settings_users == 0:
+                _settings_exit.close()
+
+
+# -- plain data -------------------------------------------------------------------------------------
+def _to_bytes(b: Binary) -> bytes:
+    facts = asdict(b)
+    image, ptx = facts.pop("image"), facts.pop("ptx").encode()
+    facts["sizes"] = [len(image), len(ptx)]
+    return json.dumps(facts, sort_keys=True).encode() + b"\n" + image + ptx
+
+
+def _from_bytes(data: bytes) -> Binary:
+    head, _, rest = data.partition(b"\n")
+    facts = json.loads(head)
+    n, m = facts.pop("sizes")
+    return Binary(**facts, image=rest[:n], ptx=rest[n : n + m].decode())
+
+
+# -- looking at a binary ----------------------------------------------------------------------------
+def resources(binary: Binary) -> dict[str, int]:
+    """``registers`` per thread, ``stack`` bytes (spills) and static ``shared`` bytes of a CUDA binary, as NVIDIA's
+    own tool (which Triton carries) reports them. For ``explain`` and for tests."""
+    out = _tool("cuobjdump", ["--dump-resource-usage"], binary)
+    found = {k: int(v) for k, v in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", out)}
+    return {
+        "registers": found.get("REG", 0),
+        "stack": found.get("STACK", 0) + found.get("LOCAL", 0),
+        "shared": found.get("SHARED", 0),
+    }
+
+
+def sass(binary: Binary) -> str:
+    """The machine code as text."""
+    return _tool("nvdisasm", ["-c"], binary)
+
+
+def _tool(name: str, flags: list[str], binary: Binary) -> str:
+    from triton import knobs
+
+    path = getattr(knobs.nvidia, name).path
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(binary.image)
+        f.flush()
+        done = subprocess.run([path, *flags, f.name], capture_output=True, text=True)
+    if done.returncode:
+        raise ToolchainError(f"{name} failed on {binary.name}: {done.stderr.strip()}")
+    return done.stdout

@@ -1,0 +1,288 @@
+"""Every op of ``ir.ops.OPS`` as a Triton expression, and the helper functions some of them need.
+
+Two rules decide how an op is written:
+
+* The result must be eager's. Eager on CUDA calls the CUDA math library, and Triton's ``libdevice`` is that library;
+  ``tl.log`` and ``tl.sin`` are the hardware's approximations, and wrong near 1 and far from 0. Only ``tl.exp``,
+  ``tl.exp2`` and ``tl.rsqrt`` are good to about 2 ulp and much cheaper, so they are used as they are.
+* ``/`` on float32 is approximate too (``div.full.f32``, 2 ulp, 5 instructions, no branch). The exact ``tl.div_rn`` has
+  a slow path and costs about 15. A kernel that stores only half precision cannot show the difference, so it gets
+  the cheap one (``exact=False``).
+
+Integers divide towards zero in Triton, as in C; division by zero gives 0 here (a masked lane must not trap).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from ..errors import GenerateError
+
+TL = {
+    torch.bool: "tl.int1", torch.uint8: "tl.uint8", torch.int8: "tl.int8", torch.int16: "tl.int16",
+    torch.int32: "tl.int32", torch.int64: "tl.int64", torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16",
+    torch.float32: "tl.float32", torch.float64: "tl.float64",
+}  # fmt: skip
+
+_BITS = {torch.float32: "tl.int32", torch.float64: "tl.int64"}
+
+
+@dataclass
+class Needs:
+    """What a module's text must contain besides the kernel: helper functions by name, and the libdevice import."""
+
+    helpers: set[str] = field(default_factory=set)
+    libdevice: bool = False
+
+    def helper(self, name: str) -> str:
+        self.helpers.add(name)
+        return name
+
+    def lib(self, name: str) -> str:
+        self.libdevice = True
+        return f"libdevice.{name}"
+
+
+Printer = Callable[[Needs, torch.dtype, list[str]], str]
+
+
+def print_op(
+    needs: Needs, op: str, dtype: torch.dtype, source: torch.dtype, args: list[str], exact: bool
+) -> str:
+    """The expression for ``op`` of ``args`` (names or literals). ``dtype`` is the result's, ``source`` the operands'."""
+    if op == "cast":
+        return print_cast(args[0], source, dtype)
+    if op == "div" and source == torch.float32 and exact:
+        return f"tl.div_rn({args[0]}, {args[1]})"
+    if op in _LIBDEVICE:
+        return f"{needs.lib(_LIBDEVICE[op])}({', '.join(args)})"
+    printer = _PRINTERS.get(op)
+    if printer is None:
+        raise GenerateError(f"no Triton form for the op {op!r}")
+    return printer(needs, source, args)
+
+
+def print_cast(a: str, source: torch.dtype, dtype: torch.dtype) -> str:
+    """What torch's ``.to(dtype)`` does: to bool is ``!= 0``, a float to a small integer goes through a wide one."""
+    if dtype == source:
+        return a
+    if dtype == torch.bool:
+        return f"{a} != 0"
+    if source.is_floating_point and dtype in (torch.uint8, torch.int8, torch.int16):
+        wide = "tl.int64" if dtype == torch.uint8 else "tl.int32"
+        return f"{a}.to({wide}).to({TL[dtype]})"
+    return f"{a}.to({TL[dtype]})"
+
+
+# The same name as in libdevice unless stated. Exact, rounded or within 1-2 ulp, as eager's.
+_LIBDEVICE = {
+    n: n
+    for n in (
+        "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh",
+        "asinh", "acosh", "atanh", "erf", "erfc", "lgamma", "trunc", "atan2", "copysign", "hypot", "nextafter", "pow",
+    )
+}  # fmt: skip
+_LIBDEVICE["round"] = "rint"
+
+
+def _infix(sign: str) -> Printer:
+    return lambda needs, t, a: f"{a[0]} {sign} {a[1]}"
+
+
+def _call(name: str) -> Printer:
+    return lambda needs, t, a: f"{name}({', '.join(a)})"
+
+
+def _helper(ints: str, floats: str = "") -> Printer:
+    """A helper function per kind of operand."""
+    return lambda needs, t, a: f"{needs.helper(floats if t.is_floating_point else ints)}({', '.join(a)})"
+
+
+def _order(sign: str) -> Printer:
+    """Comparison; a one-bit integer is signed to Triton, so bools are widened first."""
+
+    def printer(needs: Needs, t: torch.dtype, a: list[str]) -> str:
+        if t == torch.bool:
+            return f"{a[0]}.to(tl.int8) {sign} {a[1]}.to(tl.int8)"
+        return f"{a[0]} {sign} {a[1]}"
+
+    return printer
+
+
+def _extreme(fn: str, logic: str) -> Printer:
+    def printer(needs: Needs, t: torch.dtype, a: list[str]) -> str:
+        if t == torch.bool:
+            return f"{a[0]} {logic} {a[1]}"
+        if t.is_floating_point:
+            return f"{needs.helper(f'{fn}_nan')}({a[0]}, {a[1]})"
+        return f"tl.{fn}({a[0]}, {a[1]})"
+
+    return printer
+
+
+def _shift(helper: str) -> Printer:
+    return lambda needs, t, a: f"{needs.helper(helper)}({a[0]}, {a[1]}, {t.itemsize * 8})"
+
+
+def _neg(needs: Needs, t: torch.dtype, a: list[str]) -> str:
+    return f"{a[0]} * -1.0" if t.is_floating_point else f"0 - {a[0]}"  # Triton's -x is 0 - x, and loses -0.0
+
+
+def _not(needs: Needs, t: torch.dtype, a: list[str]) -> str:
+    return f"{a[0]} == 0" if t == torch.bool else f"~{a[0]}"
+
+
+def _abs(needs: Needs, t: torch.dtype, a: list[str]) -> str:
+    return a[0] if t == torch.uint8 else f"tl.abs({a[0]})"
+
+
+def _sigmoid(needs: Needs, t: torch.dtype, a: list[str]) -> str:
+    return f"1.0 / (1.0 + tl.exp({a[0]} * -1.0))"
+
+
+_PRINTERS: dict[str, Printer] = {
+    "add": _infix("+"), "sub": _infix("-"), "mul": _infix("*"), "div": _infix("/"),
+    "floordiv": _helper("floordiv_int", "floordiv_float"), "truncdiv": _helper("truncdiv_int"),
+    "remainder": _helper("remainder_int", "remainder_float"), "fmod": _helper("fmod_int", "fmod_float"),
+    "neg": _neg, "abs": _abs, "maximum": _extreme("maximum", "|"), "minimum": _extreme("minimum", "&"),
+    "fma": _call("tl.fma"),
+    "and": _infix("&"), "or": _infix("|"), "xor": _infix("^"), "not": _not,
+    "shl": _shift("shift_left"), "shr": _shift("shift_right"),
+    "eq": _infix("=="), "ne": _infix("!="), "lt": _order("<"), "le": _order("<="), "gt": _order(">"), "ge": _order(">="),
+    "where": _call("tl.where"),
+    "to_f16": lambda needs, t, a: f"{a[0]}.to(tl.float16).to({TL[t]})",
+    "to_bf16": lambda needs, t, a: f"{a[0]}.to(tl.bfloat16).to({TL[t]})",
+    "isnan": lambda needs, t, a: f"{a[0]} != {a[0]}",
+    "isinf": lambda needs, t, a: f"tl.abs({a[0]}) == float('inf')",
+    "signbit": lambda needs, t, a: f"{a[0]}.to({_BITS[t]}, bitcast=True) < 0",
+    "sqrt": lambda needs, t, a: f"tl.sqrt_rn({a[0]})" if t == torch.float32 else f"tl.sqrt({a[0]})",
+    "rsqrt": _call("tl.rsqrt"), "exp": _call("tl.exp"), "exp2": _call("tl.exp2"), "sigmoid": _sigmoid,
+    "floor": _call("tl.floor"), "ceil": _call("tl.ceil"),
+}  # fmt: skip
+
+# Ops in which an operand may be a Python number: Triton gives it the other operand's type.
+LITERAL_OK = {
+    "add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "where", "and", "or", "xor",
+}  # fmt: skip
+# Ops that make a last-bit difference in a quotient visible in a half-precision result.
+SHARP = {
+    "floor", "ceil", "trunc", "round", "floordiv", "remainder", "fmod", "eq", "ne", "lt", "le", "gt", "ge", "cast",
+}  # fmt: skip
+
+# -- helper functions -------------------------------------------------------------------------------
+HELPERS: dict[str, str] = {
+    "maximum_nan": '''
+def maximum_nan(a, b):
+    """The greater; NaN wins."""
+    return tl.where((a > b) | (a != a), a, b)
+''',
+    "minimum_nan": '''
+def minimum_nan(a, b):
+    """The smaller; NaN wins."""
+    return tl.where((a < b) | (a != a), a, b)
+''',
+    "maximum_int": """
+def maximum_int(a, b):
+    return tl.maximum(a, b)
+""",
+    "minimum_int": """
+def minimum_int(a, b):
+    return tl.minimum(a, b)
+""",
+    "product_of": """
+def product_of(a, b):
+    return a * b
+""",
+    "sum_of": """
+def sum_of(a, b):
+    return a + b
+""",
+    "argmax_of": '''
+def argmax_of(a, i, b, j):
+    """The greater value's index; NaN wins, then the smaller index."""
+    take = (a > b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i < j))
+    return tl.where(take, a, b), tl.where(take, i, j)
+''',
+    "argmin_of": '''
+def argmin_of(a, i, b, j):
+    """The smaller value's index; NaN wins, then the smaller index."""
+    take = (a < b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i < j))
+    return tl.where(take, a, b), tl.where(take, i, j)
+''',
+    "floordiv_int": '''
+def floordiv_int(a, b):
+    """Rounds down; 0 where b is 0."""
+    d = tl.where(b == 0, 1, b)
+    q = a // d
+    r = a - q * d
+    q = tl.where((r != 0) & ((r < 0) != (d < 0)), q - 1, q)
+    return tl.where(b == 0, 0, q)
+''',
+    "truncdiv_int": '''
+def truncdiv_int(a, b):
+    """Rounds towards zero; 0 where b is 0."""
+    return tl.where(b == 0, 0, a // tl.where(b == 0, 1, b))
+''',
+    "remainder_int": '''
+def remainder_int(a, b):
+    """The divisor's sign, as Python's %; 0 where b is 0."""
+    d = tl.where(b == 0, 1, b)
+    r = a % d
+    return tl.where(b == 0, 0, tl.where((r != 0) & ((r < 0) != (d < 0)), r + d, r))
+''',
+    "fmod_int": '''
+def fmod_int(a, b):
+    """The dividend's sign, as C's %; 0 where b is 0."""
+    return tl.where(b == 0, 0, a % tl.where(b == 0, 1, b))
+''',
+    "fmod_float": '''
+def fmod_float(a, b):
+    """The dividend's sign, exact."""
+    return libdevice.fmod(a, b)
+''',
+    "remainder_float": '''
+def remainder_float(a, b):
+    """The divisor's sign, as Python's %."""
+    r = libdevice.fmod(a, b)
+    return tl.where((r != 0) & ((b < 0) != (r < 0)), r + b, r)
+''',
+    "floordiv_float": '''
+def floordiv_float(a, b):
+    """Python's //: the floor of the exact quotient."""
+    r = libdevice.fmod(a, b)
+    q = (a - r) / b
+    q = tl.where((r != 0) & ((b < 0) != (r < 0)), q - 1.0, q)
+    f = tl.floor(q)
+    f = tl.where(q - f > 0.5, f + 1.0, f)
+    f = tl.where(q == 0, libdevice.copysign(q * 0.0, a / b), f)
+    return tl.where(b == 0, a / b, f)
+''',
+    "shift_left": '''
+def shift_left(a, b, bits: tl.constexpr):
+    """0 where the shift is outside the word."""
+    inside = (b >= 0) & (b < bits)
+    return tl.where(inside, a << tl.where(inside, b, 0), 0)
+''',
+    "shift_right": '''
+def shift_right(a, b, bits: tl.constexpr):
+    """Arithmetic for signed types; a shift outside the word leaves only the sign."""
+    half = bits // 2
+    inside = (b >= 0) & (b < bits)
+    s = tl.where(inside, b, 0)
+    return tl.where(inside, a >> s, (a >> half) >> (bits - half - 1) >> 1)
+''',
+}
+_USES_LIBDEVICE = {"fmod_float", "remainder_float", "floordiv_float"}
+
+
+def helper_text(needs: Needs) -> str:
+    """The helpers in use, as jitted functions; sets ``needs.libdevice`` when one of them wants it."""
+    out = []
+    for name in sorted(needs.helpers):
+        if name in _USES_LIBDEVICE:
+            needs.libdevice = True
+        out.append("@triton.jit" + HELPERS[name].rstrip() + "\n")
+    return "\n\n".join(out)
