@@ -26,16 +26,26 @@ from .python import PythonPrinter
 from .runtime import namespace
 
 
+BuildCpp = Callable[[tuple[Kernel, ...], Options], Any]  # -> a Library
+
+
 def wrap(
-    program: Program, plan: Plan, kernels: Mapping[tuple[str, int], Kernel], options: Options
+    program: Program,
+    plan: Plan,
+    kernels: Mapping[tuple[str, int], Kernel],
+    options: Options,
+    build_cpp: BuildCpp | None = None,
 ) -> tuple[str, Callable[[list], Any]]:
-    """The wrapper's text, and the callable (a list of inputs, which it empties, to a tuple of outputs)."""
+    """The wrapper's text, and the callable (a list of inputs, which it empties, to a tuple of outputs).
+
+    ``build_cpp``: how C++ kernels become a library (tests put those of many graphs into one).
+    """
     if options.wrapper == "cpp":
         raise ReflibError('wrapper="cpp" is not in this version of reflib; use wrapper="python" or "auto"')
     printer = PythonPrinter(program, plan, kernels, options.check_nan)
     source = printer.print()
     logger("wrapper").info("%s", source)
-    bound = _bind_kernels(program, kernels, options)
+    bound = _bind_kernels(program, kernels, options, build_cpp or _build_cpp)
     names = namespace() | program.constants | printer.names
 
     def first_call() -> Callable[[list], Any]:
@@ -69,14 +79,14 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def _bind_kernels(
-    program: Program, kernels: Mapping[tuple[str, int], Kernel], options: Options
+    program: Program, kernels: Mapping[tuple[str, int], Kernel], options: Options, build_cpp: BuildCpp
 ) -> dict[str, Callable[[], Callable[..., Any]]]:
     """For each kernel name, a function that waits for the build and returns what to call."""
     regions = {n.name: n for n in program.nodes if isinstance(n, Region)}
     bound: dict[str, Callable[[], Callable[..., Any]]] = {}
     cpp = {k.name: k for k in kernels.values() if k.language == "cpp"}
     if cpp:
-        library = _pool().submit(_build_cpp, tuple(cpp.values()), options)
+        library = _pool().submit(build_cpp, tuple(cpp.values()), options)
         checked = {k.name for (r, _), k in kernels.items() if k.name in cpp and _has_indirect(regions[r])}
         for name, k in cpp.items():
             bound[name] = _cpp_binding(library, k, name in checked)

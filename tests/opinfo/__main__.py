@@ -1,0 +1,171 @@
+"""PyTorch's OpInfo samples against reflib on the CPU.
+
+    python -m tests.opinfo                          everything (hours); goes on where it stopped
+    python -m tests.opinfo --limit 8 --modes forward --dtypes float32
+    python -m tests.opinfo --only softmax,var --fresh
+    python -m tests.opinfo --shard 2/4 --out shard2.jsonl
+    python -m tests.opinfo --show 'nn.functional.gelu|float32|forward|0'
+    python -m tests.opinfo --report                 the table again, from the results file
+    python -m tests.opinfo --write-excluded         tests/opinfo/excluded.json from the results file
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import sys
+import time
+from collections import Counter, defaultdict
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+EXCLUDED = Path(__file__).with_name("excluded.json")
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(prog="python -m tests.opinfo", description=__doc__.splitlines()[0])
+    p.add_argument("--dtypes", default="float32,int64,bool,bfloat16")
+    p.add_argument("--modes", default="forward,backward")
+    p.add_argument("--only", default="", help="op names or patterns, by commas")
+    p.add_argument("--limit", type=int, default=0, help="most samples of an op, spread evenly (0: all)")
+    p.add_argument("--batch", type=int, default=96, help="samples to one compiled library")
+    p.add_argument("--jobs", type=int, default=1)
+    p.add_argument("--shard", default="1/1")
+    p.add_argument("--door", choices=("aot", "dynamo"), default="aot", help="dynamo: all through torch.compile")
+    p.add_argument("--out", type=Path, default=Path("_build/opinfo.jsonl"))
+    p.add_argument("--fresh", action="store_true", help="forget earlier results")
+    p.add_argument("--again", default="", help="statuses to try again: wrong,error,crash,timeout")
+    p.add_argument("--report", action="store_true")
+    p.add_argument("--show", metavar="KEY")
+    p.add_argument("--write-excluded", action="store_true")
+    a = p.parse_args()
+    if a.show:
+        from .show import show
+
+        return show(a.show)
+    results = {} if a.fresh else read(a.out)
+    if a.again:
+        results = {k: r for k, r in results.items() if r["status"] not in a.again.split(",")}
+    if a.fresh or a.again:
+        a.out.parent.mkdir(parents=True, exist_ok=True)
+        a.out.write_text("".join(json.dumps(r) + "\n" for r in results.values()))
+    if not (a.report or a.write_excluded):
+        run(a, results)
+        results = read(a.out)
+    if a.write_excluded:
+        write_excluded(results)
+    return report(results)
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    if not path.exists():
+        return {}
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    return {r["key"]: r for r in rows}
+
+
+def run(a: argparse.Namespace, results: dict[str, Any]) -> None:
+    import torch
+
+    torch.set_num_threads(1)  # no pool of threads before the fork
+    import reflib.pipeline  # noqa: F401
+
+    from .workers import run_tasks
+
+    patterns = [x for x in a.only.split(",") if x]
+
+    def wanted(name: str) -> bool:
+        return not patterns or any(fnmatch.fnmatchcase(name, x) for x in patterns)
+
+    tasks = make_tasks(a.dtypes.split(","), a.modes.split(","), wanted, a.limit, a.batch, set(results), a.shard)
+    total = sum(len(t.keys()) for t in tasks)
+    print(f"{total} samples in {len(tasks)} libraries; results in {a.out}", flush=True)
+    a.out.parent.mkdir(parents=True, exist_ok=True)
+    counts: Counter[str] = Counter()
+    start = last = time.monotonic()
+    with a.out.open("a") as out:
+
+        def tell(result: Any) -> None:
+            nonlocal last
+            counts[result.status] += 1
+            out.write(json.dumps(asdict(result)) + "\n")
+            out.flush()
+            if result.status not in ("ok", "skip", "excluded"):
+                print(f"{result.status:8} {result.key}  {result.why[:300]}", flush=True)
+            n, now = sum(counts.values()), time.monotonic()
+            if now - last > 30:
+                last = now
+                left = (now - start) / n * (total - n)
+                print(f"[{n}/{total}] {dict(counts)}, about {left / 60:.0f} min left", file=sys.stderr, flush=True)
+
+        run_tasks(tasks, a.jobs, tell, a.door)
+    print(f"{total} samples in {time.monotonic() - start:.0f} s")
+
+
+def make_tasks(
+    dtypes: list[str], modes: list[str], wanted: Any, limit: int, batch: int, done: set[str], shard: str = "1/1"
+) -> list[Any]:
+    """Tasks of about ``batch`` samples each, done ones left out."""
+    from .samples import groups, samples, spread
+    from .workers import Task
+
+    at, of = map(int, shard.split("/"))
+    tasks, parts, size = [], [], 0
+    for i, group in enumerate(groups(dtypes, modes, wanted)):
+        if i % of != at - 1:
+            continue
+        numbers = [n for n in spread(len(samples(group)), limit) if f"{group.name}|{n}" not in done]
+        while numbers:
+            take = numbers[: batch - size]
+            numbers = numbers[len(take) :]
+            parts.append((group, tuple(take)))
+            size += len(take)
+            if size >= batch:
+                tasks.append(Task(tuple(parts)))
+                parts, size = [], 0
+    if parts:
+        tasks.append(Task(tuple(parts)))
+    return tasks
+
+
+def report(results: dict[str, dict[str, Any]]) -> int:
+    """The table; 1 if anything is wrong."""
+    rows: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    seen: dict[tuple[str, str], set[str]] = defaultdict(set)
+    calls: Counter[str] = Counter()
+    for r in results.values():
+        op, dtype, mode, _ = r["key"].split("|")
+        rows[mode, dtype][r["status"]] += 1
+        seen[mode, dtype].add(op)
+        if r["calls"]:
+            rows[mode, dtype]["fallbacks"] += 1
+        calls.update(r["calls"].keys())
+    names = ("ok", "wrong", "error", "crash", "timeout", "excluded", "skip", "fallbacks")
+    print(f"{'':18}{'ops':>6}{'samples':>9}" + "".join(f"{n:>10}" for n in names))
+    bad = 0
+    for (mode, dtype), c in sorted(rows.items(), reverse=True):
+        total = sum(v for k, v in c.items() if k != "fallbacks")
+        print(f"{mode:9}{dtype:9}{len(seen[mode, dtype]):6}{total:9}" + "".join(f"{c[n]:10}" for n in names))
+        bad += c["wrong"] + c["error"] + c["crash"] + c["timeout"]
+    print("fallbacks: samples that call ATen somewhere. Most often: " + ", ".join(f"{k} {v}" for k, v in calls.most_common(20)))
+    return 1 if bad else 0
+
+
+def write_excluded(results: dict[str, dict[str, Any]]) -> None:
+    """``{op|dtype|mode: {reason: [numbers]}}``, sorted."""
+    out: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for r in results.values():
+        if r["status"] == "excluded":
+            group, _, number = r["key"].rpartition("|")
+            reason = r["why"].split("|| aot_eager: ")[-1]
+            out[group][reason.replace(os.getcwd(), ".")[:200]].append(int(number))
+    tidy = {g: {w: sorted(n) for w, n in sorted(ws.items())} for g, ws in sorted(out.items())}
+    EXCLUDED.write_text(json.dumps(tidy, indent=1) + "\n")
+    print(f"{sum(len(n) for ws in tidy.values() for n in ws.values())} samples in {EXCLUDED.name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""Many samples, one compiled library.
+
+Each sample is captured by AOTAutograd (the part of ``torch.compile`` behind Dynamo) and taken through reflib's stages;
+the C++ kernels of all of them are compiled together, equal ones once; then every sample runs and is judged. What
+AOTAutograd cannot capture alone (sizes that depend on data, say) goes through ``torch.compile``.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+from tests import checking
+from tests.checking import Outcome
+
+from .samples import Case
+
+Say = Callable[..., None]
+
+
+@dataclass
+class Result:
+    """``status``: ok, wrong, error (something raised), excluded (aot_eager fails as well), skip (eager itself raises);
+    and from outside: crash, timeout."""
+
+    key: str
+    status: str
+    why: str = ""
+    door: str = "aot"
+    kernels: int = 0
+    calls: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class Library:
+    """Kernels of many graphs. ``add`` is what ``wrap`` gets in place of a build; ``build`` compiles them all."""
+
+    def __init__(self, options: Any):
+        self.options = options
+        self.names: dict[str, str] = {}  # text with the name taken out -> unique name
+        self.built: Any = None
+
+    def add(self, kernels: Sequence[Any], options: Any) -> Any:
+        alias = {}
+        for k in kernels:
+            text = re.sub(rf"\b{re.escape(k.name)}", "KERNEL", k.source)
+            text = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("//"))
+            alias[k.name] = self.names.setdefault(text, f"s{len(self.names)}")
+        return _Part(self, alias)
+
+    def sources(self) -> list[str]:
+        return [text.replace("KERNEL", name) for text, name in self.names.items()]
+
+    def build(self) -> None:
+        from reflib.generate.cpp import HEADER
+        from reflib.toolchain import build_library
+        from reflib.wrap.native import load_library
+
+        if self.names:
+            self.built = load_library(build_library(self.sources(), self.options, header=HEADER))
+
+
+@dataclass
+class _Part:
+    library: Library
+    alias: dict[str, str]
+
+    def function(self, name: str, nargs: int) -> Any:
+        return self.library.built.function(self.alias[name], nargs)
+
+
+@dataclass
+class Captured:
+    """One sample's graphs, each with the callable that AOTAutograd holds and that is filled in later."""
+
+    case: Case
+    compiled: Callable[..., Any] | None = None
+    graphs: list[Any] = field(default_factory=list)
+    calls: list[_Slot] = field(default_factory=list)
+    error: Exception | None = None
+
+
+class _Slot:
+    """Runs the captured graph itself until something better is put in."""
+
+    def __init__(self, graph: Any):
+        self.fn = self.eager
+        self.graph = graph
+
+    def eager(self, args: list) -> Any:
+        values = list(args)
+        args.clear()
+        return torch.fx.Interpreter(self.graph.module).boxed_run(values)
+
+    def call(self, args: list) -> Any:
+        return self.fn(args)
+
+
+def capture(case: Case) -> Captured:
+    """Trace (and run once, by the captured graphs themselves)."""
+    from reflib.capture import Graph
+    from reflib.lower import decompositions
+
+    made = Captured(case)
+
+    def compiler(name: str) -> Callable[..., Any]:
+        def one(gm: torch.fx.GraphModule, inputs: Any) -> Callable[[list], Any]:
+            slot = _Slot(Graph(gm, name))
+            made.graphs.append(slot.graph)
+            made.calls.append(slot)
+
+            def fn(args: list) -> Any:
+                return slot.call(args)
+
+            fn._boxed_call = True  # type: ignore[attr-defined]
+            return fn
+
+        return one
+
+    made.compiled = aot_function(
+        case.fn,
+        compiler("forward"),
+        compiler("backward"),
+        min_cut_rematerialization_partition,
+        decompositions(),
+        keep_inference_input_mutations=True,
+        inference_compiler=compiler("inference"),
+    )
+    made.error = checking.call(made.compiled, case.args, backward=case.backward).error
+    return made
+
+
+def judge(case: Case, compiled: Callable[..., Any], eager: Outcome, wide: Outcome) -> tuple[str, str]:
+    """(status, why) of one sample."""
+    actual = checking.call(compiled, case.args, backward=case.backward)
+    if actual.error is not None:
+        return "error", checking.wrong(actual, eager)[0]
+    problems = checking.wrong(actual, eager, _usable(case, eager, wide))
+    return ("wrong", "; ".join(problems)) if problems else ("ok", "")
+
+
+def _usable(case: Case, eager: Outcome, wide: Outcome) -> Outcome | None:
+    """The float64 reference, unless the op is random: then other dtypes draw other numbers."""
+    again = checking.call(case.fn, case.args, backward=case.backward, seed=1)
+    if again.error is None and len(again.leaves) == len(eager.leaves):
+        for a, b in zip(again.leaves, eager.leaves):
+            if isinstance(a, torch.Tensor) and a.layout == torch.strided and a.is_floating_point():
+                if a.shape == b.shape and not torch.equal(a.nan_to_num(), b.nan_to_num()):
+                    return None
+    return wide
+
+
+def through_dynamo(case: Case, backend: Any) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    return torch.compile(case.fn, backend=backend, dynamic=False)
+
+
+def run_batch(cases: list[Case], say: Say, verify: bool = True, door: str = "aot") -> None:
+    """Judge every case; ``say(at=key, phase=...)`` before each risky step, ``say(result=Result)`` for each result."""
+    from reflib.options import Options
+    from reflib.pipeline import Backend
+
+    options = Options(verify=verify, compile_threads=1)
+    library = Library(options)
+    ready: list[tuple[Captured | None, Case, Result, float]] = []
+    for case in cases:
+        start = time.perf_counter()
+        say(at=case.key, phase="capture")
+        result = Result(case.key, "ok", door=door)
+        made = capture(case) if door == "aot" else None
+        if made is not None and made.error is None:
+            say(at=case.key, phase="compile")
+            error = _compile(made, options, library, result)
+            if error is not None:
+                made.error = error
+                result.status, result.why = "error", f"compile: {type(error).__name__}: {_brief(error)}"
+        elif made is not None:
+            made, result.door = None, "dynamo"
+        ready.append((made, case, result, time.perf_counter() - start))
+    say(at=cases[0].key if len(cases) == 1 else "", phase="build")
+    library.build()
+    for made, case, result, spent in ready:
+        start = time.perf_counter()
+        say(at=case.key, phase="run")
+        eager = checking.call(case.fn, case.args, backward=case.backward)
+        if eager.error is not None:
+            result.status, result.why = "skip", f"eager: {_brief(eager.error)}"
+        elif result.status == "ok":
+            wide = checking.call(case.fn, case.args, backward=case.backward, wide=True)
+            stages: list[Any] = []
+            if made is not None and made.compiled is not None:
+                compiled = made.compiled
+            else:
+                compiled = through_dynamo(case, Backend(options, stages.append))
+            result.status, result.why = judge(case, compiled, eager, wide)
+            for s in stages:
+                _count(s, result)
+        if result.status in ("wrong", "error"):
+            say(at=case.key, phase="aot_eager")
+            status, why = fails_in_aot_eager(case, eager)
+            if status:
+                result.status, result.why = "excluded", f"{result.why} || aot_eager: {why}"
+        result.seconds = round(time.perf_counter() - start + spent, 3)
+        say(result=result)
+
+
+def fails_in_aot_eager(case: Case, eager: Outcome) -> tuple[str, str]:
+    wide = checking.call(case.fn, case.args, backward=case.backward, wide=True)
+    status, why = judge(case, through_dynamo(case, "aot_eager"), eager, wide)
+    return ("", "") if status == "ok" else (status, why)
+
+
+def _compile(made: Captured, options: Any, library: Library, result: Result) -> Exception | None:
+    from reflib.pipeline import run
+    from reflib.wrap import wrap
+
+    for graph, slot in zip(made.graphs, made.calls):
+        try:
+            s = run(graph, options, "generate")
+            assert s.chosen is not None and s.plan is not None and s.kernels is not None
+            _, slot.fn = wrap(s.chosen, s.plan, s.kernels, options, library.add)
+        except Exception as e:
+            return e
+        _count(s, result)
+    return None
+
+
+def _count(stages: Any, result: Result) -> None:
+    from reflib.ir.program import Extern
+
+    if stages.chosen is None:
+        return
+    externs = [n for n in stages.chosen.nodes if isinstance(n, Extern)]
+    result.kernels += len(stages.chosen.nodes) - len(externs)
+    names = Counter({str(getattr(n.target, "__name__", n.target)): n.reason for n in externs})
+    result.calls.update({k: str(v) for k, v in names.items()})
+
+
+def _brief(e: BaseException) -> str:
+    return " ".join(str(e).split())[:400]

@@ -1,0 +1,110 @@
+"""PyTorch's own samples, by name: ``op|dtype|mode|number``."""
+
+from __future__ import annotations
+
+import functools
+import random
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+DTYPES = {"float32": torch.float32, "int64": torch.int64, "bool": torch.bool, "bfloat16": torch.bfloat16}
+MODES = ("forward", "backward")
+SEED = 20240
+
+
+@functools.cache
+def ops() -> dict[str, Any]:
+    """Every OpInfo by its full name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.testing._internal.common_methods_invocations import op_db
+    return {op.full_name: op for op in op_db}
+
+
+@dataclass(frozen=True)
+class Group:
+    """All samples of one op, dtype and mode."""
+
+    op: str
+    dtype: str
+    mode: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}|{self.dtype}|{self.mode}"
+
+
+def groups(dtypes: Iterable[str], modes: Iterable[str], only: Callable[[str], bool]) -> list[Group]:
+    """The groups that exist on CPU, mode by mode, dtype by dtype."""
+    out = []
+    for mode in modes:
+        for dtype in dtypes:
+            t = DTYPES[dtype]
+            for name, op in ops().items():
+                have = op.supported_dtypes("cpu") if mode == "forward" else op.supported_backward_dtypes("cpu")
+                if mode == "backward" and not (op.supports_autograd and t.is_floating_point):
+                    continue
+                if t in have and only(name):
+                    out.append(Group(name, dtype, mode))
+    return out
+
+
+def samples(group: Group) -> list[Any]:
+    """The group's SampleInputs: the same ones each time."""
+    random.seed(SEED)
+    numpy.random.seed(SEED)
+    torch.manual_seed(SEED)
+    op, backward = ops()[group.op], group.mode == "backward"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return list(op.sample_inputs("cpu", DTYPES[group.dtype], requires_grad=backward))
+
+
+def spread(count: int, limit: int) -> list[int]:
+    """``limit`` of ``count`` positions, evenly spread, the first and the last among them; all if limit is 0."""
+    if not limit or count <= limit:
+        return list(range(count))
+    if limit == 1:
+        return [0]
+    return sorted({round(i * (count - 1) / (limit - 1)) for i in range(limit)})
+
+
+@dataclass
+class Case:
+    """One sample as a function of its tensors; everything else is held inside, as Dynamo would."""
+
+    key: str
+    fn: Callable[..., Any]
+    args: tuple[torch.Tensor, ...]
+    backward: bool
+
+
+def case(group: Group, number: int, sample: Any) -> Case:
+    op, backward = ops()[group.op], group.mode == "backward"
+    leaves, spec = tree_flatten(((sample.input, *sample.args), sample.kwargs))
+    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    held = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    process = sample.output_process_fn_grad
+
+    def fn(*given: torch.Tensor) -> Any:
+        filled = list(held)
+        for i, t in zip(where, given):
+            filled[i] = t
+        # a float64 reference asks for float64 wherever the sample names a dtype
+        if given and any(t.dtype in (torch.float64, torch.complex128) for t in given):
+            filled = [_wide_dtype(x) for x in filled]
+        args, kwargs = tree_unflatten(filled, spec)
+        result = op.op(*args, **kwargs)
+        return process(result) if backward else result
+
+    return Case(f"{group.name}|{number}", fn, tuple(leaves[i] for i in where), backward)
+
+
+def _wide_dtype(x: Any) -> Any:
+    return torch.float64 if x in (torch.float32, torch.bfloat16, torch.float16) and isinstance(x, torch.dtype) else x
