@@ -13,14 +13,16 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TARGET = ROOT / ".whl"
 NEEDED = """
-    aiohappyeyeballs aiohttp aiosignal asttokens click comm coverage debugpy entrypoints execnet
-    executing expecttest fastjsonschema frozenlist hypothesis ipykernel ipython
-    ipython-pygments-lexers ipywidgets jedi jsonschema jsonschema-specifications jupyter-client
-    jupyter-core jupyterlab-widgets matplotlib-inline multidict nbclient nbformat nbval
-    nest-asyncio2 papermill parso pexpect platformdirs prompt-toolkit propcache ptyprocess pure-eval
-    pytest-xdist pyyaml pyzmq referencing rpds-py setuptools sortedcontainers stack-data tenacity
-    tornado tqdm traitlets wcwidth widgetsnbextension yarl
-""".split()  # noqa: SIM905 (a table is easier to read)
+    aiohappyeyeballs aiohttp aiosignal asttokens attrs certifi charset-normalizer click comm
+    coverage debugpy entrypoints execnet executing expecttest fastjsonschema frozenlist hypothesis
+    idna iniconfig ipykernel ipython ipython-pygments-lexers ipywidgets jedi jsonschema
+    jsonschema-specifications jupyter-client jupyter-core jupyterlab-widgets matplotlib-inline
+    multidict nbclient nbformat nbval nest-asyncio2 packaging papermill parso pexpect platformdirs
+    pluggy prompt-toolkit propcache psutil ptyprocess pure-eval pygments pytest pytest-xdist
+    python-dateutil pyyaml pyzmq referencing requests rpds-py setuptools six sortedcontainers
+    stack-data tenacity tornado tqdm traitlets typing-extensions urllib3 wcwidth widgetsnbextension
+    yarl
+""".split()
 # Newest first: a host runs every one of these whose glibc is not newer than its own.
 PLATFORMS = [f"manylinux{tag}_x86_64" for tag in ("_2_28", "_2_17", "2014", "_2_12")]
 
