@@ -202,7 +202,7 @@ def _reduce(s: Reduce, args: list[torch.Tensor], extents: list[int], rdims: list
     count = 1
     for d in rdims:
         count *= extents[d]
-    rows = [v.expand(*lead, *v.shape[len(lead) :]).reshape(*lead, count) for v in rows]
+    rows = [v.expand((*lead, *v.shape[len(lead) :])).reshape((*lead, count)) for v in rows]
     if count == 0 and REDUCTIONS[s.kind] is None and 0 not in lead:
         raise ReflibError(f"{s.kind} of nothing has no value")
     out = _REDUCE[s.kind](*rows) if count or REDUCTIONS[s.kind] is not None else rows[0].new_empty(lead)
