@@ -43,6 +43,7 @@ class _Planner:
         self.moments: list[Moment] = []
         self.live: dict[str, int] = {}
         self.pool: dict[tuple, list[tuple[str, int, int]]] = defaultdict(list)  # (buffer, died at, its Free step)
+        self.overwritten: set[str] = set()  # read for the last time by the kernel that stores over them
         self.last = last_uses(program)
         self.pinned = escaping(program) | program.output_buffers()
 
@@ -68,6 +69,8 @@ class _Planner:
                 continue
             reuse = self._find_reuse(i, node, buffer)
             self.steps.append(Alloc(b, reuse))
+            if reuse is not None and reuse not in self.overwritten:
+                self.steps.append(Free(reuse))  # the name goes, the storage stays
             self.live[b] = buffer.nbytes.hint()
 
     def _find_reuse(self, i: int, node: Node, buffer: Buffer) -> str | None:
@@ -75,7 +78,7 @@ class _Planner:
             for a in node.reads():
                 dies = self.last.get(a) == i and a in self.live and a not in self.pinned
                 if dies and _key(self.program.buffers[a]) == _key(buffer) and can_overwrite(node, a, buffer.name):
-                    self.last[a] = -2  # its storage lives on under the new name
+                    self.overwritten.add(a)
                     del self.live[a]
                     return a
         free = self.pool[_key(buffer)]
@@ -102,11 +105,11 @@ class _Planner:
 
     def _release(self, i: int, b: str) -> None:
         buffer = self.program.buffers[b]
-        if self.last[b] == -2 or buffer.kind == "const":
+        if buffer.kind == "const":
             return
         if buffer.kind == "temp":
             self.live.pop(b, None)
-            if b not in self.pinned:
+            if b not in self.pinned | self.overwritten:
                 self.pool[_key(buffer)].append((b, i, len(self.steps)))
         self.steps.append(Free(b))
 

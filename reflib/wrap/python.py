@@ -122,7 +122,6 @@ class PythonPrinter:
             self.lines.append(f"{b.name} = {old.name}  # takes over its storage")
         else:
             self.lines.append(f"{b.name} = as_view({old.name}, {_tuple(b.shape)}, {_tuple(b.strides)}, 0)")
-        self.lines.append(f"del {old.name}")
 
     def _region(self, step: Launch | Branch, depth: int = 0) -> None:
         pad = "    " * depth
