@@ -148,3 +148,9 @@ def test_importing_reflib_is_nearly_free() -> None:
     torch_seconds = min(p[0] for p in pairs)
     reflib_seconds = statistics.median(p[1] for p in pairs)
     assert reflib_seconds < max(0.2, 0.1 * torch_seconds), pairs
+
+
+def test_torch_finds_the_backend_by_name() -> None:
+    import torch._dynamo
+
+    assert "reflib" in torch._dynamo.list_backends(exclude_tags=())
