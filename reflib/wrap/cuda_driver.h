@@ -1,0 +1,102 @@
+/* The part of the CUDA driver's interface that launching kernels takes, declared by hand and found at run time:
+   no CUDA headers, no link-time dependency, a second to compile. Plain C, and C++ as well.
+
+   Use:  Driver d;  const char *why = driver_open(&d, "libcuda.so.1");  if (why) ...
+         CUfunction f;  CUresult r = driver_load(&d, image, entry, shared, device, &f, &context); */
+#ifndef REFLIB_CUDA_DRIVER_H
+#define REFLIB_CUDA_DRIVER_H
+#include <dlfcn.h>
+#include <stdio.h>
+#include <string.h>
+
+typedef int CUresult;
+typedef int CUdevice;
+typedef struct CUctx_st *CUcontext;
+typedef struct CUmod_st *CUmodule;
+typedef struct CUfunc_st *CUfunction;
+typedef struct CUstream_st *CUstream;
+
+enum {
+    REFLIB_CUDA_INVALID_CONTEXT = 201,
+    REFLIB_CUDA_MAX_DYNAMIC_SHARED = 8, /* CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES */
+    REFLIB_CUDA_PLAIN_SHARED = 48 * 1024 /* more than this has to be asked for */
+};
+
+typedef struct {
+    CUresult (*Init)(unsigned);
+    CUresult (*GetErrorName)(CUresult, const char **);
+    CUresult (*GetErrorString)(CUresult, const char **);
+    CUresult (*DeviceGet)(CUdevice *, int);
+    CUresult (*DevicePrimaryCtxRetain)(CUcontext *, CUdevice);
+    CUresult (*CtxGetCurrent)(CUcontext *);
+    CUresult (*CtxSetCurrent)(CUcontext);
+    CUresult (*ModuleLoadData)(CUmodule *, const void *);
+    CUresult (*ModuleGetFunction)(CUfunction *, CUmodule, const char *);
+    CUresult (*FuncSetAttribute)(CUfunction, int, int);
+    CUresult (*LaunchKernel)(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                             CUstream, void **, void **);
+} Driver;
+
+/* Fill in `d`; NULL on success, else what went wrong (static text). */
+static const char *driver_open(Driver *d, const char *path) {
+    static char why[512];
+    static const char *const names[] = {
+        "cuInit", "cuGetErrorName", "cuGetErrorString", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxGetCurrent",
+        "cuCtxSetCurrent", "cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute", "cuLaunchKernel"};
+    void *library = dlopen(path, RTLD_NOW);
+    if (!library) {
+        snprintf(why, sizeof why, "cannot load the CUDA driver: %s", dlerror());
+        return why;
+    }
+    void *found[sizeof names / sizeof *names];
+    for (size_t i = 0; i < sizeof names / sizeof *names; ++i)
+        if (!(found[i] = dlsym(library, names[i]))) {
+            snprintf(why, sizeof why, "the CUDA driver %s has no %s: it is too old", path, names[i]);
+            return why;
+        }
+    memcpy(d, found, sizeof *d); /* the members are in the order of the names */
+    if (d->Init(0)) return "the CUDA driver finds no usable GPU (cuInit failed)";
+    return NULL;
+}
+
+/* The driver's words for an error. */
+static void driver_error(const Driver *d, CUresult r, char *out, size_t size) {
+    const char *name = NULL, *text = NULL;
+    d->GetErrorName(r, &name);
+    d->GetErrorString(r, &text);
+    snprintf(out, size, "%s (%s, CUDA error %d)", text ? text : "unknown error", name ? name : "?", r);
+}
+
+/* The primary context of `device` (the one PyTorch uses), made current in this thread. */
+static CUresult driver_enter(const Driver *d, int device, CUcontext *context) {
+    CUdevice handle;
+    CUresult r = d->DeviceGet(&handle, device);
+    if (!r) r = d->DevicePrimaryCtxRetain(context, handle);
+    return r ? r : d->CtxSetCurrent(*context);
+}
+
+/* Load `image` and find `entry`; device < 0: into the current context (device 0's if there is none).
+   The context that was current is current again afterwards. Kernels stay loaded until the process ends. */
+static CUresult driver_load(const Driver *d, const void *image, const char *entry, int shared, int device,
+                            CUfunction *f, CUcontext *context) {
+    CUcontext before = NULL;
+    CUmodule module;
+    CUresult r = d->CtxGetCurrent(&before);
+    *context = before;
+    if (!r && (device >= 0 || !before)) r = driver_enter(d, device < 0 ? 0 : device, context);
+    if (!r) r = d->ModuleLoadData(&module, image);
+    if (!r) r = d->ModuleGetFunction(f, module, entry);
+    if (!r && shared > REFLIB_CUDA_PLAIN_SHARED) r = d->FuncSetAttribute(*f, REFLIB_CUDA_MAX_DYNAMIC_SHARED, shared);
+    if (before && before != *context) d->CtxSetCurrent(before);
+    return r;
+}
+
+/* Launch on a one-dimensional grid; a thread that never touched the GPU gets `context` first. */
+static CUresult driver_launch(const Driver *d, CUfunction f, CUcontext context, unsigned grid, unsigned threads,
+                              unsigned shared, CUstream stream, void **params) {
+    CUresult r = d->LaunchKernel(f, grid, 1, 1, threads, 1, 1, shared, stream, params, NULL);
+    if (r == REFLIB_CUDA_INVALID_CONTEXT && context && !d->CtxSetCurrent(context))
+        r = d->LaunchKernel(f, grid, 1, 1, threads, 1, 1, shared, stream, params, NULL);
+    return r;
+}
+#endif
