@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+TRIES = 3  # a ceiling is the best of three medians: whatever else runs here only lowers it
+
 
 @dataclass(frozen=True)
 class Roofline:
@@ -53,12 +55,22 @@ def _measure(device: torch.device, dtype: torch.dtype) -> Roofline:
     if on_gpu and describe(device).memory_bytes < 40 * 2**30:
         edge = 4096
     cases = {"copy": _copy(copied, device), "matmul": _matmul(edge, device, dtype)}
-    rows = measure("ceilings", cases, bytes={"copy": 2 * copied}, flops={"matmul": 2 * edge**3}, budget_s=0.7)
+    tries = [
+        measure(
+            "ceilings",
+            cases,
+            at={"try": n},
+            bytes={"copy": 2 * copied},
+            flops={"matmul": 2 * edge**3},
+            budget_s=0.3,
+        )
+        for n in range(TRIES)
+    ]
     launch = measure("launch", {"launch": _tiny(device)}, clock="wall")
     return Roofline(
         device=describe(device).name,
-        bandwidth=rows.value("copy", "bandwidth") or 0.0,
-        flops=rows.value("matmul", "rate") or 0.0,
+        bandwidth=max(rows.value("copy", "bandwidth") or 0.0 for rows in tries),
+        flops=max(rows.value("matmul", "rate") or 0.0 for rows in tries),
         launch=launch.value("launch") or 0.0,
         dtype=str(dtype).removeprefix("torch."),
     )
@@ -93,4 +105,4 @@ def _tiny(device: torch.device):
     import torch
 
     x = torch.zeros(16, device=device)
-    return lambda: x.add_(1)
+    return lambda: torch.add(x, x, out=x)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe and Ito's set without its yellow; each colour comes with its own marker and dash.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#56b4e9", "#8a6d00", "#555555")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#2a8fa8", "#8a6d00", "#555555")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 HATCHES = ("", "//", "\\\\", "xx", "--", "||", "++")

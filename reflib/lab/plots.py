@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from reflib.lab.ceilings import Roofline
 
+RECORDED = " (recorded)"
 AXIS = {"bytes": "bytes", "time": "µs", "bandwidth": "GB/s", "rate": "TFLOP/s"}
 
 
@@ -56,8 +57,9 @@ def lines(
         return None
     with style():
         fig, ax = plt.subplots()
-        for index, (label, points) in enumerate(groups.items()):
-            _line(ax, label, points, index, x)
+        cases = list(dict.fromkeys(points[0].case for points in groups.values()))
+        for label, points in groups.items():
+            _line(ax, label, points, cases.index(points[0].case), x)
         xs = sorted({p.at[x] for points in groups.values() for p in points})
         for label, curve in (curves or {}).items():
             ax.plot(xs, [curve(v) for v in xs], color=INK, linewidth=1, label=label)
@@ -65,19 +67,22 @@ def lines(
         _notes(ax, levels or {}, marks or {})
         ax.set_xlabel("bytes moved by one call" if x == "bytes" else x)
         ax.set_ylabel(f"{metric}, {AXIS.get(metric, '')}".rstrip(", "))
-        ax.set_title(title)
         shown = len(groups) + len(curves or {})
+        ax.set_title(title or ("" if shown > 1 else next(iter(groups))))
         if shown > 1:
-            ax.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=1 if shown > 4 else 2)
+            ax.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=_columns(ax))
     alt = _lines_alt(groups, x, metric, levels or {}, marks or {})
     return figure(fig, caption=caption, alt=alt)
 
 
 def _line(ax: Axes, label: str, points: list[Row], index: int, x: str) -> None:
+    """A case keeps its colour and marker on every device; recorded lines have hollow marks."""
     xs = [p.at[x] for p in points]
     ys = [p.value or 0.0 for p in points]
     half = [(p.spread or 0.0) / 2 for p in points]
     look = series_style(index)
+    if label.endswith(RECORDED):
+        look |= {"markerfacecolor": "#ffffff", "linestyle": (0, (1, 1))}
     ax.plot(xs, ys, label=label, **look)
     low = [max(y - h, 0.2 * y) for y, h in zip(ys, half, strict=True)]
     high = [y + h for y, h in zip(ys, half, strict=True)]
@@ -97,7 +102,12 @@ def _series(rows: Rows, recorded: Rows | None, x: str, metric: str) -> dict[str,
 def _series_name(row: Row, is_recorded: bool, several: bool) -> str:
     if not several:
         return row.case
-    return f"{row.case}, {nickname(row.device)}{' (recorded)' if is_recorded else ''}"
+    return f"{row.case}, {nickname(row.device)}{RECORDED if is_recorded else ''}"
+
+
+def _columns(ax: Axes) -> int:
+    """Two columns of a legend where they fit over a narrow figure."""
+    return 2 if max(map(len, ax.get_legend_handles_labels()[1])) <= 20 else 1
 
 
 def _elsewhere(recorded: Rows | None, rows: Rows) -> Rows:
@@ -119,7 +129,7 @@ def _scales(ax: Axes, x: str, log: str) -> None:
 
     if "x" in log:
         ax.set_xscale("log", base=2 if x == "bytes" else 10)
-        ax.xaxis.set_major_locator(LogLocator(base=16 if x == "bytes" else 10, numticks=6))
+        ax.xaxis.set_major_locator(LogLocator(base=4 if x == "bytes" else 10, numticks=6))
     if x == "bytes":
         ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: short_bytes(v)))
     if "y" in log:
@@ -149,11 +159,11 @@ def _notes(ax: Axes, levels: Mapping[str, float], marks: Mapping[str, float]) ->
         ax.axvline(place, color=QUIET, linewidth=1, linestyle=(0, (4, 3)))
         ax.annotate(
             label,
-            (place, 0.02),
+            (place, 0.98),
             xycoords=("data", "axes fraction"),
             xytext=(3, 0),
             textcoords="offset points",
-            va="bottom",
+            va="top",
             rotation=90,
             fontsize=9.5,
         )
@@ -215,8 +225,9 @@ def bars(
     if not devices:
         print(f"Nothing to draw: no {metric} was measured here, and none is recorded yet.")
         return None
-    panels = [chosen.where(device=d) for d in devices]
-    names = [device if device in rows.devices else f"{device} (recorded)" for device in devices]
+    order = chosen.cases
+    panels = [Rows(sorted(chosen.where(device=d), key=lambda r: order.index(r.case))) for d in devices]
+    names = [device if device in rows.devices else device + RECORDED for device in devices]
     tall = [0.34 * len(p) + 0.35 for p in panels]
     with style():
         fig, axes = plt.subplots(
@@ -228,16 +239,15 @@ def bars(
             gridspec_kw={"height_ratios": tall},
         )
         for ax, panel, device in zip(axes[:, 0], panels, names, strict=True):
-            _bar_panel(ax, panel, log)
-            ax.set_title(device if len(panels) > 1 or "(recorded)" in device else title)
+            _bar_panel(ax, panel, order, log)
+            ax.set_title(device if len(panels) > 1 or device.endswith(RECORDED) else title)
         axes[-1, 0].set_xlabel(f"{metric}, {AXIS.get(metric, '')}".rstrip(", "))
     return figure(fig, caption=caption, alt=_bars_alt(panels, names, metric))
 
 
-def _bar_panel(ax: Axes, panel: Rows, log: bool) -> None:
+def _bar_panel(ax: Axes, panel: Rows, cases: list[str], log: bool) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    cases = panel.cases
     colour = {case: COLOURS[i % len(COLOURS)] for i, case in enumerate(cases)}
     labels = [_bar_label(row) for row in panel]
     top = max(row.value or 0 for row in panel)
@@ -275,7 +285,9 @@ def _bar_panel(ax: Axes, panel: Rows, log: bool) -> None:
 
 
 def _bar_names(panel: Rows) -> list[str]:
-    """The case, and of its place in the sweep and its clock only what differs between bars."""
+    """The case; where cases repeat, also what differs between their bars."""
+    if len(panel.cases) == len(panel):
+        return panel.cases
     places = [{**row.at, "clock": row.clock} for row in panel]
     keys = [k for k in places[0] if len({str(p.get(k)) for p in places}) > 1]
     wheres = [", ".join(show_plain(place.get(key, "")) for key in keys) for place in places]

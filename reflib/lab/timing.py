@@ -243,7 +243,11 @@ def graph_sampler(
         # The estimate had the host's time in it: the calls are shorter than it said.
         calls = _calls_for(seconds / calls, GRAPH_SECONDS)
         graph = capture(fn, calls, device)
-    return lambda: replay_seconds(graph) / calls
+
+    def sample(kept: Any = fn) -> float:  # the graph reads tensors that only fn keeps alive
+        return replay_seconds(graph) / calls
+
+    return sample
 
 
 def _cold_graph_sampler(fn: Callable[[], Any], device: torch.device, flush: Callable[[], Any]) -> Sampler:
@@ -255,7 +259,11 @@ def _cold_graph_sampler(fn: Callable[[], Any], device: torch.device, flush: Call
 
     warm_up(both, device)
     with_fn, without = capture(both, COLD_CALLS, device), capture(flush, COLD_CALLS, device)
-    return lambda: (replay_seconds(with_fn) - replay_seconds(without)) / COLD_CALLS
+
+    def sample(kept: Any = both) -> float:
+        return (replay_seconds(with_fn) - replay_seconds(without)) / COLD_CALLS
+
+    return sample
 
 
 def warm_up(fn: Callable[[], Any], device: torch.device, calls: int = 3) -> None:

@@ -1,0 +1,188 @@
+"""`lab.measure`: clocks, rows, peers. Timed loosely; counts and statuses exactly."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from reflib import lab
+from reflib.errors import LabError
+from reflib.lab import recording, timing
+from reflib.lab.rows import Row, Rows
+
+
+@pytest.fixture(autouse=True)
+def on_cpu():
+    lab.setup(device="cpu", quiet=True)
+
+
+def spin(seconds):
+    def fn():
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            pass
+
+    return fn
+
+
+def test_a_known_time_and_what_follows_from_it():
+    rows = lab.measure("t", {"a": spin(1e-3)}, bytes=1e6, flops={"a": 2e9}, at={"n": 1}, budget_s=0.1)
+    assert [(r.metric, r.unit) for r in rows] == [("time", "µs"), ("bandwidth", "GB/s"), ("rate", "TFLOP/s")]
+    time_us = rows.value("a")
+    assert 900 < time_us < 5000
+    assert rows.value("a", "bandwidth", n=1) == pytest.approx(1e6 / time_us / 1e3)
+    assert rows.value("a", "rate") == pytest.approx(2e9 / time_us / 1e6)
+    row = rows[0]
+    assert row.clock == "wall" and row.cache == "warm" and row.device and row.versions["torch"] and row.date
+
+
+def test_cold_calls_once_a_sample_after_a_flush():
+    calls = []
+    rows = lab.measure("t", {"a": lambda: calls.append(1)}, cache="cold", rounds=5)
+    assert rows[0].cache == "cold" and len(calls) == 1 + 5
+
+
+def test_interleaving_turns_the_order():
+    order = []
+    samplers = {n: (lambda n=n: order.append(n) or 1.0) for n in "abc"}
+    found = timing.interleave(samplers, 3, 10.0)
+    assert "".join(order) == "abcbcacab"
+    assert found == {"a": (1.0,) * 3, "b": (1.0,) * 3, "c": (1.0,) * 3}
+
+
+def test_the_budget_ends_sampling_but_leaves_quartiles():
+    slow = {"a": lambda: time.sleep(0.01) or 1.0}
+    assert len(timing.interleave(slow, 1000, 0.0)["a"]) == timing.FEWEST_ROUNDS
+
+
+def test_quantiles():
+    assert timing.quantile((3.0, 1.0, 2.0), 0.5) == 2.0
+    assert timing.quantile((1.0, 2.0), 0.75) == 1.75
+    assert timing.Samples((1.0, 2.0, 3.0, 4.0, 5.0), "wall").spread == 2.0
+
+
+def test_what_this_machine_cannot_measure_is_a_row():
+    for clock in ("graph", "events"):
+        (row,) = lab.measure("t", {"a": lambda: None}, clock=clock)
+        assert (row.status, row.value) == ("not here", None) and "needs a GPU" in row.note
+    (row,) = lab.measure("t", {"a": lambda: torch.empty(2**58, dtype=torch.uint8)})
+    assert row.status == "out of memory"
+
+
+def test_mistakes_are_raised_with_the_case_named():
+    with pytest.raises(ZeroDivisionError) as caught:
+        lab.measure("t", {"wrong": lambda: 1 / 0})
+    assert "wrong" in caught.value.__notes__[0]
+    for arguments in ({"clock": "sundial"}, {"cache": "tepid"}):
+        with pytest.raises(LabError):
+            lab.measure("t", {"a": lambda: None}, **arguments)
+    with pytest.raises(LabError, match="no cases"):
+        lab.measure("t", {})
+
+
+def test_a_clock_of_ones_own():
+    def second(fn, device):
+        return lambda: 1.0
+
+    rows = lab.measure("t", {"a": lambda: None}, clock=second)
+    assert rows.value("a") == 1e6 and rows[0].clock == "second"
+
+
+PEER = """
+import torch
+
+
+def make(device, dtype, n):
+    x = torch.ones(n, dtype=dtype)
+    return lambda: x + 1
+"""
+
+
+def test_peers_run_crash_refuse_and_hang_in_their_own_process():
+    rows = lab.measure(
+        "t",
+        {
+            "here": lambda: None,
+            "runs": lab.peer(PEER, n=8),
+            "crashes": lab.peer("import ctypes\ndef make(device, dtype): ctypes.string_at(0)\n"),
+            "exits": lab.peer("import sys\nsys.exit(3)\n"),
+            "refuses": lab.peer("def make(device, dtype): raise ValueError('too wide')\n"),
+            "hangs": lab.peer("import time\ntime.sleep(99)\n", timeout_s=0.5),
+        },
+        budget_s=0.05,
+    )
+    assert rows.cases == ["here", "runs", "crashes", "exits", "refuses", "hangs"]
+    status = {row.case: (row.status, row.note) for row in rows}
+    assert status["runs"] == ("ok", "own process") and rows.value("runs") > 0
+    assert status["crashes"] == ("crashed", "SIGSEGV")
+    assert status["exits"] == ("crashed", "exit code 3")
+    assert status["refuses"] == ("refused", "ValueError: too wide")
+    assert status["hangs"] == ("timed out", "after 0.5 s")
+
+
+def test_arguments_of_a_peer_must_travel():
+    with pytest.raises(TypeError):
+        lab.peer(PEER, n=object())
+
+
+def test_rows_and_claims_reach_the_recorder_and_come_back(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "rows.jsonl"
+    monkeypatch.setenv("REFLIB_LAB_ROWS", str(file))
+    lab.measure("t", {"a": spin(1e-5)}, at={"bytes": 4}, budget_s=0.02)
+    lab.claim("one is two", 1 == 2, otherwise="it is not")
+    lab.claim("graphs are faster", None, otherwise="no GPU")
+    rows, claims = recording.split_records(file.read_text().splitlines())
+    assert claims == [
+        {"claim": "one is two", "holds": False, "otherwise": "it is not"},
+        {"claim": "graphs are faster", "otherwise": "no GPU"},
+    ]
+    recording.dump(tmp_path / "recorded" / "t.h200.json", rows, claims)
+    monkeypatch.setenv("REFLIB_RECORDED", str(tmp_path / "recorded"))
+    (row,) = lab.recorded("t")
+    assert row.at == {"bytes": 4} and row.to_data() == rows[0] and row.device
+    assert lab.recorded("no such chapter") == ()
+    said = capsys.readouterr().out
+    assert "✗ Does not hold here: one is two" in said and "it is not" in said and "? Not measured" in said
+
+
+def test_the_same_rows_make_the_same_file(tmp_path):
+    rows = [{"name": "t", "case": c, "metric": "time", "value": 1 / 3, "unit": "µs"} for c in "ba"]
+    recording.dump(tmp_path / "one.json", rows, [])
+    recording.dump(tmp_path / "two.json", reversed(rows), [])
+    assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
+
+
+def test_tables():
+    rows = Rows(
+        [
+            Row("t", "a", "time", 1234.5, "µs", 10.0, {"bytes": 4096}),
+            Row("t", "b", "time", None, "µs", None, {"bytes": 4096}, status="crashed", note="SIGSEGV"),
+        ]
+    )
+    text = repr(rows)
+    assert "1,234 ±5" in text and "crashed: SIGSEGV" in text and "4,096" in text
+    assert '<th scope="row">a</th>' in rows._repr_html_()
+    assert isinstance(rows[:1], Rows) and isinstance(rows + rows, Rows) and len(rows + rows) == 4
+    assert rows.value("b") is None
+    with pytest.raises(LabError, match="cases here: a, b"):
+        rows.value("c")
+
+
+def test_contenders_agree_and_have_their_own_code():
+    def f(x):
+        return torch.relu(x) + 1
+
+    x = torch.randn(8)
+    cases = lab.contenders(f, x, only=["eager"])
+    assert list(cases) == ["eager"] and torch.equal(cases["eager"](), f(x))
+    from reflib.lab.rivals import own_copy
+
+    assert own_copy(f).__code__ is not f.__code__ and torch.equal(own_copy(f)(x), f(x))
+
+
+def test_the_roofline_bounds():
+    roof = lab.Roofline("x", bandwidth=1000.0, flops=1.0, launch=5.0, dtype="float32")
+    assert roof.ridge == 1.0 and roof.limit(0.5) == 0.5 and roof.limit(9) == 1.0
+    assert roof.time(1e6) == pytest.approx(1.0) and roof.time(0, 1e6) == pytest.approx(1.0)
