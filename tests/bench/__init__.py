@@ -1,0 +1,9 @@
+"""The speed that reflib promises, measured with its peers beside it in the same run.
+
+    python -m tests.bench cpu|gpu [--only SECTION,...] [--out FILE.json] [--quick] [--budget SECONDS]
+
+cases.py     what is computed: pointwise chains, softmax, norms, small calls, models
+worker.py    one section in a child process: check each contender, then time them in turn
+compiling.py compile time: every run in a fresh process with fresh caches
+report.py    rows to tables, rows to promises kept or not
+"""

@@ -1,0 +1,194 @@
+"""Rows to tables, and rows to promises kept or broken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .contenders import EAGER, PEER, PEER_MAX, US
+
+BIG = 64 * 2**20
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Promise:
+    """``value`` should be at least (or at most) ``limit``; a value of None could not be measured."""
+
+    text: str
+    value: float | None
+    sign: str
+    limit: float
+
+    @property
+    def kept(self) -> bool:
+        if self.value is None:
+            return False
+        return self.value >= self.limit if self.sign == ">=" else self.value <= self.limit
+
+    def __str__(self) -> str:
+        shown = "not measured" if self.value is None else f"{self.value:.3g}"
+        return f"{'PASS' if self.kept else 'FAIL'}  {self.text}: {shown} ({self.sign} {self.limit:g})"
+
+    def to_data(self) -> dict[str, Any]:
+        return {**asdict(self), "kept": self.kept}
+
+
+def geomean(values: Iterable[float]) -> float | None:
+    logs = [math.log(v) for v in values]
+    return math.exp(sum(logs) / len(logs)) if logs else None
+
+
+def median(values: list[float]) -> float | None:
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    if not ordered:
+        return None
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def table(heads: list[str], body: list[list[str]]) -> str:
+    if not body:
+        return "(no rows)"
+    widths = [max(map(len, column)) for column in zip(heads, *body, strict=True)]
+    lines = [
+        [h.ljust(w) if i == 0 else h.rjust(w) for i, (h, w) in enumerate(zip(r, widths, strict=True))]
+        for r in [heads, *body]
+    ]
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def pivot(rows: list[Row]) -> dict[str, dict[str, Row]]:
+    """{case: {who: row}}, in the order seen; a later row replaces an earlier one."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault(row["case"], {})[row["who"]] = row
+    return found
+
+
+def _us(by: dict[str, Row], who: str) -> float | None:
+    return by.get(who, {}).get("us")
+
+
+def _num(value: float | None, digits: int = 3) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.{digits}g}"
+
+
+# --- kernels ---------------------------------------------------------------------------------
+def speedups(cases: dict[str, dict[str, Row]], groups: tuple[str, ...]) -> dict[str, float]:
+    """Inductor's time over ours, by case; cases that one of the two could not run are left out."""
+    found = {}
+    for case, by in cases.items():
+        ours, theirs = _us(by, US), _us(by, PEER)
+        if ours and theirs and by[US].get("group") in groups:
+            found[case] = theirs / ours
+    return found
+
+
+def kernels_table(rows: list[Row], ceiling: float | None) -> str:
+    cases = pivot(rows)
+    everyone = [w for w in (EAGER, PEER, PEER_MAX, US) if any(w in by for by in cases.values())]
+    with_copy = any("copy" in by for by in cases.values())
+    heads = [
+        "case",
+        *(f"{w}, µs" for w in everyone),
+        "±",
+        "GB/s",
+        "of copy",
+        *(["of own copy"] if with_copy else []),
+    ]
+    heads += ["vs Inductor", "vs eager"]
+    body, notes = [], []
+    for case, by in cases.items():
+        ours, theirs, eager, copy = (_us(by, w) for w in (US, PEER, EAGER, "copy"))
+        gbps = by.get(US, {}).get("gbps")
+        line = [
+            case,
+            *(_num(_us(by, w)) for w in everyone),
+            _num(by.get(US, {}).get("spread"), 2),
+            _num(gbps),
+        ]
+        line.append(f"{gbps / ceiling:.0%}" if gbps and ceiling else "-")
+        if with_copy:
+            line.append(f"{copy / ours:.0%}" if copy and ours else "-")
+        line += [f"{o / ours:.2f}x" if o and ours else "-" for o in (theirs, eager)]
+        body.append(line)
+        notes += [f"  {case}, {w}: {r['note']}" for w, r in by.items() if r.get("note")]
+    return "\n".join([table(heads, body), *notes])
+
+
+def kernels_promises(rows: list[Row], ceiling: float | None, device: str) -> list[Promise]:
+    cases = pivot(rows)
+    forward = speedups(cases, ("pointwise", "reduction"))
+    missing = [c for c, by in cases.items() if _us(by, US) is None and by.get(US, {}).get("group") != "extra"]
+    if device == "cpu":
+        return [
+            Promise(
+                f"CPU kernels: geomean speed against {PEER}, {len(forward)} cases",
+                geomean(forward.values()),
+                ">=",
+                0.9,
+            ),
+            Promise("CPU kernels: cases wrong or crashed", float(len(missing)), "<=", 0),
+        ]
+    large = [
+        by[US]["gbps"] / ceiling
+        for c, by in cases.items()
+        if c in forward and ceiling and by[US]["main_bytes"] > BIG
+    ]
+    under = [
+        c
+        for c, by in cases.items()
+        if c in forward and ceiling and by[US]["main_bytes"] > BIG and by[US]["gbps"] < 0.9 * ceiling
+    ]
+    text = "GPU kernels over 64 MB: geomean share of the copy bandwidth"
+    if under:
+        text += f" ({len(under)} of {len(large)} under 0.9: {'; '.join(under)})"
+    return [
+        Promise(
+            f"GPU kernels: geomean speed against {PEER}, {len(forward)} cases",
+            geomean(forward.values()),
+            ">=",
+            1.0,
+        ),
+        Promise(text, geomean(large), ">=", 0.9),
+        Promise("GPU kernels: cases wrong or crashed", float(len(missing)), "<=", 0),
+    ]
+
+
+def group_lines(rows: list[Row]) -> str:
+    """The geomean of each group, for the reader; promises are elsewhere."""
+    cases = pivot(rows)
+    lines = []
+    for group in ("pointwise", "reduction", "backward", "extra"):
+        found = speedups(cases, (group,))
+        if found:
+            worst = min(found, key=found.__getitem__)
+            lines.append(
+                f"{group}: {geomean(found.values()):.2f}x {PEER} over {len(found)} cases, "
+                f"worst {found[worst]:.2f}x ({worst})"
+            )
+    return "\n".join(lines)
+
+
+# --- small calls, memory ---------------------------------------------------------------------
+def wide_table(rows: list[Row], field: str, unit: str) -> str:
+    cases = pivot(rows)
+    everyone = [w for w in (EAGER, PEER, US) if any(w in by for by in cases.values())]
+    body = [[case, *(_num(by.get(w, {}).get(field)) for w in everyone)] for case, by in cases.items()]
+    notes = [f"  {c}, {w}: {r['note']}" for c, by in cases.items() for w, r in by.items() if r.get("note")]
+    return "\n".join([table(["case", *(f"{w}, {unit}" for w in everyone)], body), *notes])
+
+
+def memory_promises(rows: list[Row]) -> list[Promise]:
+    ratios = {}
+    for case, by in pivot(rows).items():
+        ours, eager = by.get(US, {}).get("mib"), by.get(EAGER, {}).get("mib")
+        ratios[case] = ours / eager if ours and eager else None
+    return [
+        Promise(f"peak memory of a training step against eager: {c}", r, "<=", 1.0) for c, r in ratios.items()
+    ]
