@@ -31,7 +31,7 @@ def foreach(cx: Context, *args: Any, **kwargs: Any) -> list[View]:
     """Element i of every list argument, and the other arguments as they are, to the op for one element."""
     schema = cx.node.target._schema  # type: ignore[union-attr]
     name = schema.name.partition("_foreach_")[2]
-    count = len(args[0])
+    count = next(len(a) for a in args if isinstance(a, (list, tuple)))
     out = []
     for i in range(count):
         mine = [a[i] if isinstance(a, (list, tuple)) else a for a in args]
@@ -40,6 +40,9 @@ def foreach(cx: Context, *args: Any, **kwargs: Any) -> list[View]:
             named["value"] = mine.pop()
         if any(isinstance(v, View) for v in named.values()) or "scalars" in named:
             raise Unsupported("a scalar in a tensor")
+        if not isinstance(mine[0], View):  # pow(number, tensor)
+            out.append(cx.call(getattr(aten, name).Scalar, *mine, fake=cx.fake[i], name=f"{cx.name}_{i}", **named))
+            continue
         op = _element_op(_OTHER_NAMES.get(name, name), len(mine) > 1 and isinstance(mine[1], View))
         out.append(cx.call(op, *mine, fake=cx.fake[i], name=f"{cx.name}_{i}", **named))
     return out
