@@ -22,7 +22,7 @@ run:  ## execute every notebook on this machine and build a book of it (DEVICE=,
 
 test:  ## everything that needs no GPU, under 12 minutes on 2 cores
 	$(SETUP) test
-	$(PY) -m pytest tests/cpu $(wildcard notebooks/*.ipynb) $(NBVAL) -n $(J) --dist loadfile $(PYTEST)
+	$(PY) -m pytest tests/cpu tests/book $(wildcard notebooks/*.ipynb) $(NBVAL) -n $(J) --dist loadfile $(PYTEST)
 
 test-opinfo:  ## PyTorch's own samples of every op, sharded and resumable (hours)
 	$(SETUP) test

@@ -267,7 +267,8 @@ def run(
     (out / "results.json").write_text(json.dumps(summary, indent=1, sort_keys=True) + "\n")
     failed = [r for r in results if r.status != "ok"] or len(results) < len(jobs)
     page = None
-    if book:
+    interrupted = bool(results) and results[-1].status == "interrupted"
+    if book and not interrupted:
         say("building the book of this run ...")
         try:
             page = books.build_run(root, out, f"Your machine: {device_name(device)}")
