@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,6 +84,8 @@ def _lower(s: Stages, target_of: TargetOf) -> None:
     from .lower import lower
 
     s.program = lower(s.graph, s.options)
+    if s.options.target is not None:
+        s.program = _retarget(s.program, parse_target(s.options.target))
     _verify(s, s.program)
 
 
@@ -132,6 +134,12 @@ def _verify(s: Stages, program: Program) -> None:
         from .ir.verify import verify
 
         verify(program)
+
+
+def _retarget(program: Program, target: Target) -> Program:
+    """The same program with its tensors on the target's kind of device: for looking at, not for running."""
+    device = torch.device("cuda", 0) if target.is_gpu else torch.device("cpu")
+    return replace(program, buffers={name: replace(b, device=device) for name, b in program.buffers.items()})
 
 
 def _main_device(program: Program) -> torch.device:
