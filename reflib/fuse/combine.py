@@ -1,0 +1,65 @@
+"""Small independent kernels that could share one launch: an optimizer's update of a hundred parameters.
+
+A launch costs about as long as moving ten megabytes does, so for small kernels it is most of their time. Two kernels
+are independent when they are at the same depth of the graph of kernels: every dependency leads to a greater depth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..ir.loops import Loops
+from ..ir.program import Program
+from .emit import kind_of, order
+
+MAX_POINTS = 1 << 20
+MAX_BUFFERS = 100
+MAX_PARTS = 32
+
+
+def combine(program: Program, before: list[set[int]]) -> tuple[Program, tuple[tuple[str, ...], ...]]:
+    """``program`` with combined kernels adjacent, and the sets of their names.
+
+    ``before[i]``: the nodes that node i must follow. Assumes that ``program.nodes`` is a legal order.
+    """
+    depth: list[int] = []
+    for b in before:
+        depth.append(1 + max((depth[j] for j in b), default=0))
+    open_sets: dict[Any, tuple[list[int], set[str]]] = {}
+    sets: list[list[int]] = []
+    for i, node in enumerate(program.nodes):
+        if not isinstance(node, Loops) or not _small(node):
+            continue
+        key = (depth[i], kind_of(node), program.buffers[node.writes()[0]].device)
+        buffers = {*node.reads(), *node.writes()}
+        members, used = open_sets.get(key, ([], set()))
+        if not members or len(used) + len(buffers) > MAX_BUFFERS or len(members) == MAX_PARTS:
+            members, used = [], set()
+            open_sets[key] = (members, used)
+            sets.append(members)
+        members.append(i)
+        used |= buffers
+    sets = [s for s in sets if len(s) > 1]
+    if not sets:
+        return program, ()
+    nodes = _adjacent(program, before, sets)
+    names = tuple(tuple(program.nodes[i].name for i in s) for s in sets)
+    return replace(program, nodes=nodes), names
+
+
+def _small(loops: Loops) -> bool:
+    return loops.numel.hint() * loops.rnumel.hint() <= MAX_POINTS
+
+
+def _adjacent(program: Program, before: list[set[int]], sets: list[list[int]]) -> tuple[Any, ...]:
+    """The nodes reordered so that each set's members follow one another; a set comes where its last member was."""
+    set_of = {i: s for s in sets for i in s}
+    units: list[list[int]] = []
+    for i in range(len(before)):
+        s = set_of.get(i, [i])
+        if s[-1] == i:
+            units.append(s)
+    unit_of = {i: u for u, s in enumerate(units) for i in s}
+    needs = [{unit_of[j] for i in s for j in before[i]} - {u} for u, s in enumerate(units)]
+    return tuple(program.nodes[i] for u in order(needs) for i in units[u])

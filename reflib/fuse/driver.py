@@ -1,0 +1,188 @@
+"""Greedy fusion: nodes in program order, each joined to the groups around it, most bytes saved first.
+
+One pass; a node looks only at the groups that made what it reads and at a few that read the same buffers, so the work
+is linear in the size of the program.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..ir.loops import Loops
+from ..ir.program import Extern, Program
+from ..options import Options
+from ..target import Target
+from .combine import combine
+from .dependencies import Dependencies, dependencies
+from .emit import emit, kind_of, order
+from .inline_loads import inline_loads
+from .legality import Cluster, Context, can_fuse, merge, saved_bytes, single
+from .result import Fused, Group, Reason, Refusal
+from .split import split_reductions
+
+_SIBLINGS = 4  # how many groups that read the same buffer a node looks at
+_MAX_REFUSALS = 2000
+
+
+def fuse(program: Program, options: Options, target: Target) -> Fused:
+    """Group ``program``'s Loops into kernels. The program returned computes the same outputs and input mutations.
+
+    Assumes a verified program in a legal order; gives back another. ``options.fuse=False`` changes nothing.
+    """
+    if not options.fuse:
+        groups = tuple(Group(n.name, (n.name,), kind_of(n) if isinstance(n, Loops) else "extern") for n in program.nodes)
+        return Fused(program, groups)
+    if options.split_reductions:
+        program = split_reductions(program, target)
+    program = remove_dead(inline_loads(program))
+    depends = dependencies(program)
+    work = _Grouping(program, depends, options, target)
+    for position, node in enumerate(program.nodes):
+        if isinstance(node, Loops):
+            work.place(position, node)
+    fused, groups, before = _emit_all(program, depends, work)
+    combined: tuple[tuple[str, ...], ...] = ()
+    if options.combine_kernels and target.is_gpu:
+        fused, combined = combine(fused, before)
+        by_name = {g.name: g for g in groups}
+        groups = [by_name[n.name] for n in fused.nodes]
+    return Fused(fused, tuple(groups), tuple(work.refusals), combined)
+
+
+def remove_dead(program: Program) -> Program:
+    """Without the Loops whose results nobody reads, and the buffers nobody mentions. Calls stay: they may have effects."""
+    needed = dependencies(program).needed
+    nodes = []
+    for node in reversed(program.nodes):
+        if not isinstance(node, Loops) or needed & set(node.writes()):
+            nodes.append(node)
+            needed |= set(node.reads())
+    nodes.reverse()
+    return replace(program, nodes=tuple(nodes), buffers=_used_buffers(program, nodes))
+
+
+def _used_buffers(program: Program, nodes: list) -> dict:
+    used = program.output_buffers() | {b for n in nodes for b in (*n.reads(), *n.writes())}
+    return {n: b for n, b in program.buffers.items() if b.kind != "temp" or n in used}
+
+
+@dataclass
+class _Candidate:
+    cluster: Cluster
+    score: int
+    near: int
+
+
+class _Grouping:
+    """The clusters as they grow; ``at`` finds the one a position belongs to."""
+
+    def __init__(self, program: Program, depends: Dependencies, options: Options, target: Target):
+        self.clusters: dict[int, Cluster] = {}  # by position, of any member
+        self.refusals: list[Refusal] = []
+        self.context = Context(program, depends, options, target, self.clusters.get)
+
+    def place(self, position: int, node: Loops) -> None:
+        """Start a cluster for ``node`` and merge it with whatever it may be merged with."""
+        c = self.context
+        cluster = single(position, node, c.depends)
+        self.clusters[position] = cluster
+        for candidate in self._candidates(position, node, cluster):
+            other = self.clusters[candidate]
+            if other is cluster:
+                continue
+            answer = can_fuse(other, cluster, c)
+            if isinstance(answer, Reason):
+                self._refuse(candidate, position, answer)
+                continue
+            both = merge(other, cluster, answer, c)
+            lost = cluster if both is other else other
+            for p in lost.members:
+                self.clusters[p] = both
+            cluster = both
+
+    def _candidates(self, position: int, node: Loops, cluster: Cluster) -> list[int]:
+        """Positions of neighbours, the best first; one for each cluster."""
+        best: dict[int, tuple[int, int, int]] = {}
+        for p, dependent in self._neighbours(position, node):
+            other = self.clusters.get(p)
+            if other is None:
+                if dependent:
+                    self._refuse(p, position, Reason("call", "a call is a kernel of its own"))
+                continue
+            if id(other) not in best:
+                score = saved_bytes(other, cluster, self.context)
+                best[id(other)] = (-score * (2 if dependent else 1), -p, p)
+        return [p for _, _, p in sorted(best.values())]
+
+    def _neighbours(self, position: int, node: Loops) -> Iterator[tuple[int, bool]]:
+        depends = self.context.depends
+        for name in node.reads():
+            writer = depends.last_writer(name, position)
+            if writer is not None:
+                yield writer, True
+        for name in node.reads():
+            earlier = [r for r in depends.readers[name] if r < position]
+            for r in earlier[-_SIBLINGS:]:
+                yield r, False
+        for name in node.writes():  # an input is written over: with those who read it, if possible
+            for r in [r for r in depends.readers.get(name, ()) if r < position][-_SIBLINGS:]:
+                yield r, False
+
+    def _refuse(self, producer: int, consumer: int, reason: Reason) -> None:
+        if len(self.refusals) < _MAX_REFUSALS:
+            nodes = self.context.program.nodes
+            self.refusals.append(Refusal(nodes[producer].name, nodes[consumer].name, reason))
+
+
+def _emit_all(program: Program, depends: Dependencies, work: _Grouping) -> tuple[Program, list[Group], list[set[int]]]:
+    """The fused program, its groups in the same order, and which of them must come before which."""
+    units: list[Cluster | int] = []
+    for i in range(len(program.nodes)):
+        cluster = work.clusters.get(i)
+        if cluster is None or cluster.last == i:
+            units.append(i if cluster is None else cluster)
+    unit_of = {p: u for u, x in enumerate(units) for p in ((x,) if isinstance(x, int) else x.members)}
+    before = []
+    for u, x in enumerate(units):
+        positions = depends.before[x] if isinstance(x, int) else x.before
+        before.append({unit_of[p] for p in positions} - {u})
+    sequence = order(before)
+    nodes, groups = [], []
+    for u in sequence:
+        x = units[u]
+        if isinstance(x, int):
+            node = program.nodes[x]
+            groups.append(Group(node.name, (node.name,), "extern" if isinstance(node, Extern) else "region"))
+        else:
+            node = emit(x, _name(x, len(nodes)), _droppable(x, depends))
+            groups.append(Group(node.name, tuple(program.nodes[p].name for p in sorted(x.members)), kind_of(node)))
+        nodes.append(node)
+    rank = {u: i for i, u in enumerate(sequence)}
+    ordered = [{rank[b] for b in before[u]} for u in sequence]
+    return replace(program, nodes=tuple(nodes), buffers=_used_buffers(program, nodes)), groups, ordered
+
+
+def _droppable(cluster: Cluster, depends: Dependencies) -> set[str]:
+    """Buffers whose every reader and writer is in the cluster, and which nobody needs afterwards."""
+    out = set()
+    for name in cluster.writes:
+        users = depends.readers.get(name, []) + depends.writers[name]
+        if name not in depends.needed and all(u in cluster.members for u in users):
+            out.add(name)
+    return out
+
+
+def _name(cluster: Cluster, number: int) -> str:
+    """``fused_sub_exp_sum_3``: the ops it came from, in order, and its place; a lone node keeps its name."""
+    if len(cluster.parts) == 1:
+        return cluster.parts[0][1].name
+    ops = [_short(o.op) for _, loops, _ in sorted(cluster.parts, key=lambda p: p[0]) for o in loops.origins]
+    return "_".join(["fused", *list(dict.fromkeys(ops))[:4], str(number)])
+
+
+def _short(op: str) -> str:
+    """``add`` for ``aten.add.Tensor``."""
+    parts = op.split(".")
+    return re.sub(r"\W", "_", parts[1] if len(parts) > 1 else parts[0]).strip("_")

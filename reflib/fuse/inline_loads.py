@@ -1,0 +1,163 @@
+"""Cheap producers, computed again where they are read.
+
+``cat([a + 1, b * 2])`` reads two buffers at other elements than they were written at, so it shares no iteration space
+with the kernels that make them. But ``a + 1`` costs nothing to compute again: the load of ``buf[e]`` becomes the
+producer's body, with its axes recovered from the offset ``e`` (``axis = e // stride % size``, which usually simplifies
+to the consumer's own variables). A masked load makes the producer's loads masked, by both masks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..ir.expr import Atom, Expr, IntLike, Ref, expr, nonneg
+from ..ir.loops import BodyBuilder, Indirect, Load, Loops, Op, Reduce, Store, map_stmt
+from ..ir.program import Program
+from .dependencies import Dependencies, dependencies
+from .legality import common_space, single
+from .mapping import strides_of
+from .result import Reason
+
+MAX_OPS = 24  # statements of a producer that is computed about once
+MAX_OPS_REPEATED = 6  # ... more than twice as often as before
+MAX_LOADS = 4
+MAX_BODY = 120  # statements a consumer may grow to
+EXPENSIVE = frozenset(
+    "div pow sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh"
+    " sigmoid erf erfc lgamma atan2 hypot fmod remainder floordiv truncdiv".split()
+)
+
+
+@dataclass(frozen=True)
+class Producer:
+    """A pointwise Loops that writes ``buffer``, and how its axes are read off an offset into the buffer."""
+
+    position: int
+    loops: Loops
+    store: Store
+    strides: tuple[tuple[Atom, Expr, Expr], ...]  # (variable, stride, size), greatest stride first
+    start: Expr
+
+
+def inline_loads(program: Program) -> Program:
+    """Replace loads that could not be fused by the bodies of their producers, where that is cheap.
+
+    Assumes a legal order. A producer that nobody reads afterwards is left for ``remove_dead``.
+    """
+    depends = dependencies(program)
+    producers: dict[str, Producer] = {}
+    nodes = list(program.nodes)
+    for position, node in enumerate(nodes):
+        if not isinstance(node, Loops):
+            continue
+        node = _inline_into(node, position, producers, depends)
+        nodes[position] = node
+        for store in node.stores():
+            producer = _producer(position, node, store, depends)
+            if producer is not None:
+                producers[store.buffer] = producer
+    return replace(program, nodes=tuple(nodes))
+
+
+def _producer(position: int, loops: Loops, store: Store, depends: Dependencies) -> Producer | None:
+    if loops.reduced or any(isinstance(s, Reduce) for s in loops.body):
+        return None
+    if len(loops.body) > MAX_OPS + len(loops.stores()) or len(loops.loads()) > MAX_LOADS:
+        return None
+    if len(depends.writers[store.buffer]) != 1 or set(loops.reads()) & set(loops.writes()):
+        return None
+    found = strides_of(store.index, loops.axes)
+    if found is None:
+        return None
+    axes = [(a.var, s, a.size) for a, s in zip(loops.axes, found[0], strict=True) if a.size != 1]
+    axes.sort(key=lambda t: -t[1].hint())
+    below = expr(1)  # elements that the axes below reach
+    for _, stride, size in reversed(axes):
+        if not nonneg(stride - below):
+            return None
+        below = below + (size - 1) * stride
+    return Producer(position, loops, store, tuple(axes), found[1])
+
+
+def _inline_into(loops: Loops, position: int, producers: dict[str, Producer], depends: Dependencies) -> Loops:
+    """``loops`` with every load replaced that should be; what comes in with a body may be replaced as well."""
+    keep: set[str] = set()
+    while True:
+        names = [n for n in loops.reads() if n in producers and n not in keep]
+        if not names:
+            return loops
+        name = names[0]
+        if _should_inline(loops, position, producers[name], depends):
+            loops = _replace_loads(loops, producers[name])
+        else:
+            keep.add(name)
+
+
+def _should_inline(loops: Loops, position: int, p: Producer, depends: Dependencies) -> bool:
+    loads = [s for s in loops.loads() if s.buffer == p.store.buffer]
+    if any(isinstance(a, Ref) for s in loads for a in s.index.atoms()) and len(p.loops.loads()) > 1:
+        return False
+    if any(depends.written_between(b, p.position, position + 1) for b in p.loops.reads()):
+        return False
+    if len(loops.body) + len(loads) * len(p.loops.body) > MAX_BODY or not _cheap(loops, loads, p):
+        return False
+    if any(s.mask is not None for s in loads) and any(isinstance(s, Indirect) for s in p.loops.body):
+        return False
+    together = common_space(single(p.position, p.loops, depends), single(position, loops, depends))
+    return isinstance(together, Reason) and _nobody_else_needs(p, depends)
+
+
+def _nobody_else_needs(p: Producer, depends: Dependencies) -> bool:
+    """Will the producer's store go away? If not, reading it is no dearer than reading what it was made from."""
+    return p.store.buffer not in depends.needed or len(p.loops.reads()) <= 1
+
+
+def _cheap(loops: Loops, loads: list[Load], p: Producer) -> bool:
+    """Counts how often each element of the producer would be computed."""
+    points = loops.numel.hint() * loops.rnumel.hint()
+    unmasked = len({s.index for s in loads if s.mask is None})
+    masked = len({s.index for s in loads if s.mask is not None})  # lanes that are masked off cost little
+    repeat = masked + unmasked * points / max(1, p.loops.numel.hint())
+    work = [s for s in p.loops.body if isinstance(s, (Op, Indirect))]
+    if repeat <= 2:
+        return True
+    dear = any(isinstance(s, Indirect) or (isinstance(s, Op) and s.op in EXPENSIVE) for s in work)
+    return not dear and len(work) <= MAX_OPS_REPEATED and len(p.loops.loads()) <= 2
+
+
+def _replace_loads(loops: Loops, p: Producer) -> Loops:
+    b = BodyBuilder()
+    ids: dict[int, int] = {}
+    for i, s in enumerate(loops.body):
+        new = map_stmt(s, ids)
+        if isinstance(new, Load) and new.buffer == p.store.buffer:
+            ids[i] = _insert(b, p, new)
+        else:
+            ids[i] = b.add(new)
+    origins = tuple(dict.fromkeys((*p.loops.origins, *loops.origins)))
+    return replace(loops, body=tuple(b.body), origins=origins)
+
+
+def _insert(b: BodyBuilder, p: Producer, load: Load) -> int:
+    """The producer's body at the element that ``load`` reads; returns the position of the value."""
+    env: dict[Atom, IntLike] = {a.var: 0 for a in p.loops.axes if a.size == 1}
+    rest = load.index - p.start
+    for n, (var, stride, size) in enumerate(p.strides):
+        quotient = rest // stride
+        env[var] = quotient if n == 0 else quotient % size
+        rest = rest % stride
+    ids: dict[int, int] = {}
+    for i, s in enumerate(p.loops.body):
+        if isinstance(s, Store):
+            if s == p.store:
+                value = ids[s.value]
+                break
+            continue
+        new = map_stmt(s, ids, env)
+        if isinstance(new, Load) and load.mask is not None:
+            mask = load.mask if new.mask is None else b.op("and", load.mask, new.mask)
+            new = replace(new, mask=mask)
+        ids[i] = b.add(new)
+    if load.mask is None:
+        return value
+    return b.op("where", load.mask, value, b.const(load.other, b.dtype(value)))

@@ -1,0 +1,317 @@
+"""May two groups be one kernel? ``can_fuse(a, b, context) -> Merged | Reason``.
+
+The rules, each with its Reason's code:
+
+* ``device``: both run on one device.
+* ``order``: no path leads from one to the other through a node in neither (that node would have to run in between).
+* ``space``: their axes have a common refinement (``mapping``).
+* ``broadcast``: an axis that only one of them has must be a reduced one: then the other's statements run once a row.
+  (Else the other would be computed, and its result stored, again for every point of that axis.)
+* ``axes``: a group with a reduction keeps its p and r axes: the other may neither reduce over its p axes nor add r axes.
+* ``index``: a buffer that one writes and the other touches is touched at exactly the element written, in every access.
+* ``in-place``: a kernel with a reduction may read its rows several times, so it must not write over data that it reads
+  per element of a row; per row it may (running statistics).
+* ``rows``: few, long rows are not kept in one kernel with what comes after them: too little would run in parallel.
+* ``limit``: not more statements or buffers than the options allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from ..ir.expr import Expr, Ref, Var
+from ..ir.loops import Axis, Loops, Reduce
+from ..ir.program import Program
+from ..options import Options
+from ..target import Target
+from .dependencies import Dependencies
+from .mapping import Env, Mapping, match
+from .result import Reason
+
+Indices = dict[str, dict[Expr, int]]  # buffer -> index -> position of the first member that uses it
+
+
+@dataclass
+class Cluster:
+    """A group while it grows. Its members' variables are replaced by ``env`` to be over ``axes``; ``reads`` and
+    ``writes`` are in terms of ``axes`` already, so that a merge looks at summaries and not at bodies."""
+
+    parts: list[tuple[int, Loops, Env]]
+    axes: tuple[Axis, ...]
+    reads: Indices
+    writes: Indices
+    reduces: bool
+    ops: int
+    members: set[int]
+    before: set[int]  # positions outside that must come first
+    in_place: set[str] = field(default_factory=set)
+    outside: set[str] = field(default_factory=set)  # buffers that others need or make
+
+    @property
+    def first(self) -> int:
+        return min(self.members)
+
+    @property
+    def last(self) -> int:
+        return max(self.members)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the rules look things up in. ``cluster_at``: the cluster (None: not a Loops) of a position."""
+
+    program: Program
+    depends: Dependencies
+    options: Options
+    target: Target
+    cluster_at: Callable[[int], Cluster | None]
+
+
+@dataclass(frozen=True)
+class Merged:
+    mapping: Mapping
+    saved: int  # bytes, by hint
+
+
+def single(position: int, loops: Loops, depends: Dependencies) -> Cluster:
+    """The cluster of one node. Axes of size 1 vanish."""
+    env: Env = {a.var: 0 for a in loops.axes if a.size == 1}
+    axes = tuple(a for a in loops.axes if a.size != 1)
+    reads: Indices = {}
+    writes: Indices = {}
+    for s in loops.loads():
+        reads.setdefault(s.buffer, {}).setdefault(s.index.subs(env), position)
+    for w in loops.stores():
+        writes.setdefault(w.buffer, {}).setdefault(w.index.subs(env), position)
+    reduces = any(isinstance(s, Reduce) for s in loops.body) and any(a.kind == "r" for a in axes)
+    before = set(depends.before[position])
+    in_place = set(reads) & set(writes)
+    return Cluster(
+        [(position, loops, env)], axes, reads, writes, reduces, len(loops.body), {position}, before, in_place,
+        set(reads) | set(writes),
+    )
+
+
+def can_fuse(a: Cluster, b: Cluster, c: Context) -> Merged | Reason:
+    """May ``a`` and ``b`` be one kernel? ``b`` holds the later node that asks; the answer does not change either."""
+    if _device(a, c) != _device(b, c):
+        return Reason("device", f"one runs on {_device(a, c)}, the other on {_device(b, c)}")
+    if a.ops + b.ops > c.options.max_fused_ops:
+        return Reason("limit", f"together they have more than max_fused_ops={c.options.max_fused_ops} statements")
+    mapping = common_space(a, b)
+    if isinstance(mapping, Reason):
+        return mapping
+    return _few_rows(a, b, mapping, c) or _limit(a, b, c) or _order(a, b, c) or Merged(mapping, saved_bytes(a, b, c))
+
+
+def common_space(a: Cluster, b: Cluster) -> Mapping | Reason:
+    """The first mapping, over the elements both touch, that keeps every rule about axes and indices."""
+    worst: Reason | None = None
+    for ia, ib in _shared_indices(a, b):
+        mapping = match(a.axes, ia, b.axes, ib, _shared_indices(a, b))
+        if not isinstance(mapping, Reason):
+            broken = _axes_rule(a, b, mapping) or _index_rule(a, b, mapping) or _in_place_rule(a, b, mapping)
+            if broken is None:
+                return mapping
+            worst = broken
+        worst = worst or mapping  # type: ignore[assignment]
+    return worst or Reason("space", "they touch no buffer in common")
+
+
+def _shared_indices(a: Cluster, b: Cluster) -> Iterator[tuple[Expr, Expr]]:
+    """Pairs of indices into one buffer; what one writes and the other touches first; a few of each."""
+    rounds = ((a.writes, b.reads), (a.writes, b.writes), (a.reads, b.writes), (a.reads, b.reads))
+    for left, right in rounds:
+        small, large = (left, right) if len(left) <= len(right) else (right, left)
+        for name in small:
+            if name in large:
+                for ia in list(left[name])[:3]:
+                    for ib in list(right[name])[:3]:
+                        yield ia, ib
+
+
+def _device(a: Cluster, c: Context) -> torch.device:
+    return c.program.buffers[next(iter(a.writes))].device
+
+
+def _axes_rule(a: Cluster, b: Cluster, m: Mapping) -> Reason | None:
+    for mine, others, only in ((a, b, m.only_a), (b, a, m.only_b)):
+        if any(x.kind == "p" for x in only):
+            return Reason("broadcast", f"the other would be repeated over {_show(only)}")
+        if only and others.reduces:
+            return Reason("axes", f"one reduces over {_show(only)}, which the other does not have")
+        if only and not mine.reduces:
+            return Reason("axes", f"nothing reduces over {_show(only)}")
+    for _, pa, pb in m.pairs:
+        for mine, other, group in ((pa, pb, a), (pb, pa, b)):
+            if mine is not None and other is not None and group.reduces and (mine.kind, other.kind) == ("p", "r"):
+                return Reason("axes", f"one reduces over an axis of size {mine.size} that the other keeps")
+    return None
+
+
+def _show(axes: tuple[Axis, ...]) -> str:
+    return "axes of size " + ", ".join(str(a.size) for a in axes)
+
+
+def _index_rule(a: Cluster, b: Cluster, m: Mapping) -> Reason | None:
+    for written, touched in ((a.writes, b.reads), (a.writes, b.writes), (a.reads, b.writes)):
+        small = written if len(written) <= len(touched) else touched
+        for name in small:
+            if name not in written or name not in touched:
+                continue
+            indices = {i.subs(m.env_a) for i in written[name]} | {i.subs(m.env_b) for i in touched[name]}
+            if len(indices) > 1 or any(isinstance(x, Ref) for i in indices for x in i.atoms()):
+                return Reason("index", f"{name} is written at one element and used at another")
+    return None
+
+
+def _in_place_rule(a: Cluster, b: Cluster, m: Mapping) -> Reason | None:
+    if not (a.reduces or b.reduces):
+        return None
+    rows = {x.var for x in m.axes if x.kind == "r"}
+    for side, env, names in _overwritten(a, b, m):
+        for name in names:
+            for index in (*side.reads.get(name, ()), *side.writes.get(name, ())):
+                if rows & index.subs(env).variables():
+                    return Reason("in-place", f"{name} is written over while rows of it are being reduced")
+    return None
+
+
+def _overwritten(a: Cluster, b: Cluster, m: Mapping) -> Iterator[tuple[Cluster, Env, set[str]]]:
+    """Buffers of the merged group that are read before they are written in it."""
+    new = set(read_before_write(a, b)) | a.in_place | b.in_place
+    yield a, m.env_a, new
+    yield b, m.env_b, new
+
+
+def read_before_write(a: Cluster, b: Cluster) -> Iterator[str]:
+    for left, right in ((a, b), (b, a)):
+        small = left.reads if len(left.reads) <= len(right.writes) else right.writes
+        for name in small:
+            if name in left.reads and name in right.writes:
+                if min(left.reads[name].values()) < min(right.writes[name].values()):
+                    yield name
+
+
+def _few_rows(a: Cluster, b: Cluster, m: Mapping, c: Context) -> Reason | None:
+    """A few programs (threads) each walking a long row would leave the rest of the machine idle."""
+    if not (a.reduces != b.reduces) or not any(x.kind == "r" for x in m.axes):
+        return None
+    other = b if a.reduces else a
+    only = m.only_a if a.reduces else m.only_b
+    if only or other.first < (a if a.reduces else b).first:
+        return None  # row-level work, and what comes before the reduction, cost it nothing
+    rows = row_length = 1
+    for x in m.axes:
+        rows, row_length = (rows * x.size.hint(), row_length) if x.kind == "p" else (rows, row_length * x.size.hint())
+    units = c.target.units if c.target.is_gpu else torch.get_num_threads()
+    if rows < units and row_length >= 16384:
+        return Reason("rows", f"only {rows} rows of {row_length}: the work after the reduction runs better on its own")
+    return None
+
+
+def _limit(a: Cluster, b: Cluster, c: Context) -> Reason | None:
+    limit = c.options.max_fused_buffers
+    if len(a.outside) + len(b.outside) <= limit:
+        return None
+    if len((a.outside | b.outside) - newly_interior(a, b, c)) <= limit:
+        return None
+    return Reason("limit", f"together they touch more than max_fused_buffers={limit} buffers")
+
+
+def newly_interior(a: Cluster, b: Cluster, c: Context) -> set[str]:
+    """Buffers that become private to the merged group: written in it, and all their readers are in it."""
+    out = set()
+    for left, right in ((a, b), (b, a)):
+        for name in left.writes if len(left.writes) < len(right.reads) else right.reads:
+            if name in left.writes and name in right.reads and name not in c.depends.needed:
+                users = c.depends.readers[name] + c.depends.writers[name]
+                if all(r in a.members or r in b.members for r in users):
+                    out.add(name)
+    return out
+
+
+def _order(a: Cluster, b: Cluster, c: Context) -> Reason | None:
+    """Is there a path from one to the other through a third? Backwards from each, as far as the other's start."""
+    for start, goal in ((b, a), (a, b)):
+        via = _path(start, goal, c)
+        if via is not None:
+            name = c.program.nodes[via].name
+            return Reason("order", f"{name} needs the one and is needed by the other")
+    return None
+
+
+def _path(start: Cluster, goal: Cluster, c: Context) -> int | None:
+    """A node outside both that comes after ``goal`` and before ``start``; None if there is none."""
+    first = goal.first
+    todo = [p for p in start.before if p >= first and p not in goal.members]
+    seen: set[int] = set()
+    while todo:
+        p = todo.pop()
+        if p in seen:
+            continue
+        cluster = c.cluster_at(p)
+        members, before = ({p}, c.depends.before[p]) if cluster is None else (cluster.members, cluster.before)
+        seen |= members
+        for q in before:
+            if q in goal.members:
+                return p
+            if q not in seen and q not in start.members and _may_follow(q, first, c):
+                todo.append(q)
+    return None
+
+
+def _may_follow(p: int, first: int, c: Context) -> bool:
+    cluster = c.cluster_at(p)
+    return (p if cluster is None else cluster.last) >= first
+
+
+def saved_bytes(a: Cluster, b: Cluster, c: Context) -> int:
+    """Bytes that one kernel moves less than two: reads of what it wrote itself, and common reads once."""
+    total = 0
+    for left, right, factor in ((a.writes, b.reads, 2), (b.writes, a.reads, 2), (a.reads, b.reads, 1)):
+        small, large = (left, right) if len(left) <= len(right) else (right, left)
+        for name in small:
+            if name in large:
+                total += factor * c.program.buffers[name].nbytes.hint()
+    return total
+
+
+def merge(a: Cluster, b: Cluster, found: Merged, c: Context) -> Cluster:
+    """The two as one. The larger one's tables are reused, so that a long chain costs linear time."""
+    m = found.mapping
+    interior = newly_interior(a, b, c)
+    overwritten = set(read_before_write(a, b))
+    for side, env in ((a, m.env_a), (b, m.env_b)):
+        if env:
+            side.parts = [(p, loops, _compose(old, loops, env)) for p, loops, old in side.parts]
+            side.reads = {n: {i.subs(env): p for i, p in t.items()} for n, t in side.reads.items()}
+            side.writes = {n: {i.subs(env): p for i, p in t.items()} for n, t in side.writes.items()}
+    big, small = (a, b) if a.ops >= b.ops else (b, a)
+    big.parts += small.parts
+    for mine, new in ((big.reads, small.reads), (big.writes, small.writes)):
+        for name, table in new.items():
+            have = mine.setdefault(name, {})
+            for index, position in table.items():
+                have[index] = min(position, have.get(index, position))
+    big.axes, big.reduces, big.ops = m.axes, a.reduces or b.reduces, a.ops + b.ops
+    big.members |= small.members
+    big.before = (big.before | small.before) - big.members
+    big.in_place |= small.in_place | overwritten
+    big.outside = (big.outside | small.outside) - interior
+    return big
+
+
+def _compose(old: Env, loops: Loops, env: Env) -> Env:
+    """First ``old``, then ``env``."""
+    out: Env = {}
+    for axis in loops.axes:
+        value = old.get(axis.var, axis.var)
+        new = Expr((((value,), 1),)) if isinstance(value, Var) else value
+        new = new.subs(env) if isinstance(new, Expr) else new
+        if isinstance(new, int) or new != Expr((((axis.var,), 1),)):
+            out[axis.var] = new
+    return out

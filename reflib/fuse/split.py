@@ -1,0 +1,199 @@
+"""Few, long rows: a reduction in two steps, so that all of the machine has work.
+
+Summing 4 rows of a million elements with one program a row keeps 4 of 132 multiprocessors busy. Instead the longest
+reduced axis ``r < n`` is cut into ``s < pieces`` (parallel) and ``t < length`` (reduced)::
+
+    y[i] = f(sum_r g(i, r))     becomes     part[i, s] = sum_t g(i, s*length + t)
+                                            y[i] = f(sum_s part[i, s])
+
+Where ``pieces`` does not divide ``n`` the last piece is masked: beyond the end ``g`` is the reduction's identity.
+The first step is an ordinary reduction: what makes ``g``'s inputs fuses into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..ir.expr import ONE, Expr, ceildiv, divide_exact, expr, product
+from ..ir.loops import (
+    Axis, BodyBuilder, Indirect, Load, Loops, Reduce, Store, eliminate_dead, map_stmt, stmt_args, varies_with_r,
+)  # fmt: skip
+from ..ir.program import Buffer, Node, Program
+from ..target import Target
+from .mapping import fresh
+
+_KINDS = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin")
+
+
+def split_reductions(program: Program, target: Target) -> Program:
+    """Cut every reduction with few, long rows in two. Symbolic sizes are judged by their hints."""
+    nodes: list[Node] = []
+    buffers = dict(program.buffers)
+    for node in program.nodes:
+        pieces = _pieces(node, target) if isinstance(node, Loops) else 1
+        if isinstance(node, Loops) and pieces > 1 and _can_split(node):
+            nodes += _split(node, pieces, buffers)
+        else:
+            nodes.append(node)
+    return replace(program, nodes=tuple(nodes), buffers=buffers)
+
+
+def _pieces(loops: Loops, target: Target) -> int:
+    """Into how many parts to cut a row; 1: not at all. A power of two."""
+    if not loops.reduced:
+        return 1
+    rows, length = max(1, loops.numel.hint()), loops.rnumel.hint()
+    if target.is_gpu:
+        if rows >= 2 * target.units or length < 8192:
+            return 1
+        wanted = min(4 * target.units // rows, length // 2048)
+    else:
+        threads = torch.get_num_threads()
+        if rows >= threads or length < 32768:
+            return 1
+        wanted = min(-(-threads // rows), length // 8192)
+    longest = max(a.size.hint() for a in loops.reduced)
+    pieces = 1
+    while pieces < wanted and pieces * 4 <= longest:
+        pieces *= 2
+    return pieces
+
+
+def _can_split(loops: Loops) -> bool:
+    """One round of reductions, results stored once a row."""
+    level = varies_with_r(loops)
+    after = [False] * len(loops.body)
+    for i, s in enumerate(loops.body):
+        after[i] = any(after[a] or isinstance(loops.body[a], Reduce) for a in stmt_args(s))
+        if isinstance(s, Reduce) and (after[i] or s.kind not in _KINDS):
+            return False
+        if isinstance(s, Store) and (level[i] or level[s.value]):
+            return False
+        if isinstance(s, Indirect) and level[i]:
+            return False
+    return True
+
+
+@dataclass
+class _Cut:
+    """The reduced axis that is cut, its two parts, and the guard ``axis < size`` where the parts reach beyond it."""
+
+    axis: Axis
+    s: Axis
+    t: Axis
+    exact: bool
+
+
+def _split(loops: Loops, pieces: int, buffers: dict[str, Buffer]) -> list[Node]:
+    axis = max(loops.reduced, key=lambda a: a.size.hint())
+    length = divide_exact(axis.size, pieces)
+    exact = length is not None
+    s = Axis(fresh(expr(pieces)), "p")
+    t = Axis(fresh(length if length is not None else ceildiv(axis.size, pieces)), "r")
+    cut = _Cut(axis, s, t, exact)
+    first, partials = _first_step(loops, cut, buffers)
+    return [first, _second_step(loops, cut, partials, buffers)]
+
+
+def _first_step(loops: Loops, cut: _Cut, buffers: dict[str, Buffer]) -> tuple[Loops, dict[int, list[str]]]:
+    """``part[p..., s] = reduce_t ...``; returns also which buffers hold each Reduce's partial results."""
+    b = BodyBuilder()
+    at = expr(cut.s.var) * cut.t.size + expr(cut.t.var)
+    mask = None if cut.exact else b.op("lt", b.index(at), b.index(cut.axis.size))
+    partial = _PartialStores(loops, cut, b, buffers)
+    ids: dict[int, int] = {}
+    for i in _needed_before(loops):
+        st = map_stmt(loops.body[i], ids, {cut.axis.var: at})
+        if isinstance(st, Load) and mask is not None:
+            st = replace(st, mask=mask if st.mask is None else b.op("and", mask, st.mask))
+        if isinstance(st, Reduce):
+            if mask is not None:
+                st = replace(st, args=(b.op("where", mask, st.args[0], _identity(b, st)), *st.args[1:]))
+            partial.add(i, st)
+        else:
+            ids[i] = b.add(st)
+    axes = tuple(x for a in loops.axes for x in ((cut.s, cut.t) if a is cut.axis else (a,)))
+    return Loops(f"{loops.name}_part", axes, tuple(b.body), loops.origins), partial.names
+
+
+class _PartialStores:
+    """Makes a buffer for each partial result and stores it there, one row of ``pieces`` for each row."""
+
+    def __init__(self, loops: Loops, cut: _Cut, b: BodyBuilder, buffers: dict[str, Buffer]):
+        rows = [a for a in loops.axes if a.kind == "p"]
+        self.shape = (*(a.size for a in rows), cut.s.size)
+        self.index = _row_major(rows, cut.s)
+        self.loops, self.b, self.buffers = loops, b, buffers
+        self.names: dict[int, list[str]] = {}
+
+    def add(self, i: int, reduce: Reduce) -> None:
+        """An arg* needs the extreme value of each piece as well as its index."""
+        steps = [reduce]
+        if reduce.kind.startswith("arg"):
+            steps.insert(0, Reduce(reduce.kind[3:], reduce.args[:1], self.b.dtype(reduce.args[0])))
+        for step in steps:
+            name = f"{self.loops.name}_part{sum(map(len, self.names.values()))}"
+            strides = tuple(product(self.shape[d + 1 :]) for d in range(len(self.shape)))
+            device = self.buffers[self.loops.writes()[0]].device
+            self.buffers[name] = Buffer(name, step.dtype, device, self.shape, strides)
+            self.names.setdefault(i, []).append(name)
+            self.b.store(name, self.index, self.b.add(step))
+
+
+def _needed_before(loops: Loops) -> list[int]:
+    """Statements that the reductions need, and the reductions, in order."""
+    live = [isinstance(s, Reduce) for s in loops.body]
+    for i in reversed(range(len(live))):
+        if live[i]:
+            for a in stmt_args(loops.body[i]):
+                live[a] = True
+    return [i for i, wanted in enumerate(live) if wanted]
+
+
+def _identity(b: BodyBuilder, reduce: Reduce) -> int:
+    """The value that changes nothing."""
+    dtype = b.dtype(reduce.args[0])
+    if reduce.kind in ("sum", "any"):
+        return b.const(0, dtype)
+    if reduce.kind in ("prod", "all"):
+        return b.const(1, dtype)
+    lowest = reduce.kind in ("max", "argmax")
+    return b.const(extreme_value(dtype, lowest), dtype)
+
+
+def extreme_value(dtype: torch.dtype, lowest: bool) -> Any:
+    if dtype == torch.bool:
+        return not lowest
+    if dtype.is_floating_point:
+        return float("-inf") if lowest else float("inf")
+    info = torch.iinfo(dtype)
+    return info.min if lowest else info.max
+
+
+def _row_major(rows: Sequence[Axis], last: Axis) -> Expr:
+    step, out = ONE, expr(0)
+    for a in (last, *reversed(rows)):
+        out = out + expr(a.var) * step
+        step = step * a.size
+    return out
+
+
+def _second_step(loops: Loops, cut: _Cut, partials: dict[int, list[str]], buffers: dict[str, Buffer]) -> Loops:
+    """Reduce the partial results, then all that the Loops did once a row."""
+    b = BodyBuilder()
+    rows = [a for a in loops.axes if a.kind == "p"]
+    r = Axis(fresh(cut.s.size), "r")
+    index = _row_major(rows, r)
+    level = varies_with_r(loops)
+    ids: dict[int, int] = {}
+    for i, st in enumerate(loops.body):
+        if isinstance(st, Reduce):
+            ids[i] = b.add(replace(st, args=tuple(b.load(n, index, buffers[n].dtype) for n in partials[i])))
+        elif not level[i]:
+            ids[i] = b.add(map_stmt(st, ids))
+    return Loops(loops.name, (*rows, r), eliminate_dead(tuple(b.body)), loops.origins)
+
