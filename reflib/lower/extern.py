@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ LIBRARY = (
 )
 
 
-def extern(cx: Context, target: Any, args: Any, kwargs: dict[str, Any], reason: str) -> Any:
+def extern(cx: Context, target: Any, args: Any, kwargs: dict[str, Any], reason: str, effect: bool = False) -> Any:
     """Emit a call of ``target``; returns its value, nested as eager returns it."""
     flat, spec = pytree.tree_flatten(cx.fake)
     schema = getattr(target, "_schema", None)
@@ -69,7 +70,7 @@ def extern(cx: Context, target: Any, args: Any, kwargs: dict[str, Any], reason: 
             tuple(kwargs.items()),
             tuple(outputs),
             mutates=tuple(dict.fromkeys(v.buffer for v in iter_views(written))),
-            effect=has_effect(target),
+            effect=effect or has_effect(target),
             out=_out_variant(cx, target, flat),
             symbols=tuple(symbols),
             reason=reason,
@@ -77,6 +78,15 @@ def extern(cx: Context, target: Any, args: Any, kwargs: dict[str, Any], reason: 
         )
     )
     return pytree.tree_unflatten(values, spec)
+
+
+def with_effects(cx: Context, token: Any, target: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """An op whose order AOTAutograd keeps with tokens threaded through the graph: our effects do that, so it is a
+    plain call of the op, and the tokens are None."""
+    token_fake, *fakes = cx.fake
+    inner = replace(cx, fake=fakes[0] if len(fakes) == 1 else tuple(fakes) if fakes else None)
+    value = extern(inner, target, args, kwargs, "its order matters", effect=True)
+    return (None, *value) if len(fakes) > 1 else (None, value)
 
 
 def _output(cx: Context, fake: Any, i: int, returned: Any, name: str, symbols: list) -> tuple[Any, Any]:
@@ -96,7 +106,7 @@ def _output(cx: Context, fake: Any, i: int, returned: Any, name: str, symbols: l
         else:
             sym = cx.low.symbols.define(cx.low.unique(name), fake)
         symbols.append((sym, i, None))
-    return expr(sym)
+        return expr(sym), None
     return fake, None
 
 

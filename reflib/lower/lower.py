@@ -23,7 +23,7 @@ from reflib.options import Options
 
 from . import activations, creation, indexing, lists, pointwise, reductions  # noqa: F401  (they register their rules)
 from .context import Context
-from .extern import extern, reason_for, scalar_call
+from .extern import extern, reason_for, scalar_call, with_effects
 from .rules import RULES, Unsupported
 from .symbols import Symbols
 from .views import REINTERPRET, is_view_op, view
@@ -35,14 +35,20 @@ _DROPPED = {
     torch.ops.aten._assert_tensor_metadata.default,
 }
 _DEVICES = ("cpu", "cuda")
+EFFECTS = torch.ops.higher_order.with_effects
+RULES[EFFECTS] = with_effects
 
 
 def lower(graph: Graph, options: Options) -> Program:
     """Apply a rule to each node of the graph. Assumes ``meta["val"]`` on every node that makes a value."""
     low = Lowering()
+    tokens = {n.args[0] for n in graph.nodes if n.target is EFFECTS}
     outputs: tuple[Any, ...] = ()
     for node in graph.nodes:
-        if node.op == "placeholder":
+        if node in tokens and node.op == "placeholder":
+            low.values[node] = None
+            low.inputs.append(None)
+        elif node.op == "placeholder":
             low.placeholder(node)
         elif node.op == "get_attr":
             low.values[node] = low.attribute(node, graph.module)
