@@ -95,6 +95,9 @@ def _run_extern(program: Program, e: Extern, memory: dict[str, torch.Tensor], si
     for what, value in zip(e.outputs, values):
         if isinstance(what, str):
             b = program.buffers[what]
+            if value.layout != torch.strided:  # sparse and the like pass from call to call, whole
+                memory[what] = value
+                continue
             strides = [int(s.evaluate(sizes)) for s in b.strides]
             if list(value.stride()) != strides and value.numel() > 1:
                 value = torch.empty_strided(value.shape, strides, dtype=b.dtype, device=b.device).copy_(value)
@@ -109,6 +112,8 @@ def _leaf(leaf: Any, memory: dict[str, torch.Tensor], sizes: Env) -> Any:
 
 
 def view_tensor(view: View, storage: torch.Tensor, sizes: Env) -> torch.Tensor:
+    if storage.layout != torch.strided:
+        return storage
     shape, strides = ([int(e.evaluate(sizes)) for e in es] for es in (view.shape, view.strides))
     if storage.dtype != view.dtype:
         storage = storage.view(view.dtype)
