@@ -35,6 +35,7 @@ def main() -> int:
     p.add_argument("--jobs", type=int, default=1)
     p.add_argument("--shard", default="1/1")
     p.add_argument("--door", choices=("aot", "dynamo"), default="aot", help="dynamo: all through torch.compile")
+    p.add_argument("--until", choices=("lower", "fuse", "choose", "wrap"), default="wrap", help="interpret that stage's program")
     p.add_argument("--out", type=Path, default=Path("_build/opinfo.jsonl"))
     p.add_argument("--fresh", action="store_true", help="forget earlier results")
     p.add_argument("--again", default="", help="statuses to try again: wrong,error,crash,timeout")
@@ -101,7 +102,7 @@ def run(a: argparse.Namespace, results: dict[str, Any]) -> None:
                 left = (now - start) / n * (total - n)
                 print(f"[{n}/{total}] {dict(counts)}, about {left / 60:.0f} min left", file=sys.stderr, flush=True)
 
-        run_tasks(tasks, a.jobs, tell, a.door)
+        run_tasks(tasks, a.jobs, tell, a.door, a.until)
     print(f"{total} samples in {time.monotonic() - start:.0f} s")
 
 

@@ -163,8 +163,9 @@ def through_dynamo(case: Case, backend: Any) -> Callable[..., Any]:
     return torch.compile(case.fn, backend=backend, dynamic=False)
 
 
-def run_batch(cases: list[Case], say: Say, verify: bool = True, door: str = "aot") -> None:
-    """Judge every case; ``say(at=key, phase=...)`` before each risky step, ``say(result=Result)`` for each result."""
+def run_batch(cases: list[Case], say: Say, verify: bool = True, door: str = "aot", until: str = "wrap") -> None:
+    """Judge every case; ``say(at=key, phase=...)`` before each risky step, ``say(result=Result)`` for each result.
+    ``until``: ``lower``, ``fuse`` or ``choose`` judge what the interpreter makes of the program after that stage."""
     from reflib.options import Options
     from reflib.pipeline import Backend
 
@@ -178,7 +179,7 @@ def run_batch(cases: list[Case], say: Say, verify: bool = True, door: str = "aot
         made = capture(case) if door == "aot" else None
         if made is not None and made.error is None:
             say(at=case.key, phase="compile")
-            error = _compile(made, options, library, result)
+            error = _compile(made, options, library, result, until)
             if error is not None:
                 made.error = error
                 result.status, result.why = "error", f"compile: {type(error).__name__}: {_brief(error)}"
@@ -198,6 +199,8 @@ def run_batch(cases: list[Case], say: Say, verify: bool = True, door: str = "aot
             stages: list[Any] = []
             if made is not None and made.compiled is not None:
                 compiled = made.compiled
+            elif until != "wrap":
+                compiled = case.fn
             else:
                 compiled = through_dynamo(case, Backend(options, stages.append))
             result.status, result.why = judge(case, compiled, eager, wide)
@@ -218,12 +221,15 @@ def fails_in_aot_eager(case: Case, eager: Outcome) -> tuple[str, str]:
     return ("", "") if status == "ok" else (status, why)
 
 
-def _compile(made: Captured, options: Any, library: Library, result: Result) -> Exception | None:
+def _compile(made: Captured, options: Any, library: Library, result: Result, until: str) -> Exception | None:
     from reflib.pipeline import run
     from reflib.wrap import wrap
 
     for graph, slot in zip(made.graphs, made.calls):
         try:
+            if until != "wrap":
+                slot.fn = interpreted(run(graph, options, until), until)
+                continue
             s = run(graph, options, "generate")
             assert s.chosen is not None and s.plan is not None and s.kernels is not None
             _, slot.fn = wrap(s.chosen, s.plan, s.kernels, options, library.add)
@@ -231,6 +237,20 @@ def _compile(made: Captured, options: Any, library: Library, result: Result) -> 
             return e
         _count(s, result)
     return None
+
+
+def interpreted(stages: Any, until: str) -> Callable[[list], Any]:
+    """What the interpreter makes of the program that stage ``until`` gave."""
+    from reflib.ir.interpret import interpret
+
+    program = {"lower": stages.program, "fuse": stages.fused and stages.fused.program, "choose": stages.chosen}[until]
+
+    def fn(args: list) -> Any:
+        values = list(args)
+        args.clear()
+        return interpret(program, values)
+
+    return fn
 
 
 def _count(stages: Any, result: Result) -> None:

@@ -37,14 +37,14 @@ class Task:
 class Child:
     """One forked process at work on a task."""
 
-    def __init__(self, task: Task, door: str):
+    def __init__(self, task: Task, door: str, until: str):
         self.task, self.door = task, door
         read, write = os.pipe()
         sys.stdout.flush()
         self.pid = os.fork()
         if not self.pid:
             os.close(read)
-            _child(task, write, door)
+            _child(task, write, door, until)
         os.close(write)
         self.fd, self.buffer, self.heard = read, b"", time.monotonic()
         self.at, self.phase = "", "start"
@@ -65,7 +65,7 @@ class Child:
         return os.waitstatus_to_exitcode(status)
 
 
-def _child(task: Task, fd: int, door: str) -> None:
+def _child(task: Task, fd: int, door: str, until: str) -> None:
     code = 0
     try:
         os.setpgid(0, 0)
@@ -82,7 +82,7 @@ def _child(task: Task, fd: int, door: str) -> None:
             say(at=f"{group.name}|{numbers[0]}", phase="samples")
             all_samples = samples(group)
             cases += [case(group, n, all_samples[n]) for n in numbers]
-        run_batch(cases, say, door=door)
+        run_batch(cases, say, door=door, until=until)
     except BaseException as e:
         code = 1
         text = "".join(traceback.format_exception_only(e)).strip()
@@ -92,7 +92,9 @@ def _child(task: Task, fd: int, door: str) -> None:
         os._exit(code)
 
 
-def run_tasks(tasks: list[Task], jobs: int, tell: Callable[[Result], None], door: str = "aot") -> None:
+def run_tasks(
+    tasks: list[Task], jobs: int, tell: Callable[[Result], None], door: str = "aot", until: str = "wrap"
+) -> None:
     """Run all tasks, ``jobs`` at a time. ``tell`` gets one Result for every sample."""
     waiting = list(reversed(tasks))
     running: dict[int, Child] = {}
@@ -100,7 +102,7 @@ def run_tasks(tasks: list[Task], jobs: int, tell: Callable[[Result], None], door
     done: dict[int, set[str]] = {}
     while waiting or running:
         while waiting and len(running) < jobs:
-            child = Child(waiting.pop(), door)
+            child = Child(waiting.pop(), door, until)
             running[child.fd], done[child.fd] = child, set()
         ready, _, _ = select.select(list(running), [], [], 5)
         for fd in ready:
