@@ -39,6 +39,7 @@ _BASE = (
     "-O3",
     "-fPIC",
     "-fwrapv",
+    "-fno-strict-aliasing",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-ffp-contract=fast",
@@ -59,6 +60,14 @@ extern "C" float probe(const float* x, int64_t n, int threads) {
   #pragma omp parallel for num_threads(threads) reduction(+:sum)
   for (int64_t i = 0; i < n; ++i) sum += x[i];
   return sum;
+}
+"""
+# glibc's vector functions. All that cpp_header.h asks for came in glibc 2.35; linking says whether they are there.
+_PROBE_VECTOR = """
+extern "C" __attribute__((simd("notinbranch"), const, nothrow)) float sinhf(float);
+extern "C" void probe(float* x) {
+  #pragma omp simd
+  for (int i = 0; i < 1024; ++i) x[i] = sinhf(x[i]);
 }
 """
 _UNIT_CHARS = 24_000  # generated text that is worth another compiler process
@@ -99,7 +108,8 @@ def _compiler(command: tuple[str, ...], root: str) -> Compiler:
     stats = [os.stat(p) for p in (shutil.which(w) for w in command) if p]
     identity = [(s.st_size, int(s.st_mtime)) for s in stats]
     runtimes = tuple(map(str, torch_openmp()))
-    k = cache.key("compiler", command, identity, runtimes, cache.cpu_features(), _BASE, _OPTIONAL, _PROBE)
+    programs = (_PROBE, _PROBE_VECTOR)
+    k = cache.key("compiler", command, identity, runtimes, cache.cpu_features(), _BASE, _OPTIONAL, programs)
     known = cache.read("toolchain", k)
     if known is not None:
         d = json.loads(known)
@@ -144,13 +154,19 @@ def _probe(command: tuple[str, ...], runtimes: tuple[str, ...]) -> Compiler:
         optional = tuple(f for f in optional if _accepts(command, (*_BASE, f), ()))
         threads = [t for t in threads if _accepts(command, (*_BASE, *t[0]), t[1])]
     flags, link, openmp = threads[0]
-    return Compiler(command, version, (*_BASE, *optional, *flags), (*link, "-lm"), openmp)
+    flags, link = (*_BASE, *optional, *flags), (*link, "-lm")
+    vector = ("-lmvec", "-Wl,--no-undefined")
+    if _accepts(command, flags, (*link, *vector), _PROBE_VECTOR):
+        flags, link = (*flags, "-DREFLIB_LIBMVEC"), (*link, "-lmvec")
+    return Compiler(command, version, flags, link, openmp)
 
 
-def _accepts(command: tuple[str, ...], flags: Sequence[str], link: Sequence[str]) -> bool:
+def _accepts(
+    command: tuple[str, ...], flags: Sequence[str], link: Sequence[str], program: str = _PROBE
+) -> bool:
     with tempfile.TemporaryDirectory(prefix="reflib-") as folder:
         source = Path(folder, "probe.cpp")
-        source.write_text(_PROBE)
+        source.write_text(program)
         made = str(Path(folder, "probe.so"))
         return _run([*command, *flags, "-shared", str(source), "-o", made, *link]).returncode == 0
 

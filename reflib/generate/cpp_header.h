@@ -126,20 +126,120 @@ template <class T> static inline T to_integer(double x) {
   return sizeof(T) == 8 ? (T)(int64_t)x : (T)(int32_t)x;
 }
 
-// ---- functions ---------------------------------------------------------------------------------
+// ---- functions from libm -------------------------------------------------------------------------
+// glibc's libmvec has the same functions for whole vectors; told so, the compiler calls those in simd loops.
+#ifdef REFLIB_LIBMVEC
+#define VECTOR_TOO __attribute__((simd("notinbranch"), const, nothrow))
+#else
+#define VECTOR_TOO __attribute__((const, nothrow))
+#endif
 #define FROM_LIBM(name) \
   static inline float name(float x) { return __builtin_##name##f(x); } \
   static inline double name(double x) { return __builtin_##name(x); }
 #define FROM_LIBM2(name) \
   static inline float name(float x, float y) { return __builtin_##name##f(x, y); } \
   static inline double name(double x, double y) { return __builtin_##name(x, y); }
-FROM_LIBM(exp) FROM_LIBM(exp2) FROM_LIBM(expm1)
-FROM_LIBM(log) FROM_LIBM(log2) FROM_LIBM(log10) FROM_LIBM(log1p)
-FROM_LIBM(sin) FROM_LIBM(cos) FROM_LIBM(tan) FROM_LIBM(asin) FROM_LIBM(acos) FROM_LIBM(atan)
-FROM_LIBM(sinh) FROM_LIBM(cosh) FROM_LIBM(tanh) FROM_LIBM(asinh) FROM_LIBM(acosh) FROM_LIBM(atanh)
-FROM_LIBM(erf) FROM_LIBM(erfc) FROM_LIBM(lgamma)
-FROM_LIBM2(pow) FROM_LIBM2(atan2) FROM_LIBM2(hypot) FROM_LIBM2(nextafter)
-template <class T> static inline T sigmoid(T x) { return 1 / (1 + exp(-x)); }
+#define FROM_LIBMVEC(name) \
+  extern "C" VECTOR_TOO float name##f(float); \
+  extern "C" VECTOR_TOO double name(double); \
+  static inline float name(float x) { return name##f(x); }
+#define FROM_LIBMVEC2(name) \
+  extern "C" VECTOR_TOO float name##f(float, float); \
+  extern "C" VECTOR_TOO double name(double, double); \
+  static inline float name(float x, float y) { return name##f(x, y); }
+FROM_LIBMVEC(sin) FROM_LIBMVEC(cos) FROM_LIBMVEC(tan)
+FROM_LIBMVEC(asin) FROM_LIBMVEC(acos) FROM_LIBMVEC(atan)
+FROM_LIBMVEC(sinh) FROM_LIBMVEC(cosh) FROM_LIBMVEC(asinh) FROM_LIBMVEC(acosh) FROM_LIBMVEC(atanh)
+FROM_LIBMVEC(exp2) FROM_LIBMVEC(erfc)
+FROM_LIBMVEC2(pow) FROM_LIBMVEC2(atan2) FROM_LIBMVEC2(hypot)
+FROM_LIBM(lgamma) FROM_LIBM2(nextafter)
+extern "C" VECTOR_TOO double exp(double);
+extern "C" VECTOR_TOO double expm1(double);
+extern "C" VECTOR_TOO double log(double);
+extern "C" VECTOR_TOO double log2(double);
+extern "C" VECTOR_TOO double log10(double);
+extern "C" VECTOR_TOO double log1p(double);
+extern "C" VECTOR_TOO double tanh(double);
+extern "C" VECTOR_TOO double erf(double);
+
+// ---- functions of float, without a branch, so that loops of them become vector code ----------------
+// Polynomials are minimax fits; each function is within about 2 units in the last place.
+struct Reduced { float n, r; };
+// x = n*ln(2) + r with |r| <= ln(2)/2; ln(2) in two pieces, the first with zeros at its end.
+static inline Reduced by_ln2(float x) {
+  const float n = __builtin_rintf(x * 1.44269504f);
+  return {n, (x - n * 0.693145752f) - n * 1.42860677e-6f};
+}
+// e^r - 1 - r
+static inline float exp_rest(float r) {
+  const float q = 0.1666651219f + r * (0.04166618735f + r * (0.008369598538f + r * 0.001395171858f));
+  return r * r * (0.5f + r * q);
+}
+static inline float power_of_two(int32_t n) { return bit_cast<float>((n + 127) << 23); }
+static inline float exp(float x) {
+  x = x > 89.0f ? 89.0f : x;
+  x = x < -104.0f ? -104.0f : x;
+  const Reduced a = by_ln2(x);
+  const int32_t n = (int32_t)a.n, half = n >> 1;  // 2^n in two steps: it may be no float, where the result is one
+  return (1.0f + (a.r + exp_rest(a.r))) * power_of_two(half) * power_of_two(n - half);
+}
+static inline float expm1(float x) {
+  const float y = x > 89.0f ? 89.0f : x < -20.0f ? -20.0f : x;
+  const Reduced a = by_ln2(y);
+  const float scale = power_of_two((int32_t)a.n - 1);
+  const float result = (scale * (a.r + exp_rest(a.r)) + (scale - 0.5f)) * 2.0f;
+  return x == 0.0f ? x : result;
+}
+static inline float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
+static inline double sigmoid(double x) { return 1.0 / (1.0 + exp(-x)); }
+static inline float tanh(float x) {
+  const float a = __builtin_fabsf(x), e = expm1(2.0f * (a > 10.0f ? 10.0f : a));
+  return __builtin_copysignf(e / (e + 2.0f), x);
+}
+static inline float erf(float x) {
+  // -expm1(p(|x|)), where p is the logarithm of erfc
+  float a = __builtin_fabsf(x);
+  a = a > 4.0f ? 4.0f : a;
+  float p = 2.135467003e-5f + a * -1.193305366e-6f;
+  p = -0.00179935491f + a * (0.000740686723f + a * (-0.00016748131f + a * p));
+  p = -0.1027712747f + a * (0.01911769435f + a * (0.000253061851f + a * p));
+  p = a * (-1.128379226f + a * (-0.6366198063f + a * p));
+  return __builtin_copysignf(-expm1(p), x);
+}
+// log(x) = exponent*ln(2) + log(1 + f). `more` is added to x before; it is small against it.
+struct Logarithm { float exponent, value; };
+static inline Logarithm log_parts(float x, float more) {
+  const bool tiny = x < 1.17549435e-38f;
+  const int32_t bits = bit_cast<int32_t>(tiny ? x * 0x1p23f : x);
+  const int32_t e = (bits - 0x3f3504f3) >> 23;  // so that 1 + f lies between sqrt(1/2) and sqrt(2)
+  const float f = (bit_cast<float>(bits - (e << 23)) - 1.0f) + more * power_of_two(e > 126 ? -126 : -e);
+  float p = 0.1290016621f + f * -0.07872934639f;
+  p = -0.1662399918f + f * (0.1417882442f + f * (-0.1313221157f + f * p));
+  p = 0.3333331645f + f * (-0.2500082552f + f * (0.2000237405f + f * p));
+  return {(float)(tiny ? e - 23 : e), f + f * f * (f * p - 0.5f)};
+}
+static inline float log_ends(float x, float result) {  // where a logarithm is no number or infinite
+  result = x == 0.0f ? -__builtin_inff() : x == __builtin_inff() ? x : result;
+  return x < 0.0f || x != x ? __builtin_nanf("") : result;
+}
+static inline float log(float x) {
+  const Logarithm a = log_parts(x, 0.0f);
+  return log_ends(x, a.exponent * 0.693145752f + (a.exponent * 1.42860677e-6f + a.value));
+}
+static inline float log2(float x) {
+  const Logarithm a = log_parts(x, 0.0f);
+  return log_ends(x, a.exponent + (a.value * 1.44269504f + a.value * 1.92596303e-8f));
+}
+static inline float log10(float x) {
+  const Logarithm a = log_parts(x, 0.0f);
+  return log_ends(x, a.exponent * 0.301025391f + (a.exponent * 4.60503907e-6f + a.value * 0.434294482f));
+}
+static inline float log1p(float x) {
+  const float u = 1.0f + x, lost = x > 1.0f ? 1.0f - (u - x) : x - (u - 1.0f);
+  const Logarithm a = log_parts(u, u < __builtin_inff() ? lost : 0.0f);
+  const float result = a.exponent * 0.693145752f + (a.exponent * 1.42860677e-6f + a.value);
+  return x == 0.0f ? x : log_ends(u, result);
+}
 template <> inline float remainder(float a, float b) {
   const float r = fmod(a, b);
   return r != 0 && (r < 0) != (b < 0) ? r + b : r;
