@@ -18,7 +18,7 @@ from .legality import common_space, single
 from .mapping import strides_of
 from .result import Reason
 
-MAX_OPS = 24  # statements of a producer that is computed about once
+MAX_OPS = 24  # statements of a producer that is computed once or twice
 MAX_OPS_REPEATED = 6  # ... more than twice as often as before
 MAX_LOADS = 4
 MAX_BODY = 120  # statements a consumer may grow to
@@ -95,8 +95,6 @@ def _inline_into(loops: Loops, position: int, producers: dict[str, Producer], de
 
 def _should_inline(loops: Loops, position: int, p: Producer, depends: Dependencies) -> bool:
     loads = [s for s in loops.loads() if s.buffer == p.store.buffer]
-    if any(isinstance(a, Ref) for s in loads for a in s.index.atoms()) and len(p.loops.loads()) > 1:
-        return False
     if any(depends.written_between(b, p.position, position + 1) for b in p.loops.reads()):
         return False
     if len(loops.body) + len(loads) * len(p.loops.body) > MAX_BODY or not _cheap(loops, loads, p):
@@ -119,9 +117,9 @@ def _cheap(loops: Loops, loads: list[Load], p: Producer) -> bool:
     masked = len({s.index for s in loads if s.mask is not None})  # lanes that are masked off cost little
     repeat = masked + unmasked * points / max(1, p.loops.numel.hint())
     work = [s for s in p.loops.body if isinstance(s, (Op, Indirect))]
-    if repeat <= 2:
-        return True
     dear = any(isinstance(s, Indirect) or (isinstance(s, Op) and s.op in EXPENSIVE) for s in work)
+    if repeat <= (1 if dear else 2):
+        return True
     return not dear and len(work) <= MAX_OPS_REPEATED and len(p.loops.loads()) <= 2
 
 

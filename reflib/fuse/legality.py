@@ -9,8 +9,8 @@ The rules, each with its Reason's code:
   (Else the other would be computed, and its result stored, again for every point of that axis.)
 * ``axes``: a group with a reduction keeps its p and r axes: the other may neither reduce over its p axes nor add r axes.
 * ``index``: a buffer that one writes and the other touches is touched at exactly the element written, in every access.
-* ``in-place``: a kernel with a reduction may read its rows several times, so it must not write over data that it reads
-  per element of a row; per row it may (running statistics).
+* ``in-place``: a kernel with a reduction may go over its rows several times, so what it reads per element of a row it
+  may write over in the last round only. Data per row (running statistics) is read and written once: no rule.
 * ``rows``: few, long rows are not kept in one kernel with what comes after them: too little would run in parallel.
 * ``limit``: not more statements or buffers than the options allow.
 """
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..ir.expr import Expr, Ref, Var
-from ..ir.loops import Axis, Loops, Reduce
+from ..ir.loops import Axis, Loops, Op, Reduce, Store, join, phases, varies_with_r
 from ..ir.program import Program
 from ..options import Options
 from ..target import Target
@@ -87,10 +87,11 @@ def single(position: int, loops: Loops, depends: Dependencies) -> Cluster:
     for w in loops.stores():
         writes.setdefault(w.buffer, {}).setdefault(w.index.subs(env), position)
     reduces = any(isinstance(s, Reduce) for s in loops.body) and any(a.kind == "r" for a in axes)
+    work = sum(isinstance(s, (Op, Reduce)) for s in loops.body)  # loads and stores go as the group grows
     before = set(depends.before[position])
     in_place = set(reads) & set(writes)
     return Cluster(
-        [(position, loops, env)], axes, reads, writes, reduces, len(loops.body), {position}, before, in_place,
+        [(position, loops, env)], axes, reads, writes, reduces, work, {position}, before, in_place,
         set(reads) | set(writes),
     )
 
@@ -169,22 +170,28 @@ def _index_rule(a: Cluster, b: Cluster, m: Mapping) -> Reason | None:
 
 
 def _in_place_rule(a: Cluster, b: Cluster, m: Mapping) -> Reason | None:
+    """A reduction's loop may run again over its row. Data that is overwritten must then be overwritten in the last."""
     if not (a.reduces or b.reduces):
         return None
     rows = {x.var for x in m.axes if x.kind == "r"}
-    for side, env, names in _overwritten(a, b, m):
+    names = set(read_before_write(a, b)) | a.in_place | b.in_place
+    for side, env in ((a, m.env_a), (b, m.env_b)):
         for name in names:
             for index in (*side.reads.get(name, ()), *side.writes.get(name, ())):
-                if rows & index.subs(env).variables():
-                    return Reason("in-place", f"{name} is written over while rows of it are being reduced")
+                if rows & index.subs(env).variables() and not _written_last(a, b, m, names):
+                    return Reason("in-place", f"{name} is written over while rows of it are still needed")
     return None
 
 
-def _overwritten(a: Cluster, b: Cluster, m: Mapping) -> Iterator[tuple[Cluster, Env, set[str]]]:
-    """Buffers of the merged group that are read before they are written in it."""
-    new = set(read_before_write(a, b)) | a.in_place | b.in_place
-    yield a, m.env_a, new
-    yield b, m.env_b, new
+def _written_last(a: Cluster, b: Cluster, m: Mapping, names: set[str]) -> bool:
+    """Are ``names`` stored in the last round over the row? Costs a look at the bodies, but is asked rarely."""
+    parts = [(p, loops, _compose(old, loops, env)) for x, env in ((a, m.env_a), (b, m.env_b)) for p, loops, old in x.parts]
+    body = join([(loops, env) for _, loops, env in sorted(parts, key=lambda t: t[0])])
+    joined = Loops("", m.axes, body)
+    rounds, level = phases(joined), varies_with_r(joined)
+    last = max(n for n, inside in zip(rounds, level, strict=True) if inside)
+    stores = [i for i, s in enumerate(body) if isinstance(s, Store) and s.buffer in names]
+    return all(rounds[i] == last for i in stores)
 
 
 def read_before_write(a: Cluster, b: Cluster) -> Iterator[str]:

@@ -75,6 +75,9 @@ def match(
 
     ``others``: further pairs of indices into one buffer, used to match the axes that ``ia`` and ``ib`` do not mention.
     """
+    same = _same_space(a_axes, ia, b_axes, ib)
+    if same is not None:
+        return same
     sa, sb = strides_of(ia, a_axes), strides_of(ib, b_axes)
     if sa is None or sb is None:
         return Reason("index", "the elements are chosen by an index that is not linear in the loops")
@@ -96,6 +99,19 @@ def match(
         rest_a = rest_b = []
     pieces += [Piece(a.size, a, None) for a in rest_a] + [Piece(b.size, None, b) for b in rest_b]
     return _mapping(a_axes, b_axes, pieces, tuple(rest_a), tuple(rest_b))
+
+
+def _same_space(a_axes: Sequence[Axis], ia: Expr, b_axes: Sequence[Axis], ib: Expr) -> Mapping | None:
+    """The common case, found at once: axis by axis the same sizes and the same strides."""
+    if len(a_axes) != len(b_axes) or any(a.size != b.size for a, b in zip(a_axes, b_axes, strict=True)):
+        return None
+    env_b: Env = {b.var: expr(a.var) for a, b in zip(a_axes, b_axes, strict=True)}
+    atoms = ia.atoms()
+    if ib.subs(env_b) != ia or not all(a.var in atoms for a in a_axes) or any(isinstance(x, Ref) for x in atoms):
+        return None
+    kinds = ["r" if "r" in (a.kind, b.kind) else "p" for a, b in zip(a_axes, b_axes, strict=True)]
+    axes = tuple(Axis(a.var, kind) for a, kind in zip(a_axes, kinds, strict=True))
+    return Mapping(axes, {}, env_b, (), (), tuple(zip(axes, a_axes, b_axes, strict=True)))
 
 
 def _sizes(axes: Sequence[tuple[Axis, Expr]]) -> str:

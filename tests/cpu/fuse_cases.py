@@ -18,9 +18,8 @@ CPU, GPU = parse_target("cpu"), parse_target("sm_90")
 
 def lowered(fn, args, symbolic=False, options=None):
     """``fn`` as a program; ``fn`` must return a tuple, and mutate its arguments with ``copy_`` only."""
-    fn_tuple = lambda *a: fn(*a)  # noqa: E731  (make_fx wants a plain function)
     mode = "symbolic" if symbolic else "fake"
-    gm = make_fx(fn_tuple, decomposition_table=decompositions(), tracing_mode=mode)(*args)
+    gm = make_fx(torch.func.functionalize(fn), decomposition_table=decompositions(), tracing_mode=mode)(*args)
     program = lower(Graph(gm), options or Options())
     verify(program)
     return program
