@@ -26,6 +26,8 @@ from reflib.lab import recording as recordings
 ROOT = Path(__file__).resolve().parents[2]
 CELL_TIMEOUT = 1800
 
+Jobs = dict[Path, dict[str, Any]]  # each notebook to execute, with its parameters
+
 
 @dataclass
 class Result:
@@ -83,16 +85,14 @@ def convert(name: str, text: str, declared: str) -> Any:
     return float(value) if declared == "float" else value
 
 
-def parameters_for(
-    paths: Iterable[Path], given: Mapping[str, str], device: str
-) -> dict[Path, dict[str, Any]]:
+def parameters_for(paths: Iterable[Path], given: Mapping[str, str], device: str) -> Jobs:
     """Each notebook's parameters. Before anything runs, a name that no notebook declares is refused."""
     declared = {path: declared_parameters(path) for path in paths}
     every = sorted({name for names in declared.values() for name in names})
     for name in given:
         if name not in every:
             raise LabError(f"no notebook of this run has a parameter {name!r}; they have: {', '.join(every)}")
-    chosen: dict[Path, dict[str, Any]] = {}
+    chosen: Jobs = {}
     for path, names in declared.items():
         chosen[path] = {
             name: convert(name, text, names[name]["inferred_type_name"])
@@ -102,6 +102,14 @@ def parameters_for(
         if "device" in names:
             chosen[path].setdefault("device", device)
     return chosen
+
+
+def jobs_of(root: Path, only: Sequence[str], given: Mapping[str, str] | None, device: str) -> Jobs:
+    """What `run` and `record` are to execute; having nothing to do is an error."""
+    jobs = parameters_for(notebooks(root, only), given or {}, device)
+    if not jobs:
+        raise LabError(f"no notebooks in {shown(root / 'notebooks')}")
+    return jobs
 
 
 def resolve_device(asked: str) -> str:
@@ -202,9 +210,7 @@ def execute(
     return Result(path.stem, device, round(seconds, 1), status, problem, rows, claims)
 
 
-def execute_all(
-    jobs: Mapping[Path, Mapping[str, Any]], out: Path, device: str, say: Any = print
-) -> Iterator[tuple[Path, Result]]:
+def execute_all(jobs: Jobs, out: Path, device: str, say: Any = print) -> Iterator[tuple[Path, Result]]:
     """Execute every notebook, going on after a failure; bars on a terminal, lines elsewhere."""
     import sys
 
@@ -254,9 +260,7 @@ def run(
     from reflib.lab import book as books
 
     device = resolve_device(device)
-    jobs = parameters_for(notebooks(root, only), given or {}, device)
-    if not jobs:
-        raise LabError(f"no notebooks in {root / 'notebooks'}")
+    jobs = jobs_of(root, only, given, device)
     run_id = time.strftime("%Y%m%d-%H%M%S")
     out = (out or root / "runs" / run_id).resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -265,7 +269,7 @@ def run(
     shutil.rmtree(out / "work", ignore_errors=True)
     summary = {"device": device_name(device), "versions": versions(), "results": [asdict(r) for r in results]}
     (out / "results.json").write_text(json.dumps(summary, indent=1, sort_keys=True) + "\n")
-    failed = [r for r in results if r.status != "ok"] or len(results) < len(jobs)
+    failed = len(results) < len(jobs) or any(r.status != "ok" for r in results)
     page = None
     interrupted = bool(results) and results[-1].status == "interrupted"
     if book and not interrupted:
@@ -290,13 +294,12 @@ def record(
     commit: str = "",
     say: Any = print,
 ) -> int:
-    """Execute the notebooks and write outputs, stamp and rows to `out` (notebooks/ by default). 0 when all
-    went well.
+    """Execute the notebooks and write outputs, stamp and rows to `out` (notebooks/ by default). 0 if all well.
 
     A notebook that fails is left as it was. Claims that failed are listed: their prose is to be changed.
     """
     device = resolve_device(device)
-    jobs = parameters_for(notebooks(root, only), given or {}, device)
+    jobs = jobs_of(root, only, given, device)
     target = (out or root / "notebooks").resolve()
     work = root / "runs" / f"record-{time.strftime('%Y%m%d-%H%M%S')}"
     commit = commit or current_commit(root)
