@@ -12,9 +12,12 @@ if TYPE_CHECKING:
     from reflib.lab.capability import has as has
     from reflib.lab.ceilings import Roofline as Roofline
     from reflib.lab.ceilings import roofline as roofline
+    from reflib.lab.charts import dots as dots
+    from reflib.lab.charts import roofline_plot as roofline_plot
     from reflib.lab.checking import check as check
     from reflib.lab.claims import claim as claim
     from reflib.lab.figures import figure as figure
+    from reflib.lab.figures import plain_log as plain_log
     from reflib.lab.figures import style as style
     from reflib.lab.measuring import measure as measure
     from reflib.lab.params import Parameter as Parameter
@@ -24,7 +27,6 @@ if TYPE_CHECKING:
     from reflib.lab.pipeline_strip import strip as strip
     from reflib.lab.plots import bars as bars
     from reflib.lab.plots import lines as lines
-    from reflib.lab.plots import roofline_plot as roofline_plot
     from reflib.lab.recording import recorded as recorded
     from reflib.lab.rivals import contenders as contenders
     from reflib.lab.rows import Row as Row
@@ -44,6 +46,7 @@ _HOME = {
     "claim": "claims",
     "contenders": "rivals",
     "figure": "figures",
+    "plain_log": "figures",
     "style": "figures",
     "measure": "measuring",
     "Parameter": "params",
@@ -52,7 +55,8 @@ _HOME = {
     "peer": "peers",
     "bars": "plots",
     "lines": "plots",
-    "roofline_plot": "plots",
+    "dots": "charts",
+    "roofline_plot": "charts",
     "recorded": "recording",
     "Row": "rows",
     "Rows": "rows",

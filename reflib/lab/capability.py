@@ -6,9 +6,14 @@ import functools
 import importlib.util
 import os
 import shutil
+import warnings
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from reflib.errors import LabError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def has(capability: str) -> bool:
@@ -18,10 +23,14 @@ def has(capability: str) -> bool:
     return bool(CAPABILITIES[capability][1]())
 
 
-def _on_cuda() -> bool:
+def _device() -> str:
     from reflib.lab.session import current
 
-    return current().device.type == "cuda"
+    return current().device.type
+
+
+def _on_cuda() -> bool:
+    return _device() == "cuda"
 
 
 def _arch_at_least(major: int, minor: int = 0) -> bool:
@@ -62,9 +71,23 @@ def _triton_runs() -> bool:
 
 
 @functools.cache
-def _reflib() -> bool:
-    """Both the backend and what it needs are here."""
-    return importlib.util.find_spec("reflib.compile") is not None
+def _reflib(device: str) -> bool:
+    """Tried, not guessed: one tiny function is compiled. Why not, if not, is a warning."""
+    import torch
+
+    import reflib
+
+    try:
+        x = torch.arange(4.0, device=device)
+        return torch.equal(reflib.compile(_probe)(x), _probe(x))
+    except Exception as error:
+        why = str(error).strip().splitlines() or [type(error).__name__]
+        warnings.warn(f"reflib cannot compile for {device} here: {why[0]}")
+        return False
+
+
+def _probe(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
 
 
 # name -> (what it means, the test)
@@ -85,6 +108,6 @@ CAPABILITIES: dict[str, tuple[str, Callable[[], bool]]] = {
     "inductor": ("TorchInductor can compile for this device", _inductor),
     "reflib": (
         "reflib can compile for this device",
-        lambda: _reflib() and _inductor(),
+        lambda: _inductor() and _reflib(_device()),
     ),
 }

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from reflib.errors import LabError
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Okabe and Ito's set without its yellow; each colour comes with its own marker and dash.
@@ -70,6 +71,17 @@ def series_style(index: int) -> dict[str, Any]:
     """Colour, marker and dash of the index-th series."""
     turn = index % len(COLOURS)
     return {"color": COLOURS[turn], "marker": MARKERS[turn], "linestyle": DASHES[turn]}
+
+
+def plain_log(ax: Axes) -> None:
+    """Plain numbers on a logarithmic y axis: every 1, 2, 5 where it is short, else the tens."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = ax.get_ylim()
+    narrow = high < 100 * low
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if narrow else (1,), numticks=8))
+    ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.6g}"))
 
 
 class Picture:

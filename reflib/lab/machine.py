@@ -107,6 +107,18 @@ def _cpu_cache() -> int:
     return 32 * 2**20
 
 
+def busy() -> str:
+    """A warning when more programs want the CPU than it has cores; else nothing."""
+    try:
+        load = os.getloadavg()[0]
+    except OSError:
+        return ""
+    cores = os.cpu_count() or 1
+    if load <= cores:
+        return ""
+    return f"{load:.1f} programs want {cores} cores: times will wander, and loops in threads most of all"
+
+
 @functools.cache
 def versions() -> dict[str, str]:
     """Versions of what a number depends on."""

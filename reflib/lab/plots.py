@@ -1,4 +1,4 @@
-"""Plots of tidy rows: `lab.lines` over a sweep, `lab.bars` of cases, `lab.roofline_plot`.
+"""Plots of tidy rows: `lab.lines` over a sweep, `lab.bars` of cases.
 
 Each draws this machine's rows in full colour and recorded rows, if given, fainter beside
 them, writes its own alt text from the numbers, and emits the figure.
@@ -16,6 +16,7 @@ from reflib.lab.figures import (
     QUIET,
     Picture,
     figure,
+    plain_log,
     series_style,
     style,
 )
@@ -23,8 +24,6 @@ from reflib.lab.rows import Row, Rows, short, show_plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from reflib.lab.ceilings import Roofline
 
 RECORDED = " (recorded)"
 AXIS = {"bytes": "bytes", "time": "µs", "bandwidth": "GB/s", "rate": "TFLOP/s"}
@@ -125,7 +124,7 @@ def nickname(device: str) -> str:
 
 def _scales(ax: Axes, x: str, log: str) -> None:
     """Logarithmic axes with plain numbers on them, few enough to read on a phone."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator
 
     if "x" in log:
         ax.set_xscale("log", base=2 if x == "bytes" else 10)
@@ -134,11 +133,7 @@ def _scales(ax: Axes, x: str, log: str) -> None:
         ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: short_bytes(v)))
     if "y" in log:
         ax.set_yscale("log")
-        low, high = ax.get_ylim()
-        narrow = high < 100 * low
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if narrow else (1,), numticks=8))
-        ax.yaxis.set_minor_formatter(NullFormatter())
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.6g}"))
+        plain_log(ax)
 
 
 def _notes(ax: Axes, levels: Mapping[str, float], marks: Mapping[str, float]) -> None:
@@ -250,7 +245,7 @@ def _bar_panel(ax: Axes, panel: Rows, cases: list[str], log: bool) -> None:
 
     colour = {case: COLOURS[i % len(COLOURS)] for i, case in enumerate(cases)}
     labels = [_bar_label(row) for row in panel]
-    top = max(row.value or 0 for row in panel)
+    top = max((row.value or 0) + (row.spread or 0) / 2 for row in panel)
     for place, (row, text) in enumerate(zip(panel, labels, strict=True)):
         value = row.value or 0.0
         error = (row.spread or 0.0) / 2
@@ -306,75 +301,3 @@ def _bars_alt(panels: list[Rows], devices: list[str], metric: str) -> str:
         listed = ", ".join(f"{name} {_bar_label(row)}" for name, row in bars)
         parts.append(f"{device}: {listed}.")
     return " ".join(parts)
-
-
-def roofline_plot(
-    roof: Roofline,
-    points: Mapping[str, tuple[float, float]],
-    *,
-    caption: str,
-    title: str = "",
-) -> Picture:
-    """The two ceilings of a device, and kernels under them.
-
-    `points` maps a label to (FLOPs a byte, TFLOP/s reached).
-    """
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import FuncFormatter
-
-    xs = [p[0] for p in points.values()] + [roof.ridge]
-    low, high = min(xs) / 4, max(xs) * 8
-    with style():
-        fig, ax = plt.subplots()
-        ax.plot(
-            [low, roof.ridge, high],
-            [low * roof.bandwidth / 1e3, roof.flops, roof.flops],
-            color=INK,
-            linewidth=2,
-        )
-        ax.set_xscale("log")
-        ax.set_yscale("log")
-        for index, (label, (x, y)) in enumerate(points.items()):
-            look = series_style(index)
-            ax.plot(
-                [x],
-                [y],
-                marker=look["marker"],
-                color=look["color"],
-                linestyle="none",
-                markersize=9,
-                label=label,
-            )
-            share = y / roof.limit(x)
-            ax.annotate(f"{share:.0%}", (x, y), xytext=(7, -12), textcoords="offset points", fontsize=9.5)
-        ax.annotate(
-            f"{short(roof.bandwidth)} GB/s",
-            (low, low * roof.bandwidth / 1e3),
-            xytext=(12, -4),
-            textcoords="offset points",
-            fontsize=9.5,
-        )
-        ax.annotate(
-            f"{short(roof.flops)} TFLOP/s",
-            (high, roof.flops),
-            xytext=(-2, 5),
-            textcoords="offset points",
-            ha="right",
-            fontsize=9.5,
-        )
-        for axis in (ax.xaxis, ax.yaxis):
-            axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.6g}"))
-        ax.set_xlabel("arithmetic intensity, FLOPs a byte")
-        ax.set_ylabel("TFLOP/s")
-        if title:
-            ax.set_title(title)
-        ax.legend(loc="lower right")
-    reached = ". ".join(
-        f"{label}: {short(y)} TFLOP/s at {short(x)} FLOPs a byte, {y / roof.limit(x):.0%} of its limit"
-        for label, (x, y) in points.items()
-    )
-    alt = (
-        f"Roofline of {roof.device}: rises with {short(roof.bandwidth)} GB/s until "
-        f"{short(roof.ridge)} FLOPs a byte, then flat at {short(roof.flops)} TFLOP/s. {reached}."
-    )
-    return figure(fig, caption=caption, alt=alt)

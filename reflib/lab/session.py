@@ -113,6 +113,8 @@ def setup(
     _Current.value = result
     if not quiet:
         print(result)
+        if warning := machine.busy():
+            print(f"busy      {warning}")
     return result
 
 

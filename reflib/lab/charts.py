@@ -1,0 +1,110 @@
+"""Two charts that are not of rows: `lab.roofline_plot`, and `lab.dots` of raw samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from reflib.lab.figures import COLOURS, INK, Picture, figure, plain_log, series_style, style
+from reflib.lab.rows import short
+
+if TYPE_CHECKING:
+    from reflib.lab.ceilings import Roofline
+
+
+def dots(samples: Sequence[float], *, caption: str, unit: str = "µs") -> Picture:
+    """Samples in the order taken, with their median, mean and middle half."""
+    import matplotlib.pyplot as plt
+
+    from reflib.lab.timing import quantile
+
+    low, median, high = (quantile(tuple(samples), q) for q in (0.25, 0.5, 0.75))
+    mean = sum(samples) / len(samples)
+    with style():
+        fig, ax = plt.subplots()
+        ax.plot(samples, ".", color=COLOURS[0], markersize=4, label="one sample")
+        ax.axhspan(low, high, color=COLOURS[0], alpha=0.2, linewidth=0, label="middle half")
+        ax.axhline(median, color=COLOURS[0], label="median")
+        ax.axhline(mean, color=COLOURS[1], linestyle="--", label="mean")
+        ax.set_yscale("log")
+        plain_log(ax)
+        ax.set_xlabel("sample")
+        ax.set_ylabel(f"time of one call, {unit}")
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=2)
+    alt = (
+        f"Scatter of {len(samples)} samples in the order taken, in {unit}. Median {short(median)}, "
+        f"middle half from {short(low)} to {short(high)}, mean {short(mean)}, slowest {short(max(samples))}."
+    )
+    return figure(fig, caption=caption, alt=alt)
+
+
+def roofline_plot(
+    roof: Roofline,
+    points: Mapping[str, tuple[float, float]],
+    *,
+    caption: str,
+    title: str = "",
+) -> Picture:
+    """The two ceilings of a device, and kernels under them.
+
+    `points` maps a label to (FLOPs a byte, TFLOP/s reached).
+    """
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import FuncFormatter
+
+    xs = [p[0] for p in points.values()] + [roof.ridge]
+    low, high = min(xs) / 4, max(xs) * 8
+    with style():
+        fig, ax = plt.subplots()
+        ax.plot(
+            [low, roof.ridge, high],
+            [low * roof.bandwidth / 1e3, roof.flops, roof.flops],
+            color=INK,
+            linewidth=2,
+        )
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+        plain_log(ax)
+        for index, (label, (x, y)) in enumerate(points.items()):
+            look = series_style(index)
+            ax.plot(
+                [x],
+                [y],
+                marker=look["marker"],
+                color=look["color"],
+                linestyle="none",
+                markersize=9,
+                label=label,
+            )
+            share = y / roof.limit(x)
+            ax.annotate(f"{share:.0%}", (x, y), xytext=(7, -12), textcoords="offset points", fontsize=9.5)
+        ax.annotate(
+            f"{short(roof.bandwidth)} GB/s",
+            (low, low * roof.bandwidth / 1e3),
+            xytext=(12, -4),
+            textcoords="offset points",
+            fontsize=9.5,
+        )
+        ax.annotate(
+            f"{short(roof.flops)} TFLOP/s",
+            (high, roof.flops),
+            xytext=(-2, 5),
+            textcoords="offset points",
+            ha="right",
+            fontsize=9.5,
+        )
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.6g}"))
+        ax.set_xlabel("arithmetic intensity, FLOPs a byte")
+        ax.set_ylabel("TFLOP/s")
+        if title:
+            ax.set_title(title)
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=2)
+    reached = ". ".join(
+        f"{label}: {short(y)} TFLOP/s at {short(x)} FLOPs a byte, {y / roof.limit(x):.0%} of its limit"
+        for label, (x, y) in points.items()
+    )
+    alt = (
+        f"Roofline of {roof.device}: rises with {short(roof.bandwidth)} GB/s until "
+        f"{short(roof.ridge)} FLOPs a byte, then flat at {short(roof.flops)} TFLOP/s. {reached}."
+    )
+    return figure(fig, caption=caption, alt=alt)
