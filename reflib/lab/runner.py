@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from reflib.errors import LabError
+from reflib.lab import machine
 from reflib.lab import notebook as nb
 from reflib.lab import recording as recordings
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = machine.ROOT
 CELL_TIMEOUT = 1800
 
 Jobs = dict[Path, dict[str, Any]]  # each notebook to execute, with its parameters
@@ -112,25 +113,14 @@ def jobs_of(root: Path, only: Sequence[str], given: Mapping[str, str] | None, de
     return jobs
 
 
-def resolve_device(asked: str) -> str:
-    """'cpu' or 'cuda'. Only 'auto' falls back: asking for a GPU that is not there is an error."""
-    import torch
-
-    available = torch.cuda.is_available()
-    if asked == "auto":
-        return "cuda" if available else "cpu"
-    if asked not in ("cpu", "cuda"):
-        raise LabError(f"DEVICE={asked}: it is auto, cpu or cuda")
-    if asked == "cuda" and not available:
-        raise LabError("DEVICE=cuda, and PyTorch sees no CUDA device here (`reflib doctor` says more)")
-    return asked
+def slug_of(device: str) -> str:
+    """The name of a device's recordings: 'h200' of an 'NVIDIA H200', 'cpu' of any CPU."""
+    return "cpu" if device == "cpu" else gpu_slug(name_of(device))
 
 
-def device_name(device: str) -> str:
-    """'NVIDIA H200', or 'CPU'."""
-    import torch
-
-    return torch.cuda.get_device_name() if device == "cuda" else "CPU"
+def name_of(device: str) -> str:
+    """What the device calls itself: 'NVIDIA H200'."""
+    return machine.describe(machine.pick_device(device)).name
 
 
 # ---- executing
@@ -259,15 +249,19 @@ def run(
     """Execute the notebooks into `runs/<id>/` and build a book of them. 0 when all went well."""
     from reflib.lab import book as books
 
-    device = resolve_device(device)
+    device = machine.pick_device(device).type
     jobs = jobs_of(root, only, given, device)
     run_id = time.strftime("%Y%m%d-%H%M%S")
     out = (out or root / "runs" / run_id).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    say(f"{len(jobs)} notebooks on {device_name(device)}, into {shown(out)}")
+    say(f"{len(jobs)} notebooks on {name_of(device)}, into {shown(out)}")
     results = [result for _, result in execute_all(jobs, out, device, say)]
     shutil.rmtree(out / "work", ignore_errors=True)
-    summary = {"device": device_name(device), "versions": versions(), "results": [asdict(r) for r in results]}
+    summary = {
+        "device": name_of(device),
+        "versions": machine.versions(),
+        "results": [asdict(r) for r in results],
+    }
     (out / "results.json").write_text(json.dumps(summary, indent=1, sort_keys=True) + "\n")
     failed = len(results) < len(jobs) or any(r.status != "ok" for r in results)
     page = None
@@ -275,7 +269,7 @@ def run(
     if book and not interrupted:
         say("building the book of this run ...")
         try:
-            page = books.build_run(root, out, f"Your machine: {device_name(device)}")
+            page = books.build_run(root, out, f"Your machine: {name_of(device)}")
         except LabError as error:
             say(f"no book: {error}")
     say("\n" + table(results))
@@ -294,26 +288,26 @@ def record(
     commit: str = "",
     say: Any = print,
 ) -> int:
-    """Execute the notebooks and write outputs, stamp and rows to `out` (notebooks/ by default). 0 if all well.
+    """Execute the notebooks and write outputs, stamp and rows to `out` (or notebooks/). 0 if all went well.
 
     A notebook that fails is left as it was. Claims that failed are listed: their prose is to be changed.
     """
-    device = resolve_device(device)
+    device = machine.pick_device(device).type
     jobs = jobs_of(root, only, given, device)
     target = (out or root / "notebooks").resolve()
     work = root / "runs" / f"record-{time.strftime('%Y%m%d-%H%M%S')}"
-    commit = commit or current_commit(root)
-    name = device_name(device)
+    commit = commit or machine.commit() or "unknown"
+    name = name_of(device)
     results = []
     for path, result in execute_all(jobs, work.resolve(), device, say):
         results.append(result)
         if result.status != "ok":
             continue
         executed = nb.read(work / "notebooks" / path.name)
-        nb.stamp(executed, name, versions(), commit)
+        nb.stamp(executed, name, machine.versions(), commit)
         nb.write(executed, target / path.name, replace={str(work.resolve() / "work"): "."})
         if result.rows or result.claims:
-            recording = target / "recorded" / f"{path.stem}.{gpu_slug(name)}.json"
+            recording = target / "recorded" / f"{path.stem}.{slug_of(device)}.json"
             recordings.dump(recording, result.rows, result.claims)
     say("\n" + table(results))
     for result in results:
@@ -334,33 +328,3 @@ def shown(path: Path) -> str:
     with contextlib.suppress(ValueError):
         return str(path.resolve().relative_to(Path.cwd()))
     return str(path)
-
-
-def versions() -> dict[str, str]:
-    """What outputs depend on."""
-    import importlib.metadata
-    import platform
-
-    found = {"python": platform.python_version()}
-    for package in ("torch", "triton", "reflib"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
-
-
-def current_commit(root: Path) -> str:
-    """The commit's short name, with '+' when reflib/ differs from it; REFLIB_COMMIT where there is no git."""
-    import subprocess
-
-    named = os.environ.get("REFLIB_COMMIT")
-    if named:
-        return named
-
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True)
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    with contextlib.suppress(OSError):
-        commit = git("rev-parse", "--short=10", "HEAD")
-        return commit + "+" * bool(commit and git("status", "--porcelain", "--", "reflib")) or "unknown"
-    return "unknown"
