@@ -208,6 +208,8 @@ class Kernel:
 
     def reduce(self, kind: str, *values: Value, dtype: torch.dtype | None = None) -> Value:
         dtype = dtype or (torch.int64 if kind.startswith("arg") else values[0].dtype)
+        if not any(a.kind == "r" for a in self.axes):  # every reduced dimension has size 1
+            return values[-1].to(dtype)
         return Value(self, self.b.reduce(kind, *(v.id for v in values), dtype=dtype))
 
     # -- memory ---------------------------------------------------------------------------------
