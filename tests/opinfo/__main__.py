@@ -95,7 +95,7 @@ def run(a: argparse.Namespace, results: dict[str, Any]) -> None:
             out.write(json.dumps(asdict(result)) + "\n")
             out.flush()
             if result.status not in ("ok", "skip", "excluded"):
-                print(f"{result.status:8} {result.key}  {result.why[:300]}", flush=True)
+                print(f"{result.status:8} {result.key}  {' '.join(result.why.split())[:300]}", flush=True)
             n, now = sum(counts.values()), time.monotonic()
             if now - last > 30:
                 last = now

@@ -158,6 +158,16 @@ def _usable(case: Case, eager: Outcome, wide: Outcome) -> Outcome | None:
     return wide
 
 
+def tupled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """AOTAutograd alone makes lists of tuples; Dynamo puts that right."""
+
+    def call(*args: Any) -> Any:
+        result = fn(*args)
+        return tuple(result) if type(result) is list else result
+
+    return call
+
+
 def through_dynamo(case: Case, backend: Any) -> Callable[..., Any]:
     torch._dynamo.reset()
     return torch.compile(case.fn, backend=backend, dynamic=False)
@@ -198,7 +208,7 @@ def run_batch(cases: list[Case], say: Say, verify: bool = True, door: str = "aot
             wide = checking.call(case.fn, case.args, backward=case.backward, wide=True)
             stages: list[Any] = []
             if made is not None and made.compiled is not None:
-                compiled = made.compiled
+                compiled = tupled(made.compiled)
             elif until != "wrap":
                 compiled = case.fn
             else:

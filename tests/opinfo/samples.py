@@ -115,7 +115,7 @@ def case(group: Group, number: int, sample: Any) -> Case:
         args, kwargs = tree_unflatten(filled, spec)
         result = op.op(*args, **kwargs)
         result = process(result) if backward else result
-        return tuple(result) if type(result) is list else result  # AOTAutograd alone makes lists of tuples
+        return tuple(result) if type(result) in (list, torch.Size) else result
 
     return Case(f"{group.name}|{number}", fn, tuple(leaves[i] for i in where), backward)
 

@@ -8,7 +8,7 @@ import torch
 
 from tests import checking
 
-from .batch import Library, Result, _compile, capture
+from .batch import Library, Result, _compile, capture, tupled
 from .samples import Group, case, samples
 
 
@@ -50,7 +50,7 @@ def show(key: str) -> int:
                 assert s.kernels is not None
                 print(s.chosen, *(k.source for k in s.kernels.values()), sep="\n")
         assert made.compiled is not None
-        actual = checking.call(made.compiled, one.args, backward=one.backward)
+        actual = checking.call(tupled(made.compiled), one.args, backward=one.backward)
         problems = checking.wrong(actual, eager, wide)
         print(f"== after {until}: {problems or 'right'}")
         if actual.error is not None:
