@@ -146,6 +146,9 @@ class Expr:
             return self
         if self.terms == ONE.terms:
             return other
+        if len(other.terms) == 1 and not other.terms[0][0]:  # by a number: the order of terms stays
+            k = other.terms[0][1]
+            return Expr(tuple((m, c * k) for m, c in self.terms))
         out: dict[Monomial, int] = {}
         for m1, c1 in self.terms:
             for m2, c2 in other.terms:
@@ -219,13 +222,17 @@ class Expr:
         """Replace atoms; the result is simplified again."""
         if not env or not any(a in env or isinstance(a, Call) for m, _ in self.terms for a in m):
             return self
-        out = ZERO
+        out: dict[Monomial, int] = {}
         for m, c in self.terms:
+            if not any(a in env or isinstance(a, Call) for a in m):
+                out[m] = out.get(m, 0) + c
+                continue
             term = expr(c)
             for a in m:
                 term = term * _subs_atom(a, env)
-            out = out + term
-        return out
+            for new, k in term.terms:
+                out[new] = out.get(new, 0) + k
+        return _join_div_mod(_normal(out))
 
     def evaluate(self, env: Mapping[Any, Any]) -> Any:
         """The value, with atoms (or their names) looked up in ``env``: ints or integer tensors."""
@@ -268,7 +275,8 @@ def expr(value: IntLike | Atom) -> Expr:
 
 
 def _normal(terms: dict[Monomial, int]) -> Expr:
-    return Expr(tuple(sorted(((m, c) for m, c in terms.items() if c), key=_term_key)))
+    kept = [(m, c) for m, c in terms.items() if c]
+    return Expr(tuple(sorted(kept, key=_term_key) if len(kept) > 1 else kept))
 
 
 def _term_key(term: tuple[Monomial, int]) -> tuple:
