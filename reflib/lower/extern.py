@@ -98,6 +98,8 @@ def _output(cx: Context, fake: Any, i: int, returned: Any, name: str, symbols: l
         for d, size in enumerate(fake.shape):
             if isinstance(size, torch.SymInt) and _is_new_symbol(cx, size):
                 symbols.append((known.symbol(size.node.expr, size.node.shape_env), i, d))
+            elif isinstance(size, torch.SymInt) and not known.expressible(size):
+                symbols.append((known.define(cx.low.unique(f"{name}_size{d}"), size), i, d))
         buffer = cx.low.new_buffer(name, fake)
         return full_view(buffer), buffer.name
     if isinstance(fake, (torch.SymInt, torch.SymFloat, torch.SymBool)):

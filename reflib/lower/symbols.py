@@ -38,6 +38,13 @@ class Symbols:
             return self.from_sympy(value.node.expr, value.node.shape_env)
         raise Unsupported(f"{value!r} is not an integer")
 
+    def expressible(self, value: Any) -> bool:
+        try:
+            self.expr(value)
+        except Unsupported:
+            return False
+        return True
+
     def exprs(self, values: Any) -> tuple[Expr, ...]:
         return tuple(self.expr(v) for v in values)
 
@@ -73,6 +80,9 @@ class Symbols:
             return first
         if name == "Identity":
             return args()[0]
+        if name in ("CeilToInt", "FloorToInt") and type(e.args[0]).__name__ == "IntTrueDiv":
+            n, d = (self.from_sympy(a, env) for a in e.args[0].args)
+            return self._division("CeilDiv" if name == "CeilToInt" else "FloorDiv", n, d)
         raise Unsupported(f"the size {e} is not made of + * // % max min")
 
     def _division(self, name: str, a: Expr, b: Expr, c: Expr | None = None) -> Expr:
