@@ -1,0 +1,211 @@
+"""How many kernels well-known functions become, and that the fused program computes the same (see ``fuse_cases``)."""
+
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fuse_cases import CPU, GPU, calls, fused, kernels, lowered
+
+from reflib.fuse import fuse
+from reflib.options import Options
+
+R = torch.randn
+aten = torch.ops.aten
+
+
+def rms_norm(x, w):
+    return (x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6) * w,)
+
+
+def rope(x, c, s):
+    return (x * c + torch.cat([-x[..., 4:], x[..., :4]], -1) * s,)
+
+
+ONE_KERNEL = {
+    "softmax": (lambda x: (torch.softmax(x, -1),), [R(4, 6)]),
+    "softmax over columns": (lambda x: (torch.softmax(x, 0),), [R(4, 6)]),
+    "softmax in bfloat16": (lambda x: (torch.softmax(x, -1),), [R(4, 6).bfloat16()]),
+    "log_softmax over the middle": (lambda x: (torch.log_softmax(x, 1),), [R(3, 4, 5)]),
+    "softmax in place": (lambda x: (x.copy_(torch.softmax(x, -1)),), [R(4, 6)]),
+    "layer_norm": (lambda x, w, b: (F.layer_norm(x, (6,), w, b),), [R(4, 5, 6), R(6), R(6)]),
+    "layer_norm and statistics": (lambda x, w: tuple(aten.native_layer_norm(x, [6], w, None, 1e-5)), [R(4, 6), R(6)]),
+    "layer_norm over two": (lambda x: (F.layer_norm(x, (5, 6)),), [R(4, 5, 6)]),
+    "group_norm": (lambda x, w, b: (F.group_norm(x, 3, w, b),), [R(4, 6, 5), R(6), R(6)]),
+    "batch_norm": (lambda x, w, b: (F.batch_norm(x, None, None, w, b, True),), [R(4, 3, 5, 5), R(3), R(3)]),
+    "gelu(x + bias)": (lambda x, b: (F.gelu(x + b),), [R(4, 6), R(6)]),
+    "rms_norm": (rms_norm, [R(4, 6), R(6)]),
+    "softmax backward": (lambda g, y: (aten._softmax_backward_data(g, y, -1, torch.float32),), [R(4, 6), R(4, 6)]),
+    "transpose": (lambda x, y: (torch.relu(x).t() + y.exp(),), [R(4, 6), R(6, 4)]),
+    "reshape": (lambda x, y: (torch.relu(x).reshape(6, 4) + y,), [R(4, 6), R(6, 4)]),
+    "heads": (lambda x: ((x.exp().view(2, 5, 3, 4).transpose(1, 2) * 2).contiguous() + 1,), [R(2, 5, 12)]),
+    "diamond": (lambda x: ((x.exp() + x.sin()) * x.exp().cos(),), [R(8)]),
+    "cat": (lambda x, y: (torch.cat([x + 1, y * 2], 1).relu(),), [R(4, 3), R(4, 2)]),
+    "pad": (lambda x: (F.pad(x * 2, (1, 2)) + 1,), [R(4, 3)]),
+    "slice": (lambda x: (x.exp()[:, 1:3] * 2,), [R(4, 5)]),
+    "flip": (lambda x: (x.exp().flip(0) + 1,), [R(4, 3)]),
+    "rotary embedding": (rope, [R(2, 3, 8), R(3, 8), R(3, 8)]),
+    "gather of a product": (lambda x, i: ((x * 2)[i] + 1,), [R(5, 3), torch.tensor([0, 4, 4])]),
+    "embedding and layer_norm": (lambda w, i: (F.layer_norm(F.embedding(i, w), (6,)),), [R(7, 6), torch.tensor([1, 3])]),
+    "siblings": (lambda x: (x.sum(-1), x.amax(-1), x.exp()), [R(4, 6)]),
+    "in place": (lambda x, y: (x.copy_(x + y) * 2,), [R(4), R(4)]),
+    "zero size": (lambda x: (torch.softmax(x + 1, -1),), [R(0, 6)]),
+    "scalar": (lambda x: (x.exp() + 1,), [R(())]),
+}
+
+
+@pytest.mark.parametrize("target", [CPU, GPU], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("name", ONE_KERNEL)
+def test_one_kernel(name, target):
+    fn, args = ONE_KERNEL[name]
+    f = fused(fn, args, target)
+    assert len(f.groups) == 1
+
+
+@pytest.mark.parametrize("name", ["softmax", "layer_norm", "rms_norm", "gelu(x + bias)", "softmax backward", "rotary embedding"])
+def test_one_kernel_for_all_sizes(name):
+    fn, args = ONE_KERNEL[name]
+    sizes = {4: 7, 3: 9, 2: 5}
+    other = [R([sizes.get(n, n) for n in a.shape]) for a in args]
+    f = fused(fn, args, GPU, symbolic=True, run_on=[other] if name != "rotary embedding" else ())
+    assert len(f.groups) == 1
+
+
+SEVERAL = {
+    "rows and columns": (lambda x: (x.exp().sum(0), x.exp().sum(1)), [R(4, 6)], 2, {"axes"}),
+    "around a call": (lambda x, y: (torch.relu((x + 1) @ y).softmax(-1),), [R(4, 4), R(4, 4)], 2, {"call"}),
+    "in place, transposed": (lambda x: (x.copy_(x.t() + 1),), [R(4, 4)], 2, {"index"}),
+    "outer product": (lambda x, y: (x.exp()[:, None] * y.exp()[None],), [R(40), R(50)], 3, {"broadcast"}),
+    "mean of a cross entropy": (lambda x, t: (F.cross_entropy(x, t),), [R(6, 7), torch.tensor([1, 2, 3, 0, 6, 5])], 2, {"axes"}),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_kernels_and_why(name):
+    fn, args, count, codes = SEVERAL[name]
+    f = fused(fn, args)
+    assert len(kernels(f)) == count
+    assert codes <= {r.reason.code for r in f.refusals}
+
+
+def test_a_call_in_between():
+    """b needs a and the call; the call needs a: a and b cannot be one kernel."""
+
+    def fn(x):
+        a = x.exp()
+        return (a + a.cumsum(0),)
+
+    f = fused(fn, [R(4, 3)])
+    assert len(kernels(f)) == 2 and len(calls(f)) == 1
+    assert any(r.reason.code == "order" for r in f.refusals)
+
+
+def test_reads_before_a_mutation_stay_before():
+    def fn(x, y):
+        a = x.sum(0)
+        x.copy_(y * 2)
+        return a, x + 1
+
+    fused(fn, [R(4, 3), R(4, 3)])
+
+
+def test_limits():
+    x = [R(8)]
+
+    def fn(x):
+        for _ in range(20):
+            x = x.sin() + 1
+        return (x,)
+
+    assert len(kernels(fused(fn, x))) == 1
+    f = fused(fn, x, max_fused_ops=12)
+    assert len(kernels(f)) == 4
+    assert any(r.reason.code == "limit" for r in f.refusals)
+    many = [R(8) for _ in range(30)]
+    f = fused(lambda *a: (sum(a),), many, max_fused_buffers=12)
+    assert all(len(set(k.reads()) | set(k.writes())) <= 12 for k in kernels(f))
+
+
+def test_fuse_off():
+    f = fused(ONE_KERNEL["softmax"][0], [R(4, 6)], fuse=False)
+    assert len(f.groups) > 1
+
+
+def test_unused_buffers_go():
+    f = fused(ONE_KERNEL["softmax"][0], [R(4, 6)])
+    assert len(f.program.buffers) == 2
+    (k,) = kernels(f)
+    assert k.reads() == [f.program.inputs[0]] and len(k.writes()) == 1
+
+
+def test_contiguous_pointwise_is_one_loop():
+    (k,) = kernels(fused(lambda x, y: (torch.relu(x + y) * 2,), [R(3, 4, 5), R(3, 4, 5)]))
+    assert len(k.axes) == 1
+
+
+BIG = {
+    "sum": (lambda x: ((x * x).sum(),), [R(300, 200)]),
+    "odd": (lambda x: ((x * x).sum(), x.amax()), [R(100003)]),
+    "rows": (lambda x: (x.amax(1), x.argmax(1), x.argmin(1)), [R(2, 70001)]),
+    "columns": (lambda x: ((x * 2).sum(0) + 1,), [R(40000, 3)]),
+    "integers": (lambda x: (x.amin(0), x.sum(0), (x > 3).any(0), (x > 3).all(0)), [torch.randint(0, 9, (70001, 2))]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BIG)
+def test_split_reductions(name):
+    fn, args = BIG[name]
+    f = fused(fn, args)
+    assert any("part" in b for b in f.program.buffers)
+    whole = fused(fn, args, split_reductions=False)
+    assert not any("part" in b for b in whole.program.buffers)
+
+
+def test_split_symbolic():
+    f = fused(BIG["rows"][0], [R(2, 70001)], symbolic=True, run_on=[[R(3, 50000)], [R(2, 3)]])
+    assert any("part" in b for b in f.program.buffers)
+
+
+def adam(n):
+    def fn(*args):
+        out = []
+        for p, g, m, v in zip(*[iter(args)] * 4, strict=True):
+            m.copy_(m * 0.9 + g * 0.1)
+            v.copy_(v * 0.99 + g * g * 0.01)
+            out.append(p.copy_(p - m / (v.sqrt() + 1e-8)))
+        return tuple(out)
+
+    return fn, [R(5, 7).abs() if i % 4 == 3 else R(5, 7) for i in range(4 * n)]
+
+
+def test_adam_is_combined():
+    fn, args = adam(30)
+    f = fused(fn, args)
+    assert len(kernels(f)) == 30
+    assert sum(len(c) for c in f.combined) == 30 and len(f.combined) <= 2
+    names = [n.name for n in f.program.nodes]
+    for c in f.combined:
+        at = names.index(c[0])
+        assert tuple(names[at : at + len(c)]) == c
+    assert fused(fn, args, combine_kernels=False).combined == ()
+
+
+def chain(n):
+    def fn(x, y):
+        for i in range(n):
+            x = (torch.sin, torch.relu, lambda t: t * 2, lambda t: t + y)[i % 4](x)
+        return (x,)
+
+    return lowered(fn, [R(16, 16), R(16, 16)])
+
+
+def test_time_is_linear():
+    seconds = []
+    for program in (chain(100), chain(1000)):
+        best = 1e9
+        for _ in range(3):
+            start = time.process_time()
+            fuse(program, Options(), GPU)
+            best = min(best, time.process_time() - start)
+        seconds.append(best)
+    assert seconds[1] < 15 * seconds[0]
