@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..ir.expr import Atom, Expr, IntLike, Ref, expr, nonneg
-from ..ir.loops import BodyBuilder, Indirect, Load, Loops, Op, Reduce, Store, map_stmt
+from ..ir.expr import Atom, Expr, Var, expr, nonneg
+from ..ir.loops import BodyBuilder, Const, Index, Indirect, Load, Loops, Op, Reduce, Store, map_stmt
 from ..ir.program import Program
 from .dependencies import Dependencies, dependencies
 from .legality import common_space, single
-from .mapping import strides_of
+from .mapping import fresh, strides_of
 from .result import Reason
 
 MAX_OPS = 24  # statements of a producer that is computed once or twice
@@ -26,6 +26,9 @@ EXPENSIVE = frozenset(
     "div pow sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh"
     " sigmoid erf erfc lgamma atan2 hypot fmod remainder floordiv truncdiv".split()
 )
+
+
+Exprs = dict[Atom, Expr]
 
 
 @dataclass(frozen=True)
@@ -138,12 +141,7 @@ def _replace_loads(loops: Loops, p: Producer) -> Loops:
 
 def _insert(b: BodyBuilder, p: Producer, load: Load) -> int:
     """The producer's body at the element that ``load`` reads; returns the position of the value."""
-    env: dict[Atom, IntLike] = {a.var: 0 for a in p.loops.axes if a.size == 1}
-    rest = load.index - p.start
-    for n, (var, stride, size) in enumerate(p.strides):
-        quotient = rest // stride
-        env[var] = quotient if n == 0 else quotient % size
-        rest = rest % stride
+    env = _axes_at(load.index, p, *narrowed(b, load.mask))
     ids: dict[int, int] = {}
     for i, s in enumerate(p.loops.body):
         if isinstance(s, Store):
@@ -159,3 +157,64 @@ def _insert(b: BodyBuilder, p: Producer, load: Load) -> int:
     if load.mask is None:
         return value
     return b.op("where", load.mask, value, b.const(load.other, b.dtype(value)))
+
+
+def _axes_at(index: Expr, p: Producer, narrow: Exprs, widen: Exprs) -> Exprs:
+    """The producer's variables as functions of the consumer's, for the element at ``index``."""
+    env: Exprs = {a.var: expr(0) for a in p.loops.axes if a.size == 1}
+    rest = index.subs(narrow) - p.start
+    for n, (var, stride, size) in enumerate(p.strides):
+        quotient = rest // stride
+        env[var] = (quotient if n == 0 else quotient % size).subs(widen)
+        rest = rest % stride
+    return env
+
+
+def narrowed(b: BodyBuilder, mask: int | None) -> tuple[Exprs, Exprs]:
+    """Where a mask holds, the loop variables it compares have tighter ranges: with ``v >= 4 and v < 8``, v is ``w + 4``
+    for some w < 4. Divisions simplify with that; what is wrong elsewhere is masked off. Returns v -> w + 4, w -> v - 4.
+    """
+    bounds: dict[Var, list[Expr]] = {}
+    if mask is not None:
+        _collect_bounds(b, mask, bounds)
+    narrow: Exprs = {}
+    widen: Exprs = {}
+    for v, (low, high) in bounds.items():
+        w = fresh(high - low)
+        narrow[v], widen[w] = expr(w) + low, expr(v) - low
+    return narrow, widen
+
+
+def _collect_bounds(b: BodyBuilder, value: int, bounds: dict[Var, list[Expr]]) -> None:
+    """From comparisons ``v + c < e`` and the like, joined by ``and``, the least and the first too great value of v."""
+    s = b.body[value]
+    if not isinstance(s, Op):
+        return
+    if s.op == "and":
+        for a in s.args:
+            _collect_bounds(b, a, bounds)
+    elif s.op in ("lt", "le", "gt", "ge"):
+        left, right = (_integer(b, a) for a in s.args)
+        if left is None or right is None:
+            return
+        op = s.op
+        if left.variables() and right.variables():
+            return
+        if right.variables():
+            left, right, op = right, left, {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}[op]
+        for v in left.variables():
+            rest = left - expr(v)
+            if left.coefficient(v) == 1 and not rest.variables():
+                low, high = bounds.setdefault(v, [expr(0), v.size])
+                edge = right - rest + (1 if op in ("le", "gt") else 0)
+                if op in ("lt", "le"):
+                    bounds[v][1] = edge if nonneg(high - edge) else high
+                else:
+                    bounds[v][0] = edge if nonneg(edge - low) else low
+
+
+def _integer(b: BodyBuilder, value: int) -> Expr | None:
+    s = b.body[value]
+    if isinstance(s, Index):
+        return s.expr
+    return expr(s.value) if isinstance(s, Const) and isinstance(s.value, int) else None

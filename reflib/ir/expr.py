@@ -488,10 +488,22 @@ def nonneg(e: Expr, steps: int = 24) -> bool:
         if nonneg(c, steps - 1):
             return nonneg(rest, steps - 1)
         return nonneg(-c, steps - 1) and nonneg(rest + c * upper, steps - 1)
+    choices = [a for m, _ in e.terms for a in m if isinstance(a, Call) and a.fn in ("max", "min")]
+    if choices:
+        return any(_nonneg_choice(e, a, steps) for a in choices)
     if any(not isinstance(a, Sym) for m, _ in e.terms for a in m):
         return False
     shifted = e.subs({s: expr(Sym(s.name + "'")) + s.lo for s in e.symbols() if s.lo})
     return all(c >= 0 for _, c in shifted.terms)
+
+
+def _nonneg_choice(e: Expr, a: Call, steps: int) -> bool:
+    """max(x, y) is at least x and at least y; min(x, y) at most: enough if it helps."""
+    c = e.coefficient(a)
+    if c is None or not nonneg(c if a.fn == "max" else -c, steps - 1):
+        return False
+    rest = e - c * expr(a)
+    return nonneg(rest + c * a.a, steps - 1) or nonneg(rest + c * a.b, steps - 1)
 
 
 def _pick_bounded(e: Expr) -> tuple[Atom, Expr, Expr] | None:
