@@ -15,7 +15,6 @@ they were one are merged first, and the axis that most bytes are contiguous in g
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from ..ir.expr import Atom, Call, Expr, IntLike, Var, expr, floordiv, mod, product
 from ..ir.loops import Axis, Load, Loops, Reduce, Stmt, Store, map_stmt, stmt_exprs
@@ -46,9 +45,10 @@ class Space:
         return [s for s in self.body if isinstance(s, Store)]
 
 
-@lru_cache(maxsize=4096)
 def layout(loops: Loops, tile: bool = True) -> Space:
-    """``loops`` on the grid. ``tile=False`` keeps a pointwise kernel one-dimensional."""
+    """``loops`` on the grid. ``tile=False`` keeps a pointwise kernel one-dimensional.
+
+    Not memoized: two Loops over axes of one name and different sizes compare equal."""
     loops = collapse(loops)
     p, r = list(loops.parallel), list(loops.reduced)
     exprs = _accesses(loops)

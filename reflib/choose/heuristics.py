@@ -39,7 +39,7 @@ def choose_configs(
     """The ways to run ``parts`` as one kernel: a fast arm and what it assumes, then one that always works."""
     if not target.is_gpu:
         return (Arm((), parts, Config(xblock=1, num_warps=1, index="int64")),)
-    traffic = [_Traffic(p, buffers) for p in parts]
+    traffic = [_Traffic(p, buffers, layout(p)) for p in parts]
     main = max(traffic, key=lambda t: t.space.x.size.hint())
     config, row_facts = _config(main, traffic, target, options)
     facts = _index_facts(traffic, buffers)
@@ -68,10 +68,7 @@ class _Traffic:
 
     part: Loops
     buffers: dict[str, Buffer]
-
-    @property
-    def space(self) -> Space:
-        return layout(self.part)
+    space: Space
 
     def itemsizes(self) -> list[int]:
         return [

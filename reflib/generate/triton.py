@@ -72,7 +72,8 @@ def _dispatch(printers: list[PartPrinter], bodies: list[list[str]], ends: list[E
         last = k == len(bodies) - 1
         lines.append("else:" if last else f"{'if' if k == 0 else 'elif'} pid < {p.size(end)}:")
         start = p.size(ends[k - 1]) if k else "0"
-        lines.append(f"    pid{p.tag} = pid - ({start})" if k else f"    pid{p.tag} = pid")
+        start = start if start.isalnum() else f"({start})"
+        lines.append(f"    pid{p.tag} = pid - {start}" if k else f"    pid{p.tag} = pid")
         lines += ["    " + line for line in body]
     return lines
 

@@ -93,9 +93,11 @@ class PartPrinter:
             nx, ny = (self.size(_blocks(v.size, self.block[v.name])) for v in (self.space.x, self.space.y))
             xpid, rest = (f"{pid} % {_paren(nx)}", f"{pid} // {_paren(nx)}") if nx != "1" else ("0", pid)
             if self.space.z is None:
-                self._range("x", xpid), self._range("y", rest)
+                self._range("x", xpid)
+                self._range("y", rest)
             else:
-                self._range("x", xpid), self._range("y", f"{rest} % {_paren(ny)}" if ny != "1" else "0")
+                self._range("x", xpid)
+                self._range("y", f"{rest} % {_paren(ny)}" if ny != "1" else "0")
                 self.put(f"z{self.tag} = {rest} // {_paren(ny)}" if ny != "1" else f"z{self.tag} = {rest}")
         else:
             self._range("x", pid)
@@ -212,9 +214,11 @@ class PartPrinter:
     def _operand(self, i: int, dtype: torch.dtype) -> str:
         """A reduction's argument as a full block of ``dtype``."""
         v = self.values[i]
+        if isinstance(self.space.body[i], Const):
+            return f"tl.full({self._full()}, {v.text}, {TL[dtype]})"
         text = print_cast(v.text, self.dtype(i), dtype)
         text = f"({text})" if " " in text else text
-        return text if v.dims == {"x", "r"} else f"tl.broadcast_to({text}, {self._full()})"
+        return text if v.dims == {"x", "r"} or (v.dims == {"r"} and self.block["x"] == 1) else f"tl.broadcast_to({text}, {self._full()})"
 
     def _accumulator(self, s: Reduce) -> tuple[torch.dtype, str, str]:
         """(dtype, identity, helper that combines two) of a reduction other than arg*; bools count as int32."""
@@ -388,7 +392,9 @@ class PartPrinter:
                 masks.append(ok)
         text = self.address(index)
         if dims != all_dims:  # the pointer must have the whole shape
-            text = f"tl.full({self._shape(all_dims)}, 0, {'tl.int64' if self.wide else 'tl.int32'}) + {_paren(text)}"
+            zero = "0" if index.constant is None else text
+            whole = f"tl.full({self._shape(all_dims)}, {zero}, {'tl.int64' if self.wide else 'tl.int32'})"
+            text = whole if index.constant is not None else f"{whole} + {_paren(text)}"
         return text, masks, all_dims
 
     def _shape(self, dims: Dims) -> str:
@@ -423,7 +429,7 @@ class PartPrinter:
         """Keep in cache what is read again (a later pass; a weight shared by all rows), let the rest stream through."""
         if self.space.mode != "reduction" or "r" not in dims:
             return ""
-        if "x" not in dims or i in self.reread:
+        if i in self.reread or ("x" not in dims and self.space.x.size != 1):
             return "evict_last"
         return "evict_first" if self.config.reduction == "looped" else ""
 

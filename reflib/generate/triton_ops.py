@@ -2,12 +2,12 @@
 
 Two rules decide how an op is written:
 
-* The result must be eager's. Eager on CUDA calls the CUDA math library, and Triton's ``libdevice`` is that library;
-  ``tl.log`` and ``tl.sin`` are the hardware's approximations, and wrong near 1 and far from 0. Only ``tl.exp``,
-  ``tl.exp2`` and ``tl.rsqrt`` are good to about 2 ulp and much cheaper, so they are used as they are.
-* ``/`` on float32 is approximate too (``div.full.f32``, 2 ulp, 5 instructions, no branch). The exact ``tl.div_rn`` has
-  a slow path and costs about 15. A kernel that stores only half precision cannot show the difference, so it gets
-  the cheap one (``exact=False``).
+* The result must be eager's. Eager on CUDA calls the CUDA math library, and Triton's ``libdevice`` is that
+  library; ``tl.log`` and ``tl.sin`` are the hardware's approximations, and wrong near 1 and far from 0. Only
+  ``tl.exp2`` and ``tl.rsqrt`` are good to about 2 ulp, so they are used as they are.
+* ``/`` on float32 is approximate too (``div.full.f32``, 2 ulp, 5 instructions, no branch). The exact ``tl.div_rn``
+  has a slow path and costs about 15. A kernel that stores only half precision cannot show the difference, so it
+  gets the cheap one, and ``tl.exp`` (``exact=False``).
 
 Integers divide towards zero in Triton, as in C; division by zero gives 0 here (a masked lane must not trap).
 """
@@ -55,8 +55,12 @@ def print_op(
     """The expression for ``op`` of ``args`` (names or literals). ``dtype`` is the result's, ``source`` the operands'."""
     if op == "cast":
         return print_cast(args[0], source, dtype)
-    if op == "div" and source == torch.float32 and exact:
-        return f"tl.div_rn({args[0]}, {args[1]})"
+    if op == "div":
+        return _divide(args[0], args[1], source, exact)
+    if op == "sigmoid":
+        return _divide("1.0", f"1.0 + {_exp(needs, f'{args[0]} * -1.0', source, exact)}", source, exact)
+    if op == "exp":
+        return _exp(needs, args[0], source, exact)
     if op in _LIBDEVICE:
         return f"{needs.lib(_LIBDEVICE[op])}({', '.join(args)})"
     printer = _PRINTERS.get(op)
@@ -75,6 +79,18 @@ def print_cast(a: str, source: torch.dtype, dtype: torch.dtype) -> str:
         wide = "tl.int64" if dtype == torch.uint8 else "tl.int32"
         return f"{a}.to({wide}).to({TL[dtype]})"
     return f"{a}.to({TL[dtype]})"
+
+
+def _divide(a: str, b: str, t: torch.dtype, exact: bool) -> str:
+    """IEEE division; ``/`` already is for float64. The literal 1.0 is the only number that may come instead of a value."""
+    if t == torch.float32 and exact:
+        return f"tl.div_rn({'tl.full([], 1.0, tl.float32)' if a == '1.0' else a}, {b})"
+    return f"{a} / ({b})" if " " in b else f"{a} / {b}"
+
+
+def _exp(needs: Needs, a: str, t: torch.dtype, exact: bool) -> str:
+    """``tl.exp`` multiplies by log2(e) in one rounding, which is off by |x| / 2 ulp: too much only in full precision."""
+    return f"{needs.lib('exp')}({a})" if exact or t == torch.float64 else f"tl.exp({a})"
 
 
 # The same name as in libdevice unless stated. Exact, rounded or within 1-2 ulp, as eager's.
@@ -132,19 +148,21 @@ def _neg(needs: Needs, t: torch.dtype, a: list[str]) -> str:
 
 
 def _not(needs: Needs, t: torch.dtype, a: list[str]) -> str:
-    return f"{a[0]} == 0" if t == torch.bool else f"~{a[0]}"
+    if t == torch.bool:
+        return f"{a[0]} == 0"
+    return f"{a[0]} ^ 255" if t == torch.uint8 else f"~{a[0]}"
+
+
+def _single(a: str, t: torch.dtype) -> str:
+    return f"{a}.to(tl.float32)" if t == torch.float64 else a
 
 
 def _abs(needs: Needs, t: torch.dtype, a: list[str]) -> str:
     return a[0] if t == torch.uint8 else f"tl.abs({a[0]})"
 
 
-def _sigmoid(needs: Needs, t: torch.dtype, a: list[str]) -> str:
-    return f"1.0 / (1.0 + tl.exp({a[0]} * -1.0))"
-
-
 _PRINTERS: dict[str, Printer] = {
-    "add": _infix("+"), "sub": _infix("-"), "mul": _infix("*"), "div": _infix("/"),
+    "add": _infix("+"), "sub": _infix("-"), "mul": _infix("*"),
     "floordiv": _helper("floordiv_int", "floordiv_float"), "truncdiv": _helper("truncdiv_int"),
     "remainder": _helper("remainder_int", "remainder_float"), "fmod": _helper("fmod_int", "fmod_float"),
     "neg": _neg, "abs": _abs, "maximum": _extreme("maximum", "|"), "minimum": _extreme("minimum", "&"),
@@ -154,12 +172,13 @@ _PRINTERS: dict[str, Printer] = {
     "eq": _infix("=="), "ne": _infix("!="), "lt": _order("<"), "le": _order("<="), "gt": _order(">"), "ge": _order(">="),
     "where": _call("tl.where"),
     "to_f16": lambda needs, t, a: f"{a[0]}.to(tl.float16).to({TL[t]})",
-    "to_bf16": lambda needs, t, a: f"{a[0]}.to(tl.bfloat16).to({TL[t]})",
+    "to_bf16": lambda needs, t, a: f"{_single(a[0], t)}.to(tl.bfloat16).to({TL[t]})",
     "isnan": lambda needs, t, a: f"{a[0]} != {a[0]}",
     "isinf": lambda needs, t, a: f"tl.abs({a[0]}) == float('inf')",
     "signbit": lambda needs, t, a: f"{a[0]}.to({_BITS[t]}, bitcast=True) < 0",
     "sqrt": lambda needs, t, a: f"tl.sqrt_rn({a[0]})" if t == torch.float32 else f"tl.sqrt({a[0]})",
-    "rsqrt": _call("tl.rsqrt"), "exp": _call("tl.exp"), "exp2": _call("tl.exp2"), "sigmoid": _sigmoid,
+    "rsqrt": _call("tl.rsqrt"),
+    "exp2": lambda needs, t, a: f"{needs.lib('exp2')}({a[0]})" if t == torch.float64 else f"tl.exp2({a[0]})",
     "floor": _call("tl.floor"), "ceil": _call("tl.ceil"),
 }  # fmt: skip
 

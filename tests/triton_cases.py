@@ -1,0 +1,376 @@
+"""Kernels as hand-made Loops, to be generated in Triton: every op, every reduction, every shape of kernel.
+
+One list serves three readers: Triton's interpreter (no GPU), ahead-of-time compilation, and a real GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from reflib.choose.heuristics import choose_configs
+from reflib.generate.kernel import Kernel
+from reflib.generate.triton import generate_triton
+from reflib.ir.expr import Expr, Sym, Var, expr
+from reflib.ir.interpret import run_loops
+from reflib.ir.loops import Axis, BodyBuilder, Loops
+from reflib.ir.ops import OPS, VALUE_DTYPES, value_dtype
+from reflib.ir.program import Buffer, Config
+from reflib.options import Options
+from reflib.target import parse_target
+
+F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
+BOOL, I64, I32 = torch.bool, torch.int64, torch.int32
+INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+FLOATS = (F32, F64)
+TAKES = {
+    "float": FLOATS, "int": INTS, "bool": (BOOL,), "intbool": (BOOL, *INTS), "number": (*INTS, *FLOATS), "any": VALUE_DTYPES,
+}  # fmt: skip
+
+
+@dataclass
+class Case:
+    """One kernel: its parts, what is in the buffers before, sizes by symbol. ``config``: instead of the heuristic's."""
+
+    parts: tuple[Loops, ...]
+    tensors: dict[str, torch.Tensor]
+    sizes: dict[str, int] = field(default_factory=dict)
+    config: Config | None = None
+    shapes: dict[str, tuple[Expr, ...]] = field(default_factory=dict)
+    arm: int = 0
+
+    @property
+    def buffers(self) -> dict[str, Buffer]:
+        out = {}
+        for name, t in self.tensors.items():
+            shape = self.shapes.get(name, tuple(map(expr, t.shape)))
+            strides = tuple(map(expr, t.stride()))
+            if name in self.shapes:
+                strides = contiguous(shape)
+            out[name] = Buffer(name, t.dtype, t.device, shape, strides, "temp" if name.startswith("out") else "input")
+        return out
+
+    def kernel(self, name: str, target: str = "sm_90") -> Kernel:
+        """The kernel of the chosen arm, or of ``config``."""
+        t = parse_target(target)
+        arms = choose_configs(self.parts, self.buffers, t, Options())
+        arm = arms[min(self.arm, len(arms) - 1)]
+        aligned = tuple(a.what for a in arm.predicate if a.kind == "aligned")
+        return generate_triton(name, self.parts, self.config or arm.config, self.buffers, t, aligned)
+
+    def expected(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """What the interpreter makes of it."""
+        memory = {n: _storage(t) for n, t in self.tensors.items()}
+        for p in self.parts:
+            run_loops(p, memory, self.sizes)
+        return {n: memory[n].as_strided(t.shape, t.stride()) for n, t in self.tensors.items()}
+
+
+def _storage(t: torch.Tensor) -> torch.Tensor:
+    """A copy of all of a tensor's storage, flat."""
+    count = t.untyped_storage().nbytes() // t.itemsize
+    return t.as_strided((count,), (1,), 0).clone()
+
+
+def contiguous(shape: Sequence[Expr]) -> tuple[Expr, ...]:
+    strides: list[Expr] = []
+    step = expr(1)
+    for size in reversed(shape):
+        strides.insert(0, step)
+        step = step * size
+    return tuple(strides)
+
+
+def axis(name: str, size: int | Expr, kind: str = "p") -> Axis:
+    return Axis(Var(name, expr(size)), kind)
+
+
+def rand(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def hostile(dtype: torch.dtype) -> torch.Tensor:
+    """Values at which things go wrong, and ordinary ones."""
+    if dtype == BOOL:
+        return torch.tensor([True, False, True, True])
+    if not dtype.is_floating_point:
+        i = torch.iinfo(dtype)
+        edge = [0, 1, 2, 3, 7, 8, 31, 63, 64, 100, i.max, i.max - 1, i.min, i.min + 1, -1, -2, -3, -7, -64, -100]
+        return torch.tensor([e for e in edge if i.min <= e <= i.max], dtype=dtype)
+    f = torch.finfo(dtype)
+    edge = [0.0, 1, 0.5, 1.5, 2.5, 3, 1e-3, 20, 88.5, 89, 1e5, f.max, f.tiny, f.eps, float("inf"), 0.9999999, 10.0, 1e-20, 33.3]
+    values = torch.tensor([*edge, *(-e for e in edge), float("nan")], dtype=dtype)
+    return torch.cat([values, rand(24, dtype=dtype), 10 * rand(24, dtype=dtype, seed=1)])
+
+
+def operands(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    arity, v = OPS[name].arity, hostile(dtype)
+    if arity == 1:
+        more = torch.linspace(-20, 20, 1001, dtype=dtype) if dtype.is_floating_point else v
+        return [torch.cat([v, more])]
+    if arity == 2:
+        pairs = torch.cartesian_prod(v, v)
+        if dtype in INTS and name in ("floordiv", "truncdiv", "remainder", "fmod"):
+            pairs = pairs[~((pairs[:, 1] == -1) & (pairs[:, 0] == torch.iinfo(dtype).min))]  # eager traps here
+        return [pairs[:, 0].contiguous(), pairs[:, 1].contiguous()]
+    few = v[:: max(1, len(v) // 12)]
+    triples = torch.cartesian_prod(few, few, few)
+    first = triples[:, 0] if name != "where" else triples[:, 0] > 0
+    return [first.contiguous(), triples[:, 1].contiguous(), triples[:, 2].contiguous()]
+
+
+def op_case(name: str, dtype: torch.dtype, to: torch.dtype | None = None) -> Case:
+    args = operands(name, dtype)
+    n = args[0].numel()
+    i = axis("i", n)
+    b = BodyBuilder()
+    values = [b.load(f"x{k}", i.var, a.dtype) for k, a in enumerate(args)]
+    out = b.op(name, *values, dtype=to)
+    b.store("out", i.var, out)
+    tensors = {f"x{k}": a for k, a in enumerate(args)}
+    tensors["out"] = torch.zeros(n, dtype=b.dtype(out))
+    return Case((Loops(name, (i,), tuple(b.body)),), tensors, config=Config("none", xblock=4096))
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def op_cases() -> dict[str, Callable[[], Case]]:
+    """name -> maker, for every op and every dtype it takes."""
+    out: dict[str, Callable[[], Case]] = {}
+    for name, spec in OPS.items():
+        if name == "cast":
+            for a, b in itertools.permutations(VALUE_DTYPES, 2):
+                out[f"cast_{short(a)}_{short(b)}"] = lambda a=a, b=b: op_case("cast", a, b)
+        else:
+            for dtype in TAKES[spec.kind]:
+                out[f"{name}_{short(dtype)}"] = lambda name=name, dtype=dtype: op_case(name, dtype)
+    return out
+
+
+# -- reductions -------------------------------------------------------------------------------------
+PERSISTENT = Config("persistent", xblock=4, rblock=128, num_warps=4)
+LOOPED = Config("looped", xblock=2, rblock=16, num_warps=1)
+
+
+def reduce_case(kind: str, dtype: torch.dtype, across: bool, config: Config, rows: int = 5, n: int = 70) -> Case:
+    """Along memory (x[i, j] over j), or across it (x[j, i] over j)."""
+    pool = hostile(dtype)
+    if dtype.is_floating_point and kind in ("sum", "prod"):
+        pool = rand(50, dtype=dtype)
+    g = torch.Generator().manual_seed(1)
+    x = pool[torch.randint(len(pool), (rows, n), generator=g)]
+    if dtype.is_floating_point and kind[-3:] in ("max", "min"):
+        x[:3] = torch.where(x[:3].isnan(), torch.zeros_like(x[:3]), x[:3])  # rows without a NaN as well
+    x = x.t().contiguous() if across else x
+    i, j = axis("i", rows), axis("j", n, "r")
+    b = BodyBuilder()
+    index = expr(j.var) * rows + expr(i.var) if across else expr(i.var) * n + expr(j.var)
+    v = b.load("x", index, value_dtype(dtype))
+    args = (v, b.index(j.var)) if kind[:3] == "arg" else (v,)
+    out = I64 if kind[:3] == "arg" else dtype
+    b.store("out", i.var, b.reduce(kind, *args, dtype=out))
+    return Case((Loops(kind, (i, j), tuple(b.body)),), {"x": x, "out": torch.zeros(rows, dtype=out)}, config=config)
+
+
+def reduce_cases() -> dict[str, Callable[[], Case]]:
+    kinds = {
+        "sum": (F32, F64, I64, I32, torch.int16), "prod": (F32, I64), "max": (*FLOATS, I32, torch.uint8), "min": (F32, I64),
+        "any": (BOOL,), "all": (BOOL,), "argmax": (F32, I64), "argmin": (F32, torch.int8),
+    }  # fmt: skip
+    out: dict[str, Callable[[], Case]] = {}
+    for kind, dtypes in kinds.items():
+        for dtype, across, config in itertools.product(dtypes, (False, True), (PERSISTENT, LOOPED)):
+            name = f"{kind}_{short(dtype)}_{'across' if across else 'along'}_{config.reduction}"
+            out[name] = lambda kind=kind, dtype=dtype, across=across, config=config: reduce_case(kind, dtype, across, config)
+    return out
+
+
+# -- whole kernels ----------------------------------------------------------------------------------
+def pointwise(
+    shape: Sequence[int], loads: dict[str, tuple[torch.Tensor, Callable[..., Expr]]], fn: Callable[..., int],
+    out: torch.dtype = F32, out_index: Callable[..., Expr] | None = None, **more: object,
+) -> Case:  # fmt: skip
+    """``out[...] = fn(builder, *values)`` over a grid; each load is a tensor and its index of the axes' variables."""
+    axes = tuple(axis(f"i{k}", n) for k, n in enumerate(shape))
+    vs = [expr(a.var) for a in axes]
+    b = BodyBuilder()
+    values = [b.load(n, f(*vs), value_dtype(t.dtype)) for n, (t, f) in loads.items()]
+    result = fn(b, *values)
+    flat = sum((v * s for v, s in zip(vs, contiguous([expr(n) for n in shape]))), expr(0))
+    b.store("out", out_index(*vs) if out_index else flat, result)
+    tensors = {n: t for n, (t, _) in loads.items()}
+    tensors["out"] = torch.zeros(tuple(shape), dtype=out)
+    return Case((Loops("pointwise", axes, tuple(b.body)),), tensors, **more)  # type: ignore[arg-type]
+
+
+def add_one(b: BodyBuilder, x: int) -> int:
+    return b.op("add", x, b.const(1, b.dtype(x)))
+
+
+def norm(kind: str, m: int, n: int, dtype: torch.dtype, config: Config | None = None, dynamic: bool = False) -> Case:
+    """softmax, layer_norm or rms_norm over rows; ``dynamic``: both sizes are symbols."""
+    rows, cols = (expr(Sym("s0", 2, None, m)), expr(Sym("s1", 2, None, n))) if dynamic else (expr(m), expr(n))
+    i, j = axis("i", rows), axis("j", cols, "r")
+    at = expr(i.var) * cols + expr(j.var)
+    b = BodyBuilder()
+    x = b.load("x", at, F32)
+    tensors = {"x": rand(m, n, dtype=dtype)}
+    if kind == "softmax":
+        e = b.op("exp", b.op("sub", x, b.reduce("max", x, dtype=F32)))
+        y = b.op("div", e, b.reduce("sum", e, dtype=F32))
+    else:
+        count = b.cast(b.index(cols), F32)
+        d = x
+        if kind == "layer_norm":
+            mean = b.op("div", b.reduce("sum", x, dtype=F32), count)
+            d = b.op("sub", x, mean)
+            b.store("out_mean", i.var, mean)
+            tensors["out_mean"] = torch.zeros(m)
+        var = b.op("div", b.reduce("sum", b.op("mul", d, d), dtype=F32), count)
+        y = b.op("mul", d, b.op("rsqrt", b.op("add", var, b.const(1e-5, F32))))
+        tensors["w"] = rand(n, dtype=dtype, seed=1)
+        y = b.op("mul", y, b.load("w", j.var, F32))
+        if kind == "layer_norm":
+            tensors["b"] = rand(n, dtype=dtype, seed=2)
+            y = b.op("add", y, b.load("b", j.var, F32))
+    b.store("out", at, y)
+    tensors["out"] = torch.zeros(m, n, dtype=dtype)
+    known = {"x": (rows, cols), "out": (rows, cols), "w": (cols,), "b": (cols,), "out_mean": (rows,)}
+    shapes = {k: s for k, s in known.items() if k in tensors} if dynamic else {}
+    sizes = {"s0": m, "s1": n} if dynamic else {}
+    return Case((Loops(kind, (i, j), tuple(b.body)),), tensors, sizes, config, shapes)
+
+
+def gather(index: torch.Tensor, wide: bool = False) -> Case:
+    """Rows of a table by an index tensor, negative indices wrapped."""
+    n, cols = index.numel(), 24
+    i, j = axis("i", n), axis("j", cols)
+    b = BodyBuilder()
+    row = b.indirect(b.load("index", i.var, index.dtype), 10)
+    b.store("out", expr(i.var) * cols + expr(j.var), b.load("x", row * cols + expr(j.var), F32))
+    case = Case((Loops("gather", (i, j), tuple(b.body)),), {"x": rand(10, cols), "index": index, "out": torch.zeros(n, cols)})
+    return replace(case, arm=1 if wide else 0)
+
+
+def scatter_like() -> Case:
+    """An indirect store, and an index that is a value."""
+    i = axis("i", 50)
+    b = BodyBuilder()
+    place = b.indirect(b.load("index", i.var, I64), 50)
+    b.store("out", place, b.cast(b.index(expr(i.var) * 3 + 1), F32))
+    perm = torch.randperm(50, generator=torch.Generator().manual_seed(0))
+    return Case((Loops("scatter", (i,), tuple(b.body)),), {"index": perm, "out": torch.zeros(50)})
+
+
+def pad() -> Case:
+    """A load with a condition: a row padded by two on either side."""
+    i, j = axis("i", 6), axis("j", 14)
+    b = BodyBuilder()
+    at = b.index(expr(j.var) - 2)
+    ok = b.op("and", b.op("ge", at, b.const(0, I64)), b.op("lt", at, b.const(10, I64)))
+    v = b.load("x", expr(i.var) * 10 + expr(j.var) - 2, F32, ok, -1.5)
+    b.store("out", expr(i.var) * 14 + expr(j.var), v)
+    return Case((Loops("pad", (i, j), tuple(b.body)),), {"x": rand(6, 10), "out": torch.zeros(6, 14)})
+
+
+def rolled() -> Case:
+    """An index with a remainder of something negative: Python's, not C's."""
+    i = axis("i", 40)
+    b = BodyBuilder()
+    b.store("out", i.var, b.load("x", (expr(i.var) - 13) % 40, F32))
+    return Case((Loops("roll", (i,), tuple(b.body)),), {"x": rand(40), "out": torch.zeros(40)})
+
+
+def several(k: int = 3) -> Case:
+    """Independent parts in one launch, of different sizes."""
+    parts, tensors = [], {}
+    for n in range(k):
+        i = axis("i", 100 + 700 * n)
+        b = BodyBuilder()
+        b.store(f"out{n}", i.var, b.op("mul", b.load(f"x{n}", i.var, F32), b.const(n + 0.5, F32)))
+        parts.append(Loops(f"part{n}", (i,), tuple(b.body)))
+        tensors[f"x{n}"] = rand(100 + 700 * n, seed=n)
+        tensors[f"out{n}"] = torch.zeros(100 + 700 * n)
+    return Case(tuple(parts), tensors)
+
+
+def in_place(config: Config) -> Case:
+    """Adds to ``x`` and uses the old values after a reduction: a looped kernel must not read what it wrote."""
+    i, j = axis("i", 3), axis("j", 50, "r")
+    at = expr(i.var) * 50 + expr(j.var)
+    b = BodyBuilder()
+    x = b.load("x", at, F32)
+    b.store("x", at, b.op("add", x, b.const(1, F32)))
+    total = b.reduce("sum", x, dtype=F32)
+    b.store("out", at, b.op("mul", x, total))
+    return Case((Loops("in_place", (i, j), tuple(b.body)),), {"x": rand(3, 50), "out": torch.zeros(3, 50)}, config=config)
+
+
+def batch_norm_stats() -> Case:
+    """Two reduced axes that do not merge, around a parallel one."""
+    n, c, h = axis("n", 4, "r"), axis("c", 5), axis("h", 30, "r")
+    b = BodyBuilder()
+    x = b.load("x", expr(n.var) * 150 + expr(c.var) * 30 + expr(h.var), F32)
+    b.store("out", c.var, b.reduce("sum", b.op("mul", x, x), dtype=F32))
+    return Case((Loops("stats", (n, c, h), tuple(b.body)),), {"x": rand(4, 5, 30), "out": torch.zeros(5)})
+
+
+def of_nothing() -> Case:
+    """A sum over no elements."""
+    i, j = axis("i", 4), axis("j", 0, "r")
+    b = BodyBuilder()
+    b.store("out", i.var, b.reduce("sum", b.load("x", expr(j.var), F32), dtype=F32))
+    return Case((Loops("of_nothing", (i, j), tuple(b.body)),), {"x": torch.zeros(1), "out": torch.ones(4)})
+
+
+def one_number() -> Case:
+    """A full reduction, a scalar beside it, and a constant reduced."""
+    j = axis("j", 300, "r")
+    b = BodyBuilder()
+    s = b.reduce("sum", b.load("x", j.var, F32), dtype=F32)
+    count = b.reduce("sum", b.const(1, F32), dtype=F32)
+    b.store("out", 0, b.op("add", b.op("div", s, count), b.load("y", 0, F32)))
+    return Case((Loops("mean", (j,), tuple(b.body)),), {"x": rand(300), "y": rand(1), "out": torch.zeros(1)})
+
+
+def kernel_cases() -> dict[str, Callable[[], Case]]:
+    looped = Config("looped", xblock=2, rblock=16, num_warps=1)
+    small = Config("looped", xblock=1, rblock=64, num_warps=1)
+    out: dict[str, Callable[[], Case]] = {
+        "add_broadcast": lambda: pointwise(
+            (6, 40), {"x": (rand(6, 40), lambda i, j: i * 40 + j), "y": (rand(40), lambda i, j: j), "z": (rand(6), lambda i, j: i)},
+            lambda b, x, y, z: b.op("add", b.op("mul", x, y), z)),
+        "half_to_half": lambda: pointwise((1000,), {"x": (rand(1000, dtype=BF16), lambda i: i)}, add_one, BF16),
+        "float16": lambda: pointwise((1000,), {"x": (rand(1000, dtype=F16), lambda i: i)}, add_one, F16),
+        "bool_out": lambda: pointwise((100,), {"x": (rand(100), lambda i: i)}, lambda b, x: b.op("gt", x, b.const(0, F32)), BOOL),
+        "bool_in": lambda: pointwise((100,), {"x": (rand(100) > 0, lambda i: i)}, lambda b, x: b.cast(x, F32)),
+        "transpose": lambda: pointwise((48, 70), {"x": (rand(70, 48), lambda i, j: j * 48 + i)}, add_one),
+        "permute_3d": lambda: pointwise((5, 20, 30), {"x": (rand(30, 5, 20), lambda i, j, k: k * 100 + i * 20 + j)}, add_one),
+        "permute_untiled": lambda: pointwise((5, 4, 3), {"x": (rand(3, 5, 4), lambda i, j, k: k * 20 + i * 4 + j)}, add_one),
+        "strided": lambda: pointwise((20, 10), {"x": (rand(20, 30)[:, ::3], lambda i, j: i * 30 + j * 3)}, add_one),
+        "channels": lambda: pointwise(
+            (2, 6, 35), {"x": (rand(2, 6, 35), lambda n, c, h: n * 210 + c * 35 + h), "w": (rand(6), lambda n, c, h: c)},
+            lambda b, x, w: b.op("mul", x, w)),
+        "one": lambda: pointwise((1,), {"x": (rand(1), lambda i: i)}, add_one),
+        "constants": lambda: pointwise((30,), {}, lambda b: b.op("add", b.const(2, F32), b.const(float("inf"), F32))),
+        "gather": lambda: gather(torch.tensor([0, 3, -1, 9, -10, 5, 5])),
+        "gather_int32": lambda: gather(torch.tensor([0, 3, -1, 9], dtype=I32)),
+        "gather_wide": lambda: gather(torch.tensor([0, 3, -1, 9]), wide=True),
+        "scatter_like": scatter_like, "pad": pad, "roll": rolled, "several": several,
+        "in_place_persistent": lambda: in_place(Config("persistent", xblock=1, rblock=64, num_warps=1)),
+        "in_place_looped": lambda: in_place(looped),
+        "batch_norm_stats": batch_norm_stats, "of_nothing": of_nothing, "one_number": one_number,
+    }  # fmt: skip
+    for kind in ("softmax", "layer_norm", "rms_norm"):
+        out[f"{kind}"] = lambda kind=kind: norm(kind, 6, 100, F32)
+        out[f"{kind}_bf16"] = lambda kind=kind: norm(kind, 9, 128, BF16)
+        out[f"{kind}_looped"] = lambda kind=kind: norm(kind, 5, 100, F32, looped)
+        out[f"{kind}_looped_even"] = lambda kind=kind: norm(kind, 3, 128, F32, small)
+        out[f"{kind}_dynamic"] = lambda kind=kind: norm(kind, 6, 96, F32, dynamic=True)
+        out[f"{kind}_dynamic_general"] = lambda kind=kind: replace(norm(kind, 6, 100, F32, dynamic=True), arm=1)
+    return out

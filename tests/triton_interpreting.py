@@ -1,0 +1,152 @@
+"""Runs the Triton cases in Triton's interpreter: a program of its own, because the interpreter must be chosen before
+Triton is imported.
+
+    TRITON_INTERPRET=1 python tests/triton_interpreting.py {ops|reductions|kernels} [name ...]
+
+Prints one JSON object: for each case, what is wrong with it, or nothing. What the interpreter lacks is given to it
+here: libdevice (as torch functions) and a reduction with any combine function (as a tree, whole arrays at a time).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from typing import Any
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.language.extra import libdevice
+from triton.runtime import interpreter
+from triton_cases import Case, kernel_cases, op_cases, reduce_cases
+
+from reflib.ir.ops import OPS
+
+EXTRA = {"rint": torch.round, "fmod": torch.fmod}
+
+
+def use_torch_for_libdevice() -> None:
+    names = {n: s.meaning for n, s in OPS.items() if s.kind == "float"} | EXTRA
+    for name, fn in names.items():
+        if hasattr(libdevice, name):
+            setattr(libdevice, name, _wrapped(fn))
+
+
+def _wrapped(fn: Any) -> Any:
+    def call(*args: Any) -> Any:
+        arrays = [torch.from_numpy(np.array(a.handle.data)) for a in args]
+        out = fn(*arrays).numpy()
+        return tl.core.tensor(interpreter.TensorHandle(out, args[0].handle.dtype), args[0].type)
+
+    return call
+
+
+def reduce_by_trees() -> None:
+    def generic_reduce(self: Any, inputs: Any) -> Any:
+        arrays = [x.handle.data for x in inputs]
+        axis, types = self.axis, [x.dtype for x in inputs]
+        while arrays[0].shape[axis] > 1:
+            half = arrays[0].shape[axis] // 2
+            left = [self.to_tensor(np.take(a, range(half), axis), t) for a, t in zip(arrays, types)]
+            right = [self.to_tensor(np.take(a, range(half, 2 * half), axis), t) for a, t in zip(arrays, types)]
+            out = self.combine_fn.fn(*left, *right)
+            arrays = [o.handle.data for o in (out if isinstance(out, tuple) else (out,))]
+        if not self.keep_dims:
+            arrays = [np.squeeze(a, axis) for a in arrays]
+        return [self.to_tensor(a, t) for a, t in zip(arrays, types)]
+
+    interpreter.ReduceOps.generic_reduce = generic_reduce
+
+
+def run(name: str, case: Case, folder: str) -> dict[str, torch.Tensor]:
+    """What the buffers hold after the kernel has run."""
+    kernel = case.kernel(f"k_{name}")
+    path = os.path.join(folder, f"{name}.py")
+    with open(path, "w") as f:
+        f.write(kernel.source)
+    names: dict[str, Any] = {"__name__": f"kernel_{name}"}
+    exec(compile(kernel.source, path, "exec"), names)
+    guards = {n: _guarded(t) for n, t in case.tensors.items()}
+    after = {n: middle for n, (_, middle) in guards.items()}
+    grid = int(kernel.grid.evaluate(case.sizes))
+    args = [after[b] for b, _ in kernel.buffers] + [case.sizes[s.name] for s in kernel.symbols]
+    with np.errstate(all="ignore"):
+        names[kernel.name][(grid,)](*args)
+    for n, (whole, _) in guards.items():
+        edge = torch.cat([whole[:GUARD], whole[-GUARD:]])
+        assert bool((edge == 1).all()), f"wrote outside {n}"
+    return after
+
+
+GUARD = 4096
+
+
+def _guarded(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A copy of a tensor in the middle of a larger one, whose ends must stay as they are."""
+    count = t.untyped_storage().nbytes() // t.itemsize
+    whole = torch.ones(count + 2 * GUARD, dtype=t.dtype)
+    whole[GUARD : GUARD + count] = t.as_strided((count,), (1,), 0)
+    return whole, whole.as_strided(t.shape, t.stride(), GUARD)
+
+
+def problem(name: str, case: Case, got: dict[str, torch.Tensor]) -> str:
+    want = case.expected()
+    for b, w in want.items():
+        g = got[b]
+        if not w.dtype.is_floating_point:
+            bad = g != w
+            bad &= _defined(name, case, bad)
+        else:
+            eps = torch.finfo(w.dtype).eps
+            near = (g.double() - w.double()).abs() <= 8 * eps * w.double().abs() + 3e-6 * w.dtype.itemsize / 4
+            near = near if name.startswith(("op", "cast")) or w.dtype != torch.float64 else near
+            bad = ~((g == w) | (g.isnan() & w.isnan()) | near)
+            bad &= _defined(name, case, bad)
+        if bool(bad.any()):
+            at = bad.flatten().nonzero().flatten()[:4].tolist()
+            ins = {k: [t.flatten()[i].item() for i in at if i < t.numel()] for k, t in case.tensors.items() if k[:3] != "out"}
+            return f"{b}: {int(bad.sum())} of {bad.numel()} wrong; got {g.flatten()[at].tolist()} want {w.flatten()[at].tolist()} from {ins}"
+    return ""
+
+
+def _defined(name: str, case: Case, like: torch.Tensor) -> torch.Tensor:
+    """Where the op has one right answer (C leaves min / -1 and a float outside an integer's range open)."""
+    ok = torch.ones_like(like)
+    x = case.tensors.get("x0")
+    if x is None or "out" not in case.tensors or x.shape != like.shape:
+        return ok
+    if name.startswith(("remainder", "fmod", "floordiv")) and x.dtype.is_floating_point:
+        x1 = case.tensors["x1"]  # torch's own gives NaN where the quotient overflows
+        ok &= ~((x / x1).isinf() & (x1 != 0) & x.isfinite())
+    out = case.tensors["out"].dtype
+    if name.startswith("cast") and x.dtype.is_floating_point and not out.is_floating_point and out != torch.bool:
+        i = torch.iinfo(out)
+        ok &= (x > max(i.min, -(2**31))) & (x < min(i.max, 2**31 - 256))
+    return ok
+
+
+def main(kind: str, wanted: list[str]) -> dict[str, str]:
+    use_torch_for_libdevice()
+    reduce_by_trees()
+    cases = {"ops": op_cases, "reductions": reduce_cases, "kernels": kernel_cases}[kind]()
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, make in cases.items():
+            if (wanted and name not in wanted) or name.startswith("to_bf16"):
+                continue  # the interpreter cuts bfloat16 off instead of rounding
+            try:
+                case = make()
+                results[name] = problem(name, case, run(name, case, folder))
+            except Exception as e:
+                results[name] = f"{type(e).__name__}: {e}\n" + "".join(traceback.format_exc().splitlines(True)[-6:])
+    return results
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps(main(sys.argv[1], sys.argv[2:])))
