@@ -20,10 +20,9 @@ template <> struct is_float<double> { static constexpr bool value = true; };
 static inline float widen(bfloat16 h) { return bit_cast<float>((uint32_t)h.bits << 16); }
 static inline float widen(float16 h) {
   // Shift exponent and fraction into place; 2^112 repairs the exponent's bias, and denormals on the way.
-  const uint32_t sign = (uint32_t)(h.bits & 0x8000) << 16, rest = (uint32_t)(h.bits & 0x7fff) << 13;
-  const float magnitude = bit_cast<float>(rest) * 0x1p112f;
-  const uint32_t bits = rest >= 0x0f800000 ? rest | 0x7f800000 : bit_cast<uint32_t>(magnitude);
-  return bit_cast<float>(bits | sign);
+  const uint32_t bits = (uint32_t)(int16_t)h.bits << 13 & 0x8fffffff;
+  const uint32_t all_ones = (bits & 0x0f800000) == 0x0f800000 ? 0x7f800000 : 0;  // infinity or NaN
+  return bit_cast<float>(bit_cast<uint32_t>(bit_cast<float>(bits) * 0x1p112f) | all_ones);
 }
 static inline bfloat16 to_bfloat16(float x) {
   const uint32_t bits = bit_cast<uint32_t>(x);
@@ -177,23 +176,27 @@ static inline float exp_rest(float r) {
 }
 static inline float power_of_two(int32_t n) { return bit_cast<float>((n + 127) << 23); }
 static inline float exp(float x) {
-  x = x > 89.0f ? 89.0f : x;
-  x = x < -104.0f ? -104.0f : x;
+  const float y = x < -104.0f ? -104.0f : x;
+  const bool tiny = y < -87.0f;  // the result may be a denormal: compute 2^64 times that first
+  const Reduced a = by_ln2(y);
+  const int32_t n = (int32_t)a.n + (tiny ? 64 : 0);
+  const float result = bit_cast<float>(bit_cast<int32_t>(1.0f + (a.r + exp_rest(a.r))) + (n << 23));
+  return (x > 88.72283f ? __builtin_inff() : result) * (tiny ? 0x1p-64f : 1.0f);
+}
+// For -20 <= x < 89 only.
+static inline float expm1_between(float x) {
   const Reduced a = by_ln2(x);
-  const int32_t n = (int32_t)a.n, half = n >> 1;  // 2^n in two steps: it may be no float, where the result is one
-  return (1.0f + (a.r + exp_rest(a.r))) * power_of_two(half) * power_of_two(n - half);
+  const float scale = power_of_two((int32_t)a.n - 1);
+  return (scale * (a.r + exp_rest(a.r)) + (scale - 0.5f)) * 2.0f;
 }
 static inline float expm1(float x) {
-  const float y = x > 89.0f ? 89.0f : x < -20.0f ? -20.0f : x;
-  const Reduced a = by_ln2(y);
-  const float scale = power_of_two((int32_t)a.n - 1);
-  const float result = (scale * (a.r + exp_rest(a.r)) + (scale - 0.5f)) * 2.0f;
+  const float result = expm1_between(x > 89.0f ? 89.0f : x < -20.0f ? -20.0f : x);
   return x == 0.0f ? x : result;
 }
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
 static inline double sigmoid(double x) { return 1.0 / (1.0 + exp(-x)); }
 static inline float tanh(float x) {
-  const float a = __builtin_fabsf(x), e = expm1(2.0f * (a > 10.0f ? 10.0f : a));
+  const float a = __builtin_fabsf(x), e = expm1_between(2.0f * (a > 10.0f ? 10.0f : a));
   return __builtin_copysignf(e / (e + 2.0f), x);
 }
 static inline float erf(float x) {
@@ -204,7 +207,7 @@ static inline float erf(float x) {
   p = -0.00179935491f + a * (0.000740686723f + a * (-0.00016748131f + a * p));
   p = -0.1027712747f + a * (0.01911769435f + a * (0.000253061851f + a * p));
   p = a * (-1.128379226f + a * (-0.6366198063f + a * p));
-  return __builtin_copysignf(-expm1(p), x);
+  return __builtin_copysignf(expm1_between(p), x);
 }
 // log(x) = exponent*ln(2) + log(1 + f). `more` is added to x before; it is small against it.
 struct Logarithm { float exponent, value; };
