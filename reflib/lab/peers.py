@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reflib.lab.machine import ROOT
+from reflib.lab.rows import ROWS_FILE
 from reflib.lab.timing import Samples
 
 if TYPE_CHECKING:
@@ -85,12 +86,13 @@ def run_peer(
 def _run_child(folder: str, timeout_s: float) -> tuple[int | None, str]:
     """Its exit code, None after a time-out, and what it wrote to stderr."""
     path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
+    inherited = {k: v for k, v in os.environ.items() if k != ROWS_FILE}
     child = subprocess.Popen(
         [sys.executable, "-m", "reflib.lab.peer_child", folder],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**inherited, "PYTHONPATH": path},
         start_new_session=True,  # so that a time-out ends its own children too
         text=True,
         errors="replace",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -120,13 +121,23 @@ def setup(
 
 def _declared(namespace: Mapping[str, Any] | None, source: str | None) -> tuple[Parameter, ...]:
     """The parameters of the cell, or none where there is no such cell."""
-    cells = [str(cell) for cell in (namespace or {}).get("In", [])]
+    cells = _cells(namespace or {})
     if source is None:
         source = _parameters_cell(cells)
     parameters = parse_parameters(source) if source else ()
     for cell in cells:
         _refuse_unknown(cell, parameters)
     return parameters
+
+
+def _cells(namespace: Mapping[str, Any]) -> list[str]:
+    """The source of the executed cells. A kernel told to keep no history (nbval's is) still
+    keeps them for tracebacks."""
+    if "In" not in namespace:
+        return []
+    cells = [str(cell) for cell in namespace["In"] if cell]
+    kept = [entry[2] for entry in linecache.cache.values() if len(entry) == 4 and entry[1] is None]
+    return cells or ["".join(lines) for lines in kept]
 
 
 def _parameters_cell(cells: list[str]) -> str:

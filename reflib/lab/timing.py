@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import repeat
@@ -284,9 +285,11 @@ def capture(fn: Callable[[], Any], calls: int, device: torch.device) -> torch.cu
     import torch
 
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in repeat(None, calls):
-            fn()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # no elements, no kernels
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            for _ in repeat(None, calls):
+                fn()
     graph.replay()
     torch.cuda.synchronize(device)
     return graph

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+
 import pytest
 import torch
 
@@ -86,6 +88,13 @@ def test_setup_refuses_what_papermill_only_warns_of():
     injected = "# Parameters\nrowz = 3\n"
     with pytest.raises(LabError, match="Did you mean 'rows'"):
         lab.setup({"In": [CELL, injected], "device": "cpu"}, quiet=True)
+
+
+def test_setup_finds_the_cell_where_the_kernel_keeps_no_history(monkeypatch):
+    lines = CELL.splitlines(keepends=True)
+    monkeypatch.setitem(linecache.cache, "<cell>", (len(CELL), None, lines, "<cell>"))
+    here = lab.setup({"In": [""], "device": "cpu", "rows": 5}, quiet=True)
+    assert here.rows == 5
 
 
 def test_only_auto_falls_back(monkeypatch):
