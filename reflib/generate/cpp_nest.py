@@ -11,14 +11,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
-from ..ir.expr import ZERO, Atom, Expr, IntLike, Var, expr
+from ..ir.expr import ZERO, Atom, Expr, IntLike, Ref, Var, expr
 from ..ir.loops import (
     Axis,
     Load,
     Loops,
+    Op,
     Reduce,
     Store,
     map_stmt,
@@ -51,9 +53,8 @@ class Segment:
 def arrange(loops: Loops) -> Nest:
     """See the module's docstring."""
     loops = _without_unit_axes(loops)
-    p = _sorted(loops, loops.parallel)
-    r = _sorted(loops, loops.reduced)
-    loops = _joined(replace(loops, axes=(*p, *r)))
+    axes = (*_sorted(loops, loops.parallel), *_sorted(loops, loops.reduced))
+    loops = _joined(replace(loops, axes=axes))
     p, r = loops.parallel, loops.reduced
     if p and (not r or _columns_lie_along_memory(loops, p[-1], r[-1])):
         return Nest(loops, p[:-1], p[-1], r)
@@ -89,7 +90,7 @@ def _joined(loops: Loops) -> Loops:
     while k > 0:
         a, b = loops.axes[k - 1], loops.axes[k]
         if a.kind == b.kind and _walk_as_one(loops, a.var, b.var):
-            var = Var(f"{a.var.name}_{b.var.name}", a.size * b.size)
+            var = Var(f"{a.var.name}_{b.var.name}", a.size * b.size)  # type: ignore[call-arg]
             axes = (*loops.axes[: k - 1], Axis(var, a.kind), *loops.axes[k + 1 :])
             loops = substitute(loops, axes, {a.var: ZERO, b.var: expr(var)})
         k -= 1
@@ -114,13 +115,14 @@ def _columns_lie_along_memory(loops: Loops, p: Axis, r: Axis) -> bool:
 
 
 # -- passes -----------------------------------------------------------------------------------------
-def segments(loops: Loops) -> list[Segment]:
+def segments(loops: Loops, kept: Collection[int] = ()) -> list[Segment]:
     """The passes in order: what a row needs, a pass over r, what the row needs from its result, another pass ...
 
     A pass computes what its reductions and stores need, again where an earlier pass had it. A store into a buffer
-    that a later pass still reads (in place) waits for that pass.
+    that a later pass still reads (in place) waits for that pass. A value in ``kept`` is computed in the first
+    pass that needs it only.
     """
-    body = loops.body
+    body: tuple[Any, ...] = loops.body
     inside, phase = varies_with_r(loops), phases(loops)
     wanted: dict[int, list[int]] = {}
     for i, s in enumerate(body):
@@ -134,6 +136,7 @@ def segments(loops: Loops) -> list[Segment]:
             if isinstance(s, Load):
                 reads[s.buffer] = max(reads.get(s.buffer, 0), k)
     out: list[Segment] = []
+    have: set[int] = set()
     for k in range(last + 1):
         row = [i for i, s in enumerate(body) if not inside[i] and not isinstance(s, Reduce) and phase[i] == k]
         out.append(Segment(False, tuple(row)))
@@ -144,24 +147,54 @@ def segments(loops: Loops) -> list[Segment]:
             wanted[k].remove(i)
             wanted.setdefault(reads[body[i].buffer], []).append(i)
         if wanted.get(k):
-            out.append(Segment(True, tuple(_needed(loops, wanted[k], inside))))
+            now = _needed(loops, wanted[k], inside, have)
+            out.append(Segment(True, tuple(now)))
+            have |= set(now) & set(kept)
     return [s for s in out if s.statements]
 
 
-def _needed(loops: Loops, targets: list[int], inside: list[bool]) -> list[int]:
-    """``targets`` and every statement in the r loops that they need, in order."""
+def _needed(loops: Loops, targets: list[int], inside: list[bool], have: Collection[int] = ()) -> list[int]:
+    """``targets`` and every statement in the r loops that they need, in order, but for what is there already."""
     found = set(targets)
     for i in reversed(range(len(loops.body))):
         if i in found:
-            found |= {a for a in stmt_args(loops.body[i]) if inside[a]}
+            found |= {a for a in stmt_args(loops.body[i]) if inside[a] and a not in have}
     return sorted(found)
 
 
+def repeated(loops: Loops, worth: Collection[str]) -> list[int]:
+    """Results of operations in ``worth`` that more than one pass over r would compute."""
+    passes = [set(s.statements) for s in segments(loops) if s.over_r]
+    body = enumerate(loops.body)
+    return [i for i, s in body if isinstance(s, Op) and s.op in worth and sum(i in p for p in passes) > 1]
+
+
+def crossing_axis(nest: Nest) -> tuple[Axis | None, list[int]]:
+    """Of a pointwise nest: the axis along which some plain loads lie in memory while they jump along the column
+    (a transposition), and these loads. (None, []) if there is none."""
+    column, written = nest.column, nest.loops.writes()
+    for a in reversed(nest.outer):
+        found = []
+        for i, s in enumerate(nest.loops.body):
+            if not isinstance(s, Load) or s.mask is not None or s.buffer in written:
+                continue
+            if not any(isinstance(x, Ref) for x in s.index.atoms()):
+                jump = s.index.coefficient(column.var) if column else None
+                if jump is not None and jump != 0 and jump != 1 and s.index.coefficient(a.var) == 1:
+                    found.append(i)
+        if found:
+            return a, found
+    return None, []
+
+
 def depends_on(loops: Loops, axis: Axis | None) -> list[bool]:
-    """For each statement: does its value change along ``axis``? A reduction's result does not along its r axes."""
+    """For each statement: does its value change along ``axis``? A reduction's result does along every parallel
+    axis (the vectorised one gets an accumulator for each column), and along no reduced one."""
     out: list[bool] = []
     for s in loops.body:
-        along = axis is not None and any(e.has(axis.var) for e in stmt_exprs(s))
-        along = along or any(out[a] for a in stmt_args(s))
-        out.append(along and not (axis is not None and axis.kind == "r" and isinstance(s, Reduce)))
+        if axis is None or isinstance(s, Reduce):
+            out.append(axis is not None and axis.kind == "p")
+        else:
+            own = any(e.has(axis.var) for e in stmt_exprs(s))
+            out.append(own or any(out[a] for a in stmt_args(s)))
     return out

@@ -1,0 +1,408 @@
+"""The loop nests of one Loops, written out: rows, tiles, passes, accumulators. ``cpp.py`` says what they look like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..ir.expr import product
+from ..ir.loops import Axis, Const, Index, Indirect, Load, Op, Reduce, Stmt, Store, stmt_args
+from ..ir.program import Buffer
+from . import cpp_text as text
+from .cpp_nest import Nest, Segment, crossing_axis, depends_on, repeated, segments
+
+PARALLEL_WORK = 32768  # cheap operations that are worth starting threads for
+SUM_BLOCK = 1024  # floats added up in float before the sum goes to double
+TILE = 256  # columns whose accumulators are kept at once
+SQUARE = 64  # side of the tiles in which a transposed operand is read
+KEPT_ROW = 8192  # longest row of values that is kept from one pass for the next
+
+
+@dataclass
+class Writer:
+    """Lines of code at an indentation."""
+
+    lines: list[str] = field(default_factory=list)
+    depth: int = 0
+
+    def line(self, s: str) -> None:
+        self.lines.append("  " * self.depth + s)
+
+    @contextmanager
+    def block(self, head: str) -> Iterator[None]:
+        self.line(f"{head} {{" if head else "{")
+        self.depth += 1
+        yield
+        self.depth -= 1
+        self.line("}")
+
+    @contextmanager
+    def blocks(self, heads: Sequence[str]) -> Iterator[None]:
+        for h in heads:
+            self.line(f"{h} {{")
+            self.depth += 1
+        yield
+        for _ in heads:
+            self.depth -= 1
+            self.line("}")
+
+
+def loop(a: Axis, start: str = "0", stop: str | None = None, step: str = "") -> str:
+    v = text.identifier(a.var.name)
+    stop = stop or text.index(a.size)
+    return f"for (int64_t {v} = {start}; {v} < {stop}; {f'{v} += {step}' if step else '++' + v})"
+
+
+def tile_loop(a: Axis, tile: int) -> str:
+    v = text.identifier(a.var.name)
+    return f"for (int64_t {v}0 = 0; {v}0 < {text.index(a.size)}; {v}0 += {tile})"
+
+
+class Emitter:
+    """Writes one Loops. ``checks``: bounds checks written so far in this kernel."""
+
+    def __init__(self, w: Writer, nest: Nest, buffers: dict[str, Buffer], checks: int):
+        self.w, self.nest, self.loops = w, nest, nest.loops
+        self.body: tuple[Any, ...] = nest.loops.body
+        self.buffers, self.checks = buffers, checks
+        self.by_column = depends_on(self.loops, nest.column)
+        self.by_step = depends_on(self.loops, nest.rows[-1] if nest.rows else None)
+        self.given: dict[int, str] = {}  # statements whose value lies ready, and where
+        self.leave = "continue"  # what to do when a bounds check fails
+
+    def emit(self) -> None:
+        if any(a.size == 0 for a in self.loops.parallel):
+            return
+        if not self.nest.rows:
+            self._pointwise()
+        elif self.nest.column is None:
+            self._along_memory()
+        else:
+            self._across_memory()
+
+    # -- threads --------------------------------------------------------------------------------
+    def _threads(self, loops: int, kind: str = "") -> None:
+        """The pragma that spreads the next ``loops`` nested loops over threads, if there is work for them."""
+        heavy = sum(isinstance(s, Op) and s.op in text.EXPENSIVE for s in self.body)
+        enough = PARALLEL_WORK // (1 + 4 * heavy)
+        work = self.loops.numel * (self.loops.rnumel if self.nest.rows else 1)
+        size = work.constant
+        if size is not None and size < enough:
+            if kind:
+                self.w.line(f"#pragma omp {kind}")
+            return
+        condition = "" if size is not None else f" if ({text.index(work)} >= {enough})"
+        nested = f" collapse({loops})" if loops > 1 else ""
+        mode = " " + kind if kind else ""
+        self.w.line(
+            f"#pragma omp parallel for{mode}{nested} schedule(static) num_threads(threads){condition}"
+        )
+
+    # -- the three shapes -----------------------------------------------------------------------
+    def _pointwise(self) -> None:
+        column, outer = self.nest.column, self.nest.outer
+        everything = range(len(self.body))
+        if column is None:
+            self.leave = "return failed"
+            self._statements(everything)
+            return
+        across, jumping = crossing_axis(self.nest)
+        if across is not None and min(across.size.hint(), column.size.hint()) >= 16:
+            self._transposing(column, across, jumping)
+            return
+        rows_are_parallel = product(a.size for a in outer).hint() >= 16
+        if rows_are_parallel:
+            self._threads(len(outer))
+        with self.w.blocks([loop(a) for a in outer]):
+            self.leave = "continue" if outer else "return failed"
+            self._statements(i for i in everything if not self.by_column[i])
+            self.leave = "continue"
+            simd = "" if self._checks(i for i in everything if self.by_column[i]) else "simd"
+            if not rows_are_parallel:
+                self._threads(1, simd)
+            elif simd:
+                self.w.line("#pragma omp simd")
+            with self.w.block(loop(column)):
+                self._statements(i for i in everything if self.by_column[i])
+
+    def _transposing(self, column: Axis, across: Axis, jumping: Sequence[int]) -> None:
+        """Square tiles: loads that jump along the column are read along memory into a tile, and used from there."""
+        others = [a for a in self.nest.outer if a is not across]
+        self._threads(len(others) + 2)
+        tiles = [tile_loop(across, SQUARE), tile_loop(column, SQUARE)]
+        with self.w.blocks([*(loop(a) for a in others), *tiles]):
+            a, c = (text.identifier(x.var.name) for x in (across, column))
+            for name, axis in ((a, across), (c, column)):
+                self._tile_end(name, axis, SQUARE)
+            for i in jumping:
+                self.w.line(f"{text.CTYPE[self.body[i].dtype]} tile{i}[{SQUARE}][{SQUARE + 1}];")
+            with self.w.block(loop(column, f"{c}0", f"{c}1")):
+                self.w.line("#pragma omp simd")
+                with self.w.block(loop(across, f"{a}0", f"{a}1")):
+                    for i in jumping:
+                        self.w.line(f"tile{i}[{c} - {c}0][{a} - {a}0] = {self._value(i)};")
+            self.given = {i: f"tile{i}[{c} - {c}0][{a} - {a}0]" for i in jumping}
+            with self.w.block(loop(across, f"{a}0", f"{a}1")):
+                self._statements(i for i in range(len(self.body)) if not self.by_column[i])
+                inner = [i for i in range(len(self.body)) if self.by_column[i]]
+                if not self._checks(inner):
+                    self.w.line("#pragma omp simd")
+                with self.w.block(loop(column, f"{c}0", f"{c}1")):
+                    self._statements(inner)
+
+    def _tile_end(self, name: str, axis: Axis, size: int) -> None:
+        self.w.line(f"const int64_t {name}1 = op::min<int64_t>({name}0 + {size}, {text.index(axis.size)});")
+
+    def _checks(self, statements: Iterable[int]) -> bool:
+        """Is there a bounds check among ``statements``? Such a loop is left early, so it is not vectorised."""
+        return any(isinstance(self.body[i], Indirect) for i in statements)
+
+    def _along_memory(self) -> None:
+        kept = self._kept_row()
+        if self.nest.outer:
+            self._threads(len(self.nest.outer))
+        with self.w.blocks([loop(a) for a in self.nest.outer] or ["for (int row = 0; row < 1; ++row)"]):
+            for i in kept:
+                length = text.index(self.nest.rows[-1].size)
+                self.w.line(f"{text.CTYPE[self.body[i].dtype]} kept{i}[{length}];")
+            for segment in segments(self.loops, kept):
+                if segment.over_r:
+                    self._pass_along(segment.statements, kept)
+                else:
+                    self._statements(segment.statements)
+
+    def _kept_row(self) -> list[int]:
+        """Costly values that several passes need, if a row of them fits well into the first cache."""
+        size = self.nest.rows[-1].size.constant
+        found = repeated(self.loops, text.EXPENSIVE)
+        return found if len(self.nest.rows) == 1 and size and size * len(found) <= KEPT_ROW else []
+
+    def _pass_along(self, statements: Sequence[int], kept: Sequence[int]) -> None:
+        """One pass over the reduced axes of a row: accumulators before, their values after."""
+        reduces = [i for i in statements if isinstance(self.body[i], Reduce)]
+        plain = [i for i in statements if i not in reduces]
+        inner = self.nest.rows[-1]
+        blocked = self._blocked(reduces)
+        for i in reduces:
+            if i not in blocked:
+                self._start(i)
+            else:
+                self.w.line(f"double total{i} = 0;")
+        step = text.identifier(inner.var.name)
+        with self.w.blocks([loop(a) for a in self.nest.rows[:-1]]):
+            self._statements(i for i in plain if not self.by_step[i])
+            heads, start, stop = [], "0", text.index(inner.size)
+            if blocked and not (inner.size.constant and inner.size.constant <= SUM_BLOCK):
+                heads.append(f"for (int64_t {step}0 = 0; {step}0 < {stop}; {step}0 += {SUM_BLOCK})")
+                start, stop = f"{step}0", f"op::min<int64_t>({step}0 + {SUM_BLOCK}, {stop})"
+            with self.w.blocks(heads):
+                for i in blocked:
+                    self._start(i)
+                if not self._checks(i for i in plain if self.by_step[i]):
+                    self._simd(reduces)
+                with self.w.block(loop(inner, start, stop)):
+                    for i in sorted(self._used(statements) & set(kept) - set(statements)):
+                        self.w.line(f"const {text.CTYPE[self.body[i].dtype]} v{i} = kept{i}[{step}];")
+                    self._statements(i for i in plain if self.by_step[i])
+                    for i in sorted(set(kept) & set(statements)):
+                        self.w.line(f"kept{i}[{step}] = v{i};")
+                    for i in reduces:
+                        self._combine(i, f"acc{i}", f"at{i}")
+                for i in blocked:
+                    self.w.line(f"total{i} += acc{i};")
+        for i in reduces:
+            value = f"(float)total{i}" if i in blocked else self._result(i, f"acc{i}", f"at{i}")
+            self.w.line(f"const {text.CTYPE[self.body[i].dtype]} v{i} = {value};")
+
+    def _across_memory(self) -> None:
+        """Rows of columns: every value that outlives one loop over the tile is an array over the tile's columns."""
+        column = self.nest.column
+        assert column is not None
+        c = text.identifier(column.var.name)
+        plenty = (product(a.size for a in self.nest.outer) * column.size).hint() >= 16 * TILE
+        tile = TILE if plenty else TILE // 4
+        if column.size.constant is not None:
+            tile = min(tile, column.size.constant)
+        self._threads(len(self.nest.outer) + 1)
+        with self.w.blocks([*(loop(a) for a in self.nest.outer), tile_loop(column, tile)]):
+            self._tile_end(c, column, tile)
+            parts = segments(self.loops)
+            kept = self._kept(parts)
+            for i in kept:
+                self.w.line(f"{text.CTYPE[self.body[i].dtype]} kept{i}[{tile}];")
+            for segment in parts:
+                if segment.over_r:
+                    self._pass_across(segment.statements, kept, tile)
+                else:
+                    self._statements(i for i in segment.statements if not self.by_column[i])
+                    self._over_tile([i for i in segment.statements if self.by_column[i]], kept)
+
+    def _kept(self, parts: Sequence[Segment]) -> list[int]:
+        """Column values that one loop over the tile computes and another one uses, and reductions' results."""
+        where = {i: k for k, s in enumerate(parts) for i in s.statements if not s.over_r}
+        kept = {i for i, s in enumerate(self.body) if isinstance(s, Reduce)}
+        for k, s in enumerate(parts):
+            for i in s.statements:
+                for a in stmt_args(self.body[i]):
+                    if self.by_column[a] and where.get(a, k) != k:
+                        kept.add(a)
+        return sorted(kept)
+
+    def _pass_across(self, statements: Sequence[int], kept: Sequence[int], tile: int) -> None:
+        reduces = [i for i in statements if isinstance(self.body[i], Reduce)]
+        plain = [i for i in statements if i not in reduces]
+        column = self.nest.column
+        assert column is not None
+        c = text.identifier(column.var.name)
+        inner = self.nest.rows[-1]
+        blocked = self._blocked(reduces)
+        for i in reduces:
+            s = self.body[i]
+            self.w.line(f"{self._acc_type(i)} acc{i}[{tile}];")
+            if s.kind[:3] == "arg":
+                self.w.line(f"int64_t at{i}[{tile}];")
+            if i in blocked:
+                self.w.line(f"double total{i}[{tile}];")
+        with self.w.block(f"for (int64_t t = 0; t < {tile}; ++t)"):
+            for i in reduces:
+                s = self.body[i]
+                self.w.line(f"acc{i}[t] = {text.identity(s.kind, self._value_dtype(i))};")
+                if s.kind[:3] == "arg":
+                    self.w.line(f"at{i}[t] = -1;")
+                if i in blocked:
+                    self.w.line(f"total{i}[t] = 0;")
+        step, stop = text.identifier(inner.var.name), text.index(inner.size)
+        with self.w.blocks([loop(a) for a in self.nest.rows[:-1]]):
+            heads, start = [], "0"
+            if blocked and not (inner.size.constant and inner.size.constant <= TILE):
+                heads.append(f"for (int64_t {step}0 = 0; {step}0 < {stop}; {step}0 += {TILE})")
+                start, stop = f"{step}0", f"op::min<int64_t>({step}0 + {TILE}, {stop})"
+            with self.w.blocks(heads):
+                with self.w.block(loop(inner, start, stop)):
+                    self._statements(i for i in plain if not self.by_column[i])
+                    self._over_tile([i for i in plain if self.by_column[i]], kept, reduces)
+                if blocked:
+                    self.w.line("#pragma omp simd")
+                    with self.w.block(f"for (int64_t t = 0; t < {c}1 - {c}0; ++t)"):
+                        for i in blocked:
+                            self.w.line(f"total{i}[t] += acc{i}[t]; acc{i}[t] = 0;")
+        if reduces:
+            with self.w.block(f"for (int64_t t = 0; t < {tile}; ++t)"):
+                for i in reduces:
+                    value = (
+                        f"(float)total{i}[t]" if i in blocked else self._result(i, f"acc{i}[t]", f"at{i}[t]")
+                    )
+                    self.w.line(f"kept{i}[t] = {value};")
+
+    def _over_tile(self, statements: list[int], kept: Sequence[int], reduces: Sequence[int] = ()) -> None:
+        """One loop over the tile's columns."""
+        column = self.nest.column
+        assert column is not None
+        if not statements and not reduces:
+            return
+        c = text.identifier(column.var.name)
+        checked = self._checks(statements)
+        if not checked and not any(self.body[i].kind[:3] == "arg" for i in reduces):
+            self.w.line("#pragma omp simd")
+        with self.w.block(loop(column, f"{c}0", f"{c}1")):
+            for i in sorted(self._used((*statements, *reduces)) & set(kept) - set(statements)):
+                self.w.line(f"const {text.CTYPE[self.body[i].dtype]} v{i} = kept{i}[{c} - {c}0];")
+            self._statements(statements)
+            for i in statements:
+                if i in kept:
+                    self.w.line(f"kept{i}[{c} - {c}0] = v{i};")
+            for i in reduces:
+                self._combine(i, f"acc{i}[{c} - {c}0]", f"at{i}[{c} - {c}0]")
+        if checked:
+            self.w.line("if (failed) continue;")
+
+    # -- reductions -----------------------------------------------------------------------------
+    def _value_dtype(self, i: int) -> torch.dtype:
+        s = self.body[i]
+        return self.body[s.args[0]].dtype if s.kind[:3] == "arg" else s.dtype
+
+    def _acc_type(self, i: int) -> str:
+        """An accumulator's type. Compilers vectorise reductions of int, not of bool."""
+        return "int" if self.body[i].kind in ("any", "all") else text.CTYPE[self._value_dtype(i)]
+
+    def _blocked(self, reduces: Sequence[int]) -> list[int]:
+        """The sums that are added up in blocks: those of floats."""
+        return [i for i in reduces if self.body[i].kind == "sum" and self.body[i].dtype == torch.float32]
+
+    def _used(self, statements: Iterable[int]) -> set[int]:
+        return {a for i in statements for a in stmt_args(self.body[i])}
+
+    def _start(self, i: int) -> None:
+        s, dtype = self.body[i], self._value_dtype(i)
+        self.w.line(f"{self._acc_type(i)} acc{i} = {text.identity(s.kind, dtype)};")
+        if s.kind[:3] == "arg":
+            self.w.line(f"int64_t at{i} = -1;")
+
+    def _combine(self, i: int, acc: str, at: str) -> None:
+        s = self.body[i]
+        position = self._name(s.args[1]) if len(s.args) > 1 else ""
+        self.w.line(text.combine(s.kind, acc, self._name(s.args[0]), position, at))
+
+    def _result(self, i: int, acc: str, at: str) -> str:
+        return at if self.body[i].kind[:3] == "arg" else acc
+
+    def _simd(self, reduces: Sequence[int]) -> None:
+        kinds: dict[str, list[str]] = {}
+        for i in reduces:
+            s = self.body[i]
+            if s.kind[:3] == "arg":
+                return
+            kinds.setdefault(text.clause(s.kind, s.dtype), []).append(f"acc{i}")
+        self.w.line("#pragma omp simd" + "".join(f" reduction({k}:{', '.join(v)})" for k, v in kinds.items()))
+
+    # -- statements -----------------------------------------------------------------------------
+    def _statements(self, positions: Iterable[int]) -> None:
+        for i in positions:
+            self._statement(i, self.body[i])
+
+    def _statement(self, i: int, s: Stmt) -> None:
+        if isinstance(s, Const):
+            return  # written where it is used
+        if isinstance(s, Store):
+            b = self.buffers[s.buffer]
+            target = f"{text.identifier(s.buffer)}[{text.index(s.index)}]"
+            self.w.line(f"{target} = {text.stored(self._name(s.value), b.dtype)};")
+        elif isinstance(s, Indirect):
+            self._indirect(i, s)
+        else:
+            self.w.line(f"const {text.CTYPE[s.dtype]} v{i} = {self._value(i)};")
+
+    def _name(self, i: int) -> str:
+        """Statement ``i``'s value where it is used: its name, or the constant itself."""
+        s = self.body[i]
+        return text.literal(s.value, s.dtype) if isinstance(s, Const) else f"v{i}"
+
+    def _value(self, i: int) -> str:
+        s = self.body[i]
+        if i in self.given:
+            return self.given[i]
+        if isinstance(s, Index):
+            value = text.index(s.expr)
+            return value if s.dtype == torch.int64 else text.cast(f"({value})", torch.int64, s.dtype)
+        if isinstance(s, Load):
+            element = f"{text.identifier(s.buffer)}[{text.index(s.index)}]"
+            value = text.loaded(element, self.buffers[s.buffer].dtype)
+            return (
+                value
+                if s.mask is None
+                else f"{self._name(s.mask)} ? {value} : {text.literal(s.other, s.dtype)}"
+            )
+        assert isinstance(s, Op)
+        return text.operation(s, tuple(self._name(a) for a in s.args), self.body[s.args[0]].dtype)
+
+    def _indirect(self, i: int, s: Indirect) -> None:
+        self.checks += 1
+        size = text.index(s.size)
+        arg = self._name(s.arg)
+        self.w.line(f"const int64_t v{i} = {arg} < 0 ? {arg} + {size} : {arg};")
+        failed = f"__atomic_store_n(&failed, {self.checks}, __ATOMIC_RELAXED)"
+        self.w.line(f"if ((uint64_t)v{i} >= (uint64_t)({size})) {{ {failed}; {self.leave}; }}")
