@@ -6,6 +6,7 @@ in the namespace ``op``.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import re
 
@@ -67,7 +68,7 @@ def literal(value: float | int | bool, dtype: torch.dtype) -> str:
     if math.isnan(value):
         return f'__builtin_nan{suffix}("")'
     if dtype == torch.float32:
-        value = float(torch.tensor(value, dtype=torch.float64).to(torch.float32))
+        value = ctypes.c_float(value).value  # rounds to the nearest; a tensor would take a millisecond here
     if math.isinf(value):
         return f"{'-' if value < 0 else ''}__builtin_inf{suffix}()"
     return f"{value!r}{suffix}"
