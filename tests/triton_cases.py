@@ -50,7 +50,9 @@ class Case:
             strides = tuple(map(expr, t.stride()))
             if name in self.shapes:
                 strides = contiguous(shape)
-            out[name] = Buffer(name, t.dtype, t.device, shape, strides, "temp" if name.startswith("out") else "input")
+            out[name] = Buffer(
+                name, t.dtype, t.device, shape, strides, "temp" if name.startswith("out") else "input"
+            )
         return out
 
     def kernel(self, name: str, target: str = "sm_90") -> Kernel:
@@ -98,10 +100,51 @@ def hostile(dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([True, False, True, True])
     if not dtype.is_floating_point:
         i = torch.iinfo(dtype)
-        edge = [0, 1, 2, 3, 7, 8, 31, 63, 64, 100, i.max, i.max - 1, i.min, i.min + 1, -1, -2, -3, -7, -64, -100]
+        edge = [
+            0,
+            1,
+            2,
+            3,
+            7,
+            8,
+            31,
+            63,
+            64,
+            100,
+            i.max,
+            i.max - 1,
+            i.min,
+            i.min + 1,
+            -1,
+            -2,
+            -3,
+            -7,
+            -64,
+            -100,
+        ]
         return torch.tensor([e for e in edge if i.min <= e <= i.max], dtype=dtype)
     f = torch.finfo(dtype)
-    edge = [0.0, 1, 0.5, 1.5, 2.5, 3, 1e-3, 20, 88.5, 89, 1e5, f.max, f.tiny, f.eps, float("inf"), 0.9999999, 10.0, 1e-20, 33.3]
+    edge = [
+        0.0,
+        1,
+        0.5,
+        1.5,
+        2.5,
+        3,
+        1e-3,
+        20,
+        88.5,
+        89,
+        1e5,
+        f.max,
+        f.tiny,
+        f.eps,
+        float("inf"),
+        0.9999999,
+        10.0,
+        1e-20,
+        33.3,
+    ]
     values = torch.tensor([*edge, *(-e for e in edge), float("nan")], dtype=dtype)
     return torch.cat([values, rand(24, dtype=dtype), 10 * rand(24, dtype=dtype, seed=1)])
 
@@ -114,7 +157,9 @@ def operands(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
     if arity == 2:
         pairs = torch.cartesian_prod(v, v)
         if dtype in INTS and name in ("floordiv", "truncdiv", "remainder", "fmod"):
-            pairs = pairs[~((pairs[:, 1] == -1) & (pairs[:, 0] == torch.iinfo(dtype).min))]  # eager traps here
+            pairs = pairs[
+                ~((pairs[:, 1] == -1) & (pairs[:, 0] == torch.iinfo(dtype).min))
+            ]  # eager traps here
         return [pairs[:, 0].contiguous(), pairs[:, 1].contiguous()]
     few = v[:: max(1, len(v) // 12)]
     triples = torch.cartesian_prod(few, few, few)
@@ -157,7 +202,9 @@ PERSISTENT = Config("persistent", xblock=4, rblock=128, num_warps=4)
 LOOPED = Config("looped", xblock=2, rblock=16, num_warps=1)
 
 
-def reduce_case(kind: str, dtype: torch.dtype, across: bool, config: Config, rows: int = 5, n: int = 70) -> Case:
+def reduce_case(
+    kind: str, dtype: torch.dtype, across: bool, config: Config, rows: int = 5, n: int = 70
+) -> Case:
     """Along memory (x[i, j] over j), or across it (x[j, i] over j)."""
     pool = hostile(dtype)
     if dtype.is_floating_point and kind in ("sum", "prod"):
@@ -174,7 +221,9 @@ def reduce_case(kind: str, dtype: torch.dtype, across: bool, config: Config, row
     args = (v, b.index(j.var)) if kind[:3] == "arg" else (v,)
     out = I64 if kind[:3] == "arg" else dtype
     b.store("out", i.var, b.reduce(kind, *args, dtype=out))
-    return Case((Loops(kind, (i, j), tuple(b.body)),), {"x": x, "out": torch.zeros(rows, dtype=out)}, config=config)
+    return Case(
+        (Loops(kind, (i, j), tuple(b.body)),), {"x": x, "out": torch.zeros(rows, dtype=out)}, config=config
+    )
 
 
 def reduce_cases() -> dict[str, Callable[[], Case]]:
@@ -186,7 +235,9 @@ def reduce_cases() -> dict[str, Callable[[], Case]]:
     for kind, dtypes in kinds.items():
         for dtype, across, config in itertools.product(dtypes, (False, True), (PERSISTENT, LOOPED)):
             name = f"{kind}_{short(dtype)}_{'across' if across else 'along'}_{config.reduction}"
-            out[name] = lambda kind=kind, dtype=dtype, across=across, config=config: reduce_case(kind, dtype, across, config)
+            out[name] = lambda kind=kind, dtype=dtype, across=across, config=config: reduce_case(
+                kind, dtype, across, config
+            )
     return out
 
 
@@ -212,7 +263,9 @@ def add_one(b: BodyBuilder, x: int) -> int:
     return b.op("add", x, b.const(1, b.dtype(x)))
 
 
-def norm(kind: str, m: int, n: int, dtype: torch.dtype, config: Config | None = None, dynamic: bool = False) -> Case:
+def norm(
+    kind: str, m: int, n: int, dtype: torch.dtype, config: Config | None = None, dynamic: bool = False
+) -> Case:
     """softmax, layer_norm or rms_norm over rows; ``dynamic``: both sizes are symbols."""
     rows, cols = (expr(Sym("s0", 2, None, m)), expr(Sym("s1", 2, None, n))) if dynamic else (expr(m), expr(n))
     i, j = axis("i", rows), axis("j", cols, "r")
@@ -253,7 +306,10 @@ def gather(index: torch.Tensor, wide: bool = False) -> Case:
     b = BodyBuilder()
     row = b.indirect(b.load("index", i.var, index.dtype), 10)
     b.store("out", expr(i.var) * cols + expr(j.var), b.load("x", row * cols + expr(j.var), F32))
-    case = Case((Loops("gather", (i, j), tuple(b.body)),), {"x": rand(10, cols), "index": index, "out": torch.zeros(n, cols)})
+    case = Case(
+        (Loops("gather", (i, j), tuple(b.body)),),
+        {"x": rand(10, cols), "index": index, "out": torch.zeros(n, cols)},
+    )
     return replace(case, arm=1 if wide else 0)
 
 
@@ -308,7 +364,11 @@ def in_place(config: Config) -> Case:
     b.store("x", at, b.op("add", x, b.const(1, F32)))
     total = b.reduce("sum", x, dtype=F32)
     b.store("out", at, b.op("mul", x, total))
-    return Case((Loops("in_place", (i, j), tuple(b.body)),), {"x": rand(3, 50), "out": torch.zeros(3, 50)}, config=config)
+    return Case(
+        (Loops("in_place", (i, j), tuple(b.body)),),
+        {"x": rand(3, 50), "out": torch.zeros(3, 50)},
+        config=config,
+    )
 
 
 def batch_norm_stats() -> Case:
@@ -372,5 +432,7 @@ def kernel_cases() -> dict[str, Callable[[], Case]]:
         out[f"{kind}_looped"] = lambda kind=kind: norm(kind, 5, 100, F32, looped)
         out[f"{kind}_looped_even"] = lambda kind=kind: norm(kind, 3, 128, F32, small)
         out[f"{kind}_dynamic"] = lambda kind=kind: norm(kind, 6, 96, F32, dynamic=True)
-        out[f"{kind}_dynamic_general"] = lambda kind=kind: replace(norm(kind, 6, 100, F32, dynamic=True), arm=1)
+        out[f"{kind}_dynamic_general"] = lambda kind=kind: replace(
+            norm(kind, 6, 100, F32, dynamic=True), arm=1
+        )
     return out

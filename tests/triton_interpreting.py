@@ -53,7 +53,9 @@ def reduce_by_trees() -> None:
         while arrays[0].shape[axis] > 1:
             half = arrays[0].shape[axis] // 2
             left = [self.to_tensor(np.take(a, range(half), axis), t) for a, t in zip(arrays, types)]
-            right = [self.to_tensor(np.take(a, range(half, 2 * half), axis), t) for a, t in zip(arrays, types)]
+            right = [
+                self.to_tensor(np.take(a, range(half, 2 * half), axis), t) for a, t in zip(arrays, types)
+            ]
             out = self.combine_fn.fn(*left, *right)
             arrays = [o.handle.data for o in (out if isinstance(out, tuple) else (out,))]
         if not self.keep_dims:
@@ -109,7 +111,11 @@ def problem(name: str, case: Case, got: dict[str, torch.Tensor]) -> str:
             bad &= _defined(name, case, bad)
         if bool(bad.any()):
             at = bad.flatten().nonzero().flatten()[:4].tolist()
-            ins = {k: [t.flatten()[i].item() for i in at if i < t.numel()] for k, t in case.tensors.items() if k[:3] != "out"}
+            ins = {
+                k: [t.flatten()[i].item() for i in at if i < t.numel()]
+                for k, t in case.tensors.items()
+                if k[:3] != "out"
+            }
             return f"{b}: {int(bad.sum())} of {bad.numel()} wrong; got {g.flatten()[at].tolist()} want {w.flatten()[at].tolist()} from {ins}"
     return ""
 
@@ -124,7 +130,12 @@ def _defined(name: str, case: Case, like: torch.Tensor) -> torch.Tensor:
         x1 = case.tensors["x1"]  # torch's own gives NaN where the quotient overflows
         ok &= ~((x / x1).isinf() & (x1 != 0) & x.isfinite())
     out = case.tensors["out"].dtype
-    if name.startswith("cast") and x.dtype.is_floating_point and not out.is_floating_point and out != torch.bool:
+    if (
+        name.startswith("cast")
+        and x.dtype.is_floating_point
+        and not out.is_floating_point
+        and out != torch.bool
+    ):
         i = torch.iinfo(out)
         ok &= (x > max(i.min, -(2**31))) & (x < min(i.max, 2**31 - 256))
     return ok
@@ -143,7 +154,9 @@ def main(kind: str, wanted: list[str]) -> dict[str, str]:
                 case = make()
                 results[name] = problem(name, case, run(name, case, folder))
             except Exception as e:
-                results[name] = f"{type(e).__name__}: {e}\n" + "".join(traceback.format_exc().splitlines(True)[-6:])
+                results[name] = f"{type(e).__name__}: {e}\n" + "".join(
+                    traceback.format_exc().splitlines(True)[-6:]
+                )
     return results
 
 

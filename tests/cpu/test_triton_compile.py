@@ -1,0 +1,203 @@
+"""Generated Triton compiles ahead of time for every listed GPU, to the code it should become."""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from triton_cases import BF16, F32, Case, axis, kernel_cases, norm, op_cases, pointwise, rand, several
+
+from reflib import cache
+from reflib.choose.heuristics import choose_configs
+from reflib.errors import DeviceError, ToolchainError
+from reflib.generate import compile_triton
+from reflib.generate.compile_triton import compile_all, compile_kernel, resources
+from reflib.generate.triton import generate_triton
+from reflib.ir.expr import Sym, expr
+from reflib.ir.loops import BodyBuilder, Loops, map_stmt
+from reflib.ir.ops import OPS
+from reflib.ir.program import Buffer, Config
+from reflib.options import Options
+from reflib.target import Target, parse_target
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
+ARCHS = ["sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
+REPRESENTATIVE = [
+    "add_broadcast", "half_to_half", "bool_out", "transpose", "gather", "pad", "several", "one_number", "softmax",
+    "layer_norm_bf16", "softmax_looped", "layer_norm_dynamic", "layer_norm_dynamic_general",
+]  # fmt: skip
+
+
+def all_ops(dtype: torch.dtype, names: list[str]) -> Case:
+    """One kernel that stores the result of many ops of one dtype."""
+    i = axis("i", 512)
+    b = BodyBuilder()
+    tensors = {f"x{k}": rand(512).to(dtype) for k in range(3)}
+    values = [b.load(f"x{k}", i.var, dtype) for k in range(3)]
+    for name in names:
+        spec = OPS[name]
+        args = values[: spec.arity]
+        if name == "where":
+            args = [b.op("gt", values[0], values[1]), *values[1:]]
+        result = b.op(name, *args)
+        b.store(f"out_{name}", i.var, result)
+        tensors[f"out_{name}"] = torch.zeros(512, dtype=b.dtype(result))
+    return Case((Loops("ops", (i,), tuple(b.body)),), tensors, config=Config("none", xblock=512))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_representative_kernels(arch: str) -> None:
+    cases = kernel_cases()
+    target = parse_target(arch)
+    kernels = [cases[n]().kernel(f"k_{n}", arch) for n in REPRESENTATIVE]
+    for b in compile_all(kernels, target, threads=2).values():
+        assert b.image[:4] == b"\x7fELF" and b.arch == arch
+        assert b.shared <= target.shared and b.scratch == 0 and b.profile == 0
+        assert ("ptx" in b.ptx or ".version" in b.ptx) == (target.kind == "cuda")
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90", "gfx942"])
+def test_every_op(arch: str) -> None:
+    names = {
+        F32: [n for n, s in OPS.items() if s.kind in ("float", "number", "any") and n != "cast"],
+        torch.float64: [n for n, s in OPS.items() if s.kind in ("float", "number", "any") and n != "cast"],
+        torch.int64: [n for n, s in OPS.items() if s.kind in ("int", "number", "any", "intbool") and n != "cast"],
+        torch.uint8: [n for n, s in OPS.items() if s.kind in ("int", "number", "any", "intbool") and n != "cast"],
+        torch.bool: [n for n, s in OPS.items() if s.kind in ("any", "intbool") and n not in ("cast", "where")],
+    }
+    kernels = []
+    for dtype, wanted in names.items():
+        for k in range(0, len(wanted), 20):
+            name = f"ops_{str(dtype).removeprefix('torch.')}_{k}"
+            kernels.append(all_ops(dtype, wanted[k : k + 20]).kernel(name, arch))
+    compile_all(kernels, parse_target(arch), threads=2)
+
+
+def test_every_op_has_a_form() -> None:
+    covered = {n.rsplit("_", 1)[0] for n in op_cases() if not n.startswith("cast")} | {"cast"}
+    assert covered == set(OPS)
+
+
+# -- what the code becomes --------------------------------------------------------------------------
+def made_for(rows: int, cols: int, kind: str):
+    """The fast arm of a norm at a real size (the buffers' contents do not matter)."""
+    small = norm(kind, 2, cols, BF16)
+    i, j = axis("i", rows), small.parts[0].axes[1]
+    part = Loops(kind, (i, j), tuple(_resized(s, small, i) for s in small.parts[0].body))
+    buffers = {n: Buffer(n, b.dtype, b.device, (expr(rows), *b.shape[1:]) if n in ("x", "out") else b.shape, b.strides, b.kind)
+               for n, b in small.buffers.items()}  # fmt: skip
+    target = parse_target("sm_90")
+    arm = choose_configs((part,), buffers, target, Options())[0]
+    aligned = [a.what for a in arm.predicate if a.kind == "aligned"]
+    kernel = generate_triton(f"k_{kind}_{rows}_{cols}", arm.parts, arm.config, buffers, target, aligned)
+    return kernel, compile_kernel(kernel, target)
+
+
+def _resized(s, case: Case, i):
+    same = {k: k for k in range(len(case.parts[0].body))}
+    return map_stmt(s, same, {case.parts[0].axes[0].var: expr(i.var)})
+
+
+@pytest.mark.parametrize("kind", ["softmax", "layer_norm", "rms_norm"])
+@pytest.mark.parametrize(
+    "rows,cols", [(576000, 512), (131072, 1024), (65536, 2048), (32768, 4096), (4096, 8192), (4096, 16384)]
+)
+def test_rows_read_16_bytes_and_do_not_spill(kind: str, rows: int, cols: int) -> None:
+    kernel, binary = made_for(rows, cols, kind)
+    used = resources(binary)
+    assert used["stack"] == 0
+    programs = 65536 // (used["registers"] * binary.num_warps * 32)
+    assert programs >= (2 if cols <= 8192 else 1), "programs that fit one multiprocessor's registers"
+    loads = re.findall(r"ld\.global[.\w:]*", binary.ptx)
+    assert loads and all(".v4" in ld for ld in loads), loads
+    xblock = int(re.search(r"XBLOCK: tl.constexpr = (\d+)", kernel.source)[1])  # type: ignore[index]
+    assert kernel.grid == -(-rows // xblock)
+
+
+def test_pointwise_reads_and_writes_16_bytes() -> None:
+    for dtype in (BF16, F32):
+        case = pointwise(
+            (4096,),
+            {"x": (rand(4096, dtype=dtype), lambda i: i)},
+            lambda b, x: b.op("maximum", x, b.const(0, F32)),
+            dtype,
+        )
+        binary = compile_kernel(case.kernel("relu"), parse_target("sm_90"))
+        assert re.findall(r"(?:ld|st)\.global[.\w:]*v4", binary.ptx)
+
+
+def test_transposes_are_wide_on_both_sides() -> None:
+    x = rand(256, 256, dtype=BF16)
+    case = pointwise((256, 256), {"x": (x, lambda i, j: j * 256 + i)}, lambda b, v: b.op("neg", v), BF16)
+    kernel = case.kernel("turn")
+    assert "YBLOCK" in kernel.source
+    binary = compile_kernel(kernel, parse_target("sm_90"))
+    assert all("v4" in i for i in re.findall(r"(?:ld|st)\.global[.\w:]*", binary.ptx))
+
+
+# -- arms -------------------------------------------------------------------------------------------
+def test_arms_state_what_they_assume() -> None:
+    target = parse_target("sm_90")
+    case = norm("softmax", 4, 4096, BF16, dynamic=True)
+    fast, general = choose_configs(case.parts, case.buffers, target, Options())
+    assert {a.kind for a in fast.predicate} == {"aligned", "at_most", "divisible"}
+    assert general.predicate == () and general.config.index == "int64"
+    static = norm("softmax", 4, 512, BF16)
+    temps = {n: Buffer(n, b.dtype, b.device, b.shape, b.strides, "temp") for n, b in static.buffers.items()}
+    assert len(choose_configs(static.parts, temps, target, Options())) == 1
+
+
+def test_huge_tensors_use_64_bits() -> None:
+    n = 2**31 + 8
+    i = axis("i", n)
+    b = BodyBuilder()
+    b.store("out", i.var, b.op("neg", b.load("x", i.var, F32)))
+    buffers = {k: Buffer(k, BF16, torch.device("cpu"), (expr(n),), (expr(1),), "input") for k in ("x", "out")}
+    part = Loops("neg", (i,), tuple(b.body))
+    fast = choose_configs((part,), buffers, parse_target("sm_90"), Options())[0]
+    assert fast.config.index == "int64"
+    s = Sym("s0", 0, None, 2**32)
+    dynamic = Loops("neg", (axis("i", expr(s)),), part.body)
+    buffers = {k: Buffer(k, BF16, torch.device("cpu"), (expr(s),), (expr(1),), "input") for k in ("x", "out")}
+    assert choose_configs((dynamic,), buffers, parse_target("sm_90"), Options())[0].config.index == "int64"
+
+
+# -- the compiler's own behaviour -------------------------------------------------------------------
+def test_warm_start_does_not_import_triton() -> None:
+    kernel = several(2).kernel("warm")
+    compile_kernel(kernel, parse_target("sm_90"))
+    code = (
+        "import sys, pickle; from reflib.generate.compile_triton import compile_kernel; from reflib.target import parse_target\n"
+        "k = pickle.loads(bytes.fromhex(sys.argv[1])); b = compile_kernel(k, parse_target('sm_90'))\n"
+        "assert b.name == 'warm' and 'triton' not in sys.modules, 'triton was imported'"
+    )
+    subprocess.run([sys.executable, "-c", code, pickle.dumps(kernel).hex()], check=True)
+
+
+def test_damaged_entries_are_rebuilt() -> None:
+    kernel, target = several(2).kernel("damaged"), parse_target("sm_80")
+    first = compile_kernel(kernel, target)
+    path = cache.get("triton", compile_triton._key(kernel, target))
+    assert path is not None
+    path.write_bytes(b"not a binary")
+    assert compile_kernel(kernel, target) == first
+
+
+def test_binaries_name_no_path_of_this_machine() -> None:
+    binary = compile_kernel(several(2).kernel("paths"), parse_target("sm_90"))
+    assert str(cache.root()).encode() not in binary.image and str(cache.root()) not in binary.ptx
+
+
+def test_errors() -> None:
+    kernel = several(2).kernel("bad")
+    broken = type(kernel)(**{**kernel.__dict__, "source": kernel.source.replace("tl.load", "tl.no_such_thing")})
+    with pytest.raises(ToolchainError, match="refused kernel bad for sm_90"):
+        compile_kernel(broken, parse_target("sm_90"))
+    turn = pointwise((256, 256), {"x": (rand(256, 256), lambda i, j: j * 256 + i)}, lambda b, v: b.op("neg", v))
+    with pytest.raises(DeviceError, match="shared memory"):
+        compile_kernel(turn.kernel("small"), Target("cuda", "sm_90", 1024, 1))

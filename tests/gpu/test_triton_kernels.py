@@ -1,0 +1,227 @@
+"""Generated Triton on a real GPU: every op and reduction beside eager, every shape of kernel, every arm."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import pytest
+import torch
+from checking import wrong_values
+from triton_cases import BF16, F32, Case, axis, kernel_cases, norm, op_cases, pointwise, rand, reduce_cases
+
+from reflib.choose.heuristics import choose_configs
+from reflib.generate.compile_triton import compile_all, compile_kernel
+from reflib.generate.triton import generate_triton
+from reflib.ir.expr import expr
+from reflib.ir.loops import BodyBuilder, Loops
+from reflib.ir.ops import OPS, cast
+from reflib.ir.program import Buffer
+from reflib.options import Options
+from reflib.target import device_target
+from reflib.wrap.cuda_launch import load
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+# Worst error in units in the last place, beside twice eager's own, where it is more than 3.
+ULPS = {"pow": 4, "lgamma": 64, "erfc": 16, "tan": 4, "hypot": 4, "sigmoid": 4}
+
+
+def launch(binary, kernel, tensors: dict[str, torch.Tensor], sizes: dict[str, int]) -> None:
+    args = [tensors[b].data_ptr() for b, _ in kernel.buffers] + [sizes[s.name] for s in kernel.symbols]
+    load(binary)(torch.cuda.current_stream().cuda_stream, int(kernel.grid.evaluate(sizes)), *args)
+
+
+def on_gpu(case: Case) -> dict[str, torch.Tensor]:
+    """The case's tensors on the GPU, strides kept."""
+    out = {}
+    for n, t in case.tensors.items():
+        count = t.untyped_storage().nbytes() // t.itemsize
+        out[n] = t.as_strided((count,), (1,), 0).cuda().as_strided(t.shape, t.stride())
+    return out
+
+
+@functools.cache
+def built(kind: str):
+    """All cases of a kind, compiled together."""
+    makers = {"ops": op_cases, "reductions": reduce_cases, "kernels": kernel_cases}[kind]()
+    target = device_target("cuda")
+    cases = {n: make() for n, make in makers.items()}
+    kernels = {n: c.kernel(f"k_{n}", target.arch) for n, c in cases.items()}
+    binaries = compile_all(kernels.values(), target)
+    return {n: (cases[n], kernels[n], binaries[f"k_{n}"]) for n in cases}
+
+
+def run(kind: str, name: str) -> tuple[Case, dict[str, torch.Tensor]]:
+    case, kernel, binary = built(kind)[name]
+    tensors = on_gpu(case)
+    launch(binary, kernel, tensors, case.sizes)
+    torch.cuda.synchronize()
+    return case, tensors
+
+
+# -- ops --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", op_cases())
+def test_op(name: str) -> None:
+    case, after = run("ops", name)
+    op = name.split("_")[0] if not name.startswith("to_") else name[: name.rindex("_")]
+    got = after["out"]
+    args = [after[f"x{k}"] for k in range(OPS[op].arity)]
+    if op == "cast":
+        want, exact = cast(args[0], got.dtype), cast(args[0], got.dtype)
+    else:
+        want = OPS[op].meaning(*args)
+        exact = OPS[op].meaning(
+            *[a if a.dtype == torch.bool or not a.dtype.is_floating_point else a.double() for a in args]
+        )
+    ok = got == want
+    if got.dtype.is_floating_point:
+        ulp = torch.finfo(got.dtype).eps * want.abs().double()
+        rounding = op in ("nextafter", "to_f16", "to_bf16", "cast")
+        truth = want.double() if rounding else exact.double()
+        near = (got.double() - truth).abs() <= ULPS.get(op, 3) * ulp + 2 * (want.double() - truth).abs()
+        tiny = (got.double() - want.double()).abs() <= torch.finfo(got.dtype).tiny
+        ok |= (got.isnan() & want.isnan()) | near | tiny
+    if op == "cast" and args[0].dtype.is_floating_point and not got.dtype.is_floating_point and got.dtype != torch.bool:
+        i = torch.iinfo(got.dtype)
+        ok |= ~((args[0] > max(i.min, -(2**31))) & (args[0] < min(i.max, 2**31 - 256)))  # left open
+    bad = (~ok).nonzero().flatten()[:5].tolist()
+    shown = [([a[i].item() for a in args], got[i].item(), want[i].item()) for i in bad]
+    assert not bad, f"{int((~ok).sum())} of {ok.numel()} wrong: (operands, got, eager) {shown}"
+
+
+# -- reductions and kernels -------------------------------------------------------------------------
+def compare(case: Case, after: dict[str, torch.Tensor]) -> None:
+    want = case.expected()
+    for n, w in want.items():
+        problem = wrong_values(after[n].cpu(), w, None)
+        assert not problem, f"{n}: {problem}"
+
+
+@pytest.mark.parametrize("name", reduce_cases())
+def test_reduction(name: str) -> None:
+    compare(*run("reductions", name))
+
+
+@pytest.mark.parametrize("name", kernel_cases())
+def test_kernel(name: str) -> None:
+    compare(*run("kernels", name))
+
+
+@pytest.mark.parametrize("kind", ["softmax", "layer_norm", "rms_norm"])
+@pytest.mark.parametrize(
+    "rows,cols", [(300, 512), (64, 4096), (7, 16384), (5, 16385), (3, 100003), (1000, 33), (1, 50000)]
+)
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+def test_rows_of_real_sizes(kind: str, rows: int, cols: int, dtype: torch.dtype) -> None:
+    case = norm(kind, rows, cols, dtype)
+    kernel = case.kernel("k", device_target("cuda").arch)
+    tensors = on_gpu(case)
+    launch(compile_kernel(kernel, device_target("cuda")), kernel, tensors, {})
+    x, wide = tensors["x"], tensors["x"].double()
+    w, b = (tensors.get(n) for n in ("w", "b"))
+
+    def reference(v: torch.Tensor) -> torch.Tensor:
+        f = torch.nn.functional
+        if kind == "softmax":
+            return f.softmax(v, -1)
+        if kind == "layer_norm":
+            return f.layer_norm(v, (cols,), w.to(v.dtype), b.to(v.dtype))  # type: ignore[union-attr]
+        return f.rms_norm(v, (cols,), w.to(v.dtype), 1e-5)  # type: ignore[union-attr]
+
+    problem = wrong_values(tensors["out"], reference(x), reference(wide))
+    assert not problem, problem
+
+
+# -- arms -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("skew", [1, 3])
+def test_general_arm_reads_misaligned_pointers(skew: int) -> None:
+    n = 4096
+    base = rand(n + 8, dtype=BF16).cuda()
+    x = base[skew : skew + n]
+    assert x.data_ptr() % 16
+    case = pointwise((n,), {"x": (rand(n, dtype=BF16), lambda i: i)}, lambda b, v: b.op("neg", v), BF16, arm=1)
+    kernel = case.kernel("general", device_target("cuda").arch)
+    out = torch.zeros(n, dtype=BF16, device="cuda")
+    launch(compile_kernel(kernel, device_target("cuda")), kernel, {"x": x, "out": out}, {})
+    assert torch.equal(out, -x)
+
+
+def test_more_than_2_31_elements() -> None:
+    n = 2**31 + 4096
+    if torch.cuda.mem_get_info()[0] < 2 * n + (1 << 30):
+        pytest.skip("not enough memory")
+    i = axis("i", n)
+    b = BodyBuilder()
+    b.store("x", i.var, b.op("add", b.load("x", i.var, torch.int8), b.const(1, torch.int8)))
+    part = Loops("add", (i,), tuple(b.body))
+    buffers = {"x": Buffer("x", torch.int8, torch.device("cuda"), (expr(n),), (expr(1),), "input")}
+    target = device_target("cuda")
+    arm = choose_configs((part,), buffers, target, Options())[0]
+    kernel = generate_triton("huge", arm.parts, arm.config, buffers, target, ("x",))
+    x = torch.zeros(n, dtype=torch.int8, device="cuda")
+    launch(compile_kernel(kernel, target), kernel, {"x": x}, {})
+    assert int(x[:5].sum()) == 5 and int(x[-5000:].sum()) == 5000 and int(x.sum(dtype=torch.int64)) == n
+
+
+# -- the launcher -----------------------------------------------------------------------------------
+def test_launches_under_graph_capture_and_on_another_stream() -> None:
+    case = pointwise((4096,), {"x": (rand(4096), lambda i: i)}, lambda b, v: b.op("add", v, v))
+    target = device_target("cuda")
+    kernel = case.kernel("twice", target.arch)
+    tensors = on_gpu(case)
+    fn = load(compile_kernel(kernel, target), 0)
+    args = [tensors[b].data_ptr() for b, _ in kernel.buffers]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fn(torch.cuda.current_stream().cuda_stream, int(kernel.grid), *args)
+    assert not tensors["out"].any()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(tensors["out"], 2 * tensors["x"])
+
+
+@pytest.mark.skipif(not os.environ.get("REFLIB_TIMING"), reason="timing: set REFLIB_TIMING=1 on a quiet machine")
+@pytest.mark.parametrize("what", ["relu", "softmax", "layer_norm", "rms_norm"])
+def test_bandwidth(what: str) -> None:
+    """Prints GB/s beside a copy's (run with -s)."""
+    target = device_target("cuda")
+    for rows, cols in [(4096, 8192), (32768, 4096), (576000, 512)]:
+        if what == "relu":
+            case = pointwise(
+                (8,), {"x": (rand(8, dtype=BF16), lambda i: i)}, lambda b, v: b.op("maximum", v, b.const(0, F32)), BF16
+            )
+            i = axis("i", rows * cols)
+            b = BodyBuilder()
+            b.store("out", i.var, b.op("maximum", b.load("x", i.var, F32), b.const(0, F32)))
+            case.parts = (Loops("relu", (i,), tuple(b.body)),)
+            case.shapes = {"x": (expr(rows * cols),), "out": (expr(rows * cols),)}
+        else:
+            case = norm(what, rows, cols, BF16)
+        kernel = case.kernel("k", target.arch)
+        binary = compile_kernel(kernel, target)
+        tensors = on_gpu(case) if what != "relu" else {}
+        for n in ("x", "out"):
+            tensors[n] = torch.randn(rows * cols, device="cuda", dtype=torch.float32).to(BF16).view(rows, cols)
+        fn = load(binary)
+        stream = torch.cuda.current_stream().cuda_stream
+        args = [tensors[b].data_ptr() for b, _ in kernel.buffers]
+        grid = int(kernel.grid)
+        ours = _time(lambda: fn(stream, grid, *args))
+        copy = _time(lambda: tensors["out"].copy_(tensors["x"]))
+        moved = 4 * rows * cols
+        print(f"\n{what} {rows}x{cols}: {moved / ours / 1e9:.0f} GB/s, copy {moved / copy / 1e9:.0f}")
+
+
+def _time(fn) -> float:
+    for _ in range(5):
+        fn()
+    times = []
+    for _ in range(20):
+        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        a.record()
+        for _ in range(10):
+            fn()
+        b.record()
+        b.synchronize()
+        times.append(a.elapsed_time(b) / 10 / 1000)
+    return sorted(times)[len(times) // 2]
