@@ -1,0 +1,103 @@
+"""Random programs: fused or not, on a CPU or a GPU target, they compute the same."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fuse_cases import CPU, GPU, check_same, lowered
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from reflib.fuse import fuse
+from reflib.options import Options
+
+FAST = [Phase.explicit, Phase.generate]  # a failing example is not made smaller: tracing is slow
+SHAPES = [(4, 6), (6, 4), (24,), (4, 1), (6,), (2, 2, 6)]
+UNARY = [torch.sin, torch.relu, lambda t: t * 0.5 + 1, torch.neg, torch.sigmoid]
+BINARY = [torch.add, torch.sub, torch.mul, torch.maximum, lambda a, b: torch.where(a > b, a, b * 0.5)]
+VIEWS = [
+    lambda t, k: t.transpose(0, -1),
+    lambda t, k: t.reshape(-1),
+    lambda t, k: t.reshape(2, -1) if t.numel() % 2 == 0 and t.numel() else t,
+    lambda t, k: t.reshape(-1, 3) if t.numel() % 3 == 0 and t.numel() else t,
+    lambda t, k: t[..., k % 2 :],
+    lambda t, k: t[::2],
+    lambda t, k: t.flip(-1),
+    lambda t, k: t.unsqueeze(k % 2),
+    lambda t, k: t.contiguous().clone(),
+]
+ROWS = [
+    lambda t, d: t.sum(d, keepdim=True),
+    lambda t, d: t.amax(d),
+    lambda t, d: t.mean(d),
+    lambda t, d: t.argmax(d).to(torch.float32),
+    lambda t, d: torch.softmax(t, d),
+    lambda t, d: t.sum(),
+    lambda t, d: t.cumsum(d),
+]
+PIECES = [
+    lambda a, b: torch.cat([a, b], 0) if a.shape[1:] == b.shape[1:] and a.dim() else a,
+    lambda a, b: torch.cat([a, a * 2], -1),
+    lambda a, b: F.pad(a, (1, 2)),
+    lambda a, b: a[(b.reshape(-1)[:3].abs() * 100).long() % a.shape[0]],
+    lambda a, b: torch.stack([a, a.sin()], 0).sum(0),
+]
+
+
+def small(t):
+    return t.numel() <= 200 and t.dim() <= 4 and all(n > 0 for n in t.shape) and t.dim() > 0
+
+
+def interpretation(steps, mutate):
+    """The function that a list of steps stands for."""
+
+    def fn(*inputs):
+        pool = [t * 0.5 if i in mutate else t for i, t in enumerate(inputs)]
+        for kind, which, i, j in steps:
+            a, b = pool[i % len(pool)], pool[j % len(pool)]
+            if kind == 0:
+                out = UNARY[which % len(UNARY)](a)
+            elif kind == 1:
+                try:
+                    torch.broadcast_shapes(a.shape, b.shape)
+                except RuntimeError:
+                    b = a
+                out = BINARY[which % len(BINARY)](a, b)
+            elif kind == 2:
+                out = VIEWS[which % len(VIEWS)](a, j)
+            elif kind == 3:
+                out = ROWS[which % len(ROWS)](a, j % a.dim())
+            else:
+                out = PIECES[which % len(PIECES)](a, b)
+            if small(out):
+                pool.append(out)
+        for i in mutate:
+            new = next((t for t in reversed(pool) if t.shape == inputs[i].shape), pool[i])
+            inputs[i].copy_(new)
+        return tuple(t.neg() for t in pool[-3:])
+
+    return fn
+
+
+STEP = st.tuples(st.integers(0, 4), st.integers(0, 9), st.integers(0, 30), st.integers(0, 30))
+
+
+def run(steps, mutate, seed):
+    torch.manual_seed(seed)
+    args = [torch.randn(s) for s in SHAPES]
+    fn = interpretation(steps, mutate)
+    program = lowered(fn, args)
+    for target, options in ((GPU, Options()), (CPU, Options(max_fused_ops=15))):
+        check_same(program, fuse(program, options, target), fn, args)
+
+
+@settings(max_examples=25, deadline=None, phases=FAST, suppress_health_check=list(HealthCheck))
+@given(st.lists(STEP, min_size=3, max_size=14), st.sets(st.integers(0, 2), max_size=2), st.integers(0, 99))
+def test_random_programs(steps, mutate, seed):
+    run(steps, sorted(mutate), seed)
+
+
+@pytest.mark.slow
+@settings(max_examples=400, deadline=None, phases=FAST, suppress_health_check=list(HealthCheck))
+@given(st.lists(STEP, min_size=8, max_size=40), st.sets(st.integers(0, 3), max_size=3), st.integers(0, 99))
+def test_long_random_programs(steps, mutate, seed):
+    run(steps, sorted(mutate), seed)
