@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import signal
 import sys
 import time
@@ -17,6 +18,9 @@ from .contenders import PEER, US
 from .report import Promise
 
 THREADS = 2
+# glibc gives a large tensor's pages back to the system when it is freed, and getting them again costs several
+# times what the kernel does. For everybody alike, it keeps them here.
+KEEP_PAGES = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
 KERNELS_SHARE = 0.6  # of the time left: no further case is begun after that
 
 
@@ -41,7 +45,7 @@ class Bench:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {"OMP_NUM_THREADS": str(THREADS)} if self.device == "cpu" else {}
+        return {"OMP_NUM_THREADS": str(THREADS), **KEEP_PAGES} if self.device == "cpu" else {}
 
     def keep(self, name: str, rows: Any, promises: list[Promise], text: str) -> None:
         print(f"\n== {name} ==\n{text}", flush=True)
@@ -65,6 +69,7 @@ def about(device: str) -> dict[str, Any]:
         "versions": machine.versions(),
         "commit": machine.commit(),
         "date": datetime.date.today().isoformat(),
+        "load": [round(x, 1) for x in os.getloadavg()],
     }
 
 
@@ -72,9 +77,7 @@ def about(device: str) -> dict[str, Any]:
 def kernels(bench: Bench) -> None:
     def ceiling() -> list[float]:
         return [
-            r["gbps"]
-            for r in children.section("ceiling", bench.job, bench.left, bench.environment)
-            if r.get("gbps")
+            r["gbps"] for r in children.section("ceiling", bench.job, bench.left, bench.environment) if r.get("gbps")
         ]
 
     with children.fresh_caches() as caches:
@@ -83,9 +86,7 @@ def kernels(bench: Bench) -> None:
         rows = children.section("kernels", job, bench.left, {**bench.environment, **caches})
         after = ceiling() if bench.left > 10 else []
     bench.ceiling = max([*before, *after], default=None)
-    text = (
-        f"copy: {', '.join(f'{g:,.0f}' for g in [*before, *after])} GB/s (read + write; before and after)\n"
-    )
+    text = f"copy: {', '.join(f'{g:,.0f}' for g in [*before, *after])} GB/s (read + write; before and after)\n"
     text += report.kernels_table(rows, bench.ceiling) + "\n" + report.group_lines(rows)
     bench.keep("kernels", {"copy_gbps": [*before, *after], "rows": rows},
                report.kernels_promises(rows, bench.ceiling, bench.device), text)  # fmt: skip
@@ -141,17 +142,14 @@ def linear(bench: Bench) -> None:
     for who in (US, PEER):
         with children.fresh_caches() as caches:
             job = {"what": "chains", "who": who, "counts": counts, **bench.job}
-            found[who] = children.one_job(
-                job, min(bench.left, 300), {**caches, "OMP_NUM_THREADS": str(THREADS)}
-            )
+            found[who] = children.one_job(job, min(bench.left, 300), {**caches, "OMP_NUM_THREADS": str(THREADS)})
         if "error" in found[who]:
             lines.append(f"{who}: {found[who]['error']}")
             continue
         seconds = found[who]["seconds"]
         ratios[who] = seconds["1000"] / seconds["100"]
         lines.append(
-            f"{who}: 100 ops {seconds['100']:.2f} s, 1,000 ops {seconds['1000']:.2f} s, "
-            f"ratio {ratios[who]:.1f}"
+            f"{who}: 100 ops {seconds['100']:.2f} s, 1,000 ops {seconds['1000']:.2f} s, ratio {ratios[who]:.1f}"
         )
     promise = Promise("compile time of 1,000 pointwise ops over 100", ratios.get(US), "<=", 12)
     bench.keep("linear", found, [promise], "\n".join(lines))
@@ -179,10 +177,10 @@ def import_time(bench: Bench) -> None:
 SECTIONS: dict[str, Callable[[Bench], None]] = {
     "kernels": kernels,
     "compile": compile_time,
-    "linear": linear,
-    "import": import_time,
     "host": host,
     "memory": memory,
+    "import": import_time,
+    "linear": linear,
 }
 SECONDS = {
     "compile": 20,

@@ -90,9 +90,7 @@ def _case(group: str, fn: Callable[..., Tensor], dtype: torch.dtype, *shapes: tu
         moved = sum(math.prod(s) for s in shapes) * dtype.itemsize + x
     short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
     suffix = " bwd" if group == "backward" else ""
-    return Case(
-        f"{fn.__name__}{suffix} {'x'.join(map(str, shapes[0]))} {short}", group, fn, shapes, dtype, moved
-    )
+    return Case(f"{fn.__name__}{suffix} {'x'.join(map(str, shapes[0]))} {short}", group, fn, shapes, dtype, moved)
 
 
 def _norms(group: str, rows: int, cols: int, dtype: torch.dtype, which: str = "slr") -> list[Case]:

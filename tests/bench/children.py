@@ -66,9 +66,7 @@ def one_job(job: dict[str, Any], timeout: float, environment: dict[str, str]) ->
         return {"error": problem} if problem else json.loads(result.read_text())
 
 
-def section(
-    name: str, job: dict[str, Any], timeout: float, environment: dict[str, str]
-) -> list[dict[str, Any]]:
+def section(name: str, job: dict[str, Any], timeout: float, environment: dict[str, str]) -> list[dict[str, Any]]:
     """All rows of a section of ``worker``. A contender that kills the process is a row; the rest goes on."""
     rows: list[dict[str, Any]] = []
     job = {**job, "skip": [], "done": []}
@@ -95,9 +93,7 @@ def section(
             )
             if not last or problem.startswith("timed out"):
                 break
-            if (
-                name != "kernels"
-            ):  # these have no list of finished cases: only what was not reached is run again
+            if name != "kernels":  # these have no list of finished cases: only what was not reached is run again
                 job["skip"] += [[r["case"], r["who"]] for r in rows if "case" in r]
             elif last["who"] == "timing":
                 job["done"].append(last["case"])
