@@ -396,6 +396,8 @@ class Emitter:
                 if s.mask is None
                 else f"{self._name(s.mask)} ? {value} : {text.literal(s.other, s.dtype)}"
             )
+        if isinstance(s, Reduce):  # over axes of size 1, which are gone: the one element, or its position
+            return self._name(s.args[-1])
         assert isinstance(s, Op)
         return text.operation(s, tuple(self._name(a) for a in s.args), self.body[s.args[0]].dtype)
 
