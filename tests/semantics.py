@@ -1,0 +1,702 @@
+"""What a compiled function must do beyond computing the right numbers. Shared by tests/cpu and tests/gpu, which give
+the fixture ``device``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import reflib
+from reflib.ir.interpret import interpret
+from reflib.ir.program import Extern
+from reflib.options import Options
+from reflib.pipeline import Backend, Stages
+from tests.checking import call, check, clone, wrong
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+class Compiled:
+    """A function compiled by reflib that remembers the stages of every graph it gave."""
+
+    def __init__(self, fn: Callable[..., Any], dynamic: bool | None = None, **options: Any):
+        self.stages: list[Stages] = []
+        backend = Backend(Options(**{"verify": True, **options}), self.stages.append)
+        self.fn = torch.compile(fn, backend=backend, dynamic=dynamic)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(*args, **kwargs)
+
+    @property
+    def externs(self) -> list[Any]:
+        return [n for s in self.stages for n in s.chosen.nodes if isinstance(n, Extern)]  # type: ignore[union-attr]
+
+    @property
+    def kernels(self) -> int:
+        return sum(len(s.chosen.nodes) for s in self.stages) - len(self.externs)  # type: ignore[union-attr]
+
+
+def compare(fn: Callable[..., Any], *args: Any, backward: bool = False, **more: Any) -> Compiled:
+    """Compile, call twice, compare; returns the compiled function."""
+    compiled = Compiled(fn, **more)
+    check(fn, compiled, *args, backward=backward, times=2)
+    return compiled
+
+
+def randn(*shape: int, device: str, grad: bool = False, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    g = torch.Generator().manual_seed(sum(shape) + len(shape))
+    return torch.randn(*shape, generator=g).to(dtype).to(device).requires_grad_(grad)
+
+
+# -- mutation and aliases ---------------------------------------------------------------------------
+def test_input_mutated(device: str) -> None:
+    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        x += y
+        return x.sum(0)
+
+    compare(f, randn(5, 7, device=device), randn(7, device=device))
+
+
+def test_input_mutated_through_a_view(device: str) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        x[1:, ::2].add_(10)
+        x.t()[0].zero_()
+        return x * 1
+
+    compare(f, randn(4, 6, device=device))
+
+
+def test_two_inputs_share_a_storage(device: str) -> None:
+    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return y * 2
+
+    base = randn(10, device=device)
+    compare(f, base[:6], base[4:])
+
+
+def test_mutation_read_before_and_after(device: str) -> None:
+    def f(x: torch.Tensor) -> Any:
+        before = x.exp()
+        x.copy_(x.flip(0))
+        return before, x.sin()
+
+    compare(f, randn(6, 3, device=device))
+
+
+def test_swap_of_two_inputs(device: str) -> None:
+    def f(x: torch.Tensor, y: torch.Tensor) -> None:
+        t = x.clone()
+        x.copy_(y)
+        y.copy_(t)
+
+    compare(f, randn(33, device=device), randn(33, device=device) + 1)
+
+
+def test_transposed_input_mutated(device: str) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        x.copy_(torch.softmax(x, -1))
+        return x + 1
+
+    compare(f, randn(8, 9, device=device).t())
+
+
+def test_buffer_mutated(device: str) -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            self.mean.lerp_(x.mean(0), 0.1)
+            return x - self.mean
+
+    eager, model = Counter().to(device), Counter().to(device)
+    compiled = Compiled(model)
+    for i in range(3):
+        x = randn(3 + i, 4, device=device)
+        torch.testing.assert_close(compiled(x), eager(x))
+    assert int(model.count) == 3
+    torch.testing.assert_close(model.mean, eager.mean)
+
+
+def test_output_is_an_input(device: str) -> None:
+    x = randn(3, device=device)
+    compiled = Compiled(lambda x, y: (x, y + 1, x))
+    a, b, c = compiled(x, x)
+    assert a is x and c is x
+    torch.testing.assert_close(b, x + 1)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_views_come_back_as_views(device: str, grad: bool) -> None:
+    def f(x: torch.Tensor) -> Any:
+        y = x * 2
+        return x.t(), x[1:], y, y.view(-1), y[0], x.unfold(0, 2, 1)
+
+    compare(f, randn(4, 6, device=device, grad=grad), backward=grad)
+
+
+def test_writing_into_a_returned_view_reaches_the_input(device: str) -> None:
+    x = randn(4, 4, device=device)
+    Compiled(lambda x: (x.diagonal(), x.sum()))(x)[0].fill_(7)
+    assert x.diagonal().eq(7).all()
+
+
+def test_in_place_on_an_output_does_not_touch_a_constant(device: str) -> None:
+    table = torch.arange(5.0, device=device)
+    compiled = Compiled(lambda x: table + x)
+    for _ in range(3):
+        compiled(torch.zeros(5, device=device)).fill_(-1)
+    torch.testing.assert_close(table, torch.arange(5.0, device=device))
+
+
+def test_a_result_is_not_overwritten_by_the_next_call(device: str) -> None:
+    compiled = Compiled(lambda x: torch.softmax(x * 2, -1) + 1)
+    x, y = randn(8, 8, device=device), randn(8, 8, device=device) * 3
+    first = compiled(x)
+    kept = first.clone()
+    compiled(y)
+    assert torch.equal(first, kept)
+
+
+def test_graph_break(device: str) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x.relu() + 1
+        torch._dynamo.graph_break()
+        if y.sum() > 0:
+            return y.cos()
+        return y.sin()
+
+    assert len(compare(f, randn(5, device=device)).stages) == 2
+
+
+# -- inputs as they come ----------------------------------------------------------------------------
+def _everything(x: torch.Tensor) -> Any:
+    return x * 2 + 1, x.sum(0), x.sum(-1), x.mean(), torch.softmax(x, -1), x.t().contiguous(), torch.cat([x, x + 1], 1)
+
+
+def hostile(device: str) -> dict[str, torch.Tensor]:
+    base = randn(12, 20, device=device)
+    out = {
+        "plain": base,
+        "transposed": randn(20, 12, device=device).t(),
+        "strided": randn(24, 60, device=device)[::2, ::3],
+        "expanded": randn(12, 1, device=device).expand(12, 20),
+        "expanded scalar": torch.tensor(0.5, device=device).expand(12, 20),
+        "offset": randn(12 * 20 + 3, device=device)[3:].view(12, 20),
+        "overlapping": randn(31, device=device).as_strided((12, 20), (1, 1)),
+        "one row": randn(1, 20, device=device),
+        "one": randn(1, 1, device=device),
+        "zero rows": randn(0, 20, device=device),
+        "nan": base.where(base < 1, float("nan")),
+        "inf": base.where(base < 1, float("inf")),
+    }
+    if device == "cpu":
+        out["misaligned"] = torch.frombuffer(bytearray(4 + 12 * 20 * 4), dtype=torch.float32, offset=4).view(12, 20)
+        out["misaligned"].copy_(base)
+    return out
+
+
+NAMES = [*hostile("cpu")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_hostile_input(device: str, name: str, dynamic: bool) -> None:
+    x = hostile(device).get(name)
+    if x is not None:
+        compare(_everything, x, dynamic=dynamic)
+
+
+def test_a_misaligned_input_where_aligned_ones_were_traced(device: str) -> None:
+    compiled = Compiled(lambda x: (x * 2, x.sum(-1)))
+    x = randn(64, 64, device=device)
+    compiled(x)
+    shifted = torch.empty(64 * 64 + 1, device=device)[1:].view(64, 64).copy_(x)
+    for got, want in zip(compiled(shifted), (x * 2, x.sum(-1))):
+        torch.testing.assert_close(got, want)
+    assert len(compiled.stages) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool])
+def test_dtypes(device: str, dtype: torch.dtype) -> None:
+    def f(x: torch.Tensor) -> Any:
+        return x + x, x.sum(0), x.amax(1), x.to(torch.float32) * 0.5, x != 0, torch.where(x > 0, x, x * 0)
+
+    x = torch.randint(0, 2 if dtype == torch.bool else 100, (9, 33), generator=torch.Generator().manual_seed(1))
+    compare(f, x.to(dtype).to(device))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), -0.0, 0.0, 1e-40])
+def test_special_values(device: str, value: float) -> None:
+    def f(x: torch.Tensor) -> Any:
+        return (
+            x.amax(-1), x.amin(-1), x.argmax(-1), x.argmin(-1), x.relu(), x.clamp(-1, 1), x.sign(), torch.maximum(x, -x),
+            torch.softmax(x, -1), x.sigmoid(), x.tanh(), x.exp(), x.isnan(), x.round(), x.abs(), x.rsqrt(), x.log1p(),
+            torch.logsumexp(x, -1), F.gelu(x), x > 0, x.var(-1), x.prod(-1), x.any(-1), x.all(-1),
+        )  # fmt: skip
+
+    x = randn(4, 19, device=device)
+    x[0, 3], x[1], x[2, -1] = value, value, value
+    compare(f, x)
+
+
+def test_integers_wrap_and_divide_as_eager_does(device: str) -> None:
+    def f(x: torch.Tensor, y: torch.Tensor) -> Any:
+        return x * x * x, x // y, x % y, torch.div(x, y, rounding_mode="trunc"), torch.fmod(x, y), x >> 1, x / y, x << 2
+
+    x = torch.tensor([-(2**31), 2**31 - 1, -7, 7, 0, 5], dtype=torch.int32, device=device)
+    y = torch.tensor([3, -3, 2, -2, 5, 7], dtype=torch.int32, device=device)
+    compare(f, x, y)
+
+
+# -- sizes ------------------------------------------------------------------------------------------
+def test_no_new_graph_for_a_new_size(device: str) -> None:
+    def f(x: torch.Tensor, w: torch.Tensor) -> Any:
+        return F.gelu(x @ w).sum(-1), torch.softmax(x, -1), torch.cat([x, x[:, :3]], 1).view(-1)
+
+    compiled = Compiled(f, dynamic=True)
+    for n, k in ((5, 8), (6, 8), (31, 8), (64, 4), (3, 17)):
+        x, w = randn(n, k, device=device), randn(k, 10, device=device)
+        check(f, compiled, x, w)
+    assert len(compiled.stages) == 1
+
+
+def test_automatic_dynamic_compiles_twice(device: str) -> None:
+    compiled = Compiled(lambda x: torch.softmax(x + 1, -1).sum(0))
+    for n in (4, 5, 6, 70):
+        check(lambda x: torch.softmax(x + 1, -1).sum(0), compiled, randn(n, 12, device=device))
+    assert len(compiled.stages) == 2
+
+
+def test_dynamic_backward(device: str) -> None:
+    def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, x.shape[-1:], w).relu().mean()
+
+    compiled = Compiled(f, dynamic=True)
+    for n in (5, 9, 16):
+        check(f, compiled, randn(n, 24, device=device, grad=True), randn(24, device=device, grad=True), backward=True)
+    assert len(compiled.stages) == 2  # forward and backward, once
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 3)])
+def test_zero_size(device: str, shape: tuple[int, ...]) -> None:
+    def f(x: torch.Tensor) -> Any:
+        return x + 1, x.sum(), x.sum(0), x.sum(-1), torch.cat([x, x]), x.flatten(), x.any(), x.prod(0)
+
+    compare(f, torch.zeros(shape, device=device))
+
+
+def test_scalars_and_sizes_as_values(device: str) -> None:
+    def f(x: torch.Tensor, k: int, s: float) -> Any:
+        return x * x.shape[0] + k, x / s, torch.full((x.shape[1], k), s, device=x.device), torch.arange(k, device=x.device)
+
+    compiled = Compiled(f, dynamic=True)
+    for n, k, s in ((3, 4, 0.5), (5, 6, 1.25), (7, 6, 2.5)):
+        check(f, compiled, randn(n, 4, device=device), k, s)
+
+
+def test_data_dependent_size(device: str) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x[x > 0] * 2 + 1
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = Compiled(f)
+        for n in (10, 20):
+            check(f, compiled, randn(n, device=device))
+
+
+def test_item_in_the_graph(device: str) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        n = x.max().int().item()
+        torch._check(n >= 0)
+        torch._check(n < 100)
+        return torch.zeros(n, device=x.device) + x.sum()
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = Compiled(f)
+        for m in (3, 5):
+            check(f, compiled, torch.tensor([1.0, float(m)], device=device))
+
+
+# -- calls of ATen ----------------------------------------------------------------------------------
+def test_attention_stays_one_call(device: str) -> None:
+    def f(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q * 2, k, v, is_causal=True).relu()
+
+    q, k, v = (randn(2, 3, 16, 8, device=device) + i for i in range(3))
+    compiled = compare(f, q, k, v)
+    names = [str(e.target) for e in compiled.externs]
+    assert len(names) == 1 and "attention" in names[0], names
+
+
+def test_attention_backward(device: str) -> None:
+    def f(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+    q, k, v = (randn(2, 3, 16, 8, device=device, grad=True) for _ in range(3))
+    compiled = compare(f, q, k, v, backward=True)
+    assert sum("attention" in str(e.target) for e in compiled.externs) == 2
+
+
+def test_complex(device: str) -> None:
+    def f(x: torch.Tensor) -> Any:
+        z = torch.fft.rfft(x)
+        return z, (z * z.conj()).real + 1, torch.view_as_real(z).sum(-1), z.abs()
+
+    compare(f, randn(4, 16, device=device))
+
+
+def test_cond(device: str) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x.sin() + 1, lambda x: x.cos() * 2, (x,)) + 1
+
+    compiled = Compiled(f)
+    for sign in (1, -1):
+        check(f, compiled, randn(5, device=device).abs() * sign)
+
+
+def test_while_loop(device: str) -> None:
+    from torch._higher_order_ops.while_loop import while_loop
+
+    def f(i: torch.Tensor, x: torch.Tensor) -> Any:
+        return while_loop(lambda i, x: i < 4, lambda i, x: (i + 1, x * 1.5), (i, x))
+
+    compare(f, torch.zeros((), dtype=torch.int64, device=device), randn(5, device=device))
+
+
+def test_map(device: str) -> None:
+    from torch._higher_order_ops.map import map as torch_map
+
+    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch_map(lambda a, b: (a * b).relu(), x, y) + 1
+
+    compare(f, randn(3, 5, device=device), randn(5, device=device))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: F.dropout(x, 0.4),
+        lambda x: torch.rand_like(x) + x,
+        lambda x: torch.randn(x.shape, device=x.device).relu(),
+        lambda x: torch.bernoulli(x.sigmoid()),
+        lambda x: torch.multinomial(x.abs() + 1, 3),
+        lambda x: (torch.randint(0, 10, (7,), device=x.device), torch.randperm(9, device=x.device), torch.rand_like(x)),
+        lambda x: x.clone().uniform_() + x.clone().normal_(),
+        lambda x: F.dropout(x, 0.2) + F.dropout(x.sin(), 0.3) + torch.rand_like(x),
+    ],
+    ids=["dropout", "rand_like", "randn", "bernoulli", "multinomial", "ints", "in place", "order"],
+)
+def test_random_numbers_are_eagers(device: str, fn: Callable[..., Any]) -> None:
+    compiled = Compiled(fn)
+    check(fn, compiled, randn(6, 7, device=device), reference=False, times=2)
+
+
+def test_dropout_backward_is_eagers(device: str) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x * 2, 0.5).exp()
+
+    check(f, Compiled(f), randn(8, 9, device=device, grad=True), backward=True, reference=False)
+
+
+def test_autocast(device: str) -> None:
+    def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return F.relu(x @ w).softmax(-1)
+
+    compare(f, randn(8, 16, device=device, grad=True), randn(16, 4, device=device, grad=True), backward=True)
+
+
+def test_custom_op(device: str) -> None:
+    @torch.library.custom_op("reflib_tests::scale", mutates_args=())
+    def scale(x: torch.Tensor, by: float) -> torch.Tensor:
+        return x * by
+
+    scale.register_fake(lambda x, by: torch.empty_like(x))
+    compare(lambda x: scale(x + 1, 3.0).relu(), randn(5, device=device))
+
+
+def test_custom_op_that_mutates(device: str) -> None:
+    @torch.library.custom_op("reflib_tests::bump", mutates_args={"x"})
+    def bump(x: torch.Tensor, by: float) -> None:
+        x.add_(by)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        bump(y, 1.0)
+        bump(x, 5.0)
+        return y + x
+
+    compare(f, randn(5, device=device))
+
+
+# -- errors -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, i: x[i],
+        lambda x, i: x.index_select(0, i) * 2,
+        lambda x, i: F.embedding(i, x).relu(),
+        lambda x, i: x.gather(0, i[:, None].expand(-1, 3)),
+    ],
+    ids=["index", "index_select", "embedding", "gather"],
+)
+@pytest.mark.parametrize("bad", [4, -5, 10**9])
+def test_index_out_of_range(device: str, fn: Callable[..., Any], bad: int) -> None:
+    if device != "cpu":
+        pytest.skip("an assertion on the device ends the process")
+    compiled = Compiled(fn)
+    x = randn(4, 3, device=device)
+    check(fn, compiled, x, torch.tensor([0, 3, 1]))
+    with pytest.raises((IndexError, RuntimeError)) as e:
+        compiled(x, torch.tensor([0, bad, 1]))
+    assert isinstance(e.value, IndexError) or "index" in str(e.value)
+    check(fn, compiled, x, torch.tensor([0, 3, 1]))  # and goes on
+
+
+def test_bad_options_name_the_right_one() -> None:
+    for options, near in (({"wraper": "python"}, "wrapper"), ({"autotune": "of"}, "off"), ({"verify": 1}, "True")):
+        with pytest.raises(reflib.OptionError, match=near):
+            reflib.compile(lambda x: x, **options)
+    with pytest.raises(reflib.ReflibError):
+        reflib.compile(lambda x: x, max_fused_ops=-1)
+
+
+def test_check_nan_names_the_kernel(device: str) -> None:
+    compiled = Compiled(lambda x: x.log() + 1, check_nan=True)
+    compiled(torch.ones(4, device=device))
+    with pytest.raises(reflib.ReflibError, match="log"):
+        compiled(-torch.ones(4, device=device))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fuse": False},
+        {"max_fused_ops": 2},
+        {"max_fused_buffers": 2},
+        {"reuse_buffers": False, "inplace_buffers": False},
+        {"combine_kernels": False, "split_reductions": False},
+        {"persistent_limit": 16},
+        {"compile_threads": 1},
+    ],
+    ids=str,
+)
+def test_every_option_computes_the_same(device: str, options: dict[str, Any]) -> None:
+    def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = F.layer_norm(x, (32,), w)
+        return (F.gelu(h) * torch.softmax(h, -1)).sum(0) + (x * 2).amax()
+
+    compare(f, randn(24, 32, device=device, grad=True), randn(32, device=device, grad=True), backward=True, **options)
+
+
+# -- other doors ------------------------------------------------------------------------------------
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 4)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, scale: float = 2.0) -> dict[str, torch.Tensor]:
+        self.steps.add_(1)
+        return {"y": F.gelu(self.fc(x)) * scale, "s": x.sum(0)}
+
+
+def test_entry_point_by_name(device: str) -> None:
+    f = torch.compile(lambda x: x.relu() + 1, backend="reflib", options={"verify": True})
+    x = randn(4, device=device)
+    torch.testing.assert_close(f(x), x.relu() + 1)
+
+
+def test_exported_program(device: str) -> None:
+    model = Net().to(device).eval()
+    want = Net().to(device).eval()
+    want.load_state_dict(model.state_dict())
+    batch = torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(model, (randn(5, 6, device=device),), dynamic_shapes=({0: batch}, None)[:1])
+    f = reflib.compile(program, verify=True)
+    for n in (5, 9, 2):
+        x = randn(n, 6, device=device)
+        got, expected = f(x), want(x)
+        for k in expected:
+            torch.testing.assert_close(got[k], expected[k])
+    with pytest.raises(reflib.ReflibError):
+        f(randn(5, 6, device=device), 3, 4)
+
+
+def test_module_through_compile(device: str) -> None:
+    model = Net().to(device)
+    f = reflib.compile(model, verify=True)
+    x = randn(3, 6, device=device)
+    torch.testing.assert_close(f(x)["y"], model(x)["y"])
+    assert int(model.steps) == 2
+
+
+def test_threads(device: str) -> None:
+    compiled = Compiled(lambda x: torch.softmax(x * 2, -1) @ x.t())
+    xs = [randn(16, 16, device=device) * i for i in range(1, 9)]
+    compiled(xs[0])
+    bad: list[Any] = []
+
+    def work(x: torch.Tensor) -> None:
+        for _ in range(20):
+            try:
+                torch.testing.assert_close(compiled(x), torch.softmax(x * 2, -1) @ x.t())
+            except BaseException as e:
+                bad.append(e)
+                return
+
+    threads = [threading.Thread(target=work, args=(x,)) for x in xs]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not bad, bad[0]
+
+
+def test_two_compilations_in_threads(device: str) -> None:
+    bad: list[Any] = []
+
+    def work(k: int) -> None:
+        try:
+            f = Compiled(lambda x: (x * k).sum(-1) + k)
+            x = randn(5, 8, device=device)
+            torch.testing.assert_close(f(x), (x * k).sum(-1) + k)
+        except BaseException as e:
+            bad.append(e)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not bad, bad[0]
+
+
+# -- training ---------------------------------------------------------------------------------------
+def test_adam_steps(device: str) -> None:
+    torch.manual_seed(0)
+    shapes = [(8, 8), (8,), (16, 8), (1,), (3, 5, 2), (8, 8)]
+    ours = [nn.Parameter(torch.randn(s, device=device)) for s in shapes]
+    theirs = clone(ours)
+    make = lambda ps: torch.optim.Adam(ps, lr=0.01, foreach=True, capturable=False)  # noqa: E731
+    a, b = make(ours), make(theirs)
+    compiled = Compiled(lambda: a.step())
+    for i in range(3):
+        for p, q in zip(ours, theirs):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).to(device)
+            q.grad = p.grad.clone()
+        compiled()
+        b.step()
+    for p, q in zip(ours, theirs):
+        torch.testing.assert_close(p, q)
+    last = compiled.stages[-1]
+    kernels = sum(not isinstance(n, Extern) for n in last.chosen.nodes)  # type: ignore[union-attr]
+    assert kernels <= 4, f"{kernels} kernels for {len(shapes)} parameters"
+
+
+def test_training_loop(device: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)).to(device)
+    twin = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)).to(device)
+    twin.load_state_dict(model.state_dict())
+
+    def losses(net: Callable[..., Any], parameters: Any) -> list[float]:
+        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        out = []
+        for i in range(5):
+            x, y = randn(12, 8, device=device) + i * 0.1, torch.arange(12, device=device) % 4
+            loss = F.cross_entropy(net(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            out.append(loss.item())
+        return out
+
+    got, want = losses(Compiled(model), model.parameters()), losses(twin, twin.parameters())
+    assert got == pytest.approx(want, rel=1e-4) and got[-1] < got[0]
+
+
+# -- fusion, as promised ----------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "fn", "kernels"),
+    [
+        ("softmax", lambda x, w: torch.softmax(x, -1), 1),
+        ("layer_norm", lambda x, w: F.layer_norm(x, (64,), w, w), 1),
+        ("rms_norm", lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w, 1),
+        ("gelu(bias + x)", lambda x, w: F.gelu(x + w), 1),
+        ("chain", lambda x, w: ((x.sin() + w).relu() * 2).tanh(), 1),
+        ("siblings", lambda x, w: (x + 1, x * 2, x - w), 1),
+        ("views", lambda x, w: (x.view(4, -1).t().contiguous().view(-1) + 1), 1),
+    ],
+)
+def test_kernels(device: str, name: str, fn: Callable[..., Any], kernels: int) -> None:
+    compiled = compare(fn, randn(32, 64, device=device), randn(64, device=device))
+    assert (compiled.kernels, len(compiled.externs)) == (kernels, 0)
+
+
+# -- every stage computes the same ------------------------------------------------------------------
+PROGRAMS: dict[str, Callable[..., Any]] = {
+    "pointwise": lambda x, w: (x * 2 + w).sin() * torch.where(x > 0, x, w),
+    "softmax": lambda x, w: torch.softmax(x + w, -1),
+    "layer_norm": lambda x, w: F.layer_norm(x, (24,), w, w),
+    "reductions": lambda x, w: (x.sum(0), x.amax(1), x.argmax(0), x.var(1), x.mean(), (x > 0).any(0)),
+    "views": lambda x, w: (x.t().reshape(-1)[3:] * 2, x.view(4, 4, 24).permute(1, 2, 0) + 1, x.flip(0) + x[:, :1]),
+    "cat and pad": lambda x, w: (torch.cat([x, x * 2, w.expand(2, 24)], 0) + 1, F.pad(x, (1, 2, 3, 0), value=0.5)),
+    "index": lambda x, w: (x[torch.tensor([1, 0, -1], device=x.device)] + w, x.gather(1, (x > 0).long()), x.roll(3, 1)),
+    "matmul": lambda x, w: F.gelu((x * 2) @ x.t() + w[:16]).sum(-1),
+    "int": lambda x, w: ((x * 10).int() // 3 + 1).sum(1),
+    "half": lambda x, w: ((x.bfloat16() + w.bfloat16()).float().exp().half() * 2).softmax(0),
+    "mutation": lambda x, w: x.add_(1).mul_(w).sum(0),
+    "scan": lambda x, w: (x.cumsum(0) + 1, x.sort(1).values * 2),
+    "scatter": lambda x, w: torch.zeros(4, 24, device=x.device).index_add(0, torch.arange(16, device=x.device) % 4, x),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_every_stage_computes_the_same(device: str, name: str, dynamic: bool) -> None:
+    fn = PROGRAMS[name]
+    args = (randn(16, 24, device=device), randn(24, device=device))
+    eager, wide = call(fn, args), call(fn, args, wide=True)
+    for until in ("lower", "fuse", "choose", "wrap"):
+        torch._dynamo.reset()
+        problems = wrong(call(torch.compile(fn, backend=Until(until), dynamic=dynamic), args), eager, wide)
+        assert not problems, (until, problems)
+
+
+class Until(Backend):
+    """A backend that runs what the interpreter makes of the program after one stage."""
+
+    def __init__(self, until: str):
+        super().__init__(Options(verify=True))
+        self.until = until
+
+    def _compile(self, graph: Any, inputs: Any) -> Callable[[list], Any]:
+        from reflib.pipeline import run
+
+        s = run(graph, self.options, self.until)
+        if s.call is not None:
+            return s.call
+        program: Any = {"lower": s.program, "fuse": s.fused and s.fused.program, "choose": s.chosen}[self.until]
+
+        def fn(args: list) -> Any:
+            values = list(args)
+            args.clear()
+            return interpret(program, values)
+
+        return fn
