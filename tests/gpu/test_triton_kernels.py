@@ -62,7 +62,7 @@ def run(kind: str, name: str) -> tuple[Case, dict[str, torch.Tensor]]:
 # -- ops --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", op_cases())
 def test_op(name: str) -> None:
-    case, after = run("ops", name)
+    _, after = run("ops", name)
     op = name.split("_")[0] if not name.startswith("to_") else name[: name.rindex("_")]
     got = after["out"]
     args = [after[f"x{k}"] for k in range(OPS[op].arity)]
@@ -202,14 +202,14 @@ def test_bandwidth(what: str) -> None:
         tensors = on_gpu(case) if what != "relu" else {}
         for n in ("x", "out"):
             tensors[n] = torch.randn(rows * cols, device="cuda", dtype=torch.float32).to(BF16).view(rows, cols)
-        fn = load(binary)
-        stream = torch.cuda.current_stream().cuda_stream
-        args = [tensors[b].data_ptr() for b, _ in kernel.buffers]
-        grid = int(kernel.grid)
-        ours = _time(lambda: fn(stream, grid, *args))
-        copy = _time(lambda: tensors["out"].copy_(tensors["x"]))
+        ours = _time(functools.partial(launch_loaded, load(binary), kernel, tensors))
+        copy = _time(functools.partial(tensors["out"].copy_, tensors["x"]))
         moved = 4 * rows * cols
         print(f"\n{what} {rows}x{cols}: {moved / ours / 1e9:.0f} GB/s, copy {moved / copy / 1e9:.0f}")
+
+
+def launch_loaded(fn, kernel, tensors: dict[str, torch.Tensor]) -> None:
+    fn(torch.cuda.current_stream().cuda_stream, int(kernel.grid), *[tensors[b].data_ptr() for b, _ in kernel.buffers])
 
 
 def _time(fn) -> float:
