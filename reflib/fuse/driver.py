@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..ir.loops import Loops
-from ..ir.program import Extern, Program
+from ..ir.program import Extern, Node, Program
 from ..options import Options
 from ..target import Target
 from .combine import combine
@@ -68,11 +68,19 @@ def _used_buffers(program: Program, nodes: list) -> dict:
     return {n: b for n, b in program.buffers.items() if b.kind != "temp" or n in used}
 
 
-@dataclass
-class _Candidate:
-    cluster: Cluster
-    score: int
-    near: int
+def waiting(program: Program, depends: Dependencies) -> list[bool]:
+    """For each node: is it elementwise, with one reader, which is a reduction or waits for one itself?"""
+    out = [False] * len(program.nodes)
+    for i in reversed(range(len(out))):
+        node = program.nodes[i]
+        if not isinstance(node, Loops) or node.reduced or len(node.writes()) != 1:
+            continue
+        name = node.writes()[0]
+        readers = depends.readers.get(name, [])
+        if name not in depends.needed and len(readers) == 1 and len(depends.writers[name]) == 1:
+            reader = program.nodes[readers[0]]
+            out[i] = out[readers[0]] or (isinstance(reader, Loops) and bool(reader.reduced))
+    return out
 
 
 class _Grouping:
@@ -82,41 +90,64 @@ class _Grouping:
         self.clusters: dict[int, Cluster] = {}  # by position, of any member
         self.refusals: list[Refusal] = []
         self.context = Context(program, depends, options, target, self.clusters.get)
+        self.waits = waiting(program, depends)
 
     def place(self, position: int, node: Loops) -> None:
-        """Start a cluster for ``node`` and merge it with whatever it may be merged with."""
+        """Start a cluster for ``node`` and merge it with whatever it may be merged with, the best first.
+
+        What only a later reduction reads waits for that reduction, and brings its own neighbours along: else it would
+        join an earlier kernel that the reduction cannot join, and its result would have to be stored.
+        """
+        self.clusters[position] = single(position, node, self.context.depends)
+        refused = [] if self.waits[position] else self._grow(position, node)
+        while refused:  # they waited in vain, and look around now
+            p = refused.pop()
+            self.waits[p] = False
+            refused += self._grow(p, self.context.program.nodes[p])
+
+    def _grow(self, position: int, node: Node) -> list[int]:
+        """Merge with neighbours; returns those that waited for this node and were refused."""
         c = self.context
-        cluster = single(position, node, c.depends)
-        self.clusters[position] = cluster
-        for candidate in self._candidates(position, node, cluster):
+        cluster = self.clusters[position]
+        refused: list[int] = []
+        todo = list(self._neighbours(position, node))
+        tried: set[int] = set()
+        while todo:
+            candidate = self._best(todo, position, cluster, tried)
+            if candidate is None:
+                break
             other = self.clusters[candidate]
-            if other is cluster:
-                continue
+            tried.add(id(other))
             answer = can_fuse(other, cluster, c)
             if isinstance(answer, Reason):
                 self._refuse(candidate, position, answer)
+                if self.waits[candidate]:
+                    refused.append(candidate)
                 continue
+            for p in other.members if self.waits[candidate] else ():
+                todo += self._neighbours(p, c.program.nodes[p])
             both = merge(other, cluster, answer, c)
-            lost = cluster if both is other else other
-            for p in lost.members:
+            for p in (cluster if both is other else other).members:
                 self.clusters[p] = both
             cluster = both
+        return refused
 
-    def _candidates(self, position: int, node: Loops, cluster: Cluster) -> list[int]:
-        """Positions of neighbours, the best first; one for each cluster."""
-        best: dict[int, tuple[int, int, int]] = {}
-        for p, dependent in self._neighbours(position, node):
+    def _best(self, todo: list[tuple[int, bool]], position: int, cluster: Cluster, tried: set[int]) -> int | None:
+        """The neighbour that saves most, then the nearest; each cluster is tried once. Empties ``todo`` of the others."""
+        ranked = []
+        for p, dependent in todo:
             other = self.clusters.get(p)
             if other is None:
                 if dependent:
                     self._refuse(p, position, Reason("call", "a call is a kernel of its own"))
-                continue
-            if id(other) not in best:
+            elif other is not cluster and id(other) not in tried:
                 score = saved_bytes(other, cluster, self.context)
-                best[id(other)] = (-score * (2 if dependent else 1), -p, p)
-        return [p for _, _, p in sorted(best.values())]
+                ranked.append((score * (2 if dependent else 1), p, dependent))
+        ranked.sort(reverse=True)
+        todo[:] = [(p, dependent) for _, p, dependent in ranked]
+        return todo.pop(0)[0] if todo else None
 
-    def _neighbours(self, position: int, node: Loops) -> Iterator[tuple[int, bool]]:
+    def _neighbours(self, position: int, node: Node) -> Iterator[tuple[int, bool]]:
         depends = self.context.depends
         for name in node.reads():
             writer = depends.last_writer(name, position)
