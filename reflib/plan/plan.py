@@ -21,7 +21,7 @@ from collections import defaultdict
 import torch
 
 from ..ir.expr import Sym, expr
-from ..ir.loops import Loops, phases
+from ..ir.loops import Load, Loops, Stmt, phases
 from ..ir.program import Buffer, Extern, Node, Program, Region, View, iter_views
 from ..options import Options
 from .steps import Alloc, Branch, Call, Free, Launch, Let, Moment, Plan, Return, Step
@@ -158,7 +158,7 @@ def may_alias(target: object) -> bool:
 
 def can_overwrite(region: Region, dead: str, new: str) -> bool:
     """May ``new`` be stored over ``dead``, which is read here for the last time? Only if one Loops does both, every
-    load of ``dead`` is at an index of a store to ``new``, and no pass after the storing one reads it."""
+    load of ``dead`` is before the store to ``new``, at its index, and no pass after the storing one reads it."""
     parts = region.arms[-1].parts
     touching = [p for p in parts if dead in p.reads() or new in p.writes()]
     if len(touching) != 1:
@@ -168,8 +168,14 @@ def can_overwrite(region: Region, dead: str, new: str) -> bool:
     loads = [s for s in loops.loads() if s.buffer == dead]
     if len(stores) != 1 or any(s.index != stores[0].index or s.dtype.itemsize == 0 for s in loads):
         return False
+    if any(s.buffer == dead for s in loops.body[_position(loops, stores[0]) :] if isinstance(s, Load)):
+        return False
     when = phases(loops)
     return next(p for p, s in zip(when, loops.body) if s is stores[0]) == max(when)
+
+
+def _position(loops: Loops, stmt: Stmt) -> int:
+    return next(i for i, s in enumerate(loops.body) if s is stmt)
 
 
 def bind_symbols(program: Program) -> list[Let]:
