@@ -19,11 +19,17 @@ if TYPE_CHECKING:
     from reflib.lab.figures import figure as figure
     from reflib.lab.figures import plain_log as plain_log
     from reflib.lab.figures import style as style
+    from reflib.lab.kernels import load_kernel as load_kernel
     from reflib.lab.measuring import measure as measure
     from reflib.lab.params import Parameter as Parameter
     from reflib.lab.params import parse_parameters as parse_parameters
     from reflib.lab.params import validate as validate
     from reflib.lab.peers import peer as peer
+    from reflib.lab.pictures import fusion_picture as fusion_picture
+    from reflib.lab.pictures import memory_picture as memory_picture
+    from reflib.lab.pictures import moved_bytes as moved_bytes
+    from reflib.lab.pictures import stages_picture as stages_picture
+    from reflib.lab.pictures import timeline_picture as timeline_picture
     from reflib.lab.pipeline_strip import strip as strip
     from reflib.lab.plots import bars as bars
     from reflib.lab.plots import lines as lines
@@ -48,11 +54,17 @@ _HOME = {
     "figure": "figures",
     "plain_log": "figures",
     "style": "figures",
+    "load_kernel": "kernels",
     "measure": "measuring",
     "Parameter": "params",
     "parse_parameters": "params",
     "validate": "params",
     "peer": "peers",
+    "fusion_picture": "pictures",
+    "memory_picture": "pictures",
+    "moved_bytes": "pictures",
+    "stages_picture": "pictures",
+    "timeline_picture": "pictures",
     "bars": "plots",
     "lines": "plots",
     "dots": "charts",

@@ -1,0 +1,304 @@
+"""Pictures of one compilation: what each stage made, fusion before and after, memory over time, seconds a stage.
+
+Each takes what `reflib.explain` returned, writes its own alt text from the same numbers, and emits the figure.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from reflib.lab.figures import COLOURS, HATCHES, INK, QUIET, Picture, figure, style
+from reflib.lab.rows import short
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from reflib.ir.program import Program
+    from reflib.observe.explain import Explanation
+    from reflib.plan import Plan
+
+
+def moved_bytes(program: Program) -> int:
+    """What the program's kernels and calls read and write: each buffer once a kernel that touches it."""
+    touched = (b for node in program.nodes for b in {*node.reads(), *node.writes()})
+    return sum(program.buffers[b].nbytes.hint() for b in touched)
+
+
+def megabytes(size: float) -> str:
+    return f"{short(size / 1e6)} MB" if size >= 1e5 else f"{short(size / 1e3)} kB" if size >= 1e3 else f"{size:g} B"
+
+
+# -- what each stage made ---------------------------------------------------------------------------
+def stages_picture(e: Explanation, *, caption: str) -> Picture:
+    """The stages from top to bottom, and beside each what came out of it for this function."""
+    import matplotlib.pyplot as plt
+
+    rows = stage_results(e)
+    with style():
+        fig, ax = plt.subplots(figsize=(5.6, 0.62 * len(rows)))
+        for i, (stage, made) in enumerate(rows):
+            ax.text(
+                0.13, -i, stage, ha="center", va="center", color="#ffffff", weight="bold",
+                bbox={"boxstyle": "round,pad=0.45", "facecolor": COLOURS[0], "edgecolor": "none"},
+            )  # fmt: skip
+            ax.text(0.3, -i, made, va="center")
+            if i:
+                arrow = {"arrowstyle": "-|>", "color": QUIET, "linewidth": 1.2}
+                ax.annotate("", (0.13, -i + 0.33), (0.13, -i + 0.67), arrowprops=arrow)
+        ax.set_xlim(0, 1)
+        ax.set_ylim(-len(rows) + 0.5, 0.5)
+        ax.axis("off")
+    return figure(fig, caption=caption, alt="The pipeline. " + " ".join(f"{s}: {m}." for s, m in rows))
+
+
+def stage_results(e: Explanation) -> list[tuple[str, str]]:
+    """(stage, what it made of this function)"""
+    calls = sum(n.op == "call_function" for n in e.graph.nodes)
+    refused = len(e.refusals)
+    kernels = len(e.kernels)
+    lines = sum(len(k.source.splitlines()) for k in e.kernels)
+    language = {"triton": "Triton", "cpp": "C++"}[e.kernels[0].language] if kernels else "code"
+    return [
+        ("capture", f"a graph of {_count(calls, 'ATen call')}"),
+        ("lower", f"a program of {_count(len(e.program.nodes), 'node')}, {megabytes(moved_bytes(e.program))} moved"),
+        (
+            "fuse",
+            f"{_count(len(e.groups), 'group')}, {megabytes(moved_bytes(e.fused))} moved"
+            + (f"; {_count(refused, 'pair')} refused" if refused else ""),
+        ),
+        ("choose", f"{_count(len(e.decisions), 'decision')} on how a kernel runs"),
+        ("plan", f"{_count(len(e.memory.steps), 'step')}, {megabytes(e.memory.peak_bytes)} at the peak"),
+        ("generate", f"{_count(kernels, 'kernel')}, {_count(lines, 'line')} of {language}"),
+        ("wrap", f"{_count(len(e.wrapper.strip().splitlines()), 'line')} of Python around them"),
+    ]
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" + ("" if n == 1 else "s")
+
+
+# -- fusion before and after ------------------------------------------------------------------------
+def fusion_picture(e: Explanation, *, caption: str) -> Picture:
+    """The program before and after fusion: nodes, what flows between them, a colour and a hatch a group.
+
+    Pairs that were refused are joined by a dashed line with the reason's code.
+    """
+    import matplotlib.pyplot as plt
+
+    groups = {m: i for i, g in enumerate(e.groups) for m in g.members}
+    after = {g.name: i for i, g in enumerate(e.groups)}
+    heads = [
+        f"{when}: {_count(len(p.nodes), 'kernel')}, {megabytes(moved_bytes(p))}"
+        for when, p in (("before", e.program), ("after", e.fused))
+    ]
+    layouts = [_layout(e.program), _layout(e.fused)]
+    deepest = max(y for layout in layouts for _, y in layout.values())
+    with style():
+        fig, axes = plt.subplots(1, 2, figsize=(6.4, 0.78 * (deepest + 1) + 0.5), layout="constrained")
+        _draw_program(axes[0], e.program, layouts[0], groups, deepest)
+        _draw_program(axes[1], e.fused, layouts[1], after, deepest)
+        _draw_refusals(axes[0], e, layouts[0])
+        for ax, head in zip(axes, heads, strict=True):
+            ax.set_title(head, loc="center")
+    return figure(fig, caption=caption, alt=_fusion_alt(e, heads))
+
+
+Places = dict[str, tuple[float, float]]
+SPREAD = 1.25  # between two nodes that are equally deep
+
+
+def _layout(program: Program) -> Places:
+    """A place for each node and for each input that is read: y is the depth, x spreads what is equally deep."""
+    depth: dict[str, int] = {}
+    made: dict[str, int] = {}
+    for node in program.nodes:
+        depth[node.name] = 1 + max((made[b] for b in node.reads() if b in made), default=0)
+        made.update(dict.fromkeys(node.writes(), depth[node.name]))
+    for node in reversed(program.nodes):
+        for b in node.reads():
+            if program.buffers[b].kind != "temp":
+                depth[b] = min(depth[node.name] - 1, depth.get(b, depth[node.name] - 1))
+    layers: dict[int, list[str]] = {}
+    for name, y in depth.items():
+        layers.setdefault(y, []).append(name)
+    nodes = {n.name for n in program.nodes}
+    reader = {b: n.name for n in reversed(program.nodes) for b in n.reads()}
+    places: Places = {}
+    for y, names in sorted(layers.items(), reverse=True):
+        names.sort(key=lambda n: n not in nodes)
+        beside = len(names) == 2 and names[0] in nodes and names[1] not in nodes
+        for i, name in enumerate(names):
+            x = (i - (len(names) - 1) / 2) * SPREAD
+            if beside:  # an input beside a node: on the side of who reads it
+                x = i * (-SPREAD if places[reader[names[1]]][0] < 0 else SPREAD)
+            places[name] = (x, float(y))
+    return places
+
+
+def _draw_program(ax: Axes, program: Program, places: Places, group: Mapping[str, int], deepest: float) -> None:
+    writer: dict[str, str] = {}
+    for node in program.nodes:
+        for b in node.reads():
+            start = writer.get(b, b)
+            if start in places:
+                _edge(ax, places[start], places[node.name], megabytes(program.buffers[b].nbytes.hint()))
+        writer.update(dict.fromkeys(node.writes(), node.name))
+    outputs = sorted(program.output_buffers())
+    for b in outputs:
+        if b in writer:
+            x, y = places[writer[b]]
+            _edge(ax, (x, y), (x, y + 1.0), megabytes(program.buffers[b].nbytes.hint()))
+    for node in program.nodes:
+        index = group.get(node.name)
+        colour = "#ffffff" if index is None else COLOURS[index % len(COLOURS)]
+        _box(ax, places[node.name], _node_text(node), colour, 0 if index is None else index)
+    for name, place in places.items():
+        if name in program.buffers and name not in {n.name for n in program.nodes}:
+            ax.text(*place, name, ha="center", va="center", fontsize=9, style="italic", color=INK, zorder=5)
+    wide = max(abs(x) for x, _ in places.values()) + 0.7
+    wide = max(wide, 1.2)
+    ax.set_xlim(-wide, wide)
+    ax.set_ylim(deepest + 1.1, -0.35)
+    ax.axis("off")
+
+
+def _box(ax: Axes, place: tuple[float, float], text: str, colour: str, index: int) -> None:
+    """White ink on the group's colour; the group's number too, for who cannot tell colours apart."""
+    ax.text(
+        *place, text, ha="center", va="center", fontsize=9.5, color="#ffffff" if colour != "#ffffff" else INK, zorder=4,
+        bbox={"boxstyle": "round,pad=0.35", "facecolor": colour, "edgecolor": INK, "linewidth": 0.8},
+    )  # fmt: skip
+
+
+def _edge(ax: Axes, start: tuple[float, float], end: tuple[float, float], label: str) -> None:
+    """Straight to the next depth; around the side when it skips one."""
+    (x0, y0), (x1, y1) = start, end
+    bend = 0.0 if y1 - y0 <= 1 or x0 != x1 else 0.55
+    look = {
+        "arrowstyle": "-|>", "color": QUIET, "linewidth": 1.3, "shrinkA": 11, "shrinkB": 11,
+        "connectionstyle": f"arc3,rad={bend}",
+    }  # fmt: skip
+    ax.annotate("", end, start, arrowprops=look, zorder=1)
+    near = 0.5 if x0 == x1 else 0.36 if abs(x0) > abs(x1) else 0.64  # where edges are furthest apart
+    x, y = x0 + near * (x1 - x0), y0 + near * (y1 - y0)
+    if bend:
+        x -= 0.4 * (y1 - y0)
+    ax.text(
+        x, y, label, fontsize=8.5, color=INK, ha="center", va="center", zorder=3,
+        bbox={"boxstyle": "round,pad=0.1", "facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.85},
+    )  # fmt: skip
+
+
+def _draw_refusals(ax: Axes, e: Explanation, places: Places) -> None:
+    for r in e.refusals:
+        if r.producer in places and r.consumer in places:
+            (x0, y0), (x1, y1) = places[r.producer], places[r.consumer]
+            look = {
+                "arrowstyle": "-", "color": COLOURS[1], "linewidth": 1.6, "linestyle": "--",
+                "connectionstyle": "arc3,rad=-0.45", "shrinkA": 13, "shrinkB": 13,
+            }  # fmt: skip
+            ax.annotate("", (x1, y1), (x0, y0), arrowprops=look, zorder=2)
+            ax.text(
+                (x0 + x1) / 2 + 0.36 * (y1 - y0), (y0 + y1) / 2 - 0.16, r.reason.code, fontsize=8.5, color=COLOURS[1],
+                ha="left", va="center", zorder=6,
+            )  # fmt: skip
+
+
+def _node_text(node: Any) -> str:
+    names = op_names(node)
+    return names[0] if len(names) == 1 else textwrap.fill(", ".join(names), 15, break_long_words=False)
+
+
+def op_names(node: Any) -> list[str]:
+    """`add`, `sum`, ...: the ATen ops a node came from, without namespace and overload."""
+    ops = [o.op.removeprefix("aten.").split(".")[0].strip("_") for o in node.origins]
+    return list(dict.fromkeys(ops)) or [node.name]
+
+
+def _fusion_alt(e: Explanation, heads: list[str]) -> str:
+    members = "; ".join(" and ".join(op_names(n)) for n in e.fused.nodes)
+    text = f"Two graphs. {heads[0]}. {heads[1]}. The kernels after fusion: {members}."
+    refused = [f"{r.producer} with {r.consumer} ({r.reason.code})" for r in e.refusals]
+    return text + (f" Refused: {'; '.join(refused)}." if refused else "")
+
+
+# -- memory over time -------------------------------------------------------------------------------
+def memory_picture(plans: Mapping[str, Plan], *, caption: str) -> Picture:
+    """Bytes in temporary buffers while each kernel runs, a panel a plan, all on one scale."""
+    import matplotlib.pyplot as plt
+
+    most = max(len(p.moments) for p in plans.values())
+    top = max(p.peak_bytes for p in plans.values())
+    with style():
+        fig, axes = plt.subplots(
+            len(plans), 1, figsize=(5.6, 1.75 * len(plans)), squeeze=False, layout="constrained"
+        )
+        for ax, (label, plan) in zip(axes[:, 0], plans.items(), strict=True):
+            _memory_panel(ax, plan, top, most)
+            ax.set_title(f"{label}: peak {megabytes(plan.peak_bytes)}, {_count(plan.allocations, 'allocation')}")
+        fig.supylabel("MB in temporary buffers", fontsize=11)
+    return figure(fig, caption=caption, alt=_memory_alt(plans))
+
+
+def _memory_panel(ax: Axes, plan: Plan, top: int, most: int) -> None:
+    names = list(dict.fromkeys(b for m in plan.moments for b, _ in m.live))
+    for i, moment in enumerate(plan.moments):
+        bottom = 0.0
+        for name, size in moment.live:
+            k = names.index(name)
+            ax.bar(
+                i, size / 1e6, bottom=bottom, width=0.96, color=COLOURS[k % len(COLOURS)],
+                hatch=HATCHES[k % len(HATCHES)], edgecolor="#ffffff", linewidth=0.6,
+            )  # fmt: skip
+            if size > 0.15 * top:
+                ax.text(
+                    i, (bottom + size / 2e6), name, ha="center", va="center", fontsize=9,
+                    bbox={"boxstyle": "round,pad=0.15", "facecolor": "#ffffff", "edgecolor": "none"},
+                )  # fmt: skip
+            bottom += size / 1e6
+    labels = [m.label.partition("_")[2] or m.label for m in plan.moments]
+    ax.set_xticks(range(len(labels)), [s if len(s) <= 24 else s[:23] + "…" for s in labels])
+    for tick in ax.get_xticklabels():
+        if len(tick.get_text()) > 12:
+            tick.set_horizontalalignment("left" if len(labels) == 1 else "center")
+    ax.set_xlim(-0.6, max(most, 1) - 0.4)
+    ax.set_ylim(0, top / 1e6 * 1.08)
+    ax.grid(visible=False, axis="x")
+
+
+def _memory_alt(plans: Mapping[str, Plan]) -> str:
+    parts = ["Stacked bars of the bytes in temporary buffers while each kernel runs."]
+    for label, plan in plans.items():
+        at_peak = max(plan.moments, key=lambda m: m.bytes, default=None)
+        parts.append(
+            f"{label}: {_count(len(plan.moments), 'kernel')}, peak {megabytes(plan.peak_bytes)}"
+            + (f" while {at_peak.label} runs" if at_peak and len(plan.moments) > 1 else "")
+            + f", {_count(plan.allocations, 'allocation')}."
+        )
+    return " ".join(parts)
+
+
+# -- seconds a stage --------------------------------------------------------------------------------
+def timeline_picture(e: Explanation, *, caption: str) -> Picture:
+    """When each stage ran, in ms after the first one began."""
+    import matplotlib.pyplot as plt
+
+    begin = min(start for _, start, _ in e.timeline)
+    with style():
+        fig, ax = plt.subplots(figsize=(5.6, 0.34 * len(e.timeline) + 0.7))
+        end = max(start - begin + seconds for _, start, seconds in e.timeline) * 1e3
+        for i, (_, start, seconds) in enumerate(e.timeline):
+            ax.barh(i, seconds * 1e3, left=(start - begin) * 1e3, color=COLOURS[0], height=0.65)
+            ax.annotate(
+                f"{short(seconds * 1e3)} ms", ((start - begin + seconds) * 1e3, i), xytext=(4, 0),
+                textcoords="offset points", va="center", fontsize=9.5,
+            )  # fmt: skip
+        ax.set_yticks(range(len(e.timeline)), [stage for stage, _, _ in e.timeline])
+        ax.invert_yaxis()
+        ax.set_xlim(0, end * 1.2)
+        ax.set_xlabel("ms since lowering began")
+        ax.grid(visible=False, axis="y")
+    listed = ", ".join(f"{stage} {short(seconds * 1e3)} ms" for stage, _, seconds in e.timeline)
+    return figure(fig, caption=caption, alt=f"Bars in time, one a stage: {listed}.")

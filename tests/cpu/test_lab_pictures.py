@@ -1,0 +1,60 @@
+"""Pictures of a compilation, and kernels from a reader's own text."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+import reflib
+from reflib import lab
+from reflib.errors import LabError
+from reflib.lab import pictures
+
+
+def f(x, b, w):
+    y = torch.softmax(torch.nn.functional.gelu(x + b), dim=-1)
+    return y @ w, y.sum(0)
+
+
+@pytest.fixture(scope="module")
+def e():
+    args = torch.randn(64, 100), torch.randn(100), torch.randn(100, 8)
+    return reflib.explain(f, *args, target="cpu", dynamic=False)
+
+
+def test_moved_bytes_counts_each_buffer_once_a_kernel():
+    e = reflib.explain(lambda x: (x * x + 1).relu(), torch.randn(10, 100), target="cpu", dynamic=False)
+    assert lab.moved_bytes(e.program) == 3 * 2 * 4000
+    assert lab.moved_bytes(e.fused) == 2 * 4000
+
+
+def test_each_picture_says_in_words_what_it_shows(e):
+    stages = lab.stages_picture(e, caption="stages")
+    assert "lower: a program of 9 nodes" in stages.alt and "1 pair refused" in stages.alt
+    fusion = lab.fusion_picture(e, caption="fusion")
+    assert "before: 9 kernels" in fusion.alt and "after: 3 kernels" in fusion.alt and "axes" in fusion.alt
+    memory = lab.memory_picture({"fused": e.memory}, caption="memory")
+    assert f"peak {pictures.megabytes(e.memory.peak_bytes)}" in memory.alt
+    assert "fuse" in lab.timeline_picture(e, caption="time").alt
+    assert all(p.svg.startswith("<svg") for p in (stages, fusion, memory))
+
+
+def test_a_picture_gives_the_same_bytes_twice(e):
+    assert lab.fusion_picture(e, caption="c").svg == lab.fusion_picture(e, caption="c").svg
+
+
+def test_nodes_equally_deep_do_not_share_a_place(e):
+    places = pictures._layout(e.program)
+    assert len(set(places.values())) == len(places)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+def test_a_readers_kernel_runs():
+    source = 'extern "C" void twice(const float* x, float* y) { for (int i = 0; i < 8; ++i) y[i] = 2 * op::erf(x[i]); }'
+    x, y = torch.randn(8), torch.empty(8)
+    lab.load_kernel("twice", source, "cpp")(x, y)
+    torch.testing.assert_close(y, 2 * torch.erf(x))
+    with pytest.raises(LabError, match="cpp"):
+        lab.load_kernel("twice", source, "fortran")
