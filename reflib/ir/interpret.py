@@ -48,7 +48,7 @@ def bind_symbols(program: Program, args: Sequence[Any]) -> Env:
     facts: list[tuple[Expr, int, str]] = []
     for what, arg in zip(program.inputs, args):
         if isinstance(what, (Sym, Expr)):
-            facts.append((expr(what), int(arg), str(what)))
+            facts.append((expr(what), arg, str(what)))
         elif isinstance(what, str):
             b = program.buffers[what]
             facts += [(e, n, f"size {d} of {what}") for d, (e, n) in enumerate(zip(b.shape, arg.shape))]
@@ -91,7 +91,7 @@ def _run_extern(program: Program, e: Extern, memory: dict[str, torch.Tensor], si
     values = torch.utils._pytree.tree_leaves(result) if isinstance(result, (tuple, list, dict)) else [result]
     for sym, position, dim in e.symbols:
         value = values[position]
-        sizes[sym.name] = int(value if dim is None else value.shape[dim])
+        sizes[sym.name] = value if dim is None else value.shape[dim]  # perhaps a float or a bool
     for what, value in zip(e.outputs, values):
         if isinstance(what, str):
             b = program.buffers[what]
@@ -108,7 +108,11 @@ def _leaf(leaf: Any, memory: dict[str, torch.Tensor], sizes: Env) -> Any:
     """A View as a tensor, a symbolic int as an int, anything else as it is."""
     if isinstance(leaf, View):
         return view_tensor(leaf, memory[leaf.buffer], sizes)
-    return int(leaf.evaluate(sizes)) if isinstance(leaf, Expr) else leaf
+    if isinstance(leaf, Expr):
+        symbols = leaf.symbols()
+        alone = len(symbols) == 1 and leaf == expr(next(iter(symbols)))
+        return sizes[next(iter(symbols)).name] if alone else int(leaf.evaluate(sizes))
+    return leaf
 
 
 def view_tensor(view: View, storage: torch.Tensor, sizes: Env) -> torch.Tensor:

@@ -62,6 +62,7 @@ def extern(cx: Context, target: Any, args: Any, kwargs: dict[str, Any], reason: 
         value, output = _output(cx, fake, i, returned, name, symbols)
         values.append(value)
         outputs.append(output)
+    cx.low.symbols.bind(*(expr(s) for s, _, _ in symbols))
     cx.low.nodes.append(
         Extern(
             f"op{len(cx.low.nodes)}",
@@ -115,7 +116,7 @@ def _output(cx: Context, fake: Any, i: int, returned: Any, name: str, symbols: l
 def _is_new_symbol(cx: Context, size: torch.SymInt) -> bool:
     e = size.node.expr
     return (
-        bool(getattr(e, "is_Symbol", False)) and str(e).startswith("u") and str(e) not in cx.low.symbols.known
+        bool(getattr(e, "is_Symbol", False)) and str(e).startswith("u") and str(e) not in cx.low.symbols.bound
     )
 
 
@@ -174,6 +175,7 @@ def scalar_call(cx: Context, target: Any, args: Any, kwargs: dict[str, Any]) -> 
     if any(True for _ in iter_views((args, kwargs))):
         raise Unsupported("a number computed from tensors")
     sym = cx.low.symbols.define(cx.low.unique(cx.name), cx.fake)
+    cx.low.symbols.bind(expr(sym))
     cx.low.nodes.append(
         Extern(
             f"op{len(cx.low.nodes)}", target, tuple(args), tuple(kwargs.items()), (None,),

@@ -26,7 +26,7 @@ from .context import Context
 from .extern import extern, reason_for, scalar_call, with_effects
 from .rules import RULES, Unsupported
 from .symbols import Symbols
-from .views import REINTERPRET, is_view_op, view
+from .views import REINTERPRET, copying, is_view_op, view
 
 # Statements for the tracer alone: what they promise is already in the sizes' ranges.
 _DROPPED = {
@@ -106,9 +106,11 @@ class Lowering:
             buffer = self.new_buffer(node.name, fake, "input")
             self.values[node] = full_view(buffer)
             self.inputs.append(buffer.name)
+            self.symbols.bind(*buffer.shape, *buffer.strides)
         elif isinstance(fake, (torch.SymInt, torch.SymFloat)):
             self.values[node] = value = self.symbols.from_sympy(fake.node.expr, fake.node.shape_env)
             self.inputs.append(_plain_symbol(value))
+            self.symbols.bind(value)
         else:
             self.values[node] = fake
             self.inputs.append(None)
@@ -153,14 +155,17 @@ class Lowering:
         fn = RULES.get(target) or (view if is_view_op(target) else None)
         reason = reason_for(target)
         if fn is not None:
-            saved = len(self.nodes), dict(self.buffers), dict(self.moved)
+            nodes, buffers, moved = len(self.nodes), len(self.buffers), len(self.moved)
             try:
                 supported(cx, args, kwargs)
                 return fn(cx, *args, **kwargs)
             except Unsupported as e:
                 reason = str(e)
-                del self.nodes[saved[0] :]
-                self.buffers, self.moved = saved[1], saved[2]
+                del self.nodes[nodes:]
+                for table, size in ((self.buffers, buffers), (self.moved, moved)):
+                    for key in list(table)[size:]:
+                        del table[key]
+                target = copying(target)
         logs.get("fallback").info(
             "%s -> ATen: %s%s", target, reason, f" ({cx.origin.source})" if cx.origin.source else ""
         )
@@ -169,7 +174,7 @@ class Lowering:
     def _scalar(self, cx: Context, target: Any, args: Any, kwargs: Any) -> Any:
         """A node whose value is a number: an Expr if it can be one, else a call that computes it."""
         known = isinstance(cx.fake, torch.SymInt) and not any(
-            str(s).startswith("u") and str(s) not in self.symbols.known
+            str(s).startswith("u") and str(s) not in self.symbols.bound
             for s in cx.fake.node.expr.free_symbols
         )
         if known:
@@ -242,4 +247,5 @@ def origin(node: torch.fx.Node) -> Origin:
     if not frames:
         return Origin(op)
     path, line, function, code = frames[-1]
-    return Origin(op, f"{os.path.basename(path)}:{line} in {function}: {code.strip()}".rstrip(": "))
+    file = "cell" if "ipykernel_" in path else os.path.basename(path)  # a notebook's cells are files with a number
+    return Origin(op, f"{file}:{line} in {function}: {code.strip()}".rstrip(": "))

@@ -27,6 +27,7 @@ class Symbols:
         self.known: dict[str, Sym] = {}  # by name
         self.opaque: dict[Any, Sym] = {}  # by sympy expression
         self.floats: set[str] = set()  # names of symbols whose value is a float
+        self.bound: set[str] = set()  # names of symbols whose value is known by now, at run time
 
     def expr(self, value: Any) -> Expr:
         """An int, SymInt or Expr as an Expr; raises Unsupported if it has none."""
@@ -44,6 +45,13 @@ class Symbols:
         except Unsupported:
             return False
         return True
+
+    def bind(self, *exprs: Expr) -> None:
+        """The symbols in ``exprs`` have values from here on."""
+        self.bound |= {s.name for e in exprs for s in e.symbols()}
+
+    def all_bound(self, *exprs: Expr) -> bool:
+        return all(s.name in self.bound for e in exprs for s in e.symbols())
 
     def exprs(self, values: Any) -> tuple[Expr, ...]:
         return tuple(self.expr(v) for v in values)
@@ -87,8 +95,8 @@ class Symbols:
 
     def _division(self, name: str, a: Expr, b: Expr, c: Expr | None = None) -> Expr:
         for d in (b, c):
-            if d is not None and not _positive(d):
-                raise Unsupported(f"the divisor {d} of a size may not be positive")
+            if d is not None and not nonneg(d):  # never zero either: torch divided by it when tracing
+                raise Unsupported(f"the divisor {d} of a size may be negative")
         if name == "CeilDiv":
             return ceildiv(a, b)
         if name in ("Mod", "PythonMod"):
@@ -122,10 +130,6 @@ class Symbols:
 
     def is_float(self, e: Expr) -> bool:
         return any(s.name in self.floats for s in e.symbols())
-
-
-def _positive(e: Expr) -> bool:
-    return nonneg(e - 1)
 
 
 def _bounds(r: Any) -> tuple[int, int | None]:

@@ -12,8 +12,10 @@ import torch
 
 from reflib.ir.program import View
 
+from .body import Kernel
 from .context import Context
-from .rules import RULES, Unsupported, rule
+from .indexing import unflatten
+from .rules import RULES, Unsupported
 
 aten = torch.ops.aten
 
@@ -25,6 +27,14 @@ REINTERPRET = {
     aten._conj.default: aten._conj_physical.default,
     aten._neg_view.default: aten.neg.default,
 }
+
+
+# Ops whose schema says view, and which copy when eager has to.
+MAY_COPY = {"reshape", "reshape_as", "contiguous", "to", "flatten", "ravel", "resolve_conj", "resolve_neg"}
+
+
+def _name(op: Any) -> str:
+    return op._schema.name.partition("::")[2]
 
 
 def is_view_op(op: Any) -> bool:
@@ -50,8 +60,8 @@ def view(cx: Context, base: View, *_: Any, **__: Any) -> Any:
     fakes = cx.fakes
     if any(f.layout != torch.strided for f in (source, *fakes)):
         raise Unsupported("sparse layout")
-    if any(not same_storage(f, source) for f in fakes):
-        return RULES[aten.clone.default](cx, base)
+    if _name(cx.node.target) in MAY_COPY and not same_storage(fakes[0], source):
+        return copied(cx, base)
     flat, spec = torch.utils._pytree.tree_flatten(cx.fake)
     return torch.utils._pytree.tree_unflatten([alias(cx, base, source, f) for f in flat], spec)
 
@@ -61,16 +71,31 @@ def alias(cx: Context, base: View, source: torch.Tensor, fake: torch.Tensor) -> 
     if fake.dtype != base.dtype:
         raise Unsupported(f"a view of {base.dtype} as {fake.dtype}")
     s = cx.low.symbols
-    moved = fake.storage_offset() - source.storage_offset()
-    return View(
-        base.buffer, s.exprs(fake.shape), s.exprs(fake.stride()), base.offset + s.expr(moved), base.dtype
-    )
+    shape, strides = s.exprs(fake.shape), s.exprs(fake.stride())
+    moved = s.expr(fake.storage_offset() - source.storage_offset())
+    if not s.all_bound(*shape, *strides, moved):
+        raise Unsupported("a view at a place known only to torch")
+    return View(base.buffer, shape, strides, base.offset + moved, base.dtype)
+
+
+def copying(op: Any) -> Any:
+    """The variant of a view op that copies, for a view that has to be a call: calls return new storage."""
+    if not is_view_op(op):
+        return op
+    packet = getattr(aten, _name(op) + "_copy", None)
+    return getattr(packet, op._overloadname, op)
+
+
+def copied(cx: Context, base: View) -> View:
+    """A copy in the output's shape, element by element in row-major order."""
+    if cx.shape == base.shape:
+        return RULES[aten.clone.default](cx, base)
+    out = cx.out()
+    k = Kernel(cx, out.shape)
+    k.store(out, k.load(base, unflatten(k.linear(range(len(out.shape))), base.shape)))
+    k.finish()
+    return out
 
 
 def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
-
-
-@rule("alias_copy", "view_copy.default", "expand_copy", "permute_copy", "slice_copy", "select_copy")
-def unused_copy(cx: Context, base: View, *_: Any, **__: Any) -> Any:
-    raise Unsupported("a copying view")
