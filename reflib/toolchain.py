@@ -153,8 +153,9 @@ def _probe(command: tuple[str, ...], runtimes: tuple[str, ...]) -> Compiler:
             )
         optional = tuple(f for f in optional if _accepts(command, (*_BASE, f), ()))
         threads = [t for t in threads if _accepts(command, (*_BASE, *t[0]), t[1])]
-    flags, link, openmp = threads[0]
-    flags, link = tuple([*_BASE, *optional, *flags]), tuple([*link, "-lm"])
+    for_threads, runtime, openmp = threads[0]
+    flags: tuple[str, ...] = (*_BASE, *optional, *for_threads)
+    link: tuple[str, ...] = (*runtime, "-lm")
     vector = ("-lmvec", "-Wl,--no-undefined")
     if _accepts(command, flags, (*link, *vector), _PROBE_VECTOR):
         flags, link = (*flags, "-DREFLIB_LIBMVEC"), (*link, "-lmvec")

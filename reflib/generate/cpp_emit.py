@@ -98,9 +98,7 @@ class Emitter:
         condition = "" if size is not None else f" if ({text.index(work)} >= {enough})"
         nested = f" collapse({loops})" if loops > 1 else ""
         mode = " " + kind if kind else ""
-        self.w.line(
-            f"#pragma omp parallel for{mode}{nested} schedule(static) num_threads(threads){condition}"
-        )
+        self.w.line(f"#pragma omp parallel for{mode}{nested} schedule(static) num_threads(threads){condition}")
 
     # -- the three shapes -----------------------------------------------------------------------
     def _pointwise(self) -> None:
@@ -211,11 +209,11 @@ class Emitter:
                     for i in sorted(set(kept) & set(statements)):
                         self.w.line(f"kept{i}[{step}] = v{i};")
                     for i in reduces:
-                        self._combine(i, f"acc{i}", f"at{i}")
+                        self._combine(i, f"acc{i}")
                 for i in blocked:
                     self.w.line(f"total{i} += acc{i};")
         for i in reduces:
-            value = f"(float)total{i}" if i in blocked else self._result(i, f"acc{i}", f"at{i}")
+            value = f"(float)total{i}" if i in blocked else f"acc{i}"
             self.w.line(f"const {text.CTYPE[self.body[i].dtype]} v{i} = {value};")
 
     def _across_memory(self) -> None:
@@ -263,16 +261,12 @@ class Emitter:
         for i in reduces:
             s = self.body[i]
             self.w.line(f"{self._acc_type(i)} acc{i}[{tile}];")
-            if s.kind[:3] == "arg":
-                self.w.line(f"int64_t at{i}[{tile}];")
             if i in blocked:
                 self.w.line(f"double total{i}[{tile}];")
         with self.w.block(f"for (int64_t t = 0; t < {tile}; ++t)"):
             for i in reduces:
                 s = self.body[i]
-                self.w.line(f"acc{i}[t] = {text.identity(s.kind, self._value_dtype(i))};")
-                if s.kind[:3] == "arg":
-                    self.w.line(f"at{i}[t] = -1;")
+                self.w.line(f"acc{i}[t] = {text.identity(s.kind, self.body[i].dtype)};")
                 if i in blocked:
                     self.w.line(f"total{i}[t] = 0;")
         step, stop = text.identifier(inner.var.name), text.index(inner.size)
@@ -293,9 +287,7 @@ class Emitter:
         if reduces:
             with self.w.block(f"for (int64_t t = 0; t < {tile}; ++t)"):
                 for i in reduces:
-                    value = (
-                        f"(float)total{i}[t]" if i in blocked else self._result(i, f"acc{i}[t]", f"at{i}[t]")
-                    )
+                    value = f"(float)total{i}[t]" if i in blocked else f"acc{i}[t]"
                     self.w.line(f"kept{i}[t] = {value};")
 
     def _over_tile(self, statements: list[int], kept: Sequence[int], reduces: Sequence[int] = ()) -> None:
@@ -306,7 +298,7 @@ class Emitter:
             return
         c = text.identifier(column.var.name)
         checked = self._checks(statements)
-        if not checked and not any(self.body[i].kind[:3] == "arg" for i in reduces):
+        if not checked:
             self.w.line("#pragma omp simd")
         with self.w.block(loop(column, f"{c}0", f"{c}1")):
             for i in sorted(self._used((*statements, *reduces)) & set(kept) - set(statements)):
@@ -316,18 +308,14 @@ class Emitter:
                 if i in kept:
                     self.w.line(f"kept{i}[{c} - {c}0] = v{i};")
             for i in reduces:
-                self._combine(i, f"acc{i}[{c} - {c}0]", f"at{i}[{c} - {c}0]")
+                self._combine(i, f"acc{i}[{c} - {c}0]")
         if checked:
             self.w.line("if (failed) continue;")
 
     # -- reductions -----------------------------------------------------------------------------
-    def _value_dtype(self, i: int) -> torch.dtype:
-        s = self.body[i]
-        return self.body[s.args[0]].dtype if s.kind[:3] == "arg" else s.dtype
-
     def _acc_type(self, i: int) -> str:
         """An accumulator's type. Compilers vectorise reductions of int, not of bool."""
-        return "int" if self.body[i].kind in ("any", "all") else text.CTYPE[self._value_dtype(i)]
+        return "int" if self.body[i].kind in ("any", "all") else text.CTYPE[self.body[i].dtype]
 
     def _blocked(self, reduces: Sequence[int]) -> list[int]:
         """The sums that are added up in blocks: those of floats."""
@@ -337,25 +325,20 @@ class Emitter:
         return {a for i in statements for a in stmt_args(self.body[i])}
 
     def _start(self, i: int) -> None:
-        s, dtype = self.body[i], self._value_dtype(i)
+        s, dtype = self.body[i], self.body[i].dtype
         self.w.line(f"{self._acc_type(i)} acc{i} = {text.identity(s.kind, dtype)};")
-        if s.kind[:3] == "arg":
-            self.w.line(f"int64_t at{i} = -1;")
 
-    def _combine(self, i: int, acc: str, at: str) -> None:
+    def _combine(self, i: int, acc: str) -> None:
         s = self.body[i]
-        position = self._name(s.args[1]) if len(s.args) > 1 else ""
-        self.w.line(text.combine(s.kind, acc, self._name(s.args[0]), position, at))
-
-    def _result(self, i: int, acc: str, at: str) -> str:
-        return at if self.body[i].kind[:3] == "arg" else acc
+        value = self._name(s.args[0])
+        if isinstance(self.body[s.args[0]], Const):
+            value = f"({text.CTYPE[s.dtype]}){value}"
+        self.w.line(text.combine(s.kind, acc, value))
 
     def _simd(self, reduces: Sequence[int]) -> None:
         kinds: dict[str, list[str]] = {}
         for i in reduces:
             s = self.body[i]
-            if s.kind[:3] == "arg":
-                return
             kinds.setdefault(text.clause(s.kind, s.dtype), []).append(f"acc{i}")
         self.w.line("#pragma omp simd" + "".join(f" reduction({k}:{', '.join(v)})" for k, v in kinds.items()))
 
@@ -391,15 +374,15 @@ class Emitter:
         if isinstance(s, Load):
             element = f"{text.identifier(s.buffer)}[{text.index(s.index)}]"
             value = text.loaded(element, self.buffers[s.buffer].dtype)
-            return (
-                value
-                if s.mask is None
-                else f"{self._name(s.mask)} ? {value} : {text.literal(s.other, s.dtype)}"
-            )
+            return value if s.mask is None else f"{self._name(s.mask)} ? {value} : {text.literal(s.other, s.dtype)}"
         if isinstance(s, Reduce):  # over axes of size 1, which are gone: the one element, or its position
             return self._name(s.args[-1])
         assert isinstance(s, Op)
-        return text.operation(s, tuple(self._name(a) for a in s.args), self.body[s.args[0]].dtype)
+        names = [self._name(a) for a in s.args]
+        dtype = self.body[s.args[0]].dtype
+        if dtype == torch.int64 and all(isinstance(self.body[a], Const) for a in s.args):
+            names[0] = f"(int64_t){names[0]}"
+        return text.operation(s, tuple(names), dtype)
 
     def _indirect(self, i: int, s: Indirect) -> None:
         self.checks += 1

@@ -50,15 +50,6 @@ template <class T> static inline T maximum(T a, T b) { return a > b || a != a ? 
 template <class T> static inline T minimum(T a, T b) { return a < b || a != a ? a : b; }
 template <class T> static inline T max(T a, T b) { return a > b ? a : b; }
 template <class T> static inline T min(T a, T b) { return a < b ? a : b; }
-// Does x, found at position i, go before the best so far? Equals: the smaller position. at < 0: nothing found yet.
-template <class T> static inline bool before_max(T x, int64_t i, T best, int64_t at) {
-  const bool equal = x == best || (x != x && best != best);
-  return at < 0 || x > best || (x != x && best == best) || (equal && i < at);
-}
-template <class T> static inline bool before_min(T x, int64_t i, T best, int64_t at) {
-  const bool equal = x == best || (x != x && best != best);
-  return at < 0 || x < best || (x != x && best == best) || (equal && i < at);
-}
 
 // ---- floats ------------------------------------------------------------------------------------
 static inline float floor(float x) { return __builtin_floorf(x); }

@@ -15,9 +15,12 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from ..ir.expr import ZERO, Atom, Expr, IntLike, Ref, Var, expr
 from ..ir.loops import (
     Axis,
+    BodyBuilder,
     Load,
     Loops,
     Op,
@@ -51,14 +54,35 @@ class Segment:
 
 
 def arrange(loops: Loops) -> Nest:
-    """See the module's docstring."""
-    loops = _without_unit_axes(loops)
+    """See the module's docstring. Argmax and argmin become a max or min and then the least position that has it:
+    two passes of plain vector code."""
+    loops = _without_unit_axes(_without_arg_reductions(loops))
     axes = (*_sorted(loops, loops.parallel), *_sorted(loops, loops.reduced))
     loops = _joined(replace(loops, axes=axes))
     p, r = loops.parallel, loops.reduced
     if p and (not r or _columns_lie_along_memory(loops, p[-1], r[-1])):
         return Nest(loops, p[:-1], p[-1], r)
     return Nest(loops, p, None, r)
+
+
+def _without_arg_reductions(loops: Loops) -> Loops:
+    if not any(isinstance(s, Reduce) and s.kind in ("argmax", "argmin") for s in loops.body):
+        return loops
+    b = BodyBuilder()
+    ids: dict[int, int] = {}
+    for i, s in enumerate(loops.body):
+        new = map_stmt(s, ids)
+        if isinstance(new, Reduce) and new.kind in ("argmax", "argmin"):
+            value, position = new.args
+            best = b.reduce(new.kind[3:], value, dtype=b.dtype(value))
+            found = b.op("eq", value, best)
+            if b.dtype(value).is_floating_point:
+                found = b.op("or", found, b.op("and", b.op("isnan", value), b.op("isnan", best)))
+            elsewhere = b.const(torch.iinfo(torch.int64).max, torch.int64)
+            ids[i] = b.reduce("min", b.op("where", found, position, elsewhere), dtype=torch.int64)
+        else:
+            ids[i] = b.add(new)
+    return replace(loops, body=tuple(b.body))
 
 
 def substitute(loops: Loops, axes: Iterable[Axis], env: dict[Atom, IntLike]) -> Loops:
@@ -81,7 +105,13 @@ def _sorted(loops: Loops, axes: tuple[Axis, ...]) -> list[Axis]:
     def distance(a: Axis) -> int:
         return sum(w * min(abs(c.hint()), 1 << 40) for w, c in _strides(loops, a) if c is not None)
 
-    return sorted(axes, key=distance, reverse=True)
+    out = sorted(axes, key=distance, reverse=True)
+    stored = [s.index for s in loops.body if isinstance(s, Store)]
+    along = [a for a in out if a.size.hint() >= 16 and any(e.coefficient(a.var) == 1 for e in stored)]
+    if along and along[-1].kind == "p":  # what is stored is walked along; what is loaded can be tiled
+        out.remove(along[-1])
+        out.append(along[-1])
+    return out
 
 
 def _joined(loops: Loops) -> Loops:
@@ -140,9 +170,7 @@ def segments(loops: Loops, kept: Collection[int] = ()) -> list[Segment]:
     for k in range(last + 1):
         row = [i for i, s in enumerate(body) if not inside[i] and not isinstance(s, Reduce) and phase[i] == k]
         out.append(Segment(False, tuple(row)))
-        late = [
-            i for i in wanted.get(k, []) if isinstance(body[i], Store) and reads.get(body[i].buffer, 0) > k
-        ]
+        late = [i for i in wanted.get(k, []) if isinstance(body[i], Store) and reads.get(body[i].buffer, 0) > k]
         for i in late:
             wanted[k].remove(i)
             wanted.setdefault(reads[body[i].buffer], []).append(i)

@@ -62,7 +62,8 @@ def literal(value: float | int | bool, dtype: torch.dtype) -> str:
     if dtype == torch.bool:
         return "true" if value else "false"
     if not dtype.is_floating_point:
-        return integer(int(value))
+        # typed, for the templates in the header: op::maximum(v0, int64_t(3))
+        return integer(int(value)) if dtype == torch.int32 else f"{CTYPE[dtype]}({integer(int(value))})"
     suffix = "f" if dtype == torch.float32 else ""
     value = float(value)
     if math.isnan(value):
@@ -121,13 +122,14 @@ def operation(s: Op, args: tuple[str, ...], arg_dtype: torch.dtype) -> str:
     if s.op == "not":
         return f"!{args[0]}" if s.dtype == torch.bool else _narrow(f"~{args[0]}", s.dtype)
     if s.op == "neg":
-        return _narrow(f"-{args[0]}", s.dtype)
+        return _narrow(f"-({args[0]})" if args[0].startswith("-") else f"-{args[0]}", s.dtype)
     if s.op in _INFIX:
         text = f"{args[0]} {_INFIX[s.op]} {args[1]}"
         return text if s.dtype == torch.bool else _narrow(text, s.dtype)
     if s.op == "fma":
         return f"{args[0]} * {args[1]} + {args[2]}"
-    return f"op::{s.op}({', '.join(args)})"
+    of = "" if arg_dtype.is_floating_point else f"<{CTYPE[arg_dtype]}>"  # a literal alone does not say
+    return f"op::{s.op}{of}({', '.join(args)})"
 
 
 def _narrow(text: str, dtype: torch.dtype) -> str:
@@ -162,17 +164,17 @@ def identity(kind: str, dtype: torch.dtype) -> str:
         return literal(0, dtype)
     if kind in ("prod", "all"):
         return literal(1, dtype)
-    sign = -1 if kind in ("max", "argmax") else 1
+    least = kind == "max"  # the maximum of nothing is the least value there is
     if dtype.is_floating_point:
-        return literal(sign * math.inf, dtype)
+        return literal(-math.inf if least else math.inf, dtype)
     if dtype == torch.bool:
-        return literal(sign > 0, dtype)
+        return literal(not least, dtype)
     info = torch.iinfo(dtype)
-    return integer(info.min if sign < 0 else info.max)
+    return integer(info.min if least else info.max)
 
 
-def combine(kind: str, acc: str, value: str, position: str = "", at: str = "") -> str:
-    """The statement that takes ``value`` (of an arg reduction: found at ``position``) into ``acc`` (and ``at``)."""
+def combine(kind: str, acc: str, value: str) -> str:
+    """The statement that takes ``value`` into ``acc``."""
     if kind == "sum":
         return f"{acc} += {value};"
     if kind == "prod":
@@ -181,9 +183,6 @@ def combine(kind: str, acc: str, value: str, position: str = "", at: str = "") -
         return f"{acc} = op::{kind}imum({acc}, {value});"
     if kind in ("any", "all"):
         return f"{acc} = {acc} {'|' if kind == 'any' else '&'} {value};"
-    if kind in ("argmax", "argmin"):
-        test = f"op::before_{kind[3:]}({value}, {position}, {acc}, {at})"
-        return f"if ({test}) {{ {acc} = {value}; {at} = {position}; }}"
     raise GenerateError(f"no C++ for the reduction {kind!r}")
 
 

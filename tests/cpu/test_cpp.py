@@ -175,6 +175,24 @@ def in_place_twice(n: int) -> Case:
     return Case(loops("twice", (i, j), b), {"x": randn(4, n), "out": torch.zeros(4, n)})
 
 
+def integers(dtype: torch.dtype, op: str, constant: int) -> Case:
+    """Integer constants where C++ would take them for int."""
+    i, b = axis("i", 50), BodyBuilder()
+    x, c = b.load("x", i.var, dtype), b.const(constant, dtype)
+    b.store("y", i.var, b.op(op, x, c))
+    b.store("z", i.var, b.op(op, c, x))
+    b.store("c", i.var, b.op("maximum", b.op("neg", c), b.op("mul", c, c)))
+    x0 = torch.arange(-25, 25).to(dtype)
+    zero = torch.zeros_like(x0)
+    return Case(loops(op, (i,), b), {"x": x0, "y": zero, "z": zero, "c": zero})
+
+
+def largest_constant(rows: int) -> Case:
+    i, j, b = axis("i", rows), axis("j", 5, "r"), BodyBuilder()
+    b.store("y", i.var, b.reduce("max", b.const(3, I), dtype=I))
+    return Case(loops("max", (i, j), b), {"y": torch.zeros(rows, dtype=I)})
+
+
 def two_parts() -> Case:
     parts = []
     tensors: dict[str, torch.Tensor] = {}
@@ -235,6 +253,10 @@ CASES = {
     "sum": full_sum(10000), "sum_int": full_sum(100, I), "sum_double": full_sum(5000, torch.float64),
     "sum_empty": full_sum(0), "constant_sum": constant_sum(5, 11), "weighted": weighted_columns(40, 33),
     "weighted_wide": weighted_columns(30, 4200), "symbolic": symbolic(30, 2000), "symbolic_empty": symbolic(3, 0),
+    "channels_last": transpose(64, 200),
+    **{f"{op}_{str(d)[6:]}_{abs(c)}": integers(d, op, c) for op in ("remainder", "floordiv", "sub", "shl")
+       for d, c in ((I, 7), (torch.int32, -3), (torch.int8, 5), (torch.uint8, 200), (I, 2**40))},
+    "largest_constant": largest_constant(3),
     "in_place_twice": in_place_twice(100), "two_parts": two_parts(),
     **{f"random{seed}": random_nest(seed) for seed in range(40)},
 }  # fmt: skip

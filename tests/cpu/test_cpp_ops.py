@@ -173,8 +173,9 @@ def check(name: str, got: torch.Tensor, want: torch.Tensor, args: list[torch.Ten
 
 def test_every_reduction_is_known():
     for kind in REDUCTIONS:
-        dtype = torch.bool if kind in ("any", "all") else torch.float32
-        assert cpp_text.identity(kind, dtype) and cpp_text.combine(kind, "acc", "v", "i", "at")
+        if kind[:3] != "arg":  # those are made of the others
+            dtype = torch.bool if kind in ("any", "all") else torch.float32
+            assert cpp_text.identity(kind, dtype) and cpp_text.combine(kind, "acc", "v")
 
 
 # -- reductions -------------------------------------------------------------------------------------
