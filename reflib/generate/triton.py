@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ..choose.axes import layout
-from ..ir.expr import Expr, Sym, ceildiv, expr
+from ..ir.expr import Expr, Sym, expr
 from ..ir.loops import Loops
 from ..ir.program import Buffer, Config
 from ..target import Target
 from .kernel import Kernel
-from .triton_body import PartPrinter, pointer_name
+from .triton_body import PartPrinter
+from .triton_facts import pointer_name
 from .triton_ops import Needs, helper_text
 
 HEADER = "import triton\nimport triton.language as tl\n"
@@ -36,9 +37,7 @@ def generate_triton(
     needs = Needs()
     tile = "yblock" in dict(config.extras)
     printers = [
-        PartPrinter(
-            layout(p, tile), config, buffers, needs, f"_{k}" if len(parts) > 1 else "", len(parts) > 1
-        )
+        PartPrinter(layout(p, tile), config, buffers, needs, f"_{k}" if len(parts) > 1 else "", len(parts) > 1)
         for k, p in enumerate(parts)
     ]
     bodies = [p.print() for p in printers]
@@ -53,11 +52,7 @@ def generate_triton(
     source = HEADER + (LIBDEVICE if needs.libdevice else "") + "\n\n"
     source += helpers + "\n\n" if helpers else ""
     source += _function(name, parts, config, pointers, symbols, lines)
-    sure = [
-        i
-        for i, b in enumerate(pointers)
-        if aligned is True or buffers[b].kind == "temp" or b in (aligned or ())
-    ]
+    sure = [i for i, b in enumerate(pointers) if aligned is True or buffers[b].kind == "temp" or b in (aligned or ())]
     return Kernel(
         name, "triton", source, tuple((b, buffers[b].dtype) for b in pointers), symbols, ends[-1],
         config.num_warps, config.num_stages, config.index, tuple(sure),
@@ -120,12 +115,6 @@ def _about(parts: tuple[Loops, ...]) -> list[str]:
         rows = " x ".join(str(a.size) for a in p.reduced)
         ops = ", ".join(dict.fromkeys(o.op.removeprefix("aten.") for o in p.origins)) or p.name
         out.append(
-            f"{f'part {k}: ' if len(parts) > 1 else ''}{ops} over {shape}"
-            + (f", reducing {rows}" if rows else "")
+            f"{f'part {k}: ' if len(parts) > 1 else ''}{ops} over {shape}" + (f", reducing {rows}" if rows else "")
         )
     return out + ([f"... and {len(parts) - 8} more parts"] if len(parts) > 8 else [])
-
-
-def programs(size: Expr, block: int) -> Expr:
-    """Programs of ``block`` elements that cover ``size``."""
-    return ceildiv(size, block)

@@ -11,7 +11,6 @@ rest. A statement is printed in the pass (``loops.phases``) it belongs to:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -20,13 +19,26 @@ import torch
 from ..choose.axes import Space
 from ..errors import GenerateError
 from ..ir.expr import Atom, Call, Expr, Ref, Sym, Var, format_expr, max_value, nonneg
-from ..ir.loops import Const, Index, Indirect, Load, Op, Reduce, Stmt, Store, stmt_args
+from ..ir.loops import Const, Index, Indirect, Load, Op, Reduce, Store, stmt_args
 from ..ir.program import Buffer, Config
-from .triton_ops import LITERAL_OK, SHARP, TL, Needs, print_cast, print_op
+from .triton_facts import (
+    HALF,
+    blocks,
+    const,
+    const_mask,
+    extreme_text,
+    literal,
+    paren,
+    phases,
+    plain,
+    pointer_name,
+    varying,
+    wants_exact,
+)
+from .triton_ops import LITERAL_OK, TL, Needs, print_cast, print_op
 
 Dims = frozenset[str]
 NOTHING: Dims = frozenset()
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -42,9 +54,7 @@ class Value:
 class PartPrinter:
     """Prints one part. ``tag`` ends every name, so that parts of one kernel do not share variables."""
 
-    def __init__(
-        self, space: Space, config: Config, buffers: dict[str, Buffer], needs: Needs, tag: str, many: bool
-    ):
+    def __init__(self, space: Space, config: Config, buffers: dict[str, Buffer], needs: Needs, tag: str, many: bool):
         self.space, self.config, self.buffers, self.needs, self.tag = space, config, buffers, needs, tag
         self.many = many  # several parts: `pid` was bound by the caller
         self.wide = config.index == "int64"
@@ -57,9 +67,9 @@ class PartPrinter:
         self.block = {"x": config.xblock, "y": dict(config.extras).get("yblock", 1), "r": config.rblock}
         self.vars = {v.name: v for v in (space.x, space.y, space.z, space.r) if v is not None}
         self.masks = {d: self._needs_mask(d) for d in self.order}
-        self.inside = _varying(space)
-        self.phase = _phases(space)
-        self.exact = _wants_exact(space, buffers)
+        self.inside = varying(space)
+        self.phase = phases(space)
+        self.exact = wants_exact(space, buffers)
         self.reread: set[int] = set()  # loads that a later pass repeats
 
     # -- the whole part -------------------------------------------------------------------------
@@ -78,9 +88,9 @@ class PartPrinter:
     def programs(self) -> Expr:
         """How many programs the part takes."""
         x, y, z = self.space.x, self.space.y, self.space.z
-        n = _blocks(x.size, self.block["x"])
+        n = blocks(x.size, self.block["x"])
         if y is not None:
-            n = n * _blocks(y.size, self.block["y"])
+            n = n * blocks(y.size, self.block["y"])
         return n if z is None else n * z.size
 
     def _prologue(self) -> None:
@@ -90,15 +100,15 @@ class PartPrinter:
             self.put(f"pid = tl.program_id(0){'.to(tl.int64)' if self.wide else ''}")
         if self.space.mode == "tile":
             assert self.space.y is not None
-            nx, ny = (self.size(_blocks(v.size, self.block[v.name])) for v in (self.space.x, self.space.y))
-            xpid, rest = (f"{pid} % {_paren(nx)}", f"{pid} // {_paren(nx)}") if nx != "1" else ("0", pid)
+            nx, ny = (self.size(blocks(v.size, self.block[v.name])) for v in (self.space.x, self.space.y))
+            xpid, rest = (f"{pid} % {paren(nx)}", f"{pid} // {paren(nx)}") if nx != "1" else ("0", pid)
             if self.space.z is None:
                 self._range("x", xpid)
                 self._range("y", rest)
             else:
                 self._range("x", xpid)
-                self._range("y", f"{rest} % {_paren(ny)}" if ny != "1" else "0")
-                self.put(f"z{self.tag} = {rest} // {_paren(ny)}" if ny != "1" else f"z{self.tag} = {rest}")
+                self._range("y", f"{rest} % {paren(ny)}" if ny != "1" else "0")
+                self.put(f"z{self.tag} = {rest} // {paren(ny)}" if ny != "1" else f"z{self.tag} = {rest}")
         else:
             self._range("x", pid)
 
@@ -218,7 +228,11 @@ class PartPrinter:
             return f"tl.full({self._full()}, {v.text}, {TL[dtype]})"
         text = print_cast(v.text, self.dtype(i), dtype)
         text = f"({text})" if " " in text else text
-        return text if v.dims == {"x", "r"} or (v.dims == {"r"} and self.block["x"] == 1) else f"tl.broadcast_to({text}, {self._full()})"
+        return (
+            text
+            if v.dims == {"x", "r"} or (v.dims == {"r"} and self.block["x"] == 1)
+            else f"tl.broadcast_to({text}, {self._full()})"
+        )
 
     def _accumulator(self, s: Reduce) -> tuple[torch.dtype, str, str]:
         """(dtype, identity, helper that combines two) of a reduction other than arg*; bools count as int32."""
@@ -230,7 +244,7 @@ class PartPrinter:
         if kind in ("max", "min"):
             name = "maximum" if kind == "max" else "minimum"
             helper = f"{name}_nan" if dtype.is_floating_point else f"{name}_int"
-            return dtype, _extreme_text(kind, dtype), helper
+            return dtype, extreme_text(kind, dtype), helper
         return dtype, "0" if kind == "sum" else "1", "sum_of" if kind == "sum" else "product_of"
 
     def _masked(self, text: str, identity: str) -> str:
@@ -296,9 +310,7 @@ class PartPrinter:
     def _combine_pair(self, i: int, value: str, index: str) -> None:
         s, name = self.space.body[i], self._name(i)
         assert isinstance(s, Reduce)
-        self.put(
-            f"_, {name} = tl.reduce(({value}, {index}), 1, {self.needs.helper(s.kind + '_of')}, keep_dims=True)"
-        )
+        self.put(f"_, {name} = tl.reduce(({value}, {index}), 1, {self.needs.helper(s.kind + '_of')}, keep_dims=True)")
         if s.dtype != torch.int64:
             self.put(f"{name} = {name}.to({TL[s.dtype]})")
         self.values[i] = Value(name, frozenset("x"))
@@ -309,7 +321,7 @@ class PartPrinter:
         if isinstance(s, Load):
             self._load(i, s)
         elif isinstance(s, Const):
-            self.values[i] = Value(_const(s), NOTHING)
+            self.values[i] = Value(const(s), NOTHING)
         elif isinstance(s, Index):
             self._index(i, s)
         elif isinstance(s, Op):
@@ -335,14 +347,14 @@ class PartPrinter:
     def _op(self, i: int, s: Op) -> None:
         values = [self.values[a] for a in s.args]
         dims = frozenset().union(*(v.dims for v in values))
-        literals = [isinstance(self.space.body[a], Const) and _plain(self.space.body[a]) for a in s.args]
+        literals = [isinstance(self.space.body[a], Const) and plain(self.space.body[a]) for a in s.args]
         checked = literals[1:] if s.op == "where" else literals
         inline = s.op in LITERAL_OK and not all(checked) and not (s.op == "where" and literals[0])
         source = self.dtype(s.args[-1])
         args = []
-        for a, v, plain in zip(s.args, values, literals):
+        for a, v, bare in zip(s.args, values, literals):
             constant = isinstance(self.space.body[a], Const)
-            if constant and not (inline and plain):
+            if constant and not (inline and bare):
                 args.append(f"tl.full([], {v.text}, {TL[self.dtype(a)]})")
             else:
                 args.append(v.text)
@@ -356,20 +368,16 @@ class PartPrinter:
             self._bind(i, f"tl.full([], {s.expr.constant}, {TL[s.dtype]})", NOTHING)
             return
         text = self.address(s.expr, widen=not small and not self.wide)
-        whole = (
-            text
-            if text.endswith(".to(tl.int64)") and " " not in text
-            else f"{_paren(text)}.to({TL[s.dtype]})"
-        )
+        whole = text if text.endswith(".to(tl.int64)") and " " not in text else f"{paren(text)}.to({TL[s.dtype]})"
         if s.dtype != torch.int64 and not whole.endswith(f"({TL[s.dtype]})"):
-            whole = f"{_paren(text)}.to({TL[s.dtype]})"
+            whole = f"{paren(text)}.to({TL[s.dtype]})"
         self._bind(i, whole, self._dims(s.expr))
 
     def _indirect(self, i: int, s: Indirect) -> None:
         """Wrap a negative index; remember whether the result is inside."""
         v, name, size = self.values[s.arg], self._name(i), self.size(s.size)
         text = v.text if not isinstance(self.space.body[s.arg], Const) else f"tl.full([], {v.text}, tl.int64)"
-        self.put(f"{name} = tl.where({text} < 0, {text} + {_paren(size)}, {text})")
+        self.put(f"{name} = tl.where({text} < 0, {text} + {paren(size)}, {text})")
         self.put(f"ok{i}{self.tag} = ({name} >= 0) & ({name} < {size})")
         if not self.wide:
             self.put(f"{name} = {name}.to(tl.int32)")
@@ -394,7 +402,7 @@ class PartPrinter:
         if dims != all_dims:  # the pointer must have the whole shape
             zero = "0" if index.constant is None else text
             whole = f"tl.full({self._shape(all_dims)}, {zero}, {'tl.int64' if self.wide else 'tl.int32'})"
-            text = whole if index.constant is not None else f"{whole} + {_paren(text)}"
+            text = whole if index.constant is not None else f"{whole} + {paren(text)}"
         return text, masks, all_dims
 
     def _shape(self, dims: Dims) -> str:
@@ -408,12 +416,12 @@ class PartPrinter:
         conditional = s.mask is not None or any(isinstance(a, Ref) for a in s.index.atoms())
         if s.mask is not None:
             mask = self.values[s.mask]
-            masks.append(_const_mask(mask.text))
-        parts = [f"{pointer} + {_paren(text, '+')}" if text != "0" else pointer]
+            masks.append(const_mask(mask.text))
+        parts = [f"{pointer} + {paren(text)}" if text != "0" else pointer]
         if masks:
             parts.append("mask=" + " & ".join(masks))
         if conditional:
-            other = _literal(s.other, s.dtype)
+            other = literal(s.other, s.dtype)
             parts.append(f"other={other}")
         eviction = self._eviction(i, dims)
         if eviction:
@@ -421,7 +429,7 @@ class PartPrinter:
         call = f"tl.load({', '.join(parts)})"
         if buffer.dtype == torch.bool:
             call += " != 0"
-        elif buffer.dtype in _HALF:
+        elif buffer.dtype in HALF:
             call += ".to(tl.float32)"
         self._bind(i, call, dims)
 
@@ -440,11 +448,11 @@ class PartPrinter:
         if isinstance(self.space.body[s.value], Const):
             stored = f"tl.full([], {stored}, {TL[self.dtype(s.value)]})"
         if buffer.dtype == torch.bool:
-            stored = f"{_paren(stored)}.to(tl.int8)"
-        elif buffer.dtype in _HALF:
+            stored = f"{paren(stored)}.to(tl.int8)"
+        elif buffer.dtype in HALF:
             stored = f"{stored}.to({TL[buffer.dtype]})"
         parts = [
-            f"{self.pointer(s.buffer)} + {_paren(text, '+')}" if text != "0" else self.pointer(s.buffer),
+            f"{self.pointer(s.buffer)} + {paren(text)}" if text != "0" else self.pointer(s.buffer),
             stored,
         ]
         if masks:
@@ -482,7 +490,7 @@ class PartPrinter:
             x, y = self.address(a.a, widen), self.address(a.b, widen)
             if a.fn in ("max", "min"):
                 return f"tl.{a.fn}imum({x}, {y})"
-            x, y = _paren(x), _paren(y)
+            x, y = paren(x), paren(y)
             if nonneg(a.a):
                 return f"({x} {a.fn} {y})"
             positive = f"({x} % {y} + {y}) % {y}"  # Triton's % has the dividend's sign
@@ -495,80 +503,3 @@ class PartPrinter:
 
     def put(self, line: str) -> None:
         self.lines.append(self.indent + line)
-
-
-# -- small things -----------------------------------------------------------------------------------
-def pointer_name(buffer: str) -> str:
-    return "".join(c if c.isalnum() or c == "_" else "_" for c in buffer) + "_ptr"
-
-
-def _blocks(size: Expr, block: int) -> Expr:
-    return (size + (block - 1)) // block
-
-
-def _paren(text: str, plain: str = "") -> str:
-    """Parentheses unless ``text`` is a single word or number."""
-    return (
-        text
-        if text.replace("_", "").replace(".", "").isalnum()
-        or (text[0] == "(" and text[-1] == ")" and text.count("(") == 1)
-        else f"({text})"
-    )
-
-
-def _varying(space: Space) -> list[bool]:
-    """For each statement: does it run once per point of r? (``loops.varies_with_r`` over the linear variable)"""
-    out: list[bool] = []
-    for s in space.body:
-        index = s.index if isinstance(s, (Load, Store)) else s.expr if isinstance(s, Index) else None
-        inside = index is not None and space.r is not None and index.has(space.r)
-        inside = inside or any(out[a] for a in stmt_args(s))
-        out.append(inside and not isinstance(s, Reduce))
-    return out
-
-
-def _phases(space: Space) -> list[int]:
-    out: list[int] = []
-    for s in space.body:
-        out.append(max((out[a] + isinstance(space.body[a], Reduce) for a in stmt_args(s)), default=0))
-    return out
-
-
-def _wants_exact(space: Space, buffers: dict[str, Buffer]) -> bool:
-    """Could a last-bit difference in a float32 quotient show in what is stored?"""
-    wide = any(buffers[s.buffer].dtype not in _HALF for s in space.stores)
-    return wide or any(isinstance(s, Op) and s.op in SHARP for s in space.body)
-
-
-def _literal(value: float | int | bool, dtype: torch.dtype) -> str:
-    if dtype.is_floating_point:
-        value = float(value)
-        if math.isnan(value):
-            return "float('nan')"
-        return repr(value) if math.isfinite(value) else f"float('{'-' if value < 0 else ''}inf')"
-    return str(int(value))
-
-
-def _const(s: Const) -> str:
-    return _literal(s.value, s.dtype)
-
-
-def _plain(s: Stmt) -> bool:
-    """May the constant stand as a bare Python number beside a tensor of its dtype?"""
-    if not isinstance(s, Const):
-        return False
-    if s.dtype == torch.float32:
-        return math.isfinite(s.value) and (s.value == 0 or 1e-30 < abs(s.value) < 1e30)
-    return s.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64) and 0 <= s.value < 128
-
-
-def _const_mask(text: str) -> str:
-    """A constant mask, as a one-bit value."""
-    return f"tl.full([], {text}, tl.int1)" if text in ("0", "1") else text
-
-
-def _extreme_text(kind: str, dtype: torch.dtype) -> str:
-    if dtype.is_floating_point:
-        return "float('-inf')" if kind == "max" else "float('inf')"
-    info = torch.iinfo(dtype)
-    return str(info.min if kind == "max" else info.max)

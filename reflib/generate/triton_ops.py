@@ -49,9 +49,7 @@ class Needs:
 Printer = Callable[[Needs, torch.dtype, list[str]], str]
 
 
-def print_op(
-    needs: Needs, op: str, dtype: torch.dtype, source: torch.dtype, args: list[str], exact: bool
-) -> str:
+def print_op(needs: Needs, op: str, dtype: torch.dtype, source: torch.dtype, args: list[str], exact: bool) -> str:
     """The expression for ``op`` of ``args`` (names or literals). ``dtype`` is the result's, ``source`` the operands'."""
     if op == "cast":
         return print_cast(args[0], source, dtype)
@@ -186,9 +184,9 @@ _PRINTERS: dict[str, Printer] = {
 LITERAL_OK = {
     "add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "where", "and", "or", "xor",
 }  # fmt: skip
-# Ops that make a last-bit difference in a quotient visible in a half-precision result.
+# Ops that make a last-bit difference in a quotient visible in a half-precision result (so do casts to integers).
 SHARP = {
-    "floor", "ceil", "trunc", "round", "floordiv", "remainder", "fmod", "eq", "ne", "lt", "le", "gt", "ge", "cast",
+    "floor", "ceil", "trunc", "round", "floordiv", "remainder", "fmod", "eq", "ne", "lt", "le", "gt", "ge",
 }  # fmt: skip
 
 # -- helper functions -------------------------------------------------------------------------------
