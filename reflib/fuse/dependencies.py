@@ -5,6 +5,7 @@ All by position in ``program.nodes``, in one pass over the program.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from ..ir.expr import Sym
@@ -26,6 +27,12 @@ class Dependencies:
         """The node that wrote what a reader at ``position`` sees; None for an input as it came."""
         earlier = [w for w in self.writers.get(buffer, ()) if w < position]
         return earlier[-1] if earlier else None
+
+    def readers_before(self, buffer: str, position: int, most: int) -> list[int]:
+        """The last few nodes that read ``buffer`` before ``position``."""
+        readers = self.readers.get(buffer, [])
+        end = bisect_left(readers, position)
+        return readers[max(0, end - most) : end]
 
     def written_between(self, buffer: str, first: int, last: int) -> bool:
         """Does a node after ``first`` and before ``last`` write ``buffer``?"""

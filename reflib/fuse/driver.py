@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..ir.loops import Loops
-from ..ir.program import Extern, Node, Program
+from ..ir.program import Node, Program
 from ..options import Options
 from ..target import Target
 from .combine import combine
@@ -32,8 +32,7 @@ def fuse(program: Program, options: Options, target: Target) -> Fused:
     Assumes a verified program in a legal order; gives back another. ``options.fuse=False`` changes nothing.
     """
     if not options.fuse:
-        groups = tuple(Group(n.name, (n.name,), kind_of(n) if isinstance(n, Loops) else "extern") for n in program.nodes)
-        return Fused(program, groups)
+        return Fused(program, tuple(Group(n.name, (n.name,), kind_of(n)) for n in program.nodes))
     if options.split_reductions:
         program = split_reductions(program, target)
     program = remove_dead(inline_loads(program))
@@ -52,7 +51,7 @@ def fuse(program: Program, options: Options, target: Target) -> Fused:
 
 
 def remove_dead(program: Program) -> Program:
-    """Without the Loops whose results nobody reads, and the buffers nobody mentions. Calls stay: they may have effects."""
+    """Without Loops whose results nobody reads and buffers nobody mentions. Calls stay: they may have effects."""
     needed = dependencies(program).needed
     nodes = []
     for node in reversed(program.nodes):
@@ -118,7 +117,8 @@ class _Grouping:
                 break
             other = self.clusters[candidate]
             tried.add(id(other))
-            answer = can_fuse(other, cluster, c)
+            big, small = (other, cluster) if other.ops >= cluster.ops else (cluster, other)
+            answer = can_fuse(big, small, c)  # the common space is written in the big one's variables
             if isinstance(answer, Reason):
                 self._refuse(candidate, position, answer)
                 if self.waits[candidate]:
@@ -126,14 +126,14 @@ class _Grouping:
                 continue
             for p in other.members if self.waits[candidate] else ():
                 todo += self._neighbours(p, c.program.nodes[p])
-            both = merge(other, cluster, answer, c)
+            both = merge(big, small, answer, c)
             for p in (cluster if both is other else other).members:
                 self.clusters[p] = both
             cluster = both
         return refused
 
     def _best(self, todo: list[tuple[int, bool]], position: int, cluster: Cluster, tried: set[int]) -> int | None:
-        """The neighbour that saves most, then the nearest; each cluster is tried once. Empties ``todo`` of the others."""
+        """The neighbour that saves most, then the nearest; takes it, and those already tried, out of ``todo``."""
         ranked = []
         for p, dependent in todo:
             other = self.clusters.get(p)
@@ -154,11 +154,10 @@ class _Grouping:
             if writer is not None:
                 yield writer, True
         for name in node.reads():
-            earlier = [r for r in depends.readers[name] if r < position]
-            for r in earlier[-_SIBLINGS:]:
+            for r in depends.readers_before(name, position, _SIBLINGS):
                 yield r, False
         for name in node.writes():  # an input is written over: with those who read it, if possible
-            for r in [r for r in depends.readers.get(name, ()) if r < position][-_SIBLINGS:]:
+            for r in depends.readers_before(name, position, _SIBLINGS):
                 yield r, False
 
     def _refuse(self, producer: int, consumer: int, reason: Reason) -> None:
@@ -180,12 +179,13 @@ def _emit_all(program: Program, depends: Dependencies, work: _Grouping) -> tuple
         positions = depends.before[x] if isinstance(x, int) else x.before
         before.append({unit_of[p] for p in positions} - {u})
     sequence = order(before)
-    nodes, groups = [], []
+    nodes: list[Node] = []
+    groups: list[Group] = []
     for u in sequence:
         x = units[u]
         if isinstance(x, int):
             node = program.nodes[x]
-            groups.append(Group(node.name, (node.name,), "extern" if isinstance(node, Extern) else "region"))
+            groups.append(Group(node.name, (node.name,), kind_of(node)))
         else:
             node = emit(x, _name(x, len(nodes)), _droppable(x, depends))
             groups.append(Group(node.name, tuple(program.nodes[p].name for p in sorted(x.members)), kind_of(node)))

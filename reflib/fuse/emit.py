@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from ..ir.expr import Atom, IntLike, Var, expr
 from ..ir.loops import Axis, Load, Loops, Stmt, Store, join, map_stmt, stmt_exprs
+from ..ir.program import Extern, Node
 from .legality import Cluster
 
 Env = Mapping[Atom, IntLike]
@@ -61,10 +62,10 @@ def merge_axes(loops: Loops) -> Loops:
     done = False
     while not done:
         done = True
-        for outer, inner in zip(loops.axes, loops.axes[1:]):  # noqa: B905
+        for outer, inner in zip(loops.axes, loops.axes[1:]):
             if outer.kind == inner.kind and _steps_as_one(loops, outer, inner):
                 both = Var(f"{outer.var.name}_{inner.var.name}", outer.size * inner.size)
-                env = {outer.var: expr(both) // inner.size, inner.var: expr(both) % inner.size}
+                env: dict[Atom, IntLike] = {outer.var: expr(both) // inner.size, inner.var: expr(both) % inner.size}
                 axes = tuple(Axis(both, outer.kind) if a is outer else a for a in loops.axes if a is not inner)
                 loops = replace(loops, axes=axes, body=substitute(loops.body, env))
                 done = False
@@ -115,6 +116,8 @@ def order(before: Sequence[set[int]]) -> list[int]:
     return out
 
 
-def kind_of(loops: Loops) -> str:
-    return "reduction" if loops.reduced else "pointwise"
-
+def kind_of(node: Node) -> str:
+    """A Group's kind."""
+    if isinstance(node, Loops):
+        return "reduction" if node.reduced else "pointwise"
+    return "extern" if isinstance(node, Extern) else "region"

@@ -7,10 +7,10 @@ The rules, each with its Reason's code:
 * ``space``: their axes have a common refinement (``mapping``).
 * ``broadcast``: an axis that only one of them has must be a reduced one: then the other's statements run once a row.
   (Else the other would be computed, and its result stored, again for every point of that axis.)
-* ``axes``: a group with a reduction keeps its p and r axes: the other may neither reduce over its p axes nor add r axes.
+* ``axes``: a group with a reduction keeps its p and r axes: the other may not reduce over its p axes, nor add r axes.
 * ``index``: a buffer that one writes and the other touches is touched at exactly the element written, in every access.
-* ``in-place``: a kernel with a reduction may go over its rows several times, so what it reads per element of a row it
-  may write over in the last round only. Data per row (running statistics) is read and written once: no rule.
+* ``in-place``: a kernel with a reduction may go over its rows several times, so what it reads per element of a row
+  it may write over in the last round only. Data per row (running statistics) is read and written once: no rule.
 * ``rows``: few, long rows are not kept in one kernel with what comes after them: too little would run in parallel.
 * ``limit``: not more statements or buffers than the options allow.
 """
@@ -91,13 +91,21 @@ def single(position: int, loops: Loops, depends: Dependencies) -> Cluster:
     before = set(depends.before[position])
     in_place = set(reads) & set(writes)
     return Cluster(
-        [(position, loops, env)], axes, reads, writes, reduces, work, {position}, before, in_place,
+        [(position, loops, env)],
+        axes,
+        reads,
+        writes,
+        reduces,
+        work,
+        {position},
+        before,
+        in_place,
         set(reads) | set(writes),
     )
 
 
 def can_fuse(a: Cluster, b: Cluster, c: Context) -> Merged | Reason:
-    """May ``a`` and ``b`` be one kernel? ``b`` holds the later node that asks; the answer does not change either."""
+    """May ``a`` and ``b`` be one kernel? Changes neither. ``a``'s variables are kept where possible."""
     if _device(a, c) != _device(b, c):
         return Reason("device", f"one runs on {_device(a, c)}, the other on {_device(b, c)}")
     if a.ops + b.ops > c.options.max_fused_ops:
@@ -147,9 +155,9 @@ def _axes_rule(a: Cluster, b: Cluster, m: Mapping) -> Reason | None:
         if only and not mine.reduces:
             return Reason("axes", f"nothing reduces over {_show(only)}")
     for _, pa, pb in m.pairs:
-        for mine, other, group in ((pa, pb, a), (pb, pa, b)):
-            if mine is not None and other is not None and group.reduces and (mine.kind, other.kind) == ("p", "r"):
-                return Reason("axes", f"one reduces over an axis of size {mine.size} that the other keeps")
+        for kept, other, group in ((pa, pb, a), (pb, pa, b)):
+            if kept is not None and other is not None and group.reduces and (kept.kind, other.kind) == ("p", "r"):
+                return Reason("axes", f"one reduces over an axis of size {kept.size} that the other keeps")
     return None
 
 
@@ -185,7 +193,8 @@ def _in_place_rule(a: Cluster, b: Cluster, m: Mapping) -> Reason | None:
 
 def _written_last(a: Cluster, b: Cluster, m: Mapping, names: set[str]) -> bool:
     """Are ``names`` stored in the last round over the row? Costs a look at the bodies, but is asked rarely."""
-    parts = [(p, loops, _compose(old, loops, env)) for x, env in ((a, m.env_a), (b, m.env_b)) for p, loops, old in x.parts]
+    sides = ((a, m.env_a), (b, m.env_b))
+    parts = [(p, loops, _compose(old, loops, env)) for x, env in sides for p, loops, old in x.parts]
     body = join([(loops, env) for _, loops, env in sorted(parts, key=lambda t: t[0])])
     joined = Loops("", m.axes, body)
     rounds, level = phases(joined), varies_with_r(joined)
@@ -198,14 +207,14 @@ def read_before_write(a: Cluster, b: Cluster) -> Iterator[str]:
     for left, right in ((a, b), (b, a)):
         small = left.reads if len(left.reads) <= len(right.writes) else right.writes
         for name in small:
-            if name in left.reads and name in right.writes:
-                if min(left.reads[name].values()) < min(right.writes[name].values()):
-                    yield name
+            both = name in left.reads and name in right.writes
+            if both and min(left.reads[name].values()) < min(right.writes[name].values()):
+                yield name
 
 
 def _few_rows(a: Cluster, b: Cluster, m: Mapping, c: Context) -> Reason | None:
     """A few programs (threads) each walking a long row would leave the rest of the machine idle."""
-    if not (a.reduces != b.reduces) or not any(x.kind == "r" for x in m.axes):
+    if a.reduces == b.reduces or not any(x.kind == "r" for x in m.axes):
         return None
     other = b if a.reduces else a
     only = m.only_a if a.reduces else m.only_b

@@ -163,7 +163,11 @@ def _row_major(axes: list[Axis]) -> list[tuple[Axis, Expr]]:
 
 
 def _mapping(
-    a_axes: Sequence[Axis], b_axes: Sequence[Axis], pieces: list[Piece], only_a: tuple[Axis, ...], only_b: tuple[Axis, ...]
+    a_axes: Sequence[Axis],
+    b_axes: Sequence[Axis],
+    pieces: list[Piece],
+    only_a: tuple[Axis, ...],
+    only_b: tuple[Axis, ...],
 ) -> Mapping:
     """Name the pieces (an axis of ``a`` that was not split keeps its variable) and write both sides in them."""
     news: list[Axis] = []
@@ -175,7 +179,8 @@ def _mapping(
     env_a, env_b = _environment(a_axes, news, [p.a for p in pieces]), _environment(b_axes, news, [p.b for p in pieces])
     lead = [p.b for p in pieces] if only_b else [p.a for p in pieces]
     for axis in b_axes if only_b else a_axes:
-        order += [n for n, side in reversed(list(zip(news, lead, strict=True))) if side is not None and side.var == axis.var]
+        mine = [n for n, side in zip(news, lead, strict=True) if side is not None and side.var == axis.var]
+        order += reversed(mine)
     pairs = tuple((n, p.a, p.b) for n, p in zip(news, pieces, strict=True))
     return Mapping(tuple(order), env_a, env_b, only_a, only_b, pairs)
 

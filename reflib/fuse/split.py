@@ -20,7 +20,17 @@ import torch
 
 from ..ir.expr import ONE, Expr, ceildiv, divide_exact, expr, product
 from ..ir.loops import (
-    Axis, BodyBuilder, Indirect, Load, Loops, Reduce, Store, eliminate_dead, map_stmt, stmt_args, varies_with_r,
+    Axis,
+    BodyBuilder,
+    Indirect,
+    Load,
+    Loops,
+    Reduce,
+    Store,
+    eliminate_dead,
+    map_stmt,
+    stmt_args,
+    varies_with_r,
 )  # fmt: skip
 from ..ir.program import Buffer, Node, Program
 from ..target import Target
@@ -196,4 +206,3 @@ def _second_step(loops: Loops, cut: _Cut, partials: dict[int, list[str]], buffer
         elif not level[i]:
             ids[i] = b.add(map_stmt(st, ids))
     return Loops(loops.name, (*rows, r), eliminate_dead(tuple(b.body)), loops.origins)
-

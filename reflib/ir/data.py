@@ -123,9 +123,10 @@ def _encode_object(x: Any) -> dict[str, Any]:
         return {"_": "complex", "value": [x.real, x.imag]}
     if isinstance(x, torch._ops.OpOverload):
         return {"_": "op", "value": str(x)}
-    module = getattr(x, "__module__", None)
-    if module in _MODULES and getattr(_MODULES[module], x.__name__, None) is x:
-        return {"_": "function", "value": f"{module}.{x.__name__}"}
+    module = str(getattr(x, "__module__", ""))
+    name = getattr(x, "__name__", "")
+    if module in _MODULES and getattr(_MODULES[module], name, None) is x:
+        return {"_": "function", "value": f"{module}.{name}"}
     what = f"callable {x}" if callable(x) else f"{type(x).__name__} {x!r}"
     raise ReflibError(f"a program with the {what} cannot be written as data; only ATen and registered custom ops can")
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any, TypeVar, Union, dataclass_transform
 
 Monomial = tuple["Atom", ...]
 IntLike = Union["Expr", int]
@@ -36,12 +36,16 @@ class Atom:
         return self.key < other.key
 
 
-def _atom(cls: type) -> type:
+T = TypeVar("T", bound=type)
+
+
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(field,))
+def _atom(cls: T) -> T:
     """Frozen dataclass whose text form ``key`` is computed once; equality and hash go by ``key``."""
-    cls = dataclass(frozen=True, eq=False, repr=False)(cls)
-    cls.__hash__ = lambda self: hash(self.key)  # type: ignore[assignment]
+    cls = dataclass(frozen=True, eq=False, repr=False)(cls)  # type: ignore[assignment]
+    cls.__hash__ = lambda self: hash(self.key)  # type: ignore
     cls.__eq__ = lambda self, other: isinstance(other, Atom) and self.key == other.key  # type: ignore
-    cls.__repr__ = lambda self: self.key  # type: ignore[assignment]
+    cls.__repr__ = lambda self: self.key  # type: ignore
     return cls
 
 
@@ -205,7 +209,8 @@ class Expr:
         return {a for a in self.atoms() if isinstance(a, Var)}
 
     def has(self, atom: Atom) -> bool:
-        return any(a == atom or isinstance(a, Call) and (a.a.has(atom) or a.b.has(atom)) for m, _ in self.terms for a in m)
+        atoms = [a for m, _ in self.terms for a in m]
+        return any(a == atom or (isinstance(a, Call) and (a.a.has(atom) or a.b.has(atom))) for a in atoms)
 
     def coefficient(self, atom: Atom) -> Expr | None:
         """``c`` such that ``self == c*atom + rest`` with no ``atom`` in ``c`` or ``rest``; None if not linear in it."""
@@ -305,7 +310,7 @@ def _join_div_mod(e: Expr) -> Expr:
 
 # -- division ---------------------------------------------------------------------------------------
 def divide_exact(n: IntLike, d: IntLike) -> Expr | None:
-    """``n / d`` when it is exact term by term (``d`` a single term), or when ``n`` is a multiple of the sum ``d``; else None."""
+    """``n / d`` if it is exact: term by term for a single term ``d``, by long division for a sum; else None."""
     n, d = expr(n), expr(d)
     if n == d:
         return ONE
@@ -351,8 +356,8 @@ def _monomial_div(m: Monomial, d: Monomial) -> Monomial | None:
 def _split_multiples(n: Expr, d: Expr) -> tuple[Expr, Expr]:
     """``n == q*d + rest``, ``q`` taken from the terms that ``d`` divides."""
     if len(d.terms) != 1:
-        q = divide_exact(n, d)
-        return (ZERO, n) if q is None else (q, ZERO)
+        whole = divide_exact(n, d)
+        return (ZERO, n) if whole is None else (whole, ZERO)
     dm, dc = d.terms[0]
     q: dict[Monomial, int] = {}
     rest: dict[Monomial, int] = {}
@@ -615,7 +620,7 @@ def format_expr(e: Expr, atom: Callable[[Atom], str] | None = None) -> str:
     if not e.terms:
         return "0"
     # Variables first, the constant last: reads like the formula one would write by hand.
-    parts = []
+    parts: list[str] = []
     for m, c in sorted(e.terms, key=lambda t: (not t[0],)):
         factors = [atom(a) for a in m]
         if not factors:

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Union
+from typing import Any
 
 import torch
 
@@ -104,7 +104,7 @@ class Store:
     mode: str = "set"  # "set" (the only one a rule may emit today)
 
 
-Stmt = Union[Load, Const, Index, Op, Indirect, Reduce, Store]
+Stmt = Load | Const | Index | Op | Indirect | Reduce | Store
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,8 @@ def format_extern(e: Extern) -> str:
     notes = [f"mutates {', '.join(e.mutates)}"] if e.mutates else []
     notes += ["effect"] if e.effect else []
     notes += [f"{s} from output {o}" + ("" if d is None else f" dim {d}") for s, o, d in e.symbols]
-    return f"extern {e.name}: {outs or '_'} = {e.target}({', '.join(args)})" + (f"  # {'; '.join(notes)}" if notes else "")
+    comment = f"  # {'; '.join(notes)}" if notes else ""
+    return f"extern {e.name}: {outs or '_'} = {e.target}({', '.join(args)}){comment}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

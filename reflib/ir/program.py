@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any
 
 import torch
 
@@ -169,12 +169,12 @@ class Region:
         return tuple(o for p in self.arms[-1].parts for o in p.origins)
 
 
-Node = Union[Loops, Extern, Region]
+Node = Loops | Extern | Region
 
 
 @dataclass(frozen=True)
 class Program:
-    """``inputs``: buffer names and size symbols in call order (``None``: an argument that is not used or is plain data).
+    """``inputs``: buffer names and size symbols in call order (``None``: an argument that is unused or plain data).
     ``outputs``: View, Expr (a symbolic int), None or plain data. ``buffers``: by name, in order of creation.
     ``constants``: the tensors behind ``const`` buffers (by name), and other captured objects an Extern needs.
     """

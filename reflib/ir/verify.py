@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 
 from ..errors import VerifyError
-from .expr import Expr, Ref, Sym, Var, ZERO, nonneg
+from .expr import ZERO, Expr, Ref, Sym, Var, nonneg
 from .loops import Const, Index, Indirect, Load, Loops, Op, Reduce, Stmt, Store, stmt_args, stmt_exprs, varies_with_r
 from .ops import OPS, REDUCTIONS, VALUE_DTYPES, value_dtype
 from .printer import format_stmt
@@ -249,4 +249,3 @@ def linear_ends(e: Expr) -> tuple[Expr, Expr] | None:
         else:
             return None
     return None if any(not isinstance(a, Sym) for a in low.atoms() | high.atoms()) else (low, high)
-

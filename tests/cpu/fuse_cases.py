@@ -1,5 +1,7 @@
 """Helpers for the fusion tests: functions become programs; a fused program must compute what the unfused one does."""
 
+import itertools
+
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -38,7 +40,8 @@ def fused(fn, args, target=GPU, symbolic=False, run_on=(), **options):
 
 def check_same(program, f, fn, args):
     verify(f.program)
-    assert sorted(m for g in f.groups for m in g.members) == sorted(set(m for g in f.groups for m in g.members))
+    members = [m for g in f.groups for m in g.members]
+    assert len(members) == len(set(members))
     assert [g.name for g in f.groups] == [n.name for n in f.program.nodes]
     copies = [[a.clone() if isinstance(a, torch.Tensor) else a for a in args] for _ in range(3)]
     want = fn(*copies[0])
@@ -46,7 +49,7 @@ def check_same(program, f, fn, args):
     after = interpret(f.program, copies[2])
     close(before, want)
     close(after, before)
-    for x, y in zip(copies[1:], copies[2:], strict=False):
+    for x, y in itertools.pairwise(copies[1:]):
         close([a for a in x if isinstance(a, torch.Tensor)], [a for a in y if isinstance(a, torch.Tensor)])
 
 

@@ -42,8 +42,11 @@ def test_extern_and_constants():
     assert torch.equal(interpret(back, [torch.zeros(2, 2)])[0], torch.full((2, 2), 2.0))
 
 
-@pytest.mark.parametrize("value", [1.5, math.inf, True, None, 2 + 1j, torch.float16, torch.strided,
-    torch.channels_last, torch.device("cuda", 1), operator.mul, [1, (2, 3)], {"a": (1,)}, expr(Var("i", expr(4))) // 3])  # fmt: skip
+PLAIN = [1.5, math.inf, True, None, 2 + 1j, [1, (2, 3)], {"a": (1,)}]
+TORCH = [torch.float16, torch.strided, torch.channels_last, torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize("value", [*PLAIN, *TORCH, operator.mul, expr(Var("i", expr(4))) // 3])
 def test_values(value):
     back = decode(json.loads(json.dumps(encode(value))))
     assert back == value and type(back) is type(value)

@@ -5,7 +5,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reflib.ir.expr import (
-    Sym, Var, ceildiv, divide_exact, expr, floordiv, in_range, max_value, maximum, minimum, mod, nonneg, upper_bound,
+    Sym,
+    Var,
+    ceildiv,
+    divide_exact,
+    expr,
+    floordiv,
+    in_range,
+    max_value,
+    maximum,
+    minimum,
+    mod,
+    nonneg,
+    upper_bound,
 )  # fmt: skip
 
 SYMS = [Sym("s0", 2), Sym("s1", 0), Sym("s2", 1, hi=9)]

@@ -89,5 +89,9 @@ def test_ends():
 
 def test_text():
     (k,) = softmax_program(3, 4).nodes
-    assert format_loops(k).splitlines()[:3] == ["loops softmax [i < 3 : p, r < 4 : r] {", "  %0 = load x[4*i + r] : float32", "  %1 = reduce max %0 : float32"]  # fmt: skip
+    assert format_loops(k).splitlines()[:3] == [
+        "loops softmax [i < 3 : p, r < 4 : r] {",
+        "  %0 = load x[4*i + r] : float32",
+        "  %1 = reduce max %0 : float32",
+    ]
     assert format_program(softmax_program(3, 4)).splitlines()[1] == "  x: input float32[3, 4] strides (4, 1) on cpu"
