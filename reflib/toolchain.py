@@ -135,7 +135,7 @@ def _probe(command: tuple[str, ...], runtimes: tuple[str, ...]) -> Compiler:
     clang = "clang" in version
     native = "-mcpu=native" if sys.platform == "darwin" else "-march=native"
     wide = "-mprefer-vector-width=512"
-    optional = (native, wide, *_OPTIONAL)
+    optional: tuple[str, ...] = (native, wide, *_OPTIONAL)
     threads: list[tuple[tuple[str, ...], tuple[str, ...], str]] = []
     if sys.platform == "darwin":
         threads += [(("-Xpreprocessor", "-fopenmp"), (r,), "torch's own runtime") for r in runtimes]
