@@ -29,7 +29,7 @@ _TAKE_APART = (
 _KEEP_WHOLE = (
     *("_scaled_dot_product_flash_attention_for_cpu", "scaled_dot_product_attention"),
     *("_scaled_dot_product_attention_math", "embedding_dense_backward", "baddbmm", "dot", "vdot", "mv"),
-    *("index_add", "index_copy", "grid_sampler", "im2col", "col2im"),
+    *("index_add", "index_copy", "grid_sampler", "im2col", "col2im", "max_unpool2d", "max_unpool3d"),
 )
 
 
