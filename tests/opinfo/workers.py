@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .batch import Result, run_batch
+from .batch import Result, _brief, run_batch
 from .samples import Group, case, samples
 
 PATIENCE = 180  # seconds without a word
@@ -85,9 +85,9 @@ def _child(task: Task, fd: int, door: str, until: str) -> None:
         run_batch(cases, say, door=door, until=until)
     except BaseException as e:
         code = 1
-        text = "".join(traceback.format_exception_only(e)).strip()
+        text = f"{type(e).__name__}: {_brief(e)}"
         where = traceback.extract_tb(e.__traceback__)[-1]
-        os.write(fd, json.dumps({"died": f"{text[:600]} ({os.path.basename(where.filename)}:{where.lineno})"}).encode() + b"\n")
+        os.write(fd, json.dumps({"died": f"{text} ({os.path.basename(where.filename)}:{where.lineno})"}).encode() + b"\n")
     finally:
         os._exit(code)
 
