@@ -86,7 +86,7 @@ def single(position: int, loops: Loops, depends: Dependencies) -> Cluster:
         reads.setdefault(s.buffer, {}).setdefault(s.index.subs(env), position)
     for w in loops.stores():
         writes.setdefault(w.buffer, {}).setdefault(w.index.subs(env), position)
-    reduces = any(isinstance(s, Reduce) for s in loops.body) and any(a.kind == "r" for a in axes)
+    reduces = any(isinstance(s, Reduce) for s in loops.body)  # if over size 1 alone, then over no axis
     work = sum(isinstance(s, (Op, Reduce)) for s in loops.body)  # loads and stores go as the group grows
     before = set(depends.before[position])
     in_place = set(reads) & set(writes)

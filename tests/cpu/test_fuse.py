@@ -112,6 +112,12 @@ def test_reads_before_a_mutation_stay_before():
     fused(fn, [R(4, 3), R(4, 3)])
 
 
+def test_a_reduction_over_one_element():
+    """It reduces over no axis, and must not get one from its neighbours."""
+    fused(lambda x, y: (torch.softmax(y * x.sum(1, keepdim=True), 1), x.sum(1)), [R(4, 1), R(4, 6)])
+    fused(lambda x, y: (torch.softmax(y + x.sum(1), 1), x.exp().sum(1)), [R(4, 1, 6), R(4, 6)])
+
+
 def test_limits():
     x = [R(8)]
 
