@@ -27,17 +27,26 @@ KERNELS_SHARE = 0.6  # of the time left: no further case is begun after that
 class Bench:
     """What the sections share. ``found`` is the JSON file, written again after each section."""
 
-    def __init__(self, device: str, quick: bool, match: list[str], out: Path | None, budget: float):
-        self.device, self.quick, self.match, self.out = device, quick, match, out
-        self.deadline = time.monotonic() + budget
+    def __init__(self, args: argparse.Namespace):
+        self.device, self.quick, self.out, self.busy = args.device, args.quick, args.out, args.busy
+        self.match = [w for w in args.match.split(",") if w]
+        self.threads = 1 if args.busy else THREADS
+        self.deadline = time.monotonic() + args.budget
         self.promises: list[Promise] = []
-        self.found: dict[str, Any] = {"about": about(device), "sections": {}, "promises": []}
+        self.found: dict[str, Any] = {"about": about(args.device, self.threads), "sections": {}, "promises": []}
         self.ceiling: float | None = None
 
     @property
     def job(self) -> dict[str, Any]:
-        return {"device": self.device, "threads": THREADS, "quick": self.quick, "match": self.match,
-                "rounds": 10 if self.quick else 25, "seconds": 0.15 if self.quick else 0.4}  # fmt: skip
+        return {
+            "device": self.device,
+            "threads": self.threads,
+            "busy": self.busy and self.device == "cpu",
+            "quick": self.quick,
+            "match": self.match,
+            "rounds": 10 if self.quick else 25,
+            "seconds": 0.15 if self.quick else 0.4,
+        }
 
     @property
     def left(self) -> float:
@@ -45,7 +54,7 @@ class Bench:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {"OMP_NUM_THREADS": str(THREADS), **KEEP_PAGES} if self.device == "cpu" else {}
+        return {"OMP_NUM_THREADS": str(self.threads), **KEEP_PAGES} if self.device == "cpu" else {}
 
     def keep(self, name: str, rows: Any, promises: list[Promise], text: str) -> None:
         print(f"\n== {name} ==\n{text}", flush=True)
@@ -57,7 +66,7 @@ class Bench:
             self.out.write_text(json.dumps(self.found, indent=1, sort_keys=True) + "\n")
 
 
-def about(device: str) -> dict[str, Any]:
+def about(device: str, threads: int) -> dict[str, Any]:
     import torch
 
     from reflib.lab import machine
@@ -65,7 +74,7 @@ def about(device: str) -> dict[str, Any]:
     there = machine.describe(torch.device(device, 0) if device == "cuda" else torch.device("cpu"))
     return {
         "device": str(there),
-        "threads": THREADS if device == "cpu" else None,
+        "threads": threads if device == "cpu" else None,
         "versions": machine.versions(),
         "commit": machine.commit(),
         "date": datetime.date.today().isoformat(),
@@ -200,6 +209,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--match", default="", help="only kernels whose name contains one of these words")
     parser.add_argument("--out", type=Path, help="write all rows to this JSON file")
     parser.add_argument("--quick", action="store_true", help="few cases, few rounds: does it work?")
+    parser.add_argument("--busy", action="store_true", help="CPU kernels by processor time of one thread")
     parser.add_argument("--budget", type=float, default=3600, help="seconds for all of it")
     args = parser.parse_args(words)
     args.device = "cuda" if (args.where or args.device or "cpu") in ("gpu", "cuda") else "cpu"
@@ -212,7 +222,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 def main(words: list[str]) -> int:
     args = parse(words)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # children are ended on the way out
-    bench = Bench(args.device, args.quick, [w for w in args.match.split(",") if w], args.out, args.budget)
+    bench = Bench(args)
     print("\n".join(f"{k}: {v}" for k, v in bench.found["about"].items()))
     for name, section in SECTIONS.items():
         if args.only and name not in args.only:

@@ -79,11 +79,11 @@ def _num(value: float | None, digits: int = 3) -> str:
 
 
 # --- kernels ---------------------------------------------------------------------------------
-def speedups(cases: dict[str, dict[str, Row]], groups: tuple[str, ...]) -> dict[str, float]:
+def speedups(cases: dict[str, dict[str, Row]], groups: tuple[str, ...], field: str = "us") -> dict[str, float]:
     """Inductor's time over ours, by case; cases that one of the two could not run are left out."""
     found = {}
     for case, by in cases.items():
-        ours, theirs = _us(by, US), _us(by, PEER)
+        ours, theirs = by.get(US, {}).get(field), by.get(PEER, {}).get(field)
         if ours and theirs and by[US].get("group") in groups:
             found[case] = theirs / ours
     return found
@@ -170,6 +170,12 @@ def group_lines(rows: list[Row]) -> str:
                 f"{group}: {geomean(found.values()):.2f}x {PEER} over {len(found)} cases, "
                 f"worst {found[worst]:.2f}x ({worst})"
             )
+    best = speedups(cases, ("pointwise", "reduction"), "best")
+    if best:
+        lines.append(
+            f"each contender's fastest round, for a busy machine: {geomean(best.values()):.2f}x {PEER}, "
+            f"worst {min(best.values()):.2f}x ({min(best, key=best.__getitem__)})"
+        )
     return "\n".join(lines)
 
 
