@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from reflib.lab.figures import figure as figure
     from reflib.lab.figures import plain_log as plain_log
     from reflib.lab.figures import style as style
+    from reflib.lab.fusion_chart import fusion_graph as fusion_graph
+    from reflib.lab.fusion_chart import refusals as refusals
     from reflib.lab.kernels import load_kernel as load_kernel
     from reflib.lab.measuring import measure as measure
     from reflib.lab.params import Parameter as Parameter
@@ -54,6 +56,8 @@ _HOME = {
     "figure": "figures",
     "plain_log": "figures",
     "style": "figures",
+    "fusion_graph": "fusion_chart",
+    "refusals": "fusion_chart",
     "load_kernel": "kernels",
     "measure": "measuring",
     "Parameter": "params",

@@ -1,0 +1,215 @@
+"""`lab.fusion_graph`: the program before fusion as a Vega-Lite figure. Rest on a dashed edge to read why not.
+
+`lab.fusion_picture` is its still counterpart. Both, and the table, come from the same `reflib.explain`.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+from reflib.lab.figures import COLOURS
+from reflib.lab.pictures import Places, megabytes, op_names
+from reflib.lab.pictures import _layout as layout
+
+if TYPE_CHECKING:
+    from reflib.observe.explain import Explanation
+
+MIME = "application/vnd.vegalite.v5+json"
+EDGE, REFUSED = "#8a8a8a", "#d55e00"  # readable on white and on dark grounds
+HALF_WIDTH, HALF_HEIGHT = 0.42, 0.24
+PIXELS = (130, 66)  # of one step across and one step down
+
+
+class Chart:
+    """A Vega-Lite figure: drawn by Lab and by the book; elsewhere its words."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.spec = spec
+
+    def __repr__(self) -> str:
+        return f"[figure: {self.spec['description']}]"
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        return {MIME: self.spec, "text/plain": repr(self)}
+
+
+def refusals(e: Explanation) -> list[dict[str, str]]:
+    """A line a refused pair: which ops, the reason's code, and the reason in words. Each line once."""
+    names = {n.name: ", ".join(op_names(n)) for p in (e.program, e.fused) for n in p.nodes}
+    lines = [
+        {
+            "producer": f"{r.producer}: {names.get(r.producer, '')}".rstrip(": "),
+            "consumer": f"{r.consumer}: {names.get(r.consumer, '')}".rstrip(": "),
+            "reason": r.reason.code,
+            "because": r.reason.text,
+        }
+        for r in e.refusals
+    ]
+    return [line for i, line in enumerate(lines) if line not in lines[:i]]
+
+
+def fusion_graph(e: Explanation, *, caption: str) -> Chart:
+    """The nodes of the program before fusion, a colour and a number a kernel; solid edges carry bytes, dashed ones
+    join pairs that were refused. Shows itself, and returns the figure."""
+    from reflib.lab.showing import display_thing
+
+    places = layout(e.program)
+    nodes = _nodes(e, places)
+    edges = _edges(e, places)
+    refused = _refused(e, places)
+    wide = 2 * max((abs(x) for x, _ in places.values()), default=0.0) + 2.2
+    deep = max((y for _, y in places.values()), default=0.0) + 1.2
+    chart = Chart(
+        {
+            "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
+            "description": _alt(e, refused),
+            "title": {
+                "text": textwrap.wrap(caption, 72), "anchor": "start", "orient": "bottom", "fontWeight": "normal",
+                "fontSize": 13,
+            },
+            "width": round(wide * PIXELS[0]),
+            "height": round(deep * PIXELS[1]),
+            "view": {"stroke": None},
+            "encoding": {
+                "x": {"field": "x", "type": "quantitative", "axis": None, "scale": {"domain": [-wide / 2, wide / 2]}},
+                "y": {
+                    "field": "y", "type": "quantitative", "axis": None,
+                    "scale": {"domain": [-0.6, deep - 0.6], "reverse": True},
+                },
+            },
+            "layer": [*_edge_layers(edges, refused), *_node_layers(nodes)],
+        }
+    )  # fmt: skip
+    display_thing(chart)
+    return chart
+
+
+def _nodes(e: Explanation, places: Places) -> list[dict[str, Any]]:
+    kernel = {m: i for i, g in enumerate(e.groups) for m in g.members}
+    out = []
+    for node in e.program.nodes:
+        x, y = places[node.name]
+        number = kernel.get(node.name)
+        where = f"kernel {number}" if number is not None else "computed again where it is read"
+        label = ", ".join(op_names(node))
+        out.append(
+            {
+                "x": x - HALF_WIDTH, "x2": x + HALF_WIDTH, "y": y - HALF_HEIGHT, "y2": y + HALF_HEIGHT, "cx": x, "cy": y,
+                "label": label if len(label) <= 16 else label[:15] + "…", "kernel": where, "node": node.name, "ops": label,
+                "colour": EDGE if number is None else COLOURS[number % len(COLOURS)],
+                "badge": "" if number is None else str(number),
+            }
+        )  # fmt: skip
+    inputs = [
+        {"cx": x, "cy": y, "label": name, "node": name, "ops": "", "kernel": "an input", "colour": None, "badge": ""}
+        for name, (x, y) in places.items()
+        if name in e.program.buffers and name not in {n.name for n in e.program.nodes}
+    ]
+    return out + inputs
+
+
+def _edges(e: Explanation, places: Places) -> list[dict[str, Any]]:
+    """Each edge as a line from the writer's lower side to the reader's upper side."""
+    writer: dict[str, str] = {}
+    out = []
+    for node in e.program.nodes:
+        for b in node.reads():
+            start = writer.get(b, b)
+            if start in places and start != node.name:
+                (x0, y0), (x1, y1) = places[start], places[node.name]
+                size = megabytes(e.program.buffers[b].nbytes.hint())
+                side = -0.55 if x0 == x1 and y1 - y0 > 1 else 0.0
+                bent = ((x0, y0 + 0.25), ((x0 + x1) / 2 + side, (y0 + y1) / 2), (x1, y1 - 0.25))
+                out += _line(f"{start} → {node.name}", bent, {"carries": f"{b}, {size}"})
+        writer.update(dict.fromkeys(node.writes(), node.name))
+    return out
+
+
+def _refused(e: Explanation, places: Places) -> list[dict[str, Any]]:
+    """Each refused pair that is in the picture, as an arc to the right of its nodes."""
+    out: list[dict[str, Any]] = []
+    seen = set()
+    for r in e.refusals:
+        pair = (r.producer, r.consumer)
+        if pair in seen or not set(pair) <= set(places):
+            continue
+        seen.add(pair)
+        (x0, y0), (x1, y1) = places[r.producer], places[r.consumer]
+        words = {"reason": r.reason.code, "because": r.reason.text}
+        if y0 == y1:
+            arc = ((x0, y0 + 0.25), ((x0 + x1) / 2, y0 + 0.62), (x1, y1 + 0.25))
+        else:
+            right = max(x0, x1) + HALF_WIDTH + 0.12 * (1 + abs(y1 - y0))
+            arc = ((x0 + HALF_WIDTH, y0), (right, (y0 + y1) / 2), (x1 + HALF_WIDTH, y1))
+        out += _line(f"{r.producer} ⇢ {r.consumer}", arc, words)
+    return out
+
+
+def _line(pair: str, points: Any, words: dict[str, str]) -> list[dict[str, Any]]:
+    return [
+        {"pair": pair, "x": x, "y": y, "turn": turn, **words} for turn, (x, y) in enumerate(points)
+    ]
+
+
+def _edge_layers(edges: list[dict[str, Any]], refused: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def tips(*fields: str) -> list[dict[str, str]]:
+        return [{"field": f, "type": "nominal"} for f in fields]
+
+    along = {"detail": {"field": "pair", "type": "nominal"}, "order": {"field": "turn", "type": "quantitative"}}
+    why = tips("pair", "reason", "because")
+    smooth = {"type": "line", "interpolate": "monotone", "strokeCap": "round"}
+    return [
+        {
+            "data": {"values": edges},
+            "mark": {"type": "line", "color": EDGE, "strokeWidth": 2},
+            "encoding": {**along, "tooltip": tips("pair", "carries")},
+        },
+        {
+            "data": {"values": refused},
+            "mark": {**smooth, "interpolate": "basis", "color": REFUSED, "strokeWidth": 2.5, "strokeDash": [6, 4]},
+            "encoding": {**along, "tooltip": why},
+        },
+        {
+            "data": {"values": [line for line in refused if line["turn"] == 1]},
+            "mark": {"type": "text", "color": REFUSED, "fontSize": 13, "fontWeight": "bold", "align": "left", "dx": 2},
+            "encoding": {"text": {"field": "reason", "type": "nominal"}, "tooltip": why},
+        },
+    ]
+
+
+def _node_layers(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    boxes = [n for n in nodes if n["colour"]]
+    tips = [{"field": f, "type": "nominal"} for f in ("node", "ops", "kernel")]
+    centre = {"x": {"field": "cx", "type": "quantitative"}, "y": {"field": "cy", "type": "quantitative"}}
+    box = {"x": {"field": "x", "type": "quantitative"}, "x2": {"field": "x2"}, "y": {"field": "y", "type": "quantitative"}}
+    colour = {"field": "colour", "type": "nominal", "scale": None}
+    return [
+        {
+            "data": {"values": boxes},
+            "mark": {"type": "rect", "cornerRadius": 5},
+            "encoding": {**box, "y2": {"field": "y2"}, "color": colour, "tooltip": tips},
+        },
+        {
+            "data": {"values": boxes},
+            "mark": {"type": "text", "color": "#ffffff", "fontSize": 12},
+            "encoding": {**centre, "text": {"field": "label", "type": "nominal"}, "tooltip": tips},
+        },
+        {
+            "data": {"values": boxes},
+            "mark": {"type": "text", "color": "#ffffff", "fontSize": 10, "dx": -48, "dy": -9},
+            "encoding": {**centre, "text": {"field": "badge", "type": "nominal"}},
+        },
+        {
+            "data": {"values": [n for n in nodes if not n["colour"]]},
+            "mark": {"type": "text", "color": EDGE, "fontSize": 12, "fontStyle": "italic"},
+            "encoding": {**centre, "text": {"field": "label", "type": "nominal"}},
+        },
+    ]
+
+
+def _alt(e: Explanation, refused: list[dict[str, Any]]) -> str:
+    kernels = "; ".join(" and ".join(op_names(n)) for n in e.fused.nodes)
+    parts = [f"A graph of {len(e.program.nodes)} nodes in {len(e.groups)} kernels: {kernels}."]
+    whys = [f"{r['pair']}, {r['reason']}: {r['because']}" for r in refused if r["turn"] == 1]
+    return " ".join(parts + ([f"Refused: {'; '.join(whys)}."] if whys else ["No pair was refused."]))
