@@ -35,7 +35,7 @@ from .triton_facts import (
     varying,
     wants_exact,
 )
-from .triton_ops import LITERAL_OK, TL, Needs, print_cast, print_op
+from .triton_ops import LITERAL_OK, TL, Needs, nan_helper, print_cast, print_op
 
 Dims = frozenset[str]
 NOTHING: Dims = frozenset()
@@ -243,7 +243,7 @@ class PartPrinter:
         kind = {"any": "max", "all": "min", "argmax": "max", "argmin": "min"}.get(s.kind, s.kind)
         if kind in ("max", "min"):
             name = "maximum" if kind == "max" else "minimum"
-            helper = f"{name}_nan" if dtype.is_floating_point else f"{name}_int"
+            helper = nan_helper(name, dtype) if dtype.is_floating_point else f"{name}_int"
             return dtype, extreme_text(kind, dtype), helper
         return dtype, "0" if kind == "sum" else "1", "sum_of" if kind == "sum" else "product_of"
 

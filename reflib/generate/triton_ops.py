@@ -131,10 +131,15 @@ def _extreme(fn: str, logic: str) -> Printer:
         if t == torch.bool:
             return f"{a[0]} {logic} {a[1]}"
         if t.is_floating_point:
-            return f"{needs.helper(f'{fn}_nan')}({a[0]}, {a[1]})"
+            return f"{needs.helper(nan_helper(fn, t))}({a[0]}, {a[1]})"
         return f"tl.{fn}({a[0]}, {a[1]})"
 
     return printer
+
+
+def nan_helper(fn: str, t: torch.dtype) -> str:
+    """The helper for ``maximum`` or ``minimum`` of a floating-point dtype."""
+    return f"{fn}_nan64" if t == torch.float64 else f"{fn}_nan"
 
 
 def _shift(helper: str) -> Printer:
@@ -194,11 +199,21 @@ HELPERS: dict[str, str] = {
     "maximum_nan": '''
 def maximum_nan(a, b):
     """The greater; NaN wins."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+''',
+    "maximum_nan64": '''
+def maximum_nan64(a, b):
+    """The greater; NaN wins. (The hardware's instruction is for 32 bits.)"""
     return tl.where((a > b) | (a != a), a, b)
 ''',
     "minimum_nan": '''
 def minimum_nan(a, b):
     """The smaller; NaN wins."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+''',
+    "minimum_nan64": '''
+def minimum_nan64(a, b):
+    """The smaller; NaN wins. (The hardware's instruction is for 32 bits.)"""
     return tl.where((a < b) | (a != a), a, b)
 ''',
     "maximum_int": """
