@@ -148,9 +148,7 @@ def _probe(command: tuple[str, ...], runtimes: tuple[str, ...]) -> Compiler:
     ]
     if not _accepts(command, (*_BASE, *optional, *threads[0][0]), threads[0][1]):
         if not _accepts(command, _BASE, ()):
-            _compile_failed(
-                [*command, *_BASE], _run([*command, *_BASE, "-x", "c++", "-", "-c", "-o", os.devnull])
-            )
+            _compile_failed([*command, *_BASE], _run([*command, *_BASE, "-x", "c++", "-", "-c", "-o", os.devnull]))
         optional = tuple(f for f in optional if _accepts(command, (*_BASE, f), ()))
         threads = [t for t in threads if _accepts(command, (*_BASE, *t[0]), t[1])]
     for_threads, runtime, openmp = threads[0]
@@ -162,9 +160,7 @@ def _probe(command: tuple[str, ...], runtimes: tuple[str, ...]) -> Compiler:
     return Compiler(command, version, flags, link, openmp)
 
 
-def _accepts(
-    command: tuple[str, ...], flags: Sequence[str], link: Sequence[str], program: str = _PROBE
-) -> bool:
+def _accepts(command: tuple[str, ...], flags: Sequence[str], link: Sequence[str], program: str = _PROBE) -> bool:
     with tempfile.TemporaryDirectory(prefix="reflib-") as folder:
         source = Path(folder, "probe.cpp")
         source.write_text(program)

@@ -17,6 +17,7 @@ NB: TorchInductor writes explicit vector classes; here plain loops are written s
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from ..ir.expr import expr
@@ -27,6 +28,7 @@ from .cpp_emit import Emitter, Writer
 from .cpp_nest import arrange
 from .kernel import Kernel
 
+_RESERVED = re.compile(r"(v|acc|total|kept|tile)\d+|t|row|\w+_(from|to)")
 HEADER = Path(__file__).with_name("cpp_header.h").read_text()
 
 
@@ -35,17 +37,19 @@ def generate_cpp(name: str, parts: tuple[Loops, ...], config: Config, buffers: d
     used = list(dict.fromkeys(b for p in parts for b in (*p.reads(), *p.writes())))
     symbols = tuple(sorted({s for p in parts for s in p.symbols()}))
     written = {b for p in parts for b in p.writes()}
+    nests = [arrange(p) for p in parts]
+    names = _names(used, {a.var.name for n in nests for a in n.loops.axes} | {s.name for s in symbols})
     w = Writer()
-    arguments = [_pointer(buffers[b], b in written) for b in used]
+    arguments = [_pointer(names[b], buffers[b], b in written) for b in used]
     arguments += [f"int64_t {text.identifier(s.name)}" for s in symbols] + ["int threads"]
     with w.block(f'extern "C" int {name}({", ".join(arguments)})'):
         w.line("int failed = 0;  // which index was found out of range")
         checks = 0
-        for part in parts:
+        for part, nest in zip(parts, nests, strict=True):
             for line in _origin_comments(part):
                 w.line(line)
             with w.block(""):
-                emitter = Emitter(w, arrange(part), buffers, checks)
+                emitter = Emitter(w, nest, buffers, names, checks)
                 emitter.emit()
                 checks = emitter.checks
         w.line("return failed;")
@@ -56,8 +60,21 @@ def generate_cpp(name: str, parts: tuple[Loops, ...], config: Config, buffers: d
     return Kernel(name, "cpp", "\n".join(w.lines) + "\n", pointers, symbols, expr(1))
 
 
-def _pointer(b: Buffer, written: bool) -> str:
-    return f"{'' if written else 'const '}{text.memory_type(b.dtype)}* {text.identifier(b.name)}"
+def _pointer(name: str, b: Buffer, written: bool) -> str:
+    return f"{'' if written else 'const '}{text.memory_type(b.dtype)}* {name}"
+
+
+def _names(buffers: list[str], taken: set[str]) -> dict[str, str]:
+    """C++ names for the buffers: their own, unless an axis, a symbol or a name of the printer's has it."""
+    taken = {text.identifier(t) for t in taken}
+    names: dict[str, str] = {}
+    for b in buffers:
+        name = text.identifier(b)
+        while name in taken or _RESERVED.fullmatch(name):
+            name += "_"
+        names[b] = name
+        taken.add(name)
+    return names
 
 
 def _origin_comments(part: Loops) -> list[str]:

@@ -59,16 +59,16 @@ def loop(a: Axis, start: str = "0", stop: str | None = None, step: str = "") -> 
 
 def tile_loop(a: Axis, tile: int) -> str:
     v = text.identifier(a.var.name)
-    return f"for (int64_t {v}0 = 0; {v}0 < {text.index(a.size)}; {v}0 += {tile})"
+    return f"for (int64_t {v}_from = 0; {v}_from < {text.index(a.size)}; {v}_from += {tile})"
 
 
 class Emitter:
-    """Writes one Loops. ``checks``: bounds checks written so far in this kernel."""
+    """Writes one Loops. ``names``: the buffers' names in C++. ``checks``: bounds checks written so far."""
 
-    def __init__(self, w: Writer, nest: Nest, buffers: dict[str, Buffer], checks: int):
+    def __init__(self, w: Writer, nest: Nest, buffers: dict[str, Buffer], names: dict[str, str], checks: int):
         self.w, self.nest, self.loops = w, nest, nest.loops
         self.body: tuple[Any, ...] = nest.loops.body
-        self.buffers, self.checks = buffers, checks
+        self.buffers, self.names, self.checks = buffers, names, checks
         self.by_column = depends_on(self.loops, nest.column)
         self.by_step = depends_on(self.loops, nest.rows[-1] if nest.rows else None)
         self.given: dict[int, str] = {}  # statements whose value lies ready, and where
@@ -138,22 +138,22 @@ class Emitter:
                 self._tile_end(name, axis, SQUARE)
             for i in jumping:
                 self.w.line(f"{text.CTYPE[self.body[i].dtype]} tile{i}[{SQUARE}][{SQUARE + 1}];")
-            with self.w.block(loop(column, f"{c}0", f"{c}1")):
+            with self.w.block(loop(column, f"{c}_from", f"{c}_to")):
                 self.w.line("#pragma omp simd")
-                with self.w.block(loop(across, f"{a}0", f"{a}1")):
+                with self.w.block(loop(across, f"{a}_from", f"{a}_to")):
                     for i in jumping:
-                        self.w.line(f"tile{i}[{c} - {c}0][{a} - {a}0] = {self._value(i)};")
-            self.given = {i: f"tile{i}[{c} - {c}0][{a} - {a}0]" for i in jumping}
-            with self.w.block(loop(across, f"{a}0", f"{a}1")):
+                        self.w.line(f"tile{i}[{c} - {c}_from][{a} - {a}_from] = {self._value(i)};")
+            self.given = {i: f"tile{i}[{c} - {c}_from][{a} - {a}_from]" for i in jumping}
+            with self.w.block(loop(across, f"{a}_from", f"{a}_to")):
                 self._statements(i for i in range(len(self.body)) if not self.by_column[i])
                 inner = [i for i in range(len(self.body)) if self.by_column[i]]
                 if not self._checks(inner):
                     self.w.line("#pragma omp simd")
-                with self.w.block(loop(column, f"{c}0", f"{c}1")):
+                with self.w.block(loop(column, f"{c}_from", f"{c}_to")):
                     self._statements(inner)
 
     def _tile_end(self, name: str, axis: Axis, size: int) -> None:
-        self.w.line(f"const int64_t {name}1 = op::min<int64_t>({name}0 + {size}, {text.index(axis.size)});")
+        self.w.line(f"const int64_t {name}_to = op::min<int64_t>({name}_from + {size}, {text.index(axis.size)});")
 
     def _checks(self, statements: Iterable[int]) -> bool:
         """Is there a bounds check among ``statements``? Such a loop is left early, so it is not vectorised."""
@@ -195,8 +195,8 @@ class Emitter:
             self._statements(i for i in plain if not self.by_step[i])
             heads, start, stop = [], "0", text.index(inner.size)
             if blocked and not (inner.size.constant and inner.size.constant <= SUM_BLOCK):
-                heads.append(f"for (int64_t {step}0 = 0; {step}0 < {stop}; {step}0 += {SUM_BLOCK})")
-                start, stop = f"{step}0", f"op::min<int64_t>({step}0 + {SUM_BLOCK}, {stop})"
+                heads.append(f"for (int64_t {step}_from = 0; {step}_from < {stop}; {step}_from += {SUM_BLOCK})")
+                start, stop = f"{step}_from", f"op::min<int64_t>({step}_from + {SUM_BLOCK}, {stop})"
             with self.w.blocks(heads):
                 for i in blocked:
                     self._start(i)
@@ -273,15 +273,15 @@ class Emitter:
         with self.w.blocks([loop(a) for a in self.nest.rows[:-1]]):
             heads, start = [], "0"
             if blocked and not (inner.size.constant and inner.size.constant <= TILE):
-                heads.append(f"for (int64_t {step}0 = 0; {step}0 < {stop}; {step}0 += {TILE})")
-                start, stop = f"{step}0", f"op::min<int64_t>({step}0 + {TILE}, {stop})"
+                heads.append(f"for (int64_t {step}_from = 0; {step}_from < {stop}; {step}_from += {TILE})")
+                start, stop = f"{step}_from", f"op::min<int64_t>({step}_from + {TILE}, {stop})"
             with self.w.blocks(heads):
                 with self.w.block(loop(inner, start, stop)):
                     self._statements(i for i in plain if not self.by_column[i])
                     self._over_tile([i for i in plain if self.by_column[i]], kept, reduces)
                 if blocked:
                     self.w.line("#pragma omp simd")
-                    with self.w.block(f"for (int64_t t = 0; t < {c}1 - {c}0; ++t)"):
+                    with self.w.block(f"for (int64_t t = 0; t < {c}_to - {c}_from; ++t)"):
                         for i in blocked:
                             self.w.line(f"total{i}[t] += acc{i}[t]; acc{i}[t] = 0;")
         if reduces:
@@ -300,15 +300,15 @@ class Emitter:
         checked = self._checks(statements)
         if not checked:
             self.w.line("#pragma omp simd")
-        with self.w.block(loop(column, f"{c}0", f"{c}1")):
+        with self.w.block(loop(column, f"{c}_from", f"{c}_to")):
             for i in sorted(self._used((*statements, *reduces)) & set(kept) - set(statements)):
-                self.w.line(f"const {text.CTYPE[self.body[i].dtype]} v{i} = kept{i}[{c} - {c}0];")
+                self.w.line(f"const {text.CTYPE[self.body[i].dtype]} v{i} = kept{i}[{c} - {c}_from];")
             self._statements(statements)
             for i in statements:
                 if i in kept:
-                    self.w.line(f"kept{i}[{c} - {c}0] = v{i};")
+                    self.w.line(f"kept{i}[{c} - {c}_from] = v{i};")
             for i in reduces:
-                self._combine(i, f"acc{i}[{c} - {c}0]")
+                self._combine(i, f"acc{i}[{c} - {c}_from]")
         if checked:
             self.w.line("if (failed) continue;")
 
@@ -352,7 +352,7 @@ class Emitter:
             return  # written where it is used
         if isinstance(s, Store):
             b = self.buffers[s.buffer]
-            target = f"{text.identifier(s.buffer)}[{text.index(s.index)}]"
+            target = f"{self.names[s.buffer]}[{text.index(s.index)}]"
             self.w.line(f"{target} = {text.stored(self._name(s.value), b.dtype)};")
         elif isinstance(s, Indirect):
             self._indirect(i, s)
@@ -372,7 +372,7 @@ class Emitter:
             value = text.index(s.expr)
             return value if s.dtype == torch.int64 else text.cast(f"({value})", torch.int64, s.dtype)
         if isinstance(s, Load):
-            element = f"{text.identifier(s.buffer)}[{text.index(s.index)}]"
+            element = f"{self.names[s.buffer]}[{text.index(s.index)}]"
             value = text.loaded(element, self.buffers[s.buffer].dtype)
             return value if s.mask is None else f"{self._name(s.mask)} ? {value} : {text.literal(s.other, s.dtype)}"
         if isinstance(s, Reduce):  # over axes of size 1, which are gone: the one element, or its position

@@ -138,9 +138,7 @@ def build_extension(name: str, c_source: str, flags: Sequence[str] = ()) -> Modu
     """
     include = sysconfig.get_paths()["include"]
     if not Path(include, "Python.h").exists():
-        raise ToolchainError(
-            f"Python's C headers are missing ({include}/Python.h): install python3-dev or the like"
-        )
+        raise ToolchainError(f"Python's C headers are missing ({include}/Python.h): install python3-dev or the like")
     found = toolchain.compiler()
     abi = sysconfig.get_config_var("SOABI") or "abi"
     mac = ("-undefined", "dynamic_lookup") if os.uname().sysname == "Darwin" else ()

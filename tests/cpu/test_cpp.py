@@ -193,6 +193,19 @@ def largest_constant(rows: int) -> Case:
     return Case(loops("max", (i, j), b), {"y": torch.zeros(rows, dtype=I)})
 
 
+def confusing_names() -> Case:
+    """Buffers named like axes, tile ends, accumulators, keywords, and like each other once made identifiers."""
+    i, j, b = axis("i", 40), axis("j", 50, "r"), BodyBuilder()
+    x = b.load("i", expr(j.var) * 40 + expr(i.var), F)
+    v = b.op("add", x, b.load("v0", i.var, F))
+    v = b.op("add", v, b.load("a.b", i.var, F))
+    v = b.op("add", v, b.load("a_b", i.var, F))
+    b.store("float", i.var, b.reduce("sum", v, dtype=F))
+    b.store("i_from", i.var, b.reduce("max", v, dtype=F))
+    tensors = {n: randn(40) for n in ("v0", "a.b", "a_b", "float", "i_from")}
+    return Case(loops("names", (i, j), b), {"i": randn(50, 40), **tensors})
+
+
 def two_parts() -> Case:
     parts = []
     tensors: dict[str, torch.Tensor] = {}
@@ -256,6 +269,7 @@ CASES = {
     "channels_last": transpose(64, 200),
     **{f"{op}_{str(d)[6:]}_{abs(c)}": integers(d, op, c) for op in ("remainder", "floordiv", "sub", "shl")
        for d, c in ((I, 7), (torch.int32, -3), (torch.int8, 5), (torch.uint8, 200), (I, 2**40))},
+    "confusing_names": confusing_names(),
     "largest_constant": largest_constant(3),
     "in_place_twice": in_place_twice(100), "two_parts": two_parts(),
     **{f"random{seed}": random_nest(seed) for seed in range(40)},

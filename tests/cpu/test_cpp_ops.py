@@ -158,9 +158,7 @@ def check(name: str, got: torch.Tensor, want: torch.Tensor, args: list[torch.Ten
         exact = want
         if name not in ("cast", "nextafter", "to_f16", "to_bf16"):
             exact = OPS[name].meaning(*[a if a.dtype == torch.bool else a.double() for a in args])
-        same = (
-            (got == want) | (got.isnan() & want.isnan()) | ((got - want).abs() <= torch.finfo(got.dtype).tiny)
-        )
+        same = (got == want) | (got.isnan() & want.isnan()) | ((got - want).abs() <= torch.finfo(got.dtype).tiny)
         ulp = torch.finfo(got.dtype).eps * want.abs()
         near = (got.double() - exact.double()).abs() <= ULPS.get(name, 2) * ulp + 2 * (
             want.double() - exact.double()
@@ -230,8 +228,6 @@ def test_reduction(case, reductions):
     cases, library = reductions
     c = cases[f"reduce_{case}"]
     got, want = c.run(library)["out"], c.interpreted()["out"]
-    torch.testing.assert_close(
-        got, want, equal_nan=True, rtol=1e-5 if got.dtype == torch.float32 else 1e-12, atol=1e-5
-    )
+    torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-5 if got.dtype == torch.float32 else 1e-12, atol=1e-5)
     if not got.dtype.is_floating_point:
         assert torch.equal(got, want)
