@@ -66,6 +66,12 @@ class Bench:
             self.out.write_text(json.dumps(self.found, indent=1, sort_keys=True) + "\n")
 
 
+def cuda_available() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def about(device: str, threads: int) -> dict[str, Any]:
     import torch
 
@@ -222,6 +228,9 @@ def parse(words: list[str]) -> argparse.Namespace:
 def main(words: list[str]) -> int:
     args = parse(words)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # children are ended on the way out
+    if args.device == "cuda" and not cuda_available():
+        print("PyTorch sees no CUDA device here; `python -m tests.bench cpu` needs none", file=sys.stderr)
+        return 2
     bench = Bench(args)
     print("\n".join(f"{k}: {v}" for k, v in bench.found["about"].items()))
     for name, section in SECTIONS.items():
