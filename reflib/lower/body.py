@@ -160,9 +160,7 @@ class Kernel:
     ``coords``: one index expression a dimension (0 for a dimension of size 1, which needs no axis).
     """
 
-    def __init__(
-        self, cx: Context, shape: Sequence[IntLike], reduced: Iterable[int] = (), device: Any = None
-    ):
+    def __init__(self, cx: Context, shape: Sequence[IntLike], reduced: Iterable[int] = (), device: Any = None):
         self.cx = cx
         self.b = BodyBuilder()
         self.shape = tuple(expr(s) for s in shape)
@@ -193,10 +191,36 @@ class Kernel:
         return Value(self, self.b.const(fit(x, dtype), dtype))
 
     def _size(self, x: Expr, dtype: torch.dtype) -> Value:
-        if not self.cx.low.symbols.is_float(x):
+        symbols = self.cx.low.symbols
+        if not symbols.is_float(x):
             return Value(self, self.b.index(x)).to(dtype)
+        formula = symbols.formulas.get(str(x))
+        if formula is not None:
+            try:
+                return self._formula(*formula).to(dtype)
+            except Unsupported:
+                pass
         tensor = self.cx.float_tensor(x, self.device)
         return Value(self, self.b.load(tensor.buffer, ZERO, torch.float64)).to(dtype)
+
+    def _formula(self, e: Any, env: Any) -> Value:
+        """Float arithmetic on sizes (``1 / n``), redone in the kernel in float64, as Python would do it."""
+        name = type(e).__name__
+        if name in ("IntTrueDiv", "FloatTrueDiv"):
+            return self._formula(e.args[0], env) / self._formula(e.args[1], env)
+        if name == "ToFloat":
+            return self._formula(e.args[0], env)
+        if e.is_Float:
+            return self.value(float(e), torch.float64)
+        if (e.is_Add or e.is_Mul) and not e.is_integer:
+            first, *rest = [self._formula(a, env) for a in e.args]
+            for v in rest:
+                first = first + v if e.is_Add else first * v
+            return first
+        whole = self.cx.low.symbols.from_sympy(e, env)
+        if self.cx.low.symbols.is_float(whole):
+            raise Unsupported(f"the number {e}")
+        return self.index(whole).to(torch.float64)
 
     def index(self, e: IntLike) -> Value:
         """An integer expression (of coordinates and sizes) as an int64 value."""

@@ -45,11 +45,7 @@ def full(cx: Context, size: Any, fill_value: Any, **_: Any) -> View:
 def full_like(cx: Context, x: Any, *args: Any, **kwargs: Any) -> View:
     return fill(
         cx,
-        kwargs["fill_value"]
-        if "fill_value" in kwargs
-        else kwargs["value"]
-        if "value" in kwargs
-        else args[-1],
+        kwargs["fill_value"] if "fill_value" in kwargs else kwargs["value"] if "value" in kwargs else args[-1],
     )
 
 
@@ -84,8 +80,7 @@ def _range(cx: Context, start: Any, step: Any, end: Any) -> View:
     check_dtype(out.dtype)
     k = Kernel(cx, out.shape)
     whole = all(
-        isinstance(v, int) or isinstance(v, Expr) and not cx.low.symbols.is_float(v)
-        for v in (start, step, end)
+        isinstance(v, int) or isinstance(v, Expr) and not cx.low.symbols.is_float(v) for v in (start, step, end)
     )
     if whole:
         k.store(out, k.index(k.linear([0]) * step + start))

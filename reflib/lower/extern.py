@@ -115,9 +115,7 @@ def _output(cx: Context, fake: Any, i: int, returned: Any, name: str, symbols: l
 
 def _is_new_symbol(cx: Context, size: torch.SymInt) -> bool:
     e = size.node.expr
-    return (
-        bool(getattr(e, "is_Symbol", False)) and str(e).startswith("u") and str(e) not in cx.low.symbols.bound
-    )
+    return bool(getattr(e, "is_Symbol", False)) and str(e).startswith("u") and str(e) not in cx.low.symbols.bound
 
 
 def written_arguments(schema: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
@@ -162,11 +160,11 @@ def reason_for(target: Any) -> str:
     """Why an op without a rule is a call."""
     if not isinstance(target, torch._ops.OpOverload):
         return "not an ATen op"
-    if torch.Tag.nondeterministic_seeded in target.tags:
-        return "random: eager's own numbers"
     name = target._schema.name.partition("::")[2]
     if name in LIBRARY or "attention" in name:
         return "library call"
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return "random: eager's own numbers"
     return "no rule" if target.namespace in ("aten", "prims") else "custom op"
 
 

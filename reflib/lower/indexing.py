@@ -36,9 +36,7 @@ def axis(dim: int, n: int) -> int:
 @rule("flip")
 def flip(cx: Context, x: View, dims: Sequence[int]) -> View:
     flipped = {axis(d, len(x.shape)) for d in dims}
-    return mapped(
-        cx, x, lambda k: [x.shape[d] - 1 - c if d in flipped else c for d, c in enumerate(k.coords)]
-    )
+    return mapped(cx, x, lambda k: [x.shape[d] - 1 - c if d in flipped else c for d, c in enumerate(k.coords)])
 
 
 @rule("roll")

@@ -18,7 +18,7 @@ from reflib.capture.graph import Graph
 from reflib.errors import LoweringError, ReflibError
 from reflib.ir.expr import Expr, expr
 from reflib.ir.loops import Origin
-from reflib.ir.program import Buffer, Extern, Node, Program, View, full_view, iter_views
+from reflib.ir.program import Buffer, Extern, Node, Program, View, full_view, iter_views, map_tree
 from reflib.options import Options
 
 from . import activations, creation, indexing, lists, pointwise, reductions  # noqa: F401  (they register their rules)
@@ -155,14 +155,15 @@ class Lowering:
         fn = RULES.get(target) or (view if is_view_op(target) else None)
         reason = reason_for(target)
         if fn is not None:
-            nodes, buffers, moved = len(self.nodes), len(self.buffers), len(self.moved)
+            nodes, tables = len(self.nodes), (self.buffers, self.moved, self.uniform)
+            sizes = [len(t) for t in tables]
             try:
                 supported(cx, args, kwargs)
                 return fn(cx, *args, **kwargs)
             except Unsupported as e:
                 reason = str(e)
                 del self.nodes[nodes:]
-                for table, size in ((self.buffers, buffers), (self.moved, moved)):
+                for table, size in zip(tables, sizes):
                     for key in list(table)[size:]:
                         del table[key]
                 target = copying(target)
@@ -174,8 +175,7 @@ class Lowering:
     def _scalar(self, cx: Context, target: Any, args: Any, kwargs: Any) -> Any:
         """A node whose value is a number: an Expr if it can be one, else a call that computes it."""
         known = isinstance(cx.fake, torch.SymInt) and not any(
-            str(s).startswith("u") and str(s) not in self.symbols.bound
-            for s in cx.fake.node.expr.free_symbols
+            str(s).startswith("u") and str(s) not in self.symbols.bound for s in cx.fake.node.expr.free_symbols
         )
         if known:
             try:
@@ -213,17 +213,47 @@ def supported(cx: Context, args: Any, kwargs: Any) -> None:
 
 
 def remove_unused(low: Lowering, outputs: tuple[Any, ...]) -> tuple[tuple[Node, ...], dict[str, Buffer]]:
-    """Drop Loops (and pure calls that move a scalar) whose result nothing reads; then buffers that nothing names."""
-    live = {v.buffer for v in iter_views(outputs)}
+    """Drop what makes buffers and sizes that nothing reads; then buffers that nothing names."""
+    live: set[Any] = {v.buffer for v in iter_views(outputs)} | symbols_in(outputs)
+    for name in live | {b for b in low.buffers if low.buffers[b].kind != "temp"}:
+        live = live | _buffer_symbols(low.buffers.get(name))
     kept: list[Node] = []
     for n in reversed(low.nodes):
-        keep = isinstance(n, Extern) and (n.effect or n.mutates or n.symbols or not n.writes())
-        if keep or any(b in live or low.buffers[b].kind != "temp" for b in n.writes()):
+        makes = n.writes() + [s for s, _, _ in n.symbols] if isinstance(n, Extern) else n.writes()
+        needed = any(m in live or isinstance(m, str) and low.buffers[m].kind != "temp" for m in makes)
+        if needed or isinstance(n, Extern) and (n.effect or n.mutates or _reads_number(n) or not makes):
             kept.append(n)
             live.update(n.reads())
+            live |= symbols_in((n.args, n.kwargs)) if isinstance(n, Extern) else set(n.symbols())
+            for b in [*n.reads(), *n.writes()]:
+                live |= _buffer_symbols(low.buffers[b])
     named = live | {b for n in kept for b in n.writes()}
     buffers = {k: b for k, b in low.buffers.items() if k in named or b.kind != "temp"}
     return tuple(reversed(kept)), buffers
+
+
+def _reads_number(n: Extern) -> bool:
+    """A call for a number held in a tensor, or for sizes held in its data: kept, as torch kept it."""
+    return bool(n.symbols) and bool(n.reads())
+
+
+def symbols_in(tree: Any) -> set[Any]:
+    """The symbols of every Expr and View in a nest."""
+    out: set[Any] = set()
+
+    def visit(leaf: Any) -> None:
+        if isinstance(leaf, Expr):
+            out.update(leaf.symbols())
+        elif isinstance(leaf, View):
+            for e in (*leaf.shape, *leaf.strides, leaf.offset):
+                out.update(e.symbols())
+
+    map_tree(tree, visit)
+    return out
+
+
+def _buffer_symbols(b: Buffer | None) -> set[Any]:
+    return set() if b is None else {s for e in (*b.shape, *b.strides) for s in e.symbols()}
 
 
 def _plain_symbol(value: Expr) -> Any:
@@ -240,9 +270,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\s*\n?\s*(.*)')
 def origin(node: torch.fx.Node) -> Origin:
     """The op, and the innermost line of the user's code that led to it (file name without its folder)."""
     target = node.target
-    op = (
-        str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
-    )
+    op = str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     if not frames:
         return Origin(op)

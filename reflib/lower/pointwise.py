@@ -24,9 +24,7 @@ from .rules import Unsupported, rule
 aten = torch.ops.aten
 
 
-def pointwise(
-    *names: str, n: int = 1, dtype: str = "same"
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def pointwise(*names: str, n: int = 1, dtype: str = "same") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a formula of ``n`` operands (tensors or numbers; None is passed on) and of parameters."""
 
     def decorate(formula: Callable[..., Any]) -> Callable[..., Any]:

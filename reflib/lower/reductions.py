@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -141,6 +142,32 @@ def _extreme_and_index(cx: Context, x: View, dim: int, kind: str) -> list[View]:
     return [values, indices]
 
 
+@rule("linalg_vector_norm")
+def vector_norm(
+    cx: Context, x: View, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> View:
+    compute = value_dtype(check_dtype(cx.dtype))
+    if isinstance(ord, Expr) or not compute.is_floating_point or not x.dtype.is_floating_point:
+        raise Unsupported(f"the {ord}-norm of {x.dtype}")
+    dims = dims_of(x, dim)
+
+    def norm(k: Kernel, v: Value) -> Value:
+        v = v.to(compute)
+        if k.count(dims) == 1 and ord != 0:
+            return v.abs()
+        if abs(ord) == math.inf:
+            return k.reduce("max" if ord > 0 else "min", v.abs())
+        if ord == 0:
+            return k.reduce("sum", v.ne(0).to(compute))
+        if ord == 1:
+            return k.reduce("sum", v.abs())
+        if ord == 2:
+            return k.reduce("sum", v * v).sqrt()
+        raise Unsupported(f"the {ord}-norm")
+
+    return reduction(cx, x, dims, norm)
+
+
 # -- variance: two passes, mean then squared distances ----------------------------------------------------
 @rule("var.correction")
 def var(cx: Context, x: View, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> View:
@@ -153,9 +180,7 @@ def std(cx: Context, x: View, dim: Any = None, *, correction: Any = 1, keepdim: 
 
 
 @rule("var_mean.correction")
-def var_mean(
-    cx: Context, x: View, dim: Any = None, *, correction: Any = 1, keepdim: bool = False
-) -> list[View]:
+def var_mean(cx: Context, x: View, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> list[View]:
     variance, mean_out = cx.out(0), cx.out(1)
     _variance(cx, x, dim, correction, variance, mean_out=mean_out)
     return [variance, mean_out]

@@ -26,7 +26,9 @@ class Symbols:
     def __init__(self) -> None:
         self.known: dict[str, Sym] = {}  # by name
         self.opaque: dict[Any, Sym] = {}  # by sympy expression
+        self._converted: dict[Any, Expr] = {}
         self.floats: set[str] = set()  # names of symbols whose value is a float
+        self.formulas: dict[str, Any] = {}  # opaque floats: their sympy expression and its ShapeEnv
         self.bound: set[str] = set()  # names of symbols whose value is known by now, at run time
 
     def expr(self, value: Any) -> Expr:
@@ -58,6 +60,12 @@ class Symbols:
 
     def from_sympy(self, e: Any, env: Any) -> Expr:
         """``e`` as an Expr. Raises Unsupported for functions our index expressions do not have."""
+        found = self._converted.get(e)
+        if found is None:
+            found = self._converted[e] = self._convert(e, env)
+        return found
+
+    def _convert(self, e: Any, env: Any) -> Expr:
         if e in self.opaque:
             return expr(self.opaque[e])
         if isinstance(e, sympy.Integer):
@@ -79,7 +87,8 @@ class Symbols:
                 out = out * base
             return out
         if name in ("FloorDiv", "CleanDiv", "CeilDiv", "Mod", "PythonMod", "ModularIndexing"):
-            return self._division(name, *args())
+            self._check_divisors(e.args[1:], env)
+            return _division(name, *args())
         if name in ("Max", "Min"):
             fn = maximum if name == "Max" else minimum
             first, *rest = args()
@@ -89,20 +98,17 @@ class Symbols:
         if name == "Identity":
             return args()[0]
         if name in ("CeilToInt", "FloorToInt") and type(e.args[0]).__name__ == "IntTrueDiv":
+            self._check_divisors(e.args[0].args[1:], env)
             n, d = (self.from_sympy(a, env) for a in e.args[0].args)
-            return self._division("CeilDiv" if name == "CeilToInt" else "FloorDiv", n, d)
+            return _division("CeilDiv" if name == "CeilToInt" else "FloorDiv", n, d)
         raise Unsupported(f"the size {e} is not made of + * // % max min")
 
-    def _division(self, name: str, a: Expr, b: Expr, c: Expr | None = None) -> Expr:
-        for d in (b, c):
-            if d is not None and not nonneg(d):  # never zero either: torch divided by it when tracing
+    def _check_divisors(self, divisors: Any, env: Any) -> None:
+        """Ours must be positive. Zero they are not: torch divided by them when tracing."""
+        for d in divisors:
+            lower = env.bound_sympy(d).lower if env is not None else None
+            if not nonneg(self.from_sympy(d, env)) and (lower is None or not lower >= 0):
                 raise Unsupported(f"the divisor {d} of a size may be negative")
-        if name == "CeilDiv":
-            return ceildiv(a, b)
-        if name in ("Mod", "PythonMod"):
-            return mod(a, b)
-        quotient = floordiv(a, b)
-        return quotient if c is None else mod(quotient, c)
 
     def symbol(self, s: Any, env: Any) -> Sym:
         """The Sym for a sympy symbol, with what the ShapeEnv knows of its range and traced value."""
@@ -121,15 +127,26 @@ class Symbols:
             lo, hi = _bounds(node.shape_env.bound_sympy(node.expr))
             sym = Sym(name, lo, hi, node.hint if isinstance(node.hint, int) else None)
             self.opaque[node.expr] = sym
+            self._converted.clear()
         else:
             sym = Sym(name, 0, None, None)
             if isinstance(value, torch.SymFloat):
                 self.floats.add(name)
+                self.formulas[name] = node.expr, node.shape_env
         self.known[name] = sym
         return sym
 
     def is_float(self, e: Expr) -> bool:
         return any(s.name in self.floats for s in e.symbols())
+
+
+def _division(name: str, a: Expr, b: Expr, c: Expr | None = None) -> Expr:
+    if name == "CeilDiv":
+        return ceildiv(a, b)
+    if name in ("Mod", "PythonMod"):
+        return mod(a, b)
+    quotient = floordiv(a, b)
+    return quotient if c is None else mod(quotient, c)
 
 
 def _bounds(r: Any) -> tuple[int, int | None]:
@@ -142,6 +159,7 @@ def _bounds(r: Any) -> tuple[int, int | None]:
 
 
 def _hint(s: Any, env: Any) -> int | None:
-    table = getattr(env, "backed_var_to_val", None) or getattr(env, "var_to_val", None) or {}
+    name = "backed_var_to_val" if hasattr(env, "backed_var_to_val") else "var_to_val"  # renamed after torch 2.11
+    table = getattr(env, name, None) or {}
     value = table.get(s)
     return int(value) if value is not None and getattr(value, "is_Integer", False) else None

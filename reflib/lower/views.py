@@ -39,11 +39,7 @@ def _name(op: Any) -> str:
 
 def is_view_op(op: Any) -> bool:
     """Does the schema say that the result aliases an argument, which is not written to?"""
-    if (
-        not isinstance(op, torch._ops.OpOverload)
-        or op.namespace not in ("aten", "prims")
-        or op in REINTERPRET
-    ):
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace not in ("aten", "prims") or op in REINTERPRET:
         return False
     if op is aten._unsafe_view.default:
         return True
