@@ -5,7 +5,8 @@ if it has another structure, dtype, shape, stride, requires_grad or alias than e
 (mutation) and to their gradients counts as results. Integers and booleans must be equal.
 
 The error of a tensor is the worst of its elements' errors, each relative to the element and to the typical element:
-``|x - ref| / (|ref| + mean |ref|)``. An element that equals eager's, or differs from it by an ulp or so, is right.
+``|x - ref| / (|ref| + mean |ref|)``. An element that equals eager's, or differs from it by an ulp or so, is right. Where eager's
+own error is so large that it is noise (a sum whose terms cancel), a few rounding errors of numbers about 1 are right.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 FLOOR = {torch.float64: 1e-11, torch.float32: 3e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+NOISE = 100
 _WIDER = {
     torch.float16: torch.float64,
     torch.bfloat16: torch.float64,
@@ -242,6 +244,8 @@ def wrong_values(got: torch.Tensor, want: torch.Tensor, wide: torch.Tensor | Non
     error = (g - ref).abs() / scale
     allowed = 2 * own + (floor if wide is not None else 4 * floor)
     ok = ok | (finite & (error <= allowed))
+    if own > NOISE * floor:
+        ok = ok | ((g - ref).abs() <= 8 * torch.finfo(want.dtype).eps)
     if bool(ok.all()):
         return ""
     bad = ~ok

@@ -1,0 +1,89 @@
+"""tests/semantics.py on CUDA, and what only CUDA has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.checking import check
+from tests.semantics import *  # noqa: F403
+from tests.semantics import Compiled, compare, randn
+
+
+@pytest.fixture
+def device() -> str:
+    return "cuda"
+
+
+def test_user_triton_kernel() -> None:
+    triton = pytest.importorskip("triton")
+    tl = triton.language
+
+    @triton.jit
+    def double_kernel(x, y, n, BLOCK: tl.constexpr):
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(y + i, tl.load(x + i, mask=i < n) * 2, mask=i < n)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        y = torch.empty_like(x)
+        double_kernel[(triton.cdiv(x.numel(), 128),)](x, y, x.numel(), BLOCK=128)
+        return y.relu() - 1
+
+    compare(f, randn(1000, device="cuda"))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+def test_two_devices() -> None:
+    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x * 2).to(y.device) + y.sin()
+
+    compare(f, randn(100, 3, device="cuda:0"), randn(100, 3, device="cuda:1"))
+    compiled = Compiled(lambda x: x.sum(-1) + 1)
+    for device in ("cuda:1", "cuda:0", "cuda:1"):
+        check(lambda x: x.sum(-1) + 1, compiled, randn(100, 3, device=device))
+
+
+def test_cpu_scalar_with_cuda_tensors() -> None:
+    compare(lambda x, s: x * s + 1, randn(33, device="cuda"), torch.tensor(2.5))
+
+
+def test_side_stream() -> None:
+    compiled = Compiled(lambda x: torch.softmax(x * 2, -1))
+    x = randn(512, 512, device="cuda")
+    want = torch.softmax(x * 2, -1)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        got = compiled(x)
+    stream.synchronize()
+    torch.testing.assert_close(got, want)
+
+
+def test_inside_a_cuda_graph() -> None:
+    compiled = Compiled(lambda x: torch.softmax(x * 2, -1) + 1)
+    x = randn(64, 100, device="cuda")
+    compiled(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = compiled(x)
+    x.copy_(x.flip(0) * 3)
+    graph.replay()
+    torch.testing.assert_close(y, torch.softmax(x * 2, -1) + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_more_than_2_to_the_31_elements(dynamic: bool) -> None:
+    if torch.cuda.get_device_properties(0).total_memory < 24e9:
+        pytest.skip("needs 24 GB")
+    compiled = Compiled(lambda x: x + 1, dynamic=dynamic)
+    compiled(torch.zeros(1000, dtype=torch.int8, device="cuda"))
+    x = torch.zeros(2**31 + 5, dtype=torch.int8, device="cuda")
+    x[-1] = 3
+    y = compiled(x)
+    assert [int(y[i]) for i in (0, 2**30, 2**31 - 1, 2**31 + 3, -1)] == [1, 1, 1, 1, 4]
+    rows = torch.ones(2**16, 2**15 + 1, dtype=torch.float16, device="cuda")
+    sums = Compiled(lambda x: x.float().sum(-1), dynamic=dynamic)(rows)
+    assert bool((sums == 2**15 + 1).all())
