@@ -7,7 +7,8 @@ reduced axis ``r < n`` is cut into ``s < pieces`` (parallel) and ``t < length`` 
                                             y[i] = f(sum_s part[i, s])
 
 Where ``pieces`` does not divide ``n`` the last piece is masked: beyond the end ``g`` is the reduction's identity.
-The first step is an ordinary reduction: what makes ``g``'s inputs fuses into it.
+The first step is an ordinary reduction: what makes ``g``'s inputs fuses into it. Columns (a bias gradient: the sum
+over 32,768 rows of each of 4,096 columns) are cut as well where COLUMNS at a time do not fill the machine.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from ..ir.program import Buffer, Node, Program
 from ..target import Target
 from .mapping import fresh
 
+COLUMNS = 64  # results a program of a column reduction works on: 128 bytes of half precision
 _KINDS = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin")
 
 
@@ -57,7 +59,12 @@ def _pieces(loops: Loops, target: Target) -> int:
     if not loops.reduced:
         return 1
     rows, length = max(1, loops.numel.hint()), loops.rnumel.hint()
-    if target.is_gpu:
+    if target.is_gpu and reduces_columns(loops):
+        programs = -(-rows // COLUMNS)
+        if programs >= 2 * target.units or length < 256:
+            return 1
+        wanted = min(4 * target.units // programs, length // 64)
+    elif target.is_gpu:
         if rows >= 2 * target.units or length < 8192:
             return 1
         wanted = min(4 * target.units // rows, length // 2048)
@@ -71,6 +78,12 @@ def _pieces(loops: Loops, target: Target) -> int:
     while pieces < wanted and pieces * 4 <= longest:
         pieces *= 2
     return pieces
+
+
+def reduces_columns(loops: Loops) -> bool:
+    """Do neighbouring results come from neighbouring columns? Then one GPU program takes COLUMNS of them together."""
+    inner = [a for a in loops.axes if a.size != 1][-1:]
+    return bool(inner) and inner[0].kind == "p"
 
 
 def _can_split(loops: Loops) -> bool:
@@ -134,9 +147,9 @@ class _PartialStores:
     """Makes a buffer for each partial result and stores it there, one row of ``pieces`` for each row."""
 
     def __init__(self, loops: Loops, cut: _Cut, b: BodyBuilder, buffers: dict[str, Buffer]):
-        rows = [a for a in loops.axes if a.kind == "p"]
-        self.shape = (*(a.size for a in rows), cut.s.size)
-        self.index = _row_major(rows, cut.s)
+        axes = _partial_axes(loops, cut.s)
+        self.shape = tuple(a.size for a in axes)
+        self.index = _row_major(axes)
         self.loops, self.b, self.buffers = loops, b, buffers
         self.names: dict[int, list[str]] = {}
 
@@ -184,9 +197,16 @@ def extreme_value(dtype: torch.dtype, lowest: bool) -> Any:
     return info.min if lowest else info.max
 
 
-def _row_major(rows: Sequence[Axis], last: Axis) -> Expr:
+def _partial_axes(loops: Loops, s: Axis) -> list[Axis]:
+    """The axes of a buffer of partial results. A row's pieces lie together; for columns, a piece's columns do: either
+    way the first step's neighbours store next to each other."""
+    rows = [a for a in loops.axes if a.kind == "p"]
+    return [s, *rows] if reduces_columns(loops) else [*rows, s]
+
+
+def _row_major(axes: Sequence[Axis]) -> Expr:
     step, out = ONE, expr(0)
-    for a in (last, *reversed(rows)):
+    for a in reversed(axes):
         out = out + expr(a.var) * step
         step = step * a.size
     return out
@@ -195,9 +215,9 @@ def _row_major(rows: Sequence[Axis], last: Axis) -> Expr:
 def _second_step(loops: Loops, cut: _Cut, partials: dict[int, list[str]], buffers: dict[str, Buffer]) -> Loops:
     """Reduce the partial results, then all that the Loops did once a row."""
     b = BodyBuilder()
-    rows = [a for a in loops.axes if a.kind == "p"]
     r = Axis(fresh(cut.s.size), "r")
-    index = _row_major(rows, r)
+    axes = _partial_axes(loops, r)
+    index = _row_major(axes)
     level = varies_with_r(loops)
     ids: dict[int, int] = {}
     for i, st in enumerate(loops.body):
@@ -205,4 +225,4 @@ def _second_step(loops: Loops, cut: _Cut, partials: dict[int, list[str]], buffer
             ids[i] = b.add(replace(st, args=tuple(b.load(n, index, buffers[n].dtype) for n in partials[i])))
         elif not level[i]:
             ids[i] = b.add(map_stmt(st, ids))
-    return Loops(loops.name, (*rows, r), eliminate_dead(tuple(b.body)), loops.origins)
+    return Loops(loops.name, tuple(axes), eliminate_dead(tuple(b.body)), loops.origins)

@@ -106,8 +106,7 @@ def _build_cpp(kernels: tuple[Kernel, ...], options: Options) -> Any:
     from ..toolchain import build_library
     from .native import load_library
 
-    source = HEADER + "\n".join(k.source for k in kernels)
-    return load_library(build_library(source, options))
+    return load_library(build_library([k.source for k in kernels], options, header=HEADER))
 
 
 def _cpp_binding(library: Future, kernel: Kernel, checked: bool) -> Callable[[], Callable[..., Any]]:
@@ -136,7 +135,7 @@ def _triton_binding(kernel: Kernel, device: torch.device, lazy: bool) -> Callabl
         from .cuda_launch import load
 
         binary = future.result() if future is not None else compile_kernel(kernel, target)
-        return load(binary)
+        return load(binary, device.index or 0)
 
     if not lazy:
         return load
