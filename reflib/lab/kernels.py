@@ -1,4 +1,4 @@
-"""`lab.load_kernel`: the text of a kernel that a reader wrote, compiled and ready to call on tensors.
+"""`lab.load_kernel`: the text of a kernel that a reader wrote, ready to call on tensors.
 
 The compiler does not use this: it launches what it generates through `wrap`, at a fraction of the cost a call.
 """
@@ -15,44 +15,59 @@ if TYPE_CHECKING:
     import torch
 
 
-def load_kernel(name: str, source: str, language: str, programs: int = 1) -> Callable[..., None]:
-    """The function `name` of `source`, as a function of tensors.
+def load_kernel(
+    name: str, source: str, language: str, programs: int = 1, result: torch.Tensor | None = None
+) -> WrittenKernel:
+    """The function `name` of `source`, as a function of tensors; compiled when it is first called.
 
     `"cpp"`: `source` defines `extern "C" void name(pointer, ...)`; the helpers of reflib's own C++ kernels
     (`op::erf` and the like) are in front of it. `"triton"`: `source` defines a `@triton.jit` function, launched
-    as `programs` programs; `triton` and `tl` are imported for it.
+    as `programs` programs; `triton` and `tl` are imported for it. With `result`, each call makes a contiguous
+    tensor of that shape and dtype, passes it as the last pointer, and returns it.
     """
-    if language == "cpp":
-        return _load_cpp(name, source)
-    if language == "triton":
-        return _load_triton(name, source, programs)
-    raise LabError(f'language is {language!r}; it must be "cpp" or "triton"')
+    if language not in ("cpp", "triton"):
+        raise LabError(f'language is {language!r}; it must be "cpp" or "triton"')
+    return WrittenKernel(name, source, language, programs, result)
 
 
-def _load_cpp(name: str, source: str) -> Callable[..., None]:
-    from reflib.generate.cpp import HEADER
-    from reflib.options import Options
-    from reflib.toolchain import build_library
+class WrittenKernel:
+    """A kernel from text. `lab.show` lists it; torch.fx can call it as a function."""
 
-    library = ctypes.CDLL(str(build_library(f"{HEADER}\n{source}", Options())))
-    entry = getattr(library, name)
+    def __init__(
+        self, name: str, source: str, language: str, programs: int, result: torch.Tensor | None
+    ) -> None:
+        self.name, self.source, self.language = name, source.strip(), language
+        self.__name__, self.__module__ = name, "kernels"
+        self._programs, self._result = programs, result
+        self._launch: Callable[..., Any] | None = None
 
-    def call(*tensors: torch.Tensor) -> None:
-        entry(*[ctypes.c_void_p(t.data_ptr()) for t in tensors])
+    def __call__(self, *tensors: torch.Tensor) -> torch.Tensor | None:
+        import torch
 
-    return call
+        if self._launch is None:
+            self._launch = self._load_cpp() if self.language == "cpp" else self._load_triton()
+        out = self._result
+        if out is None:
+            self._launch(*tensors)
+            return None
+        made = torch.empty(out.shape, dtype=out.dtype, device=tensors[0].device if tensors else "cpu")
+        self._launch(*tensors, made)
+        return made
 
+    def _load_cpp(self) -> Callable[..., Any]:
+        from reflib.generate.cpp import HEADER
+        from reflib.options import Options
+        from reflib.toolchain import build_library
 
-def _load_triton(name: str, source: str, programs: int) -> Callable[..., None]:
-    from reflib import cache
+        library = ctypes.CDLL(str(build_library(f"{HEADER}\n{self.source}\n", Options())))
+        entry = getattr(library, self.name)
+        return lambda *tensors: entry(*[ctypes.c_void_p(t.data_ptr()) for t in tensors])
 
-    text = f"import triton\nimport triton.language as tl\n\n\n{source}\n"
-    path = cache.put("kernels", cache.key("lab", text), text.encode(), ".py")  # Triton reads the file again
-    names: dict[str, Any] = {"__name__": f"reflib_lab_{name}", "__file__": str(path)}
-    exec(compile(text, str(path), "exec"), names)
-    launch = names[name][(programs,)]
+    def _load_triton(self) -> Callable[..., Any]:
+        from reflib import cache
 
-    def call(*tensors: torch.Tensor) -> None:
-        launch(*tensors)
-
-    return call
+        text = f"import triton\nimport triton.language as tl\n\n\n{self.source}\n"
+        path = cache.put("kernels", cache.key("lab", text), text.encode(), ".py")  # Triton reads the file again
+        names: dict[str, Any] = {"__name__": f"reflib_lab_{self.name}", "__file__": str(path)}
+        exec(compile(text, str(path), "exec"), names)
+        return names[self.name][(self._programs,)]

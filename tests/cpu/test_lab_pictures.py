@@ -56,5 +56,15 @@ def test_a_readers_kernel_runs():
     x, y = torch.randn(8), torch.empty(8)
     lab.load_kernel("twice", source, "cpp")(x, y)
     torch.testing.assert_close(y, 2 * torch.erf(x))
+    double = lab.load_kernel("twice", source, "cpp", result=x)
+    torch.testing.assert_close(torch.fx.Interpreter(as_graph(double)).run(x), y)
     with pytest.raises(LabError, match="cpp"):
         lab.load_kernel("twice", source, "fortran")
+
+
+def as_graph(kernel):
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(kernel, (graph.placeholder("x"),)))
+    module = torch.fx.GraphModule({}, graph)
+    assert "kernels_twice(x)" in module.code
+    return module
