@@ -37,6 +37,7 @@ from ..ir.program import Buffer, Node, Program
 from ..target import Target
 from .mapping import fresh
 
+BLOCK = 64  # a piece's length is a multiple of this where it can be: generators take rows in such steps
 COLUMNS = 64  # results a program of a column reduction works on: 128 bytes of half precision
 _KINDS = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin")
 
@@ -114,7 +115,10 @@ class _Cut:
 def _split(loops: Loops, pieces: int, buffers: dict[str, Buffer]) -> list[Node]:
     axis = max(loops.reduced, key=lambda a: a.size.hint())
     length = divide_exact(axis.size, pieces)
-    exact = length is not None
+    if length is None and axis.size.constant is not None:  # pieces of whole blocks, so that only the last has a tail
+        length = expr(-(-axis.size.constant // (pieces * BLOCK)) * BLOCK)
+        pieces = -(-axis.size.constant // int(length))
+    exact = length is not None and length * pieces == axis.size
     s = Axis(fresh(expr(pieces)), "p")
     t = Axis(fresh(length if length is not None else ceildiv(axis.size, pieces)), "r")
     cut = _Cut(axis, s, t, exact)

@@ -229,11 +229,13 @@ def _copy(moved: int, device: torch.device) -> Callable[[], Any]:
 
 def ceiling(job: dict[str, Any], device: torch.device, out: Journal) -> None:
     """A large copy: the bandwidth that the promises are measured against."""
-    half = 2**30 if device.type == "cuda" else 128 * 2**20
+    half = 2**28 if device.type == "cuda" else 128 * 2**20
     source = torch.empty(half // 4, device=device).normal_()
     target = torch.empty_like(source)
-    found = time_cases({"copy": lambda: target.copy_(source)}, "auto", "warm", 20, 1.0, device)["copy"]
-    assert isinstance(found, Samples)
+    # In a CUDA graph a large copy_ can become a node for the copy engine, slower than a kernel: so both are tried.
+    ways = {"copy": lambda: target.copy_(source), "kernel": lambda: torch.neg(source, out=target)}
+    tried = [s for s in time_cases(ways, "auto", "warm", 20, 1.0, device).values() if isinstance(s, Samples)]
+    found = min(tried, key=lambda s: s.median)
     out.write(
         "row",
         who="copy",
