@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-
 from .body import Scalar, Value, where
 from .pointwise import pointwise
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._decomp import core_aten_decompositions, decomposition_table, get_decompositions
+from torch._prims_common import suggest_memory_format
 
 from . import activations, creation, indexing, lists, pointwise, reductions  # noqa: F401  (they register their rules)
 from .rules import RULES, overloads
@@ -29,7 +30,8 @@ _TAKE_APART = (
 _KEEP_WHOLE = (
     *("_scaled_dot_product_flash_attention_for_cpu", "scaled_dot_product_attention"),
     *("_scaled_dot_product_attention_math", "embedding_dense_backward", "baddbmm", "dot", "vdot", "mv"),
-    *("index_add", "index_copy", "grid_sampler", "im2col", "col2im", "max_unpool2d", "max_unpool3d"),
+    *("index_add", "index_copy", "grid_sampler", "im2col", "col2im"),
+    "soft_margin_loss_backward",  # torch's parts subtract 1 from a sigmoid: nothing is left of small gradients
 )
 
 
@@ -38,8 +40,15 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     table = dict(core_aten_decompositions())
     packets = [getattr(aten, n) for n in _TAKE_APART if hasattr(aten, n)]
     table.update(get_decompositions(packets))
+    table[aten.max_unpool2d.default] = _max_unpool2d
     whole = set(overloads(*_KEEP_WHOLE)) | set(RULES)
     return {op: fn for op, fn in table.items() if op not in whole and not _random(op)}
+
+
+def _max_unpool2d(x: torch.Tensor, indices: torch.Tensor, output_size: list[int]) -> torch.Tensor:
+    """torch's own parts, laid out in memory as the operator's result is."""
+    out = decomposition_table[aten.max_unpool2d.default](x, indices, output_size)
+    return out.contiguous(memory_format=suggest_memory_format(x))
 
 
 def _random(op: Any) -> bool:

@@ -14,7 +14,6 @@ from reflib.ir.program import Extern, View, full_view, iter_views
 from .context import Context, contiguous_strides
 from .rules import Unsupported
 
-
 aten = torch.ops.aten
 
 # Ops whose out= variant writes into a preallocated contiguous tensor without copying or resizing.
@@ -84,7 +83,7 @@ def extern(cx: Context, target: Any, args: Any, kwargs: dict[str, Any], reason: 
 def with_effects(cx: Context, token: Any, target: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """An op whose order AOTAutograd keeps with tokens threaded through the graph: our effects do that, so it is a
     plain call of the op, and the tokens are None."""
-    token_fake, *fakes = cx.fake
+    _, *fakes = cx.fake
     inner = replace(cx, fake=fakes[0] if len(fakes) == 1 else tuple(fakes) if fakes else None)
     value = extern(inner, target, args, kwargs, "its order matters", effect=True)
     return (None, *value) if len(fakes) > 1 else (None, value)

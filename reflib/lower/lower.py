@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import os
 import re
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils import _pytree as pytree
@@ -17,7 +17,7 @@ from reflib import logs
 from reflib.capture.graph import Graph
 from reflib.errors import LoweringError, ReflibError
 from reflib.ir.expr import Expr, expr
-from reflib.ir.loops import Origin
+from reflib.ir.loops import Loops, Origin
 from reflib.ir.program import Buffer, Extern, Node, Program, View, full_view, iter_views, map_tree
 from reflib.options import Options
 
@@ -92,7 +92,8 @@ class Lowering:
         return out
 
     def new_buffer(self, name: str, fake: torch.Tensor, kind: str = "temp") -> Buffer:
-        shape, strides = (), ()
+        shape: tuple[Expr, ...] = ()
+        strides: tuple[Expr, ...] = ()
         if fake.layout == torch.strided:
             shape, strides = self.symbols.exprs(fake.shape), self.symbols.exprs(fake.stride())
         buffer = Buffer(self.unique(name), fake.dtype, fake.device, shape, strides, kind)
@@ -224,7 +225,7 @@ def remove_unused(low: Lowering, outputs: tuple[Any, ...]) -> tuple[tuple[Node, 
         if needed or isinstance(n, Extern) and (n.effect or n.mutates or _reads_number(n) or not makes):
             kept.append(n)
             live.update(n.reads())
-            live |= symbols_in((n.args, n.kwargs)) if isinstance(n, Extern) else set(n.symbols())
+            live |= symbols_in((n.args, n.kwargs)) if isinstance(n, Extern) else set(cast(Loops, n).symbols())
             for b in [*n.reads(), *n.writes()]:
                 live |= _buffer_symbols(low.buffers[b])
     named = live | {b for n in kept for b in n.writes()}

@@ -69,7 +69,7 @@ def operand(k: Kernel, x: Any, compute: torch.dtype | None) -> Any:
 
 
 def promote(operands: Any) -> torch.dtype:
-    """torch's type promotion: tensors with dimensions, then 0-d tensors, then numbers, each only if of a higher kind."""
+    """torch's type promotion: tensors with dimensions, 0-d tensors, numbers: each group only if of a higher kind."""
     groups: list[torch.dtype | None] = [None, None, None]
     for x in operands:
         if x is None:
