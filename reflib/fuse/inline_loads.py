@@ -165,7 +165,7 @@ def _axes_at(index: Expr, p: Producer, narrow: Exprs, widen: Exprs) -> Exprs:
     rest = index.subs(narrow) - p.start
     for n, (var, stride, size) in enumerate(p.strides):
         quotient = rest // stride
-        env[var] = (quotient if n == 0 else quotient % size).subs(widen)
+        env[var] = (quotient if n == 0 or size == 0 else quotient % size).subs(widen)
         rest = rest % stride
     return env
 

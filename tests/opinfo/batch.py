@@ -8,6 +8,7 @@ AOTAutograd cannot capture alone (sizes that depend on data, say) goes through `
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -49,13 +50,22 @@ class Library:
         self.options = options
         self.names: dict[str, str] = {}  # text with the name taken out -> unique name
         self.built: Any = None
+        self.waiting = 0  # graphs whose kernels wrap has still to bring, from a thread of its own
+        self.changed = threading.Condition()
+
+    def expect(self, kernels: Any) -> None:
+        with self.changed:
+            self.waiting += any(k.language == "cpp" for k in kernels.values())
 
     def add(self, kernels: Sequence[Any], options: Any) -> Any:
         alias = {}
-        for k in kernels:
-            text = re.sub(rf"\b{re.escape(k.name)}", "KERNEL", k.source)
-            text = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("//"))
-            alias[k.name] = self.names.setdefault(text, f"s{len(self.names)}")
+        with self.changed:
+            for k in kernels:
+                text = re.sub(rf"\b{re.escape(k.name)}", "KERNEL", k.source)
+                text = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("//"))
+                alias[k.name] = self.names.setdefault(text, f"s{len(self.names)}")
+            self.waiting -= 1
+            self.changed.notify_all()
         return _Part(self, alias)
 
     def sources(self) -> list[str]:
@@ -66,6 +76,8 @@ class Library:
         from reflib.toolchain import build_library
         from reflib.wrap.native import load_library
 
+        with self.changed:
+            self.changed.wait_for(lambda: not self.waiting)
         if self.names:
             self.built = load_library(build_library(self.sources(), self.options, header=HEADER))
 
@@ -136,7 +148,10 @@ def capture(case: Case) -> Captured:
         keep_inference_input_mutations=True,
         inference_compiler=compiler("inference"),
     )
-    made.error = checking.call(made.compiled, case.args, backward=case.backward).error
+    result = checking.call(made.compiled, case.args, backward=case.backward)
+    made.error = result.error
+    if any(isinstance(t, torch.Tensor) and t.layout != torch.strided for t in (*result.inputs, *result.leaves)):
+        made.error = TypeError("sparse tensors are Dynamo's to refuse")
     return made
 
 
@@ -250,6 +265,7 @@ def _compile(made: Captured, options: Any, library: Library, result: Result, unt
                 continue
             s = run(graph, options, "generate")
             assert s.chosen is not None and s.plan is not None and s.kernels is not None
+            library.expect(s.kernels)
             _, slot.fn = wrap(s.chosen, s.plan, s.kernels, options, library.add)
         except Exception as e:
             return e
