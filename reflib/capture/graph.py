@@ -25,7 +25,8 @@ class Graph:
         return list(self.module.graph.nodes)
 
     def __str__(self) -> str:
-        return self.module.print_readable(print_output=False)
+        text = self.module.print_readable(print_output=False)
+        return text.replace("class <lambda>(", f"class {self.name.capitalize()}(", 1)  # Dynamo's name is no Python
 
     def placeholders(self) -> list[Any]:
         return [n.meta.get("val") for n in self.nodes if n.op == "placeholder"]

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from reflib.lab.block_chart import blocks_picture as blocks_picture
     from reflib.lab.capability import has as has
     from reflib.lab.ceilings import Roofline as Roofline
     from reflib.lab.ceilings import roofline as roofline
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from reflib.lab.figures import plain_log as plain_log
     from reflib.lab.figures import style as style
     from reflib.lab.fusion_chart import fusion_graph as fusion_graph
-    from reflib.lab.fusion_chart import refusals as refusals
     from reflib.lab.kernels import load_kernel as load_kernel
     from reflib.lab.measuring import measure as measure
     from reflib.lab.params import Parameter as Parameter
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from reflib.lab.pictures import fusion_picture as fusion_picture
     from reflib.lab.pictures import memory_picture as memory_picture
     from reflib.lab.pictures import moved_bytes as moved_bytes
+    from reflib.lab.pictures import refusals as refusals
     from reflib.lab.pictures import stages_picture as stages_picture
     from reflib.lab.pictures import timeline_picture as timeline_picture
     from reflib.lab.pipeline_strip import strip as strip
@@ -43,10 +44,13 @@ if TYPE_CHECKING:
     from reflib.lab.session import setup as setup
     from reflib.lab.showing import show as show
     from reflib.lab.showing import table as table
+    from reflib.lab.triton_text import Launch as Launch
+    from reflib.lab.triton_text import run_triton as run_triton
 
 # name -> the module that holds it. No module may share a name with a function here: importing
 # a submodule sets it as an attribute of this package, and would hide the function.
 _HOME = {
+    "blocks_picture": "block_chart",
     "has": "capability",
     "Roofline": "ceilings",
     "roofline": "ceilings",
@@ -57,7 +61,6 @@ _HOME = {
     "plain_log": "figures",
     "style": "figures",
     "fusion_graph": "fusion_chart",
-    "refusals": "fusion_chart",
     "load_kernel": "kernels",
     "measure": "measuring",
     "Parameter": "params",
@@ -67,6 +70,7 @@ _HOME = {
     "fusion_picture": "pictures",
     "memory_picture": "pictures",
     "moved_bytes": "pictures",
+    "refusals": "pictures",
     "stages_picture": "pictures",
     "timeline_picture": "pictures",
     "bars": "plots",
@@ -81,6 +85,8 @@ _HOME = {
     "show": "showing",
     "table": "showing",
     "strip": "pipeline_strip",
+    "Launch": "triton_text",
+    "run_triton": "triton_text",
 }
 
 __all__ = sorted(_HOME)

@@ -96,12 +96,12 @@ def fusion_picture(e: Explanation, *, caption: str) -> Picture:
     layouts = [_layout(e.program), _layout(e.fused)]
     deepest = max(y for layout in layouts for _, y in layout.values())
     with style():
-        fig, axes = plt.subplots(1, 2, figsize=(6.4, 0.78 * (deepest + 1) + 0.5), layout="constrained")
+        fig, axes = plt.subplots(1, 2, figsize=(5.2, 0.74 * (deepest + 1) + 0.5), layout="constrained")
         _draw_program(axes[0], e.program, layouts[0], groups, deepest)
         _draw_program(axes[1], e.fused, layouts[1], after, deepest)
         _draw_refusals(axes[0], e, layouts[0])
         for ax, head in zip(axes, heads, strict=True):
-            ax.set_title(head, loc="center")
+            ax.set_title(head.replace(": ", ":\n", 1), loc="center")
     return figure(fig, caption=caption, alt=_fusion_alt(e, heads))
 
 
@@ -156,7 +156,7 @@ def _draw_program(ax: Axes, program: Program, places: Places, group: Mapping[str
         _box(ax, places[node.name], _node_text(node), colour, 0 if index is None else index)
     for name, place in places.items():
         if name in program.buffers and name not in {n.name for n in program.nodes}:
-            ax.text(*place, name, ha="center", va="center", fontsize=9, style="italic", color=INK, zorder=5)
+            ax.text(*place, name, ha="center", va="center", fontsize=9.5, style="italic", color=INK, zorder=5)
     wide = max(abs(x) for x, _ in places.values()) + 0.7
     wide = max(wide, 1.2)
     ax.set_xlim(-wide, wide)
@@ -186,7 +186,7 @@ def _edge(ax: Axes, start: tuple[float, float], end: tuple[float, float], label:
     if bend:
         x -= 0.4 * (y1 - y0)
     ax.text(
-        x, y, label, fontsize=8.5, color=INK, ha="center", va="center", zorder=3,
+        x, y, label, fontsize=9, color=INK, ha="center", va="center", zorder=3,
         bbox={"boxstyle": "round,pad=0.1", "facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.85},
     )  # fmt: skip
 
@@ -201,7 +201,7 @@ def _draw_refusals(ax: Axes, e: Explanation, places: Places) -> None:
             }  # fmt: skip
             ax.annotate("", (x1, y1), (x0, y0), arrowprops=look, zorder=2)
             ax.text(
-                (x0 + x1) / 2 + 0.36 * (y1 - y0), (y0 + y1) / 2 - 0.16, r.reason.code, fontsize=8.5, color=COLOURS[1],
+                (x0 + x1) / 2 + 0.36 * (y1 - y0), (y0 + y1) / 2 - 0.16, r.reason.code, fontsize=9.5, color=COLOURS[1],
                 ha="left", va="center", zorder=6,
             )  # fmt: skip
 
@@ -222,6 +222,21 @@ def _fusion_alt(e: Explanation, heads: list[str]) -> str:
     text = f"Two graphs. {heads[0]}. {heads[1]}. The kernels after fusion: {members}."
     refused = [f"{r.producer} with {r.consumer} ({r.reason.code})" for r in e.refusals]
     return text + (f" Refused: {'; '.join(refused)}." if refused else "")
+
+
+def refusals(e: Explanation) -> list[dict[str, str]]:
+    """A line for each pair that was tried and not fused, for `lab.table`: who, the reason's code, and why. Each once."""
+    named = {n.name: f"{n.name} ({', '.join(op_names(n))})" for p in (e.fused, e.program) for n in p.nodes}
+    lines = [
+        {
+            "producer": named.get(r.producer, r.producer),
+            "consumer": named.get(r.consumer, r.consumer),
+            "code": r.reason.code,
+            "reason": r.reason.text,
+        }
+        for r in e.refusals
+    ]
+    return [line for i, line in enumerate(lines) if line not in lines[:i]]
 
 
 # -- memory over time -------------------------------------------------------------------------------

@@ -41,6 +41,10 @@ def test_each_picture_says_in_words_what_it_shows(e):
     assert all(p.svg.startswith("<svg") for p in (stages, fusion, memory))
 
 
+def test_refusals_are_told_with_the_names_of_the_ops(e):
+    assert [(r["producer"], r["code"]) for r in lab.refusals(e)] == [("op6 (div)", "axes")]
+
+
 def test_a_picture_gives_the_same_bytes_twice(e):
     assert lab.fusion_picture(e, caption="c").svg == lab.fusion_picture(e, caption="c").svg
 
