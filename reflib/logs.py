@@ -11,7 +11,7 @@ import sys
 
 
 def get(name: str) -> logging.Logger:
-    """The logger ``reflib.<name>``, at INFO when ``REFLIB_LOGS`` asks for it; read at every call, so tests may set it."""
+    """The logger ``reflib.<name>``, at INFO when ``REFLIB_LOGS`` asks for it (read at every call)."""
     logger = logging.getLogger(f"reflib.{name}")
     wanted = {part.strip() for part in os.environ.get("REFLIB_LOGS", "").split(",")}
     on = bool(wanted & {name, "all"})

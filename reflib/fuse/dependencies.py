@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ..ir.expr import Sym
 from ..ir.loops import Loops
-from ..ir.program import Extern, Node, Program, View
+from ..ir.program import Extern, Node, Program, View, symbols_in
 
 
 @dataclass
@@ -80,7 +80,11 @@ def _needed(program: Program) -> set[str]:
 
 
 def _symbols(program: Program, node: Node) -> set[Sym]:
-    out: set[Sym] = set(node.symbols()) if isinstance(node, Loops) else set()
+    out: set[Sym] = set()
+    if isinstance(node, Loops):
+        out |= set(node.symbols())
+    elif isinstance(node, Extern):
+        out |= symbols_in((node.args, node.kwargs))
     for b in [*node.reads(), *node.writes()]:
         for e in (*program.buffers[b].shape, *program.buffers[b].strides):
             out |= e.symbols()

@@ -227,6 +227,21 @@ def map_tree(tree: Any, fn: Any) -> Any:
     return fn(tree)
 
 
+def symbols_in(tree: Any) -> set[Sym]:
+    """The size symbols of every Expr and View in nested tuples, lists and dicts."""
+    out: set[Sym] = set()
+
+    def visit(leaf: Any) -> None:
+        if isinstance(leaf, Expr):
+            out.update(leaf.symbols())
+        elif isinstance(leaf, View):
+            for e in (*leaf.shape, *leaf.strides, leaf.offset):
+                out.update(e.symbols())
+
+    map_tree(tree, visit)
+    return out
+
+
 def full_view(b: Buffer) -> View:
     """All of ``b``, as itself."""
     return View(b.name, b.shape, b.strides, expr(0), b.dtype)

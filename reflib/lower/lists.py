@@ -50,9 +50,9 @@ def foreach(cx: Context, *args: Any, **kwargs: Any) -> list[View]:
 
 def _register() -> None:
     for name in (
-        "abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf erfc exp expm1 floor "
-        "frac lerp lgamma log log10 log1p log2 max maximum minimum mul neg pow reciprocal round rsqrt sigmoid sign sin "
-        "sinh sqrt sub tan tanh trunc zero"
+        "abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf erfc exp "
+        "expm1 floor frac lerp lgamma log log10 log1p log2 max maximum minimum mul neg pow reciprocal round rsqrt "
+        "sigmoid sign sin sinh sqrt sub tan tanh trunc zero"
     ).split():
         for op in overloads(f"_foreach_{name}"):
             RULES[op] = foreach

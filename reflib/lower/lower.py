@@ -18,7 +18,7 @@ from reflib.capture.graph import Graph
 from reflib.errors import LoweringError, ReflibError
 from reflib.ir.expr import Expr, expr
 from reflib.ir.loops import Loops, Origin
-from reflib.ir.program import Buffer, Extern, Node, Program, View, full_view, iter_views, map_tree
+from reflib.ir.program import Buffer, Extern, Node, Program, View, full_view, iter_views, symbols_in
 from reflib.options import Options
 
 from . import activations, creation, indexing, lists, pointwise, reductions  # noqa: F401  (they register their rules)
@@ -236,21 +236,6 @@ def remove_unused(low: Lowering, outputs: tuple[Any, ...]) -> tuple[tuple[Node, 
 def _reads_number(n: Extern) -> bool:
     """A call for a number held in a tensor, or for sizes held in its data: kept, as torch kept it."""
     return bool(n.symbols) and bool(n.reads())
-
-
-def symbols_in(tree: Any) -> set[Any]:
-    """The symbols of every Expr and View in a nest."""
-    out: set[Any] = set()
-
-    def visit(leaf: Any) -> None:
-        if isinstance(leaf, Expr):
-            out.update(leaf.symbols())
-        elif isinstance(leaf, View):
-            for e in (*leaf.shape, *leaf.strides, leaf.offset):
-                out.update(e.symbols())
-
-    map_tree(tree, visit)
-    return out
 
 
 def _buffer_symbols(b: Buffer | None) -> set[Any]:
