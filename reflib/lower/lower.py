@@ -24,7 +24,7 @@ from reflib.options import Options
 from . import activations, creation, indexing, lists, pointwise, reductions  # noqa: F401  (they register their rules)
 from .context import Context
 from .extern import extern, reason_for, scalar_call, with_effects
-from .rules import RULES, Unsupported
+from .rules import RULES, Unsupported, rule_of
 from .symbols import Symbols
 from .views import REINTERPRET, copying, is_view_op, view
 
@@ -153,7 +153,7 @@ class Lowering:
         if isinstance(cx.fake, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return self._scalar(cx, target, args, kwargs)
         target = REINTERPRET.get(target, target)
-        fn = RULES.get(target) or (view if is_view_op(target) else None)
+        fn = rule_of(target) or (view if is_view_op(target) else None)
         reason = reason_for(target)
         if fn is not None:
             nodes, tables = len(self.nodes), (self.buffers, self.moved, self.uniform)

@@ -206,6 +206,11 @@ def addcdiv(x: Value, a: Value, b: Value, value: Scalar = 1) -> Value:
     return x + _scaled(a, value) / b
 
 
+@pointwise("prims::fma", n=3)
+def fma(x: Value, y: Value, z: Value) -> Value:
+    return x.op("fma", y, z)
+
+
 @pointwise("lerp.Scalar", "lerp.Tensor", n=3)
 def lerp(x: Value, y: Value, w: Value) -> Value:
     return where(w.abs() < 0.5, x + w * (y - x), y - (y - x) * (1 - w))

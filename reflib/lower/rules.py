@@ -42,8 +42,17 @@ def rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a rule for the named ops (see :func:`overloads`)."""
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
-        for op in overloads(*names):
-            RULES[op] = fn
+        for name in names:
+            found = overloads(name)
+            for op in found:
+                RULES[op] = fn
+            if not found and "::" in name:  # an op that a part of torch not yet imported will define
+                RULES[name.replace("::", ".") + ".default"] = fn
         return fn
 
     return register
+
+
+def rule_of(target: Any) -> Callable[..., Any] | None:
+    """The rule for an op, or None."""
+    return RULES.get(target) or RULES.get(str(target))
