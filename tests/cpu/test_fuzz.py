@@ -1,0 +1,261 @@
+"""Random graphs against eager.
+
+Hypothesis draws a program: typed inputs as hostile as inputs come, then steps that pick their operands among the
+values so far. It runs eagerly and compiled, forward and perhaps backward, with static or dynamic sizes, and
+``tests.checking`` judges. A failure prints a small program to run by itself.
+
+    make fuzz N=5000            more of them
+    REFLIB_FUZZ_SECONDS=20      how long without N
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, seed, settings
+from hypothesis import strategies as st
+
+from reflib.options import Options
+from reflib.pipeline import Backend
+from tests.checking import call, wrong
+
+COUNT = int(os.environ.get("REFLIB_FUZZ") or 0)
+SECONDS = float(os.environ.get("REFLIB_FUZZ_SECONDS") or 60)
+SHRINK = 60  # seconds spent on making a failure smaller
+FLOATS = ("float32", "float32", "float32", "float64", "bfloat16", "float16")
+OTHERS = ("int64", "int32", "int8", "uint8", "bool")
+SIZES = (1, 2, 3, 5, 8, 17, 33)
+
+
+# -- programs ---------------------------------------------------------------------------------------
+@dataclass
+class Input:
+    """``layout``: how the tensor lies in memory. ``special``: sprinkle NaN, infinities and signed zeros."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str
+    special: bool
+    seed: int
+
+    def text(self) -> str:
+        return f"make({self.dtype!r}, {self.shape}, {self.layout!r}, {self.special}, {self.seed})"
+
+
+@dataclass
+class Program_:
+    inputs: list[Input]
+    steps: list[str] = field(default_factory=list)  # python expressions over v0, v1, ...
+    outputs: list[int] = field(default_factory=list)
+    mutate: str = ""
+
+    def source(self) -> str:
+        args = ", ".join(f"v{i}" for i in range(len(self.inputs)))
+        lines = [f"def f({args}):"]
+        lines += [f"    v{len(self.inputs) + i} = {s}" for i, s in enumerate(self.steps)]
+        lines += [f"    {self.mutate}"] if self.mutate else []
+        lines.append("    return " + "".join(f"v{i}, " for i in self.outputs))
+        return "\n".join(lines)
+
+    def function(self) -> Callable[..., Any]:
+        scope: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
+        exec(self.source(), scope)
+        return scope["f"]
+
+    def reproducer(self, dynamic: bool, backward: bool) -> str:
+        args = ", ".join(i.text() for i in self.inputs)
+        return (
+            "import torch, torch.nn.functional as F\nfrom tests.cpu.test_fuzz import judge, make\n\n"
+            f"{self.source()}\n\nprint(judge(f, [{args}], dynamic={dynamic}, backward={backward}))\n"
+        )
+
+
+def make(dtype: str, shape: tuple[int, ...], layout: str, special: bool, seed: int) -> torch.Tensor:
+    """A tensor whose values are all representable in half precision."""
+    g = torch.Generator().manual_seed(seed)
+    t = getattr(torch, dtype)
+
+    def values(shape: tuple[int, ...]) -> torch.Tensor:
+        if t == torch.bool:
+            return torch.randint(0, 2, shape, generator=g).bool()
+        if not t.is_floating_point:
+            return torch.randint(0 if t == torch.uint8 else -9, 10, shape, generator=g).to(t)
+        x = torch.randint(-32, 33, shape, generator=g) / 16
+        if special and x.numel():
+            odd = torch.tensor([float("nan"), float("inf"), float("-inf"), -0.0, 0.0])
+            hit = torch.randint(0, 6, shape, generator=g) == 0
+            x = torch.where(hit, odd[torch.randint(0, 5, shape, generator=g)], x)
+        return x.to(t)
+
+    if layout == "transposed":
+        return values(shape[::-1]).permute(tuple(reversed(range(len(shape)))))
+    if layout == "strided":
+        return values(tuple(2 * n for n in shape))[tuple(slice(None, None, 2) for _ in shape)]
+    if layout == "expanded" and shape:
+        return values((1, *shape[1:])).expand(shape)
+    if layout == "offset":
+        n = 1
+        for s in shape:
+            n *= s
+        return values((n + 3,))[3:].view(shape)
+    if layout == "misaligned" and t.itemsize == 4:
+        plain = values(shape)
+        if plain.numel():
+            memory = bytearray(4 * plain.numel() + 4)
+            return torch.frombuffer(memory, dtype=t, offset=4).view(shape).copy_(plain)
+        return plain
+    return values(shape)
+
+
+UNARY = (
+    "{a}.abs()", "{a}.neg()", "{a}.relu()", "{a}.sign()", "torch.square({a})", "{a}.clamp(-1, 2)", "{a} * 2 + 1",
+    "{a} - 3", "torch.isnan({a})", "{a} > 0", "{a}.clone()",
+)  # fmt: skip
+UNARY_FLOAT = (
+    "{a}.exp()", "{a}.sin()", "{a}.tanh()", "{a}.sigmoid()", "F.gelu({a})", "F.silu({a})", "({a}.abs() + 0.5).log()",
+    "{a}.abs().sqrt()", "(1 / ({a}.abs() + 0.25))", "{a}.floor()", "{a}.round()", "{a}.to(torch.float32)",
+    "{a}.to(torch.bfloat16)", "{a}.erf()", "F.leaky_relu({a}, 0.1)", "F.softplus({a})", "F.hardtanh({a})", "{a}.float()",
+    "{a}.trunc()", "({a} * {a} + 1).rsqrt()", "F.elu({a})", "{a}.expm1()", "{a}.atan()", "{a}.double()",
+)  # fmt: skip
+BINARY = (
+    "{a} + {b}", "{a} - {b}", "{a} * {b}", "torch.maximum({a}, {b})", "torch.minimum({a}, {b})", "{a} < {b}", "{a} == {b}",
+    "torch.where({a} > {b}, {a}, {b})", "torch.where({b} != 0, {a}, 2)",
+)  # fmt: skip
+BINARY_FLOAT = ("{a} / ({b}.abs() + 0.5)", "torch.lerp({a}, {b}.to({a}.dtype), 0.25)", "torch.hypot({a}, {b}.to({a}.dtype))")
+REDUCE = ("{a}.sum({d})", "{a}.amax({d})", "{a}.amin({d})", "({a} != 0).any({d})", "({a} > 0).all({d})", "{a}.sum({d}, keepdim=True)", "{a}.argmax({d})", "{a}.argmin({d}, keepdim=True)", "{a}.cumsum({d})")
+REDUCE_FLOAT = ("{a}.mean({d})", "torch.softmax({a}, {d})", "F.log_softmax({a}, {d})", "{a}.logsumexp({d})", "{a}.var({d}, correction=0)", "{a}.norm(dim={d})", "{a} - {a}.mean({d}, keepdim=True)")  # fmt: skip
+FULL = ("{a}.sum()", "{a}.max()", "{a}.min()")
+VIEW = (
+    "{a}.transpose({d}, {e})", "{a}.unsqueeze({d})", "{a}.flip({d})", "{a}.narrow({d}, 0, {k})", "{a}.flatten()", "{a}[..., ::2]",
+    "{a}.movedim({d}, {e})", "{a}.roll(1, {d})", "{a}.transpose({d}, {e}).contiguous()", "{a}.reshape(-1)", "{a}.unsqueeze(0).expand(3, *{a}.shape)",
+    "{a}.select({d}, 0)", "{a}.chunk(2, {d})[0]", "F.pad({a}, (1, 2), value=1)", "{a}.repeat_interleave(2, {d})", "{a}.unfold({d}, 1, 1)", "{a}.diagonal(0, {d}, {e})",
+)  # fmt: skip
+INDEX = (
+    "{a}[torch.arange({a}.shape[0]) // 2]", "{a}.index_select({d}, torch.arange({a}.shape[{d}]).flip(0))",
+    "{a}.gather({d}, torch.zeros_like({a}, dtype=torch.int64))", "torch.take_along_dim({a}, torch.zeros_like({a}, dtype=torch.int64), {d})",
+    "{a}.masked_fill({a} > 1, 0)", "{a}.tril() if {a}.dim() > 1 else {a}", "{a}.index_put((torch.zeros(1, dtype=torch.int64),), {a}[-1:])",
+    "torch.zeros_like({a}).scatter_add({d}, torch.zeros_like({a}, dtype=torch.int64), {a})", "{a}.sort({d}, stable=True)[0]",
+)  # fmt: skip
+
+
+@st.composite
+def programs(draw: Any) -> tuple[Program_, bool, bool]:
+    """A program that eager accepts, and whether its sizes are dynamic and whether it is differentiated."""
+    one = lambda xs: draw(st.sampled_from(xs))  # noqa: E731
+    rank = draw(st.integers(0, 3))
+    sizes = SIZES if draw(st.integers(0, 9)) else (*SIZES, 0)
+    base = tuple(one(sizes) for _ in range(rank))
+    inputs = []
+    for _ in range(draw(st.integers(1, 3))):
+        shape = tuple(1 if draw(st.integers(0, 4)) == 0 else n for n in base[draw(st.integers(0, 1)) if rank > 1 else 0 :])
+        dtype = one(FLOATS) if draw(st.integers(0, 3)) else one(OTHERS)
+        layout = one(("plain", "plain", "transposed", "strided", "expanded", "offset", "misaligned"))
+        inputs.append(Input(dtype, shape, layout, draw(st.integers(0, 3)) == 0, draw(st.integers(0, 3))))
+    backward = draw(st.booleans()) and any(i.dtype in FLOATS for i in inputs)
+    program = Program_(inputs)
+    values: list[Any] = [make(i.dtype, i.shape, i.layout, i.special, i.seed) for i in inputs]
+    for _ in range(draw(st.integers(1, 7))):
+        step = _step(draw, one, values)
+        if step is None:
+            continue
+        text, value = step
+        program.steps.append(text)
+        values.append(value)
+    assume(program.steps)
+    last = len(values) - 1
+    program.outputs = sorted({last, *draw(st.lists(st.integers(len(inputs), last), max_size=2))})
+    if not backward and draw(st.integers(0, 3)) == 0 and inputs[0].layout not in ("expanded",):
+        program.mutate = one(("v0.mul_(2)", "v0.copy_(v0.flip(0)) if v0.dim() else v0.zero_()", "v0.fill_(1)", "v0.add_(v0.clone())"))
+    return program, draw(st.booleans()), backward
+
+
+def _step(draw: Any, one: Any, values: list[Any]) -> tuple[str, Any] | None:
+    """One more expression that eager can compute."""
+    n = len(values)
+    a = n - 1 - draw(st.integers(0, min(n, 3) - 1))
+    b = draw(st.integers(0, n - 1))
+    x = values[a]
+    real, kind = x.dtype.is_floating_point, draw(st.integers(0, 9))
+    table: Any = {
+        0: UNARY, 1: UNARY_FLOAT if real else UNARY, 2: UNARY_FLOAT if real else UNARY, 3: BINARY, 4: BINARY,
+        5: BINARY_FLOAT if real else BINARY, 6: (*REDUCE, *FULL), 7: REDUCE_FLOAT if real else REDUCE, 8: VIEW, 9: INDEX,
+    }[kind]  # fmt: skip
+    template = one(table)
+    if draw(st.integers(0, 14)) == 0:
+        template = one(("torch.cat([{a}, {a}], {d})", "torch.stack([{a}, {a}], {d})", "{a} @ {a}.transpose(-1, -2)", "{a} @ {a}.mT.contiguous()"))
+    d, e = (draw(st.integers(0, max(x.dim() - 1, 0))) for _ in range(2))
+    k = draw(st.integers(0, x.shape[d] if x.dim() else 1))
+    text = template.format(a=f"v{a}", b=f"v{b}", d=d, e=e, k=k)
+    scope = {"torch": torch, "F": torch.nn.functional, **{f"v{i}": v for i, v in enumerate(values)}}
+    try:
+        value = eval(text, scope)
+    except Exception:
+        return None
+    return (text, value) if isinstance(value, torch.Tensor) and value.numel() <= 20_000 else None
+
+
+# -- judging ----------------------------------------------------------------------------------------
+def judge(fn: Callable[..., Any], args: list[torch.Tensor], dynamic: bool = False, backward: bool = False) -> list[str]:
+    """What is wrong with the compiled function."""
+    torch._dynamo.reset()
+    if backward:
+        args = [a.detach().requires_grad_() if a.dtype.is_floating_point else a for a in args]
+    eager = call(fn, args, backward=backward)
+    if eager.error is not None:
+        return []
+    backend = Backend(Options(verify=True))
+    actual = call(torch.compile(fn, backend=backend, dynamic=dynamic), args, backward=backward)
+    return wrong(actual, eager, call(fn, args, backward=backward, wide=True))
+
+
+def run_fuzz(examples: int, round_seed: int | None, failed: dict[str, str]) -> int:
+    """So many random programs; how many ran. ``failed``: reproducer -> message, for Hypothesis asks again."""
+    ran = 0
+    found_at = 0.0
+
+    @settings(
+        settings.default,
+        max_examples=examples,
+        derandomize=False,
+        database=None,
+        print_blob=False,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(programs())
+    def test(drawn: tuple[Program_, bool, bool]) -> None:
+        nonlocal ran, found_at
+        program, dynamic, backward = drawn
+        text = program.reproducer(dynamic, backward)
+        if text not in failed:
+            if failed and time.monotonic() - found_at > SHRINK:
+                return  # small enough
+            ran += 1
+            args = [make(i.dtype, i.shape, i.layout, i.special, i.seed) for i in program.inputs]
+            problems = judge(program.function(), args, dynamic, backward)
+            if not problems:
+                return
+            found_at = found_at or time.monotonic()
+            failed[text] = "\n".join(problems)
+        pytest.fail(f"{failed[text]}\n\n{text}", pytrace=False)
+
+    (test if round_seed is None else seed(round_seed)(test))()
+    return ran
+
+
+def test_fuzz_random_graphs() -> None:
+    start, ran = time.monotonic(), 0
+    if COUNT:
+        ran = run_fuzz(COUNT, None, {})
+    else:  # the same programs every time, as many as time allows
+        round_seed = 0
+        while time.monotonic() - start < SECONDS:
+            ran += run_fuzz(10, round_seed, {})
+            round_seed += 1
+    print(f"{ran} random graphs in {time.monotonic() - start:.0f} s")
