@@ -34,21 +34,6 @@ class Chart:
         return {MIME: self.spec, "text/plain": repr(self)}
 
 
-def refusals(e: Explanation) -> list[dict[str, str]]:
-    """A line a refused pair: which ops, the reason's code, and the reason in words. Each line once."""
-    names = {n.name: ", ".join(op_names(n)) for p in (e.program, e.fused) for n in p.nodes}
-    lines = [
-        {
-            "producer": f"{r.producer}: {names.get(r.producer, '')}".rstrip(": "),
-            "consumer": f"{r.consumer}: {names.get(r.consumer, '')}".rstrip(": "),
-            "reason": r.reason.code,
-            "because": r.reason.text,
-        }
-        for r in e.refusals
-    ]
-    return [line for i, line in enumerate(lines) if line not in lines[:i]]
-
-
 def fusion_graph(e: Explanation, *, caption: str) -> Chart:
     """The nodes of the program before fusion, a colour and a number a kernel; solid edges carry bytes, dashed ones
     join pairs that were refused. Shows itself, and returns the figure."""
@@ -95,8 +80,9 @@ def _nodes(e: Explanation, places: Places) -> list[dict[str, Any]]:
         label = ", ".join(op_names(node))
         out.append(
             {
-                "x": x - HALF_WIDTH, "x2": x + HALF_WIDTH, "y": y - HALF_HEIGHT, "y2": y + HALF_HEIGHT, "cx": x, "cy": y,
-                "label": label if len(label) <= 16 else label[:15] + "…", "kernel": where, "node": node.name, "ops": label,
+                "x": x - HALF_WIDTH, "x2": x + HALF_WIDTH, "y": y - HALF_HEIGHT, "y2": y + HALF_HEIGHT,
+                "cx": x, "cy": y, "label": label if len(label) <= 16 else label[:15] + "…",
+                "kernel": where, "node": node.name, "ops": label,
                 "colour": EDGE if number is None else COLOURS[number % len(COLOURS)],
                 "badge": "" if number is None else str(number),
             }
@@ -119,8 +105,9 @@ def _edges(e: Explanation, places: Places) -> list[dict[str, Any]]:
             if start in places and start != node.name:
                 (x0, y0), (x1, y1) = places[start], places[node.name]
                 size = megabytes(e.program.buffers[b].nbytes.hint())
-                side = -0.55 if x0 == x1 and y1 - y0 > 1 else 0.0
-                bent = ((x0, y0 + 0.25), ((x0 + x1) / 2 + side, (y0 + y1) / 2), (x1, y1 - 0.25))
+                bent = [(x0, y0 + 0.25), (x1, y1 - 0.25)]
+                if x0 == x1 and y1 - y0 > 1:  # around the nodes in between
+                    bent[1:1] = [(x0 - 0.58, y0 + 0.5), (x0 - 0.58, y1 - 0.5)]
                 out += _line(f"{start} → {node.name}", bent, {"carries": f"{b}, {size}"})
         writer.update(dict.fromkeys(node.writes(), node.name))
     return out
@@ -147,9 +134,7 @@ def _refused(e: Explanation, places: Places) -> list[dict[str, Any]]:
 
 
 def _line(pair: str, points: Any, words: dict[str, str]) -> list[dict[str, Any]]:
-    return [
-        {"pair": pair, "x": x, "y": y, "turn": turn, **words} for turn, (x, y) in enumerate(points)
-    ]
+    return [{"pair": pair, "x": x, "y": y, "turn": turn, **words} for turn, (x, y) in enumerate(points)]
 
 
 def _edge_layers(edges: list[dict[str, Any]], refused: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -182,13 +167,14 @@ def _node_layers(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     boxes = [n for n in nodes if n["colour"]]
     tips = [{"field": f, "type": "nominal"} for f in ("node", "ops", "kernel")]
     centre = {"x": {"field": "cx", "type": "quantitative"}, "y": {"field": "cy", "type": "quantitative"}}
-    box = {"x": {"field": "x", "type": "quantitative"}, "x2": {"field": "x2"}, "y": {"field": "y", "type": "quantitative"}}
+    corner = {"x": {"field": "x", "type": "quantitative"}, "y": {"field": "y", "type": "quantitative"}}
+    box = {**corner, "x2": {"field": "x2"}, "y2": {"field": "y2"}}
     colour = {"field": "colour", "type": "nominal", "scale": None}
     return [
         {
             "data": {"values": boxes},
             "mark": {"type": "rect", "cornerRadius": 5},
-            "encoding": {**box, "y2": {"field": "y2"}, "color": colour, "tooltip": tips},
+            "encoding": {**box, "color": colour, "tooltip": tips},
         },
         {
             "data": {"values": boxes},

@@ -42,9 +42,3 @@ def test_every_node_and_nothing_off_the_page(e):
 def test_it_is_plain_json_and_the_same_twice(e):
     first, second = (json.dumps(lab.fusion_graph(e, caption="c").spec) for _ in range(2))
     assert first == second
-
-
-def test_refusals_name_the_ops(e):
-    lines = lab.refusals(e)
-    assert len(lines) == len({tuple(line.values()) for line in lines})
-    assert any("relu" in line["producer"] and line["reason"] == "order" for line in lines)
