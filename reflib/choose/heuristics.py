@@ -206,9 +206,10 @@ def _looped(t: _Traffic, rows: int, length: int, target: Target) -> Config:
 
 def _columns(t: _Traffic, rows: int, length: int) -> Config:
     """Results lie side by side in memory and each is reduced over a stride: XBLOCK covers 128 bytes of neighbours, and
-    RBLOCK reads of that are in flight at once."""
-    x = min(128 // t.width * (2 if rows > 16384 else 1), _pow2(rows))
-    r = min(64, _pow2(length))
+    RBLOCK reads of that are in flight at once. 8 elements a thread: each reduction keeps as many partial results in
+    registers, and with 16 two reductions over two streams took 214 registers, one program a multiprocessor."""
+    x = min(128 // t.width, _pow2(rows))
+    r = min(max(8, 2048 // x), 64, _pow2(length))
     persistent = length <= 64
     warps = max(1, min(8, x * r // 256))
     return Config(

@@ -19,6 +19,7 @@ from .dependencies import Dependencies, dependencies
 from .emit import emit, kind_of, order
 from .inline_loads import inline_loads
 from .legality import Cluster, Context, can_fuse, merge, saved_bytes, single
+from .recompute import recompute
 from .result import Fused, Group, Reason, Refusal
 from .split import split_reductions
 
@@ -42,6 +43,7 @@ def fuse(program: Program, options: Options, target: Target) -> Fused:
         if isinstance(node, Loops):
             work.place(position, node)
     fused, groups, before = _emit_all(program, depends, work)
+    fused, groups, before = _recomputed(fused, groups, before)
     combined: tuple[tuple[str, ...], ...] = ()
     if options.combine_kernels and target.is_gpu:
         fused, combined = combine(fused, before)
@@ -193,6 +195,17 @@ def _emit_all(program: Program, depends: Dependencies, work: _Grouping) -> tuple
     rank = {u: i for i, u in enumerate(sequence)}
     ordered = [{rank[b] for b in before[u]} for u in sequence]
     return replace(program, nodes=tuple(nodes), buffers=_used_buffers(program, nodes)), groups, ordered
+
+
+def _recomputed(
+    fused: Program, groups: list[Group], before: list[set[int]]
+) -> tuple[Program, list[Group], list[set[int]]]:
+    """After ``recompute``: kernels of which nothing is left are gone from the lists as well."""
+    new = recompute(fused)
+    left = {n.name for n in new.nodes}
+    kept = [i for i, n in enumerate(fused.nodes) if n.name in left]
+    rank = {old: i for i, old in enumerate(kept)}
+    return new, [groups[i] for i in kept], [{rank[b] for b in before[i] if b in rank} for i in kept]
 
 
 def _droppable(cluster: Cluster, depends: Dependencies) -> set[str]:

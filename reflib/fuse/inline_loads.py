@@ -69,6 +69,11 @@ def _producer(position: int, loops: Loops, store: Store, depends: Dependencies) 
         return None
     if len(depends.writers[store.buffer]) != 1 or set(loops.reads()) & set(loops.writes()):
         return None
+    return make_producer(position, loops, store)
+
+
+def make_producer(position: int, loops: Loops, store: Store) -> Producer | None:
+    """How to find an element's axes from its offset; None if the store's strides do not tell them apart."""
     found = strides_of(store.index, loops.axes)
     if found is None:
         return None
@@ -91,7 +96,7 @@ def _inline_into(loops: Loops, position: int, producers: dict[str, Producer], de
             return loops
         name = names[0]
         if _should_inline(loops, position, producers[name], depends):
-            loops = _replace_loads(loops, producers[name])
+            loops = replace_loads(loops, producers[name])
         else:
             keep.add(name)
 
@@ -126,7 +131,8 @@ def _cheap(loops: Loops, loads: list[Load], p: Producer) -> bool:
     return not dear and len(work) <= MAX_OPS_REPEATED and len(p.loops.loads()) <= 2
 
 
-def _replace_loads(loops: Loops, p: Producer) -> Loops:
+def replace_loads(loops: Loops, p: Producer) -> Loops:
+    """``loops`` with every load of the producer's buffer replaced by its computation."""
     b = BodyBuilder()
     ids: dict[int, int] = {}
     for i, s in enumerate(loops.body):
