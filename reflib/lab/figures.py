@@ -97,7 +97,7 @@ class Picture:
         data = base64.b64encode(self.svg.encode()).decode()
         return (
             '<figure style="margin:1em 0;padding:6px;background:#fff;border-radius:6px">'
-            f'<img width="640" alt="{html.escape(self.alt, quote=True)}" '
+            f'<img class="dark-light" width="640" alt="{html.escape(self.alt, quote=True)}" '
             'style="width:100%;max-width:44rem;height:auto;background:#fff" '
             f'src="data:image/svg+xml;base64,{data}">'
             f'<figcaption style="color:#444">{html.escape(self.caption)}</figcaption></figure>'

@@ -225,7 +225,7 @@ def _fusion_alt(e: Explanation, heads: list[str]) -> str:
 
 
 def refusals(e: Explanation) -> list[dict[str, str]]:
-    """A line for each pair that was tried and not fused, for `lab.table`: who, the reason's code, and why. Each once."""
+    """A line for each pair that was tried and not fused, once, for `lab.table`: who, the reason's code, and why."""
     named = {n.name: f"{n.name} ({', '.join(op_names(n))})" for p in (e.fused, e.program) for n in p.nodes}
     lines = [
         {
