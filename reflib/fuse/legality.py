@@ -154,6 +154,9 @@ def _axes_rule(a: Cluster, b: Cluster, m: Mapping) -> Reason | None:
             return Reason("axes", f"one reduces over {_show(only)}, which the other does not have")
         if only and not mine.reduces:
             return Reason("axes", f"nothing reduces over {_show(only)}")
+        shared = [(pa, pb) if mine is a else (pb, pa) for _, pa, pb in m.pairs]
+        if only and any(x is not None and y is not None and x.kind == "r" for x, y in shared):
+            return Reason("broadcast", f"the other has a part of the row: it would be repeated over {_show(only)}")
     for _, pa, pb in m.pairs:
         for kept, other, group in ((pa, pb, a), (pb, pa, b)):
             if kept is not None and other is not None and group.reduces and (kept.kind, other.kind) == ("p", "r"):
