@@ -1,0 +1,76 @@
+"""The child's side of `lab.run_triton`: `TRITON_INTERPRET=1 python -m reflib.lab.triton_child JOB`.
+
+What the interpreter lacks is given to it here: libdevice (as torch functions), and reductions with a combine
+function of one's own (as a tree, whole arrays at a time).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def main(job: Path) -> None:
+    assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
+    torch.set_num_threads(1)
+    complete_the_interpreter()
+    flat, launches = torch.load(job)
+    for number, (name, source, programs, places) in enumerate(launches):
+        tensors = [_tensor(flat[storage].untyped_storage(), *place) for storage, *place in places]
+        path = job.with_name(f"kernel_{number}.py")
+        path.write_text(source, encoding="utf-8")
+        names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
+        exec(compile(source, str(path), "exec"), names)
+        with np.errstate(all="ignore"):
+            names[name][(programs,)](*tensors)
+    torch.save(flat, job)
+
+
+def _tensor(storage: Any, dtype: str, shape: Any, stride: Any, offset: int) -> torch.Tensor:
+    return torch.empty(0, dtype=getattr(torch, dtype)).set_(storage, offset, shape, stride)
+
+
+def complete_the_interpreter() -> None:
+    from triton.language.extra import libdevice
+    from triton.runtime import interpreter
+
+    from reflib.ir.ops import OPS
+
+    for name, fn in {n: s.meaning for n, s in OPS.items() if s.kind == "float"}.items():
+        if hasattr(libdevice, name):
+            setattr(libdevice, name, _as_libdevice(fn))
+    interpreter.ReduceOps.generic_reduce = _tree_reduce
+
+
+def _as_libdevice(fn: Any) -> Any:
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    def call(*args: Any) -> Any:
+        arrays = [torch.from_numpy(np.array(a.handle.data)) for a in args]
+        return tl.core.tensor(interpreter.TensorHandle(fn(*arrays).numpy(), args[0].handle.dtype), args[0].type)
+
+    return call
+
+
+def _tree_reduce(self: Any, inputs: Any) -> Any:
+    arrays = [x.handle.data for x in inputs]
+    axis, types = self.axis, [x.dtype for x in inputs]
+    while arrays[0].shape[axis] > 1:
+        half = arrays[0].shape[axis] // 2
+        left = [self.to_tensor(np.take(a, range(half), axis), t) for a, t in zip(arrays, types, strict=True)]
+        right = [self.to_tensor(np.take(a, range(half, 2 * half), axis), t) for a, t in zip(arrays, types, strict=True)]
+        out = self.combine_fn.fn(*left, *right)
+        arrays = [o.handle.data for o in (out if isinstance(out, tuple) else (out,))]
+    if not self.keep_dims:
+        arrays = [np.squeeze(a, axis) for a in arrays]
+    return [self.to_tensor(a, t) for a, t in zip(arrays, types, strict=True)]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
