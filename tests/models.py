@@ -173,7 +173,9 @@ def as_function(model: nn.Module, names: list[str]) -> Callable[..., Any]:
     return fn
 
 
-def build(name: str, device: str, dtype: torch.dtype = torch.float32) -> tuple[Any, tuple[torch.Tensor, ...], nn.Module]:
+def build(
+    name: str, device: str, dtype: torch.dtype = torch.float32
+) -> tuple[Any, tuple[torch.Tensor, ...], nn.Module]:
     """(function, its arguments, the model)."""
     torch.manual_seed(0)
     make, inputs = MODELS[name]
@@ -208,7 +210,9 @@ def test_model(device: str, name: str, mode: str) -> None:
     eager = again(fn)
     wide = None if random else again(fn, wide=True)
     stages: list[Stages] = []
-    compiled = torch.compile(fn, backend=Backend(Options(verify=True), stages.append), dynamic=mode == "dynamic" or None)
+    compiled = torch.compile(
+        fn, backend=Backend(Options(verify=True), stages.append), dynamic=mode == "dynamic" or None
+    )
     for _ in range(2):
         actual = again(compiled)
         if actual.error is not None:

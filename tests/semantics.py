@@ -231,7 +231,20 @@ def test_a_misaligned_input_where_aligned_ones_were_traced(device: str) -> None:
     assert len(compiled.stages) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    ],
+)
 def test_dtypes(device: str, dtype: torch.dtype) -> None:
     def f(x: torch.Tensor) -> Any:
         return x + x, x.sum(0), x.amax(1), x.to(torch.float32) * 0.5, x != 0, torch.where(x > 0, x, x * 0)
@@ -302,7 +315,12 @@ def test_zero_size(device: str, shape: tuple[int, ...]) -> None:
 
 def test_scalars_and_sizes_as_values(device: str) -> None:
     def f(x: torch.Tensor, k: int, s: float) -> Any:
-        return x * x.shape[0] + k, x / s, torch.full((x.shape[1], k), s, device=x.device), torch.arange(k, device=x.device)
+        return (
+            x * x.shape[0] + k,
+            x / s,
+            torch.full((x.shape[1], k), s, device=x.device),
+            torch.arange(k, device=x.device),
+        )
 
     compiled = Compiled(f, dynamic=True)
     for n, k, s in ((3, 4, 0.5), (5, 6, 1.25), (7, 6, 2.5)):
@@ -641,7 +659,7 @@ def test_training_loop(device: str) -> None:
         ("gelu(bias + x)", lambda x, w: F.gelu(x + w), 1),
         ("chain", lambda x, w: ((x.sin() + w).relu() * 2).tanh(), 1),
         ("siblings", lambda x, w: (x + 1, x * 2, x - w), 1),
-        ("views", lambda x, w: (x.view(4, -1).t().contiguous().view(-1) + 1), 1),
+        ("views", lambda x, w: x.view(4, -1).t().contiguous().view(-1) + 1, 1),
     ],
 )
 def test_kernels(device: str, name: str, fn: Callable[..., Any], kernels: int) -> None:

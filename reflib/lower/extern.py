@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 from typing import Any
 
@@ -55,7 +56,12 @@ def extern(cx: Context, target: Any, args: Any, kwargs: dict[str, Any], reason: 
     values: list[Any] = []
     outputs: list[Any] = []
     symbols: list[tuple[Sym, int, int | None]] = []
+    out, used = _out_variant(cx, target, flat), _used(cx, flat)
     for i, fake in enumerate(flat):
+        if out is None and i not in used:
+            values.append(None)
+            outputs.append(None)
+            continue
         returned = written[i] if i < len(written) and _returns_argument(schema, i) else None
         name = cx.name if len(flat) == 1 else f"{cx.name}_{i}"
         value, output = _output(cx, fake, i, returned, name, symbols)
@@ -71,13 +77,24 @@ def extern(cx: Context, target: Any, args: Any, kwargs: dict[str, Any], reason: 
             tuple(outputs),
             mutates=tuple(dict.fromkeys(v.buffer for v in iter_views(written))),
             effect=effect or has_effect(target),
-            out=_out_variant(cx, target, flat),
+            out=out,
             symbols=tuple(symbols),
             reason=reason,
             origins=(cx.origin,),
         )
     )
     return pytree.tree_unflatten(values, spec)
+
+
+def _used(cx: Context, flat: list[Any]) -> set[int]:
+    """Which returned values the graph ever looks at. The others need not be what meta functions promise of them."""
+    users = list(cx.node.users)
+    val = cx.node.meta.get("val")
+    plain = isinstance(val, (tuple, list)) and val is cx.fake and len(val) == len(flat)
+    if not plain or any(u.target is not operator.getitem for u in users):
+        return set(range(len(flat)))
+    sizes = {i for i, f in enumerate(flat) if not isinstance(f, torch.Tensor) or any(isinstance(n, torch.SymInt) for n in f.shape)}
+    return sizes | {u.args[1] for u in users}  # type: ignore[misc]
 
 
 def with_effects(cx: Context, token: Any, target: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ import torch
 
 from ..generate.kernel import Kernel
 from ..ir.expr import Atom, Call as ExprCall, Expr, Sym, expr, format_expr
-from ..ir.program import Assume, Buffer, Extern, Origin, Program, View, full_view
+from ..ir.program import Assume, Buffer, Extern, Origin, Program, Region, View, full_view, iter_views
 from ..plan import Alloc, Branch, Call, Free, Launch, Let, Plan, Return, Step
 
 Kernels = Mapping[tuple[str, int], Kernel]
@@ -49,6 +49,7 @@ class PythonPrinter:
         self.names: dict[str, Any] = {}
         self.header: list[str] = []
         self.lines: list[str] = []
+        self.passed_on = passed_on(program)
         self.gpu = sorted({b.device.index or 0 for b in program.buffers.values() if b.device.type == "cuda"})
 
     def print(self) -> str:
@@ -169,7 +170,11 @@ class PythonPrinter:
             item = f"{result}[{i}]" if many else result
             if isinstance(o, str):
                 b = self.program.buffers[o]
-                self.lines.append(f"{o} = expect({item}, {_tuple(b.shape)}, {_tuple(b.strides)})")
+                shape = f", {_tuple(b.shape)}, {_tuple(b.strides)}"
+                if o in self.passed_on:  # some meta functions promise other shapes; calls do not mind
+                    self.lines.append(f"{o} = expect({item}{shape}, any_shape=True)")
+                else:
+                    self.lines.append(f"{o} = expect({item}{shape})")
         for sym, i, dim in x.symbols:
             item = f"{result}[{i}]" if many else result
             # NB: sizes of the results may be in terms of these, so they are bound before the checks above
@@ -239,6 +244,15 @@ class PythonPrinter:
         if v.dtype != b.dtype:
             text = f"{text}.view({v.dtype})"
         return f"as_view({text}, {_tuple(v.shape)}, {_tuple(v.strides)}, {py(v.offset)})"
+
+
+def passed_on(program: Program) -> set[str]:
+    """Buffers that calls return and that only calls (and the caller) see, whole."""
+    externs = [n for n in program.nodes if isinstance(n, Extern)]
+    out = {o for n in externs for o in n.outputs if isinstance(o, str)}
+    views = [v for n in externs for v in iter_views((n.args, n.kwargs, n.outputs))] + list(iter_views(program.outputs))
+    seen = {v.buffer for v in views if v != full_view(program.buffers[v.buffer])}
+    return out - seen - {b for n in program.nodes if isinstance(n, Region) for b in n.reads()}
 
 
 def _condition(a: Assume) -> str:

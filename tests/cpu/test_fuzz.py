@@ -127,8 +127,22 @@ BINARY = (
     "{a} + {b}", "{a} - {b}", "{a} * {b}", "torch.maximum({a}, {b})", "torch.minimum({a}, {b})", "{a} < {b}", "{a} == {b}",
     "torch.where({a} > {b}, {a}, {b})", "torch.where({b} != 0, {a}, 2)",
 )  # fmt: skip
-BINARY_FLOAT = ("{a} / ({b}.abs() + 0.5)", "torch.lerp({a}, {b}.to({a}.dtype), 0.25)", "torch.hypot({a}, {b}.to({a}.dtype))")
-REDUCE = ("{a}.sum({d})", "{a}.amax({d})", "{a}.amin({d})", "({a} != 0).any({d})", "({a} > 0).all({d})", "{a}.sum({d}, keepdim=True)", "{a}.argmax({d})", "{a}.argmin({d}, keepdim=True)", "{a}.cumsum({d})")
+BINARY_FLOAT = (
+    "{a} / ({b}.abs() + 0.5)",
+    "torch.lerp({a}, {b}.to({a}.dtype), 0.25)",
+    "torch.hypot({a}, {b}.to({a}.dtype))",
+)
+REDUCE = (
+    "{a}.sum({d})",
+    "{a}.amax({d})",
+    "{a}.amin({d})",
+    "({a} != 0).any({d})",
+    "({a} > 0).all({d})",
+    "{a}.sum({d}, keepdim=True)",
+    "{a}.argmax({d})",
+    "{a}.argmin({d}, keepdim=True)",
+    "{a}.cumsum({d})",
+)
 REDUCE_FLOAT = ("{a}.mean({d})", "torch.softmax({a}, {d})", "F.log_softmax({a}, {d})", "{a}.logsumexp({d})", "{a}.var({d}, correction=0)", "{a}.norm(dim={d})", "{a} - {a}.mean({d}, keepdim=True)")  # fmt: skip
 FULL = ("{a}.sum()", "{a}.max()", "{a}.min()")
 VIEW = (
@@ -153,7 +167,9 @@ def programs(draw: Any) -> tuple[Program_, bool, bool]:
     base = tuple(one(sizes) for _ in range(rank))
     inputs = []
     for _ in range(draw(st.integers(1, 3))):
-        shape = tuple(1 if draw(st.integers(0, 4)) == 0 else n for n in base[draw(st.integers(0, 1)) if rank > 1 else 0 :])
+        shape = tuple(
+            1 if draw(st.integers(0, 4)) == 0 else n for n in base[draw(st.integers(0, 1)) if rank > 1 else 0 :]
+        )
         dtype = one(FLOATS) if draw(st.integers(0, 3)) else one(OTHERS)
         layout = one(("plain", "plain", "transposed", "strided", "expanded", "offset", "misaligned"))
         inputs.append(Input(dtype, shape, layout, draw(st.integers(0, 3)) == 0, draw(st.integers(0, 3))))
@@ -171,7 +187,9 @@ def programs(draw: Any) -> tuple[Program_, bool, bool]:
     last = len(values) - 1
     program.outputs = sorted({last, *draw(st.lists(st.integers(len(inputs), last), max_size=2))})
     if not backward and draw(st.integers(0, 3)) == 0 and inputs[0].layout not in ("expanded",):
-        program.mutate = one(("v0.mul_(2)", "v0.copy_(v0.flip(0)) if v0.dim() else v0.zero_()", "v0.fill_(1)", "v0.add_(v0.clone())"))
+        program.mutate = one(
+            ("v0.mul_(2)", "v0.copy_(v0.flip(0)) if v0.dim() else v0.zero_()", "v0.fill_(1)", "v0.add_(v0.clone())")
+        )
     return program, draw(st.booleans()), backward
 
 
@@ -188,7 +206,14 @@ def _step(draw: Any, one: Any, values: list[Any]) -> tuple[str, Any] | None:
     }[kind]  # fmt: skip
     template = one(table)
     if draw(st.integers(0, 14)) == 0:
-        template = one(("torch.cat([{a}, {a}], {d})", "torch.stack([{a}, {a}], {d})", "{a} @ {a}.transpose(-1, -2)", "{a} @ {a}.mT.contiguous()"))
+        template = one(
+            (
+                "torch.cat([{a}, {a}], {d})",
+                "torch.stack([{a}, {a}], {d})",
+                "{a} @ {a}.transpose(-1, -2)",
+                "{a} @ {a}.mT.contiguous()",
+            )
+        )
     d, e = (draw(st.integers(0, max(x.dim() - 1, 0))) for _ in range(2))
     k = draw(st.integers(0, x.shape[d] if x.dim() else 1))
     text = template.format(a=f"v{a}", b=f"v{b}", d=d, e=e, k=k)

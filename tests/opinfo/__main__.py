@@ -1,12 +1,12 @@
 """PyTorch's OpInfo samples against reflib on the CPU.
 
-    python -m tests.opinfo                          everything (hours); goes on where it stopped
-    python -m tests.opinfo --limit 8 --modes forward --dtypes float32
-    python -m tests.opinfo --only softmax,var --fresh
-    python -m tests.opinfo --shard 2/4 --out shard2.jsonl
-    python -m tests.opinfo --show 'nn.functional.gelu|float32|forward|0'
-    python -m tests.opinfo --report                 the table again, from the results file
-    python -m tests.opinfo --write-excluded         tests/opinfo/excluded.json from the results file
+python -m tests.opinfo                          everything (hours); goes on where it stopped
+python -m tests.opinfo --limit 8 --modes forward --dtypes float32
+python -m tests.opinfo --only softmax,var --fresh
+python -m tests.opinfo --shard 2/4 --out shard2.jsonl
+python -m tests.opinfo --show 'nn.functional.gelu|float32|forward|0'
+python -m tests.opinfo --report                 the table again, from the results file
+python -m tests.opinfo --write-excluded         tests/opinfo/excluded.json from the results file
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def main() -> int:
     p.add_argument("--jobs", type=int, default=1)
     p.add_argument("--shard", default="1/1")
     p.add_argument("--door", choices=("aot", "dynamo"), default="aot", help="dynamo: all through torch.compile")
-    p.add_argument("--until", choices=("lower", "fuse", "choose", "wrap"), default="wrap", help="interpret that stage's program")
+    p.add_argument(
+        "--until", choices=("lower", "fuse", "choose", "wrap"), default="wrap", help="interpret that stage's program"
+    )
     p.add_argument("--out", type=Path, default=Path("_build/opinfo.jsonl"))
     p.add_argument("--fresh", action="store_true", help="forget earlier results")
     p.add_argument("--again", default="", help="statuses to try again: wrong,error,crash,timeout")
@@ -151,7 +153,10 @@ def report(results: dict[str, dict[str, Any]]) -> int:
         total = sum(v for k, v in c.items() if k != "fallbacks")
         print(f"{mode:9}{dtype:9}{len(seen[mode, dtype]):6}{total:9}" + "".join(f"{c[n]:10}" for n in names))
         bad += c["wrong"] + c["error"] + c["crash"] + c["timeout"]
-    print("fallbacks: samples that call ATen somewhere. Most often: " + ", ".join(f"{k} {v}" for k, v in calls.most_common(20)))
+    print(
+        "fallbacks: samples that call ATen somewhere. Most often: "
+        + ", ".join(f"{k} {v}" for k, v in calls.most_common(20))
+    )
     return 1 if bad else 0
 
 

@@ -150,8 +150,9 @@ def capture(case: Case) -> Captured:
     )
     result = checking.call(made.compiled, case.args, backward=case.backward)
     made.error = result.error
-    if any(isinstance(t, torch.Tensor) and t.layout != torch.strided for t in (*result.inputs, *result.leaves)):
-        made.error = TypeError("sparse tensors are Dynamo's to refuse")
+    vals = [n.meta.get("val") for g in made.graphs for n in g.nodes]
+    if any(isinstance(t, torch.Tensor) and t.layout != torch.strided for t in (*vals, *result.inputs)):
+        made.error = TypeError("sparse tensors: Dynamo runs these eagerly")
     return made
 
 

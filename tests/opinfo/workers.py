@@ -87,7 +87,9 @@ def _child(task: Task, fd: int, door: str, until: str) -> None:
         code = 1
         text = f"{type(e).__name__}: {_brief(e)}"
         where = traceback.extract_tb(e.__traceback__)[-1]
-        os.write(fd, json.dumps({"died": f"{text} ({os.path.basename(where.filename)}:{where.lineno})"}).encode() + b"\n")
+        os.write(
+            fd, json.dumps({"died": f"{text} ({os.path.basename(where.filename)}:{where.lineno})"}).encode() + b"\n"
+        )
     finally:
         os._exit(code)
 
