@@ -5,8 +5,9 @@ if it has another structure, dtype, shape, stride, requires_grad or alias than e
 (mutation) and to their gradients counts as results. Integers and booleans must be equal.
 
 The error of a tensor is the worst of its elements' errors, each relative to the element and to the typical element:
-``|x - ref| / (|ref| + mean |ref|)``. An element that equals eager's, or differs from it by an ulp or so, is right. Where eager's
-own error is so large that it is noise (a sum whose terms cancel), a few rounding errors of numbers about 1 are right.
+``|x - ref| / (|ref| + mean |ref|)``. An element that equals eager's, or differs from it by an
+ulp or so, is right. Where eager's own error is so large that it is noise (a sum whose terms cancel), a few rounding
+errors of numbers about 1 are right.
 """
 
 from __future__ import annotations
@@ -177,9 +178,8 @@ def wrong(actual: Outcome, eager: Outcome, reference: Outcome | None = None) -> 
     reference: the call in float64; None, or one that failed or has another structure: eager's results stand for it.
     """
     if actual.error is not None:
-        return [
-            f"raised {type(actual.error).__name__}: {str(actual.error).splitlines()[0][:300] if str(actual.error) else ''}"
-        ]
+        text = str(actual.error).partition("\n")[0][:300]
+        return [f"raised {type(actual.error).__name__}: {text}"]
     out: list[str] = []
     if actual.structure != eager.structure:
         return [f"returned {actual.structure}, eager {eager.structure}"]

@@ -257,10 +257,31 @@ def test_dtypes(device: str, dtype: torch.dtype) -> None:
 def test_special_values(device: str, value: float) -> None:
     def f(x: torch.Tensor) -> Any:
         return (
-            x.amax(-1), x.amin(-1), x.argmax(-1), x.argmin(-1), x.relu(), x.clamp(-1, 1), x.sign(), torch.maximum(x, -x),
-            torch.softmax(x, -1), x.sigmoid(), x.tanh(), x.exp(), x.isnan(), x.round(), x.abs(), x.rsqrt(), x.log1p(),
-            torch.logsumexp(x, -1), F.gelu(x), x > 0, x.var(-1), x.prod(-1), x.any(-1), x.all(-1),
-        )  # fmt: skip
+            x.amax(-1),
+            x.amin(-1),
+            x.argmax(-1),
+            x.argmin(-1),
+            x.relu(),
+            x.clamp(-1, 1),
+            x.sign(),
+            torch.maximum(x, -x),
+            torch.softmax(x, -1),
+            x.sigmoid(),
+            x.tanh(),
+            x.exp(),
+            x.isnan(),
+            x.round(),
+            x.abs(),
+            x.rsqrt(),
+            x.log1p(),
+            torch.logsumexp(x, -1),
+            F.gelu(x),
+            x > 0,
+            x.var(-1),
+            x.prod(-1),
+            x.any(-1),
+            x.all(-1),
+        )
 
     x = randn(4, 19, device=device)
     x[0, 3], x[1], x[2, -1] = value, value, value

@@ -93,7 +93,8 @@ def _used(cx: Context, flat: list[Any]) -> set[int]:
     plain = isinstance(val, (tuple, list)) and val is cx.fake and len(val) == len(flat)
     if not plain or any(u.target is not operator.getitem for u in users):
         return set(range(len(flat)))
-    sizes = {i for i, f in enumerate(flat) if not isinstance(f, torch.Tensor) or any(isinstance(n, torch.SymInt) for n in f.shape)}
+    symbolic = lambda f: any(isinstance(n, torch.SymInt) for n in f.shape)  # noqa: E731
+    sizes = {i for i, f in enumerate(flat) if not isinstance(f, torch.Tensor) or symbolic(f)}
     return sizes | {u.args[1] for u in users}  # type: ignore[misc]
 
 

@@ -114,19 +114,55 @@ def make(dtype: str, shape: tuple[int, ...], layout: str, special: bool, seed: i
 
 
 UNARY = (
-    "{a}.abs()", "{a}.neg()", "{a}.relu()", "{a}.sign()", "torch.square({a})", "{a}.clamp(-1, 2)", "{a} * 2 + 1",
-    "{a} - 3", "torch.isnan({a})", "{a} > 0", "{a}.clone()",
-)  # fmt: skip
+    "{a}.abs()",
+    "{a}.neg()",
+    "{a}.relu()",
+    "{a}.sign()",
+    "torch.square({a})",
+    "{a}.clamp(-1, 2)",
+    "{a} * 2 + 1",
+    "{a} - 3",
+    "torch.isnan({a})",
+    "{a} > 0",
+    "{a}.clone()",
+)
 UNARY_FLOAT = (
-    "{a}.exp()", "{a}.sin()", "{a}.tanh()", "{a}.sigmoid()", "F.gelu({a})", "F.silu({a})", "({a}.abs() + 0.5).log()",
-    "{a}.abs().sqrt()", "(1 / ({a}.abs() + 0.25))", "{a}.floor()", "{a}.round()", "{a}.to(torch.float32)",
-    "{a}.to(torch.bfloat16)", "{a}.erf()", "F.leaky_relu({a}, 0.1)", "F.softplus({a})", "F.hardtanh({a})", "{a}.float()",
-    "{a}.trunc()", "({a} * {a} + 1).rsqrt()", "F.elu({a})", "{a}.expm1()", "{a}.atan()", "{a}.double()",
-)  # fmt: skip
+    "{a}.exp()",
+    "{a}.sin()",
+    "{a}.tanh()",
+    "{a}.sigmoid()",
+    "F.gelu({a})",
+    "F.silu({a})",
+    "({a}.abs() + 0.5).log()",
+    "{a}.abs().sqrt()",
+    "(1 / ({a}.abs() + 0.25))",
+    "{a}.floor()",
+    "{a}.round()",
+    "{a}.to(torch.float32)",
+    "{a}.to(torch.bfloat16)",
+    "{a}.erf()",
+    "F.leaky_relu({a}, 0.1)",
+    "F.softplus({a})",
+    "F.hardtanh({a})",
+    "{a}.float()",
+    "{a}.trunc()",
+    "({a} * {a} + 1).rsqrt()",
+    "F.elu({a})",
+    "{a}.expm1()",
+    "{a}.atan()",
+    "{a}.double()",
+)
 BINARY = (
-    "{a} + {b}", "{a} - {b}", "{a} * {b}", "torch.maximum({a}, {b})", "torch.minimum({a}, {b})", "{a} < {b}", "{a} == {b}",
-    "torch.where({a} > {b}, {a}, {b})", "torch.where({b} != 0, {a}, 2)",
-)  # fmt: skip
+    "{a} + {b}",
+    "{a} - {b}",
+    "{a} * {b}",
+    "torch.maximum({a}, {b})",
+    "torch.minimum({a}, {b})",
+    "{a} < {b}",
+    "{a} == {b}",
+    "torch.where({a} > {b}, {a}, {b})",
+    "torch.where({b} != 0, {a}, 2)",
+)
 BINARY_FLOAT = (
     "{a} / ({b}.abs() + 0.5)",
     "torch.lerp({a}, {b}.to({a}.dtype), 0.25)",
@@ -143,19 +179,46 @@ REDUCE = (
     "{a}.argmin({d}, keepdim=True)",
     "{a}.cumsum({d})",
 )
-REDUCE_FLOAT = ("{a}.mean({d})", "torch.softmax({a}, {d})", "F.log_softmax({a}, {d})", "{a}.logsumexp({d})", "{a}.var({d}, correction=0)", "{a}.norm(dim={d})", "{a} - {a}.mean({d}, keepdim=True)")  # fmt: skip
+REDUCE_FLOAT = (
+    "{a}.mean({d})",
+    "torch.softmax({a}, {d})",
+    "F.log_softmax({a}, {d})",
+    "{a}.logsumexp({d})",
+    "{a}.var({d}, correction=0)",
+    "{a}.norm(dim={d})",
+    "{a} - {a}.mean({d}, keepdim=True)",
+)
 FULL = ("{a}.sum()", "{a}.max()", "{a}.min()")
 VIEW = (
-    "{a}.transpose({d}, {e})", "{a}.unsqueeze({d})", "{a}.flip({d})", "{a}.narrow({d}, 0, {k})", "{a}.flatten()", "{a}[..., ::2]",
-    "{a}.movedim({d}, {e})", "{a}.roll(1, {d})", "{a}.transpose({d}, {e}).contiguous()", "{a}.reshape(-1)", "{a}.unsqueeze(0).expand(3, *{a}.shape)",
-    "{a}.select({d}, 0)", "{a}.chunk(2, {d})[0]", "F.pad({a}, (1, 2), value=1)", "{a}.repeat_interleave(2, {d})", "{a}.unfold({d}, 1, 1)", "{a}.diagonal(0, {d}, {e})",
-)  # fmt: skip
+    "{a}.transpose({d}, {e})",
+    "{a}.unsqueeze({d})",
+    "{a}.flip({d})",
+    "{a}.narrow({d}, 0, {k})",
+    "{a}.flatten()",
+    "{a}[..., ::2]",
+    "{a}.movedim({d}, {e})",
+    "{a}.roll(1, {d})",
+    "{a}.transpose({d}, {e}).contiguous()",
+    "{a}.reshape(-1)",
+    "{a}.unsqueeze(0).expand(3, *{a}.shape)",
+    "{a}.select({d}, 0)",
+    "{a}.chunk(2, {d})[0]",
+    "F.pad({a}, (1, 2), value=1)",
+    "{a}.repeat_interleave(2, {d})",
+    "{a}.unfold({d}, 1, 1)",
+    "{a}.diagonal(0, {d}, {e})",
+)
 INDEX = (
-    "{a}[torch.arange({a}.shape[0]) // 2]", "{a}.index_select({d}, torch.arange({a}.shape[{d}]).flip(0))",
-    "{a}.gather({d}, torch.zeros_like({a}, dtype=torch.int64))", "torch.take_along_dim({a}, torch.zeros_like({a}, dtype=torch.int64), {d})",
-    "{a}.masked_fill({a} > 1, 0)", "{a}.tril() if {a}.dim() > 1 else {a}", "{a}.index_put((torch.zeros(1, dtype=torch.int64),), {a}[-1:])",
-    "torch.zeros_like({a}).scatter_add({d}, torch.zeros_like({a}, dtype=torch.int64), {a})", "{a}.sort({d}, stable=True)[0]",
-)  # fmt: skip
+    "{a}[torch.arange({a}.shape[0]) // 2]",
+    "{a}.index_select({d}, torch.arange({a}.shape[{d}]).flip(0))",
+    "{a}.gather({d}, torch.zeros_like({a}, dtype=torch.int64))",
+    "torch.take_along_dim({a}, torch.zeros_like({a}, dtype=torch.int64), {d})",
+    "{a}.masked_fill({a} > 1, 0)",
+    "{a}.tril() if {a}.dim() > 1 else {a}",
+    "{a}.index_put((torch.zeros(1, dtype=torch.int64),), {a}[-1:])",
+    "torch.zeros_like({a}).scatter_add({d}, torch.zeros_like({a}, dtype=torch.int64), {a})",
+    "{a}.sort({d}, stable=True)[0]",
+)
 
 
 @st.composite
@@ -201,9 +264,17 @@ def _step(draw: Any, one: Any, values: list[Any]) -> tuple[str, Any] | None:
     x = values[a]
     real, kind = x.dtype.is_floating_point, draw(st.integers(0, 9))
     table: Any = {
-        0: UNARY, 1: UNARY_FLOAT if real else UNARY, 2: UNARY_FLOAT if real else UNARY, 3: BINARY, 4: BINARY,
-        5: BINARY_FLOAT if real else BINARY, 6: (*REDUCE, *FULL), 7: REDUCE_FLOAT if real else REDUCE, 8: VIEW, 9: INDEX,
-    }[kind]  # fmt: skip
+        0: UNARY,
+        1: UNARY_FLOAT if real else UNARY,
+        2: UNARY_FLOAT if real else UNARY,
+        3: BINARY,
+        4: BINARY,
+        5: BINARY_FLOAT if real else BINARY,
+        6: (*REDUCE, *FULL),
+        7: REDUCE_FLOAT if real else REDUCE,
+        8: VIEW,
+        9: INDEX,
+    }[kind]
     template = one(table)
     if draw(st.integers(0, 14)) == 0:
         template = one(
