@@ -47,7 +47,8 @@ def choose(
             continue
         parts = tuple(loops[n] for n in last_of.get(node.name, (node.name,)))
         target = target_of(program.buffers[parts[0].writes()[0]].device)
-        region = Region(f"k{len(decisions)}_{short_name(parts)}", choose_configs(parts, program.buffers, target, options))
+        arms = choose_configs(parts, program.buffers, target, options)
+        region = Region(f"k{len(decisions)}_{short_name(parts)}", arms)
         nodes.append(region)
         decisions.append(_decision(region))
     return replace(program, nodes=tuple(nodes)), tuple(decisions)

@@ -196,7 +196,7 @@ def _persistent(t: _Traffic, rows: int, rblock: int, target: Target) -> Config:
 
 
 def _looped(t: _Traffic, rows: int, length: int, target: Target) -> Config:
-    """One long row a program: 8 warps (16 when there are fewer rows than multiprocessors), 8 or 16 elements a thread."""
+    """One long row a program: 8 warps (16 with fewer rows than multiprocessors), 8 or 16 elements a thread."""
     warps = 16 if rows < 2 * target.units else 8
     elements = max(4, min(16, 32 // t.width))
     rblock = min(warps * target.warp * elements, _pow2(length))

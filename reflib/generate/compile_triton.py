@@ -29,8 +29,9 @@ from .kernel import Kernel
 _FORMAT = 2  # of the cached data; change it when Binary or how we compile changes
 
 _TYPES = {
-    torch.bool: "*i8", torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32",
-    torch.int64: "*i64", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
+    torch.bool: "*i8", torch.uint8: "*u8",
+    torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
+    torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
 }  # fmt: skip
 
 

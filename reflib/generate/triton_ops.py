@@ -50,7 +50,7 @@ Printer = Callable[[Needs, torch.dtype, list[str]], str]
 
 
 def print_op(needs: Needs, op: str, dtype: torch.dtype, source: torch.dtype, args: list[str], exact: bool) -> str:
-    """The expression for ``op`` of ``args`` (names or literals). ``dtype`` is the result's, ``source`` the operands'."""
+    """The expression for ``op`` of ``args`` (names or literals). ``dtype``: the result's, ``source``: the operands'."""
     if op == "cast":
         return print_cast(args[0], source, dtype)
     if op == "div":
@@ -80,14 +80,14 @@ def print_cast(a: str, source: torch.dtype, dtype: torch.dtype) -> str:
 
 
 def _divide(a: str, b: str, t: torch.dtype, exact: bool) -> str:
-    """IEEE division; ``/`` already is for float64. The literal 1.0 is the only number that may come instead of a value."""
+    """IEEE division; ``/`` already is for float64. The literal 1.0 is the only number that may come for a value."""
     if t == torch.float32 and exact:
         return f"tl.div_rn({'tl.full([], 1.0, tl.float32)' if a == '1.0' else a}, {b})"
     return f"{a} / ({b})" if " " in b else f"{a} / {b}"
 
 
 def _exp(needs: Needs, a: str, t: torch.dtype, exact: bool) -> str:
-    """``tl.exp`` multiplies by log2(e) in one rounding, which is off by |x| / 2 ulp: too much only in full precision."""
+    """``tl.exp`` multiplies by log2(e) in one rounding, off by |x| / 2 ulp: too much only in full precision."""
     return f"{needs.lib('exp')}({a})" if exact or t == torch.float64 else f"tl.exp({a})"
 
 
@@ -172,7 +172,8 @@ _PRINTERS: dict[str, Printer] = {
     "fma": _call("tl.fma"),
     "and": _infix("&"), "or": _infix("|"), "xor": _infix("^"), "not": _not,
     "shl": _shift("shift_left"), "shr": _shift("shift_right"),
-    "eq": _infix("=="), "ne": _infix("!="), "lt": _order("<"), "le": _order("<="), "gt": _order(">"), "ge": _order(">="),
+    "eq": _infix("=="), "ne": _infix("!="),
+    "lt": _order("<"), "le": _order("<="), "gt": _order(">"), "ge": _order(">="),
     "where": _call("tl.where"),
     "to_f16": lambda needs, t, a: f"{a[0]}.to(tl.float16).to({TL[t]})",
     "to_bf16": lambda needs, t, a: f"{_single(a[0], t)}.to(tl.bfloat16).to({TL[t]})",

@@ -37,7 +37,7 @@ _BINDING = r"""
 static Driver driver;
 static PyObject *device_error; /* reflib.errors.DeviceError */
 
-/* A kernel. The image is loaded at the first launch, into the context that is current then, unless a device was named. */
+/* A kernel. The image is loaded at the first launch, into the context current then, unless a device was named. */
 typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
@@ -208,7 +208,8 @@ def load(binary: Binary, device: int | None = None) -> Callable[..., None]:
     """
     if binary.arch.startswith("gfx"):
         raise DeviceError(
-            f"kernel {binary.name} is compiled for {binary.arch}: reflib compiles for AMD GPUs but cannot launch there yet"
+            f"kernel {binary.name} is compiled for {binary.arch}: "
+            "reflib compiles for AMD GPUs but cannot launch there yet"
         )
     if binary.num_ctas != 1 or binary.scratch or binary.profile:
         raise DeviceError(f"kernel {binary.name} needs a cluster or scratch memory, which this launcher does not give")
@@ -298,4 +299,5 @@ class _CtypesLauncher:
             self.driver.cuGetErrorString(result, ctypes.byref(text))
             self.driver.cuGetErrorName(result, ctypes.byref(name))
             said = (text.value or b"unknown error").decode()
-            raise DeviceError(f"{doing} kernel {self.name}: {said} ({(name.value or b'?').decode()}, CUDA error {result})")
+            code = (name.value or b"?").decode()
+            raise DeviceError(f"{doing} kernel {self.name}: {said} ({code}, CUDA error {result})")

@@ -20,7 +20,7 @@ class ExportedCallable:
         self._in_spec = program.call_spec.in_spec
         self._out_spec = program.call_spec.out_spec
         sig = program.graph_signature
-        self._state = []
+        self._state: list[Any] = []  # an argument each; None where the caller gives one
         for spec in sig.input_specs:
             kind = spec.kind.name
             if kind == "USER_INPUT":
@@ -31,7 +31,9 @@ class ExportedCallable:
             elif kind in ("CONSTANT_TENSOR", "CUSTOM_OBJ"):
                 self._state.append(program.constants[spec.target])
             else:
-                raise ReflibError(f"reflib.compile: an exported program with a {kind} input ({spec.target}) is not supported")
+                raise ReflibError(
+                    f"reflib.compile: an exported program with a {kind} input ({spec.target}) is not supported"
+                )
         self._by_name = {s.target: t for s, t in zip(sig.input_specs, self._state) if t is not None}
         self._user = [i for i, s in enumerate(sig.input_specs) if s.kind.name == "USER_INPUT"]
         self._user_at = {s.arg.name: n for n, s in enumerate(x for x in sig.input_specs if x.kind.name == "USER_INPUT")}

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ..generate.kernel import Kernel
-from ..ir.expr import Atom, Call as ExprCall, Expr, Sym, expr, format_expr
+from ..ir.expr import Atom, Expr, Sym, expr, format_expr
+from ..ir.expr import Call as ExprCall
 from ..ir.program import Assume, Buffer, Extern, Origin, Program, Region, View, full_view, iter_views
 from ..plan import Alloc, Branch, Call, Free, Launch, Let, Plan, Return, Step
 
@@ -185,7 +186,8 @@ class PythonPrinter:
     def _returns_sequence(self, x: Extern) -> bool:
         schema = getattr(x.target, "_schema", None)
         if schema is None:
-            return not any(x.symbols) and callable(x.target) and getattr(x.target, "__module__", "") not in ("_operator", "math")
+            module = getattr(x.target, "__module__", "")
+            return not any(x.symbols) and callable(x.target) and module not in ("_operator", "math")
         return len(schema.returns) > 1 or (len(schema.returns) == 1 and "[]" in str(schema.returns[0].type))
 
     def _bind(self, target: Any) -> str:

@@ -25,7 +25,6 @@ from ..target import device_target
 from .python import PythonPrinter
 from .runtime import namespace
 
-
 BuildCpp = Callable[[tuple[Kernel, ...], Options], Any]  # -> a Library
 
 
@@ -117,7 +116,9 @@ def _cpp_binding(library: Future, kernel: Kernel, checked: bool) -> Callable[[],
 
         def call(*args: int) -> None:
             if fn(*args):
-                raise IndexOutOfRange(f"index out of range in kernel {kernel.name}: an index is outside the tensor it indexes")
+                raise IndexOutOfRange(
+                    f"index out of range in kernel {kernel.name}: an index is outside the tensor it indexes"
+                )
 
         return call
 
