@@ -24,7 +24,7 @@ _EXPORTS = {
 
 if TYPE_CHECKING:
     from .errors import OptionError, PackageError, ReflibError
-    from .observe import explain
+    from .observe.explain import explain
     from .options import Options
     from .pipeline import compile
 

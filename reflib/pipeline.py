@@ -35,7 +35,7 @@ STAGES = ("lower", "fuse", "choose", "plan", "generate", "wrap")
 
 @dataclass
 class Stages:
-    """Everything one graph went through. A stage that was not reached is None. ``timeline``: (stage, start, seconds)."""
+    """All that one graph went through. A stage that was not reached is None. ``timeline``: (stage, start, seconds)."""
 
     graph: Graph
     options: Options
@@ -199,7 +199,9 @@ def compile(model: Any, dynamic: bool | None = None, **options: Any) -> Callable
     opts = Options.make(options)
     if isinstance(model, torch.export.ExportedProgram):
         if dynamic is not None:
-            raise OptionError("dynamic= has no effect on an ExportedProgram: its dynamic shapes were fixed by torch.export")
+            raise OptionError(
+                "dynamic= has no effect on an ExportedProgram: its dynamic shapes were fixed by torch.export"
+            )
         return compile_exported(model, opts)
     return torch.compile(model, backend=Backend(opts), dynamic=dynamic)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from .errors import DeviceError, OptionError
 
@@ -19,7 +19,12 @@ _CUDA = {
     "sm_103": (227, 148, "Blackwell"),
     "sm_120": (99, 170, "Blackwell"),
 }
-_HIP = {"gfx90a": (64, 104, "CDNA2"), "gfx942": (64, 304, "CDNA3"), "gfx950": (160, 256, "CDNA4"), "gfx1100": (64, 48, "RDNA3")}
+_HIP = {
+    "gfx90a": (64, 104, "CDNA2"),
+    "gfx942": (64, 304, "CDNA3"),
+    "gfx950": (160, 256, "CDNA4"),
+    "gfx1100": (64, 48, "RDNA3"),
+}
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ def parse_target(name: str) -> Target:
     raise OptionError(f"unknown target {name!r}; known: cpu, {', '.join(_CUDA)}, {', '.join(_HIP)}")
 
 
-@lru_cache(maxsize=None)
+@cache
 def device_target(kind: str, index: int = 0) -> Target:
     """The target of a device in this machine."""
     import torch

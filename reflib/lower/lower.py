@@ -156,7 +156,8 @@ class Lowering:
         fn = rule_of(target) or (view if is_view_op(target) else None)
         reason = reason_for(target)
         if fn is not None:
-            nodes, tables = len(self.nodes), (self.buffers, self.moved, self.uniform)
+            nodes = len(self.nodes)
+            tables: tuple[dict[Any, Any], ...] = (self.buffers, self.moved, self.uniform)
             sizes = [len(t) for t in tables]
             try:
                 supported(cx, args, kwargs)

@@ -135,9 +135,13 @@ class Explanation:
     def _repr_html_(self) -> str:
         rows = self.summary()
         head = "".join(f"<th>{escape(k)}</th>" for k in rows[0])
-        body = "".join("<tr>" + "".join(f"<td>{escape(f'{v:,}' if isinstance(v, int) else str(v))}</td>" for v in r.values()) + "</tr>" for r in rows)
+        body = ""
+        for row in rows:
+            texts = [f"{v:,}" if isinstance(v, int) else str(v) for v in row.values()]
+            body += "<tr>" + "".join(f"<td>{escape(t)}</td>" for t in texts) + "</tr>"
         kernels = "".join(
-            f"<details><summary><code>{escape(k.name)}</code> ({k.language})</summary><pre>{escape(k.source)}</pre></details>"
+            f"<details><summary><code>{escape(k.name)}</code> ({k.language})</summary>"
+            f"<pre>{escape(k.source)}</pre></details>"
             for k in self.kernels
         )
         wrapper = f"<details><summary>wrapper</summary><pre>{escape(self.wrapper)}</pre></details>"

@@ -22,10 +22,9 @@ import torch
 
 from ..ir.expr import Sym, expr
 from ..ir.loops import Load, Loops, Stmt, phases
-from ..ir.program import Buffer, Extern, Node, Program, Region, View, iter_views
+from ..ir.program import Buffer, Extern, Node, Program, Region, iter_views
 from ..options import Options
 from .steps import Alloc, Branch, Call, Free, Launch, Let, Moment, Plan, Return, Step
-
 
 WINDOW = 3
 

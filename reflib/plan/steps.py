@@ -16,7 +16,7 @@ A straight line, in execution order: nothing is decided at run time but Branch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 from ..ir.expr import Sym
 from ..ir.program import Arm, Assume, Extern, Region
@@ -52,7 +52,7 @@ class Branch:
 
     predicate: tuple[Assume, ...]
     then: Launch
-    otherwise: Union[Launch, Branch]
+    otherwise: Launch | Branch
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Return:
     outputs: tuple[Any, ...]
 
 
-Step = Union[Let, Alloc, Launch, Branch, Call, Free, Return]
+Step = Let | Alloc | Launch | Branch | Call | Free | Return
 
 
 @dataclass(frozen=True, slots=True)
