@@ -23,11 +23,12 @@ class Options:
 
     wrapper: how the host code is written: ``python``; ``cpp`` and ``auto`` come with C++ wrapper mode.
     autotune: ``off`` takes heuristic choices.  ``blocking`` and ``background`` measure.
-    target: None (the inputs' device), or ``cpu``, ``sm_90``, ``gfx942`` ...: stop after generating code; needs no such device.
+    target: None (the inputs' device), or ``cpu``, ``sm_90``, ``gfx942`` ...: stop after generating code, without
+        such a device.
     verify: run the IR verifier after every stage.
     check_nan: check every kernel's floating-point outputs for NaN (slow; raises ReflibError naming the kernel).
     fuse: False gives every lowered node its own kernel.
-    max_fused_ops: largest number of statements in one fused kernel.
+    max_fused_ops: largest number of operations and reductions in one fused kernel.
     max_fused_buffers: largest number of distinct buffers one fused kernel touches.
     persistent_limit: longest row, in elements, that a GPU reduction keeps in registers.
     split_reductions: cut few, long rows into pieces that run in parallel.
