@@ -27,7 +27,8 @@ BOOL, I64, I32 = torch.bool, torch.int64, torch.int32
 INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (F32, F64)
 TAKES = {
-    "float": FLOATS, "int": INTS, "bool": (BOOL,), "intbool": (BOOL, *INTS), "number": (*INTS, *FLOATS), "any": VALUE_DTYPES,
+    "float": FLOATS, "int": INTS, "bool": (BOOL,), "intbool": (BOOL, *INTS), "number": (*INTS, *FLOATS),
+    "any": VALUE_DTYPES,
 }  # fmt: skip
 
 
@@ -228,7 +229,8 @@ def reduce_case(
 
 def reduce_cases() -> dict[str, Callable[[], Case]]:
     kinds = {
-        "sum": (F32, F64, I64, I32, torch.int16), "prod": (F32, I64), "max": (*FLOATS, I32, torch.uint8), "min": (F32, I64),
+        "sum": (F32, F64, I64, I32, torch.int16), "prod": (F32, I64),
+        "max": (*FLOATS, I32, torch.uint8), "min": (F32, I64),
         "any": (BOOL,), "all": (BOOL,), "argmax": (F32, I64), "argmin": (F32, torch.int8),
     }  # fmt: skip
     out: dict[str, Callable[[], Case]] = {}
@@ -403,18 +405,27 @@ def kernel_cases() -> dict[str, Callable[[], Case]]:
     small = Config("looped", xblock=1, rblock=64, num_warps=1)
     out: dict[str, Callable[[], Case]] = {
         "add_broadcast": lambda: pointwise(
-            (6, 40), {"x": (rand(6, 40), lambda i, j: i * 40 + j), "y": (rand(40), lambda i, j: j), "z": (rand(6), lambda i, j: i)},
+            (6, 40),
+            {
+                "x": (rand(6, 40), lambda i, j: i * 40 + j),
+                "y": (rand(40), lambda i, j: j),
+                "z": (rand(6), lambda i, j: i),
+            },
             lambda b, x, y, z: b.op("add", b.op("mul", x, y), z)),
         "half_to_half": lambda: pointwise((1000,), {"x": (rand(1000, dtype=BF16), lambda i: i)}, add_one, BF16),
         "float16": lambda: pointwise((1000,), {"x": (rand(1000, dtype=F16), lambda i: i)}, add_one, F16),
-        "bool_out": lambda: pointwise((100,), {"x": (rand(100), lambda i: i)}, lambda b, x: b.op("gt", x, b.const(0, F32)), BOOL),
+        "bool_out": lambda: pointwise(
+            (100,), {"x": (rand(100), lambda i: i)}, lambda b, x: b.op("gt", x, b.const(0, F32)), BOOL),
         "bool_in": lambda: pointwise((100,), {"x": (rand(100) > 0, lambda i: i)}, lambda b, x: b.cast(x, F32)),
         "transpose": lambda: pointwise((48, 70), {"x": (rand(70, 48), lambda i, j: j * 48 + i)}, add_one),
-        "permute_3d": lambda: pointwise((5, 20, 30), {"x": (rand(30, 5, 20), lambda i, j, k: k * 100 + i * 20 + j)}, add_one),
-        "permute_untiled": lambda: pointwise((5, 4, 3), {"x": (rand(3, 5, 4), lambda i, j, k: k * 20 + i * 4 + j)}, add_one),
+        "permute_3d": lambda: pointwise(
+            (5, 20, 30), {"x": (rand(30, 5, 20), lambda i, j, k: k * 100 + i * 20 + j)}, add_one),
+        "permute_untiled": lambda: pointwise(
+            (5, 4, 3), {"x": (rand(3, 5, 4), lambda i, j, k: k * 20 + i * 4 + j)}, add_one),
         "strided": lambda: pointwise((20, 10), {"x": (rand(20, 30)[:, ::3], lambda i, j: i * 30 + j * 3)}, add_one),
         "channels": lambda: pointwise(
-            (2, 6, 35), {"x": (rand(2, 6, 35), lambda n, c, h: n * 210 + c * 35 + h), "w": (rand(6), lambda n, c, h: c)},
+            (2, 6, 35),
+            {"x": (rand(2, 6, 35), lambda n, c, h: n * 210 + c * 35 + h), "w": (rand(6), lambda n, c, h: c)},
             lambda b, x, w: b.op("mul", x, w)),
         "one": lambda: pointwise((1,), {"x": (rand(1), lambda i: i)}, add_one),
         "constants": lambda: pointwise((30,), {}, lambda b: b.op("add", b.const(2, F32), b.const(float("inf"), F32))),

@@ -113,7 +113,8 @@ def problem(name: str, case: Case, got: dict[str, torch.Tensor]) -> str:
                 for k, t in case.tensors.items()
                 if k[:3] != "out"
             }
-            return f"{b}: {int(bad.sum())} of {bad.numel()} wrong; got {g.flatten()[at].tolist()} want {w.flatten()[at].tolist()} from {ins}"
+            values = f"got {g.flatten()[at].tolist()} want {w.flatten()[at].tolist()}"
+            return f"{b}: {int(bad.sum())} of {bad.numel()} wrong; {values} from {ins}"
     return ""
 
 

@@ -89,8 +89,10 @@ def made_for(rows: int, cols: int, kind: str):
     small = norm(kind, 2, cols, BF16)
     i, j = axis("i", rows), small.parts[0].axes[1]
     part = Loops(kind, (i, j), tuple(_resized(s, small, i) for s in small.parts[0].body))
-    buffers = {n: Buffer(n, b.dtype, b.device, (expr(rows), *b.shape[1:]) if n in ("x", "out") else b.shape, b.strides, b.kind)
-               for n, b in small.buffers.items()}  # fmt: skip
+    buffers = {}
+    for n, b in small.buffers.items():
+        shape = (expr(rows), *b.shape[1:]) if n in ("x", "out") else b.shape
+        buffers[n] = Buffer(n, b.dtype, b.device, shape, b.strides, b.kind)
     target = parse_target("sm_90")
     arm = choose_configs((part,), buffers, target, Options())[0]
     aligned = [a.what for a in arm.predicate if a.kind == "aligned"]
@@ -170,7 +172,9 @@ def test_warm_start_does_not_import_triton() -> None:
     kernel = several(2).kernel("warm")
     compile_kernel(kernel, parse_target("sm_90"))
     code = (
-        "import sys, pickle; from reflib.generate.compile_triton import compile_kernel; from reflib.target import parse_target\n"
+        "import sys, pickle\n"
+        "from reflib.generate.compile_triton import compile_kernel\n"
+        "from reflib.target import parse_target\n"
         "k = pickle.loads(bytes.fromhex(sys.argv[1])); b = compile_kernel(k, parse_target('sm_90'))\n"
         "assert b.name == 'warm' and 'triton' not in sys.modules, 'triton was imported'"
     )
