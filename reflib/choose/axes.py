@@ -71,6 +71,7 @@ def _accesses(loops: Loops) -> list[tuple[Expr, int]]:
 # -- merging ----------------------------------------------------------------------------------------
 def collapse(loops: Loops) -> Loops:
     """Drop axes of size one, and merge every two axes that all expressions walk as one."""
+    loops = _one_empty_axis(loops)
     ones: dict[Atom, IntLike] = {a.var: 0 for a in loops.axes if a.size == 1}
     axes = [a for a in loops.axes if a.var not in ones]
     body = _rewrite(loops.body, ones) if ones else loops.body
@@ -87,6 +88,18 @@ def collapse(loops: Loops) -> Loops:
                 merged = True
                 break
     return replace(loops, axes=tuple(axes), body=body)
+
+
+def _one_empty_axis(loops: Loops) -> Loops:
+    """Where an axis has size 0 there are no points, whatever the others of its kind are: they go, and with them
+    divisions by 0."""
+    for kind in ("p", "r"):
+        empty = next((a for a in loops.axes if a.kind == kind and a.size == 0), None)
+        if empty is not None:
+            gone: dict[Atom, IntLike] = {a.var: 0 for a in loops.axes if a.kind == kind and a != empty}
+            axes = tuple(a for a in loops.axes if a.var not in gone)
+            loops = replace(loops, axes=axes, body=_rewrite(loops.body, gone))
+    return loops
 
 
 def _pairs(axes: list[Axis]) -> list[tuple[Axis, Axis]]:

@@ -12,6 +12,7 @@ from typing import Any
 from ..ir.loops import Loops
 from ..ir.program import Program
 from .emit import kind_of, order
+from .split import reduces_columns
 
 MAX_POINTS = 1 << 20
 MAX_BUFFERS = 100
@@ -31,7 +32,7 @@ def combine(program: Program, before: list[set[int]]) -> tuple[Program, tuple[tu
     for i, node in enumerate(program.nodes):
         if not isinstance(node, Loops) or not _small(node):
             continue
-        key = (depth[i], kind_of(node), program.buffers[node.writes()[0]].device)
+        key = (depth[i], _shape(node), program.buffers[node.writes()[0]].device)
         buffers = {*node.reads(), *node.writes()}
         members, used = open_sets.get(key, ([], set()))
         if not members or len(used) + len(buffers) > MAX_BUFFERS or len(members) == MAX_PARTS:
@@ -48,7 +49,17 @@ def combine(program: Program, before: list[set[int]]) -> tuple[Program, tuple[tu
     return replace(program, nodes=nodes), names
 
 
+def _shape(loops: Loops) -> tuple[Any, ...]:
+    """Parts of one launch share its block sizes: reductions must be of one length and lie the same way."""
+    if not loops.reduced:
+        return (kind_of(loops),)
+    return kind_of(loops), loops.rnumel, reduces_columns(loops)
+
+
 def _small(loops: Loops) -> bool:
+    """Small enough to gain, and not empty (that is no launch at all)."""
+    if loops.numel == 0:
+        return False
     return loops.numel.hint() * loops.rnumel.hint() <= MAX_POINTS
 
 

@@ -42,8 +42,8 @@ def fuse(program: Program, options: Options, target: Target) -> Fused:
     for position, node in enumerate(program.nodes):
         if isinstance(node, Loops):
             work.place(position, node)
-    fused, groups, before = _emit_all(program, depends, work)
-    fused, groups, before = _recomputed(fused, groups, before)
+    fused, groups = _emit_all(program, depends, work)
+    fused, groups, before = _recomputed(fused, groups)
     combined: tuple[tuple[str, ...], ...] = ()
     if options.combine_kernels and target.is_gpu:
         fused, combined = combine(fused, before)
@@ -168,8 +168,8 @@ class _Grouping:
             self.refusals.append(Refusal(nodes[producer].name, nodes[consumer].name, reason))
 
 
-def _emit_all(program: Program, depends: Dependencies, work: _Grouping) -> tuple[Program, list[Group], list[set[int]]]:
-    """The fused program, its groups in the same order, and which of them must come before which."""
+def _emit_all(program: Program, depends: Dependencies, work: _Grouping) -> tuple[Program, list[Group]]:
+    """The fused program and its groups in the same order."""
     units: list[Cluster | int] = []
     for i in range(len(program.nodes)):
         cluster = work.clusters.get(i)
@@ -192,20 +192,14 @@ def _emit_all(program: Program, depends: Dependencies, work: _Grouping) -> tuple
             node = emit(x, _name(x, len(nodes)), _droppable(x, depends))
             groups.append(Group(node.name, tuple(program.nodes[p].name for p in sorted(x.members)), kind_of(node)))
         nodes.append(node)
-    rank = {u: i for i, u in enumerate(sequence)}
-    ordered = [{rank[b] for b in before[u]} for u in sequence]
-    return replace(program, nodes=tuple(nodes), buffers=_used_buffers(program, nodes)), groups, ordered
+    return replace(program, nodes=tuple(nodes), buffers=_used_buffers(program, nodes)), groups
 
 
-def _recomputed(
-    fused: Program, groups: list[Group], before: list[set[int]]
-) -> tuple[Program, list[Group], list[set[int]]]:
-    """After ``recompute``: kernels of which nothing is left are gone from the lists as well."""
+def _recomputed(fused: Program, groups: list[Group]) -> tuple[Program, list[Group], list[set[int]]]:
+    """After ``recompute``: kernels of which nothing is left are gone; what must come before what is found anew."""
     new = recompute(fused)
     left = {n.name for n in new.nodes}
-    kept = [i for i, n in enumerate(fused.nodes) if n.name in left]
-    rank = {old: i for i, old in enumerate(kept)}
-    return new, [groups[i] for i in kept], [{rank[b] for b in before[i] if b in rank} for i in kept]
+    return new, [g for g in groups if g.name in left], dependencies(new).before
 
 
 def _droppable(cluster: Cluster, depends: Dependencies) -> set[str]:

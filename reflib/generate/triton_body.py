@@ -244,6 +244,8 @@ class PartPrinter:
         if kind in ("max", "min"):
             name = "maximum" if kind == "max" else "minimum"
             helper = nan_helper(name, dtype) if dtype.is_floating_point else f"{name}_int"
+            if s.kind in ("any", "all"):  # of an empty row: False, True
+                return dtype, "0" if kind == "max" else "1", helper
             return dtype, extreme_text(kind, dtype), helper
         return dtype, "0" if kind == "sum" else "1", "sum_of" if kind == "sum" else "product_of"
 

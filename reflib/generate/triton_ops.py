@@ -59,6 +59,8 @@ def print_op(needs: Needs, op: str, dtype: torch.dtype, source: torch.dtype, arg
         return _divide("1.0", f"1.0 + {_exp(needs, f'{args[0]} * -1.0', source, exact)}", source, exact)
     if op == "exp":
         return _exp(needs, args[0], source, exact)
+    if op == "rsqrt" and exact and source == torch.float32:  # tl.rsqrt takes a denormal for 0
+        return _divide("1.0", f"tl.sqrt_rn({args[0]})", source, exact)
     if op in _LIBDEVICE:
         return f"{needs.lib(_LIBDEVICE[op])}({', '.join(args)})"
     printer = _PRINTERS.get(op)

@@ -184,11 +184,11 @@ class PythonPrinter:
         self.lines.append(f"del {result}")
 
     def _returns_sequence(self, x: Extern) -> bool:
-        schema = getattr(x.target, "_schema", None)
-        if schema is None:
-            module = getattr(x.target, "__module__", "")
-            return not any(x.symbols) and callable(x.target) and module not in ("_operator", "math")
-        return len(schema.returns) > 1 or (len(schema.returns) == 1 and "[]" in str(schema.returns[0].type))
+        """May the result be anything but one tensor or number? (A higher-order op's is a nest, or a dict.)"""
+        if isinstance(x.target, torch._ops.OpOverload):
+            returns = x.target._schema.returns
+            return len(returns) > 1 or (len(returns) == 1 and "[]" in str(returns[0].type))
+        return isinstance(x.target, torch._ops.HigherOrderOperator) or not x.symbols
 
     def _bind(self, target: Any) -> str:
         if isinstance(target, torch._ops.OpOverload):

@@ -35,7 +35,9 @@ def expect(t: Any, size: tuple[int, ...], stride: tuple[int, ...], any_shape: bo
 
 
 def flat(tree: Any) -> list[Any]:
-    """The leaves of nested tuples and lists, in order."""
+    """The leaves of nested tuples, lists and dicts, in order."""
+    if isinstance(tree, dict):
+        tree = list(tree.values())
     if isinstance(tree, (tuple, list)):
         return [leaf for t in tree for leaf in flat(t)]
     return [tree]
