@@ -23,17 +23,11 @@ from typing import Any
 
 from ..errors import DeviceError, ToolchainError
 from ..generate.compile_triton import Binary
-from .native import build_extension
+from .native import C_HEAD, build_extension
 
 DRIVER_SOURCE = (Path(__file__).parent / "cuda_driver.h").read_text()
 
 _BINDING = r"""
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <structmember.h>
-
 static Driver driver;
 static PyObject *device_error; /* reflib.errors.DeviceError */
 
@@ -67,15 +61,6 @@ static int load(Launcher *k) {
     }
     k->function = f;
     return 0;
-}
-
-static int64_t as_int64(PyObject *o) {
-    long long v = PyLong_AsLongLong(o);
-    if (v == -1 && PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_OverflowError)) {
-        PyErr_Clear();
-        v = (long long)PyLong_AsUnsignedLongLong(o);
-    }
-    return (int64_t)v;
 }
 
 static PyObject *launch(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *kwnames) {
@@ -230,7 +215,7 @@ def libcuda() -> str:
 def _native() -> ModuleType | None:
     """The C launcher, its driver opened; None where it cannot be built."""
     try:
-        module = build_extension("_reflib_cuda", DRIVER_SOURCE + _BINDING, ["-ldl"])
+        module = build_extension("_reflib_cuda", C_HEAD + DRIVER_SOURCE + _BINDING, ["-ldl"])
     except ToolchainError:
         return None
     module.open(libcuda(), DeviceError)

@@ -28,23 +28,13 @@ from typing import Any
 from .. import cache, toolchain
 from ..errors import ReflibError, ToolchainError
 
-_SOURCE = r"""
+# What the C of every extension here begins with.
+C_HEAD = r"""
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
 #include <stddef.h>
 #include <structmember.h>
-
-/* One compiled function, callable with ints. `entry` takes all arguments as one array. */
-typedef struct {
-    PyObject_HEAD
-    vectorcallfunc vectorcall;
-    int (*entry)(const int64_t *);
-    Py_ssize_t nargs;
-    PyObject *owner; /* the library: it must outlive its functions */
-} Function;
-
-enum { MAX_ON_STACK = 256 };
 
 static int64_t as_int64(PyObject *o) {
     /* Pointers are unsigned, sizes are signed: both keep their bits. */
@@ -55,6 +45,19 @@ static int64_t as_int64(PyObject *o) {
     }
     return (int64_t)v;
 }
+"""
+
+_SOURCE = r"""
+/* One compiled function, callable with ints. `entry` takes all arguments as one array. */
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    int (*entry)(const int64_t *);
+    Py_ssize_t nargs;
+    PyObject *owner; /* the library: it must outlive its functions */
+} Function;
+
+enum { MAX_ON_STACK = 256 };
 
 static PyObject *function_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *kwnames) {
     Function *f = (Function *)self;
@@ -163,7 +166,7 @@ def build_extension(name: str, c_source: str, flags: Sequence[str] = ()) -> Modu
 def _extension() -> ModuleType | None:
     """The extension of this file; None where it cannot be built (then ctypes is used)."""
     try:
-        return build_extension("_reflib_native", _SOURCE)
+        return build_extension("_reflib_native", C_HEAD + _SOURCE)
     except ToolchainError:
         return None
 
