@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from hand_loops import contiguous
 
 from reflib.generate.cpp import HEADER, generate_cpp
 from reflib.generate.kernel import Kernel
-from reflib.ir.expr import Expr, Var, expr
+from reflib.ir.expr import Expr, expr
 from reflib.ir.interpret import run_loops
-from reflib.ir.loops import Axis, Loops
+from reflib.ir.loops import Loops
 from reflib.ir.program import Buffer, Config
 from reflib.toolchain import build_library
 from reflib.wrap.native import load_library
@@ -18,18 +19,9 @@ from reflib.wrap.native import load_library
 CPU = torch.device("cpu")
 
 
-def axis(name: str, size: int | Expr, kind: str = "p") -> Axis:
-    return Axis(Var(name, expr(size)), kind)
-
-
 def buffer(name: str, dtype: torch.dtype, *shape: int | Expr) -> Buffer:
     """A contiguous buffer."""
-    strides: list[Expr] = []
-    step = expr(1)
-    for size in reversed(shape):
-        strides.insert(0, step)
-        step = step * size
-    return Buffer(name, dtype, CPU, tuple(map(expr, shape)), tuple(strides))
+    return Buffer(name, dtype, CPU, tuple(map(expr, shape)), contiguous(shape))
 
 
 class Case:

@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from hand_loops import FLOATS, TAKES, axis, contiguous, eager_traps, op_loops, operands, reduce_loops, short
 
 from reflib.choose.heuristics import choose_configs
 from reflib.generate.kernel import Kernel
 from reflib.generate.triton import generate_triton
-from reflib.ir.expr import Expr, Sym, Var, expr
+from reflib.ir.expr import Expr, Sym, expr
 from reflib.ir.interpret import run_loops
-from reflib.ir.loops import Axis, BodyBuilder, Loops
+from reflib.ir.loops import BodyBuilder, Loops
 from reflib.ir.ops import OPS, VALUE_DTYPES, value_dtype
 from reflib.ir.program import Buffer, Config
 from reflib.options import Options
@@ -24,12 +25,6 @@ from reflib.target import parse_target
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 BOOL, I64, I32 = torch.bool, torch.int64, torch.int32
-INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-FLOATS = (F32, F64)
-TAKES = {
-    "float": FLOATS, "int": INTS, "bool": (BOOL,), "intbool": (BOOL, *INTS), "number": (*INTS, *FLOATS),
-    "any": VALUE_DTYPES,
-}  # fmt: skip
 
 
 @dataclass
@@ -76,19 +71,6 @@ def _storage(t: torch.Tensor) -> torch.Tensor:
     """A copy of all of a tensor's storage, flat."""
     count = t.untyped_storage().nbytes() // t.itemsize
     return t.as_strided((count,), (1,), 0).clone()
-
-
-def contiguous(shape: Sequence[Expr]) -> tuple[Expr, ...]:
-    strides: list[Expr] = []
-    step = expr(1)
-    for size in reversed(shape):
-        strides.insert(0, step)
-        step = step * size
-    return tuple(strides)
-
-
-def axis(name: str, size: int | Expr, kind: str = "p") -> Axis:
-    return Axis(Var(name, expr(size)), kind)
 
 
 def rand(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> torch.Tensor:
@@ -150,39 +132,11 @@ def hostile(dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([values, rand(24, dtype=dtype), 10 * rand(24, dtype=dtype, seed=1)])
 
 
-def operands(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    arity, v = OPS[name].arity, hostile(dtype)
-    if arity == 1:
-        more = torch.linspace(-20, 20, 1001, dtype=dtype) if dtype.is_floating_point else v
-        return [torch.cat([v, more])]
-    if arity == 2:
-        pairs = torch.cartesian_prod(v, v)
-        if dtype in INTS and name in ("floordiv", "truncdiv", "remainder", "fmod"):
-            pairs = pairs[
-                ~((pairs[:, 1] == -1) & (pairs[:, 0] == torch.iinfo(dtype).min))
-            ]  # eager traps here
-        return [pairs[:, 0].contiguous(), pairs[:, 1].contiguous()]
-    few = v[:: max(1, len(v) // 12)]
-    triples = torch.cartesian_prod(few, few, few)
-    first = triples[:, 0] if name != "where" else triples[:, 0] > 0
-    return [first.contiguous(), triples[:, 1].contiguous(), triples[:, 2].contiguous()]
-
-
 def op_case(name: str, dtype: torch.dtype, to: torch.dtype | None = None) -> Case:
-    args = operands(name, dtype)
-    n = args[0].numel()
-    i = axis("i", n)
-    b = BodyBuilder()
-    values = [b.load(f"x{k}", i.var, a.dtype) for k, a in enumerate(args)]
-    out = b.op(name, *values, dtype=to)
-    b.store("out", i.var, out)
-    tensors = {f"x{k}": a for k, a in enumerate(args)}
-    tensors["out"] = torch.zeros(n, dtype=b.dtype(out))
-    return Case((Loops(name, (i,), tuple(b.body)),), tensors, config=Config("none", xblock=4096))
-
-
-def short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    args = operands(name, hostile(dtype), points=1001)
+    fine = ~eager_traps(name, args)
+    loops, tensors = op_loops(name, [a[fine] for a in args], to)
+    return Case((loops,), tensors, config=Config("none", xblock=4096))
 
 
 def op_cases() -> dict[str, Callable[[], Case]]:
@@ -203,28 +157,9 @@ PERSISTENT = Config("persistent", xblock=4, rblock=128, num_warps=4)
 LOOPED = Config("looped", xblock=2, rblock=16, num_warps=1)
 
 
-def reduce_case(
-    kind: str, dtype: torch.dtype, across: bool, config: Config, rows: int = 5, n: int = 70
-) -> Case:
-    """Along memory (x[i, j] over j), or across it (x[j, i] over j)."""
-    pool = hostile(dtype)
-    if dtype.is_floating_point and kind in ("sum", "prod"):
-        pool = rand(50, dtype=dtype)
-    g = torch.Generator().manual_seed(1)
-    x = pool[torch.randint(len(pool), (rows, n), generator=g)]
-    if dtype.is_floating_point and kind[-3:] in ("max", "min"):
-        x[:3] = torch.where(x[:3].isnan(), torch.zeros_like(x[:3]), x[:3])  # rows without a NaN as well
-    x = x.t().contiguous() if across else x
-    i, j = axis("i", rows), axis("j", n, "r")
-    b = BodyBuilder()
-    index = expr(j.var) * rows + expr(i.var) if across else expr(i.var) * n + expr(j.var)
-    v = b.load("x", index, value_dtype(dtype))
-    args = (v, b.index(j.var)) if kind[:3] == "arg" else (v,)
-    out = I64 if kind[:3] == "arg" else dtype
-    b.store("out", i.var, b.reduce(kind, *args, dtype=out))
-    return Case(
-        (Loops(kind, (i, j), tuple(b.body)),), {"x": x, "out": torch.zeros(rows, dtype=out)}, config=config
-    )
+def reduce_case(kind: str, dtype: torch.dtype, across: bool, config: Config) -> Case:
+    loops, tensors = reduce_loops(kind, hostile(dtype), across)
+    return Case((loops,), tensors, config=config)
 
 
 def reduce_cases() -> dict[str, Callable[[], Case]]:

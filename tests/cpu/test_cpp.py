@@ -6,7 +6,8 @@ import random
 
 import pytest
 import torch
-from cpp_running import Case, axis, build
+from cpp_running import Case, build
+from hand_loops import axis
 
 from reflib.ir.expr import Sym, expr
 from reflib.ir.loops import BodyBuilder, Loops, Origin

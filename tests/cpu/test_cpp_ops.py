@@ -6,19 +6,12 @@ import itertools
 
 import pytest
 import torch
-from cpp_running import Case, axis, build
+from cpp_running import Case, build
+from hand_loops import FLOATS, TAKES, eager_traps, op_loops, operands, reduce_loops, short
 
 from reflib.generate import cpp_text
-from reflib.ir.loops import BodyBuilder, Loops
 from reflib.ir.ops import OPS, REDUCTIONS, VALUE_DTYPES, cast
 
-INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-FLOATS = (torch.float32, torch.float64)
-NUMBERS = (*INTS, *FLOATS)
-TAKES = {
-    "float": FLOATS, "int": INTS, "bool": (torch.bool,), "intbool": (torch.bool, *INTS),
-    "number": NUMBERS, "any": VALUE_DTYPES,
-}  # fmt: skip
 # More units in the last place than the default 2: by libm's or torch's own error, or by cancellation near a zero.
 ULPS = {
     "pow": 4,
@@ -74,36 +67,8 @@ def hostile(dtype: torch.dtype) -> torch.Tensor:
     )
 
 
-def operands(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Every pair of hostile values for two operands; a few thousand triples for three."""
-    arity, v = OPS[name].arity, hostile(dtype)
-    if arity == 1:
-        more = torch.linspace(-20, 20, 4001, dtype=dtype) if dtype.is_floating_point else v
-        return [torch.cat([v, more])]
-    if arity == 2:
-        pairs = torch.cartesian_prod(v, v)
-        return [pairs[:, 0].contiguous(), pairs[:, 1].contiguous()]
-    few = v[:: max(1, len(v) // 12)]
-    triples = torch.cartesian_prod(few, few, few)
-    first = triples[:, 0] if name != "where" else triples[:, 0] > 0
-    return [first.contiguous(), triples[:, 1].contiguous(), triples[:, 2].contiguous()]
-
-
 def op_case(name: str, dtype: torch.dtype, to: torch.dtype | None = None) -> Case:
-    args = operands(name, dtype)
-    n = args[0].numel()
-    i = axis("i", n)
-    b = BodyBuilder()
-    values = [b.load(f"x{k}", i.var, a.dtype) for k, a in enumerate(args)]
-    out = b.op(name, *values, dtype=to)
-    b.store("out", i.var, out)
-    tensors = {f"x{k}": a for k, a in enumerate(args)}
-    tensors["out"] = torch.zeros(n, dtype=b.dtype(out))
-    return Case(Loops(name, (i,), tuple(b.body)), tensors)
-
-
-def short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return Case(*op_loops(name, operands(name, hostile(dtype), points=4001), to))
 
 
 def all_ops() -> dict[str, tuple[str, torch.dtype, torch.dtype | None]]:
@@ -134,9 +99,8 @@ def test_op(case, ops):
     c = cases[f"op_{case}"]
     args = [c.tensors[f"x{k}"] for k in range(OPS[name].arity)]
     got = c.run(library)["out"]
-    if not dtype.is_floating_point and name in ("floordiv", "truncdiv", "remainder", "fmod"):
-        fine = ~((args[1] == -1) & (args[0] == torch.iinfo(dtype).min))  # eager traps here
-        args, got = [a[fine] for a in args], got[fine]
+    fine = ~eager_traps(name, args)
+    args, got = [a[fine] for a in args], got[fine]
     if dtype.is_floating_point and name in ("remainder", "fmod"):
         fine = ~((args[0] / args[1]).isinf() & (args[1] != 0))  # eager gives NaN where the quotient overflows
         args, got = [a[fine] for a in args], got[fine]
@@ -177,30 +141,8 @@ def test_every_reduction_is_known():
 
 
 # -- reductions -------------------------------------------------------------------------------------
-def reduce_case(kind: str, dtype: torch.dtype, across: bool, rows: int = 5, n: int = 70) -> Case:
-    """Along memory (x[i, j] over j), or across it (x[j, i] over j)."""
-    g = torch.Generator().manual_seed(1)
-    pool = hostile(dtype)
-    if dtype.is_floating_point and kind in ("sum", "prod"):
-        pool = torch.randn(50, dtype=dtype, generator=g)
-    x = pool[torch.randint(len(pool), (rows, n), generator=g)]
-    if dtype.is_floating_point and kind in ("max", "min", "argmax", "argmin"):
-        x[:3] = torch.where(x[:3].isnan(), torch.zeros_like(x[:3]), x[:3])  # rows without a NaN as well
-    x = x.t().contiguous() if across else x
-    i, j = axis("i", rows), axis("j", n, "r")
-    b = BodyBuilder()
-    index = expr_of(j) * rows + expr_of(i) if across else expr_of(i) * n + expr_of(j)
-    v = b.load("x", index, dtype)
-    args = (v, b.index(j.var)) if kind[:3] == "arg" else (v,)
-    out_dtype = torch.int64 if kind[:3] == "arg" else dtype
-    b.store("out", i.var, b.reduce(kind, *args, dtype=out_dtype))
-    return Case(Loops(kind, (i, j), tuple(b.body)), {"x": x, "out": torch.zeros(rows, dtype=out_dtype)})
-
-
-def expr_of(a):
-    from reflib.ir.expr import expr
-
-    return expr(a.var)
+def reduce_case(kind: str, dtype: torch.dtype, across: bool) -> Case:
+    return Case(*reduce_loops(kind, hostile(dtype), across))
 
 
 def reduction_dtypes(kind: str) -> tuple[torch.dtype, ...]:

@@ -10,7 +10,8 @@ import sys
 
 import pytest
 import torch
-from triton_cases import BF16, F32, Case, axis, kernel_cases, norm, op_cases, pointwise, rand, several
+from hand_loops import axis
+from triton_cases import BF16, F32, Case, kernel_cases, norm, op_cases, pointwise, rand, several
 
 from reflib import cache
 from reflib.choose.heuristics import choose_configs

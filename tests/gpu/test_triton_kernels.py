@@ -8,7 +8,8 @@ import os
 import pytest
 import torch
 from checking import wrong_values
-from triton_cases import BF16, F32, Case, axis, kernel_cases, norm, op_cases, pointwise, rand, reduce_cases
+from hand_loops import axis
+from triton_cases import BF16, F32, Case, kernel_cases, norm, op_cases, pointwise, rand, reduce_cases
 
 from reflib.choose.heuristics import choose_configs
 from reflib.generate.compile_triton import compile_all, compile_kernel
