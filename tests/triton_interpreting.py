@@ -3,8 +3,8 @@ Triton is imported.
 
     TRITON_INTERPRET=1 python tests/triton_interpreting.py {ops|reductions|kernels} [name ...]
 
-Prints one JSON object: for each case, what is wrong with it, or nothing. What the interpreter lacks is given to it
-here: libdevice (as torch functions) and a reduction with any combine function (as a tree, whole arrays at a time).
+Prints one JSON object: for each case, what is wrong with it, or nothing. What the interpreter lacks
+(``reflib.lab.triton_child`` says what) is given to it first.
 """
 
 from __future__ import annotations
@@ -20,47 +20,9 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-import triton.language as tl  # noqa: E402
-from triton.language.extra import libdevice  # noqa: E402
-from triton.runtime import interpreter  # noqa: E402
 from triton_cases import Case, kernel_cases, op_cases, reduce_cases  # noqa: E402
 
-from reflib.ir.ops import OPS  # noqa: E402
-
-EXTRA = {"rint": torch.round, "fmod": torch.fmod}
-
-
-def use_torch_for_libdevice() -> None:
-    names = {n: s.meaning for n, s in OPS.items() if s.kind == "float"} | EXTRA
-    for name, fn in names.items():
-        if hasattr(libdevice, name):
-            setattr(libdevice, name, _wrapped(fn))
-
-
-def _wrapped(fn: Any) -> Any:
-    def call(*args: Any) -> Any:
-        arrays = [torch.from_numpy(np.array(a.handle.data)) for a in args]
-        out = fn(*arrays).numpy()
-        return tl.core.tensor(interpreter.TensorHandle(out, args[0].handle.dtype), args[0].type)
-
-    return call
-
-
-def reduce_by_trees() -> None:
-    def generic_reduce(self: Any, inputs: Any) -> Any:
-        arrays = [x.handle.data for x in inputs]
-        axis, types = self.axis, [x.dtype for x in inputs]
-        while arrays[0].shape[axis] > 1:
-            half = arrays[0].shape[axis] // 2
-            left = [self.to_tensor(np.take(a, range(half), axis), t) for a, t in zip(arrays, types)]
-            right = [self.to_tensor(np.take(a, range(half, 2 * half), axis), t) for a, t in zip(arrays, types)]
-            out = self.combine_fn.fn(*left, *right)
-            arrays = [o.handle.data for o in (out if isinstance(out, tuple) else (out,))]
-        if not self.keep_dims:
-            arrays = [np.squeeze(a, axis) for a in arrays]
-        return [self.to_tensor(a, t) for a, t in zip(arrays, types)]
-
-    interpreter.ReduceOps.generic_reduce = generic_reduce
+from reflib.lab.triton_child import complete_the_interpreter  # noqa: E402
 
 
 def run(name: str, case: Case, folder: str) -> dict[str, torch.Tensor]:
@@ -135,8 +97,7 @@ def _defined(name: str, case: Case, like: torch.Tensor) -> torch.Tensor:
 
 
 def main(kind: str, wanted: list[str]) -> dict[str, str]:
-    use_torch_for_libdevice()
-    reduce_by_trees()
+    complete_the_interpreter()
     cases = {"ops": op_cases, "reductions": reduce_cases, "kernels": kernel_cases}[kind]()
     results = {}
     with tempfile.TemporaryDirectory() as folder:

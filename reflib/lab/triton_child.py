@@ -41,7 +41,8 @@ def complete_the_interpreter() -> None:
 
     from reflib.ir.ops import OPS
 
-    for name, fn in {n: s.meaning for n, s in OPS.items() if s.kind == "float"}.items():
+    functions = {n: s.meaning for n, s in OPS.items() if s.kind == "float"}
+    for name, fn in {**functions, "rint": torch.round, "fmod": torch.fmod}.items():
         if hasattr(libdevice, name):
             setattr(libdevice, name, _as_libdevice(fn))
     interpreter.ReduceOps.generic_reduce = _tree_reduce
