@@ -6,7 +6,7 @@
 ``torch.compile(model, backend="reflib")``. What kind of wrapper, which target, whether to measure: ``run`` decides it
 here, once, from the Options, and passes values down.
 
-(The design page calls this file compile.py; a module of that name would shadow the function ``reflib.compile``.)
+(Not compile.py: a module of that name would shadow the function ``reflib.compile``.)
 """
 
 from __future__ import annotations

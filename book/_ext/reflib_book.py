@@ -18,7 +18,7 @@ from sphinx.util.docutils import SphinxDirective
 
 BOOK = Path(__file__).resolve().parent.parent
 
-# stage: what it takes, what it returns; DESIGN's table. Sizes and "not yet written" are read from the code.
+# stage: what it takes, what it returns. Sizes and "not yet written" are read from the code.
 PIPELINE = (
     ("capture", "a model and its arguments", "a graph of ATen calls"),
     ("lower", "graph", "a program of loops, in the language of ir/"),

@@ -174,7 +174,7 @@ def _checked(
     poison = [torch.full_like(e, math.nan, dtype=case.dtype) for e in exact]
     del poison  # the next allocation of that size finds NaN, not an earlier contender's right answer
     got = _run(case, fn, sets[0])
-    # DESIGN's definition of wrong is for us; a peer's sum in another order is not what this is about.
+    # So strict a definition of wrong is for us; a peer's sum in another order is not what this is about.
     floor = torch.finfo(case.dtype).eps * (0.5 if who == contenders.US else 32)
     for g, e, allowed in zip(got, exact, eager, strict=True):
         if g.dtype != case.dtype or g.shape != e.shape or g.stride() != e.stride():

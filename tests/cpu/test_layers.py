@@ -1,4 +1,4 @@
-"""Imports point backwards along the pipeline (DESIGN section 4)."""
+"""Imports point backwards along the pipeline."""
 
 from __future__ import annotations
 
