@@ -1,0 +1,194 @@
+"""Whole programs as a GPU would run them, on a CPU: captured, compiled for sm_90, and executed by the printed wrapper,
+whose kernels are run by Triton's interpreter. A program of its own, because the interpreter must be chosen before
+Triton is imported.
+
+    TRITON_INTERPRET=1 python tests/triton_programs.py [name ...]
+
+Prints one JSON object: for each program, what is wrong with it, or nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+
+from reflib.generate.kernel import Kernel  # noqa: E402
+from reflib.lab.triton_child import complete_the_interpreter  # noqa: E402
+from reflib.options import Options  # noqa: E402
+from reflib.pipeline import Backend, Stages, run  # noqa: E402
+from reflib.wrap.python import PythonPrinter  # noqa: E402
+from reflib.wrap.runtime import namespace  # noqa: E402
+
+ARMS = (0, 1)  # the fast arm; and, with every pointer called misaligned, the general one
+
+
+class Interpreted(Backend):
+    """Compiles for a GPU, runs in the interpreter. ``arm`` 1 takes the general kernels."""
+
+    def __init__(self, folder: str, arm: int, **options: Any):
+        super().__init__(Options(target="sm_90", verify=True, **options))
+        self.folder, self.arm, self.launched = folder, arm, 0
+
+    def _compile(self, graph: Any, inputs: Any) -> Callable[[list], Any]:
+        stages = run(graph, self.options)
+        assert stages.chosen is not None and stages.plan is not None and stages.kernels is not None
+        printer = PythonPrinter(stages.chosen, stages.plan, stages.kernels)
+        source = printer.print()
+        if self.arm:
+            source = source.replace(".data_ptr() % 16 == 0", ".data_ptr() % 16 == 99")
+        scope = namespace() | stages.chosen.constants | printer.names
+        scope |= {
+            "alloc_cuda": _poisoned, "device_guard": lambda i: contextlib.nullcontext(), "current_stream": lambda i: 0,
+        }  # fmt: skip
+        scope |= {k.name: self._kernel(k, stages) for k in stages.kernels.values()}
+        exec(compile(source, "<wrapper>", "exec"), scope)
+        return scope["call"]
+
+    def _kernel(self, kernel: Kernel, stages: Stages) -> Callable[..., None]:
+        path = os.path.join(self.folder, f"{kernel.name}_{id(kernel)}.py")
+        with open(path, "w") as f:
+            f.write(kernel.source)
+        names: dict[str, Any] = {"__name__": kernel.name}
+        if kernel.grid != 0:
+            exec(compile(kernel.source, path, "exec"), names)
+        buffers = stages.chosen.buffers  # type: ignore[union-attr]
+
+        def launch(stream: int, grid: int, *args: int) -> None:
+            sizes = {s.name: v for s, v in zip(kernel.symbols, args[len(kernel.buffers) :], strict=True)}
+            pointers = [
+                _at(p, dtype, int(buffers[name].extent.evaluate(_Any(sizes))))
+                for (name, dtype), p in zip(kernel.buffers, args, strict=False)
+            ]
+            self.launched += 1
+            if grid > 0:
+                names[kernel.name][(grid,)](*pointers, *sizes.values())
+
+        return launch
+
+
+class _Any(dict):
+    """Sizes a kernel was not given do not matter to it: its buffers are only looked at where it reaches."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def __missing__(self, key: Any) -> int:
+        return self.get(getattr(key, "name", key), 1 << 12)
+
+
+def _at(pointer: int, dtype: torch.dtype, count: int) -> torch.Tensor:
+    """Memory that somebody else owns, as a tensor."""
+    if not count:
+        return torch.empty(0, dtype=dtype)
+    raw = (ctypes.c_char * (count * dtype.itemsize)).from_address(pointer)
+    return torch.frombuffer(raw, dtype=dtype)
+
+
+def _poisoned(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    out = torch.empty_strided(size, stride, dtype=dtype)
+    return out.fill_(float("nan") if dtype.is_floating_point else 77)
+
+
+def randn(*shape: int, **kw: Any) -> torch.Tensor:
+    return torch.randn(*shape, **kw)
+
+
+def _block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    h = F.layer_norm(x, (32,), w)
+    return (F.gelu(h) * torch.softmax(h, -1)).sum(0) + (x * 2).amax()
+
+
+def _mutates(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x.mul_(2).add_(y)
+    y[1:3] = x[:2]
+    return x.sum()
+
+
+PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
+    "siblings": (
+        lambda x: (x + 1, x.sum(), x.sum(0), x.sum(-1), torch.cat([x, x]), x.t() * 2, (x > 0).any(), x.prod(0)),
+        lambda: (randn(12, 20),), {},
+    ),
+    "one of each length": (
+        lambda x, y, z: (x.sum(-1), y.amax(-1), z.mean(-1), x.exp(), y.softmax(0)),
+        lambda: (randn(6, 100), randn(40, 3), randn(5, 33)), {},
+    ),
+    "block": (_block, lambda: (randn(24, 32, requires_grad=True), randn(32, requires_grad=True)), {}),
+    "looped": (_block, lambda: (randn(24, 32, requires_grad=True), randn(32, requires_grad=True)), {"persistent_limit": 16}),
+    "one op each": (_block, lambda: (randn(24, 32, requires_grad=True), randn(32, requires_grad=True)), {"max_fused_ops": 2}),
+    "columns": (
+        lambda x, w: F.rms_norm(x, (64,), w, 1e-6),
+        lambda: (randn(600, 64, requires_grad=True), randn(64, requires_grad=True)), {},
+    ),
+    "empty": (lambda x: (x + 1, x.sum(), x.sum(0), x.any(), x.all(-1), x.t() * 2), lambda: (randn(0, 5),), {}),
+    "empty rows": (lambda x: (x + 1, x.sum(), x.sum(-1), x.any(), x.all(-1)), lambda: (randn(5, 0),), {}),
+    "mutates": (_mutates, lambda: (randn(4, 6), randn(4, 6)), {}),
+    "views": (
+        lambda x: (x.t().reshape(-1) + 1, x[:, ::2].cos(), x.expand(3, 12, 20).sum(0), F.pad(x, (1, 2)) * 2),
+        lambda: (randn(12, 20),), {},
+    ),
+    "long": (lambda x: (x.sum(), x.amax(), x.argmax(), (x * 2).mean(0)), lambda: (randn(3, 20000),), {}),
+    "lists": (
+        lambda *xs: torch._foreach_add(torch._foreach_mul(list(xs), 0.5), 1.0),
+        lambda: tuple(randn(n) for n in (5, 300, 7, 64)), {},
+    ),
+}  # fmt: skip
+
+
+def problem(name: str, folder: str, arm: int, dynamic: bool) -> str:
+    fn, make, options = PROGRAMS[name]
+    backend = Interpreted(folder, arm, **options)
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend=backend, dynamic=dynamic)
+    torch.manual_seed(0)
+    args = make()
+    results = []
+    for f in (fn, compiled):
+        mine = [a.detach().clone().requires_grad_(a.requires_grad) for a in args]
+        out = f(*mine)
+        out = list(out) if isinstance(out, (tuple, list)) else [out]
+        if any(a.requires_grad for a in mine):
+            torch.manual_seed(1)
+            grads = torch.autograd.grad(out, mine, [torch.randn_like(o) for o in out])
+            out += grads
+        results.append([t.detach() for t in [*out, *mine]])
+    if not backend.launched:
+        return "no kernel was launched"
+    wrong = []
+    for i, (want, got) in enumerate(zip(*results, strict=True)):
+        same = want.shape == got.shape and (want.stride() == got.stride() or not want.numel())
+        if not same or not torch.allclose(got.double(), want.double(), rtol=1e-4, atol=1e-5, equal_nan=True):
+            wrong.append(f"output {i}: got {got.flatten()[:4].tolist()}, want {want.flatten()[:4].tolist()}")
+    return "; ".join(wrong)
+
+
+def main(wanted: list[str]) -> dict[str, str]:
+    complete_the_interpreter()
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in wanted or list(PROGRAMS):
+            for arm in ARMS:
+                for dynamic in (False, True):
+                    label = f"{name}, {'general' if arm else 'fast'} arm, {'dynamic' if dynamic else 'static'}"
+                    try:
+                        results[label] = problem(name, folder, arm, dynamic)
+                    except Exception as e:
+                        results[label] = f"{type(e).__name__}: {e}\n" + "".join(traceback.format_exc()[-1500:])
+    return results
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps(main(sys.argv[1:])))
