@@ -105,6 +105,10 @@ def randn(*shape: int, **kw: Any) -> torch.Tensor:
     return torch.randn(*shape, **kw)
 
 
+def _trained(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return randn(rows, columns, requires_grad=True), randn(columns, requires_grad=True)
+
+
 def _block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     h = F.layer_norm(x, (32,), w)
     return (F.gelu(h) * torch.softmax(h, -1)).sum(0) + (x * 2).amax()
@@ -125,12 +129,11 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dic
         lambda x, y, z: (x.sum(-1), y.amax(-1), z.mean(-1), x.exp(), y.softmax(0)),
         lambda: (randn(6, 100), randn(40, 3), randn(5, 33)), {},
     ),
-    "block": (_block, lambda: (randn(24, 32, requires_grad=True), randn(32, requires_grad=True)), {}),
-    "looped": (_block, lambda: (randn(24, 32, requires_grad=True), randn(32, requires_grad=True)), {"persistent_limit": 16}),
-    "one op each": (_block, lambda: (randn(24, 32, requires_grad=True), randn(32, requires_grad=True)), {"max_fused_ops": 2}),
+    "block": (_block, lambda: _trained(24, 32), {}),
+    "looped": (_block, lambda: _trained(24, 32), {"persistent_limit": 16}),
+    "one op each": (_block, lambda: _trained(24, 32), {"max_fused_ops": 2}),
     "columns": (
-        lambda x, w: F.rms_norm(x, (64,), w, 1e-6),
-        lambda: (randn(600, 64, requires_grad=True), randn(64, requires_grad=True)), {},
+        lambda x, w: F.rms_norm(x, (64,), w, 1e-6), lambda: _trained(600, 64), {},
     ),
     "empty": (lambda x: (x + 1, x.sum(), x.sum(0), x.any(), x.all(-1), x.t() * 2), lambda: (randn(0, 5),), {}),
     "empty rows": (lambda x: (x + 1, x.sum(), x.sum(-1), x.any(), x.all(-1)), lambda: (randn(5, 0),), {}),

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
 from ..fuse import Fused
 from ..ir.loops import Loops
 from ..ir.program import Config, Node, Program, Region
+from ..logs import get as logger
 from ..options import Options
 from ..target import Target
 from .heuristics import choose_configs
@@ -34,6 +36,8 @@ def choose(
 ) -> tuple[Program, tuple[Decision, ...]]:
     """Returns the program with a Region for every Loops (one for each combined set), and the decisions."""
     program = fused.program
+    if options.autotune != "off":
+        _say_once(f"autotune={options.autotune!r} is not in this version of reflib: heuristics choose, as with 'off'")
     last_of = {names[-1]: names for names in fused.combined}
     earlier = {n for names in fused.combined for n in names[:-1]}
     loops = {n.name: n for n in program.nodes if isinstance(n, Loops)}
@@ -52,6 +56,11 @@ def choose(
         nodes.append(region)
         decisions.append(_decision(region))
     return replace(program, nodes=tuple(nodes)), tuple(decisions)
+
+
+@cache
+def _say_once(message: str) -> None:
+    logger("choose").warning(message)
 
 
 def _decision(region: Region) -> Decision:

@@ -134,6 +134,11 @@ class Loops:
     body: tuple[Stmt, ...]
     origins: tuple[Origin, ...] = ()
 
+    def __str__(self) -> str:
+        from .printer import format_loops
+
+        return format_loops(self)
+
     @property
     def parallel(self) -> tuple[Axis, ...]:
         return tuple(a for a in self.axes if a.kind == "p")

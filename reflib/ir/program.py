@@ -185,6 +185,11 @@ class Program:
     outputs: tuple[Any, ...]
     constants: dict[str, Any] = field(default_factory=dict, compare=False)
 
+    def __str__(self) -> str:
+        from .printer import format_program
+
+        return format_program(self)
+
     def producer(self) -> dict[str, Node]:
         """Which node makes each temp buffer first."""
         out: dict[str, Node] = {}

@@ -1,4 +1,4 @@
-"""Whole programs compiled for a GPU give eager's results when the wrapper runs here and Triton's interpreter its kernels."""
+"""Whole programs for a GPU give eager's results: the wrapper runs here, its kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
