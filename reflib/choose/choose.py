@@ -37,7 +37,7 @@ def choose(
     """Returns the program with a Region for every Loops (one for each combined set), and the decisions."""
     program = fused.program
     if options.autotune != "off":
-        _say_once(f"autotune={options.autotune!r} is not in this version of reflib: heuristics choose, as with 'off'")
+        _say_once(f"autotune={options.autotune!r} is not in this version of reflib: heuristics choose, as for 'off'")
     last_of = {names[-1]: names for names in fused.combined}
     earlier = {n for names in fused.combined for n in names[:-1]}
     loops = {n.name: n for n in program.nodes if isinstance(n, Loops)}
@@ -67,7 +67,8 @@ def _decision(region: Region) -> Decision:
     config = region.arms[0].config
     part = region.arms[0].parts[0]
     size = f"{part.numel} x {part.rnumel}" if part.reduced else f"{part.numel}"
-    reason = f"heuristic for {size} elements: {config.reduction if part.reduced else 'pointwise'}"
+    how = {"none": "a loop for each pass"}.get(config.reduction, config.reduction) if part.reduced else "pointwise"
+    reason = f"heuristic for {size} elements: {how}"
     return Decision(region.name, config, (("heuristic", config),), reason)
 
 
