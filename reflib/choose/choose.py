@@ -37,7 +37,7 @@ def choose(
     """Returns the program with a Region for every Loops (one for each combined set), and the decisions."""
     program = fused.program
     if options.autotune != "off":
-        _say_once(f"autotune={options.autotune!r} is not in this version of reflib: heuristics choose, as for 'off'")
+        _say_once(f"autotune={options.autotune!r} is not in this version of reflib: heuristics choose")
     last_of = {names[-1]: names for names in fused.combined}
     earlier = {n for names in fused.combined for n in names[:-1]}
     loops = {n.name: n for n in program.nodes if isinstance(n, Loops)}
