@@ -103,6 +103,16 @@ def test_swap_of_two_inputs(device: str) -> None:
     compare(f, randn(33, device=device), randn(33, device=device) + 1)
 
 
+def test_one_element_read_in_a_reduction_and_mutated(device: str) -> None:
+    def f(x: torch.Tensor) -> Any:
+        y = torch.stack([x, x], 0)
+        z = (y - 3).amax(0)
+        x.add_(x.clone())
+        return y, z
+
+    compare(f, torch.full((1, 1), 6, device=device))
+
+
 def test_transposed_input_mutated(device: str) -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         x.copy_(torch.softmax(x, -1))

@@ -191,7 +191,15 @@ def _in_place_rule(a: Cluster, b: Cluster, m: Mapping) -> Reason | None:
             for index in (*side.reads.get(name, ()), *side.writes.get(name, ())):
                 if rows & index.subs(env).variables() and not _written_last(a, b, m, names):
                     return Reason("in-place", f"{name} is written over while rows of it are still needed")
+    for name in names:  # under a mask, data per row may be read again for every element of the row
+        if rows and (_masked(a, name) or _masked(b, name)):
+            return Reason("in-place", f"{name} is written over while it is still needed, under a mask")
     return None
+
+
+def _masked(c: Cluster, name: str) -> bool:
+    loads = (s for _, loops, _ in c.parts for s in loops.loads() if s.buffer == name)
+    return any(s.mask is not None for s in loads)
 
 
 def _written_last(a: Cluster, b: Cluster, m: Mapping, names: set[str]) -> bool:
