@@ -210,7 +210,8 @@ def _columns(t: _Traffic, rows: int, length: int) -> Config:
     registers, and with 16 two reductions over two streams took 214 registers, one program a multiprocessor."""
     x = min(128 // t.width, _pow2(rows))
     r = min(max(8, 2048 // x), 64, _pow2(length))
-    persistent = length <= 64
+    assert t.space.r is not None
+    persistent = length <= 64 and t.space.r.size.constant is not None  # else the next size may be a longer one
     warps = max(1, min(8, x * r // 256))
     return Config(
         "persistent" if persistent else "looped",
