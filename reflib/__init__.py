@@ -3,7 +3,7 @@
 >>> import torch, reflib
 >>> f = torch.compile(model, backend="reflib")       # doctest: +SKIP
 
-See ``reflib.compile`` for the stages in order. Everything here is imported when first used, so that
+``reflib/pipeline.py`` has the stages in order. Everything here is imported when first used, so that
 ``import reflib`` costs next to nothing.
 """
 
@@ -22,6 +22,15 @@ _EXPORTS = {
     "explain": "observe",
 }
 
+_LATER = {
+    "register_custom_op_autotuning": "autotuning",
+    "CustomOpConfig": "autotuning",
+    "wait_for_tuning": "autotuning",
+    "tuning_progress": "autotuning",
+    "aot_compile": "packages",
+    "load": "packages",
+}
+
 if TYPE_CHECKING:
     from .errors import OptionError, PackageError, ReflibError
     from .observe.explain import explain
@@ -36,4 +45,6 @@ def __getattr__(name: str) -> Any:
 
     if name in _EXPORTS:
         return getattr(import_module("." + _EXPORTS[name], __name__), name)
+    if name in _LATER:
+        raise AttributeError(f"reflib.{name} comes with {_LATER[name]}, which this version does not have yet")
     raise AttributeError(f"module 'reflib' has no attribute {name!r}")

@@ -49,7 +49,12 @@ def root() -> Path:
 def _default_root() -> Path:
     named = os.environ.get("REFLIB_CACHE_DIR")
     if named:
-        return Path(named).expanduser().absolute()
+        path = Path(named).expanduser().absolute()
+        others = path.is_dir() and any(path.iterdir()) and not (path / _TAG).exists()
+        if not others:
+            return path
+        _check_private(path)  # who may write to it could exchange ours
+        return path / "reflib"
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "reflib"
     base = os.environ.get("XDG_CACHE_HOME")

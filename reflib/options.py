@@ -14,6 +14,7 @@ _CHOICES = {
     "wrapper": ("python", "cpp", "auto"),
     "autotune": ("off", "blocking", "background"),
 }
+_LEAST = {"max_fused_ops": 1, "max_fused_buffers": 2, "persistent_limit": 1}
 _TARGET = re.compile(r"^(cpu|sm_\d+a?|gfx[0-9a-f]+)$")
 
 
@@ -106,5 +107,7 @@ def _check(name: str, value: Any, default: Any) -> None:
     elif isinstance(default, bool):
         if not isinstance(value, bool):
             raise OptionError(f"option {name}={value!r}: must be True or False")
-    elif isinstance(default, int) and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-        raise OptionError(f"option {name}={value!r}: must be a non-negative integer")
+    elif isinstance(default, int):
+        least = _LEAST.get(name, 0)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise OptionError(f"option {name}={value!r}: must be an integer of at least {least}")

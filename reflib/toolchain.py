@@ -214,7 +214,8 @@ def _without_comments(text: str) -> str:
 
 def _units(texts: list[str], options: Options) -> list[list[str]]:
     """Spread ``texts`` over translation units of about equal length."""
-    cores = options.compile_threads or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = options.compile_threads or here
     count = max(1, min(cores, len(texts), sum(map(len, texts)) // _UNIT_CHARS))
     units: list[list[str]] = [[] for _ in range(count)]
     for text in sorted(texts, key=len, reverse=True):

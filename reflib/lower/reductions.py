@@ -132,6 +132,8 @@ def min_dim(cx: Context, x: View, dim: int, keepdim: bool = False) -> list[View]
 
 def _extreme_and_index(cx: Context, x: View, dim: int, kind: str) -> list[View]:
     dims = dims_of(x, dim)
+    if any(x.shape[d] == 0 for d in dims):
+        raise Unsupported("the extreme of nothing is an error, which ATen raises")
     values, indices = cx.out(0), cx.out(1)
     k = Kernel(cx, x.shape, dims)
     v = k.load(x)

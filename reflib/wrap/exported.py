@@ -38,14 +38,18 @@ class ExportedCallable:
         self._user = [i for i, s in enumerate(sig.input_specs) if s.kind.name == "USER_INPUT"]
         self._user_at = {s.arg.name: n for n, s in enumerate(x for x in sig.input_specs if x.kind.name == "USER_INPUT")}
         self._outputs = sig.output_specs
+        fakes = [n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder"]
+        self._expected = [(sig.input_specs[i].arg.name, fakes[i]) for i in self._user]
+        self._ranges = {str(s): r for s, r in program.range_constraints.items()}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         flat, spec = pytree.tree_flatten((args, kwargs))
         if spec != self._in_spec:
             raise ReflibError(f"called with arguments of structure {spec}, but it was exported with {self._in_spec}")
         values = list(self._state)
-        for i, v in zip(self._user, flat):
-            values[i] = v
+        sizes: dict[str, int] = {}
+        for i, v, (name, fake) in zip(self._user, flat, self._expected):
+            values[i] = self._checked(name, v, fake, sizes) if isinstance(fake, torch.Tensor) else v
         with torch.no_grad():
             results = self._call(values)
         user = []
@@ -60,3 +64,35 @@ class ExportedCallable:
             else:
                 raise ReflibError(f"reflib.compile: an exported program with a {kind} output is not supported")
         return pytree.tree_unflatten(user, self._out_spec)
+
+    def _checked(self, name: str, got: Any, fake: torch.Tensor, sizes: dict[str, int]) -> torch.Tensor:
+        """``got``, if it is what the program was exported for; a copy where only its strides are others. No Dynamo
+        guards this call, and the kernels believe what they were compiled for."""
+        if not isinstance(got, torch.Tensor):
+            raise ReflibError(f"argument {name}: expected a tensor, got {type(got).__name__}")
+        for what in ("dtype", "device", "ndim"):
+            have, want = getattr(got, what), getattr(fake, what)
+            if have != want and not (what == "device" and have.type == want.type and want.index is None):
+                raise ReflibError(f"argument {name}: {what} {have}, but it was exported with {want}")
+        for d, (have, want) in enumerate(zip(got.shape, fake.shape)):
+            if have != self._value(want, have, sizes):
+                known = f"{want} = {self._value(want, have, sizes)}" if isinstance(want, torch.SymInt) else want
+                raise ReflibError(f"argument {name}: size {have} in dimension {d}, but it was exported with {known}")
+        strides = tuple(self._value(s, h, sizes) for s, h in zip(fake.stride(), got.stride()))
+        if got.stride() == strides or all(n == 1 or s == h for n, s, h in zip(got.shape, strides, got.stride())):
+            return got
+        return torch.empty_strided(got.shape, strides, dtype=got.dtype, device=got.device).copy_(got)
+
+    def _value(self, want: Any, have: int, sizes: dict[str, int]) -> int:
+        """The number that a size must be. A symbol met for the first time is what it is here, within its range."""
+        if not isinstance(want, torch.SymInt):
+            return int(want)
+        e = want.node.expr
+        if e.is_Symbol and str(e) not in sizes:
+            r = self._ranges.get(str(e))
+            if r is not None and not r.lower <= have <= r.upper:
+                raise ReflibError(f"size {have} for {e}, which was exported for {r.lower} to {r.upper}")
+            sizes[str(e)] = have
+        known = {s: sizes[str(s)] for s in e.free_symbols if str(s) in sizes}
+        value = e.subs(known) if known else e
+        return int(value) if value.is_number else have
