@@ -1,7 +1,7 @@
 """Runs the Triton cases in Triton's interpreter: a program of its own, because the interpreter must be chosen before
 Triton is imported.
 
-    TRITON_INTERPRET=1 python tests/triton_interpreting.py {ops|reductions|kernels} [name ...]
+    TRITON_INTERPRET=1 python tests/triton_interpreting.py {ops|reductions|kernels|half} [name ...]
 
 Prints one JSON object: for each case, what is wrong with it, or nothing. What the interpreter lacks
 (``reflib.lab.triton_child`` says what) is given to it first.
@@ -21,6 +21,7 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from triton_cases import Case, kernel_cases, op_cases, reduce_cases  # noqa: E402
+from triton_half_cases import half_cases, half_problem  # noqa: E402
 
 from reflib.lab.triton_child import complete_the_interpreter  # noqa: E402
 
@@ -98,7 +99,7 @@ def _defined(name: str, case: Case, like: torch.Tensor) -> torch.Tensor:
 
 def main(kind: str, wanted: list[str]) -> dict[str, str]:
     complete_the_interpreter()
-    cases = {"ops": op_cases, "reductions": reduce_cases, "kernels": kernel_cases}[kind]()
+    cases = {"ops": op_cases, "reductions": reduce_cases, "kernels": kernel_cases, "half": half_cases}[kind]()
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, make in cases.items():
@@ -106,7 +107,10 @@ def main(kind: str, wanted: list[str]) -> dict[str, str]:
                 continue  # the interpreter cuts bfloat16 off instead of rounding
             try:
                 case = make()
-                results[name] = problem(name, case, run(name, case, folder))
+                got = run(name, case, folder)
+                results[name] = (
+                    half_problem(name, case.tensors["x"], got["out"]) if kind == "half" else problem(name, case, got)
+                )
             except Exception as e:
                 results[name] = f"{type(e).__name__}: {e}\n" + "".join(traceback.format_exc().splitlines(True)[-6:])
     return results

@@ -35,6 +35,7 @@ from .triton_facts import (
     varying,
     wants_exact,
 )
+from .triton_half import Form, cheap_forms
 from .triton_ops import LITERAL_OK, TL, Needs, nan_helper, print_cast, print_op
 
 Dims = frozenset[str]
@@ -70,6 +71,7 @@ class PartPrinter:
         self.inside = varying(space)
         self.phase = phases(space)
         self.exact = wants_exact(space, buffers)
+        self.forms, self.unread = ({}, set()) if self.exact else cheap_forms(space)
         self.reread: set[int] = set()  # loads that a later pass repeats
 
     # -- the whole part -------------------------------------------------------------------------
@@ -320,10 +322,14 @@ class PartPrinter:
     # -- statements -----------------------------------------------------------------------------
     def _statement(self, i: int) -> None:
         s = self.space.body[i]
+        if i in self.unread:
+            return
         if isinstance(s, Load):
             self._load(i, s)
         elif isinstance(s, Const):
             self.values[i] = Value(const(s), NOTHING)
+        elif i in self.forms:
+            self._form(i, self.forms[i])
         elif isinstance(s, Index):
             self._index(i, s)
         elif isinstance(s, Op):
@@ -361,6 +367,18 @@ class PartPrinter:
             else:
                 args.append(v.text)
         self._bind(i, print_op(self.needs, s.op, s.dtype, source, args, self.exact), dims)
+
+    def _form(self, i: int, form: Form) -> None:
+        values = [self.values[a] for a in form.args]
+        texts = [
+            f"tl.full([], {v.text}, tl.float32)" if isinstance(self.space.body[a], Const) else v.text
+            for a, v in zip(form.args, values)
+        ]
+        if form.helper:
+            self.needs.helper(form.helper)
+        if "libdevice." in form.text:
+            self.needs.libdevice = True
+        self._bind(i, form.text.format(*texts), frozenset().union(*(v.dims for v in values)))
 
     def _index(self, i: int, s: Index) -> None:
         """An index as a value; computed in 64 bits unless it is known to be small."""

@@ -7,7 +7,7 @@ Two rules decide how an op is written:
   ``tl.exp2`` and ``tl.rsqrt`` are good to about 2 ulp, so they are used as they are.
 * ``/`` on float32 is approximate too (``div.full.f32``, 2 ulp, 5 instructions, no branch). The exact ``tl.div_rn``
   has a slow path and costs about 15. A kernel that stores only half precision cannot show the difference, so it
-  gets the cheap one, and ``tl.exp`` (``exact=False``).
+  gets the cheap one, and ``tl.exp2`` for its exponentials (``exact=False``; see ``triton_half``).
 
 Integers divide towards zero in Triton, as in C; division by zero gives 0 here (a masked lane must not trap).
 """
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..errors import GenerateError
+from . import triton_half
 
 TL = {
     torch.bool: "tl.int1", torch.uint8: "tl.uint8", torch.int8: "tl.int8", torch.int16: "tl.int16",
@@ -27,6 +28,7 @@ TL = {
     torch.float32: "tl.float32", torch.float64: "tl.float64",
 }  # fmt: skip
 
+_LOG2_E = 1.4426950408889634
 _BITS = {torch.float32: "tl.int32", torch.float64: "tl.int64"}
 
 
@@ -56,11 +58,13 @@ def print_op(needs: Needs, op: str, dtype: torch.dtype, source: torch.dtype, arg
     if op == "div":
         return _divide(args[0], args[1], source, exact)
     if op == "sigmoid":
-        return _divide("1.0", f"1.0 + {_exp(needs, f'{args[0]} * -1.0', source, exact)}", source, exact)
+        return _sigmoid(needs, args[0], source, exact)
     if op == "exp":
         return _exp(needs, args[0], source, exact)
     if op == "rsqrt" and exact and source == torch.float32:  # tl.rsqrt takes a denormal for 0
         return _divide("1.0", f"tl.sqrt_rn({args[0]})", source, exact)
+    if op in ("erf", "tanh") and not exact and source == torch.float32:
+        return f"{needs.helper(op + '_half')}({args[0]})"
     if op in _LIBDEVICE:
         return f"{needs.lib(_LIBDEVICE[op])}({', '.join(args)})"
     printer = _PRINTERS.get(op)
@@ -89,8 +93,15 @@ def _divide(a: str, b: str, t: torch.dtype, exact: bool) -> str:
 
 
 def _exp(needs: Needs, a: str, t: torch.dtype, exact: bool) -> str:
-    """``tl.exp`` multiplies by log2(e) in one rounding, off by |x| / 2 ulp: too much only in full precision."""
-    return f"{needs.lib('exp')}({a})" if exact or t == torch.float64 else f"tl.exp({a})"
+    """A multiplication by log2(e) in one rounding is off by |x| / 2 ulp: too much only in full precision. ``tl.exp``
+    does the same with three instructions more, which keep results under 2^-126."""
+    return f"{needs.lib('exp')}({a})" if exact or t == torch.float64 else f"tl.exp2({a} * {_LOG2_E})"
+
+
+def _sigmoid(needs: Needs, a: str, t: torch.dtype, exact: bool) -> str:
+    if exact or t == torch.float64:
+        return _divide("1.0", f"1.0 + {_exp(needs, f'{a} * -1.0', t, exact)}", t, exact)
+    return f"{needs.lib('fast_dividef')}(1.0, 1.0 + tl.exp2({a} * -{_LOG2_E}))"
 
 
 # The same name as in libdevice unless stated. Exact, rounded or within 1-2 ulp, as eager's.
@@ -310,7 +321,8 @@ def shift_right(a, b, bits: tl.constexpr):
     return tl.where(inside, a >> s, (a >> half) >> (bits - half - 1) >> 1)
 ''',
 }
-_USES_LIBDEVICE = {"fmod_float", "remainder_float", "floordiv_float"}
+HELPERS |= triton_half.HELPERS
+_USES_LIBDEVICE = {"tanh_half", "fmod_float", "remainder_float", "floordiv_float"}
 
 
 def helper_text(needs: Needs) -> str:

@@ -35,6 +35,9 @@ def _tensor(storage: Any, dtype: str, shape: Any, stride: Any, offset: int) -> t
     return torch.empty(0, dtype=getattr(torch, dtype)).set_(storage, offset, shape, stride)
 
 
+_EXTRA = {"rint": torch.round, "fmod": torch.fmod, "fast_dividef": torch.div}
+
+
 def complete_the_interpreter() -> None:
     from triton.language.extra import libdevice
     from triton.runtime import interpreter
@@ -42,7 +45,7 @@ def complete_the_interpreter() -> None:
     from reflib.ir.ops import OPS
 
     functions = {n: s.meaning for n, s in OPS.items() if s.kind == "float"}
-    for name, fn in {**functions, "rint": torch.round, "fmod": torch.fmod}.items():
+    for name, fn in (functions | _EXTRA).items():
         if hasattr(libdevice, name):
             setattr(libdevice, name, _as_libdevice(fn))
     interpreter.ReduceOps.generic_reduce = _tree_reduce
@@ -53,8 +56,9 @@ def _as_libdevice(fn: Any) -> Any:
     from triton.runtime import interpreter
 
     def call(*args: Any) -> Any:
-        arrays = [torch.from_numpy(np.array(a.handle.data)) for a in args]
-        return tl.core.tensor(interpreter.TensorHandle(fn(*arrays).numpy(), args[0].handle.dtype), args[0].type)
+        first = next(a for a in args if hasattr(a, "handle"))  # it may stand beside numbers
+        arrays = [torch.from_numpy(np.array(a.handle.data if hasattr(a, "handle") else a)) for a in args]
+        return tl.core.tensor(interpreter.TensorHandle(fn(*arrays).numpy(), first.handle.dtype), first.type)
 
     return call
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from triton_cases import kernel_cases, op_cases, reduce_cases
+from triton_half_cases import HALF
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
 TESTS = Path(__file__).parent.parent
@@ -53,3 +54,8 @@ def test_reduction(kind: str) -> None:
 @pytest.mark.parametrize("name", kernel_cases())
 def test_kernel(name: str) -> None:
     check("kernels", [name])
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_cheap_form_for_half_precision(name: str) -> None:
+    check("half", [name])

@@ -10,6 +10,7 @@ import torch
 from checking import wrong_values
 from hand_loops import axis
 from triton_cases import BF16, F32, Case, kernel_cases, norm, op_cases, pointwise, rand, reduce_cases
+from triton_half_cases import HALF, half_case, half_problem
 
 from reflib.choose.heuristics import choose_configs
 from reflib.generate.compile_triton import compile_all, compile_kernel
@@ -106,6 +107,17 @@ def test_reduction(name: str) -> None:
 @pytest.mark.parametrize("name", kernel_cases())
 def test_kernel(name: str) -> None:
     compare(*run("kernels", name))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=["f16", "bf16"])
+@pytest.mark.parametrize("name", HALF)
+def test_cheap_form_for_half_precision(name: str, dtype: torch.dtype) -> None:
+    case = half_case(name, dtype)
+    kernel = case.kernel("k", device_target("cuda").arch)
+    tensors = on_gpu(case)
+    launch(compile_kernel(kernel, device_target("cuda")), kernel, tensors, {})
+    problem = half_problem(name, tensors["x"].cpu(), tensors["out"].cpu())
+    assert not problem, problem
 
 
 @pytest.mark.parametrize("kind", ["softmax", "layer_norm", "rms_norm"])

@@ -1,0 +1,67 @@
+"""Parts that store only half precision get cheap forms, nothing else does. (Their values: test_triton_interpreter.)"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from triton_cases import BF16, F32, norm
+from triton_half_cases import HALF, half_case
+
+from reflib.generate.compile_triton import compile_kernel, sass
+from reflib.generate.kernel import Kernel
+from reflib.options import Options
+from reflib.pipeline import Backend, Stages
+from reflib.target import parse_target
+
+no_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_form(name: str) -> None:
+    assert HALF[name].text in half_case(name).kernel("k").source
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_float32_results_are_as_accurate_as_before(name: str) -> None:
+    case = half_case(name)
+    case.tensors["out"] = case.tensors["out"].float()
+    source = case.kernel("k").source
+    assert "_half(" not in source and "fast_" not in source and "tl.exp2" not in source
+
+
+def test_softmax_multiplies_by_a_row_s_reciprocal() -> None:
+    assert "* (1.0 /" in norm("softmax", 8, 128, BF16).kernel("k").source
+    assert "tl.div_rn" in norm("softmax", 8, 128, F32).kernel("k").source
+
+
+def kernel_of(fn, *args: torch.Tensor) -> Kernel:
+    found: list[Stages] = []
+    torch._dynamo.reset()
+    torch.compile(fn, backend=Backend(Options(target="sm_90"), found.append), dynamic=False)(*args)
+    (kernels,) = [s.kernels for s in found]
+    assert kernels is not None
+    return next(iter(kernels.values()))
+
+
+@no_triton
+@pytest.mark.parametrize(
+    "fn,most",
+    [
+        (lambda x, b: F.gelu(x + b), 20),
+        (lambda x, b: F.gelu(x + b, approximate="tanh"), 20),
+        (lambda x, b: F.silu(x) * b, 13),
+        (lambda x, b: (x + b).sigmoid(), 13),
+    ],
+    ids=["gelu", "gelu_tanh", "swiglu", "sigmoid"],
+)
+def test_instructions_an_element(fn, most: float) -> None:
+    """The ops as they are lowered. An H200 issues 28 instructions while it moves a bf16 element in and out."""
+    kernel = kernel_of(fn, torch.zeros(1024, 4096, dtype=BF16), torch.zeros(4096, dtype=BF16))
+    text = sass(compile_kernel(kernel, parse_target("sm_90")))
+    count = len([x for x in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", text) if not x.startswith("NOP")])
+    block = int(re.findall(r"XBLOCK: tl.constexpr = (\d+)", kernel.source)[0])
+    assert count / (block / (32 * kernel.num_warps)) <= most
