@@ -160,7 +160,11 @@ class Backend:
     def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from .capture import dynamo_graph_to_aten
         from .lower import decompositions
+        from .wrap import begin
 
+        if self.options.target is None:
+            for device in {t.device.type for t in inputs if isinstance(t, torch.Tensor)}:
+                begin(device)
         return dynamo_graph_to_aten(module, inputs, decompositions(), self._compile)
 
     def _compile(self, graph: Graph, inputs: Sequence[Any]) -> Callable[[list], Any]:

@@ -7,6 +7,7 @@ even imported, which saves most of a warm start.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -83,6 +84,15 @@ def compile_all(kernels: Iterable[Kernel], target: Target, threads: int = 0) -> 
         return {k.name: compile_kernel(k, target) for k in kernels}
     with ThreadPoolExecutor(count, thread_name_prefix="reflib-triton") as pool:
         return dict(zip((k.name for k in kernels), pool.map(lambda k: compile_kernel(k, target), kernels)))
+
+
+def start_triton() -> None:
+    """What Triton does once in a process, before its first kernel: imports, and a checksum of all of itself."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("triton.compiler")
+        from triton.runtime.cache import triton_key
+
+        triton_key()
 
 
 def _key(kernel: Kernel, target: Target) -> str:

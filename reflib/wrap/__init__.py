@@ -1,5 +1,5 @@
 """Stage 7, ``wrap``: the steps become a callable."""
 
-from .wrap import wrap
+from .wrap import begin, wrap
 
-__all__ = ["wrap"]
+__all__ = ["begin", "wrap"]

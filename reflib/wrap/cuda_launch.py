@@ -23,7 +23,7 @@ from typing import Any
 
 from ..errors import DeviceError, ToolchainError
 from ..generate.compile_triton import Binary
-from .native import C_HEAD, build_extension
+from .native import C_HEAD, build_extension, once
 
 DRIVER_SOURCE = (Path(__file__).parent / "cuda_driver.h").read_text()
 
@@ -200,7 +200,7 @@ def load(binary: Binary, device: int | None = None) -> Callable[..., None]:
         raise DeviceError(f"kernel {binary.name} needs a cluster or scratch memory, which this launcher does not give")
     nargs, threads = binary.pointers + binary.symbols, binary.num_warps * binary.warp
     where = -1 if device is None else device
-    native = _native()
+    native = extension()
     if native is None:
         return _CtypesLauncher(_ctypes_driver(), binary, nargs, threads, where)
     return native.launcher(binary.name, binary.image, binary.entry, nargs, threads, binary.shared, where)
@@ -211,8 +211,8 @@ def libcuda() -> str:
     return os.environ.get("REFLIB_LIBCUDA") or "libcuda.so.1"
 
 
-@functools.cache
-def _native() -> ModuleType | None:
+@once
+def extension() -> ModuleType | None:
     """The C launcher, its driver opened; None where it cannot be built."""
     try:
         module = build_extension("_reflib_cuda", C_HEAD + DRIVER_SOURCE + _BINDING, ["-ldl"])

@@ -20,6 +20,7 @@ import importlib.util
 import os
 import sysconfig
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -162,8 +163,25 @@ def build_extension(name: str, c_source: str, flags: Sequence[str] = ()) -> Modu
     return module
 
 
-@functools.cache
-def _extension() -> ModuleType | None:
+def once(make: Callable[[], Any]) -> Callable[[], Any]:
+    """``make``, called the first time only; other threads wait for it."""
+    made: list[Any] = []
+    lock = threading.Lock()
+    if hasattr(os, "register_at_fork"):  # a child has the lock, but not the thread that holds it
+        os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
+
+    @functools.wraps(make)
+    def get() -> Any:
+        with lock:
+            if not made:
+                made.append(make())
+        return made[0]
+
+    return get
+
+
+@once
+def extension() -> ModuleType | None:
     """The extension of this file; None where it cannot be built (then ctypes is used)."""
     try:
         return build_extension("_reflib_native", C_HEAD + _SOURCE)
@@ -185,7 +203,7 @@ class Library:
             entry: Any = getattr(self._handle, f"{name}_packed")
         except AttributeError:
             raise ReflibError(f"{self.path} holds no kernel {name!r}") from None
-        native = _extension()
+        native = extension()
         if native is None:
             return _ctypes_function(entry, nargs)
         return native.function(ctypes.cast(entry, ctypes.c_void_p).value, nargs, self)

@@ -7,9 +7,10 @@ still being captured, and an error of a compiler appears at the first call.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -74,7 +75,24 @@ class _Deferred:
 
 @lru_cache(maxsize=1)
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=4, thread_name_prefix="reflib-build")
+    workers = max(4, min(16, os.cpu_count() or 1))
+    return ThreadPoolExecutor(max_workers=workers, thread_name_prefix="reflib-build")
+
+
+@cache
+def begin(device: str) -> None:
+    """Start in the background what the first call on such devices needs, once in a process, while the graph is still
+    being captured: the C extension that calls kernels (gcc, on an empty cache), and Triton's own start."""
+    if device == "cuda":
+        from ..generate.compile_triton import start_triton
+        from .cuda_launch import extension
+
+        _pool().submit(extension)
+        _pool().submit(start_triton)
+    elif device == "cpu":
+        from .native import extension
+
+        _pool().submit(extension)
 
 
 def _bind_kernels(

@@ -121,8 +121,9 @@ def compile_time(bench: Bench) -> None:
     lines.append("(aot_eager: Dynamo and AOTAutograd alone, which both others contain)")
     for who, by in runs.items():
         lines += [f"  {who}, {k}: {r['error']}" for k, rs in by.items() for r in rs if "error" in r]
-    stages = next((r["stages"] for r in runs[US]["cold"] if "stages" in r), {})
-    lines += [f"  {stage}: {seconds:.2f} s" for stage, seconds in stages.items()]
+    for who, by in runs.items():
+        stages = next((r["stages"] for r in by["cold"] if r.get("stages")), {})
+        lines += [f"  {who}, cold: " + "; ".join(f"{stage} {seconds:.2f}" for stage, seconds in stages.items())]
     where = "GPU" if bench.device == "cuda" else "CPU"
     text = f"{where}: cold first compile of a transformer block against {PEER}"
     found = {"runs": runs, "medians": medians, "ratios": ratio}

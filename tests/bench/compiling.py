@@ -1,13 +1,16 @@
 """Compile time, each run in a fresh process: ``python -m tests.bench.compiling JOB.json`` is one run.
 
 A cold run has empty caches (reflib's, TorchInductor's and Triton's). The clock starts at the first call, when
-torch is imported and nothing else is, and stops when the first backward has completed.
+torch is imported and nothing else is, and stops when the first backward has completed. One step that is not compiled
+runs before, so that starting the device and its libraries is in nobody's number.
 """
 
 from __future__ import annotations
 
+import builtins
 import json
 import sys
+import threading
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -15,7 +18,7 @@ from typing import Any
 
 
 def first_step(job: dict[str, Any]) -> dict[str, Any]:
-    """A model's first forward and backward."""
+    """A model's first compiled forward and backward, after one that was not compiled."""
     import torch
 
     from . import cases
@@ -24,41 +27,117 @@ def first_step(job: dict[str, Any]) -> dict[str, Any]:
     if device.type == "cpu":
         torch.set_num_threads(job["threads"])
     net, x = cases.model(job["model"], device)
-    (torch.randn(8, 8, device=device) @ torch.randn(8, 8, device=device)).sum().item()  # the device is awake
-    start = time.perf_counter()
-    fn, timeline = compiler(job["who"])
-    fn(net)(x).sum().backward()
+    net(x).sum().backward()  # uncompiled: the device, its libraries and attention have started, for everybody alike
+    net.zero_grad(set_to_none=True)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    stages = by_stage(timeline)
-    if stages:
-        stages["the rest: imports, Dynamo, AOTAutograd, waiting for built kernels, the step"] = seconds - sum(
-            stages.values()
-        )
-    return {"seconds": seconds, "stages": stages}
+    with Imports() as imports:
+        start = time.perf_counter()
+        fn, clock = compiler(job["who"], imports)
+        compiled = fn(net)
+        clock.mark("torch.compile")
+        y = compiled(x).sum()
+        clock.mark("the rest of the forward call")
+        y.backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        clock.mark("the rest of the backward call")
+        seconds = time.perf_counter() - start
+    return {"seconds": seconds, "stages": clock.parts()}
 
 
-def compiler(who: str) -> tuple[Any, list[tuple[str, float, float]]]:
-    """What compiles for this contender, and a list that will hold (stage, start, seconds), ours only."""
+class Imports:
+    """Seconds that the main thread spends in imports of what was not there yet."""
+
+    def __init__(self) -> None:
+        self.seconds, self.depth = 0.0, 0
+        self.original = builtins.__import__
+
+    def __enter__(self) -> Imports:
+        builtins.__import__ = self._import
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        builtins.__import__ = self.original
+
+    def _import(self, *args: Any, **kwargs: Any) -> Any:
+        if self.depth or threading.current_thread() is not threading.main_thread():
+            return self.original(*args, **kwargs)
+        before, start = len(sys.modules), time.perf_counter()
+        self.depth = 1
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            self.depth = 0
+            if len(sys.modules) != before:
+                self.seconds += time.perf_counter() - start
+
+
+class Clock:
+    """Where the time of a first step goes, imports apart. For contenders that we cannot look into, only their total."""
+
+    def __init__(self, imports: Imports) -> None:
+        self.imports = imports
+        self.last = (time.perf_counter(), 0.0)
+        self.spent: dict[str, float] = {}
+        self.timeline: list[tuple[str, float, float]] = []
+
+    def mark(self, part: str) -> None:
+        """All that was not in imports since the last mark belongs to ``part``."""
+        now = (time.perf_counter(), self.imports.seconds)
+        self.spent[part] = self.spent.get(part, 0.0) + (now[0] - self.last[0]) - (now[1] - self.last[1])
+        self.last = now
+
+    def around(self, backend: Any) -> Any:
+        """``backend``, which Dynamo calls with its graph."""
+
+        def call(*args: Any) -> Any:
+            self.mark("Dynamo, before our backend")
+            made = backend(*args)
+            self.mark("AOTAutograd, decompositions, our stages")
+            return made
+
+        return call
+
+    def first_calls(self, stages: Any) -> None:
+        """``stages.call`` waits for its kernels when it is first called: that goes under a name of its own."""
+        self.timeline += stages.timeline
+        run, name = stages.call, f"waiting for {stages.graph.name} kernels, and running them"
+
+        def call(args: list) -> Any:
+            if name in self.spent:
+                return run(args)
+            self.mark("Dynamo's guards, AOTAutograd's wrappers")
+            result = run(args)
+            self.mark(name)
+            return result
+
+        stages.call = call
+
+    def parts(self) -> dict[str, float]:
+        return {"imports": self.imports.seconds, **self.spent, **by_stage(self.timeline)}
+
+
+def compiler(who: str, imports: Imports | None = None) -> tuple[Any, Clock]:
+    """What compiles for this contender, and a clock that it marks."""
     import torch
 
-    timeline: list[tuple[str, float, float]] = []
+    clock = Clock(imports or Imports())
     if who == "reflib":
         from reflib.options import Options
         from reflib.pipeline import Backend
 
-        backend = Backend(Options(), lambda stages: timeline.extend(stages.timeline))
-        return lambda f: torch.compile(f, backend=backend, dynamic=False), timeline
+        backend = clock.around(Backend(Options(), clock.first_calls))
+        return lambda f: torch.compile(f, backend=backend, dynamic=False), clock
     if who == "aot_eager":  # what any backend pays: Dynamo and AOTAutograd
-        return lambda f: torch.compile(f, backend="aot_eager_decomp_partition", dynamic=False), timeline
-    return lambda f: torch.compile(f, dynamic=False), timeline
+        return lambda f: torch.compile(f, backend="aot_eager_decomp_partition", dynamic=False), clock
+    return lambda f: torch.compile(f, dynamic=False), clock
 
 
 def by_stage(timeline: list[tuple[str, float, float]]) -> dict[str, float]:
     stages: dict[str, float] = defaultdict(float)
     for stage, _, seconds in timeline:
-        stages[stage] += seconds
+        stages[f"of it in {stage}"] += seconds
     return dict(stages)
 
 

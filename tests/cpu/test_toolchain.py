@@ -113,7 +113,7 @@ def function(request):
     """The same calls by the extension, and without it."""
     library = native.load_library(toolchain.build_library(ADD.format("f")))
     if request.param == "extension":
-        if native._extension() is None:
+        if native.extension() is None:
             pytest.skip("no Python.h")
         return library.function("f", 3)
     return native._ctypes_function(ctypes.CDLL(str(library.path)).f_packed, 3)
@@ -134,7 +134,7 @@ def test_wrong_calls_are_refused(function):
 
 
 def test_pointers_keep_all_their_bits():
-    if native._extension() is None:
+    if native.extension() is None:
         pytest.skip("no Python.h")
     f = native.load_library(toolchain.build_library(ADD.format("f"))).function("f", 3)
     assert f(2**64 - 1, 0, 0) == -1
