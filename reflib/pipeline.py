@@ -191,23 +191,31 @@ def dynamo_backend(module: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs
     return Backend(options)(module, inputs)
 
 
-def compile(model: Any, dynamic: bool | None = None, **options: Any) -> Callable[..., Any]:
+def compile(
+    model: Any, dynamic: bool | None = None, fullgraph: bool = False, mode: str | None = None, **options: Any
+) -> Callable[..., Any]:
     """Compile a function, a module or an ExportedProgram.
 
-    model: a callable; or a ``torch.export.ExportedProgram``, which is compiled now and called without Dynamo.
-    dynamic: as in ``torch.compile`` (None: sizes become symbols when they change; True; False).
+    model: a callable; or a ``torch.export.ExportedProgram``, which is compiled now and called without Dynamo, for
+        inference: its results carry no gradients.
+    dynamic, fullgraph, mode: as in ``torch.compile`` (dynamic=None: sizes become symbols when they change).
     options: fields of :class:`reflib.Options`.
 
-    Returns a callable. Raises OptionError for a bad option.
+    Returns a callable. Raises OptionError for a bad option, before anything is captured. (Through ``torch.compile``
+    Dynamo wraps what a backend raises in its own BackendCompilerFailed.)
     """
-    opts = Options.make(options)
+    opts = Options.make(options, mode)
+    if opts.target is not None:
+        parse_target(opts.target)
+    if opts.wrapper == "cpp":
+        raise OptionError('wrapper="cpp" is not in this version of reflib; use wrapper="python" or "auto"')
     if isinstance(model, torch.export.ExportedProgram):
         if dynamic is not None:
             raise OptionError(
                 "dynamic= has no effect on an ExportedProgram: its dynamic shapes were fixed by torch.export"
             )
         return compile_exported(model, opts)
-    return torch.compile(model, backend=Backend(opts), dynamic=dynamic)
+    return torch.compile(model, backend=Backend(opts), dynamic=dynamic, fullgraph=fullgraph)
 
 
 def compile_exported(program: Any, options: Options) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, lru_cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -53,30 +54,32 @@ def wrap(
         exec(compile(source, "<reflib wrapper>", "exec"), scope)
         return scope["call"]
 
-    return source, _Deferred(first_call).call
+    return source, _deferred(first_call)
 
 
-class _Deferred:
-    """Calls ``make()`` at the first call and what it returned from then on."""
+def _deferred(make: Callable[[], Callable[[list], Any]]) -> Callable[[list], Any]:
+    """Calls ``make()`` once, at the first call, and what it returned from then on."""
+    made: list[Callable[[list], Any]] = []
+    lock = Lock()
 
-    def __init__(self, make: Callable[[], Callable[[list], Any]]):
-        self._make = make
-        self._fn: Callable[[list], Any] | None = None
+    def call(args: list) -> Any:
+        if not made:
+            with lock:
+                if not made:
+                    made.append(make())
+        return made[0](args)
 
-    @property
-    def call(self) -> Callable[[list], Any]:
-        def call(args: list) -> Any:
-            if self._fn is None:
-                self._fn = self._make()
-            return self._fn(args)
-
-        return call
+    return call
 
 
 @lru_cache(maxsize=1)
 def _pool() -> ThreadPoolExecutor:
     workers = max(4, min(16, os.cpu_count() or 1))
     return ThreadPoolExecutor(max_workers=workers, thread_name_prefix="reflib-build")
+
+
+if hasattr(os, "register_at_fork"):  # a child has the pool's queue, but none of its threads
+    os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 @cache
