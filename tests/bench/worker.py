@@ -59,7 +59,8 @@ def main(section: str, job: dict[str, Any], results: Path) -> None:
 
 # --- kernels: check, then time ---------------------------------------------------------------
 def kernels(job: dict[str, Any], device: torch.device, out: Journal) -> None:
-    every = cases.gpu_cases(job["quick"]) if device.type == "cuda" else cases.cpu_cases(job["quick"])
+    few = job["quick"] and not job["match"]
+    every = cases.gpu_cases(few) if device.type == "cuda" else cases.cpu_cases(few)
     skip = {tuple(s) for s in job["skip"]}
     start = time.monotonic()
     for case in every:
