@@ -14,7 +14,7 @@ _CHOICES = {
     "wrapper": ("python", "cpp", "auto"),
     "autotune": ("off", "blocking", "background"),
 }
-_LEAST = {"max_fused_ops": 1, "max_fused_buffers": 2, "persistent_limit": 1}
+_LEAST = {"max_fused_ops": 1, "max_fused_buffers": 2}
 _TARGET = re.compile(r"^(cpu|sm_\d+a?|gfx[0-9a-f]+)$")
 
 
