@@ -29,6 +29,8 @@ def jupyter_book(source: Path, config: Path, out: Path, strict: bool) -> Path:
         command += ["-n", "-W", "--keep-going"]
     log = out / "_build" / "book.log"
     log.parent.mkdir(parents=True, exist_ok=True)
+    for stale in ("html", ".doctrees"):  # pages that no source makes any more
+        shutil.rmtree(log.parent / stale, ignore_errors=True)
     environ = dict(os.environ, PYDEVD_DISABLE_FILE_VALIDATION="1")
     with open(log, "w") as f:
         done = subprocess.run(command, stdout=f, stderr=subprocess.STDOUT, env=environ, cwd=source)
@@ -42,11 +44,21 @@ def jupyter_book(source: Path, config: Path, out: Path, strict: bool) -> Path:
 
 def build(root: Path, out: Path | None = None, strict: bool = True) -> Path:
     """The published book; returns its first page. Raises LabError with the warnings when it is not clean."""
-    pages = jupyter_book(root, root / "book" / "_config.yml", out or root, strict)
+    out = out or root
+    with tempfile.TemporaryDirectory(prefix="reflib-book-") as folder:
+        source = copy_sources(root, Path(folder) / "source")
+        pages = jupyter_book(source, source / "book" / "_config.yml", out, strict)
     found = outside_references(pages)
     if found:
         raise LabError("pages that would reach for the network:\n" + "\n".join(found[:20]))
     return pages / "index.html"
+
+
+def copy_sources(root: Path, source: Path) -> Path:
+    """The pages' sources in a folder of their own: Sphinx looks at every file there is, a `.venv` in the checkout too."""
+    for name in ("book", "notebooks"):
+        shutil.copytree(root / name, source / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    return source
 
 
 def build_run(root: Path, run: Path, heading: str) -> Path:
@@ -54,12 +66,9 @@ def build_run(root: Path, run: Path, heading: str) -> Path:
     import yaml
 
     with tempfile.TemporaryDirectory(prefix="reflib-book-") as folder:
-        source = Path(folder) / "source"
-        shutil.copytree(root / "book", source / "book", ignore=shutil.ignore_patterns("__pycache__"))
-        (source / "notebooks").mkdir()
-        for committed in (root / "notebooks").glob("*.ipynb"):
-            executed = run / "notebooks" / committed.name
-            shutil.copy(executed if executed.exists() else committed, source / "notebooks" / committed.name)
+        source = copy_sources(root, Path(folder) / "source")
+        for executed in (run / "notebooks").glob("*.ipynb"):
+            shutil.copy(executed, source / "notebooks" / executed.name)
         config = source / "book" / "_config.yml"
         settings = yaml.safe_load(config.read_text())
         settings["title"] = heading
