@@ -235,7 +235,8 @@ def test_peak_memory_is_no_more_than_eagers(device: str, name: str) -> None:
     call(compiled, args, backward=True)
     peak = measured_peak if device == "cuda" else profiled_peak
     ours, theirs = peak(compiled, args), peak(fn, args)
-    assert ours <= theirs * 1.02 + 4096, f"{ours} bytes, eager {theirs}"
+    slack = 8192 if device == "cuda" else 4096  # the models are tiny, and CUDA's allocator rounds each tensor up to 512
+    assert ours <= theirs * 1.02 + slack, f"{ours} bytes, eager {theirs}"
 
 
 def profiled_peak(fn: Callable[..., Any], args: tuple[torch.Tensor, ...]) -> int:

@@ -87,12 +87,14 @@ def half_cases() -> dict[str, Callable[[], Case]]:
 
 
 def half_problem(name: str, x: torch.Tensor, got: torch.Tensor) -> str:
-    """Is ``got`` the float64 result, rounded? A little over half a unit in the last place is allowed."""
+    """Is ``got`` the float64 result, rounded? A little over half a unit in the last place is allowed; and 1e-12 where
+    the normal distribution is that small: eager's 1 + erf, in float32, knows it to 6e-8 only."""
     info = torch.finfo(got.dtype)
     truth = HALF[name].meaning(x.double())
     unit = (2 ** torch.floor(torch.log2(truth.abs().clamp(min=info.tiny, max=info.max)))) * info.eps
     flushed = 1e-35 if got.dtype == torch.bfloat16 else 0.0  # powers under 2^-126, reciprocals of those over 2^126
-    ok = (got.double() - truth).abs() <= 0.53 * unit + flushed
+    tail = 1e-12 if HALF[name].text == "normal_cdf_half" else 0.0
+    ok = (got.double() - truth).abs() <= 0.53 * unit + flushed + tail
     ok |= (got == truth.to(got.dtype)) | (got.isnan() & truth.isnan())
     ok |= got.isinf() & (truth.abs() >= info.max)
     bad = (~ok).nonzero().flatten()
