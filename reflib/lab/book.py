@@ -55,7 +55,7 @@ def build(root: Path, out: Path | None = None, strict: bool = True) -> Path:
 
 
 def copy_sources(root: Path, source: Path) -> Path:
-    """The pages' sources in a folder of their own: Sphinx looks at every file there is, a `.venv` in the checkout too."""
+    """The pages' sources in a folder of their own: Sphinx looks at every file there is, in a `.venv` as well."""
     for name in ("book", "notebooks"):
         shutil.copytree(root / name, source / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
     return source
