@@ -97,7 +97,7 @@ def test_random_programs(steps, mutate, seed):
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None, phases=FAST, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, deadline=None, phases=FAST, suppress_health_check=list(HealthCheck))
 @given(st.lists(STEP, min_size=8, max_size=40), st.sets(st.integers(0, 3), max_size=3), st.integers(0, 99))
 def test_long_random_programs(steps, mutate, seed):
     run(steps, sorted(mutate), seed)
