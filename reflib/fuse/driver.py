@@ -43,7 +43,7 @@ def fuse(program: Program, options: Options, target: Target) -> Fused:
         if isinstance(node, Loops):
             work.place(position, node)
     fused, groups = _emit_all(program, depends, work)
-    fused, groups, before = _recomputed(fused, groups)
+    fused, groups, before = _recomputed(fused, groups, target)
     combined: tuple[tuple[str, ...], ...] = ()
     if options.combine_kernels and target.is_gpu:
         fused, combined = combine(fused, before)
@@ -195,9 +195,9 @@ def _emit_all(program: Program, depends: Dependencies, work: _Grouping) -> tuple
     return replace(program, nodes=tuple(nodes), buffers=_used_buffers(program, nodes)), groups
 
 
-def _recomputed(fused: Program, groups: list[Group]) -> tuple[Program, list[Group], list[set[int]]]:
+def _recomputed(fused: Program, groups: list[Group], target: Target) -> tuple[Program, list[Group], list[set[int]]]:
     """After ``recompute``: kernels of which nothing is left are gone; what must come before what is found anew."""
-    new = recompute(fused)
+    new = recompute(fused) if target.is_gpu else fused  # on a CPU arithmetic is not free beside memory
     left = {n.name for n in new.nodes}
     return new, [g for g in groups if g.name in left], dependencies(new).before
 
