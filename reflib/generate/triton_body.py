@@ -338,8 +338,10 @@ class PartPrinter:
             self._indirect(i, s)
         elif isinstance(s, Reduce):
             self._reduce(i)
-        else:
+        elif isinstance(s, Store):
             self._store(s)
+        else:
+            self.values[i] = Value("acc", frozenset(self.order))
 
     def _bind(self, i: int, text: str, dims: Dims, ok: str | None = None) -> None:
         name = self._name(i)

@@ -8,15 +8,16 @@ an integer tensor over the grid of its axes, one tensor dimension per axis; a re
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..errors import IndexOutOfRange, ReflibError
 from .expr import Expr, IntLike, Sym, expr
-from .loops import Const, Index, Indirect, Load, Loops, Reduce, Stmt, Store
+from .loops import Acc, Const, Index, Indirect, Load, Loops, Reduce, Stmt, Store
 from .ops import OPS, REDUCTIONS, cast, value_dtype
-from .program import Extern, Node, Program, View, map_tree
+from .program import Choice, Dispatch, Extern, Node, Program, Template, View, holds, map_tree
 
 Env = dict[str, Any]  # symbol, loop variable or %i -> int or integer tensor
 
@@ -77,12 +78,33 @@ def _run_node(program: Program, node: Node, memory: dict[str, torch.Tensor], siz
     if isinstance(node, Extern):
         _run_extern(program, node, memory, sizes)
         return
-    for part in (node,) if isinstance(node, Loops) else node.device_parts:
+    if isinstance(node, Choice):  # all alternatives mean the same: the default will do
+        default = node.alternatives[0]
+        inside = replace(program, buffers={**program.buffers, **{b.name: b for b in default.buffers}})
+        for n in default.nodes:
+            _run_node(inside, n, memory, sizes)
+        return
+    if isinstance(node, Dispatch):
+        arm = next(a for a in node.arms if all(holds(p, sizes) for p in a.predicate))
+        for n in arm.nodes:
+            _run_node(program, n, memory, sizes)
+        return
+    for part in (node,) if isinstance(node, (Loops, Template)) else node.device_parts:
         for name in part.writes():
             if name not in memory:
                 b = program.buffers[name]
                 memory[name] = torch.empty(int(b.extent.evaluate(sizes)), dtype=b.dtype, device=b.device)
-        run_loops(part, memory, sizes)
+        if isinstance(part, Template):
+            run_template(part, memory, sizes)
+        else:
+            run_loops(part, memory, sizes)
+
+
+def run_template(t: Template, memory: dict[str, torch.Tensor], sizes: Env) -> None:
+    """The product in ``acc_dtype``, then the epilogue."""
+    a, b = (view_tensor(v, memory[v.buffer], sizes).to(t.dtype).to(t.acc_dtype) for v in (t.a, t.b))
+    acc = torch.matmul(a, b)
+    run_loops(t.epilogue, memory, sizes, acc if len(t.epilogue.axes) == 3 else acc[0])
 
 
 def _run_extern(program: Program, e: Extern, memory: dict[str, torch.Tensor], sizes: Env) -> None:
@@ -128,8 +150,10 @@ def view_tensor(view: View, storage: torch.Tensor, sizes: Env) -> torch.Tensor:
 
 
 # -- Loops ------------------------------------------------------------------------------------------
-def run_loops(loops: Loops, memory: dict[str, torch.Tensor], sizes: Env) -> None:
-    """Execute one Loops on flat storages."""
+def run_loops(
+    loops: Loops, memory: dict[str, torch.Tensor], sizes: Env, acc: torch.Tensor | None = None
+) -> None:
+    """Execute one Loops on flat storages. ``acc``: for an epilogue, the product."""
     buffers = [*loops.writes(), *loops.reads()]
     device = memory[buffers[0]].device if buffers else torch.device("cpu")
     env = dict(sizes)
@@ -141,7 +165,7 @@ def run_loops(loops: Loops, memory: dict[str, torch.Tensor], sizes: Env) -> None
     rdims = [d for d, a in enumerate(loops.axes) if a.kind == "r"]
     values: list[Any] = []
     for i, s in enumerate(loops.body):
-        value = _run_stmt(s, values, memory, env, (extents, rdims, device))
+        value = acc if isinstance(s, Acc) else _run_stmt(s, values, memory, env, (extents, rdims, device))
         if isinstance(s, Indirect):
             env[f"%{i}"] = value
         values.append(value)
@@ -166,6 +190,7 @@ def _run_stmt(s: Stmt, values: list[Any], memory: dict[str, torch.Tensor], env: 
         return value
     if isinstance(s, Reduce):
         return _reduce(s, [values[a] for a in s.args], extents, rdims)
+    assert not isinstance(s, Acc)
     if s.op == "cast":
         return cast(values[s.args[0]], s.dtype)
     return OPS[s.op].meaning(*[values[a] for a in s.args])

@@ -8,6 +8,7 @@ Grammar::
     stmt  ::= %i = load   buffer[expr] (if %j else const)   : dtype
             | %i = const  literal                           : dtype
             | %i = index  expr                              : dtype     an integer expression as a value
+            | %i = acc                                      : dtype     a Template's product (in its epilogue only)
             | %i = op     name %j ...                       : dtype     see ops.OPS
             | %i = indirect %j < size                       : int64     a value to be used in an index expression
             | %i = reduce kind %j ...                       : dtype     over all r axes; see ops.REDUCTIONS
@@ -73,6 +74,14 @@ class Index:
 
 
 @dataclass(frozen=True, slots=True)
+class Acc:
+    """What a Template has computed for this point of its axes, before it is rounded. Only a Template's epilogue, a
+    Loops over exactly the Template's axes, may say it."""
+
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
 class Op:
     op: str
     args: tuple[int, ...]
@@ -104,7 +113,7 @@ class Store:
     mode: str = "set"  # "set" (the only one a rule may emit today)
 
 
-Stmt = Load | Const | Index | Op | Indirect | Reduce | Store
+Stmt = Load | Const | Index | Acc | Op | Indirect | Reduce | Store
 
 
 @dataclass(frozen=True, slots=True)

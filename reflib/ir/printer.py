@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from .expr import Expr
-from .loops import Const, Index, Indirect, Load, Loops, Op, Reduce, Stmt, Store
-from .program import Arm, Buffer, Extern, Node, Program, View
+from .loops import Acc, Const, Index, Indirect, Load, Loops, Op, Reduce, Stmt, Store
+from .program import Arm, DispatchArm, Buffer, Choice, Dispatch, Extern, Node, Program, Template, View
 
 
 def format_program(program: Program) -> str:
@@ -34,10 +34,38 @@ def format_node(node: Node) -> str:
         return format_loops(node)
     if isinstance(node, Extern):
         return format_extern(node)
+    if isinstance(node, Template):
+        return format_template(node)
+    if isinstance(node, Choice):
+        return _format_choice(node)
+    if isinstance(node, Dispatch):
+        lines = [f"dispatch {node.name}: {', '.join(node.outputs)}"]
+        for way in node.arms:
+            lines.append(f"  arm {_predicate(way)}:" + (f"  # {way.label}" if way.label else ""))
+            lines += ["    " + line for n in way.nodes for line in format_node(n).splitlines()]
+        return "\n".join(lines)
     lines = [f"region {node.name}"]
     for arm in node.arms:
         lines.append(f"  arm {_predicate(arm)} {arm.config.reduction}:")
-        lines += ["    " + line for part in arm.parts for line in format_loops(part).splitlines()]
+        lines += ["    " + line for part in arm.parts for line in format_node(part).splitlines()]
+    return "\n".join(lines)
+
+
+def format_template(t: Template) -> str:
+    """The product on the first line, then the epilogue's statements."""
+    how = dtype_name(t.dtype) + (f" {t.precision}" if t.dtype == torch.float32 else "")
+    lines = [f"template {t.name}: acc = {_leaf(t.a)} @ {_leaf(t.b)}  # {how}; {t.tiling or 'no tiling chosen'}"]
+    return "\n".join([*lines, *("  " + line for line in format_loops(t.epilogue).splitlines())])
+
+
+def _format_choice(c: Choice) -> str:
+    lines = [f"choice {c.name}: {', '.join(c.outputs)}  # {c.op}"]
+    for a in c.alternatives:
+        guards = " and ".join(f"{g.kind}({g.what}, {g.value})" for g in a.guards)
+        lines.append(f"  alternative {a.name}:" + (f"  # if {guards}" if guards else ""))
+        lines += ["    " + format_buffer(b) for b in a.buffers]
+        lines += ["    " + line for n in a.nodes for line in format_node(n).splitlines()]
+    lines += [f"  # {name}: {status}: {why}" for name, status, why in c.failed]
     return "\n".join(lines)
 
 
@@ -72,7 +100,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _right_side(s: Load | Const | Index | Op | Indirect | Reduce) -> str:
+def _right_side(s: Load | Const | Index | Acc | Op | Indirect | Reduce) -> str:
     if isinstance(s, Load):
         mask = "" if s.mask is None else f" if %{s.mask} else {s.other}"
         return f"load {s.buffer}[{s.index}]{mask}"
@@ -80,6 +108,8 @@ def _right_side(s: Load | Const | Index | Op | Indirect | Reduce) -> str:
         return f"const {s.value}"
     if isinstance(s, Index):
         return f"index {s.expr}"
+    if isinstance(s, Acc):
+        return "acc"
     if isinstance(s, Indirect):
         return f"indirect %{s.arg} < {s.size}"
     values = " ".join(f"%{a}" for a in s.args)
@@ -105,5 +135,5 @@ def _tuple(items: tuple[Expr, ...]) -> str:
     return "(" + ", ".join(str(s) for s in items) + ")"
 
 
-def _predicate(arm: Arm) -> str:
+def _predicate(arm: Arm | DispatchArm) -> str:
     return " and ".join(f"{a.kind}({a.what}, {a.value})" for a in arm.predicate) or "always"

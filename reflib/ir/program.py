@@ -5,10 +5,11 @@ Grammar::
     program ::= inputs buffers nodes outputs
     node    ::= Loops                     a kernel to generate (loops.py)
               | Extern                    a call of ATen, or of anything else that can be called
-              | Template                  a hand-written kernel with slots (matmul; from issue 3 on)
-              | Choice                    one of several equivalent programs (issue 3)
-              | Region                    what is left after choosing: arms, tried in order
-    arm     ::= predicate -> Loops ..., launch parameters, workspace
+              | Template                  a hand-written kernel with a slot for what follows it: a matrix product
+              | Choice                    one of several equivalent node lists, not yet decided
+              | Dispatch                  several node lists for one thing, by size: decided at every call
+              | Region                    a kernel after choosing: arms, tried in order
+    arm     ::= predicate -> Loops ... | Template, launch parameters, workspace
 
 **Order.** ``nodes`` is a legal order of execution. A stage may reorder nodes only as ``dependencies`` allow:
 reads after writes, writes after reads, writes after writes, all by *storage* (views share it), and effects in order.
@@ -17,6 +18,10 @@ reads after writes, writes after reads, writes after writes, all by *storage* (v
 captured graph is the same storage with other sizes, strides and offset: a :class:`View`. A load's index is linear in
 a buffer's storage, so views cost nothing and need no node.
 
+**Choices** hold their alternatives as nodes over the *same* buffers: each alternative reads the choice's inputs and
+writes its outputs, with temporaries of its own, so that deciding is replacing one node by several (``choose``). The
+first alternative is the default. A choice that is won by different alternatives at different sizes becomes a Dispatch.
+
 **Regions and arms** are the one mechanism behind input ranges, per-architecture kernels, background tuning and the
 general fallback: fixed reads and writes, several ways to do it, each valid under a predicate. The last arm of a
 region has an empty predicate: it always works.
@@ -24,7 +29,7 @@ region has an empty predicate: it always works.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,7 +117,8 @@ class Extern:
 @dataclass(frozen=True, slots=True)
 class Assume:
     """One fact an arm's code relies on. ``kind``: ``aligned`` (``what``: a buffer name, ``value``: bytes),
-    ``at_most`` (``what``: an Expr, ``value``: an int), ``divisible`` (Expr, int), ``arch`` (str, str)."""
+    ``at_most`` (``what``: an Expr, ``value``: an int), ``at_least`` (Expr, int), ``divisible`` (Expr, int), ``equal``
+    and ``differs`` (Expr, int), ``arch`` (str, str)."""
 
     kind: str
     what: Any
@@ -123,7 +129,8 @@ class Assume:
 class Config:
     """How a kernel is generated and launched: plain data, made by ``choose`` and read by ``generate``.
 
-    ``reduction``: ``none``, ``persistent`` (a row lives in registers) or ``looped``.
+    ``reduction``: ``none``, ``persistent`` (a row lives in registers), ``looped`` or ``matmul`` (the rest is in the
+    Template's Tiling).
     ``xblock``/``rblock``: elements of the parallel / reduced space per program and step (GPU).
     ``index``: ``int32`` or ``int64``. ``extras``: sorted (name, value) pairs for what only one generator reads.
     """
@@ -138,11 +145,182 @@ class Config:
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
-    """``parts``: independent Loops launched as one kernel (usually one). Predicate: all of ``predicate`` hold."""
+class Tiling:
+    """How a Template's kernel is cut up: plain data, a candidate of ``choose``.
+
+    ``kind``: ``tiled`` (a program per output tile, software pipelined), ``persistent`` (one program per multiprocessor
+    walks over tiles, operands come through TMA descriptors; sm_90 and later) or ``split`` (``splits`` programs share a
+    tile's K; the last to finish adds their parts in a fixed order and runs the epilogue).
+    ``m``, ``n``, ``k``: block sizes. ``group``: tiles in a column of L2-friendly order.
+    ``warps_k``: how many ways the warps of one program share a block's K (``split`` only).
+    """
+
+    kind: str
+    m: int
+    n: int
+    k: int
+    num_warps: int = 4
+    num_stages: int = 3
+    splits: int = 1
+    warps_k: int = 1
+    group: int = 8
+
+    def __str__(self) -> str:
+        text = f"{self.kind} {self.m}x{self.n}x{self.k} w{self.num_warps} s{self.num_stages}"
+        if self.kind == "split":
+            text += f" splits {self.splits}" + (f" wk{self.warps_k}" if self.warps_k > 1 else "")
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A matrix product: acc[b, m, n] = sum over k of a[b, m, k] * b[b, k, n], then ``epilogue`` at every point.
+
+    ``a``, ``b``: views of shape [B, M, K] and [B, K, N], any strides (B is 1 for a plain product). A view whose buffer
+    has another dtype than ``dtype`` is cast to it as it is read (the prologue).
+    ``epilogue``: a Loops over the parallel axes ([b,] m, n), b left out when B is the constant 1; its ``acc``
+    statement is the product, of dtype ``acc_dtype``. It makes every store of the kernel.
+    ``dtype``: what the operands are multiplied as. ``precision``: ``ieee`` or ``tf32`` (float32 only).
+    ``tiling``: None until chosen.
+    """
+
+    name: str
+    a: View
+    b: View
+    epilogue: Loops
+    dtype: torch.dtype
+    precision: str = "ieee"
+    tiling: Tiling | None = None
+
+    @property
+    def sizes(self) -> tuple[Expr, Expr, Expr, Expr]:
+        """(B, M, N, K)."""
+        return self.a.shape[0], self.a.shape[1], self.b.shape[2], self.a.shape[2]
+
+    @property
+    def acc_dtype(self) -> torch.dtype:
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        return self.epilogue.origins
+
+    def operands(self) -> list[str]:
+        return list(dict.fromkeys((self.a.buffer, self.b.buffer)))
+
+    def reads(self) -> list[str]:
+        return list(dict.fromkeys([*self.operands(), *self.epilogue.reads()]))
+
+    def writes(self) -> list[str]:
+        return self.epilogue.writes()
+
+    def symbols(self) -> list[Sym]:
+        return sorted(symbols_in((self.a, self.b)) | set(self.epilogue.symbols()))
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """One way to do a Choice: ``nodes`` in order, with temporaries ``buffers`` of their own.
+
+    ``guards``: what tracing it assumed of the sizes; without them it may not be used.
+    ``patches``: sorted (option, value) pairs to compile it with.
+    ``params``: the parameters it was registered with, for people.
+    """
+
+    name: str
+    nodes: tuple[Node, ...]
+    buffers: tuple[Buffer, ...] = ()
+    guards: tuple[Assume, ...] = ()
+    patches: tuple[tuple[str, Any], ...] = ()
+    params: tuple[tuple[str, Any], ...] = ()
+
+    def reads(self) -> list[str]:
+        made = {b.name for b in self.buffers}
+        return list(dict.fromkeys(b for n in self.nodes for b in n.reads() if b not in made))
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """Sizes to decide separately at. ``size``: the expression dispatched on; ``splits``: ascending; range i is
+    splits[i-1] < size <= splits[i], the last one open, tuned up to ``upper``. ``what``: ``x.size(0)``, for people."""
+
+    size: Expr
+    splits: tuple[int, ...]
+    upper: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Something to be decided by ``choose``: ``alternatives[0]`` is the default (the eager op).
+
+    ``op``: what is done, for people and tables. ``outputs``: buffers every alternative writes. ``failed``: (name,
+    status, why) of candidates that could not become alternatives. ``min_speedup``: how much faster than the default a
+    winner must be. ``graph_timing``: time by CUDA-graph replay (False: with launches in it).
+    ``inputs_from``: (buffer, key) of inputs whose measuring data a registered function makes.
+    ``custom``: an op that was registered; its candidates are its own (a matrix product's are reflib's).
+    """
+
+    name: str
+    op: str
+    outputs: tuple[str, ...]
+    alternatives: tuple[Alternative, ...]
+    failed: tuple[tuple[str, str, str], ...] = ()
+    min_speedup: float = 1.0
+    graph_timing: bool = True
+    ranges: Ranges | None = None
+    inputs_from: tuple[tuple[str, str], ...] = ()
+    custom: bool = False
+    origins: tuple[Origin, ...] = ()
+
+    def reads(self) -> list[str]:
+        return list(dict.fromkeys(b for a in self.alternatives for b in a.reads()))
+
+    def writes(self) -> list[str]:
+        return list(self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchArm:
+    """One arm of a Dispatch: ``nodes`` run if all of ``predicate`` hold (and no earlier arm's did).
+    ``label``: ``512 < s0 <= 2048: decompose_k(8)``."""
 
     predicate: tuple[Assume, ...]
-    parts: tuple[Loops, ...]
+    nodes: tuple[Node, ...]
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Several node lists that write the same ``outputs``; the last arm's predicate is empty. Temporaries of all arms
+    are in the program's table of buffers. ``tuned``: (size, least, most, what): a call outside is logged once."""
+
+    name: str
+    outputs: tuple[str, ...]
+    arms: tuple[DispatchArm, ...]
+    tuned: tuple[Expr, int, int, str] | None = None
+    origins: tuple[Origin, ...] = ()
+
+    def inside(self) -> set[str]:
+        """Temporaries: written in an arm, and nobody else's business."""
+        return {b for a in self.arms for n in a.nodes for b in n.writes()} - set(self.outputs)
+
+    def reads(self) -> list[str]:
+        made = self.inside() | set(self.outputs)
+        return list(dict.fromkeys(b for a in self.arms for n in a.nodes for b in n.reads() if b not in made))
+
+    def writes(self) -> list[str]:
+        return list(self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """``parts``: independent Loops launched as one kernel (usually one), or one Template. Predicate: all of
+    ``predicate`` hold. ``workspace``: buffers of this arm's kernel alone. One whose ``kind`` is ``temp`` holds nothing
+    before and after; ``zeros`` holds zeros, which the kernel leaves zero; ``scratch`` is for Triton's descriptors."""
+
+    predicate: tuple[Assume, ...]
+    parts: tuple[Loops | Template, ...]
     config: Config
     workspace: tuple[Buffer, ...] = ()
 
@@ -155,7 +333,7 @@ class Region:
     arms: tuple[Arm, ...]
 
     @property
-    def device_parts(self) -> tuple[Loops, ...]:
+    def device_parts(self) -> tuple[Loops | Template, ...]:
         return self.arms[-1].parts
 
     def reads(self) -> list[str]:
@@ -169,7 +347,7 @@ class Region:
         return tuple(o for p in self.arms[-1].parts for o in p.origins)
 
 
-Node = Loops | Extern | Region
+Node = Loops | Extern | Template | Choice | Dispatch | Region
 
 
 @dataclass(frozen=True)
@@ -208,6 +386,28 @@ class Program:
 
     def output_buffers(self) -> set[str]:
         return {v.buffer for v in self.outputs if isinstance(v, View)}
+
+
+def regions(nodes: Iterable[Node]) -> Iterator[Region]:
+    """Every Region, those in a Dispatch's arms included."""
+    for n in nodes:
+        if isinstance(n, Region):
+            yield n
+        elif isinstance(n, Dispatch):
+            for arm in n.arms:
+                yield from regions(arm.nodes)
+
+
+def holds(a: Assume, sizes: Any) -> bool:
+    """Is the fact about sizes true for these (symbol name -> int)?"""
+    value = int(a.what.evaluate(sizes))
+    return {
+        "at_most": value <= a.value,
+        "at_least": value >= a.value,
+        "divisible": a.kind == "divisible" and value % a.value == 0,
+        "equal": value == a.value,
+        "differs": value != a.value,
+    }[a.kind]
 
 
 def iter_views(tree: Any) -> Iterator[View]:

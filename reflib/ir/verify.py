@@ -6,16 +6,17 @@ A violation is a bug in a stage, so the message names the node, the statement an
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
 
 from ..errors import VerifyError
 from .expr import ZERO, Expr, Ref, Sym, Var, nonneg
-from .loops import Const, Index, Indirect, Load, Loops, Op, Reduce, Stmt, Store, stmt_args, stmt_exprs, varies_with_r
+from .loops import Acc, Const, Index, Indirect, Load, Loops, Op, Reduce, Stmt, Store, stmt_args, stmt_exprs, varies_with_r
 from .ops import OPS, REDUCTIONS, VALUE_DTYPES, value_dtype
 from .printer import format_stmt
-from .program import Buffer, Extern, Node, Program, Region, iter_views
+from .program import Buffer, Choice, Dispatch, Extern, Node, Program, Region, Template, full_view, iter_views, symbols_in
 
 _INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _KINDS = {
@@ -40,7 +41,8 @@ def verify(program: Program) -> None:
         for b in [*node.reads(), *node.writes()]:
             if b not in program.buffers:
                 raise VerifyError(f"{node.name}: buffer {b} is not declared")
-        inside = set() if isinstance(node, Extern) else set(node.writes())  # a kernel may read what it wrote
+        own = isinstance(node, (Loops, Region, Template))  # a kernel may read what it wrote
+        inside = set(node.writes()) if own else set()
         for b in node.reads():
             if b not in written and b not in inside:
                 raise VerifyError(f"{node.name}: reads {b} before any node has written it")
@@ -83,8 +85,53 @@ def _verify_node(program: Program, node: Node, known: set[Sym], written: set[str
         known |= {s for s, _, _ in node.symbols}
     elif isinstance(node, Loops):
         verify_loops(node, program.buffers, known, written)
+    elif isinstance(node, Template):
+        _verify_template(node, program.buffers, known, written)
+    elif isinstance(node, Choice):
+        for alternative in node.alternatives:
+            inside = {b.name: b for b in alternative.buffers}
+            _verify_list(program, f"{node.name}, {alternative.name}", alternative.nodes, node.outputs, inside, written)
+    elif isinstance(node, Dispatch):
+        if not node.arms or node.arms[-1].predicate:
+            raise VerifyError(f"{node.name}: the last arm must have no predicate, so that it always works")
+        for arm in node.arms:
+            _verify_list(program, f"{node.name}, {arm.label}", arm.nodes, node.outputs, {}, written)
     else:
         _verify_region(program, node, known, written)
+
+
+def _verify_list(
+    program: Program,
+    where: str,
+    nodes: tuple[Node, ...],
+    outputs: tuple[str, ...],
+    own: dict[str, Buffer],
+    written: set[str],
+) -> None:
+    """One of several node lists for the same thing: a small program by itself."""
+    views = tuple(full_view(program.buffers[o]) for o in outputs)
+    known = {n: replace(b, kind="input") for n, b in program.buffers.items() if n in written}
+    rest = {n: b for n, b in program.buffers.items() if n not in written}
+    inputs = tuple(symbols_in([full_view(b) for b in program.buffers.values()]))
+    try:
+        verify(replace(program, inputs=inputs, buffers={**rest, **known, **own}, nodes=nodes, outputs=views))
+    except VerifyError as e:
+        raise VerifyError(f"{where}: {e}") from None
+
+
+def _verify_template(t: Template, buffers: dict[str, Buffer], known: set[Sym], written: set[str]) -> None:
+    batch, m, n, k = t.sizes
+    if len(t.a.shape) != 3 or len(t.b.shape) != 3 or t.b.shape[0] != batch or t.b.shape[1] != k:
+        raise VerifyError(f"{t.name}: operands of shapes {t.a.shape} and {t.b.shape} cannot be multiplied")
+    sizes = tuple(a.size for a in t.epilogue.axes)
+    if sizes != ((m, n) if batch == 1 else (batch, m, n)) or t.epilogue.reduced:
+        raise VerifyError(f"{t.name}: the epilogue runs over {sizes}, the product has {(batch, m, n)}")
+    accs = [s for s in t.epilogue.body if isinstance(s, Acc)]
+    if len(accs) != 1 or accs[0].dtype != t.acc_dtype:
+        raise VerifyError(f"{t.name}: the epilogue must take the product once, as {t.acc_dtype}")
+    if touched := set(t.writes()) & set(t.operands()):
+        raise VerifyError(f"{t.name}: the epilogue writes {sorted(touched)}, which other programs still read")
+    verify_loops(t.epilogue, buffers, known, written, acc=True)
 
 
 def _verify_region(program: Program, region: Region, known: set[Sym], written: set[str]) -> None:
@@ -100,11 +147,19 @@ def _verify_region(program: Program, region: Region, known: set[Sym], written: s
         if extra:
             raise VerifyError(f"{region.name}: arm {n} reads {sorted(extra)}, which the region does not")
         for part in arm.parts:
-            verify_loops(part, {**program.buffers, **space}, known, written | set(space))
+            if isinstance(part, Template):
+                _verify_template(part, {**program.buffers, **space}, known, written | set(space))
+            else:
+                verify_loops(part, {**program.buffers, **space}, known, written | set(space))
 
 
-def verify_loops(loops: Loops, buffers: dict[str, Buffer], known: set[Sym], written: set[str]) -> None:
-    """Every rule that concerns one Loops. ``written``: buffers that hold data before it runs."""
+def verify_loops(
+    loops: Loops, buffers: dict[str, Buffer], known: set[Sym], written: set[str], acc: bool = False
+) -> None:
+    """Every rule that concerns one Loops. ``written``: buffers that hold data before it runs. ``acc``: it is an
+    epilogue."""
+    if not acc and any(isinstance(s, Acc) for s in loops.body):
+        raise VerifyError(f"{loops.name}: acc has a meaning only in a template's epilogue")
     axes = {a.var for a in loops.axes}
     if len(axes) != len(loops.axes):
         raise VerifyError(f"{loops.name}: two axes have one variable")

@@ -158,11 +158,11 @@ def may_alias(target: object) -> bool:
 def can_overwrite(region: Region, dead: str, new: str) -> bool:
     """May ``new`` be stored over ``dead``, which is read here for the last time? Only if one Loops does both, every
     load of ``dead`` is before the store to ``new``, at its index, and no pass after the storing one reads it."""
-    parts = region.arms[-1].parts
+    parts = [p for p in region.arms[-1].parts if isinstance(p, Loops)]
     touching = [p for p in parts if dead in p.reads() or new in p.writes()]
-    if len(touching) != 1:
+    if len(touching) != 1 or len(parts) != len(region.arms[-1].parts):
         return False
-    loops: Loops = touching[0]
+    loops = touching[0]
     stores = [s for s in loops.stores() if s.buffer == new]
     loads = [s for s in loops.loads() if s.buffer == dead]
     if len(stores) != 1 or any(s.index != stores[0].index or s.dtype.itemsize == 0 for s in loads):

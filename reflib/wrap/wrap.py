@@ -19,7 +19,7 @@ import torch
 from ..errors import IndexOutOfRange, ReflibError
 from ..generate.kernel import Kernel
 from ..ir.loops import Indirect
-from ..ir.program import Program, Region
+from ..ir.program import Program, Region, Template
 from ..logs import get as logger
 from ..options import Options
 from ..plan import Plan
@@ -118,7 +118,8 @@ def _bind_kernels(
 
 
 def _has_indirect(region: Region) -> bool:
-    return any(isinstance(s, Indirect) for arm in region.arms for p in arm.parts for s in p.body)
+    parts = [p.epilogue if isinstance(p, Template) else p for arm in region.arms for p in arm.parts]
+    return any(isinstance(s, Indirect) for p in parts for s in p.body)
 
 
 def _build_cpp(kernels: tuple[Kernel, ...], options: Options) -> Any:
