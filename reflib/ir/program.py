@@ -355,6 +355,7 @@ class Program:
     """``inputs``: buffer names and size symbols in call order (``None``: an argument that is unused or plain data).
     ``outputs``: View, Expr (a symbolic int), None or plain data. ``buffers``: by name, in order of creation.
     ``constants``: the tensors behind ``const`` buffers (by name), and other captured objects an Extern needs.
+    ``weights``: inputs that stay the same from call to call (parameters), as far as capture knows.
     """
 
     inputs: tuple[Any, ...]
@@ -362,6 +363,7 @@ class Program:
     nodes: tuple[Node, ...]
     outputs: tuple[Any, ...]
     constants: dict[str, Any] = field(default_factory=dict, compare=False)
+    weights: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         from .printer import format_program
@@ -388,14 +390,18 @@ class Program:
         return {v.buffer for v in self.outputs if isinstance(v, View)}
 
 
+def walk(nodes: Iterable[Node]) -> Iterator[Node]:
+    """Every node, those in a Dispatch's arms included (after the Dispatch)."""
+    for n in nodes:
+        yield n
+        if isinstance(n, Dispatch):
+            for arm in n.arms:
+                yield from walk(arm.nodes)
+
+
 def regions(nodes: Iterable[Node]) -> Iterator[Region]:
     """Every Region, those in a Dispatch's arms included."""
-    for n in nodes:
-        if isinstance(n, Region):
-            yield n
-        elif isinstance(n, Dispatch):
-            for arm in n.arms:
-                yield from regions(arm.nodes)
+    return (n for n in walk(nodes) if isinstance(n, Region))
 
 
 def holds(a: Assume, sizes: Any) -> bool:

@@ -1,6 +1,6 @@
 """Stage 6, ``plan``: order, lifetimes, storage. A Program becomes the steps of a wrapper."""
 
 from .plan import plan
-from .steps import Alloc, Branch, Call, Free, Launch, Let, Moment, Plan, Return, Step
+from .steps import Alloc, Branch, Call, Free, Launch, Let, Moment, Note, Plan, Return, Step, launches
 
-__all__ = ["Alloc", "Branch", "Call", "Free", "Launch", "Let", "Moment", "Plan", "Return", "Step", "plan"]
+__all__ = ["Alloc", "Branch", "Call", "Free", "Launch", "Let", "Moment", "Note", "Plan", "Return", "Step", "launches", "plan"]

@@ -22,9 +22,9 @@ import torch
 
 from ..ir.expr import Sym, expr
 from ..ir.loops import Load, Loops, Stmt, phases
-from ..ir.program import Buffer, Extern, Node, Program, Region, iter_views
+from ..ir.program import Buffer, Dispatch, Extern, Node, Program, Region, iter_views, walk
 from ..options import Options
-from .steps import Alloc, Branch, Call, Free, Launch, Let, Moment, Plan, Return, Step
+from .steps import Alloc, Branch, Call, Free, Launch, Let, Moment, Note, Plan, Return, Step
 
 WINDOW = 3
 
@@ -94,13 +94,42 @@ class _Planner:
             for o in node.outputs:
                 if isinstance(o, str):
                     self.live.setdefault(o, self.program.buffers[o].nbytes.hint())
+        elif isinstance(node, Dispatch):
+            self.steps += self._dispatch(node)
+            for o in node.outputs:
+                self.live.setdefault(o, self.program.buffers[o].nbytes.hint())
         else:
             assert isinstance(node, Region)
-            step: Launch | Branch = Launch(node, node.arms[-1])
-            for arm in reversed(node.arms[:-1]):
-                step = Branch(arm.predicate, Launch(node, arm), step)
-            self.steps.append(step)
-        self.moments.append(Moment(len(self.moments), node.name, tuple(self.live.items())))
+            self.steps.append(launch(node))
+        space = [b for b in node.arms[0].workspace if b.kind != "zeros"] if isinstance(node, Region) else []
+        live = [*self.live.items(), *((b.name, b.nbytes.hint()) for b in space)]
+        self.moments.append(Moment(len(self.moments), node.name, tuple(live)))
+
+    def _dispatch(self, node: Dispatch) -> list[Step]:
+        """Each arm by itself: it allocates what it makes, and frees what is nobody else's."""
+        lists = [self._arm(node, arm.nodes) for arm in node.arms]
+        steps = lists.pop()
+        for arm, then in zip(reversed(node.arms[:-1]), reversed(lists)):
+            steps = (Branch(arm.predicate, then, steps),)
+        return [*([Note(*node.tuned)] if node.tuned else []), *steps]
+
+    def _arm(self, node: Dispatch, nodes: tuple[Node, ...]) -> tuple[Step, ...]:
+        inside = node.inside()
+        last = {b: i for i, n in enumerate(nodes) for b in (*n.reads(), *n.writes()) if b in inside}
+        steps: list[Step] = []
+        have: set[str] = set()
+        for i, n in enumerate(nodes):
+            steps += [Alloc(b) for b in allocated_by(n) if b not in have]
+            have |= set(n.writes())
+            if isinstance(n, Extern):
+                steps.append(Call(n))
+            elif isinstance(n, Dispatch):
+                steps += self._dispatch(n)
+            else:
+                assert isinstance(n, Region)
+                steps.append(launch(n))
+            steps += [Free(b) for b, at in last.items() if at == i]
+        return tuple(steps)
 
     def _release(self, i: int, b: str) -> None:
         buffer = self.program.buffers[b]
@@ -113,6 +142,14 @@ class _Planner:
         self.steps.append(Free(b))
 
 
+def launch(region: Region) -> Step:
+    """The first arm whose predicate holds."""
+    step: Step = Launch(region, region.arms[-1])
+    for arm in reversed(region.arms[:-1]):
+        step = Branch(arm.predicate, (Launch(region, arm),), (step,))
+    return step
+
+
 def _key(b: Buffer) -> tuple:
     return b.device, b.dtype, b.extent
 
@@ -121,7 +158,7 @@ def allocated_by(node: Node) -> list[str]:
     """Buffers that must exist before ``node`` runs: what kernels and out variants write into."""
     if isinstance(node, Extern):
         return [o for o in node.outputs if isinstance(o, str)] if node.out else []
-    return node.writes()
+    return [] if isinstance(node, Dispatch) else node.writes()  # a Dispatch's arms allocate
 
 
 def last_uses(program: Program) -> dict[str, int]:
@@ -141,7 +178,7 @@ def escaping(program: Program) -> set[str]:
     """Buffers whose storage something may still see after their last use: passed to, or returned by, a call whose
     results may alias its arguments."""
     out: set[str] = set()
-    for node in program.nodes:
+    for node in walk(program.nodes):
         if isinstance(node, Extern) and may_alias(node.target):
             out |= {*node.reads(), *node.writes()}
     return out

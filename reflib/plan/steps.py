@@ -6,7 +6,8 @@ Grammar::
            | Alloc buffer              new storage, or a dead buffer's (``reuse``)
            | Launch region             one kernel
            | Call extern               anything that is not a kernel of ours
-           | Branch predicate a b      two ways to do one region
+           | Branch predicate a b      two ways to do one thing: steps and steps
+           | Note size least most      a size outside what was tuned is logged, once
            | Free buffer               the last use is behind us
            | Return values
 
@@ -15,10 +16,11 @@ A straight line, in execution order: nothing is decided at run time but Branch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..ir.expr import Sym
+from ..ir.expr import Expr, Sym
 from ..ir.program import Arm, Assume, Extern, Region
 
 
@@ -42,17 +44,30 @@ class Alloc:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
+    """One kernel. Its arm's workspace is allocated before and freed after."""
+
     region: Region
     arm: Arm
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """If all of ``predicate`` hold then ``then``, else ``otherwise``."""
+    """If all of ``predicate`` hold then ``then``, else ``otherwise``: steps in order. (What one of them allocates and
+    does not free, the other has allocated too.)"""
 
     predicate: tuple[Assume, ...]
-    then: Launch
-    otherwise: Launch | Branch
+    then: tuple[Step, ...]
+    otherwise: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """``size`` outside least..most: the nearest range serves, and one line of log says so. ``what``: for people."""
+
+    size: Expr
+    least: int
+    most: int
+    what: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +85,7 @@ class Return:
     outputs: tuple[Any, ...]
 
 
-Step = Let | Alloc | Launch | Branch | Call | Free | Return
+Step = Let | Alloc | Launch | Branch | Note | Call | Free | Return
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +120,13 @@ class Plan:
     @property
     def reuses(self) -> int:
         return sum(isinstance(s, Alloc) and s.reuse is not None for s in self.steps)
+
+
+def launches(steps: Iterable[Step]) -> Iterator[Launch]:
+    """Every Launch, those in branches included."""
+    for s in steps:
+        if isinstance(s, Launch):
+            yield s
+        elif isinstance(s, Branch):
+            yield from launches(s.then)
+            yield from launches(s.otherwise)

@@ -16,8 +16,8 @@ import torch
 from ..generate.kernel import Kernel
 from ..ir.expr import Atom, Expr, Sym, expr, format_expr
 from ..ir.expr import Call as ExprCall
-from ..ir.program import Assume, Buffer, Extern, Origin, Program, Region, View, full_view, iter_views
-from ..plan import Alloc, Branch, Call, Free, Launch, Let, Plan, Return, Step
+from ..ir.program import Assume, Buffer, Extern, Origin, Program, View, full_view, iter_views, regions, walk
+from ..plan import Alloc, Branch, Call, Free, Launch, Let, Note, Plan, Return, Step
 
 Kernels = Mapping[tuple[str, int], Kernel]
 
@@ -50,6 +50,7 @@ class PythonPrinter:
         self.names: dict[str, Any] = {}
         self.header: list[str] = []
         self.lines: list[str] = []
+        self.pad = ""
         self.passed_on = passed_on(program)
         self.gpu = sorted({b.device.index or 0 for b in program.buffers.values() if b.device.type == "cuda"})
 
@@ -83,31 +84,37 @@ class PythonPrinter:
     def _assumed_aligned(self) -> set[str]:
         out: set[str] = set()
 
-        def walk(step: Any) -> None:
-            if isinstance(step, Branch):
-                out.update(a.what for a in step.predicate if a.kind == "aligned")
-                walk(step.otherwise)
+        def look(steps: tuple[Step, ...]) -> None:
+            for step in steps:
+                if isinstance(step, Branch):
+                    out.update(a.what for a in step.predicate if a.kind == "aligned")
+                    look(step.then)
+                    look(step.otherwise)
 
-        for s in self.plan.steps:
-            walk(s)
+        look(self.plan.steps)
         return out
 
     # -- steps ----------------------------------------------------------------------------------
     def _step(self, step: Step) -> None:
         if isinstance(step, Let):
             method = "size" if step.what == "size" else "stride"
-            self.lines.append(f"{step.sym.name} = {step.buffer}.{method}({step.dim})")
+            self.put(f"{step.sym.name} = {step.buffer}.{method}({step.dim})")
         elif isinstance(step, Alloc):
             self._alloc(step)
-        elif isinstance(step, (Launch, Branch)):
-            self._region(step)
+        elif isinstance(step, Launch):
+            self._launch(step)
+        elif isinstance(step, Branch):
+            self._branch(step)
+        elif isinstance(step, Note):
+            inside = f"{step.least} <= {py(step.size)} <= {step.most}"
+            self.put(f"if not {inside}: outside({step.what!r}, {py(step.size)}, {step.least}, {step.most})")
         elif isinstance(step, Call):
             self._call(step.extern)
         elif isinstance(step, Free):
-            self.lines.append(f"del {step.buffer}")
+            self.put(f"del {step.buffer}")
         elif isinstance(step, Return):
             values = [self.value(o) for o in step.outputs]
-            self.lines.append(f"return ({', '.join(values)}{',' if len(values) == 1 else ''})")
+            self.put(f"return ({', '.join(values)}{',' if len(values) == 1 else ''})")
 
     def _alloc(self, step: Alloc) -> None:
         b = self.program.buffers[step.buffer]
@@ -117,39 +124,56 @@ class PythonPrinter:
                 text = f"alloc_{device}({_tuple(b.shape)}, {_tuple(b.strides)}, {b.dtype})"
             else:
                 text = f'alloc({_tuple(b.shape)}, {_tuple(b.strides)}, dtype={b.dtype}, device="{b.device}")'
-            self.lines.append(f"{b.name} = {text}")
+            self.put(f"{b.name} = {text}")
             return
         old = self.program.buffers[step.reuse]
         if (old.shape, old.strides) == (b.shape, b.strides):
-            self.lines.append(f"{b.name} = {old.name}  # takes over its storage")
+            self.put(f"{b.name} = {old.name}  # takes over its storage")
         else:
-            self.lines.append(f"{b.name} = as_view({old.name}, {_tuple(b.shape)}, {_tuple(b.strides)}, 0)")
+            self.put(f"{b.name} = as_view({old.name}, {_tuple(b.shape)}, {_tuple(b.strides)}, 0)")
 
-    def _region(self, step: Launch | Branch, depth: int = 0) -> None:
-        pad = "    " * depth
-        if isinstance(step, Launch):
-            self._launch(step, pad)
-            return
-        conditions = " and ".join(_condition(a) for a in step.predicate)
-        self.lines.append(f"{pad}if {conditions}:")
-        self._launch(step.then, pad + "    ")
-        self.lines.append(f"{pad}else:")
-        self._region(step.otherwise, depth + 1)
+    def put(self, line: str) -> None:
+        self.lines.append(self.pad + line)
 
-    def _launch(self, step: Launch, pad: str) -> None:
+    def _branch(self, step: Branch) -> None:
+        self.put(f"if {' and '.join(_condition(a) for a in step.predicate)}:")
+        self._block(step.then)
+        self.put("else:")
+        self._block(step.otherwise)
+
+    def _block(self, steps: tuple[Step, ...]) -> None:
+        self.pad += "    "
+        for s in steps:
+            self._step(s)
+        if not steps:
+            self.put("pass")
+        self.pad = self.pad[:-4]
+
+    def _launch(self, step: Launch) -> None:
         kernel = self.kernels[step.region.name, step.region.arms.index(step.arm)]
-        where = self.program.buffers[step.region.writes()[0]].device.type
+        device = self.program.buffers[step.region.writes()[0]].device
         args = [f"{name}.data_ptr()" for name, _ in kernel.buffers] + [s.name for s in kernel.symbols]
         comment = _comment(step.region.arms[-1].parts[0].origins)
         if kernel.grid == 0:
-            self.lines.append(f"{pad}pass  # {kernel.name}: nothing to do for an empty tensor")
-        elif where == "cpu":
-            self.lines.append(f"{pad}{kernel.name}({', '.join([*args, 'threads()'])}){comment}")
+            self.put(f"pass  # {kernel.name}: nothing to do for an empty tensor")
+        elif device.type == "cpu":
+            self.put(f"{kernel.name}({', '.join([*args, 'threads()'])}){comment}")
         else:
-            self.lines.append(f"{pad}{kernel.name}({', '.join(['stream', py(kernel.grid), *args])}){comment}")
+            self._workspace(step.arm.workspace, device.index or 0)
+            args += [f"{b.name}.data_ptr()" for b in step.arm.workspace if b.kind == "scratch"]
+            self.put(f"{kernel.name}({', '.join(['stream', py(kernel.grid), *args])}){comment}")
+            for b in step.arm.workspace:
+                self.put(f"del {b.name}")
         if self.check_nan:
-            for b in step.region.writes():
-                self.lines.append(f"{pad}check_nan({b}, {b!r}, {kernel.name!r})")
+            for name in step.region.writes():
+                self.put(f"check_nan({name}, {name!r}, {kernel.name!r})")
+
+    def _workspace(self, buffers: tuple[Buffer, ...], device: int) -> None:
+        for b in buffers:
+            if b.kind == "zeros":
+                self.put(f"{b.name} = zeros({device}, stream, {py(b.numel)})")
+            else:
+                self.put(f"{b.name} = alloc_cuda({_tuple(b.shape)}, {_tuple(b.strides)}, {b.dtype})")
 
     def _call(self, x: Extern) -> None:
         args = [self.value(a) for a in x.args] + [f"{k}={self.value(v)}" for k, v in x.kwargs]
@@ -157,31 +181,31 @@ class PythonPrinter:
         if x.out is not None:
             overload, keys = x.out
             args += [f"{k}={o}" for k, o in zip(keys, x.outputs)]
-            self.lines.append(f"{self._bind(overload)}({', '.join(args)}){comment}")
+            self.put(f"{self._bind(overload)}({', '.join(args)}){comment}")
             return
         call = f"{self._bind(x.target)}({', '.join(args)})"
         outputs = list(x.outputs)
         if not any(isinstance(o, (str, View)) for o in outputs) and not x.symbols:
-            self.lines.append(call + comment)
+            self.put(call + comment)
             return
         many = len(outputs) != 1 or self._returns_sequence(x)
         result = f"out_{x.name}"
-        self.lines.append(f"{result} = {'flat' if many else ''}({call}){comment}")
+        self.put(f"{result} = {'flat' if many else ''}({call}){comment}")
         for i, o in enumerate(outputs):
             item = f"{result}[{i}]" if many else result
             if isinstance(o, str):
                 b = self.program.buffers[o]
                 shape = f", {_tuple(b.shape)}, {_tuple(b.strides)}"
                 if o in self.passed_on:  # some meta functions promise other shapes; calls do not mind
-                    self.lines.append(f"{o} = expect({item}{shape}, any_shape=True)")
+                    self.put(f"{o} = expect({item}{shape}, any_shape=True)")
                 else:
-                    self.lines.append(f"{o} = expect({item}{shape})")
+                    self.put(f"{o} = expect({item}{shape})")
         for sym, i, dim in x.symbols:
             item = f"{result}[{i}]" if many else result
             # NB: sizes of the results may be in terms of these, so they are bound before the checks above
             at = len(self.lines) - sum(isinstance(o, str) for o in outputs)
-            self.lines.insert(at, f"{sym.name} = {item}" if dim is None else f"{sym.name} = {item}.size({dim})")
-        self.lines.append(f"del {result}")
+            self.lines.insert(at, self.pad + (f"{sym.name} = {item}" if dim is None else f"{sym.name} = {item}.size({dim})"))
+        self.put(f"del {result}")
 
     def _returns_sequence(self, x: Extern) -> bool:
         """May the result be anything but one tensor or number? (A higher-order op's is a nest, or a dict.)"""
@@ -250,11 +274,11 @@ class PythonPrinter:
 
 def passed_on(program: Program) -> set[str]:
     """Buffers that calls return and that only calls (and the caller) see, whole."""
-    externs = [n for n in program.nodes if isinstance(n, Extern)]
+    externs = [n for n in walk(program.nodes) if isinstance(n, Extern)]
     out = {o for n in externs for o in n.outputs if isinstance(o, str)}
     views = [v for n in externs for v in iter_views((n.args, n.kwargs, n.outputs))] + list(iter_views(program.outputs))
     seen = {v.buffer for v in views if v != full_view(program.buffers[v.buffer])}
-    return out - seen - {b for n in program.nodes if isinstance(n, Region) for b in n.reads()}
+    return out - seen - {b for n in regions(program.nodes) for b in n.reads()}
 
 
 def _condition(a: Assume) -> str:
@@ -264,6 +288,8 @@ def _condition(a: Assume) -> str:
         return f"{py(a.what)} <= {a.value}"
     if a.kind == "divisible":
         return f"({py(a.what)}) % {a.value} == 0"
+    if a.kind in ("at_least", "equal", "differs"):
+        return f"{py(a.what)} {({'at_least': '>=', 'equal': '==', 'differs': '!='})[a.kind]} {a.value}"
     return f"arch == {a.value!r}"
 
 

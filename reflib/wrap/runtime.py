@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import ReflibError
+from ..logs import get as logger
 
 _guards = torch._C._dynamo.guards
 
@@ -48,6 +49,68 @@ def check_nan(t: torch.Tensor, buffer: str, kernel: str) -> None:
         raise ReflibError(f"check_nan: kernel {kernel} wrote NaN into {buffer} {tuple(t.shape)}")
 
 
+_said: set[str] = set()
+
+
+def outside(what: str, size: int, least: int, most: int) -> None:
+    """Log, once for each thing, that a size is outside the tuned ranges."""
+    if what not in _said:
+        _said.add(what)
+        message = "%s = %d is outside the sizes that were tuned, %d to %d: the nearest range serves"
+        logger("choose").warning(message, what, size, least, most)
+
+
+class Zeros:
+    """int32 counters that kernels find at zero and leave at zero, so that no call has to clear them.
+
+    Calls on one stream run one after another and may share counters; calls captured in a CUDA graph may run whenever
+    the graph is replayed, so each capture has counters of its own, never given to another.
+    """
+
+    CAPTURED = 1 << 20  # of 4 bytes, allocated before the first capture: during one, nothing can be cleared for good
+
+    def __init__(self) -> None:
+        self.of: dict[tuple[int, int, int], torch.Tensor] = {}
+        self.reserve: dict[int, torch.Tensor] = {}
+
+    def __call__(self, device: int, stream: int, count: int) -> torch.Tensor:
+        capture = capture_id(stream) if torch._C._cuda_isCurrentStreamCapturing() else 0
+        have = self.of.get((device, stream, capture))
+        if have is not None and have.numel() >= count:
+            return have
+        return self._more(device, stream, capture, max(count, 1024))
+
+    def _more(self, device: int, stream: int, capture: int, count: int) -> torch.Tensor:
+        where = torch.device("cuda", device)
+        if not capture:
+            if device not in self.reserve:
+                self.reserve[device] = torch.zeros(self.CAPTURED, dtype=torch.int32, device=where)
+            out = torch.zeros(count, dtype=torch.int32, device=where)
+            torch.cuda.current_stream(where).synchronize()  # another stream may take from the reserve
+        else:
+            reserve = self.reserve.get(device)
+            if reserve is None or reserve.numel() < count:  # no call before the capture: cleared at every replay
+                return torch.zeros(count, dtype=torch.int32, device=where)
+            out, self.reserve[device] = reserve[:count], reserve[count:]
+        self.of[device, stream, capture] = out
+        return out
+
+
+zeros = Zeros()
+
+
+def capture_id(stream: int) -> int:
+    """A number for the capture that ``stream`` is part of."""
+    import ctypes
+
+    status, number = ctypes.c_int(), ctypes.c_ulonglong()
+    driver = ctypes.CDLL("libcuda.so.1")
+    found = driver.cuStreamGetCaptureInfo_v2(
+        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
+    )
+    return -1 if found else number.value
+
+
 def namespace() -> dict[str, Any]:
     """The names every printed wrapper may use."""
     names: dict[str, Any] = {
@@ -59,6 +122,8 @@ def namespace() -> dict[str, Any]:
         "flat": flat,
         "check_nan": check_nan,
         "threads": torch.get_num_threads,
+        "outside": outside,
+        "zeros": zeros,
         "int_max": max,
         "int_min": min,
     }

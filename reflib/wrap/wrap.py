@@ -19,7 +19,7 @@ import torch
 from ..errors import IndexOutOfRange, ReflibError
 from ..generate.kernel import Kernel
 from ..ir.loops import Indirect
-from ..ir.program import Program, Region, Template
+from ..ir.program import Program, Region, Template, regions
 from ..logs import get as logger
 from ..options import Options
 from ..plan import Plan
@@ -102,17 +102,17 @@ def _bind_kernels(
     program: Program, kernels: Mapping[tuple[str, int], Kernel], options: Options, build_cpp: BuildCpp
 ) -> dict[str, Callable[[], Callable[..., Any]]]:
     """For each kernel name, a function that waits for the build and returns what to call."""
-    regions = {n.name: n for n in program.nodes if isinstance(n, Region)}
+    by_name = {n.name: n for n in regions(program.nodes)}
     bound: dict[str, Callable[[], Callable[..., Any]]] = {}
     cpp = {k.name: k for k in kernels.values() if k.language == "cpp"}
     if cpp:
         library = _pool().submit(build_cpp, tuple(cpp.values()), options)
-        checked = {k.name for (r, _), k in kernels.items() if k.name in cpp and _has_indirect(regions[r])}
+        checked = {k.name for (r, _), k in kernels.items() if k.name in cpp and _has_indirect(by_name[r])}
         for name, k in cpp.items():
             bound[name] = _cpp_binding(library, k, name in checked)
     for (region, arm), k in kernels.items():
         if k.language == "triton" and k.grid != 0:
-            device = program.buffers[regions[region].writes()[0]].device
+            device = program.buffers[by_name[region].writes()[0]].device
             bound[k.name] = _triton_binding(k, device, lazy=arm > 0)
     return bound
 
