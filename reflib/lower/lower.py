@@ -18,10 +18,18 @@ from reflib.capture.graph import Graph
 from reflib.errors import LoweringError, ReflibError
 from reflib.ir.expr import Expr, expr
 from reflib.ir.loops import Loops, Origin
-from reflib.ir.program import Buffer, Extern, Node, Program, View, full_view, iter_views, symbols_in
+from reflib.ir.program import Buffer, Choice, Extern, Node, Program, View, full_view, iter_views, symbols_in
 from reflib.options import Options
 
-from . import activations, creation, indexing, lists, pointwise, reductions  # noqa: F401  (they register their rules)
+from . import (  # noqa: F401  (they register their rules)
+    activations,
+    creation,
+    indexing,
+    lists,
+    matmul,
+    pointwise,
+    reductions,
+)
 from .context import Context
 from .extern import extern, reason_for, scalar_call, with_effects
 from .rules import RULES, Unsupported, rule_of
@@ -41,7 +49,7 @@ RULES[EFFECTS] = with_effects
 
 def lower(graph: Graph, options: Options) -> Program:
     """Apply a rule to each node of the graph. Assumes ``meta["val"]`` on every node that makes a value."""
-    low = Lowering()
+    low = Lowering(options)
     tokens = {n.args[0] for n in graph.nodes if n.target is EFFECTS}
     outputs: tuple[Any, ...] = ()
     for node in graph.nodes:
@@ -67,7 +75,8 @@ class Lowering:
     ``uniform``: buffers known to hold one number everywhere, which loads of them use instead.
     ``moved``: scalars copied to another device."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: Options | None = None) -> None:
+        self.options = options or Options()
         self.symbols = Symbols()
         self.inputs: list[Any] = []
         self.buffers: dict[str, Buffer] = {}
@@ -226,12 +235,22 @@ def remove_unused(low: Lowering, outputs: tuple[Any, ...]) -> tuple[tuple[Node, 
         if needed or isinstance(n, Extern) and (n.effect or n.mutates or _reads_number(n) or not makes):
             kept.append(n)
             live.update(n.reads())
-            live |= symbols_in((n.args, n.kwargs)) if isinstance(n, Extern) else set(cast(Loops, n).symbols())
+            live |= _node_symbols(n)
             for b in [*n.reads(), *n.writes()]:
                 live |= _buffer_symbols(low.buffers[b])
     named = live | {b for n in kept for b in n.writes()}
     buffers = {k: b for k, b in low.buffers.items() if k in named or b.kind != "temp"}
     return tuple(reversed(kept)), buffers
+
+
+def _node_symbols(n: Node) -> set[Any]:
+    """The sizes a node needs to know."""
+    if isinstance(n, Extern):
+        return symbols_in((n.args, n.kwargs))
+    if isinstance(n, Choice):
+        made = {s for a in n.alternatives for b in a.buffers for s in _buffer_symbols(b)}
+        return made.union(*(_node_symbols(x) for a in n.alternatives for x in a.nodes))
+    return set(cast(Loops, n).symbols())
 
 
 def _reads_number(n: Extern) -> bool:

@@ -1,0 +1,166 @@
+"""Matrix products: mm, addmm, bmm and baddbmm become a Choice of ATen's call, a Template, and decompose-K.
+
+Where a product is chosen for: float16, bfloat16 and float32 on a GPU, with ``autotune="off"`` too (``choose`` then has
+a static rule); on a CPU only when something is measured, and without a Template, which CPUs have no kernel for.
+All else stays a plain call.
+
+**Rounding.** Eager multiplies halves in float32 and rounds once, after alpha and beta: so does the Template's epilogue,
+and what is fused behind it sees the rounded value. float32 is multiplied as tf32 only where torch's switches say so
+when the graph is lowered (Dynamo guards on them). Sums are always float32:
+``allow_fp16_accumulation`` and ``allow_fp16_reduced_precision_reduction`` permit less, and need not be taken up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from reflib.ir.expr import Expr, Var, expr
+from reflib.ir.loops import Acc, Axis, Loops
+from reflib.ir.program import Alternative, Choice, Extern, Template, View, iter_views
+
+from .body import Kernel, Value
+from .context import Context
+from .extern import extern
+from .rules import Unsupported, rule
+
+aten = torch.ops.aten
+
+HALVES = (torch.float16, torch.bfloat16)
+CHOSEN = (*HALVES, torch.float32)
+_PLAIN = "library call"
+
+
+@rule("mm.default")
+def mm(cx: Context, a: View, b: View) -> Any:
+    return _product(cx, aten.mm.default, a, b, (a, b), {})
+
+
+@rule("bmm.default")
+def bmm(cx: Context, a: View, b: View) -> Any:
+    return _product(cx, aten.bmm.default, a, b, (a, b), {})
+
+
+@rule("addmm.default")
+def addmm(cx: Context, bias: View, a: View, b: View, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    return _product(cx, aten.addmm.default, a, b, (bias, a, b), {"beta": beta, "alpha": alpha})
+
+
+@rule("baddbmm.default")
+def baddbmm(cx: Context, bias: View, a: View, b: View, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    return _product(cx, aten.baddbmm.default, a, b, (bias, a, b), {"beta": beta, "alpha": alpha})
+
+
+def _product(cx: Context, target: Any, a: View, b: View, args: tuple[View, ...], kwargs: dict[str, Any]) -> Any:
+    """A Choice, if there is anything to choose from; Unsupported (a plain call) if there is not."""
+    gpu = for_gpu(cx)
+    if not worth_choosing(cx, gpu, a, b):
+        raise Unsupported(_PLAIN)
+    scale = {k: v for k, v in kwargs.items() if v != 1}
+    low = cx.low
+    value = extern(cx, target, args, scale, _PLAIN)
+    default = low.nodes.pop()
+    assert isinstance(default, Extern)
+    others: list[Alternative] = []
+    if gpu and templates_can_read(cx, args, kwargs):
+        bias = args[0] if len(args) == 3 else None
+        t = template(cx, default.name, a, b, value, bias, kwargs.get("alpha", 1), kwargs.get("beta", 1))
+        others.append(Alternative("triton", (t,)))
+    failed: tuple[tuple[str, str, str], ...] = ()
+    if low.options.autotune != "off":
+        more, failed = _decompose_k(cx, target, args, scale, value)
+        others += more
+    if not others:
+        low.nodes.append(default)
+        return value
+    first = Alternative("aten", (default,))
+    outputs = tuple(o for o in default.outputs if isinstance(o, str))
+    op = f"aten.{target._schema.name.partition('::')[2]}"
+    low.nodes.append(
+        Choice(default.name, op, outputs, (first, *others), failed=failed, origins=(cx.origin,))
+    )  # fmt: skip
+    return value
+
+
+def _decompose_k(
+    cx: Context, target: Any, args: tuple[View, ...], kwargs: dict[str, Any], out: View
+) -> tuple[list[Alternative], tuple[tuple[str, str, str], ...]]:
+    """Decompose-K's alternatives, and those that could not become one."""
+    try:
+        from .decompose_k import matmul_alternatives
+    except ImportError:
+        return [], ()
+    return matmul_alternatives(cx, target, args, kwargs, out)
+
+
+# -- when -------------------------------------------------------------------------------------------
+def for_gpu(cx: Context) -> bool:
+    """Will this run on a GPU? ``target`` retargets programs captured on a CPU after lowering."""
+    target = cx.low.options.target
+    return cx.device.type == "cuda" if target is None else target != "cpu"
+
+
+def worth_choosing(cx: Context, gpu: bool, a: View, b: View) -> bool:
+    """Is there more than one good way to multiply these? An empty product is a fill, which ATen knows."""
+    if cx.dtype not in CHOSEN or a.dtype != cx.dtype or b.dtype != cx.dtype:
+        return False
+    if any(size == 0 for size in (*a.shape, *b.shape)):
+        return False
+    return gpu or cx.low.options.autotune != "off"
+
+
+def templates_can_read(cx: Context, args: tuple[View, ...], kwargs: dict[str, Any]) -> bool:
+    """A Template reads buffers as what they are, where they are; its scalars are numbers or sizes."""
+    buffers = [(v, cx.low.buffers[v.buffer]) for v in iter_views(args)]
+    if any(b.dtype != v.dtype or b.device != cx.device for v, b in buffers):
+        return False
+    return all(
+        isinstance(x, (int, float)) or isinstance(x, Expr) and not cx.low.symbols.is_float(x) for x in kwargs.values()
+    )
+
+
+def float32_precision() -> str:
+    """``tf32`` if torch may multiply float32 matrices so on a GPU, else ``ieee``."""
+    matmul = torch.backends.cuda.matmul
+    precision = getattr(matmul, "fp32_precision", None)  # what is unset there is looked up further out, by torch
+    if precision is None:
+        return "tf32" if matmul.allow_tf32 else "ieee"
+    return "tf32" if precision == "tf32" else "ieee"
+
+
+# -- the template -----------------------------------------------------------------------------------
+def template(
+    cx: Context, name: str, a: View, b: View, out: View, bias: View | None, alpha: Any = 1, beta: Any = 1
+) -> Template:
+    """alpha * a @ b + beta * bias into ``out``, with the bias broadcast. Assumes that ``templates_can_read`` all."""
+    k = product_kernel(cx, out)
+    value = Value(k, k.b.add(Acc(torch.float32)))
+    if alpha != 1:
+        value = value * k.value(alpha, torch.float32)
+    if bias is not None and beta != 0:  # with beta == 0 not even a NaN of the bias counts
+        term = k.load(bias).to(torch.float32)
+        value = value + (term if beta == 1 else term * k.value(beta, torch.float32))
+    k.store(out, value.to(out.dtype))
+    epilogue = Loops(name, tuple(k.axes), tuple(k.b.body), (cx.origin,))
+    precision = float32_precision() if out.dtype == torch.float32 else "ieee"
+    return Template(name, batched(a), batched(b), epilogue, out.dtype, precision)
+
+
+def product_kernel(cx: Context, out: View) -> Kernel:
+    """An empty epilogue: unlike other kernels it has an axis for each of m and n, even of size 1; and one for the
+    batch unless that is 1."""
+    k = Kernel(cx, out.shape)
+    first = 1 if len(out.shape) == 3 and out.shape[0] == 1 else 0
+    dims, number = range(first, len(out.shape)), cx.low.next_kernel()
+    made = iter(k.axes)
+    k.axes = [Axis(Var(f"i{d}_{number}", expr(1)), "p") if out.shape[d] == 1 else next(made) for d in dims]
+    return k
+
+
+def batched(v: View) -> View:
+    """A matrix as a batch of one."""
+    if len(v.shape) == 3:
+        return v
+    return replace(v, shape=(expr(1), *v.shape), strides=(expr(0), *v.strides))
