@@ -41,6 +41,8 @@ class Stages:
     options: Options
     program: Program | None = None
     fused: Fused | None = None
+    inlined: Program | None = None  # after the choices in it, if any, were decided; fused then holds the second fusion
+    before: Fused | None = None  # the first fusion, with choices in it; None where there was no choice
     chosen: Program | None = None
     decisions: tuple[Any, ...] = ()
     plan: Plan | None = None
@@ -98,11 +100,36 @@ def _fuse(s: Stages, target_of: TargetOf) -> None:
 
 
 def _choose(s: Stages, target_of: TargetOf) -> None:
-    from .choose import choose
+    from .choose import choose, decide
+    from .fuse import fuse
+    from .ir.program import Choice
 
-    assert s.fused is not None
-    s.chosen, s.decisions = choose(s.fused, s.options, target_of)
+    assert s.program is not None and s.fused is not None
+    if any(isinstance(n, Choice) for n in s.program.nodes):
+        s.before = s.fused
+        s.inlined, s.decisions = decide(s.program, s.options, target_of, build, {})
+        _verify(s, s.inlined)
+        s.fused = fuse(s.inlined, s.options, target_of(_main_device(s.inlined)))
+        _verify(s, s.fused.program)
+    s.chosen, kernels = choose(s.fused, s.options, target_of)
+    s.decisions += kernels
     _verify(s, s.chosen)
+
+
+def build(program: Program, options: Options) -> Callable[[list], Any]:
+    """The later stages for a small program without choices: what ``choose`` measures candidates with. Returns at once;
+    kernels compile in the background, the first call waits for them."""
+    from .choose import choose
+    from .fuse import fuse
+    from .generate import generate
+    from .plan import plan
+    from .wrap import wrap
+
+    target_of = _target_chooser(options)
+    fused = fuse(program, options, target_of(_main_device(program)))
+    chosen, _ = choose(fused, options, target_of)
+    _, call = wrap(chosen, plan(chosen, options), generate(chosen, target_of), options)
+    return call
 
 
 def _plan(s: Stages, target_of: TargetOf) -> None:

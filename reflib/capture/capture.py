@@ -31,7 +31,7 @@ def dynamo_graph_to_aten(
 
     def compiler(name: str) -> Callable[..., Any]:
         def compile_one(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list], Any]:
-            fn = compile_graph(Graph(gm, name), example_inputs)
+            fn = compile_graph(Graph(gm, name, _weights(gm)), example_inputs)
             fn._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd: takes a list, which it may empty
             return fn
 
@@ -48,6 +48,15 @@ def dynamo_graph_to_aten(
     return backend(module, inputs)
 
 
+def _weights(gm: torch.fx.GraphModule) -> frozenset[str]:
+    """Placeholders that hold parameters: AOTAutograd knows their positions among the forward's inputs, and names a
+    forward's and a backward's saved input ``primals_N``, an inference graph's ``argN_1``, by that position."""
+    context = torch._guards.TracingContext.try_get()
+    static = getattr(getattr(context, "fw_metadata", None), "static_input_indices", None) or []
+    names = {f"primals_{i + 1}" for i in static} | {f"arg{i}_1" for i in static}
+    return frozenset(n.name for n in gm.graph.nodes if n.op == "placeholder" and n.name in names)
+
+
 def exported_graph(program: Any, decompositions: dict) -> tuple[Graph, Any]:
     """An ``ExportedProgram`` as a Graph (parameters, buffers and constants first among its inputs), and its signature.
 
@@ -56,4 +65,5 @@ def exported_graph(program: Any, decompositions: dict) -> tuple[Graph, Any]:
     if not isinstance(program, torch.export.ExportedProgram):
         raise CaptureError(f"expected a torch.export.ExportedProgram, got {type(program).__name__}")
     program = program.run_decompositions(decompositions)
-    return Graph(program.graph_module, "inference"), program
+    held = {s.arg.name for s in program.graph_signature.input_specs if s.kind.name in ("PARAMETER", "BUFFER")}
+    return Graph(program.graph_module, "inference", frozenset(held)), program

@@ -15,10 +15,12 @@ class Graph:
 
     module: the FX graph; placeholders are its inputs in call order (tensors and SymInts), ``get_attr`` its constants.
     name: ``inference``, ``forward`` or ``backward``.
+    weights: names of the placeholders that are parameters or buffers of the model, as far as is known.
     """
 
     module: torch.fx.GraphModule
     name: str = "inference"
+    weights: frozenset[str] = frozenset()
 
     @property
     def nodes(self) -> list[torch.fx.Node]:

@@ -1,5 +1,7 @@
-"""Stage 4, ``choose``: every group becomes a Region, with the arms that can compute it."""
+"""Stage 4, ``choose``: choices are decided; every group becomes a Region, with the arms that can compute it."""
 
-from .choose import Decision, choose
+from .choose import choose
+from .decide import decide
+from .decision import Candidate, Decision
 
-__all__ = ["Decision", "choose"]
+__all__ = ["Candidate", "Decision", "choose", "decide"]

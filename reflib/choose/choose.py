@@ -1,78 +1,86 @@
-"""Groups become Regions: how each kernel is generated and launched is decided here, and why is written down.
+"""Choosing: what computes each region, and how each kernel is generated and launched.
 
-With ``autotune="off"`` a heuristic decides from sizes, dtypes and the target (``heuristics``). Measuring comes with
-issue-by-issue growth of this stage; it will only replace how an arm's Config is found, not what a Region is.
+``choose`` takes a program whose choices are decided (``decide``) and fused again: every Loops and every Template becomes
+a Region, a kernel with the arms that can compute it. How a Loops is launched a heuristic says (``heuristics``), how a
+Template is, its tiling (``matmul``); why is written down.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 
 from ..fuse import Fused
 from ..ir.loops import Loops
-from ..ir.program import Config, Node, Program, Region
-from ..logs import get as logger
+from ..ir.program import Dispatch, Node, Program, Region, Template
 from ..options import Options
 from ..target import Target
+from .decision import Candidate, Decision
 from .heuristics import choose_configs
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What was chosen for one region, and why. ``candidates``: (name, Config); the heuristic has one."""
-
-    region: str
-    winner: Config
-    candidates: tuple[tuple[str, Config], ...]
-    reason: str
 
 
 def choose(
     fused: Fused, options: Options, target_of: Callable[[torch.device], Target]
 ) -> tuple[Program, tuple[Decision, ...]]:
-    """Returns the program with a Region for every Loops (one for each combined set), and the decisions."""
-    program = fused.program
-    if options.autotune != "off":
-        _say_once(f"autotune={options.autotune!r} is not in this version of reflib: heuristics choose")
-    last_of = {names[-1]: names for names in fused.combined}
-    earlier = {n for names in fused.combined for n in names[:-1]}
-    loops = {n.name: n for n in program.nodes if isinstance(n, Loops)}
-    nodes: list[Node] = []
-    decisions: list[Decision] = []
-    for node in program.nodes:
-        if not isinstance(node, Loops):
-            nodes.append(node)
-            continue
-        if node.name in earlier:
-            continue
-        parts = tuple(loops[n] for n in last_of.get(node.name, (node.name,)))
-        target = target_of(program.buffers[parts[0].writes()[0]].device)
-        arms = choose_configs(parts, program.buffers, target, options)
-        region = Region(f"k{len(decisions)}_{short_name(parts)}", arms)
-        nodes.append(region)
-        decisions.append(_decision(region))
-    return replace(program, nodes=tuple(nodes)), tuple(decisions)
+    """Returns the program with a Region for every kernel (one for each combined set), and the decisions."""
+    kernels = _Kernels(fused.program, options, target_of)
+    nodes = kernels.all(fused.program.nodes, fused.combined)
+    return replace(fused.program, nodes=tuple(nodes)), tuple(kernels.decisions)
 
 
-@cache
-def _say_once(message: str) -> None:
-    logger("choose").warning(message)
+class _Kernels:
+    """Makes Regions; numbers them as it goes."""
+
+    def __init__(self, program: Program, options: Options, target_of: Callable[[torch.device], Target]):
+        self.program, self.options, self.target_of = program, options, target_of
+        self.decisions: list[Decision] = []
+
+    def all(self, nodes: Iterable[Node], combined: Iterable[tuple[str, ...]] = ()) -> list[Node]:
+        last_of = {names[-1]: names for names in combined}
+        earlier = {n for names in combined for n in names[:-1]}
+        loops = {n.name: n for n in nodes if isinstance(n, Loops)}
+        out: list[Node] = []
+        for node in nodes:
+            if isinstance(node, Template):
+                out.append(self._template(node))
+            elif isinstance(node, Dispatch):
+                out.append(replace(node, arms=tuple(replace(a, nodes=tuple(self.all(a.nodes))) for a in node.arms)))
+            elif not isinstance(node, Loops):
+                out.append(node)
+            elif node.name not in earlier:
+                out.append(self._loops(tuple(loops[n] for n in last_of.get(node.name, (node.name,)))))
+        return out
+
+    def _loops(self, parts: tuple[Loops, ...]) -> Region:
+        target = self.target_of(self.program.buffers[parts[0].writes()[0]].device)
+        arms = choose_configs(parts, self.program.buffers, target, self.options)
+        region = Region(f"k{len(self.decisions)}_{short_name(parts)}", arms)
+        self.decisions.append(_decision(region, parts[0]))
+        return region
+
+    def _template(self, t: Template) -> Region:
+        from .matmul import template_arms
+
+        target = self.target_of(self.program.buffers[t.writes()[0]].device)
+        name = f"k{len(self.decisions)}_{short_name((t,))}"
+        region = Region(name, template_arms(name, t, self.program.buffers, target, self.options))
+        row = Candidate(str(t.tiling), "heuristic")
+        reason = f"tiling {t.tiling}, decided with its choice"
+        self.decisions.append(Decision(name, str(t.tiling), (row,), reason, config=region.arms[0].config))
+        return region
 
 
-def _decision(region: Region) -> Decision:
+def _decision(region: Region, part: Loops) -> Decision:
     config = region.arms[0].config
-    part = region.arms[0].parts[0]
     size = f"{part.numel} x {part.rnumel}" if part.reduced else f"{part.numel}"
     how = {"none": "a loop for each pass"}.get(config.reduction, config.reduction) if part.reduced else "pointwise"
     reason = f"heuristic for {size} elements: {how}"
-    return Decision(region.name, config, (("heuristic", config),), reason)
+    return Decision(region.name, "heuristic", (Candidate("heuristic", "heuristic"),), reason, config=config)
 
 
-def short_name(parts: tuple[Loops, ...], most: int = 4) -> str:
+def short_name(parts: tuple[Loops | Template, ...], most: int = 4) -> str:
     """A readable kernel name from the ops in it: ``add_gelu``; ``mul_add_and_9_more``; ``12_parts_mul_add``."""
     ops = list(dict.fromkeys(_op_name(o.op) for p in parts for o in p.origins))
     text = "_".join(ops[:most]) + (f"_and_{len(ops) - most}_more" if len(ops) > most else "")

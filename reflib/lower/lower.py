@@ -67,7 +67,8 @@ def lower(graph: Graph, options: Options) -> Program:
         else:
             raise LoweringError(f"{node.op} {node.target} is not part of a functional ATen graph")
     nodes, buffers = remove_unused(low, outputs)
-    return Program(tuple(low.inputs), buffers, nodes, outputs, low.constants)
+    weights = tuple(i for i in low.inputs if isinstance(i, str) and i in graph.weights)
+    return Program(tuple(low.inputs), buffers, nodes, outputs, low.constants, weights)
 
 
 class Lowering:
