@@ -17,6 +17,7 @@ import torch
 from ..errors import ReflibError
 from ..options import Options
 from ..pipeline import Backend, Stages, run
+from .decisions import Decisions
 
 _serial = itertools.count(1)
 
@@ -28,7 +29,8 @@ class Explanation:
     graph: the captured ATen graph (str() prints it).
     program: after ``lower``; one node an op.   fused: after ``fuse``.   chosen: after ``choose``, made of Regions.
     groups: what was fused with what.           refusals: which pairs were not, with the Reason.
-    decisions: how each kernel was chosen.      memory: the Plan (``peak_bytes``, ``moments``).
+    before, inlined: where there were choices: the first fusion with them in it; the program with the winners inlined.
+    decisions: what was chosen, with every candidate.      memory: the Plan (``peak_bytes``, ``moments``).
     kernels: list of Kernel (``name``, ``language``, ``source``).  wrapper: the text of the host code.
     timeline: (stage, start, seconds).
     """
@@ -66,8 +68,18 @@ class Explanation:
         return list(self._reached(self.stages.fused, "fuse").refusals)
 
     @property
-    def decisions(self) -> list[Any]:
-        return list(self.stages.decisions)
+    def decisions(self) -> Any:
+        return Decisions(self.stages.decisions)
+
+    @property
+    def before(self) -> Any:
+        """The first fusion (a ``Fused``), with choices still in it; where there was none, the only one."""
+        return self.stages.before or self._reached(self.stages.fused, "fuse")
+
+    @property
+    def inlined(self) -> Any:
+        """The program with every choice's winner in its place, before it was fused again."""
+        return self.stages.inlined or self.program
 
     @property
     def memory(self) -> Any:
@@ -108,18 +120,19 @@ class Explanation:
 
     def summary(self) -> list[dict[str, Any]]:
         """One row a graph: name, ATen ops, kernels, calls, peak temporary bytes."""
-        from ..ir.program import Extern
+        from ..ir.program import Dispatch, Extern, walk
 
         rows = []
         for s in self.graphs:
             assert s.program is not None and s.chosen is not None and s.plan is not None
-            externs = [n for n in s.chosen.nodes if isinstance(n, Extern)]
+            nodes = [n for n in walk(s.chosen.nodes) if not isinstance(n, Dispatch)]
+            externs = [n for n in nodes if isinstance(n, Extern)]
             rows.append(
                 {
                     "graph": s.graph.name,
                     "ATen ops": sum(n.op == "call_function" for n in s.graph.nodes),
                     "lowered nodes": len(s.program.nodes),
-                    "kernels": len(s.chosen.nodes) - len(externs),
+                    "kernels": len(nodes) - len(externs),
                     "calls": len(externs),
                     "temporary bytes at peak": s.plan.peak_bytes,
                 }

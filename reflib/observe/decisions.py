@@ -1,0 +1,60 @@
+"""Decisions as tables: in text, and in a notebook."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+from ..choose import Candidate, Decision
+
+
+class Decisions(list[Decision]):
+    """A list of decisions that shows itself as a table for each choice that was measured, and one for the rest."""
+
+    def __repr__(self) -> str:
+        return "\n".join(decision_text(d) for d in self)
+
+    def _repr_html_(self) -> str:
+        measured = [d for d in self if len(d.candidates) > 1]
+        rest = [d for d in self if len(d.candidates) <= 1]
+        rows = [(d.region, d.winner, d.reason) for d in rest]
+        return "".join(map(decision_html, measured)) + (_table(("kernel", "chosen", "why"), rows) if rows else "")
+
+
+def decision_text(d: Decision) -> str:
+    """The reason, then one line a candidate, the fastest first."""
+    head = f"{d.region}{f' ({d.op})' if d.op else ''}: {d.winner}: {d.reason}"
+    lines = ["  " + "  ".join(filter(None, row)) for row in map(_row, _sorted(d))] if len(d.candidates) > 1 else []
+    return "\n".join([head, *lines])
+
+
+def decision_html(d: Decision) -> str:
+    rows = [_row(c) for c in _sorted(d)]
+    names = ("candidate", "status", "time", "spread", "warm", "weights cold", "error", "note")
+    title = f"<p><b><code>{escape(d.op or d.region)}</code></b> {escape(d.sizes)}<br>{escape(d.reason)}"
+    with_it = f"<br>measured together with {escape(', '.join(d.members))}" if d.members else ""
+    return f"{title}{with_it}</p>" + _table(names, rows, mark=set(d.winner.split(" | ")))
+
+
+def _sorted(d: Decision) -> list[Candidate]:
+    return sorted(d.candidates, key=lambda c: (c.where, c.time_us is None, c.time_us or 0.0, c.name))
+
+
+def _row(c: Candidate) -> tuple[str, ...]:
+    def us(t: float | None) -> str:
+        return "" if t is None else f"{t:.2f} us"
+
+    spread = "" if c.spread is None else f"±{c.spread:.1%}"
+    error = "" if c.error is None else f"{c.error:.1e}"
+    name = f"{c.name} [{c.where}]" if c.where else c.name
+    return name, c.status, us(c.time_us), spread, us(c.warm_us), us(c.cold_us), error, c.why
+
+
+def _table(names: tuple[str, ...], rows: list[Any], mark: set[str] = frozenset()) -> str:  # type: ignore[assignment]
+    head = "".join(f"<th>{escape(n)}</th>" for n in names)
+    body = ""
+    for row in rows:
+        first = row[0].split(" [")[0]
+        cells = [f"<b>{escape(x)}</b>" if first in mark else escape(x) for x in row]
+        body += "<tr>" + "".join(f"<td>{c}</td>" for c in cells) + "</tr>"
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
