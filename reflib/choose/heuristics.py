@@ -233,6 +233,11 @@ def _index_facts(traffic: list[_Traffic], buffers: dict[str, Buffer]) -> tuple[A
     for t in traffic:
         sizes += [v.size for v in (t.space.x, t.space.y, t.space.z, t.space.r) if v is not None]
         sizes += [buffers[b].extent for b in [*t.part.reads(), *t.part.writes()]]
+    return limit_facts(sizes)
+
+
+def limit_facts(sizes: list[Expr]) -> tuple[Assume, ...] | None:
+    """That each of ``sizes`` fits 32-bit indices, as far as it cannot be proved; None when one does not."""
     open_: list[Expr] = []
     for e in dict.fromkeys(sizes):
         top = max_value(e)

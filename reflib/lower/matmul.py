@@ -104,6 +104,8 @@ def for_gpu(cx: Context) -> bool:
 
 def worth_choosing(cx: Context, gpu: bool, a: View, b: View) -> bool:
     """Is there more than one good way to multiply these? An empty product is a fill, which ATen knows."""
+    if not getattr(cx.low, "choices", True):  # inside an alternative that has chosen
+        return False
     if cx.dtype not in CHOSEN or a.dtype != cx.dtype or b.dtype != cx.dtype:
         return False
     if any(size == 0 for size in (*a.shape, *b.shape)):
