@@ -269,7 +269,7 @@ class Kernel:
 
     def finish(self) -> None:
         """Append the Loops to the program."""
-        name = f"op{len(self.cx.low.nodes)}"
+        name = self.cx.low.next_node()
         self.cx.low.nodes.append(Loops(name, tuple(self.axes), tuple(self.b.body), (self.cx.origin,)))
 
     def linear(self, dims: Iterable[int]) -> Expr:

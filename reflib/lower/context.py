@@ -109,7 +109,7 @@ class Context:
         out = self.temp("copy", like.shape, like.dtype, device)
         self.low.nodes.append(
             Extern(
-                f"op{len(self.low.nodes)}",
+                self.low.next_node(),
                 target,
                 args,
                 tuple(kwargs.items()),

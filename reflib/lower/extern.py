@@ -29,6 +29,9 @@ OUT_VARIANTS = {
     aten.topk.default: aten.topk.values,
 }
 
+if hasattr(aten.bmm, "dtype_out"):  # half operands, a float32 product: CUDA only, torch 2.8 and later
+    OUT_VARIANTS[aten.bmm.dtype] = aten.bmm.dtype_out
+
 # Ops that are meant to be calls: libraries do them better than loops would, or only eager's code gives eager's numbers.
 LIBRARY = (
     *(
@@ -70,7 +73,7 @@ def extern(cx: Context, target: Any, args: Any, kwargs: dict[str, Any], reason: 
     cx.low.symbols.bind(*(expr(s) for s, _, _ in symbols))
     cx.low.nodes.append(
         Extern(
-            f"op{len(cx.low.nodes)}",
+            cx.low.next_node(),
             target,
             tuple(args),
             tuple(kwargs.items()),
@@ -193,7 +196,7 @@ def scalar_call(cx: Context, target: Any, args: Any, kwargs: dict[str, Any]) -> 
     cx.low.symbols.bind(expr(sym))
     cx.low.nodes.append(
         Extern(
-            f"op{len(cx.low.nodes)}", target, tuple(args), tuple(kwargs.items()), (None,),
+            cx.low.next_node(), target, tuple(args), tuple(kwargs.items()), (None,),
             symbols=((sym, 0, None),), reason="arithmetic on sizes", origins=(cx.origin,),
         )
     )  # fmt: skip

@@ -5,10 +5,11 @@ Nothing is fused here, and nothing is reordered: ``nodes`` come out in the graph
 
 from __future__ import annotations
 
+import itertools
 import operator
 import os
 import re
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -16,9 +17,9 @@ from torch.utils import _pytree as pytree
 from reflib import logs
 from reflib.capture.graph import Graph
 from reflib.errors import LoweringError, ReflibError
-from reflib.ir.expr import Expr, expr
-from reflib.ir.loops import Loops, Origin
-from reflib.ir.program import Buffer, Choice, Extern, Node, Program, View, full_view, iter_views, symbols_in
+from reflib.ir.expr import Expr, Sym, expr
+from reflib.ir.loops import Origin
+from reflib.ir.program import Buffer, Node, Program, View, full_view, iter_views
 from reflib.options import Options
 
 from . import (  # noqa: F401  (they register their rules)
@@ -34,6 +35,7 @@ from .context import Context
 from .extern import extern, reason_for, scalar_call, with_effects
 from .rules import RULES, Unsupported, rule_of
 from .symbols import Symbols
+from .unused import remove_unused
 from .views import REINTERPRET, copying, is_view_op, view
 
 # Statements for the tracer alone: what they promise is already in the sizes' ranges.
@@ -66,7 +68,7 @@ def lower(graph: Graph, options: Options) -> Program:
             outputs = tuple(low.arguments(pytree.tree_leaves(node.args, is_leaf=lambda x: x is None)))
         else:
             raise LoweringError(f"{node.op} {node.target} is not part of a functional ATen graph")
-    nodes, buffers = remove_unused(low, outputs)
+    nodes, buffers = remove_unused(low.nodes, low.buffers, outputs)
     weights = tuple(i for i in low.inputs if isinstance(i, str) and i in graph.weights)
     return Program(tuple(low.inputs), buffers, nodes, outputs, low.constants, weights)
 
@@ -86,16 +88,32 @@ class Lowering:
         self.values: dict[torch.fx.Node, Any] = {}
         self.uniform: dict[str, Any] = {}
         self.moved: dict[Any, View] = {}
-        self._kernels = 0
+        self.reserved: set[str] = set()
+        self.within: frozenset[str] = frozenset()
+        self.prefix = ""
+        self.choices = True
+        self._kernels = itertools.count()
+
+    def inside(self, op: str, prefix: str, symbols: dict[Any, Sym], choices: bool) -> Lowering:
+        """A lowering of an implementation of ``op``: over the buffers there are, with names that fit among ours.
+        ``symbols``: ours, by the sympy symbols of the ShapeEnv that the implementation was traced in."""
+        low = Lowering(self.options)
+        low.symbols = self.symbols.inside(symbols)
+        low.buffers, low.uniform, low.moved = dict(self.buffers), dict(self.uniform), dict(self.moved)
+        low.reserved, low._kernels = self.reserved, self._kernels
+        low.within, low.prefix, low.choices = self.within | {op}, prefix + "_", choices
+        return low
 
     # -- names and buffers ----------------------------------------------------------------------
     def next_kernel(self) -> int:
-        self._kernels += 1
-        return self._kernels - 1
+        return next(self._kernels)
+
+    def next_node(self) -> str:
+        return f"{self.prefix}op{len(self.nodes)}"
 
     def unique(self, name: str) -> str:
         """``name``, or ``name_1`` ... if a buffer or symbol has it."""
-        taken, n, out = (self.buffers, self.symbols.known), 0, name
+        taken, n, out = (self.buffers, self.symbols.known, self.reserved), 0, name
         while any(out in t for t in taken):
             n += 1
             out = f"{name}_{n}"
@@ -162,6 +180,10 @@ class Lowering:
     def _call(self, cx: Context, target: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(cx.fake, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return self._scalar(cx, target, args, kwargs)
+        return self._one(cx, target, args, kwargs)
+
+    def _one(self, cx: Context, target: Any, args: Any, kwargs: Any) -> Any:
+        """The op by its rule; where that cannot help, a call."""
         target = REINTERPRET.get(target, target)
         fn = rule_of(target) or (view if is_view_op(target) else None)
         reason = reason_for(target)
@@ -222,45 +244,6 @@ def supported(cx: Context, args: Any, kwargs: Any) -> None:
     for v in iter_views((args, kwargs)):
         if cx.low.buffers[v.buffer].device.type not in _DEVICES:
             raise Unsupported("an input on another device")
-
-
-def remove_unused(low: Lowering, outputs: tuple[Any, ...]) -> tuple[tuple[Node, ...], dict[str, Buffer]]:
-    """Drop what makes buffers and sizes that nothing reads; then buffers that nothing names."""
-    live: set[Any] = {v.buffer for v in iter_views(outputs)} | symbols_in(outputs)
-    for name in live | {b for b in low.buffers if low.buffers[b].kind != "temp"}:
-        live = live | _buffer_symbols(low.buffers.get(name))
-    kept: list[Node] = []
-    for n in reversed(low.nodes):
-        makes = n.writes() + [s for s, _, _ in n.symbols] if isinstance(n, Extern) else n.writes()
-        needed = any(m in live or isinstance(m, str) and low.buffers[m].kind != "temp" for m in makes)
-        if needed or isinstance(n, Extern) and (n.effect or n.mutates or _reads_number(n) or not makes):
-            kept.append(n)
-            live.update(n.reads())
-            live |= _node_symbols(n)
-            for b in [*n.reads(), *n.writes()]:
-                live |= _buffer_symbols(low.buffers[b])
-    named = live | {b for n in kept for b in n.writes()}
-    buffers = {k: b for k, b in low.buffers.items() if k in named or b.kind != "temp"}
-    return tuple(reversed(kept)), buffers
-
-
-def _node_symbols(n: Node) -> set[Any]:
-    """The sizes a node needs to know."""
-    if isinstance(n, Extern):
-        return symbols_in((n.args, n.kwargs))
-    if isinstance(n, Choice):
-        made = {s for a in n.alternatives for b in a.buffers for s in _buffer_symbols(b)}
-        return made.union(*(_node_symbols(x) for a in n.alternatives for x in a.nodes))
-    return set(cast(Loops, n).symbols())
-
-
-def _reads_number(n: Extern) -> bool:
-    """A call for a number held in a tensor, or for sizes held in its data: kept, as torch kept it."""
-    return bool(n.symbols) and bool(n.reads())
-
-
-def _buffer_symbols(b: Buffer | None) -> set[Any]:
-    return set() if b is None else {s for e in (*b.shape, *b.strides) for s in e.symbols()}
 
 
 def _plain_symbol(value: Expr) -> Any:

@@ -31,6 +31,13 @@ class Symbols:
         self.formulas: dict[str, Any] = {}  # opaque floats: their sympy expression and its ShapeEnv
         self.bound: set[str] = set()  # names of symbols whose value is known by now, at run time
 
+    def inside(self, mine: dict[Any, Sym]) -> Symbols:
+        """The same symbols for a graph traced in another ShapeEnv. ``mine``: ours by its sympy symbols."""
+        out = Symbols()
+        out.known, out.floats, out.formulas, out.bound = self.known, self.floats, self.formulas, self.bound
+        out.opaque = dict(mine)
+        return out
+
     def expr(self, value: Any) -> Expr:
         """An int, SymInt or Expr as an Expr; raises Unsupported if it has none."""
         if isinstance(value, Expr):

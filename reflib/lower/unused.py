@@ -1,0 +1,61 @@
+"""Dropping what nobody reads: most rules make more than one op's user wants, and a traced graph has loose ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from reflib.ir.expr import Sym
+from reflib.ir.program import Assume, Buffer, Choice, Dispatch, Extern, Node, Region, full_view, iter_views, symbols_in
+
+
+def remove_unused(
+    nodes: Sequence[Node], buffers: dict[str, Buffer], outputs: tuple[Any, ...]
+) -> tuple[tuple[Node, ...], dict[str, Buffer]]:
+    """The nodes that ``outputs`` need, and the buffers that these name. Kept as well: what writes into an input or
+    has an effect, and sizes held in tensors' data."""
+    live: set[Any] = {v.buffer for v in iter_views(outputs)} | symbols_in(outputs)
+    for name in live | {b for b in buffers if buffers[b].kind != "temp"}:
+        live = live | _buffer_symbols(buffers.get(name))
+    kept: list[Node] = []
+    for n in reversed(nodes):
+        makes = n.writes() + [s for s, _, _ in n.symbols] if isinstance(n, Extern) else n.writes()
+        needed = any(m in live or isinstance(m, str) and buffers[m].kind != "temp" for m in makes)
+        if needed or isinstance(n, Extern) and (n.effect or n.mutates or _reads_number(n) or not makes):
+            kept.append(n)
+            live.update(n.reads())
+            live |= node_symbols(n)
+            for b in [*n.reads(), *n.writes()]:
+                live |= _buffer_symbols(buffers[b])
+    named = live | {b for n in kept for b in n.writes()}
+    return tuple(reversed(kept)), {k: b for k, b in buffers.items() if k in named or b.kind != "temp"}
+
+
+def node_symbols(n: Node) -> set[Sym]:
+    """The size symbols a node uses."""
+    if isinstance(n, Extern):
+        return symbols_in((n.args, n.kwargs))
+    if isinstance(n, Choice):
+        out = symbols_in([full_view(b) for a in n.alternatives for b in a.buffers])
+        out |= _assumed(p for a in n.alternatives for p in a.guards)
+        out |= n.ranges.size.symbols() if n.ranges is not None else set()
+        return out.union(*(node_symbols(m) for a in n.alternatives for m in a.nodes))
+    if isinstance(n, Dispatch):
+        out = _assumed(p for a in n.arms for p in a.predicate)
+        return out.union(*(node_symbols(m) for a in n.arms for m in a.nodes))
+    if isinstance(n, Region):
+        return _assumed(p for a in n.arms for p in a.predicate).union(*(p.symbols() for p in n.device_parts))
+    return set(n.symbols())
+
+
+def _assumed(facts: Any) -> set[Sym]:
+    return symbols_in([f.what for f in facts if isinstance(f, Assume)])
+
+
+def _reads_number(n: Extern) -> bool:
+    """A call for a number held in a tensor, or for sizes held in its data: kept, as torch kept it."""
+    return bool(n.symbols) and bool(n.reads())
+
+
+def _buffer_symbols(b: Buffer | None) -> set[Any]:
+    return set() if b is None else {s for e in (*b.shape, *b.strides) for s in e.symbols()}
