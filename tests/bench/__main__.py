@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import children, report
+from . import children, matmul, report
 from .contenders import PEER, US
 from .report import Promise
 
@@ -31,6 +31,7 @@ class Bench:
         self.device, self.quick, self.out, self.busy = args.device, args.quick, args.out, args.busy
         self.match = [w for w in args.match.split(",") if w]
         self.threads = 1 if args.busy else THREADS
+        self.peer_cache, self.peers_at_once = args.peer_cache, args.peers_at_once
         self.deadline = time.monotonic() + args.budget
         self.promises: list[Promise] = []
         self.found: dict[str, Any] = {"about": about(args.device, self.threads), "sections": {}, "promises": []}
@@ -197,6 +198,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "memory": memory,
     "import": import_time,
     "linear": linear,
+    "matmul": matmul.section,
 }
 SECONDS = {
     "compile": 20,
@@ -205,6 +207,7 @@ SECONDS = {
     "import": 5,
     "host": 10,
     "memory": 20,
+    "matmul": 40,
 }  # not worth starting with less
 
 
@@ -213,10 +216,12 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("where", nargs="?", choices=["cpu", "gpu", "cuda"], help="what to measure")
     parser.add_argument("--device", choices=["cpu", "gpu", "cuda"], help="the same")
     parser.add_argument("--only", default="", help=f"some of {', '.join(SECTIONS)}, with commas between")
-    parser.add_argument("--match", default="", help="only kernels whose name contains one of these words")
+    parser.add_argument("--match", default="", help="only kernels, matmuls with one of these words in their name")
     parser.add_argument("--out", type=Path, help="write all rows to this JSON file")
     parser.add_argument("--quick", action="store_true", help="few cases, few rounds: does it work?")
     parser.add_argument("--busy", action="store_true", help="CPU kernels by processor time of one thread")
+    parser.add_argument("--peer-cache", type=Path, metavar="DIR", help="matmul: keep TorchInductor's caches there")
+    parser.add_argument("--peers-at-once", type=int, default=0, metavar="N", help="matmul: TorchInductors compiling")
     parser.add_argument("--budget", type=float, default=3600, help="seconds for all of it")
     args = parser.parse_args(words)
     args.device = "cuda" if (args.where or args.device or "cpu") in ("gpu", "cuda") else "cpu"

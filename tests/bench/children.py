@@ -27,34 +27,58 @@ def fresh_caches() -> Iterator[dict[str, str]]:
         yield named
 
 
-def run(module: str, words: list[str], timeout: float, environment: dict[str, str]) -> str:
-    """Run ``python -m module words``; "" if it went well, else why not."""
-    child = subprocess.Popen(
+def start(module: str, words: list[str], environment: dict[str, str], errors: Any) -> subprocess.Popen[str]:
+    """``python -m module words`` with ``errors`` for its stderr."""
+    return subprocess.Popen(
         [sys.executable, "-m", module, *words],
         cwd=ROOT,
         env={**os.environ, **environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+        stderr=errors,
         start_new_session=True,  # so that a time-out ends its own children too
         text=True,
         errors="replace",
     )
+
+
+@contextlib.contextmanager
+def started(
+    module: str, words: list[str], environment: dict[str, str], errors: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """The same; whatever is left of it and of its children is killed on the way out."""
+    child = start(module, words, environment, errors)
+    try:
+        yield child
+    finally:
+        end(child)
+
+
+def end(child: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.communicate()
+
+
+def run(module: str, words: list[str], timeout: float, environment: dict[str, str]) -> str:
+    """Run ``python -m module words``; "" if it went well, else why not."""
+    child = start(module, words, environment, subprocess.PIPE)
     try:
         _, errors = child.communicate(timeout=max(1.0, timeout))
     except BaseException as error:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.communicate()
+        end(child)
         if isinstance(error, subprocess.TimeoutExpired):
             return f"timed out after {timeout:.0f} s"
         raise
-    if child.returncode == 0:
-        return ""
-    if child.returncode < 0:
-        return f"crashed: {signal.Signals(-child.returncode).name}"
+    return why(child.returncode, errors) if child.returncode else ""
+
+
+def why(code: int, errors: str) -> str:
+    """A line about a process that ended badly."""
+    if code < 0:
+        return f"crashed: {signal.Signals(-code).name}"
     last = [line for line in errors.splitlines() if line.strip()][-1:] or [""]
-    return f"exit code {child.returncode}: {last[0][:200]}"
+    return f"exit code {code}: {last[0][:200]}"
 
 
 def one_job(job: dict[str, Any], timeout: float, environment: dict[str, str]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 
 US, PEER, EAGER = "reflib", "Inductor", "eager"
 PEER_MAX = "Inductor max"
+TUNED = "reflib tuned"  # it measures its candidates (autotune="blocking"); US takes the static choice
 
 
 def names(device: str, quick: bool, searching: bool = True) -> list[str]:
@@ -20,9 +21,9 @@ def compiled(who: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn`` as this contender runs it. Nothing is compiled before the first call."""
     if who == EAGER:
         return fn
-    if who == US:
+    if who in (US, TUNED):
         import reflib
 
-        return reflib.compile(fn, dynamic=False)
+        return reflib.compile(fn, dynamic=False, autotune="blocking" if who == TUNED else "off")
     mode = "max-autotune-no-cudagraphs" if who == PEER_MAX else None
     return torch.compile(fn, dynamic=False, mode=mode)

@@ -1,0 +1,243 @@
+"""The matmul sets in child processes: ``python -m tests.bench.matmul_worker prepare|time JOB.json RESULTS.jsonl``.
+
+prepare  TorchInductor compiles and tunes, several such processes at once: each takes the next case that nobody has
+         taken yet. What it finds is in its caches on disk. Whoever measures on the GPU holds one lock meanwhile:
+         a neighbour's kernels would otherwise be in the numbers by which it chooses.
+time     nothing else runs. TorchInductor's code comes out of its caches, reflib tunes, every contender is checked
+         against float64, and all of a case are timed in turn: CUDA-graph replay, inputs warm in L2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reflib.lab.measuring import time_cases
+from reflib.lab.rivals import own_copy
+from reflib.lab.timing import Samples, synchronize
+
+from . import contenders, matmul_cases
+from .contenders import EAGER, PEER_MAX, TUNED, US
+from .matmul_cases import MatmulCase
+from .worker import Journal, _distance, brief
+
+PEER_FLOOR, OUR_FLOOR = 32, 0.5  # times eps: so strict a definition of wrong is for us
+
+
+def main(what: str, job: dict[str, Any], results: Path) -> None:
+    device = torch.device("cuda", 0) if job["device"] == "cuda" else torch.device("cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(job["threads"])
+    every = {c.name: c for found in matmul_cases.cases(job["device"]).values() for c in found}
+    wanted = [every[name] for name in job["cases"] if name not in job["done"]]
+    with torch.no_grad():
+        {"prepare": prepare, "time": time_all}[what](wanted, job, device, Journal(results))
+
+
+def start_afresh(device: torch.device) -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def still_alive(device: torch.device) -> None:
+    """Raises if the device's context is lost: this process must end, and a new one go on, or all that comes fails."""
+    if device.type == "cuda":
+        torch.ones(1, device=device).add_(1)
+        torch.cuda.synchronize(device)
+
+
+# --- prepare: the peer's compiling and tuning ------------------------------------------------
+def prepare(wanted: list[MatmulCase], job: dict[str, Any], device: torch.device, out: Journal) -> None:
+    lock_measuring(Path(job["claims"], "measuring.lock"))
+    picks = listen_to_choices()
+    for case in wanted:
+        if not claim(Path(job["claims"]), case):
+            continue
+        start_afresh(device)
+        picks.clear()
+        out.write("trying", case=case.name, who=PEER_MAX)
+        fields = {**case.facts, "who": PEER_MAX}
+        try:
+            args = case.arguments(device)
+            seconds, _ = first_call(contenders.compiled(PEER_MAX, own_copy(case.fn)), args, device)
+            out.write("prepared", compile_s=seconds, choice=picks[-1] if picks else None, **fields)
+        except Exception as error:
+            still_alive(device)
+            out.write("prepared", compile_s=None, note=brief(error), **fields)
+
+
+def claim(folder: Path, case: MatmulCase) -> bool:
+    """Whether this process is the first to ask for this case."""
+    try:
+        (folder / case.name.replace(" ", "_")).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def first_call(fn: Callable[..., Tensor], args: list[Tensor], device: torch.device) -> tuple[float, Tensor]:
+    synchronize(device)
+    start = time.perf_counter()
+    result = fn(*args)
+    synchronize(device)
+    return time.perf_counter() - start, result
+
+
+def lock_measuring(path: Path) -> None:
+    """TorchInductor measures only while it holds this lock: one process at a time has the GPU."""
+    from torch._inductor.runtime import benchmarking
+
+    held = threading.local()
+
+    @contextlib.contextmanager
+    def lock() -> Iterator[None]:
+        if getattr(held, "now", False):  # one way of measuring calls another
+            yield
+            return
+        with path.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            held.now = True
+            try:
+                yield
+            finally:
+                held.now = False
+
+    def locked(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with lock():
+                return method(*args, **kwargs)
+
+        return call
+
+    for cls in vars(benchmarking).values():
+        for name in ("benchmark_gpu", "benchmark_gpu_with_cuda_graph"):
+            if isinstance(cls, type) and name in vars(cls):
+                setattr(cls, name, locked(vars(cls)[name]))
+
+
+def listen_to_choices() -> list[str]:
+    """A list that receives the name of the candidate that TorchInductor found fastest (before it fuses)."""
+    picks: list[str] = []
+
+    def hear(timings: dict[Any, float], *_: Any) -> None:
+        if timings:
+            picks.append(str(getattr(min(timings, key=timings.__getitem__), "name", "?")))
+
+    with contextlib.suppress(Exception):  # it is no public function, and only for the reader
+        from torch._inductor.select_algorithm import add_feedback_saver
+
+        add_feedback_saver(hear)
+    return picks
+
+
+# --- time: all contenders of a case, in turn -------------------------------------------------
+def time_all(wanted: list[MatmulCase], job: dict[str, Any], device: torch.device, out: Journal) -> None:
+    skip = {tuple(s) for s in job["skip"]}
+    for case in wanted:
+        if time.time() > job["until"]:
+            break
+        start_afresh(device)
+        time_case(case, job, device, out, skip)
+        out.write("done", case=case.name)
+
+
+def time_case(case: MatmulCase, job: dict[str, Any], device: torch.device, out: Journal, skip: set[tuple]) -> None:
+    args = case.arguments(device)
+    exact = case.fn(*[a.double() for a in args])
+    eager_error = _distance(case.fn(*args), exact)
+    fns: dict[str, Callable[[], Any]] = {}
+    about: dict[str, dict[str, Any]] = {}
+    for who in (EAGER, PEER_MAX, US, TUNED):
+        if (case.name, who) in skip or (who == PEER_MAX and case.name not in job["ready"]):
+            continue
+        out.write("trying", case=case.name, who=who)
+        try:
+            fn, found = compiled(who, case)
+            torch.full_like(exact, math.nan, dtype=case.dtype)  # freed: memory that nobody writes holds NaN
+            seconds, got = first_call(fn, args, device)
+            about[who] = {"compile_s": seconds, **found()}
+            floor = OUR_FLOOR if who in (US, TUNED) else PEER_FLOOR
+            problem = wrong(got, exact, case.dtype, eager_error, floor)
+            del got
+        except Exception as error:
+            still_alive(device)
+            problem = brief(error)
+        if problem:
+            out.write("row", **case.facts, who=who, us=None, note=problem, **about.get(who, {}))
+        else:
+            fns[who] = _bind(fn, args)
+    del exact
+    out.write("trying", case=case.name, who="timing")
+    for who, s in time_cases(fns, "auto", "warm", job["rounds"], job["seconds"], device).items():
+        fields = {**case.facts, "who": who, **about[who]}
+        if isinstance(s, Samples):
+            us, spread = s.median * 1e6, s.spread / s.median
+            out.write("row", us=us, spread=spread, clock=s.clock, note=s.note, rounds=len(s.seconds), **fields)
+        else:
+            out.write("row", us=None, note=s.note or s.status, **fields)
+
+
+def _bind(fn: Callable[..., Any], args: list[Tensor]) -> Callable[[], Any]:
+    return lambda: fn(*args)
+
+
+def compiled(who: str, case: MatmulCase) -> tuple[Callable[..., Tensor], Callable[[], dict[str, Any]]]:
+    """What to call, and what there is to tell of it after its first call."""
+    fn = own_copy(case.fn)
+    if who == PEER_MAX:
+        from torch._dynamo.utils import counters
+
+        counters["inductor"].clear()
+        # its own compile seconds are of the first time, in `prepare`; these are what loading took
+        return contenders.compiled(who, fn), lambda: {"cache_hit": bool(counters["inductor"]["fxgraph_cache_hit"])}
+    if who != TUNED:
+        return contenders.compiled(who, fn), dict
+    from reflib.options import Options
+    from reflib.pipeline import Backend, Stages
+
+    stages: list[Stages] = []
+    backend = Backend(Options(autotune="blocking"), stages.append)
+    return torch.compile(fn, backend=backend, dynamic=False), lambda: decisions(stages)
+
+
+def decisions(stages: list[Any]) -> dict[str, Any]:
+    """The candidates that were measured, and who won. Decisions that no one measured are left out."""
+    kept = []
+    for d in (d for s in stages for d in s.decisions):
+        if isinstance(d.winner, str):
+            tried = [{f: getattr(c, f, None) for f in _TOLD} for c in d.candidates]
+            kept.append({"winner": d.winner, "reason": str(d.reason), "candidates": tried})
+    return {"choice": ", ".join(k["winner"] for k in kept) or None, "decisions": kept}
+
+
+_TOLD = ("name", "status", "time_us", "spread", "error", "why")
+
+
+def wrong(got: Tensor, exact: Tensor, dtype: torch.dtype, allowed: tuple[float, float], floor: float) -> str:
+    """ "" if the result is right: no further from float64 than twice eager's own distance and a little."""
+    if got.dtype != dtype or got.shape != exact.shape or got.stride() != exact.stride():
+        return f"wrong: {got.dtype} {tuple(got.shape)} strides {got.stride()}"
+    found, least = _distance(got, exact), floor * torch.finfo(got.dtype).eps
+    if all(math.isfinite(f) and f <= 2 * a + least for f, a in zip(found, allowed, strict=True)):
+        return ""
+    shown = ["{:.2g} worst {:.2g}".format(*pair) for pair in (found, allowed)]
+    return f"wrong: error {shown[0]}; eager {shown[1]}"
+
+
+if __name__ == "__main__":
+    what, job_file, results = sys.argv[1:]
+    main(what, json.loads(Path(job_file).read_text()), Path(results))
