@@ -27,7 +27,8 @@ from ..errors import DeviceError, ToolchainError
 from ..target import Target
 from .kernel import Kernel
 
-_FORMAT = 2  # of the cached data; change it when Binary or how we compile changes
+_FORMAT = 3  # of the cached data; change it when Binary or how we compile changes
+_SCRATCH_ALIGN = 128
 
 _TYPES = {
     torch.bool: "*i8", torch.uint8: "*u8",
@@ -43,8 +44,9 @@ class Binary:
     image: a cubin (CUDA) or a code object (HIP). entry: the function's name in it.
     shared: bytes of dynamic shared memory. num_warps, num_ctas, warp: threads per program are num_warps * warp.
     pointers, symbols: how many arguments of each kind come before Triton's two hidden pointers.
-    index_bits: width of the size arguments. scratch: bytes of global scratch per program, profile: the same for
-    Triton's profiler (both 0: the hidden pointers may be null). ptx: the assembly text, for later GPUs (CUDA).
+    index_bits: width of the size arguments. scratch: bytes of global scratch per program that the kernel was planned
+    with (not 0: its address is one argument more, Triton's first hidden pointer), profile: what Triton's profiler
+    needs of it (0: the hidden pointer may be null). ptx: the assembly text, for later GPUs (CUDA).
     """
 
     name: str
@@ -99,7 +101,7 @@ def _key(kernel: Kernel, target: Target) -> str:
     return cache.key(
         "triton", _FORMAT, _triton_version(), target.arch, target.warp, kernel.name, kernel.source,
         tuple(str(d) for _, d in kernel.buffers), tuple(s.name for s in kernel.symbols), kernel.index_type,
-        kernel.num_warps, kernel.num_stages, kernel.aligned,
+        kernel.num_warps, kernel.num_stages, kernel.aligned, kernel.scratch,
     )  # fmt: skip
 
 
@@ -164,12 +166,18 @@ def _binary(kernel: Kernel, target: Target, compiled: Any) -> Binary:
         raise DeviceError(
             f"kernel {kernel.name} needs {m.shared} bytes of shared memory; {target.arch} has {target.shared} per block"
         )
+    scratch, align = getattr(m, "global_scratch_size", 0) or 0, getattr(m, "global_scratch_align", 1) or 1
+    if scratch > kernel.scratch or align > _SCRATCH_ALIGN:
+        raise ToolchainError(
+            f"kernel {kernel.name} was planned with {kernel.scratch} bytes of scratch memory per program; "
+            f"Triton wants {scratch}, in multiples of {align}"
+        )
     return Binary(
         name=kernel.name, arch=target.arch, entry=m.name, shared=m.shared, num_warps=m.num_warps,
         num_ctas=getattr(m, "num_ctas", 1), warp=getattr(m, "warp_size", target.warp),
         pointers=len(kernel.buffers), symbols=len(kernel.symbols),
         index_bits=32 if kernel.index_type == "int32" else 64,
-        scratch=getattr(m, "global_scratch_size", 0) or 0, profile=getattr(m, "profile_scratch_size", 0) or 0,
+        scratch=kernel.scratch, profile=getattr(m, "profile_scratch_size", 0) or 0,
         image=compiled.asm["cubin" if target.kind == "cuda" else "hsaco"],
         ptx=compiled.asm["ptx"] if target.kind == "cuda" else "",
     )  # fmt: skip

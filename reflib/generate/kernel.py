@@ -22,6 +22,8 @@ class Kernel:
     grid: programs to launch (GPU; 1-D), an expression in the symbols. CPU: 1.
     num_warps, num_stages: launch parameters (GPU).
     aligned: pointer arguments (by position) that the code assumes are 16-byte aligned.
+    scratch: bytes of global memory per program that Triton may use for descriptors. Not 0: a launch takes one argument
+        more, after the sizes, the address of ``scratch`` times the grid's bytes (a multiple of 128).
     """
 
     name: str
@@ -34,3 +36,4 @@ class Kernel:
     num_stages: int = 1
     index_type: str = "int64"
     aligned: tuple[int, ...] = ()
+    scratch: int = 0

@@ -47,7 +47,7 @@ def generate_triton(
     body = bodies[0] if len(parts) == 1 else _dispatch(printers, bodies, ends)
     symbols = tuple(sorted({s for p in printers for s in p.symbols} | {s for e in ends for s in e.symbols()}))
     pointers = list(dict.fromkeys(b for p in printers for b in p.pointers))
-    lines = [*_known_multiples(config, symbols), *body]
+    lines = [*known_multiples(config, symbols), *body]
     helpers = helper_text(needs)
     source = HEADER + (LIBDEVICE if needs.libdevice else "") + "\n\n"
     source += helpers + "\n\n" if helpers else ""
@@ -73,7 +73,7 @@ def _dispatch(printers: list[PartPrinter], bodies: list[list[str]], ends: list[E
     return lines
 
 
-def _known_multiples(config: Config, symbols: tuple[Sym, ...]) -> list[str]:
+def known_multiples(config: Config, symbols: tuple[Sym, ...]) -> list[str]:
     """Sizes that were checked to be multiples of 16, written so that Triton sees it and reads 16 bytes at a time."""
     known = dict(config.extras).get("divisible", ())
     return [

@@ -87,6 +87,11 @@ class PartPrinter:
                 self._statement(i)
         return self.lines
 
+    def epilogue(self) -> None:
+        """The statements alone, in tile mode: ``acc``, ``y``, ``x`` (``z``) and their masks are bound already."""
+        for i in range(len(self.space.body)):
+            self._statement(i)
+
     def programs(self) -> Expr:
         """How many programs the part takes."""
         x, y, z = self.space.x, self.space.y, self.space.z

@@ -88,8 +88,10 @@ static PyObject *launch(PyObject *self, PyObject *const *args, size_t nargsf, Py
         }
     }
     for (Py_ssize_t i = 0; i < n + HIDDEN; ++i) {
-        values[i] = i < n ? as_int64(args[i + 2]) : 0; /* Triton's hidden pointers: no scratch memory is needed */
-        params[i] = &values[i];                        /* a 32-bit size is the low half: little-endian hosts only */
+        /* After the arguments come Triton's two hidden pointers, to scratch memory and to its profiler's: null. A
+           kernel that needs scratch memory takes its address as the last argument, that is as the first of the two. */
+        values[i] = i < n ? as_int64(args[i + 2]) : 0;
+        params[i] = &values[i]; /* a 32-bit size is the low half: little-endian hosts only */
     }
     if (PyErr_Occurred()) goto done;
     Py_BEGIN_ALLOW_THREADS
@@ -186,7 +188,8 @@ PyMODINIT_FUNC PyInit__reflib_cuda(void) {
 
 
 def load(binary: Binary, device: int | None = None) -> Callable[..., None]:
-    """``binary`` as ``launch(stream, grid, *pointers, *sizes)``.
+    """``binary`` as ``launch(stream, grid, *pointers, *sizes)``. A binary with ``scratch`` takes one pointer more at
+    the end: to grid * scratch bytes, which launches on two streams at once may not share.
 
     ``device``: load into this GPU's primary context now; None: at the first launch, into the context current then.
     Launching a grid of 0 does nothing. Raises DeviceError: no driver, a wrong architecture, the driver's own errors.
@@ -196,9 +199,9 @@ def load(binary: Binary, device: int | None = None) -> Callable[..., None]:
             f"kernel {binary.name} is compiled for {binary.arch}: "
             "reflib compiles for AMD GPUs but cannot launch there yet"
         )
-    if binary.num_ctas != 1 or binary.scratch or binary.profile:
-        raise DeviceError(f"kernel {binary.name} needs a cluster or scratch memory, which this launcher does not give")
-    nargs, threads = binary.pointers + binary.symbols, binary.num_warps * binary.warp
+    if binary.num_ctas != 1 or binary.profile:
+        raise DeviceError(f"kernel {binary.name} needs a cluster or a profile, which this launcher does not give")
+    nargs, threads = binary.pointers + binary.symbols + bool(binary.scratch), binary.num_warps * binary.warp
     where = -1 if device is None else device
     native = extension()
     if native is None:

@@ -1,0 +1,76 @@
+"""Runs the matrix products of ``matmul_cases`` in Triton's interpreter: a program of its own, because the interpreter
+must be chosen before Triton is imported.
+
+    TRITON_INTERPRET=1 python tests/matmul_interpreting.py [name ...]
+
+Prints one JSON object: for each case, what is wrong with it, or nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import traceback
+from typing import Any
+
+import numpy as np
+import torch
+from matmul_cases import MatmulCase, matmul_cases
+from triton_interpreting import run
+
+from reflib.lab.triton_child import complete_the_interpreter
+
+
+def multiply_bfloat16() -> None:
+    """The interpreter keeps bfloat16 as the 16 bits it is; its product multiplies these."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        left, right = (
+            (x.data.astype(np.uint32) << 16).view(np.float32) if x.dtype.scalar == tl.bfloat16 else x.data
+            for x in (a, b)
+        )
+        out = np.matmul(left, right, dtype=d.data.dtype) + d.data
+        return interpreter.TensorHandle(out, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = dot
+
+
+def problem(case: MatmulCase, got: dict[str, torch.Tensor]) -> str:
+    wrong = []
+    for name, want in case.expected().items():
+        g = got[name]
+        if not want.dtype.is_floating_point:
+            bad = g != want
+        else:  # operands are such that the product is exact
+            eps = 2 * torch.finfo(want.dtype).eps
+            bad = ~((g.double() - want.double()).abs() <= eps * want.double().abs() + 1e-6)
+        if bool(bad.any()):
+            at = bad.flatten().nonzero().flatten()[:4].tolist()
+            values = f"got {g.flatten()[at].tolist()} want {want.flatten()[at].tolist()}"
+            wrong.append(f"{name}: {int(bad.sum())} of {bad.numel()} wrong, at {at}; {values}")
+    wrong += [f"{n} is not zero again" for n, t in got.items() if n.endswith("_counters") and bool(t.any())]
+    return "; ".join(wrong)
+
+
+def main(wanted: list[str]) -> dict[str, str]:
+    complete_the_interpreter()
+    multiply_bfloat16()
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (name, make) in enumerate(matmul_cases().items()):
+            if wanted and name not in wanted:
+                continue
+            try:
+                case = make()
+                results[name] = problem(case, run(f"case{number}", case, folder))  # type: ignore[arg-type]
+            except Exception as e:
+                results[name] = f"{type(e).__name__}: {e}\n" + "".join(traceback.format_exc().splitlines(True)[-6:])
+    return results
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps(main(sys.argv[1:])))
