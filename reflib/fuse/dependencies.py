@@ -1,16 +1,18 @@
 """What must come before what: by storage (read after write, write after read, write after write), by effects, by sizes.
 
-All by position in ``program.nodes``, in one pass over the program.
+All by position in ``program.nodes``, in one pass over the program. A Choice or a Dispatch is one node: what is inside
+it (``inside``) counts as its own.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 from ..ir.expr import Sym
 from ..ir.loops import Loops
-from ..ir.program import Extern, Node, Program, View, symbols_in
+from ..ir.program import Assume, Buffer, Choice, Dispatch, Extern, Node, Program, Template, View, full_view, symbols_in
 
 
 @dataclass
@@ -64,28 +66,89 @@ def dependencies(program: Program) -> Dependencies:
             before.update(symbol_from[s] for s in _symbols(program, node) if s in symbol_from)
         if isinstance(node, Extern):
             symbol_from.update((s, i) for s, _, _ in node.symbols)
-            if node.effect:
-                before.update(() if last_effect is None else (last_effect,))
-                last_effect = i
+        if has_effect(node):
+            before.update(() if last_effect is None else (last_effect,))
+            last_effect = i
         d.before.append(before - {i})
     return d
 
 
+def inside(node: Node) -> Iterator[Node]:
+    """``node`` and everything in it: alternatives, arms, an arm's parts."""
+    yield node
+    parts: Iterable[Node] = ()
+    if isinstance(node, Choice):
+        parts = (n for a in node.alternatives for n in a.nodes)
+    elif isinstance(node, Dispatch):
+        parts = (n for a in node.arms for n in a.nodes)
+    elif not isinstance(node, (Loops, Extern, Template)):
+        parts = (p for a in node.arms for p in a.parts)
+    for p in parts:
+        yield from inside(p)
+
+
+def has_effect(node: Node) -> bool:
+    """Does it, or anything in it, have an effect (random state, printing) whose order matters?"""
+    return any(isinstance(n, Extern) and n.effect for n in inside(node))
+
+
+def used_buffers(program: Program, nodes: Iterable[Node]) -> dict[str, Buffer]:
+    """The program's table without temporaries that neither ``nodes`` nor the outputs mention. What only the arms of a
+    Dispatch use is in the table as well; an alternative of a Choice brings its own."""
+    used = program.output_buffers()
+    for node in nodes:
+        for n in inside(node):
+            used.update((*n.reads(), *n.writes()))
+    return {n: b for n, b in program.buffers.items() if b.kind != "temp" or n in used}
+
+
+def remove_dead(program: Program) -> Program:
+    """Without Loops, Templates, Choices and Dispatches whose results nobody reads, and buffers nobody mentions. Calls
+    stay, and what contains a call with an effect."""
+    needed = dependencies(program).needed
+    nodes = []
+    for node in reversed(program.nodes):
+        may_go = isinstance(node, (Loops, Template, Choice, Dispatch)) and not has_effect(node)
+        if not may_go or needed & set(node.writes()):
+            nodes.append(node)
+            needed |= set(node.reads())
+    nodes.reverse()
+    return replace(program, nodes=tuple(nodes), buffers=used_buffers(program, nodes))
+
+
 def _needed(program: Program) -> set[str]:
     out = program.output_buffers() | {b.name for b in program.buffers.values() if b.kind != "temp"}
-    for n in program.nodes:  # what an extern returns may be a view of one of its arguments
-        if isinstance(n, Extern):
-            out |= {v.buffer for v in n.outputs if isinstance(v, View)}
+    for node in program.nodes:  # what an extern returns may be a view of one of its arguments
+        for n in inside(node):
+            if isinstance(n, Extern):
+                out |= {v.buffer for v in n.outputs if isinstance(v, View)}
     return out
 
 
 def _symbols(program: Program, node: Node) -> set[Sym]:
+    """Every size that must be known before the node runs."""
     out: set[Sym] = set()
-    if isinstance(node, Loops):
-        out |= set(node.symbols())
-    elif isinstance(node, Extern):
-        out |= symbols_in((node.args, node.kwargs))
-    for b in [*node.reads(), *node.writes()]:
-        for e in (*program.buffers[b].shape, *program.buffers[b].strides):
-            out |= e.symbols()
+    own: dict[str, Buffer] = {}
+    for n in inside(node):
+        if isinstance(n, Extern):
+            out |= symbols_in((n.args, n.kwargs))
+        elif isinstance(n, (Loops, Template)):
+            out |= set(n.symbols())
+        elif isinstance(n, Choice):
+            own |= {b.name: b for a in n.alternatives for b in a.buffers}
+            out |= _assumed(g for a in n.alternatives for g in a.guards)
+            out |= set() if n.ranges is None else n.ranges.size.symbols()
+        elif isinstance(n, Dispatch):
+            out |= _assumed(p for a in n.arms for p in a.predicate)
+            out |= set() if n.tuned is None else n.tuned[0].symbols()
+        else:
+            own |= {b.name: b for a in n.arms for b in a.workspace}
+            out |= _assumed(p for a in n.arms for p in a.predicate)
+        for b in (*n.reads(), *n.writes()):
+            if b in own or b in program.buffers:
+                out |= symbols_in(full_view(own.get(b) or program.buffers[b]))
     return out
+
+
+def _assumed(facts: Iterable[Assume]) -> set[Sym]:
+    return symbols_in([f.what for f in facts])

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..ir.loops import Loops
-from ..ir.program import Node, Program
+from ..ir.program import Node, Program, Template
 from ..options import Options
 from ..target import Target
+from .casts import prologues, widen_late
 from .combine import combine
-from .dependencies import Dependencies, dependencies
+from .dependencies import Dependencies, dependencies, remove_dead, used_buffers
 from .emit import emit, kind_of, order
 from .inline_loads import inline_loads
 from .legality import Cluster, Context, can_fuse, merge, saved_bytes, single
@@ -25,24 +26,32 @@ from .split import split_reductions
 
 _SIBLINGS = 4  # how many groups that read the same buffer a node looks at
 _MAX_REFUSALS = 2000
+_OPAQUE = {
+    "extern": "a call is a kernel of its own",
+    "choice": "how it is done is not decided yet",
+    "dispatch": "how it is done is decided when it runs",
+    "region": "it has been made a kernel",
+}
 
 
 def fuse(program: Program, options: Options, target: Target) -> Fused:
-    """Group ``program``'s Loops into kernels. The program returned computes the same outputs and input mutations.
+    """Group ``program``'s Loops and Templates into kernels; all other nodes stay as they are. The program returned
+    computes the same outputs and input mutations.
 
-    Assumes a verified program in a legal order; gives back another. ``options.fuse=False`` changes nothing.
+    Assumes a verified program in a legal order; gives back another, which may be fused again (a choice in it decided,
+    say). ``options.fuse=False`` changes nothing.
     """
     if not options.fuse:
         return Fused(program, tuple(Group(n.name, (n.name,), kind_of(n)) for n in program.nodes))
     if options.split_reductions:
         program = split_reductions(program, target)
-    program = remove_dead(inline_loads(program))
+    program, absorbed = prologues(widen_late(remove_dead(inline_loads(program))))
     depends = dependencies(program)
     work = _Grouping(program, depends, options, target)
     for position, node in enumerate(program.nodes):
-        if isinstance(node, Loops):
+        if isinstance(node, (Loops, Template)):
             work.place(position, node)
-    fused, groups = _emit_all(program, depends, work)
+    fused, groups = _emit_all(program, depends, work, absorbed)
     fused, groups, before = _recomputed(fused, groups, target)
     combined: tuple[tuple[str, ...], ...] = ()
     if options.combine_kernels and target.is_gpu:
@@ -50,23 +59,6 @@ def fuse(program: Program, options: Options, target: Target) -> Fused:
         by_name = {g.name: g for g in groups}
         groups = [by_name[n.name] for n in fused.nodes]
     return Fused(fused, tuple(groups), tuple(work.refusals), combined)
-
-
-def remove_dead(program: Program) -> Program:
-    """Without Loops whose results nobody reads and buffers nobody mentions. Calls stay: they may have effects."""
-    needed = dependencies(program).needed
-    nodes = []
-    for node in reversed(program.nodes):
-        if not isinstance(node, Loops) or needed & set(node.writes()):
-            nodes.append(node)
-            needed |= set(node.reads())
-    nodes.reverse()
-    return replace(program, nodes=tuple(nodes), buffers=_used_buffers(program, nodes))
-
-
-def _used_buffers(program: Program, nodes: list) -> dict:
-    used = program.output_buffers() | {b for n in nodes for b in (*n.reads(), *n.writes())}
-    return {n: b for n, b in program.buffers.items() if b.kind != "temp" or n in used}
 
 
 def waiting(program: Program, depends: Dependencies) -> list[bool]:
@@ -93,7 +85,7 @@ class _Grouping:
         self.context = Context(program, depends, options, target, self.clusters.get)
         self.waits = waiting(program, depends)
 
-    def place(self, position: int, node: Loops) -> None:
+    def place(self, position: int, node: Loops | Template) -> None:
         """Start a cluster for ``node`` and merge it with whatever it may be merged with, the best first.
 
         What only a later reduction reads waits for that reduction, and brings its own neighbours along: else it would
@@ -119,7 +111,7 @@ class _Grouping:
                 break
             other = self.clusters[candidate]
             tried.add(id(other))
-            big, small = (other, cluster) if other.ops >= cluster.ops else (cluster, other)
+            big, small = (other, cluster) if _leads(other, cluster) else (cluster, other)
             answer = can_fuse(big, small, c)  # the common space is written in the big one's variables
             if isinstance(answer, Reason):
                 self._refuse(candidate, position, answer)
@@ -135,18 +127,20 @@ class _Grouping:
         return refused
 
     def _best(self, todo: list[tuple[int, bool]], position: int, cluster: Cluster, tried: set[int]) -> int | None:
-        """The neighbour that saves most, then the nearest; takes it, and those already tried, out of ``todo``."""
+        """The neighbour that saves most, then the nearest; takes it, and those already tried, out of ``todo``. A matrix
+        product comes first: all of its consumers may join it, but not what they have joined before."""
         ranked = []
         for p, dependent in todo:
             other = self.clusters.get(p)
             if other is None:
                 if dependent:
-                    self._refuse(p, position, Reason("call", "a call is a kernel of its own"))
+                    self._refuse(p, position, Reason("call", _OPAQUE[kind_of(self.context.program.nodes[p])]))
             elif other is not cluster and id(other) not in tried:
                 score = saved_bytes(other, cluster, self.context)
-                ranked.append((score * (2 if dependent else 1), p, dependent))
+                product = dependent and (other.template is not None) > (cluster.template is not None)
+                ranked.append((product, score * (2 if dependent else 1), p, dependent))
         ranked.sort(reverse=True)
-        todo[:] = [(p, dependent) for _, p, dependent in ranked]
+        todo[:] = [(p, dependent) for _, _, p, dependent in ranked]
         return todo.pop(0)[0] if todo else None
 
     def _neighbours(self, position: int, node: Node) -> Iterator[tuple[int, bool]]:
@@ -168,8 +162,17 @@ class _Grouping:
             self.refusals.append(Refusal(nodes[producer].name, nodes[consumer].name, reason))
 
 
-def _emit_all(program: Program, depends: Dependencies, work: _Grouping) -> tuple[Program, list[Group]]:
-    """The fused program and its groups in the same order."""
+def _leads(a: Cluster, b: Cluster) -> bool:
+    """Is ``a`` the one whose variables the two should be written in?"""
+    if (a.template is None) != (b.template is None):
+        return a.template is not None
+    return a.ops >= b.ops
+
+
+def _emit_all(
+    program: Program, depends: Dependencies, work: _Grouping, absorbed: dict[str, list[str]]
+) -> tuple[Program, list[Group]]:
+    """The fused program and its groups in the same order. ``absorbed``: nodes that are in others as prologues."""
     units: list[Cluster | int] = []
     for i in range(len(program.nodes)):
         cluster = work.clusters.get(i)
@@ -183,16 +186,20 @@ def _emit_all(program: Program, depends: Dependencies, work: _Grouping) -> tuple
     sequence = order(before)
     nodes: list[Node] = []
     groups: list[Group] = []
+    taken = {n.name for n in program.nodes}
     for u in sequence:
         x = units[u]
+        node: Node
         if isinstance(x, int):
             node = program.nodes[x]
-            groups.append(Group(node.name, (node.name,), kind_of(node)))
+            members: tuple[str, ...] = (node.name,)
         else:
-            node = emit(x, _name(x, len(nodes)), _droppable(x, depends))
-            groups.append(Group(node.name, tuple(program.nodes[p].name for p in sorted(x.members)), kind_of(node)))
+            node = emit(x, _name(x, len(nodes), taken), _droppable(x, depends))
+            members = tuple(program.nodes[p].name for p in sorted(x.members))
+            members = (*(cast for m in members for cast in absorbed.get(m, ())), *members)
+        groups.append(Group(node.name, members, kind_of(node)))
         nodes.append(node)
-    return replace(program, nodes=tuple(nodes), buffers=_used_buffers(program, nodes)), groups
+    return replace(program, nodes=tuple(nodes), buffers=used_buffers(program, nodes)), groups
 
 
 def _recomputed(fused: Program, groups: list[Group], target: Target) -> tuple[Program, list[Group], list[set[int]]]:
@@ -212,12 +219,17 @@ def _droppable(cluster: Cluster, depends: Dependencies) -> set[str]:
     return out
 
 
-def _name(cluster: Cluster, number: int) -> str:
-    """``fused_sub_exp_sum_3``: the ops it came from, in order, and its place; a lone node keeps its name."""
+def _name(cluster: Cluster, number: int, taken: set[str]) -> str:
+    """``fused_sub_exp_sum_3``: the ops it came from, in order, and its place; a lone node keeps its name. In a program
+    that is fused again a node may have the name already (in ``taken``)."""
     if len(cluster.parts) == 1:
         return cluster.parts[0][1].name
     ops = [_short(o.op) for _, loops, _ in sorted(cluster.parts, key=lambda p: p[0]) for o in loops.origins]
-    return "_".join(["fused", *list(dict.fromkeys(ops))[:4], str(number)])
+    stem = "_".join(["fused", *list(dict.fromkeys(ops))[:4]])
+    while f"{stem}_{number}" in taken:
+        number += 1
+    taken.add(f"{stem}_{number}")
+    return f"{stem}_{number}"
 
 
 def _short(op: str) -> str:

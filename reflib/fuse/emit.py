@@ -1,5 +1,6 @@
-"""Groups become Loops again: bodies joined, stores nobody needs dropped, axes put in the best order and merged,
-groups in a legal order."""
+"""Groups become nodes again: bodies joined, stores nobody needs dropped, axes put in the best order and merged, groups
+in a legal order. A group around a Template becomes a Template: its epilogue is the joined body, over the product's own
+axes in their own order."""
 
 from __future__ import annotations
 
@@ -7,24 +8,56 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ..ir.expr import Atom, IntLike, Var, expr
+from ..ir.expr import ONE, Atom, Expr, IntLike, Var, expr
 from ..ir.loops import Axis, Load, Loops, Stmt, Store, join, map_stmt, stmt_exprs
-from ..ir.program import Extern, Node
+from ..ir.program import Choice, Dispatch, Extern, Node, Template
 from .legality import Cluster
 
 Env = Mapping[Atom, IntLike]
 
 
-def emit(cluster: Cluster, name: str, drop: set[str]) -> Loops:
-    """One Loops for the whole cluster. Assumes that every merge was legal."""
+def emit(cluster: Cluster, name: str, drop: set[str]) -> Loops | Template:
+    """One node for the whole cluster. Assumes that every merge was legal."""
     parts = sorted(cluster.parts, key=lambda p: p[0])
+    origins = tuple(dict.fromkeys(o for _, loops, _ in parts for o in loops.origins))
     if len(parts) == 1 and not drop:
         axes, body = _drop_ones(parts[0][1])
     else:
         axes, body = cluster.axes, join([(loops, env) for _, loops, env in parts], drop)
-    origins = tuple(dict.fromkeys(o for _, loops, _ in parts for o in loops.origins))
     loops = Loops(name, axes, body, origins)
-    return rename_axes(merge_axes(order_axes(loops)))
+    return rename_axes(merge_axes(order_axes(loops))) if cluster.template is None else _emit_template(cluster, loops)
+
+
+def _emit_template(cluster: Cluster, loops: Loops) -> Template:
+    """``loops``: the joined body over the cluster's axes, which are pieces of the product's. The pieces become ``//``
+    and ``%`` of the product's axes again, most of which cancel."""
+    t = cluster.template
+    assert t is not None
+    env = next(env for _, part, env in cluster.parts if part is t.epilogue)
+    body = loops.body
+    for axis in t.epilogue.axes:
+        value = env.get(axis.var, expr(axis.var))
+        if isinstance(value, Expr) and value.variables() - {axis.var}:
+            body = _rejoin(body, axis, value)
+    return replace(t, name=loops.name, epilogue=rename_axes(replace(loops, axes=t.epilogue.axes, body=body)))
+
+
+def _rejoin(body: tuple[Stmt, ...], axis: Axis, value: Expr) -> tuple[Stmt, ...]:
+    """``body`` with the pieces of ``axis``, whose sum with their strides is ``value``, replaced by parts of ``axis``.
+    Two pieces at a time, the highest first: each step's ``//`` and ``%`` cancel before the next one's are made."""
+    pieces: list[Var] = []
+    step = ONE
+    while len(pieces) < len(value.variables()):  # the lowest has stride 1, the next that one's size, ...
+        low = next(v for v in value.variables() if v not in pieces and value.coefficient(v) == step)
+        pieces.append(low)
+        step = step * low.size
+    high = pieces.pop()
+    while pieces:
+        low = pieces.pop()
+        both = expr(Var(f"{low.name}_{high.name}", low.size * high.size) if pieces else axis.var)
+        body = substitute(body, {high: both // low.size, low: both % low.size})
+        high = next(iter(both.variables()))
+    return substitute(body, {high: expr(axis.var)})
 
 
 def _drop_ones(loops: Loops) -> tuple[tuple[Axis, ...], tuple[Stmt, ...]]:
@@ -120,4 +153,5 @@ def kind_of(node: Node) -> str:
     """A Group's kind."""
     if isinstance(node, Loops):
         return "reduction" if node.reduced else "pointwise"
-    return "extern" if isinstance(node, Extern) else "region"
+    kinds = ((Template, "template"), (Extern, "extern"), (Choice, "choice"), (Dispatch, "dispatch"))
+    return next((kind for cls, kind in kinds if isinstance(node, cls)), "region")

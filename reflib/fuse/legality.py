@@ -13,6 +13,7 @@ The rules, each with its Reason's code:
   it may write over in the last round only. Data per row (running statistics) is read and written once: no rule.
 * ``rows``: few, long rows are not kept in one kernel with what comes after them: too little would run in parallel.
 * ``limit``: not more statements or buffers than the options allow.
+* ``template``: a matrix product takes in elementwise work on its result alone (``templates``).
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ import torch
 
 from ..ir.expr import Expr, Ref, Var
 from ..ir.loops import Axis, Loops, Op, Reduce, Store, join, phases, varies_with_r
-from ..ir.program import Program
+from ..ir.program import Program, Template
 from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies
 from .mapping import Env, Mapping, match
 from .result import Reason
+from .templates import few_streams, template_rule
 
 Indices = dict[str, dict[Expr, int]]  # buffer -> index -> position of the first member that uses it
 
@@ -49,6 +51,7 @@ class Cluster:
     before: set[int]  # positions outside that must come first
     in_place: set[str] = field(default_factory=set)
     outside: set[str] = field(default_factory=set)  # buffers that others need or make
+    template: Template | None = None  # a part is its epilogue; its operands are in ``outside``, not in ``reads``
 
     @property
     def first(self) -> int:
@@ -76,8 +79,9 @@ class Merged:
     saved: int  # bytes, by hint
 
 
-def single(position: int, loops: Loops, depends: Dependencies) -> Cluster:
+def single(position: int, node: Loops | Template, depends: Dependencies) -> Cluster:
     """The cluster of one node. Axes of size 1 vanish."""
+    loops = node.epilogue if isinstance(node, Template) else node
     env: Env = {a.var: 0 for a in loops.axes if a.size == 1}
     axes = tuple(a for a in loops.axes if a.size != 1)
     reads: Indices = {}
@@ -100,16 +104,22 @@ def single(position: int, loops: Loops, depends: Dependencies) -> Cluster:
         {position},
         before,
         in_place,
-        set(reads) | set(writes),
+        {*node.reads(), *node.writes()},
+        node if isinstance(node, Template) else None,
     )
 
 
 def can_fuse(a: Cluster, b: Cluster, c: Context) -> Merged | Reason:
-    """May ``a`` and ``b`` be one kernel? Changes neither. ``a``'s variables are kept where possible."""
+    """May ``a`` and ``b`` be one kernel? Changes neither. ``a``'s variables are kept where possible; a template, if
+    there is one, must be ``a``."""
     if _device(a, c) != _device(b, c):
         return Reason("device", f"one runs on {_device(a, c)}, the other on {_device(b, c)}")
     if a.ops + b.ops > c.options.max_fused_ops:
         return Reason("limit", f"together they have more than max_fused_ops={c.options.max_fused_ops} statements")
+    if a.template is not None or b.template is not None:
+        refused = template_rule(a, b, c)
+        if refused is not None:
+            return refused
     mapping = common_space(a, b)
     if isinstance(mapping, Reason):
         return mapping
@@ -242,9 +252,12 @@ def _few_rows(a: Cluster, b: Cluster, m: Mapping, c: Context) -> Reason | None:
 
 def _limit(a: Cluster, b: Cluster, c: Context) -> Reason | None:
     limit = c.options.max_fused_buffers
-    if len(a.outside) + len(b.outside) <= limit:
+    if a.template is None and len(a.outside) + len(b.outside) <= limit:
         return None
-    if len((a.outside | b.outside) - newly_interior(a, b, c)) <= limit:
+    outside = (a.outside | b.outside) - newly_interior(a, b, c)
+    if a.template is not None and not few_streams(a.template, outside, c):
+        return Reason("limit", "a matrix product's kernel has no registers for more operands of its full size")
+    if len(outside) <= limit:
         return None
     return Reason("limit", f"together they touch more than max_fused_buffers={limit} buffers")
 
@@ -318,6 +331,7 @@ def merge(a: Cluster, b: Cluster, found: Merged, c: Context) -> Cluster:
             side.reads = {n: {i.subs(env): p for i, p in t.items()} for n, t in side.reads.items()}
             side.writes = {n: {i.subs(env): p for i, p in t.items()} for n, t in side.writes.items()}
     big, small = (a, b) if a.ops >= b.ops else (b, a)
+    big.template = a.template or b.template
     big.parts += small.parts
     for mine, new in ((big.reads, small.reads), (big.writes, small.writes)):
         for name, table in new.items():

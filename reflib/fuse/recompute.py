@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ..ir.loops import Axis, Indirect, Load, Loops, Op, Reduce, Stmt, Store, eliminate_dead, map_stmt, stmt_args
 from ..ir.program import Node, Program
-from .dependencies import Dependencies, dependencies
+from .dependencies import Dependencies, dependencies, used_buffers
 from .inline_loads import EXPENSIVE, MAX_BODY, make_producer, replace_loads
 
 MAX_OPS = 16  # operations worth repeating to save a store and a load
@@ -37,9 +37,7 @@ def recompute(program: Program) -> Program:
     return _drop_stores(replace(program, nodes=tuple(nodes))) if changed else program
 
 
-def _without_load(
-    program: Program, depends: Dependencies, nodes: list[Node], position: int, name: str
-) -> Loops | None:
+def _without_load(program: Program, depends: Dependencies, nodes: list[Node], position: int, name: str) -> Loops | None:
     """The node with its loads of ``name`` computed instead; None where that cannot be or does not pay."""
     node = nodes[position]
     writers = depends.writers.get(name, [])
@@ -121,9 +119,7 @@ def _drop_stores(program: Program) -> Program:
             if not n.body:
                 continue
         nodes.append(n)
-    used = read | {b for n in nodes for b in n.writes()}
-    buffers = {k: b for k, b in program.buffers.items() if b.kind != "temp" or k in used}
-    return replace(program, nodes=tuple(nodes), buffers=buffers)
+    return replace(program, nodes=tuple(nodes), buffers=used_buffers(program, nodes))
 
 
 def _without_stores(body: tuple[Stmt, ...], dead: set[str]) -> tuple[Stmt, ...]:

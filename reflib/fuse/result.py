@@ -10,7 +10,7 @@ from ..ir.program import Program
 @dataclass(frozen=True, slots=True)
 class Reason:
     """Why a pair was not fused. ``code``: one of ``order``, ``index``, ``space``, ``axes``, ``broadcast``,
-    ``in-place``, ``device``, ``limit``, ``rows``, ``call``. ``text``: a sentence for people."""
+    ``in-place``, ``device``, ``limit``, ``rows``, ``call``, ``template``. ``text``: a sentence for people."""
 
     code: str
     text: str
@@ -21,8 +21,9 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """``name``: the fused Loops' (or the Extern's) name. ``members``: names of the nodes of the program before.
-    ``kind``: ``pointwise``, ``reduction``, ``extern`` or ``region``."""
+    """``name``: the fused node's name. ``members``: names of the nodes of the program before that it is made of (a cast
+    that became a template's prologue is among them).
+    ``kind``: ``pointwise``, ``reduction``, ``template``, ``extern``, ``choice``, ``dispatch`` or ``region``."""
 
     name: str
     members: tuple[str, ...]

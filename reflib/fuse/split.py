@@ -13,6 +13,7 @@ over 32,768 rows of each of 4,096 columns) are cut as well where COLUMNS at a ti
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,16 +44,22 @@ _KINDS = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin")
 
 
 def split_reductions(program: Program, target: Target) -> Program:
-    """Cut every reduction with few, long rows in two. Symbolic sizes are judged by their hints."""
+    """Cut every reduction with few, long rows in two. Symbolic sizes are judged by their hints. The first step of one
+    that was cut before (a program is fused again once its choices are made) is not cut again."""
     nodes: list[Node] = []
     buffers = dict(program.buffers)
     for node in program.nodes:
         pieces = _pieces(node, target) if isinstance(node, Loops) else 1
-        if isinstance(node, Loops) and pieces > 1 and _can_split(node):
+        if isinstance(node, Loops) and pieces > 1 and _can_split(node) and not any(map(_is_part, node.writes())):
             nodes += _split(node, pieces, buffers)
         else:
             nodes.append(node)
     return replace(program, nodes=tuple(nodes), buffers=buffers)
+
+
+def _is_part(buffer: str) -> bool:
+    """Does this buffer, by its name, hold partial results?"""
+    return re.fullmatch(r".*_part\d+", buffer) is not None
 
 
 def _pieces(loops: Loops, target: Target) -> int:
@@ -163,7 +170,9 @@ class _PartialStores:
         if reduce.kind.startswith("arg"):
             steps.insert(0, Reduce(reduce.kind[3:], reduce.args[:1], self.b.dtype(reduce.args[0])))
         for step in steps:
-            name = f"{self.loops.name}_part{sum(map(len, self.names.values()))}"
+            number = sum(map(len, self.names.values()))
+            while (name := f"{self.loops.name}_part{number}") in self.buffers:
+                number += 1
             strides = tuple(product(self.shape[d + 1 :]) for d in range(len(self.shape)))
             device = self.buffers[self.loops.writes()[0]].device
             self.buffers[name] = Buffer(name, step.dtype, device, self.shape, strides)
