@@ -22,7 +22,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -85,9 +85,7 @@ def decide(
 
 
 # -- without measuring -----------------------------------------------------------------------------
-def _decide_statically(
-    program: Program, choice: Choice, target: Target, options: Options
-) -> tuple[Program, Decision]:
+def _decide_statically(program: Program, choice: Choice, target: Target, options: Options) -> tuple[Program, Decision]:
     from .matmul import static_tiling
 
     default = choice.alternatives[0]
@@ -129,9 +127,16 @@ class _Range:
     label: str = ""
 
 
-def _decide_by_measuring(
-    program: Program, choice: Choice, target: Target, work: _Work
-) -> tuple[Program, Decision]:
+@dataclass(frozen=True)
+class _Found:
+    """What was measured at one point."""
+
+    rows: tuple[Candidate, ...]
+    winner: str
+    reason: str
+
+
+def _decide_by_measuring(program: Program, choice: Choice, target: Target, work: _Work) -> tuple[Program, Decision]:
     region = cut(program, choice, work.options, target)
     candidates = _expand(choice, target, work.options)
     ranges = _ranges(choice)
@@ -179,7 +184,7 @@ def _measure_range(
     """(name of the winner, rows, reason). With several points: the best geometric mean among those right at all."""
     default = candidates[0]
     results = [_measure_point(region, candidates, p, work) for p in r.points]
-    rows = [replace(row, where=_where(r, p)) for p, result in zip(r.points, results) for row in result.candidates]
+    rows = [replace(row, where=_where(r, p)) for p, result in zip(r.points, results) for row in result.rows]
     if len(results) == 1:
         return results[0].winner, rows, results[0].reason
     times = {c.name: [_time(result, c.name) for result in results] for c in candidates}
@@ -189,7 +194,7 @@ def _measure_range(
     best = min(means, key=lambda n: means[n])
     if best == default.name or default.name not in means:
         return best, rows, f"{means[best]:.1f} us, geometric mean of {len(results)} sizes: the fastest"
-    spread = max(row.spread or 0.0 for result in results for row in result.candidates if row.name in (best, default.name))
+    spread = max(row.spread or 0.0 for result in results for row in result.rows if row.name in (best, default.name))
     ratio = means[default.name] / means[best]
     if ratio < max(region.choice.min_speedup, 1 + spread):
         reason = f"{best} would be {ratio:.2f}x as fast, which is not beyond the spread ({spread:.0%}) or the threshold"
@@ -197,14 +202,14 @@ def _measure_range(
     return best, rows, f"{best} is {ratio:.2f}x as fast as {default.name} over {len(results)} sizes"
 
 
-def _time(result: Any, name: str) -> float:
-    row = next((c for c in result.candidates if c.name == name), None)
+def _time(result: _Found, name: str) -> float:
+    row = next((c for c in result.rows if c.name == name), None)
     return row.time_us if row is not None and row.status == "ok" and row.time_us else 0.0
 
 
-def _measure_point(region: Region, candidates: list[Alternative], point: dict[str, int], work: _Work) -> Any:
+def _measure_point(region: Region, candidates: list[Alternative], point: dict[str, int], work: _Work) -> _Found:
     """Measure the candidates that are valid at these sizes."""
-    from .measure import Result, measure, request
+    from .measure import measure, request
 
     choice, default = region.choice, candidates[0]
     values = {s.name: point.get(s.name, s.hint or 1) for s in node_symbols(choice)}
@@ -215,21 +220,20 @@ def _measure_point(region: Region, candidates: list[Alternative], point: dict[st
         a.name: with_hints(splice(region.program, choice, a), point)
         for a in candidates if a.name not in gone
     }  # fmt: skip
+    options = work.options.but(autotune="off")
     try:
         asked = request(
-            programs, default=default.name, reference=default.name, sizes=point, min_speedup=choice.min_speedup,
-            graph_timing=choice.graph_timing, makers=dict(choice.inputs_from),
-            patches={a.name: dict(a.patches) for a in candidates if a.patches and a.name not in gone},
+            programs, default.name, sizes=point, weights=region.program.weights, makers=dict(choice.inputs_from),
+            options=options, patches={a.name: dict(a.patches) for a in candidates if a.patches and a.name not in gone},
+            min_speedup=choice.min_speedup, graph_timing=choice.graph_timing,
         )  # fmt: skip
     except ReflibError as e:  # an operator that has no name
         rows = (Candidate(default.name, "unmeasured", why=str(e)),)
-        return Result(rows, default.name, f"the region cannot be measured: {e}")
-
-    def build(program: Program, patches: Mapping[str, Any]) -> Callable[[list], Any]:
-        return work.build(program, work.options.but(**{**patches, "autotune": "off"}))
-
-    result = measure(asked, build, {k: work.makers[k] for _, k in choice.inputs_from if k in work.makers})
-    return replace(result, candidates=(*result.candidates, *left_out))
+        return _Found(rows, default.name, f"the region cannot be measured: {e}")
+    makers = {key: work.makers[key] for _, key in choice.inputs_from}
+    result = measure(asked, work.build, makers)
+    rows = tuple(Candidate(**asdict(r)) for r in result.rows)
+    return _Found((*rows, *left_out), result.winner, result.reason)
 
 
 def _where(r: _Range, point: dict[str, int]) -> str:

@@ -194,9 +194,7 @@ def _region(program: Program, depends: Dependencies, choice: Choice, positions: 
     inside = set(positions)
     written = [b for n in nodes for b in n.writes()]
     outputs = tuple(
-        b
-        for b in dict.fromkeys(written)
-        if b in depends.needed or not set(depends.readers.get(b, ())) <= inside
+        b for b in dict.fromkeys(written) if b in depends.needed or not set(depends.readers.get(b, ())) <= inside
     )
     small = sub_program(program, nodes, outputs)
     return Region(choice, members, tuple(i for i in small.inputs if isinstance(i, str)), outputs, small)

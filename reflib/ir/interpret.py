@@ -150,9 +150,7 @@ def view_tensor(view: View, storage: torch.Tensor, sizes: Env) -> torch.Tensor:
 
 
 # -- Loops ------------------------------------------------------------------------------------------
-def run_loops(
-    loops: Loops, memory: dict[str, torch.Tensor], sizes: Env, acc: torch.Tensor | None = None
-) -> None:
+def run_loops(loops: Loops, memory: dict[str, torch.Tensor], sizes: Env, acc: torch.Tensor | None = None) -> None:
     """Execute one Loops on flat storages. ``acc``: for an epilogue, the product."""
     buffers = [*loops.writes(), *loops.reads()]
     device = memory[buffers[0]].device if buffers else torch.device("cpu")

@@ -11,7 +11,7 @@ import torch
 
 from .expr import Expr
 from .loops import Acc, Const, Index, Indirect, Load, Loops, Op, Reduce, Stmt, Store
-from .program import Arm, DispatchArm, Buffer, Choice, Dispatch, Extern, Node, Program, Template, View
+from .program import Arm, Buffer, Choice, Dispatch, DispatchArm, Extern, Node, Program, Template, View
 
 
 def format_program(program: Program) -> str:

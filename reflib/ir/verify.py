@@ -13,10 +13,36 @@ import torch
 
 from ..errors import VerifyError
 from .expr import ZERO, Expr, Ref, Sym, Var, nonneg
-from .loops import Acc, Const, Index, Indirect, Load, Loops, Op, Reduce, Stmt, Store, stmt_args, stmt_exprs, varies_with_r
+from .loops import (
+    Acc,
+    Const,
+    Index,
+    Indirect,
+    Load,
+    Loops,
+    Op,
+    Reduce,
+    Stmt,
+    Store,
+    stmt_args,
+    stmt_exprs,
+    varies_with_r,
+)
 from .ops import OPS, REDUCTIONS, VALUE_DTYPES, value_dtype
 from .printer import format_stmt
-from .program import Buffer, Choice, Dispatch, Extern, Node, Program, Region, Template, full_view, iter_views, symbols_in
+from .program import (
+    Buffer,
+    Choice,
+    Dispatch,
+    Extern,
+    Node,
+    Program,
+    Region,
+    Template,
+    full_view,
+    iter_views,
+    symbols_in,
+)
 
 _INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _KINDS = {

@@ -36,9 +36,7 @@ class Finding:
 
 def check_python() -> Finding:
     version = platform.python_version()
-    return Finding(
-        "Python", sys.version_info >= (3, 11), version, "install Python 3.11 or newer", needed=True
-    )
+    return Finding("Python", sys.version_info >= (3, 11), version, "install Python 3.11 or newer", needed=True)
 
 
 def check_torch() -> Finding:
@@ -67,9 +65,7 @@ def check_gpus() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
         detail = "none seen" if built else "none: this PyTorch is built for the CPU only"
-        remedy = (
-            "check the driver with nvidia-smi" if built else "install a CUDA build of PyTorch to use a GPU"
-        )
+        remedy = "check the driver with nvidia-smi" if built else "install a CUDA build of PyTorch to use a GPU"
         yield Finding("GPU", False, detail, f"{remedy}; everything else runs on the CPU")
         return
     for index in range(torch.cuda.device_count()):
@@ -106,9 +102,7 @@ def check_headers() -> Finding:
     ok = (folder / "Python.h").exists()
     detail = str(folder) if ok else f"no Python.h in {folder}: compiled launchers fall back to ctypes"
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return Finding(
-        "Python headers", ok, detail, f"apt-get install python{version}-dev, or your system's package"
-    )
+    return Finding("Python headers", ok, detail, f"apt-get install python{version}-dev, or your system's package")
 
 
 def check_simd() -> Finding:
@@ -143,9 +137,7 @@ def check_notebooks() -> Finding:
     needed = ["papermill", "ipykernel", "matplotlib", "nbformat"]
     lacking = [name for name in needed if importlib.util.find_spec(name) is None]
     if lacking:
-        return Finding(
-            "Notebooks", False, f"missing {', '.join(lacking)}", "pip install 'reflib[batch]', or make run"
-        )
+        return Finding("Notebooks", False, f"missing {', '.join(lacking)}", "pip install 'reflib[batch]', or make run")
     return Finding("Notebooks", True, f"papermill {importlib.metadata.version('papermill')}")
 
 

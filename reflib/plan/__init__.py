@@ -3,4 +3,7 @@
 from .plan import plan
 from .steps import Alloc, Branch, Call, Free, Launch, Let, Moment, Note, Plan, Return, Step, launches
 
-__all__ = ["Alloc", "Branch", "Call", "Free", "Launch", "Let", "Moment", "Note", "Plan", "Return", "Step", "launches", "plan"]
+__all__ = [
+    *("Alloc", "Branch", "Call", "Free", "Launch", "Let", "Moment", "Note", "Plan", "Return", "Step"),
+    *("launches", "plan"),
+]

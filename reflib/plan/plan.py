@@ -230,4 +230,3 @@ def bind_symbols(program: Program) -> list[Let]:
                     known.add(sym)
                     out.append(Let(sym, name, what, dim))
     return out
-

@@ -204,7 +204,7 @@ class PythonPrinter:
             item = f"{result}[{i}]" if many else result
             # NB: sizes of the results may be in terms of these, so they are bound before the checks above
             at = len(self.lines) - sum(isinstance(o, str) for o in outputs)
-            self.lines.insert(at, self.pad + (f"{sym.name} = {item}" if dim is None else f"{sym.name} = {item}.size({dim})"))
+            self.lines.insert(at, f"{self.pad}{sym.name} = {item}{'' if dim is None else f'.size({dim})'}")
         self.put(f"del {result}")
 
     def _returns_sequence(self, x: Extern) -> bool:
@@ -298,5 +298,3 @@ def _comment(origins: tuple[Origin, ...]) -> str:
         return ""
     ops = list(dict.fromkeys(o.op.removeprefix("aten.") for o in origins))
     return "  # " + ", ".join(ops[:6]) + (", ..." if len(ops) > 6 else "")
-
-
