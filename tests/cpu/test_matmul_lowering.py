@@ -59,8 +59,7 @@ def check(fn, *args, options: Options = GPU, mode: str = "fake", others=None) ->
         verify(one)
         for given in (args, *(others or ())):
             expected = torch.utils._pytree.tree_leaves(fn(*given))
-            sizes = [a for a in given]
-            for e, r in zip(expected, interpret(one, sizes), strict=True):
+            for e, r in zip(expected, interpret(one, list(given)), strict=True):
                 assert (e.shape, e.dtype) == (r.shape, r.dtype)
                 assert e.stride() == r.stride() or e.numel() < 2
                 torch.testing.assert_close(r, e, rtol=0, atol=0, equal_nan=True)
@@ -136,9 +135,8 @@ def test_beta_zero_does_not_look_at_the_bias():
 def test_the_bias_is_added_before_rounding():
     """1024.5 is no half: rounded first, 1 + 1024.5 would lose the 0.5 twice."""
     a, b = torch.tensor([[32.0, 0.5]]).half(), torch.tensor([[32.0], [1.0]]).half()
-    (result,) = interpret(
-        decided(program_of(torch.addmm, torch.tensor([0.5]).half(), a, b), ("triton",)), [torch.tensor([0.5]).half(), a, b]
-    )
+    args = torch.tensor([0.5]).half(), a, b
+    (result,) = interpret(decided(program_of(torch.addmm, *args), ("triton",)), args)
     assert result.item() == 1025
 
 
@@ -234,7 +232,10 @@ def test_symbolic_sizes():
 
 
 def test_a_scalar_that_is_a_size():
-    check(lambda a, b: torch.addmm(a[:, :1], a, b, alpha=a.shape[0], beta=b.shape[1]), ints(4, 8), ints(8, 2), mode="symbolic")
+    def f(a, b):
+        return torch.addmm(a[:, :1], a, b, alpha=a.shape[0], beta=b.shape[1])
+
+    check(f, ints(4, 8), ints(8, 2), mode="symbolic")
 
 
 def test_a_scalar_that_is_a_float_known_at_run_time_leaves_atens_call():

@@ -1,0 +1,278 @@
+"""Matrix products: which tilings are worth measuring, what to take unmeasured, and what a kernel assumes.
+
+The ranking is ``roofline.estimate``'s; pruning is here. Three kinds of tiling (``ir.program.Tiling``): ``tiled``
+everywhere, ``split`` where there are fewer tiles than multiprocessors and depth to share, ``persistent`` for large
+products that TMA can read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
+
+import torch
+
+from ..ir.expr import Expr, Sym, ceildiv, expr, minimum
+from ..ir.loops import Load, Store
+from ..ir.program import Arm, Assume, Buffer, Config, Template, Tiling, View
+from ..options import Options
+from ..target import Target
+from .heuristics import limit_facts
+from .roofline import (
+    HALVES,
+    Problem,
+    accumulators,
+    estimate,
+    roofline,
+    shared_bytes,
+    tensor_cores,
+)
+
+__all__ = ["estimate", "problem", "roofline", "static_tiling", "template_arms", "tilings", "unfit_for_tma"]
+
+MOST = {"tiled": 16, "persistent": 6, "split": 12}  # candidates of each kind
+ACCUMULATORS = 128  # registers a thread spends on sums; 255 is all it has
+BLOCKS = (16, 32, 64, 128, 256)
+TMA_SCRATCH = 256  # bytes a persistent program writes its two descriptors to
+DIVISOR = 16  # elements: what a size or stride must be a multiple of for 16-byte accesses of any dtype
+
+
+def problem(t: Template) -> Problem:
+    """``t`` at its traced sizes."""
+    b, m, n, k = (max(1, e.hint()) for e in t.sizes)
+    return Problem((b, m, n, k), t.dtype, t.precision == "tf32", t.a.dtype.itemsize, t.b.dtype.itemsize)
+
+
+# -- candidates -------------------------------------------------------------------------------------
+def tilings(t: Template, target: Target, options: Options) -> list[Tiling]:
+    """Candidates to measure, best guess first: at most ``MOST`` of each kind, of different blocks. None where Triton
+    has no kernel to offer: on CPUs, and bfloat16 before sm_80."""
+    if not target.is_gpu or t.dtype == torch.bfloat16 and not tensor_cores(target):
+        return []
+    p = problem(t)
+    seconds: dict[Tiling, float] = {}
+    kinds = {"tiled": _tiled(p, target), "split": _split(p, target), "persistent": _walking(t, p, target)}
+    for kind, made in kinds.items():
+        fit = [c for c in made if fits(p, c, target)]
+        for c in _varied(fit, lambda c: estimate(p, c, target), MOST[kind]):
+            seconds[c] = estimate(p, c, target)
+    return sorted(seconds, key=lambda c: seconds[c])
+
+
+def _varied(made: Iterable[Tiling], cost: Callable[[Tiling], float], most: int) -> list[Tiling]:
+    """The ``most`` cheapest that differ in more than their stages; of each block's m x n at most two, three if split."""
+    blocks: dict[tuple[int, int], int] = {}
+    seen: set[Tiling] = set()
+    out = []
+    for c in sorted(made, key=lambda c: (cost(c), abs(c.num_stages - 4))):
+        alike, block = replace(c, num_stages=0), (c.m, c.n)
+        if alike in seen or blocks.get(block, 0) == (3 if c.kind == "split" else 2):
+            continue
+        seen.add(alike)
+        blocks[block] = blocks.get(block, 0) + 1
+        out.append(c)
+    return out[:most]
+
+
+def fits(p: Problem, t: Tiling, target: Target) -> bool:
+    """Within the target's shared memory and registers, and no block of more than twice the size it covers."""
+    _, m, n, k = p.sizes
+    if shared_bytes(p, t) > target.shared or accumulators(t) > ACCUMULATORS:
+        return False
+    if t.num_warps * 32 > max(t.m * t.n // 4, 32) * t.warps_k:
+        return False
+    return t.m < 2 * max(m, 16) and t.n < 2 * max(n, 16) and t.k < 2 * max(k, 16)
+
+
+def _depths(p: Problem) -> tuple[int, ...]:
+    """Sizes of k: 64 to 256 bytes of a row."""
+    return (32, 64, 128) if p.dtype in HALVES else (16, 32, 64)
+
+
+def _tiled(p: Problem, target: Target) -> Iterator[Tiling]:
+    """A program a tile. Without tensor cores the sums are formed in registers, from smaller blocks."""
+    plain = not tensor_cores(target) or p.dtype not in HALVES and not p.tf32
+    if plain:
+        for m, n in ((16, 64), (32, 32), (32, 64), (64, 32), (64, 64), (64, 128), (128, 64)):
+            for k in (16, 32):
+                warps = max(2, min(8, m * n // 1024))
+                yield Tiling("tiled", m, n, k, warps, 3 if tensor_cores(target) else 2)
+        return
+    stages = (2,) if target.kind == "hip" else (3, 4) if target.capability < 90 else (3, 4, 5)
+    for m, n in itertools.product(BLOCKS, BLOCKS):
+        for k, s, warps in itertools.product(_depths(p), stages, _warps(m, n)):
+            yield Tiling("tiled", m, n, k, warps, s)
+
+
+def _warps(m: int, n: int) -> tuple[int, ...]:
+    """Warps that such a block keeps busy: 1024 to 4096 sums each, and a group of 4 for wgmma."""
+    if m * n >= 128 * 256:
+        return (8,)
+    if m * n >= 128 * 128:
+        return (4, 8)
+    return (4,) if m * n >= 32 * 64 else (2, 4)
+
+
+def _split(p: Problem, target: Target) -> Iterator[Tiling]:
+    """Depth shared among programs, so that about every multiprocessor has one (or two, or four: more bytes in flight,
+    more parts to add up)."""
+    if target.kind != "cuda" or not tensor_cores(target):
+        return
+    k = p.sizes[3]
+    for m, n, block in itertools.product(BLOCKS, BLOCKS, [2 * d for d in _depths(p)]):
+        base = Tiling("split", m, n, block, _warps(m, n)[-1] if m * n >= 32 * 32 else 2)
+        tiles = p.tiles(base)
+        for waves in (0.5, 1, 2, 4) if tiles <= target.units else ():
+            splits = whole_splits(k, block, int(waves * target.units) // tiles)
+            if splits > 1:
+                yield from (replace(base, splits=splits, num_stages=s) for s in (3, 4, 5))
+
+
+def whole_splits(k: int, block: int, splits: int) -> int:
+    """The number nearest below ``splits`` that leaves no program without a block of depth."""
+    steps = -(-k // block)
+    each = -(-steps // max(1, splits))
+    return -(-steps // each)
+
+
+def _walking(t: Template, p: Problem, target: Target) -> Iterator[Tiling]:
+    """Persistent: for products of at least half a wave of large tiles."""
+    if target.kind != "cuda" or target.capability < 90 or t.sizes[0] != 1 or t.sizes[3] == 0:
+        return
+    if (p.dtype not in HALVES and not p.tf32) or any(unfit_for_tma(v, _names(multiples(t))) for v in (t.a, t.b)):
+        return
+    for m, n in ((64, 128), (64, 256), (128, 64), (128, 128), (128, 256), (256, 128)):
+        for k, s, warps in itertools.product(_depths(p)[1:], (3, 4), _warps(m, n)):
+            c = Tiling("persistent", m, n, k, warps, s)
+            if p.tiles(c) * 2 >= target.units:
+                yield c
+
+
+# -- without measuring ------------------------------------------------------------------------------
+# A launch, its gap and a kernel that reads back what was just stored cost 2 to 4 us; where the library's product
+# itself takes no more than about that, one fused launch wins whatever the tiling.
+SMALL = 2 * 256 * 256 * 1024  # operations
+SKINNY = 64 * 64  # results that split-K is meant for ...
+DEEP = 64  # ... with at least so much depth for each row or column
+
+
+def static_tiling(t: Template, fused_epilogue: bool, target: Target, options: Options) -> Tiling | None:
+    """What to use when nothing is measured; None: leave it to ATen.
+
+    Small products with an epilogue become one launch; so do few results of great depth, where the library's own
+    split-K takes two launches for the product alone. All else is the library's: without measuring, 0.9 of cuBLAS on a
+    large product costs more than the epilogue's launch saves."""
+    if not target.is_gpu or not fused_epilogue or not tensor_cores(target) and t.dtype != torch.float32:
+        return None
+    b, m, n, k = problem(t).sizes
+    small = 2 * b * m * n * k <= SMALL
+    skinny = b * m * n <= SKINNY and k >= DEEP * max(m, n)
+    if not small and not skinny:
+        return None
+    found = [c for c in tilings(t, target, options) if c.kind != "persistent"]
+    return found[0] if found else None
+
+
+# -- arms -------------------------------------------------------------------------------------------
+def template_arms(
+    region: str, t: Template, buffers: dict[str, Buffer], target: Target, options: Options
+) -> tuple[Arm, ...]:
+    """The kernel of ``t`` (its tiling is set) with what it assumes, then one that assumes nothing."""
+    assert t.tiling is not None, f"{t.name}: no tiling was chosen"
+    used = [buffers[b] for b in dict.fromkeys([*t.reads(), *t.writes()])]
+    facts = limit_facts([*t.sizes, *(b.extent for b in used)])
+    general = _arm(region, replace(t, tiling=general_tiling(t, target)), target, (), "int64", ())
+    if facts is None and t.tiling.kind == "persistent":  # TMA counts in 32 bits
+        return (general,)
+    aligned = tuple(Assume("aligned", b.name, 16) for b in used if b.kind != "temp")
+    divisors = multiples(t)
+    predicate = (*aligned, *(facts or ()), *(Assume("divisible", expr(s), DIVISOR) for s in divisors))
+    fast = _arm(region, t, target, predicate, "int64" if facts is None else "int32", divisors)
+    return (fast, general) if predicate else (fast,)
+
+
+def general_tiling(t: Template, target: Target) -> Tiling:
+    """``tiled``, in the chosen blocks if they are that, within what every target has."""
+    own = t.tiling
+    if own is not None and own.kind == "tiled":
+        return own
+    p = problem(t)
+    m, n = (min(64, max(16, _pow2(s))) for s in p.sizes[1:3])
+    return Tiling("tiled", m, n, 32 if p.dtype in HALVES else 16, 4 if m * n >= 32 * 32 else 2, 2)
+
+
+def _arm(
+    region: str, t: Template, target: Target, predicate: tuple[Assume, ...], index: str, divisors: tuple[Sym, ...]
+) -> Arm:
+    tiling = t.tiling
+    assert tiling is not None
+    extras = (("divisible", _names(divisors)),) if divisors else ()
+    config = Config(
+        "matmul", xblock=tiling.n, num_warps=tiling.num_warps, num_stages=tiling.num_stages, index=index, extras=extras
+    )
+    return Arm(predicate, (t,), config, workspace(region, t, target))
+
+
+def workspace(region: str, t: Template, target: Target) -> tuple[Buffer, ...]:
+    """What the kernel needs beside its tensors: split-K's float32 parts and int32 counters of each tile, or a
+    persistent kernel's descriptors."""
+    tiling, device = t.tiling, torch.device("cuda", 0)
+    assert tiling is not None
+    b, m, n, _ = t.sizes
+    tiles = b * ceildiv(m, tiling.m) * ceildiv(n, tiling.n)
+
+    def buffer(what: str, dtype: torch.dtype, numel: Expr, kind: str) -> Buffer:
+        return Buffer(f"{region}_{what}", dtype, device, (numel,), (expr(1),), kind)
+
+    if tiling.kind == "persistent":
+        return (buffer("scratch", torch.uint8, minimum(tiles, target.units) * TMA_SCRATCH, "scratch"),)
+    if tiling.splits == 1:
+        return ()
+    parts = tiles * (tiling.splits * tiling.m * tiling.n)
+    return buffer("partials", torch.float32, parts, "temp"), buffer("counters", torch.int32, tiles, "zeros")
+
+
+def multiples(t: Template) -> tuple[Sym, ...]:
+    """Size symbols that must be multiples of 16 for 16-byte accesses, and were when traced: those that a row's stride
+    or an offset has as its only factor, and the lengths of contiguous rows."""
+    steps = [e for v in (t.a, t.b) for e in (*v.strides, v.offset, *_lengths(v))]
+    axes = {a.var: a.size for a in t.epilogue.axes}
+    for s in t.epilogue.body:
+        if isinstance(s, (Load, Store)):
+            steps += [c for v in axes if (c := s.index.coefficient(v)) is not None]
+            steps += [size for v, size in axes.items() if s.index.coefficient(v) == 1]
+    out: set[Sym] = set()
+    for atoms, c in (term for e in steps for term in e.terms):
+        symbols = [a for a in atoms if isinstance(a, Sym)]
+        if c % DIVISOR and not out.intersection(symbols):
+            out.update([s for s in symbols if s.hint and s.hint % DIVISOR == 0][:1])
+    return tuple(sorted(out))
+
+
+def _lengths(v: View) -> list[Expr]:
+    return [size for size, stride in zip(v.shape, v.strides) if stride == 1]
+
+
+def _names(symbols: Iterable[Sym]) -> tuple[str, ...]:
+    return tuple(s.name for s in symbols)
+
+
+def unfit_for_tma(v: View, known: Collection[str]) -> str:
+    """Why TMA cannot read the matrix ``v`` of shape [1, rows, columns] from an aligned buffer; "" if it can.
+    ``known``: size symbols that are multiples of 16."""
+    if all(s != 1 for s in v.strides[1:]):
+        return "neither its rows nor its columns are contiguous"
+    outer = v.strides[1] if v.strides[2] == 1 else v.strides[2]
+    if outer == 0 or not all(_multiple(e * v.dtype.itemsize, known) for e in (outer, v.offset)):
+        return "its stride or its offset is not a multiple of 16 bytes"
+    return ""
+
+
+def _multiple(e: Expr, known: Collection[str]) -> bool:
+    """Is ``e`` (bytes) surely a multiple of 16?"""
+    return all(c % 16 == 0 or any(isinstance(a, Sym) and a.name in known for a in atoms) for atoms, c in e.terms)
+
+
+def _pow2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
