@@ -11,6 +11,10 @@ class OptionError(ReflibError, ValueError):
     """A bad option name or value."""
 
 
+class RegistrationError(ReflibError, ValueError):
+    """An op's implementations cannot be registered as asked."""
+
+
 class CaptureError(ReflibError):
     """The model could not be captured as a graph."""
 
@@ -41,6 +45,10 @@ class CacheError(ReflibError):
 
 class IndexOutOfRange(ReflibError, IndexError):
     """A gather, index or embedding met an index outside the tensor."""
+
+
+class MeasureError(ReflibError):
+    """Candidates cannot be measured, or a function that makes data to measure with failed."""
 
 
 class PackageError(ReflibError):
