@@ -1,7 +1,7 @@
 """Choosing: what computes each region, and how each kernel is generated and launched.
 
-``choose`` takes a program whose choices are decided (``decide``) and fused again: every Loops and every Template becomes
-a Region, a kernel with the arms that can compute it. How a Loops is launched a heuristic says (``heuristics``), how a
+``choose`` takes a program whose choices are decided (``decide``) and fused again: every Loops and every Template
+becomes a Region, a kernel with the arms that can compute it. How a Loops is launched a heuristic says (``heuristics``), how a
 Template is, its tiling (``matmul``); why is written down.
 """
 

@@ -4,6 +4,17 @@ from .plan import plan
 from .steps import Alloc, Branch, Call, Free, Launch, Let, Moment, Note, Plan, Return, Step, launches
 
 __all__ = [
-    *("Alloc", "Branch", "Call", "Free", "Launch", "Let", "Moment", "Note", "Plan", "Return", "Step"),
-    *("launches", "plan"),
+    "Alloc",
+    "Branch",
+    "Call",
+    "Free",
+    "Launch",
+    "Let",
+    "Moment",
+    "Note",
+    "Plan",
+    "Return",
+    "Step",
+    "launches",
+    "plan",
 ]
