@@ -21,9 +21,9 @@ def compiled(who: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn`` as this contender runs it. Nothing is compiled before the first call."""
     if who == EAGER:
         return fn
-    if who in (US, TUNED):
+    if who == US:
         import reflib
 
-        return reflib.compile(fn, dynamic=False, autotune="blocking" if who == TUNED else "off")
+        return reflib.compile(fn, dynamic=False)
     mode = "max-autotune-no-cudagraphs" if who == PEER_MAX else None
     return torch.compile(fn, dynamic=False, mode=mode)

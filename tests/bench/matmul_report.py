@@ -27,11 +27,10 @@ def of_set(name: str, rows: list[Row], count: int, device: str) -> tuple[str, li
         if case in peers and peers[case].get("compile_s") is None:
             by.setdefault(PEER_MAX, peers[case])
     gains = {case: found for case, by in cases.items() if (found := ratios(by))}
-    measured = [c for c in gains if BEST in gains[c]]
-    beside = [c for c in measured if PEER_MAX in gains[c]]
+    beside = [c for c in gains if PEER_MAX in gains[c]]
     lines = [
         case_table(cases, gains),
-        f"measured: {len(measured)} of {count} cases, {len(beside)} of them beside {PEER_MAX}",
+        f"measured: {len(gains)} of {count} cases, {len(beside)} of them beside {PEER_MAX}",
         *ratio_lines(gains),
         *choice_lines(cases, peers),
         *compile_lines(cases, peers),
@@ -41,19 +40,22 @@ def of_set(name: str, rows: list[Row], count: int, device: str) -> tuple[str, li
 
 
 def ratios(by: dict[str, Row]) -> dict[str, float]:
-    """{whom: their time over ours}."""
+    """{whom: their time over ours}. The best of two is not known where the peer was not reached; where it failed,
+    it is eager."""
     ours = by.get(TUNED, {}).get("us")
     theirs = {who: by[who]["us"] for who in (EAGER, PEER_MAX, US) if by.get(who, {}).get("us")}
     if not ours or EAGER not in theirs:
         return {}
-    best = min(theirs[w] for w in (EAGER, PEER_MAX) if w in theirs)
-    return {**{w: t / ours for w, t in theirs.items()}, BEST: best / ours}
+    found = {w: t / ours for w, t in theirs.items()}
+    if PEER_MAX in by:
+        found[BEST] = min(found[w] for w in (EAGER, PEER_MAX) if w in found)
+    return found
 
 
 def case_table(cases: Cases, gains: dict[str, dict[str, float]]) -> str:
     heads = ["case", *(f"{w}, µs" for w in ORDER), "±", "vs eager", f"vs {PEER_MAX}", "vs best", "chosen"]
     body = []
-    for case in sorted(cases, key=lambda c: gains.get(c, {}).get(BEST, 0.0)):
+    for case in sorted(cases, key=lambda c: gains.get(c, {}).get(BEST, gains.get(c, {}).get(EAGER, 0.0))):
         by, gain = cases[case], gains.get(case, {})
         spread = by.get(TUNED, {}).get("spread")
         line = [case, *(_num(by.get(w, {}).get("us")) for w in ORDER), "-" if spread is None else f"{spread:.1%}"]

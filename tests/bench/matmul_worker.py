@@ -204,27 +204,27 @@ def compiled(who: str, case: MatmulCase) -> tuple[Callable[..., Tensor], Callabl
         counters["inductor"].clear()
         # its own compile seconds are of the first time, in `prepare`; these are what loading took
         return contenders.compiled(who, fn), lambda: {"cache_hit": bool(counters["inductor"]["fxgraph_cache_hit"])}
-    if who != TUNED:
-        return contenders.compiled(who, fn), dict
+    if who == EAGER:
+        return fn, dict
     from reflib.options import Options
     from reflib.pipeline import Backend, Stages
 
     stages: list[Stages] = []
-    backend = Backend(Options(autotune="blocking"), stages.append)
+    backend = Backend(Options(autotune="blocking" if who == TUNED else "off"), stages.append)
     return torch.compile(fn, backend=backend, dynamic=False), lambda: decisions(stages)
 
 
 def decisions(stages: list[Any]) -> dict[str, Any]:
-    """The candidates that were measured, and who won. Decisions that no one measured are left out."""
+    """What was chosen for each choice, and the candidates. How plain kernels are launched is left out."""
     kept = []
     for d in (d for s in stages for d in s.decisions):
-        if isinstance(d.winner, str):
+        if d.config is None:
             tried = [{f: getattr(c, f, None) for f in _TOLD} for c in d.candidates]
-            kept.append({"winner": d.winner, "reason": str(d.reason), "candidates": tried})
+            kept.append({"winner": d.winner, "reason": d.reason, "members": list(d.members), "candidates": tried})
     return {"choice": ", ".join(k["winner"] for k in kept) or None, "decisions": kept}
 
 
-_TOLD = ("name", "status", "time_us", "spread", "error", "why")
+_TOLD = ("name", "status", "time_us", "warm_us", "cold_us", "spread", "error", "why")
 
 
 def wrong(got: Tensor, exact: Tensor, dtype: torch.dtype, allowed: tuple[float, float], floor: float) -> str:
