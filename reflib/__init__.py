@@ -17,14 +17,15 @@ _EXPORTS = {
     "ReflibError": "errors",
     "OptionError": "errors",
     "PackageError": "errors",
+    "RegistrationError": "errors",
     "Options": "options",
     "compile": "pipeline",  # not compile.py: importing a submodule would shadow the function
     "explain": "observe",
+    "register_custom_op_autotuning": "lower.custom_ops",
+    "CustomOpConfig": "lower.custom_ops",
 }
 
 _LATER = {
-    "register_custom_op_autotuning": "autotuning",
-    "CustomOpConfig": "autotuning",
     "wait_for_tuning": "autotuning",
     "tuning_progress": "autotuning",
     "aot_compile": "packages",
@@ -32,12 +33,23 @@ _LATER = {
 }
 
 if TYPE_CHECKING:
-    from .errors import OptionError, PackageError, ReflibError
+    from .errors import OptionError, PackageError, ReflibError, RegistrationError
+    from .lower.custom_ops import CustomOpConfig, register_custom_op_autotuning
     from .observe.explain import explain
     from .options import Options
     from .pipeline import compile
 
-__all__ = ["OptionError", "Options", "PackageError", "ReflibError", "compile", "explain"]
+__all__ = [
+    "CustomOpConfig",
+    "OptionError",
+    "Options",
+    "PackageError",
+    "ReflibError",
+    "RegistrationError",
+    "compile",
+    "explain",
+    "register_custom_op_autotuning",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -15,6 +16,11 @@ _CHOICES = {
     "autotune": ("off", "blocking", "background"),
 }
 _LEAST = {"max_fused_ops": 1, "max_fused_buffers": 2}
+# What users of TorchInductor set, and its defaults.
+_ENVIRONMENT = {
+    "num_decompose_k_splits": ("TORCHINDUCTOR_NUM_DECOMPOSE_K_SPLITS", 10),
+    "decompose_k_threshold": ("TORCHINDUCTOR_DECOMPOSE_K_THRESHOLD", 32),
+}
 _TARGET = re.compile(r"^(cpu|sm_\d+a?|gfx[0-9a-f]+)$")
 
 
@@ -38,6 +44,10 @@ class Options:
     inplace_buffers: let an elementwise kernel write over an input that dies there.
     cuda_general_arm: build, when first needed, a second kernel for misaligned or huge inputs (False: raise).
     cpp_flags: more flags for the C++ compiler.
+    num_decompose_k_splits: how many ways of splitting K to try for a matrix product with a long K (0: none).
+    decompose_k_threshold: how many times as long as M and as N a long K is.
+        None, for these two: the environment's TORCHINDUCTOR_NUM_DECOMPOSE_K_SPLITS and
+        TORCHINDUCTOR_DECOMPOSE_K_THRESHOLD, else 10 and 32.
     compile_threads: threads that compile kernels at once (0: one per core).
     """
 
@@ -56,6 +66,8 @@ class Options:
     inplace_buffers: bool = True
     cuda_general_arm: bool = True
     cpp_flags: tuple[str, ...] = ()
+    num_decompose_k_splits: int | None = None
+    decompose_k_threshold: int | None = None
     compile_threads: int = 0
 
     def __post_init__(self) -> None:
@@ -86,9 +98,26 @@ class Options:
                 raise OptionError(f"unknown option {name!r}; {hint}")
         return cls(**given)
 
+    def decompose_k(self) -> tuple[int, int]:
+        """(number of splits to try, threshold), with the environment consulted. Raises OptionError for what is no
+        number there."""
+        return tuple(  # type: ignore[return-value]
+            given if (given := getattr(self, name)) is not None else _from_environment(variable, default)
+            for name, (variable, default) in _ENVIRONMENT.items()
+        )
+
     def but(self, **changes: Any) -> Options:
         """A copy with some fields changed."""
         return replace(self, **changes)
+
+
+def _from_environment(variable: str, default: int) -> int:
+    text = os.environ.get(variable, "").strip()
+    if not text:
+        return default
+    if not text.isdecimal():
+        raise OptionError(f"environment variable {variable}={text!r}: must be an integer of at least 0")
+    return int(text)
 
 
 def _check(name: str, value: Any, default: Any) -> None:
@@ -107,7 +136,9 @@ def _check(name: str, value: Any, default: Any) -> None:
     elif isinstance(default, bool):
         if not isinstance(value, bool):
             raise OptionError(f"option {name}={value!r}: must be True or False")
-    elif isinstance(default, int):
+    elif name in _ENVIRONMENT and value is None:
+        return
+    elif isinstance(default, int) or name in _ENVIRONMENT:
         least = _LEAST.get(name, 0)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise OptionError(f"option {name}={value!r}: must be an integer of at least {least}")

@@ -10,6 +10,7 @@ from torch._decomp import core_aten_decompositions, decomposition_table, get_dec
 from torch._prims_common import suggest_memory_format
 
 from . import activations, creation, indexing, lists, pointwise, reductions  # noqa: F401  (they register their rules)
+from .custom_ops import is_registered
 from .rules import RULES, overloads
 
 aten = torch.ops.aten
@@ -36,13 +37,14 @@ _KEEP_WHOLE = (
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """The table for AOTAutograd and ``torch.export``. Random ops stay whole, so that they give eager's numbers."""
+    """The table for AOTAutograd and ``torch.export``. Random ops stay whole, so that they give eager's numbers;
+    and so do ops that have registered implementations, so that there is something to choose for."""
     table = dict(core_aten_decompositions())
     packets = [getattr(aten, n) for n in _TAKE_APART if hasattr(aten, n)]
     table.update(get_decompositions(packets))
     table[aten.max_unpool2d.default] = _max_unpool2d
     whole = set(overloads(*_KEEP_WHOLE)) | set(RULES)
-    return {op: fn for op, fn in table.items() if op not in whole and not _random(op)}
+    return {op: fn for op, fn in table.items() if op not in whole and not _random(op) and not is_registered(op)}
 
 
 def _max_unpool2d(x: torch.Tensor, indices: torch.Tensor, output_size: list[int]) -> torch.Tensor:

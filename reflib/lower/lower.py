@@ -22,8 +22,9 @@ from reflib.ir.loops import Origin
 from reflib.ir.program import Buffer, Node, Program, View, full_view, iter_views
 from reflib.options import Options
 
-from . import (  # noqa: F401  (they register their rules)
+from . import (  # noqa: F401  (most register their rules)
     activations,
+    candidates,
     creation,
     indexing,
     lists,
@@ -180,6 +181,8 @@ class Lowering:
     def _call(self, cx: Context, target: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(cx.fake, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return self._scalar(cx, target, args, kwargs)
+        if candidates.registered(self, target):
+            return candidates.choice(cx, target, args, kwargs, lambda: self._one(cx, target, args, kwargs))
         return self._one(cx, target, args, kwargs)
 
     def _one(self, cx: Context, target: Any, args: Any, kwargs: Any) -> Any:
@@ -187,6 +190,8 @@ class Lowering:
         target = REINTERPRET.get(target, target)
         fn = rule_of(target) or (view if is_view_op(target) else None)
         reason = reason_for(target)
+        if not self.choices and target in candidates.JOINED:
+            fn = None
         if fn is not None:
             nodes = len(self.nodes)
             tables: tuple[dict[Any, Any], ...] = (self.buffers, self.moved, self.uniform)

@@ -1,0 +1,248 @@
+"""Making the Choice of an op that has registered implementations (:mod:`~reflib.lower.custom_ops`).
+
+The first alternative is the op itself, called. Every implementation is traced and lowered over the same buffers
+(:mod:`~reflib.lower.subgraph`); one that cannot be used is a line in ``Choice.failed``, and the others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from reflib import logs
+from reflib.errors import LoweringError, RegistrationError
+from reflib.ir.expr import Expr
+from reflib.ir.program import Alternative, Choice, Extern, Ranges, View, full_view, map_tree
+
+from . import custom_ops
+from .context import Context
+from .custom_ops import CustomOpConfig, Registration
+from .extern import extern
+from .subgraph import Refused, alternative
+
+if TYPE_CHECKING:
+    from .lower import Lowering
+
+aten = torch.ops.aten
+Failed = tuple[tuple[str, str, str], ...]
+
+# Ops whose own rule makes a Choice (of ATen and templates) that registered implementations join.
+JOINED = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+
+
+def registered(low: Lowering, target: Any) -> bool:
+    """Has the op implementations, of which this is not itself one?"""
+    return custom_ops.is_registered(target) and low.choices and str(target) not in low.within
+
+
+def choice(cx: Context, target: Any, args: Any, kwargs: dict[str, Any], usual: Callable[[], Any]) -> Any:
+    """Lower a call of a registered op; returns its value. ``usual``: lowers it as if it were not registered."""
+    r = custom_ops.registration(target)
+    assert r is not None
+    if cx.low.options.autotune == "off":
+        custom_ops.warn_not_tried(r)
+        return usual()
+    value = usual() if target in JOINED else extern(cx, target, args, kwargs, "the eager op")
+    node = cx.low.nodes[-1]
+    why_not = _not_a_choice(node)
+    if why_not:
+        logs.get("choose").info("%s: its implementations are not tried: %s", r.name, why_not)
+        return value
+    given = arguments(target, args, kwargs, r)
+    configs = _configs(cx, target, r, given)
+    assert isinstance(node, (Choice, Extern))
+    outputs = [full_view(cx.low.buffers[o]) if isinstance(o, str) else None for o in _outputs(node)]
+    del cx.low.nodes[-1]
+    taken = {a.name for a in node.alternatives} if isinstance(node, Choice) else {"eager"}
+    more, failed = alternatives(cx, target, configs, given, outputs, taken)
+    if isinstance(node, Extern):
+        first = (Alternative("eager", (node,)),)
+        node = Choice(node.name, r.name, tuple(o for o in node.outputs if o), first, origins=node.origins)
+    cx.low.nodes.append(
+        replace(
+            node,
+            alternatives=(*node.alternatives, *more),
+            failed=(*node.failed, *failed),
+            min_speedup=r.min_speedup,
+            graph_timing=r.graph_timing,
+            ranges=_ranges(cx, r, given),
+            inputs_from=_inputs_from(cx, r, given),
+            custom=True,
+        )
+    )
+    return value
+
+
+def alternatives(
+    cx: Context,
+    target: Any,
+    configs: Iterable[CustomOpConfig],
+    given: Mapping[str, Any],
+    outputs: Sequence[View | None],
+    taken: Iterable[str] = (),
+    choices: bool = True,
+) -> tuple[list[Alternative], Failed]:
+    """Each config as an alternative to a call of ``target`` with the arguments ``given`` by name, writing ``outputs``;
+    and (name, status, why) of those that cannot be one. ``taken``: names in use. ``choices``: may their matrix products
+    and registered ops become Choices in turn?"""
+    made: list[Alternative] = []
+    failed: list[tuple[str, str, str]] = []
+    names = set(taken)
+    for c in configs:
+        if c.decomposition is None and not c.params:
+            continue  # the eager op, which is there already
+        name = _unique(c.name, names)
+        names.add(name)
+        call = custom_ops.call_of(target, c, given)
+        try:
+            if isinstance(call, str):
+                raise Refused("unsupported", call)
+            fn = target if c.decomposition is None else c.decomposition
+            a = alternative(cx, str(target), name, fn, call[0], call[1], outputs, choices)
+        except Refused as e:
+            failed.append((name, e.status, e.why))
+            logs.get("choose").info("%s: %s cannot be tried: %s", target, name, e)
+        else:
+            patches, params = sorted(c.config_patches.items()), sorted(c.params.items())
+            made.append(replace(a, patches=tuple(patches), params=tuple(params)))
+    return made, tuple(failed)
+
+
+def arguments(
+    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], r: Registration | None = None
+) -> dict[str, Any]:
+    """The call's arguments by name. Raises LoweringError if the op has been redefined since it was registered."""
+    if r is not None and r.schema != str(target._schema):
+        raise LoweringError(
+            f"{target} was redefined as {target._schema} after register_custom_op_autotuning saw it as {r.schema}; "
+            "register its implementations again"
+        )
+    return {**dict(zip((a.name for a in target._schema.arguments), args)), **kwargs}
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    n, out = 1, name
+    while out in taken:
+        n += 1
+        out = f"{name} #{n}"
+    return out
+
+
+def _outputs(node: Choice | Extern) -> Sequence[Any]:
+    return node.outputs
+
+
+def _not_a_choice(node: Any) -> str:
+    """Why a lowered call must stay what it is; empty if it may become a Choice."""
+    if isinstance(node, Choice):
+        return ""
+    if not isinstance(node, Extern) or node.mutates or node.effect:
+        return "the op has effects"
+    if node.symbols:
+        return "its results' sizes are known only when it has run"
+    if not any(node.outputs) or not all(o is None or isinstance(o, str) for o in node.outputs):
+        return "its results are not new tensors"
+    return ""
+
+
+# -- what the configs and the ranges are for this call -----------------------------------------------
+def _configs(cx: Context, target: Any, r: Registration, given: Mapping[str, Any]) -> list[CustomOpConfig]:
+    """The static list; or what the generator makes of the sizes as traced, then as the top of each range has them."""
+    if r.generator is None:
+        return list(r.configs)
+    points: list[dict[str, int]] = [{}]
+    ranges = _ranges(cx, r, given)
+    symbol = next(iter(ranges.size.symbols()), None) if ranges else None
+    if ranges and symbol is not None and ranges.size == Expr((((symbol,), 1),)):
+        points += [{symbol.name: v} for v in (*ranges.splits, ranges.upper) if _allows(symbol, v)]
+    found: dict[Any, CustomOpConfig] = {}
+    for p in points:
+        for c in _generated(cx, target, r, given, p):
+            found.setdefault(c.key(), c)
+    return list(found.values())
+
+
+def _allows(symbol: Any, value: int) -> bool:
+    return symbol.lo <= value and (symbol.hi is None or value <= symbol.hi)
+
+
+def _generated(
+    cx: Context, target: Any, r: Registration, given: Mapping[str, Any], sizes: Mapping[str, int]
+) -> tuple[CustomOpConfig, ...]:
+    """Call the generator. Errors name it, and what it returned."""
+    assert r.generator is not None
+    name = getattr(r.generator, "__name__", None) or repr(r.generator)
+    where = f"config_generator {name} of {target}"
+    try:
+        made = r.generator(fake_tensors(cx, target, given, sizes))
+    except Exception as e:
+        raise LoweringError(f"{where} raised {type(e).__name__}: {e}") from e
+    if not isinstance(made, (list, tuple)):
+        raise LoweringError(
+            f"{where} must return a list of CustomOpConfig, it returned {type(made).__name__}: {made!r:.80}"
+        )
+    try:
+        return custom_ops.checked_configs(target, made, where) if made else ()
+    except RegistrationError as e:
+        raise LoweringError(str(e)) from None
+
+
+def fake_tensors(
+    cx: Context, target: Any, given: Mapping[str, Any], sizes: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """The call's tensors (lists of tensors too) by argument name, as fake tensors with plain ints for sizes: those the
+    graph was traced with, symbols named in ``sizes`` aside."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def at(e: Expr) -> int:
+        known = {s: 1024 if s.hint is None else s.hint for s in e.symbols()}
+        return int(e.evaluate({s: (sizes or {}).get(s.name, n) for s, n in known.items()}))
+
+    def fake(x: Any) -> Any:
+        if not isinstance(x, View):
+            return x
+        with mode, torch.no_grad():
+            device = cx.low.buffers[x.buffer].device
+            return torch.empty_strided(
+                [at(e) for e in x.shape], [at(e) for e in x.strides], dtype=x.dtype, device=device
+            )
+
+    tensors = {a.name for a in target._schema.arguments if custom_ops.is_tensor(a)}
+    return {name: map_tree(x, fake) for name, x in given.items() if name in tensors and x is not None}
+
+
+def _ranges(cx: Context, r: Registration, given: Mapping[str, Any]) -> Ranges | None:
+    if r.dispatch is None:
+        return None
+    d, tensor = r.dispatch, given.get(r.dispatch.argument)
+    if not isinstance(tensor, View):
+        logs.get("choose").info("%s: the call gives no %s: one decision for all sizes", r.name, d.argument)
+        return None
+    rank = len(tensor.shape)
+    if not -rank <= d.dim < rank:
+        at = f" at {cx.origin.source}" if cx.origin.source else ""
+        raise LoweringError(
+            f"{r.op}{at}: dispatch_on names dimension {d.dim} of {d.argument}, which has {rank} dimensions; register "
+            "it again with one that there is"
+        )
+    dim = d.dim % rank
+    return Ranges(tensor.shape[dim], d.splits, d.upper, f"{d.argument}.size({dim})")
+
+
+def _inputs_from(cx: Context, r: Registration, given: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Buffers that a registered function fills for measuring: arguments that are a whole buffer."""
+    out: dict[str, str] = {}
+    for argument, _ in r.makers:
+        v = given.get(argument)
+        if not isinstance(v, View):
+            continue
+        if v == full_view(cx.low.buffers[v.buffer]):
+            out.setdefault(v.buffer, custom_ops.maker_key(r.op, argument))
+        else:
+            logs.get("choose").info("%s: %s is a view: input_gen_fns cannot make it", r.name, argument)
+    return tuple(out.items())
