@@ -162,6 +162,24 @@ def _space(name: str, kind: str, dtype: torch.dtype, count: int) -> Buffer:
     return Buffer(name, dtype, torch.device("cpu"), (expr(count),), (expr(1),), kind)
 
 
+def problem(case: MatmulCase, got: dict[str, torch.Tensor]) -> str:
+    """What is wrong with the buffers after the kernel has run, or nothing."""
+    wrong = []
+    for name, want in case.expected().items():
+        g = got[name]
+        if not want.dtype.is_floating_point:
+            bad = g != want
+        else:  # operands are such that the product is exact
+            eps = 2 * torch.finfo(want.dtype).eps
+            bad = ~((g.double() - want.double()).abs() <= eps * want.double().abs() + 1e-6)
+        if bool(bad.any()):
+            at = bad.flatten().nonzero().flatten()[:4].tolist()
+            values = f"got {g.flatten()[at].tolist()} want {want.flatten()[at].tolist()}"
+            wrong.append(f"{name}: {int(bad.sum())} of {bad.numel()} wrong, at {at}; {values}")
+    wrong += [f"{n} is not zero again" for n, t in got.items() if n.endswith("_counters") and bool(t.any())]
+    return "; ".join(wrong)
+
+
 # -- operands ---------------------------------------------------------------------------------------
 def rand(*shape: int, dtype: torch.dtype = F16, seed: int = 0) -> torch.Tensor:
     """Small multiples of 1/4: products and their sums are exact, in any order."""

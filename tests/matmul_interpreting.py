@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from matmul_cases import MatmulCase, matmul_cases
+from matmul_cases import matmul_cases, problem
 from triton_interpreting import run
 
 from reflib.lab.triton_child import complete_the_interpreter
@@ -36,23 +36,6 @@ def multiply_bfloat16() -> None:
         return interpreter.TensorHandle(out, d.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_dot = dot
-
-
-def problem(case: MatmulCase, got: dict[str, torch.Tensor]) -> str:
-    wrong = []
-    for name, want in case.expected().items():
-        g = got[name]
-        if not want.dtype.is_floating_point:
-            bad = g != want
-        else:  # operands are such that the product is exact
-            eps = 2 * torch.finfo(want.dtype).eps
-            bad = ~((g.double() - want.double()).abs() <= eps * want.double().abs() + 1e-6)
-        if bool(bad.any()):
-            at = bad.flatten().nonzero().flatten()[:4].tolist()
-            values = f"got {g.flatten()[at].tolist()} want {want.flatten()[at].tolist()}"
-            wrong.append(f"{name}: {int(bad.sum())} of {bad.numel()} wrong, at {at}; {values}")
-    wrong += [f"{n} is not zero again" for n, t in got.items() if n.endswith("_counters") and bool(t.any())]
-    return "; ".join(wrong)
 
 
 def main(wanted: list[str]) -> dict[str, str]:

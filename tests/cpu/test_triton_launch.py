@@ -143,6 +143,12 @@ k(77, 5, 0x7f0000001000, 2**63 + 8, 123)
 
 
 @both
+def test_scratch_memory_is_the_last_argument_and_the_first_hidden_pointer(run: Run, how: str) -> None:
+    asked = run(how, "cuda_launch.load(binary(scratch=256), 0)(77, 5, 1, 2, 3, 0x7f0000002000)\n")
+    assert asked[-1]["args"] == [1, 2, 3, 0x7F0000002000, 0]
+
+
+@both
 def test_loading_waits_for_the_first_launch(run: Run, how: str) -> None:
     asked = run(how, "k = cuda_launch.load(binary())\nk(0, 0, 1, 2, 3)\n")
     assert asked == [], "nothing is loaded, and an empty grid is not launched"
@@ -176,7 +182,7 @@ refused(lambda: k(0, 2**31, 1, 2, 3), "2^31 - 1")
 refused(lambda: k(0, 1, 1, "two", 3), "") if how == "native" else None
 refused(lambda: cuda_launch.load(binary(arch="gfx942")), "cannot launch there yet")
 refused(lambda: cuda_launch.load(binary(num_ctas=2)), "cluster")
-refused(lambda: cuda_launch.load(binary(scratch=64)), "scratch")
+refused(lambda: cuda_launch.load(binary(scratch=64), 0)(0, 1, 1, 2, 3), "4 arguments")
 """
     run(how, code)
 

@@ -1,0 +1,218 @@
+"""Generated matrix products on a GPU: every case, large ones beside eager, misaligned, repeated, on two streams."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from matmul_cases import BF16, F16, F32, MatmulCase, bias_1d, bias_2d_gelu, matmul_cases, problem, relu, storage
+
+from reflib.generate.compile_triton import Binary, compile_all, compile_kernel
+from reflib.generate.kernel import Kernel
+from reflib.ir.program import Tiling
+from reflib.target import device_target
+from reflib.wrap.cuda_launch import load
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+Tensors = dict[str, torch.Tensor]
+
+
+def arch() -> str:
+    return device_target("cuda").arch
+
+
+def tma() -> bool:
+    return device_target("cuda").capability >= 90
+
+
+def to_gpu(tensors: Tensors, shift: int = 0) -> Tensors:
+    """Copies on the GPU, strides kept; ``shift`` elements from a place that is a multiple of 512 bytes."""
+    out = {}
+    for n, t in tensors.items():
+        flat = storage(t)
+        room = torch.empty(flat.numel() + shift, dtype=t.dtype, device="cuda")
+        room[shift:] = flat.cuda()
+        out[n] = room.as_strided(t.shape, t.stride(), shift)
+    return out
+
+
+def launcher(case: MatmulCase, kernel: Kernel, binary: Binary, tensors: Tensors) -> Callable[[], None]:
+    """Launches on the current stream."""
+    grid, launch = int(kernel.grid.evaluate(case.sizes)), load(binary)
+    args = [tensors[b].data_ptr() for b, _ in kernel.buffers] + [case.sizes[s.name] for s in kernel.symbols]
+    if kernel.scratch:
+        tensors["scratch"] = torch.empty(grid * kernel.scratch, dtype=torch.uint8, device="cuda")
+        args.append(tensors["scratch"].data_ptr())
+    return lambda: launch(torch.cuda.current_stream().cuda_stream, grid, *args)
+
+
+def execute(case: MatmulCase, shift: int = 0) -> Tensors:
+    kernel = case.kernel("product", arch())
+    tensors = to_gpu(case.tensors, shift)
+    launcher(case, kernel, compile_kernel(kernel, device_target("cuda")), tensors)()
+    torch.cuda.synchronize()
+    return tensors
+
+
+# -- the cases that the interpreter runs ------------------------------------------------------------
+@functools.cache
+def built() -> dict[str, tuple[MatmulCase, Kernel, Binary]]:
+    cases = {n: make() for n, make in matmul_cases().items() if tma() or not n.endswith("persistent")}
+    kernels = {n: c.kernel(f"product{i}", arch()) for i, (n, c) in enumerate(cases.items())}
+    binaries = compile_all([k for k in kernels.values() if k.grid != 0], device_target("cuda"))
+    return {n: (cases[n], k, binaries[k.name]) for n, k in kernels.items() if k.grid != 0}
+
+
+@pytest.mark.parametrize("name", matmul_cases())
+def test_case(name: str) -> None:
+    if name not in built():
+        pytest.skip("nothing to launch, or no TMA here")
+    case, kernel, binary = built()[name]
+    tensors = to_gpu(case.tensors)
+    launcher(case, kernel, binary, tensors)()
+    torch.cuda.synchronize()
+    assert not problem(case, {n: t.cpu() for n, t in tensors.items()})
+
+
+# -- large ones, beside eager -----------------------------------------------------------------------
+LARGE = {
+    "tiled": (1000, 1096, 520, Tiling("tiled", 128, 128, 64, 8, 3)),
+    "tiled, 4 warps": (2048, 2048, 1024, Tiling("tiled", 128, 64, 32, 4, 4)),
+    "persistent": (2048, 2304, 1032, Tiling("persistent", 128, 256, 64, 8, 3)),
+    "persistent, small tiles": (2000, 2056, 264, Tiling("persistent", 64, 128, 64, 4, 4)),
+    "split": (64, 64, 32768, Tiling("split", 64, 64, 64, 4, 4, splits=64)),
+    "split, warps": (48, 48, 20480, Tiling("split", 16, 16, 256, 4, 3, splits=16, warps_k=4)),
+    "split, ragged": (50, 72, 5000, Tiling("split", 32, 32, 128, 4, 3, splits=12, warps_k=2)),
+    "warps alone": (16, 4096, 4096, Tiling("split", 16, 32, 256, 8, 3, warps_k=8)),
+}
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def large(name: str, dtype: torch.dtype, turned: bool = False, precision: str = "ieee") -> MatmulCase:
+    m, n, k, tiling = LARGE[name]
+    if dtype == F32:  # twice the bytes
+        tiling = replace(tiling, k=max(16 * tiling.warps_k, tiling.k // 2))
+    a = normal(m, k, dtype=dtype)
+    b = normal(n, k, dtype=dtype, seed=1).t() if turned else normal(k, n, dtype=dtype, seed=1)
+    units = device_target("cuda").units
+    bias = {"bias": normal(n, dtype=dtype)}
+    return MatmulCase(a, b, tiling, dtype, epilogue=bias_1d, extra=bias, precision=precision, units=units)
+
+
+def worst(got: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((got.double() - exact).abs().max() / exact.abs().max())
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+@pytest.mark.parametrize("name", LARGE)
+def test_as_exact_as_eager(name: str, dtype: torch.dtype, turned: bool) -> None:
+    if name.startswith("persistent") and not tma():
+        pytest.skip("no TMA here")
+    if dtype == BF16 and device_target("cuda").capability < 80:
+        pytest.skip("no bfloat16 here")
+    case = large(name, dtype, turned)
+    got = execute(case)["out"]
+    a, b, bias = (t.cuda() for t in (case.a, case.b, case.extra["bias"]))
+    exact = a.double() @ b.double() + bias.double()
+    assert worst(got, exact) <= 2 * worst(torch.addmm(bias, a, b), exact) + 1e-6
+
+
+def test_tf32_is_as_exact_as_tf32() -> None:
+    case = large("tiled", F32, precision="tf32")
+    a, b, bias = (t.cuda() for t in (case.a, case.b, case.extra["bias"]))
+    exact = a.double() @ b.double() + bias.double()
+    error = worst(execute(case)["out"], exact)
+    assert error < 2e-3
+    assert error > 1e-5 or device_target("cuda").capability < 80, "tf32 was asked for"
+
+
+# -- the general arm --------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["tiled", "split", "split, warps"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_misaligned_operands(kind: str, dynamic: bool) -> None:
+    """Every pointer is 2 bytes behind a multiple of 16; the kernel was told nothing of alignment."""
+    m, n, k, tiling = LARGE[kind]
+    a, b = normal(m, k, dtype=F16), normal(k, n, dtype=F16, seed=1)
+    case = MatmulCase(a, b, tiling, F16, epilogue=relu, wide=True, dynamic=dynamic, divisible=False)
+    kernel = case.kernel("product", arch())
+    space = {n for n in case.tensors if n.startswith("product_")}  # workspace is always aligned
+    assert all(kernel.buffers[i][0] in space for i in kernel.aligned)
+    tensors = to_gpu({n: t for n, t in case.tensors.items() if n not in space}, shift=1)
+    tensors |= to_gpu({n: case.tensors[n] for n in space})
+    assert tensors["a"].data_ptr() % 16 == 2
+    launcher(case, kernel, compile_kernel(kernel, device_target("cuda")), tensors)()
+    exact = (a.cuda().double() @ b.cuda().double()).relu()
+    assert worst(tensors["out"], exact) <= 2 * worst((a.cuda() @ b.cuda()).relu(), exact) + 1e-6
+
+
+# -- split-K ----------------------------------------------------------------------------------------
+SPLIT = [n for n in LARGE if n.startswith("split")]
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_split_repeats_bit_for_bit(name: str) -> None:
+    case = large(name, F16)
+    kernel = case.kernel("product", arch())
+    tensors = to_gpu(case.tensors)
+    launch = launcher(case, kernel, compile_kernel(kernel, device_target("cuda")), tensors)
+    launch()
+    first = tensors["out"].clone()
+    for _ in range(200):
+        tensors["out"].zero_()
+        launch()
+        assert torch.equal(tensors["out"], first)
+    assert not tensors["product_counters"].any()
+
+
+@pytest.mark.parametrize("name", SPLIT + (["persistent"] if torch.cuda.is_available() and tma() else []))
+def test_two_streams_at_once(name: str) -> None:
+    """Each with a workspace of its own."""
+    case = large(name, F16)
+    kernel = case.kernel("product", arch())
+    binary = compile_kernel(kernel, device_target("cuda"))
+    mine = [to_gpu(case.tensors) for _ in range(2)]
+    launches = [launcher(case, kernel, binary, t) for t in mine]
+    launches[0]()
+    first = mine[0]["out"].clone()
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for _ in range(100):
+        for s, launch in zip(streams, launches):
+            with torch.cuda.stream(s):
+                launch()
+    torch.cuda.synchronize()
+    assert all(torch.equal(t["out"], first) for t in mine)
+
+
+def test_in_a_cuda_graph() -> None:
+    case = large("split", F16)
+    kernel = case.kernel("product", arch())
+    tensors = to_gpu(case.tensors)
+    launch = launcher(case, kernel, compile_kernel(kernel, device_target("cuda")), tensors)
+    launch()
+    torch.cuda.synchronize()
+    first = tensors["out"].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+        launch()
+    tensors["out"].zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(tensors["out"], first) and not tensors["product_counters"].any()
+
+
+def test_epilogues_on_large_tiles() -> None:
+    tiling = Tiling("tiled", 128, 256, 64, 8, 3)
+    a, b, r = normal(512, 512, dtype=BF16), normal(512, 512, dtype=BF16, seed=1) / 16, normal(512, 512, dtype=BF16)
+    case = MatmulCase(a, b.to(BF16), tiling, BF16, epilogue=bias_2d_gelu, extra={"residual": r})
+    got = execute(case)["out"]
+    exact = torch.nn.functional.gelu(a.cuda().double() @ case.b.cuda().double() + r.cuda().double())
+    assert worst(got, exact) <= 2**-8
