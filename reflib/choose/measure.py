@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from ..errors import MeasureError
 from ..ir.data import from_data
 from ..ir.program import Program, View
 from ..logs import get as logger
@@ -151,6 +152,9 @@ def measure(
     request that makes no sense, for an input maker that fails, and while the user's stream is being captured.
     """
     start = time.perf_counter()
+    for name in (request.default, request.reference):
+        if name not in request.programs:
+            raise MeasureError(f"no candidate {name!r}; the candidates are {', '.join(request.programs)}")
     device = main_device(request.inputs)
     with side_stream(device), _alone(device):
         entries = [_built(request, name, build, constants or {}) for name in request.programs]
@@ -192,6 +196,8 @@ def _built(request: Request, name: str, build: Build, constants: Mapping[str, An
     try:
         data = request.programs[name]
         entry.program = from_data(data, {c: constants[c] for c in data["constants"] if c in constants})
+        if len(entry.program.inputs) != len(request.inputs):
+            raise MeasureError(f"it takes {len(entry.program.inputs)} arguments, the request has {len(request.inputs)}")
         options = Options.make(request.options | request.patches.get(name, {}))
         entry.call = build(entry.program, options.but(autotune="off"))
     except Exception as e:

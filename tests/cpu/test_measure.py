@@ -1,0 +1,572 @@
+"""choose/measure: what wins, what must never win, and what is left as it was."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from itertools import cycle
+
+import pytest
+import torch
+from test_measure_parts import Gpu
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from reflib.capture.graph import Graph
+from reflib.choose import correct, timing
+from reflib.choose import measure as measuring
+from reflib.choose.inputs import InputSpec
+from reflib.choose.measure import Candidate, Limits, Request, Result, measure, request
+from reflib.choose.winner import decide
+from reflib.errors import MeasureError
+from reflib.ir.expr import Sym, Var, expr
+from reflib.ir.interpret import interpret
+from reflib.ir.loops import Axis, BodyBuilder, Loops
+from reflib.ir.program import Buffer, Extern, Program, View, full_view
+from reflib.lower import decompositions, lower
+from reflib.options import Options
+
+CPU = torch.device("cpu")
+M, N, K = 8, 16, 64
+
+
+def buffer(name, shape, dtype, kind="temp", strides=None):
+    if strides is None:
+        strides, step = [], expr(1)
+        for n in reversed(shape):
+            strides.insert(0, step)
+            step = step * n
+    return Buffer(name, dtype, CPU, tuple(map(expr, shape)), tuple(map(expr, strides)), kind)
+
+
+def matmul_relu(dtype=torch.float32, m=M, target=torch.ops.aten.mm.default) -> Program:
+    """relu(x @ w): a call of ATen, then a Loops."""
+    m = expr(m)
+    bs = [buffer("x", (m, K), dtype, "input"), buffer("w", (K, N), dtype, "input")]
+    bs += [buffer("p", (m, N), dtype), buffer("y", (m, N), dtype)]
+    table = {b.name: b for b in bs}
+    call = Extern("mm", target, (full_view(table["x"]), full_view(table["w"])), (), ("p",))
+    i, j = Var("i", m), Var("j", expr(N))
+    b = BodyBuilder()
+    value = b.load("p", expr(i) * N + j, torch.float32)
+    b.store("y", expr(i) * N + j, b.op("maximum", value, b.const(0.0, torch.float32)))
+    relu = Loops("relu", (Axis(i, "p"), Axis(j, "p")), tuple(b.body))
+    names = tuple(s for s in m.symbols())
+    return Program((*names, "x", "w"), table, (call, relu), (full_view(table["y"]),))
+
+
+def right(args):
+    return (torch.relu(args[0] @ args[1]),)
+
+
+def wrong(args):
+    return (torch.relu(args[0] @ args[1]) + 0.5,)
+
+
+class Race:
+    """Candidates as Python functions, and a clock that reads their times from a table instead of running them."""
+
+    name = "table"
+
+    def __init__(self, **candidates):
+        self.candidates = candidates  # name -> (function or exception, microseconds of each round in turn)
+        self.program = matmul_relu()
+        self.calls: list[str] = []
+        self.order = iter(candidates)
+
+    def build(self, program, options):
+        name = next(self.order)
+        fn = self.candidates[name][0]
+        if isinstance(fn, Exception):
+            raise fn
+
+        def call(args):
+            self.calls.append(name)
+            args, given = list(args), args
+            given.clear()
+            return fn(args)
+
+        call.candidate = name
+        return call
+
+    def sampler(self, call, sets):
+        times = cycle(self.candidates[call.candidate][1])
+        return lambda: next(times) * 1e-6
+
+    def run(self, default="aten", **more):
+        makers = more.pop("makers_by_key", None)
+        r = request(dict.fromkeys(self.candidates, self.program), default, **more)
+        return measure(r, self.build, makers, clock=self)
+
+
+# -- deciding ---------------------------------------------------------------------------------------
+def test_fastest_right_candidate_wins():
+    race = Race(aten=(right, [7.0, 7.0, 7.1]), fast=(right, [4.2, 4.2]), slow=(right, [20.0]))
+    result = race.run()
+    assert result.winner == "fast"
+    assert result.reason == "fast 4.2 us, aten 7.0 us: 1.67x faster, spread 1%"
+    assert [r.status for r in result.rows] == ["ok"] * 3
+    assert "out after a short round: 4.8x" in result.row("slow").why
+    assert result.clock == "table" and result.reference == "float64"
+    assert result.row("aten").error is not None and result.row("aten").error < 1e-5
+    assert Result.from_json(json.loads(json.dumps(result.to_json()))) == result
+
+
+def test_a_wrong_candidate_never_wins():
+    result = Race(aten=(right, [7.0]), bad=(wrong, [1.0])).run()
+    assert result.winner == "aten" and result.row("bad").status == "wrong"
+    assert result.row("bad").error > 0.1 and result.row("bad").time_us is None
+    assert "allowed" in result.row("bad").why
+
+
+def test_a_raising_candidate_is_a_row():
+    def raises(args):
+        raise ValueError("no such luck\nsecond line")
+
+    def memory(args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    result = Race(
+        aten=(right, [7.0]),
+        built=(RuntimeError("ptxas: too many registers\nmore"), [1.0]),
+        called=(raises, [1.0]),
+        memory=(memory, [1.0]),
+        fast=(right, [3.0]),
+    ).run()
+    assert result.winner == "fast"
+    assert [r.status for r in result.rows] == ["ok", "error", "error", "error", "ok"]
+    assert result.row("built").why == "RuntimeError: ptxas: too many registers"
+    assert result.row("called").why == "ValueError: no such luck"
+    assert result.row("memory").why == "out of memory"
+
+
+def test_a_candidate_may_fail_while_it_is_timed():
+    class Failing(Race):
+        def sampler(self, call, sets):
+            if call.candidate == "fast":
+                return lambda: call(["not", "tensors"])
+            return super().sampler(call, sets)
+
+    result = Failing(aten=(right, [7.0]), fast=(right, [3.0])).run()
+    assert result.winner == "aten" and result.row("fast").status == "error"
+
+
+def test_a_wrong_default_does_not_win_if_another_is_right():
+    result = Race(aten=(wrong, [1.0]), tiled=(right, [3.0])).run()
+    assert result.winner == "tiled" and result.row("aten").status == "wrong"
+    assert result.reason.startswith("aten is wrong (error 0.") and "tiled 3.0 us is the fastest" in result.reason
+
+
+def test_a_raising_default():
+    result = Race(aten=(RuntimeError("cuBLAS"), [1.0]), tiled=(right, [3.0])).run()
+    assert result.winner == "tiled"
+    assert result.reason == "aten failed (RuntimeError: cuBLAS); tiled 3.0 us is the fastest that is right"
+    result = Race(aten=(RuntimeError("cuBLAS"), [1.0]), other=(wrong, [1.0])).run()
+    assert result.winner == "aten" and "no other" in result.reason
+
+
+def rows(**times):
+    return [Candidate(n, "ok", t, t, None, spread, 0.0) for n, (t, spread) in times.items()]
+
+
+@pytest.mark.parametrize(
+    "times, least, winner, reason",
+    [
+        ({"a": (100, 0.1), "b": (95, 0.0)}, 1.0, "a", "a 100 us: 1.05x is inside the spread of 10%, so a stays"),
+        ({"a": (100, 0.0), "b": (95, 0.1)}, 1.0, "a", "inside the spread of 10%"),
+        ({"a": (100, 0.02), "b": (95, 0.02)}, 1.0, "b", "b 95.0 us, a 100 us: 1.05x faster, spread 2%"),
+        ({"a": (100, 0.0), "b": (99.5, 0.0)}, 1.0, "a", "inside the spread of 1%"),
+        ({"a": (100, 0.0), "b": (80, 0.0)}, 1.3, "a", "1.25x faster is less than the 1.30x asked for, so a stays"),
+        ({"a": (100, 0.0), "b": (80, 0.0)}, 1.2, "b", "1.25x faster"),
+        ({"a": (100, 0.0), "b": (120, 0.0)}, 1.0, "a", "a 100 us is the fastest; b 120 us comes next"),
+        ({"a": (100, 0.0), "noisy": (80, 0.5), "b": (85, 0.0)}, 1.0, "b", "b 85.0 us, a 100 us: 1.18x faster"),
+        ({"a": (100, 0.0)}, 1.0, "a", "a 100 us: no other candidate is right and was timed"),
+    ],
+)
+def test_decide(times, least, winner, reason):
+    name, why = decide(rows(**times), "a", least)
+    assert name == winner and reason in why
+
+
+def test_cold_decides_where_there_is_one():
+    a = Candidate("a", "ok", 10.0, warm_us=5.0, cold_us=10.0, spread=0.0)
+    b = Candidate("b", "ok", 8.0, warm_us=8.0, cold_us=8.0, spread=0.0)
+    assert decide([a, b], "a")[0] == "b"
+
+
+# -- limits -----------------------------------------------------------------------------------------
+def test_time_limit():
+    result = Race(aten=(right, [7.0]), fast=(right, [1.0])).run(limits=Limits(seconds=0.0))
+    assert result.winner == "aten" and result.row("aten").status == "ok"
+    assert result.row("fast").status == "skipped" and "time limit of 0 s" in result.row("fast").why
+
+
+def test_memory_limit():
+    result = Race(aten=(right, [7.0]), fast=(right, [1.0])).run(limits=Limits(memory=1000))
+    assert {r.status for r in result.rows} == {"skipped"} and result.winner == "aten"
+    assert "the limit is 0.0 MiB" in result.row("fast").why
+
+
+def test_inputs_out_of_memory(monkeypatch):
+    def fail(*args):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(measuring, "make_inputs", fail)
+    result = Race(aten=(right, [7.0]), fast=(right, [1.0])).run()
+    assert {r.status for r in result.rows} == {"skipped"} and "out of memory" in result.reason
+
+
+def test_a_slow_candidate_is_timed_by_one_call():
+    def slow(args):
+        time.sleep(0.05)
+        return right(args)
+
+    result = Race(aten=(slow, [1.0]), fast=(right, [100.0])).run(limits=Limits(candidate_seconds=0.2))
+    assert result.winner == "fast" and "single call" in result.row("aten").why
+    assert result.row("aten").time_us > 50e3
+
+
+# -- what is wrong ----------------------------------------------------------------------------------
+def one_bad_element(args):
+    (y,) = right(args)
+    y[3, 5] += 1.0
+    return (y,)
+
+
+def nan(args):
+    (y,) = right(args)
+    y[0, 0] = math.nan
+    return (y,)
+
+
+def writes_input(args):
+    out = right(args)
+    args[1][0, 0] += 1
+    return out
+
+
+WRONG = {
+    "element": (one_bad_element, "allowed"),
+    "nan": (nan, "NaN or infinite"),
+    "inf": (lambda a: (right(a)[0] / 0.0,), "NaN or infinite"),
+    "unwritten": (lambda a: (torch.empty(M, N),), ""),
+    "dtype": (lambda a: (right(a)[0].double(),), "expected torch.float32"),
+    "shape": (lambda a: (right(a)[0][:, :-1],), "expected torch.float32 (8, 16)"),
+    "strides": (lambda a: (right(a)[0].t().contiguous().t(),), "strides (1, 8), expected (16, 1)"),
+    "count": (lambda a: (*right(a), None), "2 results, expected 1"),
+    "kind": (lambda a: (3,), "is int"),
+    "input": (writes_input, "writes to an input"),
+    "narrow": (lambda a: (torch.relu(a[0].bfloat16() @ a[1].bfloat16()).float(),), "allowed"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong(what):
+    fn, why = WRONG[what]
+    result = Race(aten=(right, [7.0]), bad=(fn, [1.0]), fine=(right, [6.0])).run()
+    assert result.row("bad").status == "wrong" and why in result.row("bad").why
+    assert result.winner == "fine"  # what the bad one wrote over is made again
+
+
+def test_one_bad_element_in_a_million():
+    """Too few to move the norm of a bfloat16 result."""
+    data = torch.randn(1000, 1000, generator=torch.Generator().manual_seed(0)).double()
+    ref = correct.Reference((data,), (torch.bfloat16,), "float64", 1000)
+    good = data.bfloat16()
+    bad = good.clone()
+    bad[17, 3] += 1.0
+    own = correct.errors([good], ref, None)
+    found = correct.errors([bad], ref, [good])
+    assert own[0].relative < found[0].relative < correct.FLOOR[torch.bfloat16]
+    assert "worst element" in correct.judge(found, own, correct.floors(ref, False))
+    assert correct.judge(own, own, correct.floors(ref, False)) == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rounding_less_often_than_the_default_is_right(dtype):
+    p = matmul_relu(dtype)
+
+    def build(program, options):
+        return lambda args: (torch.relu(args[0].float() @ args[1].float()).to(dtype),)
+
+    result = measure(request({"aten": p, "one": p}, "aten"), build, clock=Flat())
+    assert [r.status for r in result.rows] == ["ok", "ok"] and 0 < result.row("one").error < 0.01
+
+
+class Flat:
+    name = "flat"
+
+    def sampler(self, call, sets):
+        return lambda: 1e-6
+
+
+def test_order_of_a_long_sum_is_not_wrong():
+    """One float32 after another, where the default adds pairwise."""
+    n = 30000
+    x, y = buffer("x", (1, n), torch.float32, "input"), buffer("y", (1,), torch.float32)
+    call = Extern("sum", torch.ops.aten.sum.dim_IntList, (full_view(x), (1,)), (), ("y",))
+    p = Program(("x",), {"x": x, "y": y}, (call,), (full_view(y),))
+    fns = iter([lambda a: (a[0].sum(1),), lambda a: (a[0].cumsum(1)[:, -1].clone(),)])
+    result = measure(request({"aten": p, "serial": p}, "aten"), lambda p, o: next(fns), clock=Flat())
+    assert result.row("serial").status == "ok"
+
+
+def test_integers_must_be_equal():
+    x, y = buffer("x", (5, 9), torch.float32, "input"), buffer("y", (5,), torch.int64)
+    call = Extern("argmax", torch.ops.aten.argmax.default, (full_view(x), 1), (), ("y",))
+    p = Program(("x",), {"x": x, "y": y}, (call,), (full_view(y),))
+    fns = iter([lambda a: (a[0].argmax(1),), lambda a: (a[0].argmin(1),), lambda a: (a[0].max(1).indices,)])
+    result = measure(request({"aten": p, "min": p, "max": p}, "aten"), lambda p, o: next(fns), clock=Flat())
+    assert [r.status for r in result.rows] == ["ok", "wrong", "ok"] and result.row("min").error == 1.0
+
+
+def test_overflow_is_right_where_the_dtype_overflows():
+    ref = correct.Reference((torch.tensor([1.0, 1e6, -1e6, math.nan]).double(),), (torch.float16,), "float64", 4)
+    inf = math.inf
+    judged = lambda *v: correct.errors([torch.tensor(v).half()], ref, None)[0].special  # noqa: E731
+    assert judged(1.0, inf, -inf, math.nan) == 0
+    assert judged(1.0, inf, inf, math.nan) == 1
+    assert judged(inf, inf, -inf, 0.0) == 2
+    default = [torch.tensor([inf, inf, -inf, math.nan]).half()]
+    assert correct.errors([torch.tensor([inf, inf, -inf, math.nan]).half()], ref, default)[0].special == 0
+
+
+# -- the reference ----------------------------------------------------------------------------------
+def test_widened_programs_round_nothing():
+    """x rounded to bfloat16 twice, as a cast and as a buffer: the reference has neither."""
+    x, t = buffer("x", (9,), torch.float32, "input"), buffer("t", (9,), torch.bfloat16)
+    y = buffer("y", (9,), torch.float32)
+    i = Var("i", expr(9))
+    b, c = BodyBuilder(), BodyBuilder()
+    b.store("t", i, b.cast(b.load("x", i, torch.float32), torch.bfloat16))
+    c.store("y", i, c.load("t", i, torch.float32))
+    loops = tuple(Loops(n, (Axis(i, "p"),), tuple(body.body)) for n, body in (("b", b), ("c", c)))
+    p = Program(("x",), {"x": x, "t": t, "y": y}, loops, (full_view(y),))
+    data = torch.randn(9)
+    (got,), _ = correct.run_wide(p, [data], torch.float64)
+    assert got.dtype == torch.float64 and torch.equal(got, data.double())
+    assert not torch.equal(interpret(p, [data])[0], data)
+    (got,), _ = correct.run_wide(p, [data], torch.float32)
+    assert torch.equal(got, data)
+    views = Program(("x",), {"x": x}, (), (View("x", (expr(9),), (expr(1),), expr(0), torch.int32),))
+    with pytest.raises(MeasureError, match="no wider form"):
+        correct.widen(views, torch.float64)
+
+
+@torch.library.custom_op("reflib_test::mm_no_double", mutates_args=())
+def mm_no_double(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    assert x.dtype != torch.float64, "float64 is not supported"
+    return x @ w
+
+
+@torch.library.custom_op("reflib_test::mm_half", mutates_args=())
+def mm_half(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x.double() @ w.double()).half()
+
+
+@pytest.mark.parametrize("op, source", [(mm_no_double, "float32"), (mm_half, "default")])
+def test_an_op_that_refuses_float64(op, source):
+    p = matmul_relu(torch.float16, target=op._opoverload)
+    half = lambda a: (torch.relu((a[0].double() @ a[1].double()).half()),)  # noqa: E731
+    fns = iter([half, lambda a: (half(a)[0] * 1.05,), lambda a: (torch.relu(a[0] @ a[1]),)])
+    r = request({"aten": p, "bad": p, "good": p}, "aten")
+    result = measure(r, lambda p, o: next(fns), clock=Flat())
+    assert result.reference == source
+    assert [x.status for x in result.rows] == ["ok", "wrong", "ok"], result
+
+
+def test_no_room_for_a_reference(monkeypatch):
+    monkeypatch.setattr(correct, "wide_bytes", lambda *a: 1 << 60)
+    result = Race(aten=(right, [7.0]), bad=(wrong, [1.0]), fast=(right, [2.0])).run()
+    assert result.reference == "default" and result.winner == "fast" and result.row("bad").status == "wrong"
+
+
+def test_constants_go_by_reference():
+    p = matmul_relu()
+    w = torch.randn(K, N)
+    table = p.buffers | {"w": buffer("w", (K, N), torch.float32, "const")}
+    p = Program(("x",), table, p.nodes, p.outputs, {"w": w})
+    build = lambda program, o: lambda args: tuple(interpret(program, args))  # noqa: E731
+    result = measure(request({"a": p, "b": p}, "a"), build, constants={"w": w}, clock=Flat())
+    assert [r.status for r in result.rows] == ["ok", "ok"]
+    result = measure(request({"a": p, "b": p}, "a"), build, clock=Flat())
+    assert "needs the constants w" in result.reason
+
+
+# -- inputs that are written ------------------------------------------------------------------------
+def test_mutated_inputs_start_the_same_for_all():
+    x, y = buffer("x", (9,), torch.float32, "input"), buffer("y", (9,), torch.float32)
+    i = Var("i", expr(9))
+    b = BodyBuilder()
+    value = b.op("mul", b.load("x", i, torch.float32), b.const(3.0, torch.float32))
+    b.store("x", i, value)
+    b.store("y", i, value)
+    p = Program(("x",), {"x": x, "y": y}, (Loops("l", (Axis(i, "p"),), tuple(b.body)),), (full_view(y),))
+    seen: list[torch.Tensor] = []
+
+    def in_place(args):
+        (t,) = args
+        seen.append(t.clone())
+        t.mul_(3)
+        return (t.clone(),)
+
+    fns = iter([in_place, in_place, lambda a: (a[0] * 3,), lambda a: (a[0].mul_(4) * 0.75,)])
+    r = request({"a": p, "b": p, "forgets": p, "bad": p}, "a", limits=Limits(rounds=2))
+    result = measure(r, lambda p, o: next(fns), clock=OneCall())
+    assert [x.status for x in result.rows] == ["ok", "ok", "wrong", "wrong"]
+    assert all(torch.equal(t, seen[0]) for t in seen) and len(seen) > 6
+
+
+class OneCall:
+    name = "one"
+
+    def sampler(self, call, sets):
+        return lambda: (call(list(sets[0])), 1e-6)[1]
+
+
+# -- requests ---------------------------------------------------------------------------------------
+def test_request_is_plain_data():
+    p = matmul_relu(torch.bfloat16, m=Sym("s0", 2, 4096, 12))
+    r = request(
+        {"aten": p, "b": p}, "aten", weights=["w"], makers={"x": "gen"}, options=Options(cpp_flags=("-O1",)),
+        patches={"b": {"fuse": False}}, min_speedup=1.1, graph_timing=False, seed=3, limits=Limits(seconds=5),
+    )  # fmt: skip
+    assert Request.from_json(json.loads(json.dumps(r.to_json()))) == r
+    size, x, w = r.inputs
+    assert size == InputSpec("s0", "size", 12) and r.sizes == {"s0": 12}
+    assert x == InputSpec("x", "activation", 0, (12, K), (K, 1), "bfloat16", "cpu", "gen")
+    assert (w.role, w.shape, w.nbytes) == ("weight", (K, N), K * N * 2)
+    assert request({"a": p}, "a", sizes={"s0": 99}).inputs[1].shape == (99, K)
+
+
+def test_sizes_and_options_reach_the_candidates():
+    p = matmul_relu(m=Sym("s0", 2, 4096, 12))
+    seen = []
+
+    def build(program, options):
+        def call(args):
+            seen.append((options.fuse, options.autotune, args[0], args[1].shape))
+            return right(args[1:])
+
+        return call
+
+    options, patches = Options(autotune="blocking"), {"b": {"fuse": False}}
+    r = request({"a": p, "b": p}, "a", sizes={"s0": 7}, options=options, patches=patches)
+    result = measure(Request.from_json(json.loads(json.dumps(r.to_json()))), build, clock=Flat())
+    assert [x.status for x in result.rows] == ["ok", "ok"]
+    assert set(seen) == {(True, "off", 7, (7, K)), (False, "off", 7, (7, K))}
+    r = request({"a": p, "b": p}, "a", patches={"b": {"fuze": False}})
+    assert "did you mean 'fuse'" in measure(r, build, clock=Flat()).row("b").why
+
+
+def test_requests_that_make_no_sense():
+    p = matmul_relu()
+    with pytest.raises(MeasureError, match="no candidate 'c'; the candidates are a"):
+        request({"a": p}, "c")
+    with pytest.raises(MeasureError, match="'b' takes other inputs than 'a'"):
+        request({"a": p, "b": matmul_relu(torch.float16)}, "a")
+    r = request({"a": p}, "a")
+    with pytest.raises(MeasureError, match="no candidate 'zzz'"):
+        measure(Request(r.programs, "zzz", "a", r.inputs), lambda p, o: right)
+
+
+# -- together with its parts -----------------------------------------------------------------------
+def test_makers_are_asked():
+    got = []
+    race = Race(aten=(lambda a: (got.append(float(a[0].sum())), right(a))[1], [1.0]))
+    race.run(makers={"x": "ones"}, makers_by_key={"ones": torch.ones_like})
+    assert got[0] == M * K
+    with pytest.raises(MeasureError, match="raised KeyError"):
+        Race(aten=(right, [1.0])).run(makers={"x": "k"}, makers_by_key={"k": lambda t: {}["a"]})
+
+
+def test_what_a_gpu_would_be_timed_on(monkeypatch):
+    p = matmul_relu()
+    bench = lambda room, weights: measuring._Bench(  # noqa: E731
+        request({"a": p}, "a", weights=weights), torch.device("cuda"), [torch.zeros(M, K), torch.zeros(K, N)],
+        [], {}, [], room, 0.0, list,
+    )  # fmt: skip
+    monkeypatch.setattr(measuring, "l2_bytes", lambda d: 10 * K * N * 4)
+    sets, note = measuring._sets(bench(1 << 30, ["w"]))
+    assert len(sets["cold"]) == 20 and len(sets["warm"]) == 1 and not note
+    sets, note = measuring._sets(bench(K * N * 4 * 5, ["w"]))
+    assert len(sets["cold"]) == 6 and note == "weights not quite cold: 6 copies"
+    sets, note = measuring._sets(bench(0, ["w"]))
+    assert list(sets) == ["warm"] and "no room" in note
+    assert measuring._sets(bench(1 << 30, []))[0].keys() == {"warm"}
+    monkeypatch.setattr(measuring, "l2_bytes", lambda d: K * N)
+    sets, note = measuring._sets(bench(0, ["w"]))
+    assert len(sets["cold"]) == 1 and not note  # larger than the cache: cold by themselves
+
+
+# -- nothing of the user's is touched ---------------------------------------------------------------
+def test_random_state_and_modes():
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    seen = []
+
+    def draws(args):
+        seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), float(torch.rand(()))))
+        return right(args)
+
+    race = Race(aten=(draws, [7.0]), b=(draws, [3.0]))
+    with torch.autocast("cpu", dtype=torch.bfloat16), FakeTensorMode():
+        result = race.run()
+    assert result.winner == "b"
+    assert seen[0][:2] == (False, False) and seen[0] == seen[2]  # each starts from the same seed
+    assert torch.equal(torch.get_rng_state(), state) and torch.is_grad_enabled()
+
+
+def test_what_cannot_be_captured_is_timed_with_launches(monkeypatch):
+    gpu = Gpu(monkeypatch)
+
+    def launches(seconds, may=True):
+        def fn(args):
+            if gpu.recording is not None and not may:
+                raise RuntimeError("operation not permitted when stream is capturing\nmore")
+            gpu.kernel(seconds)
+            return right(args)
+
+        return fn
+
+    race = Race(aten=(launches(8e-6), []), b=(launches(1e-6, False), []), c=(launches(6e-6), []))
+    race.sampler = None
+    r = request(dict.fromkeys(race.candidates, race.program), "aten")
+    result = measure(r, race.build, clock=timing.GraphClock())
+    assert result.clock == "graph" and result.winner == "b"
+    assert result.row("b").time_us == pytest.approx(5, rel=0.05)
+    assert "no CUDA graph (operation not permitted" in result.row("b").why
+    assert result.row("c").time_us == pytest.approx(6, rel=0.05)
+    race = Race(aten=(launches(8e-6, False), []), b=(launches(1e-6), []))
+    r = request(dict.fromkeys(race.candidates, race.program), "aten")
+    result = measure(r, race.build, clock=timing.GraphClock())
+    assert result.clock == "events" and result.row("b").time_us == pytest.approx(5, rel=0.05)
+
+
+# -- the real compiler ------------------------------------------------------------------------------
+def lowered(fn, *args):
+    return lower(Graph(make_fx(fn, decomposition_table=decompositions(), tracing_mode="fake")(*args)), Options())
+
+
+def test_compiled_candidates():
+    """Decompose-K against a matrix product, both fused with the relu that follows."""
+    from reflib.pipeline import build
+
+    x, w = torch.randn(16, 2048), torch.randn(2048, 16)
+
+    def decomposed(x, w):
+        parts = torch.bmm(x.view(16, 4, 512).transpose(0, 1), w.view(4, 512, 16))
+        return torch.relu(parts.sum(0))
+
+    programs = {
+        "aten": lowered(lambda x, w: torch.relu(x @ w), x, w),
+        "decompose_k(4)": lowered(decomposed, x, w),
+        "half": lowered(lambda x, w: torch.relu(x.half() @ w.half()).float(), x, w),
+    }
+    r = request(programs, "aten", limits=Limits(rounds=3))
+    result = measure(Request.from_json(json.loads(json.dumps(r.to_json()))), build)
+    assert result.clock == "wall" and result.reference == "float64"
+    assert [c.status for c in result.rows] == ["ok", "ok", "wrong"], result
+    assert all(c.time_us > 0 and c.error < 1e-5 for c in result.rows[:2])
+    assert result.winner in ("aten", "decompose_k(4)")
