@@ -308,6 +308,10 @@ def _sizes(add: Callable[..., None]) -> None:
     add("batch", lambda t: MatmulCase(rand(3, 40, 70), columns(3, 70, 50), t), NO_TMA)
     add("batch, one b", lambda t: MatmulCase(rand(3, 64, 64), rand(64, 32).expand(3, 64, 32), t, wide=True), NO_TMA)
     add("many tiles", lambda t: MatmulCase(rand(350, 40), padded(40, 300), t))
+    for count in (8, 9, 13):
+        many = Tiling("split", 64, 64, 32, splits=count)
+        add(f"parts in groups, {count} splits", lambda t, many=many: MatmulCase(
+            rand(80, 640), rand(640, 96), many, dynamic=True), ("split",))  # fmt: skip
     add("many tiles, dynamic", lambda t: MatmulCase(rand(352, 48), rand(48, 304), t, dynamic=True))
 
 

@@ -83,7 +83,7 @@ def _add_parts(p: MatmulPrinter) -> None:
         p.put("acc = tl.sum(part, axis=0)")
         return
     p.put("acc = tl.zeros([YBLOCK, XBLOCK], tl.float32)")
-    p.put(f"for s0 in tl.range(0, SPLITS, {count}):")
-    p.put(f"    s = s0 + tl.arange(0, {count})[:, None, None]")
+    p.put(f"for first in tl.range(0, SPLITS, {count}):")
+    p.put(f"    s = first + tl.arange(0, {count})[:, None, None]")
     p.put(f"    part = {read}")
     p.put("    acc += tl.sum(part, axis=0)")

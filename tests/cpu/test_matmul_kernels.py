@@ -171,7 +171,7 @@ def test_masks_only_where_needed() -> None:
 
 def test_parts_are_added_at_once_or_in_groups() -> None:
     few = large(WARPS, m=32, k=16384).kernel("product").source
-    assert "s = tl.arange(0, 32)[:, None, None]" not in few and "for s0 in tl.range(0, SPLITS, 16)" in few
+    assert "s = tl.arange(0, 32)[:, None, None]" not in few and "for first in tl.range(0, SPLITS, 16)" in few
     source = large(replace(WARPS, splits=12), m=32, k=16384).kernel("product").source
     assert "s = tl.arange(0, 16)[:, None, None]" in source and "mask=s < SPLITS, other=0.0" in source
 
