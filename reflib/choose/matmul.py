@@ -61,7 +61,7 @@ def tilings(t: Template, target: Target, options: Options) -> list[Tiling]:
 
 
 def _varied(made: Iterable[Tiling], cost: Callable[[Tiling], float], most: int) -> list[Tiling]:
-    """The ``most`` cheapest that differ in more than their stages; of each block's m x n at most two, three if split."""
+    """The ``most`` cheapest that differ in more than stages; of each block's m x n at most two, three if split."""
     blocks: dict[tuple[int, int], int] = {}
     seen: set[Tiling] = set()
     out = []
@@ -78,11 +78,11 @@ def _varied(made: Iterable[Tiling], cost: Callable[[Tiling], float], most: int) 
 def fits(p: Problem, t: Tiling, target: Target) -> bool:
     """Within the target's shared memory and registers, and no block of more than twice the size it covers."""
     _, m, n, k = p.sizes
-    if shared_bytes(p, t) > target.shared or accumulators(t) > ACCUMULATORS:
+    if shared_bytes(p, t, target) > target.shared or accumulators(t) > ACCUMULATORS:
         return False
     if t.num_warps * 32 > max(t.m * t.n // 4, 32) * t.warps_k:
         return False
-    return t.m < 2 * max(m, 16) and t.n < 2 * max(n, 16) and t.k < 2 * max(k, 16)
+    return t.m < 2 * max(m, 16) and t.n < 2 * max(n, 16) and t.k < 2 * max(k, 32)
 
 
 def _depths(p: Problem) -> tuple[int, ...]:
@@ -94,9 +94,9 @@ def _tiled(p: Problem, target: Target) -> Iterator[Tiling]:
     """A program a tile. Without tensor cores the sums are formed in registers, from smaller blocks."""
     plain = not tensor_cores(target) or p.dtype not in HALVES and not p.tf32
     if plain:
-        for m, n in ((16, 64), (32, 32), (32, 64), (64, 32), (64, 64), (64, 128), (128, 64)):
+        for m, n in itertools.product(BLOCKS[:-1], BLOCKS[:-1]):
             for k in (16, 32):
-                warps = max(2, min(8, m * n // 1024))
+                warps = max(1, min(8, m * n // 1024))
                 yield Tiling("tiled", m, n, k, warps, 3 if tensor_cores(target) else 2)
         return
     stages = (2,) if target.kind == "hip" else (3, 4) if target.capability < 90 else (3, 4, 5)
@@ -137,7 +137,7 @@ def whole_splits(k: int, block: int, splits: int) -> int:
 
 
 def _walking(t: Template, p: Problem, target: Target) -> Iterator[Tiling]:
-    """Persistent: for products of at least half a wave of large tiles."""
+    """Persistent: for products of at least a third of a wave of large tiles."""
     if target.kind != "cuda" or target.capability < 90 or t.sizes[0] != 1 or t.sizes[3] == 0:
         return
     if (p.dtype not in HALVES and not p.tf32) or any(unfit_for_tma(v, _names(multiples(t))) for v in (t.a, t.b)):
@@ -145,7 +145,7 @@ def _walking(t: Template, p: Problem, target: Target) -> Iterator[Tiling]:
     for m, n in ((64, 128), (64, 256), (128, 64), (128, 128), (128, 256), (256, 128)):
         for k, s, warps in itertools.product(_depths(p)[1:], (3, 4), _warps(m, n)):
             c = Tiling("persistent", m, n, k, warps, s)
-            if p.tiles(c) * 2 >= target.units:
+            if p.tiles(c) * 3 >= target.units:
                 yield c
 
 
@@ -236,18 +236,22 @@ def workspace(region: str, t: Template, target: Target) -> tuple[Buffer, ...]:
 def multiples(t: Template) -> tuple[Sym, ...]:
     """Size symbols that must be multiples of 16 for 16-byte accesses, and were when traced: those that a row's stride
     or an offset has as its only factor, and the lengths of contiguous rows."""
-    steps = [e for v in (t.a, t.b) for e in (*v.strides, v.offset, *_lengths(v))]
+    steps = [e for v in (t.a, t.b) for e in (v.offset, *_strides(v), *_lengths(v))]
     axes = {a.var: a.size for a in t.epilogue.axes}
     for s in t.epilogue.body:
         if isinstance(s, (Load, Store)):
             steps += [c for v in axes if (c := s.index.coefficient(v)) is not None]
             steps += [size for v, size in axes.items() if s.index.coefficient(v) == 1]
+    terms = [([a for a in atoms if isinstance(a, Sym)], c) for e in steps for atoms, c in e.terms]
     out: set[Sym] = set()
-    for atoms, c in (term for e in steps for term in e.terms):
-        symbols = [a for a in atoms if isinstance(a, Sym)]
+    for symbols, c in sorted(terms, key=lambda term: len(term[0])):  # of a product one is enough
         if c % DIVISOR and not out.intersection(symbols):
             out.update([s for s in symbols if s.hint and s.hint % DIVISOR == 0][:1])
     return tuple(sorted(out))
+
+
+def _strides(v: View) -> list[Expr]:
+    return [stride for size, stride in zip(v.shape, v.strides) if size != 1]
 
 
 def _lengths(v: View) -> list[Expr]:

@@ -120,9 +120,24 @@ class Problem:
         return t.k * (t.m * self.a_bytes + t.n * self.b_bytes)
 
 
-def shared_bytes(p: Problem, t: Tiling) -> int:
-    """Shared memory of a program: its stages of both blocks; afterwards the tile may pass through it."""
-    return max(t.num_stages * p.step_bytes(t), t.m * t.n * 4 if t.warps_k > 1 else 0)
+def grouped(p: Problem, t: Tiling, target: Target) -> bool:
+    """Does Triton multiply such a block from shared memory, four warps together (wgmma, tcgen05)?"""
+    if target.kind != "cuda" or target.capability not in (90, 100, 103):
+        return False
+    return (p.dtype in HALVES or p.tf32) and t.m >= 64 and t.num_warps >= 4 and t.warps_k == 1
+
+
+def shared_bytes(p: Problem, t: Tiling, target: Target) -> int:
+    """Shared memory of a program, as Triton 3.7 is seen to take it: a copy of both blocks for each stage, but for the
+    one that goes to registers where warps multiply from there; a persistent kernel stores one tile while the next is
+    on its way. Before sm_80 there is one copy."""
+    stages = t.num_stages if grouped(p, t, target) else t.num_stages - 1
+    if target.kind == "cuda" and target.capability < 80:
+        stages = 1
+    blocks = max(1, stages) * p.step_bytes(t)
+    if t.kind == "persistent":
+        blocks += min(2 * t.m * t.n, 32768)
+    return max(blocks, t.m * t.n * 4 if t.warps_k > 1 else 0, 16384) + 64
 
 
 def accumulators(t: Tiling) -> int:
@@ -134,7 +149,7 @@ def resident(p: Problem, t: Tiling, target: Target) -> int:
     """Programs of this tiling that one multiprocessor holds at once."""
     threads = t.num_warps * target.warp
     registers = threads * min(255, 48 + accumulators(t) * 32 // target.warp)
-    return max(1, min(target.shared // max(1, shared_bytes(p, t)), REGISTERS // registers, THREADS // threads))
+    return max(1, min(target.shared // shared_bytes(p, t, target), REGISTERS // registers, THREADS // threads))
 
 
 def efficiency(p: Problem, t: Tiling, target: Target) -> float:
@@ -145,7 +160,7 @@ def efficiency(p: Problem, t: Tiling, target: Target) -> float:
     about 0.6 of Hopper's rate at best (Luo et al., 2024, measured 62%)."""
     if target.kind == "cuda" and (p.dtype not in HALVES and not p.tf32 or not tensor_cores(target)):
         return 0.6 if t.m * t.n >= 64 * 64 else 0.35
-    groups = target.kind == "cuda" and target.capability in (90, 100, 103) and t.m >= 64 and t.warps_k == 1
+    groups = grouped(p, t, target)
     m, n = (t.m, t.n) if groups else _warp_tile(t)
     per_byte = 2 * m * n / ((m + n) * p.dtype.itemsize)
     fed = per_byte * SHARED_BYTES_PER_CLOCK * CLOCK * target.units

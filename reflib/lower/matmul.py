@@ -70,7 +70,9 @@ def _product(cx: Context, target: Any, a: View, b: View, args: tuple[View, ...],
         others.append(Alternative("triton", (t,)))
     failed: tuple[tuple[str, str, str], ...] = ()
     if low.options.autotune != "off":
-        more, failed = _decompose_k(cx, target, args, scale, value)
+        from .decompose_k import matmul_alternatives  # it is lowered by these rules in its turn
+
+        more, failed = matmul_alternatives(cx, target, args, scale, value)
         others += more
     if not others:
         low.nodes.append(default)
@@ -84,17 +86,6 @@ def _product(cx: Context, target: Any, a: View, b: View, args: tuple[View, ...],
     return value
 
 
-def _decompose_k(
-    cx: Context, target: Any, args: tuple[View, ...], kwargs: dict[str, Any], out: View
-) -> tuple[list[Alternative], tuple[tuple[str, str, str], ...]]:
-    """Decompose-K's alternatives, and those that could not become one."""
-    try:
-        from .decompose_k import matmul_alternatives
-    except ImportError:
-        return [], ()
-    return matmul_alternatives(cx, target, args, kwargs, out)
-
-
 # -- when -------------------------------------------------------------------------------------------
 def for_gpu(cx: Context) -> bool:
     """Will this run on a GPU? ``target`` retargets programs captured on a CPU after lowering."""
@@ -104,7 +95,7 @@ def for_gpu(cx: Context) -> bool:
 
 def worth_choosing(cx: Context, gpu: bool, a: View, b: View) -> bool:
     """Is there more than one good way to multiply these? An empty product is a fill, which ATen knows."""
-    if not getattr(cx.low, "choices", True):  # inside an alternative that has chosen
+    if not cx.low.choices:  # inside an alternative that has chosen
         return False
     if cx.dtype not in CHOSEN or a.dtype != cx.dtype or b.dtype != cx.dtype:
         return False

@@ -1,0 +1,329 @@
+"""Which tilings are tried, what is taken unmeasured, what a kernel assumes, and the model that ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from reflib.choose import roofline as model
+from reflib.choose.matmul import (
+    MOST,
+    TMA_SCRATCH,
+    estimate,
+    fits,
+    problem,
+    roofline,
+    static_tiling,
+    template_arms,
+    tilings,
+    unfit_for_tma,
+    whole_splits,
+)
+from reflib.generate.compile_triton import compile_kernel
+from reflib.generate.matmul import generate_matmul
+from reflib.ir.expr import Expr, IntLike, Sym, Var, expr
+from reflib.ir.loops import Acc, Axis, BodyBuilder, Loops
+from reflib.ir.program import Arm, Buffer, Program, Region, Template, Tiling, full_view
+from reflib.ir.verify import verify
+from reflib.options import Options
+from reflib.target import parse_target
+
+OFF = Options()
+HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
+TARGETS = [
+    *("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"),
+    *("gfx90a", "gfx942", "gfx950", "gfx1100"),
+]
+SHAPES = [
+    *((1, 1, 1), (1, 4096, 4096), (16, 16, 4096), (17, 33, 1000), (48, 48, 32768), (64, 64, 8192), (256, 1024, 65536)),
+    *((512, 512, 32768), (128, 128, 65536), (16, 11008, 4096), (256, 11008, 4096), (4096, 4096, 4096), (4097, 31, 3)),
+]
+H200 = parse_target("sm_90")
+
+
+def matrix(name: str, *sizes: IntLike, dtype: torch.dtype, kind: str = "input", turned: bool = False) -> Buffer:
+    """Contiguous; ``turned``: its last two dimensions lie in memory the other way around."""
+    shape, strides, step = [expr(s) for s in sizes], [], expr(1)
+    order = list(range(len(shape)))
+    if turned:
+        order[-2:] = order[:-3:-1]
+    found = {}
+    for d in reversed(order):
+        found[d], step = step, step * shape[d]
+    strides = [found[d] for d in range(len(shape))]
+    return Buffer(name, dtype, torch.device("cuda", 0), tuple(shape), tuple(strides), kind)
+
+
+def product(
+    m: IntLike, n: IntLike, k: IntLike, b: IntLike = 1, dtype: torch.dtype = HALF, precision: str = "ieee"
+) -> tuple[Template, dict[str, Buffer]]:
+    """x[b, m, k] @ y[b, k, n] -> out, and its buffers."""
+    b, m, n, k = (expr(e) for e in (b, m, n, k))
+    x, y = matrix("x", b, m, k, dtype=dtype), matrix("y", b, k, n, dtype=dtype)
+    out = matrix("out", *((m, n) if b == 1 else (b, m, n)), dtype=dtype, kind="temp")
+    axes = [Axis(Var(name, size), "p") for name, size in zip("ij" if b == 1 else "zij", out.shape)]
+    body = BodyBuilder()
+    acc = body.cast(body.add(Acc(FLOAT)), dtype)
+    body.store("out", sum((expr(a.var) * s for a, s in zip(axes, out.strides)), expr(0)), acc)
+    epilogue = Loops("t", tuple(axes), tuple(body.body))
+    t = Template("t", full_view(x), full_view(y), epilogue, dtype, precision)
+    return t, {"x": x, "y": y, "out": out}
+
+
+def sym(name: str, hint: int) -> Expr:
+    return expr(Sym(name, 2, None, hint))
+
+
+# -- tilings ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype, precision", [(HALF, "ieee"), (BF16, "ieee"), (FLOAT, "ieee"), (FLOAT, "tf32")])
+def test_candidates_are_within_limits(target, dtype, precision):
+    there = parse_target(target)
+    for shape in SHAPES:
+        t, _ = product(*shape, dtype=dtype, precision=precision)
+        p, found = problem(t), tilings(t, there, OFF)
+        assert len(set(found)) == len(found)
+        assert bool(found) == (dtype != BF16 or target != "sm_75")
+        for kind, most in MOST.items():
+            assert sum(c.kind == kind for c in found) <= most
+        for c in found:
+            assert fits(p, c, there) and model.shared_bytes(p, c, there) <= there.shared
+            assert c.m * c.n // (32 * c.num_warps) <= 128
+            assert min(c.m, c.n, c.k // c.warps_k) >= 16
+            assert all(s & (s - 1) == 0 for s in (c.m, c.n, c.k, c.num_warps, c.warps_k))
+            assert (c.splits > 1) == (c.kind == "split")
+        assert [estimate(p, c, there) for c in found] == sorted(estimate(p, c, there) for c in found)
+
+
+def test_there_are_none_on_a_cpu():
+    assert tilings(product(64, 64, 64)[0], parse_target("cpu"), OFF) == []
+    assert static_tiling(product(64, 64, 64)[0], True, parse_target("cpu"), OFF) is None
+
+
+def test_no_block_is_much_larger_than_what_it_covers():
+    for shape in SHAPES:
+        m, n, k = (max(least, s) for least, s in zip((16, 16, 32), shape))
+        for c in tilings(product(*shape)[0], H200, OFF):
+            assert c.m < 2 * m and c.n < 2 * n and c.k < 2 * k
+
+
+def test_split_gives_every_program_depth():
+    for k in (1000, 4096, 4097, 32768):
+        for c in tilings(product(48, 48, k)[0], H200, OFF):
+            each = -(-k // (c.k * c.splits)) * c.k
+            assert each * (c.splits - 1) < k
+    assert whole_splits(100, 16, 5) == 4  # 7 steps: 5 programs would take 2, 2, 2, 1 and nothing
+
+
+def test_little_work_per_tile_is_split_and_much_is_not():
+    for k in (4096, 32768):
+        assert tilings(product(32, 32, k)[0], H200, OFF)[0].kind == "split"
+    assert all(c.kind != "split" for c in tilings(product(8192, 8192, 4096)[0], H200, OFF))
+
+
+def test_candidates_differ():
+    found = tilings(product(1024, 1024, 4096)[0], H200, OFF)
+    for kind in ("tiled", "persistent"):
+        assert len({(c.m, c.n) for c in found if c.kind == kind}) >= 3
+    assert len({replace(c, num_stages=0) for c in found}) == len(found)
+
+
+def test_sizes_known_at_run_time_only_are_judged_by_the_traced_ones():
+    m, k = sym("s0", 64), sym("s1", 4096)
+    assert tilings(product(m, 64, k)[0], H200, OFF) == tilings(product(64, 64, 4096)[0], H200, OFF)
+
+
+# -- persistent -------------------------------------------------------------------------------------
+def persistent(t: Template, target: str = "sm_90") -> bool:
+    return any(c.kind == "persistent" for c in tilings(t, parse_target(target), OFF))
+
+
+def test_persistent_kernels_are_for_large_products_that_tma_can_read():
+    big = product(4096, 4096, 4096)[0]
+    assert persistent(big) and persistent(big, "sm_100") and not persistent(big, "sm_80")
+    assert not persistent(big, "gfx942") and not persistent(product(64, 64, 4096)[0])
+    assert not persistent(product(4096, 4096, 4096, b=2)[0])
+    assert not persistent(product(4096, 4096, 4095)[0]) and not persistent(product(4096, 4095, 4096)[0])
+    assert persistent(product(4095, 4096, 4096)[0])
+    assert persistent(product(4096, 4096, 4096, dtype=FLOAT, precision="tf32")[0])
+    assert not persistent(product(4096, 4096, 4096, dtype=FLOAT)[0])
+
+
+def test_what_tma_can_read():
+    v = full_view(matrix("x", 1, 64, 32, dtype=HALF))
+    turned = full_view(matrix("x", 1, 64, 32, dtype=HALF, turned=True))
+    assert turned.strides[1:] == (1, 64)
+    assert not unfit_for_tma(v, ()) and not unfit_for_tma(turned, ())
+    assert not unfit_for_tma(replace(v, offset=expr(8)), ())
+    assert "offset" in unfit_for_tma(replace(v, offset=expr(4)), ())
+    assert "contiguous" in unfit_for_tma(replace(v, strides=(expr(0), expr(64), expr(2))), ())
+    assert "stride" in unfit_for_tma(replace(v, strides=(expr(0), expr(0), expr(1))), ())
+    rows = replace(v, strides=(expr(0), sym("s0", 64), expr(1)))
+    assert unfit_for_tma(rows, ()) and not unfit_for_tma(rows, ("s0",))
+
+
+# -- the model --------------------------------------------------------------------------------------
+def test_roofline():
+    nbytes, flops, seconds = roofline((1, 4096, 4096, 4096), HALF, H200)
+    assert (nbytes, flops) == (3 * 4096**2 * 2, 2 * 4096**3)
+    assert seconds == pytest.approx(flops / 989e12)
+    nbytes, flops, seconds = roofline((1, 16, 4096, 4096), HALF, H200)
+    assert seconds == pytest.approx(nbytes / 4.8e12)
+    assert roofline((1, 512, 512, 512), FLOAT, H200)[2] > roofline((1, 512, 512, 512), FLOAT, H200, tf32=True)[2]
+    assert roofline((3, 64, 64, 64), HALF, H200)[:2] == (3 * 3 * 64**2 * 2, 3 * 2 * 64**3)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_estimate_is_under_the_roofline(target):
+    there = parse_target(target)
+    for shape in SHAPES:
+        t, _ = product(*shape)
+        p = problem(t)
+        for c in tilings(t, there, OFF):
+            assert roofline(p.sizes, HALF, there)[2] < estimate(p, c, there) < 1
+
+
+def test_the_estimate_knows_what_it_says_it_knows():
+    tile = Tiling("tiled", 128, 128, 64, 8, 4)
+    wave = [estimate(problem(product(128, 128 * n, 4096)[0]), tile, H200) for n in (132, 133)]
+    assert wave[1] > 1.3 * wave[0]  # one tile more than multiprocessors
+    deep = problem(product(32, 32, 32768)[0])
+    few, some, many = (
+        estimate(deep, Tiling("split", 16, 16, 128, 2, 4, splits=s), H200) for s in (2, 32, 256)
+    )
+    assert some < few and some < many
+    assert estimate(deep, Tiling("tiled", 16, 16, 128, 2, 5), H200) < estimate(
+        deep, Tiling("tiled", 16, 16, 128, 2, 2), H200
+    )  # bytes in flight
+
+
+def test_targets_without_a_data_sheet_borrow_one():
+    h100 = replace(H200, units=66)
+    assert model.rates(h100).half == pytest.approx(989 / 2)
+    assert model.rates(replace(H200, arch="sm_87")).memory == 768
+    assert model.rates(replace(H200, arch="sm_130")).memory == 1792
+    assert model.rates(replace(parse_target("gfx942"), arch="gfx999")).memory == 1638
+
+
+@pytest.mark.parametrize(
+    "target, shape, dtype",
+    [
+        ("sm_90", (1024, 4096, 4096), HALF),
+        ("sm_90", (48, 48, 16384), HALF),
+        ("sm_86", (512, 512, 4096), HALF),
+        ("sm_100", (1024, 1024, 1024), BF16),
+        ("sm_75", (256, 256, 256), FLOAT),
+        ("gfx942", (1024, 4096, 4096), HALF),
+    ],
+)
+def test_shared_memory_is_what_triton_takes(target, shape, dtype):
+    there = parse_target(target)
+    t, buffers = product(*shape, dtype=dtype)
+    found = tilings(t, there, OFF)
+    chosen = {c.kind: c for c in reversed(found)}.values()
+    for c in chosen:
+        arm = template_arms("k0", replace(t, tiling=c), buffers, there, OFF)[0]
+        aligned = [a.what for a in arm.predicate if a.kind == "aligned"]
+        part = arm.parts[0]
+        assert isinstance(part, Template)
+        taken = compile_kernel(generate_matmul("k0", part, arm, buffers, there, aligned), there).shared
+        assert taken <= model.shared_bytes(problem(t), c, there) <= max(1.35 * taken, 32768)
+
+
+# -- without measuring ------------------------------------------------------------------------------
+def test_small_products_with_an_epilogue_become_one_launch():
+    for shape in ((64, 64, 64), (32, 512, 512), (256, 256, 1024), (1, 1000, 512)):
+        for dtype in (HALF, BF16, FLOAT):
+            t, _ = product(*shape, dtype=dtype)
+            assert static_tiling(t, True, H200, OFF) is not None
+            assert static_tiling(t, False, H200, OFF) is None
+    assert static_tiling(product(64, 64, 64, b=64)[0], True, H200, OFF) is not None
+
+
+def test_few_results_of_great_depth_are_split():
+    for size in (16, 32, 48, 64):
+        for k in (4096, 16384, 32768):
+            tiling = static_tiling(product(size, size, k)[0], True, H200, OFF)
+            assert tiling is not None and tiling.kind == "split"
+
+
+def test_large_products_are_left_to_the_library():
+    for shape in ((4096, 4096, 4096), (1024, 1024, 1024), (16, 11008, 4096)):
+        assert static_tiling(product(*shape)[0], True, H200, OFF) is None
+
+
+def test_without_tensor_cores_halves_are_left_to_the_library():
+    t4 = parse_target("sm_75")
+    assert static_tiling(product(64, 64, 64)[0], True, t4, OFF) is None
+    assert static_tiling(product(64, 64, 64, dtype=FLOAT)[0], True, t4, OFF) is not None
+
+
+# -- arms -------------------------------------------------------------------------------------------
+def arms_of(t: Template, buffers: dict[str, Buffer], tiling: Tiling) -> tuple[Arm, ...]:
+    t = replace(t, tiling=tiling)
+    arms = template_arms("k0_mm", t, buffers, H200, OFF)
+    program = Program(("x", "y"), buffers, (Region("k0_mm", arms),), (full_view(buffers["out"]),))
+    verify(program)
+    return arms
+
+
+def facts(arm: Arm) -> list[str]:
+    return [f"{a.kind} {a.what} {a.value}" for a in arm.predicate]
+
+
+def test_the_fast_arm_says_what_it_assumes_and_the_general_one_assumes_nothing():
+    t, buffers = product(64, 64, 256)
+    fast, general = arms_of(t, buffers, Tiling("tiled", 32, 32, 64, 4, 3))
+    assert facts(fast) == ["aligned x 16", "aligned y 16"]
+    assert (fast.config.reduction, fast.config.index, fast.config.num_warps) == ("matmul", "int32", 4)
+    assert general.predicate == () and general.config.index == "int64" and not general.workspace
+    assert general.parts[0].tiling == Tiling("tiled", 32, 32, 64, 4, 3)
+
+
+def test_without_assumptions_there_is_one_arm():
+    t, buffers = product(64, 64, 256)
+    buffers = {n: replace(b, kind="temp") for n, b in buffers.items()}
+    assert len(template_arms("k0", replace(t, tiling=Tiling("tiled", 32, 32, 64)), buffers, H200, OFF)) == 1
+
+
+def test_split_has_room_for_parts_and_counters():
+    t, buffers = product(48, 40, 4096)
+    fast, general = arms_of(t, buffers, Tiling("split", 32, 16, 64, 4, 3, splits=8))
+    parts, counters = fast.workspace
+    assert (parts.name, parts.kind, parts.dtype) == ("k0_mm_partials", "temp", FLOAT)
+    assert (counters.name, counters.kind, counters.dtype) == ("k0_mm_counters", "zeros", torch.int32)
+    assert counters.shape == (6,) and parts.shape == (6 * 8 * 32 * 16,)
+    assert general.parts[0].tiling.kind == "tiled"
+    batched, buffers = product(48, 40, 4096, b=sym("s0", 3))
+    fast, _ = arms_of(batched, buffers, Tiling("split", 32, 16, 64, 4, 3, splits=8))
+    assert fast.workspace[1].shape[0].evaluate({"s0": 5}) == 30
+
+
+def test_persistent_has_room_for_descriptors():
+    t, buffers = product(4096, 4096, 4096)
+    fast, _ = arms_of(t, buffers, Tiling("persistent", 128, 128, 64, 8, 3))
+    (scratch,) = fast.workspace
+    assert (scratch.name, scratch.kind, scratch.dtype) == ("k0_mm_scratch", "scratch", torch.uint8)
+    assert scratch.shape == (132 * TMA_SCRATCH,)
+
+
+def test_symbolic_strides_must_be_multiples_of_16():
+    s0, s1 = sym("s0", 64), sym("s1", 4096)
+    fast, _ = arms_of(*product(s0, 64, s1), Tiling("tiled", 32, 32, 64))
+    assert "divisible s1 16" in facts(fast) and "divisible s0 16" not in facts(fast)
+    assert dict(fast.config.extras)["divisible"] == ("s1",)
+    assert [f for f in facts(fast) if f.startswith("at_most")]
+    fast, _ = arms_of(*product(s0, 64, sym("s1", 4095)), Tiling("tiled", 32, 32, 64))
+    assert not [f for f in facts(fast) if f.startswith("divisible")]
+    fast, _ = arms_of(*product(s0, 64, 32, b=8), Tiling("tiled", 32, 32, 64))  # a batch is s0*32 apart: enough
+    assert not [f for f in facts(fast) if f.startswith("divisible")]
+
+
+def test_huge_operands_take_64_bit_indices():
+    t, buffers = product(1 << 16, 64, 1 << 16)
+    fast, _ = arms_of(t, buffers, Tiling("tiled", 128, 64, 64, 4, 3))
+    assert fast.config.index == "int64"
+    (only,) = arms_of(t, buffers, Tiling("persistent", 128, 64, 64, 4, 3))
+    assert only.parts[0].tiling.kind == "tiled" and only.config.index == "int64"
