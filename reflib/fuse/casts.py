@@ -1,11 +1,14 @@
 """Casts beside matrix products: before one they become its prologue, behind one they wait for those who need them.
 
 **Prologue** (``prologues``). A Template casts what it reads to its own dtype anyway, so an operand that a Loops only
-casts can be read from that Loops' source, and the Loops goes if nobody else needs it. But where a tile of the product
-needs its rows of ``a``, each of the ceil(N/128) tiles of a row reads them again, and ``b`` is read ceil(M/128) times
-(128: a usual tile). From a source that is not wider than the result this is never dearer, and done always. From a wider
-one (float32 weights under autocast) it is done where nobody else needs the result and all products together read it at
-most REREADS times: then the cast kernel's own load and store cost more.
+casts can be read from that Loops' source, and the Loops goes if nobody else needs it. When:
+
+* The source is not wider than the result: reading it is never dearer. But if a Loops makes the source and others need
+  the result, the source would be stored for this alone.
+* The source is wider (float32 weights under autocast), no Loops makes it (that one casts at no cost), and nobody else
+  needs the result. Each of the ceil(N/128) tiles in a row of tiles reads its rows of ``a`` again, and ``b`` is read
+  ceil(M/128) times (128: a usual tile). Up to REREADS times for all products together, that costs less than the cast
+  kernel's load and store.
 
 **Widening** (``widen_late``). ``x.float()`` of a product in bfloat16, for a norm and a residual to read: taken into the
 product's kernel it would be stored with 4 bytes an element, and read with 4. Its readers can read the 2-byte product
@@ -57,7 +60,7 @@ def cast_of(program: Program, depends: Dependencies, position: int) -> Cast | No
         dtypes.append(_ROUND.get(s.op, s.dtype))
     if store.value != len(ops) or store.index != load.index or store.buffer == load.buffer:
         return None
-    if len(depends.writers[store.buffer]) != 1:
+    if len(depends.writers[store.buffer]) != 1 or program.buffers[store.buffer].kind != "temp":
         return None
     dtypes.append(program.buffers[store.buffer].dtype)
     return Cast(position, node, load.buffer, store.buffer, tuple(dtypes))
@@ -93,11 +96,16 @@ def _users(program: Program, depends: Dependencies, cast: Cast) -> list[int]:
     """The Templates that should read the cast's source instead of its result."""
     readers = depends.readers.get(cast.result, [])
     users = [p for p in readers if _may_read_source(program, depends, program.nodes[p], p, cast)]
+    others = len(users) < len(readers) or cast.result in depends.needed
+    maker = depends.last_writer(cast.source, cast.position)
+    made_here = maker is not None and isinstance(program.nodes[maker], (Loops, Template))
     source, result = program.buffers[cast.source], program.buffers[cast.result]
-    if source.dtype.itemsize <= result.dtype.itemsize or not users:
+    if others and made_here:
+        return []
+    if source.dtype.itemsize <= result.dtype.itemsize:
         return users
-    if len(users) < len(readers) or cast.result in depends.needed:
-        return []  # the result is there in any case, and shorter
+    if others or made_here:
+        return []
     return users if sum(_times(program.nodes[p], cast.result) for p in users) <= REREADS else []
 
 

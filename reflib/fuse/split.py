@@ -44,22 +44,22 @@ _KINDS = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin")
 
 
 def split_reductions(program: Program, target: Target) -> Program:
-    """Cut every reduction with few, long rows in two. Symbolic sizes are judged by their hints. The first step of one
-    that was cut before (a program is fused again once its choices are made) is not cut again."""
+    """Cut every reduction with few, long rows in two. Symbolic sizes are judged by their hints. The two steps of one
+    that was cut before (a program is fused again once its choices are made) are not cut again."""
     nodes: list[Node] = []
     buffers = dict(program.buffers)
     for node in program.nodes:
         pieces = _pieces(node, target) if isinstance(node, Loops) else 1
-        if isinstance(node, Loops) and pieces > 1 and _can_split(node) and not any(map(_is_part, node.writes())):
+        if isinstance(node, Loops) and pieces > 1 and _can_split(node) and not _was_split(node):
             nodes += _split(node, pieces, buffers)
         else:
             nodes.append(node)
     return replace(program, nodes=tuple(nodes), buffers=buffers)
 
 
-def _is_part(buffer: str) -> bool:
-    """Does this buffer, by its name, hold partial results?"""
-    return re.fullmatch(r".*_part\d+", buffer) is not None
+def _was_split(loops: Loops) -> bool:
+    """Does it make partial results or put them together? Their buffers' names tell (``_PartialStores``)."""
+    return any(re.fullmatch(r".*_part\d+", b) for b in (*loops.reads(), *loops.writes()))
 
 
 def _pieces(loops: Loops, target: Target) -> int:

@@ -15,7 +15,7 @@ taken in. But that kernel already uses most registers a program has and runs few
 * what is stored at an index that is itself a value (a scatter) stays out;
 * few whole matrices pass through the epilogue (``few_streams``, with the Reason code ``limit``).
 
-NB: TorchInductor has the same rules in its scheduler (``can_fuse`` of its Triton templates), and also takes in
+NB: TorchInductor's scheduler asks much the same before it gives a Triton template an epilogue, and also takes in
 prologues that compute.
 """
 
