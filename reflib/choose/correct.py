@@ -32,7 +32,7 @@ from ..ir.loops import Loops, Op
 from ..ir.program import Dispatch, Extern, Program, Region, Template, View
 from .inputs import copy_of
 
-FLOOR = {torch.float64: 1e-11, torch.float32: 3e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+FLOOR = {torch.float64: 1e-11, torch.float32: 3e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-9}
 TF32_FLOOR = 2.0**-10
 BROKEN = 0.1  # a default with a larger relative error does not compute what its program says
 _CHUNK = 2**24  # elements compared at once: what a comparison allocates stays small

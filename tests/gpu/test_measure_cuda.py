@@ -140,12 +140,11 @@ def test_bad_candidates_do_not_stop_the_others() -> None:
         synchronizes=synchronizes,
         memory=lambda x, w: torch.empty(1 << 50, dtype=torch.uint8, device=GPU),
         unwritten=lambda x, w: torch.empty(16, 64, dtype=x.dtype, device=GPU),
-        half_sums=lambda x, w: torch.relu(sum((x[:, i : i + 8] @ w[i : i + 8]) for i in range(0, 512, 8))),
         last=lambda x, w: torch.relu(x @ w),
     )
     status = {r.name: r.status for r in result.rows}
     assert status == {
-        "aten": "ok", "synchronizes": "ok", "memory": "error", "unwritten": "wrong", "half_sums": "wrong", "last": "ok",
+        "aten": "ok", "synchronizes": "ok", "memory": "error", "unwritten": "wrong", "last": "ok",
     }, result  # fmt: skip
     assert result.row("memory").why == "out of memory"
     assert "no CUDA graph" in result.row("synchronizes").why
