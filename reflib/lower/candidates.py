@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from reflib import logs
 from reflib.errors import LoweringError, RegistrationError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from .lower import Lowering
 
 aten = torch.ops.aten
+_PLAIN = (bool, int, float, str, type(None))  # what a program as data can hold
 Failed = tuple[tuple[str, str, str], ...]
 
 # Ops whose own rule makes a Choice (of ATen and templates) that registered implementations join.
@@ -106,8 +108,8 @@ def alternatives(
             failed.append((name, e.status, e.why))
             logs.get("choose").info("%s: %s cannot be tried: %s", target, name, e)
         else:
-            patches, params = sorted(c.config_patches.items()), sorted(c.params.items())
-            made.append(replace(a, patches=tuple(patches), params=tuple(params)))
+            params = sorted((k, v if isinstance(v, _PLAIN) else repr(v)) for k, v in c.params.items())
+            made.append(replace(a, patches=tuple(sorted(c.config_patches.items())), params=tuple(params)))
     return made, tuple(failed)
 
 
@@ -177,7 +179,8 @@ def _generated(
     name = getattr(r.generator, "__name__", None) or repr(r.generator)
     where = f"config_generator {name} of {target}"
     try:
-        made = r.generator(fake_tensors(cx, target, given, sizes))
+        with unset_fake_temporarily():  # AOTAutograd's mode
+            made = r.generator(fake_tensors(cx, target, given, sizes))
     except Exception as e:
         raise LoweringError(f"{where} raised {type(e).__name__}: {e}") from e
     if not isinstance(made, (list, tuple)):
@@ -195,8 +198,6 @@ def fake_tensors(
 ) -> dict[str, Any]:
     """The call's tensors (lists of tensors too) by argument name, as fake tensors with plain ints for sizes: those the
     graph was traced with, symbols named in ``sizes`` aside."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def at(e: Expr) -> int:
@@ -206,7 +207,7 @@ def fake_tensors(
     def fake(x: Any) -> Any:
         if not isinstance(x, View):
             return x
-        with mode, torch.no_grad():
+        with unset_fake_temporarily(), mode, torch.no_grad():
             device = cx.low.buffers[x.buffer].device
             return torch.empty_strided(
                 [at(e) for e in x.shape], [at(e) for e in x.strides], dtype=x.dtype, device=device

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 from reflib.errors import ReflibError
-from reflib.ir.expr import Call, Expr, Sym, nonneg
+from reflib.ir.expr import Call, Expr, Sym, expr, mod, nonneg
 from reflib.ir.loops import Loops
 from reflib.ir.program import Alternative, Assume, Buffer, Choice, Extern, Node, View, full_view, holds
 from reflib.ir.rename import renamed
@@ -65,9 +66,10 @@ def alternative(
     given = [x for x in pytree.tree_leaves((args, kwargs), is_leaf=_is_leaf) if _is_dynamic(x)]
     if any(isinstance(x, Expr) and cx.low.symbols.is_float(x) for x in given):
         raise Refused("unsupported", "an argument is a float known only at run time")
-    copy = SizesCopy()
-    graph = _traced(cx, copy, fn, args, kwargs)
-    _check_outputs(cx, copy, graph)
+    with unset_fake_temporarily():  # AOTAutograd's mode
+        copy = SizesCopy()
+        graph = _traced(cx, copy, fn, args, kwargs)
+        _check_outputs(cx, copy, graph)
     prefix = cx.low.unique(f"{cx.name}_" + re.sub(r"\W+", "_", name).strip("_"))
     cx.low.reserved.add(prefix)
     low = cx.low.inside(op, prefix, copy.ours(), choices)
@@ -95,7 +97,6 @@ class SizesCopy:
     """A ShapeEnv with the program's size symbols in it: same traced values, same ranges, nothing shared."""
 
     def __init__(self) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         self.env = ShapeEnv(duck_shape=False)
@@ -153,7 +154,7 @@ class SizesCopy:
         out: dict[Assume, None] = {}
         for g in self.env.guards:
             out.update(dict.fromkeys(assumptions(g.expr, lambda e: low.symbols.from_sympy(e, self.env))))
-        return tuple(out)
+        return without_implied(out)
 
 
 def _is_leaf(x: Any) -> bool:
@@ -288,10 +289,10 @@ def _constant(low: Lowering, node: torch.fx.Node, value: Any) -> Any:
     """A tensor that the implementation holds; a submodule stays what it is."""
     if not isinstance(value, torch.Tensor):
         return value
-    if isinstance(value, torch._subclasses.FakeTensor):
+    if isinstance(value, FakeTensor):
         raise Unsupported("it holds a tensor without data")
     name = low.new_buffer(node.name, node.meta["val"], "const").name
-    low.constants[name] = value.detach()
+    low.constants[name] = value
     return full_view(low.buffers[name])
 
 
@@ -372,8 +373,31 @@ def assumptions(condition: Any, convert: Callable[[Any], Expr]) -> list[Assume]:
         and (kind, value) == _NO_REST
     ):
         return [Assume("divisible", atom.a, atom.b.constant)]
-    always = kind == "at_most" and nonneg(value - what) or kind == "at_least" and nonneg(what - value)
-    return [] if always else [fact]
+    return [] if _always(fact) else [fact]
+
+
+def _always(fact: Assume) -> bool:
+    """Does it hold at all sizes that the symbols may have?"""
+    what, value = fact.what, fact.value
+    if fact.kind == "divisible":
+        return bool(mod(what, expr(value)) == 0)
+    if fact.kind == "differs":
+        return nonneg(what - value - 1) or nonneg(value - what - 1)
+    least = fact.kind == "at_most" or nonneg(what - value)
+    most = fact.kind == "at_least" or nonneg(value - what)
+    return least and most
+
+
+def without_implied(facts: Iterable[Assume]) -> tuple[Assume, ...]:
+    """Drop what follows from the sizes' divisibility: torch asks a reshape's question in several ways."""
+    facts = tuple(dict.fromkeys(facts))
+    env: dict[Any, Any] = {}
+    for f in facts:
+        if f.kind == "divisible" and len(f.what.terms) == 1 and f.what in map(expr, f.what.symbols()):
+            (s,) = f.what.symbols()
+            quotient = Sym(f"{s.name}/{f.value}", -(-s.lo // f.value), None if s.hi is None else s.hi // f.value, None)
+            env.setdefault(s, expr(quotient) * f.value)
+    return tuple(f for f in facts if f.kind == "divisible" or not _always(replace(f, what=f.what.subs(env))))
 
 
 _NO_REST = ("equal", 0)

@@ -1,0 +1,569 @@
+"""Ops with several implementations, from registration to the Choice: every alternative is interpreted."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import reflib
+from reflib import CustomOpConfig, register_custom_op_autotuning
+from reflib.errors import LoweringError, RegistrationError
+from reflib.ir.expr import expr
+from reflib.ir.program import Choice, Extern
+from reflib.lower import custom_ops
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from choices import Lowered, check_all, choices
+
+OP = "rtest::mm_relu"
+
+
+@torch.library.custom_op(OP, mutates_args=())
+def mm_relu(x: Tensor, w: Tensor, k_splits: int = 1) -> Tensor:
+    return (x @ w).relu()
+
+
+@mm_relu.register_fake
+def _(x: Tensor, w: Tensor, k_splits: int = 1) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[1])
+
+
+@torch.library.custom_op("rtest::stats", mutates_args=())
+def stats(xs: list[Tensor], shift: Tensor | None = None, scale: float = 1.0, *, dim: int = -1) -> tuple[Tensor, Tensor]:
+    x = torch.stack(xs) * scale
+    x = x if shift is None else x + shift
+    return x.sum(dim), x.amax(dim, keepdim=True).transpose(0, 1).contiguous()
+
+
+@stats.register_fake
+def _(xs: Any, shift: Any = None, scale: float = 1.0, *, dim: int = -1) -> Any:
+    x = torch.stack(xs)
+    return x.sum(dim), x.amax(dim, keepdim=True).transpose(0, 1).contiguous()
+
+
+@torch.library.custom_op("rtest::double", mutates_args=())
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@double.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("rtest::fill_", mutates_args={"x"})
+def fill_(x: Tensor) -> None:
+    x.fill_(1)
+
+
+def plain(x: Tensor, w: Tensor) -> Tensor:
+    return torch.mm(x, w).relu()
+
+
+def split(x: Tensor, w: Tensor, k_splits: int) -> Tensor:
+    m, k = x.shape
+    a = x.view(m, k_splits, k // k_splits).transpose(0, 1)
+    return torch.bmm(a, w.view(k_splits, k // k_splits, w.shape[1])).sum(0).relu()
+
+
+@pytest.fixture(autouse=True)
+def empty_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(custom_ops, "_REGISTERED", {})
+    monkeypatch.setattr(custom_ops, "_WARNED", set())
+    yield
+    torch._dynamo.reset()
+
+
+def tensors(m: int = 8, k: int = 64, n: int = 16) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(m, k), torch.randn(k, n)
+
+
+def around(x: Tensor, w: Tensor) -> Tensor:
+    return mm_relu(x * 2, w) + 1
+
+
+# -- at lowering ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_every_implementation_is_an_alternative(dynamic: bool) -> None:
+    register_custom_op_autotuning(
+        mm_relu, configs=[plain, CustomOpConfig(split, k_splits=4), CustomOpConfig(k_splits=2)]
+    )
+    choice = check_all(around, tensors(), dynamic=dynamic).choice
+    assert [a.name for a in choice.alternatives] == ["eager", "plain", "split(k_splits=4)", "eager(k_splits=2)"]
+    assert isinstance(choice.alternatives[0].nodes[0], Extern)
+    assert choice.custom and choice.failed == () and choice.op == "rtest.mm_relu.default"
+    assert choice.alternatives[2].params == (("k_splits", 4),)
+    assert "test_custom_ops.py" in choice.alternatives[1].nodes[0].origins[0].source
+
+
+def test_several_results_optional_tensors_lists_and_numbers() -> None:
+    def other(xs: Any, shift: Any = None, scale: float = 1.0, *, dim: int = -1) -> Any:
+        x = torch.cat([x[None] * scale for x in xs])
+        x = x if shift is None else x + shift
+        return x.sum(dim), x.amax(dim, keepdim=True).transpose(0, 1).contiguous()
+
+    register_custom_op_autotuning(stats, configs=[other])
+    xs = [torch.randn(4, 6) for _ in range(3)]
+
+    def with_shift(a: Tensor, b: Tensor, c: Tensor, s: Tensor) -> Any:
+        total, most = stats([a, b, c], s, 0.5, dim=1)
+        return total + 1, most * 2
+
+    def without(a: Tensor, b: Tensor) -> Any:
+        return stats([a, b])[1]  # one result unused
+
+    for dynamic in (False, True):
+        found = check_all(with_shift, (*xs, torch.randn(6)), dynamic).choice
+        assert len(found.alternatives) == 2 and len(found.outputs) == 2
+        found = check_all(without, xs[:2], dynamic).choice
+        assert [a.name for a in found.alternatives] == ["eager", "other"]
+
+
+def test_training_takes_the_registered_backward() -> None:
+    @torch.library.custom_op("rtest::square", mutates_args=())
+    def square(x: Tensor) -> Tensor:
+        return x * x
+
+    square.register_fake(torch.empty_like)
+    square.register_autograd(
+        lambda ctx, g: 2 * g * ctx.saved_tensors[0],
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+    )
+    register_custom_op_autotuning(square, configs=[lambda x: x.pow(2)])
+    x = torch.randn(5, 7, requires_grad=True)
+    backend = Lowered()
+    for pick in ("", "<lambda>"):
+        backend.pick = pick
+        x.grad = None
+        torch.compile(lambda x: square(x.sin()).sum(), backend=backend)(x).backward()
+        torch.testing.assert_close(x.grad, 2 * x.sin() * x.cos())
+    assert [len(choices(p)) for p in backend.programs] == [1, 0]
+
+
+def test_conditions_on_sizes_are_the_candidates_own() -> None:
+    def four(x: Tensor, w: Tensor) -> Tensor:
+        assert x.shape[0] % 4 == 0, "rows in fours"
+        return plain(x, w)
+
+    def exactly(x: Tensor, w: Tensor) -> Tensor:
+        return plain(x, w) if x.shape[0] == 8 and w.shape[1] > 10 else torch.zeros(1)
+
+    register_custom_op_autotuning(mm_relu, configs=[four, exactly])
+    torch._dynamo.reset()
+    backend = Lowered()
+    compiled = torch.compile(around, backend=backend, dynamic=True)
+    for m in (8, 9, 10, 23):
+        x, w = tensors(m)
+        torch.testing.assert_close(compiled(x, w), around(x, w))
+    assert len(backend.programs) == 1, "the user's function was compiled again"
+    _, a, b = backend.choice.alternatives
+    assert [(g.kind, g.value) for g in a.guards] == [("divisible", 4)]
+    assert [(g.kind, g.value) for g in b.guards] == [("equal", 8), ("at_least", 11)]
+    m = a.guards[0].what
+    assert b.guards[0].what == m and backend.programs[0].buffers["mm_relu"].shape[0] == m
+
+
+def test_a_constant_that_an_implementation_holds() -> None:
+    table = torch.arange(6.0)
+
+    def looked_up(x: Tensor) -> Tensor:
+        return x * torch.tensor([2.0]) + (table - table)
+
+    register_custom_op_autotuning(double, configs=[looked_up])
+    backend = check_all(lambda x: double(x) + 1, (torch.randn(3, 6),))
+    assert len(backend.choice.alternatives) == 2
+    assert any(c is not None and c.data_ptr() == table.data_ptr() for c in backend.programs[0].constants.values())
+
+
+def test_other_strides_are_copied_into_the_ops() -> None:
+    register_custom_op_autotuning(double, configs=[lambda x: (x.t() * 2).t(), lambda x: (x.t().contiguous() * 2).t()])
+    (choice,) = choices(check_all(lambda x: double(x).sin(), (torch.randn(3, 6),)).programs[0])
+    assert [len(a.nodes) for a in choice.alternatives] == [1, 1, 3]
+
+
+def test_mutation_of_fresh_tensors_is_made_functional() -> None:
+    def in_place(x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        out[0] = x[0]
+        return out.add_(x).mul_(1) if x.shape[0] == 1 else x.clone().mul_(2)
+
+    register_custom_op_autotuning(double, configs=[in_place])
+    for dynamic in (False, True):
+        assert len(check_all(lambda x: double(x) + 1, (torch.randn(3, 6),), dynamic).choice.alternatives) == 2
+
+
+class TestCandidatesThatCannotBe:
+    """Each is a line in ``failed``; the others go on."""
+
+    def failure(self, fn: Any) -> tuple[str, str]:
+        register_custom_op_autotuning(double, configs=[fn, CustomOpConfig(lambda x: x + x)])
+        choice = check_all(lambda x: double(x) + 1, (torch.randn(4, 6),)).choice
+        assert [a.name for a in choice.alternatives] == ["eager", "<lambda>"]
+        ((name, status, why),) = choice.failed
+        assert name == fn.__name__
+        return status, why
+
+    def test_raises(self) -> None:
+        def bad(x: Tensor) -> Tensor:
+            raise KeyError("oh")
+
+        assert self.failure(bad) == ("raised", "KeyError: 'oh'")
+
+    @pytest.mark.parametrize(
+        "result, status, why",
+        [
+            (lambda x: (x * 2)[:2], "wrong shape", "[2, 6]"),
+            (lambda x: (x * 2, x * 3), "wrong shape", "returns 1 tensor"),
+            (lambda x: None, "wrong shape", "returns None"),
+            (lambda x: 3, "wrong shape", "returns 3"),
+            (lambda x: (x * 2).double(), "wrong dtype", "float64"),
+            (lambda x: torch.empty_like(x, device="meta"), "wrong device", "meta"),
+            (lambda x: x, "alias", "argument"),
+            (lambda x: x.t().contiguous().t().t().t() if x.dim() == 1 else x.view(4, 6), "alias", "argument"),
+            (lambda x: torch.rand_like(x), "unsupported", "random"),
+            (lambda x: x.mul_(2) + 0, "unsupported", "writes"),
+            (lambda x: torch.cat([x[x > 0], x[x <= 0]]).view(4, 6), "unsupported", "run time"),
+        ],
+    )
+    def test_is_not_the_same_thing(self, result: Any, status: str, why: str) -> None:
+        def bad(x: Tensor) -> Tensor:
+            return result(x)
+
+        found = self.failure(bad)
+        assert found[0] == status and why in found[1], found
+
+    def test_one_memory_for_two_results(self) -> None:
+        def shared(xs: Any, shift: Any = None, scale: float = 1.0, *, dim: int = -1) -> Any:
+            both = torch.zeros(2 * 4 + 4 * 2)
+            return both[:8].view(2, 4), both[8:].view(4, 2, 1)
+
+        register_custom_op_autotuning(stats, configs=[shared])
+        choice = check_all(lambda a, b: stats([a, b]), [torch.randn(4, 6) for _ in range(2)]).choice
+        assert choice.failed[0][1:] == ("alias", "two results share memory")
+
+    def test_random_state_is_left_alone(self) -> None:
+        register_custom_op_autotuning(double, configs=[lambda x: torch.rand_like(x)])
+        x = torch.randn(4, 6)
+        state = torch.get_rng_state()
+        torch.compile(lambda x: double(x), backend=Lowered())(x)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+class TestWhatWins:
+    """A config's parameter and a call's argument of one name."""
+
+    def test_the_configs_parameter(self) -> None:
+        seen = []
+
+        def noting(x: Tensor, w: Tensor, k_splits: int = 1) -> Tensor:
+            seen.append(k_splits)
+            return plain(x, w)
+
+        register_custom_op_autotuning(
+            mm_relu, configs=[noting, CustomOpConfig(noting, k_splits=8), CustomOpConfig(k_splits=2)]
+        )
+        choice = check_all(lambda x, w: mm_relu(x, w, 3) + 1, tensors()).choice
+        assert seen == [3, 8]
+        calls = [n for i in (0, 3) for n in choice.alternatives[i].nodes if isinstance(n, Extern)]
+        assert [c.args[2:] for c in calls] == [(3,), (2,)]
+        register_custom_op_autotuning(mm_relu, configs=[noting])
+        check_all(around, tensors())
+        assert seen == [3, 8, 1]  # nothing given: the function's own default
+
+    def test_an_argument_that_the_function_lacks(self) -> None:
+        register_custom_op_autotuning(mm_relu, configs=[plain])
+        choice = check_all(lambda x, w: mm_relu(x, w, 3) + 1, tensors()).choice
+        assert choice.failed == (("plain", "unsupported", "the call gives k_splits, which plain does not take"),)
+
+
+class TestGenerators:
+    def test_sees_fake_tensors_with_plain_sizes(self) -> None:
+        seen = []
+
+        def generate(fakes: dict[str, Tensor]) -> list[CustomOpConfig]:
+            seen.append({k: (tuple(v.shape), v.dtype, v.device.type) for k, v in fakes.items()})
+            return [CustomOpConfig(split, k_splits=s) for s in (2, 4) if fakes["x"].shape[1] % s == 0]
+
+        register_custom_op_autotuning(mm_relu, config_generator=generate)
+        choice = check_all(around, tensors(), dynamic=True).choice
+        assert [a.name for a in choice.alternatives] == ["eager", "split(k_splits=2)", "split(k_splits=4)"]
+        assert seen == [{"x": ((8, 64), torch.float32, "cpu"), "w": ((64, 16), torch.float32, "cpu")}]
+
+    def test_with_ranges_it_is_asked_for_each(self) -> None:
+        rows = []
+
+        def generate(fakes: dict[str, Tensor]) -> list[CustomOpConfig]:
+            rows.append(fakes["x"].shape[0])
+            return [CustomOpConfig(split, k_splits=2 if rows[-1] < 100 else 4)]
+
+        on = {"tensor_name": "x", "dim": 0, "range_upper_bound": 1000}
+        register_custom_op_autotuning(mm_relu, config_generator=generate, dispatch_on=on, split_points=[16, 256])
+        choice = check_all(around, tensors(), dynamic=True).choice
+        assert rows == [8, 16, 256, 1000] and len(choice.alternatives) == 3
+
+    @pytest.mark.parametrize(
+        "returned, message",
+        [
+            (7, "config_generator generate of rtest.mm_relu.default must return a list of CustomOpConfig, .* int: 7"),
+            ([3], "config_generator generate .* not 3"),
+            ([CustomOpConfig(lambda x: x)], "does not take the op's argument w"),
+            (ValueError("no"), "config_generator generate .* raised ValueError: no"),
+        ],
+    )
+    def test_mistakes_name_it(self, returned: Any, message: str) -> None:
+        def generate(fakes: dict[str, Tensor]) -> Any:
+            if isinstance(returned, Exception):
+                raise returned
+            return returned
+
+        register_custom_op_autotuning(mm_relu, config_generator=generate)
+        with pytest.raises(Exception, match=message) as e:
+            torch.compile(around, backend=Lowered())(*tensors())
+        assert isinstance(e.value.__cause__ or getattr(e.value, "inner_exception", None), LoweringError)
+
+    def test_an_empty_list_leaves_the_op(self) -> None:
+        register_custom_op_autotuning(mm_relu, config_generator=lambda fakes: [])
+        assert len(check_all(around, tensors()).choice.alternatives) == 1
+
+
+class TestRanges:
+    on = {"tensor_name": "w", "dim": -1, "range_upper_bound": 4096}
+
+    def test_of_the_named_tensor(self) -> None:
+        register_custom_op_autotuning(mm_relu, configs=[plain], dispatch_on=self.on, split_points=[32, 512])
+        for dynamic in (False, True):
+            backend = check_all(around, tensors(), dynamic)
+            r = backend.choice.ranges
+            assert r is not None and (r.splits, r.upper, r.what) == ((32, 512), 4096, "w.size(1)")
+            columns = next(b for b in backend.programs[0].buffers.values() if b.name == "mm_relu").shape[1]
+            assert r.size == (columns if dynamic else expr(16))
+
+    def test_a_dimension_that_is_not_there(self) -> None:
+        on = {"tensor_name": "w", "dim": 2}
+        register_custom_op_autotuning(mm_relu, configs=[plain], dispatch_on=on, split_points=[32])
+        with pytest.raises(Exception, match="dispatch_on names dimension 2 of w, which has 2 dimensions"):
+            torch.compile(around, backend=Lowered())(*tensors())
+
+
+def test_what_is_passed_on() -> None:
+    register_custom_op_autotuning(
+        mm_relu,
+        configs=[CustomOpConfig(plain, config_patches={"fuse": False})],
+        name="mine",
+        input_gen_fns={"x": torch.ones_like, 1: torch.zeros_like},
+        min_speedup_threshold=1.25,
+        benchmark_with_cudagraphs=False,
+    )
+    choice = check_all(lambda x, w: mm_relu(x, w.t()), (torch.randn(8, 64), torch.randn(16, 64))).choice
+    assert (choice.op, choice.min_speedup, choice.graph_timing) == ("mine", 1.25, False)
+    assert choice.alternatives[1].patches == (("fuse", False),)
+    ((buffer, key),) = choice.inputs_from  # w is a view, which nobody can make
+    assert buffer in choice.reads() and custom_ops.input_makers()[key] is torch.ones_like
+
+
+def test_off_says_once_that_nothing_is_tried(caplog: pytest.LogCaptureFixture) -> None:
+    register_custom_op_autotuning(mm_relu, configs=[plain])
+    for _ in range(2):
+        backend = check_all(around, tensors(), autotune="off")
+        assert not choices(backend.programs[0])
+    (record,) = [r for r in caplog.records if "not tried" in r.message]
+    assert record.levelno == logging.WARNING and "blocking" in record.message and "rtest.mm_relu" in record.message
+
+
+def test_registering_again_replaces(caplog: pytest.LogCaptureFixture) -> None:
+    register_custom_op_autotuning(mm_relu, configs=[plain])
+    assert not caplog.records
+    register_custom_op_autotuning(mm_relu, configs=[CustomOpConfig(split, k_splits=2)])
+    (record,) = caplog.records
+    assert "rtest.mm_relu.default: registered again" in record.message
+    assert [a.name for a in check_all(around, tensors()).choice.alternatives] == ["eager", "split(k_splits=2)"]
+
+
+def test_a_cell_that_is_run_again() -> None:
+    for constant in (1, 2):
+
+        @torch.library.custom_op("rtest::again", mutates_args=())
+        def again(x: Tensor, _c: int = constant) -> Tensor:
+            return x + 1
+
+        again.register_fake(lambda x, _c=1: torch.empty_like(x))
+        if constant == 1:
+            register_custom_op_autotuning(again, configs=[lambda x: 1 + x])
+            assert len(check_all(lambda x: again(x) * 2, (torch.randn(3),)).choice.alternatives) == 2
+    with pytest.raises(Exception, match=r"was redefined as .* register its implementations again"):
+        check_all(lambda x: again(x) * 2, (torch.randn(3),))
+    register_custom_op_autotuning(again, configs=[lambda x: 1 + x])
+    assert len(check_all(lambda x: again(x) * 2, (torch.randn(3),)).choice.alternatives) == 2
+
+
+def test_an_op_inside_itself_is_called() -> None:
+    def two_halves(x: Tensor, w: Tensor) -> Tensor:
+        n = w.shape[1] // 2
+        return torch.cat([mm_relu(x, w[:, :n]), mm_relu(x, w[:, n:])], 1)
+
+    register_custom_op_autotuning(mm_relu, configs=[two_halves])
+    choice = check_all(around, tensors()).choice
+    assert len(choice.alternatives) == 2 and not any(isinstance(n, Choice) for n in choice.alternatives[1].nodes)
+
+
+def test_a_registered_op_inside_another_is_a_choice() -> None:
+    register_custom_op_autotuning(double, configs=[lambda x: x + x])
+    register_custom_op_autotuning(mm_relu, configs=[lambda x, w: plain(double(x), w) / 2])
+    backend = check_all(around, tensors())
+    (outer,) = choices(backend.programs[0])
+    (inner,) = [n for n in outer.alternatives[1].nodes if isinstance(n, Choice)]
+    assert len(inner.alternatives) == 2
+
+
+@pytest.mark.parametrize("autotune", ["off", "blocking"])
+def test_an_aten_op_that_capture_would_take_apart(autotune: str) -> None:
+    op = torch.ops.aten.logaddexp.default
+    register_custom_op_autotuning(op, configs=[lambda self, other: (self.exp() + other.exp()).log()])
+    args = torch.randn(3), torch.randn(3)
+    backend = check_all(lambda x, y: torch.logaddexp(x, y) * 2, args, autotune=autotune)
+    assert len(choices(backend.programs[0])) == (autotune == "blocking")
+
+
+def test_aten_mm() -> None:
+    register_custom_op_autotuning(torch.ops.aten.mm.default, configs=[lambda a, b: torch.mm(b.t(), a.t()).t()])
+    choice = check_all(lambda a, b: torch.mm(a, b).relu(), tensors()).choice
+    assert [a.name for a in choice.alternatives][-1] == "<lambda>" and choice.custom
+
+
+# -- at registration --------------------------------------------------------------------------------
+def one(x: Tensor) -> Tensor:
+    return x
+
+
+@pytest.mark.parametrize(
+    "op, message",
+    [
+        (lambda x: x, "is no op; give what torch.library.custom_op returned"),
+        ("aten::mm", "is no op"),
+        (torch.ops.aten.add, "has the overloads .*; give one of them"),
+        (torch.ops.aten.matmul.default, "torch takes this op apart.*aten.mm.default"),
+        (torch.ops.aten.add_.Tensor, "writes to its argument self"),
+        (torch.ops.aten.view.default, "returns a view"),
+        (torch.ops.aten.rand_like.default, "random"),
+        (torch.ops.aten._local_scalar_dense.default, "only ops that return tensors"),
+        (fill_, "writes to its argument x"),
+    ],
+)
+def test_ops_that_have_no_candidates(op: Any, message: str) -> None:
+    with pytest.raises(RegistrationError, match=message):
+        register_custom_op_autotuning(op, configs=[one])
+    assert issubclass(RegistrationError, (reflib.ReflibError, ValueError))
+
+
+def positional_only(x: Tensor, w: Tensor, k_splits: int = 1, /) -> Tensor:
+    return plain(x, w)
+
+
+def star(*tensors: Tensor, **rest: Any) -> Tensor:
+    return plain(*tensors)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        plain,
+        lambda a, b: plain(a, b),  # tensors go by position
+        lambda x, w, k_splits: plain(x, w),
+        CustomOpConfig(lambda x, w, extra, k_splits=1: plain(x, w), extra=3),
+        CustomOpConfig(lambda x, w, **rest: plain(x, w), extra=3),
+        positional_only,
+        star,
+        CustomOpConfig(lambda x, w, *, k_splits: plain(x, w), k_splits=3),
+    ],
+)
+def test_signatures_that_fit(config: Any) -> None:
+    register_custom_op_autotuning(mm_relu, configs=[config])
+    choice = check_all(lambda x, w: mm_relu(x, w, 2), tensors()).choice
+    lacks = (
+        config is plain
+        or getattr(config, "__name__", "") == "<lambda>"
+        and "k_splits" not in config.__code__.co_varnames
+    )
+    assert len(choice.alternatives) == (1 if lacks else 2), choice.failed
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (lambda x: x, r"<lambda>\(x\) does not take the op's argument w. It must take .*: \(x, w, k_splits=1\)"),
+        (lambda w, x: x, "does not take the op's argument x, at that place"),
+        (lambda x, w, extra: x, r"needs extra, which is no argument of the op; give it in CustomOpConfig\(extra=...\)"),
+        (CustomOpConfig(plain, k_split=3), r"plain\(.*\) does not take the parameter k_split"),
+        (CustomOpConfig(split, k_split=3), r"does not take the parameter k_split \(did you mean 'k_splits'\?\)"),
+        (CustomOpConfig(split, w=3), "parameter w is a tensor argument"),
+        (CustomOpConfig(ksplits=3), r"no argument 'ksplits' to tune \(did you mean 'k_splits'\?\)"),
+        (CustomOpConfig(plain, config_patches={"fusee": True}), "unknown option 'fusee'; did you mean 'fuse'"),
+        (CustomOpConfig(plain, config_patches={"autotune": "off"}), "cannot change autotune"),
+        (3, "must be a CustomOpConfig or a function, not 3"),
+    ],
+)
+def test_configs_that_do_not_fit(config: Any, message: str) -> None:
+    with pytest.raises(RegistrationError, match=message) as e:
+        register_custom_op_autotuning(mm_relu, configs=[config])
+    assert "rtest.mm_relu.default" in str(e.value)
+
+
+def test_configs_by_themselves() -> None:
+    with pytest.raises(RegistrationError, match="decomposition must be a function"):
+        CustomOpConfig(3)  # type: ignore[arg-type]
+    with pytest.raises(RegistrationError, match="config_patches must be a dict"):
+        CustomOpConfig(plain, config_patches=["fuse"])  # type: ignore[arg-type]
+    assert repr(CustomOpConfig(split, k_splits=4)) == "CustomOpConfig(split(k_splits=4))"
+
+
+RANGE = {"tensor_name": "x", "dim": 0}
+PLAIN: dict[str, Any] = {"configs": [plain]}
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({}, "give either configs or config_generator"),
+        ({"configs": [plain], "config_generator": lambda fakes: []}, "give either configs or config_generator"),
+        ({"configs": []}, "the list of configs is empty"),
+        ({"configs": plain}, "must be a list"),
+        ({"config_generator": [plain]}, "config_generator must be a function"),
+        ({"configs": [plain], "min_speedup_threshold": 0.5}, "0.5: must be a number of at least 1"),
+        ({"configs": [plain], "min_speedup_threshold": "1"}, "min_speedup_threshold='1'"),
+        ({"configs": [plain], "min_speedup_threshold": float("nan")}, "min_speedup_threshold=nan"),
+        ({"configs": [plain], "benchmark_with_cudagraphs": 1}, "must be True or False"),
+        ({"configs": [plain], "name": 3}, "name must be a string"),
+        ({"configs": [plain], "input_gen_fns": {"y": one}}, "'y' is no tensor argument of the op.*: x, w"),
+        ({"configs": [plain], "input_gen_fns": {"k_splits": one}}, "'k_splits' is no tensor argument"),
+        ({"configs": [plain], "input_gen_fns": {7: one}}, "7 is no tensor argument"),
+        ({"configs": [plain], "input_gen_fns": {"x": 3}}, r"input_gen_fns\['x'\] must be a function"),
+        ({"configs": [plain], "input_gen_fns": [one]}, "must be a dict"),
+        ({**PLAIN, "split_points": [3]}, "split_points need dispatch_on"),
+        ({**PLAIN, "dispatch_on": RANGE}, "dispatch_on needs split_points"),
+        ({**PLAIN, "dispatch_on": ("x", 0), "split_points": [3]}, "dispatch_on must be"),
+        ({**PLAIN, "dispatch_on": {"tensor_name": "x"}, "split_points": [3]}, "dispatch_on must be"),
+        ({**PLAIN, "dispatch_on": {**RANGE, "tensor_name": "y"}, "split_points": [3]}, "'y' is no tensor"),
+        ({**PLAIN, "dispatch_on": {**RANGE, "tensor_name": "k_splits"}, "split_points": [3]}, "no tensor arg"),
+        ({**PLAIN, "dispatch_on": {**RANGE, "dim": "0"}, "split_points": [3]}, "dim='0' is no dimension"),
+        ({**PLAIN, "dispatch_on": {**RANGE, "dim": 99}, "split_points": [3]}, "dim=99 is no dimension"),
+        ({**PLAIN, "dispatch_on": {**RANGE, "range_uper_bound": 9}, "split_points": [3]}, "did you mean"),
+        ({**PLAIN, "dispatch_on": {**RANGE, "range_upper_bound": 8}, "split_points": [8]}, "last split point, 8"),
+        ({**PLAIN, "dispatch_on": RANGE, "split_points": []}, "positive ints"),
+        ({**PLAIN, "dispatch_on": RANGE, "split_points": [0, 3]}, "positive ints"),
+        ({**PLAIN, "dispatch_on": RANGE, "split_points": [2.5]}, "positive ints"),
+        ({**PLAIN, "dispatch_on": RANGE, "split_points": [9, 3]}, "must ascend, without repetition"),
+        ({**PLAIN, "dispatch_on": RANGE, "split_points": [3, 3]}, "must ascend, without repetition"),
+    ],
+)  # fmt: skip
+def test_bad_registrations(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(RegistrationError, match=message):
+        register_custom_op_autotuning(mm_relu, **arguments)
+    assert not custom_ops.is_registered(mm_relu._opoverload)
