@@ -103,11 +103,12 @@ def _choose(s: Stages, target_of: TargetOf) -> None:
     from .choose import choose, decide
     from .fuse import fuse
     from .ir.program import Choice
+    from .lower.custom_ops import input_makers
 
     assert s.program is not None and s.fused is not None
     if any(isinstance(n, Choice) for n in s.program.nodes):
         s.before = s.fused
-        s.inlined, s.decisions = decide(s.program, s.options, target_of, build, {})
+        s.inlined, s.decisions = decide(s.program, s.options, target_of, build, input_makers())
         _verify(s, s.inlined)
         s.fused = fuse(s.inlined, s.options, target_of(_main_device(s.inlined)))
         _verify(s, s.fused.program)

@@ -1,8 +1,8 @@
 """Choosing: what computes each region, and how each kernel is generated and launched.
 
 ``choose`` takes a program whose choices are decided (``decide``) and fused again: every Loops and every Template
-becomes a Region, a kernel with the arms that can compute it. How a Loops is launched a heuristic says (``heuristics``), how a
-Template is, its tiling (``matmul``); why is written down.
+becomes a Region, a kernel with the arms that can compute it. How a Loops is launched a heuristic says
+(``heuristics``), how a Template is, its tiling (``matmul``); why is written down.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ..options import Options
 from ..target import Target
 from .decision import Candidate, Decision
 from .heuristics import choose_configs
+from .matmul import template_arms
 
 
 def choose(
@@ -61,8 +62,6 @@ class _Kernels:
         return region
 
     def _template(self, t: Template) -> Region:
-        from .matmul import template_arms
-
         target = self.target_of(self.program.buffers[t.writes()[0]].device)
         name = f"k{len(self.decisions)}_{short_name((t,))}"
         region = Region(name, template_arms(name, t, self.program.buffers, target, self.options))

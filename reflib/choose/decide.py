@@ -22,7 +22,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,8 @@ from ..logs import get as logger
 from ..options import Options
 from ..target import Target
 from .decision import Candidate, Decision
+from .matmul import static_tiling, tilings
+from .measure import measure, request
 from .region import Region, cut, node_symbols, replace_region, splice
 
 TargetOf = Callable[[torch.device], Target]
@@ -86,8 +88,6 @@ def decide(
 
 # -- without measuring -----------------------------------------------------------------------------
 def _decide_statically(program: Program, choice: Choice, target: Target, options: Options) -> tuple[Program, Decision]:
-    from .matmul import static_tiling
-
     default = choice.alternatives[0]
     winner, reason = default, "autotune is off: the default"
     for a in choice.alternatives:
@@ -166,8 +166,6 @@ def _decide_by_measuring(program: Program, choice: Choice, target: Target, work:
 
 
 def _expand(choice: Choice, target: Target, options: Options) -> list[Alternative]:
-    from .matmul import tilings
-
     out: list[Alternative] = []
     for a in choice.alternatives:
         t = _open_template(a)
@@ -209,8 +207,6 @@ def _time(result: _Found, name: str) -> float:
 
 def _measure_point(region: Region, candidates: list[Alternative], point: dict[str, int], work: _Work) -> _Found:
     """Measure the candidates that are valid at these sizes."""
-    from .measure import measure, request
-
     choice, default = region.choice, candidates[0]
     values = {s.name: point.get(s.name, s.hint or 1) for s in node_symbols(choice)}
     left_out = [Candidate(a.name, "guard", why="what it assumes of the sizes does not hold here")
@@ -230,10 +226,9 @@ def _measure_point(region: Region, candidates: list[Alternative], point: dict[st
     except ReflibError as e:  # an operator that has no name
         rows = (Candidate(default.name, "unmeasured", why=str(e)),)
         return _Found(rows, default.name, f"the region cannot be measured: {e}")
-    makers = {key: work.makers[key] for _, key in choice.inputs_from}
+    makers = {key: work.makers[key] for _, key in choice.inputs_from if key in work.makers}
     result = measure(asked, work.build, makers)
-    rows = tuple(Candidate(**asdict(r)) for r in result.rows)
-    return _Found((*rows, *left_out), result.winner, result.reason)
+    return _Found((*result.rows, *left_out), result.winner, result.reason)
 
 
 def _where(r: _Range, point: dict[str, int]) -> str:

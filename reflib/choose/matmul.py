@@ -61,17 +61,18 @@ def tilings(t: Template, target: Target, options: Options) -> list[Tiling]:
 
 
 def _varied(made: Iterable[Tiling], cost: Callable[[Tiling], float], most: int) -> list[Tiling]:
-    """The ``most`` cheapest that differ in more than stages; of each block's m x n at most two, three if split."""
-    blocks: dict[tuple[int, int], int] = {}
-    seen: set[Tiling] = set()
-    out = []
+    """The ``most`` cheapest that differ in more than stages, with different blocks m x n as far as there are any."""
+    found: dict[Tiling, Tiling] = {}
     for c in sorted(made, key=lambda c: (cost(c), abs(c.num_stages - 4))):
-        alike, block = replace(c, num_stages=0), (c.m, c.n)
-        if alike in seen or blocks.get(block, 0) == (3 if c.kind == "split" else 2):
-            continue
-        seen.add(alike)
-        blocks[block] = blocks.get(block, 0) + 1
-        out.append(c)
+        found.setdefault(replace(c, num_stages=0), c)
+    shapes = {(c.m, c.n) for c in found.values()}
+    each = max(2, -(-most // max(1, len(shapes)))) + (most == MOST["split"])
+    taken: dict[tuple[int, int], int] = {}
+    out = []
+    for c in found.values():
+        taken[c.m, c.n] = taken.get((c.m, c.n), 0) + 1
+        if taken[c.m, c.n] <= each:
+            out.append(c)
     return out[:most]
 
 
@@ -114,19 +115,40 @@ def _warps(m: int, n: int) -> tuple[int, ...]:
     return (4,) if m * n >= 32 * 64 else (2, 4)
 
 
+# Parts of a wave that split-K's programs make up. Fewer have more depth each, and fewer parts to add.
+WAVES = (1 / 4, 1 / 3, 1 / 2, 2 / 3, 5 / 6, 1, 2)
+
+
 def _split(p: Problem, target: Target) -> Iterator[Tiling]:
-    """Depth shared among programs, so that about every multiprocessor has one (or two, or four: more bytes in flight,
-    more parts to add up)."""
+    """Depth shared among programs: one for each multiprocessor or fewer. Each takes its depth in two steps or more, so
+    that the first is multiplied while the second is on its way, and asks for as much at once as shared memory holds
+    (best on an H200 for all of M = N in 16..64, K in 4096..32768)."""
     if target.kind != "cuda" or not tensor_cores(target):
         return
-    k = p.sizes[3]
-    for m, n, block in itertools.product(BLOCKS, BLOCKS, [2 * d for d in _depths(p)]):
-        base = Tiling("split", m, n, block, _warps(m, n)[-1] if m * n >= 32 * 32 else 2)
-        tiles = p.tiles(base)
-        for waves in (0.5, 1, 2, 4) if tiles <= target.units else ():
-            splits = whole_splits(k, block, int(waves * target.units) // tiles)
-            if splits > 1:
-                yield from (replace(base, splits=splits, num_stages=s) for s in (3, 4, 5))
+    depth, unit = p.sizes[3], 1 if p.dtype in HALVES else 2
+    for m, n, k in itertools.product(BLOCKS, BLOCKS, (32, 64, 128)):
+        for warps, ways in _ways(m, n):
+            base = Tiling("split", m, n, k // unit, warps, warps_k=ways)
+            tiles = p.tiles(base)
+            for waves in WAVES if tiles <= target.units and base.k // ways >= 16 else ():
+                splits = whole_splits(depth, base.k, round(waves * target.units) // tiles)
+                if splits > 1 and p.steps(replace(base, splits=splits)) > 1:
+                    yield _deepest(p, replace(base, splits=splits), target)
+
+
+def _ways(m: int, n: int) -> tuple[tuple[int, int], ...]:
+    """(warps, how many of them share a block's depth): in 16 rows there is nothing else for a second warp to share."""
+    if m == 16 and n <= 64:
+        return (2, 2), (4, 1)
+    return ((4, 1), (8, 1)) if m * n >= 128 * 128 else ((4, 1),)
+
+
+def _deepest(p: Problem, t: Tiling, target: Target) -> Tiling:
+    """``t`` with one stage more than it has steps, or as many as fit."""
+    stages = min(p.steps(t) + 1, 8)
+    while stages > 2 and shared_bytes(p, replace(t, num_stages=stages), target) > target.shared:
+        stages -= 1
+    return replace(t, num_stages=stages)
 
 
 def whole_splits(k: int, block: int, splits: int) -> int:
@@ -240,7 +262,7 @@ def multiples(t: Template) -> tuple[Sym, ...]:
     axes = {a.var: a.size for a in t.epilogue.axes}
     for s in t.epilogue.body:
         if isinstance(s, (Load, Store)):
-            steps += [c for v in axes if (c := s.index.coefficient(v)) is not None]
+            steps += [by for v in axes if (by := s.index.coefficient(v)) is not None]
             steps += [size for v, size in axes.items() if s.index.coefficient(v) == 1]
     terms = [([a for a in atoms if isinstance(a, Sym)], c) for e in steps for atoms, c in e.terms]
     out: set[Sym] = set()

@@ -133,7 +133,9 @@ def _together(program: Program, choice: Choice, window: set[int], options: Optio
     if len(window) == 1:
         return set()
     names = {program.nodes[i].name for i in window} - {choice.name}
-    small = sub_program(program, [program.nodes[i] for i in sorted(window)])
+    depends = dependencies(program)
+    nodes = [program.nodes[i] for i in sorted(window)]
+    small = sub_program(program, nodes, needed_outside(depends, nodes, window))
     parent = {n: n for n in [*names, choice.name]}
 
     def root(n: str) -> str:
@@ -192,23 +194,26 @@ def _region(program: Program, depends: Dependencies, choice: Choice, positions: 
     nodes = [program.nodes[i] for i in positions]
     members = tuple(n.name for n in nodes if n.name != choice.name)
     inside = set(positions)
-    written = [b for n in nodes for b in n.writes()]
-    outputs = tuple(
-        b for b in dict.fromkeys(written) if b in depends.needed or not set(depends.readers.get(b, ())) <= inside
-    )
+    outputs = needed_outside(depends, nodes, inside)
     small = sub_program(program, nodes, outputs)
     return Region(choice, members, tuple(i for i in small.inputs if isinstance(i, str)), outputs, small)
 
 
-def sub_program(program: Program, nodes: list[Node], outputs: tuple[str, ...] | None = None) -> Program:
+def needed_outside(depends: Dependencies, nodes: list[Node], positions: set[int]) -> tuple[str, ...]:
+    """What ``nodes``, at these positions, write and others read."""
+    written = dict.fromkeys(b for n in nodes for b in n.writes())
+    return tuple(b for b in written if b in depends.needed or not set(depends.readers.get(b, ())) <= positions)
+
+
+def sub_program(program: Program, nodes: list[Node], outputs: tuple[str, ...]) -> Program:
     """``nodes`` as a program by themselves: everything they read from outside is an input, size symbols come last.
-    ``outputs``: buffers to return (None: all that they write)."""
+    ``outputs``: buffers to return."""
     written = list(dict.fromkeys(b for n in nodes for b in n.writes()))
     reads = list(dict.fromkeys(b for n in nodes for b in n.reads() if b not in written))
     mine = {b.name for n in nodes if isinstance(n, Choice) for a in n.alternatives for b in a.buffers}
     buffers = {b: replace(program.buffers[b], kind="input") for b in reads}
     buffers |= {b: program.buffers[b] for b in [*written, *(_inner(nodes, program))] if b not in mine}
-    views = tuple(full_view(program.buffers[b]) for b in (written if outputs is None else outputs))
+    views = tuple(full_view(program.buffers[b]) for b in outputs)
     symbols = _symbols(program, nodes, list(buffers.values()))
     weights = tuple(b for b in reads if program.buffers[b].kind == "const" or b in program.weights)
     return Program((*reads, *symbols), buffers, tuple(nodes), views, {}, weights)

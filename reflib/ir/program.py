@@ -274,7 +274,7 @@ class Choice:
     origins: tuple[Origin, ...] = ()
 
     def reads(self) -> list[str]:
-        return list(dict.fromkeys(b for a in self.alternatives for b in a.reads()))
+        return list(dict.fromkeys(b for a in self.alternatives for b in a.reads() if b not in self.outputs))
 
     def writes(self) -> list[str]:
         return list(self.outputs)

@@ -1,0 +1,287 @@
+"""Custom ops that choose their own implementation, from registration to the compiled call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import reflib
+from reflib.ir.program import Choice, Dispatch, Extern, walk
+
+count = iter(range(10_000))
+
+
+def split_k(a: torch.Tensor, b: torch.Tensor, splits: int = 4) -> torch.Tensor:
+    m, k = a.shape
+    a3 = a.reshape(m, splits, k // splits).transpose(0, 1)
+    return torch.bmm(a3, b.reshape(splits, k // splits, -1)).sum(0)
+
+
+def plain(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a @ b
+
+
+def make_op(body: Callable[..., Any] = plain, slow: bool = True) -> Any:
+    """A fresh custom op; ``slow``: its eager implementation takes some milliseconds, so that a winner is sure."""
+
+    @torch.library.custom_op(f"tests::product{next(count)}", mutates_args=())
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if slow:
+            for _ in range(30):
+                (torch.randn(100, 100) @ torch.randn(100, 100)).sum()
+        return body(a, b)
+
+    @product.register_fake
+    def _(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a.new_empty(a.shape[0], b.shape[1])
+
+    return product
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+def test_the_winner_is_inlined_and_fused_with_its_neighbours() -> None:
+    op = make_op()
+    reflib.register_custom_op_autotuning(op, configs=[plain, reflib.CustomOpConfig(split_k, splits=4)])
+
+    def f(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.relu(op(a * 2, b)) + 1
+
+    a, b = torch.randn(16, 256), torch.randn(256, 8)
+    e = reflib.explain(f, a, b, autotune="blocking", verify=True)
+    d = e.decisions[0]
+    assert {c.name for c in d.candidates} == {"eager", "plain", "split_k(splits=4)"}
+    assert all(c.status == "ok" and c.time_us and c.error is not None for c in d.candidates), d
+    assert d.winner in ("plain", "split_k(splits=4)"), e.decisions
+    assert not any(isinstance(n, Extern) and "product" in str(n.target) for n in walk(e.chosen.nodes))
+    assert any(isinstance(n, Choice) for n in e.program.nodes) and d.members
+    if d.winner.startswith("split_k"):  # the sum over splits, relu and + 1 are one kernel
+        assert any({"sum", "relu", "add"} <= {o.op.split(".")[1] for o in k.origins} for k in e.fused.nodes)
+    torch._dynamo.reset()
+    g = reflib.compile(f, autotune="blocking")
+    assert close(g(a, b), f(a, b))
+
+
+def test_without_autotuning_the_eager_op_stays_and_one_line_says_so(caplog: Any) -> None:
+    op = make_op(slow=False)
+    reflib.register_custom_op_autotuning(op, configs=[plain])
+    a, b = torch.randn(4, 8), torch.randn(8, 4)
+    e = reflib.explain(lambda a, b: op(a, b) + 1, a, b)
+    assert any(isinstance(n, Extern) and "product" in str(n.target) for n in e.chosen.nodes)
+    assert "implementations are not tried" in caplog.text
+
+
+def test_a_wrong_candidate_never_wins_and_a_raising_one_does_not_stop_the_rest() -> None:
+    op = make_op()
+
+    def wrong(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a.new_zeros(a.shape[0], b.shape[1])
+
+    def raises(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        raise ValueError("not today")
+
+    def other_shape(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (a @ b).sum(0)
+
+    def returns_input(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a
+
+    configs = [wrong, raises, other_shape, returns_input, plain]
+    reflib.register_custom_op_autotuning(op, configs=configs)
+    a, b = torch.randn(8, 8), torch.randn(8, 8)
+    d = reflib.explain(lambda a, b: op(a, b) * 3, a, b, autotune="blocking").decisions[0]
+    status = {c.name: c.status for c in d.candidates}
+    assert status["wrong"] == "wrong" and status["raises"] == "raised" and status["other_shape"] == "wrong shape"
+    assert status["returns_input"] == "alias" and status["plain"] == "ok"
+    assert d.winner == "plain"
+    assert "not today" in next(c.why for c in d.candidates if c.name == "raises")
+
+
+def test_a_threshold_keeps_the_default() -> None:
+    op = make_op()
+    reflib.register_custom_op_autotuning(op, configs=[plain], min_speedup_threshold=1e9)
+    a, b = torch.randn(8, 8), torch.randn(8, 8)
+    d = reflib.explain(lambda a, b: op(a, b) * 3, a, b, autotune="blocking").decisions[0]
+    assert d.winner == "eager" and {c.name for c in d.candidates} == {"eager", "plain"}
+
+
+def test_training_gives_eagers_gradients() -> None:
+    op = make_op()
+    op.register_autograd(
+        lambda ctx, g: (g @ ctx.saved_tensors[1].t(), ctx.saved_tensors[0].t() @ g),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    reflib.register_custom_op_autotuning(op, configs=[plain, reflib.CustomOpConfig(split_k, splits=2)])
+
+    def f(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.relu(op(a, b)).sum()
+
+    a, b = torch.randn(8, 16, requires_grad=True), torch.randn(16, 4, requires_grad=True)
+    want = torch.autograd.grad(f(a, b), (a, b))
+    got = torch.autograd.grad(reflib.compile(f, autotune="blocking")(a, b), (a, b))
+    assert all(close(x, y) for x, y in zip(want, got))
+
+
+def test_several_outputs() -> None:
+    @torch.library.custom_op(f"tests::two{next(count)}", mutates_args=())
+    def two(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.randn(200, 200) @ torch.randn(200, 200)
+        return x.sum(1), x * 2
+
+    @two.register_fake
+    def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.new_empty(x.shape[0]), torch.empty_like(x)
+
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.sum(1), x * 2
+
+    reflib.register_custom_op_autotuning(two, configs=[both])
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        s, y = two(x)
+        return y + s[:, None]
+
+    x = torch.randn(32, 16)
+    d = reflib.explain(f, x, autotune="blocking").decisions[0]
+    assert d.winner == "both", d
+    torch._dynamo.reset()
+    assert close(reflib.compile(f, autotune="blocking")(x), f(x))
+
+
+# -- ranges -----------------------------------------------------------------------------------------
+def test_ranges_branch_on_the_named_tensors_size(caplog: Any) -> None:
+    """For few columns of the *second* tensor one implementation wins by far, for many another."""
+    op = make_op(slow=True)
+
+    def few(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:  # costs grow with the columns of b
+        out = a @ b
+        for _ in range(6):
+            out = torch.sort(out, stable=True)[0] * 0 + a @ b
+        return out
+
+    def many(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:  # a fixed cost
+        waste = a.new_ones(400, 400)
+        return a @ b + (waste @ waste).sum() * 0
+
+    reflib.register_custom_op_autotuning(
+        op, configs=[few, many], split_points=[16],
+        dispatch_on={"tensor_name": "b", "dim": 1, "range_upper_bound": 4096},
+    )  # fmt: skip
+
+    def f(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.relu(op(a, b))
+
+    a = torch.randn(64, 8)
+    torch._dynamo.mark_dynamic(b := torch.randn(8, 100), 1)
+    e = reflib.explain(f, a, b, autotune="blocking", verify=True)
+    d = e.decisions[0]
+    assert any("size(1)" in c.where or "=" in c.where for c in d.candidates), d
+    node = next(n for n in e.chosen.nodes if isinstance(n, Dispatch))
+    assert [len(arm.predicate) for arm in node.arms] == [1, 0], e.decisions
+    assert "few" in node.arms[0].label and "many" in node.arms[1].label
+    torch._dynamo.reset()
+    g = reflib.compile(f, autotune="blocking")
+    torch._dynamo.mark_dynamic(b, 1)
+    for n in (100, 3, 16, 17, 1000, 5000, 6000):
+        b = torch.randn(8, n)
+        assert close(g(a, b), f(a, b)), n
+    assert caplog.text.count("outside the sizes that were tuned") == 1
+
+
+def test_equal_winners_merge() -> None:
+    op = make_op()
+    reflib.register_custom_op_autotuning(
+        op, configs=[plain], split_points=[8, 64], dispatch_on={"tensor_name": "a", "dim": 0}
+    )
+    a, b = torch.randn(32, 8), torch.randn(8, 4)
+    torch._dynamo.mark_dynamic(a, 0)
+    e = reflib.explain(lambda a, b: op(a, b) + 1, a, b, autotune="blocking")
+    assert e.decisions[0].winner == "plain"
+    assert not any(isinstance(n, Dispatch) for n in e.chosen.nodes)
+
+
+def test_guards_of_a_winner_are_checked_at_every_call() -> None:
+    op = make_op()
+
+    def fours(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        assert a.shape[0] % 4 == 0
+        return a @ b
+
+    reflib.register_custom_op_autotuning(op, configs=[fours])
+
+    def f(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return op(a, b) * 2
+
+    a, b = torch.randn(32, 8), torch.randn(8, 4)
+    torch._dynamo.mark_dynamic(a, 0)
+    e = reflib.explain(f, a, b, autotune="blocking", verify=True)
+    assert e.decisions[0].winner == "fours"
+    node = next(n for n in e.chosen.nodes if isinstance(n, Dispatch))
+    assert [p.kind for p in node.arms[0].predicate] == ["divisible"] and not node.arms[1].predicate
+    torch._dynamo.reset()
+    g = reflib.compile(f, autotune="blocking")
+    torch._dynamo.mark_dynamic(a, 0)
+    for rows in (32, 12, 7, 4):
+        x = torch.randn(rows, 8)
+        assert close(g(x, b), f(x, b))
+
+
+def test_patches_compile_the_winner_with_other_options() -> None:
+    op = make_op()
+    reflib.register_custom_op_autotuning(op, configs=[reflib.CustomOpConfig(split_k, {"fuse": False}, splits=4)])
+    a, b = torch.randn(8, 8), torch.randn(8, 4)
+
+    def f(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.relu(op(a, b)) * 2
+
+    e = reflib.explain(f, a, b, autotune="blocking", verify=True)
+    assert e.decisions[0].winner == "split_k(splits=4)"
+    assert len(e.kernels) == 3, [k.name for k in e.kernels]  # the sum, relu and * 2, each by itself
+    torch._dynamo.reset()
+    assert close(reflib.compile(f, autotune="blocking")(a, b), f(a, b))
+
+
+def test_equal_regions_are_decided_once() -> None:
+    op = make_op()
+    reflib.register_custom_op_autotuning(op, configs=[plain])
+
+    def f(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            a = torch.relu(op(a, b))
+        return a
+
+    a, b = torch.randn(8, 8), torch.randn(8, 8)
+    e = reflib.explain(f, a, b, autotune="blocking")
+    decided = [d for d in e.decisions if d.config is None]
+    assert len(decided) == 3 and sum("decided before" in d.reason for d in decided) >= 1
+    torch._dynamo.reset()
+    assert close(reflib.compile(f, autotune="blocking")(a, b), f(a, b))
+
+
+def test_matrix_products_have_candidates_on_a_cpu_too() -> None:
+    def f(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.relu(a @ b)
+
+    a, b = torch.randn(16, 4096), torch.randn(4096, 16)
+    d = reflib.explain(f, a, b, autotune="blocking").decisions[0]
+    assert d.op == "aten.mm" and {"aten", "decompose_k(k_splits=16)"} <= {c.name for c in d.candidates}
+    torch._dynamo.reset()
+    assert close(reflib.compile(f, autotune="blocking")(a, b), f(a, b))
+
+
+@pytest.mark.parametrize("mode", ["max-autotune", "max-autotune-no-cudagraphs"])
+def test_modes_of_torch_compile_measure(mode: str) -> None:
+    f = torch.compile(lambda a, b: torch.relu(a @ b), backend="reflib", mode=mode)
+    a, b = torch.randn(4, 1024), torch.randn(1024, 4)
+    assert close(f(a, b), torch.relu(a @ b))
