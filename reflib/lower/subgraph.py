@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils import _pytree as pytree
 
 from reflib.errors import ReflibError
-from reflib.ir.expr import Call, Expr, Sym, expr, mod, nonneg
+from reflib.ir.expr import Call, Expr, Sym, expr, max_value, mod, nonneg
 from reflib.ir.loops import Loops
 from reflib.ir.program import Alternative, Assume, Buffer, Choice, Extern, Node, View, full_view, holds
 from reflib.ir.rename import renamed
@@ -382,10 +382,15 @@ def _always(fact: Assume) -> bool:
     if fact.kind == "divisible":
         return bool(mod(what, expr(value)) == 0)
     if fact.kind == "differs":
-        return nonneg(what - value - 1) or nonneg(value - what - 1)
+        return nonneg(what - value - 1) or _at_most(what, value - 1)
     least = fact.kind == "at_most" or nonneg(what - value)
-    most = fact.kind == "at_least" or nonneg(value - what)
+    most = fact.kind == "at_least" or _at_most(what, value)
     return least and most
+
+
+def _at_most(what: Expr, value: int) -> bool:
+    top = max_value(what)
+    return nonneg(value - what) or top is not None and top <= value
 
 
 def without_implied(facts: Iterable[Assume]) -> tuple[Assume, ...]:

@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import Tensor
 
 import reflib
 from reflib import CustomOpConfig, register_custom_op_autotuning
 from reflib.errors import LoweringError, RegistrationError
-from reflib.ir.expr import expr
-from reflib.ir.program import Choice, Extern
+from reflib.ir.expr import Sym, expr
+from reflib.ir.program import Assume, Choice, Extern
 from reflib.lower import custom_ops
+from reflib.lower.rules import Unsupported
+from reflib.lower.subgraph import assumptions, without_implied
+from reflib.lower.symbols import Symbols
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from choices import Lowered, check_all, choices
@@ -567,3 +571,51 @@ def test_bad_registrations(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(RegistrationError, match=message):
         register_custom_op_autotuning(mm_relu, **arguments)
     assert not custom_ops.is_registered(mm_relu._opoverload)
+
+
+# -- conditions -------------------------------------------------------------------------------------
+def test_conditions_as_facts() -> None:
+    a, b = sympy.symbols("a b", integer=True)
+    m, n = expr(Sym("m", 2, 100)), expr(Sym("n", 2, None))
+    convert = Symbols().inside({a: Sym("m", 2, 100), b: Sym("n", 2, None)})
+
+    def facts(condition: Any) -> list[tuple[str, Any, int]]:
+        return [(f.kind, f.what, f.value) for f in assumptions(condition, lambda e: convert.from_sympy(e, None))]
+
+    both = facts(sympy.And(a >= 3, sympy.Ne(b, 7)))
+    assert sorted(both, key=lambda f: f[0]) == [("at_least", m, 3), ("differs", n, 7)]
+    assert facts(a < 64) == [("at_most", m, 63)]
+    assert facts(sympy.Gt(64, a)) == [("at_most", m, 63)]
+    assert facts(sympy.Eq(a, b)) in ([("equal", m - n, 0)], [("equal", n - m, 0)])
+    assert facts(a >= 2) == facts(a <= 100) == facts(sympy.Ne(b, 1)) == facts(sympy.true) == []
+    for condition in (sympy.Or(a > 3, b > 3), sympy.Eq(sympy.sin(a), 0)):
+        with pytest.raises(Unsupported):
+            facts(condition)
+
+
+def test_what_divisibility_implies_is_dropped() -> None:
+    n = expr(Sym("n", 2, None))
+    divisible, odd = Assume("divisible", n, 4), Assume("differs", n, 8)
+    facts = [Assume("equal", n - n // 4 * 4, 0), divisible, odd, Assume("differs", n - n // 4, 0), divisible]
+    assert without_implied(facts) == (divisible, odd)
+
+
+def test_sizes_and_optional_tensors_as_arguments() -> None:
+    @torch.library.custom_op("rtest::repeat", mutates_args=())
+    def repeat(x: Tensor, n: int, tail: Tensor | None = None) -> Tensor:
+        out = x.repeat(n, 1)
+        return out if tail is None else torch.cat([out, tail])
+
+    @repeat.register_fake
+    def _(x: Tensor, n: int, tail: Tensor | None = None) -> Tensor:
+        return x.new_empty(x.shape[0] * n + (0 if tail is None else tail.shape[0]), x.shape[1])
+
+    def other(x: Tensor, n: int, tail: Tensor | None = None) -> Tensor:
+        out = x.expand(n, *x.shape).reshape(n * x.shape[0], x.shape[1])
+        return out.clone() if tail is None else torch.cat([out, tail])
+
+    register_custom_op_autotuning(repeat, configs=[other])
+    x, tail = torch.randn(3, 6), torch.randn(4, 6)
+    for dynamic in (False, True):
+        for fn in (lambda x, t: repeat(x, t.shape[0]) * 2, lambda x, t: repeat(x, t.shape[0], t) * 2):
+            assert len(check_all(fn, (x, tail), dynamic).choice.alternatives) == 2
