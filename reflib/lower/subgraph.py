@@ -15,6 +15,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -30,6 +31,7 @@ from reflib.ir.rename import renamed
 
 from .body import Kernel
 from .context import Context
+from .custom_ops import registered_ops
 from .decompositions import decompositions
 from .extern import has_effect
 from .rules import Unsupported
@@ -199,13 +201,19 @@ def _make_fx(copy: SizesCopy, fn: Callable[..., Any], fakes: list[Any]) -> torch
     from torch._guards import TracingContext, tracing
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    tracer = make_fx(fn, decomposition_table=decompositions(), tracing_mode="real")
+    tracer = make_fx(fn, decomposition_table=_table(registered_ops()), tracing_mode="real")
     no_autocast = torch._C._DisableAutocast()
     with tracing(TracingContext(copy.mode)), no_autocast, copy.mode, torch.no_grad(), enable_python_dispatcher():
         try:
             return tracer(*fakes)
         except Exception as e:  # whatever an implementation may raise
             raise Refused("raised", f"{type(e).__name__}: {_first_line(e)}") from e
+
+
+@lru_cache(4)
+def _table(registered: frozenset[str]) -> dict[Any, Any]:
+    """The decompositions, which take 20 ms to collect. They depend on what is registered."""
+    return decompositions()
 
 
 def _first_line(e: BaseException) -> str:
