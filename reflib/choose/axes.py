@@ -105,9 +105,7 @@ def _one_empty_axis(loops: Loops) -> Loops:
 def _pairs(axes: list[Axis]) -> list[tuple[Axis, Axis]]:
     """(outer, inner) candidates, neighbours first."""
     n = len(axes)
-    order = sorted(
-        ((i, j) for i in range(n) for j in range(n) if i != j), key=lambda ij: (ij[1] - ij[0] != 1, ij)
-    )
+    order = sorted(((i, j) for i in range(n) for j in range(n) if i != j), key=lambda ij: (ij[1] - ij[0] != 1, ij))
     return [(axes[i], axes[j]) for i, j in order if axes[i].kind == axes[j].kind]
 
 
@@ -117,9 +115,7 @@ def _merge(exprs: set[Expr], a: Axis, b: Axis) -> tuple[Axis, dict[Atom, IntLike
     subs: dict[Atom, IntLike] = {a.var: floordiv(expr(whole), b.size), b.var: mod(expr(whole), b.size)}
     for e in exprs:
         ca, cb = e.coefficient(a.var), e.coefficient(b.var)
-        if (
-            ca is None or cb is None
-        ):  # inside a division: does the division get simpler, or at least no worse?
+        if ca is None or cb is None:  # inside a division: does the division get simpler, or at least no worse?
             if _calls(e.subs(subs)) > _calls(e):
                 return None
         elif ca != cb * b.size:

@@ -48,6 +48,7 @@ from ..ir.rename import renamed, with_hints
 from ..logs import get as logger
 from ..options import Options
 from ..target import Target
+from .activation import ZEROS, with_activations
 from .decision import Candidate, Decision
 from .matmul import static_tiling, tilings
 from .measure import measure, request
@@ -73,7 +74,9 @@ def decide(
 ) -> tuple[Program, tuple[Decision, ...]]:
     """``program`` without a Choice, and what was decided. ``makers``: registered functions that make measuring inputs,
     by the keys in ``Choice.inputs_from``."""
-    work = _Work(options, target_of, build, makers)
+    work = _Work(options, target_of, build, {**makers, ZEROS: torch.zeros_like})
+    if options.autotune != "off":
+        program = with_activations(program)
     decisions: list[Decision] = []
     while (choice := next((n for n in program.nodes if isinstance(n, Choice)), None)) is not None:
         target = target_of(program.buffers[choice.outputs[0]].device)

@@ -71,9 +71,7 @@ class _Traffic:
     space: Space
 
     def itemsizes(self) -> list[int]:
-        return [
-            self.buffers[s.buffer].dtype.itemsize for s in self.space.body if isinstance(s, (Load, Store))
-        ]
+        return [self.buffers[s.buffer].dtype.itemsize for s in self.space.body if isinstance(s, (Load, Store))]
 
     @property
     def width(self) -> int:
@@ -114,9 +112,7 @@ def _depths(space: Space) -> list[int]:
     for s in space.body:
         out.append(max((out[a] + isinstance(space.body[a], Reduce) for a in stmt_args(s)), default=0))
     inside = [
-        i
-        for i, s in enumerate(space.body)
-        if isinstance(s, Store) and space.r is not None and s.index.has(space.r)
+        i for i, s in enumerate(space.body) if isinstance(s, Store) and space.r is not None and s.index.has(space.r)
     ]
     reduces = [i for i, s in enumerate(space.body) if isinstance(s, Reduce)]
     return [out[i] for i in inside + reduces]
@@ -160,9 +156,7 @@ def _tile(t: _Traffic) -> Config:
     return Config("none", xblock=x, num_warps=warps, extras=(("yblock", y),))
 
 
-def _reduction(
-    t: _Traffic, target: Target, options: Options, general: bool
-) -> tuple[Config, tuple[Assume, ...]]:
+def _reduction(t: _Traffic, target: Target, options: Options, general: bool) -> tuple[Config, tuple[Assume, ...]]:
     s = t.space
     assert s.r is not None
     rows, length = max(1, s.x.size.hint()), max(1, s.r.size.hint())

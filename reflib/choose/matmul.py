@@ -132,8 +132,9 @@ def _split(p: Problem, target: Target) -> Iterator[Tiling]:
             tiles = p.tiles(base)
             for waves in WAVES if tiles <= target.units and base.k // ways >= 16 else ():
                 splits = whole_splits(depth, base.k, round(waves * target.units) // tiles)
-                if splits > 1 and p.steps(replace(base, splits=splits)) > 1:
-                    yield _deepest(p, replace(base, splits=splits), target)
+                c = replace(base, splits=splits)
+                if splits > 1 and p.steps(c) > 1 and (c := _deepest(p, c, target)).num_stages > 2:
+                    yield c
 
 
 def _ways(m: int, n: int) -> tuple[tuple[int, int], ...]:
@@ -144,9 +145,10 @@ def _ways(m: int, n: int) -> tuple[tuple[int, int], ...]:
 
 
 def _deepest(p: Problem, t: Tiling, target: Target) -> Tiling:
-    """``t`` with one stage more than it has steps, or as many as fit."""
+    """``t`` with one stage more than it has steps, or as many as fit with its share of neighbours."""
     stages = min(p.steps(t) + 1, 8)
-    while stages > 2 and shared_bytes(p, replace(t, num_stages=stages), target) > target.shared:
+    room = target.shared // -(-p.tiles(t) * t.splits // target.units)
+    while stages > 2 and shared_bytes(p, replace(t, num_stages=stages), target) > room:
         stages -= 1
     return replace(t, num_stages=stages)
 
@@ -237,8 +239,8 @@ def _arm(
 
 
 def workspace(region: str, t: Template, target: Target) -> tuple[Buffer, ...]:
-    """What the kernel needs beside its tensors: split-K's float32 parts and int32 counters of each tile, or a
-    persistent kernel's descriptors."""
+    """What the kernel needs beside its tensors: split-K's parts of each tile (float32, stored as int32 words, between
+    calls zero: ``generate.matmul_split``), or a persistent kernel's descriptors."""
     tiling, device = t.tiling, torch.device("cuda", 0)
     assert tiling is not None
     b, m, n, _ = t.sizes
@@ -251,8 +253,7 @@ def workspace(region: str, t: Template, target: Target) -> tuple[Buffer, ...]:
         return (buffer("scratch", torch.uint8, minimum(tiles, target.units) * TMA_SCRATCH, "scratch"),)
     if tiling.splits == 1:
         return ()
-    parts = tiles * (tiling.splits * tiling.m * tiling.n)
-    return buffer("partials", torch.float32, parts, "temp"), buffer("counters", torch.int32, tiles, "zeros")
+    return (buffer("parts", torch.int32, tiles * (tiling.splits * tiling.m * tiling.n), "zeros"),)
 
 
 def multiples(t: Template) -> tuple[Sym, ...]:

@@ -35,8 +35,9 @@ CLOCK = 1.7e9  # Hz: within a fifth on all of these
 SHARED_BYTES_PER_CLOCK = 128
 L2_BYTES_PER_CLOCK = 64  # into one multiprocessor
 STEP = 100e-9  # s: a step of the loop over depth, whatever is in it: its products wait for each other
-START = 3.5e-9  # s: from one program's start to the next one's
-HAND_IN = 0.7e-6  # s: from storing a part to having seen all
+START = 3.5e-9  # s: from the start of one program to that of the next, until all multiprocessors are full
+HAND_IN = 0.6e-6  # s: from storing a part to having seen all
+WAIT = 2.5e-9  # s: for each of a tile's parts
 PART = 0.27e-9  # s: an element of a part, stored, read back and added
 
 
@@ -200,10 +201,10 @@ def estimate(p: Problem, t: Tiling, target: Target) -> float:
     into = min(in_flight / LATENCY, L2_BYTES_PER_CLOCK * CLOCK, 1e9 * r.l2 / busy)
     once = b * (m * k * p.a_bytes + k * n * p.b_bytes + m * n * p.dtype.itemsize)
     body = max(compute, load * steps * traffic / into, once / (1e9 * r.memory))
-    total = busy * START + body + load / together * steps * STEP
+    total = min(programs, together * units) * START + body + load / together * steps * STEP
     total += LATENCY * (3 if t.kind == "persistent" else _ceil(load, together))  # 3: descriptors are made first
     if t.splits > 1:
-        total += HAND_IN + t.m * t.n * PART
+        total += HAND_IN + t.splits * WAIT + t.m * t.n * PART
     return total
 
 
