@@ -140,14 +140,14 @@ def grouped(p: Problem, t: Tiling, target: Target) -> bool:
 def shared_bytes(p: Problem, t: Tiling, target: Target) -> int:
     """Shared memory of a program, as Triton 3.7 is seen to take it: a copy of both blocks for each stage, but for the
     one that goes to registers where warps multiply from there; a persistent kernel stores one tile while the next is
-    on its way. Before sm_80 there is one copy."""
+    on its way; a part of split-K is turned around before it is stored. Before sm_80 there is one copy."""
     stages = t.num_stages if grouped(p, t, target) else t.num_stages - 1
     if target.kind == "cuda" and target.capability < 80:
         stages = 1
     blocks = max(1, stages) * p.step_bytes(t)
     if t.kind == "persistent":
         blocks += min(2 * t.m * t.n, 32768)
-    return max(blocks, t.m * t.n * 4 if t.warps_k > 1 else 0, 16384) + 64
+    return max(blocks, t.m * t.n * 4 if t.kind == "split" else 0, 16384) + 64
 
 
 def accumulators(t: Tiling) -> int:

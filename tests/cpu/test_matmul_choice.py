@@ -288,17 +288,18 @@ def test_without_assumptions_there_is_one_arm():
     assert len(template_arms("k0", replace(t, tiling=Tiling("tiled", 32, 32, 64)), buffers, H200, OFF)) == 1
 
 
-def test_split_has_room_for_parts_and_counters():
+def test_split_has_room_for_all_parts():
     t, buffers = product(48, 40, 4096)
     fast, general = arms_of(t, buffers, Tiling("split", 32, 16, 64, 4, 3, splits=8))
-    parts, counters = fast.workspace
-    assert (parts.name, parts.kind, parts.dtype) == ("k0_mm_partials", "temp", FLOAT)
-    assert (counters.name, counters.kind, counters.dtype) == ("k0_mm_counters", "zeros", torch.int32)
-    assert counters.shape == (6,) and parts.shape == (6 * 8 * 32 * 16,)
-    assert general.parts[0].tiling.kind == "tiled"
+    (parts,) = fast.workspace
+    assert (parts.name, parts.kind, parts.dtype) == ("k0_mm_parts", "zeros", torch.int32)
+    assert parts.shape == (6 * 8 * 32 * 16,)
+    assert general.parts[0].tiling.kind == "tiled" and not general.workspace
     batched, buffers = product(48, 40, 4096, b=sym("s0", 3))
     fast, _ = arms_of(batched, buffers, Tiling("split", 32, 16, 64, 4, 3, splits=8))
-    assert fast.workspace[1].shape[0].evaluate({"s0": 5}) == 30
+    assert fast.workspace[0].shape[0].evaluate({"s0": 5}) == 30 * 8 * 32 * 16
+    fast, _ = arms_of(*product(48, 40, 4096), Tiling("split", 32, 16, 64, 2, 3, warps_k=2))
+    assert not fast.workspace
 
 
 def test_persistent_has_room_for_descriptors():
