@@ -15,7 +15,7 @@ from hand_loops import axis
 
 from reflib.generate.kernel import Kernel
 from reflib.generate.matmul import generate_matmul
-from reflib.ir.expr import Expr, Sym, expr
+from reflib.ir.expr import Expr, IntLike, Sym, ceildiv, expr
 from reflib.ir.interpret import run_template
 from reflib.ir.loops import Acc, BodyBuilder, Loops, Origin
 from reflib.ir.ops import value_dtype
@@ -109,16 +109,12 @@ class MatmulCase:
         self.template = Template("mm", views[0], views[1], loops, self.dtype, self.precision, self.tiling)
 
     # -- as the generator wants it --------------------------------------------------------------
-    @property
-    def tiles(self) -> int:
-        t, (m, n) = self.tiling, self.shape[-2:]
-        return math.ceil(m / t.m) * math.ceil(n / t.n) * (self.shape[0] if len(self.shape) == 3 else 1)
-
     def arm(self, name: str) -> Arm:
         t, space = self.tiling, []
         if t.kind == "split" and t.splits > 1:
-            space.append(_space(f"{name}_partials", "temp", F32, self.tiles * t.splits * t.m * t.n))
-            space.append(_space(f"{name}_counters", "zeros", torch.int32, self.tiles))
+            batch, m, n, _ = self.template.sizes
+            tiles = batch * ceildiv(m, t.m) * ceildiv(n, t.n)
+            space.append(_space(f"{name}_parts", "zeros", torch.int32, tiles * (t.splits * t.m * t.n)))
         if t.kind == "persistent":
             space.append(_space(f"{name}_scratch", "scratch", torch.uint8, 256 * self.units))
         known = tuple(s for s, v in self.sizes.items() if v % 16 == 0) if self.divisible else ()
@@ -138,8 +134,7 @@ class MatmulCase:
         arm, buffers = self.arm(name), self.buffers()
         for b in arm.workspace:
             if b.kind != "scratch":
-                fill = float("nan") if b.kind == "temp" else 0
-                self.tensors[b.name] = torch.full((int(b.numel),), fill, dtype=b.dtype)
+                self.tensors[b.name] = torch.zeros(int(b.numel.evaluate(self.sizes)), dtype=b.dtype)
         aligned = () if self.wide else tuple(buffers)
         chip = replace(parse_target(target), units=self.units)
         return generate_matmul(name, self.template, arm, buffers, chip, aligned)
@@ -158,7 +153,7 @@ def storage(t: torch.Tensor) -> torch.Tensor:
     return t.as_strided((count,), (1,), 0)
 
 
-def _space(name: str, kind: str, dtype: torch.dtype, count: int) -> Buffer:
+def _space(name: str, kind: str, dtype: torch.dtype, count: IntLike) -> Buffer:
     return Buffer(name, dtype, torch.device("cpu"), (expr(count),), (expr(1),), kind)
 
 
@@ -176,7 +171,7 @@ def problem(case: MatmulCase, got: dict[str, torch.Tensor]) -> str:
             at = bad.flatten().nonzero().flatten()[:4].tolist()
             values = f"got {g.flatten()[at].tolist()} want {want.flatten()[at].tolist()}"
             wrong.append(f"{name}: {int(bad.sum())} of {bad.numel()} wrong, at {at}; {values}")
-    wrong += [f"{n} is not zero again" for n, t in got.items() if n.endswith("_counters") and bool(t.any())]
+    wrong += [f"{n} is not zero again" for n, t in got.items() if n.endswith("_parts") and bool(t.any())]
     return "; ".join(wrong)
 
 
@@ -312,6 +307,11 @@ def _sizes(add: Callable[..., None]) -> None:
         many = Tiling("split", 64, 64, 32, splits=count)
         add(f"parts in groups, {count} splits", lambda t, many=many: MatmulCase(
             rand(80, 640), rand(640, 96), many, dynamic=True), ("split",))  # fmt: skip
+    for count in (4, 13, 64, 100):  # pieces of 512, 128, 16 and 16 points
+        many = Tiling("split", 32, 32, 16, splits=count)
+        add(f"pieces, {count} splits", lambda t, many=many: MatmulCase(
+            rand(50, 1600), rand(1600, 20), many, epilogue=bias_1d, extra={"bias": rand(20)}, units=300),
+            ("split",))  # fmt: skip
     add("many tiles, dynamic", lambda t: MatmulCase(rand(352, 48), rand(48, 304), t, dynamic=True))
 
 

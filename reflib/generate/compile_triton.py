@@ -27,7 +27,7 @@ from ..errors import DeviceError, ToolchainError
 from ..target import Target
 from .kernel import Kernel
 
-_FORMAT = 3  # of the cached data; change it when Binary or how we compile changes
+_FORMAT = 4  # of the cached data; change it when Binary or how we compile changes
 _SCRATCH_ALIGN = 128
 
 _TYPES = {
@@ -46,7 +46,8 @@ class Binary:
     pointers, symbols: how many arguments of each kind come before Triton's two hidden pointers.
     index_bits: width of the size arguments. scratch: bytes of global scratch per program that the kernel was planned
     with (not 0: its address is one argument more, Triton's first hidden pointer), profile: what Triton's profiler
-    needs of it (0: the hidden pointer may be null). ptx: the assembly text, for later GPUs (CUDA).
+    needs of it (0: the hidden pointer may be null). pdl: may be launched before the kernel before it has ended.
+    ptx: the assembly text, for later GPUs (CUDA).
     """
 
     name: str
@@ -63,6 +64,7 @@ class Binary:
     profile: int
     image: bytes = field(repr=False)
     ptx: str = field(default="", repr=False)
+    pdl: bool = False
 
 
 def compile_kernel(kernel: Kernel, target: Target) -> Binary:
@@ -101,7 +103,7 @@ def _key(kernel: Kernel, target: Target) -> str:
     return cache.key(
         "triton", _FORMAT, _triton_version(), target.arch, target.warp, kernel.name, kernel.source,
         tuple(str(d) for _, d in kernel.buffers), tuple(s.name for s in kernel.symbols), kernel.index_type,
-        kernel.num_warps, kernel.num_stages, kernel.aligned, kernel.scratch,
+        kernel.num_warps, kernel.num_stages, kernel.aligned, kernel.scratch, kernel.pdl,
     )  # fmt: skip
 
 
@@ -180,6 +182,7 @@ def _binary(kernel: Kernel, target: Target, compiled: Any) -> Binary:
         scratch=kernel.scratch, profile=getattr(m, "profile_scratch_size", 0) or 0,
         image=compiled.asm["cubin" if target.kind == "cuda" else "hsaco"],
         ptx=compiled.asm["ptx"] if target.kind == "cuda" else "",
+        pdl=kernel.pdl,
     )  # fmt: skip
 
 

@@ -24,6 +24,8 @@ class Kernel:
     aligned: pointer arguments (by position) that the code assumes are 16-byte aligned.
     scratch: bytes of global memory per program that Triton may use for descriptors. Not 0: a launch takes one argument
         more, after the sizes, the address of ``scratch`` times the grid's bytes (a multiple of 128).
+    pdl: it waits for the kernel before it by itself, so it may be launched while that one still runs (CUDA's
+        programmatic dependent launch).
     """
 
     name: str
@@ -37,3 +39,4 @@ class Kernel:
     index_type: str = "int64"
     aligned: tuple[int, ...] = ()
     scratch: int = 0
+    pdl: bool = False

@@ -15,7 +15,6 @@ Three kinds (``ir.program.Tiling``); this module prints ``tiled`` and what all k
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 
 import torch
 
@@ -36,7 +35,7 @@ def generate_matmul(
     name: str, template: Template, arm: Arm, buffers: dict[str, Buffer], target: Target, aligned: Collection[str]
 ) -> Kernel:
     """The kernel ``name`` of ``template``, whose tiling is set. Its pointers are the operands, what the epilogue reads
-    and writes, and the arm's workspace (``temp``, then ``zeros``).
+    and writes, and the arm's workspace but for scratch memory, which is an argument of its own.
 
     ``aligned``: the buffers whose pointers are checked to be 16-byte aligned on entry; temps always are.
     Raises GenerateError: a tiling that this product or target cannot have.
@@ -85,12 +84,15 @@ class MatmulPrinter:
         self.aligned = aligned
         self.workspace = {b.kind: b for b in arm.workspace}
         self.needs = Needs()
-        extras = (*((k, v) for k, v in arm.config.extras if k != "yblock"), ("yblock", self.tiling.m))
-        config = replace(arm.config, xblock=self.tiling.n, extras=extras)
-        self.body = PartPrinter(epilogue_space(template), config, self.buffers, self.needs, "", many=False)
+        self.body = PartPrinter(epilogue_space(template), arm.config, self.buffers, self.needs, "", many=False)
+        self.body.masks = {"y": _ragged(self.m, self.tiling.m), "x": _ragged(self.n, self.tiling.n)}
         self.a, self.b = (self.pointer(v) for v in (template.a, template.b))
-        self.constants = {"YBLOCK": self.tiling.m, "XBLOCK": self.tiling.n, "KBLOCK": self.tiling.k}
+        self.constants = {"MBLOCK": self.tiling.m, "NBLOCK": self.tiling.n, "KBLOCK": self.tiling.k}
+        self.helpers: list[str] = []
+        self.imports: list[str] = []
+        self.points = (self.tiling.m, self.tiling.n)  # what the epilogue computes at once
         self.scratch = 0
+        self.pdl = False
 
     # -- the kernel's text ----------------------------------------------------------------------
     def kernel(self, name: str, programs: Expr) -> Kernel:
@@ -100,15 +102,19 @@ class MatmulPrinter:
         pointers = list(p.pointers)
         lines = [*known_multiples(self.config, symbols), *p.lines]
         params = ", ".join([pointer_name(b) for b in pointers] + [s.name for s in symbols])
+        for letter, block in zip("YX", self.points):
+            if any(f"{letter}BLOCK" in line for line in lines):
+                self.constants[f"{letter}BLOCK"] = block
         constants = ", ".join(f"{k}: tl.constexpr = {v}" for k, v in self.constants.items())
         head = f"def {name}(\n    {params},\n    {constants},\n):"
-        helpers = helper_text(self.needs)
-        source = HEADER + (LIBDEVICE if self.needs.libdevice else "") + "\n\n" + (f"{helpers}\n\n" if helpers else "")
-        source += f"@triton.jit\n{head}\n" + "".join(f"    {line}\n" for line in [*self._about(), *lines])
+        imports = [HEADER, *([LIBDEVICE] if self.needs.libdevice else []), *self.imports]
+        helpers = [h for h in (helper_text(self.needs), *self.helpers) if h]
+        source = "".join(imports) + "\n\n" + "".join(f"{h}\n\n" for h in helpers) + f"@triton.jit\n{head}\n"
+        source += "".join(f"    {line}\n" for line in [*self._about(), *lines])
         sure = tuple(i for i, b in enumerate(pointers) if self.sure(b))
         return Kernel(
             name, "triton", source, tuple((b, self.buffers[b].dtype) for b in pointers), symbols, programs,
-            t.num_warps, t.num_stages, self.config.index, sure, self.scratch,
+            t.num_warps, t.num_stages, self.config.index, sure, self.scratch, self.pdl,
         )  # fmt: skip
 
     def _about(self) -> list[str]:
@@ -144,7 +150,7 @@ class MatmulPrinter:
         return blocks(self.m, self.tiling.m) * blocks(self.n, self.tiling.n) * self.batch
 
     def tile(self) -> None:
-        """``tile`` (a number) to m, n, y, x (z) and their masks."""
+        """``tile`` (a number) to m and n (and z, the batch)."""
         t = self.tiling
         # an empty output has no program; 1 keeps the text free of divisions by 0
         rows, columns = (expr(1) if e == 0 else e for e in (blocks(self.m, t.m), blocks(self.n, t.n)))
@@ -152,15 +158,11 @@ class MatmulPrinter:
         if self.batch != 1:
             each = self.count("each", rows * columns)
             self.put(f"z = tile // {each}")
-            self.put(f"at = tile % {each}")
-            at = "at"
+            self.put(f"inside = tile % {each}")
+            at = "inside"
         self._row_and_column(at, rows, columns)
-        self.put(f"m = tile_m * YBLOCK + tl.arange(0, YBLOCK){self.wide}")
-        self.put(f"n = tile_n * XBLOCK + tl.arange(0, XBLOCK){self.wide}")
-        self.put("y, x = m[:, None], n[None, :]")
-        for d, size in (("y", self.m), ("x", self.n)):
-            if self.body.masks[d]:
-                self.put(f"{d}mask = {d} < {self.size(size)}")
+        self.put(f"m = tile_m * MBLOCK + tl.arange(0, MBLOCK){self.wide}")
+        self.put(f"n = tile_n * NBLOCK + tl.arange(0, NBLOCK){self.wide}")
 
     def _row_and_column(self, at: str, rows: Expr, columns: Expr) -> None:
         group = self.tiling.group
@@ -194,10 +196,10 @@ class MatmulPrinter:
     def product(self, split: str = "", splits: int = 1, ways: int = 1) -> None:
         """``acc`` of m, n over the part of k that is split number ``split``'s: k steps of KBLOCK. ``ways`` > 1: ``acc``
         has a dimension more, of that many parts, each of which takes its share of a KBLOCK."""
-        shape = "[YBLOCK, XBLOCK]"
+        shape = "[MBLOCK, NBLOCK]"
         if ways > 1:
             self.constants["WAYS"] = ways
-            shape = "[WAYS, YBLOCK, XBLOCK]"
+            shape = "[WAYS, MBLOCK, NBLOCK]"
         self.put(f"acc = tl.zeros({shape}, tl.float32)")
         if self.k == 0:
             return
@@ -277,8 +279,17 @@ class MatmulPrinter:
         return print_cast(text, source, dtype)
 
     # -- after it -------------------------------------------------------------------------------
-    def epilogue(self) -> None:
+    def epilogue(self, y: str = "m[:, None]", x: str = "n[None, :]") -> None:
+        """What becomes of ``acc``, at the rows ``y`` and the columns ``x``."""
+        for d, text, size in (("y", y, self.m), ("x", x, self.n)):
+            self.put(f"{d} = {text}")
+            if self.body.masks[d]:
+                self.put(f"{d}mask = {d} < {self.size(size)}")
         self.body.epilogue()
+
+
+def _ragged(size: Expr, block: int) -> bool:
+    return size.constant is None or size.constant % block != 0 or size == 0
 
 
 def _check(name: str, t: Tiling) -> None:

@@ -25,13 +25,13 @@ def print_persistent(p: MatmulPrinter) -> Expr:
     if p.batch != 1 or p.k == 0:
         raise GenerateError(f"{p.template.name}: a persistent kernel is for one product of some depth")
     p.scratch = TMA_SCRATCH
-    a = _descriptor(p, "a", p.template.a, ("YBLOCK", "KBLOCK"), ("tile_m * YBLOCK", "k0"))
-    b = _descriptor(p, "b", p.template.b, ("KBLOCK", "XBLOCK"), ("k0", "tile_n * XBLOCK"))
+    a = _descriptor(p, "a", p.template.a, ("MBLOCK", "KBLOCK"), ("tile_m * MBLOCK", "k0"))
+    b = _descriptor(p, "b", p.template.b, ("KBLOCK", "NBLOCK"), ("k0", "tile_n * NBLOCK"))
     flat = ", flatten=True" if blocks(p.k, p.tiling.k) != 1 else ""
     p.put(f"for tile in tl.range(tl.program_id(0), {p.size(p.tiles)}, tl.num_programs(0){flat}):")
     p.indent(1)
     p.tile()
-    p.put("acc = tl.zeros([YBLOCK, XBLOCK], tl.float32)")
+    p.put("acc = tl.zeros([MBLOCK, NBLOCK], tl.float32)")
     p.put(f"for k0 in range(0, {p.size(p.k)}, KBLOCK):")
     p.indent(1)
     p.put(f"a = {p.cast(p.template.a, a)}")

@@ -61,6 +61,7 @@ class PartPrinter:
         self.wide = config.index == "int64"
         self.lines: list[str] = []
         self.indent = ""
+        self.acc = "acc"  # what a Template's product is called
         self.values: dict[int, Value] = {}
         self.symbols: set[Sym] = set()
         self.pointers: dict[str, None] = {}
@@ -88,7 +89,7 @@ class PartPrinter:
         return self.lines
 
     def epilogue(self) -> None:
-        """The statements alone, in tile mode: ``acc``, ``y``, ``x`` (``z``) and their masks are bound already."""
+        """The statements alone, in tile mode: the product, ``y``, ``x`` (``z``) and their masks are bound already."""
         for i in range(len(self.space.body)):
             self._statement(i)
 
@@ -346,7 +347,7 @@ class PartPrinter:
         elif isinstance(s, Store):
             self._store(s)
         else:
-            self.values[i] = Value("acc", frozenset(self.order))
+            self.values[i] = Value(self.acc, frozenset(self.order))
 
     def _bind(self, i: int, text: str, dims: Dims, ok: str | None = None) -> None:
         name = self._name(i)

@@ -16,7 +16,23 @@ typedef struct CUmod_st *CUmodule;
 typedef struct CUfunc_st *CUfunction;
 typedef struct CUstream_st *CUstream;
 
+typedef struct { /* CUlaunchAttribute: 4 bytes of id, 4 unused, 64 of value */
+    int id, unused;
+    union {
+        int on;
+        char size[64];
+    } value;
+} CUlaunchAttribute;
+
+typedef struct {
+    unsigned gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes;
+    CUstream hStream;
+    CUlaunchAttribute *attrs;
+    unsigned numAttrs;
+} CUlaunchConfig;
+
 enum {
+    REFLIB_CUDA_EARLY_LAUNCH = 6, /* CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION */
     REFLIB_CUDA_INVALID_CONTEXT = 201,
     REFLIB_CUDA_MAX_DYNAMIC_SHARED = 8, /* CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES */
     REFLIB_CUDA_PLAIN_SHARED = 48 * 1024 /* more than this has to be asked for */
@@ -35,6 +51,7 @@ typedef struct {
     CUresult (*FuncSetAttribute)(CUfunction, int, int);
     CUresult (*LaunchKernel)(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                              CUstream, void **, void **);
+    CUresult (*LaunchKernelEx)(const CUlaunchConfig *, CUfunction, void **, void **); /* NULL before CUDA 11.8 */
 } Driver;
 
 /* Fill in `d`; NULL on success, else what went wrong (static text). */
@@ -54,7 +71,8 @@ static const char *driver_open(Driver *d, const char *path) {
             snprintf(why, sizeof why, "the CUDA driver %s has no %s: it is too old", path, names[i]);
             return why;
         }
-    memcpy(d, found, sizeof *d); /* the members are in the order of the names */
+    memcpy(d, found, sizeof found); /* the members are in the order of the names */
+    *(void **)&d->LaunchKernelEx = dlsym(library, "cuLaunchKernelEx");
     if (d->Init(0)) return "the CUDA driver finds no usable GPU (cuInit failed)";
     return NULL;
 }
@@ -91,12 +109,24 @@ static CUresult driver_load(const Driver *d, const void *image, const char *entr
     return r;
 }
 
-/* Launch on a one-dimensional grid; a thread that never touched the GPU gets `context` first. */
+/* Launch on a one-dimensional grid, in the current context. `early`: perhaps before the kernel before it has ended,
+   for which it waits by itself. */
+static CUresult driver_launch_here(const Driver *d, CUfunction f, unsigned grid, unsigned threads, unsigned shared,
+                                   int early, CUstream stream, void **params) {
+    if (early && d->LaunchKernelEx) {
+        CUlaunchAttribute attribute = {REFLIB_CUDA_EARLY_LAUNCH, 0, {1}};
+        CUlaunchConfig config = {grid, 1, 1, threads, 1, 1, shared, stream, &attribute, 1};
+        return d->LaunchKernelEx(&config, f, params, NULL);
+    }
+    return d->LaunchKernel(f, grid, 1, 1, threads, 1, 1, shared, stream, params, NULL);
+}
+
+/* The same; a thread that never touched the GPU gets `context` first. */
 static CUresult driver_launch(const Driver *d, CUfunction f, CUcontext context, unsigned grid, unsigned threads,
-                              unsigned shared, CUstream stream, void **params) {
-    CUresult r = d->LaunchKernel(f, grid, 1, 1, threads, 1, 1, shared, stream, params, NULL);
+                              unsigned shared, int early, CUstream stream, void **params) {
+    CUresult r = driver_launch_here(d, f, grid, threads, shared, early, stream, params);
     if (r == REFLIB_CUDA_INVALID_CONTEXT && context && !d->CtxSetCurrent(context))
-        r = d->LaunchKernel(f, grid, 1, 1, threads, 1, 1, shared, stream, params, NULL);
+        r = driver_launch_here(d, f, grid, threads, shared, early, stream, params);
     return r;
 }
 #endif

@@ -40,7 +40,7 @@ typedef struct {
     PyObject *name, *image, *entry;
     Py_ssize_t nargs;
     unsigned threads, shared;
-    int device;
+    int early, device;
 } Launcher;
 
 enum { ON_STACK = 128, HIDDEN = 2 };
@@ -96,7 +96,7 @@ static PyObject *launch(PyObject *self, PyObject *const *args, size_t nargsf, Py
     if (PyErr_Occurred()) goto done;
     Py_BEGIN_ALLOW_THREADS
     r = driver_launch(&driver, k->function, k->context, (unsigned)grid, k->threads, k->shared,
-                      (CUstream)(uintptr_t)stream, params);
+                      k->early, (CUstream)(uintptr_t)stream, params);
     Py_END_ALLOW_THREADS
     if (r) fail(k, "cannot launch", r);
 done:
@@ -134,13 +134,14 @@ static PyType_Spec launcher_spec = {
 };
 static PyTypeObject *launcher_type;
 
-/* launcher(name, image, entry, nargs, threads, shared, device) -> Launcher */
+/* launcher(name, image, entry, nargs, threads, shared, early, device) -> Launcher */
 static PyObject *make_launcher(PyObject *module, PyObject *args) {
     PyObject *name, *image, *entry;
     Py_ssize_t nargs;
     unsigned threads, shared;
-    int device;
-    if (!PyArg_ParseTuple(args, "USUnIIi", &name, &image, &entry, &nargs, &threads, &shared, &device)) return NULL;
+    int early, device;
+    if (!PyArg_ParseTuple(args, "USUnIIii", &name, &image, &entry, &nargs, &threads, &shared, &early, &device))
+        return NULL;
     Launcher *k = PyObject_New(Launcher, launcher_type);
     if (!k) return NULL;
     k->vectorcall = launch;
@@ -152,6 +153,7 @@ static PyObject *make_launcher(PyObject *module, PyObject *args) {
     k->nargs = nargs;
     k->threads = threads;
     k->shared = shared;
+    k->early = early;
     k->device = device;
     if (device >= 0 && load(k)) {
         Py_DECREF(k);
@@ -173,7 +175,7 @@ static PyObject *open_driver(PyObject *module, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"open", open_driver, METH_VARARGS, "open(path, error): find the driver's functions"},
-    {"launcher", make_launcher, METH_VARARGS, "launcher(name, image, entry, nargs, threads, shared, device)"},
+    {"launcher", make_launcher, METH_VARARGS, "launcher(name, image, entry, nargs, threads, shared, early, device)"},
     {NULL},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_reflib_cuda", NULL, -1, methods};
@@ -206,7 +208,9 @@ def load(binary: Binary, device: int | None = None) -> Callable[..., None]:
     native = extension()
     if native is None:
         return _CtypesLauncher(_ctypes_driver(), binary, nargs, threads, where)
-    return native.launcher(binary.name, binary.image, binary.entry, nargs, threads, binary.shared, where)
+    return native.launcher(
+        binary.name, binary.image, binary.entry, nargs, threads, binary.shared, int(binary.pdl), where
+    )
 
 
 def libcuda() -> str:
@@ -258,7 +262,7 @@ class _CtypesLauncher:
             self._load()
         values = [ctypes.c_int64(a - 2**64 if a >= 2**63 else a) for a in (*args, 0, 0)]
         params = (ctypes.c_void_p * len(values))(*[ctypes.addressof(v) for v in values])
-        one = ctypes.c_uint(1)
+        one = ctypes.c_uint(1)  # never early: a kernel that waits by itself may come later just as well
         self._check("cannot launch", self.driver.cuLaunchKernel(
             self.function, ctypes.c_uint(grid), one, one, ctypes.c_uint(self.threads), one, one,
             ctypes.c_uint(self.binary.shared), ctypes.c_void_p(stream), params, None,

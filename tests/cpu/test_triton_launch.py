@@ -42,6 +42,11 @@ int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned bx, uns
          x, y, z, bx, by, bz, shared, (long)(uintptr_t)stream, *(long *)p[0], *(long *)p[1], *(int *)p[2], *(long *)p[3], *(long *)p[4]);
     return 0;
 }
+int cuLaunchKernelEx(const unsigned *c, void *f, void **p, void **extra) { /* grid, block, shared; stream, attributes */
+    void *const *tail = (void *const *)(c + 8); const int *attribute = tail[1];
+    NOTE("{\"attributes\": [%u, %d, %d]}", *(const unsigned *)(tail + 2), attribute[0], attribute[2]);
+    return cuLaunchKernel(f, c[0], c[1], c[2], c[3], c[4], c[5], c[6], tail[0], p, extra);
+}
 """
 
 # A server: imports once, then runs each snippet in a fork of itself, so that each sees a driver of its own.
@@ -51,8 +56,8 @@ from reflib.errors import DeviceError
 from reflib.generate.compile_triton import Binary
 from reflib.wrap import cuda_launch
 
-def binary(image=b"image", warps=4, shared=0, arch="sm_90", num_ctas=1, scratch=0):
-    return Binary("k", arch, "entry", shared, warps, num_ctas, 32, 2, 1, 32, scratch, 0, image)
+def binary(image=b"image", warps=4, shared=0, arch="sm_90", num_ctas=1, scratch=0, pdl=False):
+    return Binary("k", arch, "entry", shared, warps, num_ctas, 32, 2, 1, 32, scratch, 0, image, pdl=pdl)
 
 def refused(call, text):
     try:
@@ -146,6 +151,13 @@ k(77, 5, 0x7f0000001000, 2**63 + 8, 123)
 def test_scratch_memory_is_the_last_argument_and_the_first_hidden_pointer(run: Run, how: str) -> None:
     asked = run(how, "cuda_launch.load(binary(scratch=256), 0)(77, 5, 1, 2, 3, 0x7f0000002000)\n")
     assert asked[-1]["args"] == [1, 2, 3, 0x7F0000002000, 0]
+
+
+def test_an_early_launch(run: Run) -> None:
+    asked = run("native", "cuda_launch.load(binary(pdl=True, shared=1000), 0)(77, 5, 1, 2, 3)\n")
+    assert asked[-2] == {"attributes": [1, 6, 1]}, "programmatic stream serialization, on"
+    assert (asked[-1]["grid"], asked[-1]["block"]) == ([5, 1, 1], [128, 1, 1])
+    assert (asked[-1]["shared"], asked[-1]["stream"], asked[-1]["args"]) == (1000, 77, [1, 2, 3, 0, 0])
 
 
 @both

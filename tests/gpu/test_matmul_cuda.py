@@ -175,7 +175,7 @@ def test_split_repeats_bit_for_bit(name: str) -> None:
         tensors["out"].zero_()
         launch()
         assert torch.equal(tensors["out"], first)
-    assert not tensors["product_counters"].any()
+    assert not tensors["product_parts"].any()
 
 
 @pytest.mark.parametrize("name", SPLIT + (["persistent"] if torch.cuda.is_available() and tma() else []))
@@ -213,7 +213,7 @@ def test_in_a_cuda_graph() -> None:
     tensors["out"].zero_()
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(tensors["out"], first) and not tensors["product_counters"].any()
+    assert torch.equal(tensors["out"], first) and not tensors["product_parts"].any()
 
 
 def test_epilogues_on_large_tiles() -> None:
