@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from reflib.lab.pipeline_strip import strip as strip
     from reflib.lab.plots import bars as bars
     from reflib.lab.plots import lines as lines
+    from reflib.lab.ranges import arms as arms
+    from reflib.lab.ranges import range_picture as range_picture
+    from reflib.lab.ranges import told_times as told_times
     from reflib.lab.recording import recorded as recorded
     from reflib.lab.rivals import contenders as contenders
     from reflib.lab.rows import Row as Row
@@ -77,6 +80,9 @@ _HOME = {
     "lines": "plots",
     "dots": "charts",
     "roofline_plot": "charts",
+    "arms": "ranges",
+    "range_picture": "ranges",
+    "told_times": "ranges",
     "recorded": "recording",
     "Row": "rows",
     "Rows": "rows",
