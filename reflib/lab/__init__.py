@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from reflib.lab.charts import roofline_plot as roofline_plot
     from reflib.lab.checking import check as check
     from reflib.lab.claims import claim as claim
+    from reflib.lab.decision_chart import before_after as before_after
+    from reflib.lab.decision_chart import candidates as candidates
+    from reflib.lab.decision_chart import decision_rows as decision_rows
+    from reflib.lab.explorer import candidate_rows as candidate_rows
+    from reflib.lab.explorer import explore as explore
+    from reflib.lab.explorer import kind_of as kind_of
     from reflib.lab.figures import figure as figure
     from reflib.lab.figures import plain_log as plain_log
     from reflib.lab.figures import style as style
@@ -26,6 +32,7 @@ if TYPE_CHECKING:
     from reflib.lab.params import Parameter as Parameter
     from reflib.lab.params import parse_parameters as parse_parameters
     from reflib.lab.params import validate as validate
+    from reflib.lab.peer_sweep import measure_peer as measure_peer
     from reflib.lab.peers import peer as peer
     from reflib.lab.pictures import fusion_picture as fusion_picture
     from reflib.lab.pictures import memory_picture as memory_picture
@@ -39,6 +46,9 @@ if TYPE_CHECKING:
     from reflib.lab.ranges import arms as arms
     from reflib.lab.ranges import range_picture as range_picture
     from reflib.lab.ranges import told_times as told_times
+    from reflib.lab.ratio_chart import geometric_mean as geometric_mean
+    from reflib.lab.ratio_chart import predicted_plot as predicted_plot
+    from reflib.lab.ratio_chart import ratios as ratios
     from reflib.lab.recording import recorded as recorded
     from reflib.lab.rivals import contenders as contenders
     from reflib.lab.rows import Row as Row
@@ -60,6 +70,12 @@ _HOME = {
     "check": "checking",
     "claim": "claims",
     "contenders": "rivals",
+    "before_after": "decision_chart",
+    "candidates": "decision_chart",
+    "decision_rows": "decision_chart",
+    "candidate_rows": "explorer",
+    "explore": "explorer",
+    "kind_of": "explorer",
     "figure": "figures",
     "plain_log": "figures",
     "style": "figures",
@@ -69,6 +85,7 @@ _HOME = {
     "Parameter": "params",
     "parse_parameters": "params",
     "validate": "params",
+    "measure_peer": "peer_sweep",
     "peer": "peers",
     "fusion_picture": "pictures",
     "memory_picture": "pictures",
@@ -80,6 +97,9 @@ _HOME = {
     "lines": "plots",
     "dots": "charts",
     "roofline_plot": "charts",
+    "geometric_mean": "ratio_chart",
+    "predicted_plot": "ratio_chart",
+    "ratios": "ratio_chart",
     "arms": "ranges",
     "range_picture": "ranges",
     "told_times": "ranges",

@@ -1,0 +1,290 @@
+"""Pictures of a decision: `lab.candidates` draws what was measured, `lab.before_after` what the winner changed."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from reflib.lab.figures import COLOURS, INK, QUIET, Picture, figure, style
+from reflib.lab.pictures import _count as count
+from reflib.lab.pictures import _layout as layout
+from reflib.lab.pictures import megabytes, moved_bytes, op_names
+from reflib.lab.rows import Row, Rows, append, short, stamp
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from reflib.choose import Decision
+    from reflib.ir.program import Program
+    from reflib.observe.explain import Explanation
+
+CHOSEN, OTHER, FAILED = COLOURS[0], "#c9c9c9", "#d55e00"
+COLD, WARM, RECORDED = "time", "time, all warm", " (recorded)"
+
+
+# -- decisions as rows ------------------------------------------------------------------------------
+def decision_rows(name: str, decision: Decision, **at: Any) -> Rows:
+    """The decision's candidates as rows, which a recording keeps: the time that decided, the time with everything in
+    cache where another decided, the error. `at` says where in a sweep this is; `note` of the winner's row: "chosen"."""
+    rows = _rows(name, decision, at)
+    append({"kind": "row", **row.to_data()} for row in rows)
+    return rows
+
+
+def _rows(name: str, decision: Decision, at: Mapping[str, Any]) -> Rows:
+    shared: dict[str, Any] = {"name": name, "clock": "decision", **stamp()}
+    winners = decision.winner.split(" | ")
+    rows = []
+    for c in decision.candidates:
+        place = {**at, **({"sizes": c.where} if c.where else {})}
+        note = "; ".join(filter(None, ("chosen" if c.name in winners else "", c.why)))
+        status = "ok" if c.time_us is not None else c.status
+        cache = "cold" if c.cold_us is not None else "warm"
+        spread = None if c.spread is None or c.time_us is None else c.spread * c.time_us
+        rows.append(Row(case=c.name, metric=COLD, value=c.time_us, unit="µs", spread=spread, at=place, cache=cache,
+                        status=status, note=note, **shared))  # fmt: skip
+        if c.cold_us is not None and c.warm_us is not None:
+            rows.append(Row(case=c.name, metric=WARM, value=c.warm_us, unit="µs", at=place, cache="warm", **shared))
+        if c.error is not None:
+            rows.append(Row(case=c.name, metric="error", value=c.error, unit="", at=place, **shared))
+    return Rows(rows)
+
+
+# -- the candidates ---------------------------------------------------------------------------------
+def candidates(
+    decision: Decision | Rows, *, caption: str, recorded: Rows | None = None, most: int = 12, title: str = ""
+) -> Picture | None:
+    """A bar a candidate, the fastest on top, with its spread; those that are out below, with the reason.
+
+    `decision` is one of `e.decisions`, or its rows (`lab.decision_rows`). A hollow mark is the time with everything
+    warm where another decided. A panel for each place (sizes) and, with `recorded`, for each other device. Of more than
+    `most` timed candidates the slowest are left out, and counted.
+    """
+    import matplotlib.pyplot as plt
+
+    rows = decision if isinstance(decision, Rows) else _rows("decision", decision, {})
+    mine = set(rows.devices)
+    panels = _panels(rows, "") + _panels(Rows(r for r in recorded or () if r.device not in mine), RECORDED)
+    if not any(r.ok for _, panel in panels for r in panel):
+        print("Nothing to draw: no candidate was timed here, and none is recorded yet.")
+        return None
+    lines = [_lines(panel, most) for _, panel in panels]
+    tall = [0.36 * sum(1 + text.count("\n") * 0.5 for _, text in line) + 0.3 for line in lines]
+    with style():
+        fig, axes = plt.subplots(
+            len(panels), 1, figsize=(5.6, sum(tall) + 0.5 * len(panels)), squeeze=False, layout="constrained",
+            gridspec_kw={"height_ratios": tall},
+        )  # fmt: skip
+        for ax, (head, panel), line in zip(axes[:, 0], panels, lines, strict=True):
+            _panel(ax, line, panel)
+            ax.set_title(head if len(panels) > 1 or head.endswith(RECORDED) else title)
+        axes[-1, 0].set_xlabel("time, µs")
+    return figure(fig, caption=caption, alt=_candidates_alt(panels, most))
+
+
+def _panels(rows: Rows, suffix: str) -> list[tuple[str, Rows]]:
+    """(title, rows) for each device and place; candidates that failed before they had a place are in the first."""
+    from reflib.lab.plots import nickname
+
+    out = []
+    for device in rows.devices:
+        own = rows.where(device=device)
+        places = list(dict.fromkeys(str(dict(r.at)) for r in own if r.ok)) or [""]
+        for i, place in enumerate(places):
+            here = own.where(lambda r, p=place, i=i: str(dict(r.at)) == p or (not r.at and not r.ok and i == 0))  # type: ignore[misc]
+            at = next((dict(r.at) for r in here if r.ok), {})
+            where = ", ".join(f"{v}" if k == "sizes" else f"{k} = {v}" for k, v in at.items())
+            out.append((", ".join(filter(None, (nickname(device), where))) + suffix, here))
+    return out
+
+
+def _lines(panel: Rows, most: int) -> list[tuple[Row | None, str]]:
+    """(row, text) from top to bottom; a row of None is a remark."""
+    times = panel.where(metric=COLD)
+    timed = sorted((r for r in times if r.ok), key=lambda r: r.value or 0.0)
+    kept = timed[:most] + [r for r in timed[most:] if _chosen(r)]
+    out: list[tuple[Row | None, str]] = [(r, _bar_text(r, timed[0])) for r in kept]
+    if len(timed) > len(kept):
+        out.append((None, f"and {count(len(timed) - len(kept), 'slower candidate')}"))
+    for r in times:
+        if not r.ok:
+            why = textwrap.shorten(f"{r.status}: {r.note}" if r.note else r.status, 110, placeholder=" …")
+            out.append((r, textwrap.fill(why, 44)))
+    return out
+
+
+def _chosen(row: Row) -> bool:
+    return row.note.split(";")[0] == "chosen"
+
+
+def _bar_text(row: Row, best: Row) -> str:
+    ratio = (row.value or 0.0) / (best.value or 1.0)
+    behind = f"  ({ratio:.2f}x)" if row is not best else ""
+    return short(row.value or 0.0) + behind + ("  chosen" if _chosen(row) else "")
+
+
+def _panel(ax: Axes, lines: Sequence[tuple[Row | None, str]], panel: Rows) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    warm = {r.case: r.value for r in panel.where(metric=WARM)}
+    values = [(r.value or 0.0) + (r.spread or 0.0) / 2 for r, _ in lines if r is not None and r.ok]
+    fastest = min((r.value or 0.0 for r, _ in lines if r is not None and r.ok), default=1.0)
+    top = min(max(values, default=1.0), 6 * fastest)  # one slow candidate must not flatten the rest
+    place, places, names = 0.0, [], []
+    for row, text in lines:
+        step = 1 + 0.5 * text.count("\n")
+        y = place + step / 2
+        place += step
+        places.append(y)
+        names.append(textwrap.shorten(row.case, 30, placeholder=" …") if row is not None else "")
+        if row is not None and row.ok:
+            _bar(ax, row, y, top, text, warm.get(row.case))
+        else:
+            colour = QUIET if row is None else FAILED
+            mark = "" if row is None else "✗ "
+            ax.annotate(mark + text, (0, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9.5,
+                        color=colour)  # fmt: skip
+    ax.set_yticks(places, names)
+    for label, (row, _) in zip(ax.get_yticklabels(), lines, strict=True):
+        label.set_fontweight("bold" if row is not None and _chosen(row) else "normal")
+    ax.set_ylim(place, 0)
+    ax.grid(visible=False, axis="y")
+    ax.set_xlim(0, top * 1.55)
+    ax.xaxis.set_major_locator(MaxNLocator(5))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.6g}"))
+
+
+def _bar(ax: Axes, row: Row, y: float, top: float, text: str, warm: float | None) -> None:
+    value, half = row.value or 0.0, (row.spread or 0.0) / 2
+    cut = value > top
+    chosen = _chosen(row)
+    ax.barh(y, min(value, top), color=CHOSEN if chosen else OTHER, edgecolor=INK, linewidth=0.8, height=0.66,
+            hatch="" if chosen else "//")  # fmt: skip
+    if not cut:
+        right = min(value + half, 1.2 * top)
+        ax.plot([max(value - half, 0), right], [y, y], color=INK, linewidth=1.4, solid_capstyle="butt", zorder=4)
+    if warm is not None and warm <= top:
+        ax.plot([warm], [y], marker="D", markersize=6, markerfacecolor="#ffffff", markeredgecolor=INK, zorder=5)
+    edge = top if cut else min(value + half, 1.2 * top)
+    ax.annotate(("▶ " if cut else "") + text, (edge, y), xytext=(5, 0), textcoords="offset points", va="center",
+                fontsize=9.5, fontweight="bold" if chosen else "normal")  # fmt: skip
+
+
+def _candidates_alt(panels: list[tuple[str, Rows]], most: int) -> str:
+    parts = ["Bar chart of candidates by time in µs, the fastest first."]
+    for head, panel in panels:
+        said = []
+        for row, text in _lines(panel, most):
+            name = "" if row is None else f"{row.case}: "
+            spread = f", spread {short(row.spread)}" if row is not None and row.ok and row.spread else ""
+            said.append(f"{name}{' '.join(text.split())}{spread}")
+        parts.append(f"{head}: {'; '.join(said)}.")
+    return " ".join(parts)
+
+
+# -- before and after -------------------------------------------------------------------------------
+def before_after(e: Explanation, *, caption: str) -> Picture:
+    """The fused program with the choice still in it, where it is a wall, and the one with the winner inlined and fused
+    again: a box a kernel or call, with what flows between them. What holds a part of the winner has a thick edge."""
+    import matplotlib.pyplot as plt
+
+    from reflib.ir.program import Choice
+
+    before, after = e.before.program, e.fused
+    choices = [n for n in before.nodes if isinstance(n, Choice)]
+    winners = _winner_nodes(e)
+    both = (("before", before), ("after", after))
+    heads = [f"{when}: {_kernels(p)}, {megabytes(moved_bytes(p))}" for when, p in both]
+    places = [layout(before), layout(after)]
+    deepest = max(y for p in places for _, y in p.values())
+    with style():
+        fig, axes = plt.subplots(1, 2, figsize=(5.6, 0.86 * (deepest + 1) + 0.6), layout="constrained")
+        for ax, program, where, marked, head in (
+            (axes[0], before, places[0], {c.name for c in choices}, heads[0]),
+            (axes[1], after, places[1], winners, heads[1]),
+        ):
+            _draw(ax, program, where, marked, deepest)
+            ax.set_title(head.replace(": ", ":\n", 1), loc="center")
+    return figure(fig, caption=caption, alt=_before_after_alt(e, heads, winners))
+
+
+def _kernels(program: Program) -> str:
+    from reflib.ir.program import Choice, Extern
+
+    calls = sum(isinstance(n, Extern | Choice) for n in program.nodes)
+    kernels = len(program.nodes) - calls
+    said = ([count(kernels, "kernel")] if kernels else []) + ([count(calls, "call")] if calls else [])
+    return " and ".join(said)
+
+
+def _winner_nodes(e: Explanation) -> set[str]:
+    """Names of the nodes, after the second fusion, that hold a part of a winner."""
+    from reflib.ir.program import Choice
+
+    old = {n.name for n in e.program.nodes}
+    choices = {n.name for n in e.program.nodes if isinstance(n, Choice)}
+    new = {n.name for n in e.inlined.nodes if n.name not in old or n.name in choices}
+    return {g.name for g in e.groups if new & set(g.members)} | (new & {n.name for n in e.fused.nodes})
+
+
+def _draw(ax: Axes, program: Program, places: dict[str, tuple[float, float]], marked: set[str], deepest: float) -> None:
+    from reflib.lab.pictures import _edge as edge
+
+    writer: dict[str, str] = {}
+    for node in program.nodes:
+        for b in node.reads():
+            start = writer.get(b, b)
+            if start in places and start != node.name:
+                edge(ax, places[start], places[node.name], megabytes(program.buffers[b].nbytes.hint()))
+        writer.update(dict.fromkeys(node.writes(), node.name))
+    for b in sorted(program.output_buffers()):
+        if b in writer:
+            x, y = places[writer[b]]
+            edge(ax, (x, y), (x, y + 1.0), megabytes(program.buffers[b].nbytes.hint()))
+    for node in program.nodes:
+        text, colour, ink = _box(node)
+        thick = node.name in marked
+        ax.text(
+            *places[node.name], text, ha="center", va="center", fontsize=9.5, color=ink, zorder=4,
+            bbox={"boxstyle": "round,pad=0.4", "facecolor": colour, "edgecolor": "#000000" if thick else QUIET,
+                  "linewidth": 2.6 if thick else 0.8},
+        )  # fmt: skip
+    for name, place in places.items():
+        if name in program.buffers and name not in {n.name for n in program.nodes}:
+            ax.text(*place, name, ha="center", va="center", fontsize=9.5, style="italic", color=INK, zorder=5)
+    wide = max(1.2, max(abs(x) for x, _ in places.values()) + 0.7)
+    ax.set_xlim(-wide, wide)
+    ax.set_ylim(deepest + 1.2, -0.45)
+    ax.axis("off")
+
+
+def _box(node: Any) -> tuple[str, str, str]:
+    """(text, ground, ink): a generated kernel is filled, a call is grey, a choice is white."""
+    from reflib.ir.program import Choice, Dispatch, Extern
+
+    if isinstance(node, Choice):
+        name = ".".join(p for p in node.op.split(".") if p not in ("aten", "default"))
+        return f"? {name}\n{len(node.alternatives)} ways", "#ffffff", INK
+    if isinstance(node, Dispatch):
+        return f"branch\n{len(node.arms)} arms", "#ffffff", INK
+    text = textwrap.fill(", ".join(op_names(node)), 16, break_long_words=False)
+    if isinstance(node, Extern):
+        return f"{_target(node)}\n(a call)", "#dddddd", INK
+    return text, COLOURS[0], "#ffffff"
+
+
+def _target(node: Any) -> str:
+    name = str(node.target).removeprefix("aten.")
+    return ".".join(p for p in name.split(".") if p not in ("default", "out"))
+
+
+def _before_after_alt(e: Explanation, heads: list[str], winners: set[str]) -> str:
+    def said(program: Program) -> str:
+        return "; ".join(" ".join(_box(n)[0].split()) for n in program.nodes)
+
+    holds = "; ".join(" ".join(_box(n)[0].split()) for n in e.fused.nodes if n.name in winners)
+    return (
+        f"Two graphs. {heads[0]}: {said(e.before.program)}. {heads[1]}: {said(e.fused)}. "
+        f"What holds a part of a winner: {holds or 'nothing'}."
+    )
