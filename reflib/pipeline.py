@@ -118,15 +118,16 @@ def _choose(s: Stages, target_of: TargetOf) -> None:
 
 
 def build(program: Program, options: Options) -> Callable[[list], Any]:
-    """The later stages for a small program without choices: what ``choose`` measures candidates with. Returns at once;
-    kernels compile in the background, the first call waits for them."""
-    from .choose import choose
+    """The later stages for a small program: what ``choose`` measures candidates with. Choices inside a candidate are
+    decided by the static rule. Returns at once; kernels compile in the background, the first call waits for them."""
+    from .choose import choose, decide
     from .fuse import fuse
     from .generate import generate
     from .plan import plan
     from .wrap import wrap
 
     target_of = _target_chooser(options)
+    program, _ = decide(program, options.but(autotune="off"), target_of, build, {})
     fused = fuse(program, options, target_of(_main_device(program)))
     chosen, _ = choose(fused, options, target_of)
     _, call = wrap(chosen, plan(chosen, options), generate(chosen, target_of), options)
@@ -167,7 +168,16 @@ def _verify(s: Stages, program: Program) -> None:
 def _retarget(program: Program, target: Target) -> Program:
     """The same program with its tensors on the target's kind of device: for looking at, not for running."""
     device = torch.device("cuda", 0) if target.is_gpu else torch.device("cpu")
-    return replace(program, buffers={name: replace(b, device=device) for name, b in program.buffers.items()})
+
+    def moved(n: Any) -> Any:
+        ways = tuple(
+            replace(a, buffers=tuple(replace(b, device=device) for b in a.buffers), nodes=tuple(map(moved, a.nodes)))
+            for a in getattr(n, "alternatives", ())
+        )
+        return replace(n, alternatives=ways) if ways else n
+
+    buffers = {name: replace(b, device=device) for name, b in program.buffers.items()}
+    return replace(program, buffers=buffers, nodes=tuple(map(moved, program.nodes)))
 
 
 def _main_device(program: Program) -> torch.device:

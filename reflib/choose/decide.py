@@ -1,7 +1,7 @@
 """Deciding: every Choice is replaced by the alternative that is best where it stands.
 
-``autotune="off"``: a static rule for matrix products (``matmul.static_tiling``), else the default. Otherwise, for each
-Choice in program order:
+``autotune="off"``, or code for a ``target`` that nothing can run on: a static rule for matrix products
+(``matmul.static_tiling``), else the default. Otherwise, for each Choice in program order:
 
 1. its region is cut out (``region.cut``): the choice and whatever any alternative would fuse with it;
 2. candidates: the alternatives; a Template once for every Tiling worth trying; those whose guards do not hold, or that
@@ -80,7 +80,7 @@ def decide(
     decisions: list[Decision] = []
     while (choice := next((n for n in program.nodes if isinstance(n, Choice)), None)) is not None:
         target = target_of(program.buffers[choice.outputs[0]].device)
-        if options.autotune == "off":
+        if options.autotune == "off" or options.target is not None:
             program, decision = _decide_statically(program, choice, target, options)
         else:
             program, decision = _decide_by_measuring(program, choice, target, work)
@@ -92,13 +92,14 @@ def decide(
 # -- without measuring -----------------------------------------------------------------------------
 def _decide_statically(program: Program, choice: Choice, target: Target, options: Options) -> tuple[Program, Decision]:
     default = choice.alternatives[0]
-    winner, reason = default, "autotune is off: the default"
+    unmeasured = "autotune is off" if options.autotune == "off" else "nothing is measured for a target that is named"
+    winner, reason = default, f"{unmeasured}: the default"
     for a in choice.alternatives:
         t = _open_template(a)
         tiling = static_tiling(t, _has_epilogue(program, choice), target, options) if t is not None else None
         if tiling is not None and not a.guards:
             winner = with_tiling(a, tiling)
-            reason = "autotune is off: at this size one launch is worth more than the library's kernel"
+            reason = f"{unmeasured}: at this size one launch is worth more than the library's kernel"
             break
     row = Candidate(winner.name, "heuristic")
     return splice(program, choice, winner), Decision(choice.name, winner.name, (row,), reason, op=choice.op)
@@ -234,6 +235,12 @@ def _measure_point(region: Region, candidates: list[Alternative], point: dict[st
     return _Found((*result.rows, *left_out), result.winner, result.reason)
 
 
+def _without_choices(program: Program, work: _Work) -> Program:
+    """Choices inside an implementation (its own matrix products) are decided by the static rule while it is measured.
+    (Once it has won and is in place, they are measured in their turn.)"""
+    return decide(program, work.options.but(autotune="off"), work.target_of, work.build, {})[0]
+
+
 def _where(r: _Range, point: dict[str, int]) -> str:
     return ", ".join(f"{k}={v}" for k, v in sorted(point.items())) if r.label or point else ""
 
@@ -312,10 +319,9 @@ def _arm_nodes(
 ) -> tuple[list[Node], list[Buffer]]:
     """The region with the winner in it, decided inside, fused for the range's last representative size, its
     temporaries renamed so that arms do not share names."""
-    program = with_hints(splice(region.program, region.choice, winner), r.points[-1])
+    program = _without_choices(splice(region.program, region.choice, winner), work)
     options = work.options.but(**dict(winner.patches))
-    program, _ = decide(program, options.but(autotune="off"), work.target_of, work.build, work.makers)
-    program = fuse(program, options, target).program
+    program = fuse(with_hints(program, r.points[-1]), options, target).program
     keep = {*region.inputs, *region.outputs}
     names = {b: f"{b}_arm{number}" for b in program.buffers if b not in keep}
     names |= {n.name: f"{n.name}_arm{number}" for n in program.nodes}

@@ -133,6 +133,25 @@ def test_training_gives_eagers_gradients() -> None:
     assert all(close(x, y) for x, y in zip(want, got))
 
 
+def test_a_choice_inside_a_candidate_is_decided_before_it_is_measured() -> None:
+    op = make_op()
+    reflib.register_custom_op_autotuning(op, configs=[plain])
+    a, b = torch.randn(16, 4096), torch.randn(4096, 16)  # long enough for decompose-K: the product is a Choice itself
+    e = reflib.explain(lambda a, b: op(a, b) + 1, a, b, autotune="blocking", verify=True)
+    assert {c.name: c.status for c in e.decisions[0].candidates} == {"eager": "ok", "plain": "ok"}, e.decisions
+    assert [d.op for d in e.decisions if d.config is None][1:] in ([], ["aten.mm"])
+
+
+def test_for_a_named_target_the_choice_is_shown_and_nothing_is_measured() -> None:
+    op = make_op()
+    reflib.register_custom_op_autotuning(op, configs=[plain, split_k])
+    a, b = torch.randn(16, 4096), torch.randn(4096, 16)
+    e = reflib.explain(lambda a, b: op(a, b) + 1, a, b, autotune="blocking", target="sm_90", verify=True)
+    choice = next(n for n in e.program.nodes if isinstance(n, Choice))
+    assert [a.name for a in choice.alternatives] == ["eager", "plain", "split_k"]
+    assert e.decisions[0].winner == "eager" and "nothing is measured" in e.decisions[0].reason
+
+
 def test_several_outputs() -> None:
     @torch.library.custom_op(f"tests::two{next(count)}", mutates_args=())
     def two(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -285,3 +304,18 @@ def test_modes_of_torch_compile_measure(mode: str) -> None:
     f = torch.compile(lambda a, b: torch.relu(a @ b), backend="reflib", mode=mode)
     a, b = torch.randn(4, 1024), torch.randn(1024, 4)
     assert close(f(a, b), torch.relu(a @ b))
+
+
+def test_products_inside_an_implementation_are_decided_in_their_turn() -> None:
+    op = make_op()
+    reflib.register_custom_op_autotuning(op, configs=[plain])
+    a, b = torch.randn(8, 1024), torch.randn(1024, 8)
+
+    def f(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.relu(op(a, b))
+
+    e = reflib.explain(f, a, b, autotune="blocking", verify=True)
+    assert e.decisions[0].winner == "plain", e.decisions
+    assert e.decisions[1].op == "aten.mm" and len(e.decisions[1].candidates) > 2
+    torch._dynamo.reset()
+    assert close(reflib.compile(f, autotune="blocking")(a, b), f(a, b))
