@@ -1,8 +1,8 @@
 """Matrix products: which tilings are worth measuring, what to take unmeasured, and what a kernel assumes.
 
-The ranking is ``roofline.estimate``'s; pruning is here. Three kinds of tiling (``ir.program.Tiling``): ``tiled``
-everywhere, ``split`` where there are fewer tiles than multiprocessors and depth to share, ``persistent`` for large
-products that TMA can read.
+The ranking is ``roofline.estimate``'s, but for split-K of small results (``split.known``); pruning is here. Three kinds
+of tiling (``ir.program.Tiling``): ``tiled`` everywhere, ``split`` where there are fewer tiles than multiprocessors and
+depth to share, ``persistent`` for large products that TMA can read.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from .roofline import (
     shared_bytes,
     tensor_cores,
 )
+from .split import BLOCKS, all_splits, known
 
 __all__ = ["estimate", "problem", "roofline", "static_tiling", "template_arms", "tilings", "unfit_for_tma"]
 
+FIRST = 8  # split tilings that were measured to be good, before all that the model ranks
 MOST = {"tiled": 16, "persistent": 6, "split": 12}  # candidates of each kind
 ACCUMULATORS = 128  # registers a thread spends on sums; 255 is all it has
-BLOCKS = (16, 32, 64, 128, 256)
 TMA_SCRATCH = 256  # bytes a persistent program writes its two descriptors to
 DIVISOR = 16  # elements: what a size or stride must be a multiple of for 16-byte accesses of any dtype
 
@@ -46,18 +47,21 @@ def problem(t: Template) -> Problem:
 
 # -- candidates -------------------------------------------------------------------------------------
 def tilings(t: Template, target: Target, options: Options) -> list[Tiling]:
-    """Candidates to measure, best guess first: at most ``MOST`` of each kind, of different blocks. None where Triton
-    has no kernel to offer: on CPUs, and bfloat16 before sm_80."""
+    """Candidates to measure, best guess first: at most ``MOST`` of each kind, of different blocks; those that were
+    measured to be good, then the others as the model ranks them. None where Triton has no kernel to offer: on CPUs, and
+    bfloat16 before sm_80."""
     if not target.is_gpu or t.dtype == torch.bfloat16 and not tensor_cores(target):
         return []
     p = problem(t)
     seconds: dict[Tiling, float] = {}
-    kinds = {"tiled": _tiled(p, target), "split": _split(p, target), "persistent": _walking(t, p, target)}
+    first = [c for c in known(p, target) if fits(p, c, target)][:FIRST]
+    kinds = {"tiled": _tiled(p, target), "split": all_splits(p, target), "persistent": _walking(t, p, target)}
     for kind, made in kinds.items():
         fit = [c for c in made if fits(p, c, target)]
-        for c in _varied(fit, lambda c: estimate(p, c, target), MOST[kind]):
+        most = MOST[kind] - (len(first) if kind == "split" else 0)
+        for c in _varied((c for c in fit if c not in first), lambda c: estimate(p, c, target), most):
             seconds[c] = estimate(p, c, target)
-    return sorted(seconds, key=lambda c: seconds[c])
+    return first + sorted(seconds, key=lambda c: seconds[c])
 
 
 def _varied(made: Iterable[Tiling], cost: Callable[[Tiling], float], most: int) -> list[Tiling]:
@@ -66,7 +70,7 @@ def _varied(made: Iterable[Tiling], cost: Callable[[Tiling], float], most: int) 
     for c in sorted(made, key=lambda c: (cost(c), abs(c.num_stages - 4))):
         found.setdefault(replace(c, num_stages=0), c)
     shapes = {(c.m, c.n) for c in found.values()}
-    each = max(2, -(-most // max(1, len(shapes)))) + (most == MOST["split"])
+    each = max(2, -(-most // max(1, len(shapes)))) + any(c.kind == "split" for c in found)
     taken: dict[tuple[int, int], int] = {}
     out = []
     for c in found.values():
@@ -113,51 +117,6 @@ def _warps(m: int, n: int) -> tuple[int, ...]:
     if m * n >= 128 * 128:
         return (4, 8)
     return (4,) if m * n >= 32 * 64 else (2, 4)
-
-
-# Parts of a wave that split-K's programs make up. Fewer have more depth each, and fewer parts to add.
-WAVES = (1 / 4, 1 / 3, 1 / 2, 2 / 3, 5 / 6, 1, 2)
-
-
-def _split(p: Problem, target: Target) -> Iterator[Tiling]:
-    """Depth shared among programs: one for each multiprocessor or fewer. Each takes its depth in two steps or more, so
-    that the first is multiplied while the second is on its way, and asks for as much at once as shared memory holds
-    (best on an H200 for all of M = N in 16..64, K in 4096..32768)."""
-    if target.kind != "cuda" or not tensor_cores(target):
-        return
-    depth, unit = p.sizes[3], 1 if p.dtype in HALVES else 2
-    for m, n, k in itertools.product(BLOCKS, BLOCKS, (32, 64, 128)):
-        for warps, ways in _ways(m, n):
-            base = Tiling("split", m, n, k // unit, warps, warps_k=ways)
-            tiles = p.tiles(base)
-            for waves in WAVES if tiles <= target.units and base.k // ways >= 16 else ():
-                splits = whole_splits(depth, base.k, round(waves * target.units) // tiles)
-                c = replace(base, splits=splits)
-                if splits > 1 and p.steps(c) > 1 and (c := _deepest(p, c, target)).num_stages > 2:
-                    yield c
-
-
-def _ways(m: int, n: int) -> tuple[tuple[int, int], ...]:
-    """(warps, how many of them share a block's depth): in 16 rows there is nothing else for a second warp to share."""
-    if m == 16 and n <= 64:
-        return (2, 2), (4, 1)
-    return ((4, 1), (8, 1)) if m * n >= 128 * 128 else ((4, 1),)
-
-
-def _deepest(p: Problem, t: Tiling, target: Target) -> Tiling:
-    """``t`` with one stage more than it has steps, or as many as fit with its share of neighbours."""
-    stages = min(p.steps(t) + 1, 8)
-    room = target.shared // -(-p.tiles(t) * t.splits // target.units)
-    while stages > 2 and shared_bytes(p, replace(t, num_stages=stages), target) > room:
-        stages -= 1
-    return replace(t, num_stages=stages)
-
-
-def whole_splits(k: int, block: int, splits: int) -> int:
-    """The number nearest below ``splits`` that leaves no program without a block of depth."""
-    steps = -(-k // block)
-    each = -(-steps // max(1, splits))
-    return -(-steps // each)
 
 
 def _walking(t: Template, p: Problem, target: Target) -> Iterator[Tiling]:
@@ -239,8 +198,8 @@ def _arm(
 
 
 def workspace(region: str, t: Template, target: Target) -> tuple[Buffer, ...]:
-    """What the kernel needs beside its tensors: split-K's parts of each tile (float32, stored as int32 words, between
-    calls zero: ``generate.matmul_split``), or a persistent kernel's descriptors."""
+    """What the kernel needs beside its tensors: split-K's parts of each tile (with ``reducers``: as int32 words, between
+    calls zero; else float32, and a counter a tile), or a persistent kernel's descriptors."""
     tiling, device = t.tiling, torch.device("cuda", 0)
     assert tiling is not None
     b, m, n, _ = t.sizes
@@ -253,7 +212,10 @@ def workspace(region: str, t: Template, target: Target) -> tuple[Buffer, ...]:
         return (buffer("scratch", torch.uint8, minimum(tiles, target.units) * TMA_SCRATCH, "scratch"),)
     if tiling.splits == 1:
         return ()
-    return (buffer("parts", torch.int32, tiles * (tiling.splits * tiling.m * tiling.n), "zeros"),)
+    parts = tiles * (tiling.splits * tiling.m * tiling.n)
+    if tiling.reducers:
+        return (buffer("parts", torch.int32, parts, "zeros"),)
+    return buffer("parts", torch.float32, parts, "temp"), buffer("counters", torch.int32, tiles, "zeros")
 
 
 def multiples(t: Template) -> tuple[Sym, ...]:
