@@ -150,9 +150,11 @@ class Tiling:
 
     ``kind``: ``tiled`` (a program per output tile, software pipelined), ``persistent`` (one program per multiprocessor
     walks over tiles, operands come through TMA descriptors; sm_90 and later) or ``split`` (``splits`` programs share a
-    tile's K; the last to finish adds their parts in a fixed order and runs the epilogue).
+    tile's K, in one launch; their parts are added in a fixed order before the epilogue).
     ``m``, ``n``, ``k``: block sizes. ``group``: tiles in a column of L2-friendly order.
     ``warps_k``: how many ways the warps of one program share a block's K (``split`` only).
+    ``reducers``: programs more per tile that add up a piece of it each, as the parts arrive (CUDA); 0: who finishes
+    last adds all parts up alone (``split`` only; ``generate.matmul_split``).
     """
 
     kind: str
@@ -164,11 +166,13 @@ class Tiling:
     splits: int = 1
     warps_k: int = 1
     group: int = 8
+    reducers: int = 0
 
     def __str__(self) -> str:
         text = f"{self.kind} {self.m}x{self.n}x{self.k} w{self.num_warps} s{self.num_stages}"
         if self.kind == "split":
-            text += f" splits {self.splits}" + (f" wk{self.warps_k}" if self.warps_k > 1 else "")
+            text += f" splits {self.splits}" + (f"+{self.reducers}" if self.reducers else "")
+            text += f" wk{self.warps_k}" if self.warps_k > 1 else ""
         return text
 
 
