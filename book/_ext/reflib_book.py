@@ -137,10 +137,15 @@ def vega_html(figure: Any) -> str:
     described = html.escape(str(spec.get("description", "a figure with no description")))
     # "</" would end the script element in the middle of a string
     text = re.sub("</", r"<\\/", json.dumps(spec, sort_keys=True))
-    return (
-        f'<div class="reflib-vega" role="img" aria-label="{described}">'
+    role = "group" if spec.get("params") else "img"  # what has lists to pick from is more than a picture
+    drawn = (
+        f'<div class="reflib-vega" role="{role}" aria-label="{described}">'
         f'<script type="application/json">{text}</script></div>'
     )
+    caption = (spec.get("usermeta") or {}).get("caption")
+    if not caption:
+        return drawn
+    return f'<figure class="reflib-figure">{drawn}<figcaption>{html.escape(caption)}</figcaption></figure>'
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

@@ -13,8 +13,20 @@
       axis: axis,
       legend: { labelColor: text, titleColor: text },
       header: { labelColor: text, titleColor: text },
+      text: { color: text },
       view: { stroke: line },
     };
+  }
+
+  // Vega-Lite cannot fit several views to their container, so a figure that asks for it (usermeta.fit) gets numbers.
+  function fit(spec, width) {
+    if (!spec.usermeta || !spec.usermeta.fit || !width) return;
+    const labels = Math.min(170, Math.round(0.4 * width));
+    (spec.vconcat || []).forEach(function (view) {
+      view.width = Math.max(90, Math.min(view.width, width - labels - 50));
+      const y = view.encoding && view.encoding.y;
+      if (y && y.axis && y.axis.labelLimit) y.axis.labelLimit = labels;
+    });
   }
 
   function draw() {
@@ -26,6 +38,7 @@
         canvas.className = "reflib-vega-canvas";
         place.appendChild(canvas);
       }
+      fit(spec, place.clientWidth);
       vegaEmbed(canvas, spec, { actions: false, renderer: "svg", config: colours() }).catch(function (error) {
         canvas.textContent = "This figure could not be drawn: " + error.message;
       });
@@ -34,6 +47,12 @@
 
   function start() {
     draw();
+    let width = window.innerWidth;
+    window.addEventListener("resize", function () {
+      if (Math.abs(window.innerWidth - width) < 40) return;
+      width = window.innerWidth;
+      draw();
+    });
     new MutationObserver(draw).observe(document.documentElement, { attributeFilter: ["data-theme"] });
   }
   if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", start);

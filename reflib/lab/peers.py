@@ -83,12 +83,14 @@ def run_peer(
         return _outcome(Path(folder) / "result.json", code, errors, peer.timeout_s)
 
 
-def _run_child(folder: str, timeout_s: float) -> tuple[int | None, str]:
+def _run_child(
+    folder: str, timeout_s: float, module: str = "reflib.lab.peer_child"
+) -> tuple[int | None, str]:
     """Its exit code, None after a time-out, and what it wrote to stderr."""
     path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
     inherited = {k: v for k, v in os.environ.items() if k != ROWS_FILE}
     child = subprocess.Popen(
-        [sys.executable, "-m", "reflib.lab.peer_child", folder],
+        [sys.executable, "-m", module, folder],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -1,0 +1,379 @@
+"""`lab.explore`: candidates over shapes, to click through: the same Vega-Lite figure in Lab and in the static book.
+
+    candidate_rows(decision, at, predicted) -> Rows      what `choose` measured, as rows like all others
+    explore(rows, recorded, caption)                     one output with several forms of the figure in it
+
+The output carries the figure as Vega-Lite (Lab draws it; `book/_ext` turns it into HTML with local scripts) and as a
+still picture in SVG for front ends that draw neither; both come from the same numbers, and so do the words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from reflib.errors import LabError
+from reflib.lab.figures import INK, QUIET, style, to_svg
+from reflib.lab.plots import RECORDED, nickname
+from reflib.lab.rows import Row, Rows, append, short, stamp
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from reflib.choose import Decision
+
+MIME = "application/vnd.vegalite.v5+json"
+SCHEMA = "https://vega.github.io/schema/vega-lite/v5.json"
+GREY = "#8a8a8a"  # seen on white and on black
+SHOWN = 12  # candidates of a shape that are drawn; the default always is
+
+# kind of candidate -> (colour, marker of Vega-Lite, marker of matplotlib, hatch)
+KINDS = {
+    "ATen": ("#7a7a7a", "square", "s", ""),
+    "tiled": ("#0072b2", "circle", "o", "//"),
+    "persistent": ("#aa4499", "diamond", "D", "xx"),
+    "split-K": ("#d55e00", "triangle-up", "^", "\\\\"),
+    "decompose-K": ("#009e73", "cross", "P", "--"),
+    "other": ("#8a6d00", "triangle-down", "v", "||"),
+}
+_TILING = re.compile(r"^triton (\w+) (\d+x\d+x\d+)(?:.* splits (\d+))?")
+_WORDS = {"eager": "ATen", "tiled": "tiled", "persistent": "persistent", "split": "split-K"}
+
+
+def kind_of(candidate: str) -> str:
+    """`triton split 16x32x128 ...` -> `split-K`.
+
+    >>> kind_of("decompose_k(k_splits=64)"), kind_of("aten"), kind_of("triton tiled 64x64x32 w4 s3")
+    ('decompose-K', 'ATen', 'tiled')
+    """
+    if candidate.startswith("decompose_k"):
+        return "decompose-K"
+    if candidate.startswith("aten"):
+        return "ATen"
+    words = candidate.split()
+    word = words[1] if words[0] == "triton" and len(words) > 1 else words[0]
+    return _WORDS.get(word, "other")
+
+
+def short_name(candidate: str) -> str:
+    """A name that fits beside a bar on a phone.
+
+    >>> short_name("triton split 16x32x128 w2 s5 splits 56 wk2"), short_name("decompose_k(k_splits=64)")
+    ('split 16x32x128 / 56', 'decompose-K / 64')
+    """
+    if found := _TILING.match(candidate):
+        kind, blocks, splits = found.groups()
+        return f"{kind} {blocks} / {splits}" if splits else f"{kind} {blocks}"
+    if found := re.fullmatch(r"decompose_k\w*\(k_splits=(\d+)\)", candidate):
+        return f"decompose-K / {found[1]}"
+    return candidate if len(candidate) <= 24 else candidate[:23] + "…"
+
+
+def candidate_rows(
+    decision: Decision, at: Mapping[str, int], predicted: Mapping[str, float] | None = None, name: str = "candidates"
+) -> Rows:
+    """The candidates of a decision as rows, which are recorded too: `time` and `error` of each, `predicted` (µs) where
+    given, and one `winner` whose value is how many times as fast as the default (the first candidate) it is."""
+    shared: dict[str, Any] = {"name": name, "at": dict(at), "clock": "choose", "cache": "as choose has it", **stamp()}
+    rows = []
+    for c in decision.candidates:
+        ok = c.status == "ok" and c.time_us is not None
+        spread = (c.spread or 0.0) * (c.time_us or 0.0) if ok else None
+        rows.append(
+            Row(case=c.name, metric="time", value=c.time_us if ok else None, unit="µs", spread=spread,
+                status="ok" if ok else c.status, note=c.why, **shared)
+        )  # fmt: skip
+        if ok and c.error is not None:
+            rows.append(Row(case=c.name, metric="error", value=c.error, unit="", **shared))
+        if ok and predicted and c.name in predicted:
+            rows.append(Row(case=c.name, metric="predicted", value=predicted[c.name], unit="µs", **shared))
+    times = {r.case: r.value for r in rows if r.metric == "time" and r.value}
+    default = times.get(decision.candidates[0].name) if decision.candidates else None
+    if decision.winner in times and default:
+        rows.append(
+            Row(case=decision.winner, metric="winner", value=default / (times[decision.winner] or 1.0), unit="x",
+                note=decision.reason, **shared)
+        )  # fmt: skip
+    append({"kind": "row", **row.to_data()} for row in rows)
+    return Rows(rows)
+
+
+# -- the figure's data ------------------------------------------------------------------------------
+def tables(rows: Rows, recorded: Rows | None = None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(a line a shape, a line a candidate), of this device first, then of recorded ones."""
+    mine = {r.device for r in rows}
+    elsewhere = Rows(r for r in recorded or () if r.device not in mine)
+    shapes: list[dict[str, Any]] = []
+    candidates: list[dict[str, Any]] = []
+    for some, mark in ((rows, ""), (elsewhere, RECORDED)):
+        for row in some.where(metric="winner"):
+            here = Rows(r for r in some if r.device == row.device and r.at == row.at)
+            device = nickname(row.device) + mark
+            place = {"device": device, "M": row.at["M"], "N": row.at["N"], "K": row.at["K"]}
+            place["shape"] = "{M} x {N} x {K}".format(**place)
+            best = here.value(row.case)
+            shapes.append(
+                {**place, "MN": "{M} x {N}".format(**place), "winner": row.case, "kind": kind_of(row.case),
+                 "time": _digits(best), "ratio": _digits(row.value)}
+            )  # fmt: skip
+            candidates += _candidates(here, row, place)
+    return shapes, candidates
+
+
+def _candidates(here: Rows, winner: Row, place: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of one shape that are drawn, fastest first."""
+    extra = {(r.case, r.metric): r.value for r in here if r.metric in ("error", "predicted")}
+    timed = sorted((r for r in here.where(metric="time") if r.ok), key=lambda r: r.value or 0.0)
+    default = here.where(metric="time")[0].case
+    drawn = [r for i, r in enumerate(timed) if i < SHOWN or r.case in (default, winner.case)]
+    names: list[str] = []
+    for r in drawn:  # some differ only in warps or stages
+        name = short_name(r.case)
+        names.append(name if name not in names else f"{name} #{sum(n.startswith(name) for n in names) + 1}")
+    return [
+        {**place, "name": names[i], "candidate": r.case, "kind": kind_of(r.case), "time": _digits(r.value), "rank": i,
+         "low": _digits(max(0.0, (r.value or 0.0) - (r.spread or 0.0) / 2)),
+         "high": _digits((r.value or 0.0) + (r.spread or 0.0) / 2), "error": _digits(extra.get((r.case, "error"))),
+         "predicted": _digits(extra.get((r.case, "predicted"))), "chosen": r.case == winner.case}
+        for i, r in enumerate(drawn)
+    ]  # fmt: skip
+
+
+def _digits(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
+# -- the figure -------------------------------------------------------------------------------------
+class Explorer:
+    """The figure in its forms. ``spec``: Vega-Lite, a dict. ``svg``: the still picture. ``alt``: words."""
+
+    def __init__(self, spec: dict[str, Any], svg: str, alt: str, caption: str) -> None:
+        self.spec, self.svg, self.alt, self.caption = spec, svg, alt, caption
+
+    def __repr__(self) -> str:
+        return f"[figure: {self.alt}]\n{self.caption}"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        # not text/html: Lab would prefer it to the figure that can be clicked
+        return {MIME: self.spec, "image/svg+xml": self.svg, "text/plain": repr(self)}
+
+
+def explore(rows: Rows, *, caption: str, recorded: Rows | None = None) -> Explorer | None:
+    """Show the figure of ``candidate_rows``' rows: shapes with their winners, and the candidates of the one that is
+    picked, by a click or from a list. ``recorded``: of other devices, to be picked as well. None where there are none.
+    """
+    from reflib.lab.showing import display_thing
+
+    if not caption.strip():
+        raise LabError("a figure needs a caption")
+    shapes, candidates = tables(rows, recorded)
+    if not shapes:
+        print("Nothing to draw: no candidates were measured here, and none are recorded yet.")
+        return None
+    alt = words(shapes)
+    spec = vega_lite(shapes, candidates, alt, caption)
+    found = Explorer(spec, still(shapes, candidates, alt), alt, caption)
+    display_thing(found)
+    return found
+
+
+def words(shapes: list[dict[str, Any]]) -> str:
+    """What a sighted reader takes from the figure."""
+    parts = ["Shapes of matrix products, by M x N and K, with the kind of candidate that won each."]
+    for device in dict.fromkeys(s["device"] for s in shapes):
+        listed = "; ".join(
+            f"{s['shape']}: {s['winner']}, {short(s['time'])} µs, {short(s['ratio'])} times as fast as the default"
+            for s in shapes if s["device"] == device
+        )  # fmt: skip
+        parts.append(f"{device}: {listed}.")
+    return " ".join(parts)
+
+
+def vega_lite(
+    shapes: list[dict[str, Any]], candidates: list[dict[str, Any]], alt: str, caption: str
+) -> dict[str, Any]:
+    """The specification: a map of shapes over the bars of one shape's candidates, tied by a selection."""
+    devices = list(dict.fromkeys(s["device"] for s in shapes))
+    listed = list(dict.fromkeys(s["shape"] for s in sorted(shapes, key=_size)))
+    first = next((s["shape"] for s in shapes if s["device"] == devices[0]), listed[0])
+    return {
+        "$schema": SCHEMA,
+        "description": alt,
+        "usermeta": {"caption": caption, "fit": True},
+        "params": [
+            {"name": "device", "value": devices[0], "bind": {"input": "select", "options": devices, "name": "device "}}
+        ],
+        "datasets": {"shapes": shapes, "candidates": candidates},
+        "vconcat": [_map(shapes, listed, first), _bars()],
+        "resolve": {"scale": {"color": "shared"}},
+        "config": {"concat": {"spacing": 18}, "axis": {"gridOpacity": 0.4}},
+    }
+
+
+def _size(s: Mapping[str, Any]) -> tuple[int, int]:
+    return s["M"] * s["N"], s["K"]
+
+
+def _colour(shown: list[str], legend: Any) -> dict[str, Any]:
+    scale = {"domain": shown, "range": [KINDS[k][0] for k in shown]}
+    return {"field": "kind", "type": "nominal", "scale": scale, "legend": legend, "title": "winner"}
+
+
+def _map(shapes: list[dict[str, Any]], listed: list[str], first: str) -> dict[str, Any]:
+    """K across, M x N down, a mark where a shape was measured, in the winner's colour and form."""
+    kinds = list(KINDS)
+    outputs = list(dict.fromkeys(s["MN"] for s in sorted(shapes, key=_size)))
+    picked = {"param": "shape", "empty": False}
+    depths = sorted({s["K"] for s in shapes})
+    legend = {"orient": "top", "columns": 3, "title": "the winner is"}
+    return {
+        "data": {"name": "shapes"},
+        "transform": [{"filter": "datum.device === device"}],
+        "width": 430,
+        "height": {"step": 26},
+        "title": {"text": "Which candidate won (click one)", "anchor": "start", "fontSize": 12},
+        "params": [
+            {
+                "name": "shape",
+                "select": {"type": "point", "fields": ["shape"], "on": "click", "clear": False},
+                "bind": {"input": "select", "options": listed, "name": "M x N x K "},
+                "value": [{"shape": first}],
+            }
+        ],
+        "mark": {"type": "point", "filled": True, "size": 210, "cursor": "pointer"},
+        "encoding": {
+            "x": {
+                "field": "K", "type": "quantitative", "title": "K, summed over",
+                "scale": {"type": "log", "base": 2, "domain": [depths[0] / 1.5, depths[-1] * 1.5], "nice": False},
+                "axis": {"values": _powers(depths), "labelExpr": "format(datum.value, ',')", "labelOverlap": True},
+            },
+            "y": {"field": "MN", "type": "ordinal", "sort": outputs, "title": "M x N", "axis": {"grid": True}},
+            "color": _colour(kinds[:-1], legend),
+            "shape": {
+                "field": "kind", "type": "nominal", "legend": legend,
+                "scale": {"domain": kinds[:-1], "range": [KINDS[k][1] for k in kinds[:-1]]},
+            },
+            "opacity": {"condition": {**picked, "value": 1}, "value": 0.55},
+            "size": {"condition": {**picked, "value": 420}, "value": 170},
+            "tooltip": [
+                {"field": "shape", "title": "M x N x K"}, {"field": "winner"},
+                {"field": "time", "title": "µs"}, {"field": "ratio", "title": "times as fast as the default"},
+            ],
+        },
+    }  # fmt: skip
+
+
+def _powers(depths: list[int]) -> list[int]:
+    """Ticks: every fourth power of two in sight, and at least two."""
+    low, high = depths[0], depths[-1]
+    ticks = [2**i for i in range(24) if low / 1.5 <= 2**i <= high * 1.5]
+    return ticks[:: max(1, len(ticks) // 4)]
+
+
+def _bars() -> dict[str, Any]:
+    """The candidates of the picked shape, fastest first; a tick where it was predicted."""
+    y = {"field": "name", "type": "nominal", "sort": {"field": "rank", "op": "min"}, "title": None}
+    tooltip = [
+        {"field": "candidate"}, {"field": "time", "title": "µs"}, {"field": "low", "title": "middle half from"},
+        {"field": "high", "title": "to"}, {"field": "predicted", "title": "predicted, µs"},
+        {"field": "error", "title": "error"}, {"field": "chosen", "title": "chosen"},
+    ]  # fmt: skip
+    time = {"type": "quantitative", "title": "µs a call"}
+    return {
+        "data": {"name": "candidates"},
+        "transform": [{"filter": "datum.device === device"}, {"filter": {"param": "shape"}}],
+        "width": 430,
+        "height": {"step": 20},
+        "title": {"text": "Its candidates, the fastest first", "anchor": "start", "fontSize": 12},
+        "encoding": {"y": {**y, "axis": {"labelLimit": 170, "labelFontSize": 10}}},
+        "layer": [
+            {
+                "mark": {"type": "bar", "height": 13},
+                "encoding": {
+                    "x": {"field": "time", **time}, "color": _colour(list(KINDS)[:-1], None), "tooltip": tooltip,
+                    "opacity": {"condition": {"test": "datum.chosen", "value": 1}, "value": 0.6},
+                },
+            },
+            {
+                "mark": {"type": "rule", "color": GREY, "strokeWidth": 2},
+                "encoding": {"x": {"field": "low", "type": "quantitative"}, "x2": {"field": "high"}},
+            },
+            {
+                "transform": [{"filter": "isValid(datum.predicted)"}],
+                "mark": {"type": "tick", "thickness": 2, "height": 17, "color": GREY},
+                "encoding": {"x": {"field": "predicted", "type": "quantitative"}, "tooltip": tooltip},
+            },
+            {
+                "mark": {"type": "text", "align": "left", "dx": 4, "fontSize": 10},
+                "encoding": {
+                    "x": {"field": "high", "type": "quantitative"},
+                    "text": {"field": "label", "type": "nominal"},
+                },
+                "transform": [
+                    {"calculate": "format(datum.time, '.3~s') + (datum.chosen ? '  chosen' : '')", "as": "label"}
+                ],
+            },
+        ],
+    }  # fmt: skip
+
+
+# -- the same, still --------------------------------------------------------------------------------
+def still(shapes: list[dict[str, Any]], candidates: list[dict[str, Any]], alt: str) -> str:
+    """The figure as it is before anything is clicked, in SVG."""
+    import html
+
+    import matplotlib.pyplot as plt
+
+    first = shapes[0]
+    of_device = [s for s in shapes if s["device"] == first["device"]]
+    bars = [c for c in candidates if (c["device"], c["shape"]) == (first["device"], first["shape"])]
+    heights = [0.3 * len({s["MN"] for s in of_device}) + 0.6, 0.26 * len(bars) + 0.5]
+    with style():
+        fig, (top, bottom) = plt.subplots(
+            2, 1, figsize=(5.6, sum(heights) + 0.9), layout="constrained", gridspec_kw={"height_ratios": heights}
+        )
+        _still_map(top, of_device)
+        _still_bars(bottom, bars)
+        top.set_title(f"Which candidate won, {first['device']}")
+        bottom.set_title(f"Candidates at {first['shape']}")
+    svg = to_svg(fig)
+    plt.close(fig)
+    head, _, rest = svg.partition(">")
+    return f"{head} role=\"img\">\n <title>{html.escape(alt)}</title>{rest}"
+
+
+def _still_map(ax: Axes, shapes: list[dict[str, Any]]) -> None:
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    outputs = list(dict.fromkeys(s["MN"] for s in sorted(shapes, key=_size)))
+    for kind, (colour, _, marker, _) in KINDS.items():
+        found = [s for s in shapes if s["kind"] == kind]
+        if found:
+            ys = [outputs.index(s["MN"]) for s in found]
+            ax.plot([s["K"] for s in found], ys, marker, color=colour, markersize=9, label=kind)
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    ax.tick_params(axis="x", labelsize=8.5)
+    ax.set_yticks(range(len(outputs)), outputs)
+    ax.set_ylim(len(outputs) - 0.5, -0.5)
+    ax.set_xlabel("K, summed over")
+    ax.set_ylabel("M x N")
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _still_bars(ax: Axes, bars: list[dict[str, Any]]) -> None:
+    for place, c in enumerate(bars):
+        colour, _, _, hatch = KINDS[c["kind"]]
+        ax.barh(place, c["time"], color=colour, hatch=hatch, edgecolor="#ffffff", height=0.7)
+        ax.plot([c["low"], c["high"]], [place, place], color=INK, linewidth=1)
+        if c["predicted"] is not None:
+            ax.plot([c["predicted"]] * 2, [place - 0.4, place + 0.4], color=QUIET, linewidth=2)
+        said = short(c["time"]) + ("  chosen" if c["chosen"] else "")
+        ax.annotate(said, (c["high"], place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5)
+    ax.set_yticks(range(len(bars)), [c["name"] for c in bars], fontsize=8)
+    ax.set_ylim(len(bars) - 0.4, -0.6)
+    ax.margins(x=0.15)
+    ax.set_xlabel("µs a call (upright line: predicted)")
+    ax.grid(visible=False, axis="y")

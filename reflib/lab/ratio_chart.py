@@ -1,0 +1,123 @@
+"""Two charts of comparisons: `lab.ratios` of cases against one of them, `lab.predicted_plot` of a model's numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from reflib.lab.explorer import KINDS
+from reflib.lab.figures import INK, Picture, figure, plain_log, series_style, style
+from reflib.lab.plots import RECORDED, nickname
+from reflib.lab.rows import Rows, short
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """0 for none.
+
+    >>> geometric_mean([1.0, 4.0])
+    2.0
+    """
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else 0.0
+
+
+def speeds(rows: Rows, against: str, keys: Sequence[str]) -> dict[str, dict[str, float]]:
+    """case -> place -> how many times as fast as ``against`` there; where either has no number, nothing."""
+    timed = rows.where(lambda r: r.metric == "time" and r.ok and r.value is not None)
+
+    def place(at: Mapping[str, object]) -> str:
+        return " x ".join(str(at.get(k)) for k in keys)
+
+    base = {place(r.at): r.value for r in timed.where(case=against)}
+    out: dict[str, dict[str, float]] = {}
+    for r in timed:
+        own = base.get(place(r.at))
+        if r.case != against and own and r.value:
+            out.setdefault(r.case, {})[place(r.at)] = own / r.value
+    return out
+
+
+def ratios(
+    rows: Rows, *, caption: str, against: str = "eager", keys: Sequence[str] = ("M", "K", "N"),
+    recorded: Rows | None = None,
+) -> Picture | None:  # fmt: skip
+    """A line a place, a mark a case: how many times as fast as ``against``. A panel a device."""
+    import matplotlib.pyplot as plt
+
+    panels = []
+    for some, mark in ((rows, ""), (recorded or Rows(), RECORDED)):
+        for device in some.devices:
+            if mark and device in rows.devices:
+                continue
+            found = speeds(some.where(device=device), against, keys)
+            if found:
+                panels.append((nickname(device) + mark, found))
+    if not panels:
+        print(f"Nothing to draw: nothing was measured beside {against} here, and nothing is recorded yet.")
+        return None
+    cases = list(dict.fromkeys(c for _, found in panels for c in found))
+    places = [list(dict.fromkeys(p for line in found.values() for p in line)) for _, found in panels]
+    tall = [0.36 * len(p) + 0.5 for p in places]
+    with style():
+        fig, axes = plt.subplots(
+            len(panels), 1, squeeze=False, figsize=(5.6, sum(tall) + 1.0), layout="constrained", sharex=True,
+            gridspec_kw={"height_ratios": tall},
+        )  # fmt: skip
+        for ax, (device, found), shown in zip(axes[:, 0], panels, places, strict=True):
+            for case, line in found.items():
+                look = series_style(cases.index(case))
+                xs, ys = list(line.values()), [shown.index(p) for p in line]
+                ax.plot(xs, ys, look["marker"], color=look["color"], markersize=7, label=case)
+            ax.axvline(1.0, color=INK, linewidth=1)
+            ax.set_yticks(range(len(shown)), shown)
+            ax.set_ylim(len(shown) - 0.5, -0.5)
+            if len(panels) > 1 or device.endswith(RECORDED):
+                ax.set_title(device)
+        axes[-1, 0].set_xlabel(f"times as fast as {against}")
+        handles, labels = axes[0, 0].get_legend_handles_labels()
+        fig.legend(handles, labels, loc="outside upper left", ncols=2)
+    parts = [f"Marks: how many times as fast as {against}, for each of {' x '.join(keys)}."]
+    for device, found in panels:
+        for case, line in found.items():
+            listed = ", ".join(f"{p}: {short(v)}" for p, v in line.items())
+            parts.append(f"{device}, {case}: {listed}; geometric mean {short(geometric_mean(list(line.values())))}.")
+    return figure(fig, caption=caption, alt=" ".join(parts))
+
+
+def predicted_plot(
+    points: Mapping[str, Sequence[tuple[float, float]]], *, caption: str, title: str = ""
+) -> Picture | None:
+    """kind of candidate -> (predicted, measured) µs; the diagonal is a model that is right."""
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    every = [p for found in points.values() for p in found]
+    if not every:
+        print("Nothing to draw: no candidate was measured here, and none is recorded yet.")
+        return None
+    low, high = min(min(p) for p in every) / 1.3, max(max(p) for p in every) * 1.3
+    with style():
+        fig, ax = plt.subplots(figsize=(5.6, 4.2))
+        for kind, found in points.items():
+            if found:
+                colour, _, marker, _ = KINDS.get(kind, KINDS["other"])
+                xs, ys = zip(*found, strict=True)
+                ax.plot(xs, ys, marker, color=colour, markersize=5, alpha=0.8, label=kind)
+        ax.plot([low, high], [low, high], color=INK, linewidth=1, label="as predicted")
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+        plain_log(ax)
+        narrow = high < 100 * low
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if narrow else (1,), numticks=8))
+        ax.xaxis.set_minor_formatter(NullFormatter())
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.6g}"))
+        ax.set_xlabel("µs, predicted")
+        ax.set_ylabel("µs, measured")
+        if title:
+            ax.set_title(title, pad=34)
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=3)
+    parts = [f"Scatter of {len(every)} candidates, predicted against measured time in µs."]
+    for kind, found in points.items():
+        if found:
+            off = geometric_mean([m / p for p, m in found])
+            parts.append(f"{kind}: {len(found)}, measured {short(off)} times the prediction on average.")
+    return figure(fig, caption=caption, alt=" ".join(parts))
