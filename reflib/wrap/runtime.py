@@ -61,13 +61,16 @@ def outside(what: str, size: int, least: int, most: int) -> None:
 
 
 class Zeros:
-    """int32 counters that kernels find at zero and leave at zero, so that no call has to clear them.
+    """int32 words (counters, parts of split-K) that kernels find at zero and leave at zero, so that no call has to
+    clear them.
 
-    Calls on one stream run one after another and may share counters; calls captured in a CUDA graph may run whenever
-    the graph is replayed, so each capture has counters of its own, never given to another.
+    Calls on one stream run one after another and may share them; calls captured in a CUDA graph may run whenever the
+    graph is replayed, so each capture has words of its own, never given to another.
     """
 
-    CAPTURED = 1 << 20  # of 4 bytes, allocated before the first capture: during one, nothing can be cleared for good
+    CAPTURED = 1 << 20  # words set aside for captures, or these many calls' worth:
+    CALLS = 8
+    WHOLE = 1024  # what is given out is a multiple of this, so that all of it is aligned
 
     def __init__(self) -> None:
         self.of: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -76,24 +79,32 @@ class Zeros:
     def __call__(self, device: int, stream: int, count: int) -> torch.Tensor:
         capture = capture_id(stream) if torch._C._cuda_isCurrentStreamCapturing() else 0
         have = self.of.get((device, stream, capture))
-        if have is not None and have.numel() >= count:
+        if have is not None and have.numel() >= count and (capture or self.reserve[device].numel() >= count):
             return have
-        return self._more(device, stream, capture, max(count, 1024))
+        return self._more(device, stream, capture, max(1, -(-count // self.WHOLE)) * self.WHOLE)
 
     def _more(self, device: int, stream: int, capture: int, count: int) -> torch.Tensor:
+        """During a capture nothing can be cleared for good, so a call before it sets aside what captures will want."""
         where = torch.device("cuda", device)
+        reserve, out = self.reserve.get(device), self.of.get((device, stream, capture))
         if not capture:
-            if device not in self.reserve:
-                self.reserve[device] = torch.zeros(self.CAPTURED, dtype=torch.int32, device=where)
-            out = torch.zeros(count, dtype=torch.int32, device=where)
+            if reserve is None or reserve.numel() < count:
+                most = max(self.CAPTURED, self.CALLS * count)
+                self.reserve[device] = torch.zeros(most, dtype=torch.int32, device=where)
+            if out is None or out.numel() < count:
+                out = torch.zeros(count, dtype=torch.int32, device=where)
             torch.cuda.current_stream(where).synchronize()  # another stream may take from the reserve
         else:
-            reserve = self.reserve.get(device)
             if reserve is None or reserve.numel() < count:  # no call before the capture: cleared at every replay
                 return torch.zeros(count, dtype=torch.int32, device=where)
             out, self.reserve[device] = reserve[:count], reserve[count:]
         self.of[device, stream, capture] = out
         return out
+
+    def forget(self, stream: int) -> None:
+        """Graphs captured on ``stream`` are gone: so are their words."""
+        for key in [k for k in self.of if k[1] == stream and k[2]]:
+            del self.of[key]
 
 
 zeros = Zeros()
