@@ -54,6 +54,7 @@ def known(p: Problem, target: Target) -> list[Tiling]:
 
 def _blocks(most: int, depth: int) -> list[tuple[Block, int]]:
     """(block, the depth of a part), best guess first."""
+
     def least(of: tuple[int, ...], parts: int) -> int:
         return next((d for d in of if -(-depth // d) <= parts), of[-1])
 
