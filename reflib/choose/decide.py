@@ -221,9 +221,10 @@ def _measure_point(region: Region, candidates: list[Alternative], point: dict[st
         for a in candidates if a.name not in gone
     }  # fmt: skip
     options = work.options.but(autotune="off")
+    made_by = {**{b: f"constant {b}" for b in region.constants}, **dict(choice.inputs_from)}
     try:
         asked = request(
-            programs, default.name, sizes=point, weights=region.program.weights, makers=dict(choice.inputs_from),
+            programs, default.name, sizes=point, weights=region.program.weights, makers=made_by,
             options=options, patches={a.name: dict(a.patches) for a in candidates if a.patches and a.name not in gone},
             min_speedup=choice.min_speedup, graph_timing=choice.graph_timing,
         )  # fmt: skip
@@ -231,6 +232,7 @@ def _measure_point(region: Region, candidates: list[Alternative], point: dict[st
         rows = (Candidate(default.name, "unmeasured", why=str(e)),)
         return _Found(rows, default.name, f"the region cannot be measured: {e}")
     makers = {key: work.makers[key] for _, key in choice.inputs_from if key in work.makers}
+    makers |= {made_by[b]: lambda like, value=value: value.detach() for b, value in region.constants.items()}
     result = measure(asked, work.build, makers)
     return _Found((*result.rows, *left_out), result.winner, result.reason)
 

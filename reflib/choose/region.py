@@ -16,7 +16,8 @@ of the order. Its inputs are what it reads from outside; its outputs what the ou
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..errors import ReflibError
 from ..fuse import fuse
@@ -44,13 +45,15 @@ WINDOW = 24  # nodes after the choice that are looked at, and before it
 @dataclass(frozen=True)
 class Region:
     """``choice`` and the nodes (by name) that are measured and replaced with it. ``program``: they alone, the choice
-    still in it; its inputs are ``inputs`` then size symbols, its outputs ``outputs``, whole."""
+    still in it; its inputs are ``inputs`` then size symbols, its outputs ``outputs``, whole. ``constants``: the tensors
+    of those inputs that are the program's constants; a candidate is right for these, not for any."""
 
     choice: Choice
     members: tuple[str, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     program: Program
+    constants: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
 def cut(program: Program, choice: Choice, options: Options, target: Target) -> Region:
@@ -196,7 +199,9 @@ def _region(program: Program, depends: Dependencies, choice: Choice, positions: 
     inside = set(positions)
     outputs = needed_outside(depends, nodes, inside)
     small = sub_program(program, nodes, outputs)
-    return Region(choice, members, tuple(i for i in small.inputs if isinstance(i, str)), outputs, small)
+    inputs = tuple(i for i in small.inputs if isinstance(i, str))
+    constants = {i: program.constants[i] for i in inputs if program.buffers[i].kind == "const"}
+    return Region(choice, members, inputs, outputs, small, constants)
 
 
 def needed_outside(depends: Dependencies, nodes: list[Node], positions: set[int]) -> tuple[str, ...]:

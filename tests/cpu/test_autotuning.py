@@ -152,6 +152,29 @@ def test_for_a_named_target_the_choice_is_shown_and_nothing_is_measured() -> Non
     assert e.decisions[0].winner == "eager" and "nothing is measured" in e.decisions[0].reason
 
 
+def test_a_tensor_that_a_candidate_holds_is_itself_when_it_is_measured() -> None:
+    @torch.library.custom_op(f"tests::lower{next(count)}", mutates_args=())
+    def lower(x: torch.Tensor) -> torch.Tensor:
+        torch.randn(300, 300) @ torch.randn(300, 300)
+        return torch.tril(x)
+
+    @lower.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    table = torch.ones(64, 64).tril()
+
+    def by_table(x: torch.Tensor) -> torch.Tensor:
+        return x * table
+
+    reflib.register_custom_op_autotuning(lower, configs=[by_table])
+    x = torch.randn(64, 64)
+    e = reflib.explain(lambda x: lower(x * 2) + 1, x, autotune="blocking", verify=True)
+    assert e.decisions[0].winner == "by_table", e.decisions
+    torch._dynamo.reset()
+    assert close(reflib.compile(lambda x: lower(x * 2) + 1, autotune="blocking")(x), lower(x * 2) + 1)
+
+
 def test_several_outputs() -> None:
     @torch.library.custom_op(f"tests::two{next(count)}", mutates_args=())
     def two(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
