@@ -29,7 +29,8 @@ class Options:
     """How to compile. Every field has a default that is right for most uses.
 
     wrapper: how the host code is written: ``python``; ``cpp`` and ``auto`` come with C++ wrapper mode.
-    autotune: ``off`` takes heuristic choices.  ``blocking`` and ``background`` measure.
+    autotune: ``off`` takes heuristic choices. ``blocking`` measures the candidates for matrix products and registered
+        ops before the first call. ``background`` is to measure while the program runs; today it does as ``blocking``.
     target: None (the inputs' device), or ``cpu``, ``sm_90``, ``gfx942`` ...: stop after generating code, without
         such a device.
     verify: run the IR verifier after every stage.

@@ -23,6 +23,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -77,6 +78,8 @@ def decide(
     work = _Work(options, target_of, build, {**makers, ZEROS: torch.zeros_like})
     if options.autotune != "off":
         program = with_activations(program)
+    if options.autotune == "background":
+        _say_once('autotune="background" is not in this version of reflib: measuring comes before the first call')
     decisions: list[Decision] = []
     while (choice := next((n for n in program.nodes if isinstance(n, Choice)), None)) is not None:
         target = target_of(program.buffers[choice.outputs[0]].device)
@@ -87,6 +90,11 @@ def decide(
         logger("choose").info("%s (%s): %s: %s", decision.region, decision.op, decision.winner, decision.reason)
         decisions.append(decision)
     return program, tuple(decisions)
+
+
+@cache
+def _say_once(message: str) -> None:
+    logger("choose").warning(message)
 
 
 # -- without measuring -----------------------------------------------------------------------------
