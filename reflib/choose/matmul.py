@@ -198,8 +198,8 @@ def _arm(
 
 
 def workspace(region: str, t: Template, target: Target) -> tuple[Buffer, ...]:
-    """What the kernel needs beside its tensors: split-K's parts of each tile (with ``reducers`` int32 words, zero between
-    calls; else float32, and a counter a tile), or a persistent kernel's descriptors."""
+    """What the kernel needs beside its tensors: split-K's parts of each tile (with ``reducers`` int32 words, zero
+    between calls; else float32, and a counter a tile), or a persistent kernel's descriptors."""
     tiling, device = t.tiling, torch.device("cuda", 0)
     assert tiling is not None
     b, m, n, _ = t.sizes

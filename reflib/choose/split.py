@@ -1,8 +1,8 @@
 """Tilings of split-K: few results of great depth, in one launch (``generate.matmul_split``).
 
-For results of up to 64 x 64 the tilings are those that were fastest on an H200 (M = N in 16..64, K in 4096..32768,
-half precision, by replay of CUDA graphs); the model of ``roofline`` is too coarse for kernels of 2 to 4 us. Others are
-made from all blocks, and ranked by it.
+For results of up to 64 x 64, or of 16 rows, the tilings are those that were fastest on an H200 (M = N in 16..64, K in
+4096..32768, half precision, by replay of CUDA graphs): the model of ``roofline`` is too coarse for kernels of 2 to
+4 us. Others are made from all blocks, and ranked by it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ BLOCKS = (16, 32, 64, 128, 256)
 WAVES = (1 / 4, 1 / 3, 1 / 2, 2 / 3, 5 / 6, 1, 2)
 DEEP = 2048  # depth from which on few results are surely split
 WORDS = 16  # of all parts, that a thread adds up: they are on their way at once
+LEAST = 4  # points that a program adds up
 STAGES = 8
 
 
@@ -34,10 +35,16 @@ Block = tuple[int, int, int, int, int]  # m, n, k, warps, warps_k
 def known(p: Problem, target: Target) -> list[Tiling]:
     """What was best for such sizes, the best guess first; nothing for others."""
     b, m, n, depth = p.sizes
-    if not able(target) or b != 1 or max(m, n) > 64 or depth < DEEP:
+    if not able(target) or b != 1 or depth < DEEP:
+        return []
+    if max(m, n) <= 64:
+        blocks = _blocks(max(m, n), depth)
+    elif m <= 16:
+        blocks = [((16, 64, 128, 2, 2), -(-depth // max(2, parts * target.units // -(-n // 64)))) for parts in (2, 1)]
+    else:
         return []
     found = []
-    for (rows, columns, k, warps, ways), each in _blocks(max(m, n), depth):
+    for (rows, columns, k, warps, ways), each in blocks:
         if p.dtype not in HALVES:  # twice the bytes: half the depth a step
             k = max(k // 2, 16 * ways)
         while k > 16 * ways and 2 * k > each:
@@ -48,7 +55,7 @@ def known(p: Problem, target: Target) -> list[Tiling]:
             continue
         t = deepest(p, t, target)
         r = reducers(p, t, target.units)
-        found += [replace(t, reducers=r), replace(t, reducers=2 * r)]
+        found += [replace(t, reducers=r), replace(t, reducers=min(2 * r, t.m * t.n // LEAST))]
     return list(dict.fromkeys(found))
 
 
@@ -63,10 +70,11 @@ def _blocks(most: int, depth: int) -> list[tuple[Block, int]]:
         first = ((16, 16, 64 if each <= 192 else 128, 2, 2), each)
         return [first, ((16, 16, 64, 2, 2), 192), ((16, 16, 128, 2, 2), 256), ((16, 16, 128, 2, 2), 384)]
     if most <= 32:
-        shallow = [((16, 32, 64, 4, 1), 128), ((32, 32, 64, 4, 1), 128)]
         each = least((256, 384, 512, 768, 1024), 90 if depth > 16384 else 64)
-        deep = [((32, 32, 128, 4, 1), each), ((32, 32, 128, 4, 1), 384), ((32, 32, 64, 4, 1), 192)]
-        return shallow + deep if depth <= 4096 else [shallow[1], *deep] if depth <= 8192 else deep + shallow[1:]
+        deep = [((32, 32, 128, 4, 1), each), ((32, 32, 128, 4, 1), 384)]
+        middle = [((32, 32, 64, 4, 1), 192), ((32, 32, 64, 4, 1), 128)]
+        shallow = [((16, 32, 64, 4, 1), 128)]
+        return shallow + middle + deep if depth <= 4096 else middle + deep if depth <= 12288 else deep + middle
     each = least((256, 384, 512, 768, 1024), 32 if depth <= 16384 else 64)
     wide = [((64, 32, 128, 4, 1), each if depth <= 16384 else max(512, each)), ((64, 32, 128, 4, 1), 384)]
     narrow = [((64, 16, 64, 4, 1), 128), ((64, 16, 128, 4, 1), 384), ((64, 16, 128, 4, 1), 768)]
@@ -109,9 +117,12 @@ def deepest(p: Problem, t: Tiling, target: Target) -> Tiling:
 
 
 def reducers(p: Problem, t: Tiling, units: int) -> int:
-    """How many programs add a tile up: WORDS words a thread, or twice that if then all programs fit into one wave."""
+    """How many programs add a tile up: WORDS words a thread, or twice that if then all programs fit into one wave; two
+    waves of them at most."""
     parts, threads, tiles = 1 << (t.splits - 1).bit_length(), 32 * t.num_warps, p.tiles(t)
-    count = min(t.m * t.n // 4, max(1, parts * t.m * t.n // (threads * WORDS)))
+    count = min(t.m * t.n // LEAST, max(1, parts * t.m * t.n // (threads * WORDS)))
+    while count > 1 and tiles * count > 2 * units:
+        count //= 2
     if tiles * (t.splits + count) > units >= tiles * (t.splits + count // 2) and count > 1:
         count //= 2
     return count
