@@ -132,11 +132,13 @@ def with_tiling(a: Alternative, tiling: Any) -> Alternative:
 # -- by measuring ----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Range:
-    """Sizes to decide for at once. ``most``: its last size (None: open). ``points``: symbol values to measure at."""
+    """Sizes to decide for at once. ``least``, ``most``: its first and last (None: open). ``points``: symbol values to
+    measure at."""
 
     most: int | None
     points: tuple[dict[str, int], ...]
     label: str = ""
+    least: int = 1
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ def _measure_point(region: Region, candidates: list[Alternative], point: dict[st
                 for a in candidates if not all(holds(g, values) for g in a.guards)]  # fmt: skip
     gone = {c.name for c in left_out}
     programs = {
-        a.name: with_hints(splice(region.program, choice, a), point)
+        a.name: with_hints(_without_choices(splice(region.program, choice, a), work), point)
         for a in candidates if a.name not in gone
     }  # fmt: skip
     options = work.options.but(autotune="off")
@@ -272,10 +274,13 @@ def _ranges(choice: Choice) -> list[_Range]:
     for most in (*r.splits, None):
         top = r.upper if most is None else most
         points = sorted({_symbol_value(r.size, v) for v in representatives(least, top)})
-        label = f"{r.what} >= {least}" if most is None else f"{least} <= {r.what} <= {most}"
-        out.append(_Range(most, tuple({symbol.name: v} for v in points), label))
+        out.append(_Range(most, tuple({symbol.name: v} for v in points), _label(r.what, least, most), least))
         least = top + 1
     return out
+
+
+def _label(what: str, least: int, most: int | None) -> str:
+    return f"{what} >= {least}" if most is None else f"{least} <= {what} <= {most}"
 
 
 def representatives(least: int, most: int) -> list[int]:
@@ -300,7 +305,9 @@ def _apply(
     merged: list[tuple[Alternative, _Range]] = []
     for winner, r in zip(winners, ranges):
         if merged and merged[-1][0].name == winner.name:
-            merged[-1] = (winner, replace(r, points=merged[-1][1].points[-1:] + r.points[-1:]))
+            least, points = merged[-1][1].least, merged[-1][1].points[-1:] + r.points[-1:]
+            label = _label(choice.ranges.what, least, r.most) if choice.ranges else r.label
+            merged[-1] = (winner, replace(r, points=points, label=label, least=least))
         else:
             merged.append((winner, r))
     only = merged[0][0] if len(merged) == 1 else None
