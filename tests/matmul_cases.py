@@ -25,9 +25,10 @@ from reflib.target import parse_target
 F32, F64, F16, BF16, BOOL = torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool
 TILED = Tiling("tiled", 32, 32, 32)
 PERSISTENT = Tiling("persistent", 32, 32, 32)
-SPLIT = Tiling("split", 32, 32, 32, splits=4)
-WARPS = Tiling("split", 32, 32, 64, splits=3, warps_k=4)
-KINDS = {"tiled": TILED, "persistent": PERSISTENT, "split": SPLIT, "split warps": WARPS}
+COUNTED = Tiling("split", 32, 32, 32, splits=4)
+SPLIT = Tiling("split", 32, 32, 32, splits=3, reducers=8)
+WARPS = Tiling("split", 32, 32, 64, splits=5, warps_k=4, reducers=64)
+KINDS = {"tiled": TILED, "persistent": PERSISTENT, "split": SPLIT, "split warps": WARPS, "split counted": COUNTED}
 
 Epilogue = Callable[["Slot"], None]
 
@@ -77,6 +78,7 @@ class MatmulCase:
     units: int = 7
     sizes: dict[str, int] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    zeros: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         a, b = (t if t.dim() == 3 else t[None] for t in (self.a, self.b))
@@ -114,7 +116,10 @@ class MatmulCase:
         if t.kind == "split" and t.splits > 1:
             batch, m, n, _ = self.template.sizes
             tiles = batch * ceildiv(m, t.m) * ceildiv(n, t.n)
-            space.append(_space(f"{name}_parts", "zeros", torch.int32, tiles * (t.splits * t.m * t.n)))
+            words, dtype = tiles * (t.splits * t.m * t.n), torch.int32 if t.reducers else F32
+            space.append(_space(f"{name}_parts", "zeros" if t.reducers else "temp", dtype, words))
+            if not t.reducers:
+                space.append(_space(f"{name}_counters", "zeros", torch.int32, tiles))
         if t.kind == "persistent":
             space.append(_space(f"{name}_scratch", "scratch", torch.uint8, 256 * self.units))
         known = tuple(s for s, v in self.sizes.items() if v % 16 == 0) if self.divisible else ()
@@ -134,7 +139,9 @@ class MatmulCase:
         arm, buffers = self.arm(name), self.buffers()
         for b in arm.workspace:
             if b.kind != "scratch":
-                self.tensors[b.name] = torch.zeros(int(b.numel.evaluate(self.sizes)), dtype=b.dtype)
+                fill = float("nan") if b.kind == "temp" else 0
+                self.tensors[b.name] = torch.full((int(b.numel.evaluate(self.sizes)),), fill, dtype=b.dtype)
+                self.zeros |= {b.name} if b.kind == "zeros" else set()
         aligned = () if self.wide else tuple(buffers)
         chip = replace(parse_target(target), units=self.units)
         return generate_matmul(name, self.template, arm, buffers, chip, aligned)
@@ -171,7 +178,7 @@ def problem(case: MatmulCase, got: dict[str, torch.Tensor]) -> str:
             at = bad.flatten().nonzero().flatten()[:4].tolist()
             values = f"got {g.flatten()[at].tolist()} want {want.flatten()[at].tolist()}"
             wrong.append(f"{name}: {int(bad.sum())} of {bad.numel()} wrong, at {at}; {values}")
-    wrong += [f"{n} is not zero again" for n, t in got.items() if n.endswith("_parts") and bool(t.any())]
+    wrong += [f"{n} is not zero again" for n, t in got.items() if n in case.zeros and bool(t.any())]
     return "; ".join(wrong)
 
 
@@ -258,7 +265,7 @@ def matmul_cases() -> dict[str, Make]:
     return cases
 
 
-NO_TMA = ("tiled", "split", "split warps")
+NO_TMA = ("tiled", "split", "split warps", "split counted")
 
 
 def _layouts(add: Callable[..., None]) -> None:
@@ -303,15 +310,14 @@ def _sizes(add: Callable[..., None]) -> None:
     add("batch", lambda t: MatmulCase(rand(3, 40, 70), columns(3, 70, 50), t), NO_TMA)
     add("batch, one b", lambda t: MatmulCase(rand(3, 64, 64), rand(64, 32).expand(3, 64, 32), t, wide=True), NO_TMA)
     add("many tiles", lambda t: MatmulCase(rand(350, 40), padded(40, 300), t))
-    for count in (8, 9, 13):
-        many = Tiling("split", 64, 64, 32, splits=count)
-        add(f"parts in groups, {count} splits", lambda t, many=many: MatmulCase(
+    for count, reducers in ((8, 0), (9, 0), (13, 0), (8, 1), (9, 2), (13, 1)):
+        many = Tiling("split", 64, 64, 32, splits=count, reducers=reducers)
+        add(f"parts in groups, {count} splits, {reducers} reducers", lambda t, many=many: MatmulCase(
             rand(80, 640), rand(640, 96), many, dynamic=True), ("split",))  # fmt: skip
-    for count in (4, 13, 64, 100):  # pieces of 512, 128, 16 and 16 points
-        many = Tiling("split", 32, 32, 16, splits=count)
+    for count, reducers in ((4, 2), (13, 8), (64, 64), (100, 256)):  # pieces of 512, 128, 16 and 4 points
+        many = Tiling("split", 32, 32, 16, splits=count, reducers=reducers)
         add(f"pieces, {count} splits", lambda t, many=many: MatmulCase(
-            rand(50, 1600), rand(1600, 20), many, epilogue=bias_1d, extra={"bias": rand(20)}, units=300),
-            ("split",))  # fmt: skip
+            rand(50, 1600), rand(1600, 20), many, epilogue=bias_1d, extra={"bias": rand(20)}), ("split",))
     add("many tiles, dynamic", lambda t: MatmulCase(rand(352, 48), rand(48, 304), t, dynamic=True))
 
 

@@ -60,6 +60,7 @@ def print_tiled(p: MatmulPrinter) -> Expr:
     """One program per tile of the output."""
     p.put(f"tile = {p.pid()}")
     p.tile()
+    p.span()
     p.product()
     p.epilogue()
     return p.tiles
@@ -150,7 +151,7 @@ class MatmulPrinter:
         return blocks(self.m, self.tiling.m) * blocks(self.n, self.tiling.n) * self.batch
 
     def tile(self) -> None:
-        """``tile`` (a number) to m and n (and z, the batch)."""
+        """``tile`` (a number) to tile_m, tile_n (and z, the batch)."""
         t = self.tiling
         # an empty output has no program; 1 keeps the text free of divisions by 0
         rows, columns = (expr(1) if e == 0 else e for e in (blocks(self.m, t.m), blocks(self.n, t.n)))
@@ -161,6 +162,9 @@ class MatmulPrinter:
             self.put(f"inside = tile % {each}")
             at = "inside"
         self._row_and_column(at, rows, columns)
+
+    def span(self) -> None:
+        """The tile's rows and columns."""
         self.put(f"m = tile_m * MBLOCK + tl.arange(0, MBLOCK){self.wide}")
         self.put(f"n = tile_n * NBLOCK + tl.arange(0, NBLOCK){self.wide}")
 
@@ -293,13 +297,13 @@ def _ragged(size: Expr, block: int) -> bool:
 
 
 def _check(name: str, t: Tiling) -> None:
-    powers = {"m": t.m, "n": t.n, "k": t.k, "warps_k": t.warps_k, "num_warps": t.num_warps}
+    powers = {"m": t.m, "n": t.n, "k": t.k, "warps_k": t.warps_k, "num_warps": t.num_warps, "reducers": t.reducers}
     for what, value in powers.items():
-        if value < 1 or value & (value - 1):
+        if value & (value - 1) or value < (what != "reducers"):
             raise GenerateError(f"{name}: the tiling's {what} is {value}; it must be a power of two")
     if min(t.m, t.n, t.k // t.warps_k) < 16:
         raise GenerateError(f"{name}: a tiling of {t}; blocks must be at least 16 (per share of k as well)")
-    if t.kind != "split" and (t.splits != 1 or t.warps_k != 1):
+    if t.kind != "split" and (t.splits != 1 or t.warps_k != 1 or t.reducers):
         raise GenerateError(f"{name}: a tiling of kind {t.kind} cannot split k")
 
 

@@ -31,6 +31,7 @@ def print_persistent(p: MatmulPrinter) -> Expr:
     p.put(f"for tile in tl.range(tl.program_id(0), {p.size(p.tiles)}, tl.num_programs(0){flat}):")
     p.indent(1)
     p.tile()
+    p.span()
     p.put("acc = tl.zeros([MBLOCK, NBLOCK], tl.float32)")
     p.put(f"for k0 in range(0, {p.size(p.k)}, KBLOCK):")
     p.indent(1)

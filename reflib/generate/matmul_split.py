@@ -1,20 +1,19 @@
-"""Split-K in one launch: SPLITS programs share a tile's depth, and the last ones add the parts up.
+"""Split-K in one launch: SPLITS programs share a tile's depth, and their float32 parts are added in the order of their
+numbers, so that results repeat bit for bit. Two ways to find out that the parts are there:
 
-Each program stores its float32 part of the tile in the workspace. The last PIECES programs of the tile then take a
-piece of it each: they read that piece of all parts, add in the order of the parts' numbers (so results repeat bit for
-bit), run the epilogue, and put the workspace back to zeros.
+**With reducers** (``Tiling.reducers``; CUDA). As many programs more per tile take a piece of it each: they read that
+piece of all parts, add, run the epilogue, and leave zeros. A part is its own flag: zero says "not here yet", so nobody
+counts arrivals and nobody fences; a reader reads again what is zero. A part is stored with the bits of HOLE flipped,
+a signalling NaN; arithmetic gives quiet NaNs only, so no part is ever stored as zero. Programs start in the order of
+their numbers and reducers have the last ones, so they wait only for programs that run already, which wait for nobody:
+no mutual waiting, however few fit on the GPU at once. (One that waits for 10 seconds stops with an error.)
 
-**A part is its own flag.** Zero says "not here yet", so nobody counts arrivals and nobody fences: a reader reads again
-what is zero. A part is stored with the bits of HOLE flipped, a signalling NaN; arithmetic gives quiet NaNs only, so no
-part is ever stored as zero. On an H200 that takes 2 us less than a counter with its fence (Stream-K's fix-up:
-Osama et al., PPoPP 2023).
+**Without.** Each program counts itself with an atomic addition, which makes its part visible to who counts after it;
+who counts last puts the counter back to zero, adds all parts and runs the epilogue (Stream-K's fix-up: Osama et al.,
+PPoPP 2023). The fence, the atomic and a single reader take some 2 us more for small tiles.
 
-**Waiting.** Programs start in the order of their numbers, parts outermost. A single last program (PIECES = 1) waits for
-programs that have started only. Several wait for each other as well; they must all fit on the GPU at once, so there
-are at most half as many as multiprocessors. One that waits for longer than any kernel takes stops with an error.
-
-Deep products of little else: the warps of a program may share a block's depth (``warps_k``), in a product of three
-dimensions that is added up over the first.
+The warps of one program may share a block's depth as well (``warps_k``): the product is then one of three dimensions,
+added up over the first.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import torch
 
 from ..errors import GenerateError
 from ..ir.expr import Expr, expr
-from ..ir.program import Buffer, Tiling
 from .matmul import MatmulPrinter
 
 HOLE = -5855578  # 0xFFA6A6A6, a signalling NaN
@@ -34,15 +32,15 @@ ROUNDS = 1 << 24  # of waiting, some 10 seconds
 def print_split(p: MatmulPrinter) -> Expr:
     """Programs of one split come one after another, so that neighbours share operands."""
     t = p.tiling
-    if t.splits < 2 and t.warps_k < 2:
+    if t.splits < 2 and (t.warps_k < 2 or t.reducers):
         raise GenerateError(f"{p.template.name}: a tiling of kind split with nothing split")
-    if t.splits > 1 and p.target.kind != "cuda":
-        raise GenerateError(f"{p.template.name}: programs that wait for each other are for CUDA, not {p.target.arch}")
-    tiles = expr(1) if p.tiles == 0 else p.tiles
+    if t.reducers and (p.target.kind != "cuda" or t.m * t.n < t.reducers):
+        raise GenerateError(f"{p.template.name}: {t.reducers} reducers for a tile of {t.m} x {t.n} on {p.target.arch}")
     p.pdl = p.target.kind == "cuda" and p.target.capability >= 90
     if p.pdl:
         p.imports.append("from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait\n")
         p.put("gdc_wait()  # for the kernel before: this one may be launched early")
+    tiles = expr(1) if p.tiles == 0 else p.tiles
     if t.splits > 1:
         p.constants["SPLITS"] = t.splits
         p.put(f"pid = {p.pid()}")
@@ -51,95 +49,146 @@ def print_split(p: MatmulPrinter) -> Expr:
     else:
         p.put(f"tile = {p.pid()}")
     p.tile()
-    p.product("split" if t.splits > 1 else "", t.splits, t.warps_k)
+    if t.splits == 1:
+        _product(p, "")
+        p.epilogue()
+    elif t.reducers:
+        _with_reducers(p, tiles)
+    else:
+        _with_counter(p, tiles)
+    return p.tiles * (t.splits + t.reducers)
+
+
+def _product(p: MatmulPrinter, split: str) -> None:
+    p.span()
+    p.product(split, p.tiling.splits, p.tiling.warps_k)
     if p.pdl:
         p.put("gdc_launch_dependents()")
-    if t.warps_k > 1:
-        p.helpers.append(sum_ways(t.warps_k))
+    if p.tiling.warps_k > 1:
+        p.helpers.append(sum_ways(p.tiling.warps_k))
         p.put("acc = sum_ways(acc, MBLOCK, NBLOCK)")
-    if t.splits == 1:
-        p.epilogue()
-        return p.tiles
-    _store_part(p, tiles)
-    _add_parts(p, pieces(t, tiles, p.target.units))
-    return p.tiles * t.splits
 
 
-def pieces(t: Tiling, tiles: Expr, units: int) -> int:
-    """How many programs share the adding up of one tile: 16 bytes each at least, and all can be there at once."""
-    if tiles.constant is None:
-        return 1
-    count = 1 << (t.splits.bit_length() - 1)
-    while count > 1 and (t.m * t.n < 4 * count or count * tiles.constant > units // 2):
-        count //= 2
-    return count
+def _workspace(p: MatmulPrinter, kind: str, dtype: torch.dtype, words: Expr) -> str:
+    found = p.workspace.get(kind)
+    if found is None or found.dtype != dtype or (p.tiles != 0 and found.numel != words):
+        text = f"{words} {str(dtype).removeprefix('torch.')} of kind {kind}"
+        raise GenerateError(f"{p.template.name}: a split tiling needs a workspace of {text}")
+    return p.body.pointer(found.name)
 
 
-def _workspace(p: MatmulPrinter, tiles: Expr) -> Buffer:
-    t, found = p.tiling, p.workspace.get("zeros")
-    words = tiles * (t.splits * t.m * t.n)
-    if found is None or found.dtype != torch.int32 or (p.tiles != 0 and found.numel != words):
-        raise GenerateError(f"{p.template.name}: a split tiling needs a workspace of {words} int32 of kind zeros")
-    return found
-
-
-def _store_part(p: MatmulPrinter, tiles: Expr) -> None:
-    t, name = p.tiling, p.body.pointer(_workspace(p, tiles).name)
+def _parts(p: MatmulPrinter, kind: str, dtype: torch.dtype, tiles: Expr) -> None:
+    """``parts``: where the tile's first part is."""
+    t = p.tiling
+    name = _workspace(p, kind, dtype, tiles * (t.splits * t.m * t.n))
     small = tiles.constant is not None and tiles.constant * t.splits * t.m * t.n < 2**31
     tile = "tile" if small or p.wide else "tile.to(tl.int64)"
-    p.constants["HOLE"] = HOLE
-    p.put("# zero means: not here yet; what is stored is never zero, since no sum is a signalling NaN")
     p.put(f"parts = {name}" + ("" if tiles == 1 else f" + {tile} * (SPLITS * MBLOCK * NBLOCK)"))
-    p.put("place = tl.arange(0, MBLOCK)[:, None] * NBLOCK + tl.arange(0, NBLOCK)[None, :]")
-    p.put("tl.store(parts + split * (MBLOCK * NBLOCK) + place, acc.to(tl.int32, bitcast=True) ^ HOLE)")
 
 
-def _add_parts(p: MatmulPrinter, count: int) -> None:
-    """The programs from SPLITS - PIECES on go on, each with a piece of YBLOCK x XBLOCK points."""
+PLACE = "place = tl.arange(0, MBLOCK)[:, None] * NBLOCK + tl.arange(0, NBLOCK)[None, :]"
+
+
+def _at_once(p: MatmulPrinter, words: int) -> tuple[int, bool]:
+    """(parts of ``words`` words read at once, a power of two; is the number of parts no multiple of it?)"""
     t = p.tiling
-    words = t.m * t.n // count
-    y, x = p.points = (max(1, words // t.n), min(t.n, words))
-    p.constants |= {"PIECES": count, "YBLOCK": y, "XBLOCK": x}
-    p.put("piece = split - (SPLITS - PIECES)")
-    p.put("if piece >= 0:")
+    most = max(1, IN_REGISTERS * 32 * t.num_warps // words)
+    count = min(1 << (t.splits - 1).bit_length(), most)
+    return count, t.splits % count != 0
+
+
+# -- one who was last -------------------------------------------------------------------------------
+def _with_counter(p: MatmulPrinter, tiles: Expr) -> None:
+    t = p.tiling
+    _product(p, "split")
+    _parts(p, "temp", torch.float32, tiles)
+    counters = _workspace(p, "zeros", torch.int32, tiles)
+    p.put(PLACE)
+    p.put("tl.store(parts + split * (MBLOCK * NBLOCK) + place, acc)")
+    p.put("tl.debug_barrier()")
+    p.put(f'if tl.atomic_add({counters} + tile, 1, sem="acq_rel") == SPLITS - 1:')
     p.indent(1)
-    _sum_parts(p, words)
-    p.put("total = tl.reshape(total, [YBLOCK, XBLOCK])")
-    p.body.acc = "total"
-    across = t.n // x
-    row = "piece * YBLOCK" if across == 1 else f"piece // {across}"
-    column = "" if across == 1 else f" + piece % {across} * XBLOCK"
-    wide = p.wide
-    p.epilogue(
-        f"tile_m * MBLOCK + {row} + tl.arange(0, YBLOCK)[:, None]{wide}" if count > 1 else "m[:, None]",
-        f"tile_n * NBLOCK{column} + tl.arange(0, XBLOCK)[None, :]{wide}" if column else "n[None, :]",
-    )
+    p.put(f"tl.store({counters} + tile, 0)")
+    count, more = _at_once(p, t.m * t.n)
+    mask = "mask=s < SPLITS, other=0.0, " if more else ""
+    read = f'tl.load(parts + s * (MBLOCK * NBLOCK) + place[None, :, :], {mask}cache_modifier=".cg")'
+    if count >= t.splits:
+        p.put(f"s = tl.arange(0, {count})[:, None, None]")
+        p.put(f"acc = tl.sum({read}, axis=0)")
+    else:
+        p.put("acc = tl.zeros([MBLOCK, NBLOCK], tl.float32)")
+        p.put(f"for first in tl.range(0, SPLITS, {count}):")
+        p.put(f"    s = first + tl.arange(0, {count})[:, None, None]")
+        p.put(f"    acc += tl.sum({read}, axis=0)")
+    p.epilogue()
     p.indent(-1)
 
 
-def _sum_parts(p: MatmulPrinter, words: int) -> None:
-    """``total``: the sum of this program's piece of all parts, as one row."""
-    t, threads = p.tiling, 32 * p.tiling.num_warps
-    all_parts = 1 << (t.splits - 1).bit_length()
-    count = min(all_parts, max(1, IN_REGISTERS * threads // words))  # parts at once, a power of two
-    loop = count < all_parts
-    p.helpers.append(arrived(max(1, min(32, count * words // threads))))
-    p.put("e = piece * (YBLOCK * XBLOCK) + tl.arange(0, YBLOCK * XBLOCK)")
+# -- reducers ---------------------------------------------------------------------------------------
+def _with_reducers(p: MatmulPrinter, tiles: Expr) -> None:
+    p.constants["HOLE"] = HOLE
+    _parts(p, "zeros", torch.int32, tiles)
+    p.put("if split < SPLITS:")
+    p.indent(1)
+    _product(p, "split")
+    p.put(PLACE)
+    p.put("# zero would mean: not here yet")
+    p.put("tl.store(parts + split * (MBLOCK * NBLOCK) + place, acc.to(tl.int32, bitcast=True) ^ HOLE)")
+    p.indent(-1)
+    p.put("else:")
+    p.indent(1)
+    if p.pdl:
+        p.put("gdc_launch_dependents()")
+    _reducer(p)
+    p.indent(-1)
+
+
+def _reducer(p: MatmulPrinter) -> None:
+    """A piece of YBLOCK x XBLOCK points: whole rows of the tile, or a part of one."""
+    t = p.tiling
+    words = t.m * t.n // t.reducers
+    rows, columns = p.points = max(1, words // t.n), min(t.n, words)
+    p.constants |= {"YBLOCK": rows, "XBLOCK": columns}
+    across = t.n // columns
+    p.put("piece = split - SPLITS")
+    top, left = ("piece * YBLOCK", "") if across == 1 else (f"piece // {across}", f"piece % {across} * XBLOCK + ")
+    p.put(f"row = {top} + tl.arange(0, YBLOCK)[:, None]")
+    p.put(f"column = {left}tl.arange(0, XBLOCK)[None, :]")
+    clear = _add_parts(p, words)
+    p.epilogue(f"tile_m * MBLOCK + row{p.wide}", f"tile_n * NBLOCK + column{p.wide}")
+    for line in clear:
+        p.put(line)
+
+
+def _add_parts(p: MatmulPrinter, words: int) -> list[str]:
+    """``total``: the sum of a piece. Returns what puts zeros back, after the results are stored; when the parts do not
+    fit into registers at once, that is done already."""
+    t = p.tiling
+    count, more = _at_once(p, words)
+    loop = count < t.splits
+    p.helpers.append(arrived(max(1, min(32, count * words // (32 * t.num_warps)))))
     if loop:
-        p.put("total = tl.zeros([YBLOCK * XBLOCK], tl.float32)")
+        p.put("total = tl.zeros([YBLOCK, XBLOCK], tl.float32)")
         p.put(f"for first in tl.range(0, SPLITS, {count}):")
         p.indent(1)
-    p.put(f"s = {'first + ' if loop else ''}tl.arange(0, {count})[:, None]")
-    more = t.splits % count != 0
-    p.put(f"at = parts + {'tl.minimum(s, SPLITS - 1)' if more else 's'} * (MBLOCK * NBLOCK) + e[None, :]")
+    p.put(f"s = {'first + ' if loop else ''}tl.arange(0, {count})[:, None, None]")
+    number = "tl.minimum(s, SPLITS - 1)" if more else "s"
+    p.put(f"at = parts + {number} * (MBLOCK * NBLOCK) + (row * NBLOCK + column)[None, :, :]")
     p.put("part = (arrived(at) ^ HOLE).to(tl.float32, bitcast=True)")
     if more:
         p.put("part = tl.where(s < SPLITS, part, 0.0)")
     p.put(f"total {'+=' if loop else '='} tl.sum(part, axis=0)")
-    p.put("tl.debug_barrier()  # all threads have read")
-    p.put(f"tl.store(at, tl.zeros([{count}, YBLOCK * XBLOCK], tl.int32))")
-    if loop:
-        p.indent(-1)
+    p.body.acc = "total"
+    clear = [
+        "tl.debug_barrier()  # all threads have read",
+        f"tl.store(at, tl.zeros([{count}, YBLOCK, XBLOCK], tl.int32))",
+    ]
+    if not loop:
+        return clear
+    for line in clear:
+        p.put(line)
+    p.indent(-1)
+    return []
 
 
 # -- helpers ----------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def widths(binary: Binary) -> set[str]:
 
 TILED = Tiling("tiled", 128, 128, 64, 8, 3)
 TMA = Tiling("persistent", 128, 256, 64, 8, 3)
-WARPS = Tiling("split", 32, 32, 256, 4, 4, splits=32, warps_k=4)
+WARPS = Tiling("split", 32, 32, 256, 4, 4, splits=32, warps_k=4, reducers=16)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_persistent_reads_through_tma(arch: str, turned: bool) -> None:
 def test_warps_share_the_depth() -> None:
     kernel, binary = built(large(WARPS, m=32, k=16384))
     multiplies, atomics, polls = count(binary, r"mma\.sync", "atom", r"ld\.relaxed\.gpu")
-    assert multiplies >= 16 and atomics == 0 and polls > 0 and kernel.grid == 32
+    assert multiplies >= 16 and atomics == 0 and polls > 0 and kernel.grid == 32 + 16
     assert [b for b, _ in kernel.buffers] == ["a", "b", "product_parts", "out"]
     assert kernel.pdl and binary.pdl and count(binary, r"griddepcontrol\.wait") == [1]
 
@@ -172,24 +172,30 @@ def test_masks_only_where_needed() -> None:
     assert "mask=k[None, :] < 65 - k0" in source and "(n[None, :] < 100)" in source and "m[:, None] <" not in source
 
 
+def test_a_counter_where_there_are_no_reducers() -> None:
+    kernel, binary = built(large(replace(WARPS, reducers=0), m=32, k=16384))
+    atomics, polls = count(binary, r"atom\.global\.gpu\.acq_rel", r"ld\.relaxed\.gpu")
+    assert atomics == 1 and polls == 0 and kernel.grid == 32
+    assert [b for b, _ in kernel.buffers] == ["a", "b", "product_parts", "product_counters", "out"]
+
+
 def split_source(tiling: Tiling, **more: Any) -> str:
     return replace(large(tiling, m=64, k=16384), **more).kernel("product").source
 
 
-def test_the_last_programs_of_a_tile_take_a_piece_of_it_each() -> None:
-    """Half as many as multiprocessors in all, and 4 points each at least."""
+def test_reducers_take_rows_or_parts_of_a_row() -> None:
     tiling = replace(WARPS, m=64, n=32, splits=50)
-    assert "PIECES: tl.constexpr = 32, YBLOCK: tl.constexpr = 2, XBLOCK: tl.constexpr = 32" in split_source(tiling)
-    assert "PIECES: tl.constexpr = 1," in split_source(tiling, units=2)
-    assert "PIECES: tl.constexpr = 1," in split_source(tiling, dynamic=True), "they wait for each other"
-    row = split_source(replace(tiling, m=16, n=16, splits=128), units=2000)
-    assert "PIECES: tl.constexpr = 32, YBLOCK: tl.constexpr = 1, XBLOCK: tl.constexpr = 8" in row
+    assert "YBLOCK: tl.constexpr = 4, XBLOCK: tl.constexpr = 32" in split_source(tiling)
+    source = split_source(replace(tiling, reducers=256))
+    assert "YBLOCK: tl.constexpr = 1, XBLOCK: tl.constexpr = 8" in source and "piece // 4" in source
 
 
-def test_parts_are_added_at_once_or_in_groups() -> None:
-    at_once = split_source(replace(WARPS, splits=50))
-    assert "s = tl.arange(0, 64)[:, None]" in at_once and "tl.minimum(s, SPLITS - 1)" in at_once
-    assert "for first in tl.range(0, SPLITS, 8):" in split_source(replace(WARPS, splits=50), units=1)
+@pytest.mark.parametrize("reducers", [0, 1])
+def test_parts_are_added_at_once_or_in_groups(reducers: int) -> None:
+    few = split_source(replace(WARPS, splits=6, reducers=reducers))
+    assert "s = tl.arange(0, 8)[:, None, None]" in few
+    many = split_source(replace(WARPS, splits=50, reducers=reducers))
+    assert "for first in tl.range(0, SPLITS, 8):" in many and "s = first + tl.arange(0, 8)" in many
 
 
 def test_no_sum_is_a_hole() -> None:
@@ -210,6 +216,10 @@ def test_tilings_that_cannot_be() -> None:
     refuse(large(replace(WARPS, k=32)), "at least 16")
     refuse(large(replace(TILED, splits=2)), "cannot split k")
     refuse(large(replace(WARPS, splits=1, warps_k=1)), "nothing split")
+    refuse(large(replace(TILED, reducers=2)), "cannot split k")
+    refuse(large(replace(WARPS, reducers=3)), "reducers is 3; it must be a power of two")
+    refuse(large(replace(WARPS, reducers=4096)), "4096 reducers for a tile of 32 x 32")
+    refuse(large(WARPS), "16 reducers for a tile of 32 x 32 on gfx942", "gfx942")
     refuse(large(replace(TILED, kind="magic")), "unknown kind of tiling 'magic'")
     refuse(large(TILED, F64), "no Triton kernel for a product of torch.float64")
 
@@ -225,7 +235,7 @@ def test_operands_tma_cannot_read() -> None:
 def test_a_split_needs_its_workspace() -> None:
     case = large(WARPS, m=32, k=16384)
     case.arm = lambda name: Arm((), (case.template,), Config("matmul"), ())  # type: ignore[method-assign]
-    refuse(case, r"needs a workspace of 32768 int32 of kind zeros")
+    refuse(case, "needs a workspace of 32768 int32 of kind zeros")
 
 
 def test_more_scratch_than_planned() -> None:

@@ -83,9 +83,12 @@ LARGE = {
     "tiled, 4 warps": (2048, 2048, 1024, Tiling("tiled", 128, 64, 32, 4, 4)),
     "persistent": (2048, 2304, 1032, Tiling("persistent", 128, 256, 64, 8, 3)),
     "persistent, small tiles": (2000, 2056, 264, Tiling("persistent", 64, 128, 64, 4, 4)),
-    "split": (64, 64, 32768, Tiling("split", 64, 64, 64, 4, 4, splits=64)),
-    "split, warps": (48, 48, 20480, Tiling("split", 16, 16, 256, 4, 3, splits=16, warps_k=4)),
-    "split, ragged": (50, 72, 5000, Tiling("split", 32, 32, 128, 4, 3, splits=12, warps_k=2)),
+    "split": (64, 64, 32768, Tiling("split", 64, 32, 128, 4, 5, splits=64, reducers=32)),
+    "split, warps": (48, 48, 20480, Tiling("split", 16, 16, 256, 4, 3, splits=16, warps_k=4, reducers=16)),
+    "split, ragged": (50, 72, 5000, Tiling("split", 32, 32, 128, 4, 3, splits=12, warps_k=2, reducers=8)),
+    "split, many waves": (500, 500, 4096, Tiling("split", 64, 64, 64, 4, 3, splits=16, reducers=64)),
+    "split, counted": (64, 64, 32768, Tiling("split", 64, 64, 64, 4, 4, splits=64)),
+    "split, warps, counted": (48, 48, 20480, Tiling("split", 16, 16, 256, 4, 3, splits=16, warps_k=4)),
     "warps alone": (16, 4096, 4096, Tiling("split", 16, 32, 256, 8, 3, warps_k=8)),
 }
 
@@ -141,7 +144,7 @@ def test_tf32_is_as_exact_as_tf32(name: str, turned: bool) -> None:
 
 
 # -- the general arm --------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", ["tiled", "split", "split, warps"])
+@pytest.mark.parametrize("kind", ["tiled", "split", "split, warps", "split, counted"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_misaligned_operands(kind: str, dynamic: bool) -> None:
     """Every pointer is 2 bytes behind a multiple of 16; the kernel was told nothing of alignment."""
@@ -175,7 +178,7 @@ def test_split_repeats_bit_for_bit(name: str) -> None:
         tensors["out"].zero_()
         launch()
         assert torch.equal(tensors["out"], first)
-    assert not tensors["product_parts"].any()
+    assert not any(tensors[n].any() for n in case.zeros)
 
 
 @pytest.mark.parametrize("name", SPLIT + (["persistent"] if torch.cuda.is_available() and tma() else []))
@@ -213,7 +216,7 @@ def test_in_a_cuda_graph() -> None:
     tensors["out"].zero_()
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(tensors["out"], first) and not tensors["product_parts"].any()
+    assert torch.equal(tensors["out"], first) and not any(tensors[n].any() for n in case.zeros)
 
 
 def test_epilogues_on_large_tiles() -> None:
