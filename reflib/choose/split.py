@@ -20,7 +20,7 @@ BLOCKS = (16, 32, 64, 128, 256)
 WAVES = (1 / 4, 1 / 3, 1 / 2, 2 / 3, 5 / 6, 1, 2)
 DEEP = 2048  # depth from which on few results are surely split
 WORDS = 16  # of all parts, that a thread adds up: they are on their way at once
-LEAST = 4  # points that a program adds up
+LEAST = 16  # points that a program adds up: rows of 8 are slower
 STAGES = 8
 
 
