@@ -79,7 +79,7 @@ class Zeros:
     def __call__(self, device: int, stream: int, count: int) -> torch.Tensor:
         capture = capture_id(stream) if torch._C._cuda_isCurrentStreamCapturing() else 0
         have = self.of.get((device, stream, capture))
-        if have is not None and have.numel() >= count and (capture or self.reserve[device].numel() >= count):
+        if have is not None and have.numel() >= count and (capture or self.reserve[device].numel() >= 2 * count):
             return have
         return self._more(device, stream, capture, max(1, -(-count // self.WHOLE)) * self.WHOLE)
 
@@ -88,7 +88,7 @@ class Zeros:
         where = torch.device("cuda", device)
         reserve, out = self.reserve.get(device), self.of.get((device, stream, capture))
         if not capture:
-            if reserve is None or reserve.numel() < count:
+            if reserve is None or reserve.numel() < 2 * count:
                 most = max(self.CAPTURED, self.CALLS * count)
                 self.reserve[device] = torch.zeros(most, dtype=torch.int32, device=where)
             if out is None or out.numel() < count:
