@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,9 @@ import pytest
 import torch
 
 import reflib
+from reflib.choose.decision import Candidate
+from reflib.choose.measure import Result
+from reflib.choose.winner import decide as winner_of
 from reflib.ir.program import Choice, Dispatch, Extern, walk
 
 count = iter(range(10_000))
@@ -202,47 +206,60 @@ def test_several_outputs() -> None:
 
 
 # -- ranges -----------------------------------------------------------------------------------------
-def test_ranges_branch_on_the_named_tensors_size(caplog: Any) -> None:
-    """For few columns of the *second* tensor one implementation wins by far, for many another."""
-    op = make_op(slow=True)
+def clocked(monkeypatch: Any, time_us: Callable[[str, dict[str, int]], float]) -> None:
+    """Measuring with times from a formula of a candidate's name and the sizes, so that the outcome is certain."""
 
-    def few(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:  # costs grow with the columns of b
-        out = a @ b
-        for _ in range(4):
-            out = torch.sort(out, stable=True)[0] * 0 + a @ b
-        return out
+    def measured(request: Any, build: Any, makers: Any = None, constants: Any = None) -> Result:
+        rows = tuple(
+            Candidate(name, "ok", time_us(name, request.sizes), spread=0.01, error=0.0) for name in request.programs
+        )
+        winner, reason = winner_of(rows, request.default, request.min_speedup)
+        return Result(rows, winner, reason)
 
-    def many(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:  # a fixed cost
-        waste = a.new_ones(200, 200)
-        return a @ b + (waste @ waste).sum() * 0
+    monkeypatch.setattr(importlib.import_module("reflib.choose.decide"), "measure", measured)
 
+
+def test_ranges_branch_on_the_named_tensors_size(caplog: Any, monkeypatch: Any) -> None:
+    op = make_op(slow=False)
+
+    def few(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a @ b
+
+    def many(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (b.t() @ a.t()).t().contiguous()
+
+    def cost(name: str, sizes: dict[str, int]) -> float:
+        (columns,) = sizes.values()
+        return {"few": 1.0 + columns, "many": 100.0, "eager": 1e6}[name]
+
+    clocked(monkeypatch, cost)
     reflib.register_custom_op_autotuning(
         op, configs=[few, many], split_points=[16],
-        dispatch_on={"tensor_name": "b", "dim": 1, "range_upper_bound": 1024},
+        dispatch_on={"tensor_name": "b", "dim": 1, "range_upper_bound": 4096},
     )  # fmt: skip
 
     def f(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return torch.relu(op(a, b))
 
-    a = torch.randn(64, 8)
-    torch._dynamo.mark_dynamic(b := torch.randn(8, 100), 1)
+    a, b = torch.randn(64, 8), torch.randn(8, 100)
+    torch._dynamo.mark_dynamic(b, 1)
     e = reflib.explain(f, a, b, autotune="blocking", verify=True)
-    d = e.decisions[0]
-    assert any("size(1)" in c.where or "=" in c.where for c in d.candidates), d
+    assert len({c.where for c in e.decisions[0].candidates}) == 6  # three sizes in each range
     node = next(n for n in e.chosen.nodes if isinstance(n, Dispatch))
-    assert [len(arm.predicate) for arm in node.arms] == [1, 0], e.decisions
+    assert [[(p.kind, p.value) for p in arm.predicate] for arm in node.arms] == [[("at_most", 16)], []]
     assert "few" in node.arms[0].label and "many" in node.arms[1].label
     torch._dynamo.reset()
     g = reflib.compile(f, autotune="blocking")
-    torch._dynamo.mark_dynamic(b, 1)
-    for n in (100, 3, 16, 17, 1000, 2000, 3000):
+    for n in (100, 3, 16, 17, 1000, 5000, 6000):
         b = torch.randn(8, n)
+        torch._dynamo.mark_dynamic(b, 1)
         assert close(g(a, b), f(a, b)), n
     assert caplog.text.count("outside the sizes that were tuned") == 1
 
 
-def test_equal_winners_merge() -> None:
-    op = make_op()
+def test_equal_winners_merge(monkeypatch: Any) -> None:
+    op = make_op(slow=False)
+    clocked(monkeypatch, lambda name, sizes: 1.0 if name == "plain" else 10.0)
     reflib.register_custom_op_autotuning(
         op, configs=[plain], split_points=[8, 64], dispatch_on={"tensor_name": "a", "dim": 0}
     )
@@ -251,6 +268,25 @@ def test_equal_winners_merge() -> None:
     e = reflib.explain(lambda a, b: op(a, b) + 1, a, b, autotune="blocking")
     assert e.decisions[0].winner == "plain"
     assert not any(isinstance(n, Dispatch) for n in e.chosen.nodes)
+
+
+def test_neighbouring_ranges_with_one_winner_share_an_arm(monkeypatch: Any) -> None:
+    op = make_op(slow=False)
+
+    def cost(name: str, sizes: dict[str, int]) -> float:
+        (rows,) = sizes.values()
+        return 1.0 if (name == "plain") == (rows <= 64) else 10.0
+
+    clocked(monkeypatch, cost)
+    reflib.register_custom_op_autotuning(
+        op, configs=[plain], split_points=[8, 64], dispatch_on={"tensor_name": "a", "dim": 0}
+    )
+    a, b = torch.randn(32, 8), torch.randn(8, 4)
+    torch._dynamo.mark_dynamic(a, 0)
+    e = reflib.explain(lambda a, b: op(a, b) + 1, a, b, autotune="blocking", verify=True)
+    node = next(n for n in e.chosen.nodes if isinstance(n, Dispatch))
+    assert [[p.value for p in arm.predicate] for arm in node.arms] == [[64], []]
+    assert "plain" in node.arms[0].label and "eager" in node.arms[1].label
 
 
 def test_guards_of_a_winner_are_checked_at_every_call() -> None:
