@@ -134,10 +134,17 @@ def _candidates(here: Rows, winner: Row, place: dict[str, Any]) -> list[dict[str
     return [
         {**place, "name": names[i], "candidate": r.case, "kind": kind_of(r.case), "time": _digits(r.value), "rank": i,
          "low": _digits(max(0.0, (r.value or 0.0) - (r.spread or 0.0) / 2)),
-         "high": _digits((r.value or 0.0) + (r.spread or 0.0) / 2), "error": _digits(extra.get((r.case, "error"))),
+         "high": _digits((r.value or 0.0) + (r.spread or 0.0) / 2), "end": _digits(_end(r)),
+         "error": _digits(extra.get((r.case, "error"))),
          "predicted": _digits(extra.get((r.case, "predicted"))), "chosen": r.case == winner.case}
         for i, r in enumerate(drawn)
     ]  # fmt: skip
+
+
+def _end(r: Row) -> float:
+    """Where the line of the spread ends: a wild one does not make everything else too small to see."""
+    time = r.value or 0.0
+    return min(time + (r.spread or 0.0) / 2, 1.5 * time)
 
 
 def _digits(value: float | None) -> float | None:
@@ -297,7 +304,7 @@ def _bars() -> dict[str, Any]:
             },
             {
                 "mark": {"type": "rule", "color": GREY, "strokeWidth": 2},
-                "encoding": {"x": {"field": "low", "type": "quantitative"}, "x2": {"field": "high"}},
+                "encoding": {"x": {"field": "low", "type": "quantitative"}, "x2": {"field": "end"}},
             },
             {
                 "transform": [{"filter": "isValid(datum.predicted)"}],
@@ -307,7 +314,7 @@ def _bars() -> dict[str, Any]:
             {
                 "mark": {"type": "text", "align": "left", "dx": 4, "fontSize": 10},
                 "encoding": {
-                    "x": {"field": "high", "type": "quantitative"},
+                    "x": {"field": "end", "type": "quantitative"},
                     "text": {"field": "label", "type": "nominal"},
                 },
                 "transform": [
@@ -367,11 +374,11 @@ def _still_bars(ax: Axes, bars: list[dict[str, Any]]) -> None:
     for place, c in enumerate(bars):
         colour, _, _, hatch = KINDS[c["kind"]]
         ax.barh(place, c["time"], color=colour, hatch=hatch, edgecolor="#ffffff", height=0.7)
-        ax.plot([c["low"], c["high"]], [place, place], color=INK, linewidth=1)
+        ax.plot([c["low"], c["end"]], [place, place], color=INK, linewidth=1)
         if c["predicted"] is not None:
             ax.plot([c["predicted"]] * 2, [place - 0.4, place + 0.4], color=QUIET, linewidth=2)
         said = short(c["time"]) + ("  chosen" if c["chosen"] else "")
-        ax.annotate(said, (c["high"], place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5)
+        ax.annotate(said, (c["end"], place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5)
     ax.set_yticks(range(len(bars)), [c["name"] for c in bars], fontsize=8)
     ax.set_ylim(len(bars) - 0.4, -0.6)
     ax.margins(x=0.15)

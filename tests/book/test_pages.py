@@ -11,8 +11,12 @@ from pathlib import Path
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
+from reflib import lab
+from reflib.choose import Candidate, Decision
 from reflib.lab import book
 from reflib.lab import notebook as nb
+from reflib.lab.explorer import MIME
+from reflib.lab.rows import Rows
 
 CHROMIUM = next((c for c in ("chromium", "chromium-browser", "google-chrome") if shutil.which(c)), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
@@ -24,6 +28,18 @@ FIGURE = {
     "mark": "bar",
     "encoding": {"x": {"field": "name", "type": "nominal"}, "y": {"field": "value", "type": "quantitative"}},
 }
+
+
+def explored() -> dict[str, object]:
+    """A figure of two shapes, with four candidates and three."""
+    lab.setup(device="cpu", quiet=True)
+    rows: list[object] = []
+    for k, names in {4096: ("aten", "decompose_k(k_splits=2)", "x", "y"), 64: ("aten", "y", "z")}.items():
+        found = tuple(Candidate(n, "ok", 2.0 + i, spread=0.1) for i, n in enumerate(names))
+        rows += lab.candidate_rows(Decision("op0", "aten", found, "because"), {"M": 32, "N": 32, "K": k})
+    figure = lab.explore(Rows(rows), caption="Pick one.")  # type: ignore[arg-type]
+    assert figure is not None
+    return figure.spec
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +57,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
             new_markdown_cell(f"# {slug}\n\n$\\frac{{a}}{{b}}$"),
             new_code_cell("draw()", outputs=[figure]),
         ]
+        if slug == "decompose-k":
+            cells.append(new_code_cell("explore()", outputs=[new_output("display_data", data={MIME: explored()})]))
         nb.write(new_notebook(cells=cells), source / "notebooks" / f"{slug}.ipynb")
     return book.build(source).parent
 
@@ -68,6 +86,29 @@ def test_a_figure_has_words_for_it(pages: Path) -> None:
     assert inside and json.loads(inside.group(1)) == FIGURE
 
 
+BARS = "document.querySelectorAll('[aria-roledescription=bar]').length - 2"  # two are the other figure's
+PICK = """(() => {
+    const list = [...document.querySelectorAll('.vega-bind select')].find(s => s.options.length == 2);
+    const before = %s;
+    list.value = '32 x 32 x 64';
+    list.dispatchEvent(new Event('input'));
+    list.dispatchEvent(new Event('change'));
+    setTimeout(() => { document.title = before + ' ' + (%s) }, 500);
+    return 'waiting';
+})()"""
+
+
+def test_a_shape_can_be_picked_and_its_candidates_are_drawn(pages: Path) -> None:
+    page = pages / "notebooks" / "decompose-k.html"
+    assert "<figcaption>Pick one.</figcaption>" in page.read_text()
+    assert title_after(page, PICK % (BARS, BARS)) == "4 3"
+
+
+def test_only_pages_with_a_figure_load_its_scripts(pages: Path) -> None:
+    assert "vega-embed" in (pages / "notebooks" / "decompose-k.html").read_text()
+    assert "vega" not in (pages / "book" / "index.html").read_text()
+
+
 def title_after(page: Path, script: str, *flags: str) -> str:
     """What `script`, an expression, is worth in the page a second after it loaded."""
     probe = f"<script>onload = () => setTimeout(() => {{ document.title = {script} }}, 1000)</script></body>"
@@ -82,7 +123,10 @@ def title_after(page: Path, script: str, *flags: str) -> str:
 OUTSIDE = "performance.getEntriesByType('resource').map(e => e.name).filter(n => n.startsWith('http')).join()"
 
 
-@pytest.mark.parametrize("name", ["book/index", "book/architecture", "book/status", "notebooks/fusion"])
+PAGES = ["book/index", "book/architecture", "book/status", "notebooks/fusion", "notebooks/decompose-k"]
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_nothing_is_asked_of_the_network(pages: Path, name: str) -> None:
     assert title_after(pages / f"{name}.html", OUTSIDE) == ""
 
@@ -97,6 +141,6 @@ def test_the_browser_would_tell(tmp_path: Path) -> None:
 
 def test_the_page_fits_a_phone(pages: Path) -> None:
     sizes = "document.documentElement.scrollWidth + ' ' + innerWidth"
-    for page in ("book/architecture", "book/index", "notebooks/fusion"):
+    for page in ("book/architecture", "book/index", "notebooks/fusion", "notebooks/decompose-k"):
         wide, screen = title_after(pages / f"{page}.html", sizes, "--window-size=500,900").split()
         assert int(wide) <= int(screen), page
