@@ -284,10 +284,22 @@ def _label(what: str, least: int, most: int | None) -> str:
 
 
 def representatives(least: int, most: int) -> list[int]:
-    """Three sizes inside least..most: a third and two thirds of the way up on a logarithmic scale, and the top."""
+    """Three sizes inside least..most: a third and two thirds of the way up on a logarithmic scale, and the top. Those
+    inside are round where there is room (three binary digits), as the sizes are that people use: a size that nothing
+    divides would rule out every candidate that asks for a divisor.
+
+    >>> representatives(5, 128), representatives(129, 4096)
+    ([14, 40, 128], [384, 1280, 4096])
+    """
     if most <= least:
         return [least]
-    return sorted({round(least * (most / least) ** f) for f in (1 / 3, 2 / 3, 1.0)})
+    inside = (_rounded(least * (most / least) ** f) for f in (1 / 3, 2 / 3))
+    return sorted({*(min(max(least, size), most) for size in inside), most})
+
+
+def _rounded(size: float) -> int:
+    unit = 1 << max(0, int(size).bit_length() - 3)
+    return round(size / unit) * unit
 
 
 def _symbol_value(size: Expr, value: int) -> int:

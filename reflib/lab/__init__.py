@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from reflib.lab.plots import lines as lines
     from reflib.lab.ranges import arms as arms
     from reflib.lab.ranges import range_picture as range_picture
+    from reflib.lab.ranges import served as served
     from reflib.lab.ranges import told_times as told_times
     from reflib.lab.ratio_chart import geometric_mean as geometric_mean
     from reflib.lab.ratio_chart import predicted_plot as predicted_plot
@@ -102,6 +103,7 @@ _HOME = {
     "ratios": "ratio_chart",
     "arms": "ranges",
     "range_picture": "ranges",
+    "served": "ranges",
     "told_times": "ranges",
     "recorded": "recording",
     "Row": "rows",

@@ -131,6 +131,8 @@ def _scales(ax: Axes, x: str, log: str) -> None:
         ax.xaxis.set_major_locator(LogLocator(base=4 if x == "bytes" else 10, numticks=6))
     if x == "bytes":
         ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: short_bytes(v)))
+    elif "x" in log:
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.6g}"))
     if "y" in log:
         ax.set_yscale("log")
         plain_log(ax)

@@ -4,13 +4,16 @@ and a chart of time over a size with the arms under it.
 
 from __future__ import annotations
 
+import html
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from reflib.errors import LabError
-from reflib.lab.figures import COLOURS, INK, QUIET, Picture, figure, plain_log, series_style, style
+from reflib.lab.explorer import Explorer
+from reflib.lab.figures import COLOURS, INK, QUIET, plain_log, series_style, style, to_svg
+from reflib.lab.range_spec import range_spec
 from reflib.lab.rows import Rows, short
 
 if TYPE_CHECKING:
@@ -77,8 +80,27 @@ def arms(e: Any) -> list[dict[str, Any]]:
             inside = list(walk(arm.nodes))
             calls = sum(isinstance(n, Extern) for n in inside)
             asks = " and ".join(_condition(p) for p in arm.predicate) or "otherwise"
-            lines.append({"if": asks, "runs": arm.label, "kernels": len(inside) - calls, "calls": calls})
+            runs = arm.label.removeprefix("else: ")
+            lines.append({"if": asks, "runs": runs, "kernels": len(inside) - calls, "calls": calls})
     return lines
+
+
+def served(e: Any, top: int) -> list[tuple[int, int, str]]:
+    """(least, most, winner) for each range of the first decision in an explanation, up to ``top``. Where one winner
+    serves all sizes, one range. What a winner asks of the sizes besides is left out."""
+    from reflib.ir.program import Dispatch
+
+    node = next((n for n in e.chosen.nodes if isinstance(n, Dispatch)), None)
+    if node is None:
+        return [(1, top, e.decisions[0].winner)]
+    out: list[tuple[int, int, str]] = []
+    least = 1
+    for arm in node.arms:
+        most = next((p.value for p in arm.predicate if p.kind == "at_most"), top)
+        if least <= most:
+            out.append((least, most, arm.label.rsplit(": ", 1)[-1]))
+            least = most + 1
+    return out
 
 
 def _condition(p: Any) -> str:
@@ -95,14 +117,17 @@ def range_picture(
     x: str = "size",
     tuned: Sequence[int] = (),
     metric: str = "time",
-) -> Picture | None:
-    """Time over a size: a line a case, and a strip under them that says who serves which sizes.
+) -> Explorer | None:
+    """Time over a size: a line a case, and a strip under them that says who serves which sizes. Where Vega-Lite is
+    drawn, a size can be picked, to see all cases at it.
 
     served: (least, most, case) for every range, in order; a case that has no line of its own is drawn in grey.
     tuned: sizes at which was measured in order to choose; ticks in the strip.
     Returns None, and says so, where nothing was measured.
     """
     import matplotlib.pyplot as plt
+
+    from reflib.lab.showing import display_thing
 
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows.where(metric=metric):
@@ -129,7 +154,14 @@ def range_picture(
             ax.axvline(least - 0.5, color=QUIET, linewidth=1, linestyle=(0, (4, 3)))
         _strip(strip, served, list(lines), tuned, [p for points in lines.values() for p, _ in points])
         strip.set_xlabel(x)
-    return figure(fig, caption=caption, alt=_alt(lines, served, x))
+    alt = _alt(lines, served, x)
+    svg = to_svg(fig)
+    plt.close(fig)
+    head, _, rest = svg.partition(">")
+    svg = f'{head} role="img">\n <title>{html.escape(alt)}</title>{rest}'
+    found = Explorer(range_spec(lines, served, tuned, x, caption, alt), svg, alt, caption)
+    display_thing(found)
+    return found
 
 
 def _strip(

@@ -57,14 +57,16 @@ def test_what_is_told_decides_for_a_target_that_is_not_here() -> None:
     assert [line["runs"].split(": ")[1] for line in table] == ["small", "eager"]
     assert table[0]["if"].endswith("<= 8") and table[1]["if"] == "otherwise"
     assert [(line["kernels"], line["calls"]) for line in table] == [(1, 0), (1, 1)]
-    assert sorted({size(s) for _, s in asked}) == [2, 4, 8, 17, 33, 64]
+    assert lab.served(e, 64) == [(1, 8, "small"), (9, 64, "eager")]
+    assert sorted({size(s) for _, s in asked}) == [2, 4, 8, 16, 32, 64]
     decide = __import__("sys").modules["reflib.choose.decide"]
     assert decide.measure.__module__ == "reflib.choose.measure"  # put back
 
 
 def test_one_winner_has_no_arms_and_guards_are_conditions() -> None:
     with lab.told_times(lambda name, s: 2.0 if name == "eager" else 1.0):
-        assert lab.arms(reflib.explain(ranged_op([8]), rows_of(16), autotune="blocking")) == []
+        e = reflib.explain(ranged_op([8]), rows_of(16), autotune="blocking")
+        assert lab.arms(e) == [] and lab.served(e, 64) == [(1, 64, "small")]
         e = reflib.explain(ranged_op([], only_fours=True), rows_of(16), autotune="blocking")
     assert [line["if"].split(" ", 1)[-1] for line in lab.arms(e)] == ["% 4 == 0", "otherwise"]
 

@@ -1,0 +1,139 @@
+"""The Vega-Lite form of `lab.range_picture`: pick a size, and see all cases at it and who serves it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reflib.lab.explorer import SCHEMA
+from reflib.lab.figures import COLOURS, QUIET
+
+WIDTH = 430
+Lines = Mapping[str, list[tuple[float, float]]]
+Served = Sequence[tuple[int, int, str]]
+
+
+def range_spec(lines: Lines, served: Served, tuned: Sequence[int], x: str, caption: str, alt: str) -> dict[str, Any]:
+    """Three views over one selection: lines over the size, a strip of who serves, bars of the cases at one size."""
+    xs = sorted({p for points in lines.values() for p, _ in points})
+    low, high = xs[0], xs[-1]
+    strip = [
+        {"least": max(low, a - 0.5), "most": min(high, b + 0.5), "case": case, "sizes": f"{a:,} to {b:,}",
+         "middle": (max(low, a - 0.5) * min(high, b + 0.5)) ** 0.5}
+        for a, b, case in served if a - 0.5 < high and b + 0.5 > low
+    ]  # fmt: skip
+    points = [
+        {"case": case, "size": p, "time": float(f"{t:.4g}"), "serves": case == _who(served, p)}
+        for case, some in lines.items() for p, t in some
+    ]  # fmt: skip
+    colour = {
+        "field": "case", "type": "nominal", "title": None,
+        "scale": {"domain": list(lines), "range": [COLOURS[i % len(COLOURS)] for i in range(len(lines))]},
+    }  # fmt: skip
+    scale = {"type": "log", "base": 2, "domain": [low / 1.1, high * 1.1], "nice": False}
+    return {
+        "$schema": SCHEMA,
+        "description": alt,
+        "usermeta": {"caption": caption, "fit": True},
+        "datasets": {
+            "points": points,
+            "strip": strip,
+            "tuned": [{"size": t} for t in tuned if low <= t <= high],
+            "sizes": [{"size": p} for p in xs],
+        },
+        "vconcat": [_lines(xs, scale, colour, x), _strip(scale, colour, x), _bars(colour)],
+        "config": {"concat": {"spacing": 8}, "axis": {"gridOpacity": 0.4}},
+    }
+
+
+def _who(served: Served, size: float) -> str:
+    return next((case for least, most, case in served if least <= size <= most), "")
+
+
+def _lines(xs: list[float], scale: dict[str, Any], colour: dict[str, Any], x: str) -> dict[str, Any]:
+    across = {"field": "size", "type": "quantitative", "scale": scale, "axis": {"labels": False, "title": None}}
+    ticks = {"labelExpr": "format(datum.value, ',.4~g')", "tickCount": 5}
+    up = {"field": "time", "type": "quantitative", "title": "µs a call", "scale": {"type": "log"}, "axis": ticks}
+    legend = {"orient": "top", "columns": 2}
+    pick = {
+        "name": "size",
+        "select": {"type": "point", "fields": ["size"], "nearest": True, "on": "click", "clear": False},
+        "bind": {"input": "select", "options": xs, "name": f"{x} "},
+        "value": [{"size": xs[0]}],
+    }
+    return {
+        "width": WIDTH,
+        "height": 220,
+        "encoding": {"x": across},
+        "layer": [
+            {
+                "data": {"name": "points"},
+                "mark": {"type": "line", "point": True},
+                "encoding": {
+                    "y": up,
+                    "color": {**colour, "legend": legend},
+                    "strokeDash": {**{k: colour[k] for k in ("field", "type", "title")}, "legend": legend},
+                    "tooltip": [{"field": "case"}, {"field": "size", "title": x}, {"field": "time", "title": "µs"}],
+                },
+            },
+            {
+                "data": {"name": "sizes"},
+                "params": [pick],
+                "mark": {"type": "rule", "color": QUIET, "cursor": "pointer"},
+                "encoding": {
+                    "opacity": {"condition": {"param": "size", "empty": False, "value": 0.9}, "value": 0.001},
+                    "size": {"condition": {"param": "size", "empty": False, "value": 2}, "value": 14},
+                },
+            },
+        ],
+    }
+
+
+def _strip(scale: dict[str, Any], colour: dict[str, Any], x: str) -> dict[str, Any]:
+    axis = {"labelExpr": "format(datum.value, ',')", "tickCount": 6, "grid": False}
+    across = {"type": "quantitative", "scale": scale, "axis": axis, "title": f"{x}; the strip: who serves"}
+    return {
+        "width": WIDTH,
+        "height": 26,
+        "layer": [
+            {
+                "data": {"name": "strip"},
+                "mark": {"type": "bar", "height": 22, "stroke": "#ffffff"},
+                "encoding": {
+                    "x": {"field": "least", **across},
+                    "x2": {"field": "most"},
+                    "color": {**colour, "legend": None},
+                    "tooltip": [{"field": "case", "title": "served by"}, {"field": "sizes", "title": x}],
+                },
+            },
+            {
+                "data": {"name": "tuned"},
+                "mark": {"type": "point", "shape": "triangle-down", "filled": True, "color": "#ffffff", "size": 35},
+                "encoding": {
+                    "x": {"field": "size", **across},
+                    "y": {"value": 6},
+                    "tooltip": [{"field": "size", "title": "measured, to choose, at"}],
+                },
+            },
+        ],
+    }
+
+
+def _bars(colour: dict[str, Any]) -> dict[str, Any]:
+    y = {"field": "case", "type": "nominal", "sort": list(colour["scale"]["domain"]), "title": None}
+    time = {"field": "time", "type": "quantitative", "title": "µs a call at the size picked"}
+    label = "format(datum.time, '.3~s') + (datum.serves ? '  serves' : '')"
+    return {
+        "data": {"name": "points"},
+        "transform": [{"filter": {"param": "size"}}, {"calculate": label, "as": "label"}],
+        "width": WIDTH,
+        "height": {"step": 22},
+        "encoding": {"y": {**y, "axis": {"labelLimit": 150, "labelFontSize": 11}}},
+        "layer": [
+            {"mark": {"type": "bar", "height": 15}, "encoding": {"x": time, "color": {**colour, "legend": None}}},
+            {
+                "mark": {"type": "text", "align": "left", "dx": 4, "fontSize": 10},
+                "encoding": {"x": time, "text": {"field": "label", "type": "nominal"}},
+            },
+        ],
+    }
