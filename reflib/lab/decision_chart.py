@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from reflib.lab.figures import COLOURS, INK, QUIET, Picture, figure, style
+from reflib.lab.pictures import Places, megabytes, moved_bytes, op_names
 from reflib.lab.pictures import _count as count
 from reflib.lab.pictures import _layout as layout
-from reflib.lab.pictures import megabytes, moved_bytes, op_names
 from reflib.lab.rows import Row, Rows, append, short, stamp
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def _lines(panel: Rows, most: int) -> list[tuple[Row | None, str]]:
     for r in times:
         if not r.ok:
             why = textwrap.shorten(f"{r.status}: {r.note}" if r.note else r.status, 110, placeholder=" …")
-            out.append((r, textwrap.fill(why, 44)))
+            out.append((r, textwrap.fill(why, 40)))
     return out
 
 
@@ -150,7 +151,7 @@ def _panel(ax: Axes, lines: Sequence[tuple[Row | None, str]], panel: Rows) -> No
         label.set_fontweight("bold" if row is not None and _chosen(row) else "normal")
     ax.set_ylim(place, 0)
     ax.grid(visible=False, axis="y")
-    ax.set_xlim(0, top * 1.55)
+    ax.set_xlim(0, top * 1.7)
     ax.xaxis.set_major_locator(MaxNLocator(5))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.6g}"))
 
@@ -191,8 +192,9 @@ def before_after(e: Explanation, *, caption: str) -> Picture:
 
     from reflib.ir.program import Choice
 
-    before, after = e.before.program, e.fused
+    before, after = _by_default(e.before.program), e.fused
     choices = [n for n in before.nodes if isinstance(n, Choice)]
+    ways = {n.name: len(n.alternatives) for n in e.before.program.nodes if isinstance(n, Choice)}
     winners = _winner_nodes(e)
     both = (("before", before), ("after", after))
     heads = [f"{when}: {_kernels(p)}, {megabytes(moved_bytes(p))}" for when, p in both]
@@ -204,9 +206,17 @@ def before_after(e: Explanation, *, caption: str) -> Picture:
             (axes[0], before, places[0], {c.name for c in choices}, heads[0]),
             (axes[1], after, places[1], winners, heads[1]),
         ):
-            _draw(ax, program, where, marked, deepest)
+            _draw(ax, program, where, marked, deepest, ways)
             ax.set_title(head.replace(": ", ":\n", 1), loc="center")
-    return figure(fig, caption=caption, alt=_before_after_alt(e, heads, winners))
+    return figure(fig, caption=caption, alt=_before_after_alt(before, after, heads, winners, ways))
+
+
+def _by_default(program: Program) -> Program:
+    """Every choice with its default alone: what is read and moved is what the eager op reads and moves."""
+    from reflib.ir.program import Choice
+
+    nodes = (replace(n, alternatives=n.alternatives[:1]) if isinstance(n, Choice) else n for n in program.nodes)
+    return replace(program, nodes=tuple(nodes))
 
 
 def _kernels(program: Program) -> str:
@@ -228,7 +238,9 @@ def _winner_nodes(e: Explanation) -> set[str]:
     return {g.name for g in e.groups if new & set(g.members)} | (new & {n.name for n in e.fused.nodes})
 
 
-def _draw(ax: Axes, program: Program, places: dict[str, tuple[float, float]], marked: set[str], deepest: float) -> None:
+def _draw(
+    ax: Axes, program: Program, places: Places, marked: set[str], deepest: float, ways: Mapping[str, int]
+) -> None:
     from reflib.lab.pictures import _edge as edge
 
     writer: dict[str, str] = {}
@@ -243,7 +255,7 @@ def _draw(ax: Axes, program: Program, places: dict[str, tuple[float, float]], ma
             x, y = places[writer[b]]
             edge(ax, (x, y), (x, y + 1.0), megabytes(program.buffers[b].nbytes.hint()))
     for node in program.nodes:
-        text, colour, ink = _box(node)
+        text, colour, ink = _box(node, ways)
         thick = node.name in marked
         ax.text(
             *places[node.name], text, ha="center", va="center", fontsize=9.5, color=ink, zorder=4,
@@ -252,6 +264,7 @@ def _draw(ax: Axes, program: Program, places: dict[str, tuple[float, float]], ma
         )  # fmt: skip
     for name, place in places.items():
         if name in program.buffers and name not in {n.name for n in program.nodes}:
+            name = name if len(name) <= 14 else f"{name[:13]}…"
             ax.text(*place, name, ha="center", va="center", fontsize=9.5, style="italic", color=INK, zorder=5)
     wide = max(1.2, max(abs(x) for x, _ in places.values()) + 0.7)
     ax.set_xlim(-wide, wide)
@@ -259,13 +272,13 @@ def _draw(ax: Axes, program: Program, places: dict[str, tuple[float, float]], ma
     ax.axis("off")
 
 
-def _box(node: Any) -> tuple[str, str, str]:
+def _box(node: Any, ways: Mapping[str, int]) -> tuple[str, str, str]:
     """(text, ground, ink): a generated kernel is filled, a call is grey, a choice is white."""
     from reflib.ir.program import Choice, Dispatch, Extern
 
     if isinstance(node, Choice):
         name = ".".join(p for p in node.op.split(".") if p not in ("aten", "default"))
-        return f"? {name}\n{len(node.alternatives)} ways", "#ffffff", INK
+        return f"? {name}\n{ways[node.name]} ways", "#ffffff", INK
     if isinstance(node, Dispatch):
         return f"branch\n{len(node.arms)} arms", "#ffffff", INK
     text = textwrap.fill(", ".join(op_names(node)), 16, break_long_words=False)
@@ -279,12 +292,14 @@ def _target(node: Any) -> str:
     return ".".join(p for p in name.split(".") if p not in ("default", "out"))
 
 
-def _before_after_alt(e: Explanation, heads: list[str], winners: set[str]) -> str:
-    def said(program: Program) -> str:
-        return "; ".join(" ".join(_box(n)[0].split()) for n in program.nodes)
+def _before_after_alt(
+    before: Program, after: Program, heads: list[str], winners: set[str], ways: Mapping[str, int]
+) -> str:
+    def said(nodes: Iterable[Any]) -> str:
+        return "; ".join(" ".join(_box(n, ways)[0].split()) for n in nodes)
 
-    holds = "; ".join(" ".join(_box(n)[0].split()) for n in e.fused.nodes if n.name in winners)
+    holds = said(n for n in after.nodes if n.name in winners)
     return (
-        f"Two graphs. {heads[0]}: {said(e.before.program)}. {heads[1]}: {said(e.fused)}. "
+        f"Two graphs. {heads[0]}: {said(before.nodes)}. {heads[1]}: {said(after.nodes)}. "
         f"What holds a part of a winner: {holds or 'nothing'}."
     )

@@ -6,6 +6,7 @@ them, writes its own alt text from the numbers, and emits the figure.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -124,11 +125,15 @@ def nickname(device: str) -> str:
 
 def _scales(ax: Axes, x: str, log: str) -> None:
     """Logarithmic axes with plain numbers on them, few enough to read on a phone."""
-    from matplotlib.ticker import FuncFormatter, LogLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     if "x" in log:
-        ax.set_xscale("log", base=2 if x == "bytes" else 10)
-        ax.xaxis.set_major_locator(LogLocator(base=4 if x == "bytes" else 10, numticks=6))
+        places = {float(v) for line in ax.get_lines() for v in line.get_xdata()}  # type: ignore[arg-type,union-attr]
+        doubling = x == "bytes" or all(v >= 1 and math.log2(v).is_integer() for v in places)
+        ax.set_xscale("log", base=2 if doubling else 10)
+        ax.xaxis.set_major_locator(LogLocator(base=4 if doubling else 10, numticks=6))
+        ax.xaxis.set_minor_formatter(NullFormatter())
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.8g}"))
     if x == "bytes":
         ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: short_bytes(v)))
     elif "x" in log:

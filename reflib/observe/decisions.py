@@ -11,6 +11,10 @@ from ..choose import Candidate, Decision
 class Decisions(list[Decision]):
     """A list of decisions that shows itself as a table for each choice that was measured, and one for the rest."""
 
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        return Decisions(found) if isinstance(key, slice) else found
+
     def __repr__(self) -> str:
         return "\n".join(decision_text(d) for d in self)
 
