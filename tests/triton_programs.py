@@ -25,6 +25,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 from reflib.generate.kernel import Kernel  # noqa: E402
+from reflib.ir.program import regions  # noqa: E402
 from reflib.lab.triton_child import complete_the_interpreter  # noqa: E402
 from reflib.options import Options  # noqa: E402
 from reflib.pipeline import Backend, Stages, run  # noqa: E402
@@ -40,6 +41,7 @@ class Interpreted(Backend):
     def __init__(self, folder: str, arm: int, **options: Any):
         super().__init__(Options(target="sm_90", verify=True, **options))
         self.folder, self.arm, self.launched = folder, arm, 0
+        self.words = torch.zeros(0, dtype=torch.int32)
 
     def _compile(self, graph: Any, inputs: Any) -> Callable[[list], Any]:
         stages = run(graph, self.options)
@@ -51,10 +53,18 @@ class Interpreted(Backend):
         scope = namespace() | stages.chosen.constants | printer.names
         scope |= {
             "alloc_cuda": _poisoned, "device_guard": lambda i: contextlib.nullcontext(), "current_stream": lambda i: 0,
+            "zeros": self._zeros,
         }  # fmt: skip
         scope |= {k.name: self._kernel(k, stages) for k in stages.kernels.values()}
         exec(compile(source, "<wrapper>", "exec"), scope)
         return scope["call"]
+
+    def _zeros(self, device: int, stream: int, count: int) -> torch.Tensor:
+        """The same words at every call, as on a stream: a kernel that does not leave them zero is found out."""
+        if self.words.numel() < count:
+            self.words = torch.zeros(count, dtype=torch.int32)
+        assert not self.words.any(), "a kernel did not leave its counters zero"
+        return self.words
 
     def _kernel(self, kernel: Kernel, stages: Stages) -> Callable[..., None]:
         path = os.path.join(self.folder, f"{kernel.name}_{id(kernel)}.py")
@@ -63,7 +73,9 @@ class Interpreted(Backend):
         names: dict[str, Any] = {"__name__": kernel.name}
         if kernel.grid != 0:
             exec(compile(kernel.source, path, "exec"), names)
-        buffers = stages.chosen.buffers  # type: ignore[union-attr]
+        assert stages.chosen is not None
+        space = {b.name: b for r in regions(stages.chosen.nodes) for arm in r.arms for b in arm.workspace}
+        buffers = stages.chosen.buffers | space
 
         def launch(stream: int, grid: int, *args: int) -> None:
             sizes = {s.name: v for s, v in zip(kernel.symbols, args[len(kernel.buffers) :], strict=True)}
@@ -143,6 +155,21 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dic
         lambda: (randn(12, 20),), {},
     ),
     "long": (lambda x: (x.sum(), x.amax(), x.argmax(), (x * 2).mean(0)), lambda: (randn(3, 20000),), {}),
+    "product and gelu": (
+        lambda x, w, b: F.gelu(F.linear(x, w, b)), lambda: (randn(2, 5, 64), randn(33, 64), randn(33)), {},
+    ),
+    "products": (
+        lambda x, y: (torch.relu(x @ y) + 1, (y.t() @ x.t()) * 2, (x @ y).softmax(-1)),
+        lambda: (randn(20, 48), randn(48, 16)), {},
+    ),
+    "long product": (lambda x, y: torch.relu(x @ y), lambda: (randn(16, 4096), randn(4096, 16)), {}),
+    "batched product": (
+        lambda x, y, r: torch.sigmoid(torch.bmm(x, y)) + r, lambda: (randn(3, 20, 48), randn(3, 48, 16), randn(16)), {},
+    ),
+    "trained product": (
+        lambda x, w: F.gelu(x @ w).sum(),
+        lambda: (randn(20, 32, requires_grad=True), randn(32, 16, requires_grad=True)), {},
+    ),
     "lists": (
         lambda *xs: torch._foreach_add(torch._foreach_mul(list(xs), 0.5), 1.0),
         lambda: tuple(randn(n) for n in (5, 300, 7, 64)), {},
@@ -161,7 +188,8 @@ def problem(name: str, folder: str, arm: int, dynamic: bool) -> str:
     if not backend.launched:
         return "no kernel was launched"
     if dynamic and not wrong and args[0].dim() == 2 and args[0].numel():  # the same kernels, more rows than were traced
-        wrong = differences(fn, compiled, tuple(more_rows(a) for a in args))
+        more = [more_rows(a) for a in args] if "product" not in name else [more_rows(args[0]), *args[1:]]
+        wrong = differences(fn, compiled, tuple(more))
     return wrong
 
 

@@ -1,11 +1,13 @@
 """The child's side of `lab.run_triton`: `TRITON_INTERPRET=1 python -m reflib.lab.triton_child JOB`.
 
-What the interpreter lacks is given to it here: libdevice (as torch functions), and reductions with a combine
-function of one's own (as a tree, whole arrays at a time).
+What the interpreter lacks is given to it here: libdevice (as torch functions), reductions with a combine function of
+one's own (as a tree, whole arrays at a time), products of bfloat16, and what split-K asks of a GPU: waiting for words,
+and kernels that start early.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -39,6 +41,7 @@ _EXTRA = {"rint": torch.round, "fmod": torch.fmod, "fast_dividef": torch.div}
 
 
 def complete_the_interpreter() -> None:
+    import triton.language as tl
     from triton.language.extra import libdevice
     from triton.runtime import interpreter
 
@@ -49,6 +52,10 @@ def complete_the_interpreter() -> None:
         if hasattr(libdevice, name):
             setattr(libdevice, name, _as_libdevice(fn))
     interpreter.ReduceOps.generic_reduce = _tree_reduce
+    interpreter.InterpreterBuilder.create_dot = _dot
+    tl.inline_asm_elementwise = _read_words
+    cuda = importlib.import_module("triton.language.extra.cuda")
+    cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
 
 
 def _as_libdevice(fn: Any) -> Any:
@@ -61,6 +68,28 @@ def _as_libdevice(fn: Any) -> Any:
         return tl.core.tensor(interpreter.TensorHandle(fn(*arrays).numpy(), first.handle.dtype), first.type)
 
     return call
+
+
+def _dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+    """The interpreter keeps bfloat16 as the 16 bits it is; its own product multiplies these."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    left, right = (
+        (x.data.astype(np.uint32) << 16).view(np.float32) if x.dtype.scalar == tl.bfloat16 else x.data for x in (a, b)
+    )
+    return interpreter.TensorHandle(np.matmul(left, right, dtype=d.data.dtype) + d.data, d.dtype.scalar)
+
+
+def _read_words(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
+    """The only assembly there is waits for words. Here programs run one after another, in the order of their numbers,
+    and those that wait come last."""
+    import triton.language as tl
+
+    assert "ld.relaxed" in asm, "unknown assembly"
+    words = tl.load(args[0])
+    assert (words.handle.data != 0).all(), "a part is missing"
+    return words
 
 
 def _tree_reduce(self: Any, inputs: Any) -> Any:
