@@ -104,11 +104,13 @@ def _choose(s: Stages, target_of: TargetOf) -> None:
     from .fuse import fuse
     from .ir.program import Choice
     from .lower.custom_ops import input_makers
+    from .wrap.runtime import zeros
 
     assert s.program is not None and s.fused is not None
     if any(isinstance(n, Choice) for n in s.program.nodes):
         s.before = s.fused
-        s.inlined, s.decisions = decide(s.program, s.options, target_of, build, input_makers())
+        with zeros.for_a_while():  # measuring captures graphs, which end with it
+            s.inlined, s.decisions = decide(s.program, s.options, target_of, build, input_makers())
         _verify(s, s.inlined)
         s.fused = fuse(s.inlined, s.options, target_of(_main_device(s.inlined)))
         _verify(s, s.fused.program)

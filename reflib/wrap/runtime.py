@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -105,6 +106,16 @@ class Zeros:
         """Graphs captured on ``stream`` are gone: so are their words."""
         for key in [k for k in self.of if k[1] == stream and k[2]]:
             del self.of[key]
+
+    @contextmanager
+    def for_a_while(self) -> Iterator[None]:
+        """Graphs captured inside are gone at its end, and their words with them."""
+        before = set(self.of)
+        try:
+            yield
+        finally:
+            for key in [k for k in self.of if k not in before and k[2]]:
+                del self.of[key]
 
 
 zeros = Zeros()
