@@ -54,7 +54,7 @@ def complete_the_interpreter() -> None:
     interpreter.ReduceOps.generic_reduce = _tree_reduce
     interpreter.InterpreterBuilder.create_dot = _dot
     tl.inline_asm_elementwise = _read_words
-    cuda = importlib.import_module("triton.language.extra.cuda")
+    cuda: Any = importlib.import_module("triton.language.extra.cuda")
     cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
 
 
