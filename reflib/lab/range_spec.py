@@ -41,7 +41,11 @@ def range_spec(lines: Lines, served: Served, tuned: Sequence[int], x: str, capti
             "tuned": [{"size": t} for t in tuned if low <= t <= high],
             "sizes": [{"size": p} for p in xs],
         },
-        "vconcat": [_lines(xs, scale, colour, x), _strip(scale, colour, x), _bars(colour)],
+        "vconcat": [
+            _lines(xs, [t for some in lines.values() for _, t in some], scale, colour, x),
+            _strip(scale, colour, x),
+            _bars(colour),
+        ],
         "config": {"concat": {"spacing": 8}, "axis": {"gridOpacity": 0.4}},
     }
 
@@ -50,11 +54,26 @@ def _who(served: Served, size: float) -> str:
     return next((case for least, most, case in served if least <= size <= most), "")
 
 
-def _lines(xs: list[float], scale: dict[str, Any], colour: dict[str, Any], x: str) -> dict[str, Any]:
+def _ticks(times: list[float]) -> list[float]:
+    """1, 2 and 5 of each ten on a short logarithmic axis, tens alone on a long one."""
+    low, high = min(times), max(times)
+    steps = (1, 2, 5) if high < 1000 * low else (1,)
+    return [s * 10.0**e for e in range(-3, 9) for s in steps if low / 2 <= s * 10.0**e <= high * 2]
+
+
+def _lines(
+    xs: list[float], times: list[float], scale: dict[str, Any], colour: dict[str, Any], x: str
+) -> dict[str, Any]:
     across = {"field": "size", "type": "quantitative", "scale": scale, "axis": {"labels": False, "title": None}}
-    ticks = {"labelExpr": "format(datum.value, ',.4~g')", "tickCount": 5}
-    up = {"field": "time", "type": "quantitative", "title": "µs a call", "scale": {"type": "log"}, "axis": ticks}
-    legend = {"orient": "top", "columns": 2}
+    ticks = {"labelExpr": "format(datum.value, ',.4~r')", "values": _ticks(times)}
+    up = {
+        "field": "time",
+        "type": "quantitative",
+        "title": "µs a call",
+        "scale": {"type": "log", "nice": False},
+        "axis": ticks,
+    }
+    legend = {"orient": "top", "columns": 2, "symbolType": "stroke", "symbolStrokeWidth": 3, "symbolSize": 200}
     pick = {
         "name": "size",
         "select": {"type": "point", "fields": ["size"], "nearest": True, "on": "click", "clear": False},
@@ -72,7 +91,12 @@ def _lines(xs: list[float], scale: dict[str, Any], colour: dict[str, Any], x: st
                 "encoding": {
                     "y": up,
                     "color": {**colour, "legend": legend},
-                    "strokeDash": {**{k: colour[k] for k in ("field", "type", "title")}, "legend": legend},
+                    "strokeDash": {
+                        "field": "case",
+                        "type": "nominal",
+                        "sort": colour["scale"]["domain"],
+                        "legend": None,
+                    },
                     "tooltip": [{"field": "case"}, {"field": "size", "title": x}, {"field": "time", "title": "µs"}],
                 },
             },
@@ -122,14 +146,22 @@ def _strip(scale: dict[str, Any], colour: dict[str, Any], x: str) -> dict[str, A
 def _bars(colour: dict[str, Any]) -> dict[str, Any]:
     y = {"field": "case", "type": "nominal", "sort": list(colour["scale"]["domain"]), "title": None}
     time = {"field": "time", "type": "quantitative", "title": "µs a call at the size picked"}
-    label = "format(datum.time, '.3~s') + (datum.serves ? '  serves' : '')"
+    label = "format(datum.time, ',.3~r') + (datum.serves ? '  serves' : '')"
     return {
         "data": {"name": "points"},
-        "transform": [{"filter": {"param": "size"}}, {"calculate": label, "as": "label"}],
+        "transform": [
+            {"filter": {"param": "size"}},
+            {"calculate": label, "as": "label"},
+            {"calculate": "1.4 * datum.time", "as": "room"},  # the axis is this much longer, for the labels
+        ],
         "width": WIDTH,
         "height": {"step": 22},
         "encoding": {"y": {**y, "axis": {"labelLimit": 150, "labelFontSize": 11}}},
         "layer": [
+            {
+                "mark": {"type": "point", "opacity": 0},
+                "encoding": {"x": {**time, "field": "room"}, "tooltip": None},
+            },
             {"mark": {"type": "bar", "height": 15}, "encoding": {"x": time, "color": {**colour, "legend": None}}},
             {
                 "mark": {"type": "text", "align": "left", "dx": 4, "fontSize": 10},
