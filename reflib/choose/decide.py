@@ -76,6 +76,9 @@ def decide(
     """``program`` without a Choice, and what was decided. ``makers``: registered functions that make measuring inputs,
     by the keys in ``Choice.inputs_from``."""
     work = _Work(options, target_of, build, {**makers, ZEROS: torch.zeros_like})
+    if options.autotune != "off" and options.target is not None:
+        _say_once("with target= nothing runs, so nothing is measured: choices go by the static rule")
+        options = options.but(autotune="off")
     if options.autotune != "off":
         program = with_activations(program)
     if options.autotune == "background":
@@ -322,6 +325,9 @@ def _apply(
             merged[-1] = (winner, replace(r, points=points, label=label, least=least))
         else:
             merged.append((winner, r))
+    r0 = choice.ranges
+    if r0 is not None and r0.size.constant is None:
+        program = replace(program, tuned=(*program.tuned, (r0.size, 1, r0.upper, r0.what, choice.op)))
     only = merged[0][0] if len(merged) == 1 else None
     if only is not None and not only.guards and not only.patches:
         return splice(program, choice, only)
@@ -337,9 +343,7 @@ def _apply(
             predicate = (Assume("at_most", size, r.most), *predicate)
         arms.append(DispatchArm(predicate, tuple(nodes), f"{r.label}: {winner.name}" if r.label else winner.name))
         buffers += temps
-    r0 = choice.ranges
-    tuned = (r0.size, 1, r0.upper, r0.what) if r0 is not None and r0.size.constant is None else None
-    node = Dispatch(choice.name, region.outputs, tuple(arms), tuned, choice.origins)
+    node = Dispatch(choice.name, region.outputs, tuple(arms), choice.origins)
     return replace_region(program, region, node, buffers)
 
 

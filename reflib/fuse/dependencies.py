@@ -140,7 +140,6 @@ def _symbols(program: Program, node: Node) -> set[Sym]:
             out |= set() if n.ranges is None else n.ranges.size.symbols()
         elif isinstance(n, Dispatch):
             out |= _assumed(p for a in n.arms for p in a.predicate)
-            out |= set() if n.tuned is None else n.tuned[0].symbols()
         else:
             own |= {b.name: b for a in n.arms for b in a.workspace}
             out |= _assumed(p for a in n.arms for p in a.predicate)

@@ -155,6 +155,8 @@ class Tiling:
     ``warps_k``: how many ways the warps of one program share a block's K (``split`` only).
     ``reducers``: programs more per tile that add up a piece of it each, as the parts arrive (CUDA); 0: who finishes
     last adds all parts up alone (``split`` only; ``generate.matmul_split``).
+    ``turned``: the transposed product is formed, so that columns are what Hopper's wgmma takes 64 of (for ``m`` < 64;
+    not ``persistent``).
     """
 
     kind: str
@@ -167,9 +169,11 @@ class Tiling:
     warps_k: int = 1
     group: int = 8
     reducers: int = 0
+    turned: bool = False
 
     def __str__(self) -> str:
         text = f"{self.kind} {self.m}x{self.n}x{self.k} w{self.num_warps} s{self.num_stages}"
+        text += " turned" if self.turned else ""
         if self.kind == "split":
             text += f" splits {self.splits}" + (f"+{self.reducers}" if self.reducers else "")
             text += f" wk{self.warps_k}" if self.warps_k > 1 else ""
@@ -297,12 +301,11 @@ class DispatchArm:
 @dataclass(frozen=True, slots=True)
 class Dispatch:
     """Several node lists that write the same ``outputs``; the last arm's predicate is empty. Temporaries of all arms
-    are in the program's table of buffers. ``tuned``: (size, least, most, what): a call outside is logged once."""
+    are in the program's table of buffers."""
 
     name: str
     outputs: tuple[str, ...]
     arms: tuple[DispatchArm, ...]
-    tuned: tuple[Expr, int, int, str] | None = None
     origins: tuple[Origin, ...] = ()
 
     def inside(self) -> set[str]:
@@ -360,6 +363,7 @@ class Program:
     ``outputs``: View, Expr (a symbolic int), None or plain data. ``buffers``: by name, in order of creation.
     ``constants``: the tensors behind ``const`` buffers (by name), and other captured objects an Extern needs.
     ``weights``: inputs that stay the same from call to call (parameters), as far as capture knows.
+    ``tuned``: (size, least, most, what, op): sizes an op was decided for; a call outside them is logged once.
     """
 
     inputs: tuple[Any, ...]
@@ -368,6 +372,7 @@ class Program:
     outputs: tuple[Any, ...]
     constants: dict[str, Any] = field(default_factory=dict, compare=False)
     weights: tuple[str, ...] = ()
+    tuned: tuple[tuple[Expr, int, int, str, str], ...] = ()
 
     def __str__(self) -> str:
         from .printer import format_program

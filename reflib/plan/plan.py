@@ -48,6 +48,7 @@ class _Planner:
 
     def run(self) -> Plan:
         self.steps += bind_symbols(self.program)
+        self.steps += [Note(*t) for t in self.program.tuned]
         dying: dict[int, list[str]] = defaultdict(list)
         for b, i in self.last.items():
             dying[i].append(b)
@@ -111,7 +112,7 @@ class _Planner:
         steps = lists.pop()
         for arm, then in zip(reversed(node.arms[:-1]), reversed(lists)):
             steps = (Branch(arm.predicate, then, steps),)
-        return [*([Note(*node.tuned)] if node.tuned else []), *steps]
+        return list(steps)
 
     def _arm(self, node: Dispatch, nodes: tuple[Node, ...]) -> tuple[Step, ...]:
         inside = node.inside()

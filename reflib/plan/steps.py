@@ -62,12 +62,14 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """``size`` outside least..most: the nearest range serves, and one line of log says so. ``what``: for people."""
+    """``size`` outside least..most: the nearest range serves, and one line of log says so. ``what``, of which
+    ``op``: for people."""
 
     size: Expr
     least: int
     most: int
     what: str
+    op: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,8 @@ class PythonPrinter:
             self._branch(step)
         elif isinstance(step, Note):
             inside = f"{step.least} <= {py(step.size)} <= {step.most}"
-            self.put(f"if not {inside}: outside({step.what!r}, {py(step.size)}, {step.least}, {step.most})")
+            args = f"{step.what!r}, {py(step.size)}, {step.least}, {step.most}, {step.op!r}"
+            self.put(f"if not {inside}: outside({args})")
         elif isinstance(step, Call):
             self._call(step.extern)
         elif isinstance(step, Free):

@@ -50,13 +50,13 @@ def check_nan(t: torch.Tensor, buffer: str, kernel: str) -> None:
         raise ReflibError(f"check_nan: kernel {kernel} wrote NaN into {buffer} {tuple(t.shape)}")
 
 
-_said: set[str] = set()
+_said: set[tuple[str, str]] = set()
 
 
-def outside(what: str, size: int, least: int, most: int) -> None:
-    """Log, once for each thing, that a size is outside the tuned ranges."""
-    if what not in _said:
-        _said.add(what)
+def outside(what: str, size: int, least: int, most: int, op: str) -> None:
+    """Log, once for each thing and op, that a size is outside the tuned ranges."""
+    if (op, what) not in _said:
+        _said.add((op, what))
         message = "%s = %d is outside the sizes that were tuned, %d to %d: the nearest range serves"
         logger("choose").warning(message, what, size, least, most)
 

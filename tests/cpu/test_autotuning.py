@@ -378,3 +378,21 @@ def test_products_inside_an_implementation_are_decided_in_their_turn() -> None:
     assert e.decisions[1].op == "aten.mm" and len(e.decisions[1].candidates) > 2
     torch._dynamo.reset()
     assert close(reflib.compile(f, autotune="blocking")(a, b), f(a, b))
+
+
+def test_a_size_outside_is_logged_once_for_each_op_even_where_one_winner_serves_all(
+    caplog: Any, monkeypatch: Any
+) -> None:
+    clocked(monkeypatch, lambda name, sizes: 1.0 if name == "plain" else 10.0)
+    ops = [make_op(slow=False), make_op(slow=False)]
+    for op in ops:
+        reflib.register_custom_op_autotuning(
+            op, configs=[plain], split_points=[8], dispatch_on={"tensor_name": "a", "dim": 0, "range_upper_bound": 64}
+        )
+        g = reflib.compile(lambda a, b, op=op: op(a, b) + 1, autotune="blocking")
+        for rows in (32, 100, 200):
+            a, b = torch.randn(rows, 8), torch.randn(8, 4)
+            torch._dynamo.mark_dynamic(a, 0)
+            assert close(g(a, b), a @ b + 1)
+        torch._dynamo.reset()
+    assert caplog.text.count("outside the sizes that were tuned") == 2

@@ -60,7 +60,7 @@ def dispatched(program, size, at=3):
                 DispatchArm((Assume("at_most", expr(size), at),), (first, then)),
                 DispatchArm((), (replace(n, name=f"{n.name}_call"),)),
             )
-            n = Dispatch(n.name, (out,), arms, (expr(size), 1, 9, "x.size(0)"), n.origins)
+            n = Dispatch(n.name, (out,), arms, n.origins)
         nodes.append(n)
     program = replace(program, nodes=tuple(nodes), buffers=buffers)
     verify(program)
@@ -168,7 +168,6 @@ def test_sizes_inside_a_choice_count():
         lambda c: replace(c, ranges=ranges),
         lambda c: replace(c, alternatives=(replace(c.alternatives[0], guards=guards), *c.alternatives[1:])),
         lambda c: Dispatch(c.name, c.outputs, (DispatchArm(guards, c.alternatives[0].nodes),)),
-        lambda c: Dispatch(c.name, c.outputs, (), (expr(size), 1, 9, "m")),
     ):
         changed = [change(n) if i == product else n for i, n in enumerate(nodes)]
         assert found in dependencies(replace(program, nodes=tuple(changed))).before[product]
