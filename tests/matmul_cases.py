@@ -28,7 +28,11 @@ PERSISTENT = Tiling("persistent", 32, 32, 32)
 COUNTED = Tiling("split", 32, 32, 32, splits=4)
 SPLIT = Tiling("split", 32, 32, 32, splits=3, reducers=8)
 WARPS = Tiling("split", 32, 32, 64, splits=5, warps_k=4, reducers=64)
-KINDS = {"tiled": TILED, "persistent": PERSISTENT, "split": SPLIT, "split warps": WARPS, "split counted": COUNTED}
+TURNED = Tiling("tiled", 16, 64, 32, turned=True)
+KINDS = {
+    "tiled": TILED, "turned": TURNED, "persistent": PERSISTENT,
+    "split": SPLIT, "split warps": WARPS, "split counted": COUNTED,
+}  # fmt: skip
 
 Epilogue = Callable[["Slot"], None]
 
@@ -265,7 +269,7 @@ def matmul_cases() -> dict[str, Make]:
     return cases
 
 
-NO_TMA = ("tiled", "split", "split warps", "split counted")
+NO_TMA = ("tiled", "turned", "split", "split warps", "split counted")
 
 
 def _layouts(add: Callable[..., None]) -> None:
@@ -316,8 +320,15 @@ def _sizes(add: Callable[..., None]) -> None:
             rand(80, 640), rand(640, 96), many, dynamic=True), ("split",))  # fmt: skip
     for count, reducers in ((4, 2), (13, 8), (64, 64), (100, 256)):  # pieces of 512, 128, 16 and 4 points
         many = Tiling("split", 32, 32, 16, splits=count, reducers=reducers)
-        add(f"pieces, {count} splits", lambda t, many=many: MatmulCase(
-            rand(50, 1600), rand(1600, 20), many, epilogue=bias_1d, extra={"bias": rand(20)}), ("split",))
+        add(
+            f"pieces, {count} splits",
+            lambda t, many=many: MatmulCase(
+                rand(50, 1600), rand(1600, 20), many, epilogue=bias_1d, extra={"bias": rand(20)}
+            ),
+            ("split",),
+        )
+    turned = Tiling("split", 16, 64, 32, splits=3, reducers=8, turned=True)
+    add("turned 20 x 100 x 400", lambda t: MatmulCase(rand(20, 400), columns(400, 100), turned), ("split",))
     add("many tiles, dynamic", lambda t: MatmulCase(rand(352, 48), rand(48, 304), t, dynamic=True))
 
 

@@ -25,6 +25,7 @@ def print_persistent(p: MatmulPrinter) -> Expr:
     if p.batch != 1 or p.k == 0:
         raise GenerateError(f"{p.template.name}: a persistent kernel is for one product of some depth")
     p.scratch = TMA_SCRATCH
+    p.wait()
     a = _descriptor(p, "a", p.template.a, ("MBLOCK", "KBLOCK"), ("tile_m * MBLOCK", "k0"))
     b = _descriptor(p, "b", p.template.b, ("KBLOCK", "NBLOCK"), ("k0", "tile_n * NBLOCK"))
     flat = ", flatten=True" if blocks(p.k, p.tiling.k) != 1 else ""

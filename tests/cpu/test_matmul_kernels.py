@@ -112,6 +112,29 @@ def test_persistent_reads_through_tma(arch: str, turned: bool) -> None:
     assert resources(binary)["stack"] == 0
 
 
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_columns_are_the_rows_of_wgmma(contiguous: bool) -> None:
+    """16 rows are too few for it. ``contiguous``: b's columns are."""
+    a, b = full(16, 4096), full(4096, 4096).t() if contiguous else full(4096, 4096)
+    few = MatmulCase(a, b, Tiling("tiled", 16, 64, 128, 4, 4), epilogue=relu)
+    assert count(built(few)[1], "wgmma.mma_async") == [0]
+    case = MatmulCase(a, b, Tiling("tiled", 16, 64, 128, 4, 4, turned=True), epilogue=relu)
+    kernel, binary = built(case)
+    assert count(binary, "wgmma.mma_async", r"mma\.sync") == [8, 0] and resources(binary)["stack"] == 0
+    assert "acc = tl.dot(b.T, a.T, acc)" in kernel.source and "turned" in str(case.tiling)
+    assert binary.shared <= 4 * (16 + 64) * 128 * 2
+
+
+@pytest.mark.parametrize("tiling", [TILED, TMA])
+def test_may_be_launched_before_the_kernel_before_has_ended(tiling: Tiling) -> None:
+    kernel, binary = built(large(tiling))
+    assert kernel.pdl and binary.pdl and count(binary, r"griddepcontrol\.wait") == [1]
+    early = kernel.source.index("gdc_wait()  #")
+    assert early < min(kernel.source.index(text) for text in ("tl.load(", "_blocks = ") if text in kernel.source)
+    older, old = built(large(TILED), "sm_80")
+    assert not older.pdl and not old.pdl and "gdc_wait" not in older.source
+
+
 def test_warps_share_the_depth() -> None:
     kernel, binary = built(large(WARPS, m=32, k=16384))
     multiplies, atomics, polls = count(binary, r"mma\.sync", "atom", r"ld\.relaxed\.gpu")
@@ -220,6 +243,8 @@ def test_tilings_that_cannot_be() -> None:
     refuse(large(replace(WARPS, reducers=3)), "reducers is 3; it must be a power of two")
     refuse(large(replace(WARPS, reducers=4096)), "4096 reducers for a tile of 32 x 32")
     refuse(large(WARPS), "16 reducers for a tile of 32 x 32 on gfx942", "gfx942")
+    refuse(large(replace(TMA, turned=True)), "can be turned")
+    refuse(large(replace(WARPS, turned=True)), "can be turned")
     refuse(large(replace(TILED, kind="magic")), "unknown kind of tiling 'magic'")
     refuse(large(TILED, F64), "no Triton kernel for a product of torch.float64")
 

@@ -81,6 +81,8 @@ def test_case(name: str) -> None:
 LARGE = {
     "tiled": (1000, 1096, 520, Tiling("tiled", 128, 128, 64, 8, 3)),
     "tiled, 4 warps": (2048, 2048, 1024, Tiling("tiled", 128, 64, 32, 4, 4)),
+    "turned": (16, 4096, 4096, Tiling("tiled", 16, 64, 128, 4, 4, turned=True)),
+    "turned, two rows of tiles": (50, 1000, 2056, Tiling("tiled", 32, 128, 64, 4, 4, turned=True)),
     "persistent": (2048, 2304, 1032, Tiling("persistent", 128, 256, 64, 8, 3)),
     "persistent, small tiles": (2000, 2056, 264, Tiling("persistent", 64, 128, 64, 4, 4)),
     "split": (64, 64, 32768, Tiling("split", 64, 32, 128, 4, 5, splits=64, reducers=32)),
