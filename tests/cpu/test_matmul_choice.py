@@ -154,6 +154,27 @@ def test_candidates_differ():
     assert len({replace(c, num_stages=0) for c in found}) == len(found)
 
 
+def test_few_rows_are_turned_where_wgmma_is() -> None:
+    def tiled(m: int, target: str = "sm_90", dtype: torch.dtype = HALF) -> list[Tiling]:
+        found = tilings(product(m, 11008, 4096, dtype=dtype)[0], parse_target(target), OFF)
+        return [c for c in found if c.kind == "tiled"]
+
+    for few in (tiled(16, dtype=BF16), tiled(32)):
+        assert any(c.turned for c in few) and all(c.turned == (c.m < 64 <= c.n) for c in few)
+    for others in (tiled(4096), tiled(16, "sm_80"), tiled(16, "sm_100"), tiled(16, dtype=FLOAT)):
+        assert others and not any(c.turned for c in others)
+
+
+@pytest.mark.parametrize("m, best", [  # measured on an H200, bfloat16, by N = 11008, K = 4096
+    (16, Tiling("tiled", 16, 64, 128, 4, 4, turned=True)), (32, Tiling("tiled", 32, 64, 128, 4, 4, turned=True)),
+    (64, Tiling("tiled", 64, 128, 128, 4, 4)), (128, Tiling("tiled", 128, 128, 64, 4, 6)),
+    (256, Tiling("tiled", 64, 128, 64, 4, 3)), (4096, Tiling("persistent", 128, 256, 64, 8, 4)),
+])  # fmt: skip
+def test_the_fastest_ones_are_tried(m: int, best: Tiling) -> None:
+    found = tilings(product(m, 11008, 4096, dtype=BF16)[0], H200, OFF)
+    assert best in [c for c in found if c.kind == best.kind][:10]
+
+
 def test_sizes_known_at_run_time_only_are_judged_by_the_traced_ones():
     m, k = sym("s0", 64), sym("s1", 4096)
     assert tilings(product(m, 64, k)[0], H200, OFF) == tilings(product(64, 64, 4096)[0], H200, OFF)
@@ -214,9 +235,7 @@ def test_the_estimate_knows_what_it_says_it_knows():
     wave = [estimate(problem(product(128, 128 * n, 4096)[0]), tile, H200) for n in (132, 133)]
     assert wave[1] > 1.3 * wave[0]  # one tile more than multiprocessors
     deep = problem(product(32, 32, 32768)[0])
-    few, some, many = (
-        estimate(deep, Tiling("split", 16, 16, 128, 2, 4, splits=s), H200) for s in (2, 32, 256)
-    )
+    few, some, many = (estimate(deep, Tiling("split", 16, 16, 128, 2, 4, splits=s), H200) for s in (2, 32, 256))
     assert some < few and some < many
     assert estimate(deep, Tiling("tiled", 16, 16, 128, 2, 5), H200) < estimate(
         deep, Tiling("tiled", 16, 16, 128, 2, 2), H200
