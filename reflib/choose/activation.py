@@ -60,12 +60,14 @@ def _activation_after(program: Program, choice: Choice) -> tuple[Loops, bool] | 
 
 def _plain_product(program: Program, e: Extern) -> bool:
     """aten.mm, or aten.addmm of a vector, unscaled, of matrices on a CUDA device, into contiguous memory."""
+    if e.target not in (aten.mm.default, aten.addmm.default):  # of another op the first result may be unused: None
+        return False
     out = program.buffers[e.outputs[0]]
     if not _has_cublaslt(out.device) or e.kwargs or out.strides != (out.shape[1], expr(1)):
         return False
     if e.target is aten.mm.default:
         return True
-    bias = e.args[0] if e.target is aten.addmm.default else None
+    bias = e.args[0]
     return isinstance(bias, View) and bias.shape == out.shape[1:] and bias.strides == (expr(1),)
 
 

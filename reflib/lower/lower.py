@@ -46,6 +46,11 @@ _DROPPED = {
     torch.ops.aten._assert_tensor_metadata.default,
 }
 _DEVICES = ("cpu", "cuda")
+_NODE = re.compile(r"(^|_)op\d+$")  # what ``next_node`` makes
+WRAPPERS = frozenset(  # names in the printed wrapper (wrap/runtime.py, wrap/python.py), which no buffer may take
+    "args call torch alloc alloc_cpu alloc_cuda as_view expect flat check_nan threads outside zeros int_max int_min "
+    "device_guard current_stream stream".split()
+)
 EFFECTS = torch.ops.higher_order.with_effects
 RULES[EFFECTS] = with_effects
 
@@ -113,9 +118,10 @@ class Lowering:
         return f"{self.prefix}op{len(self.nodes)}"
 
     def unique(self, name: str) -> str:
-        """``name``, or ``name_1`` ... if a buffer or symbol has it."""
-        taken, n, out = (self.buffers, self.symbols.known, self.reserved), 0, name
-        while any(out in t for t in taken):
+        """``name``, or ``name_1`` ... if a buffer or symbol has it, the printed wrapper uses it, or a node may have it
+        (``renamed`` takes buffers and nodes by name)."""
+        taken, n, out = (self.buffers, self.symbols.known, self.reserved, WRAPPERS), 0, name
+        while any(out in t for t in taken) or _NODE.search(out):
             n += 1
             out = f"{name}_{n}"
         return out

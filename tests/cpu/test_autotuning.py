@@ -14,6 +14,8 @@ from reflib.choose.decision import Candidate
 from reflib.choose.measure import Result
 from reflib.choose.winner import decide as winner_of
 from reflib.ir.program import Choice, Dispatch, Extern, walk
+from reflib.lower.lower import WRAPPERS
+from reflib.wrap.runtime import namespace
 
 count = iter(range(10_000))
 
@@ -205,6 +207,33 @@ def test_several_outputs() -> None:
     assert close(reflib.compile(f, autotune="blocking")(x), f(x))
 
 
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_of_several_outputs(used: int) -> None:
+    @torch.library.custom_op(f"tests::two{next(count)}", mutates_args=())
+    def two(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.sum(1), x * 2
+
+    two.register_fake(lambda x: (x.new_empty(x.shape[0]), torch.empty_like(x)))
+    reflib.register_custom_op_autotuning(two, configs=[lambda x: (x.sum(1), x * 2)])
+    x = torch.randn(32, 16)
+    assert close(reflib.compile(lambda x: two(x)[used] + 1, autotune="blocking", verify=True)(x), two(x)[used] + 1)
+
+
+@pytest.mark.parametrize("name", sorted(WRAPPERS))
+def test_an_op_may_be_named_as_what_the_wrapper_calls(name: str) -> None:
+    @torch.library.custom_op(f"tests::{name}", mutates_args=())
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    double.register_fake(torch.empty_like)
+    x = torch.randn(4, 6)
+    assert close(reflib.compile(lambda x: double(double(x)[1:3] + 1).sum(), verify=True)(x), (x[1:3] * 4 + 2).sum())
+
+
+def test_those_are_all_its_names() -> None:
+    assert set(namespace()) <= WRAPPERS
+
+
 # -- ranges -----------------------------------------------------------------------------------------
 def clocked(monkeypatch: Any, time_us: Callable[[str, dict[str, int]], float]) -> None:
     """Measuring with times from a formula of a candidate's name and the sizes, so that the outcome is certain."""
@@ -313,6 +342,25 @@ def test_guards_of_a_winner_are_checked_at_every_call() -> None:
     for rows in (32, 12, 7, 4):
         x = torch.randn(rows, 8)
         assert close(g(x, b), f(x, b))
+
+
+def test_an_op_may_be_named_as_a_node_is() -> None:
+    @torch.library.custom_op("tests::op0", mutates_args=())
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        (torch.randn(300, 300) @ torch.randn(300, 300)).sum()
+        return a @ b
+
+    product.register_fake(lambda a, b: a.new_empty(a.shape[0], b.shape[1]))
+
+    def fours(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        assert a.shape[0] % 4 == 0
+        return a @ b
+
+    reflib.register_custom_op_autotuning(product, configs=[fours])
+    g = reflib.compile(product, autotune="blocking", dynamic=True, verify=True)
+    for rows in (32, 7):
+        a, b = torch.randn(rows, 8), torch.randn(8, 4)
+        assert close(g(a, b), a @ b)
 
 
 def test_patches_compile_the_winner_with_other_options() -> None:
