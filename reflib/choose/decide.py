@@ -78,10 +78,9 @@ def decide(
     work = _Work(options, target_of, build, {**makers, ZEROS: torch.zeros_like})
     if options.autotune != "off" and options.target is not None:
         _say_once("with target= nothing runs, so nothing is measured: choices go by the static rule")
-        options = options.but(autotune="off")
-    if options.autotune != "off":
+    if options.autotune != "off" and options.target is None:
         program = with_activations(program)
-    if options.autotune == "background":
+    if options.autotune == "background" and options.target is None:
         _say_once('autotune="background" is not in this version of reflib: measuring comes before the first call')
     decisions: list[Decision] = []
     while (choice := next((n for n in program.nodes if isinstance(n, Choice)), None)) is not None:
