@@ -31,7 +31,7 @@ import torch
 from ..errors import ReflibError
 from ..fuse import fuse
 from ..ir.data import encode, to_data
-from ..ir.expr import Expr
+from ..ir.expr import Expr, expr
 from ..ir.loops import Loops
 from ..ir.program import (
     Alternative,
@@ -49,7 +49,7 @@ from ..ir.rename import renamed, with_hints
 from ..logs import get as logger
 from ..options import Options
 from ..target import Target
-from .activation import ZEROS, with_activations
+from .activation import with_activations
 from .decision import Candidate, Decision
 from .matmul import static_tiling, tilings
 from .measure import measure, request
@@ -75,7 +75,7 @@ def decide(
 ) -> tuple[Program, tuple[Decision, ...]]:
     """``program`` without a Choice, and what was decided. ``makers``: registered functions that make measuring inputs,
     by the keys in ``Choice.inputs_from``."""
-    work = _Work(options, target_of, build, {**makers, ZEROS: torch.zeros_like})
+    work = _Work(options, target_of, build, makers)
     if options.autotune != "off" and options.target is not None:
         _say_once("with target= nothing runs, so nothing is measured: choices go by the static rule")
     if options.autotune != "off" and options.target is None:
@@ -201,6 +201,7 @@ def _measure_range(
     rows = [replace(row, where=_where(r, p)) for p, result in zip(r.points, results) for row in result.rows]
     if len(results) == 1:
         return results[0].winner, rows, results[0].reason
+    results = [x for x in results if any(row.time_us for row in x.rows)] or results  # where there was room for any
     times = {c.name: [_time(result, c.name) for result in results] for c in candidates}
     means = {n: math.exp(sum(map(math.log, ts)) / len(ts)) for n, ts in times.items() if all(ts)}
     if not means:
@@ -272,13 +273,22 @@ def _ranges(choice: Choice) -> list[_Range]:
             logger("choose").warning(message, r.what, now, r.upper)
         return [_Range(None, ({},))]
     out: list[_Range] = []
-    least = 1
+    least, first, last = 1, *_reach(r.size)
     for most in (*r.splits, None):
         top = r.upper if most is None else most
-        points = sorted({_symbol_value(r.size, v) for v in representatives(least, top)})
-        out.append(_Range(most, tuple({symbol.name: v} for v in points), _label(r.what, least, most), least))
+        if top >= first and (last is None or least <= last):  # other sizes cannot come
+            most = None if last is not None and top >= last else most
+            ends = max(least, first), top if last is None else min(top, last)
+            points = sorted({_symbol_value(r.size, v) for v in representatives(*ends)})
+            out.append(_Range(most, tuple({symbol.name: v} for v in points), _label(r.what, least, most), least))
         least = top + 1
-    return out
+    return out or [_Range(None, ({},))]
+
+
+def _reach(size: Expr) -> tuple[int, int | None]:
+    """The least and the largest value of a size that is a symbol; None: no limit is known."""
+    symbol = next(iter(size.symbols()))
+    return (symbol.lo, symbol.hi) if size == expr(symbol) else (1, None)
 
 
 def _label(what: str, least: int, most: int | None) -> str:

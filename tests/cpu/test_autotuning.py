@@ -286,6 +286,44 @@ def test_ranges_branch_on_the_named_tensors_size(caplog: Any, monkeypatch: Any) 
     assert caplog.text.count("outside the sizes that were tuned") == 1
 
 
+def test_sizes_that_cannot_come_are_not_measured(monkeypatch: Any) -> None:
+    op = make_op(slow=False)
+    clocked(monkeypatch, lambda name, sizes: 1.0 if (name == "plain") == (max(sizes.values()) <= 16) else 10.0)
+    reflib.register_custom_op_autotuning(
+        op, configs=[plain], split_points=[4, 16, 32, 64], dispatch_on={"tensor_name": "a", "dim": 0}
+    )
+    a, b = torch.randn(12, 8), torch.randn(8, 4)
+    torch._dynamo.mark_dynamic(a, 0, min=6, max=20)
+    e = reflib.explain(lambda a, b: op(a, b) + 1, a, b, autotune="blocking", verify=True)
+    sizes = {int(c.where.partition("=")[2]) for c in e.decisions[0].candidates}
+    assert min(sizes) >= 6 and max(sizes) == 20 and 16 in sizes
+    node = next(n for n in e.chosen.nodes if isinstance(n, Dispatch))
+    assert [[p.value for p in arm.predicate] for arm in node.arms] == [[16], []]
+
+
+def test_a_range_is_decided_by_the_sizes_that_there_is_room_for(monkeypatch: Any) -> None:
+    op = make_op(slow=False)
+    clocked(monkeypatch, lambda name, sizes: 1.0 if name == "plain" else 10.0)
+    decide = importlib.import_module("reflib.choose.decide")
+    timed = decide.measure
+
+    def measured(request: Any, build: Any, *more: Any) -> Result:
+        found = timed(request, build, *more)
+        if max(request.sizes.values()) < 65536:
+            return found
+        return Result(tuple(Candidate(name, "skipped") for name in request.programs), request.default, "no room")
+
+    monkeypatch.setattr(decide, "measure", measured)
+    reflib.register_custom_op_autotuning(
+        op, configs=[plain], split_points=[64], dispatch_on={"tensor_name": "a", "dim": 0}
+    )
+    a, b = torch.randn(12, 8), torch.randn(8, 4)
+    torch._dynamo.mark_dynamic(a, 0)
+    d = reflib.explain(lambda a, b: op(a, b) + 1, a, b, autotune="blocking", verify=True).decisions[0]
+    assert d.winner == "plain" and "over 2 sizes" in d.reason
+    assert sum(c.status == "skipped" for c in d.candidates) == 2
+
+
 def test_equal_winners_merge(monkeypatch: Any) -> None:
     op = make_op(slow=False)
     clocked(monkeypatch, lambda name, sizes: 1.0 if name == "plain" else 10.0)
