@@ -40,6 +40,7 @@ from ..ir.program import (
     Choice,
     Dispatch,
     DispatchArm,
+    Extern,
     Node,
     Program,
     Template,
@@ -335,7 +336,8 @@ def _apply(
         else:
             merged.append((winner, r))
     r0 = choice.ranges
-    if r0 is not None and r0.size.constant is None:
+    late = {s for n in program.nodes if isinstance(n, Extern) for s, _, _ in n.symbols}  # not known at the first step
+    if r0 is not None and r0.size.constant is None and not late & r0.size.symbols():
         program = replace(program, tuned=(*program.tuned, (r0.size, 1, r0.upper, r0.what, choice.op)))
     only = merged[0][0] if len(merged) == 1 else None
     if only is not None and not only.guards and not only.patches:

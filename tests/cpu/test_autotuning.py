@@ -324,6 +324,20 @@ def test_a_range_is_decided_by_the_sizes_that_there_is_room_for(monkeypatch: Any
     assert sum(c.status == "skipped" for c in d.candidates) == 2
 
 
+def test_a_size_that_a_call_will_say_can_be_dispatched_on(monkeypatch: Any) -> None:
+    op = make_op(slow=False)
+    clocked(monkeypatch, lambda name, sizes: 1.0 if (name == "plain") == (max(sizes.values()) <= 2) else 10.0)
+    reflib.register_custom_op_autotuning(
+        op, configs=[plain], split_points=[2], dispatch_on={"tensor_name": "a", "dim": 0}
+    )
+    g = reflib.compile(lambda a, b, m: op(a[m], b) + 1, autotune="blocking", fullgraph=True, verify=True)
+    a, b = torch.randn(4, 8), torch.randn(8, 4)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for mask in ([True, False, True, True], [True, False, True, False], [True, False, False, False]):
+            m = torch.tensor(mask)
+            assert close(g(a, b, m), a[m] @ b + 1)
+
+
 def test_equal_winners_merge(monkeypatch: Any) -> None:
     op = make_op(slow=False)
     clocked(monkeypatch, lambda name, sizes: 1.0 if name == "plain" else 10.0)
