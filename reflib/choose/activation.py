@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ..fuse.dependencies import dependencies
 from ..ir.expr import expr
@@ -20,7 +21,6 @@ from ..ir.program import Alternative, Buffer, Choice, Extern, Node, Program, Vie
 from ..ir.rename import renamed
 
 aten = torch.ops.aten
-ZEROS = "zeros"  # the maker, in measuring, of the bias that is not there
 
 
 def with_activations(program: Program) -> Program:
@@ -82,15 +82,15 @@ def _joined(program: Program, choice: Choice, activation: Loops, gelu: bool) -> 
     alternatives = [_followed(program, a, activation, made, gone, raw) for a in choice.alternatives]
     default = choice.alternatives[0].nodes[0]
     assert isinstance(default, Extern)
-    inputs_from, buffers, constants = choice.inputs_from, dict(program.buffers), dict(program.constants)
+    buffers, constants = dict(program.buffers), dict(program.constants)
     if default.target is aten.mm.default:
         out = program.buffers[made]
         zeros = Buffer(f"{made}_no_bias", out.dtype, out.device, (out.shape[1],), (expr(1),), "const")
         if out.shape[1].constant is None:  # how long a constant would have to be is not known
             return program
         buffers[zeros.name] = zeros
-        constants[zeros.name] = torch.zeros(int(out.shape[1]), dtype=out.dtype, device=out.device)
-        inputs_from = (*inputs_from, (zeros.name, ZEROS))
+        with unset_fake_temporarily():  # compiling goes on under a fake mode
+            constants[zeros.name] = torch.zeros(int(out.shape[1]), dtype=out.dtype, device=out.device)
         args = (full_view(zeros), *default.args)
     else:
         args = default.args
@@ -100,7 +100,7 @@ def _joined(program: Program, choice: Choice, activation: Loops, gelu: bool) -> 
         out=(aten._addmm_activation.out, ("out",)), origins=(*choice.origins, *activation.origins),
     )  # fmt: skip
     whole = replace(
-        choice, op=f"{choice.op} + {'gelu' if gelu else 'relu'}", inputs_from=inputs_from,
+        choice, op=f"{choice.op} + {'gelu' if gelu else 'relu'}",
         alternatives=(alternatives[0], Alternative(name, (call,)), *alternatives[1:]),
     )  # fmt: skip
     del buffers[gone]

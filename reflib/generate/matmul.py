@@ -109,8 +109,8 @@ class MatmulPrinter:
                 self.constants[f"{letter}BLOCK"] = block
         constants = ", ".join(f"{k}: tl.constexpr = {v}" for k, v in self.constants.items())
         head = f"def {name}(\n    {params},\n    {constants},\n):"
+        helpers = [h for h in (helper_text(self.needs), *self.helpers) if h]  # they may need libdevice
         imports = [HEADER, *([LIBDEVICE] if self.needs.libdevice else []), *self.imports]
-        helpers = [h for h in (helper_text(self.needs), *self.helpers) if h]
         source = "".join(imports) + "\n\n" + "".join(f"{h}\n\n" for h in helpers) + f"@triton.jit\n{head}\n"
         source += "".join(f"    {line}\n" for line in [*self._about(), *lines])
         sure = tuple(i for i, b in enumerate(pointers) if self.sure(b))

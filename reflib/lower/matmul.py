@@ -138,7 +138,12 @@ def template(
     k.store(out, value.to(out.dtype))
     epilogue = Loops(name, tuple(k.axes), tuple(k.b.body), (cx.origin,))
     precision = float32_precision() if out.dtype == torch.float32 else "ieee"
-    return Template(name, batched(a), batched(b), epilogue, out.dtype, precision)
+    a, b, product = batched(a), batched(b), batched(out)
+    depth = min(a.shape[2], b.shape[1], key=lambda e: (e.constant is None, len(e.terms), str(e)))
+    # What is known to be equal may be written in two ways: a guard says so, the expressions do not. One is used.
+    a = replace(a, shape=(product.shape[0], product.shape[1], depth))
+    b = replace(b, shape=(product.shape[0], depth, product.shape[2]))
+    return Template(name, a, b, epilogue, out.dtype, precision)
 
 
 def product_kernel(cx: Context, out: View) -> Kernel:

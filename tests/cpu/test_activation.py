@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,3 +79,22 @@ def test_every_alternative_means_the_same(fn: Any) -> None:
 def test_what_the_library_does_not_know_stays_two(fn: Any) -> None:
     before, after = lowered(fn, torch.randn(2, 4, 512), torch.randn(16, 512), torch.randn(16))
     assert after is before
+
+
+@pytest.mark.parametrize("fn", [linear_relu, product_relu])
+def test_it_is_measured_and_may_win(fn: Any, monkeypatch: Any) -> None:
+    """From end to end, on a CPU that is taken for a GPU: constants and all."""
+    module = importlib.import_module("reflib.choose.decide")
+    real = module.measure
+
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        winner = next(r for r in result.rows if "_addmm_activation" in r.name)
+        assert winner.status == "ok", winner
+        return replace(result, winner=winner.name)
+
+    monkeypatch.setattr(module, "measure", measured)
+    args = torch.randn(8, 512), torch.randn(16, 512), torch.randn(16)
+    compiled = reflib.compile(fn, autotune="blocking")
+    assert torch.allclose(compiled(*args), fn(*args), atol=1e-4, rtol=1e-4)
+    assert torch.allclose(compiled(*args), fn(*args), atol=1e-4, rtol=1e-4)
