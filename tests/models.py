@@ -222,8 +222,9 @@ def test_model(device: str, name: str, mode: str) -> None:
     assert len(stages) == (2 if backward else 1)
 
 
+# (Not on a GPU: there most of the terms are products, which take the sum so far into their epilogues.)
 UNROLLED = "a sum of many gradients of one weight is one kernel, so all its terms are alive at once"
-PEAKS = [pytest.param(n, marks=pytest.mark.xfail(reason=UNROLLED)) if n == "lstm" else n for n in MODELS]
+PEAKS = [pytest.param(n, marks=pytest.mark.xfail(reason=UNROLLED, strict=False)) if n == "lstm" else n for n in MODELS]
 
 
 @pytest.mark.parametrize("name", PEAKS)
