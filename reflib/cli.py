@@ -85,13 +85,22 @@ def run(
 @notebook_options
 @click.option("--out", type=FOLDER, default=None, help="Write there instead of notebooks/.")
 @click.option("--commit", default="", help="The commit to stamp, where there is no git.")
+@click.option("--devices", default="", help="GPUs, such as 0,1: a notebook at once on each, longest first.")
 def record(
-    device: str, only: str, parameters: tuple[str, ...], root: Path | None, out: Path | None, commit: str
+    device: str,
+    only: str,
+    parameters: tuple[str, ...],
+    root: Path | None,
+    out: Path | None,
+    commit: str,
+    devices: str,
 ) -> None:
     """Execute the notebooks and write their outputs back, stamped with device, versions and commit."""
     from reflib.lab import runner
 
-    sys.exit(runner.record(checkout(root), device, slugs(only), pairs(parameters), out, commit, click.echo))
+    gpus = [d.strip() for d in devices.split(",") if d.strip()]
+    given = pairs(parameters)
+    sys.exit(runner.record(checkout(root), device, slugs(only), given, out, commit, click.echo, gpus))
 
 
 @cli.command()

@@ -1,10 +1,11 @@
 """Everything that wants a GPU, once, on a machine that may have no network: tests, benchmark, recordings.
 
-    python3 tools/gpu_session.py OUT [--only STEP,...] [--limit STEP=SECONDS ...] [--commit HASH]
+    python3 tools/gpu_session.py OUT [--only STEP,...] [--limit STEP=SECONDS ...] [--commit HASH] [--devices 0,1]
 
 Each step has its own time limit; one that fails or runs out of time is noted, and the next begins. All output
 goes under OUT: a log for each step, bench.json, notebooks/ (recorded), summary.json. The summary comes last.
-`--commit` names the commit where the checkout has no history. Standard library only.
+`--commit` names the commit where the checkout has no history. `--devices` names GPUs to record on at once.
+Standard library only.
 
 Steps: setup (installs what is missing, from .whl/ if that folder is there), doctor, tests, bench, record.
 """
@@ -25,7 +26,7 @@ LIMITS = {"setup": 60, "doctor": 20, "tests": 150, "bench": 190, "record": 110} 
 GRACE = 8  # seconds between asking a step to end and ending it
 
 
-def commands(python, out, limits, commit):
+def commands(python, out, limits, commit, devices=""):
     """{step: command}. The bench stops by itself a little before its limit, so that its JSON is whole."""
     offline = ["--offline"] if any((ROOT / ".whl").glob("*.whl")) else []
     parallel = ["-n", "4", "--dist", "loadfile"] if has(python, "xdist") else []
@@ -36,7 +37,7 @@ def commands(python, out, limits, commit):
         "bench": [python, "-m", "tests.bench", "gpu", "--out", str(out / "bench.json"),
                   "--budget", str(max(10, limits["bench"] - 10))],
         "record": [python, "-m", "reflib.cli", "record", "--device", "cuda", "--out", str(out / "notebooks"),
-                   *(["--commit", commit] if commit else [])],
+                   *(["--commit", commit] if commit else []), *(["--devices", devices] if devices else [])],
     }  # fmt: skip
 
 
@@ -74,11 +75,19 @@ def end(child):
             continue
 
 
-def keep_logs_of_notebooks(out):
-    """What `reflib record` leaves under runs/: the copies of notebooks that failed, and logs."""
-    made = sorted((ROOT / "runs").glob("record-*"))
-    if made:
-        shutil.copytree(made[-1], out / "record", dirs_exist_ok=True)
+def keep_logs_of_notebooks(out, since):
+    """What `reflib record` left under runs/ after `since`: the copies of notebooks that failed, and logs.
+
+    Only plain files: a kernel that was killed leaves sockets, which cannot be copied.
+    """
+    for made in sorted((ROOT / "runs").glob("record-*")):
+        if made.stat().st_mtime < since:
+            continue
+        for path in made.rglob("*"):
+            if path.is_file() and not path.is_symlink():
+                target = out / "record" / made.name / path.relative_to(made)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, target)
 
 
 def tail(log, lines):
@@ -94,6 +103,7 @@ def parse(words):
     parser.add_argument("--only", default="", help="steps, with commas between")
     parser.add_argument("--limit", action="append", default=[], metavar="STEP=SECONDS")
     parser.add_argument("--commit", default=os.environ.get("REFLIB_COMMIT", ""))
+    parser.add_argument("--devices", default="", help="GPUs on which notebooks are recorded at once: 0,1")
     args = parser.parse_args(words)
     limits = dict(LIMITS)
     for item in args.limit:
@@ -118,18 +128,18 @@ def main(words):
     environment = dict(os.environ, PYTHONUNBUFFERED="1")
     if args.commit:
         environment["REFLIB_COMMIT"] = args.commit
-    steps = []
+    steps, began = [], time.time()
     for step in LIMITS:
         if step not in args.only:
             continue
-        command = commands(chosen_python(), out, args.limits, args.commit)[step]
+        command = commands(chosen_python(), out, args.limits, args.commit, args.devices)[step]
         print(f"{step}: at most {args.limits[step]} s ...", flush=True)
         status, seconds = run(command, out / f"{step}.log", args.limits[step], environment)
         word = "ok" if status == 0 else "out of time" if status is None else f"exit status {status}"
         steps.append({"step": step, "status": word, "seconds": round(seconds, 1)})
         (out / "summary.json").write_text(json.dumps(steps, indent=1) + "\n")
     lines = {"tests": 15, "bench": 90, "record": 12, "setup": 3, "doctor": 3}
-    keep_logs_of_notebooks(out)
+    keep_logs_of_notebooks(out, began)
     for entry in steps:
         print(f"\n--- {entry['step']}, the end of its log ---")
         print("\n".join(tail(out / f"{entry['step']}.log", lines[entry["step"]])))

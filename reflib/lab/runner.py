@@ -1,46 +1,39 @@
-"""Executes notebooks one after another: `make run` for a reader's machine, `make record` for the committed
-outputs.
+"""Executes notebooks: `make run` for a reader's machine, `make record` for the committed outputs.
 
-Both go through `execute`: papermill in a scratch folder, rows and claims collected through REFLIB_LAB_ROWS,
-one `Result` a notebook, failures kept and passed over. Only `record` writes under notebooks/.
+Both go through `execute_all`: each notebook in a process of its own (executing.py), in a scratch folder, rows
+and claims collected through REFLIB_LAB_ROWS, one `Result` a notebook, failures kept and passed over. Only
+`record` writes under notebooks/. Runs of different processes share no file but `recorded/seconds.tsv`.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
 import json
 import os
+import queue
 import re
 import shutil
+import signal
+import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from reflib.errors import LabError
-from reflib.lab import machine
+from reflib.lab import durations, machine
 from reflib.lab import notebook as nb
 from reflib.lab import recording as recordings
+from reflib.lab.executing import Result, execute, last_line
 
 ROOT = machine.ROOT
-CELL_TIMEOUT = 1800
 
 Jobs = dict[Path, dict[str, Any]]  # each notebook to execute, with its parameters
-
-
-@dataclass
-class Result:
-    """What came of one notebook."""
-
-    notebook: str
-    device: str
-    seconds: float
-    status: str  # "ok" | "failed" | "interrupted"
-    error: str = ""
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    claims: list[dict[str, Any]] = field(default_factory=list)
 
 
 # ---- which notebooks, with which parameters
@@ -126,102 +119,117 @@ def name_of(device: str) -> str:
 # ---- executing
 
 
+def new_folder(parent: Path, name: str) -> Path:
+    """parent/name, or name-2, name-3: a folder that nobody else has, however many runs begin in one second."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for again in itertools.count(1):
+        folder = parent / (name if again == 1 else f"{name}-{again}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            return folder.resolve()
+    raise AssertionError
+
+
 @contextlib.contextmanager
-def environment(**values: str) -> Iterator[None]:
-    """Environment variables for the kernels started inside the block."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+def ended_by_sigterm() -> Iterator[None]:
+    """Inside, a SIGTERM ends the notebooks that run before it ends this process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        signal.signal(signal.SIGTERM, before)
 
 
-def last_line(error: BaseException) -> str:
-    """The line of a notebook's failure that a table has room for."""
-    name, value = getattr(error, "ename", ""), getattr(error, "evalue", "")
-    text = f"{name}: {value}" if name else f"{type(error).__name__}: {error}"
-    lines = [line for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines() if line.strip()]
-    return (lines or ["?"])[0][:200]
+def longest_first(jobs: Jobs, known: Mapping[str, float]) -> Jobs:
+    """Those that nobody has timed come first: one of them may be the longest."""
+    return dict(sorted(jobs.items(), key=lambda job: -known.get(job[0].stem, float("inf"))))
 
 
-def kernel_config() -> Any:
-    """Kernels talk over files in a private folder, not over TCP ports open to the host's other users."""
-    from traitlets.config import Config
-
-    return Config({"KernelManager": {"transport": "ipc"}})
-
-
-def execute(
-    path: Path, out: Path, parameters: Mapping[str, Any], device: str, progress: Mapping[str, Any] | bool
-) -> Result:
-    """Run one notebook into `out` (notebooks/, logs/, rows/ under it); its failure is not raised."""
-    import papermill
-
-    folders = {name: out / name for name in ("notebooks", "logs", "rows", "work")}
-    for folder in folders.values():
-        folder.mkdir(parents=True, exist_ok=True)
-    copy, log = folders["notebooks"] / path.name, folders["logs"] / f"{path.stem}.log"
-    rows_file = folders["rows"] / f"{path.stem}.jsonl"
-    rows_file.unlink(missing_ok=True)
-    status, problem, start = "ok", "", time.perf_counter()
-    with (
-        open(log, "w") as log_file,
-        environment(REFLIB_LAB_ROWS=str(rows_file), PYDEVD_DISABLE_FILE_VALIDATION="1"),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
-        try:
-            papermill.execute_notebook(
-                str(path),
-                str(copy),
-                parameters=dict(parameters),
-                kernel_name="python3",
-                progress_bar=progress,
-                stdout_file=log_file,
-                stderr_file=log_file,
-                start_timeout=120,
-                execution_timeout=CELL_TIMEOUT,
-                cwd=str(folders["work"]),
-                config=kernel_config(),
-            )
-        except KeyboardInterrupt:
-            status, problem = "interrupted", "stopped by Ctrl-C"
-        except Exception as error:
-            status, problem = "failed", last_line(error)
-            log_file.write(f"\n{error}\n")
-    seconds = time.perf_counter() - start
-    lines = rows_file.read_text().splitlines() if rows_file.exists() else []
-    rows, claims = recordings.split_records(lines)
-    return Result(path.stem, device, round(seconds, 1), status, problem, rows, claims)
+def visible(devices: Sequence[str], device: str) -> list[dict[str, str]]:
+    """One environment for each GPU named; notebooks of one environment run one after another."""
+    if not devices:
+        return [{}]
+    if device != "cuda":
+        raise LabError(f"devices {','.join(devices)}: they are GPUs, but the notebooks are to run on {device}")
+    seen = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
+    for d in devices:
+        if not d.isdigit():
+            raise LabError(f"device {d!r}: --devices takes numbers of GPUs with commas between, such as 0,1")
+        machine.pick_device(f"cuda:{d}")
+    return [{"CUDA_VISIBLE_DEVICES": seen[int(d)] if seen else d} for d in devices]
 
 
-def execute_all(jobs: Jobs, out: Path, device: str, say: Any = print) -> Iterator[tuple[Path, Result]]:
-    """Execute every notebook, going on after a failure; bars on a terminal, lines elsewhere."""
-    import sys
+def execute_all(
+    jobs: Jobs, out: Path, device: str, say: Any = print, slots: Sequence[Mapping[str, str]] = ({},)
+) -> Iterator[tuple[Path, Result]]:
+    """Execute every notebook, one at a time in each slot (an environment), going on after a failure.
 
+    Bars on a terminal, lines elsewhere. A Ctrl-C ends those that run; they are the last that come.
+    """
     from tqdm import tqdm
 
     terminal = sys.stderr.isatty()
-    overall = tqdm(total=len(jobs), desc="all notebooks", unit="notebook", position=1, disable=not terminal)
-    with overall:
-        for number, (path, parameters) in enumerate(jobs.items(), 1):
-            bar = {"desc": path.stem, "position": 0, "leave": False} if terminal else False
-            if not terminal:
-                say(f"[{number}/{len(jobs)}] {path.stem} ...")
-            result = execute(path, out, parameters, device, bar)
-            overall.update()
-            line = f"[{number}/{len(jobs)}] {path.stem}: {result.status}, {result.seconds:.1f} s"
-            overall.write(line) if terminal else say(line)
-            if result.error:
-                say(f"    {result.error}")
-            yield path, result
-            if result.status == "interrupted":
+    waiting = collections.deque(enumerate(jobs.items(), 1))
+    news: queue.SimpleQueue[tuple[int, Path, Result | None]] = queue.SimpleQueue()
+    stop = threading.Event()
+
+    def work(place: int, environment: Mapping[str, str]) -> None:
+        while not stop.is_set():
+            try:
+                number, (path, parameters) = waiting.popleft()
+            except IndexError:
                 return
+            news.put((number, path, None))
+            bar = {"desc": path.stem, "position": place, "leave": False} if terminal else False
+            try:
+                result = execute(path, out, parameters, device, bar, environment, stop)
+            except Exception as error:
+                result = Result(path.stem, device, 0.0, "failed", last_line(error))
+            if result.status == "interrupted":
+                stop.set()
+            news.put((number, path, result))
+
+    threads = [threading.Thread(target=work, args=pair) for pair in enumerate(slots)]
+    bars = tqdm(total=len(jobs), desc="all notebooks", unit="notebook", position=len(slots), disable=not terminal)
+    try:
+        with bars:
+            for thread in threads:
+                thread.start()
+            for number, path, result in heard(news, threads, stop):
+                if result is None:
+                    if not terminal:
+                        say(f"[{number}/{len(jobs)}] {path.stem} ...")
+                    continue
+                bars.update()
+                line = f"[{number}/{len(jobs)}] {path.stem}: {result.status}, {result.seconds:.1f} s"
+                bars.write(line) if terminal else say(line)
+                if result.error:
+                    say(f"    {result.error}")
+                yield path, result
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def heard(news: queue.SimpleQueue[Any], threads: Sequence[threading.Thread], stop: threading.Event) -> Iterator[Any]:
+    """What the threads tell, until all have ended; a Ctrl-C meanwhile sets `stop`."""
+    while True:
+        try:
+            alive = any(thread.is_alive() for thread in threads)  # asked first: then the queue is complete
+            while True:
+                try:
+                    item = news.get(timeout=0.1 if alive else 0)
+                except queue.Empty:
+                    break
+                yield item
+            if not alive:
+                return
+        except KeyboardInterrupt:
+            stop.set()
 
 
 def table(results: Sequence[Result]) -> str:
@@ -251,11 +259,11 @@ def run(
 
     device = machine.pick_device(device).type
     jobs = jobs_of(root, only, given, device)
-    run_id = time.strftime("%Y%m%d-%H%M%S")
-    out = (out or root / "runs" / run_id).resolve()
+    out = out.resolve() if out else new_folder(root / "runs", time.strftime("%Y%m%d-%H%M%S"))
     out.mkdir(parents=True, exist_ok=True)
     say(f"{len(jobs)} notebooks on {name_of(device)}, into {shown(out)}")
-    results = [result for _, result in execute_all(jobs, out, device, say)]
+    with ended_by_sigterm():
+        results = [result for _, result in execute_all(jobs, out, device, say)]
     shutil.rmtree(out / "work", ignore_errors=True)
     summary = {
         "device": name_of(device),
@@ -287,34 +295,51 @@ def record(
     out: Path | None = None,
     commit: str = "",
     say: Any = print,
+    devices: Sequence[str] = (),
 ) -> int:
     """Execute the notebooks and write outputs, stamp and rows to `out` (or notebooks/). 0 if all went well.
 
+    Each is written when it is done. With `devices`, numbers of GPUs, one runs on each at once, longest first.
     A notebook that fails is left as it was. Claims that failed are listed: their prose is to be changed.
     """
     device = machine.pick_device(device).type
+    slots = visible(devices, device)
     jobs = jobs_of(root, only, given, device)
     target = (out or root / "notebooks").resolve()
-    work = root / "runs" / f"record-{time.strftime('%Y%m%d-%H%M%S')}"
-    commit = commit or machine.commit() or "unknown"
-    name = name_of(device)
+    slug = slug_of(device)
+    if len(slots) > 1:
+        jobs = longest_first(jobs, durations.read(root / "notebooks" / "recorded", slug))
+    work = new_folder(root / "runs", f"record-{time.strftime('%Y%m%d-%H%M%S')}")
+    stamp = (name_of(device), machine.versions(), commit or machine.commit() or "unknown")
     results = []
-    for path, result in execute_all(jobs, work.resolve(), device, say):
-        results.append(result)
-        if result.status != "ok":
-            continue
-        executed = nb.read(work / "notebooks" / path.name)
-        nb.stamp(executed, name, machine.versions(), commit)
-        nb.write(executed, target / path.name, replace={str(work.resolve() / "work"): "."})
-        if result.rows or result.claims:
-            recording = target / "recorded" / f"{path.stem}.{slug_of(device)}.json"
-            recordings.dump(recording, result.rows, result.claims)
+    with ended_by_sigterm():
+        for path, result in execute_all(jobs, work, device, say, slots):
+            results.append(result)
+            if result.status != "ok":
+                continue
+            try:
+                keep_recording(path, result, work, target, slug, stamp)
+            except Exception as error:  # such as rows over the limit: the others are still worth recording
+                result.status, result.error = "failed", last_line(error)
+                say(f"    {path.stem} is not written: {result.error}")
     say("\n" + table(results))
     for result in results:
         for claim in result.claims:
             if claim.get("holds") is False:
                 say(f"claim failed in {result.notebook}: {claim['claim']} ({claim['otherwise']})")
     return 0 if len(results) == len(jobs) and all(r.status == "ok" for r in results) else 1
+
+
+def keep_recording(
+    path: Path, result: Result, work: Path, target: Path, slug: str, stamp: tuple[str, dict[str, str], str]
+) -> None:
+    """Write one executed notebook, stamped with (device, versions, commit), and its rows under `target`."""
+    executed = nb.read(work / "notebooks" / path.name)
+    nb.stamp(executed, *stamp)
+    nb.write(executed, target / path.name, replace={str(work / "work" / path.stem): "."})
+    if result.rows or result.claims:
+        recordings.dump(target / "recorded" / f"{path.stem}.{slug}.json", result.rows, result.claims)
+    durations.note(target / "recorded", path.stem, slug, result.seconds)
 
 
 def gpu_slug(name: str) -> str:

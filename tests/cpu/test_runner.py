@@ -5,6 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,12 +18,10 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 from reflib.cli import cli
 from reflib.errors import LabError
+from reflib.lab import durations, executing, runner
 from reflib.lab import notebook as nb
-from reflib.lab import runner
 
-PARAMETERS = (
-    'device: str = "auto"  # where to run\nrows: int = 3  # how many\nscale: float = 1.0  # by how much'
-)
+PARAMETERS = 'device: str = "auto"  # where to run\nrows: int = 3  # how many\nscale: float = 1.0  # by how much'
 REPORT = """import json, os
 print(device, rows, scale)
 with open(os.environ["REFLIB_LAB_ROWS"], "a") as f:
@@ -108,6 +111,149 @@ def test_recording_twice_gives_the_same_files(checkout: Path) -> None:
         return {p.name: p.read_bytes() for p in (checkout / "notebooks").rglob("b.*") if p.is_file()}
 
     assert once() == once()
+
+
+def recording(root: Path, slug: str, out: Path) -> subprocess.Popen[str]:
+    """`reflib record` in a process of its own."""
+    words = ["--root", str(root), "--device", "cpu", "--only", slug, "--out", str(out)]
+    command = [sys.executable, "-m", "reflib.cli", "record", *words]
+    return subprocess.Popen(command, cwd=runner.ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def test_two_recordings_at_once_do_not_disturb_each_other(checkout: Path) -> None:
+    """Both kernels are up at once: each waits until the other has begun. One output folder, as on a GPU host."""
+    for mine, other in (("b", "c"), ("c", "b")):
+        path = checkout / "notebooks" / f"{mine}.ipynb"
+        meet = f"""import pathlib, time
+pathlib.Path({str(checkout)!r}, "{mine}.begun").touch()
+until = time.time() + 60
+while not pathlib.Path({str(checkout)!r}, "{other}.begun").exists():
+    assert time.time() < until
+    time.sleep(0.02)
+"""
+        notebook = nb.read(path)
+        nb.write(new_notebook(cells=[*notebook.cells, new_code_cell(meet), new_code_cell("print('met')")]), path)
+    both = {slug: recording(checkout, slug, checkout / "out") for slug in "bc"}
+    for slug, child in both.items():
+        said, _ = child.communicate(timeout=120)
+        assert child.returncode == 0, said
+        cells = nb.read(checkout / "out" / f"{slug}.ipynb").cells
+        assert cells[-1].outputs[0].text == "met\n"
+        assert json.loads((checkout / "out" / "recorded" / f"{slug}.cpu.json").read_text())["claims"]
+    assert set(durations.read(checkout / "out" / "recorded", "cpu")) == {"b", "c"}
+    made = sorted((checkout / "runs").iterdir())
+    assert len(made) == 2 and not [p for run in made for p in run.rglob("*") if p.is_socket()]
+
+
+def test_slots_execute_at_once_and_hand_over_what_is_done(checkout: Path) -> None:
+    jobs = runner.jobs_of(checkout, (), {"rows": "2"}, "cpu")
+    slots = [{"REFLIB_SLOT": "0"}, {"REFLIB_SLOT": "1"}]
+    found = {p.stem: r for p, r in runner.execute_all(jobs, checkout / "out", "cpu", lambda text: None, slots)}
+    assert {slug: r.status for slug, r in found.items()} == {"a": "failed", "b": "ok", "c": "ok"}
+    assert all(r.rows == [{"case": "c", "metric": "rows", "value": 2}] for r in found.values())
+    assert (checkout / "out" / "work" / "b").is_dir()
+
+
+def test_the_longest_comes_first(tmp_path: Path) -> None:
+    for slug, seconds in (("a", 3.2), ("b", 40.6), ("b", 20.4)):
+        durations.note(tmp_path, slug, "h200", seconds)
+    known = durations.read(tmp_path, "h200")
+    assert known == {"a": 3.0, "b": 20.0} and durations.read(tmp_path, "cpu") == {}
+    jobs: runner.Jobs = {Path(f"{slug}.ipynb"): {} for slug in "abc"}
+    assert [p.stem for p in runner.longest_first(jobs, known)] == ["c", "b", "a"]
+
+
+def test_devices_are_gpus() -> None:
+    assert runner.visible((), "cpu") == [{}]
+    with pytest.raises(LabError, match="they are GPUs"):
+        runner.visible(["0", "1"], "cpu")
+    with pytest.raises(LabError, match="such as 0,1"):
+        runner.visible(["all"], "cuda")
+
+
+def test_devices_are_counted_among_those_to_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reflib.lab.machine.pick_device", lambda name: name)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert runner.visible(["1"], "cuda") == [{"CUDA_VISIBLE_DEVICES": "6"}]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert runner.visible(["1"], "cuda") == [{"CUDA_VISIBLE_DEVICES": "1"}]
+
+
+def ended(pid: int) -> bool:
+    """Whether a process is gone within 5 s. One that nobody waits for may stay as a zombie."""
+    for _ in range(100):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_kernel_that_no_longer_answers_is_killed(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stops at what papermill asks after the last cell, and would be waited for as long as for a cell."""
+    silent = """import os, signal, subprocess, sys
+print(os.getpid(), subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid)
+handlers = get_ipython().kernel.shell_handlers
+handlers["kernel_info_request"] = lambda *request: os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    path = checkout / "notebooks" / "d.ipynb"
+    nb.write(new_notebook(cells=[new_code_cell(silent)]), path)
+    # the child is a new process: another module shortens its limit
+    (checkout / "site").mkdir()
+    shorten = "import reflib.lab.executing as e\ne.SHUTDOWN_SECONDS = 3\n"
+    (checkout / "site" / "short.py").write_text(shorten + "e.main(e.Path(__import__('sys').argv[1]))\n")
+    real = subprocess.Popen
+
+    def shortened(command: list[str], **options: object) -> subprocess.Popen[bytes]:
+        assert command[1:3] == ["-m", "reflib.lab.executing"]
+        environment = {**options.pop("env"), "PYTHONPATH": f"{checkout / 'site'}:{runner.ROOT}"}  # type: ignore[dict-item]
+        return real([command[0], "-m", "short", command[3]], env=environment, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(executing.subprocess, "Popen", shortened)
+    start = time.monotonic()
+    result = executing.execute(path, checkout / "out", {}, "cpu", False)
+    assert result.status == "ok" and time.monotonic() - start < 40
+    pids = nb.read(checkout / "out" / "notebooks" / "d.ipynb").cells[0].outputs[0].text.split()
+    assert [ended(int(pid)) for pid in pids] == [True, True]
+
+
+def test_stopping_ends_a_notebook_and_its_kernel(checkout: Path) -> None:
+    path = checkout / "notebooks" / "e.ipynb"
+    endless = "import os, pathlib, time\npathlib.Path('pid').write_text(str(os.getpid()))\ntime.sleep(600)"
+    nb.write(new_notebook(cells=[new_code_cell(endless)]), path)
+    stop, pid = threading.Event(), checkout / "out" / "work" / "e" / "pid"
+
+    def when_it_runs() -> None:
+        until = time.monotonic() + 60
+        while not (pid.exists() and pid.read_text()) and time.monotonic() < until:
+            time.sleep(0.05)
+        stop.set()
+
+    waiter = threading.Thread(target=when_it_runs)
+    waiter.start()
+    result = executing.execute(path, checkout / "out", {}, "cpu", False, stop=stop)
+    waiter.join()
+    assert result.status == "interrupted" and result.seconds < 60
+    assert ended(int(pid.read_text()))
+
+
+def test_a_session_keeps_plain_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(runner.ROOT / "tools")
+    import gpu_session
+
+    monkeypatch.setattr(gpu_session, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name in ("record-1", "record-2"):
+        (tmp_path / "runs" / name / "logs").mkdir(parents=True)
+        (tmp_path / "runs" / name / "logs" / "a.log").write_text(name)
+    os.utime(tmp_path / "runs" / "record-1", (0, 0))  # of an earlier session
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind("runs/record-2/k-ipc-1")
+        gpu_session.keep_logs_of_notebooks(tmp_path / "out", time.time() - 60)
+    kept = [str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if not p.is_dir()]
+    assert kept == ["record/record-2/logs/a.log"]
 
 
 @pytest.mark.parametrize(

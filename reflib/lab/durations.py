@@ -1,0 +1,42 @@
+"""How long notebooks took to record: which one to begin with where several run at once.
+
+recorded/seconds.tsv: a line "slug <tab> device <tab> seconds" for each recording, sorted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+FILE = "seconds.tsv"
+
+
+def read(folder: Path, device: str) -> dict[str, float]:
+    """{slug: seconds} on this device ("h200"); none without a file."""
+    return {slug: seconds for (slug, where), seconds in _read(folder / FILE).items() if where == device}
+
+
+def note(folder: Path, slug: str, device: str, seconds: float) -> None:
+    """Put one in. Other processes may be doing the same."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        found = {**_read(folder / FILE), (slug, device): float(round(seconds))}
+        temporary = folder / f".{FILE}.{os.getpid()}"
+        lines = [f"{s}\t{d}\t{seconds:.0f}\n" for (s, d), seconds in sorted(found.items())]
+        temporary.write_text("".join(lines), encoding="utf-8")
+        os.replace(temporary, folder / FILE)
+    finally:
+        os.close(handle)
+
+
+def _read(path: Path) -> dict[tuple[str, str], float]:
+    """Lines that are not of this form are passed over: an order is not worth an error."""
+    found = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        parts = line.split("\t")
+        if len(parts) == 3 and parts[2].isdigit():
+            found[parts[0], parts[1]] = float(parts[2])
+    return found
