@@ -19,8 +19,10 @@ NB: TorchInductor uses sympy here, which is far more general and takes most of i
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any, TypeVar, Union, dataclass_transform
 
 Monomial = tuple["Atom", ...]
@@ -292,6 +294,45 @@ ZERO = Expr(())
 ONE = Expr((((), 1),))
 
 
+# -- remembering ------------------------------------------------------------------------------------
+Answer = TypeVar("Answer")
+
+
+class _Remembered(threading.local):
+    """Answers inside one question: to prove a bound takes sums, sums are simplified, and that takes proofs of bounds,
+    often the same ones again, which without this grows exponentially with the nesting of // and %. It lasts for one
+    question only, because atoms are equal by name: another kernel's variable may have another size."""
+
+    depth = 0
+
+    def __init__(self) -> None:
+        self.answers: dict[tuple, Any] = {}
+
+
+_remembered = _Remembered()
+
+
+def _remember(fn: Callable[..., Answer]) -> Callable[..., Answer]:
+    name = fn.__name__
+
+    @wraps(fn)
+    def ask(a: Expr, b: Expr | int = 24) -> Answer:
+        r = _remembered
+        key = (name, a.terms, b.terms if isinstance(b, Expr) else b)
+        if r.depth and key in r.answers:
+            return r.answers[key]
+        r.depth += 1
+        try:
+            answer = r.answers[key] = fn(a, b)
+        finally:
+            r.depth -= 1
+            if not r.depth:
+                r.answers = {}
+        return answer
+
+    return ask
+
+
 def _join_div_mod(e: Expr) -> Expr:
     """``(a//d)*d*c + (a%d)*c`` is ``a*c``: undo a split that nothing needs any more."""
     for m, c in e.terms:
@@ -399,6 +440,7 @@ def _drop_small(n: Expr, d: Expr) -> tuple[Expr, Expr, Expr] | None:
     return None
 
 
+@_remember
 def floordiv(n: Expr, d: Expr) -> Expr:
     """``n // d``, rounded down, simplified; ``d`` must be positive."""
     nc, dc = n.constant, d.constant
@@ -425,6 +467,7 @@ def floordiv(n: Expr, d: Expr) -> Expr:
     return q + expr(Call("//", rest, d))
 
 
+@_remember
 def mod(n: Expr, d: Expr) -> Expr:
     """``n % d`` with the sign of ``d`` (positive), simplified."""
     nc, dc = n.constant, d.constant
@@ -472,11 +515,13 @@ def product(items: Iterable[IntLike]) -> Expr:
 
 
 # -- proving ----------------------------------------------------------------------------------------
+@_remember
 def in_range(e: Expr, size: Expr) -> bool:
     """Can ``0 <= e < size`` be proved?"""
     return nonneg(e) and nonneg(size - 1 - e)
 
 
+@_remember
 def nonneg(e: Expr, steps: int = 24) -> bool:
     """Can ``e >= 0`` be proved? Bounded atoms go, one a step, to the end of their range that makes ``e`` least;
     size symbols are shifted to ``lo + t``; what is left must have no negative coefficient."""
