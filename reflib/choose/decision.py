@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..ir.program import Config
 
@@ -35,14 +36,15 @@ class Candidate:
 class Decision:
     """What was chosen for one choice, or for one kernel.
 
-    region: the choice's or the kernel's name.   op: what it computes.   winner: the candidate's name.
+    region: the choice's or the kernel's name.   op: what it computes.
+    winner: the candidate's name; of a kernel that a heuristic launches, its Config.
     candidates: all that were considered, failed ones included.   reason: one sentence.
     members: neighbours that were measured with it.   sizes: its inputs, for people.
     config: how a kernel is launched (kernels only).
     """
 
     region: str
-    winner: str
+    winner: Any
     candidates: tuple[Candidate, ...]
     reason: str
     op: str = ""

@@ -21,13 +21,17 @@ class Decisions(list[Decision]):
     def _repr_html_(self) -> str:
         measured = [d for d in self if len(d.candidates) > 1]
         rest = [d for d in self if len(d.candidates) <= 1]
-        rows = [(d.region, d.winner, d.reason) for d in rest]
+        rows = [(d.region, chosen(d), d.reason) for d in rest]
         return "".join(map(decision_html, measured)) + (_table(("kernel", "chosen", "why"), rows) if rows else "")
+
+
+def chosen(d: Decision) -> str:
+    return d.winner if isinstance(d.winner, str) else d.candidates[0].name
 
 
 def decision_text(d: Decision) -> str:
     """The reason, then one line a candidate, the fastest first."""
-    head = f"{d.region}{f' ({d.op})' if d.op else ''}: {d.winner}: {d.reason}"
+    head = f"{d.region}{f' ({d.op})' if d.op else ''}: {chosen(d)}: {d.reason}"
     lines = ["  " + "  ".join(filter(None, row)) for row in map(_row, _sorted(d))] if len(d.candidates) > 1 else []
     return "\n".join([head, *lines])
 
