@@ -14,7 +14,7 @@ import torch
 
 from ..fuse import Fused
 from ..ir.loops import Loops
-from ..ir.program import Dispatch, Node, Program, Region, Template
+from ..ir.program import Dispatch, DispatchArm, Node, Program, Region, Template
 from ..options import Options
 from ..target import Target
 from .decision import Candidate, Decision
@@ -47,12 +47,20 @@ class _Kernels:
             if isinstance(node, Template):
                 out.append(self._template(node))
             elif isinstance(node, Dispatch):
-                out.append(replace(node, arms=tuple(replace(a, nodes=tuple(self.all(a.nodes))) for a in node.arms)))
+                out.append(replace(node, arms=tuple(map(self._arm, node.arms))))
             elif not isinstance(node, Loops):
                 out.append(node)
             elif node.name not in earlier:
                 out.append(self._loops(tuple(loops[n] for n in last_of.get(node.name, (node.name,)))))
         return out
+
+    def _arm(self, arm: DispatchArm) -> DispatchArm:
+        """Its kernels are launched as they were when it was measured."""
+        options = self.options
+        self.options = options.but(**dict(arm.patches))
+        nodes = tuple(self.all(arm.nodes))
+        self.options = options
+        return replace(arm, nodes=nodes)
 
     def _loops(self, parts: tuple[Loops, ...]) -> Region:
         target = self.target_of(self.program.buffers[parts[0].writes()[0]].device)
@@ -76,7 +84,7 @@ def _decision(region: Region, part: Loops) -> Decision:
     size = f"{part.numel} x {part.rnumel}" if part.reduced else f"{part.numel}"
     how = {"none": "a loop for each pass"}.get(config.reduction, config.reduction) if part.reduced else "pointwise"
     reason = f"heuristic for {size} elements: {how}"
-    return Decision(region.name, "heuristic", (Candidate("heuristic", "heuristic"),), reason, config=config)
+    return Decision(region.name, config, (Candidate("heuristic", "heuristic"),), reason, config=config)
 
 
 def short_name(parts: tuple[Loops | Template, ...], most: int = 4) -> str:

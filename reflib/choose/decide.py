@@ -11,7 +11,8 @@
    logarithmic scale, and its top. A range goes to the candidate with the best geometric mean;
 4. the winner's nodes take the choice's place, and the program is fused again by the caller. A winner that needs more
    than that (guards; option patches; other ranges have other winners) becomes a Dispatch over the region: arms that
-   are fused each by itself, neighbouring ranges with one winner merged, the default last where guards could fail.
+   are fused each by itself, neighbouring ranges with one winner merged (``ranges``). An arm whose guards could fail is
+   followed by the default for the same range.
 
 Equal regions (the layers of a transformer) are decided once. A choice inside a winner is decided in its turn.
 """
@@ -19,11 +20,9 @@ Equal regions (the layers of a transformer) are decided once. A choice inside a 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -31,11 +30,9 @@ import torch
 from ..errors import ReflibError
 from ..fuse import fuse
 from ..ir.data import encode, to_data
-from ..ir.expr import Expr, expr
 from ..ir.loops import Loops
 from ..ir.program import (
     Alternative,
-    Assume,
     Buffer,
     Choice,
     Dispatch,
@@ -54,7 +51,12 @@ from .activation import with_activations
 from .decision import Candidate, Decision
 from .matmul import static_tiling, tilings
 from .measure import measure, request
+from .ranges import Range, merged, ranges_of, representatives, say_once
 from .region import Region, cut, node_symbols, replace_region, splice
+from .winner import decide as winner_of
+from .winner import overall
+
+__all__ = ["decide", "representatives"]
 
 TargetOf = Callable[[torch.device], Target]
 Build = Callable[[Program, Options], Callable[[list], Any]]
@@ -68,7 +70,7 @@ class _Work:
     target_of: TargetOf
     build: Build
     makers: Mapping[str, Callable[..., Any]]
-    known: dict[str, dict[str, Any]] = field(default_factory=dict)
+    known: dict[str, _Ruling] = field(default_factory=dict)
 
 
 def decide(
@@ -78,11 +80,11 @@ def decide(
     by the keys in ``Choice.inputs_from``."""
     work = _Work(options, target_of, build, makers)
     if options.autotune != "off" and options.target is not None:
-        _say_once("with target= nothing runs, so nothing is measured: choices go by the static rule")
+        say_once("with target= nothing runs, so nothing is measured: choices go by the static rule")
     if options.autotune != "off" and options.target is None:
         program = with_activations(program)
     if options.autotune == "background" and options.target is None:
-        _say_once('autotune="background" is not in this version of reflib: measuring comes before the first call')
+        say_once('autotune="background" is not in this version of reflib: measuring comes before the first call')
     decisions: list[Decision] = []
     while (choice := next((n for n in program.nodes if isinstance(n, Choice)), None)) is not None:
         target = target_of(program.buffers[choice.outputs[0]].device)
@@ -93,11 +95,6 @@ def decide(
         logger("choose").info("%s (%s): %s: %s", decision.region, decision.op, decision.winner, decision.reason)
         decisions.append(decision)
     return program, tuple(decisions)
-
-
-@cache
-def _say_once(message: str) -> None:
-    logger("choose").warning(message)
 
 
 # -- without measuring -----------------------------------------------------------------------------
@@ -134,14 +131,12 @@ def with_tiling(a: Alternative, tiling: Any) -> Alternative:
 
 # -- by measuring ----------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class _Range:
-    """Sizes to decide for at once. ``least``, ``most``: its first and last (None: open). ``points``: symbol values to
-    measure at."""
+class _Ruling:
+    """What was decided for a region: winners, a range each; everything that was measured for it; and why."""
 
-    most: int | None
-    points: tuple[dict[str, int], ...]
-    label: str = ""
-    least: int = 1
+    winners: tuple[str, ...]
+    rows: tuple[Candidate, ...]
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -156,30 +151,31 @@ class _Found:
 def _decide_by_measuring(program: Program, choice: Choice, target: Target, work: _Work) -> tuple[Program, Decision]:
     region = cut(program, choice, work.options, target)
     candidates = _expand(choice, target, work.options)
-    ranges = _ranges(choice)
+    ranges = ranges_of(choice)
     key = _key(region, candidates, work.options)
-    found = work.known.get(key) if key else None
-    if found is None:
-        found = {"rows": [], "winners": [], "reasons": []}
-        for r in ranges:
-            winner, rows, reason = _measure_range(region, candidates, r, work)
-            found["winners"].append(winner)
-            found["rows"] += rows
-            found["reasons"].append(f"{r.label}: {reason}" if r.label else reason)
-        if key:
-            work.known[key] = found
-        again = ""
-    else:
-        again = "; decided before, for an equal region"
-    rows = [*found["rows"], *(Candidate(name, status, why=why) for name, status, why in choice.failed)]
-    by_name = {a.name: a for a in candidates}
-    winners = [by_name[name] for name in found["winners"]]
-    name = " | ".join(dict.fromkeys(found["winners"]))
+    known = work.known.get(key) if key else None
+    ruling = known or _rule(region, candidates, ranges, work)
+    if key:
+        work.known[key] = ruling
     decision = Decision(
-        choice.name, name, tuple(rows), "; ".join(found["reasons"]) + again, op=choice.op, members=region.members,
+        choice.name,
+        " | ".join(dict.fromkeys(ruling.winners)),
+        (*ruling.rows, *(Candidate(name, status, why=why) for name, status, why in choice.failed)),
+        ruling.reason + ("; decided before, for an equal region" if known else ""),
+        op=choice.op,
+        members=region.members,
         sizes=_sizes(region),
-    )  # fmt: skip
-    return _apply(program, region, winners, ranges, target, work), decision
+    )
+    by_name = {a.name: a for a in candidates}
+    return _apply(program, region, [by_name[w] for w in ruling.winners], ranges, target, work), decision
+
+
+def _rule(region: Region, candidates: list[Alternative], ranges: list[Range], work: _Work) -> _Ruling:
+    """Measure in every range."""
+    found = [_measure_range(region, candidates, r, work) for r in ranges]
+    reasons = [f"{r.label}: {reason}" if r.label else reason for r, (_, _, reason) in zip(ranges, found)]
+    rows = tuple(row for _, more, _ in found for row in more)
+    return _Ruling(tuple(winner for winner, _, _ in found), rows, "; ".join(reasons))
 
 
 def _expand(choice: Choice, target: Target, options: Options) -> list[Alternative]:
@@ -194,33 +190,17 @@ def _expand(choice: Choice, target: Target, options: Options) -> list[Alternativ
 
 
 def _measure_range(
-    region: Region, candidates: list[Alternative], r: _Range, work: _Work
+    region: Region, candidates: list[Alternative], r: Range, work: _Work
 ) -> tuple[str, list[Candidate], str]:
     """(name of the winner, rows, reason). With several points: the best geometric mean among those right at all."""
-    default = candidates[0]
-    results = [_measure_point(region, candidates, p, work) for p in r.points]
-    rows = [replace(row, where=_where(r, p)) for p, result in zip(r.points, results) for row in result.rows]
+    results = [_measure_point(region, candidates, point, work) for point in r.points]
+    rows = [replace(row, where=_where(r, point)) for point, found in zip(r.points, results) for row in found.rows]
     if len(results) == 1:
         return results[0].winner, rows, results[0].reason
     results = [x for x in results if any(row.time_us for row in x.rows)] or results  # where there was room for any
-    times = {c.name: [_time(result, c.name) for result in results] for c in candidates}
-    means = {n: math.exp(sum(map(math.log, ts)) / len(ts)) for n, ts in times.items() if all(ts)}
-    if not means:
-        return default.name, rows, "no candidate could be measured at every size: the default stays"
-    best = min(means, key=lambda n: means[n])
-    if best == default.name or default.name not in means:
-        return best, rows, f"{means[best]:.1f} us, geometric mean of {len(results)} sizes: the fastest"
-    spread = max(row.spread or 0.0 for result in results for row in result.rows if row.name in (best, default.name))
-    ratio = means[default.name] / means[best]
-    if ratio < max(region.choice.min_speedup, 1 + spread):
-        reason = f"{best} would be {ratio:.2f}x as fast, which is not beyond the spread ({spread:.0%}) or the threshold"
-        return default.name, rows, reason
-    return best, rows, f"{best} is {ratio:.2f}x as fast as {default.name} over {len(results)} sizes"
-
-
-def _time(result: _Found, name: str) -> float:
-    row = next((c for c in result.rows if c.name == name), None)
-    return row.time_us if row is not None and row.status == "ok" and row.time_us else 0.0
+    means = [overall(c.name, [row for x in results for row in x.rows if row.name == c.name]) for c in candidates]
+    winner, reason = winner_of(means, candidates[0].name, region.choice.min_speedup)
+    return winner, rows, f"over {len(results)} sizes, geometric means: {reason}"
 
 
 def _measure_point(region: Region, candidates: list[Alternative], point: dict[str, int], work: _Work) -> _Found:
@@ -257,109 +237,49 @@ def _without_choices(program: Program, work: _Work) -> Program:
     return decide(program, work.options.but(autotune="off"), work.target_of, work.build, {})[0]
 
 
-def _where(r: _Range, point: dict[str, int]) -> str:
+def _where(r: Range, point: dict[str, int]) -> str:
     return ", ".join(f"{k}={v}" for k, v in sorted(point.items())) if r.label or point else ""
-
-
-# -- ranges ----------------------------------------------------------------------------------------
-def _ranges(choice: Choice) -> list[_Range]:
-    r = choice.ranges
-    if r is None:
-        return [_Range(None, ({},))]
-    now = r.size.constant
-    symbol = next(iter(r.size.symbols()), None)
-    if now is not None or symbol is None or len(r.size.symbols()) != 1:
-        if now is not None and now > r.upper:
-            message = "%s = %d is outside the sizes that were tuned, 1 to %d: the nearest range serves"
-            logger("choose").warning(message, r.what, now, r.upper)
-        return [_Range(None, ({},))]
-    out: list[_Range] = []
-    least, first, last = 1, *_reach(r.size)
-    for most in (*r.splits, None):
-        top = r.upper if most is None else most
-        if top >= first and (last is None or least <= last):  # other sizes cannot come
-            most = None if last is not None and top >= last else most
-            ends = max(least, first), top if last is None else min(top, last)
-            points = sorted({_symbol_value(r.size, v) for v in representatives(*ends)})
-            out.append(_Range(most, tuple({symbol.name: v} for v in points), _label(r.what, least, most), least))
-        least = top + 1
-    return out or [_Range(None, ({},))]
-
-
-def _reach(size: Expr) -> tuple[int, int | None]:
-    """The least and the largest value of a size that is a symbol; None: no limit is known."""
-    symbol = next(iter(size.symbols()))
-    return (symbol.lo, symbol.hi) if size == expr(symbol) else (1, None)
-
-
-def _label(what: str, least: int, most: int | None) -> str:
-    return f"{what} >= {least}" if most is None else f"{least} <= {what} <= {most}"
-
-
-def representatives(least: int, most: int) -> list[int]:
-    """Three sizes inside least..most: a third and two thirds of the way up on a logarithmic scale, and the top. Those
-    inside are round where there is room (three binary digits), as the sizes are that people use: a size that nothing
-    divides would rule out every candidate that asks for a divisor.
-
-    >>> representatives(5, 128), representatives(129, 4096)
-    ([14, 40, 128], [384, 1280, 4096])
-    """
-    if most <= least:
-        return [least]
-    inside = (_rounded(least * (most / least) ** f) for f in (1 / 3, 2 / 3))
-    return sorted({*(min(max(least, size), most) for size in inside), most})
-
-
-def _rounded(size: float) -> int:
-    unit = 1 << max(0, int(size).bit_length() - 3)
-    return round(size / unit) * unit
-
-
-def _symbol_value(size: Expr, value: int) -> int:
-    """The symbol's value for which ``size`` (linear in one symbol) is about ``value``."""
-    symbol = next(iter(size.symbols()))
-    zero, one = (int(size.evaluate({symbol.name: v})) for v in (0, 1))
-    return max(1, symbol.lo, (value - zero) // max(1, one - zero))
 
 
 # -- putting winners in place ----------------------------------------------------------------------
 def _apply(
-    program: Program, region: Region, winners: list[Alternative], ranges: list[_Range], target: Target, work: _Work
+    program: Program, region: Region, winners: list[Alternative], ranges: list[Range], target: Target, work: _Work
 ) -> Program:
-    choice = region.choice
-    merged: list[tuple[Alternative, _Range]] = []
-    for winner, r in zip(winners, ranges):
-        if merged and merged[-1][0].name == winner.name:
-            least, points = merged[-1][1].least, merged[-1][1].points[-1:] + r.points[-1:]
-            label = _label(choice.ranges.what, least, r.most) if choice.ranges else r.label
-            merged[-1] = (winner, replace(r, points=points, label=label, least=least))
-        else:
-            merged.append((winner, r))
-    r0 = choice.ranges
-    late = {s for n in program.nodes if isinstance(n, Extern) for s, _, _ in n.symbols}  # not known at the first step
-    if r0 is not None and r0.size.constant is None and not late & r0.size.symbols():
-        program = replace(program, tuned=(*program.tuned, (r0.size, 1, r0.upper, r0.what, choice.op)))
-    only = merged[0][0] if len(merged) == 1 else None
+    choice, default = region.choice, region.choice.alternatives[0]
+    serving = merged(winners, ranges, choice.ranges)
+    program = _noting_what_was_tuned(program, choice)
+    only = serving[0][0] if len(serving) == 1 else None
     if only is not None and not only.guards and not only.patches:
         return splice(program, choice, only)
-    if merged[-1][0].guards:
-        merged.append((choice.alternatives[0], _Range(None, ({},), "else")))
-    size = choice.ranges.size if choice.ranges else None
+    ways: list[tuple[Alternative, Range]] = []
+    for i, (winner, r) in enumerate(serving):
+        winner = replace(winner, guards=tuple(g for g in winner.guards if not r.implies(g, choice.ranges)))
+        ways.append((winner, r))
+        following = serving[i + 1][0].name if i + 1 < len(serving) else ""
+        if winner.guards and following != default.name:  # where they fail the default runs, not the next range's winner
+            ways.append((default, replace(r, label=f"{r.label}, else" if r.label else "else")))
     arms: list[DispatchArm] = []
     buffers: list[Buffer] = []
-    for i, (winner, r) in enumerate(merged):
-        nodes, temps = _arm_nodes(region, winner, r, i, target, work)
-        predicate = winner.guards
-        if r.most is not None and size is not None:
-            predicate = (Assume("at_most", size, r.most), *predicate)
-        arms.append(DispatchArm(predicate, tuple(nodes), f"{r.label}: {winner.name}" if r.label else winner.name))
+    for winner, r in ways:
+        nodes, temps = _arm_nodes(region, winner, r, len(arms), target, work)
+        label = f"{r.label}: {winner.name}" if r.label else winner.name
+        arms.append(DispatchArm((*r.predicate(choice.ranges), *winner.guards), tuple(nodes), label, winner.patches))
         buffers += temps
     node = Dispatch(choice.name, region.outputs, tuple(arms), choice.origins)
     return replace_region(program, region, node, buffers)
 
 
+def _noting_what_was_tuned(program: Program, choice: Choice) -> Program:
+    """``program``, which will say so when a call's size is outside, if the size is known at its first step."""
+    r = choice.ranges
+    late = {s for n in program.nodes if isinstance(n, Extern) for s, _, _ in n.symbols}
+    if r is None or r.size.constant is not None or late & r.size.symbols():
+        return program
+    return replace(program, tuned=(*program.tuned, (r.size, 1, r.upper, r.what, choice.op)))
+
+
 def _arm_nodes(
-    region: Region, winner: Alternative, r: _Range, number: int, target: Target, work: _Work
+    region: Region, winner: Alternative, r: Range, number: int, target: Target, work: _Work
 ) -> tuple[list[Node], list[Buffer]]:
     """The region with the winner in it, decided inside, fused for the range's last representative size, its
     temporaries renamed so that arms do not share names."""

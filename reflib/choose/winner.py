@@ -12,7 +12,7 @@ NOISE = 0.01  # a smaller difference than this is never believed, whatever the s
 
 def decide(rows: Sequence[Candidate], default: str, min_speedup: float = 1.0) -> tuple[str, str]:
     """The winner's name, and why in one sentence. The fastest right candidate wins whose lead over the default is
-    more than the spread (the larger of the two's, NOISE at least) and ``min_speedup`` or more."""
+    more than the spread (``Samples.spread``; the larger of the two's, NOISE at least) and ``min_speedup`` or more."""
     own = next(r for r in rows if r.name == default)
     right = sorted((r for r in rows if r.status == "ok" and r.time_us is not None), key=_time)
     others = [r for r in right if r.name != default]
@@ -40,6 +40,18 @@ def decide(rows: Sequence[Candidate], default: str, min_speedup: float = 1.0) ->
     if refused:
         return default, refused
     return default, f"{default} {_us(own)} is the fastest; {others[0].name} {_us(others[0])} comes next"
+
+
+def overall(name: str, rows: Sequence[Candidate]) -> Candidate:
+    """One row for a candidate that was measured at several sizes: geometric means of its times and of 1 + its spreads
+    (so that one size where the machine was busy does not speak for all). Not ``ok`` if it is not at every size."""
+    bad = next((r for r in rows if r.status != "ok" or not r.time_us), None)
+    if bad is not None or not rows:
+        status = bad.status if bad is not None and bad.status != "ok" else "unmeasured"
+        return Candidate(name, status, why="" if bad is None else bad.why)
+    time = math.exp(sum(math.log(_time(r)) for r in rows) / len(rows))
+    spread = math.expm1(sum(math.log1p(r.spread or 0.0) for r in rows) / len(rows))
+    return Candidate(name, "ok", time, spread=spread)
 
 
 def _time(r: Candidate) -> float:

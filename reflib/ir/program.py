@@ -291,11 +291,12 @@ class Choice:
 @dataclass(frozen=True, slots=True)
 class DispatchArm:
     """One arm of a Dispatch: ``nodes`` run if all of ``predicate`` hold (and no earlier arm's did).
-    ``label``: ``512 < s0 <= 2048: decompose_k(8)``."""
+    ``label``: ``512 < s0 <= 2048: decompose_k(8)``. ``patches``: sorted (option, value) pairs for its kernels."""
 
     predicate: tuple[Assume, ...]
     nodes: tuple[Node, ...]
     label: str = ""
+    patches: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

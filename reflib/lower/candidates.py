@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from reflib import logs
 from reflib.errors import LoweringError, RegistrationError
 from reflib.ir.expr import Expr
-from reflib.ir.program import Alternative, Choice, Extern, Ranges, View, full_view, map_tree
+from reflib.ir.program import Alternative, Assume, Choice, Extern, Ranges, View, full_view, holds, map_tree
 
 from . import custom_ops
 from .context import Context
@@ -54,12 +55,14 @@ def choice(cx: Context, target: Any, args: Any, kwargs: dict[str, Any], usual: C
         logs.get("choose").info("%s: its implementations are not tried: %s", r.name, why_not)
         return value
     given = arguments(target, args, kwargs, r)
-    configs = _configs(cx, target, r, given)
+    ranges = _ranges(cx, r, given)
+    tops = _tops(ranges)
+    configs = _configs(cx, target, r, given, tops)
     assert isinstance(node, (Choice, Extern))
     outputs = [full_view(cx.low.buffers[o]) if isinstance(o, str) else None for o in _outputs(node)]
     del cx.low.nodes[-1]
     taken = {a.name for a in node.alternatives} if isinstance(node, Choice) else {"eager"}
-    more, failed = alternatives(cx, target, configs, given, outputs, taken)
+    more, failed = alternatives(cx, target, configs, given, outputs, taken, points=tops)
     if isinstance(node, Extern):
         first = (Alternative("eager", (node,)),)
         node = Choice(node.name, r.name, tuple(o for o in node.outputs if o), first, origins=node.origins)
@@ -70,7 +73,7 @@ def choice(cx: Context, target: Any, args: Any, kwargs: dict[str, Any], usual: C
             failed=(*node.failed, *failed),
             min_speedup=r.min_speedup,
             graph_timing=r.graph_timing,
-            ranges=_ranges(cx, r, given),
+            ranges=ranges,
             inputs_from=_inputs_from(cx, r, given),
             custom=True,
         )
@@ -86,10 +89,11 @@ def alternatives(
     outputs: Sequence[View | None],
     taken: Iterable[str] = (),
     choices: bool = True,
+    points: Sequence[Mapping[str, int]] = (),
 ) -> tuple[list[Alternative], Failed]:
     """Each config as an alternative to a call of ``target`` with the arguments ``given`` by name, writing ``outputs``;
     and (name, status, why) of those that cannot be one. ``taken``: names in use. ``choices``: may their matrix products
-    and registered ops become Choices in turn?"""
+    and registered ops become Choices in turn? ``points``: see :func:`_traces`."""
     made: list[Alternative] = []
     failed: list[tuple[str, str, str]] = []
     names = set(taken)
@@ -103,14 +107,47 @@ def alternatives(
             if isinstance(call, str):
                 raise Refused("unsupported", call)
             fn = target if c.decomposition is None else c.decomposition
-            a = alternative(cx, str(target), name, fn, call[0], call[1], outputs, choices)
+            trace = partial(
+                alternative, cx, str(target), fn=fn, args=call[0], kwargs=call[1], outputs=outputs, choices=choices
+            )
+            traced = _traces(trace, name, points)
         except Refused as e:
             failed.append((name, e.status, e.why))
             logs.get("choose").info("%s: %s cannot be tried: %s", target, name, e)
         else:
             params = sorted((k, v if isinstance(v, _PLAIN) else repr(v)) for k, v in c.params.items())
-            made.append(replace(a, patches=tuple(sorted(c.config_patches.items())), params=tuple(params)))
+            patches = tuple(sorted(c.config_patches.items()))
+            names |= {a.name for a in traced}
+            made += [replace(a, patches=patches, params=tuple(params)) for a in traced]
     return made, tuple(failed)
+
+
+def _traces(trace: Callable[..., Alternative], name: str, points: Sequence[Mapping[str, int]]) -> list[Alternative]:
+    """An implementation, traced at the program's sizes, and again at each of ``points`` (the tops of the ranges that
+    are decided separately) for which no trace so far holds: what it may be tried at does not hang on the size that the
+    program was first called with. Raises Refused, the first reason, if there is none."""
+    made: list[Alternative] = []
+    refused: Refused | None = None
+    for point in ({}, *points):
+        if any(all(_may_hold(g, point) for g in a.guards) for a in made):
+            continue
+        at = ", ".join(map(str, point.values()))
+        try:
+            made.append(trace(name=f"{name} (traced at {at})" if made else name, sizes=point))
+        except Refused as e:
+            if refused is None and not made:
+                refused = e
+            if e.status not in ("raised", "wrong shape"):  # those depend on sizes
+                break
+    if not made:
+        assert refused is not None
+        raise refused
+    return made
+
+
+def _may_hold(guard: Assume, point: Mapping[str, int]) -> bool:
+    """Does a guard hold at these sizes? (One about other sizes may.)"""
+    return not {s.name for s in guard.what.symbols()} <= set(point) or holds(guard, point)
 
 
 def arguments(
@@ -151,17 +188,22 @@ def _not_a_choice(node: Any) -> str:
 
 
 # -- what the configs and the ranges are for this call -----------------------------------------------
-def _configs(cx: Context, target: Any, r: Registration, given: Mapping[str, Any]) -> list[CustomOpConfig]:
+def _tops(ranges: Ranges | None) -> list[dict[str, int]]:
+    """The size symbol's value at the top of each range."""
+    symbol = next(iter(ranges.size.symbols()), None) if ranges else None
+    if ranges is None or symbol is None or ranges.size != Expr((((symbol,), 1),)):
+        return []
+    return [{symbol.name: v} for v in (*ranges.splits, ranges.upper) if _allows(symbol, v)]
+
+
+def _configs(
+    cx: Context, target: Any, r: Registration, given: Mapping[str, Any], tops: Sequence[Mapping[str, int]]
+) -> list[CustomOpConfig]:
     """The static list; or what the generator makes of the sizes as traced, then as the top of each range has them."""
     if r.generator is None:
         return list(r.configs)
-    points: list[dict[str, int]] = [{}]
-    ranges = _ranges(cx, r, given)
-    symbol = next(iter(ranges.size.symbols()), None) if ranges else None
-    if ranges and symbol is not None and ranges.size == Expr((((symbol,), 1),)):
-        points += [{symbol.name: v} for v in (*ranges.splits, ranges.upper) if _allows(symbol, v)]
     found: dict[Any, CustomOpConfig] = {}
-    for p in points:
+    for p in ({}, *tops):
         for c in _generated(cx, target, r, given, p):
             found.setdefault(c.key(), c)
     return list(found.values())

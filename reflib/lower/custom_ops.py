@@ -21,6 +21,9 @@ from reflib import logs
 from reflib.errors import OptionError, RegistrationError
 from reflib.options import Options
 
+# Options that one implementation can have for itself: how its region is fused and how its kernels are launched. All
+# others are the whole program's: a patch would hold where candidates are measured, and nowhere else.
+PATCHES = ("fuse", "max_fused_ops", "max_fused_buffers", "split_reductions", "persistent_limit")
 DEFAULT_UPPER = 65536  # sizes up to which the last, open range is tuned
 
 Generator = Callable[[dict[str, Any]], Sequence[Any]]
@@ -31,7 +34,8 @@ class CustomOpConfig:
     """One implementation of an op.
 
     decomposition: a function of the op's arguments, in their order; None: the op itself, which ``params`` tune.
-    config_patches: options to compile it with (:class:`reflib.Options`), by name.
+    config_patches: options to compile it with (:class:`reflib.Options`), by name: those that concern its kernels alone
+        (``PATCHES``), so that what is measured is what runs.
     params: keyword arguments for it.
 
     **What wins** when a parameter here and the call name one argument: the parameter here, as in TorchInductor. It is
@@ -73,7 +77,7 @@ class CustomOpConfig:
 
 
 @dataclass(frozen=True)
-class Dispatch:
+class DispatchOn:
     """``dispatch_on`` and ``split_points``: ranges of ``argument``'s size ``dim`` that are tuned separately."""
 
     argument: str
@@ -92,7 +96,7 @@ class Registration:
     generator: Generator | None = None
     name: str = ""
     makers: tuple[tuple[str, Maker], ...] = ()
-    dispatch: Dispatch | None = None
+    dispatch: DispatchOn | None = None
     min_speedup: float = 1.0
     graph_timing: bool = True
 
@@ -120,7 +124,7 @@ def maker_key(op: str, argument: str) -> str:
 
 
 def input_makers() -> dict[str, Maker]:
-    """Every registered input generator by its key in ``Choice.inputs_from``: fake tensor -> real tensor."""
+    """Every registered input generator by its key in ``Choice.inputs_from``: a tensor -> one like it."""
     return {maker_key(r.op, arg): fn for r in _REGISTERED.values() for arg, fn in r.makers}
 
 
@@ -156,9 +160,13 @@ def register_custom_op_autotuning(
         the graph was traced with. (With ``dispatch_on``, once more for the top size of every range; all that it returns
         is tried in every range.)
     name: for people, in logs and tables.
-    input_gen_fns: by argument name (or position): a function from a fake tensor to the real one to measure with.
+    input_gen_fns: by argument name (or position): a function that makes the tensor to measure with. It is shown one of
+        the size, dtype, device and strides wanted (a real one, of random numbers or zeros; TorchInductor shows a fake
+        one), and returns another of that size and dtype.
     dispatch_on, split_points: ``{"tensor_name": "x", "dim": 0}`` and ``[512, 2048]``: decide for x.size(0) <= 512,
         <= 2048 and above separately; a branch at run time. ``"range_upper_bound"`` (65536): the last range's top.
+        An implementation is traced at the size that the graph was traced with, and again at the top of a range that no
+        trace of it so far serves.
     min_speedup_threshold: how many times as fast as the eager op a winner must be.
     benchmark_with_cudagraphs: time by CUDA-graph replay (False: with launches in it).
 
@@ -282,13 +290,16 @@ def checked_configs(op: Any, configs: Any, where: str) -> tuple[CustomOpConfig, 
 
 
 def _check_patches(c: CustomOpConfig, where: str) -> None:
-    for fixed in ("autotune", "target", "wrapper"):
-        if fixed in c.config_patches:
-            raise RegistrationError(f"{where}: {c.name}: config_patches cannot change {fixed}, which is the program's")
     try:
         Options.make(c.config_patches)
     except OptionError as e:
         raise RegistrationError(f"{where}: {c.name}: config_patches: {e}") from None
+    for name in c.config_patches:
+        if name not in PATCHES:
+            raise RegistrationError(
+                f"{where}: {c.name}: config_patches cannot change {name}, which is the program's (give it when "
+                f"you compile); one implementation can have its own {', '.join(PATCHES)}"
+            )
 
 
 def _check_params(op: Any, c: CustomOpConfig, where: str) -> None:
@@ -407,7 +418,7 @@ def _makers(op: Any, fns: Any, where: str) -> tuple[tuple[str, Maker], ...]:
     return tuple(out.items())
 
 
-def _dispatch(op: Any, on: Any, splits: Any, where: str) -> Dispatch | None:
+def _dispatch(op: Any, on: Any, splits: Any, where: str) -> DispatchOn | None:
     if on is None and splits is None:
         return None
     if on is None:
@@ -439,7 +450,7 @@ def _dispatch(op: Any, on: Any, splits: Any, where: str) -> Dispatch | None:
         raise RegistrationError(
             f"{where}: dispatch_on: range_upper_bound={upper!r} must be an int above the last split point, {splits[-1]}"
         )
-    return Dispatch(tensor, dim, tuple(splits), upper)
+    return DispatchOn(tensor, dim, tuple(splits), upper)
 
 
 def _is_int(x: Any) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from .lower import Lowering
 
 
+_READS = "it uses a tensor's value, known only at run time (.item(), float(t), if t > 0),"
+
+
 class Refused(Exception):
     """This implementation cannot be an alternative. ``status``: ``raised``, ``wrong shape``, ``wrong dtype``,
     ``wrong device``, ``alias`` or ``unsupported``."""
@@ -59,9 +62,11 @@ def alternative(
     kwargs: dict[str, Any],
     outputs: Sequence[View | None],
     choices: bool = True,
+    sizes: Mapping[str, int] | None = None,
 ) -> Alternative:
     """``fn(*args, **kwargs)`` instead of ``op``. ``args``, ``kwargs``: nests of View, Expr and plain data. ``outputs``:
     where the op's results go, in order (None: nobody looks at it). ``choices``: may ops inside become Choices?
+    ``sizes``: values to trace with, by symbol, instead of the program's.
 
     Raises Refused. The program itself gets nothing but the constants that ``fn`` holds.
     """
@@ -69,7 +74,7 @@ def alternative(
     if any(isinstance(x, Expr) and cx.low.symbols.is_float(x) for x in given):
         raise Refused("unsupported", "an argument is a float known only at run time")
     with unset_fake_temporarily():  # AOTAutograd's mode
-        copy = SizesCopy()
+        copy = SizesCopy(sizes or {})
         graph = _traced(cx, copy, fn, args, kwargs)
         _check_outputs(cx, copy, graph)
     prefix = cx.low.unique(f"{cx.name}_" + re.sub(r"\W+", "_", name).strip("_"))
@@ -84,7 +89,7 @@ def alternative(
         raise Refused("unsupported", _first_line(e)) from e
     kept, buffers = remove_unused(nodes, low.buffers, tuple(o for o in outputs if o is not None))
     if any(isinstance(n, Extern) and n.symbols for n in kept):
-        raise Refused("unsupported", "it makes tensors whose sizes are known only at run time")
+        raise Refused("unsupported", f"{_READS} or makes tensors whose sizes are known only then")
     new = {k: b for k, b in buffers.items() if k not in cx.low.buffers}
     constants = {k: b for k, b in new.items() if b.kind == "const"}
     cx.low.buffers.update(constants)
@@ -96,13 +101,15 @@ def alternative(
 
 # -- tracing ----------------------------------------------------------------------------------------
 class SizesCopy:
-    """A ShapeEnv with the program's size symbols in it: same traced values, same ranges, nothing shared."""
+    """A ShapeEnv with the program's size symbols in it: same traced values (but those in ``values``), same ranges,
+    nothing shared."""
 
-    def __init__(self) -> None:
+    def __init__(self, values: Mapping[str, int]) -> None:
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         self.env = ShapeEnv(duck_shape=False)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self.env)
+        self.values = values
         self._symbols: dict[Sym, torch.SymInt] = {}
 
     def ours(self) -> dict[Any, Sym]:
@@ -133,15 +140,16 @@ class SizesCopy:
         from torch.utils._sympy.numbers import int_oo
         from torch.utils._sympy.value_ranges import ValueRanges
 
-        if s.hint is None:
+        hint = self.values.get(s.name, s.hint)
+        if hint is None:
             raise Refused("unsupported", f"the size {s.name} is known only at run time")
         source = ConstantSource(s.name)
         positive = True if s.lo > 0 else None
         symbol = self.env.create_symbol(
-            s.hint, source, DimDynamic.DYNAMIC, positive=positive, do_not_specialize_zero_one=True
+            hint, source, DimDynamic.DYNAMIC, positive=positive, do_not_specialize_zero_one=True
         )
         self.env.var_to_range[symbol] = ValueRanges(s.lo, int_oo if s.hi is None else s.hi)
-        return self.env.create_symintnode(symbol, hint=s.hint, source=source)  # type: ignore[return-value]
+        return self.env.create_symintnode(symbol, hint=hint, source=source)  # type: ignore[return-value]
 
     def tensor(self, v: View, device: torch.device) -> torch.Tensor:
         """A fake tensor like ``v``."""
@@ -200,12 +208,15 @@ def _make_fx(copy: SizesCopy, fn: Callable[..., Any], fakes: list[Any]) -> torch
     from torch._dispatch.python import enable_python_dispatcher
     from torch._guards import TracingContext, tracing
     from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     tracer = make_fx(fn, decomposition_table=_table(registered_ops()), tracing_mode="real")
     no_autocast = torch._C._DisableAutocast()
     with tracing(TracingContext(copy.mode)), no_autocast, copy.mode, torch.no_grad(), enable_python_dispatcher():
         try:
             return tracer(*fakes)
+        except GuardOnDataDependentSymNode as e:
+            raise Refused("unsupported", f"{_READS} as a Python number; keep it a tensor ({_first_line(e)})") from e
         except Exception as e:  # whatever an implementation may raise
             raise Refused("raised", f"{type(e).__name__}: {_first_line(e)}") from e
 

@@ -511,6 +511,8 @@ def test_signatures_that_fit(config: Any) -> None:
         (CustomOpConfig(ksplits=3), r"no argument 'ksplits' to tune \(did you mean 'k_splits'\?\)"),
         (CustomOpConfig(plain, config_patches={"fusee": True}), "unknown option 'fusee'; did you mean 'fuse'"),
         (CustomOpConfig(plain, config_patches={"autotune": "off"}), "cannot change autotune"),
+        (CustomOpConfig(plain, config_patches={"inplace_buffers": False}), "cannot change inplace_buffers.*own fuse, "),
+        (CustomOpConfig(plain, config_patches={"check_nan": True}), "cannot change check_nan, which is the program's"),
         (3, "must be a CustomOpConfig or a function, not 3"),
     ],
 )

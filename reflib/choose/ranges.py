@@ -1,0 +1,119 @@
+"""Ranges of a size that are decided separately: which there are, where each is measured, and which end up together.
+
+``register_custom_op_autotuning(dispatch_on=, split_points=)`` says where ranges end (``ir.program.Ranges``). A range is
+measured at three sizes inside it (``representatives``); neighbours with one winner become one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from ..ir.expr import Expr, Sym, expr
+from ..ir.program import Alternative, Assume, Choice, Ranges
+from ..logs import get as logger
+
+
+@dataclass(frozen=True)
+class Range:
+    """The sizes ``least`` to ``most`` (None: no end). ``points``: values of size symbols to measure at, ascending.
+    ``label``: for people; empty if it is all there is."""
+
+    least: int = 1
+    most: int | None = None
+    points: tuple[dict[str, int], ...] = ({},)
+    label: str = ""
+
+    def predicate(self, ranges: Ranges | None) -> tuple[Assume, ...]:
+        """What a call's size must be, if earlier ranges have been asked."""
+        return () if self.most is None or ranges is None else (Assume("at_most", ranges.size, self.most),)
+
+    def implies(self, guard: Assume, ranges: Ranges | None) -> bool:
+        """Does ``guard`` hold of all sizes in here?"""
+        if ranges is None or guard.what != ranges.size:
+            return False
+        if guard.kind == "at_least":
+            return bool(self.least >= guard.value)
+        return guard.kind == "at_most" and self.most is not None and bool(self.most <= guard.value)
+
+
+def ranges_of(choice: Choice) -> list[Range]:
+    """The ranges that a call may reach, in ascending order; one, at the traced sizes, where there is nothing to
+    dispatch on."""
+    asked = choice.ranges
+    symbol = _symbol(asked) if asked is not None else None
+    if asked is None or symbol is None:
+        return [Range()]
+    first, last = (symbol.lo, symbol.hi) if asked.size == expr(symbol) else (1, None)
+    out: list[Range] = []
+    least = 1
+    for end in (*asked.splits, None):
+        most = asked.upper if end is None else end
+        if most >= first and (last is None or least <= last):  # other sizes cannot come
+            top = most if last is None else min(most, last)
+            sizes = representatives(max(least, first), top)
+            points = tuple({symbol.name: v} for v in sorted({_symbol_value(asked.size, symbol, n) for n in sizes}))
+            open_end = end is None or last is not None and most >= last
+            out.append(_labelled(Range(least, None if open_end else most, points), asked))
+        least = most + 1
+    return out or [Range()]
+
+
+def _symbol(asked: Ranges) -> Sym | None:
+    """The one symbol to dispatch on; None, and a line in the log where it matters, if there is no such."""
+    symbols, now = asked.size.symbols(), asked.size.constant
+    if now is not None and now > asked.upper:
+        message = "%s = %d is outside the sizes that were tuned, 1 to %d: the nearest range serves"
+        logger("choose").warning(message, asked.what, now, asked.upper)
+    if len(symbols) > 1:
+        say_once(f"{asked.what} = {asked.size} depends on several sizes of the inputs: one decision for all of them")
+    return next(iter(symbols)) if now is None and len(symbols) == 1 else None
+
+
+@cache
+def say_once(message: str) -> None:
+    logger("choose").warning(message)
+
+
+def _labelled(r: Range, asked: Ranges) -> Range:
+    end = f"{asked.what} >= {r.least}" if r.most is None else f"{r.least} <= {asked.what} <= {r.most}"
+    return replace(r, label=end)
+
+
+def representatives(least: int, most: int) -> list[int]:
+    """Three sizes inside least..most: a third and two thirds of the way up on a logarithmic scale, and the top. Those
+    inside are round where there is room (three binary digits), as the sizes are that people use: a size that nothing
+    divides would rule out every candidate that asks for a divisor.
+
+    >>> representatives(5, 128), representatives(129, 4096)
+    ([14, 40, 128], [384, 1280, 4096])
+    """
+    if most <= least:
+        return [least]
+    inside = (_rounded(least * (most / least) ** f) for f in (1 / 3, 2 / 3))
+    return sorted({*(min(max(least, size), most) for size in inside), most})
+
+
+def _rounded(size: float) -> int:
+    unit = 1 << max(0, int(size).bit_length() - 3)
+    return round(size / unit) * unit
+
+
+def _symbol_value(size: Expr, symbol: Sym, value: int) -> int:
+    """The symbol's value for which ``size`` (linear in it) is about ``value``."""
+    zero, one = (int(size.evaluate({symbol.name: v})) for v in (0, 1))
+    return max(1, symbol.lo, (value - zero) // max(1, one - zero))
+
+
+def merged(
+    winners: Sequence[Alternative], ranges: Sequence[Range], asked: Ranges | None
+) -> list[tuple[Alternative, Range]]:
+    """Who serves what: neighbouring ranges with one winner are one range."""
+    out: list[tuple[Alternative, Range]] = []
+    for winner, r in zip(winners, ranges):
+        if out and out[-1][0].name == winner.name and asked is not None:
+            before = out.pop()[1]
+            r = _labelled(Range(before.least, r.most, before.points + r.points), asked)
+        out.append((winner, r))
+    return out
