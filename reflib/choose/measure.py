@@ -1,7 +1,7 @@
 """measure: which of several equivalent programs is the fastest right one, honestly.
 
 1. **Build** all candidates (their kernels compile in the background meanwhile).
-2. **Check** each against a wider reference (``correct``): a wrong candidate never wins.
+2. **Check** what each returns in two calls against a wider reference (``correct``): a wrong candidate never wins.
 3. **Race** on shared inputs (``inputs``) with one clock (``timing``): on a GPU, CUDA-graph replay. A short round drops
    who is much slower than the best, rounds over the rest give medians and spreads. Weights are cold (copies used in
    turn, twice the L2 cache in all), activations warm: ``cold_us`` decides where there are weights, else ``warm_us``.
@@ -70,6 +70,8 @@ Build = Callable[[Program, Options], Call]
 DROP = 1.5  # after the short round, who is so many times slower than the best is out
 SHORT_ROUNDS = 3
 FEWEST_ROUNDS = 5
+POISON_BLOCKS = 32  # free blocks of each result's size that are filled before a checked call ...
+POISON_BYTES = 64 * MIB  # ... and of all together, beyond one block each
 
 
 # -- all of it --------------------------------------------------------------------------------------
@@ -220,7 +222,7 @@ def _prepare(
     )
     outputs = [v for v in programs[0].outputs if isinstance(v, View)]
     output_bytes = [_view_bytes(v, request.sizes) for v in outputs]
-    need = sum(s.nbytes for s in specs) + 2 * sum(specs[i].nbytes for i in mutated) + 2 * sum(output_bytes)
+    need = sum(s.nbytes for s in specs) + 2 * sum(specs[i].nbytes for i in mutated) + 3 * sum(output_bytes)
     limit = request.limits.memory
     if limit is None:
         limit = min(2048 * MIB, free_bytes(device) // 2)
@@ -260,10 +262,10 @@ def _check(bench: _Bench, entries: list[_Entry]) -> str:
     marks = {i: fingerprint(a) for i, a in enumerate(bench.args) if i not in bench.mutated and torch.is_tensor(a)}
     default = next(e for e in entries if e.name == request.default)
     theirs = _results(bench, default, marks)
-    ref = _reference(bench, entries, theirs)
+    ref = _reference(bench, entries, None if theirs is None else theirs[0])
     if ref is not None and theirs is not None:
         _judge(bench, default, theirs, ref, None)
-    own = theirs if default.status == "ok" else None
+    own = theirs[0] if theirs is not None and default.status == "ok" else None
     for e in entries:
         if e is default or e.status != "ok":
             continue
@@ -280,25 +282,26 @@ def _check(bench: _Bench, entries: list[_Entry]) -> str:
     return "" if ref is None else ref.source
 
 
-def _results(bench: _Bench, entry: _Entry, marks: dict[int, int]) -> list[Any] | None:
-    """What a call returns, then the inputs it mutates; None if it failed (which is noted). Times another call."""
+def _results(bench: _Bench, entry: _Entry, marks: dict[int, int]) -> list[list[Any]] | None:
+    """What each of two calls returns, then the inputs it mutates; None if one failed (which is noted). The second is
+    timed. Two, for a result that is right only by what its memory held before, or only sometimes."""
     if entry.call is None:
         return None
+    results, seconds = [], 0.0
     try:
-        args = bench.arguments()
-        _poison(bench)
-        _seed(bench.device, bench.request.seed)
-        results = [*entry.call(list(args)), *(args[i] for i in bench.mutated)]
-        bench.wait()
+        for _ in range(2):
+            args = bench.arguments()
+            _poison(bench)
+            _seed(bench.device, bench.request.seed)
+            bench.wait()
+            start = time.perf_counter()
+            results.append([*entry.call(list(args)), *(args[i] for i in bench.mutated)])
+            bench.wait()
+            seconds = time.perf_counter() - start
         if any(fingerprint(bench.args[i]) != mark for i, mark in marks.items()):
             bench.args[:] = bench.make()
             entry.fail("wrong", "it writes to an input that the program only reads")
             return None
-        again = bench.arguments()
-        start = time.perf_counter()
-        entry.call(again)
-        bench.wait()
-        seconds = time.perf_counter() - start
         if 8 * seconds > bench.request.limits.candidate_seconds:
             entry.warm, entry.why = Samples((seconds,)), "slow: timed by a single call"
         return results
@@ -308,8 +311,11 @@ def _results(bench: _Bench, entry: _Entry, marks: dict[int, int]) -> list[Any] |
 
 
 def _poison(bench: _Bench) -> None:
-    """Fill with ones (a NaN) what the allocator will hand out next: unwritten results then show, mostly."""
-    blocks = [torch.empty(n, dtype=torch.uint8, device=bench.device) for n in bench.output_bytes]
+    """Fill with ones (a NaN) what the allocator may hand out next, so that unwritten results show: not only the first
+    free block of a result's size, which the call may use for something else, but many, and all held at once."""
+    budget = min(POISON_BYTES, bench.room)
+    each = max(1, min(POISON_BLOCKS, budget // max(1, sum(bench.output_bytes))))
+    blocks = [torch.empty(n, dtype=torch.uint8, device=bench.device) for n in bench.output_bytes for _ in range(each)]
     for b in blocks:
         b.fill_(255)
 
@@ -338,21 +344,26 @@ def _reference(bench: _Bench, entries: list[_Entry], default: list[Any] | None) 
     return None if default is None else correct.Reference(tuple(default), tuple(dtypes), "default", length)
 
 
-def _judge(bench: _Bench, entry: _Entry, got: list[Any], ref: correct.Reference, default: list[Any] | None) -> None:
-    """Note the entry's error, and whether it is wrong. ``default``: the default's results, if those are right."""
+def _judge(
+    bench: _Bench, entry: _Entry, calls: list[list[Any]], ref: correct.Reference, default: list[Any] | None
+) -> None:
+    """Note the entry's error, and whether it is wrong. ``calls``: the results of each. ``default``: the default's
+    results, if those are right."""
     try:
-        why = correct.mismatch(got, ref)
-        if not why:
-            found = correct.errors(got, ref, default)
-            entry.error = max((e.relative for e in found), default=0.0)
-            if entry.name == bench.request.default:
-                why, bench.own = correct.judge_default(found), found
-            else:
-                tf32 = entry.program is not None and correct.uses_tf32(entry.program)
-                own = bench.own if default is not None else None
-                why = correct.judge(found, own, correct.floors(ref, tf32))
-        if why:
-            entry.fail("wrong", why)
+        for got in calls:
+            why = correct.mismatch(got, ref)
+            if not why:
+                found = correct.errors(got, ref, default)
+                entry.error = max((entry.error or 0.0, *(e.relative for e in found)))
+                if entry.name == bench.request.default:
+                    why, bench.own = correct.judge_default(found), found
+                else:
+                    tf32 = entry.program is not None and correct.uses_tf32(entry.program)
+                    own = bench.own if default is not None else None
+                    why = correct.judge(found, own, correct.floors(ref, tf32))
+            if why:
+                entry.fail("wrong", why)
+                return
     except Exception as e:
         _failed(bench, entry, e)
 

@@ -305,9 +305,10 @@ class _Inside:
             self.fail(i, "takes a bool")
 
     def check_store_races(self, i: int, s: Store, level: list[bool]) -> None:
-        """Each point that executes a store must write its own element (scatters, whose index is a value, aside)."""
+        """Each point that executes a store must write its own element (scatters, whose index is a value, aside). Where
+        there are no points any strides do: torch gives an empty tensor of shape [0, 4] the strides (1, 0)."""
         atoms = s.index.atoms()
-        if any(isinstance(a, Ref) for a in atoms):
+        if any(isinstance(a, Ref) for a in atoms) or any(a.size == 0 for a in self.loops.axes):
             return
         for a in self.loops.axes:
             if (a.kind == "p" or level[i] or level[s.value]) and a.var not in atoms and a.size != 1:

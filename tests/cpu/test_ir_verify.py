@@ -63,6 +63,13 @@ def test_reduced_store_must_not_race():
         check(Index(expr(J), torch.int64), Op("cast", (0,), F32), Store("y", expr(I), 1), axes=axes)
 
 
+def test_an_empty_tensors_strides_may_be_any():
+    """``torch.empty_strided((0, 4), (1, 0))``: nothing is written twice, since nothing is written."""
+    none = Var("i", expr(0))
+    body = (Const(1.0, F32), Store("y", expr(none), 0))
+    check(*body, axes=(Axis(none, "p"), Axis(J, "p")), y=(0, 3))
+
+
 def test_tables():
     p = softmax_program(3, 4)
     with pytest.raises(VerifyError, match="two nodes"):

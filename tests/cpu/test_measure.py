@@ -18,7 +18,7 @@ from reflib.choose import correct, timing
 from reflib.choose import measure as measuring
 from reflib.choose.inputs import InputSpec
 from reflib.choose.measure import Candidate, Limits, Request, Result, measure, request
-from reflib.choose.winner import decide
+from reflib.choose.winner import decide, overall
 from reflib.errors import MeasureError
 from reflib.ir.expr import Sym, Var, expr
 from reflib.ir.interpret import interpret
@@ -102,7 +102,7 @@ class Race:
 
 # -- deciding ---------------------------------------------------------------------------------------
 def test_fastest_right_candidate_wins():
-    race = Race(aten=(right, [7.0, 7.0, 7.1]), fast=(right, [4.2, 4.2]), slow=(right, [20.0]))
+    race = Race(aten=(right, [6.95, 7.0, 7.05]), fast=(right, [4.2, 4.2]), slow=(right, [20.0]))
     result = race.run()
     assert result.winner == "fast"
     assert result.reason == "fast 4.2 us, aten 7.0 us: 1.67x faster, spread 1%"
@@ -189,6 +189,23 @@ def test_decide(times, least, winner, reason):
     assert name == winner and reason in why
 
 
+def test_a_clear_lead_is_not_lost_to_interruptions():
+    """A busy machine: a third of the samples of both are many times too long."""
+    race = Race(aten=(right, [46.0, 46.1, 2000.0]), fast=(right, [1.0, 1.01, 157.0]))
+    result = race.run()
+    assert result.winner == "fast", result.reason
+    race = Race(aten=(right, [1.02, 1.2, 0.9]), fast=(right, [1.0, 1.2, 0.9]))
+    assert race.run().winner == "aten"
+
+
+def test_one_row_for_several_sizes():
+    at = [Candidate("a", "ok", t, spread=s) for t, s in ((1.0, 0.01), (4.0, 0.01), (2.0, 150.0))]
+    row = overall("a", at)
+    assert row.time_us == pytest.approx(2.0) and 0.01 < row.spread < 5  # not 150
+    assert overall("a", [at[0], Candidate("a", "guard", why="odd")]) == Candidate("a", "guard", why="odd")
+    assert overall("a", []).status == overall("a", [Candidate("a", "ok")]).status == "unmeasured"
+
+
 def test_cold_decides_where_there_is_one():
     a = Candidate("a", "ok", 10.0, warm_us=5.0, cold_us=10.0, spread=0.0)
     b = Candidate("b", "ok", 8.0, warm_us=8.0, cold_us=8.0, spread=0.0)
@@ -267,6 +284,29 @@ def test_wrong(what):
     result = Race(aten=(right, [7.0]), bad=(fn, [1.0]), fine=(right, [6.0])).run()
     assert result.row("bad").status == "wrong" and why in result.row("bad").why
     assert result.winner == "fine"  # what the bad one wrote over is made again
+
+
+@pytest.mark.parametrize("others", range(5))
+def test_unwritten_results_show_wherever_they_lie(others):
+    """The allocator's free blocks hold the right results of others; which one a call gets depends on what it makes
+    first."""
+
+    def unwritten(args):
+        held = [torch.empty(M, N) for _ in range(others)]
+        result = torch.empty(M, N)
+        del held
+        return (result,)
+
+    keep = [right([torch.ones(M, K), torch.ones(K, N)])[0] for _ in range(8)]
+    del keep
+    result = Race(aten=(right, [7.0]), fine=(right, [6.0]), bad=(unwritten, [1.0])).run()
+    assert result.row("bad").status == "wrong" and result.winner == "fine"
+
+
+def test_right_only_the_first_time():
+    calls = iter([right])
+    result = Race(aten=(right, [7.0]), bad=(lambda a: next(calls, wrong)(a), [1.0])).run()
+    assert result.row("bad").status == "wrong" and result.winner == "aten"
 
 
 def test_one_bad_element_in_a_million():

@@ -81,6 +81,8 @@ def test_weights_take_turns():
 def test_samples():
     s = Samples((1.0, 2.0, 3.0, 4.0, 5.0))
     assert s.median == 3 and s.spread == pytest.approx(2 / 3)
+    busy = Samples((1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 150.0, 200.0, 170.0, 300.0))  # interrupted, four times
+    assert busy.median == 1.01 and busy.spread < 0.05
     assert Samples((4.0,)).spread == 0 and Samples((0.0, 0.0)).spread == 0
 
 
