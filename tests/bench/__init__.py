@@ -5,6 +5,7 @@
 cases.py     what is computed: pointwise chains, softmax, norms, small calls, models
 worker.py    one section in a child process: check each contender, then time them in turn
 compiling.py compile time: every run in a fresh process with fresh caches
+quiet.py     whether somebody else uses the device meanwhile
 matmul*.py   the matmul sets: TorchInductor's tuning in children first, then timing alone
 report.py    rows to tables, rows to promises kept or not
 """

@@ -31,6 +31,7 @@ class Bench:
         self.device, self.quick, self.out, self.busy = args.device, args.quick, args.out, args.busy
         self.match = [w for w in args.match.split(",") if w]
         self.threads = 1 if args.busy else THREADS
+        self.peers = args.peers == "all"
         self.peer_cache, self.peers_at_once = args.peer_cache, args.peers_at_once
         self.deadline = time.monotonic() + args.budget
         self.promises: list[Promise] = []
@@ -220,6 +221,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="write all rows to this JSON file")
     parser.add_argument("--quick", action="store_true", help="few cases, few rounds: does it work?")
     parser.add_argument("--busy", action="store_true", help="CPU kernels by processor time of one thread")
+    parser.add_argument("--peers", choices=["all", "none"], default="all",
+                        help="matmul: none times eager and ours, tuned, without compiling TorchInductor's")  # fmt: skip
     parser.add_argument("--peer-cache", type=Path, metavar="DIR", help="matmul: keep TorchInductor's caches there")
     parser.add_argument("--peers-at-once", type=int, default=0, metavar="N", help="matmul: TorchInductors compiling")
     parser.add_argument("--budget", type=float, default=3600, help="seconds for all of it")

@@ -1,4 +1,9 @@
-"""Child processes: one run of a module, its time limit, its fresh caches."""
+"""Child processes: one run of a module, its time limit, its fresh caches, and that nothing is left of it.
+
+Each carries a mark in its environment, and so does all that it starts: a worker that has a session of its own,
+or whose parent was killed, is found by that. A process is waited for until the system has closed its files: a
+GPU works for it until then.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +14,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+MARK = "REFLIB_BENCH_CHILD"
+OURS = uuid.uuid4().hex[:12]  # the first part of every mark of this process
+END_SECONDS = 30
 CACHES = ("REFLIB_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
@@ -29,10 +39,11 @@ def fresh_caches() -> Iterator[dict[str, str]]:
 
 def start(module: str, words: list[str], environment: dict[str, str], errors: Any) -> subprocess.Popen[str]:
     """``python -m module words`` with ``errors`` for its stderr."""
-    return subprocess.Popen(
+    mark = f"{OURS}-{uuid.uuid4().hex[:12]}"
+    child = subprocess.Popen(
         [sys.executable, "-m", module, *words],
         cwd=ROOT,
-        env={**os.environ, **environment},
+        env={**os.environ, **environment, MARK: mark},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=errors,
@@ -40,12 +51,12 @@ def start(module: str, words: list[str], environment: dict[str, str], errors: An
         text=True,
         errors="replace",
     )
+    child.mark = mark  # type: ignore[attr-defined]
+    return child
 
 
 @contextlib.contextmanager
-def started(
-    module: str, words: list[str], environment: dict[str, str], errors: Any
-) -> Iterator[subprocess.Popen[str]]:
+def started(module: str, words: list[str], environment: dict[str, str], errors: Any) -> Iterator[subprocess.Popen[str]]:
     """The same; whatever is left of it and of its children is killed on the way out."""
     child = start(module, words, environment, errors)
     try:
@@ -55,22 +66,70 @@ def started(
 
 
 def end(child: subprocess.Popen[str]) -> None:
+    """Kill it and all that it started, and wait until they are gone."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    child.communicate()
+    end_marked(child.mark, child.pid)  # type: ignore[attr-defined]
+    child.wait()
+
+
+def end_all() -> None:
+    """The same for every child of this process, should one be left."""
+    end_marked(OURS)
+
+
+def end_marked(mark: str, session: int = -1) -> None:
+    """Kill the processes whose mark begins so or that are in the session; wait until they have ended."""
+    seen: set[int] = set()
+    end = time.monotonic() + END_SECONDS
+    while True:
+        seen |= set(marked(mark, session))
+        left = {pid for pid in seen if running(pid)}
+        if not left:
+            return
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > end:
+            print(f"still there after {END_SECONDS} s: processes {sorted(left)}", file=sys.stderr, flush=True)
+            return
+        time.sleep(0.05)
+
+
+def marked(mark: str, session: int) -> Iterator[int]:
+    """Process ids. (None where there is no /proc.)"""
+    wanted = f"{MARK}={mark}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        with contextlib.suppress(OSError):
+            begins = any(v.startswith(wanted) for v in (folder / "environ").read_bytes().split(b"\0"))
+            if pid != os.getpid() and (begins or _stat(pid)[3] == str(session)):
+                yield pid
+
+
+def running(pid: int) -> bool:
+    """A zombie has ended: all it waits for is its parent."""
+    try:
+        return _stat(pid)[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent, group, session, ..."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def run(module: str, words: list[str], timeout: float, environment: dict[str, str]) -> str:
     """Run ``python -m module words``; "" if it went well, else why not."""
-    child = start(module, words, environment, subprocess.PIPE)
-    try:
-        _, errors = child.communicate(timeout=max(1.0, timeout))
-    except BaseException as error:
-        end(child)
-        if isinstance(error, subprocess.TimeoutExpired):
-            return f"timed out after {timeout:.0f} s"
-        raise
-    return why(child.returncode, errors) if child.returncode else ""
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:  # no pipe: a worker may keep that open
+        with started(module, words, environment, errors) as child:
+            try:
+                code = child.wait(timeout=max(1.0, timeout))
+            except subprocess.TimeoutExpired:
+                return f"timed out after {timeout:.0f} s"
+        errors.seek(0)
+        return why(code, errors.read()) if code else ""
 
 
 def why(code: int, errors: str) -> str:

@@ -1,9 +1,11 @@
 """The section ``matmul``: a set at a time, first TorchInductor's compiling in several children, then timing alone.
 
     python -m tests.bench gpu --only matmul --match splitk --budget 560 --out splitk.json
+    python -m tests.bench gpu --only matmul --match splitk+fp16 --peers none --budget 110       ours and eager alone
     python -m tests.bench.matmul splitk.jsonl long.jsonl ...      tables of what several runs left
 
 Rows go to OUT.jsonl as soon as they are known, so a run that is cut short loses only the case it was at.
+Nothing of the first phase is left when the second begins, and the second looks for neighbours (quiet.py).
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ def section(bench: Any) -> None:
             left = list(sets)[i:]
             seconds = max(0.0, bench.left - 10) * WEIGHT[name] / sum(WEIGHT[n] for n in left)
             rows = run_set(bench, [c.name for c in found], seconds, {**bench.environment, **caches}, journal)
-            text, promises = matmul_report.of_set(name, rows, len(every[name]), bench.device)
+            text, promises = matmul_report.of_set(name, rows, len(every[name]), bench.device, bench.peers)
             bench.keep(f"matmul {name}", {"planned": [c.name for c in found], "rows": rows}, promises, text)
 
 
@@ -88,7 +90,7 @@ def open_journal(bench: Any) -> Callable[[Row], None]:
         if line := matmul_report.progress(row):
             print(line, flush=True)
 
-    keep({"kind": "about", **bench.found["about"], "where": bench.device, "quick": bench.quick})
+    keep({"kind": "about", **bench.found["about"], "where": bench.device, "quick": bench.quick, "peers": bench.peers})
     return keep
 
 
@@ -101,8 +103,12 @@ def run_set(
     cores = os.cpu_count() or 1
     at_once = bench.peers_at_once or max(1, min(5, cores // 3, len(names)))
     threads = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, cores // at_once))}  # the same in both phases: it is in keys
-    job = {**bench.job, "cases": names, "done": [], "skip": [], "ready": [], "at_once": at_once}
+    job = {**bench.job, "cases": names, "done": [], "skip": [], "ready": [], "at_once": at_once,
+           "peers": bench.peers}  # fmt: skip
     run = Run(job, {**environment, **threads}, 60 if bench.quick else 120, keep)
+    if not bench.peers:
+        time_cases(run, start + seconds)
+        return run.rows
     with tempfile.TemporaryDirectory(prefix="reflib-claims-") as claims:
         job["claims"] = claims
         prepare(run, at_once, start + PREPARE_SHARE * seconds)
@@ -113,6 +119,7 @@ def run_set(
     job["cases"] = [n for n in names if n in reached] + [n for n in names if n not in reached]
     print(f"prepared {len(reached)} of {len(names)} cases with {at_once} processes, "
           f"{time.monotonic() - start:.0f} s", flush=True)  # fmt: skip
+    children.end_all()
     time_cases(run, start + seconds)
     return run.rows
 
@@ -212,7 +219,7 @@ def main(paths: list[str]) -> None:
     for name, found in matmul_cases.cases(device).items():
         mine = [r for r in rows if r.get("set") == name]
         if mine:
-            text, promises = matmul_report.of_set(name, mine, len(found), device)
+            text, promises = matmul_report.of_set(name, mine, len(found), device, about.get("peers", True))
             print(f"\n== {name} ==\n{text}\n" + "\n".join(map(str, promises)))
 
 

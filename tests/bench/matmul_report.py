@@ -19,8 +19,8 @@ PROMISED = {
 Cases = dict[str, dict[str, Row]]
 
 
-def of_set(name: str, rows: list[Row], count: int, device: str) -> tuple[str, list[Promise]]:
-    """The text and the promises of one set that has ``count`` cases."""
+def of_set(name: str, rows: list[Row], count: int, device: str, rivals: bool = True) -> tuple[str, list[Promise]]:
+    """The text and the promises of one set that has ``count`` cases; ``rivals``: whether peers ran."""
     cases = pivot([r for r in rows if r["kind"] == "row"])
     peers = {r["case"]: r for r in rows if r["kind"] == "prepared"}
     for case, by in cases.items():  # what the peer could not compile is its row
@@ -34,9 +34,10 @@ def of_set(name: str, rows: list[Row], count: int, device: str) -> tuple[str, li
         *ratio_lines(gains),
         *choice_lines(cases, peers),
         *compile_lines(cases, peers),
+        *disturbed_lines(cases),
         *notes(cases),
     ]
-    return "\n".join(lines), promises(name, cases, gains, count, device)
+    return "\n".join(lines), promises(name, cases, gains, count, device, rivals)
 
 
 def ratios(by: dict[str, Row]) -> dict[str, float]:
@@ -57,10 +58,11 @@ def case_table(cases: Cases, gains: dict[str, dict[str, float]]) -> str:
     body = []
     for case in sorted(cases, key=lambda c: gains.get(c, {}).get(BEST, gains.get(c, {}).get(EAGER, 0.0))):
         by, gain = cases[case], gains.get(case, {})
-        spread = by.get(TUNED, {}).get("spread")
-        line = [case, *(_num(by.get(w, {}).get("us")) for w in ORDER), "-" if spread is None else f"{spread:.1%}"]
+        ours = by.get(TUNED, {})
+        spread = "-" if ours.get("spread") is None else f"{ours['spread']:.1%}{'!' if ours.get('disturbed') else ''}"
+        line = [case, *(_num(by.get(w, {}).get("us")) for w in ORDER), spread]
         line += [f"{gain[w]:.2f}x" if w in gain else "-" for w in (EAGER, PEER_MAX, BEST)]
-        body.append([*line, (by.get(TUNED, {}).get("choice") or "-")[:60]])
+        body.append([*line, (ours.get("choice") or "-")[:60]])
     return table(heads, body)
 
 
@@ -108,14 +110,31 @@ def compile_lines(cases: Cases, peers: dict[str, Row]) -> list[str]:
     return [*lines, f"{PEER_MAX} as timed came from its cache: {hits} of {len(loaded)}"] if loaded else lines
 
 
+def disturbed_lines(cases: Cases) -> list[str]:
+    """Cases during which the device was not ours alone; the table marks them with !."""
+    timed = {c: next((r for r in by.values() if "reference" in r), None) for c, by in cases.items()}
+    rows = {c: r for c, r in timed.items() if r}
+    bad = {c: r["reference"] for c, r in rows.items() if r["disturbed"]}
+    again = sum(r["attempts"] > 1 for r in rows.values())
+    lines = [f"timed more than once, for the reference kernel was slow: {again} of {len(rows)}"] if again else []
+    return lines + [
+        f"  {c}: disturbed; reference before, among, after: " + ", ".join(f"{x:.2f}" for x in found)
+        for c, found in bad.items()
+    ]
+
+
 def notes(cases: Cases) -> list[str]:
     return [f"  {c}, {w}: {r['note']}" for c, by in cases.items() for w, r in by.items() if r.get("note")]
 
 
-def promises(name: str, cases: Cases, gains: dict[str, dict[str, float]], count: int, device: str) -> list[Promise]:
+def promises(
+    name: str, cases: Cases, gains: dict[str, dict[str, float]], count: int, device: str, rivals: bool
+) -> list[Promise]:
     bad = [c for c, by in cases.items() if TUNED in by and not by[TUNED].get("us")]
     made = [Promise(f"matmul {name}: cases of ours wrong or crashed", float(len(bad)), "<=", 0)]
     for who, what, limit in PROMISED[name] if device == "cuda" else ():
+        if not rivals and who != EAGER:
+            continue
         found = [g[who] for g in gains.values() if who in g]
         value = geomean(found) if what == "geomean" else min(found, default=None)
         made.append(

@@ -3,8 +3,9 @@
 prepare  TorchInductor compiles and tunes, several such processes at once: each takes the next case that nobody has
          taken yet. What it finds is in its caches on disk. Whoever measures on the GPU holds one lock meanwhile:
          a neighbour's kernels would otherwise be in the numbers by which it chooses.
-time     nothing else runs. TorchInductor's code comes out of its caches, reflib tunes, every contender is checked
-         against float64, and all of a case are timed in turn: CUDA-graph replay, inputs warm in L2.
+time     nothing else runs, and a reference kernel tells whether that is so. TorchInductor's code comes out of its
+         caches, reflib tunes, every contender is checked against float64, and all of a case are timed in turn:
+         CUDA-graph replay, inputs warm in L2.
 """
 
 from __future__ import annotations
@@ -24,11 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reflib.lab.measuring import time_cases
 from reflib.lab.rivals import own_copy
 from reflib.lab.timing import Samples, synchronize
 
-from . import contenders, matmul_cases
+from . import contenders, matmul_cases, quiet
 from .contenders import EAGER, PEER_MAX, TUNED, US
 from .matmul_cases import MatmulCase
 from .worker import Journal, _distance, brief
@@ -147,22 +147,34 @@ def listen_to_choices() -> list[str]:
 # --- time: all contenders of a case, in turn -------------------------------------------------
 def time_all(wanted: list[MatmulCase], job: dict[str, Any], device: torch.device, out: Journal) -> None:
     skip = {tuple(s) for s in job["skip"]}
+    reference = quiet.Reference(device)
     for case in wanted:
         if time.time() > job["until"]:
             break
         start_afresh(device)
-        time_case(case, job, device, out, skip)
+        reference.settle()  # ours is about to tune
+        time_case(case, job, reference, out, skip)
         out.write("done", case=case.name)
 
 
-def time_case(case: MatmulCase, job: dict[str, Any], device: torch.device, out: Journal, skip: set[tuple]) -> None:
+def people(case: MatmulCase, job: dict[str, Any]) -> list[str]:
+    """Who is timed; a peer only where it was compiled before."""
+    if not job["peers"]:
+        return [EAGER, TUNED]
+    return [EAGER, *([PEER_MAX] if case.name in job["ready"] else []), US, TUNED]
+
+
+def time_case(
+    case: MatmulCase, job: dict[str, Any], reference: quiet.Reference, out: Journal, skip: set[tuple]
+) -> None:
+    device = reference.device
     args = case.arguments(device)
     exact = case.fn(*[a.double() for a in args])
     eager_error = _distance(case.fn(*args), exact)
     fns: dict[str, Callable[[], Any]] = {}
     about: dict[str, dict[str, Any]] = {}
-    for who in (EAGER, PEER_MAX, US, TUNED):
-        if (case.name, who) in skip or (who == PEER_MAX and case.name not in job["ready"]):
+    for who in people(case, job):
+        if (case.name, who) in skip:
             continue
         out.write("trying", case=case.name, who=who)
         try:
@@ -182,11 +194,13 @@ def time_case(case: MatmulCase, job: dict[str, Any], device: torch.device, out: 
             fns[who] = _bind(fn, args)
     del exact
     out.write("trying", case=case.name, who="timing")
-    for who, s in time_cases(fns, "auto", "warm", job["rounds"], job["seconds"], device).items():
-        fields = {**case.facts, "who": who, **about[who]}
+    timed, shared = quiet.time_quietly(fns, reference, job["rounds"], job["seconds"])
+    for who, s in timed.items():
+        fields = {**case.facts, "who": who, **shared, **about[who]}
         if isinstance(s, Samples):
-            us, spread = s.median * 1e6, s.spread / s.median
-            out.write("row", us=us, spread=spread, clock=s.clock, note=s.note, rounds=len(s.seconds), **fields)
+            us, spread, worst = s.median * 1e6, s.spread / s.median, max(s.seconds) / s.median
+            out.write("row", us=us, spread=spread, worst=worst, clock=s.clock, note=s.note,
+                      rounds=len(s.seconds), **fields)  # fmt: skip
         else:
             out.write("row", us=None, note=s.note or s.status, **fields)
 
