@@ -16,8 +16,9 @@ units' rate, nor than its bytes at the memory's. A product of M x N x K does 2MN
 
 The model is for ranking. Where it matters which of two is faster, they are measured. Its constants were fitted to 850
 split-K configurations on an H200 (32 shapes of M = N in 16..64, and 8 larger ones; fp16; a kernel whose parts are
-their own flags): 14% root mean square error; the first six of a ranking hold one within 3% of the best. Of 370
-tiled and persistent kernels for 14 shapes (M in 16..4096, N in 2048..11008) the best was among the first ten.
+their own flags), none held out: the first of a ranking took 16% more than the best measured, the best of its first
+six 4% (geometric means, the 32 shapes). Of 370 tiled and persistent kernels for 14 shapes (M in 16..4096, N in
+2048..11008) the best was among the first ten.
 """
 
 from __future__ import annotations
