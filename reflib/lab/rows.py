@@ -50,7 +50,9 @@ class Row:
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> Row:
         names = {f.name for f in dataclasses.fields(Row)}
-        return Row(**{k: v for k, v in data.items() if k in names})
+        return Row(
+            **{"value": None, "unit": ""} | {k: v for k, v in data.items() if k in names}
+        )  # a refusal has no number
 
 
 def stamp() -> dict[str, Any]:
@@ -83,16 +85,12 @@ class Rows(tuple[Row, ...]):
     def where(self, test: Callable[[Row], bool] | None = None, **fields: Any) -> Rows:
         """The rows with these fields (`case=`, `metric=`, `clock=`...) that pass `test`."""
         return Rows(
-            row
-            for row in self
-            if all(getattr(row, k) == v for k, v in fields.items()) and (not test or test(row))
+            row for row in self if all(getattr(row, k) == v for k, v in fields.items()) and (not test or test(row))
         )
 
     def value(self, case: str, metric: str = "time", **at: Any) -> float | None:
         """The one value of this case and metric; None when it could not be measured."""
-        found = [
-            r for r in self.where(case=case, metric=metric) if all(r.at.get(k) == v for k, v in at.items())
-        ]
+        found = [r for r in self.where(case=case, metric=metric) if all(r.at.get(k) == v for k, v in at.items())]
         if len(found) != 1:
             raise LabError(
                 f"{len(found)} rows have case {case!r} and metric {metric!r} {at or ''}; "
@@ -129,10 +127,7 @@ class Rows(tuple[Row, ...]):
                 notes[key] = ": ".join(p for p in (row.status.replace("ok", ""), row.note) if p)
         places = list(dict.fromkeys(k for row in self for k in row.at))
         heads = ["case", *places, *(f"{m}, {u}" if u else m for m, u in metrics)]
-        body = [
-            [key[0], *map(show_plain, key[1:]), *(line.get(m, "") for m in metrics)]
-            for key, line in lines.items()
-        ]
+        body = [[key[0], *map(show_plain, key[1:]), *(line.get(m, "") for m in metrics)] for key, line in lines.items()]
         if notes:
             heads.append("note")
             body = [[*b, notes.get(key, "")] for b, key in zip(body, lines, strict=True)]
@@ -194,9 +189,7 @@ def html_table(heads: list[str], body: list[list[str]]) -> str:
         return "<p>(no rows)</p>"
     head = "".join(f'<th scope="col">{html.escape(h)}</th>' for h in heads)
     lines = "".join(
-        f'<tr><th scope="row">{html.escape(b[0])}</th>'
-        + "".join(f"<td>{html.escape(c)}</td>" for c in b[1:])
-        + "</tr>"
+        f'<tr><th scope="row">{html.escape(b[0])}</th>' + "".join(f"<td>{html.escape(c)}</td>" for c in b[1:]) + "</tr>"
         for b in body
     )
     return f'<table class="dataframe"><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>'

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 TESTS = Path(__file__).parent.parent
 NAMES = (
     "siblings", "one of each length", "block", "looped", "one op each", "columns", "empty", "empty rows", "mutates",
-    "views", "long", "lists",
+    "views", "long", "lists", "product and gelu", "products", "long product", "batched product", "trained product",
 )  # fmt: skip
 
 
