@@ -42,6 +42,7 @@ from ..ir.program import (
     Program,
     Template,
     holds,
+    node_symbols,
 )
 from ..ir.rename import renamed, with_hints
 from ..logs import get as logger
@@ -52,7 +53,7 @@ from .decision import Candidate, Decision
 from .matmul import static_tiling, tilings
 from .measure import measure, request
 from .ranges import Range, merged, ranges_of, representatives, say_once
-from .region import Region, cut, node_symbols, replace_region, splice
+from .region import Region, cut, replace_region, splice
 from .winner import decide as winner_of
 from .winner import overall
 
@@ -79,19 +80,20 @@ def decide(
     """``program`` without a Choice, and what was decided. ``makers``: registered functions that make measuring inputs,
     by the keys in ``Choice.inputs_from``."""
     work = _Work(options, target_of, build, makers)
-    if options.autotune != "off" and options.target is not None:
-        say_once("with target= nothing runs, so nothing is measured: choices go by the static rule")
-    if options.autotune != "off" and options.target is None:
+    measures = options.autotune != "off" and options.target is None
+    if measures:
         program = with_activations(program)
-    if options.autotune == "background" and options.target is None:
-        say_once('autotune="background" is not in this version of reflib: measuring comes before the first call')
+        if options.autotune == "background":
+            say_once('autotune="background" is not in this version of reflib: measuring comes before the first call')
+    elif options.autotune != "off":
+        say_once("with target= nothing runs, so nothing is measured: choices go by the static rule")
     decisions: list[Decision] = []
     while (choice := next((n for n in program.nodes if isinstance(n, Choice)), None)) is not None:
         target = target_of(program.buffers[choice.outputs[0]].device)
-        if options.autotune == "off" or options.target is not None:
-            program, decision = _decide_statically(program, choice, target, options)
-        else:
+        if measures:
             program, decision = _decide_by_measuring(program, choice, target, work)
+        else:
+            program, decision = _decide_statically(program, choice, target, options)
         logger("choose").info("%s (%s): %s: %s", decision.region, decision.op, decision.winner, decision.reason)
         decisions.append(decision)
     return program, tuple(decisions)

@@ -32,8 +32,8 @@ from ..ir.program import (
     Extern,
     Node,
     Program,
-    Template,
     full_view,
+    node_symbols,
     symbols_in,
 )
 from ..options import Options
@@ -234,20 +234,3 @@ def _symbols(program: Program, nodes: list[Node], buffers: list[Buffer]) -> list
     for n in nodes:
         out |= node_symbols(n)
     return sorted(out)
-
-
-def node_symbols(node: Node) -> set[Sym]:
-    """The size symbols in a node, those inside a choice's alternatives included."""
-    if isinstance(node, Choice):
-        buffers = [full_view(b) for a in node.alternatives for b in a.buffers]
-        inner = {s for a in node.alternatives for n in a.nodes for s in node_symbols(n)}
-        sizes = node.ranges.size.symbols() if node.ranges else set()
-        return inner | symbols_in(buffers) | sizes | symbols_in([g.what for a in node.alternatives for g in a.guards])
-    if isinstance(node, Dispatch):
-        inner = {s for a in node.arms for n in a.nodes for s in node_symbols(n)}
-        return inner | symbols_in([p.what for a in node.arms for p in a.predicate])
-    if isinstance(node, Extern):
-        return symbols_in((node.args, node.kwargs))
-    if isinstance(node, (Loops, Template)):
-        return set(node.symbols())
-    return {s for arm in node.arms for p in arm.parts for s in p.symbols()}

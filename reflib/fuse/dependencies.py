@@ -12,7 +12,20 @@ from dataclasses import dataclass, field, replace
 
 from ..ir.expr import Sym
 from ..ir.loops import Loops
-from ..ir.program import Assume, Buffer, Choice, Dispatch, Extern, Node, Program, Template, View, full_view, symbols_in
+from ..ir.program import (
+    Buffer,
+    Choice,
+    Dispatch,
+    Extern,
+    Node,
+    Program,
+    Region,
+    Template,
+    View,
+    full_view,
+    node_symbols,
+    symbols_in,
+)
 
 
 @dataclass
@@ -126,28 +139,15 @@ def _needed(program: Program) -> set[str]:
 
 
 def _symbols(program: Program, node: Node) -> set[Sym]:
-    """Every size that must be known before the node runs."""
-    out: set[Sym] = set()
+    """Every size that must be known before the node runs: those it speaks of, and those of the buffers it touches."""
+    out = node_symbols(node)
     own: dict[str, Buffer] = {}
     for n in inside(node):
-        if isinstance(n, Extern):
-            out |= symbols_in((n.args, n.kwargs))
-        elif isinstance(n, (Loops, Template)):
-            out |= set(n.symbols())
-        elif isinstance(n, Choice):
+        if isinstance(n, Choice):
             own |= {b.name: b for a in n.alternatives for b in a.buffers}
-            out |= _assumed(g for a in n.alternatives for g in a.guards)
-            out |= set() if n.ranges is None else n.ranges.size.symbols()
-        elif isinstance(n, Dispatch):
-            out |= _assumed(p for a in n.arms for p in a.predicate)
-        else:
+        elif isinstance(n, Region):
             own |= {b.name: b for a in n.arms for b in a.workspace}
-            out |= _assumed(p for a in n.arms for p in a.predicate)
         for b in (*n.reads(), *n.writes()):
             if b in own or b in program.buffers:
                 out |= symbols_in(full_view(own.get(b) or program.buffers[b]))
     return out
-
-
-def _assumed(facts: Iterable[Assume]) -> set[Sym]:
-    return symbols_in([f.what for f in facts])

@@ -463,6 +463,27 @@ def symbols_in(tree: Any) -> set[Sym]:
     return out
 
 
+def node_symbols(n: Node) -> set[Sym]:
+    """The size symbols a node uses, those inside a choice's alternatives and a dispatch's arms included."""
+    if isinstance(n, Extern):
+        return symbols_in((n.args, n.kwargs))
+    if isinstance(n, Choice):
+        out = symbols_in([full_view(b) for a in n.alternatives for b in a.buffers])
+        out |= _assumed(p for a in n.alternatives for p in a.guards)
+        out |= n.ranges.size.symbols() if n.ranges is not None else set()
+        return out.union(*(node_symbols(m) for a in n.alternatives for m in a.nodes))
+    if isinstance(n, Dispatch):
+        out = _assumed(p for a in n.arms for p in a.predicate)
+        return out.union(*(node_symbols(m) for a in n.arms for m in a.nodes))
+    if isinstance(n, Region):
+        return _assumed(p for a in n.arms for p in a.predicate).union(*(p.symbols() for p in n.device_parts))
+    return set(n.symbols())
+
+
+def _assumed(facts: Iterable[Assume]) -> set[Sym]:
+    return symbols_in([f.what for f in facts])
+
+
 def full_view(b: Buffer) -> View:
     """All of ``b``, as itself."""
     return View(b.name, b.shape, b.strides, expr(0), b.dtype)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from reflib.ir.expr import Sym
-from reflib.ir.program import Assume, Buffer, Choice, Dispatch, Extern, Node, Region, full_view, iter_views, symbols_in
+from reflib.ir.program import Buffer, Extern, Node, iter_views, node_symbols, symbols_in
 
 
 def remove_unused(
@@ -29,27 +28,6 @@ def remove_unused(
                 live |= _buffer_symbols(buffers[b])
     named = live | {b for n in kept for b in n.writes()}
     return tuple(reversed(kept)), {k: b for k, b in buffers.items() if k in named or b.kind != "temp"}
-
-
-def node_symbols(n: Node) -> set[Sym]:
-    """The size symbols a node uses."""
-    if isinstance(n, Extern):
-        return symbols_in((n.args, n.kwargs))
-    if isinstance(n, Choice):
-        out = symbols_in([full_view(b) for a in n.alternatives for b in a.buffers])
-        out |= _assumed(p for a in n.alternatives for p in a.guards)
-        out |= n.ranges.size.symbols() if n.ranges is not None else set()
-        return out.union(*(node_symbols(m) for a in n.alternatives for m in a.nodes))
-    if isinstance(n, Dispatch):
-        out = _assumed(p for a in n.arms for p in a.predicate)
-        return out.union(*(node_symbols(m) for a in n.arms for m in a.nodes))
-    if isinstance(n, Region):
-        return _assumed(p for a in n.arms for p in a.predicate).union(*(p.symbols() for p in n.device_parts))
-    return set(n.symbols())
-
-
-def _assumed(facts: Any) -> set[Sym]:
-    return symbols_in([f.what for f in facts if isinstance(f, Assume)])
 
 
 def _reads_number(n: Extern) -> bool:

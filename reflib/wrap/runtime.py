@@ -102,11 +102,6 @@ class Zeros:
         self.of[device, stream, capture] = out
         return out
 
-    def forget(self, stream: int) -> None:
-        """Graphs captured on ``stream`` are gone: so are their words."""
-        for key in [k for k in self.of if k[1] == stream and k[2]]:
-            del self.of[key]
-
     @contextmanager
     def for_a_while(self) -> Iterator[None]:
         """Graphs captured inside are gone at its end, and their words with them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import pairwise
 
 import pytest
@@ -134,10 +135,12 @@ def test_words_are_aligned_and_there_are_enough_for_captures() -> None:
     zeros = Zeros()
     stream = torch.cuda.Stream()
     seen = []
+    measuring = ExitStack()
     with torch.cuda.stream(stream):
         for count in (0, 3, 5000, 3_000_001, 7):
             words = zeros(0, stream.cuda_stream, count)
             assert words.numel() >= count and words.data_ptr() % 16 == 0 and not words.any()
+        measuring.enter_context(zeros.for_a_while())
         for _ in range(3 * Zeros.CALLS):  # as many captures as anyone makes, a call before each
             zeros(0, stream.cuda_stream, 3_000_001)
             graph = torch.cuda.CUDAGraph()
@@ -150,5 +153,5 @@ def test_words_are_aligned_and_there_are_enough_for_captures() -> None:
     places = sorted(w.data_ptr() for w in seen)
     assert all(b - a >= 4 * 3_000_001 for a, b in pairwise(places)), "no graph shares with another"
     assert not any(bool(w.any()) for w in seen)
-    zeros.forget(stream.cuda_stream)
+    measuring.close()  # the captures are over, and their words are given up
     assert len(zeros.of) == 1
