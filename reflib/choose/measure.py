@@ -7,8 +7,17 @@
    turn, twice the L2 cache in all), activations warm: ``cold_us`` decides where there are weights, else ``warm_us``.
 4. **Decide**: the fastest, if it beats the default by more than the spread and by ``min_speedup``.
 
-The request is plain data, so that another process can do all this unchanged. Nothing of the user's is touched: not
-their tensors, random state, stream or device.
+A ``Session`` does this for one request, a candidate at a time, in whatever order they come: ``open`` makes the inputs
+and the reference and tries the default, ``try_one`` builds, checks and times one more, ``finish`` races those near the
+best. ``measure`` is all of it at once. The request is plain data, so another process does it unchanged (``bench``).
+What a session holds on the device, beside the inputs and the reference, are the graphs of those near the best so far:
+a hundred candidates need no more memory than ten.
+
+``Request.paired``: others work on the device meanwhile (tuning in the background). Every contender is then timed in
+turn with the default, and what counts is the median of the pairs' ratios: whatever slows the device down slows both.
+Pairs are added until the ratio is outside of its spread, or MOST_PAIRS.
+
+Nothing of the user's is touched: not their tensors, random state, stream or device.
 
 NB: TorchInductor times choices with ``do_bench`` (launches in, everything warm, no reference by default).
 """
@@ -16,6 +25,7 @@ NB: TorchInductor times choices with ``do_bench`` (launches in, everything warm,
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -61,15 +71,23 @@ from .timing import (
     interleave,
     side_stream,
 )
-from .winner import decide
+from .winner import NOISE, decide
 
-__all__ = ["Build", "Candidate", "InputSpec", "Limits", "Request", "Result", "measure", "request"]
+__all__ = [
+    "Build", "Candidate", "DeviceLost", "InputSpec", "Limits", "Request", "Result", "Session", "measure", "request",
+]  # fmt: skip
 
 Build = Callable[[Program, Options], Call]
 
 DROP = 1.5  # after the short round, who is so many times slower than the best is out
 SHORT_ROUNDS = 3
 FEWEST_ROUNDS = 5
+MOST_PAIRS = 60
+LOST = (  # what CUDA says from then on, of everything, in this process
+    "illegal memory access", "misaligned address", "unspecified launch failure", "device-side assert",
+    "illegal instruction", "ILLEGAL_ADDRESS", "MISALIGNED_ADDRESS", "LAUNCH_FAILED", "CUDA_ERROR_ASSERT",
+    "ILLEGAL_INSTRUCTION", "hardware stack error", "invalid program counter",
+)  # fmt: skip
 POISON_BLOCKS = 32  # free blocks of each result's size that are filled before a checked call ...
 POISON_BYTES = 64 * MIB  # ... and of all together, beyond one block each
 
@@ -87,6 +105,7 @@ class _Entry:
     error: float | None = None
     warm: Samples | None = None
     cold: Samples | None = None
+    tried: bool = False
 
     @property
     def time(self) -> Samples | None:
@@ -118,6 +137,7 @@ class _Bench:
     deadline: float
     make: Callable[[], list[Any]]
     own: list[correct.Error] | None = None  # the default's errors
+    marks: dict[int, int] | None = None  # fingerprints of the inputs that are only read
 
     def restore(self) -> None:
         for i, t in self.pristine.items():
@@ -125,7 +145,7 @@ class _Bench:
 
     def arguments(self) -> list[Any]:
         """For one call: what it writes is a copy."""
-        return [copy_of(a) if i in self.mutated else a for i, a in enumerate(self.args)]
+        return [copy_of(self.pristine[i]) if i in self.mutated else a for i, a in enumerate(self.args)]
 
     def wait(self) -> None:
         if self.device.type == "cuda":
@@ -151,26 +171,241 @@ def measure(
         one like it. constants: what the programs hold by reference. clock: in place of the device's own.
 
     A candidate's failure, out of memory included, is its row's ``status``; the others go on. Raises MeasureError for a
-    request that makes no sense, for an input maker that fails, and while the user's stream is being captured.
+    request that makes no sense, for an input maker that fails, and while the user's stream is being captured;
+    DeviceLost when a candidate leaves the device unusable.
     """
-    start = time.perf_counter()
-    for name in (request.default, request.reference):
-        if name not in request.programs:
-            raise MeasureError(f"no candidate {name!r}; the candidates are {', '.join(request.programs)}")
-    device = main_device(request.inputs)
-    with side_stream(device), _alone(device):
-        entries = [_built(request, name, build, constants or {}) for name in request.programs]
-        used = reference = ""
-        bench = _prepare(request, entries, makers or {}, device, start + request.limits.seconds)
-        if bench is not None:
-            reference = _check(bench, entries)
-            clock = clock or _clock(device, request.graph_timing)
-            used = _race(bench, entries, clock)
-        bench = None
-    rows = tuple(e.row() for e in entries)
-    winner, reason = decide(rows, request.default, request.min_speedup)
-    logger("choose").info("measured: %s", reason)
-    return Result(rows, winner, reason, used, reference, time.perf_counter() - start)
+    session = Session(request, build, makers, constants, clock)
+    for name in request.programs:
+        session.prepare(name)
+    session.open()
+    for name in request.programs:
+        session.try_one(name)
+    return session.finish()
+
+
+class Session:
+    """One request being measured; see the module's docstring. ``build``, ``makers``, ``constants``, ``clock`` are as
+    for ``measure``. Raises what ``measure`` does."""
+
+    def __init__(
+        self,
+        request: Request,
+        build: Build,
+        makers: Mapping[str, Maker] | None = None,
+        constants: Mapping[str, Any] | None = None,
+        clock: Clock | None = None,
+    ):
+        for name in (request.default, request.reference):
+            if name not in request.programs:
+                raise MeasureError(f"no candidate {name!r}; the candidates are {', '.join(request.programs)}")
+        self.request, self.build, self.makers, self.constants = request, build, makers or {}, constants or {}
+        self.device = main_device(request.inputs)
+        self.clock = clock
+        self.entries: dict[str, _Entry] = {}
+        self.bench: _Bench | None = None
+        self.sets: dict[str, list[list[Any]]] = {}
+        self.samplers: dict[tuple[str, str], Sampler] = {}
+        self.judged: tuple[correct.Reference | None, list[Any] | None] = (None, None)
+        self.note, self.why, self.spent = "", "", 0.0
+
+    def prepare(self, name: str) -> None:
+        """Begin to build a candidate, so that its kernels compile while others are looked at."""
+        with self._working():
+            self._entry(name)
+
+    def add(self, name: str, program: dict[str, Any], patches: dict[str, Any] | None = None) -> None:
+        """One more candidate for the request."""
+        self.request.programs[name] = program
+        if patches:
+            self.request.patches[name] = patches
+
+    def open(self) -> Candidate:
+        """Make inputs and reference, try the default; its row. Without room for them nothing can be tried."""
+        with self._working() as deadline:
+            default = self._entry(self.request.default)
+            self._entry(self.request.reference)
+            known = [e for e in self.entries.values() if e.program is not None]
+            if known:
+                made = _prepare(self.request, known, self.makers, self.device, deadline)
+                self.bench, self.why = (None, made) if isinstance(made, str) else (made, "")
+            if self.bench is None:
+                return self._row(default)
+            marks = _marks(self.bench)
+            theirs = _results(self.bench, default, marks)
+            ref = _reference(self.bench, self.entries[self.request.reference].program, theirs and theirs[0])
+            if ref is not None and theirs is not None:
+                _judge(self.bench, default, theirs, ref, None)
+            self.judged = ref, theirs[0] if theirs is not None and default.status == "ok" else None
+            self.clock = self.clock or _clock(self.device, self.request.graph_timing)
+            self.sets, self.note = _sets(self.bench)
+            self._time(default)
+            default.tried = True
+            return self._row(default)
+
+    def try_one(self, name: str) -> Candidate:
+        """Build, check, and time by a short round."""
+        with self._working() as deadline:
+            e = self._entry(name)
+            if e.tried or self.bench is None or e.status != "ok":
+                return self._row(e)
+            e.tried = True
+            ref, own = self.judged
+            if time.perf_counter() > deadline:
+                e.fail("skipped", f"the time limit of {self.request.limits.seconds:g} s came before it was checked")
+                return self._row(e)
+            results = _results(self.bench, e, _marks(self.bench))
+            if results is None:
+                return self._row(e)
+            if ref is None:
+                e.fail("error", "nothing to check it against: neither the reference nor the default ran")
+            else:
+                _judge(self.bench, e, results, ref, own)
+            del results
+            self._time(e)
+            self._drop()
+            return self._row(e)
+
+    def finish(self) -> Result:
+        """Race those near the best, and decide among all that were tried."""
+        with self._working() as deadline:
+            if self.bench is not None:
+                best = self._best()
+                for e in self.entries.values():
+                    if e.time is not None and not self._near(e, best):
+                        e.say(f"out after a short round: {e.time.median / best:.1f}x the best's time")
+                if self.request.paired:
+                    self._race_pairs(deadline)
+                else:
+                    self._race(deadline)
+        rows = tuple(self._row(e) for e in self.entries.values())
+        self.close()
+        winner, reason = decide(rows, self.request.default, self.request.min_speedup)
+        logger("choose").info("measured: %s", reason)
+        ref = self.judged[0]
+        used = "" if self.clock is None else self.clock.name
+        return Result(rows, winner, reason, used, "" if ref is None else ref.source, self.spent)
+
+    def close(self) -> None:
+        """Give up everything on the device."""
+        self.samplers.clear()
+        self.sets, self.bench = {}, None
+        for e in self.entries.values():
+            e.call = None
+        ref, _ = self.judged
+        self.judged = (None if ref is None else correct.Reference((), (), ref.source, ref.length)), None
+
+    # -- within ------------------------------------------------------------------------------------
+    @contextmanager
+    def _working(self) -> Iterator[float]:
+        """Inside, this process works for the session; gives the deadline (perf_counter). Waiting does not count."""
+        start = time.perf_counter()
+        deadline = start + self.request.limits.seconds - self.spent
+        try:
+            with side_stream(self.device), _alone(self.device):
+                if self.bench is not None:
+                    self.bench.deadline = deadline
+                yield deadline
+        finally:
+            self.spent += time.perf_counter() - start
+
+    def _entry(self, name: str) -> _Entry:
+        if name not in self.entries:
+            self.entries[name] = _built(self.request, name, self.build, self.constants)
+        return self.entries[name]
+
+    def _row(self, e: _Entry) -> Candidate:
+        if self.bench is None and self.why and e.status == "ok" and e.time is None:
+            e.fail("skipped", self.why)
+        return e.row()
+
+    def _time(self, e: _Entry) -> None:
+        """A short round, warm and cold; none for who was too slow for more than one call."""
+        if e.status != "ok" or e.time is not None or self.bench is None:
+            return
+        assert self.clock is not None
+        found, self.clock = _samplers(self.bench, e, self.sets, self.clock)
+        self.samplers |= found
+        short = interleave(found, SHORT_ROUNDS, 1, self.bench.deadline)
+        if e.status == "ok":
+            e.warm, e.cold = short[e.name, "warm"], short.get((e.name, "cold"))
+            e.say(self.note)
+
+    def _best(self) -> float:
+        return min((e.time.median for e in self.entries.values() if e.time is not None), default=0.0)
+
+    def _near(self, e: _Entry, best: float) -> bool:
+        return e.name == self.request.default or e.time is not None and e.time.median <= DROP * best
+
+    def _drop(self) -> None:
+        """The graphs of those that are out."""
+        best = self._best()
+        for key in [k for k in self.samplers if not self._near(self.entries[k[0]], best)]:
+            del self.samplers[key]
+
+    def _finalists(self) -> dict[str, tuple[str, str]]:
+        """Who is raced -> the sampler that decides for it."""
+        best = self._best()
+        keys = {n: (n, "cold" if e.cold else "warm") for n, e in self.entries.items() if e.status == "ok" and e.time}
+        return {n: key for n, key in keys.items() if key in self.samplers and self._near(self.entries[n], best)}
+
+    def _race(self, deadline: float) -> None:
+        stay = {key: self.samplers[key] for key in self._finalists().values()}
+        self.samplers = dict(stay)  # and so the graphs of those that are out are gone
+        for (name, what), samples in interleave(stay, self.request.limits.rounds, FEWEST_ROUNDS, deadline).items():
+            if self.entries[name].status == "ok":
+                setattr(self.entries[name], what, samples)
+
+    def _race_pairs(self, deadline: float) -> None:
+        """Each finalist in turn with the default, until the ratio is clear. Its samples are then the default's median
+        times each pair's ratio: what it would have taken on a device as busy as it was for the default."""
+        keys = self._finalists()
+        base = self.entries[self.request.default]
+        if base.name not in keys:
+            return self._race(deadline)
+        what = keys[base.name][1]
+        pairs = {name: _Pairs() for name in keys if name != base.name}
+        all_base: list[float] = []
+        for name, p in sorted(pairs.items(), key=lambda item: self.entries[item[0]].time.median):  # type: ignore[union-attr]
+            mine, theirs = self.samplers[name, keys[name][1]], self.samplers[base.name, what]
+            while not p.clear() and (len(p.ratios) < FEWEST_ROUNDS or time.perf_counter() < deadline):
+                first, second = (theirs, mine) if len(p.ratios) % 2 else (mine, theirs)
+                seconds = [first(), second()]
+                own, other = seconds if first is mine else seconds[::-1]
+                if not math.isfinite(own) or not math.isfinite(other):
+                    break
+                p.ratios.append(own / other)
+                all_base.append(other)
+        if all_base and base.status == "ok":
+            setattr(base, what, Samples(tuple(all_base)))
+            for name, p in pairs.items():
+                if p.ratios and self.entries[name].status == "ok":
+                    setattr(self.entries[name], keys[name][1], p.samples(Samples(tuple(all_base)).median))
+            steady = statistics.median(all_base)
+            setattr(base, what, Samples((steady,) * len(all_base)))  # its spread is in the ratios'
+
+
+class _Pairs:
+    """Ratios of a contender's time to the default's, measured one after the other."""
+
+    def __init__(self) -> None:
+        self.ratios: list[float] = []
+
+    def clear(self) -> bool:
+        """Is the median ratio outside of its spread, or never going to be?"""
+        n = len(self.ratios)
+        if n < FEWEST_ROUNDS:
+            return False
+        if n >= MOST_PAIRS:
+            return True
+        middle = statistics.median(self.ratios)
+        error = 2 * 1.4826 * statistics.median(abs(r - middle) for r in self.ratios) / math.sqrt(n)  # of the median
+        return abs(middle - 1) > error + NOISE or n >= FEWEST_ROUNDS * 3 and error < NOISE / 2
+
+    def samples(self, base: float) -> Samples:
+        """The ratio's median, known to within its error, as times."""
+        middle, n = statistics.median(self.ratios), len(self.ratios)
+        error = 2 * 1.4826 * statistics.median(abs(r - middle) for r in self.ratios) / math.sqrt(n)
+        return Samples(tuple(base * middle * (1 + d) for d in (-error / 2, 0.0, error / 2)))
 
 
 @contextmanager
@@ -209,12 +444,10 @@ def _built(request: Request, name: str, build: Build, constants: Mapping[str, An
 
 def _prepare(
     request: Request, entries: list[_Entry], makers: Mapping[str, Maker], device: torch.device, deadline: float
-) -> _Bench | None:
-    """Make the inputs, if there is room for them; else every candidate is skipped."""
+) -> _Bench | str:
+    """Make the inputs; why not, if there is no room for them."""
     specs = request.inputs
     programs = [e.program for e in entries if e.program is not None]
-    if not programs:
-        return None
     mutated = sorted(
         i
         for i, s in enumerate(specs)
@@ -226,25 +459,21 @@ def _prepare(
     limit = request.limits.memory
     if limit is None:
         limit = min(2048 * MIB, free_bytes(device) // 2)
-    why = f"measuring needs {need / MIB:.1f} MiB, the limit is {limit / MIB:.1f} MiB"
 
     def make() -> list[Any]:
         _seed(device, request.seed)
         return make_inputs(specs, request.seed, makers)
 
-    if need <= limit:
-        try:
-            args = make()
-            pristine = {i: copy_of(args[i]) for i in mutated}
-            return _Bench(request, device, args, mutated, pristine, output_bytes, limit - need, deadline, make)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            why = "out of memory when the inputs were made"
-    for e in entries:
-        if e.status == "ok":
-            e.fail("skipped", why)
-    return None
+    if need > limit:
+        return f"measuring needs {need / MIB:.1f} MiB, the limit is {limit / MIB:.1f} MiB"
+    try:
+        args = make()
+        pristine = {i: copy_of(args[i]) for i in mutated}
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return "out of memory when the inputs were made"
+    return _Bench(request, device, args, mutated, pristine, output_bytes, limit - need, deadline, make)
 
 
 def _view_bytes(v: View, sizes: dict[str, int]) -> int:
@@ -256,30 +485,13 @@ def _view_bytes(v: View, sizes: dict[str, int]) -> int:
 
 
 # -- checking ---------------------------------------------------------------------------------------
-def _check(bench: _Bench, entries: list[_Entry]) -> str:
-    """Call every candidate and judge it, the default first. Returns where the reference came from."""
-    request = bench.request
-    marks = {i: fingerprint(a) for i, a in enumerate(bench.args) if i not in bench.mutated and torch.is_tensor(a)}
-    default = next(e for e in entries if e.name == request.default)
-    theirs = _results(bench, default, marks)
-    ref = _reference(bench, entries, None if theirs is None else theirs[0])
-    if ref is not None and theirs is not None:
-        _judge(bench, default, theirs, ref, None)
-    own = theirs[0] if theirs is not None and default.status == "ok" else None
-    for e in entries:
-        if e is default or e.status != "ok":
-            continue
-        if time.perf_counter() > bench.deadline:
-            e.fail("skipped", f"the time limit of {request.limits.seconds:g} s came before it was checked")
-            continue
-        results = _results(bench, e, marks)
-        if results is None:
-            continue
-        if ref is None:
-            e.fail("error", "nothing to check it against: neither the reference nor the default ran")
-        else:
-            _judge(bench, e, results, ref, own)
-    return "" if ref is None else ref.source
+def _marks(bench: _Bench) -> dict[int, int]:
+    """Fingerprints of the inputs that nobody may write to."""
+    if bench.marks is None:
+        bench.marks = {
+            i: fingerprint(a) for i, a in enumerate(bench.args) if i not in bench.mutated and torch.is_tensor(a)
+        }
+    return bench.marks
 
 
 def _results(bench: _Bench, entry: _Entry, marks: dict[int, int]) -> list[list[Any]] | None:
@@ -320,10 +532,9 @@ def _poison(bench: _Bench) -> None:
         b.fill_(255)
 
 
-def _reference(bench: _Bench, entries: list[_Entry], default: list[Any] | None) -> correct.Reference | None:
-    """The reference program in float64, in float32, or the default's results: the first that works and fits."""
+def _reference(bench: _Bench, program: Program | None, default: list[Any] | None) -> correct.Reference | None:
+    """``program`` in float64, in float32, or the default's results: the first that works and fits."""
     request = bench.request
-    program = next((e.program for e in entries if e.name == request.reference), None)
     length = max((n for s in request.inputs for n in s.shape), default=1)
     if program is None:
         return None
@@ -369,9 +580,15 @@ def _judge(
 
 
 def _failed(bench: _Bench, entry: _Entry, e: Exception) -> None:
+    if bench.device.type == "cuda" and any(words in str(e) for words in LOST):
+        raise DeviceLost(first_line(e)) from e
     entry.fail("error", "out of memory" if is_out_of_memory(e) else first_line(e))
     if is_out_of_memory(e):
         bench.recover()
+
+
+class DeviceLost(MeasureError):
+    """A candidate left the device unusable for this process: nothing can be measured, or run, in it any more."""
 
 
 # -- racing -----------------------------------------------------------------------------------------
@@ -379,37 +596,6 @@ def _clock(device: torch.device, graph_timing: bool) -> Clock:
     if device.type == "cuda":
         return GraphClock() if graph_timing else EventClock()
     return WallClock()
-
-
-def _race(bench: _Bench, entries: list[_Entry], clock: Clock) -> str:
-    """Time whoever is right: a short round for all, warm and cold, then rounds of what decides for those near the
-    best (and for the default). Returns the clock's name."""
-    request = bench.request
-    live = {e.name: e for e in entries if e.status == "ok" and e.time is None}
-    if not live:
-        return clock.name
-    sets, note = _sets(bench)
-    samplers, clock = _samplers(bench, live, sets, clock)
-    short = interleave(samplers, SHORT_ROUNDS, 1, bench.deadline)
-    for name, e in live.items():
-        if e.status == "ok":
-            e.warm, e.cold = short[name, "warm"], short.get((name, "cold"))
-            e.say(note)
-    best = min((e.time.median for e in entries if e.time is not None), default=0.0)
-    stay: dict[tuple[str, str], Sampler] = {}
-    for name, e in live.items():
-        if e.time is None:
-            continue
-        if e.time.median <= DROP * best or name == request.default:
-            key = (name, "cold" if e.cold else "warm")
-            stay[key] = samplers[key]
-        else:
-            e.say(f"out after a short round: {e.time.median / best:.1f}x the best's time")
-    samplers.clear()  # and so the graphs of those that are out
-    for (name, what), samples in interleave(stay, request.limits.rounds, FEWEST_ROUNDS, bench.deadline).items():
-        if live[name].status == "ok":
-            setattr(live[name], what, samples)
-    return clock.name
 
 
 def _sets(bench: _Bench) -> tuple[dict[str, list[list[Any]]], str]:
@@ -437,31 +623,24 @@ def _sets(bench: _Bench) -> tuple[dict[str, list[list[Any]]], str]:
 
 
 def _samplers(
-    bench: _Bench, live: dict[str, _Entry], sets: dict[str, list[list[Any]]], clock: Clock
+    bench: _Bench, e: _Entry, sets: dict[str, list[list[Any]]], clock: Clock
 ) -> tuple[dict[tuple[str, str], Sampler], Clock]:
     """(candidate, warm or cold) -> sampler, and the clock in use: if the default cannot be captured as a graph, nobody
     is timed by one; another candidate that cannot is timed with its launches in."""
-    out: dict[tuple[str, str], Sampler] = {}
-    default = bench.request.default
-    for name in sorted(live, key=lambda n: n != default):
-        e = live[name]
-        if time.perf_counter() > bench.deadline and name != default:
-            e.fail("skipped", f"the time limit of {bench.request.limits.seconds:g} s came before it was timed")
-            continue
-        assert e.call is not None
+    assert e.call is not None
+    try:
+        bench.restore()
         try:
-            bench.restore()
-            try:
-                found = {(name, what): clock.sampler(e.call, args) for what, args in sets.items()}
-            except CaptureFailed as error:
-                e.say(f"no CUDA graph ({error}): timed with launches in")
-                events = EventClock()
-                clock = events if name == default else clock
-                found = {(name, what): events.sampler(e.call, args) for what, args in sets.items()}
-            out |= {key: _guarded(bench, e, sampler) for key, sampler in found.items()}
-        except Exception as error:
-            _failed(bench, e, error)
-    return out, clock
+            found = {(e.name, what): clock.sampler(e.call, args) for what, args in sets.items()}
+        except CaptureFailed as error:
+            e.say(f"no CUDA graph ({error}): timed with launches in")
+            events = EventClock()
+            clock = events if e.name == bench.request.default else clock
+            found = {(e.name, what): events.sampler(e.call, args) for what, args in sets.items()}
+        return {key: _guarded(bench, e, sampler) for key, sampler in found.items()}, clock
+    except Exception as error:
+        _failed(bench, e, error)
+        return {}, clock
 
 
 def _guarded(bench: _Bench, entry: _Entry, sampler: Sampler) -> Sampler:

@@ -37,6 +37,7 @@ class Request:
     inputs: one spec per argument. sizes: size symbol -> value.
     options: fields of Options for all; patches: candidate -> fields that differ. autotune is "off" always.
     min_speedup: default's time / winner's time at least. graph_timing: False times plain calls, launches included.
+    paired: others work on the device meanwhile: each candidate is timed in turn with the default.
     """
 
     programs: dict[str, dict[str, Any]]
@@ -48,6 +49,7 @@ class Request:
     patches: dict[str, dict[str, Any]] = field(default_factory=dict)
     min_speedup: float = 1.0
     graph_timing: bool = True
+    paired: bool = False
     seed: int = 0
     limits: Limits = Limits()
 
