@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from reflib.lab.figures import plain_log as plain_log
     from reflib.lab.figures import style as style
     from reflib.lab.fusion_chart import fusion_graph as fusion_graph
+    from reflib.lab.gantt_chart import gantt as gantt
     from reflib.lab.kernels import load_kernel as load_kernel
     from reflib.lab.measuring import measure as measure
     from reflib.lab.params import Parameter as Parameter
@@ -81,6 +82,7 @@ _HOME = {
     "plain_log": "figures",
     "style": "figures",
     "fusion_graph": "fusion_chart",
+    "gantt": "gantt_chart",
     "load_kernel": "kernels",
     "measure": "measuring",
     "Parameter": "params",

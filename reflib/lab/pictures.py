@@ -297,23 +297,24 @@ def _memory_alt(plans: Mapping[str, Plan]) -> str:
 
 # -- seconds a stage --------------------------------------------------------------------------------
 def timeline_picture(e: Explanation, *, caption: str) -> Picture:
-    """When each stage ran, in ms after the first one began."""
+    """When each stage ran, in ms after the first one began. (`lab.gantt` draws all events.)"""
     import matplotlib.pyplot as plt
 
-    begin = min(start for _, start, _ in e.timeline)
+    stages = e.timeline.only("stage")
+    begin = min(s.start for s in stages)
     with style():
-        fig, ax = plt.subplots(figsize=(5.6, 0.34 * len(e.timeline) + 0.7))
-        end = max(start - begin + seconds for _, start, seconds in e.timeline) * 1e3
-        for i, (_, start, seconds) in enumerate(e.timeline):
-            ax.barh(i, seconds * 1e3, left=(start - begin) * 1e3, color=COLOURS[0], height=0.65)
+        fig, ax = plt.subplots(figsize=(5.6, 0.34 * len(stages) + 0.7))
+        end = max(s.end - begin for s in stages) * 1e3
+        for i, s in enumerate(stages):
+            ax.barh(i, s.seconds * 1e3, left=(s.start - begin) * 1e3, color=COLOURS[0], height=0.65)
             ax.annotate(
-                f"{short(seconds * 1e3)} ms", ((start - begin + seconds) * 1e3, i), xytext=(4, 0),
+                f"{short(s.seconds * 1e3)} ms", ((s.end - begin) * 1e3, i), xytext=(4, 0),
                 textcoords="offset points", va="center", fontsize=9.5,
             )  # fmt: skip
-        ax.set_yticks(range(len(e.timeline)), [stage for stage, _, _ in e.timeline])
+        ax.set_yticks(range(len(stages)), [s.name for s in stages])
         ax.invert_yaxis()
         ax.set_xlim(0, end * 1.2)
         ax.set_xlabel("ms since lowering began")
         ax.grid(visible=False, axis="y")
-    listed = ", ".join(f"{stage} {short(seconds * 1e3)} ms" for stage, _, seconds in e.timeline)
+    listed = ", ".join(f"{s.name} {short(s.seconds * 1e3)} ms" for s in stages)
     return figure(fig, caption=caption, alt=f"Bars in time, one a stage: {listed}.")

@@ -17,6 +17,7 @@ import torch
 from ..errors import ReflibError
 from ..options import Options
 from ..pipeline import Backend, Stages, run
+from ..timeline import Event, Timeline
 from .decisions import Decisions
 
 _serial = itertools.count(1)
@@ -32,7 +33,8 @@ class Explanation:
     before, inlined: where there were choices: the first fusion with them in it; the program with the winners inlined.
     decisions: what was chosen, with every candidate.      memory: the Plan (``peak_bytes``, ``moments``).
     kernels: list of Kernel (``name``, ``language``, ``source``).  wrapper: the text of the host code.
-    timeline: (stage, start, seconds).
+    timeline: a Timeline: every stage, and where candidates were measured every compile, wait and measurement.
+        ``for name, start, seconds in e.timeline.only("stage")``.
     """
 
     def __init__(self, graphs: list[Stages], first: int = 0):
@@ -103,8 +105,8 @@ class Explanation:
         return self._reached(self.stages.wrapper, "wrap")
 
     @property
-    def timeline(self) -> list[tuple[str, float, float]]:
-        return list(self.stages.timeline)
+    def timeline(self) -> Timeline:
+        return Timeline(e if isinstance(e, Event) else Event(*e) for e in self.stages.timeline)
 
     @property
     def backward(self) -> Explanation | None:

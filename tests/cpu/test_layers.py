@@ -10,8 +10,8 @@ import pytest
 # Each module or folder directly under reflib/ may import those to its left, and itself.
 STAGES = ["capture", "lower", "fuse", "choose", "plan", "generate", "wrap", "package"]
 # What the stages share, wherever they stand; it knows no stage.
-SHARED = {"errors", "options", "target", "logs", "cache", "toolchain", "ir"}
-ORDER = [*sorted(SHARED), *STAGES, "compile", "pipeline", "observe", "lab", "cli"]
+SHARED = {"errors", "options", "target", "logs", "cache", "toolchain", "timeline", "ir"}
+ORDER = [*sorted(SHARED), *STAGES, "pipeline", "jobs", "observe", "lab", "cli"]
 
 
 def part_of(path: Path, package: Path) -> str:

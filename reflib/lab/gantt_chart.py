@@ -1,0 +1,284 @@
+"""`lab.gantt`: what ran when, in which process: the same Vega-Lite figure in Lab and in the static book.
+
+A row a track, a bar an event, a mark where a candidate failed or was left out; below, how many jobs waited for a
+worker. A still picture in SVG, words and a table are made from the same numbers.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from reflib.errors import LabError
+from reflib.lab.explorer import MIME, SCHEMA
+from reflib.lab.figures import INK, QUIET, style, to_svg
+from reflib.lab.pictures import _count as count
+from reflib.lab.rows import short
+from reflib.timeline import KINDS, Event, busy_seconds, first_start, track_order, waiting
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# kind of event -> (colour, hatch, height in a row of 1). What lies within another event is lower than that.
+LOOKS = {
+    "stage": ("#7a7a7a", "", 0.8),
+    "start": ("#aa4499", "..", 0.8),
+    "compile": ("#0072b2", "//", 0.8),
+    "measure": ("#009e73", "\\\\", 0.8),
+    "wait": ("#c9c9c9", "", 0.35),
+    "lock": ("#8a6d00", "xx", 0.35),
+}
+# status -> (marker of Vega-Lite, marker of matplotlib), for all that is not "ok"
+MARKS = {
+    "crashed": ("cross", "P"),
+    "hung": ("triangle-up", "^"),
+    "error": ("square", "s"),
+    "failed": ("square", "s"),
+    "wrong": ("diamond", "D"),
+    "pruned": ("circle", "o"),
+    "skipped": ("triangle-right", ">"),
+    "cancelled": ("triangle-down", "v"),
+}
+FAILED, DEPTH = "#d55e00", "#8a8a8a"
+WIDTH, STEP = 430, 24  # pixels
+THINNEST = 1 / 800  # of the whole: what is shorter is drawn as long as this
+
+
+class Gantt:
+    """The figure in its forms. ``spec``: Vega-Lite, a dict. ``svg``: the still picture. ``alt``: words."""
+
+    def __init__(self, spec: dict[str, Any], svg: str, alt: str, caption: str) -> None:
+        self.spec, self.svg, self.alt, self.caption = spec, svg, alt, caption
+
+    def __repr__(self) -> str:
+        return f"[figure: {self.alt}]\n{self.caption}"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return {MIME: self.spec, "image/svg+xml": self.svg, "text/plain": repr(self)}
+
+
+def gantt(events: Iterable[Event], *, caption: str) -> Gantt | None:
+    """Show the events of a timeline (``e.timeline``, or several added), and below a table with a line a track. Several
+    hundred are fine. Returns the figure; None where there are no events."""
+    from reflib.lab.showing import display_thing, table
+
+    events = list(events)
+    if not caption.strip():
+        raise LabError("a figure needs a caption")
+    if not events:
+        print("Nothing to draw: the timeline is empty.")
+        return None
+    alt = words(events)
+    found = Gantt(vega_lite(events, alt, caption), still(events, alt), alt, caption)
+    display_thing(found)
+    table(track_rows(events))
+    return found
+
+
+# -- words and numbers ------------------------------------------------------------------------------
+def track_rows(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """A line a track: how many events of each kind, how many did not end well, seconds and share of the time busy."""
+    whole = _whole(events)
+    rows = []
+    for track in track_order(e for e in events if e.kind != "queue"):
+        own = [e for e in events if e.track == track and e.kind != "queue"]
+        kinds = (count(sum(e.kind == k for e in own), k) for k in KINDS if any(e.kind == k for e in own))
+        busy = busy_seconds(own)
+        rows.append(
+            {
+                "track": track,
+                "events": ", ".join(kinds),
+                "not ok": ", ".join(f"{sum(e.status == s for e in own)} {s}" for s in _statuses(own)),
+                "busy, s": short(busy),
+                "of the whole": f"{busy / whole:.0%}" if whole else "",
+            }
+        )
+    return rows
+
+
+def words(events: Sequence[Event]) -> str:
+    """What a sighted reader takes from the figure."""
+    parts = [f"Gantt chart of {count(len(events), 'event')} in {short(_whole(events))} s, a row a track."]
+    for row in track_rows(events):
+        failed = f"; {row['not ok']}" if row["not ok"] else ""
+        parts.append(f"{row['track']}: {row['events']}, busy {row['of the whole']} of the time{failed}.")
+    if most := max((depth for _, depth in waiting(events)), default=0):
+        parts.append(f"At most {count(most, 'job')} waited for a worker.")
+    return " ".join(parts)
+
+
+def _whole(events: Sequence[Event]) -> float:
+    return max(e.end for e in events) - first_start(events)
+
+
+def _statuses(events: Iterable[Event]) -> list[str]:
+    """Those that are not "ok", in the order of MARKS, then others."""
+    seen = dict.fromkeys(e.status for e in events if e.status not in ("", "ok"))
+    return [s for s in MARKS if s in seen] + [s for s in seen if s not in MARKS]
+
+
+# -- the figure -------------------------------------------------------------------------------------
+def vega_lite(events: Sequence[Event], alt: str, caption: str) -> dict[str, Any]:
+    """The specification: bars over the depth of the queue, on one axis that can be zoomed."""
+    begin, whole = first_start(events), _whole(events) * 1e3
+    drawn = [e for e in events if e.kind != "queue"]
+    depths = [{"at": _ms(moment - begin), "waiting": depth} for moment, depth in waiting(events)]
+    x = {"type": "quantitative", "scale": {"domain": [0, _round(whole)], "nice": False}}
+    seconds = {"title": "s since the first event", "axis": {"labelExpr": "format(datum.value / 1000, '~g')"}}
+    bare = {"title": None, "axis": {"labels": False, "ticks": False}}
+    views = [_bars(drawn, {**x, **(bare if depths else seconds)})]
+    if depths:
+        views.append(_depths({**x, **seconds}))
+    return {
+        "$schema": SCHEMA,
+        "description": alt,
+        "usermeta": {"caption": caption, "fit": True},
+        "datasets": {"events": [_datum(e, begin, whole) for e in drawn], "depths": depths},
+        "vconcat": views,
+        "resolve": {"scale": {"x": "shared"}},
+        "config": {"concat": {"spacing": 8}, "axis": {"gridOpacity": 0.4}},
+    }
+
+
+def _ms(seconds: float) -> float:
+    return _round(seconds * 1e3)
+
+
+def _round(ms: float) -> float:
+    """To 0.1 ms, which keeps the figure small; whole numbers without a point."""
+    value = round(ms, 1)
+    return int(value) if value == int(value) else value
+
+
+def _datum(e: Event, begin: float, whole: float) -> dict[str, Any]:
+    start, end = (e.start - begin) * 1e3, (e.end - begin) * 1e3
+    shown = {"region": e.region, "status": "" if e.status == "ok" else e.status}
+    return {
+        "name": e.name, "kind": e.kind, "track": e.track, "start": _round(start), "ms": _round(end - start),
+        "end": _round(max(end, start + whole * THINNEST)), **{k: v for k, v in shown.items() if v},
+    }  # fmt: skip
+
+
+def _bars(events: Sequence[Event], x: dict[str, Any]) -> dict[str, Any]:
+    kinds = [k for k in LOOKS if any(e.kind == k for e in events)]
+    statuses = _statuses(events)
+    tooltip = [
+        {"field": "name"}, {"field": "kind"}, {"field": "region"}, {"field": "status"},
+        {"field": "start", "title": "start, ms"}, {"field": "ms", "title": "took, ms"},
+    ]  # fmt: skip
+    colour = {"domain": kinds, "range": [LOOKS[k][0] for k in kinds]}
+    legend = {"orient": "top", "columns": 3, "title": None}
+    layers: list[dict[str, Any]] = []
+    for height in sorted({LOOKS[k][2] for k in kinds}, reverse=True):
+        own = [k for k in kinds if LOOKS[k][2] == height]
+        layers.append(
+            {
+                "transform": [{"filter": {"field": "kind", "oneOf": own}}],
+                "mark": {"type": "bar", "height": round(STEP * height)},
+                "encoding": {
+                    "x": {**x, "field": "start"}, "x2": {"field": "end"}, "tooltip": tooltip,
+                    "color": {"field": "kind", "type": "nominal", "scale": colour, "legend": legend},
+                    "stroke": {"condition": {"test": "isValid(datum.status)", "value": FAILED}, "value": None},
+                },
+            }
+        )  # fmt: skip
+    if statuses:
+        marks = {"domain": statuses, "range": [MARKS.get(s, ("circle", "o"))[0] for s in statuses]}
+        layers.append(
+            {
+                "transform": [{"filter": "isValid(datum.status)"}],
+                "mark": {"type": "point", "filled": True, "size": 90, "color": FAILED, "opacity": 1,
+                         "stroke": "#ffffff", "strokeWidth": 1},
+                "encoding": {
+                    "x": {"field": "end", "type": "quantitative"}, "tooltip": tooltip,
+                    "shape": {"field": "status", "type": "nominal", "scale": marks, "legend": legend},
+                },
+            }
+        )  # fmt: skip
+    zoom = {"type": "interval", "encodings": ["x"], "zoom": "wheel![event.shiftKey]"}
+    layers[0]["params"] = [{"name": "zoom", "select": zoom, "bind": "scales"}]
+    tracks = track_order(events)
+    return {
+        "data": {"name": "events"},
+        "width": WIDTH,
+        "height": {"step": STEP},
+        "encoding": {
+            "y": {"field": "track", "type": "nominal", "sort": tracks, "title": None, "axis": {"labelLimit": 110}}
+        },
+        "layer": layers,
+    }
+
+
+def _depths(x: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "data": {"name": "depths"},
+        "width": WIDTH,
+        "height": 36,
+        "mark": {"type": "area", "interpolate": "step-after", "color": DEPTH, "clip": True},
+        "encoding": {
+            "x": {**x, "field": "at"},
+            "y": {"field": "waiting", "type": "quantitative", "title": None,
+                  "axis": {"tickCount": 2, "labelLimit": 110, "labelExpr": "datum.value + ' waiting'"}},
+        },
+    }  # fmt: skip
+
+
+# -- the same, still --------------------------------------------------------------------------------
+def still(events: Sequence[Event], alt: str) -> str:
+    """The figure in SVG, for front ends that do not draw Vega-Lite."""
+    import matplotlib.pyplot as plt
+
+    drawn = [e for e in events if e.kind != "queue"]
+    tracks, steps = track_order(drawn), waiting(events)
+    begin, whole = first_start(events), _whole(events)
+    tall = [0.3 * len(tracks) + 0.2] + ([0.45] if steps else [])
+    with style():
+        fig, axes = plt.subplots(
+            len(tall), 1, figsize=(5.6, sum(tall) + 1.0), sharex=True, squeeze=False, layout="constrained",
+            gridspec_kw={"height_ratios": tall},
+        )  # fmt: skip
+        _still_bars(axes[0, 0], drawn, tracks, begin, whole)
+        if steps:
+            ax = axes[1, 0]
+            times = [moment - begin for moment, _ in steps]
+            ax.fill_between(times, [depth for _, depth in steps], step="post", color=DEPTH, linewidth=0)
+            ax.set_ylabel("waiting", fontsize=9)
+        axes[-1, 0].set_xlim(0, whole or 1.0)
+        axes[-1, 0].set_xlabel("s since the first event")
+    svg = to_svg(fig)
+    plt.close(fig)
+    head, _, rest = svg.partition(">")
+    return f'{head} role="img">\n <title>{html.escape(alt)}</title>{rest}'
+
+
+def _still_bars(ax: Axes, events: Sequence[Event], tracks: list[str], begin: float, whole: float) -> None:
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+
+    def box(x0: float, x1: float, y0: float, y1: float) -> Path:
+        return Path([(x0, y0), (x1, y0), (x1, y1), (x0, y1), (x0, y0)], closed=True)
+
+    named = set()
+    for kind, (colour, hatch, height) in LOOKS.items():
+        for row, track in enumerate(tracks):
+            own = [e for e in events if e.kind == kind and e.track == track]
+            if own:
+                spans = ((e.start - begin, max(e.seconds, whole * THINNEST)) for e in own)
+                boxes = Path.make_compound_path(
+                    *(box(start, start + long, row - height / 2, row + height / 2) for start, long in spans)
+                )
+                label = None if kind in named else kind
+                ax.add_patch(PathPatch(boxes, facecolor=colour, hatch=hatch, edgecolor="#ffffff", lw=0.2, label=label))
+                named.add(kind)
+    for status in _statuses(events):
+        own = [e for e in events if e.status == status]
+        places = [tracks.index(e.track) for e in own]
+        marker = MARKS.get(status, ("circle", "o"))[1]
+        ax.plot([e.end - begin for e in own], places, marker, color=FAILED, markeredgecolor="#ffffff", markersize=7,
+                linestyle="none", label=status, clip_on=False)  # fmt: skip
+    ax.set_yticks(range(len(tracks)), tracks)
+    ax.set_ylim(len(tracks) - 0.4, -0.6)
+    ax.grid(visible=False, axis="y")
+    ax.tick_params(axis="both", labelsize=9.5, color=QUIET, labelcolor=INK)
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=4)

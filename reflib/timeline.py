@@ -1,0 +1,265 @@
+"""What ran when: every stage, compile, wait and measurement of a compilation, in whichever process it was.
+
+One clock for all: ``time.perf_counter()``, which counts from the same moment in every process of a machine.
+
+    Timeline        a list of Events: a table as text and in a notebook; ``summary()``
+    chrome_trace    the same in the Trace Event Format, which Perfetto and chrome://tracing open
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+KINDS = {
+    "stage": "a stage of the pipeline",
+    "start": "a worker process starts",
+    "compile": "a candidate is compiled",
+    "measure": "a candidate is checked and timed",
+    "queue": "a job waits for a worker",
+    "wait": "the pipeline waits for decisions",
+    "lock": "waiting for another process that tunes the same",
+}
+WORK = ("stage", "compile", "measure")  # of these a track is busy
+SHOWN = 60  # events that the table lists
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that took time. Unpacks into its first three: ``for name, start, seconds in timeline``.
+
+    start: on ``time.perf_counter()``.   kind: one of KINDS.   status: "ok", "crashed", "hung", "pruned" ..., or "".
+    track: where: "main", "compile 3", "cuda:0"; for kind "queue", whose turn is waited for.
+    region: the region it was for, or "".
+    """
+
+    name: str
+    start: float
+    seconds: float
+    kind: str = "stage"
+    track: str = "main"
+    region: str = ""
+    status: str = ""
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.name, self.start, self.seconds))
+
+
+class Timeline(list[Event]):
+    """Events that show themselves as a table. Slices and sums of timelines are timelines."""
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        return Timeline(found) if isinstance(key, slice) else found
+
+    def __add__(self, other: Iterable[Event]) -> Timeline:  # type: ignore[override]
+        return Timeline([*self, *other])
+
+    def only(self, *kinds: str) -> Timeline:
+        """The events of these kinds."""
+        return Timeline(e for e in self if e.kind in kinds)
+
+    @property
+    def seconds(self) -> float:
+        """From the first start to the last end."""
+        return max((e.end for e in self), default=0.0) - first_start(self)
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """``events``: how many of each kind; ``seconds``: the sum of each kind; ``busy``: seconds in which a track
+        worked and did not wait."""
+        kinds = [k for k in KINDS if any(e.kind == k for e in self)]
+        of_kind = {k: self.only(k) for k in kinds}
+        tracks = dict.fromkeys(e.track for e in self if e.kind in WORK)
+        return {
+            "events": {k: len(events) for k, events in of_kind.items()},
+            "seconds": {k: sum(e.seconds for e in events) for k, events in of_kind.items()},
+            "busy": {t: busy_seconds([e for e in self if e.track == t]) for t in tracks},
+        }
+
+    def __repr__(self) -> str:
+        heads, body = self._cells()
+        widths = [max(map(len, column)) for column in zip(heads, *body, strict=True)]
+        sides = (">" if head.endswith("ms") else "<" for head in heads)
+        form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+        lines = [form.format(*line).rstrip() for line in (heads, *body)]
+        return "\n".join([*lines, *self._rest(), self._said()])
+
+    def _repr_html_(self) -> str:
+        heads, body = self._cells()
+        head = "".join(f"<th>{escape(h)}</th>" for h in heads)
+        rows = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in line) + "</tr>" for line in body)
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        return "".join([table, *(f"<p>{escape(line)}</p>" for line in (*self._rest(), self._said()))])
+
+    def _cells(self) -> tuple[list[str], list[list[str]]]:
+        begin = first_start(self)
+        body = [
+            [f"{e.name} [{e.region}]" if e.region else e.name, e.kind, e.track, f"{(e.start - begin) * 1e3:.1f}",
+             f"{e.seconds * 1e3:.1f}", e.status]
+            for e in self[:SHOWN]
+        ]  # fmt: skip
+        return ["what", "kind", "track", "start, ms", "ms", "status"], body
+
+    def _rest(self) -> list[str]:
+        return [f"and {len(self) - SHOWN} more"] if len(self) > SHOWN else []
+
+    def _said(self) -> str:
+        found = self.summary()
+        kinds = ", ".join(f"{n} {k} ({found['seconds'][k]:.2f} s)" for k, n in found["events"].items())
+        return f"{self.seconds:.2f} s in all: {kinds}" if self else "no events"
+
+
+def first_start(events: Iterable[Event]) -> float:
+    return min((e.start for e in events), default=0.0)
+
+
+def busy_seconds(events: Sequence[Event]) -> float:
+    """Seconds in which at least one of ``events`` worked and none waited."""
+    waits = [e for e in events if e.kind in ("wait", "lock")]
+    work = [e for e in events if e.kind in WORK]
+    return _covered([*work, *waits]) - _covered(waits)
+
+
+def _covered(events: Iterable[Event]) -> float:
+    """The length of the union."""
+    total, reached = 0.0, float("-inf")
+    for e in sorted(events, key=lambda e: e.start):
+        total += max(0.0, e.end - max(e.start, reached))
+        reached = max(reached, e.end)
+    return total
+
+
+def waiting(events: Iterable[Event]) -> list[tuple[float, int]]:
+    """(moment, how many jobs wait from then on) for the events of kind "queue", at each moment at which it changes."""
+    changes: dict[float, int] = {}
+    for e in events:
+        if e.kind == "queue":
+            changes[e.start] = changes.get(e.start, 0) + 1
+            changes[e.end] = changes.get(e.end, 0) - 1
+    depth, steps = 0, []
+    for moment, change in sorted(changes.items()):
+        depth += change
+        if change:
+            steps.append((moment, depth))
+    return steps
+
+
+# -- the Trace Event Format -------------------------------------------------------------------------
+SLACK = 1000  # ns: two events that overlap by less are neighbours; a clock was read twice
+
+
+def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
+    """The events in the Trace Event Format: open the file at ui.perfetto.dev.
+
+    One thread a track, with complete events (``X``) in µs after the first start. A track whose events overlap without
+    one lying within the other gets a second thread, because a thread's events must nest. Waits for a worker overlap
+    all the time: they are asynchronous events (``b``, ``e``) and a counter (``C``) of how many wait.
+    """
+    events = sorted(events, key=lambda e: (e.start, -e.seconds))
+    begin = first_start(events)
+    out: list[dict[str, Any]] = [_metadata("process_name", 0, name="reflib")]
+    threads = _threads([e for e in events if e.kind != "queue"], begin)
+    for tid, label in enumerate(threads):
+        out += [_metadata("thread_name", tid, name=label), _metadata("thread_sort_index", tid, sort_index=tid)]
+    for tid, spans in enumerate(threads.values()):
+        out += [{**_head(s.event, "X", s.start), "tid": tid, "dur": (s.end - s.start) / 1e3} for s in spans]
+    for number, e in enumerate(e for e in events if e.kind == "queue"):
+        same = {"id": number, "tid": 0, "name": f"waits for {e.track}", "args": {"job": e.name, "region": e.region}}
+        for phase, moment in (("b", e.start), ("e", e.end)):
+            out.append({**_head(e, phase, _ns(moment, begin)), **same})
+    for moment, depth in waiting(events):
+        ts = _ns(moment, begin) / 1e3
+        out.append({"name": "waiting", "ph": "C", "pid": 1, "tid": 0, "ts": ts, "args": {"jobs": depth}})
+    return {"traceEvents": out, "displayTimeUnit": "ms"}
+
+
+def _ns(moment: float, begin: float) -> int:
+    return round((moment - begin) * 1e9)
+
+
+def _metadata(what: str, tid: int, **args: Any) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": 1, "tid": tid, "args": args}
+
+
+def _head(e: Event, phase: str, start: int) -> dict[str, Any]:
+    args = {"region": e.region, "status": e.status}
+    return {"name": e.name, "cat": e.kind, "ph": phase, "pid": 1, "ts": start / 1e3, "args": args}
+
+
+@dataclass(frozen=True)
+class _Span:
+    """An event's place in a thread, in ns after the first start."""
+
+    start: int
+    end: int
+    event: Event
+
+
+def _threads(events: Sequence[Event], begin: float) -> dict[str, list[_Span]]:
+    """label -> spans, each of which lies within an earlier one of its thread or after it. ``events``: by start, and
+    the longer first."""
+    threads: dict[str, list[_Span]] = {}
+    for track in track_order(events):
+        lanes: list[list[_Span]] = []
+        for e in (e for e in events if e.track == track):
+            start, end = _ns(e.start, begin), _ns(e.end, begin)
+            for lane in lanes:
+                if (span := _fitted(lane, start, end, e)) is not None:
+                    lane.append(span)
+                    break
+            else:
+                lanes.append([_Span(start, end, e)])
+        threads |= {track if i == 0 else f"{track} ({i + 1})": lane for i, lane in enumerate(lanes)}
+    return threads
+
+
+def _fitted(lane: Sequence[_Span], start: int, end: int, e: Event) -> _Span | None:
+    """The event as the next span of ``lane``, cut where it overlaps by up to SLACK; None where it does not fit."""
+    for s in reversed(lane):
+        if s.end <= start + SLACK:
+            start = max(start, s.end)
+        elif end <= s.end + SLACK:
+            return _Span(start, max(start, min(end, s.end)), e)
+        else:
+            return None
+    return _Span(start, max(start, end), e)
+
+
+def track_order(events: Iterable[Event]) -> list[str]:
+    """The tracks: main first, then who compiles, by number, then devices."""
+
+    def place(track: str) -> tuple[int, int, str]:
+        word, _, number = track.partition(" ")
+        if track == "main":
+            return 0, 0, ""
+        return 1 if word == "compile" else 2, int(number) if number.isdigit() else 0, track
+
+    return sorted({e.track for e in events}, key=place)
+
+
+def write_chrome_trace(events: Iterable[Event], path: str | os.PathLike[str]) -> Path:
+    """Write ``chrome_trace(events)`` to ``path``, all of it or nothing, and return the path. Raises OSError."""
+    path = Path(path)
+    text = json.dumps(chrome_trace(events), allow_nan=False)
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as f:
+            f.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    return path
