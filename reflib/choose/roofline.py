@@ -214,5 +214,85 @@ def estimate(p: Problem, t: Tiling, target: Target) -> float:
     return total
 
 
+# -- what no kernel can beat ------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Ceiling:
+    """More than any chip of an architecture reaches, for ``bound``: half-precision operations of one multiprocessor's
+    tensor cores in a clock, the highest clock (GHz; a chip that is not hot goes beyond its data sheet), and of the best
+    equipped memory in GB/s and L2 (or what caches all of memory) in MB."""
+
+    half: int
+    clock: float
+    memory: float
+    l2: int
+
+
+_CEILINGS = {
+    "sm_75": Ceiling(1024, 2.2, 680, 6),  # Titan RTX, Quadro RTX 8000
+    "sm_80": Ceiling(2048, 1.5, 2050, 40),  # A100 80 GB
+    "sm_86": Ceiling(1024, 2.2, 1010, 6),  # RTX 3090 Ti
+    "sm_89": Ceiling(1024, 3.1, 1010, 96),  # RTX 4090, L40S
+    "sm_90": Ceiling(4096, 2.0, 5000, 60),  # H200, GH200
+    "sm_100": Ceiling(8192, 2.1, 8100, 192),  # B200
+    "sm_103": Ceiling(8192, 2.1, 8100, 192),  # B300
+    "sm_120": Ceiling(1024, 3.2, 1800, 128),  # RTX 5090, RTX PRO 6000
+}
+LANES = 256  # float32 operations of a multiprocessor in a clock, at most
+CHAIN = 16  # clocks that an mma.sync with 16 of depth (32 bytes) takes before the next one can add to its sums
+MARGIN = 1.05  # of measured times, that a bound must be beyond
+
+
+def bound(p: Problem, t: Tiling, target: Target, cold_bytes: int = 0) -> float:
+    """Seconds that this tiling takes at least, however well it is compiled: never above what is measured. 0.0 where
+    nothing is known for sure. The largest of
+
+    * *operations*: a program multiplies whole blocks, and one multiprocessor runs the whole of a program. The fullest
+      has ``ceil(programs / units)`` of them, at its tensor cores' rate and the highest clock. (Where ``tl.dot``
+      compiles to ordinary arithmetic, at the lanes' rate.)
+    * *shared memory*: everything a program multiplies comes through its multiprocessor's shared memory or L1, at 128
+      bytes a clock, and is read again by every tile. Padding is not read. (L2 gives less, but how much is not
+      published: 64 bytes, a usual guess, was exceeded on an H200 by an eighth.)
+    * *the chain*: products of mma.sync that add to the same sums wait for each other.
+    * *memory*: what is read at all and cannot all have been in L2 since the call before, or is known not to be there
+      (``cold_bytes``: weights). Results are left out: they may stay in L2.
+
+    split-K's programs store ``splits`` parts of each tile besides, and others read them back: more bytes through the
+    multiprocessors' shared memory or L1, all of them together.
+    """
+    c = _CEILINGS.get(target.arch)
+    if c is None or target.kind != "cuda":
+        return 0.0
+    b, m, n, k = p.sizes
+    hertz, programs = 1e9 * c.clock, p.tiles(t) * t.splits
+    clocks = _operation_clocks(p, t, target, c) * _ceil(programs, target.units)
+    through = p.tiles(t) * k * p.step_traffic(t) / t.k / min(target.units, programs)
+    if t.splits > 1:
+        through += programs * t.m * t.n * 4 / target.units
+    clocks = max(clocks, through / SHARED_BYTES_PER_CLOCK, _chain_clocks(p, t, target))
+    operands = b * (m * k * p.a_bytes + k * n * p.b_bytes)
+    return max(clocks / hertz, max(cold_bytes, operands - c.l2 * 2**20) / (1e9 * c.memory))
+
+
+def _operation_clocks(p: Problem, t: Tiling, target: Target, c: Ceiling) -> float:
+    """Of one program."""
+    rate = c.half if p.dtype in HALVES else c.half // 2
+    if not tensor_cores(target) or p.dtype not in HALVES and not p.tf32:
+        rate = LANES
+    return p.steps(t) * 2 * t.m * t.n * t.k / rate
+
+
+def _chain_clocks(p: Problem, t: Tiling, target: Target) -> float:
+    """Of one program; 0 where other instructions multiply."""
+    if target.capability not in (80, 86, 89, 90) or grouped(p, t, target) or p.dtype not in HALVES:
+        return 0.0
+    return p.steps(t) * t.k / t.warps_k / 16 * CHAIN
+
+
+def cannot_win(bound_s: float, best_us: float | None) -> bool:
+    """Is a candidate that takes ``bound_s`` seconds at least surely slower than one that was measured to take
+    ``best_us`` microseconds? A twentieth is left for what measuring is off by."""
+    return best_us is not None and bound_s * 1e6 > MARGIN * best_us
+
+
 def _ceil(a: int, b: int) -> int:
     return -(-a // b)

@@ -111,7 +111,9 @@ def _users(program: Program, depends: Dependencies, cast: Cast) -> list[int]:
 
 def _may_read_source(program: Program, depends: Dependencies, node: Node, position: int, cast: Cast) -> bool:
     """Is the result an operand (and nothing else) of the Template, and would it get the same values?"""
-    if not isinstance(node, Template) or cast.result in node.epilogue.reads() or cast.source in node.writes():
+    if not isinstance(node, Template) or node.closed:
+        return False
+    if cast.result in node.epilogue.reads() or cast.source in node.writes():
         return False
     result, source = program.buffers[cast.result], program.buffers[cast.source]
     if source.dtype not in _SOURCES:

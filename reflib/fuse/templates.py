@@ -13,6 +13,7 @@ taken in. But that kernel already uses most registers a program has and runs few
 * nothing is written to an operand: other programs still read it. (In place over what the epilogue reads at the same
   element is well: the rule ``index`` sees to that.)
 * what is stored at an index that is itself a value (a scatter) stays out;
+* a ``closed`` product takes in nothing: ``choose`` measures this where it is not certain that an epilogue pays;
 * few whole matrices pass through the epilogue (``few_streams``, with the Reason code ``limit``).
 
 NB: TorchInductor's scheduler asks much the same before it gives a Triton template an epilogue, and also takes in
@@ -40,6 +41,8 @@ def template_rule(a: Cluster, b: Cluster, c: Context) -> Reason | None:
         return Reason("template", "two matrix products never share a kernel")
     t, other = (a, b) if a.template is not None else (b, a)
     assert t.template is not None
+    if t.template.closed:
+        return Reason("template", "this product is to be a kernel of its own, its epilogue apart")
     operands = set(t.template.operands())
     if made := sorted(operands & set(other.writes)):
         if other.first < t.first:

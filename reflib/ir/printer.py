@@ -54,7 +54,8 @@ def format_node(node: Node) -> str:
 def format_template(t: Template) -> str:
     """The product on the first line, then the epilogue's statements."""
     how = dtype_name(t.dtype) + (f" {t.precision}" if t.dtype == torch.float32 else "")
-    lines = [f"template {t.name}: acc = {_leaf(t.a)} @ {_leaf(t.b)}  # {how}; {t.tiling or 'no tiling chosen'}"]
+    how += f"; {t.tiling or 'no tiling chosen'}" + ("; closed" if t.closed else "")
+    lines = [f"template {t.name}: acc = {_leaf(t.a)} @ {_leaf(t.b)}  # {how}"]
     return "\n".join([*lines, *("  " + line for line in format_loops(t.epilogue).splitlines())])
 
 

@@ -189,7 +189,7 @@ class Template:
     ``epilogue``: a Loops over the parallel axes ([b,] m, n), b left out when B is the constant 1; its ``acc``
     statement is the product, of dtype ``acc_dtype``. It makes every store of the kernel.
     ``dtype``: what the operands are multiplied as. ``precision``: ``ieee`` or ``tf32`` (float32 only).
-    ``tiling``: None until chosen.
+    ``tiling``: None until chosen. ``closed``: ``fuse`` adds nothing to it, no epilogue and no prologue.
     """
 
     name: str
@@ -199,6 +199,7 @@ class Template:
     dtype: torch.dtype
     precision: str = "ieee"
     tiling: Tiling | None = None
+    closed: bool = False
 
     @property
     def sizes(self) -> tuple[Expr, Expr, Expr, Expr]:

@@ -10,6 +10,7 @@ import torch
 from reflib.choose import roofline as model
 from reflib.choose.matmul import (
     MOST,
+    NEAR,
     TMA_SCRATCH,
     estimate,
     fits,
@@ -86,16 +87,19 @@ def test_candidates_are_within_limits(target, dtype, precision):
         p, found = problem(t), tilings(t, there, OFF)
         assert len(set(found)) == len(found)
         assert bool(found) == (dtype != BF16 or target != "sm_75")
-        for kind, most in MOST.items():
-            assert sum(c.kind == kind for c in found) <= most
+        assert len(found) <= MOST
         for c in found:
             assert fits(p, c, there) and model.shared_bytes(p, c, there) <= there.shared
             assert c.m * c.n // (32 * c.num_warps) <= 128
             assert min(c.m, c.n, c.k // c.warps_k) >= 16
             assert all(s & (s - 1) == 0 for s in (c.m, c.n, c.k, c.num_warps, c.warps_k))
             assert (c.splits > 1) == (c.kind == "split")
-        rest = [estimate(p, c, there) for c in found if c not in known(p, there)]
-        assert rest == sorted(rest)
+        rest = [c for c in found if c not in known(p, there)]
+        seconds = [estimate(p, c, there) for c in rest]
+        near = {c.kind for c, s in zip(rest, seconds) if s <= NEAR[c.kind] * seconds[0]}
+        heads = len(near)
+        assert {c.kind for c in rest[:heads]} == near  # the best guess of each kind that is near
+        assert seconds[:heads] == sorted(seconds[:heads]) and seconds[heads:] == sorted(seconds[heads:])
 
 
 def test_there_are_none_on_a_cpu():
@@ -148,10 +152,11 @@ def test_reducers_have_few_words_and_all_programs_fit_into_one_wave_if_that_is_n
 
 
 def test_candidates_differ():
-    found = tilings(product(1024, 1024, 4096)[0], H200, OFF)
-    for kind in ("tiled", "persistent"):
-        assert len({(c.m, c.n) for c in found if c.kind == kind}) >= 3
-    assert len({replace(c, num_stages=0) for c in found}) == len(found)
+    for shape, blocks in (((1024, 1024, 4096), 2), ((4096, 4096, 4096), 3)):
+        found = tilings(product(*shape)[0], H200, OFF)
+        for kind in ("tiled", "persistent"):
+            assert len({(c.m, c.n) for c in found if c.kind == kind}) >= blocks
+        assert len({replace(c, num_stages=0) for c in found}) == len(found)
 
 
 def test_few_rows_are_turned_where_wgmma_is() -> None:
