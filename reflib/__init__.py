@@ -23,16 +23,17 @@ _EXPORTS = {
     "explain": "observe",
     "register_custom_op_autotuning": "lower.custom_ops",
     "CustomOpConfig": "lower.custom_ops",
+    "tuning_progress": "background",
+    "wait_for_tuning": "background",
 }
 
 _LATER = {
-    "wait_for_tuning": "autotuning",
-    "tuning_progress": "autotuning",
     "aot_compile": "packages",
     "load": "packages",
 }
 
 if TYPE_CHECKING:
+    from .background import tuning_progress, wait_for_tuning
     from .errors import OptionError, PackageError, ReflibError, RegistrationError
     from .lower.custom_ops import CustomOpConfig, register_custom_op_autotuning
     from .observe.explain import explain
@@ -49,6 +50,8 @@ __all__ = [
     "compile",
     "explain",
     "register_custom_op_autotuning",
+    "tuning_progress",
+    "wait_for_tuning",
 ]
 
 

@@ -16,6 +16,7 @@ _CHOICES = {
     "autotune": ("off", "blocking", "background"),
 }
 _LEAST = {"max_fused_ops": 1, "max_fused_buffers": 2}
+_SECONDS = ("candidate_seconds", "tuning_seconds", "tuning_idle_seconds")
 # What users of TorchInductor set, and its defaults.
 _ENVIRONMENT = {
     "num_decompose_k_splits": ("TORCHINDUCTOR_NUM_DECOMPOSE_K_SPLITS", 10),
@@ -30,7 +31,8 @@ class Options:
 
     wrapper: how the host code is written: ``python``; ``cpp`` and ``auto`` come with C++ wrapper mode.
     autotune: ``off`` takes heuristic choices. ``blocking`` measures the candidates for matrix products and registered
-        ops before the first call. ``background`` is to measure while the program runs; today it does as ``blocking``.
+        ops before the first call. ``background`` calls at once what ``off`` would choose, measures while the program
+        runs, and swaps winners in at a later call (``reflib.wait_for_tuning``, ``reflib.tuning_progress``).
     target: None (the inputs' device), or ``cpu``, ``sm_90``, ``gfx942`` ...: stop after generating code, without
         such a device.
     verify: run the IR verifier after every stage.
@@ -49,7 +51,15 @@ class Options:
     decompose_k_threshold: how many times as long as M and as N a long K is.
         None, for these two: the environment's TORCHINDUCTOR_NUM_DECOMPOSE_K_SPLITS and
         TORCHINDUCTOR_DECOMPOSE_K_THRESHOLD, else 10 and 32.
-    compile_threads: threads that compile kernels at once (0: one per core).
+    compile_threads: threads that compile kernels at once, and processes that compile candidates (0: one per core).
+    isolate: measure candidates in processes of their own, which may crash or hang (False: here, one after another).
+    candidate_seconds: for compiling a candidate, and again for checking and timing it; one that needs longer is
+        ``hung``.
+    tuning_seconds: for all tuning of one graph; what is not known then is decided by what is.
+    tuning_idle_seconds: after so long without work the processes leave; they come back when there is some.
+    tuning_imports: files or modules that register ops, for those processes to import.
+    cache_decisions: keep decisions on disk and use them again.
+    lookup_table: choices that are not measured: a file that ``reflib tune export`` wrote, or {op: {sizes: winner}}.
     """
 
     wrapper: str = "python"
@@ -70,12 +80,24 @@ class Options:
     num_decompose_k_splits: int | None = None
     decompose_k_threshold: int | None = None
     compile_threads: int = 0
+    isolate: bool = True
+    candidate_seconds: float = 60.0
+    tuning_seconds: float = 900.0
+    tuning_idle_seconds: float = 120.0
+    tuning_imports: tuple[str, ...] = ()
+    cache_decisions: bool = True
+    lookup_table: Any = None
 
     def __post_init__(self) -> None:
         for f in fields(self):
             _check(f.name, getattr(self, f.name), f.default)
-        if isinstance(self.cpp_flags, list):
-            object.__setattr__(self, "cpp_flags", tuple(self.cpp_flags))
+        for name in ("cpp_flags", "tuning_imports"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.lookup_table is not None:  # as text: options are compared, hashed and sent to workers
+            from .tables import normalize_lookup
+
+            object.__setattr__(self, "lookup_table", normalize_lookup(self.lookup_table))
 
     @classmethod
     def make(cls, options: Mapping[str, Any] | None = None, mode: str | None = None, **more: Any) -> Options:
@@ -131,9 +153,14 @@ def _check(name: str, value: Any, default: Any) -> None:
     elif name == "target":
         if value is not None and not (isinstance(value, str) and _TARGET.match(value)):
             raise OptionError(f"option target={value!r}: must be None, 'cpu', 'sm_90', 'gfx942' or the like")
-    elif name == "cpp_flags":
+    elif name in ("cpp_flags", "tuning_imports"):
         if not isinstance(value, (tuple, list)) or not all(isinstance(v, str) for v in value):
-            raise OptionError(f"option cpp_flags={value!r}: must be a list of strings")
+            raise OptionError(f"option {name}={value!r}: must be a list of strings")
+    elif name == "lookup_table":
+        return  # ``tables.normalize_lookup`` checks it
+    elif name in _SECONDS:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+            raise OptionError(f"option {name}={value!r}: must be a number of seconds above 0")
     elif isinstance(default, bool):
         if not isinstance(value, bool):
             raise OptionError(f"option {name}={value!r}: must be True or False")

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -22,9 +23,13 @@ from .errors import OptionError, ReflibError
 from .logs import get as logger
 from .options import Options
 from .target import Target, device_target, parse_target
+from .timeline import Event
 
 if TYPE_CHECKING:
+    from .background import Background
     from .capture import Graph
+    from .choose import Tuner, Tuning
+    from .choose.pool import Pool
     from .fuse import Fused
     from .generate.kernel import Kernel
     from .ir.program import Program
@@ -35,7 +40,7 @@ STAGES = ("lower", "fuse", "choose", "plan", "generate", "wrap")
 
 @dataclass
 class Stages:
-    """All that one graph went through. A stage that was not reached is None. ``timeline``: (stage, start, seconds)."""
+    """All that one graph went through. A stage that was not reached is None. ``timeline``: what ran when."""
 
     graph: Graph
     options: Options
@@ -49,7 +54,10 @@ class Stages:
     kernels: dict[tuple[str, int], Kernel] | None = None
     wrapper: str | None = None
     call: Callable[[list], Any] | None = None
-    timeline: list[tuple[str, float, float]] = field(default_factory=list)
+    timeline: list[Event] = field(default_factory=list)
+    left: bool = False  # whether something is left to be measured while the program runs
+    names: dict[tuple[str, ...], str] = field(default_factory=dict)  # of kernels built while choices were measured
+    built: dict[Kernel, Any] = field(default_factory=dict)
 
 
 def run(graph: Graph, options: Options, until: str = "wrap") -> Stages:
@@ -67,9 +75,18 @@ def run(graph: Graph, options: Options, until: str = "wrap") -> Stages:
         if stage == "wrap" and options.target is not None:
             break
         _STAGE[stage](s, target_of)
-        s.timeline.append((stage, start, time.perf_counter() - start))
-        logger("compile").info("%s: %s took %.1f ms", graph.name, stage, s.timeline[-1][2] * 1e3)
+        _record(s, stage, start)
+    if s.left and s.call is not None:
+        from .background import Background, Swapping
+
+        s.call = Swapping(s.call, Background(s, lambda tuner: _tuned(s, target_of, tuner)))
     return s
+
+
+def _record(s: Stages, stage: str, start: float) -> None:
+    seconds = time.perf_counter() - start
+    s.timeline.append(Event(stage, start, seconds))
+    logger("compile").info("%s: %s took %.1f ms", s.graph.name, stage, seconds * 1e3)
 
 
 TargetOf = Callable[[torch.device], Target]
@@ -100,40 +117,138 @@ def _fuse(s: Stages, target_of: TargetOf) -> None:
 
 
 def _choose(s: Stages, target_of: TargetOf) -> None:
+    from .choose import Tuning
+
+    options = s.options
+    measures = options.autotune != "off" and options.target is None
+    if not measures or not _has_choices(s):
+        return _decide(s, target_of, Tuning())
+    store = _store(options)
+    if options.autotune == "background":  # what is known already is used; the rest is measured while this runs
+        tuning = Tuning(known_only=True, store=store)
+        _decide(s, target_of, tuning)
+        s.left = tuning.left
+    else:
+        tuner = _tuner(s, target_of, store)
+
+        def meanwhile(touched: set[str]) -> None:
+            _build_the_rest(s, target_of, touched)
+
+        _decide(s, target_of, Tuning(tuner, store=store, meanwhile=meanwhile))
+
+
+def _has_choices(s: Stages) -> bool:
+    from .ir.program import Choice
+
+    return s.program is not None and any(isinstance(n, Choice) for n in s.program.nodes)
+
+
+def _decide(s: Stages, target_of: TargetOf, tuning: Tuning) -> None:
+    """Decide the choices (``decide`` waits for workers), inline the winners, fuse again, choose kernels."""
     from .choose import choose, decide
     from .fuse import fuse
-    from .ir.program import Choice
     from .lower.custom_ops import input_makers
     from .wrap.runtime import zeros
 
     assert s.program is not None and s.fused is not None
-    if any(isinstance(n, Choice) for n in s.program.nodes):
+    if _has_choices(s):
         s.before = s.fused
         with zeros.for_a_while():  # measuring captures graphs, which end with it
-            s.inlined, s.decisions = decide(s.program, s.options, target_of, build, input_makers())
+            s.inlined, s.decisions = decide(s.program, s.options, target_of, build, input_makers(), tuning)
         _verify(s, s.inlined)
         s.fused = fuse(s.inlined, s.options, target_of(_main_device(s.inlined)))
         _verify(s, s.fused.program)
-    s.chosen, kernels = choose(s.fused, s.options, target_of)
+    s.chosen, kernels = choose(s.fused, s.options, target_of, s.names)
     s.decisions += kernels
     _verify(s, s.chosen)
+
+
+def _store(options: Options) -> Any:
+    from .choose.store import store
+
+    return store() if options.cache_decisions else None
+
+
+def _tuner(s: Stages, target_of: TargetOf, store: Any) -> Tuner | None:
+    """What sends candidates to worker processes; None where everything is measured in this one."""
+    from .choose import Tuner
+
+    options = s.options
+    if not options.isolate:
+        return None
+    assert s.program is not None
+    kinds = {b.device.type: b.device for b in s.program.buffers.values() if b.device.type != "cpu"}
+    targets = {kind: asdict(target_of(device)) for kind, device in kinds.items()}
+    return Tuner(_workers(options), options, targets, s.timeline, store)
+
+
+def _workers(options: Options) -> Pool:
+    """The processes that tune, for the whole of this one."""
+    from .choose.pool import pool
+
+    workers = pool(options.compile_threads)
+    workers.idle_seconds = options.tuning_idle_seconds
+    return workers
+
+
+def _build_the_rest(s: Stages, target_of: TargetOf, touched: set[str]) -> None:
+    """While choices are being measured: build the kernels that no choice has to do with."""
+    from .choose import choose
+    from .choose.choose import writes_of
+    from .generate import generate
+    from .ir.loops import Loops
+    from .ir.program import regions
+    from .wrap.wrap import start_building
+
+    start = time.perf_counter()
+    assert s.before is not None
+    ours = {g.name for g in s.before.groups if touched.isdisjoint(g.members)}
+    nodes = tuple(n for n in s.before.program.nodes if isinstance(n, Loops) and n.name in ours)
+    combined = tuple(names for names in s.before.combined if ours.issuperset(names))
+    free = replace(s.before, program=replace(s.before.program, nodes=nodes), combined=combined)
+    chosen, _ = choose(free, s.options, target_of)
+    s.names = {writes_of(r.arms[0].parts): r.name for r in regions(chosen.nodes)}
+    s.built = dict(start_building(chosen, generate(chosen, target_of), s.options))
+    s.timeline.append(Event("kernels without a choice", start, time.perf_counter() - start))
+
+
+def _tuned(s: Stages, target_of: TargetOf, tuner: Tuner) -> Stages:
+    """The same graph once more, with its choices measured while ``s`` runs."""
+    from .choose import Tuning
+
+    again = Stages(s.graph, s.options, s.program, s.before, timeline=s.timeline)
+    start = time.perf_counter()
+    _decide(again, target_of, Tuning(tuner, background=True, store=tuner.store))
+    _record(again, "choose", start)
+    for stage in ("plan", "generate", "wrap"):
+        start = time.perf_counter()
+        _STAGE[stage](again, target_of)
+        _record(again, stage, start)
+    return again
 
 
 def build(program: Program, options: Options) -> Callable[[list], Any]:
     """The later stages for a small program: what ``choose`` measures candidates with. Choices inside a candidate are
     decided by the static rule. Returns at once; kernels compile in the background, the first call waits for them."""
-    from .choose import choose, decide
-    from .fuse import fuse
-    from .generate import generate
     from .plan import plan
     from .wrap import wrap
 
-    target_of = _target_chooser(options)
+    chosen, kernels = generated(program, options, _target_chooser(options))
+    return wrap(chosen, plan(chosen, options), kernels, options)[1]
+
+
+def generated(
+    program: Program, options: Options, target_of: TargetOf
+) -> tuple[Program, dict[tuple[str, int], Kernel]]:
+    """A small program's regions, and their kernels' sources: the part of ``build`` that needs no device."""
+    from .choose import choose, decide
+    from .fuse import fuse
+    from .generate import generate
+
     program, _ = decide(program, options.but(autotune="off"), target_of, build, {})
     fused = fuse(program, options, target_of(_main_device(program)))
     chosen, _ = choose(fused, options, target_of)
-    _, call = wrap(chosen, plan(chosen, options), generate(chosen, target_of), options)
-    return call
+    return chosen, generate(chosen, target_of)
 
 
 def _plan(s: Stages, target_of: TargetOf) -> None:
@@ -154,7 +269,7 @@ def _wrap(s: Stages, target_of: TargetOf) -> None:
     from .wrap import wrap
 
     assert s.chosen is not None and s.plan is not None and s.kernels is not None
-    s.wrapper, s.call = wrap(s.chosen, s.plan, s.kernels, s.options)
+    s.wrapper, s.call = wrap(s.chosen, s.plan, s.kernels, s.options, built=s.built)
 
 
 _STAGE = {"lower": _lower, "fuse": _fuse, "choose": _choose, "plan": _plan, "generate": _generate, "wrap": _wrap}
@@ -189,6 +304,10 @@ def _main_device(program: Program) -> torch.device:
     return gpus[0] if gpus else torch.device("cpu")
 
 
+# What ``compile`` returned -> its backend, which knows what is being tuned for it.
+backends: WeakKeyDictionary[Any, Backend] = WeakKeyDictionary()
+
+
 # -- the doors --------------------------------------------------------------------------------------
 class Backend:
     """A ``torch.compile`` backend with its options. ``on_stages`` is told of every graph (``explain`` listens)."""
@@ -196,6 +315,7 @@ class Backend:
     def __init__(self, options: Options, on_stages: Callable[[Stages], None] | None = None):
         self.options = options
         self.on_stages = on_stages
+        self.tunings: list[Background] = []
 
     def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from .capture import dynamo_graph_to_aten
@@ -205,12 +325,16 @@ class Backend:
         if self.options.target is None:
             for device in {t.device.type for t in inputs if isinstance(t, torch.Tensor)}:
                 begin(device)
+            if self.options.autotune == "blocking" and self.options.isolate:
+                _workers(self.options).wake()
         return dynamo_graph_to_aten(module, inputs, decompositions(), self._compile)
 
     def _compile(self, graph: Graph, inputs: Sequence[Any]) -> Callable[[list], Any]:
         stages = run(graph, self.options)
         if self.on_stages is not None:
             self.on_stages(stages)
+        if (background := getattr(stages.call, "background", None)) is not None:
+            self.tunings.append(background)
         return stages.call if stages.call is not None else _eager(graph)
 
 
@@ -255,7 +379,10 @@ def compile(
                 "dynamic= has no effect on an ExportedProgram: its dynamic shapes were fixed by torch.export"
             )
         return compile_exported(model, opts)
-    return torch.compile(model, backend=Backend(opts), dynamic=dynamic, fullgraph=fullgraph)
+    backend = Backend(opts)
+    compiled = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+    backends[compiled] = backend
+    return compiled
 
 
 def compile_exported(program: Any, options: Options) -> Callable[..., Any]:

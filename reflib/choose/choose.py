@@ -7,7 +7,7 @@ becomes a Region, a kernel with the arms that can compute it. How a Loops is lau
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -21,12 +21,16 @@ from .decision import Candidate, Decision
 from .heuristics import choose_configs
 from .matmul import template_arms
 
+Names = Mapping[tuple[str, ...], str]
+
 
 def choose(
-    fused: Fused, options: Options, target_of: Callable[[torch.device], Target]
+    fused: Fused, options: Options, target_of: Callable[[torch.device], Target], names: Names | None = None
 ) -> tuple[Program, tuple[Decision, ...]]:
-    """Returns the program with a Region for every kernel (one for each combined set), and the decisions."""
-    kernels = _Kernels(fused.program, options, target_of)
+    """Returns the program with a Region for every kernel (one for each combined set), and the decisions.
+
+    ``names``: what a kernel that writes these buffers is called (it was built already, under this name)."""
+    kernels = _Kernels(fused.program, options, target_of, names or {})
     nodes = kernels.all(fused.program.nodes, fused.combined)
     return replace(fused.program, nodes=tuple(nodes)), tuple(kernels.decisions)
 
@@ -34,8 +38,9 @@ def choose(
 class _Kernels:
     """Makes Regions; numbers them as it goes."""
 
-    def __init__(self, program: Program, options: Options, target_of: Callable[[torch.device], Target]):
-        self.program, self.options, self.target_of = program, options, target_of
+    def __init__(self, program: Program, options: Options, target_of: Callable[[torch.device], Target], names: Names):
+        self.program, self.options, self.target_of, self.names = program, options, target_of, names
+        self.number = len(names)
         self.decisions: list[Decision] = []
 
     def all(self, nodes: Iterable[Node], combined: Iterable[tuple[str, ...]] = ()) -> list[Node]:
@@ -65,18 +70,30 @@ class _Kernels:
     def _loops(self, parts: tuple[Loops, ...]) -> Region:
         target = self.target_of(self.program.buffers[parts[0].writes()[0]].device)
         arms = choose_configs(parts, self.program.buffers, target, self.options)
-        region = Region(f"k{len(self.decisions)}_{short_name(parts)}", arms)
+        region = Region(self._name(parts), arms)
         self.decisions.append(_decision(region, parts[0]))
         return region
 
+    def _name(self, parts: tuple[Loops | Template, ...]) -> str:
+        name = self.names.get(writes_of(parts))
+        if name is None:
+            name = f"k{self.number}_{short_name(parts)}"
+            self.number += 1
+        return name
+
     def _template(self, t: Template) -> Region:
         target = self.target_of(self.program.buffers[t.writes()[0]].device)
-        name = f"k{len(self.decisions)}_{short_name((t,))}"
+        name = self._name((t,))
         region = Region(name, template_arms(name, t, self.program.buffers, target, self.options))
         row = Candidate(str(t.tiling), "heuristic")
         reason = f"tiling {t.tiling}, decided with its choice"
         self.decisions.append(Decision(name, str(t.tiling), (row,), reason, config=region.arms[0].config))
         return region
+
+
+def writes_of(parts: Iterable[Loops | Template]) -> tuple[str, ...]:
+    """The buffers that a kernel of these parts writes."""
+    return tuple(b for p in parts for b in p.writes())
 
 
 def _decision(region: Region, part: Loops) -> Decision:

@@ -6,23 +6,33 @@
 1. its region is cut out (``region.cut``): the choice and whatever any alternative would fuse with it;
 2. candidates: the alternatives; a Template once for every Tiling worth trying; those whose guards do not hold, or that
    could not be traced, are listed with the reason and go no further;
-3. every candidate's version of the region is compiled by the later stages (``build``) and measured (``measure``), at
-   the traced sizes, or, with ranges, at three sizes inside each range: a third and two thirds of the way up on a
-   logarithmic scale, and its top. A range goes to the candidate with the best geometric mean;
+3. every candidate's version of the region is compiled by the later stages and measured, at the traced sizes, or, with
+   ranges, at three sizes inside each range: a third and two thirds of the way up on a logarithmic scale, and its top.
+   A range goes to the candidate with the best geometric mean;
 4. the winner's nodes take the choice's place, and the program is fused again by the caller. A winner that needs more
    than that (guards; option patches; other ranges have other winners) becomes a Dispatch over the region: arms that
    are fused each by itself, neighbouring ranges with one winner merged (``ranges``). An arm whose guards could fail is
    followed by the default for the same range.
 
 Equal regions (the layers of a transformer) are decided once. A choice inside a winner is decided in its turn.
+
+**Who measures.** Worker processes (``tuner``): the requests of all choices go out first, each for its region in the
+program as it stands; then winners are put in place one after another. A region that an earlier winner changed (two
+products added by one kernel, which the first takes in) is no longer the one that was asked about: it is asked about
+again. What no worker can do, because an op or a function that makes inputs lives in this process alone, is measured
+here, alone on the device among reflib's processes, and says "not isolated".
+
+**What is known already** is not measured: a ``lookup_table`` of the user's, the store of decisions, an imported table,
+in this order. All of them hold names of candidates, and count only where there is a candidate of that name.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -48,43 +58,77 @@ from ..ir.rename import renamed, with_hints
 from ..logs import get as logger
 from ..options import Options
 from ..target import Target
+from . import known
 from .activation import with_activations
 from .decision import Candidate, Decision
+from .isolation import Isolated, isolated
+from .lock import device_lock
 from .matmul import static_tiling, tilings
 from .measure import measure, request
 from .ranges import Range, merged, ranges_of, representatives, say_once
 from .region import Region, cut, replace_region, splice
+from .request import Request
+from .tuner import Asked, Tuner
 from .winner import decide as winner_of
 from .winner import overall
 
-__all__ = ["decide", "representatives"]
+__all__ = ["Tuning", "decide", "representatives"]
 
+# Options that change how, not what, is compiled and measured.
+NOT_IN_KERNELS = {
+    "autotune", "verify", "check_nan", "wrapper", "compile_threads", "isolate", "candidate_seconds", "tuning_seconds",
+    "tuning_idle_seconds", "tuning_imports", "cache_decisions", "lookup_table", "num_decompose_k_splits",
+    "decompose_k_threshold",
+}  # fmt: skip
 TargetOf = Callable[[torch.device], Target]
 Build = Callable[[Program, Options], Callable[[list], Any]]
 
 
 @dataclass
+class Tuning:
+    """How candidates are measured. ``tuner``: by worker processes; None: all of it here. ``background``: the program
+    runs meanwhile on what the static rule chose, which is then what a winner must beat, and nothing is measured in this
+    process. ``known_only``: nothing is measured at all; ``left`` says whether there was something to measure.
+    ``meanwhile``: what to do while workers work; it is given the names of nodes that candidates are measured with.
+    ``store``: of decisions, or None."""
+
+    tuner: Tuner | None = None
+    background: bool = False
+    known_only: bool = False
+    meanwhile: Callable[[set[str]], None] | None = None
+    store: Any = None
+    left: bool = False
+
+
+@dataclass
 class _Work:
-    """What deciding one program needs everywhere. ``known``: regions decided before, by their text."""
+    """What deciding one program needs everywhere. ``known``: regions decided before, by their text; ``begun``: what was
+    asked about others."""
 
     options: Options
     target_of: TargetOf
     build: Build
     makers: Mapping[str, Callable[..., Any]]
+    tuning: Tuning = field(default_factory=Tuning)
     known: dict[str, _Ruling] = field(default_factory=dict)
+    begun: dict[str, list[list[_Point]]] = field(default_factory=dict)
 
 
 def decide(
-    program: Program, options: Options, target_of: TargetOf, build: Build, makers: Mapping[str, Callable[..., Any]]
+    program: Program,
+    options: Options,
+    target_of: TargetOf,
+    build: Build,
+    makers: Mapping[str, Callable[..., Any]],
+    tuning: Tuning | None = None,
 ) -> tuple[Program, tuple[Decision, ...]]:
     """``program`` without a Choice, and what was decided. ``makers``: registered functions that make measuring inputs,
     by the keys in ``Choice.inputs_from``."""
-    work = _Work(options, target_of, build, makers)
+    work = _Work(options, target_of, build, makers, tuning or Tuning())
     measures = options.autotune != "off" and options.target is None
     if measures:
         program = with_activations(program)
-        if options.autotune == "background":
-            say_once('autotune="background" is not in this version of reflib: measuring comes before the first call')
+        _begin_all(program, work)
     elif options.autotune != "off":
         say_once("with target= nothing runs, so nothing is measured: choices go by the static rule")
     decisions: list[Decision] = []
@@ -101,18 +145,21 @@ def decide(
 
 # -- without measuring -----------------------------------------------------------------------------
 def _decide_statically(program: Program, choice: Choice, target: Target, options: Options) -> tuple[Program, Decision]:
-    default = choice.alternatives[0]
-    unmeasured = "autotune is off" if options.autotune == "off" else "nothing is measured for a target that is named"
-    winner, reason = default, f"{unmeasured}: the default"
+    unmeasured = {"off": "autotune is off", "background": "until it is measured"}.get(options.autotune, "")
+    unmeasured = "nothing is measured for a target that is named" if options.target else unmeasured
+    winner, why = _static_winner(program, choice, target, options)
+    row = Candidate(winner.name, "heuristic")
+    decision = Decision(choice.name, winner.name, (row,), f"{unmeasured}: {why}", op=choice.op)
+    return splice(program, choice, winner), decision
+
+
+def _static_winner(program: Program, choice: Choice, target: Target, options: Options) -> tuple[Alternative, str]:
     for a in choice.alternatives:
         t = _open_template(a)
         tiling = static_tiling(t, _has_epilogue(program, choice), target, options) if t is not None else None
         if tiling is not None and not a.guards:
-            winner = with_tiling(a, tiling)
-            reason = f"{unmeasured}: at this size one launch is worth more than the library's kernel"
-            break
-    row = Candidate(winner.name, "heuristic")
-    return splice(program, choice, winner), Decision(choice.name, winner.name, (row,), reason, op=choice.op)
+            return with_tiling(a, tiling), "at this size one launch is worth more than the library's kernel"
+    return choice.alternatives[0], "the default"
 
 
 def _has_epilogue(program: Program, choice: Choice) -> bool:
@@ -151,19 +198,19 @@ class _Found:
 
 
 def _decide_by_measuring(program: Program, choice: Choice, target: Target, work: _Work) -> tuple[Program, Decision]:
-    region = cut(program, choice, work.options, target)
-    candidates = _expand(choice, target, work.options)
-    ranges = ranges_of(choice)
-    key = _key(region, candidates, work.options)
-    known = work.known.get(key) if key else None
-    ruling = known or _rule(region, candidates, ranges, work)
+    region, candidates, ranges, key = _question(program, choice, target, work)
+    before = work.known.get(key) if key else None
+    if before is None and work.tuning.known_only:
+        work.tuning.left = True
+        return _decide_statically(program, choice, target, work.options)
+    ruling = before or _rule(region, candidates, ranges, key, work)
     if key:
-        work.known[key] = ruling
+        work.known[key] = replace(ruling, reason=f"{ruling.reason}; decided before, for an equal region")
     decision = Decision(
         choice.name,
         " | ".join(dict.fromkeys(ruling.winners)),
         (*ruling.rows, *(Candidate(name, status, why=why) for name, status, why in choice.failed)),
-        ruling.reason + ("; decided before, for an equal region" if known else ""),
+        ruling.reason,
         op=choice.op,
         members=region.members,
         sizes=_sizes(region),
@@ -172,12 +219,68 @@ def _decide_by_measuring(program: Program, choice: Choice, target: Target, work:
     return _apply(program, region, [by_name[w] for w in ruling.winners], ranges, target, work), decision
 
 
-def _rule(region: Region, candidates: list[Alternative], ranges: list[Range], work: _Work) -> _Ruling:
-    """Measure in every range."""
-    found = [_measure_range(region, candidates, r, work) for r in ranges]
+def _question(
+    program: Program, choice: Choice, target: Target, work: _Work
+) -> tuple[Region, list[Alternative], list[Range], str]:
+    """What there is to decide, and a text that is equal for equal questions."""
+    region = cut(program, choice, work.options, target)
+    candidates = _expand(choice, target, work.options)
+    return region, candidates, ranges_of(choice), _key(region, candidates, work.options)
+
+
+def _begin_all(program: Program, work: _Work) -> None:
+    """Ask about every choice whose answer is not known, then do something else."""
+    tuning, touched = work.tuning, set()
+    if tuning.tuner is not None or tuning.store is not None or work.options.lookup_table is not None:
+        for choice in program.nodes:
+            if isinstance(choice, Choice):
+                target = work.target_of(program.buffers[choice.outputs[0]].device)
+                region, candidates, ranges, key = _question(program, choice, target, work)
+                touched |= {choice.name, *region.members}
+                if key and key not in work.known and key not in work.begun:
+                    _begin(region, candidates, ranges, key, work)
+    if tuning.meanwhile is not None and work.begun:
+        tuning.meanwhile(touched)
+
+
+def _begin(region: Region, candidates: list[Alternative], ranges: list[Range], key: str, work: _Work) -> None:
+    """Look it up, or ask."""
+    found = known.find(_about(region, key), [c.name for c in candidates], len(ranges), work.options, work.tuning.store)
+    if found is not None:
+        winners, rows, reason = found
+        work.known[key] = _Ruling(winners, rows, reason)
+    elif not work.tuning.known_only:
+        work.begun[key] = [[_ask(region, candidates, point, key, work) for point in r.points] for r in ranges]
+
+
+def _about(region: Region, key: str) -> known.About:
+    device = region.program.buffers[region.choice.outputs[0]].device
+    dtypes = dict.fromkeys(str(region.program.buffers[b].dtype).removeprefix("torch.") for b in _tensors(region))
+    ops = dict.fromkeys(o.op for n in region.program.nodes if n.name in region.members for o in n.origins)
+    return known.About(key, device, region.choice.op, _sizes(region), " ".join(dtypes), " ".join(ops))
+
+
+def _rule(region: Region, candidates: list[Alternative], ranges: list[Range], key: str, work: _Work) -> _Ruling:
+    """The answers for every range; here ``choose`` waits for workers."""
+    if key not in work.begun:  # a region that an earlier winner changed, or that has no text
+        if key:
+            _begin(region, candidates, ranges, key, work)
+            if key in work.known:
+                return work.known[key]
+        else:
+            work.begun[key] = [[_ask(region, candidates, point, "", work) for point in r.points] for r in ranges]
+    start = time.perf_counter()
+    asked = work.begun.pop(key)
+    found = [_measured_range(region, candidates, r, points, work) for r, points in zip(ranges, asked)]
     reasons = [f"{r.label}: {reason}" if r.label else reason for r, (_, _, reason) in zip(ranges, found)]
     rows = tuple(row for _, more, _ in found for row in more)
-    return _Ruling(tuple(winner for winner, _, _ in found), rows, "; ".join(reasons))
+    ruling = _Ruling(tuple(winner for winner, _, _ in found), rows, "; ".join(reasons))
+    if key and work.tuning.store is not None and any(r.time_us for r in rows):
+        about = _about(region, key)
+        known.keep(about, ruling.winners, ruling.rows, ruling.reason, time.perf_counter() - start, work.tuning.store)
+        for point in (p for points in asked for p in points):
+            work.tuning.store.drop_rows(point.row_key)
+    return ruling
 
 
 def _expand(choice: Choice, target: Target, options: Options) -> list[Alternative]:
@@ -191,56 +294,113 @@ def _expand(choice: Choice, target: Target, options: Options) -> list[Alternativ
     return out
 
 
-def _measure_range(
-    region: Region, candidates: list[Alternative], r: Range, work: _Work
+@dataclass
+class _Point:
+    """The question at one point. ``asked``: workers were asked; else ``request`` is measured here, with ``makers``, or
+    there is nothing to measure: ``found``. ``why_here``: why no worker can do it."""
+
+    default: str
+    left_out: tuple[Candidate, ...] = ()
+    asked: Asked | None = None
+    request: Request | None = None
+    makers: dict[str, Any] = field(default_factory=dict)
+    found: _Found | None = None
+    why_here: str = ""
+    row_key: str = ""  # of the store, for rows of a question that is not answered yet
+
+
+def _measured_range(
+    region: Region, candidates: list[Alternative], r: Range, points: list[_Point], work: _Work
 ) -> tuple[str, list[Candidate], str]:
     """(name of the winner, rows, reason). With several points: the best geometric mean among those right at all."""
-    results = [_measure_point(region, candidates, point, work) for point in r.points]
+    results = [_answer(point, work) for point in points]
     rows = [replace(row, where=_where(r, point)) for point, found in zip(r.points, results) for row in found.rows]
     if len(results) == 1:
         return results[0].winner, rows, results[0].reason
     results = [x for x in results if any(row.time_us for row in x.rows)] or results  # where there was room for any
     means = [overall(c.name, [row for x in results for row in x.rows if row.name == c.name]) for c in candidates]
-    winner, reason = winner_of(means, candidates[0].name, region.choice.min_speedup)
+    winner, reason = winner_of(means, points[0].default, region.choice.min_speedup)
     return winner, rows, f"over {len(results)} sizes, geometric means: {reason}"
 
 
-def _measure_point(region: Region, candidates: list[Alternative], point: dict[str, int], work: _Work) -> _Found:
-    """Measure the candidates that are valid at these sizes."""
-    choice, default = region.choice, candidates[0]
+def _ask(region: Region, candidates: list[Alternative], point: dict[str, int], key: str, work: _Work) -> _Point:
+    """Send the candidates that are valid at these sizes to be measured."""
+    choice, tuning = region.choice, work.tuning
     values = {s.name: point.get(s.name, s.hint or 1) for s in node_symbols(choice)}
-    left_out = [Candidate(a.name, "guard", why="what it assumes of the sizes does not hold here")
-                for a in candidates if not all(holds(g, values) for g in a.guards)]  # fmt: skip
+    left_out = tuple(Candidate(a.name, "guard", why="what it assumes of the sizes does not hold here")
+                     for a in candidates if not all(holds(g, values) for g in a.guards))  # fmt: skip
     gone = {c.name for c in left_out}
+    default = candidates[0].name
+    if tuning.background:  # what runs now, and is to be beaten
+        device = region.program.buffers[choice.outputs[0]].device
+        static = _static_winner(region.program, choice, work.target_of(device), work.options)[0].name
+        default = static if static in {c.name for c in candidates} - gone else default
     programs = {
         a.name: with_hints(_without_choices(splice(region.program, choice, a), work), point)
         for a in candidates if a.name not in gone
     }  # fmt: skip
-    options = work.options.but(autotune="off")
     made_by = {**{b: f"constant {b}" for b in region.constants}, **dict(choice.inputs_from)}
     try:
         asked = request(
-            programs, default.name, sizes=point, weights=region.program.weights, makers=made_by,
-            options=options, patches={a.name: dict(a.patches) for a in candidates if a.patches and a.name not in gone},
-            min_speedup=choice.min_speedup, graph_timing=choice.graph_timing,
+            programs, default, candidates[0].name, sizes=point, weights=region.program.weights, makers=made_by,
+            options=work.options.but(autotune="off"),
+            patches={a.name: dict(a.patches) for a in candidates if a.patches and a.name not in gone},
+            min_speedup=choice.min_speedup, graph_timing=choice.graph_timing, paired=tuning.background,
         )  # fmt: skip
     except ReflibError as e:  # an operator that has no name
-        rows = (Candidate(default.name, "unmeasured", why=str(e)),)
-        return _Found(rows, default.name, f"the region cannot be measured: {e}")
-    makers = {key: work.makers[key] for _, key in choice.inputs_from if key in work.makers}
+        rows = (Candidate(default, "unmeasured", why=str(e)),)
+        return _Point(default, left_out, found=_Found(rows, default, f"the region cannot be measured: {e}"))
+    makers = {k: work.makers[k] for _, k in choice.inputs_from if k in work.makers}
     makers |= {made_by[b]: lambda like, value=value: value.detach() for b, value in region.constants.items()}
-    result = measure(asked, work.build, makers)
-    return _Found((*result.rows, *left_out), result.winner, result.reason)
+    if tuning.tuner is None:
+        return _Point(default, left_out, request=asked, makers=makers)
+    alone = isolated(asked, region.constants, work.options)
+    if not isinstance(alone, Isolated):
+        return _Point(default, left_out, request=asked, makers=makers, why_here=alone)
+    label = f"{choice.op} {_sizes(region)}" + (f" at {_where_point(point)}" if point else "")
+    about = known.key_of(_about(region, key)) if key else ""
+    row_key = f"{about} {_where_point(point)}" if about else ""
+    handle = tuning.tuner.ask(row_key, alone.request, label, alone.imports)
+    return _Point(default, left_out, handle, asked, makers, row_key=row_key)
+
+
+def _answer(point: _Point, work: _Work) -> _Found:
+    """Wait for it, or measure here."""
+    if point.found is not None:
+        return point.found
+    if point.asked is not None:
+        assert work.tuning.tuner is not None
+        result = work.tuning.tuner.wait(point.asked)
+        if not point.asked.unknown_op:
+            return _Found((*result.rows, *point.left_out), result.winner, result.reason)
+        point.why_here = point.asked.unknown_op
+    assert point.request is not None
+    if work.tuning.background:
+        why = f"{point.why_here}; nothing is measured in this process while the program runs"
+        rows = tuple(Candidate(name, "skipped", why=why) for name in point.request.programs)
+        return _Found((*rows, *point.left_out), point.default, f"{point.default} stays: {why}")
+    device = next((s.device for s in point.request.inputs if s.is_tensor), "cpu")
+    with device_lock(device):
+        result = measure(point.request, work.build, point.makers)
+    rows = result.rows
+    if point.why_here:
+        note = f"not isolated: {point.why_here}"
+        rows = tuple(replace(r, why="; ".join(filter(None, (r.why, note)))) for r in rows)
+    return _Found((*rows, *point.left_out), result.winner, result.reason)
+
+
+def _where(r: Range, point: dict[str, int]) -> str:
+    return _where_point(point) if r.label or point else ""
+
+
+def _where_point(point: Mapping[str, int]) -> str:
+    return ", ".join(f"{k}={v}" for k, v in sorted(point.items()))
 
 
 def _without_choices(program: Program, work: _Work) -> Program:
     """Choices inside an implementation (its own matrix products) are decided by the static rule while it is measured.
     (Once it has won and is in place, they are measured in their turn.)"""
     return decide(program, work.options.but(autotune="off"), work.target_of, work.build, {})[0]
-
-
-def _where(r: Range, point: dict[str, int]) -> str:
-    return ", ".join(f"{k}={v}" for k, v in sorted(point.items())) if r.label or point else ""
 
 
 # -- putting winners in place ----------------------------------------------------------------------
@@ -300,7 +460,8 @@ def _key(region: Region, candidates: list[Alternative], options: Options) -> str
     """A text equal for regions that do the same to other tensors: names are replaced by their order of appearance,
     origins left out. Empty where an operator has no name."""
     try:
-        data = json.dumps([_anonymous(to_data(region.program)), [encode(c.name) for c in candidates]])
+        code = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in NOT_IN_KERNELS}
+        data = json.dumps([_anonymous(to_data(region.program)), [encode(c.name) for c in candidates], code])
     except ReflibError:
         return ""
     names = {*region.program.buffers, *(n.name for n in region.program.nodes)}
@@ -323,9 +484,8 @@ def _anonymous(data: Any) -> Any:
 
 def _sizes(region: Region) -> str:
     """The shapes of what goes in, for people: ``x[32, 4096] w[4096, 32]``."""
-    out = []
-    for name in region.choice.reads()[:4]:
-        b = region.program.buffers.get(name)
-        if b is not None:
-            out.append(f"{name}[{', '.join(map(str, b.shape))}]")
-    return " ".join(out)
+    return " ".join(f"{b}[{', '.join(map(str, region.program.buffers[b].shape))}]" for b in _tensors(region))
+
+
+def _tensors(region: Region) -> list[str]:
+    return [b for b in region.choice.reads()[:4] if b in region.program.buffers]

@@ -219,6 +219,12 @@ class Session:
         if patches:
             self.request.patches[name] = patches
 
+    def given(self, row: Candidate) -> None:
+        """What is known of a candidate that is not to be run: it crashed or hung in an earlier process."""
+        e = self.entries[row.name] = _Entry(row.name, tried=True)
+        e.program = _decoded(self.request, row.name, self.constants)
+        e.fail(row.status, row.why)
+
     def open(self) -> Candidate:
         """Make inputs and reference, try the default; its row. Without room for them nothing can be tried."""
         with self._working() as deadline:
@@ -428,11 +434,15 @@ def _seed(device: torch.device, seed: int) -> None:
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
 
 
+def _decoded(request: Request, name: str, constants: Mapping[str, Any]) -> Program:
+    data = request.programs[name]
+    return from_data(data, {c: constants[c] for c in data["constants"] if c in constants})
+
+
 def _built(request: Request, name: str, build: Build, constants: Mapping[str, Any]) -> _Entry:
     entry = _Entry(name)
     try:
-        data = request.programs[name]
-        entry.program = from_data(data, {c: constants[c] for c in data["constants"] if c in constants})
+        entry.program = _decoded(request, name, constants)
         if len(entry.program.inputs) != len(request.inputs):
             raise MeasureError(f"it takes {len(entry.program.inputs)} arguments, the request has {len(request.inputs)}")
         options = Options.make(request.options | request.patches.get(name, {}))

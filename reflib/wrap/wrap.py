@@ -8,7 +8,7 @@ still being captured, and an error of a compiler appears at the first call.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, lru_cache
 from threading import Lock
@@ -36,17 +36,19 @@ def wrap(
     kernels: Mapping[tuple[str, int], Kernel],
     options: Options,
     build_cpp: BuildCpp | None = None,
-) -> tuple[str, Callable[[list], Any]]:
+    built: Built | None = None,
+) -> tuple[str, Wrapped]:
     """The wrapper's text, and the callable (a list of inputs, which it empties, to a tuple of outputs).
 
-    ``build_cpp``: how C++ kernels become a library (tests put those of many graphs into one).
+    ``build_cpp``: how C++ kernels become a library (tests put those of many graphs into one). ``built``: kernels that
+    are being built already (``start_building``).
     """
     if options.wrapper == "cpp":
         raise ReflibError('wrapper="cpp" is not in this version of reflib; use wrapper="python" or "auto"')
     printer = PythonPrinter(program, plan, kernels, options.check_nan)
     source = printer.print()
     logger("wrapper").info("%s", source)
-    bound = _bind_kernels(program, kernels, options, build_cpp or _build_cpp)
+    bound, waiting = _bind_kernels(program, kernels, options, build_cpp or compile_cpp, built or {})
     names = namespace() | program.constants | printer.names
 
     def first_call() -> Callable[[list], Any]:
@@ -54,22 +56,49 @@ def wrap(
         exec(compile(source, "<reflib wrapper>", "exec"), scope)
         return scope["call"]
 
-    return source, _deferred(first_call)
+    return source, Wrapped(first_call, waiting)
 
 
-def _deferred(make: Callable[[], Callable[[list], Any]]) -> Callable[[list], Any]:
-    """Calls ``make()`` once, at the first call, and what it returned from then on."""
-    made: list[Callable[[list], Any]] = []
-    lock = Lock()
+class Wrapped:
+    """What a compiled graph is called by. The first call waits for the kernels and loads them; ``wait`` and ``load`` do
+    so before (another thread may wait, and raises what a compiler said; the thread that will call loads)."""
 
-    def call(args: list) -> Any:
-        if not made:
-            with lock:
-                if not made:
-                    made.append(make())
-        return made[0](args)
+    def __init__(self, make: Callable[[], Callable[[list], Any]], waiting: Iterable[Future]):
+        self._make, self._waiting, self._lock = make, tuple(waiting), Lock()
+        self._call: Callable[[list], Any] | None = None
 
-    return call
+    def __call__(self, args: list) -> Any:
+        return (self._call or self.load())(args)
+
+    def wait(self) -> None:
+        """Until all kernels that the first call needs are built."""
+        for future in self._waiting:
+            future.result()
+
+    def load(self) -> Callable[[list], Any]:
+        """Load the kernels, into the current context."""
+        with self._lock:
+            if self._call is None:
+                self._call = self._make()
+        return self._call
+
+
+Built = Mapping[Kernel, Future]
+
+
+def start_building(program: Program, kernels: Mapping[tuple[str, int], Kernel], options: Options) -> Built:
+    """Begin to build kernels of a program whose wrapper is not known yet."""
+    from ..generate.compile_triton import compile_kernel
+
+    by_name = {n.name: n for n in regions(program.nodes)}
+    cpp = tuple(k for k in kernels.values() if k.language == "cpp")
+    library = _pool().submit(compile_cpp, cpp, options) if cpp else None
+    built: dict[Kernel, Future] = {k: library for k in cpp if library is not None}
+    for (region, arm), k in kernels.items():
+        if k.language == "triton" and k.grid != 0 and arm == 0:
+            device = program.buffers[by_name[region].writes()[0]].device
+            built[k] = _pool().submit(compile_kernel, k, device_target("cuda", device.index or 0))
+    return built
 
 
 @lru_cache(maxsize=1)
@@ -99,22 +128,29 @@ def begin(device: str) -> None:
 
 
 def _bind_kernels(
-    program: Program, kernels: Mapping[tuple[str, int], Kernel], options: Options, build_cpp: BuildCpp
-) -> dict[str, Callable[[], Callable[..., Any]]]:
-    """For each kernel name, a function that waits for the build and returns what to call."""
+    program: Program, kernels: Mapping[tuple[str, int], Kernel], options: Options, build_cpp: BuildCpp, built: Built
+) -> tuple[dict[str, Callable[[], Callable[..., Any]]], list[Future]]:
+    """For each kernel name, a function that waits for the build and returns what to call; and what is waited for."""
     by_name = {n.name: n for n in regions(program.nodes)}
     bound: dict[str, Callable[[], Callable[..., Any]]] = {}
+    waiting: list[Future] = []
     cpp = {k.name: k for k in kernels.values() if k.language == "cpp"}
     if cpp:
-        library = _pool().submit(build_cpp, tuple(cpp.values()), options)
+        rest = tuple(k for k in cpp.values() if k not in built)
+        library = _pool().submit(build_cpp, rest, options) if rest else None
         checked = {k.name for (r, _), k in kernels.items() if k.name in cpp and _has_indirect(by_name[r])}
         for name, k in cpp.items():
-            bound[name] = _cpp_binding(library, k, name in checked)
+            future = built.get(k) or library
+            assert future is not None
+            waiting.append(future)
+            bound[name] = _cpp_binding(future, k, name in checked)
     for (region, arm), k in kernels.items():
         if k.language == "triton" and k.grid != 0:
             device = program.buffers[by_name[region].writes()[0]].device
-            bound[k.name] = _triton_binding(k, device, lazy=arm > 0)
-    return bound
+            bound[k.name], future = _triton_binding(k, device, arm > 0, built.get(k))
+            if future is not None:
+                waiting.append(future)
+    return bound, waiting
 
 
 def _has_indirect(region: Region) -> bool:
@@ -122,7 +158,7 @@ def _has_indirect(region: Region) -> bool:
     return any(isinstance(s, Indirect) for p in parts for s in p.body)
 
 
-def _build_cpp(kernels: tuple[Kernel, ...], options: Options) -> Any:
+def compile_cpp(kernels: tuple[Kernel, ...], options: Options) -> Any:
     from ..generate.cpp import HEADER
     from ..toolchain import build_library
     from .native import load_library
@@ -147,12 +183,15 @@ def _cpp_binding(library: Future, kernel: Kernel, checked: bool) -> Callable[[],
     return get
 
 
-def _triton_binding(kernel: Kernel, device: torch.device, lazy: bool) -> Callable[[], Callable[..., Any]]:
-    """``lazy``: a fallback arm is compiled when it is first called, not before."""
+def _triton_binding(
+    kernel: Kernel, device: torch.device, lazy: bool, future: Future | None
+) -> tuple[Callable[[], Callable[..., Any]], Future | None]:
+    """``lazy``: a fallback arm is compiled when it is first called, not before. ``future``: it is being compiled."""
     from ..generate.compile_triton import compile_kernel
 
     target = device_target("cuda", device.index or 0)
-    future = None if lazy else _pool().submit(compile_kernel, kernel, target)
+    if future is None and not lazy:
+        future = _pool().submit(compile_kernel, kernel, target)
 
     def load() -> Callable[..., Any]:
         from .cuda_launch import load
@@ -161,7 +200,7 @@ def _triton_binding(kernel: Kernel, device: torch.device, lazy: bool) -> Callabl
         return load(binary, device.index or 0)
 
     if not lazy:
-        return load
+        return load, future
 
     def late() -> Callable[..., Any]:
         state: list[Callable[..., Any]] = []
@@ -174,4 +213,4 @@ def _triton_binding(kernel: Kernel, device: torch.device, lazy: bool) -> Callabl
 
         return call
 
-    return late
+    return late, None

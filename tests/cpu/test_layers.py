@@ -11,7 +11,7 @@ import pytest
 STAGES = ["capture", "lower", "fuse", "choose", "plan", "generate", "wrap", "package"]
 # What the stages share, wherever they stand; it knows no stage.
 SHARED = {"errors", "options", "target", "logs", "cache", "toolchain", "timeline", "ir"}
-ORDER = [*sorted(SHARED), *STAGES, "pipeline", "jobs", "observe", "lab", "cli"]
+ORDER = [*sorted(SHARED), *STAGES, "pipeline", "background", "jobs", "observe", "lab", "cli"]
 
 
 def part_of(path: Path, package: Path) -> str:

@@ -1,0 +1,220 @@
+"""Tuning while the program runs: ``autotune="background"``, ``reflib.wait_for_tuning``, ``reflib.tuning_progress``.
+
+A graph is compiled as with ``autotune="off"`` and runs. After its first call a thread asks workers about its choices,
+as "blocking" does before it. When all are decided the thread takes the graph through the later stages once more, waits
+until every kernel is compiled, and leaves a new callable. The *next call* finds it, on the thread that calls: there
+the kernels are loaded, and from then on they run. A call that comes while the stream is being captured runs the old
+ones; whatever was captured before goes on running them, so they stay loaded.
+
+The swap is one assignment: a call runs the old program or the new one, never half of each. Both have the same inputs,
+outputs, strides and aliases, so a forward graph and its backward may swap at different times.
+
+Nothing is measured in this process: what no worker can have (``choose/isolation``) keeps its heuristic choice. What
+has been measured when the program ends is in the store of decisions, and used by the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+
+from .logs import get as logger
+
+if TYPE_CHECKING:
+    from .choose import Tuner
+    from .pipeline import Stages
+
+everything: WeakSet[Background] = WeakSet()
+
+
+class Background:
+    """The tuning of one graph. ``state``: ``waiting`` for the first call, ``running``, ``ready`` to be swapped in,
+    ``swapped``, ``unchanged`` (the heuristics were right) or ``failed``."""
+
+    def __init__(self, stages: Stages, tune: Callable[[Tuner], Stages]):
+        self.stages, self._tune = stages, tune
+        self.state, self.error, self.seconds = "waiting", "", 0.0
+        self.tuner: Tuner | None = None
+        self.tuned: Stages | None = None
+        self.old: list[Any] = []  # callables that were swapped out: captured graphs may run their kernels
+        self._lock, self._thread = threading.Lock(), None  # type: tuple[threading.Lock, threading.Thread | None]
+        self.ended = threading.Event()
+        everything.add(self)
+
+    def start(self) -> None:
+        """Once; later calls do nothing."""
+        with self._lock:
+            if self._thread is None:
+                self.state = "running"
+                self._thread = threading.Thread(target=self._work, name="reflib-tuning", daemon=True)
+                self._thread.start()
+
+    def _work(self) -> None:
+        from .pipeline import _store, _target_chooser, _tuner
+
+        start = time.perf_counter()
+        try:
+            options = self.stages.options.but(isolate=True)
+            self.tuner = _tuner(self.stages, _target_chooser(options), _store(options))
+            assert self.tuner is not None
+            tuned = self._tune(self.tuner)
+            assert tuned.call is not None
+            tuned.call.wait()  # type: ignore[attr-defined]
+            same = [d.winner for d in tuned.decisions] == [d.winner for d in self.stages.decisions]
+            self.tuned = tuned
+            self.state = "unchanged" if same else "ready"
+        except BaseException as e:  # the program goes on as it is
+            self.state, self.error = "failed", f"{type(e).__name__}: {e}"
+            logger("choose").warning("tuning %s in the background failed: %s", self.stages.graph.name, self.error)
+        finally:
+            self.seconds = time.perf_counter() - start
+            self.ended.set()
+
+
+class Swapping:
+    """What is called: the heuristic program, later the tuned one."""
+
+    def __init__(self, call: Callable[[list], Any], background: Background):
+        self._call, self.background = call, background
+        self._look, self._lock = True, threading.Lock()
+
+    def __call__(self, args: list) -> Any:
+        if self._look:
+            return self._attend(args)
+        return self._call(args)
+
+    def _attend(self, args: list) -> Any:
+        b = self.background
+        if b.state == "waiting":
+            result = self._call(args)
+            b.start()
+            return result
+        if b.state == "ready" and not _capturing():
+            with self._lock:
+                if b.state == "ready":
+                    self._swap(b)
+        if b.state in ("swapped", "unchanged", "failed"):
+            self._look = False
+        return self._call(args)
+
+    def _swap(self, b: Background) -> None:
+        assert b.tuned is not None and b.tuned.call is not None
+        start = time.perf_counter()
+        try:
+            b.tuned.call.load()  # type: ignore[attr-defined]
+        except Exception as e:
+            b.state, b.error = "failed", f"{type(e).__name__}: {e}"
+            logger("choose").warning("%s: its tuned kernels cannot be loaded: %s", b.stages.graph.name, b.error)
+            return
+        b.old.append(self._call)
+        self._call = b.tuned.call
+        b.state = "swapped"
+        logger("choose").info("%s: tuned kernels swapped in after %.1f s", b.stages.graph.name, b.seconds)
+        from .timeline import Event
+
+        b.stages.timeline.append(Event("swap", start, time.perf_counter() - start))
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+# -- what users ask ---------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Progress:
+    """How far tuning is. ``done`` of ``total`` candidates; more may follow while something runs (a region that an
+    earlier winner changed). ``running``: choices being measured. ``finished``: nothing is left to do; what was tuned
+    runs from the next call on. ``failed``: why tuning a graph ended early. ``decisions``: what was decided, so far."""
+
+    done: int
+    total: int
+    running: tuple[str, ...]
+    seconds: float
+    finished: bool
+    failed: tuple[str, ...] = ()
+    decisions: tuple[Any, ...] = ()
+
+    def __repr__(self) -> str:
+        state = "finished" if self.finished else f"running: {', '.join(self.running) or 'starting'}"
+        failed = "".join(f"; failed: {why}" for why in self.failed)
+        return f"{self.done} of {self.total} candidates, {self.seconds:.1f} s, {state}{failed}"
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f'<progress value="{self.done}" max="{max(1, self.total)}"></progress> {escape(repr(self))}'
+
+
+def tuning_progress(compiled: Any = None) -> Progress:
+    """How far the tuning in the background is: of ``compiled`` (what ``reflib.compile`` returned), or of everything in
+    this process. Returns at once."""
+    found = _tunings(compiled)
+    counts = [b.tuner.count() for b in found if b.tuner is not None]
+    running = [label for b in found if b.tuner is not None and b.state == "running" for label in b.tuner.running()]
+    now = time.perf_counter()
+    begun = [b.tuner.begun for b in found if b.tuner is not None]
+    finished = all(b.ended.is_set() for b in found)
+    seconds = max((b.seconds for b in found), default=0.0) if finished else now - min(begun, default=now)
+    return Progress(
+        sum(done for done, _ in counts),
+        sum(total for _, total in counts),
+        tuple(dict.fromkeys(running)),
+        seconds,
+        finished,
+        tuple(b.error for b in found if b.error),
+        tuple(d for b in found if b.tuned is not None for d in b.tuned.decisions if len(d.candidates) > 1),
+    )
+
+
+def wait_for_tuning(compiled: Any = None, timeout: float | None = None) -> Progress:
+    """Wait until tuning in the background has ended, or ``timeout`` seconds; with a bar in a notebook. Graphs that have
+    not been called yet begin to be tuned. What was tuned runs from the next call on.
+
+    compiled: what ``reflib.compile`` returned; None, or what ``torch.compile`` returned: everything in this process.
+    Returns the progress; ``finished`` is False after a timeout, which is no error. Failures are in ``failed``.
+    """
+    found = _tunings(compiled)
+    for b in found:
+        b.start()
+    end = None if timeout is None else time.monotonic() + timeout
+    with _bar() as show:
+        for b in found:
+            while not b.ended.wait(0.1 if end is None else min(0.1, max(0.0, end - time.monotonic()))):
+                show(tuning_progress(compiled))
+                if end is not None and time.monotonic() >= end:
+                    return tuning_progress(compiled)
+        progress = tuning_progress(compiled)
+        show(progress)
+    return progress
+
+
+def _tunings(compiled: Any) -> list[Background]:
+    from .pipeline import backends
+
+    backend = None
+    if compiled is not None:
+        with contextlib.suppress(TypeError):  # what has no weak references was not made by reflib.compile
+            backend = backends.get(compiled)
+    found: Iterable[Background] = everything if backend is None else backend.tunings
+    return list(found)
+
+
+@contextlib.contextmanager
+def _bar() -> Any:
+    """In a notebook, something that shows a Progress in one place; elsewhere nothing is shown."""
+    kernel = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if kernel is None or "IPKernelApp" not in kernel.config:
+        yield lambda progress: None
+        return
+    from IPython.display import display
+
+    handle = display(display_id=True)
+    yield lambda progress: handle.update(progress)

@@ -1,0 +1,100 @@
+"""Can another process measure this request? Only what it can have: plain data, and ops that it can import.
+
+A worker knows PyTorch's ops, and those of modules it can import: an op that a library registers is found by the
+module of its function; one that a notebook's cell or a function's body defines is nowhere but here, unless the user
+names a file that registers it (``Options.tuning_imports``).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..options import Options
+from .request import Request
+
+BUILT_IN = ("aten", "prims", "prim")
+
+
+@dataclass(frozen=True)
+class Isolated:
+    """``request`` as a worker gets it, and what it imports first: names of modules, paths of files."""
+
+    request: Request
+    imports: tuple[str, ...]
+
+
+def isolated(request: Request, constants: Mapping[str, Any], options: Options) -> Isolated | str:
+    """The request for a worker; or why none can have it. ``constants``: name of an input -> the tensor that the program
+    holds for it; a float's values do not matter and are made anew, an index's do."""
+    if any(p["constants"] for p in request.programs.values()):
+        return "a candidate holds an object of this process"
+    specs = []
+    for s in request.inputs:
+        if s.maker is not None and s.name in constants:
+            if not constants[s.name].dtype.is_floating_point:
+                return f"the values of {s.name}, a constant of the program, matter"
+            s = replace(s, maker=None)
+        elif s.maker is not None:
+            return f"a function of this process makes the input {s.name}"
+        specs.append(s)
+    imports = dict.fromkeys(options.tuning_imports)
+    for name in sorted({op for p in request.programs.values() for op in ops_in(p["nodes"])}):
+        where = home_of(name)
+        if where is None and not options.tuning_imports:
+            return f"{name} is defined where no worker can import it; name a file that registers it in tuning_imports"
+        if where:
+            imports[where] = None
+    return Isolated(replace(request, inputs=tuple(specs)), tuple(imports))
+
+
+def ops_in(data: Any) -> Iterator[str]:
+    """Names of the operators in a program's data that PyTorch does not bring itself."""
+    if isinstance(data, dict):
+        if data.get("_") == "op" and data["value"].split(".")[0].split("::")[0] not in BUILT_IN:
+            yield data["value"]
+        for v in data.values():
+            yield from ops_in(v)
+    elif isinstance(data, list):
+        for v in data:
+            yield from ops_in(v)
+
+
+def home_of(op: str) -> str | None:
+    """What to import so that ``op`` is registered: a module's name, "" if nothing (a library that reflib or torch load
+    anyway), None if there is no such thing."""
+    from torch._library.custom_ops import OPDEFS
+
+    space, _, rest = op.replace("::", ".").partition(".")
+    found = OPDEFS.get(f"{space}::{rest.split('.')[0]}")
+    if found is None:
+        return _library_of(space)
+    function = found._init_fn
+    if "<locals>" in function.__qualname__ or function.__module__ == "__main__":
+        return None
+    return function.__module__ if _importable(function.__module__) else None
+
+
+@cache
+def _importable(module: str) -> bool:
+    loaded = sys.modules.get(module)
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError, AttributeError):
+        return False
+    here = getattr(loaded, "__file__", None)
+    return spec is not None and (here is None or spec.origin is None or Path(spec.origin) == Path(here))
+
+
+def _library_of(space: str) -> str | None:
+    """Of an op from C++: the package of that name, if one is loaded. (torchvision::nms.)"""
+    if space in sys.modules and getattr(sys.modules[space], "__file__", None):
+        return space
+    return "" if hasattr(torch.ops, space) and space in ("quantized", "mkldnn", "c10d", "fbgemm") else None

@@ -1,0 +1,328 @@
+"""tuner: many requests at once, compiled and measured by other processes while this one goes on.
+
+    parent     ask, ask, ask ... (other work) ... wait, wait, wait
+    workers    compile a candidate | compile another | ...          as many as there are cores
+    device     open a request | try one that is ready | try ... | race          one at a time
+
+``ask`` sends every candidate of a request to be compiled and returns. A candidate that is compiled is looked at
+(``report``): who cannot win is not run. The others are tried, in the order they become ready, by the one measuring
+worker of their device; when all are known, those near the best are raced. ``wait`` is where the parent waits.
+
+What goes wrong stays with the candidate. One that crashes its worker or does not answer is noted (``crashed``,
+``hung``), the measurement is opened again in a new worker without it, and those near the best are tried again there.
+A default that crashes is no different, but for the reference: if that cannot be computed either, the request ends
+with its default. Rows are kept in the store as they come, so a program that ends early has lost nothing: the next one
+begins where it stopped.
+
+Memory on the device: at most OPEN_AT_ONCE measurements hold inputs at a time, each within ``Limits.memory``.
+
+Compared with TorchInductor, which also compiles in subprocesses: there the choice at each node waits for its own
+candidates before lowering goes on; here nobody waits until all requests are out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from ..errors import MeasureError
+from ..logs import get as logger
+from ..options import Options
+from ..timeline import Event
+from .decision import Candidate
+from .inputs import main_device
+from .measure import DROP
+from .pool import Job, Pool
+from .request import Request, Result
+from .winner import decide
+
+OPEN_AT_ONCE = 3
+ATTEMPTS = 3  # of a race that a crash interrupts
+KEPT = ("crashed", "hung", "wrong", "pruned")  # what an earlier process found out and need not be tried again
+
+# (name, its reports, all reports so far, the best time so far in us) -> why it is not worth running, or ""
+Prune = Callable[[str, list[Any], Mapping[str, list[Any]], float | None], str]
+
+
+@dataclass(eq=False)
+class Asked:
+    """One request on its way. ``rows``: what is known of its candidates; ``stage``: of each, ``compiling``, ``ready``,
+    ``trying`` or ``done``. ``session``: ``""``, ``opening``, ``open`` or ``racing``."""
+
+    number: int
+    key: str
+    label: str
+    request: Request
+    imports: tuple[str, ...]
+    prune: Prune | None
+    rows: dict[str, Candidate] = field(default_factory=dict)
+    stage: dict[str, str] = field(default_factory=dict)
+    reports: dict[str, list[Any]] = field(default_factory=dict)
+    jobs: dict[str, Job] = field(default_factory=dict)
+    session: str = ""
+    opened: int = 0  # how often
+    raced: int = 0
+    unknown_op: str = ""  # what no worker could import
+    result: Result | None = None
+    begun: float = field(default_factory=time.perf_counter)
+
+    @property
+    def device(self) -> str:
+        return str(main_device(self.request.inputs))
+
+    @property
+    def id(self) -> str:
+        return f"{self.number}.{self.opened}"
+
+    @property
+    def best_us(self) -> float | None:
+        return min((r.time_us for r in self.rows.values() if r.status == "ok" and r.time_us), default=None)
+
+
+class Tuner:
+    """Requests of one program. ``targets``: kind of device -> its Target's fields. ``events``: gets what happened.
+    ``store``: keeps rows between processes (an object with ``rows`` and ``add_row``), or None."""
+
+    _numbers = itertools.count()
+
+    def __init__(
+        self, pool: Pool, options: Options, targets: Mapping[str, Mapping[str, Any]], events: list[Event], store: Any
+    ):
+        self.pool, self.options, self.targets, self.events, self.store = pool, options, targets, events, store
+        self.asked: list[Asked] = []
+        self.since: dict[Job, float] = {}  # when it was submitted
+        self.stopped = False
+        self.changed = threading.Condition(threading.RLock())
+        self.begun = time.perf_counter()
+        self.deadline = time.monotonic() + options.tuning_seconds
+
+    # -- the parent's side -------------------------------------------------------------------------
+    def ask(
+        self, key: str, request: Request, label: str = "", imports: tuple[str, ...] = (), prune: Prune | None = None
+    ) -> Asked:
+        """Send ``request`` on its way. ``key``: of the store."""
+        asked = Asked(next(self._numbers), key, label, request, imports, prune)
+        with self.changed:
+            self.asked.append(asked)
+            for row in self.store.rows(key) if self.store is not None and key else ():
+                known = Candidate(**row)
+                if known.status in KEPT and known.name in request.programs and known.name != request.default:
+                    asked.rows[known.name] = replace(known, why=f"{known.why}; seen before".lstrip("; "))
+                    asked.stage[known.name] = "done"
+            order = [request.default, *(n for n in request.programs if n != request.default)]
+            for place, name in enumerate(order):
+                if name not in asked.stage:
+                    self._compile(asked, name, place)
+        return asked
+
+    def wait(self, asked: Asked) -> Result:
+        """Until ``asked`` is decided, or the time for all of it is up. An exception here (Ctrl-C) ends the workers.
+        Raises MeasureError if somebody else ended them (the interpreter's exit)."""
+        start = time.perf_counter()
+        try:
+            with self.changed:
+                while asked.result is None:
+                    self.changed.wait(0.1)
+                    if self.stopped:
+                        raise MeasureError("tuning was stopped: its worker processes were ended")
+                    if time.monotonic() > self.deadline and asked.result is None:
+                        self._too_late(asked)
+        except BaseException:
+            self.pool.close()
+            raise
+        self.events.append(Event(f"waiting for {asked.label}", start, time.perf_counter() - start, "wait"))
+        return asked.result
+
+    def count(self) -> tuple[int, int]:
+        """(candidates whose row is known, all)."""
+        with self.changed:
+            done = sum(s == "done" for a in self.asked for s in a.stage.values())
+            return done, sum(len(a.stage) for a in self.asked)
+
+    def running(self) -> list[str]:
+        """Labels of requests that are not decided."""
+        with self.changed:
+            return [a.label for a in self.asked if a.result is None]
+
+    # -- compiling ---------------------------------------------------------------------------------
+    def _compile(self, asked: Asked, name: str, place: int) -> None:
+        r = asked.request
+        options = r.options | r.patches.get(name, {})
+        data = {"program": r.programs[name], "options": options, "targets": dict(self.targets)}
+        self._submit(asked, name, "compiling", "reflib.jobs:compile_candidate", data, "compile", place, self._compiled)
+
+    def _compiled(self, asked: Asked, name: str, status: str, data: dict[str, Any], job: Job) -> None:
+        self._note("compile", asked, name, status, data, job)
+        why = data.get("why", "")
+        if status == "done":
+            asked.reports[name] = data["reports"]
+            self._look(asked, name)
+        elif "is not registered" in why:
+            asked.unknown_op = why
+            self._end(asked, why)
+        elif status == "failed" and name != asked.request.default:
+            self._row(asked, Candidate(name, "error", why=why))
+        elif name == asked.request.default:
+            asked.stage[name] = "ready"  # opening says what is wrong with it
+        else:
+            self._row(asked, Candidate(name, status, why=f"while compiling: {why}"))
+
+    def _look(self, asked: Asked, name: str) -> None:
+        """Is it worth running?"""
+        why = ""
+        if asked.prune is not None and name != asked.request.default:
+            why = asked.prune(name, asked.reports.get(name, []), asked.reports, asked.best_us)
+        if why:
+            self._row(asked, Candidate(name, "pruned", why=why))
+        else:
+            asked.stage[name] = "ready"
+
+    # -- measuring ---------------------------------------------------------------------------------
+    def _go_on(self, asked: Asked) -> None:
+        """Whatever can be done next for it."""
+        if asked.result is not None:
+            return
+        default = asked.request.default
+        if asked.session == "" and asked.stage[default] in ("ready", "done") and self._room():
+            asked.session, asked.opened = "opening", asked.opened + 1
+            known = [asdict(r) for r in asked.rows.values() if r.status in ("crashed", "hung")]
+            data = {"id": asked.id, "request": asked.request.to_json(), "known": known}
+            self._submit(asked, default, "trying", "reflib.jobs:open", data, asked.device, 0, self._opened)
+        elif asked.session == "open":
+            ready = [n for n, s in asked.stage.items() if s == "ready"]
+            for name in ready:
+                self._look(asked, name)  # the best time is better known now
+                if asked.stage[name] == "ready":
+                    data = {"id": asked.id, "name": name}
+                    self._submit(asked, name, "trying", "reflib.jobs:try_one", data, asked.device, 1, self._tried)
+            if all(s == "done" for s in asked.stage.values()):
+                asked.session, asked.raced = "racing", asked.raced + 1
+                job = "reflib.jobs:finish"
+                self._submit(asked, "", "", job, {"id": asked.id}, asked.device, 2, self._finished)
+
+    def _room(self) -> bool:
+        return sum(a.session != "" and a.result is None for a in self.asked) < OPEN_AT_ONCE
+
+    def _opened(self, asked: Asked, name: str, status: str, data: dict[str, Any], job: Job) -> None:
+        self._note("measure", asked, f"{name} (opening)", status, data, job)
+        if status == "done":
+            asked.session = "open"
+            self._row(asked, Candidate(**data["row"]))
+            return
+        why = data.get("why", "")
+        asked.session = ""
+        if asked.rows.get(name, Candidate("", "")).status in ("crashed", "hung") or status not in ("crashed", "hung"):
+            self._end(asked, f"it cannot be measured: {name} {status} ({why})")
+            return
+        self._row(asked, Candidate(name, status, why=why))
+
+    def _tried(self, asked: Asked, name: str, status: str, data: dict[str, Any], job: Job) -> None:
+        self._note("measure", asked, name, status, data, job)
+        if status == "done" and "row" in data:
+            self._row(asked, Candidate(**data["row"]))
+        elif status == "done":  # its session ended with another candidate's crash
+            asked.stage[name] = "ready"
+        elif status == "failed":
+            self._row(asked, Candidate(name, "error", why=data.get("why", "")))
+        else:
+            self._row(asked, Candidate(name, status, why=data.get("why", "")))
+            self._reopen(asked)
+
+    def _reopen(self, asked: Asked) -> None:
+        """The measuring worker is gone with all it held: begin again, with those that may still win."""
+        best = asked.best_us
+        asked.session = ""
+        for name, row in asked.rows.items():
+            near = row.time_us is not None and best is not None and row.time_us <= DROP * best
+            if row.status == "ok" and (near or name == asked.request.default):
+                asked.stage[name] = "ready"
+
+    def _finished(self, asked: Asked, name: str, status: str, data: dict[str, Any], job: Job) -> None:
+        self._note("measure", asked, "race", status, data, job)
+        if status == "done" and "result" in data:
+            result = Result.from_json(data["result"])
+            asked.rows |= {r.name: r for r in result.rows}
+            self._end(asked, "", result)
+        elif asked.raced < ATTEMPTS:
+            self._reopen(asked)
+        else:
+            self._end(asked, f"the last race {status}: these are times of short rounds")
+
+    def _end(self, asked: Asked, note: str, result: Result | None = None) -> None:
+        """Decide by the rows there are."""
+        for name in asked.stage:
+            if name not in asked.rows:
+                asked.rows[name] = Candidate(name, "skipped", why=note)
+            asked.stage[name] = "done"
+        rows = tuple(asked.rows[n] for n in asked.stage)
+        winner, reason = decide(rows, asked.request.default, asked.request.min_speedup)
+        reason = f"{reason}; {note}" if note else reason
+        clock, reference = (result.clock, result.reference) if result is not None else ("", "")
+        if result is None and asked.session in ("open", "racing"):
+            self.pool.submit(
+                Job("reflib.jobs:close", {"id": asked.id}, asked.device, lambda m: None, lambda s, d: None, 60.0, (-1,))
+            )
+        asked.result = Result(rows, winner, reason, clock, reference, time.perf_counter() - asked.begun)
+        logger("choose").info("%s: %s", asked.label, reason)
+
+    def _too_late(self, asked: Asked) -> None:
+        left = [name for name, stage in asked.stage.items() if stage != "done"]
+        for name in left:
+            why = f"the time limit of {self.options.tuning_seconds:g} s for all tuning came first"
+            asked.rows.setdefault(name, Candidate(name, "skipped", why=why))
+        self._end(asked, f"out of time with {len(left)} candidates left" if left else "out of time before the race")
+        for job in list(asked.jobs.values()):
+            self.pool.cancel(job)
+
+    # -- jobs --------------------------------------------------------------------------------------
+    def _submit(
+        self, asked: Asked, name: str, stage: str, what: str, data: dict[str, Any], where: str, place: int,
+        ended: Callable[[Asked, str, str, dict[str, Any], Job], None],
+    ) -> None:  # fmt: skip
+        lost: list[str] = []
+
+        def said(message: dict[str, Any]) -> None:
+            if message.get("kind") == "lost":  # why its worker is about to end
+                lost.append(message["why"])
+            elif message.get("kind") == "locked":
+                seconds = message["seconds"]
+                self.events.append(Event("another process", time.perf_counter() - seconds, seconds, "lock", where))
+
+        def over(status: str, result: dict[str, Any]) -> None:
+            with self.changed:
+                asked.jobs.pop(f"{name} {what}", None)
+                if status == "cancelled" and asked.result is None:
+                    self.stopped = True  # nobody here did that: the pool was closed
+                elif asked.result is None and not self.stopped:
+                    ended(asked, name, status, result | ({"why": lost[0]} if lost else {}), job)
+                    for a in self.asked:  # the end of one may make room for another
+                        self._go_on(a)
+                self.changed.notify_all()
+
+        if stage:
+            asked.stage[name] = stage
+        limit = self.options.candidate_seconds
+        data = {**data, "imports": list(asked.imports)}
+        job = Job(what, data, where, said, over, limit, (asked.number, place))
+        asked.jobs[f"{name} {what}"] = job
+        self.since[job] = time.perf_counter()
+        self.pool.submit(job)
+
+    def _row(self, asked: Asked, row: Candidate) -> None:
+        asked.rows[row.name], asked.stage[row.name] = row, "done"
+        if self.store is not None and asked.key:
+            self.store.add_row(asked.key, asdict(row))
+
+    def _note(self, kind: str, asked: Asked, name: str, status: str, data: dict[str, Any], job: Job) -> None:
+        """Of the job that ended: how long it waited, and how long it ran."""
+        now = time.perf_counter()
+        since = self.since.pop(job, now)
+        began = job.started or now
+        shown = data.get("row", {}).get("status", "ok" if status == "done" else status)
+        if began - since > 1e-3:
+            self.events.append(Event(name, since, began - since, "queue", job.track or job.where, asked.label))
+        self.events.append(Event(name, began, now - began, kind, job.track or job.where, asked.label, shown))

@@ -1,0 +1,165 @@
+"""Tuning while the program runs, and decisions that outlive it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_tuner import OPS, ops  # noqa: F401
+
+import reflib
+from reflib.choose.store import store
+from reflib.pipeline import backends
+
+Tensor = torch.Tensor
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of its own: nothing is known."""
+    monkeypatch.setenv("REFLIB_CACHE_DIR", str(tmp_path / "cache"))
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+def background(fn: Any, **options: Any) -> Any:
+    return reflib.compile(fn, autotune="background", tuning_imports=(str(OPS),), candidate_seconds=30.0, **options)
+
+
+def test_the_first_call_does_not_wait_and_a_later_one_is_tuned(ops: Any) -> None:  # noqa: F811
+    reflib.register_custom_op_autotuning(ops.product, configs=[ops.good, ops.wrong])
+    f = background(lambda a, b: torch.relu(ops.product(a, b)))
+    a, b = torch.randn(8, 64), torch.randn(64, 8)
+    right = torch.relu(a @ b)
+    assert torch.allclose(f(a, b), right, atol=1e-5)
+    (tuning,) = backends[f].tunings
+    assert tuning.state == "running" and not reflib.tuning_progress(f).finished
+    progress = reflib.wait_for_tuning(f, timeout=100)
+    assert progress.finished and not progress.failed and progress.done == progress.total >= 3, progress
+    assert [d.winner for d in progress.decisions] == ["good"]
+    assert "finished" in repr(progress) and "<progress" in progress._repr_html_()
+    assert tuning.state == "ready"
+    start = time.perf_counter()
+    assert torch.allclose(f(a, b), right, atol=1e-5)
+    assert tuning.state == "swapped" and len(tuning.old) == 1
+    start = time.perf_counter()
+    f(a, b)
+    assert time.perf_counter() - start < 0.05  # the op itself sleeps so long
+    assert any(e.name == "swap" for e in tuning.stages.timeline)
+
+
+def test_what_is_known_is_used_at_once(ops: Any) -> None:  # noqa: F811
+    reflib.register_custom_op_autotuning(ops.product, configs=[ops.good])
+    fn = lambda a, b: torch.relu(ops.product(a, b)) - 1  # noqa: E731
+    a, b = torch.randn(8, 64), torch.randn(64, 8)
+    e = reflib.explain(fn, a, b, autotune="blocking", tuning_imports=(str(OPS),))
+    assert e.decisions[0].winner == "good"
+    kept = store().decisions()
+    assert any(facts["op"].startswith("tuning_faults.product") for _, facts in kept), kept
+    torch._dynamo.reset()
+    again = reflib.explain(fn, a, b, autotune="blocking", tuning_imports=(str(OPS),))
+    assert "decided in an earlier run" in again.decisions[0].reason
+    assert not [event for event in again.timeline if event.kind in ("compile", "measure")]
+    torch._dynamo.reset()
+    f = background(fn)
+    assert torch.allclose(f(a, b), torch.relu(a @ b) - 1, atol=1e-5)
+    assert not backends[f].tunings, "there is nothing left to measure"
+    torch._dynamo.reset()
+    off = reflib.explain(fn, a, b, autotune="blocking", tuning_imports=(str(OPS),), lookup_table={
+        "tuning_faults.product": {"[8, 64] [64, 8]": "eager"}})  # fmt: skip
+    assert off.decisions[0].winner == "eager" and "lookup_table" in off.decisions[0].reason
+
+
+def test_training_and_dynamic_sizes(ops: Any) -> None:  # noqa: F811
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
+    f = background(model, dynamic=True)
+    x = torch.randn(16, 64)
+    f(x).sum().backward()
+    want = [p.grad.clone() for p in model.parameters()]
+    progress = reflib.wait_for_tuning(f, timeout=100)
+    assert progress.finished and not progress.failed, progress
+    for n in (16, 5):
+        x = torch.randn(n, 64) if n != 16 else x
+        model.zero_grad()
+        out = f(x)
+        out.sum().backward()
+        assert torch.allclose(out, model(x), atol=1e-5)
+        if n == 16:
+            assert all(torch.allclose(p.grad, g, atol=1e-4) for p, g in zip(model.parameters(), want))
+
+
+def test_threads_may_call_while_it_swaps(ops: Any) -> None:  # noqa: F811
+    reflib.register_custom_op_autotuning(ops.product, configs=[ops.good])
+    f = background(lambda a, b: ops.product(a, b) * 3)
+    a, b = torch.randn(8, 64), torch.randn(64, 8)
+    right, wrong = (a @ b) * 3, []
+    f(a, b)
+    stop = threading.Event()
+
+    def call() -> None:
+        while not stop.is_set():
+            if not torch.allclose(f(a, b), right, atol=1e-4):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for t in threads:
+        t.start()
+    try:
+        assert reflib.wait_for_tuning(f, timeout=100).finished
+        time.sleep(0.3)
+    finally:
+        stop.set()
+        for t in threads:
+            t.join()
+    assert not wrong and backends[f].tunings[0].state == "swapped"
+
+
+def test_failing_in_the_background_changes_nothing(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    import reflib.pipeline as pipeline
+
+    reflib.register_custom_op_autotuning(ops.product, configs=[ops.good])
+    f = background(lambda a, b: ops.product(a, b) * 4)
+    a, b = torch.randn(8, 64), torch.randn(64, 8)
+
+    def fails(*args: Any) -> None:
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(pipeline, "_tuned", fails)
+    f(a, b)
+    progress = reflib.wait_for_tuning(f, timeout=60)
+    assert progress.finished and "no such luck" in progress.failed[0]
+    assert torch.allclose(f(a, b), (a @ b) * 4, atol=1e-4)
+
+
+def test_nothing_is_lost_when_the_program_ends(tmp_path: Path) -> None:
+    """It ends while a candidate hangs; the others' rows are there for the next."""
+    script = tmp_path / "program.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import importlib.util, time, torch, reflib
+        spec = importlib.util.spec_from_file_location("tuning_ops", {str(OPS)!r})
+        ops = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(ops)
+        reflib.register_custom_op_autotuning(ops.product, configs=[ops.wrong, ops.good, ops.hanging])
+        f = reflib.compile(lambda a, b: ops.product(a, b) + 5, autotune="background", tuning_imports=({str(OPS)!r},))
+        f(torch.randn(8, 64), torch.randn(64, 8))
+        while reflib.tuning_progress().done < 3:
+            time.sleep(0.1)
+        """)
+    )
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - start < 100
+    import sqlite3
+
+    (path,) = (tmp_path / "cache" / "tuning").glob("decisions-*.sqlite3")
+    names = {name for (name,) in sqlite3.connect(path).execute("SELECT name FROM measured")}
+    assert {"eager", "good", "wrong"} <= names
