@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from reflib.lab.ranges import range_picture as range_picture
     from reflib.lab.ranges import served as served
     from reflib.lab.ranges import told_times as told_times
+    from reflib.lab.ranking import standings as standings
     from reflib.lab.ratio_chart import geometric_mean as geometric_mean
     from reflib.lab.ratio_chart import predicted_plot as predicted_plot
     from reflib.lab.ratio_chart import ratios as ratios
@@ -107,6 +108,7 @@ _HOME = {
     "range_picture": "ranges",
     "served": "ranges",
     "told_times": "ranges",
+    "standings": "ranking",
     "recorded": "recording",
     "Row": "rows",
     "Rows": "rows",

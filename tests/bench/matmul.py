@@ -3,6 +3,8 @@
     python -m tests.bench gpu --only matmul --match splitk --budget 560 --out splitk.json
     python -m tests.bench gpu --only matmul --match splitk+fp16 --peers none --budget 110       ours and eager alone
     python -m tests.bench.matmul splitk.jsonl long.jsonl ...      tables of what several runs left
+    python -m tests.bench.matmul splitk.jsonl long.jsonl ... --record notebooks/recorded/matmul.h200.json
+                                                                  the same as rows that notebooks show
 
 Rows go to OUT.jsonl as soon as they are known, so a run that is cut short loses only the case it was at.
 Nothing of the first phase is left when the second begins, and the second looks for neighbours (quiet.py).
@@ -10,6 +12,7 @@ Nothing of the first phase is left when the second begins, and the second looks 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -208,8 +211,21 @@ class Tail:
         return [json.loads(line) for line in whole.splitlines()]
 
 
-def main(paths: list[str]) -> None:
-    """Tables of the rows in these files; of a case that is in several, the last counts."""
+def main(words: list[str]) -> None:
+    """A recording of the rows in these files, or tables of them; of a case that is in several, the last counts."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.matmul")
+    parser.add_argument("files", nargs="+", metavar="FILE.jsonl")
+    parser.add_argument("--record", type=Path, metavar="FOLDER/matmul.GPU.json")
+    given = parser.parse_args(words)
+    if given.record:
+        from . import matmul_record
+
+        matmul_record.record(given.files, given.record)
+    else:
+        tables(given.files)
+
+
+def tables(paths: list[str]) -> None:
     from . import matmul_cases
 
     rows = [json.loads(line) for p in paths for line in Path(p).read_text().splitlines()]

@@ -1,0 +1,75 @@
+"""Contenders side by side: losses first, nothing left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reflib import lab
+from reflib.lab.ranking import ALL_CASES
+from reflib.lab.rows import Row, Rows
+
+PEERS = ("eager", "peer")
+
+
+def row(case: str, k: int, us: float | None, note: str = "", **at: Any) -> Row:
+    return Row("set", case, "time", us, "µs", 0.02, {"M": 1, "N": 2, "K": k, "dtype": "fp16", **at}, note=note,
+               status="ok" if us else "crashed", device="GPU")  # fmt: skip
+
+
+ROWS = Rows(
+    [
+        *(row(who, 8, us) for who, us in zip((*PEERS, "static", "ours"), (8.0, 4.0, 4.0, 2.0), strict=True)),
+        *(row(who, 16, us, note) for who, us, note in (
+            ("ours", 10.0, "triton tiled 16x64x128 w4; disturbed: much"), ("eager", 9.0, "disturbed: much"),
+            ("peer", None, "SIGSEGV"), ("static", 9.0, ""))),
+        *(row(who, 32, us) for who, us in (("eager", 5.0), ("ours", None), ("peer", 6.0))),
+        *(row(who, 64, us) for who, us in (("eager", 5.0), ("ours", 1.0))),
+        Row("set", ALL_CASES, "count", 12, ""),
+    ]
+)  # fmt: skip
+
+
+def test_losses_come_first_and_nothing_is_left_out() -> None:
+    board = lab.standings(ROWS, ours="ours", against=PEERS)
+    assert [line.place for line in board.lines] == ["1 x 2 x 32", "1 x 2 x 16", "1 x 2 x 8", "1 x 2 x 64"]
+    assert [line.ratio("ours", PEERS) for line in board.lines] == [0.0, 0.9, 2.0, None]
+    heads, body = board.cells()
+    assert heads == ["case", "eager", "peer", "static", "ours", "gain"]
+    assert body[0] == ["1 x 2 x 32", "5.00", "6.00", "-", "crashed", "0.00"]
+    assert body[1] == ["1 x 2 x 16 (disturbed)", "9.00", "crashed", "9.00", "10.0 tiled", "0.90"]
+    assert body[3] == ["1 x 2 x 64", "5.00", "-", "-", "1.00", "-"]
+    assert "<th" in board._repr_html_() and "10.0 tiled" in repr(board)
+
+
+def test_what_was_chosen_is_said_shortly() -> None:
+    told = {8: ("decompose_k_mm_128_split_7", "aten"), 9: ("triton_mm_30", "disturbed: a")}
+    rows = Rows(row("eager", k, 2.0) for k in told)
+    rows += [row("peer", k, 2.0, peers) for k, (peers, _) in told.items()]
+    rows += [row("ours", k, 1.0, ours) for k, (_, ours) in told.items()]
+    found = lab.standings(rows, ours="ours", against=PEERS).cells()[1]
+    assert [line[2:4] for line in found] == [["2.00 decompose-K / 128", "1.00 ATen"], ["2.00 triton_mm", "1.00"]]
+
+
+def test_means_say_of_how_many() -> None:
+    lines = lab.standings(ROWS, ours="ours", against=PEERS).summary().splitlines()
+    assert lines[0] == "4 of 12 cases were measured." and lines[1].startswith("ours: ") and max(map(len, lines)) < 70
+    told = " ".join(lines)
+    assert told.endswith("µs a call: medians (middle half within ±1.0%), GPU, fp16, commit .")
+    assert "2.00 times as fast as peer" in told and "1.34 times as fast as the better of them" in told
+    assert "slower than the better of them in 1 of 2." in told and "ours has no time for: 1 x 2 x 32." in told
+    assert "Disturbed by others on the device: 1 x 2 x 16." in told
+
+
+def test_several_dtypes_are_told_apart_and_columns_added() -> None:
+    rows = Rows([*ROWS, row("eager", 8, 3.0, dtype="bf16"), row("ours", 8, 1.0, dtype="bf16")])
+    board = lab.standings(rows, ours="ours", against=["eager"], columns={"K": lambda line: str(line.at["K"])})
+    assert {"1 x 2 x 8, bf16", "1 x 2 x 8, fp16"} <= {line.place for line in board.lines}
+    assert [c[5] for c in board.cells()[1]] == [str(line.at["K"]) for line in board.lines]
+    assert "fp16, bf16" in board.origin() and "GPU" in board.origin()
+    alt = lab.ratios(board.rows, keys=("case",), caption="c").alt
+    assert "1 x 2 x 64, fp16: 5.00" in alt and "1 x 2 x 8, bf16: 3.00" in alt
+
+
+def test_without_a_recording_there_is_nothing_to_say() -> None:
+    board = lab.standings(Rows(), ours="ours", against=PEERS)
+    assert board.summary() == "Nothing is recorded." and "no rows" in repr(board)
