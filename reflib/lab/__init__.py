@@ -62,6 +62,8 @@ if TYPE_CHECKING:
     from reflib.lab.showing import table as table
     from reflib.lab.triton_text import Launch as Launch
     from reflib.lab.triton_text import run_triton as run_triton
+    from reflib.lab.tuning import ColdStarts as ColdStarts
+    from reflib.lab.tuning import cold_starts as cold_starts
 
 # name -> the module that holds it. No module may share a name with a function here: importing
 # a submodule sets it as an attribute of this package, and would hide the function.
@@ -119,6 +121,8 @@ _HOME = {
     "strip": "pipeline_strip",
     "Launch": "triton_text",
     "run_triton": "triton_text",
+    "ColdStarts": "tuning",
+    "cold_starts": "tuning",
 }
 
 __all__ = sorted(_HOME)

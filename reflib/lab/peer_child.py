@@ -46,8 +46,9 @@ def load(source: Path) -> Any:
 
 
 def refusal(error: Exception) -> dict[str, Any]:
-    first = (str(error).strip().splitlines() or [""])[0]
-    return {"status": "refused", "note": f"{type(error).__name__}: {first[:120]}"}
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    said = next((line for line in lines if not line.endswith("raised:")), lines[0])  # not which backend raised it
+    return {"status": "refused", "note": f"{type(error).__name__}: {said[:120]}"}
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 RECORDED = " (recorded)"
-AXIS = {"bytes": "bytes", "time": "µs", "bandwidth": "GB/s", "rate": "TFLOP/s"}
+AXIS = {"bytes": "bytes", "time": "µs", "bandwidth": "GB/s", "rate": "TFLOP/s", "first call": "s", "tuned": "s"}
 
 
 def lines(

@@ -1,0 +1,195 @@
+"""The child's side of `lab.cold_starts`: `python -m reflib.lab.cold_child FOLDER` compiles one program in one way."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+KEPT = 60  # single calls that are reported
+PAUSE_S = 0.002  # between calls: a program does other things, too
+AFTER_S = 0.5  # how long calls go on when all tuning is done
+PATIENCE = 0.7  # of the time limit: then nobody waits any longer for tuning to end
+
+
+def main(folder: Path) -> None:
+    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    own_caches(Path(job["caches"]))
+    os.environ.update(job["way"].get("environment", {}))
+    from reflib.lab.peer_child import refusal
+
+    try:
+        result = start(folder / "cold_program.py", job)
+    except Exception as error:
+        result = refusal(error)
+    (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+def own_caches(folder: Path) -> None:
+    """Nothing that another process compiled is found. Before torch is imported."""
+    for name in ("REFLIB_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        path = folder / name.lower()
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.environ[name] = str(path)
+
+
+@dataclass
+class Compiled:
+    """A way's outcome: what to call, whether all tuning is done, and what is known afterwards."""
+
+    call: Callable[..., Any]
+    done: Callable[[], bool] = lambda: True
+    graphs: list[Any] = field(default_factory=list)
+
+
+def start(source: Path, job: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    from reflib.lab import session
+    from reflib.lab.measuring import time_cases
+    from reflib.lab.peers import Failure
+
+    way = dict(job["way"])
+    here = session.setup(device=job["device"].split(":")[0], dtype=job["dtype"], seed=job["seed"], quiet=True)
+    device = torch.device(job["device"])
+    sys.path.insert(0, str(source.parent))  # as a module that worker processes can import
+    program = importlib.import_module(source.stem)
+    compiler = way.pop("compiler")
+    if hasattr(program, "register"):
+        program.register(compiler)
+    f, args = program.make(device=device, dtype=here.dtype, **job["arguments"])
+    with torch.no_grad():
+        want = f(*args)  # libraries and the device are up before the clock starts
+        synchronize(device)
+        begin = time.perf_counter()
+        compiled = COMPILERS[compiler](f, way)
+        limit = begin + PATIENCE * job["timeout_s"]
+        calls = list(watched(lambda: compiled.call(*args), compiled.done, device, begin, limit))
+        right = all(close(x, y) for x, y in zip(flat(compiled.call(*args)), flat(want), strict=True))
+        samples = time_cases({"it": lambda: compiled.call(*args)}, "auto", "warm", 30, 0.5, device)["it"]
+    if isinstance(samples, Failure):
+        return {"status": samples.status, "note": samples.note}
+    ends = [end for end, _, _ in calls]
+    return {
+        "first": ends[0], "tuned": next((end for end, _, done in calls if done), None), "right": right,
+        "longest": max((us for _, us, _ in calls[1:]), default=None),
+        "calls": thinned([(round(end, 4), round(us, 2)) for end, us, _ in calls[1:]]),
+        "samples": {"seconds": samples.seconds, "clock": samples.clock, "note": samples.note},
+        **explained(compiled.graphs),
+    }  # fmt: skip
+
+
+def watched(
+    call: Callable[[], Any], done: Callable[[], bool], device: Any, begin: float, limit: float
+) -> Iterator[tuple[float, float, bool]]:
+    """Call until tuning is done and a little longer, or until ``limit``: (seconds since ``begin``, µs of this call, is
+    tuning done)."""
+    finished: float | None = None
+    while time.perf_counter() < (limit if finished is None else finished + AFTER_S):
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        end = time.perf_counter()
+        if finished is None and done():
+            finished = end
+        yield end - begin, (end - start) * 1e6, finished is not None
+        time.sleep(PAUSE_S)
+
+
+def thinned(calls: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """About KEPT of them, evenly in time: of each piece of time the median call."""
+    if len(calls) <= KEPT:
+        return calls
+    first, last = calls[0][0], calls[-1][0]
+    pieces: dict[int, list[tuple[float, float]]] = {}
+    for end, us in calls:
+        pieces.setdefault(int((end - first) / max(last - first, 1e-9) * (KEPT - 1)), []).append((us, end))
+    middles = (sorted(piece)[len(piece) // 2] for piece in pieces.values())
+    return [(end, us) for us, end in middles]
+
+
+def synchronize(device: Any) -> None:
+    from reflib.lab import timing
+
+    timing.synchronize(device)
+
+
+def flat(result: Any) -> list[Any]:
+    from torch.utils._pytree import tree_leaves
+
+    return tree_leaves(result)
+
+
+def close(got: Any, want: Any) -> bool:
+    """Up to what another order of additions does."""
+    if got.shape != want.shape or not want.numel():
+        return bool(got.shape == want.shape)
+    worst, largest = (got.double() - want.double()).abs().max().item(), want.double().abs().max().item()
+    return bool(worst <= 0.02 * max(largest, 1e-3))
+
+
+# -- the compilers ----------------------------------------------------------------------------------
+def eager(f: Callable[..., Any], way: dict[str, Any]) -> Compiled:
+    return Compiled(f)
+
+
+def reflib_way(f: Callable[..., Any], way: dict[str, Any]) -> Compiled:
+    import torch
+
+    import reflib
+    from reflib.pipeline import Backend
+
+    way.pop("again", None)
+    graphs: list[Any] = []
+    options = reflib.Options.make(way)
+    compiled = torch.compile(f, backend=Backend(options, graphs.append), dynamic=False)
+    if options.autotune != "background":
+        return Compiled(compiled, graphs=graphs)
+    return Compiled(compiled, lambda: reflib.tuning_progress().finished, graphs)
+
+
+def inductor_way(f: Callable[..., Any], way: dict[str, Any]) -> Compiled:
+    import torch
+    import torch._inductor.config as config
+
+    for name, value in way.get("config", {}).items():
+        if not hasattr(config, name):
+            raise AttributeError(f"torch {torch.__version__} has no torch._inductor.config.{name}")
+        setattr(config, name, value)
+    compiled = torch.compile(f, mode=way.get("mode"), dynamic=False)
+    if "progressive" not in way.get("environment", {}).get("TORCHINDUCTOR_FX_COMPILE_MODE", ""):
+        return Compiled(compiled)
+    from torch._inductor.compile_fx_async import _ProgressiveFxCompile
+
+    return Compiled(compiled, lambda: _ProgressiveFxCompile._stat_optimized_runs > 0)
+
+
+COMPILERS = {"eager": eager, "reflib": reflib_way, "TorchInductor": inductor_way}
+
+
+def explained(graphs: list[Any]) -> dict[str, Any]:
+    """The events and the candidates of all graphs of a compilation."""
+    from reflib.observe.explain import Explanation
+
+    explanations = [Explanation(graphs, i) for i in range(len(graphs))]
+    # what was tuned in the background is not in the stages of the first compilation
+    background = [getattr(g.call, "background", None) for g in graphs]
+    decisions = [d for e in explanations for d in e.decisions]
+    decisions += [d for b in background if b is not None and b.tuned is not None for d in b.tuned.decisions]
+    return {
+        "events": [asdict(event) for e in explanations for event in e.timeline],
+        "candidates": [
+            {"op": d.op, "sizes": d.sizes, "name": c.name, "status": c.status, "time_us": c.time_us, "why": c.why}
+            for d in decisions if len(d.candidates) > 1 for c in d.candidates
+        ],
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,151 @@
+"""`lab.cold_starts`: one program compiled from nothing in several ways, each in a process with caches of its own.
+
+What a reader of a clock would ask: when is the first result there, when is all tuning done, how fast is a call then,
+and how fast were the calls in between. A way that crashes, refuses or takes too long becomes a labelled row.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from reflib.errors import LabError
+from reflib.lab.peers import Failure, _run_child, _signal_name
+from reflib.lab.rows import Row, Rows, append, stamp
+from reflib.lab.timing import Samples
+from reflib.timeline import Event, Timeline
+
+CHILD = "reflib.lab.cold_child"
+METRICS = (("first call", "s"), ("tuned", "s"), ("time", "µs"), ("longest call", "µs"))
+
+
+@dataclass(frozen=True)
+class ColdStarts:
+    """What the ways took, each a case.
+
+    rows: the metrics of METRICS.   calls: single calls, ``at`` so many seconds after the start.
+    right: are the results eager's, up to the order of additions?
+    timelines, candidates: of reflib's ways; a candidate is a dict of ``op``, ``sizes``, ``name``, ``status``,
+        ``time_us`` and ``why``.
+    """
+
+    rows: Rows
+    calls: Rows = field(default_factory=Rows)
+    timelines: Mapping[str, Timeline] = field(default_factory=dict)
+    candidates: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
+    right: Mapping[str, bool] = field(default_factory=dict)
+
+    def statuses(self, case: str) -> dict[str, int]:
+        """How many candidates of this way had which status."""
+        return dict(Counter(c["status"] for c in self.candidates.get(case, ())))
+
+    def value(self, case: str, metric: str) -> float | None:
+        """None where the way was not tried here or has no number."""
+        return self.rows.value(case, metric) if (case, metric) in {(r.case, r.metric) for r in self.rows} else None
+
+    def _repr_html_(self) -> str:
+        return self.rows._repr_html_()
+
+    def __repr__(self) -> str:
+        return repr(self.rows)
+
+
+def cold_starts(
+    name: str, source: str, ways: Mapping[str, Mapping[str, Any]], *, timeout_s: float = 120.0, **arguments: Any
+) -> ColdStarts:
+    """Compile ``make``'s program in each of the ways, one after the other, and watch.
+
+    `source` is Python text which defines `make(device, dtype, **arguments)`, returning a function and its arguments as
+    a tuple; it is a module that reflib's measuring processes import too, so custom ops may be defined in it. It may
+    define `register(compiler)`, which is called with "reflib" or "TorchInductor" before.
+
+    A way is a dict: `compiler` is "reflib", "TorchInductor" or "eager"; `again` names an earlier way whose caches are
+    used; `mode`, `config` (a dict) and `environment` (a dict) are TorchInductor's; all others are reflib's options.
+    `timeout_s` is for one way, imports included.
+    """
+    _check(ways)
+    json.dumps([dict(w) for w in ways.values()])
+    json.dumps(arguments)
+    found = ColdStarts(Rows())
+    with tempfile.TemporaryDirectory(prefix="reflib-cold-") as root:
+        folders = {label: Path(root) / str(i) for i, label in enumerate(ways)}
+        for label, way in ways.items():
+            caches = folders[way["again"]] if "again" in way else folders[label]
+            found = _joined(found, name, label, _compile(source, way, folders[label], caches, timeout_s, arguments))
+    append({"kind": "row", **row.to_data()} for row in (*found.rows, *found.calls))
+    return found
+
+
+def _check(ways: Mapping[str, Mapping[str, Any]]) -> None:
+    seen: list[str] = []
+    for label, way in ways.items():
+        if way.get("compiler") not in ("reflib", "TorchInductor", "eager"):
+            raise LabError(f"way {label!r}: compiler={way.get('compiler')!r} is not reflib, TorchInductor or eager")
+        if "again" in way and way["again"] not in seen:
+            raise LabError(f"way {label!r}: again={way['again']!r} is no earlier way")
+        seen.append(label)
+
+
+def _compile(
+    source: str, way: Mapping[str, Any], folder: Path, caches: Path, timeout_s: float, arguments: Mapping[str, Any]
+) -> dict[str, Any] | Failure:
+    """What the child wrote down, or why it did not."""
+    from reflib.lab.session import current
+
+    here = current()
+    folder.mkdir()
+    job = {
+        "way": dict(way), "arguments": dict(arguments), "caches": str(caches), "device": str(here.device),
+        "dtype": str(here.dtype).removeprefix("torch."), "seed": here.seed, "timeout_s": timeout_s,
+    }  # fmt: skip
+    (folder / "cold_program.py").write_text(source, encoding="utf-8")
+    (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+    code, errors = _run_child(str(folder), timeout_s, CHILD)
+    result = folder / "result.json"
+    if code is None or not result.exists():
+        return _ended(code, errors, timeout_s)
+    data: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    return data if "first" in data else Failure(data["status"], data["note"])
+
+
+def _ended(code: int | None, errors: str, timeout_s: float) -> Failure:
+    """Why there is no result."""
+    if code is None:
+        return Failure("timed out", f"after {timeout_s:g} s")
+    last = errors.strip().splitlines()[-1:] or [""]
+    return Failure("crashed", _signal_name(-code) if code < 0 else f"exit code {code} {last[0][:120]}".strip())
+
+
+def _joined(found: ColdStarts, name: str, label: str, data: dict[str, Any] | Failure) -> ColdStarts:
+    """``found`` and one way more."""
+    shared: dict[str, Any] = {"name": name, "case": label, "cache": "cold start", **stamp()}
+    if isinstance(data, Failure):
+        failed = Row(metric="time", value=None, unit="µs", status=data.status, note=data.note, **shared)
+        return replace(found, rows=found.rows + [failed])
+    events = Timeline(Event(**e) for e in data["events"])
+    one = {**shared, "name": f"{name}, calls", "metric": "time", "unit": "µs", "cache": "", "clock": "wall"}
+    return ColdStarts(
+        found.rows + list(_rows(data, shared)),
+        found.calls + [Row(value=us, at={"second": second}, **one) for second, us in data["calls"]],
+        {**found.timelines, **({label: events} if events else {})},
+        {**found.candidates, label: data["candidates"]},
+        {**found.right, label: data["right"]},
+    )
+
+
+def _rows(data: Mapping[str, Any], shared: Mapping[str, Any]) -> Iterator[Row]:
+    note = "" if data["right"] else "WRONG RESULTS"
+    for metric, unit in METRICS:
+        if metric == "time":
+            samples = Samples(tuple(data["samples"]["seconds"]), data["samples"]["clock"], data["samples"]["note"])
+            yield Row(metric=metric, value=samples.median * 1e6, unit=unit, spread=samples.spread * 1e6,
+                      clock=samples.clock, note=note or samples.note, **shared)  # fmt: skip
+        else:
+            value = data[metric.split()[0]]
+            status = "ok" if value is not None else "not done"
+            yield Row(metric=metric, value=value, unit=unit, clock="wall", status=status, note=note, **shared)
