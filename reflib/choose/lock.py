@@ -100,13 +100,12 @@ def lock_name(device: str) -> str:
 
 def physical(device: str) -> str:
     """The name of a device that does not depend on the process: a GPU's UUID; for others what they are called."""
+    kind, _, index = str(device).partition(":")
+    if kind != "cuda":
+        return kind
     import torch
 
-    d = torch.device(device)
-    if d.type != "cuda":
-        return d.type if d.type == "cpu" else str(d)
     try:
-        index = torch.cuda.current_device() if d.index is None else d.index
-        return f"{d.type}-{torch.cuda.get_device_properties(index).uuid}"
+        return f"{kind}-{torch.cuda.get_device_properties(int(index or torch.cuda.current_device())).uuid}"
     except Exception:  # no driver, or a torch that does not tell
-        return f"{d.type}-{d.index or 0}"
+        return f"{kind}-{index or 0}"
