@@ -19,31 +19,34 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from .logs import get as logger
+from .timeline import Event
 
 if TYPE_CHECKING:
     from .choose import Tuner
-    from .pipeline import Stages
 
 everything: WeakSet[Background] = WeakSet()
+# What ``reflib.compile`` returned -> the tunings of its graphs.
+of_compiled: WeakKeyDictionary[Any, list[Background]] = WeakKeyDictionary()
 
 
 class Background:
     """The tuning of one graph. ``state``: ``waiting`` for the first call, ``running``, ``ready`` to be swapped in,
     ``swapped``, ``unchanged`` (the heuristics were right) or ``failed``."""
 
-    def __init__(self, stages: Stages, tune: Callable[[Tuner], Stages]):
+    def __init__(self, stages: Any, tune: Callable[[Background], Any]):
+        """stages: the compiled graph (``pipeline.Stages``). tune: what compiles it again, tuned; it sets ``tuner``."""
         self.stages, self._tune = stages, tune
         self.state, self.error, self.seconds = "waiting", "", 0.0
         self.tuner: Tuner | None = None
-        self.tuned: Stages | None = None
+        self.tuned: Any = None
         self.old: list[Any] = []  # callables that were swapped out: captured graphs may run their kernels
         self._lock, self._thread = threading.Lock(), None  # type: tuple[threading.Lock, threading.Thread | None]
         self.ended = threading.Event()
@@ -58,16 +61,10 @@ class Background:
                 self._thread.start()
 
     def _work(self) -> None:
-        from .pipeline import _store, _target_chooser, _tuner
-
         start = time.perf_counter()
         try:
-            options = self.stages.options.but(isolate=True)
-            self.tuner = _tuner(self.stages, _target_chooser(options), _store(options))
-            assert self.tuner is not None
-            tuned = self._tune(self.tuner)
-            assert tuned.call is not None
-            tuned.call.wait()  # type: ignore[attr-defined]
+            tuned = self._tune(self)
+            tuned.call.wait()
             same = [d.winner for d in tuned.decisions] == [d.winner for d in self.stages.decisions]
             self.tuned = tuned
             self.state = "unchanged" if same else "ready"
@@ -106,10 +103,9 @@ class Swapping:
         return self._call(args)
 
     def _swap(self, b: Background) -> None:
-        assert b.tuned is not None and b.tuned.call is not None
         start = time.perf_counter()
         try:
-            b.tuned.call.load()  # type: ignore[attr-defined]
+            b.tuned.call.load()
         except Exception as e:
             b.state, b.error = "failed", f"{type(e).__name__}: {e}"
             logger("choose").warning("%s: its tuned kernels cannot be loaded: %s", b.stages.graph.name, b.error)
@@ -118,8 +114,6 @@ class Swapping:
         self._call = b.tuned.call
         b.state = "swapped"
         logger("choose").info("%s: tuned kernels swapped in after %.1f s", b.stages.graph.name, b.seconds)
-        from .timeline import Event
-
         b.stages.timeline.append(Event("swap", start, time.perf_counter() - start))
 
 
@@ -197,14 +191,11 @@ def wait_for_tuning(compiled: Any = None, timeout: float | None = None) -> Progr
 
 
 def _tunings(compiled: Any) -> list[Background]:
-    from .pipeline import backends
-
-    backend = None
+    found = None
     if compiled is not None:
         with contextlib.suppress(TypeError):  # what has no weak references was not made by reflib.compile
-            backend = backends.get(compiled)
-    found: Iterable[Background] = everything if backend is None else backend.tunings
-    return list(found)
+            found = of_compiled.get(compiled)
+    return list(everything if found is None else found)
 
 
 @contextlib.contextmanager

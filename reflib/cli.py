@@ -1,9 +1,9 @@
-"""The `reflib` command: doctor, run, record, book. Each command parses its words and calls one function."""
+"""The `reflib` command: doctor, run, record, book, tune. Each command parses its words and calls one function."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import click
 from reflib.errors import ReflibError
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
+FILE = click.Path(dir_okay=False, allow_dash=True)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -114,6 +115,102 @@ def book(root: Path | None, out: Path | None, strict: bool) -> None:
 
     page = books.build(checkout(root).resolve(), out.resolve() if out else None, strict)
     click.echo(f"book: {runner.shown(page)}")
+
+
+@cli.group()
+def tune() -> None:
+    """What autotuning decided on this machine: show it, and move it between machines as JSON.
+
+    Decisions are kept in the cache (REFLIB_CACHE_DIR). A table that is exported holds, for a device model, an op and
+    its sizes, the name of the candidate that won; no code.
+    """
+
+
+@tune.command("export")
+@click.argument("file", type=FILE, default="-")
+@click.option("--device", default=None, metavar="NAME", help="Decisions on this device model alone.")
+def tune_export(file: str, device: str | None) -> None:
+    """Write this machine's decisions to FILE as a portable table.  [default: -, standard output]"""
+    from reflib.choose.portable import decided, merge, write_table
+    from reflib.choose.store import store
+
+    found = decided(store())
+    table, conflicts = merge([found.on(device) if device else found])
+    if device and not table.entries:
+        there = ", ".join(found.devices()) or "none"
+        raise click.ClickException(f"no decisions on {device!r}; the devices with decisions are: {there}")
+    write_table(table, file)
+    more = f"; {counted(conflicts, 'older decision')} with other winners left out" if conflicts else ""
+    click.echo(f"{counted(table.entries, 'decision')} to {named(file, 'standard output')}{more}", err=True)
+
+
+@tune.command("import")
+@click.argument("files", type=FILE, nargs=-1, required=True)
+def tune_import(files: tuple[str, ...]) -> None:
+    """Read portable tables (-: standard input) into this machine's cache.
+
+    They are used for what was not measured here: where device model, op and sizes are the same and this version of
+    reflib has a candidate of the name. All files are checked before any is imported; of two entries about the same the
+    newer one stays.
+    """
+    from reflib.choose.portable import merge, read_table
+    from reflib.choose.store import store
+
+    tables = [read_table(file) for file in files]
+    merged, conflicts = merge(tables)
+    store().import_table(merged)
+    for file, table in zip(files, tables):
+        for name, number in table.devices().items() or {"no device": 0}.items():
+            noun = "decision" if number == 1 else "decisions"
+            click.echo(f"{number} {noun} for {name} from {named(file, 'standard input')}")
+    for line in conflicts:
+        click.echo(f"conflict: {line}", err=True)
+
+
+@tune.command("merge")
+@click.argument("out", type=FILE)
+@click.argument("files", type=FILE, nargs=-1, required=True)
+@click.option("--how", type=click.Choice(["newest", "fastest"]), default="newest", show_default=True,
+              help="Which of two entries about the same stays.")  # fmt: skip
+def tune_merge(out: str, files: tuple[str, ...], how: str) -> None:
+    """Write the tables FILES as one, to OUT (-: standard output). Conflicts are listed."""
+    from reflib.choose.portable import merge, read_table, write_table
+
+    table, conflicts = merge([read_table(file) for file in files], how)
+    write_table(table, out)
+    for line in conflicts:
+        click.echo(f"conflict: {line}", err=True)
+    said = f"{counted(table.entries, 'decision')}, {counted(conflicts, 'conflict')}"
+    click.echo(f"{said}, to {named(out, 'standard output')}", err=True)
+
+
+@tune.command("show")
+@click.option("--op", default="", metavar="TEXT", help="Ops whose name contains TEXT.")
+def tune_show(op: str) -> None:
+    """List decisions made here and imported ones."""
+    from reflib.choose.portable import shown
+    from reflib.choose.store import store
+
+    text = shown(store(), op)
+    click.echo(text or (f"no decisions for an op with {op!r} in its name" if op else "no decisions"))
+
+
+@tune.command("clear")
+def tune_clear() -> None:
+    """Forget all decisions, imported ones too."""
+    from reflib.choose.store import store
+
+    decisions, imported = store().clear()
+    click.echo(f"removed {counted(range(decisions), 'decision')} and {imported} imported")
+
+
+def counted(things: Sized, noun: str) -> str:
+    """``1 decision``, ``2 decisions``."""
+    return f"{len(things)} {noun}" + ("" if len(things) == 1 else "s")
+
+
+def named(file: str, dash: str) -> str:
+    return dash if file == "-" else file
 
 
 def main() -> None:

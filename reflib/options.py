@@ -58,7 +58,7 @@ class Options:
     tuning_seconds: for all tuning of one graph; what is not known then is decided by what is.
     tuning_idle_seconds: after so long without work the processes leave; they come back when there is some.
     tuning_imports: files or modules that register ops, for those processes to import.
-    cache_decisions: keep decisions on disk and use them again.
+    cache_decisions: keep decisions on disk and use them again (None: unless REFLIB_CACHE_DECISIONS is 0).
     lookup_table: choices that are not measured: a file that ``reflib tune export`` wrote, or {op: {sizes: winner}}.
     """
 
@@ -85,7 +85,7 @@ class Options:
     tuning_seconds: float = 900.0
     tuning_idle_seconds: float = 120.0
     tuning_imports: tuple[str, ...] = ()
-    cache_decisions: bool = True
+    cache_decisions: bool | None = None
     lookup_table: Any = None
 
     def __post_init__(self) -> None:
@@ -129,6 +129,12 @@ class Options:
             for name, (variable, default) in _ENVIRONMENT.items()
         )
 
+    def keeps_decisions(self) -> bool:
+        """``cache_decisions``, with the environment consulted."""
+        if self.cache_decisions is None:
+            return os.environ.get("REFLIB_CACHE_DECISIONS", "").strip() != "0"
+        return self.cache_decisions
+
     def but(self, **changes: Any) -> Options:
         """A copy with some fields changed."""
         return replace(self, **changes)
@@ -158,6 +164,9 @@ def _check(name: str, value: Any, default: Any) -> None:
             raise OptionError(f"option {name}={value!r}: must be a list of strings")
     elif name == "lookup_table":
         return  # ``tables.normalize_lookup`` checks it
+    elif name == "cache_decisions":
+        if value not in (None, True, False):
+            raise OptionError(f"option {name}={value!r}: must be True, False or None")
     elif name in _SECONDS:
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
             raise OptionError(f"option {name}={value!r}: must be a number of seconds above 0")

@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 
+from .background import Background, Swapping, of_compiled
 from .errors import OptionError, ReflibError
 from .logs import get as logger
 from .options import Options
@@ -26,7 +26,6 @@ from .target import Target, device_target, parse_target
 from .timeline import Event
 
 if TYPE_CHECKING:
-    from .background import Background
     from .capture import Graph
     from .choose import Tuner, Tuning
     from .choose.pool import Pool
@@ -77,9 +76,7 @@ def run(graph: Graph, options: Options, until: str = "wrap") -> Stages:
         _STAGE[stage](s, target_of)
         _record(s, stage, start)
     if s.left and s.call is not None:
-        from .background import Background, Swapping
-
-        s.call = Swapping(s.call, Background(s, lambda tuner: _tuned(s, target_of, tuner)))
+        s.call = Swapping(s.call, Background(s, lambda background: _tuned(s, target_of, background)))
     return s
 
 
@@ -166,7 +163,7 @@ def _decide(s: Stages, target_of: TargetOf, tuning: Tuning) -> None:
 def _store(options: Options) -> Any:
     from .choose.store import store
 
-    return store() if options.cache_decisions else None
+    return store() if options.keeps_decisions() else None
 
 
 def _tuner(s: Stages, target_of: TargetOf, store: Any) -> Tuner | None:
@@ -212,13 +209,15 @@ def _build_the_rest(s: Stages, target_of: TargetOf, touched: set[str]) -> None:
     s.timeline.append(Event("kernels without a choice", start, time.perf_counter() - start))
 
 
-def _tuned(s: Stages, target_of: TargetOf, tuner: Tuner) -> Stages:
+def _tuned(s: Stages, target_of: TargetOf, background: Background) -> Stages:
     """The same graph once more, with its choices measured while ``s`` runs."""
     from .choose import Tuning
 
-    again = Stages(s.graph, s.options, s.program, s.before, timeline=s.timeline)
+    again = Stages(s.graph, s.options.but(isolate=True), s.program, s.before, timeline=s.timeline)
     start = time.perf_counter()
-    _decide(again, target_of, Tuning(tuner, background=True, store=tuner.store))
+    store = _store(s.options)
+    background.tuner = _tuner(again, target_of, store)
+    _decide(again, target_of, Tuning(background.tuner, background=True, store=store))
     _record(again, "choose", start)
     for stage in ("plan", "generate", "wrap"):
         start = time.perf_counter()
@@ -304,10 +303,6 @@ def _main_device(program: Program) -> torch.device:
     return gpus[0] if gpus else torch.device("cpu")
 
 
-# What ``compile`` returned -> its backend, which knows what is being tuned for it.
-backends: WeakKeyDictionary[Any, Backend] = WeakKeyDictionary()
-
-
 # -- the doors --------------------------------------------------------------------------------------
 class Backend:
     """A ``torch.compile`` backend with its options. ``on_stages`` is told of every graph (``explain`` listens)."""
@@ -381,7 +376,7 @@ def compile(
         return compile_exported(model, opts)
     backend = Backend(opts)
     compiled = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
-    backends[compiled] = backend
+    of_compiled[compiled] = backend.tunings
     return compiled
 
 

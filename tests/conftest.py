@@ -26,7 +26,9 @@ CACHE = "REFLIB_CACHE_DIR"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One cache for the whole run: xdist's workers inherit the folder that their controller makes."""
+    """One cache for the whole run: xdist's workers inherit the folder that their controller makes. Decisions are not
+    kept in it: tests measure."""
+    os.environ.setdefault("REFLIB_CACHE_DECISIONS", "0")
     if CACHE not in os.environ:
         config.stash[made] = tempfile.TemporaryDirectory(prefix="reflib-tests-")
         os.environ[CACHE] = config.stash[made].name

@@ -29,6 +29,7 @@ in this order. All of them hold names of candidates, and count only where there 
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -63,12 +64,14 @@ from .activation import with_activations
 from .decision import Candidate, Decision
 from .isolation import Isolated, isolated
 from .lock import device_lock
-from .matmul import static_tiling, tilings
+from .matmul import APART, apart, problem, static_tiling, tilings
 from .measure import measure, request
 from .ranges import Range, merged, ranges_of, representatives, say_once
 from .region import Region, cut, replace_region, splice
+from .report import Report, epilogue_verdict
+from .report import prune as pruned
 from .request import Request
-from .tuner import Asked, Tuner
+from .tuner import Asked, Prune, Tuner
 from .winner import decide as winner_of
 from .winner import overall
 
@@ -224,7 +227,8 @@ def _question(
 ) -> tuple[Region, list[Alternative], list[Range], str]:
     """What there is to decide, and a text that is equal for equal questions."""
     region = cut(program, choice, work.options, target)
-    candidates = _expand(choice, target, work.options)
+    epilogue = work.tuning.tuner is not None and target.is_gpu and _has_epilogue(region.program, choice)
+    candidates = _expand(choice, target, work.options, epilogue)
     return region, candidates, ranges_of(choice), _key(region, candidates, work.options)
 
 
@@ -283,14 +287,21 @@ def _rule(region: Region, candidates: list[Alternative], ranges: list[Range], ke
     return ruling
 
 
-def _expand(choice: Choice, target: Target, options: Options) -> list[Alternative]:
+def _expand(choice: Choice, target: Target, options: Options, epilogue: bool) -> list[Alternative]:
+    """The alternatives, a Template once for each tiling; the best two of each kind also with their ``epilogue`` in
+    kernels of its own, for those where what the compiler says leaves open which is faster."""
     out: list[Alternative] = []
     for a in choice.alternatives:
         t = _open_template(a)
         if t is None:
             out.append(a)
-        else:
-            out += [with_tiling(a, tiling) for tiling in tilings(t, target, options)]
+            continue
+        seen: dict[str, int] = {}
+        for tiling in tilings(t, target, options):
+            out.append(with_tiling(a, tiling))
+            seen[tiling.kind] = seen.get(tiling.kind, 0) + 1
+            if epilogue and seen[tiling.kind] <= 2 and tiling.kind != "split":
+                out.append(apart(out[-1]))
     return out
 
 
@@ -360,8 +371,43 @@ def _ask(region: Region, candidates: list[Alternative], point: dict[str, int], k
     label = f"{choice.op} {_sizes(region)}" + (f" at {_where_point(point)}" if point else "")
     about = known.key_of(_about(region, key)) if key else ""
     row_key = f"{about} {_where_point(point)}" if about else ""
-    handle = tuning.tuner.ask(row_key, alone.request, label, alone.imports)
+    prune = _pruning(region, candidates, alone.request, work)
+    handle = tuning.tuner.ask(row_key, alone.request, label, alone.imports, prune)
     return _Point(default, left_out, handle, asked, makers, row_key=row_key)
+
+
+def _pruning(region: Region, candidates: list[Alternative], request: Request, work: _Work) -> Prune | None:
+    """Which candidates need not be measured, by what the compiler says of their kernels and by what they must do at
+    least (``report``)."""
+    device = region.program.buffers[region.choice.outputs[0]].device
+    target = work.target_of(device)
+    if not target.is_gpu:
+        return None
+    templates = {a.name: t for a in candidates for t in a.nodes if isinstance(t, Template) and t.tiling is not None}
+    cold = sum(s.nbytes for s in request.inputs if s.role == "weight")
+
+    def prune(
+        name: str, reports: Mapping[str, list[Report] | None], best: tuple[str, float] | None
+    ) -> str | None:
+        t = templates.get(name)
+        if t is None or t.tiling is None:
+            return ""
+        kind = [r for n, r in reports.items() if n != name and r and n in templates
+                and templates[n].tiling.kind == t.tiling.kind]  # type: ignore[union-attr]  # fmt: skip
+        mine = reports.get(name) or []
+        why = pruned(mine, target, kind, (problem(t), t.tiling), best, cold)
+        if why or not t.closed or not mine:
+            return why
+        fused = reports.get(name.removesuffix(APART), [])
+        if fused == []:  # not compiled yet
+            return None
+        if fused is None:
+            return ""
+        saved = 2 * t.dtype.itemsize * math.prod(problem(t).sizes[:3])
+        verdict, reason = epilogue_verdict(fused[0], mine[0], saved)
+        return f"its epilogue is fused unmeasured: {reason}" if verdict == "fuse" else ""
+
+    return prune
 
 
 def _answer(point: _Point, work: _Work) -> _Found:

@@ -97,10 +97,13 @@ def worth_compiling(ranked: Sequence[tuple[Tiling, float]], most: int) -> list[T
     return [c for c, _ in (*heads, *sorted(taken, key=lambda pair: pair[1]))][:most]
 
 
+APART = ", epilogue apart"  # how such a candidate's name ends
+
+
 def apart(a: Alternative) -> Alternative:
     """``a`` with its products as kernels of their own: what follows them is computed by other kernels."""
     nodes = tuple(replace(n, closed=True) if isinstance(n, Template) else n for n in a.nodes)
-    return replace(a, name=f"{a.name}, epilogue apart", nodes=nodes)
+    return replace(a, name=a.name + APART, nodes=nodes)
 
 
 def _varied(p: Problem, made: Iterable[Tiling], target: Target) -> list[tuple[Tiling, float]]:

@@ -37,21 +37,24 @@ from .decision import Candidate
 from .inputs import main_device
 from .measure import DROP
 from .pool import Job, Pool
+from .report import Report
 from .request import Request, Result
 from .winner import decide
 
 OPEN_AT_ONCE = 3
+COMPILE = "reflib.jobs:compile_candidate"
 ATTEMPTS = 3  # of a race that a crash interrupts
 KEPT = ("crashed", "hung", "wrong", "pruned")  # what an earlier process found out and need not be tried again
 
-# (name, its reports, all reports so far, the best time so far in us) -> why it is not worth running, or ""
-Prune = Callable[[str, list[Any], Mapping[str, list[Any]], float | None], str]
+# (name, reports of all that are compiled, of those that failed None, the best so far and its us) -> why it is not worth
+# running, "" if it is, None if that cannot be said yet
+Prune = Callable[[str, Mapping[str, list[Report] | None], tuple[str, float] | None], str | None]
 
 
 @dataclass(eq=False)
 class Asked:
-    """One request on its way. ``rows``: what is known of its candidates; ``stage``: of each, ``compiling``, ``ready``,
-    ``trying`` or ``done``. ``session``: ``""``, ``opening``, ``open`` or ``racing``."""
+    """One request on its way. ``rows``: what is known of its candidates; ``stage``: of each, ``compiling``,
+    ``compiled``, ``ready``, ``trying`` or ``done``. ``session``: ``""``, ``opening``, ``open`` or ``racing``."""
 
     number: int
     key: str
@@ -61,7 +64,7 @@ class Asked:
     prune: Prune | None
     rows: dict[str, Candidate] = field(default_factory=dict)
     stage: dict[str, str] = field(default_factory=dict)
-    reports: dict[str, list[Any]] = field(default_factory=dict)
+    reports: dict[str, list[Report] | None] = field(default_factory=dict)
     jobs: dict[str, Job] = field(default_factory=dict)
     session: str = ""
     opened: int = 0  # how often
@@ -79,8 +82,10 @@ class Asked:
         return f"{self.number}.{self.opened}"
 
     @property
-    def best_us(self) -> float | None:
-        return min((r.time_us for r in self.rows.values() if r.status == "ok" and r.time_us), default=None)
+    def best(self) -> tuple[str, float] | None:
+        """Name and microseconds of the fastest that is right, so far."""
+        timed = [(r.time_us, r.name) for r in self.rows.values() if r.status == "ok" and r.time_us]
+        return min(timed)[::-1] if timed else None
 
 
 class Tuner:
@@ -95,6 +100,7 @@ class Tuner:
         self.pool, self.options, self.targets, self.events, self.store = pool, options, targets, events, store
         self.asked: list[Asked] = []
         self.since: dict[Job, float] = {}  # when it was submitted
+        self.dropped: set[Job] = set()  # cancelled here
         self.stopped = False
         self.changed = threading.Condition(threading.RLock())
         self.begun = time.perf_counter()
@@ -153,39 +159,51 @@ class Tuner:
         r = asked.request
         options = r.options | r.patches.get(name, {})
         data = {"program": r.programs[name], "options": options, "targets": dict(self.targets)}
-        self._submit(asked, name, "compiling", "reflib.jobs:compile_candidate", data, "compile", place, self._compiled)
+        self._submit(asked, name, "compiling", COMPILE, data, "compile", place, self._compiled)
 
     def _compiled(self, asked: Asked, name: str, status: str, data: dict[str, Any], job: Job) -> None:
         self._note("compile", asked, name, status, data, job)
         why = data.get("why", "")
         if status == "done":
-            asked.reports[name] = data["reports"]
-            self._look(asked, name)
+            asked.reports[name] = [Report.from_data(r) for r in data["reports"]]
+            asked.stage[name] = "compiled"
         elif "is not registered" in why:
             asked.unknown_op = why
             self._end(asked, why)
         elif status == "failed" and name != asked.request.default:
+            asked.reports[name] = None
             self._row(asked, Candidate(name, "error", why=why))
         elif name == asked.request.default:
             asked.stage[name] = "ready"  # opening says what is wrong with it
         else:
+            asked.reports[name] = None
             self._row(asked, Candidate(name, status, why=f"while compiling: {why}"))
 
-    def _look(self, asked: Asked, name: str) -> None:
-        """Is it worth running?"""
-        why = ""
-        if asked.prune is not None and name != asked.request.default:
-            why = asked.prune(name, asked.reports.get(name, []), asked.reports, asked.best_us)
-        if why:
-            self._row(asked, Candidate(name, "pruned", why=why))
-        else:
-            asked.stage[name] = "ready"
+    def _look(self, asked: Asked) -> None:
+        """Who is worth running, and compiling? What is best so far, and what the compiler says of others, decides."""
+        for name, stage in list(asked.stage.items()):
+            if stage not in ("compiling", "compiled", "ready"):
+                continue
+            why = "" if asked.prune is None or name == asked.request.default else self._verdict(asked, name)
+            job = asked.jobs.get(f"{name} {COMPILE}")
+            if why and (stage != "compiling" or job is not None and not job.started):
+                self._row(asked, Candidate(name, "pruned", why=why))
+                if job is not None:
+                    self.dropped.add(job)
+                    self.pool.cancel(job)
+            elif stage == "compiled" and why is not None:
+                asked.stage[name] = "ready"
+
+    def _verdict(self, asked: Asked, name: str) -> str | None:
+        assert asked.prune is not None
+        return asked.prune(name, asked.reports, asked.best)
 
     # -- measuring ---------------------------------------------------------------------------------
     def _go_on(self, asked: Asked) -> None:
         """Whatever can be done next for it."""
         if asked.result is not None:
             return
+        self._look(asked)
         default = asked.request.default
         if asked.session == "" and asked.stage[default] in ("ready", "done") and self._room():
             asked.session, asked.opened = "opening", asked.opened + 1
@@ -193,12 +211,9 @@ class Tuner:
             data = {"id": asked.id, "request": asked.request.to_json(), "known": known}
             self._submit(asked, default, "trying", "reflib.jobs:open", data, asked.device, 0, self._opened)
         elif asked.session == "open":
-            ready = [n for n, s in asked.stage.items() if s == "ready"]
-            for name in ready:
-                self._look(asked, name)  # the best time is better known now
-                if asked.stage[name] == "ready":
-                    data = {"id": asked.id, "name": name}
-                    self._submit(asked, name, "trying", "reflib.jobs:try_one", data, asked.device, 1, self._tried)
+            for name in [n for n, s in asked.stage.items() if s == "ready"]:
+                data = {"id": asked.id, "name": name}
+                self._submit(asked, name, "trying", "reflib.jobs:try_one", data, asked.device, 1, self._tried)
             if all(s == "done" for s in asked.stage.values()):
                 asked.session, asked.raced = "racing", asked.raced + 1
                 job = "reflib.jobs:finish"
@@ -234,10 +249,10 @@ class Tuner:
 
     def _reopen(self, asked: Asked) -> None:
         """The measuring worker is gone with all it held: begin again, with those that may still win."""
-        best = asked.best_us
+        best = asked.best
         asked.session = ""
         for name, row in asked.rows.items():
-            near = row.time_us is not None and best is not None and row.time_us <= DROP * best
+            near = row.time_us is not None and best is not None and row.time_us <= DROP * best[1]
             if row.status == "ok" and (near or name == asked.request.default):
                 asked.stage[name] = "ready"
 
@@ -295,7 +310,9 @@ class Tuner:
         def over(status: str, result: dict[str, Any]) -> None:
             with self.changed:
                 asked.jobs.pop(f"{name} {what}", None)
-                if status == "cancelled" and asked.result is None:
+                if job in self.dropped:
+                    self.dropped.discard(job)
+                elif status == "cancelled" and asked.result is None:
                     self.stopped = True  # nobody here did that: the pool was closed
                 elif asked.result is None and not self.stopped:
                     ended(asked, name, status, result | ({"why": lost[0]} if lost else {}), job)

@@ -4,6 +4,7 @@ and a chart of time over a size with the arms under it.
 
 from __future__ import annotations
 
+import contextlib
 import html
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +35,8 @@ def told_times(times: Times) -> Iterator[Asked]:
     """
     decide: Any = importlib.import_module("reflib.choose.decide")  # the module: the package has a function of that name
     asked: Asked = []
-    measured, statically = decide.measure, decide._decide_statically
+    statically = decide._decide_statically
+    known = decide.known
 
     def told(request: Any, *_: Any, **__: Any) -> Any:
         return _result(request, times, asked)
@@ -46,11 +48,19 @@ def told_times(times: Times) -> Iterator[Asked]:
         work = decide._Work(options, lambda device: target, None, {})
         return decide._decide_by_measuring(program, choice, target, work)
 
-    decide.measure, decide._decide_statically = told, told_for_a_target
-    try:
+    instead = [
+        (decide, "measure", told),
+        (decide, "_decide_statically", told_for_a_target),
+        (decide, "isolated", lambda *_: "it is told, not measured"),
+        (decide, "device_lock", lambda *_: contextlib.nullcontext()),
+        (known, "find", lambda *_: None),  # what was measured once does not count, and
+        (known, "keep", lambda *_: None),  # what is told here is not to be found later
+    ]
+    with contextlib.ExitStack() as stack:
+        for module, name, fn in instead:
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, fn)
         yield asked
-    finally:
-        decide.measure, decide._decide_statically = measured, statically
 
 
 def _result(request: Any, times: Times, asked: Asked) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ def setup(
     device: `auto={"megabytes": {"cpu": 32, "cuda": lambda room: room // 10**7}}`, where
     `room` is the number of bytes the notebook may use.
     """
+    os.environ.setdefault("REFLIB_CACHE_DECISIONS", "0")  # a chapter measures now, whatever an earlier run decided
     declared = _declared(namespace, source)
     parameters = declared + tuple(p for p in STANDARD if p.name not in {d.name for d in declared})
     known = {p.name: p for p in parameters}

@@ -15,8 +15,8 @@ import torch
 from test_tuner import OPS, ops  # noqa: F401
 
 import reflib
+from reflib.background import of_compiled
 from reflib.choose.store import store
-from reflib.pipeline import backends
 
 Tensor = torch.Tensor
 
@@ -25,6 +25,7 @@ Tensor = torch.Tensor
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of its own: nothing is known."""
     monkeypatch.setenv("REFLIB_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("REFLIB_CACHE_DECISIONS", raising=False)
     torch._dynamo.reset()
     torch.manual_seed(0)
 
@@ -39,7 +40,7 @@ def test_the_first_call_does_not_wait_and_a_later_one_is_tuned(ops: Any) -> None
     a, b = torch.randn(8, 64), torch.randn(64, 8)
     right = torch.relu(a @ b)
     assert torch.allclose(f(a, b), right, atol=1e-5)
-    (tuning,) = backends[f].tunings
+    (tuning,) = of_compiled[f]
     assert tuning.state == "running" and not reflib.tuning_progress(f).finished
     progress = reflib.wait_for_tuning(f, timeout=100)
     assert progress.finished and not progress.failed and progress.done == progress.total >= 3, progress
@@ -70,7 +71,7 @@ def test_what_is_known_is_used_at_once(ops: Any) -> None:  # noqa: F811
     torch._dynamo.reset()
     f = background(fn)
     assert torch.allclose(f(a, b), torch.relu(a @ b) - 1, atol=1e-5)
-    assert not backends[f].tunings, "there is nothing left to measure"
+    assert not of_compiled[f], "there is nothing left to measure"
     torch._dynamo.reset()
     off = reflib.explain(fn, a, b, autotune="blocking", tuning_imports=(str(OPS),), lookup_table={
         "tuning_faults.product": {"[8, 64] [64, 8]": "eager"}})  # fmt: skip
@@ -118,7 +119,7 @@ def test_threads_may_call_while_it_swaps(ops: Any) -> None:  # noqa: F811
         stop.set()
         for t in threads:
             t.join()
-    assert not wrong and backends[f].tunings[0].state == "swapped"
+    assert not wrong and of_compiled[f][0].state == "swapped"
 
 
 def test_failing_in_the_background_changes_nothing(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

@@ -10,8 +10,8 @@ import pytest
 # Each module or folder directly under reflib/ may import those to its left, and itself.
 STAGES = ["capture", "lower", "fuse", "choose", "plan", "generate", "wrap", "package"]
 # What the stages share, wherever they stand; it knows no stage.
-SHARED = {"errors", "options", "target", "logs", "cache", "toolchain", "timeline", "ir"}
-ORDER = [*sorted(SHARED), *STAGES, "pipeline", "background", "jobs", "observe", "lab", "cli"]
+SHARED = {"errors", "options", "target", "logs", "cache", "toolchain", "timeline", "tables", "ir"}
+ORDER = [*sorted(SHARED), *STAGES, "background", "pipeline", "jobs", "observe", "lab", "cli"]
 
 
 def part_of(path: Path, package: Path) -> str:

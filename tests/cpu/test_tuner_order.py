@@ -1,0 +1,232 @@
+"""The tuner's part alone: jobs are ended by hand, in any order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from reflib.choose.decision import Candidate
+from reflib.choose.inputs import InputSpec
+from reflib.choose.request import Request, Result
+from reflib.choose.tuner import Tuner
+from reflib.errors import MeasureError
+from reflib.options import Options
+
+NAMES = ("aten", "a", "b", "c")
+
+
+class Hands:
+    """In place of the pool: what was submitted, to be ended by the test."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Any] = []
+        self.closed = False
+
+    def submit(self, job: Any) -> None:
+        self.jobs.append(job)
+
+    def cancel(self, job: Any) -> None:
+        self.end(job, "cancelled")
+
+    def close(self) -> None:
+        self.closed = True
+
+    def what(self) -> list[tuple[str, str]]:
+        return [(j.what.split(":")[1], j.data.get("name", "")) for j in self.jobs]
+
+    def take(self, what: str, name: str = "") -> Any:
+        for job in self.jobs:
+            if job.what.endswith(what) and name in (job.data.get("name", ""), job.data.get("program")):
+                return job
+        raise AssertionError(f"no job {what} {name} among {self.what()}")
+
+    def end(self, job: Any, status: str, **data: Any) -> None:
+        if job in self.jobs:
+            self.jobs.remove(job)
+            job.ended(status, data)
+
+
+class Kept:
+    """In place of the store."""
+
+    def __init__(self, *rows: dict[str, Any]) -> None:
+        self.before, self.added = list(rows), []  # type: tuple[list[Any], list[Any]]
+
+    def rows(self, key: str) -> list[dict[str, Any]]:
+        return self.before
+
+    def add_row(self, key: str, row: dict[str, Any]) -> None:
+        self.added.append(row["name"])
+
+
+def request() -> Request:
+    spec = InputSpec("x", "activation", 0, (4,), (1,), "float32", "cpu")
+    return Request({n: n for n in NAMES}, "aten", "aten", (spec,))  # type: ignore[misc]
+
+
+def row(name: str, us: float, status: str = "ok") -> dict[str, Any]:
+    return asdict(Candidate(name, status, us if status == "ok" else None, us, spread=0.0))
+
+
+def begun(store: Any = None, prune: Any = None, **options: Any) -> tuple[Hands, Tuner, Any]:
+    hands = Hands()
+    tuner = Tuner(hands, Options(**options), {}, [], store)  # type: ignore[arg-type]
+    return hands, tuner, tuner.ask("key", request(), "mm", prune=prune)
+
+
+def compiled(hands: Hands, *names: str) -> None:
+    for name in names:
+        hands.end(hands.take("compile_candidate", name), "done", reports=[])
+
+
+def race(hands: Hands, **times: float) -> None:
+    rows = tuple(Candidate(**row(n, t)) for n, t in times.items())
+    hands.end(hands.take("finish"), "done", result=Result(rows, "", "").to_json())
+
+
+def test_a_candidate_is_tried_as_soon_as_it_is_ready() -> None:
+    hands, tuner, asked = begun()
+    assert hands.what() == [("compile_candidate", "")] * 4
+    compiled(hands, "b")
+    assert not [w for w, _ in hands.what() if w in ("open", "try_one")], "nothing without the default"
+    compiled(hands, "aten")
+    hands.end(hands.take("open"), "done", row=row("aten", 10))
+    assert ("try_one", "b") in hands.what() and len([w for w, _ in hands.what() if w == "compile_candidate"]) == 2
+    hands.end(hands.take("try_one", "b"), "done", row=row("b", 5))
+    compiled(hands, "a", "c")
+    hands.end(hands.take("try_one", "a"), "done", row=row("a", 7))
+    assert not [w for w, _ in hands.what() if w == "finish"]
+    hands.end(hands.take("try_one", "c"), "done", row=row("c", 70))
+    race(hands, aten=10, b=5, a=6)
+    result = tuner.wait(asked)
+    assert result.winner == "b" and [r.name for r in result.rows] == list(NAMES) and result.row("c").time_us == 70
+    assert tuner.count() == (4, 4) and not tuner.running()
+
+
+def test_after_a_crash_those_near_the_best_are_tried_again() -> None:
+    hands, tuner, asked = begun()
+    compiled(hands, *NAMES)
+    hands.end(hands.take("open"), "done", row=row("aten", 10))
+    hands.end(hands.take("try_one", "a"), "done", row=row("a", 5))
+    lost = hands.take("try_one", "c")
+    hands.end(hands.take("try_one", "b"), "crashed", why="segmentation fault")
+    again = hands.take("open")
+    assert [r["name"] for r in again.data["known"]] == ["b"]
+    hands.end(lost, "done", gone=True)
+    hands.end(again, "done", row=row("aten", 10))
+    assert {n for w, n in hands.what() if w == "try_one"} == {"a", "c"}
+    for name in ("a", "c"):
+        hands.end(hands.take("try_one", name), "done", row=row(name, 5))
+    race(hands, aten=10, a=5, c=6)
+    result = tuner.wait(asked)
+    assert result.winner == "a" and result.row("b").status == "crashed"
+
+
+def test_a_race_that_crashes_is_run_again_and_then_given_up() -> None:
+    hands, tuner, asked = begun()
+    compiled(hands, *NAMES)
+    for _ in range(3):
+        hands.end(hands.take("open"), "done", row=row("aten", 10))
+        for name in ("a", "b", "c"):
+            hands.end(hands.take("try_one", name), "done", row=row(name, 5 if name == "a" else 6))
+        hands.end(hands.take("finish"), "hung", why="no answer for 60 s")
+    result = tuner.wait(asked)
+    assert result.winner == "a" and "short rounds" in result.reason
+
+
+def test_a_default_that_crashes_ends_it_when_nothing_can_be_opened() -> None:
+    hands, tuner, asked = begun()
+    compiled(hands, *NAMES)
+    hands.end(hands.take("open"), "crashed", why="signal 11")
+    hands.end(hands.take("open"), "crashed", why="signal 11")
+    result = tuner.wait(asked)
+    assert result.winner == "aten" and result.row("aten").status == "crashed"
+    assert {r.status for r in result.rows[1:]} == {"skipped"}
+
+
+def test_who_cannot_win_is_not_even_compiled() -> None:
+    def prune(name: str, reports: Mapping[str, Any], best: tuple[str, float] | None) -> str | None:
+        return "cannot win" if best is not None and best[1] < 6 and name == "c" else ""
+
+    hands, tuner, asked = begun(prune=prune)
+    compiled(hands, "aten", "a", "b")
+    hands.end(hands.take("open"), "done", row=row("aten", 10))
+    hands.end(hands.take("try_one", "a"), "done", row=row("a", 5))
+    assert "compile_candidate" not in {w for w, _ in hands.what()}, "its compilation is called off"
+    hands.end(hands.take("try_one", "b"), "done", row=row("b", 9))
+    race(hands, aten=10, a=5)
+    assert tuner.wait(asked).row("c").status == "pruned"
+
+
+def test_a_verdict_may_have_to_wait() -> None:
+    def prune(name: str, reports: Mapping[str, Any], best: tuple[str, float] | None) -> str | None:
+        if name != "a":
+            return ""
+        return None if "b" not in reports else "as b"
+
+    hands, _, asked = begun(prune=prune)
+    compiled(hands, "aten", "a")
+    hands.end(hands.take("open"), "done", row=row("aten", 10))
+    assert "try_one" not in {w for w, _ in hands.what()}
+    hands.end(hands.take("compile_candidate", "b"), "failed", why="ptxas")
+    hands.end(hands.take("compile_candidate", "c"), "done", reports=[])
+    assert asked.rows["a"].status == "pruned" and asked.rows["b"].status == "error"
+
+
+def test_what_an_earlier_process_found_is_not_run_again() -> None:
+    store = Kept(row("a", 1, "crashed"), row("b", 3), row("zzz", 1, "hung"))
+    hands, tuner, asked = begun(store)
+    assert [w for w, _ in hands.what()] == ["compile_candidate"] * 3, "b was fine: it is timed again"
+    compiled(hands, "aten", "b", "c")
+    hands.end(hands.take("open"), "done", row=row("aten", 10))
+    for name in ("b", "c"):
+        hands.end(hands.take("try_one", name), "done", row=row(name, 20))
+    assert store.added == ["aten", "b", "c"]
+    race(hands, aten=10, b=20, c=20)
+    assert "seen before" in tuner.wait(asked).row("a").why
+
+
+def test_time_is_up() -> None:
+    hands, tuner, asked = begun(tuning_seconds=0.2)
+    compiled(hands, "aten", "a")
+    hands.end(hands.take("open"), "done", row=row("aten", 10))
+    hands.end(hands.take("try_one", "a"), "done", row=row("a", 5))
+    result = tuner.wait(asked)
+    assert result.winner == "a" and {r.status for r in result.rows} == {"ok", "skipped"}
+    assert result.row("b").status == "skipped" and "time limit of 0.2 s" in result.row("b").why
+
+
+def test_ctrl_c_ends_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    hands, tuner, asked = begun()
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuner.changed, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tuner.wait(asked)
+    assert hands.closed
+
+
+def test_when_somebody_else_ends_them_nobody_waits() -> None:
+    hands, tuner, asked = begun()
+    threading.Timer(0.1, lambda: [hands.end(j, "cancelled") for j in list(hands.jobs)]).start()
+    with pytest.raises(MeasureError, match="stopped"):
+        tuner.wait(asked)
+
+
+def test_few_measurements_hold_inputs_at_once() -> None:
+    hands = Hands()
+    tuner = Tuner(hands, Options(), {}, [], None)  # type: ignore[arg-type]
+    for _ in range(6):
+        tuner.ask("", request())
+    while True:
+        waiting = [j for j in hands.jobs if j.what.endswith("compile_candidate")]
+        if not waiting:
+            break
+        hands.end(waiting[0], "done", reports=[])
+    assert sum(w == "open" for w, _ in hands.what()) == 3
