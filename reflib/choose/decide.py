@@ -378,7 +378,8 @@ def _ask(region: Region, candidates: list[Alternative], point: dict[str, int], k
 
 def _pruning(region: Region, candidates: list[Alternative], request: Request, work: _Work) -> Prune | None:
     """Which candidates need not be measured, by what the compiler says of their kernels and by what they must do at
-    least (``report``)."""
+    least (``report``). An epilogue apart is compiled only where the kernel with it spills, or registers limit how many
+    of it run at once: shared memory it needs as much of either way."""
     device = region.program.buffers[region.choice.outputs[0]].device
     target = work.target_of(device)
     if not target.is_gpu:
@@ -396,15 +397,15 @@ def _pruning(region: Region, candidates: list[Alternative], request: Request, wo
                 and templates[n].tiling.kind == t.tiling.kind]  # type: ignore[union-attr]  # fmt: skip
         mine = reports.get(name) or []
         why = pruned(mine, target, kind, (problem(t), t.tiling), best, cold)
-        if why or not t.closed or not mine:
+        if why or not t.closed:
             return why
         fused = reports.get(name.removesuffix(APART), [])
-        if fused == []:  # not compiled yet
-            return None
-        if fused is None:
-            return ""
+        if not fused:  # not compiled yet; or it cannot be
+            return None if fused is not None else ""
         saved = 2 * t.dtype.itemsize * math.prod(problem(t).sizes[:3])
-        verdict, reason = epilogue_verdict(fused[0], mine[0], saved)
+        if not mine and (fused[0].spills or "registers" in fused[0].limit):
+            return ""  # compile it, and compare
+        verdict, reason = epilogue_verdict(fused[0], mine[0] if mine else fused[0], saved)
         return f"its epilogue is fused unmeasured: {reason}" if verdict == "fuse" else ""
 
     return prune

@@ -111,9 +111,9 @@ def _varied(p: Problem, made: Iterable[Tiling], target: Target) -> list[tuple[Ti
     are any.
 
     Of those that differ in warps alone one, where wgmma multiplies: on an H200 4 and 8 warps were within 2% of each
-    other for blocks of 128 x 128, where k of 64 and 128 differed by up to 20%. (split-K: 8, which compile in two thirds
-    of the time of 4 and are as fast.) Of two that are each other's mirror images the wide one, unless the model
-    prefers the tall one: the wide one was faster in 82 of 92 pairs, by 5% in the median."""
+    other for blocks of 128 x 128, where k of 64 and 128 differed by up to 20%. (split-K: 8, from 4% faster than 4 to 2%
+    slower.) Of two that are each other's mirror images the wide one, unless the model prefers the tall one: the wide
+    one was faster in 82 of 92 pairs, by 5% in the median."""
     cost = {c: estimate(p, c, target) for c in made}
 
     def eight(c: Tiling) -> bool:

@@ -40,7 +40,15 @@ from .manager import Manager, managers
 from .worker import pack
 
 # what every worker needs; names, because choose may not import later stages
-PRELOAD = ("torch", "triton", "triton.compiler", "reflib.pipeline", "reflib.wrap", "reflib.generate.compile_triton")
+PRELOAD = (
+    "torch",
+    "triton",
+    "reflib.jobs",
+    "reflib.pipeline",
+    "reflib.lower",
+    "reflib.wrap",
+    "reflib.generate.compile_triton",
+)
 
 
 @dataclass(eq=False)

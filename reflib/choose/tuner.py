@@ -53,8 +53,13 @@ Prune = Callable[[str, Mapping[str, list[Report] | None], tuple[str, float] | No
 
 @dataclass(eq=False)
 class Asked:
-    """One request on its way. ``rows``: what is known of its candidates; ``stage``: of each, ``compiling``,
-    ``compiled``, ``ready``, ``trying`` or ``done``. ``session``: ``""``, ``opening``, ``open`` or ``racing``."""
+    """One request on its way.
+
+    rows: what is known of its candidates.   stage: of each, ``waiting`` for another's report, ``compiling``,
+        ``compiled``, ``ready``, ``trying`` or ``done``.
+    reports: of the kernels of those that are compiled; None for who was not, and will not be.
+    session: "", ``opening``, ``open`` or ``racing``.   opened, raced: how often.
+    """
 
     number: int
     key: str
@@ -67,7 +72,7 @@ class Asked:
     reports: dict[str, list[Report] | None] = field(default_factory=dict)
     jobs: dict[str, Job] = field(default_factory=dict)
     session: str = ""
-    opened: int = 0  # how often
+    opened: int = 0
     raced: int = 0
     unknown_op: str = ""  # what no worker could import
     result: Result | None = None
@@ -118,11 +123,11 @@ class Tuner:
                 known = Candidate(**row)
                 if known.status in KEPT and known.name in request.programs and known.name != request.default:
                     asked.rows[known.name] = replace(known, why=f"{known.why}; seen before".lstrip("; "))
-                    asked.stage[known.name] = "done"
-            order = [request.default, *(n for n in request.programs if n != request.default)]
-            for place, name in enumerate(order):
+                    asked.stage[known.name], asked.reports[known.name] = "done", None
+            for name in (request.default, *request.programs):
                 if name not in asked.stage:
-                    self._compile(asked, name, place)
+                    asked.stage[name] = "waiting"
+            self._look(asked)
         return asked
 
     def wait(self, asked: Asked) -> Result:
@@ -155,8 +160,8 @@ class Tuner:
             return [a.label for a in self.asked if a.result is None]
 
     # -- compiling ---------------------------------------------------------------------------------
-    def _compile(self, asked: Asked, name: str, place: int) -> None:
-        r = asked.request
+    def _compile(self, asked: Asked, name: str) -> None:
+        r, place = asked.request, list(asked.stage).index(name)
         options = r.options | r.patches.get(name, {})
         data = {"program": r.programs[name], "options": options, "targets": dict(self.targets)}
         self._submit(asked, name, "compiling", COMPILE, data, "compile", place, self._compiled)
@@ -180,17 +185,20 @@ class Tuner:
             self._row(asked, Candidate(name, status, why=f"while compiling: {why}"))
 
     def _look(self, asked: Asked) -> None:
-        """Who is worth running, and compiling? What is best so far, and what the compiler says of others, decides."""
+        """Who is worth compiling, and running? What is best so far, and what the compiler says of others, decides."""
         for name, stage in list(asked.stage.items()):
-            if stage not in ("compiling", "compiled", "ready"):
+            if stage not in ("waiting", "compiling", "compiled", "ready"):
                 continue
             why = "" if asked.prune is None or name == asked.request.default else self._verdict(asked, name)
             job = asked.jobs.get(f"{name} {COMPILE}")
             if why and (stage != "compiling" or job is not None and not job.started):
                 self._row(asked, Candidate(name, "pruned", why=why))
+                asked.reports.setdefault(name, None)
                 if job is not None:
                     self.dropped.add(job)
                     self.pool.cancel(job)
+            elif stage == "waiting" and why is not None:
+                self._compile(asked, name)
             elif stage == "compiled" and why is not None:
                 asked.stage[name] = "ready"
 

@@ -37,6 +37,7 @@ def own_caches(folder: Path) -> None:
         path = folder / name.lower()
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.environ[name] = str(path)
+    os.environ["REFLIB_CACHE_DECISIONS"] = "1"  # lab.setup would switch it off
 
 
 @dataclass

@@ -666,8 +666,8 @@ def test_control_c(script: Callable[..., Script]) -> None:
     """The terminal sends it to the whole process group."""
     s = script("""
         busy()
-        print("ready", flush=True)
         try:
+            print("ready", flush=True)
             over.wait(100)
         except KeyboardInterrupt:
             start = time.monotonic()

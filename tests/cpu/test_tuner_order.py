@@ -169,11 +169,11 @@ def test_a_verdict_may_have_to_wait() -> None:
         return None if "b" not in reports else "as b"
 
     hands, _, asked = begun(prune=prune)
-    compiled(hands, "aten", "a")
+    assert [w for w, _ in hands.what()] == ["compile_candidate"] * 3, "it is not even compiled"
+    compiled(hands, "aten")
     hands.end(hands.take("open"), "done", row=row("aten", 10))
-    assert "try_one" not in {w for w, _ in hands.what()}
     hands.end(hands.take("compile_candidate", "b"), "failed", why="ptxas")
-    hands.end(hands.take("compile_candidate", "c"), "done", reports=[])
+    compiled(hands, "c")
     assert asked.rows["a"].status == "pruned" and asked.rows["b"].status == "error"
 
 
