@@ -156,7 +156,7 @@ def waiting(events: Iterable[Event]) -> list[tuple[float, int]]:
 
 
 # -- the Trace Event Format -------------------------------------------------------------------------
-SLACK = 1000  # ns: two events that overlap by less are neighbours; a clock was read twice
+SLACK = 1_000_000  # ns: two events that overlap by less are neighbours, whose ends were noted a little late
 
 
 def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
