@@ -4,11 +4,11 @@ The compiler writes into the binary how many registers a thread has, how large i
 a program takes. From these follows how many programs a multiprocessor holds at once (its occupancy) and what limits
 them. ``report`` reads the binary's bytes: 0.1 ms, where NVIDIA's ``cuobjdump`` takes 20 to 100.
 
-* ``prune``: a candidate that has been compiled is not run if it cannot win: it cannot be launched, it alone among its
-  siblings spills (keeps what registers cannot hold on the stack, which is memory), or what it must do takes longer than
-  another was measured to take (``roofline.bound``).
-* ``epilogue_verdict``: an epilogue costs registers. Where the kernel with it spills nothing and as many programs run at
-  once as without, it only saves bytes: it is fused unmeasured. Else both ways are candidates (``matmul.apart``).
+* ``prune``: a candidate that has been compiled is not run if it cannot win: it cannot be launched, it spills much (keeps
+  what registers cannot hold on the stack, which is memory) where most of its siblings spill nothing, or what it must do
+  takes longer than another was measured to take (``roofline.bound``).
+* ``epilogue_verdict``: an epilogue costs registers. Where the kernel with it spills no more, and as many programs run
+  at once, as without, it only saves bytes: it is fused unmeasured. Else both ways are candidates (``matmul.apart``).
 
 Pure functions: no process, no file.
 """
@@ -264,10 +264,11 @@ def epilogue_verdict(fused: Report, plain: Report, bytes_saved: int) -> tuple[st
         return "measure", "fusing saves no bytes"
     if fused.stack is None or plain.stack is None or fused.blocks is None or plain.blocks is None:
         return "measure", f"the compiler's report for {fused.arch} does not say what the epilogue costs"
-    if fused.spills:
+    if fused.stack > plain.stack:
         return "measure", f"with its epilogue the kernel spills {fused.stack} bytes a thread, without {plain.stack}"
     if fused.blocks < plain.blocks:
         counts = f"{fused.blocks} instead of {plain.blocks}"
         return "measure", f"with its epilogue {counts} programs run at once on a multiprocessor ({fused.limit})"
     saved = f"{bytes_saved / 1e6:.1f} MB" if bytes_saved >= 1e5 else f"{bytes_saved / 1e3:.1f} KB"
-    return "fuse", f"the epilogue saves {saved}, spills nothing and leaves {fused.blocks} programs a multiprocessor"
+    spilled = "nothing more" if fused.stack else "nothing"
+    return "fuse", f"the epilogue saves {saved}, spills {spilled} and leaves {fused.blocks} programs a multiprocessor"

@@ -209,11 +209,14 @@ def test_an_epilogue_that_costs_nothing_is_fused() -> None:
     verdict, why = epilogue_verdict(made(96), made(90), 2_000_000)
     assert verdict == "fuse" and "2.0 MB" in why and "spills nothing" in why
     assert epilogue_verdict(made(32), made(120), 1)[0] == "fuse"  # more of them is better still
+    verdict, why = epilogue_verdict(made(255, stack=80), made(255, stack=80), 1000)
+    assert verdict == "fuse" and "1.0 KB" in why and "nothing more" in why
 
 
 @pytest.mark.parametrize("fused, plain, saved, why", [
     (made(100), made(96), 0, "no bytes"),
     (made(255, stack=312), made(255), 1000, "spills 312 bytes a thread, without 0"),
+    (made(96, stack=8), made(96), 1000, "spills 8 bytes"),
     (made(129), made(128), 1000, "3 instead of 4 programs"),
     (made(32, 100 * 1024), made(32, 50 * 1024), 1000, "shared memory"),
     (replace(made(32), blocks=None), made(32), 1000, "does not say"),
@@ -254,7 +257,8 @@ def test_a_product_with_its_epilogue_apart() -> None:
     (fused,), (plain, _) = ([of(x) for x in each.values()] for each in (with_it, without))
     assert fused.registers and plain.registers and fused.shared == plain.shared
     verdict, why = epilogue_verdict(fused, plain, 2 * 256 * 512 * HALF.itemsize)
-    assert (verdict == "fuse") == (not fused.spills and (fused.blocks or 0) >= (plain.blocks or 0)), why
+    assert fused.stack is not None and plain.stack is not None and fused.blocks and plain.blocks
+    assert (verdict == "fuse") == (fused.stack <= plain.stack and fused.blocks >= plain.blocks), why
 
 
 def test_a_closed_product_takes_in_nothing_and_computes_the_same() -> None:
