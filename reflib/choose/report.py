@@ -4,8 +4,8 @@ The compiler writes into the binary how many registers a thread has, how large i
 a program takes. From these follows how many programs a multiprocessor holds at once (its occupancy) and what limits
 them. ``report`` reads the binary's bytes: 0.1 ms, where NVIDIA's ``cuobjdump`` takes 20 to 100.
 
-* ``prune``: a candidate that has been compiled is not run if it cannot win: it cannot be launched, it spills much (keeps
-  what registers cannot hold on the stack, which is memory) where most of its siblings spill nothing, or what it must do
+* ``prune``: a candidate that has been compiled is not run if it cannot win: it cannot be launched, it spills much (what
+  registers cannot hold is kept on the stack, in memory) where most of its siblings spill nothing, or what it must do
   takes longer than another was measured to take (``roofline.bound``).
 * ``epilogue_verdict``: an epilogue costs registers. Where the kernel with it spills no more, and as many programs run
   at once, as without, it only saves bytes: it is fused unmeasured. Else both ways are candidates (``matmul.apart``).
