@@ -26,7 +26,8 @@ MAX_COPIES = 1024  # of the weights; below 2 * L2 / MAX_COPIES bytes they are no
 @dataclass(frozen=True)
 class InputSpec:
     """One argument of the programs. ``role``: ``weight``, ``activation``, ``size`` (an int: ``value``) or ``unused``
-    (None is passed). ``strides``: elements. ``dtype``: ``float16``. ``maker``: key of a registered input maker."""
+    (None is passed). ``strides``: elements. ``dtype``: ``float16``. ``maker``: key of a registered input maker.
+    ``fill``: the value that all elements have."""
 
     name: str
     role: str
@@ -36,6 +37,7 @@ class InputSpec:
     dtype: str = ""
     device: str = ""
     maker: str | None = None
+    fill: float | None = None
 
     @property
     def is_tensor(self) -> bool:
@@ -78,7 +80,9 @@ def _random(s: InputSpec, seed: int) -> torch.Tensor:
     dtype, device = getattr(torch, s.dtype), torch.device(s.device)
     g = torch.Generator(device).manual_seed(seed)
     storage = torch.empty(s.extent, dtype=dtype, device=device)
-    if dtype == torch.bool:
+    if s.fill is not None:
+        storage.fill_(s.fill)
+    elif dtype == torch.bool:
         storage.bernoulli_(0.5, generator=g)
     elif dtype.is_floating_point or dtype.is_complex:
         std = min(1.0, max(0.03, max(s.shape, default=1) ** -0.25)) if s.extent else 1.0

@@ -20,6 +20,7 @@ import torch
 from ..options import Options
 from .request import Request
 
+LARGEST = 2**20  # elements of a constant that are looked at
 BUILT_IN = ("aten", "prims", "prim")
 
 
@@ -33,15 +34,17 @@ class Isolated:
 
 def isolated(request: Request, constants: Mapping[str, Any], options: Options) -> Isolated | str:
     """The request for a worker; or why none can have it. ``constants``: name of an input -> the tensor that the program
-    holds for it; a float's values do not matter and are made anew, an index's do."""
+    holds for it. One that is filled with one value (a bias of zeros) is so there; of others a float's values do not
+    matter and are made anew, an index's do."""
     if any(p["constants"] for p in request.programs.values()):
         return "a candidate holds an object of this process"
     specs = []
     for s in request.inputs:
         if s.maker is not None and s.name in constants:
-            if not constants[s.name].dtype.is_floating_point:
+            fill = one_value(constants[s.name])
+            if fill is None and not constants[s.name].dtype.is_floating_point:
                 return f"the values of {s.name}, a constant of the program, matter"
-            s = replace(s, maker=None)
+            s = replace(s, maker=None, fill=fill)
         elif s.maker is not None:
             return f"a function of this process makes the input {s.name}"
         specs.append(s)
@@ -53,6 +56,15 @@ def isolated(request: Request, constants: Mapping[str, Any], options: Options) -
         if where:
             imports[where] = None
     return Isolated(replace(request, inputs=tuple(specs)), tuple(imports))
+
+
+def one_value(t: torch.Tensor) -> float | None:
+    """What all elements of a real tensor are, if they are all the same."""
+    if not 0 < t.numel() <= LARGEST or t.dtype.is_complex or t.device.type == "meta":
+        return None
+    first = t.detach().flatten()[0]
+    value = first.item()
+    return float(value) if bool((t == first).all()) and float(value) == value else None
 
 
 def ops_in(data: Any) -> Iterator[str]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,7 @@ import pytest
 import torch
 
 import reflib
+from reflib.choose.inputs import InputSpec
 from reflib.choose.pool import pool
 
 OPS = Path(__file__).parent.parent / "tuning_ops.py"
@@ -107,3 +112,75 @@ def test_time_for_all_of_it(ops: Any) -> None:
     e = explained(lambda a, b: ops.product(a, b) + 2, a, b, tuning_imports=(str(OPS),), tuning_seconds=8.0)
     assert time.monotonic() - start < 20
     assert any("time limit" in c.why for c in e.decisions[0].candidates), e.decisions
+
+
+def test_constants_that_matter_reach_the_worker() -> None:
+    from reflib.choose.inputs import make_inputs
+    from reflib.choose.isolation import Isolated, isolated
+    from reflib.choose.request import Request
+
+    specs = tuple(
+        InputSpec(name, "weight", 0, (4,), (1,), dtype, "cpu", maker=f"constant {name}")
+        for name, dtype in (("zeros", "float32"), ("index", "int64"), ("noise", "float32"))
+    )
+    program = {"constants": [], "nodes": []}
+    constants = {"zeros": torch.zeros(4), "index": torch.full((4,), 3), "noise": torch.randn(4)}
+    found = isolated(Request({"a": program}, "a", "a", specs), constants, reflib.Options())
+    assert isinstance(found, Isolated)
+    zeros, index, noise = make_inputs(found.request.inputs, 0, {})
+    assert not zeros.any() and bool((index == 3).all()) and len(set(noise.tolist())) == 4
+    constants["index"] = torch.arange(4)
+    assert "index" in str(isolated(Request({"a": program}, "a", "a", specs), constants, reflib.Options()))
+
+
+def test_kernels_without_a_choice_are_built_meanwhile() -> None:
+    def f(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.relu(a @ b), torch.softmax(x * 2, -1)
+
+    args = torch.randn(16, 4096), torch.randn(4096, 16), torch.randn(64, 32)
+    e = explained(f, *args, verify=True)
+    names = {k.name for k in e.stages.built}
+    assert names and all("softmax" in n or "exp" in n or "mul" in n for n in names), names
+    assert names <= {k.name for k in e.kernels}, "the program has the kernels that were built"
+    assert all(k in e.stages.built for k in e.kernels if k.name in names)
+    assert "kernels without a choice" in [event.name for event in e.timeline]
+    torch._dynamo.reset()
+    for mine, theirs in zip(reflib.compile(f, autotune="blocking")(*args), f(*args)):
+        assert torch.allclose(mine, theirs, atol=1e-3)
+
+
+def test_ctrl_c_while_tuning(tmp_path: Path) -> None:
+    """It ends within a second, and leaves no process."""
+    script = tmp_path / "program.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import importlib.util, sys, torch, reflib
+        from reflib.choose.pool import pool
+        spec = importlib.util.spec_from_file_location("tuning_ops", {str(OPS)!r})
+        ops = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(ops)
+        reflib.register_custom_op_autotuning(ops.product, configs=[ops.hanging])
+        import threading, time
+        def tell():
+            while len(pool().processes()) < 2:
+                time.sleep(0.05)
+            time.sleep(2)
+            print(*pool().processes(), flush=True)
+        threading.Thread(target=tell, daemon=True).start()
+        f = reflib.compile(lambda a, b: ops.product(a, b) + 5, autotune="blocking", tuning_imports=({str(OPS)!r},))
+        f(torch.randn(8, 64), torch.randn(64, 8))
+        """)
+    )
+    child = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    pids = [int(p) for p in child.stdout.readline().split()]
+    assert pids
+    start = time.monotonic()
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=30)
+    seconds = time.monotonic() - start
+    assert "KeyboardInterrupt" in errors and child.returncode != 0
+    assert seconds < 3, f"{seconds:.1f} s, the interpreter's own end included"
+    time.sleep(0.5)
+    left = [Path(f"/proc/{p}/status") for p in pids]
+    assert not [status for status in left if status.exists() and "zombie" not in status.read_text()]
