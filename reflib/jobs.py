@@ -32,6 +32,16 @@ Say = Callable[[dict[str, Any]], None]
 LOST_EXIT = 86  # how a measuring worker ends whose device context a candidate has broken
 
 
+def begin(state: State, data: Data, say: Say) -> dict[str, Any]:
+    """Start the device (data: ``device``), its library for matrix products too, before there is anything to measure."""
+    device = torch.device(data["device"])
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            x = torch.ones(16, 16, device=device)
+            (x @ x).sum().item()
+    return {}
+
+
 def compile_candidate(state: State, data: Data, say: Say) -> dict[str, Any]:
     """data: ``program`` (``ir.data.to_data``), ``options`` (fields of Options), ``targets`` (kind of device ->
     fields of its Target). Returns {kernels, reports}. Raises what a stage or a compiler raises."""

@@ -188,6 +188,15 @@ def _workers(options: Options) -> Pool:
     return workers
 
 
+def _expect_tuning(options: Options) -> None:
+    """Wake the workers, whose imports take seconds, while the graph is still being captured: if it may have choices
+    that are to be measured at once, and none are known."""
+    if options.autotune == "blocking" and options.isolate and options.target is None:
+        store = _store(options)
+        if store is None or store.empty():
+            _workers(options).wake()
+
+
 def _build_the_rest(s: Stages, target_of: TargetOf, touched: set[str]) -> None:
     """While choices are being measured: build the kernels that no choice has to do with."""
     from .choose import choose
@@ -320,8 +329,7 @@ class Backend:
         if self.options.target is None:
             for device in {t.device.type for t in inputs if isinstance(t, torch.Tensor)}:
                 begin(device)
-            if self.options.autotune == "blocking" and self.options.isolate:
-                _workers(self.options).wake()
+            _expect_tuning(self.options)
         return dynamo_graph_to_aten(module, inputs, decompositions(), self._compile)
 
     def _compile(self, graph: Graph, inputs: Sequence[Any]) -> Callable[[list], Any]:

@@ -83,6 +83,7 @@ DROP = 1.5  # after the short round, who is so many times slower than the best i
 SHORT_ROUNDS = 3
 FEWEST_ROUNDS = 5
 MOST_PAIRS = 60
+FEW = 16  # weights of less than a sixteenth of all bytes are few
 LOST = (  # what CUDA says from then on, of everything, in this process
     "illegal memory access", "misaligned address", "unspecified launch failure", "device-side assert",
     "illegal instruction", "ILLEGAL_ADDRESS", "MISALIGNED_ADDRESS", "LAUNCH_FAILED", "CUDA_ERROR_ASSERT",
@@ -610,11 +611,12 @@ def _clock(device: torch.device, graph_timing: bool) -> Clock:
 
 def _sets(bench: _Bench) -> tuple[dict[str, list[list[Any]]], str]:
     """What is timed -> argument lists to be used in turn, many if weights are to be cold; and a note if they are not
-    quite. Weights of twice the L2 cache are cold by themselves."""
+    quite. Weights of twice the L2 cache are cold by themselves. Those that are few beside the rest (a bias) stay warm:
+    whether they are hardly shows, and a thousand copies would make every sample a thousand calls."""
     specs = bench.request.inputs
     sets = {"warm": [bench.args]}
     weights = sum(s.nbytes for i, s in enumerate(specs) if s.role == "weight" and i not in bench.mutated)
-    if bench.device.type != "cuda" or not weights:
+    if bench.device.type != "cuda" or FEW * weights < sum(s.nbytes for s in specs):
         return sets, ""
     l2 = l2_bytes(bench.device)
     copies = weight_copies(weights, bench.room, l2)

@@ -47,7 +47,7 @@ PRELOAD = (
     "reflib.pipeline",
     "reflib.lower",
     "reflib.wrap",
-    "reflib.generate.compile_triton",
+    "reflib.generate.compile_triton:start_triton",
 )
 
 

@@ -17,6 +17,7 @@ NB: WAL needs one machine. A home folder that several machines share should not 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import hashlib
@@ -103,6 +104,10 @@ class Store:
             return None
         return read[0]
 
+    def empty(self) -> bool:
+        """Has nothing been decided yet?"""
+        return self._use(lambda c: c.execute("SELECT 1 FROM decisions LIMIT 1").fetchone(), None) is None
+
     def put(self, key: str, ruling: dict[str, Any], facts: dict[str, Any]) -> None:
         """Store a finished decision; whoever comes last wins. Its rows as an unfinished one go."""
         values = (_json(ruling), _json(facts))
@@ -185,6 +190,12 @@ class Store:
             elif self._connection is not None:
                 _not_ours.append(self._connection)
             self._connection = self._file = None
+
+    def __del__(self) -> None:
+        """Left to the garbage collector, the connection would be closed in any thread, perhaps while another forks:
+        the child would find SQLite's own locks taken for ever."""
+        if self._connection is not None:
+            self.close()
 
     # -- the file
     def _use(self, work: Callable[[sqlite3.Connection], T], otherwise: T, strict: bool = False) -> T:
@@ -409,11 +420,16 @@ def store() -> Store:
         return _current
 
 
+def _close_all() -> None:
+    with _lock:
+        for s in list(_stores):
+            s.close()
+
+
 def _before_fork() -> None:
     """No connection may be open, and no thread inside SQLite, when a process forks."""
     _lock.acquire()
-    for s in list(_stores):
-        s.close()
+    _close_all()
 
 
 def _after_fork_in_child() -> None:
@@ -421,6 +437,7 @@ def _after_fork_in_child() -> None:
     _lock = threading.RLock()  # the old one may have had waiters, who are not here
 
 
+atexit.register(_close_all)
 os.register_at_fork(
     before=_before_fork, after_in_parent=lambda: _lock.release(), after_in_child=_after_fork_in_child
 )  # fmt: skip

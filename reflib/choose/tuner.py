@@ -25,7 +25,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -67,6 +67,7 @@ class Asked:
     request: Request
     imports: tuple[str, ...]
     prune: Prune | None
+    long: frozenset[str]
     rows: dict[str, Candidate] = field(default_factory=dict)
     stage: dict[str, str] = field(default_factory=dict)
     reports: dict[str, list[Report] | None] = field(default_factory=dict)
@@ -93,6 +94,10 @@ class Asked:
         return min(timed)[::-1] if timed else None
 
 
+# (request, candidate, how its job ended, what it returned or why, the job)
+Ended = Callable[[Asked, str, str, dict[str, Any], Job], None]
+
+
 class Tuner:
     """Requests of one program. ``targets``: kind of device -> its Target's fields. ``events``: gets what happened.
     ``store``: keeps rows between processes (an object with ``rows`` and ``add_row``), or None."""
@@ -113,11 +118,15 @@ class Tuner:
 
     # -- the parent's side -------------------------------------------------------------------------
     def ask(
-        self, key: str, request: Request, label: str = "", imports: tuple[str, ...] = (), prune: Prune | None = None
-    ) -> Asked:
-        """Send ``request`` on its way. ``key``: of the store."""
-        asked = Asked(next(self._numbers), key, label, request, imports, prune)
+        self, key: str, request: Request, label: str = "", imports: tuple[str, ...] = (), prune: Prune | None = None,
+        long: Collection[str] = (),
+    ) -> Asked:  # fmt: skip
+        """Send ``request`` on its way. ``key``: of the store. ``long``: candidates whose kernels take the longest to
+        compile: they go first, so that nobody waits for them alone in the end."""
+        asked = Asked(next(self._numbers), key, label, request, imports, prune, frozenset(long))
         with self.changed:
+            if not any(a.device == asked.device for a in self.asked):
+                self._quietly("reflib.jobs:begin", {"device": asked.device}, asked.device)
             self.asked.append(asked)
             for row in self.store.rows(key) if self.store is not None and key else ():
                 known = Candidate(**row)
@@ -164,7 +173,8 @@ class Tuner:
         r, place = asked.request, list(asked.stage).index(name)
         options = r.options | r.patches.get(name, {})
         data = {"program": r.programs[name], "options": options, "targets": dict(self.targets)}
-        self._submit(asked, name, "compiling", COMPILE, data, "compile", place, self._compiled)
+        first = -1 if name == r.default else 0 if name in asked.long else 1
+        self._submit(asked, name, "compiling", COMPILE, data, "compile", (first, asked.number, place), self._compiled)
 
     def _compiled(self, asked: Asked, name: str, status: str, data: dict[str, Any], job: Job) -> None:
         self._note("compile", asked, name, status, data, job)
@@ -217,15 +227,14 @@ class Tuner:
             asked.session, asked.opened = "opening", asked.opened + 1
             known = [asdict(r) for r in asked.rows.values() if r.status in ("crashed", "hung")]
             data = {"id": asked.id, "request": asked.request.to_json(), "known": known}
-            self._submit(asked, default, "trying", "reflib.jobs:open", data, asked.device, 0, self._opened)
+            self._measure(asked, default, "trying", "reflib.jobs:open", data, 0, self._opened)
         elif asked.session == "open":
             for name in [n for n, s in asked.stage.items() if s == "ready"]:
                 data = {"id": asked.id, "name": name}
-                self._submit(asked, name, "trying", "reflib.jobs:try_one", data, asked.device, 1, self._tried)
+                self._measure(asked, name, "trying", "reflib.jobs:try_one", data, 1, self._tried)
             if all(s == "done" for s in asked.stage.values()):
                 asked.session, asked.raced = "racing", asked.raced + 1
-                job = "reflib.jobs:finish"
-                self._submit(asked, "", "", job, {"id": asked.id}, asked.device, 2, self._finished)
+                self._measure(asked, "", "", "reflib.jobs:finish", {"id": asked.id}, 2, self._finished)
 
     def _room(self) -> bool:
         return sum(a.session != "" and a.result is None for a in self.asked) < OPEN_AT_ONCE
@@ -286,9 +295,7 @@ class Tuner:
         reason = f"{reason}; {note}" if note else reason
         clock, reference = (result.clock, result.reference) if result is not None else ("", "")
         if result is None and asked.session in ("open", "racing"):
-            self.pool.submit(
-                Job("reflib.jobs:close", {"id": asked.id}, asked.device, lambda m: None, lambda s, d: None, 60.0, (-1,))
-            )
+            self._quietly("reflib.jobs:close", {"id": asked.id}, asked.device)
         asked.result = Result(rows, winner, reason, clock, reference, time.perf_counter() - asked.begun)
         logger("choose").info("%s: %s", asked.label, reason)
 
@@ -301,10 +308,20 @@ class Tuner:
         for job in list(asked.jobs.values()):
             self.pool.cancel(job)
 
+    def _quietly(self, what: str, data: dict[str, Any], where: str) -> None:
+        """A job whose end nobody waits for."""
+        self.pool.submit(Job(what, data, where, lambda m: None, lambda s, d: None, 60.0, (-1,)))
+
     # -- jobs --------------------------------------------------------------------------------------
+    def _measure(
+        self, asked: Asked, name: str, stage: str, what: str, data: dict[str, Any], place: int, ended: Ended
+    ) -> None:
+        """By the device's worker, earlier requests first."""
+        self._submit(asked, name, stage, what, data, asked.device, (asked.number, place), ended)
+
     def _submit(
-        self, asked: Asked, name: str, stage: str, what: str, data: dict[str, Any], where: str, place: int,
-        ended: Callable[[Asked, str, str, dict[str, Any], Job], None],
+        self, asked: Asked, name: str, stage: str, what: str, data: dict[str, Any], where: str,
+        priority: tuple[int, ...], ended: Ended,
     ) -> None:  # fmt: skip
         lost: list[str] = []
 
@@ -332,7 +349,7 @@ class Tuner:
             asked.stage[name] = stage
         limit = self.options.candidate_seconds
         data = {**data, "imports": list(asked.imports)}
-        job = Job(what, data, where, said, over, limit, (asked.number, place))
+        job = Job(what, data, where, said, over, limit, priority)
         asked.jobs[f"{name} {what}"] = job
         self.since[job] = time.perf_counter()
         self.pool.submit(job)

@@ -234,11 +234,15 @@ class Zygote:
 
 
 def preload(settings: dict) -> None:
-    """Import what workers need; what is not there, or fails, is left to the job that wants it."""
+    """Import what workers need, and call ``module:function``; what is not there, or fails, is left to the job that
+    wants it."""
     sys.path[:] = settings["path"]
     for name in settings["preload"]:
+        module, _, function = name.partition(":")
         try:
-            importlib.import_module(name)
+            found = importlib.import_module(module)
+            if function:
+                getattr(found, function)()
         except Exception:
             traceback.print_exc()
     gc.collect()

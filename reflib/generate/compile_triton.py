@@ -94,6 +94,7 @@ def start_triton() -> None:
     """What Triton does once in a process, before its first kernel: imports, and a checksum of all of itself."""
     with contextlib.suppress(ImportError):
         importlib.import_module("triton.compiler")
+        importlib.import_module("triton.backends.nvidia.compiler")
         from triton.runtime.cache import triton_key
 
         triton_key()

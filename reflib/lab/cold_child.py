@@ -62,7 +62,7 @@ def start(source: Path, job: dict[str, Any]) -> dict[str, Any]:
     sys.path.insert(0, str(source.parent))  # as a module that worker processes can import
     program = importlib.import_module(source.stem)
     compiler = way.pop("compiler")
-    if hasattr(program, "register"):
+    if compiler != "eager" and hasattr(program, "register"):
         program.register(compiler)
     f, args = program.make(device=device, dtype=here.dtype, **job["arguments"])
     with torch.no_grad():

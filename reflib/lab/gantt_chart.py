@@ -129,7 +129,7 @@ def vega_lite(events: Sequence[Event], alt: str, caption: str) -> dict[str, Any]
     bare = {"title": None, "axis": {"labels": False, "ticks": False}}
     views = [_bars(drawn, {**x, **(bare if depths else seconds)})]
     if depths:
-        views.append(_depths({**x, **seconds}))
+        views.append(_depths({**x, **seconds}, max(d["waiting"] for d in depths)))
     return {
         "$schema": SCHEMA,
         "description": alt,
@@ -210,7 +210,7 @@ def _bars(events: Sequence[Event], x: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _depths(x: dict[str, Any]) -> dict[str, Any]:
+def _depths(x: dict[str, Any], most: int) -> dict[str, Any]:
     return {
         "data": {"name": "depths"},
         "width": WIDTH,
@@ -219,7 +219,7 @@ def _depths(x: dict[str, Any]) -> dict[str, Any]:
         "encoding": {
             "x": {**x, "field": "at"},
             "y": {"field": "waiting", "type": "quantitative", "title": None,
-                  "axis": {"tickCount": 2, "labelLimit": 110, "labelExpr": "datum.value + ' waiting'"}},
+                  "axis": {"values": [0, most], "labelLimit": 110, "labelExpr": "datum.value + ' waiting'"}},
         },
     }  # fmt: skip
 

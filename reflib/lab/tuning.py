@@ -62,7 +62,7 @@ def cold_starts(
 
     `source` is Python text which defines `make(device, dtype, **arguments)`, returning a function and its arguments as
     a tuple; it is a module that reflib's measuring processes import too, so custom ops may be defined in it. It may
-    define `register(compiler)`, which is called with "reflib" or "TorchInductor" before.
+    define `register(compiler)`, which is called before, with "reflib" or "TorchInductor".
 
     A way is a dict: `compiler` is "reflib", "TorchInductor" or "eager"; `again` names an earlier way whose caches are
     used; `mode`, `config` (a dict) and `environment` (a dict) are TorchInductor's; all others are reflib's options.

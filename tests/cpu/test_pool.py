@@ -482,7 +482,7 @@ def test_modules_in_the_working_directory_mislead_nobody(
 
 def test_the_zygote_is_safe_to_fork(fresh: Callable[..., Pool]) -> None:
     """With all that workers really import. (OpenBLAS has threads until the first fork.)"""
-    there = [m for m in PRELOAD if importlib.util.find_spec(m.split(".")[0]) is not None]
+    there = [m.split(":")[0] for m in PRELOAD if importlib.util.find_spec(m.split(".")[0]) is not None]
     p = fresh(preload=PRELOAD)
     start = time.perf_counter()
     found = Watch("threads", modules=there).on(p).result()

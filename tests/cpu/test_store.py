@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -10,7 +11,7 @@ import signal
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,16 @@ def ruling(winner: str = "split", rows: int = 2) -> dict[str, Any]:
 
 
 FACTS = {"device": "cpu", "op": "aten.mm", "sizes": "x[2, 3]", "date": "2026-07-01T00:00:00+00:00"}
+
+
+@contextlib.contextmanager
+def raw(path: Path) -> Iterator[sqlite3.Connection]:
+    """A connection past the store, closed at the end (the garbage collector would do so in any thread)."""
+    c = sqlite3.connect(path, isolation_level=None)
+    try:
+        yield c
+    finally:
+        c.close()
 
 
 @pytest.fixture
@@ -70,7 +81,8 @@ def test_what_was_put_is_found_by_this_store_and_another(s: Store, folder: Path)
 
 def test_the_file_is_in_wal_mode(s: Store) -> None:
     s.put("k", ruling(), FACTS)
-    assert sqlite3.connect(s.path).execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    with raw(s.path) as c:
+        assert c.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
 def test_rows_of_an_unfinished_decision_stay_until_it_is_finished(s: Store, folder: Path) -> None:
@@ -152,7 +164,8 @@ def a_directory(path: Path) -> None:
 
 
 def other_tables(path: Path) -> None:
-    sqlite3.connect(path).executescript("DROP TABLE decisions")
+    with raw(path) as c:
+        c.execute("DROP TABLE decisions")
 
 
 @pytest.mark.parametrize("open_meanwhile", [False, True], ids=["closed", "open"])
@@ -181,14 +194,13 @@ def test_a_damaged_file_is_set_aside_and_begun_anew(
 def test_a_file_of_another_schema_is_set_aside(s: Store, folder: Path, script: str, caplog: Any) -> None:
     s.put("k", ruling(), FACTS)
     s.close()
-    with sqlite3.connect(s.path) as c:
+    with raw(s.path) as c:
         c.execute(script)
-    c.close()
     assert s.get("k") is None and "schema" in warnings(caplog)[0]
     s.put("k", ruling("new"), FACTS)
     assert s.get("k") == ruling("new") and len(damaged(folder)) >= 1
-    rescued = sqlite3.connect(folder / damaged(folder)[0])
-    assert rescued.execute("SELECT count(*) FROM decisions").fetchone() == (1,)
+    with raw(folder / damaged(folder)[0]) as c:
+        assert c.execute("SELECT count(*) FROM decisions").fetchone() == (1,), "what is in it can be looked at"
 
 
 def test_files_set_aside_are_kept_but_not_without_end(s: Store, folder: Path) -> None:
@@ -205,7 +217,7 @@ def test_a_changed_value_does_not_count(s: Store, folder: Path, change: str, cap
     """SQLite would not notice: the page is as it should be."""
     s.put("k", ruling(), FACTS)
     s.put("other", ruling(), FACTS)
-    with sqlite3.connect(s.path) as c:
+    with raw(s.path) as c:
         c.execute(f"UPDATE decisions SET {change} WHERE key = 'k'")
     assert s.get("k") is None and s.get("other") == ruling()
     assert [f for _, f in s.decisions()] == [FACTS], "it was removed"
@@ -299,12 +311,11 @@ def test_a_read_only_folder(s: Store, folder: Path, caplog: pytest.LogCaptureFix
 def test_a_process_that_holds_the_file(s: Store, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setattr(stores, "BUSY_SECONDS", 0.05)
     s.put("k", ruling(), FACTS)
-    other = sqlite3.connect(s.path, isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")
-    start = time.perf_counter()
-    check_as_if_empty(s, caplog)
-    assert time.perf_counter() - start < 1, "it waits once, not at every use"
-    other.execute("ROLLBACK")
+    with raw(s.path) as c:
+        c.execute("BEGIN IMMEDIATE")
+        start = time.perf_counter()
+        check_as_if_empty(s, caplog)
+        assert time.perf_counter() - start < 1, "it waits once, not at every use"
     monkeypatch.setattr(stores, "AGAIN_SECONDS", 0.0)
     s.put("new", ruling(), FACTS)
     assert s.get("new") == s.get("k") == ruling(), "later it is tried again"
@@ -375,7 +386,7 @@ def test_processes_that_find_damage_at_once_make_one_new_file(s: Store, folder: 
         mine.put(f"k{number}", ruling(), FACTS)
 
     barrier = FORK.Barrier(4)
-    run([FORK.Process(target=child, args=(n, barrier)) for n in range(4)])
+    run([FORK.Process(target=child, args=(n, barrier), daemon=True) for n in range(4)])
     assert [s.get(f"k{n}") for n in range(4)] == [ruling()] * 4
     assert [p for p in damaged(folder) if p[-1].isdigit()] == [f"{s.path.name}.damaged-1"]
 
@@ -387,7 +398,7 @@ def test_a_process_killed_while_it_writes(s: Store, folder: Path, caplog: pytest
             mine.put(f"k{i % 50}", ruling(f"w{i}", rows=50), FACTS)
 
     for _ in range(3):
-        c = FORK.Process(target=child)
+        c = FORK.Process(target=child, daemon=True)
         c.start()
         end = time.monotonic() + 30
         while s.get("k49") is None and time.monotonic() < end:
@@ -409,7 +420,7 @@ def test_a_fork_takes_no_connection_along(s: Store, folder: Path) -> None:
             s.put(f"child {i}", ruling(), FACTS)
             assert s.get("k") == ruling()
 
-    c = FORK.Process(target=child)
+    c = FORK.Process(target=child, daemon=True)
     c.start()
     for i in range(100):
         s.put(f"parent {i}", ruling(), FACTS)
@@ -442,7 +453,7 @@ def test_forks_while_threads_write(s: Store, caplog: pytest.LogCaptureFixture) -
     try:
         children = []
         for _ in range(10):
-            children.append(FORK.Process(target=child))
+            children.append(FORK.Process(target=child, daemon=True))
             children[-1].start()
             time.sleep(0.01)
         for c in children:
@@ -462,6 +473,17 @@ def test_a_connection_of_another_process_is_neither_used_nor_closed(s: Store) ->
     theirs, s._pid = s._connection, s._pid + 1
     assert s.get("k") == ruling() and s._connection is not theirs
     assert theirs.execute("SELECT count(*) FROM decisions").fetchone() == (1,)
+    theirs.close()
+
+
+def test_a_dropped_store_closes_its_connection(s: Store, folder: Path) -> None:
+    """Not the garbage collector, in whatever thread it runs."""
+    other = Store(folder)
+    other.put("k", ruling(), FACTS)
+    connection = other._connection
+    del other
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        connection.execute("SELECT 1")
 
 
 # -- imported tables --------------------------------------------------------------------------------
@@ -490,7 +512,7 @@ def test_imported_entries_are_found_like_those_of_a_table(s: Store, folder: Path
 
 def test_a_changed_imported_entry_does_not_count(s: Store) -> None:
     s.import_table(Table((Entry("*", "aten.mm", "[2]", "aten"),)))
-    with sqlite3.connect(s.path) as c:
+    with raw(s.path) as c:
         c.execute("UPDATE imported SET value = replace(value, 'aten', 'evil')")
     assert s.imported("cpu", "aten.mm", "[2]") is None and s.imports() == Table()
 

@@ -27,7 +27,8 @@ class Hands:
         self.closed = False
 
     def submit(self, job: Any) -> None:
-        self.jobs.append(job)
+        if not job.what.endswith(("begin", "close")):
+            self.jobs.append(job)
 
     def cancel(self, job: Any) -> None:
         self.end(job, "cancelled")
