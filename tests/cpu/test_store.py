@@ -354,9 +354,9 @@ def fail(*_: Any) -> None:
     raise AssertionError("a warning in a child")
 
 
-def put_many(folder: Path, number: int, barrier: Any, inherited: Store | None = None) -> None:
+def put_many(folder: Path, number: int, barrier: Any) -> None:
     logging.getLogger("reflib.tuning").warning = fail  # type: ignore[method-assign]
-    s = inherited or Store(folder)
+    s = Store(folder)
     barrier.wait()
     for i in range(200):
         s.put("shared", ruling(f"{number} {i}"), FACTS)
@@ -368,7 +368,7 @@ def put_many(folder: Path, number: int, barrier: Any, inherited: Store | None = 
 
 def test_eight_processes_write_at_once(folder: Path) -> None:
     barrier = FORK.Barrier(8)
-    run([FORK.Process(target=put_many, args=(folder, n, barrier)) for n in range(8)])
+    run([FORK.Process(target=put_many, args=(folder, n, barrier), daemon=True) for n in range(8)])
     s = Store(folder)
     assert s.get("shared")["winners"][0].endswith(" 199"), "the last wins"
     assert all(s.get(f"{n} {i}") == ruling(f"{n} {i}") for n in range(8) for i in range(200))
