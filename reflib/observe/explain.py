@@ -17,7 +17,7 @@ import torch
 from ..errors import ReflibError
 from ..options import Options
 from ..pipeline import Backend, Stages, run
-from ..timeline import Event, Timeline
+from ..timeline import Timeline
 from .decisions import Decisions
 
 _serial = itertools.count(1)
@@ -106,7 +106,7 @@ class Explanation:
 
     @property
     def timeline(self) -> Timeline:
-        return Timeline(e if isinstance(e, Event) else Event(*e) for e in self.stages.timeline)
+        return Timeline(self.stages.timeline)
 
     @property
     def backward(self) -> Explanation | None:
