@@ -45,6 +45,7 @@ class Stages:
     options: Options
     program: Program | None = None
     fused: Fused | None = None
+    asked: Program | None = None  # as choices are measured: the library's own epilogues are among the alternatives
     inlined: Program | None = None  # after the choices in it, if any, were decided; fused then holds the second fusion
     before: Fused | None = None  # the first fusion, with choices in it; None where there was no choice
     chosen: Program | None = None
@@ -115,11 +116,14 @@ def _fuse(s: Stages, target_of: TargetOf) -> None:
 
 def _choose(s: Stages, target_of: TargetOf) -> None:
     from .choose import Tuning
+    from .choose.activation import with_activations
 
     options = s.options
     measures = options.autotune != "off" and options.target is None
     if not measures or not _has_choices(s):
         return _decide(s, target_of, Tuning())
+    assert s.program is not None
+    s.asked = with_activations(s.program)
     store = _store(options)
     if options.autotune == "background":  # what is known already is used; the rest is measured while this runs
         tuning = Tuning(known_only=True, store=store)
@@ -151,7 +155,8 @@ def _decide(s: Stages, target_of: TargetOf, tuning: Tuning) -> None:
     if _has_choices(s):
         s.before = s.fused
         with zeros.for_a_while():  # measuring captures graphs, which end with it
-            s.inlined, s.decisions = decide(s.program, s.options, target_of, build, input_makers(), tuning)
+            program = s.asked or s.program
+            s.inlined, s.decisions = decide(program, s.options, target_of, build, input_makers(), tuning)
         _verify(s, s.inlined)
         s.fused = fuse(s.inlined, s.options, target_of(_main_device(s.inlined)))
         _verify(s, s.fused.program)
@@ -222,7 +227,7 @@ def _tuned(s: Stages, target_of: TargetOf, background: Background) -> Stages:
     """The same graph once more, with its choices measured while ``s`` runs."""
     from .choose import Tuning
 
-    again = Stages(s.graph, s.options.but(isolate=True), s.program, s.before, timeline=s.timeline)
+    again = Stages(s.graph, s.options.but(isolate=True), s.program, s.before, timeline=s.timeline, asked=s.asked)
     start = time.perf_counter()
     store = _store(s.options)
     background.tuner = _tuner(again, target_of, store)

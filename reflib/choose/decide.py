@@ -37,6 +37,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ..errors import ReflibError
 from ..fuse import fuse
@@ -60,9 +61,9 @@ from ..logs import get as logger
 from ..options import Options
 from ..target import Target
 from . import known
-from .activation import with_activations
 from .decision import Candidate, Decision
-from .isolation import Isolated, isolated
+from .inputs import fingerprint
+from .isolation import Isolated, isolated, one_value
 from .lock import device_lock
 from .matmul import APART, apart, problem, static_tiling, tilings
 from .measure import measure, request
@@ -130,7 +131,6 @@ def decide(
     work = _Work(options, target_of, build, makers, tuning or Tuning())
     measures = options.autotune != "off" and options.target is None
     if measures:
-        program = with_activations(program)
         _begin_all(program, work)
     elif options.autotune != "off":
         say_once("with target= nothing runs, so nothing is measured: choices go by the static rule")
@@ -159,14 +159,17 @@ def _decide_statically(program: Program, choice: Choice, target: Target, options
 def _static_winner(program: Program, choice: Choice, target: Target, options: Options) -> tuple[Alternative, str]:
     for a in choice.alternatives:
         t = _open_template(a)
-        tiling = static_tiling(t, _has_epilogue(program, choice), target, options) if t is not None else None
+        tiling = static_tiling(t, _has_epilogue(program, choice, a), target, options) if t is not None else None
         if tiling is not None and not a.guards:
             return with_tiling(a, tiling), "at this size one launch is worth more than the library's kernel"
     return choice.alternatives[0], "the default"
 
 
-def _has_epilogue(program: Program, choice: Choice) -> bool:
-    """Does an elementwise kernel, and nothing but such, read the result?"""
+def _has_epilogue(program: Program, choice: Choice, a: Alternative) -> bool:
+    """Does an elementwise kernel, and nothing but such, read the result? (Or one is in the alternative itself, of a
+    choice that includes its activation.)"""
+    if any(isinstance(n, Loops) and not n.reduced for n in a.nodes[1:]):
+        return True
     readers = [n for n in program.nodes if set(choice.outputs) & set(n.reads())]
     return bool(readers) and all(isinstance(n, Loops) and not n.reduced for n in readers)
 
@@ -227,8 +230,7 @@ def _question(
 ) -> tuple[Region, list[Alternative], list[Range], str]:
     """What there is to decide, and a text that is equal for equal questions."""
     region = cut(program, choice, work.options, target)
-    epilogue = work.tuning.tuner is not None and target.is_gpu and _has_epilogue(region.program, choice)
-    candidates = _expand(choice, target, work.options, epilogue)
+    candidates = _expand(region, target, work)
     return region, candidates, ranges_of(choice), _key(region, candidates, work.options)
 
 
@@ -287,20 +289,22 @@ def _rule(region: Region, candidates: list[Alternative], ranges: list[Range], ke
     return ruling
 
 
-def _expand(choice: Choice, target: Target, options: Options, epilogue: bool) -> list[Alternative]:
-    """The alternatives, a Template once for each tiling; the best two of each kind also with their ``epilogue`` in
-    kernels of its own, for those where what the compiler says leaves open which is faster."""
+def _expand(region: Region, target: Target, work: _Work) -> list[Alternative]:
+    """The alternatives, a Template once for each tiling; the best two of each kind also with their epilogue in kernels
+    of its own, for those where what the compiler says leaves open which is faster."""
+    pruned_first = work.options.isolate or work.options.autotune == "background"  # else both would always be measured
     out: list[Alternative] = []
-    for a in choice.alternatives:
+    for a in region.choice.alternatives:
         t = _open_template(a)
         if t is None:
             out.append(a)
             continue
+        both = pruned_first and target.is_gpu and _has_epilogue(region.program, region.choice, a)
         seen: dict[str, int] = {}
-        for tiling in tilings(t, target, options):
+        for tiling in tilings(t, target, work.options):
             out.append(with_tiling(a, tiling))
             seen[tiling.kind] = seen.get(tiling.kind, 0) + 1
-            if epilogue and seen[tiling.kind] <= 2 and tiling.kind != "split":
+            if both and seen[tiling.kind] <= 2 and tiling.kind != "split":
                 out.append(apart(out[-1]))
     return out
 
@@ -354,7 +358,7 @@ def _ask(region: Region, candidates: list[Alternative], point: dict[str, int], k
     try:
         asked = request(
             programs, default, candidates[0].name, sizes=point, weights=region.program.weights, makers=made_by,
-            options=work.options.but(autotune="off"),
+            options=work.options.but(autotune="off", lookup_table=None),
             patches={a.name: dict(a.patches) for a in candidates if a.patches and a.name not in gone},
             min_speedup=choice.min_speedup, graph_timing=choice.graph_timing, paired=tuning.background,
         )  # fmt: skip
@@ -515,7 +519,8 @@ def _key(region: Region, candidates: list[Alternative], options: Options) -> str
     origins left out. Empty where an operator has no name."""
     try:
         code = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in NOT_IN_KERNELS}
-        data = json.dumps([_anonymous(to_data(region.program)), [encode(c.name) for c in candidates], code])
+        values = [_value(t) for t in region.constants.values()]
+        data = json.dumps([_anonymous(to_data(region.program)), [encode(c.name) for c in candidates], code, values])
     except ReflibError:
         return ""
     names = {*region.program.buffers, *(n.name for n in region.program.nodes)}
@@ -528,6 +533,17 @@ def _key(region: Region, candidates: list[Alternative], options: Options) -> str
         return f'"#{seen.setdefault(word, str(len(seen)))}"' if word in names else m.group(0)
 
     return re.sub(r'"([^"\\]*)"', short, data)
+
+
+def _value(t: Any) -> Any:
+    """What a candidate may rely on: a constant that is one value everywhere, and the values of an index."""
+    if not isinstance(t, torch.Tensor):
+        return None
+    fill = one_value(t)
+    if fill is not None or t.dtype.is_floating_point or t.dtype.is_complex:
+        return fill
+    with unset_fake_temporarily():
+        return fingerprint(t)
 
 
 def _anonymous(data: Any) -> Any:

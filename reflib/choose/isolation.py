@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ..options import Options
 from .request import Request
@@ -62,9 +63,10 @@ def one_value(t: torch.Tensor) -> float | None:
     """What all elements of a real tensor are, if they are all the same."""
     if not 0 < t.numel() <= LARGEST or t.dtype.is_complex or t.device.type == "meta":
         return None
-    first = t.detach().flatten()[0]
-    value = first.item()
-    return float(value) if bool((t == first).all()) and float(value) == value else None
+    with unset_fake_temporarily():  # compiling goes on under a fake mode
+        first = t.detach().flatten()[0]
+        value = float(first.item())
+        return value if bool((t == first).all()) else None  # (NaN is never equal)
 
 
 def ops_in(data: Any) -> Iterator[str]:
