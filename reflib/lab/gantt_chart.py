@@ -123,13 +123,14 @@ def vega_lite(events: Sequence[Event], alt: str, caption: str) -> dict[str, Any]
     """The specification: bars over the depth of the queue, on one axis that can be zoomed."""
     begin, whole = first_start(events), _whole(events) * 1e3
     drawn = [e for e in events if e.kind != "queue"]
-    depths = [{"at": _ms(moment - begin), "waiting": depth} for moment, depth in waiting(events)]
+    steps = waiting(events)
+    depths = [{"at": _ms(moment - begin), "waiting": depth} for moment, depth in steps]
     x = {"type": "quantitative", "scale": {"domain": [0, _round(whole)], "nice": False}}
     seconds = {"title": "s since the first event", "axis": {"labelExpr": "format(datum.value / 1000, '~g')"}}
     bare = {"title": None, "axis": {"labels": False, "ticks": False}}
     views = [_bars(drawn, {**x, **(bare if depths else seconds)})]
     if depths:
-        views.append(_depths({**x, **seconds}, max(d["waiting"] for d in depths)))
+        views.append(_depths({**x, **seconds}, max(depth for _, depth in steps)))
     return {
         "$schema": SCHEMA,
         "description": alt,
