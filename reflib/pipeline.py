@@ -81,9 +81,9 @@ def run(graph: Graph, options: Options, until: str = "wrap") -> Stages:
     return s
 
 
-def _record(s: Stages, stage: str, start: float) -> None:
+def _record(s: Stages, stage: str, start: float, track: str = "main") -> None:
     seconds = time.perf_counter() - start
-    s.timeline.append(Event(stage, start, seconds))
+    s.timeline.append(Event(stage, start, seconds, track=track))
     logger("compile").info("%s: %s took %.1f ms", s.graph.name, stage, seconds * 1e3)
 
 
@@ -220,7 +220,7 @@ def _build_the_rest(s: Stages, target_of: TargetOf, touched: set[str]) -> None:
     chosen, _ = choose(free, s.options, target_of)
     s.names = {writes_of(r.arms[0].parts): r.name for r in regions(chosen.nodes)}
     s.built = dict(start_building(chosen, generate(chosen, target_of), s.options))
-    s.timeline.append(Event("kernels without a choice", start, time.perf_counter() - start))
+    s.timeline.append(Event("kernels without a choice", start, time.perf_counter() - start, "compile"))
 
 
 def _tuned(s: Stages, target_of: TargetOf, background: Background) -> Stages:
@@ -232,11 +232,11 @@ def _tuned(s: Stages, target_of: TargetOf, background: Background) -> Stages:
     store = _store(s.options)
     background.tuner = _tuner(again, target_of, store)
     _decide(again, target_of, Tuning(background.tuner, background=True, store=store))
-    _record(again, "choose", start)
+    _record(again, "choose", start, "background")
     for stage in ("plan", "generate", "wrap"):
         start = time.perf_counter()
         _STAGE[stage](again, target_of)
-        _record(again, stage, start)
+        _record(again, stage, start, "background")
     return again
 
 

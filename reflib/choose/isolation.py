@@ -7,11 +7,11 @@ names a file that registers it (``Options.tuning_imports``).
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +98,20 @@ def home_of(op: str) -> str | None:
 
 @cache
 def _importable(module: str) -> bool:
+    """Would ``import module`` find, in another process, the file that it is here? (What was loaded by its path alone
+    has a spec as well, but is not found by its name.)"""
     loaded = sys.modules.get(module)
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError, AttributeError):
-        return False
     here = getattr(loaded, "__file__", None)
-    return spec is not None and (here is None or spec.origin is None or Path(spec.origin) == Path(here))
+    try:
+        spec = PathFinder.find_spec(module.partition(".")[0])
+    except (ImportError, ValueError):
+        return False
+    if spec is None or here is None:
+        return spec is not None
+    if "." not in module:
+        return spec.origin is not None and Path(spec.origin) == Path(here)
+    folders = spec.submodule_search_locations or ()
+    return any(Path(here).is_relative_to(folder) for folder in folders)
 
 
 def _library_of(space: str) -> str | None:

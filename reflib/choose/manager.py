@@ -489,6 +489,7 @@ def ending(status: int | None, output: str) -> str:
         how = f"{name[0].lower()}{name[1:]} (signal {-status})"
     own, _, dump = output.partition("Fatal Python error: ")  # faulthandler's
     words = [line.strip() for line in own.splitlines() if line.strip()]
+    dump = dump.partition("Current thread")[2] or dump  # other threads come before it, or after
     frames = [line.strip() for line in dump.splitlines() if line.startswith('  File "')]
     return "; ".join([how, *(f"in {f}" for f in frames[:1]), *words[-1:]])
 

@@ -42,6 +42,8 @@ from .request import Request, Result
 from .winner import decide
 
 OPEN_AT_ONCE = 3
+OPENING = 20.0  # seconds for inputs and the reference, beside the default's own
+STARTING = 0.05
 COMPILE = "reflib.jobs:compile_candidate"
 ATTEMPTS = 3  # of a race that a crash interrupts
 KEPT = ("crashed", "hung", "wrong", "pruned")  # what an earlier process found out and need not be tried again
@@ -111,7 +113,7 @@ class Tuner:
         self.asked: list[Asked] = []
         self.since: dict[Job, float] = {}  # when it was submitted
         self.dropped: set[Job] = set()  # cancelled here
-        self.stopped = False
+        self.stopped = self.heard = False
         self.changed = threading.Condition(threading.RLock())
         self.begun = time.perf_counter()
         self.deadline = time.monotonic() + options.tuning_seconds
@@ -347,7 +349,7 @@ class Tuner:
 
         if stage:
             asked.stage[name] = stage
-        limit = self.options.candidate_seconds
+        limit = self.options.candidate_seconds + (OPENING if what.endswith(":open") else 0.0)
         data = {**data, "imports": list(asked.imports)}
         job = Job(what, data, where, said, over, limit, priority)
         asked.jobs[f"{name} {what}"] = job
@@ -364,6 +366,10 @@ class Tuner:
         now = time.perf_counter()
         since = self.since.pop(job, now)
         began = job.started or now
+        if not self.heard:  # until then processes were started, if there were none
+            self.heard = True
+            if began - self.begun > STARTING:
+                self.events.append(Event("worker processes", self.begun, began - self.begun, "start", "workers"))
         shown = data.get("row", {}).get("status", "ok" if status == "done" else status)
         if began - since > 1e-3:
             self.events.append(Event(name, since, began - since, "queue", job.track or job.where, asked.label))
