@@ -277,7 +277,7 @@ def _rule(region: Region, candidates: list[Alternative], ranges: list[Range], ke
             work.begun[key] = [[_ask(region, candidates, point, "", work) for point in r.points] for r in ranges]
     start = time.perf_counter()
     asked = work.begun.pop(key)
-    found = [_measured_range(region, candidates, r, points, work) for r, points in zip(ranges, asked)]
+    found = [_measure_range(region, candidates, r, points, work) for r, points in zip(ranges, asked)]
     reasons = [f"{r.label}: {reason}" if r.label else reason for r, (_, _, reason) in zip(ranges, found)]
     rows = tuple(row for _, more, _ in found for row in more)
     ruling = _Ruling(tuple(winner for winner, _, _ in found), rows, "; ".join(reasons))
@@ -324,7 +324,7 @@ class _Point:
     row_key: str = ""  # of the store, for rows of a question that is not answered yet
 
 
-def _measured_range(
+def _measure_range(
     region: Region, candidates: list[Alternative], r: Range, points: list[_Point], work: _Work
 ) -> tuple[str, list[Candidate], str]:
     """(name of the winner, rows, reason). With several points: the best geometric mean among those right at all."""

@@ -154,7 +154,10 @@ def _compile(kernel: Kernel, target: Target, key: str) -> Binary:
     options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages}
     try:
         with _private_settings():
-            compiled = triton.compile(source, target=where, options=options)
+            try:
+                compiled = triton.compile(source, target=where, options=options)
+            except SystemError:  # Python 3.11's parser loses count when several threads parse: gh-106905
+                compiled = triton.compile(source, target=where, options=options)
     except Exception as e:
         text = (
             f"Triton refused kernel {kernel.name} for {target.arch}: {type(e).__name__}: {e}\n{kernel.source}"
