@@ -16,6 +16,7 @@ has been measured when the program ends is in the store of decisions, and used b
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from .choose import Tuner
 
 everything: WeakSet[Background] = WeakSet()
+_registering = threading.Lock()
 # What ``reflib.compile`` returned -> the tunings of its graphs.
 of_compiled: WeakKeyDictionary[Any, list[Background]] = WeakKeyDictionary()
 
@@ -50,7 +52,8 @@ class Background:
         self.old: list[Any] = []  # callables that were swapped out: captured graphs may run their kernels
         self._lock, self._thread = threading.Lock(), None  # type: tuple[threading.Lock, threading.Thread | None]
         self.ended = threading.Event()
-        everything.add(self)
+        with _registering:
+            everything.add(self)
 
     def start(self) -> None:
         """Once; later calls do nothing."""
@@ -195,7 +198,22 @@ def _tunings(compiled: Any) -> list[Background]:
     if compiled is not None:
         with contextlib.suppress(TypeError):  # what has no weak references was not made by reflib.compile
             found = of_compiled.get(compiled)
-    return list(everything if found is None else found)
+    with _registering:
+        return list(everything if found is None else found)
+
+
+def _after_fork() -> None:
+    """In a forked child there is no thread that tunes: whoever calls or waits there starts another."""
+    global _registering
+    _registering = threading.Lock()
+    for b in list(everything):
+        b._lock = threading.Lock()
+        if b.state in ("waiting", "running"):
+            b.state, b._thread, b.ended, b.tuner = "waiting", None, threading.Event(), None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ lives in its ``state`` between them, by its id; a worker that was replaced has n
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -71,19 +72,23 @@ def compile_candidate(state: State, data: Data, say: Say) -> dict[str, Any]:
 
 
 def open(state: State, data: Data, say: Say) -> dict[str, Any]:
-    """data: ``id``, ``request`` (``Request.to_json``), ``known`` (rows of those that are not to run). Makes inputs
-    and the reference, tries the default: {row}."""
+    """data: ``id``, ``request`` (``Request.to_json``), ``switches`` (``choose.switches.read``), ``known`` (rows of
+    those that are not to run). Makes inputs and the reference, tries the default: {row}."""
     from .pipeline import build
     from .wrap.runtime import zeros
 
     keep = ExitStack()
     keep.enter_context(zeros.for_a_while())  # the words of the graphs that measuring captures
     session = Session(Request.from_json(data["request"]), build)
+    session.pulse = _pulse(say)
     for row in data.get("known", ()):
         session.given(Candidate(**row))
-    state.setdefault("sessions", {})[data["id"]] = session, keep
-    row = _guarded(session, say, session.open)
-    return {"row": asdict(row)}
+    state.setdefault("sessions", {})[data["id"]] = session, keep, dict(data["switches"])
+    try:
+        return {"row": asdict(_guarded(session, data, state, say, session.open))}
+    except BaseException:
+        close(state, data, say)
+        raise
 
 
 def try_one(state: State, data: Data, say: Say) -> dict[str, Any]:
@@ -94,7 +99,7 @@ def try_one(state: State, data: Data, say: Say) -> dict[str, Any]:
         return {"gone": True}
     if "program" in data:
         session.add(data["name"], data["program"], data.get("patches"))
-    row = _guarded(session, say, lambda: session.try_one(data["name"]))
+    row = _guarded(session, data, state, say, lambda: session.try_one(data["name"]))
     return {"row": asdict(row)}
 
 
@@ -103,14 +108,15 @@ def finish(state: State, data: Data, say: Say) -> dict[str, Any]:
     session = _session(state, data)
     if session is None:
         return {"gone": True}
-    result = _guarded(session, say, session.finish)
-    close(state, data, say)
-    return {"result": result.to_json()}
+    try:
+        return {"result": _guarded(session, data, state, say, session.finish).to_json()}
+    finally:
+        close(state, data, say)
 
 
 def close(state: State, data: Data, say: Say) -> dict[str, Any]:
     """Give up a session's memory, on the device too."""
-    session, keep = state.get("sessions", {}).pop(data["id"], (None, None))
+    session, keep, _ = state.get("sessions", {}).pop(data["id"], (None, None, None))
     if session is not None:
         session.close()
         keep.close()
@@ -120,13 +126,29 @@ def close(state: State, data: Data, say: Say) -> dict[str, Any]:
 
 
 def _session(state: State, data: Data) -> Session | None:
-    return state.get("sessions", {}).get(data["id"], (None, None))[0]
+    return state.get("sessions", {}).get(data["id"], (None,))[0]
 
 
-def _guarded(session: Session, say: Say, work: Callable[[], Any]) -> Any:
-    """Alone on the device while anything is timed. A lost device ends this process: nothing runs in it any more."""
+def _pulse(say: Say) -> Callable[[], None]:
+    """Says that work goes on, once a second at most: a long race is no hang."""
+    last = time.monotonic()
+
+    def pulse() -> None:
+        nonlocal last
+        if time.monotonic() - last > 1:
+            last = time.monotonic()
+            say({"kind": "alive"})
+
+    return pulse
+
+
+def _guarded(session: Session, data: Data, state: State, say: Say, work: Callable[[], Any]) -> Any:
+    """Alone on the device while anything is timed, with torch's switches as they are where it was asked. A lost device
+    ends this process: nothing runs in it any more."""
+    from .choose import switches
     from .choose.lock import device_lock
 
+    switches.write(state["sessions"][data["id"]][2])
     try:
         with device_lock(str(session.device), say):
             return work()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +136,11 @@ def _choose(s: Stages, target_of: TargetOf) -> None:
         def meanwhile(touched: set[str]) -> None:
             _build_the_rest(s, target_of, touched)
 
-        _decide(s, target_of, Tuning(tuner, store=store, meanwhile=meanwhile))
+        try:
+            _decide(s, target_of, Tuning(tuner, store=store, meanwhile=meanwhile))
+        finally:
+            if tuner is not None:
+                tuner.close()
 
 
 def _has_choices(s: Stages) -> bool:
@@ -154,7 +159,9 @@ def _decide(s: Stages, target_of: TargetOf, tuning: Tuning) -> None:
     assert s.program is not None and s.fused is not None
     if _has_choices(s):
         s.before = s.fused
-        with zeros.for_a_while():  # measuring captures graphs, which end with it
+        # Measuring here captures graphs, which end with it. (In the background nothing is measured here, and graphs
+        # that are captured meanwhile are the user's.)
+        with nullcontext() if tuning.background else zeros.for_a_while():
             program = s.asked or s.program
             s.inlined, s.decisions = decide(program, s.options, target_of, build, input_makers(), tuning)
         _verify(s, s.inlined)
@@ -231,7 +238,11 @@ def _tuned(s: Stages, target_of: TargetOf, background: Background) -> Stages:
     start = time.perf_counter()
     store = _store(s.options)
     background.tuner = _tuner(again, target_of, store)
-    _decide(again, target_of, Tuning(background.tuner, background=True, store=store))
+    assert background.tuner is not None
+    try:
+        _decide(again, target_of, Tuning(background.tuner, background=True, store=store))
+    finally:
+        background.tuner.close()
     _record(again, "choose", start, "background")
     for stage in ("plan", "generate", "wrap"):
         start = time.perf_counter()

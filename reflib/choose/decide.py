@@ -37,7 +37,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ..errors import ReflibError
 from ..fuse import fuse
@@ -62,8 +61,7 @@ from ..options import Options
 from ..target import Target
 from . import known
 from .decision import Candidate, Decision
-from .inputs import fingerprint
-from .isolation import Isolated, isolated, one_value
+from .isolation import Isolated, body_of, index_values, isolated, one_value, ops_in, source_of
 from .lock import device_lock
 from .matmul import APART, apart, problem, static_tiling, tilings
 from .measure import measure, request
@@ -206,6 +204,9 @@ class _Found:
 def _decide_by_measuring(program: Program, choice: Choice, target: Target, work: _Work) -> tuple[Program, Decision]:
     region, candidates, ranges, key = _question(program, choice, target, work)
     before = work.known.get(key) if key else None
+    if before is None and key and work.tuning.known_only:  # a region that an earlier winner changed
+        _begin(region, candidates, ranges, key, work)
+        before = work.known.get(key)
     if before is None and work.tuning.known_only:
         work.tuning.left = True
         return _decide_statically(program, choice, target, work.options)
@@ -231,7 +232,7 @@ def _question(
     """What there is to decide, and a text that is equal for equal questions."""
     region = cut(program, choice, work.options, target)
     candidates = _expand(region, target, work)
-    return region, candidates, ranges_of(choice), _key(region, candidates, work.options)
+    return region, candidates, ranges_of(choice), _key(region, candidates, work.options, work.makers)
 
 
 def _begin_all(program: Program, work: _Work) -> None:
@@ -281,7 +282,8 @@ def _rule(region: Region, candidates: list[Alternative], ranges: list[Range], ke
     reasons = [f"{r.label}: {reason}" if r.label else reason for r, (_, _, reason) in zip(ranges, found)]
     rows = tuple(row for _, more, _ in found for row in more)
     ruling = _Ruling(tuple(winner for winner, _, _ in found), rows, "; ".join(reasons))
-    if key and work.tuning.store is not None and any(r.time_us for r in rows):
+    complete = all(point.complete for points in asked for point in points)
+    if key and complete and work.tuning.store is not None and any(r.time_us for r in rows):
         about = _about(region, key)
         known.keep(about, ruling.winners, ruling.rows, ruling.reason, time.perf_counter() - start, work.tuning.store)
         for point in (p for points in asked for p in points):
@@ -321,6 +323,7 @@ class _Point:
     makers: dict[str, Any] = field(default_factory=dict)
     found: _Found | None = None
     why_here: str = ""
+    complete: bool = True  # what was found is all that can be
     row_key: str = ""  # of the store, for rows of a question that is not answered yet
 
 
@@ -410,9 +413,10 @@ def _pruning(region: Region, candidates: list[Alternative], request: Request, wo
         why = pruned(mine, target, kind, (problem(t), t.tiling), best, cold)
         if why or not t.closed:
             return why
-        fused = reports.get(name.removesuffix(APART), [])
-        if not fused:  # not compiled yet; or it cannot be
-            return None if fused is not None else ""
+        whole = name.removesuffix(APART)
+        fused = reports.get(whole)
+        if not fused:  # not compiled yet; or it cannot be, or has no kernel
+            return "" if whole in reports else None
         saved = 2 * t.dtype.itemsize * math.prod(problem(t).sizes[:3])
         if not mine and (fused[0].spills or "registers" in fused[0].limit):
             return ""  # compile it, and compare
@@ -430,10 +434,12 @@ def _answer(point: _Point, work: _Work) -> _Found:
         assert work.tuning.tuner is not None
         result = work.tuning.tuner.wait(point.asked)
         if not point.asked.unknown_op:
+            point.complete = result.complete
             return _Found((*result.rows, *point.left_out), result.winner, result.reason)
         point.why_here = point.asked.unknown_op
     assert point.request is not None
     if work.tuning.background:
+        point.complete = False
         why = f"{point.why_here}; nothing is measured in this process while the program runs"
         rows = tuple(Candidate(name, "skipped", why=why) for name in point.request.programs)
         return _Found((*rows, *point.left_out), point.default, f"{point.default} stays: {why}")
@@ -441,6 +447,7 @@ def _answer(point: _Point, work: _Work) -> _Found:
     with device_lock(device):
         result = measure(point.request, work.build, point.makers)
     rows = result.rows
+    point.complete = not any(r.status == "skipped" for r in rows)
     if point.why_here:
         note = f"not isolated: {point.why_here}"
         rows = tuple(replace(r, why="; ".join(filter(None, (r.why, note)))) for r in rows)
@@ -514,13 +521,21 @@ def _arm_nodes(
 
 
 # -- recognising equal regions ---------------------------------------------------------------------
-def _key(region: Region, candidates: list[Alternative], options: Options) -> str:
+def _key(
+    region: Region, candidates: list[Alternative], options: Options, makers: Mapping[str, Callable[..., Any]]
+) -> str:
     """A text equal for regions that do the same to other tensors: names are replaced by their order of appearance,
-    origins left out. Empty where an operator has no name."""
+    origins left out. What ops of the user's compute, and what makes inputs, is in it as source. Empty where an operator
+    has no name, or its source cannot be known: such a decision is not kept."""
     try:
         code = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in NOT_IN_KERNELS}
         values = [_value(t) for t in region.constants.values()]
-        data = json.dumps([_anonymous(to_data(region.program)), [encode(c.name) for c in candidates], code, values])
+        program = to_data(region.program)
+        bodies = [body_of(op) for op in sorted(set(ops_in(program["nodes"])))]
+        bodies += [source_of(makers.get(k)) for _, k in region.choice.inputs_from]
+        if None in bodies:
+            return ""
+        data = json.dumps([_anonymous(program), [encode(c.name) for c in candidates], code, values, bodies])
     except ReflibError:
         return ""
     names = {*region.program.buffers, *(n.name for n in region.program.nodes)}
@@ -542,8 +557,7 @@ def _value(t: Any) -> Any:
     fill = one_value(t)
     if fill is not None or t.dtype.is_floating_point or t.dtype.is_complex:
         return fill
-    with unset_fake_temporarily():
-        return fingerprint(t)
+    return index_values(t)
 
 
 def _anonymous(data: Any) -> Any:

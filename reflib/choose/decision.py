@@ -19,6 +19,7 @@ class Candidate:
     warm_us, cold_us: microseconds a call with everything in L2, and with the weights out of it.
     spread: relative; differences inside it mean nothing.   error: relative to a float32 or float64 reference.
     where: sizes it was measured at, where there are several.
+    dropped: out after a short round; its time is of another moment than the others', and cannot win.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Candidate:
     error: float | None = None
     why: str = ""
     where: str = ""
+    dropped: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,10 @@ names a file that registers it (``Options.tuning_imports``).
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import inspect
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +21,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..options import Options
 from .request import Request
@@ -59,8 +64,28 @@ def isolated(request: Request, constants: Mapping[str, Any], options: Options) -
     return Isolated(replace(request, inputs=tuple(specs)), tuple(imports))
 
 
+# Constants that were looked at: reading one waits for its device, which only the thread that compiles may do (another
+# thread's read would break a graph that the user is capturing).
+_fills: Any = WeakTensorKeyDictionary()
+_indices: Any = WeakTensorKeyDictionary()
+
+
 def one_value(t: torch.Tensor) -> float | None:
-    """What all elements of a real tensor are, if they are all the same."""
+    """What all elements of a real tensor are, if they are all the same. Looked at once."""
+    if t not in _fills:
+        _fills[t] = _one_value(t)
+    return _fills[t]
+
+
+def index_values(t: torch.Tensor) -> str:
+    """A digest of an integer tensor's elements. Made once."""
+    if t not in _indices:
+        with unset_fake_temporarily():
+            _indices[t] = hashlib.sha256(t.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
+    return _indices[t]
+
+
+def _one_value(t: torch.Tensor) -> float | None:
     if not 0 < t.numel() <= LARGEST or t.dtype.is_complex or t.device.type == "meta":
         return None
     with unset_fake_temporarily():  # compiling goes on under a fake mode
@@ -79,6 +104,38 @@ def ops_in(data: Any) -> Iterator[str]:
     elif isinstance(data, list):
         for v in data:
             yield from ops_in(v)
+
+
+def body_of(op: str) -> str | None:
+    """What tells one version of an op from another: its function's source, the file it is in; of an op from C++ the
+    library's file. None if that cannot be known."""
+    from torch._library.custom_ops import OPDEFS
+
+    space, _, rest = op.replace("::", ".").partition(".")
+    found = OPDEFS.get(f"{space}::{rest.split('.')[0]}")
+    if found is not None:
+        return source_of(found._init_fn)
+    library = getattr(sys.modules.get(space), "__file__", None)
+    if library is None:
+        return None
+    stat = os.stat(library)
+    return f"{library} {stat.st_size} {stat.st_mtime_ns}"
+
+
+def source_of(fn: Any) -> str | None:
+    """A digest of a function's text and, if there is one, of the whole file it is in (what it calls may be there)."""
+    if fn is None:
+        return ""
+    try:
+        text = inspect.getsource(fn)
+        file = inspect.getsourcefile(fn)
+    except (OSError, TypeError):
+        return None
+    with contextlib.suppress(OSError):
+        text += Path(file or "").read_text()
+    cells = [c.cell_contents for c in getattr(fn, "__closure__", None) or ()]
+    held = [source_of(x) if callable(x) else repr(x) for x in cells]
+    return hashlib.sha256(repr((text, held)).encode()).hexdigest()
 
 
 def home_of(op: str) -> str | None:

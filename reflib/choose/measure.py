@@ -107,6 +107,7 @@ class _Entry:
     warm: Samples | None = None
     cold: Samples | None = None
     tried: bool = False
+    dropped: bool = False
 
     @property
     def time(self) -> Samples | None:
@@ -121,7 +122,7 @@ class _Entry:
     def row(self) -> Candidate:
         t, warm, cold = (None if s is None else s.median * 1e6 for s in (self.time, self.warm, self.cold))
         spread = None if self.time is None else self.time.spread
-        return Candidate(self.name, self.status, t, warm, cold, spread, self.error, self.why)
+        return Candidate(self.name, self.status, t, warm, cold, spread, self.error, self.why, dropped=self.dropped)
 
 
 @dataclass
@@ -137,6 +138,7 @@ class _Bench:
     room: int
     deadline: float
     make: Callable[[], list[Any]]
+    pulse: Callable[[], None] = lambda: None  # called before every sample: this process is alive
     own: list[correct.Error] | None = None  # the default's errors
     marks: dict[int, int] | None = None  # fingerprints of the inputs that are only read
 
@@ -208,6 +210,7 @@ class Session:
         self.samplers: dict[tuple[str, str], Sampler] = {}
         self.judged: tuple[correct.Reference | None, list[Any] | None] = (None, None)
         self.note, self.why, self.spent = "", "", 0.0
+        self.pulse: Callable[[], None] = lambda: None
 
     def prepare(self, name: str) -> None:
         """Begin to build a candidate, so that its kernels compile while others are looked at."""
@@ -237,6 +240,7 @@ class Session:
                 self.bench, self.why = (None, made) if isinstance(made, str) else (made, "")
             if self.bench is None:
                 return self._row(default)
+            self.bench.pulse = self.pulse
             marks = _marks(self.bench)
             theirs = _results(self.bench, default, marks)
             ref = _reference(self.bench, self.entries[self.request.reference].program, theirs and theirs[0])
@@ -279,6 +283,7 @@ class Session:
                 best = self._best()
                 for e in self.entries.values():
                     if e.time is not None and not self._near(e, best):
+                        e.dropped = True
                         e.say(f"out after a short round: {e.time.median / best:.1f}x the best's time")
                 if self.request.paired:
                     self._race_pairs(deadline)
@@ -662,6 +667,7 @@ def _guarded(bench: _Bench, entry: _Entry, sampler: Sampler) -> Sampler:
         if entry.status != "ok":
             return math.inf
         try:
+            bench.pulse()
             bench.restore()
             return sampler()
         except Exception as e:

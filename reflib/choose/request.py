@@ -69,7 +69,7 @@ class Request:
 class Result:
     """``rows``: in the request's order; status ``ok``, ``wrong``, ``error`` (it raised) or ``skipped``. ``clock``:
     graph, events or wall. ``reference``: float64, float32 or default (whose results stood for it). ``seconds``: how
-    long measuring took."""
+    long measuring took. ``complete``: no limit cut it short; another run would find nothing else."""
 
     rows: tuple[Candidate, ...]
     winner: str
@@ -77,6 +77,7 @@ class Result:
     clock: str = ""
     reference: str = ""
     seconds: float = 0.0
+    complete: bool = True
 
     def row(self, name: str) -> Candidate:
         return next(r for r in self.rows if r.name == name)

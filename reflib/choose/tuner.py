@@ -12,7 +12,8 @@ What goes wrong stays with the candidate. One that crashes its worker or does no
 ``hung``), the measurement is opened again in a new worker without it, and those near the best are tried again there.
 A default that crashes is no different, but for the reference: if that cannot be computed either, the request ends
 with its default. Rows are kept in the store as they come, so a program that ends early has lost nothing: the next one
-begins where it stopped.
+finds its kernels compiled, does not run again what crashed, hung or was wrong, nor what was far from the best, and
+races the others.
 
 Memory on the device: at most OPEN_AT_ONCE measurements hold inputs at a time, each within ``Limits.memory``.
 
@@ -23,8 +24,11 @@ candidates before lowering goes on; here nobody waits until all requests are out
 from __future__ import annotations
 
 import itertools
+import os
+import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -33,6 +37,7 @@ from ..errors import MeasureError
 from ..logs import get as logger
 from ..options import Options
 from ..timeline import Event
+from . import switches
 from .decision import Candidate
 from .inputs import main_device
 from .measure import DROP
@@ -47,6 +52,7 @@ STARTING = 0.05
 COMPILE = "reflib.jobs:compile_candidate"
 ATTEMPTS = 3  # of a race that a crash interrupts
 KEPT = ("crashed", "hung", "wrong", "pruned")  # what an earlier process found out and need not be tried again
+MOST_OPENED = 8  # times that one request is begun again, beside once for each candidate
 
 # (name, reports of all that are compiled, of those that failed None, the best so far and its us) -> why it is not worth
 # running, "" if it is, None if that cannot be said yet
@@ -100,6 +106,21 @@ class Asked:
 Ended = Callable[[Asked, str, str, dict[str, Any], Job], None]
 
 
+# One for all tuners, because those of one device take turns there. Made anew in a forked child.
+_changed = threading.Condition(threading.RLock())
+_tuners: weakref.WeakSet[Tuner] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    global _changed
+    _changed = threading.Condition(threading.RLock())
+    _tuners.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 class Tuner:
     """Requests of one program. ``targets``: kind of device -> its Target's fields. ``events``: gets what happened.
     ``store``: keeps rows between processes (an object with ``rows`` and ``add_row``), or None."""
@@ -114,9 +135,11 @@ class Tuner:
         self.since: dict[Job, float] = {}  # when it was submitted
         self.dropped: set[Job] = set()  # cancelled here
         self.stopped = self.heard = False
-        self.changed = threading.Condition(threading.RLock())
+        self.changed = _changed
         self.begun = time.perf_counter()
         self.deadline = time.monotonic() + options.tuning_seconds
+        with self.changed:
+            _tuners.add(self)
 
     # -- the parent's side -------------------------------------------------------------------------
     def ask(
@@ -130,16 +153,40 @@ class Tuner:
             if not any(a.device == asked.device for a in self.asked):
                 self._quietly("reflib.jobs:begin", {"device": asked.device}, asked.device)
             self.asked.append(asked)
-            for row in self.store.rows(key) if self.store is not None and key else ():
-                known = Candidate(**row)
-                if known.status in KEPT and known.name in request.programs and known.name != request.default:
-                    asked.rows[known.name] = replace(known, why=f"{known.why}; seen before".lstrip("; "))
-                    asked.stage[known.name], asked.reports[known.name] = "done", None
+            for known in self._seen(key, request):
+                asked.rows[known.name] = replace(known, why=f"{known.why}; seen before".lstrip("; "), dropped=True)
+                asked.stage[known.name], asked.reports[known.name] = "done", None
             for name in (request.default, *request.programs):
                 if name not in asked.stage:
                     asked.stage[name] = "waiting"
             self._look(asked)
         return asked
+
+    def _seen(self, key: str, request: Request) -> list[Candidate]:
+        """What an earlier process found out, that ended before its request was decided."""
+        rows = [Candidate(**r) for r in self.store.rows(key)] if self.store is not None and key else []
+        rows = [r for r in rows if r.name in request.programs and r.name != request.default]
+        best = min((r.time_us for r in rows if r.status == "ok" and r.time_us), default=0.0)
+        far = [r for r in rows if r.status == "ok" and r.time_us and r.time_us > DROP * best]
+        return far + [r for r in rows if r.status in KEPT and not (r.status == "hung" and self._more_patient(r))]
+
+    def _more_patient(self, row: Candidate) -> bool:
+        """Would it be given more time than it had?"""
+        had = re.search(r"for ([\d.]+) s", row.why)
+        return had is None or float(had[1]) < self.options.candidate_seconds
+
+    def close(self) -> None:
+        """Nobody waits any more: what is left of this tuner's jobs is cancelled."""
+        with self.changed:
+            jobs = [job for a in self.asked for job in a.jobs.values()]
+            self.dropped.update(jobs)
+            for a in self.asked:
+                if a.result is None:
+                    self._end(a, "tuning was stopped")
+            _tuners.discard(self)
+            self._others_go_on()
+        for job in jobs:
+            self.pool.cancel(job)
 
     def wait(self, asked: Asked) -> Result:
         """Until ``asked`` is decided, or the time for all of it is up. An exception here (Ctrl-C) ends the workers.
@@ -153,7 +200,10 @@ class Tuner:
                         raise MeasureError("tuning was stopped: its worker processes were ended")
                     if time.monotonic() > self.deadline and asked.result is None:
                         self._too_late(asked)
+        except MeasureError:
+            raise
         except BaseException:
+            self.stopped = True
             self.pool.close()
             raise
         self.events.append(Event(f"waiting for {asked.label}", start, time.perf_counter() - start, "wait"))
@@ -225,10 +275,14 @@ class Tuner:
             return
         self._look(asked)
         default = asked.request.default
-        if asked.session == "" and asked.stage[default] in ("ready", "done") and self._room():
+        if asked.session == "" and asked.stage[default] in ("ready", "done") and self._room(asked.device):
             asked.session, asked.opened = "opening", asked.opened + 1
             known = [asdict(r) for r in asked.rows.values() if r.status in ("crashed", "hung")]
-            data = {"id": asked.id, "request": asked.request.to_json(), "known": known}
+            if asked.opened > MOST_OPENED + len(asked.stage):
+                return self._end(asked, "its measurement ended too often")
+            data = {
+                "id": asked.id, "request": asked.request.to_json(), "known": known, "switches": switches.read(),
+            }  # fmt: skip
             self._measure(asked, default, "trying", "reflib.jobs:open", data, 0, self._opened)
         elif asked.session == "open":
             for name in [n for n, s in asked.stage.items() if s == "ready"]:
@@ -238,8 +292,17 @@ class Tuner:
                 asked.session, asked.raced = "racing", asked.raced + 1
                 self._measure(asked, "", "", "reflib.jobs:finish", {"id": asked.id}, 2, self._finished)
 
-    def _room(self) -> bool:
-        return sum(a.session != "" and a.result is None for a in self.asked) < OPEN_AT_ONCE
+    def _room(self, device: str) -> bool:
+        """On the device, whoever asked: each measurement holds inputs there."""
+        every = [a for t in _tuners for a in t.asked]
+        return sum(a.session != "" and a.result is None and a.device == device for a in every) < OPEN_AT_ONCE
+
+    def _others_go_on(self) -> None:
+        """The end of one measurement makes room for another."""
+        for tuner in list(_tuners):
+            if not tuner.stopped:
+                for a in tuner.asked:
+                    tuner._go_on(a)
 
     def _opened(self, asked: Asked, name: str, status: str, data: dict[str, Any], job: Job) -> None:
         self._note("measure", asked, f"{name} (opening)", status, data, job)
@@ -258,8 +321,10 @@ class Tuner:
         self._note("measure", asked, name, status, data, job)
         if status == "done" and "row" in data:
             self._row(asked, Candidate(**data["row"]))
-        elif status == "done":  # its session ended with another candidate's crash
+        elif status == "done":  # its session is gone: with another candidate's crash, or another request's
             asked.stage[name] = "ready"
+            if job.data["id"] == asked.id and asked.session == "open":
+                self._reopen(asked)
         elif status == "failed":
             self._row(asked, Candidate(name, "error", why=data.get("why", "")))
         else:
@@ -293,12 +358,15 @@ class Tuner:
                 asked.rows[name] = Candidate(name, "skipped", why=note)
             asked.stage[name] = "done"
         rows = tuple(asked.rows[n] for n in asked.stage)
-        winner, reason = decide(rows, asked.request.default, asked.request.min_speedup)
+        if result is not None:  # those that were raced together
+            winner, reason = result.winner, result.reason
+        else:
+            winner, reason = decide(rows, asked.request.default, asked.request.min_speedup)
         reason = f"{reason}; {note}" if note else reason
         clock, reference = (result.clock, result.reference) if result is not None else ("", "")
         if result is None and asked.session in ("open", "racing"):
             self._quietly("reflib.jobs:close", {"id": asked.id}, asked.device)
-        asked.result = Result(rows, winner, reason, clock, reference, time.perf_counter() - asked.begun)
+        asked.result = Result(rows, winner, reason, clock, reference, time.perf_counter() - asked.begun, not note)
         logger("choose").info("%s: %s", asked.label, reason)
 
     def _too_late(self, asked: Asked) -> None:
@@ -343,13 +411,14 @@ class Tuner:
                     self.stopped = True  # nobody here did that: the pool was closed
                 elif asked.result is None and not self.stopped:
                     ended(asked, name, status, result | ({"why": lost[0]} if lost else {}), job)
-                    for a in self.asked:  # the end of one may make room for another
-                        self._go_on(a)
+                    self._go_on(asked)
+                    if asked.result is not None or asked.session == "":
+                        self._others_go_on()
                 self.changed.notify_all()
 
         if stage:
             asked.stage[name] = stage
-        limit = self.options.candidate_seconds + (OPENING if what.endswith(":open") else 0.0)
+        limit = self.options.candidate_seconds + (OPENING if what.endswith((":open", ":finish")) else 0.0)
         data = {**data, "imports": list(asked.imports)}
         job = Job(what, data, where, said, over, limit, priority)
         asked.jobs[f"{name} {what}"] = job

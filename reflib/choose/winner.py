@@ -12,9 +12,10 @@ NOISE = 0.01  # a smaller difference than this is never believed, whatever the s
 
 def decide(rows: Sequence[Candidate], default: str, min_speedup: float = 1.0) -> tuple[str, str]:
     """The winner's name, and why in one sentence. The fastest right candidate wins whose lead over the default is
-    more than the spread (``Samples.spread``; the larger of the two's, NOISE at least) and ``min_speedup`` or more."""
+    more than the spread (``Samples.spread``; the larger of the two's, NOISE at least) and ``min_speedup`` or more. Who
+    was dropped after a short round was not raced, and does not win."""
     own = next(r for r in rows if r.name == default)
-    right = sorted((r for r in rows if r.status == "ok" and r.time_us is not None), key=_time)
+    right = sorted((r for r in rows if r.status == "ok" and r.time_us is not None and not r.dropped), key=_time)
     others = [r for r in right if r.name != default]
     if own not in right:
         what = f"{default} is {own.status}" if own.status != "error" else f"{default} failed"
@@ -51,7 +52,7 @@ def overall(name: str, rows: Sequence[Candidate]) -> Candidate:
         return Candidate(name, status, why="" if bad is None else bad.why)
     time = math.exp(sum(math.log(_time(r)) for r in rows) / len(rows))
     spread = math.expm1(sum(math.log1p(r.spread or 0.0) for r in rows) / len(rows))
-    return Candidate(name, "ok", time, spread=spread)
+    return Candidate(name, "ok", time, spread=spread, dropped=any(r.dropped for r in rows))
 
 
 def _time(r: Candidate) -> float:

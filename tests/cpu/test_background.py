@@ -164,3 +164,66 @@ def test_nothing_is_lost_when_the_program_ends(tmp_path: Path) -> None:
     (path,) = (tmp_path / "cache" / "tuning").glob("decisions-*.sqlite3")
     names = {name for (name,) in sqlite3.connect(path).execute("SELECT name FROM measured")}
     assert {"eager", "good", "wrong"} <= names
+
+
+BODY = """
+import time, torch
+@torch.library.custom_op("tuning_bodies::op", mutates_args=())
+def op(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.03)
+    return a @ b * FACTOR
+op.register_fake(lambda a, b: a.new_empty(a.shape[0], b.shape[1]))
+def plain(a, b):
+    return a @ b
+"""
+
+
+def test_another_body_is_another_question(tmp_path: Path) -> None:
+    """An op whose function was changed between two runs is measured, and checked, again."""
+
+    def run(factor: int) -> str:
+        (tmp_path / "bodies.py").write_text(BODY.replace("FACTOR", str(factor)))
+        program = f"""
+import sys, torch, reflib
+sys.path.insert(0, {str(tmp_path)!r})
+import bodies
+reflib.register_custom_op_autotuning(bodies.op, configs=[bodies.plain])
+e = reflib.explain(lambda a, b: bodies.op(a, b) + 1, torch.randn(8, 64), torch.randn(64, 8), autotune="blocking")
+d = e.decisions[0]
+print(d.winner, "earlier" in d.reason, [c.status for c in d.candidates])
+"""
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    assert run(1) == "plain False ['ok', 'ok']"
+    assert run(1) == "plain True ['ok', 'ok']"
+    assert run(2) == "eager False ['ok', 'wrong']"
+
+
+def test_what_a_limit_cut_short_is_no_decision(ops: Any) -> None:  # noqa: F811
+    reflib.register_custom_op_autotuning(ops.product, configs=[ops.hanging, ops.good])
+    fn = lambda a, b: ops.product(a, b) + 7  # noqa: E731
+    a, b = torch.randn(8, 64), torch.randn(64, 8)
+    e = reflib.explain(fn, a, b, autotune="blocking", tuning_imports=(str(OPS),), tuning_seconds=6.0)
+    assert any("time limit" in c.why for c in e.decisions[0].candidates), e.decisions
+    assert not store().decisions()
+
+
+def test_workers_have_this_process_switches() -> None:
+    from reflib.choose import switches
+
+    before = switches.read()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("high")
+    try:
+        here = switches.read()
+        program = f"from reflib.choose import switches; switches.write({here!r}); print(switches.read() == {here!r})"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+        assert done.stdout.strip() == "True", done
+        assert here != before and here["threads"] == 1 and here["deterministic"]
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        switches.write(before)
+    assert switches.read()["threads"] == before["threads"]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import time
-from itertools import cycle
+from itertools import chain, cycle, repeat
 
 import pytest
 import torch
@@ -210,6 +211,37 @@ def test_cold_decides_where_there_is_one():
     a = Candidate("a", "ok", 10.0, warm_us=5.0, cold_us=10.0, spread=0.0)
     b = Candidate("b", "ok", 8.0, warm_us=8.0, cold_us=8.0, spread=0.0)
     assert decide([a, b], "a")[0] == "b"
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_who_was_dropped_in_a_quiet_moment_does_not_win(paired):
+    """The device is three times as busy when the race begins."""
+    race = Race(aten=(right, [10.0] * 3 + [30.0]), slow=(right, [16.0]), near=(right, [9.0] * 3 + [33.0]))
+    race.sampler = lambda call, sets: (lambda times: lambda: next(times) * 1e-6)(
+        chain(race.candidates[call.candidate][1][:3], repeat(race.candidates[call.candidate][1][-1]))
+    )
+    result = race.run(paired=paired)
+    assert result.winner == "aten" and result.row("slow").dropped and not result.row("near").dropped, result
+
+
+def test_pairs_see_through_a_busy_device():
+    """Each sample takes up to five times as long, in no order; the ratio is what it is."""
+    noise = random.Random(0)
+
+    class Busy(Race):
+        def sampler(self, call, sets):
+            us = self.candidates[call.candidate][1][0]
+            return lambda: us * self.load() * 1e-6
+
+        def load(self):
+            self.turn = getattr(self, "turn", 0) + 1
+            if self.turn % 2:
+                self.now = noise.uniform(1, 5)
+            return self.now
+
+    result = Busy(aten=(right, [10.0]), fast=(right, [8.0]), same=(right, [9.99])).run(paired=True)
+    assert result.winner == "fast", result
+    assert result.row("aten").time_us / result.row("fast").time_us == pytest.approx(1.25, rel=0.25)
 
 
 # -- limits -----------------------------------------------------------------------------------------

@@ -13,10 +13,18 @@ from reflib.choose.decision import Candidate
 from reflib.choose.inputs import InputSpec
 from reflib.choose.request import Request, Result
 from reflib.choose.tuner import Tuner
+from reflib.choose.tuner import _tuners as tuners
+from reflib.choose.winner import decide
 from reflib.errors import MeasureError
 from reflib.options import Options
 
 NAMES = ("aten", "a", "b", "c")
+
+
+@pytest.fixture(autouse=True)
+def alone() -> None:
+    """Tuners of one device take turns: earlier tests' do not count."""
+    tuners.clear()
 
 
 class Hands:
@@ -49,6 +57,7 @@ class Hands:
         if job in self.jobs:
             self.jobs.remove(job)
             job.ended(status, data)
+
 
 
 class Kept:
@@ -86,7 +95,7 @@ def compiled(hands: Hands, *names: str) -> None:
 
 def race(hands: Hands, **times: float) -> None:
     rows = tuple(Candidate(**row(n, t)) for n, t in times.items())
-    hands.end(hands.take("finish"), "done", result=Result(rows, "", "").to_json())
+    hands.end(hands.take("finish"), "done", result=Result(rows, *decide(rows, "aten")).to_json())
 
 
 def test_a_candidate_is_tried_as_soon_as_it_is_ready() -> None:
@@ -231,3 +240,57 @@ def test_few_measurements_hold_inputs_at_once() -> None:
             break
         hands.end(waiting[0], "done", reports=[])
     assert sum(w == "open" for w, _ in hands.what()) == 3
+
+
+def test_a_crash_reopens_the_other_requests_too() -> None:
+    hands = Hands()
+    tuner = Tuner(hands, Options(), {}, [], None)  # type: ignore[arg-type]
+    one, two = tuner.ask("", request()), tuner.ask("", request())
+
+    def of(asked: Any, what: str) -> Any:
+        found = [j for j in hands.jobs if j.what.endswith(what) and j.data.get("id") == asked.id]
+        return found[0] if found else None
+
+    for job in list(hands.jobs):
+        hands.end(job, "done", reports=[])
+    for asked in (one, two):
+        hands.end(of(asked, "open"), "done", row=row("aten", 10))
+    hands.end(of(one, "try_one"), "crashed", why="signal 11")
+    before = two.id
+    hands.end(of(two, "try_one"), "done", gone=True)
+    assert two.id != before and of(two, "open") is not None, "its session is gone as well"
+    for _ in range(200):  # and then both come to an end
+        if one.result and two.result:
+            break
+        job = hands.jobs[0]
+        what, name = job.what.split(":")[1], job.data.get("name", "")
+        if what == "finish":
+            hands.end(job, "done", result=Result((Candidate(**row("aten", 10)),), "aten", "r").to_json())
+        elif what == "open":
+            hands.end(job, "done", row=row("aten", 10))
+        elif job.data["id"] in (one.id, two.id):
+            hands.end(job, "done", row=row(name, 20))
+        else:
+            hands.end(job, "done", gone=True)
+    assert one.result and two.result
+
+
+def test_measurements_of_several_programs_share_the_device() -> None:
+    hands, first, asked = begun()
+    others = [Tuner(hands, Options(), {}, [], None) for _ in range(4)]  # type: ignore[arg-type]
+    for t in others:
+        t.ask("", request())
+    for job in list(hands.jobs):
+        hands.end(job, "done", reports=[])
+    opened = [j for j in hands.jobs if j.what.endswith(":open")]
+    assert len(opened) == 3
+    first.close()
+    assert len([j for j in hands.jobs if j.what.endswith(":open")]) == 3, "another takes its place"
+    assert asked.result is not None and not asked.result.complete
+
+
+def test_what_was_far_from_the_best_is_not_timed_again() -> None:
+    store = Kept(row("a", 5), row("b", 50))
+    hands, _, asked = begun(store)
+    assert [w for w, _ in hands.what()] == ["compile_candidate"] * 3
+    assert asked.rows["b"].dropped and asked.stage["b"] == "done"
