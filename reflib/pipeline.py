@@ -227,7 +227,8 @@ def _build_the_rest(s: Stages, target_of: TargetOf, touched: set[str]) -> None:
     chosen, _ = choose(free, s.options, target_of)
     s.names = {writes_of(r.arms[0].parts): r.name for r in regions(chosen.nodes)}
     s.built = dict(start_building(chosen, generate(chosen, target_of), s.options))
-    s.timeline.append(Event("kernels without a choice", start, time.perf_counter() - start, "compile"))
+    if s.built:
+        s.timeline.append(Event("kernels without a choice", start, time.perf_counter() - start, "compile"))
 
 
 def _tuned(s: Stages, target_of: TargetOf, background: Background) -> Stages:
