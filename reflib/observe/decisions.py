@@ -41,7 +41,21 @@ def decision_html(d: Decision) -> str:
     names = ("candidate", "status", "time", "spread", "warm", "weights cold", "error", "note")
     title = f"<p><b><code>{escape(d.op or d.region)}</code></b> {escape(d.sizes)}<br>{escape(d.reason)}"
     with_it = f"<br>measured together with {escape(', '.join(d.members))}" if d.members else ""
-    return f"{title}{with_it}</p>" + _table(names, rows, mark=set(d.winner.split(" | ")))
+    return f"{title}{with_it}</p>" + candidates_html(names, rows, set(d.winner.split(" | ")))
+
+
+def candidates_html(names: tuple[str, ...], rows: list[tuple[str, ...]], winners: set[str]) -> str:
+    """Columns that say nothing are left out; the last one stands under the first: a page is narrow."""
+    kept = [i for i in range(1, len(names) - 1) if any(row[i] for row in rows)]
+    head = "".join(f"<th>{escape(names[i])}</th>" for i in (0, *kept))
+    body = ""
+    for row in rows:
+        name = escape(row[0])
+        name = f"<b>{name}</b>" if row[0].split(" [")[0] in winners else name
+        note = f'<br><span style="font-size: 0.85em">{escape(row[-1])}</span>' if row[-1] else ""
+        cells = "".join(f'<td style="white-space: nowrap">{escape(row[i])}</td>' for i in kept)
+        body += f'<tr><td style="text-align: left">{name}{note}</td>{cells}</tr>'
+    return f'<table style="font-size: 0.85em"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def _sorted(d: Decision) -> list[Candidate]:
