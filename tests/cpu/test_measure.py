@@ -15,8 +15,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from reflib.capture.graph import Graph
+from reflib.choose import bench as benches
 from reflib.choose import correct, timing
-from reflib.choose import measure as measuring
 from reflib.choose.inputs import InputSpec
 from reflib.choose.measure import Candidate, Limits, Request, Result, measure, request
 from reflib.choose.winner import decide, overall
@@ -261,7 +261,7 @@ def test_inputs_out_of_memory(monkeypatch):
     def fail(*args):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(measuring, "make_inputs", fail)
+    monkeypatch.setattr(benches, "make_inputs", fail)
     result = Race(aten=(right, [7.0]), fast=(right, [1.0])).run()
     assert {r.status for r in result.rows} == {"skipped"} and "out of memory" in result.reason
 
@@ -572,20 +572,20 @@ def test_makers_are_asked():
 
 def test_what_a_gpu_would_be_timed_on(monkeypatch):
     p = matmul_relu()
-    bench = lambda room, weights: measuring._Bench(  # noqa: E731
+    bench = lambda room, weights: benches.Bench(  # noqa: E731
         request({"a": p}, "a", weights=weights), torch.device("cuda"), [torch.zeros(M, K), torch.zeros(K, N)],
         [], {}, [], room, 0.0, list,
     )  # fmt: skip
-    monkeypatch.setattr(measuring, "l2_bytes", lambda d: 10 * K * N * 4)
-    sets, note = measuring._sets(bench(1 << 30, ["w"]))
+    monkeypatch.setattr(benches, "l2_bytes", lambda d: 10 * K * N * 4)
+    sets, note = benches.sets_of(bench(1 << 30, ["w"]))
     assert len(sets["cold"]) == 20 and len(sets["warm"]) == 1 and not note
-    sets, note = measuring._sets(bench(K * N * 4 * 5, ["w"]))
+    sets, note = benches.sets_of(bench(K * N * 4 * 5, ["w"]))
     assert len(sets["cold"]) == 6 and note == "weights not quite cold: 6 copies"
-    sets, note = measuring._sets(bench(0, ["w"]))
+    sets, note = benches.sets_of(bench(0, ["w"]))
     assert list(sets) == ["warm"] and "no room" in note
-    assert measuring._sets(bench(1 << 30, []))[0].keys() == {"warm"}
-    monkeypatch.setattr(measuring, "l2_bytes", lambda d: K * N)
-    sets, note = measuring._sets(bench(0, ["w"]))
+    assert benches.sets_of(bench(1 << 30, []))[0].keys() == {"warm"}
+    monkeypatch.setattr(benches, "l2_bytes", lambda d: K * N)
+    sets, note = benches.sets_of(bench(0, ["w"]))
     assert len(sets["cold"]) == 1 and not note  # larger than the cache: cold by themselves
 
 
