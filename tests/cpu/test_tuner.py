@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from loading import load_file
 
 import reflib
 from reflib.choose.inputs import InputSpec
@@ -23,13 +24,7 @@ OPS = Path(__file__).parent.parent / "tuning_ops.py"
 @pytest.fixture(scope="module")
 def ops() -> Any:
     """The same file as the workers import."""
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("tuning_ops", OPS)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_file(OPS)
 
 
 @pytest.fixture(autouse=True)
@@ -177,10 +172,10 @@ def test_ctrl_c_while_tuning(tmp_path: Path) -> None:
     assert pids
     start = time.monotonic()
     child.send_signal(signal.SIGINT)
-    _, errors = child.communicate(timeout=30)
-    seconds = time.monotonic() - start
-    assert "KeyboardInterrupt" in errors and child.returncode != 0
-    assert seconds < 3, f"{seconds:.1f} s, the interpreter's own end included"
-    time.sleep(0.5)
     left = [Path(f"/proc/{p}/status") for p in pids]
-    assert not [status for status in left if status.exists() and "zombie" not in status.read_text()]
+    while time.monotonic() < start + 10 and any(f.exists() and "zombie" not in f.read_text() for f in left):
+        time.sleep(0.02)
+    seconds = time.monotonic() - start
+    _, errors = child.communicate(timeout=60)  # the interpreter's own end takes a while where torch was imported
+    assert "KeyboardInterrupt" in errors and child.returncode != 0
+    assert seconds < 2, f"{seconds:.1f} s until no worker was left"

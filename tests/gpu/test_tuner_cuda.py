@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from loading import load_file
 
 import reflib
 from reflib.background import of_compiled
@@ -19,11 +19,8 @@ Tensor = torch.Tensor
 
 @pytest.fixture(scope="module")
 def ops() -> Any:
-    spec = importlib.util.spec_from_file_location("tuning_ops_cuda", OPS)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """The same file as the workers import."""
+    return load_file(OPS)
 
 
 @pytest.fixture(autouse=True)
