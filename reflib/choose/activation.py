@@ -78,16 +78,15 @@ def _has_cublaslt(device: torch.device) -> bool:
 def _joined(program: Program, choice: Choice, activation: Loops, gelu: bool) -> Program:
     """The choice writes the activation's values; the activation's own buffer is no more."""
     made, gone = choice.outputs[0], activation.writes()[0]
+    default, out = choice.alternatives[0].nodes[0], program.buffers[made]
+    assert isinstance(default, Extern)
+    if default.target is aten.mm.default and out.shape[1].constant is None:
+        return program  # a product without a bias needs one of zeros, and how long it would have to be is not known
     raw = f"{made}_raw"  # in every alternative: only one of them will be
     alternatives = [_followed(program, a, activation, made, gone, raw) for a in choice.alternatives]
-    default = choice.alternatives[0].nodes[0]
-    assert isinstance(default, Extern)
     buffers, constants = dict(program.buffers), dict(program.constants)
     if default.target is aten.mm.default:
-        out = program.buffers[made]
         zeros = Buffer(f"{made}_no_bias", out.dtype, out.device, (out.shape[1],), (expr(1),), "const")
-        if out.shape[1].constant is None:  # how long a constant would have to be is not known
-            return program
         buffers[zeros.name] = zeros
         with unset_fake_temporarily():  # compiling goes on under a fake mode
             constants[zeros.name] = torch.zeros(int(out.shape[1]), dtype=out.dtype, device=out.device)
