@@ -211,7 +211,7 @@ def _decide_by_measuring(program: Program, choice: Choice, target: Target, work:
         work.tuning.left = True
         return _decide_statically(program, choice, target, work.options)
     ruling = before or _rule(region, candidates, ranges, key, work)
-    if key:
+    if key and before is None:
         work.known[key] = replace(ruling, reason=f"{ruling.reason}; decided before, for an equal region")
     decision = Decision(
         choice.name,

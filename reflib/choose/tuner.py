@@ -364,7 +364,7 @@ class Tuner:
             winner, reason = decide(rows, asked.request.default, asked.request.min_speedup)
         reason = f"{reason}; {note}" if note else reason
         clock, reference = (result.clock, result.reference) if result is not None else ("", "")
-        if result is None and asked.session in ("open", "racing"):
+        if result is None and asked.session in ("open", "racing") and not self.stopped:  # else its worker is gone
             self._quietly("reflib.jobs:close", {"id": asked.id}, asked.device)
         asked.result = Result(rows, winner, reason, clock, reference, time.perf_counter() - asked.begun, not note)
         logger("choose").info("%s: %s", asked.label, reason)

@@ -144,10 +144,10 @@ def test_nothing_is_lost_when_the_program_ends(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(
         textwrap.dedent(f"""
-        import importlib.util, time, torch, reflib
-        spec = importlib.util.spec_from_file_location("tuning_ops", {str(OPS)!r})
-        ops = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(ops)
+        import sys, threading, time, torch, reflib
+        from reflib.choose.pool import pool
+        sys.path.insert(0, {str(OPS.parent)!r})
+        import tuning_ops as ops
         reflib.register_custom_op_autotuning(ops.product, configs=[ops.wrong, ops.good, ops.hanging])
         f = reflib.compile(lambda a, b: ops.product(a, b) + 5, autotune="background", tuning_imports=({str(OPS)!r},))
         f(torch.randn(8, 64), torch.randn(64, 8))

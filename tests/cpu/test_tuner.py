@@ -128,6 +128,16 @@ def test_constants_that_matter_reach_the_worker() -> None:
     assert "index" in str(isolated(Request({"a": program}, "a", "a", specs), constants, reflib.Options()))
 
 
+def test_equal_regions_are_decided_once_and_say_so_once(ops: Any) -> None:
+    reflib.register_custom_op_autotuning(ops.product, configs=[ops.good])
+    xs = [torch.randn(8, 64) for _ in range(3)]
+    b = torch.randn(64, 8)
+    e = explained(lambda *xs: tuple(ops.product(x, b) for x in xs), *xs, tuning_imports=(str(OPS),), dynamic=False)
+    reasons = [d.reason for d in e.decisions if len(d.candidates) > 1]
+    assert [r.count("for an equal region") for r in reasons] == [0, 1, 1], reasons
+    assert len(e.timeline.only("compile")) == 2
+
+
 def test_kernels_without_a_choice_are_built_meanwhile() -> None:
     def f(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.relu(a @ b), torch.softmax(x * 2, -1)
@@ -149,13 +159,11 @@ def test_ctrl_c_while_tuning(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(
         textwrap.dedent(f"""
-        import importlib.util, sys, torch, reflib
+        import sys, threading, time, torch, reflib
         from reflib.choose.pool import pool
-        spec = importlib.util.spec_from_file_location("tuning_ops", {str(OPS)!r})
-        ops = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(ops)
+        sys.path.insert(0, {str(OPS.parent)!r})
+        import tuning_ops as ops
         reflib.register_custom_op_autotuning(ops.product, configs=[ops.hanging])
-        import threading, time
         def tell():
             while len(pool().processes()) < 2:
                 time.sleep(0.05)

@@ -35,6 +35,7 @@ class Hands:
         self.closed = False
 
     def submit(self, job: Any) -> None:
+        assert not self.closed, "nothing is started after Ctrl-C"
         if not job.what.endswith(("begin", "close")):
             self.jobs.append(job)
 
@@ -217,9 +218,13 @@ def test_ctrl_c_ends_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tuner.changed, "wait", interrupted)
+    compiled(hands, *NAMES)
+    hands.end(hands.take("open"), "done", row=row("aten", 10))
     with pytest.raises(KeyboardInterrupt):
         tuner.wait(asked)
     assert hands.closed
+    tuner.close()  # as the pipeline does
+    assert asked.result is not None
 
 
 def test_when_somebody_else_ends_them_nobody_waits() -> None:
