@@ -200,9 +200,9 @@ def _workers(options: Options) -> Pool:
     return workers
 
 
-def _expect_tuning(options: Options) -> None:
-    """Wake the workers, whose imports take seconds, while the graph is still being captured: if it may have choices
-    that are to be measured at once, and none are known."""
+def expect_tuning(options: Options) -> None:
+    """Wake the workers, whose imports take seconds, while Dynamo is imported and the graph captured: if it may have
+    choices that are to be measured at once, and none are known."""
     if options.autotune == "blocking" and options.isolate and options.target is None:
         store = _store(options)
         if store is None or store.empty():
@@ -346,7 +346,7 @@ class Backend:
         if self.options.target is None:
             for device in {t.device.type for t in inputs if isinstance(t, torch.Tensor)}:
                 begin(device)
-            _expect_tuning(self.options)
+            expect_tuning(self.options)
         return dynamo_graph_to_aten(module, inputs, decompositions(), self._compile)
 
     def _compile(self, graph: Graph, inputs: Sequence[Any]) -> Callable[[list], Any]:
@@ -399,6 +399,7 @@ def compile(
                 "dynamic= has no effect on an ExportedProgram: its dynamic shapes were fixed by torch.export"
             )
         return compile_exported(model, opts)
+    expect_tuning(opts)
     backend = Backend(opts)
     compiled = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
     of_compiled[compiled] = backend.tunings

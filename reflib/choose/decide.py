@@ -379,15 +379,8 @@ def _ask(region: Region, candidates: list[Alternative], point: dict[str, int], k
     about = known.key_of(_about(region, key)) if key else ""
     row_key = f"{about} {_where_point(point)}" if about else ""
     prune = _pruning(region, candidates, alone.request, work)
-    long = [a.name for a in candidates if any(_takes_long(n) for n in a.nodes)]
-    handle = tuning.tuner.ask(row_key, alone.request, label, alone.imports, prune, long)
+    handle = tuning.tuner.ask(row_key, alone.request, label, alone.imports, prune)
     return _Point(default, left_out, handle, asked, makers, row_key=row_key)
-
-
-def _takes_long(node: Node) -> bool:
-    """To compile: large blocks, whose loops ptxas unrolls."""
-    t = node.tiling if isinstance(node, Template) else None
-    return t is not None and t.m * t.n * t.k >= 128 * 128 * 64
 
 
 def _pruning(region: Region, candidates: list[Alternative], request: Request, work: _Work) -> Prune | None:

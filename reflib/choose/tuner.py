@@ -15,7 +15,8 @@ with its default. Rows are kept in the store as they come, so a program that end
 finds its kernels compiled, does not run again what crashed, hung or was wrong, nor what was far from the best, and
 races the others.
 
-Memory on the device: at most OPEN_AT_ONCE measurements hold inputs at a time, each within ``Limits.memory``.
+Memory on the device: of the measurements that hold inputs at a time, each is within ``Limits.memory``; there are at
+most OPEN_AT_ONCE, or as many as have OPEN_BYTES of inputs together.
 
 Compared with TorchInductor, which also compiles in subprocesses: there the choice at each node waits for its own
 candidates before lowering goes on; here nobody waits until all requests are out.
@@ -29,8 +30,9 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from ..errors import MeasureError
@@ -47,6 +49,7 @@ from .request import Request, Result
 from .winner import decide
 
 OPEN_AT_ONCE = 3
+OPEN_BYTES = 2**30
 OPENING = 20.0  # seconds for inputs and the reference, beside the default's own
 STARTING = 0.05
 COMPILE = "reflib.jobs:compile_candidate"
@@ -75,7 +78,6 @@ class Asked:
     request: Request
     imports: tuple[str, ...]
     prune: Prune | None
-    long: frozenset[str]
     rows: dict[str, Candidate] = field(default_factory=dict)
     stage: dict[str, str] = field(default_factory=dict)
     reports: dict[str, list[Report] | None] = field(default_factory=dict)
@@ -90,6 +92,11 @@ class Asked:
     @property
     def device(self) -> str:
         return str(main_device(self.request.inputs))
+
+    @cached_property
+    def bytes(self) -> int:
+        """Of all inputs."""
+        return sum(s.nbytes for s in self.request.inputs)
 
     @property
     def id(self) -> str:
@@ -143,12 +150,10 @@ class Tuner:
 
     # -- the parent's side -------------------------------------------------------------------------
     def ask(
-        self, key: str, request: Request, label: str = "", imports: tuple[str, ...] = (), prune: Prune | None = None,
-        long: Collection[str] = (),
-    ) -> Asked:  # fmt: skip
-        """Send ``request`` on its way. ``key``: of the store. ``long``: candidates whose kernels take the longest to
-        compile: they go first, so that nobody waits for them alone in the end."""
-        asked = Asked(next(self._numbers), key, label, request, imports, prune, frozenset(long))
+        self, key: str, request: Request, label: str = "", imports: tuple[str, ...] = (), prune: Prune | None = None
+    ) -> Asked:
+        """Send ``request`` on its way. ``key``: of the store."""
+        asked = Asked(next(self._numbers), key, label, request, imports, prune)
         with self.changed:
             if not any(a.device == asked.device for a in self.asked):
                 self._quietly("reflib.jobs:begin", {"device": asked.device}, asked.device)
@@ -225,7 +230,7 @@ class Tuner:
         r, place = asked.request, list(asked.stage).index(name)
         options = r.options | r.patches.get(name, {})
         data = {"program": r.programs[name], "options": options, "targets": dict(self.targets)}
-        first = -1 if name == r.default else 0 if name in asked.long else 1
+        first = 0 if name == r.default else 1
         self._submit(asked, name, "compiling", COMPILE, data, "compile", (first, asked.number, place), self._compiled)
 
     def _compiled(self, asked: Asked, name: str, status: str, data: dict[str, Any], job: Job) -> None:
@@ -275,7 +280,7 @@ class Tuner:
             return
         self._look(asked)
         default = asked.request.default
-        if asked.session == "" and asked.stage[default] in ("ready", "done") and self._room(asked.device):
+        if asked.session == "" and asked.stage[default] in ("ready", "done") and self._room(asked):
             asked.session, asked.opened = "opening", asked.opened + 1
             known = [asdict(r) for r in asked.rows.values() if r.status in ("crashed", "hung")]
             if asked.opened > MOST_OPENED + len(asked.stage):
@@ -292,10 +297,11 @@ class Tuner:
                 asked.session, asked.raced = "racing", asked.raced + 1
                 self._measure(asked, "", "", "reflib.jobs:finish", {"id": asked.id}, 2, self._finished)
 
-    def _room(self, device: str) -> bool:
-        """On the device, whoever asked: each measurement holds inputs there."""
-        every = [a for t in _tuners for a in t.asked]
-        return sum(a.session != "" and a.result is None and a.device == device for a in every) < OPEN_AT_ONCE
+    def _room(self, asked: Asked) -> bool:
+        """On its device, whoever asked for the others: each measurement holds inputs there."""
+        every = [a for t in _tuners for a in t.asked if a.session != "" and a.result is None]
+        others = [a for a in every if a.device == asked.device]
+        return len(others) < OPEN_AT_ONCE or sum(a.bytes for a in others) + asked.bytes <= OPEN_BYTES
 
     def _others_go_on(self) -> None:
         """The end of one measurement makes room for another."""

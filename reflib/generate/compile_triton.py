@@ -27,7 +27,7 @@ from ..errors import DeviceError, ToolchainError
 from ..target import Target
 from .kernel import Kernel
 
-_FORMAT = 4  # of the cached data; change it when Binary or how we compile changes
+_FORMAT = 5  # of the cached data; change it when Binary or how we compile changes
 _SCRATCH_ALIGN = 128
 
 _TYPES = {
@@ -104,7 +104,7 @@ def _key(kernel: Kernel, target: Target) -> str:
     return cache.key(
         "triton", _FORMAT, _triton_version(), target.arch, target.warp, kernel.name, kernel.source,
         tuple(str(d) for _, d in kernel.buffers), tuple(s.name for s in kernel.symbols), kernel.index_type,
-        kernel.num_warps, kernel.num_stages, kernel.aligned, kernel.scratch, kernel.pdl,
+        kernel.num_warps, kernel.num_stages, kernel.aligned, kernel.scratch, kernel.pdl, kernel.keep_loops,
     )  # fmt: skip
 
 
@@ -154,6 +154,7 @@ def _compile(kernel: Kernel, target: Target, key: str) -> Binary:
     options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages}
     try:
         with _private_settings():
+            _this_thread.keep_loops = kernel.keep_loops
             try:
                 compiled = triton.compile(source, target=where, options=options)
             except SystemError:  # Python 3.11's parser loses count when several threads parse: gh-106905
@@ -190,6 +191,7 @@ def _binary(kernel: Kernel, target: Target, compiled: Any) -> Binary:
     )  # fmt: skip
 
 
+_this_thread = threading.local()
 _settings_lock = threading.Lock()
 _settings_users = 0
 _settings_exit = contextlib.ExitStack()
@@ -198,7 +200,7 @@ _settings_exit = contextlib.ExitStack()
 @contextlib.contextmanager
 def _private_settings() -> Iterator[None]:
     """Triton's process-wide switches while at least one thread compiles for us: no source lines in binaries (half the
-    size, and no paths of this machine), and Triton's own cache inside ours."""
+    size, and no paths of this machine), Triton's own cache inside ours, and a step of ours among its stages."""
     global _settings_users
     from triton import knobs
 
@@ -207,8 +209,10 @@ def _private_settings() -> Iterator[None]:
         if _settings_users == 1:
             _settings_exit.enter_context(knobs.compilation.scope())
             _settings_exit.enter_context(knobs.cache.scope())
+            _settings_exit.enter_context(knobs.runtime.scope())
             knobs.compilation.disable_line_info = True
-            knobs.cache.dir = str(cache.root() / "triton-own")
+            knobs.cache.dir = str(cache.root() / f"triton-own-{_FORMAT}")
+            knobs.runtime.add_stages_inspection_hook = _stages
     try:
         yield
     finally:
@@ -216,6 +220,24 @@ def _private_settings() -> Iterator[None]:
             _settings_users -= 1
             if _settings_users == 0:
                 _settings_exit.close()
+
+
+def _stages(backend: Any = None, stages: dict[str, Any] | None = None, *_: Any) -> tuple[str, str] | None:
+    """Triton calls this when it has put together the steps of one compilation (and, since 3.7, with nothing, for a
+    part of its cache's key)."""
+    keep = getattr(_this_thread, "keep_loops", False)
+    if stages is None:
+        return f"keep_loops {keep}", ""
+    if keep and "ptx" in stages:
+        make_ptx = stages["ptx"]
+        stages["ptx"] = lambda source, metadata: with_loops_kept(make_ptx(source, metadata))
+    return None
+
+
+def with_loops_kept(ptx: str) -> str:
+    """PTX with the pragma ``nounroll`` on its kernel (PTX ISA 8.8, 13.1): ptxas unrolls a loop whose number of rounds
+    it knows up to some thousand instructions, and then needs seconds to schedule what it made."""
+    return re.sub(r"^(\.visible )?\.entry[^{]*", lambda m: f'{m[0]}.pragma "nounroll";\n', ptx, flags=re.M)
 
 
 # -- plain data -------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ class Kernel:
         more, after the sizes, the address of ``scratch`` times the grid's bytes (a multiple of 128).
     pdl: it waits for the kernel before it by itself, so it may be launched while that one still runs (CUDA's
         programmatic dependent launch).
+    keep_loops: the assembler shall not unroll them: it takes ten times as long, for code that is no faster.
     """
 
     name: str
@@ -40,3 +41,4 @@ class Kernel:
     aligned: tuple[int, ...] = ()
     scratch: int = 0
     pdl: bool = False
+    keep_loops: bool = False

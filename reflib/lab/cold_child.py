@@ -144,11 +144,12 @@ def reflib_way(f: Callable[..., Any], way: dict[str, Any]) -> Compiled:
     import torch
 
     import reflib
-    from reflib.pipeline import Backend
+    from reflib.pipeline import Backend, expect_tuning
 
     way.pop("again", None)
     graphs: list[Any] = []
     options = reflib.Options.make(way)
+    expect_tuning(options)  # as reflib.compile does; only a backend made here tells of its graphs
     compiled = torch.compile(f, backend=Backend(options, graphs.append), dynamic=False)
     if options.autotune != "background":
         return Compiled(compiled, graphs=graphs)

@@ -21,6 +21,13 @@ from reflib.lab.timing import Samples
 from reflib.timeline import Event, Timeline
 
 CHILD = "reflib.lab.cold_child"
+SMALL = """
+import torch
+
+
+def make(device, dtype):
+    return lambda x: torch.relu(x + 1), [torch.ones(64, device=device, dtype=dtype)]
+"""
 METRICS = (("first call", "s"), ("tuned", "s"), ("time", "µs"), ("longest call", "µs"))
 
 
@@ -66,13 +73,16 @@ def cold_starts(
 
     A way is a dict: `compiler` is "reflib", "TorchInductor" or "eager"; `again` names an earlier way whose caches are
     used; `mode`, `config` (a dict) and `environment` (a dict) are TorchInductor's; all others are reflib's options.
-    `timeout_s` is for one way, imports included.
+    `timeout_s` is for one way, imports included. Before the first, each compiler compiles something small, in a process
+    like the others: else the first way alone would pay for reading all those files from a disk.
     """
     _check(ways)
     json.dumps([dict(w) for w in ways.values()])
     json.dumps(arguments)
     found = ColdStarts(Rows())
     with tempfile.TemporaryDirectory(prefix="reflib-cold-") as root:
+        for compiler in dict.fromkeys(w["compiler"] for w in ways.values()):
+            _compile(SMALL, {"compiler": compiler}, Path(root) / compiler, Path(root) / compiler, timeout_s, {})
         folders = {label: Path(root) / str(i) for i, label in enumerate(ways)}
         for label, way in ways.items():
             caches = folders[way["again"]] if "again" in way else folders[label]

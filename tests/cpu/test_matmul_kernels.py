@@ -257,6 +257,15 @@ def test_operands_tma_cannot_read() -> None:
     refuse(MatmulCase(rand(2, 64, 64), rand(2, 64, 64), TMA), "for one product")
 
 
+def test_loops_are_kept() -> None:
+    """ptxas would make 50 kB of this one, and take 4 s."""
+    tiling = Tiling("tiled", 64, 256, 32, num_warps=4, num_stages=7)
+    kernel, kept = built(large(tiling, m=1024, k=1024))
+    unrolled = compile_kernel(replace(kernel, keep_loops=False), parse_target("sm_90"))
+    assert '.pragma "nounroll";\n{' in kept.ptx and "nounroll" not in unrolled.ptx
+    assert len(kept.image) < 0.7 * len(unrolled.image)
+
+
 def test_a_split_needs_its_workspace() -> None:
     case = large(WARPS, m=32, k=16384)
     case.arm = lambda name: Arm((), (case.template,), Config("matmul"), ())  # type: ignore[method-assign]

@@ -234,7 +234,10 @@ def test_when_somebody_else_ends_them_nobody_waits() -> None:
         tuner.wait(asked)
 
 
-def test_few_measurements_hold_inputs_at_once() -> None:
+@pytest.mark.parametrize("room, at_once", [(2**30, 6), (0, 3)])
+def test_few_measurements_hold_inputs_at_once(monkeypatch: Any, room: int, at_once: int) -> None:
+    """Small ones all; of large ones three."""
+    monkeypatch.setattr("reflib.choose.tuner.OPEN_BYTES", room)
     hands = Hands()
     tuner = Tuner(hands, Options(), {}, [], None)  # type: ignore[arg-type]
     for _ in range(6):
@@ -244,7 +247,7 @@ def test_few_measurements_hold_inputs_at_once() -> None:
         if not waiting:
             break
         hands.end(waiting[0], "done", reports=[])
-    assert sum(w == "open" for w, _ in hands.what()) == 3
+    assert sum(w == "open" for w, _ in hands.what()) == at_once
 
 
 def test_a_crash_reopens_the_other_requests_too() -> None:
