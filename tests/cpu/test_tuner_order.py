@@ -283,7 +283,8 @@ def test_a_crash_reopens_the_other_requests_too() -> None:
     assert one.result and two.result
 
 
-def test_measurements_of_several_programs_share_the_device() -> None:
+def test_measurements_of_several_programs_share_the_device(monkeypatch: Any) -> None:
+    monkeypatch.setattr("reflib.choose.tuner.OPEN_BYTES", 0)
     hands, first, asked = begun()
     others = [Tuner(hands, Options(), {}, [], None) for _ in range(4)]  # type: ignore[arg-type]
     for t in others:
