@@ -65,6 +65,7 @@ __all__ = [
 Build = Callable[[Program, Options], Call]
 
 DROP = 1.5  # after the short round, who is so many times slower than the best is out
+LATE_DROP = 1.1  # after FEWEST_ROUNDS of the race
 SHORT_ROUNDS = 3
 FEWEST_ROUNDS = 5
 MOST_PAIRS = 60
@@ -271,9 +272,19 @@ class Session:
         return {n: key for n, key in keys.items() if key in self.samplers and self._near(self.entries[n], best)}
 
     def _race(self, deadline: float) -> None:
-        stay = {key: self.samplers[key] for key in self._finalists().values()}
-        self.samplers = dict(stay)  # and so the graphs of those that are out are gone
-        for (name, what), samples in interleave(stay, self.request.limits.rounds, FEWEST_ROUNDS, deadline).items():
+        finalists = self._finalists().values()
+        self.samplers = {key: self.samplers[key] for key in finalists}  # the graphs of those that are out are gone
+        rounds = self.request.limits.rounds
+        found = interleave(self.samplers, min(rounds, FEWEST_ROUNDS), FEWEST_ROUNDS, deadline)
+        best = min((samples.median for samples in found.values()), default=0.0)
+        last = {
+            key: self.samplers[key]
+            for key, samples in found.items()
+            if samples.median <= LATE_DROP * best or key[0] == self.request.default
+        }
+        for key, more in interleave(last, rounds - FEWEST_ROUNDS, 0, deadline).items():
+            found[key] = Samples(found[key].seconds + more.seconds)
+        for (name, what), samples in found.items():
             if self.entries[name].status == "ok":
                 setattr(self.entries[name], what, samples)
 

@@ -42,12 +42,11 @@ from .worker import pack
 # what every worker needs; names, because choose may not import later stages
 PRELOAD = (
     "torch",
-    "triton",
+    "reflib.generate.compile_triton:start_triton",
     "reflib.jobs",
     "reflib.pipeline",
     "reflib.lower",
     "reflib.wrap",
-    "reflib.generate.compile_triton:start_triton",
 )
 
 
@@ -80,7 +79,8 @@ class Job:
 
 class Pool:
     """compilers: how many compile workers at most; 0: one per core. imports: as a job's, for all jobs.
-    preload: modules that the zygote imports; they must not start threads or use CUDA."""
+    preload: modules that the zygote imports, and functions ("module:function") that it calls meanwhile; they must not
+        leave threads behind or use CUDA."""
 
     def __init__(
         self,

@@ -234,17 +234,21 @@ class Zygote:
 
 
 def preload(settings: dict) -> None:
-    """Import what workers need, and call ``module:function``; what is not there, or fails, is left to the job that
-    wants it."""
+    """Import what workers need, and call ``module:function``, while the rest is imported; what is not there, or fails,
+    is left to the job that wants it."""
     sys.path[:] = settings["path"]
+    calls: list[threading.Thread] = []
     for name in settings["preload"]:
         module, _, function = name.partition(":")
         try:
             found = importlib.import_module(module)
             if function:
-                getattr(found, function)()
+                calls.append(threading.Thread(target=getattr(found, function)))
+                calls[-1].start()
         except Exception:
             traceback.print_exc()
+    for thread in calls:  # a process with several threads must not be forked
+        thread.join()
     gc.collect()
     gc.freeze()  # workers that collect garbage would copy every page of it
 
