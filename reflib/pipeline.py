@@ -391,8 +391,6 @@ def compile(
     opts = Options.make(options, mode)
     if opts.target is not None:
         parse_target(opts.target)
-    if opts.wrapper == "cpp":
-        raise OptionError('wrapper="cpp" is not in this version of reflib; use wrapper="python" or "auto"')
     if isinstance(model, torch.export.ExportedProgram):
         if dynamic is not None:
             raise OptionError(

@@ -52,6 +52,7 @@ typedef struct {
     CUresult (*LaunchKernel)(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                              CUstream, void **, void **);
     CUresult (*LaunchKernelEx)(const CUlaunchConfig *, CUfunction, void **, void **); /* NULL before CUDA 11.8 */
+    CUresult (*StreamIsCapturing)(CUstream, int *); /* NULL in a stand-in without it */
 } Driver;
 
 /* Fill in `d`; NULL on success, else what went wrong (static text). */
@@ -73,6 +74,7 @@ static const char *driver_open(Driver *d, const char *path) {
         }
     memcpy(d, found, sizeof found); /* the members are in the order of the names */
     *(void **)&d->LaunchKernelEx = dlsym(library, "cuLaunchKernelEx");
+    *(void **)&d->StreamIsCapturing = dlsym(library, "cuStreamIsCapturing");
     if (d->Init(0)) return "the CUDA driver finds no usable GPU (cuInit failed)";
     return NULL;
 }

@@ -196,13 +196,7 @@ def load(binary: Binary, device: int | None = None) -> Callable[..., None]:
     ``device``: load into this GPU's primary context now; None: at the first launch, into the context current then.
     Launching a grid of 0 does nothing. Raises DeviceError: no driver, a wrong architecture, the driver's own errors.
     """
-    if binary.arch.startswith("gfx"):
-        raise DeviceError(
-            f"kernel {binary.name} is compiled for {binary.arch}: "
-            "reflib compiles for AMD GPUs but cannot launch there yet"
-        )
-    if binary.num_ctas != 1 or binary.profile:
-        raise DeviceError(f"kernel {binary.name} needs a cluster or a profile, which this launcher does not give")
+    _launchable(binary)
     nargs, threads = binary.pointers + binary.symbols + bool(binary.scratch), binary.num_warps * binary.warp
     where = -1 if device is None else device
     native = extension()
@@ -211,6 +205,24 @@ def load(binary: Binary, device: int | None = None) -> Callable[..., None]:
     return native.launcher(
         binary.name, binary.image, binary.entry, nargs, threads, binary.shared, int(binary.pdl), where
     )
+
+
+def facts(binary: Binary, device: int) -> tuple[bytes, str, int, int, int, int]:
+    """What a C++ wrapper loads and launches ``binary`` by: (image, entry, shared bytes, threads, early, device)."""
+    _launchable(binary)
+    return (
+        binary.image, binary.entry, binary.shared, binary.num_warps * binary.warp, int(binary.pdl), device,
+    )  # fmt: skip
+
+
+def _launchable(binary: Binary) -> None:
+    if binary.arch.startswith("gfx"):
+        raise DeviceError(
+            f"kernel {binary.name} is compiled for {binary.arch}: "
+            "reflib compiles for AMD GPUs but cannot launch there yet"
+        )
+    if binary.num_ctas != 1 or binary.profile:
+        raise DeviceError(f"kernel {binary.name} needs a cluster or a profile, which this launcher does not give")
 
 
 def libcuda() -> str:

@@ -208,6 +208,10 @@ class Library:
             return _ctypes_function(entry, nargs)
         return native.function(ctypes.cast(entry, ctypes.c_void_p).value, nargs, self)
 
+    def address(self, name: str) -> int:
+        """Of kernel ``name`` itself, which takes its arguments as C does."""
+        return ctypes.cast(getattr(self._handle, name), ctypes.c_void_p).value or 0
+
 
 def _ctypes_function(entry: Any, nargs: int) -> Callable[..., int]:
     array = ctypes.c_int64 * nargs

@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, lru_cache
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
 from threading import Lock
 from typing import Any
 
 import torch
 
-from ..errors import IndexOutOfRange, ReflibError
+from ..errors import IndexOutOfRange, ToolchainError
 from ..generate.kernel import Kernel
 from ..ir.loops import Indirect
 from ..ir.program import Program, Region, Template, regions
@@ -25,7 +26,7 @@ from ..options import Options
 from ..plan import Plan
 from ..target import device_target
 from .python import PythonPrinter
-from .runtime import namespace
+from .runtime import namespace, zeros
 
 BuildCpp = Callable[[tuple[Kernel, ...], Options], Any]  # -> a Library
 
@@ -43,12 +44,12 @@ def wrap(
     ``build_cpp``: how C++ kernels become a library (tests put those of many graphs into one). ``built``: kernels that
     are being built already (``start_building``).
     """
-    if options.wrapper == "cpp":
-        raise ReflibError('wrapper="cpp" is not in this version of reflib; use wrapper="python" or "auto"')
+    if in_cpp(options):
+        return _wrap_cpp(program, plan, kernels, options, build_cpp or compile_cpp, built or {})
     printer = PythonPrinter(program, plan, kernels, options.check_nan)
     source = printer.print()
     logger("wrapper").info("%s", source)
-    bound, waiting = _bind_kernels(program, kernels, options, build_cpp or compile_cpp, built or {})
+    bound, waiting = _bind_kernels(program, kernels, options, build_cpp or compile_cpp, built or {}, PYTHON)
     names = namespace() | program.constants | printer.names
 
     def first_call() -> Callable[[list], Any]:
@@ -57,6 +58,51 @@ def wrap(
         return scope["call"]
 
     return source, Wrapped(first_call, waiting)
+
+
+def in_cpp(options: Options) -> bool:
+    """Is the host code to be C++? Raises ToolchainError where it must be and cannot."""
+    if options.wrapper == "python":
+        return False
+    from .host import why_not
+
+    why = why_not()
+    if why and options.wrapper == "cpp":
+        raise ToolchainError(f'wrapper="cpp" needs a C++ compiler and Python\'s headers; "auto" does without: {why}')
+    if why:
+        logger("wrapper").info("the wrapper is in Python: %s", why)
+    return not why
+
+
+def _wrap_cpp(
+    program: Program,
+    plan: Plan,
+    kernels: Mapping[tuple[str, int], Kernel],
+    options: Options,
+    build_cpp: BuildCpp,
+    built: Built,
+) -> tuple[str, Wrapped]:
+    from .cpp import CppPrinter
+    from .host import compile_wrapper, functions_of, graph
+
+    printer = CppPrinter(program, plan, kernels, options.check_nan)
+    source = printer.print()
+    logger("wrapper").info("%s", source)
+    bound, waiting = _bind_kernels(program, kernels, options, build_cpp, built, HOST)
+    library = _pool().submit(compile_wrapper, source)
+
+    def first_call() -> Callable[[list], Any]:
+        late = {name for name, get in bound.items() if getattr(get, "late", False)}
+        facts = [(n, None if n in late or n not in bound else bound[n]()) for n in printer.kernels]
+        loaders = [bound[n] if n in late else None for n in printer.kernels]
+        functions = functions_of(printer.python, namespace() | program.constants | printer.names, printer.functions)
+        constants = [program.constants[c] for c in printer.constants]
+        return graph(
+            library.result(), program.nodes[0].name if program.nodes else "empty", len(program.inputs),
+            len(program.outputs), facts, loaders, functions, printer.objects, constants, printer.symbols, zeros,
+        )  # fmt: skip
+
+    return source, Wrapped(first_call, [*waiting, library])
 
 
 class Wrapped:
@@ -127,12 +173,28 @@ def begin(device: str) -> None:
         _pool().submit(extension)
 
 
+@dataclass(frozen=True)
+class Binder:
+    """What a printer's text calls kernels by. ``cpp``: (library, kernel, are indices checked?). ``triton``: (binary,
+    device's index). ``late``: of a kernel that is built when it is first called, from what builds it."""
+
+    cpp: Callable[[Any, Kernel, bool], Any]
+    triton: Callable[[Any, int], Any]
+    late: Callable[[Kernel, Callable[[], Any]], Callable[[], Any]]
+
+
 def _bind_kernels(
-    program: Program, kernels: Mapping[tuple[str, int], Kernel], options: Options, build_cpp: BuildCpp, built: Built
-) -> tuple[dict[str, Callable[[], Callable[..., Any]]], list[Future]]:
-    """For each kernel name, a function that waits for the build and returns what to call; and what is waited for."""
+    program: Program,
+    kernels: Mapping[tuple[str, int], Kernel],
+    options: Options,
+    build_cpp: BuildCpp,
+    built: Built,
+    binder: Binder,
+) -> tuple[dict[str, Callable[[], Any]], list[Future]]:
+    """For each kernel name, a function that waits for the build and returns what the binder makes of it; and what is
+    waited for."""
     by_name = {n.name: n for n in regions(program.nodes)}
-    bound: dict[str, Callable[[], Callable[..., Any]]] = {}
+    bound: dict[str, Callable[[], Any]] = {}
     waiting: list[Future] = []
     cpp = {k.name: k for k in kernels.values() if k.language == "cpp"}
     if cpp:
@@ -143,11 +205,11 @@ def _bind_kernels(
             future = built.get(k) or library
             assert future is not None
             waiting.append(future)
-            bound[name] = _cpp_binding(future, k, name in checked)
+            bound[name] = partial(lambda f, *about: binder.cpp(f.result(), *about), future, k, name in checked)
     for (region, arm), k in kernels.items():
         if k.language == "triton" and k.grid != 0:
             device = program.buffers[by_name[region].writes()[0]].device
-            bound[k.name], future = _triton_binding(k, device, arm > 0, built.get(k))
+            bound[k.name], future = _triton_binding(k, device, arm > 0, built.get(k), binder)
             if future is not None:
                 waiting.append(future)
     return bound, waiting
@@ -166,26 +228,9 @@ def compile_cpp(kernels: tuple[Kernel, ...], options: Options) -> Any:
     return load_library(build_library([k.source for k in kernels], options, header=HEADER))
 
 
-def _cpp_binding(library: Future, kernel: Kernel, checked: bool) -> Callable[[], Callable[..., Any]]:
-    def get() -> Callable[..., Any]:
-        fn = library.result().function(kernel.name, len(kernel.buffers) + len(kernel.symbols) + 1)
-        if not checked:
-            return fn
-
-        def call(*args: int) -> None:
-            if fn(*args):
-                raise IndexOutOfRange(
-                    f"index out of range in kernel {kernel.name}: an index is outside the tensor it indexes"
-                )
-
-        return call
-
-    return get
-
-
 def _triton_binding(
-    kernel: Kernel, device: torch.device, lazy: bool, future: Future | None
-) -> tuple[Callable[[], Callable[..., Any]], Future | None]:
+    kernel: Kernel, device: torch.device, lazy: bool, future: Future | None, binder: Binder
+) -> tuple[Callable[[], Any], Future | None]:
     """``lazy``: a fallback arm is compiled when it is first called, not before. ``future``: it is being compiled."""
     from ..generate.compile_triton import compile_kernel
 
@@ -193,15 +238,35 @@ def _triton_binding(
     if future is None and not lazy:
         future = _pool().submit(compile_kernel, kernel, target)
 
-    def load() -> Callable[..., Any]:
-        from .cuda_launch import load
-
+    def load() -> Any:
         binary = future.result() if future is not None else compile_kernel(kernel, target)
-        return load(binary, device.index or 0)
+        return binder.triton(binary, device.index or 0)
 
-    if not lazy:
-        return load, future
+    return (binder.late(kernel, load), None) if lazy else (load, future)
 
+
+# -- for a wrapper in Python -------------------------------------------------------------------------
+def _call_cpp(library: Any, kernel: Kernel, checked: bool) -> Callable[..., Any]:
+    fn = library.function(kernel.name, len(kernel.buffers) + len(kernel.symbols) + 1)
+    if not checked:
+        return fn
+
+    def call(*args: int) -> None:
+        if fn(*args):
+            raise IndexOutOfRange(
+                f"index out of range in kernel {kernel.name}: an index is outside the tensor it indexes"
+            )
+
+    return call
+
+
+def _call_triton(binary: Any, device: int) -> Callable[..., Any]:
+    from .cuda_launch import load
+
+    return load(binary, device)
+
+
+def _call_late(kernel: Kernel, load: Callable[[], Callable[..., Any]]) -> Callable[[], Callable[..., Any]]:
     def late() -> Callable[..., Any]:
         state: list[Callable[..., Any]] = []
 
@@ -213,4 +278,26 @@ def _triton_binding(
 
         return call
 
-    return late, None
+    return late
+
+
+PYTHON = Binder(_call_cpp, _call_triton, _call_late)
+
+
+# -- for a wrapper in C++ ----------------------------------------------------------------------------
+def _facts_late(kernel: Kernel, load: Callable[[], tuple]) -> Callable[[], tuple]:
+    def late() -> tuple:
+        logger("compile").info("%s: building the general arm", kernel.name)
+        return load()
+
+    late.late = True  # type: ignore[attr-defined]
+    return late
+
+
+def _facts_triton(binary: Any, device: int) -> tuple:
+    from .cuda_launch import facts
+
+    return facts(binary, device)
+
+
+HOST = Binder(lambda library, kernel, checked: (library.address(kernel.name), checked), _facts_triton, _facts_late)

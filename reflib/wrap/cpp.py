@@ -1,0 +1,387 @@
+"""The C++ printer: the same steps as ``python.py`` prints, as one C++ function.
+
+What the text is written in is ``wrapper.h``: a Tensor that frees itself, one function for each kind of step. Sizes are
+int64_t, buffers and symbols keep their names. Kernels, Python functions, constants and C functions are numbered; the
+process fills the tables in (``host.py``), so the same text serves any torch, and a package.
+
+An ATen call takes the shortest way there is (``aten.py``): a function of PyTorch's C interface, else its dispatcher,
+else Python. The last can call anything (a custom op, a higher-order op, an argument that C cannot say), so everything
+can be called; it is also what a call is made again with when C says only that it failed, for Python's own error.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import GenerateError
+from ..generate.cpp_text import identifier
+from ..ir.expr import Atom, Expr, Sym, expr, format_expr
+from ..ir.expr import Call as ExprCall
+from ..ir.loops import Indirect
+from ..ir.printer import format_node
+from ..ir.program import (
+    Assume,
+    Buffer,
+    Extern,
+    Node,
+    Program,
+    Template,
+    View,
+    full_view,
+    iter_views,
+    node_symbols,
+    regions,
+    symbols_in,
+    walk,
+)
+from ..plan import Alloc, Branch, Call, Free, Launch, Let, Note, Plan, Return, Step
+from .aten import direct_call
+from .python import Kernels, PythonPrinter, _condition
+
+DEVICES = ("cpu", "cuda")
+# numbers of c10::ScalarType, which the C interface takes
+DTYPES = {
+    torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4, torch.float16: 5, torch.float32: 6,
+    torch.float64: 7, torch.complex64: 9, torch.complex128: 10, torch.bool: 11, torch.bfloat16: 15,
+    torch.float8_e5m2: 23, torch.float8_e4m3fn: 24, torch.float8_e5m2fnuz: 25, torch.float8_e4m3fnuz: 26,
+    torch.uint16: 27, torch.uint32: 28, torch.uint64: 29,
+}  # fmt: skip
+# names that the text itself uses
+TAKEN = frozenset(
+    "Device Expected Failed Frame Guard Handle Host Ints Kernel Range Run Tensor Torch Value aligned append cpu cuda "
+    "drop empty entry floor_div floor_mod frame give host in input integer launch max min none number object out "
+    "python reflib reflib_call refuse run run_kernel stream stream_of symbol take tensor view write_ints zeros".split()
+)
+MOST_PARTS = 6  # of a fused kernel, whose lines of IR are shown
+
+
+class CppPrinter:
+    """Prints a Plan. ``source`` is the text. What its numbers mean: ``kernels`` (names), ``functions`` (names in the
+    Python text ``python``, which is run with ``names``), ``objects``, ``constants`` (names of tensors), ``symbols``."""
+
+    def __init__(self, program: Program, plan: Plan, kernels: Kernels, check_nan: bool = False):
+        self.program, self.plan, self.by_arm, self.check_nan = program, plan, kernels, check_nan
+        self.kernels: list[str] = list(dict.fromkeys(k.name for k in kernels.values()))
+        self.functions: list[str] = []
+        self.objects: list[object] = []
+        self.symbols: list[str] = []
+        self.constants = [b.name for b in program.buffers.values() if b.kind == "const"]
+        self.inner = PythonPrinter(program, plan, kernels)
+        self.pieces: list[str] = []
+        self.named: dict[str, str] = {}
+        self.dtypes: set[torch.dtype] = set()
+        self.tables: list[str] = []
+        self.lines: list[str] = []
+        self.pad = "  "
+        self.at = {name: i for i, name in enumerate(program.inputs) if isinstance(name, str)}
+        self.gpu = sorted({b.device.index or 0 for b in program.buffers.values() if b.device.type == "cuda"})
+        self.lasting: set[str] = set()  # declared at the top
+
+    @property
+    def names(self) -> dict[str, object]:
+        return self.inner.names
+
+    @property
+    def python(self) -> str:
+        """The text of the functions that are Python's."""
+        return "\n\n".join(["\n".join(self.inner.header), *self.pieces]).strip() + "\n" if self.pieces else ""
+
+    def print(self) -> str:
+        for b in self.program.buffers.values():
+            if b.device.type not in DEVICES:
+                raise GenerateError(f"wrapper=\"cpp\" knows cpu and cuda; {b.name} is on {b.device}: use \"python\"")
+        self._entry()
+        for step in self.plan.steps:
+            self._step(step)
+        head = ["// Printed by reflib. Steps in the order of the plan, each below the IR that it comes from.",
+                '#include "wrapper.h"', "", "using namespace reflib;", ""]  # fmt: skip
+        if self.kernels:
+            head += ["enum {  // kernels", *(f"  {self.name(k)}," for k in self.kernels), "};"]
+        head += [f"constexpr int32_t {_dtype(d)} = {scalar_type(d)};" for d in sorted(self.dtypes, key=str)]
+        head += self.tables
+        start = 'extern "C" int32_t reflib_call(Host* host, Frame* frame, const Value* in, Value* out) try {'
+        temps = [self.name(b) for b in self.program.buffers if b in self.lasting]
+        arms = [a for r in regions(self.program.nodes) for a in r.arms]
+        temps += sorted({self.name(b.name) for a in arms for b in a.workspace if b.kind != "zeros"})
+        body = ["  Run run(host, frame);"]
+        body += [f"  Tensor {', '.join(temps[i : i + 8])};" for i in range(0, len(temps), 8)]
+        end = ["  return 0;", "} catch (const Failed&) {", "  return -1;", "}"]
+        text = "\n".join([*head, "", start, *body, *self.lines, *end]) + "\n"
+        if self.pieces:
+            text += "\n/* Called from above, in Python:\n\n" + self.python.replace("*/", "* /") + "*/\n"
+        return text
+
+    # -- names and numbers --------------------------------------------------------------------------
+    def name(self, name: str) -> str:
+        """``name`` as a C++ identifier, of its own."""
+        if name not in self.named:
+            text = identifier(name)
+            while text in TAKEN or text in self.named.values() or text in map(_dtype, DTYPES):
+                text += "_"
+            self.named[name] = text
+        return self.named[name]
+
+    def dtype(self, d: torch.dtype) -> str:
+        self.dtypes.add(d)
+        return _dtype(d)
+
+    def int(self, e: Expr | int | Sym) -> str:
+        """An index expression in C++, whose / and % round toward zero."""
+
+        def atom(a: Atom) -> str:
+            if isinstance(a, ExprCall):
+                fn = {"//": "floor_div", "%": "floor_mod"}.get(a.fn, a.fn)
+                return f"{fn}({self.int(a.a)}, {self.int(a.b)})"
+            return self.name(a.key)
+
+        return format_expr(expr(e), atom)
+
+    def ints(self, items: tuple[Expr, ...]) -> str:
+        return "{" + ", ".join(map(self.int, items)) + "}"
+
+    def device(self, d: torch.device) -> str:
+        return "cpu" if d.type == "cpu" else f"cuda({d.index or 0})"
+
+    def put(self, line: str) -> None:
+        self.lines.append(self.pad + line)
+
+    def about(self, node: Node) -> None:
+        """The IR that the next step comes from."""
+        parts = node.arms[-1].parts if not isinstance(node, Extern) and hasattr(node, "arms") else (node,)
+        for p in parts[:MOST_PARTS]:
+            where = next((f"  ({o.source})" for o in getattr(p, "origins", ()) if o.source), "")
+            self.put(f"// {format_node(p).splitlines()[0].rstrip(' {')}{where}")
+        if len(parts) > MOST_PARTS:
+            self.put(f"// ... and {len(parts) - MOST_PARTS} more")
+
+    # -- entry --------------------------------------------------------------------------------------
+    def _entry(self) -> None:
+        strict = laid_out(self.program)
+        for i, x in enumerate(self.program.inputs):
+            if isinstance(x, Sym):
+                self.put(f'int64_t {self.name(x.name)} = symbol(run, {i}, "{x.name}", in[{i}]);')
+            elif isinstance(x, str):
+                self.lasting.add(x)
+                expected = self._expected(self.program.buffers[x], x in strict)
+                self.put(f"input(run, {self.name(x)}, {i}, in[{i}], {expected});")
+        for i, c in enumerate(self.constants):
+            self.lasting.add(c)
+            self.put(f"{self.name(c)}.borrow(run, host->constants[{i}]);")
+        for s in sorted({s.name for n in walk(self.program.nodes) if isinstance(n, Extern) for s, _, _ in n.symbols}):
+            self.put(f"int64_t {self.name(s)} = 0;")
+        for name in sorted(self.inner._assumed_aligned()):
+            self.put(f"const bool {self.name('aligned_' + name)} = {self.name(name)}.aligned(16);")
+        if self.gpu:
+            self.put(f"Guard guard(run, {self.gpu[0]});")
+            for d in self.gpu:
+                self.put(f"void* stream{d} = stream_of(run, {d});")
+
+    def _expected(self, b: Buffer, strict: bool) -> str:
+        """What the input must be, as a constant of the file."""
+        known = [["-1" if e.symbols() else str(e) for e in es] for es in (b.shape, b.strides)]
+        n, tables = self.name(b.name), []
+        for what, values in zip(("sizes", "strides"), known):
+            if values and (what == "sizes" or strict):
+                self.tables.append(f"constexpr int64_t {n}_{what}[] = {{{', '.join(values)}}};")
+                tables.append(f"{n}_{what}")
+            else:
+                tables.append("nullptr")
+        fields = f'"{b.name}", "{_dtype(b.dtype)}", {self.dtype(b.dtype)}, {self.device(b.device)}, {len(b.shape)}'
+        self.tables.append(f"constexpr Expected {n}_is{{{fields}, {', '.join(tables)}}};")
+        return f"{n}_is"
+
+    # -- steps --------------------------------------------------------------------------------------
+    def _step(self, step: Step) -> None:
+        if isinstance(step, Let):
+            b = self.name(step.buffer)
+            self.put(f"int64_t {self.name(step.sym.name)} = {b}.{step.what}(run, {step.dim});")
+        elif isinstance(step, Alloc):
+            self._alloc(step)
+        elif isinstance(step, Launch):
+            self._launch(step)
+        elif isinstance(step, Branch):
+            self._branch(step)
+        elif isinstance(step, Note):
+            said = f"outside({step.what!r}, size, {step.least}, {step.most}, {step.op!r})"
+            which = self._function("note", ["size"], [said], [])
+            size = self.int(step.size)
+            call = self._python_call(which, [f"integer({size})"], 0)
+            self.put(f"if ({size} < {step.least} || {size} > {step.most}) {{ {call} }}")
+        elif isinstance(step, Call):
+            self._call(step.extern)
+        elif isinstance(step, Free):
+            n = self.name(step.buffer)
+            self.put(f"drop(run, {n}, {self.at[step.buffer]});" if step.buffer in self.at else f"{n}.reset();")
+        elif isinstance(step, Return):
+            self._return(step)
+
+    def _alloc(self, step: Alloc) -> None:
+        b = self.program.buffers[step.buffer]
+        self.lasting.add(b.name)
+        n, rank = self.name(b.name), len(b.shape)
+        if step.reuse is None:
+            self.put(f'run.step("empty {b.name}");')
+            self._empty(b)
+            return
+        old = self.program.buffers[step.reuse]
+        if (old.shape, old.strides) == (b.shape, b.strides):
+            self.put(f"{self.name(old.name)}.pass_to({n});  // takes over its storage")
+        else:
+            self.put(f"view<{rank}>(run, {n}, {self.name(old.name)}, {self.ints(b.shape)}, {self.ints(b.strides)}, 0);")
+
+    def _empty(self, b: Buffer) -> None:
+        args = f"{self.ints(b.shape)}, {self.ints(b.strides)}, {self.dtype(b.dtype)}, {self.device(b.device)}"
+        self.put(f"empty<{len(b.shape)}>(run, {self.name(b.name)}, {args});")
+
+    def _branch(self, step: Branch) -> None:
+        self.put(f"if ({' && '.join(self._condition(a) for a in step.predicate)}) {{")
+        self._block(step.then)
+        self.put("} else {")
+        self._block(step.otherwise)
+        self.put("}")
+
+    def _block(self, steps: tuple[Step, ...]) -> None:
+        self.pad += "  "
+        for s in steps:
+            self._step(s)
+        self.pad = self.pad[:-2]
+
+    def _condition(self, a: Assume) -> str:
+        if a.kind == "aligned":
+            return self.name(f"aligned_{a.what}")
+        if a.kind == "divisible":
+            return f"floor_mod({self.int(a.what)}, {a.value}) == 0"
+        if a.kind in ("at_most", "at_least", "equal", "differs"):
+            sign = {"at_most": "<=", "at_least": ">=", "equal": "==", "differs": "!="}[a.kind]
+            return f"{self.int(a.what)} {sign} {a.value}"
+        raise GenerateError(f"no C++ for the condition {_condition(a)}")
+
+    def _launch(self, step: Launch) -> None:
+        kernel = self.by_arm[step.region.name, step.region.arms.index(step.arm)]
+        device = self.program.buffers[step.region.writes()[0]].device
+        self.about(step.region)
+        args = [f"{self.name(b)}.ptr" for b, _ in kernel.buffers] + [self.name(s.name) for s in kernel.symbols]
+        if kernel.grid == 0:
+            self.put(f"// {kernel.name}: nothing to do for an empty tensor")
+        elif device.type == "cpu":
+            self.put(f"run_kernel(run, {', '.join([self.name(kernel.name), *args])});")
+        else:
+            stream = f"stream{device.index or 0}"
+            places = {}
+            for b in step.arm.workspace:
+                n = self.name(b.name)
+                if b.kind == "zeros":
+                    words = f"zeros(run, {device.index or 0}, {stream}, {self.int(b.numel)})"
+                    self.put(f"{{ char* {n}_words = {words};")
+                    places[f"{n}.ptr"] = f"{n}_words"
+                else:
+                    self.lasting.discard(b.name)
+                    self._empty(b)
+            args += [f"{self.name(b.name)}.ptr" for b in step.arm.workspace if b.kind == "scratch"]
+            args = [places.get(a, a) for a in args]
+            self.put(f"launch(run, {', '.join([self.name(kernel.name), stream, self.int(kernel.grid), *args])});")
+            for b in step.arm.workspace:
+                self.put("}" if b.kind == "zeros" else f"{self.name(b.name)}.reset();")
+        if self.check_nan:
+            for name in step.region.writes():
+                which = self._function("check_nan", ["t"], [f"check_nan(t, {name!r}, {kernel.name!r})"], [])
+                self.put(self._python_call(which, [f"tensor({self.name(name)})"], 0))
+
+    # -- calls --------------------------------------------------------------------------------------
+    def _call(self, x: Extern) -> None:
+        self.about(x)
+        made = [o for o in x.outputs if isinstance(o, str)]
+        if x.out is None:
+            self.lasting.update(made)
+        known = {s for s, _, _ in x.symbols}
+        shapes = [e for o in made for b in [self.program.buffers[o]] for e in (*b.shape, *b.strides)]
+        sizes = sorted({s.name for s in (node_symbols(x) | symbols_in(shapes)) - known})
+        takes = list(dict.fromkeys([*x.reads(), *(made if x.out is not None else ())]))
+        gives = [] if x.out is not None else [*made, *(s.name for s, _, _ in x.symbols)]
+        p = self.inner
+        p.lines, p.pad = [], ""
+        p._call(x)
+        which = self._function(x.name, [*takes, *sizes], p.lines, gives)
+        args = [f"tensor({self.name(b)})" for b in takes] + [f"integer({self.name(s)})" for s in sizes]
+        self.put(f'run.step("{x.target}");')
+        direct = direct_call(self, x, self._python_call(which, args, 0)) if not x.symbols else None
+        if direct is not None:
+            for line in direct:
+                self.put(line)
+            return
+        if not gives:
+            self.put(self._python_call(which, args, 0))
+            return
+        self.put("{")
+        self.pad += "  "
+        self.put(self._python_call(which, args, len(gives)))
+        for i, g in enumerate(gives):
+            n = self.name(g)
+            self.put(f"take(run, {n}, results[{i}]);" if i < len(made) else f"{n} = results[{i}].integer;")
+        self.pad = self.pad[:-2]
+        self.put("}")
+
+    def _function(self, name: str, parameters: list[str], lines: list[str], gives: list[str]) -> int:
+        """A function of Python's, and its number."""
+        n = len(self.functions)
+        self.functions.append(f"python_{n}_{identifier(name)}")
+        result = f"    return ({', '.join(gives)}{',' if len(gives) == 1 else ''})"
+        head = f"def {self.functions[-1]}({', '.join(parameters)}):"
+        self.pieces.append("\n".join([head, *("    " + line for line in lines), result]))
+        return n
+
+    def _python_call(self, which: int, args: list[str], results: int) -> str:
+        given = f"const Value args[] = {{{', '.join(args)}}};" if args else "const Value args[1] = {none()};"
+        text = f"{given} Value results[{max(results, 1)}]; python(run, {which}, args, results, {len(args)}, {results});"
+        return text if results else f"{{ {text} }}"
+
+    # -- the end ------------------------------------------------------------------------------------
+    def _return(self, step: Return) -> None:
+        for i, o in enumerate(step.outputs):
+            if isinstance(o, View) and o == full_view(self.program.buffers[o.buffer]):
+                self.put(f"out[{i}] = give(run, {self.name(o.buffer)});")
+            elif isinstance(o, View):
+                b = self.program.buffers[o.buffer]
+                if o.dtype != b.dtype:
+                    self._view_in_python(i, o)
+                    continue
+                args = f"{self.name(b.name)}, {self.ints(o.shape)}, {self.ints(o.strides)}, {self.int(o.offset)}"
+                self.put(f"{{ Tensor made; view<{len(o.shape)}>(run, made, {args}); out[{i}] = give(run, made); }}")
+            elif isinstance(o, (Expr, Sym)) or isinstance(o, int) and not isinstance(o, bool):
+                self.put(f"out[{i}] = integer({self.int(o)});")
+            elif o is None:
+                self.put(f"out[{i}] = none();")
+            else:
+                self.objects.append(o)
+                self.put(f"out[{i}] = object({len(self.objects) - 1});")
+
+    def _view_in_python(self, i: int, v: View) -> None:
+        sizes = sorted(s.name for s in symbols_in(v))
+        which = self._function("view", [v.buffer, *sizes], [f"result = {self.inner.value(v)}"], ["result"])
+        args = [f"tensor({self.name(v.buffer)})", *(f"integer({self.name(s)})" for s in sizes)]
+        self.put(f"{{ {self._python_call(which, args, 1)} out[{i}] = results[0]; }}")
+
+
+def scalar_type(d: torch.dtype) -> int:
+    try:
+        return DTYPES[d]
+    except KeyError:
+        raise GenerateError(f'wrapper="cpp" does not know {d}: use wrapper="python"') from None
+
+
+def _dtype(d: torch.dtype) -> str:
+    return str(d).removeprefix("torch.")
+
+
+def laid_out(program: Program) -> set[str]:
+    """Inputs whose strides somebody relies on: kernels, and whoever takes another view than the whole."""
+    views = [v for n in walk(program.nodes) if isinstance(n, Extern) for v in iter_views((n.args, n.kwargs, n.outputs))]
+    views += iter_views(program.outputs)
+    cut = {v.buffer for v in views if v != full_view(program.buffers[v.buffer])}
+    return cut | {b for n in regions(program.nodes) for b in n.reads()}
+
+
+def checked(region: object) -> bool:
+    """Does a kernel of it look at indices that are data?"""
+    parts = [p.epilogue if isinstance(p, Template) else p for arm in region.arms for p in arm.parts]  # type: ignore[attr-defined]
+    return any(isinstance(s, Indirect) for p in parts for s in p.body)

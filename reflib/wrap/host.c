@@ -1,0 +1,499 @@
+/* The process's side of a C++ wrapper: a Python callable that hands tensors to it and takes tensors from it.
+
+   A torch.Tensor in Python holds its at::Tensor right behind the object's head, so its address is the handle that
+   PyTorch's C interface wants: nothing is asked for, nothing is copied. That this is so is verified at import; where
+   it is not, torch's own (slower) functions make handles. (Both ways are in `borrow` and `wrap`.)
+
+   The GIL is released while the wrapper runs. What needs it back, a function in Python, the end of an input, takes it
+   for as long as it needs. */
+#include "host.h"
+
+static Torch torch_table;
+static PyTypeObject *tensor_type;
+static PyObject *(*wrap_copy)(Handle);  /* THPVariable_Wrap(const at::TensorBase &) */
+static PyObject *borrow_slowly, *wrap_slowly; /* torch's functions: list of tensors -> list of addresses, and back */
+static PyObject *error_types;  /* by FAILED_... */
+static Driver driver;
+static int have_driver;
+
+enum { ON_STACK = 64, HEAD = sizeof(PyObject) };
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    Host host;
+    Entry entry;
+    Py_ssize_t inputs, outputs;
+    PyObject *name, *functions, *loaders, *objects, *constants, *owner, *images;
+    Kernel *kernels;
+    Py_ssize_t kernel_count;
+    PyObject *zeros; /* (device, stream, count) -> a tensor */
+    pthread_mutex_t lock;
+    struct Words { int32_t device; void *stream; int64_t count; void *words; PyObject *tensor; } words[8];
+    int next_words;
+} Graph;
+
+/* One call: what host.h calls a frame, and what only this side knows of it. */
+typedef struct {
+    Frame frame;
+    Graph *graph;
+    PyObject **owned; /* the inputs */
+    PyThreadState *state;
+    PyObject *type, *value, *trace; /* an exception that Python raised */
+} Call;
+
+static Graph *graph_of(Host *host) { return (Graph *)((char *)host - offsetof(Graph, host)); }
+
+static int failed(Frame *frame, int32_t kind, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    frame->kind = kind;
+    vsnprintf(frame->text, sizeof frame->text, format, args);
+    va_end(args);
+    return -1;
+}
+
+/* -- tensors and handles ------------------------------------------------------------------------------------------ */
+/* The handle in `o`, which stays the object's. NULL with an exception if it cannot be had. `slow`: is given back. */
+static int borrow(PyObject *o, Handle *out) {
+    if (!borrow_slowly) {
+        *out = (Handle)((char *)o + HEAD);
+        return 0;
+    }
+    PyObject *list = PyList_New(1), *found;
+    if (!list) return -1;
+    PyList_SET_ITEM(list, 0, Py_NewRef(o));
+    found = PyObject_CallOneArg(borrow_slowly, list);
+    Py_DECREF(list);
+    if (!found) return -1;
+    *out = (Handle)PyLong_AsVoidPtr(PyList_GET_ITEM(found, 0));
+    Py_DECREF(found);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static void unborrow(Handle h) {
+    if (borrow_slowly) torch_table.delete_handle(h); /* it was made for us */
+}
+
+/* The Python object of a handle that stays whose it is. */
+static PyObject *wrap(Handle h) {
+    if (!wrap_slowly) return wrap_copy(h);
+    Handle mine;
+    if (torch_table.new_handle(h, &mine)) return PyErr_Format(PyExc_RuntimeError, "a tensor could not be wrapped");
+    PyObject *address = PyLong_FromVoidPtr(mine), *list, *made, *out = NULL;
+    if (!address) return NULL;
+    list = PyList_New(1);
+    if (!list) return NULL;
+    PyList_SET_ITEM(list, 0, address);
+    made = PyObject_CallOneArg(wrap_slowly, list);
+    Py_DECREF(list);
+    if (made) out = Py_NewRef(PyList_GET_ITEM(made, 0));
+    Py_XDECREF(made);
+    return out;
+}
+
+static PyObject *to_python(Graph *g, const Value *v) {
+    switch (v->kind) {
+    case VALUE_TENSOR: return wrap(v->tensor);
+    case VALUE_INT: return PyLong_FromLongLong(v->integer);
+    case VALUE_FLOAT: return PyFloat_FromDouble(v->number);
+    case VALUE_OBJECT: return Py_NewRef(PyTuple_GET_ITEM(g->objects, v->object));
+    default: Py_RETURN_NONE;
+    }
+}
+
+/* A result of Python's, as a value that is owned. */
+static int to_value(PyObject *o, Value *v) {
+    v->kind = VALUE_NONE;
+    if (PyObject_TypeCheck(o, tensor_type)) {
+        Handle theirs;
+        if (borrow(o, &theirs)) return -1;
+        v->kind = VALUE_TENSOR;
+        if (borrow_slowly) v->tensor = theirs;
+        else if (torch_table.new_handle(theirs, &v->tensor)) return -1;
+    } else if (PyLong_Check(o)) {
+        v->kind = VALUE_INT;
+        v->integer = PyLong_AsLongLong(o);
+    } else if (PyFloat_Check(o)) {
+        v->kind = VALUE_FLOAT;
+        v->number = PyFloat_AS_DOUBLE(o);
+    } else if (o != Py_None) { /* a size that is a torch.SymInt, a bool of numpy's ... */
+        PyObject *index = PyNumber_Index(o);
+        if (!index) return -1;
+        v->kind = VALUE_INT;
+        v->integer = PyLong_AsLongLong(index);
+        Py_DECREF(index);
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* -- what a wrapper asks for -------------------------------------------------------------------------------------- */
+static void take_gil(Call *c) { PyEval_RestoreThread(c->state); }
+static void give_gil(Call *c) { c->state = PyEval_SaveThread(); }
+
+static int raised(Call *c) {
+    PyErr_Fetch(&c->type, &c->value, &c->trace);
+    c->frame.kind = FAILED_PYTHON;
+    return -1;
+}
+
+static int32_t call_python(Host *host, Frame *frame, int32_t which, const Value *args, int32_t n, Value *results, int32_t m) {
+    Call *c = (Call *)frame;
+    Graph *g = graph_of(host);
+    int rc = -1, filled = 0;
+    take_gil(c);
+    PyObject *tuple = PyTuple_New(n), *out = NULL;
+    for (int i = 0; tuple && i < n; ++i) {
+        PyObject *o = to_python(g, &args[i]);
+        if (!o) {
+            Py_CLEAR(tuple);
+            break;
+        }
+        PyTuple_SET_ITEM(tuple, i, o);
+    }
+    if (tuple) out = PyObject_CallObject(PyTuple_GET_ITEM(g->functions, which), tuple);
+    Py_XDECREF(tuple);
+    if (out) {
+        rc = 0;
+        for (; rc == 0 && filled < m; ++filled) rc = to_value(PyTuple_GET_ITEM(out, filled), &results[filled]);
+        if (rc)
+            for (int i = 0; i < filled; ++i)
+                if (results[i].kind == VALUE_TENSOR) torch_table.delete_handle(results[i].tensor);
+        Py_DECREF(out);
+    }
+    if (rc) raised(c);
+    give_gil(c);
+    return rc;
+}
+
+static void drop_input(Host *host, Frame *frame, int32_t i) {
+    Call *c = (Call *)frame;
+    take_gil(c);
+    Py_CLEAR(c->owned[i]);
+    give_gil(c);
+}
+
+/* A kernel from what Python knows of it: (address, checked), or (image, entry, shared, threads, early, device). */
+static int fill_kernel(Graph *g, Kernel *k, PyObject *facts) {
+    void *function = NULL, *context = NULL;
+    if (PyTuple_GET_SIZE(facts) == 2) {
+        k->checked = PyObject_IsTrue(PyTuple_GET_ITEM(facts, 1));
+        function = PyLong_AsVoidPtr(PyTuple_GET_ITEM(facts, 0));
+        if (PyErr_Occurred()) return -1;
+    } else {
+        const char *image, *entry;
+        Py_ssize_t size;
+        int shared, threads, early, device;
+        if (!PyArg_ParseTuple(facts, "y#siiii", &image, &size, &entry, &shared, &threads, &early, &device)) return -1;
+        k->shared = shared, k->threads = threads, k->early = early;
+        CUresult r = have_driver ? driver_load(&driver, image, entry, shared, device, (CUfunction *)&function,
+                                               (CUcontext *)&context) : 0;
+        if (!have_driver || r) {
+            char text[400] = "no CUDA driver was found";
+            if (r) driver_error(&driver, r, text, sizeof text);
+            PyErr_Format(PyTuple_GET_ITEM(error_types, FAILED_DRIVER), "cannot load kernel %s: %s", k->name, text);
+            return -1;
+        }
+        if (PyList_Append(g->images, facts)) return -1;
+    }
+    k->context = context;
+    __atomic_store_n(&k->function, function, __ATOMIC_RELEASE);
+    return 0;
+}
+
+static int32_t load_kernel(Host *host, Frame *frame, int32_t i) {
+    Call *c = (Call *)frame;
+    Graph *g = graph_of(host);
+    int rc = 0;
+    take_gil(c);
+    if (!g->kernels[i].function) {
+        PyObject *facts = PyObject_CallNoArgs(PyTuple_GET_ITEM(g->loaders, i));
+        rc = !facts || fill_kernel(g, &g->kernels[i], facts) ? raised(c) : 0;
+        Py_XDECREF(facts);
+    }
+    give_gil(c);
+    return rc;
+}
+
+static int capturing(void *stream) {
+    int status = 0;
+    return driver.StreamIsCapturing && !driver.StreamIsCapturing((CUstream)stream, &status) && status;
+}
+
+static int32_t zero_words(Host *host, Frame *frame, int32_t device, void *stream, int64_t count, void **words) {
+    Call *c = (Call *)frame;
+    Graph *g = graph_of(host);
+    int captures = capturing(stream);
+    if (!captures) {
+        *words = NULL;
+        pthread_mutex_lock(&g->lock);
+        for (int i = 0; i < 8; ++i)
+            if (g->words[i].tensor && g->words[i].device == device && g->words[i].stream == stream &&
+                g->words[i].count >= count)
+                *words = g->words[i].words;
+        pthread_mutex_unlock(&g->lock);
+        if (*words) return 0;
+    }
+    take_gil(c);
+    PyObject *tensor = PyObject_CallFunction(g->zeros, "iKL", (int)device, (unsigned long long)(uintptr_t)stream,
+                                             (long long)count);
+    Handle h = NULL;
+    int rc = !tensor || borrow(tensor, &h) || torch_table.data_ptr(h, words) ? raised(c) : 0;
+    if (h) unborrow(h);
+    if (!rc && !captures) {
+        pthread_mutex_lock(&g->lock);
+        struct Words *w = &g->words[g->next_words++ % 8];
+        PyObject *before = w->tensor;
+        *w = (struct Words){device, stream, count, *words, Py_NewRef(tensor)};
+        pthread_mutex_unlock(&g->lock);
+        Py_XDECREF(before);
+    }
+    Py_XDECREF(tensor); /* during a capture `runtime.zeros` keeps it */
+    give_gil(c);
+    return rc;
+}
+
+static int32_t launch_kernel(Host *host, Frame *frame, const Kernel *k, int64_t grid, void *stream, void **params) {
+    if (grid > INT32_MAX)
+        return failed(frame, FAILED_DRIVER, "a grid of %lld programs; the limit is 2^31 - 1", (long long)grid);
+    CUresult r = driver_launch(&driver, (CUfunction)k->function, (CUcontext)k->context, (unsigned)grid, k->threads,
+                               k->shared, k->early, (CUstream)stream, params);
+    if (__builtin_expect(r != 0, 0)) {
+        char text[400];
+        driver_error(&driver, r, text, sizeof text);
+        return failed(frame, FAILED_DRIVER, "cannot launch: %s", text);
+    }
+    return 0;
+}
+
+/* -- a call ------------------------------------------------------------------------------------------------------- */
+/* What came, for the message of what was expected. */
+static PyObject *described(PyObject *o) {
+    if (!o || !PyObject_TypeCheck(o, tensor_type)) return PyUnicode_FromFormat("%s", o ? Py_TYPE(o)->tp_name : "nothing");
+    PyObject *dtype = PyObject_GetAttrString(o, "dtype"), *shape = PyObject_GetAttrString(o, "shape");
+    PyObject *strides = PyObject_CallMethod(o, "stride", NULL), *device = PyObject_GetAttrString(o, "device");
+    PyObject *sizes = shape ? PySequence_List(shape) : NULL, *steps = strides ? PySequence_List(strides) : NULL;
+    PyObject *out = dtype && sizes && steps && device
+        ? PyUnicode_FromFormat("%S %S, strides %S, on %S", dtype, sizes, steps, device) : NULL;
+    Py_XDECREF(dtype), Py_XDECREF(shape), Py_XDECREF(strides), Py_XDECREF(device), Py_XDECREF(sizes), Py_XDECREF(steps);
+    return out;
+}
+
+static PyObject *raise(Call *c, PyObject **all) {
+    Graph *g = c->graph;
+    Frame *f = &c->frame;
+    const char *step = f->step ? f->step : "the start";
+    if (f->kind == FAILED_PYTHON) {
+        PyErr_Restore(c->type, c->value, c->trace);
+        return NULL;
+    }
+    PyObject *type = PyTuple_GET_ITEM(error_types, f->kind ? f->kind : FAILED_WRAPPER);
+    if (f->kind == FAILED_INDEX)
+        return PyErr_Format(type, "index out of range in kernel %s: an index is outside the tensor it indexes", step);
+    if (f->kind == FAILED_ARGUMENT) {
+        int i = 0;
+        sscanf(f->text, "argument %d", &i);
+        PyObject *came = described(all[i]);
+        if (came) PyErr_Format(type, "%s; got %U", f->text, came);
+        Py_XDECREF(came);
+        return NULL;
+    }
+    const char *what = f->text[0] ? f->text : f->kind == FAILED_TORCH && torch_table.what ? torch_table.what() : NULL;
+    return PyErr_Format(type, "graph %U, step %s: %s", g->name, step, what && *what ? what : "it failed; see stderr");
+}
+
+static PyObject *graph_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *kwnames) {
+    Graph *g = (Graph *)self;
+    PyObject *list = PyVectorcall_NARGS(nargsf) == 1 ? args[0] : NULL, *result = NULL;
+    if (!list || !PyList_CheckExact(list) || (kwnames && PyTuple_GET_SIZE(kwnames)))
+        return PyErr_Format(PyExc_TypeError, "a compiled graph takes one list, which it empties");
+    Py_ssize_t n = PyList_GET_SIZE(list), m = g->outputs;
+    if (n != g->inputs)
+        return PyErr_Format(PyTuple_GET_ITEM(error_types, FAILED_ARGUMENT), "graph %U takes %zd arguments, got %zd",
+                            g->name, g->inputs, n);
+    PyObject *owned_[ON_STACK], **owned = owned_;
+    Value in_[ON_STACK], *in = in_, out_[ON_STACK], *out = out_;
+    if (n > ON_STACK || m > ON_STACK) {
+        owned = PyMem_RawMalloc((n + 1) * sizeof *owned);
+        in = PyMem_RawMalloc((n + m + 1) * sizeof *in);
+        if (!owned || !in) {
+            if (owned) PyMem_RawFree(owned);
+            if (in) PyMem_RawFree(in);
+            return PyErr_NoMemory();
+        }
+        out = in + n;
+    }
+    Call c;
+    c.frame.step = NULL, c.frame.kind = 0, c.frame.text[0] = 0;
+    c.graph = g, c.owned = owned;
+    int rc = 0;
+    Py_ssize_t ready = 0;
+    for (; ready < n; ++ready) owned[ready] = Py_NewRef(PyList_GET_ITEM(list, ready));
+    for (Py_ssize_t i = 0; i < n; ++i) {
+        PyObject *o = owned[i];
+        in[i].kind = VALUE_NONE;
+        if (PyObject_TypeCheck(o, tensor_type)) {
+            in[i].kind = VALUE_TENSOR;
+            rc |= borrow(o, &in[i].tensor);
+        } else if (PyLong_CheckExact(o)) {
+            in[i].kind = VALUE_INT;
+            in[i].integer = PyLong_AsLongLong(o);
+            if (in[i].integer == -1 && PyErr_Occurred()) PyErr_Clear(), in[i].kind = VALUE_NONE;
+        }
+    }
+    for (Py_ssize_t i = 0; i < m; ++i) out[i].kind = VALUE_NONE;
+    if (!rc) rc = PyList_SetSlice(list, 0, n, NULL);
+    if (!rc) {
+        give_gil(&c);
+        rc = g->entry(&g->host, &c.frame, in, out);
+        take_gil(&c);
+        if (rc) raise(&c, owned);
+    }
+    if (!rc && (result = PyTuple_New(m))) {
+        Py_ssize_t i = 0;
+        for (; i < m; ++i) {
+            PyObject *o = to_python(g, &out[i]);
+            if (!o) break;
+            PyTuple_SET_ITEM(result, i, o);
+        }
+        if (i < m) Py_CLEAR(result);
+    }
+    for (Py_ssize_t i = 0; i < m; ++i)
+        if (out[i].kind == VALUE_TENSOR) torch_table.delete_handle(out[i].tensor);
+    for (Py_ssize_t i = 0; i < n; ++i) {
+        if (borrow_slowly && in[i].kind == VALUE_TENSOR) unborrow(in[i].tensor);
+        Py_XDECREF(owned[i]);
+    }
+    if (owned != owned_) PyMem_RawFree(owned), PyMem_RawFree(in);
+    return result;
+}
+
+/* -- making one --------------------------------------------------------------------------------------------------- */
+static void graph_dealloc(PyObject *self) {
+    Graph *g = (Graph *)self;
+    PyTypeObject *type = Py_TYPE(self);
+    Py_XDECREF(g->name), Py_XDECREF(g->functions), Py_XDECREF(g->loaders), Py_XDECREF(g->objects);
+    Py_XDECREF(g->constants), Py_XDECREF(g->images), Py_XDECREF(g->zeros);
+    for (int i = 0; i < 8; ++i) Py_XDECREF(g->words[i].tensor);
+    if (g->host.constants && borrow_slowly)
+        for (Py_ssize_t i = 0; g->host.constants[i]; ++i) unborrow(g->host.constants[i]);
+    PyMem_RawFree(g->host.constants), PyMem_RawFree(g->host.symbols), PyMem_RawFree(g->kernels);
+    pthread_mutex_destroy(&g->lock);
+    Py_XDECREF(g->owner); /* last: the library that the entry is in */
+    PyObject_Free(self);
+    Py_DECREF(type);
+}
+
+static PyMemberDef graph_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Graph, vectorcall), READONLY, NULL},
+    {"name", T_OBJECT, offsetof(Graph, name), READONLY, "the graph's name"},
+    {NULL},
+};
+static PyType_Slot graph_slots[] = {
+    {Py_tp_dealloc, graph_dealloc}, {Py_tp_call, PyVectorcall_Call}, {Py_tp_members, graph_members}, {0, NULL}};
+static PyType_Spec graph_spec = {
+    "_reflib_host.Graph", sizeof(Graph), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION, graph_slots};
+static PyTypeObject *graph_type;
+
+/* graph(name, entry, inputs, outputs, kernels, loaders, functions, objects, constants, symbols, zeros, owner) -> Graph
+   kernels: (name, facts or None: a loader says later); loaders, functions: callables; constants: tensors;
+   symbols: addresses; owner: kept alive */
+static PyObject *make_graph(PyObject *module, PyObject *args) {
+    PyObject *name, *kernels, *loaders, *functions, *objects, *constants, *symbols, *zeros, *owner;
+    unsigned long long entry;
+    Py_ssize_t inputs, outputs;
+    if (!PyArg_ParseTuple(args, "UKnnO!O!O!O!O!O!OO", &name, &entry, &inputs, &outputs, &PyTuple_Type, &kernels,
+                          &PyTuple_Type, &loaders, &PyTuple_Type, &functions, &PyTuple_Type, &objects, &PyTuple_Type,
+                          &constants, &PyTuple_Type, &symbols, &zeros, &owner))
+        return NULL;
+    Graph *g = PyObject_New(Graph, graph_type);
+    if (!g) return NULL;
+    memset((char *)g + sizeof(PyObject), 0, sizeof(Graph) - sizeof(PyObject));
+    pthread_mutex_init(&g->lock, NULL);
+    Py_ssize_t nk = PyTuple_GET_SIZE(kernels), nc = PyTuple_GET_SIZE(constants), ns = PyTuple_GET_SIZE(symbols);
+    g->vectorcall = graph_call;
+    g->entry = (Entry)(uintptr_t)entry;
+    g->inputs = inputs, g->outputs = outputs;
+    g->name = Py_NewRef(name), g->functions = Py_NewRef(functions), g->loaders = Py_NewRef(loaders);
+    g->objects = Py_NewRef(objects), g->constants = Py_NewRef(constants), g->zeros = Py_NewRef(zeros);
+    g->owner = Py_NewRef(owner), g->images = PyList_New(0);
+    g->kernels = PyMem_RawCalloc(nk + 1, sizeof(Kernel));
+    g->host.constants = PyMem_RawCalloc(nc + 1, sizeof(Handle));
+    g->host.symbols = PyMem_RawCalloc(ns + 1, sizeof(void *));
+    if (!g->images || !g->kernels || !g->host.constants || !g->host.symbols) goto fail;
+    g->host.torch = &torch_table, g->host.kernels = g->kernels;
+    g->host.python = call_python, g->host.load = load_kernel, g->host.zeros = zero_words;
+    g->host.launch = launch_kernel, g->host.drop = drop_input;
+    for (Py_ssize_t i = 0; i < nk; ++i) {
+        PyObject *item = PyTuple_GET_ITEM(kernels, i), *facts = PyTuple_GET_ITEM(item, 1);
+        g->kernels[i].name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(item, 0));
+        if (!g->kernels[i].name || PyList_Append(g->images, PyTuple_GET_ITEM(item, 0))) goto fail;
+        if (facts != Py_None && fill_kernel(g, &g->kernels[i], facts)) goto fail;
+    }
+    for (Py_ssize_t i = 0; i < nc; ++i)
+        if (borrow(PyTuple_GET_ITEM(constants, i), &g->host.constants[i])) goto fail;
+    for (Py_ssize_t i = 0; i < ns; ++i) g->host.symbols[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(symbols, i));
+    if (PyErr_Occurred()) goto fail;
+    return (PyObject *)g;
+fail:
+    if (!PyErr_Occurred()) PyErr_NoMemory();
+    Py_DECREF(g);
+    return NULL;
+}
+
+/* setup(tensor type, addresses in Torch's order, wrap's address, errors, borrow or None, wrap or None) */
+static PyObject *setup(PyObject *module, PyObject *args) {
+    PyObject *type, *addresses, *errors, *slow_borrow, *slow_wrap;
+    unsigned long long wrapper;
+    if (!PyArg_ParseTuple(args, "OO!KO!OO", &type, &PyTuple_Type, &addresses, &wrapper, &PyTuple_Type, &errors,
+                          &slow_borrow, &slow_wrap))
+        return NULL;
+    void *found[sizeof(Torch) / sizeof(void *)];
+    if (PyTuple_GET_SIZE(addresses) != sizeof found / sizeof *found)
+        return PyErr_Format(PyExc_ValueError, "%zd addresses", PyTuple_GET_SIZE(addresses));
+    for (size_t i = 0; i < sizeof found / sizeof *found; ++i) found[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(addresses, i));
+    if (PyErr_Occurred()) return NULL;
+    memcpy(&torch_table, found, sizeof found);
+    tensor_type = (PyTypeObject *)Py_NewRef(type);
+    wrap_copy = (PyObject * (*)(Handle))(uintptr_t)wrapper;
+    error_types = Py_NewRef(errors);
+    borrow_slowly = slow_borrow == Py_None ? NULL : Py_NewRef(slow_borrow);
+    wrap_slowly = slow_wrap == Py_None || wrapper ? NULL : Py_NewRef(slow_wrap);
+    Py_RETURN_NONE;
+}
+
+/* is_at(tensor, address): does the tensor's at::Tensor, which holds `address`, lie behind the object's head? */
+static PyObject *is_at(PyObject *module, PyObject *args) {
+    PyObject *o;
+    unsigned long long address;
+    if (!PyArg_ParseTuple(args, "OK", &o, &address)) return NULL;
+    if (Py_TYPE(o)->tp_basicsize < (Py_ssize_t)(HEAD + sizeof(void *))) Py_RETURN_FALSE;
+    return PyBool_FromLong(*(unsigned long long *)((char *)o + HEAD) == address);
+}
+
+/* open(path): the driver */
+static PyObject *open_driver(PyObject *module, PyObject *args) {
+    const char *path;
+    if (!PyArg_ParseTuple(args, "s", &path)) return NULL;
+    const char *why = driver_open(&driver, path);
+    if (why) return PyErr_Format(PyTuple_GET_ITEM(error_types, FAILED_DRIVER), "%s", why);
+    have_driver = 1;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"graph", make_graph, METH_VARARGS, "a compiled graph as a callable"},
+    {"setup", setup, METH_VARARGS, "what is the same for all graphs"},
+    {"is_at", is_at, METH_VARARGS, "is a tensor's handle where it is believed to be?"},
+    {"open", open_driver, METH_VARARGS, "find the driver's functions"},
+    {NULL},
+};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_reflib_host", NULL, -1, methods};
+
+PyMODINIT_FUNC PyInit__reflib_host(void) {
+    PyObject *m = PyModule_Create(&module);
+    graph_type = (PyTypeObject *)PyType_FromSpec(&graph_spec);
+    if (!m || !graph_type) return NULL;
+    return m;
+}

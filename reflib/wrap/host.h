@@ -1,0 +1,94 @@
+/* What a wrapper in C++ (``wrapper.h``) and the process that calls it (``host.c``) know of each other. Plain C, and C++
+   as well; PyTorch and Python appear as addresses only, so nothing of theirs is needed to compile either side.
+
+   The wrapper's one entry, `reflib_call`, gets its inputs as Values and leaves its outputs as Values. Functions of
+   PyTorch's C interface come in a table (`Torch`): they are looked up once in a process, by name, in the libraries that
+   torch has loaded. So a wrapper links to nothing, and runs with every torch that has these functions: 2.11 and later. */
+#ifndef REFLIB_HOST_H
+#define REFLIB_HOST_H
+#include <stdint.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct AtenTensorOpaque *Handle; /* AtenTensorHandle: an at::Tensor* */
+
+enum { VALUE_NONE, VALUE_TENSOR, VALUE_INT, VALUE_FLOAT, VALUE_OBJECT };
+
+typedef struct {
+    int32_t kind;
+    union {
+        Handle tensor; /* an input's: borrowed. An output's: owned by who receives it */
+        int64_t integer;
+        double number;
+        int64_t object; /* which of the graph's Python objects */
+    };
+} Value;
+
+/* The prototypes are those of torch/csrc/inductor/aoti_torch/c/shim.h. All but the marked return 0 when they succeed. */
+typedef struct {
+    int32_t (*empty_strided)(int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, Handle *);
+    int32_t (*reinterpret)(Handle, int64_t, const int64_t *, const int64_t *, int64_t, Handle *);
+    int32_t (*new_handle)(Handle, Handle *);
+    int32_t (*delete_handle)(Handle);
+    int32_t (*data_ptr)(Handle, void **);
+    int32_t (*sizes)(Handle, int64_t **);
+    int32_t (*strides)(Handle, int64_t **);
+    int32_t (*dim)(Handle, int64_t *);
+    int32_t (*dtype)(Handle, int32_t *);
+    int32_t (*device_type)(Handle, int32_t *);
+    int32_t (*device_index)(Handle, int32_t *);
+    int32_t (*dispatch)(const char *, const char *, uint64_t *, uint64_t);
+    int32_t (*new_list)(uint64_t, void **);
+    int32_t (*push)(void *, uint64_t);
+    int32_t (*record_start)(const char *, void *, void *const *, uint64_t, void **);
+    int32_t (*record_end)(void *);
+    int32_t (*threads)(void); /* at::get_num_threads: returns the number */
+    /* of libtorch_cuda; null without it */
+    int32_t (*current_stream)(int32_t, void **);
+    int32_t (*current_device)(int32_t *);
+    int32_t (*new_guard)(int32_t, void **);
+    int32_t (*delete_guard)(void *);
+    /* null before torch 2.13 */
+    const char *(*what)(void); /* the message of the last failure in this thread */
+} Torch;
+
+/* A kernel as it is launched. `function`: CUfunction, or the address of a CPU kernel; null until it is built. */
+typedef struct {
+    void *function, *context;
+    const char *name;
+    uint32_t threads, shared;
+    int32_t early;   /* on a GPU: it waits by itself for the kernel before it */
+    int32_t checked; /* on a CPU: it says so when an index is outside its tensor */
+} Kernel;
+
+enum { FAILED_TORCH = 1, FAILED_DRIVER, FAILED_INDEX, FAILED_ARGUMENT, FAILED_PYTHON, FAILED_WRAPPER };
+
+/* One call in progress. */
+typedef struct {
+    const char *step; /* for messages: what is being done */
+    int32_t kind;     /* FAILED_... */
+    char text[1000];
+} Frame;
+
+/* What a wrapper may use and ask for: one a graph. The functions return 0, or have failed and filled in the frame. */
+typedef struct Host {
+    const Torch *torch;
+    Kernel *kernels;
+    void **symbols;     /* functions that the wrapper named */
+    Handle *constants;  /* tensors that the captured graph holds */
+    /* call a piece of the wrapper that is Python */
+    int32_t (*python)(struct Host *, Frame *, int32_t which, const Value *args, int32_t n, Value *results, int32_t m);
+    int32_t (*load)(struct Host *, Frame *, int32_t kernel); /* build a kernel that few calls need */
+    /* `count` int32 words that are zero, and that the kernel leaves at zero */
+    int32_t (*zeros)(struct Host *, Frame *, int32_t device, void *stream, int64_t count, void **words);
+    int32_t (*launch)(struct Host *, Frame *, const Kernel *, int64_t grid, void *stream, void **params);
+    void (*drop)(struct Host *, Frame *, int32_t input); /* an input is not needed any more */
+} Host;
+
+typedef int32_t (*Entry)(Host *, Frame *, const Value *inputs, Value *outputs);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

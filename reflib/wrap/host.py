@@ -1,0 +1,172 @@
+"""The process's side of C++ wrappers: build them, fill their tables in, call them.
+
+``host.c`` becomes a CPython extension, compiled once through the cache: it needs Python's headers and no others.
+PyTorch's functions are found by name in the libraries that torch has loaded.
+
+Where the extension cannot be had (no Python.h), or where this torch or Python lays its objects out in another way than
+is known, ``why_not`` says so, and the Python wrapper does the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from .. import cache, toolchain
+from ..errors import DeviceError, IndexOutOfRange, ReflibError, ToolchainError
+from .cuda_launch import DRIVER_SOURCE, libcuda
+from .native import C_HEAD, build_extension, once
+
+HERE = Path(__file__).parent
+# in the order of `Torch` in host.h: (name, library)
+FUNCTIONS = (
+    ("aoti_torch_empty_strided", "cpu"),
+    ("aoti_torch__reinterpret_tensor", "cpu"),
+    ("aoti_torch_new_tensor_handle", "cpu"),
+    ("aoti_torch_delete_tensor_object", "cpu"),
+    ("aoti_torch_get_data_ptr", "cpu"),
+    ("aoti_torch_get_sizes", "cpu"),
+    ("aoti_torch_get_strides", "cpu"),
+    ("aoti_torch_get_dim", "cpu"),
+    ("aoti_torch_get_dtype", "cpu"),
+    ("aoti_torch_get_device_type", "cpu"),
+    ("aoti_torch_get_device_index", "cpu"),
+    ("torch_call_dispatcher", "cpu"),
+    ("torch_new_list_reserve_size", "cpu"),
+    ("torch_list_push_back", "cpu"),
+    ("aoti_record_function_start", "optional"),
+    ("aoti_record_function_end", "optional"),
+    ("_ZN2at15get_num_threadsEv", "cpu"),
+    ("aoti_torch_get_current_cuda_stream", "cuda"),
+    ("aoti_torch_get_current_device_index", "optional"),
+    ("aoti_torch_create_cuda_guard", "cuda"),
+    ("aoti_torch_delete_cuda_guard", "cuda"),
+    ("torch_exception_get_what_without_backtrace", "optional"),
+)
+WRAP = "_Z16THPVariable_WrapRKN2at10TensorBaseE"  # THPVariable_Wrap(const at::TensorBase&)
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fno-strict-aliasing", "-w")
+
+
+@functools.cache
+def _library(name: str) -> ctypes.CDLL | None:
+    """One of torch's own libraries, which is loaded already."""
+    try:
+        return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"lib{name}.so"))
+    except OSError:
+        return None
+
+
+def address(name: str) -> int:
+    """Of a function of PyTorch's C interface; 0 if this build has none of that name."""
+    for library in ("torch_cpu", "torch_cuda", "torch_python"):
+        lib = _library(library)
+        if lib is not None and hasattr(lib, name):
+            return ctypes.cast(getattr(lib, name), ctypes.c_void_p).value or 0
+    return 0
+
+
+@once
+def extension() -> ModuleType | str:
+    """The extension; or why there is none."""
+    missing = [n for n, where in FUNCTIONS if where == "cpu" and not address(n)]
+    if missing:
+        return f"torch {torch.__version__} has no {missing[0]} (2.11 or later is needed)"
+    source = C_HEAD + "#include <pthread.h>\n#include <stdarg.h>\n"
+    text = (HERE / "host.c").read_text().replace('#include "host.h"', (HERE / "host.h").read_text())
+    try:
+        module = build_extension("_reflib_host", source + DRIVER_SOURCE + text, ["-ldl", "-lpthread"])
+    except ToolchainError as e:
+        return str(e)
+    errors = (ReflibError, ReflibError, DeviceError, IndexOutOfRange, ReflibError, ReflibError, ReflibError)
+    aoti = torch._C._aoti
+    known = _layout_is_known(module)
+    module.setup(
+        torch.Tensor, tuple(address(n) for n, _ in FUNCTIONS), address(WRAP) if known else 0, errors,
+        None if known else aoti.unsafe_alloc_void_ptrs_from_tensors,
+        aoti.alloc_tensors_by_stealing_from_void_ptrs,
+    )  # fmt: skip
+    if torch.cuda.is_available():
+        module.open(libcuda())
+    return module
+
+
+def _layout_is_known(module: ModuleType) -> bool:
+    """Is a tensor's at::Tensor right behind its object's head? ``_cdata`` is what an at::Tensor holds."""
+    plain, parameter = torch.empty(1), torch.nn.Parameter(torch.empty(1))
+    return all(module.is_at(t, t._cdata) for t in (plain, parameter, plain.view(1)))
+
+
+def why_not() -> str:
+    """Why there can be no C++ wrapper in this process; "" if there can."""
+    try:
+        toolchain.find_compiler()
+    except ToolchainError as e:
+        return str(e)
+    found = extension()
+    return found if isinstance(found, str) else ""
+
+
+class WrapperLibrary:
+    """A compiled wrapper, loaded. ``entry``: the address of ``reflib_call``."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._handle = ctypes.CDLL(str(path))
+        self.entry = ctypes.cast(self._handle.reflib_call, ctypes.c_void_p).value
+
+
+def compile_wrapper(source: str) -> WrapperLibrary:
+    """The text as a loaded library, through the cache. Raises ToolchainError."""
+    headers = tuple((HERE / n).read_text() for n in ("wrapper.h", "host.h"))
+    command = toolchain.find_compiler()
+    k = cache.key("wrapper", toolchain._without_comments(source), headers, command, toolchain.compiler().version, FLAGS)
+    path = cache.get("wrapper", k)
+    if path is None:
+        import tempfile
+
+        with tempfile.TemporaryDirectory(prefix="reflib-") as folder:
+            text, made = Path(folder, "wrapper.cpp"), Path(folder, "wrapper.so")
+            text.write_text(source)
+            toolchain.must_run([*command, *FLAGS, f"-I{HERE}", str(text), "-o", str(made)])
+            path = cache.put("wrapper", k, made, ".so")
+    return WrapperLibrary(path)
+
+
+def graph(
+    library: WrapperLibrary,
+    name: str,
+    inputs: int,
+    outputs: int,
+    kernels: Sequence[tuple[str, tuple | None]],
+    loaders: Sequence[Callable[[], tuple] | None],
+    functions: Sequence[Callable[..., tuple]],
+    objects: Sequence[Any],
+    constants: Sequence[torch.Tensor],
+    symbols: Sequence[str],
+    zeros: Callable[[int, int, int], torch.Tensor],
+) -> Callable[[list], tuple]:
+    """The wrapper as a callable: a list of inputs, which it empties, to a tuple of outputs.
+
+    kernels: name and facts, (address, checked) or (image, entry, shared, threads, early, device); None: a loader gives
+    them when the kernel is first called. functions: the pieces that are Python's.
+    """
+    native = extension()
+    if isinstance(native, str):
+        raise ToolchainError(f"no C++ wrapper: {native}")
+    return native.graph(
+        name, library.entry, inputs, outputs, tuple(kernels), tuple(loaders), tuple(functions), tuple(objects),
+        tuple(constants), tuple(address(s) for s in symbols), zeros, library,
+    )  # fmt: skip
+
+
+def functions_of(text: str, names: Mapping[str, Any], wanted: Sequence[str]) -> list[Callable[..., tuple]]:
+    """The Python functions of a wrapper's text."""
+    scope = dict(names)
+    exec(compile(text, "<reflib wrapper>", "exec"), scope)
+    return [scope[n] for n in wanted]

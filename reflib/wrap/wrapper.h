@@ -1,0 +1,271 @@
+// What the C++ of a wrapper is written in: tensors that free themselves, and one function for each kind of step.
+// Nothing of PyTorch is included; see host.h. A step that fails throws Failed, having said why in the frame.
+#include "host.h"
+
+namespace reflib {
+
+struct Failed {};
+
+// The call in progress, for every step below. One a thread and call, so it is passed around, not global.
+struct Run {
+  Host* host;
+  Frame* frame;
+  const Torch& torch;
+  Run(Host* h, Frame* f) : host(h), frame(f), torch(*h->torch) {}
+  void step(const char* what) { frame->step = what; }
+  [[noreturn]] void fail(int32_t kind) { frame->kind = kind; throw Failed{}; }
+  void check(int32_t rc) { if (__builtin_expect(rc != 0, 0)) { if (!frame->kind) frame->kind = FAILED_TORCH; throw Failed{}; } }
+};
+
+inline void append(char* text, unsigned long size, const char* what) {
+  while (*text && size > 1) ++text, --size;
+  while (*what && size > 1) *text++ = *what++, --size;
+  *text = 0;
+}
+
+inline void append(char* text, unsigned long size, int64_t n) {
+  char digits[24];
+  int i = 23;
+  uint64_t u = n < 0 ? -(uint64_t)n : (uint64_t)n;
+  digits[i] = 0;
+  do digits[--i] = char('0' + u % 10); while (u /= 10);
+  if (n < 0) digits[--i] = '-';
+  append(text, size, digits + i);
+}
+
+// An owned, borrowed or empty tensor. `ptr` is its first element.
+class Tensor {
+ public:
+  Tensor() = default;
+  Tensor(const Tensor&) = delete;
+  Tensor& operator=(const Tensor&) = delete;
+  ~Tensor() { reset(); }
+
+  Handle handle = nullptr;
+  char* ptr = nullptr;
+
+  void own(Run& run, Handle h) {
+    reset();
+    handle = h, owner = &run.torch;
+    void* p = nullptr;
+    run.torch.data_ptr(h, &p);
+    ptr = (char*)p;
+  }
+  void borrow(Run& run, Handle h) {
+    own(run, h);
+    owner = nullptr;
+  }
+  // The storage's next user: it owns the handle now, and this is another name for it while it lasts.
+  void pass_to(Tensor& next) {
+    next.reset();
+    next.handle = handle, next.ptr = ptr, next.owner = owner;
+    owner = nullptr;
+  }
+  void reset() {
+    if (owner) owner->delete_handle(handle);
+    handle = nullptr, ptr = nullptr, owner = nullptr;
+  }
+  // For a caller: a handle that is theirs.
+  Handle give(Run& run) {
+    Handle h = handle;
+    if (owner) owner = nullptr;
+    else run.check(run.torch.new_handle(handle, &h));
+    return h;
+  }
+  bool aligned(int64_t bytes) const { return (uint64_t)ptr % bytes == 0; }
+  int64_t size(Run& run, int d) const { int64_t* s; run.torch.sizes(handle, &s); return s[d]; }
+  int64_t stride(Run& run, int d) const { int64_t* s; run.torch.strides(handle, &s); return s[d]; }
+
+ private:
+  const Torch* owner = nullptr;
+};
+
+template <int N>
+struct Ints {  // a shape or strides; Ints<0> has no elements
+  int64_t at[N ? N : 1];
+};
+
+// Python's // and %: rounded down.
+inline int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
+inline int64_t floor_mod(int64_t a, int64_t b) { return a - floor_div(a, b) * b; }
+inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+
+struct Device {
+  int32_t type, index;
+};
+constexpr Device cpu{0, -1};
+constexpr Device cuda(int32_t index) { return {1, index}; }
+
+template <int N>
+void empty(Run& run, Tensor& out, Ints<N> shape, Ints<N> strides, int32_t dtype, Device d) {
+  Handle h;
+  run.check(run.torch.empty_strided(N, shape.at, strides.at, dtype, d.type, d.index, &h));
+  out.own(run, h);
+}
+
+// An input that nobody needs any more.
+inline void drop(Run& run, Tensor& t, int32_t i) {
+  t.reset();
+  run.host->drop(run.host, run.frame, i);
+}
+
+// Another view of a tensor's storage, `offset` elements from where the tensor begins.
+template <int N>
+void view(Run& run, Tensor& out, const Tensor& of, Ints<N> shape, Ints<N> strides, int64_t offset) {
+  Handle h;
+  run.check(run.torch.reinterpret(of.handle, N, shape.at, strides.at, offset, &h));
+  out.own(run, h);
+}
+
+// -- kernels -----------------------------------------------------------------------------------------------------
+inline Kernel& built(Run& run, int32_t k) {
+  Kernel& kernel = run.host->kernels[k];
+  if (__builtin_expect(!__atomic_load_n(&kernel.function, __ATOMIC_ACQUIRE), 0)) run.check(run.host->load(run.host, run.frame, k));
+  return kernel;
+}
+
+// On a GPU: a one-dimensional grid; after the arguments come Triton's two hidden pointers.
+template <class... A>
+void launch(Run& run, int32_t k, void* stream, int64_t grid, A... args) {
+  if (grid <= 0) return;  // an empty tensor
+  Kernel& kernel = built(run, k);
+  void* hidden = nullptr;
+  void* params[] = {(void*)&args..., &hidden, &hidden};
+  run.step(kernel.name);
+  run.check(run.host->launch(run.host, run.frame, &kernel, grid, stream, params));
+}
+
+struct Range {  // a range of torch.profiler's (and of NVTX, under emit_nvtx)
+  const Torch& torch;
+  void* guard = nullptr;
+  Range(Run& run, const char* name) : torch(run.torch) { if (torch.record_start) torch.record_start(name, nullptr, nullptr, 0, &guard); }
+  ~Range() { if (guard) torch.record_end(guard); }
+};
+
+// On a CPU: a function of pointers, sizes and the number of threads; not 0: an index was outside its tensor.
+template <class... A>
+void run_kernel(Run& run, int32_t k, A... args) {
+  Kernel& kernel = built(run, k);
+  run.step(kernel.name);
+  Range range(run, kernel.name);
+  if (((int (*)(A..., int))kernel.function)(args..., run.torch.threads()) && kernel.checked) run.fail(FAILED_INDEX);
+}
+
+inline void* stream_of(Run& run, int32_t device) {
+  void* s = nullptr;
+  run.check(run.torch.current_stream(device, &s));
+  return s;
+}
+
+inline char* zeros(Run& run, int32_t device, void* stream, int64_t count) {
+  void* words = nullptr;
+  run.check(run.host->zeros(run.host, run.frame, device, stream, count, &words));
+  return (char*)words;
+}
+
+// While it lives `device` is the current one.
+struct Guard {
+  const Torch& torch;
+  void* guard = nullptr;
+  Guard(Run& run, int32_t device) : torch(run.torch) {
+    int32_t now = -1;
+    torch.current_device(&now);
+    if (now != device) run.check(torch.new_guard(device, &guard));
+  }
+  ~Guard() { if (guard) torch.delete_guard(guard); }
+};
+
+// -- calls -------------------------------------------------------------------------------------------------------
+inline Value none() { return {VALUE_NONE, {nullptr}}; }
+inline Value tensor(const Tensor& t) { Value v; v.kind = VALUE_TENSOR; v.tensor = t.handle; return v; }
+inline Value integer(int64_t i) { Value v; v.kind = VALUE_INT; v.integer = i; return v; }
+inline Value number(double d) { Value v; v.kind = VALUE_FLOAT; v.number = d; return v; }
+inline Value object(int64_t which) { Value v; v.kind = VALUE_OBJECT; v.object = which; return v; }
+
+// A piece of Python: `which` of the graph's functions. Results are owned.
+template <int N, int M>
+void python(Run& run, int32_t which, const Value (&args)[N], Value (&results)[M], int n, int m) {
+  run.check(run.host->python(run.host, run.frame, which, args, n, results, m));
+}
+
+inline void take(Run& run, Tensor& out, const Value& v) {
+  if (v.kind == VALUE_TENSOR) out.own(run, v.tensor);
+}
+
+inline Value give(Run& run, Tensor& t) {
+  Value v;
+  v.kind = VALUE_TENSOR;
+  v.tensor = t.give(run);
+  return v;
+}
+
+// -- the boundary -------------------------------------------------------------------------------------------------
+// An input as the program was compiled for. `sizes`: -1 where any will do. `strides`: null where they do not matter.
+struct Expected {
+  const char* name;
+  const char* dtype_name;
+  int32_t dtype;
+  Device device;
+  int32_t dim;
+  const int64_t* sizes;
+  const int64_t* strides;
+};
+
+[[noreturn]] void refuse(Run& run, int32_t i, const Expected& e, const Value& v);
+
+inline void input(Run& run, Tensor& out, int32_t i, const Value& v, const Expected& e) {
+  if (v.kind != VALUE_TENSOR) refuse(run, i, e, v);
+  const Torch& t = run.torch;
+  int32_t dtype, type, index;
+  int64_t dim, *sizes, *strides;
+  t.dtype(v.tensor, &dtype), t.device_type(v.tensor, &type), t.dim(v.tensor, &dim);
+  bool good = dtype == e.dtype && type == e.device.type && dim == e.dim;
+  if (good && type != 0) t.device_index(v.tensor, &index), good = index == e.device.index;
+  if (good && dim) {
+    t.sizes(v.tensor, &sizes), t.strides(v.tensor, &strides);
+    bool empty = false;
+    for (int d = 0; d < dim; ++d) {
+      good &= e.sizes[d] < 0 || sizes[d] == e.sizes[d];
+      empty |= sizes[d] == 0;
+    }
+    if (e.strides && !empty)
+      for (int d = 0; d < dim; ++d) good &= e.strides[d] < 0 || sizes[d] == 1 || strides[d] == e.strides[d];
+  }
+  if (__builtin_expect(!good, 0)) refuse(run, i, e, v);
+  out.borrow(run, v.tensor);
+}
+
+inline void write_ints(char* text, unsigned long n, int64_t dim, const int64_t* a) {
+  append(text, n, "[");
+  for (int64_t d = 0; d < dim; ++d) {
+    if (d) append(text, n, ", ");
+    if (a[d] < 0) append(text, n, "any");
+    else append(text, n, a[d]);
+  }
+  append(text, n, "]");
+}
+
+// "argument 1 (w): expected float32 [64, 64], strides [64, 1], on cpu; got dtype 7 [64, 64] ..."
+[[noreturn]] __attribute__((noinline)) inline void refuse(Run& run, int32_t i, const Expected& e, const Value& v) {
+  char* s = run.frame->text;
+  unsigned long n = sizeof run.frame->text;
+  s[0] = 0;
+  append(s, n, "argument "), append(s, n, (int64_t)i), append(s, n, " ("), append(s, n, e.name), append(s, n, "): expected ");
+  append(s, n, e.dtype_name), append(s, n, " "), write_ints(s, n, e.dim, e.sizes);
+  if (e.strides) append(s, n, ", strides "), write_ints(s, n, e.dim, e.strides);
+  append(s, n, e.device.type ? " on cuda:" : " on cpu");
+  if (e.device.type) append(s, n, (int64_t)e.device.index);
+  run.fail(FAILED_ARGUMENT);  // the caller, who has the object, says what came
+}
+
+inline int64_t symbol(Run& run, int32_t i, const char* name, const Value& v) {
+  if (v.kind == VALUE_INT) return v.integer;
+  char* s = run.frame->text;
+  unsigned long n = sizeof run.frame->text;
+  s[0] = 0;
+  append(s, n, "argument "), append(s, n, (int64_t)i), append(s, n, " ("), append(s, n, name), append(s, n, "): expected an int");
+  run.fail(FAILED_ARGUMENT);
+}
+
+}  // namespace reflib
