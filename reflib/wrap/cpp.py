@@ -11,13 +11,14 @@ can be called; it is also what a call is made again with when C says only that i
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..errors import GenerateError
 from ..generate.cpp_text import identifier
 from ..ir.expr import Atom, Expr, Sym, expr, format_expr
 from ..ir.expr import Call as ExprCall
-from ..ir.loops import Indirect
 from ..ir.printer import format_node
 from ..ir.program import (
     Assume,
@@ -25,7 +26,7 @@ from ..ir.program import (
     Extern,
     Node,
     Program,
-    Template,
+    Region,
     View,
     full_view,
     iter_views,
@@ -125,19 +126,19 @@ class CppPrinter:
         self.dtypes.add(d)
         return _dtype(d)
 
-    def int(self, e: Expr | int | Sym) -> str:
+    def size(self, e: Expr | int | Sym) -> str:
         """An index expression in C++, whose / and % round toward zero."""
 
         def atom(a: Atom) -> str:
             if isinstance(a, ExprCall):
                 fn = {"//": "floor_div", "%": "floor_mod"}.get(a.fn, a.fn)
-                return f"{fn}({self.int(a.a)}, {self.int(a.b)})"
+                return f"{fn}({self.size(a.a)}, {self.size(a.b)})"
             return self.name(a.key)
 
         return format_expr(expr(e), atom)
 
     def ints(self, items: tuple[Expr, ...]) -> str:
-        return "{" + ", ".join(map(self.int, items)) + "}"
+        return "{" + ", ".join(map(self.size, items)) + "}"
 
     def device(self, d: torch.device) -> str:
         return "cpu" if d.type == "cpu" else f"cuda({d.index or 0})"
@@ -147,7 +148,7 @@ class CppPrinter:
 
     def about(self, node: Node) -> None:
         """The IR that the next step comes from."""
-        parts = node.arms[-1].parts if not isinstance(node, Extern) and hasattr(node, "arms") else (node,)
+        parts: tuple[Any, ...] = node.arms[-1].parts if isinstance(node, Region) else (node,)
         for p in parts[:MOST_PARTS]:
             where = next((f"  ({o.source})" for o in getattr(p, "origins", ()) if o.source), "")
             self.put(f"// {format_node(p).splitlines()[0].rstrip(' {')}{where}")
@@ -204,7 +205,7 @@ class CppPrinter:
         elif isinstance(step, Note):
             said = f"outside({step.what!r}, size, {step.least}, {step.most}, {step.op!r})"
             which = self._function("note", ["size"], [said], [])
-            size = self.int(step.size)
+            size = self.size(step.size)
             call = self._python_call(which, [f"integer({size})"], 0)
             self.put(f"if ({size} < {step.least} || {size} > {step.most}) {{ {call} }}")
         elif isinstance(step, Call):
@@ -250,10 +251,10 @@ class CppPrinter:
         if a.kind == "aligned":
             return self.name(f"aligned_{a.what}")
         if a.kind == "divisible":
-            return f"floor_mod({self.int(a.what)}, {a.value}) == 0"
+            return f"floor_mod({self.size(a.what)}, {a.value}) == 0"
         if a.kind in ("at_most", "at_least", "equal", "differs"):
             sign = {"at_most": "<=", "at_least": ">=", "equal": "==", "differs": "!="}[a.kind]
-            return f"{self.int(a.what)} {sign} {a.value}"
+            return f"{self.size(a.what)} {sign} {a.value}"
         raise GenerateError(f"no C++ for the condition {_condition(a)}")
 
     def _launch(self, step: Launch) -> None:
@@ -271,7 +272,7 @@ class CppPrinter:
             for b in step.arm.workspace:
                 n = self.name(b.name)
                 if b.kind == "zeros":
-                    words = f"zeros(run, {device.index or 0}, {stream}, {self.int(b.numel)})"
+                    words = f"zeros(run, {device.index or 0}, {stream}, {self.size(b.numel)})"
                     self.put(f"{{ char* {n}_words = {words};")
                     places[f"{n}.ptr"] = f"{n}_words"
                 else:
@@ -279,7 +280,7 @@ class CppPrinter:
                     self._empty(b)
             args += [f"{self.name(b.name)}.ptr" for b in step.arm.workspace if b.kind == "scratch"]
             args = [places.get(a, a) for a in args]
-            self.put(f"launch(run, {', '.join([self.name(kernel.name), stream, self.int(kernel.grid), *args])});")
+            self.put(f"launch(run, {', '.join([self.name(kernel.name), stream, self.size(kernel.grid), *args])});")
             for b in step.arm.workspace:
                 self.put("}" if b.kind == "zeros" else f"{self.name(b.name)}.reset();")
         if self.check_nan:
@@ -345,10 +346,10 @@ class CppPrinter:
                 if o.dtype != b.dtype:
                     self._view_in_python(i, o)
                     continue
-                args = f"{self.name(b.name)}, {self.ints(o.shape)}, {self.ints(o.strides)}, {self.int(o.offset)}"
+                args = f"{self.name(b.name)}, {self.ints(o.shape)}, {self.ints(o.strides)}, {self.size(o.offset)}"
                 self.put(f"{{ Tensor made; view<{len(o.shape)}>(run, made, {args}); out[{i}] = give(run, made); }}")
             elif isinstance(o, (Expr, Sym)) or isinstance(o, int) and not isinstance(o, bool):
-                self.put(f"out[{i}] = integer({self.int(o)});")
+                self.put(f"out[{i}] = integer({self.size(o)});")
             elif o is None:
                 self.put(f"out[{i}] = none();")
             else:
@@ -380,8 +381,3 @@ def laid_out(program: Program) -> set[str]:
     cut = {v.buffer for v in views if v != full_view(program.buffers[v.buffer])}
     return cut | {b for n in regions(program.nodes) for b in n.reads()}
 
-
-def checked(region: object) -> bool:
-    """Does a kernel of it look at indices that are data?"""
-    parts = [p.epilogue if isinstance(p, Template) else p for arm in region.arms for p in arm.parts]  # type: ignore[attr-defined]
-    return any(isinstance(s, Indirect) for p in parts for s in p.body)
