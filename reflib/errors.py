@@ -43,6 +43,10 @@ class CacheError(ReflibError):
     """The on-disk cache cannot be used (wrong owner, not writable)."""
 
 
+class ArgumentError(ReflibError):
+    """A compiled graph was called with something else than it was compiled for."""
+
+
 class IndexOutOfRange(ReflibError, IndexError):
     """A gather, index or embedding met an index outside the tensor."""
 

@@ -29,7 +29,8 @@ _TARGET = re.compile(r"^(cpu|sm_\d+a?|gfx[0-9a-f]+)$")
 class Options:
     """How to compile. Every field has a default that is right for most uses.
 
-    wrapper: how the host code is written: ``python``; ``cpp`` and ``auto`` come with C++ wrapper mode.
+    wrapper: how the host code is written: ``python``; ``cpp``, which costs a call less and a second to build; ``auto``:
+        C++ where there is a compiler, else Python.
     autotune: ``off`` takes heuristic choices. ``blocking`` measures the candidates for matrix products and registered
         ops before the first call. ``background`` calls at once what ``off`` would choose, measures while the program
         runs, and swaps winners in at a later call (``reflib.wait_for_tuning``, ``reflib.tuning_progress``).

@@ -99,9 +99,11 @@ class Explanation:
     @property
     def wrapper(self) -> str:
         if self.stages.wrapper is None and self.stages.plan is not None and self.stages.kernels is not None:
+            from ..wrap.cpp import CppPrinter
             from ..wrap.python import PythonPrinter
 
-            return PythonPrinter(self.chosen, self.stages.plan, self.stages.kernels).print()
+            printer = CppPrinter if self.stages.options.wrapper == "cpp" else PythonPrinter
+            return printer(self.chosen, self.stages.plan, self.stages.kernels).print()
         return self._reached(self.stages.wrapper, "wrap")
 
     @property

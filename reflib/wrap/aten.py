@@ -1,15 +1,367 @@
-"""ATen calls from C++ without Python."""
+"""ATen calls from C++ without Python, and so without the GIL.
+
+Three ways, the first that can: a C function that the user declared for the op (``Options.c_shims``); a function of
+PyTorch's C interface, for products of matrices; PyTorch's dispatcher, which takes any op by name, with each argument in
+64 bits. What it cannot be given (a ``Scalar``, a generator, a view as another dtype), an op whose results are lists,
+one that is implemented in Python, anything unusual is left to Python: ``direct_call`` returns None.
+
+C says only that a call failed. So it is made again in Python, which raises the proper exception; but not if that could
+do something twice (write to an argument, draw random numbers).
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..ir.program import Extern
+import torch
+
+from ..errors import GenerateError
+from ..ir.expr import Expr, Sym
+from ..ir.program import Extern, View, full_view, symbols_in
+from .c_shims import Shim
+from .host import address
 
 if TYPE_CHECKING:
     from .cpp import CppPrinter
 
+aten = torch.ops.aten
 
-def direct_call(printer: CppPrinter, x: Extern, again: str) -> list[str] | None:
-    """Lines that make the call, or None: Python has to. ``again``: the same call in Python, for its error."""
-    return None
+# Ops with a function aoti_torch_{cpu,cuda}_NAME, and its parameters by the names of the schema. Numbers are doubles.
+SHIMS = {
+    aten.mm.out: ("mm_out", ("out", "self", "mat2")),
+    aten.bmm.out: ("bmm_out", ("out", "self", "mat2")),
+    aten.addmm.out: ("addmm_out", ("out", "self", "mat1", "mat2", "beta", "alpha")),
+    aten.baddbmm.out: ("baddbmm_out", ("out", "self", "batch1", "batch2", "beta", "alpha")),
+}
+MEMORY_FORMATS = {  # numbers of c10::MemoryFormat
+    torch.contiguous_format: 0, torch.preserve_format: 1, torch.channels_last: 2, torch.channels_last_3d: 3,
+}  # fmt: skip
+
+
+class _Cannot(Exception):
+    """Python has to make the call."""
+
+
+def direct_call(printer: CppPrinter, x: Extern, again: list[str]) -> list[str] | None:
+    """Lines that make the call, or None: Python has to. ``again``: the same call in Python, results and all."""
+    op = x.target if x.out is None else x.out[0]
+    if not isinstance(op, torch._ops.OpOverload):
+        return None
+    writer = _Writer(printer)
+    try:
+        return writer.call(x, op, again)
+    except _Cannot:
+        return None
+
+
+def in_python(op: torch._ops.OpOverload) -> bool:
+    """Is a kernel of the op a Python function? Called from C++ it would lose its exceptions."""
+    name = op._schema.name
+    if name in torch._library.custom_ops.OPDEFS:
+        return True
+    base = name.replace("::", "/")
+    full = f"{base}.{op._schema.overload_name}" if op._schema.overload_name else base
+    return any(key.rpartition("/")[0] in (full, base) and not key.endswith("/Meta") for key in _registered(base))
+
+
+def _registered(base: str) -> list[str]:
+    return [k for k in torch.library._impls if k.startswith(base)]
+
+
+class _Writer:
+    """One call's lines."""
+
+    def __init__(self, printer: CppPrinter):
+        self.printer = printer
+        self.before: list[str] = []  # other views of arguments
+        self.views = 0
+
+    def call(self, x: Extern, op: torch._ops.OpOverload, again: list[str]) -> list[str]:
+        results = self._results(x, op)
+        given = _arguments(x, op)
+        shim, known = self.printer.shims.get(str(op)), SHIMS.get(op)
+        if shim is not None:
+            lines, called, results = self._declared(shim, given, results)
+        elif known is not None and self._suits(given):
+            name = f"aoti_torch_{self.printer.program.buffers[x.outputs[0]].device.type}_{known[0]}"
+            if not address(name):
+                raise _Cannot
+            values = {a.name: v for a, v in given}
+            args = [self._in_shim(values[n]) for n in known[1]]
+            lines, called, results = [], f"call(run, {', '.join([self.printer.function(name), *args])})", []
+        else:
+            lines, called = self._dispatched(op, given, len(results))
+        lines = [*self.before, *lines]
+        if not repeatable(x, op):
+            lines += [f"run.check({called});", *results]
+        else:
+            lines += [f"if ({called}) {{  // again, for its error", *_more(again)]
+            lines += ["} else {", *_more(results), "}"] if any(results) else ["}"]
+        lines += self._sizes(x)
+        block = lines if len(lines) == len(again) + 2 else ["{", *_more(lines), "}"]
+        return [*block, *self._layouts(x)]
+
+    # -- results --------------------------------------------------------------------------------
+    def _results(self, x: Extern, op: torch._ops.OpOverload) -> list[str]:
+        """What happens to each result, which is in ``stack``: "" for what is no tensor."""
+        returns = op._schema.returns
+        if not returns:
+            if any(o is not None for o in x.outputs):
+                raise _Cannot
+            return []
+        if len(returns) != len(x.outputs):
+            raise _Cannot
+        out = []
+        for i, (r, o) in enumerate(zip(returns, x.outputs)):
+            kind, written = r.type.kind(), r.alias_info is not None and r.alias_info.is_write
+            if r.alias_info is not None and not written:
+                raise _Cannot  # a view of an argument
+            if kind in ("IntType", "FloatType", "BoolType") and o is None:
+                out.append("")
+            elif kind != "TensorType" or isinstance(o, str) and written and x.out is None:
+                raise _Cannot
+            elif isinstance(o, str) and not written:
+                out.append(f"take(run, {self.printer.name(o)}, stack[{i}]);")
+            elif o is None or written:
+                out.append(f"ignore(run, stack[{i}]);")
+            else:
+                raise _Cannot
+        return out
+
+    def _sizes(self, x: Extern) -> list[str]:
+        """Sizes first known now."""
+        lines = []
+        for sym, i, dim in x.symbols:
+            if dim is None or not isinstance(x.outputs[i], str):
+                raise _Cannot
+            lines.append(f"{self.printer.name(sym.name)} = {self.printer.name(x.outputs[i])}.size(run, {dim});")
+        return lines
+
+    def _layouts(self, x: Extern) -> list[str]:
+        """Some meta functions promise what the op does not keep: ``expect`` copies, or raises."""
+        p = self.printer
+        lines = []
+        for o in x.outputs if x.out is None else ():
+            if not isinstance(o, str):
+                continue
+            b = p.program.buffers[o]
+            sizes = sorted(s.name for s in symbols_in((b.shape, b.strides)))
+            promised = f"({_python_ints(b.shape)}), ({_python_ints(b.strides)})"
+            more = ", any_shape=True" if o in p.inner.passed_on else ""
+            which = p._function(f"expect_{o}", [o, *sizes], [f"{o} = expect({o}, {promised}{more})"], [o])
+            args = [f"tensor({p.name(o)})", *(f"integer({p.name(s)})" for s in sizes)]
+            shape = f"{p.ints(b.shape)}, {p.ints(b.strides)}"
+            lines.append(f"if (!laid_out<{len(b.shape)}>(run, {p.name(o)}, {shape})) {{")
+            lines += ["  " + p._python_call(which, args, 1), f"  take(run, {p.name(o)}, results[0]);", "}"]
+        return lines
+
+    # -- by PyTorch's C interface -----------------------------------------------------------------
+    def _suits(self, given: list[tuple[Any, Any]]) -> bool:
+        """Does the C function do what the op does? It does not look at where tensors are, and takes no exact ints."""
+        buffers = self.printer.program.buffers
+        tensors = [buffers[v.buffer] for _, v in given if isinstance(v, View)]
+        numbers = [v for a, v in given if a.type.kind() == "NumberType"]
+        floats = all(t.dtype.is_floating_point or t.dtype.is_complex for t in tensors)
+        plain = all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in numbers)
+        return len({t.device for t in tensors}) == 1 and plain and (floats or not numbers)
+
+    def _in_shim(self, v: Any) -> str:
+        return self._tensor(v) if isinstance(v, View) else number(float(v))
+
+    def _tensor(self, v: View) -> str:
+        """A tensor that has the argument's layout, by name."""
+        p = self.printer
+        self._check_dtype(v)
+        if v == full_view(p.program.buffers[v.buffer]):
+            return p.name(v.buffer)
+        n = p.name(f"{v.buffer} as {self.views}")
+        self.views += 1
+        args = f"{p.name(v.buffer)}, {p.ints(v.shape)}, {p.ints(v.strides)}, {p.size(v.offset)}"
+        self.before.append(f"Tensor {n}; view<{len(v.shape)}>(run, {n}, {args});")
+        return n
+
+    def _check_dtype(self, v: View) -> None:
+        if v.dtype != self.printer.program.buffers[v.buffer].dtype:
+            raise _Cannot
+
+    # -- by the user's C function ---------------------------------------------------------------
+    def _declared(
+        self, shim: Shim, given: list[tuple[Any, Any]], results: list[str]
+    ) -> tuple[list[str], str, list[str]]:
+        args = [c for a, v in given for c in self._in_c(a.real_type, v)]
+        args += [f"&made[{i}]" for i in range(len(results))]
+        lines = [f"Handle made[{len(results)}] = {{}};"] if results else []
+        called = f"call(run, {', '.join([self.printer.function(shim.symbol), *args])})"
+        return lines, called, [r.replace("stack[", "(uint64_t)made[") for r in results]
+
+    def _in_c(self, kind: Any, v: Any) -> list[str]:
+        """An argument, as the parameters it is (``c_shims.c_types``)."""
+        name = kind.kind()
+        if name == "OptionalType":
+            if v is None:
+                return ["nullptr"]
+            inner = kind.getElementType()
+            if inner.kind() == "TensorType":
+                return [f"&{self._tensor(v)}.handle" if isinstance(v, View) else _no()]
+            c = {"FloatType": "double", "IntType": "int64_t", "SymIntType": "int64_t"}.get(inner.kind(), "int32_t")
+            return [f"Just<{c}>{{{{{self._in_c(inner, v)[0]}}}}}.at"]
+        if name == "ListType":
+            items = [self._in_c(kind.getElementType(), i)[0] for i in _items(v, None)]
+            if not items:
+                return ["nullptr", "int64_t(0)"]
+            if kind.getElementType().kind() == "TensorType":
+                return [f"Many<Handle, {len(items)}>{{{{{', '.join(f'{i}.handle' for i in items)}}}}}.at",
+                        f"int64_t({len(items)})"]  # fmt: skip
+            return [f"Ints<{len(items)}>{{{{{', '.join(items)}}}}}.at", f"int64_t({len(items)})"]
+        if name == "TensorType":
+            return [self._tensor(v) if isinstance(v, View) else _no()]
+        if name in ("IntType", "SymIntType"):
+            return [f"int64_t({self._int(v)})"]
+        if name == "FloatType":
+            return [number(_float(v))]
+        if name == "BoolType":
+            return [f"int32_t({int(v)})" if isinstance(v, bool) else _no()]
+        if name == "ScalarTypeType":
+            return [self._dtype(v)]
+        if name == "StringType":
+            return [quoted(v)]
+        raise _Cannot
+
+    # -- by the dispatcher ------------------------------------------------------------------------
+    def _dispatched(
+        self, op: torch._ops.OpOverload, given: list[tuple[Any, Any]], results: int
+    ) -> tuple[list[str], str]:
+        if op.namespace == "prims" or in_python(op):
+            raise _Cannot
+        values = [self.value(a.real_type, v, a.N) for a, v in given]
+        lines = [f"uint64_t stack[{max(len(values), results, 1)}] = {{{', '.join(values)}}};"]
+        return lines, f'dispatch(run, "{op._schema.name}", "{op._schema.overload_name}", stack)'
+
+    def value(self, kind: Any, v: Any, n: int | None = None) -> str:
+        """An argument in 64 bits. ``n``: how many an int stands for, where the schema wants a list."""
+        name = kind.kind()
+        if name == "OptionalType":
+            return "0" if v is None else f"some({self.value(kind.getElementType(), v, n)})"
+        if name == "ListType":
+            element, items = kind.getElementType(), _items(v, n)
+            if element.kind() in ("IntType", "SymIntType") and items:
+                return f"ints(run, {{{', '.join(map(self._int, items))}}})"
+            values = [self.value(element, i) for i in items]
+            return f"list(run, {{{', '.join(values)}}})" if values else "list(run)"
+        if name == "TensorType" and isinstance(v, View):
+            return self._owned(v)
+        if name in ("IntType", "SymIntType"):
+            return f"value({self._int(v)})"
+        if name == "BoolType" and isinstance(v, bool):
+            return f"value({str(v).lower()})"
+        if name == "FloatType":
+            return f"value({number(_float(v))})"
+        if name == "ScalarTypeType":
+            return f"value({self._dtype(v)})"
+        if name == "LayoutType" and v is torch.strided:
+            return "value(0)"
+        if name == "MemoryFormatType" and v in MEMORY_FORMATS:
+            return f"value({MEMORY_FORMATS[v]})"
+        if name == "DeviceObjType" and v is not None:
+            return f"value({_device(v)})"
+        if name == "StringType" and isinstance(v, str):
+            return f"text(run, {quoted(v)})"
+        raise _Cannot  # a Scalar, a generator, a tensor that is a Python number ...
+
+    def _owned(self, v: View) -> str:
+        p = self.printer
+        self._check_dtype(v)
+        if v == full_view(p.program.buffers[v.buffer]):
+            return f"own(run, {p.name(v.buffer)})"
+        args = f"{p.name(v.buffer)}, {p.ints(v.shape)}, {p.ints(v.strides)}, {p.size(v.offset)}"
+        return f"own<{len(v.shape)}>(run, {args})"
+
+    def _int(self, v: Any) -> str:
+        if isinstance(v, (Expr, Sym)):
+            return self.printer.size(v)
+        if not isinstance(v, int) or not -(2**63) < v < 2**63:
+            raise _Cannot
+        return str(int(v))
+
+    def _dtype(self, v: Any) -> str:
+        try:
+            return self.printer.dtype(v) if isinstance(v, torch.dtype) and scalar_type(v) >= 0 else _no()
+        except GenerateError:
+            raise _Cannot from None
+
+
+def repeatable(x: Extern, op: torch._ops.OpOverload) -> bool:
+    """May the call be made a second time after it failed?"""
+    random = torch.Tag.nondeterministic_seeded in op.tags or torch.Tag.nondeterministic_seeded in x.target.tags
+    return not x.effect and not x.mutates and not random and not (x.out is None and op._schema.is_mutable)
+
+
+def _arguments(x: Extern, op: torch._ops.OpOverload) -> list[tuple[Any, Any]]:
+    """Each argument of the schema, in order, and what it is given: defaults too."""
+    kwargs = dict(x.kwargs)
+    outs = dict(zip(x.out[1], x.outputs)) if x.out is not None else {}
+    given = []
+    for i, a in enumerate(op._schema.arguments):
+        if a.name in outs:
+            given.append((a, outs[a.name]))
+        elif i < len(x.args):
+            given.append((a, x.args[i]))
+        elif a.name in kwargs:
+            given.append((a, kwargs[a.name]))
+        elif a.has_default_value():
+            given.append((a, a.default_value))
+        else:
+            raise _Cannot
+    return given
+
+
+def _items(v: Any, n: int | None) -> list[Any]:
+    if isinstance(v, (list, tuple)):
+        return list(v)
+    if isinstance(v, (int, Expr, Sym)) and not isinstance(v, bool) and n:
+        return [v] * n
+    raise _Cannot
+
+
+def _float(v: Any) -> float:
+    if isinstance(v, bool) or not isinstance(v, (int, float)):
+        raise _Cannot
+    return float(v)
+
+
+def number(v: float) -> str:
+    """A double in C++."""
+    if v != v:
+        return '__builtin_nan("")'
+    if v in (float("inf"), float("-inf")):
+        return ("-" if v < 0 else "") + "__builtin_inf()"
+    return repr(v)
+
+
+def quoted(v: Any) -> str:
+    if not isinstance(v, str) or not v.isascii() or not v.isprintable():
+        raise _Cannot
+    return '"' + v.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _device(v: Any) -> str:
+    d = torch.device(v)
+    if d.type == "cpu":
+        return "cpu"
+    if d.type != "cuda":
+        raise _Cannot
+    return f"cuda({-1 if d.index is None else d.index})"
+
+
+def _python_ints(items: tuple[Expr, ...]) -> str:
+    from .python import py
+
+    return "".join(f"{py(i)}, " for i in items)
+
+
+def _more(lines: list[str]) -> list[str]:
+    return ["  " + line for line in lines if line]
+
+
+def _no() -> str:
+    raise _Cannot

@@ -49,7 +49,7 @@ DTYPES = {
 }  # fmt: skip
 # names that the text itself uses
 TAKEN = frozenset(
-    "Device Expected Failed Frame Guard Handle Host Ints Kernel Range Run Tensor Torch Value aligned append cpu cuda "
+    "Device Expected Failed Frame Guard Handle Host Ints Kernel Range Run Tensor Torch Value aligned append call cpu cuda "
     "drop empty entry floor_div floor_mod frame give host in input integer launch max min none number object out "
     "python reflib reflib_call refuse run run_kernel stream stream_of symbol take tensor view write_ints zeros".split()
 )
@@ -92,8 +92,13 @@ class CppPrinter:
             if b.device.type not in DEVICES:
                 raise GenerateError(f"wrapper=\"cpp\" knows cpu and cuda; {b.name} is on {b.device}: use \"python\"")
         self._entry()
-        for step in self.plan.steps:
+        lets = [s for s in self.plan.steps if isinstance(s, Let)]
+        for step in lets:
             self._step(step)
+        self._sizes(lets)
+        for step in self.plan.steps:
+            if not isinstance(step, Let):
+                self._step(step)
         head = ["// Printed by reflib. Steps in the order of the plan, each below the IR that it comes from.",
                 '#include "wrapper.h"', "", "using namespace reflib;", ""]  # fmt: skip
         if self.kernels:
@@ -176,6 +181,20 @@ class CppPrinter:
             self.put(f"Guard guard(run, {self.gpu[0]});")
             for d in self.gpu:
                 self.put(f"void* stream{d} = stream_of(run, {d});")
+
+    def _sizes(self, lets: list[Let]) -> None:
+        """Sizes that depend on symbols are what they were when the program was captured, and within its ranges."""
+        bound = {(let.buffer, let.dim): let.sym for let in lets if let.what == "size"}
+        for name, i in self.at.items():
+            n = self.name(name)
+            for d, e in enumerate(self.program.buffers[name].shape):
+                if (name, d) in bound:
+                    s = bound[name, d]
+                    if s.hi is not None or s.lo > 0:
+                        limits = f"{s.lo}, {s.hi if s.hi is not None else 'INT64_MAX'}"
+                        self.put(f'expect_range(run, {i}, "{name}", "{s.name}", {self.name(s.name)}, {limits});')
+                elif e.symbols():
+                    self.put(f'expect_size(run, {i}, "{name}", {n}, {d}, {self.size(e)}, "{e}");')
 
     def _expected(self, b: Buffer, strict: bool) -> str:
         """What the input must be, as a constant of the file."""

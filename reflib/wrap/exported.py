@@ -1,4 +1,9 @@
-"""Calling a compiled ExportedProgram: flatten the arguments, add parameters, run, give outputs and mutations back."""
+"""Calling a compiled ExportedProgram: flatten the arguments, add parameters, run, give outputs and mutations back.
+
+The short way is for what most programs are: tensors by position in, one tensor or a tuple of them out, nothing mutated,
+and a graph that looks at its arguments itself (a C++ wrapper does). Whatever such a graph refuses goes the long way,
+which says more, and copies what is only laid out in another way.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..errors import ReflibError
+from ..errors import ArgumentError, ReflibError
 
 
 class ExportedCallable:
@@ -41,8 +46,33 @@ class ExportedCallable:
         fakes = [n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder"]
         self._expected = [(sig.input_specs[i].arg.name, fakes[i]) for i in self._user]
         self._ranges = {str(s): r for s, r in program.range_constraints.items()}
+        self._short = self._is_plain() and getattr(call, "checks_inputs", False)
+        self._one = self._out_spec.is_leaf()
+        self._head = [t for t in self._state if t is not None]
+
+    def _is_plain(self) -> bool:
+        """Tensors by position, after parameters; outputs that are the caller's, in a tuple or alone."""
+        positional = self._in_spec == pytree.tree_structure((tuple(self._user), {}))
+        tensors = all(isinstance(fake, torch.Tensor) for _, fake in self._expected)
+        after = self._user == list(range(len(self._state) - len(self._user), len(self._state)))
+        given = all(o.kind.name == "USER_OUTPUT" for o in self._outputs)
+        out = self._out_spec
+        flat_out = out.is_leaf() or out == pytree.tree_structure(tuple(range(len(self._outputs))))
+        return positional and tensors and after and given and flat_out
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._short and not kwargs and len(args) == len(self._user):
+            grad = torch.is_grad_enabled()
+            if grad:
+                torch._C._set_grad_enabled(False)
+            try:
+                results = self._call([*self._head, *args])
+                return results[0] if self._one else results
+            except ArgumentError:
+                pass
+            finally:
+                if grad:
+                    torch._C._set_grad_enabled(True)
         flat, spec = pytree.tree_flatten((args, kwargs))
         if spec != self._in_spec:
             raise ReflibError(f"called with arguments of structure {spec}, but it was exported with {self._in_spec}")

@@ -41,6 +41,7 @@ typedef struct {
     int32_t (*dispatch)(const char *, const char *, uint64_t *, uint64_t);
     int32_t (*new_list)(uint64_t, void **);
     int32_t (*push)(void *, uint64_t);
+    int32_t (*new_string)(const char *, uint64_t, void **);
     int32_t (*record_start)(const char *, void *, void *const *, uint64_t, void **);
     int32_t (*record_end)(void *);
     int32_t (*threads)(void); /* at::get_num_threads: returns the number */

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from .. import cache, toolchain
-from ..errors import DeviceError, IndexOutOfRange, ReflibError, ToolchainError
+from ..errors import ArgumentError, DeviceError, IndexOutOfRange, ReflibError, ToolchainError
 from .cuda_launch import DRIVER_SOURCE, libcuda
 from .native import C_HEAD, build_extension, once
 
@@ -40,6 +40,7 @@ FUNCTIONS = (
     ("torch_call_dispatcher", "cpu"),
     ("torch_new_list_reserve_size", "cpu"),
     ("torch_list_push_back", "cpu"),
+    ("torch_new_string_handle", "cpu"),
     ("aoti_record_function_start", "optional"),
     ("aoti_record_function_end", "optional"),
     ("_ZN2at15get_num_threadsEv", "cpu"),
@@ -71,19 +72,24 @@ def address(name: str) -> int:
     return 0
 
 
+def build_extension_now() -> ModuleType:
+    """``host.c``, compiled (through the cache) and imported. Raises ToolchainError."""
+    head = C_HEAD + "#include <pthread.h>\n#include <stdarg.h>\n"
+    text = (HERE / "host.c").read_text().replace('#include "host.h"', (HERE / "host.h").read_text())
+    return build_extension("_reflib_host", head + DRIVER_SOURCE + text, ["-ldl", "-lpthread"])
+
+
 @once
 def extension() -> ModuleType | str:
     """The extension; or why there is none."""
     missing = [n for n, where in FUNCTIONS if where == "cpu" and not address(n)]
     if missing:
         return f"torch {torch.__version__} has no {missing[0]} (2.11 or later is needed)"
-    source = C_HEAD + "#include <pthread.h>\n#include <stdarg.h>\n"
-    text = (HERE / "host.c").read_text().replace('#include "host.h"', (HERE / "host.h").read_text())
     try:
-        module = build_extension("_reflib_host", source + DRIVER_SOURCE + text, ["-ldl", "-lpthread"])
+        module = build_extension_now()
     except ToolchainError as e:
         return str(e)
-    errors = (ReflibError, ReflibError, DeviceError, IndexOutOfRange, ReflibError, ReflibError, ReflibError)
+    errors = (ReflibError, ReflibError, DeviceError, IndexOutOfRange, ArgumentError, ReflibError, ReflibError)
     aoti = torch._C._aoti
     known = _layout_is_known(module)
     module.setup(

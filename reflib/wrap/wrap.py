@@ -102,15 +102,18 @@ def _wrap_cpp(
             len(program.outputs), facts, loaders, functions, printer.objects, constants, printer.symbols, zeros,
         )  # fmt: skip
 
-    return source, Wrapped(first_call, [*waiting, library])
+    return source, Wrapped(first_call, [*waiting, library], checks_inputs=True)
 
 
 class Wrapped:
     """What a compiled graph is called by. The first call waits for the kernels and loads them; ``wait`` and ``load`` do
-    so before (another thread may wait, and raises what a compiler said; the thread that will call loads)."""
+    so before (another thread may wait, and raises what a compiler said; the thread that will call loads).
+    ``checks_inputs``: raises ArgumentError for inputs that it was not compiled for, before it does anything."""
 
-    def __init__(self, make: Callable[[], Callable[[list], Any]], waiting: Iterable[Future]):
-        self._make, self._waiting, self._lock = make, tuple(waiting), Lock()
+    def __init__(
+        self, make: Callable[[], Callable[[list], Any]], waiting: Iterable[Future], checks_inputs: bool = False
+    ):
+        self._make, self._waiting, self._lock, self.checks_inputs = make, tuple(waiting), Lock(), checks_inputs
         self._call: Callable[[list], Any] | None = None
 
     def __call__(self, args: list) -> Any:

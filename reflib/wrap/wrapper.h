@@ -193,6 +193,80 @@ inline void take(Run& run, Tensor& out, const Value& v) {
   if (v.kind == VALUE_TENSOR) out.own(run, v.tensor);
 }
 
+// A function of C's, by its number: tensors as handles, which stay ours. Not 0: it failed.
+inline Handle plain(const Tensor& t) { return t.handle; }
+template <class T> T plain(T v) { return v; }
+
+template <class... A>
+int32_t call(Run& run, int32_t symbol, const A&... args) {
+  return ((int32_t (*)(decltype(plain(args))...))run.host->symbols[symbol])(plain(args)...);
+}
+
+// PyTorch's dispatcher: every argument of the schema as 64 bits, results from the first slot on. What owns something
+// (a tensor, a list, a text, the value of an optional) is the dispatcher's once it is called, and results are ours.
+constexpr uint64_t DISPATCH_VERSION = 2ull << 56 | 11ull << 48;  // how values are said: as of torch 2.11
+
+template <int N>
+int32_t dispatch(Run& run, const char* op, const char* overload, uint64_t (&stack)[N]) {
+  return run.torch.dispatch(op, overload, stack, DISPATCH_VERSION);
+}
+
+inline uint64_t value(bool b) { return b; }
+inline uint64_t value(int32_t i) { return (uint64_t)(int64_t)i; }
+inline uint64_t value(int64_t i) { return (uint64_t)i; }
+inline uint64_t value(Device d) { return (uint64_t)d.type << 32 | (uint32_t)d.index; }
+inline uint64_t value(double d) {
+  uint64_t bits;
+  __builtin_memcpy(&bits, &d, sizeof bits);
+  return bits;
+}
+inline uint64_t some(uint64_t v) { return (uint64_t)new uint64_t(v); }  // of an optional argument; None is 0
+
+inline uint64_t text(Run& run, const char* s) {
+  void* made;
+  run.check(run.torch.new_string(s, __builtin_strlen(s), &made));
+  return (uint64_t)made;
+}
+
+inline uint64_t list(Run& run, const uint64_t* items, uint64_t n) {
+  void* made;
+  run.check(run.torch.new_list(n, &made));
+  for (uint64_t i = 0; i < n; ++i) run.check(run.torch.push(made, items[i]));
+  return (uint64_t)made;
+}
+inline uint64_t list(Run& run) { return list(run, nullptr, 0); }
+template <int N>
+uint64_t list(Run& run, const uint64_t (&items)[N]) { return list(run, items, N); }
+template <int N>
+uint64_t ints(Run& run, const int64_t (&items)[N]) { return list(run, (const uint64_t*)items, N); }
+
+// A tensor, or another view of it, for somebody to own.
+inline uint64_t own(Run& run, const Tensor& t) {
+  Handle h;
+  run.check(run.torch.new_handle(t.handle, &h));
+  return (uint64_t)h;
+}
+template <int N>
+uint64_t own(Run& run, const Tensor& of, Ints<N> shape, Ints<N> strides, int64_t offset) {
+  Handle h;
+  run.check(run.torch.reinterpret(of.handle, N, shape.at, strides.at, offset, &h));
+  return (uint64_t)h;
+}
+
+inline void take(Run& run, Tensor& out, uint64_t result) { out.own(run, (Handle)result); }
+inline void ignore(Run& run, uint64_t result) { run.torch.delete_handle((Handle)result); }
+
+// Is a result laid out as the captured graph said it would be?
+template <int N>
+bool laid_out(Run& run, const Tensor& t, Ints<N> shape, Ints<N> strides) {
+  int64_t dim, *sizes, *steps;
+  const Torch& torch = run.torch;
+  if (torch.dim(t.handle, &dim) || dim != N || torch.sizes(t.handle, &sizes) || torch.strides(t.handle, &steps)) return false;
+  for (int d = 0; d < N; ++d)
+    if (sizes[d] != shape.at[d] || steps[d] != strides.at[d]) return false;
+  return true;
+}
+
 inline Value give(Run& run, Tensor& t) {
   Value v;
   v.kind = VALUE_TENSOR;
@@ -257,6 +331,30 @@ inline void write_ints(char* text, unsigned long n, int64_t dim, const int64_t* 
   append(s, n, e.device.type ? " on cuda:" : " on cpu");
   if (e.device.type) append(s, n, (int64_t)e.device.index);
   run.fail(FAILED_ARGUMENT);  // the caller, who has the object, says what came
+}
+
+// A size that depends on a symbol. `what`: how it was said when the program was captured.
+inline void expect_size(Run& run, int32_t i, const char* name, const Tensor& t, int d, int64_t want, const char* what) {
+  int64_t have = t.size(run, d);
+  if (__builtin_expect(have == want, 1)) return;
+  char* s = run.frame->text;
+  unsigned long n = sizeof run.frame->text;
+  s[0] = 0;
+  append(s, n, "argument "), append(s, n, (int64_t)i), append(s, n, " ("), append(s, n, name);
+  append(s, n, "): size "), append(s, n, have), append(s, n, " in dimension "), append(s, n, (int64_t)d);
+  append(s, n, ", expected "), append(s, n, what), append(s, n, " = "), append(s, n, want);
+  run.fail(FAILED_ARGUMENT);
+}
+
+inline void expect_range(Run& run, int32_t i, const char* name, const char* what, int64_t have, int64_t least, int64_t most) {
+  if (__builtin_expect(have >= least && have <= most, 1)) return;
+  char* s = run.frame->text;
+  unsigned long n = sizeof run.frame->text;
+  s[0] = 0;
+  append(s, n, "argument "), append(s, n, (int64_t)i), append(s, n, " ("), append(s, n, name), append(s, n, "): ");
+  append(s, n, what), append(s, n, " is "), append(s, n, have), append(s, n, ", compiled for "), append(s, n, least);
+  append(s, n, " to "), append(s, n, most);
+  run.fail(FAILED_ARGUMENT);
 }
 
 inline int64_t symbol(Run& run, int32_t i, const char* name, const Value& v) {

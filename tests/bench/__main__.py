@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import children, matmul, report
+from . import children, host, matmul, report
 from .contenders import PEER, US
 from .report import Promise
 
@@ -173,12 +173,6 @@ def linear(bench: Bench) -> None:
     bench.keep("linear", found, [promise], "\n".join(lines))
 
 
-def host(bench: Bench) -> None:
-    with children.fresh_caches() as caches:
-        rows = children.section("host", bench.job, min(bench.left, 180), {**bench.environment, **caches})
-    bench.keep("host", rows, [], report.wide_table(rows, "us", "µs a call"))
-
-
 def memory(bench: Bench) -> None:
     with children.fresh_caches() as caches:
         rows = children.section("memory", bench.job, min(bench.left, 240), {**bench.environment, **caches})
@@ -195,7 +189,7 @@ def import_time(bench: Bench) -> None:
 SECTIONS: dict[str, Callable[[Bench], None]] = {
     "kernels": kernels,
     "compile": compile_time,
-    "host": host,
+    "host": host.section,
     "memory": memory,
     "import": import_time,
     "linear": linear,
@@ -206,7 +200,7 @@ SECONDS = {
     "kernels": 30,
     "linear": 15,
     "import": 5,
-    "host": 10,
+    "host": 60,
     "memory": 20,
     "matmul": 40,
 }  # not worth starting with less

@@ -246,31 +246,7 @@ def ceiling(job: dict[str, Any], device: torch.device, out: Journal) -> None:
     )
 
 
-# --- small calls, memory ---------------------------------------------------------------------
-def host(job: dict[str, Any], device: torch.device, out: Journal) -> None:
-    """Calls of kernels so small that the host's work is the time."""
-    for name, (fn, args) in cases.host_calls(device).items():
-        fns = {}
-        want = fn(*args)
-        for who in contenders.names(job["device"], job["quick"], searching=False):
-            if (name, who) in {tuple(s) for s in job["skip"]}:
-                continue
-            out.write("trying", case=name, who=who)
-            try:
-                ready = contenders.compiled(who, own_copy(fn))
-                torch.testing.assert_close(ready(*args), want, rtol=1e-3, atol=1e-3)
-                fns[who] = _bind(ready, args)
-            except Exception as error:
-                out.write("row", case=name, who=who, us=None, note=brief(error))
-        for who, s in time_cases(fns, "wall", "warm", job["rounds"], job["seconds"], device).items():
-            assert isinstance(s, Samples)
-            out.write("row", case=name, who=who, us=s.median * 1e6, spread=s.spread * 1e6)
-
-
-def _bind(fn: Callable[..., Any], args: list[torch.Tensor]) -> Callable[[], Any]:
-    return lambda: fn(*args)
-
-
+# --- memory ---------------------------------------------------------------------
 def memory(job: dict[str, Any], device: torch.device, out: Journal) -> None:
     """Peak bytes of a training step beyond what was there before it."""
     for name in ("block", "blocks", "convolutions"):
@@ -309,7 +285,7 @@ def _peak(fn: Callable[..., Any], net: torch.nn.Module, x: torch.Tensor, device:
     return max(itertools.accumulate(e.nbytes() for e in events), default=0)
 
 
-SECTIONS = {"kernels": kernels, "ceiling": ceiling, "host": host, "memory": memory}
+SECTIONS = {"kernels": kernels, "ceiling": ceiling, "memory": memory}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,208 @@
+"""What a call costs on the host: ``python -m tests.bench cpu --only host``. Each contender in a process of its own.
+
+Kernels are so small that the host's work is the time: microseconds a call by the clock on the wall, calls in a row,
+waiting for the device at the end. ``launch`` and ``ATen call``: what each of 15 more adds to a program with one.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import cases, children, report
+from .report import Promise
+
+if TYPE_CHECKING:
+    from .__main__ import Bench
+
+EAGER, PYTHON, CPP, DYNAMO, EXPORTED = "eager", "python", "cpp", "cpp, torch.compile", "cpp, exported"
+PEER, PEER_CPP, GRAPHS = "Inductor", "Inductor cpp", "Inductor graphs"
+ONE, SIXTEEN, SINGLE = "relu(x + w)", "16 x relu(x @ w)", "1 x relu(x @ w)"
+CUMSUM, CUMSUMS = "1 x cumsum", "16 x cumsum"
+EXTRA = 15
+
+
+def section(bench: Bench) -> None:
+    people = [EAGER, PYTHON, CPP, DYNAMO, EXPORTED, PEER, PEER_CPP, *([GRAPHS] if bench.device == "cuda" else [])]
+    found: dict[str, Any] = {}
+    for who in people:
+        with children.fresh_caches() as caches:
+            job = {"what": "host", "who": who, **bench.job}
+            found[who] = children.one_job(job, min(bench.left, 240), {**bench.environment, **caches})
+    us = {who: f.get("us", {}) for who, f in found.items()}
+    names = list(dict.fromkeys(c for by in us.values() for c in by))
+    body = [[c, *(f"{us[w][c]:.1f}" if us[w].get(c) else "-" for w in people)] for c in names]
+    for what, one, many in (("a launch more", SINGLE, SIXTEEN), ("an ATen call more", CUMSUM, CUMSUMS)):
+        body.append([what, *(f"{x:.2f}" if (x := extra(us[w], one, many)) is not None else "-" for w in people)])
+    lines = [report.table(["host, µs a call", *people], body)]
+    lines += [f"  {w}: {f['error']}" for w, f in found.items() if "error" in f]
+    lines += [f"  {w}, {c}: {note}" for w, f in found.items() for c, note in f.get("notes", {}).items()]
+    builds, text = build_times(bench)
+    bench.keep("host", {"calls": found, "builds": builds}, promises(bench, us, builds), "\n".join([*lines, text]))
+
+
+def extra(us: dict[str, float | None], one: str, many: str) -> float | None:
+    """Microseconds that each of the 15 more steps adds."""
+    a, b = us.get(one), us.get(many)
+    return (b - a) / EXTRA if a and b else None
+
+
+def build_times(bench: Bench) -> tuple[dict[str, Any], str]:
+    """A transformer block's first forward and backward from nothing, in both wrappers, ours and theirs."""
+    found: dict[str, Any] = {}
+    for who in (PYTHON, CPP, PEER, PEER_CPP):
+        with children.fresh_caches() as caches:
+            job = {"what": "wrapper_build", "who": who, "model": "block", **bench.job}
+            found[who] = children.one_job(job, min(bench.left, 240), {**bench.environment, **caches})
+    rows = [[who, *(f"{f[k]:.2f}" if f.get(k) else "-" for k in ("first", "wrapper"))] for who, f in found.items()]
+    text = report.table(["a transformer block, cold", "first step, s", "of it building the wrapper, s"], rows)
+    return found, "\n".join([text, *(f"  {w}: {f['error']}" for w, f in found.items() if "error" in f)])
+
+
+def promises(bench: Bench, us: dict[str, dict[str, Any]], builds: dict[str, Any]) -> list[Promise]:
+    def ratio(case: str, who: str = CPP) -> float | None:
+        ours, theirs = us[who].get(case), us[PEER_CPP].get(case)
+        return ours / theirs if ours and theirs else None
+
+    calls, eagers = extra(us[CPP], CUMSUM, CUMSUMS), extra(us[EAGER], CUMSUM, CUMSUMS)
+    ours, theirs = builds[CPP].get("wrapper"), builds[PEER_CPP].get("first")
+    return [
+        Promise(f"{ONE}: reflib cpp over Inductor cpp", ratio(ONE), "<=", 0.6),
+        Promise(f"{ONE}: the same through torch.compile", ratio(ONE, DYNAMO), "<=", 0.6),
+        Promise(f"{SIXTEEN}: reflib cpp over Inductor cpp", ratio(SIXTEEN), "<=", 0.5),
+        Promise(f"{ONE} without Dynamo, µs", us[EXPORTED].get(ONE), "<=", 6),
+        Promise("a launch more, µs", extra(us[CPP], SINGLE, SIXTEEN), "<=", 2.5),
+        Promise("an ATen call more, over eager's own", calls / eagers if calls and eagers else None, "<=", 1.3),
+        Promise("the wrapper of a transformer block, s", ours, "<=", 2),
+        Promise("the same over Inductor's cold build", ours / theirs if ours and theirs else None, "<=", 0.1),
+    ]
+
+
+# -- in the child --------------------------------------------------------------------------------------
+def programs(device: torch.device) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
+    calls = cases.host_calls(device)
+    one, many = calls.values()
+
+    def cumsums(n: int) -> Callable[..., Any]:
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(n):
+                x = torch.cumsum(x, 0)
+            return x
+
+        return fn
+
+    x = torch.zeros(8, 8, device=device)
+    return {
+        ONE: one, SIXTEEN: many, SINGLE: (many[0], many[1][:2]), CUMSUM: (cumsums(1), [x]), CUMSUMS: (cumsums(16), [x]),
+    }  # fmt: skip
+
+
+def ready(who: str, fn: Callable[..., Any], args: list[torch.Tensor]) -> Callable[..., Any]:
+    import reflib
+
+    if who == EAGER:
+        return fn
+    if who == EXPORTED:
+        program = torch.export.export(Module(fn), tuple(args))
+        return reflib.compile(program, wrapper="cpp")
+    if who == DYNAMO:
+        return torch.compile(fn, backend="reflib", options={"wrapper": "cpp"}, dynamic=False)
+    if who in (PYTHON, CPP):
+        return reflib.compile(fn, wrapper=who, dynamic=False)
+    theirs(who)
+    return torch.compile(fn, dynamic=False, mode="reduce-overhead" if who == GRAPHS else None)
+
+
+def theirs(who: str) -> None:
+    import torch._inductor.config as config
+
+    config.cpp_wrapper = who == PEER_CPP
+
+
+class Module(torch.nn.Module):
+    def __init__(self, fn: Callable[..., Any]):
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        return self.fn(*args)
+
+
+def calls(job: dict[str, Any]) -> dict[str, Any]:
+    device = torch.device(job["device"])
+    torch.set_num_threads(1)
+    us: dict[str, float | None] = {}
+    notes: dict[str, str] = {}
+    with torch.no_grad():
+        for name, (fn, args) in programs(device).items():
+            torch._dynamo.reset()
+            try:
+                f = ready(job["who"], fn, args)
+                torch.testing.assert_close(f(*args), fn(*args), rtol=1e-3, atol=1e-3)
+                us[name] = microseconds(f, args, device)
+            except Exception as error:
+                us[name], notes[name] = None, f"{type(error).__name__}: {str(error).splitlines()[0][:150]}"
+    return {"us": us, "notes": notes}
+
+
+def microseconds(f: Callable[..., Any], args: list[torch.Tensor], device: torch.device, rounds: int = 15) -> float:
+    """A call's, the median of rounds of a hundred or more in a row."""
+
+    def sample(n: int) -> float:
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(n):
+            f(*args)
+        synchronize(device)
+        return (time.perf_counter() - start) / n * 1e6
+
+    sample(30)
+    n = max(100, int(0.02e6 / sample(50)))
+    return sorted(sample(n) for _ in range(rounds))[rounds // 2]
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def wrapper_build(job: dict[str, Any]) -> dict[str, Any]:
+    """Seconds to the first step; for reflib also what its C++ alone takes, with nothing in the caches."""
+    from reflib import cache
+    from reflib.options import Options
+    from reflib.pipeline import Backend
+
+    device, who = torch.device(job["device"]), job["who"]
+    torch.set_num_threads(job["threads"])
+    net, x = cases.model(job["model"], device)
+    net(x).sum().backward()
+    synchronize(device)
+    stages: list[Any] = []
+    start = time.perf_counter()
+    if who in (PYTHON, CPP):
+        compiled = torch.compile(net, backend=Backend(Options(wrapper=who), stages.append), dynamic=False)
+    else:
+        theirs(who)
+        compiled = torch.compile(net, dynamic=False)
+    compiled(x).sum().backward()
+    synchronize(device)
+    found = {"first": time.perf_counter() - start}
+    if who == CPP:
+        from reflib.wrap import host
+
+        with tempfile.TemporaryDirectory() as folder:
+            before, cache.root = cache.root, lambda: Path(folder)
+            try:
+                start = time.perf_counter()
+                host.build_extension_now()
+                for s in stages:
+                    host.compile_wrapper(s.wrapper)
+                found["wrapper"] = time.perf_counter() - start
+            finally:
+                cache.root = before
+    return found

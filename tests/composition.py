@@ -1,0 +1,656 @@
+"""The composition table: every feature under every wrapper. Shared by tests/cpu and tests/gpu.
+
+``FEATURES`` maps a feature's name to ``feature(device, wrapper)``, which compiles, calls and compares with eager. A
+column is one more ``wrapper``, a row one more function. ``CUDA_FEATURES`` are those that only a GPU has.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import reflib
+from reflib.background import of_compiled
+from reflib.ir.program import Dispatch, regions
+from reflib.lab import told_times
+from reflib.lower import custom_ops
+from tests.checking import check
+from tests.loading import load_file
+from tests.models import profiled_peak
+from tests.semantics import Compiled, randn
+
+Tensor = torch.Tensor
+Feature = Callable[[str, str], None]
+WRAPPERS = ("python", "cpp")
+OPS = Path(__file__).parent / "tuning_ops.py"
+FEATURES: dict[str, Feature] = {}
+CUDA_FEATURES: dict[str, Feature] = {}
+count = itertools.count()
+
+
+def feature(fn: Feature) -> Feature:
+    FEATURES[fn.__name__] = fn
+    return fn
+
+
+def cuda_feature(fn: Feature) -> Feature:
+    CUDA_FEATURES[fn.__name__] = fn
+    return fn
+
+
+def run(name: str, device: str, wrapper: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """One cell, in a cache and a registry of its own."""
+    monkeypatch.setattr(custom_ops, "_REGISTERED", {})
+    if name in ("tuning_in_the_background", "tuning_in_workers"):  # what is known from elsewhere is not measured
+        monkeypatch.setenv("REFLIB_CACHE_DIR", str(folder))
+        monkeypatch.delenv("REFLIB_CACHE_DECISIONS", raising=False)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    {**FEATURES, **CUDA_FEATURES}[name](device, wrapper)
+
+
+def is_in(wrapper: str, text: str | None) -> bool:
+    """Is a wrapper's text in the language that was asked for?"""
+    return text is not None and ("int32_t reflib_call(" in text) == (wrapper == "cpp")
+
+
+def compiled(fn: Callable[..., Any], wrapper: str, **options: Any) -> Compiled:
+    return Compiled(fn, wrapper=wrapper, **options)
+
+
+def same(fn: Callable[..., Any], wrapper: str, *args: Any, backward: bool = False, **options: Any) -> Compiled:
+    """Compile, call twice, compare; every graph's wrapper is of the right kind."""
+    c = compiled(fn, wrapper, **options)
+    check(fn, c, *args, backward=backward, times=2)
+    assert c.stages and all(is_in(wrapper, s.wrapper) for s in c.stages)
+    return c
+
+
+def product_op(body: Callable[[Tensor, Tensor], Tensor] = torch.matmul) -> Any:
+    """A custom op that multiplies matrices."""
+
+    @torch.library.custom_op(f"composition::product{next(count)}", mutates_args=())
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return body(a, b)
+
+    product.register_fake(lambda a, b: a.new_empty(a.shape[0], b.shape[1]))
+    return product
+
+
+def split_k(a: Tensor, b: Tensor, splits: int = 4) -> Tensor:
+    m, k = a.shape
+    return torch.bmm(a.reshape(m, splits, -1).transpose(0, 1), b.reshape(splits, k // splits, -1)).sum(0)
+
+
+def preferring(*names: str) -> Any:
+    """Measuring is replaced: who has one of these in its name is fastest."""
+    return told_times(lambda name, sizes: 1.0 if any(n in name for n in names) else 10.0)
+
+
+# -- choices ----------------------------------------------------------------------------------------
+@feature
+def inline_fusion(device: str, wrapper: str) -> None:
+    """A registered op's winner is inlined, and fused with what is around it."""
+    op = product_op()
+    reflib.register_custom_op_autotuning(op, configs=[reflib.CustomOpConfig(split_k, splits=8)])
+    with preferring("split_k"):
+        c = same(
+            lambda a, b: torch.relu(op(a * 2, b)) + 1, wrapper,
+            randn(16, 256, device=device), randn(256, 8, device=device), autotune="blocking",
+        )  # fmt: skip
+    assert not any("product" in str(x.target) for x in c.externs)
+    fused = [{o.op.split(".")[1] for p in r.arms[-1].parts for o in p.origins} for r in regions(c.stages[0].chosen.nodes)]
+    assert any({"sum", "relu", "add"} <= ops for ops in fused), fused
+
+
+@feature
+def a_registered_op_without_tuning(device: str, wrapper: str) -> None:
+    op = product_op()
+    reflib.register_custom_op_autotuning(op, configs=[split_k])
+    c = same(lambda a, b: torch.relu(op(a, b)), wrapper, randn(16, 64, device=device), randn(64, 8, device=device))
+    assert len(c.externs) == 1
+
+
+@feature
+def decompose_k(device: str, wrapper: str) -> None:
+    a, b = randn(8, 2048, device=device), randn(2048, 8, device=device) / 32
+    fn = lambda a, b: torch.relu(a @ b) * 2  # noqa: E731
+    same(fn, wrapper, a, b)
+    with preferring("decompose_k"):
+        for dynamic in (False, True):
+            torch._dynamo.reset()
+            c = same(fn, wrapper, a, b, autotune="blocking", dynamic=dynamic)
+            assert any("decompose_k" in str(d.winner) for d in c.stages[0].decisions if hasattr(d, "winner"))
+            if dynamic:  # what does not divide takes the other arm
+                check(fn, c, randn(8, 1999, device=device), randn(1999, 8, device=device) / 32)
+
+
+@feature
+def input_ranges(device: str, wrapper: str) -> None:
+    op = product_op()
+
+    def few(a: Tensor, b: Tensor) -> Tensor:
+        return a @ b
+
+    def many(a: Tensor, b: Tensor) -> Tensor:
+        return (b.t() @ a.t()).t().contiguous()
+
+    reflib.register_custom_op_autotuning(
+        op, configs=[few, many], split_points=[16],
+        dispatch_on={"tensor_name": "b", "dim": 1, "range_upper_bound": 4096},
+    )  # fmt: skip
+    fn = lambda a, b: torch.relu(op(a, b)) + 1  # noqa: E731
+    a = randn(32, 8, device=device)
+    with told_times(lambda name, sizes: {"few": 1.0 + max(sizes.values()), "many": 100.0}.get(name, 1e6)):
+        c = compiled(fn, wrapper, autotune="blocking", dynamic=True)
+        for n in (100, 3, 16, 17, 5000):
+            check(fn, c, a, randn(8, n, device=device))
+    assert any(isinstance(n, Dispatch) and len(n.arms) == 2 for s in c.stages for n in s.chosen.nodes)
+
+
+@feature
+def lookup_table(device: str, wrapper: str) -> None:
+    op = product_op()
+    reflib.register_custom_op_autotuning(op, configs=[split_k])
+    table = {str(op._opoverload).removesuffix(".default"): {"[8, 64] [64, 8]": "split_k"}}
+    c = same(
+        lambda a, b: op(a, b) - 1, wrapper, randn(8, 64, device=device), randn(64, 8, device=device),
+        autotune="blocking", lookup_table=table,
+    )  # fmt: skip
+    assert c.stages[0].decisions[0].winner == "split_k"
+
+
+@feature
+def tuning_in_workers(device: str, wrapper: str) -> None:
+    ops = load_file(OPS)
+    reflib.register_custom_op_autotuning(ops.product, configs=[ops.good, ops.wrong])
+    c = same(
+        lambda a, b: torch.relu(ops.product(a, b)) + 1, wrapper,
+        randn(8, 64, device=device), randn(64, 8, device=device) / 8,
+        autotune="blocking", tuning_imports=(str(OPS),), candidate_seconds=60.0,
+    )  # fmt: skip
+    rows = {c.name: c.status for c in c.stages[0].decisions[0].candidates}
+    assert rows == {"eager": "ok", "good": "ok", "wrong": "wrong"}, c.stages[0].decisions
+
+
+@feature
+def tuning_in_the_background(device: str, wrapper: str) -> None:
+    ops = load_file(OPS)
+    reflib.register_custom_op_autotuning(ops.product, configs=[ops.good])
+    fn = lambda a, b: torch.relu(ops.product(a, b))  # noqa: E731
+    f = reflib.compile(
+        fn, autotune="background", tuning_imports=(str(OPS),), candidate_seconds=60.0, wrapper=wrapper
+    )  # fmt: skip
+    a, b = randn(8, 64, device=device), randn(64, 8, device=device) / 8
+    check(fn, f, a, b)
+    (tuning,) = of_compiled[f]
+    progress = reflib.wait_for_tuning(f, timeout=100)
+    assert progress.finished and not progress.failed, progress
+    check(fn, f, a, b, times=2)
+    assert tuning.state == "swapped" and is_in(wrapper, tuning.stages.wrapper)
+
+
+# -- sizes ------------------------------------------------------------------------------------------
+@feature
+def dynamic_shapes(device: str, wrapper: str) -> None:
+    def f(x: Tensor, w: Tensor) -> Any:
+        return F.gelu(x @ w).sum(-1), torch.softmax(x, 0), torch.cat([x, x[:, :3]], 1).view(-1), x.shape[0] // 3
+
+    c = compiled(f, wrapper, dynamic=True)
+    for n in (5, 6, 31, 64):
+        check(f, c, randn(n, 8, device=device), randn(8, 10, device=device))
+    assert len(c.stages) == 1 and is_in(wrapper, c.stages[0].wrapper)
+    for n in (0, 1):  # Dynamo makes graphs of their own
+        check(f, c, randn(n, 8, device=device), randn(8, 10, device=device))
+
+
+@feature
+def sizes_of_zero_and_one_in_one_graph(device: str, wrapper: str) -> None:
+    program = torch.export.export(
+        Affine().to(device), (randn(5, 6, device=device),), dynamic_shapes=({0: torch.export.Dim("n", min=0)},)
+    )
+    f, model = reflib.compile(program, wrapper=wrapper, verify=True), program.module()
+    for n in (5, 0, 1, 33):
+        x = randn(n, 6, device=device)
+        torch.testing.assert_close(f(x), model(x))
+
+
+@feature
+def floors_and_remainders_of_sizes(device: str, wrapper: str) -> None:
+    def f(x: Tensor, y: Tensor) -> Any:
+        n, m = x.shape[0], y.shape[0]
+        k = (m - n) // 3  # below zero
+        return x.new_full((n // 2 + 1, n % 3 + 1), k), k, (n - m) % 4, max(n, m), min(n, m)
+
+    c = compiled(f, wrapper, dynamic=True)
+    for n, m in ((7, 3), (3, 7), (11, 3), (5, 12)):
+        check(f, c, randn(n, device=device), randn(m, device=device))
+
+
+@feature
+def data_dependent_sizes(device: str, wrapper: str) -> None:
+    def f(x: Tensor) -> Any:
+        i = x.nonzero()
+        return x[x > 0] * 2 + 1, i + 1, i.shape[0]
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        c = compiled(f, wrapper)
+        for n in (10, 20):
+            check(f, c, randn(n, device=device).relu())
+        check(f, c, -randn(20, device=device).abs())
+
+
+@feature
+def an_item_is_a_size(device: str, wrapper: str) -> None:
+    def f(x: Tensor) -> Tensor:
+        n = x.max().int().item()
+        torch._check(n >= 0)
+        torch._check(n < 100)
+        return torch.zeros(n, device=x.device) + x.sum()
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        c = compiled(f, wrapper)
+        for m in (3, 5):
+            check(f, c, torch.tensor([1.0, float(m)], device=device))
+
+
+# -- what is returned, what is written --------------------------------------------------------------
+@feature
+def training(device: str, wrapper: str) -> None:
+    def f(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.layer_norm(F.gelu(x @ w + b), (24,)).mean(0)
+
+    args = [randn(*s, device=device, grad=True) for s in ((9, 16), (16, 24), (24,))]
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        assert len(same(f, wrapper, *args, backward=True, dynamic=dynamic).stages) == 2
+
+
+@feature
+def a_mutated_input(device: str, wrapper: str) -> None:
+    x, y = randn(5, 7, device=device), randn(7, device=device)
+    same(lambda x: x.add_(1), wrapper, x)
+    same(lambda x, y: (x.add_(1), None)[1], wrapper, x, y)
+    same(lambda x, y: (x.mul_(2).add_(y), x.sum(0))[1], wrapper, x, y)
+    same(lambda x: (x[1:, ::2].add_(10), x.t()[0].zero_(), x * 1)[2], wrapper, x)
+
+
+@feature
+def aliased_outputs(device: str, wrapper: str) -> None:
+    def f(x: Tensor) -> Any:
+        y = x * 2
+        return x, x.t(), x[1:], y, y, y.view(-1), y[0], x.unfold(0, 2, 1)
+
+    same(f, wrapper, randn(4, 6, device=device))
+    same(f, wrapper, randn(4, 6, device=device), dynamic=True)
+    same(f, wrapper, randn(4, 6, device=device, grad=True), backward=True)
+
+
+@feature
+def outputs_that_are_no_tensors(device: str, wrapper: str) -> None:
+    def f(x: Tensor, k: int) -> Any:
+        return {"n": x.shape[0], "none": None, "y": x + k, "k": k, "true": True, "text": "t", "f": 0.5, "m": x.dim()}
+
+    c = compiled(f, wrapper, dynamic=True)
+    for n, k in ((4, 3), (9, 5)):
+        check(f, c, randn(n, 3, device=device), k)
+    # and from the graph itself, as torch.export leaves them
+    program = torch.export.export(Numbers(), (randn(3, device=device),))
+    got = reflib.compile(program, wrapper=wrapper)(randn(3, device=device))
+    assert got[1:] == (None, 3, 7)
+
+
+@feature
+def several_outputs_of_a_call(device: str, wrapper: str) -> None:
+    def f(x: Tensor) -> Any:
+        values, indices = x.sort(1)
+        top = (x * 2).topk(3, 1)
+        return values + 1, indices, top.values * 2, top.indices, x.cummax(0).values
+
+    for dynamic in (False, True):
+        same(f, wrapper, randn(6, 9, device=device), dynamic=dynamic)
+
+
+@feature
+def constants(device: str, wrapper: str) -> None:
+    table = torch.arange(5.0, device=device)
+    c = same(lambda x: x * table + torch.tensor([1.0, 2, 3, 4, 5], device=x.device), wrapper, randn(3, 5, device=device))
+    c(torch.zeros(3, 5, device=device)).fill_(-1)
+    assert table.tolist() == [0, 1, 2, 3, 4]
+
+
+@feature
+def half_and_complex(device: str, wrapper: str) -> None:
+    x = randn(6, 16, device=device)
+    same(lambda x: ((x.bfloat16() * 3).float().exp().half() * 2).softmax(0), wrapper, x)
+    same(lambda x: (torch.fft.rfft(x), torch.view_as_real(torch.fft.rfft(x)).sum(-1)), wrapper, x)
+    same(lambda x: (x.int() + 1, x > 0, x.double(), (x * 9).to(torch.uint8)), wrapper, x.abs())
+
+
+# -- calls ------------------------------------------------------------------------------------------
+@feature
+def custom_ops_in_python(device: str, wrapper: str) -> None:
+    @torch.library.custom_op(f"composition::scale{next(count)}", mutates_args=())
+    def scale(x: Tensor, by: float, names: list[int] | None = None) -> Tensor:
+        return x * by
+
+    @torch.library.custom_op(f"composition::bump{next(count)}", mutates_args={"x"})
+    def bump(x: Tensor, by: float) -> None:
+        x.add_(by)
+
+    scale.register_fake(lambda x, by, names=None: torch.empty_like(x))
+
+    def f(x: Tensor) -> Tensor:
+        y = scale(x + 1, float("inf"), [1, 2]).clamp(max=7)
+        bump(y, 1.0)
+        bump(x, 5.0)
+        return y + x
+
+    for dynamic in (False, True):
+        same(f, wrapper, randn(5, device=device), dynamic=dynamic)
+
+
+@feature
+def higher_order_ops(device: str, wrapper: str) -> None:
+    def f(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x.sin() + 1, lambda x: x.cos() * 2, (x,)) + 1
+
+    c = compiled(f, wrapper)
+    for sign in (1, -1):
+        check(f, c, randn(5, device=device).abs() * sign)
+
+
+@feature
+def random_numbers(device: str, wrapper: str) -> None:
+    f = lambda x: F.dropout(x, 0.4) + torch.rand_like(x)  # noqa: E731
+    check(f, compiled(f, wrapper), randn(6, 7, device=device), reference=False, times=2)
+
+
+@feature
+def attention(device: str, wrapper: str) -> None:
+    q, k, v = (randn(2, 3, 16, 8, device=device, grad=True) for _ in range(3))
+    same(lambda q, k, v: F.scaled_dot_product_attention(q * 2, k, v, is_causal=True).relu(), wrapper, q, k, v,
+         backward=True)  # fmt: skip
+
+
+# -- errors -----------------------------------------------------------------------------------------
+@feature
+def an_index_out_of_range(device: str, wrapper: str) -> None:
+    f = lambda x, i: x[i] * 2  # noqa: E731
+    c = compiled(f, wrapper)
+    x = randn(4, 3, device=device)
+    check(f, c, x, torch.tensor([0, 3, 1], device=device))
+    if device == "cpu":  # on a GPU the assertion ends the context
+        for bad in (4, -5, 10**9):
+            with pytest.raises(IndexError, match=r"index out of range in kernel \w+: an index is outside"):
+                c(x, torch.tensor([0, bad, 1]))
+    check(f, c, x, torch.tensor([0, 3, -1], device=device))
+
+
+@feature
+def check_nan(device: str, wrapper: str) -> None:
+    c = compiled(lambda x: x.log() + 1, wrapper, check_nan=True)
+    c(torch.ones(4, device=device))
+    with pytest.raises(reflib.ReflibError, match=r"check_nan: kernel \w*log\w* wrote NaN into \w+ \(4,\)"):
+        c(-torch.ones(4, device=device))
+
+
+# -- memory -----------------------------------------------------------------------------------------
+@feature
+def misaligned_views(device: str, wrapper: str) -> None:
+    f = lambda x: (x * 2, x.sum(-1))  # noqa: E731
+    c = compiled(f, wrapper)
+    x = randn(64, 64, device=device)
+    check(f, c, x)
+    shifted = torch.empty(64 * 64 + 1, device=device)[1:].view(64, 64).copy_(x)
+    check(f, c, shifted)
+    check(f, c, x)
+    assert len(c.stages) == 1
+
+
+@feature
+def reuse_of_buffers(device: str, wrapper: str) -> None:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        for _ in range(4):
+            x = torch.relu(x @ w).sort(1).values.t().contiguous() * 0.1
+        return x
+
+    for options in ({}, {"inplace_buffers": False}, {"reuse_buffers": False, "inplace_buffers": False}):
+        torch._dynamo.reset()
+        same(f, wrapper, randn(16, 16, device=device), randn(16, 16, device=device), **options)
+
+
+@feature
+def no_more_memory_than_eager(device: str, wrapper: str) -> None:
+    """Of temporaries, at once: those that died are given back."""
+
+    def f(x: Tensor) -> Tensor:
+        y = x.requires_grad_(False)
+        for _ in range(6):
+            y = torch.sort(y.sin(), 0).values
+        return y
+
+    c = compiled(f, wrapper)
+    x = randn(256, 256, device=device)
+    c(x)
+
+    def g(x: Tensor, fn: Callable[..., Any]) -> Tensor:
+        with torch.no_grad():
+            y = fn(x.detach())
+        return y.sum() * x.sum()  # something to differentiate, as what measures wants it
+
+    x.requires_grad_()
+    peak = _cuda_peak if device == "cuda" else profiled_peak
+    ours, theirs = (peak(lambda x, fn=fn: g(x, fn), (x,)) for fn in (c, f))
+    assert ours <= theirs * 1.02 + 8192, f"{ours} bytes, eager {theirs}"
+
+
+def _cuda_peak(fn: Callable[..., Any], args: Any) -> int:
+    from tests.models import measured_peak
+
+    return measured_peak(fn, args)
+
+
+@feature
+def combined_kernels(device: str, wrapper: str) -> None:
+    f = lambda *xs: [x * 2 + 1 for x in xs]  # noqa: E731
+    xs = [randn(n, device=device) for n in (3, 50, 700, 8)]
+    for combine in (True, False):
+        torch._dynamo.reset()
+        same(f, wrapper, *xs, combine_kernels=combine)
+
+
+@feature
+def more_inputs_and_outputs_than_fit_on_the_stack(device: str, wrapper: str) -> None:
+    xs = [randn(3, device=device) + i for i in range(150)]
+    same(lambda *xs: [x + 1 for x in xs] + [sum(xs)], wrapper, *xs)
+    same(lambda *xs: sum(xs), wrapper, *xs[:70])
+    same(lambda x: [x + i for i in range(70)], wrapper, xs[0])
+
+
+# -- doors and modes --------------------------------------------------------------------------------
+class Affine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 4)
+        self.register_buffer("shift", torch.arange(4.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.fc(x)) + self.shift
+
+
+class Numbers(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x + 1, None, x.shape[0], 7
+
+
+@feature
+def exported_programs(device: str, wrapper: str) -> None:
+    model = Affine().to(device)
+    program = torch.export.export(
+        model, (randn(5, 6, device=device),), dynamic_shapes=({0: torch.export.Dim("batch", min=2, max=64)},)
+    )
+    f = reflib.compile(program, wrapper=wrapper, verify=True)
+    for n in (5, 9, 2):
+        x = randn(n, 6, device=device)
+        torch.testing.assert_close(f(x), model(x).detach())
+    with pytest.raises(reflib.ReflibError):
+        f(randn(65, 6, device=device))
+
+
+@feature
+def grad_modes(device: str, wrapper: str) -> None:
+    model = Affine().to(device)
+    c = compiled(model, wrapper)
+    x = randn(5, 6, device=device)
+    for mode, grad in ((torch.no_grad(), False), (torch.inference_mode(), False), (nullcontext(), True)):
+        with mode:
+            got = c(x)
+            torch.testing.assert_close(got, model(x))
+        assert got.requires_grad == grad and got.is_inference() == isinstance(mode, torch.inference_mode)
+
+
+@feature
+def autocast(device: str, wrapper: str) -> None:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return F.relu(x @ w).softmax(-1)
+
+    same(f, wrapper, randn(8, 16, device=device, grad=True), randn(16, 4, device=device, grad=True), backward=True)
+
+
+@feature
+def graph_breaks(device: str, wrapper: str) -> None:
+    def f(x: Tensor) -> Tensor:
+        y = x.relu() + 1
+        torch._dynamo.graph_break()
+        return y.cos() if y.sum() > 0 else y.sin()
+
+    same(f, wrapper, randn(5, device=device))
+
+
+# -- what only a GPU has ----------------------------------------------------------------------------
+def wide(device: str = "cuda", m: int = 48, n: int = 40, k: int = 12288) -> tuple[Tensor, Tensor]:
+    """A product that is split along its depth."""
+    return randn(m, k, device=device).half(), (randn(k, n, device=device) / k**0.5).half()
+
+
+@cuda_feature
+def another_stream(device: str, wrapper: str) -> None:
+    c = compiled(lambda x: torch.softmax(x * 2, -1), wrapper)
+    x = randn(512, 512, device=device)
+    want = torch.softmax(x * 2, -1)
+    c(x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        x.mul_(1)
+        got = c(x)
+    stream.synchronize()
+    torch.testing.assert_close(got, want)
+
+
+def replayed(fn: Callable[..., Any], c: Callable[..., Any], *args: Tensor, tolerance: float = 1e-5) -> None:
+    """Capture a call, and replay it with other data in its inputs."""
+    for _ in range(2):
+        c(*args)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = c(*args)
+    for i in range(3):
+        for a in args:
+            a.copy_(a.flip(0) * (1 + i / 4))
+        graph.replay()
+        torch.testing.assert_close(out, fn(*args), rtol=tolerance, atol=tolerance)
+
+
+@cuda_feature
+def captured_in_a_cuda_graph(device: str, wrapper: str) -> None:
+    f = lambda x, w: (torch.softmax(x @ w, -1) + 1).sum(0)  # noqa: E731
+    c = compiled(f, wrapper)
+    replayed(f, c, randn(64, 96, device=device), randn(96, 32, device=device), tolerance=1e-3)
+
+
+@cuda_feature
+def split_k_words_under_capture(device: str, wrapper: str) -> None:
+    """Its counters must be zero at every replay, and be shared with nobody."""
+    f = lambda a, b: torch.relu(a @ b)  # noqa: E731
+    c = compiled(f, wrapper)
+    a, b = wide(device)
+    c(a, b)
+    replayed(f, c, a, b, tolerance=1e-2)
+    first = c(a, b)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(20):
+        for s in streams:
+            with torch.cuda.stream(s):
+                results.append(c(a, b))
+    torch.cuda.synchronize()
+    assert all(torch.equal(r, first) for r in results)
+
+
+@cuda_feature
+def early_launches(device: str, wrapper: str) -> None:
+    """Programmatic dependent launch: a kernel may not read what the one before has not written yet."""
+    c = compiled(lambda a, b: torch.relu(a @ b), wrapper)
+    a, b = wide(device, 64, 64, 4096)
+    up = (b.t() * 11).contiguous()
+    want, x = [], a
+    for wait in (True, False, False, False):
+        x, got = a, []
+        for i in range(30):
+            y = c(x, b)
+            x = y @ up[:64]
+            got.append(c(x * (i + 1), b))
+            if wait:
+                torch.cuda.synchronize()
+        want = want or got
+        torch.cuda.synchronize()
+        assert all(torch.equal(g, w) for g, w in zip(got, want))
+
+
+@cuda_feature
+def two_devices(device: str, wrapper: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one CUDA device")
+
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return (x * 2).to(y.device) + y.sin()
+
+    same(f, wrapper, randn(100, 3, device="cuda:0"), randn(100, 3, device="cuda:1"))
+    g = lambda x: x.sum(-1) + 1  # noqa: E731
+    c = compiled(g, wrapper)
+    for where in ("cuda:1", "cuda:0", "cuda:1"):
+        check(g, c, randn(100, 3, device=where))
+    assert torch.cuda.current_device() == 0
+
+
+@cuda_feature
+def from_a_thread_that_never_saw_the_gpu(device: str, wrapper: str) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    f = lambda x: torch.softmax(x * 2, -1)  # noqa: E731
+    c = compiled(f, wrapper)
+    x = randn(64, 64, device=device)
+    c(x)
+    with ThreadPoolExecutor(1) as pool:
+        torch.testing.assert_close(pool.submit(c, x).result(), f(x))
+
+
+@cuda_feature
+def numbers_of_a_cpu(device: str, wrapper: str) -> None:
+    """A CPU scalar among tensors of the GPU, and kernels of both in one graph."""
+    same(lambda x, s: x * s + 1, wrapper, randn(33, device=device), torch.tensor(2.5))
+    same(lambda x, y: (x.cpu() * 2 + y).to(x.device) + x, wrapper, randn(33, device=device), randn(33, device="cpu"))
