@@ -61,6 +61,11 @@ class Options:
     tuning_imports: files or modules that register ops, for those processes to import.
     cache_decisions: keep decisions on disk and use them again (None: unless REFLIB_CACHE_DECISIONS is 0).
     lookup_table: choices that are not measured: a file that ``reflib tune export`` wrote, or {op: {sizes: winner}}.
+    c_shims: {op: C prototype}: functions that the C++ wrapper calls instead of the op, without the dispatcher:
+        {"mylib::my_op": "int32_t my_op_shim(AtenTensorHandle x, double eps, AtenTensorHandle* out)"}. Parameters are
+        the op's arguments in order (Tensor: AtenTensorHandle, int: int64_t, float: double, bool: int32_t, int[]:
+        const int64_t*, int64_t; an optional: a pointer that may be null), then a pointer for each result; 0 is
+        success. The library must be loaded (``torch.ops.load_library``). ``wrapper="python"`` ignores this.
     """
 
     wrapper: str = "python"
@@ -88,6 +93,7 @@ class Options:
     tuning_imports: tuple[str, ...] = ()
     cache_decisions: bool | None = None
     lookup_table: Any = None
+    c_shims: Any = ()
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -99,6 +105,10 @@ class Options:
             from .tables import normalize_lookup
 
             object.__setattr__(self, "lookup_table", normalize_lookup(self.lookup_table))
+        if self.c_shims != ():
+            from .c_shims import normalize
+
+            object.__setattr__(self, "c_shims", normalize(self.c_shims or ()))
 
     @classmethod
     def make(cls, options: Mapping[str, Any] | None = None, mode: str | None = None, **more: Any) -> Options:
@@ -165,6 +175,8 @@ def _check(name: str, value: Any, default: Any) -> None:
             raise OptionError(f"option {name}={value!r}: must be a list of strings")
     elif name == "lookup_table":
         return  # ``tables.normalize_lookup`` checks it
+    elif name == "c_shims":
+        return  # ``c_shims.normalize`` checks it
     elif name == "cache_decisions":
         if value not in (None, True, False):
             raise OptionError(f"option {name}={value!r}: must be True, False or None")

@@ -397,9 +397,11 @@ def compile(
                 "dynamic= has no effect on an ExportedProgram: its dynamic shapes were fixed by torch.export"
             )
         return compile_exported(model, opts)
+    from .capture.door import door
+
     expect_tuning(opts)
     backend = Backend(opts)
-    compiled = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+    compiled = door(torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=fullgraph), backend)
     of_compiled[compiled] = backend.tunings
     return compiled
 

@@ -80,7 +80,7 @@ __all__ = ["Tuning", "decide", "representatives"]
 NOT_IN_KERNELS = {
     "autotune", "verify", "check_nan", "wrapper", "compile_threads", "isolate", "candidate_seconds", "tuning_seconds",
     "tuning_idle_seconds", "tuning_imports", "cache_decisions", "lookup_table", "num_decompose_k_splits",
-    "decompose_k_threshold",
+    "decompose_k_threshold", "c_shims",
 }  # fmt: skip
 TargetOf = Callable[[torch.device], Target]
 Build = Callable[[Program, Options], Callable[[list], Any]]

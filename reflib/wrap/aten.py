@@ -6,20 +6,23 @@ PyTorch's C interface, for products of matrices; PyTorch's dispatcher, which tak
 one that is implemented in Python, anything unusual is left to Python: ``direct_call`` returns None.
 
 C says only that a call failed. So it is made again in Python, which raises the proper exception; but not if that could
-do something twice (write to an argument, draw random numbers).
+do something twice (write to an argument, print): then a ReflibError says what PyTorch said.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import GenerateError
+from ..c_shims import Shim, check, op_of, parse
+from ..errors import OptionError
 from ..ir.expr import Expr, Sym
-from ..ir.program import Extern, View, full_view, symbols_in
-from .c_shims import Shim
+from ..ir.program import Buffer, Extern, View, full_view, symbols_in
 from .host import address
+from .python import py
 
 if TYPE_CHECKING:
     from .cpp import CppPrinter
@@ -78,7 +81,7 @@ class _Writer:
 
     def call(self, x: Extern, op: torch._ops.OpOverload, again: list[str]) -> list[str]:
         results = self._results(x, op)
-        given = _arguments(x, op)
+        given = _arguments(x, op, self.printer.program.buffers)
         shim, known = self.printer.shims.get(str(op)), SHIMS.get(op)
         if shim is not None:
             lines, called, results = self._declared(shim, given, results)
@@ -98,7 +101,7 @@ class _Writer:
             lines += [f"if ({called}) {{  // again, for its error", *_more(again)]
             lines += ["} else {", *_more(results), "}"] if any(results) else ["}"]
         lines += self._sizes(x)
-        block = lines if len(lines) == len(again) + 2 else ["{", *_more(lines), "}"]
+        block = lines if lines[0].startswith(("if", "run.")) else ["{", *_more(lines), "}"]
         return [*block, *self._layouts(x)]
 
     # -- results --------------------------------------------------------------------------------
@@ -284,26 +287,23 @@ class _Writer:
         return str(int(v))
 
     def _dtype(self, v: Any) -> str:
-        try:
-            return self.printer.dtype(v) if isinstance(v, torch.dtype) and scalar_type(v) >= 0 else _no()
-        except GenerateError:
-            raise _Cannot from None
+        return self.printer.dtype(v) if v in self.printer.dtype_numbers else _no()
 
 
 def repeatable(x: Extern, op: torch._ops.OpOverload) -> bool:
-    """May the call be made a second time after it failed?"""
-    random = torch.Tag.nondeterministic_seeded in op.tags or torch.Tag.nondeterministic_seeded in x.target.tags
-    return not x.effect and not x.mutates and not random and not (x.out is None and op._schema.is_mutable)
+    """May the call be made a second time after it failed? (Random numbers drawn twice are as random.)"""
+    writes = bool(x.mutates) or x.out is None and op._schema.is_mutable
+    return not writes and (not x.effect or op.namespace == "aten")
 
 
-def _arguments(x: Extern, op: torch._ops.OpOverload) -> list[tuple[Any, Any]]:
+def _arguments(x: Extern, op: torch._ops.OpOverload, buffers: Mapping[str, Buffer]) -> list[tuple[Any, Any]]:
     """Each argument of the schema, in order, and what it is given: defaults too."""
     kwargs = dict(x.kwargs)
     outs = dict(zip(x.out[1], x.outputs)) if x.out is not None else {}
     given = []
     for i, a in enumerate(op._schema.arguments):
         if a.name in outs:
-            given.append((a, outs[a.name]))
+            given.append((a, full_view(buffers[outs[a.name]])))
         elif i < len(x.args):
             given.append((a, x.args[i]))
         elif a.name in kwargs:
@@ -354,8 +354,6 @@ def _device(v: Any) -> str:
 
 
 def _python_ints(items: tuple[Expr, ...]) -> str:
-    from .python import py
-
     return "".join(f"{py(i)}, " for i in items)
 
 
@@ -365,3 +363,38 @@ def _more(lines: list[str]) -> list[str]:
 
 def _no() -> str:
     raise _Cannot
+
+
+# -- the user's C functions -----------------------------------------------------------------------------
+def declared(option: tuple[tuple[str, str], ...]) -> dict[str, Shim]:
+    """By op: what to call. Raises OptionError for an op or a function that there is not, or that does not fit."""
+    out = {}
+    for name, text in option:
+        op, shim = op_of(name), parse(text, name)
+        if op is None:
+            raise OptionError(f"option c_shims: there is no op {name!r}; import, or load, what registers it")
+        check(name, op, shim)
+        _find(name, shim)
+        out[str(op)] = shim
+    return out
+
+
+def _find(name: str, shim: Shim) -> None:
+    """Is the function there, and for this torch?"""
+    if not address(shim.symbol):
+        raise OptionError(
+            f"option c_shims[{name!r}]: there is no function {shim.symbol} in this process; load the library that "
+            "has it with torch.ops.load_library(path) or ctypes.CDLL(path, ctypes.RTLD_GLOBAL)"
+        )
+    version, mine = address(f"{shim.symbol}_version"), address("aoti_torch_abi_version")
+    if version and mine:
+        wants, has = (ctypes.CFUNCTYPE(ctypes.c_uint64)(f)() for f in (version, mine))
+        if wants > has:
+            raise OptionError(
+                f"option c_shims[{name!r}]: {shim.symbol} was built for torch {_version(wants)}, and this is torch "
+                f"{_version(has)}; build it with an older TORCH_TARGET_VERSION"
+            )
+
+
+def _version(v: int) -> str:
+    return f"{v >> 56}.{v >> 48 & 255}"

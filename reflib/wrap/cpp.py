@@ -11,10 +11,12 @@ can be called; it is also what a call is made again with when C says only that i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from ..c_shims import Shim
 from ..errors import GenerateError
 from ..generate.cpp_text import identifier
 from ..ir.expr import Atom, Expr, Sym, expr, format_expr
@@ -49,19 +51,28 @@ DTYPES = {
 }  # fmt: skip
 # names that the text itself uses
 TAKEN = frozenset(
-    "Device Expected Failed Frame Guard Handle Host Ints Kernel Range Run Tensor Torch Value aligned append call cpu cuda "
-    "drop empty entry floor_div floor_mod frame give host in input integer launch max min none number object out "
-    "python reflib reflib_call refuse run run_kernel stream stream_of symbol take tensor view write_ints zeros".split()
+    "aligned append args call cpu cuda Device dispatch drop empty entry expect_range expect_size Expected Failed "
+    "floor_div floor_mod Frame frame give Guard guard Handle Host host ignore in input integer Ints ints Just Kernel "
+    "laid_out launch list made Many max min none number object out own plain python Range reflib reflib_call "
+    "refuse results Run run run_kernel some stack stream stream_of symbol take Tensor tensor text Torch Value "
+    "value view write_ints zeros".split()
 )
-MOST_PARTS = 6  # of a fused kernel, whose lines of IR are shown
+MOST_PARTS = 6  # of a fused kernel, whose lines of IR are shown ...
+LONGEST = 140  # ... up to so many characters
 
 
 class CppPrinter:
     """Prints a Plan. ``source`` is the text. What its numbers mean: ``kernels`` (names), ``functions`` (names in the
     Python text ``python``, which is run with ``names``), ``objects``, ``constants`` (names of tensors), ``symbols``."""
 
-    def __init__(self, program: Program, plan: Plan, kernels: Kernels, check_nan: bool = False):
+    dtype_numbers = DTYPES
+
+    def __init__(
+        self, program: Program, plan: Plan, kernels: Kernels, check_nan: bool = False,
+        shims: Mapping[str, Shim] | None = None,
+    ):  # fmt: skip
         self.program, self.plan, self.by_arm, self.check_nan = program, plan, kernels, check_nan
+        self.shims = shims or {}  # the user's C functions, by op
         self.kernels: list[str] = list(dict.fromkeys(k.name for k in kernels.values()))
         self.functions: list[str] = []
         self.objects: list[object] = []
@@ -93,8 +104,8 @@ class CppPrinter:
                 raise GenerateError(f"wrapper=\"cpp\" knows cpu and cuda; {b.name} is on {b.device}: use \"python\"")
         self._entry()
         lets = [s for s in self.plan.steps if isinstance(s, Let)]
-        for step in lets:
-            self._step(step)
+        for let in lets:
+            self._step(let)
         self._sizes(lets)
         for step in self.plan.steps:
             if not isinstance(step, Let):
@@ -103,7 +114,11 @@ class CppPrinter:
                 '#include "wrapper.h"', "", "using namespace reflib;", ""]  # fmt: skip
         if self.kernels:
             head += ["enum {  // kernels", *(f"  {self.name(k)}," for k in self.kernels), "};"]
-        head += [f"constexpr int32_t {_dtype(d)} = {scalar_type(d)};" for d in sorted(self.dtypes, key=str)]
+        if self.symbols:
+            head += ["enum {  // functions in C", *(f"  {self.name(s)}," for s in self.symbols), "};"]
+        if self.functions:
+            head += ["enum {  // functions in Python, below", *(f"  {f}," for f in self.functions), "};"]
+        head += [f"constexpr int32_t {_constant(d)} = {scalar_type(d)};" for d in sorted(self.dtypes, key=str)]
         head += self.tables
         start = 'extern "C" int32_t reflib_call(Host* host, Frame* frame, const Value* in, Value* out) try {'
         temps = [self.name(b) for b in self.program.buffers if b in self.lasting]
@@ -122,14 +137,21 @@ class CppPrinter:
         """``name`` as a C++ identifier, of its own."""
         if name not in self.named:
             text = identifier(name)
-            while text in TAKEN or text in self.named.values() or text in map(_dtype, DTYPES):
+            taken = TAKEN.union(map(_constant, DTYPES), (f"stream{d}" for d in self.gpu))
+            while text in taken or text in self.named.values():
                 text += "_"
             self.named[name] = text
         return self.named[name]
 
     def dtype(self, d: torch.dtype) -> str:
         self.dtypes.add(d)
-        return _dtype(d)
+        return _constant(d)
+
+    def function(self, symbol: str) -> str:
+        """A C function, by its number's name."""
+        if symbol not in self.symbols:
+            self.symbols.append(symbol)
+        return self.name(symbol)
 
     def size(self, e: Expr | int | Sym) -> str:
         """An index expression in C++, whose / and % round toward zero."""
@@ -155,8 +177,9 @@ class CppPrinter:
         """The IR that the next step comes from."""
         parts: tuple[Any, ...] = node.arms[-1].parts if isinstance(node, Region) else (node,)
         for p in parts[:MOST_PARTS]:
-            where = next((f"  ({o.source})" for o in getattr(p, "origins", ()) if o.source), "")
-            self.put(f"// {format_node(p).splitlines()[0].rstrip(' {')}{where}")
+            line = format_node(p).splitlines()[0].rstrip(" {")
+            where = next((f"  ({o.source.split(' in ')[0]})" for o in getattr(p, "origins", ()) if o.source), "")
+            self.put(f"// {line if len(line) <= LONGEST else line[:LONGEST] + ' ...'}{where}")
         if len(parts) > MOST_PARTS:
             self.put(f"// ... and {len(parts) - MOST_PARTS} more")
 
@@ -164,7 +187,7 @@ class CppPrinter:
     def _entry(self) -> None:
         strict = laid_out(self.program)
         for i, x in enumerate(self.program.inputs):
-            if isinstance(x, Sym):
+            if isinstance(x, Sym) and x not in self.program.inputs[:i]:
                 self.put(f'int64_t {self.name(x.name)} = symbol(run, {i}, "{x.name}", in[{i}]);')
             elif isinstance(x, str):
                 self.lasting.add(x)
@@ -190,8 +213,9 @@ class CppPrinter:
             for d, e in enumerate(self.program.buffers[name].shape):
                 if (name, d) in bound:
                     s = bound[name, d]
-                    if s.hi is not None or s.lo > 0:
-                        limits = f"{s.lo}, {s.hi if s.hi is not None else 'INT64_MAX'}"
+                    least = s.lo if s.lo > 2 else 0  # 2 is said of every size that varies: as eager, 0 and 1 are taken
+                    if s.hi is not None or least:
+                        limits = f"{least}, {s.hi if s.hi is not None else 'INT64_MAX'}"
                         self.put(f'expect_range(run, {i}, "{name}", "{s.name}", {self.name(s.name)}, {limits});')
                 elif e.symbols():
                     self.put(f'expect_size(run, {i}, "{name}", {n}, {d}, {self.size(e)}, "{e}");')
@@ -240,7 +264,6 @@ class CppPrinter:
         self.lasting.add(b.name)
         n, rank = self.name(b.name), len(b.shape)
         if step.reuse is None:
-            self.put(f'run.step("empty {b.name}");')
             self._empty(b)
             return
         old = self.program.buffers[step.reuse]
@@ -251,7 +274,7 @@ class CppPrinter:
 
     def _empty(self, b: Buffer) -> None:
         args = f"{self.ints(b.shape)}, {self.ints(b.strides)}, {self.dtype(b.dtype)}, {self.device(b.device)}"
-        self.put(f"empty<{len(b.shape)}>(run, {self.name(b.name)}, {args});")
+        self.put(f'empty<{len(b.shape)}>(run.at("empty {b.name}"), {self.name(b.name)}, {args});')
 
     def _branch(self, step: Branch) -> None:
         self.put(f"if ({' && '.join(self._condition(a) for a in step.predicate)}) {{")
@@ -288,11 +311,15 @@ class CppPrinter:
         else:
             stream = f"stream{device.index or 0}"
             places = {}
+            words_too = any(b.kind == "zeros" for b in step.arm.workspace)
+            if words_too:
+                self.put("{")
+                self.pad += "  "
             for b in step.arm.workspace:
                 n = self.name(b.name)
                 if b.kind == "zeros":
                     words = f"zeros(run, {device.index or 0}, {stream}, {self.size(b.numel)})"
-                    self.put(f"{{ char* {n}_words = {words};")
+                    self.put(f"char* {n}_words = {words};")
                     places[f"{n}.ptr"] = f"{n}_words"
                 else:
                     self.lasting.discard(b.name)
@@ -301,7 +328,11 @@ class CppPrinter:
             args = [places.get(a, a) for a in args]
             self.put(f"launch(run, {', '.join([self.name(kernel.name), stream, self.size(kernel.grid), *args])});")
             for b in step.arm.workspace:
-                self.put("}" if b.kind == "zeros" else f"{self.name(b.name)}.reset();")
+                if b.kind != "zeros":
+                    self.put(f"{self.name(b.name)}.reset();")
+            if words_too:
+                self.pad = self.pad[:-2]
+                self.put("}")
         if self.check_nan:
             for name in step.region.writes():
                 which = self._function("check_nan", ["t"], [f"check_nan(t, {name!r}, {kernel.name!r})"], [])
@@ -324,22 +355,17 @@ class CppPrinter:
         which = self._function(x.name, [*takes, *sizes], p.lines, gives)
         args = [f"tensor({self.name(b)})" for b in takes] + [f"integer({self.name(s)})" for s in sizes]
         self.put(f'run.step("{x.target}");')
-        direct = direct_call(self, x, self._python_call(which, args, 0)) if not x.symbols else None
-        if direct is not None:
-            for line in direct:
-                self.put(line)
-            return
-        if not gives:
-            self.put(self._python_call(which, args, 0))
-            return
-        self.put("{")
-        self.pad += "  "
-        self.put(self._python_call(which, args, len(gives)))
+        lines = [self._python_call(which, args, len(gives))]
         for i, g in enumerate(gives):
             n = self.name(g)
-            self.put(f"take(run, {n}, results[{i}]);" if i < len(made) else f"{n} = results[{i}].integer;")
-        self.pad = self.pad[:-2]
-        self.put("}")
+            lines.append(f"take(run, {n}, results[{i}]);" if i < len(made) else f"{n} = results[{i}].integer;")
+        direct = direct_call(self, x, lines)
+        if direct is not None:
+            lines = direct
+        elif gives:
+            lines = ["{", *("  " + line for line in lines), "}"]
+        for line in lines:
+            self.put(line)
 
     def _function(self, name: str, parameters: list[str], lines: list[str], gives: list[str]) -> int:
         """A function of Python's, and its number."""
@@ -351,9 +377,9 @@ class CppPrinter:
         return n
 
     def _python_call(self, which: int, args: list[str], results: int) -> str:
-        given = f"const Value args[] = {{{', '.join(args)}}};" if args else "const Value args[1] = {none()};"
-        text = f"{given} Value results[{max(results, 1)}]; python(run, {which}, args, results, {len(args)}, {results});"
-        return text if results else f"{{ {text} }}"
+        given = f", {{{', '.join(args)}}}" if args else ""
+        call = f"python(run, {self.functions[which]}{given}"
+        return f"Value results[{results}]; {call}, results);" if results else f"{call});"
 
     # -- the end ------------------------------------------------------------------------------------
     def _return(self, step: Return) -> None:
@@ -391,6 +417,11 @@ def scalar_type(d: torch.dtype) -> int:
 
 def _dtype(d: torch.dtype) -> str:
     return str(d).removeprefix("torch.")
+
+
+def _constant(d: torch.dtype) -> str:
+    """The name of a dtype's number in the text. (``bool`` is C++'s own.)"""
+    return identifier(_dtype(d))
 
 
 def laid_out(program: Program) -> set[str]:

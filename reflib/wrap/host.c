@@ -12,7 +12,8 @@ static Torch torch_table;
 static PyTypeObject *tensor_type;
 static PyObject *(*wrap_copy)(Handle);  /* THPVariable_Wrap(const at::TensorBase &) */
 static PyObject *borrow_slowly, *wrap_slowly; /* torch's functions: list of tensors -> list of addresses, and back */
-static PyObject *error_types;  /* by FAILED_... */
+static PyObject *error_types;  /* by FAILED_..., and one more: */
+enum { OUT_OF_MEMORY = FAILED_WRAPPER + 1 };
 static Driver driver;
 static int have_driver;
 
@@ -38,6 +39,8 @@ typedef struct {
     Frame frame;
     Graph *graph;
     PyObject **owned; /* the inputs */
+    Value *in;
+    PyObject *kept; /* a list: words of a capture that are the call's alone */
     PyThreadState *state;
     PyObject *type, *value, *trace; /* an exception that Python raised */
 } Call;
@@ -60,15 +63,11 @@ static int borrow(PyObject *o, Handle *out) {
         *out = (Handle)((char *)o + HEAD);
         return 0;
     }
-    PyObject *list = PyList_New(1), *found;
-    if (!list) return -1;
-    PyList_SET_ITEM(list, 0, Py_NewRef(o));
-    found = PyObject_CallOneArg(borrow_slowly, list);
-    Py_DECREF(list);
+    PyObject *found = PyObject_CallFunction(borrow_slowly, "([O])", o);
     if (!found) return -1;
-    *out = (Handle)PyLong_AsVoidPtr(PyList_GET_ITEM(found, 0));
+    *out = (Handle)PyCapsule_GetPointer(PyList_GET_ITEM(found, 0), NULL);
     Py_DECREF(found);
-    return PyErr_Occurred() ? -1 : 0;
+    return *out ? 0 : -1;
 }
 
 static void unborrow(Handle h) {
@@ -80,15 +79,10 @@ static PyObject *wrap(Handle h) {
     if (!wrap_slowly) return wrap_copy(h);
     Handle mine;
     if (torch_table.new_handle(h, &mine)) return PyErr_Format(PyExc_RuntimeError, "a tensor could not be wrapped");
-    PyObject *address = PyLong_FromVoidPtr(mine), *list, *made, *out = NULL;
-    if (!address) return NULL;
-    list = PyList_New(1);
-    if (!list) return NULL;
-    PyList_SET_ITEM(list, 0, address);
-    made = PyObject_CallOneArg(wrap_slowly, list);
-    Py_DECREF(list);
+    PyObject *capsule = PyCapsule_New(mine, NULL, NULL), *out = NULL;
+    PyObject *made = capsule ? PyObject_CallFunction(wrap_slowly, "([O])", capsule) : NULL;
     if (made) out = Py_NewRef(PyList_GET_ITEM(made, 0));
-    Py_XDECREF(made);
+    Py_XDECREF(made), Py_XDECREF(capsule);
     return out;
 }
 
@@ -106,11 +100,13 @@ static PyObject *to_python(Graph *g, const Value *v) {
 static int to_value(PyObject *o, Value *v) {
     v->kind = VALUE_NONE;
     if (PyObject_TypeCheck(o, tensor_type)) {
-        Handle theirs;
-        if (borrow(o, &theirs)) return -1;
-        v->kind = VALUE_TENSOR;
-        if (borrow_slowly) v->tensor = theirs;
-        else if (torch_table.new_handle(theirs, &v->tensor)) return -1;
+        Handle h;
+        if (borrow(o, &h)) return -1;
+        if (!borrow_slowly && torch_table.new_handle(h, &h)) {
+            PyErr_SetString(PyExc_RuntimeError, "a tensor has no handle");
+            return -1;
+        }
+        v->kind = VALUE_TENSOR, v->tensor = h;
     } else if (PyLong_Check(o)) {
         v->kind = VALUE_INT;
         v->integer = PyLong_AsLongLong(o);
@@ -132,6 +128,7 @@ static void take_gil(Call *c) { PyEval_RestoreThread(c->state); }
 static void give_gil(Call *c) { c->state = PyEval_SaveThread(); }
 
 static int raised(Call *c) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "a call of PyTorch's C interface failed");
     PyErr_Fetch(&c->type, &c->value, &c->trace);
     c->frame.kind = FAILED_PYTHON;
     return -1;
@@ -142,6 +139,11 @@ static int32_t call_python(Host *host, Frame *frame, int32_t which, const Value 
     Graph *g = graph_of(host);
     int rc = -1, filled = 0;
     take_gil(c);
+    if (PyErr_Occurred()) { /* by a call in C++ that came to Python, which failed: nothing to find out */
+        raised(c);
+        give_gil(c);
+        return -1;
+    }
     PyObject *tuple = PyTuple_New(n), *out = NULL;
     for (int i = 0; tuple && i < n; ++i) {
         PyObject *o = to_python(g, &args[i]);
@@ -169,6 +171,7 @@ static int32_t call_python(Host *host, Frame *frame, int32_t which, const Value 
 static void drop_input(Host *host, Frame *frame, int32_t i) {
     Call *c = (Call *)frame;
     take_gil(c);
+    if (borrow_slowly) unborrow(c->in[i].tensor), c->in[i].kind = VALUE_NONE;
     Py_CLEAR(c->owned[i]);
     give_gil(c);
 }
@@ -238,7 +241,10 @@ static int32_t zero_words(Host *host, Frame *frame, int32_t device, void *stream
     PyObject *tensor = PyObject_CallFunction(g->zeros, "iKL", (int)device, (unsigned long long)(uintptr_t)stream,
                                              (long long)count);
     Handle h = NULL;
-    int rc = !tensor || borrow(tensor, &h) || torch_table.data_ptr(h, words) ? raised(c) : 0;
+    int rc = tensor && !borrow(tensor, &h) && !torch_table.data_ptr(h, words) ? 0 : -1;
+    if (!rc && captures) /* often nobody else has them, and what is allocated next may not lie there */
+        rc = (c->kept || (c->kept = PyList_New(0))) ? PyList_Append(c->kept, tensor) : -1;
+    if (rc) raised(c);
     if (h) unborrow(h);
     if (!rc && !captures) {
         pthread_mutex_lock(&g->lock);
@@ -248,7 +254,7 @@ static int32_t zero_words(Host *host, Frame *frame, int32_t device, void *stream
         pthread_mutex_unlock(&g->lock);
         Py_XDECREF(before);
     }
-    Py_XDECREF(tensor); /* during a capture `runtime.zeros` keeps it */
+    Py_XDECREF(tensor);
     give_gil(c);
     return rc;
 }
@@ -283,11 +289,14 @@ static PyObject *raise(Call *c, PyObject **all) {
     Graph *g = c->graph;
     Frame *f = &c->frame;
     const char *step = f->step ? f->step : "the start";
+    if (PyErr_Occurred()) return NULL; /* by a call in C++ that came to Python */
     if (f->kind == FAILED_PYTHON) {
         PyErr_Restore(c->type, c->value, c->trace);
         return NULL;
     }
-    PyObject *type = PyTuple_GET_ITEM(error_types, f->kind ? f->kind : FAILED_WRAPPER);
+    const char *what = f->text[0] ? f->text : f->kind == FAILED_TORCH && torch_table.what ? torch_table.what() : NULL;
+    int memory = f->kind == FAILED_TORCH && what && strstr(what, "out of memory");
+    PyObject *type = PyTuple_GET_ITEM(error_types, memory ? OUT_OF_MEMORY : f->kind ? f->kind : FAILED_WRAPPER);
     if (f->kind == FAILED_INDEX)
         return PyErr_Format(type, "index out of range in kernel %s: an index is outside the tensor it indexes", step);
     if (f->kind == FAILED_ARGUMENT) {
@@ -298,7 +307,6 @@ static PyObject *raise(Call *c, PyObject **all) {
         Py_XDECREF(came);
         return NULL;
     }
-    const char *what = f->text[0] ? f->text : f->kind == FAILED_TORCH && torch_table.what ? torch_table.what() : NULL;
     return PyErr_Format(type, "graph %U, step %s: %s", g->name, step, what && *what ? what : "it failed; see stderr");
 }
 
@@ -325,7 +333,7 @@ static PyObject *graph_call(PyObject *self, PyObject *const *args, size_t nargsf
     }
     Call c;
     c.frame.step = NULL, c.frame.kind = 0, c.frame.text[0] = 0;
-    c.graph = g, c.owned = owned;
+    c.graph = g, c.owned = owned, c.in = in, c.kept = NULL;
     int rc = 0;
     Py_ssize_t ready = 0;
     for (; ready < n; ++ready) owned[ready] = Py_NewRef(PyList_GET_ITEM(list, ready));
@@ -333,8 +341,8 @@ static PyObject *graph_call(PyObject *self, PyObject *const *args, size_t nargsf
         PyObject *o = owned[i];
         in[i].kind = VALUE_NONE;
         if (PyObject_TypeCheck(o, tensor_type)) {
+            if (rc || (rc = borrow(o, &in[i].tensor))) continue;
             in[i].kind = VALUE_TENSOR;
-            rc |= borrow(o, &in[i].tensor);
         } else if (PyLong_CheckExact(o)) {
             in[i].kind = VALUE_INT;
             in[i].integer = PyLong_AsLongLong(o);
@@ -364,6 +372,7 @@ static PyObject *graph_call(PyObject *self, PyObject *const *args, size_t nargsf
         if (borrow_slowly && in[i].kind == VALUE_TENSOR) unborrow(in[i].tensor);
         Py_XDECREF(owned[i]);
     }
+    Py_XDECREF(c.kept);
     if (owned != owned_) PyMem_RawFree(owned), PyMem_RawFree(in);
     return result;
 }

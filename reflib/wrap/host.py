@@ -3,8 +3,9 @@
 ``host.c`` becomes a CPython extension, compiled once through the cache: it needs Python's headers and no others.
 PyTorch's functions are found by name in the libraries that torch has loaded.
 
-Where the extension cannot be had (no Python.h), or where this torch or Python lays its objects out in another way than
-is known, ``why_not`` says so, and the Python wrapper does the work.
+Where the extension cannot be built (no Python.h), ``host_ctypes.py`` does its work; where this torch or Python lays its
+objects out in another way than is known, torch's own functions make handles. Without a compiler, or with an older
+torch, ``why_not`` says so, and wrappers are in Python.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 
 from .. import cache, toolchain
 from ..errors import ArgumentError, DeviceError, IndexOutOfRange, ReflibError, ToolchainError
+from ..logs import get as logger
 from .cuda_launch import DRIVER_SOURCE, libcuda
 from .native import C_HEAD, build_extension, once
 
@@ -51,6 +53,12 @@ FUNCTIONS = (
     ("torch_exception_get_what_without_backtrace", "optional"),
 )
 WRAP = "_Z16THPVariable_WrapRKN2at10TensorBaseE"  # THPVariable_Wrap(const at::TensorBase&)
+# by FAILED_... in host.h, and one more
+ERRORS = (
+    ReflibError, RuntimeError, DeviceError, IndexOutOfRange, ArgumentError, ReflibError, ReflibError,
+    torch.OutOfMemoryError,
+)  # fmt: skip
+OUT_OF_MEMORY = len(ERRORS) - 1
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fno-strict-aliasing", "-w")
 
 
@@ -64,12 +72,20 @@ def _library(name: str) -> ctypes.CDLL | None:
 
 
 def address(name: str) -> int:
-    """Of a function of PyTorch's C interface; 0 if this build has none of that name."""
-    for library in ("torch_cpu", "torch_cuda", "torch_python"):
-        lib = _library(library)
+    """Of a function of PyTorch's C interface, or of a library that the user loaded; 0 if none has that name."""
+    known = [_library(library) for library in ("torch_cpu", "torch_cuda", "torch_python")]
+    for lib in (*known, ctypes.CDLL(None), *(_loaded(path) for path in sorted(torch.ops.loaded_libraries))):
         if lib is not None and hasattr(lib, name):
             return ctypes.cast(getattr(lib, name), ctypes.c_void_p).value or 0
     return 0
+
+
+def _loaded(path: str) -> ctypes.CDLL | None:
+    """A library of the user's, loaded by ``torch.ops.load_library``."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:  # its file is gone
+        return None
 
 
 def build_extension_now() -> ModuleType:
@@ -81,19 +97,16 @@ def build_extension_now() -> ModuleType:
 
 @once
 def extension() -> ModuleType | str:
-    """The extension; or why there is none."""
-    missing = [n for n, where in FUNCTIONS if where == "cpu" and not address(n)]
-    if missing:
-        return f"torch {torch.__version__} has no {missing[0]} (2.11 or later is needed)"
+    """The extension; or why there is none (then ctypes does its work)."""
     try:
         module = build_extension_now()
     except ToolchainError as e:
+        logger("wrapper").info("calls of C++ wrappers go through ctypes: %s", e)
         return str(e)
-    errors = (ReflibError, ReflibError, DeviceError, IndexOutOfRange, ArgumentError, ReflibError, ReflibError)
     aoti = torch._C._aoti
     known = _layout_is_known(module)
     module.setup(
-        torch.Tensor, tuple(address(n) for n, _ in FUNCTIONS), address(WRAP) if known else 0, errors,
+        torch.Tensor, tuple(address(n) for n, _ in FUNCTIONS), address(WRAP) if known else 0, ERRORS,
         None if known else aoti.unsafe_alloc_void_ptrs_from_tensors,
         aoti.alloc_tensors_by_stealing_from_void_ptrs,
     )  # fmt: skip
@@ -114,8 +127,14 @@ def why_not() -> str:
         toolchain.find_compiler()
     except ToolchainError as e:
         return str(e)
-    found = extension()
-    return found if isinstance(found, str) else ""
+    missing = _missing()
+    return f"torch {torch.__version__} has no {missing} (2.11 or later is needed)" if missing else ""
+
+
+@functools.cache
+def _missing() -> str:
+    """A function of PyTorch's that wrappers need and this torch does not have."""
+    return next((n for n, where in FUNCTIONS if where == "cpu" and not address(n)), "")
 
 
 class WrapperLibrary:
@@ -163,11 +182,15 @@ def graph(
     them when the kernel is first called. functions: the pieces that are Python's.
     """
     native = extension()
-    if isinstance(native, str):
-        raise ToolchainError(f"no C++ wrapper: {native}")
-    return native.graph(
-        name, library.entry, inputs, outputs, tuple(kernels), tuple(loaders), tuple(functions), tuple(objects),
-        tuple(constants), tuple(address(s) for s in symbols), zeros, library,
+    if not isinstance(native, str):
+        return native.graph(
+            name, library.entry, inputs, outputs, tuple(kernels), tuple(loaders), tuple(functions), tuple(objects),
+            tuple(constants), tuple(address(s) for s in symbols), zeros, library,
+        )  # fmt: skip
+    from .host_ctypes import CtypesGraph
+
+    return CtypesGraph(
+        library, name, inputs, outputs, kernels, loaders, functions, objects, constants, symbols, zeros
     )  # fmt: skip
 
 

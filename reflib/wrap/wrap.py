@@ -68,7 +68,7 @@ def in_cpp(options: Options) -> bool:
 
     why = why_not()
     if why and options.wrapper == "cpp":
-        raise ToolchainError(f'wrapper="cpp" needs a C++ compiler and Python\'s headers; "auto" does without: {why}')
+        raise ToolchainError(f'wrapper="cpp" needs a C++ compiler; "auto" does without: {why}')
     if why:
         logger("wrapper").info("the wrapper is in Python: %s", why)
     return not why
@@ -82,10 +82,12 @@ def _wrap_cpp(
     build_cpp: BuildCpp,
     built: Built,
 ) -> tuple[str, Wrapped]:
+    from .aten import declared
     from .cpp import CppPrinter
-    from .host import compile_wrapper, functions_of, graph
+    from .host import compile_wrapper, extension, functions_of, graph
 
-    printer = CppPrinter(program, plan, kernels, options.check_nan)
+    _pool().submit(extension)
+    printer = CppPrinter(program, plan, kernels, options.check_nan, declared(options.c_shims))
     source = printer.print()
     logger("wrapper").info("%s", source)
     bound, waiting = _bind_kernels(program, kernels, options, build_cpp, built, HOST)

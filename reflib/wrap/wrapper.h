@@ -13,6 +13,7 @@ struct Run {
   const Torch& torch;
   Run(Host* h, Frame* f) : host(h), frame(f), torch(*h->torch) {}
   void step(const char* what) { frame->step = what; }
+  Run& at(const char* what) { return frame->step = what, *this; }
   [[noreturn]] void fail(int32_t kind) { frame->kind = kind; throw Failed{}; }
   void check(int32_t rc) { if (__builtin_expect(rc != 0, 0)) { if (!frame->kind) frame->kind = FAILED_TORCH; throw Failed{}; } }
 };
@@ -170,7 +171,7 @@ struct Guard {
   void* guard = nullptr;
   Guard(Run& run, int32_t device) : torch(run.torch) {
     int32_t now = -1;
-    torch.current_device(&now);
+    if (torch.current_device) torch.current_device(&now);
     if (now != device) run.check(torch.new_guard(device, &guard));
   }
   ~Guard() { if (guard) torch.delete_guard(guard); }
@@ -185,8 +186,19 @@ inline Value object(int64_t which) { Value v; v.kind = VALUE_OBJECT; v.object = 
 
 // A piece of Python: `which` of the graph's functions. Results are owned.
 template <int N, int M>
-void python(Run& run, int32_t which, const Value (&args)[N], Value (&results)[M], int n, int m) {
-  run.check(run.host->python(run.host, run.frame, which, args, n, results, m));
+void python(Run& run, int32_t which, const Value (&args)[N], Value (&results)[M]) {
+  run.check(run.host->python(run.host, run.frame, which, args, N, results, M));
+}
+template <int M>
+void python(Run& run, int32_t which, Value (&results)[M]) {
+  run.check(run.host->python(run.host, run.frame, which, nullptr, 0, results, M));
+}
+template <int N>
+void python(Run& run, int32_t which, const Value (&args)[N]) {
+  run.check(run.host->python(run.host, run.frame, which, args, N, nullptr, 0));
+}
+inline void python(Run& run, int32_t which) {
+  run.check(run.host->python(run.host, run.frame, which, nullptr, 0, nullptr, 0));
 }
 
 inline void take(Run& run, Tensor& out, const Value& v) {
@@ -197,8 +209,16 @@ inline void take(Run& run, Tensor& out, const Value& v) {
 inline Handle plain(const Tensor& t) { return t.handle; }
 template <class T> T plain(T v) { return v; }
 
+template <class T, int N>
+struct Many {  // an array to point to
+  T at[N];
+};
+template <class T>
+using Just = Many<T, 1>;
+
 template <class... A>
 int32_t call(Run& run, int32_t symbol, const A&... args) {
+  Range range(run, run.frame->step);  // the dispatcher, which makes one, is passed by
   return ((int32_t (*)(decltype(plain(args))...))run.host->symbols[symbol])(plain(args)...);
 }
 

@@ -90,6 +90,9 @@ class _Part:
     def function(self, name: str, nargs: int) -> Any:
         return self.library.built.function(self.alias[name], nargs)
 
+    def address(self, name: str) -> int:
+        return self.library.built.address(self.alias[name])
+
 
 @dataclass
 class Captured:

@@ -1,0 +1,426 @@
+"""The short way in: what ``reflib.compile`` returns for a function or a module.
+
+A call of what ``torch.compile`` returns goes through about 10 us of Python (``compile_wrapper`` in
+``torch/_dynamo/eval_frame.py``: context managers, thread-local state saved and restored, a hook on every frame) before
+Dynamo asks its guards, 1 us, and runs the bytecode that it compiled. A door asks the same guards and runs the same
+bytecode without what surrounds them, when that cannot make a difference; else, and whenever in doubt, it calls what
+``torch.compile`` returned. It compiles nothing, decides nothing and adds no guard: what it knows is read from Dynamo's
+cache entries of the function's code. (``torch.compile(model, backend="reflib")`` has no door.)
+
+The thread must be in a plain state (``plain`` in ``_door``), since the wrapper does something else in any other:
+
+- No Dynamo callback is set: else the caller's frame is being compiled, or runs in parts, and Dynamo must see a call.
+- The stance (``torch.compiler.set_stance``) is the default one, with no backend and no skipped guards.
+- No TracingContext, FX tracing or ``jit.trace``: the wrapper calls the function itself there, or raises.
+- No dispatch mode, torch function mode or functorch transform: guards cover some of these, not all.
+- No profiler: it is to see "TorchDynamo Cache Lookup", "Torch-Compiled Region" and "Pregraph bytecode".
+- No process group: ranks may have agreed to ask each other whether all their guards held, and that cannot be read.
+
+The function must be a Python function, or a method of one object, without ``*args``, ``**kwargs``, ``yield`` or
+``await``. Guards look at the frame's locals: ``bind``, made with the function's own signature and defaults, gives them
+as the frame would start with: arguments, then what free variables hold. Another ``__code__``, or other defaults, than
+when the entries were read: the long way. For a module the function is its ``forward``; any hook: the long way.
+
+An entry is taken when (``_entry``, ``_only_calls_graphs``)
+
+- it was compiled by this very backend object, in the common region, and is what Dynamo would find first;
+- it is alive: Dynamo unlinks the guard manager from entries that are reset or invalidated. The door holds the manager
+  weakly and drops the rest with it, so a reset frees graphs although the door lives;
+- its bytecode, followed instruction by instruction, has no jump, only loads (attributes and items as its guards do),
+  builds and stores, and calls compiled graphs and Dynamo's recorders and size helpers, nothing else. With a graph
+  break it calls a resume function, whose frame Dynamo must see; side effects call other things or store attributes.
+  Those go the long way.
+
+A call for which no entry holds goes the long way, and the entries are read again. If Dynamo has not compiled it either
+(its limit is reached, or it has given up the function) the door stays shut until the entries are others.
+
+NB: What is skipped, knowingly. Dynamo's order of entries (most recently used first) is that of the last long call and
+the door's own hits since. In the plain state the wrappers around graphs (``torch._dynamo.disable``) and the recorders
+do nothing, so the bytecode is given the graphs themselves: by globals of its own, the function's behind them in the
+place of builtins. Errors of Dynamo's own kinds, raised inside a graph, keep their tracebacks.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import keyword
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..logs import get as logger
+
+_UTILS = "__import_torch_dot__dynamo_dot_utils"
+_RECORDERS = ("record_pregraph_bytecode_enter", "record_pregraph_bytecode_exit")
+_SIZES = ("call_size", "call_stride", "call_storage_offset")
+_HELPERS = {_UTILS: _RECORDERS + _SIZES, "torch": ("_as_tensor_fullprec",)}  # the last makes a tensor of a float
+_GRAPH = "__compiled_fn_"
+
+
+def door(compiled: Any, backend: Any) -> Any:
+    """``compiled``, made by ``torch.compile`` with ``backend``, with the short way; as it is where there is none.
+
+    A function becomes another function with the same attributes; an OptimizedModule stays the one it is.
+    """
+    api = _api()
+    if api is None or api.config.compiled_autograd:
+        return compiled
+    if isinstance(compiled, api.OptimizedModule):
+        _open_module(api, compiled, backend)
+        return compiled
+    fn = getattr(compiled, "_torchdynamo_orig_callable", None)
+    if not _is_wrapper(compiled) or not _is_simple(fn):
+        return compiled
+    return _door(api, compiled, _Entries(api, fn, backend))
+
+
+def _open_module(api: Any, compiled: Any, backend: Any) -> None:
+    """Give an OptimizedModule's ``forward``, which is torch's wrapper around ``module.__call__``, the short way."""
+    module, forward = compiled._orig_mod, compiled._orig_mod.forward
+    wrapper: Any = compiled.__dict__.get("forward")
+    calls = ("__call__", "_wrapped_call_impl", "_call_impl")
+    if (
+        _is_wrapper(wrapper)
+        and getattr(wrapper, "_torchdynamo_orig_callable", None) == module.__call__
+        and all(getattr(type(module), name) is getattr(torch.nn.Module, name) for name in calls)
+        and not any(name in module.__dict__ for name in calls)
+        and _is_simple(forward)
+        and getattr(forward, "__self__", None) is module
+    ):
+        compiled.forward = _door(api, wrapper, _Entries(api, forward, backend, module))
+
+
+def _is_wrapper(compiled: Any) -> bool:
+    return isinstance(compiled, types.FunctionType) and compiled.__dict__.get("_torchdynamo_wrapper_id") == id(compiled)
+
+
+def _is_simple(fn: Any) -> bool:
+    """Whether ``bind`` can have its signature."""
+    if isinstance(fn, types.MethodType):
+        fn = fn.__func__
+    if not isinstance(fn, types.FunctionType):
+        return False
+    code = fn.__code__
+    others = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] + code.co_freevars
+    return not code.co_flags & (others | inspect.CO_ASYNC_GENERATOR) and all(
+        n.isidentifier() and not keyword.iskeyword(n) and n != "__cells__" for n in names
+    )
+
+
+# -- a call -----------------------------------------------------------------------------------------
+def _door(api: Any, compiled: Callable[..., Any], known: _Entries) -> Callable[..., Any]:
+    """A function and not an object: Dynamo, ``functools`` and classes treat it as they treat torch's wrapper. Dynamo
+    never looks into it: it inlines ``_torchdynamo_inline``, or skips this frame (``skip_code``)."""
+    callback, dispatch_modes, function_modes = api.callback, api.dispatch_modes, api.function_modes
+    transforms, jit_tracing, profiling = api.transforms, api.jit_tracing, api.profiling
+    dynamo, fx, tracing, world = api.dynamo, api.fx, api.tracing, api.world
+
+    @functools.wraps(compiled)
+    def door(*args: Any, **kwargs: Any) -> Any:
+        plain = (
+            callback() is None
+            and (dynamo["_stance"] is known.stance or known.allows(dynamo["_stance"]))
+            and not dispatch_modes()
+            and not function_modes()
+            and not transforms()
+            and not jit_tracing()
+            and not profiling()
+            and not fx["_is_fx_tracing_flag"]
+            and world._default_pg is None
+            and getattr(tracing, "tracing_context", None) is None
+        )
+        if not plain:
+            return compiled(*args, **kwargs)
+        entries, missed = known.entries, False
+        if entries and known.unchanged():
+            try:
+                f_locals = known.bind(*args, **kwargs)
+                for entry in entries:
+                    if entry.check(f_locals):
+                        break
+                else:
+                    entry, missed = None, True
+            except Exception:  # a wrong call, an empty cell, a guard that raises: as Dynamo has it
+                return compiled(*args, **kwargs)
+            if entry is not None:
+                run, manager = entry.run, entry.manager()
+                if manager is not None and manager.cache_entry is not None:
+                    if run is None:
+                        return compiled(*args, **kwargs)
+                    if entry is not entries[0]:
+                        known.prefer(entry, entries)
+                    known.taken += 1
+                    return run(*args, **kwargs)
+        before = known.managers
+        result = compiled(*args, **kwargs)
+        known.read(before, missed)
+        return result
+
+    opened: Any = door
+    api.skip_code(opened.__code__)
+    opened.__wrapped__ = compiled.__wrapped__  # type: ignore[attr-defined]
+    opened._torchdynamo_wrapper_id = id(opened)
+    opened._reflib_entries = known
+    return opened
+
+
+class _Entry:
+    """One of Dynamo's cache entries. ``check``: its guards. ``run``: its bytecode as a function; None if it has to go
+    the long way. ``manager``: its guard manager, whose end empties this."""
+
+    __slots__ = ("__weakref__", "check", "manager", "run")
+
+    def __init__(self, manager: Any, run: Callable[..., Any] | None):
+        self.check: Callable[[dict], bool] = manager.root.check
+        self.run = run
+        itself = weakref.ref(self)
+
+        def ended(_: Any) -> None:
+            if (entry := itself()) is not None:
+                entry.check, entry.run = _never, None
+
+        self.manager = weakref.ref(manager, ended)
+
+
+def _never(f_locals: dict) -> bool:
+    return False
+
+
+class _Entries:
+    """What is known of one function's entries. Read again after every long call that no entry was known for."""
+
+    def __init__(self, api: Any, fn: Any, backend: Any, module: torch.nn.Module | None = None):
+        self.api, self.backend, self.owner = api, backend, getattr(fn, "__self__", None)
+        self.fn: Any = fn.__func__ if isinstance(fn, types.MethodType) else fn
+        self.entries: tuple[_Entry, ...] = ()
+        self.managers: tuple[weakref.ref, ...] = ()  # of all our entries in Dynamo's list when it was last read
+        self.stance: Any = None
+        self.shut = False
+        self.taken = 0  # short calls; between threads some may go uncounted
+        self._make_bind()
+        self.unchanged = self._unchanged if module is None else functools.partial(_no_hooks, self, module)
+
+    def _make_bind(self) -> None:
+        fn = self.fn
+        self.made_for = (fn.__code__, fn.__defaults__, fn.__kwdefaults__)
+        self.bind = self._bound(_bind(fn))
+
+    def _bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function if self.owner is None else types.MethodType(function, self.owner)
+
+    def _unchanged(self) -> bool:
+        fn, made_for = self.fn, self.made_for
+        return (
+            fn.__code__ is made_for[0] and fn.__defaults__ is made_for[1] and fn.__kwdefaults__ is made_for[2]
+        )
+
+    def allows(self, stance: Any) -> bool:
+        """Whether a stance that was not seen before is as good as the default one."""
+        if stance.stance == "default" and stance.backend is None and not stance.skip_guard_eval_unsafe:
+            self.stance = stance
+            return True
+        return False
+
+    def prefer(self, entry: _Entry, seen: tuple[_Entry, ...]) -> None:
+        """Ask ``entry`` first from now on, as Dynamo does. (If another thread has read the entries meanwhile, this may
+        put back older ones: a call for which none of them holds reads them again.)"""
+        if self.entries is seen:
+            self.entries = (entry, *(e for e in seen if e is not entry))
+
+    def read(self, before: tuple[weakref.ref, ...], missed: bool) -> None:
+        """After a long call. before: the managers known before it; missed: none of their entries held."""
+        try:
+            self._read(before, missed)
+        except Exception as e:  # this torch is not as we know it
+            self.entries, self.shut = (), True
+            logger("capture").debug("%s: no short way: %s: %s", self.fn.__qualname__, type(e).__name__, e)
+
+    def _read(self, before: tuple[weakref.ref, ...], missed: bool) -> None:
+        api, code = self.api, self.fn.__code__
+        ours = [e for e in api.entries(code) if _is_ours(e, self.backend)]
+        managers = [e.guard_manager for e in ours]
+        missed = missed and self._unchanged() and all(any(old() is m for old in before) for m in managers)
+        known = len(managers) == len(self.managers) and all(old() is m for old, m in zip(self.managers, managers))
+        if known and not missed and self._unchanged():
+            return
+        self.shut = missed or not _is_simple(self.fn) or bool(api.precompiled(code))
+        if not self._unchanged() and not self.shut:
+            self._make_bind()
+        self.managers = tuple(weakref.ref(m) for m in managers)
+        found = () if self.shut else tuple(_Entry(m, self._run(e)) for e, m in zip(ours, managers))
+        self.entries = found if any(e.run is not None for e in found) else ()
+
+    def _run(self, entry: Any) -> Callable[..., Any] | None:
+        code, fn = entry.code, self.fn
+        called = _called(code) if code.co_freevars == fn.__code__.co_freevars else None
+        if not called or ("torch" in called and fn.__globals__.get("torch") is not torch):
+            return None
+        graphs = [name for name in called if name.startswith(_GRAPH)]
+        scope: dict[str, Any] = {name: _enabled(self.api, fn.__globals__[name]) for name in graphs}
+        scope[_UTILS] = self.api.utils
+        scope["__builtins__"] = fn.__globals__  # where the names are looked up that are not in scope
+        function = types.FunctionType(code, scope, fn.__name__, fn.__defaults__, fn.__closure__)
+        function.__kwdefaults__ = fn.__kwdefaults__
+        return self._bound(function)
+
+
+def _no_hooks(known: _Entries, module: Any) -> bool:
+    """Whether ``module.__call__`` would do nothing but call ``forward``, and that the function we know."""
+    nn = torch.nn.modules.module
+    forward = module.forward
+    return not (
+        module._backward_hooks
+        or module._backward_pre_hooks
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or nn._global_backward_pre_hooks
+        or nn._global_backward_hooks
+        or nn._global_forward_hooks
+        or nn._global_forward_pre_hooks
+        or module._compiled_call_impl is not None
+        or getattr(forward, "__func__", None) is not known.fn
+        or forward.__self__ is not module
+    ) and known._unchanged()
+
+
+def _is_ours(entry: Any, backend: Any) -> bool:
+    compiler = getattr(entry.backend, "compiler_fn", entry.backend)
+    return compiler is backend and getattr(entry, "isolate_recompiles_id", -1) == -1
+
+
+def _enabled(api: Any, graph: Any) -> Any:
+    """What ``torch._dynamo.disable`` wrapped: where no callback is set the wrapper only calls it."""
+    return api.innermost_fn(graph) if getattr(graph, "_torchdynamo_disable", False) else graph
+
+
+def _bind(fn: types.FunctionType) -> Callable[..., dict]:
+    """A function with the signature of ``fn`` that returns the locals of its frame as it starts:
+
+    >>> def scaled(x, y=2, *, z): ...
+    >>> _bind(scaled)(1, z=3)
+    {'x': 1, 'y': 2, 'z': 3}
+    """
+    code = fn.__code__
+    positional = list(code.co_varnames[: code.co_argcount])
+    keywords = list(code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount])
+    first = positional[: code.co_posonlyargcount]
+    signature = [*first, *["/"][: len(first)], *positional[len(first) :], *["*"][: len(keywords)], *keywords]
+    items = [f"{n!r}: {n}" for n in positional + keywords]
+    items += [f"{n!r}: __cells__[{i}].cell_contents" for i, n in enumerate(code.co_freevars)]
+    scope: dict[str, Any] = {"__cells__": fn.__closure__}
+    exec(f"def bind({', '.join(signature)}):\n    return {{{', '.join(items)}}}", scope)
+    bind = scope["bind"]
+    bind.__defaults__, bind.__kwdefaults__ = fn.__defaults__, fn.__kwdefaults__
+    return bind
+
+
+# -- the bytecode -----------------------------------------------------------------------------------
+_PUSH = {"LOAD_CONST", "LOAD_DEREF", "LOAD_CLOSURE", "LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK"}
+_POP = {"POP_TOP", "STORE_DEREF", "LIST_EXTEND", "RETURN_VALUE"}
+_NOTHING = {"RESUME", "NOP", "CACHE", "PRECALL", "COPY_FREE_VARS", "MAKE_CELL", "DELETE_FAST", "RETURN_CONST"}
+_TO_ONE: dict[str, Callable[[int], int]] = {  # how many values become one
+    "BUILD_TUPLE": lambda n: n,
+    "BUILD_LIST": lambda n: n,
+    "BUILD_MAP": lambda n: 2 * n,
+    "BUILD_CONST_KEY_MAP": lambda n: n + 1,
+    "BINARY_SUBSCR": lambda n: 2,
+}
+_NULL = "null"
+
+
+def _called(code: types.CodeType) -> set[str] | None:
+    """The globals that ``code`` calls, compiled graphs and modules of ``_HELPERS``; None if it may call anything else.
+    The stack is followed with a name for each value: the global that it is, or that it is a helper of, else ''."""
+    stack: list[str] = []
+    values: dict[str, str] = {}  # of local variables
+    called: set[str] = set()
+    for i in dis.get_instructions(code):
+        op, arg, name = i.opname, i.arg or 0, i.argval
+        if op in _NOTHING:
+            pass
+        elif op in _PUSH:
+            stack.append(values.get(name, "") if op.startswith("LOAD_FAST") else "")
+        elif op == "PUSH_NULL":
+            stack.append(_NULL)
+        elif op == "LOAD_GLOBAL":
+            stack += [_NULL] * (arg & 1) + [name if name in _HELPERS or name.startswith(_GRAPH) else ""]
+        elif op == "LOAD_ATTR":
+            module = stack.pop()
+            stack.append(module + "." if name in _HELPERS.get(module, ()) else "")
+            stack += [_NULL] * (arg & 1 if sys.version_info >= (3, 12) else 0)  # there, as for a method
+        elif op == "STORE_FAST":
+            values[name] = stack.pop()
+        elif op == "COPY":
+            stack.append(stack[-arg])
+        elif op == "SWAP":
+            stack[-1], stack[-arg] = stack[-arg], stack[-1]
+        elif op in _POP:
+            stack.pop()
+        elif op in _TO_ONE:
+            del stack[len(stack) - _TO_ONE[op](arg) :]
+            stack.append("")
+        elif op == "UNPACK_SEQUENCE":
+            stack[-1:] = [""] * arg
+        elif op == "CALL":
+            callee = [n for n in stack[-arg - 2 : len(stack) - arg] if n != _NULL]
+            if len(callee) != 1 or not callee[0].startswith(_GRAPH) and not callee[0].endswith("."):
+                return None
+            called.add(callee[0].rstrip("."))
+            stack[-arg - 2 :] = [""]
+        else:
+            return None
+    return called
+
+
+# -- torch's private parts --------------------------------------------------------------------------
+@functools.cache
+def _api() -> Any:
+    """All that the door needs of them, looked up once; None if this torch lacks one."""
+    try:
+        return _found()
+    except (ImportError, AttributeError) as e:
+        logger("capture").debug("no short way with torch %s: %s", torch.__version__, e)
+        return None
+
+
+def _found() -> Any:
+    import torch._dynamo
+    from torch._C._dynamo import eval_frame as c
+    from torch._dynamo import eval_frame, utils
+
+    helpers = {name: eval_frame.innermost_fn(getattr(utils, name)) for name in _SIZES}
+    # NB: in 3.11's bytecode LOAD_ATTR, so builtins serve; both recorders do nothing while no profiler is on.
+    helpers |= dict.fromkeys(_RECORDERS, bool)
+    world = types.SimpleNamespace(_default_pg=None)
+    if torch.distributed.is_available():
+        world = torch.distributed.distributed_c10d._world
+    api = types.SimpleNamespace(
+        config=torch._dynamo.config,
+        OptimizedModule=eval_frame.OptimizedModule,
+        innermost_fn=eval_frame.innermost_fn,
+        skip_code=eval_frame.skip_code,
+        entries=c._debug_get_cache_entry_list,
+        precompiled=c._debug_get_precompile_entries,
+        utils=types.SimpleNamespace(**helpers),
+        # the thread's state
+        callback=c.get_eval_frame_callback,
+        dispatch_modes=torch._C._len_torch_dispatch_stack,
+        function_modes=torch._C._len_torch_function_stack,
+        transforms=torch._C._functorch.get_dynamic_layer_stack_depth,
+        jit_tracing=torch._C._is_tracing,
+        profiling=torch._C._autograd._profiler_enabled,
+        dynamo=eval_frame.__dict__,
+        fx=torch.fx._symbolic_trace.__dict__,
+        tracing=torch._guards._TLS,
+        world=world,
+    )
+    _ = api.dynamo["_stance"].skip_guard_eval_unsafe, api.dynamo["_stance"].backend, api.fx["_is_fx_tracing_flag"]
+    _ = world._default_pg, torch.nn.Module._compiled_call_impl
+    return api

@@ -1,0 +1,135 @@
+"""`sweep_ways`: programs of growing size, each way of compiling them in a process of its own with empty caches.
+
+The first program of a process pays for everything that a compiler prepares once; the later ones show what a build costs
+by itself. ``python -m reflib.lab.way_sweep FOLDER`` is the child's side.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from reflib.lab.cold_child import COMPILERS, close, flat, own_caches, synchronize
+from reflib.lab.measuring import time_cases
+from reflib.lab.peers import Failure, _run_child, _signal_name
+from reflib.lab.rows import Row, Rows, append, stamp
+from reflib.lab.timing import Samples
+
+CHILD = "reflib.lab.way_sweep"
+Place = Mapping[str, Any]
+
+
+def sweep_ways(
+    name: str,
+    source: str,
+    ways: Mapping[str, Mapping[str, Any]],
+    places: Sequence[Place],
+    *,
+    timeout_s: float = 120.0,
+    budget_s: float = 0.2,
+) -> Rows:
+    """Two rows for each way at each place: "first call" (seconds, compiling included) and "time" (µs a call, the host's
+    clock around a loop of calls).
+
+    `source` is Python text which defines `make(device, dtype, **place)`, returning a function and its arguments. A way
+    is what `lab.cold_starts` takes. `timeout_s` is for one way; a place that it does not reach says so.
+    """
+    from reflib.lab.session import current
+
+    here = current()
+    rows: list[Row] = []
+    for label, way in ways.items():
+        job = {
+            "way": dict(way), "places": [dict(p) for p in places], "device": str(here.device), "seed": here.seed,
+            "dtype": str(here.dtype).removeprefix("torch."), "budget_s": budget_s, "timeout_s": timeout_s,
+        }  # fmt: skip
+        for place, found in zip(places, _outcomes(job, source, timeout_s), strict=True):
+            rows += _rows(found, {"name": name, "case": label, "at": dict(place), **stamp()})
+    append({"kind": "row", **row.to_data()} for row in rows)
+    return Rows(rows)
+
+
+def _outcomes(job: dict[str, Any], source: str, timeout_s: float) -> list[dict[str, Any] | Failure]:
+    """What the child wrote down for each place; for the rest, why it did not."""
+    with tempfile.TemporaryDirectory(prefix="reflib-ways-") as root:
+        folder = Path(root)
+        (folder / "way_program.py").write_text(source, encoding="utf-8")
+        (folder / "job.json").write_text(json.dumps({**job, "caches": str(folder / "caches")}), encoding="utf-8")
+        code, errors = _run_child(root, timeout_s, CHILD)
+        written = folder / "results.jsonl"
+        text = written.read_text(encoding="utf-8") if written.exists() else ""
+    found: list[dict[str, Any] | Failure] = []
+    for line in text.splitlines():
+        data = json.loads(line)
+        found.append(Failure(data["status"], data["note"]) if "status" in data else data)
+    last = errors.strip().splitlines()[-1:] or [""]
+    if code is None:
+        why = Failure("timed out", f"after {timeout_s:g} s")
+    else:
+        said = _signal_name(-code) if code < 0 else f"exit code {code} {last[0][:120]}".strip()
+        why = Failure("crashed", said)
+    return found + [why] * (len(job["places"]) - len(found))
+
+
+def _rows(found: dict[str, Any] | Failure, shared: Mapping[str, Any]) -> list[Row]:
+    if isinstance(found, Failure):
+        return [Row(metric="time", value=None, unit="µs", status=found.status, note=found.note, **shared)]
+    samples = Samples(tuple(found["seconds"]), "wall")
+    note = "own process" if found["right"] else "WRONG RESULTS"
+    fields = {"clock": "wall", "note": note, **shared}
+    return [
+        Row(metric="first call", value=found["first"], unit="s", **fields),
+        Row(metric="time", value=samples.median * 1e6, unit="µs", spread=samples.spread * 1e6, **fields),
+    ]
+
+
+# -- the child's side -------------------------------------------------------------------------------
+def main(folder: Path) -> None:
+    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    own_caches(Path(job["caches"]))
+    sys.path.insert(0, str(folder))
+    from reflib.lab.peer_child import refusal
+
+    with (folder / "results.jsonl").open("a", encoding="utf-8") as file:
+        for place in job["places"]:
+            try:
+                result = one_place(job, place)
+            except Exception as error:
+                result = refusal(error)
+            file.write(json.dumps(result) + "\n")
+            file.flush()
+
+
+def one_place(job: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    import importlib
+
+    import torch
+
+    from reflib.lab import session
+
+    here = session.setup(device=job["device"].split(":")[0], dtype=job["dtype"], seed=job["seed"], quiet=True)
+    device, way = torch.device(job["device"]), dict(job["way"])
+    f, args = importlib.import_module("way_program").make(device=device, dtype=here.dtype, **place)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        want = f(*args)
+        synchronize(device)
+        begin = time.perf_counter()
+        call = COMPILERS[way.pop("compiler")](f, way).call
+        got = call(*args)
+        synchronize(device)
+        first = time.perf_counter() - begin
+        right = all(close(x, y) for x, y in zip(flat(got), flat(want), strict=True))
+        samples = time_cases({"it": lambda: call(*args)}, "wall", "warm", 15, job["budget_s"], device)["it"]
+    if isinstance(samples, Failure):
+        return {"status": samples.status, "note": samples.note}
+    return {"first": first, "right": right, "seconds": samples.seconds}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,206 @@
+"""``host.c`` in ctypes, where no C extension can be built (no Python.h): the same callable, several times slower.
+
+Structures are those of ``host.h``. A handle is made for every tensor that goes in and freed afterwards, by torch's own
+functions, so nothing is assumed of how a tensor lies in memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from ctypes import CFUNCTYPE, POINTER, c_char_p, c_double, c_int32, c_int64, c_uint32, c_void_p, py_object
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ..errors import DeviceError
+from .cuda_launch import _ctypes_driver, _CtypesLauncher
+from .host import ERRORS, FUNCTIONS, OUT_OF_MEMORY, address
+
+NONE, TENSOR, INT, FLOAT, OBJECT = range(5)  # VALUE_...
+TORCH, DRIVER, INDEX, ARGUMENT, PYTHON, WRAPPER = range(1, 7)  # FAILED_...
+
+
+def _struct(**fields: Any) -> Any:
+    return type("Structure", (ctypes.Structure,), {"_fields_": list(fields.items())})
+
+
+Value = _struct(kind=c_int32, bits=c_int64)
+Frame = _struct(step=c_char_p, kind=c_int32, text=ctypes.c_char * 1000)
+Kernel = _struct(
+    function=c_void_p, context=c_void_p, name=c_char_p, threads=c_uint32, shared=c_uint32, early=c_int32,
+    checked=c_int32,
+)  # fmt: skip
+CALLBACKS = {
+    "python": CFUNCTYPE(c_int32, c_void_p, c_void_p, c_int32, POINTER(Value), c_int32, POINTER(Value), c_int32),
+    "load": CFUNCTYPE(c_int32, c_void_p, c_void_p, c_int32),
+    "zeros": CFUNCTYPE(c_int32, c_void_p, c_void_p, c_int32, c_void_p, c_int64, POINTER(c_void_p)),
+    "launch": CFUNCTYPE(c_int32, c_void_p, c_void_p, POINTER(Kernel), c_int64, c_void_p, POINTER(c_void_p)),
+    "drop": CFUNCTYPE(None, c_void_p, c_void_p, c_int32),
+}
+Host = _struct(torch=c_void_p, kernels=c_void_p, symbols=c_void_p, constants=c_void_p, **CALLBACKS)
+ENTRY = CFUNCTYPE(c_int32, c_void_p, c_void_p, c_void_p, c_void_p)
+
+_capsule_pointer = CFUNCTYPE(c_void_p, py_object, c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
+_capsule = CFUNCTYPE(py_object, c_void_p, c_char_p, c_void_p)(("PyCapsule_New", ctypes.pythonapi))
+_new_handle = CFUNCTYPE(c_int32, c_void_p, POINTER(c_void_p))(address("aoti_torch_new_tensor_handle"))
+_delete = CFUNCTYPE(c_int32, c_void_p)(address("aoti_torch_delete_tensor_object"))
+
+
+def handle_of(t: torch.Tensor) -> int:
+    """A new handle of ``t``."""
+    return _capsule_pointer(torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors([t])[0], None)
+
+
+def tensor_of(handle: int) -> torch.Tensor:
+    """The tensor of a handle, which stays whose it is."""
+    mine = c_void_p()
+    if _new_handle(handle, ctypes.byref(mine)):
+        raise RuntimeError("a tensor could not be wrapped")
+    return torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs([_capsule(mine, None, None)])[0]
+
+
+class CtypesGraph:
+    """See ``host.graph``, which makes these."""
+
+    def __init__(
+        self, library: Any, name: str, inputs: int, outputs: int, kernels: Sequence[tuple[str, tuple | None]],
+        loaders: Sequence[Any], functions: Sequence[Callable[..., tuple]], objects: Sequence[Any],
+        constants: Sequence[torch.Tensor], symbols: Sequence[str], zeros: Callable[[int, int, int], torch.Tensor],
+    ):  # fmt: skip
+        self.library, self.name, self.inputs, self.outputs = library, name, inputs, outputs
+        self.loaders, self.functions, self.objects, self.make_zeros = loaders, functions, objects, zeros
+        self.lock = threading.Lock()
+        self.launchers: dict[int, _CtypesLauncher] = {}
+        self.calls: dict[int, SimpleNamespace] = {}  # in progress, by their frames' addresses
+        self.kernels = (Kernel * (len(kernels) + 1))()
+        handles = [handle_of(t) for t in constants]
+        weakref.finalize(self, lambda: [_delete(h) for h in handles]).atexit = False
+        for i, (kernel, facts) in enumerate(kernels):
+            self.kernels[i].name = kernel.encode()
+            if facts is not None:
+                self._fill(i, facts)
+        found = [address(n) for n, _ in FUNCTIONS], [address(s) for s in symbols], handles
+        self.tables = [(c_void_p * (len(a) + 1))(*a) for a in found]
+        torch_table, symbol_table, constant_table = map(ctypes.addressof, self.tables)
+        callbacks = [kind(self._guarded(getattr(self, "_" + what))) for what, kind in CALLBACKS.items()]
+        self.host = Host(torch_table, ctypes.addressof(self.kernels), symbol_table, constant_table, *callbacks)
+        self.entry = ENTRY(library.entry)
+
+    def __call__(self, args: list) -> tuple:
+        if not isinstance(args, list):
+            raise TypeError("a compiled graph takes one list, which it empties")
+        if len(args) != self.inputs:
+            raise ERRORS[ARGUMENT](f"graph {self.name} takes {self.inputs} arguments, got {len(args)}")
+        values, outputs = (Value * (len(args) + 1))(), (Value * (self.outputs + 1))()
+        call = SimpleNamespace(owned=list(args), values=values, frame=Frame(), error=None, kept=[])
+        where = ctypes.addressof(call.frame)
+        try:
+            for v, x in zip(values, call.owned):
+                if isinstance(x, torch.Tensor):
+                    v.kind, v.bits = TENSOR, handle_of(x)
+                elif type(x) is int and -(2**63) <= x < 2**63:
+                    v.kind, v.bits = INT, x
+            x = None  # the call alone holds the inputs
+            args.clear()
+            self.calls[where] = call
+            if self.entry(ctypes.addressof(self.host), where, values, outputs):
+                raise self._error(call)
+            return tuple(self._object(outputs[i]) for i in range(self.outputs))
+        finally:
+            self.calls.pop(where, None)
+            for v in (*values, *outputs):
+                if v.kind == TENSOR:
+                    _delete(v.bits)
+            call.error = None
+
+    def _object(self, v: Any) -> Any:
+        """What a value is in Python."""
+        if v.kind == TENSOR:
+            return tensor_of(v.bits)
+        if v.kind == FLOAT:
+            return c_double.from_buffer(v, Value.bits.offset).value
+        return self.objects[v.bits] if v.kind == OBJECT else v.bits if v.kind == INT else None
+
+    def _error(self, call: SimpleNamespace) -> BaseException:
+        if call.error is not None:
+            return call.error
+        kind, step = call.frame.kind, (call.frame.step or b"the start").decode()
+        text = call.frame.text.decode(errors="replace")
+        what = address("torch_exception_get_what_without_backtrace")
+        if kind == TORCH and not text and what:
+            text = (CFUNCTYPE(c_char_p)(what)() or b"").decode(errors="replace")
+        if kind == INDEX:
+            return ERRORS[INDEX](f"index out of range in kernel {step}: an index is outside the tensor it indexes")
+        if kind == ARGUMENT:
+            return ERRORS[ARGUMENT](f"{text}; got {described(call.owned[int(text.split()[1])])}")
+        memory = kind == TORCH and "out of memory" in text
+        text = f"graph {self.name}, step {step}: {text or 'it failed; see stderr'}"
+        return ERRORS[OUT_OF_MEMORY if memory else kind or WRAPPER](text)
+
+    # -- what a wrapper asks for ----------------------------------------------------------------------
+    def _guarded(self, fn: Callable[..., None]) -> Callable[..., int]:
+        """``fn`` of the call in progress; what it raises is that call's error."""
+
+        def guarded(host: int, frame: int, *args: Any) -> int:
+            call = self.calls[frame]
+            try:
+                fn(call, *args)
+                return 0
+            except BaseException as e:
+                call.error, call.frame.kind = e, PYTHON
+                return -1
+
+        return guarded
+
+    def _python(self, call: Any, which: int, args: Any, n: int, results: Any, m: int) -> None:
+        for i, x in enumerate(self.functions[which](*[self._object(args[i]) for i in range(n)])[:m]):
+            if isinstance(x, torch.Tensor):
+                results[i].kind, results[i].bits = TENSOR, handle_of(x)
+            elif isinstance(x, float):
+                results[i].kind, results[i].bits = FLOAT, c_int64.from_buffer(c_double(x)).value
+            else:
+                results[i].kind, results[i].bits = (NONE, 0) if x is None else (INT, x.__index__())
+
+    def _load(self, call: Any, i: int) -> None:
+        with self.lock:
+            if not self.kernels[i].function:
+                self._fill(i, self.loaders[i]())
+
+    def _fill(self, i: int, facts: tuple) -> None:
+        k = self.kernels[i]
+        if len(facts) == 2:
+            k.checked, k.function = facts[1], facts[0]
+            return
+        image, entry, k.shared, k.threads, k.early, device = facts
+        binary: Any = SimpleNamespace(image=image, entry=entry, shared=k.shared, name=k.name.decode())
+        self.launchers[i] = _CtypesLauncher(_ctypes_driver(), binary, 0, k.threads, device)
+        k.function = self.launchers[i].function
+
+    def _zeros(self, call: Any, device: int, stream: int | None, count: int, words: Any) -> None:
+        call.kept.append(self.make_zeros(device, stream or 0, count))
+        words[0] = call.kept[-1].data_ptr()
+
+    def _launch(self, call: Any, kernel: Any, grid: int, stream: int | None, params: Any) -> None:
+        k, one = kernel.contents, c_uint32(1)
+        launcher = self.launchers[(ctypes.addressof(k) - ctypes.addressof(self.kernels)) // ctypes.sizeof(Kernel)]
+        if grid > 2**31 - 1:
+            raise DeviceError(f"kernel {launcher.name}: a grid of {grid} programs; the limit is 2^31 - 1")
+        launcher._check("cannot launch", launcher.driver.cuLaunchKernel(
+            launcher.function, c_uint32(grid), one, one, c_uint32(k.threads), one, one, c_uint32(k.shared),
+            c_void_p(stream), params, None,
+        ))  # fmt: skip
+
+    def _drop(self, call: Any, i: int) -> None:
+        _delete(call.values[i].bits)
+        call.values[i].kind, call.owned[i] = NONE, None
+
+
+def described(x: Any) -> str:
+    """What came, for the message of what was expected."""
+    if not isinstance(x, torch.Tensor):
+        return type(x).__name__
+    return f"{x.dtype} {list(x.shape)}, strides {list(x.stride())}, on {x.device}"

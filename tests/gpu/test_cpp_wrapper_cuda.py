@@ -1,0 +1,133 @@
+"""The wrapper in C++ on CUDA: its boundary, memory, errors, and the way without a C extension."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import reflib
+from reflib.errors import ArgumentError
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+def explained(fn: Any, *args: Any, **options: Any) -> Any:
+    with torch.no_grad():
+        e = reflib.explain(fn, *args, wrapper="cpp", **options)
+    assert "int32_t reflib_call(" in e.wrapper
+    return e
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x = torch.ones(4, 6, device="cuda")
+    call = explained(lambda x: torch.relu(x) + 1, x).stages.call
+    for bad in (x.cpu(), x.half(), x[:2], x.t(), 3):
+        with pytest.raises(ArgumentError, match=r"argument 0 \(\w+\): expected float32 \[4, 6\].* on cuda:0; got"):
+            call([bad])
+    assert torch.equal(call([x])[0], x + 1)
+
+
+def test_memory_of_the_device_is_flat() -> None:
+    x = torch.randn(256, 256, device="cuda")
+    call = explained(lambda x: (torch.softmax(x.sort(1).values @ x, -1), x.t()), x).stages.call
+    call([x])
+    before = torch.cuda.memory_allocated()
+    for _ in range(2000):
+        call([x])
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_temporaries_are_given_back_before_the_end() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(8):
+            x = torch.sort(x * 2, 0).values
+        return x
+
+    x = torch.randn(1 << 20, 4, device="cuda")
+    call = explained(f, x).stages.call
+    call([x])
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    start = torch.cuda.memory_allocated()
+    call([x])
+    ours = torch.cuda.max_memory_allocated() - start
+    torch.cuda.reset_peak_memory_stats()
+    f(x)
+    assert ours <= (torch.cuda.max_memory_allocated() - start) * 1.05
+
+
+def test_no_memory_is_torchs_error() -> None:
+    f = reflib.compile(lambda x: x.expand(1 << 24, 1 << 18) + 1, wrapper="cpp")
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        f(torch.ones(1, device="cuda"))
+    x = torch.ones(5, device="cuda")
+    assert torch.equal(reflib.compile(lambda x: x + 1, wrapper="cpp")(x), x + 1)
+
+
+def test_the_current_device_is_as_before() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one CUDA device")
+    x = torch.randn(33, device="cuda:1")
+    call = explained(lambda x: x.sort().values + 1, x).stages.call
+    assert torch.equal(call([x])[0], x.sort().values + 1) and torch.cuda.current_device() == 0
+    with pytest.raises(ArgumentError, match=r"on cuda:1; got .* on cuda:0"):
+        call([x.to("cuda:0")])
+
+
+def test_the_profiler_shows_launches() -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    x = torch.randn(1000, device="cuda")
+    e = explained(lambda x: torch.softmax(x, 0) * 2, x)
+    e.stages.call([x])
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as p:
+        e.stages.call([x])
+        torch.cuda.synchronize()
+    names = {event.key for event in p.key_averages()}
+    assert any(k.name in n for k in e.kernels for n in names), names
+
+
+OTHER_WAYS = """
+import tempfile
+from pathlib import Path
+import pytest, torch
+from reflib.errors import ToolchainError
+from reflib.wrap import host
+
+def no():
+    raise ToolchainError("no Python.h here")
+
+if {ctypes!r}:
+    host.build_extension_now = no
+else:
+    host._layout_is_known = lambda module: False
+from tests.composition import run
+for name in ("dynamic_shapes", "training", "custom_ops_in_python", "misaligned_views", "another_stream",
+             "captured_in_a_cuda_graph", "split_k_words_under_capture", "early_launches"):
+    with pytest.MonkeyPatch.context() as m:
+        run(name, "cuda", "cpp", m, Path(tempfile.mkdtemp()))
+assert isinstance(host.extension(), str) == {ctypes!r}
+"""
+
+
+@pytest.mark.parametrize("way", ["layout unknown", "no Python.h"])
+def test_other_ways(way: str, root: Path) -> None:
+    script = textwrap.dedent(OTHER_WAYS.format(ctypes=way == "no Python.h"))
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=600,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
