@@ -26,6 +26,7 @@ from .cuda_launch import DRIVER_SOURCE, libcuda
 from .native import C_HEAD, build_extension, once
 
 HERE = Path(__file__).parent
+HEADERS = {n: (HERE / n).read_text() for n in ("wrapper.h", "host.h")}  # as this process's printer knows them
 # in the order of `Torch` in host.h: (name, library)
 FUNCTIONS = (
     ("aoti_torch_empty_strided", "cpu"),
@@ -91,7 +92,7 @@ def _loaded(path: str) -> ctypes.CDLL | None:
 def build_extension_now() -> ModuleType:
     """``host.c``, compiled (through the cache) and imported. Raises ToolchainError."""
     head = C_HEAD + "#include <pthread.h>\n#include <stdarg.h>\n"
-    text = (HERE / "host.c").read_text().replace('#include "host.h"', (HERE / "host.h").read_text())
+    text = (HERE / "host.c").read_text().replace('#include "host.h"', HEADERS["host.h"])
     return build_extension("_reflib_host", head + DRIVER_SOURCE + text, ["-ldl", "-lpthread"])
 
 
@@ -148,17 +149,18 @@ class WrapperLibrary:
 
 def compile_wrapper(source: str) -> WrapperLibrary:
     """The text as a loaded library, through the cache. Raises ToolchainError."""
-    headers = tuple((HERE / n).read_text() for n in ("wrapper.h", "host.h"))
     command = toolchain.find_compiler()
-    k = cache.key("wrapper", toolchain._without_comments(source), headers, command, toolchain.compiler().version, FLAGS)
+    k = cache.key("wrapper", toolchain._without_comments(source), HEADERS, command, toolchain.compiler().version, FLAGS)
     path = cache.get("wrapper", k)
     if path is None:
         import tempfile
 
         with tempfile.TemporaryDirectory(prefix="reflib-") as folder:
             text, made = Path(folder, "wrapper.cpp"), Path(folder, "wrapper.so")
+            for name, header in HEADERS.items():
+                Path(folder, name).write_text(header)
             text.write_text(source)
-            toolchain.must_run([*command, *FLAGS, f"-I{HERE}", str(text), "-o", str(made)])
+            toolchain.must_run([*command, *FLAGS, str(text), "-o", str(made)])
             path = cache.put("wrapper", k, made, ".so")
     return WrapperLibrary(path)
 

@@ -26,13 +26,39 @@ def test_each_graph_does_one_statement_more(language: str) -> None:
     assert torch.equal(graphs[-1][1]([X, W])[0], torch.relu(X + W))
 
 
+CPP = """
+extern "C" int32_t reflib_call(x) try {
+  Run run(h);
+  Tensor a;
+  run.step("b");
+  if (c) {
+    d();
+  } else {
+    e();
+  }
+  out[0] = f();
+  return 0;
+} catch
+"""
+PYTHON = """
+def call(args):
+    a, = args
+    with g(0):
+        s = h()
+        if c:
+            d()
+        else:
+            e()
+        return (s,)
+"""
+
+
 def test_blocks_stay_whole() -> None:
-    text = 'extern "C" int32_t reflib_call(x) try {\n  Run run(h);\n  Tensor a;\n  run.step("b");\n  if (c) {\n    d();\n  } else {\n    e();\n  }\n  out[0] = f();\n  return 0;\n} catch\n'
-    assert [s.splitlines()[-1].strip() for s in statements(text, "cpp")] == ["}", "out[0] = f();"]
-    assert "f()" not in cut(text, "cpp", 1) and "e()" in cut(text, "cpp", 1) and "Tensor a" in cut(text, "cpp", 0)
-    text = "def call(args):\n    a, = args\n    with g(0):\n        s = h()\n        if c:\n            d()\n        else:\n            e()\n        return (s,)\n"
-    assert [s.split()[0] for s in statements(text, "python")] == ["a,", "with", "s", "if", "return"]
+    assert [s.splitlines()[-1].strip() for s in statements(CPP, "cpp")] == ["}", "out[0] = f();"]
+    one = cut(CPP, "cpp", 1)
+    assert "f()" not in one and "e()" in one and "Tensor a" in cut(CPP, "cpp", 0)
+    assert [s.split()[0] for s in statements(PYTHON, "python")] == ["a,", "with", "s", "if", "return"]
     for keep in range(6):
-        compile(cut(text, "python", keep), "text", "exec")
+        compile(cut(PYTHON, "python", keep), "text", "exec")
     with pytest.raises(LabError, match="5 statements"):
-        cut(text, "python", 6)
+        cut(PYTHON, "python", 6)
