@@ -51,9 +51,9 @@ DTYPES = {
 }  # fmt: skip
 # names that the text itself uses
 TAKEN = frozenset(
-    "aligned append args call cpu cuda Device dispatch drop empty entry expect_range expect_size Expected Failed "
-    "floor_div floor_mod Frame frame give Guard guard Handle Host host ignore in input integer Ints ints Just Kernel "
-    "laid_out launch list made Many max min none number object out own plain python Range reflib reflib_call "
+    "aligned anywhere append args call cpu cuda Device dispatch drop empty entry expect_range expect_size Expected "
+    "Failed floor_div floor_mod Frame frame give Guard guard Handle Host host ignore in input integer Ints ints Just "
+    "Kernel laid_out launch list made Many max min none number object out own plain python Range reflib reflib_call "
     "refuse results Run run run_kernel some stack stream stream_of symbol take Tensor tensor text Torch Value "
     "value view write_ints zeros".split()
 )
@@ -230,7 +230,9 @@ class CppPrinter:
                 tables.append(f"{n}_{what}")
             else:
                 tables.append("nullptr")
-        fields = f'"{b.name}", "{_dtype(b.dtype)}", {self.dtype(b.dtype)}, {self.device(b.device)}, {len(b.shape)}'
+        # a seed that attention leaves for its backward lies on the CPU, whatever its meta function says
+        device = self.device(b.device) if b.shape or strict else "anywhere"
+        fields = f'"{b.name}", "{_dtype(b.dtype)}", {self.dtype(b.dtype)}, {device}, {len(b.shape)}'
         self.tables.append(f"constexpr Expected {n}_is{{{fields}, {', '.join(tables)}}};")
         return f"{n}_is"
 

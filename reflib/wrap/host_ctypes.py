@@ -10,7 +10,7 @@ import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from ctypes import CFUNCTYPE, POINTER, c_char_p, c_double, c_int32, c_int64, c_uint32, c_void_p, py_object
+from ctypes import CFUNCTYPE, POINTER, PYFUNCTYPE, c_char_p, c_double, c_int32, c_int64, c_uint32, c_void_p, py_object
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,8 +44,9 @@ CALLBACKS = {
 Host = _struct(torch=c_void_p, kernels=c_void_p, symbols=c_void_p, constants=c_void_p, **CALLBACKS)
 ENTRY = CFUNCTYPE(c_int32, c_void_p, c_void_p, c_void_p, c_void_p)
 
-_capsule_pointer = CFUNCTYPE(c_void_p, py_object, c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
-_capsule = CFUNCTYPE(py_object, c_void_p, c_char_p, c_void_p)(("PyCapsule_New", ctypes.pythonapi))
+# (PYFUNCTYPE: these are Python's own, to be called with the GIL)
+_capsule_pointer = PYFUNCTYPE(c_void_p, py_object, c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
+_capsule = PYFUNCTYPE(py_object, c_void_p, c_char_p, c_void_p)(("PyCapsule_New", ctypes.pythonapi))
 _new_handle = CFUNCTYPE(c_int32, c_void_p, POINTER(c_void_p))(address("aoti_torch_new_tensor_handle"))
 _delete = CFUNCTYPE(c_int32, c_void_p)(address("aoti_torch_delete_tensor_object"))
 

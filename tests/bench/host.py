@@ -28,12 +28,13 @@ EXTRA = 15
 
 
 def section(bench: Bench) -> None:
-    people = [EAGER, PYTHON, CPP, DYNAMO, EXPORTED, PEER, PEER_CPP, *([GRAPHS] if bench.device == "cuda" else [])]
+    people = [CPP, PEER_CPP, EXPORTED, EAGER, DYNAMO, PYTHON, PEER, *([GRAPHS] if bench.device == "cuda" else [])]
     found: dict[str, Any] = {}
     for who in people:
         with children.fresh_caches() as caches:
             job = {"what": "host", "who": who, **bench.job}
             found[who] = children.one_job(job, min(bench.left, 240), {**bench.environment, **caches})
+        print(f"{who}: {found[who]}", flush=True)
     us = {who: f.get("us", {}) for who, f in found.items()}
     names = list(dict.fromkeys(c for by in us.values() for c in by))
     body = [[c, *(f"{us[w][c]:.1f}" if us[w].get(c) else "-" for w in people)] for c in names]

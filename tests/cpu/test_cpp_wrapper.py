@@ -256,7 +256,7 @@ def test_keyboard_interrupt_passes_through() -> None:
 
 
 def test_no_memory_is_torchs_error() -> None:
-    f = reflib.compile(lambda x: x.expand(1 << 24, 1 << 18) + 1, wrapper="cpp")
+    f = reflib.compile(lambda x: x.expand(1 << 30, 1 << 28) + 1, wrapper="cpp")  # no address space is so large
     with pytest.raises(RuntimeError, match=r"step empty \w+: .*alloc"):
         f(torch.ones(1))
 
@@ -384,7 +384,6 @@ extern "C" int32_t reflib_call(Host* host, Frame* frame, const Value* in, Value*
   Tensor X, W, add;
   input(run, X, 0, in[0], X_is);
   input(run, W, 1, in[1], W_is);
-  run.step("empty add");
   empty<2>(run, add, {4, 6}, {6, 1}, float32, cpu);
   // loops ...
   run_kernel(run, KERNEL, X.ptr, W.ptr, add.ptr);
@@ -405,6 +404,7 @@ def test_a_small_text_in_full() -> None:
     (kernel,) = e.kernels
     text = re.sub(rf"\b{x}(?=_is\b|\b)", "X", re.sub(rf"\b{w}(?=_is\b|\b)", "W", text)).replace(kernel.name, "KERNEL")
     text = re.sub(r"// loops .*", "// loops ...", text)
+    text = re.sub(r' *run\.step\(".*"\);\n', "", re.sub(r'run\.at\(".*?"\)', "run", text))  # what is said of it
     assert text == SMALL
 
 
@@ -415,7 +415,7 @@ def test_numbers_of_dtypes_are_torchs() -> None:
 
 
 def test_everything_of_torchs_that_is_named_is_there() -> None:
-    assert [n for n, where in host.FUNCTIONS if where != "cuda" and not host.address(n)] == []
+    assert [n for n, where in host.FUNCTIONS if where == "cpu" and not host.address(n)] == []
     assert host.address(host.WRAP)
     table = (Path(host.__file__).parent / "host.h").read_text().partition("typedef struct {\n    int32_t (*empty")[2]
     assert table.partition("} Torch;")[0].count("(*") + 1 == len(host.FUNCTIONS)
