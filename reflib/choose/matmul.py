@@ -7,6 +7,7 @@ depth to share, ``persistent`` for large products that TMA can read.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -60,12 +61,17 @@ def tilings(t: Template, target: Target, options: Options) -> list[Tiling]:
     Triton has no kernel to offer: on CPUs, and bfloat16 before sm_80."""
     if not target.is_gpu or t.dtype == torch.bfloat16 and not tensor_cores(target):
         return []
+    return list(_ranked(t, target))
+
+
+@functools.lru_cache(maxsize=512)  # a choice is looked at when it is asked about, and again when it is decided
+def _ranked(t: Template, target: Target) -> tuple[Tiling, ...]:
     p = problem(t)
     first = [c for c in known(p, target) if fits(p, c, target)][:FIRST]
     ranked: list[tuple[Tiling, float]] = []
     for made in (_tiled(p, target), all_splits(p, target), _walking(t, p, target)):
         ranked += _varied(p, (c for c in made if fits(p, c, target) and c not in first), target)
-    return first + worth_compiling(sorted(ranked, key=lambda c: c[1]), MOST - len(first))
+    return (*first, *worth_compiling(sorted(ranked, key=lambda c: c[1]), MOST - len(first)))
 
 
 def worth_compiling(ranked: Sequence[tuple[Tiling, float]], most: int) -> list[Tiling]:

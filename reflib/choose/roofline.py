@@ -23,6 +23,7 @@ six 4% (geometric means, the 32 shapes). Of 370 tiled and persistent kernels for
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +76,7 @@ _RATES = {
 }
 
 
+@functools.cache
 def rates(target: Target) -> Rates:
     """Of the target, or of the nearest older one known; operations scaled to its number of multiprocessors."""
     known = _RATES.get(target.arch)
