@@ -54,8 +54,8 @@ TAKEN = frozenset(
     "aligned anywhere append args call cpu cuda Device dispatch drop empty entry expect_range expect_size Expected "
     "Failed floor_div floor_mod Frame frame give Guard guard Handle Host host ignore in input integer Ints ints Just "
     "Kernel laid_out launch list made Many max min none number object out own plain python Range reflib reflib_call "
-    "refuse results Run run run_kernel some stack stream stream_of symbol take Tensor tensor text Torch Value "
-    "value view write_ints zeros".split()
+    "refuse results Run run run_kernel some stack stream stream_of symbol take Tensor tensor text there Torch "
+    "Value value view write_ints zeros".split()
 )
 MOST_PARTS = 6  # of a fused kernel, whose lines of IR are shown ...
 LONGEST = 140  # ... up to so many characters
@@ -179,7 +179,8 @@ class CppPrinter:
         for p in parts[:MOST_PARTS]:
             line = format_node(p).splitlines()[0].rstrip(" {")
             where = next((f"  ({o.source.split(' in ')[0]})" for o in getattr(p, "origins", ()) if o.source), "")
-            self.put(f"// {line if len(line) <= LONGEST else line[:LONGEST] + ' ...'}{where}")
+            line = line if len(line) <= LONGEST else line[:LONGEST] + " ..."
+            self.put(f"// {line}{where}".replace("\\", "/"))  # a backslash at the end would take the next line with it
         if len(parts) > MOST_PARTS:
             self.put(f"// ... and {len(parts) - MOST_PARTS} more")
 
@@ -313,10 +314,13 @@ class CppPrinter:
         else:
             stream = f"stream{device.index or 0}"
             places = {}
-            words_too = any(b.kind == "zeros" for b in step.arm.workspace)
-            if words_too:
+            elsewhere = (device.index or 0) != self.gpu[0]
+            scoped = elsewhere or any(b.kind == "zeros" for b in step.arm.workspace)
+            if scoped:
                 self.put("{")
                 self.pad += "  "
+            if elsewhere:  # streams belong to the current device
+                self.put(f"Guard there(run, {device.index});")
             for b in step.arm.workspace:
                 n = self.name(b.name)
                 if b.kind == "zeros":
@@ -332,7 +336,7 @@ class CppPrinter:
             for b in step.arm.workspace:
                 if b.kind != "zeros":
                     self.put(f"{self.name(b.name)}.reset();")
-            if words_too:
+            if scoped:
                 self.pad = self.pad[:-2]
                 self.put("}")
         if self.check_nan:

@@ -61,11 +61,13 @@ class PythonPrinter:
             self._step(step)
         body = self.lines[body_start:]
         if self.gpu:
-            body = [f"with device_guard({self.gpu[0]}):", f"    stream = current_stream({self.gpu[0]})"] + [
-                "    " + line for line in body
-            ]
+            streams = [f"    {self.stream(d)} = current_stream({d})" for d in self.gpu]
+            body = [f"with device_guard({self.gpu[0]}):", *streams, *("    " + line for line in body)]
         lines = [*self.header, "", "", "def call(args):", *("    " + x for x in [*self.lines[:body_start], *body])]
         return "\n".join(lines) + "\n"
+
+    def stream(self, device: int) -> str:
+        return "stream" if len(self.gpu) == 1 else f"stream{device}"
 
     # -- entry ----------------------------------------------------------------------------------
     def _entry(self) -> None:
@@ -121,7 +123,7 @@ class PythonPrinter:
         b = self.program.buffers[step.buffer]
         if step.reuse is None:
             device = b.device.type
-            if device in ("cpu", "cuda"):
+            if device == "cpu" or device == "cuda" and (b.device.index or 0) == self.gpu[0]:
                 text = f"alloc_{device}({_tuple(b.shape)}, {_tuple(b.strides)}, {b.dtype})"
             else:
                 text = f'alloc({_tuple(b.shape)}, {_tuple(b.strides)}, dtype={b.dtype}, device="{b.device}")'
@@ -160,11 +162,16 @@ class PythonPrinter:
         elif device.type == "cpu":
             self.put(f"{kernel.name}({', '.join([*args, 'threads()'])}){comment}")
         else:
-            self._workspace(step.arm.workspace, device.index or 0)
+            index, pad = device.index or 0, self.pad
+            if index != self.gpu[0]:  # streams, and Triton's descriptors, belong to the current device
+                self.put(f"with device_guard({index}):")
+                self.pad += "    "
+            self._workspace(step.arm.workspace, index)
             args += [f"{b.name}.data_ptr()" for b in step.arm.workspace if b.kind == "scratch"]
-            self.put(f"{kernel.name}({', '.join(['stream', py(kernel.grid), *args])}){comment}")
+            self.put(f"{kernel.name}({', '.join([self.stream(index), py(kernel.grid), *args])}){comment}")
             for b in step.arm.workspace:
                 self.put(f"del {b.name}")
+            self.pad = pad
         if self.check_nan:
             for name in step.region.writes():
                 self.put(f"check_nan({name}, {name!r}, {kernel.name!r})")
@@ -172,7 +179,7 @@ class PythonPrinter:
     def _workspace(self, buffers: tuple[Buffer, ...], device: int) -> None:
         for b in buffers:
             if b.kind == "zeros":
-                self.put(f"{b.name} = zeros({device}, stream, {py(b.numel)})")
+                self.put(f"{b.name} = zeros({device}, {self.stream(device)}, {py(b.numel)})")
             else:
                 self.put(f"{b.name} = alloc_cuda({_tuple(b.shape)}, {_tuple(b.strides)}, {b.dtype})")
 
