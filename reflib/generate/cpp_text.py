@@ -43,7 +43,8 @@ _KEYWORDS = frozenset(
     "decltype default delete do double else enum explicit export extern false float for friend goto if inline int "
     "long mutable namespace new noexcept not not_eq nullptr operator or or_eq private protected public register "
     "return short signed sizeof static struct switch template this throw true try typedef typeid typename union "
-    "unsigned using virtual void volatile wchar_t while xor xor_eq op float16 bfloat16 threads failed main".split()
+    "unsigned using virtual void volatile wchar_t while xor xor_eq op float16 bfloat16 threads failed main "
+    "int8_t int16_t int32_t int64_t uint8_t uint16_t uint32_t uint64_t".split()
 )
 
 

@@ -38,7 +38,7 @@ from ..ir.program import (
     walk,
 )
 from ..plan import Alloc, Branch, Call, Free, Launch, Let, Note, Plan, Return, Step
-from .aten import direct_call
+from .aten import direct_call, quoted
 from .python import Kernels, PythonPrinter, _condition
 
 DEVICES = ("cpu", "cuda")
@@ -51,11 +51,12 @@ DTYPES = {
 }  # fmt: skip
 # names that the text itself uses
 TAKEN = frozenset(
-    "aligned anywhere append args call cpu cuda Device dispatch drop empty entry expect_range expect_size Expected "
-    "Failed floor_div floor_mod Frame frame give Guard guard Handle Host host ignore in input integer Ints ints Just "
-    "Kernel laid_out launch list made Many max min none number object out own plain python Range reflib reflib_call "
-    "refuse results Run run run_kernel some stack stream stream_of symbol take Tensor tensor text there Torch "
-    "Value value view write_ints zeros".split()
+    "Device Expected Failed Frame Guard Handle Host Ints Just Kernel Many Range Run Tensor Torch Value aligned "
+    "anywhere append args argument call cpu cuda dispatch drop empty entry escaped expect_range expect_size "
+    "expect_stride floor_div floor_mod frame give guard host ignore in input int16_t int32_t int64_t int8_t "
+    "integer ints laid_out launch launch_with list made max min none number object out own plain python reflib "
+    "reflib_call refuse results run run_kernel run_with some stack stream stream_of symbol take tensor text there "
+    "uint16_t uint32_t uint64_t uint8_t value view write_ints zeros".split()
 )
 MOST_PARTS = 6  # of a fused kernel, whose lines of IR are shown ...
 LONGEST = 140  # ... up to so many characters
@@ -88,6 +89,7 @@ class CppPrinter:
         self.at = {name: i for i, name in enumerate(program.inputs) if isinstance(name, str)}
         self.gpu = sorted({b.device.index or 0 for b in program.buffers.values() if b.device.type == "cuda"})
         self.lasting: set[str] = set()  # declared at the top
+        self.strict = laid_out(program)
 
     @property
     def names(self) -> dict[str, object]:
@@ -126,7 +128,8 @@ class CppPrinter:
         temps += sorted({self.name(b.name) for a in arms for b in a.workspace if b.kind != "zeros"})
         body = ["  Run run(host, frame);"]
         body += [f"  Tensor {', '.join(temps[i : i + 8])};" for i in range(0, len(temps), 8)]
-        end = ["  return 0;", "} catch (const Failed&) {", "  return -1;", "}"]
+        end = ["  return 0;", "} catch (const Failed&) {", "  return -1;", "} catch (...) {",
+               "  return escaped(frame);", "}"]  # fmt: skip
         text = "\n".join([*head, "", start, *body, *self.lines, *end]) + "\n"
         if self.pieces:
             text += "\n/* Called from above, in Python:\n\n" + self.python.replace("*/", "* /") + "*/\n"
@@ -180,19 +183,18 @@ class CppPrinter:
             line = format_node(p).splitlines()[0].rstrip(" {")
             where = next((f"  ({o.source.split(' in ')[0]})" for o in getattr(p, "origins", ()) if o.source), "")
             line = line if len(line) <= LONGEST else line[:LONGEST] + " ..."
-            self.put(f"// {line}{where}".replace("\\", "/"))  # a backslash at the end would take the next line with it
+            self.put(f"// {comment(line + where)}")
         if len(parts) > MOST_PARTS:
             self.put(f"// ... and {len(parts) - MOST_PARTS} more")
 
     # -- entry --------------------------------------------------------------------------------------
     def _entry(self) -> None:
-        strict = laid_out(self.program)
         for i, x in enumerate(self.program.inputs):
             if isinstance(x, Sym) and x not in self.program.inputs[:i]:
                 self.put(f'int64_t {self.name(x.name)} = symbol(run, {i}, "{x.name}", in[{i}]);')
             elif isinstance(x, str):
                 self.lasting.add(x)
-                expected = self._expected(self.program.buffers[x], x in strict)
+                expected = self._expected(self.program.buffers[x], x in self.strict)
                 self.put(f"input(run, {self.name(x)}, {i}, in[{i}], {expected});")
         for i, c in enumerate(self.constants):
             self.lasting.add(c)
@@ -220,22 +222,27 @@ class CppPrinter:
                         self.put(f'expect_range(run, {i}, "{name}", "{s.name}", {self.name(s.name)}, {limits});')
                 elif e.symbols():
                     self.put(f'expect_size(run, {i}, "{name}", {n}, {d}, {self.size(e)}, "{e}");')
+        known = {(let.buffer, let.dim) for let in lets if let.what == "stride"}
+        for name, i in self.at.items():
+            for d, e in enumerate(self.program.buffers[name].strides if name in self.strict else ()):
+                if e.symbols() and (name, d) not in known:
+                    self.put(f'expect_stride(run, {i}, "{name}", {self.name(name)}, {d}, {self.size(e)}, "{e}");')
 
     def _expected(self, b: Buffer, strict: bool) -> str:
         """What the input must be, as a constant of the file."""
         known = [["-1" if e.symbols() else str(e) for e in es] for es in (b.shape, b.strides)]
-        n, tables = self.name(b.name), []
+        tables: list[str] = []
         for what, values in zip(("sizes", "strides"), known):
             if values and (what == "sizes" or strict):
-                self.tables.append(f"constexpr int64_t {n}_{what}[] = {{{', '.join(values)}}};")
-                tables.append(f"{n}_{what}")
+                tables.append(self.name(f"{b.name} {what}"))
+                self.tables.append(f"constexpr int64_t {tables[-1]}[] = {{{', '.join(values)}}};")
             else:
                 tables.append("nullptr")
         # a seed that attention leaves for its backward lies on the CPU, whatever its meta function says
         device = self.device(b.device) if b.shape or strict else "anywhere"
         fields = f'"{b.name}", "{_dtype(b.dtype)}", {self.dtype(b.dtype)}, {device}, {len(b.shape)}'
-        self.tables.append(f"constexpr Expected {n}_is{{{fields}, {', '.join(tables)}}};")
-        return f"{n}_is"
+        self.tables.append(f"constexpr Expected {self.name(f'{b.name} is')}{{{fields}, {', '.join(tables)}}};")
+        return self.name(f"{b.name} is")
 
     # -- steps --------------------------------------------------------------------------------------
     def _step(self, step: Step) -> None:
@@ -306,14 +313,14 @@ class CppPrinter:
         kernel = self.by_arm[step.region.name, step.region.arms.index(step.arm)]
         device = self.program.buffers[step.region.writes()[0]].device
         self.about(step.region)
-        args = [f"{self.name(b)}.ptr" for b, _ in kernel.buffers] + [self.name(s.name) for s in kernel.symbols]
+        args = [self.name(b) for b, _ in kernel.buffers] + [self.name(s.name) for s in kernel.symbols]
         if kernel.grid == 0:
             self.put(f"// {kernel.name}: nothing to do for an empty tensor")
         elif device.type == "cpu":
             self.put(f"run_kernel(run, {', '.join([self.name(kernel.name), *args])});")
         else:
             stream = f"stream{device.index or 0}"
-            places = {}
+            places: dict[str, str] = {}
             elsewhere = (device.index or 0) != self.gpu[0]
             scoped = elsewhere or any(b.kind == "zeros" for b in step.arm.workspace)
             if scoped:
@@ -325,12 +332,12 @@ class CppPrinter:
                 n = self.name(b.name)
                 if b.kind == "zeros":
                     words = f"zeros(run, {device.index or 0}, {stream}, {self.size(b.numel)})"
-                    self.put(f"char* {n}_words = {words};")
-                    places[f"{n}.ptr"] = f"{n}_words"
+                    self.put(f"char* {places.get(n, n)} = {words};")
+                    places[n] = self.name(f"{b.name} words")
                 else:
                     self.lasting.discard(b.name)
                     self._empty(b)
-            args += [f"{self.name(b.name)}.ptr" for b in step.arm.workspace if b.kind == "scratch"]
+            args += [self.name(b.name) for b in step.arm.workspace if b.kind == "scratch"]
             args = [places.get(a, a) for a in args]
             self.put(f"launch(run, {', '.join([self.name(kernel.name), stream, self.size(kernel.grid), *args])});")
             for b in step.arm.workspace:
@@ -360,7 +367,7 @@ class CppPrinter:
         p._call(x)
         which = self._function(x.name, [*takes, *sizes], p.lines, gives)
         args = [f"tensor({self.name(b)})" for b in takes] + [f"integer({self.name(s)})" for s in sizes]
-        self.put(f'run.step("{x.target}");')
+        self.put(f"run.step({quoted(_called(x.target))});")
         lines = [self._python_call(which, args, len(gives))]
         for i, g in enumerate(gives):
             n = self.name(g)
@@ -376,7 +383,7 @@ class CppPrinter:
     def _function(self, name: str, parameters: list[str], lines: list[str], gives: list[str]) -> int:
         """A function of Python's, and its number."""
         n = len(self.functions)
-        self.functions.append(f"python_{n}_{identifier(name)}")
+        self.functions.append(self.name(f"python {n} {name}"))
         result = f"    return ({', '.join(gives)}{',' if len(gives) == 1 else ''})"
         head = f"def {self.functions[-1]}({', '.join(parameters)}):"
         self.pieces.append("\n".join([head, *("    " + line for line in lines), result]))
@@ -399,6 +406,8 @@ class CppPrinter:
                     continue
                 args = f"{self.name(b.name)}, {self.ints(o.shape)}, {self.ints(o.strides)}, {self.size(o.offset)}"
                 self.put(f"{{ Tensor made; view<{len(o.shape)}>(run, made, {args}); out[{i}] = give(run, made); }}")
+            elif isinstance(o, Expr) and o.symbols() and not any(o == expr(s) for s in o.symbols()):
+                self._size_in_python(i, o)
             elif isinstance(o, (Expr, Sym)) or isinstance(o, int) and not isinstance(o, bool):
                 self.put(f"out[{i}] = integer({self.size(o)});")
             elif o is None:
@@ -407,11 +416,28 @@ class CppPrinter:
                 self.objects.append(o)
                 self.put(f"out[{i}] = object({len(self.objects) - 1});")
 
+    def _size_in_python(self, i: int, e: Expr) -> None:
+        """A number for the caller, who may have large ones: Python's do not overflow unseen."""
+        sizes = sorted(s.name for s in e.symbols())
+        which = self._function("size", sizes, [f"result = {self.inner.value(e)}"], ["result"])
+        args = [f"integer({self.name(s)})" for s in sizes]
+        self.put(f"{{ {self._python_call(which, args, 1)} out[{i}] = results[0]; }}")
+
     def _view_in_python(self, i: int, v: View) -> None:
         sizes = sorted(s.name for s in symbols_in(v))
         which = self._function("view", [v.buffer, *sizes], [f"result = {self.inner.value(v)}"], ["result"])
         args = [f"tensor({self.name(v.buffer)})", *(f"integer({self.name(s)})" for s in sizes)]
         self.put(f"{{ {self._python_call(which, args, 1)} out[{i}] = results[0]; }}")
+
+
+def _called(target: Any) -> str:
+    """What people call it."""
+    return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", "a function")
+
+
+def comment(text: str) -> str:
+    """On one line, whatever it holds: no end of line, no backslash (which takes the next line with it)."""
+    return " ".join(text.replace("\\", "/").split())
 
 
 def scalar_type(d: torch.dtype) -> int:

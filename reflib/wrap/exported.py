@@ -8,12 +8,31 @@ which says more, and copies what is only laid out in another way.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import ArgumentError, ReflibError
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+STRIDED = torch.strided
+OURS = {str(Path(__file__).parent / "wrap.py"), str(Path(__file__).parents[1] / "background.py"), __file__}
+
+
+def _is_plain_tensor(t: Any) -> bool:
+    return type(t) in PLAIN and t.layout is STRIDED and not t.is_neg()
+
+
+def _inside(e: BaseException) -> bool:
+    """Was it raised by what the graph called, not by the graph when it looked at its arguments?"""
+    tb = e.__traceback__
+    while tb is not None and tb.tb_frame.f_code.co_filename in OURS:
+        tb = tb.tb_next
+    return tb is not None
 
 
 class ExportedCallable:
@@ -49,6 +68,16 @@ class ExportedCallable:
         self._short = self._is_plain() and getattr(call, "checks_inputs", False)
         self._one = self._out_spec.is_leaf()
         self._head = [t for t in self._state if t is not None]
+        self._least = [
+            (i, d, r.lower)
+            for i, (_, fake) in enumerate(self._expected)
+            for d, n in enumerate(fake.shape if isinstance(fake, torch.Tensor) else ())
+            if isinstance(n, torch.SymInt) and (r := self._ranges.get(str(n.node.expr))) is not None and r.lower > 0
+        ]
+
+    def _large_enough(self, args: tuple[Any, ...]) -> bool:
+        """Graphs take sizes from 0 up; the program may have been exported for more."""
+        return all(args[i].shape[d] >= least for i, d, least in self._least)
 
     def _is_plain(self) -> bool:
         """Tensors by position, after parameters; outputs that are the caller's, in a tuple or alone."""
@@ -66,10 +95,12 @@ class ExportedCallable:
             if grad:
                 torch._C._set_grad_enabled(False)
             try:
-                results = self._call([*self._head, *args])
-                return results[0] if self._one else results
-            except ArgumentError:
-                pass
+                if all(map(_is_plain_tensor, args)) and self._large_enough(args):
+                    results = self._call([*self._head, *args])
+                    return results[0] if self._one else results
+            except ArgumentError as e:
+                if _inside(e):
+                    raise
             finally:
                 if grad:
                     torch._C._set_grad_enabled(True)
@@ -100,6 +131,12 @@ class ExportedCallable:
         guards this call, and the kernels believe what they were compiled for."""
         if not isinstance(got, torch.Tensor):
             raise ReflibError(f"argument {name}: expected a tensor, got {type(got).__name__}")
+        if is_traceable_wrapper_subclass(got) or is_fake(got) or torch._C._functorch.is_functorch_wrapped_tensor(got):
+            raise ReflibError(f"argument {name}: a tensor with memory of its own is needed, got {type(got).__name__}")
+        if got.layout is not torch.strided:
+            raise ReflibError(f"argument {name}: layout {got.layout}, but it was exported with torch.strided")
+        if got.is_neg():
+            got = got.resolve_neg()
         for what in ("dtype", "device", "ndim"):
             have, want = getattr(got, what), getattr(fake, what)
             if have != want and not (what == "device" and have.type == want.type and want.index is None):

@@ -282,6 +282,10 @@ static PyObject *described(PyObject *o) {
     PyObject *out = dtype && sizes && steps && device
         ? PyUnicode_FromFormat("%S %S, strides %S, on %S", dtype, sizes, steps, device) : NULL;
     Py_XDECREF(dtype), Py_XDECREF(shape), Py_XDECREF(strides), Py_XDECREF(device), Py_XDECREF(sizes), Py_XDECREF(steps);
+    if (!out) { /* a sparse tensor has no strides */
+        PyErr_Clear();
+        return PyUnicode_FromFormat("%s", Py_TYPE(o)->tp_name);
+    }
     return out;
 }
 
@@ -289,7 +293,10 @@ static PyObject *raise(Call *c, PyObject **all) {
     Graph *g = c->graph;
     Frame *f = &c->frame;
     const char *step = f->step ? f->step : "the start";
-    if (PyErr_Occurred()) return NULL; /* by a call in C++ that came to Python */
+    if (PyErr_Occurred()) { /* by a call in C++ that came to Python */
+        if (f->kind == FAILED_PYTHON) Py_XDECREF(c->type), Py_XDECREF(c->value), Py_XDECREF(c->trace);
+        return NULL;
+    }
     if (f->kind == FAILED_PYTHON) {
         PyErr_Restore(c->type, c->value, c->trace);
         return NULL;

@@ -60,7 +60,7 @@ ERRORS = (
     torch.OutOfMemoryError,
 )  # fmt: skip
 OUT_OF_MEMORY = len(ERRORS) - 1
-FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fno-strict-aliasing", "-w")
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fno-strict-aliasing", "-fwrapv", "-w")
 
 
 @functools.cache

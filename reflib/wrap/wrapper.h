@@ -34,7 +34,7 @@ inline void append(char* text, unsigned long size, int64_t n) {
   append(text, size, digits + i);
 }
 
-// An owned, borrowed or empty tensor. `ptr` is its first element.
+// An owned, borrowed or empty tensor. `ptr` is its first element, if it has memory of its own (it is not `opaque`).
 class Tensor {
  public:
   Tensor() = default;
@@ -44,13 +44,14 @@ class Tensor {
 
   Handle handle = nullptr;
   char* ptr = nullptr;
+  bool opaque = false;
 
   void own(Run& run, Handle h) {
     reset();
     handle = h, owner = &run.torch;
     void* p = nullptr;
-    run.torch.data_ptr(h, &p);
-    ptr = (char*)p;
+    opaque = run.torch.data_ptr(h, &p) != 0;
+    ptr = opaque ? nullptr : (char*)p;
   }
   void borrow(Run& run, Handle h) {
     own(run, h);
@@ -59,12 +60,12 @@ class Tensor {
   // The storage's next user: it owns the handle now, and this is another name for it while it lasts.
   void pass_to(Tensor& next) {
     next.reset();
-    next.handle = handle, next.ptr = ptr, next.owner = owner;
+    next.handle = handle, next.ptr = ptr, next.opaque = opaque, next.owner = owner;
     owner = nullptr;
   }
   void reset() {
     if (owner) owner->delete_handle(handle);
-    handle = nullptr, ptr = nullptr, owner = nullptr;
+    handle = nullptr, ptr = nullptr, opaque = false, owner = nullptr;
   }
   // For a caller: a handle that is theirs.
   Handle give(Run& run) {
@@ -74,8 +75,8 @@ class Tensor {
     return h;
   }
   bool aligned(int64_t bytes) const { return (uint64_t)ptr % bytes == 0; }
-  int64_t size(Run& run, int d) const { int64_t* s; run.torch.sizes(handle, &s); return s[d]; }
-  int64_t stride(Run& run, int d) const { int64_t* s; run.torch.strides(handle, &s); return s[d]; }
+  int64_t size(Run& run, int d) const { int64_t* s; run.check(run.torch.sizes(handle, &s)); return s[d]; }
+  int64_t stride(Run& run, int d) const { int64_t* s; run.check(run.torch.strides(handle, &s)); return s[d]; }
 
  private:
   const Torch* owner = nullptr;
@@ -126,15 +127,29 @@ inline Kernel& built(Run& run, int32_t k) {
   return kernel;
 }
 
+// What a kernel gets of an argument: a tensor's address, a size itself.
+inline char* argument(Run& run, const Tensor& t) {
+  if (__builtin_expect(t.opaque, 0)) {  // sparse, or one that a transform of functions carries along
+    void* p;
+    run.check(run.torch.data_ptr(t.handle, &p));
+  }
+  return t.ptr;
+}
+inline char* argument(Run&, char* p) { return p; }
+inline int64_t argument(Run&, int64_t n) { return n; }
+
 // On a GPU: a one-dimensional grid; after the arguments come Triton's two hidden pointers.
 template <class... A>
-void launch(Run& run, int32_t k, void* stream, int64_t grid, A... args) {
-  if (grid <= 0) return;  // an empty tensor
+void launch_with(Run& run, int32_t k, void* stream, int64_t grid, A... args) {
   Kernel& kernel = built(run, k);
   void* hidden = nullptr;
   void* params[] = {(void*)&args..., &hidden, &hidden};
   run.step(kernel.name);
   run.check(run.host->launch(run.host, run.frame, &kernel, grid, stream, params));
+}
+template <class... A>
+void launch(Run& run, int32_t k, void* stream, int64_t grid, const A&... args) {
+  if (grid > 0) launch_with(run, k, stream, grid, argument(run, args)...);  // 0: an empty tensor
 }
 
 struct Range {  // a range of torch.profiler's (and of NVTX, under emit_nvtx)
@@ -146,11 +161,15 @@ struct Range {  // a range of torch.profiler's (and of NVTX, under emit_nvtx)
 
 // On a CPU: a function of pointers, sizes and the number of threads; not 0: an index was outside its tensor.
 template <class... A>
-void run_kernel(Run& run, int32_t k, A... args) {
+void run_with(Run& run, int32_t k, A... args) {
   Kernel& kernel = built(run, k);
   run.step(kernel.name);
   Range range(run, kernel.name);
   if (((int (*)(A..., int))kernel.function)(args..., run.torch.threads()) && kernel.checked) run.fail(FAILED_INDEX);
+}
+template <class... A>
+void run_kernel(Run& run, int32_t k, const A&... args) {
+  run_with(run, k, argument(run, args)...);
 }
 
 inline void* stream_of(Run& run, int32_t device) {
@@ -180,6 +199,14 @@ struct Guard {
 // -- calls -------------------------------------------------------------------------------------------------------
 inline Value none() { return {VALUE_NONE, {nullptr}}; }
 inline Value tensor(const Tensor& t) { Value v; v.kind = VALUE_TENSOR; v.tensor = t.handle; return v; }
+// What came out of the function, but for what its steps throw: a C function of the user's threw it.
+inline int32_t escaped(Frame* frame) {
+  frame->text[0] = 0;
+  append(frame->text, sizeof frame->text, "an exception of C++ came out of it");
+  frame->kind = FAILED_WRAPPER;
+  return -1;
+}
+
 inline Value integer(int64_t i) { Value v; v.kind = VALUE_INT; v.integer = i; return v; }
 inline Value number(double d) { Value v; v.kind = VALUE_FLOAT; v.number = d; return v; }
 inline Value object(int64_t which) { Value v; v.kind = VALUE_OBJECT; v.object = which; return v; }
@@ -311,13 +338,13 @@ struct Expected {
 inline void input(Run& run, Tensor& out, int32_t i, const Value& v, const Expected& e) {
   if (v.kind != VALUE_TENSOR) refuse(run, i, e, v);
   const Torch& t = run.torch;
-  int32_t dtype, type, index;
-  int64_t dim, *sizes, *strides;
+  int32_t dtype = -1, type = -1, index = -1;
+  int64_t dim = -1, *sizes = nullptr, *strides = nullptr;
   t.dtype(v.tensor, &dtype), t.device_type(v.tensor, &type), t.dim(v.tensor, &dim);
   bool good = dtype == e.dtype && (e.device.type < 0 || type == e.device.type) && dim == e.dim;
   if (good && e.device.type > 0) t.device_index(v.tensor, &index), good = index == e.device.index;
+  if (good) good = !t.sizes(v.tensor, &sizes) && (!e.strides || !t.strides(v.tensor, &strides));
   if (good && dim) {
-    t.sizes(v.tensor, &sizes), t.strides(v.tensor, &strides);
     bool empty = false;
     for (int d = 0; d < dim; ++d) {
       good &= e.sizes[d] < 0 || sizes[d] == e.sizes[d];
@@ -328,6 +355,7 @@ inline void input(Run& run, Tensor& out, int32_t i, const Value& v, const Expect
   }
   if (__builtin_expect(!good, 0)) refuse(run, i, e, v);
   out.borrow(run, v.tensor);
+  if (__builtin_expect(out.opaque && e.strides, 0)) refuse(run, i, e, v);
 }
 
 inline void write_ints(char* text, unsigned long n, int64_t dim, const int64_t* a) {
@@ -351,6 +379,22 @@ inline void write_ints(char* text, unsigned long n, int64_t dim, const int64_t* 
   append(s, n, e.device.type < 0 ? " anywhere" : e.device.type ? " on cuda:" : " on cpu");
   if (e.device.type > 0) append(s, n, (int64_t)e.device.index);
   run.fail(FAILED_ARGUMENT);  // the caller, who has the object, says what came
+}
+
+// A stride that depends on a symbol, of a tensor that kernels read.
+inline void expect_stride(Run& run, int32_t i, const char* name, const Tensor& t, int d, int64_t want, const char* what) {
+  int64_t dim = 0, have = t.stride(run, d);
+  if (__builtin_expect(have == want || t.size(run, d) == 1, 1)) return;
+  run.torch.dim(t.handle, &dim);
+  for (int64_t e = 0; e < dim; ++e)
+    if (t.size(run, e) == 0) return;
+  char* s = run.frame->text;
+  unsigned long n = sizeof run.frame->text;
+  s[0] = 0;
+  append(s, n, "argument "), append(s, n, (int64_t)i), append(s, n, " ("), append(s, n, name);
+  append(s, n, "): stride "), append(s, n, have), append(s, n, " in dimension "), append(s, n, (int64_t)d);
+  append(s, n, ", expected "), append(s, n, what), append(s, n, " = "), append(s, n, want);
+  run.fail(FAILED_ARGUMENT);
 }
 
 // A size that depends on a symbol. `what`: how it was said when the program was captured.
@@ -382,7 +426,7 @@ inline int64_t symbol(Run& run, int32_t i, const char* name, const Value& v) {
   char* s = run.frame->text;
   unsigned long n = sizeof run.frame->text;
   s[0] = 0;
-  append(s, n, "argument "), append(s, n, (int64_t)i), append(s, n, " ("), append(s, n, name), append(s, n, "): expected an int");
+  append(s, n, "argument "), append(s, n, (int64_t)i), append(s, n, " ("), append(s, n, name), append(s, n, "): expected an int of 64 bits");
   run.fail(FAILED_ARGUMENT);
 }
 

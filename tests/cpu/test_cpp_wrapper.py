@@ -110,7 +110,7 @@ def test_a_size_is_an_int() -> None:
     at = next(i for i, a in enumerate(args) if isinstance(a, int))
     assert float(call(list(args))[0][0]) == 7
     for bad in (2.5, "7", None, 2**70, True):
-        with pytest.raises(reflib.ReflibError, match=rf"argument {at} \(\w+\): expected an int; got \w+"):
+        with pytest.raises(reflib.ReflibError, match=rf"argument {at} \(\w+\): expected an int of 64 bits; got \w+"):
             call([*args[:at], bad, *args[at + 1 :]])
 
 
@@ -261,6 +261,32 @@ def test_no_memory_is_torchs_error() -> None:
         f(torch.ones(1))
 
 
+def test_a_tensor_without_memory_is_an_error() -> None:
+    @torch.library.custom_op(f"cpp_wrapper::op{next(count)}", mutates_args=())
+    def sparse(x: Tensor) -> Tensor:
+        return x.to_sparse()
+
+    sparse.register_fake(torch.empty_like)  # (it says dense)
+    f = reflib.compile(lambda x: sparse(x) + 1, wrapper="cpp")
+    with pytest.raises(RuntimeError, match="storage"):
+        f(torch.eye(3))
+
+
+def test_large_numbers_do_not_wrap_around() -> None:
+    f = reflib.compile(lambda x, n: (x + 1, n * n * n), wrapper="cpp", dynamic=True)
+    assert f(torch.ones(3), 5)[1] == 125
+    with pytest.raises(OverflowError):
+        f(torch.ones(3), 2**40)
+
+
+def test_comments_stay_comments(tmp_path: Any) -> None:
+    for i, name in enumerate(("a\n#error hi", "b\\", "c */ d")):
+        scope: dict[str, Any] = {}
+        exec(compile(f"def f(x): return x.sort()[0] + {i}", name, "exec"), scope)
+        f = reflib.compile(scope["f"], wrapper="cpp")
+        torch.testing.assert_close(f(torch.ones(3)), torch.ones(3) + i)
+
+
 # -- threads ----------------------------------------------------------------------------------------
 def test_eight_threads_at_once() -> None:
     op = python_op(lambda x: x * 2)
@@ -386,13 +412,15 @@ extern "C" int32_t reflib_call(Host* host, Frame* frame, const Value* in, Value*
   input(run, W, 1, in[1], W_is);
   empty<2>(run, add, {4, 6}, {6, 1}, float32, cpu);
   // loops ...
-  run_kernel(run, KERNEL, X.ptr, W.ptr, add.ptr);
+  run_kernel(run, KERNEL, X, W, add);
   drop(run, X, 0);
   drop(run, W, 1);
   out[0] = give(run, add);
   return 0;
 } catch (const Failed&) {
   return -1;
+} catch (...) {
+  return escaped(frame);
 }
 """
 
