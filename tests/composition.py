@@ -656,3 +656,22 @@ def numbers_of_a_cpu(device: str, wrapper: str) -> None:
     """A CPU scalar among tensors of the GPU, and kernels of both in one graph."""
     same(lambda x, s: x * s + 1, wrapper, randn(33, device=device), torch.tensor(2.5))
     same(lambda x, y: (x.cpu() * 2 + y).to(x.device) + x, wrapper, randn(33, device=device), randn(33, device="cpu"))
+
+
+# what a child begins with that has no Python.h (``ctypes``), or does not know how tensors lie in memory
+SHORT_WAYS_CLOSED = """
+import tempfile
+from pathlib import Path
+import pytest, torch
+from reflib.errors import ToolchainError
+from reflib.wrap import host
+
+def no():
+    raise ToolchainError("no Python.h here")
+
+if {ctypes!r}:
+    host.build_extension_now = no
+else:
+    host._layout_is_known = lambda module: False
+from tests.composition import run
+"""

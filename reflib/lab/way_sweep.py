@@ -16,9 +16,10 @@ from typing import Any
 
 from reflib.lab.cold_child import COMPILERS, close, flat, own_caches, synchronize
 from reflib.lab.measuring import time_cases
-from reflib.lab.peers import Failure, _run_child, _signal_name
+from reflib.lab.peers import Failure, _run_child
 from reflib.lab.rows import Row, Rows, append, stamp
 from reflib.lab.timing import Samples
+from reflib.lab.tuning import _ended
 
 CHILD = "reflib.lab.way_sweep"
 Place = Mapping[str, Any]
@@ -67,13 +68,7 @@ def _outcomes(job: dict[str, Any], source: str, timeout_s: float) -> list[dict[s
     for line in text.splitlines():
         data = json.loads(line)
         found.append(Failure(data["status"], data["note"]) if "status" in data else data)
-    last = errors.strip().splitlines()[-1:] or [""]
-    if code is None:
-        why = Failure("timed out", f"after {timeout_s:g} s")
-    else:
-        said = _signal_name(-code) if code < 0 else f"exit code {code} {last[0][:120]}".strip()
-        why = Failure("crashed", said)
-    return found + [why] * (len(job["places"]) - len(found))
+    return found + [_ended(code, errors, timeout_s)] * (len(job["places"]) - len(found))
 
 
 def _rows(found: dict[str, Any] | Failure, shared: Mapping[str, Any]) -> list[Row]:

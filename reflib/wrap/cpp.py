@@ -51,12 +51,12 @@ DTYPES = {
 }  # fmt: skip
 # names that the text itself uses
 TAKEN = frozenset(
-    "Device Expected Failed Frame Guard Handle Host Ints Just Kernel Many Range Run Tensor Torch Value aligned "
-    "anywhere append args argument call cpu cuda dispatch drop empty entry escaped expect_range expect_size "
-    "expect_stride floor_div floor_mod frame give guard host ignore in input int16_t int32_t int64_t int8_t "
-    "integer ints laid_out launch launch_with list made max min none number object out own plain python reflib "
-    "reflib_call refuse results run run_kernel run_with some stack stream stream_of symbol take tensor text there "
-    "uint16_t uint32_t uint64_t uint8_t value view write_ints zeros".split()
+    "Device Expected Failed Frame Guard Handle Host Ints Just Kernel Many Range Run Tensor Text Torch Value "
+    "aligned anywhere args argument argument_said call cpu cuda differs dispatch drop empty entry escaped "
+    "expect_range expect_size expect_stride floor_div floor_mod frame give guard host ignore in input int16_t "
+    "int32_t int64_t int8_t integer ints laid_out launch launch_with list made max min none number object out own "
+    "plain python reflib reflib_call refuse results run run_kernel run_with some stack stream stream_of symbol "
+    "take tensor text there uint16_t uint32_t uint64_t uint8_t value view write_ints zeros".split()
 )
 MOST_PARTS = 6  # of a fused kernel, whose lines of IR are shown ...
 LONGEST = 140  # ... up to so many characters

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..errors import IndexOutOfRange, ToolchainError
+from ..errors import GenerateError, IndexOutOfRange, ToolchainError
 from ..generate.kernel import Kernel
 from ..ir.loops import Indirect
 from ..ir.program import Program, Region, Template, regions
@@ -45,7 +45,12 @@ def wrap(
     are being built already (``start_building``).
     """
     if in_cpp(options):
-        return _wrap_cpp(program, plan, kernels, options, build_cpp or compile_cpp, built or {})
+        try:
+            return _wrap_cpp(program, plan, kernels, options, build_cpp or compile_cpp, built or {})
+        except GenerateError as e:  # a dtype or a device that C++ has no word for
+            if options.wrapper == "cpp":
+                raise
+            logger("wrapper").info("the wrapper is in Python: %s", e)
     printer = PythonPrinter(program, plan, kernels, options.check_nan)
     source = printer.print()
     logger("wrapper").info("%s", source)

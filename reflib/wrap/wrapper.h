@@ -18,21 +18,25 @@ struct Run {
   void check(int32_t rc) { if (__builtin_expect(rc != 0, 0)) { if (!frame->kind) frame->kind = FAILED_TORCH; throw Failed{}; } }
 };
 
-inline void append(char* text, unsigned long size, const char* what) {
-  while (*text && size > 1) ++text, --size;
-  while (*what && size > 1) *text++ = *what++, --size;
-  *text = 0;
-}
-
-inline void append(char* text, unsigned long size, int64_t n) {
-  char digits[24];
-  int i = 23;
-  uint64_t u = n < 0 ? -(uint64_t)n : (uint64_t)n;
-  digits[i] = 0;
-  do digits[--i] = char('0' + u % 10); while (u /= 10);
-  if (n < 0) digits[--i] = '-';
-  append(text, size, digits + i);
-}
+// What a failure says, written into the frame.
+struct Text {
+  char* at;
+  unsigned long left;
+  explicit Text(Frame* frame) : at(frame->text), left(sizeof frame->text) { *at = 0; }
+  Text& operator<<(const char* what) {
+    while (*what && left > 1) *at++ = *what++, --left;
+    return *at = 0, *this;
+  }
+  Text& operator<<(int64_t n) {
+    char digits[24];
+    int i = 23;
+    uint64_t u = n < 0 ? -(uint64_t)n : (uint64_t)n;
+    digits[i] = 0;
+    do digits[--i] = char('0' + u % 10); while (u /= 10);
+    if (n < 0) digits[--i] = '-';
+    return *this << digits + i;
+  }
+};
 
 // An owned, borrowed or empty tensor. `ptr` is its first element, if it has memory of its own (it is not `opaque`).
 class Tensor {
@@ -201,8 +205,7 @@ inline Value none() { return {VALUE_NONE, {nullptr}}; }
 inline Value tensor(const Tensor& t) { Value v; v.kind = VALUE_TENSOR; v.tensor = t.handle; return v; }
 // What came out of the function, but for what its steps throw: a C function of the user's threw it.
 inline int32_t escaped(Frame* frame) {
-  frame->text[0] = 0;
-  append(frame->text, sizeof frame->text, "an exception of C++ came out of it");
+  Text(frame) << "an exception of C++ came out of it";
   frame->kind = FAILED_WRAPPER;
   return -1;
 }
@@ -358,75 +361,63 @@ inline void input(Run& run, Tensor& out, int32_t i, const Value& v, const Expect
   if (__builtin_expect(out.opaque && e.strides, 0)) refuse(run, i, e, v);
 }
 
-inline void write_ints(char* text, unsigned long n, int64_t dim, const int64_t* a) {
-  append(text, n, "[");
+inline void write_ints(Text& text, int64_t dim, const int64_t* a) {
+  text << "[";
   for (int64_t d = 0; d < dim; ++d) {
-    if (d) append(text, n, ", ");
-    if (a[d] < 0) append(text, n, "any");
-    else append(text, n, a[d]);
+    if (d) text << ", ";
+    if (a[d] < 0) text << "any";
+    else text << a[d];
   }
-  append(text, n, "]");
+  text << "]";
 }
 
-// "argument 1 (w): expected float32 [64, 64], strides [64, 1], on cpu; got dtype 7 [64, 64] ..."
+inline Text argument_said(Run& run, int32_t i, const char* name) {
+  Text text(run.frame);
+  return text << "argument " << (int64_t)i << " (" << name << "): ";
+}
+
+// "argument 1 (w): expected float32 [64, 64], strides [64, 1], on cpu": the caller, who has the object, says what came.
 [[noreturn]] __attribute__((noinline)) inline void refuse(Run& run, int32_t i, const Expected& e, const Value& v) {
-  char* s = run.frame->text;
-  unsigned long n = sizeof run.frame->text;
-  s[0] = 0;
-  append(s, n, "argument "), append(s, n, (int64_t)i), append(s, n, " ("), append(s, n, e.name), append(s, n, "): expected ");
-  append(s, n, e.dtype_name), append(s, n, " "), write_ints(s, n, e.dim, e.sizes);
-  if (e.strides) append(s, n, ", strides "), write_ints(s, n, e.dim, e.strides);
-  append(s, n, e.device.type < 0 ? " anywhere" : e.device.type ? " on cuda:" : " on cpu");
-  if (e.device.type > 0) append(s, n, (int64_t)e.device.index);
-  run.fail(FAILED_ARGUMENT);  // the caller, who has the object, says what came
+  Text text = argument_said(run, i, e.name);
+  text << "expected " << e.dtype_name << " ";
+  write_ints(text, e.dim, e.sizes);
+  if (e.strides) write_ints(text << ", strides ", e.dim, e.strides);
+  text << (e.device.type < 0 ? " anywhere" : e.device.type ? " on cuda:" : " on cpu");
+  if (e.device.type > 0) text << (int64_t)e.device.index;
+  run.fail(FAILED_ARGUMENT);
 }
 
-// A stride that depends on a symbol, of a tensor that kernels read.
-inline void expect_stride(Run& run, int32_t i, const char* name, const Tensor& t, int d, int64_t want, const char* what) {
-  int64_t dim = 0, have = t.stride(run, d);
-  if (__builtin_expect(have == want || t.size(run, d) == 1, 1)) return;
-  run.torch.dim(t.handle, &dim);
-  for (int64_t e = 0; e < dim; ++e)
-    if (t.size(run, e) == 0) return;
-  char* s = run.frame->text;
-  unsigned long n = sizeof run.frame->text;
-  s[0] = 0;
-  append(s, n, "argument "), append(s, n, (int64_t)i), append(s, n, " ("), append(s, n, name);
-  append(s, n, "): stride "), append(s, n, have), append(s, n, " in dimension "), append(s, n, (int64_t)d);
-  append(s, n, ", expected "), append(s, n, what), append(s, n, " = "), append(s, n, want);
+[[noreturn]] __attribute__((noinline)) inline void differs(
+    Run& run, int32_t i, const char* name, const char* kind, int64_t have, int d, int64_t want, const char* what) {
+  argument_said(run, i, name) << kind << have << " in dimension " << (int64_t)d << ", expected " << what << " = " << want;
   run.fail(FAILED_ARGUMENT);
 }
 
 // A size that depends on a symbol. `what`: how it was said when the program was captured.
 inline void expect_size(Run& run, int32_t i, const char* name, const Tensor& t, int d, int64_t want, const char* what) {
   int64_t have = t.size(run, d);
-  if (__builtin_expect(have == want, 1)) return;
-  char* s = run.frame->text;
-  unsigned long n = sizeof run.frame->text;
-  s[0] = 0;
-  append(s, n, "argument "), append(s, n, (int64_t)i), append(s, n, " ("), append(s, n, name);
-  append(s, n, "): size "), append(s, n, have), append(s, n, " in dimension "), append(s, n, (int64_t)d);
-  append(s, n, ", expected "), append(s, n, what), append(s, n, " = "), append(s, n, want);
-  run.fail(FAILED_ARGUMENT);
+  if (__builtin_expect(have != want, 0)) differs(run, i, name, "size ", have, d, want, what);
+}
+
+// A stride, of a tensor that kernels read. It does not matter where nothing is, or nothing next to it.
+inline void expect_stride(Run& run, int32_t i, const char* name, const Tensor& t, int d, int64_t want, const char* what) {
+  int64_t dim = 0, have = t.stride(run, d);
+  if (__builtin_expect(have == want || t.size(run, d) == 1, 1)) return;
+  run.torch.dim(t.handle, &dim);
+  for (int64_t e = 0; e < dim; ++e)
+    if (t.size(run, e) == 0) return;
+  differs(run, i, name, "stride ", have, d, want, what);
 }
 
 inline void expect_range(Run& run, int32_t i, const char* name, const char* what, int64_t have, int64_t least, int64_t most) {
   if (__builtin_expect(have >= least && have <= most, 1)) return;
-  char* s = run.frame->text;
-  unsigned long n = sizeof run.frame->text;
-  s[0] = 0;
-  append(s, n, "argument "), append(s, n, (int64_t)i), append(s, n, " ("), append(s, n, name), append(s, n, "): ");
-  append(s, n, what), append(s, n, " is "), append(s, n, have), append(s, n, ", compiled for "), append(s, n, least);
-  append(s, n, " to "), append(s, n, most);
+  argument_said(run, i, name) << what << " is " << have << ", compiled for " << least << " to " << most;
   run.fail(FAILED_ARGUMENT);
 }
 
 inline int64_t symbol(Run& run, int32_t i, const char* name, const Value& v) {
   if (v.kind == VALUE_INT) return v.integer;
-  char* s = run.frame->text;
-  unsigned long n = sizeof run.frame->text;
-  s[0] = 0;
-  append(s, n, "argument "), append(s, n, (int64_t)i), append(s, n, " ("), append(s, n, name), append(s, n, "): expected an int of 64 bits");
+  argument_said(run, i, name) << "expected an int of 64 bits";
   run.fail(FAILED_ARGUMENT);
 }
 

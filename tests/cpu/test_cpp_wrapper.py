@@ -23,6 +23,7 @@ import reflib
 from reflib import toolchain
 from reflib.errors import ToolchainError
 from reflib.wrap import cpp, host
+from tests.composition import SHORT_WAYS_CLOSED
 from tests.models import build
 
 Tensor = torch.Tensor
@@ -287,6 +288,16 @@ def test_comments_stay_comments(tmp_path: Any) -> None:
         torch.testing.assert_close(f(torch.ones(3)), torch.ones(3) + i)
 
 
+def test_auto_is_python_where_cpp_has_no_word_for_it(monkeypatch: Any) -> None:
+    monkeypatch.delitem(cpp.DTYPES, torch.float64)
+    f = lambda x: torch.relu(x) + 1  # noqa: E731
+    x = torch.ones(3, dtype=torch.float64)
+    torch.testing.assert_close(reflib.compile(f, wrapper="auto")(x), f(x))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match='use wrapper="python"'):
+        reflib.compile(f, wrapper="cpp")(x)
+
+
 # -- threads ----------------------------------------------------------------------------------------
 def test_eight_threads_at_once() -> None:
     op = python_op(lambda x: x * 2)
@@ -529,21 +540,7 @@ def test_without_a_compiler_auto_is_python() -> None:
 
 
 # -- where the short ways are closed ----------------------------------------------------------------
-OTHER_WAYS = """
-import sys, tempfile
-from pathlib import Path
-import pytest, torch
-from reflib.errors import ToolchainError
-from reflib.wrap import host
-
-def no():
-    raise ToolchainError("no Python.h here")
-
-if {ctypes!r}:
-    host.build_extension_now = no
-else:
-    host._layout_is_known = lambda module: False
-from tests.composition import run
+OTHER_WAYS = SHORT_WAYS_CLOSED + """
 from tests.cpu.test_cpp_wrapper import explained, affine, X, W
 for name in {names!r}:
     with pytest.MonkeyPatch.context() as m:

@@ -14,6 +14,7 @@ import torch
 
 import reflib
 from reflib.errors import ArgumentError
+from tests.composition import SHORT_WAYS_CLOSED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -100,21 +101,7 @@ def test_the_profiler_shows_launches() -> None:
     assert any(k.name in n for k in e.kernels for n in names), names
 
 
-OTHER_WAYS = """
-import tempfile
-from pathlib import Path
-import pytest, torch
-from reflib.errors import ToolchainError
-from reflib.wrap import host
-
-def no():
-    raise ToolchainError("no Python.h here")
-
-if {ctypes!r}:
-    host.build_extension_now = no
-else:
-    host._layout_is_known = lambda module: False
-from tests.composition import run
+OTHER_WAYS = SHORT_WAYS_CLOSED + """
 for name in ("dynamic_shapes", "training", "custom_ops_in_python", "misaligned_views", "another_stream",
              "captured_in_a_cuda_graph", "split_k_words_under_capture", "early_launches"):
     with pytest.MonkeyPatch.context() as m:
