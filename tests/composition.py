@@ -196,7 +196,8 @@ def tuning_in_the_background(device: str, wrapper: str) -> None:
     progress = reflib.wait_for_tuning(f, timeout=100)
     assert progress.finished and not progress.failed, progress
     check(fn, f, a, b, times=2)
-    assert tuning.state == "swapped" and is_in(wrapper, tuning.stages.wrapper)
+    assert is_in(wrapper, tuning.stages.wrapper)
+    assert tuning.state == "swapped" or (device == "cuda" and tuning.state == "unchanged")  # there a guess may be best
 
 
 # -- sizes ------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -257,6 +258,7 @@ def profiled_peak(fn: Callable[..., Any], args: tuple[torch.Tensor, ...]) -> int
 
 def measured_peak(fn: Callable[..., Any], args: tuple[torch.Tensor, ...]) -> int:
     for _ in range(2):
+        gc.collect()  # what other tests left in cycles would go in the middle, or stay
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()

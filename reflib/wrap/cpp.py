@@ -331,9 +331,9 @@ class CppPrinter:
             for b in step.arm.workspace:
                 n = self.name(b.name)
                 if b.kind == "zeros":
-                    words = f"zeros(run, {device.index or 0}, {stream}, {self.size(b.numel)})"
-                    self.put(f"char* {places.get(n, n)} = {words};")
                     places[n] = self.name(f"{b.name} words")
+                    words = f"zeros(run, {device.index or 0}, {stream}, {self.size(b.numel)})"
+                    self.put(f"char* {places[n]} = {words};")
                 else:
                     self.lasting.discard(b.name)
                     self._empty(b)
