@@ -12,6 +12,7 @@ static Torch torch_table;
 static PyTypeObject *tensor_type;
 static PyObject *(*wrap_copy)(Handle);  /* THPVariable_Wrap(const at::TensorBase &) */
 static PyObject *borrow_slowly, *wrap_slowly; /* torch's functions: list of tensors -> list of addresses, and back */
+static PyObject *described; /* a function: what came, for the message of what was expected */
 static PyObject *error_types;  /* by FAILED_..., and one more: */
 enum { OUT_OF_MEMORY = FAILED_WRAPPER + 1 };
 static Driver driver;
@@ -23,7 +24,7 @@ typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
     Host host;
-    Entry entry;
+    WrapperEntry entry;
     Py_ssize_t inputs, outputs;
     PyObject *name, *functions, *loaders, *objects, *constants, *owner, *images;
     Kernel *kernels;
@@ -273,22 +274,6 @@ static int32_t launch_kernel(Host *host, Frame *frame, const Kernel *k, int64_t 
 }
 
 /* -- a call ------------------------------------------------------------------------------------------------------- */
-/* What came, for the message of what was expected. */
-static PyObject *described(PyObject *o) {
-    if (!o || !PyObject_TypeCheck(o, tensor_type)) return PyUnicode_FromFormat("%s", o ? Py_TYPE(o)->tp_name : "nothing");
-    PyObject *dtype = PyObject_GetAttrString(o, "dtype"), *shape = PyObject_GetAttrString(o, "shape");
-    PyObject *strides = PyObject_CallMethod(o, "stride", NULL), *device = PyObject_GetAttrString(o, "device");
-    PyObject *sizes = shape ? PySequence_List(shape) : NULL, *steps = strides ? PySequence_List(strides) : NULL;
-    PyObject *out = dtype && sizes && steps && device
-        ? PyUnicode_FromFormat("%S %S, strides %S, on %S", dtype, sizes, steps, device) : NULL;
-    Py_XDECREF(dtype), Py_XDECREF(shape), Py_XDECREF(strides), Py_XDECREF(device), Py_XDECREF(sizes), Py_XDECREF(steps);
-    if (!out) { /* a sparse tensor has no strides */
-        PyErr_Clear();
-        return PyUnicode_FromFormat("%s", Py_TYPE(o)->tp_name);
-    }
-    return out;
-}
-
 static PyObject *raise(Call *c, PyObject **all) {
     Graph *g = c->graph;
     Frame *f = &c->frame;
@@ -309,7 +294,7 @@ static PyObject *raise(Call *c, PyObject **all) {
     if (f->kind == FAILED_ARGUMENT) {
         int i = 0;
         sscanf(f->text, "argument %d", &i);
-        PyObject *came = described(all[i]);
+        PyObject *came = PyObject_CallOneArg(described, all[i] ? all[i] : Py_None);
         if (came) PyErr_Format(type, "%s; got %U", f->text, came);
         Py_XDECREF(came);
         return NULL;
@@ -317,15 +302,12 @@ static PyObject *raise(Call *c, PyObject **all) {
     return PyErr_Format(type, "graph %U, step %s: %s", g->name, step, what && *what ? what : "it failed; see stderr");
 }
 
-static PyObject *graph_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *kwnames) {
-    Graph *g = (Graph *)self;
-    PyObject *list = PyVectorcall_NARGS(nargsf) == 1 ? args[0] : NULL, *result = NULL;
-    if (!list || !PyList_CheckExact(list) || (kwnames && PyTuple_GET_SIZE(kwnames)))
-        return PyErr_Format(PyExc_TypeError, "a compiled graph takes one list, which it empties");
-    Py_ssize_t n = PyList_GET_SIZE(list), m = g->outputs;
-    if (n != g->inputs)
-        return PyErr_Format(PyTuple_GET_ITEM(error_types, FAILED_ARGUMENT), "graph %U takes %zd arguments, got %zd",
-                            g->name, g->inputs, n);
+/* Calls it with `head` and then `rest`. `list`: where they are from, which is emptied as soon as the call holds them.
+   `refused`: is set, and nothing raised, where the graph refuses an argument. */
+static PyObject *run(Graph *g, PyObject *const *head, Py_ssize_t heads, PyObject *const *rest, Py_ssize_t rests,
+                     PyObject *list, int *refused) {
+    Py_ssize_t n = heads + rests, m = g->outputs;
+    PyObject *result = NULL;
     PyObject *owned_[ON_STACK], **owned = owned_;
     Value in_[ON_STACK], *in = in_, out_[ON_STACK], *out = out_;
     if (n > ON_STACK || m > ON_STACK) {
@@ -342,8 +324,7 @@ static PyObject *graph_call(PyObject *self, PyObject *const *args, size_t nargsf
     c.frame.step = NULL, c.frame.kind = 0, c.frame.text[0] = 0;
     c.graph = g, c.owned = owned, c.in = in, c.kept = NULL;
     int rc = 0;
-    Py_ssize_t ready = 0;
-    for (; ready < n; ++ready) owned[ready] = Py_NewRef(PyList_GET_ITEM(list, ready));
+    for (Py_ssize_t i = 0; i < n; ++i) owned[i] = Py_NewRef(i < heads ? head[i] : rest[i - heads]);
     for (Py_ssize_t i = 0; i < n; ++i) {
         PyObject *o = owned[i];
         in[i].kind = VALUE_NONE;
@@ -357,12 +338,13 @@ static PyObject *graph_call(PyObject *self, PyObject *const *args, size_t nargsf
         }
     }
     for (Py_ssize_t i = 0; i < m; ++i) out[i].kind = VALUE_NONE;
-    if (!rc) rc = PyList_SetSlice(list, 0, n, NULL);
+    if (!rc && list) rc = PyList_SetSlice(list, 0, n, NULL);
     if (!rc) {
         give_gil(&c);
         rc = g->entry(&g->host, &c.frame, in, out);
         take_gil(&c);
-        if (rc) raise(&c, owned);
+        if (rc && refused && c.frame.kind == FAILED_ARGUMENT && !PyErr_Occurred()) *refused = 1;
+        else if (rc) raise(&c, owned);
     }
     if (!rc && (result = PyTuple_New(m))) {
         Py_ssize_t i = 0;
@@ -382,6 +364,18 @@ static PyObject *graph_call(PyObject *self, PyObject *const *args, size_t nargsf
     Py_XDECREF(c.kept);
     if (owned != owned_) PyMem_RawFree(owned), PyMem_RawFree(in);
     return result;
+}
+
+static PyObject *graph_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *kwnames) {
+    Graph *g = (Graph *)self;
+    PyObject *list = PyVectorcall_NARGS(nargsf) == 1 ? args[0] : NULL;
+    if (!list || !PyList_CheckExact(list) || (kwnames && PyTuple_GET_SIZE(kwnames)))
+        return PyErr_Format(PyExc_TypeError, "a compiled graph takes one list, which it empties");
+    Py_ssize_t n = PyList_GET_SIZE(list);
+    if (n != g->inputs)
+        return PyErr_Format(PyTuple_GET_ITEM(error_types, FAILED_ARGUMENT), "graph %U takes %zd arguments, got %zd",
+                            g->name, g->inputs, n);
+    return run(g, PySequence_Fast_ITEMS(list), n, NULL, 0, list, NULL);
 }
 
 /* -- making one --------------------------------------------------------------------------------------------------- */
@@ -429,7 +423,7 @@ static PyObject *make_graph(PyObject *module, PyObject *args) {
     pthread_mutex_init(&g->lock, NULL);
     Py_ssize_t nk = PyTuple_GET_SIZE(kernels), nc = PyTuple_GET_SIZE(constants), ns = PyTuple_GET_SIZE(symbols);
     g->vectorcall = graph_call;
-    g->entry = (Entry)(uintptr_t)entry;
+    g->entry = (WrapperEntry)(uintptr_t)entry;
     g->inputs = inputs, g->outputs = outputs;
     g->name = Py_NewRef(name), g->functions = Py_NewRef(functions), g->loaders = Py_NewRef(loaders);
     g->objects = Py_NewRef(objects), g->constants = Py_NewRef(constants), g->zeros = Py_NewRef(zeros);
@@ -458,12 +452,14 @@ fail:
     return NULL;
 }
 
-/* setup(tensor type, addresses in Torch's order, wrap's address, errors, borrow or None, wrap or None) */
+#include "host_entry.c"
+
+/* setup(tensor type, addresses in Torch's order, wrap's address, errors, described, borrow or None, wrap or None) */
 static PyObject *setup(PyObject *module, PyObject *args) {
-    PyObject *type, *addresses, *errors, *slow_borrow, *slow_wrap;
+    PyObject *type, *addresses, *errors, *said, *slow_borrow, *slow_wrap;
     unsigned long long wrapper;
-    if (!PyArg_ParseTuple(args, "OO!KO!OO", &type, &PyTuple_Type, &addresses, &wrapper, &PyTuple_Type, &errors,
-                          &slow_borrow, &slow_wrap))
+    if (!PyArg_ParseTuple(args, "OO!KO!OOO", &type, &PyTuple_Type, &addresses, &wrapper, &PyTuple_Type, &errors,
+                          &said, &slow_borrow, &slow_wrap))
         return NULL;
     void *found[sizeof(Torch) / sizeof(void *)];
     if (PyTuple_GET_SIZE(addresses) != sizeof found / sizeof *found)
@@ -473,7 +469,7 @@ static PyObject *setup(PyObject *module, PyObject *args) {
     memcpy(&torch_table, found, sizeof found);
     tensor_type = (PyTypeObject *)Py_NewRef(type);
     wrap_copy = (PyObject * (*)(Handle))(uintptr_t)wrapper;
-    error_types = Py_NewRef(errors);
+    error_types = Py_NewRef(errors), described = Py_NewRef(said);
     borrow_slowly = slow_borrow == Py_None ? NULL : Py_NewRef(slow_borrow);
     wrap_slowly = slow_wrap == Py_None || wrapper ? NULL : Py_NewRef(slow_wrap);
     Py_RETURN_NONE;
@@ -500,7 +496,9 @@ static PyObject *open_driver(PyObject *module, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"graph", make_graph, METH_VARARGS, "a compiled graph as a callable"},
+    {"entry", make_entry, METH_VARARGS, "what a compiled program is called by"},
     {"setup", setup, METH_VARARGS, "what is the same for all graphs"},
+    {"setup_entry", setup_entry, METH_VARARGS, "what is the same for all entries"},
     {"is_at", is_at, METH_VARARGS, "is a tensor's handle where it is believed to be?"},
     {"open", open_driver, METH_VARARGS, "find the driver's functions"},
     {NULL},
@@ -510,6 +508,7 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_reflib_host", NULL,
 PyMODINIT_FUNC PyInit__reflib_host(void) {
     PyObject *m = PyModule_Create(&module);
     graph_type = (PyTypeObject *)PyType_FromSpec(&graph_spec);
-    if (!m || !graph_type) return NULL;
+    entry_type = (PyTypeObject *)PyType_FromSpec(&entry_spec);
+    if (!m || !graph_type || !entry_type) return NULL;
     return m;
 }

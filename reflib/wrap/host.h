@@ -87,7 +87,7 @@ typedef struct Host {
     void (*drop)(struct Host *, Frame *, int32_t input); /* an input is not needed any more */
 } Host;
 
-typedef int32_t (*Entry)(Host *, Frame *, const Value *inputs, Value *outputs);
+typedef int32_t (*WrapperEntry)(Host *, Frame *, const Value *inputs, Value *outputs);
 
 #ifdef __cplusplus
 }

@@ -53,6 +53,11 @@ FUNCTIONS = (
     ("aoti_torch_delete_cuda_guard", "cuda"),
     ("torch_exception_get_what_without_backtrace", "optional"),
 )
+# in the order of `eager` in host_entry.c
+ENTRY_FUNCTIONS = (
+    "aoti_torch_grad_mode_is_enabled", "aoti_torch_grad_mode_set_enabled", "aoti_torch_get_layout",
+    "aoti_torch_layout_strided", "_ZN2at6native6is_negERKNS_6TensorE",
+)  # fmt: skip
 WRAP = "_Z16THPVariable_WrapRKN2at10TensorBaseE"  # THPVariable_Wrap(const at::TensorBase&)
 # by FAILED_... in host.h, and one more
 ERRORS = (
@@ -93,6 +98,7 @@ def build_extension_now() -> ModuleType:
     """``host.c``, compiled (through the cache) and imported. Raises ToolchainError."""
     head = C_HEAD + "#include <pthread.h>\n#include <stdarg.h>\n"
     text = (HERE / "host.c").read_text().replace('#include "host.h"', HEADERS["host.h"])
+    text = text.replace('#include "host_entry.c"', (HERE / "host_entry.c").read_text())
     return build_extension("_reflib_host", head + DRIVER_SOURCE + text, ["-ldl", "-lpthread"])
 
 
@@ -108,9 +114,11 @@ def extension() -> ModuleType | str:
     known = _layout_is_known(module)
     module.setup(
         torch.Tensor, tuple(address(n) for n, _ in FUNCTIONS), address(WRAP) if known else 0, ERRORS,
-        None if known else aoti.unsafe_alloc_void_ptrs_from_tensors,
+        described, None if known else aoti.unsafe_alloc_void_ptrs_from_tensors,
         aoti.alloc_tensors_by_stealing_from_void_ptrs,
     )  # fmt: skip
+    if _entry_functions():
+        module.setup_entry(torch.nn.Parameter, _entry_functions())
     if torch.cuda.is_available():
         module.open(libcuda())
     return module
@@ -120,6 +128,20 @@ def _layout_is_known(module: ModuleType) -> bool:
     """Is a tensor's at::Tensor right behind its object's head? ``_cdata`` is what an at::Tensor holds."""
     plain, parameter = torch.empty(1), torch.nn.Parameter(torch.empty(1))
     return all(module.is_at(t, t._cdata) for t in (plain, parameter, plain.view(1)))
+
+
+@functools.cache
+def _entry_functions() -> tuple[int, ...]:
+    """Addresses; none at all if this torch does not have them all."""
+    found = tuple(address(n) for n in ENTRY_FUNCTIONS)
+    return found if all(found) else ()
+
+
+def described(x: Any) -> str:
+    """What came, for the message of what was expected."""
+    if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
+        return type(x).__name__
+    return f"{x.dtype} {list(x.shape)}, strides {list(x.stride())}, on {x.device}"
 
 
 def why_not() -> str:
@@ -194,6 +216,28 @@ def graph(
     return CtypesGraph(
         library, name, inputs, outputs, kernels, loaders, functions, objects, constants, symbols, zeros
     )  # fmt: skip
+
+
+def entry(
+    graph: Callable[[list], tuple],
+    head: Sequence[torch.Tensor],
+    count: int,
+    one: bool,
+    least: Sequence[tuple[int, int, int]],
+    slow: Callable[..., Any],
+) -> Callable[..., Any]:
+    """What a compiled program is called by: ``count`` tensors by position, which go to ``graph`` behind ``head``.
+    Gradients are off meanwhile.
+
+    one: the result is the graph's only output, not the tuple. least: (argument, dimension, size): graphs take sizes
+    from 0 up. slow: gets every call of another kind, and those whose arguments the graph refuses.
+    """
+    native = extension()
+    if not isinstance(native, str) and _entry_functions():
+        return native.entry(graph, tuple(head), count, one, tuple(least), slow)
+    from .host_ctypes import python_entry
+
+    return python_entry(graph, head, count, one, least, slow)
 
 
 def functions_of(text: str, names: Mapping[str, Any], wanted: Sequence[str]) -> list[Callable[..., tuple]]:

@@ -1,4 +1,4 @@
-"""``host.c`` in ctypes, where no C extension can be built (no Python.h): the same callable, several times slower.
+"""``host.c`` in ctypes, where no C extension can be built (no Python.h): the same callables, several times slower.
 
 Structures are those of ``host.h``. A handle is made for every tensor that goes in and freed afterwards, by torch's own
 functions, so nothing is assumed of how a tensor lies in memory.
@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from ..errors import DeviceError
+from ..errors import ArgumentError, DeviceError
 from .cuda_launch import _ctypes_driver, _CtypesLauncher
-from .host import ERRORS, FUNCTIONS, OUT_OF_MEMORY, address
+from .host import ERRORS, FUNCTIONS, OUT_OF_MEMORY, address, described
 
 NONE, TENSOR, INT, FLOAT, OBJECT = range(5)  # VALUE_...
 TORCH, DRIVER, INDEX, ARGUMENT, PYTHON, WRAPPER = range(1, 7)  # FAILED_...
@@ -200,8 +200,45 @@ class CtypesGraph:
         call.values[i].kind, call.owned[i] = NONE, None
 
 
-def described(x: Any) -> str:
-    """What came, for the message of what was expected."""
-    if not isinstance(x, torch.Tensor):
-        return type(x).__name__
-    return f"{x.dtype} {list(x.shape)}, strides {list(x.stride())}, on {x.device}"
+# -- what a program is called by ----------------------------------------------------------------------
+def python_entry(
+    graph: Callable[[list], tuple], head: Sequence[torch.Tensor], count: int, one: bool,
+    least: Sequence[tuple[int, int, int]], slow: Callable[..., Any],
+) -> Callable[..., Any]:  # fmt: skip
+    """``host_entry.c`` in Python; see ``host.entry``."""
+
+    def is_usual(args: tuple[Any, ...]) -> bool:
+        if len(args) != count or not all(map(_is_plain, args)):
+            return False
+        return all(d < args[i].ndim and args[i].shape[d] >= size for i, d, size in least)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs and is_usual(args):
+            grad = torch.is_grad_enabled()
+            if grad:
+                torch._C._set_grad_enabled(False)
+            try:
+                results = graph([*head, *args])
+                return results[0] if one else results
+            except ArgumentError as e:
+                if _inside(e):
+                    raise
+            finally:
+                if grad:
+                    torch._C._set_grad_enabled(True)
+        return slow(*args, **kwargs)
+
+    return call
+
+
+def _is_plain(t: Any) -> bool:
+    """A tensor whose memory says what it is."""
+    return type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided and not t.is_neg()
+
+
+def _inside(e: BaseException) -> bool:
+    """Was it raised by what the graph called, not by the graph when it looked at its arguments?"""
+    tb = e.__traceback__
+    while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
+        tb = tb.tb_next
+    return tb is not None

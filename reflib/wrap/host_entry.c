@@ -1,0 +1,156 @@
+/* What a compiled program is called by: tensors by position, which go to its graph behind `head` (parameters, buffers).
+
+   Only the usual call is made here. All others go to `slow`, which gets the same arguments and has time to look at them:
+   it copies what is merely laid out in another way, and says what does not fit. So does a call that the graph refuses;
+   it has done nothing yet.
+
+   A part of host.c, which includes it. */
+#include <stdbool.h>
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    Graph *graph;
+    PyObject *head, *slow; /* a tuple; a callable */
+    Py_ssize_t count;      /* tensors that the caller gives */
+    int one;               /* is the result the graph's one output, not a tuple? */
+    Py_ssize_t least_count;
+    struct Least { Py_ssize_t argument; int64_t dim, size; } *least; /* sizes that graphs would take, and it does not */
+} Entry;
+
+static PyTypeObject *parameter_type;
+static struct {
+    bool (*grad_is_enabled)(void);
+    void (*set_grad_enabled)(bool);
+    int32_t (*layout)(Handle, int32_t *);
+    int32_t (*strided)(void);
+    bool (*is_neg)(Handle); /* at::native::is_neg(const at::Tensor &) */
+} eager;
+
+/* -- does it take the short way? ---------------------------------------------------------------------------------- */
+/* A tensor whose memory says what it is. What else matters the graph looks at. */
+static int is_plain(PyObject *o) {
+    if (Py_TYPE(o) != tensor_type && Py_TYPE(o) != parameter_type) return 0;
+    Handle h;
+    if (borrow(o, &h)) return PyErr_Clear(), 0;
+    int32_t layout = -1;
+    int plain = !eager.layout(h, &layout) && layout == eager.strided() && !eager.is_neg(h);
+    unborrow(h);
+    return plain;
+}
+
+static int is_large_enough(PyObject *o, int64_t d, int64_t size) {
+    Handle h;
+    if (borrow(o, &h)) return PyErr_Clear(), 0;
+    int64_t dim = 0, *sizes = NULL;
+    int large = !torch_table.dim(h, &dim) && d < dim && !torch_table.sizes(h, &sizes) && sizes[d] >= size;
+    unborrow(h);
+    return large;
+}
+
+static int is_usual(const Entry *e, PyObject *const *args, Py_ssize_t n, PyObject *kwnames) {
+    if (n != e->count || (kwnames && PyTuple_GET_SIZE(kwnames))) return 0;
+    for (Py_ssize_t i = 0; i < n; ++i)
+        if (!is_plain(args[i])) return 0;
+    for (Py_ssize_t i = 0; i < e->least_count; ++i)
+        if (!is_large_enough(args[e->least[i].argument], e->least[i].dim, e->least[i].size)) return 0;
+    return 1;
+}
+
+static PyObject *entry_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *kwnames) {
+    Entry *e = (Entry *)self;
+    Py_ssize_t n = PyVectorcall_NARGS(nargsf);
+    if (is_usual(e, args, n, kwnames)) {
+        int refused = 0;
+        bool grad = eager.grad_is_enabled();
+        if (grad) eager.set_grad_enabled(false);
+        PyObject *all = run(e->graph, PySequence_Fast_ITEMS(e->head), PyTuple_GET_SIZE(e->head), args, n, NULL, &refused);
+        if (grad) eager.set_grad_enabled(true);
+        if (!refused) {
+            if (!all || !e->one) return all;
+            PyObject *result = Py_NewRef(PyTuple_GET_ITEM(all, 0));
+            Py_DECREF(all);
+            return result;
+        }
+    }
+    return PyObject_Vectorcall(e->slow, args, nargsf, kwnames);
+}
+
+/* -- making one --------------------------------------------------------------------------------------------------- */
+/* (`slow` often is a method of what holds the entry: a cycle) */
+static int entry_traverse(PyObject *self, visitproc visit, void *arg) {
+    Entry *e = (Entry *)self;
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(e->graph), Py_VISIT(e->head), Py_VISIT(e->slow);
+    return 0;
+}
+
+static int entry_clear(PyObject *self) {
+    Entry *e = (Entry *)self;
+    Py_CLEAR(e->graph), Py_CLEAR(e->head), Py_CLEAR(e->slow);
+    return 0;
+}
+
+static void entry_dealloc(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    entry_clear(self);
+    PyMem_RawFree(((Entry *)self)->least);
+    PyObject_GC_Del(self);
+    Py_DECREF(type);
+}
+
+static PyMemberDef entry_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Entry, vectorcall), READONLY, NULL},
+    {"graph", T_OBJECT, offsetof(Entry, graph), READONLY, "what it calls"},
+    {NULL},
+};
+static PyType_Slot entry_slots[] = {
+    {Py_tp_dealloc, entry_dealloc}, {Py_tp_traverse, entry_traverse}, {Py_tp_clear, entry_clear},
+    {Py_tp_call, PyVectorcall_Call}, {Py_tp_members, entry_members}, {0, NULL}};
+static PyType_Spec entry_spec = {
+    "_reflib_host.Entry", sizeof(Entry), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION, entry_slots};
+static PyTypeObject *entry_type;
+
+/* entry(graph, head, count, one, least, slow) -> Entry.  least: a tuple of (argument, dimension, size) */
+static PyObject *make_entry(PyObject *module, PyObject *args) {
+    PyObject *graph, *head, *least, *slow;
+    Py_ssize_t count;
+    int one;
+    if (!PyArg_ParseTuple(args, "O!O!npO!O", graph_type, &graph, &PyTuple_Type, &head, &count, &one, &PyTuple_Type,
+                          &least, &slow))
+        return NULL;
+    const Graph *g = (Graph *)graph;
+    if (!eager.is_neg) return PyErr_Format(PyExc_RuntimeError, "setup_entry was not called");
+    if (count < 0 || PyTuple_GET_SIZE(head) + count != g->inputs || (one && g->outputs != 1))
+        return PyErr_Format(PyExc_ValueError, "graph %U has %zd inputs and %zd outputs, not %zd and %zd%s", g->name,
+                            g->inputs, g->outputs, PyTuple_GET_SIZE(head), count, one ? ", and one" : "");
+    Entry *e = PyObject_GC_New(Entry, entry_type);
+    if (!e) return NULL;
+    e->vectorcall = entry_call;
+    e->graph = (Graph *)Py_NewRef(graph), e->head = Py_NewRef(head), e->slow = Py_NewRef(slow);
+    e->count = count, e->one = one, e->least_count = PyTuple_GET_SIZE(least);
+    e->least = PyMem_RawCalloc(e->least_count + 1, sizeof *e->least);
+    PyObject_GC_Track(e);
+    if (!e->least) PyErr_NoMemory();
+    for (Py_ssize_t i = 0; e->least && i < e->least_count; ++i) {
+        long long d, size;
+        struct Least *l = &e->least[i];
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(least, i), "nLL", &l->argument, &d, &size)) break;
+        l->dim = d, l->size = size;
+        if (l->argument < 0 || l->argument >= count || d < 0) PyErr_SetString(PyExc_IndexError, "no such dimension");
+    }
+    if (PyErr_Occurred()) Py_CLEAR(e);
+    return (PyObject *)e;
+}
+
+/* setup_entry(parameter type, addresses in eager's order) */
+static PyObject *setup_entry(PyObject *module, PyObject *args) {
+    PyObject *type;
+    unsigned long long found[sizeof eager / sizeof(void *)];
+    if (!PyArg_ParseTuple(args, "O(KKKKK)", &type, &found[0], &found[1], &found[2], &found[3], &found[4])) return NULL;
+    memcpy(&eager, found, sizeof eager);
+    parameter_type = (PyTypeObject *)Py_NewRef(type);
+    Py_RETURN_NONE;
+}
