@@ -25,19 +25,18 @@ _EXPORTS = {
     "CustomOpConfig": "lower.custom_ops",
     "tuning_progress": "background",
     "wait_for_tuning": "background",
-}
-
-_LATER = {
-    "aot_compile": "packages",
-    "load": "packages",
+    "aot_compile": "aot",
+    "load": "package.load",
 }
 
 if TYPE_CHECKING:
+    from .aot import aot_compile
     from .background import tuning_progress, wait_for_tuning
     from .errors import OptionError, PackageError, ReflibError, RegistrationError
     from .lower.custom_ops import CustomOpConfig, register_custom_op_autotuning
     from .observe.explain import explain
     from .options import Options
+    from .package.load import load
     from .pipeline import compile
 
 __all__ = [
@@ -47,8 +46,10 @@ __all__ = [
     "PackageError",
     "ReflibError",
     "RegistrationError",
+    "aot_compile",
     "compile",
     "explain",
+    "load",
     "register_custom_op_autotuning",
     "tuning_progress",
     "wait_for_tuning",
@@ -60,6 +61,4 @@ def __getattr__(name: str) -> Any:
 
     if name in _EXPORTS:
         return getattr(import_module("." + _EXPORTS[name], __name__), name)
-    if name in _LATER:
-        raise AttributeError(f"reflib.{name} comes with {_LATER[name]}, which this version does not have yet")
     raise AttributeError(f"module 'reflib' has no attribute {name!r}")

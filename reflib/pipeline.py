@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .ir.program import Program
     from .plan import Plan
 
+TargetOf = Callable[[torch.device], Target]
 STAGES = ("lower", "fuse", "choose", "plan", "generate", "wrap")
 
 
@@ -61,17 +62,24 @@ class Stages:
     built: dict[Kernel, Any] = field(default_factory=dict)
 
 
-def run(graph: Graph, options: Options, until: str = "wrap") -> Stages:
+def run(
+    graph: Graph,
+    options: Options,
+    until: str = "wrap",
+    program: Program | None = None,
+    target_of: TargetOf | None = None,
+) -> Stages:
     """Take ``graph`` through the stages up to and including ``until``.
 
-    With ``options.target`` set the code is generated for that target and nothing is built.
+    With ``options.target`` set the code is generated for that target and nothing is built. ``program``: what ``lower``
+    made of the graph. ``target_of``: what to generate for each device (default: as the options and this machine say).
     Raises a ReflibError; a bug in a rule is a LoweringError naming the op and the user's line.
     """
     if until not in STAGES:
         raise ReflibError(f"no stage {until!r}; the stages are {', '.join(STAGES)}")
-    s = Stages(graph, options)
-    target_of = _target_chooser(options)
-    for stage in STAGES[: STAGES.index(until) + 1]:
+    s = Stages(graph, options, program)
+    target_of = target_of or _target_chooser(options)
+    for stage in STAGES[program is not None : STAGES.index(until) + 1]:
         start = time.perf_counter()
         if stage == "wrap" and options.target is not None:
             break
@@ -86,9 +94,6 @@ def _record(s: Stages, stage: str, start: float, track: str = "main") -> None:
     seconds = time.perf_counter() - start
     s.timeline.append(Event(stage, start, seconds, track=track))
     logger("compile").info("%s: %s took %.1f ms", s.graph.name, stage, seconds * 1e3)
-
-
-TargetOf = Callable[[torch.device], Target]
 
 
 def _target_chooser(options: Options) -> TargetOf:
@@ -410,8 +415,11 @@ def compile_exported(program: Any, options: Options) -> Callable[..., Any]:
     """An ExportedProgram as a plain callable of its own arguments, parameters held inside."""
     from .capture import exported_graph
     from .lower import decompositions
-    from .wrap.exported import ExportedCallable
+    from .wrap.convention import of_exported
+    from .wrap.exported import ExportedCallable, weights_of
 
     graph, program = exported_graph(program, decompositions())
     stages = run(graph, options)
-    return ExportedCallable(program, stages.call or _eager(graph))
+    assert stages.program is not None
+    convention = of_exported(program, stages.program)
+    return ExportedCallable(convention, weights_of(program), stages.call or _eager(graph))

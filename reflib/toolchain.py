@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from . import cache
@@ -70,6 +70,7 @@ extern "C" void probe(float* x) {
   for (int i = 0; i < 1024; ++i) x[i] = sinhf(x[i]);
 }
 """
+REPRODUCIBLE = ("-s", "-Wl,--build-id=none")  # no symbols, no digest of them: equal input, equal bytes
 _UNIT_CHARS = 24_000  # generated text that is worth another compiler process
 
 
@@ -185,9 +186,19 @@ def _compile_failed(command: Sequence[str], done: subprocess.CompletedProcess[st
 
 
 # -- building ---------------------------------------------------------------------------------------
+def for_others(found: Compiler, instructions: Sequence[str]) -> Compiler:
+    """The same compiler, making code for other machines: for the named instruction sets only, and bound to no OpenMP
+    runtime (who loads it has one). Its output names nothing of this machine."""
+    ours = ("-march=", "-mcpu=", "-mprefer-vector-width=")
+    flags = tuple(f for f in found.flags if not f.startswith(ours))
+    link = tuple(f for f in found.link if f.startswith("-l"))
+    return replace(found, flags=(*flags, *(f"-m{i}" for i in instructions)), link=(*link, *REPRODUCIBLE))
+
+
 def build_library(
-    source: str | Sequence[str], options: Options | None = None, kind: str = "kernels", header: str = ""
-) -> Path:
+    source: str | Sequence[str], options: Options | None = None, kind: str = "kernels", header: str = "",
+    found: Compiler | None = None,
+) -> Path:  # fmt: skip
     """A shared library of ``source``, from the cache or freshly compiled.
 
     ``source`` is one text, or the texts of functions that do not need each other: these are spread over several
@@ -195,7 +206,7 @@ def build_library(
     """
     options = options or Options()
     texts = [source] if isinstance(source, str) else list(source)
-    found = compiler()
+    found = found or compiler()
     flags = (*found.flags, *options.cpp_flags)
     plain = [_without_comments(t) for t in (header, *texts)]
     k = cache.key(kind, plain, found.version, found.command, flags, found.link, cache.cpu_features())

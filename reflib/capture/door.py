@@ -16,12 +16,13 @@ The thread must be in a plain state (``plain`` in ``_door``), since the wrapper 
 - No profiler: it is to see "TorchDynamo Cache Lookup", "Torch-Compiled Region" and "Pregraph bytecode".
 - No process group: ranks may have agreed to ask each other whether all their guards held, and that cannot be read.
 
-The function must be a Python function, or a method of one object, without ``*args``, ``**kwargs``, ``yield`` or
-``await``. Guards look at the frame's locals: ``bind``, made with the function's own signature and defaults, gives them
-as the frame would start with: arguments, then what free variables hold. Another ``__code__``, or other defaults, than
-when the entries were read: the long way. For a module the function is its ``forward``; any hook: the long way.
+The function must be a Python function, or a method of one object, without ``yield`` or ``await``. Guards look at the
+frame's locals: ``bind``, made with the function's own signature and defaults, gives them as the frame would start with:
+arguments (``*args`` is one tuple, ``**kwargs`` one dict in the call's order: guards count and index them), then what
+free variables hold. Another ``__code__``, or other defaults, than when the entries were read: the long way. For a
+module the function is its ``forward``; any hook: the long way.
 
-An entry is taken when (``_entry``, ``_only_calls_graphs``)
+An entry is taken when (``_run``, ``_called``)
 
 - it was compiled by this very backend object, in the common region, and is what Dynamo would find first;
 - it is alive: Dynamo unlinks the guard manager from entries that are reset or invalidated. The door holds the manager
@@ -45,6 +46,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import itertools
 import keyword
 import sys
 import types
@@ -107,11 +109,23 @@ def _is_simple(fn: Any) -> bool:
     if not isinstance(fn, types.FunctionType):
         return False
     code = fn.__code__
-    others = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] + code.co_freevars
-    return not code.co_flags & (others | inspect.CO_ASYNC_GENERATOR) and all(
+    names = [name for kind in _parameters(code) for name in kind] + list(code.co_freevars)
+    return not code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR) and all(
         n.isidentifier() and not keyword.iskeyword(n) and n != "__cells__" for n in names
     )
+
+
+def _parameters(code: types.CodeType) -> tuple[list[str], list[str], list[str], list[str]]:
+    """The names of those with a position, of those by keyword only, of ``*args`` and of ``**kwargs`` (one or none)."""
+    names = iter(code.co_varnames)  # begins with them, in this order
+    counts = (
+        code.co_argcount,
+        code.co_kwonlyargcount,
+        bool(code.co_flags & inspect.CO_VARARGS),
+        bool(code.co_flags & inspect.CO_VARKEYWORDS),
+    )
+    positional, keywords, rest, others = (list(itertools.islice(names, n)) for n in counts)
+    return positional, keywords, rest, others
 
 
 # -- a call -----------------------------------------------------------------------------------------
@@ -134,14 +148,16 @@ def _door(api: Any, compiled: Callable[..., Any], known: _Entries) -> Callable[.
             and not profiling()
             and not fx["_is_fx_tracing_flag"]
             and world._default_pg is None
-            and getattr(tracing, "tracing_context", None) is None
+            # (of a thread that has not compiled: getattr would raise and catch, 0.4 us)
+            and tracing.__dict__.get("tracing_context") is None
         )
         if not plain:
             return compiled(*args, **kwargs)
         entries, missed = known.entries, False
         if entries and known.unchanged():
             try:
-                f_locals = known.bind(*args, **kwargs)
+                # (without keywords Python need not copy an empty dict)
+                f_locals = known.bind(*args, **kwargs) if kwargs else known.bind(*args)
                 for entry in entries:
                     if entry.check(f_locals):
                         break
@@ -157,7 +173,7 @@ def _door(api: Any, compiled: Callable[..., Any], known: _Entries) -> Callable[.
                     if entry is not entries[0]:
                         known.prefer(entry, entries)
                     known.taken += 1
-                    return run(*args, **kwargs)
+                    return run(*args, **kwargs) if kwargs else run(*args)
         before = known.managers
         result = compiled(*args, **kwargs)
         known.read(before, missed)
@@ -204,22 +220,15 @@ class _Entries:
         self.stance: Any = None
         self.shut = False
         self.taken = 0  # short calls; between threads some may go uncounted
+        self.module = module
         self._make_bind()
-        self.unchanged = self._unchanged if module is None else functools.partial(_no_hooks, self, module)
 
     def _make_bind(self) -> None:
-        fn = self.fn
-        self.made_for = (fn.__code__, fn.__defaults__, fn.__kwdefaults__)
-        self.bind = self._bound(_bind(fn))
+        self.bind, self.same = self._bound(_bind(self.fn)), _same(self.fn)
+        self.unchanged = self.same if self.module is None else functools.partial(_no_hooks, self, self.module)
 
     def _bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return function if self.owner is None else types.MethodType(function, self.owner)
-
-    def _unchanged(self) -> bool:
-        fn, made_for = self.fn, self.made_for
-        return (
-            fn.__code__ is made_for[0] and fn.__defaults__ is made_for[1] and fn.__kwdefaults__ is made_for[2]
-        )
 
     def allows(self, stance: Any) -> bool:
         """Whether a stance that was not seen before is as good as the default one."""
@@ -246,12 +255,12 @@ class _Entries:
         api, code = self.api, self.fn.__code__
         ours = [e for e in api.entries(code) if _is_ours(e, self.backend)]
         managers = [e.guard_manager for e in ours]
-        missed = missed and self._unchanged() and all(any(old() is m for old in before) for m in managers)
+        missed = missed and self.same() and all(any(old() is m for old in before) for m in managers)
         known = len(managers) == len(self.managers) and all(old() is m for old, m in zip(self.managers, managers))
-        if known and not missed and self._unchanged():
+        if known and not missed and self.same():
             return
         self.shut = missed or not _is_simple(self.fn) or bool(api.precompiled(code))
-        if not self._unchanged() and not self.shut:
+        if not self.same() and not self.shut:
             self._make_bind()
         self.managers = tuple(weakref.ref(m) for m in managers)
         found = () if self.shut else tuple(_Entry(m, self._run(e)) for e, m in zip(ours, managers))
@@ -271,6 +280,16 @@ class _Entries:
         return self._bound(function)
 
 
+def _same(fn: types.FunctionType) -> Callable[[], bool]:
+    """Whether ``fn`` is still what it is now."""
+    code, defaults, kwdefaults = fn.__code__, fn.__defaults__, fn.__kwdefaults__
+
+    def same() -> bool:
+        return fn.__code__ is code and fn.__defaults__ is defaults and fn.__kwdefaults__ is kwdefaults
+
+    return same
+
+
 def _no_hooks(known: _Entries, module: Any) -> bool:
     """Whether ``module.__call__`` would do nothing but call ``forward``, and that the function we know."""
     nn = torch.nn.modules.module
@@ -287,7 +306,7 @@ def _no_hooks(known: _Entries, module: Any) -> bool:
         or module._compiled_call_impl is not None
         or getattr(forward, "__func__", None) is not known.fn
         or forward.__self__ is not module
-    ) and known._unchanged()
+    ) and known.same()
 
 
 def _is_ours(entry: Any, backend: Any) -> bool:
@@ -303,16 +322,16 @@ def _enabled(api: Any, graph: Any) -> Any:
 def _bind(fn: types.FunctionType) -> Callable[..., dict]:
     """A function with the signature of ``fn`` that returns the locals of its frame as it starts:
 
-    >>> def scaled(x, y=2, *, z): ...
-    >>> _bind(scaled)(1, z=3)
-    {'x': 1, 'y': 2, 'z': 3}
+    >>> def scaled(x, y=2, *ws, z, **more): ...
+    >>> _bind(scaled)(1, 2, 3, z=4, k=5)
+    {'x': 1, 'y': 2, 'z': 4, 'ws': (3,), 'more': {'k': 5}}
     """
     code = fn.__code__
-    positional = list(code.co_varnames[: code.co_argcount])
-    keywords = list(code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount])
+    positional, keywords, rest, others = _parameters(code)
     first = positional[: code.co_posonlyargcount]
-    signature = [*first, *["/"][: len(first)], *positional[len(first) :], *["*"][: len(keywords)], *keywords]
-    items = [f"{n!r}: {n}" for n in positional + keywords]
+    signature = [*first, *["/"][: len(first)], *positional[len(first) :]]
+    signature += ["*" + n for n in rest or [""][: len(keywords)]] + keywords + ["**" + n for n in others]
+    items = [f"{n!r}: {n}" for n in positional + keywords + rest + others]
     items += [f"{n!r}: __cells__[{i}].cell_contents" for i, n in enumerate(code.co_freevars)]
     scope: dict[str, Any] = {"__cells__": fn.__closure__}
     exec(f"def bind({', '.join(signature)}):\n    return {{{', '.join(items)}}}", scope)

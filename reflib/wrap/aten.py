@@ -266,7 +266,7 @@ class _Writer:
         if name == "MemoryFormatType" and v in MEMORY_FORMATS:
             return f"value({MEMORY_FORMATS[v]})"
         if name == "DeviceObjType" and v is not None:
-            return f"value({_device(v)})"
+            return f"value(placed(run, {_device(v)}))"
         if name == "StringType" and isinstance(v, str):
             return f"text(run, {quoted(v)})"
         raise _Cannot  # a Scalar, a generator, a tensor that is a Python number ...

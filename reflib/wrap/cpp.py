@@ -54,7 +54,7 @@ TAKEN = frozenset(
     "Device Expected Failed Frame Guard Handle Host Ints Just Kernel Many Range Run Tensor Text Torch Value "
     "aligned anywhere args argument argument_said call cpu cuda differs dispatch drop empty entry escaped "
     "expect_range expect_size expect_stride floor_div floor_mod frame give guard host ignore in input int16_t "
-    "int32_t int64_t int8_t integer ints laid_out launch launch_with list made max min none number object out own "
+    "int32_t int64_t int8_t integer ints laid_out launch launch_with list made max min none number object out own placed "
     "plain python reflib reflib_call refuse results run run_kernel run_with some stack stream stream_of symbol "
     "take tensor text there uint16_t uint32_t uint64_t uint8_t value view write_ints zeros".split()
 )
@@ -64,7 +64,8 @@ LONGEST = 140  # ... up to so many characters
 
 class CppPrinter:
     """Prints a Plan. ``source`` is the text. What its numbers mean: ``kernels`` (names), ``functions`` (names in the
-    Python text ``python``, which is run with ``names``), ``objects``, ``constants`` (names of tensors), ``symbols``."""
+    Python text ``python``, which is run with ``names``), ``objects``, ``constants`` (names of tensors), ``symbols``.
+    ``needs``: functions that no call can do without, and what each is for; others are for errors and for logs."""
 
     dtype_numbers = DTYPES
 
@@ -76,6 +77,7 @@ class CppPrinter:
         self.shims = shims or {}  # the user's C functions, by op
         self.kernels: list[str] = list(dict.fromkeys(k.name for k in kernels.values()))
         self.functions: list[str] = []
+        self.needs: dict[str, str] = {}
         self.objects: list[object] = []
         self.symbols: list[str] = []
         self.constants = [b.name for b in program.buffers.values() if b.kind == "const"]
@@ -349,6 +351,7 @@ class CppPrinter:
         if self.check_nan:
             for name in step.region.writes():
                 which = self._function("check_nan", ["t"], [f"check_nan(t, {name!r}, {kernel.name!r})"], [])
+                self.needs[self.functions[which]] = "check_nan"
                 self.put(self._python_call(which, [f"tensor({self.name(name)})"], 0))
 
     # -- calls --------------------------------------------------------------------------------------
@@ -375,8 +378,9 @@ class CppPrinter:
         direct = direct_call(self, x, lines)
         if direct is not None:
             lines = direct
-        elif gives:
-            lines = ["{", *("  " + line for line in lines), "}"]
+        else:
+            self.needs[self.functions[which]] = _called(x.target)
+            lines = ["{", *("  " + line for line in lines), "}"] if gives else lines
         for line in lines:
             self.put(line)
 
@@ -420,12 +424,14 @@ class CppPrinter:
         """A number for the caller, who may have large ones: Python's do not overflow unseen."""
         sizes = sorted(s.name for s in e.symbols())
         which = self._function("size", sizes, [f"result = {self.inner.value(e)}"], ["result"])
+        self.needs[self.functions[which]] = "a size among the results"
         args = [f"integer({self.name(s)})" for s in sizes]
         self.put(f"{{ {self._python_call(which, args, 1)} out[{i}] = results[0]; }}")
 
     def _view_in_python(self, i: int, v: View) -> None:
         sizes = sorted(s.name for s in symbols_in(v))
         which = self._function("view", [v.buffer, *sizes], [f"result = {self.inner.value(v)}"], ["result"])
+        self.needs[self.functions[which]] = "a result seen as another dtype"
         args = [f"tensor({self.name(v.buffer)})", *(f"integer({self.name(s)})" for s in sizes)]
         self.put(f"{{ {self._python_call(which, args, 1)} out[{i}] = results[0]; }}")
 

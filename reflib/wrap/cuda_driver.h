@@ -2,7 +2,7 @@
    no CUDA headers, no link-time dependency, a second to compile. Plain C, and C++ as well.
 
    Use:  Driver d;  const char *why = driver_open(&d, "libcuda.so.1");  if (why) ...
-         CUfunction f;  CUresult r = driver_load(&d, image, entry, shared, device, &f, &context); */
+         CUfunction f;  CUresult r = driver_load(&d, image, entry, shared, device, &f, &context, &module); */
 #ifndef REFLIB_CUDA_DRIVER_H
 #define REFLIB_CUDA_DRIVER_H
 #include <dlfcn.h>
@@ -53,6 +53,7 @@ typedef struct {
                              CUstream, void **, void **);
     CUresult (*LaunchKernelEx)(const CUlaunchConfig *, CUfunction, void **, void **); /* NULL before CUDA 11.8 */
     CUresult (*StreamIsCapturing)(CUstream, int *); /* NULL in a stand-in without it */
+    CUresult (*ModuleUnload)(CUmodule);             /* likewise */
 } Driver;
 
 /* Fill in `d`; NULL on success, else what went wrong (static text). */
@@ -75,6 +76,7 @@ static const char *driver_open(Driver *d, const char *path) {
     memcpy(d, found, sizeof found); /* the members are in the order of the names */
     *(void **)&d->LaunchKernelEx = dlsym(library, "cuLaunchKernelEx");
     *(void **)&d->StreamIsCapturing = dlsym(library, "cuStreamIsCapturing");
+    *(void **)&d->ModuleUnload = dlsym(library, "cuModuleUnload");
     if (d->Init(0)) return "the CUDA driver finds no usable GPU (cuInit failed)";
     return NULL;
 }
@@ -96,19 +98,27 @@ static CUresult driver_enter(const Driver *d, int device, CUcontext *context) {
 }
 
 /* Load `image` and find `entry`; device < 0: into the current context (device 0's if there is none).
-   The context that was current is current again afterwards. Kernels stay loaded until the process ends. */
+   The context that was current is current again afterwards. The module stays loaded until it is unloaded. */
 static CUresult driver_load(const Driver *d, const void *image, const char *entry, int shared, int device,
-                            CUfunction *f, CUcontext *context) {
+                            CUfunction *f, CUcontext *context, CUmodule *module) {
     CUcontext before = NULL;
-    CUmodule module;
     CUresult r = d->CtxGetCurrent(&before);
     *context = before;
     if (!r && (device >= 0 || !before)) r = driver_enter(d, device < 0 ? 0 : device, context);
-    if (!r) r = d->ModuleLoadData(&module, image);
-    if (!r) r = d->ModuleGetFunction(f, module, entry);
+    if (!r) r = d->ModuleLoadData(module, image);
+    if (!r) r = d->ModuleGetFunction(f, *module, entry);
     if (!r && shared > REFLIB_CUDA_PLAIN_SHARED) r = d->FuncSetAttribute(*f, REFLIB_CUDA_MAX_DYNAMIC_SHARED, shared);
     if (before && before != *context) d->CtxSetCurrent(before);
     return r;
+}
+
+/* A module that was loaded into `context`; its kernels are gone. (At the end of the process the driver may be, too.) */
+static void driver_unload(const Driver *d, CUcontext context, CUmodule module) {
+    CUcontext before = NULL;
+    if (!d->ModuleUnload || d->CtxGetCurrent(&before)) return;
+    if (before != context && d->CtxSetCurrent(context)) return;
+    d->ModuleUnload(module);
+    if (before != context) d->CtxSetCurrent(before);
 }
 
 /* Launch on a one-dimensional grid, in the current context. `early`: perhaps before the kernel before it has ended,

@@ -53,8 +53,9 @@ static PyObject *fail(Launcher *k, const char *doing, CUresult r) {
 
 static int load(Launcher *k) {
     CUfunction f;
+    CUmodule module; /* for good: a CUDA graph may hold its kernels */
     CUresult r = driver_load(&driver, PyBytes_AS_STRING(k->image), PyUnicode_AsUTF8(k->entry), (int)k->shared,
-                             k->device, &f, &k->context);
+                             k->device, &f, &k->context, &module);
     if (r) {
         fail(k, "cannot load", r);
         return -1;

@@ -29,6 +29,7 @@ typedef struct {
     PyObject *name, *functions, *loaders, *objects, *constants, *owner, *images;
     Kernel *kernels;
     Py_ssize_t kernel_count;
+    int unloads; /* machine code is given back with it: nothing else may hold its kernels (a CUDA graph does) */
     PyObject *zeros; /* (device, stream, count) -> a tensor */
     pthread_mutex_t lock;
     struct Words { int32_t device; void *stream; int64_t count; void *words; PyObject *tensor; } words[8];
@@ -179,7 +180,7 @@ static void drop_input(Host *host, Frame *frame, int32_t i) {
 
 /* A kernel from what Python knows of it: (address, checked), or (image, entry, shared, threads, early, device). */
 static int fill_kernel(Graph *g, Kernel *k, PyObject *facts) {
-    void *function = NULL, *context = NULL;
+    void *function = NULL, *context = NULL, *module = NULL;
     if (PyTuple_GET_SIZE(facts) == 2) {
         k->checked = PyObject_IsTrue(PyTuple_GET_ITEM(facts, 1));
         function = PyLong_AsVoidPtr(PyTuple_GET_ITEM(facts, 0));
@@ -191,7 +192,7 @@ static int fill_kernel(Graph *g, Kernel *k, PyObject *facts) {
         if (!PyArg_ParseTuple(facts, "y#siiii", &image, &size, &entry, &shared, &threads, &early, &device)) return -1;
         k->shared = shared, k->threads = threads, k->early = early;
         CUresult r = have_driver ? driver_load(&driver, image, entry, shared, device, (CUfunction *)&function,
-                                               (CUcontext *)&context) : 0;
+                                               (CUcontext *)&context, (CUmodule *)&module) : 0;
         if (!have_driver || r) {
             char text[400] = "no CUDA driver was found";
             if (r) driver_error(&driver, r, text, sizeof text);
@@ -200,7 +201,7 @@ static int fill_kernel(Graph *g, Kernel *k, PyObject *facts) {
         }
         if (PyList_Append(g->images, facts)) return -1;
     }
-    k->context = context;
+    k->context = context, k->module = module;
     __atomic_store_n(&k->function, function, __ATOMIC_RELEASE);
     return 0;
 }
@@ -311,14 +312,9 @@ static PyObject *run(Graph *g, PyObject *const *head, Py_ssize_t heads, PyObject
     PyObject *owned_[ON_STACK], **owned = owned_;
     Value in_[ON_STACK], *in = in_, out_[ON_STACK], *out = out_;
     if (n > ON_STACK || m > ON_STACK) {
-        owned = PyMem_RawMalloc((n + 1) * sizeof *owned);
-        in = PyMem_RawMalloc((n + m + 1) * sizeof *in);
-        if (!owned || !in) {
-            if (owned) PyMem_RawFree(owned);
-            if (in) PyMem_RawFree(in);
-            return PyErr_NoMemory();
-        }
-        out = in + n;
+        in = PyMem_RawMalloc((n + m) * sizeof *in + n * sizeof *owned);
+        if (!in) return PyErr_NoMemory();
+        out = in + n, owned = (PyObject **)(out + m);
     }
     Call c;
     c.frame.step = NULL, c.frame.kind = 0, c.frame.text[0] = 0;
@@ -362,7 +358,7 @@ static PyObject *run(Graph *g, PyObject *const *head, Py_ssize_t heads, PyObject
         Py_XDECREF(owned[i]);
     }
     Py_XDECREF(c.kept);
-    if (owned != owned_) PyMem_RawFree(owned), PyMem_RawFree(in);
+    if (in != in_) PyMem_RawFree(in);
     return result;
 }
 
@@ -385,6 +381,8 @@ static void graph_dealloc(PyObject *self) {
     Py_XDECREF(g->name), Py_XDECREF(g->functions), Py_XDECREF(g->loaders), Py_XDECREF(g->objects);
     Py_XDECREF(g->constants), Py_XDECREF(g->images), Py_XDECREF(g->zeros);
     for (int i = 0; i < 8; ++i) Py_XDECREF(g->words[i].tensor);
+    for (Py_ssize_t i = 0; g->unloads && i < g->kernel_count; ++i)
+        if (g->kernels[i].module) driver_unload(&driver, g->kernels[i].context, g->kernels[i].module);
     if (g->host.constants && borrow_slowly)
         for (Py_ssize_t i = 0; g->host.constants[i]; ++i) unborrow(g->host.constants[i]);
     PyMem_RawFree(g->host.constants), PyMem_RawFree(g->host.symbols), PyMem_RawFree(g->kernels);
@@ -406,16 +404,18 @@ static PyType_Spec graph_spec = {
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION, graph_slots};
 static PyTypeObject *graph_type;
 
-/* graph(name, entry, inputs, outputs, kernels, loaders, functions, objects, constants, symbols, zeros, owner) -> Graph
+/* graph(name, entry, inputs, outputs, kernels, loaders, functions, objects, constants, symbols, zeros, owner, gpu,
+   unloads) -> Graph
    kernels: (name, facts or None: a loader says later); loaders, functions: callables; constants: tensors;
-   symbols: addresses; owner: kept alive */
+   symbols: addresses; owner: kept alive; gpu: of which device 0 is said; unloads: see Graph */
 static PyObject *make_graph(PyObject *module, PyObject *args) {
     PyObject *name, *kernels, *loaders, *functions, *objects, *constants, *symbols, *zeros, *owner;
     unsigned long long entry;
     Py_ssize_t inputs, outputs;
-    if (!PyArg_ParseTuple(args, "UKnnO!O!O!O!O!O!OO", &name, &entry, &inputs, &outputs, &PyTuple_Type, &kernels,
+    int gpu, unloads;
+    if (!PyArg_ParseTuple(args, "UKnnO!O!O!O!O!O!OOip", &name, &entry, &inputs, &outputs, &PyTuple_Type, &kernels,
                           &PyTuple_Type, &loaders, &PyTuple_Type, &functions, &PyTuple_Type, &objects, &PyTuple_Type,
-                          &constants, &PyTuple_Type, &symbols, &zeros, &owner))
+                          &constants, &PyTuple_Type, &symbols, &zeros, &owner, &gpu, &unloads))
         return NULL;
     Graph *g = PyObject_New(Graph, graph_type);
     if (!g) return NULL;
@@ -435,6 +435,7 @@ static PyObject *make_graph(PyObject *module, PyObject *args) {
     g->host.torch = &torch_table, g->host.kernels = g->kernels;
     g->host.python = call_python, g->host.load = load_kernel, g->host.zeros = zero_words;
     g->host.launch = launch_kernel, g->host.drop = drop_input;
+    g->host.gpu = gpu, g->unloads = unloads;
     for (Py_ssize_t i = 0; i < nk; ++i) {
         PyObject *item = PyTuple_GET_ITEM(kernels, i), *facts = PyTuple_GET_ITEM(item, 1);
         g->kernels[i].name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(item, 0));

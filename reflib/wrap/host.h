@@ -56,7 +56,7 @@ typedef struct {
 
 /* A kernel as it is launched. `function`: CUfunction, or the address of a CPU kernel; null until it is built. */
 typedef struct {
-    void *function, *context;
+    void *function, *context, *module;
     const char *name;
     uint32_t threads, shared;
     int32_t early;   /* on a GPU: it waits by itself for the kernel before it */
@@ -85,6 +85,7 @@ typedef struct Host {
     int32_t (*zeros)(struct Host *, Frame *, int32_t device, void *stream, int64_t count, void **words);
     int32_t (*launch)(struct Host *, Frame *, const Kernel *, int64_t grid, void *stream, void **params);
     void (*drop)(struct Host *, Frame *, int32_t input); /* an input is not needed any more */
+    int32_t gpu; /* the GPU that is number 0 in the wrapper: a package may be loaded for another than it was made for */
 } Host;
 
 typedef int32_t (*WrapperEntry)(Host *, Frame *, const Value *inputs, Value *outputs);

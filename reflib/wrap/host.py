@@ -139,9 +139,10 @@ def _entry_functions() -> tuple[int, ...]:
 
 def described(x: Any) -> str:
     """What came, for the message of what was expected."""
-    if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
+    try:
+        return f"{x.dtype} {list(x.shape)}, strides {list(x.stride())}, on {x.device}"
+    except Exception:  # no tensor, or a sparse one, which has no strides
         return type(x).__name__
-    return f"{x.dtype} {list(x.shape)}, strides {list(x.stride())}, on {x.device}"
 
 
 def why_not() -> str:
@@ -150,12 +151,12 @@ def why_not() -> str:
         toolchain.find_compiler()
     except ToolchainError as e:
         return str(e)
-    missing = _missing()
+    missing = lacking()
     return f"torch {torch.__version__} has no {missing} (2.11 or later is needed)" if missing else ""
 
 
 @functools.cache
-def _missing() -> str:
+def lacking() -> str:
     """A function of PyTorch's that wrappers need and this torch does not have."""
     return next((n for n, where in FUNCTIONS if where == "cpu" and not address(n)), "")
 
@@ -171,8 +172,13 @@ class WrapperLibrary:
 
 def compile_wrapper(source: str) -> WrapperLibrary:
     """The text as a loaded library, through the cache. Raises ToolchainError."""
-    command = toolchain.find_compiler()
-    k = cache.key("wrapper", toolchain._without_comments(source), HEADERS, command, toolchain.compiler().version, FLAGS)
+    return WrapperLibrary(build_wrapper(source))
+
+
+def build_wrapper(source: str, more: tuple[str, ...] = ()) -> Path:
+    """The text as a library's file, through the cache. ``more``: flags. Raises ToolchainError."""
+    command, flags = toolchain.find_compiler(), (*FLAGS, *more)
+    k = cache.key("wrapper", toolchain._without_comments(source), HEADERS, command, toolchain.compiler().version, flags)
     path = cache.get("wrapper", k)
     if path is None:
         import tempfile
@@ -182,9 +188,9 @@ def compile_wrapper(source: str) -> WrapperLibrary:
             for name, header in HEADERS.items():
                 Path(folder, name).write_text(header)
             text.write_text(source)
-            toolchain.must_run([*command, *FLAGS, str(text), "-o", str(made)])
+            toolchain.must_run([*command, *flags, str(text), "-o", str(made)])
             path = cache.put("wrapper", k, made, ".so")
-    return WrapperLibrary(path)
+    return path
 
 
 def graph(
@@ -199,22 +205,25 @@ def graph(
     constants: Sequence[torch.Tensor],
     symbols: Sequence[str],
     zeros: Callable[[int, int, int], torch.Tensor],
+    gpu: int = 0,
+    unloads: bool = False,
 ) -> Callable[[list], tuple]:
     """The wrapper as a callable: a list of inputs, which it empties, to a tuple of outputs.
 
     kernels: name and facts, (address, checked) or (image, entry, shared, threads, early, device); None: a loader gives
-    them when the kernel is first called. functions: the pieces that are Python's.
+    them when the kernel is first called. functions: the pieces that are Python's. gpu: which one the wrapper calls 0.
+    unloads: machine code is given back when nobody has the graph any more; else a CUDA graph may go on with it.
     """
     native = extension()
     if not isinstance(native, str):
         return native.graph(
             name, library.entry, inputs, outputs, tuple(kernels), tuple(loaders), tuple(functions), tuple(objects),
-            tuple(constants), tuple(address(s) for s in symbols), zeros, library,
+            tuple(constants), tuple(address(s) for s in symbols), zeros, library, gpu, unloads,
         )  # fmt: skip
     from .host_ctypes import CtypesGraph
 
     return CtypesGraph(
-        library, name, inputs, outputs, kernels, loaders, functions, objects, constants, symbols, zeros
+        library, name, inputs, outputs, kernels, loaders, functions, objects, constants, symbols, zeros, gpu
     )  # fmt: skip
 
 

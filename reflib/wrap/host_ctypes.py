@@ -31,7 +31,7 @@ def _struct(**fields: Any) -> Any:
 Value = _struct(kind=c_int32, bits=c_int64)
 Frame = _struct(step=c_char_p, kind=c_int32, text=ctypes.c_char * 1000)
 Kernel = _struct(
-    function=c_void_p, context=c_void_p, name=c_char_p, threads=c_uint32, shared=c_uint32, early=c_int32,
+    function=c_void_p, context=c_void_p, module=c_void_p, name=c_char_p, threads=c_uint32, shared=c_uint32, early=c_int32,
     checked=c_int32,
 )  # fmt: skip
 CALLBACKS = {
@@ -41,7 +41,7 @@ CALLBACKS = {
     "launch": CFUNCTYPE(c_int32, c_void_p, c_void_p, POINTER(Kernel), c_int64, c_void_p, POINTER(c_void_p)),
     "drop": CFUNCTYPE(None, c_void_p, c_void_p, c_int32),
 }
-Host = _struct(torch=c_void_p, kernels=c_void_p, symbols=c_void_p, constants=c_void_p, **CALLBACKS)
+Host = _struct(torch=c_void_p, kernels=c_void_p, symbols=c_void_p, constants=c_void_p, **CALLBACKS, gpu=c_int32)
 ENTRY = CFUNCTYPE(c_int32, c_void_p, c_void_p, c_void_p, c_void_p)
 
 # (PYFUNCTYPE: these are Python's own, to be called with the GIL)
@@ -71,6 +71,7 @@ class CtypesGraph:
         self, library: Any, name: str, inputs: int, outputs: int, kernels: Sequence[tuple[str, tuple | None]],
         loaders: Sequence[Any], functions: Sequence[Callable[..., tuple]], objects: Sequence[Any],
         constants: Sequence[torch.Tensor], symbols: Sequence[str], zeros: Callable[[int, int, int], torch.Tensor],
+        gpu: int = 0,
     ):  # fmt: skip
         self.library, self.name, self.inputs, self.outputs = library, name, inputs, outputs
         self.loaders, self.functions, self.objects, self.make_zeros = loaders, functions, objects, zeros
@@ -88,7 +89,7 @@ class CtypesGraph:
         self.tables = [(c_void_p * (len(a) + 1))(*a) for a in found]
         torch_table, symbol_table, constant_table = map(ctypes.addressof, self.tables)
         callbacks = [kind(self._guarded(getattr(self, "_" + what))) for what, kind in CALLBACKS.items()]
-        self.host = Host(torch_table, ctypes.addressof(self.kernels), symbol_table, constant_table, *callbacks)
+        self.host = Host(torch_table, ctypes.addressof(self.kernels), symbol_table, constant_table, *callbacks, gpu)
         self.entry = ENTRY(library.entry)
 
     def __call__(self, args: list) -> tuple:

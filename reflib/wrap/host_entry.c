@@ -77,25 +77,22 @@ static PyObject *entry_call(PyObject *self, PyObject *const *args, size_t nargsf
 }
 
 /* -- making one --------------------------------------------------------------------------------------------------- */
-/* (`slow` often is a method of what holds the entry: a cycle) */
+/* `slow` often is a method of what holds the entry: a cycle. (It is cleared elsewhere: an entry never changes.) */
 static int entry_traverse(PyObject *self, visitproc visit, void *arg) {
     Entry *e = (Entry *)self;
     Py_VISIT(Py_TYPE(self));
-    Py_VISIT(e->graph), Py_VISIT(e->head), Py_VISIT(e->slow);
-    return 0;
-}
-
-static int entry_clear(PyObject *self) {
-    Entry *e = (Entry *)self;
-    Py_CLEAR(e->graph), Py_CLEAR(e->head), Py_CLEAR(e->slow);
+    Py_VISIT(e->graph);
+    Py_VISIT(e->head);
+    Py_VISIT(e->slow);
     return 0;
 }
 
 static void entry_dealloc(PyObject *self) {
+    Entry *e = (Entry *)self;
     PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
-    entry_clear(self);
-    PyMem_RawFree(((Entry *)self)->least);
+    Py_DECREF(e->graph), Py_DECREF(e->head), Py_DECREF(e->slow);
+    PyMem_RawFree(e->least);
     PyObject_GC_Del(self);
     Py_DECREF(type);
 }
@@ -106,8 +103,8 @@ static PyMemberDef entry_members[] = {
     {NULL},
 };
 static PyType_Slot entry_slots[] = {
-    {Py_tp_dealloc, entry_dealloc}, {Py_tp_traverse, entry_traverse}, {Py_tp_clear, entry_clear},
-    {Py_tp_call, PyVectorcall_Call}, {Py_tp_members, entry_members}, {0, NULL}};
+    {Py_tp_dealloc, entry_dealloc}, {Py_tp_traverse, entry_traverse}, {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_members, entry_members}, {0, NULL}};
 static PyType_Spec entry_spec = {
     "_reflib_host.Entry", sizeof(Entry), 0,
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION, entry_slots};

@@ -210,7 +210,7 @@ def _bind_kernels(
     if cpp:
         rest = tuple(k for k in cpp.values() if k not in built)
         library = _pool().submit(build_cpp, rest, options) if rest else None
-        checked = {k.name for (r, _), k in kernels.items() if k.name in cpp and _has_indirect(by_name[r])}
+        checked = {k.name for (r, _), k in kernels.items() if k.name in cpp and has_indirect(by_name[r])}
         for name, k in cpp.items():
             future = built.get(k) or library
             assert future is not None
@@ -225,7 +225,8 @@ def _bind_kernels(
     return bound, waiting
 
 
-def _has_indirect(region: Region) -> bool:
+def has_indirect(region: Region) -> bool:
+    """Does it index with numbers that it reads, so that its kernel has to say when one is outside?"""
     parts = [p.epilogue if isinstance(p, Template) else p for arm in region.arms for p in arm.parts]
     return any(isinstance(s, Indirect) for p in parts for s in p.body)
 

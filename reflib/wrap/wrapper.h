@@ -103,10 +103,13 @@ struct Device {
 constexpr Device cpu{0, -1}, anywhere{-1, -1};
 constexpr Device cuda(int32_t index) { return {1, index}; }
 
+// In this process. -1 is whichever is current.
+inline Device placed(Run& run, Device d) { return d.type == 1 && d.index >= 0 ? Device{1, d.index + run.host->gpu} : d; }
+
 template <int N>
 void empty(Run& run, Tensor& out, Ints<N> shape, Ints<N> strides, int32_t dtype, Device d) {
   Handle h;
-  run.check(run.torch.empty_strided(N, shape.at, strides.at, dtype, d.type, d.index, &h));
+  run.check(run.torch.empty_strided(N, shape.at, strides.at, dtype, d.type, placed(run, d).index, &h));
   out.own(run, h);
 }
 
@@ -178,13 +181,13 @@ void run_kernel(Run& run, int32_t k, const A&... args) {
 
 inline void* stream_of(Run& run, int32_t device) {
   void* s = nullptr;
-  run.check(run.torch.current_stream(device, &s));
+  run.check(run.torch.current_stream(placed(run, cuda(device)).index, &s));
   return s;
 }
 
 inline char* zeros(Run& run, int32_t device, void* stream, int64_t count) {
   void* words = nullptr;
-  run.check(run.host->zeros(run.host, run.frame, device, stream, count, &words));
+  run.check(run.host->zeros(run.host, run.frame, placed(run, cuda(device)).index, stream, count, &words));
   return (char*)words;
 }
 
@@ -193,9 +196,9 @@ struct Guard {
   const Torch& torch;
   void* guard = nullptr;
   Guard(Run& run, int32_t device) : torch(run.torch) {
-    int32_t now = -1;
+    int32_t now = -1, wanted = placed(run, cuda(device)).index;
     if (torch.current_device) torch.current_device(&now);
-    if (now != device) run.check(torch.new_guard(device, &guard));
+    if (now != wanted) run.check(torch.new_guard(wanted, &guard));
   }
   ~Guard() { if (guard) torch.delete_guard(guard); }
 };
@@ -345,7 +348,7 @@ inline void input(Run& run, Tensor& out, int32_t i, const Value& v, const Expect
   int64_t dim = -1, *sizes = nullptr, *strides = nullptr;
   t.dtype(v.tensor, &dtype), t.device_type(v.tensor, &type), t.dim(v.tensor, &dim);
   bool good = dtype == e.dtype && (e.device.type < 0 || type == e.device.type) && dim == e.dim;
-  if (good && e.device.type > 0) t.device_index(v.tensor, &index), good = index == e.device.index;
+  if (good && e.device.type > 0) t.device_index(v.tensor, &index), good = index == placed(run, e.device).index;
   if (good) good = !t.sizes(v.tensor, &sizes) && (!e.strides || !t.strides(v.tensor, &strides));
   if (good && dim) {
     bool empty = false;
@@ -383,7 +386,7 @@ inline Text argument_said(Run& run, int32_t i, const char* name) {
   write_ints(text, e.dim, e.sizes);
   if (e.strides) write_ints(text << ", strides ", e.dim, e.strides);
   text << (e.device.type < 0 ? " anywhere" : e.device.type ? " on cuda:" : " on cpu");
-  if (e.device.type > 0) text << (int64_t)e.device.index;
+  if (e.device.type > 0) text << (int64_t)placed(run, e.device).index;
   run.fail(FAILED_ARGUMENT);
 }
 

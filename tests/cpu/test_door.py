@@ -176,8 +176,11 @@ def test_another_code():
     assert f(x).tolist() == [0, 0, 0]
     assert takes(f, x).tolist() == [0, 0, 0]
     fn.__code__ = (lambda *xs: xs[0] * 5).__code__
+    assert f(x).tolist() == [5, 5, 5]
+    assert takes(f, x).tolist() == [5, 5, 5]
+    fn.__code__ = (lambda x: (y for y in (x * 6,))).__code__
     for _ in range(3):
-        assert takes(f, x, short=0).tolist() == [5, 5, 5]
+        assert [y.tolist() for y in takes(f, x, short=0)] == [[6, 6, 6]]
 
 
 def test_globals_and_closures_are_read_at_each_call():
@@ -262,6 +265,235 @@ def test_methods():
     assert takes(f, x).tolist() == takes(f, x=x).tolist() == [-1, -1, -1]
 
 
+# -- *args and **kwargs -----------------------------------------------------------------------------
+def weighted(x, *ws, scale=1.0):
+    for w in ws:
+        x = torch.relu(x + w)
+    return x * scale
+
+
+def named(x, **ws):
+    return (x + ws["a"]) * ws["b"]
+
+
+def in_turn(x, **ws):
+    for w in ws.values():
+        x = x * 2 + w
+    return x
+
+
+def test_what_bind_returns_is_the_frames_locals():
+    free = object()
+
+    def positional(x, /, y=2, *ws, z, k=5, **more):
+        return dict(locals())
+
+    def rest(*args):
+        return dict(locals())
+
+    def others(**kwargs):
+        return dict(locals())
+
+    def closed(*args, x=1, **kwargs):
+        _ = free
+        return dict(locals(), _=None)
+
+    calls = [
+        (positional, [((1,), {"z": 3}), ((1, 2, 3, 4), {"z": 3, "b": 1, "a": 2, "x": 7}), ((1,), {"y": 4, "z": 5})]),
+        (rest, [((), {}), ((1,), {}), ((1, (2,)), {})]),
+        (others, [((), {}), ((), {"self": 1, "args": 2, "bind": 3})]),
+        (closed, [((), {}), ((1, 2), {"x": 3, "kwargs": 4})]),
+    ]
+    for fn, ways in calls:
+        bind = the_door._bind(fn)
+        for args, kwargs in ways:
+            got, expected = bind(*args, **kwargs), fn(*args, **kwargs)
+            expected.pop("_", None)
+            assert got == expected
+            assert [list(v) for v in got.values() if type(v) is dict] == [
+                list(v) for v in expected.values() if type(v) is dict
+            ]
+    for args, kwargs in [((), {}), ((1,), {}), ((1, 2), {"y": 3, "z": 1})]:
+        with pytest.raises(TypeError):
+            the_door._bind(positional)(*args, **kwargs)
+
+
+def test_a_list_of_weights():
+    f = reflib.compile(weighted, dynamic=False)
+    x, ws = torch.randn(8), [torch.randn(8) for _ in range(3)]
+    f(x, *ws)
+    torch.testing.assert_close(takes(f, x, *ws), weighted(x, *ws))
+    torch.testing.assert_close(takes(f, x, *ws[::-1]), weighted(x, *ws[::-1]))
+    f(x, *ws, scale=3.0)
+    torch.testing.assert_close(takes(f, x, *ws, scale=3.0), weighted(x, *ws, scale=3.0))
+    torch.testing.assert_close(takes(f, x, *ws), weighted(x, *ws))
+
+
+def test_other_numbers_of_arguments_recompile():
+    f, backend = compiled(weighted)
+    x, ws = torch.randn(4), [torch.randn(4) for _ in range(4)]
+    for n in range(1, 5):
+        takes(f, x, *ws[:n], short=0)
+        assert backend.frame_count == n
+    for n in (1, 4, 2, 3, 3):
+        torch.testing.assert_close(takes(f, x, *ws[:n]), weighted(x, *ws[:n]))
+    torch.testing.assert_close(takes(f, x, *[w.double() for w in ws], short=0), weighted(x, *[w.double() for w in ws]))
+    assert backend.frame_count == 5
+    f(x)  # without any there is nothing but a number to multiply by
+    torch.testing.assert_close(f(x), x)
+
+
+def test_the_same_tensor_twice_among_args():
+    f, _ = compiled(weighted)
+    x, w, v = torch.randn(4), torch.randn(4), torch.randn(4)
+    f(x, w, v)
+    for args in [(x, w, v), (x, w, w), (x, x, w), (w, x, w), (x, w, v)]:
+        torch.testing.assert_close(f(*args), weighted(*args))
+        torch.testing.assert_close(takes(f, *args), weighted(*args))
+
+
+def test_keywords_in_other_orders():
+    x, a, b = torch.randn(4), torch.randn(4), torch.randn(4)
+    f, backend = compiled(named)
+    f(x, a=a, b=b)
+    torch.testing.assert_close(takes(f, x, b=b, a=a), named(x, a=a, b=b))
+    torch.testing.assert_close(takes(f, b=b, x=x, a=a), named(x, a=a, b=b))
+    assert backend.frame_count == 1
+    with pytest.raises(KeyError):
+        f(x, a=a)
+    f, backend = compiled(in_turn)  # whose result depends on the order, and its guards do
+    for n, kwargs in enumerate([{"a": a, "b": b}, {"b": b, "a": a}, {"b": b}, {"a": a, "b": b, "c": a}], 1):
+        torch.testing.assert_close(takes(f, x, **kwargs, short=0), in_turn(x, **kwargs))
+        torch.testing.assert_close(takes(f, x, **kwargs), in_turn(x, **kwargs))
+        assert backend.frame_count == n
+    torch.testing.assert_close(takes(f, x, a=a, b=b), in_turn(x, a=a, b=b))
+
+
+def test_inputs_among_args_are_mutated():
+    def fn(x, *ws, **more):
+        ws[0].add_(x)
+        more["out"].copy_(ws[1] * 2)
+        return ws[0] + more["out"]
+
+    f = reflib.compile(fn)
+    for n in range(3):
+        tensors = [torch.randn(4) for _ in range(4)]
+        others = [t.clone() for t in tensors]
+        torch.testing.assert_close(f(*tensors[:3], out=tensors[3]), fn(*others[:3], out=others[3]))
+        torch.testing.assert_close(tensors, others)
+        assert known(f).taken == n
+    w = torch.randn(4, requires_grad=True)
+    for g in (f, fn):
+        g(torch.ones(4), torch.zeros(4), w, out=torch.zeros(4)).sum().backward()
+    assert w.grad.tolist() == [4, 4, 4, 4]
+
+
+def test_args_that_are_returned_captured_and_passed_on():
+    def total(*vs):
+        return sum(vs[1:], vs[0])
+
+    def fn(x, *ws, **more):
+        def within():
+            return x + ws[0] + more["b"]
+
+        a, *rest = ws
+        return within(), ws[1:], {**more, "new": a * 2}, total(x, *rest), len(ws)
+
+    f, _ = compiled(fn)
+    x, ws = torch.randn(4), [torch.randn(4) for _ in range(3)]
+    f(x, *ws, b=x)
+    got, expected = takes(f, x, *ws, b=x), fn(x, *ws, b=x)
+    torch.testing.assert_close(got[0], expected[0])
+    torch.testing.assert_close(list(got[2].values()), list(expected[2].values()))
+    assert list(got[2]) == ["b", "new"] and got[2]["b"] is x and got[4] == 3
+    assert type(got[1]) is tuple and all(a is b for a, b in zip(got[1], ws[1:], strict=True))
+    torch.testing.assert_close(got[3], expected[3])
+
+
+def test_a_dict_of_keywords_that_changes_goes_the_long_way():
+    def fn(x, **more):
+        more["new"] = x + 1
+        return more
+
+    f, _ = compiled(fn)
+    for _ in range(3):
+        got = takes(f, torch.ones(2), b=3, short=0)
+        assert got["b"] == 3 and got["new"].tolist() == [2, 2] and list(got) == ["b", "new"]
+
+
+def test_functions_of_one_decorator():
+    """They share their code, and so Dynamo's entries: guards on the free variable tell them apart."""
+
+    def decorated(fn):
+        def wrapper(*args, **kwargs):
+            return fn(*args, **kwargs)
+
+        return wrapper
+
+    backend = Graphs()
+    x = torch.ones(3)
+    functions = [decorated(double), decorated(weighted), decorated(lambda x, **k: x - k["by"])]
+    calls = [((x,), {}), ((x, x), {"scale": 2.0}), ((x,), {"by": 4})]
+    doors = [door(torch.compile(fn, backend=backend), backend) for fn in functions]
+    for _ in range(4):
+        for f, fn, (args, kwargs) in zip(doors, functions, calls, strict=True):
+            torch.testing.assert_close(f(*args, **kwargs), fn(*args, **kwargs))
+    assert backend.frame_count == 3 and all(known(f).taken >= 2 for f in doors)
+
+
+def test_torchs_own_functions():
+    """Dynamo wraps them into ``inner(*args, **kwargs)``, of one code for them all."""
+    backend, x = Graphs(), torch.randn(3)
+    functions = [torch.sin, torch.cos, torch.nn.functional.relu]
+    doors = [door(torch.compile(fn, backend=backend), backend) for fn in functions]
+    for _ in range(4):
+        for f, fn in zip(doors, functions, strict=True):
+            torch.testing.assert_close(f(x), fn(x))
+    assert backend.frame_count == 3 and all(known(f).taken >= 2 for f in doors)
+
+
+def test_the_bytecode_of_args():
+    """As this Python compiles it: Dynamo's differs between versions in the same places."""
+
+    def called(*lines):
+        scope = {}
+        exec("def f(x, *ws, **more):\n" + "\n".join("    " + line for line in lines), scope)
+        return the_door._called(scope["f"].__code__)
+
+    graph, utils = "__compiled_fn_1", "__import_torch_dot__dynamo_dot_utils"
+    result = "return y[0], ws, {'a': more, 'b': [ws[1]]}"
+    assert called(f"y = {graph}(x, ws[0], more['a'])", result) == {graph}
+    assert called("a, b = ws", f"y = {graph}(a, b)", result) == {graph}
+    assert called(f"size = {utils}.call_size", f"y = {graph}(size(ws[0], 1), x)", result) == {graph, utils}
+    assert called(f"{graph}(x)", "return None") == {graph}
+    for line in [
+        "ws[0].add_(x)", "more.update(a=x)", "more['a'] = x", "del more['a']", "x.y = ws", "x = f(ws)", "x = f(*ws)",
+        f"x = {graph}(*ws)", "x = [w for w in ws]", "x = more if ws else x", f"x = {utils}.other(x)", "x = ws[0](x)",
+    ]:  # fmt: skip
+        assert called(f"y = {graph}(x)", line, result) is None, line
+
+
+def test_methods_and_modules_with_args():
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.by = torch.nn.Parameter(torch.full((3,), 2.0))
+
+        def forward(self, *xs, **more):
+            return sum(xs) * self.by + more.get("plus", 0)
+
+    model, x = Scaled(), torch.ones(3)
+    f = reflib.compile(model)
+    f(x, x)
+    torch.testing.assert_close(takes(f, x, x), model(x, x))
+    f(x, plus=x)
+    torch.testing.assert_close(takes(f, x, plus=x), model(x, plus=x))
+    torch.testing.assert_close(takes(f, x, x), model(x, x))
+    g, _ = compiled(model.forward)
+    g(x, x)
+    torch.testing.assert_close(takes(g, x, x), model(x, x))
+
+
 # -- the long way -----------------------------------------------------------------------------------
 def breaks(x):
     y = x + 1
@@ -290,16 +522,16 @@ def test_graph_breaks_and_side_effects():
     assert counted.n == 4
 
 
-@pytest.mark.parametrize(
-    "fn", [lambda *x: x[0] + 1, lambda x, **k: x + 1, lambda x: (y for y in x), torch.sin, torch.nn.functional.relu]
-)
-def test_signatures_that_are_not_bound(fn):
-    f, _ = compiled(fn)
-    x = torch.ones(3)
+def test_generators_are_not_bound():
+    f, _ = compiled(lambda x: (y for y in x))
     for _ in range(3):
-        result = f(x)
-    assert getattr(f, "_reflib_entries", None) is None or known(f).taken == 0
-    torch.testing.assert_close(list(result), list(fn(x)))
+        assert list(takes(f, torch.ones(3), short=0)) == [1, 1, 1]
+    f, _ = compiled(yields)
+    assert not hasattr(f, "_reflib_entries")
+
+
+def yields(x):
+    yield x + 1
 
 
 def test_wrong_calls_raise_as_before():

@@ -1,13 +1,21 @@
 """A compiled ExportedProgram checks its arguments: no guard does it otherwise."""
 
+import contextlib
+import functools
+import gc
+import inspect
 import os
+import sys
 import threading
+import weakref
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import reflib
 from reflib.errors import ArgumentError
+from reflib.wrap import host
 
 
 class Scale(torch.nn.Module):
@@ -141,6 +149,9 @@ def test_what_is_raised_inside_is_not_tried_again():
     ids=["coo", "csr"],
 )
 def test_memory_of_its_own(x, says):
+    sort = exported(lambda x: x.sort().values, torch.eye(3))  # whose graph does not look at strides
+    with pytest.raises(reflib.ReflibError, match=says):
+        sort(x)
     f = exported(lambda x: x * 2, torch.eye(3))
     with pytest.raises(reflib.ReflibError, match=says):
         f(x)
@@ -158,3 +169,260 @@ def test_names_of_arguments_may_be_any():
     args = tuple(torch.randn(3) for _ in range(5))
     f = reflib.compile(torch.export.export(Named(), args), wrapper="cpp")
     torch.testing.assert_close(f(*args), Named()(*args))
+
+
+@pytest.fixture(params=["C", "Python", "ctypes"])
+def way(request):
+    """host_entry.c; its copy in Python (for a torch without the functions it needs); that without any extension."""
+    return request.param
+
+
+@contextlib.contextmanager
+def taken(way):
+    """Programs that are called here for the first time take it from then on."""
+    with pytest.MonkeyPatch.context() as m:
+        if way == "Python":
+            m.setattr(host, "_entry_functions", tuple)
+        elif way == "ctypes":
+            m.setattr(host, "extension", lambda: "no Python.h here")
+        yield
+
+
+class Weighted(torch.nn.Module):
+    """``log``: the gradient mode in each call of the op. It refuses a tensor that begins below zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(5))
+
+    def forward(self, x, y):
+        return noted(x + self.weight) * y
+
+
+log: list[bool] = []
+X, Y = torch.randn(8, 5), torch.randn(5)
+
+
+@torch.library.custom_op("exported_test::noted", mutates_args=())
+def noted(x: torch.Tensor) -> torch.Tensor:
+    log.append(torch.is_grad_enabled())
+    if float(x[0, 0]) < -1000:
+        raise ArgumentError("argument 0 is the op's own affair")
+    return x.clone()
+
+
+noted.register_fake(torch.empty_like)
+
+
+class Watched:
+    """A program, 2 arguments, and how often its short and its long way were taken. Sizes are 4 to 100 by 5, and 5."""
+
+    def __init__(self, way):
+        self.module, self.long = Weighted(), 0
+        shapes = ({0: torch.export.Dim("n", min=4, max=100)}, None)
+        program = torch.export.export(self.module, (torch.randn(4, 5), torch.randn(5)), dynamic_shapes=shapes)
+        self.f = reflib.compile(program, wrapper="cpp")
+        long = self.f._long
+
+        def counting(*args, **kwargs):
+            self.long += 1
+            return long(*args, **kwargs)
+
+        self.f._long = counting
+        with taken(way):
+            self.f(X, Y)
+        assert self.long == 0
+
+    def goes(self, *args, long=0, says=None, error=reflib.ReflibError, **kwargs):
+        """It goes ``long`` times the long way, and is right or raises what it ``says``. Gradients stay on, or off."""
+        before = self.long
+        for mode in (True, False):
+            with torch.set_grad_enabled(mode):
+                if says is None:
+                    out = self.f(*args, **kwargs)
+                    assert not out.requires_grad
+                    torch.testing.assert_close(out, self.module(*args, **kwargs).detach())
+                else:
+                    with pytest.raises(error, match=says):
+                        self.f(*args, **kwargs)
+                assert torch.is_grad_enabled() == mode
+        assert self.long - before == 2 * long
+
+
+watch = functools.cache(Watched)
+
+
+@pytest.fixture
+def watched(way):
+    log.clear()
+    return watch(way)
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+def negative(t):
+    """``t``'s numbers with the neg bit set."""
+    return torch._neg_view(-t)
+
+
+def test_the_short_way_is_taken(watched, way):
+    watched.goes(X, Y)
+    watched.goes(torch.nn.Parameter(X), Y)
+    watched.goes(X[:4], Y.requires_grad_(False))
+    assert type(watched.f.__call__).__name__ == ("Entry" if way == "C" else "function")
+
+
+def test_gradients_are_off_inside(watched):
+    with torch.enable_grad():
+        out = watched.f(torch.nn.Parameter(X), Y)
+    assert log == [False] and not out.requires_grad
+    with torch.inference_mode():
+        assert watched.f(X, Y).is_inference()
+    modes = []
+    for mode in (True, False):
+        thread = threading.Thread(target=lambda mode=mode: modes.append(grad_mode_after(watched.f, mode)))
+        thread.start(), thread.join()
+    assert modes == [True, False]
+
+
+def grad_mode_after(f, mode):
+    torch.set_grad_enabled(mode)
+    f(X, Y)
+    return torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "says"),
+    [
+        ((X.as_subclass(Sub), Y), {}, None),
+        ((X,), {"y": Y}, "structure"),
+        ((), {"x": X, "y": Y}, "structure"),
+        ((X, Y), {"y": Y}, "structure"),
+        ((X,), {}, "structure"),
+        ((X, Y, Y), {}, "structure"),
+        ((X, [Y]), {}, "structure"),
+        ((X, 3.0), {}, "argument y: expected a tensor, got float"),
+        ((X.double(), Y), {}, "argument x: dtype torch.float64, but it was exported with torch.float32"),
+        ((X[:3], Y), {}, "size 3 for .*exported for 4 to 100"),
+        ((X[:0], Y), {}, "size 0 for .*exported for 4 to 100"),
+        ((torch.randn(101, 5), Y), {}, "size 101 for .*exported for 4 to 100"),
+        ((X[0, 0], Y), {}, "argument x: ndim 0"),
+        ((X, Y[:4]), {}, "argument y: size 4 in dimension 0"),
+        ((negative(X), Y), {}, None),
+        ((X, negative(Y)), {}, None),
+        ((X.t().contiguous().t(), Y), {}, None),
+        ((X.to_sparse(), Y), {}, "argument x: layout torch.sparse_coo"),
+        ((X, Y.to_sparse()), {}, "argument y: layout torch.sparse_coo"),
+        ((X.to_mkldnn(), Y), {}, "argument x: layout torch._mkldnn"),
+        ((X.to("meta"), Y), {}, "argument x: device meta"),
+        ((FakeTensorMode().from_tensor(X), Y), {}, "argument x: a tensor with memory of its own is needed, got Fake"),
+    ],
+    ids=[
+        "subclass", "keyword", "keywords", "more keywords", "few", "many", "list", "float", "dtype", "small", "empty",
+        "large", "rank", "size", "neg", "neg, second", "strides", "sparse", "sparse, second", "mkldnn", "meta", "fake",
+    ],
+)  # fmt: skip
+def test_every_other_call_goes_the_long_way(args, kwargs, says, watched):
+    watched.goes(*args, long=1, says=says, **kwargs)
+    watched.goes(X, Y)
+
+
+@pytest.mark.parametrize("of", [torch.vmap, torch.func.jacrev], ids=["vmap", "jacrev"])
+def test_a_tensor_of_functorch_goes_the_long_way(of, watched):
+    before = watched.long
+    with pytest.raises(reflib.ReflibError, match="memory of its own"):
+        of(lambda x: watched.f(x, Y))(torch.stack([X, X]) if of is torch.vmap else X)
+    assert watched.long == before + 1 and torch.is_grad_enabled()
+
+
+def test_an_argument_error_of_an_op_is_the_ops(watched):
+    far = torch.full((8, 5), -1e4)
+    watched.goes(far, Y, says="the op's own affair", error=ArgumentError)
+    assert log == [False, False], "once a call"
+    watched.goes(X, Y)
+
+
+def test_counts_of_references_are_flat(watched, way):
+    watched.f(X, Y)
+    far, double, flat, weight = torch.full((8, 5), -1e4), X.double(), X[0], watched.module.weight
+    held = [X, Y, far, double, flat, weight, watched.f, watched.f.__call__, watched.f._call.load(), None, True]
+
+    def rounds(n):
+        for _ in range(n):
+            for _ in range(17):
+                watched.f(X, Y)
+            for bad in ((far, Y), (double, Y), (flat, Y)):
+                with contextlib.suppress(reflib.ReflibError):
+                    watched.f(*bad)
+        log.clear()
+        gc.collect()
+        return [sys.getrefcount(o) for o in held[:-2]], sys.getallocatedblocks()
+
+    rounds(10)
+    counts, blocks = rounds(10)
+    after, more = rounds(1000 if way == "C" else 50)
+    assert after == counts
+    assert more - blocks < 500, "of 20,000 calls"
+
+
+def test_a_program_is_freed_with_its_cycle(way):
+    module = Weighted()
+    f = reflib.compile(torch.export.export(module, (X, Y)), wrapper="cpp")
+    with taken(way):
+        f(X, Y)
+    entry = f.__call__
+    assert gc.is_tracked(entry) and (way != "C" or f._long in gc.get_referents(entry))
+    ref, weight = weakref.ref(f), weakref.ref(f._weights["weight"])
+    del f, module
+    gc.collect()
+    assert ref() is not None, "the entry holds it"
+    del entry
+    gc.collect()
+    assert ref() is None and weight() is None
+
+
+def test_it_looks_like_a_function(watched):
+    assert callable(watched.f) and str(inspect.signature(watched.f)).startswith("(*args")
+    torch.testing.assert_close(torch.compile(watched.f, backend="eager")(X, Y), watched.f(X, Y))
+
+
+@pytest.fixture
+def graph():
+    f = compiled("cpp")
+    f(X, Y)
+    return f._call.load()
+
+
+def same(*args):
+    return args
+
+
+def test_an_entry_by_hand(graph, way):
+    want = X * 2 + Y
+
+    def entry(*args):
+        with taken(way):
+            return host.entry(graph, *args, same)
+
+    both = entry([], 2, False, [])
+    assert torch.equal(both(X, Y)[0], want) and both(X)[0] is X and both(X, Y.double())[0] is X
+    held = entry([X], 1, True, [])
+    assert torch.equal(held(Y), want) and held(X)[0] is X
+    large = entry([], 2, True, [(1, 0, 5), (0, 0, 9)])
+    assert large(X, Y)[0] is X and torch.equal(large(torch.cat([X, X]), Y)[8:], want)
+    deep = entry([], 2, True, [(0, 2, 0)])
+    assert deep(X, Y)[0] is X, "there is no dimension 2"
+
+
+def test_an_entry_fits_its_graph(graph):
+    if isinstance(host.extension(), str):
+        pytest.skip("no extension")
+    for wrong in (([], 1, True, []), ([X], 2, True, []), ([], 2, True, [(2, 0, 1)]), ([], 2, True, [(0, -1, 1)])):
+        with pytest.raises((ValueError, IndexError)):
+            host.entry(graph, *wrong, same)
+    with pytest.raises(TypeError):
+        host.entry(same, [], 2, True, [], same)
+    with pytest.raises(TypeError):
+        host.entry(graph, [], 2, True, [(0,)], same)

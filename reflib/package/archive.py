@@ -1,0 +1,593 @@
+"""The file of a package: one ZIP archive with one right form, mapped, never unpacked.
+
+Any zip tool opens it, but a zip tool does not make one: the file's bytes are a function of its members' names and
+contents alone. Members are stored, not compressed, in the order of their names; times, attributes and padding are
+fixed; ``manifest.json`` comes last::
+
+    member    local header | its padding (an extra field) | contents, from a multiple of 64 (weights: of 4096)
+    ...
+    manifest.json          | the same                     | JSON: the caller's, and "entries", of all other members
+    directory of all members | end record | "reflib sha256:" and the SHA-256 of manifest.json, in hex
+
+Last, because where the others lie must not depend on a text that holds their digests: contents go to the file as
+they come, each is hashed on its way, and the headers (which need the CRC) are filled in at the end.
+
+**Every byte is covered.** Contents by the SHA-256 in the manifest; the manifest by that in the file's last bytes;
+headers, padding and directory are not parsed but computed again from the manifest (``layout``, ``head``, ``tail``,
+which the writer uses too) and compared. The few fields that are read before that are read to find the manifest, and
+to say what is wrong with a file that some other tool wrote.
+
+**A package is code.** Loading one runs it. The digests inside find damage, not an attacker, who would write new ones:
+open only files from people you trust, or say which file you mean (``sha256=``: any other is refused).
+
+Members are read through one private mapping of the file: processes share its pages, writing to a view changes neither
+the file nor what others see. The file must not shrink while it is mapped: the system ends a process that reads pages
+which are gone (SIGBUS). ``write`` never does that: it renames a new file into the old one's place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import mmap
+import os
+import re
+import secrets
+import stat
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from ..errors import OptionError, PackageError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+MANIFEST_LIMIT = 64 << 20  # bytes: JSON costs many times its length in memory
+NAME_LIMIT = 1000
+MARK = b"reflib sha256:"
+COMMENT = len(MARK) + 64
+ALIGN, ALIGN_WEIGHTS = 64, 4096  # a cache line, a page
+ZIP64, ZIP64_MEMBERS = 0xFFFFFFFF, 0xFFFF  # from here on a number needs the format's longer form
+_LONG, _LONG_MEMBERS = 0xFFFFFFFF, 0xFFFF  # what the short form says then
+_PIECE = 16 << 20  # bytes hashed at a time: CRC and SHA read them from the cache
+
+# PKWARE's APPNOTE, 4.3: local header, directory record, end record, and the long end record with its locator
+_LOCAL = struct.Struct("<4s5H3L2H")
+_RECORD = struct.Struct("<4s6H3L5H2L")
+_END = struct.Struct("<4s4H2LH")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR = struct.Struct("<4sLQL")
+_1980 = 0x0021  # 1980-01-01, the first day that the format knows
+_MADE = 3 << 8 | 45  # on Unix, by version 4.5 of the format: attributes are a Unix mode
+_MODE = (stat.S_IFREG | 0o644) << 16
+_PADDING = 0xD935  # "ZIP alignment", as Android's zipalign writes it
+
+_COPY = "copy it again from where it was built, or build it again"
+_BUILD = "build the package again"
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """A member's contents, piece by piece. ``make()`` yields buffers of ``size`` bytes together, anew at each call."""
+
+    size: int
+    make: Callable[[], Iterable[Any]]  # of whatever memoryview() takes
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.make())
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the manifest's "entries" say of a member."""
+
+    name: str
+    size: int
+    sha256: str
+    crc32: int
+
+
+# -- where everything lies --------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Place:
+    entry: Entry
+    start: int  # of the local header
+    data: int  # of the contents
+
+    @property
+    def end(self) -> int:
+        return self.data + self.entry.size
+
+
+def layout(entries: Sequence[Entry]) -> list[Place]:
+    """Where each member lies, one after another. Depends on names and sizes alone."""
+    places = []
+    at = 0
+    for e in entries:
+        least = at + _LOCAL.size + len(e.name.encode()) + len(_long_sizes(e.size)) + 6  # 6: padding of no bytes
+        places.append(Place(e, at, least + -least % _align(e)))
+        at = places[-1].end
+    return places
+
+
+def head(place: Place) -> bytes:
+    """The local header of one member, and its padding: what lies before its contents."""
+    e, name, long = place.entry, place.entry.name.encode(), _long_sizes(place.entry.size)
+    size = _short(e.size)
+    padding = place.data - place.start - _LOCAL.size - len(name) - len(long)
+    extra = long + struct.pack("<3H", _PADDING, padding - 4, _align(e)) + bytes(padding - 6)
+    needed = 45 if long else 10
+    fields = (b"PK\3\4", needed, 0, 0, 0, _1980, e.crc32, size, size, len(name), len(extra))
+    return _LOCAL.pack(*fields) + name + extra
+
+
+def tail(places: Sequence[Place]) -> bytes:
+    """All that follows the last contents, which are the manifest's: directory, end record, the manifest's digest."""
+    directory = b"".join(_record(p) for p in places)
+    start, size, count = places[-1].end, len(directory), len(places)
+    long = b""
+    if start >= ZIP64 or size >= ZIP64 or count >= ZIP64_MEMBERS:
+        long = _END64.pack(b"PK\6\6", _END64.size - 12, _MADE, 45, 0, 0, count, count, size, start)
+        long += _LOCATOR.pack(b"PK\6\7", 0, start + size, 1)
+    n = _LONG_MEMBERS if count >= ZIP64_MEMBERS else count
+    end = _END.pack(b"PK\5\6", 0, 0, n, n, _short(size), _short(start), COMMENT)
+    return directory + long + end + MARK + places[-1].entry.sha256.encode()
+
+
+def _record(place: Place) -> bytes:
+    """A member's record in the directory."""
+    e, name = place.entry, place.entry.name.encode()
+    long = b"".join(struct.pack("<Q", n) for n in (e.size, e.size, place.start) if n >= ZIP64)
+    extra = struct.pack("<2H", 1, len(long)) + long if long else b""
+    sizes = (_short(e.size), _short(e.size), len(name), len(extra), 0, 0, 0)
+    fields = (b"PK\1\2", _MADE, 45 if long else 10, 0, 0, 0, _1980, e.crc32, *sizes, _MODE, _short(place.start))
+    return _RECORD.pack(*fields) + name + extra
+
+
+def _long_sizes(size: int) -> bytes:
+    """A local header's extra field for a size of 4 GiB or more."""
+    return struct.pack("<2H2Q", 1, 16, size, size) if size >= ZIP64 else b""
+
+
+def _short(n: int) -> int:
+    return _LONG if n >= ZIP64 else n
+
+
+def _align(e: Entry) -> int:
+    return ALIGN_WEIGHTS if is_weights(e.name) else ALIGN
+
+
+def is_weights(name: str) -> bool:
+    """Contents that ``verify="code"`` does not hash."""
+    return name.startswith("weights")
+
+
+def name_fault(name: Any) -> str | None:
+    """Why a member must not have this name, or None. No tool that unpacks the file may write elsewhere."""
+    if not isinstance(name, str) or not name:
+        return "is empty or no text"
+    if len(name) > NAME_LIMIT:
+        return f"is longer than {NAME_LIMIT} characters"
+    if not all(" " <= c <= "~" for c in name):
+        return "has characters other than printable ASCII"
+    if name.startswith("/"):
+        return "is an absolute path"
+    if "\\" in name or ":" in name:
+        return "has a backslash or a colon (Windows reads a path or a drive)"
+    if any(part in ("", ".", "..") for part in name.split("/")):
+        return 'has an empty part, "." or ".."'
+    return None
+
+
+# -- the manifest's text ----------------------------------------------------------------------------
+def dump(manifest: Mapping[str, Any]) -> bytes:
+    """The manifest's one right text. Raises ValueError, TypeError or RecursionError for what JSON cannot hold."""
+    return json.dumps(manifest, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False).encode()
+
+
+def parse(data: bytes) -> Any:
+    """``dump`` reversed. Raises ValueError or RecursionError."""
+    return json.loads(
+        data.decode(), object_pairs_hook=_object, parse_int=_int, parse_float=_float, parse_constant=_constant
+    )
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        keys = [k for k, _ in pairs]
+        raise ValueError(f"the key {next(k for k in keys if keys.count(k) > 1)[:80]!r} is there twice")
+    return out
+
+
+def _int(text: str) -> int:
+    if len(text) > 20:  # 64 bits
+        raise ValueError(f"the number {text[:20]}... is too large")
+    return int(text)
+
+
+def _float(text: str) -> float:
+    if not math.isfinite(float(text)):
+        raise ValueError(f"the number {text[:20]} is too large")
+    return float(text)
+
+
+def _constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+# -- write ------------------------------------------------------------------------------------------
+def write(
+    path: str | os.PathLike[str], manifest: Mapping[str, Any], members: Mapping[str, bytes | Chunks]
+) -> Path:
+    """Write a package and return its path. ``manifest``: any JSON; its "entries" are made here.
+
+    The file appears whole or not at all: what ``path`` was before stays until the new one is complete, and is left
+    as it was, with nothing beside it, when writing fails. (A process that is killed leaves a ``.new-*`` file.)
+    """
+    path = Path(path)
+    for name in members:
+        fault = "is taken" if name == MANIFEST else name_fault(name)
+        if fault:
+            raise PackageError(f"cannot write {path}: the member name {name!r} {fault}; choose another")
+    manifest = {"format": FORMAT, **manifest, "entries": []}
+    if manifest["format"] != FORMAT:
+        raise PackageError(f"cannot write {path} in format {manifest['format']!r}: this is {FORMAT}; leave it out")
+    _manifest_text(path, manifest)  # before gigabytes are written
+    chunks = {name: c if isinstance(c, Chunks) else _whole(c) for name, c in members.items()}
+    try:
+        _replace(path, lambda f: _fill(path, f, manifest, chunks))
+    except OSError as e:
+        reason = e.strerror or str(e)
+        raise PackageError(f"cannot write {path}: {reason}; choose a folder that is there and has room") from e
+    return path
+
+
+def _whole(contents: bytes) -> Chunks:
+    return Chunks(memoryview(contents).nbytes, lambda: (contents,))
+
+
+def _replace(path: Path, fill: Callable[[BinaryIO], None]) -> None:
+    """Fill a new file beside ``path`` and rename it there."""
+    if path.exists() and not path.is_file():  # a rename would put a file in the place of /dev/null
+        raise PackageError(f"cannot write {path}: it is there and no file; choose another path")
+    temporary = path.parent / f".new-{secrets.token_hex(8)}"
+    with temporary.open("xb") as f:
+        try:
+            fill(f)
+            f.close()  # what is buffered may not fit either
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+
+
+def _fill(path: Path, f: BinaryIO, manifest: dict[str, Any], chunks: Mapping[str, Chunks]) -> None:
+    entries = []
+    for place in layout([Entry(name, chunks[name].size, "", 0) for name in sorted(chunks)]):
+        f.seek(place.data)
+        entries.append(_pour(path, f, place.entry, chunks[place.entry.name]))
+    text = _manifest_text(path, {**manifest, "entries": [vars(e) for e in entries]})
+    places = layout([*entries, _manifest_entry(text)])
+    for place in places:
+        f.seek(place.start)
+        f.write(head(place))
+    f.seek(places[-1].data)
+    f.write(text + tail(places))
+
+
+def _pour(path: Path, f: BinaryIO, entry: Entry, chunks: Chunks) -> Entry:
+    """Write one member's contents, hashed on their way."""
+    sha, crc, size = hashlib.sha256(), 0, 0
+    for chunk in chunks:
+        view = memoryview(chunk).cast("B")
+        size += len(view)
+        if size <= entry.size:
+            f.write(view)
+            sha.update(view)
+            crc = zlib.crc32(view, crc)
+    if size != entry.size:
+        raise PackageError(f"cannot write {path}: {entry.name} has {size} bytes, {entry.size} were announced")
+    return Entry(entry.name, size, sha.hexdigest(), crc)
+
+
+def _manifest_entry(text: bytes) -> Entry:
+    return Entry(MANIFEST, len(text), hashlib.sha256(text).hexdigest(), zlib.crc32(text))
+
+
+def _manifest_text(path: Path, manifest: dict[str, Any]) -> bytes:
+    """The manifest as text that a reader will take."""
+    try:
+        text = dump(manifest)
+        if dump(parse(text)) != text:
+            raise ValueError("its keys must be strings")
+        if len(text) > MANIFEST_LIMIT:
+            raise ValueError(f"it has {len(text)} bytes, more than {MANIFEST_LIMIT}")
+    except (ValueError, TypeError, RecursionError) as e:
+        raise PackageError(f"cannot write {path}: the manifest cannot be JSON: {e}; put plain data into it") from e
+    return text
+
+
+# -- read -------------------------------------------------------------------------------------------
+class Archive:
+    """An open package. ``manifest`` is its dict, ``names`` those of the members beside it."""
+
+    def __init__(self, path: Path, manifest: dict[str, Any], places: Sequence[Place], mapping: mmap.mmap):
+        self.path = path
+        self.manifest = manifest
+        self.names = tuple(p.entry.name for p in places[:-1])
+        self._places = {p.entry.name: p for p in places}
+        self._mapping: mmap.mmap | None = mapping
+
+    def view(self, name: str) -> memoryview:
+        """A member's contents, as they lie in the mapping. Writing to them changes this process's copy alone."""
+        if self._mapping is None:
+            raise PackageError(f"{self.path} was closed; open it again")
+        if name not in self._places:
+            raise PackageError(f"{self.path} has no member {name!r}; it has {', '.join(self.names) or 'none'}")
+        place = self._places[name]
+        return memoryview(self._mapping)[place.data : place.end]
+
+    def close(self) -> None:
+        """Let go of the mapping. It lasts as long as a view of it does."""
+        self._mapping = None
+
+
+def open(path: str | os.PathLike[str], verify: bool | str = True, sha256: str | None = None) -> Archive:
+    """Open a package, or raise PackageError: no other exception, whatever the file holds.
+
+    verify: ``True`` hashes every member. ``"code"`` leaves out those whose name begins with "weights", which may be
+        gigabytes; everything else (also where they lie, and how large they are) is checked all the same.
+    sha256: the digest that the whole file must have, as ``sha256sum`` prints it.
+    """
+    if verify is not True and verify != "code":
+        raise OptionError(f'verify={verify!r}: takes True (check everything) or "code" (all but the weights)')
+    if sha256 is not None and not (isinstance(sha256, str) and re.fullmatch("[0-9a-fA-F]{64}", sha256)):
+        raise OptionError(f"sha256={sha256!r}: takes the 64 hex digits that  sha256sum FILE  prints")
+    path = Path(path)
+    data = _map(path)
+    if sha256 is not None:
+        _check_file(path, data, sha256.lower())
+    end = _find_end(path, data)
+    records = _read_directory(path, data, end)
+    manifest, entry = _read_manifest(path, data, end, records[-1])
+    _check_records(path, records)
+    entries = _read_entries(path, manifest, len(data))
+    _check_names(path, entries, records)
+    places = layout([*entries, entry])
+    _check_headers(path, data, end, places)
+    for place in places[:-1]:
+        if verify is True or not is_weights(place.entry.name):
+            _check_contents(path, data, place)
+    return Archive(path, manifest, places, data)
+
+
+def _bad(path: Path, what: str, remedy: str = _COPY) -> PackageError:
+    return PackageError(f"{path}: {what}; {remedy}")
+
+
+def _map(path: Path) -> mmap.mmap:
+    """The file, mapped. A private mapping: written pages are this process's own. (All might be, so Linux wants the
+    file to fit into memory and swap, unless vm.overcommit_memory is 1.)"""
+    try:
+        info = path.stat()
+        if stat.S_ISREG(info.st_mode) and info.st_size:  # opening a pipe would wait for its other end
+            with path.open("rb") as f:
+                return mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+    except FileNotFoundError as e:
+        raise _bad(path, "there is no such file", "check the path") from e
+    except (OSError, ValueError) as e:  # ValueError: a path with NUL in it; a file emptied since
+        remedy = "check the path, its permissions, and that there is memory for the whole file"
+        raise _bad(path, f"cannot be opened: {getattr(e, 'strerror', None) or e}", remedy) from e
+    if stat.S_ISREG(info.st_mode):
+        raise _bad(path, "the file is empty")
+    kind = "a folder" if stat.S_ISDIR(info.st_mode) else "not a file"
+    raise _bad(path, f"this is {kind}", "give the path of a package (model.reflib)")
+
+
+def _check_file(path: Path, data: mmap.mmap, wanted: str) -> None:
+    sha, _ = _digests(data, 0, len(data))
+    if sha != wanted:
+        remedy = "do not use it, unless you know where it comes from"
+        raise _bad(path, f"this is not the file that was asked for: its SHA-256 is {sha}, not {wanted}", remedy)
+
+
+@dataclass(frozen=True)
+class _End:
+    """Where the directory lies, as the end record says."""
+
+    start: int
+    size: int
+    count: int
+
+
+def _find_end(path: Path, data: mmap.mmap) -> _End:
+    at = len(data) - _END.size - COMMENT
+    if at < 0 or data[at : at + 4] != b"PK\5\6" or data[at + _END.size :][: len(MARK)] != MARK:
+        raise _no_end(path, data)
+    _, _, _, _, count, size, start, _ = _END.unpack_from(data, at)
+    long = at - _LOCATOR.size - _END64.size
+    if long >= 0 and data[at - _LOCATOR.size : at - _LOCATOR.size + 4] == b"PK\6\7":
+        count, size, start = _END64.unpack_from(data, long)[-3:]
+        at = long
+    if start + size != at:
+        if at - start - size > 0 and data[:4] != b"PK\3\4":
+            raise _bad(path, f"{at - start - size} bytes lie before the package's first")
+        raise _bad(path, "altered: the directory is not where the end record says; bytes were added, lost or changed")
+    if not 1 <= count <= size // _RECORD.size:
+        raise _bad(path, f"altered: the end record says {count} members, the directory has {size} bytes")
+    return _End(start, size, count)
+
+
+def _no_end(path: Path, data: mmap.mmap) -> PackageError:
+    """Why the file's last bytes are not a package's."""
+    near = max(0, len(data) - (1 << 20))
+    over = len(data) - data.rfind(MARK, near) - COMMENT
+    if data.rfind(MARK, near) >= 0 and over > 0:
+        return _bad(path, f"{over} bytes lie after the package's last")
+    if data.rfind(b"PK\5\6", near) >= 0:
+        return _bad(path, "a zip file, but no package (one that was unpacked is not a package when it is zipped again)")
+    if data[:4] == b"PK\3\4":
+        return _bad(path, "truncated: the file ends before the package does")
+    return _bad(path, "not a package: not even a zip file", "give the path of a file that reflib.aot_compile wrote")
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What the directory says of a member, as far as it is read."""
+
+    name: str
+    flags: int
+    method: int
+    size: int
+    mode: int
+
+
+def _read_directory(path: Path, data: mmap.mmap, end: _End) -> list[_Record]:
+    out = []
+    at, stop = end.start, end.start + end.size
+    for _ in range(end.count):
+        if stop - at < _RECORD.size or data[at : at + 4] != b"PK\1\2":
+            raise _bad(path, "altered: the directory of its members is not readable")
+        fields = _RECORD.unpack_from(data, at)
+        _, _, _, flags, method, _, _, _, _, size, name, extra, comment, _, _, attributes, _ = fields
+        at += _RECORD.size
+        text = data[at : min(at + name, stop)].decode("latin-1")
+        out.append(_Record(text, flags, method, size, attributes >> 16))
+        at += name + extra + comment
+    return out
+
+
+def _read_manifest(path: Path, data: mmap.mmap, end: _End, record: _Record) -> tuple[dict[str, Any], Entry]:
+    """The manifest, whose contents end where the directory starts. Its format is looked at before its form: a newer
+    one may have another."""
+    if record.name != MANIFEST:
+        raise _bad(path, f"altered: the last member is {record.name[:80]!r}, not {MANIFEST}")
+    _check_record(path, record)
+    if record.size > MANIFEST_LIMIT:
+        raise _bad(path, f"{MANIFEST} has {record.size} bytes, more than {MANIFEST_LIMIT}", _BUILD)
+    if record.size > end.start:
+        raise _bad(path, f"altered: {MANIFEST} is said to have {record.size} bytes, the file has fewer")
+    text = data[end.start - record.size : end.start]
+    entry = _manifest_entry(text)
+    if MARK + entry.sha256.encode() != data[len(data) - COMMENT :]:
+        raise _bad(path, f"{MANIFEST} is altered: its SHA-256 is not the one at the file's end")
+    try:
+        manifest = parse(text)
+    except (ValueError, RecursionError) as e:
+        what = "nested too deeply" if isinstance(e, RecursionError) else str(e)
+        raise _bad(path, f"{MANIFEST} cannot be read: {what}", _BUILD) from e
+    if not isinstance(manifest, dict):
+        raise _bad(path, f"{MANIFEST} is no JSON object", _BUILD)
+    _check_format(path, manifest)
+    try:
+        again = dump(manifest)
+    except (ValueError, RecursionError):  # a lone half of a surrogate pair
+        again = b""
+    if again != text:
+        raise _bad(path, f"{MANIFEST} is not written as reflib writes it", _BUILD)
+    return manifest, entry
+
+
+def _check_format(path: Path, manifest: dict[str, Any]) -> None:
+    format = manifest.get("format")
+    if type(format) is not int or format < 1:
+        raise _bad(path, f"{MANIFEST} says no format (a number from 1 on)", _BUILD)
+    if format > FORMAT:
+        versions = manifest.get("versions")
+        version = str(versions.get("reflib", "not said") if isinstance(versions, dict) else "not said")[:40]
+        what = f"written by a newer reflib (version {version}) in format {format}, known here is {FORMAT}"
+        raise _bad(path, what, "upgrade reflib")
+
+
+def _check_record(path: Path, r: _Record) -> None:
+    """What other tools make of a package, said by name. (What they change else, ``_check_headers`` finds.)"""
+    fault = name_fault(r.name)
+    if fault:
+        raise _bad(path, f"the member name {r.name[:80]!r} {fault}", _BUILD)
+    if r.flags & 0x2041:  # encrypted, strongly, with its directory
+        raise _bad(path, f"the member {r.name} is encrypted")
+    if r.method != 0:
+        raise _bad(path, f"the member {r.name} is compressed (method {r.method}), which a package's are not")
+    if stat.S_ISLNK(r.mode):
+        raise _bad(path, f"the member {r.name} is a link", _BUILD)
+
+
+def _check_records(path: Path, records: Sequence[_Record]) -> None:
+    seen = set()
+    for r in records:
+        _check_record(path, r)
+        if r.name in seen:
+            raise _bad(path, f"the member {r.name} is there twice", _BUILD)
+        seen.add(r.name)
+
+
+def _read_entries(path: Path, manifest: dict[str, Any], length: int) -> list[Entry]:
+    """The manifest's entries, each of the right types and no larger than the file."""
+    rows = manifest.get("entries")
+    if not isinstance(rows, list):
+        raise _bad(path, f'{MANIFEST} has no list "entries"', _BUILD)
+    out: list[Entry] = []
+    for i, row in enumerate(rows):
+        if not isinstance(row, dict) or row.keys() != {"name", "size", "sha256", "crc32"}:
+            raise _bad(path, f"{MANIFEST}, entry {i}: takes name, size, sha256 and crc32", _BUILD)
+        e = Entry(**row)
+        fault = name_fault(e.name)
+        if fault:
+            raise _bad(path, f"{MANIFEST}, entry {i}: the name {str(e.name)[:80]!r} {fault}", _BUILD)
+        if out and e.name <= out[-1].name:
+            twice = "is there twice" if e.name == out[-1].name else "is out of order"
+            raise _bad(path, f"{MANIFEST}, entry {i}: {e.name} {twice}", _BUILD)
+        if type(e.size) is not int or e.size < 0:
+            raise _bad(path, f"{e.name}: the size {str(e.size)[:40]} is no number of bytes", _BUILD)
+        if e.size > length:
+            raise _bad(path, f"{e.name} is said to have {e.size} bytes, the whole file has {length}")
+        if not isinstance(e.sha256, str) or not re.fullmatch("[0-9a-f]{64}", e.sha256):
+            raise _bad(path, f"{e.name}: its sha256 is not 64 hex digits", _BUILD)
+        if type(e.crc32) is not int or not 0 <= e.crc32 < 1 << 32:
+            raise _bad(path, f"{e.name}: its crc32 is no number of 32 bits", _BUILD)
+        out.append(e)
+    return out
+
+
+def _check_names(path: Path, entries: Sequence[Entry], records: Sequence[_Record]) -> None:
+    said, there = [e.name for e in entries], [r.name for r in records[:-1]]
+    if said != there:
+        for name in sorted(set(said) - set(there)):
+            raise _bad(path, f"the member {name} is missing")
+        for name in sorted(set(there) - set(said)):
+            raise _bad(path, f"{MANIFEST} does not know the member {name}")
+        raise _bad(path, "altered: the members are out of order")
+
+
+def _check_headers(path: Path, data: mmap.mmap, end: _End, places: Sequence[Place]) -> None:
+    """All that is not contents, byte for byte. The sizes add up to the file's before anything is made from them."""
+    if places[-1].end != end.start:
+        raise _bad(path, f"altered: the members' sizes make {places[-1].end} bytes, there are {end.start}")
+    if tail(places) != data[end.start :]:
+        raise _bad(path, "altered: the directory or the end record is not what the manifest says")
+    for place in places:
+        if head(place) != data[place.start : place.data]:
+            raise _bad(path, f"altered: the header or the padding of {place.entry.name} is not what the manifest says")
+
+
+def _check_contents(path: Path, data: mmap.mmap, place: Place) -> None:
+    e = place.entry
+    if _digests(data, place.data, place.end) != (e.sha256, e.crc32):
+        raise _bad(path, f"the member {e.name} is altered: its SHA-256 or CRC is not what the manifest says")
+
+
+def _digests(data: mmap.mmap, start: int, stop: int) -> tuple[str, int]:
+    sha, crc = hashlib.sha256(), 0
+    with memoryview(data) as whole:
+        for at in range(start, stop, _PIECE):
+            with whole[at : min(at + _PIECE, stop)] as piece:
+                sha.update(piece)
+                crc = zlib.crc32(piece, crc)
+    return sha.hexdigest(), crc

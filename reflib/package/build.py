@@ -1,0 +1,334 @@
+"""Writing a package: compile what the arms consist of, put it together, say what is in it.
+
+Everything is compiled at once, kernels of all architectures and wrappers, in a pool of threads (Triton's passes, ptxas
+and the C++ compiler run outside the GIL), through the caches. Nothing that is written names this machine or this day:
+the same input gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .. import __version__, toolchain
+from ..c_shims import Shim
+from ..errors import PackageError, ReflibError
+from ..generate.compile_triton import Binary, compile_kernel
+from ..generate.cpp import HEADER
+from ..generate.kernel import Kernel
+from ..ir.data import encode
+from ..ir.program import Extern, Program, regions, walk
+from ..options import Options
+from ..plan import Plan
+from ..target import Target, parse_target
+from ..wrap.aten import in_python
+from ..wrap.convention import Convention
+from ..wrap.cpp import CppPrinter
+from ..wrap.host import build_wrapper
+from ..wrap.wrap import has_indirect
+from . import archive, images, manifest, weights
+from .architectures import PTX, driver_for
+
+PTX_SHARED = 99 * 1024  # of an RTX 3090, 4090 or 5090: the least that a later GPU gives a block
+# what the CPU kernels of a package may use, unless they are for this machine alone: (the compiler's name, the kernel's)
+X86 = (("avx2", "avx2"), ("fma", "fma"), ("f16c", "f16c"), ("bmi", "bmi1"), ("bmi2", "bmi2"), ("lzcnt", "abm"),
+       ("movbe", "movbe"), ("popcnt", "popcnt"))  # fmt: skip
+FEATURES = re.compile(r"^(avx|amx|fma|f16c|bmi|abm|movbe|popcnt|sse4|gfni|vaes|vpclmul|asimd|sve|fphp|bf16|i8mm)")
+BUILT_IN = ("aten", "prims", "prim", "higher_order", "rngprims", "_c10d_functional", "quantized", "inductor")
+# libraries that a wrapper may need: what every host has
+_SILENT = ("compile_threads", "isolate", "tuning_seconds", "tuning_idle_seconds", "candidate_seconds", "c_shims")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """An architecture's program, as far as it needs no compiler. ``arch``: the arm's name; ``here``: it may use all
+    that this machine's CPU can."""
+
+    arch: str
+    target: Target
+    kind: str
+    program: Program
+    plan: Plan
+    kernels: Mapping[tuple[str, int], Kernel]
+    here: bool = False
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph for one kind of device: how it is called, its weights, a digest of it."""
+
+    convention: Convention
+    state: Mapping[str, torch.Tensor]
+    kinds: Mapping[str, str]
+    digest: str
+
+
+def ptx_target() -> Target:
+    """What the assembly text for later GPUs is compiled for."""
+    return replace(parse_target(PTX), shared=PTX_SHARED)
+
+
+def build(
+    path: Path, captured: Mapping[str, Captured], arms: Sequence[Planned], options: Options, shims: Mapping[str, Shim]
+) -> Path:
+    """Write the package. Raises PackageError for a model that cannot be in one, ToolchainError, DeviceError."""
+    threads = options.compile_threads or None
+    with ThreadPoolExecutor(threads, thread_name_prefix="reflib-package") as pool:
+        making = [_Making(a, captured[a.kind], options, shims, pool) for a in arms]
+        made = [m.arm() for m in making]
+    by_kernel: dict[str, list[images.Image]] = {}
+    for m in making:
+        for name, image in m.images():
+            if image not in by_kernel.setdefault(name, []):
+                by_kernel[name].append(image)
+    members: dict[str, Any] = {}
+    for m in making:
+        members |= m.members
+    for name, found in sorted(by_kernel.items()):
+        members |= images.members(name, found)
+    tensors, kinds = _weights(captured, making)
+    packed, rows = weights.pack(tensors)
+    members["weights.safetensors"] = packed
+    gpu = any(m.planned.target.is_gpu for m in making)
+    about = manifest.Manifest(
+        format=manifest.FORMAT, host=manifest.HOST, system=platform.system(), machine=platform.machine(),
+        images="fatbin" if gpu and images.fatbinary() else "table", versions=_versions(gpu), options=_options(options),
+        source=hashlib.sha256("".join(captured[k].digest for k in sorted(captured)).encode()).hexdigest(),
+        programs={k: _program(c.convention) for k, c in captured.items()}, arms=tuple(made),
+        weights=tuple(manifest.Weight(n, *kinds[n]) for n in sorted(tensors)), rows=tuple(rows),
+        libraries=_libraries([a.program for a in arms]), libc=_libc(members),
+    )  # fmt: skip
+    archive.write(path, manifest.write(about), members)
+    return path
+
+
+class _Making:
+    """One arm: its host code is printed here and now, compiled meanwhile."""
+
+    def __init__(
+        self, planned: Planned, captured: Captured, options: Options, shims: Mapping[str, Shim], pool: ThreadPoolExecutor
+    ):
+        self.planned, self.options, self.captured = planned, options, captured
+        self.kernels = list(dict.fromkeys(planned.kernels.values()))
+        self.printer = CppPrinter(planned.program, planned.plan, planned.kernels, options.check_nan, shims)
+        self.text = self.printer.print()
+        self.wrapper = pool.submit(build_wrapper, self.text, toolchain.REPRODUCIBLE)
+        self.binaries: dict[str, Future[Binary]] = {
+            k.name: pool.submit(compile_kernel, k, planned.target) for k in self.kernels if self._on_gpu(k)
+        }
+        cpp = [k for k in self.kernels if k.language == "cpp"]
+        self.library = pool.submit(self._cpu_library, cpp) if cpp else None
+        self.members: dict[str, bytes] = {}
+
+    def _on_gpu(self, k: Kernel) -> bool:
+        return k.language == "triton" and k.grid != 0
+
+    def arm(self) -> manifest.Arm:
+        p, printer, arch = self.planned, self.printer, self.planned.arch
+        late = {k.name for (_, arm), k in p.kernels.items() if arm > 0}
+        by_name = {r.name: r for r in regions(p.program.nodes)}
+        checked = {k.name for (region, _), k in p.kernels.items() if has_indirect(by_name[region])}
+        kernels = tuple(
+            self._gpu_kernel(k, k.name in late) if k.name in self.binaries else self._cpu_kernel(k, k.name in checked)
+            for name in printer.kernels for k in self.kernels if k.name == name and (k.grid != 0)
+        )  # fmt: skip
+        wrapper, text = self._host_code()
+        return manifest.Arm(
+            arch=arch, made_for=p.target.arch, program=p.kind, wrapper=wrapper, text=text,
+            graph=p.program.nodes[0].name if p.program.nodes else "empty", kernels=kernels, table=tuple(printer.kernels),
+            python=printer.python, functions=tuple(printer.functions), needs=printer.needs,
+            names=_encoded(printer.names, "an operator's argument"), objects=_encoded(printer.objects, "a result"),
+            symbols=tuple(printer.symbols), constants=tuple(map(self._constant, printer.constants)), cpu=self._features(),
+            driver=self._driver(), workspace=p.plan.peak_bytes, units=p.target.units,
+        )  # fmt: skip
+
+    def constant(self, name: str) -> str:
+        """The weight that a tensor in the graph is stored as."""
+        return f"{self.planned.kind}.{name}"
+
+    def _constant(self, name: str) -> tuple[str, str]:
+        return self.constant(name), self.planned.program.buffers[name].device.type
+
+    def _host_code(self) -> tuple[str, str]:
+        """Arms with the same host code share it."""
+        name = hashlib.sha256(toolchain._without_comments(self.text).encode()).hexdigest()[:12]
+        wrapper, text = f"wrapper/{name}.so", f"wrapper/{name}.cpp"
+        self.members[wrapper] = self.wrapper.result().read_bytes()
+        self.members[text] = self.text.encode()
+        return wrapper, text
+
+    # -- kernels --------------------------------------------------------------------------------
+    def _gpu_kernel(self, k: Kernel, late: bool) -> manifest.Kernel:
+        b, image = self.binaries[k.name].result(), self._image(k.name)
+        if b.num_ctas != 1 or b.profile:
+            raise PackageError(f"kernel {k.name} needs a cluster or a profile, which no launcher here gives")
+        where = images.member(k.name, image, images.fatbinary() is not None)
+        return manifest.Kernel(
+            k.name, where, b.entry, b.num_warps * b.warp, b.shared, b.pdl, late, bytes=len(image.data)
+        )  # fmt: skip
+
+    def _image(self, name: str) -> images.Image:
+        b, target = self.binaries[name].result(), self.planned.target
+        if self.planned.arch == "ptx":
+            return images.Image("ptx", target.arch, b.ptx.encode())
+        return images.Image("cubin" if target.kind == "cuda" else "hsaco", target.arch, b.image)
+
+    def images(self) -> list[tuple[str, images.Image]]:
+        return [(name, self._image(name)) for name in self.binaries]
+
+    def _driver(self) -> tuple[int, str] | None:
+        if self.planned.arch != "ptx":
+            return None
+        found = [d for n in self.binaries if (d := driver_for(self.binaries[n].result().ptx)) is not None]
+        d = max(found, key=lambda d: d.version, default=None)
+        return (d.version, d.branch) if d else None
+
+    def _cpu_kernel(self, k: Kernel, checked: bool) -> manifest.Kernel:
+        return manifest.Kernel(k.name, self._library_member(), k.name, checked=checked)
+
+    def _library_member(self) -> str:
+        assert self.library is not None
+        data = self.library.result().read_bytes()
+        name = f"kernels/{hashlib.sha256(data).hexdigest()[:12]}.so"
+        self.members[name] = data
+        return name
+
+    def _cpu_library(self, kernels: list[Kernel]) -> Path:
+        found = toolchain.compiler()
+        if self.planned.here:
+            found = replace(toolchain.for_others(found, ()), flags=found.flags)
+        else:
+            found = toolchain.for_others(found, [flag for flag, _ in X86] if platform.machine() == "x86_64" else [])
+        return toolchain.build_library([k.source for k in kernels], self.options, header=HEADER, found=found)
+
+    def _features(self) -> tuple[str, ...]:
+        """Of the CPU that its kernels run on."""
+        if self.library is None:
+            return ()
+        if self.planned.here:
+            return tuple(sorted(f for f in cpu_features() if FEATURES.match(f)))
+        return tuple(sorted(name for _, name in X86)) if platform.machine() == "x86_64" else ()
+
+
+def cpu_features() -> set[str]:
+    """What this machine's CPU can do, in the words of Linux; empty where that is not known."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return set()
+    m = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.M)
+    return set(m.group(1).split()) if m else set()
+
+
+# -- what the manifest says ---------------------------------------------------------------------------
+def _weights(
+    captured: Mapping[str, Captured], making: Sequence[_Making]
+) -> tuple[dict[str, torch.Tensor], dict[str, tuple[str, ...]]]:
+    """All tensors that arms need, by name, and (kind, device) of each."""
+    tensors: dict[str, torch.Tensor] = {}
+    kinds: dict[str, tuple[str, ...]] = {}
+    for c in captured.values():
+        for name, t in c.state.items():
+            tensors[name] = t
+            kinds[name] = (c.kinds[name],)
+    for m in making:
+        for name in m.printer.constants:
+            tensors[m.constant(name)] = m.planned.program.constants[name]
+            kinds[m.constant(name)] = ("constant",)
+    return tensors, kinds
+
+
+def _program(c: Convention) -> manifest.Program:
+    return manifest.Program(
+        inputs=c.inputs,
+        arguments=tuple(
+            manifest.Argument(
+                a.name,
+                None if a.tensor is None else manifest.Tensor(
+                    str(a.tensor.dtype).removeprefix("torch."), encode(a.tensor.shape), encode(a.tensor.strides),
+                    a.tensor.device.type,
+                ),
+                _encoded(a.value, f"argument {a.name}"),
+            )
+            for a in c.arguments
+        ),
+        outputs=tuple(manifest.Output(o.kind, o.target) for o in c.outputs),
+        arguments_tree=_tree(c.in_spec, "arguments"), result_tree=_tree(c.out_spec, "result"), ranges=c.ranges,
+        devices=c.devices,
+    )  # fmt: skip
+
+
+def _tree(spec: Any, what: str) -> str:
+    """A pytree spec as JSON. (A user's own class needs a name there: ``serialized_type_name`` when it is registered.)"""
+    try:
+        return json.dumps(json.loads(pytree.treespec_dumps(spec)), sort_keys=True)
+    except (NotImplementedError, TypeError, ValueError) as e:
+        raise PackageError(f"the structure of the {what} cannot be written down: {e}; use tuples, lists and dicts") from e
+
+
+def _encoded(x: Any, what: str) -> Any:
+    try:
+        if isinstance(x, dict):
+            return {k: encode(v) for k, v in x.items()}
+        return [encode(v) for v in x] if isinstance(x, list) else encode(x)
+    except ReflibError as e:
+        raise PackageError(f"this model cannot be in a package: {what}: {e}") from e
+
+
+def _versions(gpu: bool) -> dict[str, str]:
+    from ..generate.compile_triton import _triton_version
+
+    found = {"reflib": __version__, "torch": torch.__version__}
+    if gpu:
+        found["triton"] = _triton_version().split()[-1]
+    return found
+
+
+def _options(options: Options) -> dict[str, Any]:
+    """Those that are not as usual, and say something about the code."""
+    usual = asdict(Options())
+    found = {k: v for k, v in asdict(options).items() if v != usual[k] and k not in _SILENT}
+    found.pop("wrapper", None)
+    found.pop("target", None)
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in found.items()}
+
+
+def _libraries(programs: Sequence[Program]) -> tuple[manifest.Library, ...]:
+    """Of the ops that are not PyTorch's own."""
+    ops = {
+        t for p in programs for n in walk(p.nodes) if isinstance(n, Extern)
+        for t in (n.target, n.out[0] if n.out else None)
+        if isinstance(t, torch._ops.OpOverload) and t.namespace not in BUILT_IN
+    }  # fmt: skip
+    return tuple(sorted({_library(op) for op in ops}, key=lambda lib: lib.op))
+
+
+def _library(op: torch._ops.OpOverload) -> manifest.Library:
+    known = torch._library.custom_ops.OPDEFS.get(op._schema.name)
+    module = getattr(getattr(known, "_init_fn", None), "__module__", "") or ""
+    if module or in_python(op):
+        return manifest.Library(str(op), module="" if module == "__main__" else module)
+    files = sorted(Path(p).name for p in torch.ops.loaded_libraries)
+    return manifest.Library(str(op), file=", ".join(files))
+
+
+def _libc(members: Mapping[str, Any]) -> str:
+    """The least version of glibc that the compiled members ask for."""
+    found = [
+        tuple(map(int, v.split(b".")))
+        for name, data in members.items() if name.endswith(".so") and isinstance(data, bytes)
+        for v in re.findall(rb"GLIBC_(\d+\.\d+)", data)
+    ]  # fmt: skip
+    return ".".join(map(str, max(found))) if found else ""
+
+

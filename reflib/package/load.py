@@ -1,0 +1,355 @@
+"""Loading a package: check it, pick the arm for the device, map the weights, bind the tables.
+
+A loaded package is called as a compiled ExportedProgram is: by ``host.entry``, from C to C++, without Dynamo. Nothing
+is unpacked: machine code goes to the driver from the mapped file; host code, which the system's loader wants to have in
+a file, goes through an anonymous one in memory. Weights on a CPU are the mapped pages themselves, so processes on a
+host share them; what a process writes to (buffers that the model updates) becomes its own, page by page.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import platform
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .. import toolchain
+from ..errors import DeviceError, PackageError, ReflibError
+from ..ir.data import decode
+from ..target import device_target
+from ..wrap import host
+from ..wrap.convention import Argument, Convention, Expected, Output
+from ..wrap.exported import ExportedCallable
+from ..wrap.runtime import namespace, zeros
+from . import archive, manifest, weights
+from .architectures import choose
+from .build import cpu_features
+
+
+def load(
+    path: str | Path, device: torch.device | str | None = None, verify: bool | str = True, sha256: str | None = None
+) -> Model:
+    """The package at ``path`` as a callable, with the arguments that the model was exported with.
+
+    device: where it shall run. None: the current GPU if the package has code for GPUs and there is one, else the CPU.
+    verify: True checks every byte against its digest; "code" leaves the weights out, which are most of the bytes.
+    sha256: the digest that the file must have. A package is code: load those that you trust.
+
+    Raises PackageError: what is wrong with the file, or why it does not suit this machine and what would. Called with
+    other arguments than it was made for, the model raises ReflibError, naming the argument.
+    """
+    file = archive.open(path, verify, sha256)
+    try:
+        about = manifest.read(file.manifest)
+        _suits_host(about)
+        where = _device(about, None if device is None else torch.device(device))
+        arm = _arm(about, where)
+        return Model(file, about, arm, where)
+    except PackageError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError, ReflibError) as e:
+        if isinstance(e, DeviceError):
+            raise
+        raise PackageError(f"{path}: its manifest does not make sense ({type(e).__name__}: {e}): build it again") from e
+
+
+class Model:
+    """A loaded package. Call it as the model that it was made from; inference only.
+
+    path, device, arm (the architecture's name), manifest: what was loaded. ``unload()`` gives everything back: weights,
+    machine code, the file."""
+
+    __slots__ = ("__call__", "__dict__", "__weakref__")
+    __call__: Callable[..., Any]
+
+    def __init__(self, file: archive.Archive, about: manifest.Manifest, arm: manifest.Arm, device: torch.device):
+        self.path, self.device, self.manifest, self.arm = Path(file.path), device, about, arm.arch
+        self._arm, self._file = arm, file
+        program = about.programs[arm.program]
+        convention = convention_of(program, device)
+        libraries = _Libraries()
+        state = _weights(file, about, convention, arm, device)
+        graph = _graph(file, about, arm, program, state, device, libraries)
+        self._state = state
+        call = ExportedCallable(convention, state, _Loaded(graph))
+        self.__call__ = call
+        self._close = weakref.finalize(self, libraries.close)
+
+    def memory_metrics(self) -> dict[str, int]:
+        """Bytes: ``weights`` (what they hold on the device, shared ones once), ``workspace`` (temporaries and results
+        at once, as planned for the sizes that the model was exported with), ``peak`` (both)."""
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self._state.values()}
+        total = sum(held.values())
+        return {"weights": total, "workspace": self._arm.workspace, "peak": total + self._arm.workspace}
+
+    def unload(self) -> None:
+        """Give everything back. It cannot be called any more; tensors that it returned stay good."""
+        path = self.path
+
+        def gone(*args: Any, **kwargs: Any) -> Any:
+            raise PackageError(f"{path} was unloaded; load it again")
+
+        self.__call__ = gone
+        self._state = {}
+        self._close()
+        self._file.close()
+
+    def __repr__(self) -> str:
+        return f"<{self.path.name}: {self.arm} on {self.device}>"
+
+
+class _Loaded:
+    """A graph, as ``ExportedCallable`` wants it: what ``wrap.Wrapped`` is to one that was just compiled."""
+
+    checks_inputs = True
+
+    def __init__(self, graph: Callable[[list], tuple]):
+        self.graph = graph
+
+    def __call__(self, args: list) -> tuple:
+        return self.graph(args)
+
+    def load(self) -> Callable[[list], tuple]:
+        return self.graph
+
+
+# -- does it suit this machine? -------------------------------------------------------------------------
+def _suits_host(m: manifest.Manifest) -> None:
+    here = platform.system(), platform.machine()
+    if (m.system, m.machine) != here:
+        raise PackageError(
+            f"its host code is for {m.system} on {m.machine}, and this is {here[0]} on {here[1]}: build it there"
+        )
+    if m.host != manifest.HOST:
+        built, newer = m.versions.get("reflib", "?"), "a newer" if m.host > manifest.HOST else "an older"
+        raise PackageError(f"it was built by {newer} reflib ({built}), which calls host code in another way: build it again")
+    if missing := host.lacking():
+        raise PackageError(f"torch {torch.__version__} has no {missing}: packages need torch 2.11 or later")
+    for lib in m.libraries:
+        if not _registered(lib.op):
+            where = f"import {lib.module}" if lib.module else f"torch.ops.load_library({lib.file or '...'!r})"
+            raise PackageError(f"it calls {lib.op}, which is not registered here: first {where}")
+
+
+def _registered(op: str) -> bool:
+    namespace, _, rest = op.partition(".")
+    name, _, overload = rest.partition(".")
+    try:
+        getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
+    except (AttributeError, RuntimeError):
+        return False
+    return True
+
+
+def _device(m: manifest.Manifest, asked: torch.device | None) -> torch.device:
+    """Where it shall run."""
+    gpu = any(a != "cpu" for a in m.archs)
+    there = torch.cuda.is_available()
+    if asked is None:
+        if gpu and there:
+            return torch.device("cuda", torch.cuda.current_device())
+        if "cpu" in m.archs or not gpu:
+            return torch.device("cpu")
+        raise PackageError(f"it holds code for {_said(m)}, and this machine has no GPU that PyTorch can use; {_remedy('cpu')}")
+    if asked.type == "cpu" and "cpu" not in m.archs:
+        raise PackageError(f"it holds code for {_said(m)}, none for a CPU; {_remedy('cpu')}")
+    if asked.type not in ("cpu", "cuda"):
+        raise PackageError(f"packages run on cpu and cuda devices, not on {asked}")
+    if asked.type == "cuda":
+        if not there:
+            raise PackageError(f"device {asked}: this machine has no GPU that PyTorch can use (torch {torch.__version__})")
+        index = torch.cuda.current_device() if asked.index is None else asked.index
+        if index >= torch.cuda.device_count():
+            raise PackageError(f"there is no {asked}; this machine has {torch.cuda.device_count()} GPUs")
+        return torch.device("cuda", index)
+    return asked
+
+
+def _arm(m: manifest.Manifest, device: torch.device) -> manifest.Arm:
+    """The arm for the device; or why none."""
+    if device.type == "cpu":
+        arm = m.arm("cpu")
+        if missing := sorted(set(arm.cpu) - have) if (have := cpu_features()) else []:
+            raise PackageError(f"its CPU code uses {', '.join(missing)}, which this CPU does not have; {_remedy('cpu')}")
+        return arm
+    here = device_target("cuda", device.index or 0)
+    if here.kind == "hip":
+        raise PackageError(f"this GPU is a {here.arch}: reflib compiles for AMD GPUs but cannot run there yet")
+    cuda = [a for a in m.archs if a.startswith("sm_")]
+    text = next((a.made_for for a in m.arms if a.arch == "ptx"), None)
+    if os.environ.get("CUDA_FORCE_PTX_JIT") == "1":  # the driver will not look at machine code
+        cuda = []
+    found = choose(cuda, text, here.capability)
+    name = torch.cuda.get_device_name(device)
+    if found is None:
+        raise PackageError(f"it holds code for {_said(m)}; none of it runs on this {name} ({here.arch}); {_remedy(here.arch)}")
+    arm = m.arm(found)
+    if found == "ptx" and arm.driver is not None:
+        version, branch = arm.driver
+        have_driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: version)()
+        if have_driver < version:
+            raise PackageError(
+                f"this {name} ({here.arch}) needs its assembly text (PTX), which wants a driver of {branch} or later (CUDA "
+                f"{version // 1000}.{version % 1000 // 10}); this one takes CUDA {have_driver // 1000}."
+                f"{have_driver % 1000 // 10}: update the driver, or {_remedy(here.arch)}"
+            )
+    return arm
+
+
+def _said(m: manifest.Manifest) -> str:
+    names = [f"PTX of {a.made_for} for later GPUs" if a.arch == "ptx" else a.arch for a in m.arms]
+    return ", ".join(names)
+
+
+def _remedy(arch: str) -> str:
+    return f"build it again with archs=[..., {arch!r}]"
+
+
+# -- its parts ------------------------------------------------------------------------------------------
+def convention_of(p: manifest.Program, device: torch.device) -> Convention:
+    """From the manifest's words. What was for a GPU is for ``device``."""
+    arguments = tuple(
+        Argument(a.name, None if a.tensor is None else _expected(a.tensor, device), decode(a.value)) for a in p.arguments
+    )
+    outputs = tuple(Output(o.kind, o.target) for o in p.outputs)
+    return Convention(
+        p.inputs, arguments, outputs, pytree.treespec_loads(p.arguments_tree), pytree.treespec_loads(p.result_tree),
+        p.ranges, p.devices,
+    )  # fmt: skip
+
+
+def _expected(t: manifest.Tensor, device: torch.device) -> Expected:
+    dtype = getattr(torch, t.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise PackageError(f"torch {torch.__version__} has no dtype {t.dtype!r}")
+    where = device if t.device == "cuda" else torch.device(t.device)
+    return Expected(dtype, where, decode(t.shape), decode(t.strides))
+
+
+def _weights(
+    file: archive.Archive, m: manifest.Manifest, c: Convention, arm: manifest.Arm, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The tensors that the arm's program needs, where it needs them. What shares storage goes on sharing it."""
+    wanted = {name: kind for name, kind in zip(c.inputs, c.devices) if name} | dict(arm.constants)
+    mapped = weights.mapped(file.view("weights.safetensors"), m.rows)
+    if missing := sorted(set(wanted) - set(mapped)):
+        raise PackageError(f"the weight {missing[0]!r} is not in the file")
+    on_device: dict[int, torch.Tensor] = {}
+    out = {}
+    for name, kind in wanted.items():
+        t = mapped[name]
+        out[name] = _moved(t, device, on_device) if kind == "cuda" else t
+    return out
+
+
+def _moved(t: torch.Tensor, device: torch.device, moved: dict[int, torch.Tensor]) -> torch.Tensor:
+    """``t`` on the device, in the copy of its storage there."""
+    storage = t.untyped_storage()
+    key = storage.data_ptr()
+    if key not in moved:
+        moved[key] = torch.empty(0, dtype=torch.uint8).set_(storage).to(device)
+    there = torch.empty(0, dtype=t.dtype, device=device)
+    return there.set_(moved[key].untyped_storage(), t.storage_offset(), t.shape, t.stride())
+
+
+class _Libraries:
+    """Shared objects that were loaded for one package, from anonymous files in memory."""
+
+    def __init__(self) -> None:
+        self.handles: list[int] = []
+
+    def open(self, name: str, data: memoryview) -> ctypes.CDLL:
+        if bytes(data[:4]) not in (b"\x7fELF", b"\xcf\xfa\xed\xfe"):
+            raise PackageError(f"{name} in it is no shared library: build it again")
+        try:
+            lib = self._open(name, data)
+        except OSError as e:
+            raise PackageError(f"its host code cannot be loaded here: {e}") from e
+        self.handles.append(lib._handle)
+        return lib
+
+    @staticmethod
+    def _open(name: str, data: memoryview) -> ctypes.CDLL:
+        if hasattr(os, "memfd_create"):
+            number = os.memfd_create(f"reflib {name}", os.MFD_CLOEXEC)
+            with os.fdopen(number, "wb") as f:
+                f.write(data)
+                f.flush()
+                return ctypes.CDLL(_new_name(number))
+        with tempfile.NamedTemporaryFile(suffix=Path(name).suffix) as f:
+            f.write(data)
+            f.flush()
+            return ctypes.CDLL(f.name)
+
+    def close(self) -> None:
+        import _ctypes
+
+        while self.handles:
+            _ctypes.dlclose(self.handles.pop())
+
+
+_loads = itertools.count()
+
+
+def _new_name(number: int) -> str:
+    """A path of the open file ``number`` that nobody has used: the loader gives again what it has under a path, and
+    numbers come back. ("./" and "/" are written, and mean nothing: a counter in binary.)"""
+    bits = f"{next(_loads):b}"
+    return f"/proc/self/fd/{''.join('./' if b == '1' else '/' for b in bits)}{number}"
+
+
+class _Wrapper:
+    """What ``host.graph`` wants of a compiled wrapper; keeps its library open."""
+
+    def __init__(self, lib: ctypes.CDLL, libraries: _Libraries):
+        self.entry = ctypes.cast(lib.reflib_call, ctypes.c_void_p).value
+        self.libraries = libraries
+
+
+def _graph(
+    file: archive.Archive, m: manifest.Manifest, arm: manifest.Arm, program: manifest.Program,
+    state: Mapping[str, torch.Tensor], device: torch.device, libraries: _Libraries,
+) -> Callable[[list], tuple]:  # fmt: skip
+    by_name = {k.name: k for k in arm.kernels}
+    if any(k.image.endswith(".so") for k in arm.kernels):
+        _openmp()
+    cpu: dict[str, ctypes.CDLL] = {}
+
+    def facts(k: manifest.Kernel) -> tuple:
+        if not k.image.endswith(".so"):
+            return bytes(file.view(k.image)), k.symbol, k.shared, k.threads, int(k.early), device.index or 0
+        if k.image not in cpu:
+            cpu[k.image] = libraries.open(k.image, file.view(k.image))
+        return ctypes.cast(getattr(cpu[k.image], k.symbol), ctypes.c_void_p).value, k.checked
+
+    listed = [(name, by_name.get(name)) for name in arm.table]
+    kernels = [(name, None if k is None or k.late else facts(k)) for name, k in listed]
+    loaders = [None if k is None or not k.late else (lambda k=k: facts(k)) for _, k in listed]
+    names = {n: decode(v) for n, v in arm.names.items()}
+    python = arm.python.replace("torch.device('cuda:0')", f"torch.device('{device}')")
+    functions = host.functions_of(python, namespace() | names, arm.functions)
+    if absent := [s for s in arm.symbols if not host.address(s)]:
+        raise PackageError(f"it calls the C function {absent[0]}, which no library here has: load the library that does")
+    return host.graph(
+        _Wrapper(libraries.open(arm.wrapper, file.view(arm.wrapper)), libraries), arm.graph, len(program.inputs),
+        len(program.outputs), kernels, loaders, functions, [decode(o) for o in arm.objects],
+        [state[name] for name, _ in arm.constants], arm.symbols, zeros, device.index or 0, unloads=True,
+    )  # fmt: skip
+
+
+def _openmp() -> None:
+    """The runtime that kernels for CPUs find their threads in: torch's own, else the system's."""
+    for path in (*map(str, toolchain.torch_openmp()), "libgomp.so.1"):
+        try:
+            ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
+            return
+        except OSError:
+            continue

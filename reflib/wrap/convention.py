@@ -1,0 +1,101 @@
+"""How an exported graph is called: which of its inputs are weights, what is expected of the caller's arguments, what
+becomes of its results. Plain data; made from an ExportedProgram, or read from a package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import ReflibError
+from ..ir.expr import Expr, Sym
+from ..ir.program import Program
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A tensor."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[Expr, ...]
+    strides: tuple[Expr, ...]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One of the caller's, by its place among the flattened arguments. ``tensor``: None for what is no tensor: then it
+    must equal ``value``, unless that is a symbol."""
+
+    name: str
+    tensor: Expected | None
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class Output:
+    """``kind``: "result", for the caller; or a new value for "weight" ``target``, or for "argument" ``target``."""
+
+    kind: str
+    target: str = ""
+
+
+@dataclass(frozen=True)
+class Convention:
+    """``inputs``: of the graph, in order: a weight's name, or "" for the caller's next argument. ``ranges``: of symbols
+    (least, most or None). ``devices``: the kind of device each input lies on, "" for what is no tensor."""
+
+    inputs: tuple[str, ...]
+    arguments: tuple[Argument, ...]
+    outputs: tuple[Output, ...]
+    in_spec: Any
+    out_spec: Any
+    ranges: dict[str, tuple[int, int | None]]
+    devices: tuple[str, ...]
+
+
+WEIGHTS = ("PARAMETER", "BUFFER", "CONSTANT_TENSOR", "CUSTOM_OBJ")
+_OUTPUTS = {"USER_OUTPUT": "result", "BUFFER_MUTATION": "weight", "USER_INPUT_MUTATION": "argument"}
+
+
+def of_exported(exported: Any, program: Program) -> Convention:
+    """``exported``'s, in the words of ``program``, which is its graph after ``lower``.
+
+    Raises ReflibError for tokens and other inputs and outputs that no tensor or number can stand for.
+    """
+    sig = exported.graph_signature
+    inputs, arguments = [], []
+    for spec, x in zip(sig.input_specs, program.inputs, strict=True):
+        kind = spec.kind.name
+        if kind == "USER_INPUT":
+            inputs.append("")
+            arguments.append(_argument(spec.arg, x, program))
+        elif kind in WEIGHTS:
+            inputs.append(spec.target)
+        else:
+            raise ReflibError(f"an exported program with a {kind} input ({spec.target}) is not supported")
+    outputs = []
+    for spec in sig.output_specs:
+        if spec.kind.name not in _OUTPUTS:
+            raise ReflibError(f"an exported program with a {spec.kind.name} output is not supported")
+        outputs.append(Output(_OUTPUTS[spec.kind.name], spec.target or ""))
+    return Convention(
+        tuple(inputs), tuple(arguments), tuple(outputs), exported.call_spec.in_spec, exported.call_spec.out_spec,
+        {str(s): _limits(r) for s, r in exported.range_constraints.items()},
+        tuple(program.buffers[x].device.type if isinstance(x, str) else "" for x in program.inputs),
+    )  # fmt: skip
+
+
+def _argument(arg: Any, x: Any, program: Program) -> Argument:
+    if isinstance(x, str):
+        b = program.buffers[x]
+        return Argument(arg.name, Expected(b.dtype, b.device, b.shape, b.strides))
+    return Argument(arg.name, None, x if isinstance(x, Sym) else getattr(arg, "value", x))
+
+
+def _limits(r: Any) -> tuple[int, int | None]:
+    least, most = int(r.lower), None
+    if r.upper.is_finite and r.upper < 2**62:
+        most = int(r.upper)
+    return least, most

@@ -1,0 +1,363 @@
+"""Packages on a CPU: built, loaded, called; what is in them for GPUs that are not here; what is refused."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.export import Dim
+
+import reflib
+from reflib.errors import OptionError, PackageError, ReflibError
+from reflib.package import architectures, images, manifest
+from tests.models import MODELS, build
+
+Tensor = torch.Tensor
+close = torch.testing.assert_close
+
+
+class Small(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(24, 16)
+        self.norm = torch.nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(self.norm(torch.relu(self.inner(x))), -1)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    torch.manual_seed(0)
+    model = Small()
+    return model, reflib.aot_compile(model, (torch.randn(8, 24),), tmp_path_factory.mktemp("p") / "small.reflib", "cpu")
+
+
+@torch.no_grad()
+def test_a_model(small: tuple[Any, Path]) -> None:
+    model, path = small
+    loaded = reflib.load(path)
+    for _ in range(3):
+        x = torch.randn(8, 24)
+        close(loaded(x), model(x))
+    assert not loaded(torch.randn(8, 24)).requires_grad
+    assert loaded.arm == "cpu" and loaded.device == torch.device("cpu") and "small.reflib" in repr(loaded)
+    held = sum(p.numel() * 4 for p in model.parameters())
+    found = loaded.memory_metrics()
+    assert found["weights"] == held and found["workspace"] >= 8 * 16 * 4 and found["peak"] == held + found["workspace"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str, tmp_path: Path) -> None:
+    fn, args, random = build(name, "cpu")
+    model = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", fn)
+    path = reflib.aot_compile(model, args, tmp_path / "m.reflib", "cpu")
+    want = fn(*args)
+    got = reflib.load(path)(*args)
+    assert got.shape == want.shape and got.dtype == want.dtype
+    if not random:
+        close(got, want, rtol=2e-3, atol=2e-3)
+
+
+# -- how it is called -----------------------------------------------------------------------------------
+class Nested(torch.nn.Module):
+    def forward(self, x: Tensor, pair: tuple[Tensor, dict[str, Tensor]], times: int, *, z: Tensor) -> dict[str, Any]:
+        a, more = pair
+        return {"sum": x + a, "list": [more["b"] * times, z.t()], "rows": x.shape[0]}
+
+
+def nested() -> tuple[tuple[Any, ...], dict[str, Tensor]]:
+    return (torch.randn(3, 4), (torch.randn(3, 4), {"b": torch.randn(2)}), 3), {"z": torch.randn(5, 6)}
+
+
+def test_trees_of_arguments_and_results(tmp_path: Path) -> None:
+    args, kwargs = nested()
+    path = reflib.aot_compile(Nested(), args, tmp_path / "n.reflib", "cpu", kwargs=kwargs)
+    f = reflib.load(path)
+    args, kwargs = nested()
+    got, want = f(*args, **kwargs), Nested()(*args, **kwargs)
+    assert got.keys() == want.keys() and got["rows"] == 3
+    close(got["sum"], want["sum"])
+    close(got["list"], want["list"])
+    with pytest.raises(ReflibError, match="structure"):
+        f(*args)
+    with pytest.raises(ReflibError, match="times: it was exported with 3, got 4"):
+        f(args[0], args[1], 4, **kwargs)
+
+
+def test_sizes_that_change(tmp_path: Path) -> None:
+    def f(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.softmax(x @ w, -1), x.sum(0)
+
+    n = Dim("n", min=2, max=100)
+    shapes = {"x": {0: n}, "w": None}
+    args = torch.randn(8, 16), torch.randn(16, 4)
+    g = reflib.load(reflib.aot_compile(f, args, tmp_path / "d.reflib", "cpu", dynamic_shapes=shapes))
+    for rows in (2, 5, 100):
+        x = torch.randn(rows, 16)
+        close(g(x, args[1]), f(x, args[1]))
+    with pytest.raises(ReflibError, match="101.* 2 to 100"):
+        g(torch.randn(101, 16), args[1])
+    with pytest.raises(ReflibError, match="size 17 in dimension 1"):
+        g(torch.randn(8, 17), args[1])
+
+
+def test_what_it_is_not_called_with(small: tuple[Any, Path]) -> None:
+    model, path = small
+    f = reflib.load(path)
+    for wrong, says in (
+        (torch.randn(8, 24).double(), "float64"), (torch.randn(8, 25), "size 25"), (torch.randn(8), "ndim"),
+        ("x", "expected a tensor"), (torch.randn(8, 24, device="meta"), "device"),
+    ):  # fmt: skip
+        with pytest.raises(ReflibError, match=says):
+            f(wrong)
+    with pytest.raises(ReflibError, match="structure"):
+        f(torch.randn(8, 24), 1)
+    x = torch.randn(24, 8).t()  # only its strides are others: copied
+    with torch.no_grad():
+        close(f(x), model(x))
+
+
+def test_buffers_that_it_writes_to(tmp_path: Path) -> None:
+    class Counts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("n", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.n.add_(1)
+            return x + self.n
+
+    path = reflib.aot_compile(Counts(), (torch.zeros(3),), tmp_path / "c.reflib", "cpu")
+    before = path.read_bytes()
+    f, g = reflib.load(path), reflib.load(path)
+    assert [f(torch.zeros(3))[0].item() for _ in range(3)] == [1, 2, 3]
+    assert g(torch.zeros(3))[0].item() == 1 and path.read_bytes() == before  # each has pages of its own
+
+
+def test_constants_ties_and_calls_of_aten(tmp_path: Path) -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = torch.nn.Embedding(50, 32)
+            self.head = torch.nn.Linear(32, 50, bias=False)
+            self.head.weight = self.words.weight
+            self.scale = torch.arange(32).float()
+
+        def forward(self, i: Tensor) -> tuple[Tensor, Tensor]:
+            x = torch.sort(self.words(i) * self.scale + torch.tensor([1.0, 2.0]).sum(), -1).values
+            return self.head(x), torch.cumsum(x, 1)
+
+    model, i = Tied(), torch.randint(50, (4, 7))
+    path = reflib.aot_compile(model, (i,), tmp_path / "t.reflib", "cpu")
+    f = reflib.load(path)
+    with torch.no_grad():
+        close(f(i), model(i))
+    assert path.stat().st_size < 50 * 32 * 4 * 2 + 150_000 and f.memory_metrics()["weights"] < 50 * 32 * 4 + 1000
+    with pytest.raises(IndexError, match="index out of range"):
+        f(i + 50)
+
+
+def test_the_model_is_not_kept(tmp_path: Path) -> None:
+    model = Small()
+    gone = weakref.ref(model)
+    path = reflib.aot_compile(model, (torch.randn(8, 24),), tmp_path / "s.reflib", "cpu")
+    del model
+    gc.collect()
+    assert gone() is None
+    f = reflib.load(path)
+    weights = weakref.ref(f._state["inner.weight"])
+    f.unload()
+    with pytest.raises(PackageError, match="was unloaded"):
+        f(torch.randn(8, 24))
+    gc.collect()
+    assert weights() is None
+    path.unlink()
+
+
+def test_many_at_once_and_threads(small: tuple[Any, Path]) -> None:
+    model, path = small
+    loaded = [reflib.load(path) for _ in range(4)]
+    wrong: list[Any] = []
+
+    def work(f: Any) -> None:
+        x = torch.randn(8, 24)
+        with torch.no_grad():
+            wrong.extend(i for i in range(50) if not torch.allclose(f(x), model(x), atol=1e-5))
+
+    threads = [threading.Thread(target=work, args=(f,)) for f in loaded for _ in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+LOADS = """
+import sys, time, torch, reflib
+import reflib.package.load, reflib.wrap.host
+reflib.wrap.host.extension()
+start = time.perf_counter()
+f = reflib.load(sys.argv[1])
+seconds = time.perf_counter() - start
+f(torch.randn(8, 24))
+heavy = [m for m in ("triton", "torch._dynamo.convert_frame", "torch._inductor", "sympy.core") if m in sys.modules]
+print(seconds, heavy)
+"""
+
+
+def test_loading_is_quick_and_needs_no_compiler(small: tuple[Any, Path]) -> None:
+    no_compiler = {**os.environ, "CXX": "/nowhere/c++"}
+    done = subprocess.run([sys.executable, "-c", LOADS, str(small[1])], capture_output=True, text=True, env=no_compiler)
+    assert done.returncode == 0, done.stderr
+    seconds, _, heavy = done.stdout.partition(" ")
+    assert float(seconds) < 0.5 and "triton" not in heavy and "inductor" not in heavy, done.stdout
+
+
+# -- what is in the file --------------------------------------------------------------------------------
+def built(path: Path, *archs: str, **more: Any) -> manifest.Manifest:
+    from reflib.package import archive
+
+    torch.manual_seed(0)
+    reflib.aot_compile(Small(), (torch.randn(8, 24),), path, list(archs), **more)
+    file = archive.open(path)
+    found = manifest.read(file.manifest)
+    file.close()
+    return found
+
+
+@pytest.mark.parametrize("tool", ["", None], ids=["table", "fatbin"])
+def test_code_for_gpus_that_are_not_here(tool: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if tool is not None:
+        monkeypatch.setenv("REFLIB_FATBINARY", tool)
+    elif images.fatbinary() is None:
+        pytest.skip("no fatbinary here")
+    m = built(tmp_path / "g.reflib", "sm_75", "sm_80", "sm_90", "sm_120", "gfx942", "cpu")
+    assert m.archs == ("sm_75", "sm_80", "sm_90", "sm_120", "gfx942", "cpu", "ptx")
+    assert m.images == ("table" if tool == "" else "fatbin")
+    kinds = {Path(k.image).suffix for a in m.arms if a.arch not in ("cpu", "gfx942") for k in a.kernels}
+    assert kinds == ({".cubin", ".ptx"} if tool == "" else {".fatbin"})
+    assert {Path(k.image).suffix for k in m.arm("gfx942").kernels} == {".hsaco"}
+    assert m.arm("ptx").made_for == "sm_80" and m.arm("ptx").driver is not None
+    for arm in m.arms:
+        if arm.arch.startswith("sm"):
+            limit = architectures.parse_target(arm.arch).shared
+            assert arm.kernels and all(0 < k.threads <= 1024 and k.shared <= limit for k in arm.kernels)
+    assert all(k.shared <= 99 * 1024 for k in m.arm("ptx").kernels)
+    with pytest.raises(PackageError, match="no GPU that PyTorch can use"):
+        reflib.load(tmp_path / "g.reflib", device="cuda")
+    x = torch.randn(8, 24)
+    reflib.load(tmp_path / "g.reflib")(x)  # there is an arm for CPUs
+
+
+def test_only_for_gpus(tmp_path: Path) -> None:
+    built(tmp_path / "g.reflib", "sm_90")
+    with pytest.raises(PackageError, match=r"holds code for sm_90, PTX of sm_80 for later GPUs.*archs=\[..., 'cpu'\]"):
+        reflib.load(tmp_path / "g.reflib")
+    with pytest.raises(PackageError, match="none for a CPU"):
+        reflib.load(tmp_path / "g.reflib", device="cpu")
+
+
+def test_equal_input_equal_bytes(tmp_path: Path) -> None:
+    script = textwrap.dedent("""
+        import sys, torch, reflib
+        from tests.cpu.test_package import Small
+        torch.manual_seed(0)
+        reflib.aot_compile(Small(), (torch.randn(8, 24),), sys.argv[1], ["sm_80", "sm_90", "cpu"])
+    """)
+    for i in range(2):
+        env = {**os.environ, "PYTHONHASHSEED": str(i), "REFLIB_CACHE_DIR": str(tmp_path / f"c{i}")}
+        (tmp_path / f"c{i}").mkdir(mode=0o700)
+        subprocess.run([sys.executable, "-c", script, str(tmp_path / f"{i}.reflib")], check=True, env=env)
+    a, b = ((tmp_path / f"{i}.reflib").read_bytes() for i in range(2))
+    assert a == b
+    for place in (b"/tmp/", b"/root/", b"/home/", str(Path.cwd()).encode()):
+        assert place not in a, place
+
+
+def test_options_that_do_not_suit(tmp_path: Path) -> None:
+    x = torch.randn(8, 24)
+    for more, says in (
+        ({"archs": "sm_91"}, "unknown target"), ({"archs": []}, "archs is empty"), ({"archs": [90]}, "names such as"),
+        ({"autotune": "background"}, "blocking"), ({"target": "sm_90"}, "archs="), ({"wraper": 1}, "did you mean"),
+    ):  # fmt: skip
+        with pytest.raises(OptionError, match=says):
+            reflib.aot_compile(Small(), (x,), tmp_path / "o.reflib", **more)
+    with pytest.raises(PackageError, match="folder"):
+        reflib.aot_compile(Small(), (x,), tmp_path, "cpu")
+    with pytest.raises(PackageError, match="no folder"):
+        reflib.aot_compile(Small(), (x,), tmp_path / "a" / "b.reflib", "cpu")
+    assert not list(tmp_path.iterdir())
+
+
+# -- custom ops -----------------------------------------------------------------------------------------
+OP = """
+import torch
+@torch.library.custom_op("package_test::scaled", mutates_args=())
+def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
+    return x * by
+scaled.register_fake(lambda x, by: torch.empty_like(x))
+"""
+USES_OP = """
+import sys, torch, reflib
+{first}
+f = reflib.load(sys.argv[1])
+print(f(torch.ones(3)).tolist())
+"""
+
+
+def test_a_custom_op_names_its_library(tmp_path: Path) -> None:
+    (tmp_path / "my_ops.py").write_text(OP)
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}
+    make = "import sys, torch, reflib, my_ops\nreflib.aot_compile(lambda x: my_ops.scaled(x, 2.0) + 1, "
+    make += "(torch.ones(3),), sys.argv[1], ['cpu', 'sm_90'])"
+    path = str(tmp_path / "op.reflib")
+    subprocess.run([sys.executable, "-c", make, path], check=True, env=env)
+    with_it = [sys.executable, "-c", USES_OP.format(first="import my_ops"), path]
+    assert subprocess.run(with_it, check=True, env=env, capture_output=True, text=True).stdout == "[3.0, 3.0, 3.0]\n"
+    without = [sys.executable, "-c", USES_OP.format(first=""), path]
+    done = subprocess.run(without, env=env, capture_output=True, text=True)
+    assert done.returncode and "calls package_test.scaled" in done.stderr and "import my_ops" in done.stderr
+
+
+# -- which code runs where ------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "archs, device, found",
+    [
+        (["sm_80", "sm_90"], 90, "sm_90"), (["sm_80", "sm_90"], 86, "sm_80"), (["sm_80", "sm_86"], 89, "sm_86"),
+        (["sm_80", "sm_90"], 100, "ptx"), (["sm_100"], 103, "ptx"), (["sm_75"], 80, "ptx"), (["sm_80"], 75, None),
+        (["sm_90"], 90, "sm_90"), (["sm_120"], 121, "ptx"), (["sm_86"], 80, "ptx"),
+    ],
+)  # fmt: skip
+def test_the_arm_for_a_gpu(archs: list[str], device: int, found: str | None) -> None:
+    assert architectures.choose(archs, "sm_80", device) == found
+
+
+def test_the_least_driver() -> None:
+    assert str(architectures.driver_for(".version 8.4\n.target sm_80")) == "550 (CUDA 12.4)"
+    assert architectures.driver_for(".version 99.0") is None and architectures.driver_for("no") is None
+
+
+def test_the_manifest_is_believed_in_nothing(small: tuple[Any, Path]) -> None:
+    from reflib.package import archive
+
+    data = archive.open(small[1]).manifest
+    manifest.read(data)
+    for change, says in (
+        ({"arms": 3}, "arms: expected a list"), ({"host": "1"}, "host: expected a int"),
+        ({"arms": [{**data["arms"][0], "program": "gpu"}]}, "program 'gpu'"),
+        ({"arms": [{**data["arms"][0], "wrapper": "gone.so"}]}, "gone.so"), ({"weights": []}, "not there"),
+    ):  # fmt: skip
+        with pytest.raises(PackageError, match=says):
+            manifest.read({**json.loads(json.dumps(data)), **change})
