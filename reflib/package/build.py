@@ -44,8 +44,8 @@ PTX_SHARED = 99 * 1024  # of an RTX 3090, 4090 or 5090: the least that a later G
 X86 = (("avx2", "avx2"), ("fma", "fma"), ("f16c", "f16c"), ("bmi", "bmi1"), ("bmi2", "bmi2"), ("lzcnt", "abm"),
        ("movbe", "movbe"), ("popcnt", "popcnt"))  # fmt: skip
 FEATURES = re.compile(r"^(avx|amx|fma|f16c|bmi|abm|movbe|popcnt|sse4|gfni|vaes|vpclmul|asimd|sve|fphp|bf16|i8mm)")
+SMALL = ("-Os", "-Wl,-z,noseparate-code")  # a file holds several wrappers; a call takes as long (measured)
 BUILT_IN = ("aten", "prims", "prim", "higher_order", "rngprims", "_c10d_functional", "quantized", "inductor")
-# libraries that a wrapper may need: what every host has
 _SILENT = ("compile_threads", "isolate", "tuning_seconds", "tuning_idle_seconds", "candidate_seconds", "c_shims")
 
 
@@ -122,7 +122,7 @@ class _Making:
         self.kernels = list(dict.fromkeys(planned.kernels.values()))
         self.printer = CppPrinter(planned.program, planned.plan, planned.kernels, options.check_nan, shims)
         self.text = self.printer.print()
-        self.wrapper = pool.submit(build_wrapper, self.text, toolchain.REPRODUCIBLE)
+        self.wrapper = pool.submit(build_wrapper, self.text, (*toolchain.REPRODUCIBLE, *SMALL))
         self.binaries: dict[str, Future[Binary]] = {
             k.name: pool.submit(compile_kernel, k, planned.target) for k in self.kernels if self._on_gpu(k)
         }
@@ -142,11 +142,11 @@ class _Making:
             self._gpu_kernel(k, k.name in late) if k.name in self.binaries else self._cpu_kernel(k, k.name in checked)
             for name in printer.kernels for k in self.kernels if k.name == name and (k.grid != 0)
         )  # fmt: skip
-        wrapper, text = self._host_code()
+        wrapper, text, python = self._host_code()
         return manifest.Arm(
             arch=arch, made_for=p.target.arch, program=p.kind, wrapper=wrapper, text=text,
             graph=p.program.nodes[0].name if p.program.nodes else "empty", kernels=kernels, table=tuple(printer.kernels),
-            python=printer.python, functions=tuple(printer.functions), needs=printer.needs,
+            python=python, functions=tuple(printer.functions), needs=printer.needs,
             names=_encoded(printer.names, "an operator's argument"), objects=_encoded(printer.objects, "a result"),
             symbols=tuple(printer.symbols), constants=tuple(map(self._constant, printer.constants)), cpu=self._features(),
             driver=self._driver(), workspace=p.plan.peak_bytes, units=p.target.units,
@@ -159,13 +159,17 @@ class _Making:
     def _constant(self, name: str) -> tuple[str, str]:
         return self.constant(name), self.planned.program.buffers[name].device.type
 
-    def _host_code(self) -> tuple[str, str]:
-        """Arms with the same host code share it."""
-        name = hashlib.sha256(toolchain._without_comments(self.text).encode()).hexdigest()[:12]
+    def _host_code(self) -> tuple[str, str, str]:
+        """Compiled, as text, and what of it is Python: arms with the same host code share it."""
+        name = _name(toolchain._without_comments(self.text))
         wrapper, text = f"wrapper/{name}.so", f"wrapper/{name}.cpp"
         self.members[wrapper] = self.wrapper.result().read_bytes()
         self.members[text] = self.text.encode()
-        return wrapper, text
+        if not self.printer.python:
+            return wrapper, text, ""
+        python = f"wrapper/{_name(self.printer.python)}.py"
+        self.members[python] = self.printer.python.encode()
+        return wrapper, text, python
 
     # -- kernels --------------------------------------------------------------------------------
     def _gpu_kernel(self, k: Kernel, late: bool) -> manifest.Kernel:
@@ -199,7 +203,7 @@ class _Making:
     def _library_member(self) -> str:
         assert self.library is not None
         data = self.library.result().read_bytes()
-        name = f"kernels/{hashlib.sha256(data).hexdigest()[:12]}.so"
+        name = f"kernels/{_name(data)}.so"
         self.members[name] = data
         return name
 
@@ -218,6 +222,10 @@ class _Making:
         if self.planned.here:
             return tuple(sorted(f for f in cpu_features() if FEATURES.match(f)))
         return tuple(sorted(name for _, name in X86)) if platform.machine() == "x86_64" else ()
+
+
+def _name(content: str | bytes) -> str:
+    return hashlib.sha256(content if isinstance(content, bytes) else content.encode()).hexdigest()[:12]
 
 
 def cpu_features() -> set[str]:

@@ -334,7 +334,8 @@ def _graph(
     kernels = [(name, None if k is None or k.late else facts(k)) for name, k in listed]
     loaders = [None if k is None or not k.late else (lambda k=k: facts(k)) for _, k in listed]
     names = {n: decode(v) for n, v in arm.names.items()}
-    python = arm.python.replace("torch.device('cuda:0')", f"torch.device('{device}')")
+    python = bytes(file.view(arm.python)).decode() if arm.python else ""
+    python = python.replace("torch.device('cuda:0')", f"torch.device('{device}')")
     functions = host.functions_of(python, namespace() | names, arm.functions)
     if absent := [s for s in arm.symbols if not host.address(s)]:
         raise PackageError(f"it calls the C function {absent[0]}, which no library here has: load the library that does")

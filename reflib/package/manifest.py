@@ -96,13 +96,17 @@ class Arm:
     """The code for one architecture. ``arch``: "sm_90", "gfx942", "cpu", or "ptx". ``made_for``: what the program was
     compiled for (of PTX: the architecture whose text it is). ``program``: a key of ``Manifest.programs``.
 
-    ``wrapper``, ``text``: members: the compiled host code and its source. ``graph``: its name. ``table``: the kernels by
-    the numbers that the wrapper calls them (an empty one is not in ``kernels``). ``python``: what of it
-    is Python, with the ``functions`` in it that the wrapper numbers, the ``names`` that it refers to, and ``needs``:
-    those functions that no call can do without, with the op that wants them. ``objects``: results that are no tensors. ``symbols``: C functions.
-    ``constants``: weights that the wrapper holds, and the kind of device where. ``cpu``: features of the processor that its CPU kernels use.
-    ``driver``: the least version of the CUDA driver, and its branch, for PTX. ``workspace``: bytes of temporaries at
-    once, at the sizes that it was exported with.
+    wrapper, text, python: members: the compiled host code, its source, and what of it is Python (or ""). graph: its
+        name.
+    table: the kernels by the numbers that the wrapper calls them. (An empty one is not in ``kernels``.)
+    functions: of the Python text, by the numbers that the wrapper calls them. names: what they refer to. needs: those
+        that no call can do without, and the op that wants them.
+    objects: results that are no tensors. symbols: C functions that it calls. constants: weights that it holds, and the
+        kind of device where.
+    cpu: features of the processor that its CPU kernels use. driver: for PTX, the least version of the CUDA driver, and
+        its branch.
+    workspace: bytes of temporaries and results at once, at the sizes that it was exported with.
+    units: multiprocessors that it was planned for.
     """
 
     arch: str
@@ -188,8 +192,8 @@ def read(data: Any) -> Manifest:
     for arm in m.arms:
         if arm.program not in m.programs:
             raise PackageError(f"manifest: the arm {arm.arch} is of a program {arm.program!r}, which is not there")
-        for name in (arm.wrapper, arm.text, *(k.image for k in arm.kernels)):
-            if name not in have:
+        for name in (arm.wrapper, arm.text, arm.python, *(k.image for k in arm.kernels)):
+            if name and name not in have:
                 raise PackageError(f"manifest: the arm {arm.arch} names {name!r}, which the file does not have")
     known = {w.name for w in m.weights}
     for key, p in m.programs.items():

@@ -321,10 +321,27 @@ try:
     export_for(M(), (torch.randn(2, 3),), device="cuda")
 except CaptureError:
     print("refused")
+w = torch.ones(3, requires_grad=True)
+(w * 2).sum().backward()
+print(w.grad.tolist() == [2.0, 2.0, 2.0])
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["True", "refused"]
+    assert done.stdout.split() == ["True", "refused", "True"]
+
+
+@pytest.mark.gpu
+def test_a_machine_with_a_gpu_captures_the_same() -> None:
+    model, t = Everything().eval(), x(4, 8)
+    without = export_for(model, (t,), device="cuda")
+    model = model.cuda()
+    model.plain, model.listed = model.plain.cuda(), [p.cuda() for p in model.listed]
+    model.nested = {"a": [model.nested["a"][0].cuda(), (model.nested["a"][1][0].cuda(),)]}
+    e = export_for(model, (t.cuda(),))
+    assert targets(e) == targets(without) and devices(e) == {CUDA}
+    assert e.state["linear.weight"] is model.linear.weight
+    there = Exported(e.graph, e.program, {n: v.cuda() for n, v in e.state.items()})
+    torch.testing.assert_close(run(there, t.cuda()), [model(t.cuda())])
 
 
 # -- attention --------------------------------------------------------------------------------------

@@ -60,13 +60,16 @@ def test_a_model(small: tuple[Any, Path]) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name: str, tmp_path: Path) -> None:
-    fn, args, random = build(name, "cpu")
-    model = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", fn)
+    _, args, model = build(name, "cpu")
+    args = args[len(list(model.parameters())) :]
     path = reflib.aot_compile(model, args, tmp_path / "m.reflib", "cpu")
-    want = fn(*args)
-    got = reflib.load(path)(*args)
+    f = reflib.load(path)
+    torch.manual_seed(3)
+    got = f(*args)
+    torch.manual_seed(3)
+    want = model(*args)  # (in training mode: both update running means, the model's after it was packed)
     assert got.shape == want.shape and got.dtype == want.dtype
-    if not random:
+    if "dropout" not in name and name != "vae":  # other random numbers
         close(got, want, rtol=2e-3, atol=2e-3)
 
 

@@ -1,0 +1,205 @@
+"""Packages built without a GPU, on one: machine code, PTX alone, another device, memory, the exported C++ program."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import reflib
+from reflib.errors import PackageError, ReflibError
+from tests import packages
+
+close = torch.testing.assert_close
+
+
+def without_a_gpu(folder: Path, **more: str) -> Path:
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **more}
+    done = subprocess.run([sys.executable, "-m", "tests.packages", str(folder)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    elsewhere = os.environ.get("REFLIB_PACKAGES")
+    return Path(elsewhere) if elsewhere else without_a_gpu(tmp_path_factory.mktemp("packages"))
+
+
+def inputs(args: Any, device: str, rows: int | None = None) -> Any:
+    torch.manual_seed(7)
+    return pytree.tree_map(lambda t: torch.randn((rows or t.shape[0], *t.shape[1:])).to(device, t.dtype), args)
+
+
+@torch.no_grad()
+def check(f: Any, name: str, device: str = "cuda") -> None:
+    model, args = packages.made(name)
+    model, tolerance = model.to(device), packages.CASES[name].tolerance
+    for rows in (None, 5, 17) if packages.CASES[name].dynamic_shapes else (None, None):
+        xs = inputs(args, device, rows)
+        got, want = f(*xs), model(*xs)
+        close(got, want, rtol=tolerance, atol=tolerance, check_stride=False)
+        assert all(t.device == torch.device(device, 0) or t.device == torch.device(device) for t in pytree.tree_leaves(got))
+
+
+@pytest.mark.parametrize("name", packages.CASES)
+def test_built_without_a_gpu(name: str, built: Path) -> None:
+    f = reflib.load(built / f"{name}.reflib")
+    capability = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    assert f.arm == (capability if capability in packages.CASES[name].archs else "ptx") or capability.startswith("sm_8")
+    assert "ptx" not in name or f.arm == "ptx"
+    check(f, name)
+
+
+@pytest.mark.parametrize("name", ["norm", "split_product", "norm_from_ptx"])
+def test_images_in_a_table(name: str, tmp_path: Path) -> None:
+    without_a_gpu(tmp_path, REFLIB_FATBINARY="")
+    f = reflib.load(tmp_path / f"{name}.reflib")
+    assert f.manifest.images == "table"
+    check(f, name)
+
+
+def test_the_driver_may_be_told_to_compile(built: Path) -> None:
+    """CUDA_FORCE_PTX_JIT: it does not look at machine code, so neither do we."""
+    script = (
+        "import sys, reflib; from tests.gpu import test_package_cuda as t; f = reflib.load(sys.argv[1]); "
+        "assert f.arm == 'ptx'; t.check(f, 'split_product')"
+    )
+    env = {**os.environ, "CUDA_FORCE_PTX_JIT": "1"}
+    subprocess.run([sys.executable, "-c", script, str(built / "split_product.reflib")], env=env, check=True)
+
+
+def test_memory(built: Path) -> None:
+    gc.collect()
+    torch.cuda.synchronize()
+    start = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    f = reflib.load(built / "block.reflib")
+    assert f.device.type == "cuda"
+    held = torch.cuda.memory_allocated() - start
+    assert torch.cuda.max_memory_allocated() - start == held  # nothing beside the weights, not for a moment either
+    model, args = packages.made("block")
+    size = sum(t.nbytes for t in model.state_dict().values())
+    count = len(model.state_dict())
+    assert size <= held <= size + 512 * count
+    assert f.memory_metrics()["weights"] == size
+    xs = inputs(args, "cuda")
+    out = f(*xs)
+    torch.cuda.synchronize()
+    del out
+    f.unload()
+    with pytest.raises(PackageError, match="unloaded"):
+        f(*xs)
+    del f, xs, model
+    gc.collect()
+    left = torch.cuda.memory_allocated() - start
+    words = sum(t.nbytes for t in [*reflib_zeros().of.values(), *reflib_zeros().reserve.values()])
+    assert left <= words + 32 * 2**20, left  # (cuBLAS keeps a workspace)
+
+
+def reflib_zeros() -> Any:
+    from reflib.wrap.runtime import zeros
+
+    return zeros
+
+
+def test_loading_again_and_again(built: Path) -> None:
+    _, args = packages.made("norm")
+    xs = inputs(args, "cuda")
+    want = reflib.load(built / "norm.reflib")(*xs)
+    free = []
+    for i in range(30):
+        f = reflib.load(built / "norm.reflib")
+        assert torch.equal(f(*xs), want)
+        f.unload()
+        del f
+        gc.collect()
+        torch.cuda.synchronize()
+        if i in (9, 29):
+            torch.cuda.empty_cache()
+            free.append(torch.cuda.mem_get_info()[0])
+    assert free[0] - free[1] < 4 * 2**20
+
+
+def test_how_long_it_takes(built: Path) -> None:
+    reflib.load(built / "norm.reflib")  # host.c is built, CUDA started
+    for name, first in (("norm", 0.5), ("block", 5.0)):
+        start = time.perf_counter()
+        f = reflib.load(built / f"{name}.reflib", verify="code")
+        loaded = time.perf_counter() - start
+        _, args = packages.made(name)
+        xs = inputs(args, "cuda")
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        f(*xs)
+        torch.cuda.synchronize()
+        called = time.perf_counter() - start
+        print(f"{name}: load {loaded * 1e3:.1f} ms, first call {called * 1e3:.1f} ms")
+        assert loaded < 0.5 and called < first
+
+
+def test_captured_in_a_cuda_graph(built: Path) -> None:
+    f = reflib.load(built / "split_product.reflib")
+    _, args = packages.made("split_product")
+    (x,) = inputs(args, "cuda")
+    f(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = f(x)
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(out, f(x))
+
+
+def test_streams(built: Path) -> None:
+    f = reflib.load(built / "norm_of_any_length.reflib")
+    model, args = packages.made("norm_of_any_length")
+    model = model.cuda()
+    xs = [inputs(args, "cuda", rows=n)[0] for n in (64, 65, 66, 67)]
+    torch.cuda.synchronize()
+    outs = []
+    for x in xs:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            outs.append(f(x))
+    torch.cuda.synchronize()
+    for x, out in zip(xs, outs):
+        close(out, model(x), rtol=1e-4, atol=1e-4)
+
+
+def test_two_devices(built: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one CUDA device")
+    for name in ("norm", "split_product", "block_of_any_length", "convolution_and_sort"):
+        f, g = reflib.load(built / f"{name}.reflib", device="cuda:1"), reflib.load(built / f"{name}.reflib")
+        check(f, name, "cuda:1")
+        check(g, name)
+        assert torch.cuda.current_device() == 0
+        _, args = packages.made(name)
+        with pytest.raises(ReflibError, match="cuda:0"):
+            f(*inputs(args, "cuda:0"))
+
+
+def test_a_cpu_arm_beside(built: Path) -> None:
+    f = reflib.load(built / "block.reflib", device="cpu")
+    assert f.arm == "cpu"
+    check(f, "block", "cpu")
+
+
+def test_the_exported_program(built: Path, tmp_path: Path) -> None:
+    from tests.exported_cpp import build_and_run
+
+    for name in ("norm", "split_product", "norm_from_ptx", "block"):
+        _, args = packages.made(name)
+        xs = list(inputs(args, "cuda"))
+        want = reflib.load(built / f"{name}.reflib")(*xs)
+        got = build_and_run(built / f"{name}.reflib", tmp_path / name, [x.cpu() for x in xs])
+        close(got[0], want.cpu(), rtol=1e-3, atol=1e-3)
