@@ -4,8 +4,8 @@
 
 What differs between architectures comes after ``lower``: which products are worth a kernel of their own, which tilings
 fit, how a reduction is cut. Nothing is measured for a GPU that is not here; what a lookup table or the store of
-decisions knows about a GPU of that architecture is used. With ``autotune="blocking"`` the architecture of this
-machine's own GPU is measured.
+decisions knows about a GPU of that architecture is used. With ``autotune="blocking"`` what is for this machine's own
+GPU, and for CPUs, is measured here.
 """
 
 from __future__ import annotations
@@ -90,11 +90,11 @@ def _capture(
 ) -> tuple[Any, Any, Any]:
     """(what the package needs of it, the graph, the program)."""
     from .capture.export import export_for
-    from .lower import lower
+    from .lower import decompositions, lower
     from .package.build import Captured
     from .wrap.convention import of_exported
 
-    exported = export_for(model, args, kwargs, dynamic_shapes, device)
+    exported = export_for(model, args, kwargs, dynamic_shapes, device, decompositions=decompositions())
     program = lower(exported.graph, options)
     specs = exported.program.graph_signature.input_specs
     kinds = {s.target: _KINDS.get(s.kind.name, "constant") for s in specs if s.target in exported.state}
@@ -109,8 +109,8 @@ _KINDS = {"PARAMETER": "parameter", "BUFFER": "buffer"}
 def _stages(graph: Any, program: Any, options: Options, target: Target) -> Any:
     from .pipeline import run
 
-    here = target.kind == "cuda" and torch.cuda.is_available() and device_target("cuda").arch == target.arch
-    measures = here and options.autotune == "blocking"
+    cuda = target.kind == "cuda" and torch.cuda.is_available() and device_target("cuda").arch == target.arch
+    measures = (cuda or not target.is_gpu) and options.autotune == "blocking"
     return run(
         graph, options if measures else options.but(target=target.arch), until="generate", program=program,
         target_of=lambda device: target if device.type == "cuda" else Target("cpu"),

@@ -1,7 +1,8 @@
-"""The `reflib` command: doctor, run, record, book, tune. Each command parses its words and calls one function."""
+"""The `reflib` command. Each of its commands parses its words and calls one function."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sized
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import click
 
-from reflib.errors import ReflibError
+from reflib.errors import PackageError, ReflibError
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, allow_dash=True)
@@ -202,6 +203,20 @@ def tune_clear() -> None:
 
     decisions, imported = store().clear()
     click.echo(f"removed {counted(range(decisions), 'decision')} and {imported} imported")
+
+
+@cli.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="The manifest, as it is in the file.")
+def inspect(path: Path, as_json: bool) -> None:
+    """Show what is in the package PATH: arms, kernels, sizes, what runs on which GPU. Loads no code."""
+    from reflib.package.inspect import inspect as look
+
+    try:
+        found = look(path)
+    except PackageError as e:
+        raise click.ClickException(str(e)) from e
+    click.echo(json.dumps(found.data, indent=1) if as_json else str(found))
 
 
 def counted(things: Sized, noun: str) -> str:

@@ -25,7 +25,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -130,22 +130,29 @@ class Table:
     def entry(self, device: str, op: str, sizes: str, dtypes: str = "", epilogue: str = "") -> Entry | None:
         """The entry that fits best: its own device before ``*``, then equal dtypes, then an equal epilogue, then the
         newest, then the last. None if there is none, or ``sizes`` is no list of shapes."""
+        found = self.ranked(lambda e: e.key[0] == device_key(device), op, sizes, dtypes, epilogue)
+        return found[0] if found else None
+
+    def ranked(
+        self, own: Callable[[Entry], bool], op: str, sizes: str, dtypes: str = "", epilogue: str = ""
+    ) -> list[Entry]:
+        """All entries that fit, the best first, as ``entry`` has it. ``own``: is this one of the device?"""
         try:
             around = self._index.get((op_key(op), sizes_key(sizes)), [])
         except ValueError:
-            return None
-        device, dtypes = device_key(device), dtypes_key(dtypes)
+            return []
+        dtypes = dtypes_key(dtypes)
 
         def rank(item: tuple[int, Entry]) -> tuple[bool, bool, bool, datetime, int]:
             at, e = item
-            return (e.key[0] == device, e.key[3] == dtypes, e.key[4] == epilogue, e.when, at)
+            return (own(e), e.key[3] == dtypes, e.key[4] == epilogue, e.when, at)
 
         fitting = [
             (at, e)
             for at, e in enumerate(around)
-            if e.key[0] in (device, ANY) and (not dtypes or e.key[3] in (dtypes, ""))
+            if (own(e) or e.key[0] == ANY) and (not dtypes or e.key[3] in (dtypes, ""))
         ]
-        return max(fitting, key=rank)[1] if fitting else None
+        return [e for _, e in sorted(fitting, key=rank, reverse=True)]
 
     def find(self, device_model: str, op: str, sizes: str, dtypes: str = "", epilogue: str = "") -> str | None:
         """The winner's name, to be compared with names of candidates (``chosen``) and for nothing else; or None."""
@@ -379,7 +386,8 @@ def normalize_lookup(value: Any) -> str:
         table, _ = merge([_given(value)])
     except TableError as e:
         raise OptionError(f"{_LOOKUP}: {e}; {_EXPECTED}") from e
-    plain = Table(tuple(Entry(e.device, e.op, e.sizes, e.winner, e.dtypes, e.epilogue) for e in table.entries))
+    kept = ("device", "op", "sizes", "winner", "dtypes", "epilogue", "date")  # of two models' entries the newer counts
+    plain = Table(tuple(Entry(**{k: getattr(e, k) for k in kept}) for e in table.entries))
     return json.dumps(plain.to_data(), sort_keys=True, separators=(",", ":")) if plain.entries else ""
 
 
@@ -404,9 +412,10 @@ def _given(value: Any) -> Table:
 
 def lookup(text: str, device_model: str, op: str, sizes: str, dtypes: str = "", epilogue: str = "") -> str | None:
     """What the option's text (``normalize_lookup``) says; None if nothing. For ``chosen``, as ``Table.find``."""
-    return _table_of(text).find(device_model, op, sizes, dtypes, epilogue) if text else None
+    return lookup_entries(text).find(device_model, op, sizes, dtypes, epilogue) if text else None
 
 
 @functools.lru_cache(8)
-def _table_of(text: str) -> Table:
-    return parse_table(text, _LOOKUP)
+def lookup_entries(text: str) -> Table:
+    """The option's text as a table."""
+    return parse_table(text, _LOOKUP) if text else Table()

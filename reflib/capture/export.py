@@ -27,7 +27,6 @@ from __future__ import annotations
 import copy
 import ctypes
 import functools
-import importlib
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -74,14 +73,15 @@ def export_for(
     kwargs: dict[str, Any] | None = None,
     dynamic_shapes: Any = None,
     device: torch.device | str | None = None,
-    decompositions: dict | None = None,
+    *,
+    decompositions: dict,
 ) -> Exported:
     """Capture ``model`` for inference with ``torch.export`` (non-strict), as it would be on ``device``.
 
     model: a module, a callable (its own tensors, other than those of a module it is a method of, stay where they are),
         or an ExportedProgram, which is what it is: no args, kwargs or dynamic_shapes, and no other device.
     device: ``cpu``, ``cuda``, or None for where the model and its arguments lie.
-    decompositions: by default ``lower.decompositions()``.
+    decompositions: ``lower.decompositions()``.
 
     Raises CaptureError for what cannot be captured; torch.export's own error is its ``__cause__``.
     """
@@ -105,10 +105,8 @@ def export_for(
 
 
 def _exported(
-    program: Any, decompositions: dict | None, own: dict[str, torch.Tensor], real: dict[int, torch.Tensor]
+    program: Any, decompositions: dict, own: dict[str, torch.Tensor], real: dict[int, torch.Tensor]
 ) -> Exported:
-    if decompositions is None:  # by name: no stage imports a later one
-        decompositions = importlib.import_module("reflib.lower").decompositions()
     graph, program = exported_graph(program, decompositions)
     _tidy(graph.module, program.graph_signature)
     if getattr(program, "example_inputs", None) is not None:
@@ -131,7 +129,7 @@ def _with_data(name: str, t: torch.Tensor) -> torch.Tensor:
     return t
 
 
-def _of_program(program: Any, device: torch.device | None, decompositions: dict | None) -> Exported:
+def _of_program(program: Any, device: torch.device | None, decompositions: dict) -> Exported:
     for name, t in (*program.state_dict.items(), *program.constants.items()):
         if isinstance(t, torch.Tensor):
             _with_data(name, t)

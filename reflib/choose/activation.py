@@ -26,10 +26,14 @@ aten = torch.ops.aten
 def with_activations(program: Program) -> Program:
     """Every product followed by its activation as one Choice. Assumes a legal order, and that nothing is fused."""
     for choice in [n for n in program.nodes if isinstance(n, Choice)]:
-        reader = _activation_after(program, choice)
-        if reader is not None:
-            program = _joined(program, choice, *reader)
+        program = with_activation(program, choice)
     return program
+
+
+def with_activation(program: Program, choice: Choice) -> Program:
+    """One product and its activation as one Choice, of the same name; ``program`` itself where none follows."""
+    reader = _activation_after(program, choice)
+    return program if reader is None else _joined(program, choice, *reader)
 
 
 def _activation_after(program: Program, choice: Choice) -> tuple[Loops, bool] | None:
@@ -89,7 +93,8 @@ def _joined(program: Program, choice: Choice, activation: Loops, gelu: bool) -> 
         zeros = Buffer(f"{made}_no_bias", out.dtype, out.device, (out.shape[1],), (expr(1),), "const")
         buffers[zeros.name] = zeros
         with unset_fake_temporarily():  # compiling goes on under a fake mode
-            constants[zeros.name] = torch.zeros(int(out.shape[1]), dtype=out.dtype, device=out.device)
+            device = out.device if torch.cuda.is_available() else "cpu"  # for a target it need not be there
+            constants[zeros.name] = torch.zeros(int(out.shape[1]), dtype=out.dtype, device=device)
         args = (full_view(zeros), *default.args)
     else:
         args = default.args

@@ -1,7 +1,8 @@
 """Deciding: every Choice is replaced by the alternative that is best where it stands.
 
-``autotune="off"``, or code for a ``target`` that nothing can run on: a static rule for matrix products
-(``matmul.static_tiling``), else the default. Otherwise, for each Choice in program order:
+``autotune="off"``: a static rule for matrix products (``matmul.static_tiling``), else the default. Code for a
+``target`` that nothing can run on: what is known of such GPUs (``known.Elsewhere``), else the same. Otherwise, for each
+Choice in program order:
 
 1. its region is cut out (``region.cut``): the choice and whatever any alternative would fuse with it;
 2. candidates: the alternatives; a Template once for every Tiling worth trying; those whose guards do not hold, or that
@@ -60,8 +61,10 @@ from ..logs import get as logger
 from ..options import Options
 from ..target import Target
 from . import known
+from .activation import with_activation
 from .decision import Candidate, Decision
 from .isolation import Isolated, body_of, index_values, isolated, one_value, ops_in, source_of
+from .known import Elsewhere
 from .lock import device_lock
 from .matmul import APART, apart, problem, static_tiling, tilings
 from .measure import measure, request
@@ -114,6 +117,7 @@ class _Work:
     tuning: Tuning = field(default_factory=Tuning)
     known: dict[str, _Ruling] = field(default_factory=dict)
     begun: dict[str, list[list[_Point]]] = field(default_factory=dict)
+    elsewhere: dict[Target, Elsewhere] = field(default_factory=dict)
 
 
 def decide(
@@ -131,12 +135,14 @@ def decide(
     if measures:
         _begin_all(program, work)
     elif options.autotune != "off":
-        say_once("with target= nothing runs, so nothing is measured: choices go by the static rule")
+        say_once("with target= nothing runs, so nothing is measured: choices go by what is known and the static rule")
     decisions: list[Decision] = []
     while (choice := next((n for n in program.nodes if isinstance(n, Choice)), None)) is not None:
         target = target_of(program.buffers[choice.outputs[0]].device)
         if measures:
             program, decision = _decide_by_measuring(program, choice, target, work)
+        elif options.target is not None and (found := _decide_by_what_is_known(program, choice, target, work)):
+            program, decision = found
         else:
             program, decision = _decide_statically(program, choice, target, options)
         logger("choose").info("%s (%s): %s: %s", decision.region, decision.op, decision.winner, decision.reason)
@@ -182,6 +188,36 @@ def with_tiling(a: Alternative, tiling: Any) -> Alternative:
     return replace(a, name=f"{a.name} {tiling}", nodes=nodes)
 
 
+# -- for a target ----------------------------------------------------------------------------------
+def _decide_by_what_is_known(
+    program: Program, choice: Choice, target: Target, work: _Work
+) -> tuple[Program, Decision] | None:
+    """The winner in place, if one is known of GPUs such as the target. A product with its activation behind it may be
+    known as one choice (as it is measured), or by itself."""
+    if target not in work.elsewhere:
+        work.elsewhere[target] = Elsewhere(target, work.options, work.tuning.store or _kept(work.options))
+    elsewhere = work.elsewhere[target]
+    if not elsewhere.tables:
+        return None
+    joined = with_activation(program, choice)
+    for asked in (program,) if joined is program else (joined, program):
+        whole = next(n for n in asked.nodes if isinstance(n, Choice) and n.name == choice.name)
+        if not elsewhere.mentions(whole.op, _sizes(asked, whole), _dtypes(asked, whole)):
+            continue
+        region = cut(asked, whole, work.options, target)
+        candidates, ranges = _expand(region, target, work), ranges_of(whole)
+        found = elsewhere.find(_about(region, ""), [c.name for c in candidates], len(ranges))
+        if found is not None:
+            return _ruled(asked, region, candidates, ranges, _Ruling(*found), target, work)
+    return None
+
+
+def _kept(options: Options) -> Any:
+    from .store import store
+
+    return store() if options.keeps_decisions() else None
+
+
 # -- by measuring ----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Ruling:
@@ -213,6 +249,14 @@ def _decide_by_measuring(program: Program, choice: Choice, target: Target, work:
     ruling = before or _rule(region, candidates, ranges, key, work)
     if key and before is None:
         work.known[key] = replace(ruling, reason=f"{ruling.reason}; decided before, for an equal region")
+    return _ruled(program, region, candidates, ranges, ruling, target, work)
+
+
+def _ruled(
+    program: Program, region: Region, candidates: list[Alternative], ranges: list[Range], ruling: _Ruling,
+    target: Target, work: _Work,
+) -> tuple[Program, Decision]:  # fmt: skip
+    choice = region.choice
     decision = Decision(
         choice.name,
         " | ".join(dict.fromkeys(ruling.winners)),
@@ -220,7 +264,7 @@ def _decide_by_measuring(program: Program, choice: Choice, target: Target, work:
         ruling.reason,
         op=choice.op,
         members=region.members,
-        sizes=_sizes(region),
+        sizes=_sizes(region.program, choice),
     )
     by_name = {a.name: a for a in candidates}
     return _apply(program, region, [by_name[w] for w in ruling.winners], ranges, target, work), decision
@@ -262,9 +306,9 @@ def _begin(region: Region, candidates: list[Alternative], ranges: list[Range], k
 
 def _about(region: Region, key: str) -> known.About:
     device = region.program.buffers[region.choice.outputs[0]].device
-    dtypes = dict.fromkeys(str(region.program.buffers[b].dtype).removeprefix("torch.") for b in _tensors(region))
+    sizes, dtypes = _sizes(region.program, region.choice), _dtypes(region.program, region.choice)
     ops = dict.fromkeys(o.op for n in region.program.nodes if n.name in region.members for o in n.origins)
-    return known.About(key, device, region.choice.op, _sizes(region), " ".join(dtypes), " ".join(ops))
+    return known.About(key, device, region.choice.op, sizes, dtypes, " ".join(ops))
 
 
 def _rule(region: Region, candidates: list[Alternative], ranges: list[Range], key: str, work: _Work) -> _Ruling:
@@ -375,7 +419,7 @@ def _ask(region: Region, candidates: list[Alternative], point: dict[str, int], k
     alone = isolated(asked, region.constants, work.options)
     if not isinstance(alone, Isolated):
         return _Point(default, left_out, request=asked, makers=makers, why_here=alone)
-    label = f"{choice.op} {_sizes(region)}" + (f" at {_where_point(point)}" if point else "")
+    label = f"{choice.op} {_sizes(region.program, choice)}" + (f" at {_where_point(point)}" if point else "")
     about = known.key_of(_about(region, key)) if key else ""
     row_key = f"{about} {_where_point(point)}" if about else ""
     prune = _pruning(region, candidates, alone.request, work)
@@ -559,10 +603,15 @@ def _anonymous(data: Any) -> Any:
     return [_anonymous(v) for v in data] if isinstance(data, list) else data
 
 
-def _sizes(region: Region) -> str:
+def _sizes(program: Program, choice: Choice) -> str:
     """The shapes of what goes in, for people: ``x[32, 4096] w[4096, 32]``."""
-    return " ".join(f"{b}[{', '.join(map(str, region.program.buffers[b].shape))}]" for b in _tensors(region))
+    return " ".join(f"{b}[{', '.join(map(str, program.buffers[b].shape))}]" for b in _tensors(program, choice))
 
 
-def _tensors(region: Region) -> list[str]:
-    return [b for b in region.choice.reads()[:4] if b in region.program.buffers]
+def _dtypes(program: Program, choice: Choice) -> str:
+    found = dict.fromkeys(str(program.buffers[b].dtype).removeprefix("torch.") for b in _tensors(program, choice))
+    return " ".join(found)
+
+
+def _tensors(program: Program, choice: Choice) -> list[str]:
+    return [b for b in choice.reads()[:4] if b in program.buffers]

@@ -41,10 +41,11 @@ def export(store: Store, device: str | None = None) -> dict[str, Any]:
     return merge([found if device is None else found.on(device)])[0].to_data()
 
 
-def decided(store: Store) -> Table:
-    """Every decision as an entry. One whose names a table may not have is left out, and a line in the log says so."""
+def decided(store: Store, strict: bool = True) -> Table:
+    """Every decision as an entry. One whose names a table may not have is left out, and a line in the log says so.
+    Raises CacheError where the store cannot be used, if ``strict``."""
     entries = []
-    for ruling, facts in store.decisions():
+    for ruling, facts in store.decisions(strict):
         try:
             entries.append(_entry(ruling, facts))
         except TableError as e:

@@ -149,14 +149,14 @@ class Store:
         return _imports(found).find(device_model, op, sizes, dtypes, epilogue) if found else None
 
     # -- for the command line
-    def decisions(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """(ruling, facts) of all finished decisions, the oldest first. Raises CacheError."""
-        found = self._use(lambda c: c.execute(f"{_DECISIONS} ORDER BY rowid").fetchall(), _NONE, strict=True)
+    def decisions(self, strict: bool = True) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """(ruling, facts) of all finished decisions, the oldest first. Raises CacheError, if ``strict``."""
+        found = self._use(lambda c: c.execute(f"{_DECISIONS} ORDER BY rowid").fetchall(), _NONE, strict)
         return [read for read in map(_read_decision, found) if read is not None]
 
-    def imports(self) -> Table:
-        """All imported entries. Raises CacheError."""
-        return _imports(self._use(lambda c: c.execute(f"{_IMPORTED} ORDER BY rowid").fetchall(), _NONE, strict=True))
+    def imports(self, strict: bool = True) -> Table:
+        """All imported entries. Raises CacheError, if ``strict``."""
+        return _imports(self._use(lambda c: c.execute(f"{_IMPORTED} ORDER BY rowid").fetchall(), _NONE, strict))
 
     def import_table(self, table: Table) -> None:
         """Store all entries, or none, each in place of one about the same. Raises CacheError."""

@@ -3,12 +3,16 @@
 A dataclass becomes ``{"_": "Load", field: value, ...}``; a tuple becomes a list; what JSON has no word for becomes
 ``{"_": kind, ...}``. An OpOverload goes by its name, which must be registered when it is read back. Constants (tensors,
 captured modules) are kept by reference: their names are in the data, ``from_data`` takes the objects.
+
+Reading builds what is written here and nothing else: no text is run or imported, and a name means an operator, one of
+torch's dtypes, layouts and memory formats, or a function of ``math`` or ``operator``.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -30,6 +34,7 @@ _CLASSES = {
 }
 _MODULES = {"operator": operator, "_operator": operator, "math": math}
 _TORCH = (torch.dtype, torch.memory_format, torch.layout)
+_CALLS = ("//", "%", "max", "min")
 
 
 def to_data(program: Program) -> dict[str, Any]:
@@ -71,7 +76,8 @@ def encode(x: Any) -> Any:
 
 
 def decode(x: Any) -> Any:
-    """The inverse of :func:`encode`."""
+    """The inverse of :func:`encode`. Raises ReflibError, KeyError, TypeError, ValueError, AttributeError or
+    RecursionError for what ``encode`` does not make."""
     if isinstance(x, list):
         return tuple(decode(v) for v in x)
     if not isinstance(x, dict):
@@ -101,17 +107,29 @@ def _encode_atom(a: Any) -> list[Any]:
 
 
 def _decode_atom(data: list[Any]) -> Any:
-    if data[0] == "sym":
-        return Sym(*data[1:])
-    if data[0] == "var":
-        return Var(data[1], decode(data[2]))
-    if data[0] == "ref":
-        return Ref(data[1], decode(data[2]))
-    return Call(data[0], decode(data[1]), decode(data[2]))
+    kind, *rest = data
+    if kind == "sym":
+        name, lo, hi, hint = rest
+        hi, hint = (None if n is None else _is(int, n) for n in (hi, hint))
+        return Sym(_is(str, name), _is(int, lo), hi, hint)
+    first, second = rest
+    if kind == "var":
+        return Var(_is(str, first), _is(Expr, decode(second)))
+    if kind == "ref":
+        return Ref(_is(int, first), _is(Expr, decode(second)))
+    if kind not in _CALLS:
+        raise ReflibError(f"an index has no {kind!r}, only {', '.join(_CALLS)}")
+    return Call(kind, _is(Expr, decode(first)), _is(Expr, decode(second)))
 
 
 def _decode_expr(terms: list[Any]) -> Expr:
-    return Expr(tuple((tuple(_decode_atom(a) for a in atoms), c) for c, *atoms in terms))
+    return Expr(tuple((tuple(_decode_atom(a) for a in atoms), _is(int, c)) for c, *atoms in terms))
+
+
+def _is(kind: type, x: Any) -> Any:
+    if type(x) is not kind:
+        raise ReflibError(f"expected {kind.__name__}, found {x!r:.60}")
+    return x
 
 
 def _encode_object(x: Any) -> dict[str, Any]:
@@ -123,11 +141,15 @@ def _encode_object(x: Any) -> dict[str, Any]:
         return {"_": "complex", "value": [x.real, x.imag]}
     if isinstance(x, torch._ops.OpOverload):
         return {"_": "op", "value": str(x)}
+    if isinstance(x, torch._ops.HigherOrderOperator):
+        return {"_": "higher_order", "value": x.name()}
     module = str(getattr(x, "__module__", ""))
     name = getattr(x, "__name__", "")
     if module in _MODULES and getattr(_MODULES[module], name, None) is x:
         return {"_": "function", "value": f"{module}.{name}"}
     what = f"callable {x}" if callable(x) else f"{type(x).__name__} {x!r}"
+    if isinstance(x, torch.nn.Module):  # a graph of its own: a branch of torch.cond, the body of a loop
+        what = f"captured module {type(x).__name__}"
     raise ReflibError(f"a program with the {what} cannot be written as data; only ATen and registered custom ops can")
 
 
@@ -135,18 +157,30 @@ def _decode_object(kind: str, value: Any) -> Any:
     if kind == "float":
         return float(value)
     if kind == "torch":
-        return getattr(torch, value)
+        return _named(torch, value, _TORCH)
     if kind == "device":
-        return torch.device(value)
+        return torch.device(_is(str, value))
     if kind == "complex":
         return complex(*value)
     if kind == "function":
         module, name = value.split(".")
-        return getattr(_MODULES[module], name)
+        return _named(_MODULES[module], name, (types.BuiltinFunctionType,))
+    if kind == "higher_order":
+        return _named(torch.ops.higher_order, value, (torch._ops.HigherOrderOperator,))
     if kind == "op":
         namespace, packet, overload = value.split(".")
         try:
-            return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-        except AttributeError:
-            raise ReflibError(f"the operator {value} is not registered; import the module that defines it") from None
+            found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+        except (AttributeError, RuntimeError):  # RuntimeError: names with characters that no op has
+            found = None
+        if not isinstance(found, torch._ops.OpOverload):
+            raise ReflibError(f"the operator {value} is not registered; import the module that defines it")
+        return found
     raise ReflibError(f"unknown kind of data {kind!r}")
+
+
+def _named(owner: Any, name: str, kinds: tuple[type, ...]) -> Any:
+    found = getattr(owner, name, None)
+    if not isinstance(found, kinds):
+        raise ReflibError(f"{getattr(owner, '__name__', owner)} has no {' or '.join(k.__name__ for k in kinds)} {name!r}")
+    return found

@@ -106,7 +106,7 @@ def build(
         source=hashlib.sha256("".join(captured[k].digest for k in sorted(captured)).encode()).hexdigest(),
         programs={k: _program(c.convention) for k, c in captured.items()}, arms=tuple(made),
         weights=tuple(manifest.Weight(n, *kinds[n]) for n in sorted(tensors)), rows=tuple(rows),
-        libraries=_libraries([a.program for a in arms]), libc=_libc(members),
+        libraries=_libraries(making), libc=_libc(members),
     )  # fmt: skip
     archive.write(path, manifest.write(about), members)
     return path
@@ -311,13 +311,14 @@ def _options(options: Options) -> dict[str, Any]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in found.items()}
 
 
-def _libraries(programs: Sequence[Program]) -> tuple[manifest.Library, ...]:
-    """Of the ops that are not PyTorch's own."""
-    ops = {
-        t for p in programs for n in walk(p.nodes) if isinstance(n, Extern)
-        for t in (n.target, n.out[0] if n.out else None)
-        if isinstance(t, torch._ops.OpOverload) and t.namespace not in BUILT_IN
-    }  # fmt: skip
+def _libraries(making: Sequence[_Making]) -> tuple[manifest.Library, ...]:
+    """Of the ops that are not PyTorch's own: those that are called, and those that are an argument (of what makes an
+    op that writes to its arguments one that does not)."""
+    found: list[Any] = [v for m in making for v in m.printer.names.values()]
+    for m in making:
+        calls = [n for n in walk(m.planned.program.nodes) if isinstance(n, Extern)]
+        found += [t for n in calls for t in (n.target, n.out[0] if n.out else None)]
+    ops = {t for t in found if isinstance(t, torch._ops.OpOverload) and t.namespace not in BUILT_IN}
     return tuple(sorted({_library(op) for op in ops}, key=lambda lib: lib.op))
 
 

@@ -185,8 +185,6 @@ def _arm(m: manifest.Manifest, device: torch.device) -> manifest.Arm:
         raise PackageError(f"this GPU is a {here.arch}: reflib compiles for AMD GPUs but cannot run there yet")
     cuda = [a for a in m.archs if a.startswith("sm_")]
     text = next((a.made_for for a in m.arms if a.arch == "ptx"), None)
-    if os.environ.get("CUDA_FORCE_PTX_JIT") == "1":  # the driver will not look at machine code
-        cuda = []
     found = choose(cuda, text, here.capability)
     name = torch.cuda.get_device_name(device)
     if found is None:

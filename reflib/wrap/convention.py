@@ -35,7 +35,9 @@ class Argument:
 
 @dataclass(frozen=True)
 class Output:
-    """``kind``: "result", for the caller; or a new value for "weight" ``target``, or for "argument" ``target``."""
+    """``kind``: "result", for the caller; or a new value for "weight" ``target``, or for "argument" ``target``; or "same":
+    the caller gets argument ``target`` itself, which has its new value by then. (Not so a weight: it may have been
+    assigned, not written to, and what was returned before must stay as it is.)"""
 
     kind: str
     target: str = ""
@@ -75,11 +77,16 @@ def of_exported(exported: Any, program: Program) -> Convention:
             inputs.append(spec.target)
         else:
             raise ReflibError(f"an exported program with a {kind} input ({spec.target}) is not supported")
-    outputs = []
+    outputs: list[Output] = []
+    written: dict[str, str] = {}  # argument by the graph's name of its new value
     for spec in sig.output_specs:
         if spec.kind.name not in _OUTPUTS:
             raise ReflibError(f"an exported program with a {spec.kind.name} output is not supported")
-        outputs.append(Output(_OUTPUTS[spec.kind.name], spec.target or ""))
+        kind, name = _OUTPUTS[spec.kind.name], getattr(spec.arg, "name", "")
+        if kind == "argument":
+            written[name] = spec.target
+        same = kind == "result" and name in written
+        outputs.append(Output("same", written[name]) if same else Output(kind, spec.target or ""))
     return Convention(
         tuple(inputs), tuple(arguments), tuple(outputs), exported.call_spec.in_spec, exported.call_spec.out_spec,
         {str(s): _limits(r) for s, r in exported.range_constraints.items()},

@@ -86,6 +86,8 @@ class ExportedCallable:
         for output, value in zip(c.outputs, results):
             if output.kind == "result":
                 user.append(value)
+            elif output.kind == "same":
+                user.append(flat[self._at[output.target]])
             elif output.kind == "weight":
                 self._weights[output.target].copy_(value)
             else:

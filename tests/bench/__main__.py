@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import children, host, matmul, report
+from . import children, host, matmul, package, report
 from .contenders import PEER, US
 from .report import Promise
 
@@ -194,6 +194,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "import": import_time,
     "linear": linear,
     "matmul": matmul.section,
+    "package": package.section,
 }
 SECONDS = {
     "compile": 20,
@@ -203,6 +204,7 @@ SECONDS = {
     "host": 60,
     "memory": 20,
     "matmul": 40,
+    "package": 60,
 }  # not worth starting with less
 
 

@@ -172,10 +172,11 @@ def import_time(job: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     job = json.loads(Path(sys.argv[1]).read_text())
-    from . import host
+    from . import host, package
 
     jobs = {
         "first_step": first_step, "chains": chains, "import": import_time,
         "host": host.calls, "wrapper_build": host.wrapper_build,
+        "package_build": package.build, "package_calls": package.calls,
     }  # fmt: skip
     Path(job["result"]).write_text(json.dumps(jobs[job["what"]](job)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import subprocess
 import sys
@@ -14,14 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from reflib.capture import Exported, export_for
+from reflib import capture
+from reflib.capture import Exported
 from reflib.errors import CaptureError
 from reflib.fuse import fuse
 from reflib.ir.program import Extern
-from reflib.lower import lower
+from reflib.lower import decompositions, lower
 from reflib.options import Options
 from reflib.target import parse_target
 from tests.models import MODELS
+
+export_for = functools.partial(capture.export_for, decompositions=decompositions())
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
@@ -306,8 +310,8 @@ def test_gradients_never_abort_the_process() -> None:
     """In a process of its own: torch aborts, where the build has no CUDA, for a fake that requires grad."""
     code = """
 import torch
-from reflib.capture import export_for
 from reflib.errors import CaptureError
+from tests.cpu.test_capture_export import export_for
 class M(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The composition table on CUDA: every feature under every wrapper (tests/composition.py), and what only CUDA has."""
+"""The composition table on CUDA: every feature under every wrapper (tests/composition), and what only CUDA has."""
 
 from __future__ import annotations
 

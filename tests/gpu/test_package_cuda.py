@@ -67,16 +67,6 @@ def test_images_in_a_table(name: str, tmp_path: Path) -> None:
     check(f, name)
 
 
-def test_the_driver_may_be_told_to_compile(built: Path) -> None:
-    """CUDA_FORCE_PTX_JIT: it does not look at machine code, so neither do we."""
-    script = (
-        "import sys, reflib; from tests.gpu import test_package_cuda as t; f = reflib.load(sys.argv[1]); "
-        "assert f.arm == 'ptx'; t.check(f, 'split_product')"
-    )
-    env = {**os.environ, "CUDA_FORCE_PTX_JIT": "1"}
-    subprocess.run([sys.executable, "-c", script, str(built / "split_product.reflib")], env=env, check=True)
-
-
 def test_memory(built: Path) -> None:
     gc.collect()
     torch.cuda.synchronize()

@@ -1,0 +1,232 @@
+"""Packages made, and packages opened, each in a process of its own: `build_packages`, `open_packages`.
+
+A build begins with empty caches, so that its seconds are those of compiling. An opening is a fresh process, as a
+service's start is; a package that crashes it is a labelled row. ``python -m reflib.lab.package_ways FOLDER`` is the
+child's side.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from reflib.lab.cold_child import close, flat, own_caches, synchronize
+from reflib.lab.peers import Failure, _run_child
+from reflib.lab.rows import Row, Rows, append, stamp
+from reflib.lab.timing import Samples
+from reflib.lab.tuning import _ended
+
+CHILD = "reflib.lab.package_ways"
+
+
+def build_packages(
+    name: str, source: str, ways: Mapping[str, Mapping[str, Any]], *, timeout_s: float = 120.0
+) -> Rows:
+    """Two rows for each file of each way, at its number of architectures: "build" (seconds, from the model in memory to
+    the file; imports are done before) and "size" (bytes).
+
+    `source` is Python text which defines `make(device, dtype)`, returning a module and its arguments. A way is a dict:
+    `compiler`: "reflib" or "AOTInductor"; `files`: {path: architectures}, made in this order in one process, so a later
+    one finds the kernels of an earlier one in the cache; `device`: where the model lies ("cpu" unless said);
+    `environment`: set before torch is imported. `timeout_s` is for one way; what it does not reach says so.
+    """
+    rows: list[Row] = []
+    for label, way in ways.items():
+        places: list[tuple[str, Sequence[str]]] = list(way["files"].items())
+        found = _outcomes({**_job(way, way.get("device", "cpu")), "files": places}, source, len(places), timeout_s)
+        for (_, archs), one in zip(places, found, strict=True):
+            shared = {"name": name, "case": label, "at": {"architectures": _gpus(archs)}, **stamp()}
+            rows += _built_rows(one, shared)
+    append({"kind": "row", **row.to_data()} for row in rows)
+    return Rows(rows)
+
+
+def open_packages(
+    name: str, source: str, ways: Mapping[str, Mapping[str, Any]], *, timeout_s: float = 60.0, budget_s: float = 0.2
+) -> Rows:
+    """Three rows for each way, on the notebook's device: "load" (seconds), "first call" (seconds from the file to the
+    first result, loading included) and "time" (µs a call after that, the host's clock around a loop of calls).
+
+    A way is a dict: `compiler`, as above; `path`: the package; `environment`. The device is up and eager's result is
+    there before the clock starts. A package that cannot be opened, or ends the process, is a row that says so.
+    """
+    from reflib.lab.session import current
+
+    rows: list[Row] = []
+    for label, way in ways.items():
+        job = {**_job(way, str(current().device)), "path": str(way["path"]), "budget_s": budget_s}
+        (one,) = _outcomes(job, source, 1, timeout_s)
+        rows += _opened_rows(one, {"name": name, "case": label, **stamp()})
+    append({"kind": "row", **row.to_data()} for row in rows)
+    return Rows(rows)
+
+
+def _job(way: Mapping[str, Any], device: str) -> dict[str, Any]:
+    from reflib.lab.session import current
+
+    here = current()
+    return {
+        "compiler": way["compiler"], "environment": dict(way.get("environment", {})), "device": device,
+        "dtype": str(here.dtype).removeprefix("torch."), "seed": here.seed,
+    }  # fmt: skip
+
+
+def _gpus(archs: Sequence[str]) -> int:
+    """How many kinds of GPU it has machine code for."""
+    return sum(a != "cpu" for a in archs)
+
+
+def _outcomes(job: dict[str, Any], source: str, count: int, timeout_s: float) -> list[dict[str, Any] | Failure]:
+    """What the child wrote down, in order; for the rest, why it did not."""
+    with tempfile.TemporaryDirectory(prefix="reflib-packages-") as root:
+        folder = Path(root)
+        (folder / "package_model.py").write_text(source, encoding="utf-8")
+        (folder / "job.json").write_text(json.dumps({**job, "caches": str(folder / "caches")}), encoding="utf-8")
+        code, errors = _run_child(root, timeout_s, CHILD)
+        written = folder / "results.jsonl"
+        text = written.read_text(encoding="utf-8") if written.exists() else ""
+    found: list[dict[str, Any] | Failure] = []
+    for line in text.splitlines():
+        data = json.loads(line)
+        found.append(Failure(data["status"], data["note"]) if "status" in data else data)
+    return found + [_ended(code, errors, timeout_s)] * (count - len(found))
+
+
+def _built_rows(found: dict[str, Any] | Failure, shared: Mapping[str, Any]) -> list[Row]:
+    if isinstance(found, Failure):
+        return [Row(metric="time", value=None, unit="µs", status=found.status, note=found.note, **shared)]
+    return [
+        Row(metric="build", value=found["seconds"], unit="s", clock="wall", **shared),
+        Row(metric="size", value=float(found["bytes"]), unit="bytes", **shared),
+    ]
+
+
+def _opened_rows(found: dict[str, Any] | Failure, shared: Mapping[str, Any]) -> list[Row]:
+    if isinstance(found, Failure):
+        return [Row(metric="time", value=None, unit="µs", status=found.status, note=found.note, **shared)]
+    samples = Samples(tuple(found["samples"]), "wall")
+    fields = {"clock": "wall", "note": "" if found["right"] else "WRONG RESULTS", **shared}
+    return [
+        Row(metric="load", value=found["load"], unit="s", **fields),
+        Row(metric="first call", value=found["first"], unit="s", **fields),
+        Row(metric="time", value=samples.median * 1e6, unit="µs", spread=samples.spread * 1e6, **fields),
+    ]
+
+
+# -- the child's side -------------------------------------------------------------------------------
+def main(folder: Path) -> None:
+    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    if "files" in job:
+        own_caches(Path(job["caches"]))
+    os.environ.update(job["environment"])
+    sys.path.insert(0, str(folder))
+    from reflib.lab.peer_child import refusal
+
+    with (folder / "results.jsonl").open("a", encoding="utf-8") as file:
+
+        def tried(work: Callable[[], dict[str, Any]]) -> None:
+            try:
+                result = work()
+            except Exception as error:
+                result = refusal(error)
+            file.write(json.dumps(result) + "\n")
+            file.flush()
+
+        if "files" not in job:
+            tried(lambda: opened(job))
+        for path, archs in job.get("files", ()):
+            tried(lambda path=path, archs=archs: built(job, path, archs))  # type: ignore[misc]
+
+
+def model_of(job: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...], Any]:
+    import importlib
+
+    import torch
+
+    from reflib.lab import session
+
+    here = session.setup(device=job["device"].split(":")[0], dtype=job["dtype"], seed=job["seed"], quiet=True)
+    device = torch.device(job["device"])
+    model, args = importlib.import_module("package_model").make(device=device, dtype=here.dtype)
+    return model, tuple(args), device
+
+
+def built(job: Mapping[str, Any], path: str, archs: Sequence[str]) -> dict[str, Any]:
+    import torch
+
+    make = MAKERS[job["compiler"]]()
+    model, args, _ = model_of(job)
+    with torch.no_grad():
+        begin = time.perf_counter()
+        make(model, args, path, archs)
+        return {"seconds": time.perf_counter() - begin, "bytes": os.path.getsize(path)}
+
+
+def opened(job: Mapping[str, Any]) -> dict[str, Any]:
+    import torch
+
+    from reflib.lab.measuring import time_cases
+
+    load = LOADERS[job["compiler"]]()
+    model, args, device = model_of(job)
+    with torch.no_grad():
+        want = model(*args)
+        synchronize(device)
+        begin = time.perf_counter()
+        call = load(job["path"])
+        loaded = time.perf_counter() - begin
+        got = call(*args)
+        synchronize(device)
+        first = time.perf_counter() - begin
+        right = all(close(x, y) for x, y in zip(flat(got), flat(want), strict=True))
+        samples = time_cases({"it": lambda: call(*args)}, "wall", "warm", 15, job["budget_s"], device)["it"]
+    if isinstance(samples, Failure):
+        return {"status": samples.status, "note": samples.note}
+    return {"load": loaded, "first": first, "right": right, "samples": samples.seconds}
+
+
+def reflib_maker() -> Callable[..., None]:
+    import reflib.aot
+
+    def make(model: Any, args: Any, path: str, archs: Sequence[str]) -> None:
+        reflib.aot.aot_compile(model, args, path, archs)
+
+    return make
+
+
+def inductor_maker() -> Callable[..., None]:
+    import torch
+    import torch._inductor.compile_fx
+
+    def make(model: Any, args: Any, path: str, archs: Sequence[str]) -> None:
+        torch._inductor.aoti_compile_and_package(torch.export.export(model, args), package_path=path)
+
+    return make
+
+
+def reflib_loader() -> Callable[[str], Any]:
+    import reflib.package.load
+    import reflib.wrap.host
+
+    reflib.wrap.host.extension()  # compiled once on a machine
+    return lambda path: reflib.package.load.load(path)
+
+
+def inductor_loader() -> Callable[[str], Any]:
+    import torch
+    import torch._inductor.package
+
+    return lambda path: torch._inductor.aoti_load_package(path)
+
+
+MAKERS = {"reflib": reflib_maker, "AOTInductor": inductor_maker}
+LOADERS = {"reflib": reflib_loader, "AOTInductor": inductor_loader}
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

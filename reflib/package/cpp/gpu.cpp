@@ -1,0 +1,165 @@
+// A GPU through the CUDA driver, found at run time: no CUDA toolkit, and no driver where no GPU is asked for.
+#include "cuda_driver.h"
+#include "runtime.h"
+
+namespace runtime {
+namespace {
+
+// Beside what launching takes (cuda_driver.h): devices, memory, streams.
+struct Functions {
+  CUresult (*DeviceGetCount)(int *);
+  CUresult (*DeviceGetName)(char *, int, CUdevice);
+  CUresult (*DeviceGetAttribute)(int *, int, CUdevice);
+  CUresult (*DriverGetVersion)(int *);
+  CUresult (*PrimaryCtxRelease)(CUdevice);
+  CUresult (*MemAlloc)(void **, size_t);
+  CUresult (*MemFree)(void *);
+  CUresult (*MemcpyAsync)(void *, const void *, size_t, CUstream);
+  CUresult (*MemsetD8Async)(void *, unsigned char, size_t, CUstream);
+  CUresult (*StreamSynchronize)(CUstream);
+  // from CUDA 11.2 on
+  CUresult (*MemAllocAsync)(void **, size_t, CUstream);
+  CUresult (*MemFreeAsync)(void *, CUstream);
+  CUresult (*GetDefaultMemPool)(void **, CUdevice);
+  CUresult (*MemPoolSetAttribute)(void *, int, void *);
+};
+const char *const names[] = {
+    "cuDeviceGetCount", "cuDeviceGetName", "cuDeviceGetAttribute", "cuDriverGetVersion", "cuDevicePrimaryCtxRelease_v2",
+    "cuMemAlloc_v2", "cuMemFree_v2", "cuMemcpyAsync", "cuMemsetD8Async", "cuStreamSynchronize", "cuMemAllocAsync",
+    "cuMemFreeAsync", "cuDeviceGetDefaultMemPool", "cuMemPoolSetAttribute"};
+enum { NEEDED = 10, COUNT = sizeof names / sizeof *names };
+enum { MAJOR = 75, MINOR = 76, POOLS = 115, RELEASE_THRESHOLD = 4 };  // numbers in cuda.h
+
+Driver driver;
+Functions cuda;
+
+void check(CUresult r, const char *what) {
+  if (!r) return;
+  char text[400];
+  driver_error(&driver, r, text, sizeof text);
+  fail("%s: %s", what, text);
+}
+
+void open_driver() {
+  static std::mutex lock;
+  static bool opened = false;
+  std::lock_guard<std::mutex> guard(lock);
+  if (opened) return;
+  const char *file = "libcuda.so.1";
+  if (const char *why = driver_open(&driver, file)) fail("%s", why);
+  void *library = dlopen(file, RTLD_NOW), *found[COUNT];
+  for (int i = 0; i < COUNT; ++i)
+    if (!(found[i] = dlsym(library, names[i])) && i < NEEDED)
+      fail("the CUDA driver has no %s: it is too old", names[i]);
+  memcpy(&cuda, found, sizeof found);  // the members are in the order of the names
+  opened = true;
+}
+
+}  // namespace
+
+Gpu::Gpu(int number) : index(number) {
+  open_driver();
+  int count = 0, major = 0, minor = 0, pools = 0;
+  CUdevice device;
+  check(cuda.DeviceGetCount(&count), "cannot count GPUs");
+  if (index < 0 || index >= count) fail("there is no GPU %d; this machine has %d", index, count);
+  check(driver.DeviceGet(&device, index), "cannot use the GPU");
+  char said[256] = "";
+  cuda.DeviceGetName(said, sizeof said, device);
+  name = said;
+  check(cuda.DeviceGetAttribute(&major, MAJOR, device), "cannot ask the GPU");
+  check(cuda.DeviceGetAttribute(&minor, MINOR, device), "cannot ask the GPU");
+  check(cuda.DriverGetVersion(&driver_version), "cannot ask the driver");
+  capability = 10 * major + minor;
+  check(driver.DevicePrimaryCtxRetain((CUcontext *)&context, device), "cannot use the GPU");
+  void *pool;
+  uint64_t all = UINT64_MAX;  // what a call frees stays with the process, for the next one
+  has_pool = cuda.MemAllocAsync && cuda.MemFreeAsync && cuda.GetDefaultMemPool && cuda.MemPoolSetAttribute &&
+             !cuda.DeviceGetAttribute(&pools, POOLS, device) && pools && !cuda.GetDefaultMemPool(&pool, device) &&
+             !cuda.MemPoolSetAttribute(pool, RELEASE_THRESHOLD, &all);
+}
+
+Gpu::~Gpu() {
+  {
+    Current current(this);
+    for (auto &k : kept) cuda.MemFree(k.second);
+  }
+  CUdevice device;
+  if (!driver.DeviceGet(&device, index)) cuda.PrimaryCtxRelease(device);
+}
+
+Gpu::Current::Current(const Gpu *gpu) {
+  if (!gpu) return;
+  driver.CtxGetCurrent((CUcontext *)&before);
+  changed = before != gpu->context;
+  if (changed) check(driver.CtxSetCurrent((CUcontext)gpu->context), "cannot use the GPU");
+}
+Gpu::Current::~Current() {
+  if (changed) driver.CtxSetCurrent((CUcontext)before);
+}
+
+// -- memory ------------------------------------------------------------------------------------------------------
+void *Gpu::allocate(size_t bytes, void *stream) {
+  if (!bytes) return nullptr;
+  void *memory = nullptr;
+  Current current(this);
+  if (has_pool) {
+    check(cuda.MemAllocAsync(&memory, bytes, (CUstream)stream), "cannot allocate memory");
+    return memory;
+  }
+  std::lock_guard<std::mutex> guard(lock);
+  auto found = kept.find({bytes, stream});
+  if (found == kept.end()) {
+    check(cuda.MemAlloc(&memory, bytes), "cannot allocate memory");
+  } else {
+    memory = found->second;
+    kept.erase(found);
+  }
+  return memory;
+}
+
+void Gpu::release(void *memory, size_t bytes, void *stream) {
+  if (!memory) return;
+  Current current(this);
+  if (has_pool) {
+    cuda.MemFreeAsync(memory, (CUstream)stream);
+  } else {  // whoever gets it next on the stream comes after whoever had it
+    std::lock_guard<std::mutex> guard(lock);
+    kept.insert({{bytes, stream}, memory});
+  }
+}
+
+void Gpu::copy(void *to, const void *from, size_t bytes, void *stream) {
+  if (bytes) check(cuda.MemcpyAsync(to, from, bytes, (CUstream)stream), "cannot copy");
+}
+void Gpu::zero(void *memory, size_t bytes, void *stream) {
+  check(cuda.MemsetD8Async(memory, 0, bytes, (CUstream)stream), "cannot clear memory");
+}
+void Gpu::wait(void *stream) { check(cuda.StreamSynchronize((CUstream)stream), "the GPU's work failed"); }
+
+bool Gpu::captures(void *stream) {
+  int status = 0;
+  return driver.StreamIsCapturing && !driver.StreamIsCapturing((CUstream)stream, &status) && status;
+}
+
+// -- kernels -----------------------------------------------------------------------------------------------------
+void Gpu::load(Kernel &k, const KernelRow &row) {
+  Current current(this);
+  CUfunction function = nullptr;
+  CUresult r = driver_load(&driver, row.image, row.symbol, (int)row.shared, -1, &function, (CUcontext *)&k.context,
+                           (CUmodule *)&k.module);
+  if (r) check(r, (std::string("cannot load kernel ") + row.name).c_str());
+  __atomic_store_n(&k.function, (void *)function, __ATOMIC_RELEASE);
+}
+
+void Gpu::unload(Kernel &k) {
+  if (k.module) driver_unload(&driver, (CUcontext)k.context, (CUmodule)k.module);
+}
+
+void Gpu::launch(const Kernel &k, unsigned grid, void *stream, void **params) {
+  check(driver_launch(&driver, (CUfunction)k.function, (CUcontext)k.context, grid, k.threads, k.shared, k.early,
+                      (CUstream)stream, params),
+        "cannot launch");
+}
+
+}  // namespace runtime

@@ -1,0 +1,538 @@
+// model.h, put together from the other parts: load, call, unload.
+#include <algorithm>
+#include <cstdarg>
+#include <cstdlib>
+#include <cstring>
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <fstream>
+#include <sstream>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "runtime.h"
+
+using namespace runtime;
+
+struct reflib_model {
+  reflib_model(const char *weights, int gpu);
+  ~reflib_model();
+
+  Host host{};  // the first member: what the wrapper asks for comes with its address
+  std::shared_ptr<Gpu> gpu;
+  const Arm *arm = nullptr;
+  std::vector<Kernel> kernels;
+  std::vector<void *> libraries, symbols;
+  std::vector<Handle> weights, constants;
+
+  char *file = nullptr;             // the weights', mapped
+  std::vector<char *> here, there;  // by span: its memory on the CPU, on the GPU
+  std::vector<void *> copies;       // of spans that do not lie well in the file
+
+  struct Words {
+    void *memory;
+    size_t bytes;
+  };
+  std::mutex lock;
+  std::map<void *, Words> words;  // by stream
+  std::vector<std::pair<void *, Words>> old_words;
+
+ private:
+  void choose_arm(int number);
+  void load_weights(const char *path);
+  char *span(size_t i, bool on_gpu);
+  void load_kernels();
+};
+
+namespace runtime {
+
+void fail(const char *format, ...) {
+  char text[2000];
+  va_list args;
+  va_start(args, format);
+  vsnprintf(text, sizeof text, format, args);
+  va_end(args);
+  throw Error{text};
+}
+
+namespace {
+
+thread_local std::string last_error;
+
+template <class F>
+int32_t caught(F f) {
+  try {
+    f();
+    return 0;
+  } catch (const Error &e) {
+    last_error = e.text;
+  } catch (const std::exception &e) {
+    last_error = e.what();
+  }
+  return -1;
+}
+
+// -- what a wrapper asks for -------------------------------------------------------------------------------------
+reflib_model *model_of(Host *host) { return (reflib_model *)host; }
+
+int32_t refused(Frame *frame, int32_t kind, const std::string &why) {
+  frame->kind = kind;
+  snprintf(frame->text, sizeof frame->text, "%s", why.c_str());
+  return -1;
+}
+
+template <class F>
+int32_t asked(Frame *frame, F f) {
+  return caught(f) ? refused(frame, FAILED_DRIVER, last_error) : 0;
+}
+
+int32_t call_python(Host *host, Frame *frame, int32_t which, const Value *, int32_t, Value *, int32_t) {
+  const char *why = model_of(host)->arm->python[which];
+  if (!why) return 0;
+  const char *what = torch().what ? torch().what() : nullptr;
+  return refused(frame, FAILED_PYTHON, std::string(why) + (what && *what ? std::string(": ") + what : ""));
+}
+
+int32_t load_kernel(Host *host, Frame *frame, int32_t i) {
+  reflib_model *m = model_of(host);
+  return asked(frame, [&] {
+    std::lock_guard<std::mutex> guard(m->lock);
+    const KernelRow &row = m->arm->kernels[i];
+    if (!row.image) fail("kernel %s is for empty tensors: it has no code", row.name);
+    if (!m->kernels[i].function) m->gpu->load(m->kernels[i], row);
+  });
+}
+
+int32_t zero_words(Host *host, Frame *frame, int32_t, void *stream, int64_t count, void **words) {
+  reflib_model *m = model_of(host);
+  return asked(frame, [&] {
+    std::lock_guard<std::mutex> guard(m->lock);
+    auto &w = m->words[stream];
+    if (w.bytes < 4 * (size_t)count) {
+      if (w.memory) m->old_words.push_back({stream, w});  // a call on the stream may still use it
+      w = {};
+      size_t bytes = 4096 * ((4 * (size_t)count + 4095) / 4096);
+      w.memory = m->gpu->allocate(bytes, stream), w.bytes = bytes;
+      m->gpu->zero(w.memory, bytes, stream);
+    }
+    *words = w.memory;
+  });
+}
+
+int32_t launch_kernel(Host *host, Frame *frame, const Kernel *k, int64_t grid, void *stream, void **params) {
+  return asked(frame, [&] {
+    if (grid > INT32_MAX) fail("a grid of %lld programs; the limit is 2^31 - 1", (long long)grid);
+    model_of(host)->gpu->launch(*k, (unsigned)grid, stream, params);
+  });
+}
+
+void drop_input(Host *, Frame *, int32_t) {}  // inputs stay the caller's
+
+// -- where files are ---------------------------------------------------------------------------------------------
+std::string beside(const char *name) {
+  Dl_info info;
+  if (!dladdr((void *)&reflib_load, &info) || !info.dli_fname) fail("cannot find out where this library is");
+  std::string path = info.dli_fname;
+  size_t end = path.rfind('/');
+  return (end == std::string::npos ? "./" : path.substr(0, end + 1)) + name;
+}
+
+void check_processor(const Arm &arm) {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    if (line.rfind("flags", 0) && line.rfind("Features", 0)) continue;
+    std::istringstream words(line);
+    std::vector<std::string> has{std::istream_iterator<std::string>(words), {}};
+    for (const char *f : arm.cpu)
+      if (std::find(has.begin(), has.end(), f) == has.end())
+        fail("the model's CPU code uses %s, which this CPU does not have", f);
+    return;
+  }
+}
+
+// -- tensors and values ------------------------------------------------------------------------------------------
+const struct {
+  int32_t dtype;
+  const char *name;
+  size_t size;
+} dtypes[] = {
+    {REFLIB_UINT8, "uint8", 1}, {REFLIB_INT8, "int8", 1}, {REFLIB_INT16, "int16", 2}, {REFLIB_INT32, "int32", 4},
+    {REFLIB_INT64, "int64", 8}, {REFLIB_FLOAT16, "float16", 2}, {REFLIB_FLOAT32, "float32", 4},
+    {REFLIB_FLOAT64, "float64", 8}, {REFLIB_COMPLEX64, "complex64", 8}, {REFLIB_COMPLEX128, "complex128", 16},
+    {REFLIB_BOOL, "bool", 1}, {REFLIB_BFLOAT16, "bfloat16", 2}, {REFLIB_FLOAT8_E5M2, "float8_e5m2", 1},
+    {REFLIB_FLOAT8_E4M3FN, "float8_e4m3fn", 1}, {REFLIB_FLOAT8_E5M2FNUZ, "float8_e5m2fnuz", 1},
+    {REFLIB_FLOAT8_E4M3FNUZ, "float8_e4m3fnuz", 1}, {REFLIB_UINT16, "uint16", 2}, {REFLIB_UINT32, "uint32", 4},
+    {REFLIB_UINT64, "uint64", 8}};
+
+std::vector<int64_t> sizes_of(const reflib_tensor &t) { return {t.sizes, t.sizes + t.dim}; }
+std::vector<int64_t> strides_of(const reflib_tensor &t) { return {t.strides, t.strides + t.dim}; }
+
+void check_handle(int32_t rc) {
+  if (rc) fail("a tensor cannot be asked what it is");
+}
+
+// A handle as a value, whose owner it is.
+reflib_value described(Handle h) {
+  const Torch &t = torch();
+  reflib_value v{};
+  v.kind = REFLIB_TENSOR;
+  int64_t dim, *sizes, *strides;
+  int32_t type, index = -1;
+  check_handle(t.data_ptr(h, &v.tensor.data) || t.dtype(h, &v.tensor.dtype) || t.dim(h, &dim) || t.sizes(h, &sizes) ||
+               t.strides(h, &strides) || t.device_type(h, &type));
+  if (type) check_handle(t.device_index(h, &index));
+  v.tensor.device = type ? index : REFLIB_CPU, v.tensor.dim = (int32_t)dim;
+  v.tensor.sizes = sizes, v.tensor.strides = strides, v.tensor.owner = h;
+  return v;
+}
+
+std::string said(const reflib_value &v) {
+  if (v.kind != REFLIB_TENSOR) return v.kind == REFLIB_INT ? "an int" : v.kind == REFLIB_FLOAT ? "a float" : "nothing";
+  const reflib_tensor &t = v.tensor;
+  auto list = [&](const int64_t *a) {
+    std::string s = "[";
+    for (int d = 0; d < t.dim; ++d) s += (d ? ", " : "") + std::to_string(a[d]);
+    return s + "]";
+  };
+  const char *name = reflib_dtype_name(t.dtype);
+  std::string where = t.device < 0 ? "cpu" : "cuda:" + std::to_string(t.device);
+  return (name ? name : "no dtype") + (" " + list(t.sizes)) + ", strides " + list(t.strides) + ", on " + where;
+}
+
+// Elements of one tensor into another, in as few pieces as there are runs that lie alike in both.
+template <class Move>
+void copy_elements(const reflib_tensor &to, const reflib_tensor &from, Move move) {
+  size_t item = reflib_dtype_size(to.dtype);
+  std::vector<int> order;
+  for (int d = 0; d < to.dim; ++d) {
+    if (to.sizes[d] == 0) return;
+    if (to.sizes[d] > 1) order.push_back(d);
+  }
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return to.strides[a] > to.strides[b]; });
+  int64_t run = 1;
+  while (!order.empty() && to.strides[order.back()] == run && from.strides[order.back()] == run)
+    run *= to.sizes[order.back()], order.pop_back();
+  std::vector<int64_t> at(order.size(), 0);
+  for (;;) {
+    int64_t a = 0, b = 0;
+    for (size_t i = 0; i < order.size(); ++i) a += at[i] * to.strides[order[i]], b += at[i] * from.strides[order[i]];
+    move((char *)to.data + a * (int64_t)item, (const char *)from.data + b * (int64_t)item, run * item);
+    int i = (int)order.size() - 1;
+    while (i >= 0 && ++at[i] == to.sizes[order[i]]) at[i--] = 0;
+    if (i < 0) return;
+  }
+}
+
+void copy(const std::shared_ptr<Gpu> &gpu, void *stream, const reflib_value &to, const reflib_value &from) {
+  const reflib_tensor &a = to.tensor, &b = from.tensor;
+  if (to.kind != REFLIB_TENSOR || from.kind != REFLIB_TENSOR || a.dtype != b.dtype || sizes_of(a) != sizes_of(b))
+    fail("cannot copy %s to %s: sizes and dtype must be equal", said(from).c_str(), said(to).c_str());
+  if (a.device < 0 && b.device < 0)
+    copy_elements(a, b, [](char *p, const char *q, size_t n) { memmove(p, q, n); });
+  else if (gpu)
+    copy_elements(a, b, [&](char *p, const char *q, size_t n) { gpu->copy(p, q, n, stream); });
+  else
+    fail("this model runs on a CPU: it cannot copy from or to a GPU");
+}
+
+// What a failed call says.
+std::string said(reflib_model *m, const Frame &f, const std::vector<const reflib_value *> &given) {
+  const char *what = f.text[0] ? f.text : f.kind == FAILED_TORCH && torch().what ? torch().what() : nullptr;
+  std::string step = f.step ? f.step : "the start";
+  if (f.kind == FAILED_INDEX)
+    return "index out of range in kernel " + step + ": an index is outside the tensor it indexes";
+  if (f.kind == FAILED_ARGUMENT) {
+    int i = 0;
+    sscanf(f.text, "argument %d", &i);
+    return f.text + (given[i] ? "; got " + said(*given[i]) : std::string());
+  }
+  return std::string("graph ") + m->arm->graph + ", step " + step + ": " + (what && *what ? what : "it failed; see stderr");
+}
+
+}  // namespace
+}  // namespace runtime
+
+// -- load --------------------------------------------------------------------------------------------------------
+reflib_model::reflib_model(const char *path, int number) {
+  choose_arm(number);
+  check_processor(*arm);
+  Scope scope(gpu, nullptr);
+  try {
+    load_weights(path);
+    load_kernels();
+    if (gpu) gpu->wait(nullptr);
+  } catch (...) {
+    this->~reflib_model();
+    throw;
+  }
+  host.torch = &torch(), host.kernels = kernels.data(), host.symbols = symbols.data(), host.constants = constants.data();
+  host.python = call_python, host.load = load_kernel, host.zeros = zero_words, host.launch = launch_kernel;
+  host.drop = drop_input, host.gpu = gpu ? gpu->index : 0;
+}
+
+// By the same rule as reflib/package/architectures.py. Fatbins hold all that the package has, so the driver chooses among
+// all of it, and so does this; what it finds must also be one of the arms that were exported.
+static std::string arm_for(int device) {
+  int best = 0;
+  bool only_text = getenv("CUDA_FORCE_PTX_JIT") && !strcmp(getenv("CUDA_FORCE_PTX_JIT"), "1");
+  for (int made_for : tables.capabilities) {
+    bool runs = made_for >= 90 ? made_for == device : made_for / 10 == device / 10 && made_for <= device;
+    if (runs && !only_text) best = std::max(best, made_for);
+  }
+  if (best) return "sm_" + std::to_string(best);
+  return tables.ptx && tables.ptx <= device ? "ptx" : "";
+}
+
+void reflib_model::choose_arm(int number) {
+  arm = &tables.arms[0];
+  if (!strcmp(arm->arch, "cpu")) return;
+  gpu = std::make_shared<Gpu>(number);
+  std::string wanted = arm_for(gpu->capability), has;
+  auto found = std::find_if(tables.arms.begin(), tables.arms.end(), [&](const Arm &a) { return a.arch == wanted; });
+  for (const Arm &a : tables.arms) has += (has.empty() ? "" : ", ") + std::string(a.arch);
+  if (found == tables.arms.end())
+    fail("this model has no arm for this %s (sm_%d): it has %s; export it again from a package built with archs=[..., "
+         "'sm_%d']", gpu->name.c_str(), gpu->capability, has.c_str(), gpu->capability);
+  arm = &*found;
+  if (gpu->driver_version < arm->driver)
+    fail("this %s (sm_%d) needs the model's assembly text (PTX), which wants a driver for CUDA %d.%d or later; this one "
+         "takes CUDA %d.%d", gpu->name.c_str(), gpu->capability, arm->driver / 1000, arm->driver % 1000 / 10,
+         gpu->driver_version / 1000, gpu->driver_version % 1000 / 10);
+}
+
+// A private mapping: what is written to stays in this process, other pages are shared with whoever reads the file.
+void reflib_model::load_weights(const char *path) {
+  here.resize(tables.spans.size()), there.resize(tables.spans.size());
+  if (!tables.weights.empty()) {
+    std::string name = path ? path : beside("weights.safetensors");
+    int f = open(name.c_str(), O_RDONLY | O_CLOEXEC);
+    struct stat about;
+    if (f < 0 || fstat(f, &about)) fail("cannot open the weights %s: %s", name.c_str(), strerror(errno));
+    void *mapped = MAP_FAILED;
+    bool right = (size_t)about.st_size == tables.weights_bytes;
+    if (right) mapped = mmap(nullptr, tables.weights_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE, f, 0);
+    close(f);
+    if (!right) fail("the weights %s have %lld bytes, this model's have %zu", name.c_str(), (long long)about.st_size, tables.weights_bytes);
+    if (mapped == MAP_FAILED) fail("cannot map the weights %s: %s", name.c_str(), strerror(errno));
+    file = (char *)mapped;
+  }
+  for (const Weight &w : tables.weights)
+    weights.push_back(in_memory(span(w.span, w.on_gpu) + w.offset, w.dtype, w.on_gpu ? gpu : nullptr, w.sizes, w.strides));
+  for (int i : arm->constants) constants.push_back(weights[i]);
+}
+
+// Where span `i` is; taken there if this is the first tensor in it.
+char *reflib_model::span(size_t i, bool on_gpu) {
+  const Span &s = tables.spans[i];
+  char *&at = (on_gpu ? there : here)[i];
+  if (at || !s.bytes) return at;
+  if (on_gpu) {
+    at = (char *)gpu->allocate(s.bytes, nullptr);
+    gpu->copy(at, file + s.start, s.bytes, nullptr);
+  } else if (s.start % 64) {  // kernels want whole cache lines
+    copies.push_back(at = (char *)std::aligned_alloc(64, (s.bytes + 63) / 64 * 64));
+    memcpy(at, file + s.start, s.bytes);
+  } else {
+    at = file + s.start;
+  }
+  return at;
+}
+
+void reflib_model::load_kernels() {
+  std::map<std::string, void *> opened;
+  for (const KernelRow &row : arm->kernels) {
+    Kernel k{};
+    k.name = row.name, k.threads = row.threads, k.shared = row.shared, k.early = row.early, k.checked = row.checked;
+    kernels.push_back(k);
+    if (row.library) {
+      void *&library = opened[row.library];
+      if (!library) {
+        dlopen("libgomp.so.1", RTLD_NOW | RTLD_GLOBAL);  // threads; kernels may do without
+        library = dlopen(beside(row.library).c_str(), RTLD_NOW | RTLD_LOCAL);
+        if (!library) fail("cannot load the kernels: %s", dlerror());
+        libraries.push_back(library);
+      }
+      if (!(kernels.back().function = dlsym(library, row.symbol))) fail("%s has no %s", row.library, row.symbol);
+    } else if (row.image && !row.late) {
+      gpu->load(kernels.back(), row);
+    }
+  }
+  for (const char *name : arm->symbols) {
+    symbols.push_back(dlsym(RTLD_DEFAULT, name));
+    if (!symbols.back()) fail("no library here has the C function %s, which the model calls: link the one that does", name);
+  }
+}
+
+reflib_model::~reflib_model() {
+  for (Handle h : weights) torch().delete_handle(h);
+  weights.clear();
+  if (gpu) {
+    Gpu::Current current(gpu.get());
+    for (auto &w : words) old_words.push_back({w.first, w.second});
+    for (auto &w : old_words) gpu->release(w.second.memory, w.second.bytes, w.first);
+    for (size_t i = 0; i < there.size(); ++i) gpu->release(there[i], tables.spans[i].bytes, nullptr);
+    for (Kernel &k : kernels) gpu->unload(k);
+  }
+  words.clear(), old_words.clear(), there.clear(), kernels.clear();
+  for (void *p : copies) std::free(p);
+  for (void *l : libraries) dlclose(l);
+  copies.clear(), libraries.clear();
+  if (file) munmap(file, tables.weights_bytes);
+  file = nullptr;
+}
+
+// -- call --------------------------------------------------------------------------------------------------------
+namespace {
+
+struct Handles {  // that are deleted at the end
+  std::vector<Handle> all;
+  Handle keep(Handle h) { return all.push_back(h), h; }
+  ~Handles() {
+    for (Handle h : all) torch().delete_handle(h);
+  }
+};
+
+Value value_of(const reflib_value &v, const std::shared_ptr<Gpu> &gpu, Handles &made) {
+  Value out{};
+  if (v.kind == REFLIB_INT) out.kind = VALUE_INT, out.integer = v.integer;
+  if (v.kind != REFLIB_TENSOR) return out;
+  const reflib_tensor &t = v.tensor;
+  if (!reflib_dtype_size(t.dtype)) fail("an input has the dtype %d, which there is not", t.dtype);
+  if (t.device >= 0 && (!gpu || gpu->index != t.device)) fail("an input is on GPU %d, where the model is not", t.device);
+  out.kind = VALUE_TENSOR;
+  out.tensor = made.keep(in_memory(t.data, t.dtype, t.device < 0 ? nullptr : gpu, sizes_of(t), strides_of(t)));
+  return out;
+}
+
+// Wrappers take sizes from 0 on; the model may have been exported for larger ones only.
+void check_least(const Argument &a, int i, const reflib_value &v) {
+  if (v.kind != REFLIB_TENSOR || v.tensor.dim != (int32_t)a.least.size()) return;
+  for (int d = 0; d < v.tensor.dim; ++d)
+    if (v.tensor.sizes[d] < a.least[d])
+      fail("argument %d (%s): size %lld in dimension %d, exported for %lld or more", i, a.name,
+           (long long)v.tensor.sizes[d], d, (long long)a.least[d]);
+}
+
+void run(reflib_model *m, void *stream, const reflib_value *given, reflib_value *outputs) {
+  Scope scope(m->gpu, stream);
+  if (m->gpu && m->gpu->captures(stream)) fail("a call cannot be captured in a CUDA graph");
+  Handles made;
+  std::vector<Value> in(tables.inputs.size()), out(tables.outputs.size());
+  std::vector<const reflib_value *> callers(in.size());
+  for (size_t i = 0; i < in.size(); ++i) {
+    const Slot &s = tables.inputs[i];
+    in[i].kind = VALUE_NONE;
+    if (s.place == WEIGHT) in[i].kind = VALUE_TENSOR, in[i].tensor = m->weights[s.which];
+    if (s.place != CALLER) continue;
+    callers[i] = &given[s.which];
+    check_least(tables.arguments[s.which], (int)i, given[s.which]);
+    in[i] = value_of(given[s.which], m->gpu, made);
+  }
+  Frame frame{};
+  int32_t rc = m->arm->call(&m->host, &frame, in.data(), out.data());
+  for (Value &v : out)
+    if (v.kind == VALUE_TENSOR) made.keep(v.tensor);
+  if (rc) fail("%s", said(m, frame, callers).c_str());
+  int next = 0;
+  for (size_t i = 0; i < out.size(); ++i) {
+    const Slot &s = tables.outputs[i];
+    if (s.place == WEIGHT) {
+      copy(m->gpu, stream, described(m->weights[s.which]), described(out[i].tensor));
+    } else if (s.which >= 0) {
+      copy(m->gpu, stream, given[s.which], described(out[i].tensor));
+    } else {
+      reflib_value &o = outputs[next++];
+      o = {};
+      if (out[i].kind == VALUE_TENSOR) {
+        o = described(out[i].tensor);
+        made.all.erase(std::find(made.all.begin(), made.all.end(), out[i].tensor));
+      } else if (out[i].kind == VALUE_INT) {
+        o.kind = REFLIB_INT, o.integer = out[i].integer;
+      } else if (out[i].kind == VALUE_FLOAT) {
+        o.kind = REFLIB_FLOAT, o.number = out[i].number;
+      } else if (out[i].kind == VALUE_OBJECT) {
+        o = m->arm->objects[out[i].object];
+      }
+    }
+  }
+}
+
+}  // namespace
+
+// -- model.h -----------------------------------------------------------------------------------------------------
+int32_t reflib_load(reflib_model **model, const char *weights, int32_t gpu) {
+  return caught([&] { *model = nullptr, torch(), *model = new reflib_model(weights, gpu); });
+}
+
+int32_t reflib_run(reflib_model *m, void *stream, const reflib_value *inputs, int32_t input_count, reflib_value *outputs,
+                   int32_t output_count) {
+  return caught([&] {
+    int32_t takes = reflib_input_count(m), gives = reflib_output_count(m);
+    if (input_count != takes || output_count != gives)
+      fail("the model takes %d inputs and gives %d outputs; called with %d and %d", takes, gives, input_count, output_count);
+    for (int i = 0; i < gives; ++i) outputs[i].kind = REFLIB_NONE;
+    run(m, stream, inputs, outputs);
+  });
+}
+
+void reflib_free(reflib_value *v) {
+  if (v->kind == REFLIB_TENSOR && v->tensor.owner) torch().delete_handle((Handle)v->tensor.owner);
+  *v = {};
+}
+
+void reflib_unload(reflib_model *m) { delete m; }
+const char *reflib_error(void) { return last_error.c_str(); }
+
+int32_t reflib_input_count(const reflib_model *) { return (int32_t)tables.arguments.size(); }
+int32_t reflib_output_count(const reflib_model *) {
+  auto given = [](const Slot &s) { return s.place == CALLER && s.which < 0; };
+  return (int32_t)std::count_if(tables.outputs.begin(), tables.outputs.end(), given);
+}
+
+reflib_input reflib_about_input(const reflib_model *m, int32_t i) {
+  const Argument &a = tables.arguments[i];
+  reflib_input about{};
+  about.name = a.name, about.example.kind = a.kind;
+  if (a.kind == REFLIB_INT) {
+    about.example.integer = a.sizes[0];
+  } else {
+    reflib_tensor &t = about.example.tensor;
+    t.dtype = a.dtype, t.device = a.on_gpu && m->gpu ? m->gpu->index : REFLIB_CPU, t.dim = (int32_t)a.sizes.size();
+    t.sizes = a.sizes.data(), t.strides = a.strides.data();
+  }
+  return about;
+}
+
+const char *reflib_arm(const reflib_model *m) { return m->arm->arch; }
+
+int32_t reflib_new(reflib_model *m, void *stream, reflib_value *v) {
+  return caught([&] {
+    reflib_tensor &t = v->tensor;
+    Scope scope(m->gpu, stream);
+    Handle h;
+    if (torch().empty_strided(t.dim, t.sizes, t.strides, t.dtype, t.device < 0 ? 0 : 1, t.device, &h))
+      fail("cannot make a tensor: %s", torch().what ? torch().what() : "see stderr");
+    *v = described(h);
+  });
+}
+
+int32_t reflib_copy(reflib_model *m, void *stream, const reflib_value *to, const reflib_value *from) {
+  return caught([&] {
+    Scope scope(m->gpu, stream);
+    copy(m->gpu, stream, *to, *from);
+    if (m->gpu) m->gpu->wait(stream);
+  });
+}
+
+const char *reflib_dtype_name(int32_t dtype) {
+  for (auto &d : dtypes)
+    if (d.dtype == dtype) return d.name;
+  return nullptr;
+}
+
+size_t reflib_dtype_size(int32_t dtype) {
+  for (auto &d : dtypes)
+    if (d.dtype == dtype) return d.size;
+  return 0;
+}

@@ -1,0 +1,325 @@
+"""Looking into a package without loading it: what is in it, how large it is, which of it runs on which GPU.
+
+Everything is read from the manifest and from the sizes of the members; no code of the package is mapped as code, and no
+weight is touched but to check its digest.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import PackageError, ReflibError
+from ..ir.data import decode
+from ..target import device_target, generation, known_archs
+from . import archive
+from .architectures import Driver, choose
+from .manifest import Arm, Kernel, Manifest
+from .manifest import read as read_manifest
+
+# what people have, and its compute capability
+GPUS = (
+    ("T4", 75), ("A100", 80), ("RTX 3090, A10", 86), ("RTX 4090, L4", 89), ("H100, H200", 90), ("B200", 100),
+    ("B300", 103), ("RTX 5090", 120), ("GB10", 121),
+)  # fmt: skip
+_SENSELESS = KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError
+_SUFFIXES = {".so": "host code", ".cpp": "text of the host code", ".py": "text of the host code"}
+
+
+def inspect(path: str | Path, verify: bool | str = True) -> Inspection:
+    """What is in the package at ``path``: data, which str() and a notebook show as tables. Loads no code.
+
+    verify: as :func:`reflib.load` takes it. Raises PackageError for a file that is no whole package.
+    """
+    file = archive.open(path, verify)
+    try:
+        about = read_manifest(file.manifest)
+        found = Inspection(Path(path), Path(path).stat().st_size, about, file.manifest)
+        str(found)
+        return found
+    except PackageError:
+        raise
+    except (*_SENSELESS, ReflibError) as e:
+        raise PackageError(f"{path}: its manifest does not make sense ({type(e).__name__}: {e}): build it again") from e
+    finally:
+        file.close()
+
+
+@dataclass(frozen=True)
+class Table:
+    """``note``: a sentence below it."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A package. ``size``: of the file, in bytes. ``manifest``: what ``manifest.py`` describes; ``data``: its JSON.
+
+    inputs: (name, dtype, shape, range, device) of what it is called with. kernels: {kernel: {arm: bytes}}, None for a
+        CPU's, which are in one library. gpus: {GPU: which code it would run, in words}.
+    sizes: {what: bytes}; they add up to ``size``. overhead: bytes of the file without its weights for each byte of
+        machine code. tables: all of it, as text.
+    """
+
+    path: Path
+    size: int
+    manifest: Manifest
+    data: Mapping[str, Any]
+
+    @cached_property
+    def inputs(self) -> list[tuple[str, str, str, str, str]]:
+        programs = list(self.manifest.programs.values())
+        if not programs:
+            return []
+        ranges = {s: f"{s}: {_range(*r)}" for s, r in programs[0].ranges.items()}
+        rows = []
+        for i, a in enumerate(programs[0].arguments):
+            if a.tensor is None:
+                rows.append((a.name, "no tensor", _value(a.value, ranges), "", ""))
+                continue
+            shape = f"[{', '.join(str(s) for s in decode(a.tensor.shape))}]"
+            limits = ", ".join(said for s, said in ranges.items() if re.search(rf"\b{re.escape(s)}\b", shape))
+            there = [p.arguments[i].tensor for p in programs if i < len(p.arguments)]
+            devices = dict.fromkeys(t.device for t in there if t is not None)
+            rows.append((a.name, a.tensor.dtype, shape, limits, ", ".join(sorted(devices))))
+        return rows
+
+    @cached_property
+    def kernels(self) -> dict[str, dict[str, int | None]]:
+        out: dict[str, dict[str, int | None]] = {}
+        for arm in self.manifest.arms:
+            for k in arm.kernels:
+                out.setdefault(k.name, {})[arm.arch] = None if _in_library(k) else k.bytes
+        return out
+
+    def machine_code(self, arm: Arm) -> int:
+        """Bytes of an arm's kernels (of PTX: text)."""
+        libraries = {k.image for k in arm.kernels if _in_library(k)}
+        return sum(k.bytes for k in arm.kernels) + sum(self._entries[name] for name in libraries)
+
+    @cached_property
+    def gpus(self) -> dict[str, str]:
+        found = {f"{name} ({_dotted(number)})": self._runs(number) for name, number in GPUS}
+        if torch.cuda.is_available():
+            here = device_target("cuda", torch.cuda.current_device())
+            said = self._runs(here.capability) if here.kind == "cuda" else "nothing: code for AMD GPUs is not run yet"
+            found[f"this machine's {torch.cuda.get_device_name()} ({here.arch})"] = said
+        return found
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        text = sum(self.machine_code(a) for a in self.manifest.arms if a.arch == "ptx")
+        code = sum(self.machine_code(a) for a in self.manifest.arms if a.arch != "ptx")
+        out = {"machine code": code, "PTX": text, "containers": -code - text}
+        out |= {"host code": 0, "text of the host code": 0, "weights": 0}
+        for name, size in self._entries.items():
+            of_wrapper = _SUFFIXES.get(Path(name).suffix, "text of the host code")
+            out["weights" if archive.is_weights(name) else "containers" if _of_kernels(name) else of_wrapper] += size
+        out["manifest"] = len(archive.dump(self.data))
+        out["headers and padding"] = self.size - sum(out.values())
+        return out
+
+    @property
+    def overhead(self) -> float:
+        code = self.sizes["machine code"]
+        return (self.size - self.sizes["weights"]) / code if code else math.inf
+
+    @cached_property
+    def _entries(self) -> dict[str, int]:
+        return {e.name: e.size for e in self.manifest.entries}
+
+    def _runs(self, device: int) -> str:
+        m = self.manifest
+        text = next((a for a in m.arms if a.arch == "ptx"), None)
+        arch = choose([a for a in m.archs if a.startswith("sm_")], text.made_for if text else None, device)
+        if arch is None:
+            name = f"sm_{device}"
+            remedy = f"archs=[..., {name!r}]" if name in known_archs() else "ptx=True"
+            return f"nothing: rebuild with {remedy}"
+        if arch != "ptx" or text is None:
+            return f"machine code {arch}"
+        wants = f" ({Driver(*text.driver).branch} or later)" if text.driver else ""
+        return f"PTX of {text.made_for}, compiled by the driver{wants}"
+
+    # -- to be read --------------------------------------------------------------------------------
+    @cached_property
+    def tables(self) -> tuple[Table, ...]:
+        made = self._head(), self._inputs(), self._weights(), self._arms(), self._kernels(), self._gpus(), self._sizes()
+        return tuple(t for t in made if t.rows)
+
+    def _head(self) -> Table:
+        m = self.manifest
+        versions = ", ".join(f"{name} {v}" for name, v in m.versions.items())
+        rows = [
+            ("size", f"{self.size:,} bytes"), ("format", f"{m.format}, {_IMAGES.get(m.images, m.images)}"),
+            ("built with", versions),
+            ("host code", f"{m.system} on {m.machine}" + (f", glibc {m.libc}" if m.libc else "")),
+            ("source", m.source),
+            ("options", ", ".join(f"{k}={_short(v)}" for k, v in m.options.items()) or "as usual"),
+            ("Python", self._python()),
+        ]  # fmt: skip
+        rows += [("C functions", ", ".join(names))] if (names := sorted({s for a in m.arms for s in a.symbols})) else []
+        for lib in m.libraries:
+            first = f"import {lib.module}" if lib.module else f"torch.ops.load_library({lib.file or '...'!r})"
+            rows.append(("library", f"{lib.op}: first {first}"))
+        return _table(str(self.path.name), ("", ""), rows)
+
+    def _python(self) -> str:
+        """What of the host code cannot do without an interpreter."""
+        wanted = {a.arch: sorted(set(a.needs.values())) for a in self.manifest.arms if a.needs}
+        if not wanted:
+            return "no call needs it"
+        return "; ".join(f"{arch} needs it for {', '.join(ops)}" for arch, ops in wanted.items())
+
+    def _inputs(self) -> Table:
+        return _table("inputs", ("name", "dtype", "shape", "range", "device"), self.inputs)
+
+    def _weights(self) -> Table:
+        kinds = {w.name: w.kind for w in self.manifest.weights}
+        found: dict[tuple[str, str], list[int]] = {}
+        for r in self.manifest.rows:
+            dtype = str(r["dtype"])
+            size = math.prod(r["shape"]) * getattr(torch, dtype).itemsize
+            found.setdefault((kinds.get(r["name"], ""), dtype), []).append(size)
+        rows = [(kind, dtype, f"{len(of):,}", f"{sum(of):,}") for (kind, dtype), of in sorted(found.items())]
+        note = "Bytes of each tensor by itself; in the file, those that share memory are stored once."
+        return _table("weights", ("kind", "dtype", "tensors", "bytes"), rows, note)
+
+    def _arms(self) -> Table:
+        rows = [
+            (a.arch, generation(a.made_for), a.made_for, f"{len(a.kernels)}", f"{self.machine_code(a):,}",
+             f"{self._entries[a.wrapper]:,}", f"{a.workspace:,}", self._needs(a))
+            for a in self.manifest.arms
+        ]  # fmt: skip
+        heads = ("arm", "generation", "made for", "kernels", "their bytes", "host code", "workspace", "needs")
+        return _table("arms", heads, rows, "Sizes in bytes. Arms with the same host code share it.")
+
+    def _needs(self, a: Arm) -> str:
+        if a.arch.startswith("gfx"):
+            return "not run yet"
+        said = [f"driver {Driver(*a.driver)}"] if a.driver else []
+        return ", ".join([*said, *a.cpu])
+
+    def _kernels(self) -> Table:
+        archs = self.manifest.archs
+        late = {k.name for a in self.manifest.arms for k in a.kernels if k.late}
+
+        def cell(kernel: str, arch: str) -> str:
+            size = self.kernels[kernel].get(arch, "")
+            return "in .so" if size is None else f"{size:,}" if size != "" else "-"
+
+        rows = [(f"{k} (late)" if k in late else k, *(cell(k, a) for a in archs)) for k in self.kernels]
+        rows += [("all", *(f"{self.machine_code(a):,}" for a in self.manifest.arms))] if rows else []
+        note = "Bytes of machine code; of ptx: of text."
+        note += " Late ones are loaded when a call first needs them." if late else ""
+        return _table("kernels", ("kernel", *archs), rows, note)
+
+    def _gpus(self) -> Table:
+        rows = list(self.gpus.items())
+        here = platform.system(), platform.machine()
+        host = self.manifest.system, self.manifest.machine
+        for a in self.manifest.arms:
+            if a.arch == "cpu":
+                rows.append((f"a CPU ({host[1]})", "machine code" + (f" for {', '.join(a.cpu)}" if a.cpu else "")))
+        note = "" if here == host else f"Its host code is for {host[0]} on {host[1]}, this is {here[0]} on {here[1]}."
+        return _table("what runs where", ("GPU", "runs"), rows, note)
+
+    def _sizes(self) -> Table:
+        rows = [(what, f"{n:,}", f"{n / self.size:.1%}") for what, n in self.sizes.items()]
+        rows.append(("all", f"{self.size:,}", ""))
+        ratio = f"{self.overhead:.2f} times its machine code" if self.sizes["machine code"] else "all but machine code"
+        note = f"Without its weights the file is {ratio}. Containers: what fatbins add, less what they compress."
+        return _table("bytes", ("what", "bytes", "share"), rows, note)
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(_text, self.tables))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return "".join(map(_html, self.tables))
+
+
+_IMAGES = {"fatbin": "a fatbin for each kernel", "table": "a member for each kernel and architecture"}
+
+
+def _in_library(k: Kernel) -> bool:
+    return k.image.endswith(".so")
+
+
+def _of_kernels(name: str) -> bool:
+    return name.startswith("kernels/")
+
+
+def _short(value: Any) -> str:
+    said = repr(value)
+    return said if len(said) <= 60 else f"{said[:57]}..."
+
+
+def _dotted(capability: int) -> str:
+    return f"{capability // 10}.{capability % 10}"
+
+
+def _range(least: int, most: int | None) -> str:
+    return f"{least:,} or more" if most is None else f"{least:,} to {most:,}"
+
+
+def _value(data: Any, ranges: Mapping[str, str]) -> str:
+    value = decode(data)
+    said = str(value)
+    return f"any, as {ranges[said]}" if said in ranges else f"must be {value!r}"
+
+
+# -- tables as text and as HTML -------------------------------------------------------------------------
+def _table(title: str, heads: tuple[str, ...], rows: Any, note: str = "") -> Table:
+    """Cells may come from anybody's file: a terminal is shown nothing but text."""
+    return Table(_clean(title), tuple(map(_clean, heads)), tuple(tuple(map(_clean, r)) for r in rows), note)
+
+
+def _clean(text: str) -> str:
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _numeric(column: tuple[str, ...]) -> bool:
+    return all(re.fullmatch(r"-?[\d,.]*%?|in \.so", cell) for cell in column) and any(column)
+
+
+def _text(t: Table) -> str:
+    columns = list(zip(*t.rows, strict=True))
+    widths = [max(map(len, (head, *c))) for head, c in zip(t.heads, columns, strict=True)]
+    right = [_numeric(c) for c in columns]
+    lines = [t.heads, *t.rows] if any(t.heads) else [*t.rows]
+    made = ["  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right)) for line in lines]
+    return "\n".join([f"== {t.title}", *map(str.rstrip, made), *([t.note] if t.note else [])])
+
+
+def _html(t: Table) -> str:
+    """No colours of its own: what surrounds it decides. Wide ones scroll."""
+    right = [_numeric(c) for c in zip(*t.rows, strict=True)]
+
+    def cell(tag: str, text: str, at: int) -> str:
+        # (a word breaks nowhere but in a column of words)
+        side = "right; white-space: nowrap" if right[at] else "left"
+        return f'<{tag} style="text-align: {side}">{escape(text)}</{tag}>'
+
+    head = "".join(cell("th", h, i) for i, h in enumerate(t.heads)) if any(t.heads) else ""
+    body = "".join(
+        "<tr>" + "".join(cell("td" if i else "th", c, i) for i, c in enumerate(row)) + "</tr>" for row in t.rows
+    )
+    head = f"<thead><tr>{head}</tr></thead>" if head else ""
+    note = f"<p>{escape(t.note)}</p>" if t.note else ""
+    table = f'<table class="dataframe" style="font-size: 0.9em">{head}<tbody>{body}</tbody></table>'
+    return f'<p><b>{escape(t.title)}</b></p><div style="overflow-x: auto">{table}</div>{note}'

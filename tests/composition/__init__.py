@@ -1,0 +1,56 @@
+"""The composition table: every feature under every wrapper. Shared by tests/cpu and tests/gpu.
+
+``FEATURES`` maps a feature's name to ``feature(device, wrapper)``, which compiles, calls and compares with eager. A
+column is one more ``wrapper``, a row one more function. ``CUDA_FEATURES`` are those that only a GPU has. The column
+"package" is no wrapper of its own: the function goes through a file (``packaged.py``). What has no meaning there is in
+``NOT_IN_PACKAGES``, with the reason, and what happens instead.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from reflib.lower import custom_ops
+from tests.composition import features, on_gpus, packaged
+from tests.composition.not_in_packages import NOT_IN_PACKAGES
+from tests.composition.table import CUDA_FEATURES, FEATURES, WRAPPERS
+
+__all__ = ["CUDA_FEATURES", "FEATURES", "NOT_IN_PACKAGES", "SHORT_WAYS_CLOSED", "WRAPPERS", "features", "on_gpus", "run"]
+
+
+def run(name: str, device: str, wrapper: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """One cell, in a cache and a registry of its own."""
+    monkeypatch.setattr(custom_ops, "_REGISTERED", {})
+    if name in ("tuning_in_the_background", "tuning_in_workers"):  # what is known from elsewhere is not measured
+        monkeypatch.setenv("REFLIB_CACHE_DIR", str(folder))
+        monkeypatch.delenv("REFLIB_CACHE_DECISIONS", raising=False)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    if wrapper == "package" and name in NOT_IN_PACKAGES:
+        _, instead = NOT_IN_PACKAGES[name]
+        return instead(device)
+    packaged.called.clear()
+    {**FEATURES, **CUDA_FEATURES}[name](device, wrapper)
+    assert bool(packaged.called) == (wrapper == "package"), "a row of this column calls what it packaged"
+
+
+# what a child begins with that has no Python.h (``ctypes``), or does not know how tensors lie in memory
+SHORT_WAYS_CLOSED = """
+import tempfile
+from pathlib import Path
+import pytest, torch
+from reflib.errors import ToolchainError
+from reflib.wrap import host
+
+def no():
+    raise ToolchainError("no Python.h here")
+
+if {ctypes!r}:
+    host.build_extension_now = no
+else:
+    host._layout_is_known = lambda module: False
+from tests.composition import run
+"""

@@ -1,0 +1,131 @@
+"""The rows of the composition table that only a GPU has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checking import check
+from tests.composition.table import Tensor, compiled, cuda_feature, same
+from tests.semantics import randn
+
+
+def wide(device: str = "cuda", m: int = 48, n: int = 40, k: int = 12288) -> tuple[Tensor, Tensor]:
+    """A product that is split along its depth."""
+    return randn(m, k, device=device).half(), (randn(k, n, device=device) / k**0.5).half()
+
+
+@cuda_feature
+def another_stream(device: str, wrapper: str) -> None:
+    c = compiled(lambda x: torch.softmax(x * 2, -1), wrapper)
+    x = randn(512, 512, device=device)
+    want = torch.softmax(x * 2, -1)
+    c(x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        x.mul_(1)
+        got = c(x)
+    stream.synchronize()
+    torch.testing.assert_close(got, want)
+
+
+def replayed(fn: Callable[..., Any], c: Callable[..., Any], *args: Tensor, tolerance: float = 1e-5) -> None:
+    """Capture a call, and replay it with other data in its inputs."""
+    for _ in range(2):
+        c(*args)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = c(*args)
+    for i in range(3):
+        for a in args:
+            a.copy_(a.flip(0) * (1 + i / 4))
+        graph.replay()
+        torch.testing.assert_close(out, fn(*args), rtol=tolerance, atol=tolerance)
+
+
+@cuda_feature
+def captured_in_a_cuda_graph(device: str, wrapper: str) -> None:
+    f = lambda x, w: (torch.softmax(x @ w, -1) + 1).sum(0)  # noqa: E731
+    c = compiled(f, wrapper)
+    replayed(f, c, randn(64, 96, device=device), randn(96, 32, device=device), tolerance=1e-3)
+
+
+@cuda_feature
+def split_k_words_under_capture(device: str, wrapper: str) -> None:
+    """Its counters must be zero at every replay, and be shared with nobody."""
+    f = lambda a, b: torch.relu(a @ b)  # noqa: E731
+    c = compiled(f, wrapper)
+    a, b = wide(device)
+    c(a, b)
+    replayed(f, c, a, b, tolerance=1e-2)
+    first = c(a, b)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(20):
+        for s in streams:
+            with torch.cuda.stream(s):
+                results.append(c(a, b))
+    torch.cuda.synchronize()
+    assert all(torch.equal(r, first) for r in results)
+
+
+@cuda_feature
+def early_launches(device: str, wrapper: str) -> None:
+    """Programmatic dependent launch: a kernel may not read what the one before has not written yet."""
+    c = compiled(lambda a, b: torch.relu(a @ b), wrapper)
+    a, b = wide(device, 64, 64, 4096)
+    up = (b.t() * 11).contiguous()
+    want, x = [], a
+    for wait in (True, False, False, False):
+        x, got = a, []
+        for i in range(30):
+            y = c(x, b)
+            x = (y @ up[:64]).tanh() + a  # stays finite
+            got.append(c(x * (i + 1), b))
+            if wait:
+                torch.cuda.synchronize()
+        want = want or got
+        torch.cuda.synchronize()
+        assert all(torch.equal(g, w) for g, w in zip(got, want))
+
+
+@cuda_feature
+def two_devices(device: str, wrapper: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one CUDA device")
+
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return (x * 2).to(y.device) + y.sin()
+
+    same(f, wrapper, randn(100, 3, device="cuda:0"), randn(100, 3, device="cuda:1"))
+    g = lambda x: x.sum(-1) + 1  # noqa: E731
+    c = compiled(g, wrapper)
+    for where in ("cuda:1", "cuda:0", "cuda:1"):
+        check(g, c, randn(100, 3, device=where))
+    assert torch.cuda.current_device() == 0
+
+
+@cuda_feature
+def from_a_thread_that_never_saw_the_gpu(device: str, wrapper: str) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    f = lambda x: torch.softmax(x * 2, -1)  # noqa: E731
+    c = compiled(f, wrapper)
+    x = randn(64, 64, device=device)
+    c(x)
+    with ThreadPoolExecutor(1) as pool:
+        torch.testing.assert_close(pool.submit(c, x).result(), f(x))
+
+
+@cuda_feature
+def numbers_of_a_cpu(device: str, wrapper: str) -> None:
+    """A CPU scalar among tensors of the GPU, and kernels of both in one graph."""
+    same(lambda x, s: x * s + 1, wrapper, randn(33, device=device), torch.tensor(2.5))
+    same(lambda x, y: (x.cpu() * 2 + y).to(x.device) + x, wrapper, randn(33, device=device), randn(33, device="cpu"))

@@ -1,0 +1,65 @@
+"""An op in Python that has a function in C as well (``Options.c_shims``), for every device."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reflib import toolchain
+
+NEGATED = "composition_in_c::negated"
+PROTOTYPE = "int32_t composition_negated(AtenTensorHandle x, AtenTensorHandle* out)"
+SHIMS = {NEGATED: PROTOTYPE}
+TEXT = """
+#include <stdint.h>
+typedef struct AtenTensorOpaque* AtenTensorHandle;
+extern "C" {
+int32_t aoti_torch_new_tensor_handle(AtenTensorHandle, AtenTensorHandle*);
+int32_t torch_call_dispatcher(const char*, const char*, uint64_t*, uint64_t);
+int32_t composition_calls = 0;
+
+int32_t composition_negated(AtenTensorHandle x, AtenTensorHandle* out) {
+  AtenTensorHandle own;
+  if (aoti_torch_new_tensor_handle(x, &own)) return 1;
+  uint64_t stack[1] = {(uint64_t)own};
+  if (torch_call_dispatcher("aten::neg", "", stack, 2ull << 56 | 11ull << 48)) return 1;
+  *out = (AtenTensorHandle)stack[0];
+  ++composition_calls;
+  return 0;
+}
+}
+"""
+
+
+@functools.cache
+def _made() -> tuple[Any, ctypes.CDLL, tempfile.TemporaryDirectory[str]]:
+    folder = tempfile.TemporaryDirectory(prefix="reflib-op-in-c-")
+    text, made = Path(folder.name, "op.cpp"), Path(folder.name, "op.so")
+    text.write_text(TEXT)
+    torch_cpu = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    command = [*toolchain.find_compiler(), "-O1", "-fPIC", "-shared", str(text), str(torch_cpu)]
+    subprocess.run([*command, "-Wl,--allow-shlib-undefined", "-o", str(made)], check=True, capture_output=True)
+    torch.ops.load_library(str(made))
+
+    @torch.library.custom_op(NEGATED, mutates_args=())
+    def negated(x: torch.Tensor) -> torch.Tensor:
+        return -x
+
+    negated.register_fake(torch.empty_like)
+    return negated, ctypes.CDLL(str(made)), folder
+
+
+def op_in_c() -> Any:
+    """The op. What it is called with is contiguous."""
+    return _made()[0]
+
+
+def calls_of_c() -> int:
+    """How often its function in C was called."""
+    return ctypes.c_int32.in_dll(_made()[1], "composition_calls").value

@@ -1,0 +1,189 @@
+"""Looking into a package without loading it."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch.export import Dim
+
+import reflib
+from reflib.cli import cli
+from reflib.errors import PackageError
+from reflib.package import archive, images
+from reflib.package.inspect import Inspection, inspect
+
+
+class Small(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(24, 16)
+        self.register_buffer("shift", torch.ones(16, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
+        return torch.softmax(torch.relu(self.inner(x)) + self.shift, -1) * times
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("inspect") / "small.reflib"
+    shapes = ({0: Dim("n", min=2, max=100)}, None)
+    archs = ["sm_80", "sm_90", "gfx942", "cpu"]
+    return reflib.aot_compile(Small(), (torch.randn(8, 24), 3), path, archs, dynamic_shapes=shapes, max_fused_ops=300)
+
+
+@pytest.fixture(scope="module")
+def found(package: Path) -> Inspection:
+    return inspect(package)
+
+
+def rows(found: Inspection, title: str) -> dict[str, tuple[str, ...]]:
+    return {row[0]: row[1:] for t in found.tables if t.title == title for row in t.rows}
+
+
+def test_inputs_and_weights(found: Inspection) -> None:
+    (x, times) = found.inputs
+    assert x[:2] == ("x", "float32") and re.fullmatch(r"\[s\d+, 24\]", x[2]) and x[4] == "cpu, cuda"
+    assert re.fullmatch(r"s\d+: 2 to 100", x[3])
+    assert times[:3] == ("times", "no tensor", "must be 3")
+    weights = [row for t in found.tables if t.title == "weights" for row in t.rows]
+    assert weights == [("buffer", "int64", "1", "128"), ("parameter", "float32", "2", f"{4 * 16 * 25:,}")]
+
+
+def test_head(found: Inspection, package: Path) -> None:
+    head = rows(found, "small.reflib")
+    assert head["size"] == (f"{package.stat().st_size:,} bytes",) and head["options"] == ("max_fused_ops=300",)
+    assert "torch 2" in head["built with"][0] and "Linux" in head["host code"][0] and len(head["source"][0]) == 64
+    assert head["Python"] == ("no call needs it",)
+
+
+def test_kernels_and_arms(found: Inspection) -> None:
+    arms = rows(found, "arms")
+    assert list(arms) == ["sm_80", "sm_90", "gfx942", "cpu", "ptx"]
+    assert arms["sm_90"][0] == "Hopper" and arms["gfx942"][-1] == "not run yet" and "driver" in arms["ptx"][-1]
+    assert arms["ptx"][1] == "sm_80"
+    heads = next(t.heads for t in found.tables if t.title == "kernels")
+    assert heads == ("kernel", *arms)
+    shown = rows(found, "kernels")
+    assert any(name.endswith("(late)") for name in shown)
+    for at, arch in enumerate(arms):
+        sizes = [of[arch] for of in found.kernels.values() if of.get(arch)]
+        total = int(shown["all"][at].replace(",", ""))
+        assert total == (sum(sizes) if arch != "cpu" else found.machine_code(found.manifest.arm("cpu"))) > 0
+    only_cpu = [cells for name, cells in shown.items() if "in .so" in cells and name != "all"]
+    only_gpu = [cells for name, cells in shown.items() if cells[3] == "-"]
+    assert only_cpu and only_gpu
+
+
+def test_sizes_add_up(found: Inspection, package: Path) -> None:
+    assert sum(found.sizes.values()) == found.size == package.stat().st_size
+    assert found.sizes["PTX"] == found.machine_code(found.manifest.arm("ptx"))
+    assert all(found.sizes[k] > 0 for k in found.sizes if k != "containers")
+    assert found.overhead == (found.size - found.sizes["weights"]) / found.sizes["machine code"]
+
+
+def test_without_fatbins_the_containers_are_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REFLIB_FATBINARY", "")
+    assert images.fatbinary() is None
+    made = inspect(reflib.aot_compile(torch.sin, (torch.randn(8),), tmp_path / "s.reflib", ["sm_90", "sm_120"]))
+    assert made.sizes["containers"] == 0 and "member for each" in str(made)
+
+
+@pytest.mark.parametrize("ptx", [True, False])
+def test_what_runs_where(ptx: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    made = inspect(reflib.aot_compile(torch.sin, (torch.randn(8),), tmp_path / "s.reflib", ["sm_80", "sm_90"], ptx=ptx))
+    runs = {name.split(" (")[0]: said for name, said in made.gpus.items()}
+    assert runs["A100"] == runs["RTX 4090, L4"] == "machine code sm_80" and runs["H100, H200"] == "machine code sm_90"
+    assert runs["T4"] == "nothing: rebuild with archs=[..., 'sm_75']"
+    if ptx:
+        says = r"PTX of sm_80, compiled by the driver \(\d+ or later\)"
+        assert re.fullmatch(says, runs["B200"]) and re.fullmatch(says, runs["GB10"])
+    else:
+        assert runs["B200"] == "nothing: rebuild with archs=[..., 'sm_100']"
+        assert runs["GB10"] == "nothing: rebuild with ptx=True"  # there is no sm_121 to name
+
+
+class Checks(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.open.append(tag)
+        self.seen.add(tag)
+        assert all(name in ("style", "class") and "color" not in value for name, value in attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_in_a_notebook(found: Inspection) -> None:
+    page = Checks()
+    page.feed(found._repr_html_())
+    assert not page.open and page.seen == {"p", "b", "div", "table", "thead", "tbody", "tr", "th", "td"}
+
+
+def rewritten(package: Path, path: Path, change: Any) -> Path:
+    file = archive.open(package)
+    members: dict[str, Any] = {name: bytes(file.view(name)) for name in file.names}
+    data = json.loads(json.dumps({k: v for k, v in file.manifest.items() if k != "entries"}))
+    change(data, members)
+    return archive.write(path, data, members)
+
+
+def test_names_from_elsewhere(package: Path, tmp_path: Path) -> None:
+    def change(data: Any, members: Any) -> None:
+        data["arms"][0]["kernels"][0]["name"] = "<script>\x1b[2J\x9b1m"
+        data["versions"]["torch"] = "<b>\n"
+
+    made = inspect(rewritten(package, tmp_path / "n.reflib", change))
+    assert "\x1b" not in str(made) and "\x9b" not in str(made) and "<script>" not in made._repr_html_()
+    said = CliRunner().invoke(cli, ["inspect", "--json", str(tmp_path / "n.reflib")])
+    assert said.exit_code == 0 and said.output.isascii() and "\x1b" not in said.output
+
+
+@pytest.mark.parametrize("where, value", [
+    (("rows", 0, "dtype"), "nn"), (("rows", 0, "shape"), 3), (("arms", 1, "arch"), "sm_x"),
+    (("arms", 4, "made_for"), "x"), (("arms", 4, "driver"), [1]),
+    (("programs", "cpu", "arguments", 0, "tensor", "shape"), [{"_": "expr"}]),
+])  # fmt: skip
+def test_manifests_that_make_no_sense(where: tuple[Any, ...], value: Any, package: Path, tmp_path: Path) -> None:
+    def change(data: Any, members: Any) -> None:
+        for step in where[:-1]:
+            data = data[step]
+        data[where[-1]] = value
+
+    with pytest.raises(PackageError):
+        inspect(rewritten(package, tmp_path / "m.reflib", change))
+
+
+def test_nothing_of_it_is_loaded(package: Path, tmp_path: Path) -> None:
+    """Code that no loader would take is code all the same."""
+
+    def change(data: Any, members: Any) -> None:
+        for name in members:
+            if name.endswith((".so", ".py", ".fatbin", ".hsaco")):
+                members[name] = b"raise SystemExit" * 10
+
+    assert "sm_90" in str(inspect(rewritten(package, tmp_path / "x.reflib", change)))
+
+
+def test_the_command(package: Path, tmp_path: Path, found: Inspection) -> None:
+    said = CliRunner().invoke(cli, ["inspect", str(package)])
+    assert said.exit_code == 0 and said.output == f"{found}\n"
+    as_json = CliRunner().invoke(cli, ["inspect", str(package), "--json"])
+    assert json.loads(as_json.output) == archive.open(package).manifest
+    damaged = bytearray(package.read_bytes())
+    damaged[archive.open(package)._places["weights.safetensors"].data + 1] ^= 1
+    (tmp_path / "d.reflib").write_bytes(damaged)
+    for path, says in ((tmp_path / "d.reflib", "weights.safetensors is altered"), (tmp_path / "none", "no such file")):
+        said = CliRunner().invoke(cli, ["inspect", str(path)])
+        assert said.exit_code == 1 and says in said.output, said.output
