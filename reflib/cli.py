@@ -219,6 +219,21 @@ def inspect(path: Path, as_json: bool) -> None:
     click.echo(json.dumps(found.data, indent=1) if as_json else str(found))
 
 
+@cli.command("export-cpp")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="DIR", type=FOLDER)
+@click.option("--arch", default=None, metavar="ARCH", help="One arm only, such as sm_90.  [default: all for GPUs]")
+def export_cpp(path: Path, folder: Path, arch: str | None) -> None:
+    """Write the package PATH as a CMake project into DIR, which is new, empty, or of an export before.
+
+    The project needs neither Python nor reflib; PyTorch's libraries only if the model calls ATen.
+    """
+    from reflib.package.export_cpp import export_cpp as export
+
+    export(path, folder, arch)
+    click.echo(f"cmake -G Ninja -S {folder} -B {folder}/build && cmake --build {folder}/build   # see {folder}/README.md")
+
+
 def counted(things: Sized, noun: str) -> str:
     """``1 decision``, ``2 decisions``."""
     return f"{len(things)} {noun}" + ("" if len(things) == 1 else "s")

@@ -110,7 +110,9 @@ class Elsewhere:
         return winners, tuple(Candidate(name, "known", why=said) for name in dict.fromkeys(winners)), said
 
     def __str__(self) -> str:
-        return f"{self.target.arch}, {self.target.shared // 1024} KB of shared memory" if self.target.is_gpu else "cpu"
+        """What says which candidates there are: some are made only where measuring was asked for."""
+        shared = f", {self.target.shared // 1024} KB of shared memory" if self.target.is_gpu else ""
+        return f"{self.target.arch}{shared}, autotune={self.options.autotune!r}"
 
 
 _SAID = {"lookup_table": "lookup_table", "decided": "the store of decisions", "imported": "an imported table"}

@@ -159,7 +159,10 @@ def _decode_object(kind: str, value: Any) -> Any:
     if kind == "torch":
         return _named(torch, value, _TORCH)
     if kind == "device":
-        return torch.device(_is(str, value))
+        try:
+            return torch.device(_is(str, value))
+        except RuntimeError:
+            raise ReflibError(f"{value!r:.60} is no device") from None
     if kind == "complex":
         return complex(*value)
     if kind == "function":
@@ -182,5 +185,6 @@ def _decode_object(kind: str, value: Any) -> Any:
 def _named(owner: Any, name: str, kinds: tuple[type, ...]) -> Any:
     found = getattr(owner, name, None)
     if not isinstance(found, kinds):
-        raise ReflibError(f"{getattr(owner, '__name__', owner)} has no {' or '.join(k.__name__ for k in kinds)} {name!r}")
+        what = " or ".join(k.__name__ for k in kinds)
+        raise ReflibError(f"{getattr(owner, '__name__', owner)} has no {what} {name!r:.60}")
     return found

@@ -38,6 +38,7 @@ from ..wrap.host import build_wrapper
 from ..wrap.wrap import has_indirect
 from . import archive, images, manifest, weights
 from .architectures import PTX, driver_for
+from .ptx import for_old_drivers
 
 PTX_SHARED = 99 * 1024  # of an RTX 3090, 4090 or 5090: the least that a later GPU gives a block
 # what the CPU kernels of a package may use, unless they are for this machine alone: (the compiler's name, the kernel's)
@@ -124,11 +125,15 @@ class _Making:
         self.text = self.printer.print()
         self.wrapper = pool.submit(build_wrapper, self.text, (*toolchain.REPRODUCIBLE, *SMALL))
         self.binaries: dict[str, Future[Binary]] = {
-            k.name: pool.submit(compile_kernel, k, planned.target) for k in self.kernels if self._on_gpu(k)
+            k.name: pool.submit(self._compile, k) for k in self.kernels if self._on_gpu(k)
         }
         cpp = [k for k in self.kernels if k.language == "cpp"]
         self.library = pool.submit(self._cpu_library, cpp) if cpp else None
         self.members: dict[str, bytes] = {}
+
+    def _compile(self, k: Kernel) -> Binary:
+        b, target = compile_kernel(k, self.planned.target), self.planned.target
+        return replace(b, ptx=for_old_drivers(b.ptx, target.arch)) if self.planned.arch == "ptx" else b
 
     def _on_gpu(self, k: Kernel) -> bool:
         return k.language == "triton" and k.grid != 0

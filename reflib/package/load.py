@@ -19,19 +19,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from .. import toolchain
 from ..errors import DeviceError, PackageError, ReflibError
 from ..ir.data import decode
+from ..ir.expr import Expr
 from ..target import device_target
 from ..wrap import host
 from ..wrap.convention import Argument, Convention, Expected, Output
 from ..wrap.exported import ExportedCallable
 from ..wrap.runtime import namespace, zeros
-from . import archive, manifest, weights
+from . import archive, elf, manifest, weights
 from .architectures import choose
 from .build import cpu_features
+from .trees import tree
 
 
 def load(
@@ -46,19 +47,24 @@ def load(
     Raises PackageError: what is wrong with the file, or why it does not suit this machine and what would. Called with
     other arguments than it was made for, the model raises ReflibError, naming the argument.
     """
+    asked = _asked(device)
     file = archive.open(path, verify, sha256)
     try:
         about = manifest.read(file.manifest)
         _suits_host(about)
-        where = _device(about, None if device is None else torch.device(device))
-        arm = _arm(about, where)
-        return Model(file, about, arm, where)
-    except PackageError:
-        raise
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError, ReflibError) as e:
-        if isinstance(e, DeviceError):
+        where = _device(about, asked)
+        return Model(file, about, _arm(about, where), where)
+    except BaseException as e:
+        file.close()
+        if not isinstance(e, _SENSELESS) or isinstance(e, (PackageError, DeviceError)):
             raise
         raise PackageError(f"{path}: its manifest does not make sense ({type(e).__name__}: {e}): build it again") from e
+
+
+# what reading raises where a manifest has the right types and means nothing
+_SENSELESS = (
+    KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError, ReflibError,
+)  # fmt: skip
 
 
 class Model:
@@ -75,9 +81,13 @@ class Model:
         self._arm, self._file = arm, file
         program = about.programs[arm.program]
         convention = convention_of(program, device)
-        libraries = _Libraries()
         state = _weights(file, about, convention, arm, device)
-        graph = _graph(file, about, arm, program, state, device, libraries)
+        libraries = _Libraries()
+        try:
+            graph = _graph(file, about, arm, program, state, device, libraries)
+        except BaseException:
+            libraries.close()
+            raise
         self._state = state
         call = ExportedCallable(convention, state, _Loaded(graph))
         self.__call__ = call
@@ -130,7 +140,8 @@ def _suits_host(m: manifest.Manifest) -> None:
         )
     if m.host != manifest.HOST:
         built, newer = m.versions.get("reflib", "?"), "a newer" if m.host > manifest.HOST else "an older"
-        raise PackageError(f"it was built by {newer} reflib ({built}), which calls host code in another way: build it again")
+        what = f"it was built by {newer} reflib ({built}), which calls host code in another way"
+        raise PackageError(f"{what}: {'upgrade reflib' if m.host > manifest.HOST else 'build it again'}")
     if missing := host.lacking():
         raise PackageError(f"torch {torch.__version__} has no {missing}: packages need torch 2.11 or later")
     for lib in m.libraries:
@@ -149,6 +160,13 @@ def _registered(op: str) -> bool:
     return True
 
 
+def _asked(device: torch.device | str | None) -> torch.device | None:
+    try:
+        return None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as e:
+        raise PackageError(f"device={device!r:.80} is no device: packages run on 'cpu' and 'cuda' ('cuda:1')") from e
+
+
 def _device(m: manifest.Manifest, asked: torch.device | None) -> torch.device:
     """Where it shall run."""
     gpu = any(a != "cpu" for a in m.archs)
@@ -158,14 +176,18 @@ def _device(m: manifest.Manifest, asked: torch.device | None) -> torch.device:
             return torch.device("cuda", torch.cuda.current_device())
         if "cpu" in m.archs or not gpu:
             return torch.device("cpu")
-        raise PackageError(f"it holds code for {_said(m)}, and this machine has no GPU that PyTorch can use; {_remedy('cpu')}")
-    if asked.type == "cpu" and "cpu" not in m.archs:
-        raise PackageError(f"it holds code for {_said(m)}, none for a CPU; {_remedy('cpu')}")
+        none = "this machine has no GPU that PyTorch can use"
+        raise PackageError(f"it holds code for {_said(m)}, and {none}; {_remedy('cpu')}")
     if asked.type not in ("cpu", "cuda"):
         raise PackageError(f"packages run on cpu and cuda devices, not on {asked}")
+    if asked.type == "cpu" and "cpu" not in m.archs:
+        raise PackageError(f"it holds code for {_said(m)}, none for a CPU; {_remedy('cpu')}")
+    if asked.type == "cuda" and not gpu:
+        raise PackageError(f"it holds code for {_said(m)}, none for a GPU; {_remedy('sm_90')}")
     if asked.type == "cuda":
         if not there:
-            raise PackageError(f"device {asked}: this machine has no GPU that PyTorch can use (torch {torch.__version__})")
+            none = "this machine has no GPU that PyTorch can use"
+            raise PackageError(f"device {asked}: {none} (torch {torch.__version__})")
         index = torch.cuda.current_device() if asked.index is None else asked.index
         if index >= torch.cuda.device_count():
             raise PackageError(f"there is no {asked}; this machine has {torch.cuda.device_count()} GPUs")
@@ -175,11 +197,13 @@ def _device(m: manifest.Manifest, asked: torch.device | None) -> torch.device:
 
 def _arm(m: manifest.Manifest, device: torch.device) -> manifest.Arm:
     """The arm for the device; or why none."""
-    if device.type == "cpu":
-        arm = m.arm("cpu")
-        if missing := sorted(set(arm.cpu) - have) if (have := cpu_features()) else []:
-            raise PackageError(f"its CPU code uses {', '.join(missing)}, which this CPU does not have; {_remedy('cpu')}")
-        return arm
+    arm = m.arm("cpu") if device.type == "cpu" else _gpu_arm(m, device)
+    if missing := sorted(set(arm.cpu) - have) if (have := cpu_features()) else []:
+        raise PackageError(f"its CPU code uses {', '.join(missing)}, which this CPU does not have; {_remedy('cpu')}")
+    return arm
+
+
+def _gpu_arm(m: manifest.Manifest, device: torch.device) -> manifest.Arm:
     here = device_target("cuda", device.index or 0)
     if here.kind == "hip":
         raise PackageError(f"this GPU is a {here.arch}: reflib compiles for AMD GPUs but cannot run there yet")
@@ -188,15 +212,16 @@ def _arm(m: manifest.Manifest, device: torch.device) -> manifest.Arm:
     found = choose(cuda, text, here.capability)
     name = torch.cuda.get_device_name(device)
     if found is None:
-        raise PackageError(f"it holds code for {_said(m)}; none of it runs on this {name} ({here.arch}); {_remedy(here.arch)}")
+        gpu = f"this {name} ({here.arch})"
+        raise PackageError(f"it holds code for {_said(m)}; none of it runs on {gpu}; {_remedy(here.arch)}")
     arm = m.arm(found)
     if found == "ptx" and arm.driver is not None:
         version, branch = arm.driver
         have_driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: version)()
         if have_driver < version:
             raise PackageError(
-                f"this {name} ({here.arch}) needs its assembly text (PTX), which wants a driver of {branch} or later (CUDA "
-                f"{version // 1000}.{version % 1000 // 10}); this one takes CUDA {have_driver // 1000}."
+                f"this {name} ({here.arch}) needs its assembly text (PTX), which wants a driver of {branch} or later "
+                f"(CUDA {version // 1000}.{version % 1000 // 10}); this one takes CUDA {have_driver // 1000}."
                 f"{have_driver % 1000 // 10}: update the driver, or {_remedy(here.arch)}"
             )
     return arm
@@ -215,12 +240,14 @@ def _remedy(arch: str) -> str:
 def convention_of(p: manifest.Program, device: torch.device) -> Convention:
     """From the manifest's words. What was for a GPU is for ``device``."""
     arguments = tuple(
-        Argument(a.name, None if a.tensor is None else _expected(a.tensor, device), decode(a.value)) for a in p.arguments
+        Argument(a.name, None if a.tensor is None else _expected(a.tensor, device), decode(a.value))
+        for a in p.arguments
     )
     outputs = tuple(Output(o.kind, o.target) for o in p.outputs)
+    given = sum(o.kind in ("result", "same") for o in outputs)
     return Convention(
-        p.inputs, arguments, outputs, pytree.treespec_loads(p.arguments_tree), pytree.treespec_loads(p.result_tree),
-        p.ranges, p.devices,
+        p.inputs, arguments, outputs, tree(p.arguments_tree, len(arguments), "arguments"),
+        tree(p.result_tree, given, "results"), p.ranges, p.devices,
     )  # fmt: skip
 
 
@@ -228,8 +255,16 @@ def _expected(t: manifest.Tensor, device: torch.device) -> Expected:
     dtype = getattr(torch, t.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise PackageError(f"torch {torch.__version__} has no dtype {t.dtype!r}")
-    where = device if t.device == "cuda" else torch.device(t.device)
-    return Expected(dtype, where, decode(t.shape), decode(t.strides))
+    if t.device not in ("cpu", "cuda"):
+        raise PackageError(f"an argument is expected on {t.device!r:.80}: packages run on cpu and cuda devices")
+    shape, strides = decode(t.shape), decode(t.strides)
+    if not _indices(shape) or not _indices(strides) or len(shape) != len(strides):
+        raise PackageError("an argument's shape and strides are not as many sizes: build it again")
+    return Expected(dtype, device if t.device == "cuda" else torch.device("cpu"), shape, strides)
+
+
+def _indices(x: Any) -> bool:
+    return isinstance(x, tuple) and all(isinstance(e, Expr) for e in x)
 
 
 def _weights(
@@ -265,8 +300,8 @@ class _Libraries:
         self.handles: list[int] = []
 
     def open(self, name: str, data: memoryview) -> ctypes.CDLL:
-        if bytes(data[:4]) not in (b"\x7fELF", b"\xcf\xfa\xed\xfe"):
-            raise PackageError(f"{name} in it is no shared library: build it again")
+        if bytes(data[:4]) != b"\xcf\xfa\xed\xfe" and (fault := elf.fault(data)):  # the other: macOS's
+            raise PackageError(f"{name} in it {fault}: build it again")
         try:
             lib = self._open(name, data)
         except OSError as e:
@@ -334,9 +369,13 @@ def _graph(
     names = {n: decode(v) for n, v in arm.names.items()}
     python = bytes(file.view(arm.python)).decode() if arm.python else ""
     python = python.replace("torch.device('cuda:0')", f"torch.device('{device}')")
-    functions = host.functions_of(python, namespace() | names, arm.functions)
+    try:
+        functions = host.functions_of(python, namespace() | names, arm.functions)
+    except Exception as e:  # it is code, which may raise anything
+        raise PackageError(f"its Python text cannot be run ({type(e).__name__}: {e}): build it again") from e
     if absent := [s for s in arm.symbols if not host.address(s)]:
-        raise PackageError(f"it calls the C function {absent[0]}, which no library here has: load the library that does")
+        what = f"it calls the C function {absent[0]}, which no library here has"
+        raise PackageError(f"{what}: first torch.ops.load_library the one that does")
     return host.graph(
         _Wrapper(libraries.open(arm.wrapper, file.view(arm.wrapper)), libraries), arm.graph, len(program.inputs),
         len(program.outputs), kernels, loaders, functions, [decode(o) for o in arm.objects],

@@ -52,7 +52,7 @@ class Weight:
 @dataclass(frozen=True)
 class Output:
     """What a result of the graph is: the caller's ("result"), or a new value for the weight ``target`` ("weight") or
-    for the caller's argument ``target`` ("argument")."""
+    for the caller's argument ``target`` ("argument"); "same": what the caller gets is that argument."""
 
     kind: str
     target: str = ""
@@ -189,6 +189,8 @@ def read(data: Any) -> Manifest:
     """From JSON data. Raises PackageError."""
     m: Manifest = _read(Manifest, data, "manifest")
     have = {e.name for e in m.entries}
+    if not m.arms or len(set(m.archs)) != len(m.arms):
+        raise PackageError(f"manifest: it has {len(m.arms)} arms; each is for an architecture of its own")
     for arm in m.arms:
         if arm.program not in m.programs:
             raise PackageError(f"manifest: the arm {arm.arch} is of a program {arm.program!r}, which is not there")
@@ -200,7 +202,15 @@ def read(data: Any) -> Manifest:
         if missing := [n for n in p.inputs if n and n not in known]:
             raise PackageError(f"manifest: the program {key!r} needs the weight {missing[0]!r}, which is not there")
         if sum(not n for n in p.inputs) != len(p.arguments):
-            raise PackageError(f"manifest: the program {key!r} has {len(p.arguments)} arguments, its graph another number")
+            given = f"{len(p.arguments)} arguments"
+            raise PackageError(f"manifest: the program {key!r} has {given}, its graph another number")
+        if len(p.devices) != len(p.inputs):
+            raise PackageError(f"manifest: the program {key!r} has {len(p.inputs)} inputs on {len(p.devices)} devices")
+        targets = {"weight": known, "argument": {a.name for a in p.arguments}}
+        for o in p.outputs:
+            if o.kind != "result" and o.target not in targets.get(o.kind.replace("same", "argument"), ()):
+                what = f"{o.kind} {o.target!r}"
+                raise PackageError(f"manifest: the program {key!r} has a result for {what}, which is not there")
     return m
 
 
@@ -227,7 +237,7 @@ def _read(want: Any, data: Any, where: str) -> Any:
         data = float(data)
     _expect(type(data) is want, f"a {want.__name__}", data, where)
     if want is int:
-        _expect(-(2**63) <= data < 2**64, "a number of 64 bits", data, where)
+        _expect(-(2**63) <= data < 2**63, "a number of 64 bits", data, where)
     return data
 
 

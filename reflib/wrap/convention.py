@@ -35,7 +35,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Output:
-    """``kind``: "result", for the caller; or a new value for "weight" ``target``, or for "argument" ``target``; or "same":
+    """``kind``: "result", for the caller; a new value for "weight" ``target``, or for "argument" ``target``; or "same":
     the caller gets argument ``target`` itself, which has its new value by then. (Not so a weight: it may have been
     assigned, not written to, and what was returned before must stay as it is.)"""
 

@@ -14,11 +14,14 @@ import pytest
 import torch
 
 from reflib.lower import custom_ops
-from tests.composition import features, on_gpus, packaged
+from tests.composition import choices, features, on_gpus, packaged
 from tests.composition.not_in_packages import NOT_IN_PACKAGES
 from tests.composition.table import CUDA_FEATURES, FEATURES, WRAPPERS
 
-__all__ = ["CUDA_FEATURES", "FEATURES", "NOT_IN_PACKAGES", "SHORT_WAYS_CLOSED", "WRAPPERS", "features", "on_gpus", "run"]
+__all__ = [
+    "CUDA_FEATURES", "FEATURES", "NOT_IN_PACKAGES", "SHORT_WAYS_CLOSED", "WRAPPERS", "choices", "features",
+    "on_gpus", "run",
+]  # fmt: skip
 
 
 def run(name: str, device: str, wrapper: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

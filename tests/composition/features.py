@@ -1,4 +1,4 @@
-"""The rows of the composition table that every device has."""
+"""Rows of the composition table: sizes, results, calls, errors, memory, modes."""
 
 from __future__ import annotations
 
@@ -13,123 +13,20 @@ import torch.nn.functional as F
 from torch import nn
 
 import reflib
-from reflib.background import of_compiled
-from reflib.ir.program import Dispatch, regions
-from reflib.lab import told_times
 from tests.checking import check
 from tests.composition.ops import SHIMS, calls_of_c, op_in_c
 from tests.composition.table import (
-    OPS, Tensor, compiled, compiled_program, count, feature, is_in, preferring, product_op, same, split_k, texts,
-)  # fmt: skip
-from tests.loading import load_file
+    Tensor,
+    compiled,
+    compiled_program,
+    count,
+    feature,
+    is_in,
+    same,
+    texts,
+)
 from tests.models import profiled_peak
 from tests.semantics import randn
-
-# -- choices ----------------------------------------------------------------------------------------
-@feature
-def inline_fusion(device: str, wrapper: str) -> None:
-    """A registered op's winner is inlined, and fused with what is around it."""
-    op = product_op()
-    reflib.register_custom_op_autotuning(op, configs=[reflib.CustomOpConfig(split_k, splits=8)])
-    with preferring("split_k"):
-        c = same(
-            lambda a, b: torch.relu(op(a * 2, b)) + 1, wrapper,
-            randn(16, 256, device=device), randn(256, 8, device=device), autotune="blocking",
-        )  # fmt: skip
-    assert not any("product" in str(x.target) for x in c.externs)
-    parts = [r.arms[-1].parts for r in regions(c.stages[0].chosen.nodes)]  # type: ignore[union-attr]
-    fused = [{o.op.split(".")[1] for p in ps for o in getattr(p, "origins", ())} for ps in parts]
-    assert any({"sum", "relu", "add"} <= ops for ops in fused), fused
-
-
-@feature
-def a_registered_op_without_tuning(device: str, wrapper: str) -> None:
-    op = product_op()
-    reflib.register_custom_op_autotuning(op, configs=[split_k])
-    c = same(lambda a, b: torch.relu(op(a, b)), wrapper, randn(16, 64, device=device), randn(64, 8, device=device))
-    assert len(c.externs) == 1
-
-
-@feature
-def decompose_k(device: str, wrapper: str) -> None:
-    a, b = randn(8, 2048, device=device), randn(2048, 8, device=device) / 32
-    fn = lambda a, b: torch.relu(a @ b) * 2  # noqa: E731
-    same(fn, wrapper, a, b)
-    with preferring("decompose_k"):
-        for dynamic in (False, True):
-            torch._dynamo.reset()
-            c = same(fn, wrapper, a, b, autotune="blocking", dynamic=dynamic)
-            assert any("decompose_k" in str(d.winner) for d in c.stages[0].decisions if hasattr(d, "winner"))
-            if dynamic:  # what does not divide takes the other arm
-                check(fn, c, randn(8, 1999, device=device), randn(1999, 8, device=device) / 32)
-
-
-@feature
-def input_ranges(device: str, wrapper: str) -> None:
-    op = product_op()
-
-    def few(a: Tensor, b: Tensor) -> Tensor:
-        return a @ b
-
-    def many(a: Tensor, b: Tensor) -> Tensor:
-        return (b.t() @ a.t()).t().contiguous()
-
-    reflib.register_custom_op_autotuning(
-        op, configs=[few, many], split_points=[16],
-        dispatch_on={"tensor_name": "b", "dim": 1, "range_upper_bound": 4096},
-    )  # fmt: skip
-    fn = lambda a, b: torch.relu(op(a, b)) + 1  # noqa: E731
-    a = randn(32, 8, device=device)
-    with told_times(lambda name, sizes: {"few": 1.0 + max(sizes.values()), "many": 100.0}.get(name, 1e6)):
-        c = compiled(fn, wrapper, autotune="blocking", dynamic=True)
-        for n in (100, 3, 16, 17, 5000):
-            check(fn, c, a, randn(8, n, device=device))
-    # (where nothing says that the operands' depths agree, as in what torch.export captures, each arm has a way out)
-    arms = 4 if wrapper == "package" else 2
-    assert any(isinstance(n, Dispatch) and len(n.arms) == arms for s in c.stages for n in s.chosen.nodes)
-
-
-@feature
-def lookup_table(device: str, wrapper: str) -> None:
-    op = product_op()
-    reflib.register_custom_op_autotuning(op, configs=[split_k])
-    table = {str(op._opoverload).removesuffix(".default"): {"[8, 64] [64, 8]": "split_k"}}
-    c = same(
-        lambda a, b: op(a, b) - 1, wrapper, randn(8, 64, device=device), randn(64, 8, device=device),
-        autotune="blocking", lookup_table=table,
-    )  # fmt: skip
-    assert c.stages[0].decisions[0].winner == "split_k"
-
-
-@feature
-def tuning_in_workers(device: str, wrapper: str) -> None:
-    ops = load_file(OPS)
-    reflib.register_custom_op_autotuning(ops.product, configs=[ops.good, ops.wrong])
-    c = same(
-        lambda a, b: torch.relu(ops.product(a, b)) + 1, wrapper,
-        randn(8, 64, device=device), randn(64, 8, device=device) / 8,
-        autotune="blocking", tuning_imports=(str(OPS),), candidate_seconds=60.0,
-    )  # fmt: skip
-    rows = {c.name: c.status for c in c.stages[0].decisions[0].candidates}
-    assert rows == {"eager": "ok", "good": "ok", "wrong": "wrong"}, c.stages[0].decisions
-
-
-@feature
-def tuning_in_the_background(device: str, wrapper: str) -> None:
-    ops = load_file(OPS)
-    reflib.register_custom_op_autotuning(ops.product, configs=[ops.good])
-    fn = lambda a, b: torch.relu(ops.product(a, b))  # noqa: E731
-    f = reflib.compile(
-        fn, autotune="background", tuning_imports=(str(OPS),), candidate_seconds=60.0, wrapper=wrapper
-    )  # fmt: skip
-    a, b = randn(8, 64, device=device), randn(64, 8, device=device) / 8
-    check(fn, f, a, b)
-    (tuning,) = of_compiled[f]
-    progress = reflib.wait_for_tuning(f, timeout=100)
-    assert progress.finished and not progress.failed, progress
-    check(fn, f, a, b, times=2)
-    assert is_in(wrapper, tuning.stages.wrapper)
-    assert tuning.state == "swapped" or (device == "cuda" and tuning.state == "unchanged")  # there a guess may be best
 
 
 # -- sizes ------------------------------------------------------------------------------------------
@@ -486,7 +383,8 @@ def grad_modes(device: str, wrapper: str) -> None:
     model = Affine().to(device)
     c = compiled(model, wrapper)
     x = randn(5, 6, device=device)
-    for mode, grad in ((torch.no_grad(), False), (torch.inference_mode(), False), (nullcontext(), wrapper != "package")):
+    trains = wrapper != "package"
+    for mode, grad in ((torch.no_grad(), False), (torch.inference_mode(), False), (nullcontext(), trains)):
         with mode:
             got = c(x)
             torch.testing.assert_close(got, model(x) if grad else model(x).detach())

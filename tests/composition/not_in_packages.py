@@ -56,7 +56,7 @@ def no_graph_in_a_graph(device: str) -> None:
 
 NOT_IN_PACKAGES: dict[str, tuple[str, Callable[[str], None]]] = {
     "training": ("a package is for inference", without_gradients),
-    "tuning_in_the_background": ("what is measured while a model runs cannot be written before", refused_in_the_background),
-    "higher_order_ops": ("a branch of torch.cond is a graph of PyTorch's own, which has no form there", no_graph_in_a_graph),
-    "graph_breaks": ("torch.export takes whole graphs, Dynamo alone can leave one to Python", one_graph),
+    "tuning_in_the_background": ("it goes on after a first call", refused_in_the_background),
+    "higher_order_ops": ("a branch of torch.cond is a graph of PyTorch's own", no_graph_in_a_graph),
+    "graph_breaks": ("torch.export takes whole graphs; Dynamo alone can leave one to Python", one_graph),
 }

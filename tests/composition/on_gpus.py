@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import reflib
 from tests.checking import check
 from tests.composition.table import Tensor, compiled, cuda_feature, same
 from tests.semantics import randn
@@ -104,7 +105,12 @@ def two_devices(device: str, wrapper: str) -> None:
     def f(x: Tensor, y: Tensor) -> Tensor:
         return (x * 2).to(y.device) + y.sin()
 
-    same(f, wrapper, randn(100, 3, device="cuda:0"), randn(100, 3, device="cuda:1"))
+    args = randn(100, 3, device="cuda:0"), randn(100, 3, device="cuda:1")
+    if wrapper == "package":  # it is loaded for one GPU
+        with pytest.raises(reflib.ReflibError, match="argument y: device cuda:1, but it was exported with cuda:0"):
+            compiled(f, wrapper)(*args)
+    else:
+        same(f, wrapper, *args)
     g = lambda x: x.sum(-1) + 1  # noqa: E731
     c = compiled(g, wrapper)
     for where in ("cuda:1", "cuda:0", "cuda:1"):
@@ -127,5 +133,11 @@ def from_a_thread_that_never_saw_the_gpu(device: str, wrapper: str) -> None:
 @cuda_feature
 def numbers_of_a_cpu(device: str, wrapper: str) -> None:
     """A CPU scalar among tensors of the GPU, and kernels of both in one graph."""
-    same(lambda x, s: x * s + 1, wrapper, randn(33, device=device), torch.tensor(2.5))
-    same(lambda x, y: (x.cpu() * 2 + y).to(x.device) + x, wrapper, randn(33, device=device), randn(33, device="cpu"))
+    x, y, s = randn(33, device=device), randn(33, device="cpu"), torch.tensor(2.5)
+    same(lambda x: (x.cpu() * 2 + 1).to(x.device) + x, wrapper, x)
+    if wrapper == "package":  # what it is called with lies on its GPU
+        with pytest.raises(reflib.ReflibError, match="argument s: device cpu, but it was exported with cuda:0"):
+            compiled(lambda x, s: x * s + 1, wrapper)(x, s)
+    else:
+        same(lambda x, s: x * s + 1, wrapper, x, s)
+        same(lambda x, y: (x.cpu() * 2 + y).to(x.device) + x, wrapper, x, y)

@@ -1,11 +1,13 @@
 // model.h, put together from the other parts: load, call, unload.
 #include <algorithm>
+#include <cerrno>
 #include <cstdarg>
 #include <cstdlib>
 #include <cstring>
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <fstream>
+#include <iterator>
 #include <sstream>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -16,7 +18,8 @@
 using namespace runtime;
 
 struct reflib_model {
-  reflib_model(const char *weights, int gpu);
+  reflib_model() = default;
+  reflib_model(const char *weights, int gpu);  // undone by the destructor wherever it fails
   ~reflib_model();
 
   Host host{};  // the first member: what the wrapper asks for comes with its address
@@ -132,7 +135,7 @@ void drop_input(Host *, Frame *, int32_t) {}  // inputs stay the caller's
 // -- where files are ---------------------------------------------------------------------------------------------
 std::string beside(const char *name) {
   Dl_info info;
-  if (!dladdr((void *)&reflib_load, &info) || !info.dli_fname) fail("cannot find out where this library is");
+  if (!dladdr((void *)drop_input, &info) || !info.dli_fname) fail("cannot find out where this library is");
   std::string path = info.dli_fname;
   size_t end = path.rfind('/');
   return (end == std::string::npos ? "./" : path.substr(0, end + 1)) + name;
@@ -254,18 +257,13 @@ std::string said(reflib_model *m, const Frame &f, const std::vector<const reflib
 }  // namespace runtime
 
 // -- load --------------------------------------------------------------------------------------------------------
-reflib_model::reflib_model(const char *path, int number) {
+reflib_model::reflib_model(const char *path, int number) : reflib_model() {
   choose_arm(number);
   check_processor(*arm);
   Scope scope(gpu, nullptr);
-  try {
-    load_weights(path);
-    load_kernels();
-    if (gpu) gpu->wait(nullptr);
-  } catch (...) {
-    this->~reflib_model();
-    throw;
-  }
+  load_weights(path);
+  load_kernels();
+  if (gpu) gpu->wait(nullptr);
   host.torch = &torch(), host.kernels = kernels.data(), host.symbols = symbols.data(), host.constants = constants.data();
   host.python = call_python, host.load = load_kernel, host.zeros = zero_words, host.launch = launch_kernel;
   host.drop = drop_input, host.gpu = gpu ? gpu->index : 0;
@@ -366,7 +364,6 @@ void reflib_model::load_kernels() {
 
 reflib_model::~reflib_model() {
   for (Handle h : weights) torch().delete_handle(h);
-  weights.clear();
   if (gpu) {
     Gpu::Current current(gpu.get());
     for (auto &w : words) old_words.push_back({w.first, w.second});
@@ -374,12 +371,9 @@ reflib_model::~reflib_model() {
     for (size_t i = 0; i < there.size(); ++i) gpu->release(there[i], tables.spans[i].bytes, nullptr);
     for (Kernel &k : kernels) gpu->unload(k);
   }
-  words.clear(), old_words.clear(), there.clear(), kernels.clear();
   for (void *p : copies) std::free(p);
   for (void *l : libraries) dlclose(l);
-  copies.clear(), libraries.clear();
   if (file) munmap(file, tables.weights_bytes);
-  file = nullptr;
 }
 
 // -- call --------------------------------------------------------------------------------------------------------

@@ -78,6 +78,8 @@ struct Tables {
   std::vector<Slot> inputs, outputs;
 };
 extern const Tables tables;
+inline reflib_value integer(int64_t i) { reflib_value v{}; v.kind = REFLIB_INT, v.integer = i; return v; }
+inline reflib_value number(double d) { reflib_value v{}; v.kind = REFLIB_FLOAT, v.number = d; return v; }
 
 // -- gpu.cpp -----------------------------------------------------------------------------------------------------
 class Gpu {

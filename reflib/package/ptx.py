@@ -1,0 +1,67 @@
+"""Assembly text that old drivers take.
+
+A text of PTX begins with the version of the language that it is written in, and a driver refuses a newer one than it
+knows. Triton writes the newest that its ptxas knows (8.7 or later: a driver of 2025), whatever the text says. Most
+kernels of sm_80 need 7.0 to 7.4 (2020, 2021): ptxas refuses a text that uses what its version does not have, so the
+oldest version is the first that it takes. It must then make the same machine code as of Triton's own text.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from .. import cache
+from .architectures import DRIVERS
+
+OLDEST = 70  # of sm_80
+_VERSION = re.compile(r"^(\s*\.version\s+)(\d+)\.(\d+)", re.M)
+
+
+def for_old_drivers(text: str, arch: str) -> str:
+    """``text`` with the oldest version that it can have; as it is where there is no ptxas, or none will do."""
+    tool, m = ptxas(), _VERSION.search(text)
+    if tool is None or m is None:
+        return text
+    key = cache.key("ptx", text, arch, tool, os.stat(tool).st_mtime)
+    known = cache.read("ptx", key)
+    if known is not None:
+        return known.decode()
+    own = int(m[2]) * 10 + int(m[3])
+    code = assembled(tool, text, arch)
+    older = (with_version(text, isa) for isa, _, _ in DRIVERS if OLDEST <= isa < own)
+    found = text if code is None else next((t for t in older if assembled(tool, t, arch) == code), text)
+    cache.put("ptx", key, found.encode(), ".ptx")
+    return found
+
+
+def with_version(text: str, version: int) -> str:
+    return _VERSION.sub(lambda m: f"{m[1]}{version // 10}.{version % 10}", text, count=1)
+
+
+def assembled(tool: str, text: str, arch: str) -> bytes | None:
+    """The machine code, or None where ptxas refuses."""
+    with tempfile.TemporaryDirectory(prefix="reflib-ptx-") as folder:
+        Path(folder, "k.ptx").write_text(text)
+        words = [tool, "--gpu-name", arch, "-o", "k.cubin", "k.ptx"]
+        try:
+            done = subprocess.run(words, cwd=folder, capture_output=True, stdin=subprocess.DEVNULL)
+        except OSError:
+            return None
+        return None if done.returncode else Path(folder, "k.cubin").read_bytes()
+
+
+@functools.cache
+def ptxas() -> str | None:
+    """The assembler that Triton uses, without importing Triton: $TRITON_PTXAS_PATH, else its own; else the system's."""
+    named = os.environ.get("TRITON_PTXAS_PATH")
+    spec = importlib.util.find_spec("triton")
+    homes = list(spec.submodule_search_locations or ()) if spec else []
+    found = [Path(p) for p in ([named] if named else []) + [f"{h}/backends/nvidia/bin/ptxas" for h in homes]]
+    return next((str(p) for p in found if p.is_file()), None) or shutil.which("ptxas")

@@ -1,0 +1,80 @@
+"""Building and running what ``reflib export-cpp`` writes: ``build_and_run(package, folder, inputs)``."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from reflib.package.export_cpp import export_cpp
+
+TOOLS = ("cmake", "ninja")
+
+
+def missing_tools() -> list[str]:
+    return [t for t in TOOLS if shutil.which(t) is None]
+
+
+def build_and_run(
+    package: str | Path, folder: str | Path, inputs: Sequence[torch.Tensor | int], arch: str | None = None
+) -> list[torch.Tensor]:
+    """Export ``package`` into ``folder``, build it with cmake and ninja, call it by its example program. Inputs may be
+    on any device; results are on the CPU. Raises AssertionError with the command that failed, and what it said."""
+    export_cpp(package, folder, arch)
+    return run(build(folder), inputs)
+
+
+def build(folder: str | Path, *more: str) -> Path:
+    """The folder with the library and the example. ``more``: words for cmake."""
+    built = Path(folder) / "build"
+    prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
+    command("cmake", "-G", "Ninja", "-S", folder, "-B", built, prefix, *more)
+    command("cmake", "--build", built)
+    return built
+
+
+def run(built: Path, inputs: Sequence[torch.Tensor | int], env: Mapping[str, str] | None = None) -> list[torch.Tensor]:
+    """The example's results: tensors; numbers as tensors without dimensions."""
+    words: list[str | Path] = [built / "example"]
+    for i, x in enumerate(inputs):
+        words += ["--input", said(x, built / f"input{i}.bin")]
+    files = [built / f"output{i}.bin" for i in range(100)]
+    for f in files:
+        f.unlink(missing_ok=True)
+        words += ["--output", f]
+    out = []
+    for line in command(*words, env=env).splitlines():
+        if m := re.match(r"output (\d+): (\w+) \[(.*)\]$", line):
+            dtype, shape = getattr(torch, m[2]), [int(n) for n in m[3].split(", ") if n]
+            data = bytearray(files[int(m[1])].read_bytes())
+            flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            out.append(flat.view(dtype).reshape(shape))
+        elif m := re.match(r"output \d+: (int|float) (\S+)$", line):
+            out.append(torch.tensor({"int": int, "float": float}[m[1]](m[2])))
+    return out
+
+
+def said(x: torch.Tensor | int, file: Path) -> str:
+    """An input, in the words of the example; its memory, from the first element to the last, goes into ``file``."""
+    if isinstance(x, int):
+        return str(x)
+    x = x.detach().cpu()
+    last = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride())) if x.numel() else 0
+    flat = torch.as_strided(x, (last,), (1,), x.storage_offset())
+    file.write_bytes(flat.contiguous().view(torch.uint8).numpy().tobytes())
+    sizes, strides = (",".join(map(str, n)) for n in (x.shape, x.stride()))
+    return f"{file}:{sizes}:{str(x.dtype).removeprefix('torch.')}:{strides}"
+
+
+def command(*words: str | Path, env: Mapping[str, str] | None = None) -> str:
+    """What it printed. If it fails: an AssertionError with the command and all of its messages."""
+    text = [str(w) for w in words]
+    done = subprocess.run(text, capture_output=True, text=True, env={**os.environ, **(env or {})}, timeout=600)
+    assert done.returncode == 0, f"exit {done.returncode}\n$ {shlex.join(text)[:2000]}\n{done.stdout}{done.stderr}"
+    return done.stdout
