@@ -231,7 +231,7 @@ def export_cpp(path: Path, folder: Path, arch: str | None) -> None:
     from reflib.package.export_cpp import export_cpp as export
 
     export(path, folder, arch)
-    click.echo(f"cmake -G Ninja -S {folder} -B {folder}/build && cmake --build {folder}/build   # see {folder}/README.md")
+    click.echo(f"cmake -G Ninja -S {folder} -B {folder}/build && cmake --build {folder}/build\nsee {folder}/README.md")
 
 
 def counted(things: Sized, noun: str) -> str:

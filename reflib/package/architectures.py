@@ -30,7 +30,7 @@ DRIVERS = (
 
 @dataclass(frozen=True)
 class Driver:
-    """``version``: the least that cuDriverGetVersion may say (12040 for CUDA 12.4); ``branch``: of NVIDIA's releases."""
+    """``version``: the least of cuDriverGetVersion (12040 for CUDA 12.4); ``branch``: of NVIDIA's releases."""
 
     version: int
     branch: str

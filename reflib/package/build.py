@@ -11,7 +11,7 @@ import hashlib
 import json
 import platform
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -117,8 +117,9 @@ class _Making:
     """One arm: its host code is printed here and now, compiled meanwhile."""
 
     def __init__(
-        self, planned: Planned, captured: Captured, options: Options, shims: Mapping[str, Shim], pool: ThreadPoolExecutor
-    ):
+        self, planned: Planned, captured: Captured, options: Options, shims: Mapping[str, Shim],
+        pool: ThreadPoolExecutor,
+    ):  # fmt: skip
         self.planned, self.options, self.captured = planned, options, captured
         self.kernels = list(dict.fromkeys(planned.kernels.values()))
         self.printer = CppPrinter(planned.program, planned.plan, planned.kernels, options.check_nan, shims)
@@ -150,10 +151,12 @@ class _Making:
         wrapper, text, python = self._host_code()
         return manifest.Arm(
             arch=arch, made_for=p.target.arch, program=p.kind, wrapper=wrapper, text=text,
-            graph=p.program.nodes[0].name if p.program.nodes else "empty", kernels=kernels, table=tuple(printer.kernels),
+            graph=p.program.nodes[0].name if p.program.nodes else "empty",
+            kernels=kernels, table=tuple(printer.kernels),
             python=python, functions=tuple(printer.functions), needs=printer.needs,
             names=_encoded(printer.names, "an operator's argument"), objects=_encoded(printer.objects, "a result"),
-            symbols=tuple(printer.symbols), constants=tuple(map(self._constant, printer.constants)), cpu=self._features(),
+            symbols=tuple(printer.symbols), constants=tuple(map(self._constant, printer.constants)),
+            cpu=self._features(),
             driver=self._driver(), workspace=p.plan.peak_bytes, units=p.target.units,
         )  # fmt: skip
 
@@ -282,11 +285,11 @@ def _program(c: Convention) -> manifest.Program:
 
 
 def _tree(spec: Any, what: str) -> str:
-    """A pytree spec as JSON. (A user's own class needs a name there: ``serialized_type_name`` when it is registered.)"""
+    """A pytree spec as JSON. (A class of the user's needs a ``serialized_type_name``, given when it is registered.)"""
     try:
         return json.dumps(json.loads(pytree.treespec_dumps(spec)), sort_keys=True)
     except (NotImplementedError, TypeError, ValueError) as e:
-        raise PackageError(f"the structure of the {what} cannot be written down: {e}; use tuples, lists and dicts") from e
+        raise PackageError(f"the {what}: the structure cannot be written down: {e}; use tuples, lists and dicts") from e
 
 
 def _encoded(x: Any, what: str) -> Any:

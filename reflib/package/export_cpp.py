@@ -1,10 +1,9 @@
 """A package as C++: a CMake project that needs neither Python nor reflib.
 
-What a package holds is almost that already: wrappers are C++ text that is written in ``wrapper.h`` and asks for all else
-through the tables of ``host.h``. The folder ``cpp/`` has a second process's side of these tables, as ``wrap/host.c`` is
-Python's: a runtime of a few hundred lines, with tensors of its own, or PyTorch's where a wrapper calls ATen. Added to
-that are the kernels as files, which one assembly file includes, the weights, and ``tables.cpp``, which says in numbers
-what the manifest says.
+What a package holds is almost that already: wrappers are C++ text that is written in ``wrapper.h`` and asks for all
+else through the tables of ``host.h``. The folder ``cpp/`` is another process's side of these tables, as ``wrap/host.c``
+is Python's: a runtime of a few hundred lines, with tensors of its own, or PyTorch's where a wrapper calls ATen. Added
+are the kernels as files, which one assembly file includes, the weights, and ``tables.cpp``: what the manifest says.
 
 A project holds the arms for all GPUs of the package and picks one when it runs, by ``architectures.choose``'s rule; or
 one arm. The same package gives the same files.
@@ -80,10 +79,10 @@ def _arms(m: Manifest, arch: str | None) -> list[Arm]:
     arms = [m.arm(a) for a in names]
     for arm in arms:
         for op in arm.needs.values():
-            raise PackageError(
-                f"its {arm.arch} arm needs Python for {op}, which no program in C++ has: register the operator in C++, or "
-                "declare a function in C for it (option c_shims)"
-            )
+            remedy = "register it in C++, or declare a function in C for it (option c_shims)"
+            if arm.arch != "cpu" and op.startswith("aten.") and "+cpu" in m.versions.get("torch", ""):
+                remedy = "build the package with a PyTorch for CUDA (no GPU is needed): it has functions in C for more"
+            raise PackageError(f"its {arm.arch} arm needs Python for {op}, which a C++ program does not have: {remedy}")
     return arms
 
 
@@ -214,11 +213,11 @@ class _Project:
         what.append("To run it: " + ("a driver of NVIDIA's, no CUDA toolkit." if self.gpu else "nothing else."))
         if self.aten:
             version = self.m.versions.get("torch", "?").partition("+")[0]
-            what.append(f"Both: PyTorch's libraries, 2.11 or later (it was built with {version}), for the model calls ATen.")
+            what.append(f"Both: PyTorch's libraries, 2.11 or later (built with {version}), for the model calls ATen.")
         called = b"".join(self.texts.values()).decode()
         for lib in self.m.libraries:
             if f'"{lib.op.partition(".")[0]}::' in called:
-                what.append(f"`{lib.op}` is registered by a library of its own: `-DEXTRA_LIBRARIES={lib.file or '...'}`.")
+                what.append(f"A library of its own registers `{lib.op}`: `-DEXTRA_LIBRARIES={lib.file or '...'}`.")
         return "\n".join(what)
 
     def _runs(self) -> str:
@@ -227,10 +226,10 @@ class _Project:
             features = f" with {', '.join(arm.cpu)}" if arm.cpu else ""
             return f"CPU: {self.m.machine}{features}, on {self.m.system}."
         said = [
-            f"PTX of {a.made_for}: for later GPUs, with a driver of {a.driver[1] if a.driver else '?'} or later"
+            f"PTX of {a.made_for} for later GPUs, with a driver of {a.driver[1] if a.driver else '?'} or later"
             if a.arch == "ptx" else a.arch for a in self.arms
         ]  # fmt: skip
-        return f"GPUs: {', '.join(said)}. Which of it a GPU runs is decided when the model is loaded."
+        return f"GPUs: {'; '.join(said)}.\nWhich of it a GPU runs is decided when the model is loaded."
 
     def _called(self) -> str:
         lines = ["| input | | sizes | |", "|---|---|---|---|"]
@@ -389,7 +388,7 @@ def _object(data: Any) -> str:
         return f"integer({int(x)})"
     if isinstance(x, float):
         return f"number({number(x)})"
-    raise PackageError(f"one of its results is {x!r}, which is no tensor and no number: a program in C++ cannot have it")
+    raise PackageError(f"one of its results is {x!r}, which is no tensor and no number: there is no such value in C++")
 
 
 def _dtype(name: str) -> str:
@@ -436,11 +435,11 @@ def _write(folder: Path, files: Mapping[str, bytes | memoryview]) -> Path:
         for name, data in files.items():
             (new / name).parent.mkdir(parents=True, exist_ok=True)
             (new / name).write_bytes(data)
-        if target.exists():
-            os.replace(target, old)
         try:
+            if target.exists():
+                os.replace(target, old)
             os.replace(new, target)
-        except OSError:
+        except BaseException:
             if old.exists():
                 os.replace(old, target)
             raise

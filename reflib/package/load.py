@@ -29,10 +29,9 @@ from ..wrap import host
 from ..wrap.convention import Argument, Convention, Expected, Output
 from ..wrap.exported import ExportedCallable
 from ..wrap.runtime import namespace, zeros
-from . import archive, elf, manifest, weights
+from . import archive, elf, manifest, trees, weights
 from .architectures import choose
 from .build import cpu_features
-from .trees import tree
 
 
 def load(
@@ -91,7 +90,6 @@ class Model:
         self._state = state
         call = ExportedCallable(convention, state, _Loaded(graph))
         self.__call__ = call
-        self._close = weakref.finalize(self, libraries.close)
 
     def memory_metrics(self) -> dict[str, int]:
         """Bytes: ``weights`` (what they hold on the device, shared ones once), ``workspace`` (temporaries and results
@@ -101,15 +99,17 @@ class Model:
         return {"weights": total, "workspace": self._arm.workspace, "peak": total + self._arm.workspace}
 
     def unload(self) -> None:
-        """Give everything back. It cannot be called any more; tensors that it returned stay good."""
+        """Give everything back (but to calls that have not returned). It cannot be called any more; tensors that it
+        returned stay good."""
         path = self.path
 
         def gone(*args: Any, **kwargs: Any) -> Any:
             raise PackageError(f"{path} was unloaded; load it again")
 
-        self.__call__ = gone
+        call, self.__call__ = self.__call__, gone
+        if isinstance(call, ExportedCallable):  # which refers to itself, by the way in that it chose
+            call.__call__ = gone
         self._state = {}
-        self._close()
         self._file.close()
 
     def __repr__(self) -> str:
@@ -246,8 +246,8 @@ def convention_of(p: manifest.Program, device: torch.device) -> Convention:
     outputs = tuple(Output(o.kind, o.target) for o in p.outputs)
     given = sum(o.kind in ("result", "same") for o in outputs)
     return Convention(
-        p.inputs, arguments, outputs, tree(p.arguments_tree, len(arguments), "arguments"),
-        tree(p.result_tree, given, "results"), p.ranges, p.devices,
+        p.inputs, arguments, outputs, trees.arguments(p.arguments_tree, len(arguments)),
+        trees.tree(p.result_tree, given, "results"), p.ranges, p.devices,
     )  # fmt: skip
 
 
@@ -339,12 +339,13 @@ def _new_name(number: int) -> str:
     return f"/proc/self/fd/{''.join('./' if b == '1' else '/' for b in bits)}{number}"
 
 
-class _Wrapper:
-    """What ``host.graph`` wants of a compiled wrapper; keeps its library open."""
+class _Wrapper(host.WrapperLibrary):
+    """What ``host.graph`` wants of a compiled wrapper. A graph keeps it as long as it may be called; then the libraries
+    are closed."""
 
     def __init__(self, lib: ctypes.CDLL, libraries: _Libraries):
         self.entry = ctypes.cast(lib.reflib_call, ctypes.c_void_p).value
-        self.libraries = libraries
+        weakref.finalize(self, libraries.close)
 
 
 def _graph(
@@ -366,11 +367,11 @@ def _graph(
     listed = [(name, by_name.get(name)) for name in arm.table]
     kernels = [(name, None if k is None or k.late else facts(k)) for name, k in listed]
     loaders = [None if k is None or not k.late else (lambda k=k: facts(k)) for _, k in listed]
-    names = {n: decode(v) for n, v in arm.names.items()}
+    names = namespace() | {n: decode(v) for n, v in arm.names.items()}
     python = bytes(file.view(arm.python)).decode() if arm.python else ""
     python = python.replace("torch.device('cuda:0')", f"torch.device('{device}')")
     try:
-        functions = host.functions_of(python, namespace() | names, arm.functions)
+        functions = host.functions_of(python, names, arm.functions)
     except Exception as e:  # it is code, which may raise anything
         raise PackageError(f"its Python text cannot be run ({type(e).__name__}: {e}): build it again") from e
     if absent := [s for s in arm.symbols if not host.address(s)]:

@@ -13,8 +13,18 @@ from torch.utils import _pytree as pytree
 from ..errors import PackageError
 
 _FACTORIES = ("list", "dict", "set", "tuple", "int", "float", "str", "bool")
+_CALL = "builtins.tuple", ["builtins.tuple", "builtins.dict"]
 _NO_CONTEXT = ("builtins.tuple", "builtins.list")
 _KEYS = ("builtins.dict", "collections.OrderedDict")
+
+
+def arguments(text: str, leaves: int) -> Any:
+    """The spec of a call: a tuple, and a dict by keyword. Raises PackageError."""
+    spec = tree(text, leaves, "arguments")
+    call = json.loads(text)[1]
+    if call["type"] != _CALL[0] or [c["type"] for c in call["children_spec"]] != _CALL[1]:
+        raise PackageError("the structure of its arguments is no call's: build it again")
+    return spec
 
 
 def tree(text: str, leaves: int, what: str) -> Any:

@@ -87,7 +87,7 @@ class _Writer:
             lines, called, results = self._declared(shim, given, results)
         elif known is not None and self._suits(given):
             name = f"aoti_torch_{self.printer.program.buffers[x.outputs[0]].device.type}_{known[0]}"
-            if not address(name):
+            if not _there(name):
                 raise _Cannot
             values = {a.name: v for a, v in given}
             args = [self._in_shim(values[n]) for n in known[1]]
@@ -288,6 +288,12 @@ class _Writer:
 
     def _dtype(self, v: Any) -> str:
         return self.printer.dtype(v) if v in self.printer.dtype_numbers else _no()
+
+
+def _there(name: str) -> bool:
+    """Has torch this function? A build without CUDA says nothing of others, which have them all (2.11 and later): the
+    text may be for a package."""
+    return bool(address(name)) or name.startswith("aoti_torch_cuda_") and not torch.backends.cuda.is_built()
 
 
 def repeatable(x: Extern, op: torch._ops.OpOverload) -> bool:

@@ -54,7 +54,8 @@ TAKEN = frozenset(
     "Device Expected Failed Frame Guard Handle Host Ints Just Kernel Many Range Run Tensor Text Torch Value "
     "aligned anywhere args argument argument_said call cpu cuda differs dispatch drop empty entry escaped "
     "expect_range expect_size expect_stride floor_div floor_mod frame give guard host ignore in input int16_t "
-    "int32_t int64_t int8_t integer ints laid_out launch launch_with list made max min none number object out own placed "
+    "int32_t int64_t int8_t integer ints laid_out launch launch_with list made max min none number object out own "
+    "placed "
     "plain python reflib reflib_call refuse results run run_kernel run_with some stack stream stream_of symbol "
     "take tensor text there uint16_t uint32_t uint64_t uint8_t value view write_ints zeros".split()
 )

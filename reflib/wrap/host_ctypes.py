@@ -31,8 +31,8 @@ def _struct(**fields: Any) -> Any:
 Value = _struct(kind=c_int32, bits=c_int64)
 Frame = _struct(step=c_char_p, kind=c_int32, text=ctypes.c_char * 1000)
 Kernel = _struct(
-    function=c_void_p, context=c_void_p, module=c_void_p, name=c_char_p, threads=c_uint32, shared=c_uint32, early=c_int32,
-    checked=c_int32,
+    function=c_void_p, context=c_void_p, module=c_void_p, name=c_char_p, threads=c_uint32, shared=c_uint32,
+    early=c_int32, checked=c_int32,
 )  # fmt: skip
 CALLBACKS = {
     "python": CFUNCTYPE(c_int32, c_void_p, c_void_p, c_int32, POINTER(Value), c_int32, POINTER(Value), c_int32),

@@ -26,6 +26,11 @@ Tensor = torch.Tensor
 close = torch.testing.assert_close
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(5)
+
+
 class Small(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +115,7 @@ def test_sizes_that_change(tmp_path: Path) -> None:
     for rows in (2, 5, 100):
         x = torch.randn(rows, 16)
         close(g(x, args[1]), f(x, args[1]))
-    with pytest.raises(ReflibError, match="101.* 2 to 100"):
+    with pytest.raises(ReflibError, match=r"101.* 2 to 100"):
         g(torch.randn(101, 16), args[1])
     with pytest.raises(ReflibError, match="size 17 in dimension 1"):
         g(torch.randn(8, 17), args[1])
@@ -166,7 +171,7 @@ def test_constants_ties_and_calls_of_aten(tmp_path: Path) -> None:
     path = reflib.aot_compile(model, (i,), tmp_path / "t.reflib", "cpu")
     f = reflib.load(path)
     with torch.no_grad():
-        close(f(i), model(i))
+        close(f(i), model(i), rtol=1e-4, atol=1e-4)
     assert path.stat().st_size < 50 * 32 * 4 * 2 + 150_000 and f.memory_metrics()["weights"] < 50 * 32 * 4 + 1000
     with pytest.raises(IndexError, match="index out of range"):
         f(i + 50)

@@ -6,6 +6,7 @@ import ctypes
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ import reflib
 from reflib.cli import cli
 from reflib.errors import PackageError
 from reflib.package import archive, manifest
-from reflib.package.export_cpp import MARKER, export_cpp
+from reflib.package.export_cpp import MARKER, _why, export_cpp
 from reflib.wrap import host
 from tests import exported_cpp
 from tests.exported_cpp import build, build_and_run, command, run
+from tests.packages import CASES
 
 Tensor = torch.Tensor
 close = torch.testing.assert_close
@@ -122,7 +124,7 @@ def test_other_weights(on_cpu: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(b"no")
     with pytest.raises(AssertionError, match=r"short have 2 bytes, this model's have \d+"):
         command(program, "--weights", tmp_path / "short")
-    with pytest.raises(AssertionError, match="cannot open the weights .*gone: No such file"):
+    with pytest.raises(AssertionError, match=r"cannot open the weights .*gone: No such file"):
         command(program, "--weights", tmp_path / "gone")
 
 
@@ -236,6 +238,7 @@ __attribute__((destructor)) static void end(void) {
     NOTE("{\"left\": [%d, %d, %d]}", blocks, modules, contexts);
     fclose(out());
 }
+int cuLaunchKernel(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
 int cuInit(unsigned f) { return 0; }
 int cuGetErrorName(int r, const char **s) { *s = "CUDA_ERROR_STAND_IN"; return 0; }
 int cuGetErrorString(int r, const char **s) { *s = "the stand-in says no"; return 0; }
@@ -253,7 +256,7 @@ int cuDevicePrimaryCtxRelease_v2(int d) { --contexts; return 0; }
 int cuCtxGetCurrent(void **c) { *c = current; return 0; }
 int cuCtxSetCurrent(void *c) { current = c; return 0; }
 static int make(void **p, size_t n, const char *how) {
-    if (!current || n > 1 << 20) return 2;
+    if (!current || n > setting("STAND_IN_MEMORY", 1 << 24)) return 2;
     NOTE("{\"%s\": %zu}", how, n);
     return ++blocks, (*p = malloc(n)) ? 0 : 2;
 }
@@ -277,14 +280,24 @@ int cuModuleLoadData(void **m, const void *p) {
 }
 int cuModuleUnload(void *m) { return --modules, 0; }
 int cuModuleGetFunction(void **f, void *m, const char *n) { return *f = strdup(n), 0; }
+int cuLaunchKernelEx(const unsigned *c, void *f, void **p, void **extra) { /* grid, block, shared; stream, attributes */
+    void *const *tail = (void *const *)(c + 8); const int *attribute = tail[1];
+    NOTE("{\"early\": [%u, %d, %d]}", *(const unsigned *)(tail + 2), attribute[0], attribute[2]);
+    return cuLaunchKernel(f, c[0], c[1], c[2], c[3], c[4], c[5], c[6], tail[0], p, extra);
+}
 int cuFuncSetAttribute(void *f, int a, int v) { NOTE("{\"shared\": %d}", v); return 0; }
 int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz, unsigned shared,
                    void *stream, void **p, void **extra) {
-    NOTE("{\"launch\": \"%s\", \"grid\": [%u, %u, %u], \"block\": [%u, %u, %u], \"dynamic\": %u, \"hidden\": %ld}",
-         (char *)f, x, y, z, bx, by, bz, shared, *(long *)p[3] | *(long *)p[4]);
-    float *x_ = *(float **)p[0], *w = *(float **)p[1], *y_ = *(float **)p[2]; /* as if it were the kernel */
-    for (int i = 0; i < setting("STAND_IN_COUNT", 0); ++i) y_[i] = x_[i] * w[i % 32] + 1;
-    return current ? setting("STAND_IN_LAUNCH", 0) : 201;
+    NOTE("{\"launch\": \"%s\", \"grid\": [%u, %u, %u], \"block\": [%u, %u, %u], \"dynamic\": %u, \"stream\": %ld}",
+         (char *)f, x, y, z, bx, by, bz, shared, (long)stream);
+    if (!current) return 201;
+    int count = setting("STAND_IN_COUNT", 0);
+    if (count) { /* as if it were the kernel of Scaled: x, w, y and two hidden pointers */
+        float *x = *(float **)p[0], *w = *(float **)p[1], *y = *(float **)p[2];
+        for (int i = 0; i < count; ++i) y[i] = x[i] * w[i % 32] + 1;
+        if (*(void **)p[3] || *(void **)p[4]) return 1;
+    }
+    return setting("STAND_IN_LAUNCH", 0);
 }
 """
 
@@ -309,21 +322,27 @@ def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         package = reflib.aot_compile(Scaled(), (torch.randn(512, 32),), folder / "g.reflib", ["sm_80", "sm_90"])
     export_cpp(package, folder / "project")
     build(folder / "project")
-    (folder / "driver.c").write_text(STAND_IN)
-    made = folder / "project" / "build" / "libcuda.so.1"
-    command("g++", "-x", "c", "-w", "-shared", "-fPIC", folder / "driver.c", "-o", made)
     return package, folder / "project"
 
 
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the stand-in."""
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "driver.c").write_text(STAND_IN)
+    command("g++", "-x", "c", "-w", "-shared", "-fPIC", folder / "driver.c", "-o", folder / "libcuda.so.1")
+    return folder
+
+
 @pytest.fixture
-def asked(on_gpu: tuple[Path, Path], tmp_path: Path) -> Asked:
+def asked(on_gpu: tuple[Path, Path], driver: Path, tmp_path: Path) -> Asked:
     """What the driver was asked to do by one run of the example."""
     built = on_gpu[1] / "build"
 
     def call(x: Tensor | None = None, gives: Tensor | None = None, **env: Any) -> list[dict[str, Any]]:
         more = {f"STAND_IN_{k.upper()}": str(v) for k, v in env.items()}
         log = tmp_path / "log"
-        more |= {"STAND_IN_LOG": str(log), "LD_LIBRARY_PATH": str(built)}
+        more |= {"STAND_IN_LOG": str(log), "LD_LIBRARY_PATH": str(driver)}
         try:
             got = run(built, [] if x is None else [x], more)
         finally:
@@ -341,7 +360,7 @@ def test_a_gpu_that_is_not_there(asked: Asked) -> None:
     for pools in (1, 0):
         found = asked(x, x * torch.arange(32.0) + 1, count=512 * 32, pools=pools)
         (launch,) = [a for a in found if "launch" in a]
-        assert launch["launch"].startswith("k0_") and launch["hidden"] == 0
+        assert launch["launch"].startswith("k0_")
         assert launch["grid"][0] >= 1 and launch["grid"][1:] == launch["block"][1:] == [1, 1]
         kinds = {k for a in found for k in a if k in ("plain", "pool")}
         assert kinds == {"pool" if pools else "plain"}, "memory is the driver's to keep, or ours"
@@ -379,11 +398,11 @@ def test_errors_about_arguments_on_a_gpu(asked: Asked) -> None:
     with pytest.raises(AssertionError, match=r"\(x\): expected float32 \[512, 32\].* on cuda:0; got .*\[2, 32\].* on cuda:0"):
         asked(torch.randn(2, 32))
     with pytest.raises(AssertionError, match="cannot make a tensor: cannot allocate memory: the stand-in says no"):
-        asked(torch.randn(1 << 10, 1 << 10))
+        asked(memory=1 << 10)
 
 
 def test_no_driver(on_gpu: tuple[Path, Path]) -> None:
-    with pytest.raises(AssertionError, match="cannot load the CUDA driver: libcuda.so.1"):
+    with pytest.raises(AssertionError, match=r"cannot load the CUDA driver: libcuda.so.1"):
         command(on_gpu[1] / "build" / "example")
 
 
@@ -393,6 +412,66 @@ def test_one_arm_only(on_gpu: tuple[Path, Path], tmp_path: Path) -> None:
     kernels = [n for n in found if n.startswith("kernels/")]
     assert kernels and all(n.endswith(".sm_80.cubin") for n in kernels)
     assert b'{"sm_80", 0,' in found["tables.cpp"] and b'{"sm_90"' not in found["tables.cpp"]
+
+
+# A program that calls the library twice, and twice with an input that is not aligned.
+CALLS = """
+import ctypes, sys
+class Tensor(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("dtype", ctypes.c_int32), ("device", ctypes.c_int32),
+                ("dim", ctypes.c_int32), ("sizes", ctypes.c_void_p), ("strides", ctypes.c_void_p),
+                ("owner", ctypes.c_void_p)]
+class Value(ctypes.Structure):
+    _fields_ = [("kind", ctypes.c_int32), ("tensor", Tensor)]
+class Input(ctypes.Structure):
+    _fields_ = [("name", ctypes.c_char_p), ("example", Value)]
+lib = ctypes.CDLL(sys.argv[1])
+lib.reflib_about_input.restype, lib.reflib_error.restype = Input, ctypes.c_char_p
+def check(rc):
+    assert rc == 0, lib.reflib_error()
+m, out, stream = ctypes.c_void_p(), Value(), ctypes.c_void_p(64)
+check(lib.reflib_load(ctypes.byref(m), None, 0))
+x = lib.reflib_about_input(m, 0).example
+check(lib.reflib_new(m, stream, ctypes.byref(x)))
+for odd in (0, 0, 2, 2):
+    x.tensor.data += odd
+    check(lib.reflib_run(m, stream, ctypes.byref(x), 1, ctypes.byref(out), 1))
+    x.tensor.data -= odd
+    lib.reflib_free(ctypes.byref(out))
+lib.reflib_unload(m)
+lib.reflib_free(ctypes.byref(x))  # later than the model
+"""
+
+
+def test_wrappers_that_differ_counters_and_late_kernels(driver: Path, tmp_path: Path) -> None:
+    """Arms with texts of their own, in one library; a product whose depth is cut needs counters that are zero; what is
+    not aligned goes to kernels that are loaded then."""
+    case = CASES["split_product"]
+    model, args = case.make()
+    path = reflib.aot_compile(model, args, tmp_path / "m.reflib", ["sm_80", "sm_90"])
+    file = archive.open(path)
+    about = manifest.read(file.manifest)
+    arm = about.arm("sm_90")
+    assert arm.text != about.arm("sm_80").text and b"zeros(run" in bytes(file.view(arm.text))
+    found = files(export_cpp(path, tmp_path / "p"))
+    wrappers = [n for n in found if n.startswith("wrapper") and n.endswith(".cpp")]
+    assert sorted(found[n] for n in wrappers) == sorted({bytes(file.view(a.text)) for a in about.arms})
+    assert b"reflib_call=reflib_call_sm_90" in found["CMakeLists.txt"]
+    built = build(tmp_path / "p", "-DCMAKE_BUILD_TYPE=Debug")
+    env = {"STAND_IN_LOG": str(tmp_path / "log"), "LD_LIBRARY_PATH": str(driver)}
+    command(sys.executable, "-c", CALLS, built / "libm.so", env=env)
+    asked = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert sum("zeros" in a for a in asked) == 1, "cleared once, and left at zero"
+    at = [i for i, a in enumerate(asked) if "image" in a]
+    first = next(i for i, a in enumerate(asked) if "launch" in a)
+    late = [k for k in arm.kernels if k.late]
+    assert late and sum(i < first for i in at) == len(arm.kernels) - len(late)
+    launched = [a["launch"] for a in asked if "launch" in a]
+    assert len(launched) % 4 == 0 and set(launched) & {k.symbol for k in late}
+    assert sum(i > first for i in at) == len(set(launched) & {k.symbol for k in late}), "each loaded once, if it is called"
+    assert {a["stream"] for a in asked if "launch" in a} == {64} and asked[-1] == {"left": [0, 0, 0]}
+    for k in arm.kernels:
+        assert not k.early or not set(launched) & {k.symbol} or {"early": [1, 6, 1]} in asked
 
 
 # -- the files ------------------------------------------------------------------------------------------------
@@ -406,21 +485,11 @@ def test_equal_packages_equal_files(on_gpu: tuple[Path, Path], on_cpu: tuple[Pat
         assert not [n for n, d in a.items() if b"@" in d and n in ("CMakeLists.txt", "README.md")]
 
 
-def test_wrappers_that_differ(tmp_path: Path) -> None:
-    """Each has its own entry; a product of matrices is called, or a kernel, by architecture."""
-    m, n = torch.randn(64, 64), torch.randn(64, 64)
-    path = reflib.aot_compile(lambda a, b: (a * 2, a @ b + 1), (m, n), tmp_path / "m.reflib", ["sm_75", "sm_90"], ptx=False)
-    file = archive.open(path)
-    about = manifest.read(file.manifest)
-    texts = {a.text for a in about.arms}
-    export_cpp(path, tmp_path / "p")
-    found = files(tmp_path / "p")
-    wrappers = [n for n in found if n.startswith("wrapper") and n.endswith(".cpp")]
-    assert len(wrappers) == len(texts)
-    if len(texts) > 1:
-        assert b"reflib_call=reflib_call_sm_90" in found["CMakeLists.txt"]
-    assert sorted(found[n] for n in wrappers) == sorted(bytes(file.view(t)) for t in texts)
-    build(tmp_path / "p")
+def test_names_and_messages(tmp_path: Path) -> None:
+    assert _why("python_3_note") == "nullptr" and "laid out" in _why("python_12_expect_sort_0")
+    assert _why("python_0_op0") == '"PyTorch refused the call"'
+    path = reflib.aot_compile(lambda x: x + 1, (torch.ones(3),), tmp_path / "my model-2.reflib", "cpu")
+    assert b"project(my_model_2 " in files(export_cpp(path, tmp_path / "p"))["CMakeLists.txt"]
 
 
 def test_the_folder(on_cpu: tuple[Path, Path], tmp_path: Path) -> None:
@@ -435,7 +504,7 @@ def test_the_folder(on_cpu: tuple[Path, Path], tmp_path: Path) -> None:
     export_cpp(package, project)
     assert "changed" not in (project / "README.md").read_text()
     assert list(tmp_path.iterdir()) == [project], "nothing beside it"
-    with pytest.raises(PackageError, match="no folder .*a to write b into"):
+    with pytest.raises(PackageError, match=r"no folder .*a to write b into"):
         export_cpp(package, tmp_path / "a" / "b")
     with pytest.raises(PackageError, match="is there and no folder"):
         export_cpp(package, project / "README.md")
@@ -463,7 +532,7 @@ def test_arms_that_are_not_there(on_gpu: tuple[Path, Path], tmp_path: Path) -> N
         export_cpp(on_gpu[0], tmp_path / "p", "cpu")
     path = reflib.aot_compile(Scaled(), (torch.randn(4, 32),), tmp_path / "amd.reflib", "gfx942")
     for arch in (None, "gfx942"):
-        with pytest.raises(PackageError, match="gfx942: .* cannot run there yet"):
+        with pytest.raises(PackageError, match=r"gfx942: .* cannot run there yet"):
             export_cpp(path, tmp_path / "p", arch)
     with pytest.raises(PackageError, match="no such file"):
         export_cpp(tmp_path / "gone.reflib", tmp_path / "p")
@@ -476,6 +545,11 @@ def test_what_needs_python(tmp_path: Path) -> None:
     path = reflib.aot_compile(lambda x: torch.ops.export_test.twice(x) + 1, (torch.ones(3),), tmp_path / "o.reflib", "cpu")
     with pytest.raises(PackageError, match=r"o\.reflib: its cpu arm needs Python for export_test\.twice"):
         export_cpp(path, tmp_path / "p")
+    if torch.version.cuda is None:
+        x = torch.randn(8, 16)
+        path = reflib.aot_compile(torch.nn.Linear(16, 4).double(), (x.double(),), tmp_path / "l.reflib", "sm_90", ptx=False)
+        with pytest.raises(PackageError, match=r"needs Python for aten\.addmm.*build .* with a PyTorch for CUDA"):
+            export_cpp(path, tmp_path / "p")
     path = reflib.aot_compile(lambda x: (x + 1, "text"), (torch.ones(3),), tmp_path / "t.reflib", "cpu")
     with pytest.raises(PackageError, match="results is 'text', which is no tensor and no number"):
         export_cpp(path, tmp_path / "p")

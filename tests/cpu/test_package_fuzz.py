@@ -76,7 +76,8 @@ def library(data: bytes, rng: random.Random) -> tuple[bytes, str]:
     kind = rng.choice(["bits", "bits", "cut", "grow", "text"])
     at = rng.randrange(HEADER + 10 * 56)
     if kind == "bits":
-        out[at : at + 4] = rng.choice([bytes(4), b"\xff" * 4, rng.randbytes(4), bytes([out[at] ^ 1 << rng.randrange(8)])])
+        flipped = bytes([out[at] ^ 1 << rng.randrange(8)]) + out[at + 1 : at + 4]
+        out[at : at + 4] = rng.choice([bytes(4), b"\xff" * 4, rng.randbytes(4), flipped])
     elif kind == "cut":
         del out[rng.choice([at, rng.randrange(len(out)), len(out) - at]) :]
     elif kind == "grow":
@@ -108,7 +109,8 @@ def main(seeds: range, paths: list[str]) -> None:
     for seed in seeds:
         rng, repair = random.Random(seed), seed % 2 == 1
         data, what = damage(rng.choice(packages), rng, repair)
-        os.pwrite(1, f"{seed}: {what}".encode("utf-8", "replace")[:WHERE].ljust(WHERE), 0)  # stays when this process dies
+        at = f"{seed}: {what}".encode("utf-8", "replace")[:WHERE]
+        os.pwrite(1, at.ljust(WHERE), 0)  # stays when this process dies
         file.unlink(missing_ok=True)
         file.write_bytes(data)
         try:
@@ -153,7 +155,8 @@ def test_damaged_packages(packages: list[Path], tmp_path: Path, root: Path) -> N
     with said.open("w+b") as out:
         done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, cwd=root)
     text = said.read_text(errors="replace")
-    assert done.returncode == 0, f"at seed {text[:WHERE].strip()}: exit {done.returncode}\n{done.stderr.decode()[-3000:]}"
+    why = done.stderr.decode(errors="replace")[-3000:]
+    assert done.returncode == 0, f"at seed {text[:WHERE].strip()}: exit {done.returncode}\n{why}"
     count, mappings, files = json.loads(said.read_bytes()[WHERE:])
     wrong = {k: n for k, n in count.items() if k not in ("loaded, repaired", "refused", "refused by load")}
     assert not wrong, "\n".join(wrong)

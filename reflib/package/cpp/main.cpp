@@ -2,8 +2,8 @@
 //
 //   example [--gpu N] [--weights FILE] [--input FILE[:SIZES[:DTYPE[:STRIDES]]]]... [--output FILE]...
 //
-// Inputs are raw bytes, as numpy's tofile writes them, for instance x.bin:8,16:float32; without SIZES and DTYPE they are
-// as the model was exported. An input that is an int is given as the number. Without inputs there are made-up ones.
+// Inputs are raw bytes, as numpy's tofile writes them, for instance x.bin:8,16:float32; without SIZES and DTYPE they
+// are as the model was exported. An input that is an int is given as the number. Without inputs they are made up.
 // Outputs are raw bytes, without gaps, the last dimension first.
 #include <cmath>
 #include <cstdio>

@@ -250,7 +250,8 @@ std::string said(reflib_model *m, const Frame &f, const std::vector<const reflib
     sscanf(f.text, "argument %d", &i);
     return f.text + (given[i] ? "; got " + said(*given[i]) : std::string());
   }
-  return std::string("graph ") + m->arm->graph + ", step " + step + ": " + (what && *what ? what : "it failed; see stderr");
+  if (!what || !*what) what = "it failed; see stderr";
+  return std::string("graph ") + m->arm->graph + ", step " + step + ": " + what;
 }
 
 }  // namespace
@@ -264,7 +265,8 @@ reflib_model::reflib_model(const char *path, int number) : reflib_model() {
   load_weights(path);
   load_kernels();
   if (gpu) gpu->wait(nullptr);
-  host.torch = &torch(), host.kernels = kernels.data(), host.symbols = symbols.data(), host.constants = constants.data();
+  host.torch = &torch(), host.kernels = kernels.data();
+  host.symbols = symbols.data(), host.constants = constants.data();
   host.python = call_python, host.load = load_kernel, host.zeros = zero_words, host.launch = launch_kernel;
   host.drop = drop_input, host.gpu = gpu ? gpu->index : 0;
 }
@@ -311,12 +313,15 @@ void reflib_model::load_weights(const char *path) {
     bool right = (size_t)about.st_size == tables.weights_bytes;
     if (right) mapped = mmap(nullptr, tables.weights_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE, f, 0);
     close(f);
-    if (!right) fail("the weights %s have %lld bytes, this model's have %zu", name.c_str(), (long long)about.st_size, tables.weights_bytes);
+    if (!right)
+      fail("the weights %s have %lld bytes, this model's have %zu", name.c_str(), (long long)about.st_size,
+           tables.weights_bytes);
     if (mapped == MAP_FAILED) fail("cannot map the weights %s: %s", name.c_str(), strerror(errno));
     file = (char *)mapped;
   }
   for (const Weight &w : tables.weights)
-    weights.push_back(in_memory(span(w.span, w.on_gpu) + w.offset, w.dtype, w.on_gpu ? gpu : nullptr, w.sizes, w.strides));
+    weights.push_back(
+        in_memory(span(w.span, w.on_gpu) + w.offset, w.dtype, w.on_gpu ? gpu : nullptr, w.sizes, w.strides));
   for (int i : arm->constants) constants.push_back(weights[i]);
 }
 
@@ -358,7 +363,7 @@ void reflib_model::load_kernels() {
   }
   for (const char *name : arm->symbols) {
     symbols.push_back(dlsym(RTLD_DEFAULT, name));
-    if (!symbols.back()) fail("no library here has the C function %s, which the model calls: link the one that does", name);
+    if (!symbols.back()) fail("the model calls the C function %s: link the library that has it", name);
   }
 }
 
@@ -464,7 +469,8 @@ int32_t reflib_run(reflib_model *m, void *stream, const reflib_value *inputs, in
   return caught([&] {
     int32_t takes = reflib_input_count(m), gives = reflib_output_count(m);
     if (input_count != takes || output_count != gives)
-      fail("the model takes %d inputs and gives %d outputs; called with %d and %d", takes, gives, input_count, output_count);
+      fail("the model takes %d inputs and gives %d outputs; called with %d and %d", takes, gives, input_count,
+           output_count);
     for (int i = 0; i < gives; ++i) outputs[i].kind = REFLIB_NONE;
     run(m, stream, inputs, outputs);
   });

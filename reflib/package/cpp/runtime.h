@@ -61,10 +61,10 @@ struct Argument {  // of the caller's
   std::vector<int64_t> least;           // sizes that it was exported for, and larger ones
 };
 
-enum Place { CALLER, WEIGHT, NOBODY };  // where an input comes from (NOBODY: it is not looked at), ...
-struct Slot {                           // ... or an output goes to: the caller, who may have passed a tensor for it
+enum Place { CALLER, WEIGHT, NOBODY };  // where an input comes from (NOBODY: it is not looked at), or an output goes to
+struct Slot {
   Place place;
-  int which;     // argument or weight; an output for the caller alone: -1
+  int which;  // argument or weight; of an output: -1 for a new tensor, else its elements are copied there
 };
 
 struct Tables {
@@ -110,9 +110,9 @@ class Gpu {
 
  private:
   void *context = nullptr;
-  bool has_pool = false;                                          // the driver keeps freed memory itself; else:
+  bool has_pool = false;  // the driver keeps freed memory itself; else:
   std::mutex lock;
-  std::multimap<std::pair<size_t, void *>, void *> kept;          // by size and stream
+  std::multimap<std::pair<size_t, void *>, void *> kept;  // by size and stream
 };
 
 // -- tensors.cpp, or tensors_torch.cpp -----------------------------------------------------------------------------

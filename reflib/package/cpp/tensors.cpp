@@ -1,5 +1,5 @@
-// Tensors without PyTorch: memory with sizes and strides. What a wrapper does with them, it does by a table of functions
-// (host.h); these are all that a wrapper without ATen calls.
+// Tensors without PyTorch: memory with sizes and strides. What a wrapper does with them, it does by a table of
+// functions (host.h); these are all that a wrapper without ATen calls.
 #include <cstdlib>
 #include <dlfcn.h>
 #include <thread>
