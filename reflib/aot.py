@@ -98,7 +98,8 @@ def _capture(
     program = lower(exported.graph, options)
     specs = exported.program.graph_signature.input_specs
     kinds = {s.target: _KINDS.get(s.kind.name, "constant") for s in specs if s.target in exported.state}
-    digest = hashlib.sha256(str(exported.graph).encode()).hexdigest()
+    ops = str(exported.graph.module.graph)  # (a Graph's own text names files and lines)
+    digest = hashlib.sha256(ops.encode()).hexdigest()
     captured = Captured(of_exported(exported.program, program), exported.state, kinds, digest)
     return captured, exported.graph, program
 

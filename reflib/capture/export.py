@@ -29,6 +29,7 @@ import ctypes
 import functools
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -469,7 +470,9 @@ _OTHERWISE = (
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
     try:
-        yield
+        with warnings.catch_warnings():  # of torch.export's own use of pytrees
+            warnings.filterwarnings("ignore", r".*LeafSpec", FutureWarning)
+            yield
     except ReflibError:
         raise
     except Exception as e:

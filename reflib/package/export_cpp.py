@@ -243,7 +243,7 @@ class _Project:
         lines += [f"\n`{a.name}` is always {decode(a.value)!r}, as it was exported." for a in fixed]
         for s, (least, most) in sorted(self.program.ranges.items()):
             lines.append(f"\n`{s}` is from {least} {'on' if most is None else f'to {most}'}.")
-        n = sum(o.kind == "result" for o in self.program.outputs)
+        n = sum(o.kind in ("result", "same") for o in self.program.outputs)
         return "\n".join([*lines, f"\nIt gives {n} result{'' if n == 1 else 's'}."])
 
 
@@ -363,7 +363,7 @@ class _Tables:
         out = []
         on = {n: d == "cuda" for n, d in zip(self.p.inputs, self.p.devices) if n}
         for o in self.p.outputs:
-            if o.kind == "result":
+            if o.kind in ("result", "same"):
                 out.append("{CALLER, -1}")
             elif o.kind == "weight":
                 out.append(f"{{WEIGHT, {self.weight_rows[o.target, on[o.target]]}}}")

@@ -88,8 +88,8 @@ class Model:
             libraries.close()
             raise
         self._state = state
-        call = ExportedCallable(convention, state, _Loaded(graph))
-        self.__call__ = call
+        self._exported = ExportedCallable(convention, state, _Loaded(graph))
+        self.__call__ = self._exported.open()
 
     def memory_metrics(self) -> dict[str, int]:
         """Bytes: ``weights`` (what they hold on the device, shared ones once), ``workspace`` (temporaries and results
@@ -99,16 +99,16 @@ class Model:
         return {"weights": total, "workspace": self._arm.workspace, "peak": total + self._arm.workspace}
 
     def unload(self) -> None:
-        """Give everything back (but to calls that have not returned). It cannot be called any more; tensors that it
-        returned stay good."""
+        """Give everything back (but to calls that have not returned, and to who kept ``__call__``). It cannot be called
+        any more; tensors that it returned stay good."""
         path = self.path
 
         def gone(*args: Any, **kwargs: Any) -> Any:
             raise PackageError(f"{path} was unloaded; load it again")
 
-        call, self.__call__ = self.__call__, gone
-        if isinstance(call, ExportedCallable):  # which refers to itself, by the way in that it chose
-            call.__call__ = gone
+        self.__call__ = gone
+        if (exported := self.__dict__.pop("_exported", None)) is not None:
+            exported.__call__ = gone  # it refers to itself, by the way in that it chose
         self._state = {}
         self._file.close()
 

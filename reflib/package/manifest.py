@@ -8,6 +8,7 @@ checked when it is called, so nothing here is believed further than its type.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from dataclasses import dataclass, field
@@ -241,9 +242,12 @@ def _read(want: Any, data: Any, where: str) -> Any:
     return data
 
 
+_hints = functools.cache(typing.get_type_hints)
+
+
 def _dataclass(cls: Any, data: Any, where: str) -> Any:
     _expect(isinstance(data, dict), "an object", data, where)
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     values = {}
     for f in dataclasses.fields(cls):
         if f.name in data:

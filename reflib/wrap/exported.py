@@ -41,6 +41,9 @@ class ExportedCallable:
         self.__signature__ = inspect.signature(self._first)  # (which is looked for in the class)
 
     def _first(self, *args: Any, **kwargs: Any) -> Any:
+        return self.open()(*args, **kwargs)
+
+    def open(self) -> Callable[..., Any]:
         """Load the graph, and choose the way that calls take from now on."""
         now: Callable[..., Any] = self._long
         if self._is_plain() and getattr(self._call, "checks_inputs", False):
@@ -50,7 +53,7 @@ class ExportedCallable:
             one = self.convention.out_spec.is_leaf()
             now = entry(self._call.load(), head, len(self._given), one, self._least(), self._long)
         self.__call__ = now
-        return now(*args, **kwargs)
+        return now
 
     def _least(self) -> list[tuple[int, int, int]]:
         """(argument, dimension, size): graphs take sizes from 0 up; the program may have been exported for more."""

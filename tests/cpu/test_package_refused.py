@@ -443,7 +443,8 @@ def test_code_stays_as_long_as_it_may_be_called(called: bool, for_cpus: Path) ->
         f(x)
     f.unload()
     with pytest.raises(PackageError, match="was unloaded"):
-        call(x)
+        f(x)
+    call(x)  # who kept the way in has the code
     del call
     assert mapped() == before  # at once
 
