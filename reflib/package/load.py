@@ -209,7 +209,8 @@ def _gpu_arm(m: manifest.Manifest, device: torch.device) -> manifest.Arm:
         raise PackageError(f"this GPU is a {here.arch}: reflib compiles for AMD GPUs but cannot run there yet")
     cuda = [a for a in m.archs if a.startswith("sm_")]
     text = next((a.made_for for a in m.arms if a.arch == "ptx"), None)
-    found = choose(cuda, text, here.capability)
+    fits = [a for a in cuda if max((k.shared for k in m.arm(a).kernels), default=0) <= here.shared]
+    found = choose(fits, text, here.capability)  # (sm_80 has more shared memory than 8.6 and 8.9, which run its code)
     name = torch.cuda.get_device_name(device)
     if found is None:
         gpu = f"this {name} ({here.arch})"
@@ -288,7 +289,7 @@ def _moved(t: torch.Tensor, device: torch.device, moved: dict[int, torch.Tensor]
     storage = t.untyped_storage()
     key = storage.data_ptr()
     if key not in moved:
-        moved[key] = torch.empty(0, dtype=torch.uint8).set_(storage).to(device)
+        moved[key] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).to(device)
     there = torch.empty(0, dtype=t.dtype, device=device)
     return there.set_(moved[key].untyped_storage(), t.storage_offset(), t.shape, t.stride())
 
@@ -345,7 +346,7 @@ class _Wrapper(host.WrapperLibrary):
 
     def __init__(self, lib: ctypes.CDLL, libraries: _Libraries):
         self.entry = ctypes.cast(lib.reflib_call, ctypes.c_void_p).value
-        weakref.finalize(self, libraries.close)
+        weakref.finalize(self, libraries.close).atexit = False  # other code may still call it then
 
 
 def _graph(

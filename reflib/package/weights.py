@@ -227,7 +227,8 @@ def _gathered(span: _Span, tensors: Mapping[str, torch.Tensor]) -> torch.Untyped
         t, word = tensors[r.name], _WORDS[r.dtype.itemsize]
         source = torch.empty(0, dtype=word, device=t.device)
         source = source.set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
-        target = torch.empty(0, dtype=word).set_(storage, r.offset // r.dtype.itemsize, r.shape, r.strides)
+        target = torch.empty(0, dtype=word, device="cpu")
+        target = target.set_(storage, r.offset // r.dtype.itemsize, r.shape, r.strides)
         for d, stride in enumerate(r.strides):
             if stride == 0:  # an expanded dimension: one element, copied once
                 source, target = source.narrow(d, 0, 1), target.narrow(d, 0, 1)
@@ -262,14 +263,15 @@ def mapped(view: memoryview, rows: Any) -> dict[str, torch.Tensor]:
 
 def _storage(view: memoryview, span: _Span) -> torch.UntypedStorage:
     if not span.size:  # which frombuffer refuses
-        return torch.empty(0, dtype=torch.uint8).untyped_storage()
+        return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
     flat = torch.frombuffer(view, dtype=torch.uint8, count=span.size, offset=span.start)
     return (flat if flat.data_ptr() % ALIGN == 0 else flat.clone()).untyped_storage()
 
 
 def _tensor(storage: torch.UntypedStorage, r: _Row) -> torch.Tensor:
     try:
-        return torch.empty(0, dtype=r.dtype).set_(storage, r.offset // r.dtype.itemsize, r.shape, r.strides)
+        empty = torch.empty(0, dtype=r.dtype, device="cpu")
+        return empty.set_(storage, r.offset // r.dtype.itemsize, r.shape, r.strides)
     except (RuntimeError, OverflowError, TypeError) as e:
         raise PackageError(f"the weight {r.name!r} cannot be made: {e}; build the package again") from e
 

@@ -89,7 +89,7 @@ def of_exported(exported: Any, program: Program) -> Convention:
         outputs.append(Output("same", written[name]) if same else Output(kind, spec.target or ""))
     return Convention(
         tuple(inputs), tuple(arguments), tuple(outputs), exported.call_spec.in_spec, exported.call_spec.out_spec,
-        {str(s): _limits(r) for s, r in exported.range_constraints.items()},
+        {str(s): _limits(r) for s, r in exported.range_constraints.items() if s.is_integer},
         tuple(program.buffers[x].device.type if isinstance(x, str) else "" for x in program.inputs),
     )  # fmt: skip
 
@@ -102,7 +102,5 @@ def _argument(arg: Any, x: Any, program: Program) -> Argument:
 
 
 def _limits(r: Any) -> tuple[int, int | None]:
-    least, most = int(r.lower), None
-    if r.upper.is_finite and r.upper < 2**62:
-        most = int(r.upper)
-    return least, most
+    least = int(r.lower) if r.lower.is_finite else -(2**63)
+    return least, int(r.upper) if r.upper.is_finite and r.upper < 2**62 else None

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import ReflibError
-from ..ir.expr import Expr, Sym
+from ..ir.expr import Expr, Sym, expr
 from .convention import WEIGHTS, Argument, Convention
 
 
@@ -76,7 +76,7 @@ class ExportedCallable:
 
     def _long(self, *args: Any, **kwargs: Any) -> Any:
         c = self.convention
-        flat, spec = pytree.tree_flatten((args, kwargs))
+        flat, spec = pytree.tree_flatten((args, self._in_order(kwargs)))
         if spec != c.in_spec:
             raise ReflibError(f"called with arguments of structure {spec}, but it was exported with {c.in_spec}")
         values = list(self._state)
@@ -97,12 +97,24 @@ class ExportedCallable:
                 flat[self._at[output.target]].copy_(value)
         return pytree.tree_unflatten(user, c.out_spec)
 
+    def _in_order(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """As they were when it was exported: a caller may name them in any order."""
+        spec = self.convention.in_spec
+        named = (spec.child(1) if hasattr(spec, "child") else spec.children_specs[1]).context
+        return {k: kwargs[k] for k in named} if kwargs and set(kwargs) == set(named) else kwargs
+
     def _checked(self, argument: Argument, got: Any, sizes: dict[str, int]) -> Any:
         """``got``, if it is what the program was exported for; a copy where only its strides are others. No Dynamo
         guards this call, and the kernels believe what they were compiled for."""
         name, want = f"argument {argument.name}", argument.tensor
+        if want is None and isinstance(argument.value, Sym):
+            if type(got) is not int:
+                raise ReflibError(f"{name}: expected an int, got {type(got).__name__}")
+            if got != (known := self._value(expr(argument.value), got, sizes)):
+                raise ReflibError(f"{name}: {got}, but {argument.value.name} is {known}, the size of another argument")
+            return got
         if want is None:
-            if not isinstance(argument.value, Sym) and (type(got) is not type(argument.value) or got != argument.value):
+            if type(got) is not type(argument.value) or got != argument.value:
                 raise ReflibError(f"{name}: it was exported with {argument.value!r}, got {got!r}")
             return got
         if not isinstance(got, torch.Tensor):
@@ -113,11 +125,11 @@ class ExportedCallable:
             raise ReflibError(f"{name}: layout {got.layout}, but it was exported with torch.strided")
         if got.is_neg():
             got = got.resolve_neg()
-        for what, have, wanted in (
+        for what, have, asked in (
             ("dtype", got.dtype, want.dtype), ("device", got.device, want.device), ("ndim", got.ndim, len(want.shape)),
         ):  # fmt: skip
-            if have != wanted:
-                raise ReflibError(f"{name}: {what} {have}, but it was exported with {wanted}")
+            if have != asked:
+                raise ReflibError(f"{name}: {what} {have}, but it was exported with {asked}")
         for d, (n, e) in enumerate(zip(got.shape, want.shape)):
             if n != (wanted := self._value(e, n, sizes)):
                 known = f"{e} = {wanted}" if e.constant is None else e

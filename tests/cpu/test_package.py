@@ -104,6 +104,25 @@ def test_trees_of_arguments_and_results(tmp_path: Path) -> None:
         f(args[0], args[1], 4, **kwargs)
 
 
+def test_keywords_in_any_order_and_ints_in_their_range(tmp_path: Path) -> None:
+    class Takes(torch.nn.Module):
+        def forward(self, x: Tensor, k: int, *, a: Tensor, b: Tensor) -> Tensor:
+            return x[:k] * 2 + a - b
+
+    x, a, b = torch.randn(8, 4), torch.randn(4), torch.randn(4)
+    shapes = {"x": None, "k": Dim.DYNAMIC, "a": None, "b": None}
+    path = reflib.aot_compile(
+        Takes(), (x, 5), tmp_path / "k.reflib", "cpu", kwargs={"a": a, "b": b}, dynamic_shapes=shapes
+    )  # fmt: skip
+    with torch.device("meta"):  # whatever is the default
+        f = reflib.load(path)
+    for k in (3, 8):
+        close(f(x, k, b=b, a=a), Takes()(x, k, a=a, b=b))
+    for k, says in ((9, "size 9 for .* 0 to 8"), (-1, "size -1"), (2.0, "expected an int")):
+        with pytest.raises(ReflibError, match=says):
+            f(x, k, a=a, b=b)
+
+
 def test_sizes_that_change(tmp_path: Path) -> None:
     def f(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return torch.softmax(x @ w, -1), x.sum(0)
