@@ -132,8 +132,8 @@ class ExportedCallable:
                 raise ReflibError(f"{name}: {what} {have}, but it was exported with {asked}")
         for d, (n, e) in enumerate(zip(got.shape, want.shape)):
             if n != (wanted := self._value(e, n, sizes)):
-                known = f"{e} = {wanted}" if e.constant is None else e
-                raise ReflibError(f"{name}: size {n} in dimension {d}, but it was exported with {known}")
+                text = f"{e} = {wanted}" if e.constant is None else str(e)
+                raise ReflibError(f"{name}: size {n} in dimension {d}, but it was exported with {text}")
         strides = tuple(self._value(e, n, sizes) for e, n in zip(want.strides, got.stride()))
         if got.stride() == strides or all(n == 1 or s == h for n, s, h in zip(got.shape, strides, got.stride())):
             return got
