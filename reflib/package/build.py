@@ -280,7 +280,7 @@ def _program(c: Convention) -> manifest.Program:
         ),
         outputs=tuple(manifest.Output(o.kind, o.target) for o in c.outputs),
         arguments_tree=_tree(c.in_spec, "arguments"), result_tree=_tree(c.out_spec, "result"), ranges=c.ranges,
-        devices=c.devices,
+        devices=c.devices, guards=tuple(manifest.Guard(g.kind, encode(g.what), g.text) for g in c.guards),
     )  # fmt: skip
 
 

@@ -77,6 +77,9 @@ def _arms(m: Manifest, arch: str | None) -> list[Arm]:
         raise PackageError(f"it has no arm {arch!r} to export; it has {', '.join(there)}")
     names = [arch] if arch is not None else [a for a in there if a != "cpu"] or there
     arms = [m.arm(a) for a in names]
+    if guards := [g.text for a in arms for g in m.programs[a.program].guards]:
+        what = f"it was exported where {guards[0]} holds of its sizes"
+        raise PackageError(f"{what}, which a C++ program does not check yet: export it with ranges that imply it")
     for arm in arms:
         for op in arm.needs.values():
             remedy = "register it in C++, or declare a function in C for it (option c_shims)"

@@ -26,7 +26,7 @@ from ..ir.data import decode
 from ..ir.expr import Expr
 from ..target import device_target
 from ..wrap import host
-from ..wrap.convention import Argument, Convention, Expected, Output
+from ..wrap.convention import Argument, Convention, Expected, Guard, Output
 from ..wrap.exported import ExportedCallable
 from ..wrap.runtime import namespace, zeros
 from . import archive, elf, manifest, trees, weights
@@ -248,8 +248,15 @@ def convention_of(p: manifest.Program, device: torch.device) -> Convention:
     given = sum(o.kind in ("result", "same") for o in outputs)
     return Convention(
         p.inputs, arguments, outputs, trees.arguments(p.arguments_tree, len(arguments)),
-        trees.tree(p.result_tree, given, "results"), p.ranges, p.devices,
+        trees.tree(p.result_tree, given, "results"), p.ranges, p.devices, tuple(map(_guard, p.guards)),
     )  # fmt: skip
+
+
+def _guard(g: manifest.Guard) -> Guard:
+    what = decode(g.what)
+    if not isinstance(what, Expr) or g.kind not in ("at_least", "equal", "differs"):
+        raise PackageError("a condition on its sizes is none: build it again")
+    return Guard(g.kind, what, g.text)
 
 
 def _expected(t: manifest.Tensor, device: torch.device) -> Expected:

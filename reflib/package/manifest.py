@@ -60,6 +60,15 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Guard:
+    """See wrap/convention.py."""
+
+    kind: str
+    what: Data
+    text: str
+
+
+@dataclass(frozen=True)
 class Program:
     """How a captured graph is called. ``inputs``: of the graph, in order: a weight's name, or "" for the next argument
     of the caller's. ``arguments_tree``, ``result_tree``: torch's pytree specs, as its JSON text. ``ranges``: of the
@@ -73,6 +82,7 @@ class Program:
     result_tree: str
     ranges: dict[str, tuple[int, int | None]]
     devices: tuple[str, ...]
+    guards: tuple[Guard, ...] = ()
 
 
 @dataclass(frozen=True)

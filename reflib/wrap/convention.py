@@ -44,9 +44,23 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Guard:
+    """``what`` is "at_least" 0, "equal" to 0, or "differs" from it (``kind``); ``text``: as people say it."""
+
+    kind: str
+    what: Expr
+    text: str
+
+    def holds(self, sizes: dict[str, int]) -> bool:
+        n = int(self.what.evaluate(sizes))
+        return n >= 0 if self.kind == "at_least" else (n == 0) == (self.kind == "equal")
+
+
+@dataclass(frozen=True)
 class Convention:
     """``inputs``: of the graph, in order: a weight's name, or "" for the caller's next argument. ``ranges``: of symbols
-    (least, most or None). ``devices``: the kind of device each input lies on, "" for what is no tensor."""
+    (least, most or None). ``devices``: the kind of device each input lies on, "" for what is no tensor. ``guards``:
+    what else held of the sizes when the graph was captured; it must when it is called."""
 
     inputs: tuple[str, ...]
     arguments: tuple[Argument, ...]
@@ -55,6 +69,7 @@ class Convention:
     out_spec: Any
     ranges: dict[str, tuple[int, int | None]]
     devices: tuple[str, ...]
+    guards: tuple[Guard, ...] = ()
 
 
 WEIGHTS = ("PARAMETER", "BUFFER", "CONSTANT_TENSOR", "CUSTOM_OBJ")
@@ -66,6 +81,8 @@ def of_exported(exported: Any, program: Program) -> Convention:
 
     Raises ReflibError for tokens and other inputs and outputs that no tensor or number can stand for.
     """
+    from .guards import guards_of  # (sympy, which whoever only loads a package does not need)
+
     sig = exported.graph_signature
     inputs, arguments = [], []
     for spec, x in zip(sig.input_specs, program.inputs, strict=True):
@@ -91,6 +108,7 @@ def of_exported(exported: Any, program: Program) -> Convention:
         tuple(inputs), tuple(arguments), tuple(outputs), exported.call_spec.in_spec, exported.call_spec.out_spec,
         {str(s): _limits(r) for s, r in exported.range_constraints.items() if s.is_integer},
         tuple(program.buffers[x].device.type if isinstance(x, str) else "" for x in program.inputs),
+        guards_of(exported),
     )  # fmt: skip
 
 

@@ -72,7 +72,7 @@ class ExportedCallable:
         after = self._given == list(range(len(c.inputs) - n, len(c.inputs)))
         given = all(o.kind == "result" for o in c.outputs)
         flat_out = c.out_spec.is_leaf() or c.out_spec == pytree.tree_structure(tuple(range(len(c.outputs))))
-        return positional and tensors and after and given and flat_out
+        return positional and tensors and after and given and flat_out and not c.guards
 
     def _long(self, *args: Any, **kwargs: Any) -> Any:
         c = self.convention
@@ -83,6 +83,10 @@ class ExportedCallable:
         sizes: dict[str, int] = {}
         for i, got, argument in zip(self._given, flat, c.arguments):
             values[i] = self._checked(argument, got, sizes)
+        for guard in c.guards:
+            if not guard.holds(sizes):
+                here = ", ".join(f"{s.name} = {sizes[s.name]}" for s in sorted(guard.what.symbols(), key=str))
+                raise ReflibError(f"it was exported where {guard.text} holds of the arguments' sizes; here {here}")
         with torch.no_grad():
             results = self._call(values)
         user = []

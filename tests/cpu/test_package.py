@@ -140,6 +140,39 @@ def test_sizes_that_change(tmp_path: Path) -> None:
         g(torch.randn(8, 17), args[1])
 
 
+class TakesOneWay(torch.nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if x.shape[0] > y.shape[0]:
+            return x[: y.shape[0]] + y
+        return x.sum() * y
+
+
+class TakesAnotherWay(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] % 2 == 0 else x * 3
+
+
+@pytest.mark.parametrize("way", ["package", "compiled"])
+def test_what_export_assumed_of_sizes_is_checked(way: str, tmp_path: Path) -> None:
+    def made(model: torch.nn.Module, *args: Tensor) -> Any:
+        shapes = tuple({0: Dim.AUTO} for _ in args)
+        if way == "compiled":
+            return reflib.compile(torch.export.export(model, args, dynamic_shapes=shapes), wrapper="cpp")
+        return reflib.load(reflib.aot_compile(model, args, tmp_path / "g.reflib", "cpu", dynamic_shapes=shapes))
+
+    f = made(TakesOneWay(), torch.randn(8), torch.randn(4))
+    for a, b in ((8, 4), (9, 7), (100, 2)):
+        x, y = torch.randn(a), torch.randn(b)
+        close(f(x, y), TakesOneWay()(x, y))
+    for a, b in ((3, 70000), (5, 5)):
+        with pytest.raises(ReflibError, match=r"exported where .* holds .* here s\d+ = \d"):
+            f(torch.randn(a), torch.randn(b))
+    g = made(TakesAnotherWay(), torch.randn(8))
+    close(g(torch.ones(6)), 2 * torch.ones(6))
+    with pytest.raises(ReflibError, match="Mod"):
+        g(torch.ones(7))
+
+
 def test_what_it_is_not_called_with(small: tuple[Any, Path]) -> None:
     model, path = small
     f = reflib.load(path)
