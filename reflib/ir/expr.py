@@ -225,6 +225,16 @@ class Expr:
                 out = out + Expr(((tuple(a for a in m if a != atom), c),))
         return out
 
+    def linear(self) -> tuple[Sym, int, int] | None:
+        """(s, c, d) of an expression ``c * s + d`` in one symbol; None for another."""
+        symbols = self.symbols()
+        sym = next(iter(symbols), None)
+        if sym is None or len(symbols) > 1:
+            return None
+        d = self.subs({sym: 0}).constant
+        c = (self - d).subs({sym: 1}).constant if d is not None else None
+        return (sym, c, d) if c and d is not None and self == c * expr(sym) + d else None
+
     def subs(self, env: Mapping[Atom, IntLike]) -> Expr:
         """Replace atoms; the result is simplified again."""
         if not env or not any(a in env or isinstance(a, Call) for m, _ in self.terms for a in m):

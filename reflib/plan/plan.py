@@ -220,14 +220,15 @@ def bind_symbols(program: Program) -> list[Let]:
     known = {s for s in program.inputs if isinstance(s, Sym)}
     known |= {s for n in program.nodes if isinstance(n, Extern) for s, _, _ in n.symbols}
     out: list[Let] = []
-    for name in program.inputs:
-        b = program.buffers.get(name) if isinstance(name, str) else None
-        if b is None:
-            continue
-        for what, exprs in (("size", b.shape), ("stride", b.strides)):
-            for dim, e in enumerate(exprs):
-                sym = next(iter(e.symbols()), None)
-                if sym is not None and sym not in known and e == expr(sym):
-                    known.add(sym)
-                    out.append(Let(sym, name, what, dim))
+    given = [
+        (name, what, dim, e)
+        for name in program.inputs if isinstance(name, str) and (b := program.buffers.get(name)) is not None
+        for what, exprs in (("size", b.shape), ("stride", b.strides)) for dim, e in enumerate(exprs)
+    ]  # fmt: skip
+    for direct in (True, False):  # a symbol that no size is may still be known from one: half of it, say
+        for name, what, dim, e in given:
+            linear = e.linear()
+            if linear is not None and linear[0] not in known and (not direct or e == expr(linear[0])):
+                known.add(linear[0])
+                out.append(Let(linear[0], name, what, dim, *linear[1:]))
     return out

@@ -26,12 +26,14 @@ from ..ir.program import Arm, Assume, Extern, Region
 
 @dataclass(frozen=True, slots=True)
 class Let:
-    """``sym`` is input ``buffer``'s size (``what="size"``) or stride (``"stride"``) in ``dim``."""
+    """Input ``buffer``'s size (``what="size"``) or stride (``"stride"``) in ``dim`` is ``times * sym + plus``."""
 
     sym: Sym
     buffer: str
     what: str
     dim: int
+    times: int = 1
+    plus: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,17 +213,18 @@ class CppPrinter:
 
     def _sizes(self, lets: list[Let]) -> None:
         """Sizes that depend on symbols are what they were when the program was captured, and within its ranges."""
-        bound = {(let.buffer, let.dim): let.sym for let in lets if let.what == "size"}
+        bound = {(let.buffer, let.dim): let for let in lets if let.what == "size"}
         for name, i in self.at.items():
             n = self.name(name)
             for d, e in enumerate(self.program.buffers[name].shape):
-                if (name, d) in bound:
-                    s = bound[name, d]
+                let = bound.get((name, d))
+                if let is not None:
+                    s = let.sym
                     least = s.lo if s.lo > 2 else 0  # 2 is said of every size that varies: as eager, 0 and 1 are taken
                     if s.hi is not None or least:
                         limits = f"{least}, {s.hi if s.hi is not None else 'INT64_MAX'}"
                         self.put(f'expect_range(run, {i}, "{name}", "{s.name}", {self.name(s.name)}, {limits});')
-                elif e.symbols():
+                if e.symbols() and (let is None or (let.times, let.plus) != (1, 0)):
                     self.put(f'expect_size(run, {i}, "{name}", {n}, {d}, {self.size(e)}, "{e}");')
         known = {(let.buffer, let.dim) for let in lets if let.what == "stride"}
         for name, i in self.at.items():
@@ -251,7 +252,10 @@ class CppPrinter:
     def _step(self, step: Step) -> None:
         if isinstance(step, Let):
             b = self.name(step.buffer)
-            self.put(f"int64_t {self.name(step.sym.name)} = {b}.{step.what}(run, {step.dim});")
+            value = f"{b}.{step.what}(run, {step.dim})"
+            if (step.times, step.plus) != (1, 0):
+                value = f"floor_div({value} - {step.plus}, {step.times})"
+            self.put(f"int64_t {self.name(step.sym.name)} = {value};")
         elif isinstance(step, Alloc):
             self._alloc(step)
         elif isinstance(step, Launch):

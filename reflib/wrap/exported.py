@@ -145,14 +145,17 @@ class ExportedCallable:
 
     def _value(self, want: Expr, have: int, sizes: dict[str, int]) -> int:
         """The number that a size must be. A symbol met for the first time is what it is here, within its range."""
-        text = str(want)
         symbols = {s.name for s in want.symbols()}
-        if {text} == symbols and text not in sizes:
-            least, most = self.convention.ranges.get(text, (0, None))
-            if have < least or most is not None and have > most:
+        linear = want.linear()
+        if linear is not None and linear[0].name not in sizes:
+            name, (_, times, plus) = linear[0].name, linear
+            value = (have - plus) // times
+            least, most = self.convention.ranges.get(name, (0, None))
+            if value < least or most is not None and value > most:
                 limit = "or more" if most is None else f"to {most}"
-                raise ReflibError(f"size {have} for {text}, which was exported for {least} {limit}")
-            sizes[text] = have
+                said = "" if want == linear[0] else f", with {name} = {value}"
+                raise ReflibError(f"size {have} for {want}{said}, which was exported for {least} {limit}")
+            sizes[name] = value
         return int(want.evaluate(sizes)) if symbols <= sizes.keys() else have
 
 

@@ -100,7 +100,10 @@ class PythonPrinter:
     def _step(self, step: Step) -> None:
         if isinstance(step, Let):
             method = "size" if step.what == "size" else "stride"
-            self.put(f"{step.sym.name} = {step.buffer}.{method}({step.dim})")
+            value = f"{step.buffer}.{method}({step.dim})"
+            if (step.times, step.plus) != (1, 0):
+                value = f"({value} - {step.plus}) // {step.times}"
+            self.put(f"{step.sym.name} = {value}")
         elif isinstance(step, Alloc):
             self._alloc(step)
         elif isinstance(step, Launch):

@@ -140,6 +140,35 @@ def test_sizes_that_change(tmp_path: Path) -> None:
         g(torch.randn(8, 17), args[1])
 
 
+@pytest.mark.parametrize("wrapper", ["python", "cpp", "package"])
+def test_sizes_in_terms_of_another(wrapper: str, tmp_path: Path) -> None:
+    h = Dim("h", min=2, max=32)
+    for f, shapes, good, wrong in (
+        (lambda x: x.view(-1, 2).sum(1), ({0: 2 * h},), (4, 10, 64), (7, 66)),
+        (lambda x: torch.softmax(x, 0) * x.shape[0], ({0: h + 1},), (4, 33), (34, 2)),
+    ):
+        if wrapper == "package":
+            path = reflib.aot_compile(f, (torch.randn(8),), tmp_path / "h.reflib", "cpu", dynamic_shapes=shapes)
+            g = reflib.load(path)
+        else:
+            ep = torch.export.export(function(f), (torch.randn(8),), dynamic_shapes=shapes)
+            g = reflib.compile(ep, wrapper=wrapper)
+        for n in good:
+            x = torch.randn(n)
+            close(g(x), f(x))
+        for n in wrong:
+            with pytest.raises(ReflibError, match="exported"):
+                g(torch.randn(n))
+
+
+def function(f: Any) -> torch.nn.Module:
+    class Calls(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return f(x)
+
+    return Calls()
+
+
 class TakesOneWay(torch.nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         if x.shape[0] > y.shape[0]:
