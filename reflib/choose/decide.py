@@ -135,7 +135,7 @@ def decide(
     if measures:
         _begin_all(program, work)
     elif options.autotune != "off":
-        say_once("with target= nothing runs, so nothing is measured: choices go by what is known and the static rule")
+        say_once("with target= nothing runs, so nothing is measured: choices go by the static rule")
     decisions: list[Decision] = []
     while (choice := next((n for n in program.nodes if isinstance(n, Choice)), None)) is not None:
         target = target_of(program.buffers[choice.outputs[0]].device)
