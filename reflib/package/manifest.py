@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import PackageError
+from .archive import Entry
 
 FORMAT = 1  # of the archive and of this; a newer one is refused
 HOST = 1  # of what a compiled wrapper and the process know of each other: wrap/host.h
@@ -149,16 +150,6 @@ class Library:
     op: str
     module: str = ""
     file: str = ""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A member of the archive."""
-
-    name: str
-    size: int
-    sha256: str
-    crc32: int
 
 
 @dataclass(frozen=True)
