@@ -10,17 +10,16 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from reflib.lab.cold_child import close, flat, own_caches, synchronize
-from reflib.lab.peers import Failure, _run_child
+from reflib.lab.peers import Failure
 from reflib.lab.rows import Row, Rows, append, stamp
 from reflib.lab.timing import Samples
-from reflib.lab.tuning import _ended
+from reflib.lab.way_sweep import outcomes_of
 
 CHILD = "reflib.lab.package_ways"
 
@@ -83,19 +82,7 @@ def _gpus(archs: Sequence[str]) -> int:
 
 
 def _outcomes(job: dict[str, Any], source: str, count: int, timeout_s: float) -> list[dict[str, Any] | Failure]:
-    """What the child wrote down, in order; for the rest, why it did not."""
-    with tempfile.TemporaryDirectory(prefix="reflib-packages-") as root:
-        folder = Path(root)
-        (folder / "package_model.py").write_text(source, encoding="utf-8")
-        (folder / "job.json").write_text(json.dumps({**job, "caches": str(folder / "caches")}), encoding="utf-8")
-        code, errors = _run_child(root, timeout_s, CHILD)
-        written = folder / "results.jsonl"
-        text = written.read_text(encoding="utf-8") if written.exists() else ""
-    found: list[dict[str, Any] | Failure] = []
-    for line in text.splitlines():
-        data = json.loads(line)
-        found.append(Failure(data["status"], data["note"]) if "status" in data else data)
-    return found + [_ended(code, errors, timeout_s)] * (count - len(found))
+    return outcomes_of(CHILD, job, {"package_model.py": source}, count, timeout_s)
 
 
 def _built_rows(found: dict[str, Any] | Failure, shared: Mapping[str, Any]) -> list[Row]:

@@ -49,26 +49,31 @@ def sweep_ways(
             "way": dict(way), "places": [dict(p) for p in places], "device": str(here.device), "seed": here.seed,
             "dtype": str(here.dtype).removeprefix("torch."), "budget_s": budget_s, "timeout_s": timeout_s,
         }  # fmt: skip
-        for place, found in zip(places, _outcomes(job, source, timeout_s), strict=True):
+        outcomes = outcomes_of(CHILD, job, {"way_program.py": source}, len(places), timeout_s)
+        for place, found in zip(places, outcomes, strict=True):
             rows += _rows(found, {"name": name, "case": label, "at": dict(place), **stamp()})
     append({"kind": "row", **row.to_data()} for row in rows)
     return Rows(rows)
 
 
-def _outcomes(job: dict[str, Any], source: str, timeout_s: float) -> list[dict[str, Any] | Failure]:
-    """What the child wrote down for each place; for the rest, why it did not."""
+def outcomes_of(
+    child: str, job: dict[str, Any], files: Mapping[str, str], count: int, timeout_s: float
+) -> list[dict[str, Any] | Failure]:
+    """What the module `child`, run in a folder with the job and `files`, wrote down, in order; for what is missing of
+    `count`, why."""
     with tempfile.TemporaryDirectory(prefix="reflib-ways-") as root:
         folder = Path(root)
-        (folder / "way_program.py").write_text(source, encoding="utf-8")
-        (folder / "job.json").write_text(json.dumps({**job, "caches": str(folder / "caches")}), encoding="utf-8")
-        code, errors = _run_child(root, timeout_s, CHILD)
+        job = {**job, "caches": str(folder / "caches")}
+        for name, text in {**files, "job.json": json.dumps(job)}.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        code, errors = _run_child(root, timeout_s, child)
         written = folder / "results.jsonl"
         text = written.read_text(encoding="utf-8") if written.exists() else ""
     found: list[dict[str, Any] | Failure] = []
     for line in text.splitlines():
         data = json.loads(line)
         found.append(Failure(data["status"], data["note"]) if "status" in data else data)
-    return found + [_ended(code, errors, timeout_s)] * (len(job["places"]) - len(found))
+    return found + [_ended(code, errors, timeout_s)] * (count - len(found))
 
 
 def _rows(found: dict[str, Any] | Failure, shared: Mapping[str, Any]) -> list[Row]:

@@ -17,7 +17,6 @@ from typing import Any
 from ..errors import PackageError
 from .archive import Entry
 
-FORMAT = 1  # of the archive and of this; a newer one is refused
 HOST = 1  # of what a compiled wrapper and the process know of each other: wrap/host.h
 
 Data = Any  # what ir/data.py encodes; decoded where it is used
