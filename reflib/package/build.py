@@ -102,7 +102,7 @@ def build(
     members["weights.safetensors"] = packed
     gpu = any(m.planned.target.is_gpu for m in making)
     about = manifest.Manifest(
-        format=manifest.FORMAT, host=manifest.HOST, system=platform.system(), machine=platform.machine(),
+        format=archive.FORMAT, host=manifest.HOST, system=platform.system(), machine=platform.machine(),
         images="fatbin" if gpu and images.fatbinary() else "table", versions=_versions(gpu), options=_options(options),
         source=hashlib.sha256("".join(captured[k].digest for k in sorted(captured)).encode()).hexdigest(),
         programs={k: _program(c.convention) for k, c in captured.items()}, arms=tuple(made),
