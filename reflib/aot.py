@@ -11,7 +11,9 @@ GPU, and for CPUs, is measured here.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import os
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,8 @@ from .target import Target, device_target
 def aot_compile(
     model: Any,
     args: Sequence[Any] = (),
-    path: str | Path = "model.reflib",
-    archs: Sequence[str] | str = ("native",),
+    path: str | os.PathLike[str] = "model.reflib",
+    archs: Iterable[str] | str = ("native",),
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
     ptx: bool = True,
@@ -34,38 +36,43 @@ def aot_compile(
 ) -> Path:
     """Compile ``model`` for every architecture in ``archs`` and write it, with its weights, to ``path``.
 
-    model: a module, a function, or a ``torch.export.ExportedProgram`` (then without args); for inference.
-    args, kwargs: example arguments. dynamic_shapes: which sizes may change, as ``torch.export.export`` takes it.
+    model: a module, a function, or a ``torch.export.ExportedProgram`` (then without args); for inference. It is
+        captured as it is: one in training mode goes on drawing its dropout and updating its statistics (a UserWarning
+        says so). Weights that nothing reads are left out.
+    args, kwargs: example arguments, a tuple and a dict; of tensors only dtype, shape and strides matter.
+    path: of the file; a link stays one, to the new file. dynamic_shapes: which sizes may change, as
+        ``torch.export.export`` takes it.
     archs: "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120" (all of these: "all"), "native" (the GPU of
         this machine, else its CPU, all of it), "cpu" (any x86-64 with AVX2, or any 64-bit ARM), "gfx90a", "gfx942"
-        (compiled; not run yet). The GPUs need not be in this machine, nor need the model lie on one.
+        (compiled; not run yet). In any order: the same set makes the same bytes. The GPUs need not be in this machine,
+        nor need the model lie on one.
     ptx: add assembly text, which the drivers of later NVIDIA GPUs compile themselves.
     options: fields of :class:`reflib.Options`.
 
     Returns the path. Raises OptionError, CaptureError (the model cannot be exported), PackageError (it cannot be in a
     package, or the file cannot be written: what was there before is still there), ToolchainError, DeviceError.
     """
-    from .package.architectures import targets
+    from .package.architectures import wanted
     from .package.build import Planned, build, ptx_target
     from .wrap.aten import declared
 
     opts = _options(options)
-    wanted, with_ptx = targets(archs, ptx)
-    native = "native" in ([archs] if isinstance(archs, str) else archs)
-    path = _writable(Path(path))
-    gpu = any(t.is_gpu for t in wanted)
-    kinds = [k for k, there in (("cuda", gpu), ("cpu", any(not t.is_gpu for t in wanted))) if there]
-    captured, programs, graphs = {}, {}, {}
-    for kind in kinds:
-        captured[kind], graphs[kind], programs[kind] = _capture(
-            model, args, kwargs, dynamic_shapes, torch.device(kind, 0) if kind == "cuda" else torch.device("cpu"), opts
-        )
+    want = wanted(archs, ptx)
+    path = _writable(path)
+    shims = declared(opts.c_shims)
+    captured, programs, exported = {}, {}, {}
+    for kind in dict.fromkeys("cuda" if t.is_gpu else "cpu" for t in want.targets):
+        device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
+        captured[kind], exported[kind], programs[kind] = _capture(model, args, kwargs, dynamic_shapes, device, opts)
+    if training := next(iter(exported.values())).training:
+        what = f"{getattr(model, '__name__', type(model).__name__)} is captured as it is in training"
+        warnings.warn(f"{what}: {', '.join(training)}. For inference call model.eval() first", UserWarning, 2)
     arms = []
-    for arch, target in [*((t.arch, t) for t in wanted), *([("ptx", ptx_target())] if with_ptx else [])]:
+    for arch, target in [*((t.arch, t) for t in want.targets), *([("ptx", ptx_target())] if want.ptx else [])]:
         kind = "cuda" if target.is_gpu else "cpu"
-        s = _stages(graphs[kind], programs[kind], opts, target)
-        arms.append(Planned(arch, target, kind, s.chosen, s.plan, s.kernels, native and not target.is_gpu))
-    return build(path, captured, arms, opts, declared(opts.c_shims))
+        s = _stages(exported[kind].graph, programs[kind], opts, target)
+        arms.append(Planned(arch, target, kind, s.chosen, s.plan, s.kernels, want.here and not target.is_gpu))
+    return build(path, captured, arms, opts, shims)
 
 
 def _options(given: Mapping[str, Any]) -> Options:
@@ -77,22 +84,27 @@ def _options(given: Mapping[str, Any]) -> Options:
     return options.but(wrapper="cpp")
 
 
-def _writable(path: Path) -> Path:
+def _writable(given: Any) -> Path:
+    from .package.archive import as_path
+
+    path = as_path(given)
     if path.is_dir():
         raise PackageError(f"{path} is a folder; name a file, such as {path / 'model.reflib'}")
-    if not path.absolute().parent.is_dir():
-        raise PackageError(f"there is no folder {path.absolute().parent} to write {path.name} into")
+    folder = Path(os.path.realpath(path)).parent
+    if not folder.is_dir():
+        raise PackageError(f"there is no folder {folder} to write {path.name} into")
     return path
 
 
 def _capture(
     model: Any, args: Any, kwargs: Any, dynamic_shapes: Any, device: torch.device, options: Options
 ) -> tuple[Any, Any, Any]:
-    """(what the package needs of it, the graph, the program)."""
+    """(what the package needs of it, the model exported, its program)."""
     from .capture.export import export_for
     from .lower import decompositions, lower
     from .package.build import Captured
     from .wrap.convention import of_exported
+    from .wrap.guards import checked
 
     exported = export_for(model, args, kwargs, dynamic_shapes, device, decompositions=decompositions())
     program = lower(exported.graph, options)
@@ -100,8 +112,17 @@ def _capture(
     kinds = {s.target: _KINDS.get(s.kind.name, "constant") for s in specs if s.target in exported.state}
     ops = str(exported.graph.module.graph)  # (a Graph's own text names files and lines)
     digest = hashlib.sha256(ops.encode()).hexdigest()
-    captured = Captured(of_exported(exported.program, program), exported.state, kinds, digest)
-    return captured, exported.graph, program
+    convention = of_exported(exported.program, program)
+    captured = Captured(convention, exported.state, kinds, digest, _names(exported.program))
+    return captured, exported, checked(program, convention)
+
+
+def _names(program: Any) -> tuple[str, ...]:
+    """Of the arguments that a call gives by position, as the model has them."""
+    signature = next((c.signature for c in program.module_call_graph if not c.fqn), None)
+    call = program.call_spec.in_spec
+    given = call.child(0) if hasattr(call, "child") else call.children_specs[0]
+    return tuple(getattr(signature, "forward_arg_names", None) or ())[: given.num_children]
 
 
 _KINDS = {"PARAMETER": "parameter", "BUFFER": "buffer"}

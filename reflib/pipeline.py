@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .generate.kernel import Kernel
     from .ir.program import Program
     from .plan import Plan
+    from .wrap.convention import Convention
 
 TargetOf = Callable[[torch.device], Target]
 STAGES = ("lower", "fuse", "choose", "plan", "generate", "wrap")
@@ -413,13 +414,24 @@ def compile(
 
 def compile_exported(program: Any, options: Options) -> Callable[..., Any]:
     """An ExportedProgram as a plain callable of its own arguments, parameters held inside."""
+    from .wrap.exported import ExportedCallable, weights_of
+
+    stages, convention, program = exported_stages(program, options)
+    return ExportedCallable(convention, weights_of(program), stages.call or _eager(stages.graph))
+
+
+def exported_stages(program: Any, options: Options) -> tuple[Stages, Convention, Any]:
+    """(its stages, how it is called, the program that was compiled: with fewer ops). No Dynamo guards such a call, so
+    the wrapper checks what torch.export found out about sizes."""
     from .capture import exported_graph
     from .lower import decompositions
     from .wrap.convention import of_exported
-    from .wrap.exported import ExportedCallable, weights_of
+    from .wrap.guards import checked
 
     graph, program = exported_graph(program, decompositions())
-    stages = run(graph, options)
-    assert stages.program is not None
-    convention = of_exported(program, stages.program)
-    return ExportedCallable(convention, weights_of(program), stages.call or _eager(graph))
+    lowered = run(graph, options, until="lower")
+    assert lowered.program is not None
+    convention = of_exported(program, lowered.program)
+    stages = run(graph, options, program=checked(lowered.program, convention))
+    stages.timeline[:0] = lowered.timeline
+    return stages, convention, program

@@ -16,7 +16,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from reflib.package import archive
@@ -34,10 +34,12 @@ VALUES: list[Any] = [
 
 @dataclass
 class Parts:
-    """What a package is made of. ``members``: those beside the manifest, in the file's order."""
+    """What a package is made of. ``members``: those beside the manifest, in the file's order. ``packed``: what lies in
+    the file for a compressed member, where that is not what its contents compress to."""
 
     manifest: Any
     members: list[tuple[str, bytes]]
+    packed: dict[str, bytes] = field(default_factory=dict)
 
 
 def take_apart(data: bytes) -> Parts:
@@ -48,20 +50,29 @@ def take_apart(data: bytes) -> Parts:
 
 def put_together(parts: Parts) -> bytes:
     """The package of these parts, however wrong. Its "entries" are made anew."""
-    rows = [vars(entry(name, content)) for name, content in parts.members]
+    rows = [vars(entry(name, content, parts.packed.get(name))) for name, content in parts.members]
     return with_manifest(parts, text({**parts.manifest, "entries": rows}))
 
 
 def with_manifest(parts: Parts, manifest: bytes) -> bytes:
     """The package of these members and this text, with all digests that lie outside of it."""
     contents = [*parts.members, (archive.MANIFEST, manifest)]
-    places = archive.layout([entry(name, content) for name, content in contents])
-    body = b"".join(archive.head(p) + content for p, (_, content) in zip(places, contents))
-    return body + archive.tail(places)
+    places = archive.layout([entry(name, content, parts.packed.get(name)) for name, content in contents])
+    lie = [parts.packed.get(name, in_file(name, content)) for name, content in contents]
+    return b"".join(archive.head(p) + data for p, data in zip(places, lie)) + archive.tail(places)
 
 
-def entry(name: str, content: bytes) -> archive.Entry:
-    return archive.Entry(name, len(content), hashlib.sha256(content).hexdigest(), zlib.crc32(content))
+def entry(name: str, content: bytes, packed: bytes | None = None) -> archive.Entry:
+    data = in_file(name, content) if packed is None else packed
+    return archive.Entry(name, len(data), len(content), hashlib.sha256(data).hexdigest(), zlib.crc32(content))
+
+
+def in_file(name: str, content: bytes) -> bytes:
+    """What lies in the file for a member."""
+    if archive.method(name) == 0:
+        return content
+    packer = zlib.compressobj(archive.LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
+    return packer.compress(content) + packer.flush()
 
 
 def text(manifest: Any) -> bytes:
@@ -89,7 +100,7 @@ def damage(data: bytes, rng: random.Random, repair: bool) -> tuple[bytes, str]:
     if not repair:
         return _raw(data, rng)
     kinds: list[Callable[[bytes, random.Random], tuple[bytes, str]]]
-    kinds = [_manifest, _manifest, _manifest, _manifest_text, _header, _weights, _content, _members]
+    kinds = [_manifest, _manifest, _manifest, _manifest_text, _header, _weights, _content, _members, _stream]
     while True:
         new, what = rng.choice(kinds)(data, rng)
         if new != data:
@@ -195,6 +206,24 @@ def _content(data: bytes, rng: random.Random) -> tuple[bytes, str]:
         out.clear()
     parts.members[i] = (name, bytes(out))
     return put_together(parts), f"{name}: {kind}"
+
+
+def _stream(data: bytes, rng: random.Random) -> tuple[bytes, str]:
+    """What a member is compressed to, its contents as they were; or one that unpacks to far more."""
+    parts = take_apart(data)
+    name, content = rng.choice([m for m in parts.members if archive.method(m[0])])
+    out = bytearray(in_file(name, content))
+    kind = rng.choice(["flip", "cut", "grow", "bomb", "random"])
+    if kind == "flip":
+        out[rng.randrange(len(out))] ^= 1 << rng.randrange(8)
+    elif kind == "cut":
+        del out[rng.randrange(len(out)) :]
+    elif kind == "grow":
+        out += rng.randbytes(rng.choice([1, 64]))
+    else:
+        out = bytearray(in_file(name, bytes(1 << 24)) if kind == "bomb" else rng.randbytes(len(out)))
+    parts.packed[name] = bytes(out)
+    return put_together(parts), f"{name}, compressed: {kind}"
 
 
 def _members(data: bytes, rng: random.Random) -> tuple[bytes, str]:

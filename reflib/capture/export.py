@@ -29,8 +29,7 @@ import ctypes
 import functools
 import inspect
 import threading
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -42,9 +41,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..errors import CaptureError, ReflibError
+from ..errors import CaptureError
+from .advice import explained, first_lines
 from .capture import exported_graph
 from .graph import Graph
+from .training import in_training
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
@@ -59,19 +60,22 @@ class Exported:
     program: the ExportedProgram it belongs to, for its signature, call_spec and range_constraints. Captured for another
         device, what its state_dict and constants hold are fakes.
     state: by ``target`` of the signature's input specs, in their order: the tensor for each input that is a parameter,
-        buffer or constant. They are the model's own tensors, where they lie: the graph's placeholder says where the
-        graph wants them. A weight of two names is there twice, the same object.
+        buffer or constant. (What nothing reads or writes is no input.) They are the model's own tensors, where they
+        lie: the graph's placeholder says where the graph wants them. A weight of two names is there twice, the same
+        object.
+    training: ops that do something else than in inference, because the model was in training mode, and what.
     """
 
     graph: Graph
     program: Any
     state: dict[str, torch.Tensor]
+    training: tuple[str, ...] = ()
 
 
 def export_for(
     model: Any,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
+    args: Sequence[Any] | None = (),
+    kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
     device: torch.device | str | None = None,
     *,
@@ -81,6 +85,7 @@ def export_for(
 
     model: a module, a callable (its own tensors, other than those of a module it is a method of, stay where they are),
         or an ExportedProgram, which is what it is: no args, kwargs or dynamic_shapes, and no other device.
+    args, kwargs: examples. Tensors among them may lie anywhere, on ``meta`` too: what is in them does not matter.
     device: ``cpu``, ``cuda``, or None for where the model and its arguments lie.
     decompositions: ``lower.decompositions()``.
 
@@ -89,25 +94,37 @@ def export_for(
     device = None if device is None else torch.device(device)
     if device is not None and device.type not in ("cpu", "cuda"):
         raise CaptureError(f"cannot capture for {device}: reflib compiles for cpu and cuda")
+    args, kwargs = _examples(args, kwargs)
     if isinstance(model, torch.export.ExportedProgram):
         if args or kwargs or dynamic_shapes:
             raise CaptureError("an ExportedProgram has its arguments and shapes already: pass it without any")
         return _of_program(model, device, decompositions)
     module = _as_module(model)
-    there, fakes = _fakes_for(module, (args, kwargs or {}), device)
+    there, fakes = _fakes_for(module, (args, kwargs), device)
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     name = getattr(model, "__name__", type(model).__name__)
-    with _LOCK, torch.no_grad(), _as_if_there() if there == "cuda" else nullcontext(), _explained(name):
+    with _LOCK, torch.no_grad(), _as_if_there() if there == "cuda" else nullcontext(), explained(name):
         if fakes is not None:
             module = fakes.copied(module, name)
             args, kwargs = pytree.tree_map_only(torch.Tensor, fakes.fake, (args, kwargs))
         program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
-        return _exported(program, decompositions, own, {} if fakes is None else fakes.real)
+        training = not isinstance(model, torch.nn.Module) or any(m.training for m in model.modules())
+        return _exported(program, decompositions, own, {} if fakes is None else fakes.real, training)
+
+
+def _examples(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``args`` and ``kwargs``, if they are what their names say."""
+    if args is not None and not isinstance(args, (tuple, list)):
+        raise CaptureError(f"args are the example arguments in a tuple, (x,) for one: got a {type(args).__name__}")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise CaptureError(f"kwargs are the example arguments by name in a dict: got a {type(kwargs).__name__}")
+    return tuple(args or ()), dict(kwargs or {})
 
 
 def _exported(
-    program: Any, decompositions: dict, own: dict[str, torch.Tensor], real: dict[int, torch.Tensor]
+    program: Any, decompositions: dict, own: dict[str, torch.Tensor], real: dict[int, torch.Tensor], training: bool
 ) -> Exported:
+    differs = in_training(program) if training else ()
     graph, program = exported_graph(program, decompositions)
     _tidy(graph.module, program.graph_signature)
     if getattr(program, "example_inputs", None) is not None:
@@ -120,13 +137,16 @@ def _exported(
         if held is None or spec.kind.name == "CONSTANT_TENSOR":
             held = (program.state_dict if spec.target in program.state_dict else program.constants)[spec.target]
             held = real.get(_storage(held), held)
-        state[spec.target] = _with_data(spec.target, held)
-    return Exported(graph, program, state)
+        state[spec.target] = held
+    _drop_unused(graph.module, program.graph_signature, state)
+    return Exported(graph, program, {name: _with_data(name, t) for name, t in state.items()}, differs)
 
 
 def _with_data(name: str, t: torch.Tensor) -> torch.Tensor:
     if is_fake(t) or t.is_meta:
-        raise CaptureError(f"{name} has no data (it is a {'fake' if is_fake(t) else 'meta'} tensor)")
+        kind = "fake" if is_fake(t) else "meta"
+        remedy = "model.to_empty(device='cpu'), then model.load_state_dict(...)"
+        raise CaptureError(f"{name} has no data (it is a {kind} tensor): give the model its weights first ({remedy})")
     return t
 
 
@@ -143,14 +163,16 @@ def _of_program(program: Any, device: torch.device | None, decompositions: dict)
     if any(d.index for d in gpus):
         where = ", ".join(sorted(map(str, gpus)))
         raise CaptureError(f"the program was exported for {where}, not cuda:0: pass the module it was made of")
-    with _LOCK, torch.no_grad(), _as_if_there() if gpus else nullcontext(), _explained("the program"):
-        return _exported(program, decompositions, {}, {})
+    with _LOCK, torch.no_grad(), _as_if_there() if gpus else nullcontext(), explained("the program"):
+        return _exported(program, decompositions, {}, {}, True)
 
 
 # -- what is exported -------------------------------------------------------------------------------
 def _as_module(model: Any) -> torch.nn.Module:
     if isinstance(model, torch.nn.Module):
         return getattr(model, "_orig_mod", model)  # torch.compile's
+    if isinstance(model, type):
+        raise CaptureError(f"{model.__name__} is a class: pass a model, such as {model.__name__}(...)")
     if not callable(model):
         raise CaptureError(f"expected a module, a callable or an ExportedProgram, got {type(model).__name__}")
 
@@ -182,7 +204,7 @@ def _fakes_for(
         where = ", ".join(sorted(map(str, gpus)))
         raise CaptureError(f"the model and its arguments lie on {where}: pass device='cuda' to have them on one GPU")
     there = device.type if device is not None else "cuda" if gpus else "cpu"
-    if there == "cpu" and not gpus:
+    if there == "cpu" and not gpus and (device is None or devices <= {torch.device("cpu")}):
         return there, None
     return there, _Fakes(None if device is None else CUDA if there == "cuda" else device)
 
@@ -236,7 +258,7 @@ class _Fakes(TorchFunctionMode):
             raise
         except Exception as e:
             raise CaptureError(
-                f"{name} cannot be copied ({self._culprit(module)}: {_first_lines(e)}). To capture it for another "
+                f"{name} cannot be copied ({self._culprit(module)}: {first_lines(e)}). To capture it for another "
                 f"device reflib needs a copy: give what cannot be copied a __deepcopy__, or keep it out of the module"
             ) from e
 
@@ -288,6 +310,21 @@ def _tidy(module: torch.fx.GraphModule, signature: Any) -> None:
     for node in module.graph.nodes:
         if node.op == "placeholder" and node.name in constants and node.meta["val"].device.type == "cpu":
             _move(module.graph, node)
+    module.recompile()
+
+
+def _drop_unused(module: torch.fx.GraphModule, signature: Any, state: dict[str, torch.Tensor]) -> None:
+    """A weight that no call reads or writes is no input: nobody has to store it. (One that is read by another name
+    costs nothing, and stays.)"""
+    nodes = {n.name: n for n in module.graph.nodes if n.op == "placeholder"}
+    written = {s.target for s in signature.output_specs if s.kind.name == "BUFFER_MUTATION"}
+    weights = [s for s in signature.input_specs if s.target in state]
+    used = {id(state[s.target]) for s in weights if nodes[s.arg.name].users or s.target in written}
+    for spec in weights:
+        if id(state[spec.target]) not in used:
+            module.graph.erase_node(nodes[spec.arg.name])
+            del state[spec.target]
+    signature.input_specs = [s for s in signature.input_specs if s not in weights or s.target in state]
     module.recompile()
 
 
@@ -443,44 +480,3 @@ def _guard() -> Iterator[None]:
         yield
     finally:
         slots[cuda] = None
-
-
-# -- errors -----------------------------------------------------------------------------------------
-_ADVICE = (
-    (
-        ("same device", "different devices", "two devices", "expected device"),
-        "A tensor that is not the module's own (a global's, a closure's) stays where it is: make it a buffer, or make "
-        "it in forward with device=x.device",
-    ),
-    (
-        ("data-dependent", "data dependent"),
-        "A branch or a size depends on values in a tensor: use torch.where or torch.cond, or tell torch with "
-        "torch._check",
-    ),
-    (
-        ("dynamic_shapes", "onstraint", "specialized", "marked"),
-        "Change dynamic_shapes as it says (Dim.AUTO leaves it to torch.export)",
-    ),
-)
-_OTHERWISE = (
-    "torch.export needs the whole model as one graph: reflib.compile(model) can do with parts of it in Python"
-)
-
-
-@contextmanager
-def _explained(name: str) -> Iterator[None]:
-    try:
-        with warnings.catch_warnings():  # of torch.export's own use of pytrees
-            warnings.filterwarnings("ignore", r".*LeafSpec", FutureWarning)
-            yield
-    except ReflibError:
-        raise
-    except Exception as e:
-        said = str(e)
-        advice = next((a for words, a in _ADVICE if any(w in said for w in words)), _OTHERWISE)
-        raise CaptureError(f"torch.export cannot capture {name}: {_first_lines(e)}\n{advice}.") from e
-
-
-def _first_lines(e: BaseException, lines: int = 4) -> str:
-    said = [line.strip() for line in str(e).splitlines() if line.strip()][:lines]
-    return f"{type(e).__name__}: " + " ".join(said)[:600]

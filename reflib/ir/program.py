@@ -366,6 +366,7 @@ class Program:
     ``constants``: the tensors behind ``const`` buffers (by name), and other captured objects an Extern needs.
     ``weights``: inputs that stay the same from call to call (parameters), as far as capture knows.
     ``tuned``: (size, least, most, what, op): sizes an op was decided for; a call outside them is logged once.
+    ``checks``: (facts, text): what must hold of the inputs' sizes in every call, and how people say it.
     """
 
     inputs: tuple[Any, ...]
@@ -375,6 +376,7 @@ class Program:
     constants: dict[str, Any] = field(default_factory=dict, compare=False)
     weights: tuple[str, ...] = ()
     tuned: tuple[tuple[Expr, int, int, str, str], ...] = ()
+    checks: tuple[tuple[tuple[Assume, ...], str], ...] = ()
 
     def __str__(self) -> str:
         from .printer import format_program

@@ -16,7 +16,7 @@ import torch
 
 from ..errors import ReflibError
 from ..options import Options
-from ..pipeline import Backend, Stages, run
+from ..pipeline import Backend, Stages, exported_stages
 from ..timeline import Timeline
 from .decisions import Decisions
 
@@ -181,10 +181,7 @@ def explain(
     opts = Options.make(options)
     graphs: list[Stages] = []
     if isinstance(f, torch.export.ExportedProgram):
-        from ..capture import exported_graph
-        from ..lower import decompositions
-
-        return Explanation([run(exported_graph(f, decompositions())[0], opts)])
+        return Explanation([exported_stages(f, opts)[0]])
     fn = _original(f)
     compiled = torch.compile(_fresh(fn), backend=Backend(opts, graphs.append), dynamic=dynamic)
     result = compiled(*args, **(kwargs or {}))

@@ -7,7 +7,7 @@ one *arm* for each architecture: a wrapper in C++, printed and compiled as ``wra
 code of its kernels. One arm more is assembly text (PTX, of the sm_80 program) that drivers of later GPUs compile
 themselves. Arms share the weights, which are in the file once, and the fatbins of kernels that have the same name.
 
-    model.reflib      a ZIP archive, nothing compressed (``archive.py``; every byte is covered by a digest)
+    model.reflib      a ZIP archive, weights not compressed (``archive.py``; every byte is covered by a digest)
       manifest.json           what follows, as data (``manifest.py``): programs, arms, kernels, versions, digests
       wrapper/sm_90.cpp, .so  an arm's host code, as text and compiled
       kernels/k0_add.fatbin   a kernel's images, one an architecture; or, where there is no ``fatbinary``,

@@ -9,14 +9,17 @@ compiled it; the driver must know that version of PTX. (CUDA C++ Programming Gui
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import OptionError, PackageError
-from ..target import Target, device_target, parse_target
+from ..target import Target, device_target, known_archs, parse_target
+from .manifest import Arm, Manifest
 
 ALL = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 PTX = "sm_80"  # the program whose PTX is added for later GPUs
+PTX_SHARED = 99 * 1024  # of an RTX 3090, 4090 or 5090: the least that a later GPU gives a block
 EXACT = 90  # from this compute capability on machine code is for exactly one
 # (version of PTX, the first CUDA driver that takes it: as cuDriverGetVersion says it, and its branch on Linux)
 DRIVERS = (
@@ -25,6 +28,11 @@ DRIVERS = (
     (78, 11080, "520"), (80, 12000, "525"), (81, 12010, "530"), (82, 12020, "535"), (83, 12030, "545"),
     (84, 12040, "550"), (85, 12050, "555"), (86, 12070, "565"), (87, 12080, "570"), (88, 12090, "575"),
     (90, 13000, "580"), (91, 13010, "590"),
+)  # fmt: skip
+# (compute capability, the first CUDA that knows it, and that one's branch of drivers)
+FIRST_DRIVERS = (
+    (75, 10000, "410"), (80, 11000, "450"), (86, 11010, "455"), (87, 11040, "470"), (89, 11080, "520"),
+    (90, 11080, "520"), (100, 12080, "570"), (103, 12090, "575"), (120, 12080, "570"), (121, 12090, "575"),
 )  # fmt: skip
 
 
@@ -39,22 +47,50 @@ class Driver:
         return f"{self.branch} (CUDA {self.version // 1000}.{self.version % 1000 // 10})"
 
 
-def targets(archs: Sequence[str] | str, ptx: bool = True) -> tuple[list[Target], bool]:
-    """The targets that ``archs`` names, in order, and whether PTX is wanted (with a GPU of NVIDIA's among them).
+@dataclass(frozen=True)
+class Wanted:
+    """What a package is to have code for. ``targets``: each once, NVIDIA's GPUs before AMD's before the CPU, older
+    before newer, so that the same set makes the same package. ``ptx``: assembly text for later GPUs of NVIDIA's, too.
+    ``here``: the CPU's code may use all that this machine's CPU can."""
+
+    targets: tuple[Target, ...]
+    ptx: bool
+    here: bool
+
+
+def wanted(archs: Iterable[str] | str, ptx: bool = True) -> Wanted:
+    """What ``archs`` names, in any order, and as often as one likes.
 
     "all": every one that this was made for; "native": the GPU of this machine, or its CPU where there is none; "cpu".
     Raises OptionError for what is no architecture, and for none at all.
     """
-    names = [archs] if isinstance(archs, str) else list(archs)
+    if not isinstance(archs, Iterable):
+        raise OptionError(f"archs={archs!r:.80}: takes names, such as {_EXAMPLES}")
+    names = set(map(_name, [archs] if isinstance(archs, str) else archs))
     found: dict[str, Target] = {}
     for name in names:
-        if not isinstance(name, str):
-            raise OptionError(f"archs: expected names such as 'sm_90', got {name!r}")
         for target in [native()] if name == "native" else map(parse_target, ALL if name == "all" else (name,)):
-            found.setdefault(target.arch, target)
+            found[target.arch] = target
     if not found:
-        raise OptionError("archs is empty: name architectures ('sm_80', 'sm_90', 'cpu'), 'native' or 'all'")
-    return list(found.values()), ptx and any(t.kind == "cuda" for t in found.values())
+        raise OptionError(f"archs is empty: name architectures, such as {_EXAMPLES}")
+    order = (*known_archs(), "cpu")
+    ordered = tuple(sorted(found.values(), key=lambda t: order.index(t.arch)))
+    # who names "cpu" wants code that runs on every one, whatever else is named
+    here = "native" in names and "cpu" not in names and not ordered[-1].is_gpu
+    return Wanted(ordered, ptx and any(t.kind == "cuda" for t in ordered), here)
+
+
+_EXAMPLES = "['sm_80', 'sm_90', 'cpu'], 'native' or 'all'"
+
+
+def _name(name: Any) -> str:
+    """One of ``archs``, if it is known."""
+    known = "native", "all", "cpu", *known_archs()
+    if not isinstance(name, str):
+        raise OptionError(f"archs: expected names such as 'sm_90', got {name!r:.80}")
+    if name not in known:
+        raise OptionError(f"archs: unknown target {name!r:.80}; known: {', '.join(known)}")
+    return name
 
 
 def native() -> Target:
@@ -89,6 +125,29 @@ def choose(archs: Sequence[str], ptx: str | None, device: int) -> str | None:
     if fitting:
         return max(fitting, key=capability)
     return "ptx" if ptx is not None and capability(ptx) <= device else None
+
+
+def arm_for(m: Manifest, device: int, shared: int, only_text: bool = False) -> Arm | None:
+    """``choose`` for a package: among the arms whose kernels need no more than ``shared`` bytes of shared memory, which
+    is what the GPU gives a block. (8.6 and 8.9 run sm_80's code, and have less of it than 8.0.)
+
+    only_text: as if there were no machine code, which is what the driver does where CUDA_FORCE_PTX_JIT is 1.
+    """
+    fits = [a for a in m.arms if max((k.shared for k in a.kernels), default=0) <= shared]
+    cuda = [a.arch for a in fits if a.arch.startswith("sm_") and not only_text]
+    found = choose(cuda, next((a.made_for for a in fits if a.arch == "ptx"), None), device)
+    return None if found is None else m.arm(found)
+
+
+def shared_of(device: int) -> int:
+    """Bytes of shared memory for a block, by compute capability; of one that is not known, what each has at least."""
+    name = f"sm_{device}"
+    return parse_target(name).shared if name in known_archs() else PTX_SHARED
+
+
+def driver_of(device: int) -> Driver | None:
+    """The first driver for a GPU; None for one that is not known."""
+    return next((Driver(cuda, branch) for number, cuda, branch in FIRST_DRIVERS if number == device), None)
 
 
 def driver_for(ptx: str) -> Driver | None:

@@ -1,8 +1,8 @@
 """The file of a package: one ZIP archive with one right form, mapped, never unpacked.
 
 Any zip tool opens it, but a zip tool does not make one: the file's bytes are a function of its members' names and
-contents alone. Members are stored, not compressed, in the order of their names; times, attributes and padding are
-fixed; ``manifest.json`` comes last::
+contents alone (and of zlib: another version may compress to other bytes). Members lie in the order of their names;
+times, attributes and padding are fixed; ``manifest.json`` comes last::
 
     member    local header | its padding (an extra field) | contents, from a multiple of 64 (weights: of 4096)
     ...
@@ -17,10 +17,15 @@ headers, padding and directory are not parsed but computed again from the manife
 which the writer uses too) and compared. The few fields that are read before that are read to find the manifest, and
 to say what is wrong with a file that some other tool wrote.
 
+**Code is compressed, weights are not.** Code is copied anyway before it runs: to the driver, or to a file that the
+system's loader maps. Unpacking what one GPU needs takes about a millisecond, and saves two bytes of three. Weights
+are gigabytes that are used where they lie. Digests are of the bytes as they lie in the file, so damage is found before
+anything is unpacked; the unpacked must have the size that the manifest says, which is limited.
+
 **A package is code.** Loading one runs it. The digests inside find damage, not an attacker, who would write new ones:
 open only files from people you trust, or say which file you mean (``sha256=``: any other is refused).
 
-Members are read through one private mapping of the file: processes share its pages, writing to a view changes neither
+Weights are read through one private mapping of the file: processes share its pages, writing to a view changes neither
 the file nor what others see. The file must not shrink while it is mapped: the system ends a process that reads pages
 which are gone (SIGBUS). ``write`` never does that: it renames a new file into the old one's place.
 """
@@ -45,16 +50,19 @@ from typing import Any, BinaryIO, NoReturn
 
 from ..errors import OptionError, PackageError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 64 << 20  # bytes: JSON costs many times its length in memory
 NAME_LIMIT = 1000
+CODE_LIMIT = 1 << 30  # bytes of one that is unpacked
+LEVEL = 9  # of zlib
 MARK = b"reflib sha256:"
 COMMENT = len(MARK) + 64
 ALIGN, ALIGN_WEIGHTS = 64, 4096  # a cache line, a page
 ZIP64, ZIP64_MEMBERS = 0xFFFFFFFF, 0xFFFF  # from here on a number needs the format's longer form
 _LONG, _LONG_MEMBERS = 0xFFFFFFFF, 0xFFFF  # what the short form says then
 _PIECE = 16 << 20  # bytes hashed at a time: CRC and SHA read them from the cache
+_STORED, _DEFLATED = 0, 8  # methods of compression, by the format's numbers
 
 # PKWARE's APPNOTE, 4.3: local header, directory record, end record, and the long end record with its locator
 _LOCAL = struct.Struct("<4s5H3L2H")
@@ -84,10 +92,14 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Entry:
-    """What the manifest's "entries" say of a member."""
+    """What the manifest's "entries" say of a member.
+
+    size, sha256: of the bytes that lie in the file for it. unpacked, crc32: of its contents.
+    """
 
     name: str
     size: int
+    unpacked: int
     sha256: str
     crc32: int
 
@@ -106,23 +118,24 @@ class Place:
 
 def layout(entries: Sequence[Entry]) -> list[Place]:
     """Where each member lies, one after another. Depends on names and sizes alone."""
-    places = []
-    at = 0
+    places: list[Place] = []
     for e in entries:
-        least = at + _LOCAL.size + len(e.name.encode()) + len(_long_sizes(e.size)) + 6  # 6: padding of no bytes
-        places.append(Place(e, at, least + -least % _align(e)))
-        at = places[-1].end
+        places.append(_place(e, places[-1].end if places else 0))
     return places
+
+
+def _place(e: Entry, start: int) -> Place:
+    least = start + _LOCAL.size + len(e.name.encode()) + len(_long_sizes(e)) + 6  # 6: padding of no bytes
+    return Place(e, start, least + -least % _align(e))
 
 
 def head(place: Place) -> bytes:
     """The local header of one member, and its padding: what lies before its contents."""
-    e, name, long = place.entry, place.entry.name.encode(), _long_sizes(place.entry.size)
-    size = _short(e.size)
+    e, name, long = place.entry, place.entry.name.encode(), _long_sizes(place.entry)
     padding = place.data - place.start - _LOCAL.size - len(name) - len(long)
     extra = long + struct.pack("<3H", _PADDING, padding - 4, _align(e)) + bytes(padding - 6)
-    needed = 45 if long else 10
-    fields = (b"PK\3\4", needed, 0, 0, 0, _1980, e.crc32, size, size, len(name), len(extra))
+    sizes = (_LONG, _LONG) if long else (e.size, e.unpacked)
+    fields = (b"PK\3\4", _needed(e, long), 0, method(e.name), 0, _1980, e.crc32, *sizes, len(name), len(extra))
     return _LOCAL.pack(*fields) + name + extra
 
 
@@ -142,16 +155,27 @@ def tail(places: Sequence[Place]) -> bytes:
 def _record(place: Place) -> bytes:
     """A member's record in the directory."""
     e, name = place.entry, place.entry.name.encode()
-    long = b"".join(struct.pack("<Q", n) for n in (e.size, e.size, place.start) if n >= ZIP64)
+    long = b"".join(struct.pack("<Q", n) for n in (e.unpacked, e.size, place.start) if n >= ZIP64)
     extra = struct.pack("<2H", 1, len(long)) + long if long else b""
-    sizes = (_short(e.size), _short(e.size), len(name), len(extra), 0, 0, 0)
-    fields = (b"PK\1\2", _MADE, 45 if long else 10, 0, 0, 0, _1980, e.crc32, *sizes, _MODE, _short(place.start))
+    sizes = (_short(e.size), _short(e.unpacked), len(name), len(extra), 0, 0, 0)
+    start = (_MODE, _short(place.start))
+    fields = (b"PK\1\2", _MADE, _needed(e, long), 0, method(e.name), 0, _1980, e.crc32, *sizes, *start)
     return _RECORD.pack(*fields) + name + extra
 
 
-def _long_sizes(size: int) -> bytes:
-    """A local header's extra field for a size of 4 GiB or more."""
-    return struct.pack("<2H2Q", 1, 16, size, size) if size >= ZIP64 else b""
+def _long_sizes(e: Entry) -> bytes:
+    """A local header's extra field for a size of 4 GiB or more. (What is compressed is never that large.)"""
+    return struct.pack("<2H2Q", 1, 16, e.unpacked, e.size) if e.unpacked >= ZIP64 else b""
+
+
+def _needed(e: Entry, long: bytes) -> int:
+    """The version of the format that a tool must know: 45 for long sizes, 20 to unpack."""
+    return 45 if long else 20 if method(e.name) == _DEFLATED else 10
+
+
+def method(name: str) -> int:
+    """How a member lies in the file: as it is (0), or compressed (8: deflate, RFC 1951)."""
+    return _STORED if is_weights(name) or name == MANIFEST else _DEFLATED
 
 
 def _short(n: int) -> int:
@@ -227,10 +251,11 @@ def write(
 ) -> Path:
     """Write a package and return its path. ``manifest``: any JSON; its "entries" are made here.
 
-    The file appears whole or not at all: what ``path`` was before stays until the new one is complete, and is left
-    as it was, with nothing beside it, when writing fails. (A process that is killed leaves a ``.new-*`` file.)
+    The file appears whole or not at all, after a crash of the system too: what ``path`` was before stays until the new
+    one is complete, and is left as it was, with nothing beside it, when writing fails. (A process that is killed leaves
+    a ``.new-*`` file.) A link stays one: the file that it leads to is replaced.
     """
-    path = Path(path)
+    path = as_path(path)
     for name in members:
         fault = "is taken" if name == MANIFEST else name_fault(name)
         if fault:
@@ -241,15 +266,23 @@ def write(
     _manifest_text(path, manifest)  # before gigabytes are written
     chunks = {name: c if isinstance(c, Chunks) else _whole(c) for name, c in members.items()}
     try:
-        _replace(path, lambda f: _fill(path, f, manifest, chunks))
-    except OSError as e:
-        reason = e.strerror or str(e)
+        _replace(Path(os.path.realpath(path)), lambda f: _fill(path, f, manifest, chunks))
+    except (OSError, ValueError) as e:  # ValueError: a path with NUL in it
+        reason = getattr(e, "strerror", None) or e
         raise PackageError(f"cannot write {path}: {reason}; choose a folder that is there and has room") from e
     return path
 
 
 def _whole(contents: bytes) -> Chunks:
     return Chunks(memoryview(contents).nbytes, lambda: (contents,))
+
+
+def as_path(path: Any) -> Path:
+    """``path``, if it can be one. Raises PackageError."""
+    try:
+        return Path(path)
+    except TypeError as e:
+        raise PackageError(f"path={path!r:.80}: takes a str or a pathlib.Path, such as 'model.reflib'") from e
 
 
 def _replace(path: Path, fill: Callable[[BinaryIO], None]) -> None:
@@ -260,19 +293,30 @@ def _replace(path: Path, fill: Callable[[BinaryIO], None]) -> None:
     with temporary.open("xb") as f:
         try:
             fill(f)
-            f.close()  # what is buffered may not fit either
+            f.flush()
+            os.fsync(f.fileno())  # else the name may reach the disk before what it names; and the disk may be full
+            f.close()
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
+    with contextlib.suppress(OSError):  # some file systems refuse: the file is there all the same
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def _fill(path: Path, f: BinaryIO, manifest: dict[str, Any], chunks: Mapping[str, Chunks]) -> None:
-    entries = []
-    for place in layout([Entry(name, chunks[name].size, "", 0) for name in sorted(chunks)]):
+    entries: list[Entry] = []
+    start = 0
+    for name in sorted(chunks):
+        place = _place(Entry(name, 0, chunks[name].size, "", 0), start)
         f.seek(place.data)
-        entries.append(_pour(path, f, place.entry, chunks[place.entry.name]))
+        entries.append(_pour(path, f, place.entry, chunks[name]))
+        start = place.data + entries[-1].size
     text = _manifest_text(path, {**manifest, "entries": [vars(e) for e in entries]})
     places = layout([*entries, _manifest_entry(text)])
     for place in places:
@@ -283,22 +327,33 @@ def _fill(path: Path, f: BinaryIO, manifest: dict[str, Any], chunks: Mapping[str
 
 
 def _pour(path: Path, f: BinaryIO, entry: Entry, chunks: Chunks) -> Entry:
-    """Write one member's contents, hashed on their way."""
-    sha, crc, size = hashlib.sha256(), 0, 0
+    """Write one member's contents, compressed if it is code; hashed on their way."""
+    name, sha, crc, size, unpacked = entry.name, hashlib.sha256(), 0, 0, 0
+    packer = zlib.compressobj(LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS) if method(name) == _DEFLATED else None
+    if packer and entry.unpacked > CODE_LIMIT:
+        raise PackageError(f"cannot write {path}: {name} has {entry.unpacked} bytes, code has at most {CODE_LIMIT}")
+
+    def put(data: memoryview | bytes) -> None:
+        nonlocal size
+        f.write(data)
+        sha.update(data)
+        size += len(data)
+
     for chunk in chunks:
         view = memoryview(chunk).cast("B")
-        size += len(view)
-        if size <= entry.size:
-            f.write(view)
-            sha.update(view)
+        unpacked += len(view)
+        if unpacked <= entry.unpacked:
             crc = zlib.crc32(view, crc)
-    if size != entry.size:
-        raise PackageError(f"cannot write {path}: {entry.name} has {size} bytes, {entry.size} were announced")
-    return Entry(entry.name, size, sha.hexdigest(), crc)
+            put(packer.compress(view) if packer else view)
+    if packer:
+        put(packer.flush())
+    if unpacked != entry.unpacked:
+        raise PackageError(f"cannot write {path}: {name} has {unpacked} bytes, {entry.unpacked} were announced")
+    return Entry(name, size, unpacked, sha.hexdigest(), crc)
 
 
 def _manifest_entry(text: bytes) -> Entry:
-    return Entry(MANIFEST, len(text), hashlib.sha256(text).hexdigest(), zlib.crc32(text))
+    return Entry(MANIFEST, len(text), len(text), hashlib.sha256(text).hexdigest(), zlib.crc32(text))
 
 
 def _manifest_text(path: Path, manifest: dict[str, Any]) -> bytes:
@@ -326,13 +381,15 @@ class Archive:
         self._mapping: mmap.mmap | None = mapping
 
     def view(self, name: str) -> memoryview:
-        """A member's contents, as they lie in the mapping. Writing to them changes this process's copy alone."""
+        """A member's contents: weights as they lie in the mapping, where writing to them changes this process's copy
+        alone; code unpacked, anew at each call. Raises PackageError for code that cannot be unpacked."""
         if self._mapping is None:
             raise PackageError(f"{self.path} was closed; open it again")
         if name not in self._places:
             raise PackageError(f"{self.path} has no member {name!r}; it has {', '.join(self.names) or 'none'}")
         place = self._places[name]
-        return memoryview(self._mapping)[place.data : place.end]
+        found = memoryview(self._mapping)[place.data : place.end]
+        return memoryview(_unpacked(self.path, found, place.entry)) if method(name) == _DEFLATED else found
 
     def close(self) -> None:
         """Let go of the mapping. It lasts as long as a view of it does."""
@@ -350,7 +407,7 @@ def open(path: str | os.PathLike[str], verify: bool | str = True, sha256: str | 
         raise OptionError(f'verify={verify!r}: takes True (check everything) or "code" (all but the weights)')
     if sha256 is not None and not (isinstance(sha256, str) and re.fullmatch("[0-9a-fA-F]{64}", sha256)):
         raise OptionError(f"sha256={sha256!r}: takes the 64 hex digits that  sha256sum FILE  prints")
-    path = Path(path)
+    path = as_path(path)
     data = _map(path)
     if sha256 is not None:
         _check_file(path, data, sha256.lower())
@@ -499,11 +556,12 @@ def _check_format(path: Path, manifest: dict[str, Any]) -> None:
     format = manifest.get("format")
     if type(format) is not int or format < 1:
         raise _bad(path, f"{MANIFEST} says no format (a number from 1 on)", _BUILD)
-    if format > FORMAT:
+    if format != FORMAT:
         versions = manifest.get("versions")
         version = str(versions.get("reflib", "not said") if isinstance(versions, dict) else "not said")[:40]
-        what = f"written by a newer reflib (version {version}) in format {format}, known here is {FORMAT}"
-        raise _bad(path, what, "upgrade reflib")
+        age, remedy = ("a newer", "upgrade reflib") if format > FORMAT else ("an older", _BUILD)
+        what = f"written by {age} reflib (version {version}) in format {format}, known here is {FORMAT}"
+        raise _bad(path, what, remedy)
 
 
 def _check_record(path: Path, r: _Record) -> None:
@@ -513,8 +571,9 @@ def _check_record(path: Path, r: _Record) -> None:
         raise _bad(path, f"the member name {r.name[:80]!r} {fault}", _BUILD)
     if r.flags & 0x2041:  # encrypted, strongly, with its directory
         raise _bad(path, f"the member {r.name} is encrypted")
-    if r.method != 0:
-        raise _bad(path, f"the member {r.name} is compressed (method {r.method}), which a package's are not")
+    if r.method != method(r.name):
+        here = f"compressed by method {r.method}" if r.method else "not compressed"
+        raise _bad(path, f"the member {r.name} is {here}; in a package it is by method {method(r.name)}")
     if stat.S_ISLNK(r.mode):
         raise _bad(path, f"the member {r.name} is a link", _BUILD)
 
@@ -535,8 +594,8 @@ def _read_entries(path: Path, manifest: dict[str, Any], length: int) -> list[Ent
         raise _bad(path, f'{MANIFEST} has no list "entries"', _BUILD)
     out: list[Entry] = []
     for i, row in enumerate(rows):
-        if not isinstance(row, dict) or row.keys() != {"name", "size", "sha256", "crc32"}:
-            raise _bad(path, f"{MANIFEST}, entry {i}: takes name, size, sha256 and crc32", _BUILD)
+        if not isinstance(row, dict) or row.keys() != {"name", "size", "unpacked", "sha256", "crc32"}:
+            raise _bad(path, f"{MANIFEST}, entry {i}: takes name, size, unpacked, sha256 and crc32", _BUILD)
         e = Entry(**row)
         fault = name_fault(e.name)
         if fault:
@@ -544,16 +603,25 @@ def _read_entries(path: Path, manifest: dict[str, Any], length: int) -> list[Ent
         if out and e.name <= out[-1].name:
             twice = "is there twice" if e.name == out[-1].name else "is out of order"
             raise _bad(path, f"{MANIFEST}, entry {i}: {e.name} {twice}", _BUILD)
-        if type(e.size) is not int or e.size < 0:
-            raise _bad(path, f"{e.name}: the size {str(e.size)[:40]} is no number of bytes", _BUILD)
-        if e.size > length:
-            raise _bad(path, f"{e.name} is said to have {e.size} bytes, the whole file has {length}")
+        _check_sizes(path, e, length)
         if not isinstance(e.sha256, str) or not re.fullmatch("[0-9a-f]{64}", e.sha256):
             raise _bad(path, f"{e.name}: its sha256 is not 64 hex digits", _BUILD)
         if type(e.crc32) is not int or not 0 <= e.crc32 < 1 << 32:
             raise _bad(path, f"{e.name}: its crc32 is no number of 32 bits", _BUILD)
         out.append(e)
     return out
+
+
+def _check_sizes(path: Path, e: Entry, length: int) -> None:
+    for n in (e.size, e.unpacked):
+        if type(n) is not int or n < 0:
+            raise _bad(path, f"{e.name}: the size {str(n)[:40]} is no number of bytes", _BUILD)
+    if e.size > length:
+        raise _bad(path, f"{e.name} is said to have {e.size} bytes, the whole file has {length}")
+    if method(e.name) == _STORED and e.unpacked != e.size:
+        raise _bad(path, f"{e.name}: {e.unpacked} bytes cannot lie in {e.size}, for they are not compressed", _BUILD)
+    if method(e.name) == _DEFLATED and e.unpacked > CODE_LIMIT:
+        raise _bad(path, f"{e.name} is said to unpack to {e.unpacked} bytes; code has at most {CODE_LIMIT}", _BUILD)
 
 
 def _check_names(path: Path, entries: Sequence[Entry], records: Sequence[_Record]) -> None:
@@ -579,7 +647,8 @@ def _check_headers(path: Path, data: mmap.mmap, end: _End, places: Sequence[Plac
 
 def _check_contents(path: Path, data: mmap.mmap, place: Place) -> None:
     e = place.entry
-    if _digests(data, place.data, place.end) != (e.sha256, e.crc32):
+    sha, crc = _digests(data, place.data, place.end)
+    if sha != e.sha256 or (method(e.name) == _STORED and crc != e.crc32):
         raise _bad(path, f"the member {e.name} is altered: its SHA-256 or CRC is not what the manifest says")
 
 
@@ -591,3 +660,15 @@ def _digests(data: mmap.mmap, start: int, stop: int) -> tuple[str, int]:
                 sha.update(piece)
                 crc = zlib.crc32(piece, crc)
     return sha.hexdigest(), crc
+
+
+def _unpacked(path: Path, data: memoryview, e: Entry) -> bytes:
+    """The contents of compressed bytes. Never makes more than they should be, whatever the bytes say."""
+    unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
+    try:
+        out = unpacker.decompress(data, e.unpacked + 1)
+    except zlib.error as error:
+        raise _bad(path, f"the member {e.name} cannot be unpacked: {error}", _BUILD) from error
+    if not unpacker.eof or unpacker.unused_data or len(out) != e.unpacked or zlib.crc32(out) != e.crc32:
+        raise _bad(path, f"the member {e.name} unpacks to other contents than the manifest says", _BUILD)
+    return out

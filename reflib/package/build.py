@@ -8,7 +8,6 @@ the same input gives the same bytes.
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 import re
 from collections.abc import Mapping, Sequence
@@ -31,16 +30,15 @@ from ..ir.program import Extern, Program, regions, walk
 from ..options import Options
 from ..plan import Plan
 from ..target import Target, parse_target
-from ..wrap.aten import in_python
 from ..wrap.convention import Convention
 from ..wrap.cpp import CppPrinter
 from ..wrap.host import build_wrapper
 from ..wrap.wrap import has_indirect
-from . import archive, images, manifest, weights
-from .architectures import PTX, driver_for
+from . import archive, images, manifest, trees, weights
+from .architectures import PTX, PTX_SHARED, driver_for
+from .libraries import library_of
 from .ptx import for_old_drivers
 
-PTX_SHARED = 99 * 1024  # of an RTX 3090, 4090 or 5090: the least that a later GPU gives a block
 # what the CPU kernels of a package may use, unless they are for this machine alone: (the compiler's name, the kernel's)
 X86 = (("avx2", "avx2"), ("fma", "fma"), ("f16c", "f16c"), ("bmi", "bmi1"), ("bmi2", "bmi2"), ("lzcnt", "abm"),
        ("movbe", "movbe"), ("popcnt", "popcnt"))  # fmt: skip
@@ -66,12 +64,14 @@ class Planned:
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph for one kind of device: how it is called, its weights, a digest of it."""
+    """A graph for one kind of device: how it is called, its weights, a digest of it, the names of its arguments by
+    position."""
 
     convention: Convention
     state: Mapping[str, torch.Tensor]
     kinds: Mapping[str, str]
     digest: str
+    names: tuple[str, ...] = ()
 
 
 def ptx_target() -> Target:
@@ -83,6 +83,8 @@ def build(
     path: Path, captured: Mapping[str, Captured], arms: Sequence[Planned], options: Options, shims: Mapping[str, Shim]
 ) -> Path:
     """Write the package. Raises PackageError for a model that cannot be in one, ToolchainError, DeviceError."""
+    for planned in arms:
+        _check(planned.program)
     threads = options.compile_threads or None
     with ThreadPoolExecutor(threads, thread_name_prefix="reflib-package") as pool:
         making = [_Making(a, captured[a.kind], options, shims, pool) for a in arms]
@@ -105,12 +107,28 @@ def build(
         format=archive.FORMAT, host=manifest.HOST, system=platform.system(), machine=platform.machine(),
         images="fatbin" if gpu and images.fatbinary() else "table", versions=_versions(gpu), options=_options(options),
         source=hashlib.sha256("".join(captured[k].digest for k in sorted(captured)).encode()).hexdigest(),
-        programs={k: _program(c.convention) for k, c in captured.items()}, arms=tuple(made),
+        programs={k: _program(c.convention, c.names) for k, c in captured.items()}, arms=tuple(made),
         weights=tuple(manifest.Weight(n, *kinds[n]) for n in sorted(tensors)), rows=tuple(rows),
         libraries=_libraries(making), libc=_libc(members),
     )  # fmt: skip
     archive.write(path, manifest.write(about), members)
     return path
+
+
+def _check(program: Program) -> None:
+    """Raises PackageError for what no file can hold, or no wrapper in C++."""
+    for b in program.buffers.values():
+        if b.dtype not in CppPrinter.dtype_numbers:
+            raise PackageError(f"this model cannot be in a package: it computes with {b.dtype}; convert it")
+    for x in walk(program.nodes):
+        if not isinstance(x, Extern):
+            continue
+        if any(isinstance(a, torch.fx.GraphModule) for a in pytree.tree_leaves((x.args, x.kwargs))):
+            raise PackageError(
+                f"this model cannot be in a package: it calls {x.target.__name__} (torch.ops.higher_order), whose "
+                "functions are graphs of their own; write it with operators of tensors (torch.where for torch.cond), "
+                "or call reflib.compile(model) where it runs"
+            )
 
 
 class _Making:
@@ -264,7 +282,7 @@ def _weights(
     return tensors, kinds
 
 
-def _program(c: Convention) -> manifest.Program:
+def _program(c: Convention, names: tuple[str, ...]) -> manifest.Program:
     return manifest.Program(
         inputs=c.inputs,
         arguments=tuple(
@@ -279,17 +297,10 @@ def _program(c: Convention) -> manifest.Program:
             for a in c.arguments
         ),
         outputs=tuple(manifest.Output(o.kind, o.target) for o in c.outputs),
-        arguments_tree=_tree(c.in_spec, "arguments"), result_tree=_tree(c.out_spec, "result"), ranges=c.ranges,
-        devices=c.devices, guards=tuple(manifest.Guard(g.kind, encode(g.what), g.text) for g in c.guards),
+        arguments_tree=trees.text(c.in_spec, "arguments"), result_tree=trees.text(c.out_spec, "result"),
+        ranges=c.ranges, devices=c.devices, names=names,
+        guards=tuple(manifest.Guard(g.kind, encode(g.what), g.text) for g in c.guards),
     )  # fmt: skip
-
-
-def _tree(spec: Any, what: str) -> str:
-    """A pytree spec as JSON. (A class of the user's needs a ``serialized_type_name``, given when it is registered.)"""
-    try:
-        return json.dumps(json.loads(pytree.treespec_dumps(spec)), sort_keys=True)
-    except (NotImplementedError, TypeError, ValueError) as e:
-        raise PackageError(f"the {what}: the structure cannot be written down: {e}; use tuples, lists and dicts") from e
 
 
 def _encoded(x: Any, what: str) -> Any:
@@ -323,20 +334,13 @@ def _libraries(making: Sequence[_Making]) -> tuple[manifest.Library, ...]:
     """Of the ops that are not PyTorch's own: those that are called, and those that are an argument (of what makes an
     op that writes to its arguments one that does not)."""
     found: list[Any] = [v for m in making for v in m.printer.names.values()]
+    needed = {str(v) for v in found} | {op for m in making for op in m.printer.needs.values()}
     for m in making:
         calls = [n for n in walk(m.planned.program.nodes) if isinstance(n, Extern)]
         found += [t for n in calls for t in (n.target, n.out[0] if n.out else None)]
     ops = {t for t in found if isinstance(t, torch._ops.OpOverload) and t.namespace not in BUILT_IN}
-    return tuple(sorted({_library(op) for op in ops}, key=lambda lib: lib.op))
-
-
-def _library(op: torch._ops.OpOverload) -> manifest.Library:
-    known = torch._library.custom_ops.OPDEFS.get(op._schema.name)
-    module = getattr(getattr(known, "_init_fn", None), "__module__", "") or ""
-    if module or in_python(op):
-        return manifest.Library(str(op), module="" if module == "__main__" else module)
-    files = sorted(Path(p).name for p in torch.ops.loaded_libraries)
-    return manifest.Library(str(op), file=", ".join(files))
+    instead = {op: shim.symbol for m in making for op, shim in m.printer.shims.items() if op not in needed}
+    return tuple(library_of(op, instead.get(str(op), "")) for op in sorted(ops, key=str))
 
 
 def _libc(members: Mapping[str, Any]) -> str:

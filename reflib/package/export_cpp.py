@@ -34,7 +34,7 @@ from .manifest import Arm, Manifest, Program
 RUNTIME = Path(__file__).with_name("cpp")
 WRAP = Path(__file__).parent.parent / "wrap"
 MARKER = ".reflib-export"
-MARK = "Written by reflib export-cpp. Exporting into this folder again replaces it, with all that is in it.\n"
+MARK = "Written by reflib export-cpp: these files. Exporting into this folder again replaces it as a whole.\n"
 KERNELS = """file(GLOB images ${CMAKE_CURRENT_SOURCE_DIR}/kernels/*)
 set_source_files_properties(kernels.S PROPERTIES OBJECT_DEPENDS "${images}")
 """
@@ -47,6 +47,8 @@ def export_cpp(path: str | os.PathLike[str], folder: str | os.PathLike[str], arc
     """Write the package at ``path`` as a CMake project into ``folder``, which is new, empty, or of an export before.
 
     arch: the arm to export. None: those for all GPUs; of a package without any, the one for CPUs.
+    folder: an export of before is replaced, with what was changed in it and folders that CMake built in; but not if it
+        has files of another's. A link to a folder stays one.
 
     Returns the folder. Raises PackageError for a package that cannot be read, or whose code needs Python, and for a
     folder that is not to be written to; what was there before is then still there.
@@ -54,16 +56,15 @@ def export_cpp(path: str | os.PathLike[str], folder: str | os.PathLike[str], arc
     file = archive.open(path)
     try:
         about = manifest.read(file.manifest)
-        files = _Project(file, about, _arms(about, arch)).files()
+        files = _Project(file, about, _arms(about, arch)).files()  # views, which last longer than the archive
     except PackageError as e:
         raise e if str(path) in str(e) else PackageError(f"{path}: {e}") from e
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, ReflibError) as e:
         what = f"{path}: its manifest does not make sense ({type(e).__name__}: {e}): build it again"
         raise PackageError(what) from e
-    try:
-        return _write(Path(folder), files)
     finally:
         file.close()
+    return _write(Path(folder), files)
 
 
 # -- which arms ---------------------------------------------------------------------------------------------
@@ -77,9 +78,6 @@ def _arms(m: Manifest, arch: str | None) -> list[Arm]:
         raise PackageError(f"it has no arm {arch!r} to export; it has {', '.join(there)}")
     names = [arch] if arch is not None else [a for a in there if a != "cpu"] or there
     arms = [m.arm(a) for a in names]
-    if guards := [g.text for a in arms for g in m.programs[a.program].guards]:
-        what = f"it was exported where {guards[0]} holds of its sizes"
-        raise PackageError(f"{what}, which a C++ program does not check yet: export it with ranges that imply it")
     for arm in arms:
         for op in arm.needs.values():
             remedy = "register it in C++, or declare a function in C for it (option c_shims)"
@@ -115,7 +113,7 @@ class _Project:
 
     def files(self) -> dict[str, bytes | memoryview]:
         tensors = "tensors_torch.cpp" if self.aten else "tensors.cpp"
-        out: dict[str, bytes | memoryview] = {MARKER: MARK.encode()}
+        out: dict[str, bytes | memoryview] = {}
         for name in ("model.h", "runtime.h", "model.cpp", "gpu.cpp", "main.cpp", tensors):
             out[name] = (RUNTIME / name).read_bytes()
         for name in ("wrapper.h", "host.h", "cuda_driver.h"):
@@ -135,7 +133,7 @@ class _Project:
         out["tables.cpp"] = _Tables(self).text().encode()
         out["CMakeLists.txt"] = self._cmake(tensors).encode()
         out["README.md"] = self._readme(tensors).encode()
-        return out
+        return out | {MARKER: "\n".join([MARK, *sorted(out), ""]).encode()}
 
     # -- names ----------------------------------------------------------------------------------
     def _wrapper(self, text: str) -> str:
@@ -275,16 +273,16 @@ class _Tables:
         entries = sorted({self.project.entry(a) for a in self.project.arms})
         declared = [f"int32_t {e}(Host *, Frame *, const Value *, Value *);" for e in entries]
         declared += [f"extern const char image_{i}[];  // {n}" for i, n in enumerate(self.project.kernels.images)]
-        gpus = [capability(a) for a in self.m.archs if a.startswith("sm_")]
-        ptx = next((capability(a.made_for) for a in self.m.arms if a.arch == "ptx"), 0)
+        cuda = [_code(a) for a in self.m.arms if a.arch.startswith("sm_")]
+        text = next((_code(a) for a in self.m.arms if a.arch == "ptx"), "{0, 0}")
         weight_rows, spans, size = self._weights()
         fields = [
             _table("arms", map(self._arm, self.project.arms)),
-            f"{_list(gpus)}, {ptx},  // capabilities, ptx",
+            f"{_list(cuda)}, {text},  // capability and shared memory: of machine code, of assembly text",
             f"{size},  // bytes of the weights",
             _table("spans: start, bytes", spans),
             _table("weights: name, dtype, on a GPU?, span, offset, sizes, strides", weight_rows),
-            _table("arguments: name, kind, dtype, on a GPU?, sizes, strides, least sizes",
+            _table("arguments: name, kind, dtype, on a GPU?, sizes, strides",
                    map(self._argument, _callers(self.p))),
             _table("inputs", self._inputs()),
             _table("outputs", self._outputs()).rstrip(","),
@@ -337,12 +335,11 @@ class _Tables:
 
     def _argument(self, a: manifest.Argument) -> str:
         if a.tensor is None:
-            return f"{{{_text(a.name)}, REFLIB_INT, 0, false, {{{self._size(decode(a.value))}}}, {{}}, {{}}}}"
+            return f"{{{_text(a.name)}, REFLIB_INT, 0, false, {{{self._size(decode(a.value))}}}, {{}}}}"
         shape, strides = decode(a.tensor.shape), decode(a.tensor.strides)
-        least = [0 if e.constant is not None else self.p.ranges.get(str(e), (0, None))[0] for e in shape]
         kind = f"REFLIB_TENSOR, {_dtype(a.tensor.dtype)}, {_flag(a.tensor.device == 'cuda')}"
         sizes = ", ".join(_list(map(self._size, es)) for es in (shape, strides))
-        return f"{{{_text(a.name)}, {kind}, {sizes}, {_list(max(0, n) for n in least)}}}"
+        return f"{{{_text(a.name)}, {kind}, {sizes}}}"
 
     def _size(self, e: Any) -> int:
         """With every symbol at its least, but 2."""
@@ -373,6 +370,10 @@ class _Tables:
             else:
                 out.append(f"{{CALLER, {self.given.index(o.target)}}}")
         return out
+
+
+def _code(arm: Arm) -> str:
+    return f"{{{capability(arm.made_for)}, {max((k.shared for k in arm.kernels), default=0)}}}"
 
 
 def _why(function: str) -> str:
@@ -426,13 +427,11 @@ def _indented(text: str) -> str:
 # -- the folder -------------------------------------------------------------------------------------------------
 def _write(folder: Path, files: Mapping[str, bytes | memoryview]) -> Path:
     """All files, or none: they are written beside the folder, which is renamed."""
-    if folder.exists() and not folder.is_dir():
-        raise PackageError(f"{folder} is there and no folder; choose another path")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / MARKER).is_file():
-        raise PackageError(f"{folder} is not empty, and not an export of before; choose a new folder")
-    target = folder.resolve()
-    if not target.parent.is_dir():
-        raise PackageError(f"there is no folder {target.parent} to write {target.name} into")
+    try:
+        target = folder.resolve()  # what a link leads to: the link stays
+        _check_folder(folder, target)
+    except (OSError, RuntimeError) as e:  # RuntimeError: a link that leads to itself
+        raise PackageError(f"cannot write {folder}: {getattr(e, 'strerror', None) or e}; choose another path") from e
     new, old = (target.parent / f".{what}-{secrets.token_hex(8)}" for what in ("new", "old"))
     try:
         for name, data in files.items():
@@ -453,3 +452,23 @@ def _write(folder: Path, files: Mapping[str, bytes | memoryview]) -> Path:
             with contextlib.suppress(OSError):
                 shutil.rmtree(left)
     return folder
+
+
+def _check_folder(folder: Path, target: Path) -> None:
+    if target.exists() and not target.is_dir():
+        raise PackageError(f"{folder} is there and no folder; choose another path")
+    if not target.parent.is_dir():
+        raise PackageError(f"there is no folder {target.parent} to write {target.name} into")
+    if not target.is_dir() or not any(target.iterdir()):
+        return
+    marker = target / MARKER
+    if not marker.is_file():
+        raise PackageError(f"{folder} is not empty, and not an export of before; choose a new folder")
+    ours = set(marker.read_text(errors="replace").splitlines())
+    for found, folders, names in os.walk(target):
+        folders[:] = [f for f in folders if not Path(found, f, "CMakeCache.txt").is_file()]  # what CMake built
+        for name in [*names, *(f for f in folders if Path(found, f).is_symlink())]:
+            member = Path(found, name).relative_to(target).as_posix()
+            if member not in ours and member != MARKER:
+                what = f"{folder} has {member}, which no export wrote, and would be replaced as a whole"
+                raise PackageError(f"{what}; move that, or choose a new folder")

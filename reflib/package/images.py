@@ -1,13 +1,18 @@
 """A kernel's machine code for several architectures: one CUDA fatbin, or a member each.
 
 A fatbin is NVIDIA's own container: the driver takes one apart by itself (``cuModuleLoadData``) and picks what suits the
-GPU, machine code before assembly text. ``fatbinary``, which makes them, comes with the CUDA toolkit and with the PyPI
-package nvidia-cuda-nvcc, but not with Triton; without it each image is a member, and the manifest says which is whose.
+GPU. ``fatbinary``, which makes them, comes with the CUDA toolkit and with the PyPI package nvidia-cuda-nvcc, but not
+with Triton; without it each image is a member, and the manifest says which is whose.
+
+Assembly text is always a member of its own. The driver picks machine code before text, and does not ask whether there
+is shared memory enough for it: of a fatbin with both, an RTX 4090 would take sm_80's code where ``arm_for`` gives it
+the text, whose program is another one and launches its kernels in another way.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -50,10 +55,10 @@ def _of_the_wheel() -> str | None:
 
 
 def members(name: str, images: list[Image]) -> dict[str, bytes]:
-    """By the member's name: a fatbin, if there is the tool for it and something of CUDA's; the rest one by one."""
+    """By the member's name: a fatbin of cubins, if there are some and the tool for it; the rest one by one."""
     tool = fatbinary()
-    cuda = [i for i in images if i.kind != "hsaco"]
-    rest = [i for i in images if tool is None or i.kind == "hsaco"]
+    cuda = [i for i in images if i.kind == "cubin"]
+    rest = [i for i in images if tool is None or i.kind != "cubin"]
     out = {member(name, i, tool is not None): i.data for i in rest}
     if tool is not None and cuda:
         out[f"kernels/{name}.fatbin"] = fatbin(tool, cuda)
@@ -62,7 +67,7 @@ def members(name: str, images: list[Image]) -> dict[str, bytes]:
 
 def member(name: str, image: Image, fat: bool) -> str:
     """Where an image of the kernel is."""
-    if fat and image.kind != "hsaco":
+    if fat and image.kind == "cubin":
         return f"kernels/{name}.fatbin"
     return f"kernels/{name}.{image.arch}.{SUFFIXES[image.kind]}"
 
@@ -70,7 +75,11 @@ def member(name: str, image: Image, fat: bool) -> str:
 def fatbin(tool: str, images: list[Image]) -> bytes:
     """The images in one container; equal images, equal bytes. Raises PackageError with what the tool said."""
     images = sorted(images, key=lambda i: (i.kind, i.arch))
-    key = cache.key("fatbin", tool, os.stat(tool).st_mtime, [(i.kind, i.arch, i.data) for i in images])
+    try:
+        changed = os.stat(tool).st_mtime
+    except OSError as e:
+        raise _cannot_run(tool, e) from e
+    key = cache.key("fatbin", tool, changed, [(i.kind, i.arch, i.data) for i in images])
     known = cache.read("fatbin", key)
     if known is not None:
         return known
@@ -86,10 +95,17 @@ def fatbin(tool: str, images: list[Image]) -> bytes:
         try:
             done = subprocess.run(words, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         except OSError as e:
-            raise PackageError(f"cannot run {tool}: {e}; set REFLIB_FATBINARY to its path, or empty for none") from e
-        if done.returncode:
-            said = (done.stderr or done.stdout).strip()
-            raise PackageError(f"fatbinary failed (exit {done.returncode})\n$ {' '.join(words)}\n{said}")
-        data = Path(folder, "all.fatbin").read_bytes()
+            raise _cannot_run(tool, e) from e
+        made = Path(folder, "all.fatbin")
+        if done.returncode or not made.is_file():
+            said = (done.stderr or done.stdout).strip() or "(it said nothing)"
+            remedy = "set REFLIB_FATBINARY to the path of another, or empty to do without"
+            what = f"fatbinary failed (exit {done.returncode}); {remedy}"
+            raise PackageError(f"{what}\n$ {shlex.join(words)}\n{said}")
+        data = made.read_bytes()
     cache.put("fatbin", key, data, ".fatbin")
     return data
+
+
+def _cannot_run(tool: str, e: OSError) -> PackageError:
+    return PackageError(f"cannot run {tool}: {e}; set REFLIB_FATBINARY to its path, or empty for none")

@@ -22,7 +22,7 @@ from ..errors import PackageError, ReflibError
 from ..ir.data import decode
 from ..target import device_target, generation, known_archs
 from . import archive
-from .architectures import Driver, choose
+from .architectures import Driver, arm_for, driver_of, shared_of
 from .manifest import Arm, Kernel, Manifest
 from .manifest import read as read_manifest
 
@@ -70,8 +70,8 @@ class Inspection:
 
     inputs: (name, dtype, shape, range, device) of what it is called with. kernels: {kernel: {arm: bytes}}, None for a
         CPU's, which are in one library. gpus: {GPU: which code it would run, in words}.
-    sizes: {what: bytes}; they add up to ``size``. overhead: bytes of the file without its weights for each byte of
-        machine code. tables: all of it, as text.
+    sizes: {what: bytes}, not compressed; with "compression", which is less than 0, they add up to ``size``. overhead:
+        bytes of the file without its weights for each byte of machine code. tables: all of it, as text.
     """
 
     path: Path
@@ -112,10 +112,12 @@ class Inspection:
 
     @cached_property
     def gpus(self) -> dict[str, str]:
-        found = {f"{name} ({_dotted(number)})": self._runs(number) for name, number in GPUS}
+        found = {f"{name} ({_dotted(number)})": self._runs(number, shared_of(number)) for name, number in GPUS}
         if torch.cuda.is_available():
             here = device_target("cuda", torch.cuda.current_device())
-            said = self._runs(here.capability) if here.kind == "cuda" else "nothing: code for AMD GPUs is not run yet"
+            said = "nothing: code for AMD GPUs is not run yet"
+            if here.kind == "cuda":
+                said = self._runs(here.capability, here.shared)
             found[f"this machine's {torch.cuda.get_device_name()} ({here.arch})"] = said
         return found
 
@@ -124,10 +126,12 @@ class Inspection:
         text = sum(self.machine_code(a) for a in self.manifest.arms if a.arch == "ptx")
         code = sum(self.machine_code(a) for a in self.manifest.arms if a.arch != "ptx")
         out = {"machine code": code, "PTX": text, "containers": -code - text}
-        out |= {"host code": 0, "text of the host code": 0, "weights": 0}
-        for name, size in self._entries.items():
-            of_wrapper = _SUFFIXES.get(Path(name).suffix, "text of the host code")
-            out["weights" if archive.is_weights(name) else "containers" if _of_kernels(name) else of_wrapper] += size
+        out |= {"host code": 0, "text of the host code": 0, "compression": 0, "weights": 0}
+        for e in self.manifest.entries:
+            of_wrapper = _SUFFIXES.get(Path(e.name).suffix, "text of the host code")
+            of = "weights" if archive.is_weights(e.name) else "containers" if _of_kernels(e.name) else of_wrapper
+            out[of] += e.unpacked
+            out["compression"] += e.size - e.unpacked
         out["manifest"] = len(archive.dump(self.data))
         out["headers and padding"] = self.size - sum(out.values())
         return out
@@ -139,20 +143,20 @@ class Inspection:
 
     @cached_property
     def _entries(self) -> dict[str, int]:
-        return {e.name: e.size for e in self.manifest.entries}
+        return {e.name: e.unpacked for e in self.manifest.entries}
 
-    def _runs(self, device: int) -> str:
-        m = self.manifest
-        text = next((a for a in m.arms if a.arch == "ptx"), None)
-        arch = choose([a for a in m.archs if a.startswith("sm_")], text.made_for if text else None, device)
-        if arch is None:
+    def _runs(self, device: int, shared: int) -> str:
+        arm = arm_for(self.manifest, device, shared)
+        if arm is None:
             name = f"sm_{device}"
             remedy = f"archs=[..., {name!r}]" if name in known_archs() else "ptx=True"
             return f"nothing: rebuild with {remedy}"
-        if arch != "ptx" or text is None:
-            return f"machine code {arch}"
-        wants = f" ({Driver(*text.driver).branch} or later)" if text.driver else ""
-        return f"PTX of {text.made_for}, compiled by the driver{wants}"
+        if arm.arch != "ptx":
+            return f"machine code {arm.arch}"
+        drivers = [Driver(*arm.driver)] if arm.driver else []  # that know the text; and the GPU
+        drivers += [d] if (d := driver_of(device)) else []
+        wants = f" ({max(drivers, key=lambda d: d.version).branch} or later)" if drivers else ""
+        return f"PTX of {arm.made_for}, compiled by the driver{wants}"
 
     # -- to be read --------------------------------------------------------------------------------
     @cached_property
@@ -172,9 +176,7 @@ class Inspection:
             ("Python", self._python()),
         ]  # fmt: skip
         rows += [("C functions", ", ".join(names))] if (names := sorted({s for a in m.arms for s in a.symbols})) else []
-        for lib in m.libraries:
-            first = f"import {lib.module}" if lib.module else f"torch.ops.load_library({lib.file or '...'!r})"
-            rows.append(("library", f"{lib.op}: first {first}"))
+        rows += [("library", f"{lib.op}: first {lib.remedy}") for lib in m.libraries]
         return _table(str(self.path.name), ("", ""), rows)
 
     def _python(self) -> str:
@@ -242,6 +244,7 @@ class Inspection:
         rows.append(("all", f"{self.size:,}", ""))
         ratio = f"{self.overhead:.2f} times its machine code" if self.sizes["machine code"] else "all but machine code"
         note = f"Without its weights the file is {ratio}. Containers: what fatbins add, less what they compress."
+        note += " Compression: what the file has less for it."
         return _table("bytes", ("what", "bytes", "share"), rows, note)
 
     def __str__(self) -> str:

@@ -1,14 +1,16 @@
 """Loading a package: check it, pick the arm for the device, map the weights, bind the tables.
 
 A loaded package is called as a compiled ExportedProgram is: by ``host.entry``, from C to C++, without Dynamo. Nothing
-is unpacked: machine code goes to the driver from the mapped file; host code, which the system's loader wants to have in
-a file, goes through an anonymous one in memory. Weights on a CPU are the mapped pages themselves, so processes on a
+is written to disk: code is unpacked in memory, machine code for the driver, host code into an anonymous file, since the
+system's loader wants to have it in one. Weights on a CPU are the mapped pages themselves, so processes on a
 host share them; what a process writes to (buffers that the model updates) becomes its own, page by page.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import inspect
 import itertools
 import os
 import platform
@@ -16,7 +18,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -30,16 +32,18 @@ from ..wrap.convention import Argument, Convention, Expected, Guard, Output
 from ..wrap.exported import ExportedCallable
 from ..wrap.runtime import namespace, zeros
 from . import archive, elf, manifest, trees, weights
-from .architectures import choose
+from .architectures import arm_for
 from .build import cpu_features
 
 
 def load(
-    path: str | Path, device: torch.device | str | None = None, verify: bool | str = True, sha256: str | None = None
-) -> Model:
+    path: str | os.PathLike[str], device: torch.device | str | int | None = None, verify: bool | str = True,
+    sha256: str | None = None,
+) -> Model:  # fmt: skip
     """The package at ``path`` as a callable, with the arguments that the model was exported with.
 
-    device: where it shall run. None: the current GPU if the package has code for GPUs and there is one, else the CPU.
+    device: where it shall run (an int: that GPU). None: the current GPU if the package has code for GPUs and there is
+        one, else the CPU.
     verify: True checks every byte against its digest; "code" leaves the weights out, which are most of the bytes.
     sha256: the digest that the file must have. A package is code: load those that you trust.
 
@@ -67,10 +71,16 @@ _SENSELESS = (
 
 
 class Model:
-    """A loaded package. Call it as the model that it was made from; inference only.
+    """A loaded package. Call it as the model that it was made from; inference only. ``inspect.signature`` shows the
+    arguments: those that it was exported with, by position or by keyword as they were then.
 
     path, device, arm (the architecture's name), manifest: what was loaded. ``unload()`` gives everything back: weights,
-    machine code, the file."""
+    machine code, the file; so does the end of ``with reflib.load(path) as model:``.
+
+    Any number of threads may call it at once, but for a model that writes to its buffers, or to its arguments: then
+    calls are to be one after another, as those of the model that it was made from. It belongs to its process: another
+    one loads the file for itself. Code that ``torch.compile`` compiles calls it as it is.
+    """
 
     __slots__ = ("__call__", "__dict__", "__weakref__")
     __call__: Callable[..., Any]
@@ -89,7 +99,9 @@ class Model:
             raise
         self._state = state
         self._exported = ExportedCallable(convention, state, _Loaded(graph))
-        self.__call__ = self._exported.open()
+        self.__signature__ = _signature(convention, program.names)
+        self.__call__ = _untraced(self._exported.open())
+        _untraced(self._exported._long)  # where the way above sends what it does not take
 
     def memory_metrics(self) -> dict[str, int]:
         """Bytes: ``weights`` (what they hold on the device, shared ones once), ``workspace`` (temporaries and results
@@ -100,20 +112,60 @@ class Model:
 
     def unload(self) -> None:
         """Give everything back (but to calls that have not returned, and to who kept ``__call__``). It cannot be called
-        any more; tensors that it returned stay good."""
+        any more; tensors that it returned stay good. Waits for a GPU to end what it was told to do."""
         path = self.path
 
         def gone(*args: Any, **kwargs: Any) -> Any:
             raise PackageError(f"{path} was unloaded; load it again")
 
         self.__call__ = gone
-        if (exported := self.__dict__.pop("_exported", None)) is not None:
-            exported.__call__ = gone  # it refers to itself, by the way in that it chose
-        self._state = {}
-        self._file.close()
+        exported = self.__dict__.pop("_exported", None)
+        try:
+            if exported is not None and self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # a stream may still read the weights, or run the code
+        finally:
+            if exported is not None:
+                exported.__call__ = gone  # it refers to itself, by the way in that it chose
+            self._state = {}
+            self._file.close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.unload()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:  # of copy and pickle
+        what = f"{self.path.name} is loaded, with machine code and mapped memory: it cannot be copied or pickled"
+        raise PackageError(f"{what}; call reflib.load({str(self.path)!r}) again, in the other process")
 
     def __repr__(self) -> str:
         return f"<{self.path.name}: {self.arm} on {self.device}>"
+
+
+def _signature(c: Convention, names: tuple[str, ...]) -> inspect.Signature:
+    """How a call is to be written."""
+    by_position, by_keyword = trees.call(c.in_spec)
+    names = names if len(names) == by_position else tuple(f"args_{i}" for i in range(by_position))
+    kinds = inspect.Parameter
+    try:
+        given = [kinds(n, kinds.POSITIONAL_ONLY) for n in names]
+        return inspect.Signature([*given, *(kinds(n, kinds.KEYWORD_ONLY) for n in by_keyword)])
+    except (ValueError, TypeError):  # a key of **kwargs that is no name; a manifest that makes no sense
+        return inspect.signature(lambda *args, **kwargs: None)
+
+
+def _untraced(f: Any) -> Any:
+    """``f``, which Dynamo leaves alone, and all that it calls: a package is compiled already. (As
+    ``torch.compiler.disable`` has it, which imports Dynamo. What is no Python Dynamo cannot trace.)"""
+    function, frames = getattr(f, "__func__", f), torch._C._dynamo.eval_frame
+    if hasattr(function, "__code__"):
+        function._torchdynamo_disable = True
+        function._torchdynamo_disable_msg = "a loaded package is compiled already"
+        if hasattr(frames, "set_code_exec_strategy"):
+            skip = frames._FrameAction.SKIP
+            frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return f
 
 
 class _Loaded:
@@ -145,9 +197,8 @@ def _suits_host(m: manifest.Manifest) -> None:
     if missing := host.lacking():
         raise PackageError(f"torch {torch.__version__} has no {missing}: packages need torch 2.11 or later")
     for lib in m.libraries:
-        if not _registered(lib.op):
-            where = f"import {lib.module}" if lib.module else f"torch.ops.load_library({lib.file or '...'!r})"
-            raise PackageError(f"it calls {lib.op}, which is not registered here: first {where}")
+        if not lib.symbol and not _registered(lib.op):
+            raise PackageError(f"it calls {lib.op}, which is not registered here: first {lib.remedy}")
 
 
 def _registered(op: str) -> bool:
@@ -160,8 +211,10 @@ def _registered(op: str) -> bool:
     return True
 
 
-def _asked(device: torch.device | str | None) -> torch.device | None:
+def _asked(device: torch.device | str | int | None) -> torch.device | None:
     try:
+        if type(device) is int:  # of a GPU, also where torch thinks of another accelerator, or has none
+            return torch.device("cuda", device)
         return None if device is None else torch.device(device)
     except (RuntimeError, TypeError) as e:
         raise PackageError(f"device={device!r:.80} is no device: packages run on 'cpu' and 'cuda' ('cuda:1')") from e
@@ -207,16 +260,12 @@ def _gpu_arm(m: manifest.Manifest, device: torch.device) -> manifest.Arm:
     here = device_target("cuda", device.index or 0)
     if here.kind == "hip":
         raise PackageError(f"this GPU is a {here.arch}: reflib compiles for AMD GPUs but cannot run there yet")
-    cuda = [a for a in m.archs if a.startswith("sm_")]
-    text = next((a.made_for for a in m.arms if a.arch == "ptx"), None)
-    fits = [a for a in cuda if max((k.shared for k in m.arm(a).kernels), default=0) <= here.shared]
-    found = choose(fits, text, here.capability)  # (sm_80 has more shared memory than 8.6 and 8.9, which run its code)
+    arm = arm_for(m, here.capability, here.shared, os.environ.get("CUDA_FORCE_PTX_JIT") == "1")
     name = torch.cuda.get_device_name(device)
-    if found is None:
+    if arm is None:
         gpu = f"this {name} ({here.arch})"
         raise PackageError(f"it holds code for {_said(m)}; none of it runs on {gpu}; {_remedy(here.arch)}")
-    arm = m.arm(found)
-    if found == "ptx" and arm.driver is not None:
+    if arm.arch == "ptx" and arm.driver is not None:
         version, branch = arm.driver
         have_driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: version)()
         if have_driver < version:
@@ -374,22 +423,36 @@ def _graph(
 
     listed = [(name, by_name.get(name)) for name in arm.table]
     kernels = [(name, None if k is None or k.late else facts(k)) for name, k in listed]
-    loaders = [None if k is None or not k.late else (lambda k=k: facts(k)) for _, k in listed]
+    loaders = [None if k is None or not k.late else functools.partial(_untraced(facts), k) for _, k in listed]
     names = namespace() | {n: decode(v) for n, v in arm.names.items()}
     python = bytes(file.view(arm.python)).decode() if arm.python else ""
     python = python.replace("torch.device('cuda:0')", f"torch.device('{device}')")
+    for lib in m.libraries:
+        if lib.symbol and not _registered(lib.op):  # bound in the text for the error of its C function alone
+            python = python.replace(f" = torch.ops.{lib.op}\n", f" = only_in_c({lib.op!r}, {lib.symbol!r})\n")
     try:
-        functions = host.functions_of(python, names, arm.functions)
+        functions = host.functions_of(python, names | {"only_in_c": _only_in_c}, arm.functions)
     except Exception as e:  # it is code, which may raise anything
         raise PackageError(f"its Python text cannot be run ({type(e).__name__}: {e}): build it again") from e
     if absent := [s for s in arm.symbols if not host.address(s)]:
         what = f"it calls the C function {absent[0]}, which no library here has"
-        raise PackageError(f"{what}: first torch.ops.load_library the one that does")
+        known = next((lib for lib in m.libraries if lib.symbol == absent[0]), manifest.Library(""))
+        first = f"torch.ops.load_library({known.file!r})" if known.file else "torch.ops.load_library the one that does"
+        raise PackageError(f"{what}: first {first}")
     return host.graph(
         _Wrapper(libraries.open(arm.wrapper, file.view(arm.wrapper)), libraries), arm.graph, len(program.inputs),
-        len(program.outputs), kernels, loaders, functions, [decode(o) for o in arm.objects],
+        len(program.outputs), kernels, loaders, list(map(_untraced, functions)), [decode(o) for o in arm.objects],
         [state[name] for name, _ in arm.constants], arm.symbols, zeros, device.index or 0, unloads=True,
     )  # fmt: skip
+
+
+def _only_in_c(op: str, symbol: str) -> Callable[..., Any]:
+    """In the place of an op that is not registered here, because its C function is called instead."""
+
+    def failed(*args: Any, **kwargs: Any) -> NoReturn:
+        raise ReflibError(f"the C function {symbol} failed; {op}, which would say why, is not registered here")
+
+    return failed
 
 
 def _openmp() -> None:

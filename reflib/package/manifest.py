@@ -73,7 +73,7 @@ class Program:
     """How a captured graph is called. ``inputs``: of the graph, in order: a weight's name, or "" for the next argument
     of the caller's. ``arguments_tree``, ``result_tree``: torch's pytree specs, as its JSON text. ``ranges``: of the
     sizes that may change, by symbol: [least, most or None]. ``devices``: the kind of device on which each of the
-    graph's inputs lies, "" for what is no tensor."""
+    graph's inputs lies, "" for what is no tensor. ``names``: of the arguments by position, as the model has them."""
 
     inputs: tuple[str, ...]
     arguments: tuple[Argument, ...]
@@ -83,6 +83,7 @@ class Program:
     ranges: dict[str, tuple[int, int | None]]
     devices: tuple[str, ...]
     guards: tuple[Guard, ...] = ()
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -143,12 +144,29 @@ class Arm:
 
 @dataclass(frozen=True)
 class Library:
-    """What registers an op that the package calls. ``module``: a Python module's name, or "". ``file``: the name of a
-    file that was loaded by torch.ops.load_library, without its folder, or "". """
+    """What registers an op that the package calls, as far as is known: each but ``op`` may be "".
+
+    module: of Python's, to be imported. file: of a compiled library, without its folder. script: a Python file that is
+        no module. symbol: a C function (``Options.c_shims``): it is what is called; the op itself, if there is one,
+        only says why the function failed.
+    """
 
     op: str
     module: str = ""
     file: str = ""
+    script: str = ""
+    symbol: str = ""
+
+    @property
+    def remedy(self) -> str:
+        """What to do before the package is loaded."""
+        if self.module:
+            return f"import {self.module}"
+        if self.script:
+            return f"run what defines it ({self.script})"
+        if self.file:
+            return f"torch.ops.load_library({self.file!r})"
+        return f"import or load what registers {self.op.replace('.', '::', 1).removesuffix('.default')}"
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,14 @@ import functools
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
 from .. import cache
+from ..logs import get as logger
 from .architectures import DRIVERS
 
 OLDEST = 70  # of sm_80
@@ -35,6 +37,9 @@ def for_old_drivers(text: str, arch: str) -> str:
         return known.decode()
     own = int(m[2]) * 10 + int(m[3])
     code = assembled(tool, text, arch)
+    if code is None:
+        what = "ptxas cannot assemble a kernel: its PTX keeps the version that Triton wrote, and may want a new driver"
+        logger("package").warning("%s; TRITON_PTXAS_PATH names another\n%s", what, _assembled(tool, text, arch)[1])
     older = (with_version(text, isa) for isa, _, _ in DRIVERS if OLDEST <= isa < own)
     found = text if code is None else next((t for t in older if assembled(tool, t, arch) == code), text)
     cache.put("ptx", key, found.encode(), ".ptx")
@@ -47,14 +52,25 @@ def with_version(text: str, version: int) -> str:
 
 def assembled(tool: str, text: str, arch: str) -> bytes | None:
     """The machine code, or None where ptxas refuses."""
+    return _assembled(tool, text, arch)[0]
+
+
+def _assembled(tool: str, text: str, arch: str) -> tuple[bytes | None, str]:
+    """The machine code; the command and what it said."""
     with tempfile.TemporaryDirectory(prefix="reflib-ptx-") as folder:
         Path(folder, "k.ptx").write_text(text)
         words = [tool, "--gpu-name", arch, "-o", "k.cubin", "k.ptx"]
+        code = None
         try:
-            done = subprocess.run(words, cwd=folder, capture_output=True, stdin=subprocess.DEVNULL)
-        except OSError:
-            return None
-        return None if done.returncode else Path(folder, "k.cubin").read_bytes()
+            done = subprocess.run(
+                words, cwd=folder, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL
+            )
+            said = f"exit {done.returncode}: {(done.stderr or done.stdout).strip()[:1000]}"
+            if not done.returncode:
+                code = Path(folder, "k.cubin").read_bytes()
+        except OSError as e:
+            said = str(e)
+        return code, f"$ {shlex.join(words)}\n{said}"
 
 
 @functools.cache

@@ -1,10 +1,13 @@
 """The structures of arguments and results: torch's own JSON of a pytree spec, read without importing or running
-anything that it names. (``treespec_loads`` imports the modules of enums and of a defaultdict's factory.)"""
+anything that it names. (``treespec_loads`` imports the modules of enums and of a defaultdict's factory.)
+
+A namedtuple goes by "module:class". Whoever loads has the module imported, and need not register the class."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections import namedtuple
 from enum import Enum
 from typing import Any
 
@@ -16,6 +19,47 @@ _FACTORIES = ("list", "dict", "set", "tuple", "int", "float", "str", "bool")
 _CALL = "builtins.tuple", ["builtins.tuple", "builtins.dict"]
 _NO_CONTEXT = ("builtins.tuple", "builtins.list")
 _KEYS = ("builtins.dict", "collections.OrderedDict")
+_NAMEDTUPLE = "collections.namedtuple"
+
+
+def text(spec: Any, what: str) -> str:
+    """A pytree spec as JSON. (A class of the user's needs a ``serialized_type_name``, given when it is registered.)
+    Raises PackageError."""
+    try:
+        _name_namedtuples(spec)
+        return json.dumps(json.loads(pytree.treespec_dumps(spec)), sort_keys=True)
+    except (NotImplementedError, TypeError, ValueError) as e:
+        raise PackageError(f"the {what}: the structure cannot be written down: {e}; use tuples, lists and dicts") from e
+
+
+def _name_namedtuples(spec: Any) -> None:
+    cls = spec.context if spec.type is namedtuple else None
+    if cls is not None and cls not in pytree.SUPPORTED_SERIALIZED_TYPES:
+        module, path = cls.__module__, cls.__qualname__
+        try:
+            found = _found(module, path)
+        except KeyError:
+            found = None
+        if found is not cls:
+            raise ValueError(f"the namedtuple {path} is not what {module} has by that name, where a loader would look")
+        pytree._register_namedtuple(cls, serialized_type_name=f"{module}:{path}")
+    known = pytree.SUPPORTED_SERIALIZED_TYPES.get(spec.type)
+    if known is not None and known.serialized_type_name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
+        raise ValueError(f"{spec.type.__module__}.{spec.type.__qualname__} was registered without a name to write")
+    for i in range(spec.num_children):
+        _name_namedtuples(_child(spec, i))
+
+
+def _child(spec: Any, i: int) -> Any:
+    return spec.child(i) if hasattr(spec, "child") else spec.children_specs[i]
+
+
+def _found(module: str, path: str) -> Any:
+    """What a module that is loaded has; nothing of it runs. Raises KeyError."""
+    found: Any = sys.modules[module]
+    for name in path.split("."):
+        found = vars(found)[name]
+    return found
 
 
 def arguments(text: str, leaves: int) -> Any:
@@ -25,6 +69,12 @@ def arguments(text: str, leaves: int) -> Any:
     if call["type"] != _CALL[0] or [c["type"] for c in call["children_spec"]] != _CALL[1]:
         raise PackageError("the structure of its arguments is no call's: build it again")
     return spec
+
+
+def call(spec: Any) -> tuple[int, list[str]]:
+    """Of a call's arguments: how many are by position, and the names of the others."""
+    by_position, by_keyword = _child(spec, 0), _child(spec, 1)
+    return by_position.num_children, list(by_keyword.context)
 
 
 def tree(text: str, leaves: int, what: str) -> Any:
@@ -58,12 +108,29 @@ def _check(node: Any) -> None:
             factory = context["default_factory_name"]
             raise ValueError(f"a defaultdict of {factory!r:.80}; one of {', '.join(_FACTORIES)}")
         _keys(context["dict_context"], children)
+    elif kind == _NAMEDTUPLE:
+        _check_namedtuple(context, children)
     elif pytree.SUPPORTED_SERIALIZED_TYPES[known].from_dumpable_context is None:
         found = json.loads(context, object_hook=_enum)
         if kind in _NO_CONTEXT and found is not None:
             raise ValueError(f"{kind} of {found!r:.80}")
         if kind in _KEYS:
             _keys(found, children)
+
+
+def _check_namedtuple(name: Any, children: Any) -> None:
+    cls = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(name)
+    if cls is None:
+        module, _, path = name.partition(":")
+        if module not in sys.modules or not path:
+            where = f"import {module}" if path else "import the module that registers it"
+            raise PackageError(f"its arguments or results have the namedtuple {name!r:.80}: first {where}")
+        cls = _found(module, path)
+        if not (isinstance(cls, type) and issubclass(cls, tuple) and isinstance(vars(cls).get("_fields"), tuple)):
+            raise ValueError(f"{name!r:.80} is no namedtuple")
+        pytree._register_namedtuple(cls, serialized_type_name=name)
+    if len(getattr(cls, "_fields", ())) != len(children):
+        raise ValueError(f"a namedtuple {name!r:.80} of {len(children)} values")
 
 
 def _keys(keys: Any, children: Any) -> None:
@@ -78,9 +145,7 @@ def _enum(x: dict[str, Any]) -> Any:
     module, _, path = x["fqn"].partition(":")
     if module not in sys.modules:
         raise PackageError(f"its arguments or results have the enum {path!r:.80} of {module!r:.80}: import that first")
-    found: Any = sys.modules[module]
-    for name in path.split("."):
-        found = vars(found)[name]
+    found = _found(module, path)
     if not (isinstance(found, type) and issubclass(found, Enum)):
         raise ValueError(f"{path!r:.80} is no enum")
     return found.__members__[x["name"]]

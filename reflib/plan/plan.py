@@ -24,7 +24,7 @@ from ..ir.expr import Sym, expr
 from ..ir.loops import Load, Loops, Stmt, phases
 from ..ir.program import Buffer, Dispatch, Extern, Node, Program, Region, iter_views, walk
 from ..options import Options
-from .steps import Alloc, Branch, Call, Free, Launch, Let, Moment, Note, Plan, Return, Step
+from .steps import Alloc, Branch, Call, Check, Free, Launch, Let, Moment, Note, Plan, Return, Step
 
 WINDOW = 3
 
@@ -48,6 +48,7 @@ class _Planner:
 
     def run(self) -> Plan:
         self.steps += bind_symbols(self.program)
+        self.steps += [Check(*c) for c in self.program.checks]
         self.steps += [Note(*t) for t in self.program.tuned]
         dying: dict[int, list[str]] = defaultdict(list)
         for b, i in self.last.items():

@@ -3,6 +3,7 @@
 Grammar::
 
     step ::= Let sym = source          a size becomes known: from an input's size or stride, or from a call's result
+           | Check facts               sizes that it was not captured for are refused
            | Alloc buffer              new storage, or a dead buffer's (``reuse``)
            | Launch region             one kernel
            | Call extern               anything that is not a kernel of ours
@@ -34,6 +35,15 @@ class Let:
     dim: int
     times: int = 1
     plus: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """All of ``facts``, which are about the inputs' sizes, must hold, or the call ends here. ``text``: the condition as
+    people say it."""
+
+    facts: tuple[Assume, ...]
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +99,7 @@ class Return:
     outputs: tuple[Any, ...]
 
 
-Step = Let | Alloc | Launch | Branch | Note | Call | Free | Return
+Step = Let | Check | Alloc | Launch | Branch | Note | Call | Free | Return
 
 
 @dataclass(frozen=True, slots=True)

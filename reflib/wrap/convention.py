@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..errors import ReflibError
-from ..ir.expr import Expr, Sym
-from ..ir.program import Program
+from ..ir.expr import Expr, Sym, expr
+from ..ir.program import Assume, Program
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,10 @@ class Guard:
     what: Expr
     text: str
 
+    @property
+    def fact(self) -> Assume:
+        return Assume(self.kind, self.what, 0)
+
     def holds(self, sizes: dict[str, int]) -> bool:
         n = int(self.what.evaluate(sizes))
         return n >= 0 if self.kind == "at_least" else (n == 0) == (self.kind == "equal")
@@ -70,6 +74,45 @@ class Convention:
     ranges: dict[str, tuple[int, int | None]]
     devices: tuple[str, ...]
     guards: tuple[Guard, ...] = ()
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a symbol's value is found: argument number ``argument`` itself ("value"), or its size or stride ("size",
+    "stride") in ``dim``, is ``times * symbol + plus``."""
+
+    symbol: Sym
+    argument: int
+    what: str
+    dim: int
+    times: int
+    plus: int
+
+
+def sources(arguments: tuple[Argument, ...]) -> tuple[Source, ...]:
+    """One for each symbol: as ``plan`` finds them, ints first, then sizes and strides that are a symbol, then those it
+    is known from."""
+    given: list[tuple[int, str, int, Expr]] = []
+    for i, a in enumerate(arguments):
+        if a.tensor is not None:
+            given += [(i, "size", d, e) for d, e in enumerate(a.tensor.shape)]
+            given += [(i, "stride", d, e) for d, e in enumerate(a.tensor.strides)]
+    ints = [(i, "value", 0, expr(a.value)) for i, a in enumerate(arguments) if isinstance(a.value, Sym)]
+    found: dict[Sym, Source] = {}
+    for direct in (True, False):
+        for i, what, d, e in (*ints, *given):
+            if (linear := e.linear()) is not None and (not direct or e == expr(linear[0])):
+                found.setdefault(linear[0], Source(linear[0], i, what, d, *linear[1:]))
+    return tuple(found.values())
+
+
+def expect_told(e: Expr, known: tuple[Source, ...], what: str) -> None:
+    """Raises ReflibError where no argument tells the value of one of its symbols."""
+    if unknown := sorted(e.symbols() - {s.symbol for s in known}, key=str):
+        raise ReflibError(
+            f"{what} cannot be checked when it is called: no argument tells what {unknown[0]} is; add one that is an "
+            f"int, or has a size, of this number alone"
+        )
 
 
 WEIGHTS = ("PARAMETER", "BUFFER", "CONSTANT_TENSOR", "CUSTOM_OBJ")

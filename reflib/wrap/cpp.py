@@ -37,9 +37,9 @@ from ..ir.program import (
     symbols_in,
     walk,
 )
-from ..plan import Alloc, Branch, Call, Free, Launch, Let, Note, Plan, Return, Step
+from ..plan import Alloc, Branch, Call, Check, Free, Launch, Let, Note, Plan, Return, Step
 from .aten import direct_call, quoted
-from .python import Kernels, PythonPrinter, _condition
+from .python import Kernels, PythonPrinter, _condition, checked_symbols
 
 DEVICES = ("cpu", "cuda")
 # numbers of c10::ScalarType, which the C interface takes
@@ -51,13 +51,13 @@ DTYPES = {
 }  # fmt: skip
 # names that the text itself uses
 TAKEN = frozenset(
-    "Device Expected Failed Frame Guard Handle Host Ints Just Kernel Many Range Run Tensor Text Torch Value "
+    "Device Expected Failed Frame Guard Handle Host Ints Just Kernel Many Named Range Run Tensor Text Torch Value "
     "aligned anywhere args argument argument_said call cpu cuda differs dispatch drop empty entry escaped "
-    "expect_range expect_size expect_stride floor_div floor_mod frame give guard host ignore in input int16_t "
-    "int32_t int64_t int8_t integer ints laid_out launch launch_with list made max min none number object out own "
-    "placed "
-    "plain python reflib reflib_call refuse results run run_kernel run_with some stack stream stream_of symbol "
-    "take tensor text there uint16_t uint32_t uint64_t uint8_t value view write_ints zeros".split()
+    "expect_range expect_size expect_sizes expect_stride expect_value floor_div floor_mod frame give guard host ignore "
+    "in input int16_t int32_t int64_t int8_t integer ints laid_out launch launch_with list made max min none number "
+    "object out own placed plain python reflib reflib_call refuse results run run_kernel run_with some stack "
+    "stream stream_of symbol take tensor text there uint16_t uint32_t uint64_t uint8_t value view write_ints "
+    "zeros".split()
 )
 MOST_PARTS = 6  # of a fused kernel, whose lines of IR are shown ...
 LONGEST = 140  # ... up to so many characters
@@ -193,8 +193,11 @@ class CppPrinter:
     # -- entry --------------------------------------------------------------------------------------
     def _entry(self) -> None:
         for i, x in enumerate(self.program.inputs):
-            if isinstance(x, Sym) and x not in self.program.inputs[:i]:
-                self.put(f'int64_t {self.name(x.name)} = symbol(run, {i}, "{x.name}", in[{i}]);')
+            if isinstance(x, Sym):
+                value = f'symbol(run, {i}, "{x.name}", in[{i}])'
+                again = x in self.program.inputs[:i]
+                n = self.name(x.name)
+                self.put(f'expect_value(run, {i}, "{x.name}", {value}, {n});' if again else f"int64_t {n} = {value};")
             elif isinstance(x, str):
                 self.lasting.add(x)
                 expected = self._expected(self.program.buffers[x], x in self.strict)
@@ -214,6 +217,7 @@ class CppPrinter:
     def _sizes(self, lets: list[Let]) -> None:
         """Sizes that depend on symbols are what they were when the program was captured, and within its ranges."""
         bound = {(let.buffer, let.dim): let for let in lets if let.what == "size"}
+        checked = {a.what for facts, _ in self.program.checks for a in facts}
         for name, i in self.at.items():
             n = self.name(name)
             for d, e in enumerate(self.program.buffers[name].shape):
@@ -221,7 +225,7 @@ class CppPrinter:
                 if let is not None:
                     s = let.sym
                     least = s.lo if s.lo > 2 else 0  # 2 is said of every size that varies: as eager, 0 and 1 are taken
-                    if s.hi is not None or least:
+                    if expr(s) not in checked and (s.hi is not None or least):
                         limits = f"{least}, {s.hi if s.hi is not None else 'INT64_MAX'}"
                         self.put(f'expect_range(run, {i}, "{name}", "{s.name}", {self.name(s.name)}, {limits});')
                 if e.symbols() and (let is None or (let.times, let.plus) != (1, 0)):
@@ -256,6 +260,10 @@ class CppPrinter:
             if (step.times, step.plus) != (1, 0):
                 value = f"floor_div({value} - {step.plus}, {step.times})"
             self.put(f"int64_t {self.name(step.sym.name)} = {value};")
+        elif isinstance(step, Check):
+            holds = " && ".join(map(self._condition, step.facts))
+            sizes = ", ".join(f'{{"{s}", {self.name(s)}}}' for s in checked_symbols(step))
+            self.put(f"expect_sizes(run, {holds}, {quoted(step.text)}, {{{sizes}}});")
         elif isinstance(step, Alloc):
             self._alloc(step)
         elif isinstance(step, Launch):

@@ -54,6 +54,7 @@ typedef struct {
     CUresult (*LaunchKernelEx)(const CUlaunchConfig *, CUfunction, void **, void **); /* NULL before CUDA 11.8 */
     CUresult (*StreamIsCapturing)(CUstream, int *); /* NULL in a stand-in without it */
     CUresult (*ModuleUnload)(CUmodule);             /* likewise */
+    CUresult (*CtxSynchronize)(void);               /* likewise */
 } Driver;
 
 /* Fill in `d`; NULL on success, else what went wrong (static text). */
@@ -77,6 +78,7 @@ static const char *driver_open(Driver *d, const char *path) {
     *(void **)&d->LaunchKernelEx = dlsym(library, "cuLaunchKernelEx");
     *(void **)&d->StreamIsCapturing = dlsym(library, "cuStreamIsCapturing");
     *(void **)&d->ModuleUnload = dlsym(library, "cuModuleUnload");
+    *(void **)&d->CtxSynchronize = dlsym(library, "cuCtxSynchronize");
     if (d->Init(0)) return "the CUDA driver finds no usable GPU (cuInit failed)";
     return NULL;
 }
@@ -112,11 +114,13 @@ static CUresult driver_load(const Driver *d, const void *image, const char *entr
     return r;
 }
 
-/* A module that was loaded into `context`; its kernels are gone. (At the end of the process the driver may be, too.) */
+/* A module that was loaded into `context`, once its kernels have ended: they may run in any stream. (At the end of the
+   process the driver may be gone, too.) */
 static void driver_unload(const Driver *d, CUcontext context, CUmodule module) {
     CUcontext before = NULL;
     if (!d->ModuleUnload || d->CtxGetCurrent(&before)) return;
     if (before != context && d->CtxSetCurrent(context)) return;
+    if (d->CtxSynchronize) d->CtxSynchronize();
     d->ModuleUnload(module);
     if (before != context) d->CtxSetCurrent(before);
 }

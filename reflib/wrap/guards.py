@@ -1,18 +1,24 @@
-"""What torch.export found out about sizes, and did not check: conditions that every call of the graph must meet."""
+"""What torch.export found out about sizes, and did not check: conditions that every call of the graph must meet.
+
+``guards_of`` reads them off the exported program. ``checked`` makes them, and the ranges of sizes, checks of the
+program that is compiled: so every wrapper looks itself, in Python, in C++, in a package and in what a package exports.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import sympy
 import torch
 
 from ..errors import ReflibError
-from ..ir.expr import nonneg
+from ..ir.expr import expr, nonneg
+from ..ir.program import Assume, Program
 from ..lower.rules import Unsupported
 from ..lower.symbols import Symbols
-from .convention import Guard
+from .convention import Convention, Guard, Source, expect_told, sources
 
 
 def guards_of(exported: Any) -> tuple[Guard, ...]:
@@ -54,3 +60,46 @@ def _guard(e: Any, symbols: Symbols, env: Any) -> Guard:
         with contextlib.suppress(Unsupported):
             return Guard(kind, difference(*(symbols.from_sympy(a, env) for a in e.args)), str(e))
     raise ReflibError(f"it was exported where {e} holds of its sizes, which cannot be checked when it is called")
+
+
+# -- as checks of the program ------------------------------------------------------------------------------
+def checked(program: Program, c: Convention) -> Program:
+    """``program``, which refuses sizes and ints outside the ranges that it was exported for, and where a guard does not
+    hold.
+
+    Raises ReflibError where a guard or a size has a symbol that no argument tells.
+    """
+    known = sources(c.arguments)
+    for a in c.arguments:
+        for e in a.tensor.shape if a.tensor is not None else ():
+            expect_told(e, known, f"the size {e} of argument {a.name}")
+    for g in c.guards:
+        expect_told(g.what, known, f"it was exported where {g.text} holds of its sizes, which")
+    within = [_within(s, *_limits_of(s, known, program, c)) for s in known]
+    return replace(program, checks=(*(w for w in within if w[0]), *(((g.fact,), g.text) for g in c.guards)))
+
+
+def _limits_of(s: Source, known: tuple[Source, ...], program: Program, c: Convention) -> tuple[int, int | None]:
+    """The symbol's range. An int of the caller's can be anything: where sizes are made of it, 64 bits must hold them;
+    nor has any machine memory for more."""
+    least, most = c.ranges.get(s.symbol.name, (-(2**63), None))
+    if s.what != "value":
+        return least, most
+    ints = {o.symbol for o in known if o.what == "value"}
+    products = [
+        sum(len(expr(atom).symbols() & ints) for atom in m)
+        for b in program.buffers.values() for e in (*b.shape, *b.strides) if s.symbol in e.symbols() for m, _ in e.terms
+    ]  # fmt: skip
+    if not products:
+        return least, most
+    large = 2 ** (48 if max(products) < 2 else 62 // max(products))
+    return least, large if most is None else min(most, large)
+
+
+def _within(s: Source, least: int, most: int | None) -> tuple[tuple[Assume, ...], str]:
+    """The range as facts. (That a size is not below zero needs none, that an int is not does.)"""
+    size = expr(s.symbol)
+    low = least > (0 if s.what == "size" and s.times > 0 and s.plus <= 0 else -(2**63))
+    facts = [Assume("at_least", size, least)] if low else []
+    facts += [Assume("at_most", size, most)] if most is not None else []
+    return tuple(facts), f"{f'{least} <= ' if low else ''}{s.symbol.name}{f' <= {most}' if most is not None else ''}"

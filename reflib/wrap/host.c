@@ -294,7 +294,7 @@ static PyObject *raise(Call *c, PyObject **all) {
         return PyErr_Format(type, "index out of range in kernel %s: an index is outside the tensor it indexes", step);
     if (f->kind == FAILED_ARGUMENT) {
         int i = 0;
-        sscanf(f->text, "argument %d", &i);
+        if (sscanf(f->text, "argument %d", &i) != 1) return PyErr_Format(type, "%s", f->text); /* about several */
         PyObject *came = PyObject_CallOneArg(described, all[i] ? all[i] : Py_None);
         if (came) PyErr_Format(type, "%s; got %U", f->text, came);
         Py_XDECREF(came);

@@ -230,23 +230,23 @@ def graph(
 def entry(
     graph: Callable[[list], tuple],
     head: Sequence[torch.Tensor],
-    count: int,
+    kinds: bytes,
     one: bool,
-    least: Sequence[tuple[int, int, int]],
     slow: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """What a compiled program is called by: ``count`` tensors by position, which go to ``graph`` behind ``head``.
-    Gradients are off meanwhile.
+    """What a compiled program is called by: arguments by position, which go to ``graph`` behind ``head``. Gradients are
+    off meanwhile.
 
-    one: the result is the graph's only output, not the tuple. least: (argument, dimension, size): graphs take sizes
-    from 0 up. slow: gets every call of another kind, and those whose arguments the graph refuses.
+    kinds: a letter for each argument: t, a tensor whose memory says what it is; i, an int; -, what the graph does not
+    look at. one: the result is the graph's only output, not the tuple. slow: gets every call of another kind, and those
+    whose arguments the graph refuses.
     """
     native = extension()
     if not isinstance(native, str) and _entry_functions():
-        return native.entry(graph, tuple(head), count, one, tuple(least), slow)
+        return native.entry(graph, tuple(head), kinds, one, slow)
     from .host_ctypes import python_entry
 
-    return python_entry(graph, head, count, one, least, slow)
+    return python_entry(graph, head, kinds, one, slow)
 
 
 def functions_of(text: str, names: Mapping[str, Any], wanted: Sequence[str]) -> list[Callable[..., tuple]]:

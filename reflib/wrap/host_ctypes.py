@@ -19,6 +19,7 @@ import torch
 from ..errors import ArgumentError, DeviceError
 from .cuda_launch import _ctypes_driver, _CtypesLauncher
 from .host import ERRORS, FUNCTIONS, OUT_OF_MEMORY, address, described
+from .runtime import has_memory
 
 NONE, TENSOR, INT, FLOAT, OBJECT = range(5)  # VALUE_...
 TORCH, DRIVER, INDEX, ARGUMENT, PYTHON, WRAPPER = range(1, 7)  # FAILED_...
@@ -138,7 +139,8 @@ class CtypesGraph:
         if kind == INDEX:
             return ERRORS[INDEX](f"index out of range in kernel {step}: an index is outside the tensor it indexes")
         if kind == ARGUMENT:
-            return ERRORS[ARGUMENT](f"{text}; got {described(call.owned[int(text.split()[1])])}")
+            one = text.startswith("argument ")  # or about several
+            return ERRORS[ARGUMENT](f"{text}; got {described(call.owned[int(text.split()[1])])}" if one else text)
         memory = kind == TORCH and "out of memory" in text
         text = f"graph {self.name}, step {step}: {text or 'it failed; see stderr'}"
         return ERRORS[OUT_OF_MEMORY if memory else kind or WRAPPER](text)
@@ -203,15 +205,14 @@ class CtypesGraph:
 
 # -- what a program is called by ----------------------------------------------------------------------
 def python_entry(
-    graph: Callable[[list], tuple], head: Sequence[torch.Tensor], count: int, one: bool,
-    least: Sequence[tuple[int, int, int]], slow: Callable[..., Any],
-) -> Callable[..., Any]:  # fmt: skip
+    graph: Callable[[list], tuple], head: Sequence[torch.Tensor], kinds: bytes, one: bool, slow: Callable[..., Any]
+) -> Callable[..., Any]:
     """``host_entry.c`` in Python; see ``host.entry``."""
 
+    fits = {ord("t"): _is_plain, ord("i"): lambda x: type(x) is int, ord("-"): lambda x: True}
+
     def is_usual(args: tuple[Any, ...]) -> bool:
-        if len(args) != count or not all(map(_is_plain, args)):
-            return False
-        return all(d < args[i].ndim and args[i].shape[d] >= size for i, d, size in least)
+        return len(args) == len(kinds) and all(fits[kind](x) for kind, x in zip(kinds, args))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not kwargs and is_usual(args):
@@ -234,7 +235,8 @@ def python_entry(
 
 def _is_plain(t: Any) -> bool:
     """A tensor whose memory says what it is."""
-    return type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided and not t.is_neg()
+    ours = type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided and not t.is_neg()
+    return ours and has_memory(t)
 
 
 def _inside(e: BaseException) -> bool:

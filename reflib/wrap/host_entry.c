@@ -1,4 +1,5 @@
-/* What a compiled program is called by: tensors by position, which go to its graph behind `head` (parameters, buffers).
+/* What a compiled program is called by: tensors and ints by position, which go to its graph behind `head` (parameters,
+   buffers).
 
    Only the usual call is made here. All others go to `slow`, which gets the same arguments and has time to look at them:
    it copies what is merely laid out in another way, and says what does not fit. So does a call that the graph refuses;
@@ -11,12 +12,11 @@ typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
     Graph *graph;
-    PyObject *head, *slow; /* a tuple; a callable */
-    Py_ssize_t count;      /* tensors that the caller gives */
-    int one;               /* is the result the graph's one output, not a tuple? */
-    Py_ssize_t least_count;
-    struct Least { Py_ssize_t argument; int64_t dim, size; } *least; /* sizes that graphs would take, and it does not */
+    PyObject *head, *kinds, *slow; /* a tuple; bytes: what the caller gives; a callable */
+    int one;                       /* is the result the graph's one output, not a tuple? */
 } Entry;
+
+enum { KIND_TENSOR = 't', KIND_INT = 'i', KIND_ANY = '-' }; /* the last: the graph does not look at it */
 
 static PyTypeObject *parameter_type;
 static struct {
@@ -28,32 +28,34 @@ static struct {
 } eager;
 
 /* -- does it take the short way? ---------------------------------------------------------------------------------- */
-/* A tensor whose memory says what it is. What else matters the graph looks at. */
+static int has_memory(Handle h) {
+    void *p = NULL;
+    int64_t dim = 0, *sizes = NULL;
+    if (torch_table.data_ptr(h, &p)) return 0;
+    if (p) return 1;
+    if (torch_table.dim(h, &dim) || torch_table.sizes(h, &sizes)) return 0;
+    for (int64_t d = 0; d < dim; ++d)
+        if (!sizes[d]) return 1;
+    return 0;
+}
+
+/* A tensor whose memory says what it is: one of functorch has none, nor one that is known to be zero. What else matters
+   the graph looks at. */
 static int is_plain(PyObject *o) {
     if (Py_TYPE(o) != tensor_type && Py_TYPE(o) != parameter_type) return 0;
     Handle h;
     if (borrow(o, &h)) return PyErr_Clear(), 0;
     int32_t layout = -1;
-    int plain = !eager.layout(h, &layout) && layout == eager.strided() && !eager.is_neg(h);
+    int plain = !eager.layout(h, &layout) && layout == eager.strided() && !eager.is_neg(h) && has_memory(h);
     unborrow(h);
     return plain;
 }
 
-static int is_large_enough(PyObject *o, int64_t d, int64_t size) {
-    Handle h;
-    if (borrow(o, &h)) return PyErr_Clear(), 0;
-    int64_t dim = 0, *sizes = NULL;
-    int large = !torch_table.dim(h, &dim) && d < dim && !torch_table.sizes(h, &sizes) && sizes[d] >= size;
-    unborrow(h);
-    return large;
-}
-
 static int is_usual(const Entry *e, PyObject *const *args, Py_ssize_t n, PyObject *kwnames) {
-    if (n != e->count || (kwnames && PyTuple_GET_SIZE(kwnames))) return 0;
+    if (n != PyBytes_GET_SIZE(e->kinds) || (kwnames && PyTuple_GET_SIZE(kwnames))) return 0;
+    const char *kinds = PyBytes_AS_STRING(e->kinds);
     for (Py_ssize_t i = 0; i < n; ++i)
-        if (!is_plain(args[i])) return 0;
-    for (Py_ssize_t i = 0; i < e->least_count; ++i)
-        if (!is_large_enough(args[e->least[i].argument], e->least[i].dim, e->least[i].size)) return 0;
+        if (kinds[i] == KIND_TENSOR ? !is_plain(args[i]) : kinds[i] == KIND_INT && !PyLong_CheckExact(args[i])) return 0;
     return 1;
 }
 
@@ -91,8 +93,7 @@ static void entry_dealloc(PyObject *self) {
     Entry *e = (Entry *)self;
     PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
-    Py_DECREF(e->graph), Py_DECREF(e->head), Py_DECREF(e->slow);
-    PyMem_RawFree(e->least);
+    Py_DECREF(e->graph), Py_DECREF(e->head), Py_DECREF(e->kinds), Py_DECREF(e->slow);
     PyObject_GC_Del(self);
     Py_DECREF(type);
 }
@@ -110,35 +111,26 @@ static PyType_Spec entry_spec = {
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION, entry_slots};
 static PyTypeObject *entry_type;
 
-/* entry(graph, head, count, one, least, slow) -> Entry.  least: a tuple of (argument, dimension, size) */
+/* entry(graph, head, kinds, one, slow) -> Entry */
 static PyObject *make_entry(PyObject *module, PyObject *args) {
-    PyObject *graph, *head, *least, *slow;
-    Py_ssize_t count;
+    PyObject *graph, *head, *kinds, *slow;
     int one;
-    if (!PyArg_ParseTuple(args, "O!O!npO!O", graph_type, &graph, &PyTuple_Type, &head, &count, &one, &PyTuple_Type,
-                          &least, &slow))
-        return NULL;
+    if (!PyArg_ParseTuple(args, "O!O!SpO", graph_type, &graph, &PyTuple_Type, &head, &kinds, &one, &slow)) return NULL;
     const Graph *g = (Graph *)graph;
+    Py_ssize_t count = PyBytes_GET_SIZE(kinds);
     if (!eager.is_neg) return PyErr_Format(PyExc_RuntimeError, "setup_entry was not called");
-    if (count < 0 || PyTuple_GET_SIZE(head) + count != g->inputs || (one && g->outputs != 1))
+    if (PyTuple_GET_SIZE(head) + count != g->inputs || (one && g->outputs != 1))
         return PyErr_Format(PyExc_ValueError, "graph %U has %zd inputs and %zd outputs, not %zd and %zd%s", g->name,
                             g->inputs, g->outputs, PyTuple_GET_SIZE(head), count, one ? ", and one" : "");
+    for (Py_ssize_t i = 0; i < count; ++i)
+        if (!memchr((char[]){KIND_TENSOR, KIND_INT, KIND_ANY}, PyBytes_AS_STRING(kinds)[i], 3))
+            return PyErr_Format(PyExc_ValueError, "there is no such kind of argument: %R", kinds);
     Entry *e = PyObject_GC_New(Entry, entry_type);
     if (!e) return NULL;
-    e->vectorcall = entry_call;
-    e->graph = (Graph *)Py_NewRef(graph), e->head = Py_NewRef(head), e->slow = Py_NewRef(slow);
-    e->count = count, e->one = one, e->least_count = PyTuple_GET_SIZE(least);
-    e->least = PyMem_RawCalloc(e->least_count + 1, sizeof *e->least);
+    e->vectorcall = entry_call, e->one = one;
+    e->graph = (Graph *)Py_NewRef(graph), e->head = Py_NewRef(head);
+    e->kinds = Py_NewRef(kinds), e->slow = Py_NewRef(slow);
     PyObject_GC_Track(e);
-    if (!e->least) PyErr_NoMemory();
-    for (Py_ssize_t i = 0; e->least && i < e->least_count; ++i) {
-        long long d, size;
-        struct Least *l = &e->least[i];
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(least, i), "nLL", &l->argument, &d, &size)) break;
-        l->dim = d, l->size = size;
-        if (l->argument < 0 || l->argument >= count || d < 0) PyErr_SetString(PyExc_IndexError, "no such dimension");
-    }
-    if (PyErr_Occurred()) Py_CLEAR(e);
     return (PyObject *)e;
 }
 

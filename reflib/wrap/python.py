@@ -17,7 +17,7 @@ from ..generate.kernel import Kernel
 from ..ir.expr import Atom, Expr, Sym, expr, format_expr
 from ..ir.expr import Call as ExprCall
 from ..ir.program import Assume, Buffer, Extern, Origin, Program, View, full_view, iter_views, regions, walk
-from ..plan import Alloc, Branch, Call, Free, Launch, Let, Note, Plan, Return, Step
+from ..plan import Alloc, Branch, Call, Check, Free, Launch, Let, Note, Plan, Return, Step
 
 Kernels = Mapping[tuple[str, int], Kernel]
 
@@ -104,6 +104,9 @@ class PythonPrinter:
             if (step.times, step.plus) != (1, 0):
                 value = f"({value} - {step.plus}) // {step.times}"
             self.put(f"{step.sym.name} = {value}")
+        elif isinstance(step, Check):
+            sizes = "".join(f", {s}={s}" for s in checked_symbols(step))
+            self.put(f"expect_sizes({' and '.join(map(_condition, step.facts))}, {step.text!r}{sizes})")
         elif isinstance(step, Alloc):
             self._alloc(step)
         elif isinstance(step, Launch):
@@ -290,6 +293,11 @@ def passed_on(program: Program) -> set[str]:
     views = [v for n in externs for v in iter_views((n.args, n.kwargs, n.outputs))] + list(iter_views(program.outputs))
     seen = {v.buffer for v in views if v != full_view(program.buffers[v.buffer])}
     return out - seen - {b for n in regions(program.nodes) for b in n.reads()}
+
+
+def checked_symbols(check: Check) -> list[str]:
+    """What the check is about, for its message."""
+    return sorted({s.name for a in check.facts for s in a.what.symbols()})
 
 
 def _condition(a: Assume) -> str:

@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..errors import ReflibError
+from ..errors import ArgumentError, ReflibError
 from ..logs import get as logger
 
 _guards = torch._C._dynamo.guards
@@ -34,6 +36,22 @@ def expect(t: Any, size: tuple[int, ...], stride: tuple[int, ...], any_shape: bo
     if all(n == 1 or s == w for n, s, w in zip(size, t.stride(), stride)) or t.numel() == 0:
         return t.as_strided(size, stride)
     return torch.empty_strided(size, stride, dtype=t.dtype, device=t.device).copy_(t)
+
+
+def expect_sizes(holds: bool, what: str, **sizes: int) -> None:
+    """What must hold of the sizes of the arguments, or the graph is not for them."""
+    if not holds:
+        here = ", ".join(f"{name} = {n}" for name, n in sizes.items())
+        raise ArgumentError(f"it was exported where {what} holds of the arguments' sizes; here {here}")
+
+
+def has_memory(t: torch.Tensor) -> bool:
+    """Are its numbers in memory? Not those of a fake tensor, of a subclass that holds others, of one that a transform
+    (torch.vmap, torch.func) carries along, or of one that is known to be zero."""
+    if is_fake(t) or is_traceable_wrapper_subclass(t):
+        return False
+    transformed = torch._C._functorch.is_functorch_wrapped_tensor(t) or torch._is_functional_tensor(t)
+    return not transformed and not t._is_zerotensor()
 
 
 def flat(tree: Any) -> list[Any]:
@@ -136,6 +154,7 @@ def namespace() -> dict[str, Any]:
         "alloc_cpu": _alloc("cpu"),
         "as_view": _guards._reinterpret_tensor,
         "expect": expect,
+        "expect_sizes": expect_sizes,
         "flat": flat,
         "check_nan": check_nan,
         "threads": torch.get_num_threads,

@@ -418,6 +418,28 @@ inline void expect_range(Run& run, int32_t i, const char* name, const char* what
   run.fail(FAILED_ARGUMENT);
 }
 
+struct Named {
+  const char* name;
+  int64_t value;
+};
+
+// What must hold of the sizes of the arguments, or the graph is not for them. `what`: as people say it.
+template <int N>
+void expect_sizes(Run& run, bool holds, const char* what, const Named (&sizes)[N]) {
+  if (__builtin_expect(holds, 1)) return;
+  Text text(run.frame);
+  text << "it was exported where " << what << " holds of the arguments' sizes; here ";
+  for (int i = 0; i < N; ++i) text << (i ? ", " : "") << sizes[i].name << " = " << sizes[i].value;
+  run.fail(FAILED_ARGUMENT);
+}
+
+// An int that another argument has told already.
+inline void expect_value(Run& run, int32_t i, const char* name, int64_t have, int64_t want) {
+  if (__builtin_expect(have == want, 1)) return;
+  argument_said(run, i, name) << have << ", but another argument says " << want;
+  run.fail(FAILED_ARGUMENT);
+}
+
 inline int64_t symbol(Run& run, int32_t i, const char* name, const Value& v) {
   if (v.kind == VALUE_INT) return v.integer;
   argument_said(run, i, name) << "expected an int of 64 bits";

@@ -336,7 +336,7 @@ def test_code_for_gpus_that_are_not_here(tool: str | None, tmp_path: Path, monke
     assert m.archs == ("sm_75", "sm_80", "sm_90", "sm_120", "gfx942", "cpu", "ptx")
     assert m.images == ("table" if tool == "" else "fatbin")
     kinds = {Path(k.image).suffix for a in m.arms if a.arch not in ("cpu", "gfx942") for k in a.kernels}
-    assert kinds == ({".cubin", ".ptx"} if tool == "" else {".fatbin"})
+    assert kinds == ({".cubin", ".ptx"} if tool == "" else {".fatbin", ".ptx"})
     assert {Path(k.image).suffix for k in m.arm("gfx942").kernels} == {".hsaco"}
     assert m.arm("ptx").made_for == "sm_80" and m.arm("ptx").driver is not None
     for arm in m.arms:
@@ -363,12 +363,14 @@ def test_equal_input_equal_bytes(tmp_path: Path) -> None:
         import sys, torch, reflib
         from tests.cpu.test_package import Small
         torch.manual_seed(0)
-        reflib.aot_compile(Small(), (torch.randn(8, 24),), sys.argv[1], ["sm_80", "sm_90", "cpu"])
+        reflib.aot_compile(Small(), (torch.randn(8, 24),), sys.argv[1], ["sm_90", "cpu"])
     """)
+    running = []
     for i in range(2):
         env = {**os.environ, "PYTHONHASHSEED": str(i), "REFLIB_CACHE_DIR": str(tmp_path / f"c{i}")}
         (tmp_path / f"c{i}").mkdir(mode=0o700)
-        subprocess.run([sys.executable, "-c", script, str(tmp_path / f"{i}.reflib")], check=True, env=env)
+        running.append(subprocess.Popen([sys.executable, "-c", script, str(tmp_path / f"{i}.reflib")], env=env))
+    assert [p.wait() for p in running] == [0, 0]
     a, b = ((tmp_path / f"{i}.reflib").read_bytes() for i in range(2))
     assert a == b
     for place in (b"/tmp/", b"/root/", b"/home/", str(Path.cwd()).encode()):
@@ -410,7 +412,7 @@ def test_a_custom_op_names_its_library(tmp_path: Path) -> None:
     (tmp_path / "my_ops.py").write_text(OP)
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}
     make = "import sys, torch, reflib, my_ops\nreflib.aot_compile(lambda x: my_ops.scaled(x, 2.0) + 1, "
-    make += "(torch.ones(3),), sys.argv[1], ['cpu', 'sm_90'])"
+    make += "(torch.ones(3),), sys.argv[1], 'cpu')"
     path = str(tmp_path / "op.reflib")
     subprocess.run([sys.executable, "-c", make, path], check=True, env=env)
     with_it = [sys.executable, "-c", USES_OP.format(first="import my_ops"), path]

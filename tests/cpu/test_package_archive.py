@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -70,9 +71,11 @@ def test_what_was_written_is_read(path):
     assert a.path == path and a.names == tuple(sorted(MEMBERS))
     assert {n: bytes(a.view(n)) for n in a.names} == MEMBERS
     entries = a.manifest.pop("entries")
-    assert a.manifest == {**ABOUT, "format": 1}
+    assert a.manifest == {**ABOUT, "format": archive.FORMAT}
     assert [e["name"] for e in entries] == sorted(MEMBERS)
-    assert entries[0]["sha256"] == hashlib.sha256(MEMBERS["code/a.so"]).hexdigest()
+    lie = damaged.in_file("code/a.so", MEMBERS["code/a.so"])
+    assert entries[0]["sha256"] == hashlib.sha256(lie).hexdigest() and lie in path.read_bytes()
+    assert (entries[0]["unpacked"], entries[0]["size"]) == (len(MEMBERS["code/a.so"]), len(lie))
     assert json.loads(bytes(a.view("manifest.json")))["entries"] == entries
     with pytest.raises(PackageError, match=r"no member 'nothing'; it has code/a\.so"):
         a.view("nothing")
@@ -92,7 +95,6 @@ def test_views_are_aligned_private_and_outlive_the_archive(path):
     a = archive.open(path)
     view = a.view("weights.safetensors")
     assert torch.frombuffer(view, dtype=torch.uint8).data_ptr() % 4096 == 0
-    assert torch.frombuffer(a.view("code/a.so"), dtype=torch.uint8).data_ptr() % 64 == 0
     view[:3] = b"new"
     assert path.read_bytes() == before and archive.open(path).view("weights.safetensors")[:3] == b"www"
     a.close()
@@ -101,6 +103,24 @@ def test_views_are_aligned_private_and_outlive_the_archive(path):
     with pytest.raises(PackageError, match="closed"):
         a.view("code/a.so")
     a.close()
+
+
+def test_code_is_compressed_and_weights_are_not(tmp_path):
+    content = b"the same again " * 1000
+    a = archive.open(archive.write(tmp_path / "m", {}, {"code": content, "weights": content}))
+    code, weights = a.manifest["entries"]
+    assert code["size"] < 200 and code["unpacked"] == weights["size"] == weights["unpacked"] == 15_000
+    assert a.view("code") == a.view("weights") == content and content in (tmp_path / "m").read_bytes()
+    with zipfile.ZipFile(tmp_path / "m") as z:
+        assert [(i.compress_type, i.compress_size) for i in z.infolist()][:2] == [(8, code["size"]), (0, 15_000)]
+
+
+def test_code_has_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(archive, "CODE_LIMIT", 100)
+    archive.write(tmp_path / "m", {}, {"a": bytes(100), "weights": bytes(101)})
+    with pytest.raises(PackageError, match="a has 101 bytes, code has at most 100"):
+        archive.write(tmp_path / "n", {}, {"a": bytes(101)})
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
 def test_chunks(tmp_path):
@@ -174,15 +194,13 @@ def test_more_than_4_gib(tmp_path):
     """A sparse file: nothing in it is written but headers. "code" does not read the weights."""
     size = 5 << 30
     parts = [
-        archive.Entry("code", 3, hashlib.sha256(b"abc").hexdigest(), 0x352441C2),
-        archive.Entry("weights", size, "0" * 64, 0),
-        archive.Entry("z/code", 0, hashlib.sha256().hexdigest(), 0),
-    ]
-    text = archive.dump({"format": 1, "entries": [vars(e) for e in parts]})
+        damaged.entry("code", b"abc"), archive.Entry("weights", size, size, "0" * 64, 0), damaged.entry("z/code", b""),
+    ]  # fmt: skip
+    text = archive.dump({"format": archive.FORMAT, "entries": [vars(e) for e in parts]})
     places = archive.layout([*parts, archive._manifest_entry(text)])
     path = tmp_path / "m"
     with path.open("wb") as f:
-        for p, content in zip(places, (b"abc", b"", b"", text)):
+        for p, content in zip(places, (damaged.in_file("code", b"abc"), b"", damaged.in_file("z", b""), text)):
             f.seek(p.start)
             f.write(archive.head(p) + content)
         f.write(archive.tail(places))
@@ -191,7 +209,7 @@ def test_more_than_4_gib(tmp_path):
     assert a.view("code") == b"abc" and len(a.view("weights")) == size and a.view("weights")[-1] == 0
     with zipfile.ZipFile(path) as z:
         assert [(i.filename, i.file_size, i.header_offset) for i in z.infolist()] == [
-            (p.entry.name, p.entry.size, p.start) for p in places
+            (p.entry.name, p.entry.unpacked, p.start) for p in places
         ]
         assert z.read("code") == b"abc" and z.read("z/code") == b"" and z.read("manifest.json") == text
 
@@ -240,7 +258,7 @@ def test_code_leaves_the_weights_contents_out_and_nothing_else(path, refused):
         if not weights_at <= i < weights_at + 300:
             refused(data[:i] + bytes([data[i] ^ 4]) + data[i + 1 :], verify="code")
     changed = bytearray(data)
-    changed[data.index(b"\x7fELF")] ^= 1
+    changed[data.index(damaged.in_file("code/a.so", MEMBERS["code/a.so"])) + 9] ^= 1
     refused(bytes(changed), "the member code/a.so is altered", verify="code")
 
 
@@ -288,7 +306,8 @@ def test_no_file(tmp_path):
 def test_formats(path, refused):
     parts = damaged.take_apart(path.read_bytes())
     for format, match in [
-        (2, r"written by a newer reflib \(version 0.1.0\) in format 2.*upgrade"),
+        (3, r"written by a newer reflib \(version 0.1.0\) in format 3.*upgrade"),
+        (1, r"written by an older reflib \(version 0.1.0\) in format 1, known here is 2; build the package again"),
         (10**15, "newer"), (0, "no format"), (-1, "no format"), ("1", "no format"), (1.0, "no format"),
         (True, "no format"), (None, "no format"),
     ]:  # fmt: skip
@@ -297,7 +316,7 @@ def test_formats(path, refused):
     del parts.manifest["format"]
     refused(damaged.put_together(parts), "says no format")
     for versions in (None, 5, {}, {"reflib": []}):
-        parts.manifest.update(format=2, versions=versions)
+        parts.manifest.update(format=3, versions=versions)
         refused(damaged.put_together(parts), "newer reflib")
 
 
@@ -311,9 +330,9 @@ def test_formats(path, refused):
         (b'{"a": 1' + b"0" * 30 + b"}", "too large"), (b'{"a": 1' + b"0" * 9999 + b"}", "too large"),
         (b'{"a": 1e999}', "too large"), (b'{"a": NaN}', "NaN is no number"), (b'{"a": -Infinity}', "no number"),
         (b'{"format": 1, "a": 1, "a": 2}', "'a' is there twice"),
-        (b'{"format":1,"entries":[]}', "not written as reflib writes it"),
-        (b'{\n "a": "\\ud800",\n "format": 1\n}', "not written as reflib writes it"),
-        (b'{\n "format": 1\n}', "no list"), (b'{\n "entries": {},\n "format": 1\n}', "no list"),
+        (b'{"format":2,"entries":[]}', "not written as reflib writes it"),
+        (b'{\n "a": "\\ud800",\n "format": 2\n}', "not written as reflib writes it"),
+        (b'{\n "format": 2\n}', "no list"), (b'{\n "entries": {},\n "format": 2\n}', "no list"),
     ],
 )  # fmt: skip
 def test_manifests(text, match, refused):
@@ -334,9 +353,12 @@ def test_entries(path, refused):
     parts = damaged.take_apart(path.read_bytes())
     good = parts.manifest["entries"]
     for key, value, match in [
-        ("size", -1, "is no number of bytes"), ("size", "3", "is no number"), ("size", True, "is no number"),
-        ("size", 1.5, "is no number"), ("size", None, "is no number"), ("size", 10**15, "the whole file has"),
-        ("size", 2**63, "the whole file has"), ("size", 205, "directory"), ("size", 203, "directory"),
+        ("unpacked", -1, "is no number of bytes"), ("unpacked", "3", "is no number"),
+        ("unpacked", True, "is no number"), ("unpacked", 1.5, "is no number"), ("unpacked", None, "is no number"),
+        ("unpacked", 10**15, "to unpack to 10{15} bytes"),
+        ("unpacked", 2**63, "code has at most"), ("unpacked", 205, "directory"), ("unpacked", 203, "directory"),
+        ("size", -1, "is no number of bytes"), ("size", True, "is no number"), ("size", None, "is no number"),
+        ("size", 10**15, "the whole file has"), ("size", 3, "sizes make|directory"),
         ("size", 5000, "sizes make|the whole file"), ("size", 4500, "sizes make"),
         ("sha256", "0" * 64, "a.so is altered"), ("sha256", "A" * 64, "64 hex"), ("sha256", 1, "64 hex"),
         ("sha256", "0" * 64 + "\n", "64 hex"), ("crc32", -1, "32 bits"), ("crc32", 1 << 32, "32 bits"),
@@ -368,14 +390,15 @@ BAD_NAMES = {
 def test_names(name, refused, tmp_path):
     with pytest.raises(PackageError, match=BAD_NAMES[name]):
         archive.write(tmp_path / "m", {}, {name: b""})
-    message = refused(damaged.put_together(damaged.Parts({"format": 1}, [(name, b"x")])), "the member name")
+    parts = damaged.Parts({"format": archive.FORMAT}, [(name, b"x")])
+    message = refused(damaged.put_together(parts), "the member name")
     assert re.search(BAD_NAMES[name], message) or "is there twice" in message
 
 
 def test_the_manifests_name_is_taken(tmp_path, refused):
     with pytest.raises(PackageError, match="is taken"):
         archive.write(tmp_path / "m", {}, {"manifest.json": b""})
-    refused(damaged.put_together(damaged.Parts({"format": 1}, [("manifest.json", b"{}")])), "there twice")
+    refused(damaged.put_together(damaged.Parts({"format": archive.FORMAT}, [("manifest.json", b"{}")])), "there twice")
 
 
 def test_members_that_other_tools_make(path, refused):
@@ -389,7 +412,8 @@ def test_members_that_other_tools_make(path, refused):
             struct.pack_into(form, out, at, value)
         return bytes(out)
 
-    refused(patched((record + 10, "<H", 8), (local + 8, "<H", 8)), "code/a.so is compressed")
+    refused(patched((record + 10, "<H", 12), (local + 8, "<H", 12)), "code/a.so is compressed by method 12")
+    refused(patched((record + 10, "<H", 0), (local + 8, "<H", 0)), "code/a.so is not compressed")
     refused(patched((record + 8, "<H", 1), (local + 6, "<H", 1)), "code/a.so is encrypted")
     refused(patched((record + 38, "<L", (stat.S_IFLNK | 0o777) << 16)), "code/a.so is a link")
     refused(patched((record + 20, "<L", 1 << 30), (record + 24, "<L", 1 << 30)), "directory")
@@ -407,14 +431,17 @@ def test_members_that_other_tools_make(path, refused):
             z.writestr(name, content)
         z.writestr("manifest.json", damaged.text(parts.manifest))
         z.comment = data[-archive.COMMENT :]
-    refused(again.getvalue(), "is compressed")
+    refused(again.getvalue(), "manifest.json is compressed by method 8")
 
 
 def test_nothing_is_allocated_by_a_size_that_is_not_there(refused):
     """In a child with little memory to have."""
-    rows = [{"name": f"{i:06}", "size": 2**40, "sha256": "0" * 64, "crc32": 0} for i in range(1000)]
+    rows = [
+        {"name": f"weights{i:06}", "size": 2**40, "unpacked": 2**40, "sha256": "0" * 64, "crc32": 0}
+        for i in range(1000)
+    ]
     parts = damaged.Parts(None, [(r["name"], b"") for r in rows])
-    path = refused.put(damaged.with_manifest(parts, damaged.text({"format": 1, "entries": rows})))
+    path = refused.put(damaged.with_manifest(parts, damaged.text({"format": archive.FORMAT, "entries": rows})))
     for start in (0, 2**40, 2**64 - 1):
         end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, start & 0xFFFFFFFF, archive.COMMENT)
         long = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, 2**60, 2**60, 2**62, start)
@@ -430,6 +457,43 @@ def test_nothing_is_allocated_by_a_size_that_is_not_there(refused):
     files = [str(path), *(str(path.parent / f"{n}") for n in (0, 2**40, 2**64 - 1))]
     said = subprocess.run([sys.executable, "-c", program, *files], cwd=ROOT, capture_output=True, text=True, check=True)
     assert len(said.stdout.splitlines()) == 4
+
+
+def test_a_bad_stream(path, refused):
+    """Compressed bytes whose digests are right: all that is wrong is what they unpack to."""
+    parts = damaged.take_apart(path.read_bytes())
+    content = dict(parts.members)["code/a.so"]
+    right = damaged.in_file("code/a.so", content)
+    for wrong, match in [
+        (b"\xff" * 30, "cannot be unpacked: .*invalid"), (b"", "unpacks to other"), (right[:-1], "unpacks to other"),
+        (right + b"x", "unpacks to other"), (damaged.in_file("code", content[:-1]), "unpacks to other"),
+        (damaged.in_file("code", content[:-1] + b"?"), "unpacks to other"),
+        (damaged.in_file("code", content + b"?"), "unpacks to other"),
+    ]:  # fmt: skip
+        parts.packed["code/a.so"] = wrong
+        a = archive.open(refused.put(damaged.put_together(parts)))
+        with pytest.raises(PackageError, match=match) as e:
+            a.view("code/a.so")
+        assert str(a.path) in str(e.value) and "build the package again" in str(e.value)
+        assert a.view("weights.safetensors") == MEMBERS["weights.safetensors"]
+
+
+def test_a_bomb_makes_no_more_than_the_manifest_says(path, refused):
+    """In a child with little memory to have: 512 MB from half a megabyte."""
+    parts = damaged.take_apart(path.read_bytes())
+    packer = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
+    bomb = b"".join(packer.compress(bytes(1 << 20)) for _ in range(512)) + packer.flush()
+    assert len(bomb) < 1 << 20
+    parts.packed["code/a.so"] = bomb
+    program = (
+        "import resource, sys; from reflib.package import archive; from reflib.errors import PackageError\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (100 << 20, 100 << 20))\n"
+        "try: archive.open(sys.argv[1]).view('code/a.so')\n"
+        "except PackageError as e: print(e)\n"
+    )
+    child = [sys.executable, "-c", program, str(refused.put(damaged.put_together(parts)))]
+    said = subprocess.run(child, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "unpacks to other contents" in said.stdout
 
 
 # -- writing that fails -----------------------------------------------------------------------------
@@ -455,8 +519,8 @@ def test_a_manifest_that_contains_itself(tmp_path):
 
 
 def test_another_format_is_not_written(tmp_path):
-    with pytest.raises(PackageError, match="format 2"):
-        archive.write(tmp_path / "m", {"format": 2}, {})
+    with pytest.raises(PackageError, match="format 1"):
+        archive.write(tmp_path / "m", {"format": 1}, {})
 
 
 def test_a_full_disk_keeps_the_old_file(path, monkeypatch):
@@ -560,13 +624,17 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def check_consistent(a: archive.Archive, data: bytes, again: Path) -> None:
-    """What opens is whole: other tools read the same, and it is the one file of these contents."""
+    """What opens is whole: other tools read the same, and it is the one file of these contents, unless what was changed
+    is how they are compressed."""
     contents = {n: bytes(a.view(n)) for n in a.names}
     with zipfile.ZipFile(io.BytesIO(data)) as z:
         assert z.testzip() is None and {n: z.read(n) for n in a.names} == contents
-    for e in a.manifest["entries"]:
-        assert hashlib.sha256(contents[e["name"]]).hexdigest() == e["sha256"]
-    assert archive.write(again, a.manifest, contents).read_bytes() == data
+    ours = True
+    for p in a._places.values():
+        lie = data[p.data : p.end]
+        assert hashlib.sha256(lie).hexdigest() == p.entry.sha256
+        ours &= p.entry.name == archive.MANIFEST or lie == damaged.in_file(p.entry.name, contents[p.entry.name])
+    assert not ours or archive.write(again, a.manifest, contents).read_bytes() == data
 
 
 @pytest.mark.parametrize("repair", [False, True], ids=["raw", "repaired"])
@@ -589,9 +657,9 @@ def test_damaged_files_fuzz(repair, tmp_path, refused):
         except BaseException:
             print(f"damage {i}: {what}")
             raise
-        opened += 1
-        check_consistent(a, new, tmp_path / "again")
         try:
+            check_consistent(a, new, tmp_path / "again")
+            opened += 1
             found = weights.mapped(a.view("weights.safetensors"), a.manifest.get("rows"))
             for t in found.values():
                 t.numel() < 10_000 and t.clone()  # all of it can be read

@@ -107,8 +107,6 @@ def test_nothing_is_written_outside(on_cpu: tuple[Path, Path], tmp_path: Path) -
         (0, torch.randn(7, 8).t(), r"\(x\): expected .*strides \[7, 1\].*; got .* strides \[1, 8\]"),
         (1, torch.zeros(8), r"\(i\): expected int64 .*; got float32"),
         (1, torch.zeros(9, dtype=torch.int64), r"\(i\): size 9 in dimension 0, expected s\d+ = 8"),
-        (0, torch.randn(2, 7), r"\(x\): size 2 in dimension 0, exported for 3 or more"),
-        (0, torch.randn(51, 7), r"\(x\): s\d+ is 51, compiled for .* to 50"),
         (1, torch.full((8,), 5), "index out of range in kernel k"),
     ],
 )  # fmt: skip
@@ -117,6 +115,13 @@ def test_errors_name_the_argument(on_cpu: tuple[Path, Path], i: int, wrong: Tens
     args[i] = wrong
     with pytest.raises(AssertionError, match=says):
         run(on_cpu[1] / "build", args)
+
+
+@pytest.mark.parametrize("n", [0, 2, 51])
+def test_sizes_outside_the_range(n: int, on_cpu: tuple[Path, Path]) -> None:
+    says = rf"it was exported where 3 <= (s\d+) <= 50 holds of the arguments' sizes; here \1 = {n}"
+    with pytest.raises(AssertionError, match=says):
+        run(on_cpu[1] / "build", rows(n))
 
 
 def test_other_weights(on_cpu: tuple[Path, Path], tmp_path: Path) -> None:
@@ -193,6 +198,95 @@ def test_the_functions_of_model_h(on_cpu: tuple[Path, Path]) -> None:
     lib.reflib_unload(models[0])
 
 
+def test_tensors_that_cannot_be(on_cpu: tuple[Path, Path]) -> None:
+    """What a caller says of a tensor is checked before it is used: nothing is read, nothing is allocated."""
+    lib = ctypes.CDLL(str(on_cpu[1] / "build" / "librows.so"))
+    lib.reflib_error.restype = ctypes.c_char_p
+    m = ctypes.c_void_p()
+    assert lib.reflib_load(ctypes.byref(m), None, 0) == 0
+    args = rows(4)
+    out = (CValue * 6)()
+
+    def said(rc: int) -> str:
+        assert rc != 0
+        return lib.reflib_error().decode()
+
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"sizes": (-4, 7)}, "size -4 in dimension 0"), ({"sizes": (4, -(2**63))}, f"size -{2**63} in dimension 1"),
+        ({"strides": (-7, 1)}, "stride -7 in dimension 0"), ({"dim": -1}, "-1 dimensions"), ({"dim": 65}, "65 dimensions"),
+        ({"sizes": (2**62, 2**62)}, "2^63 bytes or more"), ({"sizes": (2**61, 7)}, "2^63 bytes or more"),
+        ({"strides": (2**62, 2**62)}, "2^63 bytes or more"), ({"dtype": 99}, "there is no dtype 99"), ({"dtype": -1}, "there is no dtype -1"),
+        ({"sizes": None}, "no sizes or no strides"), ({"strides": None}, "no sizes or no strides"),
+        ({"data": None}, "it has no data"), ({"device": 0}, "it is on GPU 0, where the model is not"),
+    ]  # fmt: skip
+    for change, says in wrong:
+        ins = (CValue * 4)(*map(value, args))
+        for name, v in change.items():
+            lists = name in ("sizes", "strides")
+            setattr(ins[0].any.tensor, name, (ctypes.c_int64 * 2)(*v) if lists and v else v)
+        message = said(lib.reflib_run(m, None, ins, 4, out, 6))
+        assert message.startswith("argument ") and " (x): " in message and says in message
+        assert {v.kind for v in out} == {0}, "there is nothing to free"
+        copied = value(torch.randn(4, 7))
+        assert f"cannot copy: {says}" in said(lib.reflib_copy(m, None, ctypes.byref(copied), ctypes.byref(ins[0])))
+        assert f"cannot copy: {says}" in said(lib.reflib_copy(m, None, ctypes.byref(ins[0]), ctypes.byref(copied)))
+        if "data" not in change:
+            ins[0].any.tensor.data = None
+            assert f"cannot make a tensor: {says}" in said(lib.reflib_new(m, None, ctypes.byref(ins[0])))
+    ins = (CValue * 4)(*map(value, args))
+    ins[0].kind = 2
+    assert "(x): expected float32" in (message := said(lib.reflib_run(m, None, ins, 4, out, 6))) and "got an int" in message
+    empty = value(torch.empty(0, 7))
+    empty.any.tensor.sizes = (ctypes.c_int64 * 2)(0, 2**62)
+    assert lib.reflib_new(m, None, ctypes.byref(empty)) == 0, "no elements, no bytes"
+    lib.reflib_free(ctypes.byref(empty))
+    lib.reflib_free(ctypes.byref(empty))  # it is none any more
+    lib.reflib_unload(m)
+
+
+class Cut(torch.nn.Module):
+    def forward(self, x: Tensor, y: Tensor, n: int) -> Tensor:
+        return (x[:, :3] * n + torch.cat([y, y])).relu()
+
+
+def test_ints_ranges_and_guards(tmp_path: Path) -> None:
+    """An int with a range; and a size that must be twice another's, which only a guard says."""
+    dims = {"x": {0: Dim("a", min=4, max=64)}, "y": {0: Dim("b", min=2, max=32)}, "n": Dim.DYNAMIC(min=3, max=9)}
+    dims["x"] = {0: 2 * dims["y"][0]}
+    path = reflib.aot_compile(Cut(), (torch.randn(8, 6), torch.randn(4, 3), 5), tmp_path / "c.reflib", "cpu", dynamic_shapes=dims)
+    built = build(export_cpp(path, tmp_path / "p"))
+    for b, n in ((4, 5), (2, 3), (32, 9)):
+        args = torch.randn(2 * b, 6), torch.randn(b, 3), n
+        equal(run(built, args), reflib.load(path)(*args))
+    for args, says in [
+        ((torch.randn(8, 6), torch.randn(4, 3), 2), r"3 <= (s\d+) <= 9 holds of the arguments' sizes; here \1 = 2"),
+        ((torch.randn(8, 6), torch.randn(4, 3), 10), r"<= 9 holds of the arguments' sizes; here s\d+ = 10"),
+        ((torch.randn(8, 6), torch.randn(4, 3), -(2**63)), rf"<= 9 holds of the arguments' sizes; here s\d+ = -{2**63}"),
+        ((torch.randn(9, 6), torch.randn(4, 3), 5), r"\(x\): size 9 in dimension 0, expected 2 ?\* ?s\d+ = 8"),
+    ]:
+        with pytest.raises(AssertionError, match=says):
+            run(built, args)
+
+
+class Halves(torch.nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if x.shape[0] > 2 * y.shape[0]:
+            return x * 2
+        return y * 3
+
+
+def test_a_guard(tmp_path: Path) -> None:
+    args = torch.randn(9, 3), torch.randn(4, 3)
+    shapes = {"x": {0: Dim.DYNAMIC}, "y": {0: Dim.DYNAMIC}}
+    path = reflib.aot_compile(Halves(), args, tmp_path / "c.reflib", "cpu", dynamic_shapes=shapes)
+    (program,) = manifest.read(archive.open(path).manifest).programs.values()
+    assert program.guards
+    built = build(export_cpp(path, tmp_path / "p"))
+    equal(run(built, args), args[0] * 2)
+    with pytest.raises(AssertionError, match=r"it was exported where .* holds of the arguments' sizes; here s\d+ = \d"):
+        run(built, (torch.randn(8, 3), args[1]))
+
+
 # -- on a CPU, with PyTorch -----------------------------------------------------------------------------------
 class Calls(torch.nn.Module):
     def __init__(self) -> None:
@@ -247,7 +341,8 @@ int cuDeviceGetCount(int *n) { *n = setting("STAND_IN_GPUS", 1); return 0; }
 int cuDeviceGetName(char *s, int n, int d) { strcpy(s, "Stand-In"); return 0; }
 int cuDeviceGetAttribute(int *v, int a, int d) {
     int c = setting("STAND_IN_CAPABILITY", 90);
-    *v = a == 75 ? c / 10 : a == 76 ? c % 10 : a == 115 ? setting("STAND_IN_POOLS", 1) : -1;
+    *v = a == 75 ? c / 10 : a == 76 ? c % 10 : a == 97 ? setting("STAND_IN_SHARED", 227 << 10)
+       : a == 115 ? setting("STAND_IN_POOLS", 1) : -1;
     return *v < 0;
 }
 int cuDriverGetVersion(int *v) { *v = setting("STAND_IN_DRIVER", 13000); return 0; }
@@ -378,10 +473,40 @@ def test_the_image_for_the_gpu(on_gpu: tuple[Path, Path], asked: Asked, gpu: int
     assert launch["block"] == [k.threads, 1, 1] and launch["dynamic"] == k.shared and launch["launch"] == k.symbol
 
 
+def test_shared_memory_and_text_alone(on_gpu: tuple[Path, Path], driver: Path, tmp_path: Path) -> None:
+    """sm_80's code runs on 8.6 and 8.9 if its kernels find as much shared memory there; the text fits everywhere."""
+    file = archive.open(on_gpu[0])
+    members = {name: bytes(file.view(name)) for name in file.names}
+    data = {k: v for k, v in file.manifest.items() if k != "entries"}
+    arm = next(a for a in data["arms"] if a["arch"] == "sm_80")
+    arm["kernels"][0]["shared"] = 120 << 10
+    path = archive.write(tmp_path / "m.reflib", data, members)
+    for arch in (None, "sm_80"):
+        built = build(export_cpp(path, tmp_path / str(arch), arch))
+        for env, arms in [
+            ({"CAPABILITY": 80, "SHARED": 163 << 10}, ("sm_80", "sm_80")),
+            ({"CAPABILITY": 89, "SHARED": 120 << 10}, ("sm_80", "sm_80")),
+            ({"CAPABILITY": 89, "SHARED": 99 << 10}, ("ptx", None)), ({"CAPABILITY": 90}, ("sm_90", None)),
+            ({"CAPABILITY": 90, "CUDA_FORCE_PTX_JIT": 1}, ("ptx", None)),
+        ]:  # fmt: skip
+            words = {k if k.startswith("CUDA") else f"STAND_IN_{k}": str(v) for k, v in env.items()}
+            words |= {"STAND_IN_LOG": str(tmp_path / "log"), "LD_LIBRARY_PATH": str(driver)}
+            want = arms[arch is not None]
+            if want is None:
+                with pytest.raises(AssertionError, match=r"no arm for this Stand-In \(sm_\d\d, \d+ KB .*: it has sm_80; "):
+                    command(built / "example", env=words)
+                continue
+            assert f"arm {want}\n" in command(built / "example", env=words)
+            about = manifest.read(file.manifest).arm(want).kernels[0]
+            asked = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+            image = next(a["image"] for a in asked if "image" in a)
+            assert bytes.fromhex(image) == members[about.image][:64]
+
+
 @pytest.mark.parametrize(
     "env, says",
     [
-        ({"capability": 75}, r"no arm for this Stand-In \(sm_75\): it has sm_80, sm_90, ptx; .*archs=\[..., 'sm_75'\]"),
+        ({"capability": 75}, r"no arm for this Stand-In \(sm_75, 227 KB .*\): it has sm_80, sm_90, ptx; .*archs=\[..., 'sm_75'\]"),
         ({"capability": 100, "driver": 10020}, r"wants a driver for CUDA 1\d\.\d or later; this one takes CUDA 10.2"),
         ({"gpus": 0}, "there is no GPU 0; this machine has 0"),
         ({"bad": 209}, r"cannot load kernel k0_\w+: the stand-in says no \(CUDA_ERROR_STAND_IN, CUDA error 209\)"),
@@ -500,14 +625,41 @@ def test_the_folder(on_cpu: tuple[Path, Path], tmp_path: Path) -> None:
     (project / "mine").rmdir()
     export_cpp(package, project)
     (project / "README.md").write_text("changed")
-    assert (project / MARKER).is_file()
+    assert sorted((project / MARKER).read_text().splitlines()[2:]) == sorted(n for n in files(project) if n != MARKER)
+    (project / "build" / "more").mkdir(parents=True)
+    (project / "build" / "CMakeCache.txt").touch()
+    (project / "build" / "more" / "any.o").touch()
     export_cpp(package, project)
-    assert "changed" not in (project / "README.md").read_text()
+    assert (project / "README.md").read_text() != "changed" and not (project / "build").exists()
     assert list(tmp_path.iterdir()) == [project], "nothing beside it"
+    for mine in ("mine.cpp", "kernels/mine.cpp", "own/mine.cpp", "link"):
+        (project / mine).parent.mkdir(exist_ok=True)
+        (project / mine).symlink_to("..") if mine == "link" else (project / mine).touch()
+        with pytest.raises(PackageError, match=f"has {mine}, which no export wrote.*; move that, or choose a new folder"):
+            export_cpp(package, project)
+        (project / mine).unlink()
+    export_cpp(package, project)
     with pytest.raises(PackageError, match=r"no folder .*a to write b into"):
         export_cpp(package, tmp_path / "a" / "b")
     with pytest.raises(PackageError, match="is there and no folder"):
         export_cpp(package, project / "README.md")
+
+
+def test_a_folder_that_is_a_link(on_cpu: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    for name, to in (("link", "real"), ("new", "not/yet"), ("round", "round")):
+        (tmp_path / name).symlink_to(to)
+    for _ in range(2):
+        assert export_cpp(on_cpu[0], tmp_path / "link") == tmp_path / "link"
+        assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / MARKER).is_file()
+    with pytest.raises(PackageError, match=r"no folder .*not to write yet into"):
+        export_cpp(on_cpu[0], tmp_path / "new")
+    with pytest.raises(PackageError, match=r"cannot write .*round: "):
+        export_cpp(on_cpu[0], tmp_path / "round")
+    (tmp_path / "not").mkdir()
+    export_cpp(on_cpu[0], tmp_path / "new")
+    assert (tmp_path / "new").is_symlink() and (tmp_path / "not" / "yet" / MARKER).is_file()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "new", "not", "real", "round"]
 
 
 def test_nothing_half_written(on_cpu: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,22 @@ def test_a_version_that_means_something_else_does_not_count(monkeypatch: pytest.
     assert version(ptx.for_old_drivers(TEXT.format(version="8.1", more="// another text"), "sm_80")) == "7.3"
 
 
+def test_a_broken_ptxas_is_named_and_the_text_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "ptxas"
+    broken.write_text("#!/bin/sh\necho 'ptxas fatal : no licence' >&2\nexit 3\n")
+    broken.chmod(0o755)
+    text = TEXT.format(version="8.2", more=f"// {tmp_path}")
+    monkeypatch.setattr(ptx, "ptxas", lambda: str(broken))
+    with caplog.at_level("WARNING", "reflib.package"):
+        assert ptx.for_old_drivers(text, "sm_80") == text
+    assert ptx.assembled(str(tmp_path / "gone"), text, "sm_80") is None
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "reflib.package"]
+    for words in ("may want a new driver", "TRITON_PTXAS_PATH", f"$ {broken} --gpu-name sm_80", "exit 3: ptxas fatal"):
+        assert words in said
+
+
 def test_without_ptxas_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ptx, "ptxas", lambda: None)
     text = TEXT.format(version="8.2", more="")

@@ -109,8 +109,8 @@ def test_truncated_or_altered(package: Path, tmp_path: Path) -> None:
 
 
 def test_another_format_or_interface(changed: Changed) -> None:
-    newer = changed(lambda p: p.manifest.update(format=2, versions={"reflib": "9.1"}))
-    refused(newer, r"written by a newer reflib \(version 9\.1\) in format 2, known here is 1; upgrade reflib")
+    newer = changed(lambda p: p.manifest.update(format=3, versions={"reflib": "9.1"}))
+    refused(newer, r"written by a newer reflib \(version 9\.1\) in format 3, known here is 2; upgrade reflib")
     newer = changed(lambda p: p.manifest.update(host=10**6, versions={"reflib": "9.1"}))
     refused(newer, r"built by a newer reflib \(9\.1\), which calls host code in another way: upgrade reflib")
     refused(changed(lambda p: p.manifest.update(host=0)), r"built by an older reflib .*: build it again")

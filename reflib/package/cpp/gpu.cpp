@@ -28,7 +28,7 @@ const char *const names[] = {
     "cuMemAlloc_v2", "cuMemFree_v2", "cuMemcpyAsync", "cuMemsetD8Async", "cuStreamSynchronize", "cuMemAllocAsync",
     "cuMemFreeAsync", "cuDeviceGetDefaultMemPool", "cuMemPoolSetAttribute"};
 enum { NEEDED = 10, COUNT = sizeof names / sizeof *names };
-enum { MAJOR = 75, MINOR = 76, POOLS = 115, RELEASE_THRESHOLD = 4 };  // numbers in cuda.h
+enum { MAJOR = 75, MINOR = 76, SHARED = 97, POOLS = 115, RELEASE_THRESHOLD = 4 };  // numbers in cuda.h
 
 Driver driver;
 Functions cuda;
@@ -59,7 +59,7 @@ void open_driver() {
 
 Gpu::Gpu(int number) : index(number) {
   open_driver();
-  int count = 0, major = 0, minor = 0, pools = 0;
+  int count = 0, major = 0, minor = 0, most = 0, pools = 0;
   CUdevice device;
   check(cuda.DeviceGetCount(&count), "cannot count GPUs");
   if (index < 0 || index >= count) fail("there is no GPU %d; this machine has %d", index, count);
@@ -69,8 +69,9 @@ Gpu::Gpu(int number) : index(number) {
   name = said;
   check(cuda.DeviceGetAttribute(&major, MAJOR, device), "cannot ask the GPU");
   check(cuda.DeviceGetAttribute(&minor, MINOR, device), "cannot ask the GPU");
+  check(cuda.DeviceGetAttribute(&most, SHARED, device), "cannot ask the GPU");
   check(cuda.DriverGetVersion(&driver_version), "cannot ask the driver");
-  capability = 10 * major + minor;
+  capability = 10 * major + minor, shared = (uint32_t)most;
   check(driver.DevicePrimaryCtxRetain((CUcontext *)&context, device), "cannot use the GPU");
   void *pool;
   uint64_t all = UINT64_MAX;  // what a call frees stays with the process, for the next one

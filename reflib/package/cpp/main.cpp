@@ -41,6 +41,11 @@ static std::vector<int64_t> contiguous(const std::vector<int64_t> &sizes) {
   return strides;
 }
 
+static int wrong(const char *what, const std::string &said) {
+  fprintf(stderr, "%s: %s\n", what, said.c_str());
+  exit(2);
+}
+
 static size_t bytes_of(const Host &t) {
   int64_t last = 1;
   for (size_t d = 0; d < t.sizes.size(); ++d) {
@@ -67,7 +72,10 @@ static void fill(Host &t) {
 static std::vector<int64_t> numbers(const std::string &text) {
   std::vector<int64_t> out;
   std::istringstream words(text);
-  for (std::string w; std::getline(words, w, ',');) out.push_back(atoll(w.c_str()));
+  for (std::string w; std::getline(words, w, ',');) {
+    if (w.empty() || w.size() > 12 || w.find_first_not_of("0123456789") != w.npos) wrong("no size, no stride", w);
+    out.push_back(atoll(w.c_str()));
+  }
   return out;
 }
 
@@ -86,9 +94,12 @@ static Host tensor(const reflib_tensor &example, const std::string &said) {
   t.sizes.assign(example.sizes, example.sizes + example.dim);
   t.strides.assign(example.strides, example.strides + example.dim);
   if (parts.size() > 1) t.sizes = numbers(parts[1]), t.strides = contiguous(t.sizes);
+  if (parts.size() > 2) t.dtype = -1;
   for (int32_t d = 0; parts.size() > 2 && d < 100; ++d)
     if (reflib_dtype_name(d) && parts[2] == reflib_dtype_name(d)) t.dtype = d;
+  if (t.dtype < 0) wrong("no dtype", parts[2]);
   if (parts.size() > 3) t.strides = numbers(parts[3]);
+  if (t.strides.size() != t.sizes.size()) wrong("other strides than sizes", said);
   t.bytes.resize(bytes_of(t));
   if (said.empty()) return fill(t), t;
   std::ifstream file(parts[0], std::ios::binary);

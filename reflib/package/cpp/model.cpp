@@ -59,22 +59,26 @@ void fail(const char *format, ...) {
   throw Error{text};
 }
 
-namespace {
-
-thread_local std::string last_error;
-
-template <class F>
-int32_t caught(F f) {
-  try {
-    f();
-    return 0;
-  } catch (const Error &e) {
-    last_error = e.text;
-  } catch (const std::exception &e) {
-    last_error = e.what();
+size_t bytes_of(int64_t dim, const int64_t *sizes, const int64_t *strides, int32_t dtype) {
+  size_t item = reflib_dtype_size(dtype);
+  if (!item) fail("there is no dtype %d", dtype);
+  if (dim < 0 || dim > 64) fail("%lld dimensions; there can be 0 to 64", (long long)dim);
+  if (dim && (!sizes || !strides)) fail("no sizes or no strides");
+  int64_t elements = 1, step, bytes;
+  bool none = false, large = false;
+  for (int64_t d = 0; d < dim; ++d) {
+    if (sizes[d] < 0) fail("size %lld in dimension %lld", (long long)sizes[d], (long long)d);
+    if (strides[d] < 0) fail("stride %lld in dimension %lld", (long long)strides[d], (long long)d);
+    none |= sizes[d] == 0;
+    large |= __builtin_mul_overflow(sizes[d] - 1, strides[d], &step);
+    large |= __builtin_add_overflow(elements, step, &elements);
   }
-  return -1;
+  if (none) return 0;
+  if (large || __builtin_mul_overflow(elements, (int64_t)item, &bytes)) fail("2^63 bytes or more");
+  return (size_t)bytes;
 }
+
+namespace {
 
 // -- what a wrapper asks for -------------------------------------------------------------------------------------
 reflib_model *model_of(Host *host) { return (reflib_model *)host; }
@@ -190,6 +194,12 @@ reflib_value described(Handle h) {
   return v;
 }
 
+// That what a caller says of a tensor can be one of the model's.
+void check_tensor(const reflib_tensor &t, const std::shared_ptr<Gpu> &gpu, bool is_new = false) {
+  if (bytes_of(t.dim, t.sizes, t.strides, t.dtype) && !t.data && !is_new) fail("it has no data");
+  if (t.device >= 0 && (!gpu || gpu->index != t.device)) fail("it is on GPU %d, where the model is not", t.device);
+}
+
 std::string said(const reflib_value &v) {
   if (v.kind != REFLIB_TENSOR) return v.kind == REFLIB_INT ? "an int" : v.kind == REFLIB_FLOAT ? "a float" : "nothing";
   const reflib_tensor &t = v.tensor;
@@ -201,6 +211,16 @@ std::string said(const reflib_value &v) {
   const char *name = reflib_dtype_name(t.dtype);
   std::string where = t.device < 0 ? "cpu" : "cuda:" + std::to_string(t.device);
   return (name ? name : "no dtype") + (" " + list(t.sizes)) + ", strides " + list(t.strides) + ", on " + where;
+}
+
+// Fails as `f` does, and says what failed.
+template <class F>
+void named(const char *what, F f) {
+  try {
+    f();
+  } catch (const Error &e) {
+    fail("%s: %s", what, e.text.c_str());
+  }
 }
 
 // Elements of one tensor into another, in as few pieces as there are runs that lie alike in both.
@@ -233,10 +253,8 @@ void copy(const std::shared_ptr<Gpu> &gpu, void *stream, const reflib_value &to,
     fail("cannot copy %s to %s: sizes and dtype must be equal", said(from).c_str(), said(to).c_str());
   if (a.device < 0 && b.device < 0)
     copy_elements(a, b, [](char *p, const char *q, size_t n) { memmove(p, q, n); });
-  else if (gpu)
-    copy_elements(a, b, [&](char *p, const char *q, size_t n) { gpu->copy(p, q, n, stream); });
   else
-    fail("this model runs on a CPU: it cannot copy from or to a GPU");
+    copy_elements(a, b, [&](char *p, const char *q, size_t n) { gpu->copy(p, q, n, stream); });
 }
 
 // What a failed call says.
@@ -247,7 +265,7 @@ std::string said(reflib_model *m, const Frame &f, const std::vector<const reflib
     return "index out of range in kernel " + step + ": an index is outside the tensor it indexes";
   if (f.kind == FAILED_ARGUMENT) {
     int i = 0;
-    sscanf(f.text, "argument %d", &i);
+    if (sscanf(f.text, "argument %d", &i) != 1) return f.text;  // about several
     return f.text + (given[i] ? "; got " + said(*given[i]) : std::string());
   }
   if (!what || !*what) what = "it failed; see stderr";
@@ -271,29 +289,32 @@ reflib_model::reflib_model(const char *path, int number) : reflib_model() {
   host.drop = drop_input, host.gpu = gpu ? gpu->index : 0;
 }
 
-// By the same rule as reflib/package/architectures.py. Fatbins hold all that the package has, so the driver chooses among
-// all of it, and so does this; what it finds must also be one of the arms that were exported.
-static std::string arm_for(int device) {
-  int best = 0;
+// By the same rule as arm_for in reflib/package/architectures.py. Fatbins hold all machine code that the package has, so
+// the driver chooses among all of it, and so does this; what it finds must also be one of the arms that were exported.
+static std::string arm_for(const Gpu &gpu) {
+  int best = 0, device = gpu.capability;
   bool only_text = getenv("CUDA_FORCE_PTX_JIT") && !strcmp(getenv("CUDA_FORCE_PTX_JIT"), "1");
-  for (int made_for : tables.capabilities) {
+  for (const Code &c : tables.machine_code) {
+    int made_for = c.capability;
     bool runs = made_for >= 90 ? made_for == device : made_for / 10 == device / 10 && made_for <= device;
-    if (runs && !only_text) best = std::max(best, made_for);
+    if (runs && c.shared <= gpu.shared && !only_text) best = std::max(best, made_for);
   }
   if (best) return "sm_" + std::to_string(best);
-  return tables.ptx && tables.ptx <= device ? "ptx" : "";
+  const Code &text = tables.text;
+  return text.capability && text.capability <= device && text.shared <= gpu.shared ? "ptx" : "";
 }
 
 void reflib_model::choose_arm(int number) {
   arm = &tables.arms[0];
   if (!strcmp(arm->arch, "cpu")) return;
   gpu = std::make_shared<Gpu>(number);
-  std::string wanted = arm_for(gpu->capability), has;
+  std::string wanted = arm_for(*gpu), has;
   auto found = std::find_if(tables.arms.begin(), tables.arms.end(), [&](const Arm &a) { return a.arch == wanted; });
   for (const Arm &a : tables.arms) has += (has.empty() ? "" : ", ") + std::string(a.arch);
   if (found == tables.arms.end())
-    fail("this model has no arm for this %s (sm_%d): it has %s; export it again from a package built with archs=[..., "
-         "'sm_%d']", gpu->name.c_str(), gpu->capability, has.c_str(), gpu->capability);
+    fail("this model has no arm for this %s (sm_%d, %u KB of shared memory a block): it has %s; export it again from a "
+         "package built with archs=[..., 'sm_%d']", gpu->name.c_str(), gpu->capability, gpu->shared / 1024, has.c_str(),
+         gpu->capability);
   arm = &*found;
   if (gpu->driver_version < arm->driver)
     fail("this %s (sm_%d) needs the model's assembly text (PTX), which wants a driver for CUDA %d.%d or later; this one "
@@ -372,7 +393,7 @@ reflib_model::~reflib_model() {
   if (gpu) {
     Gpu::Current current(gpu.get());
     for (auto &w : words) old_words.push_back({w.first, w.second});
-    for (auto &w : old_words) gpu->release(w.second.memory, w.second.bytes, w.first);
+    for (auto &w : old_words) gpu->release(w.second.memory, w.second.bytes, nullptr);  // a stream may be gone
     for (size_t i = 0; i < there.size(); ++i) gpu->release(there[i], tables.spans[i].bytes, nullptr);
     for (Kernel &k : kernels) gpu->unload(k);
   }
@@ -397,20 +418,10 @@ Value value_of(const reflib_value &v, const std::shared_ptr<Gpu> &gpu, Handles &
   if (v.kind == REFLIB_INT) out.kind = VALUE_INT, out.integer = v.integer;
   if (v.kind != REFLIB_TENSOR) return out;
   const reflib_tensor &t = v.tensor;
-  if (!reflib_dtype_size(t.dtype)) fail("an input has the dtype %d, which there is not", t.dtype);
-  if (t.device >= 0 && (!gpu || gpu->index != t.device)) fail("an input is on GPU %d, where the model is not", t.device);
+  check_tensor(t, gpu);
   out.kind = VALUE_TENSOR;
   out.tensor = made.keep(in_memory(t.data, t.dtype, t.device < 0 ? nullptr : gpu, sizes_of(t), strides_of(t)));
   return out;
-}
-
-// Wrappers take sizes from 0 on; the model may have been exported for larger ones only.
-void check_least(const Argument &a, int i, const reflib_value &v) {
-  if (v.kind != REFLIB_TENSOR || v.tensor.dim != (int32_t)a.least.size()) return;
-  for (int d = 0; d < v.tensor.dim; ++d)
-    if (v.tensor.sizes[d] < a.least[d])
-      fail("argument %d (%s): size %lld in dimension %d, exported for %lld or more", i, a.name,
-           (long long)v.tensor.sizes[d], d, (long long)a.least[d]);
 }
 
 void run(reflib_model *m, void *stream, const reflib_value *given, reflib_value *outputs) {
@@ -425,36 +436,32 @@ void run(reflib_model *m, void *stream, const reflib_value *given, reflib_value 
     if (s.place == WEIGHT) in[i].kind = VALUE_TENSOR, in[i].tensor = m->weights[s.which];
     if (s.place != CALLER) continue;
     callers[i] = &given[s.which];
-    check_least(tables.arguments[s.which], (int)i, given[s.which]);
-    in[i] = value_of(given[s.which], m->gpu, made);
+    try {
+      in[i] = value_of(given[s.which], m->gpu, made);
+    } catch (const Error &e) {
+      fail("argument %zu (%s): %s", i, tables.arguments[s.which].name, e.text.c_str());
+    }
   }
   Frame frame{};
   int32_t rc = m->arm->call(&m->host, &frame, in.data(), out.data());
   for (Value &v : out)
     if (v.kind == VALUE_TENSOR) made.keep(v.tensor);
   if (rc) fail("%s", said(m, frame, callers).c_str());
-  int next = 0;
+  std::vector<reflib_value> results;  // nothing is the caller's until all has gone well
   for (size_t i = 0; i < out.size(); ++i) {
     const Slot &s = tables.outputs[i];
-    if (s.place == WEIGHT) {
-      copy(m->gpu, stream, described(m->weights[s.which]), described(out[i].tensor));
-    } else if (s.which >= 0) {
-      copy(m->gpu, stream, given[s.which], described(out[i].tensor));
-    } else {
-      reflib_value &o = outputs[next++];
-      o = {};
-      if (out[i].kind == VALUE_TENSOR) {
-        o = described(out[i].tensor);
-        made.all.erase(std::find(made.all.begin(), made.all.end(), out[i].tensor));
-      } else if (out[i].kind == VALUE_INT) {
-        o.kind = REFLIB_INT, o.integer = out[i].integer;
-      } else if (out[i].kind == VALUE_FLOAT) {
-        o.kind = REFLIB_FLOAT, o.number = out[i].number;
-      } else if (out[i].kind == VALUE_OBJECT) {
-        o = m->arm->objects[out[i].object];
-      }
-    }
+    const Value &v = out[i];
+    if (s.place == WEIGHT) copy(m->gpu, stream, described(m->weights[s.which]), described(v.tensor));
+    else if (s.which >= 0) copy(m->gpu, stream, given[s.which], described(v.tensor));
+    else if (v.kind == VALUE_TENSOR) results.push_back(described(v.tensor));
+    else if (v.kind == VALUE_INT) results.push_back(integer(v.integer));
+    else if (v.kind == VALUE_FLOAT) results.push_back(number(v.number));
+    else if (v.kind == VALUE_OBJECT) results.push_back(m->arm->objects[v.object]);
+    else results.push_back(reflib_value{});
   }
+  std::copy(results.begin(), results.end(), outputs);
+  for (const reflib_value &v : results)
+    if (v.kind == REFLIB_TENSOR) made.all.erase(std::find(made.all.begin(), made.all.end(), (Handle)v.tensor.owner));
 }
 
 }  // namespace
@@ -477,6 +484,7 @@ int32_t reflib_run(reflib_model *m, void *stream, const reflib_value *inputs, in
 }
 
 void reflib_free(reflib_value *v) {
+  if (!v) return;
   if (v->kind == REFLIB_TENSOR && v->tensor.owner) torch().delete_handle((Handle)v->tensor.owner);
   *v = {};
 }
@@ -491,8 +499,9 @@ int32_t reflib_output_count(const reflib_model *) {
 }
 
 reflib_input reflib_about_input(const reflib_model *m, int32_t i) {
-  const Argument &a = tables.arguments[i];
   reflib_input about{};
+  if (i < 0 || i >= reflib_input_count(m)) return about;
+  const Argument &a = tables.arguments[i];
   about.name = a.name, about.example.kind = a.kind;
   if (a.kind == REFLIB_INT) {
     about.example.integer = a.sizes[0];
@@ -509,6 +518,8 @@ const char *reflib_arm(const reflib_model *m) { return m->arm->arch; }
 int32_t reflib_new(reflib_model *m, void *stream, reflib_value *v) {
   return caught([&] {
     reflib_tensor &t = v->tensor;
+    if (v->kind != REFLIB_TENSOR) fail("cannot make a tensor: it says that it is %s", said(*v).c_str());
+    named("cannot make a tensor", [&] { check_tensor(t, m->gpu, true); });
     Scope scope(m->gpu, stream);
     Handle h;
     if (torch().empty_strided(t.dim, t.sizes, t.strides, t.dtype, t.device < 0 ? 0 : 1, t.device, &h))
@@ -519,6 +530,8 @@ int32_t reflib_new(reflib_model *m, void *stream, reflib_value *v) {
 
 int32_t reflib_copy(reflib_model *m, void *stream, const reflib_value *to, const reflib_value *from) {
   return caught([&] {
+    for (const reflib_value *v : {to, from})
+      if (v->kind == REFLIB_TENSOR) named("cannot copy", [&] { check_tensor(v->tensor, m->gpu); });
     Scope scope(m->gpu, stream);
     copy(m->gpu, stream, *to, *from);
     if (m->gpu) m->gpu->wait(stream);

@@ -9,8 +9,21 @@
    reflib_free(&y);
    reflib_unload(m);
 
-   A function that returns an int32_t returns 0, or has failed; reflib_error() then says why.
-   A loaded model may be called by several threads, unless it writes to its own weights. */
+   Errors. A function that returns an int32_t returns 0, or has failed; reflib_error() then says why, in the thread that
+   called it. After a failure there is nothing to free. Sizes, strides, dtypes, devices and kinds are checked, pointers
+   cannot be: `data` must have all the elements that sizes and strides say.
+
+   Threads. Several may call a loaded model at once, unless it writes to its own weights (a counter, running statistics).
+
+   GPUs, streams. A loaded model is on one GPU; load it once more for another. Calls on several streams may overlap.
+   The work of a call, the memory of its results and the freeing of that memory are in the order of its stream: let
+   another stream wait (an event) before it reads a result, and this one before the result is freed. So a stream must
+   live as long as results of its calls do. A fault on the GPU may be said by a later call, as everywhere in CUDA. A call
+   cannot be captured in a CUDA graph. Your thread's current context stays what it was.
+
+   Lifetimes. A result may be a view: of an input, good as long as that memory is; or of a weight, good until
+   reflib_unload, and changed by a call that writes to the weight. Copy (reflib_copy) what shall last longer. All other
+   results outlive the model, and a result's sizes and strides live until it is freed. */
 #ifndef REFLIB_MODEL_H
 #define REFLIB_MODEL_H
 #include <stddef.h>
@@ -53,18 +66,20 @@ typedef struct { /* an input, as the model was exported with it */
 typedef struct reflib_model reflib_model;
 
 /* Load the model onto GPU number `gpu` (which a model for CPUs does not look at). `weights`: the file's path;
-   NULL: weights.safetensors in the folder of this library. */
+   NULL: weights.safetensors in the folder of this library. The file is mapped: what the model writes to its weights
+   stays in this loaded model. *model is NULL if it fails. */
 REFLIB_API int32_t reflib_load(reflib_model **model, const char *weights, int32_t gpu);
 
-/* Call it. Inputs are not copied. Results are yours, for `reflib_free`; one may be a view of an input or of a weight.
-   On a GPU: `stream` is a CUstream (a cudaStream_t is one), and the results are there when it has come so far. */
+/* Call it. Inputs are not copied; those that the model was written to change are changed. Results are yours, for
+   `reflib_free`. On a GPU: `stream` is a CUstream (a cudaStream_t is one; NULL: the default stream), and the results
+   are there when it has come so far. On a CPU it is not looked at, and the call returns when they are there. */
 REFLIB_API int32_t reflib_run(reflib_model *model, void *stream, const reflib_value *inputs, int32_t input_count,
                               reflib_value *outputs, int32_t output_count);
 
-/* Give back a result (of `reflib_run`, or of `reflib_new`). It may be freed after its model. */
+/* Give back a result (of `reflib_run`, or of `reflib_new`); it becomes REFLIB_NONE. May come after `reflib_unload`. */
 REFLIB_API void reflib_free(reflib_value *value);
 
-/* Give back everything else: weights, machine code. No call may be running. */
+/* Give back everything else: weights, machine code. No call may be running: on a GPU, wait for its streams first. */
 REFLIB_API void reflib_unload(reflib_model *model);
 
 /* Why the last function failed in this thread. */
@@ -73,10 +88,11 @@ REFLIB_API const char *reflib_error(void);
 /* What it takes and gives, and which of its arms runs: "sm_90", "ptx", "cpu". */
 REFLIB_API int32_t reflib_input_count(const reflib_model *model);
 REFLIB_API int32_t reflib_output_count(const reflib_model *model);
-REFLIB_API reflib_input reflib_about_input(const reflib_model *model, int32_t i);
+REFLIB_API reflib_input reflib_about_input(const reflib_model *model, int32_t i); /* name NULL: there is no such */
 REFLIB_API const char *reflib_arm(const reflib_model *model);
 
-/* For programs without tensors of their own. A new tensor: `value` says which, and gets data and owner. */
+/* For programs without tensors of their own. A new tensor: `value` says dtype, device, sizes and strides, and gets data
+   (whatever was in that memory), owner, and sizes and strides that live until it is freed. */
 REFLIB_API int32_t reflib_new(reflib_model *model, void *stream, reflib_value *value);
 /* Copy elements between tensors of equal sizes and dtype, wherever they lie. They are there when it returns. */
 REFLIB_API int32_t reflib_copy(reflib_model *model, void *stream, const reflib_value *to, const reflib_value *from);

@@ -17,6 +17,24 @@ struct Error {
   std::string text;
 };
 [[noreturn]] void fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
+inline thread_local std::string last_error;
+
+// 0, or -1 and `last_error`: no exception leaves a function that C calls.
+template <class F>
+int32_t caught(F f) {
+  try {
+    f();
+    return 0;
+  } catch (const Error &e) {
+    last_error = e.text;
+  } catch (const std::exception &e) {
+    last_error = e.what();
+  }
+  return -1;
+}
+
+// Bytes from a tensor's first element to its last. Fails for what no tensor can have.
+size_t bytes_of(int64_t dim, const int64_t *sizes, const int64_t *strides, int32_t dtype);
 
 // -- tables.cpp --------------------------------------------------------------------------------------------------
 struct KernelRow {
@@ -58,7 +76,6 @@ struct Argument {  // of the caller's
   int32_t kind, dtype;
   bool on_gpu;
   std::vector<int64_t> sizes, strides;  // an example
-  std::vector<int64_t> least;           // sizes that it was exported for, and larger ones
 };
 
 enum Place { CALLER, WEIGHT, NOBODY };  // where an input comes from (NOBODY: it is not looked at), or an output goes to
@@ -67,10 +84,15 @@ struct Slot {
   int which;  // argument or weight; of an output: -1 for a new tensor, else its elements are copied there
 };
 
+struct Code {
+  int capability;   // that it was made for: 80, 90; 0: there is none
+  uint32_t shared;  // bytes of shared memory that one of its kernels wants
+};
+
 struct Tables {
   std::vector<Arm> arms;
-  std::vector<int> capabilities;  // that the package has machine code for, whether or not it is in here: 80, 90
-  int ptx;                        // the least capability for its assembly text; 0: it has none
+  std::vector<Code> machine_code;  // of the package, whether or not it is in here
+  Code text;                       // assembly text, for that capability and later ones
   size_t weights_bytes;
   std::vector<Span> spans;
   std::vector<Weight> weights;
@@ -87,6 +109,7 @@ class Gpu {
   explicit Gpu(int index);  // finds the driver, and takes the context that CUDA programs share
   ~Gpu();
   int index, capability, driver_version;
+  uint32_t shared;  // bytes of shared memory that a block may have
   std::string name;
 
   void *allocate(size_t bytes, void *stream);

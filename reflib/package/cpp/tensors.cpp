@@ -13,7 +13,6 @@ struct Work {  // what a thread works on
   void *stream;
 };
 static thread_local Work *work;
-static thread_local std::string last_error;
 
 struct Storage {  // freed with the last tensor in it
   char *data = nullptr;
@@ -39,28 +38,11 @@ struct AtenTensorOpaque {
 namespace runtime {
 
 // The functions below return 0 or have failed, as PyTorch's do.
-template <class F>
-static int32_t caught(F f) {
-  try {
-    f();
-    return 0;
-  } catch (const Error &e) {
-    last_error = e.text;
-  } catch (const std::exception &e) {
-    last_error = e.what();
-  }
-  return -1;
-}
-
 static int32_t empty_strided(int64_t dim, const int64_t *sizes, const int64_t *strides, int32_t dtype, int32_t device,
                              int32_t, Handle *out) {
   return caught([&] {
     auto storage = std::make_shared<Storage>();
-    int64_t count = 1;  // up to and with the last element
-    for (int64_t d = 0; d < dim; ++d) count += (sizes[d] - 1) * strides[d];
-    for (int64_t d = 0; d < dim; ++d)
-      if (sizes[d] == 0) count = 0;
-    storage->bytes = count * reflib_dtype_size(dtype);
+    storage->bytes = bytes_of(dim, sizes, strides, dtype);
     if (device == 0) {
       storage->data = (char *)std::aligned_alloc(64, (storage->bytes + 63) / 64 * 64);
       if (!storage->data && storage->bytes) fail("out of memory: %zu bytes", storage->bytes);

@@ -1,0 +1,228 @@
+"""What torch.export assumed of sizes is checked by the wrapper program itself, in Python and in C++: so programs with
+guards are called the short way, and what a package exports to C++ checks them too."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.export import Dim
+from torch.utils import _pytree as pytree
+
+import reflib
+from reflib.capture import exported_graph
+from reflib.errors import ArgumentError
+from reflib.ir.expr import Sym, expr
+from reflib.ir.program import Buffer, Program, View
+from reflib.lower import decompositions
+from reflib.options import Options
+from reflib.pipeline import run
+from reflib.plan import Check
+from reflib.wrap.convention import Argument, Convention, Expected, Guard, sources
+from reflib.wrap.exported import ExportedCallable
+from reflib.wrap.guards import checked
+from tests.exported_cpp import build, missing_tools
+from tests.exported_cpp import run as run_built
+
+
+class TakesOneWay(torch.nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x.sum(0) + y.sum(0) if x.shape[0] > y.shape[0] else x.sum(0) - y.sum(0)
+
+
+def exported(model: torch.nn.Module, *args: Any, dims: Any = Dim.DYNAMIC) -> Any:
+    shapes = tuple(dims if type(a) is int else {0: dims} for a in args)
+    return torch.export.export(model, args, dynamic_shapes=shapes)
+
+
+def compiled(model: torch.nn.Module, *args: Any, wrapper: str = "cpp", dims: Any = Dim.DYNAMIC) -> Any:
+    return reflib.compile(exported(model, *args, dims=dims), wrapper=wrapper)
+
+
+def ways_of(f: Any) -> list[str]:
+    """What the calls of ``f`` write here when they take the long way; it is opened."""
+    taken: list[str] = []
+    long = f._long
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        taken.append("long")
+        return long(*args, **kwargs)
+
+    f._long = noted
+    f.open()
+    return taken
+
+
+def test_a_guarded_program_goes_the_short_way() -> None:
+    f = compiled(TakesOneWay(), torch.randn(7, 3), torch.randn(4, 3))
+    taken = ways_of(f)
+    for a, b in ((7, 4), (9, 8), (100, 2)):
+        x, y = torch.randn(a, 3), torch.randn(b, 3)
+        torch.testing.assert_close(f(x, y), x.sum(0) + y.sum(0))
+    assert not taken
+    for a, b in ((4, 4), (3, 70000)):
+        with pytest.raises(reflib.ReflibError, match=rf"exported where .*>.* holds .* here s\d+ = ({a}|{b}), s\d+ = "):
+            f(torch.randn(a, 3), torch.randn(b, 3))
+    assert taken == ["long", "long"]
+
+
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+def test_the_wrapper_says_it_itself(wrapper: str) -> None:
+    f = compiled(TakesOneWay(), torch.randn(7, 3), torch.randn(4, 3), wrapper=wrapper)
+    graph = f._call.load()
+    x, y = torch.randn(5, 3), torch.randn(4, 3)
+    torch.testing.assert_close(graph([x, y])[0], x.sum(0) + y.sum(0))
+    says = r"^it was exported where s\d+ > s\d+ holds of the arguments' sizes; here s\d+ = [45], s\d+ = [45]$"
+    with pytest.raises(ArgumentError, match=says):
+        graph([torch.randn(4, 3), torch.randn(5, 3)])
+    with pytest.raises(ArgumentError, match=r"exported where 3 <= s\d+ holds of the arguments' sizes; here s\d+ = 2$"):
+        graph([torch.randn(2, 3), torch.randn(2, 3)])
+
+
+def test_checks_are_printed_steps() -> None:
+    program = exported(TakesOneWay(), torch.randn(7, 3), torch.randn(4, 3))
+    f = reflib.compile(program, wrapper="python")
+    graph, _ = exported_graph(program, decompositions())
+    lowered = run(graph, Options(), until="lower").program
+    assert lowered is not None and not lowered.checks
+    for wrapper, line in (
+        ("python", r"    expect_sizes\(.* >= 0, 's\d+ > s\d+', s\d+=s\d+, s\d+=s\d+\)"),
+        ("cpp", r'  expect_sizes\(run, .* >= 0, "s\d+ > s\d+", \{\{"s\d+", s\d+\}, \{"s\d+", s\d+\}\}\);'),
+    ):
+        stages = run(graph, Options(wrapper=wrapper), program=checked(lowered, f.convention))
+        assert stages.plan is not None and stages.wrapper is not None
+        assert sum(isinstance(s, Check) for s in stages.plan.steps) == 3, "two ranges, one guard"
+        assert len(re.findall(line, stages.wrapper)) == 1, stages.wrapper
+        assert stages.wrapper.count("expect_sizes(") == 3 and "expect_range" not in stages.wrapper
+
+
+class Remainder(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] % 2 == 0 and x.shape[0] != 10 else x * 3
+
+
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+def test_equal_and_different(wrapper: str) -> None:
+    f = compiled(Remainder(), torch.ones(8), wrapper=wrapper)
+    assert f(torch.ones(6)).tolist() == [2.0] * 6
+    with pytest.raises(reflib.ReflibError, match=r"Eq\(Mod\(s\d+, 2\), 0\) holds .* = 7$"):
+        f(torch.ones(7))
+    with pytest.raises(reflib.ReflibError, match=r"Ne\(s\d+, 10\) holds .* = 10$"):
+        f(torch.ones(10))
+
+
+# -- ints -----------------------------------------------------------------------------------------------
+class Sized(torch.nn.Module):
+    def forward(self, x: Tensor, n: int) -> Tensor:
+        return torch.zeros(n * 4) + x.sum()
+
+
+class Twice(torch.nn.Module):
+    def forward(self, x: Tensor, n: int) -> Tensor:
+        return x[: n + 1] * n
+
+
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+def test_ints_that_are_no_sizes(wrapper: str) -> None:
+    x = torch.randn(9)
+    f = reflib.compile(torch.export.export(Sized(), (x, 7), dynamic_shapes=(None, Dim.DYNAMIC)), wrapper=wrapper)
+    taken = ways_of(f)
+    torch.testing.assert_close(f(x, 3), Sized()(x, 3))
+    assert taken == ["long"] * (wrapper == "python")
+    for n in (0, -1, -(2**63), 2**62 + 1, 2**63 - 1, 2**63, 2**70):  # 4 * (2^62 + 1) is 4 in 64 bits
+        with pytest.raises(reflib.ReflibError, match=r"size -\d+ for|holds of the arguments' sizes; here|64 bits"):
+            f(x, n)
+    for wrong in (2.0, True, None, torch.tensor(3)):
+        with pytest.raises(reflib.ReflibError, match="argument n: expected an int"):
+            f(x, wrong)
+
+
+def test_an_int_that_two_arguments_tell() -> None:
+    class Both(torch.nn.Module):
+        def forward(self, n: int, x: Tensor, m: int) -> Tensor:
+            torch._check(n == m)
+            return x + torch.arange(n) + torch.arange(m)
+
+    f = reflib.compile(
+        torch.export.export(Both(), (7, torch.randn(7), 7), dynamic_shapes=(Dim.AUTO, {0: Dim.AUTO}, Dim.AUTO)),
+        wrapper="cpp",
+    )
+    taken = ways_of(f)
+    x = torch.randn(5)
+    torch.testing.assert_close(f(5, x, 5), Both()(5, x, 5))
+    assert not taken
+    for wrong in ((5, x, 6), (6, x, 6), (6, x, 5)):
+        with pytest.raises(reflib.ReflibError, match=r"the size of another argument|size 5 in dimension 0|holds"):
+            f(*wrong)
+    with pytest.raises(ArgumentError, match=r"another argument says|expected|holds"):
+        f._call.load()([5, x, 6])
+
+
+# -- symbols that nobody tells --------------------------------------------------------------------------
+def by_hand(shape: tuple[Any, ...], *guards: Guard) -> tuple[Program, Convention]:
+    """A program of one argument, which it returns."""
+    cpu, strides = torch.device("cpu"), (expr(1),) * len(shape)
+    x = Buffer("x", torch.float32, cpu, shape, strides, "input")
+    program = Program(("x",), {"x": x}, (), (View("x", shape, strides, expr(0), torch.float32),))
+    arguments = (Argument("x", Expected(torch.float32, cpu, shape, strides)),)
+    return program, Convention(("",), arguments, (), None, None, {}, ("cpu",), guards)
+
+
+def test_a_symbol_that_no_argument_tells() -> None:
+    a, b = expr(Sym("a")), expr(Sym("b"))
+    with pytest.raises(reflib.ReflibError, match=r"the size a\*b of argument x cannot be checked .* what a is"):
+        checked(*by_hand((a * b,)))
+    with pytest.raises(reflib.ReflibError, match=r"exported where b > a holds of its sizes, which .* what b is"):
+        checked(*by_hand((a,), Guard("at_least", b - a - 1, "b > a")))
+    _, guarded = by_hand((a,), Guard("at_least", b - a - 1, "b > a"))
+    guarded = replace(guarded, in_spec=pytree.tree_structure(((0,), {})))
+    with pytest.raises(reflib.ReflibError, match=r"b > a, which was assumed of its sizes, .* what b is"):
+        ExportedCallable(guarded, {}, lambda args: args)  # from a package, say, that makes no sense
+    program, c = by_hand((a * b, a * 2, b + 3), Guard("differs", a - b, "a != b"))
+    assert checked(program, c).checks == (((c.guards[0].fact,), "a != b"),)
+    assert [(s.symbol.name, s.dim, s.times, s.plus) for s in sources(c.arguments)] == [("a", 1, 2, 0), ("b", 2, 1, 3)]
+
+
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+def test_a_size_that_is_known_from_later_arguments(wrapper: str) -> None:
+    class Flat(torch.nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x + y.reshape(-1)
+
+    shapes = ({0: Dim.AUTO}, {0: Dim.AUTO, 1: Dim.AUTO})
+    f = reflib.compile(
+        torch.export.export(Flat(), (torch.randn(12), torch.randn(3, 4)), dynamic_shapes=shapes), wrapper=wrapper
+    )
+    x, y = torch.randn(10), torch.randn(2, 5)
+    torch.testing.assert_close(f(x, y), Flat()(x, y))
+    with pytest.raises(reflib.ReflibError, match=r"argument x: size 11 in dimension 0, .* s\d+\*s\d+ = 10"):
+        f(torch.randn(11), y)
+
+
+# -- packages -------------------------------------------------------------------------------------------
+def test_packages_check_them(tmp_path: Path) -> None:
+    shapes = ({0: Dim.DYNAMIC}, {0: Dim.DYNAMIC})
+    path = reflib.aot_compile(
+        TakesOneWay(), (torch.randn(7, 3), torch.randn(4, 3)), tmp_path / "g.reflib", "cpu", dynamic_shapes=shapes
+    )  # fmt: skip
+    f = reflib.load(path)
+    x, y = torch.randn(9, 3), torch.randn(5, 3)
+    torch.testing.assert_close(f(x, y), x.sum(0) + y.sum(0))
+    assert type(f.__call__).__name__ == "Entry"
+    with pytest.raises(reflib.ReflibError, match=r"exported where s\d+ > s\d+ holds"):
+        f(y, x)
+    if missing_tools():
+        pytest.skip("no cmake or ninja")
+    from reflib.package.export_cpp import export_cpp
+
+    export_cpp(path, tmp_path / "project")
+    built = build(tmp_path / "project")
+    torch.testing.assert_close(run_built(built, [x, y])[0], x.sum(0) + y.sum(0))
+    says = r"it was exported where s\d+ > s\d+ holds of the arguments' sizes; here s\d+ = [59], s\d+ = [59]\n"
+    with pytest.raises(AssertionError, match=says):
+        run_built(built, [y, x])

@@ -1,0 +1,190 @@
+"""A loaded package as an object: its signature, copies, ``with``, devices, under ``torch.compile``."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+
+import reflib
+from reflib.errors import PackageError
+from reflib.package import load as loading
+
+Tensor = torch.Tensor
+close = torch.testing.assert_close
+
+
+class Counts(torch.nn.Module):
+    """Arguments of all kinds, a buffer that it writes to, a call of ATen's from Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("n", torch.zeros(1))
+
+    def forward(self, x: Tensor, pair: tuple[Tensor, Tensor], times: int, *, z: dict[str, Tensor]) -> Any:
+        self.n.add_(1)
+        return {"found": torch.unique(x + pair[0] * times + z["q"] + self.n)}
+
+
+def call(x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (x, (x, x), 3), {"z": {"q": x}}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "plain.reflib"
+    return reflib.aot_compile(torch.nn.Linear(4, 3).eval(), (torch.randn(2, 4),), path, "cpu")
+
+
+@pytest.fixture(scope="module")
+def counts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    args, kwargs = call(torch.randn(2, 4))
+    return reflib.aot_compile(Counts(), args, tmp_path_factory.mktemp("model") / "c.reflib", "cpu", kwargs=kwargs)
+
+
+def test_its_signature(plain: Path, counts: Path) -> None:
+    assert str(inspect.signature(reflib.load(plain))) == "(input, /)"
+    f = reflib.load(counts)
+    assert str(inspect.signature(f)) == "(x, pair, times, /, *, z)"
+    args, kwargs = call(torch.randn(2, 4))
+    inspect.signature(f).bind(*args, **kwargs)  # as it is called
+    assert f(*args, **kwargs)["found"].ndim == 1
+
+
+def test_the_signature_of_any_function(tmp_path: Path) -> None:
+    def f(x: Tensor, *rest: Tensor, **named: Tensor) -> Tensor:
+        return x + rest[0] + rest[1] + named["k"]
+
+    x = torch.randn(3)
+    path = reflib.aot_compile(f, (x, x, x), tmp_path / "f.reflib", "cpu", kwargs={"k": x})
+    assert str(inspect.signature(reflib.load(path))) == "(x, rest_0, rest_1, /, *, k)"
+    m = loading.manifest.read(loading.archive.open(path).manifest).programs["cpu"]
+    convention = loading.convention_of(m, torch.device("cpu"))
+    assert str(loading._signature(convention, ())) == "(args_0, args_1, args_2, /, *, k)"  # nothing was said
+    assert str(loading._signature(convention, ("x", "x", "y"))) == "(*args, **kwargs)"
+
+
+def test_it_is_not_copied(plain: Path) -> None:
+    f = reflib.load(plain)
+    for act in (copy.copy, copy.deepcopy, pickle.dumps, lambda f: copy.deepcopy({"model": [f]})):
+        with pytest.raises(PackageError, match=rf"cannot be copied or pickled; call reflib\.load\('{f.path}'\) again"):
+            act(f)
+
+
+def test_with(plain: Path) -> None:
+    x = torch.randn(2, 4)
+    with reflib.load(plain) as f:
+        y = f(x)
+    assert y.shape == (2, 3)
+    with pytest.raises(PackageError, match="was unloaded"):
+        f(x)
+    with pytest.raises(ZeroDivisionError), reflib.load(plain) as f:
+        1 / 0  # noqa: B018
+    with pytest.raises(PackageError, match="was unloaded"):
+        f(x)
+
+
+def test_unload_waits_for_the_gpu(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    f = reflib.load(plain)
+    f.unload()
+    assert not waited  # on a CPU there is nothing to wait for
+    f = reflib.load(plain)
+    f.device = torch.device("cuda", 1)
+    f.unload()
+    f.unload()
+    assert waited == [torch.device("cuda", 1)]
+
+    def fails(device: Any) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    f = reflib.load(plain)
+    f.device = torch.device("cuda", 1)
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        f.unload()
+    assert not f._state  # what can be given back is
+    with pytest.raises(PackageError, match="was unloaded"):
+        f(torch.randn(2, 4))
+
+
+# -- load's own arguments -------------------------------------------------------------------------------------
+def test_devices(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong in (True, -1, 1.5, []):
+        with pytest.raises(PackageError, match=r"device=.* is no device: packages run on 'cpu' and 'cuda'"):
+            reflib.load(plain, device=wrong)  # type: ignore[arg-type]
+    for device in (0, torch.device("cuda"), torch.device("cuda", 1), "cuda"):
+        with pytest.raises(PackageError, match="it holds code for cpu, none for a GPU"):
+            reflib.load(plain, device=device)
+    assert loading._asked(3) == torch.device("cuda", 3)
+    if not torch.cuda.is_available():
+        m = loading.manifest.read(loading.archive.open(plain).manifest)
+        gpu = replace(m, arms=(replace(m.arms[0], arch="sm_90"),))
+        for asked in (loading._asked(0), torch.device("cuda")):
+            with pytest.raises(PackageError, match="this machine has no GPU that PyTorch can use"):
+                loading._device(gpu, asked)
+
+
+def test_paths(plain: Path) -> None:
+    class Where(os.PathLike):  # type: ignore[type-arg]
+        def __fspath__(self) -> str:
+            return str(plain)
+
+    x = torch.randn(2, 4)
+    want = reflib.load(plain)(x)
+    for path in (str(plain), Where()):
+        close(reflib.load(path)(x), want)
+    for wrong in (3, None, b"m.reflib", [plain], torch.nn.Linear(1, 1)):
+        with pytest.raises(PackageError, match=r"takes a str or a pathlib.Path, such as 'model.reflib'"):
+            reflib.load(wrong)  # type: ignore[arg-type]
+
+
+# -- torch.compile --------------------------------------------------------------------------------------------
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """What Dynamo hands to ``backend``, as text."""
+    torch._dynamo.reset()
+    yield []
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["plain", "counts"])
+def test_compiled_code_calls_it_as_it_is(name: str, compiled: list[str], request: pytest.FixtureRequest) -> None:
+    """Dynamo looks into no function of a package, neither on its way in nor in its calls of ATen."""
+    f = reflib.load(request.getfixturevalue(name))
+
+    def model(x: Tensor) -> Tensor:
+        if name == "plain":
+            return f(x + 1) * 2
+        args, kwargs = call(x + 1)
+        return f(*args, **kwargs)["found"] * 2
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        compiled.extend(str(n.target) for n in graph.graph.nodes if n.op == "call_function")
+        return graph.forward
+
+    x = torch.randn(2, 4)
+    runs = torch.compile(model, backend=backend)
+    if name == "counts":
+        got, count = runs(x), f._state["n"].item()
+        close(got, (x + 1 + (x + 1) * 3 + (x + 1) + count).unique() * 2)
+        runs(x)
+        assert f._state["n"].item() == count + 1 == 2
+    else:
+        close(runs(x), model(x))
+        with torch.no_grad():
+            close(torch.compile(f, backend=backend)(x), f(x))
+    assert sorted(compiled) == ["<built-in function add>", "<built-in function mul>"]
+    f.unload()
+    with pytest.raises(PackageError, match="was unloaded"):
+        runs(x)
