@@ -1,5 +1,6 @@
 # What a reader types. Each target sets itself up first (tools/setup.py says what it downloads).
-# Settings: DEVICE=cpu|cuda  ONLY=fusion[,measuring]  P="-p name=value"  N=5000  J=2 (test processes)
+# Settings: DEVICE=cpu|cuda  ONLY=fusion[,measuring]  P="-p name=value"  RUN="--sweep sweep.yaml"  N=5000
+#           J=2 (test processes)
 SHELL := /bin/bash
 PYTHON ?= python3
 SETUP = @$(PYTHON) tools/setup.py
@@ -16,9 +17,9 @@ NBVAL = --nbval-lax --nbval-current-env --nbval-cell-timeout 600
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
-run:  ## execute every notebook on this machine and build a book of it (DEVICE=, ONLY=, P=)
+run:  ## execute every notebook on this machine and build a book of it (DEVICE=, ONLY=, P=, RUN=)
 	$(SETUP) run
-	@$(PY) -m reflib.cli run --device $(DEVICE) $(if $(ONLY),--only $(ONLY)) $(P)
+	@$(PY) -m reflib.cli run --device $(DEVICE) $(if $(ONLY),--only $(ONLY)) $(P) $(RUN)
 
 test:  ## everything that needs no GPU, under 12 minutes on 2 cores
 	$(SETUP) test

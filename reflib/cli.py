@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import shlex
 import sys
 from collections.abc import Callable, Sized
 from pathlib import Path
@@ -59,6 +61,13 @@ def checkout(root: Path | None) -> Path:
     return root
 
 
+def need(*modules: str) -> None:
+    """What an installation without the extra may lack."""
+    lacking = [name for name in modules if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise click.ClickException(f"{', '.join(lacking)}: not installed; pip install 'reflib[batch]', or make run")
+
+
 @cli.command()
 def doctor() -> None:
     """What this machine can and cannot do, and what would help."""
@@ -72,15 +81,60 @@ def doctor() -> None:
 
 @cli.command()
 @notebook_options
+@click.option("--sweep", "sweep_file", type=click.Path(dir_okay=False, path_type=Path), default=None, metavar="FILE",
+              help="YAML: notebooks, and lists of values of parameters; their product is executed.")
 @click.option("--out", type=FOLDER, default=None, help="Where results go.  [default: runs/<id>]")
-@click.option("--book/--no-book", default=True, help="Build a book of this run.")
+@click.option("--resume", default="", metavar="RUN",
+              help='Go on with a run (its folder, its name under runs/, or "last"): what is finished is not repeated.')
+@click.option("--retries", type=click.IntRange(0), default=0, show_default=True, help="Attempts more where one fails.")
+@click.option("--timeout", type=click.FloatRange(0, min_open=True), default=None, metavar="MIN",
+              help="Minutes of one notebook; then its kernel is killed.")
+@click.option("--workers", type=click.IntRange(1), default=None, metavar="N",
+              help="Notebooks at once on this machine.  [default: one a GPU; one on a CPU]")
+@click.option("--scheduler", default="", metavar="ADDRESS", help="A Dask cluster to run on, such as tcp://10.0.0.1:8786.")
+@click.option("--book/--no-book", default=True, help="Build a book of this run, where each notebook is in it once.")
 def run(
-    device: str, only: str, parameters: tuple[str, ...], root: Path | None, out: Path | None, book: bool
+    device: str,
+    only: str,
+    parameters: tuple[str, ...],
+    root: Path | None,
+    out: Path | None,
+    resume: str,
+    timeout: float | None,
+    **how: Any,
 ) -> None:
-    """Execute the notebooks on this machine and build a book of the results."""
-    from reflib.lab import runner
+    """Execute notebooks on this machine, or on a cluster, and sum up what they measured.
 
-    sys.exit(runner.run(checkout(root), device, slugs(only), pairs(parameters), out, book, click.echo))
+    --only takes paths of notebooks too. Parameters are checked before anything runs. Each job leaves its notebook,
+    its rows and its log in runs/<id>/jobs, and runs/<id>/summary.html compares them.
+    """
+    need("papermill", "ipykernel", "nbformat", "yaml", "distributed")
+    from reflib.batch import run as batch
+
+    if resume and out:
+        raise click.BadParameter("a run that is resumed stays where it is", param_hint="--out")
+    given, limit = pairs(parameters), 60 * timeout if timeout else None
+    only_these = [name.strip() for name in only.split(",") if name.strip()]
+    root = checkout(root)
+    sys.exit(batch.run(root, device, only_these, given, out, say=click.echo, resume=resume, limit=limit, **how))
+
+
+@cli.command()
+@click.argument("a", type=click.Path(exists=True, path_type=Path))
+@click.argument("b", type=click.Path(exists=True, path_type=Path))
+@click.option("--fail-over", default=None, metavar="PERCENT", help="Exit with 1 when B is slower by more, such as 5%.")
+def compare(a: Path, b: Path, fail_over: str | None) -> None:
+    """Compare what two runs measured: folders of `reflib run`, or of recordings.
+
+    Rows are the same when chapter, case, metric, sizes and parameters are. One is slower when it is by more than the
+    limit, and by more than the spreads. Exit status: 0, 1 with --fail-over when B is slower, 2 for bad input.
+    """
+    from reflib.batch import compare as comparing
+
+    limit = comparing.percent(fail_over) if fail_over is not None else 0.05
+    found = comparing.compare(a, b)
+    click.echo(found.report(limit))
+    sys.exit(1 if fail_over is not None and found.fails(limit) else 0)
 
 
 @cli.command()
@@ -116,6 +170,46 @@ def book(root: Path | None, out: Path | None, strict: bool) -> None:
 
     page = books.build(checkout(root).resolve(), out.resolve() if out else None, strict)
     click.echo(f"book: {runner.shown(page)}")
+
+
+@cli.command()
+@click.argument("spec", metavar="FILE.py:NAME")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), default=Path("report.html"), show_default=True,
+              help="The page.")
+@click.option("--json", "data", type=click.Path(dir_okay=False, path_type=Path), help="What is on the page, as JSON.")
+@click.option("--inputs", default="", metavar="NAME", help="The arguments: a value or function of the same file.")
+@click.option("--input", "shapes", multiple=True, metavar="128x256:float32",
+              help="An argument that is made here; may be repeated. Integers: 8x64:int64:0..31999.")
+@click.option("--device", default="", help="Move the model there.  [default: where the file puts it]")
+@click.option("--target", default=None, metavar="ARCH", help="Code for cpu, sm_90, gfx942 ...; it is not run.")
+@click.option("--wrapper", default=None, help="python, cpp or auto.")
+@click.option("--autotune", is_flag=True, help="Measure the candidates first.")
+@click.option("--backward", is_flag=True, help="Gradients too.")
+@click.option("--dynamic/--static", default=None, help="Sizes as symbols, or fixed.")
+@click.option("--compare", multiple=True, type=click.Choice(["inductor", "max-autotune"]),
+              help="Time TorchInductor too.")
+@click.option("--no-measure", is_flag=True, help="Time nothing.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("-o", "settings", multiple=True, metavar="NAME=VALUE", help="A field of reflib.Options; may be repeated.")
+def report(
+    spec: str, out: Path, data: Path | None, inputs: str, shapes: tuple[str, ...], device: str, target: str | None,
+    wrapper: str | None, autotune: bool, backward: bool, dynamic: bool | None, compare: tuple[str, ...],
+    no_measure: bool, seed: int, settings: tuple[str, ...],
+) -> None:
+    """Write what the compiler makes of your own model as one HTML page.
+
+    NAME is a function of no arguments that returns (model, args) or (model, args, kwargs). With --input or --inputs it
+    is the model itself: a module, a class of module that needs no arguments, or a function. The file is executed.
+    """
+    from reflib.lab.report import Request, parse_options, write
+    from reflib.options import Options
+
+    given = {"target": target, "wrapper": wrapper, "autotune": "blocking" if autotune else None}
+    options = Options.make({**parse_options(settings), **{k: v for k, v in given.items() if v is not None}})
+    command = "reflib " + shlex.join(sys.argv[1:])
+    request = Request(spec, inputs, shapes, device, seed, backward, dynamic, not no_measure, compare, command)
+    write(request, options, out, data, lambda line: click.echo(line, err=True))
+    click.echo(f"report: {out}")
 
 
 @cli.group()

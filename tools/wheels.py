@@ -1,8 +1,9 @@
 """Pack into `.whl` what a GPU host without a network needs, beside its own torch, pytest and matplotlib.
 
-    python3 tools/wheels.py [python version, default 3.12]
+    python3 tools/wheels.py [python version, default 3.12] [--no-book]
 
-There, `REFLIB_OFFLINE=1 make record` (or test-gpu) installs from this folder and reaches for nothing else.
+There, `REFLIB_OFFLINE=1 make record` (or run, or test-gpu) installs from this folder and reaches for nothing else.
+--no-book leaves out half, which only `make run` there would need.
 """
 
 import pathlib
@@ -13,15 +14,26 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TARGET = ROOT / ".whl"
 NEEDED = """
-    aiohappyeyeballs aiohttp aiosignal asttokens attrs certifi charset-normalizer click comm
-    coverage debugpy entrypoints execnet executing expecttest fastjsonschema frozenlist hypothesis
-    idna iniconfig ipykernel ipython ipython-pygments-lexers ipywidgets jedi jsonschema
-    jsonschema-specifications jupyter-client jupyter-core jupyterlab-widgets matplotlib-inline
-    multidict nbclient nbformat nbval nest-asyncio2 packaging papermill parso pexpect platformdirs
-    pluggy prompt-toolkit propcache psutil ptyprocess pure-eval pygments pytest pytest-xdist
-    python-dateutil pyyaml pyzmq referencing requests rpds-py setuptools six sortedcontainers
-    stack-data tenacity tornado tqdm traitlets typing-extensions urllib3 wcwidth widgetsnbextension
-    yarl
+    aiohappyeyeballs aiohttp aiosignal asttokens attrs certifi charset-normalizer click cloudpickle
+    comm coverage dask debugpy distributed entrypoints execnet executing expecttest fastjsonschema
+    frozenlist fsspec hypothesis idna iniconfig ipykernel ipython ipython-pygments-lexers
+    ipywidgets jedi jinja2 jsonschema jsonschema-specifications jupyter-client jupyter-core
+    jupyterlab-widgets locket markupsafe matplotlib-inline msgpack multidict nbclient nbformat
+    nbval nest-asyncio2 packaging papermill parso partd pexpect platformdirs pluggy prompt-toolkit
+    propcache psutil ptyprocess pure-eval pygments pytest pytest-xdist python-dateutil pyyaml pyzmq
+    referencing requests rpds-py setuptools six sortedcontainers stack-data tblib tenacity toolz
+    tornado tqdm traitlets typing-extensions urllib3 wcwidth widgetsnbextension yarl zict
+""".split()
+# What `make run` needs besides, to build the book of a run.
+BOOK = """
+    accessible-pygments alabaster babel beautifulsoup4 docutils imagesize importlib-metadata
+    jupyter-book jupyter-cache latexcodec lazy-importer linkify-it-py markdown-it-py mdit-py-plugins
+    mdurl myst-nb myst-parser pybtex pybtex-docutils pydata-sphinx-theme snowballstemmer soupsieve
+    sphinx sphinx-book-theme sphinx-comments sphinx-copybutton sphinx-design sphinx-external-toc
+    sphinx-jupyterbook-latex sphinx-multitoc-numbering sphinx-thebe sphinx-togglebutton
+    sphinxcontrib-applehelp sphinxcontrib-bibtex sphinxcontrib-devhelp sphinxcontrib-htmlhelp
+    sphinxcontrib-jsmath sphinxcontrib-qthelp sphinxcontrib-serializinghtml sqlalchemy tabulate
+    wheel zipp
 """.split()
 # Newest first: a host runs every one of these whose glibc is not newer than its own.
 PLATFORMS = [f"manylinux{tag}_x86_64" for tag in ("_2_28", "_2_17", "2014", "_2_12")]
@@ -33,10 +45,12 @@ def pins() -> dict[str, str]:
 
 
 def main() -> int:
-    version = sys.argv[1] if len(sys.argv) > 1 else "3.12"
+    words = [word for word in sys.argv[1:] if word != "--no-book"]
+    version = words[0] if words else "3.12"
+    names = NEEDED if "--no-book" in sys.argv else NEEDED + BOOK
     TARGET.mkdir(exist_ok=True)
     known = pins()
-    wanted = [f"{name}=={known[name]}" if name in known else name for name in NEEDED]
+    wanted = [f"{name}=={known[name]}" if name in known else name for name in names]
     command = [
         sys.executable,
         "-m",

@@ -8,15 +8,18 @@ each notebook has a process, and what is left of it is killed. FOLDER is private
     kernel       the kernel's process id
     result.json  {status, error}, written last
 
+The process ends with its parent, however that ended: a pipe between them, on which nothing is said, closes then.
 Sockets named by a relative path, jupyter's default, are shared by all kernels in one working folder.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +30,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn, Protocol
 
 from reflib.lab import recording as recordings
 from reflib.lab.machine import ROOT
@@ -35,7 +38,14 @@ from reflib.lab.machine import ROOT
 CELL_TIMEOUT = 1800
 SHUTDOWN_SECONDS = 20  # for a kernel to end once its last cell is done; then it is killed
 STOP_SECONDS = 5  # for a notebook to end when the whole run is stopped
+DISK_FULL = 74  # an exit status, sysexits.h's for trouble with a file: there was no room to say more
 LONGEST_TEMPORARY = 60  # bytes of a folder's name: with a socket's after it, the system allows about 100
+
+
+class Stop(Protocol):
+    """A `threading.Event`, or what answers as one: whether to stop, after waiting for it this long."""
+
+    def wait(self, timeout: float, /) -> bool: ...
 
 
 @dataclass
@@ -61,22 +71,25 @@ def execute(
     device: str,
     progress: Mapping[str, Any] | bool,
     environment: Mapping[str, str] | None = None,
-    stop: threading.Event | None = None,
+    stop: Stop | None = None,
+    limit: float | None = None,
 ) -> Result:
     """Run one notebook into `out` (notebooks/, logs/, rows/ under it); its failure is not raised.
 
-    Its working folder is out/work/<slug>. Setting `stop` interrupts it.
+    Its working folder is out/work/<slug>. Setting `stop` interrupts it; after `limit` seconds it is ended, and failed.
     """
     out = out.resolve()
     work = out / "work" / path.stem
     for made in (*(out / name for name in ("notebooks", "logs", "rows")), work):
         made.mkdir(parents=True, exist_ok=True)
     rows_file = out / "rows" / f"{path.stem}.jsonl"
-    rows_file.unlink(missing_ok=True)
+    log = out / "logs" / f"{path.stem}.log"
+    for stale in (rows_file, log):
+        stale.unlink(missing_ok=True)
     job = {
         "path": str(path.resolve()),
         "copy": str(out / "notebooks" / path.name),
-        "log": str(out / "logs" / f"{path.stem}.log"),
+        "log": str(log),
         "work": str(work),
         "parameters": dict(parameters),
         "progress": progress,
@@ -85,11 +98,21 @@ def execute(
     own = {"REFLIB_LAB_ROWS": str(rows_file), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
     with tempfile.TemporaryDirectory(prefix="rl-", dir=short_folder(), ignore_cleanup_errors=True) as folder:
         (Path(folder) / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        status, problem = watch(Path(folder), {**os.environ, **own, **(environment or {})}, stop)
+        with contextlib.nullcontext() if progress else open(log, "ab") as told:  # a bar needs the terminal
+            status, problem = watch(Path(folder), {**os.environ, **own, **(environment or {})}, stop, limit, told)
     seconds = time.perf_counter() - start
-    lines = rows_file.read_text().splitlines() if rows_file.exists() else []
-    rows, claims = recordings.split_records(lines)
+    rows, claims = records_of(rows_file.read_bytes() if rows_file.exists() else b"")
     return Result(path.stem, device, round(seconds, 1), status, problem, rows, claims)
+
+
+def records_of(appended: bytes) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(rows, claims) of what a notebook appended; a line that a killed kernel left half-written is passed over."""
+    whole = []
+    for line in appended.decode("utf-8", "replace").splitlines():
+        with contextlib.suppress(ValueError):
+            if isinstance(json.loads(line), dict):
+                whole.append(line)
+    return recordings.split_records(whole)
 
 
 def short_folder() -> str:
@@ -98,26 +121,42 @@ def short_folder() -> str:
     return "/tmp" if len(os.fsencode(usual)) > LONGEST_TEMPORARY and os.path.isdir("/tmp") else usual
 
 
-def watch(folder: Path, environment: Mapping[str, str], stop: threading.Event | None) -> tuple[str, str]:
-    """(status, error) of the job in `folder`. Neither its process nor its kernel is there afterwards."""
+def watch(
+    folder: Path,
+    environment: Mapping[str, str],
+    stop: Stop | None,
+    limit: float | None = None,
+    told: IO[bytes] | None = None,
+) -> tuple[str, str]:
+    """(status, error) of the job in `folder`. Neither its process nor its kernel is there afterwards.
+
+    `told` is where they write what they have to say besides.
+    """
     command = [sys.executable, "-m", "reflib.lab.executing", str(folder)]
-    child = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL)
-    stopped = False
+    child = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stderr=told)
+    until = time.monotonic() + limit if limit else float("inf")
+    stopped = late = False
     try:
-        while child.poll() is None and not stopped:
-            if stop is None:
-                child.wait()
-            else:
+        while child.poll() is None and not (stopped or late):
+            if stop is not None:
                 stopped = stop.wait(0.05)
+            else:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(None if limit is None else max(0.0, until - time.monotonic()))
+            late = time.monotonic() > until and child.poll() is None
     except KeyboardInterrupt:
         stopped = True
     finally:
         end(child, folder)
     if stopped:
         return "interrupted", "stopped by Ctrl-C"
+    if late:
+        return "failed", f"it took longer than its limit of {(limit or 0) / 60:.3g} min"
     try:
         found = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
+        if child.returncode == DISK_FULL:
+            return "failed", f"no space is left on the disk of {folder.parent}: free some, or set TMPDIR"
         return "failed", f"the process that executes it ended with status {child.returncode}"
     return found["status"], found["error"]
 
@@ -131,6 +170,8 @@ def end(child: subprocess.Popen[bytes], folder: Path) -> None:
     kill_kernel(folder)
     child.kill()
     child.wait()
+    if child.stdin:
+        child.stdin.close()
 
 
 def kill_kernel(folder: Path) -> None:
@@ -146,8 +187,24 @@ def main(folder: Path) -> NoReturn:
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
-    status, problem = run_papermill(folder, job)
+    threading.Thread(target=end_with_parent, args=(folder,), daemon=True).start()
+    try:
+        status, problem = run_papermill(folder, job)
+    except KeyboardInterrupt:  # while papermill was imported, which takes a second
+        status, problem = "interrupted", "stopped by Ctrl-C"
+    except OSError as error:  # the log, on a full disk
+        status, problem = "failed", last_line(error)
     finish(folder, status, problem)
+
+
+def end_with_parent(folder: Path) -> None:
+    """Standard input is a pipe that only the parent holds: its end is the parent's."""
+    with contextlib.suppress(OSError):
+        while os.read(0, 1):
+            pass
+    kill_kernel(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
 
 
 def interrupt(*_: Any) -> NoReturn:
@@ -162,7 +219,7 @@ def run_papermill(folder: Path, job: Mapping[str, Any]) -> tuple[str, str]:
 
     guard = Guard(folder, Path(job["copy"]))
     warnings.simplefilter("ignore")
-    with open(job["log"], "w", buffering=1) as log:
+    with open(job["log"], "a", buffering=1) as log:
         try:
             papermill.execute_notebook(
                 job["path"],
@@ -176,7 +233,7 @@ def run_papermill(folder: Path, job: Mapping[str, Any]) -> tuple[str, str]:
                 execution_timeout=CELL_TIMEOUT,
                 cwd=job["work"],
                 config=kernel_config(folder),
-                kernel_manager_class=kernel_manager(folder, guard),
+                kernel_manager_class=kernel_manager(folder, guard, log),
                 on_notebook_start=guard.begun,
                 on_cell_executed=guard.executed,
                 on_cell_error=guard.broke,
@@ -185,6 +242,8 @@ def run_papermill(folder: Path, job: Mapping[str, Any]) -> tuple[str, str]:
             return "interrupted", "stopped by Ctrl-C"
         except Exception as error:
             log.write(f"\n{error}\n")
+            if type(error).__name__ == "DeadKernelError":  # nbclient's; it has no more to say
+                return "failed", "its kernel died: killed, out of memory, or crashed"
             return "failed", last_line(error)
     return "ok", ""
 
@@ -229,15 +288,16 @@ class Guard:
         finish(self.folder, *state_of(self.copy))
 
 
-def kernel_manager(folder: Path, guard: Guard) -> Any:
-    """A manager that writes down its kernel's process id, and tells the guard when it is to end."""
+def kernel_manager(folder: Path, guard: Guard, log: IO[str]) -> Any:
+    """A manager that writes down its kernel's process id, and tells the guard when it is to end. What the kernel's
+    process says by itself goes to the log."""
     import jupyter_client
 
     base: Any = jupyter_client.AsyncKernelManager
 
     class Manager(base):  # type: ignore[misc]
         async def start_kernel(self, **options: Any) -> None:
-            await super().start_kernel(**options)
+            await super().start_kernel(**{**options, "stderr": log})
             (folder / "kernel").write_text(str(getattr(self.provisioner, "pid", "")))
 
         async def shutdown_kernel(self, now: bool = False, restart: bool = False) -> None:
@@ -262,8 +322,11 @@ def state_of(copy: Path) -> tuple[str, str]:
 def finish(folder: Path, status: str, problem: str) -> NoReturn:
     """Write the result and end now: nothing that a library left behind can keep this process."""
     temporary = folder / f"result.{threading.get_ident()}"
-    temporary.write_text(json.dumps({"status": status, "error": problem}), encoding="utf-8")
-    os.replace(temporary, folder / "result.json")
+    try:
+        temporary.write_text(json.dumps({"status": status, "error": problem}), encoding="utf-8")
+        os.replace(temporary, folder / "result.json")
+    except OSError as error:
+        os._exit(DISK_FULL if error.errno == errno.ENOSPC else 1)
     sys.stderr.flush()
     os._exit(0)
 

@@ -1,12 +1,14 @@
-"""Executes notebooks: `make run` for a reader's machine, `make record` for the committed outputs.
+"""Which notebooks there are and what parameters they take; `make record`, which writes the committed outputs.
 
-Both go through `execute_all`: each notebook in a process of its own (executing.py), in a scratch folder, rows
-and claims collected through REFLIB_LAB_ROWS, one `Result` a notebook, failures kept and passed over. Only
-`record` writes under notebooks/. Runs of different processes share no file but `recorded/seconds.tsv`.
+`record` goes through `execute_all`: each notebook in a process of its own (executing.py), in a scratch folder, rows
+and claims collected through REFLIB_LAB_ROWS, one `Result` a notebook, failures kept and passed over. Nothing else
+writes under notebooks/. Recordings by different processes share no file but `recorded/seconds.tsv`. A reader's runs,
+which write elsewhere, are `reflib.batch`'s.
 """
 
 from __future__ import annotations
 
+import ast
 import collections
 import contextlib
 import itertools
@@ -14,14 +16,12 @@ import json
 import os
 import queue
 import re
-import shutil
 import signal
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from reflib.lab import durations, machine
 from reflib.lab import notebook as nb
 from reflib.lab import recording as recordings
 from reflib.lab.executing import Result, execute, last_line
+from reflib.lab.params import Parameter, check_value, parse_parameters
 
 ROOT = machine.ROOT
 
@@ -65,41 +66,69 @@ def declared_parameters(path: Path) -> dict[str, dict[str, Any]]:
         return dict(papermill.inspect_notebook(str(path)))
 
 
-def convert(name: str, text: str, declared: str) -> Any:
-    """A `-p name=value` from the command line, as the type that the notebook declares."""
-    import yaml
+def parameters_of(notebook: nb.Notebook) -> dict[str, Parameter]:
+    """The parameters of a notebook that has been read: the cell tagged `parameters`, by the grammar of params.py.
 
-    if declared == "str":
-        return text
-    value = yaml.safe_load(text)
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    A cell that does not follow it (someone's own notebook: `n = 4`) gives names, each of type "any".
+    """
+    for cell in notebook.cells:
+        if cell.cell_type != "code" or "parameters" not in cell.metadata.get("tags", []):
+            continue
+        try:
+            lines = ast.parse(cell.source).body
+        except SyntaxError as error:
+            raise LabError(f"its parameters cell is no Python: line {error.lineno}: {error.msg}") from None
+        try:
+            return {p.name: p for p in parse_parameters(cell.source)}
+        except (LabError, ValueError):
+            targets = [target for line in lines for target in getattr(line, "targets", [getattr(line, "target", None)])]
+            return {t.id: Parameter(t.id, "any", None, "") for t in targets if isinstance(t, ast.Name)}
+    return {}
+
+
+def fit(parameter: Parameter, value: Any) -> Any:
+    """A value from a command line (text) or a sweep file, as the type that the notebook declares; in its domain."""
+    name, declared = parameter.name, parameter.type
+    given = value
+    if isinstance(value, str) and declared != "str":
+        with contextlib.suppress(ValueError):
+            value = float(value) if declared == "float" else yaml_scalar(value)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
     fits = {"int": isinstance(value, int) and number, "float": number, "bool": isinstance(value, bool)}
     if not fits.get(declared, True):
-        raise LabError(f"parameter {name}={text}: the notebook declares it {declared}")
-    return float(value) if declared == "float" else value
+        raise LabError(f"parameter {name}={given}: the notebook declares it {declared}")
+    if declared == "any":
+        return value
+    return check_value(parameter, float(value) if declared == "float" else value)
+
+
+def yaml_scalar(text: str) -> Any:
+    import yaml
+
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    return value if isinstance(value, bool | int | float) else text
 
 
 def parameters_for(paths: Iterable[Path], given: Mapping[str, str], device: str) -> Jobs:
     """Each notebook's parameters. Before anything runs, a name that no notebook declares is refused."""
-    declared = {path: declared_parameters(path) for path in paths}
+    declared = {path: parameters_of(nb.read(path)) for path in paths}
     every = sorted({name for names in declared.values() for name in names})
     for name in given:
         if name not in every:
             raise LabError(f"no notebook of this run has a parameter {name!r}; they have: {', '.join(every)}")
     chosen: Jobs = {}
     for path, names in declared.items():
-        chosen[path] = {
-            name: convert(name, text, names[name]["inferred_type_name"])
-            for name, text in given.items()
-            if name in names
-        }
+        chosen[path] = {name: fit(names[name], text) for name, text in given.items() if name in names}
         if "device" in names:
             chosen[path].setdefault("device", device)
     return chosen
 
 
 def jobs_of(root: Path, only: Sequence[str], given: Mapping[str, str] | None, device: str) -> Jobs:
-    """What `run` and `record` are to execute; having nothing to do is an error."""
+    """What `record` is to execute; having nothing to do is an error."""
     jobs = parameters_for(notebooks(root, only), given or {}, device)
     if not jobs:
         raise LabError(f"no notebooks in {shown(root / 'notebooks')}")
@@ -242,49 +271,7 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join([rows[0], "-" * len(rows[0]), *rows[1:]])
 
 
-# ---- the two jobs
-
-
-def run(
-    root: Path = ROOT,
-    device: str = "auto",
-    only: Sequence[str] = (),
-    given: Mapping[str, str] | None = None,
-    out: Path | None = None,
-    book: bool = True,
-    say: Any = print,
-) -> int:
-    """Execute the notebooks into `runs/<id>/` and build a book of them. 0 when all went well."""
-    from reflib.lab import book as books
-
-    device = machine.pick_device(device).type
-    jobs = jobs_of(root, only, given, device)
-    out = out.resolve() if out else new_folder(root / "runs", time.strftime("%Y%m%d-%H%M%S"))
-    out.mkdir(parents=True, exist_ok=True)
-    say(f"{len(jobs)} notebooks on {name_of(device)}, into {shown(out)}")
-    with ended_by_sigterm():
-        results = [result for _, result in execute_all(jobs, out, device, say)]
-    shutil.rmtree(out / "work", ignore_errors=True)
-    summary = {
-        "device": name_of(device),
-        "versions": machine.versions(),
-        "results": [asdict(r) for r in results],
-    }
-    (out / "results.json").write_text(json.dumps(summary, indent=1, sort_keys=True) + "\n")
-    failed = len(results) < len(jobs) or any(r.status != "ok" for r in results)
-    page = None
-    interrupted = bool(results) and results[-1].status == "interrupted"
-    if book and not interrupted:
-        say("building the book of this run ...")
-        try:
-            page = books.build_run(root, out, f"Your machine: {name_of(device)}")
-        except LabError as error:
-            say(f"no book: {error}")
-    say("\n" + table(results))
-    say(f"\nresults: {shown(out / 'results.json')}")
-    if page:
-        say(f"book:    {shown(page)}")
-    return 1 if failed or (book and page is None) else 0
+# ---- recording
 
 
 def record(

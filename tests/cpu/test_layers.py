@@ -11,7 +11,7 @@ import pytest
 STAGES = ["capture", "lower", "fuse", "choose", "plan", "generate", "wrap", "package"]
 # What the stages share, wherever they stand; it knows no stage.
 SHARED = {"errors", "options", "target", "logs", "cache", "toolchain", "timeline", "tables", "c_shims", "ir"}
-ORDER = [*sorted(SHARED), *STAGES, "background", "pipeline", "aot", "jobs", "observe", "lab", "cli"]
+ORDER = [*sorted(SHARED), *STAGES, "background", "pipeline", "aot", "jobs", "observe", "lab", "batch", "cli"]
 
 
 def part_of(path: Path, package: Path) -> str:

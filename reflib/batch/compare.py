@@ -1,0 +1,215 @@
+"""`reflib compare A B`: which rows of run B are slower than A's.
+
+A row of A and one of B belong together when chapter, series, case, metric, unit, clock, cache, place in the sweep and
+the job's parameters are the same. Only units that say which way is better are compared: times, and rates per second.
+
+**Slower** means both: the ratio is over the limit, and the spreads (the middle halves of the samples) do not meet.
+One row alone makes B slower; so does the geometric mean of all ratios, which has no spread.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reflib.batch import store, summary
+from reflib.errors import LabError
+from reflib.lab import recording as recordings
+from reflib.lab import runner
+from reflib.lab.ratio_chart import geometric_mean
+from reflib.lab.rows import Row, show_number, text_table
+
+LOWER = frozenset(summary.TIMES)
+HIGHER = frozenset({"B/s", "kB/s", "MB/s", "GB/s", "TB/s", "FLOP/s", "GFLOP/s", "TFLOP/s"})
+MODELLED = frozenset({"predicted"})  # metrics in such a unit that nobody measured
+
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Number:
+    """What a run measured: a median, with the interquartile range of the samples."""
+
+    value: float
+    spread: float
+    unit: str
+    device: str
+
+    def meets(self, other: Number) -> bool:
+        """Whether the middle halves of the two have values in common."""
+        return abs(self.value - other.value) <= (self.spread + other.spread) / 2
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same row of two runs. `ratio`: how many times as slow B is; under 1, it is faster."""
+
+    key: Key
+    a: Number
+    b: Number
+
+    @property
+    def ratio(self) -> float:
+        return self.a.value / self.b.value if self.a.unit in HIGHER else self.b.value / self.a.value
+
+    def slower(self, limit: float) -> bool:
+        return self.ratio > 1 + limit and not self.a.meets(self.b)
+
+    def faster(self, limit: float) -> bool:
+        return Pair(self.key, self.b, self.a).slower(limit)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two runs have in common, and what only one of them has."""
+
+    pairs: tuple[Pair, ...]
+    only_a: tuple[Key, ...]
+    only_b: tuple[Key, ...]
+    devices: tuple[tuple[str, ...], tuple[str, ...]]
+
+    @property
+    def overall(self) -> float:
+        """Geometric mean of the ratios."""
+        return geometric_mean([p.ratio for p in self.pairs])
+
+    def fails(self, limit: float) -> bool:
+        """Whether B is slower than A by more than `limit` (0.05 is 5%)."""
+        return self.overall > 1 + limit or any(p.slower(limit) for p in self.pairs)
+
+    def report(self, limit: float = 0.05, most: int = 20) -> str:
+        """For a terminal: what is beyond the limit, either way, then the whole."""
+        lines = []
+        if self.devices[0] != self.devices[1]:
+            lines.append(f"warning: A is of {', '.join(self.devices[0])}; B is of {', '.join(self.devices[1])}\n")
+        slower = sorted((p for p in self.pairs if p.slower(limit)), key=lambda p: -p.ratio)
+        faster = sorted((p for p in self.pairs if p.faster(limit)), key=lambda p: p.ratio)
+        for word, found in (("slower", slower), ("faster", faster)):
+            if found:
+                beyond = f"by more than {100 * limit:.3g}%, and than their spreads"
+                lines.append(f"{len(found)} of {len(self.pairs)} rows {word} {beyond}:")
+                lines.append(text_table(*cells(found[:most])))
+                lines.append(f"... and {len(found) - most} more\n" if len(found) > most else "")
+        for word, keys in (("A", self.only_a), ("B", self.only_b)):
+            if keys:
+                lines.append(f"{len(keys)} rows only in {word}:")
+                lines += [f"  {named(key)}" for key in keys[:most]]
+                lines.append(f"  ... and {len(keys) - most} more\n" if len(keys) > most else "")
+        same = len(self.pairs) - len(slower) - len(faster)
+        lines.append(
+            f"{len(self.pairs)} rows compared: {len(slower)} slower, {len(faster)} faster, {same} the same; "
+            f"B takes {self.overall:.3f} times as long as A (geometric mean)"
+        )
+        return "\n".join(lines)
+
+
+def compare(a: Path, b: Path) -> Comparison:
+    """Two runs, or recordings: folders of runs, or of <chapter>.<gpu>.json files, or one such file."""
+    first, second = rows_of(a), rows_of(b)
+    by_device = any(len({p.get("device") for _, _, p in found}) > 1 for found in (first, second))
+    numbers_a, numbers_b = numbers(first, by_device), numbers(second, by_device)
+    common = [key for key in numbers_a if key in numbers_b]
+    if not common:
+        raise LabError(
+            f"{runner.shown(a)} ({len(numbers_a)} rows) and {runner.shown(b)} ({len(numbers_b)} rows) have no measured "
+            "row in common: are they of the same notebooks and parameters?"
+        )
+    return Comparison(
+        tuple(Pair(key, numbers_a[key], numbers_b[key]) for key in common),
+        tuple(key for key in numbers_a if key not in numbers_b),
+        tuple(key for key in numbers_b if key not in numbers_a),
+        (devices(numbers_a.values()), devices(numbers_b.values())),
+    )
+
+
+Found = tuple[str, Row, Mapping[str, Any]]  # chapter, row, the job's parameters
+
+
+def rows_of(place: Path) -> list[Found]:
+    """All rows of a run, or of recordings."""
+    if (place / "run.json").exists():
+        kept = store.Store(place)
+        found = []
+        for identity in store.load(place)["jobs"]:
+            outcome = kept.outcome(identity)
+            record = kept.record(identity)
+            for row in summary.named(outcome.records()[0]) if outcome else []:
+                found.append((str(record["notebook"]), Row.from_data(row), record["parameters"]))
+        return found
+    files = sorted(place.glob("*.json")) if place.is_dir() else [place]
+    if not files or not place.exists():
+        raise LabError(f"{runner.shown(place)} is no run (it has no run.json), and has no recordings (*.json) in it")
+    return [(file.name.split(".")[0], row, {}) for file in files for row in recorded(file)]
+
+
+def recorded(file: Path) -> Sequence[Row]:
+    try:
+        return recordings.load(file)[0]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LabError(f"{runner.shown(file)} is no recording: {type(error).__name__}: {error}") from None
+
+
+def numbers(found: Iterable[Found], by_device: bool) -> dict[Key, Number]:
+    """The measured rows by their key; of several with one key, the median."""
+    groups: dict[Key, list[Row]] = {}
+    for chapter, row, parameters in found:
+        if row.ok and summary.is_measured(row) and row.unit in LOWER | HIGHER and row.metric not in MODELLED:
+            groups.setdefault(key_of(chapter, row, parameters, by_device), []).append(row)
+    return {
+        key: Number(
+            statistics.median(r.value for r in rows if r.value),
+            max(r.spread or 0.0 for r in rows),
+            rows[0].unit,
+            rows[0].device,
+        )
+        for key, rows in groups.items()
+    }
+
+
+def key_of(chapter: str, row: Row, parameters: Mapping[str, Any], by_device: bool) -> Key:
+    """Runs on different devices are compared, with a warning, unless one of them has several itself."""
+    kept = {name: value for name, value in parameters.items() if name != "device" or by_device}
+    at = json.dumps(dict(row.at), sort_keys=True)
+    params = json.dumps(kept, sort_keys=True)
+    return (chapter, row.name, row.case, row.metric, row.unit, row.clock, row.cache, at, params)
+
+
+def devices(found: Iterable[Number]) -> tuple[str, ...]:
+    return tuple(sorted({n.device or "an unknown device" for n in found}))
+
+
+def named(key: Key) -> str:
+    """'fusion, blocks: reflib, time; function=adam; dtype=float32'."""
+    chapter, name, case, metric, _, clock, _, at, parameters = key
+    parts = [f"{chapter}{f', {name}' if name else ''}: {case}", f"{metric}{f' ({clock})' if clock else ''}"]
+    for text in (at, parameters):
+        if found := json.loads(text):
+            parts.append(", ".join(f"{k}={v}" for k, v in found.items()))
+    return "; ".join(parts)
+
+
+def cells(pairs: Iterable[Pair]) -> tuple[list[str], list[list[str]]]:
+    body = []
+    for p in pairs:
+        a, b = (show_number(n.value, n.spread) for n in (p.a, p.b))
+        body.append([named(p.key), a, b, p.a.unit, f"{p.ratio:.3f}"])
+    return ["row", "A", "B", "unit", "times as slow"], body
+
+
+def percent(text: str) -> float:
+    """0.05 of "5%" (or of "5").
+
+    >>> percent("5%")
+    0.05
+    """
+    try:
+        value = float(text.strip().removesuffix("%")) / 100
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise LabError(f"--fail-over {text}: give a percentage, such as 5%")
+    return value

@@ -1,0 +1,131 @@
+"""Data -> HTML. The template only places things: what is counted or compared is counted here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from reflib.lab.figures import COLOURS
+from reflib.lab.gantt_chart import LOOKS
+from reflib.lab.pictures import _count as count
+from reflib.lab.pictures import megabytes
+from reflib.lab.report import drawing
+from reflib.lab.rows import short
+from reflib.timeline import KINDS
+
+HERE = Path(__file__).parent
+CAPTIONS = {
+    "when": "When each stage ran. Rest the pointer on a bar for its name and time.",
+    "speed": "Time of a call {}: median, with the interquartile range. In brackets: how many times as fast as eager.",
+    "after": "After fusion: a box is a kernel or a call of PyTorch (grey), with what flows between them. A click on a "
+    "kernel leads to its source.",
+    "before": "Before fusion: boxes of one colour and number become one kernel. A dashed line joins two that do not, "
+    "with the reason.",
+    "memory": "Bytes in temporary buffers while each node runs, outputs among them.",
+}
+
+
+def render(data: dict[str, Any]) -> str:
+    """The page: one file, with nothing from elsewhere. All text is escaped, whatever the user's code holds."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters.update(megabytes=megabytes, short=short, us=drawing.duration)
+    environment.globals.update(count=count)
+    css, js = (Markup((HERE / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
+    kinds = {v["kind"] for v in data["timeline"] if v["kind"] != "queue"}
+    return environment.get_template("page.html").render(
+        **data,
+        css=css,
+        js=js,
+        colours=COLOURS,
+        looks={k: look[0] for k, look in LOOKS.items()},
+        legend={k: KINDS[k] for k in LOOKS if k in kinds},
+        verdicts=verdicts(data),
+        speed=speed(data),
+        figures=[figures(g) for g in data["graphs"]],
+        when=drawing.timeline(data["timeline"], CAPTIONS["when"]),
+        many=len(data["graphs"]) > 1,
+    )
+
+
+# -- the lines on top -------------------------------------------------------------------------------
+def verdicts(data: dict[str, Any]) -> list[dict[str, str]]:
+    """What a reader wants to know first. `mood`: good, bad or plain."""
+    out = [v for v in (_right(data), _fast(data)) if v]
+    totals = data["totals"]
+    before, after = totals["bytes_before"], totals["bytes_after"]
+    if after < before:
+        text = f"Fusion leaves {megabytes(after)} of {megabytes(before)} to move, {1 - after / before:.0%} less."
+        out.append({"mood": "good", "text": text})
+    return out + [{"mood": "plain", "text": n} for n in data["notes"]]
+
+
+def _right(data: dict[str, Any]) -> dict[str, str] | None:
+    found = data["comparison"]
+    if found is None:
+        return None
+    if found["verdict"] == "unknown":
+        return {"mood": "plain", "text": f"Not compared with eager: {found['why']}."}
+    if found["verdict"] == "wrong":
+        return {"mood": "bad", "text": f"The results are not eager's: {found['why']}."}
+    largest = max((row["largest"] for row in found["rows"]), default=0.0)
+    against = "a float64 reference" if found["reference"] == "float64" else "eager's own results"
+    if not largest:
+        return {"mood": "good", "text": "The results are eager's, bit for bit."}
+    text = f"The results are eager's, but for rounding: largest difference {largest:.2g} (judged by {against})."
+    return {"mood": "good", "text": text}
+
+
+def _fast(data: dict[str, Any]) -> dict[str, str] | None:
+    found = {(r["clock"], r["case"]): r for r in data["times"] if r["status"] == "ok"}
+    clock = "graph" if ("graph", "reflib") in found and ("graph", "eager") in found else "wall"
+    if (clock, "eager") not in found or (clock, "reflib") not in found:
+        return None
+    eager, ours = found[clock, "eager"], found[clock, "reflib"]
+    ratio = eager["us"] / ours["us"]
+    noise = (eager["spread_us"] / eager["us"] + ours["spread_us"] / ours["us"]) / 2
+    said = f"{drawing.duration(ours['us'])} a call, eager {drawing.duration(eager['us'])}"
+    if abs(ratio - 1) <= noise:
+        return {"mood": "plain", "text": f"As fast as eager, within the spread of the measurements: {said}."}
+    if ratio > 1:
+        return {"mood": "good", "text": f"{ratio:.2f} times as fast as eager: {said}."}
+    return {"mood": "bad", "text": f"Slower than eager, {1 / ratio:.2f} times the time: {said}."}
+
+
+# -- figures ----------------------------------------------------------------------------------------
+def speed(data: dict[str, Any]) -> list[drawing.Figure]:
+    """A figure a clock."""
+    clocks = {"wall": "as the host's clock sees a call", "graph": "on the GPU, replayed as a CUDA graph",
+              "events": "between two marks in the GPU's queue"}  # fmt: skip
+    out = []
+    for clock in dict.fromkeys(r["clock"] for r in data["times"] if r["status"] == "ok"):
+        rows = [r for r in data["times"] if r["clock"] == clock and r["status"] == "ok"]
+        eager = next((r["us"] for r in rows if r["case"] == "eager"), None)
+        values = []
+        for i, r in enumerate(rows):
+            behind = f" ({eager / r['us']:.2f}x)" if eager and r["case"] != "eager" else ""
+            colour = {"eager": 6, "reflib": 0}.get(r["case"], 1 + i % 4)
+            values.append((r["case"], r["us"], r["spread_us"], drawing.duration(r["us"]) + behind, colour))
+        said = ", ".join(f"{label} {text}" for label, _, _, text, _ in values)
+        caption = CAPTIONS["speed"].format(clocks.get(clock, clock))
+        out.append(drawing.bars(values, caption, f"Bars of the time of a call. {said}."))
+    return out
+
+
+def figures(graph: dict[str, Any]) -> dict[str, Any]:
+    """The figures of one graph; None for what is empty or too large to be drawn."""
+    hrefs = {name: f"#{graph['id']}-{k['name']}" for k in graph["kernels"] if k["arm"] == 0 for name in k["groups"]}
+    fusion = graph["fusion"]
+    return {
+        "after": drawing.graph(fusion["after"], CAPTIONS["after"], hrefs=hrefs),
+        "before": drawing.graph(fusion["before"], CAPTIONS["before"], graph["refused_pairs"], sizes=False),
+        "memory": drawing.memory(graph["memory"], CAPTIONS["memory"]),
+    }
