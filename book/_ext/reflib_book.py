@@ -1,6 +1,7 @@
-"""The book's Sphinx extension: what is computed from the tree, local scripts, figures of Vega-Lite.
+"""The book's Sphinx extension: pages that are data, local scripts, figures of Vega-Lite, the footer.
 
-Directives: `reflib-pipeline` (the stages as a picture), `reflib-recordings` (what was recorded where).
+The directive `reflib-pipeline` draws the stages. A comment `<!-- generated: NAME -->` in a page of book/ becomes what
+the function NAME of one of the other modules here makes.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import html
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,21 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # the other modules of this folder
+
+import reflib_api
+import reflib_figure
+import reflib_notices
+import reflib_pages
+import reflib_terms
+
 BOOK = Path(__file__).resolve().parent.parent
+MODULES = (reflib_pages, reflib_api, reflib_figure, reflib_notices)
+
+# What the theme brings along and no page uses: launch buttons, translations, maps for debugging its own scripts.
+UNUSED = (
+    "locales", "images", "sphinx-thebe.*", "play-solid.svg", "*webpack-macros.html", "scripts/*.map", "styles/*.map",
+)  # fmt: skip
 
 # stage: what it takes, what it returns. Sizes and "not yet written" are read from the code.
 PIPELINE = (
@@ -46,24 +62,24 @@ def code_lines(folder: Path) -> int:
 
 def pipeline_svg() -> tuple[str, str]:
     """(the picture, its description in words). Colours are the page's, dark mode's too."""
-    width, height, gap = 640, 54, 16
+    width, height, gap = 400, 82, 16  # narrow, so that a phone need not shrink it
     sizes = {stage: code_lines(package_folder() / stage) for stage, _, _ in PIPELINE}
     parts = []
     for index, (stage, takes, returns) in enumerate(PIPELINE):
         y = index * (height + gap) + 4
         there = sizes[stage] > 5
-        size = f"{sizes[stage]} lines" if there else "not yet written"
+        size = f"{sizes[stage]:,} lines" if there else "not yet written"
         dashes = "" if there else ' stroke-dasharray="5 4"'
         parts.append(
             f'<rect x="4" y="{y}" width="{width - 8}" height="{height}" rx="7" class="box"{dashes}/>'
-            f'<text x="20" y="{y + 33}" class="stage">{stage}</text>'
-            f'<text x="150" y="{y + 23}" class="what">{html.escape(takes)}</text>'
-            f'<text x="150" y="{y + 43}" class="what">→ {html.escape(returns)}</text>'
-            f'<text x="{width - 20}" y="{y + 23}" class="size">{size}</text>'
+            f'<text x="20" y="{y + 26}" class="stage">{stage}</text>'
+            f'<text x="20" y="{y + 49}" class="what">{html.escape(takes)}</text>'
+            f'<text x="20" y="{y + 69}" class="what">→ {html.escape(returns)}</text>'
+            f'<text x="{width - 20}" y="{y + 26}" class="size">{size}</text>'
         )
         if index + 1 < len(PIPELINE):
             bottom = y + height
-            parts.append(f'<path d="M 60 {bottom + 1} v {gap - 4} m -4 -5 l 4 5 l 4 -5" class="arrow"/>')
+            parts.append(f'<path d="M {width // 2} {bottom + 1} v {gap - 4} m -4 -5 l 4 5 l 4 -5" class="arrow"/>')
     words = "; ".join(f"{stage} takes {takes} and returns {returns}" for stage, takes, returns in PIPELINE)
     description = f"The pipeline, top to bottom: {words}."
     total = len(PIPELINE) * (height + gap)
@@ -80,7 +96,7 @@ class Pipeline(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         total = sum(code_lines(package_folder() / part) for part in [s for s, _, _ in PIPELINE] + ["ir"])
         caption = (
-            f"The pipeline is the architecture: one folder a stage, {total} lines of code in all with the "
+            f"The pipeline is the architecture: one folder a stage, {total:,} lines of code in all with the "
             "language they share (ir/). Imports point only upwards. Drawn from the code itself."
         )
         svg, _ = pipeline_svg()
@@ -88,29 +104,11 @@ class Pipeline(SphinxDirective):
         return [nodes.raw("", figure, format="html")]
 
 
-class Recordings(SphinxDirective):
-    """A table: each chapter, the device and versions of its outputs, and whether its code matches."""
-
-    def run(self) -> list[nodes.Node]:
-        from reflib.lab import notebook as nb
-        from reflib.lab import runner
-
-        rows = []
-        for path in runner.notebooks(Path(self.env.srcdir)):
-            book = nb.read(path)
-            stamp = book.metadata.get("reflib") or {}
-            versions = stamp.get("versions", {})
-            state = "not recorded yet"
-            if stamp:
-                state = "code changed since" if nb.stamp_problem(book) else "matches the code cells"
-            made_with = ", ".join(f"{k} {versions[k]}" for k in ("torch", "triton") if k in versions)
-            link = f'<a href="../notebooks/{path.stem}.html">{path.stem}</a>'
-            rows.append([link, stamp.get("device", ""), made_with, stamp.get("commit", ""), state])
-        head = ["Chapter", "Recorded on", "With", "At commit", "Its outputs"]
-        cells = "".join(f"<th>{h}</th>" for h in head)
-        body = "".join("<tr>" + "".join(f"<td>{c}</td>" for c in row) + "</tr>" for row in rows)
-        table = f'<table class="table"><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>'
-        return [nodes.raw("", f'<div class="reflib-scroll">{table}</div>', format="html")]
+def fill_page(app: Sphinx, name: str, source: list[str]) -> None:
+    """The generated parts of a page of book/, before it is parsed."""
+    if name.startswith("book/"):
+        pages = {k: v for module in MODULES for k, v in module.PAGES.items()}
+        source[0] = reflib_pages.fill(source[0], Path(app.srcdir), pages)
 
 
 def page_scripts(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
@@ -121,39 +119,96 @@ def page_scripts(app: Sphinx, page: str, template: str, context: dict[str, Any],
         app.add_js_file("../vendor/reflib-vega.js")
 
 
+def finish_page(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """The footer; and no page loads what it does not use: scripts for a launch button, and for formulas where the
+    page has none (Sphinx counts those of the pages below it in the table of contents)."""
+    formulas = doctree is not None and any(True for _ in doctree.findall(is_formula))
+    unused = ("thebe",) if formulas else ("thebe", "mathjax", "MathJax")
+    for kind in ("script_files", "css_files"):
+        context[kind][:] = [f for f in context[kind] if not any(word in told(f) for word in unused)]
+    context["default_mode"] = "auto"  # the theme's script complains of none
+    context["metatags"] = context.get("metatags", "") + '<link rel="icon" href="data:," />'  # else browsers ask for one
+    context["theme_extra_footer"] = footer(context["pathto"])
+
+
+def is_formula(node: nodes.Node) -> bool:
+    return isinstance(node, (nodes.math, nodes.math_block))
+
+
+def told(file: Any) -> str:
+    """A script's or style sheet's address, and its text where that stands in the page."""
+    return f"{getattr(file, 'filename', file)} {getattr(file, 'attributes', {}).get('body', '')}"
+
+
+def footer(pathto: Any) -> str:
+    """Edition, commit, and where to report an error."""
+    import reflib
+    from reflib.lab import machine
+
+    commit = machine.commit() or "unknown"
+    return (
+        f'<p class="reflib-footer">Edition {reflib.__version__}, commit <code>{html.escape(commit)}</code>. '
+        f'<a href="{pathto("book/report")}">Report an error</a>. '
+        f'<a href="{pathto("book/notices")}">Third-party notices</a>.</p>'
+    )
+
+
+def per_page(app: Sphinx) -> None:
+    """Scripts only where they are used: Jupyter Book asks for all of them everywhere."""
+    app.set_html_assets_policy("per_page")
+
+
 def copy_assets(app: Sphinx, error: Exception | None) -> None:
-    """vendor/ and our style sheet into the pages' folder."""
+    """vendor/, our style sheet and the notices into the pages' folder; what nothing uses, out of it."""
     if error is not None or app.builder.format != "html":
         return
-    out = Path(app.outdir) / "vendor"
+    pages = Path(app.outdir)
+    out = pages / "vendor"
     shutil.copytree(BOOK / "vendor", out, dirs_exist_ok=True, ignore=shutil.ignore_patterns("README.md"))
     for asset in (BOOK / "assets").iterdir():
         shutil.copy(asset, out / asset.name)
+    (pages / reflib_notices.FILE).write_text(reflib_notices.whole(BOOK), encoding="utf-8")
+    for unused in (found for pattern in UNUSED for found in (pages / "_static").glob(pattern)):
+        shutil.rmtree(unused) if unused.is_dir() else unused.unlink()
 
 
 def vega_html(figure: Any) -> str:
     """A Vega-Lite figure as HTML: its JSON, for assets/reflib-vega.js, and its description in words."""
-    spec = figure if isinstance(figure, dict) else json.loads(figure)
+    spec = dict(figure) if isinstance(figure, dict) else json.loads(figure)
+    caption = (spec.get("usermeta") or {}).get("caption") or below(spec)
     described = html.escape(str(spec.get("description", "a figure with no description")))
     # "</" would end the script element in the middle of a string
     text = re.sub("</", r"<\\/", json.dumps(spec, sort_keys=True))
-    role = "group" if spec.get("params") else "img"  # what has lists to pick from is more than a picture
+    role = "group" if '"bind": {' in json.dumps(spec) else "img"  # what has lists to pick from is more than a picture
     drawn = (
         f'<div class="reflib-vega" role="{role}" aria-label="{described}">'
         f'<script type="application/json">{text}</script></div>'
     )
-    caption = (spec.get("usermeta") or {}).get("caption")
     if not caption:
         return drawn
     return f'<figure class="reflib-figure">{drawn}<figcaption>{html.escape(caption)}</figcaption></figure>'
 
 
+def below(spec: dict[str, Any]) -> str:
+    """A title at the bottom is the figure's caption: taken out of the drawing, to be text like all others."""
+    title = spec.get("title")
+    if not isinstance(title, dict) or title.get("orient") != "bottom":
+        return ""
+    text = spec.pop("title")["text"]
+    return text if isinstance(text, str) else " ".join(text)
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("reflib-pipeline", Pipeline)
-    app.add_directive("reflib-recordings", Recordings)
     app.add_css_file("../vendor/reflib.css")
+    app.add_js_file("../vendor/reflib-page.js", loading_method="defer")
+    app.connect("builder-inited", per_page, priority=900)
+    app.connect("source-read", fill_page)
+    app.connect("autodoc-process-docstring", reflib_api.process_docstring)
     app.connect("html-page-context", page_scripts)
+    app.connect("html-page-context", finish_page, priority=900)
     app.connect("build-finished", copy_assets)
+    reflib_terms.setup(app)
     register_vega()
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
 

@@ -29,6 +29,27 @@
     });
   }
 
+  // What a figure says after it was moved is in its picture; a screen reader is told it, too.
+  function tell(place, view) {
+    if (!("says" in view.getState({ signals: function (name) { return name === "says"; } }).signals)) return;
+    let told = place.querySelector(".reflib-told");
+    if (!told) {
+      told = document.createElement("p");
+      told.className = "reflib-told";
+      told.setAttribute("aria-live", "polite");
+      place.appendChild(told);
+    }
+    view.addSignalListener("says", function (name, says) { told.textContent = [].concat(says).join(". "); });
+  }
+
+  // Vega calls each of its marks a symbol; what has no words is none to a screen reader.
+  function quiet(canvas) {
+    canvas.querySelectorAll("[role=graphics-symbol]:not([aria-label])").forEach(function (mark) {
+      mark.removeAttribute("role");
+      mark.setAttribute("aria-hidden", "true");
+    });
+  }
+
   function draw() {
     document.querySelectorAll(".reflib-vega").forEach(function (place) {
       const spec = JSON.parse(place.querySelector("script").textContent);
@@ -39,7 +60,11 @@
         place.appendChild(canvas);
       }
       fit(spec, place.clientWidth);
-      vegaEmbed(canvas, spec, { actions: false, renderer: "svg", config: colours() }).catch(function (error) {
+      const options = { actions: false, renderer: "svg", config: colours() };
+      vegaEmbed(canvas, spec, options).then(function (drawn) {
+        quiet(canvas);
+        tell(place, drawn.view);
+      }).catch(function (error) {
         canvas.textContent = "This figure could not be drawn: " + error.message;
       });
     });

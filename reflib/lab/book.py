@@ -1,6 +1,7 @@
 """Builds the book with Jupyter Book: the published one from the committed notebooks, or one of a run.
 
-Nothing is executed here. The pages must work with no network: `outside_references` finds what would not.
+Nothing is executed here. What a built book must be like, `book_checks` says: it works with no network, its links go
+somewhere, its figures have words.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from html.parser import HTMLParser
 from pathlib import Path
 
 from reflib.errors import LabError
+from reflib.lab import book_checks, durations, machine
+from reflib.lab import notebook as nb
 
 
 def jupyter_book(source: Path, config: Path, out: Path, strict: bool) -> Path:
@@ -31,7 +33,8 @@ def jupyter_book(source: Path, config: Path, out: Path, strict: bool) -> Path:
     log.parent.mkdir(parents=True, exist_ok=True)
     for stale in ("html", ".doctrees"):  # pages that no source makes any more
         shutil.rmtree(log.parent / stale, ignore_errors=True)
-    environ = dict(os.environ, PYDEVD_DISABLE_FILE_VALIDATION="1")
+    # the sources are a copy without their history: the commit in the footer has to be told
+    environ = dict(os.environ, PYDEVD_DISABLE_FILE_VALIDATION="1", REFLIB_COMMIT=machine.commit())
     with open(log, "w") as f:
         done = subprocess.run(command, stdout=f, stderr=subprocess.STDOUT, env=environ, cwd=source)
     if done.returncode:
@@ -43,14 +46,14 @@ def jupyter_book(source: Path, config: Path, out: Path, strict: bool) -> Path:
 
 
 def build(root: Path, out: Path | None = None, strict: bool = True) -> Path:
-    """The published book; returns its first page. Raises LabError with the warnings when it is not clean."""
+    """The published book; returns its first page. With `strict`, raises LabError with the warnings when it is not
+    clean, and with what `book_checks.problems` found."""
     out = out or root
     with tempfile.TemporaryDirectory(prefix="reflib-book-") as folder:
         source = copy_sources(root, Path(folder) / "source")
         pages = jupyter_book(source, source / "book" / "_config.yml", out, strict)
-    found = outside_references(pages)
-    if found:
-        raise LabError("pages that would reach for the network:\n" + "\n".join(found[:20]))
+    if strict and (found := book_checks.problems(pages)):
+        raise LabError("pages that are not as they must be:\n" + "\n".join(found[:20]))
     return pages / "index.html"
 
 
@@ -61,6 +64,17 @@ def copy_sources(root: Path, source: Path) -> Path:
     return source
 
 
+def put_executed(executed: Path, notebooks: Path, device: str) -> None:
+    """A notebook of a run in place of the committed one: stamped with this machine, whose time nobody has noted."""
+    notebook = nb.read(executed)
+    nb.stamp(notebook, device, machine.versions(), machine.commit())
+    nb.write(notebook, notebooks / executed.name)
+    noted = notebooks / "recorded" / durations.FILE
+    if noted.exists():
+        lines = noted.read_text(encoding="utf-8").splitlines(keepends=True)
+        noted.write_text("".join(s for s in lines if s.split("\t")[0] != executed.stem), encoding="utf-8")
+
+
 def build_run(root: Path, run: Path, heading: str) -> Path:
     """The book of one run, executed notebooks in place of the committed ones; returns its first page."""
     import yaml
@@ -68,7 +82,7 @@ def build_run(root: Path, run: Path, heading: str) -> Path:
     with tempfile.TemporaryDirectory(prefix="reflib-book-") as folder:
         source = copy_sources(root, Path(folder) / "source")
         for executed in (run / "notebooks").glob("*.ipynb"):
-            shutil.copy(executed, source / "notebooks" / executed.name)
+            put_executed(executed, source / "notebooks", heading.partition(": ")[2] or heading)
         config = source / "book" / "_config.yml"
         settings = yaml.safe_load(config.read_text())
         settings["title"] = heading
@@ -78,53 +92,3 @@ def build_run(root: Path, run: Path, heading: str) -> Path:
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(pages, target)
     return target / "index.html"
-
-
-class _References(HTMLParser):
-    """Collects what a browser would fetch by itself; links that a reader clicks are not among them."""
-
-    FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src"}
-    LINKED = {"stylesheet", "preload", "icon", "shortcut icon", "modulepreload", "preconnect", "dns-prefetch"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-        self.style = False
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        values = {name: value or "" for name, value in attrs}
-        self.style = tag == "style"
-        wanted = values.get(self.FETCHED.get(tag, ""), "")
-        if tag == "link" and values.get("rel", "").lower() in self.LINKED:
-            wanted = values.get("href", "")
-        for text in (wanted, *re.findall(r"url\(([^)]*)\)", values.get("style", ""))):
-            if is_outside(text):
-                self.found.append(f"<{tag}> {text}")
-
-    def handle_data(self, data: str) -> None:
-        if self.style:
-            self.found += [f"<style> {text}" for text in outside_of_css(data)]
-
-
-def is_outside(reference: str) -> bool:
-    return bool(re.match(r"(https?:)?//", reference.strip().strip("'\"")))
-
-
-def outside_of_css(text: str) -> list[str]:
-    named = re.findall(r"url\(([^)]*)\)", text) + re.findall(r"@import\s+['\"]([^'\"]+)", text)
-    return [reference for reference in named if is_outside(reference)]
-
-
-def outside_references(pages: Path) -> list[str]:
-    """'page: what it would fetch from the network', for every HTML page and style sheet under `pages`."""
-    found = []
-    for page in sorted(pages.rglob("*.html")):
-        if "_static" in page.relative_to(pages).parts:
-            continue  # a theme's unused example pages
-        parser = _References()
-        parser.feed(page.read_text(encoding="utf-8", errors="replace"))
-        found += [f"{page.relative_to(pages)}: {text}" for text in parser.found]
-    for sheet in sorted(pages.rglob("*.css")):
-        text = sheet.read_text(encoding="utf-8", errors="replace")
-        found += [f"{sheet.relative_to(pages)}: {reference}" for reference in outside_of_css(text)]
-    return found

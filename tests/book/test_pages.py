@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 FIGURE = {
     "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
     "description": "Two bars, the second taller </script>",
+    "usermeta": {"caption": "Two bars."},
     "data": {"values": [{"name": "a", "value": 1}, {"name": "b", "value": 2}]},
     "mark": "bar",
     "encoding": {"x": {"field": "name", "type": "nominal"}, "y": {"field": "value", "type": "quantitative"}},
@@ -54,7 +55,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     for slug in slugs:
         cells = [
-            new_markdown_cell(f"# {slug}\n\n$\\frac{{a}}{{b}}$"),
+            new_markdown_cell(f"# {slug}\n\n**A claim.**\n\n**Time.** About 5 minutes.\n\n$\\frac{{a}}{{b}}$"),
             new_code_cell("draw()", outputs=[figure]),
         ]
         if slug == "decompose-k":
