@@ -9,7 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from reflib.lab.arch_chart import arch_explorer as arch_explorer
     from reflib.lab.block_chart import blocks_picture as blocks_picture
+    from reflib.lab.block_choice import block_slider as block_slider
     from reflib.lab.capability import has as has
     from reflib.lab.ceilings import Roofline as Roofline
     from reflib.lab.ceilings import roofline as roofline
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
     from reflib.lab.charts import roofline_plot as roofline_plot
     from reflib.lab.checking import check as check
     from reflib.lab.claims import claim as claim
+    from reflib.lab.clock_chart import Segment as Segment
+    from reflib.lab.clock_chart import over_time as over_time
+    from reflib.lab.clock_chart import race as race
     from reflib.lab.decision_chart import before_after as before_after
     from reflib.lab.decision_chart import candidates as candidates
     from reflib.lab.decision_chart import decision_rows as decision_rows
@@ -29,7 +34,9 @@ if TYPE_CHECKING:
     from reflib.lab.fusion_chart import fusion_graph as fusion_graph
     from reflib.lab.gantt_chart import gantt as gantt
     from reflib.lab.kernels import load_kernel as load_kernel
+    from reflib.lab.live_widgets import live as live
     from reflib.lab.measuring import measure as measure
+    from reflib.lab.memory_chart import memory_scrubber as memory_scrubber
     from reflib.lab.params import Parameter as Parameter
     from reflib.lab.params import parse_parameters as parse_parameters
     from reflib.lab.params import validate as validate
@@ -54,6 +61,8 @@ if TYPE_CHECKING:
     from reflib.lab.ratio_chart import ratios as ratios
     from reflib.lab.recording import recorded as recorded
     from reflib.lab.rivals import contenders as contenders
+    from reflib.lab.roof_slider import Version as Version
+    from reflib.lab.roof_slider import roofline_slider as roofline_slider
     from reflib.lab.rows import Row as Row
     from reflib.lab.rows import Rows as Rows
     from reflib.lab.session import Setup as Setup
@@ -68,13 +77,18 @@ if TYPE_CHECKING:
 # name -> the module that holds it. No module may share a name with a function here: importing
 # a submodule sets it as an attribute of this package, and would hide the function.
 _HOME = {
+    "arch_explorer": "arch_chart",
     "blocks_picture": "block_chart",
+    "block_slider": "block_choice",
     "has": "capability",
     "Roofline": "ceilings",
     "roofline": "ceilings",
     "check": "checking",
     "claim": "claims",
     "contenders": "rivals",
+    "Segment": "clock_chart",
+    "over_time": "clock_chart",
+    "race": "clock_chart",
     "before_after": "decision_chart",
     "candidates": "decision_chart",
     "decision_rows": "decision_chart",
@@ -87,7 +101,9 @@ _HOME = {
     "fusion_graph": "fusion_chart",
     "gantt": "gantt_chart",
     "load_kernel": "kernels",
+    "live": "live_widgets",
     "measure": "measuring",
+    "memory_scrubber": "memory_chart",
     "Parameter": "params",
     "parse_parameters": "params",
     "validate": "params",
@@ -112,6 +128,8 @@ _HOME = {
     "told_times": "ranges",
     "standings": "ranking",
     "recorded": "recording",
+    "Version": "roof_slider",
+    "roofline_slider": "roof_slider",
     "Row": "rows",
     "Rows": "rows",
     "Setup": "session",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from reflib.errors import LabError
 from reflib.lab.figures import INK, QUIET, style, to_svg
+from reflib.lab.moving import SCHEMA, Numbers
 from reflib.lab.plots import RECORDED, nickname
 from reflib.lab.rows import Row, Rows, append, short, stamp
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from reflib.choose import Decision
 
 MIME = "application/vnd.vegalite.v5+json"
-SCHEMA = "https://vega.github.io/schema/vega-lite/v5.json"
 GREY = "#8a8a8a"  # seen on white and on black
 SHOWN = 12  # candidates of a shape that are drawn; the default always is
 
@@ -153,7 +153,8 @@ def _digits(value: float | None) -> float | None:
 
 # -- the figure -------------------------------------------------------------------------------------
 class Explorer:
-    """The figure in its forms. ``spec``: Vega-Lite, a dict. ``svg``: the still picture. ``alt``: words."""
+    """The figure in its forms. ``spec``: Vega-Lite, a dict. ``svg``: the still picture, "" for none. ``alt``: words.
+    In a notebook the numbers behind it follow, folded."""
 
     def __init__(self, spec: dict[str, Any], svg: str, alt: str, caption: str) -> None:
         self.spec, self.svg, self.alt, self.caption = spec, svg, alt, caption
@@ -163,7 +164,14 @@ class Explorer:
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         # not text/html: Lab would prefer it to the figure that can be clicked
-        return {MIME: self.spec, "image/svg+xml": self.svg, "text/plain": repr(self)}
+        still = {"image/svg+xml": self.svg} if self.svg else {}
+        return {MIME: self.spec, **still, "text/plain": repr(self)}
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        display(self._repr_mimebundle_(), raw=True)
+        display(Numbers(self.spec))
 
 
 def explore(rows: Rows, *, caption: str, recorded: Rows | None = None) -> Explorer | None:
@@ -207,7 +215,7 @@ def vega_lite(
     return {
         "$schema": SCHEMA,
         "description": alt,
-        "usermeta": {"caption": caption, "fit": True},
+        "usermeta": {"caption": caption, "fit": True, "embedOptions": {"renderer": "svg"}},
         "params": [
             {"name": "device", "value": devices[0], "bind": {"input": "select", "options": devices, "name": "device "}}
         ],

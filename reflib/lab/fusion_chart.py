@@ -1,14 +1,17 @@
-"""`lab.fusion_graph`: the program before fusion as a Vega-Lite figure. Rest on a dashed edge to read why not.
+"""`lab.fusion_graph`: the program before fusion as a Vega-Lite figure. Rest on a dashed edge to read why not, or pick
+the pair from the list, which a keyboard can do too.
 
 `lab.fusion_picture` is its still counterpart. Both, and the table, come from the same `reflib.explain`.
 """
 
 from __future__ import annotations
 
+import json
 import textwrap
 from typing import TYPE_CHECKING, Any
 
 from reflib.lab.figures import COLOURS
+from reflib.lab.moving import pick
 from reflib.lab.pictures import Places, megabytes, op_names
 from reflib.lab.pictures import _layout as layout
 
@@ -19,6 +22,7 @@ MIME = "application/vnd.vegalite.v5+json"
 EDGE, REFUSED = "#8a8a8a", "#d55e00"  # readable on white and on dark grounds
 HALF_WIDTH, HALF_HEIGHT = 0.42, 0.24
 PIXELS = (130, 66)  # of one step across and one step down
+NOBODY = "pick a pair"
 
 
 class Chart:
@@ -56,6 +60,7 @@ def fusion_graph(e: Explanation, *, caption: str) -> Chart:
             "width": round(wide * PIXELS[0]),
             "height": round(deep * PIXELS[1]),
             "view": {"stroke": None},
+            **_why_list(refused),
             "encoding": {
                 "x": {"field": "x", "type": "quantitative", "axis": None, "scale": {"domain": [-wide / 2, wide / 2]}},
                 "y": {
@@ -63,7 +68,7 @@ def fusion_graph(e: Explanation, *, caption: str) -> Chart:
                     "scale": {"domain": [-0.6, deep - 0.6], "reverse": True},
                 },
             },
-            "layer": [*_edge_layers(edges, refused), *_node_layers(nodes)],
+            "layer": [*_edge_layers(edges, refused), *_node_layers(nodes), *_why_layer(refused)],
         }
     )  # fmt: skip
     display_thing(chart)
@@ -137,6 +142,25 @@ def _line(pair: str, points: Any, words: dict[str, str]) -> list[dict[str, Any]]
     return [{"pair": pair, "x": x, "y": y, "turn": turn, **words} for turn, (x, y) in enumerate(points)]
 
 
+def _why_list(refused: list[dict[str, Any]]) -> dict[str, Any]:
+    """The refused pairs as a list to pick from; its choice is said below the graph."""
+    pairs = list(dict.fromkeys(line["pair"] for line in refused))
+    said = {line["pair"]: f"{line['pair']}, {line['reason']}: {line['because']}" for line in refused}
+    says = {"name": "says", "expr": f"({json.dumps(said, ensure_ascii=False)})[why] || ''"}
+    listed = pick("why", "why not fused?", [NOBODY, *pairs])
+    return {"params": [listed, says] if pairs else [{"name": "why", "value": NOBODY}]}
+
+
+def _why_layer(refused: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The reason of the pair that is picked, along the upper edge."""
+    once = [line for line in refused if line["turn"] == 1]
+    lines = [{**line, "why not": "\n".join(textwrap.wrap(line["because"], 60))} for line in once]
+    mark = {"type": "text", "align": "left", "baseline": "top", "fontSize": 12, "fontWeight": "bold", "color": REFUSED}
+    where = {"x": {"value": 4}, "y": {"value": 4}, "text": {"field": "why not", "type": "nominal"}}
+    shown = {"transform": [{"filter": "datum.pair === why"}], "mark": {**mark, "lineBreak": "\n"}, "encoding": where}
+    return [{"data": {"values": lines}, **shown}] if lines else []
+
+
 def _edge_layers(edges: list[dict[str, Any]], refused: list[dict[str, Any]]) -> list[dict[str, Any]]:
     def tips(*fields: str) -> list[dict[str, str]]:
         return [{"field": f, "type": "nominal"} for f in fields]
@@ -154,6 +178,12 @@ def _edge_layers(edges: list[dict[str, Any]], refused: list[dict[str, Any]]) -> 
             "data": {"values": refused},
             "mark": {**smooth, "interpolate": "basis", "color": REFUSED, "strokeWidth": 2.5, "strokeDash": [6, 4]},
             "encoding": {**along, "tooltip": why},
+        },
+        {
+            "data": {"values": refused},
+            "transform": [{"filter": "datum.pair === why"}],
+            "mark": {**smooth, "interpolate": "basis", "color": REFUSED, "strokeWidth": 6},
+            "encoding": along,
         },
         {
             "data": {"values": [line for line in refused if line["turn"] == 1]},

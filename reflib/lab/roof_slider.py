@@ -1,0 +1,122 @@
+"""`lab.roofline_slider`: one kernel under the roofline, in as many versions as there are stops of a slider."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reflib.errors import LabError
+from reflib.lab.explorer import Explorer
+from reflib.lab.figures import COLOURS, QUIET
+from reflib.lab.moving import Spec, by_step, moving, slider, values
+from reflib.lab.rows import short
+from reflib.lab.showing import display_thing
+
+if TYPE_CHECKING:
+    from reflib.lab.ceilings import Roofline
+
+
+TENS = [10.0**e for e in range(-6, 7)]
+
+
+class Version(NamedTuple):
+    """A stop of the slider: what it is called, the work and bytes of a call, and µs as measured (None: not here)."""
+
+    label: str
+    flops: float
+    bytes: float
+    time: float | None
+
+
+def roofline_slider(
+    roof: Roofline, versions: Sequence[Version | tuple[str, float, float, float | None]], *, what: str, caption: str
+) -> Explorer | None:
+    """Show the two ceilings of a device and a point that a slider moves from version to version (Version, or its four
+    fields). ``what`` names what changes between them. None, and says so, where nothing was measured."""
+    stops = [Version(*v) for v in versions]
+    stops = [v for v in stops if v.time]
+    if not stops:
+        print("Nothing to draw: no version was measured here.")
+        return None
+    if any(v.flops <= 0 or v.bytes <= 0 for v in stops):
+        raise LabError("roofline_slider: a version without FLOPs or bytes has no place under a roofline")
+    lines = [_line(roof, i, v) for i, v in enumerate(stops)]
+    words = [_words(roof, v, line) for v, line in zip(stops, lines, strict=True)]
+    says = [by_step("stop - 1", list(each)) for each in zip(*words, strict=True)]
+    spec = moving(
+        [_view(roof, lines)],
+        params=[slider("stop", f"{what}: version", 1, len(stops), 1, 1)],
+        says=says,
+        data={"versions": values(lines), "roof": values(_roof(roof, lines))},
+        alt=_alt(roof, ["; ".join(each) for each in words]),
+        caption=caption,
+    )
+    found = Explorer(spec, "", spec["description"], caption)
+    display_thing(found)
+    return found
+
+
+def _line(roof: Roofline, index: int, v: Version) -> dict[str, Any]:
+    intensity = v.flops / v.bytes
+    return {
+        "stop": index + 1, "version": v.label, "FLOPs a byte": intensity, "TFLOP/s": v.flops / (v.time or 1.0) / 1e6,
+        "limit": roof.limit(intensity), "µs": v.time, "µs at least": roof.time(v.bytes, v.flops), "MB": v.bytes / 1e6,
+    }  # fmt: skip
+
+
+def _words(roof: Roofline, v: Version, line: dict[str, Any]) -> tuple[str, str, str]:
+    under = "the arithmetic" if line["FLOPs a byte"] > roof.ridge else "the memory"
+    share = line["TFLOP/s"] / line["limit"]
+    return (
+        f"{v.label}: {short(line['MB'])} MB moved",
+        f"{short(line['FLOPs a byte'])} FLOPs a byte, under {under}",
+        f"{short(line['µs'])} µs, {short(line['TFLOP/s'])} TFLOP/s: {share:.0%} of its limit",
+    )
+
+
+def _roof(roof: Roofline, lines: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
+    places = [line["FLOPs a byte"] for line in lines] + [roof.ridge]
+    xs = (min(places) / 3, roof.ridge, max(places) * 3)
+    return [{"FLOPs a byte": x, "TFLOP/s": roof.limit(x)} for x in xs]
+
+
+def _view(roof: Roofline, lines: Sequence[dict[str, Any]]) -> Spec:
+    low = min(min(line["TFLOP/s"] for line in lines), roof.limit(_roof(roof, lines)[0]["FLOPs a byte"]))
+    high = max(max(line["TFLOP/s"] for line in lines), roof.flops)
+    log = {"type": "quantitative", "axis": {"labelExpr": "format(datum.value, '~r')", "values": TENS}}
+    x = {**log, "field": "FLOPs a byte", "scale": {"type": "log", "nice": False}}
+    y = {**log, "field": "TFLOP/s", "title": "TFLOP/s"}
+    y["scale"] = {"type": "log", "nice": False, "domain": [low / 1.6, high * 1.6]}
+    tooltip = [{"field": f} for f in ("version", "FLOPs a byte", "TFLOP/s", "limit", "µs", "µs at least")]
+    here = [{"filter": "datum.stop === stop"}]
+    small = {"type": "point", "filled": True, "color": COLOURS[0], "size": 45}
+    return {
+        "height": 260,
+        "data": {"name": "versions"},
+        "encoding": {"x": x, "y": y},
+        "layer": [
+            {"data": {"name": "roof"}, "mark": {"type": "line", "color": QUIET, "strokeWidth": 3}},
+            {
+                "mark": {"type": "line", "color": COLOURS[0], "opacity": 0.4},
+                "encoding": {"order": {"field": "stop", "type": "quantitative"}},
+            },
+            {"mark": small, "encoding": {"tooltip": tooltip}},
+            {
+                "transform": here,
+                "mark": {"type": "rule", "color": COLOURS[1], "strokeDash": [4, 3], "strokeWidth": 2},
+                "encoding": {"y2": {"field": "limit"}},
+            },
+            {
+                "transform": here,
+                "mark": {"type": "point", "filled": True, "color": COLOURS[1], "size": 230, "shape": "diamond"},
+                "encoding": {"tooltip": tooltip},
+            },
+        ],
+    }  # fmt: skip
+
+
+def _alt(roof: Roofline, words: Sequence[str]) -> str:
+    return (
+        f"Roofline of {roof.device}: rises with {short(roof.bandwidth)} GB/s until {short(roof.ridge)} FLOPs a byte, "
+        f"then flat at {short(roof.flops)} TFLOP/s. A slider moves a point along: {'. '.join(words)}."
+    )

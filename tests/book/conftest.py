@@ -1,0 +1,43 @@
+"""One browser and one built book for all tests here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reflib.lab import book
+from tests.browsing import CHROMIUM, DESKTOP, PHONE, Watched
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as p:
+        found = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield found
+        found.close()
+
+
+@pytest.fixture(scope="session")
+def site(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the published book's pages, built from this checkout. Warnings are another test's matter."""
+    return book.build(root, tmp_path_factory.mktemp("site"), strict=False).parent
+
+
+@pytest.fixture
+def watched(browser: Any) -> Iterator[Watched]:
+    found = Watched(browser, DESKTOP)
+    yield found
+    found.context.close()
+
+
+@pytest.fixture
+def phone(browser: Any) -> Iterator[Watched]:
+    found = Watched(browser, PHONE)
+    yield found
+    found.context.close()

@@ -1,0 +1,165 @@
+"""Every kind of figure that is moved, drawn by the book's scripts: by keyboard, by mouse, in the dark, on a phone."""
+
+from __future__ import annotations
+
+import functools
+import html
+import importlib
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import reflib
+from reflib import lab
+from reflib.choose import Candidate, Decision
+from reflib.lab.ceilings import Roofline
+from reflib.lab.moving import Numbers
+from reflib.plan import Moment, Plan
+from tests.browsing import PHONE, Watched, changes, drawn, idle_controls, picture, violations
+
+pytest.importorskip("axe_playwright_python")
+
+WORDS = ".reflib-told"
+
+
+def figures() -> dict[str, dict[str, Any]]:
+    """One of each, of made-up numbers: {its name: its specification}."""
+    lab.setup(device="cpu", quiet=True)
+    roof = Roofline("a device", 1000.0, 100.0, 5.0, "float32")
+    times = lab.Rows(lab.Row("n", case, "time", value, "µs") for case, value in {"fast": 2.0, "slow": 7.0}.items())
+    lanes = {"a": [lab.Segment("works", 0, 2), lab.Segment("rests", 2, 5, "rest")], "b": [lab.Segment("waits", 1, 4)]}
+    moments = [Moment(i, f"k{i}", (("x", 10**6), ("y", i * 10**6))) for i in range(1, 4)]
+    arms = [SimpleNamespace(arch=a, made_for="sm_80") for a in ("cpu", "sm_80", "sm_90", "ptx")]
+    package = SimpleNamespace(manifest=SimpleNamespace(arms=arms), machine_code=lambda arm: 1000)
+    sizes = lab.Rows(lab.Row("s", c, "time", float(n), "µs", at={"n": n}) for c in ("p", "q") for n in (1, 4, 16))
+    tried: list[Any] = []
+    for k in (64, 4096):
+        names = ("aten", "decompose_k(k_splits=2)", "x")[: 3 if k > 64 else 2]
+        found = tuple(Candidate(n, "ok", 2.0 + i, spread=0.1) for i, n in enumerate(names))
+        tried += lab.candidate_rows(Decision("op0", "aten", found, "because"), {"M": 32, "N": 32, "K": k})
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> Any:
+        y = torch.relu(x)
+        return y + torch.cumsum(y, 0) * w, x.sum(0)
+
+    e = reflib.explain(program, torch.randn(8, 8), torch.randn(8, 8), target="sm_90", dynamic=False)
+    versions = [(f"{n} columns", 2e9 * n, 1e9, 1000.0 + 20 * n) for n in (1, 10, 100, 1000)]
+    made: dict[str, Any] = {
+        "roofline": lab.roofline_slider(roof, versions, what="columns", caption="c"),
+        "lanes": lab.over_time(lanes, caption="c"),
+        "race": lab.race(times, "fast", "slow", caption="c"),
+        "memory": lab.memory_scrubber({"plan": Plan((), tuple(moments))}, caption="c"),
+        "blocks": lab.block_slider(caption="c"),
+        "architectures": lab.arch_explorer(package, caption="c"),  # type: ignore[arg-type]
+        "fusion": lab.fusion_graph(e, caption="c"),
+        "ranges": lab.range_picture(sizes, [(1, 8, "p"), (9, 16, "q")], x="n", caption="c"),
+        "explorer": lab.explore(lab.Rows(tried), caption="c"),
+    }
+    return {name: figure.spec for name, figure in made.items()}
+
+
+@pytest.fixture(scope="module")
+def page_file(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sys.path.insert(0, str(root / "book" / "_ext"))
+    try:
+        vega_html = importlib.import_module("reflib_book").vega_html
+    finally:
+        sys.path.remove(str(root / "book" / "_ext"))
+    script = '<script src="{}"></script>'.format
+    local = (root / "book").as_uri()
+    scripts = "".join(script(f"{local}/vendor/vega/{n}.min.js") for n in ("vega", "vega-lite", "vega-embed"))
+    body = "".join(
+        f'<section id="{name}"><h2>{html.escape(name)}</h2>{vega_html(spec)}{Numbers(spec)._repr_html_()}</section>'
+        for name, spec in figures().items()
+    )
+    style = ":root { --pst-color-text-base: #222 } [data-theme=dark] { --pst-color-text-base: #ddd }"
+    file = tmp_path_factory.mktemp("figures") / "page.html"
+    file.write_text(
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Figures</title><style>{style}</style>'
+        f'<link rel="stylesheet" href="{local}/assets/reflib.css">{scripts}'
+        f'{script(f"{local}/assets/reflib-vega.js")}</head><body><main><h1>Figures</h1>{body}</main></body></html>'
+    )
+    return file
+
+
+@pytest.fixture
+def page(page_file: Path, watched: Watched) -> Any:
+    opened = watched.open(page_file)
+    drawn(opened)
+    yield opened
+    assert watched.problems == []
+
+
+def test_every_control_works_by_keyboard(page: Any) -> None:
+    assert page.locator(".reflib-vega").count() == 9
+    assert idle_controls(page) == []
+
+
+def test_a_slider_is_dragged_by_the_mouse(page: Any) -> None:
+    for name in ("roofline", "lanes", "race", "memory", "blocks"):
+        figure = page.locator(f"#{name} .reflib-vega")
+        slider = figure.locator("input[type=range]")
+        box, before = slider.bounding_box(), slider.input_value()
+        place = {"x": 0.7 * box["width"], "y": 0.5 * box["height"]}
+        assert changes(figure, functools.partial(slider.click, position=place)), name
+        assert slider.input_value() != before
+
+
+def test_a_click_on_a_mark_picks_it(page: Any) -> None:
+    figure = page.locator("#explorer .reflib-vega")
+    marks = figure.locator("path[aria-roledescription=point]")
+    assert changes(figure, lambda: marks.nth(1).click(force=True))
+
+
+def test_resting_on_a_refused_edge_says_why_not(page: Any) -> None:
+    page.locator("#fusion svg text", has_text=re.compile("^order$")).hover()
+    page.wait_for_selector("#vg-tooltip-element.visible")
+    assert "needs the one and is needed by the other" in page.locator("#vg-tooltip-element").inner_text()
+
+
+def test_what_changed_is_said_to_who_cannot_see_it(page: Any) -> None:
+    said = {}
+    for name, key in {"roofline": "End", "memory": "End", "fusion": "ArrowDown"}.items():
+        page.locator(f"#{name} .vega-bind input, #{name} .vega-bind select").first.focus()
+        page.keyboard.press(key)
+        page.wait_for_function(f"() => document.querySelector('#{name} {WORDS}').textContent")
+        said[name] = page.locator(f"#{name} {WORDS}").text_content()
+    assert said["roofline"].startswith("1000 columns: 1,000 MB moved. 2,000 FLOPs a byte, under the arithmetic")
+    assert said["memory"] == "plan: k3, 4.00 MB in 2 buffers"
+    assert ": " in said["fusion"] and "⇢" in said["fusion"]
+    assert page.locator(WORDS).first.get_attribute("aria-live") == "polite"
+
+
+def test_the_title_says_the_same(page: Any) -> None:
+    page.locator("#memory input").focus()
+    assert changes(page.locator("#memory .reflib-vega"), lambda: page.keyboard.press("End"))
+    assert "k3, 4.00 MB" in picture(page.locator("#memory .reflib-vega"))
+
+
+def test_the_numbers_unfold(page: Any) -> None:
+    page.locator("#memory summary").focus()
+    page.keyboard.press("Enter")
+    assert page.locator("#memory details table").first.is_visible()
+
+
+def test_words_are_light_in_the_dark(page: Any) -> None:
+    page.evaluate("document.documentElement.dataset.theme = 'dark'")
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('#memory svg text')].some(t => t.getAttribute('fill') === '#ddd')"
+    )
+
+
+def test_axe_finds_nothing_serious(page: Any) -> None:
+    assert violations(page, contrast=True) == []
+
+
+def test_nothing_is_wider_than_a_phone(page_file: Path, phone: Watched) -> None:
+    page = phone.open(page_file)
+    drawn(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    assert violations(page, contrast=False) == [] and phone.problems == []

@@ -1,0 +1,115 @@
+"""JupyterLab as a reader has it: open a chapter, run all its cells, move a slider, see the output change."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+from reflib.lab import notebook as nb
+from tests.browsing import Watched, changes, picture
+
+pytest.importorskip("jupyterlab")
+pytest.importorskip("ipywidgets")
+pytest.importorskip("axe_playwright_python")
+
+CHAPTER = [
+    new_markdown_cell("# A chapter\n\nIt has a figure, and a slider to measure again."),
+    new_code_cell('device: str = "cpu"  # where to run (auto | cpu | cuda)'),
+    new_code_cell("from reflib import lab\n\nhere = lab.setup(globals(), quiet=True)\nasked = []"),
+    new_code_cell(
+        "lanes = {'a': [lab.Segment('works', 0, 2), lab.Segment('rests', 2, 4)]}\n"
+        "lab.over_time(lanes, caption='Two things, one after the other.');"
+    ),
+    new_code_cell(
+        "def measure(n):\n    asked.append(n)\n    return f'{n} asked, in all {len(asked)} times'\n\n\n"
+        "lab.live(measure, n=[10, 20, 30]);"
+    ),
+]
+SETTINGS = {"@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"}}  # cells out of sight are drawn too
+
+
+@pytest.fixture(scope="module")
+def lab_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of JupyterLab on one chapter, with settings and a runtime folder of its own."""
+    folder = tmp_path_factory.mktemp("lab")
+    nb.write(new_notebook(cells=CHAPTER), folder / "chapter.ipynb")
+    (folder / "overrides").mkdir()
+    (folder / "overrides" / "overrides.json").write_text(json.dumps(SETTINGS))
+    own = {f"JUPYTER_{kind}_DIR": str(folder / kind.lower()) for kind in ("CONFIG", "DATA", "RUNTIME")}
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=0"]
+    command += ["--IdentityProvider.token=", f"--ServerApp.root_dir={folder}", "--ServerApp.disable_check_xsrf=True"]
+    command += [f"--LabApp.app_settings_dir={folder / 'overrides'}", "--LabApp.news_url="]
+    environ = {**os.environ, **own, "JUPYTER_PLATFORM_DIRS": "1"}
+    with open(folder / "log", "w") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, env=environ, cwd=folder, start_new_session=True)
+    try:
+        yield address(server, folder / "log") + "/lab/tree/chapter.ipynb"
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)  # its kernels with it
+        server.wait(30)
+
+
+def address(server: subprocess.Popen[bytes], log: Path) -> str:
+    """Where it listens: it says so when it does."""
+    for _ in range(600):
+        if found := re.search(r"http://127\.0\.0\.1:\d+", log.read_text()):
+            return found[0]
+        if server.poll() is not None:
+            break
+        time.sleep(0.1)
+    pytest.fail(f"JupyterLab did not start:\n{log.read_text()[-2000:]}")
+
+
+@pytest.fixture(scope="module")
+def chapter(browser: Any, lab_url: str) -> Iterator[Watched]:
+    """The chapter, with all cells run."""
+    watched = Watched(browser, {"width": 1280, "height": 1000})
+    page = watched.page
+    page.set_default_timeout(60_000)
+    page.goto(lab_url)
+    page.wait_for_selector(".jp-Notebook .jp-CodeCell")
+    page.locator("#jp-main-statusbar").get_by_text("Python 3 (ipykernel) | Idle").wait_for()
+    if (which := page.locator(".jp-Dialog .jp-mod-accept")).count():  # a slow kernel is asked about
+        which.click()
+    page.locator("#jp-MainMenu").get_by_text("Run", exact=True).click()
+    page.get_by_text("Run All Cells", exact=True).click()
+    page.wait_for_selector(".jp-OutputArea-output .noUi-handle")
+    yield watched
+    watched.context.close()
+
+
+def test_all_cells_run_without_an_error(chapter: Watched) -> None:
+    page = chapter.page
+    assert page.locator(".jp-CodeCell").count() == 4
+    assert page.locator("[data-mime-type='application/vnd.jupyter.error']").count() == 0
+    assert page.locator("[data-mime-type='application/vnd.jupyter.stderr']").count() == 0
+    assert page.get_by_text("10 asked, in all 1 times").is_visible()
+
+
+def test_a_slider_measures_again(chapter: Watched) -> None:
+    page = chapter.page
+    page.locator(".noUi-handle").focus()
+    page.keyboard.press("ArrowRight")
+    page.get_by_text("20 asked, in all 2 times").wait_for()
+    assert page.get_by_text("10 asked").count() == 0, "the earlier result is gone"
+
+
+def test_the_figure_is_moved_in_lab_as_in_the_book(chapter: Watched) -> None:
+    page = chapter.page
+    figure = page.locator(".jp-OutputArea-output:has(.vega-embed)")
+    clock = figure.locator("input[type=range]")
+    clock.focus()
+    assert changes(figure, lambda: page.keyboard.press("End"))
+    assert "a: done at 4.00" in picture(figure)
+    assert page.locator("details summary", has_text="The numbers behind the figure").is_visible()
