@@ -13,7 +13,7 @@ Last, because where the others lie must not depend on a text that holds their di
 they come, each is hashed on its way, and the headers (which need the CRC) are filled in at the end.
 
 **Every byte is covered.** Contents by the SHA-256 in the manifest; the manifest by that in the file's last bytes;
-headers, padding and directory are not parsed but computed again from the manifest (``layout``, ``head``, ``tail``,
+headers, padding and directory are not parsed but computed again from the manifest (``form``,
 which the writer uses too) and compared. The few fields that are read before that are read to find the manifest, and
 to say what is wrong with a file that some other tool wrote.
 
@@ -34,46 +34,46 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
-import math
 import mmap
 import os
 import re
 import secrets
 import stat
-import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 from ..errors import OptionError, PackageError
+from .form import (
+    COMMENT,
+    DEFLATED,
+    END,
+    END64,
+    LOCATOR,
+    MANIFEST,
+    MARK,
+    RECORD,
+    STORED,
+    Entry,
+    Place,
+    dump,
+    head,
+    is_weights,
+    layout,
+    method,
+    name_fault,
+    parse,
+    place_of,
+    tail,
+)  # fmt: skip
 
 FORMAT = 2
-MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 64 << 20  # bytes: JSON costs many times its length in memory
-NAME_LIMIT = 1000
 CODE_LIMIT = 1 << 30  # bytes of one that is unpacked
 LEVEL = 9  # of zlib
-MARK = b"reflib sha256:"
-COMMENT = len(MARK) + 64
-ALIGN, ALIGN_WEIGHTS = 64, 4096  # a cache line, a page
-ZIP64, ZIP64_MEMBERS = 0xFFFFFFFF, 0xFFFF  # from here on a number needs the format's longer form
-_LONG, _LONG_MEMBERS = 0xFFFFFFFF, 0xFFFF  # what the short form says then
 _PIECE = 16 << 20  # bytes hashed at a time: CRC and SHA read them from the cache
-_STORED, _DEFLATED = 0, 8  # methods of compression, by the format's numbers
-
-# PKWARE's APPNOTE, 4.3: local header, directory record, end record, and the long end record with its locator
-_LOCAL = struct.Struct("<4s5H3L2H")
-_RECORD = struct.Struct("<4s6H3L5H2L")
-_END = struct.Struct("<4s4H2LH")
-_END64 = struct.Struct("<4sQ2H2L4Q")
-_LOCATOR = struct.Struct("<4sLQL")
-_1980 = 0x0021  # 1980-01-01, the first day that the format knows
-_MADE = 3 << 8 | 45  # on Unix, by version 4.5 of the format: attributes are a Unix mode
-_MODE = (stat.S_IFREG | 0o644) << 16
-_PADDING = 0xD935  # "ZIP alignment", as Android's zipalign writes it
 
 _COPY = "copy it again from where it was built, or build it again"
 _BUILD = "build the package again"
@@ -88,161 +88,6 @@ class Chunks:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.make())
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What the manifest's "entries" say of a member.
-
-    size, sha256: of the bytes that lie in the file for it. unpacked, crc32: of its contents.
-    """
-
-    name: str
-    size: int
-    unpacked: int
-    sha256: str
-    crc32: int
-
-
-# -- where everything lies --------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Place:
-    entry: Entry
-    start: int  # of the local header
-    data: int  # of the contents
-
-    @property
-    def end(self) -> int:
-        return self.data + self.entry.size
-
-
-def layout(entries: Sequence[Entry]) -> list[Place]:
-    """Where each member lies, one after another. Depends on names and sizes alone."""
-    places: list[Place] = []
-    for e in entries:
-        places.append(_place(e, places[-1].end if places else 0))
-    return places
-
-
-def _place(e: Entry, start: int) -> Place:
-    least = start + _LOCAL.size + len(e.name.encode()) + len(_long_sizes(e)) + 6  # 6: padding of no bytes
-    return Place(e, start, least + -least % _align(e))
-
-
-def head(place: Place) -> bytes:
-    """The local header of one member, and its padding: what lies before its contents."""
-    e, name, long = place.entry, place.entry.name.encode(), _long_sizes(place.entry)
-    padding = place.data - place.start - _LOCAL.size - len(name) - len(long)
-    extra = long + struct.pack("<3H", _PADDING, padding - 4, _align(e)) + bytes(padding - 6)
-    sizes = (_LONG, _LONG) if long else (e.size, e.unpacked)
-    fields = (b"PK\3\4", _needed(e, long), 0, method(e.name), 0, _1980, e.crc32, *sizes, len(name), len(extra))
-    return _LOCAL.pack(*fields) + name + extra
-
-
-def tail(places: Sequence[Place]) -> bytes:
-    """All that follows the last contents, which are the manifest's: directory, end record, the manifest's digest."""
-    directory = b"".join(_record(p) for p in places)
-    start, size, count = places[-1].end, len(directory), len(places)
-    long = b""
-    if start >= ZIP64 or size >= ZIP64 or count >= ZIP64_MEMBERS:
-        long = _END64.pack(b"PK\6\6", _END64.size - 12, _MADE, 45, 0, 0, count, count, size, start)
-        long += _LOCATOR.pack(b"PK\6\7", 0, start + size, 1)
-    n = _LONG_MEMBERS if count >= ZIP64_MEMBERS else count
-    end = _END.pack(b"PK\5\6", 0, 0, n, n, _short(size), _short(start), COMMENT)
-    return directory + long + end + MARK + places[-1].entry.sha256.encode()
-
-
-def _record(place: Place) -> bytes:
-    """A member's record in the directory."""
-    e, name = place.entry, place.entry.name.encode()
-    long = b"".join(struct.pack("<Q", n) for n in (e.unpacked, e.size, place.start) if n >= ZIP64)
-    extra = struct.pack("<2H", 1, len(long)) + long if long else b""
-    sizes = (_short(e.size), _short(e.unpacked), len(name), len(extra), 0, 0, 0)
-    start = (_MODE, _short(place.start))
-    fields = (b"PK\1\2", _MADE, _needed(e, long), 0, method(e.name), 0, _1980, e.crc32, *sizes, *start)
-    return _RECORD.pack(*fields) + name + extra
-
-
-def _long_sizes(e: Entry) -> bytes:
-    """A local header's extra field for a size of 4 GiB or more. (What is compressed is never that large.)"""
-    return struct.pack("<2H2Q", 1, 16, e.unpacked, e.size) if e.unpacked >= ZIP64 else b""
-
-
-def _needed(e: Entry, long: bytes) -> int:
-    """The version of the format that a tool must know: 45 for long sizes, 20 to unpack."""
-    return 45 if long else 20 if method(e.name) == _DEFLATED else 10
-
-
-def method(name: str) -> int:
-    """How a member lies in the file: as it is (0), or compressed (8: deflate, RFC 1951)."""
-    return _STORED if is_weights(name) or name == MANIFEST else _DEFLATED
-
-
-def _short(n: int) -> int:
-    return _LONG if n >= ZIP64 else n
-
-
-def _align(e: Entry) -> int:
-    return ALIGN_WEIGHTS if is_weights(e.name) else ALIGN
-
-
-def is_weights(name: str) -> bool:
-    """Contents that ``verify="code"`` does not hash."""
-    return name.startswith("weights")
-
-
-def name_fault(name: Any) -> str | None:
-    """Why a member must not have this name, or None. No tool that unpacks the file may write elsewhere."""
-    if not isinstance(name, str) or not name:
-        return "is empty or no text"
-    if len(name) > NAME_LIMIT:
-        return f"is longer than {NAME_LIMIT} characters"
-    if not all(" " <= c <= "~" for c in name):
-        return "has characters other than printable ASCII"
-    if name.startswith("/"):
-        return "is an absolute path"
-    if "\\" in name or ":" in name:
-        return "has a backslash or a colon (Windows reads a path or a drive)"
-    if any(part in ("", ".", "..") for part in name.split("/")):
-        return 'has an empty part, "." or ".."'
-    return None
-
-
-# -- the manifest's text ----------------------------------------------------------------------------
-def dump(manifest: Mapping[str, Any]) -> bytes:
-    """The manifest's one right text. Raises ValueError, TypeError or RecursionError for what JSON cannot hold."""
-    return json.dumps(manifest, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False).encode()
-
-
-def parse(data: bytes) -> Any:
-    """``dump`` reversed. Raises ValueError or RecursionError."""
-    return json.loads(
-        data.decode(), object_pairs_hook=_object, parse_int=_int, parse_float=_float, parse_constant=_constant
-    )
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        keys = [k for k, _ in pairs]
-        raise ValueError(f"the key {next(k for k in keys if keys.count(k) > 1)[:80]!r} is there twice")
-    return out
-
-
-def _int(text: str) -> int:
-    if len(text) > 20:  # 64 bits
-        raise ValueError(f"the number {text[:20]}... is too large")
-    return int(text)
-
-
-def _float(text: str) -> float:
-    if not math.isfinite(float(text)):
-        raise ValueError(f"the number {text[:20]} is too large")
-    return float(text)
-
-
-def _constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number of JSON")
 
 
 # -- write ------------------------------------------------------------------------------------------
@@ -313,7 +158,7 @@ def _fill(path: Path, f: BinaryIO, manifest: dict[str, Any], chunks: Mapping[str
     entries: list[Entry] = []
     start = 0
     for name in sorted(chunks):
-        place = _place(Entry(name, 0, chunks[name].size, "", 0), start)
+        place = place_of(Entry(name, 0, chunks[name].size, "", 0), start)
         f.seek(place.data)
         entries.append(_pour(path, f, place.entry, chunks[name]))
         start = place.data + entries[-1].size
@@ -329,7 +174,7 @@ def _fill(path: Path, f: BinaryIO, manifest: dict[str, Any], chunks: Mapping[str
 def _pour(path: Path, f: BinaryIO, entry: Entry, chunks: Chunks) -> Entry:
     """Write one member's contents, compressed if it is code; hashed on their way."""
     name, sha, crc, size, unpacked = entry.name, hashlib.sha256(), 0, 0, 0
-    packer = zlib.compressobj(LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS) if method(name) == _DEFLATED else None
+    packer = zlib.compressobj(LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS) if method(name) == DEFLATED else None
     if packer and entry.unpacked > CODE_LIMIT:
         raise PackageError(f"cannot write {path}: {name} has {entry.unpacked} bytes, code has at most {CODE_LIMIT}")
 
@@ -389,7 +234,7 @@ class Archive:
             raise PackageError(f"{self.path} has no member {name!r}; it has {', '.join(self.names) or 'none'}")
         place = self._places[name]
         found = memoryview(self._mapping)[place.data : place.end]
-        return memoryview(_unpacked(self.path, found, place.entry)) if method(name) == _DEFLATED else found
+        return memoryview(_unpacked(self.path, found, place.entry)) if method(name) == DEFLATED else found
 
     def close(self) -> None:
         """Let go of the mapping. It lasts as long as a view of it does."""
@@ -465,19 +310,19 @@ class _End:
 
 
 def _find_end(path: Path, data: mmap.mmap) -> _End:
-    at = len(data) - _END.size - COMMENT
-    if at < 0 or data[at : at + 4] != b"PK\5\6" or data[at + _END.size :][: len(MARK)] != MARK:
+    at = len(data) - END.size - COMMENT
+    if at < 0 or data[at : at + 4] != b"PK\5\6" or data[at + END.size :][: len(MARK)] != MARK:
         raise _no_end(path, data)
-    _, _, _, _, count, size, start, _ = _END.unpack_from(data, at)
-    long = at - _LOCATOR.size - _END64.size
-    if long >= 0 and data[at - _LOCATOR.size : at - _LOCATOR.size + 4] == b"PK\6\7":
-        count, size, start = _END64.unpack_from(data, long)[-3:]
+    _, _, _, _, count, size, start, _ = END.unpack_from(data, at)
+    long = at - LOCATOR.size - END64.size
+    if long >= 0 and data[at - LOCATOR.size : at - LOCATOR.size + 4] == b"PK\6\7":
+        count, size, start = END64.unpack_from(data, long)[-3:]
         at = long
     if start + size != at:
         if at - start - size > 0 and data[:4] != b"PK\3\4":
             raise _bad(path, f"{at - start - size} bytes lie before the package's first")
         raise _bad(path, "altered: the directory is not where the end record says; bytes were added, lost or changed")
-    if not 1 <= count <= size // _RECORD.size:
+    if not 1 <= count <= size // RECORD.size:
         raise _bad(path, f"altered: the end record says {count} members, the directory has {size} bytes")
     return _End(start, size, count)
 
@@ -510,11 +355,11 @@ def _read_directory(path: Path, data: mmap.mmap, end: _End) -> list[_Record]:
     out = []
     at, stop = end.start, end.start + end.size
     for _ in range(end.count):
-        if stop - at < _RECORD.size or data[at : at + 4] != b"PK\1\2":
+        if stop - at < RECORD.size or data[at : at + 4] != b"PK\1\2":
             raise _bad(path, "altered: the directory of its members is not readable")
-        fields = _RECORD.unpack_from(data, at)
+        fields = RECORD.unpack_from(data, at)
         _, _, _, flags, method, _, _, _, _, size, name, extra, comment, _, _, attributes, _ = fields
-        at += _RECORD.size
+        at += RECORD.size
         text = data[at : min(at + name, stop)].decode("latin-1")
         out.append(_Record(text, flags, method, size, attributes >> 16))
         at += name + extra + comment
@@ -618,9 +463,9 @@ def _check_sizes(path: Path, e: Entry, length: int) -> None:
             raise _bad(path, f"{e.name}: the size {str(n)[:40]} is no number of bytes", _BUILD)
     if e.size > length:
         raise _bad(path, f"{e.name} is said to have {e.size} bytes, the whole file has {length}")
-    if method(e.name) == _STORED and e.unpacked != e.size:
+    if method(e.name) == STORED and e.unpacked != e.size:
         raise _bad(path, f"{e.name}: {e.unpacked} bytes cannot lie in {e.size}, for they are not compressed", _BUILD)
-    if method(e.name) == _DEFLATED and e.unpacked > CODE_LIMIT:
+    if method(e.name) == DEFLATED and e.unpacked > CODE_LIMIT:
         raise _bad(path, f"{e.name} is said to unpack to {e.unpacked} bytes; code has at most {CODE_LIMIT}", _BUILD)
 
 
@@ -648,7 +493,7 @@ def _check_headers(path: Path, data: mmap.mmap, end: _End, places: Sequence[Plac
 def _check_contents(path: Path, data: mmap.mmap, place: Place) -> None:
     e = place.entry
     sha, crc = _digests(data, place.data, place.end)
-    if sha != e.sha256 or (method(e.name) == _STORED and crc != e.crc32):
+    if sha != e.sha256 or (method(e.name) == STORED and crc != e.crc32):
         raise _bad(path, f"the member {e.name} is altered: its SHA-256 or CRC is not what the manifest says")
 
 

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from reflib.errors import OptionError, PackageError
-from reflib.package import archive, weights
+from reflib.package import archive, form, weights
 from tests import damaged
 
 ROOT = Path(archive.__file__).parents[2]
@@ -147,7 +147,7 @@ def test_the_same_contents_make_the_same_bytes(path, tmp_path):
 
 def test_another_process_makes_the_same_bytes(tmp_path):
     program = (
-        "import sys, torch; from reflib.package import archive, weights\n"
+        "import sys, torch; from reflib.package import archive, form, weights\n"
         "t = torch.arange(40.)\n"
         "c, rows = weights.pack({n: t[::2] for n in {'a', 'b', 'c'}} | {n: torch.ones(3) for n in {'p', 'q', 'r'}})\n"
         "about = {k: 1 for k in {'p', 'q', 'r'}} | {'rows': rows}\n"
@@ -178,8 +178,8 @@ def test_zip64(limit, count, tmp_path, monkeypatch):
     """Its longer forms, by lower limits: of a size, an offset and the number of members."""
     members = {**MEMBERS, "weights.safetensors": b"w" * 3000}
     short = archive.write(tmp_path / "short", ABOUT, members).read_bytes()
-    monkeypatch.setattr(archive, "ZIP64", limit)
-    monkeypatch.setattr(archive, "ZIP64_MEMBERS", count)
+    monkeypatch.setattr(form, "ZIP64", limit)
+    monkeypatch.setattr(form, "ZIP64_MEMBERS", count)
     path = archive.write(tmp_path / "m", ABOUT, members)
     a = archive.open(path)
     assert {n: bytes(a.view(n)) for n in a.names} == members
@@ -408,8 +408,8 @@ def test_members_that_other_tools_make(path, refused):
 
     def patched(*patches: tuple[int, str, int]) -> bytes:
         out = bytearray(data)
-        for at, form, value in patches:
-            struct.pack_into(form, out, at, value)
+        for at, field, value in patches:
+            struct.pack_into(field, out, at, value)
         return bytes(out)
 
     refused(patched((record + 10, "<H", 12), (local + 8, "<H", 12)), "code/a.so is compressed by method 12")

@@ -26,7 +26,7 @@ from reflib.errors import OptionError, PackageError, ReflibError
 from reflib.ir.data import decode
 from reflib.package import archive, elf, trees
 from reflib.package import load as loading
-from reflib.target import Target
+from reflib.target import parse_target
 from tests import damaged
 
 Tensor = torch.Tensor
@@ -161,13 +161,13 @@ def test_the_digest_that_was_asked_for(package: Path) -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """As if there were one."""
 
-    def pretend(arch: str, name: str, driver: int = 13000, kind: str = "cuda") -> None:
+    def pretend(arch: str, name: str, driver: int = 13000) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
         monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
-        monkeypatch.setattr(loading, "device_target", lambda kind_, index=0: Target(kind, arch))
+        monkeypatch.setattr(loading, "device_target", lambda kind_, index=0: parse_target(arch))
 
     return pretend
 
@@ -181,7 +181,7 @@ def test_a_gpu_that_no_code_is_for(package: Path, gpu: Callable[..., None]) -> N
 
 
 def test_a_gpu_of_another_maker(package: Path, gpu: Callable[..., None]) -> None:
-    gpu("gfx942", "MI300X", kind="hip")
+    gpu("gfx942", "MI300X")
     refused(package, "this GPU is a gfx942: reflib compiles for AMD GPUs but cannot run there yet", device="cuda")
 
 
@@ -507,7 +507,8 @@ def test_calls_of_another_kind(for_cpus: Path) -> None:
         ((x.to("meta"),), "argument x: device meta, but it was exported with cpu"),
         ((x.to_sparse(),), "argument x: layout torch.sparse_coo, but"), ((None,), "structure|expected a tensor"),
         (("text",), "argument x: expected a tensor, got str"), ((), "arguments of structure"),
-        ((x, x), "arguments of structure"), (([x],), "arguments of structure"), (({"x": x},), "arguments of structure"),
+        ((x, x), "arguments of structure"), (([x],), "argument x: expected a tensor, got list"),
+        (({"x": x},), "argument x: expected a tensor, got dict"),
     ):  # fmt: skip
         for _ in range(2):
             with pytest.raises(ReflibError, match=says):
