@@ -47,7 +47,7 @@ def aot_compile(
         (compiled; not run yet). In any order: the same set makes the same bytes. The GPUs need not be in this machine,
         nor need the model lie on one.
     ptx: add assembly text, which the drivers of later NVIDIA GPUs compile themselves.
-    options: fields of :class:`reflib.Options`.
+    options: fields of :class:`reflib.Options`; the wrapper is C++.
 
     Returns the path. Raises OptionError, CaptureError (the model cannot be exported), PackageError (it cannot be in a
     package, or the file cannot be written: what was there before is still there), ToolchainError, DeviceError.
@@ -79,6 +79,8 @@ def _options(given: Mapping[str, Any]) -> Options:
     options = Options.make(given)
     if options.target is not None:
         raise OptionError("aot_compile takes archs=, not target=")
+    if given.get("wrapper") == "python":
+        raise OptionError('aot_compile: wrapper="python": a package\'s wrapper is C++; leave it out')
     if options.autotune == "background":
         raise OptionError('aot_compile: autotune="background" goes on after a first call; "blocking" measures now')
     return options.but(wrapper="cpp")
@@ -103,26 +105,19 @@ def _capture(
     from .capture.export import export_for
     from .lower import decompositions, lower
     from .package.build import Captured
-    from .wrap.convention import of_exported
+    from .wrap.convention import of_exported, without_tokens
+    from .wrap.exported import names_of
     from .wrap.guards import checked
 
     exported = export_for(model, args, kwargs, dynamic_shapes, device, decompositions=decompositions())
-    program = lower(exported.graph, options)
+    program = without_tokens(exported.program, lower(exported.graph, options))
     specs = exported.program.graph_signature.input_specs
     kinds = {s.target: _KINDS.get(s.kind.name, "constant") for s in specs if s.target in exported.state}
     ops = str(exported.graph.module.graph)  # (a Graph's own text names files and lines)
     digest = hashlib.sha256(ops.encode()).hexdigest()
     convention = of_exported(exported.program, program)
-    captured = Captured(convention, exported.state, kinds, digest, _names(exported.program))
+    captured = Captured(convention, exported.state, kinds, digest, names_of(exported.program))
     return captured, exported, checked(program, convention)
-
-
-def _names(program: Any) -> tuple[str, ...]:
-    """Of the arguments that a call gives by position, as the model has them."""
-    signature = next((c.signature for c in program.module_call_graph if not c.fqn), None)
-    call = program.call_spec.in_spec
-    given = call.child(0) if hasattr(call, "child") else call.children_specs[0]
-    return tuple(getattr(signature, "forward_arg_names", None) or ())[: given.num_children]
 
 
 _KINDS = {"PARAMETER": "parameter", "BUFFER": "buffer"}

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from reflib.errors import PackageError, ReflibError
+from reflib.errors import ReflibError
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, allow_dash=True)
@@ -306,10 +306,7 @@ def inspect(path: Path, as_json: bool) -> None:
     """Show what is in the package PATH: arms, kernels, sizes, what runs on which GPU. Loads no code."""
     from reflib.package.inspect import inspect as look
 
-    try:
-        found = look(path)
-    except PackageError as e:
-        raise click.ClickException(str(e)) from e
+    found = look(path)
     click.echo(json.dumps(found.data, indent=1) if as_json else str(found))
 
 

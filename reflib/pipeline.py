@@ -414,10 +414,11 @@ def compile(
 
 def compile_exported(program: Any, options: Options) -> Callable[..., Any]:
     """An ExportedProgram as a plain callable of its own arguments, parameters held inside."""
-    from .wrap.exported import ExportedCallable, weights_of
+    from .wrap.exported import ExportedCallable, names_of, weights_of
 
     stages, convention, program = exported_stages(program, options)
-    return ExportedCallable(convention, weights_of(program), stages.call or _eager(stages.graph))
+    call = stages.call or _eager(stages.graph)
+    return ExportedCallable(convention, weights_of(program), call, names_of(program))
 
 
 def exported_stages(program: Any, options: Options) -> tuple[Stages, Convention, Any]:
@@ -425,13 +426,14 @@ def exported_stages(program: Any, options: Options) -> tuple[Stages, Convention,
     the wrapper checks what torch.export found out about sizes."""
     from .capture import exported_graph
     from .lower import decompositions
-    from .wrap.convention import of_exported
+    from .wrap.convention import of_exported, without_tokens
     from .wrap.guards import checked
 
     graph, program = exported_graph(program, decompositions())
     lowered = run(graph, options, until="lower")
     assert lowered.program is not None
-    convention = of_exported(program, lowered.program)
-    stages = run(graph, options, program=checked(lowered.program, convention))
+    plain = without_tokens(program, lowered.program)
+    convention = of_exported(program, plain)
+    stages = run(graph, options, program=checked(plain, convention))
     stages.timeline[:0] = lowered.timeline
     return stages, convention, program

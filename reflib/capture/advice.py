@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,12 +26,23 @@ _ADVICE = (
         "torch._check",
     ),
     (
-        ("dynamic_shapes", "onstraint", "specialized", "marked"),
+        ("dynamic_shapes", "onstraint", "specialized", "marked", "different definitions"),
         "Change dynamic_shapes as it says (Dim.AUTO leaves it to torch.export)",
     ),
 )
+# how inspect.Signature.bind says that a call does not suit a function
+_CALL = (
+    "missing a required", "too many positional", "multiple values for", "got an unexpected keyword",
+    "got some positional-only",
+)  # fmt: skip
+_ARGUMENTS = "Give args and kwargs as the model takes them: all that have no default, and no others"
+_SHAPES = (
+    "Change dynamic_shapes: a tuple like args, or a dict by the arguments' names; for each tensor None or {dimension: "
+    "Dim.AUTO, or a Dim that equal sizes share}, for an int None or Dim.AUTO, for anything else None"
+)
 _OTHERWISE = (
-    "torch.export needs the whole model as one graph: reflib.compile(model) can do with parts of it in Python"
+    "If the model can be called with these arguments: torch.export needs the whole of it as one graph, "
+    "reflib.compile(model) can do with parts of it in Python"
 )
 
 
@@ -44,9 +56,23 @@ def explained(name: str) -> Iterator[None]:
     except ReflibError:
         raise
     except Exception as e:
-        said = str(e)
-        advice = next((a for words, a in _ADVICE if any(w in said for w in words)), _OTHERWISE)
-        raise CaptureError(f"torch.export cannot capture {name}: {first_lines(e)}\n{advice}.") from e
+        raise CaptureError(f"torch.export cannot capture {name}: {first_lines(e)}\n{_advice(e)}.") from e
+
+
+def _advice(e: Exception) -> str:
+    said = str(e)
+    if found := next((a for words, a in _ADVICE if any(w in said for w in words)), None):
+        return found
+    if isinstance(e, TypeError) and said.startswith(_CALL):
+        return _ARGUMENTS
+    if getattr(getattr(e, "error_type", None), "name", "") == "CONSTRAINT_VIOLATION":
+        return _SHAPES
+    frames = traceback.extract_tb(e.__traceback__)  # before the model runs, what it raises says not what it is about
+    reads = any(
+        f.filename.endswith("export/dynamic_shapes.py") or f.name == "_create_symbolic_context_for_tensor"
+        for f in frames
+    )
+    return _SHAPES if reads else _OTHERWISE
 
 
 def first_lines(e: BaseException, lines: int = 4) -> str:

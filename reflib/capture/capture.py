@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import sympy
 import torch
 
 from ..errors import CaptureError
-from .graph import Graph
+from .graph import Graph, ranges_of
 
 CompileGraph = Callable[[Graph, Sequence[Any]], Callable[[list], Any]]
 
@@ -64,6 +65,29 @@ def exported_graph(program: Any, decompositions: dict) -> tuple[Graph, Any]:
     """
     if not isinstance(program, torch.export.ExportedProgram):
         raise CaptureError(f"expected a torch.export.ExportedProgram, got {type(program).__name__}")
-    program = program.run_decompositions(decompositions)
+    env = _shape_env(program)
+    before = len(env.guards) if env is not None else 0
+    program = program.run_decompositions(decompositions)  # in the same ShapeEnv: what it assumes is found there
+    if env is not None:
+        env.guards[before:] = [g for g in env.guards[before:] if not _of_two_or_more(g.expr)]
     held = {s.arg.name for s in program.graph_signature.input_specs if s.kind.name in ("PARAMETER", "BUFFER")}
-    return Graph(program.graph_module, "inference", frozenset(held)), program
+    return Graph(program.graph_module, "inference", frozenset(held), ranges_of(program)), program
+
+
+def _shape_env(program: Any) -> Any:
+    """The ShapeEnv of its symbols; None if all sizes are numbers."""
+    for n in program.graph.nodes:
+        val = n.meta.get("val")
+        for s in (val, *(val.shape if isinstance(val, torch.Tensor) else ())):
+            if isinstance(s, torch.SymInt):
+                return s.node.shape_env
+    return None
+
+
+def _of_two_or_more(e: Any) -> bool:
+    """A condition on one symbol that all numbers from 2 on meet. Tracing assumes them of every size that varies, and
+    torch.export does not hold a call to that."""
+    if not (isinstance(e, sympy.Rel) and e.lhs.is_Symbol and e.rhs.is_Integer):
+        return False
+    least = {sympy.StrictGreaterThan: 1, sympy.GreaterThan: 2, sympy.Unequality: 1}.get(type(e))
+    return least is not None and int(e.rhs) <= least

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,11 +17,13 @@ class Graph:
     module: the FX graph; placeholders are its inputs in call order (tensors and SymInts), ``get_attr`` its constants.
     name: ``inference``, ``forward`` or ``backward``.
     weights: names of the placeholders that are parameters or buffers of the model, as far as is known.
+    ranges: of symbols, by name: (least, most or None), where capture promises more than the graph's ShapeEnv says.
     """
 
     module: torch.fx.GraphModule
     name: str = "inference"
     weights: frozenset[str] = frozenset()
+    ranges: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
 
     @property
     def nodes(self) -> list[torch.fx.Node]:
@@ -32,3 +35,14 @@ class Graph:
 
     def placeholders(self) -> list[Any]:
         return [n.meta.get("val") for n in self.nodes if n.op == "placeholder"]
+
+
+def ranges_of(exported: Any) -> dict[str, tuple[int, int | None]]:
+    """What an ExportedProgram promises of its symbols: (least, most or None) by name. (A ShapeEnv says 2 or more of
+    every size that varies; torch.export takes 0 and 1 back in.)"""
+    return {str(s): _limits(r) for s, r in exported.range_constraints.items() if s.is_integer}
+
+
+def _limits(r: Any) -> tuple[int, int | None]:
+    least = int(r.lower) if r.lower.is_finite else -(2**63)
+    return least, int(r.upper) if r.upper.is_finite and r.upper < 2**62 else None

@@ -58,6 +58,7 @@ RULES[EFFECTS] = with_effects
 def lower(graph: Graph, options: Options) -> Program:
     """Apply a rule to each node of the graph. Assumes ``meta["val"]`` on every node that makes a value."""
     low = Lowering(options)
+    low.symbols = Symbols(graph.ranges)
     tokens = {n.args[0] for n in graph.nodes if n.target is EFFECTS}
     outputs: tuple[Any, ...] = ()
     for node in graph.nodes:

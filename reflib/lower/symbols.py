@@ -6,6 +6,7 @@ Extern node computes by calling the Python function which made it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import sympy
@@ -21,9 +22,11 @@ _HUGE = 2**62  # torch writes "no upper bound" as an infinity or as about the gr
 
 
 class Symbols:
-    """Converts. Knows every symbol met so far, and the opaque ones by the sympy expression they stand for."""
+    """Converts. Knows every symbol met so far, and the opaque ones by the sympy expression they stand for. ``ranges``:
+    of symbols by name, where they are other than what the ShapeEnv says (``Graph.ranges``)."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranges: Mapping[str, tuple[int, int | None]] | None = None) -> None:
+        self.ranges = ranges or {}
         self.known: dict[str, Sym] = {}  # by name
         self.opaque: dict[Any, Sym] = {}  # by sympy expression
         self._converted: dict[Any, Expr] = {}
@@ -33,7 +36,7 @@ class Symbols:
 
     def inside(self, mine: dict[Any, Sym]) -> Symbols:
         """The same symbols for a graph traced in another ShapeEnv. ``mine``: ours by its sympy symbols."""
-        out = Symbols()
+        out = Symbols(self.ranges)
         out.known, out.floats, out.formulas, out.bound = self.known, self.floats, self.formulas, self.bound
         out.opaque = dict(mine)
         return out
@@ -121,7 +124,7 @@ class Symbols:
         """The Sym for a sympy symbol, with what the ShapeEnv knows of its range and traced value."""
         name = str(s)
         if name not in self.known:
-            lo, hi = _bounds(env.var_to_range.get(s) if env is not None else None)
+            lo, hi = self.ranges.get(name) or _bounds(env.var_to_range.get(s) if env is not None else None)
             self.known[name] = Sym(name, lo, hi, _hint(s, env))
             if symbol_is_type(s, _FLOAT_KINDS):
                 self.floats.add(name)

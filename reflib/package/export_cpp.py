@@ -24,10 +24,10 @@ from typing import Any
 
 from ..errors import PackageError, ReflibError
 from ..ir.data import decode
-from ..ir.expr import Sym
+from ..ir.expr import Sym, expr
 from ..wrap.aten import number
 from ..wrap.cpp import DTYPES
-from . import archive, manifest, weights
+from . import archive, describe, example, manifest, weights
 from .architectures import capability
 from .manifest import Arm, Manifest, Program
 
@@ -53,6 +53,10 @@ def export_cpp(path: str | os.PathLike[str], folder: str | os.PathLike[str], arc
     Returns the folder. Raises PackageError for a package that cannot be read, or whose code needs Python, and for a
     folder that is not to be written to; what was there before is then still there.
     """
+    try:
+        target = Path(folder)
+    except TypeError as e:
+        raise PackageError(f"folder={folder!r:.80}: takes a str or a pathlib.Path, such as 'project'") from e
     file = archive.open(path)
     try:
         about = manifest.read(file.manifest)
@@ -64,7 +68,7 @@ def export_cpp(path: str | os.PathLike[str], folder: str | os.PathLike[str], arc
         raise PackageError(what) from e
     finally:
         file.close()
-    return _write(Path(folder), files)
+    return _write(target, files)
 
 
 # -- which arms ---------------------------------------------------------------------------------------------
@@ -72,7 +76,7 @@ def _arms(m: Manifest, arch: str | None) -> list[Arm]:
     if m.host != manifest.HOST:
         raise PackageError(f"it was built by another reflib ({m.versions.get('reflib', '?')}): build it again")
     there = [a for a in m.archs if not a.startswith("gfx")]
-    if (arch or "").startswith("gfx") or not there:
+    if str(arch or "").startswith("gfx") or not there:
         raise PackageError(f"{arch or ', '.join(m.archs)}: reflib compiles for AMD GPUs but cannot run there yet")
     if arch is not None and arch not in there:
         raise PackageError(f"it has no arm {arch!r} to export; it has {', '.join(there)}")
@@ -110,6 +114,7 @@ class _Project:
         self.aten = any(a.symbols for a in arms) or any(map(_CALLS_ATEN.search, called))
         self.gpu = arms[0].arch != "cpu"
         self.weights = self._weights()
+        self.sizes, self.sizes_hold = example.sizes(self.program)
 
     def files(self) -> dict[str, bytes | memoryview]:
         tensors = "tensors_torch.cpp" if self.aten else "tensors.cpp"
@@ -210,11 +215,12 @@ class _Project:
         }).replace("\n\n\n", "\n\n")  # fmt: skip
 
     def _needs(self) -> str:
-        what = ["To build it: CMake 3.18, a C++17 compiler."]
-        what.append("To run it: " + ("a driver of NVIDIA's, no CUDA toolkit." if self.gpu else "nothing else."))
+        build, run = ["CMake 3.18", "a C++17 compiler"], ["a driver of NVIDIA's, no CUDA toolkit"] if self.gpu else []
         if self.aten:
             version = self.m.versions.get("torch", "?").partition("+")[0]
-            what.append(f"Both: PyTorch's libraries, 2.11 or later (built with {version}), for the model calls ATen.")
+            build.append(f"PyTorch 2.11 or later (built with {version}), for the model calls ATen")
+            run.append("PyTorch's libraries")
+        what = [f"To build it: {', '.join(build)}.", f"To run it: {'; '.join(run) or 'nothing else'}."]
         called = b"".join(self.texts.values()).decode()
         for lib in self.m.libraries:
             if f'"{lib.op.partition(".")[0]}::' in called:
@@ -234,7 +240,7 @@ class _Project:
 
     def _called(self) -> str:
         lines = ["| input | | sizes | |", "|---|---|---|---|"]
-        for i, a in enumerate(_callers(self.program)):
+        for i, a in enumerate(example.callers(self.program)):
             if a.tensor is None:
                 lines.append(f"| {i} | `{a.name}` | | an int |")
             else:
@@ -244,13 +250,14 @@ class _Project:
         lines += [f"\n`{a.name}` is always {decode(a.value)!r}, as it was exported." for a in fixed]
         for s, (least, most) in sorted(self.program.ranges.items()):
             lines.append(f"\n`{s}` is from {least} {'on' if most is None else f'to {most}'}.")
-        n = sum(o.kind in ("result", "same") for o in self.program.outputs)
-        return "\n".join([*lines, f"\nIt gives {n} result{'' if n == 1 else 's'}."])
-
-
-def _callers(p: Program) -> list[manifest.Argument]:
-    """Arguments that a caller in C++ gives: tensors and sizes."""
-    return [a for a in p.arguments if a.tensor is not None or isinstance(decode(a.value), Sym)]
+        lines += [f"\nIt holds of the sizes: `{said}`." for said in describe.guards(self.program)]
+        if not self.sizes_hold:
+            lines.append("\nNo sizes of which all that holds were found: give `build/example` some, with `--input`.")
+        names = describe.results(self.program)
+        lines.append(f"\nIt gives {len(names)} result{'' if len(names) == 1 else 's'}.")
+        if names != ["result"] and names != [f"result[{i}]" for i in range(len(names))]:
+            lines += ["\n| result | in Python |", "|---|---|", *(f"| {i} | `{n}` |" for i, n in enumerate(names))]
+        return "\n".join(lines)
 
 
 def _filled(template: str, words: Mapping[str, str]) -> str:
@@ -266,8 +273,9 @@ class _Tables:
 
     def __init__(self, project: _Project):
         self.project, self.m, self.p = project, project.m, project.program
-        self.given = [a.name for a in _callers(self.p)]
+        self.given = [a.name for a in example.callers(self.p)]
         self.weight_rows = {w: i for i, w in enumerate(project.weights)}
+        self.sizes = project.sizes
 
     def text(self) -> str:
         entries = sorted({self.project.entry(a) for a in self.project.arms})
@@ -283,7 +291,7 @@ class _Tables:
             _table("spans: start, bytes", spans),
             _table("weights: name, dtype, on a GPU?, span, offset, sizes, strides", weight_rows),
             _table("arguments: name, kind, dtype, on a GPU?, sizes, strides",
-                   map(self._argument, _callers(self.p))),
+                   map(self._argument, example.callers(self.p))),
             _table("inputs", self._inputs()),
             _table("outputs", self._outputs()).rstrip(","),
         ]  # fmt: skip
@@ -342,11 +350,7 @@ class _Tables:
         return f"{{{_text(a.name)}, {kind}, {sizes}}}"
 
     def _size(self, e: Any) -> int:
-        """With every symbol at its least, but 2."""
-        if isinstance(e, Sym):
-            least, most = self.p.ranges.get(e.name, (e.lo, e.hi))
-            return max(least, min(2, least if most is None else most), 2 if most is None else min(2, most))
-        return int(e.evaluate({s: self._size(s) for s in e.symbols()}))
+        return int(expr(e).evaluate(self.sizes))
 
     def _inputs(self) -> list[str]:
         out, arguments = [], iter(self.p.arguments)

@@ -21,7 +21,7 @@ import torch
 from ..errors import PackageError, ReflibError
 from ..ir.data import decode
 from ..target import device_target, generation, known_archs
-from . import archive
+from . import archive, describe
 from .architectures import Driver, arm_for, driver_of, shared_of
 from .manifest import Arm, Kernel, Manifest
 from .manifest import read as read_manifest
@@ -56,7 +56,7 @@ def inspect(path: str | Path, verify: bool | str = True) -> Inspection:
 
 @dataclass(frozen=True)
 class Table:
-    """``note``: a sentence below it."""
+    """``note``: sentences below it, in lines."""
 
     title: str
     heads: tuple[str, ...]
@@ -187,7 +187,9 @@ class Inspection:
         return "; ".join(f"{arch} needs it for {', '.join(ops)}" for arch, ops in wanted.items())
 
     def _inputs(self) -> Table:
-        return _table("inputs", ("name", "dtype", "shape", "range", "device"), self.inputs)
+        held = dict.fromkeys(said for p in self.manifest.programs.values() for said in describe.guards(p))
+        note = "\n".join(_clean(f"holds of the sizes: {said}") for said in held)
+        return _table("inputs", ("name", "dtype", "shape", "range", "device"), self.inputs, note)
 
     def _weights(self) -> Table:
         kinds = {w.name: w.kind for w in self.manifest.weights}
@@ -323,6 +325,6 @@ def _html(t: Table) -> str:
         "<tr>" + "".join(cell("td" if i else "th", c, i) for i, c in enumerate(row)) + "</tr>" for row in t.rows
     )
     head = f"<thead><tr>{head}</tr></thead>" if head else ""
-    note = f"<p>{escape(t.note)}</p>" if t.note else ""
+    note = "".join(f"<p>{escape(line)}</p>" for line in t.note.splitlines())
     table = f'<table class="dataframe" style="font-size: 0.9em">{head}<tbody>{body}</tbody></table>'
     return f'<p><b>{escape(t.title)}</b></p><div style="overflow-x: auto">{table}</div>{note}'

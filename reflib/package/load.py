@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import inspect
 import itertools
 import os
 import platform
@@ -79,7 +78,8 @@ class Model:
 
     Any number of threads may call it at once, but for a model that writes to its buffers, or to its arguments: then
     calls are to be one after another, as those of the model that it was made from. It belongs to its process: another
-    one loads the file for itself. Code that ``torch.compile`` compiles calls it as it is.
+    one, which is to be started with "spawn", loads the file for itself. (A fork of a process that has run code for CPUs
+    hangs in OpenMP, as it does in eager mode.) Code that ``torch.compile`` compiles calls it as it is.
     """
 
     __slots__ = ("__call__", "__dict__", "__weakref__")
@@ -98,8 +98,8 @@ class Model:
             libraries.close()
             raise
         self._state = state
-        self._exported = ExportedCallable(convention, state, _Loaded(graph))
-        self.__signature__ = _signature(convention, program.names)
+        self._exported = ExportedCallable(convention, state, _Loaded(graph), program.names)
+        self.__signature__ = self._exported.__signature__
         self.__call__ = _untraced(self._exported.open())
         _untraced(self._exported._long)  # where the way above sends what it does not take
 
@@ -141,18 +141,6 @@ class Model:
 
     def __repr__(self) -> str:
         return f"<{self.path.name}: {self.arm} on {self.device}>"
-
-
-def _signature(c: Convention, names: tuple[str, ...]) -> inspect.Signature:
-    """How a call is to be written."""
-    by_position, by_keyword = trees.call(c.in_spec)
-    names = names if len(names) == by_position else tuple(f"args_{i}" for i in range(by_position))
-    kinds = inspect.Parameter
-    try:
-        given = [kinds(n, kinds.POSITIONAL_ONLY) for n in names]
-        return inspect.Signature([*given, *(kinds(n, kinds.KEYWORD_ONLY) for n in by_keyword)])
-    except (ValueError, TypeError):  # a key of **kwargs that is no name; a manifest that makes no sense
-        return inspect.signature(lambda *args, **kwargs: None)
 
 
 def _untraced(f: Any) -> Any:

@@ -71,12 +71,6 @@ def arguments(text: str, leaves: int) -> Any:
     return spec
 
 
-def call(spec: Any) -> tuple[int, list[str]]:
-    """Of a call's arguments: how many are by position, and the names of the others."""
-    by_position, by_keyword = _child(spec, 0), _child(spec, 1)
-    return by_position.num_children, list(by_keyword.context)
-
-
 def tree(text: str, leaves: int, what: str) -> Any:
     """The spec, of so many leaves. Raises PackageError."""
     try:

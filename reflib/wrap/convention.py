@@ -3,7 +3,7 @@ becomes of its results. Plain data; made from an ExportedProgram, or read from a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -119,16 +119,28 @@ WEIGHTS = ("PARAMETER", "BUFFER", "CONSTANT_TENSOR", "CUSTOM_OBJ")
 _OUTPUTS = {"USER_OUTPUT": "result", "BUFFER_MUTATION": "weight", "USER_INPUT_MUTATION": "argument"}
 
 
-def of_exported(exported: Any, program: Program) -> Convention:
-    """``exported``'s, in the words of ``program``, which is its graph after ``lower``.
+def without_tokens(exported: Any, program: Program) -> Program:
+    """``program`` without the tokens by which torch.export keeps ops with effects in order: they hold nothing, and its
+    nodes are in order."""
+    sig = exported.graph_signature
+    return replace(
+        program,
+        inputs=tuple(x for s, x in zip(sig.input_specs, program.inputs, strict=True) if s.kind.name != "TOKEN"),
+        outputs=tuple(x for s, x in zip(sig.output_specs, program.outputs, strict=True) if s.kind.name != "TOKEN"),
+    )
 
-    Raises ReflibError for tokens and other inputs and outputs that no tensor or number can stand for.
+
+def of_exported(exported: Any, program: Program) -> Convention:
+    """``exported``'s, in the words of ``program``, which is its graph after ``lower``, ``without_tokens``.
+
+    Raises ReflibError for inputs and outputs that no tensor or number can stand for.
     """
+    from ..capture.graph import ranges_of
     from .guards import guards_of  # (sympy, which whoever only loads a package does not need)
 
     sig = exported.graph_signature
     inputs, arguments = [], []
-    for spec, x in zip(sig.input_specs, program.inputs, strict=True):
+    for spec, x in zip([s for s in sig.input_specs if s.kind.name != "TOKEN"], program.inputs, strict=True):
         kind = spec.kind.name
         if kind == "USER_INPUT":
             inputs.append("")
@@ -140,6 +152,8 @@ def of_exported(exported: Any, program: Program) -> Convention:
     outputs: list[Output] = []
     written: dict[str, str] = {}  # argument by the graph's name of its new value
     for spec in sig.output_specs:
+        if spec.kind.name == "TOKEN":
+            continue
         if spec.kind.name not in _OUTPUTS:
             raise ReflibError(f"an exported program with a {spec.kind.name} output is not supported")
         kind, name = _OUTPUTS[spec.kind.name], getattr(spec.arg, "name", "")
@@ -149,7 +163,7 @@ def of_exported(exported: Any, program: Program) -> Convention:
         outputs.append(Output("same", written[name]) if same else Output(kind, spec.target or ""))
     return Convention(
         tuple(inputs), tuple(arguments), tuple(outputs), exported.call_spec.in_spec, exported.call_spec.out_spec,
-        {str(s): _limits(r) for s, r in exported.range_constraints.items() if s.is_integer},
+        ranges_of(exported),
         tuple(program.buffers[x].device.type if isinstance(x, str) else "" for x in program.inputs),
         guards_of(exported),
     )  # fmt: skip
@@ -160,8 +174,3 @@ def _argument(arg: Any, x: Any, program: Program) -> Argument:
         b = program.buffers[x]
         return Argument(arg.name, Expected(b.dtype, b.device, b.shape, b.strides))
     return Argument(arg.name, None, x if isinstance(x, Sym) else getattr(arg, "value", x))
-
-
-def _limits(r: Any) -> tuple[int, int | None]:
-    least = int(r.lower) if r.lower.is_finite else -(2**63)
-    return least, int(r.upper) if r.upper.is_finite and r.upper < 2**62 else None

@@ -9,8 +9,7 @@ another way.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,21 +18,25 @@ from torch.utils import _pytree as pytree
 from ..errors import ReflibError
 from ..ir.expr import Expr, Sym, expr
 from . import structure
-from .convention import WEIGHTS, Argument, Convention, Expected, expect_told, sources
+from .convention import WEIGHTS, Argument, Convention, Expected, Source, expect_told, sources
 from .runtime import has_memory
 
 
 class ExportedCallable:
-    """``call(list) -> outputs``, a graph, by its calling convention. Inference only: runs without gradients.
+    """``call(list) -> outputs``, a graph, by its calling convention. Inference only: runs without gradients, and
+    without autocast, as it was compiled.
 
     ``weights``: the tensors that the convention names. ``call`` may be a ``wrap.Wrapped``, which is loaded when first
-    called."""
+    called. ``names``: of the arguments by position, for ``inspect.signature``."""
 
     # A slot: Python calls what is in it with no function in between.
     __slots__ = ("__call__", "__dict__", "__weakref__")
     __call__: Callable[..., Any]
 
-    def __init__(self, convention: Convention, weights: Mapping[str, Any], call: Callable[[list], Any]):
+    def __init__(
+        self, convention: Convention, weights: Mapping[str, Any], call: Callable[[list], Any],
+        names: Sequence[str] = (),
+    ):  # fmt: skip
         self.convention, self._weights = convention, weights
         self._call: Any = call
         self._state = [weights[name] if name else None for name in convention.inputs]
@@ -41,10 +44,16 @@ class ExportedCallable:
         self._at = {a.name: i for i, a in enumerate(convention.arguments)}
         self._apart = structure.takes_apart(convention.in_spec)
         self._sources = sources(convention.arguments)
+        self._written = tuple(self._at[o.target] for o in convention.outputs if o.kind == "argument")
+        self._tensors = [i for i, a in enumerate(convention.arguments) if a.tensor is not None]
+        self._held: dict[int, list[tuple[str, torch.Tensor]]] = {}  # weights, by their storage
+        for name, w in weights.items() if self._written else ():
+            if isinstance(w, torch.Tensor) and w.layout is torch.strided and has_memory(w):
+                self._held.setdefault(w.untyped_storage().data_ptr(), []).append((f"weight {name}", w))
         for g in convention.guards:
             expect_told(g.what, self._sources, f"{g.text}, which was assumed of its sizes,")
         self.__call__ = self._first
-        self.__signature__ = inspect.signature(self._first)  # (which is looked for in the class)
+        self.__signature__ = structure.signature(convention.in_spec, names)
 
     def _first(self, *args: Any, **kwargs: Any) -> Any:
         return self.open()(*args, **kwargs)
@@ -75,6 +84,7 @@ class ExportedCallable:
                 return entry(graph, head, kinds, False, self._long)
         names: dict[str, Any] = {"apart": self._apart, "long": self._long, "refused": _refused}
         names["run"] = entry(graph, head, kinds, False, lambda *args: _refused)
+        names |= {"no_grad": torch.no_grad, "may_write": self._may_write}
         exec(compile(self._printed(names), "<reflib call>", "exec"), names)
         return names["call"]
 
@@ -82,6 +92,7 @@ class ExportedCallable:
         """``call``, which takes arguments apart, writes to what the program writes to, and puts results together."""
         c = self.convention
         fits = [_is(f"args[{i}]", a.value, names) for i, a in enumerate(c.arguments) if _kind(a) == "-"]
+        fits += ["may_write(args)"] if self._written else []
         writes, user = [], []
         for i, o in enumerate(c.outputs):
             if o.kind == "result":
@@ -91,14 +102,14 @@ class ExportedCallable:
             else:
                 weight = o.kind == "weight"
                 to = structure.bound(self._weights[o.target], names) if weight else f"args[{self._at[o.target]}]"
-                writes.append(f"            {to}.copy_(results[{i}])")
+                writes.append(f"                {to}.copy_(results[{i}])")
         return "\n".join([
             "def call(*args_, **kwargs):",
             "    args = apart(args_, kwargs)",
             f"    if {' and '.join(['args is not None', *fits])}:",
             "        results = run(*args)",
             "        if results is not refused:",
-            *writes,
+            *(["            with no_grad():", *writes] if writes else []),
             f"            return {structure.built(c.out_spec, user, names)}",
             "    return long(*args_, **kwargs)",
         ]) + "\n"  # fmt: skip
@@ -108,21 +119,31 @@ class ExportedCallable:
         c = self.convention
         flat = self._apart(args, kwargs)
         if flat is None:
-            spec = pytree.tree_structure((args, kwargs))
-            raise ReflibError(f"called with arguments of structure {spec}, but it was exported with {c.in_spec}")
+            differs = structure.difference(c.in_spec, self.__signature__, args, kwargs)
+            raise ReflibError(f"called with arguments of another structure than it was exported with: {differs}")
         given = [_fitting(a, x) for a, x in zip(c.arguments, flat)]
         sizes = self._sizes(given)
         for guard in c.guards:
             if not guard.holds(sizes):
-                here = ", ".join(f"{s.name} = {sizes[s.name]}" for s in sorted(guard.what.symbols(), key=str))
+                here = ", ".join(
+                    f"{s.symbol} = {sizes[s.symbol.name]} ({self._place(s)})"
+                    for s in sorted(self._sources, key=lambda s: str(s.symbol)) if s.symbol in guard.what.symbols()
+                )  # fmt: skip
                 raise ReflibError(f"it was exported where {guard.text} holds of the arguments' sizes; here {here}")
+        if reason := self._cannot_write(flat):
+            raise ReflibError(reason)
         values = list(self._state)
         for i, x, argument in zip(self._given, given, c.arguments):
             values[i] = _of_sizes(argument, x, sizes)
         with torch.no_grad():
-            results = self._call(values)
+            with torch._C._DisableAutocast():
+                results = self._call(values)
+            return pytree.tree_unflatten(self._given_back(flat, results), c.out_spec)
+
+    def _given_back(self, flat: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+        """The leaves of what the caller gets. What is written to has its new value by then."""
         user = []
-        for output, value in zip(c.outputs, results):
+        for output, value in zip(self.convention.outputs, results):
             if output.kind == "result":
                 user.append(value)
             elif output.kind == "same":
@@ -131,7 +152,7 @@ class ExportedCallable:
                 self._weights[output.target].copy_(value)
             else:
                 flat[self._at[output.target]].copy_(value)
-        return pytree.tree_unflatten(user, c.out_spec)
+        return user
 
     def _sizes(self, given: list[Any]) -> dict[str, int]:
         """The value of every symbol, within its range."""
@@ -142,15 +163,53 @@ class ExportedCallable:
             n = sizes[name] = (have - s.plus) // s.times
             least, most = self.convention.ranges.get(name, (None, None))
             if least is not None and n < least or most is not None and n > most:
-                argument = self.convention.arguments[s.argument]
-                want = expr(s.symbol) * s.times + s.plus
-                said = f"{want}, with {name} = {n}" if (s.times, s.plus) != (1, 0) else name
-                limit = "or more" if most is None else f"to {most}"
-                what = "stride" if s.what == "stride" else "size"
-                raise ReflibError(
-                    f"argument {argument.name}: {what} {have} for {said}, which was exported for {least} {limit}"
-                )
+                argument = self.convention.arguments[s.argument].name
+                what = "" if s.what == "value" else f"{s.what} "
+                where = "" if s.what == "value" else f" in dimension {s.dim}"
+                limits = _limits(s, least, most)
+                raise ReflibError(f"argument {argument}: {what}{have}{where}, which was exported for {limits}")
         return sizes
+
+    def _place(self, s: Source) -> str:
+        """Where a symbol's value is from, as the caller writes it."""
+        name = self.convention.arguments[s.argument].name
+        text = {"value": name, "size": f"{name}.shape[{s.dim}]", "stride": f"{name}.stride({s.dim})"}[s.what]
+        return text if (s.times, s.plus) == (1, 0) else f"{text} is {expr(s.symbol) * s.times + s.plus}"
+
+    # -- arguments that are written to --------------------------------------------------------------
+    def _may_write(self, args: Sequence[Any]) -> bool:
+        try:
+            return not self._cannot_write(args)
+        except (AttributeError, RuntimeError):  # no tensor, or one without memory: the long way says so
+            return False
+
+    def _cannot_write(self, args: Sequence[Any]) -> str:
+        """Why the graph cannot write to its arguments; "" if it can. Its new values come when it is done: whoever looks
+        at the same memory would have to see them before."""
+        if not self._written:
+            return ""
+        arguments = self.convention.arguments
+        if torch.is_grad_enabled():
+            for name in (arguments[i].name for i in self._written if args[i].requires_grad):
+                return f"argument {name} is written to and requires grad; this is inference only: pass {name}.detach()"
+        places = [args[i].untyped_storage().data_ptr() for i in self._tensors]
+        if len(set(places)) == len(places) and self._held.keys().isdisjoint(places):
+            return ""
+        for i in self._written:
+            others = [(f"argument {arguments[j].name}", args[j]) for j in self._tensors if j != i]
+            others += self._held.get(args[i].untyped_storage().data_ptr(), [])
+            for other, t in others:
+                if _overlap(args[i], t):
+                    name = arguments[i].name
+                    return f"argument {name} is written to and shares memory with {other}: pass {name}.clone()"
+        return ""
+
+
+def _limits(s: Source, least: int | None, most: int | None) -> str:
+    """Of what the argument has there, as people say it."""
+    ends = [None if e is None or e <= -(2**63) else e * s.times + s.plus for e in (least, most)]
+    low, high = ends if s.times > 0 else reversed(ends)
+    return f"{high} or less" if low is None else f"{low} or more" if high is None else f"{low} to {high}"
 
 
 _refused = object()  # what a call gives that has to take the long way
@@ -165,7 +224,19 @@ def _is(at: str, value: Any, names: dict[str, Any]) -> str:
     """The condition that ``at`` is ``value``, which is no tensor."""
     if value is None or isinstance(value, bool):
         return f"{at} is {value}"
-    return f"type({at}) is {structure.bound(type(value), names)} and {at} == {structure.bound(value, names)}"
+    same = f"{at} == {structure.bound(value, names)}" if value == value else f"{at} != {at}"  # NaN
+    return f"type({at}) is {structure.bound(type(value), names)} and {same}"
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Do the ranges of bytes overlap that they lie in?"""
+    (a_first, a_end), (b_first, b_end) = _extent(a), _extent(b)
+    return a_first < b_end and b_first < a_end
+
+
+def _extent(t: torch.Tensor) -> tuple[int, int]:
+    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride())) if t.numel() else -1
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
 # -- what the long way looks at ---------------------------------------------------------------------------
@@ -175,10 +246,17 @@ def _fitting(argument: Argument, got: Any) -> Any:
     if want is None and isinstance(argument.value, Sym):
         if type(got) is not int:
             raise ReflibError(f"{name}: expected an int, got {type(got).__name__}")
+        if not -(2**63) <= got < 2**63:
+            raise ReflibError(f"{name}: {hex(got):.40} does not fit in 64 bits")
         return got
     if want is None:
-        if type(got) is not type(argument.value) or got != argument.value:
-            raise ReflibError(f"{name}: it was exported with {argument.value!r}, got {got!r}")
+        value = argument.value
+        nan = value != value and got != got
+        if type(got) is not type(value) or not (nan or got == value):
+            from .host import described
+
+            came = f"a tensor, {described(got)}" if isinstance(got, torch.Tensor) else f"{got!r:.80}"
+            raise ReflibError(f"{name}: it was exported with {value!r}, got {came}")
         return got
     if not isinstance(got, torch.Tensor):
         raise ReflibError(f"{name}: expected a tensor, got {type(got).__name__}")
@@ -222,6 +300,13 @@ def _laid_out(got: torch.Tensor, want: Expected, sizes: Mapping[str, int]) -> to
 def _value(want: Expr, have: int, sizes: Mapping[str, int]) -> int:
     """The number that a size must be; whatever it is, if no argument tells."""
     return int(want.evaluate(sizes)) if all(s.name in sizes for s in want.symbols()) else have
+
+
+def names_of(exported: Any) -> tuple[str, ...]:
+    """Of the arguments that a call gives by position, as the model has them."""
+    signature = next((c.signature for c in exported.module_call_graph if not c.fqn), None)
+    count = len(structure.children(structure.children(exported.call_spec.in_spec)[0]))
+    return tuple(getattr(signature, "forward_arg_names", None) or ())[:count]
 
 
 def weights_of(exported: Any) -> dict[str, Any]:

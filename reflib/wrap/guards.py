@@ -13,8 +13,9 @@ from typing import Any
 import sympy
 import torch
 
+from ..capture.graph import ranges_of
 from ..errors import ReflibError
-from ..ir.expr import expr, nonneg
+from ..ir.expr import Expr, Sym, expr, nonneg
 from ..ir.program import Assume, Program
 from ..lower.rules import Unsupported
 from ..lower.symbols import Symbols
@@ -31,15 +32,22 @@ def guards_of(exported: Any) -> tuple[Guard, ...]:
     if not sizes:
         return ()
     env, known = sizes[0].node.shape_env, set().union(*(s.node.expr.free_symbols for s in sizes))
-    symbols = Symbols()
+    symbols = Symbols(ranges_of(exported))
     out: dict[Guard, None] = {}
     for g in env.guards:
         for e in g.expr.args if isinstance(g.expr, sympy.And) else (g.expr,):
             if e.free_symbols and e.free_symbols <= known:
                 guard = _guard(e, symbols, env)
-                if guard.kind != "at_least" or not nonneg(guard.what):
+                if not _always(guard):
                     out[guard] = None
     return tuple(out)
+
+
+def _always(g: Guard) -> bool:
+    """Does it hold whatever the sizes are, within their ranges?"""
+    if g.what.constant is not None:
+        return g.holds({})
+    return g.kind == "at_least" and nonneg(g.what)
 
 
 def _symbolic(val: Any) -> list[Any]:
@@ -79,27 +87,41 @@ def checked(program: Program, c: Convention) -> Program:
     return replace(program, checks=(*(w for w in within if w[0]), *(((g.fact,), g.text) for g in c.guards)))
 
 
-def _limits_of(s: Source, known: tuple[Source, ...], program: Program, c: Convention) -> tuple[int, int | None]:
-    """The symbol's range. An int of the caller's can be anything: where sizes are made of it, 64 bits must hold them;
-    nor has any machine memory for more."""
+def _limits_of(s: Source, known: tuple[Source, ...], program: Program, c: Convention) -> tuple[int, int | None, str]:
+    """The symbol's range, and a note. An int of the caller's can be anything: 64 bits must hold the sizes that are made
+    of it (nor has any machine memory for more), what is checked of it and what is returned."""
     least, most = c.ranges.get(s.symbol.name, (-(2**63), None))
     if s.what != "value":
-        return least, most
+        return least, most, ""
     ints = {o.symbol for o in known if o.what == "value"}
-    products = [
-        sum(len(expr(atom).symbols() & ints) for atom in m)
-        for b in program.buffers.values() for e in (*b.shape, *b.strides) if s.symbol in e.symbols() for m, _ in e.terms
-    ]  # fmt: skip
-    if not products:
-        return least, most
-    large = 2 ** (48 if max(products) < 2 else 62 // max(products))
-    return least, large if most is None else min(most, large)
+    sizes = [e for b in program.buffers.values() for e in (*b.shape, *b.strides)]
+    others = [g.what for g in c.guards] + [e for e in program.outputs if isinstance(e, Expr) and e != expr(s.symbol)]
+    bits = [min(48, _bits(e, ints)) for e in sizes if s.symbol in e.symbols()]
+    bits += [_bits(e, ints) for e in others if s.symbol in e.symbols()]
+    large = 2 ** min(bits, default=63)
+    if least >= -large and (most if most is not None else 2**63 - 1) <= large:
+        return least, most, ""
+    note = f", so that 64 bits hold what is made of argument {c.arguments[s.argument].name},"
+    return max(least, -large), large if most is None else min(most, large), note
 
 
-def _within(s: Source, least: int, most: int | None) -> tuple[tuple[Assume, ...], str]:
+def _bits(e: Expr, ints: set[Sym]) -> int:
+    """How many each of ``ints`` may have for 64 to hold ``e``. (The sizes in a product are of a tensor that exists: 31
+    for all of them.)"""
+    out, terms = [62], (len(e.terms) - 1).bit_length()
+    for atoms, factor in e.terms:
+        symbols = [expr(atom).symbols() for atom in atoms]
+        if count := sum(len(some & ints) for some in symbols):
+            room = 62 - terms - (abs(factor) - 1).bit_length() - 31 * any(some - ints for some in symbols)
+            out.append(max(room, 0) // count)
+    return min(out)
+
+
+def _within(s: Source, least: int, most: int | None, note: str) -> tuple[tuple[Assume, ...], str]:
     """The range as facts. (That a size is not below zero needs none, that an int is not does.)"""
     size = expr(s.symbol)
     low = least > (0 if s.what == "size" and s.times > 0 and s.plus <= 0 else -(2**63))
     facts = [Assume("at_least", size, least)] if low else []
     facts += [Assume("at_most", size, most)] if most is not None else []
-    return tuple(facts), f"{f'{least} <= ' if low else ''}{s.symbol.name}{f' <= {most}' if most is not None else ''}"
+    low_end, high_end = f"{least} <= " if low else "", "" if most is None else f" <= {most}"
+    return tuple(facts), f"{low_end}{s.symbol.name}{high_end}{note}"

@@ -57,6 +57,8 @@ FUNCTIONS = (
 ENTRY_FUNCTIONS = (
     "aoti_torch_grad_mode_is_enabled", "aoti_torch_grad_mode_set_enabled", "aoti_torch_get_layout",
     "aoti_torch_layout_strided", "_ZN2at6native6is_negERKNS_6TensorE",
+    "_ZN2at8autocast19is_autocast_enabledEN3c1010DeviceTypeE",
+    "_ZN2at8autocast20set_autocast_enabledEN3c1010DeviceTypeEb",
 )  # fmt: skip
 WRAP = "_Z16THPVariable_WrapRKN2at10TensorBaseE"  # THPVariable_Wrap(const at::TensorBase&)
 # by FAILED_... in host.h, and one more
@@ -234,8 +236,8 @@ def entry(
     one: bool,
     slow: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """What a compiled program is called by: arguments by position, which go to ``graph`` behind ``head``. Gradients are
-    off meanwhile.
+    """What a compiled program is called by: arguments by position, which go to ``graph`` behind ``head``. Gradients and
+    autocast are off meanwhile.
 
     kinds: a letter for each argument: t, a tensor whose memory says what it is; i, an int; -, what the graph does not
     look at. one: the result is the graph's only output, not the tuple. slow: gets every call of another kind, and those

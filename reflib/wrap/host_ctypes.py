@@ -220,7 +220,8 @@ def python_entry(
             if grad:
                 torch._C._set_grad_enabled(False)
             try:
-                results = graph([*head, *args])
+                with torch._C._DisableAutocast():
+                    results = graph([*head, *args])
                 return results[0] if one else results
             except ArgumentError as e:
                 if _inside(e):

@@ -25,7 +25,31 @@ static struct {
     int32_t (*layout)(Handle, int32_t *);
     int32_t (*strided)(void);
     bool (*is_neg)(Handle); /* at::native::is_neg(const at::Tensor &) */
+    bool (*autocasts)(int8_t); /* at::autocast::is_autocast_enabled(c10::DeviceType) */
+    void (*set_autocasts)(int8_t, bool);
 } eager;
+enum { DEVICE_CPU = 0, DEVICE_CUDA = 1 }; /* c10::DeviceType */
+
+/* -- what the caller has turned on ------------------------------------------------------------------------------- */
+typedef struct {
+    bool grad, cpu, cuda; /* gradients; autocast on either device */
+} Modes;
+
+/* Off while the graph runs: it was compiled without. (Autocast would give its calls of PyTorch tensors of other types
+   than those that its kernels believe in.) */
+static Modes modes_off(void) {
+    Modes m = {eager.grad_is_enabled(), eager.autocasts(DEVICE_CPU), eager.autocasts(DEVICE_CUDA)};
+    if (m.grad) eager.set_grad_enabled(false);
+    if (m.cpu) eager.set_autocasts(DEVICE_CPU, false);
+    if (m.cuda) eager.set_autocasts(DEVICE_CUDA, false);
+    return m;
+}
+
+static void modes_back(Modes m) {
+    if (m.grad) eager.set_grad_enabled(true);
+    if (m.cpu) eager.set_autocasts(DEVICE_CPU, true);
+    if (m.cuda) eager.set_autocasts(DEVICE_CUDA, true);
+}
 
 /* -- does it take the short way? ---------------------------------------------------------------------------------- */
 static int has_memory(Handle h) {
@@ -64,10 +88,9 @@ static PyObject *entry_call(PyObject *self, PyObject *const *args, size_t nargsf
     Py_ssize_t n = PyVectorcall_NARGS(nargsf);
     if (is_usual(e, args, n, kwnames)) {
         int refused = 0;
-        bool grad = eager.grad_is_enabled();
-        if (grad) eager.set_grad_enabled(false);
+        Modes modes = modes_off();
         PyObject *all = run(e->graph, PySequence_Fast_ITEMS(e->head), PyTuple_GET_SIZE(e->head), args, n, NULL, &refused);
-        if (grad) eager.set_grad_enabled(true);
+        modes_back(modes);
         if (!refused) {
             if (!all || !e->one) return all;
             PyObject *result = Py_NewRef(PyTuple_GET_ITEM(all, 0));
@@ -138,7 +161,9 @@ static PyObject *make_entry(PyObject *module, PyObject *args) {
 static PyObject *setup_entry(PyObject *module, PyObject *args) {
     PyObject *type;
     unsigned long long found[sizeof eager / sizeof(void *)];
-    if (!PyArg_ParseTuple(args, "O(KKKKK)", &type, &found[0], &found[1], &found[2], &found[3], &found[4])) return NULL;
+    if (!PyArg_ParseTuple(args, "O(KKKKKKK)", &type, &found[0], &found[1], &found[2], &found[3], &found[4], &found[5],
+                          &found[6]))
+        return NULL;
     memcpy(&eager, found, sizeof eager);
     parameter_type = (PyTypeObject *)Py_NewRef(type);
     Py_RETURN_NONE;

@@ -16,6 +16,7 @@ Printed are tuples, lists, dicts, OrderedDicts and named tuples; a spec that hol
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,6 +36,62 @@ def takes_apart(spec: Any) -> Take:
         return _apart_by_pytree(spec)
     exec(compile(text, "<reflib arguments>", "exec"), printer.names)
     return printer.names["apart"]
+
+
+def signature(spec: Any, names: Sequence[str] = ()) -> inspect.Signature:
+    """How a call is to be written. ``names``: of the arguments by position."""
+    by_position, by_keyword = children(spec)
+    count = len(children(by_position))
+    names = names if len(names) == count else [f"args_{i}" for i in range(count)]
+    kinds = inspect.Parameter
+    try:
+        given = [kinds(n, kinds.POSITIONAL_ONLY) for n in names]
+        return inspect.Signature([*given, *(kinds(n, kinds.KEYWORD_ONLY) for n in by_keyword.context)])
+    except (ValueError, TypeError):  # a key of **kwargs that is no name; a package that makes no sense
+        return inspect.signature(lambda *args, **kwargs: None)
+
+
+def difference(spec: Any, called: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> str:
+    """Why a call is not of the structure ``spec``: how it is written, or the first place that differs."""
+    try:
+        called.bind(*args, **kwargs)
+    except TypeError as e:
+        return str(e)
+    by_position, by_keyword = children(spec)
+    names = [p.name for p in called.parameters.values() if p.kind is p.POSITIONAL_ONLY]
+    names = names or [f"args[{i}]" for i in range(len(args))]
+    if len(args) != len(children(by_position)):
+        return f"{len(args)} arguments by position, not {len(children(by_position))}"
+    if why := _other_keys(by_keyword.context, kwargs):
+        return f"keyword arguments with {why}"
+    pairs = [*zip(names, children(by_position), args)]
+    pairs += [(k, child, kwargs[k]) for k, child in zip(by_keyword.context, children(by_keyword))]
+    found = next(filter(None, (_differs(*p) for p in pairs)), None)
+    return found or f"{pytree.tree_structure((args, kwargs))}, not {spec}"
+
+
+def _differs(at: str, spec: Any, x: Any) -> str:
+    """Of ``x``, which ``at`` names; "" if it is of the structure."""
+    if is_leaf(spec):
+        return "" if is_leaf(pytree.tree_structure(x)) else f"{at} is a {type(x).__name__}, which was none"
+    cls = spec.context if _is_named_tuple(spec) else spec.type
+    if type(x) is not cls:
+        return f"{at} is a {type(x).__name__}, not a {cls.__name__}"
+    if spec.type in (dict, OrderedDict):
+        if why := _other_keys(spec.context, x):
+            return f"{at} is a {cls.__name__} with {why}"
+        inner = [(f"{at}[{k!r}]", x[k]) for k in spec.context]
+    else:
+        parts = list(pytree.SUPPORTED_NODES[spec.type].flatten_fn(x)[0])
+        inner = [(f"{at}[{i}]", part) for i, part in enumerate(parts)]
+        if len(parts) != len(children(spec)):
+            return f"{at} is a {cls.__name__} of {len(parts)}, not of {len(children(spec))}"
+    return next(filter(None, (_differs(a, s, y) for (a, y), s in zip(inner, children(spec)))), "")
+
+
+def _other_keys(want: Sequence[Any], have: Any) -> str:
+    missing, more = [k for k in want if k not in have], [k for k in have if k not in want]
+    return f"no {missing[0]!r}" if missing else f"{more[0]!r}, which was not there" if more else ""
 
 
 def built(spec: Any, leaves: Sequence[str], names: dict[str, Any]) -> str:

@@ -283,21 +283,60 @@ def grad_mode_after(f, mode):
     return torch.is_grad_enabled()
 
 
+def attention(x):
+    return torch.nn.functional.scaled_dot_product_attention(x, x, x) * 2
+
+
+HEADS = torch.randn(2, 3, 8, 8)
+
+
+def agrees_under_autocast(f):
+    """As without: PyTorch's own ops, which its kernels read after, would give bfloat16."""
+    want = attention(HEADS)
+    for kind in ("cpu", "cuda"):
+        torch.set_autocast_enabled(kind, True)
+        try:
+            for _ in range(2):
+                torch.testing.assert_close(f(HEADS), want)
+            assert torch.is_autocast_enabled(kind), "it is on again"
+        finally:
+            torch.set_autocast_enabled(kind, False)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(HEADS).dtype == torch.bfloat16, "or this would show nothing"
+        with pytest.raises(reflib.ReflibError, match="ndim 1"):
+            f(HEADS[0, 0, 0])
+        assert torch.is_autocast_enabled("cpu")
+        torch.testing.assert_close(f(HEADS.transpose(2, 3)), attention(HEADS.transpose(2, 3)).float(), atol=0.1, rtol=0)
+    torch.testing.assert_close(f(HEADS), want)
+
+
+def test_autocast_is_off_inside(way):
+    f = exported(attention, HEADS)
+    with taken(way):
+        f(HEADS)
+        agrees_under_autocast(f)
+
+
+def test_autocast_is_off_inside_python_wrappers_and_packages(tmp_path):
+    agrees_under_autocast(reflib.compile(torch.export.export(Alone(attention), (HEADS,)), wrapper="python"))
+    agrees_under_autocast(reflib.load(reflib.aot_compile(attention, (HEADS,), tmp_path / "a.reflib", "cpu")))
+
+
 @pytest.mark.parametrize(
     ("args", "kwargs", "says"),
     [
         ((X.as_subclass(Sub), Y), {}, None),
-        ((X,), {"y": Y}, "structure"),
+        ((X,), {"y": Y}, "structure.*: .*'y'"),
         ((), {"x": X, "y": Y}, "structure"),
         ((X, Y), {"y": Y}, "structure"),
-        ((X,), {}, "structure"),
-        ((X, Y, Y), {}, "structure"),
+        ((X,), {}, "structure .*: missing a required .*'y'$"),
+        ((X, Y, Y), {}, "structure .*: too many positional arguments$"),
         ((X, [Y]), {}, "argument y: expected a tensor, got list"),
         ((X, 3.0), {}, "argument y: expected a tensor, got float"),
         ((X.double(), Y), {}, "argument x: dtype torch.float64, but it was exported with torch.float32"),
-        ((X[:3], Y), {}, "size 3 for .*exported for 4 to 100"),
-        ((X[:0], Y), {}, "size 0 for .*exported for 4 to 100"),
-        ((torch.randn(101, 5), Y), {}, "size 101 for .*exported for 4 to 100"),
+        ((X[:3], Y), {}, "argument x: size 3 in dimension 0, which was exported for 4 to 100"),
+        ((X[:0], Y), {}, "size 0 in .*exported for 4 to 100"),
+        ((torch.randn(101, 5), Y), {}, "size 101 in .*exported for 4 to 100"),
         ((X[0, 0], Y), {}, "argument x: ndim 0"),
         ((X, Y[:4]), {}, "argument y: size 4 in dimension 0"),
         ((negative(X), Y), {}, None),
@@ -408,7 +447,7 @@ def test_a_program_is_freed_with_its_cycle(way):
 
 
 def test_it_looks_like_a_function(watched):
-    assert callable(watched.f) and str(inspect.signature(watched.f)).startswith("(*args")
+    assert callable(watched.f) and str(inspect.signature(watched.f)) == "(x, y, /)"
     torch.testing.assert_close(torch.compile(watched.f, backend="eager")(X, Y), watched.f(X, Y))
 
 

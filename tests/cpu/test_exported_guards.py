@@ -66,7 +66,8 @@ def test_a_guarded_program_goes_the_short_way() -> None:
         torch.testing.assert_close(f(x, y), x.sum(0) + y.sum(0))
     assert not taken
     for a, b in ((4, 4), (3, 70000)):
-        with pytest.raises(reflib.ReflibError, match=rf"exported where .*>.* holds .* here s\d+ = ({a}|{b}), s\d+ = "):
+        says = rf"exported where .*>.* holds .* here s\d+ = ({a}|{b}) \([xy]\.shape\[0\]\), s\d+ = \d+ \([xy]"
+        with pytest.raises(reflib.ReflibError, match=says):
             f(torch.randn(a, 3), torch.randn(b, 3))
     assert taken == ["long", "long"]
 
@@ -110,9 +111,9 @@ class Remainder(torch.nn.Module):
 def test_equal_and_different(wrapper: str) -> None:
     f = compiled(Remainder(), torch.ones(8), wrapper=wrapper)
     assert f(torch.ones(6)).tolist() == [2.0] * 6
-    with pytest.raises(reflib.ReflibError, match=r"Eq\(Mod\(s\d+, 2\), 0\) holds .* = 7$"):
+    with pytest.raises(reflib.ReflibError, match=r"Eq\(Mod\(s\d+, 2\), 0\) holds .* = 7 \(x\.shape\[0\]\)$"):
         f(torch.ones(7))
-    with pytest.raises(reflib.ReflibError, match=r"Ne\(s\d+, 10\) holds .* = 10$"):
+    with pytest.raises(reflib.ReflibError, match=r"Ne\(s\d+, 10\) holds .* = 10 \(x\.shape\[0\]\)$"):
         f(torch.ones(10))
 
 
@@ -135,11 +136,56 @@ def test_ints_that_are_no_sizes(wrapper: str) -> None:
     torch.testing.assert_close(f(x, 3), Sized()(x, 3))
     assert taken == ["long"] * (wrapper == "python")
     for n in (0, -1, -(2**63), 2**62 + 1, 2**63 - 1, 2**63, 2**70):  # 4 * (2^62 + 1) is 4 in 64 bits
-        with pytest.raises(reflib.ReflibError, match=r"size -\d+ for|holds of the arguments' sizes; here|64 bits"):
+        with pytest.raises(reflib.ReflibError, match=r"n: -\d+, which was exported for 0 or more|sizes; here|64 bits"):
             f(x, n)
     for wrong in (2.0, True, None, torch.tensor(3)):
         with pytest.raises(reflib.ReflibError, match="argument n: expected an int"):
             f(x, wrong)
+
+
+class Flat(torch.nn.Module):
+    def forward(self, x: Tensor, n: int, k: int) -> Tensor:
+        return x.reshape(n * k) * 2
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, x: Tensor, n: int) -> Any:
+        return x + 1, n * 2, n
+
+
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+def test_ints_that_are_only_compared_or_returned(wrapper: str) -> None:
+    f = compiled(Flat(), torch.randn(12), 3, 4, wrapper=wrapper)
+    assert f(torch.ones(10), 2, 5).tolist() == [2.0] * 10
+    for n, k in ((2**62 + 1, 4), (2**61 + 1, 8), (-(2**62) - 1, -4)):  # 4, 8 and 4 in 64 bits
+        x = torch.ones(n * k % 2**64)
+        with pytest.raises(reflib.ReflibError, match=r"exported where .* holds of|[nk]: -\d+, which was exported for"):
+            f(x, n, k)
+        with pytest.raises(ArgumentError, match=r"so that 64 bits hold what is made of argument [nk], holds|-\d+$"):
+            f._call.load()([x, n, k])
+    g = compiled(Doubled(), torch.randn(3), 5, wrapper=wrapper)
+    for n in (7, 0, 2**61):
+        assert g(torch.ones(3), n)[1:] == (2 * n, n)
+    for n in (2**62, 2**63 - 1):
+        with pytest.raises(reflib.ReflibError, match=r"64 bits hold what is made of argument n, holds"):
+            g(torch.ones(3), n)
+    for n in (2**63, -(2**63) - 1, 2**4000):
+        with pytest.raises(reflib.ReflibError, match=r"argument n: -?0x[0-9a-f]+ does not fit in 64 bits"):
+            g(torch.ones(3), n)
+
+
+def test_where_a_number_is_from() -> None:
+    """The message of a guard says so as the caller writes it."""
+    f = compiled(OfBoth(), torch.randn(7, 3), 4)
+    with pytest.raises(reflib.ReflibError, match=r"here s\d+ = 5 \(x\.shape\[0\]\), s\d+ = 9 \(n\)$"):
+        f(torch.randn(5, 3), 9)
+    with pytest.raises(reflib.ReflibError, match=r"^argument n: -1, which was exported for 2 or more$"):
+        f(torch.randn(5, 3), -1)
+
+
+class OfBoth(torch.nn.Module):
+    def forward(self, x: Tensor, n: int) -> Tensor:
+        return x + torch.ones(n).sum() if x.shape[0] > n else x * 2
 
 
 def test_an_int_that_two_arguments_tell() -> None:

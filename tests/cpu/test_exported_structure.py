@@ -225,24 +225,24 @@ def test_other_calls_of_them() -> None:
 @pytest.mark.parametrize(
     ("name", "args", "kwargs", "says"),
     [
-        ("keywords", (X,), {"y": Y}, "structure"),
+        ("keywords", (X,), {"y": Y}, "structure .*: missing a required .*'z'"),
         ("keywords", (X, Y), {"z": Y}, "structure"),
         ("keywords", (X,), {"y": Y, "z": Y, "w": Y}, "structure"),
         ("keywords", (X,), {"y": Y, "z": Y.double()}, "argument z: dtype torch.float64"),
-        ("containers", ({"x": X}, Pair(Y, Y)), {}, "structure"),
-        ("containers", ({"x": X, "ys": (X, Y)}, Pair(Y, Y)), {}, "structure"),
-        ("containers", ({"x": X, "ys": [X, Y]}, (Y, Y)), {}, "structure"),
+        ("containers", ({"x": X}, Pair(Y, Y)), {}, r"structure .*: \w+ is a dict with no 'ys'$"),
+        ("containers", ({"x": X, "ys": (X, Y)}, Pair(Y, Y)), {}, r"structure .*\['ys'\] is a tuple, not a list$"),
+        ("containers", ({"x": X, "ys": [X, Y]}, (Y, Y)), {}, "structure .* is a tuple, not a Pair$"),
         ("containers", ({"x": X, "ys": [X[0], Y]}, Pair(Y, Y)), {}, "ndim 1"),
-        ("a class", ((X, Y),), {}, "structure"),
+        ("a class", ((X, Y),), {}, "structure .* is a tuple, not a Record$"),
         ("constants", (X, False, 3, "up"), {}, "it was exported with True, got False"),
         ("constants", (X, 1, 3, "up"), {}, "it was exported with True, got 1"),
         ("constants", (X, True, True, "up"), {}, "it was exported with 3, got True"),
         ("constants", (X, True, 3.0, "up"), {}, "it was exported with 3, got 3.0"),
         ("constants", (X, True, 3, "down"), {}, "it was exported with 'up', got 'down'"),
-        ("None", (X, Y, Y), {}, "it was exported with None"),
+        ("None", (X, Y, Y), {}, r"exported with None, got a tensor, torch.float32 \[5\], strides \[1\], on cpu$"),
         ("an int", (X, 2.0, Y), {}, "expected an int, got float"),
         ("an int", (X, True, Y), {}, "expected an int, got bool"),
-        ("an int", (X, 2**63, Y), {}, "64 bits"),
+        ("an int", (X, 2**63, Y), {}, "argument args_1: 0x8000000000000000 does not fit in 64 bits"),
         ("an int", (X, torch.tensor(2), Y), {}, "expected an int, got Tensor"),
         ("a buffer", (X, 2), {}, "expected a tensor, got int"),
     ],
@@ -275,9 +275,54 @@ def test_gradients_and_inference_mode() -> None:
         assert torch.is_grad_enabled() and not out.requires_grad
     with torch.inference_mode():
         assert both.f(X, y=Y, z=Y).is_inference()
-    leaf = torch.nn.Parameter(X)
-    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):  # as the module itself
-        Both("an input").f(leaf, Y)
+    written = Both("an input").f
+    for x in (torch.nn.Parameter(X.clone()), torch.nn.Parameter(X) * 1):
+        before = x.detach().clone()
+        with pytest.raises(reflib.ReflibError, match=r"args_0 is written to and requires grad.* args_0\.detach\(\)"):
+            written(x, Y)
+        assert torch.equal(x, before)
+        with torch.no_grad():
+            assert written(x, Y)["x"] is x
+        assert not torch.equal(x, before)
+
+
+def accumulates(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    x.add_(y)
+    return x * m.weight + y
+
+
+@pytest.mark.parametrize("way", [*WAYS, "Python wrapper"])
+def test_who_shares_memory_with_what_is_written_to(way: str) -> None:
+    model = Model(accumulates)
+    program = torch.export.export(model, (Y.clone(), Y))
+    f = reflib.compile(program, wrapper="python" if way == "Python wrapper" else "cpp")
+    taken_long, long = [], f._long
+    f._long = lambda *args: (taken_long.append(args), long(*args))[1]
+    z, memory = torch.ones(5), torch.ones(12)
+    says = r"argument args_0 is written to and shares memory with {}: pass args_0\.clone\(\)"
+    with taken(way), torch.no_grad():
+        for x, y, other in (
+            (z, z, "argument args_1"), (z, z.flip(0).flip(0).set_(z), "argument args_1"),
+            (memory[:5], memory[4:9], "argument args_1"), (f._weights["weight"], z, "weight weight"),
+        ):  # fmt: skip
+            before = x.clone()
+            with pytest.raises(reflib.ReflibError, match=says.format(other)):
+                f(x, y)
+            assert torch.equal(x, before)
+        mine, theirs = memory.clone(), memory.clone()
+        got, want = f(mine[:5], mine[5:10]), model(theirs[:5], theirs[5:10])  # in one storage, but apart
+        torch.testing.assert_close((got, mine), (want, theirs))
+        assert len(taken_long) == (5 if way == "Python wrapper" else 4)
+
+
+def test_a_constant_that_is_no_number() -> None:
+    nan = float("nan")
+    f = reflib.compile(torch.export.export(Model(lambda m, x, k: x * 2), (X, nan)), wrapper="cpp")
+    torch.testing.assert_close(f(X, nan), X * 2)
+    torch.testing.assert_close(f(X, -nan), X * 2)
+    for wrong in (1.0, 3):
+        with pytest.raises(reflib.ReflibError, match=f"it was exported with nan, got {wrong}"):
+            f(X, wrong)
 
 
 def test_an_error_inside_is_raised_once() -> None:

@@ -18,8 +18,10 @@ from torch.export import Dim
 
 import reflib
 from reflib.cli import cli
-from reflib.errors import PackageError
-from reflib.package import archive, manifest
+from reflib.errors import OptionError, PackageError
+from reflib.ir.data import encode
+from reflib.ir.expr import Sym, expr
+from reflib.package import archive, describe, example, manifest
 from reflib.package.export_cpp import MARKER, _why, export_cpp
 from reflib.wrap import host
 from tests import exported_cpp
@@ -287,6 +289,67 @@ def test_a_guard(tmp_path: Path) -> None:
         run(built, (torch.randn(8, 3), args[1]))
 
 
+class Named(torch.nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
+        if x.shape[0] * x.shape[1] > 100 and y.shape[0] % 4 == 0:
+            return {"h": x + 1, "c": (y * 2, [x - 1])}
+        return {"h": x}
+
+
+def test_sizes_of_the_example_and_names_of_results(tmp_path: Path) -> None:
+    """A guard excludes the least sizes."""
+    shapes = {"x": {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}, "y": {0: Dim.DYNAMIC}}
+    args = torch.randn(20, 20), torch.randn(8)
+    path = reflib.aot_compile(Named(), args, tmp_path / "n.reflib", "cpu", dynamic_shapes=shapes)
+    project = export_cpp(path, tmp_path / "p")
+    said = command(build(project) / "example")
+    assert "output 0: float32 [8, 16]" in said and "output 1: float32 [4]" in said
+    text = (project / "README.md").read_text()
+    assert re.search(r"It holds of the sizes: `s\d+\*s\d+ > 100 \(x\.shape\[\d\]\*x\.shape\[\d\] > 100\)`\.", text)
+    for i, name in enumerate(['result["h"]', 'result["c"][0]', 'result["c"][1][0]']):
+        assert f"| {i} | `{name}` |" in text
+    assert "No sizes of which" not in text
+
+
+def guarded(*guards: tuple[str, Any], hints: tuple[int | None, ...], most: int | None = None) -> manifest.Program:
+    """A program of an argument x, with so many sizes s0, s1, ..., and guards of them."""
+    sizes = [Sym(f"s{i}", lo=2, hi=most, hint=h) for i, h in enumerate(hints)]
+    x = manifest.Tensor("float32", encode(tuple(map(expr, sizes))), encode(tuple(map(expr, sizes))), "cpu")
+    listed = tuple(manifest.Guard(kind, encode(what(*map(expr, sizes))), "") for kind, what in guards)
+    ranges = {s.name: (2, most) for s in sizes}
+    return manifest.Program(("",), (manifest.Argument("x", x),), (), "", "", ranges, ("cpu",), listed)
+
+
+def test_how_sizes_are_found() -> None:
+    def large(*s: Any) -> Any:
+        return sum(s[1:], s[0]) - 100
+
+    assert example.sizes(guarded(hints=(20, 20))) == ({"s0": 2, "s1": 2}, True)
+    found, good = example.sizes(guarded(("differs", lambda a, b: a - b), hints=(20, 20)))
+    assert good and sorted(found.values()) == [2, 4]
+    assert example.sizes(guarded(("equal", lambda a: a - 37), hints=(37,))) == ({"s0": 37}, True), "as it was exported"
+    assert example.sizes(guarded(("at_least", large), hints=(None,), most=200)) == ({"s0": 128}, True)
+    many = tuple(range(90, 100))
+    assert example.sizes(guarded(("at_least", large), hints=many)) == ({f"s{i}": h for i, h in enumerate(many)}, True)
+    assert example.sizes(guarded(("equal", lambda a: a - 37), hints=(None,))) == ({"s0": 2}, False)
+    assert example.sizes(guarded(("equal", lambda a, b: a // (b - 2)), hints=(3, 8))) == ({"s0": 2, "s1": 8}, True), "not by 0"
+
+
+def test_names_of_results_of_classes() -> None:
+    """Of classes that are not known here, too."""
+    leaf = {"type": None, "context": None, "children_spec": []}
+
+    def names(kind: str, context: Any, children: int = 2) -> list[str]:
+        tree = json.dumps([1, {"type": kind, "context": context, "children_spec": [leaf] * children}])
+        return describe.results(manifest.Program((), (), (), "", tree, {}, ()))
+
+    assert names("its.ModelOutput", '["logits", "loss"]') == ['result["logits"]', 'result["loss"]']
+    assert names("its.Dataclass", '[["h", "c"], ["gone"]]') == ["result.h", "result.c"]
+    assert names("collections.namedtuple", "its:Pair") == names("its.Box", '{"any": 1}') == ["result[0]", "result[1]"]
+    found = {"default_factory_module": "builtins", "default_factory_name": "list", "dict_context": ["a", 3]}
+    assert names("collections.defaultdict", found) == ['result["a"]', "result[3]"]
+
+
 # -- on a CPU, with PyTorch -----------------------------------------------------------------------------------
 class Calls(torch.nn.Module):
     def __init__(self) -> None:
@@ -306,6 +369,9 @@ def test_a_model_that_calls_aten(tmp_path: Path) -> None:
     x = torch.randn(8, 16)
     got = build_and_run(package, tmp_path / "project", [x])
     equal(got, reflib.load(package)(x))
+    text = (tmp_path / "project" / "README.md").read_text()
+    assert "To build it: CMake 3.18, a C++17 compiler, PyTorch 2.11 or later" in text
+    assert "To run it: PyTorch's libraries.\n" in text
     assert "libtorch_cpu" in command("ldd", tmp_path / "project" / "build" / "libcalls_it.so")
     with pytest.raises(AssertionError, match=r"argument \d \(x\): expected float32 \[8, 16\].*got float32 \[8, 17\]"):
         run(tmp_path / "project" / "build", [torch.randn(8, 17)])
@@ -689,6 +755,20 @@ def test_arms_that_are_not_there(on_gpu: tuple[Path, Path], tmp_path: Path) -> N
     with pytest.raises(PackageError, match="no such file"):
         export_cpp(tmp_path / "gone.reflib", tmp_path / "p")
     assert not (tmp_path / "p").exists()
+
+
+def test_what_is_no_folder_and_no_arm(on_cpu: tuple[Path, Path], tmp_path: Path) -> None:
+    for folder in (None, 3):
+        with pytest.raises(PackageError, match=f"folder={folder}: takes a str or a pathlib.Path"):
+            export_cpp(on_cpu[0], folder)  # type: ignore[arg-type]
+    with pytest.raises(PackageError, match="no arm 3 to export; it has cpu"):
+        export_cpp(on_cpu[0], tmp_path / "p", 3)  # type: ignore[arg-type]
+
+
+def test_a_wrapper_in_python_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"a package's wrapper is C\+\+"):
+        reflib.aot_compile(torch.sin, (torch.ones(3),), tmp_path / "s.reflib", "cpu", wrapper="python")
+    assert not (tmp_path / "s.reflib").exists()
 
 
 def test_what_needs_python(tmp_path: Path) -> None:

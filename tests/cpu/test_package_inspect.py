@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from click.testing import CliRunner
 from torch.export import Dim
 
 import reflib
-from reflib.cli import cli
+from reflib.cli import cli, main
 from reflib.errors import PackageError
-from reflib.package import architectures, archive, images
+from reflib.ir.data import encode
+from reflib.ir.expr import Sym, expr
+from reflib.package import architectures, archive, describe, images, manifest
 from reflib.package.inspect import Inspection, inspect
 from tests.packages import CASES
 
@@ -214,14 +217,57 @@ def test_nothing_of_it_is_loaded(package: Path, tmp_path: Path) -> None:
     assert "sm_90" in str(inspect(rewritten(package, tmp_path / "x.reflib", change)))
 
 
+class Guarded(torch.nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] > y.shape[0] and x.shape[0] * x.shape[1] > 100 else x
+
+
+def test_guards(tmp_path: Path) -> None:
+    shapes = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}, {0: Dim.DYNAMIC}
+    args = torch.randn(20, 20), torch.randn(8)
+    path = reflib.aot_compile(Guarded(), args, tmp_path / "g.reflib", "cpu", dynamic_shapes=shapes)
+    made = inspect(path)
+    (note,) = (t.note for t in made.tables if t.title == "inputs")
+    first, second = note.splitlines()
+    assert re.fullmatch(r"holds of the sizes: s\d+ > s\d+ \(x\.shape\[0\] > y\.shape\[0\]\)", first)
+    assert re.fullmatch(r"holds of the sizes: s\d+\*s\d+ > 100 \(x\.shape\[\d\]\*x\.shape\[\d\] > 100\)", second)
+    assert note in str(made) and made._repr_html_().count("<p>holds of the sizes: ") == 2
+
+    def change(data: Any, members: Any) -> None:
+        data["programs"]["cpu"]["guards"][0]["text"] = "<script>\x1b[2J\n"
+
+    made = inspect(rewritten(path, tmp_path / "n.reflib", change))
+    assert "\x1b" not in str(made) and "<script>" not in made._repr_html_()
+
+
+def test_a_guard_of_what_is_twice_a_size() -> None:
+    n = Sym("s1", lo=2, hint=4)
+    x = manifest.Tensor("float32", encode((2 * expr(n) + 1,)), encode((expr(1),)), "cpu")
+    known, unknown = ((expr(n) - 8, "Ne(s1, 8)"), (expr(Sym("s2")), "s2"))
+    guards = tuple(manifest.Guard("differs", encode(what), text) for what, text in (known, unknown))
+    arguments = (manifest.Argument("x", x),)
+    p = manifest.Program(("",), arguments, (), "", "", {"s1": (2, None)}, ("cpu",), guards)
+    assert describe.guards(p) == ["Ne(s1, 8) (Ne(((x.shape[0] - 1)//2), 8))", "s2"]
+
+
 def test_the_command(package: Path, tmp_path: Path, found: Inspection) -> None:
     said = CliRunner().invoke(cli, ["inspect", str(package)])
     assert said.exit_code == 0 and said.output == f"{found}\n"
     as_json = CliRunner().invoke(cli, ["inspect", str(package), "--json"])
     assert json.loads(as_json.output) == archive.open(package).manifest
+
+
+@pytest.mark.parametrize("words", [["inspect"], ["inspect", "--json"], ["export-cpp"]])
+def test_errors_of_the_commands(
+    words: list[str], package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     damaged = bytearray(package.read_bytes())
     damaged[archive.open(package)._places["weights.safetensors"].data + 1] ^= 1
     (tmp_path / "d.reflib").write_bytes(damaged)
+    more = [str(tmp_path / "p")] if words == ["export-cpp"] else []
     for path, says in ((tmp_path / "d.reflib", "weights.safetensors is altered"), (tmp_path / "none", "no such file")):
-        said = CliRunner().invoke(cli, ["inspect", str(path)])
-        assert said.exit_code == 1 and says in said.output, said.output
+        monkeypatch.setattr(sys, "argv", ["reflib", *words, str(path), *more])
+        with pytest.raises(SystemExit) as e:
+            main()
+        said = capsys.readouterr()
+        assert e.value.code == 2 and said.err.startswith("reflib: ") and says in said.err and not said.out

@@ -18,6 +18,7 @@ import torch._dynamo
 import reflib
 from reflib.errors import PackageError
 from reflib.package import load as loading
+from reflib.wrap import structure
 
 Tensor = torch.Tensor
 close = torch.testing.assert_close
@@ -69,8 +70,8 @@ def test_the_signature_of_any_function(tmp_path: Path) -> None:
     assert str(inspect.signature(reflib.load(path))) == "(x, rest_0, rest_1, /, *, k)"
     m = loading.manifest.read(loading.archive.open(path).manifest).programs["cpu"]
     convention = loading.convention_of(m, torch.device("cpu"))
-    assert str(loading._signature(convention, ())) == "(args_0, args_1, args_2, /, *, k)"  # nothing was said
-    assert str(loading._signature(convention, ("x", "x", "y"))) == "(*args, **kwargs)"
+    assert str(structure.signature(convention.in_spec)) == "(args_0, args_1, args_2, /, *, k)"  # nothing was said
+    assert str(structure.signature(convention.in_spec, ("x", "x", "y"))) == "(*args, **kwargs)"
 
 
 def test_it_is_not_copied(plain: Path) -> None:

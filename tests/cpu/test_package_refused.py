@@ -506,14 +506,14 @@ def test_calls_of_another_kind(for_cpus: Path) -> None:
         ((x.double(),), "argument x: dtype torch.float64, but it was exported with torch.float32"),
         ((x.to("meta"),), "argument x: device meta, but it was exported with cpu"),
         ((x.to_sparse(),), "argument x: layout torch.sparse_coo, but"), ((None,), "structure|expected a tensor"),
-        (("text",), "argument x: expected a tensor, got str"), ((), "arguments of structure"),
-        ((x, x), "arguments of structure"), (([x],), "argument x: expected a tensor, got list"),
+        (("text",), "argument x: expected a tensor, got str"), ((), "arguments of another structure"),
+        ((x, x), "arguments of another structure"), (([x],), "argument x: expected a tensor, got list"),
         (({"x": x},), "argument x: expected a tensor, got dict"),
     ):  # fmt: skip
         for _ in range(2):
             with pytest.raises(ReflibError, match=says):
                 f(*args)
-    with pytest.raises(ReflibError, match="arguments of structure"):
+    with pytest.raises(ReflibError, match="arguments of another structure"):
         f(x, y=1)
     torch.testing.assert_close(f(x.t().contiguous().t()), want)  # laid out in another way: copied
     torch.testing.assert_close(f(torch.cat([x, x], 1)[:, :6]), want)

@@ -1,0 +1,57 @@
+"""What is advised where torch.export refuses: about the arguments, about dynamic_shapes, or about the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.export import Dim
+
+from reflib.capture.export import export_for
+from reflib.errors import CaptureError
+from reflib.lower import decompositions
+
+
+class Add(torch.nn.Module):
+    def forward(self, x: Any, y: Any) -> Any:
+        return x + y
+
+
+X, Y = torch.ones(8, 3), torch.ones(8, 3)
+N = Dim("n")
+
+
+def said(args: tuple[Any, ...], shapes: Any = None, kwargs: Any = None, model: Any = None) -> str:
+    with pytest.raises(CaptureError) as e:
+        export_for(model or Add(), args, kwargs, shapes, decompositions=decompositions())
+    assert e.value.__cause__ is not None
+    return str(e.value)
+
+
+@pytest.mark.parametrize("args, kwargs", [((X,), None), ((X, X, X), None), ((X, X), {"z": X}), ((X, X), {"y": X})])
+def test_other_arguments_than_the_model_takes(args: tuple[Any, ...], kwargs: Any) -> None:
+    text = said(args, None, kwargs)
+    assert text.endswith("Give args and kwargs as the model takes them: all that have no default, and no others.")
+
+
+@pytest.mark.parametrize("args, shapes", [
+    ((X, X), 3), ((X, X), "xy"), ((X, X), ({5: N}, None)), ((X, X), ({"n": N}, None)), ((X, X), ({0: N}, {1: N})),
+    ((X, 3), (None, {0: N})), ((X, X), ({0: N}, {0: Dim("n", min=20)})), ((X, Y), ({0: N}, {0: Dim("m")})),
+    ((X, X), ({0: N},)), ((X, X), {"x": None, "z": None}), ((X, X), ({0: N}, {0: 4.5})),
+])  # fmt: skip
+def test_dynamic_shapes_that_are_none(args: tuple[Any, ...], shapes: Any) -> None:
+    text = said(args, shapes)
+    assert "\nChange dynamic_shapes" in text and "reflib.compile" not in text
+
+
+def breaks(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    if isinstance(x, torch._subclasses.FakeTensor):
+        raise TypeError("f() got an unexpected keyword argument 'z'")
+    return x
+
+
+def test_what_the_model_raises() -> None:
+    """There another way of capture may help, if the arguments are right."""
+    for text in (said((X, torch.ones(7, 3))), said((X, X), ({0: Dim.AUTO}, None), model=breaks)):
+        assert "\nIf the model can be called with these arguments: " in text and "reflib.compile(model)" in text
