@@ -14,7 +14,7 @@ import re
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -155,16 +155,25 @@ def _compile(kernel: Kernel, target: Target, key: str) -> Binary:
     try:
         with _private_settings():
             _this_thread.keep_loops = kernel.keep_loops
-            try:
-                compiled = triton.compile(source, target=where, options=options)
-            except SystemError:  # Python 3.11's parser loses count when several threads parse: gh-106905
-                compiled = triton.compile(source, target=where, options=options)
+            compiled = _patiently(lambda: triton.compile(source, target=where, options=options))
     except Exception as e:
         text = (
             f"Triton refused kernel {kernel.name} for {target.arch}: {type(e).__name__}: {e}\n{kernel.source}"
         )
         raise ToolchainError(text) from e
     return _binary(kernel, target, compiled)
+
+
+def _patiently(compile: Callable[[], Any], times: int = 20) -> Any:
+    """Python 3.11's parser loses count when several threads parse (gh-106905), and says so by a SystemError that means
+    nothing; the busier the machine, the more often."""
+    for _ in range(times - 1):
+        try:
+            return compile()
+        except SystemError as e:
+            if "recursion depth mismatch" not in str(e):
+                raise
+    return compile()
 
 
 def _binary(kernel: Kernel, target: Target, compiled: Any) -> Binary:
