@@ -204,3 +204,17 @@ def test_errors() -> None:
     turn = pointwise((256, 256), {"x": (rand(256, 256), lambda i, j: j * 256 + i)}, lambda b, v: b.op("neg", v))
     with pytest.raises(DeviceError, match="shared memory"):
         compile_kernel(turn.kernel("small"), Target("cuda", "sm_90", 1024, 1))
+
+
+def test_a_parser_that_loses_count_is_asked_again() -> None:
+    errors = [SystemError("AST constructor recursion depth mismatch (before=42, after=37)")] * 3
+
+    def compile() -> str:
+        if errors:
+            raise errors.pop()
+        return "compiled"
+
+    assert compile_triton._patiently(compile) == "compiled"
+    errors += [SystemError("something else")]
+    with pytest.raises(SystemError, match="something else"):
+        compile_triton._patiently(compile)
