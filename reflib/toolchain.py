@@ -172,7 +172,9 @@ def _accepts(command: tuple[str, ...], flags: Sequence[str], link: Sequence[str]
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        # A copy of the environment: another thread (Triton's) may be changing the real one while it is read.
+        env = dict(os.environ)
+        return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=env)
     except OSError as e:
         raise ToolchainError(f"cannot run the compiler {command[0]!r}: {e}; {REMEDY}") from e
 
