@@ -118,7 +118,7 @@ def test_keywords_in_any_order_and_ints_in_their_range(tmp_path: Path) -> None:
         f = reflib.load(path)
     for k in (3, 8):
         close(f(x, k, b=b, a=a), Takes()(x, k, a=a, b=b))
-    for k, says in ((9, "argument k: 9, which was exported for 0 to 8"), (-1, "argument k: -1"), (2.0, "expected an int")):
+    for k, says in ((9, "k: 9, which was exported for 0 to 8"), (-1, "argument k: -1"), (2.0, "expected an int")):
         with pytest.raises(ReflibError, match=says):
             f(x, k, a=a, b=b)
 
