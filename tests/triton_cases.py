@@ -292,6 +292,24 @@ def several(k: int = 3) -> Case:
     return Case(tuple(parts), tensors)
 
 
+def last_block_apart(n: int, dynamic: bool = False, k: int = 1) -> Case:
+    """A size that is no multiple of 16, in blocks of 128: whole blocks without a mask, the last with one. One value is
+    used by both, one buffer is read by a gather, and the row of a broadcast begins anywhere."""
+    parts, tensors, shapes = [], {}, {}
+    for part in range(k):
+        size = expr(Sym(f"s{part}", 2, None, n)) if dynamic else expr(n)
+        i, b, tag = axis("i", size), BodyBuilder(), f"_{part}"
+        x = b.load("x" + tag, i.var, F32)
+        bias = b.load("bias" + tag, expr(i.var) % 7, F32)
+        again = b.load("x" + tag, size - 1 - expr(i.var), F32)
+        b.store("out" + tag, i.var, b.op("add", b.op("mul", x, bias), b.op("mul", again, b.const(part + 0.5, F32))))
+        parts.append(Loops(f"part{part}", (i,), tuple(b.body)))
+        tensors |= {"x" + tag: rand(n, seed=part), "bias" + tag: rand(7), "out" + tag: torch.zeros(n)}
+        shapes |= {"x" + tag: (size,), "out" + tag: (size,)} if dynamic else {}
+    sizes = {f"s{part}": n for part in range(k)} if dynamic else {}
+    return Case(tuple(parts), tensors, sizes, Config(xblock=128, num_warps=1), shapes)
+
+
 def in_place(config: Config) -> Case:
     """Adds to ``x`` and uses the old values after a reduction: a looped kernel must not read what it wrote."""
     i, j = axis("i", 3), axis("j", 50, "r")
@@ -370,6 +388,11 @@ def kernel_cases() -> dict[str, Callable[[], Case]]:
         "scatter_like": scatter_like, "pad": pad, "roll": rolled, "several": several,
         "in_place_persistent": lambda: in_place(Config("persistent", xblock=1, rblock=64, num_warps=1)),
         "in_place_looped": lambda: in_place(looped),
+        "last_block_apart": lambda: last_block_apart(1003),
+        "last_block_apart_dynamic": lambda: last_block_apart(1003, True),
+        "last_block_apart_whole": lambda: last_block_apart(1024, True),
+        "last_block_apart_less_than_one": lambda: last_block_apart(101, True),
+        "last_block_apart_several": lambda: last_block_apart(515, True, 3),
         "batch_norm_stats": batch_norm_stats, "of_nothing": of_nothing, "one_number": one_number,
     }  # fmt: skip
     for kind in ("softmax", "layer_norm", "rms_norm"):

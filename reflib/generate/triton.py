@@ -35,9 +35,10 @@ def generate_triton(
     ``aligned``: the buffers whose pointers are checked to be 16-byte aligned on entry (True: all); temps always are.
     """
     needs = Needs()
+    sure = {b for b, buffer in buffers.items() if aligned is True or buffer.kind == "temp" or b in (aligned or ())}
     tile = "yblock" in dict(config.extras)
     printers = [
-        PartPrinter(layout(p, tile), config, buffers, needs, f"_{k}" if len(parts) > 1 else "", len(parts) > 1)
+        PartPrinter(layout(p, tile), config, buffers, needs, f"_{k}" if len(parts) > 1 else "", len(parts) > 1, sure)
         for k, p in enumerate(parts)
     ]
     bodies = [p.print() for p in printers]
@@ -52,10 +53,9 @@ def generate_triton(
     source = HEADER + (LIBDEVICE if needs.libdevice else "") + "\n\n"
     source += helpers + "\n\n" if helpers else ""
     source += _function(name, parts, config, pointers, symbols, lines)
-    sure = [i for i, b in enumerate(pointers) if aligned is True or buffers[b].kind == "temp" or b in (aligned or ())]
     return Kernel(
         name, "triton", source, tuple((b, buffers[b].dtype) for b in pointers), symbols, ends[-1],
-        config.num_warps, config.num_stages, config.index, tuple(sure),
+        config.num_warps, config.num_stages, config.index, tuple(i for i, b in enumerate(pointers) if b in sure),
     )  # fmt: skip
 
 

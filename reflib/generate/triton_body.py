@@ -11,12 +11,12 @@ rest. A statement is printed in the pass (``loops.phases``) it belongs to:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
 
-from ..choose.axes import Space
+from ..choose.axes import Space, step
 from ..errors import GenerateError
 from ..ir.expr import Atom, Call, Expr, Ref, Sym, Var, format_expr, max_value, nonneg
 from ..ir.loops import Const, Index, Indirect, Load, Op, Reduce, Store, stmt_args
@@ -53,9 +53,19 @@ class Value:
 
 
 class PartPrinter:
-    """Prints one part. ``tag`` ends every name, so that parts of one kernel do not share variables."""
+    """Prints one part. ``tag`` ends every name, so that parts of one kernel do not share variables. ``aligned``: the
+    buffers that are known to begin at a multiple of 16 bytes."""
 
-    def __init__(self, space: Space, config: Config, buffers: dict[str, Buffer], needs: Needs, tag: str, many: bool):
+    def __init__(
+        self,
+        space: Space,
+        config: Config,
+        buffers: dict[str, Buffer],
+        needs: Needs,
+        tag: str,
+        many: bool,
+        aligned: Collection[str] = (),
+    ):
         self.space, self.config, self.buffers, self.needs, self.tag = space, config, buffers, needs, tag
         self.many = many  # several parts: `pid` was bound by the caller
         self.wide = config.index == "int64"
@@ -69,6 +79,7 @@ class PartPrinter:
         self.block = {"x": config.xblock, "y": dict(config.extras).get("yblock", 1), "r": config.rblock}
         self.vars = {v.name: v for v in (space.x, space.y, space.z, space.r) if v is not None}
         self.masks = {d: self._needs_mask(d) for d in self.order}
+        self.peeled = self._peels(aligned)
         self.inside = varying(space)
         self.phase = phases(space)
         self.exact = wants_exact(space, buffers)
@@ -81,6 +92,8 @@ class PartPrinter:
         looped = self.space.mode == "reduction" and self.config.reduction == "looped"
         if looped:
             self._looped()
+        elif self.peeled:
+            self._whole_or_last()
         else:
             if self.space.mode == "reduction":
                 self._r_block("")
@@ -127,8 +140,11 @@ class PartPrinter:
             if " " in pid
             else f"{name} = {pid} * {block} + {self._arange(d)}"
         )
-        if self.masks[d]:
-            self.put(f"{d}mask{self.tag} = {name} < {self.size(self.vars[d].size)}")
+        if self.masks[d] and not self.peeled:
+            self._mask(d)
+
+    def _mask(self, d: str) -> None:
+        self.put(f"{d}mask{self.tag} = {d}{self.tag} < {self.size(self.vars[d].size)}")
 
     def _arange(self, d: str) -> str:
         text = f"tl.arange(0, {d.upper()}BLOCK)"
@@ -151,6 +167,34 @@ class PartPrinter:
         if self.block[d] == 1 and d != "r":
             return False  # the grid has exactly as many programs
         return n is None or n % self.block[d] != 0 or n == 0
+
+    def _peels(self, aligned: Collection[str]) -> bool:
+        """Is the last block printed apart? In a flat kernel the mask of a size that is no multiple of 16, as far as
+        Triton can see, breaks each access of 16 bytes into single elements, dealt out to threads as if it were whole:
+        half the bandwidth for a bfloat16. Whole blocks need no mask."""
+        n, x = self.space.x.size, self.space.x
+        if self.space.mode != "1d" or not self.masks["x"] or (n.constant or self.block["x"]) < self.block["x"]:
+            return False
+        known = dict(self.config.extras).get("divisible", ())
+        if all(c % 16 == 0 or any(isinstance(a, Sym) and a.name in known for a in m) for m, c in n.terms):
+            return False
+        moves = [s for s in self.space.body if isinstance(s, (Load, Store)) and s.buffer in aligned]
+        return any(step(s.index, x) == 1 for s in moves)
+
+    def _whole_or_last(self) -> None:
+        """The statements twice: without a mask, and for the last block with one."""
+        pid = f"pid{self.tag}" if self.many else "pid"
+        self.put(f"if {pid} * XBLOCK + XBLOCK <= {self.size(self.space.x.size)}:  # a whole block")
+        self._under(False)
+        self.put("else:")
+        self._under(True)
+
+    def _under(self, mask: bool) -> None:
+        self.masks["x"], self.indent, self.values = mask, self.indent + "    ", {}
+        if mask:
+            self._mask("x")
+        self.epilogue()
+        self.indent = self.indent[4:]
 
     # -- passes ---------------------------------------------------------------------------------
     def _looped(self) -> None:

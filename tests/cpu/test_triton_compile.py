@@ -132,6 +132,34 @@ def test_pointwise_reads_and_writes_16_bytes() -> None:
         assert len(accesses) >= 2 and all("v4" in a for a in accesses)
 
 
+@pytest.mark.parametrize("size", [(1 << 21) + 3, Sym("s0", 2, None, 1 << 21)], ids=["odd", "dynamic"])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_pointwise_of_any_size_reads_and_writes_16_bytes(size: int | Sym, dtype: torch.dtype) -> None:
+    i, b = axis("i", expr(size)), BodyBuilder()
+    b.store("out", i.var, b.op("maximum", b.load("x", i.var, F32), b.load("y", i.var, F32)))
+    part = Loops("both", (i,), tuple(b.body))
+    cpu = torch.device("cpu")
+    buffers = {n: Buffer(n, dtype, cpu, (expr(size),), (expr(1),), "input") for n in ("x", "y", "out")}
+    target = parse_target("sm_90")
+    arms = choose_configs((part,), buffers, target, Options())
+    for arm in arms:
+        aligned = [a.what for a in arm.predicate if a.kind == "aligned"]
+        kernel = generate_triton("both", arm.parts, arm.config, buffers, target, aligned)
+        assert ("a whole block" in kernel.source) == bool(aligned), "no use where a buffer begins anywhere"
+        accesses = re.findall(r"(?:ld|st)\.global[.\w:]*", compile_kernel(kernel, target).ptx)
+        assert sum("v4" in a for a in accesses) >= 3 * bool(aligned)
+    assert len(arms) == 2
+
+
+def test_only_sizes_that_need_it_have_their_last_block_apart() -> None:
+    def text(n: int) -> str:
+        return pointwise((n,), {"x": (rand(n), lambda i: i)}, lambda b, x: b.op("neg", x)).kernel("k").source
+
+    assert "a whole block" in text(100_003)
+    for n in (100_000 // 16 * 16, 1 << 20, 100):  # a multiple of 16, of the block, less than a block
+        assert "a whole block" not in text(n)
+
+
 def test_transposes_are_wide_on_both_sides() -> None:
     x = rand(256, 256, dtype=BF16)
     case = pointwise((256, 256), {"x": (x, lambda i, j: j * 256 + i)}, lambda b, v: b.op("neg", v), BF16)
