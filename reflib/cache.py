@@ -21,11 +21,11 @@ import os
 import platform
 import stat
 import sys
-import tempfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from . import atomic
 from .errors import CacheError
 
 FORMAT = "1"  # part of every key: change it when the layout changes
@@ -40,7 +40,7 @@ def root() -> Path:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(path)
         if not (path / _TAG).exists():
-            _write(path / _TAG, _TAG_TEXT.encode())
+            atomic.write(path / _TAG, _TAG_TEXT, rights=0o700)
     except OSError as e:
         raise CacheError(f"cannot use the cache folder {path}: {e}; set REFLIB_CACHE_DIR to another") from e
     return path
@@ -113,7 +113,7 @@ def put(kind: str, key: str, content: bytes | str | os.PathLike[str], suffix: st
     path = folder / f"{key}-{_digest(data)}{suffix}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        _write(path, data)
+        atomic.write(path, data, rights=0o700)
     except OSError as e:
         raise CacheError(f"cannot write {path}: {e}; set REFLIB_CACHE_DIR to a folder with room") from e
     return path
@@ -127,20 +127,6 @@ def read(kind: str, key: str) -> bytes | None:
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write under another name, then rename: other processes see nothing or all of it."""
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
-    try:
-        with os.fdopen(fd, "wb") as f:
-            f.write(data)
-        os.chmod(temporary, 0o700)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 # -- what keys are made of --------------------------------------------------------------------------

@@ -8,15 +8,15 @@ One clock for all: ``time.perf_counter()``, which counts from the same moment in
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
+
+from . import atomic
 
 KINDS = {
     "stage": "a stage of the pipeline",
@@ -251,15 +251,5 @@ def track_order(events: Iterable[Event]) -> list[str]:
 def write_chrome_trace(events: Iterable[Event], path: str | os.PathLike[str]) -> Path:
     """Write ``chrome_trace(events)`` to ``path``, all of it or nothing, and return the path. Raises OSError."""
     path = Path(path)
-    text = json.dumps(chrome_trace(events), allow_nan=False)
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(fd, "w", encoding="utf-8") as f:
-            f.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    atomic.write(path, json.dumps(chrome_trace(events), allow_nan=False))
     return path

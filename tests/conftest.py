@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,3 +71,11 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 def root() -> Path:
     """The checkout."""
     return Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def host_folders(root: Path) -> list[bytes]:
+    """How names of this machine's folders begin: none of them may be in a file that is for other machines."""
+    ours = [Path(tempfile.gettempdir()), Path.home()]
+    beside = {f"/{p.parts[1]}/" for p in ours if len(p.parts) > 1}  # other users' homes too
+    return [name.encode() for name in sorted({*beside, str(root), str(Path.cwd()), sysconfig.get_path("purelib")})]

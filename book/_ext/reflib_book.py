@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 import shutil
 import sys
@@ -129,6 +130,18 @@ def finish_page(app: Sphinx, page: str, template: str, context: dict[str, Any], 
     context["default_mode"] = "auto"  # the theme's script complains of none
     context["metatags"] = context.get("metatags", "") + '<link rel="icon" href="data:," />'  # else browsers ask for one
     context["theme_extra_footer"] = footer(context["pathto"])
+    if page.startswith("notebooks/") and (home := os.environ.get("REFLIB_REPOSITORY", "")):
+        context["body"] = context["body"].replace("</h1>", f"</h1>\n{launch(home, page)}", 1)
+
+
+def launch(home: str, page: str) -> str:
+    """A chapter elsewhere: in Colab, and its source. ``home``: https://github.com/OWNER/NAME. Words, not the usual
+    badges: a page fetches no picture from outside."""
+    at = f"{home.removeprefix('https://github.com/')}/blob/main/{page}.ipynb"
+    return (
+        f'<p class="reflib-launch"><a href="https://colab.research.google.com/github/{at}">Open in Colab</a> '
+        f'<a href="https://github.com/{at}">Source</a></p>'
+    )
 
 
 def is_formula(node: nodes.Node) -> bool:

@@ -11,13 +11,12 @@ import contextlib
 import dataclasses
 import fcntl
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from reflib import atomic
 from reflib.batch.jobs import Job
 from reflib.batch.work import FILES, Outcome, content
 from reflib.errors import LabError
@@ -46,36 +45,23 @@ class Store:
 
     def write(self, name: str, data: Mapping[str, Any]) -> Path:
         """A file of JSON, whole or not at all."""
-        return write_whole(self.folder / name, json.dumps(data, indent=1) + "\n")
+        atomic.write(self.folder / name, json.dumps(data, indent=1) + "\n")
+        return self.folder / name
 
     def keep(self, job: Job, outcome: Outcome) -> None:
         """OSError where there is no room; then what was there before is there still."""
         self.jobs.mkdir(parents=True, exist_ok=True)
-        new = Path(tempfile.mkdtemp(prefix=f".{job.id}.", dir=self.jobs))
-        try:
+        record = {
+            "job": job.id,
+            "notebook": job.notebook,
+            "parameters": dict(job.parameters),
+            "device": job.device,
+            **outcome.to_data(),
+        }
+        with atomic.folder(self.jobs / job.id) as new:
             for key, name in FILES.items():
                 (new / name).write_bytes(getattr(outcome, key))
-            record = {
-                "job": job.id,
-                "notebook": job.notebook,
-                "parameters": dict(job.parameters),
-                "device": job.device,
-                **outcome.to_data(),
-            }
             (new / "result.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-            new.chmod(0o755)  # mkdtemp's is for its owner alone
-            self.replace(new, self.jobs / job.id)
-        except BaseException:
-            shutil.rmtree(new, ignore_errors=True)
-            raise
-
-    def replace(self, new: Path, place: Path) -> None:
-        """A folder cannot be renamed onto one that is not empty; only what had failed is executed again."""
-        old = place.with_name(f".{place.name}.old")
-        if place.exists():
-            os.rename(place, old)
-        os.rename(new, place)
-        shutil.rmtree(old, ignore_errors=True)
 
     def record(self, identity: str) -> dict[str, Any]:
         """result.json of a job; nothing without one."""
@@ -92,18 +78,6 @@ class Store:
             return None
         rows = content(self.jobs / identity / FILES["rows"])
         return Outcome(**{**found, "earlier": tuple(found["earlier"]), "rows": rows})
-
-
-def write_whole(path: Path, text: str) -> Path:
-    """The file has all of the text, or is as it was."""
-    temporary = path.with_name(f".{path.name}.new")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    return path
 
 
 def load(folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reflib.batch import store
+from reflib import atomic
 from reflib.batch.jobs import Job
 from reflib.batch.work import FILES, Outcome
 from reflib.lab.figures import COLOURS, Picture, plain_log, series_style, style, to_svg
@@ -61,7 +61,8 @@ def write(folder: Path, progress: Progress, made_by: Mapping[str, Any]) -> Path:
         *(picture._repr_html_() for picture in pictures(outcomes)),
     ]
     page = PAGE.format(title=html.escape(title), style=STYLE, body="".join(body))
-    return store.write_whole(folder / "summary.html", page)
+    atomic.write(folder / "summary.html", page)
+    return folder / "summary.html"
 
 
 def devices(outcomes: Iterable[tuple[Job, Outcome]]) -> str:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
-import stat
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from .. import atomic
 from ..logs import get as logger
 from ..tables import (
     BETWEEN,
@@ -86,27 +84,10 @@ def write_table(table: Table, file: str) -> None:
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
         return
-    path = Path(os.path.realpath(file))  # a link stays one
     try:
-        if path.exists() and not path.is_file():  # a pipe, a terminal
-            path.write_bytes(data)
-        else:
-            _write_whole(path, data)
+        atomic.write(file, data)
     except OSError as e:
         raise TableError(f"cannot write the table {file}: {e.strerror or e}") from e
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """Write under another name, with the rights that the file had or a new one gets, then rename."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "xb") as f:
-            f.write(data)
-        if path.exists():
-            temporary.chmod(stat.S_IMODE(path.stat().st_mode))
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 # -- for people -------------------------------------------------------------------------------------

@@ -15,13 +15,31 @@ import sys
 import tempfile
 from pathlib import Path
 
+from reflib import atomic
 from reflib.errors import LabError
 from reflib.lab import book_checks, durations, machine
 from reflib.lab import notebook as nb
 
+GITHUB = re.compile(r"(?:https://github\.com/|git@github\.com:)([\w.-]+/[\w.-]+?)(?:\.git)?/?")
 
-def jupyter_book(source: Path, config: Path, out: Path, strict: bool) -> Path:
-    """Run Jupyter Book on `source`; returns the folder of pages. With `strict`, warnings are errors."""
+
+def repository(root: Path, named: str = "") -> str:
+    """https://github.com/OWNER/NAME: what the pages' "Open in Colab" and "Source" lead to. `named`, or where the
+    checkout at `root` came from; "" when that is nowhere that a reader could go to. LabError for another `named`."""
+    try:
+        origin = named or machine.git(root, "remote", "get-url", "origin")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    if found := GITHUB.fullmatch(origin):
+        return f"https://github.com/{found[1]}"
+    if named:
+        raise LabError(f"repository {named!r}: Colab opens notebooks from https://github.com/OWNER/NAME")
+    return ""
+
+
+def jupyter_book(source: Path, config: Path, out: Path, strict: bool, home: str = "") -> Path:
+    """Run Jupyter Book on `source`; returns the folder of pages. With `strict`, warnings are errors. `home`: the
+    repository that the pages lead to."""
     if importlib.util.find_spec("jupyter_book") is None:
         raise LabError("jupyter-book is not installed here: pip install 'reflib[book]', or make book")
     command = [sys.executable, "-c", "from jupyter_book.cli.main import main; main()", "build", str(source)]
@@ -35,6 +53,7 @@ def jupyter_book(source: Path, config: Path, out: Path, strict: bool) -> Path:
         shutil.rmtree(log.parent / stale, ignore_errors=True)
     # the sources are a copy without their history: the commit in the footer has to be told
     environ = dict(os.environ, PYDEVD_DISABLE_FILE_VALIDATION="1", REFLIB_COMMIT=machine.commit())
+    environ["REFLIB_REPOSITORY"] = home
     with open(log, "w") as f:
         done = subprocess.run(command, stdout=f, stderr=subprocess.STDOUT, env=environ, cwd=source)
     if done.returncode:
@@ -45,13 +64,13 @@ def jupyter_book(source: Path, config: Path, out: Path, strict: bool) -> Path:
     return out / "_build" / "html"
 
 
-def build(root: Path, out: Path | None = None, strict: bool = True) -> Path:
+def build(root: Path, out: Path | None = None, strict: bool = True, named: str = "") -> Path:
     """The published book; returns its first page. With `strict`, raises LabError with the warnings when it is not
-    clean, and with what `book_checks.problems` found."""
-    out = out or root
+    clean, and with what `book_checks.problems` found. `named`: see `repository`."""
+    out, home = out or root, repository(root, named)
     with tempfile.TemporaryDirectory(prefix="reflib-book-") as folder:
         source = copy_sources(root, Path(folder) / "source")
-        pages = jupyter_book(source, source / "book" / "_config.yml", out, strict)
+        pages = jupyter_book(source, source / "book" / "_config.yml", out, strict, home)
     if strict and (found := book_checks.problems(pages)):
         raise LabError("pages that are not as they must be:\n" + "\n".join(found[:20]))
     return pages / "index.html"
@@ -72,7 +91,7 @@ def put_executed(executed: Path, notebooks: Path, device: str) -> None:
     noted = notebooks / "recorded" / durations.FILE
     if noted.exists():
         lines = noted.read_text(encoding="utf-8").splitlines(keepends=True)
-        noted.write_text("".join(s for s in lines if s.split("\t")[0] != executed.stem), encoding="utf-8")
+        atomic.write(noted, "".join(s for s in lines if s.split("\t")[0] != executed.stem))
 
 
 def build_run(root: Path, run: Path, heading: str) -> Path:

@@ -9,6 +9,8 @@ import fcntl
 import os
 from pathlib import Path
 
+from reflib import atomic
+
 FILE = "seconds.tsv"
 
 
@@ -24,10 +26,8 @@ def note(folder: Path, slug: str, device: str, seconds: float) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         found = {**_read(folder / FILE), (slug, device): float(round(seconds))}
-        temporary = folder / f".{FILE}.{os.getpid()}"
         lines = [f"{s}\t{d}\t{seconds:.0f}\n" for (s, d), seconds in sorted(found.items())]
-        temporary.write_text("".join(lines), encoding="utf-8")
-        os.replace(temporary, folder / FILE)
+        atomic.write(folder / FILE, "".join(lines))
     finally:
         os.close(handle)
 

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol
 
+from reflib import atomic
 from reflib.lab import recording as recordings
 from reflib.lab.machine import ROOT
 
@@ -321,10 +322,8 @@ def state_of(copy: Path) -> tuple[str, str]:
 
 def finish(folder: Path, status: str, problem: str) -> NoReturn:
     """Write the result and end now: nothing that a library left behind can keep this process."""
-    temporary = folder / f"result.{threading.get_ident()}"
     try:
-        temporary.write_text(json.dumps({"status": status, "error": problem}), encoding="utf-8")
-        os.replace(temporary, folder / "result.json")
+        atomic.write(folder / "result.json", json.dumps({"status": status, "error": problem}))
     except OSError as error:
         os._exit(DISK_FULL if error.errno == errno.ENOSPC else 1)
     sys.stderr.flush()

@@ -143,13 +143,17 @@ def commit() -> str:
     """The commit of this copy of reflib, with "+" after it when files differ; "" if unknown."""
     if named := os.environ.get("REFLIB_COMMIT"):  # a copy without its history
         return named
-    git = ["git", "-C", str(ROOT)]
     try:
-        head = _output([*git, "rev-parse", "--short=12", "HEAD"])
-        dirty = _output([*git, "status", "--porcelain", "--untracked-files=no", "--", "reflib"])
+        head = git(ROOT, "rev-parse", "--short=12", "HEAD")
+        dirty = git(ROOT, "status", "--porcelain", "--untracked-files=no", "--", "reflib")
     except (OSError, subprocess.SubprocessError):
         return ""
     return head + ("+" if dirty else "")
+
+
+def git(folder: Path, *words: str) -> str:
+    """What git says of the checkout at `folder`; OSError or SubprocessError when it cannot."""
+    return _output(["git", "-C", str(folder), *words])
 
 
 def _output(command: list[str]) -> str:

@@ -22,6 +22,8 @@ from typing import Any
 
 import nbformat
 
+from reflib import atomic
+
 Notebook = Any  # nbformat.NotebookNode: a dict whose keys are attributes too
 
 KEPT_CELL_METADATA = ("tags", "jupyter", "mystnb", "editable", "slideshow")
@@ -200,6 +202,4 @@ def write(
     nbformat.validate(normal)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(nbformat.writes(normal).rstrip() + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    atomic.write(path, nbformat.writes(normal).rstrip() + "\n")

@@ -12,14 +12,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from reflib.lab.cold_child import close, flat, own_caches, synchronize
+from reflib.lab.cold_child import own_caches
 from reflib.lab.peers import Failure
 from reflib.lab.rows import Row, Rows, append, stamp
-from reflib.lab.timing import Samples
-from reflib.lab.way_sweep import outcomes_of
+from reflib.lab.way_sweep import failed_rows, outcomes_of, start_rows, start_up
 
 CHILD = "reflib.lab.package_ways"
 
@@ -87,7 +87,7 @@ def _outcomes(job: dict[str, Any], source: str, count: int, timeout_s: float) ->
 
 def _built_rows(found: dict[str, Any] | Failure, shared: Mapping[str, Any]) -> list[Row]:
     if isinstance(found, Failure):
-        return [Row(metric="time", value=None, unit="µs", status=found.status, note=found.note, **shared)]
+        return failed_rows(found, shared)
     return [
         Row(metric="build", value=found["seconds"], unit="s", clock="wall", **shared),
         Row(metric="size", value=float(found["bytes"]), unit="bytes", **shared),
@@ -96,14 +96,9 @@ def _built_rows(found: dict[str, Any] | Failure, shared: Mapping[str, Any]) -> l
 
 def _opened_rows(found: dict[str, Any] | Failure, shared: Mapping[str, Any]) -> list[Row]:
     if isinstance(found, Failure):
-        return [Row(metric="time", value=None, unit="µs", status=found.status, note=found.note, **shared)]
-    samples = Samples(tuple(found["samples"]), "wall")
-    fields = {"clock": "wall", "note": "" if found["right"] else "WRONG RESULTS", **shared}
-    return [
-        Row(metric="load", value=found["load"], unit="s", **fields),
-        Row(metric="first call", value=found["first"], unit="s", **fields),
-        Row(metric="time", value=samples.median * 1e6, unit="µs", spread=samples.spread * 1e6, **fields),
-    ]
+        return failed_rows(found, shared)
+    first, warm = start_rows(found, shared)
+    return [replace(first, metric="load", value=found["made"]), first, warm]
 
 
 # -- the child's side -------------------------------------------------------------------------------
@@ -158,24 +153,10 @@ def built(job: Mapping[str, Any], path: str, archs: Sequence[str]) -> dict[str, 
 def opened(job: Mapping[str, Any]) -> dict[str, Any]:
     import torch
 
-    from reflib.lab.measuring import time_cases
-
     load = LOADERS[job["compiler"]]()
     model, args, device = model_of(job)
     with torch.no_grad():
-        want = model(*args)
-        synchronize(device)
-        begin = time.perf_counter()
-        call = load(job["path"])
-        loaded = time.perf_counter() - begin
-        got = call(*args)
-        synchronize(device)
-        first = time.perf_counter() - begin
-        right = all(close(x, y) for x, y in zip(flat(got), flat(want), strict=True))
-        samples = time_cases({"it": lambda: call(*args)}, "wall", "warm", 15, job["budget_s"], device)["it"]
-    if isinstance(samples, Failure):
-        return {"status": samples.status, "note": samples.note}
-    return {"load": loaded, "first": first, "right": right, "samples": samples.seconds}
+        return start_up(lambda: load(job["path"]), args, model(*args), job["budget_s"], device)
 
 
 def reflib_maker() -> Callable[..., None]:

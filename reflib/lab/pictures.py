@@ -212,8 +212,8 @@ def _node_text(node: Any) -> str:
 
 
 def op_names(node: Any) -> list[str]:
-    """`add`, `sum`, ...: the ATen ops a node came from, without namespace and overload."""
-    ops = [o.op.removeprefix("aten.").split(".")[0].strip("_") for o in node.origins]
+    """`add`, `sum`, `mylib.prod`, ...: the ops a node came from, without overload and, if it is ATen's, namespace."""
+    ops = [".".join(o.op.split(".")[:2]).removeprefix("aten.").strip("_") for o in node.origins]
     return list(dict.fromkeys(ops)) or [node.name]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from reflib import atomic
 from reflib.lab.machine import ROOT
 from reflib.lab.rows import Row, Rows
 
@@ -70,7 +71,7 @@ def dump(path: Path, rows: Iterable[Mapping[str, Any]], claims: Iterable[Mapping
     if len(text.encode()) > LIMIT_BYTES:
         raise ValueError(f"{path.name} would be over {LIMIT_BYTES:,} bytes; measure fewer rows")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n", encoding="utf-8")
+    atomic.write(path, text + "\n")
 
 
 def _plain(record: dict[str, Any]) -> dict[str, Any]:

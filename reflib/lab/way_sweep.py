@@ -10,7 +10,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +77,17 @@ def outcomes_of(
 
 
 def _rows(found: dict[str, Any] | Failure, shared: Mapping[str, Any]) -> list[Row]:
-    if isinstance(found, Failure):
-        return [Row(metric="time", value=None, unit="µs", status=found.status, note=found.note, **shared)]
-    samples = Samples(tuple(found["seconds"]), "wall")
-    note = "own process" if found["right"] else "WRONG RESULTS"
-    fields = {"clock": "wall", "note": note, **shared}
+    return failed_rows(found, shared) if isinstance(found, Failure) else start_rows(found, shared, "own process")
+
+
+def failed_rows(why: Failure, shared: Mapping[str, Any]) -> list[Row]:
+    return [Row(metric="time", value=None, unit="µs", status=why.status, note=why.note, **shared)]
+
+
+def start_rows(found: Mapping[str, Any], shared: Mapping[str, Any], note: str = "") -> list[Row]:
+    """What `start_up` found: "first call" (seconds) and "time" (µs)."""
+    samples = Samples(tuple(found["samples"]), "wall")
+    fields = {"clock": "wall", "note": note if found["right"] else "WRONG RESULTS", **shared}
     return [
         Row(metric="first call", value=found["first"], unit="s", **fields),
         Row(metric="time", value=samples.median * 1e6, unit="µs", spread=samples.spread * 1e6, **fields),
@@ -118,17 +124,26 @@ def one_place(job: Mapping[str, Any], place: Place) -> dict[str, Any]:
     torch._dynamo.reset()
     with torch.no_grad():
         want = f(*args)
-        synchronize(device)
-        begin = time.perf_counter()
-        call = COMPILERS[way.pop("compiler")](f, way).call
-        got = call(*args)
-        synchronize(device)
-        first = time.perf_counter() - begin
-        right = all(close(x, y) for x, y in zip(flat(got), flat(want), strict=True))
-        samples = time_cases({"it": lambda: call(*args)}, "wall", "warm", 15, job["budget_s"], device)["it"]
+        return start_up(lambda: COMPILERS[way.pop("compiler")](f, way).call, args, want, job["budget_s"], device)
+
+
+def start_up(
+    make: Callable[[], Callable[..., Any]], args: Sequence[Any], want: Any, budget_s: float, device: Any
+) -> dict[str, Any]:
+    """Seconds from now until `make` has returned ("made"), until what it returned was called once ("first"), and of
+    warm calls ("samples"); whether the first returned `want` ("right"). Or {status, note}, where timing fails."""
+    synchronize(device)
+    begin = time.perf_counter()
+    call = make()
+    made = time.perf_counter() - begin
+    got = call(*args)
+    synchronize(device)
+    first = time.perf_counter() - begin
+    right = all(close(x, y) for x, y in zip(flat(got), flat(want), strict=True))
+    samples = time_cases({"it": lambda: call(*args)}, "wall", "warm", 15, budget_s, device)["it"]
     if isinstance(samples, Failure):
         return {"status": samples.status, "note": samples.note}
-    return {"first": first, "right": right, "seconds": samples.seconds}
+    return {"made": made, "first": first, "right": right, "samples": samples.seconds}
 
 
 if __name__ == "__main__":

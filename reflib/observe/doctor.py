@@ -138,7 +138,9 @@ def check_notebooks() -> Finding:
     lacking = [name for name in needed if importlib.util.find_spec(name) is None]
     if lacking:
         return Finding("Notebooks", False, f"missing {', '.join(lacking)}", "pip install 'reflib[batch]', or make run")
-    return Finding("Notebooks", True, f"papermill {importlib.metadata.version('papermill')}")
+    dask = f"Dask {importlib.metadata.version('distributed')}" if importlib.util.find_spec("distributed") else "no Dask"
+    papermill = f"papermill {importlib.metadata.version('papermill')}"
+    return Finding("Notebooks", True, f"{papermill}; {dask} for several machines")
 
 
 CHECKS: tuple[Callable[[], Finding | Iterator[Finding]], ...] = (

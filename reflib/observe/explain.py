@@ -182,7 +182,7 @@ def explain(
     graphs: list[Stages] = []
     if isinstance(f, torch.export.ExportedProgram):
         return Explanation([exported_stages(f, opts)[0]])
-    fn = _original(f)
+    fn = original(f)
     compiled = torch.compile(_fresh(fn), backend=Backend(opts, graphs.append), dynamic=dynamic)
     result = compiled(*args, **(kwargs or {}))
     if not graphs:
@@ -192,8 +192,8 @@ def explain(
     return Explanation(graphs)
 
 
-def _original(f: Any) -> Any:
-    """What was given to ``torch.compile``."""
+def original(f: Any) -> Any:
+    """What was given to ``torch.compile``, for what it returned."""
     f = getattr(f, "_orig_mod", f)
     return getattr(f, "_torchdynamo_orig_callable", f)
 

@@ -32,12 +32,10 @@ which are gone (SIGBUS). ``write`` never does that: it renames a new file into t
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import mmap
 import os
 import re
-import secrets
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,6 +43,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from .. import atomic
 from ..errors import OptionError, PackageError
 from .form import (
     COMMENT,
@@ -111,7 +110,10 @@ def write(
     _manifest_text(path, manifest)  # before gigabytes are written
     chunks = {name: c if isinstance(c, Chunks) else _whole(c) for name, c in members.items()}
     try:
-        _replace(Path(os.path.realpath(path)), lambda f: _fill(path, f, manifest, chunks))
+        if path.exists() and not path.is_file():  # /dev/null, a pipe: there is no going back in one
+            raise PackageError(f"cannot write {path}: it is there and no file; choose another path")
+        with atomic.file(path, sync=True) as f:
+            _fill(path, f, manifest, chunks)
     except (OSError, ValueError) as e:  # ValueError: a path with NUL in it
         reason = getattr(e, "strerror", None) or e
         raise PackageError(f"cannot write {path}: {reason}; choose a folder that is there and has room") from e
@@ -128,30 +130,6 @@ def as_path(path: Any) -> Path:
         return Path(path)
     except TypeError as e:
         raise PackageError(f"path={path!r:.80}: takes a str or a pathlib.Path, such as 'model.reflib'") from e
-
-
-def _replace(path: Path, fill: Callable[[BinaryIO], None]) -> None:
-    """Fill a new file beside ``path`` and rename it there."""
-    if path.exists() and not path.is_file():  # a rename would put a file in the place of /dev/null
-        raise PackageError(f"cannot write {path}: it is there and no file; choose another path")
-    temporary = path.parent / f".new-{secrets.token_hex(8)}"
-    with temporary.open("xb") as f:
-        try:
-            fill(f)
-            f.flush()
-            os.fsync(f.fileno())  # else the name may reach the disk before what it names; and the disk may be full
-            f.close()
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
-    with contextlib.suppress(OSError):  # some file systems refuse: the file is there all the same
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def _fill(path: Path, f: BinaryIO, manifest: dict[str, Any], chunks: Mapping[str, Chunks]) -> None:

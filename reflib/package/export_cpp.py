@@ -11,17 +11,15 @@ one arm. The same package gives the same files.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import secrets
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import atomic
 from ..errors import PackageError, ReflibError
 from ..ir.data import decode
 from ..ir.expr import Sym, expr
@@ -436,25 +434,13 @@ def _write(folder: Path, files: Mapping[str, bytes | memoryview]) -> Path:
         _check_folder(folder, target)
     except (OSError, RuntimeError) as e:  # RuntimeError: a link that leads to itself
         raise PackageError(f"cannot write {folder}: {getattr(e, 'strerror', None) or e}; choose another path") from e
-    new, old = (target.parent / f".{what}-{secrets.token_hex(8)}" for what in ("new", "old"))
     try:
-        for name, data in files.items():
-            (new / name).parent.mkdir(parents=True, exist_ok=True)
-            (new / name).write_bytes(data)
-        try:
-            if target.exists():
-                os.replace(target, old)
-            os.replace(new, target)
-        except BaseException:
-            if old.exists():
-                os.replace(old, target)
-            raise
+        with atomic.folder(target) as new:
+            for name, data in files.items():
+                (new / name).parent.mkdir(parents=True, exist_ok=True)
+                (new / name).write_bytes(data)
     except OSError as e:
         raise PackageError(f"cannot write {folder}: {e.strerror or e}; choose a folder with room") from e
-    finally:
-        for left in (new, old):
-            with contextlib.suppress(OSError):
-                shutil.rmtree(left)
     return folder
 
 

@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.processes import running, stat
+
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "REFLIB_BENCH_CHILD"
 OURS = uuid.uuid4().hex[:12]  # the first part of every mark of this process
@@ -103,21 +105,8 @@ def marked(mark: str, session: int) -> Iterator[int]:
         pid = int(folder.name)
         with contextlib.suppress(OSError):
             begins = any(v.startswith(wanted) for v in (folder / "environ").read_bytes().split(b"\0"))
-            if pid != os.getpid() and (begins or _stat(pid)[3] == str(session)):
+            if pid != os.getpid() and (begins or stat(pid)[3] == str(session)):
                 yield pid
-
-
-def running(pid: int) -> bool:
-    """A zombie has ended: all it waits for is its parent."""
-    try:
-        return _stat(pid)[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def _stat(pid: int) -> list[str]:
-    """State, parent, group, session, ..."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def run(module: str, words: list[str], timeout: float, environment: dict[str, str]) -> str:

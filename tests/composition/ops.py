@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from reflib import toolchain
+from tests import c_library
 
 NEGATED = "composition_in_c::negated"
 PROTOTYPE = "int32_t composition_negated(AtenTensorHandle x, AtenTensorHandle* out)"
 SHIMS = {NEGATED: PROTOTYPE}
 TEXT = """
-#include <stdint.h>
-typedef struct AtenTensorOpaque* AtenTensorHandle;
 extern "C" {
-int32_t aoti_torch_new_tensor_handle(AtenTensorHandle, AtenTensorHandle*);
-int32_t torch_call_dispatcher(const char*, const char*, uint64_t*, uint64_t);
 int32_t composition_calls = 0;
 
 int32_t composition_negated(AtenTensorHandle x, AtenTensorHandle* out) {
   AtenTensorHandle own;
   if (aoti_torch_new_tensor_handle(x, &own)) return 1;
   uint64_t stack[1] = {(uint64_t)own};
-  if (torch_call_dispatcher("aten::neg", "", stack, 2ull << 56 | 11ull << 48)) return 1;
+  if (torch_call_dispatcher("aten::neg", "", stack, VERSION)) return 1;
   *out = (AtenTensorHandle)stack[0];
   ++composition_calls;
   return 0;
@@ -40,11 +35,7 @@ int32_t composition_negated(AtenTensorHandle x, AtenTensorHandle* out) {
 @functools.cache
 def _made() -> tuple[Any, ctypes.CDLL, tempfile.TemporaryDirectory[str]]:
     folder = tempfile.TemporaryDirectory(prefix="reflib-op-in-c-")
-    text, made = Path(folder.name, "op.cpp"), Path(folder.name, "op.so")
-    text.write_text(TEXT)
-    torch_cpu = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    command = [*toolchain.find_compiler(), "-O1", "-fPIC", "-shared", str(text), str(torch_cpu)]
-    subprocess.run([*command, "-Wl,--allow-shlib-undefined", "-o", str(made)], check=True, capture_output=True)
+    made = c_library.build(Path(folder.name, "op.so"), TEXT)
     torch.ops.load_library(str(made))
 
     @torch.library.custom_op(NEGATED, mutates_args=())

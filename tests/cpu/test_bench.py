@@ -17,6 +17,7 @@ from reflib.lab.ranking import ALL_CASES
 from reflib.lab.timing import Samples
 from tests.bench import children, matmul, matmul_report, matmul_worker, quiet
 from tests.bench.contenders import EAGER, PEER_MAX, TUNED, US
+from tests.processes import running
 
 # a worker in a session of its own, whose parent does not wait for it
 PARENT = """import subprocess, sys, time
@@ -43,14 +44,14 @@ def test_a_childs_workers_end_with_it(tmp_path: Path, module: tuple[str, dict[st
     name, environment = module
     with children.started(name, [str(tmp_path / "pid"), "600"], environment, subprocess.DEVNULL) as child:
         worker = worker_of(tmp_path / "pid")
-        assert children.running(worker)
-    assert child.returncode and not children.running(worker)
+        assert running(worker)
+    assert child.returncode and not running(worker)
 
 
 def test_a_child_that_ended_well_leaves_nothing(tmp_path: Path, module: tuple[str, dict[str, str]]) -> None:
     name, environment = module
     assert children.run(name, [str(tmp_path / "pid"), "0"], 60, environment) == ""
-    assert not children.running(worker_of(tmp_path / "pid"))
+    assert not running(worker_of(tmp_path / "pid"))
 
 
 def test_all_that_is_left_is_found(tmp_path: Path, module: tuple[str, dict[str, str]]) -> None:
@@ -60,7 +61,7 @@ def test_all_that_is_left_is_found(tmp_path: Path, module: tuple[str, dict[str, 
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         children.end_all()
-        assert not children.running(worker) and not children.running(child.pid) and other.poll() is None
+        assert not running(worker) and not running(child.pid) and other.poll() is None
     finally:
         other.kill()
         other.wait()

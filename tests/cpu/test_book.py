@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import resource
+import subprocess
 import sys
 from collections.abc import Iterator
 from html import unescape
@@ -18,6 +19,7 @@ import yaml
 
 import reflib
 from reflib import lab
+from reflib.errors import LabError
 from reflib.lab import book, book_checks, runner
 from reflib.lab import notebook as nb
 
@@ -41,6 +43,8 @@ figure = extension("reflib_figure")
 api = extension("reflib_api")
 
 
+HOME = "https://github.com/somebody/reflib"
+
 # ---- the built book
 
 
@@ -48,7 +52,7 @@ api = extension("reflib_api")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     """(the folder of pages, the seconds of processor that building them took)"""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    pages = book.build(ROOT, tmp_path_factory.mktemp("book")).parent
+    pages = book.build(ROOT, tmp_path_factory.mktemp("book"), named=HOME).parent
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return pages, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -105,6 +109,31 @@ def test_every_page_says_edition_and_commit_and_where_to_report(pages: Path) -> 
         assert re.search(rf"Edition {re.escape(reflib.__version__)}, commit <code>[0-9a-f]{{12}}\+?</code>", text), page
         assert "Report an error</a>" in text, page
         assert "prev-next-area" in text and "search-button" in text and "theme-switch" in text, page
+
+
+def test_chapters_open_in_colab_from_where_they_are(pages: Path) -> None:
+    for path in [*CHAPTERS, ROOT / "notebooks" / "start-here.ipynb"]:
+        at = f"somebody/reflib/blob/main/{path.relative_to(ROOT)}"
+        text = article(pages, f"notebooks/{path.stem}")
+        assert re.findall(r'<a href="(https://[^"]*)">(Open in Colab|Source)</a>', text) == [
+            (f"https://colab.research.google.com/github/{at}", "Open in Colab"),
+            (f"https://github.com/{at}", "Source"),
+        ]
+    assert "Open in Colab" not in text_of(pages, "book/glossary")
+
+
+def test_where_a_checkout_came_from(tmp_path: Path) -> None:
+    assert book.repository(tmp_path) == ""  # no checkout at all
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    assert book.repository(tmp_path) == ""
+    subprocess.run(["git", "-C", str(tmp_path), "remote", "add", "origin", "git@github.com:o/n.git"], check=True)
+    assert book.repository(tmp_path) == "https://github.com/o/n"
+    for named in ("https://github.com/a/b.c", "https://github.com/a/b.c.git", "https://github.com/a/b.c/"):
+        assert book.repository(tmp_path, named) == "https://github.com/a/b.c"
+    subprocess.run(["git", "-C", str(tmp_path), "remote", "set-url", "origin", "/srv/mirror"], check=True)
+    assert book.repository(tmp_path) == ""  # no reader can go there
+    with pytest.raises(LabError, match="OWNER/NAME"):
+        book.repository(tmp_path, "https://example.org/n")
 
 
 def test_parts_have_overviews_and_chapters_are_numbered_on_and_on(pages: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,12 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
 import reflib
-from reflib import toolchain
 from reflib.c_shims import Shim, parse
 from reflib.errors import OptionError
 from reflib.options import Options
 from reflib.wrap import host
 from reflib.wrap.aten import in_python, number, quoted
+from tests import c_library
 
 pytestmark = pytest.mark.skipif(bool(host.why_not()), reason="no C++ wrapper here")
 
@@ -194,20 +193,7 @@ def test_text_in_cpp() -> None:
 
 # -- ops and functions of a C library ------------------------------------------------------------------
 LIBRARY = r"""
-#include <stdint.h>
-typedef struct AtenTensorOpaque* AtenTensorHandle;
-typedef void* Library;
 extern "C" {
-int32_t aoti_torch_get_data_ptr(AtenTensorHandle, void**);
-int32_t aoti_torch_get_sizes(AtenTensorHandle, int64_t**);
-int32_t aoti_torch_get_strides(AtenTensorHandle, int64_t**);
-int32_t aoti_torch_empty_strided(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, AtenTensorHandle*);
-int32_t aoti_torch_delete_tensor_object(AtenTensorHandle);
-int32_t aoti_torch_library_init_def(const char*, const char*, uint32_t, Library*);
-int32_t aoti_torch_library_init_impl(const char*, const char*, const char*, uint32_t, Library*);
-int32_t aoti_torch_library_def(Library, const char*);
-int32_t torch_library_impl(Library, const char*, void (*)(uint64_t*, uint64_t, uint64_t), uint64_t);
-
 int32_t calls = 0;
 
 // x * by + the sum of `more`, plus other[0] if there is one; x is a vector
@@ -232,6 +218,7 @@ int32_t rtest_scale_shim(AtenTensorHandle x, double by, const int64_t* more, int
 
 int32_t rtest_new_shim(AtenTensorHandle x, AtenTensorHandle* out) { return 1; }
 uint64_t rtest_new_shim_version(void) { return 99ull << 56; }
+}
 
 // zeros by columns, whatever was promised
 static void by_columns(uint64_t* stack, uint64_t, uint64_t) {
@@ -244,15 +231,6 @@ static void by_columns(uint64_t* stack, uint64_t, uint64_t) {
   aoti_torch_delete_tensor_object((AtenTensorHandle)stack[0]);
   stack[0] = (uint64_t)out;
 }
-}
-
-static int registered = [] {
-  Library d, m;
-  aoti_torch_library_init_def("rtest_aten", __FILE__, 1, &d);
-  aoti_torch_library_def(d, "by_columns(Tensor x) -> Tensor");
-  aoti_torch_library_init_impl("rtest_aten", "CPU", __FILE__, 1, &m);
-  return torch_library_impl(m, "by_columns", by_columns, 2ull << 56 | 11ull << 48);
-}();
 """
 OP = "rtest_aten::scale"
 PROTOTYPE = (
@@ -265,11 +243,8 @@ PROTOTYPE = (
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library, loaded; ``rtest_aten::scale`` is an op in Python, and its function in C is in the library."""
     folder = tmp_path_factory.mktemp("library")
-    (folder / "rtest.cpp").write_text(LIBRARY)
-    torch_cpu = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    made = folder / "rtest.so"
-    command = [*toolchain.find_compiler(), "-O1", "-fPIC", "-shared", str(folder / "rtest.cpp"), str(torch_cpu)]
-    subprocess.run([*command, "-Wl,--allow-shlib-undefined", "-o", str(made)], check=True, capture_output=True)
+    ops = {"rtest_aten::by_columns": "by_columns(Tensor x) -> Tensor"}
+    made = c_library.build(folder / "rtest.so", LIBRARY, ops)
     torch.ops.load_library(str(made))
 
     @torch.library.custom_op(OP, mutates_args=())

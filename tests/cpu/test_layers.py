@@ -10,7 +10,7 @@ import pytest
 # Each module or folder directly under reflib/ may import those to its left, and itself.
 STAGES = ["capture", "lower", "fuse", "choose", "plan", "generate", "wrap", "package"]
 # What the stages share, wherever they stand; it knows no stage.
-SHARED = {"errors", "options", "target", "logs", "cache", "toolchain", "timeline", "tables", "c_shims", "ir"}
+SHARED = {"atomic", "errors", "options", "target", "logs", "cache", "toolchain", "timeline", "tables", "c_shims", "ir"}
 ORDER = [*sorted(SHARED), *STAGES, "background", "pipeline", "aot", "jobs", "observe", "lab", "batch", "cli"]
 
 

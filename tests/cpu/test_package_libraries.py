@@ -8,28 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from reflib import toolchain
 from reflib.package.manifest import Library
+from tests import c_library
 
 # -- in C ---------------------------------------------------------------------------------------------------
 # `twice`, registered from C; and the C function of `thrice`, an op that Python registers
 IN_C = r"""
-#include <stdint.h>
-typedef struct AtenTensorOpaque* Tensor;
-typedef void* Library;
-extern "C" {
-int32_t aoti_torch_get_data_ptr(Tensor, void**);
-int32_t aoti_torch_get_numel(Tensor, int64_t*);
-int32_t aoti_torch_empty_strided(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Tensor*);
-int32_t aoti_torch_delete_tensor_object(Tensor);
-int32_t aoti_torch_library_init_fragment(const char*, const char*, uint32_t, Library*);
-int32_t aoti_torch_library_init_impl(const char*, const char*, const char*, uint32_t, Library*);
-int32_t aoti_torch_library_def(Library, const char*);
-int32_t torch_library_impl(Library, const char*, void (*)(uint64_t*, uint64_t, uint64_t), uint64_t);
-
-static int32_t times(Tensor x, float by, Tensor* out) {
+static int32_t times(AtenTensorHandle x, float by, AtenTensorHandle* out) {
   int64_t n, one = 1;
   float *from, *to;
   aoti_torch_get_numel(x, &n);
@@ -39,23 +25,14 @@ static int32_t times(Tensor x, float by, Tensor* out) {
   for (int64_t i = 0; i < n; ++i) to[i] = from[i] * by;
   return 0;
 }
-int32_t library_test_thrice(Tensor x, Tensor* out) { return times(x, 3, out); }
+extern "C" int32_t library_test_thrice(AtenTensorHandle x, AtenTensorHandle* out) { return times(x, 3, out); }
 
 static void twice(uint64_t* stack, uint64_t, uint64_t) {
-  Tensor out = nullptr;
-  times((Tensor)stack[0], 2, &out);
-  aoti_torch_delete_tensor_object((Tensor)stack[0]);
+  AtenTensorHandle out = nullptr;
+  times((AtenTensorHandle)stack[0], 2, &out);
+  aoti_torch_delete_tensor_object((AtenTensorHandle)stack[0]);
   stack[0] = (uint64_t)out;
 }
-}
-
-static int registered = [] {
-  Library d, m;
-  aoti_torch_library_init_fragment("library_test_c", __FILE__, 1, &d);
-  aoti_torch_library_def(d, "twice(Tensor x) -> Tensor");
-  aoti_torch_library_init_impl("library_test_c", "CPU", __FILE__, 1, &m);
-  return torch_library_impl(m, "twice", twice, 2ull << 56 | 11ull << 48);
-}();
 """
 PYTHON = """
 import torch
@@ -88,13 +65,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With my_ops.py, and in_c.so (what IN_C is compiled to), there and in a package of Python's."""
     where = tmp_path_factory.mktemp("library")
     (where / "my_ops.py").write_text(PYTHON)
-    (where / "in_c.cpp").write_text(IN_C)
     (where / "my_package").mkdir()
     (where / "my_package" / "__init__.py").touch()
-    torch_cpu = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    command = [*toolchain.find_compiler(), "-O1", "-fPIC", "-shared", str(where / "in_c.cpp"), str(torch_cpu)]
-    subprocess.run([*command, "-Wl,--allow-shlib-undefined", "-o", str(where / "in_c.so")], check=True)
-    (where / "my_package" / "_C.so").write_bytes((where / "in_c.so").read_bytes())
+    made = c_library.build(where / "in_c.so", IN_C, {"library_test_c::twice": "twice(Tensor x) -> Tensor"})
+    (where / "my_package" / "_C.so").write_bytes(made.read_bytes())
     return where
 
 

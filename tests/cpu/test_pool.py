@@ -26,6 +26,8 @@ from reflib.choose import pool as pool_module
 from reflib.choose.lock import device_lock, lock_name
 from reflib.choose.manager import child_path, ending
 from reflib.choose.pool import PRELOAD, Job, Pool, pool
+from tests import processes
+from tests.processes import soon
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -97,23 +99,9 @@ def fresh() -> Iterator[Callable[..., Pool]]:
         p.close()
 
 
-def alive(pid: int) -> bool:
-    """Zombies are not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def soon(condition: Callable[[], Any], seconds: float = 5.0) -> Any:
-    last = time.monotonic() + seconds
-    while not (found := condition()) and time.monotonic() < last:
-        time.sleep(0.005)
-    return found
-
-
 def gone(pids: list[int], seconds: float = 2.0) -> bool:
-    return soon(lambda: not any(map(alive, pids)), seconds)
+    """A pool that closes is quick about it."""
+    return processes.gone(pids, seconds)
 
 
 # -- jobs ---------------------------------------------------------------------------------------------
@@ -254,7 +242,7 @@ def test_the_children_of_a_worker_end_with_it(shared: Pool, how: str) -> None:
     job = Watch("run_children", "cuda:2", limit=0.5 if how == "hang" else 30.0, how=how).on(shared)
     children = job.first()["children"]
     if how == "cancel":
-        assert all(map(alive, children))
+        assert all(map(processes.running, children))
         shared.cancel(job.job)
     assert job.end()[0] == {"leave": "crashed", "hang": "hung", "cancel": "cancelled"}[how]
     assert gone([*children, job.first()["pid"]])
@@ -543,9 +531,8 @@ class Script:
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if f"REFLIB_TEST_MARK={self.mark}".encode() in (entry / "environ").read_bytes() and alive(
-                    int(entry.name)
-                ):
+                ours = f"REFLIB_TEST_MARK={self.mark}".encode() in (entry / "environ").read_bytes()
+                if ours and processes.running(int(entry.name)):
                     found.append(int(entry.name))
         return found
 

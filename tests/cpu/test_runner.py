@@ -21,6 +21,7 @@ from reflib.cli import cli
 from reflib.errors import LabError
 from reflib.lab import durations, executing, runner
 from reflib.lab import notebook as nb
+from tests.processes import gone
 
 PARAMETERS = 'device: str = "auto"  # where to run\nrows: int = 3  # how many\nscale: float = 1.0  # by how much'
 REPORT = """import json, os
@@ -180,18 +181,6 @@ def test_devices_are_counted_among_those_to_be_seen(monkeypatch: pytest.MonkeyPa
     assert runner.visible(["1"], "cuda") == [{"CUDA_VISIBLE_DEVICES": "1"}]
 
 
-def ended(pid: int) -> bool:
-    """Whether a process is gone within 5 s. One that nobody waits for may stay as a zombie."""
-    for _ in range(100):
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def test_a_kernel_that_no_longer_answers_is_killed(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stops at what papermill asks after the last cell, and would be waited for as long as for a cell."""
     silent = """import os, signal, subprocess, sys
@@ -217,7 +206,7 @@ handlers["kernel_info_request"] = lambda *request: os.kill(os.getpid(), signal.S
     result = executing.execute(path, checkout / "out", {}, "cpu", False)
     assert result.status == "ok" and time.monotonic() - start < 40
     pids = nb.read(checkout / "out" / "notebooks" / "d.ipynb").cells[0].outputs[0].text.split()
-    assert [ended(int(pid)) for pid in pids] == [True, True]
+    assert len(pids) == 2 and gone(map(int, pids))
 
 
 def test_stopping_ends_a_notebook_and_its_kernel(checkout: Path) -> None:
@@ -237,7 +226,7 @@ def test_stopping_ends_a_notebook_and_its_kernel(checkout: Path) -> None:
     result = executing.execute(path, checkout / "out", {}, "cpu", False, stop=stop)
     waiter.join()
     assert result.status == "interrupted" and result.seconds < 60
-    assert ended(int(pid.read_text()))
+    assert gone([int(pid.read_text())])
 
 
 def test_a_session_keeps_plain_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,16 +22,14 @@ GPU that is named by `--target`, a peer that crashed) is said on the page in the
 from __future__ import annotations
 
 import ast
-import contextlib
 import datetime
 import json
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reflib import atomic
 from reflib.errors import LabError
 from reflib.options import Options
 
@@ -114,15 +112,6 @@ def _check_writable(path: Path) -> None:
 def _write(path: Path, text: str) -> None:
     """All of it or nothing."""
     try:
-        fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-        try:
-            with os.fdopen(fd, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        atomic.write(path, text)
     except OSError as error:
         raise LabError(f"cannot write {path}: {error.strerror or error}") from error

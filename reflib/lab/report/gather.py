@@ -12,7 +12,7 @@ from reflib.ir.printer import dtype_name, format_buffer, format_node
 from reflib.ir.program import Choice, Dispatch, Extern, Program, Region, walk
 from reflib.lab import machine
 from reflib.lab.decision_chart import _by_default
-from reflib.lab.pictures import SPREAD, megabytes, moved_bytes, refusals
+from reflib.lab.pictures import SPREAD, megabytes, moved_bytes, op_names, refusals
 from reflib.lab.pictures import _count as count
 from reflib.lab.pictures import _layout as layout
 from reflib.lab.report.subject import Subject
@@ -157,12 +157,6 @@ def _fallbacks(program: Program) -> list[dict[str, Any]]:
         {"op": op, "reason": reason, "nodes": [n.name for n in nodes], "lines": _lines(nodes)}
         for (op, reason), nodes in found.items()
     ]
-
-
-def op_names(node: Any) -> list[str]:
-    """`add`, `mylib.product`: the ops a node came from; ATen's without namespace, all without overload."""
-    names = (o.op.removeprefix("aten.").rpartition(".")[0] or o.op for o in node.origins)
-    return list(dict.fromkeys(name.strip("_") for name in names)) or [node.name]
 
 
 def _lines(nodes: Iterable[Any]) -> str:

@@ -51,6 +51,8 @@ def load(spec: str, inputs: str = "", shapes: Sequence[str] = (), device: str = 
     LabError, with the user's own line where their code raised."""
     import torch
 
+    from reflib.observe.explain import original
+
     if inputs and shapes:
         raise LabError("--inputs names the arguments, --input describes them: say one of the two")
     wanted = pick_device(device) if device else None
@@ -74,12 +76,6 @@ def load(spec: str, inputs: str = "", shapes: Sequence[str] = (), device: str = 
     if wanted is not None:
         model, args, kwargs = _moved(model, args, kwargs, wanted)
     return Subject(spec, path, model, args, kwargs)
-
-
-def original(model: Any) -> Any:
-    """What was given to `torch.compile`, for what it returned."""
-    model = getattr(model, "_orig_mod", model)
-    return getattr(model, "_torchdynamo_orig_callable", model)
 
 
 # -- the file ---------------------------------------------------------------------------------------

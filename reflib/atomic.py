@@ -1,0 +1,107 @@
+"""Files and folders that are whole or not there, and as they were when writing them fails.
+
+    write     text or bytes
+    file      a file to write to, piece by piece
+    folder    a folder to fill
+
+What is new is made beside its place, in the same file system, and renamed at the end. So readers see all of it or
+nothing, a file that somebody mapped or is reading stays as it was, and a full disk costs nothing that was there before.
+A process that is killed may leave ``.new-*`` or ``.old-*``. A link stays one: what it leads to is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+def write(path: str | os.PathLike[str], data: str | bytes, rights: int | None = None) -> None:
+    """Write ``data`` (text as UTF-8) to ``path``. See ``file``. Raises OSError."""
+    content = data.encode() if isinstance(data, str) else data
+    with file(path, rights) as f:
+        f.write(content)
+
+
+@contextlib.contextmanager
+def file(path: str | os.PathLike[str], rights: int | None = None, sync: bool = False) -> Iterator[BinaryIO]:
+    """A binary file that takes the place of ``path`` when the ``with`` block ends without an exception.
+
+    ``rights``: its permissions (0o600); None: those of the file that is there, else what ``open`` gives a new one.
+    ``sync``: outlast a crash of the system too, which costs a wait for the disk.
+    What is there and is no file (a pipe, a terminal) cannot be replaced: it is written to as it is. Raises OSError.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        with path.open("wb") as f:
+            yield f
+        return
+    path = Path(os.path.realpath(path))
+    if rights is None:
+        with contextlib.suppress(FileNotFoundError):
+            rights = path.stat().st_mode & 0o777
+    new = _beside(path, "new")
+    with _opened(new, path) as f:
+        try:
+            if rights is not None:
+                os.fchmod(f.fileno(), rights)  # while it is empty: nobody reads what is to be private
+            yield f
+            f.flush()
+            if sync:
+                os.fsync(f.fileno())  # else the name may reach the disk before what it names
+            f.close()  # some file systems say only here that there is no room
+            os.replace(new, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                new.unlink()
+            raise
+    if sync:
+        _sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """An empty folder that takes the place of ``path``, whatever is in that, when the ``with`` block ends without an
+    exception. Between two renames there is neither; if the second fails, the old one is put back. Raises OSError."""
+    path = Path(os.path.realpath(path))
+    new, old = _beside(path, "new"), _beside(path, "old")
+    new.mkdir()
+    try:
+        yield new
+        try:
+            if path.exists():
+                os.replace(path, old)  # no folder is renamed onto one that is not empty
+            os.replace(new, path)
+        except BaseException:
+            if old.exists():
+                os.replace(old, path)
+            raise
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _beside(path: Path, what: str) -> Path:
+    """A name that nobody else has; without that of ``path``, which may be as long as a name can be."""
+    return path.parent / f".{what}-{secrets.token_hex(8)}"
+
+
+def _opened(new: Path, path: Path) -> BinaryIO:
+    try:
+        return new.open("xb")
+    except OSError as e:
+        raise OSError(e.errno, e.strerror, str(path)) from None  # the name that the user knows
+
+
+def _sync_folder(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # some file systems refuse: the file is there all the same
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
