@@ -594,7 +594,7 @@ def test_a_parent_that_is_killed_while_its_zygote_imports(script: Callable[..., 
     time.sleep(0.2)
     s.process.kill()
     s.process.wait()
-    assert s.nothing_left(1.0)
+    assert s.nothing_left(3.0)  # an import in C is not interrupted, and takes its time where cores are shared
 
 
 @pytest.mark.parametrize("end", ["sys.exit(0)", "raise RuntimeError", "os._exit(1)", "os.kill(os.getpid(), 15)"])
