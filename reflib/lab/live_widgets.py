@@ -73,11 +73,9 @@ def _widgets(shown: Live) -> Any:
         for name, values in shown.choices.items()
     }
     output = widgets.Output()
-
-    def put(result: Any) -> None:
-        output.clear_output(wait=True)
-        with output:
-            display(result)
+    # As data, not displayed into it: a client that plays the widget's part, as nbclient does, would answer the kernel
+    # in the middle of the cell, and now and then neither goes on.
+    output.append_display_data(shown.result)
 
     def moved(change: Any) -> None:
         output.clear_output(wait=True)
@@ -86,5 +84,4 @@ def _widgets(shown: Live) -> Any:
 
     for slider in sliders.values():
         slider.observe(moved, names="value")
-    put(shown.result)
     return widgets.VBox([*sliders.values(), output])
