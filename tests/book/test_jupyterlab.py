@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from reflib.lab import notebook as nb
+from reflib.lab import runner
 from tests.browsing import Watched, changes, picture
 
 pytest.importorskip("jupyterlab")
@@ -39,11 +41,23 @@ CHAPTER = [
 SETTINGS = {"@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"}}  # cells out of sight are drawn too
 
 
+def put_a_real_one(folder: Path) -> None:
+    """The chapter on measuring, as small as it gets, with no outputs yet."""
+    real = nb.read(runner.ROOT / "notebooks" / "measuring.ipynb")
+    for cell in (c for c in real.cells if c.cell_type == "code"):
+        cell.outputs, cell.execution_count = [], None
+        if "parameters" in cell.metadata.get("tags", []):
+            cell.source, changed = re.subn('megabytes: str = "auto"', 'megabytes: str = "1"', cell.source)
+            assert changed
+    nb.write(real, folder / "measuring.ipynb")
+
+
 @pytest.fixture(scope="module")
 def lab_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server of JupyterLab on one chapter, with settings and a runtime folder of its own."""
+    """A server of JupyterLab on two chapters, with settings and a runtime folder of its own."""
     folder = tmp_path_factory.mktemp("lab")
     nb.write(new_notebook(cells=CHAPTER), folder / "chapter.ipynb")
+    put_a_real_one(folder)
     (folder / "overrides").mkdir()
     (folder / "overrides" / "overrides.json").write_text(json.dumps(SETTINGS))
     own = {f"JUPYTER_{kind}_DIR": str(folder / kind.lower()) for kind in ("CONFIG", "DATA", "RUNTIME")}
@@ -54,7 +68,7 @@ def lab_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with open(folder / "log", "w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, env=environ, cwd=folder, start_new_session=True)
     try:
-        yield address(server, folder / "log") + "/lab/tree/chapter.ipynb"
+        yield address(server, folder / "log") + "/lab/tree/"
     finally:
         os.killpg(server.pid, signal.SIGTERM)  # its kernels with it
         server.wait(30)
@@ -71,22 +85,28 @@ def address(server: subprocess.Popen[bytes], log: Path) -> str:
     pytest.fail(f"JupyterLab did not start:\n{log.read_text()[-2000:]}")
 
 
-@pytest.fixture(scope="module")
-def chapter(browser: Any, lab_url: str) -> Iterator[Watched]:
-    """The chapter, with all cells run."""
+@contextlib.contextmanager
+def run_all(browser: Any, url: str) -> Iterator[Watched]:
+    """A notebook that is opened, and all its cells run until there is a slider to move."""
     watched = Watched(browser, {"width": 1280, "height": 1000})
     page = watched.page
     page.set_default_timeout(60_000)
-    page.goto(lab_url)
+    page.goto(f"{url}?reset")  # nothing that was open before
     page.wait_for_selector(".jp-Notebook .jp-CodeCell")
     page.locator("#jp-main-statusbar").get_by_text("Python 3 (ipykernel) | Idle").wait_for()
     if (which := page.locator(".jp-Dialog .jp-mod-accept")).count():  # a slow kernel is asked about
         which.click()
     page.locator("#jp-MainMenu").get_by_text("Run", exact=True).click()
     page.get_by_text("Run All Cells", exact=True).click()
-    page.wait_for_selector(".jp-OutputArea-output .noUi-handle")
+    page.wait_for_selector(".jp-OutputArea-output .noUi-handle", timeout=240_000)
     yield watched
     watched.context.close()
+
+
+@pytest.fixture(scope="module")
+def chapter(browser: Any, lab_url: str) -> Iterator[Watched]:
+    with run_all(browser, lab_url + "chapter.ipynb") as watched:
+        yield watched
 
 
 def test_all_cells_run_without_an_error(chapter: Watched) -> None:
@@ -113,3 +133,18 @@ def test_the_figure_is_moved_in_lab_as_in_the_book(chapter: Watched) -> None:
     assert changes(figure, lambda: page.keyboard.press("End"))
     assert "a: done at 4.00" in picture(figure)
     assert page.locator("details summary", has_text="The numbers behind the figure").is_visible()
+
+
+def test_a_chapter_of_the_book(browser: Any, lab_url: str) -> None:
+    """All of it runs, and its slider measures again."""
+    with run_all(browser, lab_url + "measuring.ipynb") as watched:
+        page = watched.page
+        live = page.locator(".jp-OutputArea-output:has(.noUi-handle)")
+        cells = live.locator("td, th")
+        assert ["torch.matmul", "1"] == [t.strip() for t in cells.all_inner_texts() if t.strip()][-3:-1]
+        live.locator(".noUi-handle").focus()
+        page.keyboard.press("ArrowRight")
+        cells.get_by_text("4", exact=True).wait_for()
+        page.locator("#jp-main-statusbar").get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=240_000)
+        assert page.locator("[data-mime-type='application/vnd.jupyter.error']").count() == 0
+        assert page.locator(".jp-Notebook .vega-embed").count() == 1  # the roofline to move along
