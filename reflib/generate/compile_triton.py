@@ -7,6 +7,7 @@ even imported, which saves most of a warm start.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -27,7 +28,7 @@ from ..errors import DeviceError, ToolchainError
 from ..target import Target
 from .kernel import Kernel
 
-_FORMAT = 5  # of the cached data; change it when Binary or how we compile changes
+_FORMAT = 6  # of the cached data; change it when Binary or how we compile changes
 _SCRATCH_ALIGN = 128
 
 _TYPES = {
@@ -153,7 +154,7 @@ def _compile(kernel: Kernel, target: Target, key: str) -> Binary:
     )
     options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages}
     try:
-        with _private_settings():
+        with _private_settings(), same_addresses():
             _this_thread.keep_loops = kernel.keep_loops
             compiled = _patiently(lambda: triton.compile(source, target=where, options=options))
     except Exception as e:
@@ -174,6 +175,25 @@ def _patiently(compile: Callable[[], Any], times: int = 20) -> Any:
             if "recursion depth mismatch" not in str(e):
                 raise
     return compile()
+
+
+_KEEP, _NOT_RANDOM = 0xFFFFFFFF, 0x0040000  # personality(2): ask, ADDR_NO_RANDOMIZE
+
+
+@contextlib.contextmanager
+def same_addresses() -> Iterator[None]:
+    """Processes that this thread starts meanwhile have their memory at the same addresses each time. NVIDIA's assembler
+    for Blackwell (ptxas 12.9, 13.0) numbers registers by them: the machine code of one and the same PTX for sm_100
+    came out in two or three variants. Where this may not be asked for (a container's rules, another system), nothing
+    is changed."""
+    personality = getattr(ctypes.CDLL(None), "personality", None)
+    before = -1 if personality is None else personality(ctypes.c_ulong(_KEEP))
+    changed = before != -1 and personality(ctypes.c_ulong(before | _NOT_RANDOM)) != -1
+    try:
+        yield
+    finally:
+        if changed:
+            personality(ctypes.c_ulong(before))
 
 
 def _binary(kernel: Kernel, target: Target, compiled: Any) -> Binary:

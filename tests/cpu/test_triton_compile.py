@@ -7,13 +7,14 @@ import pickle
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hand_loops import axis
 from triton_cases import BF16, F32, Case, kernel_cases, norm, op_cases, pointwise, rand, several
 
-from reflib import cache
+from reflib import cache, explain
 from reflib.choose.heuristics import choose_configs
 from reflib.errors import DeviceError, ToolchainError
 from reflib.generate import compile_triton
@@ -222,6 +223,30 @@ def test_damaged_entries_are_rebuilt() -> None:
 def test_binaries_name_no_path_of_this_machine() -> None:
     binary = compile_kernel(several(2).kernel("paths"), parse_target("sm_90"))
     assert str(cache.root()).encode() not in binary.image and str(cache.root()) not in binary.ptx
+
+
+def test_processes_that_are_started_have_the_same_addresses() -> None:
+    if subprocess.run(["setarch", "-R", "true"], capture_output=True).returncode:
+        pytest.skip("this container does not allow it")
+    own = Path("/proc/thread-self/personality")
+    before = own.read_text()
+    code = "print([line.split()[0] for line in open('/proc/self/maps')])"
+    with compile_triton.same_addresses():
+        first, second = (subprocess.check_output([sys.executable, "-S", "-c", code]) for _ in range(2))
+    assert first == second and own.read_text() == before
+
+
+def test_machine_code_for_blackwell_is_the_same_each_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if subprocess.run(["setarch", "-R", "true"], capture_output=True).returncode:
+        pytest.skip("this container does not allow it")
+    x, w, bias = (torch.randn(*shape, dtype=BF16) for shape in ((64, 256), (256, 256), (256,)))
+    found = explain(lambda x, w, b: x + torch.relu(torch.addmm(b, x, w)), x, w, bias, target="sm_100")
+    images = []
+    for i in range(6):
+        (tmp_path / str(i)).mkdir(mode=0o700)
+        monkeypatch.setenv("REFLIB_CACHE_DIR", str(tmp_path / str(i)))  # Triton keeps what it compiled in there
+        images.append(compile_kernel(found.kernels[0], parse_target("sm_100")).image)
+    assert len(set(images)) == 1
 
 
 def test_errors() -> None:
