@@ -141,7 +141,7 @@ def test_a_chapter_of_the_book(browser: Any, lab_url: str) -> None:
         page = watched.page
         live = page.locator(".jp-OutputArea-output:has(.noUi-handle)")
         cells = live.locator("td, th")
-        assert ["torch.matmul", "1"] == [t.strip() for t in cells.all_inner_texts() if t.strip()][-3:-1]
+        assert [t.strip() for t in cells.all_inner_texts() if t.strip()][-3:-1] == ["torch.matmul", "1"]
         live.locator(".noUi-handle").focus()
         page.keyboard.press("ArrowRight")
         cells.get_by_text("4", exact=True).wait_for()
