@@ -186,8 +186,8 @@ def same_addresses() -> Iterator[None]:
     for Blackwell (ptxas 12.9, 13.0) numbers registers by them: the machine code of one and the same PTX for sm_100
     came out in two or three variants. Where this may not be asked for (a container's rules, another system), nothing
     is changed."""
-    personality = getattr(ctypes.CDLL(None), "personality", None)
-    before = -1 if personality is None else personality(ctypes.c_ulong(_KEEP))
+    personality = getattr(ctypes.CDLL(None), "personality", lambda _: -1)  # Linux has it
+    before = personality(ctypes.c_ulong(_KEEP))
     changed = before != -1 and personality(ctypes.c_ulong(before | _NOT_RANDOM)) != -1
     try:
         yield
