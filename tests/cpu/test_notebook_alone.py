@@ -55,6 +55,6 @@ def test_a_chapter_alone_installs_what_it_needs(root: Path, tmp_path: Path, whee
     where = ("-c", "import reflib; print(reflib.__file__)")
     assert "No module named 'reflib'" in run(*where).stderr
     on_a_cpu = ("-p", "device", "cpu")
-    done = run("-m", "papermill", "start-here.ipynb", "out.ipynb", *small)
+    done = run("-m", "papermill", "start-here.ipynb", "out.ipynb", *on_a_cpu)
     assert done.returncode == 0, done.stderr[-3000:]
     assert Path(run(*where).stdout.strip()).is_relative_to(tmp_path / "fresh")
