@@ -1,6 +1,6 @@
 # What a reader types. Each target sets itself up first (tools/setup.py says what it downloads).
 # Settings: DEVICE=cpu|cuda  ONLY=fusion[,measuring]  P="-p name=value"  RUN="--sweep sweep.yaml"  N=5000
-#           J=2 (test processes)
+#           J=2 (test processes)  REPOSITORY=https://github.com/OWNER/NAME (of the book's links)
 SHELL := /bin/bash
 PYTHON ?= python3
 SETUP = @$(PYTHON) tools/setup.py
@@ -43,7 +43,7 @@ lab:  ## JupyterLab on the notebooks
 
 book:  ## the published book, from the committed notebooks, into _build/html
 	$(SETUP) book
-	@$(PY) -m reflib.cli book
+	@$(PY) -m reflib.cli book $(if $(REPOSITORY),--repository $(REPOSITORY))
 
 record:  ## execute the notebooks here and write their outputs back (on a GPU, before a commit)
 	$(SETUP) gpu

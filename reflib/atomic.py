@@ -7,11 +7,13 @@
 What is new is made beside its place, in the same file system, and renamed at the end. So readers see all of it or
 nothing, a file that somebody mapped or is reading stays as it was, and a full disk costs nothing that was there before.
 A process that is killed may leave ``.new-*`` or ``.old-*``. A link stays one: what it leads to is replaced.
+So is a file that may only be read, since it is the folder that changes; where that may not be written to, nothing is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -45,10 +47,10 @@ def file(path: str | os.PathLike[str], rights: int | None = None, sync: bool = F
         with contextlib.suppress(FileNotFoundError):
             rights = path.stat().st_mode & 0o777
     new = _beside(path, "new")
-    with _opened(new, path) as f:
+    with _opened(new, path, private=rights is not None) as f:
         try:
             if rights is not None:
-                os.fchmod(f.fileno(), rights)  # while it is empty: nobody reads what is to be private
+                os.fchmod(f.fileno(), rights)
             yield f
             f.flush()
             if sync:
@@ -56,8 +58,9 @@ def file(path: str | os.PathLike[str], rights: int | None = None, sync: bool = F
             f.close()  # some file systems say only here that there is no room
             os.replace(new, path)
         except BaseException:
-            with contextlib.suppress(OSError):
-                new.unlink()
+            for undo in (f.close, new.unlink):  # closing writes what is left, and says so where there is no room
+                with contextlib.suppress(OSError):
+                    undo()
             raise
     if sync:
         _sync_folder(path.parent)
@@ -68,8 +71,11 @@ def folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """An empty folder that takes the place of ``path``, whatever is in that, when the ``with`` block ends without an
     exception. Between two renames there is neither; if the second fails, the old one is put back. Raises OSError."""
     path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
     new, old = _beside(path, "new"), _beside(path, "old")
-    new.mkdir()
+    with _named(path):
+        new.mkdir()
     try:
         yield new
         try:
@@ -91,11 +97,23 @@ def _beside(path: Path, what: str) -> Path:
     return path.parent / f".{what}-{secrets.token_hex(8)}"
 
 
-def _opened(new: Path, path: Path) -> BinaryIO:
+def _opened(new: Path, path: Path, private: bool) -> BinaryIO:
+    """``private``: nobody else may open it before it has its permissions."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags, 0o600 if private else 0o666)
+
+    with _named(path):
+        return open(new, "xb", opener=opener)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Errors have the name that the user knows."""
     try:
-        return new.open("xb")
+        yield
     except OSError as e:
-        raise OSError(e.errno, e.strerror, str(path)) from None  # the name that the user knows
+        raise OSError(e.errno, e.strerror, str(path)) from None
 
 
 def _sync_folder(folder: Path) -> None:

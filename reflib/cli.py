@@ -163,7 +163,7 @@ def record(
 @click.option("--root", type=FOLDER, default=None, help="The checkout to use.  [default: reflib's own]")
 @click.option("--out", type=FOLDER, default=None, help="Where _build/html goes.  [default: the checkout]")
 @click.option("--strict/--lenient", default=True, help="Whether warnings are errors.")
-@click.option("--repository", default="", envvar="REPOSITORY", metavar="https://github.com/OWNER/NAME",
+@click.option("--repository", default="", envvar="REFLIB_REPOSITORY", metavar="https://github.com/OWNER/NAME",
               help="Where chapters are opened in Colab from.  [default: git's origin]")
 def book(root: Path | None, out: Path | None, strict: bool, repository: str) -> None:
     """Build the published book from the committed notebooks, executing nothing."""

@@ -75,7 +75,6 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def host_folders(root: Path) -> list[bytes]:
-    """How names of this machine's folders begin: none of them may be in a file that is for other machines."""
-    ours = [Path(tempfile.gettempdir()), Path.home()]
-    beside = {f"/{p.parts[1]}/" for p in ours if len(p.parts) > 1}  # other users' homes too
-    return [name.encode() for name in sorted({*beside, str(root), str(Path.cwd()), sysconfig.get_path("purelib")})]
+    """This machine's folders: none of them may be in a file that is for other machines."""
+    ours = {tempfile.gettempdir(), str(Path.home()), str(root), str(Path.cwd()), sysconfig.get_path("purelib")}
+    return [f"{name.rstrip('/')}/".encode() for name in sorted(ours - {"/"})]

@@ -136,7 +136,7 @@ def finish_page(app: Sphinx, page: str, template: str, context: dict[str, Any], 
 
 def launch(home: str, page: str) -> str:
     """A chapter elsewhere: in Colab, and its source. ``home``: https://github.com/OWNER/NAME. Words, not the usual
-    badges: a page fetches no picture from outside."""
+    badges: a page fetches no picture from outside. The branch is the one that is published from."""
     at = f"{home.removeprefix('https://github.com/')}/blob/main/{page}.ipynb"
     return (
         f'<p class="reflib-launch"><a href="https://colab.research.google.com/github/{at}">Open in Colab</a> '

@@ -28,7 +28,7 @@ from ..errors import DeviceError, ToolchainError
 from ..target import Target
 from .kernel import Kernel
 
-_FORMAT = 6  # of the cached data; change it when Binary or how we compile changes
+_FORMAT = 7  # of the cached data; change it when Binary or how we compile changes
 _SCRATCH_ALIGN = 128
 
 _TYPES = {
@@ -177,18 +177,19 @@ def _patiently(compile: Callable[[], Any], times: int = 20) -> Any:
     return compile()
 
 
-_KEEP, _NOT_RANDOM = 0xFFFFFFFF, 0x0040000  # personality(2): ask, ADDR_NO_RANDOMIZE
+_KEEP = 0xFFFFFFFF  # personality(2): only ask
+_FIXED = 0x0040000 | 0x0200000  # ADDR_NO_RANDOMIZE; ADDR_COMPAT_LAYOUT, whatever the limit of the stack is
 
 
 @contextlib.contextmanager
 def same_addresses() -> Iterator[None]:
     """Processes that this thread starts meanwhile have their memory at the same addresses each time. NVIDIA's assembler
-    for Blackwell (ptxas 12.9, 13.0) numbers registers by them: the machine code of one and the same PTX for sm_100
+    for Blackwell (ptxas 12.9 to 13.1) numbers registers by them: the machine code of one and the same PTX for sm_100
     came out in two or three variants. Where this may not be asked for (a container's rules, another system), nothing
     is changed."""
     personality = getattr(ctypes.CDLL(None), "personality", lambda _: -1)  # Linux has it
     before = personality(ctypes.c_ulong(_KEEP))
-    changed = before != -1 and personality(ctypes.c_ulong(before | _NOT_RANDOM)) != -1
+    changed = before != -1 and personality(ctypes.c_ulong(before | _FIXED)) != -1
     try:
         yield
     finally:

@@ -310,7 +310,7 @@ class MatmulPrinter:
             self.put(f"{d} = {text}")
             if self.body.masks[d]:
                 self.put(f"{d}mask = {d} < {self.size(size)}")
-        self.body.epilogue()
+        self.body.statements()
 
 
 def _ragged(size: Expr, block: int) -> bool:

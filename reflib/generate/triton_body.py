@@ -97,12 +97,11 @@ class PartPrinter:
         else:
             if self.space.mode == "reduction":
                 self._r_block("")
-            for i in range(len(self.space.body)):
-                self._statement(i)
+            self.statements()
         return self.lines
 
-    def epilogue(self) -> None:
-        """The statements alone, in tile mode: the product, ``y``, ``x`` (``z``) and their masks are bound already."""
+    def statements(self) -> None:
+        """They alone: the dimensions, their masks, and what a Template made are bound already."""
         for i in range(len(self.space.body)):
             self._statement(i)
 
@@ -173,17 +172,21 @@ class PartPrinter:
         Triton can see, breaks each access of 16 bytes into single elements, dealt out to threads as if it were whole:
         half the bandwidth for a bfloat16. Whole blocks need no mask."""
         n, x = self.space.x.size, self.space.x
-        if self.space.mode != "1d" or not self.masks["x"] or (n.constant or self.block["x"]) < self.block["x"]:
+        if self.space.mode != "1d" or not self.masks["x"] or self._sixteens(n):
             return False
-        known = dict(self.config.extras).get("divisible", ())
-        if all(c % 16 == 0 or any(isinstance(a, Sym) and a.name in known for a in m) for m, c in n.terms):
-            return False
+        if n.constant is not None and n.constant < self.block["x"]:
+            return False  # no block is whole
         moves = [s for s in self.space.body if isinstance(s, (Load, Store)) and s.buffer in aligned]
         return any(step(s.index, x) == 1 for s in moves)
 
+    def _sixteens(self, n: Expr) -> bool:
+        """Does Triton see that ``n`` is a multiple of 16?"""
+        known = dict(self.config.extras).get("divisible", ())
+        return all(c % 16 == 0 or any(isinstance(a, Sym) and a.name in known for a in m) for m, c in n.terms)
+
     def _whole_or_last(self) -> None:
         """The statements twice: without a mask, and for the last block with one."""
-        pid = f"pid{self.tag}" if self.many else "pid"
+        pid = f"pid{self.tag}"
         self.put(f"if {pid} * XBLOCK + XBLOCK <= {self.size(self.space.x.size)}:  # a whole block")
         self._under(False)
         self.put("else:")
@@ -193,7 +196,7 @@ class PartPrinter:
         self.masks["x"], self.indent, self.values = mask, self.indent + "    ", {}
         if mask:
             self._mask("x")
-        self.epilogue()
+        self.statements()
         self.indent = self.indent[4:]
 
     # -- passes ---------------------------------------------------------------------------------

@@ -20,13 +20,15 @@ from reflib.errors import LabError
 from reflib.lab import book_checks, durations, machine
 from reflib.lab import notebook as nb
 
-GITHUB = re.compile(r"(?:https://github\.com/|git@github\.com:)([\w.-]+/[\w.-]+?)(?:\.git)?/?")
+GITHUB = re.compile(r"(?:https://github\.com/|(?:ssh://)?git@github\.com[:/])([\w.-]+/[\w.-]+?)(?:\.git)?/?")
 
 
 def repository(root: Path, named: str = "") -> str:
     """https://github.com/OWNER/NAME: what the pages' "Open in Colab" and "Source" lead to. `named`, or where the
     checkout at `root` came from; "" when that is nowhere that a reader could go to. LabError for another `named`."""
     try:
+        if not named and Path(machine.git(root, "rev-parse", "--show-toplevel")) != root.resolve():
+            return ""  # a folder in a checkout of something else
         origin = named or machine.git(root, "remote", "get-url", "origin")
     except (OSError, subprocess.SubprocessError):
         return ""

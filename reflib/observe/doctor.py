@@ -138,7 +138,10 @@ def check_notebooks() -> Finding:
     lacking = [name for name in needed if importlib.util.find_spec(name) is None]
     if lacking:
         return Finding("Notebooks", False, f"missing {', '.join(lacking)}", "pip install 'reflib[batch]', or make run")
-    dask = f"Dask {importlib.metadata.version('distributed')}" if importlib.util.find_spec("distributed") else "no Dask"
+    try:
+        dask = f"Dask {importlib.metadata.version('distributed')}"
+    except importlib.metadata.PackageNotFoundError:
+        dask = "no Dask"
     papermill = f"papermill {importlib.metadata.version('papermill')}"
     return Finding("Notebooks", True, f"{papermill}; {dask} for several machines")
 

@@ -90,17 +90,19 @@ def run_all(browser: Any, url: str) -> Iterator[Watched]:
     """A notebook that is opened, and all its cells run until there is a slider to move."""
     watched = Watched(browser, {"width": 1280, "height": 1000})
     page = watched.page
-    page.set_default_timeout(60_000)
-    page.goto(f"{url}?reset")  # nothing that was open before
-    page.wait_for_selector(".jp-Notebook .jp-CodeCell")
-    page.locator("#jp-main-statusbar").get_by_text("Python 3 (ipykernel) | Idle").wait_for()
-    if (which := page.locator(".jp-Dialog .jp-mod-accept")).count():  # a slow kernel is asked about
-        which.click()
-    page.locator("#jp-MainMenu").get_by_text("Run", exact=True).click()
-    page.get_by_text("Run All Cells", exact=True).click()
-    page.wait_for_selector(".jp-OutputArea-output .noUi-handle", timeout=240_000)
-    yield watched
-    watched.context.close()
+    try:
+        page.set_default_timeout(60_000)
+        page.goto(f"{url}?reset")  # nothing that was open before
+        page.wait_for_selector(".jp-Notebook .jp-CodeCell")
+        page.locator("#jp-main-statusbar").get_by_text("Python 3 (ipykernel) | Idle").wait_for()
+        if (which := page.locator(".jp-Dialog .jp-mod-accept")).count():  # a slow kernel is asked about
+            which.click()
+        page.locator("#jp-MainMenu").get_by_text("Run", exact=True).click()
+        page.get_by_text("Run All Cells", exact=True).click()
+        page.wait_for_selector(".jp-OutputArea-output .noUi-handle", timeout=240_000)
+        yield watched
+    finally:
+        watched.context.close()
 
 
 @pytest.fixture(scope="module")

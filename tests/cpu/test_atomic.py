@@ -58,6 +58,41 @@ def test_permissions_are_those_of_open_and_of_before(tmp_path: Path) -> None:
         os.umask(old)
 
 
+def test_nobody_opens_what_is_to_be_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, fchmod, old = [], os.fchmod, os.umask(0)
+    monkeypatch.setattr(os, "fchmod", lambda fd, mode: (seen.append(os.fstat(fd).st_mode & 0o777), fchmod(fd, mode)))
+    try:
+        atomic.write(tmp_path / "a", "mine", rights=0o600)
+        atomic.write(tmp_path / "a", "as it was")
+    finally:
+        os.umask(old)
+    assert seen == [0o600, 0o600] and rights(tmp_path / "a") == 0o600
+
+
+def test_no_folder_takes_the_place_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("a file")
+    with pytest.raises(NotADirectoryError, match="a'"), atomic.folder(tmp_path / "a"):
+        pytest.fail("not begun")
+    with pytest.raises(FileNotFoundError, match="none/b'"), atomic.folder(tmp_path / "none" / "b"):
+        pytest.fail("not begun")
+    assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "a file"
+
+
+def test_what_went_wrong_first_is_said(tmp_path: Path) -> None:
+    """Not that there was no room for what had been written until then."""
+    code = """if True:
+        import resource, signal, sys
+        from reflib import atomic
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+        with atomic.file(sys.argv[1]) as f:
+            f.write(b"." * 100)
+            raise KeyError("first")
+    """
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a")], capture_output=True, text=True)
+    assert "KeyError: 'first'" in done.stderr.splitlines()[-1] and not os.listdir(tmp_path)
+
+
 def test_links_stay(tmp_path: Path) -> None:
     (tmp_path / "far").mkdir()
     for name in ("file", "folder"):

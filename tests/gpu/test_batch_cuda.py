@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from batching import checkout
 
 from reflib.batch import run as batch
+from tests.batching import checkout
 
 needed = [name for name in ("papermill", "ipykernel", "distributed") if importlib.util.find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(needed), reason=f"not installed here: {', '.join(needed)}")
