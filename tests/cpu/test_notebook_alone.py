@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from reflib.lab import notebook as nb
+
 lacking = [name for name in ("papermill", "ipykernel", "pip", "setuptools") if importlib.util.find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(lacking), reason=f"not installed here: {', '.join(lacking)}")
 
@@ -47,7 +49,10 @@ def python(tmp_path: Path) -> Path:
 def test_a_chapter_alone_installs_what_it_needs(root: Path, tmp_path: Path, wheels: Path, python: Path) -> None:
     alone = tmp_path / "alone"
     alone.mkdir()
-    shutil.copy(root / "notebooks" / "start-here.ipynb", alone)
+    notebook = nb.read(root / "notebooks" / "start-here.ipynb")
+    end = next(i for i, cell in enumerate(notebook.cells) if "lab.setup(" in cell.source)
+    notebook.cells = notebook.cells[: end + 1]  # the others are run elsewhere
+    nb.write(notebook, alone / "start-here.ipynb")
     environ = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
     environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # no kernel of the user's, which might be another Python
     environ |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_CONFIG_FILE": os.devnull}
