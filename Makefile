@@ -21,7 +21,7 @@ run:  ## execute every notebook on this machine and build a book of it (DEVICE=,
 	$(SETUP) run
 	@$(PY) -m reflib.cli run --device $(DEVICE) $(if $(ONLY),--only $(ONLY)) $(P) $(RUN)
 
-test:  ## everything that needs no GPU, about 25 minutes on 2 cores
+test:  ## everything that needs no GPU, about half an hour on 2 cores
 	$(SETUP) test
 	$(PY) -m pytest tests/cpu tests/book $(wildcard notebooks/*.ipynb) $(NBVAL) -n $(J) --dist loadfile $(PYTEST)
 
