@@ -1,6 +1,6 @@
 # What a reader types. Each target sets itself up first (tools/setup.py says what it downloads).
 # Settings: DEVICE=cpu|cuda  ONLY=fusion[,measuring]  P="-p name=value"  RUN="--sweep sweep.yaml"  N=5000
-#           J=2 (test processes)  REPOSITORY=https://github.com/OWNER/NAME (of the book's links)
+#           J=4 (test processes; all cores without it)  REPOSITORY=https://github.com/OWNER/NAME (of the book's links)
 SHELL := /bin/bash
 PYTHON ?= python3
 SETUP = @$(PYTHON) tools/setup.py
@@ -9,8 +9,10 @@ DEVICE ?= auto
 ONLY ?=
 P ?=
 N ?= 1000
-J ?= 2
+J ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() or 1)")
 NBVAL = --nbval-lax --nbval-current-env --nbval-cell-timeout 600
+# files stay whole, for what their tests share; those that take longest begin first (tests/conftest.py)
+SPREAD = --dist loadfile --no-loadscope-reorder
 
 .PHONY: help run test test-opinfo fuzz test-gpu lab book record bench bench-gpu wheels lint format clean
 
@@ -21,15 +23,15 @@ run:  ## execute every notebook on this machine and build a book of it (DEVICE=,
 	$(SETUP) run
 	@$(PY) -m reflib.cli run --device $(DEVICE) $(if $(ONLY),--only $(ONLY)) $(P) $(RUN)
 
-test:  ## everything that needs no GPU, about half an hour on 2 cores
+test:  ## everything that needs no GPU, 18 minutes on 2 cores
 	$(SETUP) test
-	$(PY) -m pytest tests/cpu tests/book $(wildcard notebooks/*.ipynb) $(NBVAL) -n $(J) --dist loadfile $(PYTEST)
+	$(PY) -m pytest tests/cpu tests/book $(wildcard notebooks/*.ipynb) $(NBVAL) -n $(J) $(SPREAD) $(PYTEST)
 
 test-opinfo:  ## PyTorch's own samples of every op, sharded and resumable (hours)
 	$(SETUP) test
 	$(PY) -m tests.opinfo $(OPINFO)
 
-fuzz:  ## N random graphs against eager
+fuzz:  ## N random graphs against eager, and N damaged packages
 	$(SETUP) test
 	REFLIB_FUZZ=$(N) $(PY) -m pytest tests/cpu -k fuzz -n $(J) -q
 

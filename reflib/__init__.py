@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from . import plugins as plugins  # fills the core's seams, by name; imports nothing else
+
 __version__ = "0.1.0"
 
 _EXPORTS = {
@@ -19,7 +21,7 @@ _EXPORTS = {
     "PackageError": "errors",
     "RegistrationError": "errors",
     "Options": "options",
-    "compile": "pipeline",  # not compile.py: importing a submodule would shadow the function
+    "compile": "api",  # not compile.py: importing a submodule would shadow the function
     "explain": "observe",
     "register_custom_op_autotuning": "lower.custom_ops",
     "CustomOpConfig": "lower.custom_ops",
@@ -31,13 +33,13 @@ _EXPORTS = {
 
 if TYPE_CHECKING:
     from .aot import aot_compile
+    from .api import compile
     from .background import tuning_progress, wait_for_tuning
     from .errors import OptionError, PackageError, ReflibError, RegistrationError
     from .lower.custom_ops import CustomOpConfig, register_custom_op_autotuning
     from .observe.explain import explain
     from .options import Options
     from .package.load import load
-    from .pipeline import compile
 
 __all__ = [
     "CustomOpConfig",

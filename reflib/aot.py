@@ -1,11 +1,11 @@
-"""``aot_compile``: a model as one file for many machines. The stages, once for each architecture.
+"""``aot_compile``: a model as one file for many machines. The later stages run once per architecture.
 
-    export -> lower -> (for each architecture: fuse -> choose -> plan -> generate) -> package
+    export -> lower -> (per architecture: fuse -> autotune -> schedule -> plan -> generate) -> package
 
-What differs between architectures comes after ``lower``: which products are worth a kernel of their own, which tilings
-fit, how a reduction is cut. Nothing is measured for a GPU that is not here; what a lookup table or the store of
-decisions knows about a GPU of that architecture is used. With ``autotune="blocking"`` what is for this machine's own
-GPU, and for CPUs, is measured here.
+Architectures differ in the stages after ``lower``: which matmuls get a generated kernel, which tilings fit, how a
+reduction is split. Nothing is measured for a GPU that is not in this machine; decisions for its architecture are taken
+from a lookup table or the store of decisions. With ``autotune="blocking"`` this machine's own GPU, and its CPU, are
+measured.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ def aot_compile(
     """Compile ``model`` for every architecture in ``archs`` and write it, with its weights, to ``path``.
 
     model: a module, a function, or a ``torch.export.ExportedProgram`` (then without args); for inference. It is
-        captured as it is: one in training mode goes on drawing its dropout and updating its statistics (a UserWarning
-        says so). Weights that nothing reads are left out.
+        captured as it is: in training mode, dropout and updates of statistics stay in it (with a UserWarning). Weights
+        that are not read are left out.
     args, kwargs: example arguments, a tuple and a dict; of tensors only dtype, shape and strides matter.
-    path: of the file; a link stays one, to the new file. dynamic_shapes: which sizes may change, as
-        ``torch.export.export`` takes it.
+    path: of the file; if it is a symbolic link, the link's target is replaced. dynamic_shapes: which sizes may change,
+        as ``torch.export.export`` takes it.
     archs: "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120" (all of these: "all"), "native" (the GPU of
-        this machine, else its CPU, all of it), "cpu" (any x86-64 with AVX2, or any 64-bit ARM), "gfx90a", "gfx942"
-        (compiled; not run yet). In any order: the same set makes the same bytes. The GPUs need not be in this machine,
-        nor need the model lie on one.
-    ptx: add assembly text, which the drivers of later NVIDIA GPUs compile themselves.
+        this machine, else its CPU with all its instructions), "cpu" (any x86-64 with AVX2, or any 64-bit ARM),
+        "gfx90a", "gfx942" (compiled; not run yet). In any order: the same set gives the same bytes. Neither the GPUs
+        nor a model on a GPU are needed.
+    ptx: add PTX, which the drivers of later NVIDIA GPUs compile.
     options: fields of :class:`reflib.Options`; the wrapper is C++.
 
-    Returns the path. Raises OptionError, CaptureError (the model cannot be exported), PackageError (it cannot be in a
-    package, or the file cannot be written: what was there before is still there), ToolchainError, DeviceError.
+    Returns the path. Raises OptionError, CaptureError (the model cannot be exported), PackageError (it cannot be
+    packaged, or the file cannot be written: an old file is kept), ToolchainError, DeviceError.
     """
     from .package.architectures import wanted
     from .package.build import Planned, build, ptx_target
@@ -67,12 +67,12 @@ def aot_compile(
     if training := next(iter(exported.values())).training:
         what = f"{getattr(model, '__name__', type(model).__name__)} is captured as it is in training"
         warnings.warn(f"{what}: {', '.join(training)}. For inference call model.eval() first", UserWarning, 2)
-    arms = []
+    variants = []
     for arch, target in [*((t.arch, t) for t in want.targets), *([("ptx", ptx_target())] if want.ptx else [])]:
         kind = "cuda" if target.is_gpu else "cpu"
         s = _stages(exported[kind].graph, programs[kind], opts, target)
-        arms.append(Planned(arch, target, kind, s.chosen, s.plan, s.kernels, want.here and not target.is_gpu))
-    return build(path, captured, arms, opts, shims)
+        variants.append(Planned(arch, target, kind, s.scheduled, s.plan, s.kernels, want.here and not target.is_gpu))
+    return build(path, captured, variants, opts, shims)
 
 
 def _options(given: Mapping[str, Any]) -> Options:

@@ -5,9 +5,9 @@
     folder    a folder to fill
 
 What is new is made beside its place, in the same file system, and renamed at the end. So readers see all of it or
-nothing, a file that somebody mapped or is reading stays as it was, and a full disk costs nothing that was there before.
-A process that is killed may leave ``.new-*`` or ``.old-*``. A link stays one: what it leads to is replaced.
-So is a file that may only be read, since it is the folder that changes; where that may not be written to, nothing is.
+nothing, a file that is mapped or being read stays as it was, and a full disk costs nothing that was there before.
+A process that is killed may leave ``.new-*`` or ``.old-*``. A link stays one: what it leads to is replaced. A read-only
+file is replaced too, since it is the folder that changes.
 """
 
 from __future__ import annotations
@@ -43,27 +43,24 @@ def file(path: str | os.PathLike[str], rights: int | None = None, sync: bool = F
             yield f
         return
     path = Path(os.path.realpath(path))
-    if rights is None:
-        with contextlib.suppress(FileNotFoundError):
-            rights = path.stat().st_mode & 0o777
+    if rights is None and path.exists():
+        rights = path.stat().st_mode & 0o777
     new = _beside(path, "new")
-    with _opened(new, path, private=rights is not None) as f:
-        try:
+    first = 0o666 if rights is None else 0o600  # private until it has its permissions
+    with _named(path):
+        f = open(new, "xb", opener=lambda name, flags: os.open(name, flags, first))  # noqa: SIM115 - closed below
+    try:
+        with f:  # some file systems report only when it is closed that there is no room
             if rights is not None:
                 os.fchmod(f.fileno(), rights)
             yield f
-            f.flush()
-            if sync:
-                os.fsync(f.fileno())  # else the name may reach the disk before what it names
-            f.close()  # some file systems say only here that there is no room
-            os.replace(new, path)
-        except BaseException:
-            for undo in (f.close, new.unlink):  # closing writes what is left, and says so where there is no room
-                with contextlib.suppress(OSError):
-                    undo()
-            raise
-    if sync:
-        _sync_folder(path.parent)
+            if sync:  # else the name may reach the disk before what it names
+                f.flush()
+                os.fsync(f.fileno())
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
 
 
 @contextlib.contextmanager
@@ -78,33 +75,20 @@ def folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         new.mkdir()
     try:
         yield new
-        try:
-            if path.exists():
-                os.replace(path, old)  # no folder is renamed onto one that is not empty
-            os.replace(new, path)
-        except BaseException:
-            if old.exists():
-                os.replace(old, path)
-            raise
+        if path.exists():
+            os.replace(path, old)  # no folder is renamed onto one that is not empty
+        os.replace(new, path)
     except BaseException:
+        if old.exists():
+            os.replace(old, path)
         shutil.rmtree(new, ignore_errors=True)
         raise
     shutil.rmtree(old, ignore_errors=True)
 
 
 def _beside(path: Path, what: str) -> Path:
-    """A name that nobody else has; without that of ``path``, which may be as long as a name can be."""
+    """An unused name; without that of ``path``, which may be as long as a name can be."""
     return path.parent / f".{what}-{secrets.token_hex(8)}"
-
-
-def _opened(new: Path, path: Path, private: bool) -> BinaryIO:
-    """``private``: nobody else may open it before it has its permissions."""
-
-    def opener(name: str, flags: int) -> int:
-        return os.open(name, flags, 0o600 if private else 0o666)
-
-    with _named(path):
-        return open(new, "xb", opener=opener)
 
 
 @contextlib.contextmanager
@@ -114,12 +98,3 @@ def _named(path: Path) -> Iterator[None]:
         yield
     except OSError as e:
         raise OSError(e.errno, e.strerror, str(path)) from None
-
-
-def _sync_folder(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # some file systems refuse: the file is there all the same
-        number = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)

@@ -1,16 +1,17 @@
 """Tuning while the program runs: ``autotune="background"``, ``reflib.wait_for_tuning``, ``reflib.tuning_progress``.
 
-A graph is compiled as with ``autotune="off"`` and runs. After its first call a thread asks workers about its choices,
-as "blocking" does before it. When all are decided the thread takes the graph through the later stages once more, waits
-until every kernel is compiled, and leaves a new callable. The *next call* finds it, on the thread that calls: there
-the kernels are loaded, and from then on they run. A call that comes while the stream is being captured runs the old
-ones; whatever was captured before goes on running them, so they stay loaded.
+A graph has two variants: *tuned*, whose predicate is that it is ready, and the fallback, compiled as with
+``autotune="off"``. After the first call a thread sends the graph's choices to the workers, as "blocking" does before
+it. When all are decided the thread takes the graph through the later stages once more and waits until every kernel is
+compiled. The *next call* finds the tuned variant ready: it loads the kernels, on its own thread, and from then on they
+run. A call during the capture of a CUDA graph runs the fallback; graphs captured earlier replay its kernels, so those
+stay loaded.
 
-The swap is one assignment: a call runs the old program or the new one, never half of each. Both have the same inputs,
-outputs, strides and aliases, so a forward graph and its backward may swap at different times.
+The swap is one assignment: a call runs one variant, never half of each. Both have the same inputs, outputs, strides and
+aliases, so a forward graph and its backward may swap at different times.
 
-Nothing is measured in this process: what no worker can have (``choose/isolation``) keeps its heuristic choice. What
-has been measured when the program ends is in the store of decisions, and used by the next one.
+Nothing is measured in this process: a choice that no worker can measure (``autotune/isolation``) keeps its heuristic
+variant. What has been measured when the program ends is in the store of decisions, and used by the next one.
 """
 
 from __future__ import annotations
@@ -23,20 +24,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 
 from .logs import get as logger
+from .pipeline import tunings
 from .timeline import Event
 
 if TYPE_CHECKING:
-    from .choose import Tuner
+    from .autotune import Tuner
 
 everything: WeakSet[Background] = WeakSet()
 _registering = threading.Lock()
-# What ``reflib.compile`` returned -> the tunings of its graphs.
-of_compiled: WeakKeyDictionary[Any, list[Background]] = WeakKeyDictionary()
 
 
 class Background:
@@ -44,12 +44,12 @@ class Background:
     ``swapped``, ``unchanged`` (the heuristics were right) or ``failed``."""
 
     def __init__(self, stages: Any, tune: Callable[[Background], Any]):
-        """stages: the compiled graph (``pipeline.Stages``). tune: what compiles it again, tuned; it sets ``tuner``."""
+        """stages: the fallback's (``pipeline.Stages``). tune: compiles the graph again, tuned; it sets ``tuner``."""
         self.stages, self._tune = stages, tune
         self.state, self.error, self.seconds = "waiting", "", 0.0
         self.tuner: Tuner | None = None
         self.tuned: Any = None
-        self.old: list[Any] = []  # callables that were swapped out: captured graphs may run their kernels
+        self.old: list[Any] = []  # fallbacks that were swapped out: captured graphs may replay their kernels
         self._lock, self._thread = threading.Lock(), None  # type: tuple[threading.Lock, threading.Thread | None]
         self.ended = threading.Event()
         with _registering:
@@ -71,27 +71,28 @@ class Background:
             same = [d.winner for d in tuned.decisions] == [d.winner for d in self.stages.decisions]
             self.tuned = tuned
             self.state = "unchanged" if same else "ready"
-        except BaseException as e:  # the program goes on as it is
+        except BaseException as e:  # the fallback stays
             self.state, self.error = "failed", f"{type(e).__name__}: {e}"
-            logger("choose").warning("tuning %s in the background failed: %s", self.stages.graph.name, self.error)
+            logger("autotune").warning("tuning %s in the background failed: %s", self.stages.graph.name, self.error)
         finally:
             self.seconds = time.perf_counter() - start
             self.ended.set()
 
 
-class Swapping:
-    """What is called: the heuristic program, later the tuned one."""
+class TunedOrFallback:
+    """A graph with two variants: the tuned one once it is ready, until then the fallback."""
 
-    def __init__(self, call: Callable[[list], Any], background: Background):
-        self._call, self.background = call, background
-        self._look, self._lock = True, threading.Lock()
+    def __init__(self, fallback: Callable[[list], Any], background: Background):
+        self._call, self.background = fallback, background
+        self._undecided, self._lock = True, threading.Lock()
 
     def __call__(self, args: list) -> Any:
-        if self._look:
-            return self._attend(args)
+        if self._undecided:
+            return self._check(args)
         return self._call(args)
 
-    def _attend(self, args: list) -> Any:
+    def _check(self, args: list) -> Any:
+        """The call that starts tuning, one before the tuned variant is ready, or the one that swaps it in."""
         b = self.background
         if b.state == "waiting":
             result = self._call(args)
@@ -102,7 +103,7 @@ class Swapping:
                 if b.state == "ready":
                     self._swap(b)
         if b.state in ("swapped", "unchanged", "failed"):
-            self._look = False
+            self._undecided = False
         return self._call(args)
 
     def _swap(self, b: Background) -> None:
@@ -111,12 +112,12 @@ class Swapping:
             b.tuned.call.load()
         except Exception as e:
             b.state, b.error = "failed", f"{type(e).__name__}: {e}"
-            logger("choose").warning("%s: its tuned kernels cannot be loaded: %s", b.stages.graph.name, b.error)
+            logger("autotune").warning("%s: its tuned kernels cannot be loaded: %s", b.stages.graph.name, b.error)
             return
         b.old.append(self._call)
         self._call = b.tuned.call
         b.state = "swapped"
-        logger("choose").info("%s: tuned kernels swapped in after %.1f s", b.stages.graph.name, b.seconds)
+        logger("autotune").info("%s: tuned kernels swapped in after %.1f s", b.stages.graph.name, b.seconds)
         b.stages.timeline.append(Event("swap", start, time.perf_counter() - start))
 
 
@@ -124,12 +125,12 @@ def _capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-# -- what users ask ---------------------------------------------------------------------------------
+# -- entry points -----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Progress:
-    """How far tuning is. ``done`` of ``total`` candidates; more may follow while something runs (a region that an
-    earlier winner changed). ``running``: choices being measured. ``finished``: nothing is left to do; what was tuned
-    runs from the next call on. ``failed``: why tuning a graph ended early. ``decisions``: what was decided, so far."""
+    """How far tuning is. ``done`` of ``total`` candidates; more may follow while something runs (a subprogram that an
+    earlier winner changed). ``running``: choices being measured. ``finished``: nothing is left to do; tuned variants
+    run from the next call on. ``failed``: why tuning a graph ended early. ``decisions``: what was decided so far."""
 
     done: int
     total: int
@@ -151,8 +152,8 @@ class Progress:
 
 
 def tuning_progress(compiled: Any = None) -> Progress:
-    """How far the tuning in the background is: of ``compiled`` (what ``reflib.compile`` returned), or of everything in
-    this process. Returns at once."""
+    """How far tuning in the background is, for ``compiled`` (what ``reflib.compile`` returned) or for this process.
+    Returns at once."""
     found = _tunings(compiled)
     counts = [b.tuner.count() for b in found if b.tuner is not None]
     running = [label for b in found if b.tuner is not None and b.state == "running" for label in b.tuner.running()]
@@ -172,8 +173,8 @@ def tuning_progress(compiled: Any = None) -> Progress:
 
 
 def wait_for_tuning(compiled: Any = None, timeout: float | None = None) -> Progress:
-    """Wait until tuning in the background has ended, or ``timeout`` seconds; with a bar in a notebook. Graphs that have
-    not been called yet begin to be tuned. What was tuned runs from the next call on.
+    """Wait until tuning in the background has ended, at most ``timeout`` seconds; with a bar in a notebook. Tuning of
+    graphs that have not been called yet starts. Tuned variants run from the next call on.
 
     compiled: what ``reflib.compile`` returned; None, or what ``torch.compile`` returned: everything in this process.
     Returns the progress; ``finished`` is False after a timeout, which is no error. Failures are in ``failed``.
@@ -196,14 +197,14 @@ def wait_for_tuning(compiled: Any = None, timeout: float | None = None) -> Progr
 def _tunings(compiled: Any) -> list[Background]:
     found = None
     if compiled is not None:
-        with contextlib.suppress(TypeError):  # what has no weak references was not made by reflib.compile
-            found = of_compiled.get(compiled)
+        with contextlib.suppress(TypeError):  # an object without weak references was not made by reflib.compile
+            found = tunings.get(compiled)
     with _registering:
         return list(everything if found is None else found)
 
 
 def _after_fork() -> None:
-    """In a forked child there is no thread that tunes: whoever calls or waits there starts another."""
+    """A forked child has no tuning thread: the next call, or wait, there starts one."""
     global _registering
     _registering = threading.Lock()
     for b in list(everything):
@@ -218,7 +219,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def _bar() -> Any:
-    """In a notebook, something that shows a Progress in one place; elsewhere nothing is shown."""
+    """In a notebook, a function that shows a Progress in one place; elsewhere it does nothing."""
     kernel = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if kernel is None or "IPKernelApp" not in kernel.config:
         yield lambda progress: None

@@ -1,5 +1,5 @@
-"""C functions that a user declared for ops (``Options.c_shims``): the declaration is read, checked against the op's
-schema. ``wrap.aten`` finds the function, and calls it.
+"""C functions that a user declared for ops (``Options.c_shims``): declarations are parsed and checked against the op's
+schema. ``wrap.aten`` finds and calls the functions.
 
 >>> parse("int32_t scale_shim(AtenTensorHandle x, double by, AtenTensorHandle* out);")
 Shim(symbol='scale_shim', parameters=(('AtenTensorHandle', 'x'), ('double', 'by'), ('AtenTensorHandle*', 'out')))
@@ -18,7 +18,7 @@ from .errors import OptionError
 
 _PROTOTYPE = re.compile(r'(?:extern\s+"C"\s+)?(\w+)\s+(\w+)\s*\(([^()]*)\)\s*;?')
 _PARAMETER = re.compile(r"((?:const\s+)?\w+(?:\s*\*)?)\s*(\w*)")
-# what the C parameters of an argument are; an optional one is a pointer, which may be null
+# the C type of an argument; an optional one is a pointer, which may be null
 _PLAIN = {
     "TensorType": "AtenTensorHandle", "IntType": "int64_t", "SymIntType": "int64_t", "FloatType": "double",
     "BoolType": "int32_t", "ScalarTypeType": "int32_t", "StringType": "const char*",
@@ -36,9 +36,9 @@ class Shim:
 
 
 def normalize(value: Any) -> tuple[tuple[str, str], ...]:
-    """The option as sorted pairs of an op's name and a prototype, which is itself such a value. What is known of the
-    ops already is checked. Raises OptionError."""
-    pairs = value.items() if isinstance(value, Mapping) else value
+    """The option as sorted pairs of an op's name and a prototype (which is itself a valid value). Declarations for ops
+    that are registered already are checked. Raises OptionError."""
+    pairs = value.items() if isinstance(value, Mapping) else value or ()
     try:
         given = [(_name(op), text) for op, text in pairs]
     except (TypeError, ValueError):
@@ -69,7 +69,7 @@ def parse(text: str, op: str = "") -> Shim:
 
 
 def check(name: str, op: torch._ops.OpOverload, shim: Shim) -> None:
-    """Are the parameters the op's arguments, in order, and then its results? Raises OptionError."""
+    """Raises OptionError unless the parameters are the op's arguments, in order, followed by its results."""
     head = f"option c_shims[{name!r}]"
     wanted: list[tuple[str, str]] = []  # (type, what for)
     for i, a in enumerate(op._schema.arguments):
@@ -94,7 +94,7 @@ def check(name: str, op: torch._ops.OpOverload, shim: Shim) -> None:
 
 
 def c_types(kind: Any) -> list[str] | None:
-    """The C parameters of an argument; None if there is no way to pass it."""
+    """The C parameters of an argument; None if it cannot be passed."""
     name = kind.kind()
     if name == "OptionalType":
         inner = kind.getElementType().kind()

@@ -5,8 +5,8 @@ Layout::
     <root>/<kind>/<key>-<digest><suffix>        root: $REFLIB_CACHE_DIR, else the platform's cache folder
 
 ``kind`` is a short word (``kernels``, ``cubin`` ...), ``key`` a hash of everything the content depends on,
-and ``digest`` a hash of the content itself. The name therefore says whether the file is whole: a damaged
-entry is seen, removed and built anew. An entry is written under another name and renamed, so no process ever
+and ``digest`` a hash of the content itself. A file that does not match its name is damaged:
+it is removed and built anew. An entry is written under another name and renamed, so no process ever
 sees half of one, and none is changed in place, so a library that another process has loaded stays as it was.
 
 The cache holds code that will run. It is therefore private (mode 0700) and refused when another user owns it.
@@ -53,7 +53,7 @@ def _default_root() -> Path:
         others = path.is_dir() and any(path.iterdir()) and not (path / _TAG).exists()
         if not others:
             return path
-        _check_private(path)  # who may write to it could exchange ours
+        _check_private(path)  # else other users could replace ours
         return path / "reflib"
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "reflib"

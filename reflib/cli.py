@@ -1,4 +1,4 @@
-"""The `reflib` command. Each of its commands parses its words and calls one function."""
+"""The `reflib` command. Each subcommand parses its arguments and calls one function."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def cli() -> None:
 
 
 def notebook_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What `run` and `record` share."""
+    """The options shared by `run` and `record`."""
     options = [
         click.option("--device", default="auto", show_default=True, envvar="DEVICE",
                      help="auto, cpu or cuda; only auto falls back."),
-        click.option("--only", default="", envvar="ONLY", help="Slugs of notebooks, with commas between."),
+        click.option("--only", default="", envvar="ONLY", help="Slugs of notebooks, separated by commas."),
         click.option("-p", "--parameter", "parameters", multiple=True, metavar="NAME=VALUE",
                      help="A parameter of the notebooks; may be repeated."),
         click.option("--root", type=FOLDER, default=None, help="The checkout.  [default: reflib's own]"),
@@ -40,7 +40,7 @@ def notebook_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def pairs(parameters: tuple[str, ...]) -> dict[str, str]:
-    """{'rows': '4096'} of ('rows=4096',)."""
+    """{'rows': '4096'} for ('rows=4096',)."""
     for text in parameters:
         if "=" not in text:
             raise click.BadParameter(f"{text!r} is not NAME=VALUE", param_hint="-p")
@@ -52,7 +52,7 @@ def slugs(only: str) -> list[str]:
 
 
 def checkout(root: Path | None) -> Path:
-    """The checkout with the notebooks; they are not part of an installed package."""
+    """The checkout with the notebooks, which an installed package lacks. Raises ClickException."""
     from reflib.lab import runner
 
     root = root or runner.ROOT
@@ -62,7 +62,7 @@ def checkout(root: Path | None) -> Path:
 
 
 def need(*modules: str) -> None:
-    """What an installation without the extra may lack."""
+    """Raise ClickException if modules of the extra `batch` are missing."""
     lacking = [name for name in modules if importlib.util.find_spec(name) is None]
     if lacking:
         raise click.ClickException(f"{', '.join(lacking)}: not installed; pip install 'reflib[batch]', or make run")
@@ -70,7 +70,7 @@ def need(*modules: str) -> None:
 
 @cli.command()
 def doctor() -> None:
-    """What this machine can and cannot do, and what would help."""
+    """Check what this machine supports, with remedies for what is missing."""
     from reflib.observe.doctor import doctor as examine
     from reflib.observe.doctor import report
 
@@ -82,17 +82,17 @@ def doctor() -> None:
 @cli.command()
 @notebook_options
 @click.option("--sweep", "sweep_file", type=click.Path(dir_okay=False, path_type=Path), default=None, metavar="FILE",
-              help="YAML: notebooks, and lists of values of parameters; their product is executed.")
+              help="YAML file: notebooks and lists of parameter values; runs all combinations.")
 @click.option("--out", type=FOLDER, default=None, help="Where results go.  [default: runs/<id>]")
 @click.option("--resume", default="", metavar="RUN",
-              help='Go on with a run (its folder, its name under runs/, or "last"): what is finished is not repeated.')
-@click.option("--retries", type=click.IntRange(0), default=0, show_default=True, help="Attempts more where one fails.")
+              help='Continue a run (its folder, its name under runs/, or "last"); finished jobs are skipped.')
+@click.option("--retries", type=click.IntRange(0), default=0, show_default=True, help="Attempts after a failure.")
 @click.option("--timeout", type=click.FloatRange(0, min_open=True), default=None, metavar="MIN",
-              help="Minutes of one notebook; then its kernel is killed.")
+              help="Time limit per notebook, in minutes.")
 @click.option("--workers", type=click.IntRange(1), default=None, metavar="N",
-              help="Notebooks at once on this machine.  [default: one a GPU; one on a CPU]")
+              help="Notebooks at the same time on this machine.  [default: one per GPU; one on a CPU]")
 @click.option("--scheduler", default="", metavar="ADDRESS", help="A Dask cluster to run on, such as tcp://10.0.0.1:8786.")
-@click.option("--book/--no-book", default=True, help="Build a book of this run, where each notebook is in it once.")
+@click.option("--book/--no-book", default=True, help="Build a book of this run, if it has each notebook once.")
 def run(
     device: str,
     only: str,
@@ -103,16 +103,16 @@ def run(
     timeout: float | None,
     **how: Any,
 ) -> None:
-    """Execute notebooks on this machine, or on a cluster, and sum up what they measured.
+    """Execute notebooks on this machine or on a cluster, and summarize their measurements.
 
-    --only takes paths of notebooks too. Parameters are checked before anything runs. Each job leaves its notebook,
-    its rows and its log in runs/<id>/jobs, and runs/<id>/summary.html compares them.
+    --only also accepts paths of notebooks. Parameters are checked before the first job. The notebook, rows and log of
+    each job are in runs/<id>/jobs; runs/<id>/summary.html compares the jobs.
     """
     need("papermill", "ipykernel", "nbformat", "yaml", "distributed")
     from reflib.batch import run as batch
 
     if resume and out:
-        raise click.BadParameter("a run that is resumed stays where it is", param_hint="--out")
+        raise click.BadParameter("a resumed run keeps its folder", param_hint="--out")
     given, limit = pairs(parameters), 60 * timeout if timeout else None
     only_these = [name.strip() for name in only.split(",") if name.strip()]
     root = checkout(root)
@@ -122,12 +122,12 @@ def run(
 @cli.command()
 @click.argument("a", type=click.Path(exists=True, path_type=Path))
 @click.argument("b", type=click.Path(exists=True, path_type=Path))
-@click.option("--fail-over", default=None, metavar="PERCENT", help="Exit with 1 when B is slower by more, such as 5%.")
+@click.option("--fail-over", default=None, metavar="PERCENT", help="Exit with 1 if B is slower by more, such as 5%.")
 def compare(a: Path, b: Path, fail_over: str | None) -> None:
-    """Compare what two runs measured: folders of `reflib run`, or of recordings.
+    """Compare the measurements of two runs: folders of `reflib run`, or of recordings.
 
-    Rows are the same when chapter, case, metric, sizes and parameters are. One is slower when it is by more than the
-    limit, and by more than the spreads. Exit status: 0, 1 with --fail-over when B is slower, 2 for bad input.
+    Rows are matched by chapter, case, metric, sizes and parameters. A row is slower if the difference exceeds the limit
+    and the spreads. Exit status: 0; 1 with --fail-over if B is slower; 2 for bad input.
     """
     from reflib.batch import compare as comparing
 
@@ -140,8 +140,8 @@ def compare(a: Path, b: Path, fail_over: str | None) -> None:
 @cli.command()
 @notebook_options
 @click.option("--out", type=FOLDER, default=None, help="Write there instead of notebooks/.")
-@click.option("--commit", default="", help="The commit to stamp, where there is no git.")
-@click.option("--devices", default="", help="GPUs, such as 0,1: a notebook at once on each, longest first.")
+@click.option("--commit", default="", help="The commit for the stamp, if there is no git.")
+@click.option("--devices", default="", help="GPUs, such as 0,1: run one notebook at a time on each, longest first.")
 def record(
     device: str,
     only: str,
@@ -164,9 +164,9 @@ def record(
 @click.option("--out", type=FOLDER, default=None, help="Where _build/html goes.  [default: the checkout]")
 @click.option("--strict/--lenient", default=True, help="Whether warnings are errors.")
 @click.option("--repository", default="", envvar="REFLIB_REPOSITORY", metavar="https://github.com/OWNER/NAME",
-              help="Where chapters are opened in Colab from.  [default: git's origin]")
+              help="Repository for the links to Colab.  [default: git's origin]")
 def book(root: Path | None, out: Path | None, strict: bool, repository: str) -> None:
-    """Build the published book from the committed notebooks, executing nothing."""
+    """Build the published book from the committed notebooks, without executing them."""
     from reflib.lab import book as books
     from reflib.lab import runner
 
@@ -178,18 +178,18 @@ def book(root: Path | None, out: Path | None, strict: bool, repository: str) -> 
 @click.argument("spec", metavar="FILE.py:NAME")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), default=Path("report.html"), show_default=True,
               help="The page.")
-@click.option("--json", "data", type=click.Path(dir_okay=False, path_type=Path), help="What is on the page, as JSON.")
-@click.option("--inputs", default="", metavar="NAME", help="The arguments: a value or function of the same file.")
+@click.option("--json", "data", type=click.Path(dir_okay=False, path_type=Path), help="Write the data as JSON too.")
+@click.option("--inputs", default="", metavar="NAME", help="The arguments: a value or function in the same file.")
 @click.option("--input", "shapes", multiple=True, metavar="128x256:float32",
-              help="An argument that is made here; may be repeated. Integers: 8x64:int64:0..31999.")
-@click.option("--device", default="", help="Move the model there.  [default: where the file puts it]")
-@click.option("--target", default=None, metavar="ARCH", help="Code for cpu, sm_90, gfx942 ...; it is not run.")
+              help="A random argument; may be repeated. Integers: 8x64:int64:0..31999.")
+@click.option("--device", default="", help="Move the model to this device.  [default: that of the file]")
+@click.option("--target", default=None, metavar="ARCH", help="Generate (not run) code for cpu, sm_90, gfx942 ...")
 @click.option("--wrapper", default=None, help="python, cpp or auto.")
-@click.option("--autotune", is_flag=True, help="Measure the candidates first.")
+@click.option("--autotune", is_flag=True, help="Measure candidates before generating the final code.")
 @click.option("--backward", is_flag=True, help="Gradients too.")
-@click.option("--dynamic/--static", default=None, help="Sizes as symbols, or fixed.")
+@click.option("--dynamic/--static", default=None, help="Symbolic or fixed sizes.")
 @click.option("--compare", multiple=True, type=click.Choice(["inductor", "max-autotune"]),
-              help="Time TorchInductor too.")
+              help="Also time TorchInductor.")
 @click.option("--no-measure", is_flag=True, help="Time nothing.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("-o", "settings", multiple=True, metavar="NAME=VALUE", help="A field of reflib.Options; may be repeated.")
@@ -198,38 +198,39 @@ def report(
     wrapper: str | None, autotune: bool, backward: bool, dynamic: bool | None, compare: tuple[str, ...],
     no_measure: bool, seed: int, settings: tuple[str, ...],
 ) -> None:
-    """Write what the compiler makes of your own model as one HTML page.
+    """Write a report on the compilation of your model as one HTML page.
 
-    NAME is a function of no arguments that returns (model, args) or (model, args, kwargs). With --input or --inputs it
-    is the model itself: a module, a class of module that needs no arguments, or a function. The file is executed.
+    NAME is a function without arguments that returns (model, args) or (model, args, kwargs). With --input or --inputs
+    it is the model itself: a module, a module class without required arguments, or a function. The file is executed.
     """
-    from reflib.lab.report import Request, parse_options, write
+    from reflib.lab.report import ReportRequest, parse_options, write
     from reflib.options import Options
 
     given = {"target": target, "wrapper": wrapper, "autotune": "blocking" if autotune else None}
     options = Options.make({**parse_options(settings), **{k: v for k, v in given.items() if v is not None}})
     command = "reflib " + shlex.join(sys.argv[1:])
-    request = Request(spec, inputs, shapes, device, seed, backward, dynamic, not no_measure, compare, command)
+    request = ReportRequest(spec, inputs, shapes, device, seed, backward, dynamic, not no_measure, compare, command)
     write(request, options, out, data, lambda line: click.echo(line, err=True))
     click.echo(f"report: {out}")
 
 
 @cli.group()
 def tune() -> None:
-    """What autotuning decided on this machine: show it, and move it between machines as JSON.
+    """Show autotuning decisions of this machine, and transfer them between machines as JSON.
 
-    Decisions are kept in the cache (REFLIB_CACHE_DIR). A table that is exported holds, for a device model, an op and
-    its sizes, the name of the candidate that won; no code.
+    Decisions are stored in the cache (REFLIB_CACHE_DIR). An exported table has the name of the winning candidate per
+    device model, op and sizes; it contains no code.
     """
 
 
 @tune.command("export")
 @click.argument("file", type=FILE, default="-")
-@click.option("--device", default=None, metavar="NAME", help="Decisions on this device model alone.")
+@click.option("--device", default=None, metavar="NAME", help="Only decisions for this device model.")
 def tune_export(file: str, device: str | None) -> None:
     """Write this machine's decisions to FILE as a portable table.  [default: -, standard output]"""
-    from reflib.choose.portable import decided, merge, write_table
-    from reflib.choose.store import store
+    from reflib.autotune.known import decided
+    from reflib.autotune.store import store
+    from reflib.tables import merge, write_table
 
     found = decided(store())
     table, conflicts = merge([found.on(device) if device else found])
@@ -237,7 +238,7 @@ def tune_export(file: str, device: str | None) -> None:
         there = ", ".join(found.devices()) or "none"
         raise click.ClickException(f"no decisions on {device!r}; the devices with decisions are: {there}")
     write_table(table, file)
-    more = f"; {counted(conflicts, 'older decision')} with other winners left out" if conflicts else ""
+    more = f"; {counted(conflicts, 'older decision')} with other winners omitted" if conflicts else ""
     click.echo(f"{counted(table.entries, 'decision')} to {named(file, 'standard output')}{more}", err=True)
 
 
@@ -246,14 +247,14 @@ def tune_export(file: str, device: str | None) -> None:
 def tune_import(files: tuple[str, ...]) -> None:
     """Read portable tables (-: standard input) into this machine's cache.
 
-    They are used for what was not measured here: where device model, op and sizes are the same and this version of
-    reflib has a candidate of the name. All files are checked before any is imported; of two entries about the same the
-    newer one stays.
+    Their entries are used where nothing was measured here, if device model, op and sizes are equal and this version of
+    reflib has a candidate with that name. All files are checked before any is imported. Of two entries for the same
+    key, the newer one is kept.
     """
-    from reflib.choose.portable import merge, read_table
-    from reflib.choose.store import store
+    from reflib.autotune.store import store
+    from reflib.tables import load_table, merge
 
-    tables = [read_table(file) for file in files]
+    tables = [load_table(file) for file in files]
     merged, conflicts = merge(tables)
     store().import_table(merged)
     for file, table in zip(files, tables):
@@ -268,34 +269,36 @@ def tune_import(files: tuple[str, ...]) -> None:
 @click.argument("out", type=FILE)
 @click.argument("files", type=FILE, nargs=-1, required=True)
 @click.option("--how", type=click.Choice(["newest", "fastest"]), default="newest", show_default=True,
-              help="Which of two entries about the same stays.")  # fmt: skip
+              help="Which of two entries for the same key is kept.")  # fmt: skip
 def tune_merge(out: str, files: tuple[str, ...], how: str) -> None:
     """Write the tables FILES as one, to OUT (-: standard output). Conflicts are listed."""
-    from reflib.choose.portable import merge, read_table, write_table
+    from reflib.tables import load_table, merge, write_table
 
-    table, conflicts = merge([read_table(file) for file in files], how)
+    table, conflicts = merge([load_table(file) for file in files], how)
     write_table(table, out)
     for line in conflicts:
         click.echo(f"conflict: {line}", err=True)
-    said = f"{counted(table.entries, 'decision')}, {counted(conflicts, 'conflict')}"
-    click.echo(f"{said}, to {named(out, 'standard output')}", err=True)
+    written = f"{counted(table.entries, 'decision')}, {counted(conflicts, 'conflict')}"
+    click.echo(f"{written}, to {named(out, 'standard output')}", err=True)
 
 
 @tune.command("show")
 @click.option("--op", default="", metavar="TEXT", help="Ops whose name contains TEXT.")
 def tune_show(op: str) -> None:
     """List decisions made here and imported ones."""
-    from reflib.choose.portable import shown
-    from reflib.choose.store import store
+    from reflib.autotune.known import decided
+    from reflib.autotune.store import store
+    from reflib.tables import Table
 
-    text = shown(store(), op)
+    here, imported = decided(store()).entries, store().imports().entries
+    text = Table((*here, *imported)).shown(lambda e: "here" if any(e is own for own in here) else "import", op)
     click.echo(text or (f"no decisions for an op with {op!r} in its name" if op else "no decisions"))
 
 
 @tune.command("clear")
 def tune_clear() -> None:
-    """Forget all decisions, imported ones too."""
-    from reflib.choose.store import store
+    """Delete all decisions, including imported ones."""
+    from reflib.autotune.store import store
 
     decisions, imported = store().clear()
     click.echo(f"removed {counted(range(decisions), 'decision')} and {imported} imported")
@@ -305,7 +308,7 @@ def tune_clear() -> None:
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="The manifest, as it is in the file.")
 def inspect(path: Path, as_json: bool) -> None:
-    """Show what is in the package PATH: arms, kernels, sizes, what runs on which GPU. Loads no code."""
+    """Show what is in the package PATH: variants, kernels, sizes, what runs on which GPU. Loads no code."""
     from reflib.package.inspect import inspect as look
 
     found = look(path)
@@ -315,9 +318,9 @@ def inspect(path: Path, as_json: bool) -> None:
 @cli.command("export-cpp")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.argument("folder", metavar="DIR", type=FOLDER)
-@click.option("--arch", default=None, metavar="ARCH", help="One arm only, such as sm_90.  [default: all for GPUs]")
+@click.option("--arch", default=None, metavar="ARCH", help="One variant only, such as sm_90.  [default: all for GPUs]")
 def export_cpp(path: Path, folder: Path, arch: str | None) -> None:
-    """Write the package PATH as a CMake project into DIR, which is new, empty, or of an export before.
+    """Write the package PATH as a CMake project into DIR, which is new, empty, or an earlier export.
 
     The project needs neither Python nor reflib; PyTorch's libraries only if the model calls ATen.
     """
@@ -325,6 +328,19 @@ def export_cpp(path: Path, folder: Path, arch: str | None) -> None:
 
     export(path, folder, arch)
     click.echo(f"cmake -G Ninja -S {folder} -B {folder}/build && cmake --build {folder}/build\nsee {folder}/README.md")
+
+
+@cli.command()
+@click.option("--copy", "folder", type=FOLDER, default=None, metavar="DIR",
+              help="Copy only the core into DIR, as a package to read, run and change.")
+def weekend(folder: Path | None) -> None:
+    """List the weekend core: its files in reading order, with lines, minutes and what to look for."""
+    from reflib import weekend as core
+
+    if folder is None:
+        click.echo(core.table())
+    else:
+        click.echo(f"{core.copy(folder)}: {core.lines():,} lines")
 
 
 def counted(things: Sized, noun: str) -> str:
@@ -337,7 +353,7 @@ def named(file: str, dash: str) -> str:
 
 
 def main() -> None:
-    """The console script: reflib's own errors are one line and exit status 2."""
+    """The console script: a ReflibError is printed in one line, with exit status 2."""
     try:
         cli()
     except ReflibError as error:

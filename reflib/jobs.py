@@ -1,13 +1,13 @@
-"""What worker processes do when candidates are tuned: functions of (state, data, say), all of it plain data.
+"""What worker processes do when candidates are tuned: functions of (state, data, say); data and results are pickled.
 
 ``compile_candidate`` runs in any worker and touches no device: the later stages up to ``generate``, then the compilers.
-What it leaves is in the on-disk cache, where the measuring worker and the user's process find it; what it returns is
-the compilers' own report, from which ``choose`` sees who cannot win.
+Its kernels stay in the on-disk cache, for the measuring worker and the user's process; it returns the compilers' own
+report, from which ``autotune`` sees which candidates cannot win.
 
 ``open``, ``try_one``, ``finish``, ``close`` run in a device's one measuring worker. A measurement (``measure.Session``)
-lives in its ``state`` between them, by its id; a worker that was replaced has none, and says so.
+lives in its ``state`` between them, by its id; a worker that was replaced has none, and answers ``gone``.
 
-(Beside pipeline.py, not in choose/: these are the whole compiler, as a process of its own.)
+(Beside pipeline.py, not in autotune/: these are the whole compiler, as a process of its own.)
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from .choose.decision import Candidate
-from .choose.measure import DeviceLost, Request, Session
+from .autotune import switches
+from .autotune.lock import device_lock
+from .autotune.measure import DeviceLost, Session
 from .ir.data import from_data
+from .ir.program import fallback_kernels
 from .options import Options
 from .target import Target, device_target
 
 State = dict[str, Any]
 Data = Mapping[str, Any]
 Say = Callable[[dict[str, Any]], None]
-LOST_EXIT = 86  # how a measuring worker ends whose device context a candidate has broken
+LOST_EXIT = 86  # exit code of a measuring worker whose device context a candidate has broken
 
 
 def begin(state: State, data: Data, say: Say) -> dict[str, Any]:
@@ -45,9 +46,11 @@ def begin(state: State, data: Data, say: Say) -> dict[str, Any]:
 
 def compile_candidate(state: State, data: Data, say: Say) -> dict[str, Any]:
     """data: ``program`` (``ir.data.to_data``), ``options`` (fields of Options), ``targets`` (kind of device ->
-    fields of its Target). Returns {kernels, reports}. Raises what a stage or a compiler raises."""
-    from .pipeline import generated
-    from .wrap.wrap import compile_cpp
+    fields of its Target). Returns {reports}. Raises what a stage or a compiler raises."""
+    from .autotune.report import report
+    from .generate.compile_triton import compile_kernel
+    from .tuning import generated
+    from .wrap.build import compile_cpp
 
     options = Options.make(dict(data["options"])).but(autotune="off")
     targets = {kind: Target(**fields) for kind, fields in data["targets"].items()}
@@ -55,78 +58,62 @@ def compile_candidate(state: State, data: Data, say: Say) -> dict[str, Any]:
     def target_of(device: torch.device) -> Target:
         return targets[device.type] if device.type in targets else device_target(device.type, device.index or 0)
 
-    _, kernels = generated(from_data(data["program"]), options, target_of)
-    first = [k for (_, arm), k in kernels.items() if arm == 0]
-    reports = []
-    for k in first:
-        if k.language == "triton" and k.grid != 0:
-            from .choose.report import report
-            from .generate.compile_triton import compile_kernel
-
-            found = report(compile_kernel(k, targets["cuda"]), targets["cuda"])
-            reports.append(None if found is None else found.to_data())
-    cpp = tuple(k for k in kernels.values() if k.language == "cpp")
-    if cpp:
+    scheduled, kernels = generated(from_data(data["program"]), options, target_of)
+    late = fallback_kernels(scheduled.nodes)
+    triton = [k for name, k in kernels.items() if name not in late and k.language == "triton" and k.grid != 0]
+    reports = [report(compile_kernel(k, targets["cuda"]), targets["cuda"]) for k in triton]
+    if cpp := tuple(k for k in kernels.values() if k.language == "cpp"):
         compile_cpp(cpp, options)
-    return {"kernels": len(first), "reports": reports}
+    return {"reports": reports}
 
 
 def open(state: State, data: Data, say: Say) -> dict[str, Any]:
-    """data: ``id``, ``request`` (``Request.to_json``), ``switches`` (``choose.switches.read``), ``known`` (rows of
-    those that are not to run). Makes inputs and the reference, tries the default: {row}."""
-    from .pipeline import build
-    from .wrap.runtime import zeros
+    """data: ``id``, ``request``, ``switches`` (``autotune.switches.read``), ``known`` (rows of candidates that are not
+    to run). Makes inputs and the reference, tries the default: {row}."""
+    from .tuning import build
+    from .wrap.zeros import zeros
 
     keep = ExitStack()
     keep.enter_context(zeros.for_a_while())  # the words of the graphs that measuring captures
-    session = Session(Request.from_json(data["request"]), build)
+    session = Session(data["request"], build)
     session.pulse = _pulse(say)
-    for row in data.get("known", ()):
-        session.given(Candidate(**row))
-    state.setdefault("sessions", {})[data["id"]] = session, keep, dict(data["switches"])
+    for row in data["known"]:
+        session.given(row)
+    state[data["id"]] = session, keep, dict(data["switches"])
     try:
-        return {"row": asdict(_guarded(session, data, state, say, session.open))}
+        return {"row": _guarded(state, data, say, session.open)}
     except BaseException:
         close(state, data, say)
         raise
 
 
 def try_one(state: State, data: Data, say: Say) -> dict[str, Any]:
-    """data: ``id``, ``name``; for one that is not in the request, ``program`` and ``patches``.
-    {row} or {gone: True}."""
-    session = _session(state, data)
-    if session is None:
+    """data: ``id``, ``name``. {row} or {gone: True}."""
+    if data["id"] not in state:
         return {"gone": True}
-    if "program" in data:
-        session.add(data["name"], data["program"], data.get("patches"))
-    row = _guarded(session, data, state, say, lambda: session.try_one(data["name"]))
-    return {"row": asdict(row)}
+    session = state[data["id"]][0]
+    return {"row": _guarded(state, data, say, lambda: session.try_one(data["name"]))}
 
 
 def finish(state: State, data: Data, say: Say) -> dict[str, Any]:
-    """The race: {result} (``Result.to_json``) or {gone: True}. The session is over."""
-    session = _session(state, data)
-    if session is None:
+    """The race: {result} or {gone: True}. The session is over."""
+    if data["id"] not in state:
         return {"gone": True}
     try:
-        return {"result": _guarded(session, data, state, say, session.finish).to_json()}
+        return {"result": _guarded(state, data, say, state[data["id"]][0].finish)}
     finally:
         close(state, data, say)
 
 
 def close(state: State, data: Data, say: Say) -> dict[str, Any]:
     """Give up a session's memory, on the device too."""
-    session, keep, _ = state.get("sessions", {}).pop(data["id"], (None, None, None))
-    if session is not None:
+    if data["id"] in state:
+        session, keep, _ = state.pop(data["id"])
         session.close()
         keep.close()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
     return {}
-
-
-def _session(state: State, data: Data) -> Session | None:
-    return state.get("sessions", {}).get(data["id"], (None,))[0]
 
 
 def _pulse(say: Say) -> Callable[[], None]:
@@ -142,17 +129,14 @@ def _pulse(say: Say) -> Callable[[], None]:
     return pulse
 
 
-def _guarded(session: Session, data: Data, state: State, say: Say, work: Callable[[], Any]) -> Any:
-    """Alone on the device while anything is timed, with torch's switches as they are where it was asked. A lost device
-    ends this process: nothing runs in it any more."""
-    from .choose import switches
-    from .choose.lock import device_lock
-
-    switches.write(state["sessions"][data["id"]][2])
+def _guarded(state: State, data: Data, say: Say, work: Callable[[], Any]) -> Any:
+    """Do ``work`` alone on the device, with torch's switches as they are in the parent. A lost device ends this
+    process: nothing runs in it any more."""
+    session, _, wanted = state[data["id"]]
+    switches.write(wanted)
     try:
         with device_lock(str(session.device), say):
             return work()
     except DeviceLost as e:
         say({"kind": "lost", "why": str(e)})
         os._exit(LOST_EXIT)
-

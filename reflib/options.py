@@ -1,4 +1,4 @@
-"""One frozen set of options, an argument of every stage that needs it. There are no others and no globals."""
+"""One frozen set of options, passed to every stage that needs it. (REFLIB_* in the environment: caches and logs.)"""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from .errors import OptionError
+from .seams import Seam
 
+# Options with a function that checks a value and makes it plain data; none: the value is kept as it is.
+NORMALIZE = Seam("options.NORMALIZE")
 _CHOICES = {
     "wrapper": ("python", "cpp", "auto"),
     "autotune": ("off", "blocking", "background"),
@@ -27,13 +30,13 @@ _TARGET = re.compile(r"^(cpu|sm_\d+a?|gfx[0-9a-f]+)$")
 
 @dataclass(frozen=True)
 class Options:
-    """How to compile. Every field has a default that is right for most uses.
+    """How to compile. Every field has a default that suits most uses.
 
-    wrapper: how the host code is written: ``python``; ``cpp``, which costs a call less and a second to build; ``auto``:
-        C++ where there is a compiler, else Python.
+    wrapper: how the host code is written: ``python``; ``cpp``, which takes a second to build and less time per call;
+        ``auto``: C++ where there is a compiler, else Python.
     autotune: ``off`` takes heuristic choices. ``blocking`` measures the candidates for matrix products and registered
-        ops before the first call. ``background`` calls at once what ``off`` would choose, measures while the program
-        runs, and swaps winners in at a later call (``reflib.wait_for_tuning``, ``reflib.tuning_progress``).
+        ops before the first call. ``background`` starts with what ``off`` chooses, measures while the program runs, and
+        swaps winners in at a later call (``reflib.wait_for_tuning``, ``reflib.tuning_progress``).
     target: None (the inputs' device), or ``cpu``, ``sm_90``, ``gfx942`` ...: stop after generating code, without
         such a device.
     verify: run the IR verifier after every stage.
@@ -46,18 +49,17 @@ class Options:
     combine_kernels: launch independent small pointwise kernels (an optimizer's parameters) as one.
     reuse_buffers: give a dead buffer's storage to a new one.
     inplace_buffers: let an elementwise kernel write over an input that dies there.
-    cuda_general_arm: build, when first needed, a second kernel for misaligned or huge inputs (False: raise).
     cpp_flags: more flags for the C++ compiler.
     num_decompose_k_splits: how many ways of splitting K to try for a matrix product with a long K (0: none).
-    decompose_k_threshold: how many times as long as M and as N a long K is.
+    decompose_k_threshold: K is long if it is this many times M and N.
         None, for these two: the environment's TORCHINDUCTOR_NUM_DECOMPOSE_K_SPLITS and
         TORCHINDUCTOR_DECOMPOSE_K_THRESHOLD, else 10 and 32.
     compile_threads: threads that compile kernels at once, and processes that compile candidates (0: one per core).
     isolate: measure candidates in processes of their own, which may crash or hang (False: here, one after another).
     candidate_seconds: for compiling a candidate, and again for checking and timing it; one that needs longer is
         ``hung``.
-    tuning_seconds: for all tuning of one graph; what is not known then is decided by what is.
-    tuning_idle_seconds: after so long without work the processes leave; they come back when there is some.
+    tuning_seconds: for all tuning of one graph; on timeout, choices are made from the results so far.
+    tuning_idle_seconds: worker processes without work for this long exit; new work starts them again.
     tuning_imports: files or modules that register ops, for those processes to import.
     cache_decisions: keep decisions on disk and use them again (None: unless REFLIB_CACHE_DECISIONS is 0).
     lookup_table: choices that are not measured: a file that ``reflib tune export`` wrote, or {op: {sizes: winner}}.
@@ -81,7 +83,6 @@ class Options:
     combine_kernels: bool = True
     reuse_buffers: bool = True
     inplace_buffers: bool = True
-    cuda_general_arm: bool = True
     cpp_flags: tuple[str, ...] = ()
     num_decompose_k_splits: int | None = None
     decompose_k_threshold: int | None = None
@@ -101,14 +102,9 @@ class Options:
         for name in ("cpp_flags", "tuning_imports"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
-        if self.lookup_table is not None:  # as text: options are compared, hashed and sent to workers
-            from .tables import normalize_lookup
-
-            object.__setattr__(self, "lookup_table", normalize_lookup(self.lookup_table))
-        if self.c_shims != ():
-            from .c_shims import normalize
-
-            object.__setattr__(self, "c_shims", normalize(self.c_shims or ()))
+        for f in fields(self):  # options are compared, hashed and sent to workers
+            if f.name in NORMALIZE and (value := getattr(self, f.name)) != f.default:
+                object.__setattr__(self, f.name, NORMALIZE[f.name](value))
 
     @classmethod
     def make(cls, options: Mapping[str, Any] | None = None, mode: str | None = None, **more: Any) -> Options:
@@ -123,7 +119,7 @@ class Options:
         if mode in ("max-autotune", "max-autotune-no-cudagraphs"):
             given.setdefault("autotune", "blocking")
         elif mode not in (None, "default"):
-            raise OptionError(f"unknown mode {mode!r}; reflib knows 'default' and 'max-autotune'")
+            raise OptionError(f"unknown mode {mode!r}; the modes are 'default' and 'max-autotune'")
         names = [f.name for f in fields(cls)]
         for name in given:
             if name not in names:
@@ -133,15 +129,15 @@ class Options:
         return cls(**given)
 
     def decompose_k(self) -> tuple[int, int]:
-        """(number of splits to try, threshold), with the environment consulted. Raises OptionError for what is no
-        number there."""
+        """(number of splits to try, threshold), from the option or the environment. Raises OptionError for a variable
+        that is not a number."""
         return tuple(  # type: ignore[return-value]
             given if (given := getattr(self, name)) is not None else _from_environment(variable, default)
             for name, (variable, default) in _ENVIRONMENT.items()
         )
 
     def keeps_decisions(self) -> bool:
-        """``cache_decisions``, with the environment consulted."""
+        """``cache_decisions``, or what the environment says."""
         if self.cache_decisions is None:
             return os.environ.get("REFLIB_CACHE_DECISIONS", "").strip() != "0"
         return self.cache_decisions
@@ -173,10 +169,8 @@ def _check(name: str, value: Any, default: Any) -> None:
     elif name in ("cpp_flags", "tuning_imports"):
         if not isinstance(value, (tuple, list)) or not all(isinstance(v, str) for v in value):
             raise OptionError(f"option {name}={value!r}: must be a list of strings")
-    elif name == "lookup_table":
-        return  # ``tables.normalize_lookup`` checks it
-    elif name == "c_shims":
-        return  # ``c_shims.normalize`` checks it
+    elif name in ("lookup_table", "c_shims"):
+        return  # checked by what ``NORMALIZE`` has for them
     elif name == "cache_decisions":
         if value not in (None, True, False):
             raise OptionError(f"option {name}={value!r}: must be True, False or None")

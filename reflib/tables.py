@@ -7,13 +7,13 @@ Format::
          "winner": "triton tiled 64x64x32 w4 s3", "time_us": 5.1, "default": "aten", "default_us": 6.9,
          "versions": {"torch": "2.13.0"}, "date": "2026-07-01T12:00:00+00:00"}]}
 
-``device``, ``op``, ``sizes`` and ``winner`` must be there. Two entries are about the same when device (``*``: any), op
-and sizes are, and dtypes and epilogue where both say them. Names of tensors and of run-time sizes do not count:
-``x[s0, 64]`` and ``arg0_1[s33, 64]`` are the same. Where several size ranges have winners of their own, ``winner`` has
-them all, in order: ``a | b``.
+``device``, ``op``, ``sizes`` and ``winner`` are required. Two entries are about the same thing when device (``*``:
+any), op and sizes are equal, and dtypes and epilogue where both give them. Names of tensors and of run-time sizes do
+not count: ``x[s0, 64]`` and ``arg0_1[s33, 64]`` are the same. Where several size ranges have winners of their own,
+``winner`` is a list: one name for each range, in order.
 
-A table comes from elsewhere, so every value is checked before any is used, and a name found in it is only ever
-*compared* with the names of candidates that the compiler made itself (``chosen``). None reaches a source text.
+A table comes from elsewhere, so every value is checked before any is used, and a name in it is only ever *compared*
+with the names of candidates that the compiler made itself (``chosen``). None reaches a source text.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from __future__ import annotations
 import difflib
 import functools
 import json
-import math
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from . import atomic
 from .errors import OptionError, ReflibError
 from .logs import get as logger
 
 FORMAT = 1
-LARGEST = 64 * 2**20  # bytes of a file
+LONGEST = 2000  # characters of a text in an entry
 ANY = "*"  # the device of an entry that holds for all
-BETWEEN = " | "  # winners of ranges
+Winner = str | tuple[str, ...]  # a candidate's name; for several ranges, one name for each
 
 
 class TableError(ReflibError, ValueError):
@@ -48,14 +49,14 @@ class TableError(ReflibError, ValueError):
 # -- entries ----------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Entry:
-    """One decision. ``time_us``, ``default_us``: microseconds a call of the winner and of the default, None if not
-    known. ``epilogue``: what was fused behind it; an entry with another still counts, after those with the same.
+    """One decision. ``time_us``, ``default_us``: microseconds per call of the winner and of the default, None if not
+    known. ``epilogue``: what was fused behind it; an entry with another one still counts, after those with the same.
     ``date``: ISO 8601, empty if not known."""
 
     device: str
     op: str
     sizes: str
-    winner: str
+    winner: Winner
     dtypes: str = ""
     epilogue: str = ""
     time_us: float | None = None
@@ -74,6 +75,16 @@ class Entry:
     @property
     def when(self) -> datetime:
         return _moment(self.date) if self.date else datetime.min.replace(tzinfo=UTC)
+
+    @property
+    def winner_text(self) -> str:
+        return self.winner if isinstance(self.winner, str) else " | ".join(self.winner)
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON data; what is not known is left out."""
+        data = {name: getattr(self, name) for name in _ORDER}
+        data |= {"winner": list(self.winner) if isinstance(self.winner, tuple) else self.winner}
+        return {k: v for k, v in data.items() if v not in ("", None, {}) or k in _NEEDED}
 
 
 def device_key(device: str) -> str:
@@ -120,44 +131,27 @@ class Table:
 
     entries: tuple[Entry, ...] = ()
 
-    @cached_property
-    def _index(self) -> dict[tuple[str, str], list[Entry]]:
-        out: dict[tuple[str, str], list[Entry]] = {}
-        for e in self.entries:
-            out.setdefault((e.key[1], e.key[2]), []).append(e)
-        return out
-
-    def entry(self, device: str, op: str, sizes: str, dtypes: str = "", epilogue: str = "") -> Entry | None:
-        """The entry that fits best: its own device before ``*``, then equal dtypes, then an equal epilogue, then the
-        newest, then the last. None if there is none, or ``sizes`` is no list of shapes."""
-        found = self.ranked(lambda e: e.key[0] == device_key(device), op, sizes, dtypes, epilogue)
-        return found[0] if found else None
-
     def ranked(
         self, own: Callable[[Entry], bool], op: str, sizes: str, dtypes: str = "", epilogue: str = ""
     ) -> list[Entry]:
-        """All entries that fit, the best first, as ``entry`` has it. ``own``: is this one of the device?"""
+        """All entries that fit, the best first: the device's ``own`` before ``*``, then equal dtypes, then an equal
+        epilogue, then the newest, then the last. None if ``sizes`` is no list of shapes."""
         try:
-            around = self._index.get((op_key(op), sizes_key(sizes)), [])
+            about = op_key(op), sizes_key(sizes)
         except ValueError:
             return []
         dtypes = dtypes_key(dtypes)
-
-        def rank(item: tuple[int, Entry]) -> tuple[bool, bool, bool, datetime, int]:
-            at, e = item
-            return (own(e), e.key[3] == dtypes, e.key[4] == epilogue, e.when, at)
-
         fitting = [
-            (at, e)
-            for at, e in enumerate(around)
-            if (own(e) or e.key[0] == ANY) and (not dtypes or e.key[3] in (dtypes, ""))
-        ]
-        return [e for _, e in sorted(fitting, key=rank, reverse=True)]
+            e for e in self.entries
+            if e.key[1:3] == about and (own(e) or e.key[0] == ANY) and (not dtypes or e.key[3] in (dtypes, ""))
+        ]  # fmt: skip
+        return sorted(fitting, key=lambda e: (own(e), e.key[3] == dtypes, e.key[4] == epilogue, e.when))[::-1]
 
-    def find(self, device_model: str, op: str, sizes: str, dtypes: str = "", epilogue: str = "") -> str | None:
-        """The winner's name, to be compared with names of candidates (``chosen``) and for nothing else; or None."""
-        found = self.entry(device_model, op, sizes, dtypes, epilogue)
-        return None if found is None else found.winner
+    def find(self, device_model: str, op: str, sizes: str, dtypes: str = "", epilogue: str = "") -> Winner | None:
+        """The winner of the entry that fits best, to be compared with names of candidates (``chosen``) and for nothing
+        else; or None."""
+        found = self.ranked(lambda e: e.key[0] == device_key(device_model), op, sizes, dtypes, epilogue)
+        return found[0].winner if found else None
 
     def on(self, device: str) -> Table:
         """The entries for a device model, as they name it."""
@@ -169,17 +163,30 @@ class Table:
 
     def to_data(self) -> dict[str, Any]:
         """The table as JSON data, in a fixed order; what is not known is left out."""
-        entries = sorted(self.entries, key=lambda e: (e.key, e.when, e.winner))
-        return {"format": FORMAT, "entries": [{k: v for k, v in _plain(e).items() if v not in ("", None, {})
-                or k in _NEEDED} for e in entries]}  # fmt: skip
+        entries = sorted(self.entries, key=lambda e: (e.key, e.when, e.winner_text))
+        return {"format": FORMAT, "entries": [e.to_data() for e in entries]}
 
     def to_text(self) -> str:
         """The table as the text of a file."""
         return json.dumps(self.to_data(), indent=1, ensure_ascii=False) + "\n"
 
+    def shown(self, source: Callable[[Entry], str], op: str = "") -> str:
+        """The entries whose op contains ``op`` as a text of aligned columns, sorted, for people; empty if there are
+        none. ``source``: the text of the last column."""
+        found = sorted((e for e in self.entries if op_key(op) in op_key(e.op)), key=lambda e: e.key)
+        lines = [_HEADS, *((*_cells(e), source(e)) for e in found)]
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        text = "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(line, widths)).rstrip() for line in lines)
+        return text if found else ""
 
-def _plain(e: Entry) -> dict[str, Any]:
-    return {name: dict(e.versions) if name == "versions" else getattr(e, name) for name in _FIELDS}
+
+_HEADS = ("op", "sizes", "winner", "us", "default", "default us", "device", "date", "from")
+
+
+def _cells(e: Entry) -> tuple[str, ...]:
+    sizes = " ".join(filter(None, (e.sizes, e.dtypes)))
+    us, default_us = ("-" if t is None else f"{t:.4g}" for t in (e.time_us, e.default_us))
+    return e.op, sizes, e.winner_text, us, e.default or "-", default_us, e.device, e.date[:10] or "-"
 
 
 def merge(tables: Iterable[Table], how: str = "newest") -> tuple[Table, list[str]]:
@@ -213,75 +220,57 @@ def _better(e: Entry, other: Entry, how: str) -> bool:
 def _said(e: Entry) -> str:
     time = "" if e.time_us is None else f"{e.time_us:.4g} us"
     known = ", ".join(filter(None, (time, e.date[:10])))
-    return f"{e.winner} ({known})" if known else e.winner
+    return f"{e.winner_text} ({known})" if known else e.winner_text
 
 
-# -- reading ----------------------------------------------------------------------------------------
-_LENGTHS = {
-    "device": 200, "op": 300, "sizes": 2000, "dtypes": 300, "epilogue": 1000, "winner": 2000, "default": 300,
-    "date": 40,
-}  # fmt: skip
-_NEEDED = ("device", "op", "sizes", "winner")
-_NUMBERS = ("time_us", "default_us")
-_FIELDS = (
+# -- files ------------------------------------------------------------------------------------------
+_ORDER = (
     "device", "op", "sizes", "dtypes", "epilogue", "winner", "time_us", "default", "default_us", "versions", "date",
 )  # fmt: skip
+_NEEDED = ("device", "op", "sizes", "winner")
 
 
 def load_table(source: str | os.PathLike[str] | Mapping[str, Any], name: str = "") -> Table:
-    """The table in a file, or in data as ``json.load`` gives it; ``name``: what messages call it.
-    Raises TableError: all of it is valid, or nothing is returned."""
+    """The table in a file (``-``: in standard input), or in data as ``json.load`` returns it; ``name``: what messages
+    call it. Raises TableError: all of it is valid, or nothing is returned."""
     if isinstance(source, Mapping):
         return _table(source, name or "the table")
-    path = Path(source)
     try:
-        if path.is_file() and path.stat().st_size > LARGEST:
-            raise TableError(_too_large(str(path)))
-        with open(path, "rb") as f:
-            data = f.read(LARGEST + 1)  # what is no file (a pipe) has no size
+        data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
     except OSError as e:
-        raise TableError(f"cannot read the table {path}: {e.strerror or e}") from e
-    return parse_table(data, name or str(path))
+        raise TableError(f"cannot read the table {source}: {e.strerror or e}") from e
+    return parse_table(data, name or ("standard input" if source == "-" else str(source)))
+
+
+def write_table(table: Table, file: str) -> None:
+    """Write a table; ``-``: to standard output. A file is written whole or left as it was. Raises TableError."""
+    data = table.to_text().encode()
+    if file == "-":
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+        return
+    try:
+        atomic.write(file, data)
+    except OSError as e:
+        raise TableError(f"cannot write the table {file}: {e.strerror or e}") from e
 
 
 def parse_table(text: bytes | str, name: str) -> Table:
     """The table in the text of a file. Raises TableError."""
-    if len(text) > LARGEST:
-        raise TableError(_too_large(name))
-    return _table(_parsed(text, name), name)
-
-
-def _too_large(name: str) -> str:
-    return f"{name} has more than {LARGEST // 2**20} MB, and no table of decisions has: is it the right file?"
-
-
-def _parsed(text: bytes | str, name: str) -> Any:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        out: dict[str, Any] = {}
-        for k, v in pairs:
-            if k in out:
-                raise ValueError(f"the key {k!r:.80} is there twice")
-            out[k] = v
-        return out
-
-    def refuse(word: str) -> Any:
-        raise ValueError(f"{word} is no JSON number")
-
     try:
-        text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
-        return json.loads(text, object_pairs_hook=once, parse_constant=refuse)
+        data = json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
     except (ValueError, RecursionError) as e:
-        why = "nested too deeply" if isinstance(e, RecursionError) else str(e)
-        raise TableError(f"{name} is not JSON: {why}; `reflib tune export` writes such a table") from e
+        raise TableError(f"{name} is not JSON: {e}; `reflib tune export` writes such a table") from e
+    return _table(data, name)
 
 
+# -- checking ---------------------------------------------------------------------------------------
 def _table(data: Any, name: str) -> Table:
     if not isinstance(data, Mapping) or "format" not in data:
         raise TableError(f'{name} is not a table of decisions: there is no "format"; `reflib tune export` writes one')
     if data["format"] != FORMAT or isinstance(data["format"], bool):
         raise TableError(f"{name} has format {data['format']!r:.80}; this version of reflib reads format {FORMAT}")
-    more = [k for k in data if k not in ("format", "entries")]
-    if more:
+    if more := [k for k in data if k not in ("format", "entries")]:
         raise TableError(f"{name}: unknown key {more[0]!r:.80}; a table has 'format' and 'entries'")
     entries = data.get("entries")
     if not isinstance(entries, (list, tuple)):
@@ -294,74 +283,70 @@ def entry_of(data: Any, where: str) -> Entry:
     if not isinstance(data, Mapping):
         raise TableError(f"{where}: must be an object with the keys {', '.join(_NEEDED)}")
     for k in data:
-        if k not in _FIELDS:
-            near = difflib.get_close_matches(str(k)[:80], _FIELDS, n=1)
+        if k not in _ORDER:
+            near = difflib.get_close_matches(str(k)[:80], _ORDER, n=1)
             raise TableError(f"{where}: unknown key {k!r:.80}" + (f"; did you mean {near[0]!r}?" if near else ""))
     for k in _NEEDED:
         if k not in data:
             raise TableError(f"{where}: key {k!r}: is missing")
-    values = {k: _value(k, v, f"{where}: key {k!r}") for k, v in data.items()}
+    values = {}
+    for k, v in data.items():
+        try:
+            values[k] = _checked(k, v)
+        except ValueError as e:
+            raise TableError(f"{where}: key {k!r}: {e}") from e
     return Entry(**values)
 
 
-def _value(key: str, value: Any, where: str) -> Any:
-    if key in _NUMBERS:
-        return _number(value, where)
+def _checked(key: str, value: Any) -> Any:
+    """The value of an entry's ``key``. Raises ValueError."""
+    if key in ("time_us", "default_us"):
+        if value is None or type(value) in (int, float) and 0 <= value < 1e15:
+            return value
+        raise ValueError(f"{value!r:.80} must be a time in microseconds")
     if key == "versions":
-        if not isinstance(value, Mapping) or len(value) > 20:
-            raise TableError(f"{where}: must be an object of at most 20 names and versions")
-        return {_text(k, 40, where): _text(v, 200, where) for k, v in value.items()}
-    text = _text(value, _LENGTHS[key], where)
-    if key in _NEEDED and key != "sizes" and not text.strip():
-        raise TableError(f"{where}: must not be empty")
-    try:
-        if key == "sizes":
-            sizes_key(text)
-        elif key == "date" and text:
-            _moment(text)
-    except ValueError as e:
-        raise TableError(f"{where}: {e}") from e
-    if key == "dtypes" and not re.fullmatch(r"[\w. ]*", text, re.ASCII):
-        raise TableError(f"{where}: {text!r} is not a list of dtypes such as 'float16 float16'")
+        if not isinstance(value, Mapping):
+            raise ValueError("must be an object of names and versions")
+        return {_text(k): _text(v) for k, v in value.items()}
+    if key == "winner" and isinstance(value, (list, tuple)) and value:
+        return tuple(_checked(key, name) for name in value)
+    text = _text(value)
+    if key in ("device", "op", "winner") and not text.strip():
+        raise ValueError("must not be empty")
+    if key == "sizes":
+        sizes_key(text)
+    if key == "date" and text:
+        _moment(text)
     return text
 
 
-def _text(value: Any, most: int, where: str) -> str:
+def _text(value: Any) -> str:
     """Printable and of a reasonable length: it will be shown in terminals and logs."""
     if not isinstance(value, str):
-        raise TableError(f"{where}: {value!r:.80} must be a text")
-    if len(value) > most:
-        raise TableError(f"{where}: has {len(value)} characters, at most {most} are allowed")
+        raise ValueError(f"{value!r:.80} must be a text")
+    if len(value) > LONGEST:
+        raise ValueError(f"has {len(value)} characters, at most {LONGEST} are allowed")
     if not value.isprintable():
         bad = next(c for c in value if not c.isprintable())
-        raise TableError(f"{where}: must not contain the character {bad!r}")
+        raise ValueError(f"must not contain the character {bad!r}")
     return value
 
 
-def _number(value: Any, where: str) -> float | None:
-    """Microseconds."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e15:
-        raise TableError(f"{where}: {value!r:.80} must be a time in microseconds")
-    return value if math.isfinite(value) else None
-
-
 # -- using what was found ---------------------------------------------------------------------------
-def chosen(winner: str, names: Sequence[str], ranges: int = 1, where: str = "a table") -> tuple[str, ...] | None:
-    """A winner's name from a table as names of candidates, one a range; None, and a line in the log that names the
-    nearest, if one of them is not among ``names``, the candidates there are. One name serves all ranges."""
-    wanted = [winner] if winner in names else winner.split(BETWEEN)
+def chosen(winner: Winner, names: Sequence[str], ranges: int = 1, where: str = "a table") -> tuple[str, ...] | None:
+    """A winner from a table as names of candidates, one for each range; a single name serves all ranges. None, and a
+    line in the log with the nearest name, if one of them is not among ``names``, the candidates that exist."""
+    wanted = (winner,) if isinstance(winner, str) else winner
     for name in wanted:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
-            _say_once(f"{where} says {name!r}, which is not among the {len(names)} candidates, so it does not count; "
+            _say_once(f"{where} has {name!r}, which is not among the {len(names)} candidates, so it does not count; "
                       f"the nearest is {', '.join(near) or 'none'}")  # fmt: skip
             return None
     if len(wanted) not in (1, ranges):
-        _say_once(f"{where} says {winner!r}, for {len(wanted)} ranges; there are {ranges}, so it does not count")
+        _say_once(f"{where} has winners for {len(wanted)} ranges; there are {ranges}, so it does not count")
         return None
-    return tuple(wanted) * (ranges if len(wanted) == 1 else 1)
+    return wanted * (ranges if len(wanted) == 1 else 1)
 
 
 @functools.lru_cache(1024)
@@ -378,7 +363,7 @@ def normalize_lookup(value: Any) -> str:
     """A value of the option as one canonical text, which is itself such a value; empty for None and empty ones.
 
     value: the path of a table, or ``{op: {sizes: winner}}``, which holds for any device. The file is read here, once:
-    what it says later does not count. Raises OptionError.
+    later changes do not count. Raises OptionError.
     """
     if value is None or (isinstance(value, (str, Mapping)) and not value):
         return ""
@@ -386,8 +371,7 @@ def normalize_lookup(value: Any) -> str:
         table, _ = merge([_given(value)])
     except TableError as e:
         raise OptionError(f"{_LOOKUP}: {e}; {_EXPECTED}") from e
-    kept = ("device", "op", "sizes", "winner", "dtypes", "epilogue", "date")  # of two models' entries the newer counts
-    plain = Table(tuple(Entry(**{k: getattr(e, k) for k in kept}) for e in table.entries))
+    plain = Table(tuple(replace(e, time_us=None, default="", default_us=None, versions={}) for e in table.entries))
     return json.dumps(plain.to_data(), sort_keys=True, separators=(",", ":")) if plain.entries else ""
 
 
@@ -410,8 +394,8 @@ def _given(value: Any) -> Table:
     return Table(tuple(entries))
 
 
-def lookup(text: str, device_model: str, op: str, sizes: str, dtypes: str = "", epilogue: str = "") -> str | None:
-    """What the option's text (``normalize_lookup``) says; None if nothing. For ``chosen``, as ``Table.find``."""
+def lookup(text: str, device_model: str, op: str, sizes: str, dtypes: str = "", epilogue: str = "") -> Winner | None:
+    """The winner in the option's text (``normalize_lookup``), as ``Table.find``; for ``chosen``."""
     return lookup_entries(text).find(device_model, op, sizes, dtypes, epilogue) if text else None
 
 

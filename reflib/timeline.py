@@ -1,6 +1,6 @@
-"""What ran when: every stage, compile, wait and measurement of a compilation, in whichever process it was.
+"""What ran when: every stage, compile, wait and measurement of a compilation, in whatever process.
 
-One clock for all: ``time.perf_counter()``, which counts from the same moment in every process of a machine.
+All times are of ``time.perf_counter()``, which counts from the same moment in every process of a machine.
 
     Timeline        a list of Events: a table as text and in a notebook; ``summary()``
     chrome_trace    the same in the Trace Event Format, which Perfetto and chrome://tracing open
@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from . import atomic
+from .logs import Event as Event
 
 KINDS = {
     "stage": "a stage of the pipeline",
@@ -27,33 +27,8 @@ KINDS = {
     "wait": "the pipeline waits for decisions",
     "lock": "waiting for another process that tunes the same",
 }
-WORK = ("stage", "compile", "measure")  # of these a track is busy
+WORK = ("stage", "compile", "measure")  # a track is busy during these
 SHOWN = 60  # events that the table lists
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that took time. Unpacks into its first three: ``for name, start, seconds in timeline``.
-
-    start: on ``time.perf_counter()``.   kind: one of KINDS.   status: "ok", "crashed", "hung", "pruned" ..., or "".
-    track: where: "main", "compile 3", "cuda:0"; for kind "queue", whose turn is waited for.
-    region: the region it was for, or "".
-    """
-
-    name: str
-    start: float
-    seconds: float
-    kind: str = "stage"
-    track: str = "main"
-    region: str = ""
-    status: str = ""
-
-    @property
-    def end(self) -> float:
-        return self.start + self.seconds
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.name, self.start, self.seconds))
 
 
 class Timeline(list[Event]):
@@ -141,7 +116,7 @@ def _covered(events: Iterable[Event]) -> float:
 
 
 def waiting(events: Iterable[Event]) -> list[tuple[float, int]]:
-    """(moment, how many jobs wait from then on) for the events of kind "queue", at each moment at which it changes."""
+    """(moment, how many jobs wait from then on), at each change, from the events of kind "queue"."""
     changes: dict[float, int] = {}
     for e in events:
         if e.kind == "queue":
@@ -162,9 +137,9 @@ SLACK = 1_000_000  # ns: two events that overlap by less are neighbours, whose e
 def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
     """The events in the Trace Event Format: open the file at ui.perfetto.dev.
 
-    One thread a track, with complete events (``X``) in µs after the first start. A track whose events overlap without
-    one lying within the other gets a second thread, because a thread's events must nest. Waits for a worker overlap
-    all the time: they are asynchronous events (``b``, ``e``) and a counter (``C``) of how many wait.
+    One thread per track, with complete events (``X``) in µs after the first start. A track whose events overlap without
+    nesting gets a second thread, because a thread's events must nest. Waits for a worker overlap all the time: they are
+    asynchronous events (``b``, ``e``) and a counter (``C``) of how many wait.
     """
     events = sorted(events, key=lambda e: (e.start, -e.seconds))
     begin = first_start(events)
@@ -173,7 +148,7 @@ def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
     for tid, label in enumerate(threads):
         out += [_metadata("thread_name", tid, name=label), _metadata("thread_sort_index", tid, sort_index=tid)]
     for tid, spans in enumerate(threads.values()):
-        out += [{**_head(s.event, "X", s.start), "tid": tid, "dur": (s.end - s.start) / 1e3} for s in spans]
+        out += [{**_head(e, "X", start), "tid": tid, "dur": (end - start) / 1e3} for start, end, e in spans]
     for number, e in enumerate(e for e in events if e.kind == "queue"):
         same = {"id": number, "tid": 0, "name": f"waits for {e.track}", "args": {"job": e.name, "region": e.region}}
         for phase, moment in (("b", e.start), ("e", e.end)):
@@ -197,47 +172,38 @@ def _head(e: Event, phase: str, start: int) -> dict[str, Any]:
     return {"name": e.name, "cat": e.kind, "ph": phase, "pid": 1, "ts": start / 1e3, "args": args}
 
 
-@dataclass(frozen=True)
-class _Span:
-    """An event's place in a thread, in ns after the first start."""
-
-    start: int
-    end: int
-    event: Event
+_Span = tuple[int, int, Event]  # an event's place in a thread: start and end in ns after the first start
 
 
 def _threads(events: Sequence[Event], begin: float) -> dict[str, list[_Span]]:
-    """label -> spans, each of which lies within an earlier one of its thread or after it. ``events``: by start, and
-    the longer first."""
+    """label -> spans, each within an earlier one of its thread or after it. ``events``: by start, longer first."""
     threads: dict[str, list[_Span]] = {}
     for track in track_order(events):
         lanes: list[list[_Span]] = []
         for e in (e for e in events if e.track == track):
-            start, end = _ns(e.start, begin), _ns(e.end, begin)
-            for lane in lanes:
-                if (span := _fitted(lane, start, end, e)) is not None:
-                    lane.append(span)
-                    break
-            else:
-                lanes.append([_Span(start, end, e)])
+            places = ((lane, _fitted(lane, _ns(e.start, begin), _ns(e.end, begin))) for lane in [*lanes, []])
+            lane, (start, end) = next((lane, place) for lane, place in places if place is not None)
+            if not lane:
+                lanes.append(lane)
+            lane.append((start, end, e))
         threads |= {track if i == 0 else f"{track} ({i + 1})": lane for i, lane in enumerate(lanes)}
     return threads
 
 
-def _fitted(lane: Sequence[_Span], start: int, end: int, e: Event) -> _Span | None:
-    """The event as the next span of ``lane``, cut where it overlaps by up to SLACK; None where it does not fit."""
-    for s in reversed(lane):
-        if s.end <= start + SLACK:
-            start = max(start, s.end)
-        elif end <= s.end + SLACK:
-            return _Span(start, max(start, min(end, s.end)), e)
+def _fitted(lane: Sequence[_Span], start: int, end: int) -> tuple[int, int] | None:
+    """The next span of ``lane``, cut where it overlaps by up to SLACK; None where it does not fit."""
+    for _, e, _ in reversed(lane):
+        if e <= start + SLACK:
+            start = max(start, e)
+        elif end <= e + SLACK:
+            return start, max(start, min(end, e))
         else:
             return None
-    return _Span(start, max(start, end), e)
+    return start, max(start, end)
 
 
 def track_order(events: Iterable[Event]) -> list[str]:
-    """The tracks: main first, then who compiles, by number, then devices."""
+    """The tracks: main first, then compile workers by number, then devices."""
 
     def place(track: str) -> tuple[int, int, str]:
         word, _, number = track.partition(" ")

@@ -1,9 +1,9 @@
-"""The C++ compiler: find it, learn which flags it takes, and turn generated source into a shared library.
+"""The C++ compiler: find it, probe which flags it accepts, and compile generated source to a shared library.
 
-What is found out about a compiler is kept in the cache, so a warm start runs no compiler at all.
+The results of probing are cached, so a warm start runs no compiler at all.
 
-OpenMP. torch brings its own OpenMP runtime, and two of them in one process means two pools of threads that
-fight for the cores. The library is therefore linked to the very file that torch loaded, where there is one.
+OpenMP. torch brings its own OpenMP runtime; a second one in the process would mean two thread pools competing for the
+cores. The library is therefore linked to the very file that torch loaded, where there is one.
 
 NB: never link with -ffast-math: it makes gcc add start-up code that flushes denormals to zero in the whole
 process. The flags here change no result except by fusing a multiply with an add.
@@ -32,8 +32,8 @@ REMEDY = (
     "install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install; "
     "conda: conda install -c conda-forge cxx-compiler) or name yours in the environment variable CXX"
 )
-# -fwrapv: integers wrap, as in torch. -fno-trapping-math, -fno-math-errno: nobody reads the flags or errno, so
-# branches around arithmetic may become selections, which loops must consist of to be vectorised.
+# -fwrapv: integers wrap, as in torch. -fno-trapping-math, -fno-math-errno: floating-point flags and errno are not read,
+# so branches around arithmetic may become selects, which vectorization needs.
 _BASE = (
     "-std=c++17",
     "-O3",
@@ -62,7 +62,7 @@ extern "C" float probe(const float* x, int64_t n, int threads) {
   return sum;
 }
 """
-# glibc's vector functions. All that cpp_header.h asks for came in glibc 2.35; linking says whether they are there.
+# glibc's vector functions. All that cpp_header.h uses came in glibc 2.35; linking shows whether they are there.
 _PROBE_VECTOR = """
 extern "C" __attribute__((simd("notinbranch"), const, nothrow)) float sinhf(float);
 extern "C" void probe(float* x) {
@@ -70,15 +70,15 @@ extern "C" void probe(float* x) {
   for (int i = 0; i < 1024; ++i) x[i] = sinhf(x[i]);
 }
 """
-# no symbols, no digest of them: equal input, equal bytes; and no copy of the compiler's runtime, which is tens of KB
+# no symbols and no build id: equal input, equal bytes; and no copy of the compiler's runtime, which is tens of KB
 REPRODUCIBLE = ("-s", "-Wl,--build-id=none", "-shared-libgcc")
-_UNIT_CHARS = 24_000  # generated text that is worth another compiler process
+_UNIT_CHARS = 24_000  # characters of generated text per compiler process
 
 
 @dataclass(frozen=True)
 class Compiler:
     """``command`` starts the compiler (``CXX`` may hold several words). ``flags`` compile, ``link`` links.
-    ``openmp``: how threads are had, in words; empty when kernels are single-threaded."""
+    ``openmp``: the source of threads, in words; empty when kernels are single-threaded."""
 
     command: tuple[str, ...]
     version: str
@@ -101,7 +101,7 @@ def find_compiler() -> tuple[str, ...]:
 
 
 def compiler() -> Compiler:
-    """The compiler and the flags it takes; asked once per compiler, CPU and OpenMP runtime, then cached."""
+    """The compiler and the flags it accepts; probed once per compiler, CPU and OpenMP runtime, then cached."""
     return _compiler(find_compiler(), str(cache.root()))
 
 
@@ -190,8 +190,8 @@ def _compile_failed(command: Sequence[str], done: subprocess.CompletedProcess[st
 
 # -- building ---------------------------------------------------------------------------------------
 def for_others(found: Compiler, instructions: Sequence[str]) -> Compiler:
-    """The same compiler, making code for other machines: for the named instruction sets only, and bound to no OpenMP
-    runtime (who loads it has one). Its output names nothing of this machine."""
+    """The same compiler with flags for other machines: the named instruction sets only, and no link to an OpenMP
+    runtime (the loading process has one). Its output contains nothing of this machine."""
     ours = ("-march=", "-mcpu=", "-mprefer-vector-width=")
     flags = tuple(f for f in found.flags if not f.startswith(ours))
     link = tuple(f for f in found.link if f.startswith("-l"))
@@ -204,8 +204,8 @@ def build_library(
 ) -> Path:  # fmt: skip
     """A shared library of ``source``, from the cache or freshly compiled.
 
-    ``source`` is one text, or the texts of functions that do not need each other: these are spread over several
-    compiler processes when there is enough to do. ``header`` goes in front of each.
+    ``source`` is one text, or the texts of independent functions, which are spread over several compiler processes when
+    they are large. ``header`` is prepended to each.
     """
     options = options or Options()
     texts = [source] if isinstance(source, str) else list(source)
@@ -222,7 +222,7 @@ def build_library(
 
 
 def _without_comments(text: str) -> str:
-    """Comments name the user's files and lines; the same code from another line is the same library."""
+    """For cache keys: comments name the user's files and lines, which do not change the library."""
     return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("//"))
 
 

@@ -15,7 +15,7 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 from reflib.lab import executing
 from reflib.lab import notebook as nb
-from reflib.lab.executing import Result
+from reflib.lab.executing import NotebookResult
 
 PARAMETERS = '''device: str = "auto"  # where to run
 size: int = 3  # how many (1 .. 1000)
@@ -66,7 +66,7 @@ class Stand:
         environment: Mapping[str, str] | None = None,
         stop: executing.Stop | None = None,
         limit: float | None = None,
-    ) -> Result:
+    ) -> NotebookResult:
         began = time.monotonic()
         stopped = False
         while stop is not None and not stopped and time.monotonic() < began + self.seconds:
@@ -87,5 +87,5 @@ class Stand:
         value = 2.0 * float(parameters.get("size", 3)) * (2 if parameters.get("flavour") == "b" else 1)
         (out / "rows" / f"{slug}.jsonl").write_text(json.dumps({**row, "value": value, "spread": 0.1}) + "\n")
         if stopped:
-            return Result(slug, device, 0.0, "interrupted", "stopped")
-        return Result(slug, device, ended - began, *(("failed", "it was told to") if failing else ("ok", "")))
+            return NotebookResult(slug, device, 0.0, "interrupted", "stopped")
+        return NotebookResult(slug, device, ended - began, *(("failed", "it was told to") if failing else ("ok", "")))

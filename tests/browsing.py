@@ -70,10 +70,10 @@ def picture(figure: Any) -> str:
 
 
 def changes(figure: Any, act: Callable[[], Any]) -> bool:
-    """Whether the picture is another one after `act`, within two seconds."""
+    """Whether the picture is another one after `act`, within ten seconds."""
     before = picture(figure)
     act()
-    for _ in range(20):
+    for _ in range(100):
         if picture(figure) != before:
             return True
         figure.page.wait_for_timeout(100)

@@ -1,4 +1,5 @@
-"""Running programs with choices in them, up to ``lower``: any alternative, by the interpreter."""
+"""Running programs with choices in them, up to ``lower``: any variant, by the interpreter; a kernel as ``schedule``
+makes it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import torch
 
 from reflib.capture import Graph, dynamo_graph_to_aten
 from reflib.ir.interpret import interpret
-from reflib.ir.program import Alternative, Choice, Program
+from reflib.ir.loops import LoopNest
+from reflib.ir.program import Choice, Config, KernelNode, Program, Template, Variant, Variants, kernel_with_fallback
 from reflib.ir.verify import verify
 from reflib.lower import decompositions
 from reflib.options import Options
@@ -21,8 +23,8 @@ def choices(program: Program) -> list[Choice]:
     return [n for n in program.nodes if isinstance(n, Choice)]
 
 
-def with_alternative(program: Program, pick: Callable[[Choice], Alternative]) -> Program:
-    """Each choice replaced by one of its alternatives, those inside included."""
+def with_variant(program: Program, pick: Callable[[Choice], Variant]) -> Program:
+    """Each choice replaced by one of its variants, those inside included."""
     nodes: list[Any] = []
     buffers = dict(program.buffers)
     for n in program.nodes:
@@ -33,7 +35,13 @@ def with_alternative(program: Program, pick: Callable[[Choice], Alternative]) ->
         else:
             nodes.append(n)
     out = replace(program, nodes=tuple(nodes), buffers=buffers)
-    return with_alternative(out, pick) if choices(out) else out
+    return with_variant(out, pick) if choices(out) else out
+
+
+def scheduled(part: LoopNest | Template, config: Config | None = None, name: str = "") -> Variants:
+    """``part`` as a kernel without a fallback."""
+    kernel = KernelNode(name or part.name, (part,), config or Config())
+    return Variants(kernel.name, tuple(kernel.writes()), kernel_with_fallback(kernel), part.origins)
 
 
 class Lowered:
@@ -54,14 +62,14 @@ class Lowered:
         self.programs.append(program)
 
         def call(args: list) -> tuple:
-            one = with_alternative(program, self._alternative)
+            one = with_variant(program, self._alternative)
             verify(one)
             return tuple(interpret(one, args))
 
         return call
 
-    def _alternative(self, choice: Choice) -> Alternative:
-        return next((a for a in choice.alternatives if a.name == self.pick), choice.alternatives[0])
+    def _alternative(self, choice: Choice) -> Variant:
+        return next((a for a in choice.variants if a.name == self.pick), choice.variants[0])
 
     @property
     def choice(self) -> Choice:
@@ -77,7 +85,7 @@ def check_all(fn: Callable[..., Any], args: Sequence[Any], dynamic: bool | None 
     compiled = torch.compile(fn, backend=backend, dynamic=dynamic, fullgraph=True)
     want = fn(*args)
     torch.testing.assert_close(compiled(*args), want)
-    names = {a.name for p in backend.programs for c in choices(p) for a in c.alternatives}
+    names = {a.name for p in backend.programs for c in choices(p) for a in c.variants}
     for name in names:
         backend.pick = name
         torch.testing.assert_close(compiled(*args), want, msg=lambda m, name=name: f"{name}: {m}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sysconfig
 import tempfile
 from collections.abc import Iterator
@@ -45,8 +46,26 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 made = pytest.StashKey[tempfile.TemporaryDirectory]()
 
 
+# Files that take a good part of a minute or more, the longest first. pytest-xdist hands out whole files in this order
+# (`--dist loadfile --no-loadscope-reorder`), so that none of them is left for the end, on one core alone.
+LONGEST = (
+    "multi-arch-packages.ipynb", "async-autotuning.ipynb", "test_browser.py", "cpp-wrapper.ipynb",
+    "test_composition.py", "loops-to-triton.ipynb", "decompose-k.ipynb", "test_jupyterlab.py",
+    "test_triton_programs.py", "test_semantics.py", "measuring.ipynb", "input-ranges.ipynb", "inline-fusion.ipynb",
+    "fusion.ipynb", "one-function-all-stages.ipynb", "test_triton_compile.py", "test_package_export_cpp.py",
+    "test_notebook_alone.py", "test_opinfo.py", "test_fuzz.py", "test_models.py", "test_runner.py",
+    "test_cpp_wrapper.py", "test_background.py",
+)  # fmt: skip
+
+
+def place(item: pytest.Item) -> int:
+    name = item.nodeid.partition("::")[0].rpartition("/")[2]
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests under tests/gpu, and those marked so, are skipped where there is no CUDA device."""
+    """The longest files first. What needs a GPU (all under tests/gpu) is skipped where there is no CUDA device."""
+    items.sort(key=place)
     gpu_folder = Path(__file__).parent / "gpu"
     wanting = [i for i in items if "gpu" in i.keywords or gpu_folder in Path(str(i.path)).parents]
     if not wanting:
@@ -71,6 +90,32 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 def root() -> Path:
     """The checkout."""
     return Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def built(root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """The published book: (the folder of pages, the seconds of processor that building them took). One of xdist's
+    workers builds it, the others wait for it."""
+    filelock = pytest.importorskip("filelock")
+    from reflib.lab import book
+
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "site"
+    seconds = folder / "seconds"
+    with filelock.FileLock(f"{folder}.lock"):
+        if not seconds.exists():
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            book.build(root, folder, named="https://github.com/somebody/reflib")
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            took = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            seconds.write_text(str(took))
+    return folder / "_build" / "html", float(seconds.read_text())
+
+
+@pytest.fixture(scope="session")
+def site(built: tuple[Path, float]) -> Path:
+    """The folder of the published book's pages. Only read it: other tests do."""
+    return built[0]
 
 
 @pytest.fixture(scope="session")

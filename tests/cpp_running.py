@@ -1,64 +1,56 @@
-"""Run hand-made Loops as C++ kernels, beside the interpreter. Many kernels make one library: one compiler start."""
+"""Run hand-made LoopNests as C++ kernels, beside the interpreter. Many kernels make one library: one compiler start."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from hand_loops import contiguous
+import triton_cases
+from triton_cases import storage
 
 from reflib.generate.cpp import HEADER, generate_cpp
 from reflib.generate.kernel import Kernel
-from reflib.ir.expr import Expr, expr
-from reflib.ir.interpret import run_loops
-from reflib.ir.loops import Loops
-from reflib.ir.program import Buffer, Config
+from reflib.ir.loops import LoopNest
+from reflib.ir.program import Config
 from reflib.toolchain import build_library
 from reflib.wrap.native import load_library
 
-CPU = torch.device("cpu")
 
+@dataclass
+class Case(triton_cases.Case):
+    """A case as a C++ kernel."""
 
-def buffer(name: str, dtype: torch.dtype, *shape: int | Expr) -> Buffer:
-    """A contiguous buffer."""
-    return Buffer(name, dtype, CPU, tuple(map(expr, shape)), contiguous(shape))
-
-
-class Case:
-    """One kernel: its parts, the buffers they use, and what is in these before."""
-
-    def __init__(self, parts: Loops | Sequence[Loops], tensors: dict[str, torch.Tensor], sizes=None):
-        self.parts = (parts,) if isinstance(parts, Loops) else tuple(parts)
-        self.tensors, self.sizes = tensors, dict(sizes or {})
-        self.buffers = {n: buffer(n, t.dtype, *t.shape) for n, t in tensors.items()}
-        self.kernel: Kernel | None = None
+    made: Kernel | None = None
 
     def generate(self, name: str) -> Kernel:
-        self.kernel = generate_cpp(name, self.parts, Config(), self.buffers)
-        return self.kernel
+        self.made = generate_cpp(name, self.parts, Config(), self.buffers)
+        return self.made
 
-    def run(self, library, threads: int = 2) -> dict[str, torch.Tensor]:
+    def run(self, library: Any, threads: int = 2) -> dict[str, torch.Tensor]:
         """What the buffers hold afterwards. Raises AssertionError on a failed bounds check."""
         after, code = self.call(library, threads)
         assert code == 0, f"bounds check {code} failed"
         return after
 
-    def call(self, library, threads: int = 2) -> tuple[dict[str, torch.Tensor], int]:
-        k = self.kernel
+    def call(self, library: Any, threads: int = 2) -> tuple[dict[str, torch.Tensor], int]:
+        k = self.made
         assert k is not None
-        after = {n: t.clone() for n, t in self.tensors.items()}
+        after = {n: storage(t) for n, t in self.tensors.items()}
         pointers = [after[b].data_ptr() for b, _ in k.buffers]
         sizes = [self.sizes[s.name] for s in k.symbols]
-        return after, library.function(k.name, len(pointers) + len(sizes) + 1)(*pointers, *sizes, threads)
-
-    def interpreted(self, double: bool = False) -> dict[str, torch.Tensor]:
-        """What the interpreter makes of it."""
-        memory = {n: t.clone().flatten() for n, t in self.tensors.items()}
-        for p in self.parts:
-            run_loops(p, memory, self.sizes)
-        return {n: memory[n].view(t.shape) for n, t in self.tensors.items()}
+        code = library.function(k.name, len(pointers) + len(sizes) + 1)(*pointers, *sizes, threads)
+        return {n: after[n].as_strided(t.shape, t.stride()) for n, t in self.tensors.items()}, code
 
 
-def build(cases: dict[str, Case]):
+def as_cpp(case: triton_cases.Case) -> Case:
+    return Case(case.parts, case.tensors, case.sizes, shapes=case.shapes)
+
+
+def one(loops: LoopNest, tensors: dict[str, torch.Tensor]) -> Case:
+    return Case((loops,), tensors)
+
+
+def build(cases: dict[str, Case]) -> Any:
     """One library of all ``cases``, whose names become the kernels'."""
     return load_library(build_library([c.generate(n).source for n, c in cases.items()], header=HEADER))

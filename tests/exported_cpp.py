@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -78,3 +79,24 @@ def command(*words: str | Path, env: Mapping[str, str] | None = None) -> str:
     done = subprocess.run(text, capture_output=True, text=True, env={**os.environ, **(env or {})}, timeout=600)
     assert done.returncode == 0, f"exit {done.returncode}\n$ {shlex.join(text)[:2000]}\n{done.stdout}{done.stderr}"
     return done.stdout
+
+
+def equal(got: list[torch.Tensor], want: Any) -> None:
+    want = want if isinstance(want, (tuple, list)) else [want]
+    assert len(got) == len(want)
+    for g, w in zip(got, want):
+        assert g.dtype == w.dtype and g.shape == w.shape and torch.equal(g, w)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
+
+
+def assert_reproducible(package: Path, project: Path, folder: Path, places: list[bytes]) -> None:
+    """Exported twice, the package gives the project's files, and none names a place of this machine."""
+    a, b = (files(export_cpp(package, folder / str(i))) for i in range(2))
+    assert a == b
+    assert a == {n: d for n, d in files(project).items() if not n.startswith("build/")}
+    for place in [*places, str(folder).encode()]:
+        assert not [n for n, data in a.items() if place in data], place
+    assert not [n for n, d in a.items() if b"@" in d and n in ("CMakeLists.txt", "README.md")]

@@ -17,9 +17,9 @@ from reflib.generate.kernel import Kernel
 from reflib.generate.matmul import generate_matmul
 from reflib.ir.expr import Expr, IntLike, Sym, ceildiv, expr
 from reflib.ir.interpret import run_template
-from reflib.ir.loops import Acc, BodyBuilder, Loops, Origin
+from reflib.ir.loops import Acc, BodyBuilder, LoopNest, Origin
 from reflib.ir.ops import value_dtype
-from reflib.ir.program import Arm, Buffer, Config, Template, Tiling, View
+from reflib.ir.program import Buffer, Config, KernelNode, Template, Tiling, View
 from reflib.target import parse_target
 
 F32, F64, F16, BF16, BOOL = torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool
@@ -111,11 +111,11 @@ class MatmulCase:
         build = BodyBuilder()
         index = [expr(0)] * (3 - len(axes)) + [expr(x.var) for x in axes]
         self.epilogue(Slot(build, build.add(Acc(F32)), *index, self))
-        loops = Loops("mm", axes, tuple(build.body), (Origin("aten.mm"),))
+        loops = LoopNest("mm", axes, tuple(build.body), (Origin("aten.mm"),))
         self.template = Template("mm", views[0], views[1], loops, self.dtype, self.precision, self.tiling)
 
     # -- as the generator wants it --------------------------------------------------------------
-    def arm(self, name: str) -> Arm:
+    def node(self, name: str) -> KernelNode:
         t, space = self.tiling, []
         if t.kind == "split" and t.splits > 1:
             batch, m, n, _ = self.template.sizes
@@ -131,7 +131,7 @@ class MatmulCase:
             "matmul", num_warps=t.num_warps, num_stages=t.num_stages, index="int64" if self.wide else "int32",
             extras=(("divisible", known),) if known else (),
         )  # fmt: skip
-        return Arm((), (self.template,), config, tuple(space))
+        return KernelNode(name, (self.template,), config, tuple(space))
 
     def buffers(self) -> dict[str, Buffer]:
         return {
@@ -140,15 +140,15 @@ class MatmulCase:
         }
 
     def kernel(self, name: str, target: str = "sm_90") -> Kernel:
-        arm, buffers = self.arm(name), self.buffers()
-        for b in arm.workspace:
+        node, buffers = self.node(name), self.buffers()
+        for b in node.workspace:
             if b.kind != "scratch":
                 fill = float("nan") if b.kind == "temp" else 0
                 self.tensors[b.name] = torch.full((int(b.numel.evaluate(self.sizes)),), fill, dtype=b.dtype)
                 self.zeros |= {b.name} if b.kind == "zeros" else set()
         aligned = () if self.wide else tuple(buffers)
         chip = replace(parse_target(target), units=self.units)
-        return generate_matmul(name, self.template, arm, buffers, chip, aligned)
+        return generate_matmul(node, buffers, chip, aligned)
 
     def expected(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """What the interpreter makes of it."""
@@ -289,11 +289,7 @@ def _gram(t: Tiling) -> MatmulCase:
     a = rand(48, 64)
     case = MatmulCase(a, a.t(), t)
     case.make_template(a[None], a.t()[None], (1, 48, 48, 64))
-    view = case.template.b
-    case.template = type(case.template)(
-        **{f: getattr(case.template, f) for f in ("name", "a", "epilogue", "dtype", "precision", "tiling")},
-        b=View("a", view.shape, view.strides, view.offset, view.dtype),
-    )
+    case.template = replace(case.template, b=replace(case.template.b, buffer="a"))
     return case
 
 

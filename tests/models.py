@@ -221,24 +221,22 @@ def test_model(device: str, name: str, mode: str) -> None:
         problems = wrong(actual, eager, wide)
         assert not problems, "\n".join(problems)
     assert len(stages) == (2 if backward else 1)
+    if mode == "training":
+        check_peak_memory(name, device, compiled, fn, args)
 
 
-# (Not on a GPU: there most of the terms are products, which take the sum so far into their epilogues.)
-UNROLLED = "a sum of many gradients of one weight is one kernel, so all its terms are alive at once"
-PEAKS = [pytest.param(n, marks=pytest.mark.xfail(reason=UNROLLED, strict=False)) if n == "lstm" else n for n in MODELS]
+# On a CPU a sum of many gradients of one weight is one kernel, so all its terms are alive at once: 1.7 times as much.
+# (On a GPU most of the terms are products, which take the sum so far into their epilogues.)
+MORE_ON_A_CPU = {"lstm": 1.5}
 
 
-@pytest.mark.parametrize("name", PEAKS)
-def test_peak_memory_is_no_more_than_eagers(device: str, name: str) -> None:
-    """Of a forward and a backward: bytes allocated at once, by PyTorch's own count."""
-    torch._dynamo.reset()
-    fn, args, _ = build(name, device)
-    compiled = torch.compile(fn, backend=Backend(Options()))
-    call(compiled, args, backward=True)
+def check_peak_memory(name: str, device: str, compiled: Callable[..., Any], fn: Callable[..., Any], args: Any) -> None:
+    """No more than eager's, in a forward and a backward: bytes allocated at once, by PyTorch's own count."""
     peak = measured_peak if device == "cuda" else profiled_peak
     ours, theirs = peak(compiled, args), peak(fn, args)
     slack = 8192 if device == "cuda" else 4096  # the models are tiny, and CUDA's allocator rounds each tensor up to 512
-    assert ours <= theirs * 1.02 + slack, f"{ours} bytes, eager {theirs}"
+    factor = MORE_ON_A_CPU.get(name, 1.02) if device == "cpu" else 1.02
+    assert ours <= theirs * factor + slack, f"{ours} bytes at once, eager {theirs}"
 
 
 def profiled_peak(fn: Callable[..., Any], args: tuple[torch.Tensor, ...]) -> int:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.export import Dim
 
+from reflib.package import archive
+
 Tensor = torch.Tensor
 
 
@@ -137,6 +139,15 @@ def convolution_and_sort() -> Any:
 def made(name: str) -> tuple[Any, tuple[Tensor, ...]]:
     torch.manual_seed(0)
     return CASES[name].make()
+
+
+def changed(package: Path, path: Path, change: Callable[[dict[str, Any], dict[str, Any]], Any]) -> Path:
+    """The package with something else in it, ``change(manifest, members)``, all digests right, at ``path``."""
+    file = archive.open(package)
+    members: dict[str, Any] = {name: bytes(file.view(name)) for name in file.names}
+    manifest = {k: v for k, v in file.manifest.items() if k != "entries"}
+    change(manifest, members)
+    return archive.write(path, manifest, members)
 
 
 def build(folder: Path) -> None:

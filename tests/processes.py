@@ -25,7 +25,7 @@ def soon(condition: Callable[[], Any], seconds: float = 5.0) -> Any:
     """What ``condition`` says, once it is true or the time is over."""
     last = time.monotonic() + seconds
     while not (found := condition()) and time.monotonic() < last:
-        time.sleep(0.005)
+        time.sleep(0.01)
     return found
 
 

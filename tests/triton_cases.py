@@ -1,27 +1,41 @@
-"""Kernels as hand-made Loops, to be generated in Triton: every op, every reduction, every shape of kernel.
+"""Kernels as hand-made LoopNests, to be generated in Triton: every op, every reduction, every shape of kernel.
 
-One list serves three readers: Triton's interpreter (no GPU), ahead-of-time compilation, and a real GPU.
+One list serves four readers: Triton's interpreter (no GPU), ahead-of-time compilation, a real GPU, and C++ (test_cpp).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import torch
-from hand_loops import FLOATS, TAKES, axis, contiguous, eager_traps, op_loops, operands, reduce_loops, short
+from hand_loops import (
+    FLOATS,
+    axis,
+    contiguous,
+    eager_traps,
+    every_op,
+    hostile,
+    op_loops,
+    operands,
+    reduce_loops,
+    short,
+)
 
-from reflib.choose.heuristics import choose_configs
+from reflib.generate.compile_triton import Binary, compile_kernel
 from reflib.generate.kernel import Kernel
 from reflib.generate.triton import generate_triton
 from reflib.ir.expr import Expr, Sym, expr
 from reflib.ir.interpret import run_loops
-from reflib.ir.loops import BodyBuilder, Loops
-from reflib.ir.ops import OPS, VALUE_DTYPES, value_dtype
+from reflib.ir.loops import BodyBuilder, LoopNest, Origin
+from reflib.ir.ops import value_dtype
 from reflib.ir.program import Buffer, Config
 from reflib.options import Options
-from reflib.target import parse_target
+from reflib.schedule.heuristics import choose_configs
+from reflib.target import Target, parse_target
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 BOOL, I64, I32 = torch.bool, torch.int64, torch.int32
@@ -31,12 +45,12 @@ BOOL, I64, I32 = torch.bool, torch.int64, torch.int32
 class Case:
     """One kernel: its parts, what is in the buffers before, sizes by symbol. ``config``: instead of the heuristic's."""
 
-    parts: tuple[Loops, ...]
+    parts: tuple[LoopNest, ...]
     tensors: dict[str, torch.Tensor]
     sizes: dict[str, int] = field(default_factory=dict)
     config: Config | None = None
     shapes: dict[str, tuple[Expr, ...]] = field(default_factory=dict)
-    arm: int = 0
+    fallback: bool = False
 
     @property
     def buffers(self) -> dict[str, Buffer]:
@@ -46,90 +60,39 @@ class Case:
             strides = tuple(map(expr, t.stride()))
             if name in self.shapes:
                 strides = contiguous(shape)
-            out[name] = Buffer(
-                name, t.dtype, t.device, shape, strides, "temp" if name.startswith("out") else "input"
-            )
+            out[name] = Buffer(name, t.dtype, t.device, shape, strides, "temp" if name.startswith("out") else "input")
         return out
 
     def kernel(self, name: str, target: str = "sm_90") -> Kernel:
-        """The kernel of the chosen arm, or of ``config``."""
+        """The kernel of the fast variant or its fallback, or of ``config``."""
         t = parse_target(target)
-        arms = choose_configs(self.parts, self.buffers, t, Options())
-        arm = arms[min(self.arm, len(arms) - 1)]
-        aligned = tuple(a.what for a in arm.predicate if a.kind == "aligned")
-        return generate_triton(name, self.parts, self.config or arm.config, self.buffers, t, aligned)
+        v = choose_configs(self.parts, self.buffers, t, Options())[-1 if self.fallback else 0]
+        aligned = tuple(a.what for a in v.predicate if a.kind == "aligned")
+        return generate_triton(name, self.parts, self.config or v.kernel.config, self.buffers, t, aligned)
 
     def expected(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """What the interpreter makes of it."""
-        memory = {n: _storage(t) for n, t in self.tensors.items()}
+        memory = {n: storage(t) for n, t in self.tensors.items()}
         for p in self.parts:
             run_loops(p, memory, self.sizes)
         return {n: memory[n].as_strided(t.shape, t.stride()) for n, t in self.tensors.items()}
 
 
-def _storage(t: torch.Tensor) -> torch.Tensor:
+def storage(t: torch.Tensor) -> torch.Tensor:
     """A copy of all of a tensor's storage, flat."""
     count = t.untyped_storage().nbytes() // t.itemsize
     return t.as_strided((count,), (1,), 0).clone()
 
 
+def compile_all(kernels: Iterable[Kernel], target: Target) -> dict[str, Binary]:
+    """By name; several at once, since Triton's passes and ptxas release the GIL."""
+    kernels = list(kernels)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip((k.name for k in kernels), pool.map(lambda k: compile_kernel(k, target), kernels)))
+
+
 def rand(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def hostile(dtype: torch.dtype) -> torch.Tensor:
-    """Values at which things go wrong, and ordinary ones."""
-    if dtype == BOOL:
-        return torch.tensor([True, False, True, True])
-    if not dtype.is_floating_point:
-        i = torch.iinfo(dtype)
-        edge = [
-            0,
-            1,
-            2,
-            3,
-            7,
-            8,
-            31,
-            63,
-            64,
-            100,
-            i.max,
-            i.max - 1,
-            i.min,
-            i.min + 1,
-            -1,
-            -2,
-            -3,
-            -7,
-            -64,
-            -100,
-        ]
-        return torch.tensor([e for e in edge if i.min <= e <= i.max], dtype=dtype)
-    f = torch.finfo(dtype)
-    edge = [
-        0.0,
-        1,
-        0.5,
-        1.5,
-        2.5,
-        3,
-        1e-3,
-        20,
-        88.5,
-        89,
-        1e5,
-        f.max,
-        f.tiny,
-        f.eps,
-        float("inf"),
-        0.9999999,
-        10.0,
-        1e-20,
-        33.3,
-    ]
-    values = torch.tensor([*edge, *(-e for e in edge), float("nan")], dtype=dtype)
-    return torch.cat([values, rand(24, dtype=dtype), 10 * rand(24, dtype=dtype, seed=1)])
 
 
 def op_case(name: str, dtype: torch.dtype, to: torch.dtype | None = None) -> Case:
@@ -141,15 +104,7 @@ def op_case(name: str, dtype: torch.dtype, to: torch.dtype | None = None) -> Cas
 
 def op_cases() -> dict[str, Callable[[], Case]]:
     """name -> maker, for every op and every dtype it takes."""
-    out: dict[str, Callable[[], Case]] = {}
-    for name, spec in OPS.items():
-        if name == "cast":
-            for a, b in itertools.permutations(VALUE_DTYPES, 2):
-                out[f"cast_{short(a)}_{short(b)}"] = lambda a=a, b=b: op_case("cast", a, b)
-        else:
-            for dtype in TAKES[spec.kind]:
-                out[f"{name}_{short(dtype)}"] = lambda name=name, dtype=dtype: op_case(name, dtype)
-    return out
+    return {key: lambda case=case: op_case(*case) for key, case in every_op().items()}
 
 
 # -- reductions -------------------------------------------------------------------------------------
@@ -193,7 +148,7 @@ def pointwise(
     b.store("out", out_index(*vs) if out_index else flat, result)
     tensors = {n: t for n, (t, _) in loads.items()}
     tensors["out"] = torch.zeros(tuple(shape), dtype=out)
-    return Case((Loops("pointwise", axes, tuple(b.body)),), tensors, **more)  # type: ignore[arg-type]
+    return Case((LoopNest("pointwise", axes, tuple(b.body)),), tensors, **more)  # type: ignore[arg-type]
 
 
 def add_one(b: BodyBuilder, x: int) -> int:
@@ -201,15 +156,18 @@ def add_one(b: BodyBuilder, x: int) -> int:
 
 
 def norm(
-    kind: str, m: int, n: int, dtype: torch.dtype, config: Config | None = None, dynamic: bool = False
-) -> Case:
-    """softmax, layer_norm or rms_norm over rows; ``dynamic``: both sizes are symbols."""
-    rows, cols = (expr(Sym("s0", 2, None, m)), expr(Sym("s1", 2, None, n))) if dynamic else (expr(m), expr(n))
+    kind: str, m: int, n: int, dtype: torch.dtype = F32, config: Config | None = None, dynamic: bool = False,
+    across: bool = False, out: str = "out",
+) -> Case:  # fmt: skip
+    """softmax, layer_norm or rms_norm of ``m`` rows; ``dynamic``: both sizes are symbols; ``across``: a row's elements
+    are not neighbours in memory; ``out``: ``x`` to write over the input."""
+    rows, cols = (expr(Sym("s0", 0, None, m)), expr(Sym("s1", 0, None, n))) if dynamic else (expr(m), expr(n))
     i, j = axis("i", rows), axis("j", cols, "r")
-    at = expr(i.var) * cols + expr(j.var)
+    at = expr(j.var) * rows + expr(i.var) if across else expr(i.var) * cols + expr(j.var)
+    shape = (n, m) if across else (m, n)
     b = BodyBuilder()
     x = b.load("x", at, F32)
-    tensors = {"x": rand(m, n, dtype=dtype)}
+    tensors = {"x": rand(*shape, dtype=dtype)}
     if kind == "softmax":
         e = b.op("exp", b.op("sub", x, b.reduce("max", x, dtype=F32)))
         y = b.op("div", e, b.reduce("sum", e, dtype=F32))
@@ -228,26 +186,25 @@ def norm(
         if kind == "layer_norm":
             tensors["b"] = rand(n, dtype=dtype, seed=2)
             y = b.op("add", y, b.load("b", j.var, F32))
-    b.store("out", at, y)
-    tensors["out"] = torch.zeros(m, n, dtype=dtype)
+    b.store(out, at, y)
+    tensors |= {} if out == "x" else {"out": torch.zeros(*shape, dtype=dtype)}
     known = {"x": (rows, cols), "out": (rows, cols), "w": (cols,), "b": (cols,), "out_mean": (rows,)}
     shapes = {k: s for k, s in known.items() if k in tensors} if dynamic else {}
     sizes = {"s0": m, "s1": n} if dynamic else {}
-    return Case((Loops(kind, (i, j), tuple(b.body)),), tensors, sizes, config, shapes)
+    origin = Origin(kind, "model.py:3 in forward: y = f(x)")
+    return Case((LoopNest(kind, (i, j), tuple(b.body), (origin,)),), tensors, sizes, config, shapes)
 
 
-def gather(index: torch.Tensor, wide: bool = False) -> Case:
-    """Rows of a table by an index tensor, negative indices wrapped."""
-    n, cols = index.numel(), 24
+def gather(index: torch.Tensor, rows: int = 10, cols: int = 24, **more: object) -> Case:
+    """Rows of a table by an index tensor, negative indices wrapped; with one of two dimensions, element by element."""
+    n = len(index)
     i, j = axis("i", n), axis("j", cols)
     b = BodyBuilder()
-    row = b.indirect(b.load("index", i.var, index.dtype), 10)
-    b.store("out", expr(i.var) * cols + expr(j.var), b.load("x", row * cols + expr(j.var), F32))
-    case = Case(
-        (Loops("gather", (i, j), tuple(b.body)),),
-        {"x": rand(10, cols), "index": index, "out": torch.zeros(n, cols)},
-    )
-    return replace(case, arm=1 if wide else 0)
+    at = expr(i.var) * cols + expr(j.var)
+    row = b.indirect(b.load("index", i.var if index.dim() == 1 else at, index.dtype), rows)
+    b.store("out", at, b.load("x", row * cols + expr(j.var), F32))
+    tensors = {"x": rand(rows, cols), "index": index, "out": torch.zeros(n, cols)}
+    return Case((LoopNest("gather", (i, j), tuple(b.body)),), tensors, **more)  # type: ignore[arg-type]
 
 
 def scatter_like() -> Case:
@@ -257,18 +214,20 @@ def scatter_like() -> Case:
     place = b.indirect(b.load("index", i.var, I64), 50)
     b.store("out", place, b.cast(b.index(expr(i.var) * 3 + 1), F32))
     perm = torch.randperm(50, generator=torch.Generator().manual_seed(0))
-    return Case((Loops("scatter", (i,), tuple(b.body)),), {"index": perm, "out": torch.zeros(50)})
+    return Case((LoopNest("scatter", (i,), tuple(b.body)),), {"index": perm, "out": torch.zeros(50)})
 
 
-def pad() -> Case:
-    """A load with a condition: a row padded by two on either side."""
-    i, j = axis("i", 6), axis("j", 14)
+def pad(m: int = 6, n: int = 10, before: int = 2, after: int = 2, dtype: torch.dtype = F32) -> Case:
+    """A load with a condition: rows padded on either side."""
+    cols = before + n + after
+    i, j = axis("i", m), axis("j", cols)
     b = BodyBuilder()
-    at = b.index(expr(j.var) - 2)
-    ok = b.op("and", b.op("ge", at, b.const(0, I64)), b.op("lt", at, b.const(10, I64)))
-    v = b.load("x", expr(i.var) * 10 + expr(j.var) - 2, F32, ok, -1.5)
-    b.store("out", expr(i.var) * 14 + expr(j.var), v)
-    return Case((Loops("pad", (i, j), tuple(b.body)),), {"x": rand(6, 10), "out": torch.zeros(6, 14)})
+    at = b.index(expr(j.var) - before)
+    ok = b.op("and", b.op("ge", at, b.const(0, I64)), b.op("lt", at, b.const(n, I64)))
+    v = b.load("x", expr(i.var) * n + expr(j.var) - before, F32, ok, -1.5)
+    b.store("out", expr(i.var) * cols + expr(j.var), v)
+    tensors = {"x": rand(m, n, dtype=dtype), "out": torch.zeros(m, cols, dtype=dtype)}
+    return Case((LoopNest("pad", (i, j), tuple(b.body)),), tensors)
 
 
 def rolled() -> Case:
@@ -276,19 +235,18 @@ def rolled() -> Case:
     i = axis("i", 40)
     b = BodyBuilder()
     b.store("out", i.var, b.load("x", (expr(i.var) - 13) % 40, F32))
-    return Case((Loops("roll", (i,), tuple(b.body)),), {"x": rand(40), "out": torch.zeros(40)})
+    return Case((LoopNest("roll", (i,), tuple(b.body)),), {"x": rand(40), "out": torch.zeros(40)})
 
 
-def several(k: int = 3) -> Case:
-    """Independent parts in one launch, of different sizes."""
+def several(*sizes: int) -> Case:
+    """Independent parts in one launch."""
     parts, tensors = [], {}
-    for n in range(k):
-        i = axis("i", 100 + 700 * n)
+    for n, size in enumerate(sizes):
+        i = axis("i", size)
         b = BodyBuilder()
         b.store(f"out{n}", i.var, b.op("mul", b.load(f"x{n}", i.var, F32), b.const(n + 0.5, F32)))
-        parts.append(Loops(f"part{n}", (i,), tuple(b.body)))
-        tensors[f"x{n}"] = rand(100 + 700 * n, seed=n)
-        tensors[f"out{n}"] = torch.zeros(100 + 700 * n)
+        parts.append(LoopNest(f"part{n}", (i,), tuple(b.body)))
+        tensors |= {f"x{n}": rand(size, seed=n), f"out{n}": torch.zeros(size)}
     return Case(tuple(parts), tensors)
 
 
@@ -303,7 +261,7 @@ def last_block_apart(n: int, dynamic: bool = False, k: int = 1) -> Case:
         bias = b.load("bias" + tag, expr(i.var) % 7, F32)
         again = b.load("x" + tag, size - 1 - expr(i.var), F32)
         b.store("out" + tag, i.var, b.op("add", b.op("mul", x, bias), b.op("mul", again, b.const(part + 0.5, F32))))
-        parts.append(Loops(f"part{part}", (i,), tuple(b.body)))
+        parts.append(LoopNest(f"part{part}", (i,), tuple(b.body)))
         tensors |= {"x" + tag: rand(n, seed=part), "bias" + tag: rand(7), "out" + tag: torch.zeros(n)}
         shapes |= {"x" + tag: (size,), "out" + tag: (size,)} if dynamic else {}
     sizes = {f"s{part}": n for part in range(k)} if dynamic else {}
@@ -320,19 +278,21 @@ def in_place(config: Config) -> Case:
     total = b.reduce("sum", x, dtype=F32)
     b.store("out", at, b.op("mul", x, total))
     return Case(
-        (Loops("in_place", (i, j), tuple(b.body)),),
+        (LoopNest("in_place", (i, j), tuple(b.body)),),
         {"x": rand(3, 50), "out": torch.zeros(3, 50)},
         config=config,
     )
 
 
-def batch_norm_stats() -> Case:
+def batch_norm_stats(batch: int = 4, channels: int = 5, points: int = 30) -> Case:
     """Two reduced axes that do not merge, around a parallel one."""
-    n, c, h = axis("n", 4, "r"), axis("c", 5), axis("h", 30, "r")
+    n, c, h = axis("n", batch, "r"), axis("c", channels), axis("h", points, "r")
     b = BodyBuilder()
-    x = b.load("x", expr(n.var) * 150 + expr(c.var) * 30 + expr(h.var), F32)
+    x = b.load("x", (expr(n.var) * channels + expr(c.var)) * points + expr(h.var), F32)
     b.store("out", c.var, b.reduce("sum", b.op("mul", x, x), dtype=F32))
-    return Case((Loops("stats", (n, c, h), tuple(b.body)),), {"x": rand(4, 5, 30), "out": torch.zeros(5)})
+    b.store("out_most", c.var, b.reduce("max", x, dtype=F32))
+    tensors = {"x": rand(batch, channels, points), "out": torch.zeros(channels), "out_most": torch.zeros(channels)}
+    return Case((LoopNest("stats", (n, c, h), tuple(b.body)),), tensors)
 
 
 def of_nothing() -> Case:
@@ -340,7 +300,7 @@ def of_nothing() -> Case:
     i, j = axis("i", 4), axis("j", 0, "r")
     b = BodyBuilder()
     b.store("out", i.var, b.reduce("sum", b.load("x", expr(j.var), F32), dtype=F32))
-    return Case((Loops("of_nothing", (i, j), tuple(b.body)),), {"x": torch.zeros(1), "out": torch.ones(4)})
+    return Case((LoopNest("of_nothing", (i, j), tuple(b.body)),), {"x": torch.zeros(1), "out": torch.ones(4)})
 
 
 def one_number() -> Case:
@@ -350,7 +310,7 @@ def one_number() -> Case:
     s = b.reduce("sum", b.load("x", j.var, F32), dtype=F32)
     count = b.reduce("sum", b.const(1, F32), dtype=F32)
     b.store("out", 0, b.op("add", b.op("div", s, count), b.load("y", 0, F32)))
-    return Case((Loops("mean", (j,), tuple(b.body)),), {"x": rand(300), "y": rand(1), "out": torch.zeros(1)})
+    return Case((LoopNest("mean", (j,), tuple(b.body)),), {"x": rand(300), "y": rand(1), "out": torch.zeros(1)})
 
 
 def kernel_cases() -> dict[str, Callable[[], Case]]:
@@ -384,8 +344,8 @@ def kernel_cases() -> dict[str, Callable[[], Case]]:
         "constants": lambda: pointwise((30,), {}, lambda b: b.op("add", b.const(2, F32), b.const(float("inf"), F32))),
         "gather": lambda: gather(torch.tensor([0, 3, -1, 9, -10, 5, 5])),
         "gather_int32": lambda: gather(torch.tensor([0, 3, -1, 9], dtype=I32)),
-        "gather_wide": lambda: gather(torch.tensor([0, 3, -1, 9]), wide=True),
-        "scatter_like": scatter_like, "pad": pad, "roll": rolled, "several": several,
+        "gather_wide": lambda: gather(torch.tensor([0, 3, -1, 9]), fallback=True),
+        "scatter_like": scatter_like, "pad": pad, "roll": rolled, "several": lambda: several(100, 800, 1500),
         "in_place_persistent": lambda: in_place(Config("persistent", xblock=1, rblock=64, num_warps=1)),
         "in_place_looped": lambda: in_place(looped),
         "last_block_apart": lambda: last_block_apart(1003),
@@ -401,7 +361,7 @@ def kernel_cases() -> dict[str, Callable[[], Case]]:
         out[f"{kind}_looped"] = lambda kind=kind: norm(kind, 5, 100, F32, looped)
         out[f"{kind}_looped_even"] = lambda kind=kind: norm(kind, 3, 128, F32, small)
         out[f"{kind}_dynamic"] = lambda kind=kind: norm(kind, 6, 96, F32, dynamic=True)
-        out[f"{kind}_dynamic_general"] = lambda kind=kind: replace(
-            norm(kind, 6, 100, F32, dynamic=True), arm=1
+        out[f"{kind}_dynamic_fallback"] = lambda kind=kind: replace(
+            norm(kind, 6, 100, F32, dynamic=True), fallback=True
         )
     return out

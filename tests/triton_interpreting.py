@@ -1,10 +1,10 @@
 """Runs the Triton cases in Triton's interpreter: a program of its own, because the interpreter must be chosen before
 Triton is imported.
 
-    TRITON_INTERPRET=1 python tests/triton_interpreting.py {ops|reductions|kernels|half} [name ...]
+    TRITON_INTERPRET=1 python tests/triton_interpreting.py [KIND [name ...]]
 
-Prints one JSON object: for each case, what is wrong with it, or nothing. What the interpreter lacks
-(``reflib.lab.triton_child`` says what) is given to it first.
+Prints one JSON object: by kind (all of ``KINDS``, or the named one), for each case, what is wrong with it, or nothing.
+What the interpreter lacks (``reflib.lab.triton_child`` says what) is given to it first.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
 
+import matmul_cases  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from triton_cases import Case, kernel_cases, op_cases, reduce_cases  # noqa: E402
@@ -97,25 +98,37 @@ def _defined(name: str, case: Case, like: torch.Tensor) -> torch.Tensor:
     return ok
 
 
-def main(kind: str, wanted: list[str]) -> dict[str, str]:
+KINDS = {
+    "ops": op_cases, "reductions": reduce_cases, "kernels": kernel_cases, "half": half_cases,
+    "products": matmul_cases.matmul_cases,
+}  # fmt: skip
+
+
+def wrong_with(kind: str, name: str, number: int, make: Any, folder: str) -> str:
+    try:
+        case = make()
+        if kind == "products":
+            return matmul_cases.problem(case, run(f"case{number}", case, folder))
+        got = run(name, case, folder)
+        return half_problem(name, case.tensors["x"], got["out"]) if kind == "half" else problem(name, case, got)
+    except Exception as e:
+        return f"{type(e).__name__}: {e}\n" + "".join(traceback.format_exc().splitlines(True)[-6:])
+
+
+def main(kinds: list[str], wanted: list[str]) -> dict[str, dict[str, str]]:
     complete_the_interpreter()
-    cases = {"ops": op_cases, "reductions": reduce_cases, "kernels": kernel_cases, "half": half_cases}[kind]()
-    results = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, make in cases.items():
-            if (wanted and name not in wanted) or name.startswith("to_bf16"):
-                continue  # the interpreter cuts bfloat16 off instead of rounding
-            try:
-                case = make()
-                got = run(name, case, folder)
-                results[name] = (
-                    half_problem(name, case.tensors["x"], got["out"]) if kind == "half" else problem(name, case, got)
-                )
-            except Exception as e:
-                results[name] = f"{type(e).__name__}: {e}\n" + "".join(traceback.format_exc().splitlines(True)[-6:])
-    return results
+        return {
+            kind: {
+                name: wrong_with(kind, name, number, make, folder)
+                for number, (name, make) in enumerate(KINDS[kind]().items())
+                # (the interpreter cuts bfloat16 off instead of rounding)
+                if (not wanted or name in wanted) and not name.startswith("to_bf16")
+            }
+            for kind in kinds
+        }
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps(main(sys.argv[1], sys.argv[2:])))
+    print(json.dumps(main(sys.argv[1:2] or [*KINDS], sys.argv[2:])))

@@ -103,7 +103,7 @@ def chatter(state: dict, data: dict, say: Say) -> dict:
 
 
 def strange_result(state: dict, data: dict, say: Say) -> Any:
-    return {"data": object()}
+    return {"data": threading.Lock()}
 
 
 def run_children(state: dict, data: dict, say: Say) -> dict:

@@ -303,10 +303,11 @@ def main(arguments):
 def write_launcher(path, python):
     """`_build/python`: the chosen Python with its own tools (jupyter-book, ruff) first on PATH."""
     text = '#!/bin/sh\nPATH="%s:$PATH" exec "%s" "$@"\n' % (os.path.dirname(python), python)
-    with open(path + ".new", "w") as f:
+    new = "%s.%d" % (path, os.getpid())  # two of make's targets may be set up at once
+    with open(new, "w") as f:
         f.write(text)
-    os.chmod(path + ".new", 0o755)
-    os.replace(path + ".new", path)
+    os.chmod(new, 0o755)
+    os.replace(new, path)
 
 
 if __name__ == "__main__":

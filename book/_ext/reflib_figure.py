@@ -23,10 +23,10 @@ def figure(root: Path) -> str:
     caption = (
         f"The example below, drawn from what it made: {len(made['ops'])} operations become {len(made['kernels'])} "
         f"kernels, which move {before / after:.1f} times fewer bytes, and one file with code for "
-        f"{len(made['arms'])} targets."
+        f"{len(made['variants'])} targets."
     )
-    ops, arms = len(made["ops"]), len(made["arms"])
-    panels = [("model", ops, operations), ("kernels", ops, kernels), ("package", arms + 2, package)]
+    ops, variants = len(made["ops"]), len(made["variants"])
+    panels = [("model", ops, operations), ("kernels", ops, kernels), ("package", variants + 2, package)]
     drawn = "".join(
         f'<div class="reflib-panel"><div class="reflib-panel-title">{name}</div><svg viewBox="0 0 {WIDTH} '
         f'{rows * ROW + 8}" aria-hidden="true" xmlns="http://www.w3.org/2000/svg">{draw(made)}</svg></div>'
@@ -73,19 +73,19 @@ def kilobytes(size: float) -> str:
     return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"
 
 
-def arm_name(arm: dict[str, Any]) -> str:
-    if arm["name"] == "ptx":
+def variant_name(variant: dict[str, Any]) -> str:
+    if variant["name"] == "ptx":
         return "PTX, for GPUs to come"
-    return "CPU" if arm["name"] == "cpu" else f"{arm['name']}, {arm['generation']}"
+    return "CPU" if variant["name"] == "cpu" else f"{variant['name']}, {variant['generation']}"
 
 
 def package(made: dict[str, Any]) -> str:
-    rows = [(arm_name(a), kilobytes(a["bytes"])) for a in made["arms"]]
+    rows = [(variant_name(a), kilobytes(a["bytes"])) for a in made["variants"]]
     rows.append(("weights, once", kilobytes(made["weights"])))
     parts = []
     for i, (name, size) in enumerate(rows):
         y = 4 + i * ROW
-        kind = "arm" if i < len(made["arms"]) else "weights"
+        kind = "variant" if i < len(made["variants"]) else "weights"
         parts.append(box(y, ROW, kind, [("what", name)]))
         parts.append(f'<text x="{WIDTH - 12}" y="{y + ROW / 2 + 5}" class="size">{size}</text>')
     y = 4 + len(rows) * ROW
@@ -96,10 +96,10 @@ def package(made: dict[str, Any]) -> str:
 def words(made: dict[str, Any]) -> str:
     grouped = [", ".join(op for op, _ in group) for _, group in groupby(made["ops"], key=lambda pair: pair[1])]
     inside = "; ".join(f"kernel {LETTERS[i]} holds {ops}" for i, ops in enumerate(grouped))
-    arms = ", ".join(f"{arm_name(a)} ({kilobytes(a['bytes'])})" for a in made["arms"])
+    variants = ", ".join(f"{variant_name(a)} ({kilobytes(a['bytes'])})" for a in made["variants"])
     return (
         f"From model to kernels to package. The model: {len(made['ops'])} operations. The kernels: {inside}. "
-        f"The package: code for {arms}, and {kilobytes(made['weights'])} of weights, once."
+        f"The package: code for {variants}, and {kilobytes(made['weights'])} of weights, once."
     )
 
 

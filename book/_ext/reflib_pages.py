@@ -125,7 +125,7 @@ def routes(root: Path) -> str:
     one = max(told[s].minutes for s in ONE_FEATURE) + stages.minutes
     return f"""
 - **An hour** ({start.minutes + stages.minutes} minutes of reading, and a little to try): {start.link}, then
-  {stages.link}. You compile a function of your own, and know what happened to it.
+  {stages.link}. You compile a function of your own and follow it through every stage.
 - **One feature** ({duration(one)} at most): {stages.link}, then the chapter of the feature:
 {features}
 - **The whole book** (about {duration(sum(c.minutes for c in told.values()))} of reading; more with the exercises): from
@@ -144,7 +144,7 @@ def recordings(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def results(root: Path) -> str:
-    """Every recorded table: a heading a device, one a chapter, and a table a measurement, folded."""
+    """Every recorded table: a heading per device and per chapter, and a folded table per measurement."""
     by_device: dict[str, list[str]] = {}
     size: dict[str, int] = {}
     for slug, path in recordings(root):
@@ -232,7 +232,7 @@ def claims(said: list[dict[str, Any]]) -> str:
 
 
 def html_table(heads: Iterable[str], body: Iterable[Iterable[str]], escape: bool = False) -> str:
-    """One line of HTML a row, no blank line in it, so that Markdown leaves it alone."""
+    """One line of HTML per row and no blank line, so that Markdown does not change it."""
     clean: Callable[[str], str] = (lambda text: html.escape(str(text)).replace("\n", " ")) if escape else str
     head = "".join(f'<th scope="col">{clean(h)}</th>' for h in heads)
     lines = "\n".join("<tr>" + "".join(f"<td>{clean(c)}</td>" for c in line) + "</tr>" for line in body)
@@ -256,11 +256,11 @@ def status(root: Path) -> str:
 
 
 def seconds(root: Path, slug: str, device: str) -> str:
-    """How long executing it took on this device ('64 s'), or that nobody noted it."""
+    """How long executing it took on this device ('64 s'), or 'not noted'."""
     from reflib.lab import durations, runner
 
     folder = root / "notebooks" / "recorded"
-    for where in (runner.gpu_slug(device), "cpu"):  # a CPU's name is nobody's slug
+    for where in (runner.gpu_slug(device), "cpu"):  # a CPU's name is not a slug
         if (found := durations.read(folder, where).get(slug)) is not None:
             return f"{found:.0f} s"
     return "not noted"

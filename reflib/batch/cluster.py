@@ -1,10 +1,10 @@
-"""Where jobs run: a Dask cluster, in this process or behind a scheduler's address; `execute` sends them there.
+"""A Dask cluster, in this process or at a scheduler's address; `execute` runs jobs on it.
 
     with local(workers=1, gpus=["0"]) as cluster: ...        with remote("tcp://10.0.0.1:8786") as cluster: ...
-        for job, outcome in cluster.execute(jobs): ...       in the order in which they end
+        for job, outcome in cluster.execute(jobs): ...       in order of completion
 
-A worker has one thread, so it runs one job at a time. Those that have a GPU offer the resource GPU=1, which a job on
-"cuda" takes; of those in this process the ones that may run jobs on the CPU offer CPU=1 likewise.
+A worker has one thread, so it runs one job at a time. Workers with a GPU have the resource GPU=1, which a job on "cuda"
+requires; in this process, workers for jobs on the CPU likewise have CPU=1.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reflib.batch import work
-from reflib.batch.jobs import Job
-from reflib.batch.work import Outcome
+from reflib.batch.jobs import NotebookJob
+from reflib.batch.work import JobOutcome
 from reflib.errors import LabError
 
 CONNECT_SECONDS = 5.0
-WORKERS_SECONDS = 15.0  # for the first worker of a cluster to come
-ABANDONED_SECONDS = 60.0  # without any worker; then what waits has failed
+WORKERS_SECONDS = 15.0  # to wait for the first worker of a cluster
+ABANDONED_SECONDS = 60.0  # without any worker, after which waiting jobs fail
 STOP_SECONDS = 15.0  # for jobs to end once they are cancelled
 START_WORKERS = "dask worker {address} --nthreads 1 (with a GPU: CUDA_VISIBLE_DEVICES=0 ... --resources GPU=1)"
 
 
 @dataclass
-class Cluster:
-    """A client of a scheduler, and how its workers may be used."""
+class JobCluster:
+    """A client of a scheduler, and how jobs use its workers."""
 
     client: Any  # distributed.Client
-    address: str  # "" in this process
-    bars: bool = False  # whether jobs draw progress bars of their cells
+    address: str  # "" for the cluster in this process
+    bars: bool = False  # whether jobs show progress bars
 
     def workers(self) -> dict[str, dict[str, Any]]:
-        """Dask's facts about each worker, by address."""
+        """Dask's information about each worker, by address."""
         return dict(self.client.scheduler_info(n_workers=-1)["workers"])
 
     def slots(self, device: str) -> int:
-        """How many jobs for a device run at once."""
+        """Number of jobs for a device that run at the same time."""
         wanted = self.resource(device)
         return sum(1 for w in self.workers().values() if all(w["resources"].get(r, 0) >= 1 for r in wanted))
 
@@ -56,7 +56,7 @@ class Cluster:
         return {} if self.address else {"CPU": 1}
 
     def resolve(self, device: str) -> str:
-        """Which device "auto" is; the others must be offered by a worker."""
+        """The concrete device for "auto". LabError if no worker has the given one."""
         gpus = self.slots("cuda")
         if device == "auto":
             return "cuda" if gpus else "cpu"
@@ -69,14 +69,14 @@ class Cluster:
 
     def execute(
         self,
-        jobs: Sequence[Job],
+        jobs: Sequence[NotebookJob],
         retries: int = 0,
         limit: float | None = None,
-        started: Callable[[Job, int], None] = lambda job, attempt: None,
-    ) -> Iterator[tuple[Job, Outcome]]:
-        """Run the jobs, those on GPUs first; a failed one again up to `retries` times. `limit` of each: seconds.
+        started: Callable[[NotebookJob, int], None] = lambda job, attempt: None,
+    ) -> Iterator[tuple[NotebookJob, JobOutcome]]:
+        """Run the jobs, those on GPUs first; repeat a failed one up to `retries` times. `limit`: seconds per job.
 
-        Closing the iterator, or an exception such as KeyboardInterrupt, ends those that run.
+        Closing the iterator, or an exception such as KeyboardInterrupt, ends the running jobs.
         """
         for device in ("cuda", "cpu"):
             yield from Flight(self, device, retries, limit, started).run([j for j in jobs if j.device == device])
@@ -89,25 +89,25 @@ class Cluster:
                 cluster.close(timeout=5)
 
 
-Sent = tuple[Job, int, tuple[str, ...]]  # with the number of the attempt, and the errors of those before
+Sent = tuple[NotebookJob, int, tuple[str, ...]]  # with the number of this attempt, and the errors of earlier ones
 
 
 class Flight:
-    """Jobs for one device on their way. As many are sent as can run, so that no worker has two and another none."""
+    """The submitted jobs for one device: only as many as can run, so that no worker has two and another none."""
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: JobCluster,
         device: str,
         retries: int,
         limit: float | None,
-        started: Callable[[Job, int], None],
+        started: Callable[[NotebookJob, int], None],
     ):
         self.cluster, self.device, self.retries, self.limit, self.started = cluster, device, retries, limit, started
         self.running: dict[Any, Sent] = {}
-        self.seen = time.monotonic()  # when there was a worker
+        self.seen = time.monotonic()  # when the last worker was present
 
-    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Outcome]]:
+    def run(self, jobs: Sequence[NotebookJob]) -> Iterator[tuple[NotebookJob, JobOutcome]]:
         waiting: collections.deque[Sent] = collections.deque((job, 1, ()) for job in jobs)
         try:
             while waiting or self.running:
@@ -123,7 +123,7 @@ class Flight:
                     else:
                         finished.append((job, outcome))
                 if finished:
-                    self.fill(waiting)  # before whoever takes them writes them to a disk
+                    self.fill(waiting)  # before the caller writes them to disk
                     yield from finished
         finally:
             self.stop()
@@ -134,12 +134,12 @@ class Flight:
             self.send(*waiting.popleft())
 
     def room(self) -> int:
-        """How many may be on their way. Workers come and go; without any for long, it is an error."""
+        """How many jobs may be submitted now. Workers may join and leave; LabError after a long time without any."""
         if self.cluster.client.status not in ("running", "connecting"):
-            raise LabError(f"the scheduler at {self.cluster.address} no longer answers")
+            raise LabError(f"the scheduler at {self.cluster.address} no longer responds")
         try:
             room = self.cluster.slots(self.device)
-        except Exception:  # the scheduler does not answer now; its client tries again
+        except Exception:  # the scheduler does not respond now; the client retries
             room = 0
         if room:
             self.seen = time.monotonic()
@@ -147,7 +147,7 @@ class Flight:
             raise LabError(f"no worker is left at {self.cluster.address}")
         return room
 
-    def send(self, job: Job, attempt: int, earlier: tuple[str, ...]) -> None:
+    def send(self, job: NotebookJob, attempt: int, earlier: tuple[str, ...]) -> None:
         future = self.cluster.client.submit(
             work.do, job.text, job.notebook, dict(job.parameters), job.device, self.limit, self.cluster.bars,
             key=f"{job.id}-{attempt}-{time.time_ns()}", pure=False, resources=self.cluster.resource(self.device),
@@ -156,7 +156,7 @@ class Flight:
         self.started(job, attempt)
 
     def ended(self) -> list[Any]:
-        """Futures that are done, after waiting for one, for half a second at most."""
+        """Completed futures, after waiting at most half a second for one."""
         from distributed import wait
 
         if not self.running:
@@ -166,7 +166,7 @@ class Flight:
         return [future for future in self.running if future.done()]
 
     def stop(self) -> None:
-        """Cancel what runs; in this process, wait until it has ended."""
+        """Cancel running jobs; in this process, wait until they have ended."""
         if not self.running:
             return
         with contextlib.suppress(Exception):
@@ -179,33 +179,33 @@ class Flight:
         self.running.clear()
 
 
-def outcome_of(future: Any) -> Outcome:
-    """What a task returned, or why it did not."""
+def outcome_of(future: Any) -> JobOutcome:
+    """The outcome of a task, a failed one if it raised."""
     from distributed import KilledWorker
 
     try:
         found = future.result(timeout=CONNECT_SECONDS)
-        return found if isinstance(found, Outcome) else Outcome("failed", f"it returned {type(found).__name__}")
+        return found if isinstance(found, JobOutcome) else JobOutcome("failed", f"it returned {type(found).__name__}")
     except KilledWorker as error:
         where = getattr(error.last_worker, "address", error.last_worker)
-        return Outcome("failed", f"its worker ended ({where}): killed, or out of memory?")
+        return JobOutcome("failed", f"its worker ended ({where}): killed, or out of memory?")
     except (concurrent.futures.CancelledError, asyncio.CancelledError):
-        return Outcome("failed", "the scheduler lost it")
+        return JobOutcome("failed", "the scheduler lost it")
     except Exception as error:
-        return Outcome("failed", work.because(error))
+        return JobOutcome("failed", work.because(error))
 
 
 # ---- a cluster in this process
 
 
-def local(workers: int = 1, gpus: Sequence[str] = (), cpu_workers: int = 1, bars: bool = False) -> Cluster:
-    """Workers that are threads here. The first have a GPU each, named as CUDA_VISIBLE_DEVICES names it; the first
-    `cpu_workers` take jobs on the CPU."""
+def local(workers: int = 1, gpus: Sequence[str] = (), cpu_workers: int = 1, bars: bool = False) -> JobCluster:
+    """A cluster whose workers are threads of this process. The first ones have a GPU each, named as in
+    CUDA_VISIBLE_DEVICES; the first `cpu_workers` run jobs on the CPU."""
     import dask
     from distributed import Client, Scheduler, SpecCluster, Worker
 
     class Unlisted:
-        """Dask's have an HTTP server, on a port open to all, even without their dashboard."""
+        """A mixin without the HTTP server that Dask's workers open on a public port, even without a dashboard."""
 
         def start_http_server(self, *_: Any, **__: Any) -> None:
             pass
@@ -225,11 +225,11 @@ def local(workers: int = 1, gpus: Sequence[str] = (), cpu_workers: int = 1, bars
         cluster.workers[index].reflib_gpu = gpu
     client = Client(cluster)
     client.wait_for_workers(workers)
-    return Cluster(client, "", bars)
+    return JobCluster(client, "", bars)
 
 
 def local_gpus() -> list[str]:
-    """The GPUs of this machine, as CUDA_VISIBLE_DEVICES names them."""
+    """The GPUs of this machine, named as in CUDA_VISIBLE_DEVICES."""
     import torch
 
     seen = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
@@ -237,24 +237,24 @@ def local_gpus() -> list[str]:
     return [seen[i] if i < len(seen) else str(i) for i in range(count)]
 
 
-def workers_for(devices: set[str], asked: int | None) -> tuple[int, list[str], int]:
-    """(workers, GPUs, workers that take jobs on the CPU) for jobs on these devices on this machine."""
-    if asked is not None and asked < 1:
-        raise LabError(f"--workers {asked}: at least one is needed")
+def workers_for(devices: set[str], requested: int | None) -> tuple[int, list[str], int]:
+    """(workers, GPUs, workers for CPU jobs) for jobs on these devices on this machine. LabError if impossible."""
+    if requested is not None and requested < 1:
+        raise LabError(f"--workers {requested}: at least one is needed")
     gpus = local_gpus() if "cuda" in devices else []
-    if asked is not None and gpus and asked > len(gpus):
+    if requested is not None and gpus and requested > len(gpus):
         raise LabError(
-            f"--workers {asked}: there are {len(gpus)} GPUs here, and two jobs never share one (timings would suffer)"
+            f"--workers {requested}: there are {len(gpus)} GPUs here, and jobs never share one, for undisturbed timings"
         )
-    workers = asked or max(1, len(gpus))
-    return workers, gpus[:workers], asked or 1
+    workers = requested or max(1, len(gpus))
+    return workers, gpus[:workers], requested or 1
 
 
 # ---- a cluster elsewhere
 
 
-def remote(address: str) -> Cluster:
-    """The cluster of a scheduler. LabError, within seconds, where none answers or a worker cannot be used."""
+def remote(address: str) -> JobCluster:
+    """The cluster of a scheduler. LabError, within seconds, if none responds or a worker cannot be used."""
     from distributed import Client
 
     quiet()
@@ -263,9 +263,9 @@ def remote(address: str) -> Cluster:
         client = Client(address, timeout=CONNECT_SECONDS)
     except Exception as error:
         raise LabError(
-            f"what answers at {address} is no Dask scheduler, or of another version: {work.because(error)}"
+            f"{address} is not a Dask scheduler, or has another version: {work.because(error)}"
         ) from None
-    cluster = Cluster(client, address)
+    cluster = JobCluster(client, address)
     try:
         check(cluster)
     except BaseException:
@@ -275,7 +275,7 @@ def remote(address: str) -> Cluster:
 
 
 def reachable(address: str) -> None:
-    """Asked before Dask, which takes longer to give up and says less."""
+    """LabError if nothing listens at the address; faster and clearer than the error of Dask."""
     from distributed.comm import get_address_host_port
 
     try:
@@ -285,12 +285,12 @@ def reachable(address: str) -> None:
         raise LabError(f"--scheduler {address}: {error}; an address is such as tcp://10.0.0.1:8786") from None
     except OSError as error:
         raise LabError(
-            f"no Dask scheduler answers at {address} ({error.strerror or error}): start one with `dask scheduler` there"
+            f"no Dask scheduler responds at {address} ({error.strerror or error}): start one with `dask scheduler`"
         ) from None
 
 
-def check(cluster: Cluster) -> None:
-    """Every worker has this reflib, one thread, and a GPU of its own if any; else an error that names it."""
+def check(cluster: JobCluster) -> None:
+    """LabError unless all workers have this version of reflib, one thread, and separate GPUs."""
     try:
         cluster.client.wait_for_workers(1, timeout=WORKERS_SECONDS)
     except TimeoutError:
@@ -306,7 +306,7 @@ def check(cluster: Cluster) -> None:
     for address, facts in cluster.client.run(facts_of_worker(), on_error="return").items():
         name = f"worker {workers.get(address, {}).get('name', address)} ({address})"
         if not isinstance(facts, dict):
-            wrong.append(f"{name} cannot say what it has: {work.because(facts)}")
+            wrong.append(f"{name} cannot be inspected: {work.because(facts)}")
         elif facts["reflib"] != own or facts["lacks"]:
             has = f"has {facts['reflib'] or 'no'} reflib, not {own}"
             has = f"lacks {facts['lacks']}" if facts["reflib"] == own else has
@@ -323,7 +323,7 @@ def check(cluster: Cluster) -> None:
 
 
 def facts_of_worker() -> Callable[[], dict[str, str]]:
-    """A function that carries its own code, for workers that have no reflib."""
+    """A function that is pickled by value, for workers without reflib."""
 
     def facts() -> dict[str, str]:
         import importlib.metadata
@@ -344,6 +344,6 @@ def facts_of_worker() -> Callable[[], dict[str, str]]:
 
 
 def quiet() -> None:
-    """Dask's own lines about workers that come and go; what matters is said here."""
+    """Silence Dask's log messages about workers that join and leave."""
     for name in ("distributed", "distributed.scheduler", "distributed.worker", "distributed.core", "distributed.comm"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

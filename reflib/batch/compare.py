@@ -1,10 +1,10 @@
-"""`reflib compare A B`: which rows of run B are slower than A's.
+"""`reflib compare A B`: finds the rows of run B that are slower than those of A.
 
-A row of A and one of B belong together when chapter, series, case, metric, unit, clock, cache, place in the sweep and
-the job's parameters are the same. Only units that say which way is better are compared: times, and rates per second.
+Rows are matched by chapter, series, case, metric, unit, clock, cache, point of the sweep and the job's parameters. Only
+times and rates per second are compared.
 
-**Slower** means both: the ratio is over the limit, and the spreads (the middle halves of the samples) do not meet.
-One row alone makes B slower; so does the geometric mean of all ratios, which has no spread.
+A row is **slower** if its ratio is over the limit and the interquartile ranges do not overlap. B is slower if one row
+is, or if the geometric mean of all ratios, which has no spread, is over the limit.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from reflib.lab.rows import Row, show_number, text_table
 
 LOWER = frozenset(summary.TIMES)
 HIGHER = frozenset({"B/s", "kB/s", "MB/s", "GB/s", "TB/s", "FLOP/s", "GFLOP/s", "TFLOP/s"})
-MODELLED = frozenset({"predicted"})  # metrics in such a unit that nobody measured
+MODELLED = frozenset({"predicted"})  # metrics with units of time that are not measured
 
 Key = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Number:
-    """What a run measured: a median, with the interquartile range of the samples."""
+    """A measurement of a run: the median, with the interquartile range of the samples."""
 
     value: float
     spread: float
@@ -40,13 +40,13 @@ class Number:
     device: str
 
     def meets(self, other: Number) -> bool:
-        """Whether the middle halves of the two have values in common."""
+        """Whether the interquartile ranges overlap."""
         return abs(self.value - other.value) <= (self.spread + other.spread) / 2
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The same row of two runs. `ratio`: how many times as slow B is; under 1, it is faster."""
+    """The same row of two runs. `ratio`: slowdown of B; below 1, B is faster."""
 
     key: Key
     a: Number
@@ -65,7 +65,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two runs have in common, and what only one of them has."""
+    """The matched rows of two runs, and the rows of only one of them."""
 
     pairs: tuple[Pair, ...]
     only_a: tuple[Key, ...]
@@ -82,7 +82,7 @@ class Comparison:
         return self.overall > 1 + limit or any(p.slower(limit) for p in self.pairs)
 
     def report(self, limit: float = 0.05, most: int = 20) -> str:
-        """For a terminal: what is beyond the limit, either way, then the whole."""
+        """Text for a terminal: the rows beyond the limit in both directions, then the overall result."""
         lines = []
         if self.devices[0] != self.devices[1]:
             lines.append(f"warning: A is of {', '.join(self.devices[0])}; B is of {', '.join(self.devices[1])}\n")
@@ -90,7 +90,7 @@ class Comparison:
         faster = sorted((p for p in self.pairs if p.faster(limit)), key=lambda p: p.ratio)
         for word, found in (("slower", slower), ("faster", faster)):
             if found:
-                beyond = f"by more than {100 * limit:.3g}%, and than their spreads"
+                beyond = f"by more than {100 * limit:.3g}% and the spreads"
                 lines.append(f"{len(found)} of {len(self.pairs)} rows {word} {beyond}:")
                 lines.append(text_table(*cells(found[:most])))
                 lines.append(f"... and {len(found) - most} more\n" if len(found) > most else "")
@@ -108,7 +108,10 @@ class Comparison:
 
 
 def compare(a: Path, b: Path) -> Comparison:
-    """Two runs, or recordings: folders of runs, or of <chapter>.<gpu>.json files, or one such file."""
+    """Compare runs or recordings: folders of runs or of <chapter>.<gpu>.json files, or single files.
+
+    LabError if they have no row in common.
+    """
     first, second = rows_of(a), rows_of(b)
     by_device = any(len({p.get("device") for _, _, p in found}) > 1 for found in (first, second))
     numbers_a, numbers_b = numbers(first, by_device), numbers(second, by_device)
@@ -126,13 +129,13 @@ def compare(a: Path, b: Path) -> Comparison:
     )
 
 
-Found = tuple[str, Row, Mapping[str, Any]]  # chapter, row, the job's parameters
+Found = tuple[str, Row, Mapping[str, Any]]  # chapter, row, job's parameters
 
 
 def rows_of(place: Path) -> list[Found]:
     """All rows of a run, or of recordings."""
     if (place / "run.json").exists():
-        kept = store.Store(place)
+        kept = store.RunStore(place)
         found = []
         for identity in store.load(place)["jobs"]:
             outcome = kept.outcome(identity)
@@ -142,7 +145,7 @@ def rows_of(place: Path) -> list[Found]:
         return found
     files = sorted(place.glob("*.json")) if place.is_dir() else [place]
     if not files or not place.exists():
-        raise LabError(f"{runner.shown(place)} is no run (it has no run.json), and has no recordings (*.json) in it")
+        raise LabError(f"{runner.shown(place)} is not a run (no run.json) and has no recordings (*.json)")
     return [(file.name.split(".")[0], row, {}) for file in files for row in recorded(file)]
 
 
@@ -150,11 +153,11 @@ def recorded(file: Path) -> Sequence[Row]:
     try:
         return recordings.load(file)[0]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LabError(f"{runner.shown(file)} is no recording: {type(error).__name__}: {error}") from None
+        raise LabError(f"{runner.shown(file)} is not a recording: {type(error).__name__}: {error}") from None
 
 
 def numbers(found: Iterable[Found], by_device: bool) -> dict[Key, Number]:
-    """The measured rows by their key; of several with one key, the median."""
+    """The measured rows by key; the median of several with the same key."""
     groups: dict[Key, list[Row]] = {}
     for chapter, row, parameters in found:
         if row.ok and summary.is_measured(row) and row.unit in LOWER | HIGHER and row.metric not in MODELLED:
@@ -171,7 +174,8 @@ def numbers(found: Iterable[Found], by_device: bool) -> dict[Key, Number]:
 
 
 def key_of(chapter: str, row: Row, parameters: Mapping[str, Any], by_device: bool) -> Key:
-    """Runs on different devices are compared, with a warning, unless one of them has several itself."""
+    """The key of a row. The device is part of it only if one of the runs has several; else runs on different devices
+    are compared, with a warning."""
     kept = {name: value for name, value in parameters.items() if name != "device" or by_device}
     at = json.dumps(dict(row.at), sort_keys=True)
     params = json.dumps(kept, sort_keys=True)
@@ -201,7 +205,7 @@ def cells(pairs: Iterable[Pair]) -> tuple[list[str], list[list[str]]]:
 
 
 def percent(text: str) -> float:
-    """0.05 of "5%" (or of "5").
+    """0.05 for "5%" or "5". LabError for other text.
 
     >>> percent("5%")
     0.05

@@ -1,10 +1,10 @@
-"""What is to be executed: `plan` makes jobs of a request, each checked, before anything runs.
+"""`plan` turns a request into jobs, which are checked before the first one runs.
 
-    request = sweeps + notebooks + parameters + device, as it was asked: JSON, kept in run.json
+    request = sweeps + notebooks + parameters + device, as given: JSON, stored in run.json
     job     = notebook's text + parameters
 
-A parameter that no notebook has, or a value that one refuses, is an error. A notebook that is missing or broken is
-a job with a `problem`: the others are still worth their run.
+A parameter of no notebook, or an invalid value, is an error. A missing or broken notebook is a job with a `problem`, so
+that the others still run.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MOST_JOBS = 10_000
 
 
 @dataclass(frozen=True)
-class Request:
-    """What was asked. `only`: slugs and paths of notebooks; `given`: parameters as text, before those of sweeps."""
+class RunRequest:
+    """The arguments of a run. `only`: slugs and paths of notebooks; `given`: parameters (text) that override sweeps."""
 
     only: tuple[str, ...] = ()
     given: Mapping[str, str] = field(default_factory=dict)
@@ -42,32 +42,32 @@ class Request:
         return {**asdict(self), "sweeps": [asdict(s) for s in self.sweeps]}
 
     @staticmethod
-    def from_data(data: Mapping[str, Any]) -> Request:
+    def from_data(data: Mapping[str, Any]) -> RunRequest:
         sweeps = tuple(map(Sweep.from_data, data["sweeps"]))
-        return Request(tuple(data["only"]), dict(data["given"]), data["device"], sweeps)
+        return RunRequest(tuple(data["only"]), dict(data["given"]), data["device"], sweeps)
 
 
 @dataclass(frozen=True)
-class Job:
+class NotebookJob:
     """One execution. `device` is "cpu" or "cuda"; `text` the notebook without outputs, as JSON."""
 
     id: str
-    notebook: str  # its slug
+    notebook: str  # the slug
     parameters: Mapping[str, Any]
     device: str
     text: str = field(repr=False, default="")
-    problem: str = ""  # why it cannot be executed
-    label: str = ""  # the slug, and the parameters in which it differs from the notebook's other jobs
-    chapter: bool = True  # of this checkout: the book has a page for it
+    problem: str = ""  # the reason if it cannot be executed
+    label: str = ""  # the slug, and parameters that differ between the notebook's jobs
+    chapter: bool = True  # a chapter of this checkout, with a page in the book
 
 
-def plan(root: Path, request: Request, resolve: Callable[[str], str]) -> list[Job]:
-    """The jobs, in the book's order; a notebook's one after another in the order of the sweep file.
+def plan(root: Path, request: RunRequest, resolve: Callable[[str], str]) -> list[NotebookJob]:
+    """The jobs, in the book's order, and per notebook in the order of the sweep file. Raises LabError.
 
-    `resolve` says which device "auto" is, and refuses one that is not there.
+    `resolve` returns the concrete device for "auto" and raises LabError if a device is missing.
     """
     sweeps = request.sweeps or (Sweep(),)
-    found: dict[str, Job] = {}
+    found: dict[str, NotebookJob] = {}
     for sweep in sweeps:
         for job in jobs_of(root, sweep, request, resolve):
             found.setdefault(job.id, job)
@@ -81,8 +81,8 @@ def plan(root: Path, request: Request, resolve: Callable[[str], str]) -> list[Jo
     return labelled(jobs)
 
 
-def jobs_of(root: Path, sweep: Sweep, request: Request, resolve: Callable[[str], str]) -> Iterable[Job]:
-    """One sweep's jobs; a generator, but all is checked before the first."""
+def jobs_of(root: Path, sweep: Sweep, request: RunRequest, resolve: Callable[[str], str]) -> Iterable[NotebookJob]:
+    """The jobs of one sweep; a generator that checks everything before the first."""
     named = request.only or sweep.notebooks
     sources = [read(path, root) for path in find(root, named)]
     values: dict[str, Sequence[Any]] = {**sweep.values, **{name: (text,) for name, text in request.given.items()}}
@@ -102,12 +102,12 @@ def jobs_of(root: Path, sweep: Sweep, request: Request, resolve: Callable[[str],
 
 
 @dataclass(frozen=True)
-class Source:
-    """A notebook as it was read; no `parameters` where there is a `problem`."""
+class NotebookSource:
+    """A loaded notebook; without `parameters` if there is a `problem`."""
 
     slug: str
     text: str = ""
-    code: str = ""  # digest of its code cells
+    code: str = ""  # hash of the code cells
     parameters: Mapping[str, Parameter] | None = None
     problem: str = ""
     chapter: bool = True
@@ -115,18 +115,18 @@ class Source:
     def taken(self, values: Mapping[str, Any]) -> list[str]:
         return [name for name in values if name in (self.parameters or {})]
 
-    def job(self, parameters: Mapping[str, Any], device: str) -> Job:
+    def job(self, parameters: Mapping[str, Any], device: str) -> NotebookJob:
         content = json.dumps([self.slug, self.code, dict(parameters)], sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()[:10]
-        return Job(
+        return NotebookJob(
             f"{self.slug}-{digest}", self.slug, parameters, device, self.text, self.problem, chapter=self.chapter
         )
 
 
 def find(root: Path, named: Sequence[str]) -> list[Path]:
-    """Chapters by slug, and other notebooks by path; all chapters where none is named.
+    """Paths of chapters by slug, and of other notebooks by path; all chapters if none is named.
 
-    What is not there is among them too, for `read` to say so.
+    Missing ones are included; `read` reports them.
     """
     chapters = {path.stem: path for path in runner.notebooks(root)}
     paths = []
@@ -139,8 +139,8 @@ def find(root: Path, named: Sequence[str]) -> list[Path]:
     return [p for p in order if p in listed] + [p for p in listed if p not in order]
 
 
-def read(path: Path, root: Path) -> Source:
-    """A notebook, or why it is none."""
+def read(path: Path, root: Path) -> NotebookSource:
+    """The notebook, or a NotebookSource with the problem."""
     slug = path.stem
     chapter = path.resolve().parent == (root / "notebooks").resolve()
     try:
@@ -148,18 +148,18 @@ def read(path: Path, root: Path) -> Source:
         nbformat.validate(notebook)
         parameters = runner.parameters_of(notebook)
     except FileNotFoundError:
-        return Source(slug, problem=missing(path, root), chapter=chapter)
+        return NotebookSource(slug, problem=missing(path, root), chapter=chapter)
     except OSError as error:
-        return Source(slug, problem=f"it cannot be read: {error.strerror}", chapter=chapter)
+        return NotebookSource(slug, problem=f"it cannot be read: {error.strerror}", chapter=chapter)
     except LabError as error:
-        return Source(slug, problem=str(error), chapter=chapter)
-    except Exception as error:  # nbformat's are of many kinds: no JSON, no cells, a version it does not know
+        return NotebookSource(slug, problem=str(error), chapter=chapter)
+    except Exception as error:  # nbformat raises many kinds: invalid JSON, no cells, an unknown version
         first = (str(error).splitlines() or [""])[0][:160]
-        return Source(slug, problem=f"it is no notebook: {type(error).__name__}: {first}", chapter=chapter)
+        return NotebookSource(slug, problem=f"it is not a notebook: {type(error).__name__}: {first}", chapter=chapter)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
-    return Source(slug, nbformat.writes(notebook), nb.code_hash(notebook), parameters, chapter=chapter)
+    return NotebookSource(slug, nbformat.writes(notebook), nb.code_hash(notebook), parameters, chapter=chapter)
 
 
 def missing(path: Path, root: Path) -> str:
@@ -170,10 +170,12 @@ def missing(path: Path, root: Path) -> str:
     return f"no notebook has this name; {f'did you mean {near[0]!r}?' if near else 'there are: ' + ', '.join(slugs)}"
 
 
-def refuse_unknown(asked: Mapping[str, Any], sources: Sequence[Source], sweep: Sweep, request: Request) -> None:
-    """A name that none of the notebooks has."""
+def refuse_unknown(
+    names: Mapping[str, Any], sources: Sequence[NotebookSource], sweep: Sweep, request: RunRequest
+) -> None:
+    """LabError for a parameter that none of the notebooks has."""
     every = sorted({name for source in sources for name in source.parameters or {}})
-    for name in asked:
+    for name in names:
         if name not in every:
             where = "" if name in request.given else sweep.where(name)
             near = difflib.get_close_matches(name, every, n=1)
@@ -183,9 +185,9 @@ def refuse_unknown(asked: Mapping[str, Any], sources: Sequence[Source], sweep: S
 
 
 def fitting(
-    source: Source, name: str, values: Sequence[Any], sweep: Sweep, resolve: Callable[[str], str]
+    source: NotebookSource, name: str, values: Sequence[Any], sweep: Sweep, resolve: Callable[[str], str]
 ) -> list[Any]:
-    """A parameter's values, each once, as the notebook declares them."""
+    """The distinct values of a parameter, converted to the declared type."""
     parameter = (source.parameters or {})[name]
     found = []
     for index, value in enumerate(values):
@@ -198,14 +200,14 @@ def fitting(
     return list(dict.fromkeys(found))
 
 
-def labelled(jobs: Sequence[Job]) -> list[Job]:
-    """The same with labels."""
+def labelled(jobs: Sequence[NotebookJob]) -> list[NotebookJob]:
+    """The jobs with labels."""
     values: dict[tuple[str, str], set[Any]] = {}
     for job in jobs:
         for name, value in job.parameters.items():
             values.setdefault((job.notebook, name), set()).add(value)
 
-    def label(job: Job) -> str:
+    def label(job: NotebookJob) -> str:
         varied = [f"{n}={v}" for n, v in job.parameters.items() if len(values[job.notebook, n]) > 1]
         return " ".join([job.notebook, *varied])
 

@@ -1,4 +1,4 @@
-"""`reflib run`: plan, execute, keep, and sum up. What is finished is on disk at once; `--resume` does the rest."""
+"""`reflib run`: plans, executes, stores and summarizes. Finished jobs are stored at once; `--resume` runs the rest."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from typing import Any
 
 from reflib.batch import cluster as clusters
 from reflib.batch import store, summary, sweep, work
-from reflib.batch.jobs import Job, Request, plan
-from reflib.batch.store import Store
-from reflib.batch.work import Outcome
+from reflib.batch.jobs import NotebookJob, RunRequest, plan
+from reflib.batch.store import RunStore
+from reflib.batch.work import JobOutcome
 from reflib.errors import LabError
 from reflib.lab import machine, runner
-from reflib.lab.executing import Result
+from reflib.lab.executing import NotebookResult
 
 
 @dataclass
-class Progress:
-    """What came of a run until now. `seconds`: that jobs were executed, in this session."""
+class RunProgress:
+    """The state of a run. `seconds`: time spent executing jobs in this session."""
 
-    jobs: Sequence[Job]
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
-    resumed: int = 0  # jobs that an earlier session had finished
+    jobs: Sequence[NotebookJob]
+    outcomes: dict[str, JobOutcome] = field(default_factory=dict)
+    resumed: int = 0  # jobs finished in earlier sessions
     slots: int = 1
     seconds: float = 0.0
-    worked: float = 0.0  # of these, all workers' together
+    worked: float = 0.0  # busy seconds of all workers
     interrupted: bool = False
-    trouble: str = ""  # what ended the session early
+    trouble: str = ""  # the error that ended the session early
 
-    def outcome(self, job: Job) -> Outcome:
-        return self.outcomes.get(job.id) or Outcome("waiting")
+    def outcome(self, job: NotebookJob) -> JobOutcome:
+        return self.outcomes.get(job.id) or JobOutcome("waiting")
 
     def busy(self) -> float | None:
-        """Which part of the time workers spent on jobs; None where nothing was executed."""
+        """Fraction of the workers' time spent on jobs; None if nothing was executed."""
         return self.worked / (self.slots * self.seconds) if self.seconds else None
 
 
@@ -59,39 +59,39 @@ def run(
     workers: int | None = None,
     scheduler: str = "",
 ) -> int:
-    """Execute notebooks into `runs/<name>/`. 0 when all went well, 1 when a job failed or was interrupted.
+    """Execute notebooks into `runs/<name>/`. Returns 0 if all succeeded, 1 if a job failed or was interrupted.
 
-    limit: seconds of a job.   resume: a run's folder or name, or "last"; what is not said here is as it was asked then.
-    LabError, before anything is written, for what cannot be run at all.
+    limit: seconds per job.   resume: a run's folder or name, or "last"; its arguments are the defaults.
+    Raises LabError, before anything is written, for invalid arguments.
     """
     sweeps = tuple(sweep.read(sweep_file)) if sweep_file else ()
-    request = Request(tuple(only), dict(given or {}), device, sweeps)
+    request = RunRequest(tuple(only), dict(given or {}), device, sweeps)
     folder = None
     if resume:
         folder = store.find(root, resume)
-        request = resumed(request, Request.from_data(store.load(folder)["request"]))
+        request = resumed(request, RunRequest.from_data(store.load(folder)["request"]))
     with where(request, root, workers, scheduler) as (jobs, start):
         folder = folder or (out.resolve() if out else runner.new_folder(root / "runs", time.strftime("%Y%m%d-%H%M%S")))
-        kept = Store(folder)
+        kept = RunStore(folder)
         with kept.locked():
             begin(kept, request, jobs)
-            progress = Progress(jobs)
+            progress = RunProgress(jobs)
             with runner.ended_by_sigterm():
                 carry_out(progress, kept, start, retries, limit, say)
             return close(progress, kept, root, book, say)
 
 
-def resumed(asked: Request, before: Request) -> Request:
-    """The request of the run that is resumed, and what is asked differently now."""
-    return Request(
-        asked.only or before.only,
-        {**before.given, **asked.given},
-        asked.device if asked.device != "auto" else before.device,
-        asked.sweeps or before.sweeps,
+def resumed(given: RunRequest, before: RunRequest) -> RunRequest:
+    """The request of the resumed run, updated by the arguments given now."""
+    return RunRequest(
+        given.only or before.only,
+        {**before.given, **given.given},
+        given.device if given.device != "auto" else before.device,
+        given.sweeps or before.sweeps,
     )
 
 
-def begin(kept: Store, request: Request, jobs: Sequence[Job]) -> None:
+def begin(kept: RunStore, request: RunRequest, jobs: Sequence[NotebookJob]) -> None:
     try:
         kept.write("run.json", {"request": request.to_data(), "jobs": [j.id for j in jobs], **this()})
     except OSError as error:
@@ -104,16 +104,18 @@ def this() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def where(request: Request, root: Path, workers: int | None, scheduler: str) -> Iterator[tuple[list[Job], Any]]:
-    """(the jobs, a function that gives the cluster to execute them on). A scheduler is asked at once: it knows which
-    devices there are; the cluster in this process is started when it is needed."""
-    started: list[clusters.Cluster] = []
+def where(
+    request: RunRequest, root: Path, workers: int | None, scheduler: str
+) -> Iterator[tuple[list[NotebookJob], Any]]:
+    """Context of (jobs, function that returns the cluster). A scheduler is contacted at once, to find its devices; the
+    cluster in this process is started when needed."""
+    started: list[clusters.JobCluster] = []
     if scheduler:
         if workers is not None:
             raise LabError("--workers is for this machine; on a cluster all workers of the scheduler are used")
         started.append(clusters.remote(scheduler))
 
-    def start() -> clusters.Cluster:
+    def start() -> clusters.JobCluster:
         if not started:
             count, gpus, on_cpu = clusters.workers_for({job.device for job in jobs}, workers)
             started.append(clusters.local(count, gpus, on_cpu, bars=sys.stderr.isatty()))
@@ -127,26 +129,26 @@ def where(request: Request, root: Path, workers: int | None, scheduler: str) -> 
             cluster.close()
 
 
-def carry_out(progress: Progress, kept: Store, start: Any, retries: int, limit: float | None, say: Any) -> None:
-    """Execute what is not done, keeping each outcome as it comes. Whatever ends this early is in `progress`."""
+def carry_out(progress: RunProgress, kept: RunStore, start: Any, retries: int, limit: float | None, say: Any) -> None:
+    """Execute the unfinished jobs and store each outcome. An error that ends this early is put in `progress`."""
     for job in progress.jobs:
-        found = Outcome("failed", job.problem) if job.problem else kept.outcome(job.id)
+        found = JobOutcome("failed", job.problem) if job.problem else kept.outcome(job.id)
         if found and (job.problem or found.status == "ok"):
             progress.outcomes[job.id] = found
             progress.resumed += not job.problem
             if job.problem:
-                say(f"{job.notebook} is left out: {job.problem}")
+                say(f"{job.notebook} is skipped: {job.problem}")
     todo = [job for job in progress.jobs if job.id not in progress.outcomes]
     done = f", {progress.resumed} of them finished before" if progress.resumed else ""
     say(f"{counted(len(progress.jobs), 'notebook')}{done}, into {runner.shown(kept.folder)}")
     if not todo:
         return
-    session = Session(progress, kept, todo, say)
+    session = RunSession(progress, kept, todo, say)
     try:
         cluster = start()
         progress.slots = max(1, *(cluster.slots(device) for device in {job.device for job in todo}))
         if progress.slots > 1:
-            say(f"{progress.slots} side by side")
+            say(f"{progress.slots} at the same time")
         session.begin(progress.slots)
         for job, outcome in cluster.execute(todo, retries, limit, session.started):
             session.ended(job, outcome)
@@ -154,19 +156,19 @@ def carry_out(progress: Progress, kept: Store, start: Any, retries: int, limit: 
         progress.interrupted = True
     except LabError as error:
         progress.trouble = str(error)
-    except OSError as error:  # such as no room for Dask's own files
+    except OSError as error:  # such as no disk space for Dask's files
         progress.trouble = work.because(error)
     finally:
         session.over()
 
 
-class Session:
-    """Says what happens, and keeps what is finished; where the disk is full, later again."""
+class RunSession:
+    """Prints progress and stores finished jobs; if the disk is full, tries again later."""
 
-    def __init__(self, progress: Progress, kept: Store, todo: Sequence[Job], say: Any):
+    def __init__(self, progress: RunProgress, kept: RunStore, todo: Sequence[NotebookJob], say: Any):
         self.progress, self.kept, self.say = progress, kept, say
         self.numbers = {job.id: number for number, job in enumerate(todo, 1)}
-        self.unkept: dict[str, tuple[Job, Outcome]] = {}
+        self.unkept: dict[str, tuple[NotebookJob, JobOutcome]] = {}
         self.beside = 1
         self.since = time.monotonic()
         self.bars: Any = None
@@ -180,18 +182,18 @@ class Session:
         total, place = len(self.numbers), slots
         self.bars = tqdm(total=total, desc="all notebooks", unit="notebook", position=place, disable=not terminal)
 
-    def place(self, job: Job) -> str:
+    def place(self, job: NotebookJob) -> str:
         return f"[{self.numbers[job.id]}/{len(self.numbers)}]"
 
     def line(self, text: str) -> None:
         self.say(text) if self.bars is None or self.bars.disable else self.bars.write(text)
 
-    def started(self, job: Job, attempt: int) -> None:
+    def started(self, job: NotebookJob, attempt: int) -> None:
         if self.bars.disable:
             again = f", attempt {attempt}" if attempt > 1 else ""
             self.say(f"{self.place(job)} {job.label} ...{again}")
 
-    def ended(self, job: Job, outcome: Outcome) -> None:
+    def ended(self, job: NotebookJob, outcome: JobOutcome) -> None:
         outcome = replace(outcome, beside=self.beside)
         self.progress.outcomes[job.id] = outcome
         self.progress.worked += outcome.seconds
@@ -204,7 +206,7 @@ class Session:
                 self.line(f"    {error}")
 
     def keep(self) -> str:
-        """Write what is not on disk yet; why that did not work."""
+        """Write the outcomes that are not on disk yet; returns an error message or ""."""
         for identity, (job, outcome) in list(self.unkept.items()):
             try:
                 self.kept.keep(job, outcome)
@@ -215,7 +217,7 @@ class Session:
         return ""
 
     def over(self) -> None:
-        """A job that could still not be written has failed: a run that is resumed executes it again."""
+        """Mark jobs that could not be written as failed, so that a resumed run executes them again."""
         self.progress.seconds = time.monotonic() - self.since
         if self.bars is not None:
             self.bars.close()
@@ -224,8 +226,8 @@ class Session:
             self.progress.outcomes[identity] = replace(outcome, status="failed", error=trouble)
 
 
-def close(progress: Progress, kept: Store, root: Path, book: bool, say: Any) -> int:
-    """Results, summary and book, and the last lines; the exit status."""
+def close(progress: RunProgress, kept: RunStore, root: Path, book: bool, say: Any) -> int:
+    """Write results, summary and book, and print the last lines; returns the exit status."""
     outcomes = [(job, progress.outcome(job)) for job in progress.jobs]
     bad = [o for _, o in outcomes if o.status != "ok"]
     page = None
@@ -236,19 +238,19 @@ def close(progress: Progress, kept: Store, root: Path, book: bool, say: Any) -> 
     except OSError as error:
         written = False
         say(f"no results.json and summary.html: {work.because(error, kept.folder)}")
-    # a book has one page of a chapter, and no others
+    # a book has one page per chapter, and no other notebooks
     wanted = book and not (progress.interrupted or progress.trouble)
     ran = [job for job in progress.jobs if not job.problem]
     wanted = wanted and all(job.chapter for job in ran) and len({job.notebook for job in ran}) == len(ran)
     if wanted:
         page = make_book(root, kept, outcomes, say)
-    lines = [Result(job.label, job.device, o.seconds, o.status) for job, o in outcomes]
+    lines = [NotebookResult(job.label, job.device, o.seconds, o.status) for job, o in outcomes]
     say("\n" + runner.table(lines))
     if progress.trouble:
         say(f"\n{progress.trouble}")
     if bad:
-        say(f"\n{counted(len(bad), 'notebook')} of {len(outcomes)} not finished; what is finished is kept.")
-        say(f"to go on: reflib run --resume {runner.shown(kept.folder)}")
+        say(f"\n{counted(len(bad), 'notebook')} of {len(outcomes)} not finished; finished ones are kept.")
+        say(f"to continue: reflib run --resume {runner.shown(kept.folder)}")
     if written:
         say(f"\nsummary: {runner.shown(kept.folder / 'summary.html')}")
         say(f"results: {runner.shown(kept.folder / 'results.json')}")
@@ -257,8 +259,8 @@ def close(progress: Progress, kept: Store, root: Path, book: bool, say: Any) -> 
     return 1 if bad or not written or (wanted and page is None) else 0
 
 
-def results(outcomes: Sequence[tuple[Job, Outcome]]) -> dict[str, Any]:
-    """All of a run in one file, for programs."""
+def results(outcomes: Sequence[tuple[NotebookJob, JobOutcome]]) -> dict[str, Any]:
+    """The data of results.json."""
     listed = []
     for job, outcome in outcomes:
         rows, claims = outcome.records()
@@ -276,8 +278,8 @@ def results(outcomes: Sequence[tuple[Job, Outcome]]) -> dict[str, Any]:
     return {"device": summary.devices(outcomes), "results": listed, **this()}
 
 
-def make_book(root: Path, kept: Store, outcomes: Sequence[tuple[Job, Outcome]], say: Any) -> Path | None:
-    """The book, with what was executed in place of the committed notebooks; None, and a line, where it fails."""
+def make_book(root: Path, kept: RunStore, outcomes: Sequence[tuple[NotebookJob, JobOutcome]], say: Any) -> Path | None:
+    """Build the book with the executed notebooks; prints a line and returns None if that fails."""
     from reflib.lab import book as books
 
     say("building the book of this run ...")

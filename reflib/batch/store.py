@@ -1,8 +1,8 @@
-"""A run's folder. A job's folder is whole or not there: it is written beside its place, and renamed.
+"""A run's folder. The folders of jobs are complete or absent: they are written under a temporary name and renamed.
 
-    runs/<name>/run.json                what was asked, and by which reflib
+    runs/<name>/run.json                the request, and the version of reflib
                 jobs/<id>/              notebook.ipynb  log.txt  rows.jsonl  result.json
-                .lock                   held by the process that executes the run
+                .lock                   locked by the process that executes the run
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from reflib import atomic
-from reflib.batch.jobs import Job
-from reflib.batch.work import FILES, Outcome, content
+from reflib.batch.jobs import NotebookJob
+from reflib.batch.work import FILES, JobOutcome, content
 from reflib.errors import LabError
 from reflib.lab import runner
 
 
-class Store:
-    """The jobs that are done, in `folder`."""
+class RunStore:
+    """Stores the finished jobs of a run in `folder`."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -32,24 +32,24 @@ class Store:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Inside, no other process executes this run."""
+        """Context with a lock on the run. LabError if another process executes it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / ".lock", "w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise LabError(f"{runner.shown(self.folder)} is being executed by another process") from None
-            for left in self.jobs.glob(".*"):  # by a process that was killed as it wrote
+            for left in self.jobs.glob(".*"):  # of a process that was killed while writing
                 shutil.rmtree(left, ignore_errors=True)
             yield
 
     def write(self, name: str, data: Mapping[str, Any]) -> Path:
-        """A file of JSON, whole or not at all."""
+        """Write a JSON file atomically."""
         atomic.write(self.folder / name, json.dumps(data, indent=1) + "\n")
         return self.folder / name
 
-    def keep(self, job: Job, outcome: Outcome) -> None:
-        """OSError where there is no room; then what was there before is there still."""
+    def keep(self, job: NotebookJob, outcome: JobOutcome) -> None:
+        """Store a job. On OSError (no disk space) the previous state is unchanged."""
         self.jobs.mkdir(parents=True, exist_ok=True)
         record = {
             "job": job.id,
@@ -64,34 +64,34 @@ class Store:
             (new / "result.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
     def record(self, identity: str) -> dict[str, Any]:
-        """result.json of a job; nothing without one."""
+        """result.json of a job; {} without one."""
         try:
             return dict(json.loads((self.jobs / identity / "result.json").read_text(encoding="utf-8")))
         except (OSError, ValueError):
             return {}
 
-    def outcome(self, identity: str) -> Outcome | None:
-        """What is kept of a job, without the notebook and the log; None without a record."""
-        known = {f.name for f in dataclasses.fields(Outcome)}
+    def outcome(self, identity: str) -> JobOutcome | None:
+        """The stored outcome of a job, without the notebook and the log; None without a record."""
+        known = {f.name for f in dataclasses.fields(JobOutcome)}
         found = {name: value for name, value in self.record(identity).items() if name in known}
         if not found:
             return None
         rows = content(self.jobs / identity / FILES["rows"])
-        return Outcome(**{**found, "earlier": tuple(found["earlier"]), "rows": rows})
+        return JobOutcome(**{**found, "earlier": tuple(found["earlier"]), "rows": rows})
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """run.json of a run; LabError where there is none."""
+    """run.json of a run. LabError without one."""
     try:
         return dict(json.loads((folder / "run.json").read_text(encoding="utf-8")))
     except OSError:
-        raise LabError(f"{runner.shown(folder)} is no run: it has no run.json") from None
+        raise LabError(f"{runner.shown(folder)} is not a run: it has no run.json") from None
     except ValueError as error:
         raise LabError(f"{runner.shown(folder / 'run.json')} is damaged: {error}") from None
 
 
 def find(root: Path, name: str) -> Path:
-    """A run by its folder, by its name under runs/, or "last"."""
+    """The folder of a run, given as a path, a name under runs/, or "last". LabError if there is none."""
     runs = root / "runs"
     if name == "last":
         every = [p.parent for p in runs.glob("*/run.json")]

@@ -1,6 +1,6 @@
-"""summary.html of a run: a table of its jobs, and what they measured drawn over the parameters that were swept.
+"""summary.html of a run: a table of its jobs, and charts of their measurements over the swept parameters.
 
-One file, with no script and nothing fetched from a network.
+One file without scripts and without network access.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reflib import atomic
-from reflib.batch.jobs import Job
-from reflib.batch.work import FILES, Outcome
+from reflib.batch.jobs import NotebookJob
+from reflib.batch.work import FILES, JobOutcome
 from reflib.lab.figures import COLOURS, Picture, plain_log, series_style, style, to_svg
 from reflib.lab.ratio_chart import geometric_mean
 from reflib.lab.rows import Row, short
 
 if TYPE_CHECKING:
-    from reflib.batch.run import Progress
+    from reflib.batch.run import RunProgress
 
 MOST_CASES = len(COLOURS)
 TIMES = ("s", "ms", "µs", "us", "ns")
@@ -47,7 +47,7 @@ PAGE = """<!doctype html>
 """
 
 
-def write(folder: Path, progress: Progress, made_by: Mapping[str, Any]) -> Path:
+def write(folder: Path, progress: RunProgress, made_by: Mapping[str, Any]) -> Path:
     """summary.html in a run's folder."""
     outcomes = [(job, progress.outcome(job)) for job in progress.jobs]
     title = f"Run {folder.name}: {devices(outcomes)}"
@@ -65,15 +65,15 @@ def write(folder: Path, progress: Progress, made_by: Mapping[str, Any]) -> Path:
     return folder / "summary.html"
 
 
-def devices(outcomes: Iterable[tuple[Job, Outcome]]) -> str:
-    """What was measured on: the names that rows have, else the kinds of device."""
+def devices(outcomes: Iterable[tuple[NotebookJob, JobOutcome]]) -> str:
+    """The devices: by name from the rows, else by kind."""
     found = [(job, outcome.records()[0]) for job, outcome in outcomes]
     names = dict.fromkeys(str(row["device"]) for _, rows in found for row in rows if row.get("device"))
     return ", ".join(names or dict.fromkeys(job.device for job, _ in found))
 
 
-def standing(progress: Progress) -> str:
-    """How it went, in words."""
+def standing(progress: RunProgress) -> str:
+    """The state of the run in words."""
     statuses = [progress.outcome(job).status for job in progress.jobs]
     parts = [f"{statuses.count(s)} {s}" for s in ("ok", "failed", "waiting") if s in statuses]
     if progress.resumed:
@@ -82,15 +82,15 @@ def standing(progress: Progress) -> str:
     if ran:
         beside = max(o.beside for _, o in ran)
         disturbed = ", which disturbs timings on the CPU" if any(j.device == "cpu" for j, _ in ran) else ""
-        parts.append("executed one at a time" if beside == 1 else f"executed {beside} side by side{disturbed}")
+        parts.append("executed one at a time" if beside == 1 else f"executed {beside} at the same time{disturbed}")
     busy = progress.busy()
     if busy is not None:
         parts.append(f"this session took {progress.seconds:,.0f} s, workers busy {busy:.0%} of it")
     return "; ".join([*parts, *filter(None, [progress.trouble])]) + "."
 
 
-def table(folder: Path, outcomes: Sequence[tuple[Job, Outcome]]) -> str:
-    """A line a job: parameters, status, seconds, files."""
+def table(folder: Path, outcomes: Sequence[tuple[NotebookJob, JobOutcome]]) -> str:
+    """One row per job: parameters, status, seconds, files."""
     names = list(dict.fromkeys(name for job, _ in outcomes for name in job.parameters))
     heads = ["notebook", *names, "status", "seconds", "rows", "worker", "files", "what happened"]
     lines = []
@@ -122,8 +122,8 @@ def table(folder: Path, outcomes: Sequence[tuple[Job, Outcome]]) -> str:
 
 
 @dataclass(frozen=True)
-class Point:
-    """What a job measured of a case: the geometric mean of its rows over the places of the notebook's own sweep."""
+class ChartPoint:
+    """A job's result for a case: the geometric mean of its rows over the notebook's own sweep."""
 
     case: str
     x: Any
@@ -131,26 +131,26 @@ class Point:
     panel: str  # the job's other parameters
 
 
-def pictures(outcomes: Sequence[tuple[Job, Outcome]]) -> list[Picture]:
-    """One for each notebook and each series of rows in it, of those that were executed more than once."""
+def pictures(outcomes: Sequence[tuple[NotebookJob, JobOutcome]]) -> list[Picture]:
+    """One chart per notebook and series of rows, for notebooks that were executed more than once."""
     drawn = []
     for slug in dict.fromkeys(job.notebook for job, _ in outcomes):
         own = [(job, outcome) for job, outcome in outcomes if job.notebook == slug and outcome.status == "ok"]
         x, others = axis([job.parameters for job, _ in own])
         if x is None:
             continue
-        series: dict[tuple[str, str], list[Point]] = {}
+        series: dict[tuple[str, str], list[ChartPoint]] = {}
         for job, outcome in own:
             panel = ", ".join(f"{n}={job.parameters.get(n)}" for n in others)
             for (name, case, unit), values in timed(outcome).items():
-                point = Point(case, job.parameters.get(x), geometric_mean(values), panel)
+                point = ChartPoint(case, job.parameters.get(x), geometric_mean(values), panel)
                 series.setdefault((name, unit), []).append(point)
         drawn += [draw(slug, name, unit, x, points) for (name, unit), points in series.items()]
     return drawn
 
 
 def axis(parameters: Sequence[Mapping[str, Any]]) -> tuple[str | None, list[str]]:
-    """(the swept parameter to draw along, the other swept ones): the numeric one with most values, if any."""
+    """(parameter for the x axis, other swept parameters). The first is the numeric one with most values, if any."""
     names = list(dict.fromkeys(name for p in parameters for name in p))
     values = {name: {p.get(name) for p in parameters} for name in names}
     swept = [name for name in names if len(values[name]) > 1]
@@ -165,11 +165,11 @@ def is_number(value: Any) -> bool:
 
 
 def is_measured(row: Row) -> bool:
-    """Whether its value is a number over 0; someone's own notebook may have written anything."""
+    """Whether the value is a positive number, since a user's notebook may write anything."""
     return is_number(row.value) and 0 < (row.value or 0) < math.inf
 
 
-def timed(outcome: Outcome) -> dict[tuple[str, str, str], list[float]]:
+def timed(outcome: JobOutcome) -> dict[tuple[str, str, str], list[float]]:
     """(series, case, unit) -> the measured times."""
     found: dict[tuple[str, str, str], list[float]] = {}
     for row in map(Row.from_data, named(outcome.records()[0])):
@@ -179,12 +179,12 @@ def timed(outcome: Outcome) -> dict[tuple[str, str, str], list[float]]:
 
 
 def named(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows that someone's own notebook wrote may lack a name."""
+    """The rows with a name; those of a user's notebook may lack it."""
     return [{"name": "", "case": "", "metric": "", **row} for row in rows]
 
 
-def draw(slug: str, name: str, unit: str, x: str, points: Sequence[Point]) -> Picture:
-    """A panel for each combination of the other parameters, a line a case."""
+def draw(slug: str, name: str, unit: str, x: str, points: Sequence[ChartPoint]) -> Picture:
+    """One panel per combination of the other parameters, one line per case."""
     import matplotlib.pyplot as plt
 
     panels = list(dict.fromkeys(p.panel for p in points))
@@ -217,7 +217,7 @@ def draw(slug: str, name: str, unit: str, x: str, points: Sequence[Point]) -> Pi
 
 
 def scale(ax: Any, places: Sequence[Any], numeric: bool) -> None:
-    """The swept values are the ticks; far apart, on a logarithmic axis."""
+    """Ticks at the swept values, on a logarithmic axis if they are far apart."""
     if not numeric:
         ax.set_xticks(range(len(places)), [str(p) for p in places])
         return
@@ -228,8 +228,8 @@ def scale(ax: Any, places: Sequence[Any], numeric: bool) -> None:
     ax.minorticks_off()
 
 
-def words(x: str, points: Sequence[Point], cases: Sequence[str], unit: str) -> str:
-    """The picture for those who do not see it."""
+def words(x: str, points: Sequence[ChartPoint], cases: Sequence[str], unit: str) -> str:
+    """The alt text."""
     parts = [f"Time in {unit} over {x}."]
     for case in cases:
         listed = [f"{p.x}{f' ({p.panel})' if p.panel else ''}: {short(p.y)}" for p in points if p.case == case]

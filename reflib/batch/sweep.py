@@ -1,10 +1,10 @@
-"""A sweep file: which notebooks, with which values of their parameters. Errors name the line and the key.
+"""Sweep files: notebooks and values of their parameters. Errors contain the line and the key.
 
     file  := sweep | list of sweep
     sweep := { notebooks: NAME | [NAME, ...],  PARAMETER: VALUE | [VALUE, ...],  ... }
 
-A notebook is executed once for each combination of the values (the product of the lists) of those parameters that
-it has; NAME is a chapter's slug or the path of a notebook, and all chapters are meant where none is named:
+A notebook is executed once per combination of the values (the product of the lists) of its parameters. NAME is a
+chapter's slug or the path of a notebook; without `notebooks`, all chapters are executed:
 
     notebooks: [measuring, fusion]
     device: cpu
@@ -28,7 +28,7 @@ NOTEBOOKS = "notebooks"
 
 @dataclass(frozen=True)
 class Sweep:
-    """Values to combine. `lines` has the line of each value in the file, where there is one."""
+    """Values to combine. `lines`: the line of each value in the file, if there is one."""
 
     notebooks: tuple[str, ...] = ()
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -36,25 +36,25 @@ class Sweep:
     lines: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def where(self, name: str, index: int = 0) -> str:
-        """'sweep.yaml, line 4, key 'dtype': ', to begin a message with; '' without a file."""
+        """'sweep.yaml, line 4, key 'dtype': ' as the prefix of a message; '' without a file."""
         return f"{self.file}, line {self.lines[name][index]}, key {name!r}: " if name in self.lines else ""
 
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> Sweep:
-        """Of what `dataclasses.asdict` and JSON made of one."""
+        """The inverse of `dataclasses.asdict` and JSON."""
         values = {name: tuple(found) for name, found in data["values"].items()}
         lines = {name: tuple(found) for name, found in data["lines"].items()}
         return Sweep(tuple(data["notebooks"]), values, data["file"], lines)
 
 
 def read(path: Path) -> list[Sweep]:
-    """The sweeps of a file; LabError where it is none."""
+    """The sweeps of a file. LabError if it is invalid."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise LabError(f"no sweep file {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise LabError(f"{path} is no text file in UTF-8") from None
+        raise LabError(f"{path} is not a text file in UTF-8") from None
     return parse(text, path.name)
 
 
@@ -63,9 +63,9 @@ def parse(text: str, name: str) -> list[Sweep]:
         document = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        raise LabError(f"{name}, {f'line {mark.line + 1}: ' if mark else ''}no YAML: {error.problem}") from None
+        raise LabError(f"{name}, {f'line {mark.line + 1}: ' if mark else ''}not YAML: {error.problem}") from None
     except yaml.YAMLError as error:  # such as a control character
-        raise LabError(f"{name}: no YAML: {error}") from None
+        raise LabError(f"{name}: not YAML: {error}") from None
     if document is None:
         raise LabError(f"{name} is empty: it needs lines such as `dtype: [float32, bfloat16]`")
     listed = document.value if isinstance(document, yaml.SequenceNode) else [document]
@@ -82,7 +82,7 @@ def one(node: yaml.Node, name: str) -> Sweep:
         called = key.value if isinstance(key, yaml.ScalarNode) else "?"
         here = f"{name}, line {line_of(key)}, key {called!r}: "
         if called in lines:
-            raise LabError(f"{here}it is there twice, at line {lines[called][0]} already")
+            raise LabError(f"{here}already given at line {lines[called][0]}")
         nodes = value.value if isinstance(value, yaml.SequenceNode) else [value]
         if not nodes:
             raise LabError(f"{here}an empty list: nothing would be executed")
@@ -96,18 +96,18 @@ def one(node: yaml.Node, name: str) -> Sweep:
 
 
 def scalars(nodes: list[yaml.Node], name: str, key: str) -> Iterator[Any]:
-    """The values; each must be one word or number."""
+    """The values. LabError unless each is one word or number."""
     loader = yaml.SafeLoader("")
     for node in nodes:
         here = f"{name}, line {line_of(node)}, key {key!r}: "
         if not isinstance(node, yaml.ScalarNode):
-            raise LabError(f"{here}{kind_of(node)} is no value; give a value, or a list of values")
+            raise LabError(f"{here}{kind_of(node)} is not a value; give a value, or a list of values")
         try:
             value = loader.construct_object(node)
-        except (yaml.YAMLError, ValueError) as error:  # an unknown tag, a date that is none
-            raise LabError(f"{here}{node.value!r} is no value: {getattr(error, 'problem', error)}") from None
+        except (yaml.YAMLError, ValueError) as error:  # an unknown tag, an invalid date
+            raise LabError(f"{here}{node.value!r} is not a value: {getattr(error, 'problem', error)}") from None
         if not isinstance(value, str | bool | int | float):
-            raise LabError(f"{here}{node.value!r} is no text, number or bool")
+            raise LabError(f"{here}{node.value!r} is not text, a number or a bool")
         yield value
 
 

@@ -1,4 +1,4 @@
-"""What a worker does: one job, in a folder of its own that is gone afterwards; all that matters comes back as bytes."""
+"""Runs one job on a worker, in a temporary folder; all results are returned as bytes."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from reflib.lab.executing import last_line
 
 
 @dataclass
-class Outcome:
-    """What came of a job. `rows`: the lines that the notebook appended, rows and claims, as JSON."""
+class JobOutcome:
+    """The result of a job. `rows`: rows and claims that the notebook appended, as JSON lines."""
 
     status: str  # "ok" | "failed" | "interrupted"
     error: str = ""
     seconds: float = 0.0
-    began: float = 0.0  # seconds since 1970, by the worker's clock
+    began: float = 0.0  # Unix time in seconds, by the worker's clock
     worker: str = ""
     attempt: int = 1
-    beside: int = 1  # jobs that ran side by side then, this one included
-    earlier: tuple[str, ...] = ()  # the errors of the attempts before this one
+    beside: int = 1  # number of jobs that ran at that time, including this one
+    earlier: tuple[str, ...] = ()  # the errors of earlier attempts
     notebook: bytes = field(default=b"", repr=False)
     log: bytes = field(default=b"", repr=False)
     rows: bytes = field(default=b"", repr=False)
 
     def to_data(self) -> dict[str, Any]:
-        """Without what has files of its own."""
+        """The fields that are not stored in separate files."""
         return {k: v for k, v in asdict(self).items() if k not in FILES}
 
     def records(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -46,7 +46,7 @@ FILES = {"notebook": "notebook.ipynb", "log": "log.txt", "rows": "rows.jsonl"}
 
 
 class Cancelled:
-    """Whether this task is no longer wanted: cancelled, or the client that asked for it is gone. See executing.Stop."""
+    """An executing.Stop: set when the task is cancelled or its client is gone."""
 
     def __init__(self) -> None:
         from distributed import get_worker
@@ -60,10 +60,10 @@ class Cancelled:
         return task is None or task.state == "cancelled"
 
 
-def do(text: str, slug: str, parameters: Mapping[str, Any], device: str, limit: float | None, bar: bool) -> Outcome:
-    """Execute a notebook here. A task of Dask's; nothing is raised, since what failed has a log too.
+def do(text: str, slug: str, parameters: Mapping[str, Any], device: str, limit: float | None, bar: bool) -> JobOutcome:
+    """Execute a notebook, as a Dask task. Errors are in the outcome, with the log, not raised.
 
-    limit: seconds.   bar: whether to draw a progress bar of its cells, where this process has the terminal.
+    limit: seconds.   bar: whether to show a progress bar, if this process has the terminal.
     """
     from distributed import get_worker
 
@@ -84,13 +84,13 @@ def do(text: str, slug: str, parameters: Mapping[str, Any], device: str, limit: 
             )
             paths = {"notebook": f"notebooks/{slug}.ipynb", "log": f"logs/{slug}.log", "rows": f"rows/{slug}.jsonl"}
             files = {key: content(out / path) for key, path in paths.items()}
-        return Outcome(result.status, result.error, result.seconds, began, name, **files)  # type: ignore[arg-type]
+        return JobOutcome(result.status, result.error, result.seconds, began, name, **files)  # type: ignore[arg-type]
     except Exception as error:
-        return Outcome("failed", because(error), round(time.time() - began, 1), began, name)
+        return JobOutcome("failed", because(error), round(time.time() - began, 1), began, name)
 
 
 def gpu_of(worker: Any) -> str:
-    """The GPU of a worker that has one: the number that it was started with here, the first that it sees elsewhere."""
+    """The GPU of a worker: in this process the number it was started with, elsewhere its first visible GPU."""
     if "GPU" not in worker.state.total_resources:
         return ""
     own = getattr(worker, "reflib_gpu", "")
@@ -98,7 +98,7 @@ def gpu_of(worker: Any) -> str:
 
 
 def because(error: BaseException, place: Path | None = None) -> str:
-    """An error in one line; for a full disk, what to do. `place`: the folder written to, if not the temporary one."""
+    """An error in one line, with a remedy for a full disk. `place`: the folder (default: the temporary one)."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         remedy = "free some" if place else "free some, or set TMPDIR"
         return f"no space is left on the disk of {place or tempfile.gettempdir()} ({socket.gethostname()}): {remedy}"
@@ -106,7 +106,7 @@ def because(error: BaseException, place: Path | None = None) -> str:
 
 
 def content(path: Path) -> bytes:
-    """Nothing where a job ended before it wrote the file."""
+    """The bytes of a file; empty if the job ended before writing it."""
     with contextlib.suppress(FileNotFoundError):
         return path.read_bytes()
     return b""

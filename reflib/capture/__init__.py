@@ -1,7 +1,6 @@
 """Stage 1, ``capture``: a model and its arguments become a :class:`Graph` of ATen calls."""
 
-from .capture import dynamo_graph_to_aten, exported_graph
-from .export import Exported, export_for
+from .capture import dynamo_graph_to_aten
 from .graph import Graph
 
-__all__ = ["Exported", "Graph", "dynamo_graph_to_aten", "export_for", "exported_graph"]
+__all__ = ["Graph", "dynamo_graph_to_aten"]

@@ -43,7 +43,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import CaptureError
 from .advice import explained, first_lines
-from .capture import exported_graph
+from .exported import exported_graph
 from .graph import Graph
 from .training import in_training
 
@@ -258,20 +258,9 @@ class _Fakes(TorchFunctionMode):
             raise
         except Exception as e:
             raise CaptureError(
-                f"{name} cannot be copied ({self._culprit(module)}: {first_lines(e)}). To capture it for another "
-                f"device reflib needs a copy: give what cannot be copied a __deepcopy__, or keep it out of the module"
+                f"{name} cannot be copied ({first_lines(e)}). To capture it for another device reflib needs a copy: "
+                f"give what cannot be copied a __deepcopy__, or keep it out of the module"
             ) from e
-
-    def _culprit(self, module: torch.nn.Module) -> str:
-        for path, m in module.named_modules():
-            for name, value in vars(m).items():
-                try:
-                    with self:
-                        copy.deepcopy(value, dict(self.memo))
-                except Exception:
-                    if name != "_modules":
-                        return f"its {path + '.' if path else ''}{name}, a {type(value).__name__}"
-        return type(module).__name__
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _COPYING:

@@ -16,8 +16,8 @@ class Graph:
 
     module: the FX graph; placeholders are its inputs in call order (tensors and SymInts), ``get_attr`` its constants.
     name: ``inference``, ``forward`` or ``backward``.
-    weights: names of the placeholders that are parameters or buffers of the model, as far as is known.
-    ranges: of symbols, by name: (least, most or None), where capture promises more than the graph's ShapeEnv says.
+    weights: names of the placeholders that are parameters or buffers of the model, where that is known.
+    ranges: of symbols, by name: (least, most or None), where capture states more than the graph's ShapeEnv says.
     """
 
     module: torch.fx.GraphModule

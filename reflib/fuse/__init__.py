@@ -1,24 +1,30 @@
-"""Fusing: which Loops become one kernel, and why the others do not.
+"""Stage 3, ``fuse``: which loop nests become one kernel, and why the others do not.
 
-``fuse(program, options, target) -> Fused``; what it gives may be fused again. A kernel's time is mostly the bytes it
-moves, so two Loops that touch the same buffer are worth joining: the intermediate is neither written nor read. Read the
-files in this order:
+``fuse(program, options, target) -> Fused``; the result may be fused again. A kernel's time is mostly the bytes it
+moves, so two loop nests that touch the same buffer are worth joining: the intermediate is neither written nor read.
 
-* ``split``: few long reductions become two Loops, so that all of the machine has work.
-* ``inline_loads``: a cheap producer that is read at other elements than it writes (cat, pad, slices, broadcasts) is
-  computed again where it is read. These are the pairs that no common iteration space exists for.
-* ``casts``: a cast before a matrix product becomes its prologue; one behind it waits for its readers.
-* ``mapping``: given one element that two Loops both touch, how do the axes of one correspond to those of the other?
-* ``legality``: may two groups be one kernel? Yes (with the mapping), or a ``Reason``.
-* ``templates``: what a matrix product's kernel takes in behind the product, as its epilogue.
+The core, in reading order:
+
 * ``driver``: nodes in program order, each joined to the best groups around it (most bytes saved first).
-* ``emit``: a group's bodies joined into one Loops (or epilogue); stores nobody needs dropped; groups put in a legal
-  order.
+* ``dependencies``: what must run before what.
+* ``mapping``: given one element that two loop nests both touch, how do the axes of one correspond to those of the
+  other?
+* ``legality``: may two groups be one kernel? Yes (with the mapping), or a ``Reason``.
+* ``emit``: a group's bodies joined into one loop nest (or epilogue), unneeded stores dropped; groups in a legal order.
+
+Passes that plug in before it (``driver.BEFORE``), as a rule (``legality.RULES``) and behind it (``driver.AFTER``):
+
+* ``split``: few long reductions become two loop nests, so that the whole machine has work.
+* ``inline_loads``: a cheap producer that is read at other elements than it writes (cat, pad, slices, broadcasts) is
+  computed again where it is read. No common iteration space exists for these pairs.
+* ``casts``: a cast before a matmul becomes its prologue; one behind it is left to its readers.
+* ``templates``: what joins a matmul's kernel as its epilogue.
+* ``recompute``: a value that another kernel reads is computed there again where that moves fewer bytes.
 * ``combine``: small independent kernels that could share one launch.
 
-What makes it simple: a group is a Loops (so ``interpret`` runs the result), and members are in program order. One
-iteration space per group; an axis is parallel (p) or reduced (r). A member may use all of the axes or only the p ones
-("row level"): softmax is max (p, r), sub and exp (p, r), sum (p, r), div (p, r) over one space.
+A group is a loop nest again (so ``interpret`` runs the result), and its members are in program order. One iteration
+space per group; an axis is parallel (p) or reduced (r). A member may use all of the axes or only the p ones ("row
+level"): softmax is max (p, r), sub and exp (p, r), sum (p, r), div (p, r) over one space.
 
 NB: TorchInductor's scheduler scores all pairs over several rounds and decides late about layouts and templates.
 """

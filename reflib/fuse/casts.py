@@ -1,18 +1,18 @@
-"""Casts beside matrix products: before one they become its prologue, behind one they wait for those who need them.
+"""Casts beside matmuls: before one they become its prologue, behind one they are left to the nodes that read them.
 
-**Prologue** (``prologues``). A Template casts what it reads to its own dtype anyway, so an operand that a Loops only
-casts can be read from that Loops' source, and the Loops goes if nobody else needs it. When:
+**Prologue** (``prologues``). A Template casts what it reads to its own dtype anyway, so an operand that a loop nest
+only casts can be read from that loop nest's source; if nothing else needs the cast, the loop nest is removed. When:
 
-* The source is not wider than the result: reading it is never dearer. But if a Loops makes the source and others need
-  the result, the source would be stored for this alone.
-* The source is wider (float32 weights under autocast), no Loops makes it (that one casts at no cost), and nobody else
-  needs the result. Each of the ceil(N/128) tiles in a row of tiles reads its rows of ``a`` again, and ``b`` is read
-  ceil(M/128) times (128: a usual tile). Up to REREADS times for all products together, that costs less than the cast
-  kernel's load and store.
+* The source is not wider than the result: reading it never costs more. But if a loop nest makes the source and other
+  nodes need the result, the source would be stored for this alone.
+* The source is wider (float32 weights under autocast), no loop nest makes it (that one casts at no cost), and nothing
+  else needs the result. Each of the ceil(N/128) tiles in a row of tiles reads its rows of ``a`` again, and ``b`` is
+  read ceil(M/128) times (128: a usual tile). Up to REREADS times for all matmuls together, that costs less than the
+  cast kernel's load and store.
 
-**Widening** (``widen_late``). ``x.float()`` of a product in bfloat16, for a norm and a residual to read: taken into the
-product's kernel it would be stored with 4 bytes an element, and read with 4. Its readers can read the 2-byte product
-themselves, since a load widens at no cost. The copy goes if nobody else needs it.
+**Widening** (``widen_late``). ``x.float()`` of a bfloat16 product, read by a norm and a residual: in the matmul's
+kernel it would be stored with 4 bytes per element, and read with 4. Its readers can read the 2-byte product themselves,
+since a load widens at no cost. The copy is removed if nothing else needs it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..ir.expr import Expr, ceildiv
-from ..ir.loops import Load, Loops, Op, Store
+from ..ir.loops import Load, LoopNest, Op, Store
 from ..ir.program import Node, Program, Template, View
+from ..options import Options
+from ..target import Target
 from .dependencies import Dependencies, dependencies, remove_dead, used_buffers
 from .inline_loads import make_producer, replace_loads
+from .result import Fused, Group
 
 TILE = 128
 REREADS = 4  # of a source wider than the operand
@@ -36,19 +39,19 @@ _EXACT_IN_FLOAT32 = (torch.float16, torch.bfloat16, torch.int8, torch.uint8, tor
 
 @dataclass(frozen=True)
 class Cast:
-    """A Loops that copies ``source`` to ``result``, element by element at one index, through ``dtypes``."""
+    """A loop nest that copies ``source`` to ``result``, element by element at one index, through ``dtypes``."""
 
     position: int
-    loops: Loops
+    loops: LoopNest
     source: str
     result: str
     dtypes: tuple[torch.dtype, ...]
 
 
 def cast_of(program: Program, depends: Dependencies, position: int) -> Cast | None:
-    """The node as a Cast, if it is nothing else and alone in writing its result."""
+    """The node as a Cast, if that is all it does and nothing else writes its result."""
     node = program.nodes[position]
-    if not isinstance(node, Loops) or node.reduced or len(node.body) < 2:
+    if not isinstance(node, LoopNest) or node.reduced or len(node.body) < 2:
         return None
     load, *ops, store = node.body
     if not isinstance(load, Load) or not isinstance(store, Store) or load.mask is not None:
@@ -67,14 +70,13 @@ def cast_of(program: Program, depends: Dependencies, position: int) -> Cast | No
 
 
 # -- before a product -------------------------------------------------------------------------------
-def prologues(program: Program) -> tuple[Program, dict[str, list[str]]]:
-    """Operands read from what they were cast from, where that pays; and by a Template's name the casts that are gone.
-
-    Assumes a legal order and that what is dead has been removed.
-    """
+def prologues(fused: Fused, options: Options, target: Target) -> Fused:
+    """Operands read from what they were cast from, where that pays. A cast that is removed is a member of its
+    Template's group. Assumes a legal order and that dead nodes have been removed."""
+    program = fused.program
     absorbed: dict[str, list[str]] = {}
     if not any(isinstance(n, Template) for n in program.nodes):
-        return program, absorbed
+        return fused
     depends = dependencies(program)
     for position in reversed(range(len(program.nodes))):  # a cast of a cast: the last one first
         cast = cast_of(program, depends, position)
@@ -89,7 +91,9 @@ def prologues(program: Program) -> tuple[Program, dict[str, list[str]]]:
             del nodes[position]
         program = replace(program, nodes=tuple(nodes))
         depends = dependencies(program)
-    return replace(program, buffers=used_buffers(program, program.nodes)), absorbed
+    program = replace(program, buffers=used_buffers(program, program.nodes))
+    groups = tuple(Group(name, (*casts, name), "template") for name, casts in absorbed.items())
+    return replace(fused, program=program, groups=groups)
 
 
 def _users(program: Program, depends: Dependencies, cast: Cast) -> list[int]:
@@ -98,7 +102,7 @@ def _users(program: Program, depends: Dependencies, cast: Cast) -> list[int]:
     users = [p for p in readers if _may_read_source(program, depends, program.nodes[p], p, cast)]
     others = len(users) < len(readers) or cast.result in depends.needed
     maker = depends.last_writer(cast.source, cast.position)
-    made_here = maker is not None and isinstance(program.nodes[maker], (Loops, Template))
+    made_here = maker is not None and isinstance(program.nodes[maker], (LoopNest, Template))
     source, result = program.buffers[cast.source], program.buffers[cast.result]
     if others and made_here:
         return []
@@ -110,7 +114,7 @@ def _users(program: Program, depends: Dependencies, cast: Cast) -> list[int]:
 
 
 def _may_read_source(program: Program, depends: Dependencies, node: Node, position: int, cast: Cast) -> bool:
-    """Is the result an operand (and nothing else) of the Template, and would it get the same values?"""
+    """Is the result an operand (and nothing else) of the Template, and would the Template read the same values?"""
     if not isinstance(node, Template) or node.closed:
         return False
     if cast.result in node.epilogue.reads() or cast.source in node.writes():
@@ -157,13 +161,14 @@ def _read_source(program: Program, node: Node, cast: Cast) -> Template:
 
 
 # -- behind a product -------------------------------------------------------------------------------
-def widen_late(program: Program) -> Program:
-    """Loops that read a wider copy of a product, or of what elementwise Loops made of one, read the original.
+def widen_late(fused: Fused, options: Options, target: Target) -> Fused:
+    """Loop nests that read a wider copy of a product, or of what elementwise loop nests made of one, read the original.
 
     Assumes a legal order; nothing is left dead. A copy that something else needs is read: the product is not stored.
     """
+    program = fused.program
     if not any(isinstance(n, Template) for n in program.nodes):
-        return program
+        return fused
     depends = dependencies(program)
     nodes = list(program.nodes)
     products: set[str] = set()
@@ -171,7 +176,7 @@ def widen_late(program: Program) -> Program:
     for position, node in enumerate(program.nodes):
         if isinstance(node, Template):
             products.update(node.writes())
-        if not isinstance(node, Loops):
+        if not isinstance(node, LoopNest):
             continue
         if not node.reduced and products.intersection(node.reads()):
             products.update(node.writes())
@@ -181,22 +186,22 @@ def widen_late(program: Program) -> Program:
         for name in node.reads():
             if name in copies:
                 nodes[position] = _read_original(nodes[position], position, copies[name], depends)
-    return remove_dead(replace(program, nodes=tuple(nodes)))
+    return replace(fused, program=remove_dead(replace(program, nodes=tuple(nodes))))
 
 
 def _widens(program: Program, depends: Dependencies, cast: Cast) -> bool:
-    """Only a wider copy, and only for Loops."""
+    """Is it a wider copy, read by loop nests only?"""
     source, result = program.buffers[cast.source].dtype, program.buffers[cast.result].dtype
     if cast.result in depends.needed:
         return False
-    if not all(isinstance(program.nodes[r], Loops) for r in depends.readers.get(cast.result, [])):
+    if not all(isinstance(program.nodes[r], LoopNest) for r in depends.readers.get(cast.result, [])):
         return False
     return source.itemsize < result.itemsize and all(_holds(d, source) for d in cast.dtypes)
 
 
 def _read_original(node: Node, position: int, cast: Cast, depends: Dependencies) -> Node:
     store = cast.loops.body[-1]
-    assert isinstance(node, Loops) and isinstance(store, Store)
+    assert isinstance(node, LoopNest) and isinstance(store, Store)
     producer = make_producer(cast.position, cast.loops, store)
     if producer is None or depends.written_between(cast.source, cast.position, position + 1):
         return node

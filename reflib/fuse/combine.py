@@ -1,7 +1,7 @@
 """Small independent kernels that could share one launch: an optimizer's update of a hundred parameters.
 
-A launch costs about as long as moving ten megabytes does, so for small kernels it is most of their time. Two kernels
-are independent when they are at the same depth of the graph of kernels: every dependency leads to a greater depth.
+A launch takes about as long as moving ten megabytes, so for small kernels it is most of their time. Two kernels are
+independent when they are at the same depth of the graph of kernels: every dependency leads to a greater depth.
 """
 
 from __future__ import annotations
@@ -9,9 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..ir.loops import Loops
+from ..ir.loops import LoopNest
 from ..ir.program import Program
+from ..options import Options
+from ..target import Target
+from .dependencies import dependencies
 from .emit import kind_of, order
+from .result import Fused
 from .split import reduces_columns
 
 MAX_POINTS = 1 << 20
@@ -19,18 +23,19 @@ MAX_BUFFERS = 100
 MAX_PARTS = 32
 
 
-def combine(program: Program, before: list[set[int]]) -> tuple[Program, tuple[tuple[str, ...], ...]]:
-    """``program`` with combined kernels adjacent, and the sets of their names.
-
-    ``before[i]``: the nodes that node i must follow. Assumes that ``program.nodes`` is a legal order.
-    """
+def combine(fused: Fused, options: Options, target: Target) -> Fused:
+    """Kernels that may share one launch, made adjacent. Assumes a legal order. GPU only: a CPU's calls cost little."""
+    if not (options.combine_kernels and target.is_gpu):
+        return fused
+    program = fused.program
+    before = dependencies(program).before
     depth: list[int] = []
     for b in before:
         depth.append(1 + max((depth[j] for j in b), default=0))
     open_sets: dict[Any, tuple[list[int], set[str]]] = {}
     sets: list[list[int]] = []
     for i, node in enumerate(program.nodes):
-        if not isinstance(node, Loops) or not _small(node):
+        if not isinstance(node, LoopNest) or not _small(node):
             continue
         key = (depth[i], _shape(node), program.buffers[node.writes()[0]].device)
         buffers = {*node.reads(), *node.writes()}
@@ -43,28 +48,28 @@ def combine(program: Program, before: list[set[int]]) -> tuple[Program, tuple[tu
         used |= buffers
     sets = [s for s in sets if len(s) > 1]
     if not sets:
-        return program, ()
-    nodes = _adjacent(program, before, sets)
+        return fused
     names = tuple(tuple(program.nodes[i].name for i in s) for s in sets)
-    return replace(program, nodes=nodes), names
+    fused = fused.regrouped(replace(program, nodes=_adjacent(program, before, sets)))
+    return replace(fused, combined=names)
 
 
-def _shape(loops: Loops) -> tuple[Any, ...]:
-    """Parts of one launch share its block sizes: reductions must be of one length and lie the same way."""
+def _shape(loops: LoopNest) -> tuple[Any, ...]:
+    """Parts of one launch share its block sizes: reductions must have one length and the same layout."""
     if not loops.reduced:
         return (kind_of(loops),)
     return kind_of(loops), loops.rnumel, reduces_columns(loops)
 
 
-def _small(loops: Loops) -> bool:
-    """Small enough to gain, and not empty (that is no launch at all)."""
+def _small(loops: LoopNest) -> bool:
+    """Small enough to gain, and not empty (that needs no launch at all)."""
     if loops.numel == 0:
         return False
     return loops.numel.hint() * loops.rnumel.hint() <= MAX_POINTS
 
 
 def _adjacent(program: Program, before: list[set[int]], sets: list[list[int]]) -> tuple[Any, ...]:
-    """The nodes reordered so that each set's members follow one another; a set comes where its last member was."""
+    """The nodes reordered so that each set's members are adjacent, where its last member was."""
     set_of = {i: s for s in sets for i in s}
     units: list[list[int]] = []
     for i in range(len(before)):

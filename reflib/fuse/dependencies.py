@@ -1,7 +1,7 @@
-"""What must come before what: by storage (read after write, write after read, write after write), by effects, by sizes.
+"""What must run before what: by storage (read after write, write after read, write after write), by effects, by sizes.
 
-All by position in ``program.nodes``, in one pass over the program. A Choice or a Dispatch is one node: what is inside
-it (``inside``) counts as its own.
+All by position in ``program.nodes``, in one pass over the program. A Choice or a Variants is one node: all that is
+inside it (``inside``) counts as its own.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from ..ir.expr import Sym
-from ..ir.loops import Loops
+from ..ir.loops import LoopNest
 from ..ir.program import (
     Buffer,
     Choice,
-    Dispatch,
     Extern,
+    KernelNode,
     Node,
     Program,
-    Region,
     Template,
+    Variants,
     View,
     full_view,
     node_symbols,
@@ -39,7 +39,7 @@ class Dependencies:
     needed: set[str] = field(default_factory=set)
 
     def last_writer(self, buffer: str, position: int) -> int | None:
-        """The node that wrote what a reader at ``position`` sees; None for an input as it came."""
+        """The node that wrote what is read at ``position``; None for an input that was not written."""
         earlier = [w for w in self.writers.get(buffer, ()) if w < position]
         return earlier[-1] if earlier else None
 
@@ -87,15 +87,13 @@ def dependencies(program: Program) -> Dependencies:
 
 
 def inside(node: Node) -> Iterator[Node]:
-    """``node`` and everything in it: alternatives, arms, an arm's parts."""
+    """``node`` and everything in it: the nodes of its variants, a kernel's parts."""
     yield node
     parts: Iterable[Node] = ()
-    if isinstance(node, Choice):
-        parts = (n for a in node.alternatives for n in a.nodes)
-    elif isinstance(node, Dispatch):
-        parts = (n for a in node.arms for n in a.nodes)
-    elif not isinstance(node, (Loops, Extern, Template)):
-        parts = (p for a in node.arms for p in a.parts)
+    if isinstance(node, (Choice, Variants)):
+        parts = (n for v in node.variants for n in v.nodes)
+    elif isinstance(node, KernelNode):
+        parts = node.parts
     for p in parts:
         yield from inside(p)
 
@@ -106,8 +104,8 @@ def has_effect(node: Node) -> bool:
 
 
 def used_buffers(program: Program, nodes: Iterable[Node]) -> dict[str, Buffer]:
-    """The program's table without temporaries that neither ``nodes`` nor the outputs mention. What only the arms of a
-    Dispatch use is in the table as well; an alternative of a Choice brings its own."""
+    """The program's table without temporaries that neither ``nodes`` nor the outputs use. Buffers used only inside
+    a Variants stay; a variant of a Choice has its own table."""
     used = program.output_buffers()
     for node in nodes:
         for n in inside(node):
@@ -116,12 +114,12 @@ def used_buffers(program: Program, nodes: Iterable[Node]) -> dict[str, Buffer]:
 
 
 def remove_dead(program: Program) -> Program:
-    """Without Loops, Templates, Choices and Dispatches whose results nobody reads, and buffers nobody mentions. Calls
-    stay, and what contains a call with an effect."""
+    """Without the loop nests, Templates, Choices and Variants whose results are not read, and without unused buffers.
+    Calls stay, and nodes that contain a call with an effect."""
     needed = dependencies(program).needed
     nodes = []
     for node in reversed(program.nodes):
-        may_go = isinstance(node, (Loops, Template, Choice, Dispatch)) and not has_effect(node)
+        may_go = isinstance(node, (LoopNest, Template, Choice, Variants)) and not has_effect(node)
         if not may_go or needed & set(node.writes()):
             nodes.append(node)
             needed |= set(node.reads())
@@ -139,14 +137,14 @@ def _needed(program: Program) -> set[str]:
 
 
 def _symbols(program: Program, node: Node) -> set[Sym]:
-    """Every size that must be known before the node runs: those it speaks of, and those of the buffers it touches."""
+    """Every size that must be known before the node runs: those in it, and those of the buffers it touches."""
     out = node_symbols(node)
     own: dict[str, Buffer] = {}
     for n in inside(node):
         if isinstance(n, Choice):
-            own |= {b.name: b for a in n.alternatives for b in a.buffers}
-        elif isinstance(n, Region):
-            own |= {b.name: b for a in n.arms for b in a.workspace}
+            own |= {b.name: b for v in n.variants for b in v.buffers}
+        elif isinstance(n, KernelNode):
+            own |= {b.name: b for b in n.workspace}
         for b in (*n.reads(), *n.writes()):
             if b in own or b in program.buffers:
                 out |= symbols_in(full_view(own.get(b) or program.buffers[b]))

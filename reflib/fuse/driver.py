@@ -1,99 +1,101 @@
 """Greedy fusion: nodes in program order, each joined to the groups around it, most bytes saved first.
 
-One pass; a node looks only at the groups that made what it reads and at a few that read the same buffers, so the work
-is linear in the size of the program.
+One pass. For each node only the groups that made what it reads are tried, and a few that read the same buffers, so
+the work is linear in the size of the program.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ..ir.loops import Loops
+from ..ir.loops import LoopNest
 from ..ir.program import Node, Program, Template
 from ..options import Options
+from ..seams import Seam
 from ..target import Target
-from .casts import prologues, widen_late
-from .combine import combine
 from .dependencies import Dependencies, dependencies, remove_dead, used_buffers
 from .emit import emit, kind_of, order
-from .inline_loads import inline_loads
-from .legality import Cluster, Context, can_fuse, merge, saved_bytes, single
-from .recompute import recompute
+from .legality import Cluster, FusionContext, can_fuse, merge, saved_bytes, single
 from .result import Fused, Group, Reason, Refusal
-from .split import split_reductions
 
-_SIBLINGS = 4  # how many groups that read the same buffer a node looks at
+# Passes, (Fused, Options, Target) -> Fused: before grouping, and on the kernels it made. The core has none.
+BEFORE = Seam("fuse.BEFORE")
+AFTER = Seam("fuse.AFTER")
+
+_SIBLINGS = 4  # how many groups that read the same buffer are tried for a node
 _MAX_REFUSALS = 2000
 _OPAQUE = {
     "extern": "a call is a kernel of its own",
     "choice": "how it is done is not decided yet",
-    "dispatch": "how it is done is decided when it runs",
-    "region": "it has been made a kernel",
+    "variants": "its variants are fused already, each by itself",
 }
 
 
 def fuse(program: Program, options: Options, target: Target) -> Fused:
-    """Group ``program``'s Loops and Templates into kernels; all other nodes stay as they are. The program returned
-    computes the same outputs and input mutations.
+    """Group the loop nests and Templates of ``program`` into kernels; all other nodes stay as they are. The program
+    returned computes the same outputs and input mutations.
 
-    Assumes a verified program in a legal order; gives back another, which may be fused again (a choice in it decided,
-    say). ``options.fuse=False`` changes nothing.
+    Assumes a verified program in a legal order; the result is in one too and may be fused again (once a choice in it is
+    decided, say). ``options.fuse=False`` changes nothing.
     """
     if not options.fuse:
         return Fused(program, tuple(Group(n.name, (n.name,), kind_of(n)) for n in program.nodes))
-    if options.split_reductions:
-        program = split_reductions(program, target)
-    program, absorbed = prologues(widen_late(remove_dead(inline_loads(program))))
-    depends = dependencies(program)
-    work = _Grouping(program, depends, options, target)
+    fused = Fused(remove_dead(program))
+    for run in BEFORE.values():
+        fused = run(fused, options, target)
+    fused = grouped(fused, options, target)
+    for run in AFTER.values():
+        fused = run(fused, options, target)
+    return fused
+
+
+def grouped(fused: Fused, options: Options, target: Target) -> Fused:
+    """One node per kernel: the grouping itself, without the passes around it."""
+    program = fused.program
+    work = _Grouping(program, options, target)
     for position, node in enumerate(program.nodes):
-        if isinstance(node, (Loops, Template)):
+        if isinstance(node, (LoopNest, Template)):
             work.place(position, node)
-    fused, groups = _emit_all(program, depends, work, absorbed)
-    fused, groups, before = _recomputed(fused, groups, target)
-    combined: tuple[tuple[str, ...], ...] = ()
-    if options.combine_kernels and target.is_gpu:
-        fused, combined = combine(fused, before)
-        by_name = {g.name: g for g in groups}
-        groups = [by_name[n.name] for n in fused.nodes]
-    return Fused(fused, tuple(groups), tuple(work.refusals), combined)
+    program, groups = _emit_all(work, {g.name: g.members for g in fused.groups})
+    return Fused(program, tuple(groups), tuple(work.refusals))
 
 
 def waiting(program: Program, depends: Dependencies) -> list[bool]:
-    """For each node: is it elementwise, with one reader, which is a reduction or waits for one itself?"""
+    """For each node: is it elementwise, with one reader that is a reduction or waits for one itself?"""
     out = [False] * len(program.nodes)
     for i in reversed(range(len(out))):
         node = program.nodes[i]
-        if not isinstance(node, Loops) or node.reduced or len(node.writes()) != 1:
+        if not isinstance(node, LoopNest) or node.reduced or len(node.writes()) != 1:
             continue
         name = node.writes()[0]
         readers = depends.readers.get(name, [])
         if name not in depends.needed and len(readers) == 1 and len(depends.writers[name]) == 1:
             reader = program.nodes[readers[0]]
-            out[i] = out[readers[0]] or (isinstance(reader, Loops) and bool(reader.reduced))
+            out[i] = out[readers[0]] or (isinstance(reader, LoopNest) and bool(reader.reduced))
     return out
 
 
 class _Grouping:
-    """The clusters as they grow; ``at`` finds the one a position belongs to."""
+    """The clusters as they grow."""
 
-    def __init__(self, program: Program, depends: Dependencies, options: Options, target: Target):
+    def __init__(self, program: Program, options: Options, target: Target):
+        depends = dependencies(program)
         self.clusters: dict[int, Cluster] = {}  # by position, of any member
         self.refusals: list[Refusal] = []
-        self.context = Context(program, depends, options, target, self.clusters.get)
+        self.context = FusionContext(program, depends, options, target, self.clusters.get)
         self.waits = waiting(program, depends)
 
-    def place(self, position: int, node: Loops | Template) -> None:
-        """Start a cluster for ``node`` and merge it with whatever it may be merged with, the best first.
+    def place(self, position: int, node: LoopNest | Template) -> None:
+        """Start a cluster for ``node`` and merge it with all that it may be merged with, the best first.
 
-        What only a later reduction reads waits for that reduction, and brings its own neighbours along: else it would
-        join an earlier kernel that the reduction cannot join, and its result would have to be stored.
+        A node that only a later reduction reads waits for that reduction, whose neighbours then include its own:
+        otherwise it would join an earlier kernel that the reduction cannot join, and its result would be stored.
         """
         self.clusters[position] = single(position, node, self.context.depends)
         refused = [] if self.waits[position] else self._grow(position, node)
-        while refused:  # they waited in vain, and look around now
+        while refused:  # nothing to wait for any more: their own neighbours are tried now
             p = refused.pop()
             self.waits[p] = False
             refused += self._grow(p, self.context.program.nodes[p])
@@ -127,8 +129,8 @@ class _Grouping:
         return refused
 
     def _best(self, todo: list[tuple[int, bool]], position: int, cluster: Cluster, tried: set[int]) -> int | None:
-        """The neighbour that saves most, then the nearest; takes it, and those already tried, out of ``todo``. A matrix
-        product comes first: all of its consumers may join it, but not what they have joined before."""
+        """The neighbour that saves most, then the nearest; removed from ``todo``, as are those already tried. A matmul
+        comes first: all of its consumers may join it, but not what they have joined before."""
         ranked = []
         for p, dependent in todo:
             other = self.clusters.get(p)
@@ -152,7 +154,7 @@ class _Grouping:
         for name in node.reads():
             for r in depends.readers_before(name, position, _SIBLINGS):
                 yield r, False
-        for name in node.writes():  # an input is written over: with those who read it, if possible
+        for name in node.writes():  # an input is overwritten: with the nodes that read it, if possible
             for r in depends.readers_before(name, position, _SIBLINGS):
                 yield r, False
 
@@ -163,16 +165,15 @@ class _Grouping:
 
 
 def _leads(a: Cluster, b: Cluster) -> bool:
-    """Is ``a`` the one whose variables the two should be written in?"""
+    """Should the two be written in ``a``'s variables?"""
     if (a.template is None) != (b.template is None):
         return a.template is not None
     return a.ops >= b.ops
 
 
-def _emit_all(
-    program: Program, depends: Dependencies, work: _Grouping, absorbed: dict[str, list[str]]
-) -> tuple[Program, list[Group]]:
-    """The fused program and its groups in the same order. ``absorbed``: nodes that are in others as prologues."""
+def _emit_all(work: _Grouping, made_of: Mapping[str, tuple[str, ...]]) -> tuple[Program, list[Group]]:
+    """The fused program, and its groups in the same order. ``made_of``: members of nodes that are several already."""
+    program, depends = work.context.program, work.context.depends
     units: list[Cluster | int] = []
     for i in range(len(program.nodes)):
         cluster = work.clusters.get(i)
@@ -196,21 +197,14 @@ def _emit_all(
         else:
             node = emit(x, _name(x, len(nodes), taken), _droppable(x, depends))
             members = tuple(program.nodes[p].name for p in sorted(x.members))
-            members = (*(cast for m in members for cast in absorbed.get(m, ())), *members)
+            members = (*(part for m in members for part in made_of.get(m, ()) if part != m), *members)
         groups.append(Group(node.name, members, kind_of(node)))
         nodes.append(node)
     return replace(program, nodes=tuple(nodes), buffers=used_buffers(program, nodes)), groups
 
 
-def _recomputed(fused: Program, groups: list[Group], target: Target) -> tuple[Program, list[Group], list[set[int]]]:
-    """After ``recompute``: kernels of which nothing is left are gone; what must come before what is found anew."""
-    new = recompute(fused) if target.is_gpu else fused  # on a CPU arithmetic is not free beside memory
-    left = {n.name for n in new.nodes}
-    return new, [g for g in groups if g.name in left], dependencies(new).before
-
-
 def _droppable(cluster: Cluster, depends: Dependencies) -> set[str]:
-    """Buffers whose every reader and writer is in the cluster, and which nobody needs afterwards."""
+    """Buffers whose readers and writers are all in the cluster, and which are not needed afterwards."""
     out = set()
     for name in cluster.writes:
         users = depends.readers.get(name, []) + depends.writers[name]

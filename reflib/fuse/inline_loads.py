@@ -1,7 +1,7 @@
 """Cheap producers, computed again where they are read.
 
-``cat([a + 1, b * 2])`` reads two buffers at other elements than they were written at, so it shares no iteration space
-with the kernels that make them. But ``a + 1`` costs nothing to compute again: the load of ``buf[e]`` becomes the
+``cat([a + 1, b * 2])`` reads two buffers at other elements than they were written at, so it has no iteration space in
+common with the kernels that make them. But ``a + 1`` costs nothing to compute again: the load of ``buf[e]`` becomes the
 producer's body, with its axes recovered from the offset ``e`` (``axis = e // stride % size``, which usually simplifies
 to the consumer's own variables). A masked load makes the producer's loads masked, by both masks.
 """
@@ -11,12 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..ir.expr import Atom, Expr, Var, expr, nonneg
-from ..ir.loops import BodyBuilder, Const, Index, Indirect, Load, Loops, Op, Reduce, Store, map_stmt
-from ..ir.program import Program
-from .dependencies import Dependencies, dependencies
+from ..ir.loops import BodyBuilder, Const, Index, Indirect, Load, LoopNest, Op, Reduce, Store, map_stmt
+from ..options import Options
+from ..target import Target
+from .dependencies import Dependencies, dependencies, remove_dead
 from .legality import common_space, single
 from .mapping import fresh, strides_of
-from .result import Reason
+from .result import Fused, Reason
 
 MAX_OPS = 24  # statements of a producer that is computed once or twice
 MAX_OPS_REPEATED = 6  # ... more than twice as often as before
@@ -33,25 +34,24 @@ Exprs = dict[Atom, Expr]
 
 @dataclass(frozen=True)
 class Producer:
-    """A pointwise Loops that writes ``buffer``, and how its axes are read off an offset into the buffer."""
+    """A pointwise loop nest that writes a buffer, and how its axes are computed from an offset into that buffer."""
 
     position: int
-    loops: Loops
+    loops: LoopNest
     store: Store
     strides: tuple[tuple[Atom, Expr, Expr], ...]  # (variable, stride, size), greatest stride first
     start: Expr
 
 
-def inline_loads(program: Program) -> Program:
-    """Replace loads that could not be fused by the bodies of their producers, where that is cheap.
-
-    Assumes a legal order. A producer that nobody reads afterwards is left for ``remove_dead``.
-    """
+def inline_loads(fused: Fused, options: Options, target: Target) -> Fused:
+    """Replace loads that could not be fused by the bodies of their producers, where that is cheap; a producer whose
+    result nothing reads afterwards is removed. Assumes a legal order."""
+    program = fused.program
     depends = dependencies(program)
     producers: dict[str, Producer] = {}
     nodes = list(program.nodes)
     for position, node in enumerate(nodes):
-        if not isinstance(node, Loops):
+        if not isinstance(node, LoopNest):
             continue
         node = _inline_into(node, position, producers, depends)
         nodes[position] = node
@@ -59,10 +59,10 @@ def inline_loads(program: Program) -> Program:
             producer = _producer(position, node, store, depends)
             if producer is not None:
                 producers[store.buffer] = producer
-    return replace(program, nodes=tuple(nodes))
+    return replace(fused, program=remove_dead(replace(program, nodes=tuple(nodes))))
 
 
-def _producer(position: int, loops: Loops, store: Store, depends: Dependencies) -> Producer | None:
+def _producer(position: int, loops: LoopNest, store: Store, depends: Dependencies) -> Producer | None:
     if loops.reduced or any(isinstance(s, Reduce) for s in loops.body):
         return None
     if len(loops.body) > MAX_OPS + len(loops.stores()) or len(loops.loads()) > MAX_LOADS:
@@ -72,8 +72,8 @@ def _producer(position: int, loops: Loops, store: Store, depends: Dependencies) 
     return make_producer(position, loops, store)
 
 
-def make_producer(position: int, loops: Loops, store: Store) -> Producer | None:
-    """How to find an element's axes from its offset; None if the store's strides do not tell them apart."""
+def make_producer(position: int, loops: LoopNest, store: Store) -> Producer | None:
+    """How to find an element's axes from its offset; None if the store's strides do not determine them."""
     found = strides_of(store.index, loops.axes)
     if found is None:
         return None
@@ -87,8 +87,8 @@ def make_producer(position: int, loops: Loops, store: Store) -> Producer | None:
     return Producer(position, loops, store, tuple(axes), found[1])
 
 
-def _inline_into(loops: Loops, position: int, producers: dict[str, Producer], depends: Dependencies) -> Loops:
-    """``loops`` with every load replaced that should be; what comes in with a body may be replaced as well."""
+def _inline_into(loops: LoopNest, position: int, producers: dict[str, Producer], depends: Dependencies) -> LoopNest:
+    """``loops`` with every load replaced that should be, loads in inlined bodies included."""
     keep: set[str] = set()
     while True:
         names = [n for n in loops.reads() if n in producers and n not in keep]
@@ -101,7 +101,7 @@ def _inline_into(loops: Loops, position: int, producers: dict[str, Producer], de
             keep.add(name)
 
 
-def _should_inline(loops: Loops, position: int, p: Producer, depends: Dependencies) -> bool:
+def _should_inline(loops: LoopNest, position: int, p: Producer, depends: Dependencies) -> bool:
     loads = [s for s in loops.loads() if s.buffer == p.store.buffer]
     if any(depends.written_between(b, p.position, position + 1) for b in p.loops.reads()):
         return False
@@ -110,16 +110,16 @@ def _should_inline(loops: Loops, position: int, p: Producer, depends: Dependenci
     if any(s.mask is not None for s in loads) and any(isinstance(s, Indirect) for s in p.loops.body):
         return False
     together = common_space(single(p.position, p.loops, depends), single(position, loops, depends))
-    return isinstance(together, Reason) and _nobody_else_needs(p, depends)
+    return isinstance(together, Reason) and _alone(p, depends)
 
 
-def _nobody_else_needs(p: Producer, depends: Dependencies) -> bool:
-    """Will the producer's store go away? If not, reading it is no dearer than reading what it was made from."""
+def _alone(p: Producer, depends: Dependencies) -> bool:
+    """Can the producer's store go? If not, reading it must cost no less than reading what it was made from."""
     return p.store.buffer not in depends.needed or len(p.loops.reads()) <= 1
 
 
-def _cheap(loops: Loops, loads: list[Load], p: Producer) -> bool:
-    """Counts how often each element of the producer would be computed."""
+def _cheap(loops: LoopNest, loads: list[Load], p: Producer) -> bool:
+    """By how often each element of the producer would be computed."""
     points = loops.numel.hint() * loops.rnumel.hint()
     unmasked = len({s.index for s in loads if s.mask is None})
     masked = len({s.index for s in loads if s.mask is not None})  # lanes that are masked off cost little
@@ -131,7 +131,7 @@ def _cheap(loops: Loops, loads: list[Load], p: Producer) -> bool:
     return not dear and len(work) <= MAX_OPS_REPEATED and len(p.loops.loads()) <= 2
 
 
-def replace_loads(loops: Loops, p: Producer) -> Loops:
+def replace_loads(loops: LoopNest, p: Producer) -> LoopNest:
     """``loops`` with every load of the producer's buffer replaced by its computation."""
     b = BodyBuilder()
     ids: dict[int, int] = {}
@@ -178,8 +178,8 @@ def _axes_at(index: Expr, p: Producer, narrow: Exprs, widen: Exprs) -> Exprs:
 
 def narrowed(b: BodyBuilder, mask: int | None) -> tuple[Exprs, Exprs]:
     """Where a mask holds, the loop variables it compares have tighter ranges: with ``v >= 4 and v < 8``, v is ``w + 4``
-    for some w < 4. Divisions simplify with that; what is wrong elsewhere is masked off. Returns v -> w + 4, w -> v - 4.
-    """
+    for some w < 4. Divisions simplify with that; elsewhere the values are wrong, but masked off. Returns v -> w + 4,
+    w -> v - 4."""
     bounds: dict[Var, list[Expr]] = {}
     if mask is not None:
         _collect_bounds(b, mask, bounds)
@@ -192,7 +192,7 @@ def narrowed(b: BodyBuilder, mask: int | None) -> tuple[Exprs, Exprs]:
 
 
 def _collect_bounds(b: BodyBuilder, value: int, bounds: dict[Var, list[Expr]]) -> None:
-    """From comparisons ``v + c < e`` and the like, joined by ``and``, the least and the first too great value of v."""
+    """From comparisons such as ``v + c < e``, joined by ``and``: [low, high) of each variable."""
     s = b.body[value]
     if not isinstance(s, Op):
         return

@@ -3,17 +3,18 @@
 The rules, each with its Reason's code:
 
 * ``device``: both run on one device.
-* ``order``: no path leads from one to the other through a node in neither (that node would have to run in between).
+* ``order``: no path leads from one to the other through a node in neither (it would have to run in between).
 * ``space``: their axes have a common refinement (``mapping``).
-* ``broadcast``: an axis that only one of them has must be a reduced one: then the other's statements run once a row.
-  (Else the other would be computed, and its result stored, again for every point of that axis.)
+* ``broadcast``: an axis that only one of them has must be a reduced one: then the other's statements run once per row.
+  (Otherwise they would be computed, and their result stored, again for every point of that axis.)
 * ``axes``: a group with a reduction keeps its p and r axes: the other may not reduce over its p axes, nor add r axes.
 * ``index``: a buffer that one writes and the other touches is touched at exactly the element written, in every access.
-* ``in-place``: a kernel with a reduction may go over its rows several times, so what it reads per element of a row
-  it may write over in the last round only. Data per row (running statistics) is read and written once: no rule.
-* ``rows``: few, long rows are not kept in one kernel with what comes after them: too little would run in parallel.
-* ``limit``: not more statements or buffers than the options allow.
-* ``template``: a matrix product takes in elementwise work on its result alone (``templates``).
+* ``in-place``: a kernel with a reduction may go over its rows several times, so data that it reads per element of a
+  row may be overwritten in the last round only. Data per row (running statistics) is read and written once: no rule.
+* ``rows``: few, long rows are not kept in one kernel with what follows them: too little would run in parallel.
+* ``limit``: not more statements or buffers than the options allow, nor more matrices than an epilogue has registers
+  for.
+* ``template``: only elementwise work on its result joins a matmul (``templates``).
 """
 
 from __future__ import annotations
@@ -24,24 +25,28 @@ from dataclasses import dataclass, field
 import torch
 
 from ..ir.expr import Expr, Ref, Var
-from ..ir.loops import Axis, Loops, Op, Reduce, Store, join, phases, varies_with_r
+from ..ir.loops import Axis, LoopNest, Op, Reduce, Store
 from ..ir.program import Program, Template
+from ..ir.transforms import join, phases, varying
 from ..options import Options
+from ..seams import Seam
 from ..target import Target
 from .dependencies import Dependencies
 from .mapping import Env, Mapping, match
 from .result import Reason
-from .templates import few_streams, template_rule
 
+# Further rules, (Cluster, Cluster, FusionContext) -> Reason or None. The core has none.
+RULES = Seam("fuse.RULES")
+MAX_STREAMS = 7  # buffers of a product's size that its epilogue reads or writes: the result, and six more
 Indices = dict[str, dict[Expr, int]]  # buffer -> index -> position of the first member that uses it
 
 
 @dataclass
 class Cluster:
-    """A group while it grows. Its members' variables are replaced by ``env`` to be over ``axes``; ``reads`` and
-    ``writes`` are in terms of ``axes`` already, so that a merge looks at summaries and not at bodies."""
+    """A group while it grows. ``env`` replaces its members' variables by ``axes``; ``reads`` and ``writes`` are in
+    terms of ``axes`` already, so that a merge needs summaries only and no bodies."""
 
-    parts: list[tuple[int, Loops, Env]]
+    parts: list[tuple[int, LoopNest, Env]]
     axes: tuple[Axis, ...]
     reads: Indices
     writes: Indices
@@ -63,8 +68,8 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Context:
-    """What the rules look things up in. ``cluster_at``: the cluster (None: not a Loops) of a position."""
+class FusionContext:
+    """What the rules are decided by. ``cluster_at``: the cluster (None: not a loop nest) of a position."""
 
     program: Program
     depends: Dependencies
@@ -79,7 +84,7 @@ class Merged:
     saved: int  # bytes, by hint
 
 
-def single(position: int, node: Loops | Template, depends: Dependencies) -> Cluster:
+def single(position: int, node: LoopNest | Template, depends: Dependencies) -> Cluster:
     """The cluster of one node. Axes of size 1 vanish."""
     loops = node.epilogue if isinstance(node, Template) else node
     env: Env = {a.var: 0 for a in loops.axes if a.size == 1}
@@ -109,15 +114,15 @@ def single(position: int, node: Loops | Template, depends: Dependencies) -> Clus
     )
 
 
-def can_fuse(a: Cluster, b: Cluster, c: Context) -> Merged | Reason:
+def can_fuse(a: Cluster, b: Cluster, c: FusionContext) -> Merged | Reason:
     """May ``a`` and ``b`` be one kernel? Changes neither. ``a``'s variables are kept where possible; a template, if
     there is one, must be ``a``."""
     if _device(a, c) != _device(b, c):
         return Reason("device", f"one runs on {_device(a, c)}, the other on {_device(b, c)}")
     if a.ops + b.ops > c.options.max_fused_ops:
         return Reason("limit", f"together they have more than max_fused_ops={c.options.max_fused_ops} statements")
-    if a.template is not None or b.template is not None:
-        refused = template_rule(a, b, c)
+    for rule in RULES.values():
+        refused = rule(a, b, c)
         if refused is not None:
             return refused
     mapping = common_space(a, b)
@@ -127,7 +132,7 @@ def can_fuse(a: Cluster, b: Cluster, c: Context) -> Merged | Reason:
 
 
 def common_space(a: Cluster, b: Cluster) -> Mapping | Reason:
-    """The first mapping, over the elements both touch, that keeps every rule about axes and indices."""
+    """The first mapping, over the elements that both touch, under which every rule about axes and indices holds."""
     worst: Reason | None = None
     for ia, ib in _shared_indices(a, b):
         mapping = match(a.axes, ia, b.axes, ib, _shared_indices(a, b))
@@ -140,19 +145,23 @@ def common_space(a: Cluster, b: Cluster) -> Mapping | Reason:
     return worst or Reason("space", "they touch no buffer in common")
 
 
+def _in_both(a: Indices, b: Indices) -> Iterator[str]:
+    """Buffers, found in the time that the smaller table takes."""
+    small, large = (a, b) if len(a) <= len(b) else (b, a)
+    return (name for name in small if name in large)
+
+
 def _shared_indices(a: Cluster, b: Cluster) -> Iterator[tuple[Expr, Expr]]:
-    """Pairs of indices into one buffer; what one writes and the other touches first; a few of each."""
+    """Pairs of indices into one buffer, a few of each; first of buffers that one writes and the other touches."""
     rounds = ((a.writes, b.reads), (a.writes, b.writes), (a.reads, b.writes), (a.reads, b.reads))
     for left, right in rounds:
-        small, large = (left, right) if len(left) <= len(right) else (right, left)
-        for name in small:
-            if name in large:
-                for ia in list(left[name])[:3]:
-                    for ib in list(right[name])[:3]:
-                        yield ia, ib
+        for name in _in_both(left, right):
+            for ia in list(left[name])[:3]:
+                for ib in list(right[name])[:3]:
+                    yield ia, ib
 
 
-def _device(a: Cluster, c: Context) -> torch.device:
+def _device(a: Cluster, c: FusionContext) -> torch.device:
     return c.program.buffers[next(iter(a.writes))].device
 
 
@@ -180,10 +189,7 @@ def _show(axes: tuple[Axis, ...]) -> str:
 
 def _index_rule(a: Cluster, b: Cluster, m: Mapping) -> Reason | None:
     for written, touched in ((a.writes, b.reads), (a.writes, b.writes), (a.reads, b.writes)):
-        small = written if len(written) <= len(touched) else touched
-        for name in small:
-            if name not in written or name not in touched:
-                continue
+        for name in _in_both(written, touched):
             indices = {i.subs(m.env_a) for i in written[name]} | {i.subs(m.env_b) for i in touched[name]}
             if len(indices) > 1 or any(isinstance(x, Ref) for i in indices for x in i.atoms()):
                 return Reason("index", f"{name} is written at one element and used at another")
@@ -213,12 +219,11 @@ def _masked(c: Cluster, name: str) -> bool:
 
 
 def _written_last(a: Cluster, b: Cluster, m: Mapping, names: set[str]) -> bool:
-    """Are ``names`` stored in the last round over the row? Costs a look at the bodies, but is asked rarely."""
+    """Are ``names`` stored in the last round over the row? Joins the bodies, but is needed rarely."""
     sides = ((a, m.env_a), (b, m.env_b))
     parts = [(p, loops, _compose(old, loops, env)) for x, env in sides for p, loops, old in x.parts]
     body = join([(loops, env) for _, loops, env in sorted(parts, key=lambda t: t[0])])
-    joined = Loops("", m.axes, body)
-    rounds, level = phases(joined), varies_with_r(joined)
+    rounds, level = phases(body), varying(body, {x.var for x in m.axes if x.kind == "r"})
     last = max(n for n, inside in zip(rounds, level, strict=True) if inside)
     stores = [i for i, s in enumerate(body) if isinstance(s, Store) and s.buffer in names]
     return all(rounds[i] == last for i in stores)
@@ -226,21 +231,19 @@ def _written_last(a: Cluster, b: Cluster, m: Mapping, names: set[str]) -> bool:
 
 def read_before_write(a: Cluster, b: Cluster) -> Iterator[str]:
     for left, right in ((a, b), (b, a)):
-        small = left.reads if len(left.reads) <= len(right.writes) else right.writes
-        for name in small:
-            both = name in left.reads and name in right.writes
-            if both and min(left.reads[name].values()) < min(right.writes[name].values()):
+        for name in _in_both(left.reads, right.writes):
+            if min(left.reads[name].values()) < min(right.writes[name].values()):
                 yield name
 
 
-def _few_rows(a: Cluster, b: Cluster, m: Mapping, c: Context) -> Reason | None:
+def _few_rows(a: Cluster, b: Cluster, m: Mapping, c: FusionContext) -> Reason | None:
     """A few programs (threads) each walking a long row would leave the rest of the machine idle."""
     if a.reduces == b.reduces or not any(x.kind == "r" for x in m.axes):
         return None
     other = b if a.reduces else a
     only = m.only_a if a.reduces else m.only_b
     if only or other.first < (a if a.reduces else b).first:
-        return None  # row-level work, and what comes before the reduction, cost it nothing
+        return None  # row-level work, and work before the reduction, cost it nothing
     rows = row_length = 1
     for x in m.axes:
         rows, row_length = (rows * x.size.hint(), row_length) if x.kind == "p" else (rows, row_length * x.size.hint())
@@ -250,31 +253,39 @@ def _few_rows(a: Cluster, b: Cluster, m: Mapping, c: Context) -> Reason | None:
     return None
 
 
-def _limit(a: Cluster, b: Cluster, c: Context) -> Reason | None:
+def _limit(a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:
     limit = c.options.max_fused_buffers
     if a.template is None and len(a.outside) + len(b.outside) <= limit:
         return None
     outside = (a.outside | b.outside) - newly_interior(a, b, c)
-    if a.template is not None and not few_streams(a.template, outside, c):
+    if a.template is not None and not _few_streams(a.template, outside, c):
         return Reason("limit", "a matrix product's kernel has no registers for more operands of its full size")
     if len(outside) <= limit:
         return None
     return Reason("limit", f"together they touch more than max_fused_buffers={limit} buffers")
 
 
-def newly_interior(a: Cluster, b: Cluster, c: Context) -> set[str]:
+def _few_streams(t: Template, outside: set[str], c: FusionContext) -> bool:
+    """``outside``: buffers that the kernel reads or writes in memory."""
+    batch, m, n, _ = t.sizes
+    points = (batch * m * n).hint()
+    whole = (b for b in outside - set(t.operands()) if c.program.buffers[b].numel.hint() >= points)
+    return len(list(whole)) <= MAX_STREAMS
+
+
+def newly_interior(a: Cluster, b: Cluster, c: FusionContext) -> set[str]:
     """Buffers that become private to the merged group: written in it, and all their readers are in it."""
     out = set()
     for left, right in ((a, b), (b, a)):
-        for name in left.writes if len(left.writes) < len(right.reads) else right.reads:
-            if name in left.writes and name in right.reads and name not in c.depends.needed:
+        for name in _in_both(left.writes, right.reads):
+            if name not in c.depends.needed:
                 users = c.depends.readers[name] + c.depends.writers[name]
                 if all(r in a.members or r in b.members for r in users):
                     out.add(name)
     return out
 
 
-def _order(a: Cluster, b: Cluster, c: Context) -> Reason | None:
+def _order(a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:
     """Is there a path from one to the other through a third? Backwards from each, as far as the other's start."""
     for start, goal in ((b, a), (a, b)):
         via = _path(start, goal, c)
@@ -284,7 +295,7 @@ def _order(a: Cluster, b: Cluster, c: Context) -> Reason | None:
     return None
 
 
-def _path(start: Cluster, goal: Cluster, c: Context) -> int | None:
+def _path(start: Cluster, goal: Cluster, c: FusionContext) -> int | None:
     """A node outside both that comes after ``goal`` and before ``start``; None if there is none."""
     first = goal.first
     todo = [p for p in start.before if p >= first and p not in goal.members]
@@ -304,24 +315,21 @@ def _path(start: Cluster, goal: Cluster, c: Context) -> int | None:
     return None
 
 
-def _may_follow(p: int, first: int, c: Context) -> bool:
+def _may_follow(p: int, first: int, c: FusionContext) -> bool:
     cluster = c.cluster_at(p)
     return (p if cluster is None else cluster.last) >= first
 
 
-def saved_bytes(a: Cluster, b: Cluster, c: Context) -> int:
-    """Bytes that one kernel moves less than two: reads of what it wrote itself, and common reads once."""
+def saved_bytes(a: Cluster, b: Cluster, c: FusionContext) -> int:
+    """Bytes that one kernel moves less than two: it does not read what it wrote, and common reads happen once."""
     total = 0
     for left, right, factor in ((a.writes, b.reads, 2), (b.writes, a.reads, 2), (a.reads, b.reads, 1)):
-        small, large = (left, right) if len(left) <= len(right) else (right, left)
-        for name in small:
-            if name in large:
-                total += factor * c.program.buffers[name].nbytes.hint()
+        total += sum(factor * c.program.buffers[name].nbytes.hint() for name in _in_both(left, right))
     return total
 
 
-def merge(a: Cluster, b: Cluster, found: Merged, c: Context) -> Cluster:
-    """The two as one. The larger one's tables are reused, so that a long chain costs linear time."""
+def merge(a: Cluster, b: Cluster, found: Merged, c: FusionContext) -> Cluster:
+    """The two as one. The larger one's tables are reused, so that a long chain takes linear time."""
     m = found.mapping
     interior = newly_interior(a, b, c)
     overwritten = set(read_before_write(a, b))
@@ -346,7 +354,7 @@ def merge(a: Cluster, b: Cluster, found: Merged, c: Context) -> Cluster:
     return big
 
 
-def _compose(old: Env, loops: Loops, env: Env) -> Env:
+def _compose(old: Env, loops: LoopNest, env: Env) -> Env:
     """First ``old``, then ``env``."""
     out: Env = {}
     for axis in loops.axes:

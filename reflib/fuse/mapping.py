@@ -1,4 +1,4 @@
-"""How the axes of two Loops correspond, found through one element that both touch.
+"""How the axes of two loop nests correspond, found through one element that both touch.
 
 Both indices are linear: a sum of stride * axis. Sorted by stride they are two ways of writing the same mixed-radix
 number, and the common refinement of the two lists of sizes is an iteration space that both can use::
@@ -6,8 +6,8 @@ number, and the common refinement of the two lists of sizes is an iteration spac
     a: 32 (stride 1)                    pieces: 8 (stride 1), 4 (stride 8)
     b:  8 (stride 1), 4 (stride 8)      a = 8*hi + lo,  b0 = hi, b1 = lo
 
-So reshapes and transposes need no division and no copy. Axes that the index does not mention (reduced or
-broadcast) are matched with each other through another shared buffer, else in their natural order.
+So reshapes and transposes need no division and no copy. Axes that the index does not contain (reduced or broadcast)
+are matched with each other through another shared buffer, or else in their natural order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _names = itertools.count()
 
 @dataclass
 class Piece:
-    """One axis of the common space: part of axis ``a`` of one side, of axis ``b`` of the other, or of one alone."""
+    """One axis of the common space: part of axis ``a`` of one side and ``b`` of the other, or of one alone."""
 
     size: Expr
     a: Axis | None
@@ -73,7 +73,7 @@ def match(
 ) -> Mapping | Reason:
     """The common space in which ``ia`` (over ``a_axes``) and ``ib`` (over ``b_axes``) are one index.
 
-    ``others``: further pairs of indices into one buffer, used to match the axes that ``ia`` and ``ib`` do not mention.
+    ``others``: further pairs of indices into one buffer, used to match the axes that ``ia`` and ``ib`` do not contain.
     """
     same = _same_space(a_axes, ia, b_axes, ib)
     if same is not None:
@@ -102,7 +102,7 @@ def match(
 
 
 def _same_space(a_axes: Sequence[Axis], ia: Expr, b_axes: Sequence[Axis], ib: Expr) -> Mapping | None:
-    """The common case, found at once: axis by axis the same sizes and the same strides."""
+    """The common case, found quickly: axis by axis the same sizes and the same strides."""
     if len(a_axes) != len(b_axes) or any(a.size != b.size for a, b in zip(a_axes, b_axes, strict=True)):
         return None
     env_b: Env = {b.var: expr(a.var) for a, b in zip(a_axes, b_axes, strict=True)}

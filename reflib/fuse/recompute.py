@@ -1,57 +1,67 @@
-"""Store it, or compute it again? A value that one kernel makes and another, which it could not be fused with, reads.
+"""Store it, or compute it again? A value that one kernel makes and that another, which it was not fused with, reads.
 
 The backward of a norm makes ``x_hat = (x - mean) * rstd`` in the kernel that reduces rows, and needs it in the kernel
-that reduces columns. Stored in float32 it costs 4 bytes written and 4 read an element; made again from ``x`` in
-bfloat16 it costs 2 read. So, once kernels are formed, a load of such a value is replaced by what it was computed from,
-where that moves fewer bytes, needs no reduction, and takes little arithmetic.
+that reduces columns. Stored in float32 it costs 4 bytes written and 4 read per element; computed again from ``x`` in
+bfloat16 it costs 2 read. So, once kernels are formed, a load of such a value is replaced by its computation where that
+moves fewer bytes, needs no reduction, and takes little arithmetic.
 
-NB: TorchInductor decides this while lowering (``realize`` heuristics), before it knows what will be one kernel.
+NB: TorchInductor decides this while lowering (``realize`` heuristics), before kernels are formed.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ..ir.loops import Axis, Indirect, Load, Loops, Op, Reduce, Stmt, Store, eliminate_dead, map_stmt, stmt_args
+from ..ir.loops import Axis, Indirect, Load, LoopNest, Op, Reduce, Store
 from ..ir.program import Node, Program
+from ..ir.transforms import eliminate_dead, needed, select
+from ..options import Options
+from ..target import Target
 from .dependencies import Dependencies, dependencies, used_buffers
 from .inline_loads import EXPENSIVE, MAX_BODY, make_producer, replace_loads
+from .result import Fused
 
 MAX_OPS = 16  # operations worth repeating to save a store and a load
-MAX_DEAR = 2  # ... of these, slow ones
+MAX_EXPENSIVE = 2  # ... of these, slow ones
 
 
-def recompute(program: Program) -> Program:
-    """Assumes a fused program in a legal order; gives one that computes the same and moves no more bytes."""
+def recompute(fused: Fused, options: Options, target: Target) -> Fused:
+    """The same results with no more bytes moved; kernels without stores are removed. Assumes a legal order. On a CPU
+    nothing changes: arithmetic is not free beside memory traffic there."""
+    if not target.is_gpu:
+        return fused
+    program = fused.program
     depends = dependencies(program)
     nodes = list(program.nodes)
     changed = False
     for position, node in enumerate(nodes):
-        if not isinstance(node, Loops):
+        if not isinstance(node, LoopNest):
             continue
         for name in node.reads():
             new = _without_load(program, depends, nodes, position, name)
             if new is not None:
                 nodes[position] = new
                 changed = True
-    return _drop_stores(replace(program, nodes=tuple(nodes))) if changed else program
+    return fused.regrouped(_drop_stores(replace(program, nodes=tuple(nodes)))) if changed else fused
 
 
-def _without_load(program: Program, depends: Dependencies, nodes: list[Node], position: int, name: str) -> Loops | None:
-    """The node with its loads of ``name`` computed instead; None where that cannot be or does not pay."""
+def _without_load(
+    program: Program, depends: Dependencies, nodes: list[Node], position: int, name: str
+) -> LoopNest | None:
+    """The node with its loads of ``name`` computed instead; None where that is impossible or does not pay."""
     node = nodes[position]
     writers = depends.writers.get(name, [])
-    assert isinstance(node, Loops)
+    assert isinstance(node, LoopNest)
     if len(writers) != 1 or writers[0] >= position:
         return None
     writer = nodes[writers[0]]
-    if not isinstance(writer, Loops) or not writer.reduced and not node.reduced:
-        return None  # two elementwise kernels: inlining has judged them already
+    if not isinstance(writer, LoopNest) or not writer.reduced and not node.reduced:
+        return None  # two elementwise kernels: inline_loads has decided about them
     slice_ = _computation(writer, name)
     if slice_ is None or not _cheap(slice_, node):
         return None
     if set(slice_.reads()) & set(writer.writes()):
-        return None  # it writes over what it reads
+        return None  # it overwrites what it reads
     if any(depends.written_between(b, writers[0], position + 1) for b in slice_.reads()):
         return None
     if not _saves_bytes(program, depends, nodes, slice_, node, name):
@@ -60,40 +70,33 @@ def _without_load(program: Program, depends: Dependencies, nodes: list[Node], po
     return None if producer is None else replace_loads(node, producer)
 
 
-def _computation(writer: Loops, name: str) -> Loops | None:
-    """The statements of ``writer`` that make ``name``, as an elementwise Loops; None if a reduction is among them."""
+def _computation(writer: LoopNest, name: str) -> LoopNest | None:
+    """The statements of ``writer`` that make ``name``, elementwise; None if a reduction is among them."""
     stores = [i for i, s in enumerate(writer.body) if isinstance(s, Store) and s.buffer == name]
     if len(stores) != 1:
         return None
-    live = {stores[0]}
-    for i in reversed(range(stores[0] + 1)):
-        if i in live:
-            live.update(stmt_args(writer.body[i]))
+    live = needed(writer.body, stores)
     if any(isinstance(writer.body[i], (Reduce, Indirect)) for i in live):
         return None
-    ids: dict[int, int] = {}
-    body: list[Stmt] = []
-    for i in sorted(live):
-        ids[i] = len(body)
-        body.append(map_stmt(writer.body[i], ids))
+    body = select(writer.body, live)
     store = body[-1]
     assert isinstance(store, Store)
     axes = tuple(Axis(a.var, "p") for a in writer.axes if store.index.has(a.var) or a.size != 1)
     if any(not store.index.has(a.var) for a in axes if a.size != 1):
-        return None  # stored once a row: cheap to read
-    return Loops(writer.name, axes, tuple(body), writer.origins)
+        return None  # stored once per row: cheap to read
+    return LoopNest(writer.name, axes, body, writer.origins)
 
 
-def _cheap(slice_: Loops, node: Loops) -> bool:
+def _cheap(slice_: LoopNest, node: LoopNest) -> bool:
     work = [s for s in slice_.body if isinstance(s, Op)]
-    dear = sum(s.op in EXPENSIVE for s in work)
-    return len(work) <= MAX_OPS and dear <= MAX_DEAR and len(node.body) + len(slice_.body) <= MAX_BODY
+    expensive = sum(s.op in EXPENSIVE for s in work)
+    return len(work) <= MAX_OPS and expensive <= MAX_EXPENSIVE and len(node.body) + len(slice_.body) <= MAX_BODY
 
 
 def _saves_bytes(
-    program: Program, depends: Dependencies, nodes: list[Node], slice_: Loops, node: Loops, name: str
+    program: Program, depends: Dependencies, nodes: list[Node], slice_: LoopNest, node: LoopNest, name: str
 ) -> bool:
-    """Bytes read instead, against the load saved and, if this is the last reader elsewhere, the store."""
+    """Are fewer bytes read instead than the load takes and, if this is the last other reader, the store?"""
     buffers = program.buffers
     size = buffers[name].nbytes.hint()
     others = [r for r in depends.readers.get(name, []) if name in nodes[r].reads() and nodes[r] is not node]
@@ -109,24 +112,15 @@ def _saves_bytes(
 
 
 def _drop_stores(program: Program) -> Program:
-    """Without stores to temporaries that nobody reads any more."""
+    """Without stores to temporaries that are not read any more."""
     read = program.output_buffers() | {b for n in program.nodes for b in n.reads()}
     dead = {name for name, b in program.buffers.items() if b.kind == "temp" and name not in read}
     nodes: list[Node] = []
     for n in program.nodes:
-        if isinstance(n, Loops) and dead & set(n.writes()):
-            n = replace(n, body=_without_stores(n.body, dead))
+        if isinstance(n, LoopNest) and dead & set(n.writes()):
+            kept = (i for i, s in enumerate(n.body) if not (isinstance(s, Store) and s.buffer in dead))
+            n = replace(n, body=eliminate_dead(select(n.body, kept)))
             if not n.body:
                 continue
         nodes.append(n)
     return replace(program, nodes=tuple(nodes), buffers=used_buffers(program, nodes))
-
-
-def _without_stores(body: tuple[Stmt, ...], dead: set[str]) -> tuple[Stmt, ...]:
-    ids: dict[int, int] = {}
-    out: list[Stmt] = []
-    for i, s in enumerate(body):
-        if not (isinstance(s, Store) and s.buffer in dead):
-            ids[i] = len(out)
-            out.append(map_stmt(s, ids))
-    return eliminate_dead(tuple(out))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..ir.program import Program
 
@@ -10,7 +10,7 @@ from ..ir.program import Program
 @dataclass(frozen=True, slots=True)
 class Reason:
     """Why a pair was not fused. ``code``: one of ``order``, ``index``, ``space``, ``axes``, ``broadcast``,
-    ``in-place``, ``device``, ``limit``, ``rows``, ``call``, ``template``. ``text``: a sentence for people."""
+    ``in-place``, ``device``, ``limit``, ``rows``, ``call``, ``template``. ``text``: a sentence to display."""
 
     code: str
     text: str
@@ -21,9 +21,9 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """``name``: the fused node's name. ``members``: names of the nodes of the program before that it is made of (a cast
-    that became a template's prologue is among them).
-    ``kind``: ``pointwise``, ``reduction``, ``template``, ``extern``, ``choice``, ``dispatch`` or ``region``."""
+    """``name``: the fused node's name. ``members``: names of the nodes it was made of (a cast that became a Template's
+    prologue is among them).
+    ``kind``: ``pointwise``, ``reduction``, ``template``, ``extern``, ``choice`` or ``variants``."""
 
     name: str
     members: tuple[str, ...]
@@ -41,9 +41,19 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Fused:
-    """``combined``: sets of kernels (their names, adjacent in ``program.nodes``) that may share one launch."""
+    """What fusing returns, and what each of its passes takes and returns.
+
+    program: its nodes are the kernels to be.
+    groups: one per node, in order. (Before grouping: only of nodes that a pass made of several.)
+    combined: sets of kernels (their names, adjacent in ``program.nodes``) that may share one launch.
+    """
 
     program: Program
-    groups: tuple[Group, ...]
+    groups: tuple[Group, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     combined: tuple[tuple[str, ...], ...] = ()
+
+    def regrouped(self, program: Program) -> Fused:
+        """With ``program``, which has the same nodes in another order, or fewer of them."""
+        groups = {g.name: g for g in self.groups}
+        return replace(self, program=program, groups=tuple(groups[n.name] for n in program.nodes))

@@ -1,14 +1,14 @@
-"""Few, long rows: a reduction in two steps, so that all of the machine has work.
+"""Few, long rows: a reduction in two steps, so that the whole machine has work.
 
-Summing 4 rows of a million elements with one program a row keeps 4 of 132 multiprocessors busy. Instead the longest
+Summing 4 rows of a million elements with one program per row keeps 4 of 132 multiprocessors busy. Instead the longest
 reduced axis ``r < n`` is cut into ``s < pieces`` (parallel) and ``t < length`` (reduced)::
 
     y[i] = f(sum_r g(i, r))     becomes     part[i, s] = sum_t g(i, s*length + t)
                                             y[i] = f(sum_s part[i, s])
 
 Where ``pieces`` does not divide ``n`` the last piece is masked: beyond the end ``g`` is the reduction's identity.
-The first step is an ordinary reduction: what makes ``g``'s inputs fuses into it. Columns (a bias gradient: the sum
-over 32,768 rows of each of 4,096 columns) are cut as well where COLUMNS at a time do not fill the machine.
+The first step is an ordinary reduction: the producers of ``g``'s inputs fuse into it. Columns (a bias gradient: the sum
+over 32,768 rows of each of 4,096 columns) are cut as well where COLUMNS per program do not fill the machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -26,44 +25,49 @@ from ..ir.loops import (
     BodyBuilder,
     Indirect,
     Load,
-    Loops,
+    LoopNest,
     Reduce,
     Store,
-    eliminate_dead,
     map_stmt,
     stmt_args,
-    varies_with_r,
-)  # fmt: skip
-from ..ir.program import Buffer, Node, Program
+)
+from ..ir.ops import identity
+from ..ir.program import Buffer, Node
+from ..ir.transforms import eliminate_dead, needed, varying
+from ..options import Options
 from ..target import Target
 from .mapping import fresh
+from .result import Fused
 
-BLOCK = 64  # a piece's length is a multiple of this where it can be: generators take rows in such steps
-COLUMNS = 64  # results a program of a column reduction works on: 128 bytes of half precision
+BLOCK = 64  # a piece's length is a multiple of this where possible: generated loops go over rows in such steps
+COLUMNS = 64  # results per program of a column reduction: 128 bytes of half precision
 _KINDS = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin")
 
 
-def split_reductions(program: Program, target: Target) -> Program:
-    """Cut every reduction with few, long rows in two. Symbolic sizes are judged by their hints. The two steps of one
-    that was cut before (a program is fused again once its choices are made) are not cut again."""
+def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
+    """Cut every reduction with few, long rows in two; symbolic sizes count by their hints. A program is fused again
+    once its choices are made: the two steps of a reduction that was cut before are not cut again."""
+    if not options.split_reductions:
+        return fused
+    program = fused.program
     nodes: list[Node] = []
     buffers = dict(program.buffers)
     for node in program.nodes:
-        pieces = _pieces(node, target) if isinstance(node, Loops) else 1
-        if isinstance(node, Loops) and pieces > 1 and _can_split(node) and not _was_split(node):
+        pieces = _pieces(node, target) if isinstance(node, LoopNest) else 1
+        if isinstance(node, LoopNest) and pieces > 1 and _can_split(node) and not _was_split(node):
             nodes += _split(node, pieces, buffers)
         else:
             nodes.append(node)
-    return replace(program, nodes=tuple(nodes), buffers=buffers)
+    return replace(fused, program=replace(program, nodes=tuple(nodes), buffers=buffers))
 
 
-def _was_split(loops: Loops) -> bool:
-    """Does it make partial results or put them together? Their buffers' names tell (``_PartialStores``)."""
+def _was_split(loops: LoopNest) -> bool:
+    """Does it make partial results or combine them? By their buffers' names (``_PartialStores``)."""
     return any(re.fullmatch(r".*_part\d+", b) for b in (*loops.reads(), *loops.writes()))
 
 
-def _pieces(loops: Loops, target: Target) -> int:
-    """Into how many parts to cut a row; 1: not at all. A power of two."""
+def _pieces(loops: LoopNest, target: Target) -> int:
+    """Into how many parts to cut a row: a power of two; 1: not at all."""
     if not loops.reduced:
         return 1
     rows, length = max(1, loops.numel.hint()), loops.rnumel.hint()
@@ -88,15 +92,15 @@ def _pieces(loops: Loops, target: Target) -> int:
     return pieces
 
 
-def reduces_columns(loops: Loops) -> bool:
-    """Do neighbouring results come from neighbouring columns? Then one GPU program takes COLUMNS of them together."""
+def reduces_columns(loops: LoopNest) -> bool:
+    """Do neighbouring results come from neighbouring columns? Then one GPU program computes COLUMNS of them."""
     inner = [a for a in loops.axes if a.size != 1][-1:]
     return bool(inner) and inner[0].kind == "p"
 
 
-def _can_split(loops: Loops) -> bool:
-    """One round of reductions, results stored once a row."""
-    level = varies_with_r(loops)
+def _can_split(loops: LoopNest) -> bool:
+    """Is there one round of reductions, with results stored once per row?"""
+    level = varying(loops.body, loops.reduced_vars)
     after = [False] * len(loops.body)
     for i, s in enumerate(loops.body):
         after[i] = any(after[a] or isinstance(loops.body[a], Reduce) for a in stmt_args(s))
@@ -119,7 +123,7 @@ class _Cut:
     exact: bool
 
 
-def _split(loops: Loops, pieces: int, buffers: dict[str, Buffer]) -> list[Node]:
+def _split(loops: LoopNest, pieces: int, buffers: dict[str, Buffer]) -> list[Node]:
     axis = max(loops.reduced, key=lambda a: a.size.hint())
     length = divide_exact(axis.size, pieces)
     if length is None and axis.size.constant is not None:  # pieces of whole blocks, so that only the last has a tail
@@ -133,31 +137,33 @@ def _split(loops: Loops, pieces: int, buffers: dict[str, Buffer]) -> list[Node]:
     return [first, _second_step(loops, cut, partials, buffers)]
 
 
-def _first_step(loops: Loops, cut: _Cut, buffers: dict[str, Buffer]) -> tuple[Loops, dict[int, list[str]]]:
+def _first_step(loops: LoopNest, cut: _Cut, buffers: dict[str, Buffer]) -> tuple[LoopNest, dict[int, list[str]]]:
     """``part[p..., s] = reduce_t ...``; returns also which buffers hold each Reduce's partial results."""
     b = BodyBuilder()
     at = expr(cut.s.var) * cut.t.size + expr(cut.t.var)
     mask = None if cut.exact else b.op("lt", b.index(at), b.index(cut.axis.size))
     partial = _PartialStores(loops, cut, b, buffers)
     ids: dict[int, int] = {}
-    for i in _needed_before(loops):
+    for i in needed(loops.body, (i for i, s in enumerate(loops.body) if isinstance(s, Reduce))):
         st = map_stmt(loops.body[i], ids, {cut.axis.var: at})
         if isinstance(st, Load) and mask is not None:
             st = replace(st, mask=mask if st.mask is None else b.op("and", mask, st.mask))
         if isinstance(st, Reduce):
             if mask is not None:
-                st = replace(st, args=(b.op("where", mask, st.args[0], _identity(b, st)), *st.args[1:]))
+                dtype = b.dtype(st.args[0])
+                neutral = b.const(identity(st.kind, dtype), dtype)
+                st = replace(st, args=(b.op("where", mask, st.args[0], neutral), *st.args[1:]))
             partial.add(i, st)
         else:
             ids[i] = b.add(st)
     axes = tuple(x for a in loops.axes for x in ((cut.s, cut.t) if a is cut.axis else (a,)))
-    return Loops(f"{loops.name}_part", axes, tuple(b.body), loops.origins), partial.names
+    return LoopNest(f"{loops.name}_part", axes, tuple(b.body), loops.origins), partial.names
 
 
 class _PartialStores:
-    """Makes a buffer for each partial result and stores it there, one row of ``pieces`` for each row."""
+    """Makes a buffer for each partial result and stores it there, one row of ``pieces`` per row."""
 
-    def __init__(self, loops: Loops, cut: _Cut, b: BodyBuilder, buffers: dict[str, Buffer]):
+    def __init__(self, loops: LoopNest, cut: _Cut, b: BodyBuilder, buffers: dict[str, Buffer]):
         axes = _partial_axes(loops, cut.s)
         self.shape = tuple(a.size for a in axes)
         self.index = _row_major(axes)
@@ -180,39 +186,9 @@ class _PartialStores:
             self.b.store(name, self.index, self.b.add(step))
 
 
-def _needed_before(loops: Loops) -> list[int]:
-    """Statements that the reductions need, and the reductions, in order."""
-    live = [isinstance(s, Reduce) for s in loops.body]
-    for i in reversed(range(len(live))):
-        if live[i]:
-            for a in stmt_args(loops.body[i]):
-                live[a] = True
-    return [i for i, wanted in enumerate(live) if wanted]
-
-
-def _identity(b: BodyBuilder, reduce: Reduce) -> int:
-    """The value that changes nothing."""
-    dtype = b.dtype(reduce.args[0])
-    if reduce.kind in ("sum", "any"):
-        return b.const(0, dtype)
-    if reduce.kind in ("prod", "all"):
-        return b.const(1, dtype)
-    lowest = reduce.kind in ("max", "argmax")
-    return b.const(extreme_value(dtype, lowest), dtype)
-
-
-def extreme_value(dtype: torch.dtype, lowest: bool) -> Any:
-    if dtype == torch.bool:
-        return not lowest
-    if dtype.is_floating_point:
-        return float("-inf") if lowest else float("inf")
-    info = torch.iinfo(dtype)
-    return info.min if lowest else info.max
-
-
-def _partial_axes(loops: Loops, s: Axis) -> list[Axis]:
-    """The axes of a buffer of partial results. A row's pieces lie together; for columns, a piece's columns do: either
-    way the first step's neighbours store next to each other."""
+def _partial_axes(loops: LoopNest, s: Axis) -> list[Axis]:
+    """The axes of a buffer of partial results. A row's pieces are contiguous; for columns, a piece's columns are:
+    either way neighbours in the first step store next to each other."""
     rows = [a for a in loops.axes if a.kind == "p"]
     return [s, *rows] if reduces_columns(loops) else [*rows, s]
 
@@ -225,17 +201,17 @@ def _row_major(axes: Sequence[Axis]) -> Expr:
     return out
 
 
-def _second_step(loops: Loops, cut: _Cut, partials: dict[int, list[str]], buffers: dict[str, Buffer]) -> Loops:
-    """Reduce the partial results, then all that the Loops did once a row."""
+def _second_step(loops: LoopNest, cut: _Cut, partials: dict[int, list[str]], buffers: dict[str, Buffer]) -> LoopNest:
+    """Reduce the partial results, then everything that ran once per row."""
     b = BodyBuilder()
     r = Axis(fresh(cut.s.size), "r")
     axes = _partial_axes(loops, r)
     index = _row_major(axes)
-    level = varies_with_r(loops)
+    level = varying(loops.body, loops.reduced_vars)
     ids: dict[int, int] = {}
     for i, st in enumerate(loops.body):
         if isinstance(st, Reduce):
             ids[i] = b.add(replace(st, args=tuple(b.load(n, index, buffers[n].dtype) for n in partials[i])))
         elif not level[i]:
             ids[i] = b.add(map_stmt(st, ids))
-    return Loops(loops.name, tuple(axes), eliminate_dead(tuple(b.body)), loops.origins)
+    return LoopNest(loops.name, tuple(axes), eliminate_dead(tuple(b.body)), loops.origins)

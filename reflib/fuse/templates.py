@@ -1,42 +1,37 @@
-"""What a Template's kernel takes in behind its product: ``template_rule``, with the Reason code ``template``.
+"""What may join a Template's kernel behind its product: ``template_rule``, with the Reason code ``template``.
 
-A matrix product holds a tile of its result in registers when it is done. Elementwise work on the result costs nothing
-there, and the result need not be written and read again: one store and one load of M*N elements less for each node
-taken in. But that kernel already uses most registers a program has and runs few programs, so:
+A matmul holds a tile of its result in registers when it is done. Elementwise work on the result costs nothing there,
+and the result need not be written and read again: one store and one load of M*N elements less per node that joins. But
+that kernel already uses most of a program's registers and runs few programs, so:
 
-* two products never share a kernel, and no reduction joins one: an element's row is spread over several programs;
-* a consumer joins: what reads an element that the kernel stores, or that another consumer in it stores. What only
+* two matmuls never share a kernel, and no reduction joins one: a row's elements are spread over several programs;
+* a consumer joins: a node that reads an element which the kernel stores, or another consumer in it. A node that only
   reads the same operands, bias or residual does not: it would save a load, and take registers;
 * a producer of something the epilogue reads joins if all of its readers are in the kernel, so that it is never stored.
-  A smaller one (a bias computed for each column) does not: it would be computed again in every row. Like all others,
-  it must run over the product's own space ([b,] m, n), perhaps reshaped or permuted, never broadcast;
-* nothing is written to an operand: other programs still read it. (In place over what the epilogue reads at the same
-  element is well: the rule ``index`` sees to that.)
-* what is stored at an index that is itself a value (a scatter) stays out;
-* a ``closed`` product takes in nothing: ``choose`` measures this where it is not certain that an epilogue pays;
-* few whole matrices pass through the epilogue (``few_streams``, with the Reason code ``limit``).
+  A smaller one (a bias computed per column) does not: it would be computed again in every row. Like all others, it must
+  run over the product's own space ([b,] m, n), perhaps reshaped or permuted, never broadcast;
+* nothing is written to an operand: other programs still read it. (Overwriting what the epilogue reads at the same
+  element is allowed, by the rule ``index``.)
+* a store at an index that is itself a value (a scatter) stays out;
+* nothing joins a ``closed`` product: ``autotune`` measures this where it is not certain that an epilogue pays.
 
-NB: TorchInductor's scheduler asks much the same before it gives a Triton template an epilogue, and also takes in
+NB: TorchInductor's scheduler has much the same conditions for the epilogue of a Triton template, and also allows
 prologues that compute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from ..ir.expr import Ref
-from ..ir.program import Template
+from .legality import Cluster, FusionContext
 from .result import Reason
 
-if TYPE_CHECKING:
-    from .legality import Cluster, Context
 
-MAX_STREAMS = 7  # buffers of the product's size that an epilogue reads or writes: the result, and six more
-
-
-def template_rule(a: Cluster, b: Cluster, c: Context) -> Reason | None:
-    """May ``b``, by what it is, join the template ``a``? None: yes."""
+def template_rule(a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:
+    """May ``a`` and ``b`` share a kernel, as far as a Template among them is concerned? None: yes."""
+    if a.template is None and b.template is None:
+        return None
     if a.template is not None and b.template is not None:
         return Reason("template", "two matrix products never share a kernel")
     t, other = (a, b) if a.template is not None else (b, a)
@@ -55,7 +50,7 @@ def template_rule(a: Cluster, b: Cluster, c: Context) -> Reason | None:
     return _follows(t, other, c)
 
 
-def _follows(t: Cluster, other: Cluster, c: Context) -> Reason | None:
+def _follows(t: Cluster, other: Cluster, c: FusionContext) -> Reason | None:
     """Does each of ``other``'s members use the product, or only make what is used here?"""
     made = {name: min(table.values()) for name, table in t.writes.items()}  # by the product, since when
     for position, loops, _ in sorted(other.parts, key=lambda part: part[0]):
@@ -67,17 +62,9 @@ def _follows(t: Cluster, other: Cluster, c: Context) -> Reason | None:
     return None
 
 
-def _private(names: Iterable[str], members: set[int], c: Context) -> bool:
+def _private(names: Iterable[str], members: set[int], c: FusionContext) -> bool:
     """Is everything that touches these buffers in the kernel?"""
     d = c.depends
     return all(
         name not in d.needed and members.issuperset([*d.readers.get(name, ()), *d.writers[name]]) for name in names
     )
-
-
-def few_streams(t: Template, outside: Iterable[str], c: Context) -> bool:
-    """``outside``: buffers that the kernel reads or writes in memory."""
-    batch, m, n, _ = t.sizes
-    points = (batch * m * n).hint()
-    names = set(outside) - set(t.operands())
-    return sum(c.program.buffers[b].numel.hint() >= points for b in names) <= MAX_STREAMS

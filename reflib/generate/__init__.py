@@ -1,45 +1,50 @@
-"""Stage 5, ``generate``: Loops to source text, Triton for GPUs and C++ for CPUs.
+"""Stage 7, ``generate``: scheduled kernels become source text, Triton for GPUs and C++ for CPUs.
 
-Strings of code are made here and in ``wrap`` only.
+Only this stage and ``wrap`` make strings of code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
-from ..ir.loops import Loops
-from ..ir.program import Arm, Program, Template, regions
+from ..errors import GenerateError
+from ..ir.loops import LoopNest
+from ..ir.program import Buffer, KernelNode, Program, Template, Variant, kernel_variants
+from ..seams import Seam
 from ..target import Target
 from .kernel import Kernel
 
-__all__ = ["Kernel", "generate"]
+__all__ = ["PRINTERS", "Kernel", "generate"]
 
 
-def generate(program: Program, target_of: Callable[[torch.device], Target]) -> dict[tuple[str, int], Kernel]:
-    """One Kernel per arm of every Region, by (region name, arm number). Nothing is compiled."""
-    kernels: dict[tuple[str, int], Kernel] = {}
-    for node in regions(program.nodes):
-        target = target_of(program.buffers[node.writes()[0]].device)
-        for i, arm in enumerate(node.arms):
-            name = node.name if i == 0 else f"{node.name}_general"
-            kernels[node.name, i] = _generate_arm(name, arm, program, target)
+def _triton(node: KernelNode, buffers: dict[str, Buffer], target: Target, aligned: Collection[str]) -> Kernel:
+    from .triton import generate_triton
+
+    parts = tuple(p for p in node.parts if isinstance(p, LoopNest))
+    return generate_triton(node.name, parts, node.config, buffers, target, aligned)
+
+
+# (KernelNode, buffers, target, aligned buffers) -> Kernel, by the kind of device, or "template" for kernels around a
+# Template. A CPU without a printer: the wrapper has Triton's interpreter run a GPU's kernels (``pipeline.targets``).
+PRINTERS = Seam("generate.PRINTERS", {"cuda": _triton, "hip": _triton})
+
+
+def generate(program: Program, target_of: Callable[[torch.device], Target]) -> dict[str, Kernel]:
+    """One Kernel per KernelNode, by its name. Nothing is compiled."""
+    kernels: dict[str, Kernel] = {}
+    for node in kernel_variants(program.nodes):
+        target = target_of(program.buffers[node.outputs[0]].device)
+        for v in node.variants:
+            kernels[v.kernel.name] = _generate(v, program, target)
     return kernels
 
 
-def _generate_arm(name: str, arm: Arm, program: Program, target: Target) -> Kernel:
-    aligned = tuple(a.what for a in arm.predicate if a.kind == "aligned")
-    first = arm.parts[0]
-    if isinstance(first, Template):
-        from .matmul import generate_matmul
-
-        return generate_matmul(name, first, arm, program.buffers, target, aligned)
-    parts = tuple(p for p in arm.parts if isinstance(p, Loops))
-    if target.is_gpu:
-        from .triton import generate_triton
-
-        return generate_triton(name, parts, arm.config, program.buffers, target, aligned)
-    from .cpp import generate_cpp
-
-    return generate_cpp(name, parts, arm.config, program.buffers)
+def _generate(variant: Variant, program: Program, target: Target) -> Kernel:
+    aligned = tuple(a.what for a in variant.predicate if a.kind == "aligned")
+    node = variant.kernel
+    kind = "template" if isinstance(node.parts[0], Template) else target.kind
+    if kind not in PRINTERS:
+        raise GenerateError(f"kernel {node.name}: nothing prints code for {kind}")
+    return PRINTERS[kind](node, program.buffers, target, aligned)

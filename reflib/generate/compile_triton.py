@@ -1,7 +1,7 @@
 """Triton source to a binary, ahead of time: no GPU is needed, any known architecture will do.
 
 A compiled kernel is plain data (:class:`Binary`), kept in the on-disk cache. When it is found there Triton is not
-even imported, which saves most of a warm start.
+imported, which saves most of a warm start.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ import contextlib
 import ctypes
 import importlib
 import json
-import os
 import re
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
@@ -46,8 +44,8 @@ class Binary:
     shared: bytes of dynamic shared memory. num_warps, num_ctas, warp: threads per program are num_warps * warp.
     pointers, symbols: how many arguments of each kind come before Triton's two hidden pointers.
     index_bits: width of the size arguments. scratch: bytes of global scratch per program that the kernel was planned
-    with (not 0: its address is one argument more, Triton's first hidden pointer), profile: what Triton's profiler
-    needs of it (0: the hidden pointer may be null). pdl: may be launched before the kernel before it has ended.
+    with (if not 0, its address is one more argument, Triton's first hidden pointer), profile: what Triton's profiler
+    needs of it (0: the hidden pointer may be null). pdl: may be launched before the previous kernel has ended.
     ptx: the assembly text, for later GPUs (CUDA).
     """
 
@@ -79,16 +77,6 @@ def compile_kernel(kernel: Kernel, target: Target) -> Binary:
     binary = _compile(kernel, target, key)
     cache.put("triton", key, _to_bytes(binary), ".bin")
     return binary
-
-
-def compile_all(kernels: Iterable[Kernel], target: Target, threads: int = 0) -> dict[str, Binary]:
-    """All kernels, several at once (Triton's passes and ptxas release the GIL), by name."""
-    kernels = list(kernels)
-    count = min(len(kernels), threads or os.cpu_count() or 1)
-    if count <= 1:
-        return {k.name: compile_kernel(k, target) for k in kernels}
-    with ThreadPoolExecutor(count, thread_name_prefix="reflib-triton") as pool:
-        return dict(zip((k.name for k in kernels), pool.map(lambda k: compile_kernel(k, target), kernels)))
 
 
 def start_triton() -> None:
@@ -166,27 +154,34 @@ def _compile(kernel: Kernel, target: Target, key: str) -> Binary:
 
 
 def _patiently(compile: Callable[[], Any], times: int = 20) -> Any:
-    """Python 3.11's parser loses count when several threads parse (gh-106905), and says so by a SystemError that means
-    nothing; the busier the machine, the more often."""
+    """Call ``compile`` again after a spurious SystemError: Python 3.11's parser miscounts its recursion depth when
+    several threads parse (gh-106905), the more often the busier the machine. Triton wraps it in its own error where it
+    parses a function that the kernel calls (``tl.sum``)."""
     for _ in range(times - 1):
         try:
             return compile()
-        except SystemError as e:
-            if "recursion depth mismatch" not in str(e):
+        except Exception as e:
+            if not _is_miscount(e):
                 raise
     return compile()
 
 
-_KEEP = 0xFFFFFFFF  # personality(2): only ask
+def _is_miscount(e: BaseException | None) -> bool:
+    if e is None:
+        return False
+    found = isinstance(e, SystemError) and "recursion depth mismatch" in str(e)
+    return found or _is_miscount(e.__cause__ or e.__context__)
+
+
+_KEEP = 0xFFFFFFFF  # personality(2): only return it
 _FIXED = 0x0040000 | 0x0200000  # ADDR_NO_RANDOMIZE; ADDR_COMPAT_LAYOUT, whatever the limit of the stack is
 
 
 @contextlib.contextmanager
 def same_addresses() -> Iterator[None]:
-    """Processes that this thread starts meanwhile have their memory at the same addresses each time. NVIDIA's assembler
-    for Blackwell (ptxas 12.9 to 13.1) numbers registers by them: the machine code of one and the same PTX for sm_100
-    came out in two or three variants. Where this may not be asked for (a container's rules, another system), nothing
-    is changed."""
+    """Processes that this thread starts within have their memory at the same addresses each time. NVIDIA's assembler
+    for Blackwell (ptxas 12.9 to 13.1) numbers registers by addresses: the same PTX for sm_100 resulted in two or three
+    variants of machine code. Where this is not permitted (by a container, on another system), nothing is changed."""
     personality = getattr(ctypes.CDLL(None), "personality", lambda _: -1)  # Linux has it
     before = personality(ctypes.c_ulong(_KEEP))
     changed = before != -1 and personality(ctypes.c_ulong(before | _FIXED)) != -1
@@ -207,7 +202,7 @@ def _binary(kernel: Kernel, target: Target, compiled: Any) -> Binary:
     if scratch > kernel.scratch or align > _SCRATCH_ALIGN:
         raise ToolchainError(
             f"kernel {kernel.name} was planned with {kernel.scratch} bytes of scratch memory per program; "
-            f"Triton wants {scratch}, in multiples of {align}"
+            f"Triton needs {scratch}, in multiples of {align}"
         )
     return Binary(
         name=kernel.name, arch=target.arch, entry=m.name, shared=m.shared, num_warps=m.num_warps,
@@ -229,8 +224,8 @@ _settings_exit = contextlib.ExitStack()
 
 @contextlib.contextmanager
 def _private_settings() -> Iterator[None]:
-    """Triton's process-wide switches while at least one thread compiles for us: no source lines in binaries (half the
-    size, and no paths of this machine), Triton's own cache inside ours, and a step of ours among its stages."""
+    """Triton's process-wide settings while at least one thread compiles: no source lines in binaries (half the size,
+    and no local paths), Triton's own cache inside reflib's, and ``_stages`` among its hooks."""
     global _settings_users
     from triton import knobs
 
@@ -253,8 +248,8 @@ def _private_settings() -> Iterator[None]:
 
 
 def _stages(backend: Any = None, stages: dict[str, Any] | None = None, *_: Any) -> tuple[str, str] | None:
-    """Triton calls this when it has put together the steps of one compilation (and, since 3.7, with nothing, for a
-    part of its cache's key)."""
+    """Called by Triton with the steps of each compilation (and, since 3.7, with nothing, for a part of its cache's
+    key)."""
     keep = getattr(_this_thread, "keep_loops", False)
     if stages is None:
         return f"keep_loops {keep}", ""
@@ -265,8 +260,8 @@ def _stages(backend: Any = None, stages: dict[str, Any] | None = None, *_: Any) 
 
 
 def with_loops_kept(ptx: str) -> str:
-    """PTX with the pragma ``nounroll`` on its kernel (PTX ISA 8.8, 13.1): ptxas unrolls a loop whose number of rounds
-    it knows up to some thousand instructions, and then needs seconds to schedule what it made."""
+    """PTX with the pragma ``nounroll`` on its kernel (PTX ISA 8.8, 13.1): ptxas unrolls loops with a constant number of
+    rounds up to some thousand instructions, and then needs seconds to schedule them."""
     return re.sub(r"^(\.visible )?\.entry[^{]*", lambda m: f'{m[0]}.pragma "nounroll";\n', ptx, flags=re.M)
 
 

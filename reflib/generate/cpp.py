@@ -1,7 +1,7 @@
-"""Loops to C++ for a CPU: one function per kernel, OpenMP threads over rows, SIMD within them.
+"""Loop nests to C++ for a CPU: one function per kernel, OpenMP threads over rows, SIMD within them.
 
-``generate_cpp(name, parts, config, buffers) -> Kernel``. The text is meant to be read: loops are named after the
-IR's axes, ``v7`` is statement ``%7``. Three shapes of loop nest (``cpp_nest.py`` chooses)::
+``generate_cpp(name, parts, config, buffers) -> Kernel``. The text is readable: loops are named after the IR's axes,
+``v7`` is statement ``%7``. Three shapes (``cpp_nest.py`` chooses)::
 
     for rows:                    for rows:                       for rows, tiles of columns:
       for column (simd):           v = ...                         for each pass over r:
@@ -12,17 +12,19 @@ IR's axes, ``v7`` is statement ``%7``. Three shapes of loop nest (``cpp_nest.py`
 
 Sums of floats are cut into blocks whose partial sums are added up in double: about as exact as torch's own.
 
-NB: TorchInductor writes explicit vector classes; here plain loops are written so that the compiler vectorises them.
+NB: TorchInductor writes explicit vector classes; here the C++ compiler vectorises plain loops.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from ..ir.expr import expr
-from ..ir.loops import Loops
-from ..ir.program import Buffer, Config
+from ..ir.loops import LoopNest
+from ..ir.program import Buffer, Config, KernelNode
+from ..target import Target
 from . import cpp_text as text
 from .cpp_emit import Emitter, Writer
 from .cpp_nest import arrange
@@ -32,7 +34,12 @@ _RESERVED = re.compile(r"(v|acc|total|kept|tile)\d+|t|row|\w+_(from|to)")
 HEADER = Path(__file__).with_name("cpp_header.h").read_text()
 
 
-def generate_cpp(name: str, parts: tuple[Loops, ...], config: Config, buffers: dict[str, Buffer]) -> Kernel:
+def print_kernel(node: KernelNode, buffers: dict[str, Buffer], target: Target, aligned: Collection[str]) -> Kernel:
+    """Plugs into ``generate.PRINTERS``."""
+    return generate_cpp(node.name, tuple(p for p in node.parts if isinstance(p, LoopNest)), node.config, buffers)
+
+
+def generate_cpp(name: str, parts: tuple[LoopNest, ...], config: Config, buffers: dict[str, Buffer]) -> Kernel:
     """The source of one kernel that computes all ``parts`` (independent of each other), one after another."""
     used = list(dict.fromkeys(b for p in parts for b in (*p.reads(), *p.writes())))
     symbols = tuple(sorted({s for p in parts for s in p.symbols()}))
@@ -65,7 +72,7 @@ def _pointer(name: str, b: Buffer, written: bool) -> str:
 
 
 def _names(buffers: list[str], taken: set[str]) -> dict[str, str]:
-    """C++ names for the buffers: their own, unless an axis, a symbol or a name of the printer's has it."""
+    """C++ names for the buffers: their own, unless it is that of an axis, a symbol or a generated variable."""
     taken = {text.identifier(t) for t in taken}
     names: dict[str, str] = {}
     for b in buffers:
@@ -77,6 +84,6 @@ def _names(buffers: list[str], taken: set[str]) -> dict[str, str]:
     return names
 
 
-def _origin_comments(part: Loops) -> list[str]:
+def _origin_comments(part: LoopNest) -> list[str]:
     seen = dict.fromkeys(f"// {o.op}{': ' + o.source if o.source else ''}" for o in part.origins)
     return [line.replace("\n", " ").rstrip("\\") for line in seen] or [f"// {part.name}"]

@@ -1,9 +1,9 @@
-"""The loop nests of one Loops, written out: rows, tiles, passes, accumulators. ``cpp.py`` says what they look like."""
+"""One LoopNest as C++ loops: rows, tiles, passes, accumulators. ``cpp.py`` shows their shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +16,8 @@ from . import cpp_text as text
 from .cpp_nest import Nest, Segment, crossing_axis, depends_on, repeated, segments
 
 PARALLEL_WORK = 32768  # cheap operations that are worth starting threads for
-SUM_BLOCK = 1024  # floats added up in float before the sum goes to double
-TILE = 256  # columns whose accumulators are kept at once
+SUM_BLOCK = 1024  # floats added up in float before the sum is added to a double
+TILE = 256  # columns per tile, each with its accumulators
 SQUARE = 64  # side of the tiles in which a transposed operand is read
 KEPT_ROW = 8192  # longest row of values that is kept from one pass for the next
 
@@ -32,18 +32,13 @@ class Writer:
     def line(self, s: str) -> None:
         self.lines.append("  " * self.depth + s)
 
-    @contextmanager
-    def block(self, head: str) -> Iterator[None]:
-        self.line(f"{head} {{" if head else "{")
-        self.depth += 1
-        yield
-        self.depth -= 1
-        self.line("}")
+    def block(self, head: str) -> AbstractContextManager[None]:
+        return self.blocks([head])
 
     @contextmanager
     def blocks(self, heads: Sequence[str]) -> Iterator[None]:
         for h in heads:
-            self.line(f"{h} {{")
+            self.line(f"{h} {{" if h else "{")
             self.depth += 1
         yield
         for _ in heads:
@@ -62,8 +57,16 @@ def tile_loop(a: Axis, tile: int) -> str:
     return f"for (int64_t {v}_from = 0; {v}_from < {text.index(a.size)}; {v}_from += {tile})"
 
 
+def _block_loops(a: Axis, block: int | None) -> tuple[list[str], str]:
+    """The loop over ``a`` in blocks: (over blocks, over one). In one loop if it is not longer than a block, or None."""
+    if block is None or (a.size.constant and a.size.constant <= block):
+        return [], loop(a)
+    v = text.identifier(a.var.name)
+    return [tile_loop(a, block)], loop(a, f"{v}_from", f"op::min<int64_t>({v}_from + {block}, {text.index(a.size)})")
+
+
 class Emitter:
-    """Writes one Loops. ``names``: the buffers' names in C++. ``checks``: bounds checks written so far."""
+    """Writes one LoopNest. ``names``: the buffers' names in C++. ``checks``: bounds checks written so far."""
 
     def __init__(self, w: Writer, nest: Nest, buffers: dict[str, Buffer], names: dict[str, str], checks: int):
         self.w, self.nest, self.loops = w, nest, nest.loops
@@ -71,7 +74,7 @@ class Emitter:
         self.buffers, self.names, self.checks = buffers, names, checks
         self.by_column = depends_on(self.loops, nest.column)
         self.by_step = depends_on(self.loops, nest.rows[-1] if nest.rows else None)
-        self.given: dict[int, str] = {}  # statements whose value lies ready, and where
+        self.given: dict[int, str] = {}  # statements whose value is in a tile, and where
         self.leave = "continue"  # what to do when a bounds check fails
 
     def emit(self) -> None:
@@ -86,7 +89,7 @@ class Emitter:
 
     # -- threads --------------------------------------------------------------------------------
     def _threads(self, loops: int, kind: str = "") -> None:
-        """The pragma that spreads the next ``loops`` nested loops over threads, if there is work for them."""
+        """The pragma that spreads the next ``loops`` nested loops over threads, if there is enough work."""
         heavy = sum(isinstance(s, Op) and s.op in text.EXPENSIVE for s in self.body)
         enough = PARALLEL_WORK // (1 + 4 * heavy)
         work = self.loops.numel * (self.loops.rnumel if self.nest.rows else 1)
@@ -128,7 +131,7 @@ class Emitter:
                 self._statements(i for i in everything if self.by_column[i])
 
     def _transposing(self, column: Axis, across: Axis, jumping: Sequence[int]) -> None:
-        """Square tiles: loads that jump along the column are read along memory into a tile, and used from there."""
+        """Square tiles: loads strided along the column are read along memory into a tile, and used from there."""
         others = [a for a in self.nest.outer if a is not across]
         self._threads(len(others) + 2)
         tiles = [tile_loop(across, SQUARE), tile_loop(column, SQUARE)]
@@ -156,7 +159,7 @@ class Emitter:
         self.w.line(f"const int64_t {name}_to = op::min<int64_t>({name}_from + {size}, {text.index(axis.size)});")
 
     def _checks(self, statements: Iterable[int]) -> bool:
-        """Is there a bounds check among ``statements``? Such a loop is left early, so it is not vectorised."""
+        """Is there a bounds check among ``statements``? Such a loop may exit early, so it is not vectorised."""
         return any(isinstance(self.body[i], Indirect) for i in statements)
 
     def _along_memory(self) -> None:
@@ -174,7 +177,7 @@ class Emitter:
                     self._statements(segment.statements)
 
     def _kept_row(self) -> list[int]:
-        """Costly values that several passes need, if a row of them fits well into the first cache."""
+        """Expensive values that several passes need, if a row of them fits into the first-level cache."""
         size = self.nest.rows[-1].size.constant
         found = repeated(self.loops, text.EXPENSIVE)
         return found if len(self.nest.rows) == 1 and size and size * len(found) <= KEPT_ROW else []
@@ -191,18 +194,15 @@ class Emitter:
             else:
                 self.w.line(f"double total{i} = 0;")
         step = text.identifier(inner.var.name)
+        over_blocks, over_one = _block_loops(inner, SUM_BLOCK if blocked else None)
         with self.w.blocks([loop(a) for a in self.nest.rows[:-1]]):
             self._statements(i for i in plain if not self.by_step[i])
-            heads, start, stop = [], "0", text.index(inner.size)
-            if blocked and not (inner.size.constant and inner.size.constant <= SUM_BLOCK):
-                heads.append(f"for (int64_t {step}_from = 0; {step}_from < {stop}; {step}_from += {SUM_BLOCK})")
-                start, stop = f"{step}_from", f"op::min<int64_t>({step}_from + {SUM_BLOCK}, {stop})"
-            with self.w.blocks(heads):
+            with self.w.blocks(over_blocks):
                 for i in blocked:
                     self._start(i)
                 if not self._checks(i for i in plain if self.by_step[i]):
                     self._simd(reduces)
-                with self.w.block(loop(inner, start, stop)):
+                with self.w.block(over_one):
                     for i in sorted(self._used(statements) & set(kept) - set(statements)):
                         self.w.line(f"const {text.CTYPE[self.body[i].dtype]} v{i} = kept{i}[{step}];")
                     self._statements(i for i in plain if self.by_step[i])
@@ -256,34 +256,26 @@ class Emitter:
         column = self.nest.column
         assert column is not None
         c = text.identifier(column.var.name)
-        inner = self.nest.rows[-1]
         blocked = self._blocked(reduces)
         for i in reduces:
-            s = self.body[i]
             self.w.line(f"{self._acc_type(i)} acc{i}[{tile}];")
             if i in blocked:
                 self.w.line(f"double total{i}[{tile}];")
         with self.w.block(f"for (int64_t t = 0; t < {tile}; ++t)"):
             for i in reduces:
-                s = self.body[i]
-                self.w.line(f"acc{i}[t] = {text.identity(s.kind, self.body[i].dtype)};")
+                self.w.line(f"acc{i}[t] = {text.start(self.body[i].kind, self.body[i].dtype)};")
                 if i in blocked:
                     self.w.line(f"total{i}[t] = 0;")
-        step, stop = text.identifier(inner.var.name), text.index(inner.size)
-        with self.w.blocks([loop(a) for a in self.nest.rows[:-1]]):
-            heads, start = [], "0"
-            if blocked and not (inner.size.constant and inner.size.constant <= TILE):
-                heads.append(f"for (int64_t {step}_from = 0; {step}_from < {stop}; {step}_from += {TILE})")
-                start, stop = f"{step}_from", f"op::min<int64_t>({step}_from + {TILE}, {stop})"
-            with self.w.blocks(heads):
-                with self.w.block(loop(inner, start, stop)):
-                    self._statements(i for i in plain if not self.by_column[i])
-                    self._over_tile([i for i in plain if self.by_column[i]], kept, reduces)
-                if blocked:
-                    self.w.line("#pragma omp simd")
-                    with self.w.block(f"for (int64_t t = 0; t < {c}_to - {c}_from; ++t)"):
-                        for i in blocked:
-                            self.w.line(f"total{i}[t] += acc{i}[t]; acc{i}[t] = 0;")
+        over_blocks, over_one = _block_loops(self.nest.rows[-1], TILE if blocked else None)
+        with self.w.blocks([*(loop(a) for a in self.nest.rows[:-1]), *over_blocks]):
+            with self.w.block(over_one):
+                self._statements(i for i in plain if not self.by_column[i])
+                self._over_tile([i for i in plain if self.by_column[i]], kept, reduces)
+            if blocked:
+                self.w.line("#pragma omp simd")
+                with self.w.block(f"for (int64_t t = 0; t < {c}_to - {c}_from; ++t)"):
+                    for i in blocked:
+                        self.w.line(f"total{i}[t] += acc{i}[t]; acc{i}[t] = 0;")
         if reduces:
             with self.w.block(f"for (int64_t t = 0; t < {tile}; ++t)"):
                 for i in reduces:
@@ -318,7 +310,7 @@ class Emitter:
         return "int" if self.body[i].kind in ("any", "all") else text.CTYPE[self.body[i].dtype]
 
     def _blocked(self, reduces: Sequence[int]) -> list[int]:
-        """The sums that are added up in blocks: those of floats."""
+        """The sums that are added up in blocks: those of float32."""
         return [i for i in reduces if self.body[i].kind == "sum" and self.body[i].dtype == torch.float32]
 
     def _used(self, statements: Iterable[int]) -> set[int]:
@@ -326,7 +318,7 @@ class Emitter:
 
     def _start(self, i: int) -> None:
         s, dtype = self.body[i], self.body[i].dtype
-        self.w.line(f"{self._acc_type(i)} acc{i} = {text.identity(s.kind, dtype)};")
+        self.w.line(f"{self._acc_type(i)} acc{i} = {text.start(s.kind, dtype)};")
 
     def _combine(self, i: int, acc: str) -> None:
         s = self.body[i]
@@ -339,7 +331,7 @@ class Emitter:
         kinds: dict[str, list[str]] = {}
         for i in reduces:
             s = self.body[i]
-            kinds.setdefault(text.clause(s.kind, s.dtype), []).append(f"acc{i}")
+            kinds.setdefault(text.clause(s.kind), []).append(f"acc{i}")
         self.w.line("#pragma omp simd" + "".join(f" reduction({k}:{', '.join(v)})" for k, v in kinds.items()))
 
     # -- statements -----------------------------------------------------------------------------

@@ -1,45 +1,33 @@
-"""How a Loops becomes a loop nest on a CPU: which axes are joined, in which order, and which one is vectorised.
+"""The loops of a LoopNest on a CPU: which axes are merged, in which order, and which one is vectorised.
 
-``arrange(loops) -> Nest``. The points of a Loops may be visited in any order, so this is free to choose:
+``arrange(loops) -> Nest``. The points of a LoopNest may be visited in any order, so these are free choices:
 
-1. axes of size 1 go;
-2. axes are sorted by stride, the largest outside, so that the innermost loop walks along memory;
-3. neighbours that together walk like one axis become one (``x[i*8 + j]``: a single axis of ``8*n``);
-4. of a reduction, the vectorised axis is a reduced one if rows lie along memory (sum over the last dimension),
-   a parallel one if columns do (sum over the first).
+1. axes of size 1 are dropped;
+2. axes are sorted by stride, the largest outside, so that the innermost loop is contiguous in memory;
+3. neighbours that are stepped through as one become one (``x[i*8 + j]``: a single axis of ``8*n``);
+4. of a reduction, the vectorised axis is a reduced one if rows are contiguous (sum over the last dimension), a
+   parallel one if columns are (sum over the first).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ..ir.expr import ZERO, Atom, Expr, IntLike, Ref, Var, expr
-from ..ir.loops import (
-    Axis,
-    BodyBuilder,
-    Load,
-    Loops,
-    Op,
-    Reduce,
-    Store,
-    map_stmt,
-    phases,
-    stmt_args,
-    stmt_exprs,
-    varies_with_r,
-)
+from ..ir.expr import Expr, Ref
+from ..ir.loops import Axis, BodyBuilder, Load, LoopNest, Op, Reduce, Store, map_stmt
+from ..ir.transforms import drop_unit_axes, merge_axes, needed, phases, varying
 
 
 @dataclass(frozen=True)
 class Nest:
     """``loops``, rearranged. ``outer``: loops over rows (or tiles). ``column``: the parallel axis that is vectorised,
-    None if ``rows`` (the reduced axes; the last is innermost) hold the vectorised one."""
+    None if that is one of ``rows`` (the reduced axes; the last is innermost)."""
 
-    loops: Loops
+    loops: LoopNest
     outer: tuple[Axis, ...]
     column: Axis | None
     rows: tuple[Axis, ...]
@@ -53,19 +41,19 @@ class Segment:
     statements: tuple[int, ...]
 
 
-def arrange(loops: Loops) -> Nest:
+def arrange(loops: LoopNest) -> Nest:
     """See the module's docstring. Argmax and argmin become a max or min and then the least position that has it:
     two passes of plain vector code."""
-    loops = _without_unit_axes(_without_arg_reductions(loops))
+    loops = drop_unit_axes(_without_arg_reductions(loops))
     axes = (*_sorted(loops, loops.parallel), *_sorted(loops, loops.reduced))
-    loops = _joined(replace(loops, axes=axes))
+    loops = merge_axes(replace(loops, axes=axes))
     p, r = loops.parallel, loops.reduced
     if p and (not r or _columns_lie_along_memory(loops, p[-1], r[-1])):
         return Nest(loops, p[:-1], p[-1], r)
     return Nest(loops, p, None, r)
 
 
-def _without_arg_reductions(loops: Loops) -> Loops:
+def _without_arg_reductions(loops: LoopNest) -> LoopNest:
     if not any(isinstance(s, Reduce) and s.kind in ("argmax", "argmin") for s in loops.body):
         return loops
     b = BodyBuilder()
@@ -85,75 +73,44 @@ def _without_arg_reductions(loops: Loops) -> Loops:
     return replace(loops, body=tuple(b.body))
 
 
-def substitute(loops: Loops, axes: Iterable[Axis], env: dict[Atom, IntLike]) -> Loops:
-    ids = {i: i for i in range(len(loops.body))}
-    return replace(loops, axes=tuple(axes), body=tuple(map_stmt(s, ids, env) for s in loops.body))
-
-
-def _without_unit_axes(loops: Loops) -> Loops:
-    env: dict[Atom, IntLike] = {a.var: ZERO for a in loops.axes if a.size == 1}
-    return substitute(loops, (a for a in loops.axes if a.var not in env), env) if env else loops
-
-
-def _strides(loops: Loops, axis: Axis) -> list[tuple[int, Expr | None]]:
+def _strides(loops: LoopNest, axis: Axis) -> list[tuple[int, Expr | None]]:
     """(weight, stride) of ``axis`` in every load and store; a store counts twice."""
     accesses = [s for s in loops.body if isinstance(s, (Load, Store))]
     return [(1 + isinstance(s, Store), s.index.coefficient(axis.var)) for s in accesses]
 
 
-def _sorted(loops: Loops, axes: tuple[Axis, ...]) -> list[Axis]:
+def _sorted(loops: LoopNest, axes: tuple[Axis, ...]) -> list[Axis]:
     def distance(a: Axis) -> int:
         return sum(w * min(abs(c.hint()), 1 << 40) for w, c in _strides(loops, a) if c is not None)
 
     out = sorted(axes, key=distance, reverse=True)
     stored = [s.index for s in loops.body if isinstance(s, Store)]
     along = [a for a in out if a.size.hint() >= 16 and any(e.coefficient(a.var) == 1 for e in stored)]
-    if along and along[-1].kind == "p":  # what is stored is walked along; what is loaded can be tiled
+    if along and along[-1].kind == "p":  # stores are made contiguous; loads can be tiled
         out.remove(along[-1])
         out.append(along[-1])
     return out
 
 
-def _joined(loops: Loops) -> Loops:
-    """Merge neighbouring axes of one kind while that is possible, innermost first."""
-    k = len(loops.axes) - 1
-    while k > 0:
-        a, b = loops.axes[k - 1], loops.axes[k]
-        if a.kind == b.kind and _walk_as_one(loops, a.var, b.var):
-            var = Var(f"{a.var.name}_{b.var.name}", a.size * b.size)  # type: ignore[call-arg]
-            axes = (*loops.axes[: k - 1], Axis(var, a.kind), *loops.axes[k + 1 :])
-            loops = substitute(loops, axes, {a.var: ZERO, b.var: expr(var)})
-        k -= 1
-    return loops
-
-
-def _walk_as_one(loops: Loops, a: Var, b: Var) -> bool:
-    for s in loops.body:
-        for e in stmt_exprs(s):
-            ca, cb = e.coefficient(a), e.coefficient(b)
-            if ca is None or cb is None or ca != cb * b.size:
-                return False
-    return True
-
-
-def _columns_lie_along_memory(loops: Loops, p: Axis, r: Axis) -> bool:
-    """Is ``p``, rather than ``r``, the axis that loads inside the reduction step along by one element?"""
-    inside = [s for s, v in zip(loops.body, varies_with_r(loops), strict=True) if v and isinstance(s, Load)]
+def _columns_lie_along_memory(loops: LoopNest, p: Axis, r: Axis) -> bool:
+    """Is ``p``, rather than ``r``, the axis along which loads inside the reduction step by one element?"""
+    level = varying(loops.body, loops.reduced_vars)
+    inside = [s for s, v in zip(loops.body, level, strict=True) if v and isinstance(s, Load)]
     by_p = sum(s.index.coefficient(p.var) == 1 for s in inside)
     by_r = sum(s.index.coefficient(r.var) == 1 for s in inside)
     return by_p > by_r
 
 
 # -- passes -----------------------------------------------------------------------------------------
-def segments(loops: Loops, kept: Collection[int] = ()) -> list[Segment]:
+def segments(loops: LoopNest, kept: Collection[int] = ()) -> list[Segment]:
     """The passes in order: what a row needs, a pass over r, what the row needs from its result, another pass ...
 
     A pass computes what its reductions and stores need, again where an earlier pass had it. A store into a buffer
-    that a later pass still reads (in place) waits for that pass. A value in ``kept`` is computed in the first
-    pass that needs it only.
+    that a later pass reads (in place) is moved to that pass. A value in ``kept`` is computed only in the first pass
+    that needs it.
     """
     body: tuple[Any, ...] = loops.body
-    inside, phase = varies_with_r(loops), phases(loops)
+    inside, phase = varying(body, loops.reduced_vars), phases(body)
     wanted: dict[int, list[int]] = {}
     for i, s in enumerate(body):
         if isinstance(s, Reduce) or (inside[i] and isinstance(s, Store)):
@@ -161,7 +118,7 @@ def segments(loops: Loops, kept: Collection[int] = ()) -> list[Segment]:
     last = max([*wanted, *phase], default=0)
     reads: dict[str, int] = {}
     for k, targets in wanted.items():
-        for i in _needed(loops, targets, inside):
+        for i in needed(body, targets, inside.__getitem__):
             s = body[i]
             if isinstance(s, Load):
                 reads[s.buffer] = max(reads.get(s.buffer, 0), k)
@@ -175,22 +132,14 @@ def segments(loops: Loops, kept: Collection[int] = ()) -> list[Segment]:
             wanted[k].remove(i)
             wanted.setdefault(reads[body[i].buffer], []).append(i)
         if wanted.get(k):
-            now = _needed(loops, wanted[k], inside, have)
+            again = [v and i not in have for i, v in enumerate(inside)]
+            now = needed(body, wanted[k], again.__getitem__)
             out.append(Segment(True, tuple(now)))
             have |= set(now) & set(kept)
     return [s for s in out if s.statements]
 
 
-def _needed(loops: Loops, targets: list[int], inside: list[bool], have: Collection[int] = ()) -> list[int]:
-    """``targets`` and every statement in the r loops that they need, in order, but for what is there already."""
-    found = set(targets)
-    for i in reversed(range(len(loops.body))):
-        if i in found:
-            found |= {a for a in stmt_args(loops.body[i]) if inside[a] and a not in have}
-    return sorted(found)
-
-
-def repeated(loops: Loops, worth: Collection[str]) -> list[int]:
+def repeated(loops: LoopNest, worth: Collection[str]) -> list[int]:
     """Results of operations in ``worth`` that more than one pass over r would compute."""
     passes = [set(s.statements) for s in segments(loops) if s.over_r]
     body = enumerate(loops.body)
@@ -198,8 +147,8 @@ def repeated(loops: Loops, worth: Collection[str]) -> list[int]:
 
 
 def crossing_axis(nest: Nest) -> tuple[Axis | None, list[int]]:
-    """Of a pointwise nest: the axis along which some plain loads lie in memory while they jump along the column
-    (a transposition), and these loads. (None, []) if there is none."""
+    """Of a pointwise nest: the axis along which some unmasked loads are contiguous while they are strided along the
+    column (a transposition), and these loads. (None, []) if there is none."""
     column, written = nest.column, nest.loops.writes()
     for a in reversed(nest.outer):
         found = []
@@ -215,14 +164,9 @@ def crossing_axis(nest: Nest) -> tuple[Axis | None, list[int]]:
     return None, []
 
 
-def depends_on(loops: Loops, axis: Axis | None) -> list[bool]:
+def depends_on(loops: LoopNest, axis: Axis | None) -> list[bool]:
     """For each statement: does its value change along ``axis``? A reduction's result does along every parallel
     axis (the vectorised one gets an accumulator for each column), and along no reduced one."""
-    out: list[bool] = []
-    for s in loops.body:
-        if axis is None or isinstance(s, Reduce):
-            out.append(axis is not None and axis.kind == "p")
-        else:
-            own = any(e.has(axis.var) for e in stmt_exprs(s))
-            out.append(own or any(out[a] for a in stmt_args(s)))
-    return out
+    if axis is None:
+        return [False] * len(loops.body)
+    return varying(loops.body, [axis.var], reduces=axis.kind == "p")

@@ -1,7 +1,7 @@
 """Loop statements as C++ text: types, literals, index expressions, operations. No structure here, only pieces.
 
-What an operation means is ``ir/ops.py``'s table; what is more than an operator is a function of ``cpp_header.h``,
-in the namespace ``op``.
+The table in ``ir/ops.py`` defines operations; those that are more than a C++ operator are functions of
+``cpp_header.h``, in the namespace ``op``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import re
 import torch
 
 from ..errors import GenerateError
-from ..ir.expr import Atom, Call, Expr, Ref, nonneg
+from ..ir.expr import Atom, BinOp, Expr, Ref, nonneg
 from ..ir.loops import Op
+from ..ir.ops import identity
 
 CTYPE = {
     torch.bool: "bool",
@@ -33,7 +34,7 @@ _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "and": "&", "or": "|", "xor": "^",
     "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
 }  # fmt: skip
-# operations whose cost is that of many additions: worth a thread earlier, worth keeping rather than repeating
+# operations as expensive as many additions: threads pay earlier, and results are kept rather than computed again
 EXPENSIVE = frozenset(
     "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh sigmoid erf "
     "erfc lgamma pow atan2 hypot fmod remainder floordiv truncdiv nextafter".split()
@@ -55,7 +56,7 @@ def identifier(name: str) -> str:
 
 
 def memory_type(dtype: torch.dtype) -> str:
-    """How an element lies in a buffer. A bool is read as a byte: not every program writes just 0 and 1."""
+    """The type of a buffer's elements. A bool is read as a byte: not every program writes only 0 and 1."""
     return "uint8_t" if dtype == torch.bool else CTYPE[dtype]
 
 
@@ -100,7 +101,7 @@ def index(e: Expr) -> str:
 def _atom(a: Atom) -> str:
     if isinstance(a, Ref):
         return f"v{a.id}"
-    if not isinstance(a, Call):
+    if not isinstance(a, BinOp):
         return identifier(a.key)
     if a.fn in ("max", "min"):
         return f"op::{a.fn}<int64_t>({index(a.a)}, {index(a.b)})"
@@ -129,7 +130,7 @@ def operation(s: Op, args: tuple[str, ...], arg_dtype: torch.dtype) -> str:
         return text if s.dtype == torch.bool else _narrow(text, s.dtype)
     if s.op == "fma":
         return f"{args[0]} * {args[1]} + {args[2]}"
-    of = "" if arg_dtype.is_floating_point else f"<{CTYPE[arg_dtype]}>"  # a literal alone does not say
+    of = "" if arg_dtype.is_floating_point else f"<{CTYPE[arg_dtype]}>"  # a literal has no dtype of its own
     return f"op::{s.op}{of}({', '.join(args)})"
 
 
@@ -159,19 +160,11 @@ def stored(text: str, dtype: torch.dtype) -> str:
 
 
 # -- reductions -------------------------------------------------------------------------------------
-def identity(kind: str, dtype: torch.dtype) -> str:
+def start(kind: str, dtype: torch.dtype) -> str:
     """What an accumulator starts from."""
-    if kind in ("sum", "any"):
-        return literal(0, dtype)
-    if kind in ("prod", "all"):
-        return literal(1, dtype)
-    least = kind == "max"  # the maximum of nothing is the least value there is
-    if dtype.is_floating_point:
-        return literal(-math.inf if least else math.inf, dtype)
-    if dtype == torch.bool:
-        return literal(not least, dtype)
-    info = torch.iinfo(dtype)
-    return integer(info.min if least else info.max)
+    value = identity(kind, dtype)
+    plain = kind in ("max", "min") and not dtype.is_floating_point and dtype != torch.bool
+    return integer(int(value)) if plain else literal(value, dtype)
 
 
 def combine(kind: str, acc: str, value: str) -> str:
@@ -187,7 +180,7 @@ def combine(kind: str, acc: str, value: str) -> str:
     raise GenerateError(f"no C++ for the reduction {kind!r}")
 
 
-def clause(kind: str, dtype: torch.dtype) -> str:
+def clause(kind: str) -> str:
     """The OpenMP name of a reduction."""
     if kind in ("max", "min"):
         return f"{kind}imum"

@@ -15,18 +15,18 @@ class Kernel:
 
     name: unique within the program, readable (``k3_mul_add_gelu``), the function's name in ``source``.
     language: ``triton`` or ``cpp``.
-    source: complete text of the kernel (Triton: a module with one ``@triton.jit`` function; C++: one ``extern "C"``
-        function, to be put behind ``generate.cpp.HEADER`` in one library with the others).
+    source: complete text of the kernel (Triton: a module with the ``@triton.jit`` function ``name`` and its helpers;
+        C++: one ``extern "C"`` function, which follows ``generate.cpp.HEADER`` in one library with the others).
     buffers: (buffer name, dtype) of the pointer arguments, in order.
     symbols: the size symbols passed after the pointers (int64 on CPU; int32 or int64 by ``index_type`` on a GPU).
     grid: programs to launch (GPU; 1-D), an expression in the symbols. CPU: 1.
     num_warps, num_stages: launch parameters (GPU).
     aligned: pointer arguments (by position) that the code assumes are 16-byte aligned.
-    scratch: bytes of global memory per program that Triton may use for descriptors. Not 0: a launch takes one argument
-        more, after the sizes, the address of ``scratch`` times the grid's bytes (a multiple of 128).
-    pdl: it waits for the kernel before it by itself, so it may be launched while that one still runs (CUDA's
-        programmatic dependent launch).
-    keep_loops: the assembler shall not unroll them: it takes ten times as long, for code that is no faster.
+    scratch: bytes of global memory per thread block for Triton's descriptors. If not 0, a launch takes another argument
+        after the sizes: the address of ``scratch`` times the grid's bytes (a multiple of 128).
+    pdl: its code waits for the kernel before it, so it may be launched while that one still runs (CUDA's programmatic
+        dependent launch).
+    keep_loops: the assembler must not unroll loops: that takes ten times as long, for code that is no faster.
     """
 
     name: str

@@ -1,25 +1,25 @@
-"""The persistent kernel for sm_90 and later: as many programs as multiprocessors, each walks over tiles.
+"""The persistent kernel for sm_90 and later: as many programs as multiprocessors, each computing several tiles.
 
-Operands come through descriptors (TMA): one thread asks for a whole block, and the hardware computes addresses, checks
-bounds (what is outside reads as zero) and puts the block into shared memory in the order the tensor cores want. The
-two loops, over tiles and over depth, are flattened into one, so that the next tile's first blocks are on their way
-while this tile's epilogue runs (triton-lang/triton#5063, tutorial 09).
+Operands are read through descriptors (TMA): one thread requests a whole block, and the hardware computes addresses,
+checks bounds (elements outside read as zero) and writes the block to shared memory in the order of the tensor cores.
+The two loops, over tiles and over depth, are flattened into one, so that the next tile's first blocks are loaded while
+this tile's epilogue runs (triton-lang/triton#5063, tutorial 09).
 
-The descriptors are made by the kernel itself, in TMA_SCRATCH bytes of global memory per program.
+The kernel itself makes the descriptors, in TMA_SCRATCH bytes of global memory per program.
 """
 
 from __future__ import annotations
 
-from ..choose.matmul import TMA_SCRATCH, unfit_for_tma
+from ..autotune.matmul import TMA_SCRATCH, unfit_for_tma
 from ..errors import GenerateError
 from ..ir.expr import Expr, minimum
 from ..ir.program import View
-from .matmul import MatmulPrinter
+from .matmul_printer import MatmulPrinter
 from .triton_facts import blocks
 
 
 def print_persistent(p: MatmulPrinter) -> Expr:
-    """Raises GenerateError where operands do not lie as TMA needs them, or the target has none."""
+    """Raises GenerateError where the operands' strides or alignment rule out TMA, or the target has none."""
     if p.target.kind != "cuda" or p.target.capability < 90:
         raise GenerateError(f"{p.template.name}: a persistent kernel needs TMA (sm_90 or later), not {p.target.arch}")
     if p.batch != 1 or p.k == 0:
@@ -46,7 +46,7 @@ def print_persistent(p: MatmulPrinter) -> Expr:
 
 
 def _descriptor(p: MatmulPrinter, name: str, v: View, block: tuple[str, str], at: tuple[str, str]) -> str:
-    """Makes ``{name}_blocks``; returns the text that reads one. A matrix whose columns are contiguous is described
+    """Make ``{name}_blocks``; returns the text that reads one. A matrix with contiguous columns is described
     transposed."""
     sizes, strides = v.shape[1:], v.strides[1:]
     turned = strides[1] != 1

@@ -1,18 +1,18 @@
 """Split-K in one launch: SPLITS programs share a tile's depth, and their float32 parts are added in the order of their
-numbers, so that results repeat bit for bit. Two ways to find out that the parts are there:
+numbers, so that results repeat bit for bit. Two ways to detect that the parts are complete:
 
-**With reducers** (``Tiling.reducers``; CUDA). As many programs more per tile take a piece of it each: they read that
-piece of all parts, add, run the epilogue, and leave zeros. A part is its own flag: zero says "not here yet", so nobody
-counts arrivals and nobody fences; a reader reads again what is zero. A part is stored with the bits of HOLE flipped,
-a signalling NaN; arithmetic gives quiet NaNs only, so no part is ever stored as zero. Programs start in the order of
-their numbers and reducers have the last ones, so they wait only for programs that run already, which wait for nobody:
-no mutual waiting, however few fit on the GPU at once. (One that waits for 10 seconds stops with an error.)
+**With reducers** (``Tiling.reducers``; CUDA). That many more programs per tile reduce a piece of it each: they read
+that piece of all parts, add, run the epilogue, and store zeros. A part is its own flag: zero means "not written yet"
+and is read again, so no counter and no fence is needed. A part is stored with the bits of HOLE flipped, a signalling
+NaN; arithmetic results in quiet NaNs only, so no part is ever stored as zero. Programs start in the order of their
+numbers and reducers have the last ones, so they wait only for programs that run already, which do not wait: no
+deadlock, however few fit on the GPU. (A reducer that waits for 10 seconds stops with an error.)
 
-**Without.** Each program counts itself with an atomic addition, which makes its part visible to who counts after it;
-who counts last puts the counter back to zero, adds all parts and runs the epilogue (Stream-K's fix-up: Osama et al.,
-PPoPP 2023). The fence, the atomic and a single reader take some 2 us more for small tiles.
+**Without.** Each program increments a counter atomically, which also makes its part visible to later ones; the last one
+resets the counter, adds all parts and runs the epilogue (Stream-K's fix-up: Osama et al., PPoPP 2023). The fence, the
+atomic and a single reader take about 2 us more for small tiles.
 
-The warps of one program may share a block's depth as well (``warps_k``): the product is then one of three dimensions,
+The warps of one program may share a block's depth as well (``warps_k``): the product then has three dimensions and is
 added up over the first.
 """
 
@@ -22,7 +22,7 @@ import torch
 
 from ..errors import GenerateError
 from ..ir.expr import Expr, expr
-from .matmul import MatmulPrinter
+from .matmul_printer import MatmulPrinter
 
 HOLE = -5855578  # 0xFFA6A6A6, a signalling NaN
 IN_REGISTERS = 64  # words of parts that a thread holds at once
@@ -30,16 +30,13 @@ ROUNDS = 1 << 24  # of waiting, some 10 seconds
 
 
 def print_split(p: MatmulPrinter) -> Expr:
-    """Programs of one split come one after another, so that neighbours share operands."""
+    """Programs of one split have consecutive numbers, so that neighbours share operands."""
     t = p.tiling
     if t.splits < 2 and (t.warps_k < 2 or t.reducers):
         raise GenerateError(f"{p.template.name}: a tiling of kind split with nothing split")
     if t.reducers and (p.target.kind != "cuda" or t.m * t.n < t.reducers):
         raise GenerateError(f"{p.template.name}: {t.reducers} reducers for a tile of {t.m} x {t.n} on {p.target.arch}")
-    p.pdl = p.target.kind == "cuda" and p.target.capability >= 90
-    if p.pdl:
-        p.imports.append("from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait\n")
-        p.put("gdc_wait()  # for the kernel before: this one may be launched early")
+    p.wait("gdc_launch_dependents, ")
     tiles = expr(1) if p.tiles == 0 else p.tiles
     if t.splits > 1:
         p.constants["SPLITS"] = t.splits
@@ -78,7 +75,7 @@ def _workspace(p: MatmulPrinter, kind: str, dtype: torch.dtype, words: Expr) -> 
 
 
 def _parts(p: MatmulPrinter, kind: str, dtype: torch.dtype, tiles: Expr) -> None:
-    """``parts``: where the tile's first part is."""
+    """``parts``: the address of the tile's first part."""
     t = p.tiling
     name = _workspace(p, kind, dtype, tiles * (t.splits * t.m * t.n))
     small = tiles.constant is not None and tiles.constant * t.splits * t.m * t.n < 2**31
@@ -97,7 +94,7 @@ def _at_once(p: MatmulPrinter, words: int) -> tuple[int, bool]:
     return count, t.splits % count != 0
 
 
-# -- one who was last -------------------------------------------------------------------------------
+# -- the last program -------------------------------------------------------------------------------
 def _with_counter(p: MatmulPrinter, tiles: Expr) -> None:
     t = p.tiling
     _product(p, "split")
@@ -161,8 +158,8 @@ def _reducer(p: MatmulPrinter) -> None:
 
 
 def _add_parts(p: MatmulPrinter, words: int) -> list[str]:
-    """``total``: the sum of a piece. Returns what puts zeros back, after the results are stored; when the parts do not
-    fit into registers at once, that is done already."""
+    """``total``: the sum of a piece. Returns the lines that store zeros again, to be put after the results are stored;
+    none when the parts do not fit into registers together and zeros are stored in the loop."""
     t = p.tiling
     count, more = _at_once(p, words)
     loop = count < t.splits
@@ -193,7 +190,7 @@ def _add_parts(p: MatmulPrinter, words: int) -> list[str]:
 
 # -- helpers ----------------------------------------------------------------------------------------
 def sum_ways(ways: int) -> str:
-    """The text of a function. Triton's own sum over the first dimension takes several shuffles per element."""
+    """A function's text. Triton's own sum over the first dimension takes several shuffles per element."""
     halves = ways.bit_length() - 1
     lines = [
         "@triton.jit",
@@ -207,7 +204,7 @@ def sum_ways(ways: int) -> str:
 
 
 def arrived(words: int) -> str:
-    """The text of a function that reads ``words`` words a thread (a power of two, at most 32), again while zero."""
+    """The text of a function that reads ``words`` words per thread (a power of two, at most 32), again while zero."""
     each = range(words)
     first = [f"ld.relaxed.gpu.global.b32 ${i}, [${words + i}];" for i in each]
     again = [

@@ -1,17 +1,17 @@
-"""Loops to Triton: one readable module of text with one kernel in it.
+"""Loop nests to Triton: one readable module of text with one kernel in it.
 
 The function's parameters are the pointers, then the size symbols, then the block sizes as constants with their values
-as defaults; so the text alone says how it is launched. Sizes known when compiling are numbers in the text.
+as defaults; so the text alone determines how it is launched. Sizes known when compiling are numbers in the text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from ..choose.axes import layout
 from ..ir.expr import Expr, Sym, expr
-from ..ir.loops import Loops
+from ..ir.loops import LoopNest
 from ..ir.program import Buffer, Config
+from ..schedule.axes import layout
 from ..target import Target
 from .kernel import Kernel
 from .triton_body import PartPrinter
@@ -24,7 +24,7 @@ LIBDEVICE = "from triton.language.extra import libdevice\n"
 
 def generate_triton(
     name: str,
-    parts: tuple[Loops, ...],
+    parts: tuple[LoopNest, ...],
     config: Config,
     buffers: dict[str, Buffer],
     target: Target,
@@ -74,7 +74,7 @@ def _dispatch(printers: list[PartPrinter], bodies: list[list[str]], ends: list[E
 
 
 def known_multiples(config: Config, symbols: tuple[Sym, ...]) -> list[str]:
-    """Sizes that were checked to be multiples of 16, written so that Triton sees it and reads 16 bytes at a time."""
+    """Sizes that were checked to be multiples of 16, written so that Triton can use it and reads 16 bytes at a time."""
     known = dict(config.extras).get("divisible", ())
     return [
         f"{s.name} = ({s.name} // 16) * 16  # a multiple of 16, checked before the launch"
@@ -85,7 +85,7 @@ def known_multiples(config: Config, symbols: tuple[Sym, ...]) -> list[str]:
 
 def _function(
     name: str,
-    parts: tuple[Loops, ...],
+    parts: tuple[LoopNest, ...],
     config: Config,
     pointers: list[str],
     symbols: tuple[Sym, ...],
@@ -107,7 +107,7 @@ def _function(
     return text + "".join(f"    {line}\n" for line in lines)
 
 
-def _about(parts: tuple[Loops, ...]) -> list[str]:
+def _about(parts: tuple[LoopNest, ...]) -> list[str]:
     """What the kernel computes, from where."""
     out = []
     for k, p in enumerate(parts[:8]):

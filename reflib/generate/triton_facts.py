@@ -1,18 +1,28 @@
-"""What the Triton printer asks about a part before it prints a line, and the spelling of numbers."""
+"""Facts about a part that the Triton printer needs before it prints a line, and the spelling of numbers."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 
-from ..choose.axes import Space
 from ..ir.expr import Expr
-from ..ir.loops import Const, Index, Load, Op, Reduce, Stmt, Store, stmt_args
+from ..ir.loops import Const, Op, Reduce, Stmt
 from ..ir.program import Buffer
+from ..schedule.axes import Space
 from .triton_ops import SHARP
 
 HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a statement becomes: ``text`` with ``{0}``, ``{1}`` for the values of ``args``; it calls ``helper``."""
+
+    text: str
+    args: tuple[int, ...]
+    helper: str = ""
 
 
 def pointer_name(buffer: str) -> str:
@@ -28,24 +38,6 @@ def paren(text: str) -> str:
     word = text.replace("_", "").replace(".", "").isalnum()
     wrapped = text[0] == "(" and text[-1] == ")" and text.count("(") == 1
     return text if word or wrapped else f"({text})"
-
-
-def varying(space: Space) -> list[bool]:
-    """For each statement: does it run once per point of r? (``loops.varies_with_r`` over the linear variable)"""
-    out: list[bool] = []
-    for s in space.body:
-        index = s.index if isinstance(s, (Load, Store)) else s.expr if isinstance(s, Index) else None
-        inside = index is not None and space.r is not None and index.has(space.r)
-        inside = inside or any(out[a] for a in stmt_args(s))
-        out.append(inside and not isinstance(s, Reduce))
-    return out
-
-
-def phases(space: Space) -> list[int]:
-    out: list[int] = []
-    for s in space.body:
-        out.append(max((out[a] + isinstance(space.body[a], Reduce) for a in stmt_args(s)), default=0))
-    return out
 
 
 def wants_exact(space: Space, buffers: dict[str, Buffer]) -> bool:
@@ -93,10 +85,3 @@ def plain(s: Stmt) -> bool:
 def const_mask(text: str) -> str:
     """A constant mask, as a one-bit value."""
     return f"tl.full([], {text}, tl.int1)" if text in ("0", "1") else text
-
-
-def extreme_text(kind: str, dtype: torch.dtype) -> str:
-    if dtype.is_floating_point:
-        return "float('-inf')" if kind == "max" else "float('inf')"
-    info = torch.iinfo(dtype)
-    return str(info.min if kind == "max" else info.max)

@@ -1,10 +1,10 @@
 """Cheaper forms for parts that store only half precision.
 
-Such a part cannot show a last-bit difference in float32, so what counts is the number of instructions: at 4 TB/s an
-H200 has time for about 28 of them per bf16 element that is read and written, and the CUDA library's ``erf`` alone
-takes 28. The forms here have no branch, one or two of the hardware's approximations (``tl.exp2``, a reciprocal), and
-a relative error of a few 1e-6 where half precision rounds by 2e-4; that holds in the tails, too, as far as
-float16 reaches (bfloat16 goes on: a normal distribution below 1e-9 has an absolute error below 1e-12):
+Such a part cannot show a last-bit difference in float32, so the number of instructions counts: at 4 TB/s an H200 has
+time for about 28 of them per bf16 element that is read and written, and the CUDA library's ``erf`` alone takes 28. The
+forms here have no branch, one or two of the hardware's approximations (``tl.exp2``, a reciprocal), and a relative error
+of a few 1e-6 where half precision rounds by 2e-4; in the tails, too, as far as float16 reaches (in bfloat16, a normal
+distribution below 1e-9 has an absolute error below 1e-12):
 
 * ``0.5 * (1 + erf(x / sqrt 2))`` of GELU, as written, cancels for negative x. erfc does not: it is 2 to the power of a
   polynomial, and the normal distribution is half of it on one side, one minus that on the other.
@@ -17,23 +17,15 @@ float16 reaches (bfloat16 goes on: a normal distribution below 1e-9 has an absol
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-from ..choose.axes import Space
 from ..ir.loops import Const, Op, Reduce, Store, stmt_args
-
-
-@dataclass(frozen=True)
-class Form:
-    """What a statement becomes: ``text`` with ``{0}``, ``{1}`` for the values of ``args``; it calls ``helper``."""
-
-    text: str
-    args: tuple[int, ...]
-    helper: str = ""
+from ..schedule.axes import Space
+from .triton_facts import Form
+from .triton_ops import Printer
 
 
 def cheap_forms(space: Space) -> tuple[dict[int, Form], set[int]]:
-    """The forms by statement, and the statements that nobody reads any more."""
+    """The forms by statement, and the statements whose values are not used any more."""
     finder = _Finder(space)
     forms = {i: f for i in range(len(space.body)) if (f := finder.form(i)) is not None}
     live: set[int] = set()
@@ -122,7 +114,7 @@ class _Finder:
         return a if math.isclose(self._number(b), factor, rel_tol=1e-6) else None
 
     def _plus_one(self, i: int, op: str, single: bool = True) -> int | None:
-        """The operand, where ``i`` is ``op(operand) + 1``; ``single``: and nobody else reads ``op(operand)``."""
+        """The operand, where ``i`` is ``op(operand) + 1``; ``single``: the only use of ``op(operand)``."""
         if not self._is(i, "add"):
             return None
         a, b = self.body[i].args  # type: ignore[union-attr]
@@ -135,6 +127,7 @@ class _Finder:
 
 # Least relative error, by Remez' weights. log2(erfc(t / sqrt 2)) - 1 for t in [0, 5.6], to 3.8e-6, and it still
 # falls as it must up to t = 13, where the power is 0; log2(erfc(t)) for t in [0, 4], 1 - erfc(t) to 4.2e-6.
+PRINTERS: dict[str, Printer] = {}
 HELPERS = {
     "normal_cdf_half": '''
 def normal_cdf_half(x):

@@ -8,19 +8,24 @@ Two rules decide how an op is written:
 * ``/`` on float32 is approximate too (``div.full.f32``, 2 ulp, 5 instructions, no branch). The exact ``tl.div_rn``
   has a slow path and costs about 15. A kernel that stores only half precision cannot show the difference, so it
   gets the cheap one, and ``tl.exp2`` for its exponentials (``exact=False``; see ``triton_half``).
-
-Integers divide towards zero in Triton, as in C; division by zero gives 0 here (a masked lane must not trap).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ..errors import GenerateError
-from . import triton_half
+from ..seams import Seam
+
+# Modules with more ``PRINTERS`` (by op) and ``HELPERS`` (by name).
+MORE = Seam("generate.MORE")
+# Cheaper code for kernels that store only half precision. "forms": a Space -> ({statement: Form}, unread statements).
+# None: the code for float32.
+CHEAP = Seam("generate.CHEAP")
 
 TL = {
     torch.bool: "tl.int1", torch.uint8: "tl.uint8", torch.int8: "tl.int8", torch.int16: "tl.int16",
@@ -29,7 +34,6 @@ TL = {
 }  # fmt: skip
 
 _LOG2_E = 1.4426950408889634
-_BITS = {torch.float32: "tl.int32", torch.float64: "tl.int64"}
 
 
 @dataclass
@@ -63,14 +67,18 @@ def print_op(needs: Needs, op: str, dtype: torch.dtype, source: torch.dtype, arg
         return _exp(needs, args[0], source, exact)
     if op == "rsqrt" and exact and source == torch.float32:  # tl.rsqrt takes a denormal for 0
         return _divide("1.0", f"tl.sqrt_rn({args[0]})", source, exact)
-    if op in ("erf", "tanh") and not exact and source == torch.float32:
+    if op in ("erf", "tanh") and not exact and source == torch.float32 and "forms" in CHEAP:
         return f"{needs.helper(op + '_half')}({args[0]})"
     if op in _LIBDEVICE:
         return f"{needs.lib(_LIBDEVICE[op])}({', '.join(args)})"
-    printer = _PRINTERS.get(op)
+    printer = _PRINTERS.get(op) or _further("PRINTERS", op)
     if printer is None:
         raise GenerateError(f"no Triton form for the op {op!r}")
     return printer(needs, source, args)
+
+
+def _further(table: str, name: str) -> Any:
+    return next((t[name] for module in MORE.values() if name in (t := getattr(module, table))), None)
 
 
 def print_cast(a: str, source: torch.dtype, dtype: torch.dtype) -> str:
@@ -86,7 +94,7 @@ def print_cast(a: str, source: torch.dtype, dtype: torch.dtype) -> str:
 
 
 def _divide(a: str, b: str, t: torch.dtype, exact: bool) -> str:
-    """IEEE division; ``/`` already is for float64. The literal 1.0 is the only number that may come for a value."""
+    """IEEE division; for float64 ``/`` is. The only literal among the operands is 1.0."""
     if t == torch.float32 and exact:
         return f"tl.div_rn({'tl.full([], 1.0, tl.float32)' if a == '1.0' else a}, {b})"
     return f"{a} / ({b})" if " " in b else f"{a} / {b}"
@@ -123,11 +131,6 @@ def _call(name: str) -> Printer:
     return lambda needs, t, a: f"{name}({', '.join(a)})"
 
 
-def _helper(ints: str, floats: str = "") -> Printer:
-    """A helper function per kind of operand."""
-    return lambda needs, t, a: f"{needs.helper(floats if t.is_floating_point else ints)}({', '.join(a)})"
-
-
 def _order(sign: str) -> Printer:
     """Comparison; a one-bit integer is signed to Triton, so bools are widened first."""
 
@@ -155,10 +158,6 @@ def nan_helper(fn: str, t: torch.dtype) -> str:
     return f"{fn}_nan64" if t == torch.float64 else f"{fn}_nan"
 
 
-def _shift(helper: str) -> Printer:
-    return lambda needs, t, a: f"{needs.helper(helper)}({a[0]}, {a[1]}, {t.itemsize * 8})"
-
-
 def _neg(needs: Needs, t: torch.dtype, a: list[str]) -> str:
     return f"{a[0]} * -1.0" if t.is_floating_point else f"0 - {a[0]}"  # Triton's -x is 0 - x, and loses -0.0
 
@@ -179,27 +178,21 @@ def _abs(needs: Needs, t: torch.dtype, a: list[str]) -> str:
 
 _PRINTERS: dict[str, Printer] = {
     "add": _infix("+"), "sub": _infix("-"), "mul": _infix("*"),
-    "floordiv": _helper("floordiv_int", "floordiv_float"), "truncdiv": _helper("truncdiv_int"),
-    "remainder": _helper("remainder_int", "remainder_float"), "fmod": _helper("fmod_int", "fmod_float"),
     "neg": _neg, "abs": _abs, "maximum": _extreme("maximum", "|"), "minimum": _extreme("minimum", "&"),
     "fma": _call("tl.fma"),
     "and": _infix("&"), "or": _infix("|"), "xor": _infix("^"), "not": _not,
-    "shl": _shift("shift_left"), "shr": _shift("shift_right"),
     "eq": _infix("=="), "ne": _infix("!="),
     "lt": _order("<"), "le": _order("<="), "gt": _order(">"), "ge": _order(">="),
     "where": _call("tl.where"),
     "to_f16": lambda needs, t, a: f"{a[0]}.to(tl.float16).to({TL[t]})",
     "to_bf16": lambda needs, t, a: f"{_single(a[0], t)}.to(tl.bfloat16).to({TL[t]})",
     "isnan": lambda needs, t, a: f"{a[0]} != {a[0]}",
-    "isinf": lambda needs, t, a: f"tl.abs({a[0]}) == float('inf')",
-    "signbit": lambda needs, t, a: f"{a[0]}.to({_BITS[t]}, bitcast=True) < 0",
     "sqrt": lambda needs, t, a: f"tl.sqrt_rn({a[0]})" if t == torch.float32 else f"tl.sqrt({a[0]})",
     "rsqrt": _call("tl.rsqrt"),
     "exp2": lambda needs, t, a: f"{needs.lib('exp2')}({a[0]})" if t == torch.float64 else f"tl.exp2({a[0]})",
-    "floor": _call("tl.floor"), "ceil": _call("tl.ceil"),
 }  # fmt: skip
 
-# Ops in which an operand may be a Python number: Triton gives it the other operand's type.
+# Ops in which an operand may be a Python number: in Triton it takes the other operand's type.
 LITERAL_OK = {
     "add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "where", "and", "or", "xor",
 }  # fmt: skip
@@ -258,78 +251,14 @@ def argmin_of(a, i, b, j):
     take = (a < b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i < j))
     return tl.where(take, a, b), tl.where(take, i, j)
 ''',
-    "floordiv_int": '''
-def floordiv_int(a, b):
-    """Rounds down; 0 where b is 0."""
-    d = tl.where(b == 0, 1, b)
-    q = a // d
-    r = a - q * d
-    q = tl.where((r != 0) & ((r < 0) != (d < 0)), q - 1, q)
-    return tl.where(b == 0, 0, q)
-''',
-    "truncdiv_int": '''
-def truncdiv_int(a, b):
-    """Rounds towards zero; 0 where b is 0."""
-    return tl.where(b == 0, 0, a // tl.where(b == 0, 1, b))
-''',
-    "remainder_int": '''
-def remainder_int(a, b):
-    """The divisor's sign, as Python's %; 0 where b is 0."""
-    d = tl.where(b == 0, 1, b)
-    r = a % d
-    return tl.where(b == 0, 0, tl.where((r != 0) & ((r < 0) != (d < 0)), r + d, r))
-''',
-    "fmod_int": '''
-def fmod_int(a, b):
-    """The dividend's sign, as C's %; 0 where b is 0."""
-    return tl.where(b == 0, 0, a % tl.where(b == 0, 1, b))
-''',
-    "fmod_float": '''
-def fmod_float(a, b):
-    """The dividend's sign, exact."""
-    return libdevice.fmod(a, b)
-''',
-    "remainder_float": '''
-def remainder_float(a, b):
-    """The divisor's sign, as Python's %."""
-    r = libdevice.fmod(a, b)
-    return tl.where((r != 0) & ((b < 0) != (r < 0)), r + b, r)
-''',
-    "floordiv_float": '''
-def floordiv_float(a, b):
-    """Python's //: the floor of the exact quotient."""
-    r = libdevice.fmod(a, b)
-    q = (a - r) / b
-    q = tl.where((r != 0) & ((b < 0) != (r < 0)), q - 1.0, q)
-    f = tl.floor(q)
-    f = tl.where(q - f > 0.5, f + 1.0, f)
-    f = tl.where(q == 0, libdevice.copysign(q * 0.0, a / b), f)
-    return tl.where(b == 0, a / b, f)
-''',
-    "shift_left": '''
-def shift_left(a, b, bits: tl.constexpr):
-    """0 where the shift is outside the word."""
-    inside = (b >= 0) & (b < bits)
-    return tl.where(inside, a << tl.where(inside, b, 0), 0)
-''',
-    "shift_right": '''
-def shift_right(a, b, bits: tl.constexpr):
-    """Arithmetic for signed types; a shift outside the word leaves only the sign."""
-    half = bits // 2
-    inside = (b >= 0) & (b < bits)
-    s = tl.where(inside, b, 0)
-    return tl.where(inside, a >> s, (a >> half) >> (bits - half - 1) >> 1)
-''',
 }
-HELPERS |= triton_half.HELPERS
-_USES_LIBDEVICE = {"tanh_half", "fmod_float", "remainder_float", "floordiv_float"}
 
 
 def helper_text(needs: Needs) -> str:
-    """The helpers in use, as jitted functions; sets ``needs.libdevice`` when one of them wants it."""
+    """The helpers in use, as jitted functions; sets ``needs.libdevice`` when one of them uses it."""
     out = []
     for name in sorted(needs.helpers):
-        if name in _USES_LIBDEVICE:
-            needs.libdevice = True
-        out.append("@triton.jit" + HELPERS[name].rstrip() + "\n")
+        text = HELPERS.get(name) or _further("HELPERS", name)
+        needs.libdevice |= "libdevice." in text
+        out.append("@triton.jit" + text.rstrip() + "\n")
     return "\n\n".join(out)

@@ -1,7 +1,7 @@
 """The slow, right way to run a program at any stage: torch, one statement at a time, over whole index grids.
 
 ``interpret(program, args)`` is what every other way of running a program is compared with. It needs no compiler and
-works on any device. Each buffer is one flat tensor that covers its extent; a Loops' index expression is evaluated as
+works on any device. Each buffer is one flat tensor that covers its extent; a LoopNest' index expression is evaluated as
 an integer tensor over the grid of its axes, one tensor dimension per axis; a reduction keeps its dimensions, at size 1.
 """
 
@@ -15,9 +15,9 @@ import torch
 
 from ..errors import IndexOutOfRange, ReflibError
 from .expr import Expr, IntLike, Sym, expr
-from .loops import Acc, Const, Index, Indirect, Load, Loops, Reduce, Stmt, Store
+from .loops import Acc, Const, Index, Indirect, Load, LoopNest, Reduce, Stmt, Store
 from .ops import OPS, REDUCTIONS, cast, value_dtype
-from .program import Choice, Dispatch, Extern, Node, Program, Template, View, holds, map_tree
+from .program import Choice, Extern, KernelNode, Node, Program, Template, Variant, Variants, View, holds, map_tree
 
 Env = dict[str, Any]  # symbol, loop variable or %i -> int or integer tensor
 
@@ -57,9 +57,8 @@ def bind_symbols(program: Program, args: Sequence[Any]) -> Env:
                 pairs = enumerate(zip(b.strides, arg.stride()))
                 facts += [(e, n, f"stride {d} of {what}") for d, (e, n) in pairs if arg.shape[d] != 1]
     for e, n, _ in facts:
-        symbols = e.symbols()
-        if len(symbols) == 1 and e == expr(next(iter(symbols))):
-            sizes.setdefault(str(e), n)
+        if isinstance(e.atom, Sym):
+            sizes.setdefault(e.atom.name, n)
     for e, n, where in facts:
         if all(s.name in sizes for s in e.symbols()) and int(e.evaluate(sizes)) != n:
             raise ReflibError(f"{where} is {n}, the program was made for {e} = {int(e.evaluate(sizes))}")
@@ -78,18 +77,14 @@ def _run_node(program: Program, node: Node, memory: dict[str, torch.Tensor], siz
     if isinstance(node, Extern):
         _run_extern(program, node, memory, sizes)
         return
-    if isinstance(node, Choice):  # all alternatives mean the same: the default will do
-        default = node.alternatives[0]
-        inside = replace(program, buffers={**program.buffers, **{b.name: b for b in default.buffers}})
-        for n in default.nodes:
-            _run_node(inside, n, memory, sizes)
-        return
-    if isinstance(node, Dispatch):
-        arm = next(a for a in node.arms if all(holds(p, sizes) for p in a.predicate))
-        for n in arm.nodes:
+    if isinstance(node, (Choice, Variants)):
+        v = node.variants[0] if isinstance(node, Choice) else _variant(node, sizes)
+        if v.buffers:
+            program = replace(program, buffers={**program.buffers, **{b.name: b for b in v.buffers}})
+        for n in v.nodes:
             _run_node(program, n, memory, sizes)
         return
-    for part in (node,) if isinstance(node, (Loops, Template)) else node.device_parts:
+    for part in node.parts if isinstance(node, KernelNode) else (node,):
         for name in part.writes():
             if name not in memory:
                 b = program.buffers[name]
@@ -98,6 +93,11 @@ def _run_node(program: Program, node: Node, memory: dict[str, torch.Tensor], siz
             run_template(part, memory, sizes)
         else:
             run_loops(part, memory, sizes)
+
+
+def _variant(node: Variants, sizes: Env) -> Variant:
+    """The first whose predicate holds of the sizes; one that assumes alignment is passed over."""
+    return next(v for v in node.variants if all(p.kind != "aligned" and holds(p, sizes) for p in v.predicate))
 
 
 def run_template(t: Template, memory: dict[str, torch.Tensor], sizes: Env) -> None:
@@ -131,9 +131,7 @@ def _leaf(leaf: Any, memory: dict[str, torch.Tensor], sizes: Env) -> Any:
     if isinstance(leaf, View):
         return view_tensor(leaf, memory[leaf.buffer], sizes)
     if isinstance(leaf, Expr):
-        symbols = leaf.symbols()
-        alone = len(symbols) == 1 and leaf == expr(next(iter(symbols)))
-        return sizes[next(iter(symbols)).name] if alone else int(leaf.evaluate(sizes))
+        return sizes[leaf.atom.name] if isinstance(leaf.atom, Sym) else int(leaf.evaluate(sizes))
     return leaf
 
 
@@ -149,9 +147,9 @@ def view_tensor(view: View, storage: torch.Tensor, sizes: Env) -> torch.Tensor:
     return storage.as_strided(shape, strides, offset)
 
 
-# -- Loops ------------------------------------------------------------------------------------------
-def run_loops(loops: Loops, memory: dict[str, torch.Tensor], sizes: Env, acc: torch.Tensor | None = None) -> None:
-    """Execute one Loops on flat storages. ``acc``: for an epilogue, the product."""
+# -- LoopNest ------------------------------------------------------------------------------------------
+def run_loops(loops: LoopNest, memory: dict[str, torch.Tensor], sizes: Env, acc: torch.Tensor | None = None) -> None:
+    """Execute one LoopNest on flat storages. ``acc``: for an epilogue, the product."""
     buffers = [*loops.writes(), *loops.reads()]
     device = memory[buffers[0]].device if buffers else torch.device("cpu")
     env = dict(sizes)

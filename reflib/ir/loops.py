@@ -1,4 +1,4 @@
-"""Loops: the one form in which reflib writes down a computation it will generate a kernel for.
+"""LoopNest: the one form of every computation that a kernel is generated for.
 
 Grammar::
 
@@ -12,28 +12,28 @@ Grammar::
             | %i = op     name %j ...                       : dtype     see ops.OPS
             | %i = indirect %j < size                       : int64     a value to be used in an index expression
             | %i = reduce kind %j ...                       : dtype     over all r axes; see ops.REDUCTIONS
-            | store buffer[expr] = %j  (mode)
+            | store buffer[expr] = %j
 
 Meaning: for every point of the parallel axes, execute the statements in order; a statement whose value
 depends on an r axis is executed for every point of the r axes as well; a ``reduce`` combines all of these.
 A statement may come after a reduce and depend both on its result and on the r axes (softmax's
 ``exp(x - max)``): the generators decide whether that means one pass over data held in registers
-(persistent) or another loop (looped). That is all there is to "elementwise before and after reductions".
+(persistent) or another loop (looped). Nothing else is needed for elementwise work before and after reductions.
 
 * ``%i`` is the position of the statement in the body (static single assignment; stores have no value).
 * An index is linear: the offset *in elements* from the buffer's start, strides already multiplied in.
-* ``load ... if %j else c``: reads only where %j is true, and gives ``c`` elsewhere.
-* ``indirect``: adds ``size`` where the value is negative, and promises 0 <= value < size; outside it is an error
+* ``load ... if %j else c``: reads only where %j is true; the value is ``c`` elsewhere.
+* ``indirect``: adds ``size`` where the value is negative. Then 0 <= value < size holds; anything else is an error
   (CPU: IndexOutOfRange; GPU: the access is masked off). It appears in expressions as ``Ref(i, size)``.
-* A fused kernel is again a Loops: bodies joined, loads of what was just stored replaced by the value. So one
-  verifier, one interpreter and one printer serve every stage from ``lower`` to ``choose``.
+* A fused kernel is again a LoopNest: bodies joined, loads of what was just stored replaced by the value. So one
+  verifier, one interpreter and one printer serve every stage from ``lower`` to ``schedule``.
 
-NB: TorchInductor writes bodies as Python closures called with a handler; to print one is to run it.
+NB: TorchInductor writes bodies as Python closures called with a handler; printing one means running it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,8 +75,8 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class Acc:
-    """What a Template has computed for this point of its axes, before it is rounded. Only a Template's epilogue, a
-    Loops over exactly the Template's axes, may say it."""
+    """What a Template has computed for this point of its axes, before rounding. Only in a Template's epilogue, a
+    LoopNest over exactly the Template's axes."""
 
     dtype: torch.dtype
 
@@ -110,7 +110,6 @@ class Store:
     buffer: str
     index: Expr
     value: int
-    mode: str = "set"  # "set" (the only one a rule may emit today)
 
 
 Stmt = Load | Const | Index | Acc | Op | Indirect | Reduce | Store
@@ -135,7 +134,7 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class Loops:
+class LoopNest:
     """See the module docstring. ``axes`` are in natural (row-major) order, p and r mixed as in the source."""
 
     name: str
@@ -144,9 +143,9 @@ class Loops:
     origins: tuple[Origin, ...] = ()
 
     def __str__(self) -> str:
-        from .printer import format_loops
+        from .printer import format_loop_nest
 
-        return format_loops(self)
+        return format_loop_nest(self)
 
     @property
     def parallel(self) -> tuple[Axis, ...]:
@@ -164,6 +163,10 @@ class Loops:
     @property
     def rnumel(self) -> Expr:
         return product(a.size for a in self.reduced)
+
+    @property
+    def reduced_vars(self) -> set[Var]:
+        return {a.var for a in self.axes if a.kind == "r"}
 
     def loads(self) -> list[Load]:
         return [s for s in self.body if isinstance(s, Load)]
@@ -190,7 +193,7 @@ class Loops:
 
 
 def stmt_exprs(s: Stmt) -> list[Expr]:
-    """The index expressions a statement holds."""
+    """The index expressions in a statement."""
     if isinstance(s, (Load, Store)):
         return [s.index]
     if isinstance(s, Index):
@@ -233,9 +236,9 @@ def map_stmt(s: Stmt, ids: Mapping[int, int], env: Mapping[Atom, IntLike] | None
 
 
 class BodyBuilder:
-    """Appends statements, giving an equal one the position it already has (common subexpressions vanish).
+    """Appends statements; one that is there already keeps its position (common subexpression elimination).
 
-    The helpers (``op``, ``const``, ``cast`` ...) are what lowering rules are written with.
+    Lowering rules are written with its methods (``op``, ``const``, ``cast`` ...).
     """
 
     def __init__(self) -> None:
@@ -248,7 +251,7 @@ class BodyBuilder:
         if found is not None:
             return found
         self.body.append(s)
-        if isinstance(s, Store):  # a later load of this buffer may see something else
+        if isinstance(s, Store):  # a later load of this buffer may read something else
             self._seen = {k: v for k, v in self._seen.items() if not (isinstance(k, Load) and k.buffer == s.buffer)}
         else:
             self._seen[s] = len(self.body) - 1
@@ -298,68 +301,3 @@ class BodyBuilder:
 
     def store(self, buffer: str, index: IntLike, value: int) -> int:
         return self.add(Store(buffer, expr(index), value))
-
-
-def varies_with_r(loops: Loops) -> list[bool]:
-    """For each statement: does it run once per point of the r axes (True), or once per row (False)?"""
-    rvars = {a.var for a in loops.reduced}
-    out: list[bool] = []
-    for s in loops.body:
-        inside = any(v in rvars for e in stmt_exprs(s) for v in e.variables())
-        inside = inside or any(out[a] for a in stmt_args(s))
-        out.append(inside and not isinstance(s, Reduce))
-    return out
-
-
-def phases(loops: Loops) -> list[int]:
-    """For each statement: how many reductions must be complete before it (its pass, in a looped kernel)."""
-    out: list[int] = []
-    for s in loops.body:
-        before = [out[a] + isinstance(loops.body[a], Reduce) for a in stmt_args(s)]
-        out.append(max(before, default=0))
-    return out
-
-
-def join(parts: Iterable[tuple[Loops, Mapping[Atom, IntLike]]], drop: Iterable[str] = ()) -> tuple[Stmt, ...]:
-    """Bodies one after another, each with its atoms replaced; a load of what an earlier part stored at the
-    same index becomes the stored value; stores to buffers in ``drop`` go, and what only they needed.
-
-    Assumes that the order is a legal one, and that a load of a buffer stored here at *another* index was ruled
-    out (that is ``fuse.can_fuse``'s work). A stored half value is forwarded unrounded.
-    """
-    b = BodyBuilder()
-    stored: dict[tuple[str, Expr], int] = {}
-    drop = set(drop)
-    for loops, env in parts:
-        ids: dict[int, int] = {}
-        for i, s in enumerate(loops.body):
-            new = map_stmt(s, ids, env)
-            if isinstance(new, Load) and (new.buffer, new.index) in stored:
-                value = stored[new.buffer, new.index]
-                if new.mask is not None:
-                    value = b.op("where", new.mask, value, b.const(new.other, b.dtype(value)))
-                ids[i] = value
-            elif isinstance(new, Store):
-                stored[new.buffer, new.index] = new.value
-                ids[i] = b.add(new) if new.buffer not in drop else -1
-            else:
-                ids[i] = b.add(new)
-    return eliminate_dead(tuple(b.body))
-
-
-def eliminate_dead(body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
-    """Drop statements that no store needs, and renumber."""
-    live = [isinstance(s, Store) for s in body]
-    for i in reversed(range(len(body))):
-        if live[i]:
-            for a in stmt_args(body[i]):
-                live[a] = True
-    if all(live):
-        return body
-    ids: dict[int, int] = {}
-    out: list[Stmt] = []
-    for i, s in enumerate(body):
-        if live[i]:
-            out.append(map_stmt(s, ids))
-            ids[i] = len(out) - 1
-    return tuple(out)

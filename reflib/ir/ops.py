@@ -1,14 +1,14 @@
-"""The vocabulary of a loop body: every scalar operation, what it takes, what it gives, what it means.
+"""The operations of a loop body: the operands, the result and the meaning of each.
 
-One table, read by the verifier (arity, dtype), the interpreter (``meaning``, in torch), and the
-two printers (C++, Triton), which must each cover every name.
+One table, used by the verifier (arity, dtype), the interpreter (``meaning``, in torch), and the two printers (C++,
+Triton), which must each cover every name.
 
 Value dtypes. A value in a loop body is bool, uint8, int8, int16, int32, int64, float32 or float64.
 float16 and bfloat16 exist in *buffers* only: a Load widens them to float32 and a Store rounds.
-``to_f16``/``to_bf16`` round a float32 value where a program asks for the rounding (an explicit cast).
+``to_f16``/``to_bf16`` round a float32 value where the program has an explicit cast.
 
-NB: eager rounds after every half-precision op; we (like TorchInductor) round where a value is stored
-and where the program casts.
+NB: eager rounds after every half-precision op; reflib (like TorchInductor) rounds where a value is stored and where the
+program casts.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ VALUE_DTYPES = tuple(d for d in BUFFER_DTYPES if d not in (torch.float16, torch.
 
 
 def value_dtype(buffer_dtype: torch.dtype) -> torch.dtype:
-    """The dtype a Load of ``buffer_dtype`` gives."""
+    """The dtype of a Load from a buffer of ``buffer_dtype``."""
     return torch.float32 if buffer_dtype in (torch.float16, torch.bfloat16) else buffer_dtype
 
 
 @dataclass(frozen=True)
 class OpSpec:
-    """``arity`` operands, all of one dtype unless ``where`` (bool first) ; ``kind`` of operand taken:
-    ``float``, ``int``, ``bool``, ``intbool``, ``number`` (no bool) or ``any``; ``result``: ``same`` as the operands,
-    ``bool``, or ``given`` (stated on the statement: casts)."""
+    """``arity`` operands, all of one dtype except for ``where`` (bool first); ``kind`` of operand: ``float``, ``int``,
+    ``bool``, ``intbool``, ``number`` (no bool) or ``any``; ``result``: ``same`` as the operands, ``bool``, or ``given``
+    (by the statement: casts)."""
 
     name: str
     arity: int
@@ -118,12 +118,25 @@ _SPECS = [
 ]  # fmt: skip
 OPS: dict[str, OpSpec] = {s.name: s for s in _SPECS}
 
-# Reductions over all "r" axes of a Loops. Takes (value,) ; arg* take (value, index:int64) and give the index of the
-# extreme value, the smallest index among equals, and the first NaN if there is one. max/min: NaN wins.
-# identity: what an empty reduction gives (None: it is an error to reduce nothing).
+# Reductions over all "r" axes of a LoopNest, by name, with the result of an empty one (None: an error). Operands are
+# (value,), of arg* (value, index: int64). The result of an arg* is the index of the extreme value: the smallest among
+# equals, the first NaN if there is one. max/min: NaN wins.
 REDUCTIONS: dict[str, Any] = {
     "sum": 0, "prod": 1, "max": None, "min": None, "any": False, "all": True, "argmax": None, "argmin": None,
 }  # fmt: skip
+
+
+def identity(kind: str, dtype: torch.dtype) -> float | int | bool:
+    """The Python number that an accumulator of ``dtype`` starts from (of an arg*: the one of the extreme value)."""
+    if REDUCTIONS[kind] is not None:
+        return REDUCTIONS[kind]
+    lowest = kind in ("max", "argmax")  # the maximum of nothing is the least value there is
+    if dtype == torch.bool:
+        return not lowest
+    if dtype.is_floating_point:
+        return float("-inf") if lowest else float("inf")
+    info = torch.iinfo(dtype)
+    return info.min if lowest else info.max
 
 
 def cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

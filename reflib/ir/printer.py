@@ -1,6 +1,6 @@
 """The one text form of the IR. It follows the grammars in the docstrings of ``loops`` and ``program``.
 
-Printing is for people and for goldens; ``data.to_data`` is the form that can be read back.
+It is for reading and for goldens; ``data.to_data`` is the form that can be read back.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from .expr import Expr
-from .loops import Acc, Const, Index, Indirect, Load, Loops, Op, Reduce, Stmt, Store
-from .program import Arm, Buffer, Choice, Dispatch, DispatchArm, Extern, Node, Program, Template, View
+from .loops import Acc, Const, Index, Indirect, Load, LoopNest, Op, Reduce, Stmt, Store
+from .program import Buffer, Choice, Extern, KernelNode, Node, Program, Template, Variant, View
 
 
 def format_program(program: Program) -> str:
@@ -30,25 +30,26 @@ def format_buffer(b: Buffer) -> str:
 
 
 def format_node(node: Node) -> str:
-    if isinstance(node, Loops):
-        return format_loops(node)
+    if isinstance(node, LoopNest):
+        return format_loop_nest(node)
     if isinstance(node, Extern):
         return format_extern(node)
     if isinstance(node, Template):
         return format_template(node)
-    if isinstance(node, Choice):
-        return _format_choice(node)
-    if isinstance(node, Dispatch):
-        lines = [f"dispatch {node.name}: {', '.join(node.outputs)}"]
-        for way in node.arms:
-            lines.append(f"  arm {_predicate(way)}:" + (f"  # {way.label}" if way.label else ""))
-            lines += ["    " + line for n in way.nodes for line in format_node(n).splitlines()]
-        return "\n".join(lines)
-    lines = [f"region {node.name}"]
-    for arm in node.arms:
-        lines.append(f"  arm {_predicate(arm)} {arm.config.reduction}:")
-        lines += ["    " + line for part in arm.parts for line in format_node(part).splitlines()]
+    if isinstance(node, KernelNode):
+        lines = [line for part in node.parts for line in format_node(part).splitlines()]
+        return "\n".join([f"kernel {node.name} {node.config.reduction}", *("  " + line for line in lines)])
+    kind, note = ("choice", f"  # {node.op}") if isinstance(node, Choice) else ("variants", "")
+    lines = [f"{kind} {node.name}: {', '.join(node.outputs)}{note}"]
+    lines += ["  " + line for v in node.variants for line in _format_variant(v)]
+    lines += [f"  # {name}: {status}: {why}" for name, status, why in node.failed] if isinstance(node, Choice) else []
     return "\n".join(lines)
+
+
+def _format_variant(v: Variant) -> list[str]:
+    predicate = " and ".join(f"{a.kind}({a.what}, {a.value})" for a in v.predicate) or "always"
+    lines = [f"variant {predicate}:  # {v.name}", *("  " + format_buffer(b) for b in v.buffers)]
+    return lines + ["  " + line for n in v.nodes for line in format_node(n).splitlines()]
 
 
 def format_template(t: Template) -> str:
@@ -56,22 +57,11 @@ def format_template(t: Template) -> str:
     how = dtype_name(t.dtype) + (f" {t.precision}" if t.dtype == torch.float32 else "")
     how += f"; {t.tiling or 'no tiling chosen'}" + ("; closed" if t.closed else "")
     lines = [f"template {t.name}: acc = {_leaf(t.a)} @ {_leaf(t.b)}  # {how}"]
-    return "\n".join([*lines, *("  " + line for line in format_loops(t.epilogue).splitlines())])
+    return "\n".join([*lines, *("  " + line for line in format_loop_nest(t.epilogue).splitlines())])
 
 
-def _format_choice(c: Choice) -> str:
-    lines = [f"choice {c.name}: {', '.join(c.outputs)}  # {c.op}"]
-    for a in c.alternatives:
-        guards = " and ".join(f"{g.kind}({g.what}, {g.value})" for g in a.guards)
-        lines.append(f"  alternative {a.name}:" + (f"  # if {guards}" if guards else ""))
-        lines += ["    " + format_buffer(b) for b in a.buffers]
-        lines += ["    " + line for n in a.nodes for line in format_node(n).splitlines()]
-    lines += [f"  # {name}: {status}: {why}" for name, status, why in c.failed]
-    return "\n".join(lines)
-
-
-def format_loops(loops: Loops) -> str:
-    """A Loops over several lines; the first names it, its axes and the ATen ops it came from."""
+def format_loop_nest(loops: LoopNest) -> str:
+    """A LoopNest over several lines; the first names it, its axes and the ATen ops it came from."""
     axes = ", ".join(f"{a.var.name} < {a.size} : {a.kind}" for a in loops.axes)
     ops = " ".join(dict.fromkeys(o.op for o in loops.origins))
     lines = [f"loops {loops.name} [{axes}] {{" + (f"  # {ops}" if ops else "")]
@@ -82,8 +72,7 @@ def format_loops(loops: Loops) -> str:
 def format_stmt(i: int, s: Stmt) -> str:
     """One statement; ``i`` is its position, which is its value's name."""
     if isinstance(s, Store):
-        mode = "" if s.mode == "set" else f" ({s.mode})"
-        return f"store {s.buffer}[{s.index}] = %{s.value}{mode}"
+        return f"store {s.buffer}[{s.index}] = %{s.value}"
     return f"%{i} = {_right_side(s)} : {dtype_name(s.dtype)}"
 
 
@@ -134,7 +123,3 @@ def _sizes(sizes: tuple[Expr, ...]) -> str:
 
 def _tuple(items: tuple[Expr, ...]) -> str:
     return "(" + ", ".join(str(s) for s in items) + ")"
-
-
-def _predicate(arm: Arm | DispatchArm) -> str:
-    return " and ".join(f"{a.kind}({a.what}, {a.value})" for a in arm.predicate) or "always"

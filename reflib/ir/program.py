@@ -2,49 +2,49 @@
 
 Grammar::
 
-    program ::= inputs buffers nodes outputs
-    node    ::= Loops                     a kernel to generate (loops.py)
-              | Extern                    a call of ATen, or of anything else that can be called
-              | Template                  a hand-written kernel with a slot for what follows it: a matrix product
-              | Choice                    one of several equivalent node lists, not yet decided
-              | Dispatch                  several node lists for one thing, by size: decided at every call
-              | Region                    a kernel after choosing: arms, tried in order
-    arm     ::= predicate -> Loops ... | Template, launch parameters, workspace
+    program  ::= inputs buffers nodes outputs
+    node     ::= LoopNest                 a kernel to generate (loops.py)
+               | Extern                   a call of ATen, or of any other callable
+               | Template                 a hand-written kernel with a slot for what follows it: a matmul
+               | Choice                   several equivalent variants, of which ``autotune`` keeps the best
+               | Variants                 several variants, one of which runs: decided at every call
+               | KernelNode               a kernel with its launch configuration, made by ``schedule``
+    variant  ::= name: predicate -> node ...
 
-**Order.** ``nodes`` is a legal order of execution. A stage may reorder nodes only as ``dependencies`` allow:
+**Order.** ``nodes`` is a legal order of execution. A stage may reorder nodes only as ``fuse.dependencies`` allow:
 reads after writes, writes after reads, writes after writes, all by *storage* (views share it), and effects in order.
 
 **Buffers** have exactly the sizes and strides that eager would give (fake tensors say which), so a view in the
 captured graph is the same storage with other sizes, strides and offset: a :class:`View`. A load's index is linear in
 a buffer's storage, so views cost nothing and need no node.
 
-**Choices** hold their alternatives as nodes over the *same* buffers: each alternative reads the choice's inputs and
-writes its outputs, with temporaries of its own, so that deciding is replacing one node by several (``choose``). The
-first alternative is the default. A choice that is won by different alternatives at different sizes becomes a Dispatch.
+**Variants** are the one mechanism behind input ranges, conditions of an implementation on its sizes, and fast kernels
+that assume alignment: one of several implementations runs, the first whose predicate holds. The last one's predicate
+is empty: it is the fallback and always works. An entry is a list of nodes, so Variants nest: the entries for two ranges
+of a size each hold kernels, which ``schedule`` makes Variants of a fast kernel and its fallback.
 
-**Regions and arms** are the one mechanism behind input ranges, per-architecture kernels, background tuning and the
-general fallback: fixed reads and writes, several ways to do it, each valid under a predicate. The last arm of a
-region has an empty predicate: it always works.
+**Choices** hold their variants over the *same* buffers: each reads the choice's inputs and writes its outputs, with
+temporaries of its own, so that deciding is replacing one node by several (``autotune``). The first variant is the
+default. A choice that different variants win at different sizes becomes a Variants.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from .expr import Expr, Sym, expr, product
-from .loops import Loops, Origin
+from .loops import LoopNest, Origin
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """A storage and the tensor that covers it. ``kind``: ``input``, ``const`` (a tensor in the captured graph) or
-    ``temp`` (made by a node: ``loops`` allocated before, ``extern`` returned by the call or filled through ``out=``).
-    ``strides`` and ``offset`` (elements) say how ``shape`` lies in the storage. Index expressions in a Loops count from
-    the tensor's first element (``data_ptr()``), so an input's ``offset`` is 0 here whatever its storage offset is."""
+    ``temp`` (written by a kernel, or returned by a call or filled through its ``out=``). ``strides``: in elements.
+    Index expressions in a LoopNest count from the tensor's first element, whatever its storage offset."""
 
     name: str
     dtype: torch.dtype
@@ -59,7 +59,7 @@ class Buffer:
 
     @property
     def extent(self) -> Expr:
-        """Elements from the first to one past the last that the strides reach (0 for an empty tensor)."""
+        """Elements from the first to one past the last one reached by the strides (0 for an empty tensor)."""
         if any(s == 0 for s in self.shape):
             return expr(0)
         top = expr(1)
@@ -88,11 +88,11 @@ class Extern:
     """A call of ``target`` (an OpOverload, or any callable such as a higher-order op).
 
     ``args``/``kwargs``: nested tuples/lists/dicts of View, Expr (a symbolic int), and plain data.
-    ``outputs``: one entry per returned value, nested like the return value flattened in order:
-    a buffer name, None (not used, or not a tensor), or an alias View of an argument.
+    ``outputs``: one entry per returned value, flattened: a buffer name, None (unused, or not a tensor), or a View of an
+    argument, of which it is an alias.
     ``symbols``: (Sym, output position, dim or None): sizes first known when the call returns.
-    ``mutates``: buffers the call writes in place. ``effect``: keep in order with other effects (random state, print).
-    ``out``: the out-variant's OpOverload and its keyword names, when outputs can be preallocated; else None.
+    ``mutates``: buffers written in place. ``effect``: keep in order with other effects (random state, print).
+    ``out``: the overload with ``out=`` and its keyword names, when outputs can be preallocated; else None.
     """
 
     name: str
@@ -104,7 +104,7 @@ class Extern:
     effect: bool = False
     out: tuple[Any, tuple[str, ...]] | None = None
     symbols: tuple[tuple[Sym, int, int | None], ...] = ()
-    reason: str = ""  # why this is not a Loops, for REFLIB_LOGS=fallback and explain
+    reason: str = ""  # why this is not a LoopNest, for REFLIB_LOGS=fallback and explain
     origins: tuple[Origin, ...] = ()
 
     def reads(self) -> list[str]:
@@ -116,9 +116,8 @@ class Extern:
 
 @dataclass(frozen=True, slots=True)
 class Assume:
-    """One fact an arm's code relies on. ``kind``: ``aligned`` (``what``: a buffer name, ``value``: bytes),
-    ``at_most`` (``what``: an Expr, ``value``: an int), ``at_least`` (Expr, int), ``divisible`` (Expr, int), ``equal``
-    and ``differs`` (Expr, int), ``arch`` (str, str)."""
+    """One fact that a variant's code relies on. ``kind``: ``aligned`` (``what``: a buffer name, ``value``: bytes),
+    ``at_most`` (``what``: an Expr, ``value``: an int), ``at_least``, ``divisible``, ``equal`` or ``differs`` (same)."""
 
     kind: str
     what: Any
@@ -127,7 +126,7 @@ class Assume:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How a kernel is generated and launched: plain data, made by ``choose`` and read by ``generate``.
+    """How a kernel is generated and launched: plain data, made by ``schedule`` and read by ``generate``.
 
     ``reduction``: ``none``, ``persistent`` (a row lives in registers), ``looped`` or ``matmul`` (the rest is in the
     Template's Tiling).
@@ -146,17 +145,18 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a Template's kernel is cut up: plain data, a candidate of ``choose``.
+    """How a Template's kernel is cut into blocks: plain data, a candidate of ``autotune``.
 
-    ``kind``: ``tiled`` (a program per output tile, software pipelined), ``persistent`` (one program per multiprocessor
-    walks over tiles, operands come through TMA descriptors; sm_90 and later) or ``split`` (``splits`` programs share a
-    tile's K, in one launch; their parts are added in a fixed order before the epilogue).
-    ``m``, ``n``, ``k``: block sizes. ``group``: tiles in a column of L2-friendly order.
-    ``warps_k``: how many ways the warps of one program share a block's K (``split`` only).
-    ``reducers``: programs more per tile that add up a piece of it each, as the parts arrive (CUDA); 0: who finishes
-    last adds all parts up alone (``split`` only; ``generate.matmul_split``).
-    ``turned``: the transposed product is formed, so that columns are what Hopper's wgmma takes 64 of (for ``m`` < 64;
-    not ``persistent``).
+    ``kind``: ``tiled`` (one thread block per output tile, software pipelined), ``persistent`` (one thread block per
+    multiprocessor loops over tiles, operands are loaded through TMA descriptors; sm_90 and later) or ``split``
+    (``splits`` thread blocks share a tile's K, in one launch; partial results are added in a fixed order before the
+    epilogue).
+    ``m``, ``n``, ``k``: block sizes. ``group``: tiles in a column of the L2-friendly order.
+    ``warps_k``: into how many parts the warps of one thread block divide a block's K (``split`` only).
+    ``reducers``: additional thread blocks per tile, which each add up a part of it as partial results arrive (CUDA); 0:
+    the thread block that finishes last adds them all (``split`` only; ``generate.matmul_split``).
+    ``turned``: the transposed product is computed, so that the columns are the dimension of which Hopper's wgmma takes
+    64 (for ``m`` < 64; not ``persistent``).
     """
 
     kind: str
@@ -182,20 +182,20 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A matrix product: acc[b, m, n] = sum over k of a[b, m, k] * b[b, k, n], then ``epilogue`` at every point.
+    """A matmul: acc[b, m, n] = sum over k of a[b, m, k] * b[b, k, n], then ``epilogue`` at every point.
 
-    ``a``, ``b``: views of shape [B, M, K] and [B, K, N], any strides (B is 1 for a plain product). A view whose buffer
+    ``a``, ``b``: views of shape [B, M, K] and [B, K, N], any strides (B is 1 for a plain matmul). A view whose buffer
     has another dtype than ``dtype`` is cast to it as it is read (the prologue).
-    ``epilogue``: a Loops over the parallel axes ([b,] m, n), b left out when B is the constant 1; its ``acc``
-    statement is the product, of dtype ``acc_dtype``. It makes every store of the kernel.
-    ``dtype``: what the operands are multiplied as. ``precision``: ``ieee`` or ``tf32`` (float32 only).
-    ``tiling``: None until chosen. ``closed``: ``fuse`` adds nothing to it, no epilogue and no prologue.
+    ``epilogue``: a LoopNest over the parallel axes ([b,] m, n), without b where B is the constant 1; its ``acc``
+    statement is the product, of dtype ``acc_dtype``. It contains every store of the kernel.
+    ``dtype``: of the operands as multiplied. ``precision``: ``ieee`` or ``tf32`` (float32 only).
+    ``tiling``: None until chosen. ``closed``: ``fuse`` adds neither epilogue nor prologue.
     """
 
     name: str
     a: View
     b: View
-    epilogue: Loops
+    epilogue: LoopNest
     dtype: torch.dtype
     precision: str = "ieee"
     tiling: Tiling | None = None
@@ -228,30 +228,43 @@ class Template:
 
 
 @dataclass(frozen=True, slots=True)
-class Alternative:
-    """One way to do a Choice: ``nodes`` in order, with temporaries ``buffers`` of their own.
+class Variant:
+    """One of several implementations: ``nodes`` in order, valid where all of ``predicate`` hold.
 
-    ``guards``: what tracing it assumed of the sizes; without them it may not be used.
-    ``patches``: sorted (option, value) pairs to compile it with.
-    ``params``: the parameters it was registered with, for people.
+    ``name``: ``triton``, ``fast``, ``512 < s0 <= 2048: decompose_k(8)``.
+    ``buffers``: temporaries of its own, in a Choice (once it has been decided they are in the program's table).
+    ``patches``: sorted (option, value) pairs to compile its nodes with.
+    ``params``: the parameters it was registered with, to be shown.
     """
 
     name: str
     nodes: tuple[Node, ...]
+    predicate: tuple[Assume, ...] = ()
     buffers: tuple[Buffer, ...] = ()
-    guards: tuple[Assume, ...] = ()
     patches: tuple[tuple[str, Any], ...] = ()
     params: tuple[tuple[str, Any], ...] = ()
 
+    @property
+    def kernel(self) -> KernelNode:
+        """The one kernel that it consists of, in Variants made by ``schedule``."""
+        (node,) = self.nodes
+        assert isinstance(node, KernelNode)
+        return node
+
     def reads(self) -> list[str]:
+        """What its nodes read and no earlier one of them wrote."""
         made = {b.name for b in self.buffers}
-        return list(dict.fromkeys(b for n in self.nodes for b in n.reads() if b not in made))
+        out: dict[str, None] = {}
+        for n in self.nodes:
+            out |= dict.fromkeys(b for b in n.reads() if b not in made)
+            made |= set(n.writes())
+        return list(out)
 
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """Sizes to decide separately at. ``size``: the expression dispatched on; ``splits``: ascending; range i is
-    splits[i-1] < size <= splits[i], the last one open, tuned up to ``upper``. ``what``: ``x.size(0)``, for people."""
+    """Ranges of a size that are decided separately. ``size``: the expression; ``splits``: ascending; range i is
+    splits[i-1] < size <= splits[i], the last one open, tuned up to ``upper``. ``what``: ``x.size(0)``, for messages."""
 
     size: Expr
     splits: tuple[int, ...]
@@ -261,19 +274,19 @@ class Ranges:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Something to be decided by ``choose``: ``alternatives[0]`` is the default (the eager op).
+    """Something to be decided by ``autotune``: ``variants[0]`` is the default (the eager op).
 
-    ``op``: what is done, for people and tables. ``outputs``: buffers every alternative writes. ``failed``: (name,
-    status, why) of candidates that could not become alternatives. ``min_speedup``: how much faster than the default a
-    winner must be. ``graph_timing``: time by CUDA-graph replay (False: with launches in it).
-    ``inputs_from``: (buffer, key) of inputs whose measuring data a registered function makes.
-    ``custom``: an op that was registered; its candidates are its own (a matrix product's are reflib's).
+    ``op``: its name in messages and tables. ``outputs``: buffers that every variant writes. ``failed``: (name, status,
+    why) of candidates that could not become variants. ``min_speedup``: how much faster than the default a winner must
+    be. ``graph_timing``: time by CUDA-graph replay (False: with launches in it).
+    ``inputs_from``: (buffer, key) of inputs whose data for measuring comes from a registered function.
+    ``custom``: a registered op, whose candidates come with it (those of a matmul are reflib's).
     """
 
     name: str
     op: str
     outputs: tuple[str, ...]
-    alternatives: tuple[Alternative, ...]
+    variants: tuple[Variant, ...]
     failed: tuple[tuple[str, str, str], ...] = ()
     min_speedup: float = 1.0
     graph_timing: bool = True
@@ -283,80 +296,65 @@ class Choice:
     origins: tuple[Origin, ...] = ()
 
     def reads(self) -> list[str]:
-        return list(dict.fromkeys(b for a in self.alternatives for b in a.reads() if b not in self.outputs))
+        return list(dict.fromkeys(b for v in self.variants for b in v.reads() if b not in self.outputs))
 
     def writes(self) -> list[str]:
         return list(self.outputs)
 
 
 @dataclass(frozen=True, slots=True)
-class DispatchArm:
-    """One arm of a Dispatch: ``nodes`` run if all of ``predicate`` hold (and no earlier arm's did).
-    ``label``: ``512 < s0 <= 2048: decompose_k(8)``. ``patches``: sorted (option, value) pairs for its kernels."""
+class Variants:
+    """Several implementations that write the same ``outputs``; the first whose predicate holds runs. The last one's
+    predicate is empty: the fallback. Temporaries of all variants are in the program's table of buffers.
 
-    predicate: tuple[Assume, ...]
-    nodes: tuple[Node, ...]
-    label: str = ""
-    patches: tuple[tuple[str, Any], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Dispatch:
-    """Several node lists that write the same ``outputs``; the last arm's predicate is empty. Temporaries of all arms
-    are in the program's table of buffers."""
+    ``schedule`` makes one of every LoopNest and Template, whose entries are one kernel each (``of_kernels``): a fast
+    one, and a fallback if that assumes anything."""
 
     name: str
     outputs: tuple[str, ...]
-    arms: tuple[DispatchArm, ...]
+    variants: tuple[Variant, ...]
     origins: tuple[Origin, ...] = ()
 
+    @property
+    def of_kernels(self) -> bool:
+        """Is every variant one kernel?"""
+        return all(len(v.nodes) == 1 and isinstance(v.nodes[0], KernelNode) for v in self.variants)
+
     def inside(self) -> set[str]:
-        """Temporaries: written in an arm, and nobody else's business."""
-        return {b for a in self.arms for n in a.nodes for b in n.writes()} - set(self.outputs)
+        """Temporaries: written in a variant, and not used outside."""
+        return {b for v in self.variants for n in v.nodes for b in n.writes()} - set(self.outputs)
 
     def reads(self) -> list[str]:
-        made = self.inside() | set(self.outputs)
-        return list(dict.fromkeys(b for a in self.arms for n in a.nodes for b in n.reads() if b not in made))
+        inside = self.inside()
+        return list(dict.fromkeys(b for v in self.variants for b in v.reads() if b not in inside))
 
     def writes(self) -> list[str]:
         return list(self.outputs)
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
-    """``parts``: independent Loops launched as one kernel (usually one), or one Template. Predicate: all of
-    ``predicate`` hold. ``workspace``: buffers of this arm's kernel alone. One whose ``kind`` is ``temp`` holds nothing
-    before and after; ``zeros`` holds zeros, which the kernel leaves zero; ``scratch`` is for Triton's descriptors."""
+class KernelNode:
+    """One scheduled kernel. ``parts``: independent loop nests launched together (usually one), or one Template.
+    ``workspace``: buffers that only this kernel uses. One whose ``kind`` is ``temp`` holds nothing before and after;
+    ``zeros`` holds zeros, which the kernel leaves zero; ``scratch`` is for Triton's descriptors."""
 
-    predicate: tuple[Assume, ...]
-    parts: tuple[Loops | Template, ...]
+    name: str
+    parts: tuple[LoopNest | Template, ...]
     config: Config
     workspace: tuple[Buffer, ...] = ()
 
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """Fixed inputs and outputs, several ways to compute them; the last arm's predicate is empty."""
-
-    name: str
-    arms: tuple[Arm, ...]
-
-    @property
-    def device_parts(self) -> tuple[Loops | Template, ...]:
-        return self.arms[-1].parts
-
     def reads(self) -> list[str]:
-        return list(dict.fromkeys(b for p in self.arms[-1].parts for b in p.reads()))
+        return list(dict.fromkeys(b for p in self.parts for b in p.reads()))
 
     def writes(self) -> list[str]:
-        return list(dict.fromkeys(b for p in self.arms[-1].parts for b in p.writes()))
+        return list(dict.fromkeys(b for p in self.parts for b in p.writes()))
 
     @property
     def origins(self) -> tuple[Origin, ...]:
-        return tuple(o for p in self.arms[-1].parts for o in p.origins)
+        return tuple(o for p in self.parts for o in p.origins)
 
 
-Node = Loops | Extern | Template | Choice | Dispatch | Region
+Node = LoopNest | Extern | Template | Choice | Variants | KernelNode
 
 
 @dataclass(frozen=True)
@@ -364,9 +362,9 @@ class Program:
     """``inputs``: buffer names and size symbols in call order (``None``: an argument that is unused or plain data).
     ``outputs``: View, Expr (a symbolic int), None or plain data. ``buffers``: by name, in order of creation.
     ``constants``: the tensors behind ``const`` buffers (by name), and other captured objects an Extern needs.
-    ``weights``: inputs that stay the same from call to call (parameters), as far as capture knows.
+    ``weights``: inputs that are the same in every call (parameters), where capture finds out.
     ``tuned``: (size, least, most, what, op): sizes an op was decided for; a call outside them is logged once.
-    ``checks``: (facts, text): what must hold of the inputs' sizes in every call, and how people say it.
+    ``checks``: (facts, text): what must hold of the inputs' sizes in every call, and the text of the error.
     """
 
     inputs: tuple[Any, ...]
@@ -383,38 +381,47 @@ class Program:
 
         return format_program(self)
 
-    def producer(self) -> dict[str, Node]:
-        """Which node makes each temp buffer first."""
-        out: dict[str, Node] = {}
-        for n in self.nodes:
-            for b in n.writes():
-                out.setdefault(b, n)
-        return out
-
-    def users(self) -> dict[str, list[Node]]:
-        """Which nodes read each buffer."""
-        out: dict[str, list[Node]] = {b: [] for b in self.buffers}
-        for n in self.nodes:
-            for b in n.reads():
-                out[b].append(n)
-        return out
-
     def output_buffers(self) -> set[str]:
         return {v.buffer for v in self.outputs if isinstance(v, View)}
 
 
 def walk(nodes: Iterable[Node]) -> Iterator[Node]:
-    """Every node, those in a Dispatch's arms included (after the Dispatch)."""
+    """Every node; those in a Variants follow it."""
     for n in nodes:
         yield n
-        if isinstance(n, Dispatch):
-            for arm in n.arms:
-                yield from walk(arm.nodes)
+        if isinstance(n, Variants):
+            for v in n.variants:
+                yield from walk(v.nodes)
 
 
-def regions(nodes: Iterable[Node]) -> Iterator[Region]:
-    """Every Region, those in a Dispatch's arms included."""
-    return (n for n in walk(nodes) if isinstance(n, Region))
+def kernel_with_fallback(
+    kernel: KernelNode, predicate: tuple[Assume, ...] = (), fallback: KernelNode | None = None
+) -> tuple[Variant, ...]:
+    """``kernel`` where ``predicate`` holds, else ``fallback``, which gets a name of its own."""
+    if fallback is None:
+        return (Variant("only", (kernel,), predicate),)
+    fallback = replace(fallback, name=f"{kernel.name}_fallback")
+    return Variant("fast", (kernel,), predicate), Variant("fallback", (fallback,))
+
+
+def kernel_variants(nodes: Iterable[Node]) -> Iterator[Variants]:
+    """Every Variants of kernels, nested ones included: one per LoopNest and Template before ``schedule``."""
+    return (n for n in walk(nodes) if isinstance(n, Variants) and n.of_kernels)
+
+
+def kernel_nodes(nodes: Iterable[Node]) -> Iterator[KernelNode]:
+    """Every kernel, fallbacks included."""
+    return (n for n in walk(nodes) if isinstance(n, KernelNode))
+
+
+def fallback_kernels(nodes: Iterable[Node]) -> set[str]:
+    """Names of the kernels that run only where a faster one's predicate fails."""
+    return {v.kernel.name for n in kernel_variants(nodes) for v in n.variants[1:]}
+
+
+def kernels_and_calls(nodes: Iterable[Node]) -> tuple[int, int]:
+    """How many scheduled kernels (fallbacks left out) and calls are in ``nodes``, all ranges of sizes together."""
+    return sum(1 for _ in kernel_variants(nodes)), sum(isinstance(n, Extern) for n in walk(nodes))
 
 
 def holds(a: Assume, sizes: Any) -> bool:
@@ -467,24 +474,18 @@ def symbols_in(tree: Any) -> set[Sym]:
 
 
 def node_symbols(n: Node) -> set[Sym]:
-    """The size symbols a node uses, those inside a choice's alternatives and a dispatch's arms included."""
+    """The size symbols a node uses, those inside its variants included."""
     if isinstance(n, Extern):
         return symbols_in((n.args, n.kwargs))
-    if isinstance(n, Choice):
-        out = symbols_in([full_view(b) for a in n.alternatives for b in a.buffers])
-        out |= _assumed(p for a in n.alternatives for p in a.guards)
-        out |= n.ranges.size.symbols() if n.ranges is not None else set()
-        return out.union(*(node_symbols(m) for a in n.alternatives for m in a.nodes))
-    if isinstance(n, Dispatch):
-        out = _assumed(p for a in n.arms for p in a.predicate)
-        return out.union(*(node_symbols(m) for a in n.arms for m in a.nodes))
-    if isinstance(n, Region):
-        return _assumed(p for a in n.arms for p in a.predicate).union(*(p.symbols() for p in n.device_parts))
-    return set(n.symbols())
-
-
-def _assumed(facts: Iterable[Assume]) -> set[Sym]:
-    return symbols_in([f.what for f in facts])
+    if isinstance(n, KernelNode):
+        return set().union(*(p.symbols() for p in n.parts))
+    if not isinstance(n, (Choice, Variants)):
+        return set(n.symbols())
+    out = symbols_in([f.what for v in n.variants for f in v.predicate])
+    out |= symbols_in([full_view(b) for v in n.variants for b in v.buffers])
+    if isinstance(n, Choice) and n.ranges is not None:
+        out |= n.ranges.size.symbols()
+    return out.union(*(node_symbols(m) for v in n.variants for m in v.nodes))
 
 
 def full_view(b: Buffer) -> View:

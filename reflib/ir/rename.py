@@ -1,7 +1,7 @@
 """The same nodes with other names for their buffers, or with other values in their size symbols' hints.
 
-``choose`` compiles one region several times over: each time temporaries need names of their own, and the heuristics
-of later stages should see the sizes that this copy is for.
+``autotune`` compiles one subprogram several times over: each time temporaries need names of their own, and the
+heuristics of later stages should see the sizes that this copy is for.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 from .expr import Atom, Expr, IntLike, Sym, Var, expr
-from .loops import Load, Loops, Stmt, Store, map_stmt
-from .program import Assume, Buffer, Dispatch, Extern, Node, Program, Template, View, map_tree
+from .loops import Load, LoopNest, Stmt, Store
+from .program import Assume, Buffer, Choice, Extern, Node, Program, Template, Variants, View, map_tree
+from .transforms import substitute
 
 Names = Mapping[str, str]
 
 
 def with_hints(program: Program, values: Mapping[str, int]) -> Program:
-    """``program`` (of Loops, Externs, Templates and Dispatches) as if it had been traced at ``values``."""
+    """``program`` (of LoopNests, Externs, Templates and Variants) as if it had been traced at ``values``."""
     env: dict[Atom, IntLike] = {}
     for s in _symbols(program):
         if s.name in values:
@@ -76,7 +77,7 @@ class _Renaming:
         return x
 
     def node(self, n: Node) -> Node:
-        if isinstance(n, Loops):
+        if isinstance(n, LoopNest):
             return self.loops(n)
         if isinstance(n, Extern):
             outputs = tuple(self.name(o) if isinstance(o, str) else map_tree(o, self.leaf) for o in n.outputs)
@@ -86,17 +87,17 @@ class _Renaming:
         if isinstance(n, Template):
             a, b, epilogue = self.leaf(n.a), self.leaf(n.b), self.loops(n.epilogue)
             return replace(n, name=self.name(n.name), a=a, b=b, epilogue=epilogue)
-        assert isinstance(n, Dispatch), f"{type(n).__name__} cannot be renamed"
-        arms = tuple(
-            replace(a, predicate=tuple(map(self.assume, a.predicate)), nodes=tuple(map(self.node, a.nodes)))
-            for a in n.arms
+        assert isinstance(n, (Choice, Variants)), f"{type(n).__name__} cannot be renamed"
+        variants = tuple(
+            replace(v, predicate=tuple(map(self.assume, v.predicate)), nodes=tuple(map(self.node, v.nodes)))
+            for v in n.variants
         )
-        return replace(n, name=self.name(n.name), outputs=tuple(map(self.name, n.outputs)), arms=arms)
+        return replace(n, name=self.name(n.name), outputs=tuple(map(self.name, n.outputs)), variants=variants)
 
     def assume(self, a: Assume) -> Assume:
         return replace(a, what=self.name(a.what) if isinstance(a.what, str) else self.expr(a.what))
 
-    def loops(self, n: Loops) -> Loops:
+    def loops(self, n: LoopNest) -> LoopNest:
         env = dict(self.env)
         axes = []
         for a in n.axes:
@@ -104,8 +105,7 @@ class _Renaming:
             axes.append(replace(a, var=var))
             if self.env:
                 env[a.var] = expr(var)
-        ids = {i: i for i in range(len(n.body))}
-        body = tuple(self.stmt(map_stmt(s, ids, env) if env else s) for s in n.body)
+        body = tuple(map(self.stmt, substitute(n.body, env)))
         return replace(n, name=self.name(n.name), axes=tuple(axes), body=body)
 
     def stmt(self, s: Stmt) -> Stmt:

@@ -1,7 +1,7 @@
 """The rules of the IR, checked. ``verify`` runs after every stage in tests and under ``Options(verify=True)``.
 
 A violation is a bug in a stage, so the message names the node, the statement and the rule. What cannot be decided
-(an index with ``//`` or with symbols of unknown size) is taken to be right; the interpreter checks it on real values.
+(an index with ``//`` or with symbols of unknown size) passes; the interpreter checks it on real values.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from .loops import (
     Index,
     Indirect,
     Load,
-    Loops,
+    LoopNest,
     Op,
     Reduce,
     Stmt,
     Store,
     stmt_args,
     stmt_exprs,
-    varies_with_r,
 )
 from .ops import OPS, REDUCTIONS, VALUE_DTYPES, value_dtype
 from .printer import format_stmt
 from .program import (
     Buffer,
     Choice,
-    Dispatch,
     Extern,
+    KernelNode,
     Node,
     Program,
-    Region,
     Template,
+    Variants,
     full_view,
     iter_views,
     symbols_in,
 )
+from .transforms import varying
 
 _INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _KINDS = {
@@ -67,7 +67,7 @@ def verify(program: Program) -> None:
         for b in [*node.reads(), *node.writes()]:
             if b not in program.buffers:
                 raise VerifyError(f"{node.name}: buffer {b} is not declared")
-        own = isinstance(node, (Loops, Region, Template))  # a kernel may read what it wrote
+        own = isinstance(node, (LoopNest, Variants, Template))  # a kernel may read what it wrote
         inside = set(node.writes()) if own else set()
         for b in node.reads():
             if b not in written and b not in inside:
@@ -109,21 +109,37 @@ def _verify_node(program: Program, node: Node, known: set[Sym], written: set[str
             if not (dim is None or isinstance(dim, int)):
                 raise VerifyError(f"{node.name}: a symbol's dimension is {dim!r}")
         known |= {s for s, _, _ in node.symbols}
-    elif isinstance(node, Loops):
+    elif isinstance(node, LoopNest):
         verify_loops(node, program.buffers, known, written)
     elif isinstance(node, Template):
         _verify_template(node, program.buffers, known, written)
-    elif isinstance(node, Choice):
-        for alternative in node.alternatives:
-            inside = {b.name: b for b in alternative.buffers}
-            _verify_list(program, f"{node.name}, {alternative.name}", alternative.nodes, node.outputs, inside, written)
-    elif isinstance(node, Dispatch):
-        if not node.arms or node.arms[-1].predicate:
-            raise VerifyError(f"{node.name}: the last arm must have no predicate, so that it always works")
-        for arm in node.arms:
-            _verify_list(program, f"{node.name}, {arm.label}", arm.nodes, node.outputs, {}, written)
+    elif isinstance(node, KernelNode):
+        _verify_kernel(node, program.buffers, known, written)
     else:
-        _verify_region(program, node, known, written)
+        _verify_variants(program, node, known, written)
+
+
+def _verify_variants(program: Program, node: Choice | Variants, known: set[Sym], written: set[str]) -> None:
+    if isinstance(node, Variants) and (not node.variants or node.variants[-1].predicate):
+        raise VerifyError(f"{node.name}: the last variant must have no predicate, so that it always works")
+    for v in node.variants:
+        if not (isinstance(node, Variants) and node.of_kernels):
+            inside = {b.name: b for b in v.buffers}
+            _verify_list(program, f"{node.name}, {v.name}", v.nodes, node.outputs, inside, written)
+            continue
+        if (writes := sorted(v.kernel.writes())) != sorted(node.outputs):
+            raise VerifyError(f"{node.name}: the variant {v.name} writes {writes}, not {sorted(node.outputs)}")
+        _verify_kernel(v.kernel, program.buffers, known, written)
+
+
+def _verify_kernel(kernel: KernelNode, buffers: dict[str, Buffer], known: set[Sym], written: set[str]) -> None:
+    space = {b.name: b for b in kernel.workspace}
+    buffers, written = {**buffers, **space}, written | set(space)
+    for part in kernel.parts:
+        if isinstance(part, Template):
+            _verify_template(part, buffers, known, written)
+        else:
+            verify_loops(part, buffers, known, written)
 
 
 def _verify_list(
@@ -134,7 +150,7 @@ def _verify_list(
     own: dict[str, Buffer],
     written: set[str],
 ) -> None:
-    """One of several node lists for the same thing: a small program by itself."""
+    """A variant's nodes: a small program by itself."""
     views = tuple(full_view(program.buffers[o]) for o in outputs)
     known = {n: replace(b, kind="input") for n, b in program.buffers.items() if n in written}
     rest = {n: b for n, b in program.buffers.items() if n not in written}
@@ -160,29 +176,10 @@ def _verify_template(t: Template, buffers: dict[str, Buffer], known: set[Sym], w
     verify_loops(t.epilogue, buffers, known, written, acc=True)
 
 
-def _verify_region(program: Program, region: Region, known: set[Sym], written: set[str]) -> None:
-    if not region.arms or region.arms[-1].predicate:
-        raise VerifyError(f"{region.name}: the last arm must have no predicate, so that it always works")
-    reads, writes = set(region.reads()), set(region.writes())
-    for n, arm in enumerate(region.arms):
-        space = {b.name: b for b in arm.workspace}
-        outer = set(arm_writes := [b for p in arm.parts for b in p.writes() if b not in space])
-        if outer != writes:
-            raise VerifyError(f"{region.name}: arm {n} writes {sorted(outer)}, the region {sorted(writes)}")
-        extra = {b for p in arm.parts for b in p.reads()} - reads - set(arm_writes) - set(space)
-        if extra:
-            raise VerifyError(f"{region.name}: arm {n} reads {sorted(extra)}, which the region does not")
-        for part in arm.parts:
-            if isinstance(part, Template):
-                _verify_template(part, {**program.buffers, **space}, known, written | set(space))
-            else:
-                verify_loops(part, {**program.buffers, **space}, known, written | set(space))
-
-
 def verify_loops(
-    loops: Loops, buffers: dict[str, Buffer], known: set[Sym], written: set[str], acc: bool = False
+    loops: LoopNest, buffers: dict[str, Buffer], known: set[Sym], written: set[str], acc: bool = False
 ) -> None:
-    """Every rule that concerns one Loops. ``written``: buffers that hold data before it runs. ``acc``: it is an
+    """Every rule that concerns one LoopNest. ``written``: buffers that hold data before it runs. ``acc``: it is an
     epilogue."""
     if not acc and any(isinstance(s, Acc) for s in loops.body):
         raise VerifyError(f"{loops.name}: acc has a meaning only in a template's epilogue")
@@ -199,7 +196,7 @@ def verify_loops(
     for i, s in enumerate(loops.body):
         inside.check(i, s)
         if isinstance(s, Store):
-            level = level or varies_with_r(loops)
+            level = level or varying(loops.body, loops.reduced_vars)
             inside.check_store_races(i, s, level)
     devices = {buffers[b].device for b in [*loops.reads(), *loops.writes()]}
     if len(devices) > 1:
@@ -207,9 +204,9 @@ def verify_loops(
 
 
 class _Inside:
-    """Checks of one body; holds what the rules need to look at."""
+    """Checks of one loop nest's body."""
 
-    def __init__(self, loops: Loops, buffers: dict[str, Buffer], axes: set[Var], known: set[Sym], written: set[str]):
+    def __init__(self, loops: LoopNest, buffers: dict[str, Buffer], axes: set[Var], known: set[Sym], written: set[str]):
         self.loops, self.buffers, self.axes, self.known, self.written = loops, buffers, axes, known, written
 
     def fail(self, i: int, rule: str) -> NoReturn:
@@ -229,7 +226,7 @@ class _Inside:
         for e in stmt_exprs(s):
             for atom in e.atoms():
                 if isinstance(atom, Var) and atom not in self.axes:
-                    self.fail(i, f"{atom} is not an axis of this Loops")
+                    self.fail(i, f"{atom} is not an axis of this LoopNest")
                 if isinstance(atom, Ref) and not isinstance(body[atom.id], Indirect):
                     self.fail(i, f"{atom} is used as an index but is not an indirect")
                 if isinstance(atom, Sym) and atom not in self.known:
@@ -254,8 +251,6 @@ class _Inside:
         if have != value_dtype(buffer.dtype):
             self.fail(i, f"a value of {have} for a buffer of {buffer.dtype}")
         if isinstance(s, Store):
-            if s.mode != "set":
-                self.fail(i, f"unknown mode {s.mode!r}")
             self.written.add(s.buffer)
         else:
             if s.mask is not None and self.dtype(i, s.mask) != torch.bool:
@@ -305,8 +300,8 @@ class _Inside:
             self.fail(i, "takes a bool")
 
     def check_store_races(self, i: int, s: Store, level: list[bool]) -> None:
-        """Each point that executes a store must write its own element (scatters, whose index is a value, aside). Where
-        there are no points any strides do: torch gives an empty tensor of shape [0, 4] the strides (1, 0)."""
+        """Each point that executes a store must write its own element (except scatters, whose index is a value). An
+        empty tensor may have any strides: torch gives shape [0, 4] the strides (1, 0)."""
         atoms = s.index.atoms()
         if any(isinstance(a, Ref) for a in atoms) or any(a.size == 0 for a in self.loops.axes):
             return

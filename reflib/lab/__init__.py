@@ -1,6 +1,6 @@
-"""What notebooks need and the compiler does not: set-up, measuring, claims, figures.
+"""Tools for notebooks, unused by the compiler: set-up, measuring, claims, figures.
 
-Importing this package is cheap: each name below is loaded on first use.
+Importing this package is cheap: each name is loaded on first use.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     from reflib.lab.pipeline_strip import strip as strip
     from reflib.lab.plots import bars as bars
     from reflib.lab.plots import lines as lines
-    from reflib.lab.ranges import arms as arms
     from reflib.lab.ranges import range_picture as range_picture
     from reflib.lab.ranges import served as served
     from reflib.lab.ranges import told_times as told_times
+    from reflib.lab.ranges import variants as variants
     from reflib.lab.ranking import standings as standings
     from reflib.lab.ratio_chart import geometric_mean as geometric_mean
     from reflib.lab.ratio_chart import predicted_plot as predicted_plot
@@ -74,8 +74,8 @@ if TYPE_CHECKING:
     from reflib.lab.tuning import ColdStarts as ColdStarts
     from reflib.lab.tuning import cold_starts as cold_starts
 
-# name -> the module that holds it. No module may share a name with a function here: importing
-# a submodule sets it as an attribute of this package, and would hide the function.
+# name -> its module. No module may have the name of a function here: importing a submodule sets an attribute of this
+# package, which would hide the function.
 _HOME = {
     "arch_explorer": "arch_chart",
     "blocks_picture": "block_chart",
@@ -122,10 +122,10 @@ _HOME = {
     "geometric_mean": "ratio_chart",
     "predicted_plot": "ratio_chart",
     "ratios": "ratio_chart",
-    "arms": "ranges",
     "range_picture": "ranges",
     "served": "ranges",
     "told_times": "ranges",
+    "variants": "ranges",
     "standings": "ranking",
     "recorded": "recording",
     "Version": "roof_slider",

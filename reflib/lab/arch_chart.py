@@ -1,4 +1,4 @@
-"""`lab.arch_explorer`: tick the architectures that a package shall hold; see its bytes, and what each GPU would run."""
+"""`lab.arch_explorer`: tick the architectures of a package; see its size in bytes and what each GPU would run."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ if TYPE_CHECKING:
 
 CODE, PTX, NOTHING = "machine code", "PTX, compiled by the driver", "nothing"
 LOOKS = {CODE: COLOURS[0], PTX: COLOURS[2], NOTHING: COLOURS[1]}
-TICKED = "sm_80"  # at first, with nothing else
+TICKED = "sm_80"  # initially the only one
 
 
 def arch_explorer(found: Inspection, *, caption: str) -> Explorer | None:
-    """Show what a package could hold. ``found``: `inspect` of one that holds everything; each of its architectures
-    becomes a box to tick. None, and says so, where it has no code for GPUs."""
+    """Show the size and the coverage of a package for any subset of its architectures.
+
+    ``found``: the result of `inspect` on a package with all architectures; each becomes a checkbox. Prints a line and
+    returns None if it has no GPU code."""
     from reflib.package import architectures
     from reflib.package.inspect import GPUS
 
-    sizes = {a.arch: found.machine_code(a) for a in found.manifest.arms if a.arch != "cpu"}
+    sizes = {a.arch: found.machine_code(a) for a in found.manifest.variants if a.arch != "cpu"}
     archs = [a for a in sizes if a != "ptx"]
     if not archs:
         print("Nothing to draw: there is no code for GPUs in this package.")
         return None
-    made_for = next((a.made_for for a in found.manifest.arms if a.arch == "ptx"), None)
+    made_for = next((a.made_for for a in found.manifest.variants if a.arch == "ptx"), None)
     pairs = [
         {"GPU": gpu, "code": arch, "on": _name(arch), "capability": architectures.capability(arch), "kind": CODE}
         for gpu, number in GPUS
@@ -63,7 +65,7 @@ def _name(arch: str) -> str:
 
 
 def _says(sizes: dict[str, int], pairs: list[dict[str, Any]], gpus: int) -> list[str]:
-    """The bytes of all that is ticked, and how many GPUs have something to run."""
+    """Vega expressions: total bytes of the ticked architectures, and the number of GPUs that can run one."""
     code = " + ".join(f"({_name(a)} ? {size} : 0)" for a, size in sizes.items())
     on: dict[str, list[str]] = {}
     for pair in pairs:
@@ -77,7 +79,7 @@ def _says(sizes: dict[str, int], pairs: list[dict[str, Any]], gpus: int) -> list
 
 
 def _view(gpus: list[str], archs: list[str]) -> Spec:
-    """A line a GPU: of what is ticked and runs there, the nearest architecture's."""
+    """One row per GPU: the nearest of the ticked architectures that it can run."""
     ticked = " || ".join(f"(datum.on === {text(_name(a))} && {_name(a)})" for a in archs)
     scale = {"domain": list(LOOKS), "range": list(LOOKS.values())}
     y: dict[str, Any] = {"field": "GPU", "type": "nominal", "sort": gpus, "title": None, "axis": {"labelLimit": 150}}

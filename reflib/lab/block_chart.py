@@ -1,4 +1,4 @@
-"""`lab.blocks_picture`: which program of a GPU kernel computes which element, and what lies beyond the edge."""
+"""`lab.blocks_picture`: which program of a GPU kernel computes which element, and which lanes are masked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Block(NamedTuple):
-    """A rectangle of elements (first and one past the last) that one program has in its registers at one time."""
+    """A rectangle of elements (first and one past the last) that one program holds in registers at one step."""
 
     program: int
     step: int
@@ -25,10 +25,10 @@ class Block(NamedTuple):
 def blocks_picture(
     cases: Mapping[str, tuple[int, int, Config]], *, caption: str, programs: int | None = None
 ) -> Picture:
-    """A panel for each case `title: (rows, columns, config)`: the matrix, the blocks on it, the masked rest.
+    """One panel per case `title: (rows, columns, config)`: the matrix, the blocks on it, the masked lanes.
 
-    A reduction has XBLOCK rows of RBLOCK columns a block, a tile YBLOCK rows of XBLOCK columns; any other kernel
-    takes XBLOCK elements in a row and is drawn where a row is a whole number of them.
+    The block of a reduction is XBLOCK rows by RBLOCK columns, that of a tiled kernel YBLOCK rows by XBLOCK columns.
+    Other kernels take XBLOCK consecutive elements; ValueError unless XBLOCK divides the row.
     """
     import matplotlib.pyplot as plt
 
@@ -47,7 +47,7 @@ def blocks_picture(
 
 
 def blocks(rows: int, columns: int, config: Config) -> list[Block]:
-    """Every block of the kernel, in the order of its programs."""
+    """All blocks of the kernel, ordered by program."""
     yblock = dict(config.extras).get("yblock")
     if config.reduction != "none":
         high, wide = config.xblock, config.rblock
@@ -69,7 +69,7 @@ def blocks(rows: int, columns: int, config: Config) -> list[Block]:
 
 
 def masked(rows: int, columns: int, found: list[Block]) -> int:
-    """How many lanes lie outside the matrix."""
+    """Number of lanes outside the matrix."""
     lanes = sum((b.rows[1] - b.rows[0]) * (b.columns[1] - b.columns[0]) for b in found)
     return lanes - rows * columns
 

@@ -1,6 +1,6 @@
-"""`lab.block_slider`: XBLOCK and RBLOCK to choose, and which program then computes which element.
+"""`lab.block_slider`: sliders for XBLOCK and RBLOCK, and which program then computes which element.
 
-(`lab.blocks_picture` draws fixed ones.)
+(`lab.blocks_picture` is the static version.)
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ BEYOND = "#8a8a8a"
 
 
 def block_slider(rows: int = 6, columns: int = 20, *, caption: str) -> Explorer:
-    """Show a matrix of ``rows`` by ``columns`` elements, reduced along its rows, with the block of a program to choose:
-    XBLOCK rows of RBLOCK columns at a time. Grey lanes lie beyond the edge. At most 8 by 32."""
+    """Show a ``rows`` by ``columns`` matrix, reduced along its rows, with sliders for the block: XBLOCK rows
+    by RBLOCK columns per step. Masked lanes are grey. LabError above 8 by 32."""
     high, wide = XBLOCKS[-1], RBLOCKS[-1]
     if not (1 <= rows <= high and 1 <= columns <= wide):
         raise LabError(f"block_slider draws at most {high} rows of {wide} columns, not {rows} of {columns}")
@@ -56,7 +56,7 @@ def _says(rows: int) -> list[str]:
 
 
 def _line(rows: int, columns: int, xblock: int, rblock: int) -> dict[str, Any]:
-    """What the table behind the figure says of one choice."""
+    """The row of the figure's table for one block size."""
     found = blocks(rows, columns, Config("persistent", xblock=xblock, rblock=rblock))
     programs, steps = 1 + max(b.program for b in found), 1 + max(b.step for b in found)
     beyond = masked(rows, columns, found)
@@ -64,7 +64,7 @@ def _line(rows: int, columns: int, xblock: int, rblock: int) -> dict[str, Any]:
 
 
 def _view(rows: int) -> Spec:
-    """A cell a lane: of the programs' blocks, whatever of them lies in the matrix."""
+    """One cell per lane of the blocks."""
     high, wide = XBLOCKS[-1], RBLOCKS[-1]
     axis = {"grid": False, "tickMinStep": 1, "tickCount": 6}
     across = {"domain": [0, wide], "nice": False}

@@ -1,7 +1,6 @@
-"""Builds the book with Jupyter Book: the published one from the committed notebooks, or one of a run.
+"""Builds the book with Jupyter Book: the published one from the committed notebooks, or the book of one run.
 
-Nothing is executed here. What a built book must be like, `book_checks` says: it works with no network, its links go
-somewhere, its figures have words.
+No notebook is executed. `book_checks` checks the result: no network access, no broken links, alt text for all figures.
 """
 
 from __future__ import annotations
@@ -24,11 +23,13 @@ GITHUB = re.compile(r"(?:https://github\.com/|(?:ssh://)?git@github\.com[:/])([\
 
 
 def repository(root: Path, named: str = "") -> str:
-    """https://github.com/OWNER/NAME: what the pages' "Open in Colab" and "Source" lead to. `named`, or where the
-    checkout at `root` came from; "" when that is nowhere that a reader could go to. LabError for another `named`."""
+    """https://github.com/OWNER/NAME, the target of "Open in Colab" and "Source" on the pages.
+
+    `named` if given, else the origin of the checkout at `root`; "" if that is not on GitHub. LabError if `named` has
+    another form."""
     try:
         if not named and Path(machine.git(root, "rev-parse", "--show-toplevel")) != root.resolve():
-            return ""  # a folder in a checkout of something else
+            return ""  # a folder inside the checkout of another project
         origin = named or machine.git(root, "remote", "get-url", "origin")
     except (OSError, subprocess.SubprocessError):
         return ""
@@ -41,7 +42,7 @@ def repository(root: Path, named: str = "") -> str:
 
 def jupyter_book(source: Path, config: Path, out: Path, strict: bool, home: str = "") -> Path:
     """Run Jupyter Book on `source`; returns the folder of pages. With `strict`, warnings are errors. `home`: the
-    repository that the pages lead to."""
+    repository that the pages link to."""
     if importlib.util.find_spec("jupyter_book") is None:
         raise LabError("jupyter-book is not installed here: pip install 'reflib[book]', or make book")
     command = [sys.executable, "-c", "from jupyter_book.cli.main import main; main()", "build", str(source)]
@@ -51,9 +52,9 @@ def jupyter_book(source: Path, config: Path, out: Path, strict: bool, home: str 
         command += ["-n", "-W", "--keep-going"]
     log = out / "_build" / "book.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    for stale in ("html", ".doctrees"):  # pages that no source makes any more
+    for stale in ("html", ".doctrees"):  # may hold pages whose source is gone
         shutil.rmtree(log.parent / stale, ignore_errors=True)
-    # the sources are a copy without their history: the commit in the footer has to be told
+    # the copied sources have no git history, so the commit for the footer is passed in
     environ = dict(os.environ, PYDEVD_DISABLE_FILE_VALIDATION="1", REFLIB_COMMIT=machine.commit())
     environ["REFLIB_REPOSITORY"] = home
     with open(log, "w") as f:
@@ -67,26 +68,26 @@ def jupyter_book(source: Path, config: Path, out: Path, strict: bool, home: str 
 
 
 def build(root: Path, out: Path | None = None, strict: bool = True, named: str = "") -> Path:
-    """The published book; returns its first page. With `strict`, raises LabError with the warnings when it is not
-    clean, and with what `book_checks.problems` found. `named`: see `repository`."""
+    """Build the published book; returns its first page. With `strict`, warnings and the findings of
+    `book_checks.problems` raise LabError. `named`: see `repository`."""
     out, home = out or root, repository(root, named)
     with tempfile.TemporaryDirectory(prefix="reflib-book-") as folder:
         source = copy_sources(root, Path(folder) / "source")
         pages = jupyter_book(source, source / "book" / "_config.yml", out, strict, home)
     if strict and (found := book_checks.problems(pages)):
-        raise LabError("pages that are not as they must be:\n" + "\n".join(found[:20]))
+        raise LabError("the built pages have problems:\n" + "\n".join(found[:20]))
     return pages / "index.html"
 
 
 def copy_sources(root: Path, source: Path) -> Path:
-    """The pages' sources in a folder of their own: Sphinx looks at every file there is, in a `.venv` as well."""
+    """Copy the pages' sources to a separate folder: Sphinx would also read unrelated files such as those of `.venv`."""
     for name in ("book", "notebooks"):
         shutil.copytree(root / name, source / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
     return source
 
 
 def put_executed(executed: Path, notebooks: Path, device: str) -> None:
-    """A notebook of a run in place of the committed one: stamped with this machine, whose time nobody has noted."""
+    """Replace a committed notebook by one of a run, stamped with this machine."""
     notebook = nb.read(executed)
     nb.stamp(notebook, device, machine.versions(), machine.commit())
     nb.write(notebook, notebooks / executed.name)
@@ -97,7 +98,7 @@ def put_executed(executed: Path, notebooks: Path, device: str) -> None:
 
 
 def build_run(root: Path, run: Path, heading: str) -> Path:
-    """The book of one run, executed notebooks in place of the committed ones; returns its first page."""
+    """Build the book of one run, with its executed notebooks instead of the committed ones; returns its first page."""
     import yaml
 
     with tempfile.TemporaryDirectory(prefix="reflib-book-") as folder:

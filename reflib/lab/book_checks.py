@@ -1,7 +1,6 @@
-"""What is checked of a built book: it asks nothing of the network, its links go somewhere, its figures have words.
+"""Checks of a built book: no network access, no broken links, alt text and captions for all figures.
 
-Each check takes the folder of pages and returns what is wrong, a line each, empty when all is well. A *page* is an
-HTML file outside `_static`.
+Each check takes the folder of pages and returns one line per problem. A *page* is an HTML file outside `_static`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-PAGE_LIMIT, LANDING_LIMIT = 4_000_000, 1_000_000  # bytes of a page with its images; shared scripts apart
+PAGE_LIMIT, LANDING_LIMIT = 4_000_000, 1_000_000  # bytes per page with its images, without shared scripts
 LANDING = "book/index.html"
 
 FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src"}
@@ -22,7 +21,7 @@ LINKED = {"stylesheet", "preload", "icon", "shortcut icon", "modulepreload", "pr
 
 
 @dataclass
-class Figure:
+class PageFigure:
     """A `figure` element, or an image or drawing outside one."""
 
     tag: str
@@ -33,12 +32,12 @@ class Figure:
 
 @dataclass
 class Page:
-    """What the checks need to know of one page."""
+    """The parts of one page that the checks use."""
 
-    fetched: list[tuple[str, str]] = field(default_factory=list)  # (tag, address): what a browser gets by itself
-    links: list[str] = field(default_factory=list)  # what a reader may click
+    fetched: list[tuple[str, str]] = field(default_factory=list)  # (tag, address): loaded by the browser automatically
+    links: list[str] = field(default_factory=list)  # followed only on a click
     ids: set[str] = field(default_factory=set)
-    figures: list[Figure] = field(default_factory=list)
+    figures: list[PageFigure] = field(default_factory=list)
     images: list[str] = field(default_factory=list)
 
 
@@ -49,7 +48,7 @@ class _Reader(HTMLParser):
         super().__init__()
         self.page = Page()
         self.style = self.caption = False
-        self.open: list[Figure] = []
+        self.open: list[PageFigure] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = {name: value or "" for name, value in attrs}
@@ -68,7 +67,7 @@ class _Reader(HTMLParser):
 
     def _figure(self, tag: str, values: dict[str, str]) -> None:
         if tag == "figure":
-            self.open.append(Figure(tag))
+            self.open.append(PageFigure(tag))
             self.page.figures.append(self.open[-1])
         elif tag == "figcaption":
             self.caption = True
@@ -78,7 +77,7 @@ class _Reader(HTMLParser):
                 self.open[-1].drawings += 1
                 self.open[-1].alt += said
             elif values.get("aria-hidden") != "true":
-                self.page.figures.append(Figure(tag, alt=said, drawings=1))
+                self.page.figures.append(PageFigure(tag, alt=said, drawings=1))
 
     def handle_endtag(self, tag: str) -> None:
         if tag == "figure" and self.open:
@@ -109,7 +108,7 @@ def read(path: Path) -> Page:
 
 
 def pages_of(pages: Path) -> Iterator[tuple[str, Path]]:
-    """(name, file) of every page; not a theme's unused examples."""
+    """(name, file) of every page, without a theme's unused examples."""
     for path in sorted(pages.rglob("*.html")):
         name = path.relative_to(pages).as_posix()
         if "_static" not in path.relative_to(pages).parts:
@@ -121,7 +120,7 @@ def is_outside(reference: str) -> bool:
 
 
 def outside_references(pages: Path) -> list[str]:
-    """What a page or a style sheet would fetch from the network by itself; links that a reader clicks are not that."""
+    """Everything that a page or style sheet loads from the network without a click."""
     found = [f"{name}: <{tag}> {text}" for name, path in pages_of(pages) for tag, text in read(path).fetched
              if is_outside(text)]  # fmt: skip
     for sheet in sorted(pages.rglob("*.css")):
@@ -131,14 +130,14 @@ def outside_references(pages: Path) -> list[str]:
 
 
 def broken_links(pages: Path) -> list[str]:
-    """Links and fetched files inside the book that are not there, and anchors that their page does not have."""
+    """Links and loaded files inside the book that do not exist, and anchors missing from their page."""
     found = []
     for name, path in pages_of(pages):
         page = read(path)
         for reference in dict.fromkeys([*page.links, *(text for _, text in page.fetched)]):
             parts = urlsplit(reference.strip("'\""))
             if parts.scheme or parts.netloc:
-                continue  # the network's, mail, or data in the page
+                continue  # network, mail, or inline data
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
             if target.is_dir():
                 target /= "index.html"
@@ -163,7 +162,7 @@ def wordless_figures(pages: Path) -> list[str]:
 
 
 def weight(path: Path) -> int:
-    """Bytes of a page and of the images it shows."""
+    """Bytes of a page and its images."""
     files = [unquote(urlsplit(i).path) for i in read(path).images if not i.startswith("data:")]
     images = {(path.parent / name).resolve() for name in files}
     return path.stat().st_size + sum(i.stat().st_size for i in images if i.is_file())
@@ -171,11 +170,11 @@ def weight(path: Path) -> int:
 
 def heavy_pages(pages: Path) -> list[str]:
     """Pages above the limits."""
-    told = ((name, weight(path), LANDING_LIMIT if name == LANDING else PAGE_LIMIT) for name, path in pages_of(pages))
-    return [f"{name}: {size:,} bytes, of {limit:,} at most" for name, size, limit in told if size > limit]
+    sizes = ((name, weight(path), LANDING_LIMIT if name == LANDING else PAGE_LIMIT) for name, path in pages_of(pages))
+    return [f"{name}: {size:,} bytes, of {limit:,} at most" for name, size, limit in sizes if size > limit]
 
 
 def problems(pages: Path) -> list[str]:
-    """All of it."""
+    """The findings of all checks."""
     checks = (outside_references, broken_links, wordless_figures, heavy_pages)
     return [line for check in checks for line in check(pages)]

@@ -1,4 +1,4 @@
-"""`lab.has`: ask for a capability, never for a brand of device."""
+"""`lab.has`: test for a capability, not for a device model."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _triton_runs() -> bool:
 
 @functools.cache
 def _reflib(device: str) -> bool:
-    """Tried, not guessed: one tiny function is compiled. Why not, if not, is a warning."""
+    """Compile one tiny function; on failure, warn with the reason and return False."""
     import torch
 
     import reflib

@@ -1,4 +1,4 @@
-"""What the device can do at most, measured: bandwidth of a copy, rate of a matmul, one launch."""
+"""Measured upper limits of the device: bandwidth of a copy, rate of a matmul, cost of a launch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-TRIES = 3  # a ceiling is the best of three medians: whatever else runs here only lowers it
+TRIES = 3  # a ceiling is the best of three medians, since other load can only lower it
 
 
 @dataclass(frozen=True)
@@ -19,25 +19,25 @@ class Roofline:
     device: str
     bandwidth: float  # GB/s of a large copy, read and write together
     flops: float  # TFLOP/s of a large square matmul in `dtype`
-    launch: float  # µs from one small call to the next, the host in it
+    launch: float  # µs from one small call to the next, host time included
     dtype: str
 
     @property
     def ridge(self) -> float:
-        """FLOPs a byte at which the two ceilings meet."""
+        """FLOPs per byte at which the two ceilings meet."""
         return self.flops * 1e3 / self.bandwidth
 
     def limit(self, intensity: float) -> float:
-        """TFLOP/s at most, for this many FLOPs a byte."""
+        """Upper limit in TFLOP/s at ``intensity`` FLOPs per byte."""
         return min(self.flops, intensity * self.bandwidth / 1e3)
 
     def time(self, bytes: float, flops: float = 0.0) -> float:
-        """µs at least, for this much work, launches not counted."""
+        """Lower limit in µs for this work, without launches."""
         return max(bytes / self.bandwidth / 1e3, flops / self.flops / 1e6)
 
 
 def roofline(device: torch.device | None = None, dtype: torch.dtype | None = None) -> Roofline:
-    """Measure the ceilings of the notebook's device, or of another; once a process."""
+    """Measure the ceilings of ``device`` (default: the notebook's), once per process."""
     from reflib.lab.session import current
 
     here = current()
@@ -77,7 +77,7 @@ def _measure(device: torch.device, dtype: torch.dtype) -> Roofline:
 
 
 def _copy_bytes(device: torch.device) -> int:
-    """Well past the last-level cache: reading and writing this cannot be served from it."""
+    """A size well above the last-level cache, so that the copy cannot be served from it."""
     from reflib.lab.machine import describe
 
     cache = describe(device).cache_bytes

@@ -1,4 +1,4 @@
-"""Two charts that are not of rows: `lab.roofline_plot`, and `lab.dots` of raw samples."""
+"""Two charts that do not take rows: `lab.roofline_plot`, and `lab.dots` for raw samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def dots(samples: Sequence[float], *, caption: str, unit: str = "µs") -> Picture:
-    """Samples in the order taken, with their median, mean and middle half."""
+    """Plot samples in the order taken, with median, mean and interquartile range. Times in ``unit``."""
     import matplotlib.pyplot as plt
 
     from reflib.lab.timing import quantile
@@ -45,9 +45,9 @@ def roofline_plot(
     caption: str,
     title: str = "",
 ) -> Picture:
-    """The two ceilings of a device, and kernels under them.
+    """Plot the two ceilings of a device and kernels below them.
 
-    `points` maps a label to (FLOPs a byte, TFLOP/s reached).
+    `points` maps a label to (FLOPs per byte, TFLOP/s reached).
     """
     import matplotlib.pyplot as plt
     from matplotlib.ticker import FuncFormatter
@@ -94,17 +94,17 @@ def roofline_plot(
             fontsize=9.5,
         )
         ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.6g}"))
-        ax.set_xlabel("arithmetic intensity, FLOPs a byte")
+        ax.set_xlabel("arithmetic intensity, FLOPs per byte")
         ax.set_ylabel("TFLOP/s")
         if title:
             ax.set_title(title)
         ax.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=2)
     reached = ". ".join(
-        f"{label}: {short(y)} TFLOP/s at {short(x)} FLOPs a byte, {y / roof.limit(x):.0%} of its limit"
+        f"{label}: {short(y)} TFLOP/s at {short(x)} FLOPs per byte, {y / roof.limit(x):.0%} of its limit"
         for label, (x, y) in points.items()
     )
     alt = (
         f"Roofline of {roof.device}: rises with {short(roof.bandwidth)} GB/s until "
-        f"{short(roof.ridge)} FLOPs a byte, then flat at {short(roof.flops)} TFLOP/s. {reached}."
+        f"{short(roof.ridge)} FLOPs per byte, then flat at {short(roof.flops)} TFLOP/s. {reached}."
     )
     return figure(fig, caption=caption, alt=alt)

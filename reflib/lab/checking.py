@@ -1,4 +1,4 @@
-"""`lab.check`: tries the reader's answer, and hints. An unfilled stub is not a failure."""
+"""`lab.check`: tests the reader's answer to an exercise and prints a hint. An unfilled stub is not a failure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ Test = tuple[Sequence[Any], Any] | Callable[[Any], Any]
 
 
 def check(answer: Any, *tests: Test, hint: str = "") -> bool | None:
-    """Try `answer` on each test; print the first that fails, with the hint. Never raises.
+    """Run `answer` on each test; print the first failure, with the hint. Never raises.
 
-    A test is `(arguments, expected)`, or a function of the answer which returns True, or
-    returns a sentence or fails an assertion to say what is wrong. Returns True or False;
-    None for a stub not filled in yet: `...`, None, a function whose body is `...` or which
-    raises NotImplementedError.
+    A test is `(arguments, expected)`, or a function of the answer that returns True on success and otherwise returns
+    a message or fails an assertion. Returns True or False; None for an unfilled stub: `...`, None, a function with
+    body `...`, or one that raises NotImplementedError.
     """
     if unfilled(answer):
         print("… Not filled in yet." + (f" Hint: {hint}" if hint else ""))
@@ -40,7 +39,7 @@ def check(answer: Any, *tests: Test, hint: str = "") -> bool | None:
 
 
 def unfilled(answer: Any) -> bool:
-    """A stub: nothing, or a function with no body but a docstring and `...`."""
+    """Whether this is a stub: None, `...`, or a function with only a docstring and `...` as body."""
     if answer is None or answer is Ellipsis:
         return True
     code = getattr(answer, "__code__", None)
@@ -59,7 +58,7 @@ def unfilled(answer: Any) -> bool:
 
 
 def _try(answer: Any, test: Test) -> str:
-    """What is wrong, or nothing."""
+    """The error message; "" if the test passes."""
     if callable(test):
         verdict = test(answer)
         if verdict is True or verdict is None:

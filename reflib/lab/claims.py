@@ -1,4 +1,4 @@
-"""`lab.claim`: a sentence of the chapter, tried on the reader's own machine."""
+"""`lab.claim`: tests a sentence of the chapter on the reader's machine."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from reflib.lab.rows import append
 
 
 def claim(text: str, condition: object, *, otherwise: str) -> None:
-    """Say whether `text` holds here, and why it might not.
+    """Print whether `text` holds on this machine; `otherwise` explains why it might not.
 
     Put this device's numbers into `text` with an f-string. `condition` is anything with a
-    truth value; None means it could not be measured here, which is neither yes nor no.
+    truth value; None means it could not be measured here, which counts as neither.
     """
     holds = None if condition is None else bool(condition)
     record = {"kind": "claim", "claim": text, "otherwise": otherwise}

@@ -1,7 +1,6 @@
-"""`lab.over_time` and `lab.race`: lanes of what happens when, with a clock to move through them.
+"""`lab.over_time` and `lab.race`: lanes of segments over time, with a slider for the current time.
 
-A lane is a line of segments; up to the clock they are solid, after it faint, and the title says what each lane does at
-that moment.
+Segments are solid up to that time and faint after it; the title states what each lane does at that time.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from reflib.lab.moving import FAINT, Spec, moving, slider, text, values
 from reflib.lab.rows import Rows, short
 from reflib.lab.showing import display_thing
 
-STOPS = 200  # places of the clock
-NOW = "#8a8a8a"  # seen on white and on black
+STOPS = 200  # positions of the slider
+NOW = "#8a8a8a"  # visible on white and on black
 
 
 class Segment(NamedTuple):
-    """What a lane does for a while. ``kind``: its colour, and the legend says it."""
+    """What a lane does from ``start`` to ``end``. ``kind`` sets the colour and is named in the legend."""
 
     name: str
     start: float
@@ -33,8 +32,8 @@ class Segment(NamedTuple):
 def over_time(
     lanes: Mapping[str, Sequence[Segment]], *, caption: str, unit: str = "µs", until: float | None = None
 ) -> Explorer | None:
-    """Show lanes with a clock to move. ``lanes``: {name: its segments in order, none before the one before ends}; times
-    are in ``unit``, from 0. ``until``: where the clock stops, if not at the last end. None where there is no lane."""
+    """Show lanes with a time slider. ``lanes``: {name: its segments in order, without overlap}; times are in ``unit``,
+    from 0. ``until``: end of the slider (default: the last end). Returns None without lanes; LabError on overlap."""
     if not any(lanes.values()):
         print("Nothing to draw: there is nothing in any lane.")
         return None
@@ -60,8 +59,9 @@ def over_time(
 
 
 def race(rows: Rows, first: str, second: str, *, caption: str, metric: str = "time", **at: Any) -> Explorer | None:
-    """Two cases of ``rows``, started together: the clock runs until the slower is done, and the faster one starts again
-    as often as it can. ``at`` says where in a sweep. None, and says so, where one of them has no number."""
+    """Compare two cases of ``rows`` over time: both start at 0, the slider ends with one call of the slower case, and
+    the faster one repeats until then. ``at`` selects a point of a sweep. Prints a line and returns None if one of them
+    has no number."""
     times = {case: rows.value(case, metric, **at) if case in rows.cases else None for case in (first, second)}
     if not all(times.values()):
         lacking = ", ".join(case for case, time in times.items() if not time)
@@ -74,7 +74,7 @@ def race(rows: Rows, first: str, second: str, *, caption: str, metric: str = "ti
 
 
 def _laps(time: float, end: float) -> list[Segment]:
-    """Call after call until `end`; at most 40 are told apart."""
+    """Repeated calls until `end`; at most 40 separate segments."""
     laps = min(40, int(end / time + 1e-9) + 1)
     kinds = ("odd calls", "even calls")
     every = [Segment(f"call {i + 1}", i * time, (i + 1) * time, kinds[i % 2]) for i in range(laps)]
@@ -82,7 +82,7 @@ def _laps(time: float, end: float) -> list[Segment]:
 
 
 def _says(lane: str, own: Sequence[Segment]) -> str:
-    """The expression for what a lane does at `now`."""
+    """The Vega expression for what a lane does at `now`."""
     out = text(f"{lane}: done at {short(own[-1].end)}" if own else f"{lane}: nothing")
     for s in reversed(own):
         out = f"now < {s.end:.6g} ? {text(f'{lane}: {s.name}')} : {out}"

@@ -1,4 +1,4 @@
-"""The child's side of `lab.cold_starts`: `python -m reflib.lab.cold_child FOLDER` compiles one program in one way."""
+"""Child process of `lab.cold_starts`: `python -m reflib.lab.cold_child FOLDER` compiles one program in one way."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-KEPT = 60  # single calls that are reported
-PAUSE_S = 0.002  # between calls: a program does other things, too
-AFTER_S = 0.5  # how long calls go on when all tuning is done
-PATIENCE = 0.7  # of the time limit: then nobody waits any longer for tuning to end
+KEPT = 60  # single calls in the report
+PAUSE_S = 0.002  # between calls, standing in for other work of a program
+AFTER_S = 0.5  # calls continue this long after all tuning is done
+PATIENCE = 0.7  # fraction of the time limit after which calls stop, tuned or not
 
 
 def main(folder: Path) -> None:
@@ -32,17 +32,17 @@ def main(folder: Path) -> None:
 
 
 def own_caches(folder: Path) -> None:
-    """Nothing that another process compiled is found. Before torch is imported."""
+    """Use empty caches in `folder`. Must run before torch is imported."""
     for name in ("REFLIB_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         path = folder / name.lower()
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.environ[name] = str(path)
-    os.environ["REFLIB_CACHE_DECISIONS"] = "1"  # lab.setup would switch it off
+    os.environ["REFLIB_CACHE_DECISIONS"] = "1"  # lab.setup defaults to 0
 
 
 @dataclass
-class Compiled:
-    """A way's outcome: what to call, whether all tuning is done, and what is known afterwards."""
+class CompiledProgram:
+    """A compiled program: the function, whether all tuning is done, and its graphs (reflib only)."""
 
     call: Callable[..., Any]
     done: Callable[[], bool] = lambda: True
@@ -59,14 +59,14 @@ def start(source: Path, job: dict[str, Any]) -> dict[str, Any]:
     way = dict(job["way"])
     here = session.setup(device=job["device"].split(":")[0], dtype=job["dtype"], seed=job["seed"], quiet=True)
     device = torch.device(job["device"])
-    sys.path.insert(0, str(source.parent))  # as a module that worker processes can import
+    sys.path.insert(0, str(source.parent))  # so that worker processes can import the module
     program = importlib.import_module(source.stem)
     compiler = way.pop("compiler")
     if compiler != "eager" and hasattr(program, "register"):
         program.register(compiler)
     f, args = program.make(device=device, dtype=here.dtype, **job["arguments"])
     with torch.no_grad():
-        want = f(*args)  # libraries and the device are up before the clock starts
+        want = f(*args)  # initializes libraries and the device before timing starts
         synchronize(device)
         begin = time.perf_counter()
         compiled = COMPILERS[compiler](f, way)
@@ -89,8 +89,8 @@ def start(source: Path, job: dict[str, Any]) -> dict[str, Any]:
 def watched(
     call: Callable[[], Any], done: Callable[[], bool], device: Any, begin: float, limit: float
 ) -> Iterator[tuple[float, float, bool]]:
-    """Call until tuning is done and a little longer, or until ``limit``: (seconds since ``begin``, µs of this call, is
-    tuning done)."""
+    """Call until AFTER_S past the end of tuning, or until ``limit``; yields (seconds since ``begin``, µs of this call,
+    whether tuning is done)."""
     finished: float | None = None
     while time.perf_counter() < (limit if finished is None else finished + AFTER_S):
         start = time.perf_counter()
@@ -104,7 +104,7 @@ def watched(
 
 
 def thinned(calls: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """About KEPT of them, evenly in time: of each piece of time the median call."""
+    """About KEPT of the calls, evenly spaced in time: the median call of each interval."""
     if len(calls) <= KEPT:
         return calls
     first, last = calls[0][0], calls[-1][0]
@@ -128,7 +128,7 @@ def flat(result: Any) -> list[Any]:
 
 
 def close(got: Any, want: Any) -> bool:
-    """Up to what another order of additions does."""
+    """Equal up to the rounding of a different summation order."""
     if got.shape != want.shape or not want.numel():
         return bool(got.shape == want.shape)
     worst, largest = (got.double() - want.double()).abs().max().item(), want.double().abs().max().item()
@@ -136,27 +136,28 @@ def close(got: Any, want: Any) -> bool:
 
 
 # -- the compilers ----------------------------------------------------------------------------------
-def eager(f: Callable[..., Any], way: dict[str, Any]) -> Compiled:
-    return Compiled(f)
+def eager(f: Callable[..., Any], way: dict[str, Any]) -> CompiledProgram:
+    return CompiledProgram(f)
 
 
-def reflib_way(f: Callable[..., Any], way: dict[str, Any]) -> Compiled:
+def reflib_way(f: Callable[..., Any], way: dict[str, Any]) -> CompiledProgram:
     import torch
 
     import reflib
-    from reflib.pipeline import Backend, expect_tuning
+    from reflib.pipeline import Backend
+    from reflib.tuning import expect_tuning
 
     way.pop("again", None)
     graphs: list[Any] = []
     options = reflib.Options.make(way)
-    expect_tuning(options)  # as reflib.compile does; only a backend made here tells of its graphs
+    expect_tuning(options)  # as reflib.compile does, which does not expose its graphs
     compiled = torch.compile(f, backend=Backend(options, graphs.append), dynamic=False)
     if options.autotune != "background":
-        return Compiled(compiled, graphs=graphs)
-    return Compiled(compiled, lambda: reflib.tuning_progress().finished, graphs)
+        return CompiledProgram(compiled, graphs=graphs)
+    return CompiledProgram(compiled, lambda: reflib.tuning_progress().finished, graphs)
 
 
-def inductor_way(f: Callable[..., Any], way: dict[str, Any]) -> Compiled:
+def inductor_way(f: Callable[..., Any], way: dict[str, Any]) -> CompiledProgram:
     import torch
     import torch._inductor.config as config
 
@@ -166,21 +167,21 @@ def inductor_way(f: Callable[..., Any], way: dict[str, Any]) -> Compiled:
         setattr(config, name, value)
     compiled = torch.compile(f, mode=way.get("mode"), dynamic=False)
     if "progressive" not in way.get("environment", {}).get("TORCHINDUCTOR_FX_COMPILE_MODE", ""):
-        return Compiled(compiled)
+        return CompiledProgram(compiled)
     from torch._inductor.compile_fx_async import _ProgressiveFxCompile
 
-    return Compiled(compiled, lambda: _ProgressiveFxCompile._stat_optimized_runs > 0)
+    return CompiledProgram(compiled, lambda: _ProgressiveFxCompile._stat_optimized_runs > 0)
 
 
 COMPILERS = {"eager": eager, "reflib": reflib_way, "TorchInductor": inductor_way}
 
 
 def explained(graphs: list[Any]) -> dict[str, Any]:
-    """The events and the candidates of all graphs of a compilation."""
+    """Timeline events and candidates of all graphs of a compilation."""
     from reflib.observe.explain import Explanation
 
     explanations = [Explanation(graphs, i) for i in range(len(graphs))]
-    # what was tuned in the background is not in the stages of the first compilation
+    # decisions of background tuning are not in the stages of the first compilation
     background = [getattr(g.call, "background", None) for g in graphs]
     decisions = [d for e in explanations for d in e.decisions]
     decisions += [d for b in background if b is not None and b.tuned is not None for d in b.tuned.decisions]

@@ -1,6 +1,6 @@
-"""A wrapper cut short: it makes the first statements of a call and returns.
+"""Truncated wrappers, which execute the first statements of a call and return.
 
-The difference in time between two such programs is what the statements between them cost, and no clock is in either.
+The time difference between two of them is the cost of the statements between, with no clock inside the wrapper.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from reflib.wrap.python import PythonPrinter
 
 PRINTERS: dict[str, Any] = {"python": PythonPrinter, "cpp": CppPrinter}
 HEADS = {"python": "def call(", "cpp": 'extern "C" int32_t reflib_call('}
-NOT_ALONE = re.compile(r"\s*(//.*|run\.step\(.*\);)?")  # a comment, or a note for errors: it goes with what follows
+NOT_ALONE = re.compile(r"\s*(//.*|run\.step\(.*\);)?")  # a comment or a step number: joined to the next line
 DECLARED = re.compile(r"\s*(Run|Tensor) ")
 
 
 def statements(text: str, language: str) -> list[str]:
-    """The statements of a wrapper's function in order; one with a block comes with its block (but `with` without)."""
+    """The statements of a wrapper's function in order, each with its block (except `with`)."""
     lines = _body(text, language)[1]
     return _cpp(lines) if language == "cpp" else _python(lines)
 
 
 def cut(text: str, language: str, keep: int) -> str:
-    """The wrapper that returns after `keep` statements, with nothing."""
+    """The wrapper truncated after `keep` statements; it returns nothing. LabError if `keep` is out of range."""
     before, _, after = _body(text, language)
     every = statements(text, language)
     if not 0 <= keep <= len(every):
@@ -43,7 +43,7 @@ def cut(text: str, language: str, keep: int) -> str:
 
 
 def cut_graphs(e: Any, language: str) -> list[tuple[str, Callable[[list], Any]]]:
-    """For each statement, and before the first: (the statement, the compiled graph that returns after it)."""
+    """(statement, compiled graph that returns after it) per statement; the first entry ("") executes none."""
     options = e.stages.options.but(wrapper=language)
     text = _rebuilt(e, options, language, None)[0]
     labels = ["", *statements(text, language)]
@@ -51,7 +51,7 @@ def cut_graphs(e: Any, language: str) -> list[tuple[str, Callable[[list], Any]]]
 
 
 def _rebuilt(e: Any, options: Any, language: str, keep: int | None) -> tuple[str, Callable[[list], Any]]:
-    """The graph through all stages once more, its wrapper cut after it was printed: (its text, the callable)."""
+    """Run all stages again and truncate the printed wrapper: (its text, the callable)."""
     printer = PRINTERS[language]
     whole = printer.print
 
@@ -66,7 +66,7 @@ def _rebuilt(e: Any, options: Any, language: str, keep: int | None) -> tuple[str
 
 
 def _body(text: str, language: str) -> tuple[list[str], list[str], list[str]]:
-    """The lines before the function's statements, theirs, and those after."""
+    """The lines before the function's statements, of the statements, and after them."""
     lines = text.rstrip().splitlines()
     begin = next(i for i, line in enumerate(lines) if line.startswith(HEADS[language])) + 1
     if language == "python":
@@ -95,7 +95,7 @@ def _cpp(lines: list[str]) -> list[str]:
 
 def _python(lines: list[str]) -> list[str]:
     found: list[str] = []
-    at = None  # where the statements begin, after the last `with`
+    at = None  # indentation of the current statements (deeper after each `with`)
     for line in lines:
         if not line.strip():
             continue

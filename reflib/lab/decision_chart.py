@@ -1,4 +1,4 @@
-"""Pictures of a decision: `lab.candidates` draws what was measured, `lab.before_after` what the winner changed."""
+"""Charts of a decision: `lab.candidates` draws the measured candidates, `lab.before_after` what the winner changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reflib.lab.rows import Row, Rows, append, short, stamp
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from reflib.choose import Decision
+    from reflib.ir.decision import Decision
     from reflib.ir.program import Program
     from reflib.observe.explain import Explanation
 
@@ -26,8 +26,8 @@ COLD, WARM, RECORDED = "time", "time, all warm", " (recorded)"
 
 # -- decisions as rows ------------------------------------------------------------------------------
 def decision_rows(name: str, decision: Decision, **at: Any) -> Rows:
-    """The decision's candidates as rows, which a recording keeps: the time that decided, the time with everything in
-    cache where another decided, the error. `at` says where in a sweep this is; `note` of the winner's row: "chosen"."""
+    """The decision's candidates as rows that can be recorded: the deciding time (µs), the time with warm caches if that
+    is another one, the error. `at`: the point in a sweep. The winner's row has the note "chosen"."""
     rows = _rows(name, decision, at)
     append({"kind": "row", **row.to_data()} for row in rows)
     return rows
@@ -35,11 +35,10 @@ def decision_rows(name: str, decision: Decision, **at: Any) -> Rows:
 
 def _rows(name: str, decision: Decision, at: Mapping[str, Any]) -> Rows:
     shared: dict[str, Any] = {"name": name, "clock": "decision", **stamp()}
-    winners = decision.winner.split(" | ")
     rows = []
     for c in decision.candidates:
         place = {**at, **({"sizes": c.where} if c.where else {})}
-        note = "; ".join(filter(None, ("chosen" if c.name in winners else "", c.why)))
+        note = "; ".join(filter(None, ("chosen" if c.key in decision.winners else "", c.why)))
         status = "ok" if c.time_us is not None else c.status
         cache = "cold" if c.cold_us is not None else "warm"
         spread = None if c.spread is None or c.time_us is None else c.spread * c.time_us
@@ -56,11 +55,11 @@ def _rows(name: str, decision: Decision, at: Mapping[str, Any]) -> Rows:
 def candidates(
     decision: Decision | Rows, *, caption: str, recorded: Rows | None = None, most: int = 12, title: str = ""
 ) -> Picture | None:
-    """A bar a candidate, the fastest on top, with its spread; those that are out below, with the reason.
+    """One bar per candidate, fastest on top; those without a time follow with the reason.
 
-    `decision` is one of `e.decisions`, or its rows (`lab.decision_rows`). A hollow mark is the time with everything
-    warm where another decided. A panel for each place (sizes) and, with `recorded`, for each other device. Of more than
-    `most` timed candidates the slowest are left out, and counted.
+    `decision` is one of `e.decisions`, or its rows (`lab.decision_rows`). A hollow mark is the time with warm caches,
+    if another time decided. One panel per `at` (sizes) and, with `recorded`, per other device. Beyond `most` timed
+    candidates the slowest are only counted.
     """
     import matplotlib.pyplot as plt
 
@@ -85,7 +84,7 @@ def candidates(
 
 
 def _panels(rows: Rows, suffix: str) -> list[tuple[str, Rows]]:
-    """(title, rows) for each device and place; candidates that failed before they had a place are in the first."""
+    """(title, rows) per device and `at`; candidates that failed without an `at` are in the first panel."""
     from reflib.lab.plots import nickname
 
     out = []
@@ -101,7 +100,7 @@ def _panels(rows: Rows, suffix: str) -> list[tuple[str, Rows]]:
 
 
 def _lines(panel: Rows, most: int) -> list[tuple[Row | None, str]]:
-    """(row, text) from top to bottom; a row of None is a remark."""
+    """(row, text) from top to bottom; the row is None for a remark."""
     times = panel.where(metric=COLD)
     timed = sorted((r for r in times if r.ok), key=lambda r: r.value or 0.0)
     kept = timed[:most] + [r for r in timed[most:] if _chosen(r)]
@@ -131,7 +130,7 @@ def _panel(ax: Axes, lines: Sequence[tuple[Row | None, str]], panel: Rows) -> No
     warm = {r.case: r.value for r in panel.where(metric=WARM)}
     values = [(r.value or 0.0) + (r.spread or 0.0) / 2 for r, _ in lines if r is not None and r.ok]
     fastest = min((r.value or 0.0 for r, _ in lines if r is not None and r.ok), default=1.0)
-    top = min(max(values, default=1.0), 6 * fastest)  # one slow candidate must not flatten the rest
+    top = min(max(values, default=1.0), 6 * fastest)  # so that one slow candidate does not flatten the rest
     place, places, names = 0.0, [], []
     for row, text in lines:
         step = 1 + 0.5 * text.count("\n")
@@ -186,15 +185,15 @@ def _candidates_alt(panels: list[tuple[str, Rows]], most: int) -> str:
 
 # -- before and after -------------------------------------------------------------------------------
 def before_after(e: Explanation, *, caption: str) -> Picture:
-    """The fused program with the choice still in it, where it is a wall, and the one with the winner inlined and fused
-    again: a box a kernel or call, with what flows between them. What holds a part of the winner has a thick edge."""
+    """Draw two graphs: the fused program with the choice as an opaque node, and the program with the winner inlined
+    and fused again. One box per kernel or call, arrows for data flow, a thick edge for parts of the winner."""
     import matplotlib.pyplot as plt
 
     from reflib.ir.program import Choice
 
     before, after = _by_default(e.before.program), e.fused
     choices = [n for n in before.nodes if isinstance(n, Choice)]
-    ways = {n.name: len(n.alternatives) for n in e.before.program.nodes if isinstance(n, Choice)}
+    ways = {n.name: len(n.variants) for n in e.before.program.nodes if isinstance(n, Choice)}
     winners = _winner_nodes(e)
     both = (("before", before), ("after", after))
     heads = [f"{when}: {_kernels(p)}, {megabytes(moved_bytes(p))}" for when, p in both]
@@ -212,10 +211,10 @@ def before_after(e: Explanation, *, caption: str) -> Picture:
 
 
 def _by_default(program: Program) -> Program:
-    """Every choice with its default alone: what is read and moved is what the eager op reads and moves."""
+    """Every choice reduced to its default, so that the bytes moved are those of the eager op."""
     from reflib.ir.program import Choice
 
-    nodes = (replace(n, alternatives=n.alternatives[:1]) if isinstance(n, Choice) else n for n in program.nodes)
+    nodes = (replace(n, variants=n.variants[:1]) if isinstance(n, Choice) else n for n in program.nodes)
     return replace(program, nodes=tuple(nodes))
 
 
@@ -229,7 +228,7 @@ def _kernels(program: Program) -> str:
 
 
 def _winner_nodes(e: Explanation) -> set[str]:
-    """Names of the nodes, after the second fusion, that hold a part of a winner."""
+    """Names of the nodes, after the second fusion, that contain a part of a winner."""
     from reflib.ir.program import Choice
 
     old = {n.name for n in e.program.nodes}
@@ -273,14 +272,14 @@ def _draw(
 
 
 def _box(node: Any, ways: Mapping[str, int]) -> tuple[str, str, str]:
-    """(text, ground, ink): a generated kernel is filled, a call is grey, a choice is white."""
-    from reflib.ir.program import Choice, Dispatch, Extern
+    """(text, fill colour, text colour): a generated kernel is coloured, a call grey, a choice white."""
+    from reflib.ir.program import Choice, Extern, Variants
 
     if isinstance(node, Choice):
         name = ".".join(p for p in node.op.split(".") if p not in ("aten", "default"))
         return f"? {name}\n{ways[node.name]} ways", "#ffffff", INK
-    if isinstance(node, Dispatch):
-        return f"branch\n{len(node.arms)} arms", "#ffffff", INK
+    if isinstance(node, Variants):
+        return f"branch\n{len(node.variants)} variants", "#ffffff", INK
     text = textwrap.fill(", ".join(op_names(node)), 16, break_long_words=False)
     if isinstance(node, Extern):
         return f"{_target(node)}\n(a call)", "#dddddd", INK

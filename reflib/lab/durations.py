@@ -1,6 +1,6 @@
-"""How long notebooks took to record: which one to begin with where several run at once.
+"""Recording times of the notebooks, used to start the longest first when several run at once.
 
-recorded/seconds.tsv: a line "slug <tab> device <tab> seconds" for each recording, sorted.
+recorded/seconds.tsv: one line "slug <tab> device <tab> seconds" per recording, sorted.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ FILE = "seconds.tsv"
 
 
 def read(folder: Path, device: str) -> dict[str, float]:
-    """{slug: seconds} on this device ("h200"); none without a file."""
+    """{slug: seconds} on this device ("h200"); empty without a file."""
     return {slug: seconds for (slug, where), seconds in _read(folder / FILE).items() if where == device}
 
 
 def note(folder: Path, slug: str, device: str, seconds: float) -> None:
-    """Put one in. Other processes may be doing the same."""
+    """Record one time. Safe against other processes."""
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -33,7 +33,7 @@ def note(folder: Path, slug: str, device: str, seconds: float) -> None:
 
 
 def _read(path: Path) -> dict[tuple[str, str], float]:
-    """Lines that are not of this form are passed over: an order is not worth an error."""
+    """Malformed lines are skipped: the times only affect the order."""
     found = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         parts = line.split("\t")

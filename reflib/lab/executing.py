@@ -1,15 +1,15 @@
-"""One notebook in a process of its own: `execute` starts `python -m reflib.lab.executing FOLDER` and waits.
+"""Executes one notebook in a separate process: `execute` starts `python -m reflib.lab.executing FOLDER` and waits.
 
-papermill changes its process's working folder, and a kernel that does not answer can keep it from ending; so
-each notebook has a process, and what is left of it is killed. FOLDER is private to one notebook:
+papermill changes the working folder of its process and can hang on an unresponsive kernel. So each notebook has its
+own process, which is killed with its children at the end. FOLDER is private to one notebook:
 
-    job.json     what to execute, from the parent
-    k.json       the kernel's connection file; k-ipc-1 and so on are its sockets
+    job.json     the job, written by the parent
+    k.json       the kernel's connection file; k-ipc-1 etc. are its sockets
     kernel       the kernel's process id
     result.json  {status, error}, written last
 
-The process ends with its parent, however that ended: a pipe between them, on which nothing is said, closes then.
-Sockets named by a relative path, jupyter's default, are shared by all kernels in one working folder.
+The process ends when its parent ends for any reason, because a pipe from the parent then closes. The sockets need
+absolute paths: with relative ones, jupyter's default, all kernels in one working folder would share them.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from reflib.lab import recording as recordings
 from reflib.lab.machine import ROOT
 
 CELL_TIMEOUT = 1800
-SHUTDOWN_SECONDS = 20  # for a kernel to end once its last cell is done; then it is killed
+SHUTDOWN_SECONDS = 20  # for a kernel to end after its last cell; then it is killed
 STOP_SECONDS = 5  # for a notebook to end when the whole run is stopped
-DISK_FULL = 74  # an exit status, sysexits.h's for trouble with a file: there was no room to say more
-LONGEST_TEMPORARY = 60  # bytes of a folder's name: with a socket's after it, the system allows about 100
+DISK_FULL = 74  # exit status (EX_IOERR of sysexits.h) when not even the error can be written
+LONGEST_TEMPORARY = 60  # bytes of a path; socket paths are limited to about 100
 
 
 class Stop(Protocol):
-    """A `threading.Event`, or what answers as one: whether to stop, after waiting for it this long."""
+    """A `threading.Event` or compatible: `wait` returns whether to stop, after at most `timeout` seconds."""
 
     def wait(self, timeout: float, /) -> bool: ...
 
 
 @dataclass
-class Result:
-    """What came of one notebook."""
+class NotebookResult:
+    """The result of executing one notebook."""
 
     notebook: str
     device: str
@@ -74,10 +74,10 @@ def execute(
     environment: Mapping[str, str] | None = None,
     stop: Stop | None = None,
     limit: float | None = None,
-) -> Result:
-    """Run one notebook into `out` (notebooks/, logs/, rows/ under it); its failure is not raised.
+) -> NotebookResult:
+    """Run one notebook, with outputs in `out` (notebooks/, logs/, rows/). A failure is in the result, not raised.
 
-    Its working folder is out/work/<slug>. Setting `stop` interrupts it; after `limit` seconds it is ended, and failed.
+    Its working folder is out/work/<slug>. Setting `stop` interrupts it; after `limit` seconds it is killed and failed.
     """
     out = out.resolve()
     work = out / "work" / path.stem
@@ -99,15 +99,15 @@ def execute(
     own = {"REFLIB_LAB_ROWS": str(rows_file), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
     with tempfile.TemporaryDirectory(prefix="rl-", dir=short_folder(), ignore_cleanup_errors=True) as folder:
         (Path(folder) / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        with contextlib.nullcontext() if progress else open(log, "ab") as told:  # a bar needs the terminal
-            status, problem = watch(Path(folder), {**os.environ, **own, **(environment or {})}, stop, limit, told)
+        with contextlib.nullcontext() if progress else open(log, "ab") as output:  # a bar needs the terminal
+            status, problem = watch(Path(folder), {**os.environ, **own, **(environment or {})}, stop, limit, output)
     seconds = time.perf_counter() - start
     rows, claims = records_of(rows_file.read_bytes() if rows_file.exists() else b"")
-    return Result(path.stem, device, round(seconds, 1), status, problem, rows, claims)
+    return NotebookResult(path.stem, device, round(seconds, 1), status, problem, rows, claims)
 
 
 def records_of(appended: bytes) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(rows, claims) of what a notebook appended; a line that a killed kernel left half-written is passed over."""
+    """(rows, claims) that a notebook appended. An incomplete line of a killed kernel is skipped."""
     whole = []
     for line in appended.decode("utf-8", "replace").splitlines():
         with contextlib.suppress(ValueError):
@@ -117,7 +117,7 @@ def records_of(appended: bytes) -> tuple[list[dict[str, Any]], list[dict[str, An
 
 
 def short_folder() -> str:
-    """Where temporary folders go, unless sockets in it would have names too long."""
+    """The system's temporary folder, or /tmp if socket paths in it would be too long."""
     usual = tempfile.gettempdir()
     return "/tmp" if len(os.fsencode(usual)) > LONGEST_TEMPORARY and os.path.isdir("/tmp") else usual
 
@@ -127,14 +127,14 @@ def watch(
     environment: Mapping[str, str],
     stop: Stop | None,
     limit: float | None = None,
-    told: IO[bytes] | None = None,
+    output: IO[bytes] | None = None,
 ) -> tuple[str, str]:
-    """(status, error) of the job in `folder`. Neither its process nor its kernel is there afterwards.
+    """Run the job in `folder`; returns (status, error). Its process and kernel have ended afterwards.
 
-    `told` is where they write what they have to say besides.
+    `output`: file for their stderr.
     """
     command = [sys.executable, "-m", "reflib.lab.executing", str(folder)]
-    child = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stderr=told)
+    child = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stderr=output)
     until = time.monotonic() + limit if limit else float("inf")
     stopped = late = False
     try:
@@ -163,7 +163,7 @@ def watch(
 
 
 def end(child: subprocess.Popen[bytes], folder: Path) -> None:
-    """Ask the child to end, then insist; then its kernel, which has a process group of its own."""
+    """Interrupt the child, then kill it; then kill its kernel, which has its own process group."""
     if child.poll() is None:
         child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -176,7 +176,7 @@ def end(child: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def kill_kernel(folder: Path) -> None:
-    """Whatever is left of the kernel and of the processes in its group."""
+    """Kill the remaining processes of the kernel's group."""
     with contextlib.suppress(OSError, ValueError):
         os.killpg(int((folder / "kernel").read_text()), signal.SIGKILL)
 
@@ -191,7 +191,7 @@ def main(folder: Path) -> NoReturn:
     threading.Thread(target=end_with_parent, args=(folder,), daemon=True).start()
     try:
         status, problem = run_papermill(folder, job)
-    except KeyboardInterrupt:  # while papermill was imported, which takes a second
+    except KeyboardInterrupt:  # while papermill is imported, which takes a second
         status, problem = "interrupted", "stopped by Ctrl-C"
     except OSError as error:  # the log, on a full disk
         status, problem = "failed", last_line(error)
@@ -199,7 +199,7 @@ def main(folder: Path) -> NoReturn:
 
 
 def end_with_parent(folder: Path) -> None:
-    """Standard input is a pipe that only the parent holds: its end is the parent's."""
+    """Exit when standard input, a pipe that only the parent holds open, is closed."""
     with contextlib.suppress(OSError):
         while os.read(0, 1):
             pass
@@ -209,7 +209,7 @@ def end_with_parent(folder: Path) -> None:
 
 
 def interrupt(*_: Any) -> NoReturn:
-    """Once: a second signal must not break off the kernel's shutdown."""
+    """Raise once: a second signal must not interrupt the kernel's shutdown."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
@@ -218,7 +218,7 @@ def interrupt(*_: Any) -> NoReturn:
 def run_papermill(folder: Path, job: Mapping[str, Any]) -> tuple[str, str]:
     import papermill
 
-    guard = Guard(folder, Path(job["copy"]))
+    guard = ShutdownTimer(folder, Path(job["copy"]))
     warnings.simplefilter("ignore")
     with open(job["log"], "a", buffering=1) as log:
         try:
@@ -243,24 +243,24 @@ def run_papermill(folder: Path, job: Mapping[str, Any]) -> tuple[str, str]:
             return "interrupted", "stopped by Ctrl-C"
         except Exception as error:
             log.write(f"\n{error}\n")
-            if type(error).__name__ == "DeadKernelError":  # nbclient's; it has no more to say
+            if type(error).__name__ == "DeadKernelError":  # of nbclient, without details
                 return "failed", "its kernel died: killed, out of memory, or crashed"
             return "failed", last_line(error)
     return "ok", ""
 
 
 def kernel_config(folder: Path) -> Any:
-    """Kernels talk over files in a private folder, not over TCP ports open to the host's other users."""
+    """Kernels use Unix sockets in a private folder, not TCP ports, which other users of the host could reach."""
     from traitlets.config import Config
 
     return Config({"KernelManager": {"transport": "ipc", "connection_file": str(folder / "k.json")}})
 
 
-class Guard:
-    """Ends this process SHUTDOWN_SECONDS after the last cell, when a kernel no longer answers.
+class ShutdownTimer:
+    """Ends this process SHUTDOWN_SECONDS after the last cell if the kernel has become unresponsive.
 
-    papermill asks the kernel what language it speaks, and to end; it waits as long as for a cell. Its methods
-    are nbclient's hooks. What every cell gave is in `copy` by then.
+    papermill's requests for the kernel's language and shutdown have the long time limit of a cell. The methods are
+    hooks of nbclient. By then `copy` has the outputs of all cells.
     """
 
     def __init__(self, folder: Path, copy: Path):
@@ -289,9 +289,9 @@ class Guard:
         finish(self.folder, *state_of(self.copy))
 
 
-def kernel_manager(folder: Path, guard: Guard, log: IO[str]) -> Any:
-    """A manager that writes down its kernel's process id, and tells the guard when it is to end. What the kernel's
-    process says by itself goes to the log."""
+def kernel_manager(folder: Path, guard: ShutdownTimer, log: IO[str]) -> Any:
+    """A kernel manager that saves its kernel's process id, starts the guard's timer at shutdown and sends the kernel's
+    own output to the log."""
     import jupyter_client
 
     base: Any = jupyter_client.AsyncKernelManager
@@ -309,7 +309,7 @@ def kernel_manager(folder: Path, guard: Guard, log: IO[str]) -> Any:
 
 
 def state_of(copy: Path) -> tuple[str, str]:
-    """(status, error) from the copy that papermill saves after every cell."""
+    """(status, error) read from the copy that papermill saves after each cell."""
     from reflib.lab import notebook as nb
 
     for cell in nb.read(copy).cells:
@@ -321,7 +321,7 @@ def state_of(copy: Path) -> tuple[str, str]:
 
 
 def finish(folder: Path, status: str, problem: str) -> NoReturn:
-    """Write the result and end now: nothing that a library left behind can keep this process."""
+    """Write the result and exit at once, without waiting for threads that a library left running."""
     try:
         atomic.write(folder / "result.json", json.dumps({"status": status, "error": problem}))
     except OSError as error:
@@ -331,7 +331,7 @@ def finish(folder: Path, status: str, problem: str) -> NoReturn:
 
 
 def last_line(error: BaseException) -> str:
-    """The line of a notebook's failure that a table has room for."""
+    """The last line of an error, short enough for a table."""
     name, value = getattr(error, "ename", ""), getattr(error, "evalue", "")
     text = f"{name}: {value}" if name else f"{type(error).__name__}: {error}"
     lines = [line for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines() if line.strip()]

@@ -1,10 +1,10 @@
-"""`lab.explore`: candidates over shapes, to click through: the same Vega-Lite figure in Lab and in the static book.
+"""`lab.explore`: a clickable figure of candidates over shapes; one Vega-Lite spec for Lab and the static book.
 
-    candidate_rows(decision, at, predicted) -> Rows      what `choose` measured, as rows like all others
-    explore(rows, recorded, caption)                     one output with several forms of the figure in it
+    candidate_rows(decision, at, predicted) -> Rows      the measurements of `autotune` as rows
+    explore(rows, recorded, caption)                     one output with several forms of the figure
 
-The output carries the figure as Vega-Lite (Lab draws it; `book/_ext` turns it into HTML with local scripts) and as a
-still picture in SVG for front ends that draw neither; both come from the same numbers, and so do the words.
+The output has the figure as Vega-Lite (drawn by Lab; `book/_ext` turns it into HTML with local scripts) and as a static
+SVG for other front ends. Both, and the alt text, come from the same numbers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from reflib.lab.rows import Row, Rows, append, short, stamp
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from reflib.choose import Decision
+    from reflib.ir.decision import Decision
 
 MIME = "application/vnd.vegalite.v5+json"
-GREY = "#8a8a8a"  # seen on white and on black
-SHOWN = 12  # candidates of a shape that are drawn; the default always is
+GREY = "#8a8a8a"  # visible on white and on black
+SHOWN = 12  # candidates drawn per shape; always includes the default
 
 # kind of candidate -> (colour, marker of Vega-Lite, marker of matplotlib, hatch)
 KINDS = {
@@ -57,7 +57,7 @@ def kind_of(candidate: str) -> str:
 
 
 def short_name(candidate: str) -> str:
-    """A name that fits beside a bar on a phone.
+    """A name short enough for a label beside a bar on a phone.
 
     >>> short_name("triton split 16x32x128 w2 s5 splits 56 wk2"), short_name("decompose_k(k_splits=64)")
     ('split 16x32x128 / 56', 'decompose-K / 64')
@@ -73,9 +73,10 @@ def short_name(candidate: str) -> str:
 def candidate_rows(
     decision: Decision, at: Mapping[str, int], predicted: Mapping[str, float] | None = None, name: str = "candidates"
 ) -> Rows:
-    """The candidates of a decision as rows, which are recorded too: `time` and `error` of each, `predicted` (µs) where
-    given, and one `winner` whose value is how many times as fast as the default (the first candidate) it is."""
-    shared: dict[str, Any] = {"name": name, "at": dict(at), "clock": "choose", "cache": "as choose has it", **stamp()}
+    """The candidates of a decision as rows, also recorded: `time` (µs) and `error` of each, `predicted` (µs) if
+    given, and one row `winner` with its speedup over the default (the first candidate)."""
+    how = {"clock": "autotune", "cache": "as autotune has it"}
+    shared: dict[str, Any] = {"name": name, "at": dict(at), **how, **stamp()}
     rows = []
     for c in decision.candidates:
         ok = c.status == "ok" and c.time_us is not None
@@ -101,7 +102,7 @@ def candidate_rows(
 
 # -- the figure's data ------------------------------------------------------------------------------
 def tables(rows: Rows, recorded: Rows | None = None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(a line a shape, a line a candidate), of this device first, then of recorded ones."""
+    """(one dict per shape, one dict per candidate), those of this device first, then recorded ones."""
     mine = {r.device for r in rows}
     elsewhere = Rows(r for r in recorded or () if r.device not in mine)
     shapes: list[dict[str, Any]] = []
@@ -122,13 +123,13 @@ def tables(rows: Rows, recorded: Rows | None = None) -> tuple[list[dict[str, Any
 
 
 def _candidates(here: Rows, winner: Row, place: dict[str, Any]) -> list[dict[str, Any]]:
-    """Those of one shape that are drawn, fastest first."""
+    """The drawn candidates of one shape, fastest first."""
     extra = {(r.case, r.metric): r.value for r in here if r.metric in ("error", "predicted")}
     timed = sorted((r for r in here.where(metric="time") if r.ok), key=lambda r: r.value or 0.0)
     default = here.where(metric="time")[0].case
     drawn = [r for i, r in enumerate(timed) if i < SHOWN or r.case in (default, winner.case)]
     names: list[str] = []
-    for r in drawn:  # some differ only in warps or stages
+    for r in drawn:  # short names can coincide
         name = short_name(r.case)
         names.append(name if name not in names else f"{name} #{sum(n.startswith(name) for n in names) + 1}")
     return [
@@ -142,7 +143,7 @@ def _candidates(here: Rows, winner: Row, place: dict[str, Any]) -> list[dict[str
 
 
 def _end(r: Row) -> float:
-    """Where the line of the spread ends: a wild one does not make everything else too small to see."""
+    """The end of the spread line, limited so that an outlier does not compress the axis."""
     time = r.value or 0.0
     return min(time + (r.spread or 0.0) / 2, 1.5 * time)
 
@@ -153,8 +154,8 @@ def _digits(value: float | None) -> float | None:
 
 # -- the figure -------------------------------------------------------------------------------------
 class Explorer:
-    """The figure in its forms. ``spec``: Vega-Lite, a dict. ``svg``: the still picture, "" for none. ``alt``: words.
-    In a notebook the numbers behind it follow, folded."""
+    """A figure in several forms. ``spec``: Vega-Lite, a dict. ``svg``: a static version, or "". ``alt``: alt text.
+    In a notebook its data follow as folded tables."""
 
     def __init__(self, spec: dict[str, Any], svg: str, alt: str, caption: str) -> None:
         self.spec, self.svg, self.alt, self.caption = spec, svg, alt, caption
@@ -163,7 +164,7 @@ class Explorer:
         return f"[figure: {self.alt}]\n{self.caption}"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        # not text/html: Lab would prefer it to the figure that can be clicked
+        # without text/html, which Lab would prefer to the interactive figure
         still = {"image/svg+xml": self.svg} if self.svg else {}
         return {MIME: self.spec, **still, "text/plain": repr(self)}
 
@@ -175,8 +176,9 @@ class Explorer:
 
 
 def explore(rows: Rows, *, caption: str, recorded: Rows | None = None) -> Explorer | None:
-    """Show the figure of ``candidate_rows``' rows: shapes with their winners, and the candidates of the one that is
-    picked, by a click or from a list. ``recorded``: of other devices, to be picked as well. None where there are none.
+    """Show shapes with their winners, and the candidates of the shape selected by a click or from a list.
+
+    ``rows``: from ``candidate_rows``. ``recorded``: rows of other devices, also selectable. None without candidates.
     """
     from reflib.lab.showing import display_thing
 
@@ -194,7 +196,7 @@ def explore(rows: Rows, *, caption: str, recorded: Rows | None = None) -> Explor
 
 
 def words(shapes: list[dict[str, Any]]) -> str:
-    """What a sighted reader takes from the figure."""
+    """The alt text."""
     parts = ["Shapes of matrix products, by M x N and K, with the kind of candidate that won each."]
     for device in dict.fromkeys(s["device"] for s in shapes):
         listed = "; ".join(
@@ -208,7 +210,7 @@ def words(shapes: list[dict[str, Any]]) -> str:
 def vega_lite(
     shapes: list[dict[str, Any]], candidates: list[dict[str, Any]], alt: str, caption: str
 ) -> dict[str, Any]:
-    """The specification: a map of shapes over the bars of one shape's candidates, tied by a selection."""
+    """The specification: a map of shapes above the bars of one shape's candidates, linked by a selection."""
     devices = list(dict.fromkeys(s["device"] for s in shapes))
     listed = list(dict.fromkeys(s["shape"] for s in sorted(shapes, key=_size)))
     first = next((s["shape"] for s in shapes if s["device"] == devices[0]), listed[0])
@@ -236,7 +238,7 @@ def _colour(shown: list[str], legend: Any) -> dict[str, Any]:
 
 
 def _map(shapes: list[dict[str, Any]], listed: list[str], first: str) -> dict[str, Any]:
-    """K across, M x N down, a mark where a shape was measured, in the winner's colour and form."""
+    """K across, M x N down, one mark per measured shape in the winner's colour and marker."""
     kinds = list(KINDS)
     outputs = list(dict.fromkeys(s["MN"] for s in sorted(shapes, key=_size)))
     picked = {"param": "shape", "empty": False}
@@ -280,21 +282,21 @@ def _map(shapes: list[dict[str, Any]], listed: list[str], first: str) -> dict[st
 
 
 def _powers(depths: list[int]) -> list[int]:
-    """Ticks: every fourth power of two in sight, and at least two."""
+    """Ticks at powers of two: every fourth, and at least two."""
     low, high = depths[0], depths[-1]
     ticks = [2**i for i in range(24) if low / 1.5 <= 2**i <= high * 1.5]
     return ticks[:: max(1, len(ticks) // 4)]
 
 
 def _bars() -> dict[str, Any]:
-    """The candidates of the picked shape, fastest first; a tick where it was predicted."""
+    """The candidates of the selected shape, fastest first; a tick at each predicted time."""
     y = {"field": "name", "type": "nominal", "sort": {"field": "rank", "op": "min"}, "title": None}
     tooltip = [
         {"field": "candidate"}, {"field": "time", "title": "µs"}, {"field": "low", "title": "middle half from"},
         {"field": "high", "title": "to"}, {"field": "predicted", "title": "predicted, µs"},
         {"field": "error", "title": "error"}, {"field": "chosen", "title": "chosen"},
     ]  # fmt: skip
-    time = {"type": "quantitative", "title": "µs a call"}
+    time = {"type": "quantitative", "title": "µs per call"}
     return {
         "data": {"name": "candidates"},
         "transform": [{"filter": "datum.device === device"}, {"filter": {"param": "shape"}}],
@@ -333,9 +335,9 @@ def _bars() -> dict[str, Any]:
     }  # fmt: skip
 
 
-# -- the same, still --------------------------------------------------------------------------------
+# -- the static version -----------------------------------------------------------------------------
 def still(shapes: list[dict[str, Any]], candidates: list[dict[str, Any]], alt: str) -> str:
-    """The figure as it is before anything is clicked, in SVG."""
+    """The initial state of the figure, in SVG."""
     import html
 
     import matplotlib.pyplot as plt
@@ -390,5 +392,5 @@ def _still_bars(ax: Axes, bars: list[dict[str, Any]]) -> None:
     ax.set_yticks(range(len(bars)), [c["name"] for c in bars], fontsize=8)
     ax.set_ylim(len(bars) - 0.4, -0.6)
     ax.margins(x=0.15)
-    ax.set_xlabel("µs a call (upright line: predicted)")
+    ax.set_xlabel("µs per call (vertical line: predicted)")
     ax.grid(visible=False, axis="y")

@@ -1,7 +1,7 @@
-"""Figures that everyone can read: alt text, a caption, and colours that differ in lightness too.
+"""Accessible figures: alt text, a caption, and colours that also differ in lightness.
 
-A figure is emitted as an SVG picture inside HTML: it scales to a phone, survives notebooks
-that are not trusted yet, and its white ground keeps dark text readable in dark mode.
+A figure is an SVG image inside HTML: it scales to a phone, is shown in untrusted notebooks, and has a white background
+that keeps dark text readable in dark mode.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's set without its yellow; each colour comes with its own marker and dash.
+# Okabe and Ito's palette without yellow; each colour has its own marker and dash.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#2a8fa8", "#8a6d00", "#555555")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
@@ -60,7 +60,7 @@ SETTINGS: dict[str, Any] = {
 
 @contextmanager
 def style() -> Iterator[None]:
-    """matplotlib with this book's settings: `with lab.style(): fig, ax = plt.subplots()`."""
+    """Context with this book's matplotlib settings: `with lab.style(): fig, ax = plt.subplots()`."""
     import matplotlib
 
     with matplotlib.rc_context(SETTINGS):  # type: ignore[arg-type]
@@ -74,7 +74,7 @@ def series_style(index: int) -> dict[str, Any]:
 
 
 def plain_log(ax: Axes) -> None:
-    """Plain numbers on a logarithmic y axis: every 1, 2, 5 where it is short, else the tens."""
+    """Plain numbers on a logarithmic y axis: ticks at 1, 2, 5 on a short axis, else at powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = ax.get_ylim()
@@ -85,7 +85,7 @@ def plain_log(ax: Axes) -> None:
 
 
 class Picture:
-    """A finished figure: shows itself as HTML, and as its words where there are no pictures."""
+    """A finished figure, displayed as HTML; its text form is the alt text."""
 
     def __init__(self, svg: str, caption: str, alt: str) -> None:
         self.svg, self.caption, self.alt = svg, caption, alt
@@ -105,10 +105,9 @@ class Picture:
 
 
 def figure(fig: Figure, *, caption: str, alt: str) -> Picture:
-    """Emit a matplotlib figure with its caption and alt text; closes it.
+    """Emit a matplotlib figure with its caption and alt text, and close it.
 
-    `alt` says what a sighted reader takes from the figure, computed from the same numbers
-    (`lab.lines` and `lab.bars` do so themselves).
+    `alt` should state what the figure shows, computed from the same numbers (as `lab.lines` and `lab.bars` do).
     """
     import matplotlib.pyplot as plt
 
@@ -123,7 +122,7 @@ def figure(fig: Figure, *, caption: str, alt: str) -> Picture:
 
 
 def to_svg(fig: Figure) -> str:
-    """The same figure gives the same bytes on every run."""
+    """The figure as SVG, reproducible byte for byte."""
     buffer = io.StringIO()
     with style():
         fig.savefig(

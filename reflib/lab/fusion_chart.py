@@ -1,7 +1,7 @@
-"""`lab.fusion_graph`: the program before fusion as a Vega-Lite figure. Rest on a dashed edge to read why not, or pick
-the pair from the list, which a keyboard can do too.
+"""`lab.fusion_graph`: the program before fusion as a Vega-Lite figure.
 
-`lab.fusion_picture` is its still counterpart. Both, and the table, come from the same `reflib.explain`.
+Hovering over a dashed edge, or selecting the pair from a list, shows why the pair was not fused.
+`lab.fusion_picture` is the static version. Both, and the table, come from the same `reflib.explain`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from reflib.observe.explain import Explanation
 
 MIME = "application/vnd.vegalite.v5+json"
-EDGE, REFUSED = "#8a8a8a", "#d55e00"  # readable on white and on dark grounds
+EDGE, REFUSED = "#8a8a8a", "#d55e00"  # readable on light and dark backgrounds
 HALF_WIDTH, HALF_HEIGHT = 0.42, 0.24
-PIXELS = (130, 66)  # of one step across and one step down
-NOBODY = "pick a pair"
+PIXELS = (130, 66)  # per step across and per step down
+NO_PAIR = "pick a pair"
 
 
 class Chart:
-    """A Vega-Lite figure: drawn by Lab and by the book; elsewhere its words."""
+    """A Vega-Lite figure, drawn by Lab and by the book; elsewhere its alt text is shown."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.spec = spec
@@ -39,8 +39,8 @@ class Chart:
 
 
 def fusion_graph(e: Explanation, *, caption: str) -> Chart:
-    """The nodes of the program before fusion, a colour and a number a kernel; solid edges carry bytes, dashed ones
-    join pairs that were refused. Shows itself, and returns the figure."""
+    """Display and return the graph of the program before fusion: one colour and number per kernel, solid edges
+    labelled with bytes, dashed edges between pairs that were not fused."""
     from reflib.lab.showing import display_thing
 
     places = layout(e.program)
@@ -101,7 +101,7 @@ def _nodes(e: Explanation, places: Places) -> list[dict[str, Any]]:
 
 
 def _edges(e: Explanation, places: Places) -> list[dict[str, Any]]:
-    """Each edge as a line from the writer's lower side to the reader's upper side."""
+    """Each edge as a line from the bottom of the producer to the top of the consumer."""
     writer: dict[str, str] = {}
     out = []
     for node in e.program.nodes:
@@ -119,7 +119,7 @@ def _edges(e: Explanation, places: Places) -> list[dict[str, Any]]:
 
 
 def _refused(e: Explanation, places: Places) -> list[dict[str, Any]]:
-    """Each refused pair that is in the picture, as an arc to the right of its nodes."""
+    """Each refused pair of drawn nodes, as an arc to the right of them."""
     out: list[dict[str, Any]] = []
     seen = set()
     for r in e.refusals:
@@ -143,16 +143,16 @@ def _line(pair: str, points: Any, words: dict[str, str]) -> list[dict[str, Any]]
 
 
 def _why_list(refused: list[dict[str, Any]]) -> dict[str, Any]:
-    """The refused pairs as a list to pick from; its choice is said below the graph."""
+    """A select list of the refused pairs; the text for the selected one is shown below the graph."""
     pairs = list(dict.fromkeys(line["pair"] for line in refused))
     said = {line["pair"]: f"{line['pair']}, {line['reason']}: {line['because']}" for line in refused}
     says = {"name": "says", "expr": f"({json.dumps(said, ensure_ascii=False)})[why] || ''"}
-    listed = pick("why", "why not fused?", [NOBODY, *pairs])
-    return {"params": [listed, says] if pairs else [{"name": "why", "value": NOBODY}]}
+    listed = pick("why", "why not fused?", [NO_PAIR, *pairs])
+    return {"params": [listed, says] if pairs else [{"name": "why", "value": NO_PAIR}]}
 
 
 def _why_layer(refused: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The reason of the pair that is picked, along the upper edge."""
+    """The reason for the selected pair, along the upper edge."""
     once = [line for line in refused if line["turn"] == 1]
     lines = [{**line, "why not": "\n".join(textwrap.wrap(line["because"], 60))} for line in once]
     mark = {"type": "text", "align": "left", "baseline": "top", "fontSize": 12, "fontWeight": "bold", "color": REFUSED}

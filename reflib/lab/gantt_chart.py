@@ -1,7 +1,7 @@
-"""`lab.gantt`: what ran when, in which process: the same Vega-Lite figure in Lab and in the static book.
+"""`lab.gantt`: a timeline of processes, as one Vega-Lite figure for Lab and the static book.
 
-A row a track, a bar an event, a mark where a candidate failed or was left out; below, how many jobs waited for a
-worker. A still picture in SVG, words and a table are made from the same numbers.
+One row per track, one bar per event, a mark where a candidate failed or was skipped; below, the number of jobs waiting
+for a worker. A static SVG, alt text and a table are made from the same numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from reflib.timeline import KINDS, Event, busy_seconds, first_start, track_order
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# kind of event -> (colour, hatch, height in a row of 1). What lies within another event is lower than that.
+# kind of event -> (colour, hatch, height in a row of 1). Nested events are lower than the enclosing one.
 LOOKS = {
     "stage": ("#7a7a7a", "", 0.8),
     "start": ("#aa4499", "..", 0.8),
@@ -29,7 +29,7 @@ LOOKS = {
     "wait": ("#c9c9c9", "", 0.35),
     "lock": ("#8a6d00", "xx", 0.35),
 }
-# status -> (marker of Vega-Lite, marker of matplotlib), for all that is not "ok"
+# status other than "ok" -> (marker of Vega-Lite, marker of matplotlib)
 MARKS = {
     "crashed": ("cross", "P"),
     "hung": ("triangle-up", "^"),
@@ -42,11 +42,11 @@ MARKS = {
 }
 FAILED, DEPTH = "#d55e00", "#8a8a8a"
 WIDTH, STEP = 430, 24  # pixels
-THINNEST = 1 / 800  # of the whole: what is shorter is drawn as long as this
+THINNEST = 1 / 800  # fraction of the total time: shorter events are drawn with this length
 
 
 class Gantt:
-    """The figure in its forms. ``spec``: Vega-Lite, a dict. ``svg``: the still picture. ``alt``: words."""
+    """The figure in several forms. ``spec``: Vega-Lite, a dict. ``svg``: a static version. ``alt``: alt text."""
 
     def __init__(self, spec: dict[str, Any], svg: str, alt: str, caption: str) -> None:
         self.spec, self.svg, self.alt, self.caption = spec, svg, alt, caption
@@ -59,8 +59,8 @@ class Gantt:
 
 
 def gantt(events: Iterable[Event], *, caption: str) -> Gantt | None:
-    """Show the events of a timeline (``e.timeline``, or several added), and below a table with a line a track. Several
-    hundred are fine. Returns the figure; None where there are no events."""
+    """Show the events of a timeline (``e.timeline``, or a sum of several) and a table with one row per track.
+    Suitable for several hundred events. Returns the figure; None without events."""
     from reflib.lab.showing import display_thing, table
 
     events = list(events)
@@ -78,7 +78,7 @@ def gantt(events: Iterable[Event], *, caption: str) -> Gantt | None:
 
 # -- words and numbers ------------------------------------------------------------------------------
 def track_rows(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """A line a track: how many events of each kind, how many did not end well, seconds and share of the time busy."""
+    """One dict per track: events by kind, events that failed, busy time in seconds and as a share of the total."""
     whole = _whole(events)
     rows = []
     for track in track_order(e for e in events if e.kind != "queue"):
@@ -98,8 +98,8 @@ def track_rows(events: Sequence[Event]) -> list[dict[str, Any]]:
 
 
 def words(events: Sequence[Event]) -> str:
-    """What a sighted reader takes from the figure."""
-    parts = [f"Gantt chart of {count(len(events), 'event')} in {short(_whole(events))} s, a row a track."]
+    """The alt text."""
+    parts = [f"Gantt chart of {count(len(events), 'event')} in {short(_whole(events))} s, one row per track."]
     for row in track_rows(events):
         failed = f"; {row['not ok']}" if row["not ok"] else ""
         parts.append(f"{row['track']}: {row['events']}, busy {row['of the whole']} of the time{failed}.")
@@ -113,14 +113,14 @@ def _whole(events: Sequence[Event]) -> float:
 
 
 def _statuses(events: Iterable[Event]) -> list[str]:
-    """Those that are not "ok", in the order of MARKS, then others."""
+    """Statuses other than "ok", those of MARKS first and in its order."""
     seen = dict.fromkeys(e.status for e in events if e.status not in ("", "ok"))
     return [s for s in MARKS if s in seen] + [s for s in seen if s not in MARKS]
 
 
 # -- the figure -------------------------------------------------------------------------------------
 def vega_lite(events: Sequence[Event], alt: str, caption: str) -> dict[str, Any]:
-    """The specification: bars over the depth of the queue, on one axis that can be zoomed."""
+    """The specification: bars above the queue depth, with a common zoomable time axis."""
     begin, whole = first_start(events), _whole(events) * 1e3
     drawn = [e for e in events if e.kind != "queue"]
     steps = waiting(events)
@@ -225,7 +225,7 @@ def _depths(x: dict[str, Any], most: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# -- the same, still --------------------------------------------------------------------------------
+# -- the static version -----------------------------------------------------------------------------
 def still(events: Sequence[Event], alt: str) -> str:
     """The figure in SVG, for front ends that do not draw Vega-Lite."""
     import matplotlib.pyplot as plt

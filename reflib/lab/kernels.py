@@ -1,6 +1,6 @@
-"""`lab.load_kernel`: the text of a kernel that a reader wrote, ready to call on tensors.
+"""`lab.load_kernel`: makes a callable from the source text of a hand-written kernel.
 
-The compiler does not use this: it launches what it generates through `wrap`, at a fraction of the cost a call.
+The compiler launches its kernels through `wrap` instead, at a fraction of the cost per call.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 def load_kernel(
     name: str, source: str, language: str, programs: int = 1, result: torch.Tensor | None = None
 ) -> WrittenKernel:
-    """The function `name` of `source`, as a function of tensors; compiled when it is first called.
+    """The function `name` of `source`, as a function of tensors; compiled on the first call.
 
     `"cpp"`: `source` defines `extern "C" void name(pointer, ...)`; the helpers of reflib's own C++ kernels
-    (`op::erf` and the like) are in front of it. `"triton"`: `source` defines a `@triton.jit` function, launched
-    as `programs` programs; `triton` and `tl` are imported for it. With `result`, each call makes a contiguous
+    (such as `op::erf`) are prepended. `"triton"`: `source` defines a `@triton.jit` function, launched
+    as `programs` programs; `triton` and `tl` are imported already. With `result`, each call makes a contiguous
     tensor of that shape and dtype, passes it as the last pointer, and returns it.
     """
     if language not in ("cpp", "triton"):
@@ -31,7 +31,7 @@ def load_kernel(
 
 
 class WrittenKernel:
-    """A kernel from text. `lab.show` lists it; torch.fx can call it as a function."""
+    """A kernel from source text. `lab.show` lists it; torch.fx can call it as a function."""
 
     def __init__(
         self, name: str, source: str, language: str, programs: int, result: torch.Tensor | None
@@ -67,7 +67,7 @@ class WrittenKernel:
         from reflib import cache
 
         text = f"import triton\nimport triton.language as tl\n\n\n{self.source}\n"
-        path = cache.put("kernels", cache.key("lab", text), text.encode(), ".py")  # Triton reads the file again
+        path = cache.put("kernels", cache.key("lab", text), text.encode(), ".py")  # Triton reads the source from a file
         names: dict[str, Any] = {"__name__": f"reflib_lab_{self.name}", "__file__": str(path)}
         exec(compile(text, str(path), "exec"), names)
         return names[self.name][(self._programs,)]

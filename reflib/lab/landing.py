@@ -1,8 +1,8 @@
-"""The ten lines on the book's first page, executed: `python -m reflib.lab.landing` writes what they printed.
+"""The ten lines on the book's first page, executed: `python -m reflib.lab.landing` writes their output.
 
 book/landing.json = {"output": text, "versions", "ops": [[ATen op, kernel's index]], "kernels": [{"name", "lines"}],
-"moved": [bytes a kernel an op, bytes fused], "arms": [{"name", "generation", "bytes"}], "weights", "size"}. The page
-shows the text and draws the rest; a test executes the lines again and compares.
+"moved": [bytes with one kernel per op, bytes fused], "variants": [{"name", "generation", "bytes"}], "weights",
+"size"}. The page shows the text and draws the rest; a test executes the lines again and compares.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RESULT = ROOT / "book" / "landing.json"
 
 
 def execute(example: Path = EXAMPLE) -> dict[str, Any]:
-    """Run the example in an empty folder of its own; what it printed, and facts about what it made."""
+    """Run the example in an empty folder; its output, and the numbers for the figure."""
     names: dict[str, Any] = {"__name__": "landing"}
     here, printed = Path.cwd(), io.StringIO()
     with tempfile.TemporaryDirectory(prefix="reflib-landing-") as folder:
@@ -36,22 +36,22 @@ def execute(example: Path = EXAMPLE) -> dict[str, Any]:
 
 
 def facts(e: Any, path: Path, **_: Any) -> dict[str, Any]:
-    """The numbers of the figure, from the example's own variables."""
+    """The numbers for the figure, from the variables of the example."""
     from reflib.lab.pictures import moved_bytes
+    from reflib.models import generation
     from reflib.package.inspect import inspect
-    from reflib.target import generation
 
     home = {member: i for i, group in enumerate(e.groups) for member in group.members}
     package = inspect(path)
-    arms = [
+    variants = [
         {"name": a.arch, "generation": generation(a.made_for), "bytes": package.machine_code(a)}
-        for a in package.manifest.arms
+        for a in package.manifest.variants
     ]
     return {
         "ops": [[o.op.removeprefix("aten.").split(".")[0], home[n.name]] for n in e.program.nodes for o in n.origins],
         "kernels": [{"name": k.name, "lines": len(k.source.splitlines())} for k in e.kernels],
         "moved": [moved_bytes(e.program), moved_bytes(e.fused)],
-        "arms": arms,
+        "variants": variants,
         "weights": package.sizes["weights"],
         "size": package.size,
     }

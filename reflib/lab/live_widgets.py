@@ -1,4 +1,4 @@
-"""`lab.live`: measure again, with other values. It needs a kernel; the book shows what was measured last."""
+"""`lab.live`: sliders that measure again. They need a running kernel; the book shows the latest measurement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reflib.lab.showing import display_thing
 
 
 class Live:
-    """What ``lab.live`` shows. ``result``: of the latest measurement. ``box``: the widgets, None without ipywidgets."""
+    """The output of ``lab.live``. ``result``: the latest measurement. ``box``: the widgets, None without ipywidgets."""
 
     def __init__(self, measure: Callable[..., Any], choices: dict[str, list[Any]]) -> None:
         self.measure, self.choices = measure, choices
@@ -20,7 +20,7 @@ class Live:
         self.box = _widgets(self) if _in_a_notebook() and importlib.util.find_spec("ipywidgets") else None
 
     def again(self, **changed: Any) -> Any:
-        """Measure with other values; those that are not named stay."""
+        """Measure with other values; unnamed ones stay unchanged."""
         self.chosen |= changed
         self.result = self.measure(**self.chosen)
         return self.result
@@ -30,7 +30,7 @@ class Live:
         return f"Measured at {at}. In Lab, move a slider to measure again.\n\n{self.result!r}"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        """The widgets for who has a kernel, the last measurement for everyone else."""
+        """The widgets for front ends with a kernel, else the latest measurement."""
         bundle: dict[str, Any] = {"text/plain": repr(self)}
         if self.box is not None:
             bundle |= {k: v for k, v in self.box._repr_mimebundle_().items() if k.startswith("application/")}
@@ -38,11 +38,11 @@ class Live:
 
 
 def live(measure: Callable[..., Any], **choices: Sequence[Any]) -> Live:
-    """Show ``measure(name=value, ...)`` with a slider for each name over its values. It is called at once with the
-    first of each, and again after every move. What it returns is shown: rows of ``lab.measure``, a table, a number.
+    """Show the result of ``measure(name=value, ...)`` with one slider per name over its values. It is called at once
+    with the first values, and again after each move. It may return anything displayable, such as rows or a table.
 
-    Without ipywidgets, or where no kernel listens, the first measurement is all there is, and that is said. Raises
-    LabError for a name without values, whatever ``measure`` raises at once.
+    Without ipywidgets or a running kernel, only the first measurement is shown, with a note. Raises LabError for a name
+    without values, and the errors of the first ``measure`` call.
     """
     listed = {name: list(values) for name, values in choices.items()}
     if empty := [name for name, values in listed.items() if not values]:
@@ -63,7 +63,7 @@ def _in_a_notebook() -> bool:
 
 
 def _widgets(shown: Live) -> Any:
-    """A slider a name, and below them what the latest measurement gave."""
+    """One slider per name, and below them the latest result."""
     import ipywidgets as widgets
     from IPython.display import display
 
@@ -73,13 +73,13 @@ def _widgets(shown: Live) -> Any:
         for name, values in shown.choices.items()
     }
     output = widgets.Output()
-    # As data, not displayed into it: a client that plays the widget's part, as nbclient does, would answer the kernel
-    # in the middle of the cell, and now and then neither goes on.
+    # The output is passed as data: displaying into the widget can deadlock with clients that emulate widgets, such as
+    # nbclient, because they send messages to the kernel while the cell runs.
     output.append_display_data(shown.result)
 
     def moved(change: Any) -> None:
         output.clear_output(wait=True)
-        with output:  # an error shows here, not in a log that nobody reads
+        with output:  # shows errors here, not in the kernel's log
             display(shown.again(**{name: slider.value for name, slider in sliders.items()}))
 
     for slider in sliders.values():

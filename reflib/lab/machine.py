@@ -1,4 +1,4 @@
-"""What machine is this: device, caches, versions, commit. Facts only, nothing is timed."""
+"""A description of this machine: device, caches, versions, commit. Nothing is timed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Machine:
 
 
 def pick_device(wanted: str) -> torch.device:
-    """`"auto"` takes the GPU if there is one; any other device must exist."""
+    """`"auto"` selects the GPU if there is one. LabError if another device does not exist."""
     import torch
 
     if wanted == "auto":
@@ -72,7 +72,7 @@ def describe(device: torch.device) -> Machine:
         amd = getattr(props, "gcnArchName", "") if torch.version.hip else ""
         arch = amd.split(":")[0] if amd else f"sm_{props.major}{props.minor}"
         cache = int(getattr(props, "L2_cache_size", 0)) or 32 * 2**20
-        if amd:  # MI300 keeps 256 MB between its L2 and memory, and does not report it
+        if amd:  # MI300 does not report its 256 MB cache between L2 and memory
             cache = max(cache, 256 * 2**20)
         return Machine(props.name, arch, props.total_memory, cache, props.multi_processor_count)
     return Machine(_cpu_name(), platform.machine(), _cpu_memory(), _cpu_cache(), torch.get_num_threads())
@@ -96,7 +96,7 @@ def _cpu_memory() -> int:
 
 
 def _cpu_cache() -> int:
-    """The last-level cache as the system reports it, else 32 MiB."""
+    """Size of the last-level cache, 32 MiB if unknown."""
     for name in ("SC_LEVEL4_CACHE_SIZE", "SC_LEVEL3_CACHE_SIZE", "SC_LEVEL2_CACHE_SIZE"):
         try:
             size = os.sysconf(name)
@@ -108,7 +108,7 @@ def _cpu_cache() -> int:
 
 
 def busy() -> str:
-    """A warning when more programs want the CPU than it has cores; else nothing."""
+    """A warning if more programs are ready to run than the CPU has cores, else ""."""
     try:
         load = os.getloadavg()[0]
     except OSError:
@@ -116,12 +116,12 @@ def busy() -> str:
     cores = os.cpu_count() or 1
     if load <= cores:
         return ""
-    return f"{load:.1f} programs want {cores} cores: times will wander, and loops in threads most of all"
+    return f"{load:.1f} programs compete for {cores} cores: times will vary, most of all those of threaded loops"
 
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Versions of what a number depends on."""
+    """Versions of the software that affects measurements."""
     import torch
 
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
@@ -140,8 +140,8 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def commit() -> str:
-    """The commit of this copy of reflib, with "+" after it when files differ; "" if unknown."""
-    if named := os.environ.get("REFLIB_COMMIT"):  # a copy without its history
+    """The commit of this copy of reflib, followed by "+" if files differ; "" if unknown."""
+    if named := os.environ.get("REFLIB_COMMIT"):  # for copies without a git history
         return named
     try:
         head = git(ROOT, "rev-parse", "--short=12", "HEAD")
@@ -152,7 +152,7 @@ def commit() -> str:
 
 
 def git(folder: Path, *words: str) -> str:
-    """What git says of the checkout at `folder`; OSError or SubprocessError when it cannot."""
+    """Output of a git command in `folder`. Raises OSError or SubprocessError."""
     return _output(["git", "-C", str(folder), *words])
 
 

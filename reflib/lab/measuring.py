@@ -1,4 +1,4 @@
-"""`lab.measure`: the one door for numbers. Cases in, tidy rows out."""
+"""`lab.measure`: times cases and returns tidy rows; the notebooks' only entry point for measurements."""
 
 from __future__ import annotations
 
@@ -32,13 +32,12 @@ def measure(
     budget_s: float = 1.0,
     device: torch.device | None = None,
 ) -> Rows:
-    """Time every case, interleaved, and return a row for each number.
+    """Time all cases, interleaved, and return one row per number.
 
-    Each case is a function of no arguments, or `lab.peer(source)` for one that may crash.
-    `bytes` and `flops` are what one call moves and computes, for all cases or a mapping by
-    case; they add rows for GB/s and TFLOP/s. `at` says where in a sweep this is. `clock` is
-    "auto" (graph replay on a GPU, wall on a CPU), "graph", "events", "wall", or a function
-    `(fn, device) -> sampler`. `cache="cold"` empties the last-level cache before each call.
+    Each case is a function of no arguments, or `lab.peer(source)` for one that may crash. `bytes` and `flops` are what
+    one call moves and computes, for all cases or as a mapping by case; they add rows in GB/s and TFLOP/s. `at` is the
+    point in a sweep. `clock` is "auto" (graph replay on a GPU, wall on a CPU), "graph", "events", "wall", or a function
+    `(fn, device) -> sampler`. `cache="cold"` flushes the last-level cache before each call. Times are in µs.
     """
     from reflib.lab.session import current
 
@@ -65,7 +64,7 @@ def time_cases(
     budget_s: float,
     device: torch.device,
 ) -> dict[str, Samples | Failure]:
-    """Samples of each case, in the order given: first those in this process, then the peers."""
+    """Samples of each case, in the order given. Cases in this process are timed first, then the peers."""
     results: dict[str, Samples | Failure] = {}
     samplers: dict[str, tuple[timing.Sampler, str, str]] = {}
     with on_device(device):
@@ -89,7 +88,7 @@ def time_cases(
 
 
 def explain_failure(case: str, error: Exception) -> Failure:
-    """What a machine cannot do is a labelled row; a mistake in the notebook is raised."""
+    """A limitation of the machine as a Failure; errors of the notebook are raised."""
     if isinstance(error, timing.NotHere):
         return Failure("not here", str(error))
     if timing.is_out_of_memory(error):
@@ -111,7 +110,7 @@ def _rows(
     flops: PerCase,
     shared: Mapping[str, Any],
 ) -> list[Row]:
-    """The time, and what follows from it."""
+    """The rows of one case: the time, and the rates computed from it."""
     if isinstance(result, Failure):
         return [
             Row(

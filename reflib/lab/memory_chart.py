@@ -1,4 +1,4 @@
-"""`lab.memory_scrubber`: the buffers that are alive, step by step. (`lab.memory_picture` shows all steps at once.)"""
+"""`lab.memory_scrubber`: the live buffers, step by step. (`lab.memory_picture` shows all steps at once.)"""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from reflib.lab.showing import display_thing
 if TYPE_CHECKING:
     from reflib.plan import Plan
 
-PEAK = "#8a8a8a"  # seen on white and on black
+PEAK = "#8a8a8a"  # visible on white and on black
 
 
 def memory_scrubber(plans: Mapping[str, Plan], *, caption: str) -> Explorer:
-    """Show the bytes in temporary buffers while one kernel runs, a bar a plan, with a slider from kernel to kernel.
-    ``plans``: {label: ``e.memory``}. The line in a row is that plan's peak."""
+    """Show the bytes in temporary buffers while one kernel runs, one bar per plan, with a slider over the kernels.
+    ``plans``: {label: ``e.memory``}. A vertical line marks the plan's peak. LabError for a plan without kernels."""
     if not plans or not all(plan.moments for plan in plans.values()):
         raise LabError("memory_scrubber: each plan needs at least one kernel that runs")
     most = max(len(plan.moments) for plan in plans.values())
@@ -80,7 +80,7 @@ def _view(plans: list[str], names: list[str]) -> Spec:
 
 
 def _alt(plans: Mapping[str, Plan]) -> str:
-    parts = ["The buffers alive while a kernel runs, a bar a plan, with a slider from kernel to kernel."]
+    parts = ["The buffers alive while a kernel runs, one bar per plan, with a slider over the kernels."]
     for label, plan in plans.items():
         steps = "; ".join(f"{m.label} {megabytes(m.bytes)}" for m in plan.moments)
         parts.append(f"{label}, peak {megabytes(plan.peak_bytes)}: {steps}.")

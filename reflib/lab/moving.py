@@ -1,11 +1,11 @@
-"""What figures that are moved share: native controls, a sentence that follows them, and the numbers behind a figure.
+"""Shared parts of interactive figures: native controls, a text that follows them, and the data as tables.
 
-    slider(...), pick(...)     parameters of Vega-Lite, bound to HTML inputs: a keyboard works them as a mouse does
+    slider(...), pick(...)     parameters of Vega-Lite, bound to HTML inputs, which also work by keyboard
     moving(views, ...)         the specification of a figure, the same in Lab and in the book
     numbers(spec)              its data as tables, folded
 
-What a figure says after each move is the parameter ``says``: the picture has it as its title, and the book gives it to
-screen readers as well (assets/reflib-vega.js).
+The parameter ``says`` is the text after each move: it is the title of the figure, and the book also announces it to
+screen readers (assets/reflib-vega.js).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from reflib.lab.rows import html_table, show_plain, text_table
 
 SCHEMA = "https://vega.github.io/schema/vega-lite/v5.json"
 WIDTH = 430  # pixels; the book narrows it for a phone
-FAINT = 0.3  # opacity of what has not happened yet
+FAINT = 0.3  # opacity of future segments
 
 Spec = dict[str, Any]
 
 
 def slider(name: str, label: str, low: float, high: float, step: float, value: float) -> Spec:
-    """A parameter that a range input moves: arrow keys by one `step`."""
+    """A parameter bound to a range input; arrow keys move it by one `step`."""
     return {
         "name": name, "value": value,
         "bind": {"input": "range", "min": low, "max": high, "step": step, "name": f"{label} "},
@@ -34,7 +34,7 @@ def slider(name: str, label: str, low: float, high: float, step: float, value: f
 
 
 def pick(name: str, label: str, options: Sequence[Any], value: Any = None) -> Spec:
-    """A parameter picked from a list; the first one where no `value` is given."""
+    """A parameter bound to a select list; initially `value`, or the first option."""
     chosen = options[0] if value is None else value
     return {"name": name, "value": chosen, "bind": {"input": "select", "options": list(options), "name": f"{label} "}}
 
@@ -45,7 +45,7 @@ def text(value: Any) -> str:
 
 
 def by_step(signal: str, words: Sequence[str]) -> str:
-    """The expression for words[signal], whose signal is a whole number; past the end, the last."""
+    """The expression for words[signal], for an integer signal; beyond the end, the last one."""
     return f"{text(list(words))}[min({signal}, {len(words) - 1})]"
 
 
@@ -58,8 +58,8 @@ def moving(
     alt: str,
     caption: str,
 ) -> Spec:
-    """A figure of ``views``, one below the other. ``says``: a Vega expression a line. Raises LabError without caption
-    or words."""
+    """The spec of a figure with ``views`` stacked vertically. ``says``: one Vega expression per title line. Raises
+    LabError without caption or alt text."""
     if not caption.strip() or not alt.strip():
         raise LabError("a figure needs a caption and an alt text")
     first, *rest = views
@@ -67,7 +67,7 @@ def moving(
     return {
         "$schema": SCHEMA,
         "description": alt,
-        "usermeta": {"caption": caption, "fit": True, "embedOptions": {"renderer": "svg"}},  # its words can be found
+        "usermeta": {"caption": caption, "fit": True, "embedOptions": {"renderer": "svg"}},  # SVG text is searchable
         "params": [*params, {"name": "says", "expr": f"[{', '.join(says)}]"}],
         "datasets": {name: [dict(line) for line in lines] for name, lines in data.items()},
         "vconcat": [{"width": WIDTH, "title": title, **first}, *({"width": WIDTH, **view} for view in rest)],
@@ -76,7 +76,7 @@ def moving(
 
 
 def values(lines: Sequence[Mapping[str, Any]], *, digits: int = 4) -> list[dict[str, Any]]:
-    """Lines for a figure: numbers to so many digits, which keeps it small."""
+    """Data for a figure, with floats rounded to ``digits`` significant digits."""
     return [
         {k: float(f"{v:.{digits}g}") if isinstance(v, float) else v for k, v in line.items() if v is not None}
         for line in lines
@@ -84,7 +84,7 @@ def values(lines: Sequence[Mapping[str, Any]], *, digits: int = 4) -> list[dict[
 
 
 class Numbers:
-    """The datasets of a figure as tables, folded: who cannot see it, or wants a number out of it, opens them."""
+    """The datasets of a figure as folded tables, for screen readers and for exact numbers."""
 
     def __init__(self, spec: Spec) -> None:
         self.tables = {name: lines for name, lines in spec.get("datasets", {}).items() if lines}

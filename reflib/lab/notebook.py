@@ -1,11 +1,10 @@
-"""The one writer of notebooks: what it writes depends on the notebook and its results, never on the host or
-the hour.
+"""Writes notebooks reproducibly: the bytes depend on the notebook and its results, not on the host or the time.
 
     notebook = ipynb["cells": [cell], "metadata": {kernelspec, language_info, reflib: stamp}]
     stamp    = {code_hash, device, versions, commit}
 
 `normalize` keeps sources, tags and outputs, and removes what differs from run to run: execution metadata,
-widget state, papermill's notes, injected parameters, terminal progress lines, host paths, object addresses.
+widget state, papermill's metadata, injected parameters, terminal progress lines, host paths, object addresses.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import nbformat
 
 from reflib import atomic
 
-Notebook = Any  # nbformat.NotebookNode: a dict whose keys are attributes too
+Notebook = Any  # nbformat.NotebookNode: a dict whose keys are also attributes
 
 KEPT_CELL_METADATA = ("tags", "jupyter", "mystnb", "editable", "slideshow")
 WIDGET_MIMES = ("application/vnd.jupyter.widget-view+json", "application/vnd.jupyter.widget-state+json")
@@ -39,7 +38,7 @@ def read(path: str | os.PathLike[str]) -> Notebook:
 
 
 def code_hash(notebook: Notebook) -> str:
-    """Identifies the code cells: sources in order, injected parameters left out."""
+    """Hash of the code cells' sources in order, without injected parameters."""
     digest = hashlib.sha256()
     for cell in notebook.cells:
         if cell.cell_type == "code" and INJECTED not in cell.metadata.get("tags", []):
@@ -48,7 +47,7 @@ def code_hash(notebook: Notebook) -> str:
 
 
 def stamp(notebook: Notebook, device: str, versions: Mapping[str, str], commit: str) -> None:
-    """Write down in the notebook's metadata what its outputs were recorded from."""
+    """Store the origin of the outputs in the notebook's metadata."""
     notebook.metadata["reflib"] = {
         "code_hash": code_hash(notebook),
         "device": device,
@@ -58,7 +57,7 @@ def stamp(notebook: Notebook, device: str, versions: Mapping[str, str], commit: 
 
 
 def stamp_problem(notebook: Notebook) -> str:
-    """'' when the notebook is unrecorded or its stamp matches its code cells, else what is wrong."""
+    """'' if the notebook is unrecorded or its stamp matches its code cells, else an error message."""
     recorded = notebook.metadata.get("reflib")
     if not recorded:
         return ""
@@ -71,7 +70,7 @@ def stamp_problem(notebook: Notebook) -> str:
 
 
 def host_paths(more: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
-    """(path on this host, what readers see instead), longest first so that nested folders come out right."""
+    """(path on this host, replacement), longest first so that nested folders are replaced correctly."""
     roots = {
         **(more or {}),
         str(Path.cwd()): ".",
@@ -91,10 +90,10 @@ def host_paths(more: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
 
 
 def clean_text(text: str, paths: list[tuple[str, str]]) -> str:
-    """Terminal progress collapsed to its last state; no host paths, no addresses, no kernel file names."""
+    """The text with terminal progress reduced to its last state, without host paths, addresses and kernel files."""
     lines = [line.rsplit("\r", 1)[-1] for line in text.replace("\r\n", "\n").split("\n")]
     text = "\n".join(lines)
-    if "ipykernel_" in text:  # asked first: a figure is one word of 100 kB, and the search is quadratic in a word
+    if "ipykernel_" in text:  # fast test first: the search is quadratic in word length, up to 100 kB
         text = re.sub(r"\S*ipykernel_\d+/\d+\.py", "<cell>", text)
     for path, shown in paths:
         text = text.replace(path, shown)
@@ -102,7 +101,7 @@ def clean_text(text: str, paths: list[tuple[str, str]]) -> str:
 
 
 def clean_data(data: Any, paths: list[tuple[str, str]]) -> Any:
-    """`clean_text` on every string of a mime bundle, however deep (Vega-Lite figures are JSON)."""
+    """`clean_text` on all strings of a mime bundle, nested ones too (Vega-Lite figures are JSON)."""
     if isinstance(data, str):
         return clean_text(data, paths)
     if isinstance(data, list):
@@ -113,7 +112,7 @@ def clean_data(data: Any, paths: list[tuple[str, str]]) -> Any:
 
 
 def clean_outputs(outputs: list[Any], count: int, paths: list[tuple[str, str]]) -> list[Any]:
-    """Outputs as they are committed: neighbours of one stream joined, widgets replaced by their text."""
+    """Outputs in committed form: adjacent outputs of one stream joined, widgets replaced by their text."""
     kept: list[Any] = []
     for output in outputs:
         output = nbformat.from_dict(output)
@@ -145,7 +144,7 @@ def clean_outputs(outputs: list[Any], count: int, paths: list[tuple[str, str]]) 
 
 
 def cell_ids(cells: list[Any]) -> list[str]:
-    """Ids that stay: a cell keeps the id it has; a missing or repeated one comes from the cell's source."""
+    """Stable ids: cells keep theirs; a missing or repeated one is derived from the cell's source."""
     used: set[str] = set()
     ids = []
     for cell in cells:
@@ -162,7 +161,7 @@ def cell_ids(cells: list[Any]) -> list[str]:
 
 
 def normalize(notebook: Notebook, replace: Mapping[str, str] | None = None) -> Notebook:
-    """A copy as it is committed; `replace` adds paths to hide. Normalizing twice changes nothing more."""
+    """A copy in committed form; `replace` adds paths to hide. Idempotent."""
     paths = host_paths(replace)
     source_cells = [
         c
@@ -174,7 +173,7 @@ def normalize(notebook: Notebook, replace: Mapping[str, str] | None = None) -> N
     count = 0
     for cell, cell_id in zip(source_cells, cell_ids(source_cells), strict=True):
         kept = {k: cell.metadata[k] for k in KEPT_CELL_METADATA if k in cell.metadata}
-        # papermill hides the inputs of cells it tags; an empty "jupyter" says nothing
+        # set by papermill to hide inputs; an empty "jupyter" has no effect
         kept = {k: v for k, v in kept.items() if v not in ({}, [], None)}
         new = {"cell_type": cell.cell_type, "id": cell_id, "metadata": kept, "source": cell.source.rstrip()}
         if cell.cell_type == "code":
@@ -197,7 +196,7 @@ def normalize(notebook: Notebook, replace: Mapping[str, str] | None = None) -> N
 def write(
     notebook: Notebook, path: str | os.PathLike[str], replace: Mapping[str, str] | None = None
 ) -> None:
-    """Normalize and write atomically; the bytes depend on the notebook alone."""
+    """Normalize and write atomically; the bytes depend only on the notebook."""
     normal = normalize(notebook, replace)
     nbformat.validate(normal)
     path = Path(path)

@@ -1,8 +1,7 @@
-"""Packages made, and packages opened, each in a process of its own: `build_packages`, `open_packages`.
+"""Build and open packages, each in a separate process: `build_packages`, `open_packages`.
 
-A build begins with empty caches, so that its seconds are those of compiling. An opening is a fresh process, as a
-service's start is; a package that crashes it is a labelled row. ``python -m reflib.lab.package_ways FOLDER`` is the
-child's side.
+A build starts with empty caches, so that its time includes all compiling. A package is opened in a fresh process, as
+when a service starts; a crash becomes a labelled row. ``python -m reflib.lab.package_ways FOLDER`` is the child.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ CHILD = "reflib.lab.package_ways"
 def build_packages(
     name: str, source: str, ways: Mapping[str, Mapping[str, Any]], *, timeout_s: float = 120.0
 ) -> Rows:
-    """Two rows for each file of each way, at its number of architectures: "build" (seconds, from the model in memory to
-    the file; imports are done before) and "size" (bytes).
+    """Two rows per file of each way: "build" (seconds from the model in memory to the file, without imports) and "size"
+    (bytes); `at` is its number of architectures.
 
     `source` is Python text which defines `make(device, dtype)`, returning a module and its arguments. A way is a dict:
-    `compiler`: "reflib" or "AOTInductor"; `files`: {path: architectures}, made in this order in one process, so a later
-    one finds the kernels of an earlier one in the cache; `device`: where the model lies ("cpu" unless said);
-    `environment`: set before torch is imported. `timeout_s` is for one way; what it does not reach says so.
+    `compiler`: "reflib" or "AOTInductor"; `files`: {path: architectures}, built in this order in one process, so later
+    ones reuse cached kernels; `device`: that of the model (default "cpu"); `environment`: set before torch is imported.
+    `timeout_s` applies per way; files not reached in time are rows with that status.
     """
     rows: list[Row] = []
     for label, way in ways.items():
@@ -49,11 +48,11 @@ def build_packages(
 def open_packages(
     name: str, source: str, ways: Mapping[str, Mapping[str, Any]], *, timeout_s: float = 60.0, budget_s: float = 0.2
 ) -> Rows:
-    """Three rows for each way, on the notebook's device: "load" (seconds), "first call" (seconds from the file to the
-    first result, loading included) and "time" (µs a call after that, the host's clock around a loop of calls).
+    """Three rows per way, on the notebook's device: "load" (seconds), "first call" (seconds from the file to the first
+    result, loading included) and "time" (µs per later call, wall clock around a loop of calls).
 
-    A way is a dict: `compiler`, as above; `path`: the package; `environment`. The device is up and eager's result is
-    there before the clock starts. A package that cannot be opened, or ends the process, is a row that says so.
+    A way is a dict: `compiler`, as above; `path`: the package; `environment`. The device is initialized and eager has
+    run before the timing. A package that cannot be opened or crashes is a row with that status.
     """
     from reflib.lab.session import current
 
@@ -77,7 +76,7 @@ def _job(way: Mapping[str, Any], device: str) -> dict[str, Any]:
 
 
 def _gpus(archs: Sequence[str]) -> int:
-    """How many kinds of GPU it has machine code for."""
+    """Number of GPU architectures with machine code."""
     return sum(a != "cpu" for a in archs)
 
 
@@ -101,7 +100,7 @@ def _opened_rows(found: dict[str, Any] | Failure, shared: Mapping[str, Any]) -> 
     return [replace(first, metric="load", value=found["made"]), first, warm]
 
 
-# -- the child's side -------------------------------------------------------------------------------
+# -- the child process ------------------------------------------------------------------------------
 def main(folder: Path) -> None:
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     if "files" in job:
@@ -182,7 +181,7 @@ def reflib_loader() -> Callable[[str], Any]:
     import reflib.package.load
     import reflib.wrap.host
 
-    reflib.wrap.host.extension()  # compiled once on a machine
+    reflib.wrap.host.extension()  # compiled once per machine
     return lambda path: reflib.package.load.load(path)
 
 

@@ -1,17 +1,17 @@
-"""The parameters cell: its grammar, and the one check that Lab, papermill and batch share.
+"""The parameters cell: its grammar, and the validation shared by Lab, papermill and batch.
 
     parameter := NAME ":" TYPE "=" VALUE "#" HELP [ "(" DOMAIN ")" ]
     TYPE      := "str" | "int" | "float" | "bool"
     DOMAIN    := ITEM { "|" ITEM }             the value must match one item
-    ITEM      := WORD | NUMBER ".." NUMBER     a range holds both its ends
+    ITEM      := WORD | NUMBER ".." NUMBER     a range includes both ends
 
 for example:
 
     device: str = "auto"     # where to run (auto | cpu | cuda)
     megabytes: str = "auto"  # size of the largest tensor, MiB (auto | 1 .. 2048)
 
-A `str` whose domain has a range also takes a number, typed or as text ("64" from a command
-line), and becomes that number. (One type a line: papermill reads no unions.)
+A `str` whose domain has a range also accepts a number, or text of one ("64" from a command line), and becomes that
+number. (One type per line, because papermill does not parse unions.)
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Parameter:
     domain: tuple[str | tuple[float, float], ...] = ()
 
     def describe(self) -> str:
-        """What this parameter may be, in words."""
+        """The allowed values, as text."""
         items = [i if isinstance(i, str) else f"{i[0]:g} to {i[1]:g}" for i in self.domain]
         return ", ".join(items) if items else self.type
 
@@ -96,7 +96,7 @@ def _split_help(name: str, comment: str) -> tuple[str, tuple[str | tuple[float, 
 
 
 def check_value(parameter: Parameter, value: object) -> object:
-    """The value, as a number where a number is meant; LabError if the parameter cannot be it."""
+    """The value, converted to a number where the domain has a range. LabError if it is not allowed."""
     ranges = [i for i in parameter.domain if isinstance(i, tuple)]
     if parameter.type == "str" and ranges:
         value = _number(value)
@@ -114,7 +114,7 @@ def check_value(parameter: Parameter, value: object) -> object:
 
 
 def _number(value: object) -> object:
-    """Text that is a number, as that number."""
+    """Numeric text as a number; other values unchanged."""
     if not isinstance(value, str):
         return value
     for kind in (int, float):
@@ -140,9 +140,9 @@ def _matches(value: object, item: str | tuple[float, float]) -> bool:
 
 
 def validate(parameters: tuple[Parameter, ...], values: Mapping[str, object]) -> dict[str, object]:
-    """The full set of parameter values: defaults, overridden by `values`, each one checked.
+    """All parameter values: defaults overridden by `values`, each validated.
 
-    A name that is not a parameter is an error which names the nearest one.
+    LabError for an unknown name, with the most similar known one.
     """
     known = {p.name: p for p in parameters}
     for name in values:

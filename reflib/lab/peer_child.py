@@ -1,4 +1,4 @@
-"""The child's side of `lab.peer`: `python -m reflib.lab.peer_child FOLDER` times one peer."""
+"""Child process of `lab.peer`: `python -m reflib.lab.peer_child FOLDER` times one peer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def time_peer(source: Path, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def load(source: Path) -> Any:
-    """Import the text as a module with a file, which torch.compile and Triton need."""
+    """Import the text from a file, which torch.compile and Triton need."""
     spec = importlib.util.spec_from_file_location("peer_source", source)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -47,8 +47,9 @@ def load(source: Path) -> Any:
 
 def refusal(error: Exception) -> dict[str, Any]:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    said = next((line for line in lines if not line.endswith("raised:")), lines[0])  # not which backend raised it
-    return {"status": "refused", "note": f"{type(error).__name__}: {said[:120]}"}
+    # skip a first line that only names the backend
+    reason = next((line for line in lines if not line.endswith("raised:")), lines[0])
+    return {"status": "refused", "note": f"{type(error).__name__}: {reason[:120]}"}
 
 
 if __name__ == "__main__":

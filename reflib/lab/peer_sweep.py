@@ -1,9 +1,9 @@
 """`lab.measure_peer`: a peer at several places of a sweep, in one child process.
 
-A peer's imports and its first compilation take seconds: one child walks over all places and writes each result down at
-once. A place where it dies is a labelled row, and another child takes up the rest.
+Imports and the first compilation take seconds, so one child measures all places and writes each result immediately. A
+place at which it crashes becomes a labelled row, and a new child continues with the rest.
 
-``python -m reflib.lab.peer_sweep FOLDER`` is the child's side.
+``python -m reflib.lab.peer_sweep FOLDER`` is the child process.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def measure_peer(
     budget_s: float = 0.5,
     timeout_s: float = 180.0,
 ) -> Rows:
-    """Rows as `lab.measure` gives them, `at` each place. `source` defines `make(device, dtype, **place)`, as for
-    `lab.peer`. `bytes`: what a call moves at a place. `timeout_s` is for all of it; what comes too late says so."""
+    """Rows as from `lab.measure`, with `at` each place. `source` defines `make(device, dtype, **place)`, as for
+    `lab.peer`. `bytes`: moved per call, by place. `timeout_s` is for all places; the rest are rows with that status."""
     from reflib.lab.session import current
 
     here = current()
@@ -57,7 +57,7 @@ def measure_peer(
 
 
 def _walk(job: dict[str, Any], source: str, timeout_s: float) -> dict[int, Samples | Failure]:
-    """A result for every place, from as many children as it takes."""
+    """One result per place, from as many child processes as needed."""
     deadline = time.monotonic() + timeout_s
     found: dict[int, Samples | Failure] = {}
     left = list(range(len(job["places"])))
@@ -73,7 +73,7 @@ def _walk(job: dict[str, Any], source: str, timeout_s: float) -> dict[int, Sampl
                 number, data = json.loads(line)
                 found[number] = _outcome(data)
         left = [n for n in left if n not in found]
-        if left and code is not None:  # it ended by itself at this place
+        if left and code is not None:  # it crashed at this place
             last = errors.strip().splitlines()[-1:] or [""]
             why = _signal_name(-code) if code < 0 else f"exit code {code} {last[0][:120]}".strip()
             found[left.pop(0)] = Failure("crashed", why)
@@ -88,7 +88,7 @@ def _outcome(data: dict[str, Any]) -> Samples | Failure:
 
 
 def main(folder: Path) -> None:
-    """The child: one line for each place that is to do, as soon as it is known."""
+    """The child process: writes one line per place as soon as it is measured."""
     from reflib.lab.peer_child import refusal, time_peer
 
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
-"""Peers that may crash run in a child process, on the same device, with a time limit.
+"""Runs peers, which may crash, in a child process on the same device, with a time limit.
 
-A crash, a refusal or a time-out becomes a labelled row: the notebook goes on.
+A crash, an error or a timeout becomes a labelled row, and the notebook continues.
 """
 
 from __future__ import annotations
@@ -36,18 +36,17 @@ class Peer:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no number."""
+    """The reason why a measurement is missing."""
 
     status: str
     note: str
 
 
 def peer(source: str, *, timeout_s: float = 120.0, **arguments: Any) -> Peer:
-    """A case for `lab.measure` that runs in its own process.
+    """A case for `lab.measure` that runs in a separate process.
 
-    `source` is Python text which defines `make(device, dtype, **arguments)`, returning the
-    function to time. Arguments travel as JSON. The time limit covers everything, imports and
-    compiling included.
+    `source` is Python text that defines `make(device, dtype, **arguments)`, returning the function to time. Arguments
+    are passed as JSON. The time limit covers everything, including imports and compiling.
     """
     json.dumps(arguments)
     return Peer(source, timeout_s, arguments)
@@ -61,7 +60,7 @@ def run_peer(
     budget_s: float,
     device: torch.device,
 ) -> Samples | Failure:
-    """Run it, and say what happened."""
+    """Run the peer in a child process; its samples, or why there are none."""
     from reflib.lab.session import current
 
     if not isinstance(clock, str):
@@ -86,7 +85,7 @@ def run_peer(
 def _run_child(
     folder: str, timeout_s: float, module: str = "reflib.lab.peer_child"
 ) -> tuple[int | None, str]:
-    """Its exit code, None after a time-out, and what it wrote to stderr."""
+    """The exit code (None after a timeout) and stderr."""
     path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
     inherited = {k: v for k, v in os.environ.items() if k != ROWS_FILE}
     child = subprocess.Popen(
@@ -95,7 +94,7 @@ def _run_child(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         env={**inherited, "PYTHONPATH": path},
-        start_new_session=True,  # so that a time-out ends its own children too
+        start_new_session=True,  # so that a timeout kills its children too
         text=True,
         errors="replace",
     )

@@ -1,6 +1,6 @@
-"""Pictures of one compilation: what each stage made, fusion before and after, memory over time, seconds a stage.
+"""Charts of one compilation: results per stage, fusion before and after, memory over time, seconds per stage.
 
-Each takes what `reflib.explain` returned, writes its own alt text from the same numbers, and emits the figure.
+Each takes the result of `reflib.explain`, computes its alt text from the same numbers, and emits the figure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def moved_bytes(program: Program) -> int:
-    """What the program's kernels and calls read and write: each buffer once a kernel that touches it."""
+    """Bytes that the program's kernels and calls read and write, each buffer counted once per kernel."""
     touched = (b for node in program.nodes for b in {*node.reads(), *node.writes()})
     return sum(program.buffers[b].nbytes.hint() for b in touched)
 
@@ -32,7 +32,7 @@ def megabytes(size: float) -> str:
 
 # -- what each stage made ---------------------------------------------------------------------------
 def stages_picture(e: Explanation, *, caption: str) -> Picture:
-    """The stages from top to bottom, and beside each what came out of it for this function."""
+    """Draw the stages from top to bottom with their results for this function."""
     import matplotlib.pyplot as plt
 
     rows = stage_results(e)
@@ -54,7 +54,7 @@ def stages_picture(e: Explanation, *, caption: str) -> Picture:
 
 
 def stage_results(e: Explanation) -> list[tuple[str, str]]:
-    """(stage, what it made of this function)"""
+    """(stage, its result for this function in words)"""
     calls = sum(n.op == "call_function" for n in e.graph.nodes)
     refused = len(e.refusals)
     kernels = len(e.kernels)
@@ -68,7 +68,7 @@ def stage_results(e: Explanation) -> list[tuple[str, str]]:
             f"{_count(len(e.groups), 'group')}, {megabytes(moved_bytes(e.fused))} moved"
             + (f"; {_count(refused, 'pair')} refused" if refused else ""),
         ),
-        ("choose", f"{_count(len(e.decisions), 'decision')} on how a kernel runs"),
+        ("schedule", f"{_count(len(e.decisions), 'decision')} on how a kernel runs"),
         ("plan", f"{_count(len(e.memory.steps), 'step')}, {megabytes(e.memory.peak_bytes)} at the peak"),
         ("generate", f"{_count(kernels, 'kernel')}, {_count(lines, 'line')} of {language}"),
         ("wrap", f"{_count(len(e.wrapper.strip().splitlines()), 'line')} of Python around them"),
@@ -81,9 +81,9 @@ def _count(n: int, what: str) -> str:
 
 # -- fusion before and after ------------------------------------------------------------------------
 def fusion_picture(e: Explanation, *, caption: str) -> Picture:
-    """The program before and after fusion: nodes, what flows between them, a colour and a hatch a group.
+    """Draw the program before and after fusion: nodes, data flow, one colour and hatch per group.
 
-    Pairs that were refused are joined by a dashed line with the reason's code.
+    A dashed line with the reason's code joins each pair that was not fused.
     """
     import matplotlib.pyplot as plt
 
@@ -106,11 +106,11 @@ def fusion_picture(e: Explanation, *, caption: str) -> Picture:
 
 
 Places = dict[str, tuple[float, float]]
-SPREAD = 1.25  # between two nodes that are equally deep
+SPREAD = 1.25  # distance of two nodes of equal depth
 
 
 def _layout(program: Program) -> Places:
-    """A place for each node and for each input that is read: y is the depth, x spreads what is equally deep."""
+    """Coordinates of each node and each input that is read: y is the depth, x separates nodes of equal depth."""
     depth: dict[str, int] = {}
     made: dict[str, int] = {}
     for node in program.nodes:
@@ -131,7 +131,7 @@ def _layout(program: Program) -> Places:
         beside = len(names) == 2 and names[0] in nodes and names[1] not in nodes
         for i, name in enumerate(names):
             x = (i - (len(names) - 1) / 2) * SPREAD
-            if beside:  # an input beside a node: on the side of who reads it
+            if beside:  # an input beside a node is placed on its reader's side
                 x = i * (-SPREAD if places[reader[names[1]]][0] < 0 else SPREAD)
             places[name] = (x, float(y))
     return places
@@ -165,7 +165,7 @@ def _draw_program(ax: Axes, program: Program, places: Places, group: Mapping[str
 
 
 def _box(ax: Axes, place: tuple[float, float], text: str, colour: str, index: int) -> None:
-    """White ink on the group's colour; the group's number too, for who cannot tell colours apart."""
+    """White text on the group's colour, with the group's number for readers who cannot distinguish colours."""
     ax.text(
         *place, text, ha="center", va="center", fontsize=9.5, color="#ffffff" if colour != "#ffffff" else INK, zorder=4,
         bbox={"boxstyle": "round,pad=0.35", "facecolor": colour, "edgecolor": INK, "linewidth": 0.8},
@@ -173,7 +173,7 @@ def _box(ax: Axes, place: tuple[float, float], text: str, colour: str, index: in
 
 
 def _edge(ax: Axes, start: tuple[float, float], end: tuple[float, float], label: str) -> None:
-    """Straight to the next depth; around the side when it skips one."""
+    """A straight line to the next depth; around the side if it skips one."""
     (x0, y0), (x1, y1) = start, end
     bend = 0.0 if y1 - y0 <= 1 or x0 != x1 else 0.55
     look = {
@@ -212,7 +212,7 @@ def _node_text(node: Any) -> str:
 
 
 def op_names(node: Any) -> list[str]:
-    """`add`, `sum`, `mylib.prod`, ...: the ops a node came from, without overload and, if it is ATen's, namespace."""
+    """Ops that a node came from (`add`, `mylib.prod`), without overload and without the namespace `aten`."""
     ops = [".".join(o.op.split(".")[:2]).removeprefix("aten.").strip("_") for o in node.origins]
     return list(dict.fromkeys(ops)) or [node.name]
 
@@ -225,7 +225,7 @@ def _fusion_alt(e: Explanation, heads: list[str]) -> str:
 
 
 def refusals(e: Explanation) -> list[dict[str, str]]:
-    """A line for each pair that was tried and not fused, once, for `lab.table`: who, the reason's code, and why."""
+    """One dict per pair that was tried and not fused, for `lab.table`: the pair, the reason's code, the reason."""
     named = {n.name: f"{n.name} ({', '.join(op_names(n))})" for p in (e.fused, e.program) for n in p.nodes}
     lines = [
         {
@@ -241,7 +241,7 @@ def refusals(e: Explanation) -> list[dict[str, str]]:
 
 # -- memory over time -------------------------------------------------------------------------------
 def memory_picture(plans: Mapping[str, Plan], *, caption: str) -> Picture:
-    """Bytes in temporary buffers while each kernel runs, a panel a plan, all on one scale."""
+    """Draw the bytes in temporary buffers while each kernel runs, one panel per plan, on a common scale."""
     import matplotlib.pyplot as plt
 
     most = max(len(p.moments) for p in plans.values())
@@ -295,9 +295,9 @@ def _memory_alt(plans: Mapping[str, Plan]) -> str:
     return " ".join(parts)
 
 
-# -- seconds a stage --------------------------------------------------------------------------------
+# -- seconds per stage ------------------------------------------------------------------------------
 def timeline_picture(e: Explanation, *, caption: str) -> Picture:
-    """When each stage ran, in ms after the first one began. (`lab.gantt` draws all events.)"""
+    """Draw when each stage ran, in ms since the start of the first. (`lab.gantt` draws all events.)"""
     import matplotlib.pyplot as plt
 
     stages = e.timeline.only("stage")
@@ -317,4 +317,4 @@ def timeline_picture(e: Explanation, *, caption: str) -> Picture:
         ax.set_xlabel("ms since lowering began")
         ax.grid(visible=False, axis="y")
     listed = ", ".join(f"{s.name} {short(s.seconds * 1e3)} ms" for s in stages)
-    return figure(fig, caption=caption, alt=f"Bars in time, one a stage: {listed}.")
+    return figure(fig, caption=caption, alt=f"Bars in time, one per stage: {listed}.")

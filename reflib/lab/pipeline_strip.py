@@ -1,14 +1,14 @@
-"""The pipeline strip under each chapter's title, with the chapter's stages lit."""
+"""The pipeline strip under each chapter's title, with the chapter's stages highlighted."""
 
 from __future__ import annotations
 
 from reflib.errors import LabError
 
-STAGES = ("capture", "ir", "lower", "fuse", "choose", "plan", "generate", "wrap", "package")
+STAGES = ("capture", "ir", "lower", "fuse", "autotune", "schedule", "plan", "generate", "wrap", "package")
 
 
 def strip(*lit: str) -> str:
-    """Markdown for the strip. `strip("fuse")` lights one stage, `strip()` none."""
+    """Markdown for the strip. `strip("fuse")` highlights one stage, `strip()` none. LabError for an unknown stage."""
     unknown = [stage for stage in lit if stage not in STAGES]
     if unknown:
         raise LabError(f"no stage is called {unknown[0]!r}; there are {', '.join(STAGES)}")

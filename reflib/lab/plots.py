@@ -1,7 +1,7 @@
 """Plots of tidy rows: `lab.lines` over a sweep, `lab.bars` of cases.
 
-Each draws this machine's rows in full colour and recorded rows, if given, fainter beside
-them, writes its own alt text from the numbers, and emits the figure.
+Each draws this machine's rows in full colour and recorded rows, if given, fainter, computes its alt text from the
+numbers, and emits the figure.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ def lines(
     log: str = "xy",
     title: str = "",
 ) -> Picture | None:
-    """A line a case over the sweep's `x`, with the middle half of the samples shaded.
+    """One line per case over the sweep's `x`, with the interquartile range shaded.
 
-    `curves` are functions of x to compare with, `levels` horizontal lines and `marks` vertical
-    ones, each by its label; `log` names the logarithmic axes. Returns None, and says so, when
-    there is nothing to draw.
+    `curves` are functions of x for comparison, `levels` horizontal lines and `marks` vertical ones, each by its label;
+    `log` names the logarithmic axes. Prints a line and returns None if there is nothing to draw.
     """
     import matplotlib.pyplot as plt
 
@@ -76,7 +75,7 @@ def lines(
 
 
 def _line(ax: Axes, label: str, points: list[Row], index: int, x: str) -> None:
-    """A case keeps its colour and marker on every device; recorded lines have hollow marks."""
+    """A case has the same colour and marker on all devices; recorded lines have hollow marks."""
     xs = [p.at[x] for p in points]
     ys = [p.value or 0.0 for p in points]
     half = [(p.spread or 0.0) / 2 for p in points]
@@ -90,7 +89,7 @@ def _line(ax: Axes, label: str, points: list[Row], index: int, x: str) -> None:
 
 
 def _series(rows: Rows, recorded: Rows | None, x: str, metric: str) -> dict[str, list[Row]]:
-    """label -> points in order of x. Recorded lines say so, and on which device."""
+    """label -> points in order of x. Labels of recorded lines include the device."""
     groups: dict[str, list[Row]] = {}
     elsewhere = _elsewhere(recorded, rows)
     for row in [*rows, *elsewhere]:
@@ -106,12 +105,12 @@ def _series_name(row: Row, is_recorded: bool, several: bool) -> str:
 
 
 def _columns(ax: Axes) -> int:
-    """Two columns of a legend where they fit over a narrow figure."""
+    """The legend's columns: two if they fit above a narrow figure, else one."""
     return 2 if max(map(len, ax.get_legend_handles_labels()[1])) <= 20 else 1
 
 
 def _elsewhere(recorded: Rows | None, rows: Rows) -> Rows:
-    """The recorded rows of other devices: on the recording's own device, fresh rows replace it."""
+    """The recorded rows of other devices; on the same device, fresh rows replace recorded ones."""
     mine = {row.device for row in rows if row.ok}
     return Rows(row for row in recorded or () if row.device not in mine)
 
@@ -124,7 +123,7 @@ def nickname(device: str) -> str:
 
 
 def _scales(ax: Axes, x: str, log: str) -> None:
-    """Logarithmic axes with plain numbers on them, few enough to read on a phone."""
+    """Logarithmic axes with plain numbers, few enough for a phone."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     if "x" in log:
@@ -144,7 +143,7 @@ def _scales(ax: Axes, x: str, log: str) -> None:
 
 
 def _notes(ax: Axes, levels: Mapping[str, float], marks: Mapping[str, float]) -> None:
-    """Labelled reference lines: levels across, marks upright."""
+    """Labelled reference lines: horizontal levels, vertical marks."""
     for label, level in levels.items():
         ax.axhline(level, color=INK, linewidth=1, linestyle=(0, (1, 2)))
         ax.annotate(
@@ -214,9 +213,9 @@ def bars(
     log: bool = False,
     title: str = "",
 ) -> Picture | None:
-    """A horizontal bar a case, labelled with its number; a panel a device when there are two.
+    """One horizontal bar per case, labelled with its value; one panel per device.
 
-    A case without a number keeps its place, with the reason written where its bar would be.
+    A case without a value has the reason in place of the bar.
     """
     import matplotlib.pyplot as plt
 
@@ -287,7 +286,7 @@ def _bar_panel(ax: Axes, panel: Rows, cases: list[str], log: bool) -> None:
 
 
 def _bar_names(panel: Rows) -> list[str]:
-    """The case; where cases repeat, also what differs between their bars."""
+    """The case; for repeated cases also the fields that differ."""
     if len(panel.cases) == len(panel):
         return panel.cases
     places = [{**row.at, "clock": row.clock} for row in panel]

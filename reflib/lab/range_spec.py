@@ -1,4 +1,4 @@
-"""The Vega-Lite form of `lab.range_picture`: pick a size, and see all cases at it and who serves it."""
+"""The Vega-Lite form of `lab.range_picture`: pick a size to see all cases at it and which one serves it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Served = Sequence[tuple[int, int, str]]
 
 
 def range_spec(lines: Lines, served: Served, tuned: Sequence[int], x: str, caption: str, alt: str) -> dict[str, Any]:
-    """Three views over one selection: lines over the size, a strip of who serves, bars of the cases at one size."""
+    """Three views with a common selection: lines over the size, a strip of the serving cases, bars at one size."""
     xs = sorted({p for points in lines.values() for p, _ in points})
     low, high = xs[0], xs[-1]
     strip = [
@@ -23,7 +23,7 @@ def range_spec(lines: Lines, served: Served, tuned: Sequence[int], x: str, capti
         for a, b, case in served if a - 0.5 < high and b + 0.5 > low
     ]  # fmt: skip
     points = [
-        {"case": case, "size": p, "time": float(f"{t:.4g}"), "serves": case == _who(served, p)}
+        {"case": case, "size": p, "time": float(f"{t:.4g}"), "serves": case == _serving(served, p)}
         for case, some in lines.items() for p, t in some
     ]  # fmt: skip
     colour = {
@@ -50,12 +50,12 @@ def range_spec(lines: Lines, served: Served, tuned: Sequence[int], x: str, capti
     }
 
 
-def _who(served: Served, size: float) -> str:
+def _serving(served: Served, size: float) -> str:
     return next((case for least, most, case in served if least <= size <= most), "")
 
 
 def _ticks(times: list[float]) -> list[float]:
-    """1, 2 and 5 of each ten on a short logarithmic axis, tens alone on a long one."""
+    """Ticks of a logarithmic axis: 1, 2, 5 times powers of ten on a short one, else powers of ten."""
     low, high = min(times), max(times)
     steps = (1, 2, 5) if high < 1000 * low else (1,)
     return [s * 10.0**e for e in range(-3, 9) for s in steps if low / 2 <= s * 10.0**e <= high * 2]
@@ -69,7 +69,7 @@ def _lines(
     up = {
         "field": "time",
         "type": "quantitative",
-        "title": "µs a call",
+        "title": "µs per call",
         "scale": {"type": "log", "nice": False},
         "axis": ticks,
     }
@@ -115,7 +115,7 @@ def _lines(
 
 def _strip(scale: dict[str, Any], colour: dict[str, Any], x: str) -> dict[str, Any]:
     axis = {"labelExpr": "format(datum.value, ',')", "tickCount": 6, "grid": False}
-    across = {"type": "quantitative", "scale": scale, "axis": axis, "title": f"{x}; the strip: who serves"}
+    across = {"type": "quantitative", "scale": scale, "axis": axis, "title": f"{x}; the strip: which case serves"}
     return {
         "width": WIDTH,
         "height": 26,
@@ -136,7 +136,7 @@ def _strip(scale: dict[str, Any], colour: dict[str, Any], x: str) -> dict[str, A
                 "encoding": {
                     "x": {"field": "size", **across},
                     "y": {"value": 6},
-                    "tooltip": [{"field": "size", "title": "measured, to choose, at"}],
+                    "tooltip": [{"field": "size", "title": "tuned at"}],
                 },
             },
         ],
@@ -145,14 +145,14 @@ def _strip(scale: dict[str, Any], colour: dict[str, Any], x: str) -> dict[str, A
 
 def _bars(colour: dict[str, Any]) -> dict[str, Any]:
     y = {"field": "case", "type": "nominal", "sort": list(colour["scale"]["domain"]), "title": None}
-    time = {"field": "time", "type": "quantitative", "title": "µs a call at the size picked"}
+    time = {"field": "time", "type": "quantitative", "title": "µs per call at the selected size"}
     label = "format(datum.time, ',.3~r') + (datum.serves ? '  serves' : '')"
     return {
         "data": {"name": "points"},
         "transform": [
             {"filter": {"param": "size"}},
             {"calculate": label, "as": "label"},
-            {"calculate": "1.4 * datum.time", "as": "room"},  # the axis is this much longer, for the labels
+            {"calculate": "1.4 * datum.time", "as": "room"},  # makes room for the labels
         ],
         "width": WIDTH,
         "height": {"step": 22},

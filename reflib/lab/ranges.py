@@ -1,5 +1,5 @@
-"""For chapters about choosing: choosing that is told instead of measuring, the arms of a compiled region as a table,
-and a chart of time over a size with the arms under it.
+"""For chapters about autotuning: decisions from given times, and the variants of a program by size as a table and as a
+chart of time over the size.
 """
 
 from __future__ import annotations
@@ -21,94 +21,94 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Times = Callable[[str, Mapping[str, int]], float]
-Asked = list[tuple[str, dict[str, int]]]
+Requested = list[tuple[str, dict[str, int]]]
 
 
 @contextmanager
-def told_times(times: Times) -> Iterator[Asked]:
-    """Inside, choosing does not measure: ``times(candidate, {size symbol: value})`` says how many µs a call takes.
+def told_times(times: Times) -> Iterator[Requested]:
+    """Context in which autotuning calls ``times(candidate, {size symbol: value})`` (µs per call) instead of measuring.
 
-    What is chosen is then the same on every machine, and a ``target`` that is not here can be chosen for. Everything
-    else is as always: guards, ranges, thresholds, fusing. Yields the questions asked, as a list that grows.
+    Decisions are then the same on every machine, also for a ``target`` that is not present. All else (guards, ranges,
+    thresholds, fusion) is unchanged. Yields a list to which each request for a time is appended.
 
-    >>> with told_times(lambda name, sizes: 1.0 if name == "mine" else 2.0) as asked: ...
+    >>> with told_times(lambda name, sizes: 1.0 if name == "mine" else 2.0) as requested: ...
     """
-    decide: Any = importlib.import_module("reflib.choose.decide")  # the module: the package has a function of that name
-    asked: Asked = []
+    decide: Any = importlib.import_module("reflib.autotune.decide")  # the module, not the function of that name
+    points: Any = importlib.import_module("reflib.autotune.points")
+    requested: Requested = []
     statically = decide._decide_statically
-    known = decide.known
 
-    def told(request: Any, *_: Any, **__: Any) -> Any:
-        return _result(request, times, asked)
+    def given(request: Any, *_: Any, **__: Any) -> Any:
+        return _result(request, times, requested)
 
-    def told_for_a_target(program: Any, choice: Any, target: Any, options: Any) -> Any:
-        """Nothing can be measured for a target that is not here; but it can be told."""
+    def given_for_a_target(program: Any, choice: Any, target: Any, options: Any) -> Any:
+        """Decide with the given times for a target that is not present, which normally is not measured."""
         if options.autotune == "off":
             return statically(program, choice, target, options)
-        work = decide._Work(options, lambda device: target, None, {})
+        work = decide._work(options, lambda device: target, None, {}, decide.Tuning())
         return decide._decide_by_measuring(program, choice, target, work)
 
     instead = [
-        (decide, "measure", told),
-        (decide, "_decide_statically", told_for_a_target),
-        (decide, "isolated", lambda *_: "it is told, not measured"),
-        (decide, "device_lock", lambda *_: contextlib.nullcontext()),
-        (known, "find", lambda *_: None),  # what was measured once does not count, and
-        (known, "keep", lambda *_: None),  # what is told here is not to be found later
+        (points, "measure", given),
+        (decide, "_decide_statically", given_for_a_target),
+        (points, "isolated", lambda *_: "times are given, not measured"),
+        (points, "device_lock", lambda *_: contextlib.nullcontext()),
+        (points.known, "find", lambda *_: None),  # earlier measurements are not used, and
+        (points.known, "keep", lambda *_: None),  # the given times are not stored
     ]
     with contextlib.ExitStack() as stack:
         for module, name, fn in instead:
             stack.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, fn)
-        yield asked
+        yield requested
 
 
-def _result(request: Any, times: Times, asked: Asked) -> Any:
-    from reflib.choose.decision import Candidate
-    from reflib.choose.request import Result
-    from reflib.choose.winner import decide
+def _result(request: Any, times: Times, requested: Requested) -> Any:
+    from reflib.autotune.request import Result
+    from reflib.autotune.winner import pick_winner
+    from reflib.ir.decision import Candidate
 
     rows = []
     for name in request.programs:
-        asked.append((name, dict(request.sizes)))
+        requested.append((name, dict(request.sizes)))
         us = float(times(name, dict(request.sizes)))
-        rows.append(Candidate(name, "ok", us, us, None, 0.0, 0.0, "told"))
-    winner, reason = decide(rows, request.default, request.min_speedup)
+        rows.append(Candidate(request.key(name), "ok", us, us, None, 0.0, 0.0, "told"))
+    winner, reason = pick_winner(rows, request.default, request.min_speedup)
     return Result(tuple(rows), winner, reason, "told", "told")
 
 
-def arms(e: Any) -> list[dict[str, Any]]:
-    """A line for each arm of each dispatched region in an explanation: what it asks of the sizes, what runs then.
-    Empty where one winner serves all sizes."""
-    from reflib.ir.program import Dispatch, Extern, walk
+def variants(e: Any) -> list[dict[str, Any]]:
+    """One dict per variant by size in an explanation's program: its condition and what runs then. Empty if one winner
+    serves all sizes."""
+    from reflib.ir.program import kernels_and_calls
 
-    lines = []
-    for node in e.chosen.nodes:
-        if not isinstance(node, Dispatch):
-            continue
-        for arm in node.arms:
-            inside = list(walk(arm.nodes))
-            calls = sum(isinstance(n, Extern) for n in inside)
-            asks = " and ".join(_condition(p) for p in arm.predicate) or "otherwise"
-            runs = arm.label.removeprefix("else: ")
-            lines.append({"if": asks, "runs": runs, "kernels": len(inside) - calls, "calls": calls})
-    return lines
+    rows = []
+    for v in (v for node in _by_size(e) for v in node.variants):
+        condition = " and ".join(_condition(p) for p in v.predicate) or "otherwise"
+        kernels, calls = kernels_and_calls(v.nodes)
+        rows.append({"if": condition, "runs": v.name.removeprefix("else: "), "kernels": kernels, "calls": calls})
+    return rows
+
+
+def _by_size(e: Any) -> list[Any]:
+    """The nodes with one variant per range of a size, not those with a fast kernel and its fallback."""
+    from reflib.ir.program import Variants
+
+    return [n for n in e.scheduled.nodes if isinstance(n, Variants) and not n.of_kernels]
 
 
 def served(e: Any, top: int) -> list[tuple[int, int, str]]:
-    """(least, most, winner) for each range of the first decision in an explanation, up to ``top``. Where one winner
-    serves all sizes, one range. What a winner asks of the sizes besides is left out."""
-    from reflib.ir.program import Dispatch
-
-    node = next((n for n in e.chosen.nodes if isinstance(n, Dispatch)), None)
+    """(least, most, winner) per range of the first decision in an explanation, up to ``top``. One range if one winner
+    serves all sizes. A winner's other conditions on the sizes are omitted."""
+    node = next(iter(_by_size(e)), None)
     if node is None:
         return [(1, top, e.decisions[0].winner)]
     out: list[tuple[int, int, str]] = []
     least = 1
-    for arm in node.arms:
-        most = next((p.value for p in arm.predicate if p.kind == "at_most"), top)
+    for v in node.variants:
+        most = next((p.value for p in v.predicate if p.kind == "at_most"), top)
         if least <= most:
-            out.append((least, most, arm.label.rsplit(": ", 1)[-1]))
+            out.append((least, most, v.name.rsplit(": ", 1)[-1]))
             least = most + 1
     return out
 
@@ -128,12 +128,12 @@ def range_picture(
     tuned: Sequence[int] = (),
     metric: str = "time",
 ) -> Explorer | None:
-    """Time over a size: a line a case, and a strip under them that says who serves which sizes. Where Vega-Lite is
-    drawn, a size can be picked, to see all cases at it.
+    """Draw time (µs) over a size: one line per case, and a strip below that shows which case serves which sizes. In
+    Vega-Lite a size can be selected to compare all cases at it.
 
-    served: (least, most, case) for every range, in order; a case that has no line of its own is drawn in grey.
-    tuned: sizes at which was measured in order to choose; ticks in the strip.
-    Returns None, and says so, where nothing was measured.
+    served: (least, most, case) per range, in order; a case without a line is grey.
+    tuned: sizes at which autotuning measured; marks in the strip.
+    Prints a line and returns None if nothing was measured.
     """
     import matplotlib.pyplot as plt
 
@@ -177,7 +177,7 @@ def range_picture(
 def _strip(
     ax: Axes, served: Sequence[tuple[int, int, str]], cases: Sequence[str], tuned: Sequence[int], xs: list[float]
 ) -> None:
-    """Bars, in the colours of the lines, from the first to the last size that each case serves."""
+    """One bar per range, from its first to its last size, in the colour of the case's line."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     low, high = min(xs), max(xs)
@@ -205,5 +205,5 @@ def _alt(lines: Mapping[str, list[tuple[float, float]]], served: Sequence[tuple[
         f"{case}: {short(points[0][1])} at {short(points[0][0])}, {short(points[-1][1])} at {short(points[-1][0])}"
         for case, points in lines.items()
     )
-    who = "; ".join(f"{case} from {least:,} to {most:,}" for least, most, case in served)
-    return f"Line chart of µs over {x}. {ends}. A strip below says who serves: {who}."
+    ranges = "; ".join(f"{case} from {least:,} to {most:,}" for least, most, case in served)
+    return f"Line chart of µs over {x}. {ends}. A strip below shows which case serves: {ranges}."

@@ -1,4 +1,4 @@
-"""Two charts of comparisons: `lab.ratios` of cases against one of them, `lab.predicted_plot` of a model's numbers."""
+"""Two comparison charts: `lab.ratios` of cases to one of them, `lab.predicted_plot` of predicted to measured times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reflib.lab.rows import Rows, short
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """0 for none.
+    """The geometric mean; 0 without values.
 
     >>> geometric_mean([1.0, 4.0])
     2.0
@@ -21,7 +21,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def speeds(rows: Rows, against: str, keys: Sequence[str]) -> dict[str, dict[str, float]]:
-    """case -> place -> how many times as fast as ``against`` there; where either has no number, nothing."""
+    """case -> place -> speedup over ``against``, for places where both have a value."""
     timed = rows.where(lambda r: r.metric == "time" and r.ok and r.value is not None)
 
     def place(at: Mapping[str, object]) -> str:
@@ -40,7 +40,7 @@ def ratios(
     rows: Rows, *, caption: str, against: str = "eager", keys: Sequence[str] = ("M", "K", "N"),
     recorded: Rows | None = None,
 ) -> Picture | None:  # fmt: skip
-    """A line a place, a mark a case: how many times as fast as ``against``. A panel a device."""
+    """Draw speedups over ``against``: one line per place, one mark per case, one panel per device."""
     import matplotlib.pyplot as plt
 
     panels = []
@@ -86,7 +86,7 @@ def ratios(
 def predicted_plot(
     points: Mapping[str, Sequence[tuple[float, float]]], *, caption: str, title: str = ""
 ) -> Picture | None:
-    """kind of candidate -> (predicted, measured) µs; the diagonal is a model that is right."""
+    """Draw predicted and measured µs of each kind of candidate, with the diagonal."""
     import matplotlib.pyplot as plt
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 

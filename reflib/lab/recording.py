@@ -1,4 +1,4 @@
-"""Recorded rows: what the notebooks measured on a real GPU, kept beside them."""
+"""Recorded rows: measurements of the notebooks on a GPU, stored beside them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reflib import atomic
 from reflib.lab.machine import ROOT
 from reflib.lab.rows import Row, Rows
 
-FOLDER = "REFLIB_RECORDED"  # names another folder of recordings
+FOLDER = "REFLIB_RECORDED"  # environment variable with another folder of recordings
 LIMIT_BYTES = 1_000_000
 
 
@@ -25,7 +25,7 @@ def folder() -> Path:
 
 
 def recorded(chapter: str, gpu: str = "h200") -> Rows:
-    """The rows recorded for this chapter; none, without an error, where there is no recording."""
+    """The rows recorded for this chapter; empty without a recording."""
     path = folder() / f"{chapter}.{gpu}.json"
     if not path.exists():
         return Rows()
@@ -33,7 +33,7 @@ def recorded(chapter: str, gpu: str = "h200") -> Rows:
 
 
 def load(path: Path) -> tuple[Rows, list[dict[str, Any]]]:
-    """The rows and the claims of one file."""
+    """The rows and claims of one file."""
     data = json.loads(path.read_text(encoding="utf-8"))
     shared = data.get("shared", {})
     rows = Rows(Row.from_data({**shared, **row}) for row in data["rows"])
@@ -41,7 +41,7 @@ def load(path: Path) -> tuple[Rows, list[dict[str, Any]]]:
 
 
 def split_records(lines: Iterable[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The rows and the claims of a file of appended records."""
+    """The rows and claims of a file of appended records."""
     records = [json.loads(line) for line in lines if line.strip()]
     rows = [r for r in records if r.get("kind") == "row"]
     claims = [r for r in records if r.get("kind") == "claim"]
@@ -49,7 +49,7 @@ def split_records(lines: Iterable[str]) -> tuple[list[dict[str, Any]], list[dict
 
 
 def dump(path: Path, rows: Iterable[Mapping[str, Any]], claims: Iterable[Mapping[str, Any]]) -> None:
-    """Write a recording: what all rows share once, then a line a row, sorted."""
+    """Write a recording: the fields shared by all rows once, then one line per row, sorted. ValueError if too large."""
     listed = [dict(row) for row in rows]
     shared = {
         key: listed[0][key]
@@ -79,5 +79,5 @@ def _plain(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rounded(row: dict[str, Any]) -> dict[str, Any]:
-    """Five digits are more than any of these numbers has."""
+    """Values with five significant digits, more than their accuracy."""
     return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in row.items()}

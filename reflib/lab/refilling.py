@@ -1,7 +1,7 @@
-"""Cells that only show recorded rows, executed again when a recording has changed: no GPU is needed for them.
+"""Executes the cells that only show recorded rows again after a recording has changed, without a GPU.
 
-Such a cell has the tag `recorded-rows`. It may use the parameters, what the set-up cell makes, and other cells with
-the tag. Every other output stays as it was recorded.
+Such cells have the tag `recorded-rows`. They may use the parameters, the results of the set-up cell, and other tagged
+cells. All other outputs stay as recorded.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ TAG = "recorded-rows"
 
 
 def refill(path: Path) -> int:
-    """Execute these cells of the notebook on the CPU and write their outputs into it; how many there are. Its stamp
-    stays: it is of the cells' code, which does not change."""
+    """Execute the tagged cells of the notebook on the CPU and write their outputs into it; returns their number. The
+    stamp, a hash of the code cells, is unchanged."""
     notebook = nb.read(path)
     tagged = {cell.id for cell in notebook.cells if TAG in cell.metadata.get("tags", [])}
     if not tagged:

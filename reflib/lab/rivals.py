@@ -1,4 +1,4 @@
-"""`lab.contenders`: eager beside every compiler that can run here, ready for `lab.measure`."""
+"""`lab.contenders`: a function run by eager and by each available compiler, as cases for `lab.measure`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ def contenders(
 ) -> dict[str, Callable[[], Any]]:
     """Functions of no arguments that call `fn(*args)`: eager, TorchInductor and reflib.
 
-    Compilers that cannot run here are left out. Each gets its own copy of `fn`, so that
-    Dynamo's caches and its recompile limit are not shared, and is called once to compile.
-    `mode` goes to TorchInductor, `options` to reflib.
+    Compilers that cannot run here are omitted. Each has its own copy of `fn`, so that Dynamo's caches and recompile
+    limit are not shared, and is called once to compile. `mode` is passed to TorchInductor, `options` to reflib.
     """
     import torch
 
@@ -46,7 +45,7 @@ def _bind(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Any]:
 
 
 def own_copy(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function with a code object of its own; modules are returned as they are."""
+    """A copy of the function with a separate code object; modules are returned unchanged."""
     if not isinstance(fn, types.FunctionType):
         return fn
     copy = types.FunctionType(

@@ -1,4 +1,4 @@
-"""`lab.roofline_slider`: one kernel under the roofline, in as many versions as there are stops of a slider."""
+"""`lab.roofline_slider`: a kernel under the roofline, with a slider over its versions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TENS = [10.0**e for e in range(-6, 7)]
 
 
 class Version(NamedTuple):
-    """A stop of the slider: what it is called, the work and bytes of a call, and µs as measured (None: not here)."""
+    """A version: label, FLOPs and bytes per call, and measured µs (None if not measured)."""
 
     label: str
     flops: float
@@ -31,8 +31,8 @@ class Version(NamedTuple):
 def roofline_slider(
     roof: Roofline, versions: Sequence[Version | tuple[str, float, float, float | None]], *, what: str, caption: str
 ) -> Explorer | None:
-    """Show the two ceilings of a device and a point that a slider moves from version to version (Version, or its four
-    fields). ``what`` names what changes between them. None, and says so, where nothing was measured."""
+    """Show the two ceilings of a device and a point that a slider moves over the versions (Version, or a 4-tuple).
+    ``what``: label of the slider. Prints a line and returns None if nothing was measured."""
     stops = [Version(*v) for v in versions]
     stops = [v for v in stops if v.time]
     if not stops:
@@ -59,35 +59,35 @@ def roofline_slider(
 def _line(roof: Roofline, index: int, v: Version) -> dict[str, Any]:
     intensity = v.flops / v.bytes
     return {
-        "stop": index + 1, "version": v.label, "FLOPs a byte": intensity, "TFLOP/s": v.flops / (v.time or 1.0) / 1e6,
+        "stop": index + 1, "version": v.label, "FLOPs per byte": intensity, "TFLOP/s": v.flops / (v.time or 1.0) / 1e6,
         "limit": roof.limit(intensity), "µs": v.time, "µs at least": roof.time(v.bytes, v.flops), "MB": v.bytes / 1e6,
     }  # fmt: skip
 
 
 def _words(roof: Roofline, v: Version, line: dict[str, Any]) -> tuple[str, str, str]:
-    under = "the arithmetic" if line["FLOPs a byte"] > roof.ridge else "the memory"
+    under = "the arithmetic" if line["FLOPs per byte"] > roof.ridge else "the memory"
     share = line["TFLOP/s"] / line["limit"]
     return (
         f"{v.label}: {short(line['MB'])} MB moved",
-        f"{short(line['FLOPs a byte'])} FLOPs a byte, under {under}",
+        f"{short(line['FLOPs per byte'])} FLOPs per byte, under {under}",
         f"{short(line['µs'])} µs, {short(line['TFLOP/s'])} TFLOP/s: {share:.0%} of its limit",
     )
 
 
 def _roof(roof: Roofline, lines: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
-    places = [line["FLOPs a byte"] for line in lines] + [roof.ridge]
+    places = [line["FLOPs per byte"] for line in lines] + [roof.ridge]
     xs = (min(places) / 3, roof.ridge, max(places) * 3)
-    return [{"FLOPs a byte": x, "TFLOP/s": roof.limit(x)} for x in xs]
+    return [{"FLOPs per byte": x, "TFLOP/s": roof.limit(x)} for x in xs]
 
 
 def _view(roof: Roofline, lines: Sequence[dict[str, Any]]) -> Spec:
-    low = min(min(line["TFLOP/s"] for line in lines), roof.limit(_roof(roof, lines)[0]["FLOPs a byte"]))
+    low = min(min(line["TFLOP/s"] for line in lines), roof.limit(_roof(roof, lines)[0]["FLOPs per byte"]))
     high = max(max(line["TFLOP/s"] for line in lines), roof.flops)
     log = {"type": "quantitative", "axis": {"labelExpr": "format(datum.value, '~r')", "values": TENS}}
-    x = {**log, "field": "FLOPs a byte", "scale": {"type": "log", "nice": False}}
+    x = {**log, "field": "FLOPs per byte", "scale": {"type": "log", "nice": False}}
     y = {**log, "field": "TFLOP/s", "title": "TFLOP/s"}
     y["scale"] = {"type": "log", "nice": False, "domain": [low / 1.6, high * 1.6]}
-    tooltip = [{"field": f} for f in ("version", "FLOPs a byte", "TFLOP/s", "limit", "µs", "µs at least")]
+    tooltip = [{"field": f} for f in ("version", "FLOPs per byte", "TFLOP/s", "limit", "µs", "µs at least")]
     here = [{"filter": "datum.stop === stop"}]
     small = {"type": "point", "filled": True, "color": COLOURS[0], "size": 45}
     return {
@@ -117,6 +117,6 @@ def _view(roof: Roofline, lines: Sequence[dict[str, Any]]) -> Spec:
 
 def _alt(roof: Roofline, words: Sequence[str]) -> str:
     return (
-        f"Roofline of {roof.device}: rises with {short(roof.bandwidth)} GB/s until {short(roof.ridge)} FLOPs a byte, "
+        f"Roofline of {roof.device}: rises with {short(roof.bandwidth)} GB/s until {short(roof.ridge)} FLOPs per byte, "
         f"then flat at {short(roof.flops)} TFLOP/s. A slider moves a point along: {'. '.join(words)}."
     )

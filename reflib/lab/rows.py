@@ -1,4 +1,4 @@
-"""Tidy rows: one measured number each, with all that is needed to believe it later."""
+"""Tidy rows: one measured number each, with the conditions of its measurement."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 
 from reflib.errors import LabError
 
-ROWS_FILE = "REFLIB_LAB_ROWS"  # rows and claims are appended to the file this names
+ROWS_FILE = "REFLIB_LAB_ROWS"  # environment variable: the file to which rows and claims are appended
 
 
 @dataclass(frozen=True)
 class Row:
-    """One number. `value` is None when there is none, and `status` then says why."""
+    """One number. If it could not be measured, `value` is None and `status` is the reason."""
 
     name: str
     case: str
@@ -27,7 +27,7 @@ class Row:
     value: float | None
     unit: str
     spread: float | None = None  # interquartile range, in the same unit
-    at: Mapping[str, Any] = field(default_factory=dict)  # where in a sweep: {"bytes": 4096}
+    at: Mapping[str, Any] = field(default_factory=dict)  # the point in a sweep: {"bytes": 4096}
     clock: str = ""
     cache: str = ""
     status: str = "ok"
@@ -42,7 +42,7 @@ class Row:
         return self.status == "ok"
 
     def to_data(self) -> dict[str, Any]:
-        """Only what is set, and five digits: more than any measured number has."""
+        """The fields that are set; numbers with five significant digits, more than their accuracy."""
         data = dataclasses.asdict(self)
         kept = {k: v for k, v in data.items() if v not in ("", {}, None) or k == "value"}
         return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in kept.items()}
@@ -52,11 +52,11 @@ class Row:
         names = {f.name for f in dataclasses.fields(Row)}
         return Row(
             **{"value": None, "unit": ""} | {k: v for k, v in data.items() if k in names}
-        )  # a refusal has no number
+        )  # failures have no number
 
 
 def stamp() -> dict[str, Any]:
-    """The fields every row of this notebook shares."""
+    """The fields shared by all rows of this notebook."""
     from reflib.lab.session import current
 
     here = current()
@@ -69,7 +69,7 @@ def stamp() -> dict[str, Any]:
 
 
 def append(records: Iterable[Mapping[str, Any]]) -> None:
-    """Add records to the file that the recorder reads, if one is named."""
+    """Append records to the file named by ROWS_FILE, if any."""
     name = os.environ.get(ROWS_FILE)
     if not name:
         return
@@ -78,7 +78,7 @@ def append(records: Iterable[Mapping[str, Any]]) -> None:
 
 
 class Rows(tuple[Row, ...]):
-    """Some rows: a tuple which shows itself as a table and answers simple questions."""
+    """A tuple of rows, displayed as a table, with simple queries."""
 
     __slots__ = ()
 
@@ -89,7 +89,7 @@ class Rows(tuple[Row, ...]):
         )
 
     def value(self, case: str, metric: str = "time", **at: Any) -> float | None:
-        """The one value of this case and metric; None when it could not be measured."""
+        """The value of this case and metric, None if it was not measured. LabError unless one row matches."""
         found = [r for r in self.where(case=case, metric=metric) if all(r.at.get(k) == v for k, v in at.items())]
         if len(found) != 1:
             raise LabError(
@@ -114,7 +114,7 @@ class Rows(tuple[Row, ...]):
         return Rows(found) if isinstance(key, slice) else found
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
-        """The table: a line a case and place in the sweep, a column a metric."""
+        """The table: one line per case and point of the sweep, one column per metric."""
         metrics = list(dict.fromkeys((r.metric, r.unit) for r in self if r.ok))
         lines: dict[tuple[Any, ...], dict[tuple[str, str], str]] = {}
         notes: dict[tuple[Any, ...], str] = {}
@@ -141,7 +141,7 @@ class Rows(tuple[Row, ...]):
 
 
 def show_number(value: float | None, spread: float | None = None) -> str:
-    """Three significant digits, and the spread after it."""
+    """Three significant digits, followed by the spread."""
     if value is None:
         return ""
     text = short(value)
@@ -163,7 +163,7 @@ def short(value: float) -> str:
 
 
 def show_plain(value: Any) -> str:
-    """A place in a sweep: whole numbers stay whole."""
+    """A value of `at`: integers in full."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else short(value)
@@ -184,7 +184,7 @@ def text_table(heads: list[str], body: list[list[str]]) -> str:
 
 
 def html_table(heads: list[str], body: list[list[str]]) -> str:
-    """A plain table; pandas' class name, because notebook themes style that one."""
+    """A plain table with the class name of pandas, for which notebook themes have a style."""
     if not body:
         return "<p>(no rows)</p>"
     head = "".join(f'<th scope="col">{html.escape(h)}</th>' for h in heads)

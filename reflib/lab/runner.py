@@ -1,9 +1,9 @@
-"""Which notebooks there are and what parameters they take; `make record`, which writes the committed outputs.
+"""Finds notebooks and their parameters; `record` (`make record`) writes the committed outputs.
 
-`record` goes through `execute_all`: each notebook in a process of its own (executing.py), in a scratch folder, rows
-and claims collected through REFLIB_LAB_ROWS, one `Result` a notebook, failures kept and passed over. Nothing else
-writes under notebooks/. Recordings by different processes share no file but `recorded/seconds.tsv`. A reader's runs,
-which write elsewhere, are `reflib.batch`'s.
+`record` calls `execute_all`: each notebook runs in a separate process (executing.py) and a scratch folder, with rows
+and claims collected through REFLIB_LAB_ROWS. There is one result per notebook, and a failure does not stop the others.
+Nothing else writes under notebooks/. Parallel recordings share only the file `recorded/seconds.tsv`. `reflib.batch`
+executes notebooks for readers and writes elsewhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from reflib.errors import LabError
 from reflib.lab import durations, machine
 from reflib.lab import notebook as nb
 from reflib.lab import recording as recordings
-from reflib.lab.executing import Result, execute, last_line
+from reflib.lab.executing import NotebookResult, execute, last_line
 from reflib.lab.params import Parameter, check_value, parse_parameters
 
 ROOT = machine.ROOT
@@ -41,7 +41,7 @@ Jobs = dict[Path, dict[str, Any]]  # each notebook to execute, with its paramete
 
 
 def notebooks(root: Path = ROOT, only: Sequence[str] = ()) -> list[Path]:
-    """The chapters in the book's order, then any the book does not list; `only` picks by slug."""
+    """The chapters in the book's order, then notebooks that are not in the book; `only` selects by slug."""
     import yaml
 
     listed: list[str] = []
@@ -58,7 +58,7 @@ def notebooks(root: Path = ROOT, only: Sequence[str] = ()) -> list[Path]:
 
 
 def declared_parameters(path: Path) -> dict[str, dict[str, Any]]:
-    """The names a notebook's `parameters` cell declares, with papermill's notes on type, default and help."""
+    """The names in a notebook's `parameters` cell, with type, default and help as papermill infers them."""
     import papermill
 
     with warnings.catch_warnings():
@@ -67,9 +67,9 @@ def declared_parameters(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def parameters_of(notebook: nb.Notebook) -> dict[str, Parameter]:
-    """The parameters of a notebook that has been read: the cell tagged `parameters`, by the grammar of params.py.
+    """The parameters of a notebook: those of the cell tagged `parameters`, by the grammar of params.py.
 
-    A cell that does not follow it (someone's own notebook: `n = 4`) gives names, each of type "any".
+    From a cell that does not follow it (`n = 4` in a user's notebook), names of type "any". LabError on bad syntax.
     """
     for cell in notebook.cells:
         if cell.cell_type != "code" or "parameters" not in cell.metadata.get("tags", []):
@@ -87,7 +87,7 @@ def parameters_of(notebook: nb.Notebook) -> dict[str, Parameter]:
 
 
 def fit(parameter: Parameter, value: Any) -> Any:
-    """A value from a command line (text) or a sweep file, as the type that the notebook declares; in its domain."""
+    """A value from a command line or a sweep file, converted to the declared type. LabError outside the domain."""
     name, declared = parameter.name, parameter.type
     given = value
     if isinstance(value, str) and declared != "str":
@@ -113,7 +113,7 @@ def yaml_scalar(text: str) -> Any:
 
 
 def parameters_for(paths: Iterable[Path], given: Mapping[str, str], device: str) -> Jobs:
-    """Each notebook's parameters. Before anything runs, a name that no notebook declares is refused."""
+    """The parameters of each notebook. LabError for a name that no notebook declares."""
     declared = {path: parameters_of(nb.read(path)) for path in paths}
     every = sorted({name for names in declared.values() for name in names})
     for name in given:
@@ -128,7 +128,7 @@ def parameters_for(paths: Iterable[Path], given: Mapping[str, str], device: str)
 
 
 def jobs_of(root: Path, only: Sequence[str], given: Mapping[str, str] | None, device: str) -> Jobs:
-    """What `record` is to execute; having nothing to do is an error."""
+    """The notebooks and parameters for `record`. LabError if there are none."""
     jobs = parameters_for(notebooks(root, only), given or {}, device)
     if not jobs:
         raise LabError(f"no notebooks in {shown(root / 'notebooks')}")
@@ -136,12 +136,12 @@ def jobs_of(root: Path, only: Sequence[str], given: Mapping[str, str] | None, de
 
 
 def slug_of(device: str) -> str:
-    """The name of a device's recordings: 'h200' of an 'NVIDIA H200', 'cpu' of any CPU."""
+    """The device's name in recordings: 'h200' for an 'NVIDIA H200', 'cpu' for any CPU."""
     return "cpu" if device == "cpu" else gpu_slug(name_of(device))
 
 
 def name_of(device: str) -> str:
-    """What the device calls itself: 'NVIDIA H200'."""
+    """The device's full name: 'NVIDIA H200'."""
     return machine.describe(machine.pick_device(device)).name
 
 
@@ -149,7 +149,7 @@ def name_of(device: str) -> str:
 
 
 def new_folder(parent: Path, name: str) -> Path:
-    """parent/name, or name-2, name-3: a folder that nobody else has, however many runs begin in one second."""
+    """Create parent/name, or name-2, name-3 etc. if it exists; safe against concurrent runs."""
     parent.mkdir(parents=True, exist_ok=True)
     for again in itertools.count(1):
         folder = parent / (name if again == 1 else f"{name}-{again}")
@@ -161,7 +161,7 @@ def new_folder(parent: Path, name: str) -> Path:
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Inside, a SIGTERM ends the notebooks that run before it ends this process."""
+    """Context in which SIGTERM ends the running notebooks, then this process."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -173,12 +173,12 @@ def ended_by_sigterm() -> Iterator[None]:
 
 
 def longest_first(jobs: Jobs, known: Mapping[str, float]) -> Jobs:
-    """Those that nobody has timed come first: one of them may be the longest."""
+    """Sorted by known seconds, longest first; notebooks without a known time come before all others."""
     return dict(sorted(jobs.items(), key=lambda job: -known.get(job[0].stem, float("inf"))))
 
 
 def visible(devices: Sequence[str], device: str) -> list[dict[str, str]]:
-    """One environment for each GPU named; notebooks of one environment run one after another."""
+    """One environment per GPU; notebooks with the same environment run sequentially."""
     if not devices:
         return [{}]
     if device != "cuda":
@@ -193,16 +193,16 @@ def visible(devices: Sequence[str], device: str) -> list[dict[str, str]]:
 
 def execute_all(
     jobs: Jobs, out: Path, device: str, say: Any = print, slots: Sequence[Mapping[str, str]] = ({},)
-) -> Iterator[tuple[Path, Result]]:
-    """Execute every notebook, one at a time in each slot (an environment), going on after a failure.
+) -> Iterator[tuple[Path, NotebookResult]]:
+    """Execute all notebooks, one at a time per slot (environment), continuing after failures; yields (path, result).
 
-    Bars on a terminal, lines elsewhere. A Ctrl-C ends those that run; they are the last that come.
+    Shows progress bars on a terminal, lines elsewhere. Ctrl-C ends the running notebooks, which are then the last.
     """
     from tqdm import tqdm
 
     terminal = sys.stderr.isatty()
     waiting = collections.deque(enumerate(jobs.items(), 1))
-    news: queue.SimpleQueue[tuple[int, Path, Result | None]] = queue.SimpleQueue()
+    news: queue.SimpleQueue[tuple[int, Path, NotebookResult | None]] = queue.SimpleQueue()
     stop = threading.Event()
 
     def work(place: int, environment: Mapping[str, str]) -> None:
@@ -216,7 +216,7 @@ def execute_all(
             try:
                 result = execute(path, out, parameters, device, bar, environment, stop)
             except Exception as error:
-                result = Result(path.stem, device, 0.0, "failed", last_line(error))
+                result = NotebookResult(path.stem, device, 0.0, "failed", last_line(error))
             if result.status == "interrupted":
                 stop.set()
             news.put((number, path, result))
@@ -227,7 +227,7 @@ def execute_all(
         with bars:
             for thread in threads:
                 thread.start()
-            for number, path, result in heard(news, threads, stop):
+            for number, path, result in received(news, threads, stop):
                 if result is None:
                     if not terminal:
                         say(f"[{number}/{len(jobs)}] {path.stem} ...")
@@ -244,11 +244,11 @@ def execute_all(
             thread.join()
 
 
-def heard(news: queue.SimpleQueue[Any], threads: Sequence[threading.Thread], stop: threading.Event) -> Iterator[Any]:
-    """What the threads tell, until all have ended; a Ctrl-C meanwhile sets `stop`."""
+def received(news: queue.SimpleQueue[Any], threads: Sequence[threading.Thread], stop: threading.Event) -> Iterator[Any]:
+    """Items of the queue until all threads have ended; Ctrl-C sets `stop`."""
     while True:
         try:
-            alive = any(thread.is_alive() for thread in threads)  # asked first: then the queue is complete
+            alive = any(thread.is_alive() for thread in threads)  # before reading the queue
             while True:
                 try:
                     item = news.get(timeout=0.1 if alive else 0)
@@ -261,7 +261,7 @@ def heard(news: queue.SimpleQueue[Any], threads: Sequence[threading.Thread], sto
             stop.set()
 
 
-def table(results: Sequence[Result]) -> str:
+def table(results: Sequence[NotebookResult]) -> str:
     """The closing table: notebook, device, seconds, status."""
     lines = [("notebook", "device", "seconds", "status")]
     lines += [(r.notebook, r.device, f"{r.seconds:.1f}", r.status) for r in results]
@@ -284,10 +284,10 @@ def record(
     say: Any = print,
     devices: Sequence[str] = (),
 ) -> int:
-    """Execute the notebooks and write outputs, stamp and rows to `out` (or notebooks/). 0 if all went well.
+    """Execute the notebooks and write outputs, stamp and rows to `out` (or notebooks/). Returns 0 if all succeeded.
 
-    Each is written when it is done. With `devices`, numbers of GPUs, one runs on each at once, longest first.
-    A notebook that fails is left as it was. Claims that failed are listed: their prose is to be changed.
+    Each is written when it is done. With `devices`, numbers of GPUs, one notebook at a time runs on each.
+    A notebook that fails is not changed. Failed claims are listed, because their prose must be changed.
     """
     device = machine.pick_device(device).type
     slots = visible(devices, device)
@@ -306,7 +306,7 @@ def record(
                 continue
             try:
                 keep_recording(path, result, work, target, slug, stamp)
-            except Exception as error:  # such as rows over the limit: the others are still worth recording
+            except Exception as error:  # such as too many rows; the others are still recorded
                 result.status, result.error = "failed", last_line(error)
                 say(f"    {path.stem} is not written: {result.error}")
     say("\n" + table(results))
@@ -318,9 +318,9 @@ def record(
 
 
 def keep_recording(
-    path: Path, result: Result, work: Path, target: Path, slug: str, stamp: tuple[str, dict[str, str], str]
+    path: Path, result: NotebookResult, work: Path, target: Path, slug: str, stamp: tuple[str, dict[str, str], str]
 ) -> None:
-    """Write one executed notebook, stamped with (device, versions, commit), and its rows under `target`."""
+    """Write one executed notebook, with the stamp (device, versions, commit), and its rows under `target`."""
     executed = nb.read(work / "notebooks" / path.name)
     nb.stamp(executed, *stamp)
     nb.write(executed, target / path.name, replace={str(work / "work" / path.stem): "."})
@@ -330,13 +330,13 @@ def keep_recording(
 
 
 def gpu_slug(name: str) -> str:
-    """'h200' of 'NVIDIA H200'; a file name's worth of any device name."""
+    """'h200' for 'NVIDIA H200'; for other names, a string usable in file names."""
     short = re.sub(r"(?i)nvidia|amd|geforce|instinct|tesla", "", name)
     return re.sub(r"[^a-z0-9]+", "-", short.lower()).strip("-") or "unknown"
 
 
 def shown(path: Path) -> str:
-    """A path as a reader would type it: relative where it can be."""
+    """A path for messages: relative to the working folder if possible."""
     with contextlib.suppress(ValueError):
         return str(path.resolve().relative_to(Path.cwd()))
     return str(path)

@@ -1,4 +1,4 @@
-"""`lab.setup`: check the parameters cell, choose device, dtype and sizes, say what was chosen."""
+"""`lab.setup`: validates the parameters cell, chooses device, dtype and sizes, and prints the choices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reflib.lab.params import Parameter, check_value, parse_parameters, validate
 if TYPE_CHECKING:
     import torch
 
-ROOM_BYTES = 12 * 10**9  # notebooks peak below this, so that they fit a 16 GB card
+ROOM_BYTES = 12 * 10**9  # limit for notebooks, so that they fit a 16 GB GPU
 
 STANDARD = (
     Parameter("device", "str", "auto", "where to run"),
@@ -30,7 +30,7 @@ Size = int | float | str | Callable[[int], int | float]
 
 @dataclass(frozen=True)
 class Setup:
-    """What `lab.setup` chose. Every other parameter is an attribute too: `here.megabytes`."""
+    """The result of `lab.setup`. All parameters are attributes too: `here.megabytes`."""
 
     device: torch.device
     dtype: torch.dtype
@@ -60,13 +60,13 @@ class Setup:
 
 
 class _Current:
-    """The set-up of this notebook: the one piece of state the lab keeps between cells."""
+    """The set-up of this notebook, the only state kept between cells."""
 
     value: Setup | None = None
 
 
 def current() -> Setup:
-    """The notebook's set-up; a plain one, silently, where `lab.setup` was not called."""
+    """The notebook's set-up; a default one without output if `lab.setup` was not called."""
     if _Current.value is None:
         return setup(quiet=True)
     return _Current.value
@@ -80,15 +80,14 @@ def setup(
     quiet: bool = False,
     **values: object,
 ) -> Setup:
-    """Validate the parameters and choose what `"auto"` stands for.
+    """Validate the parameters and replace `"auto"` by concrete values.
 
-    In a notebook, `lab.setup(globals())`: the parameters cell is found among the executed
-    cells and each of its names is checked against its own line. Elsewhere, pass the values:
-    `lab.setup(device="cpu")`. `auto` says what `"auto"` means for a size on each kind of
-    device: `auto={"megabytes": {"cpu": 32, "cuda": lambda room: room // 10**7}}`, where
-    `room` is the number of bytes the notebook may use.
+    In a notebook, call `lab.setup(globals())`: the parameters cell is found among the executed cells, and each name is
+    checked against its line there. Elsewhere, pass the values: `lab.setup(device="cpu")`. `auto` defines `"auto"` for
+    sizes by kind of device: `auto={"megabytes": {"cpu": 32, "cuda": lambda room: room // 10**7}}`, where `room` is the
+    number of bytes that the notebook may use.
     """
-    os.environ.setdefault("REFLIB_CACHE_DECISIONS", "0")  # a chapter measures now, whatever an earlier run decided
+    os.environ.setdefault("REFLIB_CACHE_DECISIONS", "0")  # chapters measure again instead of using stored decisions
     declared = _declared(namespace, source)
     parameters = declared + tuple(p for p in STANDARD if p.name not in {d.name for d in declared})
     known = {p.name: p for p in parameters}
@@ -122,7 +121,7 @@ def setup(
 
 
 def _declared(namespace: Mapping[str, Any] | None, source: str | None) -> tuple[Parameter, ...]:
-    """The parameters of the cell, or none where there is no such cell."""
+    """The parameters of the cell; empty without one."""
     cells = _cells(namespace or {})
     if source is None:
         source = _parameters_cell(cells)
@@ -133,8 +132,7 @@ def _declared(namespace: Mapping[str, Any] | None, source: str | None) -> tuple[
 
 
 def _cells(namespace: Mapping[str, Any]) -> list[str]:
-    """The source of the executed cells. A kernel told to keep no history (nbval's is) still
-    keeps them for tracebacks."""
+    """The source of the executed cells; from the linecache if the kernel keeps no history, as under nbval."""
     if "In" not in namespace:
         return []
     cells = [str(cell) for cell in namespace["In"] if cell]
@@ -151,7 +149,7 @@ def _parameters_cell(cells: list[str]) -> str:
 
 
 def _refuse_unknown(cell: str, parameters: tuple[Parameter, ...]) -> None:
-    """papermill only warns of a parameter nobody declared; here it is an error."""
+    """LabError for undeclared parameters, about which papermill only warns."""
     if not parameters or not cell.startswith("# Parameters\n"):
         return
     names = [line.partition("=")[0].strip() for line in cell.splitlines()[1:] if " = " in line]
@@ -163,7 +161,7 @@ def _default(parameters: tuple[Parameter, ...], name: str) -> object:
 
 
 def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """`"auto"`: float32 on a CPU, bfloat16 where the GPU has it in hardware, else float16."""
+    """`"auto"`: float32 on a CPU, bfloat16 if the GPU has it in hardware, else float16."""
     import torch
 
     if wanted != "auto":
@@ -176,7 +174,7 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
 
 
 def _room(device: torch.device) -> int:
-    """How many bytes a notebook may use: 12 GB, or most of what is free now."""
+    """Number of bytes that a notebook may use: 12 GB, or most of the free memory if that is less."""
     import torch
 
     if device.type == "cuda":

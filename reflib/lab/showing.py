@@ -1,4 +1,4 @@
-"""`lab.show`: the library's own source, generated kernels and tables, as they are."""
+"""`lab.show`: displays source code of the library, generated kernels and tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FENCES = {"triton": "python", "python": "python", "cpp": "cpp", "c++": "cpp", "j
 
 
 class Listing:
-    """Source text with a heading. Markdown, so that every front end highlights it its own way."""
+    """Source text with a heading, as Markdown, which every front end highlights."""
 
     def __init__(self, title: str, source: str, language: str = "python") -> None:
         self.title, self.source, self.language = title, source.rstrip(), language
@@ -31,8 +31,8 @@ class Listing:
         return f"{head}{ticks}{fence}\n{self.source}\n{ticks}"
 
 
-class Table:
-    """A table that shows itself."""
+class HtmlTable:
+    """A table, displayed as HTML."""
 
     def __init__(self, heads: Sequence[str], body: Sequence[Sequence[Any]]) -> None:
         self.heads = list(heads)
@@ -46,10 +46,10 @@ class Table:
 
 
 def show(*things: Any) -> None:
-    """Display each thing. Functions, classes and modules are shown from their own source.
+    """Display each thing. Functions, classes and modules are shown as source.
 
-    Anything with `.source` and `.language`, such as `e.kernels[0]`, is shown as a listing, and
-    a list of such one after the other. The rest is displayed as a notebook would.
+    Anything with `.source` and `.language`, such as `e.kernels[0]`, is shown as a listing, a list of these as several.
+    Other things are displayed as by the notebook.
     """
     for thing in things:
         for part in _parts(thing):
@@ -57,17 +57,17 @@ def show(*things: Any) -> None:
 
 
 def table(lines: Sequence[Mapping[str, Any]] | Sequence[Sequence[Any]], *heads: str) -> None:
-    """Display a table: a list of dicts, or a list of lines and the heads."""
+    """Display a table: a list of dicts, or a list of rows and the headings."""
     if lines and isinstance(lines[0], Mapping):
         dicts = [dict(line) for line in lines if isinstance(line, Mapping)]
         keys = list(heads) or list(dict.fromkeys(k for d in dicts for k in d))
-        display_thing(Table(keys, [[d.get(k, "") for k in keys] for d in dicts]))
+        display_thing(HtmlTable(keys, [[d.get(k, "") for k in keys] for d in dicts]))
     else:
-        display_thing(Table(heads, [list(line) for line in lines]))
+        display_thing(HtmlTable(heads, [list(line) for line in lines]))
 
 
 def listing(thing: Any) -> Listing | None:
-    """The thing's source with where it comes from; None for a thing without source."""
+    """The thing's source with its origin; None if it has no source."""
     if isinstance(thing, Listing):
         return thing
     if isinstance(getattr(thing, "source", None), str) and hasattr(thing, "language"):
@@ -83,7 +83,7 @@ def listing(thing: Any) -> Listing | None:
 
 
 def _where(thing: Any) -> str:
-    """`reflib/lab/timing.py: interleave`, never a path of this machine."""
+    """`reflib/lab/timing.py: interleave`, without paths of this machine."""
     module = inspect.getmodule(thing)
     file = getattr(module, "__file__", None)
     name = "" if inspect.ismodule(thing) else getattr(thing, "__qualname__", "")

@@ -1,6 +1,6 @@
 """The steps of a wrapper program with both texts printed from them: Python on the left, C++ on the right.
 
-Each printer is asked for one step after the other, so what stands side by side comes from the same step.
+The printers run step by step, so that each row shows the same step in both languages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HEADS = ("Python", "C++")
 
 
 class StepTable:
-    """A line a step: what it is, and its text in both languages."""
+    """One row per step: a description, and its text in both languages."""
 
     def __init__(self, title: str, steps: list[tuple[str, str, str]]) -> None:
         self.title, self.steps = title, steps
@@ -33,7 +33,7 @@ class StepTable:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """A step is a line across, its two texts are below it; they wrap on a narrow screen."""
+        """One full-width row per step with its two texts below, which wrap on a narrow screen."""
         cell = 'style="text-align:left;vertical-align:top;width:50%;padding:2px 6px"'
         pre = 'style="white-space:pre-wrap;overflow-wrap:anywhere;margin:0;font-size:0.85em"'
         head = "".join(f'<th scope="col" {cell}>{h}</th>' for h in HEADS)
@@ -50,8 +50,8 @@ class StepTable:
 
 
 def step_table(e: Any, title: str = "One program of steps, printed twice") -> StepTable:
-    """`e` is an Explanation that got as far as generating kernels. Nothing is built, so any target will do."""
-    program, plan, kernels = e.chosen, e.stages.plan, e.stages.kernels
+    """The steps of an Explanation whose kernels were generated. Nothing is built, so any target is possible."""
+    program, plan, kernels = e.scheduled, e.stages.plan, e.stages.kernels
     printers: tuple[Any, Any] = (PythonPrinter(program, plan, kernels), CppPrinter(program, plan, kernels))
     python, cpp = (_said(p, p._entry) for p in printers)
     steps = [("entry", python, cpp)]
@@ -62,7 +62,7 @@ def step_table(e: Any, title: str = "One program of steps, printed twice") -> St
 
 
 def _said(printer: Any, put: Callable[[], None]) -> str:
-    """The lines that the printer adds; without the IR in comments, which is the step's own heading."""
+    """The lines that the printer adds, without the IR comments, which are in the step's heading."""
     before = len(printer.lines)
     put()
     lines = [line for line in printer.lines[before:] if not line.strip().startswith("//")]
@@ -71,10 +71,10 @@ def _said(printer: Any, put: Callable[[], None]) -> str:
 
 
 def _what(step: Any) -> str:
-    """The step in a line; for a kernel or a call, the IR that it came from."""
+    """The step in one line; for a kernel or a call, its IR."""
     name = type(step).__name__
     if isinstance(step, Launch):
-        return f"{name}: {_node(step.arm.parts[0])}"
+        return f"{name}: {_node(step.kernel.parts[0])}"
     if isinstance(step, Call):
         return f"{name}: {_node(step.extern)}"
     if isinstance(step, Branch):

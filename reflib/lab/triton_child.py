@@ -1,8 +1,7 @@
-"""The child's side of `lab.run_triton`: `TRITON_INTERPRET=1 python -m reflib.lab.triton_child JOB`.
+"""Child process of `lab.run_triton`: `TRITON_INTERPRET=1 python -m reflib.lab.triton_child JOB`.
 
-What the interpreter lacks is given to it here: libdevice (as torch functions), reductions with a combine function of
-one's own (as a tree, whole arrays at a time), products of bfloat16, and what split-K asks of a GPU: waiting for words,
-and kernels that start early.
+Adds what the interpreter lacks: libdevice (as torch functions), reductions with a custom combine function (as a tree
+of whole-array operations), products of bfloat16, and for split-K waiting on memory words and early kernel starts.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def _as_libdevice(fn: Any) -> Any:
     from triton.runtime import interpreter
 
     def call(*args: Any) -> Any:
-        first = next(a for a in args if hasattr(a, "handle"))  # it may stand beside numbers
+        first = next(a for a in args if hasattr(a, "handle"))  # other arguments may be numbers
         arrays = [torch.from_numpy(np.array(a.handle.data if hasattr(a, "handle") else a)) for a in args]
         return tl.core.tensor(interpreter.TensorHandle(fn(*arrays).numpy(), first.handle.dtype), first.type)
 
@@ -71,7 +70,7 @@ def _as_libdevice(fn: Any) -> Any:
 
 
 def _dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-    """The interpreter keeps bfloat16 as the 16 bits it is; its own product multiplies these."""
+    """A product for bfloat16: the interpreter stores its raw 16 bits and would multiply those."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -82,8 +81,8 @@ def _dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
 
 
 def _read_words(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
-    """The only assembly there is waits for words. Here programs run one after another, in the order of their numbers,
-    and those that wait come last."""
+    """Replaces inline assembly, whose only use is waiting for memory words. The interpreter runs programs sequentially
+    in order of their ids, and the waiting ones come last."""
     import triton.language as tl
 
     assert "ld.relaxed" in asm, "unknown assembly"

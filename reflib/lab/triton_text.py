@@ -1,7 +1,7 @@
-"""`lab.run_triton`: Triton source on tensors, on a GPU or, without one, in Triton's interpreter.
+"""`lab.run_triton`: runs Triton source on tensors, on a GPU or in Triton's interpreter.
 
-The interpreter has to be chosen before Triton is imported, so it runs in a process of its own; several launches
-share one, because starting it takes longer than they do.
+The interpreter must be selected before Triton is imported, so it runs in a separate process, which several launches
+share because it takes longer to start than they take.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Launch(NamedTuple):
 
 
 def run_triton(launches: Sequence[Launch], timeout_s: float = 300.0) -> None:
-    """Run the launches one after the other; what they store is in their tensors afterwards.
+    """Run the launches in order; they modify their tensors in place.
 
-    All tensors are on one device. On a CPU, bfloat16 is refused (the interpreter has no such type), and about a
-    millisecond a program goes by whatever it does: launch few.
+    All tensors are on one device. On a CPU, bfloat16 raises LabError (the interpreter has no such type), and each
+    program takes at least about a millisecond, so few programs are advisable.
     """
     import torch
 
@@ -53,7 +53,7 @@ def run_triton(launches: Sequence[Launch], timeout_s: float = 300.0) -> None:
 
 
 def load(source: str, name: str) -> Any:
-    """The function, from a file: Triton reads its text again."""
+    """The function, imported from a file because Triton reads its source."""
     from reflib import cache
 
     path = cache.put("kernels", cache.key("lab", source), source.encode(), ".py")
@@ -70,7 +70,7 @@ def _interpret(launches: Sequence[Launch], timeout_s: float) -> None:
     with tempfile.TemporaryDirectory(prefix="reflib-triton-") as folder:
         job = Path(folder) / "job.pt"
         plain = [(one.name, one.source, one.programs, [_place(t) for t in one.tensors]) for one in launches]
-        torch.save((flat, plain), job)  # tensors that share a storage go on sharing it
+        torch.save((flat, plain), job)  # keeps shared storages shared
         path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
         done = subprocess.run(
             [sys.executable, "-m", "reflib.lab.triton_child", str(job)],

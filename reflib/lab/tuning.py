@@ -1,7 +1,7 @@
-"""`lab.cold_starts`: one program compiled from nothing in several ways, each in a process with caches of its own.
+"""`lab.cold_starts`: compiles one program in several ways, each in a separate process with empty caches.
 
-What a reader of a clock would ask: when is the first result there, when is all tuning done, how fast is a call then,
-and how fast were the calls in between. A way that crashes, refuses or takes too long becomes a labelled row.
+Measures the time to the first result and to the end of tuning, the time per call after that, and that of single calls
+before. A way that crashes, fails or exceeds the time limit becomes a labelled row.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ METRICS = (("first call", "s"), ("tuned", "s"), ("time", "µs"), ("longest call"
 
 @dataclass(frozen=True)
 class ColdStarts:
-    """What the ways took, each a case.
+    """The measurements, with one case per way.
 
-    rows: the metrics of METRICS.   calls: single calls, ``at`` so many seconds after the start.
-    right: are the results eager's, up to the order of additions?
-    timelines, candidates: of reflib's ways; a candidate is a dict of ``op``, ``sizes``, ``name``, ``status``,
+    rows: the metrics of METRICS.   calls: single calls, with ``at`` in seconds after the start.
+    right: whether the results are those of eager, up to the order of summation.
+    timelines, candidates: of reflib's ways; a candidate is a dict with ``op``, ``sizes``, ``name``, ``status``,
         ``time_us`` and ``why``.
     """
 
@@ -48,11 +48,11 @@ class ColdStarts:
     right: Mapping[str, bool] = field(default_factory=dict)
 
     def statuses(self, case: str) -> dict[str, int]:
-        """How many candidates of this way had which status."""
+        """Number of this way's candidates by status."""
         return dict(Counter(c["status"] for c in self.candidates.get(case, ())))
 
     def value(self, case: str, metric: str) -> float | None:
-        """None where the way was not tried here or has no number."""
+        """The value of a metric; None if the way was not measured or failed."""
         return self.rows.value(case, metric) if (case, metric) in {(r.case, r.metric) for r in self.rows} else None
 
     def _repr_html_(self) -> str:
@@ -65,16 +65,16 @@ class ColdStarts:
 def cold_starts(
     name: str, source: str, ways: Mapping[str, Mapping[str, Any]], *, timeout_s: float = 120.0, **arguments: Any
 ) -> ColdStarts:
-    """Compile ``make``'s program in each of the ways, one after the other, and watch.
+    """Compile the program of ``make`` in each of the ways in turn, and measure its calls.
 
-    `source` is Python text which defines `make(device, dtype, **arguments)`, returning a function and its arguments as
-    a tuple; it is a module that reflib's measuring processes import too, so custom ops may be defined in it. It may
-    define `register(compiler)`, which is called before, with "reflib" or "TorchInductor".
+    `source` is Python text that defines `make(device, dtype, **arguments)`, returning a function and its arguments as a
+    tuple. reflib's measuring processes import it too, so it may define custom ops. If it defines `register(compiler)`,
+    that is called first, with "reflib" or "TorchInductor".
 
     A way is a dict: `compiler` is "reflib", "TorchInductor" or "eager"; `again` names an earlier way whose caches are
-    used; `mode`, `config` (a dict) and `environment` (a dict) are TorchInductor's; all others are reflib's options.
-    `timeout_s` is for one way, imports included. Before the first, each compiler compiles something small, in a process
-    like the others: else the first way alone would pay for reading all those files from a disk.
+    used; `mode`, `config` (a dict) and `environment` (a dict) are for TorchInductor; all others are reflib's options.
+    `timeout_s` applies per way, imports included. First, each compiler compiles a small program in a similar process,
+    so that the first way does not include reading the compiler's files from disk.
     """
     _check(ways)
     json.dumps([dict(w) for w in ways.values()])
@@ -104,7 +104,7 @@ def _check(ways: Mapping[str, Mapping[str, Any]]) -> None:
 def _compile(
     source: str, way: Mapping[str, Any], folder: Path, caches: Path, timeout_s: float, arguments: Mapping[str, Any]
 ) -> dict[str, Any] | Failure:
-    """What the child wrote down, or why it did not."""
+    """The child's result, or a Failure."""
     from reflib.lab.session import current
 
     here = current()
@@ -124,7 +124,7 @@ def _compile(
 
 
 def _ended(code: int | None, errors: str, timeout_s: float) -> Failure:
-    """Why there is no result."""
+    """The Failure for a missing result."""
     if code is None:
         return Failure("timed out", f"after {timeout_s:g} s")
     last = errors.strip().splitlines()[-1:] or [""]
@@ -132,7 +132,7 @@ def _ended(code: int | None, errors: str, timeout_s: float) -> Failure:
 
 
 def _joined(found: ColdStarts, name: str, label: str, data: dict[str, Any] | Failure) -> ColdStarts:
-    """``found`` and one way more."""
+    """``found`` extended by one way."""
     shared: dict[str, Any] = {"name": name, "case": label, "cache": "cold start", **stamp()}
     if isinstance(data, Failure):
         failed = Row(metric="time", value=None, unit="µs", status=data.status, note=data.note, **shared)

@@ -1,7 +1,7 @@
-"""`sweep_ways`: programs of growing size, each way of compiling them in a process of its own with empty caches.
+"""`sweep_ways`: programs of growing size, compiled in several ways, each in a separate process with empty caches.
 
-The first program of a process pays for everything that a compiler prepares once; the later ones show what a build costs
-by itself. ``python -m reflib.lab.way_sweep FOLDER`` is the child's side.
+The first program of a process includes the one-time initialization of the compiler; the later ones show the cost of a
+compilation itself. ``python -m reflib.lab.way_sweep FOLDER`` is the child process.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def sweep_ways(
     timeout_s: float = 120.0,
     budget_s: float = 0.2,
 ) -> Rows:
-    """Two rows for each way at each place: "first call" (seconds, compiling included) and "time" (µs a call, the host's
-    clock around a loop of calls).
+    """Two rows per way and place: "first call" (seconds, compiling included) and "time" (µs per call, wall clock around
+    a loop of calls).
 
-    `source` is Python text which defines `make(device, dtype, **place)`, returning a function and its arguments. A way
-    is what `lab.cold_starts` takes. `timeout_s` is for one way; a place that it does not reach says so.
+    `source` is Python text that defines `make(device, dtype, **place)`, returning a function and its arguments. Ways
+    are as for `lab.cold_starts`. `timeout_s` applies per way; places not reached in time are rows with that status.
     """
     from reflib.lab.session import current
 
@@ -59,8 +59,8 @@ def sweep_ways(
 def outcomes_of(
     child: str, job: dict[str, Any], files: Mapping[str, str], count: int, timeout_s: float
 ) -> list[dict[str, Any] | Failure]:
-    """What the module `child`, run in a folder with the job and `files`, wrote down, in order; for what is missing of
-    `count`, why."""
+    """Run the module `child` in a folder with the job and `files`; the `count` results that it wrote, with a Failure
+    for each missing one."""
     with tempfile.TemporaryDirectory(prefix="reflib-ways-") as root:
         folder = Path(root)
         job = {**job, "caches": str(folder / "caches")}
@@ -85,7 +85,7 @@ def failed_rows(why: Failure, shared: Mapping[str, Any]) -> list[Row]:
 
 
 def start_rows(found: Mapping[str, Any], shared: Mapping[str, Any], note: str = "") -> list[Row]:
-    """What `start_up` found: "first call" (seconds) and "time" (µs)."""
+    """Rows for a result of `start_up`: "first call" (seconds) and "time" (µs)."""
     samples = Samples(tuple(found["samples"]), "wall")
     fields = {"clock": "wall", "note": note if found["right"] else "WRONG RESULTS", **shared}
     return [
@@ -94,7 +94,7 @@ def start_rows(found: Mapping[str, Any], shared: Mapping[str, Any], note: str = 
     ]
 
 
-# -- the child's side -------------------------------------------------------------------------------
+# -- the child process ------------------------------------------------------------------------------
 def main(folder: Path) -> None:
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     own_caches(Path(job["caches"]))
@@ -130,8 +130,8 @@ def one_place(job: Mapping[str, Any], place: Place) -> dict[str, Any]:
 def start_up(
     make: Callable[[], Callable[..., Any]], args: Sequence[Any], want: Any, budget_s: float, device: Any
 ) -> dict[str, Any]:
-    """Seconds from now until `make` has returned ("made"), until what it returned was called once ("first"), and of
-    warm calls ("samples"); whether the first returned `want` ("right"). Or {status, note}, where timing fails."""
+    """Seconds until `make` has returned ("made"), until its result was called once ("first"), and per warm call
+    ("samples"); whether the first call returned `want` ("right"). {status, note} if timing fails."""
     synchronize(device)
     begin = time.perf_counter()
     call = make()

@@ -9,16 +9,6 @@ from .body import Scalar, Value, where
 from .pointwise import pointwise
 
 
-@pointwise("relu")
-def relu(x: Value) -> Value:
-    return x.maximum(0)
-
-
-@pointwise("threshold_backward", n=2)
-def threshold_backward(grad: Value, x: Value, threshold: Scalar) -> Value:
-    return where(x <= threshold, 0, grad)
-
-
 @pointwise("leaky_relu")
 def leaky_relu(x: Value, negative_slope: Scalar = 0.01) -> Value:
     return where(x > 0, x, x * negative_slope)

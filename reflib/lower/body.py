@@ -1,24 +1,37 @@
-"""Writing a Loops: :class:`Value`, so that a rule reads like the formula it computes, and :class:`Kernel`."""
+"""Writing a LoopNest: :class:`Value`, so that a rule reads like the formula it computes, and :class:`NestBuilder`."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
 from reflib.ir.expr import ZERO, Expr, IntLike, Var, expr, product
-from reflib.ir.loops import Axis, BodyBuilder, Loops
+from reflib.ir.loops import Axis, BodyBuilder, LoopNest
 from reflib.ir.ops import BUFFER_DTYPES, OPS, value_dtype
 from reflib.ir.program import View
 
-from .rules import Unsupported
+from .rules import Unsupported, rule
 
 if TYPE_CHECKING:
-    from .context import Context
+    from .context import LoweringContext
 
 Scalar = Union["Value", Expr, float, int, bool]
+
+
+def _binary(name: str) -> Callable[[Value, Scalar], Value]:
+    return lambda self, other: self.op(name, other)
+
+
+def _reversed(name: str) -> Callable[[Value, Scalar], Value]:
+    return lambda self, other: self.like(other).op(name, self)
+
+
+def _unary(name: str) -> Callable[[Value], Value]:
+    return lambda self: self.op(name)
 
 
 class Value:
@@ -27,7 +40,7 @@ class Value:
 
     __slots__ = ("id", "kernel")
 
-    def __init__(self, kernel: Kernel, id: int):
+    def __init__(self, kernel: NestBuilder, id: int):
         self.kernel, self.id = kernel, id
 
     @property
@@ -48,86 +61,15 @@ class Value:
     def like(self, number: Scalar) -> Value:
         return self.kernel.value(number, self.dtype)
 
-    def __add__(self, o: Scalar) -> Value:
-        return self.op("add", o)  # noqa: E704
-
-    def __sub__(self, o: Scalar) -> Value:
-        return self.op("sub", o)  # noqa: E704
-
-    def __mul__(self, o: Scalar) -> Value:
-        return self.op("mul", o)  # noqa: E704
-
-    def __truediv__(self, o: Scalar) -> Value:
-        return self.op("div", o)  # noqa: E704
-
-    def __radd__(self, o: Scalar) -> Value:
-        return self.like(o) + self  # noqa: E704
-
-    def __rsub__(self, o: Scalar) -> Value:
-        return self.like(o) - self  # noqa: E704
-
-    def __rmul__(self, o: Scalar) -> Value:
-        return self.like(o) * self  # noqa: E704
-
-    def __rtruediv__(self, o: Scalar) -> Value:
-        return self.like(o) / self  # noqa: E704
-
-    def __neg__(self) -> Value:
-        return self.op("neg")  # noqa: E704
-
-    def __and__(self, o: Scalar) -> Value:
-        return self.op("and", o)  # noqa: E704
-
-    def __or__(self, o: Scalar) -> Value:
-        return self.op("or", o)  # noqa: E704
-
-    def __xor__(self, o: Scalar) -> Value:
-        return self.op("xor", o)  # noqa: E704
-
-    def __invert__(self) -> Value:
-        return self.op("not")  # noqa: E704
-
-    def __lt__(self, o: Scalar) -> Value:
-        return self.op("lt", o)  # noqa: E704
-
-    def __le__(self, o: Scalar) -> Value:
-        return self.op("le", o)  # noqa: E704
-
-    def __gt__(self, o: Scalar) -> Value:
-        return self.op("gt", o)  # noqa: E704
-
-    def __ge__(self, o: Scalar) -> Value:
-        return self.op("ge", o)  # noqa: E704
-
-    def eq(self, o: Scalar) -> Value:
-        return self.op("eq", o)  # noqa: E704
-
-    def ne(self, o: Scalar) -> Value:
-        return self.op("ne", o)  # noqa: E704
-
-    def exp(self) -> Value:
-        return self.op("exp")  # noqa: E704
-
-    def log1p(self) -> Value:
-        return self.op("log1p")  # noqa: E704
-
-    def tanh(self) -> Value:
-        return self.op("tanh")  # noqa: E704
-
-    def sigmoid(self) -> Value:
-        return self.op("sigmoid")  # noqa: E704
-
-    def erf(self) -> Value:
-        return self.op("erf")  # noqa: E704
-
-    def sqrt(self) -> Value:
-        return self.op("sqrt")  # noqa: E704
-
-    def maximum(self, o: Scalar) -> Value:
-        return self.op("maximum", o)  # noqa: E704
-
-    def minimum(self, o: Scalar) -> Value:
-        return self.op("minimum", o)  # noqa: E704
+    __add__, __sub__, __mul__, __truediv__ = _binary("add"), _binary("sub"), _binary("mul"), _binary("div")
+    __radd__, __rsub__, __rmul__ = _reversed("add"), _reversed("sub"), _reversed("mul")
+    __rtruediv__ = _reversed("div")
+    __and__, __or__, __xor__ = _binary("and"), _binary("or"), _binary("xor")
+    __lt__, __le__, __gt__, __ge__ = _binary("lt"), _binary("le"), _binary("gt"), _binary("ge")
+    eq, ne, maximum, minimum = _binary("eq"), _binary("ne"), _binary("maximum"), _binary("minimum")
+    __neg__, __invert__ = _unary("neg"), _unary("not")
+    exp, log1p, tanh, sigmoid = _unary("exp"), _unary("log1p"), _unary("tanh"), _unary("sigmoid")
+    erf, sqrt = _unary("erf"), _unary("sqrt")
 
     def abs(self) -> Value:
         return self.op("abs") if self.dtype not in (torch.bool, torch.uint8) else self
@@ -154,13 +96,13 @@ def _takes(kind: str, dtype: torch.dtype) -> bool:
     }[kind]
 
 
-class Kernel:
-    """One Loops in the making, over the points of ``shape``; the dimensions in ``reduced`` are r axes.
+class NestBuilder:
+    """One LoopNest in the making, over the points of ``shape``; the dimensions in ``reduced`` are r axes.
 
-    ``coords``: one index expression a dimension (0 for a dimension of size 1, which needs no axis).
+    ``coords``: one index expression per dimension (0 for a dimension of size 1, which needs no axis).
     """
 
-    def __init__(self, cx: Context, shape: Sequence[IntLike], reduced: Iterable[int] = (), device: Any = None):
+    def __init__(self, cx: LoweringContext, shape: Sequence[IntLike], reduced: Iterable[int] = (), device: Any = None):
         self.cx = cx
         self.b = BodyBuilder()
         self.shape = tuple(expr(s) for s in shape)
@@ -268,9 +210,9 @@ class Kernel:
         self.b.store(view.buffer, self.at(view, coords), self.value(value, value_dtype(dtype)).id)
 
     def finish(self) -> None:
-        """Append the Loops to the program."""
+        """Append the LoopNest to the program."""
         name = self.cx.low.next_node()
-        self.cx.low.nodes.append(Loops(name, tuple(self.axes), tuple(self.b.body), (self.cx.origin,)))
+        self.cx.low.nodes.append(LoopNest(name, tuple(self.axes), tuple(self.b.body), (self.cx.origin,)))
 
     def linear(self, dims: Iterable[int]) -> Expr:
         """The position among the points of ``dims``, row-major."""
@@ -281,6 +223,29 @@ class Kernel:
 
     def count(self, dims: Iterable[int]) -> Expr:
         return product(self.shape[d] for d in dims)
+
+
+def nest(cx: LoweringContext, value: Callable[[NestBuilder], Scalar]) -> View:
+    """One LoopNest over the output's points, which stores ``value(builder)``."""
+    out = cx.out()
+    k = NestBuilder(cx, out.shape)
+    k.store(out, value(k))
+    k.finish()
+    return out
+
+
+def element(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the rule of the named ops by what it computes: ``fn(k, *args)``, the value at the point ``k.coords``."""
+
+    def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+        @rule(*names)
+        @functools.wraps(fn)
+        def lower_op(cx: LoweringContext, *args: Any, **kwargs: Any) -> View:
+            return nest(cx, lambda k: fn(k, *args, **kwargs))
+
+        return fn
+
+    return register
 
 
 def check_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,7 +1,7 @@
 """Making the Choice of an op that has registered implementations (:mod:`~reflib.lower.custom_ops`).
 
-The first alternative is the op itself, called. Every implementation is traced and lowered over the same buffers
-(:mod:`~reflib.lower.subgraph`); one that cannot be used is a line in ``Choice.failed``, and the others go on.
+The first variant is the op itself, called. Every implementation is traced and lowered over the same buffers
+(:mod:`~reflib.lower.subgraph`); one that cannot be used is a line in ``Choice.failed``; the others are not affected.
 """
 
 from __future__ import annotations
@@ -9,24 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from reflib import logs
 from reflib.errors import LoweringError, RegistrationError
-from reflib.ir.expr import Expr
-from reflib.ir.program import Alternative, Assume, Choice, Extern, Ranges, View, full_view, holds, map_tree
+from reflib.ir.expr import Expr, Sym
+from reflib.ir.program import Assume, Choice, Extern, Ranges, Variant, View, full_view, holds, map_tree
 
 from . import custom_ops
-from .context import Context
+from .context import LoweringContext
 from .custom_ops import CustomOpConfig, Registration
 from .extern import extern
-from .subgraph import Refused, alternative
-
-if TYPE_CHECKING:
-    from .lower import Lowering
+from .subgraph import Refused, variant
 
 aten = torch.ops.aten
 _PLAIN = (bool, int, float, str, type(None))  # what a program as data can hold
@@ -36,15 +33,12 @@ Failed = tuple[tuple[str, str, str], ...]
 JOINED = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
 
-def registered(low: Lowering, target: Any) -> bool:
-    """Has the op implementations, of which this is not itself one?"""
-    return custom_ops.is_registered(target) and low.choices and str(target) not in low.within
-
-
-def choice(cx: Context, target: Any, args: Any, kwargs: dict[str, Any], usual: Callable[[], Any]) -> Any:
-    """Lower a call of a registered op; returns its value. ``usual``: lowers it as if it were not registered."""
-    r = custom_ops.registration(target)
-    assert r is not None
+def call(cx: LoweringContext, target: Any, args: Any, kwargs: dict[str, Any], usual: Callable[[], Any]) -> Any:
+    """Lower a call of any op; returns its value (plugs into ``lower.CALLS``). ``usual``: lowers it as if the op were
+    not registered, as is done inside an implementation of the op."""
+    r = custom_ops.registration(target) if cx.low.choices and str(target) not in cx.low.within else None
+    if r is None:
+        return usual()
     if cx.low.options.autotune == "off":
         custom_ops.warn_not_tried(r)
         return usual()
@@ -52,24 +46,24 @@ def choice(cx: Context, target: Any, args: Any, kwargs: dict[str, Any], usual: C
     node = cx.low.nodes[-1]
     why_not = _not_a_choice(node)
     if why_not:
-        logs.get("choose").info("%s: its implementations are not tried: %s", r.name, why_not)
+        logs.get("autotune").info("%s: its implementations are not tried: %s", r.name, why_not)
         return value
     given = arguments(target, args, kwargs, r)
     ranges = _ranges(cx, r, given)
     tops = _tops(ranges)
     configs = _configs(cx, target, r, given, tops)
     assert isinstance(node, (Choice, Extern))
-    outputs = [full_view(cx.low.buffers[o]) if isinstance(o, str) else None for o in _outputs(node)]
+    outputs = [full_view(cx.low.buffers[o]) if isinstance(o, str) else None for o in node.outputs]
     del cx.low.nodes[-1]
-    taken = {a.name for a in node.alternatives} if isinstance(node, Choice) else {"eager"}
-    more, failed = alternatives(cx, target, configs, given, outputs, taken, points=tops)
+    taken = {a.name for a in node.variants} if isinstance(node, Choice) else {"eager"}
+    more, failed = variants(cx, target, configs, given, outputs, taken, points=tops)
     if isinstance(node, Extern):
-        first = (Alternative("eager", (node,)),)
+        first = (Variant("eager", (node,)),)
         node = Choice(node.name, r.name, tuple(o for o in node.outputs if o), first, origins=node.origins)
     cx.low.nodes.append(
         replace(
             node,
-            alternatives=(*node.alternatives, *more),
+            variants=(*node.variants, *more),
             failed=(*node.failed, *failed),
             min_speedup=r.min_speedup,
             graph_timing=r.graph_timing,
@@ -81,8 +75,8 @@ def choice(cx: Context, target: Any, args: Any, kwargs: dict[str, Any], usual: C
     return value
 
 
-def alternatives(
-    cx: Context,
+def variants(
+    cx: LoweringContext,
     target: Any,
     configs: Iterable[CustomOpConfig],
     given: Mapping[str, Any],
@@ -90,11 +84,11 @@ def alternatives(
     taken: Iterable[str] = (),
     choices: bool = True,
     points: Sequence[Mapping[str, int]] = (),
-) -> tuple[list[Alternative], Failed]:
-    """Each config as an alternative to a call of ``target`` with the arguments ``given`` by name, writing ``outputs``;
+) -> tuple[list[Variant], Failed]:
+    """Each config as a variant of a call of ``target`` with the arguments ``given`` by name, writing ``outputs``;
     and (name, status, why) of those that cannot be one. ``taken``: names in use. ``choices``: may their matrix products
     and registered ops become Choices in turn? ``points``: see :func:`_traces`."""
-    made: list[Alternative] = []
+    made: list[Variant] = []
     failed: list[tuple[str, str, str]] = []
     names = set(taken)
     for c in configs:
@@ -108,12 +102,12 @@ def alternatives(
                 raise Refused("unsupported", call)
             fn = target if c.decomposition is None else c.decomposition
             trace = partial(
-                alternative, cx, str(target), fn=fn, args=call[0], kwargs=call[1], outputs=outputs, choices=choices
+                variant, cx, str(target), fn=fn, args=call[0], kwargs=call[1], outputs=outputs, choices=choices
             )
             traced = _traces(trace, name, points)
         except Refused as e:
             failed.append((name, e.status, e.why))
-            logs.get("choose").info("%s: %s cannot be tried: %s", target, name, e)
+            logs.get("autotune").info("%s: %s cannot be tried: %s", target, name, e)
         else:
             params = sorted((k, v if isinstance(v, _PLAIN) else repr(v)) for k, v in c.params.items())
             patches = tuple(sorted(c.config_patches.items()))
@@ -122,14 +116,14 @@ def alternatives(
     return made, tuple(failed)
 
 
-def _traces(trace: Callable[..., Alternative], name: str, points: Sequence[Mapping[str, int]]) -> list[Alternative]:
+def _traces(trace: Callable[..., Variant], name: str, points: Sequence[Mapping[str, int]]) -> list[Variant]:
     """An implementation, traced at the program's sizes, and again at each of ``points`` (the tops of the ranges that
     are decided separately) for which no trace so far holds: what it may be tried at does not hang on the size that the
     program was first called with. Raises Refused, the first reason, if there is none."""
-    made: list[Alternative] = []
+    made: list[Variant] = []
     refused: Refused | None = None
     for point in ({}, *points):
-        if any(all(_may_hold(g, point) for g in a.guards) for a in made):
+        if any(all(_may_hold(g, point) for g in a.predicate) for a in made):
             continue
         at = ", ".join(map(str, point.values()))
         try:
@@ -170,10 +164,6 @@ def _unique(name: str, taken: set[str]) -> str:
     return out
 
 
-def _outputs(node: Choice | Extern) -> Sequence[Any]:
-    return node.outputs
-
-
 def _not_a_choice(node: Any) -> str:
     """Why a lowered call must stay what it is; empty if it may become a Choice."""
     if isinstance(node, Choice):
@@ -190,14 +180,14 @@ def _not_a_choice(node: Any) -> str:
 # -- what the configs and the ranges are for this call -----------------------------------------------
 def _tops(ranges: Ranges | None) -> list[dict[str, int]]:
     """The size symbol's value at the top of each range."""
-    symbol = next(iter(ranges.size.symbols()), None) if ranges else None
-    if ranges is None or symbol is None or ranges.size != Expr((((symbol,), 1),)):
+    symbol = ranges.size.atom if ranges else None
+    if ranges is None or not isinstance(symbol, Sym):
         return []
     return [{symbol.name: v} for v in (*ranges.splits, ranges.upper) if _allows(symbol, v)]
 
 
 def _configs(
-    cx: Context, target: Any, r: Registration, given: Mapping[str, Any], tops: Sequence[Mapping[str, int]]
+    cx: LoweringContext, target: Any, r: Registration, given: Mapping[str, Any], tops: Sequence[Mapping[str, int]]
 ) -> list[CustomOpConfig]:
     """The static list; or what the generator makes of the sizes as traced, then as the top of each range has them."""
     if r.generator is None:
@@ -209,12 +199,12 @@ def _configs(
     return list(found.values())
 
 
-def _allows(symbol: Any, value: int) -> bool:
+def _allows(symbol: Sym, value: int) -> bool:
     return symbol.lo <= value and (symbol.hi is None or value <= symbol.hi)
 
 
 def _generated(
-    cx: Context, target: Any, r: Registration, given: Mapping[str, Any], sizes: Mapping[str, int]
+    cx: LoweringContext, target: Any, r: Registration, given: Mapping[str, Any], sizes: Mapping[str, int]
 ) -> tuple[CustomOpConfig, ...]:
     """Call the generator. Errors name it, and what it returned."""
     assert r.generator is not None
@@ -236,7 +226,7 @@ def _generated(
 
 
 def fake_tensors(
-    cx: Context, target: Any, given: Mapping[str, Any], sizes: Mapping[str, int] | None = None
+    cx: LoweringContext, target: Any, given: Mapping[str, Any], sizes: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
     """The call's tensors (lists of tensors too) by argument name, as fake tensors with plain ints for sizes: those the
     graph was traced with, symbols named in ``sizes`` aside."""
@@ -259,12 +249,12 @@ def fake_tensors(
     return {name: map_tree(x, fake) for name, x in given.items() if name in tensors and x is not None}
 
 
-def _ranges(cx: Context, r: Registration, given: Mapping[str, Any]) -> Ranges | None:
+def _ranges(cx: LoweringContext, r: Registration, given: Mapping[str, Any]) -> Ranges | None:
     if r.dispatch is None:
         return None
     d, tensor = r.dispatch, given.get(r.dispatch.argument)
     if not isinstance(tensor, View):
-        logs.get("choose").info("%s: the call gives no %s: one decision for all sizes", r.name, d.argument)
+        logs.get("autotune").info("%s: the call gives no %s: one decision for all sizes", r.name, d.argument)
         return None
     rank = len(tensor.shape)
     if not -rank <= d.dim < rank:
@@ -277,7 +267,7 @@ def _ranges(cx: Context, r: Registration, given: Mapping[str, Any]) -> Ranges | 
     return Ranges(tensor.shape[dim], d.splits, d.upper, f"{d.argument}.size({dim})")
 
 
-def _inputs_from(cx: Context, r: Registration, given: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+def _inputs_from(cx: LoweringContext, r: Registration, given: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """Buffers that a registered function fills for measuring: arguments that are a whole buffer."""
     out: dict[str, str] = {}
     for argument, _ in r.makers:
@@ -287,5 +277,5 @@ def _inputs_from(cx: Context, r: Registration, given: Mapping[str, Any]) -> tupl
         if v == full_view(cx.low.buffers[v.buffer]):
             out.setdefault(v.buffer, custom_ops.maker_key(r.op, argument))
         else:
-            logs.get("choose").info("%s: %s is a view: input_gen_fns cannot make it", r.name, argument)
+            logs.get("autotune").info("%s: %s is a view: input_gen_fns cannot make it", r.name, argument)
     return tuple(out.items())

@@ -1,4 +1,4 @@
-"""Context: what a rule sees of the lowering it is part of."""
+"""LoweringContext: what a rule sees of the lowering it is part of."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reflib.ir.expr import Expr, IntLike, expr
+from reflib.ir.expr import Expr, IntLike, expr, mod
 from reflib.ir.loops import Origin
 from reflib.ir.program import Buffer, Extern, View, full_view
 
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Context:
+class LoweringContext:
     """One graph node being lowered. ``fake``: its ``meta["val"]`` (or one element of it, for list ops)."""
 
     low: Lowering
@@ -56,28 +56,17 @@ class Context:
         return full_view(self.low.new_buffer(name, fakes[i]))
 
     def temp(self, what: str, shape: Sequence[IntLike], dtype: torch.dtype, device: Any = None) -> View:
-        """A new contiguous buffer for something between."""
-        sizes = tuple(expr(s) for s in shape)
-        buffer = Buffer(
-            self.low.unique(f"{self.name}_{what}"),
-            dtype,
-            device or self.device,
-            sizes,
-            contiguous_strides(sizes),
-        )
+        """A new contiguous buffer for an intermediate value."""
+        name, sizes = self.low.unique(f"{self.name}_{what}"), tuple(expr(s) for s in shape)
+        buffer = Buffer(name, dtype, device or self.device, sizes, contiguous_strides(sizes))
         self.low.buffers[buffer.name] = buffer
         return full_view(buffer)
 
     # -- other ops ------------------------------------------------------------------------------
     def call(self, target: Any, *args: Any, fake: Any = None, name: str | None = None, **kwargs: Any) -> Any:
         """Lower another op's call as part of this one, for a result like ``fake``."""
-        cx = Context(
-            self.low,
-            self.node,
-            self.fake if fake is None else fake,
-            self.origin,
-            self.low.unique(name or self.name),
-        )
+        name, fake = self.low.unique(name or self.name), self.fake if fake is None else fake
+        cx = LoweringContext(self.low, self.node, fake, self.origin, name)
         return RULES[target](cx, *args, **kwargs)
 
     def readable(self, view: View, device: torch.device) -> View:
@@ -107,16 +96,8 @@ class Context:
     def extern_to(self, target: Any, args: tuple, kwargs: dict, like: View, device: torch.device) -> View:
         """Call ``target`` for a new contiguous buffer of ``like``'s shape and dtype."""
         out = self.temp("copy", like.shape, like.dtype, device)
-        self.low.nodes.append(
-            Extern(
-                self.low.next_node(),
-                target,
-                args,
-                tuple(kwargs.items()),
-                (out.buffer,),
-                origins=(self.origin,),
-            )
-        )
+        name, named = self.low.next_node(), tuple(kwargs.items())
+        self.low.nodes.append(Extern(name, target, args, named, (out.buffer,), origins=(self.origin,)))
         return out
 
 
@@ -127,3 +108,8 @@ def contiguous_strides(shape: Sequence[Expr]) -> tuple[Expr, ...]:
         strides.append(step)
         step = step * (size if size != 0 else 1)
     return tuple(reversed(strides))
+
+
+def unflatten(position: Expr, shape: Sequence[Expr]) -> list[Expr]:
+    """Coordinates of a row-major position."""
+    return [mod(position // stride, size) for size, stride in zip(shape, contiguous_strides(shape))]

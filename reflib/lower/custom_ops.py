@@ -40,9 +40,9 @@ class CustomOpConfig:
 
     **What wins** when a parameter here and the call name one argument: the parameter here, as in TorchInductor. It is
     what is being tuned, and the call's own value is what the eager op gets; an implementation whose result is not the
-    eager op's for that call is found to be wrong when it is measured, and never wins. (The reverse could not be told
-    apart from a default: torch removes arguments that equal their default from captured calls.) Tensors are always the
-    call's.
+    eager op's for that call is found to be wrong when it is measured, and never wins. (The reverse could not be
+    distinguished from a default: torch removes arguments that equal their default from captured calls.) Tensors are
+    always the call's.
     """
 
     def __init__(
@@ -129,10 +129,10 @@ def input_makers() -> dict[str, Maker]:
 
 
 def warn_not_tried(r: Registration) -> None:
-    """Once an op: its implementations are registered in vain."""
+    """Once per op: its implementations are not tried."""
     if r.op not in _WARNED:
         _WARNED.add(r.op)
-        logs.get("choose").warning(
+        logs.get("autotune").warning(
             '%s: its registered implementations are not tried, because autotune is "off"; compile with '
             'options={"autotune": "blocking"} or mode="max-autotune"',
             r.name,
@@ -159,7 +159,7 @@ def register_custom_op_autotuning(
         is lowered, with a dict of the call's tensors by argument name: fake tensors whose sizes are plain ints, those
         the graph was traced with. (With ``dispatch_on``, once more for the top size of every range; all that it returns
         is tried in every range.)
-    name: for people, in logs and tables.
+    name: shown in logs and tables.
     input_gen_fns: by argument name (or position): a function that makes the tensor to measure with. It is shown one of
         the size, dtype, device and strides wanted (a real one, of random numbers or zeros; TorchInductor shows a fake
         one), and returns another of that size and dtype.
@@ -178,19 +178,17 @@ def register_custom_op_autotuning(
     op = _overload(custom_op)
     where = f"register_custom_op_autotuning({op})"
     _check_op(op, where)
-    if (configs is None) == (config_generator is None):
-        raise RegistrationError(f"{where}: give either configs or config_generator")
-    if config_generator is not None and not callable(config_generator):
-        raise RegistrationError(f"{where}: config_generator must be a function, not {config_generator!r}")
-    if not _is_number(min_speedup_threshold) or not 1 <= min_speedup_threshold < math.inf:
-        raise RegistrationError(
-            f"{where}: min_speedup_threshold={min_speedup_threshold!r}: must be a number of at least 1 "
-            "(1.0: any winner beyond the noise; 1.1: 10 % faster than the eager op)"
-        )
-    if not isinstance(benchmark_with_cudagraphs, bool):
-        raise RegistrationError(f"{where}: benchmark_with_cudagraphs must be True or False")
-    if name is not None and not isinstance(name, str):
-        raise RegistrationError(f"{where}: name must be a string, not {name!r}")
+    _require((configs is None) != (config_generator is None), where, "give either configs or config_generator")
+    given = config_generator is None or callable(config_generator)
+    _require(given, where, f"config_generator must be a function, not {config_generator!r}")
+    _require(
+        _is_number(min_speedup_threshold) and 1 <= min_speedup_threshold < math.inf,
+        where,
+        f"min_speedup_threshold={min_speedup_threshold!r}: must be a number of at least 1 "
+        "(1.0: any winner beyond the noise; 1.1: 10 % faster than the eager op)",
+    )
+    _require(isinstance(benchmark_with_cudagraphs, bool), where, "benchmark_with_cudagraphs must be True or False")
+    _require(name is None or isinstance(name, str), where, f"name must be a string, not {name!r}")
     new = Registration(
         str(op),
         str(op._schema),
@@ -203,9 +201,14 @@ def register_custom_op_autotuning(
         graph_timing=benchmark_with_cudagraphs,
     )
     if new.op in _REGISTERED:
-        logs.get("choose").warning("%s: registered again; this replaces what was registered before", new.op)
+        logs.get("autotune").warning("%s: registered again; this replaces what was registered before", new.op)
     _REGISTERED[new.op] = new
     _WARNED.discard(new.op)
+
+
+def _require(ok: bool, where: str, message: str) -> None:
+    if not ok:
+        raise RegistrationError(f"{where}: {message}")
 
 
 # -- the op -----------------------------------------------------------------------------------------
@@ -233,23 +236,28 @@ def _overload(custom_op: Any) -> Any:
 def _check_op(op: Any, where: str) -> None:
     schema = op._schema
     written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    if written:
-        raise RegistrationError(
-            f"{where}: the op writes to its argument {written[0]}; an op that mutates cannot be measured or replaced. "
-            "Return a new tensor instead (mutates_args=())"
-        )
-    if any(r.alias_info is not None for r in schema.returns):
-        raise RegistrationError(f"{where}: the op returns a view of its argument, which is not computed at all")
-    if not schema.returns or not all(str(r.type) in ("Tensor", "List[Tensor]") for r in schema.returns):
-        kinds = ", ".join(str(r.type) for r in schema.returns) or "nothing"
-        raise RegistrationError(f"{where}: the op returns {kinds}; only ops that return tensors have candidates")
-    if torch.Tag.nondeterministic_seeded in op.tags:
-        raise RegistrationError(f"{where}: the op is random, so that its candidates cannot be compared")
-    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
-        raise RegistrationError(
-            f"{where}: torch takes this op apart before reflib sees it; register for the ops that it is made of "
-            "(torch.ops.aten.mm.default and torch.ops.aten.addmm.default for matmul and linear)"
-        )
+    kinds = [str(r.type) for r in schema.returns]
+    _require(
+        not written,
+        where,
+        f"the op writes to its argument {', '.join(written)}; an op that mutates cannot be measured or replaced. "
+        "Return a new tensor instead (mutates_args=())",
+    )
+    views = any(r.alias_info is not None for r in schema.returns)
+    _require(not views, where, "the op returns a view of its argument, which is not computed at all")
+    _require(
+        bool(kinds) and set(kinds) <= {"Tensor", "List[Tensor]"},
+        where,
+        f"the op returns {', '.join(kinds) or 'nothing'}; only ops that return tensors have candidates",
+    )
+    random = torch.Tag.nondeterministic_seeded in op.tags
+    _require(not random, where, "the op is random, so that its candidates cannot be compared")
+    _require(
+        not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"),
+        where,
+        "torch takes this op apart before reflib sees it; register for the ops that it is made of "
+        "(torch.ops.aten.mm.default and torch.ops.aten.addmm.default for matmul and linear)",
+    )
 
 
 def is_tensor(argument: Any) -> bool:
@@ -269,23 +277,17 @@ def is_tensor_list(argument: Any) -> bool:
 # -- configs ----------------------------------------------------------------------------------------
 def checked_configs(op: Any, configs: Any, where: str) -> tuple[CustomOpConfig, ...]:
     """A list of configs and functions as configs that fit the op."""
-    if not isinstance(configs, (list, tuple)):
-        raise RegistrationError(
-            f"{where}: the configs must be a list of CustomOpConfig or functions, not {configs!r:.80}"
-        )
-    if not configs:
-        raise RegistrationError(f"{where}: the list of configs is empty; give at least one implementation")
+    listed = isinstance(configs, (list, tuple))
+    _require(listed, where, f"the configs must be a list of CustomOpConfig or functions, not {configs!r:.80}")
+    _require(bool(configs), where, "the list of configs is empty; give at least one implementation")
     out = []
     for c in configs:
-        if not isinstance(c, CustomOpConfig):
-            if not callable(c):
-                raise RegistrationError(f"{where}: a config must be a CustomOpConfig or a function, not {c!r:.80}")
-            c = CustomOpConfig(c)
-        _check_patches(c, where)
-        _check_params(op, c, where)
-        if c.decomposition is not None:
-            _check_signature(op, c, where)
-        out.append(c)
+        fits = isinstance(c, CustomOpConfig) or callable(c)
+        _require(fits, where, f"a config must be a CustomOpConfig or a function, not {c!r:.80}")
+        out.append(c if isinstance(c, CustomOpConfig) else CustomOpConfig(c))
+        _check_patches(out[-1], where)
+        _check_params(op, out[-1], where)
+        _check_signature(op, out[-1], where)
     return tuple(out)
 
 
@@ -295,161 +297,134 @@ def _check_patches(c: CustomOpConfig, where: str) -> None:
     except OptionError as e:
         raise RegistrationError(f"{where}: {c.name}: config_patches: {e}") from None
     for name in c.config_patches:
-        if name not in PATCHES:
-            raise RegistrationError(
-                f"{where}: {c.name}: config_patches cannot change {name}, which is the program's (give it when "
-                f"you compile); one implementation can have its own {', '.join(PATCHES)}"
-            )
+        _require(
+            name in PATCHES,
+            where,
+            f"{c.name}: config_patches cannot change {name}, which is the program's (give it when "
+            f"you compile); one implementation can have its own {', '.join(PATCHES)}",
+        )
 
 
 def _check_params(op: Any, c: CustomOpConfig, where: str) -> None:
     arguments = {a.name: a for a in op._schema.arguments}
     for p in c.params:
-        if p in arguments and is_tensor(arguments[p]):
-            raise RegistrationError(f"{where}: {c.name}: the parameter {p} is a tensor argument of the op")
-        if c.decomposition is None and p not in arguments:
-            raise RegistrationError(
-                f"{where}: {c.name}: the op has no argument {p!r} to tune{_near(p, list(arguments))}; give a "
-                "decomposition that has, or name one of the op's"
-            )
+        tensor = p in arguments and is_tensor(arguments[p])
+        _require(not tensor, where, f"{c.name}: the parameter {p} is a tensor argument of the op")
+        _require(
+            c.decomposition is not None or p in arguments,
+            where,
+            f"{c.name}: the op has no argument {p!r} to tune{_near(p, list(arguments))}; give a "
+            "decomposition that has, or name one of the op's",
+        )
 
 
 def _check_signature(op: Any, c: CustomOpConfig, where: str) -> None:
-    """Can ``c.decomposition`` be called as :func:`call_of` calls it?"""
-    try:
-        parameters = list(inspect.signature(c.decomposition).parameters.values())  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return  # a builtin: tracing will tell
-
-    def wrong(why: str) -> RegistrationError:
-        takes = f"{_name_of(c.decomposition)}({', '.join(map(str, parameters))})"
-        wants = ", ".join(_argument(a) for a in op._schema.arguments)
-        return RegistrationError(f"{where}: {takes} {why}. It must take the op's arguments: ({wants})")
-
-    names = [p.name for p in parameters]
-    where_to = _binding(op, parameters)
-    for a, to in zip(op._schema.arguments, where_to):
-        if to is None and not _omissible(a):
-            raise wrong(f"does not take the op's argument {a.name}" + (", at that place" if a.name in names else ""))
-    for name in c.params:
-        if name not in names and not any(p.kind == p.VAR_KEYWORD for p in parameters):
-            raise wrong(f"does not take the parameter {name}{_near(name, names)}")
-    for p in parameters:
-        required = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        if required and p.name not in where_to and p.name not in c.params:
-            raise wrong(f"needs {p.name}, which is no argument of the op; give it in CustomOpConfig({p.name}=...)")
-
-
-def _binding(op: Any, parameters: list[inspect.Parameter]) -> list[str | None]:
-    """For each argument of the op, the name of the parameter that takes it: its own, where the function has that at
-    the same place; a tensor, whatever is at its place; ``*`` or ``**``; None if nothing does."""
+    """Can ``c.decomposition`` be called as :func:`call_of` calls it? It may lack numbers that calls mostly leave at
+    their defaults."""
+    if c.decomposition is None:
+        return
+    signature = _signature(c.decomposition)
     arguments = op._schema.arguments
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    keywords = [p.name for p in parameters if p.kind == p.KEYWORD_ONLY]
-    kinds = {p.kind for p in parameters}
-    own = {a.name for a in arguments}
-    out: list[str | None] = []
-    for i, a in enumerate(arguments):
-        here = positional[i] if i < len(positional) and not a.kwarg_only else None
-        if here == a.name or a.name in keywords or a.kwarg_only and a.name in positional:
-            out.append(a.name)
-        elif a.name in positional and (is_tensor(a) or here in own):
-            out.append(None)  # another order than the op's
-        elif a.name in positional:
-            out.append(a.name)
-        elif is_tensor(a) and here is not None and here not in own:
-            out.append(here)
-        elif is_tensor(a) and here is None and inspect.Parameter.VAR_POSITIONAL in kinds:
-            out.append("*")
-        else:
-            out.append("**" if inspect.Parameter.VAR_KEYWORD in kinds else None)
-    return out
+    given = [a.name for a in arguments if is_tensor(a) or not a.has_default_value() or a.name in signature.parameters]
+    why = call_of(op, c, dict.fromkeys(given))
+    takes = f"{_name_of(c.decomposition)}({', '.join(map(str, signature.parameters.values()))})"
+    wants = ", ".join(f"{a.name}={a.default_value!r}" if a.has_default_value() else a.name for a in arguments)
+    _require(
+        not isinstance(why, str),
+        where,
+        f"{takes}: {why}. It must take the op's arguments, ({wants}), and its own, which CustomOpConfig(...) gives",
+    )
 
 
-def _omissible(argument: Any) -> bool:
-    """May an implementation lack it? A number that calls mostly leave at its default."""
-    return argument.has_default_value() and not is_tensor(argument)
+def _signature(fn: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(fn)
+    except (TypeError, ValueError):  # some builtins have none: tracing finds out
+        return inspect.signature(lambda *args, **kwargs: None)
 
 
 def call_of(op: Any, c: CustomOpConfig, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | str:
-    """(args, kwargs) to call a config's function with, for the call's arguments ``given`` by name; or why not."""
+    """(args, kwargs) to call a config's function with, for the call's arguments ``given`` by name; or why that is
+    impossible. Tensors go by position, whatever the function calls them, as does what it has by the op's name at the
+    op's position; all else goes by name."""
     if c.decomposition is None:
         return (), {**given, **c.params}
-    try:
-        parameters = list(inspect.signature(c.decomposition).parameters.values())
-    except (TypeError, ValueError):  # a builtin that does not say
-        parameters = list(inspect.signature(lambda *args, **kwargs: None).parameters.values())
-    only_by_place = {p.name for p in parameters if p.kind == p.POSITIONAL_ONLY} | {"*"}
+    signature, arguments = _signature(c.decomposition), op._schema.arguments
+    places: list[str] = []
+    for p in signature.parameters.values():
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+            places.append(p.name)
+        elif p.kind == p.VAR_POSITIONAL:
+            places += ["*"] * len(arguments)
+    others = {a.name for a in arguments}
     args: list[Any] = []
-    kwargs: dict[str, Any] = {}
-    for i, (a, to) in enumerate(zip(op._schema.arguments, _binding(op, parameters))):
+    kwargs = dict(c.params)
+    for i, a in enumerate(arguments):
         if a.name in c.params or a.name not in given:
             continue
-        if to is None or to in only_by_place and len(args) != i:
-            return f"the call gives {a.name}, which {_name_of(c.decomposition)} does not take"
-        if is_tensor(a) and not a.kwarg_only and len(args) == i or to in only_by_place:
+        here = places[i] if i < len(places) and not a.kwarg_only else ""
+        if is_tensor(a) and here in others - {a.name}:
+            return f"it takes {here} where the op takes {a.name}"
+        by_position = bool(here) and (is_tensor(a) or here == a.name)
+        if by_position and len(args) == i:
             args.append(given[a.name])
         else:
-            kwargs[a.name if to == "**" else to] = given[a.name]
-    return tuple(args), {**kwargs, **c.params}
+            kwargs[here if by_position else a.name] = given[a.name]
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as e:
+        return str(e)
+    return tuple(args), kwargs
 
 
 # -- the rest ---------------------------------------------------------------------------------------
 def _makers(op: Any, fns: Any, where: str) -> tuple[tuple[str, Maker], ...]:
     if fns is None:
         return ()
-    if not isinstance(fns, Mapping):
-        raise RegistrationError(f"{where}: input_gen_fns must be a dict, argument name -> function, not {fns!r:.80}")
+    mapping = isinstance(fns, Mapping)
+    _require(mapping, where, f"input_gen_fns must be a dict, argument name -> function, not {fns!r:.80}")
     arguments = op._schema.arguments
     out: dict[str, Maker] = {}
     for key, fn in fns.items():
-        named = {a.name: a for a in arguments}
-        if isinstance(key, int) and not isinstance(key, bool) and 0 <= key < len(arguments):
+        if _is_int(key) and 0 <= key < len(arguments):
             key = arguments[key].name
-        if key not in named or not is_tensor(named[key]) or is_tensor_list(named[key]):
-            tensors = [a.name for a in arguments if is_tensor(a) and not is_tensor_list(a)]
-            raise RegistrationError(
-                f"{where}: input_gen_fns: {key!r} is no tensor argument of the op{_near(key, tensors)}; these are: "
-                f"{', '.join(tensors) or 'none'}"
-            )
-        if not callable(fn):
-            raise RegistrationError(f"{where}: input_gen_fns[{key!r}] must be a function, not {fn!r:.80}")
+        _check_tensor(op, key, f"{where}: input_gen_fns")
+        _require(callable(fn), where, f"input_gen_fns[{key!r}] must be a function, not {fn!r:.80}")
         out[key] = fn
     return tuple(out.items())
+
+
+def _check_tensor(op: Any, name: Any, where: str) -> None:
+    tensors = [a.name for a in op._schema.arguments if is_tensor(a) and not is_tensor_list(a)]
+    _require(
+        name in tensors,
+        where,
+        f"{name!r} is no tensor argument of the op{_near(name, tensors)}; these are: {', '.join(tensors) or 'none'}",
+    )
 
 
 def _dispatch(op: Any, on: Any, splits: Any, where: str) -> DispatchOn | None:
     if on is None and splits is None:
         return None
-    if on is None:
-        raise RegistrationError(
-            f'{where}: split_points need dispatch_on={{"tensor_name": ..., "dim": ...}}, to say what is split'
-        )
-    if splits is None:
-        raise RegistrationError(f"{where}: dispatch_on needs split_points=[...], to say where the ranges end")
-    known = ("tensor_name", "dim", "range_upper_bound")
-    if not isinstance(on, Mapping) or not {"tensor_name", "dim"} <= set(on):
-        raise RegistrationError(f'{where}: dispatch_on must be {{"tensor_name": "x", "dim": 0}}, not {on!r:.80}')
+    need = 'split_points need dispatch_on={"tensor_name": ..., "dim": ...}, to say what is split'
+    _require(on is not None, where, need)
+    _require(splits is not None, where, "dispatch_on needs split_points=[...], to say where the ranges end")
+    known = ["tensor_name", "dim", "range_upper_bound"]
+    complete = isinstance(on, Mapping) and set(known[:2]) <= set(on)
+    _require(complete, where, f'dispatch_on must be {{"tensor_name": "x", "dim": 0}}, not {on!r:.80}')
     for key in on:
-        if key not in known:
-            raise RegistrationError(f"{where}: dispatch_on: unknown key {key!r}{_near(key, list(known))}")
+        _require(key in known, where, f"dispatch_on: unknown key {key!r}{_near(key, known)}")
     tensor, dim, upper = on["tensor_name"], on["dim"], on.get("range_upper_bound", DEFAULT_UPPER)
-    tensors = [a.name for a in op._schema.arguments if is_tensor(a) and not is_tensor_list(a)]
-    if tensor not in tensors:
-        raise RegistrationError(
-            f"{where}: dispatch_on: {tensor!r} is no tensor argument of the op{_near(tensor, tensors)}; these are: "
-            f"{', '.join(tensors) or 'none'}"
-        )
-    if not _is_int(dim) or not -64 <= dim < 64:
-        raise RegistrationError(f"{where}: dispatch_on: dim={dim!r} is no dimension; give an int, such as 0 or -1")
-    if not isinstance(splits, (list, tuple)) or not splits or not all(_is_int(s) and s > 0 for s in splits):
-        raise RegistrationError(f"{where}: split_points={splits!r}: must be a list of positive ints")
-    if any(a >= b for a, b in pairwise(splits)):
-        raise RegistrationError(f"{where}: split_points={splits!r}: must ascend, without repetition")
-    if not _is_int(upper) or upper <= splits[-1]:
-        raise RegistrationError(
-            f"{where}: dispatch_on: range_upper_bound={upper!r} must be an int above the last split point, {splits[-1]}"
-        )
+    _check_tensor(op, tensor, f"{where}: dispatch_on")
+    dimension = _is_int(dim) and -64 <= dim < 64
+    _require(dimension, where, f"dispatch_on: dim={dim!r} is no dimension; give an int, such as 0 or -1")
+    positive = isinstance(splits, (list, tuple)) and bool(splits) and all(_is_int(s) and s > 0 for s in splits)
+    _require(positive, where, f"split_points={splits!r}: must be a list of positive ints")
+    ascending = all(a < b for a, b in pairwise(splits))
+    _require(ascending, where, f"split_points={splits!r}: must ascend, without repetition")
+    last = splits[-1]
+    beyond = f"dispatch_on: range_upper_bound={upper!r} must be an int above the last split point, {last}"
+    _require(_is_int(upper) and upper > last, where, beyond)
     return DispatchOn(tensor, dim, tuple(splits), upper)
 
 
@@ -464,10 +439,6 @@ def _is_number(x: Any) -> bool:
 def _near(name: Any, names: list[str]) -> str:
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     return f" (did you mean {near[0]!r}?)" if near else ""
-
-
-def _argument(a: Any) -> str:
-    return f"{a.name}={a.default_value!r}" if a.has_default_value() else a.name
 
 
 def _name_of(fn: Any) -> str:

@@ -2,7 +2,7 @@
 
     a[M, K] @ b[K, N]  =  sum over s of  a[M, s, K/S] @ b[s, K/S, N]
 
-One product of 32 x 32 x 16384 is a single tile: one multiprocessor reads 2 MB while the others look on. Cut into S = 64
+One product of 32 x 32 x 16384 is a single tile: one multiprocessor reads 2 MB, the others are idle. Cut into S = 64
 it is a batched product of 64 tiles that are read by 64 multiprocessors, and a sum over 64 x 32 x 32 float32 partial
 results (256 KB written and read again, in L2), which fuses with whatever follows. Partial results and their sum are
 float32, rounded once, as in the plain product.
@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from reflib.errors import DeviceError
-from reflib.ir.program import Alternative, View
+from reflib.ir.program import Variant, View
 from reflib.options import Options
 from reflib.target import device_target, parse_target
 
-from .candidates import Failed, alternatives, arguments, fake_tensors
-from .context import Context
+from .candidates import Failed, arguments, fake_tensors, variants
+from .context import LoweringContext
 from .custom_ops import CustomOpConfig
 
 aten = torch.ops.aten
@@ -115,19 +115,19 @@ BUILT_IN: dict[Any, Callable[[Mapping[str, torch.Tensor], Options, int], list[Cu
 }
 
 
-def matmul_alternatives(
-    cx: Context, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: View
-) -> tuple[list[Alternative], Failed]:
-    """Decompose-K's alternatives to a call of ``target`` that writes ``out``, and those that could not become one."""
+def matmul_variants(
+    cx: LoweringContext, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: View
+) -> tuple[list[Variant], Failed]:
+    """Decompose-K's variants of a call of ``target`` that writes ``out``, and those that could not become one."""
     configs = BUILT_IN.get(target)
     if configs is None or cx.low.options.decompose_k()[0] == 0:
         return [], ()
     given = arguments(target, args, kwargs)
     made = configs(fake_tensors(cx, target, given), cx.low.options, _units(cx))
-    return alternatives(cx, target, made, given, [out], choices=False)
+    return variants(cx, target, made, given, [out], choices=False)
 
 
-def _units(cx: Context) -> int:
+def _units(cx: LoweringContext) -> int:
     """Multiprocessors, or cores, of the device it will run on."""
     target = cx.low.options.target
     try:

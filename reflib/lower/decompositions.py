@@ -1,4 +1,4 @@
-"""Which composite ops ``capture`` takes apart, and which it leaves whole for a rule or a call."""
+"""Which composite ops are decomposed during capture, and which stay whole for a rule or a call."""
 
 from __future__ import annotations
 
@@ -9,20 +9,15 @@ import torch
 from torch._decomp import core_aten_decompositions, decomposition_table, get_decompositions
 from torch._prims_common import suggest_memory_format
 
-from . import activations, creation, indexing, lists, pointwise, reductions  # noqa: F401  (they register their rules)
-from .custom_ops import is_registered
-from .rules import RULES, overloads
+from . import pointwise, reductions  # noqa: F401  (they register their rules)
+from .rules import RULES, WHOLE, overloads
 
 aten = torch.ops.aten
 
 # Taken apart although core ATen keeps them whole: their parts fuse.
 _TAKE_APART = (
     *("native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit"),
-    *(
-        "_native_batch_norm_legit_no_training",
-        "_native_batch_norm_legit_functional",
-        "_batch_norm_with_update",
-    ),
+    *("_native_batch_norm_legit_no_training", "_native_batch_norm_legit_functional", "_batch_norm_with_update"),
     *("_batch_norm_with_update_functional", "_batch_norm_no_update", "batch_norm_backward"),
     *("_softmax", "_log_softmax", "_safe_softmax", "addmv", "_adaptive_avg_pool2d"),
 )
@@ -37,14 +32,14 @@ _KEEP_WHOLE = (
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """The table for AOTAutograd and ``torch.export``. Random ops stay whole, so that they give eager's numbers;
-    and so do ops that have registered implementations, so that there is something to choose for."""
+    """The table for AOTAutograd and ``torch.export``. Random ops stay whole, so that they give eager's numbers."""
     table = dict(core_aten_decompositions())
     packets = [getattr(aten, n) for n in _TAKE_APART if hasattr(aten, n)]
     table.update(get_decompositions(packets))
     table[aten.max_unpool2d.default] = _max_unpool2d
     whole = set(overloads(*_KEEP_WHOLE)) | set(RULES)
-    return {op: fn for op, fn in table.items() if op not in whole and not _random(op) and not is_registered(op)}
+    kept = [_random, *WHOLE.values()]
+    return {op: fn for op, fn in table.items() if op not in whole and not any(keeps(op) for keeps in kept)}
 
 
 def _max_unpool2d(x: torch.Tensor, indices: torch.Tensor, output_size: list[int]) -> torch.Tensor:

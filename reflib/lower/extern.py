@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from reflib.ir.expr import Sym, expr
 from reflib.ir.program import Extern, View, full_view, iter_views
 
-from .context import Context, contiguous_strides
+from .context import LoweringContext, contiguous_strides
 from .rules import Unsupported
 
 aten = torch.ops.aten
@@ -34,24 +34,15 @@ if hasattr(aten.bmm, "dtype_out"):  # half operands, a float32 product: CUDA onl
 
 # Ops that are meant to be calls: libraries do them better than loops would, or only eager's code gives eager's numbers.
 LIBRARY = (
-    *(
-        "mm",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "addmv",
-        "mv",
-        "dot",
-        "convolution",
-        "convolution_backward",
-        "_int_mm",
-    ),
+    *("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "dot", "convolution", "convolution_backward", "_int_mm"),
     *("cumsum", "cumprod", "sort", "topk", "nonzero", "_local_scalar_dense", "_cdist_forward", "_fft_c2c"),
     *("scatter", "scatter_add", "scatter_reduce", "index_put", "embedding_dense_backward", "_embedding_bag"),
 )
 
 
-def extern(cx: Context, target: Any, args: Any, kwargs: dict[str, Any], reason: str, effect: bool = False) -> Any:
+def extern(
+    cx: LoweringContext, target: Any, args: Any, kwargs: dict[str, Any], reason: str, effect: bool = False
+) -> Any:
     """Emit a call of ``target``; returns its value, nested as eager returns it."""
     flat, spec = pytree.tree_flatten(cx.fake)
     schema = getattr(target, "_schema", None)
@@ -71,46 +62,41 @@ def extern(cx: Context, target: Any, args: Any, kwargs: dict[str, Any], reason: 
         values.append(value)
         outputs.append(output)
     cx.low.symbols.bind(*(expr(s) for s, _, _ in symbols))
+    mutates = tuple(dict.fromkeys(v.buffer for v in iter_views(written)))
     cx.low.nodes.append(
         Extern(
-            cx.low.next_node(),
-            target,
-            tuple(args),
-            tuple(kwargs.items()),
-            tuple(outputs),
-            mutates=tuple(dict.fromkeys(v.buffer for v in iter_views(written))),
-            effect=effect or has_effect(target),
-            out=out,
-            symbols=tuple(symbols),
-            reason=reason,
-            origins=(cx.origin,),
+            cx.low.next_node(), target, tuple(args), tuple(kwargs.items()), tuple(outputs), mutates,
+            effect or has_effect(target), out, tuple(symbols), reason, (cx.origin,),
         )
-    )
+    )  # fmt: skip
     return pytree.tree_unflatten(values, spec)
 
 
-def _used(cx: Context, flat: list[Any]) -> set[int]:
-    """Which returned values the graph ever looks at. The others need not be what meta functions promise of them."""
+def _used(cx: LoweringContext, flat: list[Any]) -> set[int]:
+    """The returned values that the graph uses. The others may differ from what meta functions promise."""
     users = list(cx.node.users)
     val = cx.node.meta.get("val")
     plain = isinstance(val, (tuple, list)) and val is cx.fake and len(val) == len(flat)
     if not plain or any(u.target is not operator.getitem for u in users):
         return set(range(len(flat)))
-    symbolic = lambda f: any(isinstance(n, torch.SymInt) for n in f.shape)  # noqa: E731
-    sizes = {i for i, f in enumerate(flat) if not isinstance(f, torch.Tensor) or symbolic(f)}
+    sizes = {i for i, f in enumerate(flat) if not isinstance(f, torch.Tensor) or _has_symbols(f)}
     return sizes | {u.args[1] for u in users}  # type: ignore[misc]
 
 
-def with_effects(cx: Context, token: Any, target: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """An op whose order AOTAutograd keeps with tokens threaded through the graph: our effects do that, so it is a
-    plain call of the op, and the tokens are None."""
+def _has_symbols(fake: torch.Tensor) -> bool:
+    return any(isinstance(n, torch.SymInt) for n in fake.shape)
+
+
+def with_effects(cx: LoweringContext, token: Any, target: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """An op whose order AOTAutograd keeps with tokens threaded through the graph: an Extern's ``effect`` does that, so
+    it is a plain call of the op, and the tokens are None."""
     _, *fakes = cx.fake
     inner = replace(cx, fake=fakes[0] if len(fakes) == 1 else tuple(fakes) if fakes else None)
     value = extern(inner, target, args, kwargs, "its order matters", effect=True)
     return (None, *value) if len(fakes) > 1 else (None, value)
 
 
-def _output(cx: Context, fake: Any, i: int, returned: Any, name: str, symbols: list) -> tuple[Any, Any]:
+def _output(cx: LoweringContext, fake: Any, i: int, returned: Any, name: str, symbols: list) -> tuple[Any, Any]:
     """(value, entry of Extern.outputs) for one returned value; new run-time sizes are appended to ``symbols``."""
     if isinstance(fake, torch.Tensor):
         if isinstance(returned, View):
@@ -133,7 +119,7 @@ def _output(cx: Context, fake: Any, i: int, returned: Any, name: str, symbols: l
     return fake, None
 
 
-def _is_new_symbol(cx: Context, size: torch.SymInt) -> bool:
+def _is_new_symbol(cx: LoweringContext, size: torch.SymInt) -> bool:
     e = size.node.expr
     return bool(getattr(e, "is_Symbol", False)) and str(e).startswith("u") and str(e) not in cx.low.symbols.bound
 
@@ -156,13 +142,13 @@ def _returns_argument(schema: Any, i: int) -> bool:
 
 
 def has_effect(target: Any) -> bool:
-    """Must calls of ``target`` keep their order? Random state, printing, and ops we cannot see into."""
+    """Must calls of ``target`` keep their order? Random state, printing, and ops without a schema."""
     if not isinstance(target, torch._ops.OpOverload):
         return isinstance(target, torch._ops.HigherOrderOperator)
     return torch.Tag.nondeterministic_seeded in target.tags or not target._schema.returns
 
 
-def _out_variant(cx: Context, target: Any, flat: list[Any]) -> tuple[Any, tuple[str, ...]] | None:
+def _out_variant(cx: LoweringContext, target: Any, flat: list[Any]) -> tuple[Any, tuple[str, ...]] | None:
     out = OUT_VARIANTS.get(target)
     if out is None or not all(isinstance(f, torch.Tensor) for f in flat):
         return None
@@ -188,7 +174,7 @@ def reason_for(target: Any) -> str:
     return "no rule" if target.namespace in ("aten", "prims") else "custom op"
 
 
-def scalar_call(cx: Context, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def scalar_call(cx: LoweringContext, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A Python function of sizes (``operator.truediv``, ``math.floor`` ...) whose value no Expr can be."""
     if any(True for _ in iter_views((args, kwargs))):
         raise Unsupported("a number computed from tensors")

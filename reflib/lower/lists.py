@@ -8,13 +8,10 @@ import torch
 
 from reflib.ir.program import View
 
-from .context import Context
-from .rules import RULES, Unsupported, overloads
+from .context import LoweringContext
+from .rules import RULES, Unsupported, rule
 
 aten = torch.ops.aten
-
-# foreach name -> the op for one element, where it is not the name without _foreach_
-_OTHER_NAMES = {"clamp_min": "clamp_min", "clamp_max": "clamp_max"}
 
 
 def _element_op(name: str, has_tensor: bool) -> Any:
@@ -27,7 +24,15 @@ def _element_op(name: str, has_tensor: bool) -> Any:
     raise Unsupported("no rule for one element")
 
 
-def foreach(cx: Context, *args: Any, **kwargs: Any) -> list[View]:
+_NAMES = (
+    "abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf erfc exp "
+    "expm1 floor frac lerp lgamma log log10 log1p log2 max maximum minimum mul neg pow reciprocal round rsqrt "
+    "sigmoid sign sin sinh sqrt sub tan tanh trunc zero"
+).split()
+
+
+@rule(*(f"_foreach_{name}" for name in _NAMES))
+def foreach(cx: LoweringContext, *args: Any, **kwargs: Any) -> list[View]:
     """Element i of every list argument, and the other arguments as they are, to the op for one element."""
     schema = cx.node.target._schema  # type: ignore[union-attr]
     name = schema.name.partition("_foreach_")[2]
@@ -43,19 +48,6 @@ def foreach(cx: Context, *args: Any, **kwargs: Any) -> list[View]:
         if not isinstance(mine[0], View):  # pow(number, tensor)
             out.append(cx.call(getattr(aten, name).Scalar, *mine, fake=cx.fake[i], name=f"{cx.name}_{i}", **named))
             continue
-        op = _element_op(_OTHER_NAMES.get(name, name), len(mine) > 1 and isinstance(mine[1], View))
+        op = _element_op(name, len(mine) > 1 and isinstance(mine[1], View))
         out.append(cx.call(op, *mine, fake=cx.fake[i], name=f"{cx.name}_{i}", **named))
     return out
-
-
-def _register() -> None:
-    for name in (
-        "abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf erfc exp "
-        "expm1 floor frac lerp lgamma log log10 log1p log2 max maximum minimum mul neg pow reciprocal round rsqrt "
-        "sigmoid sign sin sinh sqrt sub tan tanh trunc zero"
-    ).split():
-        for op in overloads(f"_foreach_{name}"):
-            RULES[op] = foreach
-
-
-_register()

@@ -1,4 +1,4 @@
-"""lower: Graph -> Program. Every op of the graph becomes one Loops, one Extern call, or a View.
+"""lower: Graph -> Program. Every op becomes loop nests (mostly one), an Extern call, or a View.
 
 Nothing is fused here, and nothing is reordered: ``nodes`` come out in the graph's order.
 """
@@ -17,29 +17,20 @@ from torch.utils import _pytree as pytree
 from reflib import logs
 from reflib.capture.graph import Graph
 from reflib.errors import LoweringError, ReflibError
-from reflib.ir.expr import Expr, Sym, expr
+from reflib.ir.expr import Expr, Sym
 from reflib.ir.loops import Origin
 from reflib.ir.program import Buffer, Node, Program, View, full_view, iter_views
 from reflib.options import Options
 
-from . import (  # noqa: F401  (most register their rules)
-    activations,
-    candidates,
-    creation,
-    indexing,
-    lists,
-    matmul,
-    pointwise,
-    reductions,
-)
-from .context import Context
+from . import pointwise, reductions  # noqa: F401  (they register their rules)
+from .context import LoweringContext
 from .extern import extern, reason_for, scalar_call, with_effects
-from .rules import RULES, Unsupported, rule_of
+from .rules import CALLS, RULES, Unsupported, rule_of
 from .symbols import Symbols
 from .unused import remove_unused
 from .views import REINTERPRET, copying, is_view_op, view
 
-# Statements for the tracer alone: what they promise is already in the sizes' ranges.
+# Statements for the tracer alone: what they state is already in the sizes' ranges.
 _DROPPED = {
     torch.ops.aten.sym_constrain_range.default,
     torch.ops.aten.sym_constrain_range_for_size.default,
@@ -47,7 +38,7 @@ _DROPPED = {
 }
 _DEVICES = ("cpu", "cuda")
 _NODE = re.compile(r"(^|_)op\d+$")  # what ``next_node`` makes
-WRAPPERS = frozenset(  # names in the printed wrapper (wrap/runtime.py, wrap/python.py), which no buffer may take
+RESERVED = frozenset(  # names in the printed wrapper (wrap/runtime.py, wrap/python.py), which no buffer may take
     "args call torch alloc alloc_cpu alloc_cuda as_view expect expect_sizes flat check_nan threads outside zeros "
     "int_max int_min device_guard current_stream stream".split()
 )
@@ -83,7 +74,9 @@ def lower(graph: Graph, options: Options) -> Program:
 class Lowering:
     """The program so far. ``values``: each FX node's value, a View, an Expr, plain data or a nest of these.
     ``uniform``: buffers known to hold one number everywhere, which loads of them use instead.
-    ``moved``: scalars copied to another device."""
+    ``moved``: scalars copied to another device. ``reserved``: names that other lowerings of the same graph use.
+    ``prefix``: of node names. ``within``: ops whose implementation is being lowered. ``choices``: may ops become
+    choices?"""
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or Options()
@@ -99,21 +92,11 @@ class Lowering:
         self.within: frozenset[str] = frozenset()
         self.prefix = ""
         self.choices = True
-        self._kernels = itertools.count()
-
-    def inside(self, op: str, prefix: str, symbols: dict[Any, Sym], choices: bool) -> Lowering:
-        """A lowering of an implementation of ``op``: over the buffers there are, with names that fit among ours.
-        ``symbols``: ours, by the sympy symbols of the ShapeEnv that the implementation was traced in."""
-        low = Lowering(self.options)
-        low.symbols = self.symbols.inside(symbols)
-        low.buffers, low.uniform, low.moved = dict(self.buffers), dict(self.uniform), dict(self.moved)
-        low.reserved, low._kernels = self.reserved, self._kernels
-        low.within, low.prefix, low.choices = self.within | {op}, prefix + "_", choices
-        return low
+        self.kernels = itertools.count()
 
     # -- names and buffers ----------------------------------------------------------------------
     def next_kernel(self) -> int:
-        return next(self._kernels)
+        return next(self.kernels)
 
     def next_node(self) -> str:
         return f"{self.prefix}op{len(self.nodes)}"
@@ -121,7 +104,7 @@ class Lowering:
     def unique(self, name: str) -> str:
         """``name``, or ``name_1`` ... if a buffer or symbol has it, the printed wrapper uses it, or a node may have it
         (``renamed`` takes buffers and nodes by name)."""
-        taken, n, out = (self.buffers, self.symbols.known, self.reserved, WRAPPERS), 0, name
+        taken, n, out = (self.buffers, self.symbols.known, self.reserved, RESERVED), 0, name
         while any(out in t for t in taken) or _NODE.search(out):
             n += 1
             out = f"{name}_{n}"
@@ -146,7 +129,7 @@ class Lowering:
             self.symbols.bind(*buffer.shape, *buffer.strides)
         elif isinstance(fake, (torch.SymInt, torch.SymFloat)):
             self.values[node] = value = self.symbols.from_sympy(fake.node.expr, fake.node.shape_env)
-            self.inputs.append(_plain_symbol(value))
+            self.inputs.append(value.atom if isinstance(value.atom, Sym) else value)
             self.symbols.bind(value)
         else:
             self.values[node] = fake
@@ -174,7 +157,7 @@ class Lowering:
         if isinstance(fake, (int, float, bool)) and not isinstance(target, torch._ops.HigherOrderOperator):
             return fake
         args, kwargs = self.arguments(node.args), self.arguments(node.kwargs)
-        cx = Context(self, node, fake, origin(node), node.name)
+        cx = LoweringContext(self, node, fake, origin(node), node.name)
         try:
             return self._call(cx, target, args, kwargs)
         except ReflibError:
@@ -185,20 +168,22 @@ class Lowering:
                 f"lowering {cx.origin.op}{where} failed: {type(e).__name__}: {e}. This is a bug in reflib's rule for it"
             ) from e
 
-    def _call(self, cx: Context, target: Any, args: Any, kwargs: Any) -> Any:
+    def _call(self, cx: LoweringContext, target: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(cx.fake, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return self._scalar(cx, target, args, kwargs)
-        if candidates.registered(self, target):
-            return candidates.choice(cx, target, args, kwargs, lambda: self._one(cx, target, args, kwargs))
-        return self._one(cx, target, args, kwargs)
 
-    def _one(self, cx: Context, target: Any, args: Any, kwargs: Any) -> Any:
-        """The op by its rule; where that cannot help, a call."""
+        def usual() -> Any:
+            return self._one(cx, target, args, kwargs)
+
+        for call in CALLS.values():
+            return call(cx, target, args, kwargs, usual)
+        return usual()
+
+    def _one(self, cx: LoweringContext, target: Any, args: Any, kwargs: Any) -> Any:
+        """The op by its rule; where the rule does not cover the case, a call."""
         target = REINTERPRET.get(target, target)
         fn = rule_of(target) or (view if is_view_op(target) else None)
         reason = reason_for(target)
-        if not self.choices and target in candidates.JOINED:
-            fn = None
         if fn is not None:
             nodes = len(self.nodes)
             tables: tuple[dict[Any, Any], ...] = (self.buffers, self.moved, self.uniform)
@@ -218,7 +203,7 @@ class Lowering:
         )
         return extern(cx, target, args, kwargs, reason)
 
-    def _scalar(self, cx: Context, target: Any, args: Any, kwargs: Any) -> Any:
+    def _scalar(self, cx: LoweringContext, target: Any, args: Any, kwargs: Any) -> Any:
         """A node whose value is a number: an Expr if it can be one, else a call that computes it."""
         known = isinstance(cx.fake, torch.SymInt) and not any(
             str(s).startswith("u") and str(s) not in self.symbols.bound for s in cx.fake.node.expr.free_symbols
@@ -246,7 +231,7 @@ class Lowering:
         return tree
 
 
-def supported(cx: Context, args: Any, kwargs: Any) -> None:
+def supported(cx: LoweringContext, args: Any, kwargs: Any) -> None:
     """Raises Unsupported for tensors that no rule is written for."""
     for f in cx.fakes:
         if f.layout != torch.strided:
@@ -256,14 +241,6 @@ def supported(cx: Context, args: Any, kwargs: Any) -> None:
     for v in iter_views((args, kwargs)):
         if cx.low.buffers[v.buffer].device.type not in _DEVICES:
             raise Unsupported("an input on another device")
-
-
-def _plain_symbol(value: Expr) -> Any:
-    """A Sym, for an input that is just one; else the Expr."""
-    symbols = value.symbols()
-    if len(symbols) == 1 and value == expr(s := next(iter(symbols))):
-        return s
-    return value
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\s*\n?\s*(.*)')

@@ -1,8 +1,8 @@
 """Matrix products: mm, addmm, bmm and baddbmm become a Choice of ATen's call, a Template, and decompose-K.
 
-Where a product is chosen for: float16, bfloat16 and float32 on a GPU, with ``autotune="off"`` too (``choose`` then has
-a static rule); on a CPU only when something is measured, and without a Template, which CPUs have no kernel for.
-All else stays a plain call.
+There is a Choice for float16, bfloat16 and float32 on a GPU, with ``autotune="off"`` too, where a static rule decides;
+on a CPU only when something is measured, and without a Template, which CPUs have no kernel for. Other products are
+plain calls.
 
 **Rounding.** Eager multiplies halves in float32 and rounds once, after alpha and beta: so does the Template's epilogue,
 and what is fused behind it sees the rounded value. float32 is multiplied as tf32 only where torch's switches say so
@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from reflib.ir.expr import Expr, Var, expr
-from reflib.ir.loops import Acc, Axis, Loops
-from reflib.ir.program import Alternative, Choice, Extern, Template, View, iter_views
+from reflib.ir.loops import Acc, Axis, LoopNest
+from reflib.ir.program import Choice, Extern, Template, Variant, View, iter_views
 
-from .body import Kernel, Value
-from .context import Context
+from .body import NestBuilder, Value
+from .context import LoweringContext
 from .extern import extern
 from .rules import Unsupported, rule
 
@@ -34,26 +34,26 @@ _PLAIN = "library call"
 
 
 @rule("mm.default")
-def mm(cx: Context, a: View, b: View) -> Any:
+def mm(cx: LoweringContext, a: View, b: View) -> Any:
     return _product(cx, aten.mm.default, a, b, (a, b), {})
 
 
 @rule("bmm.default")
-def bmm(cx: Context, a: View, b: View) -> Any:
+def bmm(cx: LoweringContext, a: View, b: View) -> Any:
     return _product(cx, aten.bmm.default, a, b, (a, b), {})
 
 
 @rule("addmm.default")
-def addmm(cx: Context, bias: View, a: View, b: View, *, beta: Any = 1, alpha: Any = 1) -> Any:
+def addmm(cx: LoweringContext, bias: View, a: View, b: View, *, beta: Any = 1, alpha: Any = 1) -> Any:
     return _product(cx, aten.addmm.default, a, b, (bias, a, b), {"beta": beta, "alpha": alpha})
 
 
 @rule("baddbmm.default")
-def baddbmm(cx: Context, bias: View, a: View, b: View, *, beta: Any = 1, alpha: Any = 1) -> Any:
+def baddbmm(cx: LoweringContext, bias: View, a: View, b: View, *, beta: Any = 1, alpha: Any = 1) -> Any:
     return _product(cx, aten.baddbmm.default, a, b, (bias, a, b), {"beta": beta, "alpha": alpha})
 
 
-def _product(cx: Context, target: Any, a: View, b: View, args: tuple[View, ...], kwargs: dict[str, Any]) -> Any:
+def _product(cx: LoweringContext, target: Any, a: View, b: View, args: tuple[View, ...], kwargs: dict[str, Any]) -> Any:
     """A Choice, if there is anything to choose from; Unsupported (a plain call) if there is not."""
     gpu = for_gpu(cx)
     if not worth_choosing(cx, gpu, a, b):
@@ -63,21 +63,21 @@ def _product(cx: Context, target: Any, a: View, b: View, args: tuple[View, ...],
     value = extern(cx, target, args, scale, _PLAIN)
     default = low.nodes.pop()
     assert isinstance(default, Extern)
-    others: list[Alternative] = []
+    others: list[Variant] = []
     if gpu and templates_can_read(cx, args, kwargs):
         bias = args[0] if len(args) == 3 else None
         t = template(cx, default.name, a, b, value, bias, kwargs.get("alpha", 1), kwargs.get("beta", 1))
-        others.append(Alternative("triton", (t,)))
+        others.append(Variant("triton", (t,)))
     failed: tuple[tuple[str, str, str], ...] = ()
     if low.options.autotune != "off":
-        from .decompose_k import matmul_alternatives  # it is lowered by these rules in its turn
+        from .decompose_k import matmul_variants  # it is lowered by these rules in its turn
 
-        more, failed = matmul_alternatives(cx, target, args, scale, value)
+        more, failed = matmul_variants(cx, target, args, scale, value)
         others += more
     if not others:
         low.nodes.append(default)
         return value
-    first = Alternative("aten", (default,))
+    first = Variant("aten", (default,))
     outputs = tuple(o for o in default.outputs if isinstance(o, str))
     op = f"aten.{target._schema.name.partition('::')[2]}"
     low.nodes.append(
@@ -87,15 +87,15 @@ def _product(cx: Context, target: Any, a: View, b: View, args: tuple[View, ...],
 
 
 # -- when -------------------------------------------------------------------------------------------
-def for_gpu(cx: Context) -> bool:
+def for_gpu(cx: LoweringContext) -> bool:
     """Will this run on a GPU? ``target`` retargets programs captured on a CPU after lowering."""
     target = cx.low.options.target
     return cx.device.type == "cuda" if target is None else target != "cpu"
 
 
-def worth_choosing(cx: Context, gpu: bool, a: View, b: View) -> bool:
-    """Is there more than one good way to multiply these? An empty product is a fill, which ATen knows."""
-    if not cx.low.choices:  # inside an alternative that has chosen
+def worth_choosing(cx: LoweringContext, gpu: bool, a: View, b: View) -> bool:
+    """Is there more than one good way to multiply these? An empty product is a fill, which ATen does."""
+    if not cx.low.choices:  # inside a variant that has chosen
         return False
     if cx.dtype not in CHOSEN or a.dtype != cx.dtype or b.dtype != cx.dtype:
         return False
@@ -104,7 +104,7 @@ def worth_choosing(cx: Context, gpu: bool, a: View, b: View) -> bool:
     return gpu or cx.low.options.autotune != "off"
 
 
-def templates_can_read(cx: Context, args: tuple[View, ...], kwargs: dict[str, Any]) -> bool:
+def templates_can_read(cx: LoweringContext, args: tuple[View, ...], kwargs: dict[str, Any]) -> bool:
     """A Template reads buffers as what they are, where they are; its scalars are numbers or sizes."""
     buffers = [(v, cx.low.buffers[v.buffer]) for v in iter_views(args)]
     if any(b.dtype != v.dtype or b.device != cx.device for v, b in buffers):
@@ -125,7 +125,7 @@ def float32_precision() -> str:
 
 # -- the template -----------------------------------------------------------------------------------
 def template(
-    cx: Context, name: str, a: View, b: View, out: View, bias: View | None, alpha: Any = 1, beta: Any = 1
+    cx: LoweringContext, name: str, a: View, b: View, out: View, bias: View | None, alpha: Any = 1, beta: Any = 1
 ) -> Template:
     """alpha * a @ b + beta * bias into ``out``, with the bias broadcast. Assumes that ``templates_can_read`` all."""
     k = product_kernel(cx, out)
@@ -136,7 +136,7 @@ def template(
         term = k.load(bias).to(torch.float32)
         value = value + (term if beta == 1 else term * k.value(beta, torch.float32))
     k.store(out, value.to(out.dtype))
-    epilogue = Loops(name, tuple(k.axes), tuple(k.b.body), (cx.origin,))
+    epilogue = LoopNest(name, tuple(k.axes), tuple(k.b.body), (cx.origin,))
     precision = float32_precision() if out.dtype == torch.float32 else "ieee"
     a, b, product = batched(a), batched(b), batched(out)
     depth = min(a.shape[2], b.shape[1], key=lambda e: (e.constant is None, len(e.terms), str(e)))
@@ -146,10 +146,10 @@ def template(
     return Template(name, a, b, epilogue, out.dtype, precision)
 
 
-def product_kernel(cx: Context, out: View) -> Kernel:
+def product_kernel(cx: LoweringContext, out: View) -> NestBuilder:
     """An empty epilogue: unlike other kernels it has an axis for each of m and n, even of size 1; and one for the
     batch unless that is 1."""
-    k = Kernel(cx, out.shape)
+    k = NestBuilder(cx, out.shape)
     first = 1 if len(out.shape) == 3 and out.shape[0] == 1 else 0
     dims, number = range(first, len(out.shape)), cx.low.next_kernel()
     made = iter(k.axes)

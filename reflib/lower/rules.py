@@ -1,7 +1,7 @@
-"""The registry of lowering rules, and what a rule may say when it cannot help.
+"""The registry of lowering rules, and the exception a rule raises for a case it does not cover.
 
 A rule is a function ``rule(cx, *args, **kwargs) -> value`` whose parameters are those of the op's schema, in order.
-``cx`` is the :class:`~reflib.lower.context.Context` of the node being lowered. Tensors arrive as
+``cx`` is the :class:`~reflib.lower.context.LoweringContext` of the node being lowered. Tensors arrive as
 :class:`~reflib.ir.program.View`, symbolic integers as :class:`~reflib.ir.expr.Expr`, all else as it is in the graph.
 It emits nodes through ``cx`` and returns a View (or an Expr, or a list of these).
 """
@@ -12,6 +12,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from reflib.seams import Seam
+
+# Modules of further rules, imported with the stage; none: ops without a rule are calls of ATen.
+MODULES = Seam("lower.MODULES")
+# (cx, target, args, kwargs, usual) -> the value of a call; ``usual()`` lowers it by its rule. The first one is used;
+# none: ``usual()``.
+CALLS = Seam("lower.CALLS")
+# op -> bool: further ops that stay whole when a model is captured.
+WHOLE = Seam("lower.WHOLE")
 
 
 class Unsupported(Exception):

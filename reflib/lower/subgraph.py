@@ -1,9 +1,9 @@
 """Another implementation of an op, as nodes over the buffers of the program that the op stands in.
 
-The implementation is a Python function. It is traced with fake tensors in a ShapeEnv of its own, a copy of what the
-program knows of its sizes, so that what it asks of them (``if x.shape[0] % 4 == 0``, an ``assert``, a reshape that
-needs a divisor) becomes a condition of this one alternative (``Alternative.guards``), never of the user's graph. Then
-the traced graph is lowered like any other, reading the op's arguments where they are and writing its outputs.
+The implementation is a Python function. It is traced with fake tensors in a ShapeEnv of its own, with the program's
+size symbols and their ranges, so that every condition on them (``if x.shape[0] % 4 == 0``, an ``assert``, a reshape
+that needs a divisor) becomes the predicate of this one variant (``Variant.predicate``), never of the user's graph.
+Then the traced graph is lowered like any other, reading the op's arguments where they are and writing its outputs.
 
 NB: TorchInductor traces implementations in the graph's own ShapeEnv, and gives one up that adds a guard
 (``error_on_new_guards`` in its kernel/custom_op.py).
@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sympy
 import torch
@@ -24,28 +24,25 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils import _pytree as pytree
 
 from reflib.errors import ReflibError
-from reflib.ir.expr import Call, Expr, Sym, expr, max_value, mod, nonneg
-from reflib.ir.loops import Loops
-from reflib.ir.program import Alternative, Assume, Buffer, Choice, Extern, Node, View, full_view, holds
+from reflib.ir.expr import BinOp, Expr, Sym, expr, max_value, mod, nonneg
+from reflib.ir.loops import LoopNest
+from reflib.ir.program import Assume, Buffer, Extern, Node, Variant, View, full_view, holds
 from reflib.ir.rename import renamed
 
-from .body import Kernel
-from .context import Context
+from .body import NestBuilder
+from .context import LoweringContext
 from .custom_ops import registered_ops
 from .decompositions import decompositions
 from .extern import has_effect
+from .lower import Lowering
 from .rules import Unsupported
 from .unused import remove_unused
-
-if TYPE_CHECKING:
-    from .lower import Lowering
-
 
 _READS = "it uses a tensor's value, known only at run time (.item(), float(t), if t > 0),"
 
 
 class Refused(Exception):
-    """This implementation cannot be an alternative. ``status``: ``raised``, ``wrong shape``, ``wrong dtype``,
+    """This implementation cannot be a variant. ``status``: ``raised``, ``wrong shape``, ``wrong dtype``,
     ``wrong device``, ``alias`` or ``unsupported``."""
 
     def __init__(self, status: str, why: str):
@@ -53,8 +50,8 @@ class Refused(Exception):
         self.status, self.why = status, why
 
 
-def alternative(
-    cx: Context,
+def variant(
+    cx: LoweringContext,
     op: str,
     name: str,
     fn: Callable[..., Any],
@@ -63,9 +60,9 @@ def alternative(
     outputs: Sequence[View | None],
     choices: bool = True,
     sizes: Mapping[str, int] | None = None,
-) -> Alternative:
+) -> Variant:
     """``fn(*args, **kwargs)`` instead of ``op``. ``args``, ``kwargs``: nests of View, Expr and plain data. ``outputs``:
-    where the op's results go, in order (None: nobody looks at it). ``choices``: may ops inside become Choices?
+    where the op's results go, in order (None: it is not used). ``choices``: may ops inside become Choices?
     ``sizes``: values to trace with, by symbol, instead of the program's.
 
     Raises Refused. The program itself gets nothing but the constants that ``fn`` holds.
@@ -79,7 +76,7 @@ def alternative(
         _check_outputs(cx, copy, graph)
     prefix = cx.low.unique(f"{cx.name}_" + re.sub(r"\W+", "_", name).strip("_"))
     cx.low.reserved.add(prefix)
-    low = cx.low.inside(op, prefix, copy.ours(), choices)
+    low = _inside(cx.low, op, prefix, copy.ours(), choices)
     try:
         values = _lower(cx, low, graph, given)
         guards = copy.guards(low)
@@ -96,7 +93,18 @@ def alternative(
     cx.low.constants.update({k: low.constants[k] for k in constants})
     own = tuple(b for b in new.values() if b.kind == "temp")
     cx.low.reserved.update(b.name for b in own)
-    return Alternative(name, kept, own, guards)
+    return Variant(name, kept, guards, own)
+
+
+def _inside(low: Lowering, op: str, prefix: str, symbols: dict[Any, Sym], choices: bool) -> Lowering:
+    """A lowering of an implementation of ``op``: over the buffers of ``low``, with names that ``low`` does not use.
+    ``symbols``: the program's, by the sympy symbols of the ShapeEnv that the implementation was traced in."""
+    new = Lowering(low.options)
+    new.symbols = low.symbols.inside(symbols)
+    new.buffers, new.uniform, new.moved = dict(low.buffers), dict(low.uniform), dict(low.moved)
+    new.reserved, new.kernels = low.reserved, low.kernels
+    new.within, new.prefix, new.choices = low.within | {op}, prefix + "_", choices
+    return new
 
 
 # -- tracing ----------------------------------------------------------------------------------------
@@ -127,7 +135,7 @@ class SizesCopy:
         return total
 
     def _atom(self, a: Any) -> Any:
-        if isinstance(a, Call):
+        if isinstance(a, BinOp):
             fn: Any = {"//": operator.floordiv, "%": operator.mod, "max": torch.sym_max, "min": torch.sym_min}[a.fn]
             return fn(self.size(a.a), self.size(a.b))
         if a not in self._symbols:
@@ -158,7 +166,7 @@ class SizesCopy:
             return torch.empty_strided(shape, strides, dtype=v.dtype, device=device)  # type: ignore[arg-type]
 
     def guards(self, low: Any) -> tuple[Assume, ...]:
-        """What the trace asked of the sizes. Raises Refused for what cannot be said."""
+        """The conditions on sizes that the trace met. Raises Refused for one that has no expression here."""
         if any(self.env.deferred_runtime_asserts.values()):
             raise Refused("unsupported", "it asserts something of a size known only at run time")
         out: dict[Assume, None] = {}
@@ -175,7 +183,9 @@ def _is_dynamic(x: Any) -> bool:
     return isinstance(x, (View, Expr))
 
 
-def _traced(cx: Context, copy: SizesCopy, fn: Callable[..., Any], args: Any, kwargs: Any) -> torch.fx.GraphModule:
+def _traced(
+    cx: LoweringContext, copy: SizesCopy, fn: Callable[..., Any], args: Any, kwargs: Any
+) -> torch.fx.GraphModule:
     """``fn`` as a functional graph: placeholders are the Views and Exprs among the arguments, the result is one list
     of tensors. What ``fn`` raises is Refused."""
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs), is_leaf=_is_leaf)
@@ -244,7 +254,7 @@ def _results(graph: torch.fx.GraphModule) -> list[Any]:
 
 
 # -- is it the same thing? --------------------------------------------------------------------------
-def _check_outputs(cx: Context, copy: SizesCopy, graph: torch.fx.GraphModule) -> None:
+def _check_outputs(cx: LoweringContext, copy: SizesCopy, graph: torch.fx.GraphModule) -> None:
     """Number, dtype, device and sizes of the results are the op's. Sizes equal at the traced sizes alone become a
     guard."""
     results, wanted = _results(graph), cx.fakes
@@ -261,7 +271,7 @@ def _check_outputs(cx: Context, copy: SizesCopy, graph: torch.fx.GraphModule) ->
         shape = tuple(copy.size(e) for e in cx.low.symbols.exprs(w.shape))
         try:
             same = len(shape) == v.dim() and all(bool(a == b) for a, b in zip(v.shape, shape))
-        except Exception as e:  # torch cannot tell before run time
+        except Exception as e:  # unknown before run time
             raise Refused("unsupported", f"{which} of a size known only at run time: {_first_line(e)}") from e
         if not same:
             raise Refused("wrong shape", f"{which} of shape {_shape(v.shape)}, the op's of {_shape(shape)}")
@@ -277,7 +287,7 @@ def _shape(sizes: Sequence[Any]) -> str:
     return "[" + ", ".join(map(str, numbers)) + "]"
 
 
-def _check_memory(cx: Context, low: Lowering, values: Sequence[Any]) -> None:
+def _check_memory(cx: LoweringContext, low: Lowering, values: Sequence[Any]) -> None:
     """Results are new tensors, each with storage of its own."""
     for v in values:
         if not isinstance(v, View):
@@ -289,7 +299,7 @@ def _check_memory(cx: Context, low: Lowering, values: Sequence[Any]) -> None:
 
 
 # -- lowering ---------------------------------------------------------------------------------------
-def _lower(cx: Context, low: Lowering, graph: torch.fx.GraphModule, given: list[Any]) -> list[Any]:
+def _lower(cx: LoweringContext, low: Lowering, graph: torch.fx.GraphModule, given: list[Any]) -> list[Any]:
     """The graph's nodes, lowered into ``low``; returns its results."""
     inputs = iter(given)
     for node in graph.graph.nodes:
@@ -315,7 +325,7 @@ def _constant(low: Lowering, node: torch.fx.Node, value: Any) -> Any:
     return full_view(low.buffers[name])
 
 
-def _written(cx: Context, low: Lowering, values: list[View], outputs: Sequence[View | None]) -> list[Node]:
+def _written(cx: LoweringContext, low: Lowering, values: list[View], outputs: Sequence[View | None]) -> list[Node]:
     """The nodes, with each result where the op's goes: made there if it lies in memory in the same way, else copied."""
     names: dict[str, str] = {}
     for v, o in zip(values, outputs):
@@ -325,10 +335,10 @@ def _written(cx: Context, low: Lowering, values: list[View], outputs: Sequence[V
             names[v.buffer] = o.buffer
         else:
             inside = replace(cx, low=low)
-            k = Kernel(inside, o.shape, device=low.buffers[o.buffer].device)
+            k = NestBuilder(inside, o.shape, device=low.buffers[o.buffer].device)
             k.store(o, k.load(v))
             k.finish()
-    return _with_names(low.nodes, names)
+    return renamed(low.nodes, [], names)[0]
 
 
 def _lies_like(low: Lowering, v: View, o: View) -> bool:
@@ -339,25 +349,12 @@ def _lies_like(low: Lowering, v: View, o: View) -> bool:
     if _same_layout(made, out):
         return True
     writers = [n for n in low.nodes if v.buffer in n.writes()]
-    return made.extent == out.extent and all(isinstance(n, Loops) for n in writers)
+    return made.extent == out.extent and all(isinstance(n, LoopNest) for n in writers)
 
 
 def _same_layout(a: View | Buffer, b: View | Buffer) -> bool:
     """Strides of dimensions of size 1 do not count."""
     return a.shape == b.shape and all(s == t for n, s, t in zip(a.shape, a.strides, b.strides) if n != 1)
-
-
-def _with_names(nodes: Sequence[Node], names: dict[str, str]) -> list[Node]:
-    """``renamed``, for choices as well."""
-    out: list[Node] = []
-    for n in nodes:
-        if isinstance(n, Choice):
-            inner = tuple(replace(a, nodes=tuple(_with_names(a.nodes, names))) for a in n.alternatives)
-            outputs = tuple(names.get(o, o) for o in n.outputs)
-            out.append(replace(n, outputs=outputs, alternatives=inner))
-        else:
-            out += renamed([n], [], names)[0]
-    return out
 
 
 # -- guards -----------------------------------------------------------------------------------------
@@ -382,15 +379,8 @@ def assumptions(condition: Any, convert: Callable[[Any], Expr]) -> list[Assume]:
         if not holds(fact, {}):
             raise Unsupported(f"the condition {condition} on sizes, which never holds")
         return []
-    atom = what.terms[0][0][0]
-    alone = len(what.terms) == 1 and what.terms[0][1] == 1 and len(what.terms[0][0]) == 1
-    if (
-        alone
-        and isinstance(atom, Call)
-        and atom.fn == "%"
-        and atom.b.constant is not None
-        and (kind, value) == _NO_REST
-    ):
+    atom, no_rest = what.atom, (kind, value) == ("equal", 0)
+    if no_rest and isinstance(atom, BinOp) and atom.fn == "%" and atom.b.constant is not None:
         return [Assume("divisible", atom.a, atom.b.constant)]
     return [] if _always(fact) else [fact]
 
@@ -413,18 +403,17 @@ def _at_most(what: Expr, value: int) -> bool:
 
 
 def without_implied(facts: Iterable[Assume]) -> tuple[Assume, ...]:
-    """Drop what follows from the sizes' divisibility: torch asks a reshape's question in several ways."""
+    """Drop what follows from the sizes' divisibility: torch states a reshape's condition in several ways."""
     facts = tuple(dict.fromkeys(facts))
     env: dict[Any, Any] = {}
     for f in facts:
-        if f.kind == "divisible" and len(f.what.terms) == 1 and f.what in map(expr, f.what.symbols()):
-            (s,) = f.what.symbols()
+        s = f.what.atom
+        if f.kind == "divisible" and isinstance(s, Sym):
             quotient = Sym(f"{s.name}/{f.value}", -(-s.lo // f.value), None if s.hi is None else s.hi // f.value, None)
             env.setdefault(s, expr(quotient) * f.value)
     return tuple(f for f in facts if f.kind == "divisible" or not _always(replace(f, what=f.what.subs(env))))
 
 
-_NO_REST = ("equal", 0)
 _COMPARISONS: dict[Any, tuple[str, int]] = {
     sympy.Eq: ("equal", 0),
     sympy.Ne: ("differs", 0),

@@ -7,13 +7,14 @@ Extern node computes by calling the Python function which made it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any
 
 import sympy
 import torch
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from reflib.ir.expr import Expr, Sym, ceildiv, expr, floordiv, maximum, minimum, mod, nonneg
+from reflib.ir.expr import Expr, Sym, ceildiv, expr, floordiv, maximum, minimum, mod, nonneg, product
 
 from .rules import Unsupported
 
@@ -22,7 +23,7 @@ _HUGE = 2**62  # torch writes "no upper bound" as an infinity or as about the gr
 
 
 class Symbols:
-    """Converts. Knows every symbol met so far, and the opaque ones by the sympy expression they stand for. ``ranges``:
+    """Converts. Holds every symbol met so far, and the opaque ones by the sympy expression they stand for. ``ranges``:
     of symbols by name, where they are other than what the ShapeEnv says (``Graph.ranges``)."""
 
     def __init__(self, ranges: Mapping[str, tuple[int, int | None]] | None = None) -> None:
@@ -82,29 +83,22 @@ class Symbols:
             return expr(int(e))
         if isinstance(e, sympy.Symbol):
             return expr(self.symbol(e, env))
-        args = lambda: [self.from_sympy(a, env) for a in e.args]  # noqa: E731
+
+        def args() -> list[Expr]:
+            return [self.from_sympy(a, env) for a in e.args]
+
         name = type(e).__name__
         if isinstance(e, sympy.Add):
             return sum(args(), expr(0))
         if isinstance(e, sympy.Mul):
-            out = expr(1)
-            for a in args():
-                out = out * a
-            return out
+            return product(args())
         if isinstance(e, sympy.Pow) and isinstance(e.args[1], sympy.Integer) and 0 <= int(e.args[1]) <= 16:
-            base, out = self.from_sympy(e.args[0], env), expr(1)
-            for _ in range(int(e.args[1])):
-                out = out * base
-            return out
+            return product([self.from_sympy(e.args[0], env)] * int(e.args[1]))
         if name in ("FloorDiv", "CleanDiv", "CeilDiv", "Mod", "PythonMod", "ModularIndexing"):
             self._check_divisors(e.args[1:], env)
             return _division(name, *args())
         if name in ("Max", "Min"):
-            fn = maximum if name == "Max" else minimum
-            first, *rest = args()
-            for a in rest:
-                first = fn(first, a)
-            return first
+            return reduce(maximum if name == "Max" else minimum, args())
         if name == "Identity":
             return args()[0]
         if name in ("CeilToInt", "FloorToInt") and type(e.args[0]).__name__ == "IntTrueDiv":
@@ -121,7 +115,7 @@ class Symbols:
                 raise Unsupported(f"the divisor {d} of a size may be negative")
 
     def symbol(self, s: Any, env: Any) -> Sym:
-        """The Sym for a sympy symbol, with what the ShapeEnv knows of its range and traced value."""
+        """The Sym for a sympy symbol, with its range and traced value from the ShapeEnv."""
         name = str(s)
         if name not in self.known:
             lo, hi = self.ranges.get(name) or _bounds(env.var_to_range.get(s) if env is not None else None)

@@ -1,4 +1,5 @@
-"""Dropping what nobody reads: most rules make more than one op's user wants, and a traced graph has loose ends."""
+"""Dropping nodes and buffers that are not read: rules make more results than are used, and traced graphs have unused
+ops."""
 
 from __future__ import annotations
 

@@ -12,9 +12,8 @@ import torch
 
 from reflib.ir.program import View
 
-from .body import Kernel
-from .context import Context
-from .indexing import unflatten
+from .body import nest
+from .context import LoweringContext, unflatten
 from .rules import RULES, Unsupported
 
 aten = torch.ops.aten
@@ -47,7 +46,7 @@ def is_view_op(op: Any) -> bool:
     return bool(returns) and all(r is not None and not r.is_write for r in returns)
 
 
-def view(cx: Context, base: View, *_: Any, **__: Any) -> Any:
+def view(cx: LoweringContext, base: View, *_: Any, **__: Any) -> Any:
     """The rule of all view ops. If eager would copy here (a reshape that cannot be a view), so do we."""
     node = cx.node.args[0] if cx.node.args else cx.node.kwargs["self"]
     if not isinstance(node, torch.fx.Node):
@@ -62,7 +61,7 @@ def view(cx: Context, base: View, *_: Any, **__: Any) -> Any:
     return torch.utils._pytree.tree_unflatten([alias(cx, base, source, f) for f in flat], spec)
 
 
-def alias(cx: Context, base: View, source: torch.Tensor, fake: torch.Tensor) -> View:
+def alias(cx: LoweringContext, base: View, source: torch.Tensor, fake: torch.Tensor) -> View:
     """``base``, seen as ``fake`` sees the storage of ``source``."""
     if fake.dtype != base.dtype:
         raise Unsupported(f"a view of {base.dtype} as {fake.dtype}")
@@ -82,15 +81,11 @@ def copying(op: Any) -> Any:
     return getattr(packet, op._overloadname, op)
 
 
-def copied(cx: Context, base: View) -> View:
+def copied(cx: LoweringContext, base: View) -> View:
     """A copy in the output's shape, element by element in row-major order."""
     if cx.shape == base.shape:
         return RULES[aten.clone.default](cx, base)
-    out = cx.out()
-    k = Kernel(cx, out.shape)
-    k.store(out, k.load(base, unflatten(k.linear(range(len(out.shape))), base.shape)))
-    k.finish()
-    return out
+    return nest(cx, lambda k: k.load(base, unflatten(k.linear(range(len(k.shape))), base.shape)))
 
 
 def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:

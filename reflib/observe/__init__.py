@@ -1,4 +1,4 @@
-"""Looking at what the compiler did: ``explain``, and ``doctor`` for the machine."""
+"""Inspection: ``explain`` shows a compilation, ``doctor`` checks the machine."""
 
 from .explain import Explanation, explain
 

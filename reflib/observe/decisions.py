@@ -1,15 +1,16 @@
-"""Decisions as tables: in text, and in a notebook."""
+"""Decisions as tables, in text and HTML."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from html import escape
 from typing import Any
 
-from ..choose import Candidate, Decision
+from ..ir.decision import Candidate, Decision
 
 
 class Decisions(list[Decision]):
-    """A list of decisions that shows itself as a table for each choice that was measured, and one for the rest."""
+    """A list of decisions, displayed as one table per measured choice and one for the rest."""
 
     def __getitem__(self, key: Any) -> Any:
         found = super().__getitem__(key)
@@ -22,7 +23,7 @@ class Decisions(list[Decision]):
         measured = [d for d in self if len(d.candidates) > 1]
         rest = [d for d in self if len(d.candidates) <= 1]
         rows = [(d.region, chosen(d), d.reason) for d in rest]
-        return "".join(map(decision_html, measured)) + (_table(("kernel", "chosen", "why"), rows) if rows else "")
+        return "".join(map(decision_html, measured)) + (html_table(("kernel", "chosen", "why"), rows) if rows else "")
 
 
 def chosen(d: Decision) -> str:
@@ -30,28 +31,28 @@ def chosen(d: Decision) -> str:
 
 
 def decision_text(d: Decision) -> str:
-    """The reason, then one line a candidate, the fastest first."""
+    """The reason, then one line per candidate, the fastest first."""
     head = f"{d.region}{f' ({d.op})' if d.op else ''}: {chosen(d)}: {d.reason}"
     lines = ["  " + "  ".join(filter(None, row)) for row in map(_row, _sorted(d))] if len(d.candidates) > 1 else []
     return "\n".join([head, *lines])
 
 
 def decision_html(d: Decision) -> str:
-    rows = [_row(c) for c in _sorted(d)]
+    rows = [(_row(c), c.key in d.winners) for c in _sorted(d)]
     names = ("candidate", "status", "time", "spread", "warm", "weights cold", "error", "note")
     title = f"<p><b><code>{escape(d.op or d.region)}</code></b> {escape(d.sizes)}<br>{escape(d.reason)}"
     with_it = f"<br>measured together with {escape(', '.join(d.members))}" if d.members else ""
-    return f"{title}{with_it}</p>" + candidates_html(names, rows, set(d.winner.split(" | ")))
+    return f"{title}{with_it}</p>" + candidates_html(names, rows)
 
 
-def candidates_html(names: tuple[str, ...], rows: list[tuple[str, ...]], winners: set[str]) -> str:
-    """Columns that say nothing are left out; the last one stands under the first: a page is narrow."""
-    kept = [i for i in range(1, len(names) - 1) if any(row[i] for row in rows)]
+def candidates_html(names: tuple[str, ...], rows: list[tuple[tuple[str, ...], bool]]) -> str:
+    """``rows``: cells, and whether it is a winner. Empty columns are omitted; the last one is below the
+    first, to save width."""
+    kept = [i for i in range(1, len(names) - 1) if any(row[i] for row, _ in rows)]
     head = "".join(f"<th>{escape(names[i])}</th>" for i in (0, *kept))
     body = ""
-    for row in rows:
-        name = escape(row[0])
-        name = f"<b>{name}</b>" if row[0].split(" [")[0] in winners else name
+    for row, won in rows:
+        name = f"<b>{escape(row[0])}</b>" if won else escape(row[0])
         note = f'<br><span style="font-size: 0.85em">{escape(row[-1])}</span>' if row[-1] else ""
         cells = "".join(f'<td style="white-space: nowrap">{escape(row[i])}</td>' for i in kept)
         body += f'<tr><td style="text-align: left">{name}{note}</td>{cells}</tr>'
@@ -72,11 +73,7 @@ def _row(c: Candidate) -> tuple[str, ...]:
     return name, c.status, us(c.time_us), spread, us(c.warm_us), us(c.cold_us), error, c.why
 
 
-def _table(names: tuple[str, ...], rows: list[Any], mark: set[str] = frozenset()) -> str:  # type: ignore[assignment]
+def html_table(names: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     head = "".join(f"<th>{escape(n)}</th>" for n in names)
-    body = ""
-    for row in rows:
-        first = row[0].split(" [")[0]
-        cells = [f"<b>{escape(x)}</b>" if first in mark else escape(x) for x in row]
-        body += "<tr>" + "".join(f"<td>{c}</td>" for c in cells) + "</tr>"
+    body = "".join("<tr>" + "".join(f"<td>{escape(x)}</td>" for x in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -1,7 +1,7 @@
-"""What this machine can and cannot do: `reflib doctor`.
+"""Checks what this machine supports: `reflib doctor`.
 
-Each check is a small function that returns a `Finding`. Nothing is installed, and a check that raises becomes
-a finding itself, so one broken piece never hides the others.
+Each check is a small function that returns a `Finding`. Nothing is installed. A check that raises becomes a finding, so
+the others still run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OLDEST_TORCH = (2, 11)
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `needed` findings that are not ok make `reflib doctor` exit with 1."""
+    """One line of the report. `reflib doctor` exits with 1 if a `needed` finding is not ok."""
 
     name: str
     ok: bool
@@ -162,7 +162,7 @@ CHECKS: tuple[Callable[[], Finding | Iterator[Finding]], ...] = (
 
 
 def doctor() -> list[Finding]:
-    """Every check's findings, in the order of the report."""
+    """The findings of all checks, in the order of the report."""
     findings: list[Finding] = []
     for check in CHECKS:
         try:
@@ -175,7 +175,7 @@ def doctor() -> list[Finding]:
 
 
 def report(findings: list[Finding]) -> str:
-    """The findings as text: a line each, with a remedy under what is missing."""
+    """The findings as text: one line each, followed by the remedy if it is not ok."""
     width = max(len(f.name) for f in findings)
     lines = []
     for f in findings:

@@ -1,4 +1,4 @@
-"""``explain``: every stage of one compilation as data, with a rich form for notebooks.
+"""``explain``: all stages of one compilation as data, with HTML for notebooks.
 
 >>> e = reflib.explain(f, x)                  # doctest: +SKIP
 >>> e.program, e.groups, e.kernels[0].source  # doctest: +SKIP
@@ -14,26 +14,28 @@ from typing import Any
 
 import torch
 
+from ..api import exported_stages
 from ..errors import ReflibError
+from ..ir.program import fallback_kernels, kernels_and_calls
 from ..options import Options
-from ..pipeline import Backend, Stages, exported_stages
+from ..pipeline import Backend, Stages
 from ..timeline import Timeline
-from .decisions import Decisions
+from .decisions import Decisions, html_table
 
 _serial = itertools.count(1)
 
 
 class Explanation:
-    """The stages of one graph. Where a model gives several (graph breaks, a backward), ``graphs`` has them all and
-    this object speaks of the first; ``backward`` is the backward graph's explanation, or None.
+    """The stages of one graph. If a model has several (graph breaks, a backward), ``graphs`` has all of them and the
+    other attributes are those of the first; ``backward`` is the backward graph's explanation, or None.
 
     graph: the captured ATen graph (str() prints it).
-    program: after ``lower``; one node an op.   fused: after ``fuse``.   chosen: after ``choose``, made of Regions.
-    groups: what was fused with what.           refusals: which pairs were not, with the Reason.
-    before, inlined: where there were choices: the first fusion with them in it; the program with the winners inlined.
-    decisions: what was chosen, with every candidate.      memory: the Plan (``peak_bytes``, ``moments``).
+    program: after ``lower``; mostly one node per op.   fused: after ``fuse``.   scheduled: after ``schedule``.
+    groups: the nodes fused together.           refusals: pairs not fused, with the Reason.
+    before, inlined: with choices, the first fusion, which keeps them; the program with the winners inlined.
+    decisions: the Decisions, with all candidates.         memory: the Plan (``peak_bytes``, ``moments``).
     kernels: list of Kernel (``name``, ``language``, ``source``).  wrapper: the text of the host code.
-    timeline: a Timeline: every stage, and where candidates were measured every compile, wait and measurement.
+    timeline: a Timeline of the stages, and of all compilations, waits and measurements of candidates.
         ``for name, start, seconds in e.timeline.only("stage")``.
     """
 
@@ -58,8 +60,8 @@ class Explanation:
         return self._reached(self.stages.fused, "fuse").program
 
     @property
-    def chosen(self) -> Any:
-        return self._reached(self.stages.chosen, "choose")
+    def scheduled(self) -> Any:
+        return self._reached(self.stages.scheduled, "schedule")
 
     @property
     def groups(self) -> list[Any]:
@@ -75,12 +77,12 @@ class Explanation:
 
     @property
     def before(self) -> Any:
-        """The first fusion (a ``Fused``), with choices still in it; where there was none, the only one."""
+        """The first fusion (a ``Fused``), which keeps the choices; without choices the only one."""
         return self.stages.before or self._reached(self.stages.fused, "fuse")
 
     @property
     def inlined(self) -> Any:
-        """The program with every choice's winner in its place, before it was fused again."""
+        """The program with each choice replaced by its winner, before the second fusion."""
         return self.stages.inlined or self.program
 
     @property
@@ -89,12 +91,15 @@ class Explanation:
 
     @property
     def kernels(self) -> list[Any]:
-        return [k for (_, arm), k in self._reached(self.stages.kernels, "generate").items() if arm == 0]
+        return [k for k in self._all_kernels() if k.name not in fallback_kernels(self.scheduled.nodes)]
 
     @property
-    def general_kernels(self) -> list[Any]:
-        """The kernels of fallback arms: for misaligned or huge inputs."""
-        return [k for (_, arm), k in self._reached(self.stages.kernels, "generate").items() if arm > 0]
+    def fallback_kernels(self) -> list[Any]:
+        """The kernels for misaligned or huge inputs."""
+        return [k for k in self._all_kernels() if k.name in fallback_kernels(self.scheduled.nodes)]
+
+    def _all_kernels(self) -> list[Any]:
+        return list(self._reached(self.stages.kernels, "generate").values())
 
     @property
     def wrapper(self) -> str:
@@ -103,7 +108,7 @@ class Explanation:
             from ..wrap.python import PythonPrinter
 
             printer = CppPrinter if self.stages.options.wrapper == "cpp" else PythonPrinter
-            return printer(self.chosen, self.stages.plan, self.stages.kernels).print()
+            return printer(self.scheduled, self.stages.plan, self.stages.kernels).print()
         return self._reached(self.stages.wrapper, "wrap")
 
     @property
@@ -123,21 +128,18 @@ class Explanation:
         return value
 
     def summary(self) -> list[dict[str, Any]]:
-        """One row a graph: name, ATen ops, kernels, calls, peak temporary bytes."""
-        from ..ir.program import Dispatch, Extern, walk
-
+        """One row per graph: name, ATen ops, kernels, calls, peak temporary bytes."""
         rows = []
         for s in self.graphs:
-            assert s.program is not None and s.chosen is not None and s.plan is not None
-            nodes = [n for n in walk(s.chosen.nodes) if not isinstance(n, Dispatch)]
-            externs = [n for n in nodes if isinstance(n, Extern)]
+            assert s.program is not None and s.scheduled is not None and s.plan is not None
+            kernels, calls = kernels_and_calls(s.scheduled.nodes)
             rows.append(
                 {
                     "graph": s.graph.name,
                     "ATen ops": sum(n.op == "call_function" for n in s.graph.nodes),
                     "lowered nodes": len(s.program.nodes),
-                    "kernels": len(nodes) - len(externs),
-                    "calls": len(externs),
+                    "kernels": kernels,
+                    "calls": calls,
                     "temporary bytes at peak": s.plan.peak_bytes,
                 }
             )
@@ -151,18 +153,14 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         rows = self.summary()
-        head = "".join(f"<th>{escape(k)}</th>" for k in rows[0])
-        body = ""
-        for row in rows:
-            texts = [f"{v:,}" if isinstance(v, int) else str(v) for v in row.values()]
-            body += "<tr>" + "".join(f"<td>{escape(t)}</td>" for t in texts) + "</tr>"
+        texts = [[f"{v:,}" if isinstance(v, int) else str(v) for v in row.values()] for row in rows]
         kernels = "".join(
             f"<details><summary><code>{escape(k.name)}</code> ({k.language})</summary>"
             f"<pre>{escape(k.source)}</pre></details>"
             for k in self.kernels
         )
         wrapper = f"<details><summary>wrapper</summary><pre>{escape(self.wrapper)}</pre></details>"
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{kernels}{wrapper}"
+        return html_table(rows[0], texts) + kernels + wrapper
 
 
 def explain(
@@ -170,13 +168,12 @@ def explain(
 ) -> Explanation:
     """Compile ``f`` for these arguments and return its stages as data.
 
-    f: a function, module, something ``torch.compile`` or ``reflib.compile`` returned, or an ExportedProgram.
-    args, kwargs: what to call it with. The call is really made (once, eagerly where ``target`` is set), so what ``f``
-        mutates is mutated.
+    f: a function, a module, a result of ``torch.compile`` or ``reflib.compile``, or an ExportedProgram.
+    args, kwargs: its arguments. ``f`` is called once (eagerly if ``target`` is set), so its side effects happen.
     dynamic: as in ``torch.compile``.   options: fields of :class:`reflib.Options`; ``target="sm_90"`` shows a GPU's
         code on any machine.
 
-    Raises ReflibError if nothing was captured (the function has no tensor operation).
+    Raises ReflibError if no tensor operation was captured.
     """
     opts = Options.make(options)
     graphs: list[Stages] = []
@@ -193,14 +190,13 @@ def explain(
 
 
 def original(f: Any) -> Any:
-    """What was given to ``torch.compile``, for what it returned."""
+    """The function or module inside a result of ``torch.compile``; other things unchanged."""
     f = getattr(f, "_orig_mod", f)
     return getattr(f, "_torchdynamo_orig_callable", f)
 
 
 def _fresh(fn: Any) -> Callable[..., Any]:
-    """A function around ``fn`` with a code object of its own: Dynamo keeps its cache by code object, and what other
-    compilations of ``fn`` left there must not answer."""
+    """A wrapper of ``fn`` with a new code object, so that Dynamo, whose cache is by code object, compiles again."""
 
     def probe(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
@@ -210,7 +206,7 @@ def _fresh(fn: Any) -> Callable[..., Any]:
 
 
 def _run_backward(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    """With dynamic shapes the backward graph is compiled when first run. Gradients are computed and dropped."""
+    """Run the backward, since with dynamic shapes it is compiled on first use. The gradients are discarded."""
     from torch.utils._pytree import tree_leaves
 
     outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]

@@ -1,8 +1,8 @@
-"""Writing a package: compile what the arms consist of, put it together, say what is in it.
+"""Writing a package: compile the parts of each variant, put them together, describe them in a manifest.
 
-Everything is compiled at once, kernels of all architectures and wrappers, in a pool of threads (Triton's passes, ptxas
-and the C++ compiler run outside the GIL), through the caches. Nothing that is written names this machine or this day:
-the same input gives the same bytes.
+Kernels of all architectures and wrappers are compiled at the same time, in a pool of threads (Triton's passes, ptxas
+and the C++ compiler run outside the GIL), through the caches. Nothing in the file names this machine or the date: the
+same input gives the same bytes.
 """
 
 from __future__ import annotations
@@ -26,46 +26,46 @@ from ..generate.compile_triton import Binary, compile_kernel
 from ..generate.cpp import HEADER
 from ..generate.kernel import Kernel
 from ..ir.data import encode
-from ..ir.program import Extern, Program, regions, walk
+from ..ir.program import Extern, Program, fallback_kernels, kernel_nodes, walk
 from ..options import Options
 from ..plan import Plan
 from ..target import Target, parse_target
+from ..wrap.build import has_indirect
 from ..wrap.convention import Convention
 from ..wrap.cpp import CppPrinter
 from ..wrap.host import build_wrapper
-from ..wrap.wrap import has_indirect
-from . import archive, images, manifest, trees, weights
+from . import archive, describe, images, manifest, trees, weights
 from .architectures import PTX, PTX_SHARED, driver_for
 from .libraries import library_of
 from .ptx import for_old_drivers
 
-# what the CPU kernels of a package may use, unless they are for this machine alone: (the compiler's name, the kernel's)
+# features that CPU kernels may use, unless they are for this machine only: (the compiler's name, the Linux kernel's)
 X86 = (("avx2", "avx2"), ("fma", "fma"), ("f16c", "f16c"), ("bmi", "bmi1"), ("bmi2", "bmi2"), ("lzcnt", "abm"),
        ("movbe", "movbe"), ("popcnt", "popcnt"))  # fmt: skip
 FEATURES = re.compile(r"^(avx|amx|fma|f16c|bmi|abm|movbe|popcnt|sse4|gfni|vaes|vpclmul|asimd|sve|fphp|bf16|i8mm)")
-SMALL = ("-Os", "-Wl,-z,noseparate-code")  # a file holds several wrappers; a call takes as long (measured)
+SMALL = ("-Os", "-Wl,-z,noseparate-code")  # a file has several wrappers; calls are not slower (measured)
 BUILT_IN = ("aten", "prims", "prim", "higher_order", "rngprims", "_c10d_functional", "quantized", "inductor")
 _SILENT = ("compile_threads", "isolate", "tuning_seconds", "tuning_idle_seconds", "candidate_seconds", "c_shims")
 
 
 @dataclass(frozen=True)
 class Planned:
-    """An architecture's program, as far as it needs no compiler. ``arch``: the arm's name; ``here``: it may use all
-    that this machine's CPU can."""
+    """A variant before anything is compiled. ``arch``: its name; ``here``: it may use all features of this machine's
+    CPU."""
 
     arch: str
     target: Target
     kind: str
     program: Program
     plan: Plan
-    kernels: Mapping[tuple[str, int], Kernel]
+    kernels: Mapping[str, Kernel]
     here: bool = False
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph for one kind of device: how it is called, its weights, a digest of it, the names of its arguments by
-    position."""
+    """A graph for one kind of device: its calling convention, weights and their kinds, digest, and the names of its
+    arguments by position."""
 
     convention: Convention
     state: Mapping[str, torch.Tensor]
@@ -75,20 +75,21 @@ class Captured:
 
 
 def ptx_target() -> Target:
-    """What the assembly text for later GPUs is compiled for."""
+    """The target of the assembly text for later GPUs."""
     return replace(parse_target(PTX), shared=PTX_SHARED)
 
 
 def build(
-    path: Path, captured: Mapping[str, Captured], arms: Sequence[Planned], options: Options, shims: Mapping[str, Shim]
-) -> Path:
-    """Write the package. Raises PackageError for a model that cannot be in one, ToolchainError, DeviceError."""
-    for planned in arms:
+    path: Path, captured: Mapping[str, Captured], variants: Sequence[Planned], options: Options,
+    shims: Mapping[str, Shim],
+) -> Path:  # fmt: skip
+    """Write the package. Raises PackageError for a model that cannot be packaged, ToolchainError, DeviceError."""
+    for planned in variants:
         _check(planned.program)
     threads = options.compile_threads or None
     with ThreadPoolExecutor(threads, thread_name_prefix="reflib-package") as pool:
-        making = [_Making(a, captured[a.kind], options, shims, pool) for a in arms]
-        made = [m.arm() for m in making]
+        making = [_Making(v, options, shims, pool) for v in variants]
+        made = [m.variant() for m in making]
     by_kernel: dict[str, list[images.Image]] = {}
     for m in making:
         for name, image in m.images():
@@ -100,45 +101,40 @@ def build(
     for name, found in sorted(by_kernel.items()):
         members |= images.members(name, found)
     tensors, kinds = _weights(captured, making)
-    packed, rows = weights.pack(tensors)
-    members["weights.safetensors"] = packed
+    members["weights.safetensors"], packed, spans = weights.pack(tensors, kinds)
     gpu = any(m.planned.target.is_gpu for m in making)
     about = manifest.Manifest(
         format=archive.FORMAT, host=manifest.HOST, system=platform.system(), machine=platform.machine(),
         images="fatbin" if gpu and images.fatbinary() else "table", versions=_versions(gpu), options=_options(options),
         source=hashlib.sha256("".join(captured[k].digest for k in sorted(captured)).encode()).hexdigest(),
-        programs={k: _program(c.convention, c.names) for k, c in captured.items()}, arms=tuple(made),
-        weights=tuple(manifest.Weight(n, *kinds[n]) for n in sorted(tensors)), rows=tuple(rows),
-        libraries=_libraries(making), libc=_libc(members),
+        programs={k: _program(c.convention, c.names) for k, c in captured.items()}, variants=tuple(made),
+        weights=packed, spans=spans, libraries=_libraries(making), libc=_libc(members),
     )  # fmt: skip
     archive.write(path, manifest.write(about), members)
     return path
 
 
 def _check(program: Program) -> None:
-    """Raises PackageError for what no file can hold, or no wrapper in C++."""
+    """Raises PackageError for what neither a file nor a wrapper in C++ can hold."""
     for b in program.buffers.values():
         if b.dtype not in CppPrinter.dtype_numbers:
-            raise PackageError(f"this model cannot be in a package: it computes with {b.dtype}; convert it")
+            raise PackageError(f"this model cannot be packaged: it computes with {b.dtype}; convert it")
     for x in walk(program.nodes):
         if not isinstance(x, Extern):
             continue
         if any(isinstance(a, torch.fx.GraphModule) for a in pytree.tree_leaves((x.args, x.kwargs))):
             raise PackageError(
-                f"this model cannot be in a package: it calls {x.target.__name__} (torch.ops.higher_order), whose "
+                f"this model cannot be packaged: it calls {x.target.__name__} (torch.ops.higher_order), whose "
                 "functions are graphs of their own; write it with operators of tensors (torch.where for torch.cond), "
                 "or call reflib.compile(model) where it runs"
             )
 
 
 class _Making:
-    """One arm: its host code is printed here and now, compiled meanwhile."""
+    """One variant: its host code is printed at once, and compiled in the pool."""
 
-    def __init__(
-        self, planned: Planned, captured: Captured, options: Options, shims: Mapping[str, Shim],
-        pool: ThreadPoolExecutor,
-    ):  # fmt: skip
-        self.planned, self.options, self.captured = planned, options, captured
+    def __init__(self, planned: Planned, options: Options, shims: Mapping[str, Shim], pool: ThreadPoolExecutor):
+        self.planned, self.options = planned, options
         self.kernels = list(dict.fromkeys(planned.kernels.values()))
         self.printer = CppPrinter(planned.program, planned.plan, planned.kernels, options.check_nan, shims)
         self.text = self.printer.print()
@@ -157,17 +153,16 @@ class _Making:
     def _on_gpu(self, k: Kernel) -> bool:
         return k.language == "triton" and k.grid != 0
 
-    def arm(self) -> manifest.Arm:
+    def variant(self) -> manifest.PackagedVariant:
         p, printer, arch = self.planned, self.printer, self.planned.arch
-        late = {k.name for (_, arm), k in p.kernels.items() if arm > 0}
-        by_name = {r.name: r for r in regions(p.program.nodes)}
-        checked = {k.name for (region, _), k in p.kernels.items() if has_indirect(by_name[region])}
+        late = fallback_kernels(p.program.nodes)
+        checked = {n.name for n in kernel_nodes(p.program.nodes) if has_indirect(n)}
         kernels = tuple(
             self._gpu_kernel(k, k.name in late) if k.name in self.binaries else self._cpu_kernel(k, k.name in checked)
             for name in printer.kernels for k in self.kernels if k.name == name and (k.grid != 0)
         )  # fmt: skip
         wrapper, text, python = self._host_code()
-        return manifest.Arm(
+        return manifest.PackagedVariant(
             arch=arch, made_for=p.target.arch, program=p.kind, wrapper=wrapper, text=text,
             graph=p.program.nodes[0].name if p.program.nodes else "empty",
             kernels=kernels, table=tuple(printer.kernels),
@@ -175,18 +170,18 @@ class _Making:
             names=_encoded(printer.names, "an operator's argument"), objects=_encoded(printer.objects, "a result"),
             symbols=tuple(printer.symbols), constants=tuple(map(self._constant, printer.constants)),
             cpu=self._features(),
-            driver=self._driver(), workspace=p.plan.peak_bytes, units=p.target.units,
+            driver=self._driver(), workspace=p.plan.peak_bytes,
         )  # fmt: skip
 
     def constant(self, name: str) -> str:
-        """The weight that a tensor in the graph is stored as."""
+        """The weight for a tensor in the graph."""
         return f"{self.planned.kind}.{name}"
 
     def _constant(self, name: str) -> tuple[str, str]:
         return self.constant(name), self.planned.program.buffers[name].device.type
 
     def _host_code(self) -> tuple[str, str, str]:
-        """Compiled, as text, and what of it is Python: arms with the same host code share it."""
+        """Members: compiled, as text, and its part in Python. Variants with the same host code share them."""
         name = _name(toolchain._without_comments(self.text))
         wrapper, text = f"wrapper/{name}.so", f"wrapper/{name}.cpp"
         self.members[wrapper] = self.wrapper.result().read_bytes()
@@ -198,12 +193,12 @@ class _Making:
         return wrapper, text, python
 
     # -- kernels --------------------------------------------------------------------------------
-    def _gpu_kernel(self, k: Kernel, late: bool) -> manifest.Kernel:
+    def _gpu_kernel(self, k: Kernel, late: bool) -> manifest.KernelEntry:
         b, image = self.binaries[k.name].result(), self._image(k.name)
         if b.num_ctas != 1 or b.profile:
-            raise PackageError(f"kernel {k.name} needs a cluster or a profile, which no launcher here gives")
+            raise PackageError(f"kernel {k.name} needs a cluster or a profile, which the launchers do not support")
         where = images.member(k.name, image, images.fatbinary() is not None)
-        return manifest.Kernel(
+        return manifest.KernelEntry(
             k.name, where, b.entry, b.num_warps * b.warp, b.shared, b.pdl, late, bytes=len(image.data)
         )  # fmt: skip
 
@@ -223,8 +218,8 @@ class _Making:
         d = max(found, key=lambda d: d.version, default=None)
         return (d.version, d.branch) if d else None
 
-    def _cpu_kernel(self, k: Kernel, checked: bool) -> manifest.Kernel:
-        return manifest.Kernel(k.name, self._library_member(), k.name, checked=checked)
+    def _cpu_kernel(self, k: Kernel, checked: bool) -> manifest.KernelEntry:
+        return manifest.KernelEntry(k.name, self._library_member(), k.name, checked=checked)
 
     def _library_member(self) -> str:
         assert self.library is not None
@@ -242,7 +237,7 @@ class _Making:
         return toolchain.build_library([k.source for k in kernels], self.options, header=HEADER, found=found)
 
     def _features(self) -> tuple[str, ...]:
-        """Of the CPU that its kernels run on."""
+        """Features of the CPU that its kernels use."""
         if self.library is None:
             return ()
         if self.planned.here:
@@ -255,7 +250,7 @@ def _name(content: str | bytes) -> str:
 
 
 def cpu_features() -> set[str]:
-    """What this machine's CPU can do, in the words of Linux; empty where that is not known."""
+    """This machine's CPU's features, by Linux's names; empty where they are unknown."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -264,42 +259,31 @@ def cpu_features() -> set[str]:
     return set(m.group(1).split()) if m else set()
 
 
-# -- what the manifest says ---------------------------------------------------------------------------
+# -- for the manifest ----------------------------------------------------------------------------------
 def _weights(
     captured: Mapping[str, Captured], making: Sequence[_Making]
-) -> tuple[dict[str, torch.Tensor], dict[str, tuple[str, ...]]]:
-    """All tensors that arms need, by name, and (kind, device) of each."""
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """All tensors that variants need, by name, and the kind of each."""
     tensors: dict[str, torch.Tensor] = {}
-    kinds: dict[str, tuple[str, ...]] = {}
+    kinds: dict[str, str] = {}
     for c in captured.values():
-        for name, t in c.state.items():
-            tensors[name] = t
-            kinds[name] = (c.kinds[name],)
+        tensors |= c.state
+        kinds |= {name: c.kinds[name] for name in c.state}
     for m in making:
         for name in m.printer.constants:
             tensors[m.constant(name)] = m.planned.program.constants[name]
-            kinds[m.constant(name)] = ("constant",)
+            kinds[m.constant(name)] = "constant"
     return tensors, kinds
 
 
 def _program(c: Convention, names: tuple[str, ...]) -> manifest.Program:
+    for a in c.arguments:
+        _encoded(a.value, f"argument {a.name}")  # raises for a value that a file cannot hold
     return manifest.Program(
-        inputs=c.inputs,
-        arguments=tuple(
-            manifest.Argument(
-                a.name,
-                None if a.tensor is None else manifest.Tensor(
-                    str(a.tensor.dtype).removeprefix("torch."), encode(a.tensor.shape), encode(a.tensor.strides),
-                    a.tensor.device.type,
-                ),
-                _encoded(a.value, f"argument {a.name}"),
-            )
-            for a in c.arguments
-        ),
-        outputs=tuple(manifest.Output(o.kind, o.target) for o in c.outputs),
+        inputs=c.inputs, arguments=c.arguments, outputs=c.outputs, guards=c.guards,
         arguments_tree=trees.text(c.in_spec, "arguments"), result_tree=trees.text(c.out_spec, "result"),
-        ranges=c.ranges, devices=c.devices, names=names,
-        guards=tuple(manifest.Guard(g.kind, encode(g.what), g.text) for g in c.guards),
+        ranges=c.ranges, devices=c.devices, names=names, results=describe.results(c.out_spec),
+        conditions=describe.guards(c),
     )  # fmt: skip
 
 
@@ -309,7 +293,7 @@ def _encoded(x: Any, what: str) -> Any:
             return {k: encode(v) for k, v in x.items()}
         return [encode(v) for v in x] if isinstance(x, list) else encode(x)
     except ReflibError as e:
-        raise PackageError(f"this model cannot be in a package: {what}: {e}") from e
+        raise PackageError(f"this model cannot be packaged: {what}: {e}") from e
 
 
 def _versions(gpu: bool) -> dict[str, str]:
@@ -322,7 +306,7 @@ def _versions(gpu: bool) -> dict[str, str]:
 
 
 def _options(options: Options) -> dict[str, Any]:
-    """Those that are not as usual, and say something about the code."""
+    """Options that differ from the defaults and affect the code."""
     usual = asdict(Options())
     found = {k: v for k, v in asdict(options).items() if v != usual[k] and k not in _SILENT}
     found.pop("wrapper", None)
@@ -331,8 +315,8 @@ def _options(options: Options) -> dict[str, Any]:
 
 
 def _libraries(making: Sequence[_Making]) -> tuple[manifest.Library, ...]:
-    """Of the ops that are not PyTorch's own: those that are called, and those that are an argument (of what makes an
-    op that writes to its arguments one that does not)."""
+    """The libraries of ops that are not PyTorch's: of those that are called, and of those that are arguments (of the op
+    that functionalizes an op which writes to its arguments)."""
     found: list[Any] = [v for m in making for v in m.printer.names.values()]
     needed = {str(v) for v in found} | {op for m in making for op in m.printer.needs.values()}
     for m in making:
@@ -344,12 +328,10 @@ def _libraries(making: Sequence[_Making]) -> tuple[manifest.Library, ...]:
 
 
 def _libc(members: Mapping[str, Any]) -> str:
-    """The least version of glibc that the compiled members ask for."""
+    """The least version of glibc that the compiled members need."""
     found = [
         tuple(map(int, v.split(b".")))
         for name, data in members.items() if name.endswith(".so") and isinstance(data, bytes)
         for v in re.findall(rb"GLIBC_(\d+\.\d+)", data)
     ]  # fmt: skip
     return ".".join(map(str, max(found))) if found else ""
-
-

@@ -1,16 +1,17 @@
-"""A kernel's machine code for several architectures: one CUDA fatbin, or a member each.
+"""A kernel's machine code for several architectures: one CUDA fatbin, or one member per architecture.
 
-A fatbin is NVIDIA's own container: the driver takes one apart by itself (``cuModuleLoadData``) and picks what suits the
-GPU. ``fatbinary``, which makes them, comes with the CUDA toolkit and with the PyPI package nvidia-cuda-nvcc, but not
-with Triton; without it each image is a member, and the manifest says which is whose.
+A fatbin is NVIDIA's container: the driver selects the image for the GPU (``cuModuleLoadData``). ``fatbinary``, which
+makes them, comes with the CUDA toolkit and with the PyPI package nvidia-cuda-nvcc, but not with Triton; without it each
+image is a member, and the manifest names the one of each variant.
 
-Assembly text is always a member of its own. The driver picks machine code before text, and does not ask whether there
-is shared memory enough for it: of a fatbin with both, an RTX 4090 would take sm_80's code where ``arm_for`` gives it
-the text, whose program is another one and launches its kernels in another way.
+Assembly text is always a member of its own. The driver prefers machine code to text, even if the GPU has too little
+shared memory for it: from a fatbin with both, an RTX 4090 would get sm_80's code where ``variant_for`` chooses the
+text, which belongs to another program with other launches.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -37,25 +38,21 @@ class Image:
 
 
 def fatbinary() -> str | None:
-    """The tool's path: $REFLIB_FATBINARY (empty: do without), else of the toolkit, else of the PyPI package."""
+    """The tool's path: $REFLIB_FATBINARY (empty: none), else the toolkit's, else the PyPI package's."""
     named = os.environ.get("REFLIB_FATBINARY")
     if named is not None:
         return named or None
     homes = [Path(home, "bin", "fatbinary") for v in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(v))]
     found = shutil.which("fatbinary") or next((str(p) for p in homes if p.exists()), None)
-    return found or _of_the_wheel()
-
-
-def _of_the_wheel() -> str | None:
-    try:
-        files = metadata.files("nvidia-cuda-nvcc") or []
-    except metadata.PackageNotFoundError:
-        return None
-    return next((str(f.locate()) for f in files if f.name == "fatbinary"), None)
+    if found is None:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            files = metadata.files("nvidia-cuda-nvcc") or []
+            found = next((str(f.locate()) for f in files if f.name == "fatbinary"), None)
+    return found
 
 
 def members(name: str, images: list[Image]) -> dict[str, bytes]:
-    """By the member's name: a fatbin of cubins, if there are some and the tool for it; the rest one by one."""
+    """By member: a fatbin of all cubins, if there are any and the tool exists; one member per other image."""
     tool = fatbinary()
     cuda = [i for i in images if i.kind == "cubin"]
     rest = [i for i in images if tool is None or i.kind != "cubin"]
@@ -66,14 +63,14 @@ def members(name: str, images: list[Image]) -> dict[str, bytes]:
 
 
 def member(name: str, image: Image, fat: bool) -> str:
-    """Where an image of the kernel is."""
+    """The member that holds an image of the kernel."""
     if fat and image.kind == "cubin":
         return f"kernels/{name}.fatbin"
     return f"kernels/{name}.{image.arch}.{SUFFIXES[image.kind]}"
 
 
 def fatbin(tool: str, images: list[Image]) -> bytes:
-    """The images in one container; equal images, equal bytes. Raises PackageError with what the tool said."""
+    """The images in one container; equal images, equal bytes. Raises PackageError with the tool's output."""
     images = sorted(images, key=lambda i: (i.kind, i.arch))
     try:
         changed = os.stat(tool).st_mtime
@@ -98,7 +95,7 @@ def fatbin(tool: str, images: list[Image]) -> bytes:
             raise _cannot_run(tool, e) from e
         made = Path(folder, "all.fatbin")
         if done.returncode or not made.is_file():
-            said = (done.stderr or done.stdout).strip() or "(it said nothing)"
+            said = (done.stderr or done.stdout).strip() or "(no output)"
             remedy = "set REFLIB_FATBINARY to the path of another, or empty to do without"
             what = f"fatbinary failed (exit {done.returncode}); {remedy}"
             raise PackageError(f"{what}\n$ {shlex.join(words)}\n{said}")

@@ -1,7 +1,7 @@
-"""Looking into a package without loading it: what is in it, how large it is, which of it runs on which GPU.
+"""Describing a package without loading it: its contents, their sizes, and the code that each GPU would run.
 
-Everything is read from the manifest and from the sizes of the members; no code of the package is mapped as code, and no
-weight is touched but to check its digest.
+Everything is read from the manifest and the sizes of the members; no code of the package is mapped as code, and weights
+are read only to check their digest.
 """
 
 from __future__ import annotations
@@ -18,40 +18,27 @@ from typing import Any
 
 import torch
 
-from ..errors import PackageError, ReflibError
-from ..ir.data import decode
-from ..target import device_target, generation, known_archs
-from . import archive, describe
-from .architectures import Driver, arm_for, driver_of, shared_of
-from .manifest import Arm, Kernel, Manifest
-from .manifest import read as read_manifest
+from ..models import generation, known_archs
+from ..target import device_target
+from . import archive, manifest
+from .architectures import Driver, driver_of, shared_of, variant_for
+from .manifest import KernelEntry, Manifest, PackagedVariant
 
-# what people have, and its compute capability
+# common GPUs, and their compute capabilities
 GPUS = (
     ("T4", 75), ("A100", 80), ("RTX 3090, A10", 86), ("RTX 4090, L4", 89), ("H100, H200", 90), ("B200", 100),
     ("B300", 103), ("RTX 5090", 120), ("GB10", 121),
 )  # fmt: skip
-_SENSELESS = KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError
 _SUFFIXES = {".so": "host code", ".cpp": "text of the host code", ".py": "text of the host code"}
 
 
 def inspect(path: str | Path, verify: bool | str = True) -> Inspection:
-    """What is in the package at ``path``: data, which str() and a notebook show as tables. Loads no code.
+    """The contents of the package at ``path``: data, which str() and a notebook show as tables. Loads no code.
 
-    verify: as :func:`reflib.load` takes it. Raises PackageError for a file that is no whole package.
+    verify: as for :func:`reflib.load`. Raises PackageError for a file that is no whole package.
     """
-    file = archive.open(path, verify)
-    try:
-        about = read_manifest(file.manifest)
-        found = Inspection(Path(path), Path(path).stat().st_size, about, file.manifest)
-        str(found)
-        return found
-    except PackageError:
-        raise
-    except (*_SENSELESS, ReflibError) as e:
-        raise PackageError(f"{path}: its manifest does not make sense ({type(e).__name__}: {e}): build it again") from e
-    finally:
-        file.close()
+    with manifest.opened(path, verify) as (file, about):
+        return Inspection(Path(path), Path(path).stat().st_size, about, file.manifest)
 
 
 @dataclass(frozen=True)
@@ -66,12 +53,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A package. ``size``: of the file, in bytes. ``manifest``: what ``manifest.py`` describes; ``data``: its JSON.
+    """A package. ``size``: of the file, in bytes. ``manifest``: see ``manifest.py``; ``data``: its JSON.
 
-    inputs: (name, dtype, shape, range, device) of what it is called with. kernels: {kernel: {arm: bytes}}, None for a
-        CPU's, which are in one library. gpus: {GPU: which code it would run, in words}.
-    sizes: {what: bytes}, not compressed; with "compression", which is less than 0, they add up to ``size``. overhead:
-        bytes of the file without its weights for each byte of machine code. tables: all of it, as text.
+    inputs: (name, dtype, shape, range, device) of each argument. kernels: {kernel: {variant: bytes}}, None for a CPU's,
+        which are in one library. gpus: {GPU: the code that it would run, in words}.
+    sizes: {what: bytes}, uncompressed; with "compression", which is negative, they add up to ``size``. overhead: bytes
+        of the file without its weights per byte of machine code. tables: all of it, as text.
     """
 
     path: Path
@@ -82,33 +69,31 @@ class Inspection:
     @cached_property
     def inputs(self) -> list[tuple[str, str, str, str, str]]:
         programs = list(self.manifest.programs.values())
-        if not programs:
-            return []
         ranges = {s: f"{s}: {_range(*r)}" for s, r in programs[0].ranges.items()}
         rows = []
         for i, a in enumerate(programs[0].arguments):
             if a.tensor is None:
                 rows.append((a.name, "no tensor", _value(a.value, ranges), "", ""))
                 continue
-            shape = f"[{', '.join(str(s) for s in decode(a.tensor.shape))}]"
+            shape = f"[{', '.join(map(str, a.tensor.shape))}]"
             limits = ", ".join(said for s, said in ranges.items() if re.search(rf"\b{re.escape(s)}\b", shape))
             there = [p.arguments[i].tensor for p in programs if i < len(p.arguments)]
-            devices = dict.fromkeys(t.device for t in there if t is not None)
-            rows.append((a.name, a.tensor.dtype, shape, limits, ", ".join(sorted(devices))))
+            devices = {t.device.type for t in there if t is not None}
+            rows.append((a.name, str(a.tensor.dtype).removeprefix("torch."), shape, limits, ", ".join(sorted(devices))))
         return rows
 
     @cached_property
     def kernels(self) -> dict[str, dict[str, int | None]]:
         out: dict[str, dict[str, int | None]] = {}
-        for arm in self.manifest.arms:
-            for k in arm.kernels:
-                out.setdefault(k.name, {})[arm.arch] = None if _in_library(k) else k.bytes
+        for v in self.manifest.variants:
+            for k in v.kernels:
+                out.setdefault(k.name, {})[v.arch] = None if _in_library(k) else k.bytes
         return out
 
-    def machine_code(self, arm: Arm) -> int:
-        """Bytes of an arm's kernels (of PTX: text)."""
-        libraries = {k.image for k in arm.kernels if _in_library(k)}
-        return sum(k.bytes for k in arm.kernels) + sum(self._entries[name] for name in libraries)
+    def machine_code(self, variant: PackagedVariant) -> int:
+        """Bytes of a variant's kernels (of PTX: text)."""
+        libraries = {k.image for k in variant.kernels if _in_library(k)}
+        return sum(k.bytes for k in variant.kernels) + sum(self._entries[name] for name in libraries)
 
     @cached_property
     def gpus(self) -> dict[str, str]:
@@ -123,8 +108,8 @@ class Inspection:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        text = sum(self.machine_code(a) for a in self.manifest.arms if a.arch == "ptx")
-        code = sum(self.machine_code(a) for a in self.manifest.arms if a.arch != "ptx")
+        text = sum(self.machine_code(v) for v in self.manifest.variants if v.arch == "ptx")
+        code = sum(self.machine_code(v) for v in self.manifest.variants if v.arch != "ptx")
         out = {"machine code": code, "PTX": text, "containers": -code - text}
         out |= {"host code": 0, "text of the host code": 0, "compression": 0, "weights": 0}
         for e in self.manifest.entries:
@@ -146,22 +131,23 @@ class Inspection:
         return {e.name: e.unpacked for e in self.manifest.entries}
 
     def _runs(self, device: int, shared: int) -> str:
-        arm = arm_for(self.manifest, device, shared)
-        if arm is None:
+        v = variant_for(self.manifest, device, shared)
+        if v is None:
             name = f"sm_{device}"
             remedy = f"archs=[..., {name!r}]" if name in known_archs() else "ptx=True"
             return f"nothing: rebuild with {remedy}"
-        if arm.arch != "ptx":
-            return f"machine code {arm.arch}"
-        drivers = [Driver(*arm.driver)] if arm.driver else []  # that know the text; and the GPU
+        if v.arch != "ptx":
+            return f"machine code {v.arch}"
+        drivers = [Driver(*v.driver)] if v.driver else []  # that support the text; and the GPU
         drivers += [d] if (d := driver_of(device)) else []
-        wants = f" ({max(drivers, key=lambda d: d.version).branch} or later)" if drivers else ""
-        return f"PTX of {arm.made_for}, compiled by the driver{wants}"
+        needed = f" ({max(drivers, key=lambda d: d.version).branch} or later)" if drivers else ""
+        return f"PTX of {v.made_for}, compiled by the driver{needed}"
 
-    # -- to be read --------------------------------------------------------------------------------
+    # -- as tables ---------------------------------------------------------------------------------
     @cached_property
     def tables(self) -> tuple[Table, ...]:
-        made = self._head(), self._inputs(), self._weights(), self._arms(), self._kernels(), self._gpus(), self._sizes()
+        described = self._head(), self._inputs(), self._weights(), self._variants()
+        made = *described, self._kernels(), self._gpus(), self._sizes()
         return tuple(t for t in made if t.rows)
 
     def _head(self) -> Table:
@@ -172,61 +158,58 @@ class Inspection:
             ("built with", versions),
             ("host code", f"{m.system} on {m.machine}" + (f", glibc {m.libc}" if m.libc else "")),
             ("source", m.source),
-            ("options", ", ".join(f"{k}={_short(v)}" for k, v in m.options.items()) or "as usual"),
+            ("options", ", ".join(f"{k}={_short(v)}" for k, v in m.options.items()) or "the defaults"),
             ("Python", self._python()),
         ]  # fmt: skip
-        rows += [("C functions", ", ".join(names))] if (names := sorted({s for a in m.arms for s in a.symbols})) else []
+        if symbols := sorted({s for v in m.variants for s in v.symbols}):
+            rows.append(("C functions", ", ".join(symbols)))
         rows += [("library", f"{lib.op}: first {lib.remedy}") for lib in m.libraries]
         return _table(str(self.path.name), ("", ""), rows)
 
     def _python(self) -> str:
-        """What of the host code cannot do without an interpreter."""
-        wanted = {a.arch: sorted(set(a.needs.values())) for a in self.manifest.arms if a.needs}
-        if not wanted:
+        """The ops for which host code needs an interpreter."""
+        needed = {v.arch: sorted(set(v.needs.values())) for v in self.manifest.variants if v.needs}
+        if not needed:
             return "no call needs it"
-        return "; ".join(f"{arch} needs it for {', '.join(ops)}" for arch, ops in wanted.items())
+        return "; ".join(f"{arch} needs it for {', '.join(ops)}" for arch, ops in needed.items())
 
     def _inputs(self) -> Table:
-        held = dict.fromkeys(said for p in self.manifest.programs.values() for said in describe.guards(p))
+        held = dict.fromkeys(said for p in self.manifest.programs.values() for said in p.conditions)
         note = "\n".join(_clean(f"holds of the sizes: {said}") for said in held)
         return _table("inputs", ("name", "dtype", "shape", "range", "device"), self.inputs, note)
 
     def _weights(self) -> Table:
-        kinds = {w.name: w.kind for w in self.manifest.weights}
         found: dict[tuple[str, str], list[int]] = {}
-        for r in self.manifest.rows:
-            dtype = str(r["dtype"])
-            size = math.prod(r["shape"]) * getattr(torch, dtype).itemsize
-            found.setdefault((kinds.get(r["name"], ""), dtype), []).append(size)
+        for w in self.manifest.weights:
+            found.setdefault((w.kind, w.dtype), []).append(w.bytes)
         rows = [(kind, dtype, f"{len(of):,}", f"{sum(of):,}") for (kind, dtype), of in sorted(found.items())]
-        note = "Bytes of each tensor by itself; in the file, those that share memory are stored once."
+        note = "Bytes of each tensor alone; tensors that share memory are in the file once."
         return _table("weights", ("kind", "dtype", "tensors", "bytes"), rows, note)
 
-    def _arms(self) -> Table:
+    def _variants(self) -> Table:
         rows = [
-            (a.arch, generation(a.made_for), a.made_for, f"{len(a.kernels)}", f"{self.machine_code(a):,}",
-             f"{self._entries[a.wrapper]:,}", f"{a.workspace:,}", self._needs(a))
-            for a in self.manifest.arms
+            (v.arch, generation(v.made_for), v.made_for, f"{len(v.kernels)}", f"{self.machine_code(v):,}",
+             f"{self._entries[v.wrapper]:,}", f"{v.workspace:,}", self._needs(v))
+            for v in self.manifest.variants
         ]  # fmt: skip
-        heads = ("arm", "generation", "made for", "kernels", "their bytes", "host code", "workspace", "needs")
-        return _table("arms", heads, rows, "Sizes in bytes. Arms with the same host code share it.")
+        heads = ("variant", "generation", "made for", "kernels", "their bytes", "host code", "workspace", "needs")
+        return _table("variants", heads, rows, "Sizes in bytes. Variants with the same host code share it.")
 
-    def _needs(self, a: Arm) -> str:
-        if a.arch.startswith("gfx"):
+    def _needs(self, v: PackagedVariant) -> str:
+        if v.arch.startswith("gfx"):
             return "not run yet"
-        said = [f"driver {Driver(*a.driver)}"] if a.driver else []
-        return ", ".join([*said, *a.cpu])
+        return ", ".join([*([f"driver {Driver(*v.driver)}"] if v.driver else []), *v.cpu])
 
     def _kernels(self) -> Table:
         archs = self.manifest.archs
-        late = {k.name for a in self.manifest.arms for k in a.kernels if k.late}
+        late = {k.name for v in self.manifest.variants for k in v.kernels if k.late}
 
         def cell(kernel: str, arch: str) -> str:
             size = self.kernels[kernel].get(arch, "")
             return "in .so" if size is None else f"{size:,}" if size != "" else "-"
 
         rows = [(f"{k} (late)" if k in late else k, *(cell(k, a) for a in archs)) for k in self.kernels]
-        rows += [("all", *(f"{self.machine_code(a):,}" for a in self.manifest.arms))] if rows else []
+        rows += [("all", *(f"{self.machine_code(v):,}" for v in self.manifest.variants))] if rows else []
         note = "Bytes of machine code; of ptx: of text."
         note += " Late ones are loaded when a call first needs them." if late else ""
         return _table("kernels", ("kernel", *archs), rows, note)
@@ -235,9 +218,9 @@ class Inspection:
         rows = list(self.gpus.items())
         here = platform.system(), platform.machine()
         host = self.manifest.system, self.manifest.machine
-        for a in self.manifest.arms:
-            if a.arch == "cpu":
-                rows.append((f"a CPU ({host[1]})", "machine code" + (f" for {', '.join(a.cpu)}" if a.cpu else "")))
+        for v in self.manifest.variants:
+            if v.arch == "cpu":
+                rows.append((f"a CPU ({host[1]})", "machine code" + (f" for {', '.join(v.cpu)}" if v.cpu else "")))
         note = "" if here == host else f"Its host code is for {host[0]} on {host[1]}, this is {here[0]} on {here[1]}."
         return _table("what runs where", ("GPU", "runs"), rows, note)
 
@@ -246,7 +229,7 @@ class Inspection:
         rows.append(("all", f"{self.size:,}", ""))
         ratio = f"{self.overhead:.2f} times its machine code" if self.sizes["machine code"] else "all but machine code"
         note = f"Without its weights the file is {ratio}. Containers: what fatbins add, less what they compress."
-        note += " Compression: what the file has less for it."
+        note += " Compression: bytes saved in the file."
         return _table("bytes", ("what", "bytes", "share"), rows, note)
 
     def __str__(self) -> str:
@@ -258,10 +241,10 @@ class Inspection:
         return "".join(map(_html, self.tables))
 
 
-_IMAGES = {"fatbin": "a fatbin for each kernel", "table": "a member for each kernel and architecture"}
+_IMAGES = {"fatbin": "one fatbin per kernel", "table": "one member per kernel and architecture"}
 
 
-def _in_library(k: Kernel) -> bool:
+def _in_library(k: KernelEntry) -> bool:
     return k.image.endswith(".so")
 
 
@@ -282,15 +265,14 @@ def _range(least: int, most: int | None) -> str:
     return f"{least:,} or more" if most is None else f"{least:,} to {most:,}"
 
 
-def _value(data: Any, ranges: Mapping[str, str]) -> str:
-    value = decode(data)
+def _value(value: Any, ranges: Mapping[str, str]) -> str:
     said = str(value)
     return f"any, as {ranges[said]}" if said in ranges else f"must be {value!r}"
 
 
 # -- tables as text and as HTML -------------------------------------------------------------------------
 def _table(title: str, heads: tuple[str, ...], rows: Any, note: str = "") -> Table:
-    """Cells may come from anybody's file: a terminal is shown nothing but text."""
+    """Cells may come from any file: control characters for a terminal are replaced."""
     return Table(_clean(title), tuple(map(_clean, heads)), tuple(tuple(map(_clean, r)) for r in rows), note)
 
 
@@ -312,11 +294,11 @@ def _text(t: Table) -> str:
 
 
 def _html(t: Table) -> str:
-    """No colours of its own: what surrounds it decides. Wide ones scroll."""
+    """With the colours of its surroundings. Wide tables scroll."""
     right = [_numeric(c) for c in zip(*t.rows, strict=True)]
 
     def cell(tag: str, text: str, at: int) -> str:
-        # (a word breaks nowhere but in a column of words)
+        # (words break only in columns of words)
         side = "right; white-space: nowrap" if right[at] else "left"
         return f'<{tag} style="text-align: {side}">{escape(text)}</{tag}>'
 

@@ -1,9 +1,9 @@
-"""Assembly text that old drivers take.
+"""Assembly text for old drivers.
 
-A text of PTX begins with the version of the language that it is written in, and a driver refuses a newer one than it
-knows. Triton writes the newest that its ptxas knows (8.7 or later: a driver of 2025), whatever the text says. Most
-kernels of sm_80 need 7.0 to 7.4 (2020, 2021): ptxas refuses a text that uses what its version does not have, so the
-oldest version is the first that it takes. It must then make the same machine code as of Triton's own text.
+PTX text begins with its version of the language, and a driver refuses a version newer than its own. Triton writes the
+newest version of its ptxas (8.7 or later: a driver of 2025), whatever the text uses. Most kernels of sm_80 need 7.0 to
+7.4 (2020, 2021). ptxas refuses text that uses more than its version has, so the oldest possible version is the first
+that ptxas accepts, if the machine code is the same as from Triton's own text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _VERSION = re.compile(r"^(\s*\.version\s+)(\d+)\.(\d+)", re.M)
 
 
 def for_old_drivers(text: str, arch: str) -> str:
-    """``text`` with the oldest version that it can have; as it is where there is no ptxas, or none will do."""
+    """``text`` with the oldest possible version; unchanged without a ptxas, or if no older version is possible."""
     tool, m = ptxas(), _VERSION.search(text)
     if tool is None or m is None:
         return text
@@ -38,7 +38,7 @@ def for_old_drivers(text: str, arch: str) -> str:
     own = int(m[2]) * 10 + int(m[3])
     code = assembled(tool, text, arch)
     if code is None:
-        what = "ptxas cannot assemble a kernel: its PTX keeps the version that Triton wrote, and may want a new driver"
+        what = "ptxas cannot assemble a kernel: its PTX keeps Triton's version, and may need a new driver"
         logger("package").warning("%s; TRITON_PTXAS_PATH names another\n%s", what, _assembled(tool, text, arch)[1])
     older = (with_version(text, isa) for isa, _, _ in DRIVERS if OLDEST <= isa < own)
     found = text if code is None else next((t for t in older if assembled(tool, t, arch) == code), text)
@@ -56,7 +56,7 @@ def assembled(tool: str, text: str, arch: str) -> bytes | None:
 
 
 def _assembled(tool: str, text: str, arch: str) -> tuple[bytes | None, str]:
-    """The machine code; the command and what it said."""
+    """The machine code, if any; the command and its output."""
     with tempfile.TemporaryDirectory(prefix="reflib-ptx-") as folder:
         Path(folder, "k.ptx").write_text(text)
         words = [tool, "--gpu-name", arch, "-o", "k.cubin", "k.ptx"]

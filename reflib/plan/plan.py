@@ -1,15 +1,15 @@
 """Plan: order, lifetimes and storage.
 
-Nodes arrive in a legal order and keep it. A buffer lives from the node that makes it to the last node that reads it
-(an output: for ever). Storage is reused in two ways:
+Nodes arrive in a legal order and keep it. A buffer is live from the node that makes it to the last node that reads it
+(an output: to the end). Storage is reused in two ways:
 
-* *in place*: an elementwise kernel may store over an input that dies in it, if it reads that input only at the very
-  index it stores at, and never again after (``can_overwrite``).
-* *taken over*: a buffer of the same dtype, device and extent that died at most ``WINDOW`` nodes earlier gives its
-  storage. (Holding it longer would raise the peak: PyTorch's caching allocator can use it for something else.)
+* *in place*: an elementwise kernel may store over an input that is dead after it, if it reads that input only at the
+  index it stores at, before the store (``can_overwrite``).
+* *taken over*: the storage of a buffer of the same dtype, device and extent that died at most ``WINDOW`` nodes earlier.
+  (Holding it longer would raise the peak: PyTorch's caching allocator can use it for something else.)
 
-A buffer that an Extern has seen may have a view that outlives it if the op's schema says its outputs alias (or there
-is no schema); such a buffer is freed, never reused. Inputs are the caller's: never reused, dropped early.
+A buffer passed to an Extern may have a view that outlives it if the op's schema says its outputs alias (or there is no
+schema); such a buffer is freed, never reused. Inputs belong to the caller: never reused, released early.
 
 NB: TorchInductor can also pack everything into one pool (``memory_planning``) and reorders nodes to lower the peak.
 """
@@ -17,12 +17,14 @@ NB: TorchInductor can also pack everything into one pool (``memory_planning``) a
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import TypeGuard
 
 import torch
 
 from ..ir.expr import Sym, expr
-from ..ir.loops import Load, Loops, Stmt, phases
-from ..ir.program import Buffer, Dispatch, Extern, Node, Program, Region, iter_views, walk
+from ..ir.loops import Load, LoopNest, Stmt
+from ..ir.program import Buffer, Extern, KernelNode, Node, Program, Variants, iter_views, walk
+from ..ir.transforms import phases
 from ..options import Options
 from .steps import Alloc, Branch, Call, Check, Free, Launch, Let, Moment, Note, Plan, Return, Step
 
@@ -30,7 +32,7 @@ WINDOW = 3
 
 
 def plan(program: Program, options: Options) -> Plan:
-    """Steps for a program of Regions and Externs. Assumes its nodes are in a legal order."""
+    """Steps for a program of Variants and Externs. Assumes its nodes are in a legal order."""
     return _Planner(program, options).run()
 
 
@@ -53,7 +55,7 @@ class _Planner:
         dying: dict[int, list[str]] = defaultdict(list)
         for b, i in self.last.items():
             dying[i].append(b)
-        for b in dying[-1]:  # inputs nobody reads
+        for b in dying[-1]:  # inputs that nothing reads
             self.steps.append(Free(b))
         for i, node in enumerate(self.program.nodes):
             self._allocate(i, node)
@@ -71,11 +73,11 @@ class _Planner:
             reuse = self._find_reuse(i, node, buffer)
             self.steps.append(Alloc(b, reuse))
             if reuse is not None and reuse not in self.overwritten:
-                self.steps.append(Free(reuse))  # the name goes, the storage stays
+                self.steps.append(Free(reuse))  # frees the name only, not the storage
             self.live[b] = buffer.nbytes.hint()
 
     def _find_reuse(self, i: int, node: Node, buffer: Buffer) -> str | None:
-        if self.options.inplace_buffers and isinstance(node, Region):
+        if self.options.inplace_buffers and is_kernel(node):
             for a in node.reads():
                 dies = self.last.get(a) == i and a in self.live and a not in self.pinned
                 if dies and _key(self.program.buffers[a]) == _key(buffer) and can_overwrite(node, a, buffer.name):
@@ -91,47 +93,14 @@ class _Planner:
         return None
 
     def _execute(self, node: Node) -> None:
-        if isinstance(node, Extern):
-            self.steps.append(Call(node))
-            for o in node.outputs:
+        self.steps += steps_of(node)
+        if not is_kernel(node):
+            for o in node.outputs:  # type: ignore[union-attr]
                 if isinstance(o, str):
                     self.live.setdefault(o, self.program.buffers[o].nbytes.hint())
-        elif isinstance(node, Dispatch):
-            self.steps += self._dispatch(node)
-            for o in node.outputs:
-                self.live.setdefault(o, self.program.buffers[o].nbytes.hint())
-        else:
-            assert isinstance(node, Region)
-            self.steps.append(launch(node))
-        space = [b for b in node.arms[0].workspace if b.kind != "zeros"] if isinstance(node, Region) else []
-        live = [*self.live.items(), *((b.name, b.nbytes.hint()) for b in space)]
+        space = node.variants[0].kernel.workspace if is_kernel(node) else ()
+        live = [*self.live.items(), *((b.name, b.nbytes.hint()) for b in space if b.kind != "zeros")]
         self.moments.append(Moment(len(self.moments), node.name, tuple(live)))
-
-    def _dispatch(self, node: Dispatch) -> list[Step]:
-        """Each arm by itself: it allocates what it makes, and frees what is nobody else's."""
-        lists = [self._arm(node, arm.nodes) for arm in node.arms]
-        steps = lists.pop()
-        for arm, then in zip(reversed(node.arms[:-1]), reversed(lists)):
-            steps = (Branch(arm.predicate, then, steps),)
-        return list(steps)
-
-    def _arm(self, node: Dispatch, nodes: tuple[Node, ...]) -> tuple[Step, ...]:
-        inside = node.inside()
-        last = {b: i for i, n in enumerate(nodes) for b in (*n.reads(), *n.writes()) if b in inside}
-        steps: list[Step] = []
-        have: set[str] = set()
-        for i, n in enumerate(nodes):
-            steps += [Alloc(b) for b in allocated_by(n) if b not in have]
-            have |= set(n.writes())
-            if isinstance(n, Extern):
-                steps.append(Call(n))
-            elif isinstance(n, Dispatch):
-                steps += self._dispatch(n)
-            else:
-                assert isinstance(n, Region)
-                steps.append(launch(n))
-            steps += [Free(b) for b, at in last.items() if at == i]
-        return tuple(steps)
 
     def _release(self, i: int, b: str) -> None:
         buffer = self.program.buffers[b]
@@ -144,12 +113,36 @@ class _Planner:
         self.steps.append(Free(b))
 
 
-def launch(region: Region) -> Step:
-    """The first arm whose predicate holds."""
-    step: Step = Launch(region, region.arms[-1])
-    for arm in reversed(region.arms[:-1]):
-        step = Branch(arm.predicate, (Launch(region, arm),), (step,))
-    return step
+def is_kernel(node: Node) -> TypeGuard[Variants]:
+    """Is it one kernel, in whichever variant? Such a node writes into buffers that exist before it runs."""
+    return isinstance(node, Variants) and node.of_kernels
+
+
+def steps_of(node: Node) -> tuple[Step, ...]:
+    """What runs ``node``: of Variants, the first whose predicate holds."""
+    if isinstance(node, Extern):
+        return (Call(node),)
+    if isinstance(node, KernelNode):
+        return (Launch(node),)
+    assert isinstance(node, Variants)
+    *others, last = node.variants
+    steps = _variant_steps(node, last.nodes)
+    for v in reversed(others):
+        steps = (Branch(v.predicate, _variant_steps(node, v.nodes), steps),)
+    return steps
+
+
+def _variant_steps(node: Variants, nodes: tuple[Node, ...]) -> tuple[Step, ...]:
+    """A variant allocates what its nodes make, and frees what is used nowhere else."""
+    inside = node.inside()
+    last = {b: i for i, n in enumerate(nodes) for b in (*n.reads(), *n.writes()) if b in inside}
+    steps: list[Step] = []
+    have: set[str] = set()
+    for i, n in enumerate(nodes):
+        steps += [Alloc(b) for b in allocated_by(n) if b not in have]
+        have |= set(n.writes())
+        steps += [*steps_of(n), *(Free(b) for b, at in last.items() if at == i)]
+    return tuple(steps)
 
 
 def _key(b: Buffer) -> tuple:
@@ -160,11 +153,11 @@ def allocated_by(node: Node) -> list[str]:
     """Buffers that must exist before ``node`` runs: what kernels and out variants write into."""
     if isinstance(node, Extern):
         return [o for o in node.outputs if isinstance(o, str)] if node.out else []
-    return [] if isinstance(node, Dispatch) else node.writes()  # a Dispatch's arms allocate
+    return node.writes() if is_kernel(node) else []  # what other Variants write, their variants allocate
 
 
 def last_uses(program: Program) -> dict[str, int]:
-    """The node that uses each buffer last: its position; -1 for an input that nothing uses. Outputs are left out."""
+    """Per buffer, the position of the last node that uses it; -1 for an unused input. Outputs are left out."""
     outputs = program.output_buffers()
     last: dict[str, int] = {b: -1 for b in program.buffers if program.buffers[b].kind == "input"}
     for i, node in enumerate(program.nodes):
@@ -177,8 +170,8 @@ def last_uses(program: Program) -> dict[str, int]:
 
 
 def escaping(program: Program) -> set[str]:
-    """Buffers whose storage something may still see after their last use: passed to, or returned by, a call whose
-    results may alias its arguments."""
+    """Buffers whose storage may be visible after their last use: passed to, or returned by, a call whose results may
+    alias its arguments."""
     out: set[str] = set()
     for node in walk(program.nodes):
         if isinstance(node, Extern) and may_alias(node.target):
@@ -194,12 +187,13 @@ def may_alias(target: object) -> bool:
     return any(r.alias_info is not None for r in schema.returns)
 
 
-def can_overwrite(region: Region, dead: str, new: str) -> bool:
-    """May ``new`` be stored over ``dead``, which is read here for the last time? Only if one Loops does both, every
-    load of ``dead`` is before the store to ``new``, at its index, and no pass after the storing one reads it."""
-    parts = [p for p in region.arms[-1].parts if isinstance(p, Loops)]
+def can_overwrite(node: Variants, dead: str, new: str) -> bool:
+    """May ``new`` be stored over ``dead``, which is read here for the last time? Only if one LoopNest does both, every
+    load of ``dead`` is before the store to ``new``, at the same index, and no pass after the storing one reads it."""
+    kernel = node.variants[-1].kernel
+    parts = [p for p in kernel.parts if isinstance(p, LoopNest)]
     touching = [p for p in parts if dead in p.reads() or new in p.writes()]
-    if len(touching) != 1 or len(parts) != len(region.arms[-1].parts):
+    if len(touching) != 1 or len(parts) != len(kernel.parts):
         return False
     loops = touching[0]
     stores = [s for s in loops.stores() if s.buffer == new]
@@ -208,16 +202,16 @@ def can_overwrite(region: Region, dead: str, new: str) -> bool:
         return False
     if any(s.buffer == dead for s in loops.body[_position(loops, stores[0]) :] if isinstance(s, Load)):
         return False
-    when = phases(loops)
+    when = phases(loops.body)
     return next(p for p, s in zip(when, loops.body) if s is stores[0]) == max(when)
 
 
-def _position(loops: Loops, stmt: Stmt) -> int:
+def _position(loops: LoopNest, stmt: Stmt) -> int:
     return next(i for i, s in enumerate(loops.body) if s is stmt)
 
 
 def bind_symbols(program: Program) -> list[Let]:
-    """Where each size symbol that is no input of its own is read from: an input whose size or stride it is."""
+    """Per size symbol that is not an input itself: the input whose size or stride it is read from."""
     known = {s for s in program.inputs if isinstance(s, Sym)}
     known |= {s for n in program.nodes if isinstance(n, Extern) for s, _, _ in n.symbols}
     out: list[Let] = []
@@ -226,7 +220,7 @@ def bind_symbols(program: Program) -> list[Let]:
         for name in program.inputs if isinstance(name, str) and (b := program.buffers.get(name)) is not None
         for what, exprs in (("size", b.shape), ("stride", b.strides)) for dim, e in enumerate(exprs)
     ]  # fmt: skip
-    for direct in (True, False):  # a symbol that no size is may still be known from one: half of it, say
+    for direct in (True, False):  # a symbol that is no size by itself may follow from one, such as half of it
         for name, what, dim, e in given:
             linear = e.linear()
             if linear is not None and linear[0] not in known and (not direct or e == expr(linear[0])):

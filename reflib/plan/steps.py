@@ -1,18 +1,18 @@
-"""Steps: the wrapper program. ``plan`` writes it, ``wrap`` prints it (in Python, later in C++).
+"""Steps: the wrapper program. ``plan`` makes it, ``wrap`` prints it, in Python or C++.
 
 Grammar::
 
-    step ::= Let sym = source          a size becomes known: from an input's size or stride, or from a call's result
+    step ::= Let sym = source          a size is read from an input's size or stride
            | Check facts               sizes that it was not captured for are refused
            | Alloc buffer              new storage, or a dead buffer's (``reuse``)
-           | Launch region             one kernel
-           | Call extern               anything that is not a kernel of ours
-           | Branch predicate a b      two ways to do one thing: steps and steps
+           | Launch kernel             one kernel
+           | Call extern               anything but a generated kernel
+           | Branch predicate a b      of several variants: the steps of one, else those of the next
            | Note size least most      a size outside what was tuned is logged, once
-           | Free buffer               the last use is behind us
+           | Free buffer               after its last use
            | Return values
 
-A straight line, in execution order: nothing is decided at run time but Branch.
+A straight line, in execution order: the only decision at run time is Branch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..ir.expr import Expr, Sym
-from ..ir.program import Arm, Assume, Extern, Region
+from ..ir.program import Assume, Extern, KernelNode
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,7 @@ class Let:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """All of ``facts``, which are about the inputs' sizes, must hold, or the call ends here. ``text``: the condition as
-    people say it."""
+    """All of ``facts``, which are about the inputs' sizes, must hold, or the call raises an error with ``text``."""
 
     facts: tuple[Assume, ...]
     text: str
@@ -56,16 +55,15 @@ class Alloc:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel. Its arm's workspace is allocated before and freed after."""
+    """One kernel. Its workspace is allocated before and freed after."""
 
-    region: Region
-    arm: Arm
+    kernel: KernelNode
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """If all of ``predicate`` hold then ``then``, else ``otherwise``: steps in order. (What one of them allocates and
-    does not free, the other has allocated too.)"""
+    """If all of ``predicate`` hold then ``then``, else ``otherwise``: steps in order. (Both leave the same buffers
+    allocated.)"""
 
     predicate: tuple[Assume, ...]
     then: tuple[Step, ...]
@@ -74,8 +72,8 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """``size`` outside least..most: the nearest range serves, and one line of log says so. ``what``, of which
-    ``op``: for people."""
+    """``size`` outside least..most: the nearest range is used, and one line is logged, with ``what``, the size's name,
+    and ``op``, the operation's."""
 
     size: Expr
     least: int
@@ -104,7 +102,7 @@ Step = Let | Check | Alloc | Launch | Branch | Note | Call | Free | Return
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Memory in temp buffers while node number ``node`` runs: for the picture of memory over time."""
+    """Memory in temp buffers while node number ``node`` runs, for plots of memory over time."""
 
     node: int
     label: str
@@ -117,7 +115,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps, and what they mean for memory (sizes at the traced hints)."""
+    """The steps, and the memory in use at each (sizes at the traced hints)."""
 
     steps: tuple[Step, ...]
     moments: tuple[Moment, ...]

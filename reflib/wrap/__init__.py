@@ -1,5 +1,5 @@
-"""Stage 7, ``wrap``: the steps become a callable."""
+"""Stage 8, ``wrap``: the steps become a callable."""
 
-from .wrap import begin, wrap
+from .wrap import wrap
 
-__all__ = ["begin", "wrap"]
+__all__ = ["wrap"]

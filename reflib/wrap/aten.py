@@ -1,12 +1,12 @@
 """ATen calls from C++ without Python, and so without the GIL.
 
-Three ways, the first that can: a C function that the user declared for the op (``Options.c_shims``); a function of
-PyTorch's C interface, for products of matrices; PyTorch's dispatcher, which takes any op by name, with each argument in
-64 bits. What it cannot be given (a ``Scalar``, a generator, a view as another dtype), an op whose results are lists,
-one that is implemented in Python, anything unusual is left to Python: ``direct_call`` returns None.
+Three interfaces, of which the first applicable one is used: a C function that the user declared for the op
+(``Options.c_shims``); a function of PyTorch's C interface, for matmuls; PyTorch's dispatcher, which calls any op by
+name, with each argument in 64 bits. Arguments that it does not support (a ``Scalar``, a generator, a view as another
+dtype), ops whose results are lists and ops implemented in Python are called in Python: ``direct_call`` returns None.
 
-C says only that a call failed. So it is made again in Python, which raises the proper exception; but not if that could
-do something twice (write to an argument, print): then a ReflibError says what PyTorch said.
+C reports only that a call failed. The call is then repeated in Python, which raises the exception, unless that could
+repeat a side effect (write to an argument, print): then a ReflibError has PyTorch's message.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ MEMORY_FORMATS = {  # numbers of c10::MemoryFormat
 
 
 class _Cannot(Exception):
-    """Python has to make the call."""
+    """The call must be made in Python."""
 
 
 def direct_call(printer: CppPrinter, x: Extern, again: list[str]) -> list[str] | None:
-    """Lines that make the call, or None: Python has to. ``again``: the same call in Python, results and all."""
+    """Lines that make the call, or None: Python must. ``again``: the same call in Python, with its results."""
     op = x.target if x.out is None else x.out[0]
     if not isinstance(op, torch._ops.OpOverload):
         return None
@@ -58,7 +58,7 @@ def direct_call(printer: CppPrinter, x: Extern, again: list[str]) -> list[str] |
 
 
 def in_python(op: torch._ops.OpOverload) -> bool:
-    """Is a kernel of the op a Python function? Called from C++ it would lose its exceptions."""
+    """Is a kernel of the op a Python function? (Called from C++, its exceptions would be lost.)"""
     name = op._schema.name
     if name in torch._library.custom_ops.OPDEFS:
         return True
@@ -106,7 +106,7 @@ class _Writer:
 
     # -- results --------------------------------------------------------------------------------
     def _results(self, x: Extern, op: torch._ops.OpOverload) -> list[str]:
-        """What happens to each result, which is in ``stack``: "" for what is no tensor."""
+        """A line per result in ``stack``; "" for one that is no tensor."""
         returns = op._schema.returns
         if not returns:
             if any(o is not None for o in x.outputs):
@@ -132,7 +132,7 @@ class _Writer:
         return out
 
     def _sizes(self, x: Extern) -> list[str]:
-        """Sizes first known now."""
+        """Sizes that the call determines."""
         lines = []
         for sym, i, dim in x.symbols:
             if dim is None or not isinstance(x.outputs[i], str):
@@ -141,7 +141,7 @@ class _Writer:
         return lines
 
     def _layouts(self, x: Extern) -> list[str]:
-        """Some meta functions promise what the op does not keep: ``expect`` copies, or raises."""
+        """Check results whose meta function may promise another layout: ``expect`` copies, or raises."""
         p = self.printer
         lines = []
         for o in x.outputs if x.out is None else ():
@@ -160,7 +160,7 @@ class _Writer:
 
     # -- by PyTorch's C interface -----------------------------------------------------------------
     def _suits(self, given: list[tuple[Any, Any]]) -> bool:
-        """Does the C function do what the op does? It does not look at where tensors are, and takes no exact ints."""
+        """Is the C function equivalent? It does not check devices, and takes numbers as doubles."""
         buffers = self.printer.program.buffers
         tensors = [buffers[v.buffer] for _, v in given if isinstance(v, View)]
         numbers = [v for a, v in given if a.type.kind() == "NumberType"]
@@ -172,7 +172,7 @@ class _Writer:
         return self._tensor(v) if isinstance(v, View) else number(float(v))
 
     def _tensor(self, v: View) -> str:
-        """A tensor that has the argument's layout, by name."""
+        """The name of a tensor with the argument's layout."""
         p = self.printer
         self._check_dtype(v)
         if v == full_view(p.program.buffers[v.buffer]):
@@ -198,7 +198,7 @@ class _Writer:
         return lines, called, [r.replace("stack[", "(uint64_t)made[") for r in results]
 
     def _in_c(self, kind: Any, v: Any) -> list[str]:
-        """An argument, as the parameters it is (``c_shims.c_types``)."""
+        """An argument as C parameters (``c_shims.c_types``)."""
         name = kind.kind()
         if name == "OptionalType":
             if v is None:
@@ -241,7 +241,7 @@ class _Writer:
         return lines, f'dispatch(run, "{op._schema.name}", "{op._schema.overload_name}", stack)'
 
     def value(self, kind: Any, v: Any, n: int | None = None) -> str:
-        """An argument in 64 bits. ``n``: how many an int stands for, where the schema wants a list."""
+        """An argument in 64 bits. ``n``: the length of the list that one int stands for in the schema."""
         name = kind.kind()
         if name == "OptionalType":
             return "0" if v is None else f"some({self.value(kind.getElementType(), v, n)})"
@@ -291,19 +291,19 @@ class _Writer:
 
 
 def _there(name: str) -> bool:
-    """Has torch this function? A build without CUDA says nothing of others, which have them all (2.11 and later): the
+    """Does torch have this function? In a build without CUDA, CUDA's are assumed (2.11 and later have them all): the
     text may be for a package."""
     return bool(address(name)) or name.startswith("aoti_torch_cuda_") and not torch.backends.cuda.is_built()
 
 
 def repeatable(x: Extern, op: torch._ops.OpOverload) -> bool:
-    """May the call be made a second time after it failed? (Random numbers drawn twice are as random.)"""
+    """May the call be repeated after it failed? (Drawing random numbers again is harmless.)"""
     writes = bool(x.mutates) or x.out is None and op._schema.is_mutable
     return not writes and (not x.effect or op.namespace == "aten")
 
 
 def _arguments(x: Extern, op: torch._ops.OpOverload, buffers: Mapping[str, Buffer]) -> list[tuple[Any, Any]]:
-    """Each argument of the schema, in order, and what it is given: defaults too."""
+    """Each argument of the schema, in order, with its value or default."""
     kwargs = dict(x.kwargs)
     outs = dict(zip(x.out[1], x.outputs)) if x.out is not None else {}
     given = []
@@ -373,7 +373,7 @@ def _no() -> str:
 
 # -- the user's C functions -----------------------------------------------------------------------------
 def declared(option: tuple[tuple[str, str], ...]) -> dict[str, Shim]:
-    """By op: what to call. Raises OptionError for an op or a function that there is not, or that does not fit."""
+    """The C function per op. Raises OptionError for an op or a function that does not exist or does not fit."""
     out = {}
     for name, text in option:
         op, shim = op_of(name), parse(text, name)
@@ -386,7 +386,7 @@ def declared(option: tuple[tuple[str, str], ...]) -> dict[str, Shim]:
 
 
 def _find(name: str, shim: Shim) -> None:
-    """Is the function there, and for this torch?"""
+    """Raises OptionError unless the function exists and was built for this torch."""
     if not address(shim.symbol):
         raise OptionError(
             f"option c_shims[{name!r}]: there is no function {shim.symbol} in this process; load the library that "

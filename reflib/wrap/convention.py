@@ -1,5 +1,5 @@
-"""How an exported graph is called: which of its inputs are weights, what is expected of the caller's arguments, what
-becomes of its results. Plain data; made from an ExportedProgram, or read from a package."""
+"""How an exported graph is called: which inputs are weights, the required arguments, and where results go. Plain data,
+made from an ExportedProgram or read from a package."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Expected:
 
 @dataclass(frozen=True)
 class Argument:
-    """One of the caller's, by its place among the flattened arguments. ``tensor``: None for what is no tensor: then it
-    must equal ``value``, unless that is a symbol."""
+    """One of the flattened arguments. ``tensor``: None for a value that is not a tensor; it must equal ``value``,
+    unless that is a symbol."""
 
     name: str
     tensor: Expected | None
@@ -35,9 +35,9 @@ class Argument:
 
 @dataclass(frozen=True)
 class Output:
-    """``kind``: "result", for the caller; a new value for "weight" ``target``, or for "argument" ``target``; or "same":
-    the caller gets argument ``target`` itself, which has its new value by then. (Not so a weight: it may have been
-    assigned, not written to, and what was returned before must stay as it is.)"""
+    """``kind``: "result" is returned; "weight" and "argument" are copied to ``target``; "same" returns argument
+    ``target`` itself, after its new value was copied to it. (A weight is not returned itself: it may have been assigned
+    rather than written to, and earlier results must not change.)"""
 
     kind: str
     target: str = ""
@@ -45,7 +45,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Guard:
-    """``what`` is "at_least" 0, "equal" to 0, or "differs" from it (``kind``); ``text``: as people say it."""
+    """``what`` is "at_least" 0, "equal" to 0, or "differs" from it (``kind``); ``text``: the condition for messages."""
 
     kind: str
     what: Expr
@@ -63,8 +63,8 @@ class Guard:
 @dataclass(frozen=True)
 class Convention:
     """``inputs``: of the graph, in order: a weight's name, or "" for the caller's next argument. ``ranges``: of symbols
-    (least, most or None). ``devices``: the kind of device each input lies on, "" for what is no tensor. ``guards``:
-    what else held of the sizes when the graph was captured; it must when it is called."""
+    (least, most or None). ``devices``: each input's type of device, "" if it is no tensor. ``guards``: what else was
+    true of the sizes at capture, and must be in every call."""
 
     inputs: tuple[str, ...]
     arguments: tuple[Argument, ...]
@@ -78,8 +78,8 @@ class Convention:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a symbol's value is found: argument number ``argument`` itself ("value"), or its size or stride ("size",
-    "stride") in ``dim``, is ``times * symbol + plus``."""
+    """Determines a symbol: argument number ``argument`` itself ("value"), or its size or stride ("size", "stride") in
+    ``dim``, equals ``times * symbol + plus``."""
 
     symbol: Sym
     argument: int
@@ -90,8 +90,7 @@ class Source:
 
 
 def sources(arguments: tuple[Argument, ...]) -> tuple[Source, ...]:
-    """One for each symbol: as ``plan`` finds them, ints first, then sizes and strides that are a symbol, then those it
-    is known from."""
+    """One per symbol, chosen as in ``plan``: ints first, then sizes and strides that are a symbol, then linear ones."""
     given: list[tuple[int, str, int, Expr]] = []
     for i, a in enumerate(arguments):
         if a.tensor is not None:
@@ -107,7 +106,7 @@ def sources(arguments: tuple[Argument, ...]) -> tuple[Source, ...]:
 
 
 def expect_told(e: Expr, known: tuple[Source, ...], what: str) -> None:
-    """Raises ReflibError where no argument tells the value of one of its symbols."""
+    """Raises ReflibError if no argument determines one of its symbols."""
     if unknown := sorted(e.symbols() - {s.symbol for s in known}, key=str):
         raise ReflibError(
             f"{what} cannot be checked when it is called: no argument tells what {unknown[0]} is; add one that is an "
@@ -120,8 +119,7 @@ _OUTPUTS = {"USER_OUTPUT": "result", "BUFFER_MUTATION": "weight", "USER_INPUT_MU
 
 
 def without_tokens(exported: Any, program: Program) -> Program:
-    """``program`` without the tokens by which torch.export keeps ops with effects in order: they hold nothing, and its
-    nodes are in order."""
+    """``program`` without the tokens by which torch.export orders ops with side effects: nodes are in order anyway."""
     sig = exported.graph_signature
     return replace(
         program,
@@ -131,12 +129,12 @@ def without_tokens(exported: Any, program: Program) -> Program:
 
 
 def of_exported(exported: Any, program: Program) -> Convention:
-    """``exported``'s, in the words of ``program``, which is its graph after ``lower``, ``without_tokens``.
+    """``exported``'s convention, in terms of ``program``, its graph after ``lower`` and ``without_tokens``.
 
-    Raises ReflibError for inputs and outputs that no tensor or number can stand for.
+    Raises ReflibError for inputs and outputs that are not supported.
     """
     from ..capture.graph import ranges_of
-    from .guards import guards_of  # (sympy, which whoever only loads a package does not need)
+    from .guards import guards_of  # (sympy, which loading a package does not need)
 
     sig = exported.graph_signature
     inputs, arguments = [], []

@@ -1,12 +1,12 @@
-"""The C++ printer: the same steps as ``python.py`` prints, as one C++ function.
+"""The C++ printer: the steps that ``python.py`` prints, as one C++ function.
 
-What the text is written in is ``wrapper.h``: a Tensor that frees itself, one function for each kind of step. Sizes are
-int64_t, buffers and symbols keep their names. Kernels, Python functions, constants and C functions are numbered; the
-process fills the tables in (``host.py``), so the same text serves any torch, and a package.
+The text uses ``wrapper.h``: an owning Tensor, and one function per kind of step. Sizes are int64_t; buffers and symbols
+keep their names. Kernels, Python functions, constants and C functions are numbered; the process fills in the tables
+(``host.py``), so the same text serves any torch, and a package.
 
-An ATen call takes the shortest way there is (``aten.py``): a function of PyTorch's C interface, else its dispatcher,
-else Python. The last can call anything (a custom op, a higher-order op, an argument that C cannot say), so everything
-can be called; it is also what a call is made again with when C says only that it failed, for Python's own error.
+An ATen call uses the fastest interface that supports it (``aten.py``): a function of PyTorch's C interface, else its
+dispatcher, else Python, which can call anything (a custom op, a higher-order op, an argument with no C form). When a
+call from C fails, which reports no reason, it is repeated in Python for the exception.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ import torch
 from ..c_shims import Shim
 from ..errors import GenerateError
 from ..generate.cpp_text import identifier
-from ..ir.expr import Atom, Expr, Sym, expr, format_expr
-from ..ir.expr import Call as ExprCall
+from ..ir.expr import Atom, BinOp, Expr, Sym, expr, format_expr
 from ..ir.printer import format_node
 from ..ir.program import (
     Assume,
     Buffer,
     Extern,
+    KernelNode,
     Node,
     Program,
-    Region,
     View,
     full_view,
     iter_views,
+    kernel_nodes,
     node_symbols,
-    regions,
     symbols_in,
     walk,
 )
@@ -42,7 +41,7 @@ from .aten import direct_call, quoted
 from .python import Kernels, PythonPrinter, _condition, checked_symbols
 
 DEVICES = ("cpu", "cuda")
-# numbers of c10::ScalarType, which the C interface takes
+# numbers of c10::ScalarType, as in the C interface
 DTYPES = {
     torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4, torch.float16: 5, torch.float32: 6,
     torch.float64: 7, torch.complex64: 9, torch.complex128: 10, torch.bool: 11, torch.bfloat16: 15,
@@ -59,14 +58,14 @@ TAKEN = frozenset(
     "stream stream_of symbol take tensor text there uint16_t uint32_t uint64_t uint8_t value view write_ints "
     "zeros".split()
 )
-MOST_PARTS = 6  # of a fused kernel, whose lines of IR are shown ...
-LONGEST = 140  # ... up to so many characters
+MOST_PARTS = 6  # parts of a fused kernel whose IR is shown in a comment
+LONGEST = 140  # characters of such a line
 
 
 class CppPrinter:
-    """Prints a Plan. ``source`` is the text. What its numbers mean: ``kernels`` (names), ``functions`` (names in the
-    Python text ``python``, which is run with ``names``), ``objects``, ``constants`` (names of tensors), ``symbols``.
-    ``needs``: functions that no call can do without, and what each is for; others are for errors and for logs."""
+    """Prints a Plan. The tables that its text's numbers index: ``kernels`` (names), ``functions`` (names in the Python
+    text ``python``, which runs with ``names``), ``objects``, ``constants`` (names of tensors), ``symbols`` (C
+    functions). ``needs``: Python functions that calls require, and their purpose; the others serve errors and logs."""
 
     dtype_numbers = DTYPES
 
@@ -74,7 +73,7 @@ class CppPrinter:
         self, program: Program, plan: Plan, kernels: Kernels, check_nan: bool = False,
         shims: Mapping[str, Shim] | None = None,
     ):  # fmt: skip
-        self.program, self.plan, self.by_arm, self.check_nan = program, plan, kernels, check_nan
+        self.program, self.plan, self.by_name, self.check_nan = program, plan, kernels, check_nan
         self.shims = shims or {}  # the user's C functions, by op
         self.kernels: list[str] = list(dict.fromkeys(k.name for k in kernels.values()))
         self.functions: list[str] = []
@@ -91,7 +90,7 @@ class CppPrinter:
         self.pad = "  "
         self.at = {name: i for i, name in enumerate(program.inputs) if isinstance(name, str)}
         self.gpu = sorted({b.device.index or 0 for b in program.buffers.values() if b.device.type == "cuda"})
-        self.lasting: set[str] = set()  # declared at the top
+        self.lasting: set[str] = set()  # declared at the top of the function
         self.strict = laid_out(program)
 
     @property
@@ -100,13 +99,13 @@ class CppPrinter:
 
     @property
     def python(self) -> str:
-        """The text of the functions that are Python's."""
+        """The text of the Python functions."""
         return "\n\n".join(["\n".join(self.inner.header), *self.pieces]).strip() + "\n" if self.pieces else ""
 
     def print(self) -> str:
         for b in self.program.buffers.values():
             if b.device.type not in DEVICES:
-                raise GenerateError(f"wrapper=\"cpp\" knows cpu and cuda; {b.name} is on {b.device}: use \"python\"")
+                raise GenerateError(f'wrapper="cpp" knows cpu and cuda; {b.name} is on {b.device}: use "python"')
         self._entry()
         lets = [s for s in self.plan.steps if isinstance(s, Let)]
         for let in lets:
@@ -127,8 +126,8 @@ class CppPrinter:
         head += self.tables
         start = 'extern "C" int32_t reflib_call(Host* host, Frame* frame, const Value* in, Value* out) try {'
         temps = [self.name(b) for b in self.program.buffers if b in self.lasting]
-        arms = [a for r in regions(self.program.nodes) for a in r.arms]
-        temps += sorted({self.name(b.name) for a in arms for b in a.workspace if b.kind != "zeros"})
+        space = [b for k in kernel_nodes(self.program.nodes) for b in k.workspace]
+        temps += sorted({self.name(b.name) for b in space if b.kind != "zeros"})
         body = ["  Run run(host, frame);"]
         body += [f"  Tensor {', '.join(temps[i : i + 8])};" for i in range(0, len(temps), 8)]
         end = ["  return 0;", "} catch (const Failed&) {", "  return -1;", "} catch (...) {",
@@ -140,7 +139,7 @@ class CppPrinter:
 
     # -- names and numbers --------------------------------------------------------------------------
     def name(self, name: str) -> str:
-        """``name`` as a C++ identifier, of its own."""
+        """``name`` as a unique C++ identifier."""
         if name not in self.named:
             text = identifier(name)
             taken = TAKEN.union(map(_constant, DTYPES), (f"stream{d}" for d in self.gpu))
@@ -154,7 +153,7 @@ class CppPrinter:
         return _constant(d)
 
     def function(self, symbol: str) -> str:
-        """A C function, by its number's name."""
+        """The name of a C function's number."""
         if symbol not in self.symbols:
             self.symbols.append(symbol)
         return self.name(symbol)
@@ -163,7 +162,7 @@ class CppPrinter:
         """An index expression in C++, whose / and % round toward zero."""
 
         def atom(a: Atom) -> str:
-            if isinstance(a, ExprCall):
+            if isinstance(a, BinOp):
                 fn = {"//": "floor_div", "%": "floor_mod"}.get(a.fn, a.fn)
                 return f"{fn}({self.size(a.a)}, {self.size(a.b)})"
             return self.name(a.key)
@@ -180,8 +179,8 @@ class CppPrinter:
         self.lines.append(self.pad + line)
 
     def about(self, node: Node) -> None:
-        """The IR that the next step comes from."""
-        parts: tuple[Any, ...] = node.arms[-1].parts if isinstance(node, Region) else (node,)
+        """A comment with the IR of the next step."""
+        parts: tuple[Any, ...] = node.parts if isinstance(node, KernelNode) else (node,)
         for p in parts[:MOST_PARTS]:
             line = format_node(p).splitlines()[0].rstrip(" {")
             where = next((f"  ({o.source.split(' in ')[0]})" for o in getattr(p, "origins", ()) if o.source), "")
@@ -215,7 +214,7 @@ class CppPrinter:
                 self.put(f"void* stream{d} = stream_of(run, {d});")
 
     def _sizes(self, lets: list[Let]) -> None:
-        """Sizes that depend on symbols are what they were when the program was captured, and within its ranges."""
+        """Check sizes and strides that depend on symbols, and the symbols' ranges."""
         bound = {(let.buffer, let.dim): let for let in lets if let.what == "size"}
         checked = {a.what for facts, _ in self.program.checks for a in facts}
         for name, i in self.at.items():
@@ -224,7 +223,7 @@ class CppPrinter:
                 let = bound.get((name, d))
                 if let is not None:
                     s = let.sym
-                    least = s.lo if s.lo > 2 else 0  # 2 is said of every size that varies: as eager, 0 and 1 are taken
+                    least = s.lo if s.lo > 2 else 0  # every dynamic size has lo=2; 0 and 1 are accepted, as in eager
                     if expr(s) not in checked and (s.hi is not None or least):
                         limits = f"{least}, {s.hi if s.hi is not None else 'INT64_MAX'}"
                         self.put(f'expect_range(run, {i}, "{name}", "{s.name}", {self.name(s.name)}, {limits});')
@@ -237,7 +236,7 @@ class CppPrinter:
                     self.put(f'expect_stride(run, {i}, "{name}", {self.name(name)}, {d}, {self.size(e)}, "{e}");')
 
     def _expected(self, b: Buffer, strict: bool) -> str:
-        """What the input must be, as a constant of the file."""
+        """The name of a constant that describes the required input."""
         known = [["-1" if e.symbols() else str(e) for e in es] for es in (b.shape, b.strides)]
         tables: list[str] = []
         for what, values in zip(("sizes", "strides"), known):
@@ -246,7 +245,7 @@ class CppPrinter:
                 self.tables.append(f"constexpr int64_t {tables[-1]}[] = {{{', '.join(values)}}};")
             else:
                 tables.append("nullptr")
-        # a seed that attention leaves for its backward lies on the CPU, whatever its meta function says
+        # attention saves its seed for backward on the CPU, although its meta function says otherwise
         device = self.device(b.device) if b.shape or strict else "anywhere"
         fields = f'"{b.name}", "{_dtype(b.dtype)}", {self.dtype(b.dtype)}, {device}, {len(b.shape)}'
         self.tables.append(f"constexpr Expected {self.name(f'{b.name} is')}{{{fields}, {', '.join(tables)}}};")
@@ -325,9 +324,9 @@ class CppPrinter:
         raise GenerateError(f"no C++ for the condition {_condition(a)}")
 
     def _launch(self, step: Launch) -> None:
-        kernel = self.by_arm[step.region.name, step.region.arms.index(step.arm)]
-        device = self.program.buffers[step.region.writes()[0]].device
-        self.about(step.region)
+        kernel = self.by_name[step.kernel.name]
+        device = self.program.buffers[step.kernel.writes()[0]].device
+        self.about(step.kernel)
         args = [self.name(b) for b, _ in kernel.buffers] + [self.name(s.name) for s in kernel.symbols]
         if kernel.grid == 0:
             self.put(f"// {kernel.name}: nothing to do for an empty tensor")
@@ -337,13 +336,13 @@ class CppPrinter:
             stream = f"stream{device.index or 0}"
             places: dict[str, str] = {}
             elsewhere = (device.index or 0) != self.gpu[0]
-            scoped = elsewhere or any(b.kind == "zeros" for b in step.arm.workspace)
+            scoped = elsewhere or any(b.kind == "zeros" for b in step.kernel.workspace)
             if scoped:
                 self.put("{")
                 self.pad += "  "
             if elsewhere:  # streams belong to the current device
                 self.put(f"Guard there(run, {device.index});")
-            for b in step.arm.workspace:
+            for b in step.kernel.workspace:
                 n = self.name(b.name)
                 if b.kind == "zeros":
                     places[n] = self.name(f"{b.name} words")
@@ -352,17 +351,17 @@ class CppPrinter:
                 else:
                     self.lasting.discard(b.name)
                     self._empty(b)
-            args += [self.name(b.name) for b in step.arm.workspace if b.kind == "scratch"]
+            args += [self.name(b.name) for b in step.kernel.workspace if b.kind == "scratch"]
             args = [places.get(a, a) for a in args]
             self.put(f"launch(run, {', '.join([self.name(kernel.name), stream, self.size(kernel.grid), *args])});")
-            for b in step.arm.workspace:
+            for b in step.kernel.workspace:
                 if b.kind != "zeros":
                     self.put(f"{self.name(b.name)}.reset();")
             if scoped:
                 self.pad = self.pad[:-2]
                 self.put("}")
         if self.check_nan:
-            for name in step.region.writes():
+            for name in step.kernel.writes():
                 which = self._function("check_nan", ["t"], [f"check_nan(t, {name!r}, {kernel.name!r})"], [])
                 self.needs[self.functions[which]] = "check_nan"
                 self.put(self._python_call(which, [f"tensor({self.name(name)})"], 0))
@@ -398,7 +397,7 @@ class CppPrinter:
             self.put(line)
 
     def _function(self, name: str, parameters: list[str], lines: list[str], gives: list[str]) -> int:
-        """A function of Python's, and its number."""
+        """Add a Python function; its number."""
         n = len(self.functions)
         self.functions.append(self.name(f"python {n} {name}"))
         result = f"    return ({', '.join(gives)}{',' if len(gives) == 1 else ''})"
@@ -419,12 +418,13 @@ class CppPrinter:
             elif isinstance(o, View):
                 b = self.program.buffers[o.buffer]
                 if o.dtype != b.dtype:
-                    self._view_in_python(i, o)
+                    self._result_in_python(i, o, [o.buffer], "a result seen as another dtype")
                     continue
                 args = f"{self.name(b.name)}, {self.ints(o.shape)}, {self.ints(o.strides)}, {self.size(o.offset)}"
                 self.put(f"{{ Tensor made; view<{len(o.shape)}>(run, made, {args}); out[{i}] = give(run, made); }}")
             elif isinstance(o, Expr) and o.symbols() and not any(o == expr(s) for s in o.symbols()):
-                self._size_in_python(i, o)
+                # Python's integers do not overflow
+                self._result_in_python(i, o, [], "a size among the results")
             elif isinstance(o, (Expr, Sym)) or isinstance(o, int) and not isinstance(o, bool):
                 self.put(f"out[{i}] = integer({self.size(o)});")
             elif o is None:
@@ -433,29 +433,22 @@ class CppPrinter:
                 self.objects.append(o)
                 self.put(f"out[{i}] = object({len(self.objects) - 1});")
 
-    def _size_in_python(self, i: int, e: Expr) -> None:
-        """A number for the caller, who may have large ones: Python's do not overflow unseen."""
-        sizes = sorted(s.name for s in e.symbols())
-        which = self._function("size", sizes, [f"result = {self.inner.value(e)}"], ["result"])
-        self.needs[self.functions[which]] = "a size among the results"
-        args = [f"integer({self.name(s)})" for s in sizes]
-        self.put(f"{{ {self._python_call(which, args, 1)} out[{i}] = results[0]; }}")
-
-    def _view_in_python(self, i: int, v: View) -> None:
-        sizes = sorted(s.name for s in symbols_in(v))
-        which = self._function("view", [v.buffer, *sizes], [f"result = {self.inner.value(v)}"], ["result"])
-        self.needs[self.functions[which]] = "a result seen as another dtype"
-        args = [f"tensor({self.name(v.buffer)})", *(f"integer({self.name(s)})" for s in sizes)]
+    def _result_in_python(self, i: int, value: Expr | View, buffers: list[str], purpose: str) -> None:
+        sizes = sorted(s.name for s in symbols_in(value))
+        name = "view" if buffers else "size"
+        which = self._function(name, [*buffers, *sizes], [f"result = {self.inner.value(value)}"], ["result"])
+        self.needs[self.functions[which]] = purpose
+        args = [f"tensor({self.name(b)})" for b in buffers] + [f"integer({self.name(s)})" for s in sizes]
         self.put(f"{{ {self._python_call(which, args, 1)} out[{i}] = results[0]; }}")
 
 
 def _called(target: Any) -> str:
-    """What people call it."""
+    """The target's name in messages."""
     return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", "a function")
 
 
 def comment(text: str) -> str:
-    """On one line, whatever it holds: no end of line, no backslash (which takes the next line with it)."""
+    """``text`` on one line, without backslashes (which would continue a C++ comment on the next line)."""
     return " ".join(text.replace("\\", "/").split())
 
 
@@ -471,14 +464,13 @@ def _dtype(d: torch.dtype) -> str:
 
 
 def _constant(d: torch.dtype) -> str:
-    """The name of a dtype's number in the text. (``bool`` is C++'s own.)"""
+    """The name of a dtype's number in the text. (``bool`` is a C++ keyword.)"""
     return identifier(_dtype(d))
 
 
 def laid_out(program: Program) -> set[str]:
-    """Inputs whose strides somebody relies on: kernels, and whoever takes another view than the whole."""
+    """Inputs whose strides matter: kernels read them, or a view other than the whole is taken."""
     views = [v for n in walk(program.nodes) if isinstance(n, Extern) for v in iter_views((n.args, n.kwargs, n.outputs))]
     views += iter_views(program.outputs)
     cut = {v.buffer for v in views if v != full_view(program.buffers[v.buffer])}
-    return cut | {b for n in regions(program.nodes) for b in n.reads()}
-
+    return cut | {b for n in kernel_nodes(program.nodes) for b in n.reads()}

@@ -1,13 +1,18 @@
-/* The part of the CUDA driver's interface that launching kernels takes, declared by hand and found at run time:
-   no CUDA headers, no link-time dependency, a second to compile. Plain C, and C++ as well.
+/* Loading and launching CUDA kernels through the driver. All callers use these functions: kernels called from Python
+   (host.c), C++ wrappers (host_graph.c) and exported programs (package/cpp/gpu.cpp).
+
+   The driver's functions are declared by hand and looked up at run time: no CUDA headers, no link-time dependency, one
+   second to compile. Valid C and C++.
 
    Use:  Driver d;  const char *why = driver_open(&d, "libcuda.so.1");  if (why) ...
-         CUfunction f;  CUresult r = driver_load(&d, image, entry, shared, device, &f, &context, &module); */
+         Kernel k = {.name = ..., .threads = ..., .shared = ...};
+         CUresult r = driver_load(&d, &k, image, entry, device);  r = driver_launch(&d, &k, grid, stream, params); */
 #ifndef REFLIB_CUDA_DRIVER_H
 #define REFLIB_CUDA_DRIVER_H
 #include <dlfcn.h>
 #include <stdio.h>
 #include <string.h>
+#include "host.h"
 
 typedef int CUresult;
 typedef int CUdevice;
@@ -35,7 +40,7 @@ enum {
     REFLIB_CUDA_EARLY_LAUNCH = 6, /* CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION */
     REFLIB_CUDA_INVALID_CONTEXT = 201,
     REFLIB_CUDA_MAX_DYNAMIC_SHARED = 8, /* CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES */
-    REFLIB_CUDA_PLAIN_SHARED = 48 * 1024 /* more than this has to be asked for */
+    REFLIB_CUDA_PLAIN_SHARED = 48 * 1024 /* a kernel that needs more must set the attribute */
 };
 
 typedef struct {
@@ -57,7 +62,7 @@ typedef struct {
     CUresult (*CtxSynchronize)(void);               /* likewise */
 } Driver;
 
-/* Fill in `d`; NULL on success, else what went wrong (static text). */
+/* Fill in `d`. Returns NULL, or what went wrong (static text). */
 static const char *driver_open(Driver *d, const char *path) {
     static char why[512];
     static const char *const names[] = {
@@ -83,7 +88,7 @@ static const char *driver_open(Driver *d, const char *path) {
     return NULL;
 }
 
-/* The driver's words for an error. */
+/* The driver's message for an error. */
 static void driver_error(const Driver *d, CUresult r, char *out, size_t size) {
     const char *name = NULL, *text = NULL;
     d->GetErrorName(r, &name);
@@ -99,50 +104,55 @@ static CUresult driver_enter(const Driver *d, int device, CUcontext *context) {
     return r ? r : d->CtxSetCurrent(*context);
 }
 
-/* Load `image` and find `entry`; device < 0: into the current context (device 0's if there is none).
-   The context that was current is current again afterwards. The module stays loaded until it is unloaded. */
-static CUresult driver_load(const Driver *d, const void *image, const char *entry, int shared, int device,
-                            CUfunction *f, CUcontext *context, CUmodule *module) {
-    CUcontext before = NULL;
+/* Load `image` and find `entry`, into `k`, whose `shared` is set. device < 0: into the current context (device 0's if
+   there is none). The current context is restored. The module stays loaded until it is unloaded. */
+static CUresult driver_load(const Driver *d, Kernel *k, const void *image, const char *entry, int device) {
+    CUcontext before = NULL, context = NULL;
+    CUmodule module = NULL;
+    CUfunction f = NULL;
     CUresult r = d->CtxGetCurrent(&before);
-    *context = before;
-    if (!r && (device >= 0 || !before)) r = driver_enter(d, device < 0 ? 0 : device, context);
-    if (!r) r = d->ModuleLoadData(module, image);
-    if (!r) r = d->ModuleGetFunction(f, *module, entry);
-    if (!r && shared > REFLIB_CUDA_PLAIN_SHARED) r = d->FuncSetAttribute(*f, REFLIB_CUDA_MAX_DYNAMIC_SHARED, shared);
-    if (before && before != *context) d->CtxSetCurrent(before);
-    return r;
+    context = before;
+    if (!r && (device >= 0 || !before)) r = driver_enter(d, device < 0 ? 0 : device, &context);
+    if (!r) r = d->ModuleLoadData(&module, image);
+    if (!r) r = d->ModuleGetFunction(&f, module, entry);
+    if (!r && k->shared > REFLIB_CUDA_PLAIN_SHARED)
+        r = d->FuncSetAttribute(f, REFLIB_CUDA_MAX_DYNAMIC_SHARED, (int)k->shared);
+    if (r && module && d->ModuleUnload) d->ModuleUnload(module);
+    if (before && before != context) d->CtxSetCurrent(before);
+    if (r) return r;
+    k->context = context, k->module = module;
+    __atomic_store_n(&k->function, (void *)f, __ATOMIC_RELEASE); /* last: other threads may launch now */
+    return 0;
 }
 
-/* A module that was loaded into `context`, once its kernels have ended: they may run in any stream. (At the end of the
-   process the driver may be gone, too.) */
-static void driver_unload(const Driver *d, CUcontext context, CUmodule module) {
-    CUcontext before = NULL;
-    if (!d->ModuleUnload || d->CtxGetCurrent(&before)) return;
+/* Unload the kernel's module, if it has one, after all work of its context has finished: the kernel may be running in
+   any stream. (At the end of the process the driver may be gone already.) */
+static void driver_unload(const Driver *d, const Kernel *k) {
+    CUcontext before = NULL, context = (CUcontext)k->context;
+    if (!k->module || !d->ModuleUnload || d->CtxGetCurrent(&before)) return;
     if (before != context && d->CtxSetCurrent(context)) return;
     if (d->CtxSynchronize) d->CtxSynchronize();
-    d->ModuleUnload(module);
+    d->ModuleUnload((CUmodule)k->module);
     if (before != context) d->CtxSetCurrent(before);
 }
 
-/* Launch on a one-dimensional grid, in the current context. `early`: perhaps before the kernel before it has ended,
-   for which it waits by itself. */
-static CUresult driver_launch_here(const Driver *d, CUfunction f, unsigned grid, unsigned threads, unsigned shared,
-                                   int early, CUstream stream, void **params) {
-    if (early && d->LaunchKernelEx) {
+/* Launch on a one-dimensional grid, in the current context. An `early` kernel may start before the previous one in the
+   stream has finished, and waits for it itself (programmatic dependent launch). */
+static CUresult driver_launch_here(const Driver *d, const Kernel *k, unsigned grid, CUstream stream, void **params) {
+    CUfunction f = (CUfunction)k->function;
+    if (k->early && d->LaunchKernelEx) {
         CUlaunchAttribute attribute = {REFLIB_CUDA_EARLY_LAUNCH, 0, {1}};
-        CUlaunchConfig config = {grid, 1, 1, threads, 1, 1, shared, stream, &attribute, 1};
+        CUlaunchConfig config = {grid, 1, 1, k->threads, 1, 1, k->shared, stream, &attribute, 1};
         return d->LaunchKernelEx(&config, f, params, NULL);
     }
-    return d->LaunchKernel(f, grid, 1, 1, threads, 1, 1, shared, stream, params, NULL);
+    return d->LaunchKernel(f, grid, 1, 1, k->threads, 1, 1, k->shared, stream, params, NULL);
 }
 
-/* The same; a thread that never touched the GPU gets `context` first. */
-static CUresult driver_launch(const Driver *d, CUfunction f, CUcontext context, unsigned grid, unsigned threads,
-                              unsigned shared, int early, CUstream stream, void **params) {
-    CUresult r = driver_launch_here(d, f, grid, threads, shared, early, stream, params);
-    if (r == REFLIB_CUDA_INVALID_CONTEXT && context && !d->CtxSetCurrent(context))
-        r = driver_launch_here(d, f, grid, threads, shared, early, stream, params);
+/* The same; in a thread without a CUDA context, the kernel's context is made current first. */
+static CUresult driver_launch(const Driver *d, const Kernel *k, unsigned grid, CUstream stream, void **params) {
+    CUresult r = driver_launch_here(d, k, grid, stream, params);
+    if (r == REFLIB_CUDA_INVALID_CONTEXT && k->context && !d->CtxSetCurrent((CUcontext)k->context))
+        r = driver_launch_here(d, k, grid, stream, params);
     return r;
 }
 #endif

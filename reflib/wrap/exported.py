@@ -1,10 +1,10 @@
-"""Calling a compiled ExportedProgram: take the arguments apart, add parameters, run, give outputs and mutations back.
+"""Calling a compiled ExportedProgram: flatten the arguments, add parameters, run, write mutations back, build results.
 
-The short way is for a graph that looks at its arguments itself: a C++ wrapper does, at their sizes too and at what was
-assumed of these. ``host.entry`` calls it, from C to C++; where arguments are not all by position, or results not just
-returned, a printed function of Python's (``structure.py``) goes before and after. What that or the graph refuses goes
-the long way, which looks at everything again in Python: it says what does not fit, and copies what is only laid out in
-another way.
+The fast path is for a graph that checks its arguments itself, as a C++ wrapper does (sizes, and what was assumed of
+them, included). ``host.entry`` calls it from C; where arguments are not all positional, or results are not simply
+returned, a printed Python function (``structure.py``) runs before and after. A call that either of them rejects falls
+back to the slow path, which revalidates every argument in Python: it raises a precise error, or copies tensors that
+only have other strides.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from ..errors import ReflibError
 from ..ir.expr import Expr, Sym, expr
 from . import structure
 from .convention import WEIGHTS, Argument, Convention, Expected, Source, expect_told, sources
-from .runtime import has_memory
 
 
 class ExportedCallable:
-    """``call(list) -> outputs``, a graph, by its calling convention. Inference only: runs without gradients, and
-    without autocast, as it was compiled.
+    """A graph, ``call(list) -> outputs``, as a callable with its calling convention. Inference only: runs without
+    gradients and autocast, as it was compiled.
 
-    ``weights``: the tensors that the convention names. ``call`` may be a ``wrap.Wrapped``, which is loaded when first
-    called. ``names``: of the arguments by position, for ``inspect.signature``."""
+    ``weights``: the tensors that the convention names. ``call`` may be a ``wrap.Wrapped``, loaded at the first call.
+    ``names``: of the positional arguments, for ``inspect.signature``."""
 
-    # A slot: Python calls what is in it with no function in between.
+    # A slot: Python calls its value with no function in between.
     __slots__ = ("__call__", "__dict__", "__weakref__")
     __call__: Callable[..., Any]
 
@@ -48,7 +47,7 @@ class ExportedCallable:
         self._tensors = [i for i, a in enumerate(convention.arguments) if a.tensor is not None]
         self._held: dict[int, list[tuple[str, torch.Tensor]]] = {}  # weights, by their storage
         for name, w in weights.items() if self._written else ():
-            if isinstance(w, torch.Tensor) and w.layout is torch.strided and has_memory(w):
+            if isinstance(w, torch.Tensor) and w.layout is torch.strided and structure.has_memory(w):
                 self._held.setdefault(w.untyped_storage().data_ptr(), []).append((f"weight {name}", w))
         for g in convention.guards:
             expect_told(g.what, self._sources, f"{g.text}, which was assumed of its sizes,")
@@ -59,17 +58,17 @@ class ExportedCallable:
         return self.open()(*args, **kwargs)
 
     def open(self) -> Callable[..., Any]:
-        """Load the graph, and choose the way that calls take from now on."""
+        """Load the graph, and choose the path that calls take from now on."""
         c = self.convention
-        now: Callable[..., Any] = self._long
+        now: Callable[..., Any] = self._slow
         after = self._given == list(range(len(c.inputs) - len(self._given), len(c.inputs)))  # the weights
         if after and getattr(self._call, "checks_inputs", False):
-            now = self._short(self._call.load())
+            now = self._fast(self._call.load())
         self.__call__ = now
         return now
 
-    # -- the short way ------------------------------------------------------------------------------
-    def _short(self, graph: Callable[[list], tuple]) -> Callable[..., Any]:
+    # -- the fast path ------------------------------------------------------------------------------
+    def _fast(self, graph: Callable[[list], tuple]) -> Callable[..., Any]:
         from .host import entry
 
         c = self.convention
@@ -79,17 +78,17 @@ class ExportedCallable:
         returned = all(o.kind == "result" for o in c.outputs)
         if positional and returned:
             if c.out_spec.is_leaf():
-                return entry(graph, head, kinds, True, self._long)
+                return entry(graph, head, kinds, True, self._slow)
             if c.out_spec == pytree.tree_structure(tuple(c.outputs)):
-                return entry(graph, head, kinds, False, self._long)
-        names: dict[str, Any] = {"apart": self._apart, "long": self._long, "refused": _refused}
+                return entry(graph, head, kinds, False, self._slow)
+        names: dict[str, Any] = {"apart": self._apart, "slow": self._slow, "refused": _refused}
         names["run"] = entry(graph, head, kinds, False, lambda *args: _refused)
         names |= {"no_grad": torch.no_grad, "may_write": self._may_write}
         exec(compile(self._printed(names), "<reflib call>", "exec"), names)
         return names["call"]
 
     def _printed(self, names: dict[str, Any]) -> str:
-        """``call``, which takes arguments apart, writes to what the program writes to, and puts results together."""
+        """``call``: flattens the arguments, runs the graph, copies mutations back, and builds the results."""
         c = self.convention
         fits = [_is(f"args[{i}]", a.value, names) for i, a in enumerate(c.arguments) if _kind(a) == "-"]
         fits += ["may_write(args)"] if self._written else []
@@ -111,11 +110,11 @@ class ExportedCallable:
             "        if results is not refused:",
             *(["            with no_grad():", *writes] if writes else []),
             f"            return {structure.built(c.out_spec, user, names)}",
-            "    return long(*args_, **kwargs)",
+            "    return slow(*args_, **kwargs)",
         ]) + "\n"  # fmt: skip
 
-    # -- the long way -------------------------------------------------------------------------------
-    def _long(self, *args: Any, **kwargs: Any) -> Any:
+    # -- the slow path ------------------------------------------------------------------------------
+    def _slow(self, *args: Any, **kwargs: Any) -> Any:
         c = self.convention
         flat = self._apart(args, kwargs)
         if flat is None:
@@ -141,7 +140,7 @@ class ExportedCallable:
             return pytree.tree_unflatten(self._given_back(flat, results), c.out_spec)
 
     def _given_back(self, flat: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-        """The leaves of what the caller gets. What is written to has its new value by then."""
+        """The leaves of the caller's results, after mutations were copied back."""
         user = []
         for output, value in zip(self.convention.outputs, results):
             if output.kind == "result":
@@ -171,7 +170,7 @@ class ExportedCallable:
         return sizes
 
     def _place(self, s: Source) -> str:
-        """Where a symbol's value is from, as the caller writes it."""
+        """The expression of the caller's that determines a symbol's value."""
         name = self.convention.arguments[s.argument].name
         text = {"value": name, "size": f"{name}.shape[{s.dim}]", "stride": f"{name}.stride({s.dim})"}[s.what]
         return text if (s.times, s.plus) == (1, 0) else f"{text} is {expr(s.symbol) * s.times + s.plus}"
@@ -180,12 +179,12 @@ class ExportedCallable:
     def _may_write(self, args: Sequence[Any]) -> bool:
         try:
             return not self._cannot_write(args)
-        except (AttributeError, RuntimeError):  # no tensor, or one without memory: the long way says so
+        except (AttributeError, RuntimeError):  # no tensor, or one without memory: the slow path raises
             return False
 
     def _cannot_write(self, args: Sequence[Any]) -> str:
-        """Why the graph cannot write to its arguments; "" if it can. Its new values come when it is done: whoever looks
-        at the same memory would have to see them before."""
+        """Why the graph cannot write to its arguments; "" if it can. New values are copied back only when it is done,
+        so no other argument may share their memory."""
         if not self._written:
             return ""
         arguments = self.convention.arguments
@@ -206,17 +205,17 @@ class ExportedCallable:
 
 
 def _limits(s: Source, least: int | None, most: int | None) -> str:
-    """Of what the argument has there, as people say it."""
+    """The range of the argument's size, stride or value, in words."""
     ends = [None if e is None or e <= -(2**63) else e * s.times + s.plus for e in (least, most)]
     low, high = ends if s.times > 0 else reversed(ends)
     return f"{high} or less" if low is None else f"{low} or more" if high is None else f"{low} to {high}"
 
 
-_refused = object()  # what a call gives that has to take the long way
+_refused = object()  # returned by a call that must take the slow path
 
 
 def _kind(a: Argument) -> str:
-    """As ``host.entry`` wants it."""
+    """The argument's letter in ``host.entry``."""
     return "t" if a.tensor is not None else "i" if isinstance(a.value, Sym) else "-"
 
 
@@ -229,7 +228,7 @@ def _is(at: str, value: Any, names: dict[str, Any]) -> str:
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Do the ranges of bytes overlap that they lie in?"""
+    """Do their byte ranges overlap?"""
     (a_first, a_end), (b_first, b_end) = _extent(a), _extent(b)
     return a_first < b_end and b_first < a_end
 
@@ -239,7 +238,7 @@ def _extent(t: torch.Tensor) -> tuple[int, int]:
     return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
-# -- what the long way looks at ---------------------------------------------------------------------------
+# -- checks of the slow path ------------------------------------------------------------------------------
 def _fitting(argument: Argument, got: Any) -> Any:
     """``got``, if it is what the program was exported for, whatever its size."""
     name, want = f"argument {argument.name}", argument.tensor
@@ -260,7 +259,7 @@ def _fitting(argument: Argument, got: Any) -> Any:
         return got
     if not isinstance(got, torch.Tensor):
         raise ReflibError(f"{name}: expected a tensor, got {type(got).__name__}")
-    if not has_memory(got):
+    if not structure.has_memory(got):
         raise ReflibError(
             f"{name}: a tensor with memory of its own is needed, got {type(got).__name__}; torch.vmap, torch.func and "
             f"fake tensors go through the model itself, not through what was compiled of it"
@@ -276,8 +275,8 @@ def _fitting(argument: Argument, got: Any) -> Any:
 
 
 def _of_sizes(argument: Argument, got: Any, sizes: Mapping[str, int]) -> Any:
-    """``got``, if it has the sizes that it must have; a copy where only its strides are others. No Dynamo guards this
-    call, and the kernels believe what they were compiled for."""
+    """``got``, if it has the required sizes; a copy if only its strides differ. (Dynamo does not guard this call, and
+    kernels are valid only for what they were compiled for.)"""
     name, want = f"argument {argument.name}", argument.tensor
     if want is None:
         if isinstance(argument.value, Sym) and got != (known := sizes[argument.value.name]):
@@ -298,12 +297,12 @@ def _laid_out(got: torch.Tensor, want: Expected, sizes: Mapping[str, int]) -> to
 
 
 def _value(want: Expr, have: int, sizes: Mapping[str, int]) -> int:
-    """The number that a size must be; whatever it is, if no argument tells."""
+    """The required size; ``have`` if no argument determines it."""
     return int(want.evaluate(sizes)) if all(s.name in sizes for s in want.symbols()) else have
 
 
 def names_of(exported: Any) -> tuple[str, ...]:
-    """Of the arguments that a call gives by position, as the model has them."""
+    """The model's names of the positional arguments."""
     signature = next((c.signature for c in exported.module_call_graph if not c.fqn), None)
     count = len(structure.children(structure.children(exported.call_spec.in_spec)[0]))
     return tuple(getattr(signature, "forward_arg_names", None) or ())[:count]

@@ -1,7 +1,7 @@
-"""What torch.export found out about sizes, and did not check: conditions that every call of the graph must meet.
+"""Conditions on sizes that torch.export assumed and does not check: every call of the graph must meet them.
 
-``guards_of`` reads them off the exported program. ``checked`` makes them, and the ranges of sizes, checks of the
-program that is compiled: so every wrapper looks itself, in Python, in C++, in a package and in what a package exports.
+``guards_of`` reads them from the exported program. ``checked`` adds them, and the ranges of sizes, to the compiled
+program as checks, so every wrapper tests them: Python, C++, a package's, and an exported C++ program's.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .convention import Convention, Guard, Source, expect_told, sources
 
 
 def guards_of(exported: Any) -> tuple[Guard, ...]:
-    """What torch.export found out about sizes by taking one way and not another (``if x.shape[0] > y.shape[0]``),
-    beyond their ranges. Of the arguments' sizes only: what depends on data the graph asserts itself.
+    """What torch.export assumed of sizes by taking a branch (``if x.shape[0] > y.shape[0]``), beyond their ranges. Only
+    of the arguments' sizes: the graph itself asserts what depends on data.
 
-    Raises ReflibError for one that is not made of sums, products, quotients and comparisons.
+    Raises ReflibError for a condition that is not made of sums, products, quotients and comparisons.
     """
     sizes = [s for n in exported.graph.nodes if n.op == "placeholder" for s in _symbolic(n.meta.get("val"))]
     if not sizes:
@@ -44,7 +44,7 @@ def guards_of(exported: Any) -> tuple[Guard, ...]:
 
 
 def _always(g: Guard) -> bool:
-    """Does it hold whatever the sizes are, within their ranges?"""
+    """Does it hold for all sizes within their ranges?"""
     if g.what.constant is not None:
         return g.holds({})
     return g.kind == "at_least" and nonneg(g.what)
@@ -72,10 +72,9 @@ def _guard(e: Any, symbols: Symbols, env: Any) -> Guard:
 
 # -- as checks of the program ------------------------------------------------------------------------------
 def checked(program: Program, c: Convention) -> Program:
-    """``program``, which refuses sizes and ints outside the ranges that it was exported for, and where a guard does not
-    hold.
+    """``program`` with checks: of the ranges of sizes and ints, and of the guards.
 
-    Raises ReflibError where a guard or a size has a symbol that no argument tells.
+    Raises ReflibError if a guard or a size has a symbol that no argument determines.
     """
     known = sources(c.arguments)
     for a in c.arguments:
@@ -88,8 +87,8 @@ def checked(program: Program, c: Convention) -> Program:
 
 
 def _limits_of(s: Source, known: tuple[Source, ...], program: Program, c: Convention) -> tuple[int, int | None, str]:
-    """The symbol's range, and a note. An int of the caller's can be anything: 64 bits must hold the sizes that are made
-    of it (nor has any machine memory for more), what is checked of it and what is returned."""
+    """The symbol's range, and a note. An int argument can be anything, so it is limited such that 64 bits hold the
+    sizes computed from it, what is checked of it and what is returned."""
     least, most = c.ranges.get(s.symbol.name, (-(2**63), None))
     if s.what != "value":
         return least, most, ""
@@ -106,8 +105,8 @@ def _limits_of(s: Source, known: tuple[Source, ...], program: Program, c: Conven
 
 
 def _bits(e: Expr, ints: set[Sym]) -> int:
-    """How many each of ``ints`` may have for 64 to hold ``e``. (The sizes in a product are of a tensor that exists: 31
-    for all of them.)"""
+    """How many bits each of ``ints`` may have so that 64 hold ``e``. (The sizes in a product belong to one tensor in
+    memory: 31 bits for all of them.)"""
     out, terms = [62], (len(e.terms) - 1).bit_length()
     for atoms, factor in e.terms:
         symbols = [expr(atom).symbols() for atom in atoms]
@@ -118,7 +117,7 @@ def _bits(e: Expr, ints: set[Sym]) -> int:
 
 
 def _within(s: Source, least: int, most: int | None, note: str) -> tuple[tuple[Assume, ...], str]:
-    """The range as facts. (That a size is not below zero needs none, that an int is not does.)"""
+    """The range as facts. (A size is never below zero; an int may be.)"""
     size = expr(s.symbol)
     low = least > (0 if s.what == "size" and s.times > 0 and s.plus <= 0 else -(2**63))
     facts = [Assume("at_least", size, least)] if low else []

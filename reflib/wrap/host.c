@@ -1,515 +1,228 @@
-/* The process's side of a C++ wrapper: a Python callable that hands tensors to it and takes tensors from it.
+/* reflib's C extension: kernels as Python callables of ints (this file), and C++ wrappers as Python callables of
+   tensors (host_graph.c). One module, compiled once per machine and version of Python; ctypes versions of the same
+   callables (native_ctypes.py, host_ctypes.py) serve machines without a C compiler.
 
-   A torch.Tensor in Python holds its at::Tensor right behind the object's head, so its address is the handle that
-   PyTorch's C interface wants: nothing is asked for, nothing is copied. That this is so is verified at import; where
-   it is not, torch's own (slower) functions make handles. (Both ways are in `borrow` and `wrap`.)
-
-   The GIL is released while the wrapper runs. What needs it back, a function in Python, the end of an input, takes it
-   for as long as it needs. */
+   What a launch takes: the kernel's handle (an image is loaded at the first launch), a grid, the arguments as 64-bit
+   values, the stream, bytes of dynamic shared memory (above 48 KiB an attribute of the kernel), Triton's two hidden
+   pointers (the first to scratch memory, for kernels that need it), and a launch attribute for kernels that may start
+   before the previous one has finished. cuda_driver.h does this for all callers: Python wrappers (`launcher`, below),
+   C++ wrappers (`launch_kernel` in host_graph.c) and exported programs (package/cpp/gpu.cpp). */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <structmember.h>
+#include "cuda_driver.h"
 #include "host.h"
 
-static Torch torch_table;
-static PyTypeObject *tensor_type;
-static PyObject *(*wrap_copy)(Handle);  /* THPVariable_Wrap(const at::TensorBase &) */
-static PyObject *borrow_slowly, *wrap_slowly; /* torch's functions: list of tensors -> list of addresses, and back */
-static PyObject *described; /* a function: what came, for the message of what was expected */
-static PyObject *error_types;  /* by FAILED_..., and one more: */
-enum { OUT_OF_MEMORY = FAILED_WRAPPER + 1 };
-static Driver driver;
-static int have_driver;
+/* -- the driver --------------------------------------------------------------------------------------------------- */
+static Driver cuda;
+static char cuda_path[1024];
+static int cuda_is_open;
+static pthread_mutex_t cuda_lock = PTHREAD_MUTEX_INITIALIZER;
+static PyObject *device_error; /* reflib.errors.DeviceError */
 
-enum { ON_STACK = 64, HEAD = sizeof(PyObject) };
+/* driver(path, error class): the library to open when the first kernel is loaded. */
+static PyObject *set_driver(PyObject *module, PyObject *args) {
+    const char *path;
+    PyObject *error;
+    if (!PyArg_ParseTuple(args, "sO", &path, &error)) return NULL;
+    snprintf(cuda_path, sizeof cuda_path, "%s", path);
+    Py_XSETREF(device_error, Py_NewRef(error));
+    Py_RETURN_NONE;
+}
 
+/* Open the driver, the first time. Returns NULL, or why it cannot be used. */
+static const char *need_driver(void) {
+    pthread_mutex_lock(&cuda_lock);
+    const char *why = cuda_is_open ? NULL : driver_open(&cuda, cuda_path);
+    cuda_is_open = !why;
+    pthread_mutex_unlock(&cuda_lock);
+    return why;
+}
+
+/* Load a kernel from `facts`: (address of a C function, does it check indices?), or what cuda_launch.facts returns:
+   (image, entry, shared bytes, threads, early, device). -1: a Python exception is set. */
+static int fill_kernel(Kernel *k, PyObject *facts) {
+    if (PyTuple_GET_SIZE(facts) == 2) {
+        k->checked = PyObject_IsTrue(PyTuple_GET_ITEM(facts, 1));
+        void *function = PyLong_AsVoidPtr(PyTuple_GET_ITEM(facts, 0));
+        if (PyErr_Occurred()) return -1;
+        __atomic_store_n(&k->function, function, __ATOMIC_RELEASE);
+        return 0;
+    }
+    const char *image, *entry;
+    Py_ssize_t size;
+    int shared, threads, early, device;
+    if (!PyArg_ParseTuple(facts, "y#siiii", &image, &size, &entry, &shared, &threads, &early, &device)) return -1;
+    k->shared = shared, k->threads = threads, k->early = early;
+    char text[400];
+    const char *why = need_driver();
+    CUresult r = why ? 0 : driver_load(&cuda, k, image, entry, device);
+    if (r) driver_error(&cuda, r, text, sizeof text), why = text;
+    if (why) PyErr_Format(device_error, "cannot load kernel %s: %s", k->name, why);
+    return why ? -1 : 0;
+}
+
+/* Launch. -1: `text` says why it failed. Needs no GIL. */
+static int start_kernel(const Kernel *k, int64_t grid, void *stream, void **params, char *text, size_t size) {
+    if (grid > INT32_MAX) {
+        snprintf(text, size, "a grid of %lld programs; the limit is 2^31 - 1", (long long)grid);
+        return -1;
+    }
+    CUresult r = driver_launch(&cuda, k, (unsigned)grid, (CUstream)stream, params);
+    if (__builtin_expect(r != 0, 0)) driver_error(&cuda, r, text, size);
+    return r ? -1 : 0;
+}
+
+/* -- kernels called from Python ----------------------------------------------------------------------------------- */
 typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
-    Host host;
-    WrapperEntry entry;
-    Py_ssize_t inputs, outputs;
-    PyObject *name, *functions, *loaders, *objects, *constants, *owner, *images;
-    Kernel *kernels;
-    Py_ssize_t kernel_count;
-    int unloads; /* machine code is given back with it: nothing else may hold its kernels (a CUDA graph does) */
-    PyObject *zeros; /* (device, stream, count) -> a tensor */
-    pthread_mutex_t lock;
-    struct Words { int32_t device; void *stream; int64_t count; void *words; PyObject *tensor; } words[8];
-    int next_words;
-} Graph;
+    Kernel kernel;
+    Py_ssize_t nargs;
+    PyObject *name;
+    PyObject *owner; /* a C function's library; what a GPU kernel is loaded from */
+} Callable;
 
-/* One call: what host.h calls a frame, and what only this side knows of it. */
-typedef struct {
-    Frame frame;
-    Graph *graph;
-    PyObject **owned; /* the inputs */
-    Value *in;
-    PyObject *kept; /* a list: words of a capture that are the call's alone */
-    PyThreadState *state;
-    PyObject *type, *value, *trace; /* an exception that Python raised */
-} Call;
+enum { ON_STACK = 256, HIDDEN = 2 };
 
-static Graph *graph_of(Host *host) { return (Graph *)((char *)host - offsetof(Graph, host)); }
-
-static int failed(Frame *frame, int32_t kind, const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    frame->kind = kind;
-    vsnprintf(frame->text, sizeof frame->text, format, args);
-    va_end(args);
-    return -1;
+/* Pointers are unsigned, sizes are signed: both keep their bits. */
+static int64_t as_int64(PyObject *o) {
+    long long v = PyLong_AsLongLong(o);
+    if (v == -1 && PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_OverflowError)) {
+        PyErr_Clear();
+        v = (long long)PyLong_AsUnsignedLongLong(o);
+    }
+    return (int64_t)v;
 }
 
-/* -- tensors and handles ------------------------------------------------------------------------------------------ */
-/* The handle in `o`, which stays the object's. NULL with an exception if it cannot be had. `slow`: is given back. */
-static int borrow(PyObject *o, Handle *out) {
-    if (!borrow_slowly) {
-        *out = (Handle)((char *)o + HEAD);
-        return 0;
+/* A C function `int f(const int64_t *arguments)`. Returns its result. */
+static PyObject *call_function(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *kwnames) {
+    Callable *f = (Callable *)self;
+    Py_ssize_t n = PyVectorcall_NARGS(nargsf);
+    int64_t on_stack[ON_STACK], *a = on_stack;
+    int result = 0;
+    if (n != f->nargs || (kwnames && PyTuple_GET_SIZE(kwnames)))
+        return PyErr_Format(PyExc_TypeError, "this kernel takes %zd arguments, all by position; got %zd", f->nargs, n);
+    if (n > ON_STACK && !(a = PyMem_Malloc(n * sizeof *a))) return PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < n; ++i) a[i] = as_int64(args[i]);
+    int failed = PyErr_Occurred() != NULL;
+    if (!failed) {
+        Py_BEGIN_ALLOW_THREADS
+        result = ((int (*)(const int64_t *))f->kernel.function)(a);
+        Py_END_ALLOW_THREADS
     }
-    PyObject *found = PyObject_CallFunction(borrow_slowly, "([O])", o);
-    if (!found) return -1;
-    *out = (Handle)PyCapsule_GetPointer(PyList_GET_ITEM(found, 0), NULL);
-    Py_DECREF(found);
-    return *out ? 0 : -1;
+    if (a != on_stack) PyMem_Free(a);
+    return failed ? NULL : PyLong_FromLong(result);
 }
 
-static void unborrow(Handle h) {
-    if (borrow_slowly) torch_table.delete_handle(h); /* it was made for us */
+/* A GPU kernel: (stream, grid, arguments...). It is loaded at the first launch, if not before. */
+static PyObject *call_launcher(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *kwnames) {
+    Callable *k = (Callable *)self;
+    Py_ssize_t n = PyVectorcall_NARGS(nargsf) - 2;
+    int64_t stack_values[ON_STACK + HIDDEN], *values = stack_values;
+    void *stack_params[ON_STACK + HIDDEN], **params = stack_params;
+    char text[400];
+    if (n != k->nargs || (kwnames && PyTuple_GET_SIZE(kwnames)))
+        return PyErr_Format(PyExc_TypeError, "kernel %U takes a stream, a grid and %zd arguments, by position; got %zd",
+                            k->name, k->nargs, n + 2);
+    int64_t stream = as_int64(args[0]), grid = as_int64(args[1]);
+    if (PyErr_Occurred()) return NULL;
+    if (grid <= 0) Py_RETURN_NONE; /* an empty tensor */
+    if (!k->kernel.function && fill_kernel(&k->kernel, k->owner)) return NULL;
+    if (n > ON_STACK) {
+        values = PyMem_Malloc((n + HIDDEN) * (sizeof *values + sizeof *params));
+        if (!values) return PyErr_NoMemory();
+        params = (void **)(values + n + HIDDEN);
+    }
+    for (Py_ssize_t i = 0; i < n + HIDDEN; ++i) {
+        /* Triton's two hidden pointers (scratch memory, its profiler's) come last and are null. A kernel with scratch
+           memory takes its address as the last argument, which makes it the first of the two. */
+        values[i] = i < n ? as_int64(args[i + 2]) : 0;
+        params[i] = &values[i]; /* a 32-bit size is the low half: little-endian hosts only */
+    }
+    int failed = PyErr_Occurred() != NULL;
+    if (!failed) {
+        Py_BEGIN_ALLOW_THREADS
+        failed = start_kernel(&k->kernel, grid, (void *)(uintptr_t)stream, params, text, sizeof text);
+        Py_END_ALLOW_THREADS
+        if (failed) PyErr_Format(device_error, "cannot launch kernel %U: %s", k->name, text);
+    }
+    if (values != stack_values) PyMem_Free(values);
+    if (failed) return NULL;
+    Py_RETURN_NONE;
 }
 
-/* The Python object of a handle that stays whose it is. */
-static PyObject *wrap(Handle h) {
-    if (!wrap_slowly) return wrap_copy(h);
-    Handle mine;
-    if (torch_table.new_handle(h, &mine)) return PyErr_Format(PyExc_RuntimeError, "a tensor could not be wrapped");
-    PyObject *capsule = PyCapsule_New(mine, NULL, NULL), *out = NULL;
-    PyObject *made = capsule ? PyObject_CallFunction(wrap_slowly, "([O])", capsule) : NULL;
-    if (made) out = Py_NewRef(PyList_GET_ITEM(made, 0));
-    Py_XDECREF(made), Py_XDECREF(capsule);
-    return out;
-}
-
-static PyObject *to_python(Graph *g, const Value *v) {
-    switch (v->kind) {
-    case VALUE_TENSOR: return wrap(v->tensor);
-    case VALUE_INT: return PyLong_FromLongLong(v->integer);
-    case VALUE_FLOAT: return PyFloat_FromDouble(v->number);
-    case VALUE_OBJECT: return Py_NewRef(PyTuple_GET_ITEM(g->objects, v->object));
-    default: Py_RETURN_NONE;
-    }
-}
-
-/* A result of Python's, as a value that is owned. */
-static int to_value(PyObject *o, Value *v) {
-    v->kind = VALUE_NONE;
-    if (PyObject_TypeCheck(o, tensor_type)) {
-        Handle h;
-        if (borrow(o, &h)) return -1;
-        if (!borrow_slowly && torch_table.new_handle(h, &h)) {
-            PyErr_SetString(PyExc_RuntimeError, "a tensor has no handle");
-            return -1;
-        }
-        v->kind = VALUE_TENSOR, v->tensor = h;
-    } else if (PyLong_Check(o)) {
-        v->kind = VALUE_INT;
-        v->integer = PyLong_AsLongLong(o);
-    } else if (PyFloat_Check(o)) {
-        v->kind = VALUE_FLOAT;
-        v->number = PyFloat_AS_DOUBLE(o);
-    } else if (o != Py_None) { /* a size that is a torch.SymInt, a bool of numpy's ... */
-        PyObject *index = PyNumber_Index(o);
-        if (!index) return -1;
-        v->kind = VALUE_INT;
-        v->integer = PyLong_AsLongLong(index);
-        Py_DECREF(index);
-    }
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-/* -- what a wrapper asks for -------------------------------------------------------------------------------------- */
-static void take_gil(Call *c) { PyEval_RestoreThread(c->state); }
-static void give_gil(Call *c) { c->state = PyEval_SaveThread(); }
-
-static int raised(Call *c) {
-    if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "a call of PyTorch's C interface failed");
-    PyErr_Fetch(&c->type, &c->value, &c->trace);
-    c->frame.kind = FAILED_PYTHON;
-    return -1;
-}
-
-static int32_t call_python(Host *host, Frame *frame, int32_t which, const Value *args, int32_t n, Value *results, int32_t m) {
-    Call *c = (Call *)frame;
-    Graph *g = graph_of(host);
-    int rc = -1, filled = 0;
-    take_gil(c);
-    if (PyErr_Occurred()) { /* by a call in C++ that came to Python, which failed: nothing to find out */
-        raised(c);
-        give_gil(c);
-        return -1;
-    }
-    PyObject *tuple = PyTuple_New(n), *out = NULL;
-    for (int i = 0; tuple && i < n; ++i) {
-        PyObject *o = to_python(g, &args[i]);
-        if (!o) {
-            Py_CLEAR(tuple);
-            break;
-        }
-        PyTuple_SET_ITEM(tuple, i, o);
-    }
-    if (tuple) out = PyObject_CallObject(PyTuple_GET_ITEM(g->functions, which), tuple);
-    Py_XDECREF(tuple);
-    if (out) {
-        rc = 0;
-        for (; rc == 0 && filled < m; ++filled) rc = to_value(PyTuple_GET_ITEM(out, filled), &results[filled]);
-        if (rc)
-            for (int i = 0; i < filled; ++i)
-                if (results[i].kind == VALUE_TENSOR) torch_table.delete_handle(results[i].tensor);
-        Py_DECREF(out);
-    }
-    if (rc) raised(c);
-    give_gil(c);
-    return rc;
-}
-
-static void drop_input(Host *host, Frame *frame, int32_t i) {
-    Call *c = (Call *)frame;
-    take_gil(c);
-    if (borrow_slowly) unborrow(c->in[i].tensor), c->in[i].kind = VALUE_NONE;
-    Py_CLEAR(c->owned[i]);
-    give_gil(c);
-}
-
-/* A kernel from what Python knows of it: (address, checked), or (image, entry, shared, threads, early, device). */
-static int fill_kernel(Graph *g, Kernel *k, PyObject *facts) {
-    void *function = NULL, *context = NULL, *module = NULL;
-    if (PyTuple_GET_SIZE(facts) == 2) {
-        k->checked = PyObject_IsTrue(PyTuple_GET_ITEM(facts, 1));
-        function = PyLong_AsVoidPtr(PyTuple_GET_ITEM(facts, 0));
-        if (PyErr_Occurred()) return -1;
-    } else {
-        const char *image, *entry;
-        Py_ssize_t size;
-        int shared, threads, early, device;
-        if (!PyArg_ParseTuple(facts, "y#siiii", &image, &size, &entry, &shared, &threads, &early, &device)) return -1;
-        k->shared = shared, k->threads = threads, k->early = early;
-        CUresult r = have_driver ? driver_load(&driver, image, entry, shared, device, (CUfunction *)&function,
-                                               (CUcontext *)&context, (CUmodule *)&module) : 0;
-        if (!have_driver || r) {
-            char text[400] = "no CUDA driver was found";
-            if (r) driver_error(&driver, r, text, sizeof text);
-            PyErr_Format(PyTuple_GET_ITEM(error_types, FAILED_DRIVER), "cannot load kernel %s: %s", k->name, text);
-            return -1;
-        }
-        if (PyList_Append(g->images, facts)) return -1;
-    }
-    k->context = context, k->module = module;
-    __atomic_store_n(&k->function, function, __ATOMIC_RELEASE);
-    return 0;
-}
-
-static int32_t load_kernel(Host *host, Frame *frame, int32_t i) {
-    Call *c = (Call *)frame;
-    Graph *g = graph_of(host);
-    int rc = 0;
-    take_gil(c);
-    if (!g->kernels[i].function) {
-        PyObject *facts = PyObject_CallNoArgs(PyTuple_GET_ITEM(g->loaders, i));
-        rc = !facts || fill_kernel(g, &g->kernels[i], facts) ? raised(c) : 0;
-        Py_XDECREF(facts);
-    }
-    give_gil(c);
-    return rc;
-}
-
-static int capturing(void *stream) {
-    int status = 0;
-    return driver.StreamIsCapturing && !driver.StreamIsCapturing((CUstream)stream, &status) && status;
-}
-
-static int32_t zero_words(Host *host, Frame *frame, int32_t device, void *stream, int64_t count, void **words) {
-    Call *c = (Call *)frame;
-    Graph *g = graph_of(host);
-    int captures = capturing(stream);
-    if (!captures) {
-        *words = NULL;
-        pthread_mutex_lock(&g->lock);
-        for (int i = 0; i < 8; ++i)
-            if (g->words[i].tensor && g->words[i].device == device && g->words[i].stream == stream &&
-                g->words[i].count >= count)
-                *words = g->words[i].words;
-        pthread_mutex_unlock(&g->lock);
-        if (*words) return 0;
-    }
-    take_gil(c);
-    PyObject *tensor = PyObject_CallFunction(g->zeros, "iKL", (int)device, (unsigned long long)(uintptr_t)stream,
-                                             (long long)count);
-    Handle h = NULL;
-    int rc = tensor && !borrow(tensor, &h) && !torch_table.data_ptr(h, words) ? 0 : -1;
-    if (!rc && captures) /* often nobody else has them, and what is allocated next may not lie there */
-        rc = (c->kept || (c->kept = PyList_New(0))) ? PyList_Append(c->kept, tensor) : -1;
-    if (rc) raised(c);
-    if (h) unborrow(h);
-    if (!rc && !captures) {
-        pthread_mutex_lock(&g->lock);
-        struct Words *w = &g->words[g->next_words++ % 8];
-        PyObject *before = w->tensor;
-        *w = (struct Words){device, stream, count, *words, Py_NewRef(tensor)};
-        pthread_mutex_unlock(&g->lock);
-        Py_XDECREF(before);
-    }
-    Py_XDECREF(tensor);
-    give_gil(c);
-    return rc;
-}
-
-static int32_t launch_kernel(Host *host, Frame *frame, const Kernel *k, int64_t grid, void *stream, void **params) {
-    if (grid > INT32_MAX)
-        return failed(frame, FAILED_DRIVER, "a grid of %lld programs; the limit is 2^31 - 1", (long long)grid);
-    CUresult r = driver_launch(&driver, (CUfunction)k->function, (CUcontext)k->context, (unsigned)grid, k->threads,
-                               k->shared, k->early, (CUstream)stream, params);
-    if (__builtin_expect(r != 0, 0)) {
-        char text[400];
-        driver_error(&driver, r, text, sizeof text);
-        return failed(frame, FAILED_DRIVER, "cannot launch: %s", text);
-    }
-    return 0;
-}
-
-/* -- a call ------------------------------------------------------------------------------------------------------- */
-static PyObject *raise(Call *c, PyObject **all) {
-    Graph *g = c->graph;
-    Frame *f = &c->frame;
-    const char *step = f->step ? f->step : "the start";
-    if (PyErr_Occurred()) { /* by a call in C++ that came to Python */
-        if (f->kind == FAILED_PYTHON) Py_XDECREF(c->type), Py_XDECREF(c->value), Py_XDECREF(c->trace);
-        return NULL;
-    }
-    if (f->kind == FAILED_PYTHON) {
-        PyErr_Restore(c->type, c->value, c->trace);
-        return NULL;
-    }
-    const char *what = f->text[0] ? f->text : f->kind == FAILED_TORCH && torch_table.what ? torch_table.what() : NULL;
-    int memory = f->kind == FAILED_TORCH && what && strstr(what, "out of memory");
-    PyObject *type = PyTuple_GET_ITEM(error_types, memory ? OUT_OF_MEMORY : f->kind ? f->kind : FAILED_WRAPPER);
-    if (f->kind == FAILED_INDEX)
-        return PyErr_Format(type, "index out of range in kernel %s: an index is outside the tensor it indexes", step);
-    if (f->kind == FAILED_ARGUMENT) {
-        int i = 0;
-        if (sscanf(f->text, "argument %d", &i) != 1) return PyErr_Format(type, "%s", f->text); /* about several */
-        PyObject *came = PyObject_CallOneArg(described, all[i] ? all[i] : Py_None);
-        if (came) PyErr_Format(type, "%s; got %U", f->text, came);
-        Py_XDECREF(came);
-        return NULL;
-    }
-    return PyErr_Format(type, "graph %U, step %s: %s", g->name, step, what && *what ? what : "it failed; see stderr");
-}
-
-/* Calls it with `head` and then `rest`. `list`: where they are from, which is emptied as soon as the call holds them.
-   `refused`: is set, and nothing raised, where the graph refuses an argument. */
-static PyObject *run(Graph *g, PyObject *const *head, Py_ssize_t heads, PyObject *const *rest, Py_ssize_t rests,
-                     PyObject *list, int *refused) {
-    Py_ssize_t n = heads + rests, m = g->outputs;
-    PyObject *result = NULL;
-    PyObject *owned_[ON_STACK], **owned = owned_;
-    Value in_[ON_STACK], *in = in_, out_[ON_STACK], *out = out_;
-    if (n > ON_STACK || m > ON_STACK) {
-        in = PyMem_RawMalloc((n + m) * sizeof *in + n * sizeof *owned);
-        if (!in) return PyErr_NoMemory();
-        out = in + n, owned = (PyObject **)(out + m);
-    }
-    Call c;
-    c.frame.step = NULL, c.frame.kind = 0, c.frame.text[0] = 0;
-    c.graph = g, c.owned = owned, c.in = in, c.kept = NULL;
-    int rc = 0;
-    for (Py_ssize_t i = 0; i < n; ++i) owned[i] = Py_NewRef(i < heads ? head[i] : rest[i - heads]);
-    for (Py_ssize_t i = 0; i < n; ++i) {
-        PyObject *o = owned[i];
-        in[i].kind = VALUE_NONE;
-        if (PyObject_TypeCheck(o, tensor_type)) {
-            if (rc || (rc = borrow(o, &in[i].tensor))) continue;
-            in[i].kind = VALUE_TENSOR;
-        } else if (PyLong_CheckExact(o)) {
-            in[i].kind = VALUE_INT;
-            in[i].integer = PyLong_AsLongLong(o);
-            if (in[i].integer == -1 && PyErr_Occurred()) PyErr_Clear(), in[i].kind = VALUE_NONE;
-        }
-    }
-    for (Py_ssize_t i = 0; i < m; ++i) out[i].kind = VALUE_NONE;
-    if (!rc && list) rc = PyList_SetSlice(list, 0, n, NULL);
-    if (!rc) {
-        give_gil(&c);
-        rc = g->entry(&g->host, &c.frame, in, out);
-        take_gil(&c);
-        if (rc && refused && c.frame.kind == FAILED_ARGUMENT && !PyErr_Occurred()) *refused = 1;
-        else if (rc) raise(&c, owned);
-    }
-    if (!rc && (result = PyTuple_New(m))) {
-        Py_ssize_t i = 0;
-        for (; i < m; ++i) {
-            PyObject *o = to_python(g, &out[i]);
-            if (!o) break;
-            PyTuple_SET_ITEM(result, i, o);
-        }
-        if (i < m) Py_CLEAR(result);
-    }
-    for (Py_ssize_t i = 0; i < m; ++i)
-        if (out[i].kind == VALUE_TENSOR) torch_table.delete_handle(out[i].tensor);
-    for (Py_ssize_t i = 0; i < n; ++i) {
-        if (borrow_slowly && in[i].kind == VALUE_TENSOR) unborrow(in[i].tensor);
-        Py_XDECREF(owned[i]);
-    }
-    Py_XDECREF(c.kept);
-    if (in != in_) PyMem_RawFree(in);
-    return result;
-}
-
-static PyObject *graph_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *kwnames) {
-    Graph *g = (Graph *)self;
-    PyObject *list = PyVectorcall_NARGS(nargsf) == 1 ? args[0] : NULL;
-    if (!list || !PyList_CheckExact(list) || (kwnames && PyTuple_GET_SIZE(kwnames)))
-        return PyErr_Format(PyExc_TypeError, "a compiled graph takes one list, which it empties");
-    Py_ssize_t n = PyList_GET_SIZE(list);
-    if (n != g->inputs)
-        return PyErr_Format(PyTuple_GET_ITEM(error_types, FAILED_ARGUMENT), "graph %U takes %zd arguments, got %zd",
-                            g->name, g->inputs, n);
-    return run(g, PySequence_Fast_ITEMS(list), n, NULL, 0, list, NULL);
-}
-
-/* -- making one --------------------------------------------------------------------------------------------------- */
-static void graph_dealloc(PyObject *self) {
-    Graph *g = (Graph *)self;
+static void callable_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
-    Py_XDECREF(g->name), Py_XDECREF(g->functions), Py_XDECREF(g->loaders), Py_XDECREF(g->objects);
-    Py_XDECREF(g->constants), Py_XDECREF(g->images), Py_XDECREF(g->zeros);
-    for (int i = 0; i < 8; ++i) Py_XDECREF(g->words[i].tensor);
-    for (Py_ssize_t i = 0; g->unloads && i < g->kernel_count; ++i)
-        if (g->kernels[i].module) driver_unload(&driver, g->kernels[i].context, g->kernels[i].module);
-    if (g->host.constants && borrow_slowly)
-        for (Py_ssize_t i = 0; g->host.constants[i]; ++i) unborrow(g->host.constants[i]);
-    PyMem_RawFree(g->host.constants), PyMem_RawFree(g->host.symbols), PyMem_RawFree(g->kernels);
-    pthread_mutex_destroy(&g->lock);
-    Py_XDECREF(g->owner); /* last: the library that the entry is in */
+    Py_XDECREF(((Callable *)self)->name);
+    Py_XDECREF(((Callable *)self)->owner);
     PyObject_Free(self);
     Py_DECREF(type);
 }
 
-static PyMemberDef graph_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Graph, vectorcall), READONLY, NULL},
-    {"name", T_OBJECT, offsetof(Graph, name), READONLY, "the graph's name"},
+static PyMemberDef callable_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Callable, vectorcall), READONLY, NULL},
+    {"nargs", T_PYSSIZET, offsetof(Callable, nargs), READONLY, "arguments (after a GPU kernel's stream and grid)"},
+    {"name", T_OBJECT, offsetof(Callable, name), READONLY, "the kernel's name"},
     {NULL},
 };
-static PyType_Slot graph_slots[] = {
-    {Py_tp_dealloc, graph_dealloc}, {Py_tp_call, PyVectorcall_Call}, {Py_tp_members, graph_members}, {0, NULL}};
-static PyType_Spec graph_spec = {
-    "_reflib_host.Graph", sizeof(Graph), 0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION, graph_slots};
-static PyTypeObject *graph_type;
+static PyType_Slot callable_slots[] = {
+    {Py_tp_dealloc, callable_dealloc}, {Py_tp_call, PyVectorcall_Call}, {Py_tp_members, callable_members}, {0, NULL}};
+static PyType_Spec callable_spec = {
+    "_reflib_host.Callable", sizeof(Callable), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION, callable_slots};
+static PyTypeObject *callable_type;
 
-/* graph(name, entry, inputs, outputs, kernels, loaders, functions, objects, constants, symbols, zeros, owner, gpu,
-   unloads) -> Graph
-   kernels: (name, facts or None: a loader says later); loaders, functions: callables; constants: tensors;
-   symbols: addresses; owner: kept alive; gpu: of which device 0 is said; unloads: see Graph */
-static PyObject *make_graph(PyObject *module, PyObject *args) {
-    PyObject *name, *kernels, *loaders, *functions, *objects, *constants, *symbols, *zeros, *owner;
-    unsigned long long entry;
-    Py_ssize_t inputs, outputs;
-    int gpu, unloads;
-    if (!PyArg_ParseTuple(args, "UKnnO!O!O!O!O!O!OOip", &name, &entry, &inputs, &outputs, &PyTuple_Type, &kernels,
-                          &PyTuple_Type, &loaders, &PyTuple_Type, &functions, &PyTuple_Type, &objects, &PyTuple_Type,
-                          &constants, &PyTuple_Type, &symbols, &zeros, &owner, &gpu, &unloads))
-        return NULL;
-    Graph *g = PyObject_New(Graph, graph_type);
-    if (!g) return NULL;
-    memset((char *)g + sizeof(PyObject), 0, sizeof(Graph) - sizeof(PyObject));
-    pthread_mutex_init(&g->lock, NULL);
-    Py_ssize_t nk = PyTuple_GET_SIZE(kernels), nc = PyTuple_GET_SIZE(constants), ns = PyTuple_GET_SIZE(symbols);
-    g->vectorcall = graph_call;
-    g->entry = (WrapperEntry)(uintptr_t)entry;
-    g->inputs = inputs, g->outputs = outputs;
-    g->name = Py_NewRef(name), g->functions = Py_NewRef(functions), g->loaders = Py_NewRef(loaders);
-    g->objects = Py_NewRef(objects), g->constants = Py_NewRef(constants), g->zeros = Py_NewRef(zeros);
-    g->owner = Py_NewRef(owner), g->images = PyList_New(0);
-    g->kernels = PyMem_RawCalloc(nk + 1, sizeof(Kernel));
-    g->host.constants = PyMem_RawCalloc(nc + 1, sizeof(Handle));
-    g->host.symbols = PyMem_RawCalloc(ns + 1, sizeof(void *));
-    if (!g->images || !g->kernels || !g->host.constants || !g->host.symbols) goto fail;
-    g->host.torch = &torch_table, g->host.kernels = g->kernels;
-    g->host.python = call_python, g->host.load = load_kernel, g->host.zeros = zero_words;
-    g->host.launch = launch_kernel, g->host.drop = drop_input;
-    g->host.gpu = gpu, g->unloads = unloads;
-    for (Py_ssize_t i = 0; i < nk; ++i) {
-        PyObject *item = PyTuple_GET_ITEM(kernels, i), *facts = PyTuple_GET_ITEM(item, 1);
-        g->kernels[i].name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(item, 0));
-        if (!g->kernels[i].name || PyList_Append(g->images, PyTuple_GET_ITEM(item, 0))) goto fail;
-        if (facts != Py_None && fill_kernel(g, &g->kernels[i], facts)) goto fail;
-    }
-    for (Py_ssize_t i = 0; i < nc; ++i)
-        if (borrow(PyTuple_GET_ITEM(constants, i), &g->host.constants[i])) goto fail;
-    for (Py_ssize_t i = 0; i < ns; ++i) g->host.symbols[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(symbols, i));
-    if (PyErr_Occurred()) goto fail;
-    return (PyObject *)g;
-fail:
-    if (!PyErr_Occurred()) PyErr_NoMemory();
-    Py_DECREF(g);
-    return NULL;
+static Callable *new_callable(vectorcallfunc call, PyObject *name, Py_ssize_t nargs, PyObject *owner) {
+    Callable *k = PyObject_New(Callable, callable_type);
+    if (!k) return NULL;
+    memset(&k->kernel, 0, sizeof k->kernel);
+    k->vectorcall = call, k->nargs = nargs;
+    k->name = Py_XNewRef(name), k->owner = Py_NewRef(owner);
+    return k;
 }
 
-#include "host_entry.c"
-
-/* setup(tensor type, addresses in Torch's order, wrap's address, errors, described, borrow or None, wrap or None) */
-static PyObject *setup(PyObject *module, PyObject *args) {
-    PyObject *type, *addresses, *errors, *said, *slow_borrow, *slow_wrap;
-    unsigned long long wrapper;
-    if (!PyArg_ParseTuple(args, "OO!KO!OOO", &type, &PyTuple_Type, &addresses, &wrapper, &PyTuple_Type, &errors,
-                          &said, &slow_borrow, &slow_wrap))
-        return NULL;
-    void *found[sizeof(Torch) / sizeof(void *)];
-    if (PyTuple_GET_SIZE(addresses) != sizeof found / sizeof *found)
-        return PyErr_Format(PyExc_ValueError, "%zd addresses", PyTuple_GET_SIZE(addresses));
-    for (size_t i = 0; i < sizeof found / sizeof *found; ++i) found[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(addresses, i));
-    if (PyErr_Occurred()) return NULL;
-    memcpy(&torch_table, found, sizeof found);
-    tensor_type = (PyTypeObject *)Py_NewRef(type);
-    wrap_copy = (PyObject * (*)(Handle))(uintptr_t)wrapper;
-    error_types = Py_NewRef(errors), described = Py_NewRef(said);
-    borrow_slowly = slow_borrow == Py_None ? NULL : Py_NewRef(slow_borrow);
-    wrap_slowly = slow_wrap == Py_None || wrapper ? NULL : Py_NewRef(slow_wrap);
-    Py_RETURN_NONE;
-}
-
-/* is_at(tensor, address): does the tensor's at::Tensor, which holds `address`, lie behind the object's head? */
-static PyObject *is_at(PyObject *module, PyObject *args) {
-    PyObject *o;
+/* function(address, nargs, owner) */
+static PyObject *make_function(PyObject *module, PyObject *args) {
     unsigned long long address;
-    if (!PyArg_ParseTuple(args, "OK", &o, &address)) return NULL;
-    if (Py_TYPE(o)->tp_basicsize < (Py_ssize_t)(HEAD + sizeof(void *))) Py_RETURN_FALSE;
-    return PyBool_FromLong(*(unsigned long long *)((char *)o + HEAD) == address);
+    Py_ssize_t nargs;
+    PyObject *owner;
+    if (!PyArg_ParseTuple(args, "KnO", &address, &nargs, &owner)) return NULL;
+    Callable *f = new_callable(call_function, NULL, nargs, owner);
+    if (f) f->kernel.function = (void *)(uintptr_t)address;
+    return (PyObject *)f;
 }
 
-/* open(path): the driver */
-static PyObject *open_driver(PyObject *module, PyObject *args) {
-    const char *path;
-    if (!PyArg_ParseTuple(args, "s", &path)) return NULL;
-    const char *why = driver_open(&driver, path);
-    if (why) return PyErr_Format(PyTuple_GET_ITEM(error_types, FAILED_DRIVER), "%s", why);
-    have_driver = 1;
-    Py_RETURN_NONE;
+/* launcher(name, facts, nargs): loaded now if the facts name a device, else at the first launch */
+static PyObject *make_launcher(PyObject *module, PyObject *args) {
+    PyObject *name, *facts;
+    Py_ssize_t nargs;
+    if (!PyArg_ParseTuple(args, "UO!n", &name, &PyTuple_Type, &facts, &nargs)) return NULL;
+    Callable *k = new_callable(call_launcher, name, nargs, facts);
+    if (!k) return NULL;
+    k->kernel.name = PyUnicode_AsUTF8(name);
+    if (PyLong_AsLong(PyTuple_GET_ITEM(facts, 5)) >= 0 && fill_kernel(&k->kernel, facts)) Py_CLEAR(k);
+    return (PyObject *)k;
 }
+
+/* -- the module --------------------------------------------------------------------------------------------------- */
+#include "host_graph.c"
 
 static PyMethodDef methods[] = {
-    {"graph", make_graph, METH_VARARGS, "a compiled graph as a callable"},
-    {"entry", make_entry, METH_VARARGS, "what a compiled program is called by"},
-    {"setup", setup, METH_VARARGS, "what is the same for all graphs"},
-    {"setup_entry", setup_entry, METH_VARARGS, "what is the same for all entries"},
-    {"is_at", is_at, METH_VARARGS, "is a tensor's handle where it is believed to be?"},
-    {"open", open_driver, METH_VARARGS, "find the driver's functions"},
+    {"driver", set_driver, METH_VARARGS, "driver(path, error): the CUDA driver's library"},
+    {"function", make_function, METH_VARARGS, "function(address, nargs, owner): a C function as a callable"},
+    {"launcher", make_launcher, METH_VARARGS, "launcher(name, facts, nargs): a GPU kernel as a callable"},
+    GRAPH_METHODS
     {NULL},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_reflib_host", NULL, -1, methods};
 
 PyMODINIT_FUNC PyInit__reflib_host(void) {
     PyObject *m = PyModule_Create(&module);
-    graph_type = (PyTypeObject *)PyType_FromSpec(&graph_spec);
-    entry_type = (PyTypeObject *)PyType_FromSpec(&entry_spec);
-    if (!m || !graph_type || !entry_type) return NULL;
-    return m;
+    callable_type = (PyTypeObject *)PyType_FromSpec(&callable_spec);
+    return m && callable_type && !graph_types() ? m : NULL;
 }

@@ -1,9 +1,9 @@
-/* What a wrapper in C++ (``wrapper.h``) and the process that calls it (``host.c``) know of each other. Plain C, and C++
-   as well; PyTorch and Python appear as addresses only, so nothing of theirs is needed to compile either side.
+/* The interface between a C++ wrapper (wrapper.h) and the process that calls it (host_graph.c; package/cpp/model.cpp).
+   Valid C and C++; PyTorch and Python appear as addresses only, so neither is needed to compile either side.
 
    The wrapper's one entry, `reflib_call`, gets its inputs as Values and leaves its outputs as Values. Functions of
-   PyTorch's C interface come in a table (`Torch`): they are looked up once in a process, by name, in the libraries that
-   torch has loaded. So a wrapper links to nothing, and runs with every torch that has these functions: 2.11 and later. */
+   PyTorch's C interface come in a table (`Torch`), looked up by name once per process in the libraries that torch has
+   loaded. So a wrapper links to nothing, and runs with every torch that has these functions: 2.11 and later. */
 #ifndef REFLIB_HOST_H
 #define REFLIB_HOST_H
 #include <stdint.h>
@@ -18,7 +18,7 @@ enum { VALUE_NONE, VALUE_TENSOR, VALUE_INT, VALUE_FLOAT, VALUE_OBJECT };
 typedef struct {
     int32_t kind;
     union {
-        Handle tensor; /* an input's: borrowed. An output's: owned by who receives it */
+        Handle tensor; /* borrowed in an input; in an output owned by the receiver */
         int64_t integer;
         double number;
         int64_t object; /* which of the graph's Python objects */
@@ -54,38 +54,38 @@ typedef struct {
     const char *(*what)(void); /* the message of the last failure in this thread */
 } Torch;
 
-/* A kernel as it is launched. `function`: CUfunction, or the address of a CPU kernel; null until it is built. */
+/* A kernel, ready to launch. `function`: CUfunction, or the address of a CPU kernel; null until it is loaded. */
 typedef struct {
     void *function, *context, *module;
     const char *name;
     uint32_t threads, shared;
-    int32_t early;   /* on a GPU: it waits by itself for the kernel before it */
-    int32_t checked; /* on a CPU: it says so when an index is outside its tensor */
+    int32_t early;   /* on a GPU: may start before the previous kernel has finished, and waits for it itself */
+    int32_t checked; /* on a CPU: returns nonzero if an index is outside its tensor */
 } Kernel;
 
 enum { FAILED_TORCH = 1, FAILED_DRIVER, FAILED_INDEX, FAILED_ARGUMENT, FAILED_PYTHON, FAILED_WRAPPER };
 
 /* One call in progress. */
 typedef struct {
-    const char *step; /* for messages: what is being done */
+    const char *step; /* for messages: the current step */
     int32_t kind;     /* FAILED_... */
     char text[1000];
 } Frame;
 
-/* What a wrapper may use and ask for: one a graph. The functions return 0, or have failed and filled in the frame. */
+/* What a wrapper may use and call: one per graph. The functions return 0, or fill in the frame and return nonzero. */
 typedef struct Host {
     const Torch *torch;
     Kernel *kernels;
-    void **symbols;     /* functions that the wrapper named */
+    void **symbols;     /* C functions that the wrapper calls */
     Handle *constants;  /* tensors that the captured graph holds */
-    /* call a piece of the wrapper that is Python */
+    /* call a Python function of the wrapper */
     int32_t (*python)(struct Host *, Frame *, int32_t which, const Value *args, int32_t n, Value *results, int32_t m);
-    int32_t (*load)(struct Host *, Frame *, int32_t kernel); /* build a kernel that few calls need */
-    /* `count` int32 words that are zero, and that the kernel leaves at zero */
+    int32_t (*load)(struct Host *, Frame *, int32_t kernel); /* build and load a kernel that few calls need */
+    /* `count` int32 words that are zero; the kernel must leave them at zero */
     int32_t (*zeros)(struct Host *, Frame *, int32_t device, void *stream, int64_t count, void **words);
     int32_t (*launch)(struct Host *, Frame *, const Kernel *, int64_t grid, void *stream, void **params);
     void (*drop)(struct Host *, Frame *, int32_t input); /* an input is not needed any more */
-    int32_t gpu; /* the GPU that is number 0 in the wrapper: a package may be loaded for another than it was made for */
+    int32_t gpu; /* the device that is number 0 in the wrapper: a package can be loaded on any GPU */
 } Host;
 
 typedef int32_t (*WrapperEntry)(Host *, Frame *, const Value *inputs, Value *outputs);

@@ -1,11 +1,11 @@
-"""The process's side of C++ wrappers: build them, fill their tables in, call them.
+"""The process's side of C++ wrappers: build them, fill in their tables, call them.
 
-``host.c`` becomes a CPython extension, compiled once through the cache: it needs Python's headers and no others.
-PyTorch's functions are found by name in the libraries that torch has loaded.
+The C extension (``host.c``, with ``host_graph.c`` and ``host_entry.c``) makes the calls; it needs Python's headers and
+no others. PyTorch's functions are found by name in the libraries that torch has loaded.
 
-Where the extension cannot be built (no Python.h), ``host_ctypes.py`` does its work; where this torch or Python lays its
-objects out in another way than is known, torch's own functions make handles. Without a compiler, or with an older
-torch, ``why_not`` says so, and wrappers are in Python.
+Without Python.h or a C compiler, ``host_ctypes.py`` takes the extension's place (a package is loaded so, for example);
+where this torch or Python lays out its objects in an unknown way, torch's own functions make handles. Without a C++
+compiler, or with an older torch, ``why_not`` says so, and wrappers are in Python.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ import ctypes
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from .. import cache, toolchain
 from ..errors import ArgumentError, DeviceError, IndexOutOfRange, ReflibError, ToolchainError
-from ..logs import get as logger
-from .cuda_launch import DRIVER_SOURCE, libcuda
-from .native import C_HEAD, build_extension, once
+from . import native, native_ctypes
+from .native import once
 
 HERE = Path(__file__).parent
-HEADERS = {n: (HERE / n).read_text() for n in ("wrapper.h", "host.h")}  # as this process's printer knows them
+HEADERS = {n: (HERE / n).read_text() for n in ("wrapper.h", "host.h")}  # as of this process's printer
 # in the order of `Torch` in host.h: (name, library)
 FUNCTIONS = (
     ("aoti_torch_empty_strided", "cpu"),
@@ -72,7 +70,7 @@ FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fno-strict-aliasing", "-fwra
 
 @functools.cache
 def _library(name: str) -> ctypes.CDLL | None:
-    """One of torch's own libraries, which is loaded already."""
+    """One of torch's own libraries, which are loaded already."""
     try:
         return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"lib{name}.so"))
     except OSError:
@@ -80,7 +78,7 @@ def _library(name: str) -> ctypes.CDLL | None:
 
 
 def address(name: str) -> int:
-    """Of a function of PyTorch's C interface, or of a library that the user loaded; 0 if none has that name."""
+    """The address of a function of PyTorch's C interface, or of a library that the user loaded; 0 if there is none."""
     known = [_library(library) for library in ("torch_cpu", "torch_cuda", "torch_python")]
     for lib in (*known, ctypes.CDLL(None), *(_loaded(path) for path in sorted(torch.ops.loaded_libraries))):
         if lib is not None and hasattr(lib, name):
@@ -96,22 +94,14 @@ def _loaded(path: str) -> ctypes.CDLL | None:
         return None
 
 
-def build_extension_now() -> ModuleType:
-    """``host.c``, compiled (through the cache) and imported. Raises ToolchainError."""
-    head = C_HEAD + "#include <pthread.h>\n#include <stdarg.h>\n"
-    text = (HERE / "host.c").read_text().replace('#include "host.h"', HEADERS["host.h"])
-    text = text.replace('#include "host_entry.c"', (HERE / "host_entry.c").read_text())
-    return build_extension("_reflib_host", head + DRIVER_SOURCE + text, ["-ldl", "-lpthread"])
-
-
 @once
-def extension() -> ModuleType | str:
-    """The extension; or why there is none (then ctypes does its work)."""
-    try:
-        module = build_extension_now()
-    except ToolchainError as e:
-        logger("wrapper").info("calls of C++ wrappers go through ctypes: %s", e)
-        return str(e)
+def extension() -> Any:
+    """The extension, told what all graphs share; ``host_ctypes`` where it cannot be built."""
+    module = native.extension()
+    if module is native_ctypes:
+        from . import host_ctypes
+
+        return host_ctypes
     aoti = torch._C._aoti
     known = _layout_is_known(module)
     module.setup(
@@ -121,12 +111,10 @@ def extension() -> ModuleType | str:
     )  # fmt: skip
     if _entry_functions():
         module.setup_entry(torch.nn.Parameter, _entry_functions())
-    if torch.cuda.is_available():
-        module.open(libcuda())
     return module
 
 
-def _layout_is_known(module: ModuleType) -> bool:
+def _layout_is_known(module: Any) -> bool:
     """Is a tensor's at::Tensor right behind its object's head? ``_cdata`` is what an at::Tensor holds."""
     plain, parameter = torch.empty(1), torch.nn.Parameter(torch.empty(1))
     return all(module.is_at(t, t._cdata) for t in (plain, parameter, plain.view(1)))
@@ -134,13 +122,13 @@ def _layout_is_known(module: ModuleType) -> bool:
 
 @functools.cache
 def _entry_functions() -> tuple[int, ...]:
-    """Addresses; none at all if this torch does not have them all."""
+    """Their addresses; empty unless this torch has all of them."""
     found = tuple(address(n) for n in ENTRY_FUNCTIONS)
     return found if all(found) else ()
 
 
 def described(x: Any) -> str:
-    """What came, for the message of what was expected."""
+    """The argument that was passed, for error messages."""
     try:
         return f"{x.dtype} {list(x.shape)}, strides {list(x.stride())}, on {x.device}"
     except Exception:  # no tensor, or a sparse one, which has no strides
@@ -212,20 +200,13 @@ def graph(
 ) -> Callable[[list], tuple]:
     """The wrapper as a callable: a list of inputs, which it empties, to a tuple of outputs.
 
-    kernels: name and facts, (address, checked) or (image, entry, shared, threads, early, device); None: a loader gives
-    them when the kernel is first called. functions: the pieces that are Python's. gpu: which one the wrapper calls 0.
-    unloads: machine code is given back when nobody has the graph any more; else a CUDA graph may go on with it.
+    kernels: name and facts, (address, checked) or (image, entry, shared, threads, early, device); None: a loader
+    returns them when the kernel is first called. functions: the pieces in Python. gpu: the device that is number 0 in
+    the wrapper. unloads: machine code is unloaded with the graph; else a CUDA graph may keep using it.
     """
-    native = extension()
-    if not isinstance(native, str):
-        return native.graph(
-            name, library.entry, inputs, outputs, tuple(kernels), tuple(loaders), tuple(functions), tuple(objects),
-            tuple(constants), tuple(address(s) for s in symbols), zeros, library, gpu, unloads,
-        )  # fmt: skip
-    from .host_ctypes import CtypesGraph
-
-    return CtypesGraph(
-        library, name, inputs, outputs, kernels, loaders, functions, objects, constants, symbols, zeros, gpu
+    return extension().graph(
+        name, library.entry, inputs, outputs, tuple(kernels), tuple(loaders), tuple(functions), tuple(objects),
+        tuple(constants), tuple(address(s) for s in symbols), zeros, library, gpu, unloads,
     )  # fmt: skip
 
 
@@ -236,19 +217,17 @@ def entry(
     one: bool,
     slow: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """What a compiled program is called by: arguments by position, which go to ``graph`` behind ``head``. Gradients and
+    """The callable of a compiled program: passes its positional arguments to ``graph``, after ``head``. Gradients and
     autocast are off meanwhile.
 
-    kinds: a letter for each argument: t, a tensor whose memory says what it is; i, an int; -, what the graph does not
-    look at. one: the result is the graph's only output, not the tuple. slow: gets every call of another kind, and those
-    whose arguments the graph refuses.
+    kinds: a letter per argument: t, a plain tensor; i, an int; -, one that the graph does not read. one: the result is
+    the graph's only output, not the tuple. slow: the fallback for all other calls, and for arguments that the graph
+    rejects.
     """
-    native = extension()
-    if not isinstance(native, str) and _entry_functions():
-        return native.entry(graph, tuple(head), kinds, one, slow)
-    from .host_ctypes import python_entry
-
-    return python_entry(graph, head, kinds, one, slow)
+    module = extension()
+    if not _entry_functions():  # this torch lacks some that C needs
+        from . import host_ctypes as module
+    return module.entry(graph, tuple(head), kinds, one, slow)
 
 
 def functions_of(text: str, names: Mapping[str, Any], wanted: Sequence[str]) -> list[Callable[..., tuple]]:

@@ -1,7 +1,8 @@
-"""``host.c`` in ctypes, where no C extension can be built (no Python.h): the same callables, several times slower.
+"""``host_graph.c`` and ``host_entry.c`` in ctypes, where no C extension can be built: the same callables, several times
+slower. Kernels are launched by ``native_ctypes``.
 
-Structures are those of ``host.h``. A handle is made for every tensor that goes in and freed afterwards, by torch's own
-functions, so nothing is assumed of how a tensor lies in memory.
+Structures are those of ``host.h``. Every input gets a new handle from torch's own functions, freed after the call, so
+nothing is assumed of how a tensor lies in memory.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, DeviceError
-from .cuda_launch import _ctypes_driver, _CtypesLauncher
+from ..errors import ArgumentError
 from .host import ERRORS, FUNCTIONS, OUT_OF_MEMORY, address, described
-from .runtime import has_memory
+from .native_ctypes import launcher
+from .structure import has_memory
 
 NONE, TENSOR, INT, FLOAT, OBJECT = range(5)  # VALUE_...
 TORCH, DRIVER, INDEX, ARGUMENT, PYTHON, WRAPPER = range(1, 7)  # FAILED_...
@@ -58,26 +59,26 @@ def handle_of(t: torch.Tensor) -> int:
 
 
 def tensor_of(handle: int) -> torch.Tensor:
-    """The tensor of a handle, which stays whose it is."""
+    """The tensor of a handle, which stays its owner's."""
     mine = c_void_p()
     if _new_handle(handle, ctypes.byref(mine)):
         raise RuntimeError("a tensor could not be wrapped")
     return torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs([_capsule(mine, None, None)])[0]
 
 
-class CtypesGraph:
-    """See ``host.graph``, which makes these."""
+class graph:  # (named as in the extension)
+    """See ``host.graph``."""
 
     def __init__(
-        self, library: Any, name: str, inputs: int, outputs: int, kernels: Sequence[tuple[str, tuple | None]],
+        self, name: str, entry: int, inputs: int, outputs: int, kernels: Sequence[tuple[str, tuple | None]],
         loaders: Sequence[Any], functions: Sequence[Callable[..., tuple]], objects: Sequence[Any],
-        constants: Sequence[torch.Tensor], symbols: Sequence[str], zeros: Callable[[int, int, int], torch.Tensor],
-        gpu: int = 0,
+        constants: Sequence[torch.Tensor], symbols: Sequence[int], zeros: Callable[[int, int, int], torch.Tensor],
+        library: Any, gpu: int, unloads: bool,
     ):  # fmt: skip
-        self.library, self.name, self.inputs, self.outputs = library, name, inputs, outputs
+        self.name, self.inputs, self.outputs, self.library = name, inputs, outputs, library
         self.loaders, self.functions, self.objects, self.make_zeros = loaders, functions, objects, zeros
         self.lock = threading.Lock()
-        self.launchers: dict[int, _CtypesLauncher] = {}
+        self.launchers: dict[int, launcher] = {}
         self.calls: dict[int, SimpleNamespace] = {}  # in progress, by their frames' addresses
         self.kernels = (Kernel * (len(kernels) + 1))()
         handles = [handle_of(t) for t in constants]
@@ -86,12 +87,12 @@ class CtypesGraph:
             self.kernels[i].name = kernel.encode()
             if facts is not None:
                 self._fill(i, facts)
-        found = [address(n) for n, _ in FUNCTIONS], [address(s) for s in symbols], handles
+        found = [address(n) for n, _ in FUNCTIONS], symbols, handles
         self.tables = [(c_void_p * (len(a) + 1))(*a) for a in found]
         torch_table, symbol_table, constant_table = map(ctypes.addressof, self.tables)
         callbacks = [kind(self._guarded(getattr(self, "_" + what))) for what, kind in CALLBACKS.items()]
         self.host = Host(torch_table, ctypes.addressof(self.kernels), symbol_table, constant_table, *callbacks, gpu)
-        self.entry = ENTRY(library.entry)
+        self.entry = ENTRY(entry)
 
     def __call__(self, args: list) -> tuple:
         if not isinstance(args, list):
@@ -145,9 +146,9 @@ class CtypesGraph:
         text = f"graph {self.name}, step {step}: {text or 'it failed; see stderr'}"
         return ERRORS[OUT_OF_MEMORY if memory else kind or WRAPPER](text)
 
-    # -- what a wrapper asks for ----------------------------------------------------------------------
+    # -- what a wrapper calls -------------------------------------------------------------------------
     def _guarded(self, fn: Callable[..., None]) -> Callable[..., int]:
-        """``fn`` of the call in progress; what it raises is that call's error."""
+        """``fn`` with the call in progress; its exception becomes that call's error."""
 
         def guarded(host: int, frame: int, *args: Any) -> int:
             call = self.calls[frame]
@@ -179,9 +180,9 @@ class CtypesGraph:
         if len(facts) == 2:
             k.checked, k.function = facts[1], facts[0]
             return
-        image, entry, k.shared, k.threads, k.early, device = facts
-        binary: Any = SimpleNamespace(image=image, entry=entry, shared=k.shared, name=k.name.decode())
-        self.launchers[i] = _CtypesLauncher(_ctypes_driver(), binary, 0, k.threads, device)
+        self.launchers[i] = launcher(k.name.decode(), facts, 0)
+        if self.launchers[i].function is None:
+            self.launchers[i].load()
         k.function = self.launchers[i].function
 
     def _zeros(self, call: Any, device: int, stream: int | None, count: int, words: Any) -> None:
@@ -189,60 +190,45 @@ class CtypesGraph:
         words[0] = call.kept[-1].data_ptr()
 
     def _launch(self, call: Any, kernel: Any, grid: int, stream: int | None, params: Any) -> None:
-        k, one = kernel.contents, c_uint32(1)
-        launcher = self.launchers[(ctypes.addressof(k) - ctypes.addressof(self.kernels)) // ctypes.sizeof(Kernel)]
-        if grid > 2**31 - 1:
-            raise DeviceError(f"kernel {launcher.name}: a grid of {grid} programs; the limit is 2^31 - 1")
-        launcher._check("cannot launch", launcher.driver.cuLaunchKernel(
-            launcher.function, c_uint32(grid), one, one, c_uint32(k.threads), one, one, c_uint32(k.shared),
-            c_void_p(stream), params, None,
-        ))  # fmt: skip
+        i = (ctypes.addressof(kernel.contents) - ctypes.addressof(self.kernels)) // ctypes.sizeof(Kernel)
+        self.launchers[i].start(stream, grid, params)
 
     def _drop(self, call: Any, i: int) -> None:
         _delete(call.values[i].bits)
         call.values[i].kind, call.owned[i] = NONE, None
 
 
-# -- what a program is called by ----------------------------------------------------------------------
-def python_entry(
+# -- calling a compiled program -----------------------------------------------------------------------
+def entry(
     graph: Callable[[list], tuple], head: Sequence[torch.Tensor], kinds: bytes, one: bool, slow: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """``host_entry.c`` in Python; see ``host.entry``."""
-
+    """See ``host.entry``."""
     fits = {ord("t"): _is_plain, ord("i"): lambda x: type(x) is int, ord("-"): lambda x: True}
 
-    def is_usual(args: tuple[Any, ...]) -> bool:
-        return len(args) == len(kinds) and all(fits[kind](x) for kind, x in zip(kinds, args))
-
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not kwargs and is_usual(args):
-            grad = torch.is_grad_enabled()
-            if grad:
-                torch._C._set_grad_enabled(False)
+        if not kwargs and len(args) == len(kinds) and all(fits[kind](x) for kind, x in zip(kinds, args)):
             try:
-                with torch._C._DisableAutocast():
+                with torch.no_grad(), torch._C._DisableAutocast():
                     results = graph([*head, *args])
                 return results[0] if one else results
             except ArgumentError as e:
                 if _inside(e):
                     raise
-            finally:
-                if grad:
-                    torch._C._set_grad_enabled(True)
         return slow(*args, **kwargs)
 
     return call
 
 
 def _is_plain(t: Any) -> bool:
-    """A tensor whose memory says what it is."""
-    ours = type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided and not t.is_neg()
-    return ours and has_memory(t)
+    """An ordinary strided tensor with memory of its own."""
+    known = type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided and not t.is_neg()
+    return known and has_memory(t)
 
 
 def _inside(e: BaseException) -> bool:
-    """Was it raised by what the graph called, not by the graph when it looked at its arguments?"""
+    """Was it raised by something that the graph called, rather than by the graph's own check of its arguments?"""
     tb = e.__traceback__
     while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
         tb = tb.tb_next
     return tb is not None
+

@@ -1,22 +1,22 @@
-/* What a compiled program is called by: tensors and ints by position, which go to its graph behind `head` (parameters,
-   buffers).
+/* The callable of a compiled program: its arguments (tensors and ints, by position) go to its graph after `head`, the
+   parameters and buffers.
 
-   Only the usual call is made here. All others go to `slow`, which gets the same arguments and has time to look at them:
-   it copies what is merely laid out in another way, and says what does not fit. So does a call that the graph refuses;
-   it has done nothing yet.
+   Only the usual call is made here (the fast path). All others go to `slow`, which gets the same arguments: it copies
+   tensors that only have other strides, and raises an error for what does not fit. So does a call that the graph
+   rejects, which has done nothing yet.
 
-   A part of host.c, which includes it. */
+   A part of host_graph.c, which includes it. */
 #include <stdbool.h>
 
 typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
     Graph *graph;
-    PyObject *head, *kinds, *slow; /* a tuple; bytes: what the caller gives; a callable */
+    PyObject *head, *kinds, *slow; /* a tuple; bytes, a letter per argument; a callable */
     int one;                       /* is the result the graph's one output, not a tuple? */
 } Entry;
 
-enum { KIND_TENSOR = 't', KIND_INT = 'i', KIND_ANY = '-' }; /* the last: the graph does not look at it */
+enum { KIND_TENSOR = 't', KIND_INT = 'i', KIND_ANY = '-' }; /* the last: the graph does not read it */
 
 static PyTypeObject *parameter_type;
 static struct {
@@ -30,13 +30,13 @@ static struct {
 } eager;
 enum { DEVICE_CPU = 0, DEVICE_CUDA = 1 }; /* c10::DeviceType */
 
-/* -- what the caller has turned on ------------------------------------------------------------------------------- */
+/* -- modes of the calling thread --------------------------------------------------------------------------------- */
 typedef struct {
     bool grad, cpu, cuda; /* gradients; autocast on either device */
 } Modes;
 
-/* Off while the graph runs: it was compiled without. (Autocast would give its calls of PyTorch tensors of other types
-   than those that its kernels believe in.) */
+/* Off while the graph runs, which was compiled without them. (Under autocast, its calls of PyTorch would return other
+   dtypes than its kernels were compiled for.) */
 static Modes modes_off(void) {
     Modes m = {eager.grad_is_enabled(), eager.autocasts(DEVICE_CPU), eager.autocasts(DEVICE_CUDA)};
     if (m.grad) eager.set_grad_enabled(false);
@@ -51,7 +51,7 @@ static void modes_back(Modes m) {
     if (m.cuda) eager.set_autocasts(DEVICE_CUDA, true);
 }
 
-/* -- does it take the short way? ---------------------------------------------------------------------------------- */
+/* -- is it a call for the fast path? ------------------------------------------------------------------------------- */
 static int has_memory(Handle h) {
     void *p = NULL;
     int64_t dim = 0, *sizes = NULL;
@@ -63,8 +63,8 @@ static int has_memory(Handle h) {
     return 0;
 }
 
-/* A tensor whose memory says what it is: one of functorch has none, nor one that is known to be zero. What else matters
-   the graph looks at. */
+/* An ordinary tensor with memory of its own (functorch's wrappers have none, nor do tensors known to be zero). The graph
+   checks everything else. */
 static int is_plain(PyObject *o) {
     if (Py_TYPE(o) != tensor_type && Py_TYPE(o) != parameter_type) return 0;
     Handle h;
@@ -102,7 +102,7 @@ static PyObject *entry_call(PyObject *self, PyObject *const *args, size_t nargsf
 }
 
 /* -- making one --------------------------------------------------------------------------------------------------- */
-/* `slow` often is a method of what holds the entry: a cycle. (It is cleared elsewhere: an entry never changes.) */
+/* `slow` is often a method of the object that holds the entry: a cycle. (Cleared there: an entry never changes.) */
 static int entry_traverse(PyObject *self, visitproc visit, void *arg) {
     Entry *e = (Entry *)self;
     Py_VISIT(Py_TYPE(self));
@@ -123,7 +123,7 @@ static void entry_dealloc(PyObject *self) {
 
 static PyMemberDef entry_members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(Entry, vectorcall), READONLY, NULL},
-    {"graph", T_OBJECT, offsetof(Entry, graph), READONLY, "what it calls"},
+    {"graph", T_OBJECT, offsetof(Entry, graph), READONLY, "the graph"},
     {NULL},
 };
 static PyType_Slot entry_slots[] = {
@@ -147,7 +147,7 @@ static PyObject *make_entry(PyObject *module, PyObject *args) {
                             g->inputs, g->outputs, PyTuple_GET_SIZE(head), count, one ? ", and one" : "");
     for (Py_ssize_t i = 0; i < count; ++i)
         if (!memchr((char[]){KIND_TENSOR, KIND_INT, KIND_ANY}, PyBytes_AS_STRING(kinds)[i], 3))
-            return PyErr_Format(PyExc_ValueError, "there is no such kind of argument: %R", kinds);
+            return PyErr_Format(PyExc_ValueError, "unknown kind of argument: %R", kinds);
     Entry *e = PyObject_GC_New(Entry, entry_type);
     if (!e) return NULL;
     e->vectorcall = entry_call, e->one = one;

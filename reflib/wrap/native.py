@@ -1,14 +1,14 @@
 """Calling compiled functions from Python, cheaply.
 
 A kernel's library holds, beside ``int NAME(pointers..., sizes..., int threads)``, a second entry
-``int NAME_packed(const int64_t* a)`` that takes the same arguments as one array. A small extension module in C
-puts Python ints into such an array and makes the call: a fraction of a microsecond, where ctypes takes several.
-The extension is compiled once, through the cache; without Python's headers ctypes does its work.
+``int NAME_packed(const int64_t* a)`` that takes the same arguments as one array. The C extension (``host.c``) puts
+Python ints into such an array and makes the call: a fraction of a microsecond, where ctypes takes several. It launches
+GPU kernels (``cuda_launch``) and runs C++ wrappers (``host``) as well. It is compiled once per machine, through the
+cache; without Python's headers or a compiler ``native_ctypes`` has the same functions.
 
 :func:`build_extension` is open to others: any C source with a ``PyInit_<name>`` becomes a module. ::
 
-    launcher = build_extension("_reflib_cuda", C_SOURCE)      # ToolchainError without a compiler or Python.h
-    launcher.launch(...)
+    module = build_extension("_my_module", C_SOURCE)      # ToolchainError without a compiler or Python.h
 """
 
 from __future__ import annotations
@@ -21,124 +21,25 @@ import os
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from .. import cache, toolchain
-from ..errors import ReflibError, ToolchainError
-
-# What the C of every extension here begins with.
-C_HEAD = r"""
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdint.h>
-#include <stddef.h>
-#include <structmember.h>
-
-static int64_t as_int64(PyObject *o) {
-    /* Pointers are unsigned, sizes are signed: both keep their bits. */
-    long long v = PyLong_AsLongLong(o);
-    if (v == -1 && PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_OverflowError)) {
-        PyErr_Clear();
-        v = (long long)PyLong_AsUnsignedLongLong(o);
-    }
-    return (int64_t)v;
-}
-"""
-
-_SOURCE = r"""
-/* One compiled function, callable with ints. `entry` takes all arguments as one array. */
-typedef struct {
-    PyObject_HEAD
-    vectorcallfunc vectorcall;
-    int (*entry)(const int64_t *);
-    Py_ssize_t nargs;
-    PyObject *owner; /* the library: it must outlive its functions */
-} Function;
-
-enum { MAX_ON_STACK = 256 };
-
-static PyObject *function_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *kwnames) {
-    Function *f = (Function *)self;
-    Py_ssize_t n = PyVectorcall_NARGS(nargsf);
-    int64_t on_stack[MAX_ON_STACK], *a = on_stack;
-    int result;
-    if (n != f->nargs || (kwnames && PyTuple_GET_SIZE(kwnames)))
-        return PyErr_Format(PyExc_TypeError, "this kernel takes %zd arguments, all by position; got %zd", f->nargs, n);
-    if (n > MAX_ON_STACK && !(a = PyMem_Malloc(n * sizeof *a))) return PyErr_NoMemory();
-    for (Py_ssize_t i = 0; i < n; ++i) a[i] = as_int64(args[i]);
-    if (PyErr_Occurred()) {
-        if (a != on_stack) PyMem_Free(a);
-        return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    result = f->entry(a);
-    Py_END_ALLOW_THREADS
-    if (a != on_stack) PyMem_Free(a);
-    return PyLong_FromLong(result);
-}
-
-static void function_dealloc(PyObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
-    Py_XDECREF(((Function *)self)->owner);
-    PyObject_Free(self);
-    Py_DECREF(type);
-}
-
-static PyMemberDef function_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Function, vectorcall), READONLY, NULL},
-    {"nargs", T_PYSSIZET, offsetof(Function, nargs), READONLY, "how many ints it takes"},
-    {NULL},
-};
-static PyType_Slot function_slots[] = {
-    {Py_tp_dealloc, function_dealloc},
-    {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_members, function_members},
-    {0, NULL},
-};
-static PyType_Spec function_spec = {
-    "_reflib_native.Function", sizeof(Function), 0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION, function_slots,
-};
-static PyTypeObject *function_type;
-
-/* function(address, nargs, owner) -> Function */
-static PyObject *make_function(PyObject *module, PyObject *args) {
-    unsigned long long address;
-    Py_ssize_t nargs;
-    PyObject *owner;
-    if (!PyArg_ParseTuple(args, "KnO", &address, &nargs, &owner)) return NULL;
-    Function *f = PyObject_New(Function, function_type);
-    if (!f) return NULL;
-    f->vectorcall = function_call;
-    f->entry = (int (*)(const int64_t *))(uintptr_t)address;
-    f->nargs = nargs;
-    f->owner = Py_NewRef(owner);
-    return (PyObject *)f;
-}
-
-static PyMethodDef methods[] = {
-    {"function", make_function, METH_VARARGS, "function(address, nargs, owner): a compiled function as a callable"},
-    {NULL},
-};
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_reflib_native", NULL, -1, methods};
-
-PyMODINIT_FUNC PyInit__reflib_native(void) {
-    PyObject *m = PyModule_Create(&module);
-    function_type = (PyTypeObject *)PyType_FromSpec(&function_spec);
-    if (!m || !function_type) return NULL;
-    return m;
-}
-"""
+from ..errors import DeviceError, ReflibError, ToolchainError
+from ..logs import get as logger
+from . import native_ctypes
 
 
-def build_extension(name: str, c_source: str, flags: Sequence[str] = ()) -> ModuleType:
+def build_extension(
+    name: str, c_source: str, flags: Sequence[str] = (), files: Mapping[str, str] | None = None
+) -> ModuleType:
     """The CPython extension module ``name`` made of ``c_source`` (C11, which must define ``PyInit_<name>``).
 
     Compiled once per Python ABI, compiler and source, through the cache. ``flags`` are added at the end of the
-    command line (``-I...``, ``-ldl``). Raises ToolchainError when the compiler or Python.h is missing.
+    command line (``-I...``, ``-ldl``). ``files``: text by name, of what the source includes. Raises ToolchainError when
+    the compiler or Python.h is missing.
     """
     include = sysconfig.get_paths()["include"]
     if not Path(include, "Python.h").exists():
@@ -147,12 +48,14 @@ def build_extension(name: str, c_source: str, flags: Sequence[str] = ()) -> Modu
     abi = sysconfig.get_config_var("SOABI") or "abi"
     mac = ("-undefined", "dynamic_lookup") if os.uname().sysname == "Darwin" else ()
     options = ("-x", "c", "-std=gnu11", "-O2", "-fPIC", "-shared", f"-I{include}", *mac)
-    k = cache.key("extension", name, c_source, abi, found.command, found.version, options, tuple(flags))
+    texts = {**(files or {}), f"{name}.c": c_source}
+    k = cache.key("extension", name, texts, abi, found.command, found.version, options, tuple(flags))
     path = cache.get("extensions", k)
     if path is None:
         with tempfile.TemporaryDirectory(prefix="reflib-") as folder:
+            for file, text in texts.items():
+                Path(folder, file).write_text(text)
             source, made = Path(folder, f"{name}.c"), Path(folder, f"{name}.so")
-            source.write_text(c_source)
             toolchain.must_run([*found.command, *options, str(source), "-o", str(made), *flags])
             path = cache.put("extensions", k, made, ".so")
     loader = importlib.machinery.ExtensionFileLoader(name, str(path))
@@ -180,13 +83,27 @@ def once(make: Callable[[], Any]) -> Callable[[], Any]:
     return get
 
 
+def libcuda() -> str:
+    """The driver library to load."""
+    return os.environ.get("REFLIB_LIBCUDA") or "libcuda.so.1"
+
+
+def build_host() -> ModuleType:
+    """``host.c``, compiled (through the cache) and imported. Raises ToolchainError."""
+    files = {p.name: p.read_text() for p in sorted(Path(__file__).parent.glob("*.[ch]")) if p.name != "wrapper.h"}
+    return build_extension("_reflib_host", files.pop("host.c"), ["-ldl", "-lpthread"], files)
+
+
 @once
-def extension() -> ModuleType | None:
-    """The extension of this file; None where it cannot be built (then ctypes is used)."""
+def extension() -> Any:
+    """The extension; ``native_ctypes`` where it cannot be built."""
+    module: Any = native_ctypes
     try:
-        return build_extension("_reflib_native", C_HEAD + _SOURCE)
-    except ToolchainError:
-        return None
+        module = build_host()
+    except ToolchainError as e:
+        logger("wrapper").info("kernels are called through ctypes: %s", e)
+    module.driver(libcuda(), DeviceError)
+    return module
 
 
 class Library:
@@ -200,28 +117,14 @@ class Library:
         """Kernel ``name`` as a callable of ``nargs`` ints (pointers, sizes, threads), which returns its int result.
         The GIL is released while it runs."""
         try:
-            entry: Any = getattr(self._handle, f"{name}_packed")
+            address = self.address(f"{name}_packed")
         except AttributeError:
             raise ReflibError(f"{self.path} holds no kernel {name!r}") from None
-        native = extension()
-        if native is None:
-            return _ctypes_function(entry, nargs)
-        return native.function(ctypes.cast(entry, ctypes.c_void_p).value, nargs, self)
+        return extension().function(address, nargs, self)
 
     def address(self, name: str) -> int:
         """Of kernel ``name`` itself, which takes its arguments as C does."""
         return ctypes.cast(getattr(self._handle, name), ctypes.c_void_p).value or 0
-
-
-def _ctypes_function(entry: Any, nargs: int) -> Callable[..., int]:
-    array = ctypes.c_int64 * nargs
-
-    def call(*args: int) -> int:
-        if len(args) != nargs:
-            raise TypeError(f"this kernel takes {nargs} arguments, all by position; got {len(args)}")
-        return entry(array(*args))
-
-    return call
 
 
 def load_library(path: str | os.PathLike[str]) -> Library:

@@ -2,7 +2,7 @@
 
 ``args`` is a list which ``call`` empties, so that an input's memory can go as soon as its last reader has run
 (AOTAutograd's boxed convention). Helpers the text uses are in ``runtime.py``; kernels and ATen calls are bound to
-names once, when the text is executed, so that a call looks nothing up.
+names once, when the text is executed; a call needs no lookups.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from typing import Any
 import torch
 
 from ..generate.kernel import Kernel
-from ..ir.expr import Atom, Expr, Sym, expr, format_expr
-from ..ir.expr import Call as ExprCall
-from ..ir.program import Assume, Buffer, Extern, Origin, Program, View, full_view, iter_views, regions, walk
+from ..ir.expr import Atom, BinOp, Expr, Sym, expr, format_expr
+from ..ir.program import Assume, Buffer, Extern, Origin, Program, View, full_view, iter_views, kernel_nodes, walk
 from ..plan import Alloc, Branch, Call, Check, Free, Launch, Let, Note, Plan, Return, Step
 
-Kernels = Mapping[tuple[str, int], Kernel]
+Kernels = Mapping[str, Kernel]
 
 
 def py(e: Expr | int) -> str:
     """An index expression in Python (whose // and % round down, as ours do)."""
 
     def atom(a: Atom) -> str:
-        if isinstance(a, ExprCall):
+        if isinstance(a, BinOp):
             x, y = py(a.a), py(a.b)
             return f"int_{a.fn}({x}, {y})" if a.fn in ("max", "min") else f"(({x}) {a.fn} ({y}))"
         return a.key
@@ -159,27 +158,29 @@ class PythonPrinter:
         self.pad = self.pad[:-4]
 
     def _launch(self, step: Launch) -> None:
-        kernel = self.kernels[step.region.name, step.region.arms.index(step.arm)]
-        device = self.program.buffers[step.region.writes()[0]].device
+        kernel = self.kernels[step.kernel.name]
+        device = self.program.buffers[step.kernel.writes()[0]].device
         args = [f"{name}.data_ptr()" for name, _ in kernel.buffers] + [s.name for s in kernel.symbols]
-        comment = _comment(step.region.arms[-1].parts[0].origins)
+        comment = _comment(step.kernel.parts[0].origins)
         if kernel.grid == 0:
             self.put(f"pass  # {kernel.name}: nothing to do for an empty tensor")
-        elif device.type == "cpu":
+        elif kernel.language == "cpp":
             self.put(f"{kernel.name}({', '.join([*args, 'threads()'])}){comment}")
+        elif device.type == "cpu":  # Triton's interpreter
+            self.put(f"{kernel.name}({', '.join(['None', py(kernel.grid), *args])}){comment}")
         else:
             index, pad = device.index or 0, self.pad
             if index != self.gpu[0]:  # streams, and Triton's descriptors, belong to the current device
                 self.put(f"with device_guard({index}):")
                 self.pad += "    "
-            self._workspace(step.arm.workspace, index)
-            args += [f"{b.name}.data_ptr()" for b in step.arm.workspace if b.kind == "scratch"]
+            self._workspace(step.kernel.workspace, index)
+            args += [f"{b.name}.data_ptr()" for b in step.kernel.workspace if b.kind == "scratch"]
             self.put(f"{kernel.name}({', '.join([self.stream(index), py(kernel.grid), *args])}){comment}")
-            for b in step.arm.workspace:
+            for b in step.kernel.workspace:
                 self.put(f"del {b.name}")
             self.pad = pad
         if self.check_nan:
-            for name in step.region.writes():
+            for name in step.kernel.writes():
                 self.put(f"check_nan({name}, {name!r}, {kernel.name!r})")
 
     def _workspace(self, buffers: tuple[Buffer, ...], device: int) -> None:
@@ -210,7 +211,7 @@ class PythonPrinter:
             if isinstance(o, str):
                 b = self.program.buffers[o]
                 shape = f", {_tuple(b.shape)}, {_tuple(b.strides)}"
-                if o in self.passed_on:  # some meta functions promise other shapes; calls do not mind
+                if o in self.passed_on:  # some meta functions give other shapes; a call accepts any
                     self.put(f"{o} = expect({item}{shape}, any_shape=True)")
                 else:
                     self.put(f"{o} = expect({item}{shape})")
@@ -287,12 +288,12 @@ class PythonPrinter:
 
 
 def passed_on(program: Program) -> set[str]:
-    """Buffers that calls return and that only calls (and the caller) see, whole."""
+    """Buffers that calls return and that only calls, or the caller, use as a whole."""
     externs = [n for n in walk(program.nodes) if isinstance(n, Extern)]
     out = {o for n in externs for o in n.outputs if isinstance(o, str)}
     views = [v for n in externs for v in iter_views((n.args, n.kwargs, n.outputs))] + list(iter_views(program.outputs))
     seen = {v.buffer for v in views if v != full_view(program.buffers[v.buffer])}
-    return out - seen - {b for n in regions(program.nodes) for b in n.reads()}
+    return out - seen - {b for n in kernel_nodes(program.nodes) for b in n.reads()}
 
 
 def checked_symbols(check: Check) -> list[str]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import ArgumentError, ReflibError
 from ..logs import get as logger
+from ..seams import Seam
 
 _guards = torch._C._dynamo.guards
+
+# Further names that printed wrappers use.
+NAMES = Seam("wrap.NAMES")
 
 
 def _alloc(device: str) -> Callable[..., torch.Tensor]:
@@ -25,8 +26,8 @@ def _alloc(device: str) -> Callable[..., torch.Tensor]:
 
 
 def expect(t: Any, size: tuple[int, ...], stride: tuple[int, ...], any_shape: bool = False) -> Any:
-    """``t``, laid out as the captured graph said a call's result would be; a copy if an operator promised otherwise.
-    ``any_shape``: no kernel relies on it."""
+    """``t``, laid out as the captured graph said a call's result would be; a copy if the operator returned another
+    layout. ``any_shape``: no kernel relies on it."""
     if t.layout is not torch.strided or (t.shape == size and t.stride() == stride):
         return t
     if t.shape != size:
@@ -43,15 +44,6 @@ def expect_sizes(holds: bool, what: str, **sizes: int) -> None:
     if not holds:
         here = ", ".join(f"{name} = {n}" for name, n in sizes.items())
         raise ArgumentError(f"it was exported where {what} holds of the arguments' sizes; here {here}")
-
-
-def has_memory(t: torch.Tensor) -> bool:
-    """Are its numbers in memory? Not those of a fake tensor, of a subclass that holds others, of one that a transform
-    (torch.vmap, torch.func) carries along, or of one that is known to be zero."""
-    if is_fake(t) or is_traceable_wrapper_subclass(t):
-        return False
-    transformed = torch._C._functorch.is_functorch_wrapped_tensor(t) or torch._is_functional_tensor(t)
-    return not transformed and not t._is_zerotensor()
 
 
 def flat(tree: Any) -> list[Any]:
@@ -76,74 +68,7 @@ def outside(what: str, size: int, least: int, most: int, op: str) -> None:
     if (op, what) not in _said:
         _said.add((op, what))
         message = "%s = %d is outside the sizes that were tuned, %d to %d: the nearest range serves"
-        logger("choose").warning(message, what, size, least, most)
-
-
-class Zeros:
-    """int32 words (counters, parts of split-K) that kernels find at zero and leave at zero, so that no call has to
-    clear them.
-
-    Calls on one stream run one after another and may share them; calls captured in a CUDA graph may run whenever the
-    graph is replayed, so each capture has words of its own, never given to another.
-    """
-
-    CAPTURED = 1 << 20  # words set aside for captures, or these many calls' worth:
-    CALLS = 8
-    WHOLE = 1024  # what is given out is a multiple of this, so that all of it is aligned
-
-    def __init__(self) -> None:
-        self.of: dict[tuple[int, int, int], torch.Tensor] = {}
-        self.reserve: dict[int, torch.Tensor] = {}
-
-    def __call__(self, device: int, stream: int, count: int) -> torch.Tensor:
-        capture = capture_id(stream) if torch._C._cuda_isCurrentStreamCapturing() else 0
-        have = self.of.get((device, stream, capture))
-        if have is not None and have.numel() >= count and (capture or self.reserve[device].numel() >= 2 * count):
-            return have
-        return self._more(device, stream, capture, max(1, -(-count // self.WHOLE)) * self.WHOLE)
-
-    def _more(self, device: int, stream: int, capture: int, count: int) -> torch.Tensor:
-        """During a capture nothing can be cleared for good, so a call before it sets aside what captures will want."""
-        where = torch.device("cuda", device)
-        reserve, out = self.reserve.get(device), self.of.get((device, stream, capture))
-        if not capture:
-            if reserve is None or reserve.numel() < 2 * count:
-                most = max(self.CAPTURED, self.CALLS * count)
-                self.reserve[device] = torch.zeros(most, dtype=torch.int32, device=where)
-            if out is None or out.numel() < count:
-                out = torch.zeros(count, dtype=torch.int32, device=where)
-            torch.cuda.current_stream(where).synchronize()  # another stream may take from the reserve
-        else:
-            if reserve is None or reserve.numel() < count:  # no call before the capture: cleared at every replay
-                return torch.zeros(count, dtype=torch.int32, device=where)
-            out, self.reserve[device] = reserve[:count], reserve[count:]
-        self.of[device, stream, capture] = out
-        return out
-
-    @contextmanager
-    def for_a_while(self) -> Iterator[None]:
-        """Graphs captured inside are gone at its end, and their words with them."""
-        before = set(self.of)
-        try:
-            yield
-        finally:
-            for key in [k for k in self.of if k not in before and k[2]]:
-                del self.of[key]
-
-
-zeros = Zeros()
-
-
-def capture_id(stream: int) -> int:
-    """A number for the capture that ``stream`` is part of."""
-    import ctypes
-
-    status, number = ctypes.c_int(), ctypes.c_ulonglong()
-    driver = ctypes.CDLL("libcuda.so.1")
-    found = driver.cuStreamGetCaptureInfo_v2(
-        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
-    )
-    return -1 if found else number.value
+        logger("autotune").warning(message, what, size, least, most)
 
 
 def namespace() -> dict[str, Any]:
@@ -159,7 +84,6 @@ def namespace() -> dict[str, Any]:
         "check_nan": check_nan,
         "threads": torch.get_num_threads,
         "outside": outside,
-        "zeros": zeros,
         "int_max": max,
         "int_min": min,
     }
@@ -167,4 +91,4 @@ def namespace() -> dict[str, Any]:
         names["alloc_cuda"] = _alloc("cuda")
         names["device_guard"] = torch.cuda._DeviceGuard
         names["current_stream"] = torch._C._cuda_getCurrentRawStream
-    return names
+    return names | dict(NAMES)

@@ -1,17 +1,16 @@
-"""Arguments taken apart and results put together, as a pytree spec says, by printed Python.
+"""Flattening arguments and building results, as a pytree spec says, by printed Python.
 
-``torch.utils._pytree`` asks at every node of every call what kind of node it is: 15 µs for four leaves. What the nodes
-are is known when a program is compiled, so it is printed once, as people would write it::
+``torch.utils._pytree`` looks up the kind of every node in every call: 15 µs for four leaves. The nodes are known when a
+program is compiled, so the code for them is printed once::
 
     def apart(args, kwargs):
         try:
-            a0, a1 = args
-            if type(a1) is not dict or len(a1) != 2 or len(kwargs) != 0: return None
-            return (a0, a1['x'], a1['y'])
-        except (KeyError, ValueError):
-            return None
+            if len(args) == 2 and len(kwargs) == 0 and type(args[1]) is dict and len(args[1]) == 2:
+                return (args[0], args[1]['x'], args[1]['y'],)
+        except KeyError:
+            pass
 
-Printed are tuples, lists, dicts, OrderedDicts and named tuples; a spec that holds another class is left to pytree.
+Tuples, lists, dicts, OrderedDicts and named tuples are printed; a spec that holds another class is left to pytree.
 """
 
 from __future__ import annotations
@@ -21,25 +20,59 @@ from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+_APART = """
+def apart(args, kwargs):
+    try:
+        if {checks}:
+            return {leaves}
+    except KeyError:
+        pass
+"""
 Take = Callable[[tuple, dict], "tuple[Any, ...] | None"]
 
 
 def takes_apart(spec: Any) -> Take:
     """``apart(args, kwargs)``: the leaves of a call, in the order of ``spec``; None if it has another structure. Items
     of a dict may be in any order."""
-    printer = _Apart()
+    positional, named = children(spec)
+    names: dict[str, Any] = {}
+    checks = [f"len(args) == {len(children(positional))}", f"len(kwargs) == {len(children(named))}"]
     try:
-        text = printer.print(spec)
+        leaves = _items("args", positional, checks, names) + _items("kwargs", named, checks, names)
     except _Unprintable:
         return _apart_by_pytree(spec)
-    exec(compile(text, "<reflib arguments>", "exec"), printer.names)
-    return printer.names["apart"]
+    result = f"({''.join(f'{leaf}, ' for leaf in leaves)})"
+    text = _APART.format(checks=" and ".join(checks), leaves=result)
+    exec(compile(text, "<reflib arguments>", "exec"), names)
+    return names["apart"]
+
+
+def _leaves(at: str, spec: Any, checks: list[str], names: dict[str, Any]) -> list[str]:
+    """Expressions for the leaves of ``at``, an expression. ``checks``: gets what must hold of its inner nodes,
+    outermost first; ``names``: the objects that these refer to."""
+    if is_leaf(spec):
+        return [at]
+    if not _is_printable(spec):
+        raise _Unprintable
+    cls = spec.context if _is_named_tuple(spec) else spec.type
+    checks.append(f"type({at}) is {cls.__name__ if cls in (tuple, list, dict) else bound(cls, names)}")
+    checks.append(f"len({at}) == {len(children(spec))}")
+    return _items(at, spec, checks, names)
+
+
+def _items(at: str, spec: Any, checks: list[str], names: dict[str, Any]) -> list[str]:
+    keys = spec.context if spec.type in (dict, OrderedDict) else range(len(children(spec)))
+    items = [f"{at}[{bound(key, names)}]" for key in keys]
+    return [leaf for item, child in zip(items, children(spec)) for leaf in _leaves(item, child, checks, names)]
 
 
 def signature(spec: Any, names: Sequence[str] = ()) -> inspect.Signature:
-    """How a call is to be written. ``names``: of the arguments by position."""
+    """The signature of a call. ``names``: of the positional arguments."""
     by_position, by_keyword = children(spec)
     count = len(children(by_position))
     names = names if len(names) == count else [f"args_{i}" for i in range(count)]
@@ -47,55 +80,21 @@ def signature(spec: Any, names: Sequence[str] = ()) -> inspect.Signature:
     try:
         given = [kinds(n, kinds.POSITIONAL_ONLY) for n in names]
         return inspect.Signature([*given, *(kinds(n, kinds.KEYWORD_ONLY) for n in by_keyword.context)])
-    except (ValueError, TypeError):  # a key of **kwargs that is no name; a package that makes no sense
+    except (ValueError, TypeError):  # a key of **kwargs that is no identifier; a malformed package
         return inspect.signature(lambda *args, **kwargs: None)
 
 
 def difference(spec: Any, called: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> str:
-    """Why a call is not of the structure ``spec``: how it is written, or the first place that differs."""
+    """Why a call does not have the structure ``spec``: its signature says, or both structures do."""
     try:
         called.bind(*args, **kwargs)
     except TypeError as e:
         return str(e)
-    by_position, by_keyword = children(spec)
-    names = [p.name for p in called.parameters.values() if p.kind is p.POSITIONAL_ONLY]
-    names = names or [f"args[{i}]" for i in range(len(args))]
-    if len(args) != len(children(by_position)):
-        return f"{len(args)} arguments by position, not {len(children(by_position))}"
-    if why := _other_keys(by_keyword.context, kwargs):
-        return f"keyword arguments with {why}"
-    pairs = [*zip(names, children(by_position), args)]
-    pairs += [(k, child, kwargs[k]) for k, child in zip(by_keyword.context, children(by_keyword))]
-    found = next(filter(None, (_differs(*p) for p in pairs)), None)
-    return found or f"{pytree.tree_structure((args, kwargs))}, not {spec}"
-
-
-def _differs(at: str, spec: Any, x: Any) -> str:
-    """Of ``x``, which ``at`` names; "" if it is of the structure."""
-    if is_leaf(spec):
-        return "" if is_leaf(pytree.tree_structure(x)) else f"{at} is a {type(x).__name__}, which was none"
-    cls = spec.context if _is_named_tuple(spec) else spec.type
-    if type(x) is not cls:
-        return f"{at} is a {type(x).__name__}, not a {cls.__name__}"
-    if spec.type in (dict, OrderedDict):
-        if why := _other_keys(spec.context, x):
-            return f"{at} is a {cls.__name__} with {why}"
-        inner = [(f"{at}[{k!r}]", x[k]) for k in spec.context]
-    else:
-        parts = list(pytree.SUPPORTED_NODES[spec.type].flatten_fn(x)[0])
-        inner = [(f"{at}[{i}]", part) for i, part in enumerate(parts)]
-        if len(parts) != len(children(spec)):
-            return f"{at} is a {cls.__name__} of {len(parts)}, not of {len(children(spec))}"
-    return next(filter(None, (_differs(a, s, y) for (a, y), s in zip(inner, children(spec)))), "")
-
-
-def _other_keys(want: Sequence[Any], have: Any) -> str:
-    missing, more = [k for k in want if k not in have], [k for k in have if k not in want]
-    return f"no {missing[0]!r}" if missing else f"{more[0]!r}, which was not there" if more else ""
+    return " ".join(f"{pytree.tree_structure((args, kwargs))}, not {spec}".split())
 
 
 def built(spec: Any, leaves: Sequence[str], names: dict[str, Any]) -> str:
-    """The expression that puts ``leaves`` (expressions) together. ``names``: gets what it refers to."""
+    """The expression that builds a structure of ``leaves`` (expressions). ``names``: gets the objects it refers to."""
     try:
         return _built(spec, iter(leaves), names)
     except _Unprintable:
@@ -104,11 +103,11 @@ def built(spec: Any, leaves: Sequence[str], names: dict[str, Any]) -> str:
 
 
 class _Unprintable(Exception):
-    """A class that only pytree knows."""
+    """A class that is registered with pytree."""
 
 
 def children(spec: Any) -> list[Any]:
-    """Of a node. (Two names for it: before torch 2.12, and since.)"""
+    """Of a node. (An attribute before torch 2.12, a method since.)"""
     return list(spec.children() if callable(getattr(spec, "children", None)) else spec.children_specs)
 
 
@@ -116,66 +115,11 @@ def is_leaf(spec: Any) -> bool:
     return bool(spec.is_leaf())
 
 
-class _Apart:
-    def __init__(self) -> None:
-        self.names: dict[str, Any] = {"OrderedDict": OrderedDict}
-        self.lines: list[str] = []
-        self.count = 0
-
-    def print(self, spec: Any) -> str:
-        positional, named = children(spec)
-        leaves = self._unpacked("args", children(positional))
-        self._demand(f"len(kwargs) != {len(children(named))}")
-        leaves += self._items("kwargs", named)
-        self.lines.append(f"return ({', '.join(leaves)}{',' if len(leaves) == 1 else ''})")
-        body = ["try:", *("    " + line for line in self.lines), "except (KeyError, ValueError):", "    return None"]
-        return "\n".join(["def apart(args, kwargs):", *("    " + line for line in body)]) + "\n"
-
-    def _node(self, at: str, spec: Any) -> list[str]:
-        """The leaves of what ``at`` names."""
-        if is_leaf(spec):
-            return [at]
-        if spec.type in (dict, OrderedDict):
-            self._demand(f"type({at}) is not {spec.type.__name__} or len({at}) != {len(children(spec))}")
-            return self._items(at, spec)
-        if spec.type in (tuple, list):
-            self._demand(f"type({at}) is not {spec.type.__name__}")
-        elif _is_named_tuple(spec):
-            self._demand(f"type({at}) is not {bound(spec.context, self.names)}")
-        else:
-            raise _Unprintable
-        return self._unpacked(at, children(spec))
-
-    def _unpacked(self, at: str, inner: Sequence[Any]) -> list[str]:
-        names = [self._name() for _ in inner]
-        if names:
-            self.lines.append(f"{', '.join(names)}{',' if len(names) == 1 else ''} = {at}")
-        else:
-            self._demand(f"len({at}) != 0")
-        return [leaf for name, child in zip(names, inner) for leaf in self._node(name, child)]
-
-    def _items(self, at: str, spec: Any) -> list[str]:
-        leaves = []
-        for key, child in zip(spec.context, children(spec)):
-            item = f"{at}[{bound(key, self.names)}]"
-            if not is_leaf(child):
-                name = self._name()
-                self.lines.append(f"{name} = {item}")
-                item = name
-            leaves += self._node(item, child)
-        return leaves
-
-    def _demand(self, wrong: str) -> None:
-        self.lines.append(f"if {wrong}: return None")
-
-    def _name(self) -> str:
-        self.count += 1
-        return f"a{self.count - 1}"
-
-
 def _built(spec: Any, leaves: Any, names: dict[str, Any]) -> str:
     if is_leaf(spec):
         return next(leaves)
+    if not _is_printable(spec):
+        raise _Unprintable
     parts = [_built(child, leaves, names) for child in children(spec)]
     if spec.type is tuple:
         return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
@@ -184,17 +128,19 @@ def _built(spec: Any, leaves: Any, names: dict[str, Any]) -> str:
     if spec.type in (dict, OrderedDict):
         items = "{" + ", ".join(f"{bound(k, names)}: {p}" for k, p in zip(spec.context, parts)) + "}"
         return items if spec.type is dict else f"{bound(OrderedDict, names)}({items})"
-    if _is_named_tuple(spec):
-        return f"{bound(spec.context, names)}({', '.join(parts)})"
-    raise _Unprintable
+    return f"{bound(spec.context, names)}({', '.join(parts)})"
+
+
+def _is_printable(spec: Any) -> bool:
+    return spec.type in (tuple, list, dict, OrderedDict) or _is_named_tuple(spec)
 
 
 def _is_named_tuple(spec: Any) -> bool:
-    return spec.type is namedtuple  # (which is what pytree calls them all; the context is the class)
+    return spec.type is namedtuple  # (pytree's type for all of them; the context is the class)
 
 
 def bound(x: Any, names: dict[str, Any]) -> str:
-    """``x`` in the text: as it is written, or a name that stands for it."""
+    """``x`` in the text: a literal, or a name that refers to it."""
     if x is None or type(x) in (str, int, bool):
         return repr(x)
     name = next((n for n, have in names.items() if have is x), f"object_{len(names)}")
@@ -212,3 +158,12 @@ def _apart_by_pytree(spec: Any) -> Take:
         return tuple(leaves) if found == spec else None
 
     return apart
+
+
+def has_memory(t: torch.Tensor) -> bool:
+    """Are its numbers in memory? Not those of a fake tensor, of a subclass that holds others, of one that a transform
+    (torch.vmap, torch.func) carries along, or of one that is known to be zero."""
+    if is_fake(t) or is_traceable_wrapper_subclass(t):
+        return False
+    transformed = torch._C._functorch.is_functorch_wrapped_tensor(t) or torch._is_functional_tensor(t)
+    return not transformed and not t._is_zerotensor()

@@ -1,12 +1,12 @@
-// What the C++ of a wrapper is written in: tensors that free themselves, and one function for each kind of step.
-// Nothing of PyTorch is included; see host.h. A step that fails throws Failed, having said why in the frame.
+// The vocabulary of generated wrappers: owning tensors, and one function per kind of step. Nothing of PyTorch is
+// included; see host.h. A step that fails writes the reason into the frame and throws Failed.
 #include "host.h"
 
 namespace reflib {
 
 struct Failed {};
 
-// The call in progress, for every step below. One a thread and call, so it is passed around, not global.
+// The call in progress. One per thread and call, so it is passed to every step, not global.
 struct Run {
   Host* host;
   Frame* frame;
@@ -18,7 +18,7 @@ struct Run {
   void check(int32_t rc) { if (__builtin_expect(rc != 0, 0)) { if (!frame->kind) frame->kind = FAILED_TORCH; throw Failed{}; } }
 };
 
-// What a failure says, written into the frame.
+// A failure's message, written into the frame.
 struct Text {
   char* at;
   unsigned long left;
@@ -61,7 +61,7 @@ class Tensor {
     own(run, h);
     owner = nullptr;
   }
-  // The storage's next user: it owns the handle now, and this is another name for it while it lasts.
+  // `next` takes over the storage and owns the handle; this stays valid as an alias while it lives.
   void pass_to(Tensor& next) {
     next.reset();
     next.handle = handle, next.ptr = ptr, next.opaque = opaque, next.owner = owner;
@@ -71,7 +71,7 @@ class Tensor {
     if (owner) owner->delete_handle(handle);
     handle = nullptr, ptr = nullptr, opaque = false, owner = nullptr;
   }
-  // For a caller: a handle that is theirs.
+  // A handle for the caller to own.
   Handle give(Run& run) {
     Handle h = handle;
     if (owner) owner = nullptr;
@@ -103,7 +103,7 @@ struct Device {
 constexpr Device cpu{0, -1}, anywhere{-1, -1};
 constexpr Device cuda(int32_t index) { return {1, index}; }
 
-// In this process. -1 is whichever is current.
+// The device in this process. -1: the current one.
 inline Device placed(Run& run, Device d) { return d.type == 1 && d.index >= 0 ? Device{1, d.index + run.host->gpu} : d; }
 
 template <int N>
@@ -113,13 +113,13 @@ void empty(Run& run, Tensor& out, Ints<N> shape, Ints<N> strides, int32_t dtype,
   out.own(run, h);
 }
 
-// An input that nobody needs any more.
+// Release an input after its last use.
 inline void drop(Run& run, Tensor& t, int32_t i) {
   t.reset();
   run.host->drop(run.host, run.frame, i);
 }
 
-// Another view of a tensor's storage, `offset` elements from where the tensor begins.
+// A view of a tensor's storage, `offset` elements from the tensor's start.
 template <int N>
 void view(Run& run, Tensor& out, const Tensor& of, Ints<N> shape, Ints<N> strides, int64_t offset) {
   Handle h;
@@ -134,9 +134,9 @@ inline Kernel& built(Run& run, int32_t k) {
   return kernel;
 }
 
-// What a kernel gets of an argument: a tensor's address, a size itself.
+// How an argument is passed to a kernel: a tensor by address, a size by value.
 inline char* argument(Run& run, const Tensor& t) {
-  if (__builtin_expect(t.opaque, 0)) {  // sparse, or one that a transform of functions carries along
+  if (__builtin_expect(t.opaque, 0)) {  // sparse, or a functorch wrapper
     void* p;
     run.check(run.torch.data_ptr(t.handle, &p));
   }
@@ -145,7 +145,7 @@ inline char* argument(Run& run, const Tensor& t) {
 inline char* argument(Run&, char* p) { return p; }
 inline int64_t argument(Run&, int64_t n) { return n; }
 
-// On a GPU: a one-dimensional grid; after the arguments come Triton's two hidden pointers.
+// On a GPU: a one-dimensional grid; Triton's two hidden pointers follow the arguments.
 template <class... A>
 void launch_with(Run& run, int32_t k, void* stream, int64_t grid, A... args) {
   Kernel& kernel = built(run, k);
@@ -159,14 +159,14 @@ void launch(Run& run, int32_t k, void* stream, int64_t grid, const A&... args) {
   if (grid > 0) launch_with(run, k, stream, grid, argument(run, args)...);  // 0: an empty tensor
 }
 
-struct Range {  // a range of torch.profiler's (and of NVTX, under emit_nvtx)
+struct Range {  // a range in torch.profiler's trace (and in NVTX, under emit_nvtx)
   const Torch& torch;
   void* guard = nullptr;
   Range(Run& run, const char* name) : torch(run.torch) { if (torch.record_start) torch.record_start(name, nullptr, nullptr, 0, &guard); }
   ~Range() { if (guard) torch.record_end(guard); }
 };
 
-// On a CPU: a function of pointers, sizes and the number of threads; not 0: an index was outside its tensor.
+// On a CPU: a function of pointers, sizes and the number of threads; nonzero: an index was outside its tensor.
 template <class... A>
 void run_with(Run& run, int32_t k, A... args) {
   Kernel& kernel = built(run, k);
@@ -206,7 +206,7 @@ struct Guard {
 // -- calls -------------------------------------------------------------------------------------------------------
 inline Value none() { return {VALUE_NONE, {nullptr}}; }
 inline Value tensor(const Tensor& t) { Value v; v.kind = VALUE_TENSOR; v.tensor = t.handle; return v; }
-// What came out of the function, but for what its steps throw: a C function of the user's threw it.
+// An exception that is not a step's own: a C function of the user's threw it.
 inline int32_t escaped(Frame* frame) {
   Text(frame) << "an exception of C++ came out of it";
   frame->kind = FAILED_WRAPPER;
@@ -217,7 +217,7 @@ inline Value integer(int64_t i) { Value v; v.kind = VALUE_INT; v.integer = i; re
 inline Value number(double d) { Value v; v.kind = VALUE_FLOAT; v.number = d; return v; }
 inline Value object(int64_t which) { Value v; v.kind = VALUE_OBJECT; v.object = which; return v; }
 
-// A piece of Python: `which` of the graph's functions. Results are owned.
+// Call Python function number `which` of the graph. Results are owned by the caller.
 template <int N, int M>
 void python(Run& run, int32_t which, const Value (&args)[N], Value (&results)[M]) {
   run.check(run.host->python(run.host, run.frame, which, args, N, results, M));
@@ -238,12 +238,12 @@ inline void take(Run& run, Tensor& out, const Value& v) {
   if (v.kind == VALUE_TENSOR) out.own(run, v.tensor);
 }
 
-// A function of C's, by its number: tensors as handles, which stay ours. Not 0: it failed.
+// Call a C function by its number: tensors as handles, which remain ours. Nonzero: it failed.
 inline Handle plain(const Tensor& t) { return t.handle; }
 template <class T> T plain(T v) { return v; }
 
 template <class T, int N>
-struct Many {  // an array to point to
+struct Many {  // a temporary array
   T at[N];
 };
 template <class T>
@@ -251,13 +251,13 @@ using Just = Many<T, 1>;
 
 template <class... A>
 int32_t call(Run& run, int32_t symbol, const A&... args) {
-  Range range(run, run.frame->step);  // the dispatcher, which makes one, is passed by
+  Range range(run, run.frame->step);  // not made by the dispatcher here
   return ((int32_t (*)(decltype(plain(args))...))run.host->symbols[symbol])(plain(args)...);
 }
 
-// PyTorch's dispatcher: every argument of the schema as 64 bits, results from the first slot on. What owns something
-// (a tensor, a list, a text, the value of an optional) is the dispatcher's once it is called, and results are ours.
-constexpr uint64_t DISPATCH_VERSION = 2ull << 56 | 11ull << 48;  // how values are said: as of torch 2.11
+// PyTorch's dispatcher: every argument of the schema as 64 bits, results from the first slot on. The dispatcher takes
+// ownership of tensors, lists, strings and values of optionals; results are ours.
+constexpr uint64_t DISPATCH_VERSION = 2ull << 56 | 11ull << 48;  // of the encoding: torch 2.11's
 
 template <int N>
 int32_t dispatch(Run& run, const char* op, const char* overload, uint64_t (&stack)[N]) {
@@ -273,7 +273,7 @@ inline uint64_t value(double d) {
   __builtin_memcpy(&bits, &d, sizeof bits);
   return bits;
 }
-inline uint64_t some(uint64_t v) { return (uint64_t)new uint64_t(v); }  // of an optional argument; None is 0
+inline uint64_t some(uint64_t v) { return (uint64_t)new uint64_t(v); }  // an optional argument; None is 0
 
 inline uint64_t text(Run& run, const char* s) {
   void* made;
@@ -293,7 +293,7 @@ uint64_t list(Run& run, const uint64_t (&items)[N]) { return list(run, items, N)
 template <int N>
 uint64_t ints(Run& run, const int64_t (&items)[N]) { return list(run, (const uint64_t*)items, N); }
 
-// A tensor, or another view of it, for somebody to own.
+// A new handle of a tensor, or of a view of it, for the callee to own.
 inline uint64_t own(Run& run, const Tensor& t) {
   Handle h;
   run.check(run.torch.new_handle(t.handle, &h));
@@ -309,7 +309,7 @@ uint64_t own(Run& run, const Tensor& of, Ints<N> shape, Ints<N> strides, int64_t
 inline void take(Run& run, Tensor& out, uint64_t result) { out.own(run, (Handle)result); }
 inline void ignore(Run& run, uint64_t result) { run.torch.delete_handle((Handle)result); }
 
-// Is a result laid out as the captured graph said it would be?
+// Does a result have the sizes and strides that the captured graph promised?
 template <int N>
 bool laid_out(Run& run, const Tensor& t, Ints<N> shape, Ints<N> strides) {
   int64_t dim, *sizes, *steps;
@@ -328,7 +328,7 @@ inline Value give(Run& run, Tensor& t) {
 }
 
 // -- the boundary -------------------------------------------------------------------------------------------------
-// An input as the program was compiled for. `sizes`: -1 where any will do. `strides`: null where they do not matter.
+// A required input. `sizes`: -1 where any is accepted. `strides`: null where they do not matter.
 struct Expected {
   const char* name;
   const char* dtype_name;
@@ -379,7 +379,7 @@ inline Text argument_said(Run& run, int32_t i, const char* name) {
   return text << "argument " << (int64_t)i << " (" << name << "): ";
 }
 
-// "argument 1 (w): expected float32 [64, 64], strides [64, 1], on cpu": the caller, who has the object, says what came.
+// "argument 1 (w): expected float32 [64, 64], strides [64, 1], on cpu"; the caller adds what was passed.
 [[noreturn]] __attribute__((noinline)) inline void refuse(Run& run, int32_t i, const Expected& e, const Value& v) {
   Text text = argument_said(run, i, e.name);
   text << "expected " << e.dtype_name << " ";
@@ -396,13 +396,13 @@ inline Text argument_said(Run& run, int32_t i, const char* name) {
   run.fail(FAILED_ARGUMENT);
 }
 
-// A size that depends on a symbol. `what`: how it was said when the program was captured.
+// A size that depends on a symbol. `what`: its expression when the program was captured.
 inline void expect_size(Run& run, int32_t i, const char* name, const Tensor& t, int d, int64_t want, const char* what) {
   int64_t have = t.size(run, d);
   if (__builtin_expect(have != want, 0)) differs(run, i, name, "size ", have, d, want, what);
 }
 
-// A stride, of a tensor that kernels read. It does not matter where nothing is, or nothing next to it.
+// A stride of a tensor that kernels read. It does not matter in an empty tensor, or for a dimension of size 1.
 inline void expect_stride(Run& run, int32_t i, const char* name, const Tensor& t, int d, int64_t want, const char* what) {
   int64_t dim = 0, have = t.stride(run, d);
   if (__builtin_expect(have == want || t.size(run, d) == 1, 1)) return;
@@ -423,7 +423,7 @@ struct Named {
   int64_t value;
 };
 
-// What must hold of the sizes of the arguments, or the graph is not for them. `what`: as people say it.
+// A condition on the sizes of the arguments. `what`: its text for messages.
 template <int N>
 void expect_sizes(Run& run, bool holds, const char* what, const Named (&sizes)[N]) {
   if (__builtin_expect(holds, 1)) return;
@@ -433,7 +433,7 @@ void expect_sizes(Run& run, bool holds, const char* what, const Named (&sizes)[N
   run.fail(FAILED_ARGUMENT);
 }
 
-// An int that another argument has told already.
+// An int that another argument determines as well.
 inline void expect_value(Run& run, int32_t i, const char* name, int64_t have, int64_t want) {
   if (__builtin_expect(have == want, 1)) return;
   argument_said(run, i, name) << have << ", but another argument says " << want;

@@ -28,22 +28,19 @@ class Bench:
     """What the sections share. ``found`` is the JSON file, written again after each section."""
 
     def __init__(self, args: argparse.Namespace):
-        self.device, self.quick, self.out, self.busy = args.device, args.quick, args.out, args.busy
+        self.device, self.quick, self.out = args.device, args.quick, args.out
         self.match = [w for w in args.match.split(",") if w]
-        self.threads = 1 if args.busy else THREADS
         self.peers = args.peers == "all"
         self.peer_cache, self.peers_at_once = args.peer_cache, args.peers_at_once
         self.deadline = time.monotonic() + args.budget
         self.promises: list[Promise] = []
-        self.found: dict[str, Any] = {"about": about(args.device, self.threads), "sections": {}, "promises": []}
-        self.ceiling: float | None = None
+        self.found: dict[str, Any] = {"about": about(args.device), "sections": {}, "promises": []}
 
     @property
     def job(self) -> dict[str, Any]:
         return {
             "device": self.device,
-            "threads": self.threads,
-            "busy": self.busy and self.device == "cpu",
+            "threads": THREADS,
             "quick": self.quick,
             "match": self.match,
             "rounds": 10 if self.quick else 25,
@@ -56,7 +53,12 @@ class Bench:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {"OMP_NUM_THREADS": str(self.threads), **KEEP_PAGES} if self.device == "cpu" else {}
+        return {"OMP_NUM_THREADS": str(THREADS), **KEEP_PAGES} if self.device == "cpu" else {}
+
+    def one(self, function: str, seconds: float, environment: dict[str, str], **job: Any) -> dict[str, Any]:
+        """What a function that yields one row found (see child.py), in at most so many seconds."""
+        own = {**self.environment, **environment}
+        return children.one(function, {**self.job, **job}, min(self.left, seconds), own)
 
     def keep(self, name: str, rows: Any, promises: list[Promise], text: str) -> None:
         print(f"\n== {name} ==\n{text}", flush=True)
@@ -74,7 +76,7 @@ def cuda_available() -> bool:
     return torch.cuda.is_available()
 
 
-def about(device: str, threads: int) -> dict[str, Any]:
+def about(device: str) -> dict[str, Any]:
     import torch
 
     from reflib.lab import machine
@@ -82,7 +84,7 @@ def about(device: str, threads: int) -> dict[str, Any]:
     there = machine.describe(torch.device(device, 0) if device == "cuda" else torch.device("cpu"))
     return {
         "device": str(there),
-        "threads": threads if device == "cpu" else None,
+        "threads": THREADS if device == "cpu" else None,
         "versions": machine.versions(),
         "commit": machine.commit(),
         "date": datetime.date.today().isoformat(),
@@ -93,20 +95,19 @@ def about(device: str, threads: int) -> dict[str, Any]:
 # --- sections --------------------------------------------------------------------------------
 def kernels(bench: Bench) -> None:
     def ceiling() -> list[float]:
-        return [
-            r["gbps"] for r in children.section("ceiling", bench.job, bench.left, bench.environment) if r.get("gbps")
-        ]
+        found = bench.one("worker.ceiling", bench.left, {})
+        return [found["gbps"]] if "gbps" in found else []
 
     with children.fresh_caches() as caches:
-        before = ceiling()
+        copies = ceiling()
         job = {**bench.job, "stop_after": KERNELS_SHARE * bench.left}
-        rows = children.section("kernels", job, bench.left, {**bench.environment, **caches})
-        after = ceiling() if bench.left > 10 else []
-    bench.ceiling = max([*before, *after], default=None)
-    text = f"copy: {', '.join(f'{g:,.0f}' for g in [*before, *after])} GB/s (read + write; before and after)\n"
-    text += report.kernels_table(rows, bench.ceiling) + "\n" + report.group_lines(rows)
-    bench.keep("kernels", {"copy_gbps": [*before, *after], "rows": rows},
-               report.kernels_promises(rows, bench.ceiling, bench.device), text)  # fmt: skip
+        rows = children.section("worker.kernels", job, bench.left, {**bench.environment, **caches}, US)
+        copies += ceiling() if bench.left > 10 else []
+    best = max(copies, default=None)
+    text = f"copy: {', '.join(f'{g:,.0f}' for g in copies)} GB/s (read + write; before and after)\n"
+    text += report.kernels_table(rows, best) + "\n" + report.group_lines(rows)
+    bench.keep("kernels", {"copy_gbps": copies, "rows": rows},
+               report.kernels_promises(rows, best, bench.device), text)  # fmt: skip
 
 
 def compile_time(bench: Bench) -> None:
@@ -116,20 +117,18 @@ def compile_time(bench: Bench) -> None:
         w: {k: report.median([r["seconds"] for r in rs if "seconds" in r]) for k, rs in by.items()}
         for w, by in runs.items()
     }
-    ratio = {k: divide(medians[US][k], medians[PEER][k]) for k in ("cold", "warm")}
-    body = [[w, *(f"{v:.2f}" if v else "-" for v in by.values())] for w, by in medians.items()]
-    body.append([f"{US} / {PEER}", *(f"{v:.2f}" if v else "-" for v in ratio.values())])
+    ratios = {k: report.ratio(medians[US][k], medians[PEER][k]) for k in ("cold", "warm")}
+    body = [[w, *report.shown(by, "cold", "warm")] for w, by in {**medians, f"{US} / {PEER}": ratios}.items()]
     lines = [report.table(["first forward and backward of a transformer block", "cold, s", "warm, s"], body)]
     lines.append("(aot_eager: Dynamo and AOTAutograd alone, which both others contain)")
     for who, by in runs.items():
-        lines += [f"  {who}, {k}: {r['error']}" for k, rs in by.items() for r in rs if "error" in r]
-    for who, by in runs.items():
+        lines += [line for k, rs in by.items() for r in rs for line in report.errors({f"{who}, {k}": r})]
         stages = next((r["stages"] for r in by["cold"] if r.get("stages")), {})
         lines += [f"  {who}, cold: " + "; ".join(f"{stage} {seconds:.2f}" for stage, seconds in stages.items())]
     where = "GPU" if bench.device == "cuda" else "CPU"
     text = f"{where}: cold first compile of a transformer block against {PEER}"
-    found = {"runs": runs, "medians": medians, "ratios": ratio}
-    bench.keep("compile", found, [Promise(text, ratio["cold"], "<=", 0.5)], "\n".join(lines))
+    found = {"runs": runs, "medians": medians, "ratios": ratios}
+    bench.keep("compile", found, [Promise(text, ratios["cold"], "<=", 0.5)], "\n".join(lines))
 
 
 def compile_runs(bench: Bench, people: list[str]) -> dict[str, dict[str, list[dict[str, Any]]]]:
@@ -140,72 +139,50 @@ def compile_runs(bench: Bench, people: list[str]) -> dict[str, dict[str, list[di
         for who in people:
             if turn < 0 and (bench.device == "cuda" or who == people[-1]):
                 continue
-            job = {"what": "first_step", "who": who, "model": "block", **bench.job}
             with children.fresh_caches() as caches:
                 for kind in ("cold", "warm") if turn >= 0 else ("cold",):
-                    result = children.one_job(job, min(bench.left, 180), {**bench.environment, **caches})
+                    result = bench.one("compiling.first_step", 180, caches, who=who, model="block")
                     if turn >= 0:  # before that, the compilers' files came off the disk, for nobody
                         runs[who][kind].append(result)
     return runs
 
 
-def divide(ours: float | None, theirs: float | None) -> float | None:
-    return ours / theirs if ours and theirs else None
-
-
 def linear(bench: Bench) -> None:
     """1,000 operations against 100, on the CPU."""
-    counts = [100, 1000]
     found, lines, ratios = {}, [], {}
     for who in (US, PEER):
         with children.fresh_caches() as caches:
-            job = {"what": "chains", "who": who, "counts": counts, **bench.job}
-            found[who] = children.one_job(job, min(bench.left, 300), {**caches, "OMP_NUM_THREADS": str(THREADS)})
-        if "error" in found[who]:
-            lines.append(f"{who}: {found[who]['error']}")
-            continue
-        seconds = found[who]["seconds"]
-        ratios[who] = seconds["1000"] / seconds["100"]
-        lines.append(
-            f"{who}: 100 ops {seconds['100']:.2f} s, 1,000 ops {seconds['1000']:.2f} s, ratio {ratios[who]:.1f}"
-        )
+            own = {**caches, "OMP_NUM_THREADS": str(THREADS)}
+            found[who] = bench.one("compiling.chains", 300, own, who=who, counts=[100, 1000])
+        if "error" not in found[who]:
+            few, many = (found[who]["seconds"][count] for count in ("100", "1000"))
+            ratios[who] = many / few
+            lines.append(f"{who}: 100 ops {few:.2f} s, 1,000 ops {many:.2f} s, ratio {ratios[who]:.1f}")
     promise = Promise("compile time of 1,000 pointwise ops over 100", ratios.get(US), "<=", 12)
-    bench.keep("linear", found, [promise], "\n".join(lines))
+    bench.keep("linear", found, [promise], "\n".join([*lines, *report.errors(found)]))
 
 
 def memory(bench: Bench) -> None:
     with children.fresh_caches() as caches:
-        rows = children.section("memory", bench.job, min(bench.left, 240), {**bench.environment, **caches})
+        own = {**bench.environment, **caches}
+        rows = children.section("worker.memory", bench.job, min(bench.left, 240), own, US)
     bench.keep("memory", rows, report.memory_promises(rows), report.wide_table(rows, "mib", "MiB at peak"))
 
 
 def import_time(bench: Bench) -> None:
-    runs = [children.one_job({"what": "import"}, 60, {}) for _ in range(2 if bench.quick else 5)]
+    runs = [bench.one("compiling.import_time", 60, {}) for _ in range(2 if bench.quick else 5)]
     value = report.median([r["seconds"] for r in runs if "seconds" in r])
     promise = Promise("import reflib on top of torch, s", value, "<=", 0.2)
     bench.keep("import", runs, [promise], "not measured" if value is None else f"{value * 1e3:.1f} ms")
 
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
-    "kernels": kernels,
-    "compile": compile_time,
-    "host": host.section,
-    "memory": memory,
-    "import": import_time,
-    "linear": linear,
-    "matmul": matmul.section,
-    "package": package.section,
-}
-SECONDS = {
-    "compile": 20,
-    "kernels": 30,
-    "linear": 15,
-    "import": 5,
-    "host": 60,
-    "memory": 20,
-    "matmul": 40,
-    "package": 60,
-}  # not worth starting with less
+    "kernels": kernels, "compile": compile_time, "host": host.section, "memory": memory, "import": import_time,
+    "linear": linear, "matmul": matmul.section, "package": package.section,
+}  # fmt: skip
+SECONDS = {  # not worth starting with less
+    "compile": 20, "kernels": 30, "linear": 15, "import": 5, "host": 60, "memory": 20, "matmul": 40, "package": 60,
+}  # fmt: skip
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -216,7 +193,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--match", default="", help="only kernels, matmuls with one of these words in their name")
     parser.add_argument("--out", type=Path, help="write all rows to this JSON file")
     parser.add_argument("--quick", action="store_true", help="few cases, few rounds: does it work?")
-    parser.add_argument("--busy", action="store_true", help="CPU kernels by processor time of one thread")
     parser.add_argument("--peers", choices=["all", "none"], default="all",
                         help="matmul: none times eager and ours, tuned, without compiling TorchInductor's")  # fmt: skip
     parser.add_argument("--peer-cache", type=Path, metavar="DIR", help="matmul: keep TorchInductor's caches there")

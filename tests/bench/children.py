@@ -1,4 +1,4 @@
-"""Child processes: one run of a module, its time limit, its fresh caches, and that nothing is left of it.
+"""Child processes: their rows, time limits and fresh caches, and that nothing is left of them.
 
 Each carries a mark in its environment, and so does all that it starts: a worker that has a session of its own,
 or whose parent was killed, is found by that. A process is waited for until the system has closed its files: a
@@ -14,18 +14,22 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.processes import running, stat
 
+Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "REFLIB_BENCH_CHILD"
 OURS = uuid.uuid4().hex[:12]  # the first part of every mark of this process
 END_SECONDS = 30
+ATTEMPTS = 8  # a process that a contender killed is started again without that contender
 CACHES = ("REFLIB_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
@@ -109,18 +113,6 @@ def marked(mark: str, session: int) -> Iterator[int]:
                 yield pid
 
 
-def run(module: str, words: list[str], timeout: float, environment: dict[str, str]) -> str:
-    """Run ``python -m module words``; "" if it went well, else why not."""
-    with tempfile.TemporaryFile("w+", errors="replace") as errors:  # no pipe: a worker may keep that open
-        with started(module, words, environment, errors) as child:
-            try:
-                code = child.wait(timeout=max(1.0, timeout))
-            except subprocess.TimeoutExpired:
-                return f"timed out after {timeout:.0f} s"
-        errors.seek(0)
-        return why(code, errors.read()) if code else ""
-
-
 def why(code: int, errors: str) -> str:
     """A line about a process that ended badly."""
     if code < 0:
@@ -129,47 +121,85 @@ def why(code: int, errors: str) -> str:
     return f"exit code {code}: {last[0][:200]}"
 
 
-def one_job(job: dict[str, Any], timeout: float, environment: dict[str, str]) -> dict[str, Any]:
-    """A run of ``compiling`` and what it found, or {"error": why}."""
+@dataclass
+class Ended:
+    """problem: "" if all went well. late: it was out of time, or told to stop. at: what it was trying last."""
+
+    problem: str
+    late: bool = False
+    at: Row = field(default_factory=dict)
+
+
+def follow(
+    function: str, job: Row, environment: dict[str, str], deadline: float, keep: Callable[[Row], None],
+    stall: float = float("inf"), stopped: threading.Event | None = None,
+) -> Ended:  # fmt: skip
+    """One run of a function (see child.py) until it ends, or says nothing for ``stall`` seconds; ``keep`` gets each
+    row as soon as it is there."""
     with tempfile.TemporaryDirectory(prefix="reflib-job-") as folder:
-        result, job_file = Path(folder, "result.json"), Path(folder, "job.json")
-        job_file.write_text(json.dumps({**job, "result": str(result)}))
-        problem = run("tests.bench.compiling", [str(job_file)], timeout, environment)
-        return {"error": problem} if problem else json.loads(result.read_text())
+        job_file, results, errors = (Path(folder, n) for n in ("job.json", "rows.jsonl", "stderr"))
+        job_file.write_text(json.dumps(job))
+        results.touch()
+        words = [function, str(job_file), str(results)]
+        # (errors go to a file: a worker may keep a pipe open)
+        with (
+            errors.open("wb") as err, results.open(encoding="utf-8") as file,
+            started("tests.bench.child", words, environment, err) as child,
+        ):  # fmt: skip
+            part, at, heard = "", {}, time.monotonic()
+            while True:
+                code, now = child.poll(), time.monotonic()
+                *lines, part = (part + file.read()).split("\n")
+                for row in map(json.loads, lines):
+                    heard = now
+                    if row["kind"] == "trying":
+                        at = row
+                    else:
+                        keep(row)
+                if code is not None:
+                    return Ended(why(code, errors.read_text(errors="replace")) if code else "", at=at)
+                if now > deadline or (stopped and stopped.is_set()):
+                    return Ended("out of time", True, at)
+                if now - heard > stall:
+                    return Ended(f"hung: nothing for {stall:.0f} s", at=at)
+                time.sleep(0.05)
 
 
-def section(name: str, job: dict[str, Any], timeout: float, environment: dict[str, str]) -> list[dict[str, Any]]:
-    """All rows of a section of ``worker``. A contender that kills the process is a row; the rest goes on."""
-    rows: list[dict[str, Any]] = []
+def one(function: str, job: Row, seconds: float, environment: dict[str, str]) -> Row:
+    """What a function that yields one row found, or {"error": why it did not}."""
+    rows: list[Row] = []
+    ended = follow(function, job, environment, time.monotonic() + max(1.0, seconds), rows.append)
+    return {"error": ended.problem} if ended.problem else rows[-1]
+
+
+def section(
+    function: str, job: Row, seconds: float, environment: dict[str, str], ours: str,
+    keep: Callable[[Row], None] = lambda row: None, stall: float = float("inf"),
+) -> list[Row]:  # fmt: skip
+    """The rows of a function that times contenders, case by case. One that kills the process is a row; the rest goes
+    on without it. When all are timed in turn nobody can tell which it was: it is ``ours``, which is what counts."""
+    rows: list[Row] = []
     job = {**job, "skip": [], "done": []}
-    with tempfile.TemporaryDirectory(prefix="reflib-job-") as folder:
-        for attempt in range(6):
-            results, job_file = Path(folder, f"{attempt}.jsonl"), Path(folder, "job.json")
-            job_file.write_text(json.dumps(job))
-            problem = run("tests.bench.worker", [name, str(job_file), str(results)], timeout, environment)
-            lines = results.read_text().splitlines() if results.exists() else []
-            found = [json.loads(line) for line in lines]
-            job["done"] += [r["case"] for r in found if r["kind"] == "done"]
-            last = next((r for r in reversed(found) if r["kind"] == "trying"), {})
-            rows += [r for r in found if r["kind"] == "row"]
-            if not problem:
-                break
-            rows.append(
-                {
-                    "kind": "row",
-                    "case": last.get("case", name),
-                    "who": last.get("who", ""),
-                    "us": None,
-                    "note": problem,
-                }
-            )
-            if not last or problem.startswith("timed out"):
-                break
-            if name != "kernels":  # these have no list of finished cases: only what was not reached is run again
-                job["skip"] += [[r["case"], r["who"]] for r in rows if "case" in r]
-            elif last["who"] == "timing":
-                job["done"].append(last["case"])
-            else:
-                job["skip"].append([last["case"], last["who"]])
-                rows = [r for r in rows if r["case"] != last["case"] or r["who"] == last["who"]]
-    return rows
+    deadline = time.monotonic() + max(1.0, seconds)
+
+    def add(row: Row) -> None:
+        rows.append(row)
+        keep(row)
+
+    for _ in range(ATTEMPTS):
+        ended = follow(function, job, environment, deadline, add, stall)
+        if ended.late:
+            print(f"{function}: out of time at {ended.at.get('case', 'its start')}", flush=True)
+        if ended.late or not ended.problem:
+            break
+        job["done"] += [r["case"] for r in rows if r["kind"] == "done"]
+        together = ended.at.get("who") == "timing"
+        who = {"who": ours} if together or not ended.at else {}
+        add({"case": function, **ended.at, "kind": "row", "us": None, "note": ended.problem, **who})
+        if not ended.at:
+            break
+        if together:
+            job["done"].append(ended.at["case"])
+        else:
+            job["skip"].append([ended.at["case"], ended.at["who"]])
+    return [r for r in rows if r["kind"] != "done"]

@@ -1,4 +1,4 @@
-"""Compile time, each run in a fresh process: ``python -m tests.bench.compiling JOB.json`` is one run.
+"""Compile time, each run in a fresh process (see child.py).
 
 A cold run has empty caches (reflib's, TorchInductor's and Triton's). The clock starts at the first call, when
 torch is imported and nothing else is, and stops when the first backward has completed. One step that is not compiled
@@ -8,16 +8,15 @@ runs before, so that starting the device and its libraries is in nobody's number
 from __future__ import annotations
 
 import builtins
-import json
 import sys
 import threading
 import time
 from collections import defaultdict
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 
-def first_step(job: dict[str, Any]) -> dict[str, Any]:
+def first_step(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A model's first compiled forward and backward, after one that was not compiled."""
     import torch
 
@@ -43,7 +42,7 @@ def first_step(job: dict[str, Any]) -> dict[str, Any]:
             torch.cuda.synchronize()
         clock.mark("the rest of the backward call")
         seconds = time.perf_counter() - start
-    return {"seconds": seconds, "stages": clock.parts()}
+    yield {"seconds": seconds, "stages": clock.parts()}
 
 
 class Imports:
@@ -141,7 +140,7 @@ def by_stage(timeline: list[tuple[str, float, float]]) -> dict[str, float]:
     return dict(stages)
 
 
-def chains(job: dict[str, Any]) -> dict[str, Any]:
+def chains(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Seconds to compile 100 and 1,000 operations, imports and the compiler's own start-up paid before."""
     import torch
 
@@ -157,26 +156,14 @@ def chains(job: dict[str, Any]) -> dict[str, Any]:
         start = time.perf_counter()
         fn(cases.many_ops(count))(x)
         found[str(count)] = time.perf_counter() - start
-    return {"seconds": found}
+    yield {"seconds": found}
 
 
-def import_time(job: dict[str, Any]) -> dict[str, Any]:
+def import_time(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Seconds that ``import reflib`` adds to ``import torch``."""
     import torch  # noqa: F401
 
     start = time.perf_counter()
     import reflib  # noqa: F401
 
-    return {"seconds": time.perf_counter() - start}
-
-
-if __name__ == "__main__":
-    job = json.loads(Path(sys.argv[1]).read_text())
-    from . import host, package
-
-    jobs = {
-        "first_step": first_step, "chains": chains, "import": import_time,
-        "host": host.calls, "wrapper_build": host.wrapper_build,
-        "package_build": package.build, "package_calls": package.calls,
-    }  # fmt: skip
-    Path(job["result"]).write_text(json.dumps(jobs[job["what"]](job)))
+    yield {"seconds": time.perf_counter() - start}

@@ -11,15 +11,17 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import cases, children, report
-from .report import Promise
+from reflib.timing import synchronize
+
+from . import cases, children
+from .report import Promise, errors, ratio, shown, table
 
 if TYPE_CHECKING:
     from .__main__ import Bench
@@ -41,8 +43,7 @@ def section(bench: Bench) -> None:
     body = [[c, *(f"{us[w][c]:.1f}" if us[w].get(c) else "-" for w in people)] for c in names]
     for what, one, many in (("a launch more", SINGLE, SIXTEEN), ("an ATen call more", CUMSUM, CUMSUMS)):
         body.append([what, *(f"{x:.2f}" if (x := extra(us[w], one, many)) is not None else "-" for w in people)])
-    lines = [report.table(["host, µs a call", *people], body)]
-    lines += [f"  {w}: {f['error']}" for w, f in found.items() if "error" in f]
+    lines = [table(["host, µs a call", *people], body), *errors(found)]
     lines += [f"  {w}, {c}: {note}" for w, f in found.items() for c, note in f.get("notes", {}).items()]
     builds, text = build_times(bench)
     bench.keep("host", {"calls": found, "builds": builds}, promises(bench, us, builds), "\n".join([*lines, text]))
@@ -53,8 +54,7 @@ def all_calls(bench: Bench, people: Sequence[str]) -> dict[str, Any]:
 
     def one(who: str) -> dict[str, Any]:
         with children.fresh_caches() as caches:
-            job = {"what": "host", "who": who, "turns": folder, **bench.job}
-            return children.one_job(job, min(bench.left, 400), {**bench.environment, **caches})
+            return bench.one("host.calls", 400, caches, who=who, turns=folder)
 
     with tempfile.TemporaryDirectory(prefix="reflib-turns-") as folder, ThreadPoolExecutor(len(people)) as pool:
         running = {who: pool.submit(one, who) for who in people}
@@ -89,29 +89,27 @@ def build_times(bench: Bench) -> tuple[dict[str, Any], str]:
     found: dict[str, Any] = {who: {} for who in (PYTHON, CPP, PEER, PEER_CPP)}
     for who in [] if bench.quick else found:
         with children.fresh_caches() as caches:
-            job = {"what": "wrapper_build", "who": who, "model": "block", **bench.job}
-            found[who] = children.one_job(job, min(bench.left, 240), {**bench.environment, **caches})
-    rows = [[who, *(f"{f[k]:.2f}" if f.get(k) else "-" for k in ("first", "wrapper"))] for who, f in found.items()]
-    text = report.table(["a transformer block, cold", "first step, s", "of it building the wrapper, s"], rows)
-    return found, "\n".join([text, *(f"  {w}: {f['error']}" for w, f in found.items() if "error" in f)])
+            found[who] = bench.one("host.wrapper_build", 240, caches, who=who, model="block")
+    rows = [[who, *shown(f, "first", "wrapper")] for who, f in found.items()]
+    text = table(["a transformer block, cold", "first step, s", "of it building the wrapper, s"], rows)
+    return found, "\n".join([text, *errors(found)])
 
 
 def promises(bench: Bench, us: dict[str, dict[str, Any]], builds: dict[str, Any]) -> list[Promise]:
-    def ratio(case: str, who: str = CPP) -> float | None:
-        ours, theirs = us[who].get(case), us[PEER_CPP].get(case)
-        return ours / theirs if ours and theirs else None
+    def against(case: str, who: str = CPP) -> float | None:
+        return ratio(us[who].get(case), us[PEER_CPP].get(case))
 
-    calls, eagers = extra(us[CPP], CUMSUM, CUMSUMS), extra(us[EAGER], CUMSUM, CUMSUMS)
-    ours, theirs = builds[CPP].get("wrapper"), builds[PEER_CPP].get("first")
+    call, eagers = extra(us[CPP], CUMSUM, CUMSUMS), extra(us[EAGER], CUMSUM, CUMSUMS)
+    build = builds[CPP].get("wrapper")
     return [
-        Promise(f"{ONE}: reflib cpp over Inductor cpp", ratio(ONE), "<=", 0.6),
-        Promise(f"{ONE}: the same through torch.compile", ratio(ONE, DYNAMO), "<=", 0.6),
-        Promise(f"{SIXTEEN}: reflib cpp over Inductor cpp", ratio(SIXTEEN), "<=", 0.5),
+        Promise(f"{ONE}: reflib cpp over Inductor cpp", against(ONE), "<=", 0.6),
+        Promise(f"{ONE}: the same through torch.compile", against(ONE, DYNAMO), "<=", 0.6),
+        Promise(f"{SIXTEEN}: reflib cpp over Inductor cpp", against(SIXTEEN), "<=", 0.5),
         Promise(f"{ONE} without Dynamo, µs", us[EXPORTED].get(ONE), "<=", 6),
         Promise("a launch more, µs", extra(us[CPP], SINGLE, SIXTEEN), "<=", 2.5),
-        Promise("an ATen call more, over eager's own", calls / eagers if calls and eagers else None, "<=", 1.3),
-        Promise("the wrapper of a transformer block, s", ours, "<=", 2),
-        Promise("the same over Inductor's cold build", ours / theirs if ours and theirs else None, "<=", 0.1),
+        Promise("an ATen call more, over eager's own", ratio(call, eagers), "<=", 1.3),
+        Promise("the wrapper of a transformer block, s", build, "<=", 2),
+        Promise("the same over Inductor's cold build", ratio(build, builds[PEER_CPP].get("first")), "<=", 0.1),
     ]
 
 
@@ -165,7 +163,7 @@ class Module(torch.nn.Module):
         return self.fn(*args)
 
 
-def calls(job: dict[str, Any]) -> dict[str, Any]:
+def calls(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     device, who = torch.device(job["device"]), job["who"]
     torch.set_num_threads(1)
     us: dict[str, float | None] = {}
@@ -189,7 +187,7 @@ def calls(job: dict[str, Any]) -> dict[str, Any]:
                     samples += microseconds(f, args, device)
                 _flag(job["turns"], who, at, f"{turn} done").touch()
             us[name] = statistics.median(samples) if samples else None
-    return {"us": us, "notes": notes}
+    yield {"us": us, "notes": notes}
 
 
 def microseconds(f: Callable[..., Any], args: list[torch.Tensor], device: torch.device) -> list[float]:
@@ -208,12 +206,7 @@ def microseconds(f: Callable[..., Any], args: list[torch.Tensor], device: torch.
     return [sample(n) for _ in range(ROUNDS)]
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def wrapper_build(job: dict[str, Any]) -> dict[str, Any]:
+def wrapper_build(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Seconds to the first step; for reflib also what its C++ alone takes, with nothing in the caches."""
     from reflib import cache
     from reflib.options import Options
@@ -235,16 +228,16 @@ def wrapper_build(job: dict[str, Any]) -> dict[str, Any]:
     synchronize(device)
     found = {"first": time.perf_counter() - start}
     if who == CPP:
-        from reflib.wrap import host
+        from reflib.wrap import host, native
 
         with tempfile.TemporaryDirectory() as folder:
             before, cache.root = cache.root, lambda: Path(folder)
             try:
                 start = time.perf_counter()
-                host.build_extension_now()
+                native.build_host()
                 for s in stages:
                     host.compile_wrapper(s.wrapper)
                 found["wrapper"] = time.perf_counter() - start
             finally:
                 cache.root = before
-    return found
+    yield found

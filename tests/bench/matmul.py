@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +30,6 @@ from .contenders import TUNED
 Row = dict[str, Any]
 WEIGHT = {"splitk": 1.0, "long": 0.7, "llm": 1.6}  # of the time, where several sets share a run
 PREPARE_SHARE = 0.5  # of a set's time: the peer may not compile for longer
-ATTEMPTS = 8  # a process that a contender killed is started again without that contender
-MODULE = "tests.bench.matmul_worker"
-
-
-@dataclass
-class Run:
-    """One set on its way. ``rows``: all found so far; ``keep`` gets each at once."""
-
-    job: dict[str, Any]
-    environment: dict[str, str]
-    stall: float
-    keep: Callable[[Row], None]
-    rows: list[Row] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    stopped: threading.Event = field(default_factory=threading.Event)
-
-    def add(self, row: Row) -> None:
-        with self.lock:
-            self.rows.append(row)
-            self.keep(row)
 
 
 def section(bench: Any) -> None:
@@ -105,110 +85,51 @@ def run_set(
     start = time.monotonic()
     cores = os.cpu_count() or 1
     at_once = bench.peers_at_once or max(1, min(5, cores // 3, len(names)))
-    threads = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, cores // at_once))}  # the same in both phases: it is in keys
-    job = {**bench.job, "cases": names, "done": [], "skip": [], "ready": [], "at_once": at_once,
-           "peers": bench.peers}  # fmt: skip
-    run = Run(job, {**environment, **threads}, 60 if bench.quick else 120, keep)
-    if not bench.peers:
-        time_cases(run, start + seconds)
-        return run.rows
-    with tempfile.TemporaryDirectory(prefix="reflib-claims-") as claims:
-        job["claims"] = claims
-        prepare(run, at_once, start + PREPARE_SHARE * seconds)
-    prepared = [r for r in run.rows if r["kind"] == "prepared"]
-    job["ready"] = [r["case"] for r in prepared if r.get("compile_s") is not None]
-    # a case whose peer was not reached is timed last, without it; one whose peer failed is timed, that is its result
-    reached = {r["case"] for r in prepared}
-    job["cases"] = [n for n in names if n in reached] + [n for n in names if n not in reached]
-    print(f"prepared {len(reached)} of {len(names)} cases with {at_once} processes, "
-          f"{time.monotonic() - start:.0f} s", flush=True)  # fmt: skip
-    children.end_all()
-    time_cases(run, start + seconds)
-    return run.rows
+    threads = max(1, cores // at_once)  # the same in both phases: it is in the caches' keys
+    environment = {**environment, "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
+    job = {**bench.job, "cases": names, "done": [], "skip": [], "ready": [], "peers": bench.peers}
+    stall = 60 if bench.quick else 120
+    rows: list[Row] = []
+    if bench.peers:
+        rows = prepare(job, at_once, environment, start + PREPARE_SHARE * seconds, stall, keep)
+        job["ready"] = [r["case"] for r in rows if r.get("compile_s") is not None]
+        # a case whose peer was not reached is timed last, without it; that a peer failed is its result
+        reached = {r["case"] for r in rows}
+        job["cases"] = sorted(names, key=lambda n: n not in reached)
+        print(f"prepared {len(reached)} of {len(names)} cases with {at_once} processes, "
+              f"{time.monotonic() - start:.0f} s", flush=True)  # fmt: skip
+        children.end_all()
+    left = start + seconds - time.monotonic()
+    job["until"] = time.time() + max(0.0, left)  # it stops by itself, between cases
+    return rows + children.section("matmul_worker.timed", job, left + 20, environment, TUNED, keep, stall)
 
 
-def prepare(run: Run, at_once: int, deadline: float) -> None:
-    def one() -> None:
-        for _ in range(ATTEMPTS):
-            problem, last, timed_out = watch("prepare", run, deadline)
-            if not problem or timed_out:
+def prepare(
+    job: Row, at_once: int, environment: dict[str, str], deadline: float, stall: float, keep: Callable[[Row], None]
+) -> list[Row]:
+    """The rows of ``at_once`` processes that share the cases. What kills one is a row, and another takes its place."""
+    rows: list[Row] = []
+    lock, stopped = threading.Lock(), threading.Event()
+
+    def add(row: Row) -> None:
+        with lock:
+            rows.append(row)
+            keep(row)
+
+    def one_after_another(job: Row) -> None:
+        for _ in range(children.ATTEMPTS):
+            ended = children.follow("matmul_worker.prepare", job, environment, deadline, add, stall, stopped)
+            if ended.late or not ended.problem:
                 return
-            if last:  # the claim stays: nobody tries this case again
-                run.add({"kind": "prepared", **last, "compile_s": None, "note": problem})
+            if ended.at:  # the claim stays: nobody tries this case again
+                add({**ended.at, "kind": "prepared", "compile_s": None, "note": ended.problem})
 
-    threads = [threading.Thread(target=one) for _ in range(at_once)]
-    for t in threads:
-        t.start()
-    try:
-        for t in threads:
-            t.join()
-    finally:  # also when this process is told to end
-        run.stopped.set()
-        for t in threads:
-            t.join()
-        run.stopped.clear()
-
-
-def time_cases(run: Run, deadline: float) -> None:
-    for _ in range(ATTEMPTS):
-        run.job["until"] = time.time() + max(0.0, deadline - time.monotonic())
-        problem, last, timed_out = watch("time", run, deadline + 20)  # it stops by itself, between cases
-        if not problem or timed_out:
-            return
-        run.job["done"] = [r["case"] for r in run.rows if r["kind"] == "done"]
-        if not last:
-            run.add({"kind": "row", "case": "-", "set": "-", "who": TUNED, "us": None, "note": problem})
-            return
-        run.add({"kind": "row", "us": None, "note": problem, **last, "who": _blamed(last["who"])})
-        if last["who"] == "timing":
-            run.job["done"].append(last["case"])
-        else:
-            run.job["skip"].append([last["case"], last["who"]])
-
-
-def _blamed(who: str) -> str:
-    return TUNED if who == "timing" else who  # nobody can tell; a promise counts what is wrong with ours
-
-
-def watch(what: str, run: Run, deadline: float) -> tuple[str, Row | None, bool]:
-    """One child until it ends, stalls or is out of time: (problem or "", what it was at, whether time was out)."""
-    with tempfile.TemporaryDirectory(prefix="reflib-job-") as folder:
-        job, results, errors = (Path(folder, n) for n in ("job.json", "rows.jsonl", "stderr"))
-        job.write_text(json.dumps(run.job))
-        words = [what, str(job), str(results)]
-        with errors.open("wb") as err, children.started(MODULE, words, run.environment, err) as child:
-            tail, last, heard = Tail(results), None, time.monotonic()
-            while True:
-                code, now = child.poll(), time.monotonic()
-                for row in tail.read():
-                    heard = now
-                    if row["kind"] == "trying":
-                        last = {"case": row["case"], "who": row["who"], "set": row["case"].split()[0]}
-                    else:
-                        run.add(row)
-                if code is not None:
-                    return (children.why(code, errors.read_text(errors="replace")) if code else ""), last, False
-                if now > deadline or run.stopped.is_set():
-                    return "out of time", last, True
-                if now - heard > run.stall:
-                    return f"hung: nothing for {run.stall:.0f} s", last, False
-                time.sleep(0.1)
-
-
-class Tail:
-    """The lines that a file has got since the last look."""
-
-    def __init__(self, path: Path):
-        self.path, self.place = path, 0
-
-    def read(self) -> list[Row]:
-        if not self.path.exists():
-            return []
-        with self.path.open("rb") as file:
-            file.seek(self.place)
-            whole, newline, _ = file.read().rpartition(b"\n")
-        self.place += len(whole) + len(newline)
-        return [json.loads(line) for line in whole.splitlines()]
+    with tempfile.TemporaryDirectory(prefix="reflib-claims-") as claims, ThreadPoolExecutor(at_once) as pool:
+        try:
+            list(pool.map(one_after_another, [{**job, "claims": claims}] * at_once))
+        finally:  # also when this process is told to end
+            stopped.set()
+    return rows
 
 
 def main(words: list[str]) -> None:

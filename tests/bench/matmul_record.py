@@ -72,7 +72,7 @@ def contenders_of(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
     """{case: {who: its row}}, with what the peer chose, or why it could not, from when it was compiled."""
     found: dict[str, dict[str, Row]] = {}
     for row in rows:
-        if row["kind"] == "row" and row["set"] in matmul_cases.SETS:
+        if row["kind"] == "row" and row.get("set") in matmul_cases.SETS:
             found.setdefault(row["case"], {})[row["who"]] = row
     for row in rows:
         if row["kind"] == "prepared" and row["case"] in found:

@@ -1,9 +1,9 @@
-"""The matmul sets in child processes: ``python -m tests.bench.matmul_worker prepare|time JOB.json RESULTS.jsonl``.
+"""The matmul sets in child processes (see child.py).
 
 prepare  TorchInductor compiles and tunes, several such processes at once: each takes the next case that nobody has
          taken yet. What it finds is in its caches on disk. Whoever measures on the GPU holds one lock meanwhile:
          a neighbour's kernels would otherwise be in the numbers by which it chooses.
-time     nothing else runs, and a reference kernel tells whether that is so. TorchInductor's code comes out of its
+timed    nothing else runs, and a reference kernel tells whether that is so. TorchInductor's code comes out of its
          caches, reflib tunes, every contender is checked against float64, and all of a case are timed in turn:
          CUDA-graph replay, inputs warm in L2.
 """
@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import gc
-import json
-import math
-import sys
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,26 +28,12 @@ from reflib.lab.timing import Samples, synchronize
 from . import contenders, matmul_cases, quiet
 from .contenders import EAGER, PEER_MAX, TUNED, US
 from .matmul_cases import MatmulCase
-from .worker import Journal, _distance, brief
-
-PEER_FLOOR, OUR_FLOOR = 32, 0.5  # times eps: so strict a definition of wrong is for us
+from .worker import Row, brief, device_of, distance, poison, start_afresh, wrong
 
 
-def main(what: str, job: dict[str, Any], results: Path) -> None:
-    device = torch.device("cuda", 0) if job["device"] == "cuda" else torch.device("cpu")
-    if device.type == "cpu":
-        torch.set_num_threads(job["threads"])
+def wanted(job: Row) -> list[MatmulCase]:
     every = {c.name: c for found in matmul_cases.cases(job["device"]).values() for c in found}
-    wanted = [every[name] for name in job["cases"] if name not in job["done"]]
-    with torch.no_grad():
-        {"prepare": prepare, "time": time_all}[what](wanted, job, device, Journal(results))
-
-
-def start_afresh(device: torch.device) -> None:
-    torch._dynamo.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    return [every[name] for name in job["cases"] if name not in job["done"]]
 
 
 def still_alive(device: torch.device) -> None:
@@ -61,23 +44,26 @@ def still_alive(device: torch.device) -> None:
 
 
 # --- prepare: the peer's compiling and tuning ------------------------------------------------
-def prepare(wanted: list[MatmulCase], job: dict[str, Any], device: torch.device, out: Journal) -> None:
-    lock_measuring(Path(job["claims"], "measuring.lock"))
+@torch.no_grad()
+def prepare(job: Row) -> Iterator[Row]:
+    device, claims = device_of(job), Path(job["claims"])
+    lock_measuring(claims / "measuring.lock")
     picks = listen_to_choices()
-    for case in wanted:
-        if not claim(Path(job["claims"]), case):
+    for case in wanted(job):
+        if not claim(claims, case):
             continue
         start_afresh(device)
         picks.clear()
-        out.write("trying", case=case.name, who=PEER_MAX)
-        fields = {**case.facts, "who": PEER_MAX}
+        about = {**case.facts, "who": PEER_MAX}
+        yield {"kind": "trying", **about}
         try:
             args = case.arguments(device)
             seconds, _ = first_call(contenders.compiled(PEER_MAX, own_copy(case.fn)), args, device)
-            out.write("prepared", compile_s=seconds, choice=picks[-1] if picks else None, **fields)
+            about |= {"compile_s": seconds, "choice": picks[-1] if picks else None}
         except Exception as error:
             still_alive(device)
-            out.write("prepared", compile_s=None, note=brief(error), **fields)
+            about |= {"compile_s": None, "note": brief(error)}
+        yield {"kind": "prepared", **about}
 
 
 def claim(folder: Path, case: MatmulCase) -> bool:
@@ -145,68 +131,62 @@ def listen_to_choices() -> list[str]:
 
 
 # --- time: all contenders of a case, in turn -------------------------------------------------
-def time_all(wanted: list[MatmulCase], job: dict[str, Any], device: torch.device, out: Journal) -> None:
-    skip = {tuple(s) for s in job["skip"]}
+@torch.no_grad()
+def timed(job: Row) -> Iterator[Row]:
+    device = device_of(job)
     reference = quiet.Reference(device)
-    for case in wanted:
+    for case in wanted(job):
         if time.time() > job["until"]:
             break
         start_afresh(device)
         reference.settle()  # ours is about to tune
-        time_case(case, job, reference, out, skip)
-        out.write("done", case=case.name)
+        yield from time_case(case, job, reference)
+        yield {"kind": "done", "case": case.name}
 
 
-def people(case: MatmulCase, job: dict[str, Any]) -> list[str]:
+def people(case: MatmulCase, job: Row) -> list[str]:
     """Who is timed; a peer only where it was compiled before."""
     if not job["peers"]:
         return [EAGER, TUNED]
     return [EAGER, *([PEER_MAX] if case.name in job["ready"] else []), US, TUNED]
 
 
-def time_case(
-    case: MatmulCase, job: dict[str, Any], reference: quiet.Reference, out: Journal, skip: set[tuple]
-) -> None:
+def time_case(case: MatmulCase, job: Row, reference: quiet.Reference) -> Iterator[Row]:
     device = reference.device
     args = case.arguments(device)
     exact = case.fn(*[a.double() for a in args])
-    eager_error = _distance(case.fn(*args), exact)
+    eager_error = distance(case.fn(*args), exact)
     fns: dict[str, Callable[[], Any]] = {}
-    about: dict[str, dict[str, Any]] = {}
+    about: dict[str, Row] = {}
     for who in people(case, job):
-        if (case.name, who) in skip:
+        if [case.name, who] in job["skip"]:
             continue
-        out.write("trying", case=case.name, who=who)
+        yield {"kind": "trying", **case.facts, "who": who}
+        about[who] = {**case.facts, "who": who}
         try:
             fn, found = compiled(who, case)
-            torch.full_like(exact, math.nan, dtype=case.dtype)  # freed: memory that nobody writes holds NaN
+            poison([exact], case.dtype)
             seconds, got = first_call(fn, args, device)
-            about[who] = {"compile_s": seconds, **found()}
-            floor = OUR_FLOOR if who in (US, TUNED) else PEER_FLOOR
-            problem = wrong(got, exact, case.dtype, eager_error, floor)
+            about[who] |= {"compile_s": seconds, **found()}
+            problem = wrong(got, exact, case.dtype, eager_error, who in (US, TUNED))
             del got
         except Exception as error:
             still_alive(device)
             problem = brief(error)
         if problem:
-            out.write("row", **case.facts, who=who, us=None, note=problem, **about.get(who, {}))
+            yield {**about[who], "us": None, "note": problem}
         else:
-            fns[who] = _bind(fn, args)
+            fns[who] = functools.partial(fn, *args)
     del exact
-    out.write("trying", case=case.name, who="timing")
-    timed, shared = quiet.time_quietly(fns, reference, job["rounds"], job["seconds"])
-    for who, s in timed.items():
-        fields = {**case.facts, "who": who, **shared, **about[who]}
+    yield {"kind": "trying", **case.facts, "who": "timing"}
+    found_times, shared = quiet.time_quietly(fns, reference, job["rounds"], job["seconds"])
+    for who, s in found_times.items():
+        row = {**about[who], **shared}
         if isinstance(s, Samples):
-            us, spread, worst = s.median * 1e6, s.spread / s.median, max(s.seconds) / s.median
-            out.write("row", us=us, spread=spread, worst=worst, clock=s.clock, note=s.note,
-                      rounds=len(s.seconds), **fields)  # fmt: skip
+            row |= {"us": s.median * 1e6, "spread": s.spread / s.median, "worst": max(s.seconds) / s.median}
+            yield {**row, "clock": s.clock, "note": s.note, "rounds": len(s.seconds)}
         else:
-            out.write("row", us=None, note=s.note or s.status, **fields)
-
-
-def _bind(fn: Callable[..., Any], args: list[Tensor]) -> Callable[[], Any]:
-    return lambda: fn(*args)
+            yield {**row, "us": None, "note": s.note or s.status}
 
 
 def compiled(who: str, case: MatmulCase) -> tuple[Callable[..., Tensor], Callable[[], dict[str, Any]]]:
@@ -239,19 +219,3 @@ def decisions(stages: list[Any]) -> dict[str, Any]:
 
 
 _TOLD = ("name", "status", "time_us", "warm_us", "cold_us", "spread", "error", "why")
-
-
-def wrong(got: Tensor, exact: Tensor, dtype: torch.dtype, allowed: tuple[float, float], floor: float) -> str:
-    """ "" if the result is right: no further from float64 than twice eager's own distance and a little."""
-    if got.dtype != dtype or got.shape != exact.shape or got.stride() != exact.stride():
-        return f"wrong: {got.dtype} {tuple(got.shape)} strides {got.stride()}"
-    found, least = _distance(got, exact), floor * torch.finfo(got.dtype).eps
-    if all(math.isfinite(f) and f <= 2 * a + least for f, a in zip(found, allowed, strict=True)):
-        return ""
-    shown = ["{:.2g} worst {:.2g}".format(*pair) for pair in (found, allowed)]
-    return f"wrong: error {shown[0]}; eager {shown[1]}"
-
-
-if __name__ == "__main__":
-    what, job_file, results = sys.argv[1:]
-    main(what, json.loads(Path(job_file).read_text()), Path(results))

@@ -11,14 +11,16 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import cases, children, report
-from .report import Promise
+from reflib.timing import synchronize
+
+from . import cases, children
+from .report import Promise, errors, ratio, shown, table
 
 if TYPE_CHECKING:
     from .__main__ import Bench
@@ -31,43 +33,36 @@ def section(bench: Bench) -> None:
     found: dict[str, Any] = {}
     for who in (US, US_CPU, PEER_CPU):
         with children.fresh_caches() as caches:
+            caches["CUDA_VISIBLE_DEVICES"] = ""  # as on a machine without a GPU
             for temperature in ("cold", "warm") if who != PEER_CPU else ("cold",):
-                job = {"what": "package_build", "who": who, **bench.job}
-                hidden = {"CUDA_VISIBLE_DEVICES": ""}  # as on a machine without a GPU
-                found[f"{who}, {temperature}"] = children.one_job(
-                    job, min(bench.left, 300), {**bench.environment, **caches, **hidden}
-                )
+                found[f"{who}, {temperature}"] = bench.one("package.build", 300, caches, who=who)
         print(f"{who}: {found}", flush=True)
     with children.fresh_caches() as caches:
-        calls = children.one_job(
-            {"what": "package_calls", **bench.job}, min(bench.left, 200), {**bench.environment, **caches}
-        )
-    rows = [[who, *(f"{f[k]:.2f}" if f.get(k) else "-" for k in ("seconds", "ratio"))] for who, f in found.items()]
-    text = report.table(["a transformer block", "seconds", "file, without weights, over the machine code"], rows)
-    lines = [text, *(f"  {w}: {f['error']}" for w, f in {**found, "calls": calls}.items() if "error" in f)]
+        calls = bench.one("package.calls", 200, caches)
+    rows = [[who, *shown(f, "seconds", "ratio")] for who, f in found.items()]
+    text = table(["a transformer block", "seconds", "file, without weights, over the machine code"], rows)
+    lines = [text, *errors({**found, "calls": calls})]
     lines += [f"  {k}: {v:.3f}" for k, v in calls.items() if isinstance(v, float)]
-    bench.keep("package", {"builds": found, "calls": calls}, promises(bench, found, calls), "\n".join(lines))
+    bench.keep("package", {"builds": found, "calls": calls}, promises(found, calls), "\n".join(lines))
 
 
-def promises(bench: Bench, found: dict[str, Any], calls: dict[str, Any]) -> list[Promise]:
-    def of(who: str, what: str = "seconds") -> float | None:
-        return found.get(who, {}).get(what)
-
-    ours, theirs = of(f"{US_CPU}, cold"), of(f"{PEER_CPU}, cold")
-    ratio = calls["package"] / calls["exported"] if calls.get("package") and calls.get("exported") else None
+def promises(found: dict[str, Any], calls: dict[str, Any]) -> list[Promise]:
+    cold, warm = found[f"{US}, cold"], found[f"{US}, warm"]
+    build = ratio(found[f"{US_CPU}, cold"].get("seconds"), found[f"{PEER_CPU}, cold"].get("seconds"))
     return [
-        Promise("six architectures and PTX, cold, s", of(f"{US}, cold"), "<=", 60),
-        Promise("the same, warm, s", of(f"{US}, warm"), "<=", 3),
-        Promise("for a CPU, cold, over Inductor's AOT", ours / theirs if ours and theirs else None, "<=", 0.5),
-        Promise("the file, without weights, over the machine code", of(f"{US}, warm", "ratio"), "<=", 1.3),
+        Promise("six architectures and PTX, cold, s", cold.get("seconds"), "<=", 60),
+        Promise("the same, warm, s", warm.get("seconds"), "<=", 3),
+        Promise("for a CPU, cold, over Inductor's AOT", build, "<=", 0.5),
+        Promise("the file, without weights, over the machine code", warm.get("ratio"), "<=", 1.3),
         Promise("loading, weights aside, ms", calls.get("load, ms"), "<=", 50),
         Promise("a first call over a later one, ms", calls.get("first call, ms"), "<=", 20),
-        Promise("a call over that of the C++ wrapper without Dynamo", ratio, "<=", 1.05),
-    ]
+        Promise("a call over that of the C++ wrapper without Dynamo",
+                ratio(calls.get("package"), calls.get("exported")), "<=", 1.05),
+    ]  # fmt: skip
 
 
 # -- in the child --------------------------------------------------------------------------------------
-def build(job: dict[str, Any]) -> dict[str, Any]:
+def build(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     import reflib
     from reflib.package import archive, manifest
 
@@ -82,7 +77,8 @@ def build(job: dict[str, Any]) -> dict[str, Any]:
             _theirs(other, torch.randn(2, 3), Path(folder, "other.pt2"))
             start = time.perf_counter()
             _theirs(net, x, Path(folder, "model.pt2"))
-            return {"seconds": time.perf_counter() - start}
+            yield {"seconds": time.perf_counter() - start}
+            return
         archs = SIX if job["who"] == US else ["cpu"]
         reflib.aot_compile(other, (torch.randn(2, 3),), path, archs)
         start = time.perf_counter()
@@ -90,10 +86,10 @@ def build(job: dict[str, Any]) -> dict[str, Any]:
         seconds = time.perf_counter() - start
         file = archive.open(path)
         m = manifest.read(file.manifest)
-        code = sum(k.bytes for a in m.arms if a.arch != "ptx" for k in a.kernels)
+        code = sum(k.bytes for a in m.variants if a.arch != "ptx" for k in a.kernels)
         weights = sum(e.size for e in m.entries if e.name.startswith("weights"))
         size = os.path.getsize(path) - weights
-        return {"seconds": seconds, "ratio": size / code if code else None, "bytes": size, "machine code": code}
+        yield {"seconds": seconds, "ratio": size / code if code else None, "bytes": size, "machine code": code}
 
 
 def _theirs(net: Any, x: torch.Tensor, path: Path) -> None:
@@ -103,7 +99,7 @@ def _theirs(net: Any, x: torch.Tensor, path: Path) -> None:
         aoti_compile_and_package(torch.export.export(net, (x,)), package_path=str(path))
 
 
-def calls(job: dict[str, Any]) -> dict[str, Any]:
+def calls(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Of a loaded package, and of the same program compiled here. Milliseconds to load and to call first; µs a call."""
     import reflib
 
@@ -123,7 +119,7 @@ def calls(job: dict[str, Any]) -> dict[str, Any]:
         first = reflib.load(small)
         first(*args)
         net(x)
-        _synchronize(device)
+        synchronize(device)
         loads = [_milliseconds(lambda: reflib.load(block, verify="code"), device) for _ in range(7)]
         f = reflib.load(block)
         early = _milliseconds(lambda: f(x), device)
@@ -134,16 +130,11 @@ def calls(job: dict[str, Any]) -> dict[str, Any]:
             for name, g in (("package", first), ("exported", here)):
                 us[name].append(_milliseconds(lambda g=g: [g(*args) for _ in range(200)], device) * 1e3 / 200)
     medians = {k: statistics.median(v) for k, v in us.items()}
-    return {"load, ms": statistics.median(loads), "first call, ms": early - later, "a later call, ms": later, **medians}
+    yield {"load, ms": statistics.median(loads), "first call, ms": early - later, "a later call, ms": later, **medians}
 
 
 def _milliseconds(f: Callable[[], Any], device: torch.device) -> float:
     start = time.perf_counter()
     f()
-    _synchronize(device)
+    synchronize(device)
     return (time.perf_counter() - start) * 1e3
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()

@@ -1,19 +1,12 @@
-"""One section in a child process: ``python -m tests.bench.worker SECTION JOB.json RESULTS.jsonl``.
-
-Every row is written at once, and so is the name of whatever is about to run: when the process dies, its
-parent knows what killed it, and starts again without that.
-"""
+"""Kernels and memory: check each contender, then time them in turn. (In a child process: see child.py.)"""
 
 from __future__ import annotations
 
 import gc
 import itertools
-import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,23 +15,13 @@ import torch._functorch.config
 from reflib.lab.machine import describe
 from reflib.lab.measuring import time_cases
 from reflib.lab.rivals import own_copy
-from reflib.lab.timing import Samples, synchronize
+from reflib.lab.timing import Samples
 
 from . import cases, contenders
 
 ROTATED_BYTES = 6 * 2**30  # at most this much in all input sets of a case
 MOST_SETS = 64
-
-
-class Journal:
-    """Rows and notices, one JSON text a line, on disk as soon as they are known."""
-
-    def __init__(self, path: Path):
-        self.file = path.open("a", encoding="utf-8")
-
-    def write(self, kind: str, **fields: Any) -> None:
-        self.file.write(json.dumps({"kind": kind, **fields}) + "\n")
-        self.file.flush()
+Row = dict[str, Any]
 
 
 def brief(error: Exception) -> str:
@@ -48,80 +31,66 @@ def brief(error: Exception) -> str:
     return f"{type(inner).__name__}: {first[:200]}"
 
 
-def main(section: str, job: dict[str, Any], results: Path) -> None:
-    device = torch.device("cuda", 0) if job["device"] == "cuda" else torch.device("cpu")
-    if device.type == "cpu":
-        torch.set_num_threads(job["threads"])
-    # A backward is timed over and over on one forward, which AOTAutograd's donation of buffers forbids.
-    torch._functorch.config.donated_buffer = section == "memory"
-    SECTIONS[section](job, device, Journal(results))
+def device_of(job: Row) -> torch.device:
+    """The job's device, with its threads set."""
+    if job["device"] == "cuda":
+        return torch.device("cuda", 0)
+    torch.set_num_threads(job["threads"])
+    return torch.device("cpu")
+
+
+def start_afresh(device: torch.device) -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 # --- kernels: check, then time ---------------------------------------------------------------
-def kernels(job: dict[str, Any], device: torch.device, out: Journal) -> None:
-    few = job["quick"] and not job["match"]
+def kernels(job: Row) -> Iterator[Row]:
+    # A backward is timed over and over on one forward, which AOTAutograd's donation of buffers forbids.
+    torch._functorch.config.donated_buffer = False
+    device, few = device_of(job), job["quick"] and not job["match"]
     every = cases.gpu_cases(few) if device.type == "cuda" else cases.cpu_cases(few)
-    skip = {tuple(s) for s in job["skip"]}
     start = time.monotonic()
     for case in every:
         if time.monotonic() - start > job["stop_after"]:
-            out.write("row", case=case.name, group=case.group, who=contenders.US, us=None, note="no time left")
-            continue
-        if case.name in job["done"] or not any(word in case.name for word in job["match"] or [""]):
-            continue
-        torch._dynamo.reset()
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        _one_case(case, job, device, out, skip)
-        out.write("done", case=case.name)
+            yield {"case": case.name, "group": case.group, "who": contenders.US, "us": None, "note": "no time left"}
+        elif case.name not in job["done"] and any(word in case.name for word in job["match"] or [""]):
+            start_afresh(device)
+            yield from _one_case(case, job, device)
+            yield {"kind": "done", "case": case.name}
 
 
-def _one_case(case: cases.Case, job: dict, device: torch.device, out: Journal, skip: set[tuple]) -> None:
+def _one_case(case: cases.Case, job: Row, device: torch.device) -> Iterator[Row]:
     sets = _input_sets(case, device)
     reference, eager_error = _reference(case, sets[0])
-    fns = {}
+    fns: dict[str, Callable[[], Any]] = {}
+    about = {"case": case.name, "group": case.group}
     searching = case.group in ("reduction", "backward")
     for who in contenders.names(job["device"], job["quick"], searching):
-        if (case.name, who) in skip:
+        if [case.name, who] in job["skip"]:
             continue
-        out.write("trying", case=case.name, who=who)
+        yield {"kind": "trying", **about, "who": who}
         try:
             fn, problem = _checked(who, case, sets, reference, eager_error)
         except Exception as error:
             fn, problem = None, brief(error)
         if fn is None:
-            out.write("row", case=case.name, group=case.group, who=who, us=None, note=problem)
+            yield {**about, "who": who, "us": None, "note": problem}
         else:
             fns[who] = fn
     del reference
     if device.type == "cuda" and not case.backward:
         fns["copy"] = _copy(case.moved, device)
-    out.write("trying", case=case.name, who="timing")
-    clock = processor_clock if job["busy"] else "auto"
-    timed = time_cases(fns, clock, "warm", job["rounds"], job["seconds"], device)
-    for who, samples in timed.items():
-        fields = {"case": case.name, "group": case.group, "who": who, "main_bytes": case.main_bytes}
-        if isinstance(samples, Samples):
-            gbps = case.moved / samples.median / 1e9
-            us, spread = samples.median * 1e6, samples.spread * 1e6
-            fields["best"] = min(samples.seconds) * 1e6
-            out.write("row", us=us, spread=spread, gbps=gbps, clock=samples.clock, note=samples.note, **fields)
+    yield {"kind": "trying", **about, "who": "timing"}
+    for who, s in time_cases(fns, "auto", "warm", job["rounds"], job["seconds"], device).items():
+        row = {**about, "who": who, "main_bytes": case.main_bytes}
+        if isinstance(s, Samples):
+            row |= {"us": s.median * 1e6, "spread": s.spread * 1e6, "best": min(s.seconds) * 1e6, "clock": s.clock}
+            yield {**row, "gbps": case.moved / s.median / 1e9, "note": s.note}
         else:
-            out.write("row", us=None, note=samples.note or samples.status, **fields)
-
-
-def processor_clock(fn: Callable[[], Any], device: torch.device) -> Callable[[], float]:
-    """Seconds of processor time a call: another process on the same core does not count."""
-    fn()
-
-    def sample() -> float:
-        start = time.process_time()
-        for _ in range(3):
-            fn()
-        return (time.process_time() - start) / 3
-
-    return sample
+            yield {**row, "us": None, "note": s.note or s.status}
 
 
 def _input_sets(case: cases.Case, device: torch.device) -> list[list[torch.Tensor]]:
@@ -157,14 +126,32 @@ def _reference(case: cases.Case, args: list[torch.Tensor]) -> tuple[list[torch.T
     else:
         exact = _run(case, case.fn, exact_args)
     got = _run(case, case.fn, args)
-    return exact, [_distance(g, e) for g, e in zip(got, exact, strict=True)]
+    return exact, [distance(g, e) for g, e in zip(got, exact, strict=True)]
 
 
-def _distance(got: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
+def distance(got: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
     """Relative in the norm, and of the worst element relative to the largest."""
     off = got.double().sub_(exact)
     far = off.abs().max().item() / max(exact.abs().max().item(), 1e-30)
     return (off.norm() / exact.norm().clamp(min=1e-30)).item(), far
+
+
+def wrong(got: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype, allowed: tuple[float, float], ours: bool) -> str:
+    """"" if the result is right: no further from float64 than twice eager's own distance and a little. So strict a
+    definition of wrong is for us; a peer's sum in another order is not what this is about."""
+    if got.dtype != dtype or got.shape != exact.shape or got.stride() != exact.stride():
+        return f"wrong: {got.dtype} {tuple(got.shape)} strides {got.stride()}"
+    found, floor = distance(got, exact), torch.finfo(dtype).eps * (0.5 if ours else 32)
+    if all(f <= 2 * a + floor for f, a in zip(found, allowed, strict=True)):  # NaN never passes
+        return ""
+    shown = ["{:.2g} worst {:.2g}".format(*pair) for pair in (found, allowed)]
+    return f"wrong: error {shown[0]}; eager {shown[1]}"
+
+
+def poison(shapes: list[torch.Tensor], dtype: torch.dtype) -> None:
+    """The next allocation of such a size finds NaN, not an earlier contender's right answer."""
+    for t in shapes:
+        torch.full_like(t, math.nan, dtype=dtype)
 
 
 def _checked(
@@ -172,18 +159,11 @@ def _checked(
 ) -> tuple[Callable[[], Any] | None, str]:
     """A function of no arguments to time, or None and what is wrong with the result."""
     fn = contenders.compiled(who, own_copy(case.fn))
-    poison = [torch.full_like(e, math.nan, dtype=case.dtype) for e in exact]
-    del poison  # the next allocation of that size finds NaN, not an earlier contender's right answer
+    poison(exact, case.dtype)
     got = _run(case, fn, sets[0])
-    # So strict a definition of wrong is for us; a peer's sum in another order is not what this is about.
-    floor = torch.finfo(case.dtype).eps * (0.5 if who == contenders.US else 32)
     for g, e, allowed in zip(got, exact, eager, strict=True):
-        if g.dtype != case.dtype or g.shape != e.shape or g.stride() != e.stride():
-            return None, f"wrong: {g.dtype} {tuple(g.shape)} strides {g.stride()}"
-        found = _distance(g, e)
-        if not all(f <= 2 * a + floor for f, a in zip(found, allowed, strict=True)):  # NaN never passes
-            shown = ["{:.2g} worst {:.2g}".format(*pair) for pair in (found, allowed)]
-            return None, f"wrong: error {shown[0]}; eager {shown[1]}"
+        if problem := wrong(g, e, case.dtype, allowed, who == contenders.US):
+            return None, problem
     del got
     if case.backward:
         return _backward(fn, sets), ""
@@ -228,39 +208,35 @@ def _copy(moved: int, device: torch.device) -> Callable[[], Any]:
     return lambda: target.copy_(next(turns))
 
 
-def ceiling(job: dict[str, Any], device: torch.device, out: Journal) -> None:
+def ceiling(job: Row) -> Iterator[Row]:
     """A large copy: the bandwidth that the promises are measured against."""
+    device = device_of(job)
     half = 2**28 if device.type == "cuda" else 128 * 2**20
     source = torch.empty(half // 4, device=device).normal_()
     target = torch.empty_like(source)
     # In a CUDA graph a large copy_ can become a node for the copy engine, slower than a kernel: so both are tried.
     ways = {"copy": lambda: target.copy_(source), "kernel": lambda: torch.neg(source, out=target)}
     tried = [s for s in time_cases(ways, "auto", "warm", 20, 1.0, device).values() if isinstance(s, Samples)]
-    found = min(tried, key=lambda s: s.median)
-    out.write(
-        "row",
-        who="copy",
-        gbps=2 * half / found.median / 1e9,
-        us=found.median * 1e6,
-        spread=found.spread * 1e6,
-    )
+    yield {"gbps": 2 * half / min(s.median for s in tried) / 1e9}
 
 
 # --- memory ---------------------------------------------------------------------
-def memory(job: dict[str, Any], device: torch.device, out: Journal) -> None:
+def memory(job: Row) -> Iterator[Row]:
     """Peak bytes of a training step beyond what was there before it."""
+    device = device_of(job)
     for name in ("block", "blocks", "convolutions"):
         for who in contenders.names(job["device"], job["quick"], searching=False):
-            if (name, who) in {tuple(s) for s in job["skip"]}:
+            if name in job["done"] or [name, who] in job["skip"]:
                 continue
             torch._dynamo.reset()
-            out.write("trying", case=name, who=who)
+            yield {"kind": "trying", "case": name, "who": who}
             try:
                 net, x = cases.model(name, device)
                 peak = _peak(contenders.compiled(who, net), net, x, device)
-                out.write("row", case=name, who=who, mib=peak / 2**20)
+                yield {"case": name, "who": who, "mib": peak / 2**20}
             except Exception as error:
-                out.write("row", case=name, who=who, mib=None, note=brief(error))
+                yield {"case": name, "who": who, "mib": None, "note": brief(error)}
+        yield {"kind": "done", "case": name}
 
 
 def _peak(fn: Callable[..., Any], net: torch.nn.Module, x: torch.Tensor, device: torch.device) -> int:
@@ -283,12 +259,3 @@ def _peak(fn: Callable[..., Any], net: torch.nn.Module, x: torch.Tensor, device:
     events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
     events.sort(key=lambda e: e.start_ns())
     return max(itertools.accumulate(e.nbytes() for e in events), default=0)
-
-
-SECTIONS = {"kernels": kernels, "ceiling": ceiling, "memory": memory}
-
-
-if __name__ == "__main__":
-    section, job_file, results = sys.argv[1:]
-    main(section, json.loads(Path(job_file).read_text()), Path(results))
-    synchronize(torch.device("cpu"))

@@ -1,14 +1,12 @@
-"""One browser and one built book for all tests here."""
+"""One browser for all tests here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from reflib.lab import book
 from tests.browsing import CHROMIUM, DESKTOP, PHONE, Watched
 
 
@@ -21,12 +19,6 @@ def browser() -> Iterator[Any]:
         found = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         yield found
         found.close()
-
-
-@pytest.fixture(scope="session")
-def site(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the published book's pages, built from this checkout. Warnings are another test's matter."""
-    return book.build(root, tmp_path_factory.mktemp("site"), strict=False).parent
 
 
 @pytest.fixture

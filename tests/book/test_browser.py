@@ -27,13 +27,15 @@ LOUDNESS = """() => { let e = document.querySelector('main'), c;
 
 
 def test_every_page_loads_asks_for_nothing_and_is_for_everyone(site: Path, watched: Watched) -> None:
-    """No console error, no request outside, nothing that axe calls serious."""
+    """No console error, no request outside, formulas set, figures drawn, nothing that axe calls serious."""
     pages = html_pages(site)
     assert len(pages) > 10
     found = {}
     for file in pages:
         page = watched.open(file)
         drawn(page)
+        if "tex-svg.js" in file.read_text():
+            page.wait_for_selector("mjx-container", state="attached")
         page.evaluate(PLAIN)
         if problems := watched.problems + violations(page, contrast=False):
             found[str(file.relative_to(site))] = problems
@@ -144,9 +146,9 @@ def test_axe_finds_contrast_enough(site: Path, watched: Watched, mode: str) -> N
     assert found == {}
 
 
-def test_axe_finds_nothing_serious_on_a_phone(site: Path, phone: Watched) -> None:
+def test_pages_fit_a_phone_and_axe_finds_nothing_serious_there(site: Path, phone: Watched) -> None:
     found = {}
-    for file in kinds(site):
+    for file in {*kinds(site), site / "book" / "architecture.html", site / "notebooks" / "fusion.html"}:
         page = phone.open(file)
         drawn(page)
         page.evaluate(PLAIN)

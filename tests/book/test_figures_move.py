@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import html
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 
 import reflib
 from reflib import lab
-from reflib.choose import Candidate, Decision
+from reflib.ir.decision import Candidate, Decision, Key
 from reflib.lab.ceilings import Roofline
 from reflib.lab.moving import Numbers
 from reflib.plan import Moment, Plan
@@ -25,6 +26,14 @@ from tests.browsing import PHONE, Watched, changes, drawn, idle_controls, pictur
 pytest.importorskip("axe_playwright_python")
 
 WORDS = ".reflib-told"
+STILL = {
+    "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
+    "description": "Two bars, the second taller </script>",
+    "usermeta": {"caption": "Two bars."},
+    "data": {"values": [{"name": "a", "value": 1}, {"name": "b", "value": 2}]},
+    "mark": "bar",
+    "encoding": {"x": {"field": "name", "type": "nominal"}, "y": {"field": "value", "type": "quantitative"}},
+}
 
 
 def figures() -> dict[str, dict[str, Any]]:
@@ -34,14 +43,14 @@ def figures() -> dict[str, dict[str, Any]]:
     times = lab.Rows(lab.Row("n", case, "time", value, "µs") for case, value in {"fast": 2.0, "slow": 7.0}.items())
     lanes = {"a": [lab.Segment("works", 0, 2), lab.Segment("rests", 2, 5, "rest")], "b": [lab.Segment("waits", 1, 4)]}
     moments = [Moment(i, f"k{i}", (("x", 10**6), ("y", i * 10**6))) for i in range(1, 4)]
-    arms = [SimpleNamespace(arch=a, made_for="sm_80") for a in ("cpu", "sm_80", "sm_90", "ptx")]
-    package = SimpleNamespace(manifest=SimpleNamespace(arms=arms), machine_code=lambda arm: 1000)
+    variants = [SimpleNamespace(arch=a, made_for="sm_80") for a in ("cpu", "sm_80", "sm_90", "ptx")]
+    package = SimpleNamespace(manifest=SimpleNamespace(variants=variants), machine_code=lambda variant: 1000)
     sizes = lab.Rows(lab.Row("s", c, "time", float(n), "µs", at={"n": n}) for c in ("p", "q") for n in (1, 4, 16))
     tried: list[Any] = []
     for k in (64, 4096):
         names = ("aten", "decompose_k(k_splits=2)", "x")[: 3 if k > 64 else 2]
-        found = tuple(Candidate(n, "ok", 2.0 + i, spread=0.1) for i, n in enumerate(names))
-        tried += lab.candidate_rows(Decision("op0", "aten", found, "because"), {"M": 32, "N": 32, "K": k})
+        found = tuple(Candidate(Key(n), "ok", 2.0 + i, spread=0.1) for i, n in enumerate(names))
+        tried += lab.candidate_rows(Decision("op0", (Key("aten"),), found, "because"), {"M": 32, "N": 32, "K": k})
 
     def program(x: torch.Tensor, w: torch.Tensor) -> Any:
         y = torch.relu(x)
@@ -60,7 +69,7 @@ def figures() -> dict[str, dict[str, Any]]:
         "ranges": lab.range_picture(sizes, [(1, 8, "p"), (9, 16, "q")], x="n", caption="c"),
         "explorer": lab.explore(lab.Rows(tried), caption="c"),
     }
-    return {name: figure.spec for name, figure in made.items()}
+    return {"still": STILL, **{name: figure.spec for name, figure in made.items()}}
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +105,23 @@ def page(page_file: Path, watched: Watched) -> Any:
 
 
 def test_every_control_works_by_keyboard(page: Any) -> None:
-    assert page.locator(".reflib-vega").count() == 9
+    assert page.locator(".reflib-vega").count() == 10
     assert idle_controls(page) == []
+
+
+def test_a_figure_has_words_for_it(page: Any) -> None:
+    figure = page.locator("#still .reflib-vega")
+    assert figure.locator("[aria-roledescription=bar]").count() == 2
+    assert figure.get_attribute("aria-label") == STILL["description"]
+    assert json.loads(figure.locator("script[type='application/json']").first.text_content()) == STILL
+
+
+def test_another_shape_has_its_own_candidates(page: Any) -> None:
+    figure = page.locator("#explorer .reflib-vega")
+    bars = figure.locator("[aria-roledescription=bar]")
+    before = bars.count()
+    assert changes(figure, lambda: figure.locator("select").first.select_option("32 x 32 x 4096"))
+    assert (before, bars.count()) == (2, 3)
 
 
 def test_a_slider_is_dragged_by_the_mouse(page: Any) -> None:
@@ -129,7 +153,7 @@ def test_what_changed_is_said_to_who_cannot_see_it(page: Any) -> None:
         page.keyboard.press(key)
         page.wait_for_function(f"() => document.querySelector('#{name} {WORDS}').textContent")
         said[name] = page.locator(f"#{name} {WORDS}").text_content()
-    assert said["roofline"].startswith("1000 columns: 1,000 MB moved. 2,000 FLOPs a byte, under the arithmetic")
+    assert said["roofline"].startswith("1000 columns: 1,000 MB moved. 2,000 FLOPs per byte, under the arithmetic")
     assert said["memory"] == "plan: k3, 4.00 MB in 2 buffers"
     assert ": " in said["fusion"] and "⇢" in said["fusion"]
     assert page.locator(WORDS).first.get_attribute("aria-live") == "polite"

@@ -19,7 +19,7 @@ from tests.composition.not_in_packages import NOT_IN_PACKAGES
 from tests.composition.table import CUDA_FEATURES, FEATURES, WRAPPERS
 
 __all__ = [
-    "CUDA_FEATURES", "FEATURES", "NOT_IN_PACKAGES", "SHORT_WAYS_CLOSED", "WRAPPERS", "choices", "features",
+    "CUDA_FEATURES", "FEATURES", "NOT_IN_PACKAGES", "FALLBACKS", "WRAPPERS", "choices", "features",
     "on_gpus", "run",
 ]  # fmt: skip
 
@@ -40,19 +40,19 @@ def run(name: str, device: str, wrapper: str, monkeypatch: pytest.MonkeyPatch, f
     assert bool(packaged.called) == (wrapper == "package"), "a row of this column calls what it packaged"
 
 
-# what a child begins with that has no Python.h (``ctypes``), or does not know how tensors lie in memory
-SHORT_WAYS_CLOSED = """
+# the start of a child without Python.h (``ctypes``), or which does not know how tensors lie in memory
+FALLBACKS = """
 import tempfile
 from pathlib import Path
 import pytest, torch
 from reflib.errors import ToolchainError
-from reflib.wrap import host
+from reflib.wrap import host, native
 
 def no():
     raise ToolchainError("no Python.h here")
 
 if {ctypes!r}:
-    host.build_extension_now = no
+    native.build_host = no
 else:
     host._layout_is_known = lambda module: False
 from tests.composition import run

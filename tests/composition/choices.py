@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 import reflib
-from reflib.background import of_compiled
-from reflib.ir.program import Dispatch, regions
+from reflib.ir.program import Variants, kernel_variants
 from reflib.lab import told_times
+from reflib.pipeline import tunings
 from tests.checking import check
 from tests.composition.table import OPS, Tensor, compiled, feature, is_in, preferring, product_op, same, split_k
 from tests.loading import load_file
@@ -25,7 +25,7 @@ def inline_fusion(device: str, wrapper: str) -> None:
             randn(16, 256, device=device), randn(256, 8, device=device), autotune="blocking",
         )  # fmt: skip
     assert not any("product" in str(x.target) for x in c.externs)
-    parts = [r.arms[-1].parts for r in regions(c.stages[0].chosen.nodes)]  # type: ignore[union-attr]
+    parts = [n.variants[-1].kernel.parts for n in kernel_variants(c.stages[0].scheduled.nodes)]  # type: ignore[union-attr]
     fused = [{o.op.split(".")[1] for p in ps for o in getattr(p, "origins", ())} for ps in parts]
     assert any({"sum", "relu", "add"} <= ops for ops in fused), fused
 
@@ -48,7 +48,7 @@ def decompose_k(device: str, wrapper: str) -> None:
             torch._dynamo.reset()
             c = same(fn, wrapper, a, b, autotune="blocking", dynamic=dynamic)
             assert any("decompose_k" in str(d.winner) for d in c.stages[0].decisions if hasattr(d, "winner"))
-            if dynamic:  # what does not divide takes the other arm
+            if dynamic:  # what does not divide takes the other variant
                 check(fn, c, randn(8, 1999, device=device), randn(1999, 8, device=device) / 32)
 
 
@@ -72,9 +72,10 @@ def input_ranges(device: str, wrapper: str) -> None:
         c = compiled(fn, wrapper, autotune="blocking", dynamic=True)
         for n in (100, 3, 16, 17, 5000):
             check(fn, c, a, randn(8, n, device=device))
-    # (where nothing says that the operands' depths agree, as in what torch.export captures, each arm has a way out)
-    arms = 4 if wrapper == "package" else 2
-    assert any(isinstance(n, Dispatch) and len(n.arms) == arms for s in c.stages for n in s.chosen.nodes)
+    # (where nothing says that the operands' depths agree, as in what torch.export captures, each has a fallback)
+    count = 4 if wrapper == "package" else 2
+    by_size = [n for s in c.stages for n in s.scheduled.nodes if isinstance(n, Variants) and not n.of_kernels]
+    assert any(len(n.variants) == count for n in by_size)
 
 
 @feature
@@ -112,7 +113,7 @@ def tuning_in_the_background(device: str, wrapper: str) -> None:
     )  # fmt: skip
     a, b = randn(8, 64, device=device), randn(64, 8, device=device) / 8
     check(fn, f, a, b)
-    (tuning,) = of_compiled[f]
+    (tuning,) = tunings[f]
     progress = reflib.wait_for_tuning(f, timeout=100)
     assert progress.finished and not progress.failed, progress
     check(fn, f, a, b, times=2)

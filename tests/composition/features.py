@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,17 +15,8 @@ from torch import nn
 import reflib
 from tests.checking import check
 from tests.composition.ops import SHIMS, calls_of_c, op_in_c
-from tests.composition.table import (
-    Tensor,
-    compiled,
-    compiled_program,
-    count,
-    feature,
-    is_in,
-    same,
-    texts,
-)
-from tests.models import profiled_peak
+from tests.composition.table import Tensor, compiled, compiled_program, count, feature, is_in, same, texts
+from tests.models import measured_peak, profiled_peak
 from tests.semantics import randn
 
 
@@ -170,6 +161,7 @@ def half_and_complex(device: str, wrapper: str) -> None:
     x = randn(6, 16, device=device)
     same(lambda x: ((x.bfloat16() * 3).float().exp().half() * 2).softmax(0), wrapper, x)
     same(lambda x: (torch.fft.rfft(x), torch.view_as_real(torch.fft.rfft(x)).sum(-1)), wrapper, x)
+    same(lambda z: (z, (z * z.conj()).real + 1, z.abs()), wrapper, torch.fft.rfft(x))
     same(lambda x: (x.int() + 1, x > 0, x.double(), (x * 9).to(torch.uint8)), wrapper, x.abs())
 
 
@@ -225,8 +217,10 @@ def random_numbers(device: str, wrapper: str) -> None:
 @feature
 def attention(device: str, wrapper: str) -> None:
     q, k, v = (randn(2, 3, 16, 8, device=device, grad=True) for _ in range(3))
-    same(lambda q, k, v: F.scaled_dot_product_attention(q * 2, k, v, is_causal=True).relu(), wrapper, q, k, v,
-         backward=True)  # fmt: skip
+    c = same(lambda q, k, v: F.scaled_dot_product_attention(q * 2, k, v, is_causal=True).relu(), wrapper, q, k, v,
+             backward=True)  # fmt: skip
+    calls = [str(e.target) for e in c.externs]
+    assert len(calls) == len(c.stages) and all("attention" in name for name in calls), "one call in each direction"
 
 
 # -- errors -----------------------------------------------------------------------------------------
@@ -296,15 +290,9 @@ def no_more_memory_than_eager(device: str, wrapper: str) -> None:
         return y.sum() * x.sum()  # something to differentiate, as what measures wants it
 
     x.requires_grad_()
-    peak = _cuda_peak if device == "cuda" else profiled_peak
+    peak = measured_peak if device == "cuda" else profiled_peak
     ours, theirs = (peak(lambda x, fn=fn: g(x, fn), (x,)) for fn in (c, f))
     assert ours <= theirs * 1.02 + 8192, f"{ours} bytes, eager {theirs}"
-
-
-def _cuda_peak(fn: Callable[..., Any], args: Any) -> int:
-    from tests.models import measured_peak
-
-    return measured_peak(fn, args)
 
 
 @feature
@@ -332,21 +320,13 @@ def threads(device: str, wrapper: str) -> None:
     c = compiled(f, wrapper)
     xs = [randn(16, 16, device=device) * i for i in range(1, 7)]
     c(xs[0])
-    bad: list[BaseException] = []
 
     def work(x: Tensor) -> None:
-        try:
-            for _ in range(20):
-                torch.testing.assert_close(c(x), f(x))
-        except BaseException as e:
-            bad.append(e)
+        for _ in range(20):
+            torch.testing.assert_close(c(x), f(x))
 
-    workers = [threading.Thread(target=work, args=(x,)) for x in xs]
-    for t in workers:
-        t.start()
-    for t in workers:
-        t.join()
-    assert not bad, bad[0]
+    with ThreadPoolExecutor(len(xs)) as pool:
+        list(pool.map(work, xs))
 
 
 # -- doors and modes --------------------------------------------------------------------------------
@@ -408,4 +388,4 @@ def graph_breaks(device: str, wrapper: str) -> None:
         torch._dynamo.graph_break()
         return y.cos() if y.sum() > 0 else y.sin()
 
-    same(f, wrapper, randn(5, device=device))
+    assert len(same(f, wrapper, randn(5, device=device)).stages) == 3

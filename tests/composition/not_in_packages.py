@@ -50,7 +50,7 @@ def no_graph_in_a_graph(device: str) -> None:
     def f(x: Tensor) -> Tensor:
         return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,)) + 1
 
-    with pytest.raises(PackageError, match=r"cannot be in a package: it calls cond .*torch\.where for torch\.cond"):
+    with pytest.raises(PackageError, match=r"cannot be packaged: it calls cond .*torch\.where for torch\.cond"):
         Packaged(f)(randn(5, device=device))
 
 

@@ -65,11 +65,18 @@ def split_k_words_under_capture(device: str, wrapper: str) -> None:
     a, b = wide(device)
     c(a, b)
     replayed(f, c, a, b, tolerance=1e-2)
+
+
+@cuda_feature
+def split_k_on_many_streams(device: str, wrapper: str) -> None:
+    """More programs than fit on the GPU, by far: none may wait for one that cannot start."""
+    c = compiled(lambda a, b: torch.relu(a @ b), wrapper)
+    a, b = wide(device, 64, 64, 32768)
     first = c(a, b)
-    streams = [torch.cuda.Stream() for _ in range(4)]
+    streams = [torch.cuda.Stream() for _ in range(16)]
     torch.cuda.synchronize()
     results = []
-    for _ in range(20):
+    for _ in range(100):
         for s in streams:
             with torch.cuda.stream(s):
                 results.append(c(a, b))
@@ -79,22 +86,31 @@ def split_k_words_under_capture(device: str, wrapper: str) -> None:
 
 @cuda_feature
 def early_launches(device: str, wrapper: str) -> None:
-    """Programmatic dependent launch: a kernel may not read what the one before has not written yet."""
+    """Launched early (programmatic dependent launch), a kernel must not read its input before the kernel before has
+    written it, nor may the next one write over what it still reads: the same with a wait after every step."""
     c = compiled(lambda a, b: torch.relu(a @ b), wrapper)
-    a, b = wide(device, 64, 64, 4096)
-    up = (b.t() * 11).contiguous()
-    want, x = [], a
-    for wait in (True, False, False, False):
-        x, got = a, []
-        for i in range(30):
-            y = c(x, b)
-            x = (y @ up[:64]).tanh() + a  # stays finite
-            got.append(c(x * (i + 1), b))
-            if wait:
-                torch.cuda.synchronize()
-        want = want or got
-        torch.cuda.synchronize()
-        assert all(torch.equal(g, w) for g, w in zip(got, want))
+    a, b = wide(device, 64, 4096, 4096)
+    down, up = b[:, :64].contiguous(), b[:64] * 11
+
+    def steps(wait: Callable[[], None]) -> list[Tensor]:
+        x, out = a, []
+        for i in range(40):
+            y = c(x, down)
+            wait()
+            x = y @ up
+            wait()
+            scaled = x * (i + 1)
+            out.append(c(scaled, down))
+            wait()
+            scaled.fill_(float("nan"))
+            out.append(c(x, down))  # the same kernel again, with the same workspace
+            wait()
+        return out
+
+    want = steps(torch.cuda.synchronize)
+    for _ in range(5):
+        assert all(torch.equal(g, w) for g, w in zip(steps(lambda: None), want))
+    assert all(bool(w.isfinite().all()) for w in want[:8])
 
 
 @cuda_feature

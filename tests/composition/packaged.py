@@ -57,13 +57,13 @@ class Packaged:
 
     @property
     def externs(self) -> list[Any]:
-        return [n for s in self.stages for n in s.chosen.nodes if isinstance(n, Extern)]  # type: ignore[union-attr]
+        return [n for s in self.stages for n in s.scheduled.nodes if isinstance(n, Extern)]  # type: ignore[union-attr]
 
     @property
     def texts(self) -> list[str]:
-        """The arms' host code, as it is in the package."""
+        """The variants' host code, as it is in the package."""
         file = archive.open(self.path)
-        return [bytes(file.view(a.text)).decode() for a in manifest.read(file.manifest).arms]
+        return [bytes(file.view(a.text)).decode() for a in manifest.read(file.manifest).variants]
 
 
 def device_of(call: Any) -> str:
@@ -88,7 +88,7 @@ def sizes(call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
 
 @contextmanager
 def remembered(found: list[Stages]) -> Iterator[None]:
-    """What ``aot_compile`` takes each arm through goes into ``found``."""
+    """What ``aot_compile`` takes each variant through goes into ``found``."""
     before = aot._stages
 
     def stages(*args: Any) -> Stages:

@@ -10,7 +10,7 @@ from reflib.capture import Graph
 from reflib.fuse import fuse
 from reflib.ir.expr import ONE, Var, expr
 from reflib.ir.interpret import interpret
-from reflib.ir.loops import Acc, Axis, BodyBuilder, Loops
+from reflib.ir.loops import Acc, Axis, BodyBuilder, LoopNest
 from reflib.ir.ops import value_dtype
 from reflib.ir.program import Extern, Template, View
 from reflib.ir.verify import verify
@@ -69,7 +69,7 @@ def close(got, want):
 
 
 def kernels(f):
-    return [n for n in f.program.nodes if isinstance(n, Loops)]
+    return [n for n in f.program.nodes if isinstance(n, LoopNest)]
 
 
 def calls(f):
@@ -114,7 +114,7 @@ def as_template(program, call):
         term = body.load(bias.buffer, bias.offset + index(bias.shape, bias.strides, axes), value_dtype(bias.dtype))
         value = body.op("add", value, term)
     body.store(out.name, index(out.shape, out.strides, axes), body.cast(value, out.dtype))
-    return Template(call.name, a, b, Loops(call.name, axes, tuple(body.body), call.origins), out.dtype)
+    return Template(call.name, a, b, LoopNest(call.name, axes, tuple(body.body), call.origins), out.dtype)
 
 
 def batched(v):

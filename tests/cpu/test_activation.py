@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import reflib
-from reflib.choose import activation
-from reflib.choose.region import splice
+from reflib.autotune import activation
+from reflib.autotune.subprogram import splice
 from reflib.ir.interpret import interpret
 from reflib.ir.program import Choice, Program
 from reflib.ir.verify import verify
@@ -55,10 +55,10 @@ def test_every_alternative_means_the_same(fn: Any) -> None:
     assert len(after.nodes) == len(before.nodes) - 1
     (choice,) = choices(after)
     assert choice.op.endswith("+ gelu" if fn is product_gelu else "+ relu")
-    assert len(choice.alternatives) == len(choices(before)[0].alternatives) + 1
+    assert len(choice.variants) == len(choices(before)[0].variants) + 1
     given = [torch.randn([int(s) for s in before.buffers[i].shape]) for i in before.inputs]
     want = interpret(before, given)
-    for a in choice.alternatives:
+    for a in choice.variants:
         one = splice(after, choice, a)
         verify(one)
         # on a CPU the library's GELU is the other form
@@ -84,7 +84,7 @@ def test_what_the_library_does_not_know_stays_two(fn: Any) -> None:
 @pytest.mark.parametrize("fn", [linear_relu, product_relu])
 def test_it_is_measured_and_may_win(fn: Any, monkeypatch: Any) -> None:
     """From end to end, on a CPU that is taken for a GPU: constants and all."""
-    module = importlib.import_module("reflib.choose.decide")
+    module = importlib.import_module("reflib.autotune.points")
     real = module.measure
 
     def measured(*args: Any, **kwargs: Any) -> Any:

@@ -5,23 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from test_autotuning import clocked, close, count, make_op, plain
+from test_autotuning import by_rows, by_size, clocked, close, count, explained, fours, make_op, plain
 
 import reflib
 from reflib import lab
-from reflib.ir.program import Dispatch, Region, walk
-
-
-def dispatched(e: Any) -> Dispatch:
-    return next(n for n in e.chosen.nodes if isinstance(n, Dispatch))
+from reflib.ir.program import kernel_variants
 
 
 def test_a_trace_that_fails_at_the_first_calls_size_is_made_for_the_ranges(monkeypatch: Any) -> None:
     op = make_op(slow=False)
-
-    def fours(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        assert a.shape[0] % 4 == 0
-        return a @ b
 
     def two_ways(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a @ b if a.shape[0] <= 64 else torch.stack([a @ b]).sum(0)
@@ -34,9 +26,7 @@ def test_a_trace_that_fails_at_the_first_calls_size_is_made_for_the_ranges(monke
         op, configs=[fours, two_ways, never], split_points=[64],
         dispatch_on={"tensor_name": "a", "dim": 0, "range_upper_bound": 1024},
     )  # fmt: skip
-    a, b = torch.randn(10, 8), torch.randn(8, 4)
-    torch._dynamo.mark_dynamic(a, 0)
-    e = reflib.explain(lambda a, b: op(a, b) + 1, a, b, autotune="blocking", verify=True)
+    e = explained(op, 10)
     rows = e.decisions[0].candidates
     assert {c.name for c in rows} == {"eager", "fours", "two_ways", "two_ways (traced at 1024)", "never"}
     assert [c.status for c in rows if c.name == "never"] == ["raised"]
@@ -47,18 +37,12 @@ def test_a_trace_that_fails_at_the_first_calls_size_is_made_for_the_ranges(monke
 def test_where_guards_fail_the_ranges_own_default_runs(monkeypatch: Any) -> None:
     op = make_op(slow=False)
 
-    def fours(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        assert a.shape[0] % 4 == 0
-        return a @ b
-
     def cost(name: str, sizes: dict[str, int]) -> float:
         few = max(sizes.values()) <= 64
         return {"fours": 1.0 if few else 20.0, "plain": 20.0 if few else 1.0, "eager": 10.0}[name]
 
     clocked(monkeypatch, cost)
-    reflib.register_custom_op_autotuning(
-        op, configs=[fours, plain], split_points=[64], dispatch_on={"tensor_name": "a", "dim": 0}
-    )
+    by_rows(op, [64], fours, plain)
 
     def f(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return op(a, b) + 1
@@ -66,11 +50,11 @@ def test_where_guards_fail_the_ranges_own_default_runs(monkeypatch: Any) -> None
     a, b = torch.randn(32, 8), torch.randn(8, 4)
     torch._dynamo.mark_dynamic(a, 0, min=16, max=1024)
     e = reflib.explain(f, a, b, autotune="blocking", verify=True)
-    arms = dispatched(e).arms
-    assert [[(p.kind, p.value) for p in arm.predicate] for arm in arms] == [
+    variants = by_size(e).variants
+    assert [[(p.kind, p.value) for p in v.predicate] for v in variants] == [
         [("at_most", 64), ("divisible", 4)], [("at_most", 64)], [],
     ]  # fmt: skip
-    assert [arm.label.rpartition(": ")[2] for arm in arms] == ["fours", "eager", "plain"]
+    assert [v.name.rpartition(": ")[2] for v in variants] == ["fours", "eager", "plain"]
     torch._dynamo.reset()
     g = reflib.compile(f, autotune="blocking", verify=True)
     for rows in (32, 41, 64, 65, 300):
@@ -87,13 +71,9 @@ def test_a_guard_that_the_range_implies_needs_no_other_arm(monkeypatch: Any) -> 
         return a @ b
 
     clocked(monkeypatch, lambda name, sizes: 1.0 if name == "few" else 10.0)
-    reflib.register_custom_op_autotuning(
-        op, configs=[few], split_points=[64], dispatch_on={"tensor_name": "a", "dim": 0}
-    )
-    a, b = torch.randn(32, 8), torch.randn(8, 4)
-    torch._dynamo.mark_dynamic(a, 0)
-    arms = dispatched(reflib.explain(lambda a, b: op(a, b) + 1, a, b, autotune="blocking", verify=True)).arms
-    assert [[(p.kind, p.value) for p in arm.predicate] for arm in arms] == [[("at_most", 64)], []]
+    by_rows(op, [64], few)
+    variants = by_size(explained(op)).variants
+    assert [[(p.kind, p.value) for p in v.predicate] for v in variants] == [[("at_most", 64)], []]
 
 
 def test_the_winners_kernels_are_launched_with_its_patches() -> None:
@@ -111,7 +91,7 @@ def test_the_winners_kernels_are_launched_with_its_patches() -> None:
     reflib.register_custom_op_autotuning(soft, configs=[patched, lambda x: torch.softmax(x, -1)])
 
     def kernels(e: Any) -> list[str]:
-        return [n.arms[0].config.reduction for n in walk(e.chosen.nodes) if isinstance(n, Region)]
+        return [n.variants[0].kernel.config.reduction for n in kernel_variants(e.scheduled.nodes)]
 
     def f(x: torch.Tensor) -> torch.Tensor:
         return soft(x) + 1
@@ -119,8 +99,8 @@ def test_the_winners_kernels_are_launched_with_its_patches() -> None:
     x = torch.randn(8, 512)
     with lab.told_times(lambda name, sizes: 1.0 if name == "written" else 10.0):
         e = reflib.explain(f, x, autotune="blocking", target="sm_90", verify=True)
-    (arm,) = dispatched(e).arms
-    assert arm.patches == (("persistent_limit", 64),)
+    (variant,) = by_size(e).variants
+    assert variant.patches == (("persistent_limit", 64),)
     assert kernels(e) == ["looped"]
     with lab.told_times(lambda name, sizes: 1.0 if name == "<lambda>" else 10.0):
         e = reflib.explain(f, x, autotune="blocking", target="sm_90", verify=True)
@@ -130,9 +110,7 @@ def test_the_winners_kernels_are_launched_with_its_patches() -> None:
 def test_a_size_made_of_two_symbols_is_decided_once_and_that_is_said(caplog: Any, monkeypatch: Any) -> None:
     op = make_op(slow=False)
     clocked(monkeypatch, lambda name, sizes: 1.0 if name == "plain" else 10.0)
-    reflib.register_custom_op_autotuning(
-        op, configs=[plain], split_points=[64], dispatch_on={"tensor_name": "a", "dim": 0}
-    )
+    by_rows(op, [64], plain)
     x, y, b = torch.randn(5, 8), torch.randn(7, 8), torch.randn(8, 4)
     for t in (x, y):
         torch._dynamo.mark_dynamic(t, 0)

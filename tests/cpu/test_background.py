@@ -15,8 +15,8 @@ import torch
 from test_tuner import OPS, ops  # noqa: F401
 
 import reflib
-from reflib.background import of_compiled
-from reflib.choose.store import store
+from reflib.autotune.store import store
+from reflib.pipeline import tunings
 
 Tensor = torch.Tensor
 
@@ -40,7 +40,7 @@ def test_the_first_call_does_not_wait_and_a_later_one_is_tuned(ops: Any) -> None
     a, b = torch.randn(8, 64), torch.randn(64, 8)
     right = torch.relu(a @ b)
     assert torch.allclose(f(a, b), right, atol=1e-5)
-    (tuning,) = of_compiled[f]
+    (tuning,) = tunings[f]
     assert tuning.state == "running" and not reflib.tuning_progress(f).finished
     progress = reflib.wait_for_tuning(f, timeout=100)
     assert progress.finished and not progress.failed and progress.done == progress.total >= 3, progress
@@ -71,7 +71,7 @@ def test_what_is_known_is_used_at_once(ops: Any) -> None:  # noqa: F811
     torch._dynamo.reset()
     f = background(fn)
     assert torch.allclose(f(a, b), torch.relu(a @ b) - 1, atol=1e-5)
-    assert not of_compiled[f], "there is nothing left to measure"
+    assert not tunings[f], "there is nothing left to measure"
     torch._dynamo.reset()
     off = reflib.explain(fn, a, b, autotune="blocking", tuning_imports=(str(OPS),), lookup_table={
         "tuning_faults.product": {"[8, 64] [64, 8]": "eager"}})  # fmt: skip
@@ -119,11 +119,11 @@ def test_threads_may_call_while_it_swaps(ops: Any) -> None:  # noqa: F811
         stop.set()
         for t in threads:
             t.join()
-    assert not wrong and of_compiled[f][0].state == "swapped"
+    assert not wrong and tunings[f][0].state == "swapped"
 
 
 def test_failing_in_the_background_changes_nothing(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    import reflib.pipeline as pipeline
+    import reflib.tuning as tuning
 
     reflib.register_custom_op_autotuning(ops.product, configs=[ops.good])
     f = background(lambda a, b: ops.product(a, b) * 4)
@@ -132,7 +132,7 @@ def test_failing_in_the_background_changes_nothing(ops: Any, monkeypatch: pytest
     def fails(*args: Any) -> None:
         raise RuntimeError("no such luck")
 
-    monkeypatch.setattr(pipeline, "_tuned", fails)
+    monkeypatch.setattr(tuning, "tuned", fails)
     f(a, b)
     progress = reflib.wait_for_tuning(f, timeout=60)
     assert progress.finished and "no such luck" in progress.failed[0]
@@ -145,7 +145,7 @@ def test_nothing_is_lost_when_the_program_ends(tmp_path: Path) -> None:
     script.write_text(
         textwrap.dedent(f"""
         import sys, threading, time, torch, reflib
-        from reflib.choose.pool import pool
+        from reflib.autotune.pool import pool
         sys.path.insert(0, {str(OPS.parent)!r})
         import tuning_ops as ops
         reflib.register_custom_op_autotuning(ops.product, configs=[ops.wrong, ops.good, ops.hanging])
@@ -211,7 +211,7 @@ def test_what_a_limit_cut_short_is_no_decision(ops: Any) -> None:  # noqa: F811
 
 
 def test_workers_have_this_process_switches() -> None:
-    from reflib.choose import switches
+    from reflib.autotune import switches
 
     before = switches.read()
     torch.set_num_threads(1)
@@ -219,7 +219,7 @@ def test_workers_have_this_process_switches() -> None:
     torch.set_float32_matmul_precision("high")
     try:
         here = switches.read()
-        program = f"from reflib.choose import switches; switches.write({here!r}); print(switches.read() == {here!r})"
+        program = f"from reflib.autotune import switches; switches.write({here!r}); print(switches.read() == {here!r})"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
         assert done.stdout.strip() == "True", done
         assert here != before and here["threads"] == 1 and here["deterministic"]

@@ -23,6 +23,7 @@ from reflib.batch import run as batch
 from reflib.errors import LabError
 from reflib.lab import runner
 from tests.batching import checkout
+from tests.processes import soon
 
 PRELOAD = f"""
 import os, pathlib, sys
@@ -65,24 +66,18 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 def address(start: Callable[..., Any]) -> str:
     port = free_port()
     start("scheduler", "--host", "127.0.0.1", "--port", str(port))
-    for _ in range(600):
-        with contextlib.suppress(OSError):
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            break
-        time.sleep(0.1)
+
+    def answers() -> bool:
+        with socket.socket() as s:
+            return s.connect_ex(("127.0.0.1", port)) == 0
+
+    assert soon(answers, 60)
     return f"tcp://127.0.0.1:{port}"
 
 
 def worker(start: Callable[..., Any], address: str, tmp_path: Path, name: str, *words: str, **environment: str) -> Any:
     own = ("--nthreads", "1", "--no-nanny", "--name", name, "--preload", str(tmp_path / "preload.py"))
     return start("worker", address, *own, *words, **environment)
-
-
-def appears(path: Path) -> None:
-    until = time.monotonic() + 120
-    while not path.exists():
-        assert time.monotonic() < until, path
-        time.sleep(0.1)
 
 
 def test_a_worker_that_is_killed_leaves_the_rest(
@@ -101,16 +96,14 @@ def test_a_worker_that_is_killed_leaves_the_rest(
 
     out = tmp_path / "out"
     cluster = clusters.remote(address)
-    until = time.monotonic() + 120
-    while len(cluster.workers()) < 2 and time.monotonic() < until:
-        time.sleep(0.1)
+    assert soon(lambda: len(cluster.workers()) == 2, 120)
     cluster.close()
     status = batch.run(root, "cpu", out=out, book=False, say=say, scheduler=address, sweep_file=tmp_path / "s.yaml")
     found = json.loads((out / "results.json").read_text())["results"]
     assert status == 0 and len(found) == 8, said
     assert {r["status"] for r in found} == {"ok"}
     by_name = {r["worker"] for r in found}
-    assert by_name == {"first", "second"} and "2 side by side" in said
+    assert by_name == {"first", "second"} and "2 at the same time" in said
     assert found[-1]["worker"] == "second"
     pids = {p.read_text() for p in (out / "jobs").glob("*/log.txt")}
     assert len(pids) == 2  # each in its worker's process: nothing but bytes came from there
@@ -139,27 +132,25 @@ def test_a_job_ends_with_the_run_that_wants_it(tmp_path: Path, start: Callable[.
     """The run is killed: its scheduler and the worker go on, the job does not."""
     root = checkout(tmp_path, a="")
     worker(start, address, tmp_path, "one", STAND_SECONDS="300")
-    appears(tmp_path / "up")
+    assert soon((tmp_path / "up").exists, 120)
     words = [sys.executable, "-m", "reflib.cli", "run", "--root", str(root), "--scheduler", address, "--no-book"]
     with open(tmp_path / "said", "w+") as said:
         child = subprocess.Popen(words, cwd=runner.ROOT, stdout=said, stderr=said)
         try:
-            until = time.monotonic() + 120
-            while "[1/1] a ..." not in (tmp_path / "said").read_text():
-                assert child.poll() is None and time.monotonic() < until, (tmp_path / "said").read_text()
-                time.sleep(0.1)
+            soon(lambda: "[1/1] a ..." in (tmp_path / "said").read_text() or child.poll() is not None, 120)
+            assert child.poll() is None, (tmp_path / "said").read_text()
             time.sleep(1)
         finally:
             child.kill()
             child.wait()
-    appears(tmp_path / "stopped")
+    assert soon((tmp_path / "stopped").exists, 120)
 
 
 @pytest.mark.parametrize(
     "address, message",
     [
-        ("tcp://127.0.0.1:PORT", "no Dask scheduler answers at tcp://127.0.0.1:.*Connection refused.*`dask scheduler`"),
-        ("tcp://no-such-host.invalid:8786", "no Dask scheduler answers at tcp://no-such-host.invalid:8786"),
+        ("tcp://127.0.0.1:PORT", "no Dask scheduler responds at tcp://127.0.0.1:.*refused.*`dask scheduler`"),
+        ("tcp://no-such-host.invalid:8786", "no Dask scheduler responds at tcp://no-such-host.invalid:8786"),
         ("nonsense", "--scheduler nonsense: missing port number .*such as tcp://"),
         ("foo://x:1", "--scheduler foo://x:1: unknown address scheme"),
     ],
@@ -175,7 +166,7 @@ def test_an_unreachable_scheduler_is_told_quickly(tmp_path: Path, address: str, 
 # ---- what a cluster's workers are asked first
 
 
-def asked(answers: dict[str, Any], **facts: dict[str, Any]) -> clusters.Cluster:
+def asked(answers: dict[str, Any], **facts: dict[str, Any]) -> clusters.JobCluster:
     """A cluster whose workers answer so."""
     known = {a: {"name": a, "nthreads": 1, "resources": {}} | facts.get(a, {}) for a in answers}
     client = SimpleNamespace(
@@ -183,7 +174,7 @@ def asked(answers: dict[str, Any], **facts: dict[str, Any]) -> clusters.Cluster:
         run=lambda function, on_error: answers,
         scheduler_info=lambda n_workers: {"workers": known},
     )
-    return clusters.Cluster(client, "tcp://x:1")
+    return clusters.JobCluster(client, "tcp://x:1")
 
 
 def answer(**more: str) -> dict[str, str]:
@@ -198,7 +189,7 @@ def test_workers_that_cannot_be_used_are_named() -> None:
         (asked({"a": answer(), "b": answer(reflib="0.0.1")}), "worker b .*has 0.0.1 reflib, not"),
         (asked({"a": answer(reflib="")}), "worker a .*has no reflib, not .*pip install"),
         (asked({"a": answer(lacks="papermill")}), "worker a .*lacks papermill: pip install"),
-        (asked({"a": ModuleNotFoundError("no msgpack")}), "worker a .*cannot say what it has: .*no msgpack"),
+        (asked({"a": ModuleNotFoundError("no msgpack")}), "worker a .*cannot be inspected: .*no msgpack"),
         (asked({"a": answer()}, a={"nthreads": 4}), "worker a .*start it with --nthreads 1"),
         (asked({"a": answer(gpu="0"), "b": answer(gpu="0")}, a=gpu, b=gpu), "worker b .* both see GPU 0"),
         (asked({"a": answer(), "b": answer()}, a=gpu, b=gpu), "both see all GPUs"),

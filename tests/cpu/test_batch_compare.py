@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from reflib.batch import compare as comparing
-from reflib.batch.jobs import Job
-from reflib.batch.store import Store
-from reflib.batch.work import Outcome
+from reflib.batch.jobs import NotebookJob
+from reflib.batch.store import RunStore
+from reflib.batch.work import JobOutcome
 from reflib.cli import cli
 from reflib.errors import LabError
 from reflib.lab import recording
@@ -25,12 +25,12 @@ def row(case: str = "reflib", value: float | None = 10.0, **more: Any) -> dict[s
 
 def a_run(folder: Path, *jobs: tuple[dict[str, Any], list[dict[str, Any]]]) -> Path:
     """A run of one notebook: (parameters, rows) of each job."""
-    kept = Store(folder)
+    kept = RunStore(folder)
     folder.mkdir()
     ids = []
     for number, (parameters, rows) in enumerate(jobs):
         lines = "".join(json.dumps(r) + "\n" for r in rows)
-        kept.keep(Job(f"n-{number}", "n", parameters, "cuda"), Outcome("ok", rows=lines.encode()))
+        kept.keep(NotebookJob(f"n-{number}", "n", parameters, "cuda"), JobOutcome("ok", rows=lines.encode()))
         ids.append(f"n-{number}")
     kept.write("run.json", {"jobs": ids})
     return folder
@@ -121,8 +121,8 @@ def test_bad_input_is_told(tmp_path: Path) -> None:
     (tmp_path / "odd" / "x.json").write_text("[1]")
     other = a_run(tmp_path / "other", ({}, [row(case="another")]))
     for b, message in [
-        (tmp_path / "empty", "is no run"),
-        (tmp_path / "odd", "is no recording"),
+        (tmp_path / "empty", "is not a run"),
+        (tmp_path / "odd", "is not a recording"),
         (other, "no measured row in common"),
         (tmp_path / "gone", "does not exist"),
     ]:
@@ -133,7 +133,7 @@ def test_bad_input_is_told(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_kernel_left_half_written_is_passed_over(tmp_path: Path) -> None:
-    kept = Store(a_run(tmp_path / "a", ({}, [row()])))
+    kept = RunStore(a_run(tmp_path / "a", ({}, [row()])))
     path = kept.jobs / "n-0" / "rows.jsonl"
     path.write_text(path.read_text() + '{"kind": "row", "na')
     assert len(comparing.compare(tmp_path / "a", tmp_path / "a").pairs) == 1

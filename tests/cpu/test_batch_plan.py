@@ -8,8 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from reflib.batch import jobs, sweep
-from reflib.batch.jobs import Request
-from reflib.batch.sweep import Sweep
+from reflib.batch.jobs import RunRequest
 from reflib.cli import cli
 from reflib.errors import LabError
 from reflib.lab import notebook as nb
@@ -25,9 +24,9 @@ def same(device: str) -> str:
     return "cpu" if device == "auto" else device
 
 
-def planned(root: Path, text: str = "", **more: object) -> list[jobs.Job]:
+def planned(root: Path, text: str = "", **more: object) -> list[jobs.NotebookJob]:
     sweeps = tuple(sweep.parse(text, "s.yaml")) if text else ()
-    return jobs.plan(root, Request(sweeps=sweeps, **more), same)  # type: ignore[arg-type]
+    return jobs.plan(root, RunRequest(sweeps=sweeps, **more), same)  # type: ignore[arg-type]
 
 
 def test_the_product_of_the_lists_is_executed(root: Path) -> None:
@@ -63,16 +62,16 @@ def test_an_id_is_of_content(root: Path) -> None:
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("size: [1, 2\n", "s.yaml, line 2: no YAML"),
-        ("size: 1\nsize: 2\n", "s.yaml, line 2, key 'size': it is there twice, at line 1"),
+        ("size: [1, 2\n", "s.yaml, line 2: not YAML"),
+        ("size: 1\nsize: 2\n", "s.yaml, line 2, key 'size': already given at line 1"),
         ("notebooks: a\nsize: []\n", "s.yaml, line 2, key 'size': an empty list"),
-        ("size:\n  - 1\n  - {x: 1}\n", "s.yaml, line 3, key 'size': a mapping is no value"),
-        ("size: !!python/name:os.system x\n", "s.yaml, line 1, key 'size': 'x' is no value"),
-        ("size: null\n", "s.yaml, line 1, key 'size': 'null' is no text, number or bool"),
-        ("size: 2026-13-45\n", "s.yaml, line 1, key 'size': '2026-13-45' is no value"),
+        ("size:\n  - 1\n  - {x: 1}\n", "s.yaml, line 3, key 'size': a mapping is not a value"),
+        ("size: !!python/name:os.system x\n", "s.yaml, line 1, key 'size': 'x' is not a value"),
+        ("size: null\n", "s.yaml, line 1, key 'size': 'null' is not text, a number or a bool"),
+        ("size: 2026-13-45\n", "s.yaml, line 1, key 'size': '2026-13-45' is not a value"),
         ("just words\n", "s.yaml, line 1: expected `parameter: values`, not a single value"),
         ("", "s.yaml is empty"),
-        ("a: \x07\n", "s.yaml: no YAML"),
+        ("a: \x07\n", "s.yaml: not YAML"),
     ],
 )
 def test_a_bad_sweep_file_is_told_by_line_and_key(text: str, message: str) -> None:
@@ -125,8 +124,8 @@ def test_missing_and_broken_notebooks_are_jobs_that_cannot_run(root: Path) -> No
     only = ("a", "broken", "odd", "words", "syntax", "c", str(root / "gone.ipynb"))
     found = {job.notebook: job.problem for job in planned(root, only=only)}
     assert found.pop("a") == ""
-    assert "it is no notebook" in found["broken"] and "it is no notebook" in found["odd"]
-    assert "it is no notebook" in found["words"]
+    assert "it is not a notebook" in found["broken"] and "it is not a notebook" in found["odd"]
+    assert "it is not a notebook" in found["words"]
     assert "its parameters cell is no Python: line 1" in found["syntax"]
     assert "no notebook has this name; there are: a, b" in found["c"]
     assert "there is no file" in found["gone"]
@@ -143,8 +142,3 @@ def test_a_notebook_of_ones_own_needs_no_types(root: Path, tmp_path: Path) -> No
     assert job.parameters == {"n": 3} and job.device == "cpu" and not job.chapter
     with pytest.raises(LabError, match="they have: n, name"):
         planned(root, "m: 3\n", only=(path,))
-
-
-def test_a_request_is_kept_as_json() -> None:
-    request = Request(("a",), {"size": "3"}, "cpu", (Sweep(("b",), {"size": (1, 2)}, "s.yaml", {"size": (1, 1)}),))
-    assert Request.from_data(request.to_data()) == request

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from reflib.lab.ranking import ALL_CASES
 from reflib.lab.timing import Samples
 from tests.bench import children, matmul, matmul_report, matmul_worker, quiet
 from tests.bench.contenders import EAGER, PEER_MAX, TUNED, US
-from tests.processes import running
+from tests.processes import running, soon
 
 # a worker in a session of its own, whose parent does not wait for it
 PARENT = """import subprocess, sys, time
@@ -27,45 +28,52 @@ time.sleep(float(sys.argv[2]))
 """
 
 
-@pytest.fixture
-def module(tmp_path: Path) -> tuple[str, dict[str, str]]:
-    (tmp_path / "a_parent.py").write_text(PARENT)
-    return "a_parent", {"PYTHONPATH": str(tmp_path)}
+@contextlib.contextmanager
+def parent(folder: Path, seconds: int) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """(A child that ends by itself after so long, a worker that it has started)."""
+    (folder / "a_parent.py").write_text(PARENT)
+    words, pid = [str(folder / "pid"), str(seconds)], folder / "pid"
+    with children.started("a_parent", words, {"PYTHONPATH": str(folder)}, subprocess.DEVNULL) as child:
+        assert soon(lambda: pid.exists() and pid.read_text(), 60)
+        yield child, int(pid.read_text())
 
 
-def worker_of(pid: Path) -> int:
-    until = time.monotonic() + 30
-    while not (pid.exists() and pid.read_text()) and time.monotonic() < until:
-        time.sleep(0.02)
-    return int(pid.read_text())
-
-
-def test_a_childs_workers_end_with_it(tmp_path: Path, module: tuple[str, dict[str, str]]) -> None:
-    name, environment = module
-    with children.started(name, [str(tmp_path / "pid"), "600"], environment, subprocess.DEVNULL) as child:
-        worker = worker_of(tmp_path / "pid")
+@pytest.mark.parametrize("seconds", [0, 600])
+def test_a_childs_workers_end_with_it(tmp_path: Path, seconds: int) -> None:
+    with parent(tmp_path, seconds) as (child, worker):
         assert running(worker)
-    assert child.returncode and not running(worker)
+        if not seconds:
+            child.wait()
+    assert bool(child.returncode) == bool(seconds) and not running(worker)
 
 
-def test_a_child_that_ended_well_leaves_nothing(tmp_path: Path, module: tuple[str, dict[str, str]]) -> None:
-    name, environment = module
-    assert children.run(name, [str(tmp_path / "pid"), "0"], 60, environment) == ""
-    assert not running(worker_of(tmp_path / "pid"))
-
-
-def test_all_that_is_left_is_found(tmp_path: Path, module: tuple[str, dict[str, str]]) -> None:
-    name, environment = module
-    child = children.start(name, [str(tmp_path / "pid"), "600"], environment, subprocess.DEVNULL)
-    worker = worker_of(tmp_path / "pid")
+def test_all_that_is_left_is_found(tmp_path: Path) -> None:
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
-        children.end_all()
-        assert not running(worker) and not running(child.pid) and other.poll() is None
+        with parent(tmp_path, 600) as (child, worker):
+            children.end_all()
+            assert not running(worker) and not running(child.pid) and other.poll() is None
     finally:
         other.kill()
         other.wait()
-        children.end(child)
+
+
+def test_a_contender_that_kills_the_process_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest goes on without it. What dies while all are timed is put down to ours, and its case is over."""
+    tried = []
+
+    def follow(function: str, job: children.Row, _: object, __: object, keep: Any, ___: object) -> children.Ended:
+        tried.append((list(job["skip"]), list(job["done"])))
+        keep({"kind": "done", "case": "a"})
+        died = ["peer", "timing"][len(tried) - 1 :]
+        if not died:
+            return children.Ended("")
+        return children.Ended("crashed: SIGSEGV", at={"kind": "trying", "case": "b", "who": died[0]})
+
+    monkeypatch.setattr(children, "follow", follow)
+    rows = children.section("worker.kernels", {}, 60, {}, US)
+    assert [(r["case"], r["who"], r["note"]) for r in rows] == [("b", who, "crashed: SIGSEGV") for who in ("peer", US)]
+    assert tried[1] == ([["b", "peer"]], ["a"]) and tried[2][0] == [["b", "peer"]] and "b" in tried[2][1]
 
 
 class Scripted(quiet.Reference):

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from reflib import capture
-from reflib.capture import Exported
+from reflib.capture import export as capture
+from reflib.capture.export import Exported
 from reflib.errors import CaptureError
 from reflib.fuse import fuse
 from reflib.ir.program import Extern
@@ -422,16 +422,6 @@ def test_models(name: str, device: str | None) -> None:
         torch.testing.assert_close(actual, [model(*args)])
 
 
-@pytest.mark.parametrize("name", ["transformer", "resnet, training", "llama"])
-def test_models_generate_code_without_a_gpu(name: str) -> None:
-    from reflib import pipeline
-
-    make, inputs = MODELS[name]
-    e = export_for(make(), inputs(), device="cuda")
-    s = pipeline.run(e.graph, Options(target="sm_80"), until="generate")
-    assert s.kernels
-
-
 # -- arguments --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("device", DEVICES)
 def test_dynamic_shapes(device: str) -> None:
@@ -510,7 +500,7 @@ def test_what_cannot_be_copied_is_named() -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     model[0].connection = Uncopied()
     assert export_for(model, (x(2, 3),)).state
-    with pytest.raises(CaptureError, match=r"its 0\.connection, a Uncopied: TypeError: a socket cannot be copied") as e:
+    with pytest.raises(CaptureError, match=r"cannot be copied \(TypeError: a socket cannot be copied\)") as e:
         export_for(model, (x(2, 3),), device="cuda")
     assert isinstance(e.value.__cause__, TypeError)
 

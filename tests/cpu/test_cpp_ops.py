@@ -2,88 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
-from cpp_running import Case, build
-from hand_loops import FLOATS, TAKES, eager_traps, op_loops, operands, reduce_loops, short
+from cpp_running import Case, build, one
+from hand_loops import FLOATS, eager_traps, every_op, hostile, op_loops, operands, reduce_loops, short
 
 from reflib.generate import cpp_text
 from reflib.ir.ops import OPS, REDUCTIONS, VALUE_DTYPES, cast
 
 # More units in the last place than the default 2: by libm's or torch's own error, or by cancellation near a zero.
 ULPS = {
-    "pow": 4,
-    "lgamma": 64,
-    "tan": 4,
-    "sinh": 3,
-    "erfc": 16,
-    "fma": 4,
-    "asinh": 4,
-    "acosh": 4,
-    "atanh": 4,
-    "log1p": 3,
-}
+    "pow": 4, "lgamma": 64, "tan": 4, "sinh": 3, "erfc": 16, "fma": 4, "asinh": 4, "acosh": 4, "atanh": 4, "log1p": 3,
+}  # fmt: skip
 
 
-def hostile(dtype: torch.dtype) -> torch.Tensor:
-    """Values at which things go wrong, and ordinary ones."""
-    g = torch.Generator().manual_seed(0)
-    if dtype == torch.bool:
-        return torch.tensor([True, False, True, True])
-    if not dtype.is_floating_point:
-        i = torch.iinfo(dtype)
-        edge = [0, 1, 2, 3, 7, 8, 31, 63, 64, 100, i.max, i.max - 1, i.min, i.min + 1]
-        edge += [] if dtype == torch.uint8 else [-1, -2, -3, -7, -64, -100]
-        return torch.tensor([e for e in edge if i.min <= e <= i.max], dtype=dtype)
-    f = torch.finfo(dtype)
-    edge = [
-        0.0,
-        1,
-        0.5,
-        1.5,
-        2.5,
-        3,
-        1e-3,
-        88.5,
-        89,
-        103.9,
-        708,
-        720,
-        20,
-        9,
-        1e5,
-        1e10,
-        f.max,
-        f.tiny,
-        f.tiny / 8,
-        f.eps,
-    ]
-    edge += [float("inf"), 0.9999999, 4.0, 10.0, 0.25, 1e-20, 33.3]
-    values = torch.tensor([*edge, *(-e for e in edge), float("nan")], dtype=dtype)
-    return torch.cat(
-        [values, torch.randn(64, generator=g, dtype=dtype), 10 * torch.randn(64, generator=g, dtype=dtype)]
-    )
+def values_of(dtype: torch.dtype) -> torch.Tensor:
+    return hostile(dtype, lambda f: [103.9, 708, 720, 9, 1e10, f.tiny / 8, 4.0, 0.25], ordinary=64)
 
 
 def op_case(name: str, dtype: torch.dtype, to: torch.dtype | None = None) -> Case:
-    return Case(*op_loops(name, operands(name, hostile(dtype), points=4001), to))
+    return one(*op_loops(name, operands(name, values_of(dtype), points=4001), to))
 
 
-def all_ops() -> dict[str, tuple[str, torch.dtype, torch.dtype | None]]:
-    cases = {}
-    for name, spec in OPS.items():
-        if name == "cast":
-            for a, b in itertools.permutations(VALUE_DTYPES, 2):
-                cases[f"cast_{short(a)}_{short(b)}"] = (name, a, b)
-        else:
-            for dtype in TAKES[spec.kind]:
-                cases[f"{name}_{short(dtype)}"] = (name, dtype, None)
-    return cases
-
-
-OP_CASES = all_ops()
+OP_CASES = every_op()
 
 
 @pytest.fixture(scope="module")
@@ -137,12 +78,12 @@ def test_every_reduction_is_known():
     for kind in REDUCTIONS:
         if kind[:3] != "arg":  # those are made of the others
             dtype = torch.bool if kind in ("any", "all") else torch.float32
-            assert cpp_text.identity(kind, dtype) and cpp_text.combine(kind, "acc", "v")
+            assert cpp_text.start(kind, dtype) and cpp_text.combine(kind, "acc", "v")
 
 
 # -- reductions -------------------------------------------------------------------------------------
 def reduce_case(kind: str, dtype: torch.dtype, across: bool) -> Case:
-    return Case(*reduce_loops(kind, hostile(dtype), across))
+    return one(*reduce_loops(kind, values_of(dtype), across))
 
 
 def reduction_dtypes(kind: str) -> tuple[torch.dtype, ...]:
@@ -169,7 +110,7 @@ def reductions():
 def test_reduction(case, reductions):
     cases, library = reductions
     c = cases[f"reduce_{case}"]
-    got, want = c.run(library)["out"], c.interpreted()["out"]
+    got, want = c.run(library)["out"], c.expected()["out"]
     torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-5 if got.dtype == torch.float32 else 1e-12, atol=1e-5)
     if not got.dtype.is_floating_point:
         assert torch.equal(got, want)

@@ -23,7 +23,7 @@ import reflib
 from reflib import toolchain
 from reflib.errors import ToolchainError
 from reflib.wrap import cpp, host
-from tests.composition import SHORT_WAYS_CLOSED
+from tests.composition import FALLBACKS
 from tests.models import build
 
 Tensor = torch.Tensor
@@ -107,7 +107,7 @@ def test_a_size_is_an_int() -> None:
     e = explained(lambda x: x * x.shape[0], torch.ones(5), dynamic=True)
     call = e.stages.call
     x = torch.ones(7)
-    args = [x if isinstance(i, str) else x.shape[0] for i in e.stages.chosen.inputs]
+    args = [x if isinstance(i, str) else x.shape[0] for i in e.stages.scheduled.inputs]
     assert len(args) == 2, "a symbol and a tensor"
     at = next(i for i, a in enumerate(args) if isinstance(a, int))
     assert float(call(list(args))[0][0]) == 7
@@ -410,9 +410,9 @@ def test_the_text_has_each_kernel_below_its_ir() -> None:
     for i, k in zip(starts, e.kernels):
         assert re.match(rf"run_kernel\(run, {k.name}\b", lines[i]), lines[i]
         assert re.match(r"// (loops|template|\.\.\. and)", lines[i - 1]), lines[i - 1]
-    for x in (n for n in e.chosen.nodes if type(n).__name__ == "Extern"):
+    for x in (n for n in e.scheduled.nodes if type(n).__name__ == "Extern"):
         assert any(line.startswith(f"// extern {x.name}: ") for line in lines), x.name
-    assert e.wrapper.count("input(run, ") == sum(isinstance(i, str) for i in e.chosen.inputs)
+    assert e.wrapper.count("input(run, ") == sum(isinstance(i, str) for i in e.scheduled.inputs)
     assert max(map(len, e.wrapper.splitlines())) < 2000
 
 
@@ -440,7 +440,7 @@ extern "C" int32_t reflib_call(Host* host, Frame* frame, const Value* in, Value*
 def test_a_small_text_in_full() -> None:
     e = explained(affine, X, W)
     text = e.wrapper[e.wrapper.index('extern "C"') :].partition("\n/*")[0]
-    x, w = e.chosen.inputs
+    x, w = e.scheduled.inputs
     (kernel,) = e.kernels
     text = re.sub(rf"\b{x}(?=_is\b|\b)", "X", re.sub(rf"\b{w}(?=_is\b|\b)", "W", text)).replace(kernel.name, "KERNEL")
     text = re.sub(r"// loops .*", "// loops ...", text)
@@ -511,7 +511,7 @@ def test_another_process_finds_it_in_the_cache(fresh_cache: Path, root: Path) ->
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     from reflib.options import Options
-    from reflib.wrap.wrap import in_cpp
+    from reflib.wrap.build import in_cpp
 
     assert in_cpp(Options(wrapper="auto")) and in_cpp(Options(wrapper="cpp"))
     monkeypatch.delenv("CXX", raising=False)
@@ -540,13 +540,13 @@ def test_without_a_compiler_auto_is_python() -> None:
                 os.environ[name] = value
 
 
-# -- where the short ways are closed ----------------------------------------------------------------
-OTHER_WAYS = SHORT_WAYS_CLOSED + """
+# -- without the fast ways --------------------------------------------------------------------------
+OTHER_WAYS = FALLBACKS + """
 from tests.cpu.test_cpp_wrapper import explained, affine, X, W
 for name in {names!r}:
     with pytest.MonkeyPatch.context() as m:
         run(name, "cpu", "cpp", m, Path(tempfile.mkdtemp()))
-assert isinstance(host.extension(), str) == {ctypes!r}
+assert (host.extension().__name__ == "reflib.wrap.host_ctypes") == {ctypes!r}
 call = explained(affine, X, W).stages.call
 for args in ([X.double(), W], [X], [X, 2.0]):
     with pytest.raises(Exception, match="argument"):
@@ -572,7 +572,7 @@ ROWS = (
 def test_other_ways(way: str, root: Path) -> None:
     """Handles made by torch; and no extension at all."""
     out = child(OTHER_WAYS.format(ctypes=way == "no Python.h", names=ROWS), root, PYTHONPATH=str(root))
-    assert out.split()[-1] == ("CtypesGraph" if way == "no Python.h" else "Graph")
+    assert out.split()[-1] == ("graph" if way == "no Python.h" else "Graph")
 
 
 def for_a_gpu(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

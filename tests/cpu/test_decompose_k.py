@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from reflib import OptionError, register_custom_op_autotuning
 from reflib.capture import Graph
-from reflib.ir.program import Choice, Extern, Loops
+from reflib.ir.program import Choice, Extern, LoopNest
 from reflib.ir.verify import verify
 from reflib.lower import custom_ops, decompositions, lower
 from reflib.lower.decompose_k import splits
@@ -38,7 +38,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def names(fn: Callable[..., Any], *args: torch.Tensor, dynamic: bool = False, **options: Any) -> list[str]:
     """The alternatives' names; all of them are compared with eager."""
     found = [c for p in check_all(fn, args, dynamic, **options).programs for c in choices(p)]
-    return [a.name for c in found for a in c.alternatives if a.name.startswith("decompose_k")]
+    return [a.name for c in found for a in c.variants if a.name.startswith("decompose_k")]
 
 
 def pair(m: int, k: int, n: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,18 +91,18 @@ def test_any_strides() -> None:
 
 def test_dynamic_sizes_become_conditions() -> None:
     backend = check_all(lambda a, b: torch.mm(a, b).relu(), pair(4, 512, 6), dynamic=True)
-    tried = [a for a in backend.choice.alternatives if a.name.startswith("decompose_k")]
+    tried = [a for a in backend.choice.variants if a.name.startswith("decompose_k")]
     assert len(tried) == 3
     k = backend.programs[0].buffers[backend.choice.reads()[0]].shape[1]
     for a in tried:
-        assert ("divisible", k, dict(a.params)["k_splits"]) in [(g.kind, g.what, g.value) for g in a.guards]
+        assert ("divisible", k, dict(a.params)["k_splits"]) in [(g.kind, g.what, g.value) for g in a.predicate]
 
 
 def test_the_sum_is_a_kernel_of_its_own_to_be_fused() -> None:
     choice = check_all(lambda a, b: torch.mm(a, b).relu(), pair(4, 512, 6, torch.bfloat16)).choice
-    nodes = choice.alternatives[-1].nodes
+    nodes = choice.variants[-1].nodes
     product = next(i for i, n in enumerate(nodes) if isinstance(n, Extern))
-    assert all(isinstance(n, Loops) for n in nodes[product + 1 :]) and nodes[product + 1].reduced
+    assert all(isinstance(n, LoopNest) for n in nodes[product + 1 :]) and nodes[product + 1].reduced
     assert not any(isinstance(n, Choice) for n in nodes)
 
 
@@ -115,7 +115,7 @@ def test_on_a_gpu_the_partial_products_are_float32() -> None:
     program = lower(Graph(graph), Options(autotune="blocking"))
     verify(program)
     (choice,) = choices(program)
-    tried = [a for a in choice.alternatives if a.name.startswith("decompose_k")]
+    tried = [a for a in choice.variants if a.name.startswith("decompose_k")]
     assert tried and not choice.failed
     for t in tried:
         product = t.nodes[0]
@@ -161,5 +161,5 @@ def test_the_options(name: str) -> None:
 def test_beside_a_users_own() -> None:
     register_custom_op_autotuning(torch.ops.aten.mm.default, configs=[lambda a, b: torch.mm(b.t(), a.t()).t()])
     choice = check_all(lambda a, b: torch.mm(a, b).relu(), pair(8, 1024, 8)).choice
-    found = [a.name for a in choice.alternatives]
+    found = [a.name for a in choice.variants]
     assert found[0] == "aten" and found[-1] == "<lambda>" and "decompose_k(k_splits=4)" in found

@@ -1,5 +1,5 @@
 """What torch.export assumed of sizes is checked by the wrapper program itself, in Python and in C++: so programs with
-guards are called the short way, and what a package exports to C++ checks them too."""
+guards take the fast path, and what a package exports to C++ checks them too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 import reflib
-from reflib.capture import exported_graph
+from reflib.capture.exported import exported_graph
 from reflib.errors import ArgumentError
 from reflib.ir.expr import Sym, expr
 from reflib.ir.program import Buffer, Program, View
@@ -45,20 +45,20 @@ def compiled(model: torch.nn.Module, *args: Any, wrapper: str = "cpp", dims: Any
 
 
 def ways_of(f: Any) -> list[str]:
-    """What the calls of ``f`` write here when they take the long way; it is opened."""
+    """The calls of ``f``, which is opened, that take the slow path append to this."""
     taken: list[str] = []
-    long = f._long
+    slow = f._slow
 
     def noted(*args: Any, **kwargs: Any) -> Any:
-        taken.append("long")
-        return long(*args, **kwargs)
+        taken.append("slow")
+        return slow(*args, **kwargs)
 
-    f._long = noted
+    f._slow = noted
     f.open()
     return taken
 
 
-def test_a_guarded_program_goes_the_short_way() -> None:
+def test_a_guarded_program_takes_the_fast_path() -> None:
     f = compiled(TakesOneWay(), torch.randn(7, 3), torch.randn(4, 3))
     taken = ways_of(f)
     for a, b in ((7, 4), (9, 8), (100, 2)):
@@ -69,7 +69,7 @@ def test_a_guarded_program_goes_the_short_way() -> None:
         says = rf"exported where .*>.* holds .* here s\d+ = ({a}|{b}) \([xy]\.shape\[0\]\), s\d+ = \d+ \([xy]"
         with pytest.raises(reflib.ReflibError, match=says):
             f(torch.randn(a, 3), torch.randn(b, 3))
-    assert taken == ["long", "long"]
+    assert taken == ["slow", "slow"]
 
 
 @pytest.mark.parametrize("wrapper", ["python", "cpp"])
@@ -134,7 +134,7 @@ def test_ints_that_are_no_sizes(wrapper: str) -> None:
     f = reflib.compile(torch.export.export(Sized(), (x, 7), dynamic_shapes=(None, Dim.DYNAMIC)), wrapper=wrapper)
     taken = ways_of(f)
     torch.testing.assert_close(f(x, 3), Sized()(x, 3))
-    assert taken == ["long"] * (wrapper == "python")
+    assert taken == ["slow"] * (wrapper == "python")
     for n in (0, -1, -(2**63), 2**62 + 1, 2**63 - 1, 2**63, 2**70):  # 4 * (2^62 + 1) is 4 in 64 bits
         with pytest.raises(reflib.ReflibError, match=r"n: -\d+, which was exported for 0 or more|sizes; here|64 bits"):
             f(x, n)

@@ -1,4 +1,4 @@
-"""Keywords, containers, constants, ints, results in containers, mutations: they go the short way too."""
+"""Keywords, containers, constants, ints, results in containers, mutations: on the fast path too."""
 
 from __future__ import annotations
 
@@ -150,14 +150,14 @@ class Both:
         self.model = Model(fn)
         program = torch.export.export(self.model, self.args, self.kwargs, dynamic_shapes=shapes)
         self.f = reflib.compile(program, wrapper="cpp")
-        self.long = 0
-        long = self.f._long
+        self.slow = 0
+        slow = self.f._slow
 
         def counting(*args: Any, **kwargs: Any) -> Any:
-            self.long += 1
-            return long(*args, **kwargs)
+            self.slow += 1
+            return slow(*args, **kwargs)
 
-        self.f._long = counting
+        self.f._slow = counting
         weights = {n: t.clone() for n, t in self.f._weights.items()}
         self.f._weights = weights
         self.f._state = [weights[n] if n else None for n in self.f.convention.inputs]
@@ -196,30 +196,30 @@ def aliases(results: Any, arguments: Any) -> list[tuple[bool, bool]]:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("way", WAYS)
-def test_they_go_the_short_way(name: str, way: str) -> None:
+def test_they_take_the_fast_path(name: str, way: str) -> None:
     both = Both(name)
     with taken(way):
         for _ in range(3):
             both.agree(both.args, both.kwargs)
-    assert both.long == 0
+    assert both.slow == 0
 
 
 def test_other_calls_of_them() -> None:
     keywords = Both("keywords")
     keywords.agree((X,), {"z": Y, "y": X[0]})
-    assert keywords.long == 0
+    assert keywords.slow == 0
     containers = Both("containers")
     containers.agree(({"x": X, "ys": [X, Y]}, Pair(Y, Y)), {})
-    assert containers.long == 0, "in another order"
+    assert containers.slow == 0, "in another order"
     containers.agree(({"x": X.t().contiguous().t(), "ys": [X, Y]}, Pair(Y, Y)), {})
-    assert containers.long == 1, "a copy of it, laid out as it should be"
+    assert containers.slow == 1, "a copy of it, laid out as it should be"
     number = Both("an int")
     for rows, k in ((3, 2), (20, 2**40), (7, 0)):
         number.agree((torch.randn(rows, 5), k, Y), {})
-    assert number.long == 0
+    assert number.slow == 0
     written = Both("an input")
     written.agree((X.t().contiguous().t(), Y), {})
-    assert written.long == 1, "which is written to itself, not its copy"
+    assert written.slow == 1, "which is written to itself, not its copy"
 
 
 @pytest.mark.parametrize(
@@ -229,11 +229,11 @@ def test_other_calls_of_them() -> None:
         ("keywords", (X, Y), {"z": Y}, "structure"),
         ("keywords", (X,), {"y": Y, "z": Y, "w": Y}, "structure"),
         ("keywords", (X,), {"y": Y, "z": Y.double()}, "argument z: dtype torch.float64"),
-        ("containers", ({"x": X}, Pair(Y, Y)), {}, r"structure .*: \w+ is a dict with no 'ys'$"),
-        ("containers", ({"x": X, "ys": (X, Y)}, Pair(Y, Y)), {}, r"structure .*\['ys'\] is a tuple, not a list$"),
-        ("containers", ({"x": X, "ys": [X, Y]}, (Y, Y)), {}, "structure .* is a tuple, not a Pair$"),
+        ("containers", ({"x": X}, Pair(Y, Y)), {}, "structure .*'x'.* not .*'ys'"),
+        ("containers", ({"x": X, "ys": (X, Y)}, Pair(Y, Y)), {}, "structure .*tuple.* not .*list"),
+        ("containers", ({"x": X, "ys": [X, Y]}, (Y, Y)), {}, "structure .* not .*Pair"),
         ("containers", ({"x": X, "ys": [X[0], Y]}, Pair(Y, Y)), {}, "ndim 1"),
-        ("a class", ((X, Y),), {}, "structure .* is a tuple, not a Record$"),
+        ("a class", ((X, Y),), {}, "structure .* not .*Record"),
         ("constants", (X, False, 3, "up"), {}, "it was exported with True, got False"),
         ("constants", (X, 1, 3, "up"), {}, "it was exported with True, got 1"),
         ("constants", (X, True, True, "up"), {}, "it was exported with 3, got True"),
@@ -261,7 +261,7 @@ def test_a_buffer_counts_on() -> None:
     both = Both("a buffer")
     for _ in range(5):
         both.f(X, torch.ones(5))
-    assert both.f._weights["count"].tolist() == [5.0] * 5 and both.long == 0
+    assert both.f._weights["count"].tolist() == [5.0] * 5 and both.slow == 0
     first, _, second = (f := Both("a buffer returned")).f(X, Y)
     kept = first.clone()
     f.f(X, Y)
@@ -296,8 +296,8 @@ def test_who_shares_memory_with_what_is_written_to(way: str) -> None:
     model = Model(accumulates)
     program = torch.export.export(model, (Y.clone(), Y))
     f = reflib.compile(program, wrapper="python" if way == "Python wrapper" else "cpp")
-    taken_long, long = [], f._long
-    f._long = lambda *args: (taken_long.append(args), long(*args))[1]
+    slow_calls, slow = [], f._slow
+    f._slow = lambda *args: (slow_calls.append(args), slow(*args))[1]
     z, memory = torch.ones(5), torch.ones(12)
     says = r"argument args_0 is written to and shares memory with {}: pass args_0\.clone\(\)"
     with taken(way), torch.no_grad():
@@ -312,7 +312,7 @@ def test_who_shares_memory_with_what_is_written_to(way: str) -> None:
         mine, theirs = memory.clone(), memory.clone()
         got, want = f(mine[:5], mine[5:10]), model(theirs[:5], theirs[5:10])  # in one storage, but apart
         torch.testing.assert_close((got, mine), (want, theirs))
-        assert len(taken_long) == (5 if way == "Python wrapper" else 4)
+        assert len(slow_calls) == (5 if way == "Python wrapper" else 4)
 
 
 def test_a_constant_that_is_no_number() -> None:
@@ -339,9 +339,3 @@ def test_an_error_inside_is_raised_once() -> None:
     with pytest.raises(reflib.errors.ArgumentError, match="mine"):
         f(X)
     assert len(calls) == 1
-
-
-def test_it_looks_like_a_function() -> None:
-    both = Both("results")
-    want = both.model(X, Y)
-    torch.testing.assert_close(torch.compile(both.f, backend="eager")(X, Y)["b"], want["b"])

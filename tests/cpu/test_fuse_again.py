@@ -4,24 +4,22 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
+from choices import scheduled
 from fuse_cases import GPU, PRODUCTS, as_template, check_same, kernels, lowered, products, templated
 
 from reflib.fuse import fuse
 from reflib.fuse.dependencies import dependencies
 from reflib.ir.expr import Sym, expr
-from reflib.ir.loops import BodyBuilder, Loops, Store
+from reflib.ir.loops import BodyBuilder, LoopNest, Store
 from reflib.ir.program import (
-    Alternative,
-    Arm,
     Assume,
     Choice,
     Config,
-    Dispatch,
-    DispatchArm,
     Extern,
     Ranges,
-    Region,
     Template,
+    Variant,
+    Variants,
 )
 from reflib.ir.verify import verify
 from reflib.options import Options
@@ -35,14 +33,14 @@ def undecided(program):
     nodes = []
     for n in program.nodes:
         if isinstance(n, Extern) and n.target in PRODUCTS:
-            ways = (Alternative("aten", (n,)), Alternative("triton", (as_template(program, n),)))
+            ways = (Variant("aten", (n,)), Variant("triton", (as_template(program, n),)))
             n = Choice(n.name, "aten.mm", n.writes(), ways, origins=n.origins)
         nodes.append(n)
     return replace(program, nodes=tuple(nodes))
 
 
-def dispatched(program, size, at=3):
-    """Every product as a Dispatch on ``size``, with a temporary in the first arm."""
+def by_size(program, size, at=3):
+    """Every product as Variants by ``size``, with a temporary in the first one."""
     nodes, buffers = [], dict(program.buffers)
     for n in program.nodes:
         if isinstance(n, Extern):
@@ -55,12 +53,12 @@ def dispatched(program, size, at=3):
             copy.store(out, store.index, copy.load(inner, store.index, torch.float32))
             body = tuple(replace(s, buffer=inner) if isinstance(s, Store) else s for s in t.epilogue.body)
             first = replace(t, name=f"{n.name}_t", epilogue=replace(t.epilogue, body=body))
-            then = Loops(f"{n.name}_copy", t.epilogue.axes, tuple(copy.body))
-            arms = (
-                DispatchArm((Assume("at_most", expr(size), at),), (first, then)),
-                DispatchArm((), (replace(n, name=f"{n.name}_call"),)),
+            then = LoopNest(f"{n.name}_copy", t.epilogue.axes, tuple(copy.body))
+            variants = (
+                Variant("small", (first, then), (Assume("at_most", expr(size), at),)),
+                Variant("large", (replace(n, name=f"{n.name}_call"),)),
             )
-            n = Dispatch(n.name, (out,), arms, n.origins)
+            n = Variants(n.name, (out,), variants, n.origins)
         nodes.append(n)
     program = replace(program, nodes=tuple(nodes), buffers=buffers)
     verify(program)
@@ -94,7 +92,7 @@ def test_the_winner_is_fused():
     """As ``choose`` does it: fuse, put the winner's nodes in place of the choice, fuse again."""
     f = fuse(undecided(lowered(layer, LAYER)), Options(), GPU)
     for number, kinds in enumerate((["extern", "pointwise", "pointwise"], ["pointwise", "template"])):
-        nodes = [m for n in f.program.nodes for m in (n.alternatives[number].nodes if isinstance(n, Choice) else (n,))]
+        nodes = [m for n in f.program.nodes for m in (n.variants[number].nodes if isinstance(n, Choice) else (n,))]
         program = replace(f.program, nodes=tuple(nodes))
         second = fuse(program, Options(), GPU)
         check_same(f.program, second, layer, LAYER)
@@ -107,23 +105,23 @@ def test_the_winner_is_fused():
 def test_dispatches_are_left_alone():
     program = lowered(layer, LAYER, symbolic=True)
     size = next(s for s in program.buffers[program.inputs[0]].shape[0].symbols())
-    program = dispatched(program, size)
+    program = by_size(program, size)
     f = fuse(program, Options(), GPU)
     for rows in (2, 3, 4, 7):
         check_same(program, f, layer, [R(rows, 6), W, R(8), R(rows, 8)])
-    assert sorted(g.kind for g in f.groups) == ["dispatch", "pointwise", "pointwise"]
-    assert any(b.endswith("_inner") for b in f.program.buffers)  # only an arm uses it
+    assert sorted(g.kind for g in f.groups) == ["pointwise", "pointwise", "variants"]
+    assert any(b.endswith("_inner") for b in f.program.buffers)  # only a variant uses it
     again(f)
 
 
-def test_regions_are_left_alone():
+def test_scheduled_kernels_are_left_alone():
     f = products(layer, LAYER)
     config = Config()
-    parts = [n for n in f.program.nodes if isinstance(n, (Loops, Template))]
-    nodes = tuple(Region(n.name, (Arm((), (n,), config),)) if n in parts else n for n in f.program.nodes)
+    parts = [n for n in f.program.nodes if isinstance(n, (LoopNest, Template))]
+    nodes = tuple(scheduled(n, config) if n in parts else n for n in f.program.nodes)
     f = replace(f, program=replace(f.program, nodes=nodes))
     second = again(f)
-    assert {g.kind for g in second.groups} == {"region"}
+    assert {g.kind for g in second.groups} == {"variants"}
     check_same(f.program, second, layer, LAYER)
 
 
@@ -140,19 +138,19 @@ def test_what_nobody_needs_goes():
     plain = lowered(fn, [X, W])
     size = Sym("s0")
     assert left(templated(plain)) == left(undecided(plain)) == ["pointwise"]
-    assert left(replace(dispatched(replace(plain, inputs=(*plain.inputs, size)), size))) == ["pointwise"]
+    assert left(replace(by_size(replace(plain, inputs=(*plain.inputs, size)), size))) == ["pointwise"]
 
     def louder(n):
         if not isinstance(n, Choice):
             return n
-        first, *others = n.alternatives
-        return replace(n, alternatives=(replace(first, nodes=(replace(first.nodes[0], effect=True),)), *others))
+        first, *others = n.variants
+        return replace(n, variants=(replace(first, nodes=(replace(first.nodes[0], effect=True),)), *others))
 
     assert "choice" in left(undecided(plain), louder)
 
 
 def test_sizes_inside_a_choice_count():
-    """A choice that speaks of a size runs after the call that finds it out."""
+    """A choice that uses a size runs after the call that finds it out."""
 
     def fn(x, w, m):
         return (m.nonzero().float() + 1, x @ w)
@@ -166,8 +164,8 @@ def test_sizes_inside_a_choice_count():
     guards = (Assume("at_most", expr(size), 7),)
     for change in (
         lambda c: replace(c, ranges=ranges),
-        lambda c: replace(c, alternatives=(replace(c.alternatives[0], guards=guards), *c.alternatives[1:])),
-        lambda c: Dispatch(c.name, c.outputs, (DispatchArm(guards, c.alternatives[0].nodes),)),
+        lambda c: replace(c, variants=(replace(c.variants[0], predicate=guards), *c.variants[1:])),
+        lambda c: Variants(c.name, c.outputs, (replace(c.variants[0], predicate=guards),)),
     ):
         changed = [change(n) if i == product else n for i, n in enumerate(nodes)]
         assert found in dependencies(replace(program, nodes=tuple(changed))).before[product]

@@ -47,29 +47,40 @@ def small(t):
     return t.numel() <= 200 and t.dim() <= 4 and all(n > 0 for n in t.shape) and t.dim() > 0
 
 
-def interpretation(steps, mutate):
-    """The function that a list of steps stands for."""
+def chosen(table):
+    return lambda a, b, which, j: table[which % len(table)](a, b)
+
+
+def unary(a, b, which, j):
+    return UNARY[which % len(UNARY)](a)
+
+
+def binary(a, b, which, j):
+    try:
+        torch.broadcast_shapes(a.shape, b.shape)
+    except RuntimeError:
+        b = a.sin()
+    return BINARY[which % len(BINARY)](a, b)
+
+
+def view(a, b, which, j):
+    return VIEWS[which % len(VIEWS)](a, j)
+
+
+def row(a, b, which, j):
+    return ROWS[which % len(ROWS)](a, j % a.dim())
+
+
+def interpretation(steps, mutate, kinds, often=()):
+    """The function that a list of steps stands for. ``kinds``: what a step may be; ``often``: kinds whose results are
+    chosen more often."""
 
     def fn(*inputs):
         pool = [t * 0.5 if i in mutate else t for i, t in enumerate(inputs)]
         for kind, which, i, j in steps:
-            a, b = pool[i % len(pool)], pool[j % len(pool)]
-            if kind == 0:
-                out = UNARY[which % len(UNARY)](a)
-            elif kind == 1:
-                try:
-                    torch.broadcast_shapes(a.shape, b.shape)
-                except RuntimeError:
-                    b = a
-                out = BINARY[which % len(BINARY)](a, b)
-            elif kind == 2:
-                out = VIEWS[which % len(VIEWS)](a, j)
-            elif kind == 3:
-                out = ROWS[which % len(ROWS)](a, j % a.dim())
-            else:
-                out = PIECES[which % len(PIECES)](a, b)
+            out = kinds[kind](pool[i % len(pool)], pool[j % len(pool)], which, j)
             if small(out):
-                pool.append(out)
+                pool += [out] * (1 + (kinds[kind] in often))
         for i in mutate:
             new = next((t for t in reversed(pool) if t.shape == inputs[i].shape), pool[i])
             inputs[i].copy_(new)
@@ -78,26 +89,30 @@ def interpretation(steps, mutate):
     return fn
 
 
-STEP = st.tuples(st.integers(0, 4), st.integers(0, 9), st.integers(0, 30), st.integers(0, 30))
+def step(kinds):
+    return st.tuples(st.integers(0, len(kinds) - 1), st.integers(0, 9), st.integers(0, 30), st.integers(0, 30))
+
+
+KINDS = [unary, binary, view, row, chosen(PIECES)]
 
 
 def run(steps, mutate, seed):
     torch.manual_seed(seed)
     args = [torch.randn(s) for s in SHAPES]
-    fn = interpretation(steps, mutate)
+    fn = interpretation(steps, mutate, KINDS)
     program = lowered(fn, args)
     for target, options in ((GPU, Options()), (CPU, Options(max_fused_ops=15))):
         check_same(program, fuse(program, options, target), fn, args)
 
 
 @settings(max_examples=25, deadline=None, phases=FAST, suppress_health_check=list(HealthCheck))
-@given(st.lists(STEP, min_size=3, max_size=14), st.sets(st.integers(0, 2), max_size=2), st.integers(0, 99))
+@given(st.lists(step(KINDS), min_size=3, max_size=14), st.sets(st.integers(0, 2), max_size=2), st.integers(0, 99))
 def test_random_programs(steps, mutate, seed):
     run(steps, sorted(mutate), seed)
 
 
 @pytest.mark.slow
 @settings(max_examples=120, deadline=None, phases=FAST, suppress_health_check=list(HealthCheck))
-@given(st.lists(STEP, min_size=8, max_size=40), st.sets(st.integers(0, 3), max_size=3), st.integers(0, 99))
+@given(st.lists(step(KINDS), min_size=8, max_size=40), st.sets(st.integers(0, 3), max_size=3), st.integers(0, 99))
 def test_long_random_programs(steps, mutate, seed):
     run(steps, sorted(mutate), seed)

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from fuse_cases import CPU, GPU, calls, check_same, kernels, lowered, products, refused, templated, templates
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_fuse_random import BINARY, FAST, ROWS, UNARY, VIEWS, small
+from test_fuse_random import FAST, binary, interpretation, row, step, unary, view
 
 from reflib.fuse import fuse
 from reflib.ir.expr import expr
-from reflib.ir.loops import BodyBuilder, Loops
+from reflib.ir.loops import BodyBuilder, LoopNest
 from reflib.ir.program import Template
 from reflib.options import Options
 
@@ -302,7 +302,7 @@ def test_a_scatter_stays_out():
 
     args = [X, W, torch.tensor([2, 0, 3, 1])]
     program = templated(lowered(fn, args))
-    (loops,) = (n for n in program.nodes if isinstance(n, Loops))
+    (loops,) = (n for n in program.nodes if isinstance(n, LoopNest))
     (store,) = loops.stores()
     b = BodyBuilder()
     rows, columns = (expr(a.var) for a in loops.axes)
@@ -337,46 +337,21 @@ def multiply(a, b):
     return a @ a.t() if a.dim() == 2 else a.reshape(-1, 1) @ b.reshape(1, -1)[:, :6]
 
 
-def interpretation(steps, mutate):
-    """The function that a list of steps stands for."""
-
-    def fn(*inputs):
-        pool = [t * 0.5 if i in mutate else t for i, t in enumerate(inputs)]
-        for kind, which, i, j in steps:
-            a, b = pool[i % len(pool)], pool[j % len(pool)]
-            if kind == 0:
-                out = UNARY[which % len(UNARY)](a)
-            elif kind in (1, 2):
-                try:
-                    torch.broadcast_shapes(a.shape, b.shape)
-                except RuntimeError:
-                    b = a.sin()
-                out = BINARY[which % len(BINARY)](a, b)
-            elif kind == 3:
-                out = VIEWS[which % len(VIEWS)](a, j)
-            elif kind == 4:
-                out = ROWS[which % len(ROWS)](a, j % a.dim())
-            elif kind == 5:
-                out = a.double().float() if which % 2 else multiply(a.double(), b.double()).sin().float()
-            else:
-                out = multiply(a, b).tanh() if which % 2 else multiply(a, b) * 0.1
-            if small(out):
-                pool += [out, out] if kind > 4 else [out]  # a product is chosen more often
-        for i in mutate:
-            new = next((t for t in reversed(pool) if t.shape == inputs[i].shape), pool[i])
-            inputs[i].copy_(new)
-        return tuple(t.neg() for t in pool[-3:])
-
-    return fn
+def doubled(a, b, which, j):
+    return a.double().float() if which % 2 else multiply(a.double(), b.double()).sin().float()
 
 
-STEP = st.tuples(st.integers(0, 8), st.integers(0, 9), st.integers(0, 30), st.integers(0, 30))
+def multiplied(a, b, which, j):
+    return multiply(a, b).tanh() if which % 2 else multiply(a, b) * 0.1
+
+
+KINDS = [unary, binary, binary, view, row, doubled, multiplied, multiplied, multiplied]
 
 
 def run(steps, mutate, seed, only):
     torch.manual_seed(seed)
     args = [torch.randn(s) for s in SHAPES]
-    fn = interpretation(steps, mutate)
+    fn = interpretation(steps, mutate, KINDS, often=(doubled, multiplied))
     program = templated(lowered(fn, args), only)
     for target, options in ((GPU, Options()), (CPU, Options(max_fused_ops=15, max_fused_buffers=6))):
         f = fuse(program, options, target)
@@ -386,7 +361,7 @@ def run(steps, mutate, seed, only):
 
 @settings(max_examples=25, deadline=None, phases=FAST, suppress_health_check=list(HealthCheck))
 @given(
-    st.lists(STEP, min_size=3, max_size=14),
+    st.lists(step(KINDS), min_size=3, max_size=14),
     st.sets(st.integers(0, 2), max_size=2),
     st.integers(0, 99),
     st.one_of(st.none(), st.sets(st.integers(0, 5))),
@@ -398,7 +373,7 @@ def test_random_programs(steps, mutate, seed, only):
 @pytest.mark.slow
 @settings(max_examples=120, deadline=None, phases=FAST, suppress_health_check=list(HealthCheck))
 @given(
-    st.lists(STEP, min_size=8, max_size=40),
+    st.lists(step(KINDS), min_size=8, max_size=40),
     st.sets(st.integers(0, 3), max_size=3),
     st.integers(0, 99),
     st.one_of(st.none(), st.sets(st.integers(0, 9))),

@@ -5,7 +5,7 @@ values so far. It runs eagerly and compiled, forward and perhaps backward, with 
 ``tests.checking`` judges. A failure prints a small program to run by itself.
 
     make fuzz N=5000            more of them
-    REFLIB_FUZZ_SECONDS=20      how long without N
+    REFLIB_FUZZ_SECONDS=60      how long without N
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from reflib.pipeline import Backend
 from tests.checking import call, wrong
 
 COUNT = int(os.environ.get("REFLIB_FUZZ") or 0)
-SECONDS = float(os.environ.get("REFLIB_FUZZ_SECONDS") or 60)
+SECONDS = float(os.environ.get("REFLIB_FUZZ_SECONDS") or 20)
 SHRINK = 60  # seconds spent on making a failure smaller
 FLOATS = ("float32", "float32", "float32", "float64", "bfloat16", "float16")
 OTHERS = ("int64", "int32", "int8", "uint8", "bool")
@@ -114,111 +114,51 @@ def make(dtype: str, shape: tuple[int, ...], layout: str, special: bool, seed: i
 
 
 UNARY = (
-    "{a}.abs()",
-    "{a}.neg()",
-    "{a}.relu()",
-    "{a}.sign()",
-    "torch.square({a})",
-    "{a}.clamp(-1, 2)",
-    "{a} * 2 + 1",
-    "{a} - 3",
-    "torch.isnan({a})",
-    "{a} > 0",
-    "{a}.clone()",
-)
+    "{a}.abs()", "{a}.neg()", "{a}.relu()", "{a}.sign()", "torch.square({a})", "{a}.clamp(-1, 2)", "{a} * 2 + 1",
+    "{a} - 3", "torch.isnan({a})", "{a} > 0", "{a}.clone()",
+)  # fmt: skip
 UNARY_FLOAT = (
-    "{a}.exp()",
-    "{a}.sin()",
-    "{a}.tanh()",
-    "{a}.sigmoid()",
-    "F.gelu({a})",
-    "F.silu({a})",
-    "({a}.abs() + 0.5).log()",
-    "{a}.abs().sqrt()",
-    "(1 / ({a}.abs() + 0.25))",
-    "{a}.floor()",
-    "{a}.round()",
-    "{a}.to(torch.float32)",
-    "{a}.to(torch.bfloat16)",
-    "{a}.erf()",
-    "F.leaky_relu({a}, 0.1)",
-    "F.softplus({a})",
-    "F.hardtanh({a})",
-    "{a}.float()",
-    "{a}.trunc()",
-    "({a} * {a} + 1).rsqrt()",
-    "F.elu({a})",
-    "{a}.expm1()",
-    "{a}.atan()",
+    "{a}.exp()", "{a}.sin()", "{a}.tanh()", "{a}.sigmoid()", "F.gelu({a})", "F.silu({a})", "({a}.abs() + 0.5).log()",
+    "{a}.abs().sqrt()", "(1 / ({a}.abs() + 0.25))", "{a}.floor()", "{a}.round()", "{a}.to(torch.float32)",
+    "{a}.to(torch.bfloat16)", "{a}.erf()", "F.leaky_relu({a}, 0.1)", "F.softplus({a})", "F.hardtanh({a})",
+    "{a}.float()", "{a}.trunc()", "({a} * {a} + 1).rsqrt()", "F.elu({a})", "{a}.expm1()", "{a}.atan()",
     "{a}.double()",
-)
+)  # fmt: skip
 BINARY = (
-    "{a} + {b}",
-    "{a} - {b}",
-    "{a} * {b}",
-    "torch.maximum({a}, {b})",
-    "torch.minimum({a}, {b})",
-    "{a} < {b}",
-    "{a} == {b}",
-    "torch.where({a} > {b}, {a}, {b})",
-    "torch.where({b} != 0, {a}, 2)",
-)
+    "{a} + {b}", "{a} - {b}", "{a} * {b}", "torch.maximum({a}, {b})", "torch.minimum({a}, {b})", "{a} < {b}",
+    "{a} == {b}", "torch.where({a} > {b}, {a}, {b})", "torch.where({b} != 0, {a}, 2)",
+)  # fmt: skip
 BINARY_FLOAT = (
-    "{a} / ({b}.abs() + 0.5)",
-    "torch.lerp({a}, {b}.to({a}.dtype), 0.25)",
-    "torch.hypot({a}, {b}.to({a}.dtype))",
-)
+    "{a} / ({b}.abs() + 0.5)", "torch.lerp({a}, {b}.to({a}.dtype), 0.25)", "torch.hypot({a}, {b}.to({a}.dtype))",
+)  # fmt: skip
 REDUCE = (
-    "{a}.sum({d})",
-    "{a}.amax({d})",
-    "{a}.amin({d})",
-    "({a} != 0).any({d})",
-    "({a} > 0).all({d})",
-    "{a}.sum({d}, keepdim=True)",
-    "{a}.argmax({d})",
-    "{a}.argmin({d}, keepdim=True)",
-    "{a}.cumsum({d})",
-)
+    "{a}.sum({d})", "{a}.amax({d})", "{a}.amin({d})", "({a} != 0).any({d})", "({a} > 0).all({d})",
+    "{a}.sum({d}, keepdim=True)", "{a}.argmax({d})", "{a}.argmin({d}, keepdim=True)", "{a}.cumsum({d})",
+)  # fmt: skip
 REDUCE_FLOAT = (
-    "{a}.mean({d})",
-    "torch.softmax({a}, {d})",
-    "F.log_softmax({a}, {d})",
-    "{a}.logsumexp({d})",
-    "{a}.var({d}, correction=0)",
-    "{a}.norm(dim={d})",
-    "{a} - {a}.mean({d}, keepdim=True)",
-)
+    "{a}.mean({d})", "torch.softmax({a}, {d})", "F.log_softmax({a}, {d})", "{a}.logsumexp({d})",
+    "{a}.var({d}, correction=0)", "{a}.norm(dim={d})", "{a} - {a}.mean({d}, keepdim=True)",
+)  # fmt: skip
 FULL = ("{a}.sum()", "{a}.max()", "{a}.min()")
 VIEW = (
-    "{a}.transpose({d}, {e})",
-    "{a}.unsqueeze({d})",
-    "{a}.flip({d})",
-    "{a}.narrow({d}, 0, {k})",
-    "{a}.flatten()",
-    "{a}[..., ::2]",
-    "{a}.movedim({d}, {e})",
-    "{a}.roll(1, {d})",
-    "{a}.transpose({d}, {e}).contiguous()",
-    "{a}.reshape(-1)",
-    "{a}.unsqueeze(0).expand(3, *{a}.shape)",
-    "{a}.select({d}, 0)",
-    "{a}.chunk(2, {d})[0]",
-    "F.pad({a}, (1, 2), value=1)",
-    "{a}.repeat_interleave(2, {d})",
-    "{a}.unfold({d}, 1, 1)",
+    "{a}.transpose({d}, {e})", "{a}.unsqueeze({d})", "{a}.flip({d})", "{a}.narrow({d}, 0, {k})", "{a}.flatten()",
+    "{a}[..., ::2]", "{a}.movedim({d}, {e})", "{a}.roll(1, {d})", "{a}.transpose({d}, {e}).contiguous()",
+    "{a}.reshape(-1)", "{a}.unsqueeze(0).expand(3, *{a}.shape)", "{a}.select({d}, 0)", "{a}.chunk(2, {d})[0]",
+    "F.pad({a}, (1, 2), value=1)", "{a}.repeat_interleave(2, {d})", "{a}.unfold({d}, 1, 1)",
     "{a}.diagonal(0, {d}, {e})",
-)
+)  # fmt: skip
+JOIN = (
+    "torch.cat([{a}, {a}], {d})", "torch.stack([{a}, {a}], {d})", "{a} @ {a}.transpose(-1, -2)",
+    "{a} @ {a}.mT.contiguous()",
+)  # fmt: skip
 INDEX = (
-    "{a}[torch.arange({a}.shape[0]) // 2]",
-    "{a}.index_select({d}, torch.arange({a}.shape[{d}]).flip(0))",
+    "{a}[torch.arange({a}.shape[0]) // 2]", "{a}.index_select({d}, torch.arange({a}.shape[{d}]).flip(0))",
     "{a}.gather({d}, torch.zeros_like({a}, dtype=torch.int64))",
-    "torch.take_along_dim({a}, torch.zeros_like({a}, dtype=torch.int64), {d})",
-    "{a}.masked_fill({a} > 1, 0)",
-    "{a}.tril() if {a}.dim() > 1 else {a}",
-    "{a}.index_put((torch.zeros(1, dtype=torch.int64),), {a}[-1:])",
+    "torch.take_along_dim({a}, torch.zeros_like({a}, dtype=torch.int64), {d})", "{a}.masked_fill({a} > 1, 0)",
+    "{a}.tril() if {a}.dim() > 1 else {a}", "{a}.index_put((torch.zeros(1, dtype=torch.int64),), {a}[-1:])",
     "torch.zeros_like({a}).scatter_add({d}, torch.zeros_like({a}, dtype=torch.int64), {a})",
     "{a}.sort({d}, stable=True)[0]",
-)
+)  # fmt: skip
 
 
 @st.composite
@@ -263,28 +203,10 @@ def _step(draw: Any, one: Any, values: list[Any]) -> tuple[str, Any] | None:
     b = draw(st.integers(0, n - 1))
     x = values[a]
     real, kind = x.dtype.is_floating_point, draw(st.integers(0, 9))
-    table: Any = {
-        0: UNARY,
-        1: UNARY_FLOAT if real else UNARY,
-        2: UNARY_FLOAT if real else UNARY,
-        3: BINARY,
-        4: BINARY,
-        5: BINARY_FLOAT if real else BINARY,
-        6: (*REDUCE, *FULL),
-        7: REDUCE_FLOAT if real else REDUCE,
-        8: VIEW,
-        9: INDEX,
-    }[kind]
-    template = one(table)
+    unary, binary, reduce = (UNARY_FLOAT, BINARY_FLOAT, REDUCE_FLOAT) if real else (UNARY, BINARY, REDUCE)
+    template = one((UNARY, unary, unary, BINARY, BINARY, binary, (*REDUCE, *FULL), reduce, VIEW, INDEX)[kind])
     if draw(st.integers(0, 14)) == 0:
-        template = one(
-            (
-                "torch.cat([{a}, {a}], {d})",
-                "torch.stack([{a}, {a}], {d})",
-                "{a} @ {a}.transpose(-1, -2)",
-                "{a} @ {a}.mT.contiguous()",
-            )
-        )
+        template = one(JOIN)
     d, e = (draw(st.integers(0, max(x.dim() - 1, 0))) for _ in range(2))
     k = draw(st.integers(0, x.shape[d] if x.dim() else 1))
     text = template.format(a=f"v{a}", b=f"v{b}", d=d, e=e, k=k)

@@ -6,7 +6,7 @@ import torch
 from reflib.errors import IndexOutOfRange, ReflibError
 from reflib.ir.expr import Sym, Var, expr
 from reflib.ir.interpret import interpret
-from reflib.ir.loops import Axis, BodyBuilder, Loops
+from reflib.ir.loops import Axis, BodyBuilder, LoopNest
 from reflib.ir.printer import format_program
 from reflib.ir.program import Buffer, Extern, Program, View, full_view
 from reflib.ir.verify import verify
@@ -39,7 +39,7 @@ def softmax_program(n, m, dtype=F32):
     x = b.load("x", expr(i) * m + r, F32)
     e = b.op("exp", b.op("sub", x, b.reduce("max", x, dtype=F32)))
     b.store("y", expr(i) * m + r, b.op("div", e, b.reduce("sum", e, dtype=F32)))
-    loops = Loops("softmax", (Axis(i, "p"), Axis(r, "r")), tuple(b.body))
+    loops = LoopNest("softmax", (Axis(i, "p"), Axis(r, "r")), tuple(b.body))
     return program([buffer("x", (n, m), dtype=dtype, kind="input"), buffer("y", (n, m), dtype=dtype)], [loops], ["y"])
 
 
@@ -65,7 +65,7 @@ def test_masked_load_and_index():
     at = b.index(expr(i))
     inside = b.op("lt", at, b.const(4, torch.int64))
     b.store("y", i, b.load("x", i, F32, mask=inside, other=-1.0))
-    loops = Loops("pad", (Axis(i, "p"),), tuple(b.body))
+    loops = LoopNest("pad", (Axis(i, "p"),), tuple(b.body))
     p = program([buffer("x", (4,), kind="input"), buffer("y", (6,))], [loops], ["y"])
     x = torch.randn(4)
     assert torch.equal(interpret(p, [x])[0], torch.nn.functional.pad(x, (0, 2), value=-1.0))
@@ -76,7 +76,7 @@ def gather_program():
     b = BodyBuilder()
     at = b.indirect(b.load("at", i, torch.int64), 5)
     b.store("y", i, b.load("x", at * 2, F32))
-    loops = Loops("gather", (Axis(i, "p"),), tuple(b.body))
+    loops = LoopNest("gather", (Axis(i, "p"),), tuple(b.body))
     x = buffer("x", (5,), (2,), kind="input")
     return program([x, buffer("at", (3,), dtype=torch.int64, kind="input"), buffer("y", (3,))], [loops], ["y"])
 
@@ -97,7 +97,7 @@ def test_reductions_over_two_axes(kind):
     flat_index = (b.index(expr(a) * 4 + c),) if kind.startswith("arg") else ()
     dtype = torch.int64 if flat_index else F32
     b.store("y", i, b.reduce(kind, x, *flat_index, dtype=dtype))
-    loops = Loops("red", (Axis(a, "r"), Axis(i, "p"), Axis(c, "r")), tuple(b.body))
+    loops = LoopNest("red", (Axis(a, "r"), Axis(i, "p"), Axis(c, "r")), tuple(b.body))
     p = program([buffer("x", (3, 2, 4), kind="input"), buffer("y", (2,), dtype=dtype)], [loops], ["y"])
     x = torch.randn(3, 2, 4).round(decimals=1)
     x[0, 0, 1] = float("nan")
@@ -115,7 +115,7 @@ def test_extern_views_and_mutation():
     x = buffer("x", (3, 2), kind="input")
     t = View("x", x.shape[::-1], x.strides[::-1], expr(0), F32)
     mm = Extern("mm", torch.ops.aten.mm.default, (t, full_view(x)), (), ("y",))
-    add = Loops("add", (Axis(i, "p"), Axis(j, "p")), tuple(b.body))
+    add = LoopNest("add", (Axis(i, "p"), Axis(j, "p")), tuple(b.body))
     p = program([x, buffer("y", (2, 2))], [mm, add], ["y", "x"])
     a = torch.randn(3, 2)
     before = a.clone()

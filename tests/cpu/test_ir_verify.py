@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from choices import scheduled
 from test_ir_interpret import F32, buffer, program, softmax_program
 
 from reflib.errors import VerifyError
 from reflib.ir.expr import Ref, Sym, Var, expr
-from reflib.ir.loops import Axis, Const, Index, Indirect, Load, Loops, Op, Reduce, Store
-from reflib.ir.printer import format_loops, format_program
-from reflib.ir.program import Arm, Config, Region
+from reflib.ir.loops import Axis, Const, Index, Indirect, Load, LoopNest, Op, Reduce, Store
+from reflib.ir.printer import format_loop_nest, format_program
+from reflib.ir.program import Assume, Config, KernelNode, kernel_with_fallback
 from reflib.ir.verify import linear_ends, verify
 
 I, J = Var("i", expr(4)), Var("j", expr(3))
@@ -19,7 +20,7 @@ STORE = Store("y", expr(I), 0)
 
 
 def check(*body, axes=(Axis(I, "p"),), y=(4,)):
-    return program([buffer("x", (4,), kind="input"), buffer("y", y)], [Loops("k", axes, body)], ["y"])
+    return program([buffer("x", (4,), kind="input"), buffer("y", y)], [LoopNest("k", axes, body)], ["y"])
 
 
 @pytest.mark.parametrize(
@@ -80,13 +81,18 @@ def test_tables():
         verify(replace(p, buffers={**p.buffers, "z": p.buffers["x"]}))
 
 
-def test_region():
+def test_variants():
     p = softmax_program(3, 4)
     (k,) = p.nodes
-    verify(replace(p, nodes=(Region("k", (Arm((), (k,), Config()),)),)))
-    empty = replace(k, body=k.body[:1])
-    with pytest.raises(VerifyError, match="arm 0 writes"):
-        verify(replace(p, nodes=(Region("k", (Arm((), (empty,), Config()), Arm((), (k,), Config()))),)))
+    node = scheduled(k)
+    verify(replace(p, nodes=(node,)))
+    empty = KernelNode("k", (replace(k, body=k.body[:1]),), Config())
+    with pytest.raises(VerifyError, match="the variant fast writes"):
+        both = kernel_with_fallback(empty, (), node.variants[0].kernel)
+        verify(replace(p, nodes=(replace(node, variants=both),)))
+    with pytest.raises(VerifyError, match="the last variant must have no predicate"):
+        only = replace(node.variants[0], predicate=(Assume("at_most", expr(3), 4),))
+        verify(replace(p, nodes=(replace(node, variants=(only,)),)))
 
 
 def test_ends():
@@ -96,7 +102,7 @@ def test_ends():
 
 def test_text():
     (k,) = softmax_program(3, 4).nodes
-    assert format_loops(k).splitlines()[:3] == [
+    assert format_loop_nest(k).splitlines()[:3] == [
         "loops softmax [i < 3 : p, r < 4 : r] {",
         "  %0 = load x[4*i + r] : float32",
         "  %1 = reduce max %0 : float32",

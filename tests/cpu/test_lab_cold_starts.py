@@ -91,14 +91,6 @@ def test_calls_go_on_until_tuning_is_done_and_a_little_longer(monkeypatch):
     assert found and not any(done for _, _, done in found), "nobody waits for ever"
 
 
-def test_many_calls_are_thinned_to_medians():
-    calls = [(i / 1000, 10.0 if i != 500 else 9999.0) for i in range(10_000)]
-    kept = cold_child.thinned(calls)
-    assert len(kept) == cold_child.KEPT and {us for _, us in kept} == {10.0}
-    assert kept == sorted(kept) and kept[0][0] < 0.2 and kept[-1][0] == 9.999
-    assert cold_child.thinned(calls[:7]) == calls[:7]
-
-
 def test_results_are_compared_up_to_the_order_of_additions():
     x = torch.randn(100)
     assert cold_child.close(x + 1e-4, x) and not cold_child.close(x + 1, x) and not cold_child.close(x[:1], x)

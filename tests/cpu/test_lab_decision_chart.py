@@ -10,19 +10,19 @@ import torch
 
 import reflib
 from reflib import lab
-from reflib.choose import Candidate, Decision
+from reflib.ir.decision import Candidate, Decision, Key
 from reflib.lab.rows import ROWS_FILE
 
-TIMED = tuple(Candidate(f"tiled {i}", "ok", 10.0 + i, 9.0 + i, 10.0 + i, spread=0.05, error=1e-6) for i in range(20))
+TIMED = tuple(Candidate(Key(f"tiled {i}"), "ok", 10.0 + i, 9.0 + i, 10.0 + i, 0.05, 1e-6) for i in range(20))
 DECISION = Decision(
     "op0",
-    "split(k=4)",
+    (Key("split(k=4)"),),
     (
-        Candidate("eager", "ok", 7.0, 6.0, 7.0, spread=0.02, error=1e-6),
-        Candidate("split(k=4)", "ok", 4.0, 3.5, 4.0, spread=0.5, error=2e-6, why="weights not quite cold: 3 copies"),
-        Candidate("worst", "ok", 400.0, 399.0, 400.0, why="out after a short round"),
+        Candidate(Key("eager"), "ok", 7.0, 6.0, 7.0, spread=0.02, error=1e-6),
+        Candidate(Key("split(k=4)"), "ok", 4.0, 3.5, 4.0, 0.5, 2e-6, "weights not quite cold: 3 copies"),
+        Candidate(Key("worst"), "ok", 400.0, 399.0, 400.0, why="out after a short round"),
         *TIMED,
-        Candidate("bad", "raised", why="ValueError: not today"),
+        Candidate(Key("bad"), "raised", why="ValueError: not today"),
     ),
     "split(k=4) is faster",
 )
@@ -58,7 +58,7 @@ def test_every_candidate_is_drawn_or_counted_with_its_time_or_reason():
 
 
 def test_a_winner_beyond_the_limit_is_drawn_all_the_same():
-    picture = lab.candidates(replace(DECISION, winner="worst"), caption="c", most=3)
+    picture = lab.candidates(replace(DECISION, winners=(Key("worst"),)), caption="c", most=3)
     assert "worst: 400 (100.00x) chosen" in picture.alt
 
 
@@ -84,7 +84,7 @@ def test_rows_of_a_decision_reach_the_recording_and_drawing_adds_none(tmp_path, 
 
 
 def test_nothing_timed_is_nothing_drawn(capsys):
-    none = Decision("k0", "heuristic", (Candidate("heuristic", "heuristic"),), "")
+    none = Decision("k0", (), (Candidate(Key("heuristic"), "heuristic"),), "")
     assert lab.candidates(none, caption="c") is None
     assert "Nothing to draw" in capsys.readouterr().out
 

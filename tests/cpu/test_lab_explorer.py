@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from reflib import lab
-from reflib.choose import Candidate, Decision
 from reflib.errors import LabError
+from reflib.ir.decision import Candidate, Decision, Key
 from reflib.lab import explorer, ratio_chart
 from reflib.lab.rows import ROWS_FILE, Row, Rows
 
@@ -23,10 +23,11 @@ def here():
 
 def decision(fastest: str = SPLIT) -> Decision:
     names = ["aten", SPLIT, "triton split 16x32x128 w4 s3 splits 64", "decompose_k(k_splits=64)"]
-    rows = [Candidate(n, "ok", 4.0 if n == fastest else 6.0, 6.0, None, 0.05, 1e-4) for n in names]
-    rows += [Candidate(f"triton tiled 16x16x{k} w2 s3", "ok", 9.0 + k, None, None, 0.02, 1e-4) for k in range(16, 36)]
-    rows.append(Candidate("triton persistent 64x128x64 w4 s3", "error", why="no"))
-    return Decision("op0", fastest, tuple(rows), "it is fastest", op="aten.mm")
+    rows = [Candidate(Key(n), "ok", 4.0 if n == fastest else 6.0, 6.0, None, 0.05, 1e-4) for n in names]
+    more = {k: Key(f"triton tiled 16x16x{k} w2 s3") for k in range(16, 36)}
+    rows += [Candidate(key, "ok", 9.0 + k, None, None, 0.02, 1e-4) for k, key in more.items()]
+    rows.append(Candidate(Key("triton persistent 64x128x64 w4 s3"), "error", why="no"))
+    return Decision("op0", (Key(fastest),), tuple(rows), "it is fastest", op="aten.mm")
 
 
 def sweep() -> Rows:
@@ -45,14 +46,6 @@ def test_a_decisions_candidates_are_rows_that_are_recorded(tmp_path, monkeypatch
     assert winner.case == SPLIT and winner.value == 1.5
     (failed,) = rows.where(status="error")
     assert failed.value is None and failed.note == "no"
-
-
-def test_names_are_short_and_kinds_are_known():
-    assert explorer.short_name(SPLIT) == "split 16x32x128 / 64"
-    assert explorer.short_name("decompose_k_addmm(k_splits=8)") == "decompose-K / 8"
-    names = ("eager", "aten._addmm_activation (relu)", SPLIT, "triton persistent 1", "f(x)")
-    kinds = [explorer.kind_of(n) for n in names]
-    assert kinds == ["ATen", "ATen", "split-K", "persistent", "other"]
 
 
 def test_the_figure_is_of_the_fastest_and_the_default():

@@ -9,7 +9,7 @@ import torch
 
 from reflib import lab
 from reflib.errors import LabError
-from reflib.lab import recording, timing
+from reflib.lab import recording
 from reflib.lab.rows import Row, Rows
 
 
@@ -31,7 +31,7 @@ def test_a_known_time_and_what_follows_from_it():
     rows = lab.measure("t", {"a": spin(1e-3)}, bytes=1e6, flops={"a": 2e9}, at={"n": 1}, budget_s=0.1)
     assert [(r.metric, r.unit) for r in rows] == [("time", "µs"), ("bandwidth", "GB/s"), ("rate", "TFLOP/s")]
     time_us = rows.value("a")
-    assert 900 < time_us < 5000
+    assert 900 < time_us < 50_000  # on a busy machine, too
     assert rows.value("a", "bandwidth", n=1) == pytest.approx(1e6 / time_us / 1e3)
     assert rows.value("a", "rate") == pytest.approx(2e9 / time_us / 1e6)
     row = rows[0]
@@ -42,25 +42,6 @@ def test_cold_calls_once_a_sample_after_a_flush():
     calls = []
     rows = lab.measure("t", {"a": lambda: calls.append(1)}, cache="cold", rounds=5)
     assert rows[0].cache == "cold" and len(calls) == 1 + 5
-
-
-def test_interleaving_turns_the_order():
-    order = []
-    samplers = {n: (lambda n=n: order.append(n) or 1.0) for n in "abc"}
-    found = timing.interleave(samplers, 3, 10.0)
-    assert "".join(order) == "abcbcacab"
-    assert found == {"a": (1.0,) * 3, "b": (1.0,) * 3, "c": (1.0,) * 3}
-
-
-def test_the_budget_ends_sampling_but_leaves_quartiles():
-    slow = {"a": lambda: time.sleep(0.01) or 1.0}
-    assert len(timing.interleave(slow, 1000, 0.0)["a"]) == timing.FEWEST_ROUNDS
-
-
-def test_quantiles():
-    assert timing.quantile((3.0, 1.0, 2.0), 0.5) == 2.0
-    assert timing.quantile((1.0, 2.0), 0.75) == 1.75
-    assert timing.Samples((1.0, 2.0, 3.0, 4.0, 5.0), "wall").spread == 2.0
 
 
 def test_what_this_machine_cannot_measure_is_a_row():

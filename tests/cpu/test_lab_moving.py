@@ -69,9 +69,9 @@ def test_a_point_is_measured_against_its_own_limit():
     versions = [("thin", 1e9, 1e9, 2000.0), lab.Version("thick", 1e12, 1e9, 20000.0), ("not here", 1.0, 1.0, None)]
     found = lab.roofline_slider(ROOF, versions, what="columns", caption="c")
     thin, thick = found.spec["datasets"]["versions"]
-    assert thin["FLOPs a byte"] == 1 and thin["TFLOP/s"] == 0.5 and thin["limit"] == 1 and thin["µs at least"] == 1000
+    assert thin["FLOPs per byte"] == 1 and thin["TFLOP/s"] == 0.5 and thin["limit"] == 1 and thin["µs at least"] == 1000
     assert thick["limit"] == 100 and thick["TFLOP/s"] == 50
-    assert "thin: 1,000 MB moved; 1.00 FLOPs a byte, under the memory; 2,000 µs, 0.5 TFLOP/s: 50%" in found.alt
+    assert "thin: 1,000 MB moved; 1.00 FLOPs per byte, under the memory; 2,000 µs, 0.5 TFLOP/s: 50%" in found.alt
     assert "under the arithmetic; 20,000 µs, 50.0 TFLOP/s: 50% of its limit" in found.alt
     assert params(found)["stop"]["bind"]["max"] == 2
     with pytest.raises(LabError, match="no place under a roofline"):
@@ -106,8 +106,9 @@ def test_blocks_are_counted_as_the_generator_lays_them():
 
 def package(**bytes_of):
     """What arch_explorer asks of an inspected package."""
-    arms = [SimpleNamespace(arch=arch, made_for="sm_80" if arch == "ptx" else arch) for arch in bytes_of]
-    return SimpleNamespace(manifest=SimpleNamespace(arms=arms), machine_code=lambda arm: bytes_of[arm.arch])
+    variants = [SimpleNamespace(arch=arch, made_for="sm_80" if arch == "ptx" else arch) for arch in bytes_of]
+    manifest = SimpleNamespace(variants=variants)
+    return SimpleNamespace(manifest=manifest, machine_code=lambda variant: bytes_of[variant.arch])
 
 
 def test_each_gpu_is_offered_what_runs_there(capsys):

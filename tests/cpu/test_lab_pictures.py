@@ -49,11 +49,6 @@ def test_a_picture_gives_the_same_bytes_twice(e):
     assert lab.fusion_picture(e, caption="c").svg == lab.fusion_picture(e, caption="c").svg
 
 
-def test_nodes_equally_deep_do_not_share_a_place(e):
-    places = pictures._layout(e.program)
-    assert len(set(places.values())) == len(places)
-
-
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 def test_a_readers_kernel_runs():
     source = 'extern "C" void twice(const float* x, float* y) { for (int i = 0; i < 8; ++i) y[i] = 2 * op::erf(x[i]); }'

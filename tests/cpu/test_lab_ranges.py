@@ -1,4 +1,4 @@
-"""`lab.told_times`, `lab.arms`, `lab.range_picture`: choosing by formula, and what was chosen, shown."""
+"""`lab.told_times`, `lab.variants`, `lab.range_picture`: choosing by formula, and what was chosen, shown."""
 
 from __future__ import annotations
 
@@ -53,22 +53,22 @@ def test_what_is_told_decides_for_a_target_that_is_not_here() -> None:
     f = ranged_op([8])
     with lab.told_times(lambda name, s: size(s) if name == "small" else 10.0) as asked:
         e = reflib.explain(f, rows_of(16), autotune="blocking", target="sm_90")
-    table = lab.arms(e)
+    table = lab.variants(e)
     assert [line["runs"].split(": ")[1] for line in table] == ["small", "eager"]
     assert table[0]["if"].endswith("<= 8") and table[1]["if"] == "otherwise"
     assert [(line["kernels"], line["calls"]) for line in table] == [(1, 0), (1, 1)]
     assert lab.served(e, 64) == [(1, 8, "small"), (9, 64, "eager")]
     assert sorted({size(s) for _, s in asked}) == [3, 5, 8, 16, 32, 64]  # a size that is open starts at 2
-    decide = __import__("sys").modules["reflib.choose.decide"]
-    assert decide.measure.__module__ == "reflib.choose.measure"  # put back
+    points = __import__("sys").modules["reflib.autotune.points"]
+    assert points.measure.__module__ == "reflib.autotune.measure"  # put back
 
 
-def test_one_winner_has_no_arms_and_guards_are_conditions() -> None:
+def test_one_winner_has_no_variants_and_predicates_are_conditions() -> None:
     with lab.told_times(lambda name, s: 2.0 if name == "eager" else 1.0):
         e = reflib.explain(ranged_op([8]), rows_of(16), autotune="blocking")
-        assert lab.arms(e) == [] and lab.served(e, 64) == [(1, 64, "small")]
+        assert lab.variants(e) == [] and lab.served(e, 64) == [(1, 64, "small")]
         e = reflib.explain(ranged_op([], only_fours=True), rows_of(16), autotune="blocking")
-    assert [line["if"].split(" ", 1)[-1] for line in lab.arms(e)] == ["% 4 == 0", "otherwise"]
+    assert [line["if"].split(" ", 1)[-1] for line in lab.variants(e)] == ["% 4 == 0", "otherwise"]
 
 
 def test_the_picture_says_who_serves() -> None:

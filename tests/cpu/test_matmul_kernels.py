@@ -1,16 +1,10 @@
-"""Generated matrix products: right in Triton's interpreter, and compiled to what each GPU is good at."""
+"""Generated matrix products: compiled to what each GPU is good at. (Their values: test_triton_interpreter.)"""
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,38 +18,20 @@ from matmul_cases import (
     bias_1d,
     bias_2d_gelu,
     every_other,
-    matmul_cases,
     padded,
     rand,
     relu,
 )
+from triton_cases import compile_all
 
 from reflib.errors import GenerateError, ToolchainError
-from reflib.generate.compile_triton import Binary, compile_all, compile_kernel, resources
+from reflib.generate.compile_triton import Binary, compile_kernel, resources
 from reflib.generate.kernel import Kernel
 from reflib.generate.matmul_split import HOLE
-from reflib.ir.program import Arm, Config, Tiling
+from reflib.ir.program import Config, KernelNode, Tiling
 from reflib.target import parse_target
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
-TESTS = Path(__file__).parent.parent
-
-
-# -- numbers ----------------------------------------------------------------------------------------
-@functools.cache
-def results() -> dict[str, str]:
-    """All cases in one child: the interpreter has to be chosen before Triton is imported."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
-    done = subprocess.run(
-        [sys.executable, str(TESTS / "matmul_interpreting.py")], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize("name", matmul_cases())
-def test_case(name: str) -> None:
-    assert not results()[name]
 
 
 # -- what the code becomes --------------------------------------------------------------------------
@@ -268,13 +244,13 @@ def test_loops_are_kept() -> None:
 
 def test_a_split_needs_its_workspace() -> None:
     case = large(WARPS, m=32, k=16384)
-    case.arm = lambda name: Arm((), (case.template,), Config("matmul"), ())  # type: ignore[method-assign]
+    case.node = lambda name: KernelNode(name, (case.template,), Config("matmul"))  # type: ignore[method-assign]
     refuse(case, "needs a workspace of 32768 int32 of kind zeros")
 
 
 def test_more_scratch_than_planned() -> None:
     kernel = replace(large(TMA).kernel("product"), scratch=128)
-    with pytest.raises(ToolchainError, match="planned with 128 bytes of scratch memory per program; Triton wants 256"):
+    with pytest.raises(ToolchainError, match="planned with 128 bytes of scratch memory per program; Triton needs 256"):
         compile_kernel(kernel, parse_target("sm_90"))
 
 

@@ -40,7 +40,7 @@ def decided(program: Program, names: tuple[str, ...]) -> Program:
     for n in program.nodes:
         if isinstance(n, Choice):
             name = next(pick)
-            won = next(a for a in n.alternatives if a.name == name)
+            won = next(a for a in n.variants if a.name == name)
             nodes += won.nodes
             buffers |= {b.name: b for b in won.buffers}
         else:
@@ -54,7 +54,7 @@ def check(fn, *args, options: Options = GPU, mode: str = "fake", others=None) ->
     program = program_of(fn, *args, options=options, mode=mode)
     assert choices(program)
     verify(from_data(to_data(program), program.constants))
-    for names in itertools.product(*[[a.name for a in c.alternatives] for c in choices(program)]):
+    for names in itertools.product(*[[a.name for a in c.variants] for c in choices(program)]):
         one = decided(program, names)
         verify(one)
         for given in (args, *(others or ())):
@@ -74,7 +74,7 @@ def ints(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> torc
 
 def only_template(program: Program) -> Template:
     (choice,) = choices(program)
-    (alternative,) = [a for a in choice.alternatives if a.name == "triton"]
+    (alternative,) = [a for a in choice.variants if a.name == "triton"]
     (node,) = alternative.nodes
     assert isinstance(node, Template)
     return node
@@ -200,7 +200,7 @@ def test_on_a_cpu_nothing_changes_unless_something_is_measured():
 def test_on_a_cpu_there_is_no_template(fn):
     program = program_of(fn, ints(8, 4096), ints(4096, 8), options=Options(autotune="blocking"))
     (choice,) = choices(program)
-    assert choice.alternatives[0].name == "aten" and all("decompose_k" in a.name for a in choice.alternatives[1:])
+    assert choice.variants[0].name == "aten" and all("decompose_k" in a.name for a in choice.variants[1:])
     check(fn, ints(8, 4096), ints(4096, 8), options=Options(autotune="blocking"))
 
 
@@ -208,7 +208,7 @@ def test_measured_choices_on_a_gpu_hold_all_alternatives():
     options = Options(target="sm_90", autotune="blocking")
     for fn in (torch.mm, lambda a, b: torch.addmm(a[:, :1], a, b, alpha=0.5, beta=2)):
         program = check(fn, ints(8, 4096), ints(4096, 8), options=options)
-        names = [a.name for a in choices(program)[0].alternatives]
+        names = [a.name for a in choices(program)[0].variants]
         assert names[:2] == ["aten", "triton"] and any("decompose_k" in name for name in names[2:])
 
 
@@ -216,7 +216,7 @@ def test_the_default_is_the_call_as_it_would_be_without_a_choice():
     args = ints(6), ints(5, 7), ints(7, 6)
     (choice,) = program_of(torch.addmm, *args).nodes
     (plain,) = program_of(torch.addmm, *args, options=Options()).nodes
-    assert isinstance(choice, Choice) and choice.alternatives[0].nodes == (plain,)
+    assert isinstance(choice, Choice) and choice.variants[0].nodes == (plain,)
     assert (choice.op, choice.custom, choice.outputs) == ("aten.addmm", False, ("addmm",))
 
 
@@ -243,7 +243,7 @@ def test_a_scalar_that_is_a_float_known_at_run_time_leaves_atens_call():
     program = program_of(
         lambda c, a, b: torch.addmm(c, a, b, alpha=1 / a.shape[0]), ints(6), ints(5, 7), ints(7, 6), mode="symbolic"
     )
-    assert not any(a.name == "triton" for c in choices(program) for a in c.alternatives)
+    assert not any(a.name == "triton" for c in choices(program) for a in c.variants)
 
 
 def test_a_template_reads_buffers_as_what_they_are():

@@ -1,17 +1,12 @@
-"""What choose/measure measures with: its data and its clocks, the GPU's against a stand-in."""
+"""What autotune/measure measures with: its data."""
 
 from __future__ import annotations
-
-import gc
-import math
-import time
 
 import pytest
 import torch
 
-from reflib.choose import inputs, timing
-from reflib.choose.inputs import InputSpec, make_inputs, rotate, storage_of, weight_copies
-from reflib.choose.timing import Samples, WallClock, interleave, turns
+from reflib.autotune import inputs
+from reflib.autotune.inputs import InputSpec, make_inputs, rotate, storage_of, weight_copies
 from reflib.errors import MeasureError
 
 
@@ -75,104 +70,3 @@ def test_weights_take_turns():
     assert weight_copies(30 * mib, 45 * mib, 50 * mib) == 2
     assert weight_copies(16, 1000 * mib, 50 * mib) == inputs.MAX_COPIES
     assert storage_of(torch.zeros(3, 4).t()).shape == (12,)
-
-
-# -- clocks -----------------------------------------------------------------------------------------
-def test_samples():
-    s = Samples((1.0, 2.0, 3.0, 4.0, 5.0))
-    assert s.median == 3 and s.spread == pytest.approx(2 / 3)
-    busy = Samples((1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 150.0, 200.0, 170.0, 300.0))  # interrupted, four times
-    assert busy.median == 1.01 and busy.spread < 0.05
-    assert Samples((4.0,)).spread == 0 and Samples((0.0, 0.0)).spread == 0
-
-
-def test_rounds_are_interleaved():
-    said: list[str] = []
-    samplers = {n: (lambda n=n: (said.append(n), 1.0)[1]) for n in "abc"}
-    found = interleave(samplers, 3, 1, math.inf)
-    assert said == list("abcbcacab") and {len(s.seconds) for s in found.values()} == {3}
-    assert len(interleave(samplers, 9, 2, 0.0)["a"].seconds) == 2  # past the deadline
-    assert gc.isenabled() and interleave({}, 3, 1, math.inf) == {}
-
-
-def test_turns():
-    assert turns(10e-6, 1e-3, 1) == 100 and turns(10e-6, 1e-3, 7) == 105
-    assert turns(1.0, 1e-3, 1) == 1 and turns(1e-9, 1e-3, 1) == timing.MOST_CALLS
-
-
-def test_wall_clock():
-    calls = []
-    sample = WallClock().sampler(lambda args: (calls.append(args), time.sleep(1e-3)), [[1], [2]])
-    calls.clear()
-    assert 1e-3 < sample() < 20e-3 and calls == [[1], [2]]
-
-
-class Gpu:
-    """A stand-in for torch.cuda's queue: launching costs the host 5 us, a kernel what it says, a replayed graph one
-    launch. The device starts a kernel when it is launched and the one before is done."""
-
-    def __init__(self, monkeypatch):
-        self.host = self.device = 0.0
-        self.recording: list[float] | None = None
-        self.graphs = 0
-        gpu = self
-
-        class Event:
-            def __init__(self, enable_timing=False):
-                assert enable_timing
-
-            def record(self):
-                gpu.device = self.time = max(gpu.device, gpu.host)
-
-            def synchronize(self):
-                gpu.host = max(gpu.host, gpu.device)
-
-            def elapsed_time(self, other):
-                return (other.time - self.time) * 1e3
-
-        class Graph:
-            def capture_begin(self, pool, capture_error_mode):
-                assert capture_error_mode == "thread_local" and pool == "pool"
-                gpu.recording = []
-
-            def capture_end(self):
-                if gpu.recording is None:
-                    raise RuntimeError("not capturing")
-                self.kernels, gpu.recording = gpu.recording, None
-                gpu.graphs += 1
-
-            def replay(self):
-                gpu.host += 5e-6
-                gpu.device = max(gpu.device, gpu.host) + sum(self.kernels)
-
-        stream = type("Stream", (), {"synchronize": lambda self: None})()
-        fakes = {"Event": Event, "CUDAGraph": Graph, "graph_pool_handle": lambda: "pool", "current_device": lambda: 0}
-        fakes |= {"synchronize": lambda *a: None, "current_stream": lambda: stream}
-        for name, fake in fakes.items():
-            monkeypatch.setattr(torch.cuda, name, fake)
-
-    def kernel(self, seconds):
-        if self.recording is not None:
-            self.recording.append(seconds)
-            return
-        self.host += 5e-6
-        self.device = max(self.device, self.host) + seconds
-
-
-def test_launches_are_in_one_clock_and_not_in_the_other(monkeypatch):
-    gpu = Gpu(monkeypatch)
-    three = lambda args: [gpu.kernel(1e-6) for _ in range(3)]  # noqa: E731
-    one = lambda args: gpu.kernel(4e-6)  # noqa: E731
-    graph, events = timing.GraphClock(), timing.EventClock()
-    assert graph.sampler(three, [[]])() == pytest.approx(3e-6, rel=0.02)
-    assert graph.sampler(one, [[]])() == pytest.approx(4e-6, rel=0.02)
-    assert events.sampler(three, [[]])() == pytest.approx(15e-6, rel=0.02)
-    assert events.sampler(one, [[]])() == pytest.approx(5e-6, rel=0.02)  # the other one is faster: wrong
-
-
-def test_a_graph_is_a_whole_number_of_turns(monkeypatch):
-    gpu = Gpu(monkeypatch)
-    seen: list[int] = []
-    sample = timing.GraphClock().sampler(lambda args: (seen.extend(args), gpu.kernel(1e-4 * args[0])), [[1], [2], [3]])
-    assert sample() == pytest.approx(2e-4, rel=0.05)
-    assert seen[-3:] == [1, 2, 3] and gpu.recording is None

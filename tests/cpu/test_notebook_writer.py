@@ -32,35 +32,23 @@ def test_the_same_notebook_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_normalizing_twice_changes_nothing() -> None:
-    book = new_notebook(
-        cells=[ran("x", stream("a\rb\n"), stream("c\n"), tags=["parameters"]), ran("y", count=None)]
-    )
+    book = new_notebook(cells=[ran("x", stream("a\rb\n"), stream("c\n"), tags=["parameters"]), ran("y", count=None)])
     once = nb.normalize(book)
     assert nb.normalize(once) == once
 
 
 def test_what_a_run_leaves_behind_is_removed() -> None:
     widget = new_output(
-        "display_data",
-        data={"application/vnd.jupyter.widget-view+json": {"model_id": "1"}, "text/plain": "Slider(3)"},
+        "display_data", data={"application/vnd.jupyter.widget-view+json": {"model_id": "1"}, "text/plain": "Slider(3)"}
     )
     cells = [
-        ran(
-            "p = 1",
-            tags=["parameters"],
-            execution={"iopub.status.busy": "2026-01-01"},
-            papermill={"duration": 1},
-        ),
+        ran("p = 1", tags=["parameters"], execution={"iopub.status.busy": "2026-01-01"}, papermill={"duration": 1}),
         ran("p = 2", tags=["injected-parameters"]),
         ran("show", widget),
     ]
     book = new_notebook(
         cells=cells,
-        metadata={
-            "widgets": {"state": {}},
-            "papermill": {},
-            "language_info": {"name": "python", "version": "3"},
-        },
+        metadata={"widgets": {"state": {}}, "papermill": {}, "language_info": {"name": "python", "version": "3"}},
     )
     out = nb.normalize(book)
     assert [c.source for c in out.cells] == ["p = 1", "show"]

@@ -51,9 +51,7 @@ def source(path: Path) -> str:
     return "\n".join(cell.source for cell in nb.read(path).cells if cell.cell_type == "code")
 
 
-@pytest.mark.parametrize(
-    "path", sorted((runner.ROOT / "notebooks" / "recorded").glob("*.json")), ids=lambda p: p.stem
-)
+@pytest.mark.parametrize("path", sorted((runner.ROOT / "notebooks" / "recorded").glob("*.json")), ids=lambda p: p.stem)
 def test_a_recording_is_small_and_belongs_to_a_chapter(path: Path) -> None:
     assert path.stat().st_size < 1_000_000
     name = path.name.split(".")[0]  # a chapter's, or one that a chapter reads beside its own

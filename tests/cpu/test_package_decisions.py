@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 import reflib
-from reflib.choose.store import store
+from reflib.autotune.store import Outcome, store
+from reflib.ir.decision import Candidate, Key
+from reflib.models import arch_of
 from reflib.package import archive, manifest
 from reflib.tables import Entry, Table, _say_once
-from reflib.target import arch_of
 
 Tensor = torch.Tensor
 HALF = torch.float16
@@ -49,8 +51,8 @@ def built(path: Path, archs: list[str], f: Any = None, args: Any = (X,), **optio
     return found
 
 
-def products(arm: manifest.Arm) -> list[manifest.Kernel]:
-    return [k for k in arm.kernels if "mm" in k.name and not k.late]
+def products(variant: manifest.PackagedVariant) -> list[manifest.Kernel]:
+    return [k for k in variant.kernels if "mm" in k.name and not k.late]
 
 
 def decided(target: str, f: Any = None, args: Any = (X,), **options: Any) -> Any:
@@ -68,21 +70,21 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def measured(device: str, winner: str, date: str = "2026-07-01T00:00:00+00:00", **more: str) -> tuple[str, Any, Any]:
     """A decision as the store has it, made on ``device``."""
-    rows = [{"name": name, "status": "ok", "time_us": t} for name, t in (("aten", 9.0), (winner, 5.0))]
+    rows = Candidate(Key("aten"), "ok", 9.0), Candidate(Key(winner), "ok", 5.0)
     facts = {"device": device, "op": "aten.addmm", "sizes": SIZES, "dtypes": "float16", "default": "aten",
              "epilogue": "aten.sigmoid.default", "date": date, **more}  # fmt: skip
-    return f"{device} {date}", {"winners": [winner], "rows": rows, "reason": "it was measured"}, facts
+    return f"{device} {date}", Outcome((Key(winner),), rows, "it was measured"), facts
 
 
 # -- pinned by a table ----------------------------------------------------------------------------------
 def test_a_tiling_for_each_architecture(tmp_path: Path) -> None:
     pins = table(("NVIDIA H200", HOPPER), ("NVIDIA L4", ADA))
     m = built(tmp_path / "m.reflib", ["sm_80", "sm_89", "sm_90"], lookup_table=pins)
-    (hopper,), (ada,) = products(m.arm("sm_90")), products(m.arm("sm_89"))
+    (hopper,), (ada,) = products(m.variant("sm_90")), products(m.variant("sm_89"))
     assert (hopper.threads, ada.threads) == (128, 64) and hopper.shared > 99 * 1024 > ada.shared
-    assert not products(m.arm("sm_80")) and not products(m.arm("ptx"))
+    assert not products(m.variant("sm_80")) and not products(m.variant("ptx"))
     file = zipfile.ZipFile(tmp_path / "m.reflib")
-    calls = {arch: b"aten.addmm" in file.read(m.arm(arch).text) for arch in ("sm_80", "sm_89", "sm_90")}
+    calls = {arch: b"aten.addmm" in file.read(m.variant(arch).text) for arch in ("sm_80", "sm_89", "sm_90")}
     assert calls == {"sm_80": True, "sm_89": False, "sm_90": False}
     assert decided("sm_90", lookup_table=pins).reason == "pinned by lookup_table"
 
@@ -92,7 +94,7 @@ def test_what_does_not_fit_is_no_candidate(caplog: pytest.LogCaptureFixture, tmp
     _say_once.cache_clear()
     with caplog.at_level(logging.WARNING, "reflib.tuning"):
         m = built(tmp_path / "m.reflib", ["sm_90", "sm_120"], lookup_table=pins)
-    assert products(m.arm("sm_90")) and not products(m.arm("sm_120"))
+    assert products(m.variant("sm_90")) and not products(m.variant("sm_120"))
     said = [r.getMessage() for r in caplog.records if "sm_120" in r.getMessage()]
     assert len(said) == 1 and HOPPER in said[0] and "99 KB" in said[0] and "the nearest is triton" in said[0]
     assert "the default" in decided("sm_120", lookup_table=pins).reason
@@ -103,22 +105,22 @@ def test_ptx_fits_into_every_later_gpu(tmp_path: Path) -> None:
     args = torch.zeros(2048, 1024, dtype=HALF), torch.zeros(1024, 2048, dtype=HALF)
     pins = {"aten.mm": {"[2048, 1024] [1024, 2048]": large}}
     m = built(tmp_path / "m.reflib", ["sm_80"], lambda a, b: torch.sigmoid(a @ b), args, lookup_table=pins)
-    (k,) = products(m.arm("sm_80"))
-    assert k.shared > 99 * 1024 and not products(m.arm("ptx"))
+    (k,) = products(m.variant("sm_80"))
+    assert k.shared > 99 * 1024 and not products(m.variant("ptx"))
     small = {"aten.mm": {"[2048, 1024] [1024, 2048]": "triton tiled 64x128x64 w4 s3"}}
     m = built(tmp_path / "s.reflib", ["sm_80"], lambda a, b: torch.sigmoid(a @ b), args, lookup_table=small)
-    assert products(m.arm("ptx")) and all(0 < k.shared <= 99 * 1024 for k in products(m.arm("ptx")))
+    assert products(m.variant("ptx")) and all(0 < k.shared <= 99 * 1024 for k in products(m.variant("ptx")))
 
 
 def test_decompose_k(tmp_path: Path) -> None:
     args = torch.randn(32, 8192, dtype=HALF), torch.randn(8192, 32, dtype=HALF)
     pins = {"aten.mm": {"[32, 8192] [8192, 32]": "decompose_k(k_splits=64)"}}
     m = built(tmp_path / "k.reflib", ["sm_90"], lambda a, b: a @ b, args, lookup_table=pins, autotune="blocking")
-    arm = m.arm("sm_90")
-    assert [k.name for k in arm.kernels] == ["k0_sum_to_copy"]  # of 64 partial products, by the library
-    text = zipfile.ZipFile(tmp_path / "k.reflib").read(arm.text).decode()
+    variant = m.variant("sm_90")
+    assert [k.name for k in variant.kernels] == ["k0_sum_to_copy"]  # of 64 partial products, by the library
+    text = zipfile.ZipFile(tmp_path / "k.reflib").read(variant.text).decode()
     assert "aten.bmm.dtype" in text and "{64, 32, 32}" in text and "launch(run, k0_sum_to_copy" in text
-    assert not arm.needs  # of Python
+    assert not variant.needs  # of Python
 
 
 def test_a_product_with_its_activation_is_known_as_one(tmp_path: Path) -> None:
@@ -134,14 +136,14 @@ def test_a_product_with_its_activation_is_known_as_one(tmp_path: Path) -> None:
     args = X, torch.zeros(512, 256, dtype=HALF)
     no_bias = {"aten.mm + relu": {"[1024, 512] [512, 256] [256]": "aten._addmm_activation (relu)"}}
     m = built(tmp_path / "a.reflib", ["sm_90"], lambda x, w: torch.relu(x @ w), args, lookup_table=no_bias)
-    assert not m.arm("sm_90").kernels and [w.kind for w in m.weights] == ["constant"]  # the bias: zeros
+    assert not m.variant("sm_90").kernels and [w.kind for w in m.weights] == ["constant"]  # the bias: zeros
 
 
 # -- measured on another GPU ----------------------------------------------------------------------------
 def test_a_decision_counts_for_its_architecture(kept: Any, tmp_path: Path) -> None:
     kept.put(*measured("NVIDIA H200", HOPPER))
     m = built(tmp_path / "m.reflib", ["sm_80", "sm_90"])
-    assert products(m.arm("sm_90")) and not products(m.arm("sm_80")) and not products(m.arm("ptx"))
+    assert products(m.variant("sm_90")) and not products(m.variant("sm_80")) and not products(m.variant("ptx"))
     d = decided("sm_90")
     assert (d.winner, d.reason, d.candidates[0].status) == (HOPPER, "known of NVIDIA H200", "known")
     assert decided("sm_90", cache_decisions=False).winner == "aten"
@@ -179,9 +181,8 @@ def test_a_store_that_cannot_be_used(kept: Any) -> None:
     kept.folder.mkdir(parents=True)
     kept.path.mkdir()  # renamed, and a new one is begun
     assert decided("sm_90").winner == "aten"
-    kept.close()
-    kept.folder.joinpath("lock").unlink()
-    kept.folder.joinpath("lock").mkdir()
+    shutil.rmtree(kept.folder)
+    kept.folder.write_text("in its place")
     assert decided("sm_90").winner == "aten"
 
 

@@ -92,15 +92,6 @@ def test_ops_of_a_python_module(folder: Path) -> None:
     assert found == "import my_ops; import my_ops; import my_ops\n"
 
 
-def test_ops_of_a_script(folder: Path) -> None:
-    found = said(folder, f"{PYTHON}\n{ALL}", "thrice", "plus", "minus", file="train.py")
-    assert found == "; ".join(["run what defines it (train.py)"] * 3) + "\n"
-    env = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{Path.cwd()}"}
-    command = [sys.executable, "-m", "train", "thrice", "plus"]  # which can be imported
-    found = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
-    assert found == "import train; import train\n"
-
-
 def test_ops_that_nothing_is_known_of(folder: Path) -> None:
     found = said(folder, f"{PYTHON}\n{BARE}\n{ALL}", "thrice", "plus", "minus", "bare")
     names = "thrice", "plus", "minus", "bare"

@@ -7,7 +7,6 @@ import inspect
 import os
 import pickle
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,16 +123,9 @@ def test_devices(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (True, -1, 1.5, []):
         with pytest.raises(PackageError, match=r"device=.* is no device: packages run on 'cpu' and 'cuda'"):
             reflib.load(plain, device=wrong)  # type: ignore[arg-type]
-    for device in (0, torch.device("cuda"), torch.device("cuda", 1), "cuda"):
-        with pytest.raises(PackageError, match="it holds code for cpu, none for a GPU"):
-            reflib.load(plain, device=device)
-    assert loading._asked(3) == torch.device("cuda", 3)
-    if not torch.cuda.is_available():
-        m = loading.manifest.read(loading.archive.open(plain).manifest)
-        gpu = replace(m, arms=(replace(m.arms[0], arch="sm_90"),))
-        for asked in (loading._asked(0), torch.device("cuda")):
-            with pytest.raises(PackageError, match="this machine has no GPU that PyTorch can use"):
-                loading._device(gpu, asked)
+    with pytest.raises(PackageError, match="it holds code for cpu, none for a GPU"):
+        reflib.load(plain, device=0)
+    assert loading._wanted(3) == torch.device("cuda", 3)
 
 
 def test_paths(plain: Path) -> None:

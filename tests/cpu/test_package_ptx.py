@@ -28,16 +28,16 @@ def test_a_package_takes_old_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     pins = {"aten.mm": {sizes: "triton tiled 64x128x64 w4 s3"}}
     args = torch.zeros(2048, 1024, dtype=HALF), torch.zeros(1024, 2048, dtype=HALF)
     file = archive.open(reflib.aot_compile(f, args, tmp_path / "m.reflib", "sm_90", lookup_table=pins))
-    arm = manifest.read(file.manifest).arm("ptx")
-    assert arm.driver is not None and arm.driver[1] < "570"
-    names = [k.name for k in arm.kernels]
+    variant = manifest.read(file.manifest).variant("ptx")
+    assert variant.driver is not None and variant.driver[1] < "570"
+    names = [k.name for k in variant.kernels]
     assert any("mm" in n for n in names) and any("amax" in n for n in names) and any("gelu" in n for n in names)
     tool = ptx.ptxas()
     assert tool is not None
-    for k in arm.kernels:
+    for k in variant.kernels:
         text = bytes(file.view(k.image)).decode()
         driver = driver_for(text)
-        assert driver is not None and driver.version <= 11070 and driver.version <= arm.driver[0], k.name
+        assert driver is not None and driver.version <= 11070 and driver.version <= variant.driver[0], k.name
         for arch in ("sm_80", "sm_90", "sm_120"):
             assert ptx.assembled(tool, text, arch), (k.name, arch)
 
@@ -98,7 +98,7 @@ def test_a_broken_ptxas_is_named_and_the_text_stays(
         assert ptx.for_old_drivers(text, "sm_80") == text
     assert ptx.assembled(str(tmp_path / "gone"), text, "sm_80") is None
     (said,) = [r.getMessage() for r in caplog.records if r.name == "reflib.package"]
-    for words in ("may want a new driver", "TRITON_PTXAS_PATH", f"$ {broken} --gpu-name sm_80", "exit 3: ptxas fatal"):
+    for words in ("may need a new driver", "TRITON_PTXAS_PATH", f"$ {broken} --gpu-name sm_80", "exit 3: ptxas fatal"):
         assert words in said
 
 

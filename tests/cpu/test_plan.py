@@ -1,10 +1,11 @@
 """plan: lifetimes, reuse in place and taken over, and what must never be reused."""
 
 import torch
+from choices import scheduled
 
 from reflib.ir.expr import Sym, Var, expr
-from reflib.ir.loops import Axis, BodyBuilder, Loops
-from reflib.ir.program import Arm, Buffer, Config, Extern, Program, Region, View, full_view
+from reflib.ir.loops import Axis, BodyBuilder, LoopNest
+from reflib.ir.program import Buffer, Config, Extern, Program, View, full_view
 from reflib.options import Options
 from reflib.plan import Alloc, Free, Launch, Let, Return, plan
 
@@ -20,7 +21,7 @@ def neg(name, source, target, shift=0):
     i = Var(f"i_{name}", expr(N))
     b = BodyBuilder()
     b.store(target, expr(i), b.op("neg", b.load(source, expr(i) + shift, torch.float32)))
-    return Region(name, (Arm((), (Loops(name, (Axis(i, "p"),), tuple(b.body)),), Config()),))
+    return scheduled(LoopNest(name, (Axis(i, "p"),), tuple(b.body)))
 
 
 def row_sum_then_scale(name, source, target):
@@ -30,7 +31,7 @@ def row_sum_then_scale(name, source, target):
     x = b.load(source, expr(r), torch.float32)
     total = b.reduce("sum", x, dtype=torch.float32)
     b.store(target, expr(r), b.op("mul", x, total))
-    return Region(name, (Arm((), (Loops(name, (Axis(r, "r"),), tuple(b.body)),), Config(reduction="looped")),))
+    return scheduled(LoopNest(name, (Axis(r, "r"),), tuple(b.body)), Config(reduction="looped"))
 
 
 def program(nodes, buffers, outputs, inputs=("x",)):
@@ -70,7 +71,7 @@ def test_reduction_kernel_overwrites_only_in_its_last_pass():
     x = b.load("a", expr(r), torch.float32)
     b.store("b", expr(r), x)  # pass 0 stores, pass 1 loads again
     b.store("c", expr(r), b.op("mul", x, b.reduce("sum", x, dtype=torch.float32)))
-    both = Region("k1", (Arm((), (Loops("k1", (Axis(r, "r"),), tuple(b.body)),), Config(reduction="looped")),))
+    both = scheduled(LoopNest("k1", (Axis(r, "r"),), tuple(b.body)), Config(reduction="looped"))
     buffers = [buffer("x", "input"), buffer("a"), buffer("b"), buffer("c")]
     p = plan(program([nodes[0], both], buffers, ["b", "c"]), Options())
     assert allocs(p)["b"] is None and allocs(p)["c"] == "a"
@@ -110,5 +111,5 @@ def test_size_symbols_are_read_from_inputs():
 def test_launch_steps_follow_the_nodes():
     nodes = [neg("k0", "x", "a"), neg("k1", "a", "b")]
     p = plan(program(nodes, [buffer("x", "input"), buffer("a"), buffer("b")], ["b"]), Options())
-    assert [s.region.name for s in p.steps if isinstance(s, Launch)] == ["k0", "k1"]
+    assert [s.kernel.name for s in p.steps if isinstance(s, Launch)] == ["k0", "k1"]
     assert [m.label for m in p.moments] == ["k0", "k1"]

@@ -21,7 +21,7 @@ from reflib.cli import cli
 from reflib.errors import LabError
 from reflib.lab import durations, executing, runner
 from reflib.lab import notebook as nb
-from tests.processes import gone
+from tests.processes import gone, soon
 
 PARAMETERS = 'device: str = "auto"  # where to run\nrows: int = 3  # how many\nscale: float = 1.0  # by how much'
 REPORT = """import json, os
@@ -216,9 +216,7 @@ def test_stopping_ends_a_notebook_and_its_kernel(checkout: Path) -> None:
     stop, pid = threading.Event(), checkout / "out" / "work" / "e" / "pid"
 
     def when_it_runs() -> None:
-        until = time.monotonic() + 60
-        while not (pid.exists() and pid.read_text()) and time.monotonic() < until:
-            time.sleep(0.05)
+        soon(lambda: pid.exists() and pid.read_text(), 60)
         stop.set()
 
     waiter = threading.Thread(target=when_it_runs)

@@ -25,7 +25,7 @@ def small() -> Timeline:
     return Timeline(
         [
             Event("fuse", 10.0, 0.5),
-            Event("choose", 10.5, 4.5),
+            Event("autotune", 10.5, 4.5),
             Event("decisions", 11.0, 3.5, "wait"),
             Event("a", 11.0, 0.0, "queue", "compile 1", "op0"),
             Event("a", 11.0, 1.0, "compile", "compile 1", "op0", "ok"),
@@ -38,7 +38,7 @@ def small() -> Timeline:
 
 def many(candidates: int = 160, workers: int = 8) -> Timeline:
     """About as many events as a program of six matrix products has."""
-    events = [Event("choose", 0.0, 30.0), Event("decisions", 0.1, 29.0, "wait")]
+    events = [Event("autotune", 0.0, 30.0), Event("decisions", 0.1, 29.0, "wait")]
     for i in range(candidates):
         name, track = f"triton tiled 128x64x32 w4 s3 number {i}", f"compile {i % workers + 1}"
         begin, status = 0.5 + i // workers * 1.4, "hung" if i % 50 == 3 else "ok"
@@ -53,7 +53,7 @@ def many(candidates: int = 160, workers: int = 8) -> Timeline:
 # -- the events -------------------------------------------------------------------------------------
 def test_an_event_unpacks_as_a_stage_did():
     stages = [(name, start, seconds) for name, start, seconds in small()[:2]]
-    assert stages == [("fuse", 10.0, 0.5), ("choose", 10.5, 4.5)]
+    assert stages == [("fuse", 10.0, 0.5), ("autotune", 10.5, 4.5)]
 
 
 def test_processes_share_the_clock():
@@ -101,7 +101,7 @@ def test_tracks_are_in_the_order_of_the_work():
 def test_explain_gives_one():
     e = reflib.explain(lambda x: torch.relu(x) + 1, torch.randn(8), target="cpu", dynamic=False)
     assert isinstance(e.timeline, Timeline)
-    assert [s.name for s in e.timeline.only("stage")] == ["lower", "fuse", "choose", "plan", "generate"]
+    assert [s.name for s in e.timeline.only("stage")] == ["lower", "fuse", "autotune", "schedule", "plan", "generate"]
     assert all(s.seconds >= 0 for s in e.timeline)
 
 

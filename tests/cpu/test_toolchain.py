@@ -12,7 +12,7 @@ import pytest
 from reflib import cache, toolchain
 from reflib.errors import ReflibError, ToolchainError
 from reflib.options import Options
-from reflib.wrap import native
+from reflib.wrap import native, native_ctypes
 
 ADD = """
 extern "C" int {0}_packed(const long long* a) {{ return (int)(a[0] + 2 * a[1] + 3 * a[2]); }}
@@ -110,13 +110,13 @@ def test_one_openmp_runtime(empty_cache):
 # -- calling ----------------------------------------------------------------------------------------
 @pytest.fixture(scope="module", params=["extension", "ctypes"])
 def function(request):
-    """The same calls by the extension, and without it."""
+    """The same calls through the extension and through ctypes."""
     library = native.load_library(toolchain.build_library(ADD.format("f")))
     if request.param == "extension":
-        if native.extension() is None:
+        if native.extension() is native_ctypes:
             pytest.skip("no Python.h")
         return library.function("f", 3)
-    return native._ctypes_function(ctypes.CDLL(str(library.path)).f_packed, 3)
+    return native_ctypes.function(library.address("f_packed"), 3, library)
 
 
 def test_calls(function):
@@ -134,7 +134,7 @@ def test_wrong_calls_are_refused(function):
 
 
 def test_pointers_keep_all_their_bits():
-    if native.extension() is None:
+    if native.extension() is native_ctypes:
         pytest.skip("no Python.h")
     f = native.load_library(toolchain.build_library(ADD.format("f"))).function("f", 3)
     assert f(2**64 - 1, 0, 0) == -1

@@ -1,4 +1,4 @@
-"""The CUDA launcher against a stand-in driver that writes down what it is asked to do."""
+"""The CUDA launcher against a stand-in driver that logs its calls."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 from reflib import toolchain
 from reflib.errors import ToolchainError
+from reflib.wrap import cuda_launch
 
 Run = Callable[..., list[dict]]
 
@@ -32,6 +33,7 @@ int cuCtxGetCurrent(void **c) { *c = current; return 0; }
 int cuCtxSetCurrent(void *c) { current = c; NOTE("{\"context\": %d}", (int)(uintptr_t)c); return 0; }
 int cuModuleLoadData(void **m, const void *p) { NOTE("{\"image\": \"%s\"}", (const char *)p); *m = (void *)7; return strcmp(p, "bad") ? 0 : 209; }
 int cuModuleGetFunction(void **f, void *m, const char *n) { NOTE("{\"entry\": \"%s\"}", n); *f = (void *)9; return 0; }
+int cuModuleUnload(void *m) { NOTE("{\"unloaded\": %d}", (int)(uintptr_t)m); return 0; }
 int cuFuncSetAttribute(void *f, int a, int v) { NOTE("{\"attribute\": [%d, %d]}", a, v); return 0; }
 int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz, unsigned shared,
                    void *stream, void **p, void **extra) {
@@ -49,15 +51,37 @@ int cuLaunchKernelEx(const unsigned *c, void *f, void **p, void **extra) { /* gr
 }
 """
 
+# A C++ wrapper, reduced to one launch: of kernel 0, on a grid of input 1
+WRAPPER = r"""
+#include "host.h"
+int32_t reflib_call(Host *host, Frame *frame, const Value *in, Value *out) {
+    int64_t a = in[0].integer, hidden = 0, n = 123;
+    void *params[] = {&a, &a, &n, &hidden, &hidden};
+    frame->step = "k";
+    if (!host->kernels[0].function && host->load(host, frame, 0)) return -1;
+    if (host->launch(host, frame, &host->kernels[0], in[1].integer, (void *)77, params)) return -1;
+    out[0].kind = VALUE_INT, out[0].integer = a + 1;
+    return 0;
+}
+"""
+
 # A server: imports once, then runs each snippet in a fork of itself, so that each sees a driver of its own.
 SERVER = r"""
 import json, os, sys, threading, time, traceback
-from reflib.errors import DeviceError
+from pathlib import Path
+from reflib.errors import DeviceError, ToolchainError
 from reflib.generate.compile_triton import Binary
-from reflib.wrap import cuda_launch
+from reflib.wrap import cuda_launch, host, native
 
 def binary(image=b"image", warps=4, shared=0, arch="sm_90", num_ctas=1, scratch=0, pdl=False):
     return Binary("k", arch, "entry", shared, warps, num_ctas, 32, 2, 1, 32, scratch, 0, image, pdl=pdl)
+
+def graph(facts, loader=None):
+    library = host.WrapperLibrary(Path(os.environ["STAND_IN_WRAPPER"]))
+    return host.graph(library, "g", 2, 1, [("k", facts)], [loader], [], [], [], [], None, unloads=True)
+
+def no_compiler():
+    raise ToolchainError("no compiler here")
 
 def refused(call, text):
     try:
@@ -74,7 +98,7 @@ for line in sys.stdin:
         os.environ.update(task["env"])
         how = task["how"]
         if how == "ctypes":
-            cuda_launch.extension = lambda: None
+            native.build_host = no_compiler
         try:
             exec(task["code"])
             said = ""
@@ -96,11 +120,12 @@ def driver() -> Iterator[str]:
     except ToolchainError as e:
         pytest.skip(str(e))
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "driver.c")
-        source.write_text(STAND_IN)
-        out = Path(folder, "libstandin.so")
-        subprocess.run([*found.command, "-x", "c", "-w", "-shared", "-fPIC", str(source), "-o", str(out)], check=True)
-        yield str(out)
+        for name, text in (("driver", STAND_IN), ("wrapper", WRAPPER)):
+            source, out = Path(folder, f"{name}.c"), Path(folder, f"{name}.so")
+            source.write_text(text)
+            flags = ["-x", "c", "-w", "-shared", "-fPIC", f"-I{Path(cuda_launch.__file__).parent}"]
+            subprocess.run([*found.command, *flags, str(source), "-o", str(out)], check=True)
+        yield str(Path(folder, "driver.so"))
 
 
 @pytest.fixture(scope="module")
@@ -114,12 +139,14 @@ def server() -> Iterator[subprocess.Popen]:
 
 @pytest.fixture
 def run(server: subprocess.Popen, driver: str, tmp_path: Path) -> Callable[..., list[dict]]:
-    """``run(how, code, **env)``: what the driver was asked to do by ``code``."""
+    """``run(how, code, **env)``: the calls of the driver that ``code`` made."""
 
     def call(how: str, code: str, libcuda: str = driver, **env: str) -> list[dict]:
         log = tmp_path / "log"
         log.write_text("")
-        task = {"how": how, "code": code, "env": {"REFLIB_LIBCUDA": libcuda, "STAND_IN_LOG": str(log), **env}}
+        wrapper = str(Path(driver).with_name("wrapper.so"))
+        names = {"REFLIB_LIBCUDA": libcuda, "STAND_IN_LOG": str(log), "STAND_IN_WRAPPER": wrapper}
+        task = {"how": how, "code": code, "env": {**names, **env}}
         server.stdin.write(json.dumps(task) + "\n")  # type: ignore[union-attr]
         server.stdin.flush()  # type: ignore[union-attr]
         error = json.loads(server.stdout.readline())  # type: ignore[union-attr]
@@ -205,6 +232,29 @@ def test_no_driver_and_no_gpu(run: Run, how: str) -> None:
     run(how, code, STAND_IN_NO_GPU="1")
     code = 'refused(lambda: cuda_launch.load(binary(), 0), "cannot load the CUDA driver")\n'
     run(how, code, libcuda="/nowhere/libcuda.so")
+
+
+@both
+def test_a_cpp_wrapper_launches_by_the_same_functions(run: Run, how: str) -> None:
+    code = """
+g = graph(cuda_launch.facts(binary(shared=100000), 0))
+assert g([5, 3]) == (6,) and g([6, 3]) == (7,)
+refused(lambda: g([5, 2**31]), "2^31 - 1")
+del g
+late = graph(None, lambda: cuda_launch.facts(binary(b"other"), 1))
+assert late([5, 1]) == (6,) and late([5, 1]) == (6,)
+refused(lambda: graph(cuda_launch.facts(binary(warps=64), 0))([1, 1]), "the stand-in says no")
+refused(lambda: graph(cuda_launch.facts(binary(b"bad"), 0)), "cannot load kernel k: the stand-in says no")
+refused(lambda: graph(None, lambda: cuda_launch.facts(binary(b"bad"), 0))([1, 1]), "cannot load kernel k")
+"""
+    asked = run(how, code)
+    launches = [a for a in asked if "grid" in a]
+    assert [a["grid"][0] for a in launches] == [3, 3, 1, 1]
+    assert launches[0] == {"grid": [3, 1, 1], "block": [128, 1, 1], "shared": 100000, "stream": 77,
+                           "args": [5, 5, 123, 0, 0]}  # fmt: skip
+    assert [a["image"] for a in asked if "image" in a] == ["image", "other", "image", "bad", "bad"]
+    if how == "native":
+        assert asked.index({"unloaded": 7}) < asked.index({"image": "other"}), "with the graph"
 
 
 def test_another_thread_gets_the_context(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Tuning by worker processes: what goes wrong stays with the candidate, and nobody waits longer than needed."""
+"""Tuning by worker processes: faults stay with the candidate, and no wait is longer than needed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 from loading import load_file
 
 import reflib
-from reflib.choose.inputs import InputSpec
-from reflib.choose.pool import pool
+from reflib.autotune.inputs import InputSpec
+from reflib.autotune.pool import pool
 
 OPS = Path(__file__).parent.parent / "tuning_ops.py"
 
@@ -93,9 +93,9 @@ def test_an_op_of_this_process_alone_is_measured_here() -> None:
 
 def test_a_default_that_crashes(ops: Any) -> None:
     """Its reference cannot be computed either: it stays, and the program goes on."""
-    reflib.register_custom_op_autotuning(ops.crash, configs=[ops.good])
+    reflib.register_custom_op_autotuning(ops.crashing.op, configs=[ops.good])
     a, b = torch.randn(8, 64), torch.randn(64, 8)
-    e = explained(lambda a, b: ops.crash(a, b) * 2, a, b, tuning_imports=(str(OPS),), candidate_seconds=5.0)
+    e = explained(lambda a, b: ops.crashing.op(a, b) * 2, a, b, tuning_imports=(str(OPS),), candidate_seconds=5.0)
     d = e.decisions[0]
     assert {c.name: c.status for c in d.candidates}["eager"] == "crashed", d
 
@@ -110,9 +110,9 @@ def test_time_for_all_of_it(ops: Any) -> None:
 
 
 def test_constants_that_matter_reach_the_worker() -> None:
-    from reflib.choose.inputs import make_inputs
-    from reflib.choose.isolation import Isolated, isolated
-    from reflib.choose.request import Request
+    from reflib.autotune.inputs import make_inputs
+    from reflib.autotune.isolation import Isolated, isolated
+    from reflib.autotune.request import Request
 
     specs = tuple(
         InputSpec(name, "weight", 0, (4,), (1,), dtype, "cpu", maker=f"constant {name}")
@@ -160,7 +160,7 @@ def test_ctrl_c_while_tuning(tmp_path: Path) -> None:
     script.write_text(
         textwrap.dedent(f"""
         import sys, threading, time, torch, reflib
-        from reflib.choose.pool import pool
+        from reflib.autotune.pool import pool
         sys.path.insert(0, {str(OPS.parent)!r})
         import tuning_ops as ops
         reflib.register_custom_op_autotuning(ops.product, configs=[ops.hanging])

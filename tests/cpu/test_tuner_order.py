@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from reflib.choose.decision import Candidate
-from reflib.choose.inputs import InputSpec
-from reflib.choose.request import Request, Result
-from reflib.choose.tuner import Tuner
-from reflib.choose.tuner import _tuners as tuners
-from reflib.choose.winner import decide
+from reflib.autotune.inputs import InputSpec
+from reflib.autotune.request import Request, Result
+from reflib.autotune.tuner import Tuner
+from reflib.autotune.tuner import _tuners as tuners
+from reflib.autotune.winner import pick_winner
 from reflib.errors import MeasureError
+from reflib.ir.decision import Candidate, Key
 from reflib.options import Options
 
 NAMES = ("aten", "a", "b", "c")
@@ -60,18 +59,17 @@ class Hands:
             job.ended(status, data)
 
 
-
 class Kept:
     """In place of the store."""
 
-    def __init__(self, *rows: dict[str, Any]) -> None:
-        self.before, self.added = list(rows), []  # type: tuple[list[Any], list[Any]]
+    def __init__(self, *rows: Candidate) -> None:
+        self.before, self.added = list(rows), list[str]()
 
-    def rows(self, key: str) -> list[dict[str, Any]]:
+    def rows(self, key: str) -> list[Candidate]:
         return self.before
 
-    def add_row(self, key: str, row: dict[str, Any]) -> None:
-        self.added.append(row["name"])
+    def add_row(self, key: str, row: Candidate) -> None:
+        self.added.append(row.name)
 
 
 def request() -> Request:
@@ -79,8 +77,8 @@ def request() -> Request:
     return Request({n: n for n in NAMES}, "aten", "aten", (spec,))  # type: ignore[misc]
 
 
-def row(name: str, us: float, status: str = "ok") -> dict[str, Any]:
-    return asdict(Candidate(name, status, us if status == "ok" else None, us, spread=0.0))
+def row(name: str, us: float, status: str = "ok") -> Candidate:
+    return Candidate(Key(name), status, us if status == "ok" else None, us, spread=0.0)
 
 
 def begun(store: Any = None, prune: Any = None, **options: Any) -> tuple[Hands, Tuner, Any]:
@@ -94,9 +92,18 @@ def compiled(hands: Hands, *names: str) -> None:
         hands.end(hands.take("compile_candidate", name), "done", reports=[])
 
 
+def opened(hands: Hands, us: float = 10) -> None:
+    hands.end(hands.take("open"), "done", row=row("aten", us))
+
+
+def tried(hands: Hands, **times: float) -> None:
+    for name, us in times.items():
+        hands.end(hands.take("try_one", name), "done", row=row(name, us))
+
+
 def race(hands: Hands, **times: float) -> None:
-    rows = tuple(Candidate(**row(n, t)) for n, t in times.items())
-    hands.end(hands.take("finish"), "done", result=Result(rows, *decide(rows, "aten")).to_json())
+    rows = tuple(row(n, t) for n, t in times.items())
+    hands.end(hands.take("finish"), "done", result=Result(rows, *pick_winner(rows, "aten")))
 
 
 def test_a_candidate_is_tried_as_soon_as_it_is_ready() -> None:
@@ -105,13 +112,13 @@ def test_a_candidate_is_tried_as_soon_as_it_is_ready() -> None:
     compiled(hands, "b")
     assert not [w for w, _ in hands.what() if w in ("open", "try_one")], "nothing without the default"
     compiled(hands, "aten")
-    hands.end(hands.take("open"), "done", row=row("aten", 10))
+    opened(hands)
     assert ("try_one", "b") in hands.what() and len([w for w, _ in hands.what() if w == "compile_candidate"]) == 2
-    hands.end(hands.take("try_one", "b"), "done", row=row("b", 5))
+    tried(hands, b=5)
     compiled(hands, "a", "c")
-    hands.end(hands.take("try_one", "a"), "done", row=row("a", 7))
+    tried(hands, a=7)
     assert not [w for w, _ in hands.what() if w == "finish"]
-    hands.end(hands.take("try_one", "c"), "done", row=row("c", 70))
+    tried(hands, c=70)
     race(hands, aten=10, b=5, a=6)
     result = tuner.wait(asked)
     assert result.winner == "b" and [r.name for r in result.rows] == list(NAMES) and result.row("c").time_us == 70
@@ -121,17 +128,16 @@ def test_a_candidate_is_tried_as_soon_as_it_is_ready() -> None:
 def test_after_a_crash_those_near_the_best_are_tried_again() -> None:
     hands, tuner, asked = begun()
     compiled(hands, *NAMES)
-    hands.end(hands.take("open"), "done", row=row("aten", 10))
-    hands.end(hands.take("try_one", "a"), "done", row=row("a", 5))
+    opened(hands)
+    tried(hands, a=5)
     lost = hands.take("try_one", "c")
     hands.end(hands.take("try_one", "b"), "crashed", why="segmentation fault")
     again = hands.take("open")
-    assert [r["name"] for r in again.data["known"]] == ["b"]
+    assert [r.name for r in again.data["known"]] == ["b"]
     hands.end(lost, "done", gone=True)
     hands.end(again, "done", row=row("aten", 10))
     assert {n for w, n in hands.what() if w == "try_one"} == {"a", "c"}
-    for name in ("a", "c"):
-        hands.end(hands.take("try_one", name), "done", row=row(name, 5))
+    tried(hands, a=5, c=5)
     race(hands, aten=10, a=5, c=6)
     result = tuner.wait(asked)
     assert result.winner == "a" and result.row("b").status == "crashed"
@@ -141,9 +147,8 @@ def test_a_race_that_crashes_is_run_again_and_then_given_up() -> None:
     hands, tuner, asked = begun()
     compiled(hands, *NAMES)
     for _ in range(3):
-        hands.end(hands.take("open"), "done", row=row("aten", 10))
-        for name in ("a", "b", "c"):
-            hands.end(hands.take("try_one", name), "done", row=row(name, 5 if name == "a" else 6))
+        opened(hands)
+        tried(hands, a=5, b=6, c=6)
         hands.end(hands.take("finish"), "hung", why="no answer for 60 s")
     result = tuner.wait(asked)
     assert result.winner == "a" and "short rounds" in result.reason
@@ -159,22 +164,8 @@ def test_a_default_that_crashes_ends_it_when_nothing_can_be_opened() -> None:
     assert {r.status for r in result.rows[1:]} == {"skipped"}
 
 
-def test_who_cannot_win_is_not_even_compiled() -> None:
-    def prune(name: str, reports: Mapping[str, Any], best: tuple[str, float] | None) -> str | None:
-        return "cannot win" if best is not None and best[1] < 6 and name == "c" else ""
-
-    hands, tuner, asked = begun(prune=prune)
-    compiled(hands, "aten", "a", "b")
-    hands.end(hands.take("open"), "done", row=row("aten", 10))
-    hands.end(hands.take("try_one", "a"), "done", row=row("a", 5))
-    assert "compile_candidate" not in {w for w, _ in hands.what()}, "its compilation is called off"
-    hands.end(hands.take("try_one", "b"), "done", row=row("b", 9))
-    race(hands, aten=10, a=5)
-    assert tuner.wait(asked).row("c").status == "pruned"
-
-
 def test_a_verdict_may_have_to_wait() -> None:
-    def prune(name: str, reports: Mapping[str, Any], best: tuple[str, float] | None) -> str | None:
+    def prune(name: str, reports: Mapping[str, Any]) -> str | None:
         if name != "a":
             return ""
         return None if "b" not in reports else "as b"
@@ -182,7 +173,7 @@ def test_a_verdict_may_have_to_wait() -> None:
     hands, _, asked = begun(prune=prune)
     assert [w for w, _ in hands.what()] == ["compile_candidate"] * 3, "it is not even compiled"
     compiled(hands, "aten")
-    hands.end(hands.take("open"), "done", row=row("aten", 10))
+    opened(hands)
     hands.end(hands.take("compile_candidate", "b"), "failed", why="ptxas")
     compiled(hands, "c")
     assert asked.rows["a"].status == "pruned" and asked.rows["b"].status == "error"
@@ -193,19 +184,22 @@ def test_what_an_earlier_process_found_is_not_run_again() -> None:
     hands, tuner, asked = begun(store)
     assert [w for w, _ in hands.what()] == ["compile_candidate"] * 3, "b was fine: it is timed again"
     compiled(hands, "aten", "b", "c")
-    hands.end(hands.take("open"), "done", row=row("aten", 10))
-    for name in ("b", "c"):
-        hands.end(hands.take("try_one", name), "done", row=row(name, 20))
+    opened(hands)
+    tried(hands, b=20, c=20)
     assert store.added == ["aten", "b", "c"]
     race(hands, aten=10, b=20, c=20)
     assert "seen before" in tuner.wait(asked).row("a").why
+
+    hands, _, asked = begun(Kept(row("a", 5), row("b", 50)))  # b was far from the best
+    assert [w for w, _ in hands.what()] == ["compile_candidate"] * 3
+    assert asked.rows["b"].dropped and asked.stage["b"] == "done"
 
 
 def test_time_is_up() -> None:
     hands, tuner, asked = begun(tuning_seconds=0.2)
     compiled(hands, "aten", "a")
-    hands.end(hands.take("open"), "done", row=row("aten", 10))
-    hands.end(hands.take("try_one", "a"), "done", row=row("a", 5))
+    opened(hands)
+    tried(hands, a=5)
     result = tuner.wait(asked)
     assert result.winner == "a" and {r.status for r in result.rows} == {"ok", "skipped"}
     assert result.row("b").status == "skipped" and "time limit of 0.2 s" in result.row("b").why
@@ -219,7 +213,7 @@ def test_ctrl_c_ends_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(tuner.changed, "wait", interrupted)
     compiled(hands, *NAMES)
-    hands.end(hands.take("open"), "done", row=row("aten", 10))
+    opened(hands)
     with pytest.raises(KeyboardInterrupt):
         tuner.wait(asked)
     assert hands.closed
@@ -227,7 +221,7 @@ def test_ctrl_c_ends_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked.result is not None
 
 
-def test_when_somebody_else_ends_them_nobody_waits() -> None:
+def test_when_the_pool_is_closed_elsewhere_waiting_ends() -> None:
     hands, tuner, asked = begun()
     threading.Timer(0.1, lambda: [hands.end(j, "cancelled") for j in list(hands.jobs)]).start()
     with pytest.raises(MeasureError, match="stopped"):
@@ -237,23 +231,18 @@ def test_when_somebody_else_ends_them_nobody_waits() -> None:
 @pytest.mark.parametrize("room, at_once", [(2**30, 6), (0, 3)])
 def test_few_measurements_hold_inputs_at_once(monkeypatch: Any, room: int, at_once: int) -> None:
     """Small ones all; of large ones three."""
-    monkeypatch.setattr("reflib.choose.tuner.OPEN_BYTES", room)
-    hands = Hands()
-    tuner = Tuner(hands, Options(), {}, [], None)  # type: ignore[arg-type]
-    for _ in range(6):
+    monkeypatch.setattr("reflib.autotune.tuner.OPEN_BYTES", room)
+    hands, tuner, _ = begun()
+    for _ in range(5):
         tuner.ask("", request())
-    while True:
-        waiting = [j for j in hands.jobs if j.what.endswith("compile_candidate")]
-        if not waiting:
-            break
-        hands.end(waiting[0], "done", reports=[])
+    for job in list(hands.jobs):
+        hands.end(job, "done", reports=[])
     assert sum(w == "open" for w, _ in hands.what()) == at_once
 
 
 def test_a_crash_reopens_the_other_requests_too() -> None:
-    hands = Hands()
-    tuner = Tuner(hands, Options(), {}, [], None)  # type: ignore[arg-type]
-    one, two = tuner.ask("", request()), tuner.ask("", request())
+    hands, tuner, one = begun()
+    two = tuner.ask("", request())
 
     def of(asked: Any, what: str) -> Any:
         found = [j for j in hands.jobs if j.what.endswith(what) and j.data.get("id") == asked.id]
@@ -273,7 +262,7 @@ def test_a_crash_reopens_the_other_requests_too() -> None:
         job = hands.jobs[0]
         what, name = job.what.split(":")[1], job.data.get("name", "")
         if what == "finish":
-            hands.end(job, "done", result=Result((Candidate(**row("aten", 10)),), "aten", "r").to_json())
+            hands.end(job, "done", result=Result((row("aten", 10),), "aten", "r"))
         elif what == "open":
             hands.end(job, "done", row=row("aten", 10))
         elif job.data["id"] in (one.id, two.id):
@@ -284,22 +273,14 @@ def test_a_crash_reopens_the_other_requests_too() -> None:
 
 
 def test_measurements_of_several_programs_share_the_device(monkeypatch: Any) -> None:
-    monkeypatch.setattr("reflib.choose.tuner.OPEN_BYTES", 0)
+    monkeypatch.setattr("reflib.autotune.tuner.OPEN_BYTES", 0)
     hands, first, asked = begun()
     others = [Tuner(hands, Options(), {}, [], None) for _ in range(4)]  # type: ignore[arg-type]
     for t in others:
         t.ask("", request())
     for job in list(hands.jobs):
         hands.end(job, "done", reports=[])
-    opened = [j for j in hands.jobs if j.what.endswith(":open")]
-    assert len(opened) == 3
+    assert sum(w == "open" for w, _ in hands.what()) == 3
     first.close()
-    assert len([j for j in hands.jobs if j.what.endswith(":open")]) == 3, "another takes its place"
+    assert sum(w == "open" for w, _ in hands.what()) == 3, "another takes its place"
     assert asked.result is not None and not asked.result.complete
-
-
-def test_what_was_far_from_the_best_is_not_timed_again() -> None:
-    store = Kept(row("a", 5), row("b", 50))
-    hands, _, asked = begun(store)
-    assert [w for w, _ in hands.what()] == ["compile_candidate"] * 3
-    assert asked.rows["b"].dropped and asked.stage["b"] == "done"

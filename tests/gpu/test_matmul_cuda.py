@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 from matmul_cases import BF16, F16, F32, MatmulCase, bias_1d, bias_2d_gelu, matmul_cases, problem, relu, storage
+from triton_cases import compile_all
 
-from reflib.generate.compile_triton import Binary, compile_all, compile_kernel
+from reflib.generate.compile_triton import Binary, compile_kernel
 from reflib.generate.kernel import Kernel
 from reflib.ir.program import Tiling
 from reflib.target import device_target
 from reflib.wrap.cuda_launch import load
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 Tensors = dict[str, torch.Tensor]
 
 
@@ -146,7 +146,7 @@ def test_tf32_is_as_exact_as_tf32(name: str, turned: bool) -> None:
     assert error > 1e-5 or device_target("cuda").capability < 80, "tf32 was asked for"
 
 
-# -- the general arm --------------------------------------------------------------------------------
+# -- the fallback -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["tiled", "split", "split, warps", "split, counted"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_misaligned_operands(kind: str, dynamic: bool) -> None:
@@ -202,24 +202,6 @@ def test_two_streams_at_once(name: str) -> None:
                 launch()
     torch.cuda.synchronize()
     assert all(torch.equal(t["out"], first) for t in mine)
-
-
-def test_in_a_cuda_graph() -> None:
-    case = large("split", F16)
-    kernel = case.kernel("product", arch())
-    tensors = to_gpu(case.tensors)
-    launch = launcher(case, kernel, compile_kernel(kernel, device_target("cuda")), tensors)
-    launch()
-    torch.cuda.synchronize()
-    first = tensors["out"].clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-        launch()
-    tensors["out"].zero_()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(tensors["out"], first) and not any(tensors[n].any() for n in case.zeros)
 
 
 def test_epilogues_on_large_tiles() -> None:

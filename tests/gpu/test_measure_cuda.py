@@ -1,39 +1,20 @@
-"""choose/measure on a GPU: graph replay, cold weights, and what must be left as it was."""
+"""autotune/measure on a GPU: graph replay, cold weights, and what must be left as it was."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from reflib.choose.measure import Limits, Result, measure, request
+from reflib.autotune.measure import Limits, Result, measure, request
 from reflib.errors import MeasureError
-from reflib.ir.expr import Var, expr
-from reflib.ir.loops import Axis, BodyBuilder, Loops
-from reflib.ir.program import Buffer, Extern, Program, full_view
+from reflib.ir.program import Extern, Program, full_view
+from tests import measured
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 GPU = torch.device("cuda", 0)
 
 
-def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype, kind: str = "temp") -> Buffer:
-    strides = [1]
-    for n in reversed(shape[1:]):
-        strides.insert(0, strides[0] * n)
-    return Buffer(name, dtype, GPU, tuple(map(expr, shape)), tuple(map(expr, strides)), kind)
-
-
 def matmul_relu(m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Program:
-    """relu(x @ w): a call of ATen, then a Loops."""
-    bs = [buffer("x", (m, k), dtype, "input"), buffer("w", (k, n), dtype, "input")]
-    bs += [buffer("p", (m, n), dtype), buffer("y", (m, n), dtype)]
-    t = {b.name: b for b in bs}
-    call = Extern("mm", torch.ops.aten.mm.default, (full_view(t["x"]), full_view(t["w"])), (), ("p",))
-    i, j = Var("i", expr(m)), Var("j", expr(n))
-    b = BodyBuilder()
-    value = b.load("p", expr(i) * n + j, torch.float32)
-    b.store("y", expr(i) * n + j, b.op("maximum", value, b.const(0.0, torch.float32)))
-    relu = Loops("relu", (Axis(i, "p"), Axis(j, "p")), tuple(b.body))
-    return Program(("x", "w"), t, (call, relu), (full_view(t["y"]),))
+    return measured.matmul_relu(m, n, k, dtype, GPU)
 
 
 def race(program: Program, makers=None, **more) -> Result:
@@ -50,7 +31,8 @@ def race(program: Program, makers=None, **more) -> Result:
 
 
 def add_twelve() -> Program:
-    t = {b.name: b for b in (buffer("x", (256, 256), torch.float32, "input"), buffer("y", (256, 256), torch.float32))}
+    kinds = {"x": "input", "y": "temp"}
+    t = {name: measured.buffer(name, (256, 256), torch.float32, kind, GPU) for name, kind in kinds.items()}
     call = Extern("add", torch.ops.aten.add.Scalar, (full_view(t["x"]), 12.0), (), ("y",))
     return Program(("x",), t, (call,), (full_view(t["y"]),))
 
@@ -164,7 +146,7 @@ def test_a_default_that_cannot_be_captured() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_compiled_candidates(dtype: torch.dtype) -> None:
     """Two equal programs, compiled: the second may not win by noise."""
-    from reflib.pipeline import build
+    from reflib.tuning import build
 
     p = matmul_relu(64, 256, 4096, dtype)
     result = measure(request({"aten": p, "same": p}, "aten", weights=["w"], limits=Limits(seconds=30)), build)

@@ -10,9 +10,8 @@ import torch
 from loading import load_file
 
 import reflib
-from reflib.background import of_compiled
+from reflib.pipeline import tunings
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 OPS = Path(__file__).parent.parent / "tuning_ops_cuda.py"
 Tensor = torch.Tensor
 
@@ -79,7 +78,7 @@ def test_in_the_background_with_a_graph_captured_before(ops: Any) -> None:
     with torch.cuda.graph(graph, stream=stream):
         held = f(a, b)
     assert reflib.wait_for_tuning(f, timeout=120).finished
-    (tuning,) = of_compiled[f]
+    (tuning,) = tunings[f]
     if tuning.state == "ready":
         other = torch.cuda.CUDAGraph()
         with torch.cuda.graph(other, stream=stream):
@@ -110,14 +109,14 @@ def test_training_in_the_background() -> None:
     model(x).sum().backward()
     for g, p in zip(got, model.parameters()):
         assert (g - p.grad).float().norm() < 2e-2 * p.grad.float().norm()
-    states = [(t.state, t.error) for t in of_compiled[f]]
+    states = [(t.state, t.error) for t in tunings[f]]
     assert all(state in ("swapped", "unchanged") for state, _ in states), states
 
 
 def test_memory_is_given_back() -> None:
     """The measuring worker has its own: nothing of it is left in this process."""
     a, b = operands(256, 2048, 256, torch.float16)
-    # cuBLAS keeps a workspace for the stream, we words for captures (``wrap.runtime.zeros``)
+    # cuBLAS keeps a workspace for the stream, we words for captures (``wrap.zeros``)
     reflib.explain(lambda a, b: torch.relu(a @ b) + 1, a, b, autotune="blocking", cache_decisions=False)
     del a, b
     torch._dynamo.reset()

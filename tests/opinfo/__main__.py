@@ -6,7 +6,6 @@ python -m tests.opinfo --only softmax,var --fresh
 python -m tests.opinfo --shard 2/4 --out shard2.jsonl
 python -m tests.opinfo --show 'nn.functional.gelu|float32|forward|0'
 python -m tests.opinfo --report                 the table again, from the results file
-python -m tests.opinfo --write-excluded         tests/opinfo/excluded.json from the results file
 """
 
 from __future__ import annotations
@@ -14,15 +13,12 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
-import os
 import sys
 import time
 from collections import Counter, defaultdict
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-EXCLUDED = Path(__file__).with_name("excluded.json")
 
 
 def main() -> int:
@@ -36,14 +32,13 @@ def main() -> int:
     p.add_argument("--shard", default="1/1")
     p.add_argument("--door", choices=("aot", "dynamo"), default="aot", help="dynamo: all through torch.compile")
     p.add_argument(
-        "--until", choices=("lower", "fuse", "choose", "wrap"), default="wrap", help="interpret that stage's program"
+        "--until", choices=("lower", "fuse", "schedule", "wrap"), default="wrap", help="interpret that stage's program"
     )
     p.add_argument("--out", type=Path, default=Path("_build/opinfo.jsonl"))
     p.add_argument("--fresh", action="store_true", help="forget earlier results")
     p.add_argument("--again", default="", help="statuses to try again: wrong,error,crash,timeout")
     p.add_argument("--report", action="store_true")
     p.add_argument("--show", metavar="KEY")
-    p.add_argument("--write-excluded", action="store_true")
     a = p.parse_args()
     if a.show:
         from .show import show
@@ -55,11 +50,9 @@ def main() -> int:
     if a.fresh or a.again:
         a.out.parent.mkdir(parents=True, exist_ok=True)
         a.out.write_text("".join(json.dumps(r) + "\n" for r in results.values()))
-    if not (a.report or a.write_excluded):
+    if not a.report:
         run(a, results)
         results = read(a.out)
-    if a.write_excluded:
-        write_excluded(results)
     return report(results)
 
 
@@ -158,19 +151,6 @@ def report(results: dict[str, dict[str, Any]]) -> int:
         + ", ".join(f"{k} {v}" for k, v in calls.most_common(20))
     )
     return 1 if bad else 0
-
-
-def write_excluded(results: dict[str, dict[str, Any]]) -> None:
-    """``{op|dtype|mode: {reason: [numbers]}}``, sorted."""
-    out: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for r in results.values():
-        if r["status"] == "excluded":
-            group, _, number = r["key"].rpartition("|")
-            reason = r["why"].split("|| aot_eager: ")[-1]
-            out[group][reason.replace(os.getcwd(), ".")[:200]].append(int(number))
-    tidy = {g: {w: sorted(n) for w, n in sorted(ws.items())} for g, ws in sorted(out.items())}
-    EXCLUDED.write_text(json.dumps(tidy, indent=1) + "\n")
-    print(f"{sum(len(n) for ws in tidy.values() for n in ws.values())} samples in {EXCLUDED.name}")
 
 
 if __name__ == "__main__":

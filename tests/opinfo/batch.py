@@ -8,10 +8,10 @@ AOTAutograd cannot capture alone (sizes that depend on data, say) goes through `
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from tests import checking
 from tests.checking import Outcome
+from tests.stopping import stopped
 
 from .samples import Case
 
@@ -44,29 +45,22 @@ class Result:
 
 
 class Library:
-    """Kernels of many graphs. ``add`` is what ``wrap`` gets in place of a build; ``build`` compiles them all."""
+    """Kernels of many graphs. ``add`` promises a graph's kernels to ``wrap``; ``build`` compiles them all."""
 
     def __init__(self, options: Any):
         self.options = options
         self.names: dict[str, str] = {}  # text with the name taken out -> unique name
         self.built: Any = None
-        self.waiting = 0  # graphs whose kernels wrap has still to bring, from a thread of its own
-        self.changed = threading.Condition()
 
-    def expect(self, kernels: Any) -> None:
-        with self.changed:
-            self.waiting += any(k.language == "cpp" for k in kernels.values())
-
-    def add(self, kernels: Sequence[Any], options: Any) -> Any:
+    def add(self, kernels: Any) -> dict[Any, Future]:
         alias = {}
-        with self.changed:
-            for k in kernels:
-                text = re.sub(rf"\b{re.escape(k.name)}", "KERNEL", k.source)
-                text = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("//"))
-                alias[k.name] = self.names.setdefault(text, f"s{len(self.names)}")
-            self.waiting -= 1
-            self.changed.notify_all()
-        return _Part(self, alias)
+        part: Future = Future()
+        part.set_result(_Part(self, alias))
+        for k in kernels.values():
+            text = re.sub(rf"\b{re.escape(k.name)}", "KERNEL", k.source)
+            text = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("//"))
+            alias[k.name] = self.names.setdefault(text, f"s{len(self.names)}")
+        return dict.fromkeys(kernels.values(), part)
 
     def sources(self) -> list[str]:
         return [text.replace("KERNEL", name) for text, name in self.names.items()]
@@ -76,8 +70,6 @@ class Library:
         from reflib.toolchain import build_library
         from reflib.wrap.native import load_library
 
-        with self.changed:
-            self.changed.wait_for(lambda: not self.waiting)
         if self.names:
             self.built = load_library(build_library(self.sources(), self.options, header=HEADER))
 
@@ -202,7 +194,7 @@ def through_dynamo(case: Case, backend: Any) -> Callable[..., Any]:
 
 def run_batch(cases: list[Case], say: Say, verify: bool = True, door: str = "aot", until: str = "wrap") -> None:
     """Judge every case; ``say(at=key, phase=...)`` before each risky step, ``say(result=Result)`` for each result.
-    ``until``: ``lower``, ``fuse`` or ``choose`` judge what the interpreter makes of the program after that stage."""
+    ``until``: ``lower``, ``fuse`` or ``schedule`` judge what the interpreter makes of the program after that stage."""
     from reflib.options import Options
     from reflib.pipeline import Backend
 
@@ -265,39 +257,24 @@ def _compile(made: Captured, options: Any, library: Library, result: Result, unt
     for graph, slot in zip(made.graphs, made.calls):
         try:
             if until != "wrap":
-                slot.fn = interpreted(run(graph, options, until), until)
+                slot.fn = stopped(run(graph, options, until))
                 continue
             s = run(graph, options, "generate")
-            assert s.chosen is not None and s.plan is not None and s.kernels is not None
-            library.expect(s.kernels)
-            _, slot.fn = wrap(s.chosen, s.plan, s.kernels, options, library.add)
+            assert s.scheduled is not None and s.plan is not None and s.kernels is not None
+            _, slot.fn = wrap(s.scheduled, s.plan, s.kernels, options, library.add(s.kernels))
         except Exception as e:
             return e
         _count(s, result)
     return None
 
 
-def interpreted(stages: Any, until: str) -> Callable[[list], Any]:
-    """What the interpreter makes of the program that stage ``until`` gave."""
-    from reflib.ir.interpret import interpret
-
-    program = {"lower": stages.program, "fuse": stages.fused and stages.fused.program, "choose": stages.chosen}[until]
-
-    def fn(args: list) -> Any:
-        values = list(args)
-        args.clear()
-        return interpret(program, values)
-
-    return fn
-
-
 def _count(stages: Any, result: Result) -> None:
     from reflib.ir.program import Extern
 
-    if stages.chosen is None:
+    if stages.scheduled is None:
         return
-    externs = [n for n in stages.chosen.nodes if isinstance(n, Extern)]
-    result.kernels += len(stages.chosen.nodes) - len(externs)
+    externs = [n for n in stages.scheduled.nodes if isinstance(n, Extern)]
+    result.kernels += len(stages.scheduled.nodes) - len(externs)
     names = Counter({str(getattr(n.target, "__name__", n.target)): n.reason for n in externs})
     result.calls.update({k: str(v) for k, v in names.items()})
 

@@ -26,7 +26,7 @@ def show(key: str) -> int:
     wide = checking.call(one.fn, one.args, backward=one.backward, wide=True)
     print("eager:", eager.error or [_brief(t) for t in (*eager.leaves, *eager.grads)])
     bad = 0
-    for until in ("capture", "lower", "fuse", "choose", "wrap"):
+    for until in ("capture", "lower", "fuse", "schedule", "wrap"):
         made = capture(one)
         if made.error is not None:
             print("AOTAutograd alone cannot capture it:", repr(made.error))
@@ -48,7 +48,7 @@ def show(key: str) -> int:
             elif until == "wrap":
                 s = run(g, options, "generate")
                 assert s.kernels is not None
-                print(s.chosen, *(k.source for k in s.kernels.values()), sep="\n")
+                print(s.scheduled, *(k.source for k in s.kernels.values()), sep="\n")
         assert made.compiled is not None
         actual = checking.call(tupled(made.compiled), one.args, backward=one.backward)
         problems = checking.wrong(actual, eager, wide)

@@ -3,15 +3,13 @@ reports where it is before each risky step, so that a dead child is one crashed 
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import select
-import signal
-import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from .batch import Result, _brief, run_batch
@@ -34,49 +32,37 @@ class Task:
         return Task(tuple((g, n) for g, n in parts if n))
 
 
+@dataclass
 class Child:
-    """One forked process at work on a task."""
+    """One forked process at work on a task: where it is, what is done, and how it said that it died."""
 
-    def __init__(self, task: Task, door: str, until: str):
-        self.task, self.door = task, door
-        read, write = os.pipe()
-        sys.stdout.flush()
-        self.pid = os.fork()
-        if not self.pid:
-            os.close(read)
-            _child(task, write, door, until)
-        os.close(write)
-        self.fd, self.buffer, self.heard = read, b"", time.monotonic()
-        self.at, self.phase = "", "start"
+    task: Task
+    process: multiprocessing.Process
+    heard: float
+    at: str = ""
+    phase: str = "start"
+    done: set[str] = field(default_factory=set)
+    died: str = ""
 
-    def lines(self) -> Iterator[dict[str, Any]]:
-        data = os.read(self.fd, 1 << 16)
+    def hear(self, message: dict[str, Any], tell: Callable[[Result], None]) -> None:
         self.heard = time.monotonic()
-        self.buffer += data
-        *whole, self.buffer = self.buffer.split(b"\n")
-        for line in whole:
-            yield json.loads(line)
-        if not data:
-            raise EOFError
-
-    def finish(self) -> int:
-        os.close(self.fd)
-        _, status = os.waitpid(self.pid, 0)
-        return os.waitstatus_to_exitcode(status)
+        if result := message.pop("result", None):
+            self.done.add(result.key)
+            tell(result)
+        for name, value in message.items():
+            setattr(self, name, value)
 
 
-def _child(task: Task, fd: int, door: str, until: str) -> None:
-    code = 0
+def _work(task: Task, pipe: Connection, door: str, until: str) -> None:
+    """In the child: judge the samples, saying where it is."""
+
+    def say(**message: Any) -> None:
+        pipe.send(message)
+
+    null = os.open(os.devnull, os.O_RDWR)
+    for n in (0, 1, 2):
+        os.dup2(null, n)
     try:
-        os.setpgid(0, 0)
-        null = os.open(os.devnull, os.O_RDWR)
-        for n in (0, 1, 2):
-            os.dup2(null, n)
-
-        def say(result: Result | None = None, **where: Any) -> None:
-            message = {"result": asdict(result)} if result is not None else where
-            os.write(fd, json.dumps(message).encode() + b"\n")
-
         cases = []
         for group, numbers in task.parts:
             say(at=f"{group.name}|{numbers[0]}", phase="samples")
@@ -84,54 +70,44 @@ def _child(task: Task, fd: int, door: str, until: str) -> None:
             cases += [case(group, n, all_samples[n]) for n in numbers]
         run_batch(cases, say, door=door, until=until)
     except BaseException as e:
-        code = 1
-        text = f"{type(e).__name__}: {_brief(e)}"
         where = traceback.extract_tb(e.__traceback__)[-1]
-        os.write(
-            fd, json.dumps({"died": f"{text} ({os.path.basename(where.filename)}:{where.lineno})"}).encode() + b"\n"
-        )
+        say(died=f"{type(e).__name__}: {_brief(e)} ({os.path.basename(where.filename)}:{where.lineno})")
     finally:
-        os._exit(code)
+        os._exit(0)  # none of the parent's clean-up
 
 
 def run_tasks(
     tasks: list[Task], jobs: int, tell: Callable[[Result], None], door: str = "aot", until: str = "wrap"
 ) -> None:
     """Run all tasks, ``jobs`` at a time. ``tell`` gets one Result for every sample."""
+    context = multiprocessing.get_context("fork")
     waiting = list(reversed(tasks))
-    running: dict[int, Child] = {}
-    died: dict[int, str] = {}
-    done: dict[int, set[str]] = {}
+    running: dict[Connection, Child] = {}
     while waiting or running:
         while waiting and len(running) < jobs:
-            child = Child(waiting.pop(), door, until)
-            running[child.fd], done[child.fd] = child, set()
-        ready, _, _ = select.select(list(running), [], [], 5)
-        for fd in ready:
-            child = running[fd]
+            task = waiting.pop()
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_work, args=(task, theirs, door, until), daemon=True)
+            process.start()
+            theirs.close()
+            running[ours] = Child(task, process, time.monotonic())
+        for pipe in wait(list(running), timeout=5):
+            child = running[pipe]
             try:
-                for line in child.lines():
-                    if "result" in line:
-                        tell(Result(**line["result"]))
-                        done[fd].add(line["result"]["key"])
-                    elif "died" in line:
-                        died[fd] = line["died"]
-                    else:
-                        child.at, child.phase = line["at"], line["phase"]
+                child.hear(pipe.recv(), tell)
             except EOFError:
-                del running[fd]
-                code = child.finish()
-                waiting += _aftermath(child, code, done.pop(fd), died.pop(fd, ""), tell)
+                del running[pipe]
+                child.process.join()
+                waiting += _aftermath(child, door, tell)
         for child in running.values():
             if time.monotonic() - child.heard > PATIENCE:
-                died[child.fd] = "timeout"
-                child.heard = time.monotonic()
-                os.kill(child.pid, signal.SIGKILL)
+                child.died, child.heard = "timeout", time.monotonic()
+                child.process.kill()
 
 
-def _aftermath(child: Child, code: int, done: set[str], died: str, tell: Callable[[Result], None]) -> list[Task]:
+def _aftermath(child: Child, door: str, tell: Callable[[Result], None]) -> list[Task]:
     """What is left to do after a child ended, early or not. Names the culprit, or halves the task to find it."""
-    rest = child.task.without(done)
+    rest, died = child.task.without(child.done), child.died
     keys = rest.keys()
     if not keys:
         return []
@@ -140,7 +116,7 @@ def _aftermath(child: Child, code: int, done: set[str], died: str, tell: Callabl
         at = keys[0]
     if at and (child.phase in ("capture", "compile", "run", "aot_eager") or len(keys) == 1):
         status = "timeout" if died == "timeout" else "error" if died else "crash"
-        tell(Result(at, status, f"{child.phase}: {died or 'signal ' + str(-code)}", door=child.door))
+        tell(Result(at, status, f"{child.phase}: {died or f'signal {-child.process.exitcode}'}", door=door))
         rest = rest.without({at})
         return [rest] if rest.parts else []
     half = set(keys[len(keys) // 2 :])

@@ -1,22 +1,22 @@
-"""`reflib report FILE.py:NAME`: what the compiler made of one model of the user's own, as one HTML page.
+"""`reflib report FILE.py:NAME`: the compilation of a user's model as one HTML page.
 
-The page has the views that the chapters have, for the user's code: what each stage made, what was fused and what was
-not and why, decisions with their candidates, memory over time, every kernel beside the IR that it came from, the
-wrapper, when what ran; and whether the results are eager's, and how long a call takes beside eager's.
+The page has the views of the chapters: results per stage, fused groups and the reasons against other fusions, decisions
+with their candidates, memory over time, each kernel beside its IR, the wrapper, a timeline; and a comparison of results
+and times with eager.
 
-    subject   FILE.py:NAME and what was said about inputs -> a model, its arguments      the user's mistakes end here
-    trial     run eager, compile, run, compare, time; peers in a process of their own
-    gather    Explanations -> plain data, which `--json` writes as it is
-    drawing   numbers -> figures: shapes with words for who does not see them
-    page      data -> HTML: page.html (Jinja, which PyTorch brings along, escapes all text), page.css, page.js
+    subject   FILE.py:NAME and the input options -> a model and its arguments; reports the user's mistakes
+    trial     runs eager, compiles, runs, compares, times; peers in separate processes
+    gather    Explanations -> plain data, also the output of `--json`
+    drawing   numbers -> figures: shapes with alt text
+    page      data -> HTML: page.html (Jinja, a dependency of PyTorch, escapes all text), page.css, page.js
 
-It lives in `lab` because it measures and draws as notebooks do; the compiler knows nothing of it. The figures are SVG
-of our own, not matplotlib's, because `pip install reflib` brings none and because the page follows the reader's dark
-mode, links each box to its kernel and lets text be searched; how nodes are laid out, colours and words are the lab's.
+It is part of `lab` because it measures and draws like notebooks; the compiler does not depend on it. The figures are
+SVG without matplotlib, which is not a dependency of reflib: the page supports dark mode, links each box to its kernel
+and has searchable text. The layout of nodes, colours and texts are those of the lab.
 
-The file is one: no fonts, scripts or pictures from elsewhere, and a Content-Security-Policy that says so. Nothing is
-written before everything is known, and then atomically: a report is whole or not there. What cannot be had here (a
-GPU that is named by `--target`, a peer that crashed) is said on the page in the place where it would be.
+It is a single file without external fonts, scripts or images, enforced by a Content-Security-Policy, and is written
+atomically at the end. If a part is missing (a GPU named by `--target` that is not here, a peer that crashed), the page
+has a note in its place.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from reflib.options import Options
 
 
 @dataclass(frozen=True)
-class Request:
-    """What `write` is to do. `spec`: FILE.py:NAME. `inputs`: a name in the file; `shapes`: `128x256:float32` each.
-    `device`: "" leaves tensors where the file made them. `compare`: "inductor", "max-autotune". `command`: the words,
-    for the page."""
+class ReportRequest:
+    """The options of a report. `spec`: FILE.py:NAME. `inputs`: a name in the file; `shapes`: `128x256:float32` each.
+    `device`: "" keeps that of the file's tensors. `compare`: "inductor", "max-autotune". `command`: shown on the
+    page."""
 
     spec: str
     inputs: str = ""
@@ -53,11 +53,15 @@ class Request:
 
 
 def write(
-    request: Request, options: Options, out: Path, data_file: Path | None = None, say: Callable[[str], Any] = print
+    request: ReportRequest,
+    options: Options,
+    out: Path,
+    data_file: Path | None = None,
+    say: Callable[[str], Any] = print,
 ) -> dict[str, Any]:
     """Make the report, write it to `out` (and its data to `data_file`), and return the data.
 
-    Raises a ReflibError where the file, the name, the inputs or the model is at fault; nothing is written then.
+    Raises a ReflibError, and writes nothing, if the file, the name, the inputs or the model is wrong.
     """
     from reflib.lab.report import gather, page, subject, trial
 
@@ -67,8 +71,8 @@ def write(
         _check_writable(path)
     options = _with_imports(options, request)
     found = subject.load(request.spec, request.inputs, request.shapes, request.device, request.seed)
-    said = trial.run(found, request, options, say)
-    data = gather.gather(found, request, options, said)
+    result = trial.run(found, request, options, say)
+    data = gather.gather(found, request, options, result)
     data["date"] = datetime.datetime.now().astimezone().isoformat(" ", "minutes")
     text = page.render(data)
     if data_file is not None:
@@ -78,7 +82,10 @@ def write(
 
 
 def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """{"fuse": False, "max_fused_ops": 8} of ("fuse=false", "max-fused-ops=8"). What is no Python literal is text."""
+    """{"fuse": False, "max_fused_ops": 8} for ("fuse=false", "max-fused-ops=8").
+
+    Values that are not Python literals stay text.
+    """
     found: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
@@ -94,8 +101,8 @@ def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _with_imports(options: Options, request: Request) -> Options:
-    """Processes that measure import the user's file where it registers ops: only from there do they know them."""
+def _with_imports(options: Options, request: ReportRequest) -> Options:
+    """Options with which measuring processes import the user's file, if it registers ops."""
     path = Path(request.spec.rpartition(":")[0])
     if options.autotune != "blocking" or options.tuning_imports or not path.is_file():
         return options
@@ -104,13 +111,13 @@ def _with_imports(options: Options, request: Request) -> Options:
 
 
 def _check_writable(path: Path) -> None:
-    """Before minutes of work: the folder must be there."""
+    """LabError if the file cannot be written, before minutes of work."""
     if path.is_dir() or not path.parent.is_dir():
         raise LabError(f"cannot write {path}: " + ("it is a folder" if path.is_dir() else f"no folder {path.parent}"))
 
 
 def _write(path: Path, text: str) -> None:
-    """All of it or nothing."""
+    """Write atomically. Raises LabError."""
     try:
         atomic.write(path, text)
     except OSError as error:

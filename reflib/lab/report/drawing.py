@@ -1,7 +1,7 @@
-"""Numbers -> figures. A figure is shapes in pixels and words; page.html makes SVG of it, page.css colours it.
+"""Numbers -> figures: shapes in pixels and alt text, from which page.html makes SVG with the colours of page.css.
 
-Text and lines take the page's colours, so that they can be read in dark mode and on paper; what is filled has white
-text on it. Figures keep their size: on a narrow screen they are scrolled sideways, never shrunk until unreadable.
+Text and lines have the page's colours, so that they are readable in dark mode and on paper; filled shapes have white
+text. Figures have a fixed size and are scrolled on narrow screens, not shrunk.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from reflib.lab.pictures import megabytes
 from reflib.lab.rows import short
 from reflib.timeline import Event, track_order
 
-MOST_NODES = 200  # of a graph: with more nobody finds anything
-MOST_BOXES = 4000  # of the chart of memory
-SLOWEST = 6  # times the fastest: where a bar is cut, so that one does not flatten the rest
-ACROSS, DOWN, BOX = 132, 64, (138, 34)  # px from node to node, and of a node
-LETTERS = 19  # in a node
-AROUND = 96  # px to the left of all nodes, for what goes around them
+MOST_NODES = 200  # of a graph; larger ones are unreadable
+MOST_BOXES = 4000  # of the memory chart
+SLOWEST = 6  # times the fastest: bars are cut here, so that one does not compress the rest
+ACROSS, DOWN, BOX = 132, 64, (138, 34)  # px between nodes, and size of a node
+LETTERS = 19  # per node
+AROUND = 96  # px to the left of all nodes, for edges around them
 Point = tuple[float, float]
 
 
 @dataclass
 class Shape:
-    """An SVG element. `title`: what is shown where the pointer rests. `href`: where a click leads."""
+    """An SVG element. `title`: tooltip. `href`: target of a click."""
 
     tag: str
     attrs: dict[str, Any]
@@ -47,7 +47,7 @@ class Figure:
     shapes: list[Shape] = field(default_factory=list)
 
     def put(self, tag: str, css: str, text: str = "", title: str = "", href: str = "", **attrs: Any) -> None:
-        """An underscore in a name of `attrs` is a hyphen. Floats are rounded to a tenth of a pixel."""
+        """Add a shape. Underscores in names of `attrs` become hyphens; floats are rounded to a tenth of a pixel."""
         rounded = {k.replace("_", "-"): round(v, 1) if isinstance(v, float) else v for k, v in attrs.items()}
         self.shapes.append(Shape(tag, {"class": css, **rounded}, text, title, href))
 
@@ -61,7 +61,7 @@ def clipped(text: str, most: int) -> str:
 
 
 def duration(us: float | None) -> str:
-    """`1.25 ms` of 1250; nothing of None."""
+    """`1.25 ms` for 1250; "" for None."""
     if us is None:
         return ""
     unit, size = next((u, s) for u, s in (("s", 1e6), ("ms", 1e3), ("µs", 1.0)) if us >= s or s == 1.0)
@@ -73,8 +73,8 @@ def graph(
     data: dict[str, Any], caption: str, refused: Sequence[Sequence[str]] = (), hrefs: dict[str, str] | None = None,
     sizes: bool = True,
 ) -> Figure | None:  # fmt: skip
-    """Nodes, a colour and a number a group; what flows between them. `refused`: pairs that are joined by a dashed
-    line with its reason. None for a graph that is too large to be read."""
+    """Nodes with one colour and number per group, and the data flow between them. `refused`: pairs joined by a dashed
+    line with the reason. None for a graph with more than MOST_NODES nodes."""
     nodes, inputs = data["nodes"], data["inputs"]
     if len(nodes) > MOST_NODES or not nodes:
         return None
@@ -113,7 +113,7 @@ def _node(made: Figure, place: Point, node: dict[str, Any], href: str) -> None:
 
 
 def _edge(made: Figure, start: Point, end: Point, edge: dict[str, Any], sizes: bool) -> None:
-    """From the lower side of one to the upper side of the other; around what lies between."""
+    """From the bottom of one node to the top of the other, around nodes in between."""
     (x0, y0), (x1, y1) = (start[0], start[1] + BOX[1] / 2), (end[0], end[1] - BOX[1] / 2)
     rows = (end[1] - start[1]) / DOWN
     title = f"{', '.join(edge['buffers'])}, {megabytes(edge['bytes'])}: {edge['from']} → {edge['to']}"
@@ -223,7 +223,7 @@ def nice(top: float, ticks: int = 4) -> list[float]:
 
 # -- time -------------------------------------------------------------------------------------------
 def timeline(data: Sequence[dict[str, Any]], caption: str) -> Figure | None:
-    """When each stage ran, a row a stage of a graph; and below, a row a process that compiled or measured."""
+    """When each stage ran, one row per stage and graph; below, one row per process that compiled or measured."""
     if not data:
         return None
     events = [(d["graph"], Event(**{k: v for k, v in d.items() if k != "graph"})) for d in data]
@@ -271,7 +271,7 @@ def _rows(events: Iterable[tuple[str, Event]], several: bool) -> dict[str, list[
 
 
 def bars(values: Sequence[tuple[str, float, float, str, int]], caption: str, alt: str) -> Figure:
-    """A bar a case: (label, value, spread, text behind it, colour); 0 is at the left. One that is cut ends in ▶."""
+    """One bar per case: (label, value, spread, text after it, colour), starting at 0. A cut bar ends in ▶."""
     wide, tall = 300.0, 30.0
     left = 16 + 7.2 * max((len(label) for label, *_ in values), default=0)
     made = Figure(round(left + wide + 150), round(tall * len(values) + 8), alt, caption)
@@ -285,7 +285,7 @@ def bars(values: Sequence[tuple[str, float, float, str, int]], caption: str, alt
         end = w
         if value > top:
             text = f"▶ {text}"
-        elif spread:  # on its own ground, because it lies on the bar
+        elif spread:  # with a background, because it overlaps the bar
             low, end = (max(0.0, min(value + side * spread / 2, 1.1 * top)) / top * wide for side in (-1, 1))
             for css in ("whisker ground", "whisker"):
                 made.line(css, (left + low, y + tall / 2), (left + end, y + tall / 2))

@@ -1,4 +1,4 @@
-"""Explanations -> plain data: numbers, text and lists of dicts, which the page draws and `--json` writes."""
+"""Explanations -> plain data (numbers, text, lists of dicts) for the page and for `--json`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from reflib import __version__
-from reflib.ir.loops import Loops
+from reflib.ir.loops import LoopNest
 from reflib.ir.printer import dtype_name, format_buffer, format_node
-from reflib.ir.program import Choice, Dispatch, Extern, Program, Region, walk
+from reflib.ir.program import (
+    Choice,
+    Extern,
+    Program,
+    Variants,
+    fallback_kernels,
+    kernel_nodes,
+    kernels_and_calls,
+    walk,
+)
 from reflib.lab import machine
 from reflib.lab.decision_chart import _by_default
 from reflib.lab.pictures import SPREAD, megabytes, moved_bytes, op_names, refusals
@@ -25,13 +34,13 @@ from reflib.options import Options
 from reflib.timeline import Event, first_start
 
 if TYPE_CHECKING:
-    from reflib.lab.report import Request
+    from reflib.lab.report import ReportRequest
 
 LANGUAGES = {"triton": "Triton", "cpp": "C++"}
 
 
-def gather(subject: Subject, request: Request, options: Options, trial: Trial) -> dict[str, Any]:
-    """All that the page shows but the date."""
+def gather(subject: Subject, request: ReportRequest, options: Options, trial: Trial) -> dict[str, Any]:
+    """All data of the page except the date."""
     explained = [Explanation(trial.graphs, i) for i in range(len(trial.graphs))]
     defaults = Options()
     changed = {f.name: getattr(options, f.name) for f in fields(options)}
@@ -67,18 +76,18 @@ def _called(model: Any) -> str:
 
 
 def _inputs(subject: Subject) -> list[str]:
-    """`float32[4, 128]` or the value, a line an argument."""
+    """`float32[4, 128]` or the value, one line per argument."""
     import torch
 
-    def said(x: Any) -> str:
+    def described(x: Any) -> str:
         if isinstance(x, torch.Tensor):
             return f"{dtype_name(x.dtype)}{list(x.shape)} on {x.device}"
         if isinstance(x, list | tuple):
-            return f"{type(x).__name__} of {', '.join(map(said, x))}"
+            return f"{type(x).__name__} of {', '.join(map(described, x))}"
         text = repr(x)
         return text if len(text) <= 80 else text[:79] + "…"
 
-    return [said(a) for a in subject.args] + [f"{k}={said(v)}" for k, v in subject.kwargs.items()]
+    return [described(a) for a in subject.args] + [f"{k}={described(v)}" for k, v in subject.kwargs.items()]
 
 
 def _totals(graphs: list[dict[str, Any]]) -> dict[str, int]:
@@ -116,12 +125,11 @@ def graph_data(e: Explanation, number: int, among: int) -> dict[str, Any]:
 
 
 def _numbers(e: Explanation) -> dict[str, int]:
-    nodes = [n for n in walk(e.chosen.nodes) if not isinstance(n, Dispatch)]
-    calls = sum(isinstance(n, Extern) for n in nodes)
+    kernels, calls = kernels_and_calls(e.scheduled.nodes)
     return {
         "operators": sum(n.op == "call_function" for n in e.graph.nodes),
         "nodes": len(e.program.nodes),
-        "kernels": len(nodes) - calls,
+        "kernels": kernels,
         "calls": calls,
         "bytes_before": moved_bytes(_by_default(e.program)),
         "bytes_after": moved_bytes(e.fused),
@@ -130,16 +138,17 @@ def _numbers(e: Explanation) -> dict[str, int]:
 
 
 def _stages(e: Explanation, n: dict[str, int], kernels: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """What each stage made, in a few words."""
+    """The result of each stage in a few words."""
     lines = sum(len(k["source"].splitlines()) for k in kernels)
-    more = sum(k["arm"] > 0 for k in kernels)
+    more = sum(k["fallback"] for k in kernels)
     made_kernels = count(len(kernels) - more, "kernel") + (f" and {count(more, 'fallback')}" if more else "")
     measured = sum(len(d.candidates) > 1 for d in e.decisions)
     made = [
         ("capture", count(n["operators"], "ATen operator")),
         ("lower", f"{count(n['nodes'], 'node')}, {megabytes(n['bytes_before'])} to move"),
         ("fuse", f"{count(len(e.groups), 'group')}, {megabytes(n['bytes_after'])} to move"),
-        ("choose", f"{count(len(e.decisions), 'decision')}, {measured} with alternatives"),
+        ("autotune", f"{count(measured, 'choice')} decided"),
+        ("schedule", f"{count(len(e.decisions) - measured, 'launch configuration')}"),
         ("plan", f"{count(len(e.memory.steps), 'step')}, {megabytes(e.memory.peak_bytes)} at the peak"),
         ("generate", f"{made_kernels}, {count(lines, 'line')}"),
         ("wrap", count(len(e.wrapper.strip().splitlines()), "line")),
@@ -148,7 +157,7 @@ def _stages(e: Explanation, n: dict[str, int], kernels: list[dict[str, Any]]) ->
 
 
 def _fallbacks(program: Program) -> list[dict[str, Any]]:
-    """What stays a call of PyTorch, and why: a row an op and reason."""
+    """Ops that remain calls of PyTorch: one row per op and reason."""
     found: dict[tuple[str, str], list[Any]] = {}
     for n in walk(program.nodes):
         if isinstance(n, Extern):
@@ -160,7 +169,7 @@ def _fallbacks(program: Program) -> list[dict[str, Any]]:
 
 
 def _lines(nodes: Iterable[Any]) -> str:
-    """The user's own lines that the nodes came from."""
+    """The user's source lines of the nodes."""
     return "\n".join(dict.fromkeys(o.source for n in nodes for o in getattr(n, "origins", ()) if o.source))
 
 
@@ -174,7 +183,7 @@ def _own(e: Explanation) -> dict[str, int]:
 
 
 def picture(program: Program, group: dict[str, int]) -> dict[str, Any]:
-    """Nodes with their places and what flows between them, for `drawing.graph`. `group`: node -> group's number."""
+    """Nodes with coordinates, and edges, for `drawing.graph`. `group`: node -> number of its group."""
     places = _spine(program)
     nodes = [
         {"name": n.name, "ops": op_names(n), "call": isinstance(n, Extern), "group": group.get(n.name),
@@ -200,7 +209,7 @@ def picture(program: Program, group: dict[str, int]) -> dict[str, Any]:
 
 
 def _spine(program: Program) -> dict[str, tuple[float, float]]:
-    """The lab's depths; of what is equally deep, nodes are in the middle, below what they read, inputs to the right."""
+    """Depths as in the lab; at equal depth, nodes are in the middle, below their inputs, and program inputs right."""
     depth = {name: y for name, (_, y) in layout(program).items()}
     nodes = {n.name: n for n in program.nodes}
     writer = {b: n.name for n in reversed(program.nodes) for b in n.writes()}
@@ -221,7 +230,7 @@ def _spine(program: Program) -> dict[str, tuple[float, float]]:
 
 
 def _groups(e: Explanation) -> list[dict[str, Any]]:
-    """A row a group: what is in it, which bytes it moves, and how many its members would have moved by themselves."""
+    """One row per group: its members, the bytes it moves, and the bytes that its members would move separately."""
     fused = {n.name: n for n in e.fused.nodes}
     before = {n.name: n for n in e.inlined.nodes}
     rows = []
@@ -245,24 +254,24 @@ def _moved(program: Program, nodes: Iterable[Any]) -> int:
 
 # -- decisions, memory, kernels, time ---------------------------------------------------------------
 def _decision(d: Any) -> dict[str, Any]:
-    winners = set(str(d.winner).split(" | "))
     listed = candidates_in_order(d) if len(d.candidates) > 1 else d.candidates
     names = ("name", "status", "time_us", "warm_us", "cold_us", "spread", "error", "why", "where")
     return {
         "region": d.region, "op": d.op, "chosen": chosen(d), "reason": d.reason, "members": list(d.members),
         "sizes": d.sizes, "config": str(d.config) if d.config is not None else "",
-        "candidates": [{n: getattr(c, n) for n in names} | {"won": c.name in winners} for c in listed],
+        "measured": len(d.candidates) > 1,
+        "candidates": [{n: getattr(c, n) for n in names} | {"won": c.key in d.winners} for c in listed],
     }  # fmt: skip
 
 
 def _memory(e: Explanation) -> dict[str, Any]:
-    """A moment a node: which buffers are there while it runs."""
-    ops = {n.name: _ops(n) for n in e.chosen.nodes}
+    """The live buffers while each node runs."""
+    ops = {n.name: _ops(n) for n in e.scheduled.nodes}
     moments = [
         {"label": m.label, "ops": ops.get(m.label, []), "bytes": m.bytes, "live": [list(pair) for pair in m.live]}
         for m in e.memory.moments
     ]
-    made = {b: n.name for n in reversed(e.chosen.nodes) for b in n.writes()}
+    made = {b: n.name for n in reversed(e.scheduled.nodes) for b in n.writes()}
     peak = max(range(len(moments)), key=lambda i: moments[i]["bytes"], default=None)
     at_peak = sorted(moments[peak]["live"], key=lambda pair: -pair[1]) if peak is not None else []
     return {
@@ -274,26 +283,26 @@ def _memory(e: Explanation) -> dict[str, Any]:
 
 
 def _ops(node: Any) -> list[str]:
-    if isinstance(node, Region):
-        return list(dict.fromkeys(name for p in node.arms[0].parts for name in op_names(p)))
+    if isinstance(node, Variants) and node.of_kernels:
+        return list(dict.fromkeys(name for p in node.variants[0].kernel.parts for name in op_names(p)))
     return op_names(node)
 
 
 def _kernels(e: Explanation) -> list[dict[str, Any]]:
-    """Each kernel with the IR that it was generated from; arms after the first serve where its assumptions fail."""
-    regions = {n.name: n for n in walk(e.chosen.nodes) if isinstance(n, Region)}
+    """Each kernel with its IR. Fallbacks run if the predicate of the fast kernel fails."""
+    nodes, fallbacks = {n.name: n for n in kernel_nodes(e.scheduled.nodes)}, fallback_kernels(e.scheduled.nodes)
     number = _own(e)
     rows = []
-    for (name, arm), kernel in (e.stages.kernels or {}).items():
-        parts = regions[name].arms[arm].parts if name in regions else ()
+    for name, kernel in (e.stages.kernels or {}).items():
+        parts = nodes[name].parts if name in nodes else ()
         first = [p for p in parts if p.name in number]
         rows.append(
             {
-                "name": kernel.name, "region": name, "arm": arm, "language": LANGUAGES[kernel.language],
+                "name": name, "fallback": name in fallbacks, "language": LANGUAGES[kernel.language],
                 "ops": list(dict.fromkeys(op for p in parts for op in op_names(p))), "lines": _lines(parts),
                 "group": number[first[0].name] if first else None, "groups": [p.name for p in parts],
                 "ir": "\n".join(format_node(p) for p in parts), "source": kernel.source,
-                "launch": _launch(kernel), "linked": len(parts) == 1 and isinstance(parts[0], Loops),
+                "launch": _launch(kernel), "linked": len(parts) == 1 and isinstance(parts[0], LoopNest),
             }
         )  # fmt: skip
     return rows
@@ -306,7 +315,7 @@ def _launch(kernel: Any) -> str:
 
 
 def _events(explained: list[Explanation]) -> list[dict[str, Any]]:
-    """All graphs' events on one axis, seconds after the first."""
+    """The events of all graphs, in seconds after the first."""
     found: list[tuple[str, Event]] = [(e.graph.name, event) for e in explained for event in e.timeline]
     begin = first_start(event for _, event in found)
     return [

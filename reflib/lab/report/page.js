@@ -1,5 +1,5 @@
 "use strict";
-// Everything can be read without this: it copies, opens and closes, and opens what a link leads to.
+// Optional: copies text, opens and closes details, and opens the targets of links.
 for (const button of document.querySelectorAll("button.copy")) {
   button.addEventListener("click", async () => {
     const code = button.closest(".code").querySelector("code");
@@ -16,7 +16,7 @@ for (const button of document.querySelectorAll("button.copy")) {
     setTimeout(() => { button.textContent = "copy"; }, 1500);
   });
 }
-// What a line of IR became: statement %4 is v4 in the source, a store goes to its buffer.
+// The source of a line of IR: statement %4 is v4, a store is found by its buffer.
 const lines = (code) => {
   const parts = code.textContent.split("\n").map((text) => {
     const line = document.createElement("span");

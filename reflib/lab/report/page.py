@@ -1,4 +1,4 @@
-"""Data -> HTML. The template only places things: what is counted or compared is counted here."""
+"""Data -> HTML. Counts and comparisons are made here; the template only arranges them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reflib.timeline import KINDS
 HERE = Path(__file__).parent
 CAPTIONS = {
     "when": "When each stage ran. Rest the pointer on a bar for its name and time.",
-    "speed": "Time of a call {}: median, with the interquartile range. In brackets: how many times as fast as eager.",
+    "speed": "Time per call {}: median, with the interquartile range. In brackets: how many times as fast as eager.",
     "after": "After fusion: a box is a kernel or a call of PyTorch (grey), with what flows between them. A click on a "
     "kernel leads to its source.",
     "before": "Before fusion: boxes of one colour and number become one kernel. A dashed line joins two that do not, "
@@ -29,7 +29,7 @@ CAPTIONS = {
 
 
 def render(data: dict[str, Any]) -> str:
-    """The page: one file, with nothing from elsewhere. All text is escaped, whatever the user's code holds."""
+    """The page as one self-contained file. All text is escaped."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
         autoescape=True,
@@ -58,7 +58,7 @@ def render(data: dict[str, Any]) -> str:
 
 # -- the lines on top -------------------------------------------------------------------------------
 def verdicts(data: dict[str, Any]) -> list[dict[str, str]]:
-    """What a reader wants to know first. `mood`: good, bad or plain."""
+    """The headline results. `mood`: good, bad or plain."""
     out = [v for v in (_right(data), _fast(data)) if v]
     totals = data["totals"]
     before, after = totals["bytes_before"], totals["bytes_after"]
@@ -92,18 +92,18 @@ def _fast(data: dict[str, Any]) -> dict[str, str] | None:
     eager, ours = found[clock, "eager"], found[clock, "reflib"]
     ratio = eager["us"] / ours["us"]
     noise = (eager["spread_us"] / eager["us"] + ours["spread_us"] / ours["us"]) / 2
-    said = f"{drawing.duration(ours['us'])} a call, eager {drawing.duration(eager['us'])}"
+    times = f"{drawing.duration(ours['us'])} per call, eager {drawing.duration(eager['us'])}"
     if abs(ratio - 1) <= noise:
-        return {"mood": "plain", "text": f"As fast as eager, within the spread of the measurements: {said}."}
+        return {"mood": "plain", "text": f"As fast as eager, within the spread of the measurements: {times}."}
     if ratio > 1:
-        return {"mood": "good", "text": f"{ratio:.2f} times as fast as eager: {said}."}
-    return {"mood": "bad", "text": f"Slower than eager, {1 / ratio:.2f} times the time: {said}."}
+        return {"mood": "good", "text": f"{ratio:.2f} times as fast as eager: {times}."}
+    return {"mood": "bad", "text": f"Slower than eager, {1 / ratio:.2f} times the time: {times}."}
 
 
 # -- figures ----------------------------------------------------------------------------------------
 def speed(data: dict[str, Any]) -> list[drawing.Figure]:
-    """A figure a clock."""
-    clocks = {"wall": "as the host's clock sees a call", "graph": "on the GPU, replayed as a CUDA graph",
+    """One figure per clock."""
+    clocks = {"wall": "by the host's clock", "graph": "on the GPU, replayed as a CUDA graph",
               "events": "between two marks in the GPU's queue"}  # fmt: skip
     out = []
     for clock in dict.fromkeys(r["clock"] for r in data["times"] if r["status"] == "ok"):
@@ -114,15 +114,15 @@ def speed(data: dict[str, Any]) -> list[drawing.Figure]:
             behind = f" ({eager / r['us']:.2f}x)" if eager and r["case"] != "eager" else ""
             colour = {"eager": 6, "reflib": 0}.get(r["case"], 1 + i % 4)
             values.append((r["case"], r["us"], r["spread_us"], drawing.duration(r["us"]) + behind, colour))
-        said = ", ".join(f"{label} {text}" for label, _, _, text, _ in values)
+        listed = ", ".join(f"{label} {text}" for label, _, _, text, _ in values)
         caption = CAPTIONS["speed"].format(clocks.get(clock, clock))
-        out.append(drawing.bars(values, caption, f"Bars of the time of a call. {said}."))
+        out.append(drawing.bars(values, caption, f"Bars of the time per call. {listed}."))
     return out
 
 
 def figures(graph: dict[str, Any]) -> dict[str, Any]:
-    """The figures of one graph; None for what is empty or too large to be drawn."""
-    hrefs = {name: f"#{graph['id']}-{k['name']}" for k in graph["kernels"] if k["arm"] == 0 for name in k["groups"]}
+    """The figures of one graph; None for empty or too large ones."""
+    hrefs = {name: f"#{graph['id']}-{k['name']}" for k in graph["kernels"] if not k["fallback"] for name in k["groups"]}
     fusion = graph["fusion"]
     return {
         "after": drawing.graph(fusion["after"], CAPTIONS["after"], hrefs=hrefs),

@@ -1,10 +1,10 @@
-"""FILE.py:NAME and what was said about inputs -> a model and its arguments. The user's mistakes are named here.
+"""FILE.py:NAME and the input options -> a model and its arguments. Reports the user's mistakes.
 
 The rule:
 
 * with `--inputs OTHER`, OTHER of the same file is the arguments: a tuple, a dict (keyword arguments), a tensor, or a
   function of no arguments that returns one of these;
-* with `--input 128x256:float32` (repeated) the arguments are tensors made here from the seed;
+* with `--input 128x256:float32` (repeatable) the arguments are random tensors made from the seed;
 * with neither, NAME is a function of no arguments that returns `(model, args)` or `(model, args, kwargs)`.
 
 In the first two cases NAME is the model: a module, a class of module that needs no arguments, or a function.
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     import torch
 
 _SPEC = re.compile(r"^(?P<shape>scalar|\d+(x\d+)*)(:(?P<dtype>\w+)(:(?P<low>-?\d+)\.\.(?P<high>-?\d+))?)?$")
-INTEGERS = (0, 9)  # what integers are drawn from: small, because they are mostly indices
+INTEGERS = (0, 9)  # range of random integers: small, because they are mostly indices
 
 
 @dataclass
 class Subject:
-    """What to compile and what to call it with. `spec`: FILE.py:NAME, as given."""
+    """The model and its arguments. `spec`: FILE.py:NAME, as given."""
 
     spec: str
     path: Path
@@ -47,8 +47,8 @@ class Subject:
 
 
 def load(spec: str, inputs: str = "", shapes: Sequence[str] = (), device: str = "", seed: int = 0) -> Subject:
-    """See the module. `device` moves the model and its tensors; "" leaves them where the file made them. Raises
-    LabError, with the user's own line where their code raised."""
+    """See the module docstring. `device` moves the model and its tensors; "" keeps their devices. Raises LabError, with
+    the line of the user's code if that raised."""
     import torch
 
     from reflib.observe.explain import original
@@ -91,12 +91,12 @@ def _split(spec: str) -> tuple[Path, str]:
         near = difflib.get_close_matches(str(path), beside, n=1)
         raise LabError(f"no file {file!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     if not all(part.isidentifier() for part in name.split(".")):
-        raise LabError(f"{name!r} in {spec!r} is no name: say FILE.py:NAME")
+        raise LabError(f"{name!r} in {spec!r} is not a name: say FILE.py:NAME")
     return path, name
 
 
 def _names_in(path: Path) -> list[str]:
-    """What the file defines, without importing it."""
+    """Names that the file defines, without importing it."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
@@ -106,7 +106,7 @@ def _names_in(path: Path) -> list[str]:
 
 
 def _imported(path: Path) -> ModuleType:
-    """The file as a module; its own folder comes first among those that are searched, as for `python FILE.py`."""
+    """The file as a module; its folder comes first in the search path, as for `python FILE.py`."""
     name = "reported_" + re.sub(r"\W", "_", path.stem)
     made = importlib.util.spec_from_file_location(name, path.resolve())
     if made is None or made.loader is None:
@@ -126,7 +126,7 @@ def _imported(path: Path) -> ModuleType:
             f"{path} exits when it is imported: put what it runs below `if __name__ == '__main__':`"
         ) from error
     except Exception as error:
-        raise LabError(f"importing {path} raised: {told(error, path)}") from error
+        raise LabError(f"importing {path} raised: {located(error, path)}") from error
     return module
 
 
@@ -143,8 +143,8 @@ def _named(module: ModuleType, name: str, path: Path) -> Any:
     return thing
 
 
-def told(error: BaseException, path: Path) -> str:
-    """`model.py:12 in forward: y = x @ w: RuntimeError: ...`, by the last line of the user's file in the traceback."""
+def located(error: BaseException, path: Path) -> str:
+    """`model.py:12 in forward: y = x @ w: RuntimeError: ...`, from the last traceback line in the user's file."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if Path(f.filename).resolve() == path.resolve()]
     where = f"{Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}: " if own else ""
@@ -188,7 +188,7 @@ def _instance(thing: Any, path: Path) -> Any:
 
 
 def _called(thing: Any, path: Path) -> Any:
-    """`thing` itself if it is no function."""
+    """The result of calling `thing`; `thing` itself if it is not a function."""
     import torch
 
     if not callable(thing) or isinstance(thing, torch.Tensor | torch.nn.Module):
@@ -197,7 +197,7 @@ def _called(thing: Any, path: Path) -> Any:
         return thing()
     except Exception as error:
         name = getattr(thing, "__name__", "it")
-        raise LabError(f"{path}: {name}() raised: {told(error, path)}") from error
+        raise LabError(f"{path}: {name}() raised: {located(error, path)}") from error
 
 
 def _arguments(found: Any, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -249,7 +249,7 @@ def _moved(model: Any, args: Any, kwargs: Any, device: torch.device) -> tuple[An
 # -- tensors that are described ---------------------------------------------------------------------
 @dataclass(frozen=True)
 class Drawn:
-    """A tensor to make: normal floats, integers from `low` to `high`, both included, or bools."""
+    """A random tensor to make: normal floats, integers from `low` to `high` (inclusive), or bools."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -1,11 +1,10 @@
-"""Run eager, compile, run, compare and time: all of the report that executes something.
+"""Runs eager, compiles, runs, compares and times: all parts of the report that execute code.
 
-Every call is made on copies of the arguments, from the same random seed, with the module's buffers as they were, so
-that what a model does to its inputs or to its running means reaches no other call. What it did to them counts as
-results.
+Each call has copies of the arguments, the same random seed and the original buffers of the module, so that mutations of
+inputs or running means do not affect other calls. Mutated tensors are compared like results.
 
-**Right** is what `choose.correct` says it is: no further from eager in float64 than twice eager itself, plus a floor.
-Where there is no float64 of it (a function that holds tensors of its own) eager's own results are the reference.
+Results are **right** by the rule of `autotune.correct`: their error relative to eager in float64 is at most twice that
+of eager, plus a floor. Without a float64 version (a function that holds tensors) eager's results are the reference.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from reflib.choose import correct
-from reflib.choose.inputs import copy_of, free_bytes
+from reflib.autotune import correct
+from reflib.autotune.inputs import copy_of, free_bytes
 from reflib.errors import LabError, ReflibError
-from reflib.lab.report.subject import Subject, told
+from reflib.lab.report.subject import Subject, located
 from reflib.options import Options
 
 if TYPE_CHECKING:
-    from reflib.lab.report import Request
+    from reflib.lab.report import ReportRequest
     from reflib.pipeline import Stages
 
 ROUNDS, BUDGET_S = 30, 2.0
@@ -36,8 +35,8 @@ _WIDER = {torch.float16, torch.bfloat16, torch.float32}
 
 
 @dataclass
-class Outcome:
-    """What a call left: results (gradients after them), arguments, buffers. `names`: of `values`, one each."""
+class CallOutcome:
+    """All values after a call: results, then gradients, arguments, buffers. `names`: one per value."""
 
     values: list[Any]
     names: list[str]
@@ -46,7 +45,7 @@ class Outcome:
 
 @dataclass
 class Trial:
-    """`seconds`: of the first call, compiling included. `comparison` is None where nothing was run, `times` empty."""
+    """`seconds`: the first call, compiling included. If nothing was run, `comparison` is None and `times` empty."""
 
     graphs: list[Stages]
     seconds: float
@@ -56,8 +55,8 @@ class Trial:
     notes: list[str] = field(default_factory=list)
 
 
-def run(subject: Subject, request: Request, options: Options, say: Callable[[str], Any]) -> Trial:
-    """Raises LabError where the model itself fails, or nothing can be compiled; a ReflibError of a stage as it is."""
+def run(subject: Subject, request: ReportRequest, options: Options, say: Callable[[str], Any]) -> Trial:
+    """Raises LabError if the model itself fails or nothing can be compiled; a ReflibError of a stage unchanged."""
     caller = Caller(subject, request.backward, request.seed)
     say(f"{subject.spec}: eager")
     try:
@@ -65,7 +64,7 @@ def run(subject: Subject, request: Request, options: Options, say: Callable[[str
     except ReflibError:
         raise
     except Exception as error:
-        raise LabError(f"{subject.spec} fails without reflib: {told(error, subject.path)}") from error
+        raise LabError(f"{subject.spec} fails without reflib: {located(error, subject.path)}") from error
     say(f"{subject.spec}: compiling")
     compiled, graphs, actual, seconds = _compiled(subject, caller, request.dynamic, options)
     trial = Trial(graphs, seconds, caller.device)
@@ -82,14 +81,14 @@ def run(subject: Subject, request: Request, options: Options, say: Callable[[str
     say(f"{subject.spec}: measuring")
     trial.times = _times(caller, compiled, trial.notes)
     for peer in request.compare:
-        say(f"{subject.spec}: {peer}, in a process of its own")
+        say(f"{subject.spec}: {peer}, in a separate process")
         trial.times.append(_peer(peer, request, caller.device))
     return trial
 
 
 # -- calls ------------------------------------------------------------------------------------------
 class Caller:
-    """Calls the model, or what it was compiled to, always in the same way."""
+    """Calls the model or its compiled form under the same conditions."""
 
     def __init__(self, subject: Subject, backward: bool, seed: int):
         self.subject, self.backward, self.seed = subject, backward, seed
@@ -102,8 +101,8 @@ class Caller:
 
     def __call__(
         self, fn: Callable[..., Any], module: torch.nn.Module | None = None, wide: bool = False, seed: int | None = None
-    ) -> Outcome:
-        """`module`: whose parameters and buffers `fn` has, if not the subject's. `wide`: floats as float64."""
+    ) -> CallOutcome:
+        """`module`: has the parameters and buffers of `fn`, if not the subject. `wide`: floats as float64."""
         module = module or self.module
         with self.restored():
             args, kwargs = self.arguments(wide)
@@ -120,12 +119,12 @@ class Caller:
             *(f"argument {i}, afterwards" for i in range(len(given))),
             *(f"buffer {name}, afterwards" for name in state),
         ]
-        return Outcome([v.detach() if isinstance(v, torch.Tensor) else v for v in values], names, structure)
+        return CallOutcome([v.detach() if isinstance(v, torch.Tensor) else v for v in values], names, structure)
 
     def step(
         self, fn: Callable[..., Any], args: Any, kwargs: Any, module: torch.nn.Module | None
     ) -> tuple[Any, list[Any]]:
-        """The result, and with `backward` the gradients of its sum by every argument and parameter that wants one."""
+        """The result, and with `backward` the gradients of its sum by all tensors that require grad."""
         with torch.set_grad_enabled(self.backward):
             result = fn(*args, **kwargs)
         if not self.backward:
@@ -135,17 +134,17 @@ class Caller:
         if not outputs or not wanted:
             raise LabError("--backward: no result depends on an argument or parameter with requires_grad=True")
         found = torch.autograd.grad(outputs, wanted, [torch.ones_like(o) for o in outputs], allow_unused=True)
-        return result, [None if g is None else g.contiguous() for g in found]  # how they lie is nobody's business
+        return result, [None if g is None else g.contiguous() for g in found]  # strides of gradients do not matter
 
     def wanting(self, args: Any, kwargs: Any, module: torch.nn.Module | None) -> list[tuple[str, torch.Tensor]]:
-        """The arguments and parameters that want a gradient, with their names."""
+        """The arguments and parameters that require a gradient, with their names."""
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         named = [(f"argument {i}", t) for i, t in enumerate(tensors)]
         named += list(module.named_parameters()) if module else []
         return [(name, t) for name, t in named if t.requires_grad]
 
     def arguments(self, wide: bool = False) -> tuple[Any, Any]:
-        """Copies: laid out the same, and wanting gradients where they did and are asked for."""
+        """Copies with the same strides; they require gradients as the originals do, if `backward` is set."""
 
         def one(t: Any) -> Any:
             if not isinstance(t, torch.Tensor):
@@ -159,7 +158,7 @@ class Caller:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """The module's buffers are afterwards what they were when this was made."""
+        """Context that restores the module's buffers."""
         try:
             yield
         finally:
@@ -170,7 +169,7 @@ class Caller:
 
 
 def _plain(leaf: Any) -> Any:
-    """A result that is no tensor, as something that can be compared: a number as a tensor, an object by its type."""
+    """A comparable form of a non-tensor result: a number as a tensor, an object by its type."""
     if isinstance(leaf, float):
         return torch.tensor(leaf)
     return leaf if leaf is None or isinstance(leaf, torch.Tensor | int | str) else type(leaf).__qualname__
@@ -178,21 +177,21 @@ def _plain(leaf: Any) -> Any:
 
 def _compiled(
     subject: Subject, caller: Caller, dynamic: bool | None, options: Options
-) -> tuple[Any, list[Stages], Outcome, float]:
-    """What `reflib.compile` returns, listened to, after its first call."""
-    import torch._dynamo  # its import is no part of compiling
+) -> tuple[Any, list[Stages], CallOutcome, float]:
+    """The result of `reflib.compile` after its first call, with the outcome, the graphs and the seconds."""
+    import torch._dynamo  # imported here, so that the time excludes it
 
-    from reflib.capture.door import door
+    from reflib.fast_path import add_fast_path
     from reflib.pipeline import Backend
     from reflib.target import parse_target
 
     if options.target is not None:
         parse_target(options.target)
-    torch._dynamo.reset()  # what the file itself compiled must not answer
+    torch._dynamo.reset()  # drop what the file itself compiled
     graphs: list[Stages] = []
     backend = Backend(options, graphs.append)
     compiled = torch.compile(subject.model, backend=backend, dynamic=dynamic)
-    compiled = door(compiled, backend) if options.target is None else compiled
+    compiled = add_fast_path(compiled, backend) if options.target is None else compiled
     start = time.perf_counter()
     try:
         outcome = caller(compiled)
@@ -205,18 +204,20 @@ def _compiled(
 
 
 def _refusal(subject: Subject, error: BaseException) -> ReflibError:
-    """reflib's own error, whatever Dynamo wrapped around it; else one that says what was raised."""
+    """The ReflibError inside Dynamo's exception, else a LabError with the exception."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, ReflibError):
             return seen
         seen = getattr(seen, "inner_exception", None) or seen.__cause__
-    return LabError(f"{subject.spec} cannot be compiled: {told(error, subject.path)}")
+    return LabError(f"{subject.spec} cannot be compiled: {located(error, subject.path)}")
 
 
 # -- is it right? -----------------------------------------------------------------------------------
-def _compare(subject: Subject, caller: Caller, eager: Outcome, actual: Outcome, graphs: list[Stages]) -> dict[str, Any]:
-    """`verdict`: `right`, `wrong` or `unknown`; `why`; a row a tensor that is a result or was changed."""
+def _compare(
+    subject: Subject, caller: Caller, eager: CallOutcome, actual: CallOutcome, graphs: list[Stages]
+) -> dict[str, Any]:
+    """`verdict`: `right`, `wrong` or `unknown`; `why`; `rows`: one per tensor that is a result or was mutated."""
     if actual.structure != eager.structure:
         return {"verdict": "wrong", "why": f"returned {actual.structure}, eager {eager.structure}", "rows": []}
     keep = [i for i, v in enumerate(eager.values) if isinstance(v, torch.Tensor)]
@@ -230,7 +231,7 @@ def _compare(subject: Subject, caller: Caller, eager: Outcome, actual: Outcome, 
     source = "float64" if wide is not None else "default"
     ref = _reference(values, want, source, max(lengths, default=1))
     found, own = correct.errors(got, ref, want), correct.errors(want, ref, want)
-    tf32 = any(correct.uses_tf32(s.chosen) for s in graphs if s.chosen is not None)
+    tf32 = any(correct.uses_tf32(s.scheduled) for s in graphs if s.scheduled is not None)
     why = correct.judge(found, own if wide is not None else None, correct.floors(ref, tf32))
     if why and (random := _random_ops(graphs)) and _differ(want, caller(subject.model, seed=caller.seed + 1), keep):
         why = f"it draws random numbers ({', '.join(random)}), and eager's are others"
@@ -256,13 +257,13 @@ def _random_ops(graphs: list[Stages]) -> list[str]:
     return list(dict.fromkeys(str(t) for t in targets if isinstance(t, torch._ops.OpOverload) and tag in t.tags))
 
 
-def _differ(values: list[Any], other: Outcome, keep: list[int]) -> bool:
-    """Does another seed change the results?"""
+def _differ(values: list[Any], other: CallOutcome, keep: list[int]) -> bool:
+    """Whether another seed changes the results."""
     return not all(torch.equal(v, other.values[i]) for v, i in zip(values, keep))
 
 
-def _float64(subject: Subject, caller: Caller, want: list[Any], keep: list[int]) -> Outcome | None:
-    """The call in float64, if it can be had, there is room, and its results are those of `want`, but wider."""
+def _float64(subject: Subject, caller: Caller, want: list[Any], keep: list[int]) -> CallOutcome | None:
+    """The call in float64; None if that is impossible, exceeds the memory, or has results of other shapes."""
     model, module = subject.model, None
     held = tree_leaves((subject.args, subject.kwargs, list(caller.module.parameters()) if caller.module else []))
     needed = 16 * sum(t.numel() for t in held if isinstance(t, torch.Tensor))
@@ -273,13 +274,13 @@ def _float64(subject: Subject, caller: Caller, want: list[Any], keep: list[int])
             model = module = copy.deepcopy(caller.module).double()
         found = caller(model, module, wide=True)
         same = all(found.values[i].shape == w.shape for i, w in zip(keep, want, strict=True))
-    except Exception:  # it casts by itself, holds tensors, cannot be copied ...
+    except Exception:  # it casts explicitly, holds tensors, cannot be copied ...
         return None
     return found if same else None
 
 
 def _largest(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The largest absolute difference, of finite values."""
+    """The largest absolute difference of finite values."""
     if not got.numel():
         return 0.0
     if got.is_complex():
@@ -290,7 +291,7 @@ def _largest(got: torch.Tensor, want: torch.Tensor) -> float:
 
 # -- how long does a call take? ---------------------------------------------------------------------
 def _times(caller: Caller, compiled: Any, notes: list[str]) -> list[dict[str, Any]]:
-    """Eager and reflib, interleaved: as a host's clock sees a call, and on a GPU without the host too."""
+    """Eager and reflib, interleaved: by the host's clock, and on a GPU also without host time."""
     from reflib.lab.machine import busy
     from reflib.lab.measuring import time_cases
     from reflib.lab.timing import Samples
@@ -315,7 +316,7 @@ def _times(caller: Caller, compiled: Any, notes: list[str]) -> list[dict[str, An
 
 
 def stepper(caller: Caller, fn: Callable[..., Any]) -> Callable[[], Any]:
-    """A call to time: the same arguments each time."""
+    """A function to time, which uses the same arguments for each call."""
     args, kwargs = caller.arguments()
     return lambda: caller.step(fn, args, kwargs, caller.module)
 
@@ -337,8 +338,8 @@ def make(device, dtype, load_args, backward, seed, mode, dynamic):
 """
 
 
-def _peer(name: str, request: Request, device: torch.device) -> dict[str, Any]:
-    """TorchInductor on the same file, in a process that may crash."""
+def _peer(name: str, request: ReportRequest, device: torch.device) -> dict[str, Any]:
+    """Time TorchInductor on the same file, in a separate process because it may crash."""
     from reflib.lab.measuring import time_cases
     from reflib.lab.peers import peer
     from reflib.lab.timing import Samples

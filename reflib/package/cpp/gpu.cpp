@@ -1,11 +1,11 @@
-// A GPU through the CUDA driver, found at run time: no CUDA toolkit, and no driver where no GPU is asked for.
+// A GPU through the CUDA driver, opened at run time: no CUDA toolkit is needed, and no driver for models for CPUs.
 #include "cuda_driver.h"
 #include "runtime.h"
 
 namespace runtime {
 namespace {
 
-// Beside what launching takes (cuda_driver.h): devices, memory, streams.
+// In addition to the functions for launching (cuda_driver.h): devices, memory, streams.
 struct Functions {
   CUresult (*DeviceGetCount)(int *);
   CUresult (*DeviceGetName)(char *, int, CUdevice);
@@ -74,7 +74,7 @@ Gpu::Gpu(int number) : index(number) {
   capability = 10 * major + minor, shared = (uint32_t)most;
   check(driver.DevicePrimaryCtxRetain((CUcontext *)&context, device), "cannot use the GPU");
   void *pool;
-  uint64_t all = UINT64_MAX;  // what a call frees stays with the process, for the next one
+  uint64_t all = UINT64_MAX;  // freed memory stays with the process, for the next call
   has_pool = cuda.MemAllocAsync && cuda.MemFreeAsync && cuda.GetDefaultMemPool && cuda.MemPoolSetAttribute &&
              !cuda.DeviceGetAttribute(&pools, POOLS, device) && pools && !cuda.GetDefaultMemPool(&pool, device) &&
              !cuda.MemPoolSetAttribute(pool, RELEASE_THRESHOLD, &all);
@@ -93,7 +93,7 @@ Gpu::Current::Current(const Gpu *gpu) {
   if (!gpu) return;
   driver.CtxGetCurrent((CUcontext *)&before);
   changed = before != gpu->context;
-  if (changed) driver.CtxSetCurrent((CUcontext)gpu->context);  // if it cannot be, what follows says so
+  if (changed) driver.CtxSetCurrent((CUcontext)gpu->context);  // an error appears in the calls that follow
 }
 Gpu::Current::~Current() {
   if (changed) driver.CtxSetCurrent((CUcontext)before);
@@ -124,7 +124,7 @@ void Gpu::release(void *memory, size_t bytes, void *stream) {
   Current current(this);
   if (has_pool) {
     cuda.MemFreeAsync(memory, (CUstream)stream);
-  } else {  // whoever gets it next on the stream comes after whoever had it
+  } else {  // reused on the same stream only, so in order
     std::lock_guard<std::mutex> guard(lock);
     kept.insert({{bytes, stream}, memory});
   }
@@ -146,21 +146,14 @@ bool Gpu::captures(void *stream) {
 // -- kernels -----------------------------------------------------------------------------------------------------
 void Gpu::load(Kernel &k, const KernelRow &row) {
   Current current(this);
-  CUfunction function = nullptr;
-  CUresult r = driver_load(&driver, row.image, row.symbol, (int)row.shared, -1, &function, (CUcontext *)&k.context,
-                           (CUmodule *)&k.module);
-  if (r) check(r, (std::string("cannot load kernel ") + row.name).c_str());
-  __atomic_store_n(&k.function, (void *)function, __ATOMIC_RELEASE);
+  if (CUresult r = driver_load(&driver, &k, row.image, row.symbol, -1))
+    check(r, (std::string("cannot load kernel ") + row.name).c_str());
 }
 
-void Gpu::unload(Kernel &k) {
-  if (k.module) driver_unload(&driver, (CUcontext)k.context, (CUmodule)k.module);
-}
+void Gpu::unload(Kernel &k) { driver_unload(&driver, &k); }
 
 void Gpu::launch(const Kernel &k, unsigned grid, void *stream, void **params) {
-  check(driver_launch(&driver, (CUfunction)k.function, (CUcontext)k.context, grid, k.threads, k.shared, k.early,
-                      (CUstream)stream, params),
-        "cannot launch");
+  check(driver_launch(&driver, &k, grid, (CUstream)stream, params), "cannot launch");
 }
 
 }  // namespace runtime

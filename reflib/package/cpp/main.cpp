@@ -1,10 +1,10 @@
-// Calls the model once, and shows what comes out.
+// Calls the model once and prints its results.
 //
 //   example [--gpu N] [--weights FILE] [--input FILE[:SIZES[:DTYPE[:STRIDES]]]]... [--output FILE]...
 //
 // Inputs are raw bytes, as numpy's tofile writes them, for instance x.bin:8,16:float32; without SIZES and DTYPE they
-// are as the model was exported. An input that is an int is given as the number. Without inputs they are made up.
-// Outputs are raw bytes, without gaps, the last dimension first.
+// are as the model was exported. An input that is an int is the number itself. Inputs that are not given are generated.
+// Outputs are raw bytes, contiguous.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -55,7 +55,7 @@ static size_t bytes_of(const Host &t) {
   return last * reflib_dtype_size(t.dtype);
 }
 
-// Numbers that any model can take: waves for floats, 0 and 1 for the rest.
+// Values that suit any model: a sine wave for floats, 0 and 1 for other dtypes.
 static void fill(Host &t) {
   size_t n = t.bytes.size() / reflib_dtype_size(t.dtype);
   for (size_t i = 0; i < n; ++i) {
@@ -86,7 +86,7 @@ static std::vector<std::string> split(const std::string &text) {
   return out;
 }
 
-// The tensor that is said on the command line ("": a made-up one).
+// The tensor described on the command line ("": a generated one).
 static Host tensor(const reflib_tensor &example, const std::string &said) {
   std::vector<std::string> parts = split(said);
   Host t;
@@ -130,7 +130,7 @@ int main(int count, char **words) {
   std::vector<std::string> given, files;
   for (int i = 1; i < count; ++i) {
     std::string w = words[i];
-    if (i + 1 == count) return fprintf(stderr, "%s: what?\n", words[i]), 2;
+    if (i + 1 == count) return fprintf(stderr, "%s: takes a value\n", words[i]), 2;
     if (w == "--gpu") gpu = atoi(words[++i]);
     else if (w == "--weights") weights = words[++i];
     else if (w == "--input") given.push_back(words[++i]);
@@ -141,7 +141,7 @@ int main(int count, char **words) {
   if (reflib_load(&model, weights, gpu)) return failed("cannot load the model");
   int32_t n = reflib_input_count(model), m = reflib_output_count(model);
   given.resize(n);
-  printf("arm %s\n", reflib_arm(model));
+  printf("variant %s\n", reflib_variant(model));
 
   std::vector<Host> mine(n);
   std::vector<reflib_value> in(n), out(m);

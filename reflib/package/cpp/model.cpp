@@ -1,4 +1,4 @@
-// model.h, put together from the other parts: load, call, unload.
+// The functions of model.h, from the other parts: load, call, unload.
 #include <algorithm>
 #include <cerrno>
 #include <cstdarg>
@@ -19,19 +19,19 @@ using namespace runtime;
 
 struct reflib_model {
   reflib_model() = default;
-  reflib_model(const char *weights, int gpu);  // undone by the destructor wherever it fails
+  reflib_model(const char *weights, int gpu);  // the destructor undoes it wherever it fails
   ~reflib_model();
 
-  Host host{};  // the first member: what the wrapper asks for comes with its address
+  Host host{};  // the first member: the wrapper passes its address back
   std::shared_ptr<Gpu> gpu;
-  const Arm *arm = nullptr;
+  const Variant *variant = nullptr;
   std::vector<Kernel> kernels;
   std::vector<void *> libraries, symbols;
   std::vector<Handle> weights, constants;
 
   char *file = nullptr;             // the weights', mapped
   std::vector<char *> here, there;  // by span: its memory on the CPU, on the GPU
-  std::vector<void *> copies;       // of spans that do not lie well in the file
+  std::vector<void *> copies;       // of spans that are not aligned in the file
 
   struct Words {
     void *memory;
@@ -42,7 +42,7 @@ struct reflib_model {
   std::vector<std::pair<void *, Words>> old_words;
 
  private:
-  void choose_arm(int number);
+  void choose_variant(int number);
   void load_weights(const char *path);
   char *span(size_t i, bool on_gpu);
   void load_kernels();
@@ -59,28 +59,9 @@ void fail(const char *format, ...) {
   throw Error{text};
 }
 
-size_t bytes_of(int64_t dim, const int64_t *sizes, const int64_t *strides, int32_t dtype) {
-  size_t item = reflib_dtype_size(dtype);
-  if (!item) fail("there is no dtype %d", dtype);
-  if (dim < 0 || dim > 64) fail("%lld dimensions; there can be 0 to 64", (long long)dim);
-  if (dim && (!sizes || !strides)) fail("no sizes or no strides");
-  int64_t elements = 1, step, bytes;
-  bool none = false, large = false;
-  for (int64_t d = 0; d < dim; ++d) {
-    if (sizes[d] < 0) fail("size %lld in dimension %lld", (long long)sizes[d], (long long)d);
-    if (strides[d] < 0) fail("stride %lld in dimension %lld", (long long)strides[d], (long long)d);
-    none |= sizes[d] == 0;
-    large |= __builtin_mul_overflow(sizes[d] - 1, strides[d], &step);
-    large |= __builtin_add_overflow(elements, step, &elements);
-  }
-  if (none) return 0;
-  if (large || __builtin_mul_overflow(elements, (int64_t)item, &bytes)) fail("2^63 bytes or more");
-  return (size_t)bytes;
-}
-
 namespace {
 
-// -- what a wrapper asks for -------------------------------------------------------------------------------------
+// -- functions for the wrapper -----------------------------------------------------------------------------------
 reflib_model *model_of(Host *host) { return (reflib_model *)host; }
 
 int32_t refused(Frame *frame, int32_t kind, const std::string &why) {
@@ -95,7 +76,7 @@ int32_t asked(Frame *frame, F f) {
 }
 
 int32_t call_python(Host *host, Frame *frame, int32_t which, const Value *, int32_t, Value *, int32_t) {
-  const char *why = model_of(host)->arm->python[which];
+  const char *why = model_of(host)->variant->python[which];
   if (!why) return 0;
   const char *what = torch().what ? torch().what() : nullptr;
   return refused(frame, FAILED_PYTHON, std::string(why) + (what && *what ? std::string(": ") + what : ""));
@@ -105,7 +86,7 @@ int32_t load_kernel(Host *host, Frame *frame, int32_t i) {
   reflib_model *m = model_of(host);
   return asked(frame, [&] {
     std::lock_guard<std::mutex> guard(m->lock);
-    const KernelRow &row = m->arm->kernels[i];
+    const KernelRow &row = m->variant->kernels[i];
     if (!row.image) fail("kernel %s is for empty tensors: it has no code", row.name);
     if (!m->kernels[i].function) m->gpu->load(m->kernels[i], row);
   });
@@ -134,131 +115,32 @@ int32_t launch_kernel(Host *host, Frame *frame, const Kernel *k, int64_t grid, v
   });
 }
 
-void drop_input(Host *, Frame *, int32_t) {}  // inputs stay the caller's
+void drop_input(Host *, Frame *, int32_t) {}  // the caller owns inputs
 
-// -- where files are ---------------------------------------------------------------------------------------------
+// -- files and the processor -------------------------------------------------------------------------------------
 std::string beside(const char *name) {
   Dl_info info;
-  if (!dladdr((void *)drop_input, &info) || !info.dli_fname) fail("cannot find out where this library is");
+  if (!dladdr((void *)drop_input, &info) || !info.dli_fname) fail("cannot find the path of this library");
   std::string path = info.dli_fname;
   size_t end = path.rfind('/');
   return (end == std::string::npos ? "./" : path.substr(0, end + 1)) + name;
 }
 
-void check_processor(const Arm &arm) {
+void check_processor(const Variant &variant) {
   std::ifstream file("/proc/cpuinfo");
   for (std::string line; std::getline(file, line);) {
     if (line.rfind("flags", 0) && line.rfind("Features", 0)) continue;
     std::istringstream words(line);
     std::vector<std::string> has{std::istream_iterator<std::string>(words), {}};
-    for (const char *f : arm.cpu)
+    for (const char *f : variant.cpu)
       if (std::find(has.begin(), has.end(), f) == has.end())
         fail("the model's CPU code uses %s, which this CPU does not have", f);
     return;
   }
 }
 
-// -- tensors and values ------------------------------------------------------------------------------------------
-const struct {
-  int32_t dtype;
-  const char *name;
-  size_t size;
-} dtypes[] = {
-    {REFLIB_UINT8, "uint8", 1}, {REFLIB_INT8, "int8", 1}, {REFLIB_INT16, "int16", 2}, {REFLIB_INT32, "int32", 4},
-    {REFLIB_INT64, "int64", 8}, {REFLIB_FLOAT16, "float16", 2}, {REFLIB_FLOAT32, "float32", 4},
-    {REFLIB_FLOAT64, "float64", 8}, {REFLIB_COMPLEX64, "complex64", 8}, {REFLIB_COMPLEX128, "complex128", 16},
-    {REFLIB_BOOL, "bool", 1}, {REFLIB_BFLOAT16, "bfloat16", 2}, {REFLIB_FLOAT8_E5M2, "float8_e5m2", 1},
-    {REFLIB_FLOAT8_E4M3FN, "float8_e4m3fn", 1}, {REFLIB_FLOAT8_E5M2FNUZ, "float8_e5m2fnuz", 1},
-    {REFLIB_FLOAT8_E4M3FNUZ, "float8_e4m3fnuz", 1}, {REFLIB_UINT16, "uint16", 2}, {REFLIB_UINT32, "uint32", 4},
-    {REFLIB_UINT64, "uint64", 8}};
-
-std::vector<int64_t> sizes_of(const reflib_tensor &t) { return {t.sizes, t.sizes + t.dim}; }
-std::vector<int64_t> strides_of(const reflib_tensor &t) { return {t.strides, t.strides + t.dim}; }
-
-void check_handle(int32_t rc) {
-  if (rc) fail("a tensor cannot be asked what it is");
-}
-
-// A handle as a value, whose owner it is.
-reflib_value described(Handle h) {
-  const Torch &t = torch();
-  reflib_value v{};
-  v.kind = REFLIB_TENSOR;
-  int64_t dim, *sizes, *strides;
-  int32_t type, index = -1;
-  check_handle(t.data_ptr(h, &v.tensor.data) || t.dtype(h, &v.tensor.dtype) || t.dim(h, &dim) || t.sizes(h, &sizes) ||
-               t.strides(h, &strides) || t.device_type(h, &type));
-  if (type) check_handle(t.device_index(h, &index));
-  v.tensor.device = type ? index : REFLIB_CPU, v.tensor.dim = (int32_t)dim;
-  v.tensor.sizes = sizes, v.tensor.strides = strides, v.tensor.owner = h;
-  return v;
-}
-
-// That what a caller says of a tensor can be one of the model's.
-void check_tensor(const reflib_tensor &t, const std::shared_ptr<Gpu> &gpu, bool is_new = false) {
-  if (bytes_of(t.dim, t.sizes, t.strides, t.dtype) && !t.data && !is_new) fail("it has no data");
-  if (t.device >= 0 && (!gpu || gpu->index != t.device)) fail("it is on GPU %d, where the model is not", t.device);
-}
-
-std::string said(const reflib_value &v) {
-  if (v.kind != REFLIB_TENSOR) return v.kind == REFLIB_INT ? "an int" : v.kind == REFLIB_FLOAT ? "a float" : "nothing";
-  const reflib_tensor &t = v.tensor;
-  auto list = [&](const int64_t *a) {
-    std::string s = "[";
-    for (int d = 0; d < t.dim; ++d) s += (d ? ", " : "") + std::to_string(a[d]);
-    return s + "]";
-  };
-  const char *name = reflib_dtype_name(t.dtype);
-  std::string where = t.device < 0 ? "cpu" : "cuda:" + std::to_string(t.device);
-  return (name ? name : "no dtype") + (" " + list(t.sizes)) + ", strides " + list(t.strides) + ", on " + where;
-}
-
-// Fails as `f` does, and says what failed.
-template <class F>
-void named(const char *what, F f) {
-  try {
-    f();
-  } catch (const Error &e) {
-    fail("%s: %s", what, e.text.c_str());
-  }
-}
-
-// Elements of one tensor into another, in as few pieces as there are runs that lie alike in both.
-template <class Move>
-void copy_elements(const reflib_tensor &to, const reflib_tensor &from, Move move) {
-  size_t item = reflib_dtype_size(to.dtype);
-  std::vector<int> order;
-  for (int d = 0; d < to.dim; ++d) {
-    if (to.sizes[d] == 0) return;
-    if (to.sizes[d] > 1) order.push_back(d);
-  }
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return to.strides[a] > to.strides[b]; });
-  int64_t run = 1;
-  while (!order.empty() && to.strides[order.back()] == run && from.strides[order.back()] == run)
-    run *= to.sizes[order.back()], order.pop_back();
-  std::vector<int64_t> at(order.size(), 0);
-  for (;;) {
-    int64_t a = 0, b = 0;
-    for (size_t i = 0; i < order.size(); ++i) a += at[i] * to.strides[order[i]], b += at[i] * from.strides[order[i]];
-    move((char *)to.data + a * (int64_t)item, (const char *)from.data + b * (int64_t)item, run * item);
-    int i = (int)order.size() - 1;
-    while (i >= 0 && ++at[i] == to.sizes[order[i]]) at[i--] = 0;
-    if (i < 0) return;
-  }
-}
-
-void copy(const std::shared_ptr<Gpu> &gpu, void *stream, const reflib_value &to, const reflib_value &from) {
-  const reflib_tensor &a = to.tensor, &b = from.tensor;
-  if (to.kind != REFLIB_TENSOR || from.kind != REFLIB_TENSOR || a.dtype != b.dtype || sizes_of(a) != sizes_of(b))
-    fail("cannot copy %s to %s: sizes and dtype must be equal", said(from).c_str(), said(to).c_str());
-  if (a.device < 0 && b.device < 0)
-    copy_elements(a, b, [](char *p, const char *q, size_t n) { memmove(p, q, n); });
-  else
-    copy_elements(a, b, [&](char *p, const char *q, size_t n) { gpu->copy(p, q, n, stream); });
-}
-
-// What a failed call says.
-std::string said(reflib_model *m, const Frame &f, const std::vector<const reflib_value *> &given) {
+// The error of a failed call.
+std::string error_of(reflib_model *m, const Frame &f, const std::vector<const reflib_value *> &given) {
   const char *what = f.text[0] ? f.text : f.kind == FAILED_TORCH && torch().what ? torch().what() : nullptr;
   std::string step = f.step ? f.step : "the start";
   if (f.kind == FAILED_INDEX)
@@ -269,7 +151,7 @@ std::string said(reflib_model *m, const Frame &f, const std::vector<const reflib
     return f.text + (given[i] ? "; got " + said(*given[i]) : std::string());
   }
   if (!what || !*what) what = "it failed; see stderr";
-  return std::string("graph ") + m->arm->graph + ", step " + step + ": " + what;
+  return std::string("graph ") + m->variant->graph + ", step " + step + ": " + what;
 }
 
 }  // namespace
@@ -277,8 +159,8 @@ std::string said(reflib_model *m, const Frame &f, const std::vector<const reflib
 
 // -- load --------------------------------------------------------------------------------------------------------
 reflib_model::reflib_model(const char *path, int number) : reflib_model() {
-  choose_arm(number);
-  check_processor(*arm);
+  choose_variant(number);
+  check_processor(*variant);
   Scope scope(gpu, nullptr);
   load_weights(path);
   load_kernels();
@@ -289,9 +171,9 @@ reflib_model::reflib_model(const char *path, int number) : reflib_model() {
   host.drop = drop_input, host.gpu = gpu ? gpu->index : 0;
 }
 
-// By the same rule as arm_for in reflib/package/architectures.py. Fatbins hold all machine code that the package has, so
-// the driver chooses among all of it, and so does this; what it finds must also be one of the arms that were exported.
-static std::string arm_for(const Gpu &gpu) {
+// The rule of variant_for in reflib/package/architectures.py. A fatbin has all machine code of the package, so the
+// driver chooses among all of it, and so does this function; its choice must be one of the exported variants.
+static std::string variant_for(const Gpu &gpu) {
   int best = 0, device = gpu.capability;
   bool only_text = getenv("CUDA_FORCE_PTX_JIT") && !strcmp(getenv("CUDA_FORCE_PTX_JIT"), "1");
   for (const Code &c : tables.machine_code) {
@@ -304,25 +186,25 @@ static std::string arm_for(const Gpu &gpu) {
   return text.capability && text.capability <= device && text.shared <= gpu.shared ? "ptx" : "";
 }
 
-void reflib_model::choose_arm(int number) {
-  arm = &tables.arms[0];
-  if (!strcmp(arm->arch, "cpu")) return;
+void reflib_model::choose_variant(int number) {
+  variant = &tables.variants[0];
+  if (!strcmp(variant->arch, "cpu")) return;
   gpu = std::make_shared<Gpu>(number);
-  std::string wanted = arm_for(*gpu), has;
-  auto found = std::find_if(tables.arms.begin(), tables.arms.end(), [&](const Arm &a) { return a.arch == wanted; });
-  for (const Arm &a : tables.arms) has += (has.empty() ? "" : ", ") + std::string(a.arch);
-  if (found == tables.arms.end())
-    fail("this model has no arm for this %s (sm_%d, %u KB of shared memory a block): it has %s; export it again from a "
-         "package built with archs=[..., 'sm_%d']", gpu->name.c_str(), gpu->capability, gpu->shared / 1024, has.c_str(),
+  std::string wanted = variant_for(*gpu), has;
+  auto found = std::find_if(tables.variants.begin(), tables.variants.end(), [&](const Variant &a) { return a.arch == wanted; });
+  for (const Variant &a : tables.variants) has += (has.empty() ? "" : ", ") + std::string(a.arch);
+  if (found == tables.variants.end())
+    fail("this model has no variant for this %s (sm_%d, %u KB of shared memory per thread block): it has %s; export it "
+         "again from a package built with archs=[..., 'sm_%d']", gpu->name.c_str(), gpu->capability, gpu->shared / 1024, has.c_str(),
          gpu->capability);
-  arm = &*found;
-  if (gpu->driver_version < arm->driver)
-    fail("this %s (sm_%d) needs the model's assembly text (PTX), which wants a driver for CUDA %d.%d or later; this one "
-         "takes CUDA %d.%d", gpu->name.c_str(), gpu->capability, arm->driver / 1000, arm->driver % 1000 / 10,
+  variant = &*found;
+  if (gpu->driver_version < variant->driver)
+    fail("this %s (sm_%d) needs the model's assembly text (PTX), which needs a driver for CUDA %d.%d or later; this one "
+         "supports CUDA %d.%d", gpu->name.c_str(), gpu->capability, variant->driver / 1000, variant->driver % 1000 / 10,
          gpu->driver_version / 1000, gpu->driver_version % 1000 / 10);
 }
 
-// A private mapping: what is written to stays in this process, other pages are shared with whoever reads the file.
+// A private mapping: written pages belong to this process, other pages are shared with other readers of the file.
 void reflib_model::load_weights(const char *path) {
   here.resize(tables.spans.size()), there.resize(tables.spans.size());
   if (!tables.weights.empty()) {
@@ -343,7 +225,7 @@ void reflib_model::load_weights(const char *path) {
   for (const Weight &w : tables.weights)
     weights.push_back(
         in_memory(span(w.span, w.on_gpu) + w.offset, w.dtype, w.on_gpu ? gpu : nullptr, w.sizes, w.strides));
-  for (int i : arm->constants) constants.push_back(weights[i]);
+  for (int i : variant->constants) constants.push_back(weights[i]);
 }
 
 // Where span `i` is; taken there if this is the first tensor in it.
@@ -365,7 +247,7 @@ char *reflib_model::span(size_t i, bool on_gpu) {
 
 void reflib_model::load_kernels() {
   std::map<std::string, void *> opened;
-  for (const KernelRow &row : arm->kernels) {
+  for (const KernelRow &row : variant->kernels) {
     Kernel k{};
     k.name = row.name, k.threads = row.threads, k.shared = row.shared, k.early = row.early, k.checked = row.checked;
     kernels.push_back(k);
@@ -382,7 +264,7 @@ void reflib_model::load_kernels() {
       gpu->load(kernels.back(), row);
     }
   }
-  for (const char *name : arm->symbols) {
+  for (const char *name : variant->symbols) {
     symbols.push_back(dlsym(RTLD_DEFAULT, name));
     if (!symbols.back()) fail("the model calls the C function %s: link the library that has it", name);
   }
@@ -443,10 +325,10 @@ void run(reflib_model *m, void *stream, const reflib_value *given, reflib_value 
     }
   }
   Frame frame{};
-  int32_t rc = m->arm->call(&m->host, &frame, in.data(), out.data());
+  int32_t rc = m->variant->call(&m->host, &frame, in.data(), out.data());
   for (Value &v : out)
     if (v.kind == VALUE_TENSOR) made.keep(v.tensor);
-  if (rc) fail("%s", said(m, frame, callers).c_str());
+  if (rc) fail("%s", error_of(m, frame, callers).c_str());
   std::vector<reflib_value> results;  // nothing is the caller's until all has gone well
   for (size_t i = 0; i < out.size(); ++i) {
     const Slot &s = tables.outputs[i];
@@ -456,7 +338,7 @@ void run(reflib_model *m, void *stream, const reflib_value *given, reflib_value 
     else if (v.kind == VALUE_TENSOR) results.push_back(described(v.tensor));
     else if (v.kind == VALUE_INT) results.push_back(integer(v.integer));
     else if (v.kind == VALUE_FLOAT) results.push_back(number(v.number));
-    else if (v.kind == VALUE_OBJECT) results.push_back(m->arm->objects[v.object]);
+    else if (v.kind == VALUE_OBJECT) results.push_back(m->variant->objects[v.object]);
     else results.push_back(reflib_value{});
   }
   std::copy(results.begin(), results.end(), outputs);
@@ -513,7 +395,7 @@ reflib_input reflib_about_input(const reflib_model *m, int32_t i) {
   return about;
 }
 
-const char *reflib_arm(const reflib_model *m) { return m->arm->arch; }
+const char *reflib_variant(const reflib_model *m) { return m->variant->arch; }
 
 int32_t reflib_new(reflib_model *m, void *stream, reflib_value *v) {
   return caught([&] {
@@ -536,16 +418,4 @@ int32_t reflib_copy(reflib_model *m, void *stream, const reflib_value *to, const
     copy(m->gpu, stream, *to, *from);
     if (m->gpu) m->gpu->wait(stream);
   });
-}
-
-const char *reflib_dtype_name(int32_t dtype) {
-  for (auto &d : dtypes)
-    if (d.dtype == dtype) return d.name;
-  return nullptr;
-}
-
-size_t reflib_dtype_size(int32_t dtype) {
-  for (auto &d : dtypes)
-    if (d.dtype == dtype) return d.size;
-  return 0;
 }

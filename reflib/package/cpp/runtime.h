@@ -1,6 +1,6 @@
-// The parts of the runtime, and what they know of each other: tables.cpp (generated) says what the model consists of,
-// gpu.cpp is the CUDA driver, tensors.cpp the memory that a wrapper works on, model.cpp puts them together.
-// The wrapper (wrapper*.cpp, printed by reflib) sees host.h alone.
+// The interfaces between the parts of the runtime: tables.cpp (generated) describes the model, gpu.cpp is the CUDA
+// driver, tensors.cpp the memory that a wrapper works on, values.cpp the caller's tensors, model.cpp the rest.
+// The wrapper (wrapper*.cpp, printed by reflib) includes host.h only.
 #pragma once
 #include <map>
 #include <memory>
@@ -33,8 +33,15 @@ int32_t caught(F f) {
   return -1;
 }
 
-// Bytes from a tensor's first element to its last. Fails for what no tensor can have.
-size_t bytes_of(int64_t dim, const int64_t *sizes, const int64_t *strides, int32_t dtype);
+// Fails as `f` does, with `what` before the reason.
+template <class F>
+void named(const char *what, F f) {
+  try {
+    f();
+  } catch (const Error &e) {
+    fail("%s: %s", what, e.text.c_str());
+  }
+}
 
 // -- tables.cpp --------------------------------------------------------------------------------------------------
 struct KernelRow {
@@ -43,23 +50,23 @@ struct KernelRow {
   const char *library;  // for a CPU: a file beside this library
   uint32_t threads, shared;
   bool early, checked;
-  bool late;  // few calls need it: loaded when the first does
+  bool late;  // few calls need it: loaded at the first of them
 };
 
-struct Arm {
+struct Variant {
   const char *arch;  // "sm_90", "ptx", "cpu"
   int driver;        // the least version of the CUDA driver
   const char *graph;
   WrapperEntry call;
   std::vector<KernelRow> kernels;
   std::vector<const char *> symbols;  // C functions that it calls
-  std::vector<const char *> python;   // what it has Python functions for; null: for nothing but a note in a log
-  std::vector<reflib_value> objects;  // results that are the same in every call
-  std::vector<int> constants;         // weights that it holds
-  std::vector<const char *> cpu;      // what the processor must be able to do
+  std::vector<const char *> python;   // the error of each Python function; null: it only writes to a log
+  std::vector<reflib_value> objects;  // constant results
+  std::vector<int> constants;         // weights bound to it
+  std::vector<const char *> cpu;      // features that the processor must have
 };
 
-struct Span {  // of the weights' file: tensors in it share a storage
+struct Span {  // of the weights' file: one storage, which tensors share
   size_t start, bytes;
 };
 
@@ -67,7 +74,7 @@ struct Weight {
   const char *name;
   int32_t dtype;
   bool on_gpu;
-  size_t span, offset;  // which one; bytes from its start
+  size_t span, offset;  // number of the span; bytes from its start
   std::vector<int64_t> sizes, strides;
 };
 
@@ -78,20 +85,20 @@ struct Argument {  // of the caller's
   std::vector<int64_t> sizes, strides;  // an example
 };
 
-enum Place { CALLER, WEIGHT, NOBODY };  // where an input comes from (NOBODY: it is not looked at), or an output goes to
+enum Place { CALLER, WEIGHT, UNUSED };  // where an input comes from, or an output goes to
 struct Slot {
   Place place;
-  int which;  // argument or weight; of an output: -1 for a new tensor, else its elements are copied there
+  int which;  // argument or weight; of an output: -1 for a new tensor, else the tensor that it is copied to
 };
 
 struct Code {
-  int capability;   // that it was made for: 80, 90; 0: there is none
-  uint32_t shared;  // bytes of shared memory that one of its kernels wants
+  int capability;   // 80, 90; 0: there is none
+  uint32_t shared;  // bytes of shared memory that its largest kernel needs
 };
 
 struct Tables {
-  std::vector<Arm> arms;
-  std::vector<Code> machine_code;  // of the package, whether or not it is in here
+  std::vector<Variant> variants;
+  std::vector<Code> machine_code;  // of the package, exported or not
   Code text;                       // assembly text, for that capability and later ones
   size_t weights_bytes;
   std::vector<Span> spans;
@@ -106,10 +113,10 @@ inline reflib_value number(double d) { reflib_value v{}; v.kind = REFLIB_FLOAT, 
 // -- gpu.cpp -----------------------------------------------------------------------------------------------------
 class Gpu {
  public:
-  explicit Gpu(int index);  // finds the driver, and takes the context that CUDA programs share
+  explicit Gpu(int index);  // opens the driver, and retains the primary context
   ~Gpu();
   int index, capability, driver_version;
-  uint32_t shared;  // bytes of shared memory that a block may have
+  uint32_t shared;  // bytes of shared memory per thread block
   std::string name;
 
   void *allocate(size_t bytes, void *stream);
@@ -123,7 +130,7 @@ class Gpu {
   void unload(Kernel &kernel);
   void launch(const Kernel &kernel, unsigned grid, void *stream, void **params);
 
-  // While it lives the GPU's context is the thread's. Null: nothing happens.
+  // Makes the GPU's context current in this thread while it lives. Null: does nothing.
   struct Current {
     explicit Current(const Gpu *gpu);
     ~Current();
@@ -133,18 +140,31 @@ class Gpu {
 
  private:
   void *context = nullptr;
-  bool has_pool = false;  // the driver keeps freed memory itself; else:
+  bool has_pool = false;  // the driver caches freed memory; else:
   std::mutex lock;
   std::multimap<std::pair<size_t, void *>, void *> kept;  // by size and stream
 };
 
+// -- values.cpp --------------------------------------------------------------------------------------------------
+// Bytes from a tensor's first element to its last. Fails for dimensions, sizes and strides that no tensor can have.
+size_t bytes_of(int64_t dim, const int64_t *sizes, const int64_t *strides, int32_t dtype);
+std::vector<int64_t> sizes_of(const reflib_tensor &t);
+std::vector<int64_t> strides_of(const reflib_tensor &t);
+// A handle as a value that owns it.
+reflib_value described(Handle h);
+// Fails for a tensor of the caller's that the model cannot use.
+void check_tensor(const reflib_tensor &t, const std::shared_ptr<Gpu> &gpu, bool is_new = false);
+// "float32 [8, 16], strides [16, 1], on cpu", for messages.
+std::string said(const reflib_value &v);
+void copy(const std::shared_ptr<Gpu> &gpu, void *stream, const reflib_value &to, const reflib_value &from);
+
 // -- tensors.cpp, or tensors_torch.cpp -----------------------------------------------------------------------------
 // The functions that a wrapper works with. Fails if some are missing.
 const Torch &torch();
-// A tensor in memory that stays whose it is. For the caller to delete.
+// A tensor over memory that it does not own. The caller deletes it.
 Handle in_memory(void *data, int32_t dtype, const std::shared_ptr<Gpu> &gpu, const std::vector<int64_t> &sizes,
                  const std::vector<int64_t> &strides);
-// While it lives, memory in this thread is the GPU's (null: the CPU's), in the order of the stream.
+// While it lives, this thread allocates on the GPU (null: on the CPU), in the order of the stream.
 struct Scope {
   Scope(const std::shared_ptr<Gpu> &gpu, void *stream);
   ~Scope();

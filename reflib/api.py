@@ -1,0 +1,89 @@
+"""``reflib.compile``: the pipeline for users, with a faster way to call what it compiled, and for exported programs.
+
+(Not compile.py: a module of that name would shadow the function.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .errors import OptionError
+from .options import Options
+from .pipeline import Backend, Stages, eager, run, tunings
+from .target import parse_target
+
+if TYPE_CHECKING:
+    from .wrap.convention import Convention
+
+
+def compile(
+    model: Any, dynamic: bool | None = None, fullgraph: bool = False, mode: str | None = None, **options: Any
+) -> Callable[..., Any]:
+    """Compile a function, a module or an ExportedProgram.
+
+    model: a callable; or a ``torch.export.ExportedProgram``, which is compiled now and called without Dynamo, for
+        inference: its results carry no gradients.
+    dynamic, fullgraph, mode: as in ``torch.compile`` (dynamic=None: sizes become symbols when they change).
+    options: fields of :class:`reflib.Options`.
+
+    Returns a callable. Raises OptionError for a bad option, before anything is captured. (Through ``torch.compile``
+    Dynamo wraps what a backend raises in its own BackendCompilerFailed.)
+    """
+    opts = Options.make(options, mode)
+    if opts.target is not None:
+        parse_target(opts.target)
+    if isinstance(model, torch.export.ExportedProgram):
+        if dynamic is not None:
+            raise OptionError(
+                "dynamic= has no effect on an ExportedProgram: its dynamic shapes were fixed by torch.export"
+            )
+        return compile_exported(model, opts)
+    from .fast_path import add_fast_path
+
+    begin(opts)
+    backend = Backend(opts)
+    compiled = add_fast_path(torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=fullgraph), backend)
+    tunings[compiled] = backend.tunings
+    return compiled
+
+
+def compile_exported(program: Any, options: Options) -> Callable[..., Any]:
+    """An ExportedProgram as a plain callable of its own arguments, parameters held inside."""
+    from .wrap.exported import ExportedCallable, names_of, weights_of
+
+    stages, convention, program = exported_stages(program, options)
+    call = stages.call or eager(stages.graph)
+    return ExportedCallable(convention, weights_of(program), call, names_of(program))
+
+
+def exported_stages(program: Any, options: Options) -> tuple[Stages, Convention, Any]:
+    """(its stages, how it is called, the program that was compiled: with fewer ops). No Dynamo guards such a call, so
+    the wrapper checks what torch.export found out about sizes."""
+    from .capture.exported import exported_graph
+    from .lower import decompositions
+    from .wrap.convention import of_exported, without_tokens
+    from .wrap.guards import checked
+
+    graph, program = exported_graph(program, decompositions())
+    lowered = run(graph, options, until="lower")
+    assert lowered.program is not None
+    plain = without_tokens(program, lowered.program)
+    convention = of_exported(program, plain)
+    stages = run(graph, options, program=checked(plain, convention))
+    stages.timeline[:0] = lowered.timeline
+    return stages, convention, program
+
+
+def begin(options: Options, devices: Iterable[str] = ()) -> None:
+    """Start in the background what the first call on such devices needs, before a graph is captured."""
+    from .wrap.build import begin
+
+    for device in devices:
+        begin(device)
+    if options.autotune == "blocking":
+        from .tuning import expect_tuning
+
+        expect_tuning(options)

@@ -1,0 +1,230 @@
+"""Deciding: every Choice is replaced by the variant that is best where it stands.
+
+``autotune="off"``: a static rule for matmuls (``matmul.static_tiling``), else the default. Code for a ``target`` that
+nothing can run on: what is known of such GPUs (``known.Elsewhere``), else the same. Otherwise, for each Choice in
+program order:
+
+1. the choice and whatever any variant would fuse with it are cut out, and the candidates listed (``question``);
+2. candidates whose predicate does not hold, or that could not be traced, are listed with the reason and go no further;
+3. every other candidate's version is compiled by the later stages and measured (``points``), at the traced sizes, or,
+   with ranges, at three sizes inside each range: a third and two thirds of the way up on a logarithmic scale, and its
+   top. A range goes to the candidate with the best geometric mean;
+4. the winner's nodes take the choice's place, and the program is fused again by the caller. A winner that needs more
+   than that (a predicate; option patches; other ranges have other winners) becomes a Variants node in place of the
+   subprogram, each variant fused by itself, neighbouring ranges with one winner merged (``ranges``). A variant whose
+   predicate could fail is followed by the default for the same range.
+
+Equal questions (the layers of a transformer) are decided once. A choice inside a winner is decided in its turn.
+
+The requests of all choices go out to worker processes first (``tuner``), each for its question in the program as it
+stands; then winners are put in place one after another. A question that an earlier winner changed (two matmuls added by
+one kernel, which the first takes in) is sent again. What is known already is not measured (``known``): a
+``lookup_table`` of the user's, the store of decisions, an imported table, in this order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..fuse import fuse
+from ..ir.decision import Candidate, Decision, Key, key_of
+from ..ir.program import Buffer, Choice, Extern, Node, Program, Variant, Variants
+from ..ir.rename import renamed, with_hints
+from ..logs import get as logger
+from ..options import Options
+from ..target import Target
+from .activation import with_activation
+from .known import Elsewhere
+from .matmul import open_template, static_tiling, with_tiling
+from .points import Build, TargetOf, Tuning, Work, begin, outcome_of
+from .question import Question, dtypes_of, has_epilogue, question_of, sizes_of
+from .ranges import Range, merged, representatives, say_once
+from .store import Outcome, store
+from .subprogram import Subprogram, replace_region, splice
+
+__all__ = ["Tuning", "decide", "representatives", "with_tiling"]
+
+
+def decide(
+    program: Program,
+    options: Options,
+    target_of: TargetOf,
+    build: Build,
+    makers: Mapping[str, Callable[..., Any]],
+    tuning: Tuning | None = None,
+) -> tuple[Program, tuple[Decision, ...]]:
+    """``program`` without a Choice, and what was decided. ``makers``: registered functions that make measuring inputs,
+    by the keys in ``Choice.inputs_from``."""
+    work = _work(options, target_of, build, makers, tuning or Tuning())
+    measures = options.autotune != "off" and options.target is None
+    if measures:
+        _begin_all(program, work)
+    elif options.autotune != "off":
+        say_once("with target= nothing runs, so nothing is measured: choices go by the static rule")
+    decisions: list[Decision] = []
+    while (choice := next((n for n in program.nodes if isinstance(n, Choice)), None)) is not None:
+        target = target_of(program.buffers[choice.outputs[0]].device)
+        if measures:
+            program, decision = _decide_by_measuring(program, choice, target, work)
+        elif options.target is not None and (found := _decide_by_what_is_known(program, choice, target, work)):
+            program, decision = found
+        else:
+            program, decision = _decide_statically(program, choice, target, options)
+        logger("autotune").info("%s (%s): %s: %s", decision.region, decision.op, decision.winner, decision.reason)
+        decisions.append(decision)
+    return program, tuple(decisions)
+
+
+def _work(
+    options: Options, target_of: TargetOf, build: Build, makers: Mapping[str, Callable[..., Any]], tuning: Tuning
+) -> Work:
+    def plain(program: Program) -> Program:
+        """Choices inside an implementation (its own matmuls) are decided by the static rule while it is measured. (Once
+        it has won and is in place, they are measured in their turn.)"""
+        return decide(program, options.but(autotune="off"), target_of, build, {})[0]
+
+    def static(q: Question) -> Key:
+        return key_of(_static_winner(q.region.program, q.choice, target_of(q.device), options)[0])
+
+    return Work(options, target_of, build, makers, tuning, plain, static)
+
+
+# -- without measuring -----------------------------------------------------------------------------
+def _decide_statically(program: Program, choice: Choice, target: Target, options: Options) -> tuple[Program, Decision]:
+    unmeasured = {"off": "autotune is off", "background": "until it is measured"}.get(options.autotune, "")
+    unmeasured = "nothing is measured for a target that is named" if options.target else unmeasured
+    winner, why = _static_winner(program, choice, target, options)
+    key = key_of(winner)
+    row = Candidate(key, "heuristic")
+    return splice(program, choice, winner), Decision(choice.name, (key,), (row,), f"{unmeasured}: {why}", op=choice.op)
+
+
+def _static_winner(program: Program, choice: Choice, target: Target, options: Options) -> tuple[Variant, str]:
+    for a in choice.variants:
+        t = open_template(a)
+        tiling = static_tiling(t, has_epilogue(program, choice, a), target, options) if t is not None else None
+        if tiling is not None and not a.predicate:
+            return with_tiling(a, tiling), "at this size one launch is worth more than the library's kernel"
+    return choice.variants[0], "the default"
+
+
+# -- for a target ----------------------------------------------------------------------------------
+def _decide_by_what_is_known(
+    program: Program, choice: Choice, target: Target, work: Work
+) -> tuple[Program, Decision] | None:
+    """The winner in place, if one is known of GPUs such as the target. A matmul with its activation behind it may be
+    known as one choice (as it is measured), or by itself."""
+    if target not in work.elsewhere:
+        kept = store() if work.options.keeps_decisions() else None
+        work.elsewhere[target] = Elsewhere(target, work.options, work.tuning.store or kept)
+    elsewhere = work.elsewhere[target]
+    if not elsewhere.tables:
+        return None
+    joined = with_activation(program, choice)
+    for tried in (program,) if joined is program else (joined, program):
+        whole = next(n for n in tried.nodes if isinstance(n, Choice) and n.name == choice.name)
+        if not elsewhere.mentions(whole.op, sizes_of(tried, whole), dtypes_of(tried, whole)):
+            continue
+        q = question_of(tried, whole, target, work.options, work.makers)
+        if (found := elsewhere.find(q)) is not None:
+            return _decided(tried, q, found, target, work)
+    return None
+
+
+# -- by measuring ----------------------------------------------------------------------------------
+def _begin_all(program: Program, work: Work) -> None:
+    """Send out every question whose answer is not known, then do something else."""
+    tuning, touched = work.tuning, set()
+    if tuning.tuner is not None or tuning.store is not None or work.options.lookup_table is not None:
+        for choice in program.nodes:
+            if isinstance(choice, Choice):
+                target = work.target_of(program.buffers[choice.outputs[0]].device)
+                q = question_of(program, choice, target, work.options, work.makers)
+                touched |= {choice.name, *q.region.members}
+                if q.text and q.text not in work.known and q.text not in work.begun:
+                    begin(q, work)
+    if tuning.meanwhile is not None and work.begun:
+        tuning.meanwhile(touched)
+
+
+def _decide_by_measuring(program: Program, choice: Choice, target: Target, work: Work) -> tuple[Program, Decision]:
+    q = question_of(program, choice, target, work.options, work.makers)
+    before = work.known.get(q.text) if q.text else None
+    if before is None and work.tuning.known_only:
+        if q.text:  # a question that an earlier winner changed may be known
+            begin(q, work)
+            before = work.known.get(q.text)
+        if before is None:
+            work.tuning.left = True
+            return _decide_statically(program, choice, target, work.options)
+    outcome = before or outcome_of(q, work)
+    if q.text and before is None:
+        work.known[q.text] = replace(outcome, reason=f"{outcome.reason}; decided before, for an equal region")
+    return _decided(program, q, outcome, target, work)
+
+
+def _decided(
+    program: Program, q: Question, outcome: Outcome, target: Target, work: Work
+) -> tuple[Program, Decision]:
+    failed = (Candidate(Key(name), status, why=why) for name, status, why in q.choice.failed)
+    decision = Decision(
+        q.choice.name, outcome.winners, (*outcome.rows, *failed), outcome.reason, op=q.choice.op,
+        members=q.region.members, sizes=q.sizes,
+    )  # fmt: skip
+    winners = [q.candidates[key] for key in outcome.winners]
+    return _apply(program, q.region, winners, q.ranges, target, work), decision
+
+
+# -- putting winners in place ----------------------------------------------------------------------
+def _apply(
+    program: Program, region: Subprogram, winners: list[Variant], ranges: list[Range], target: Target, work: Work
+) -> Program:
+    choice, default = region.choice, region.choice.variants[0]
+    serving = merged(winners, ranges, choice.ranges)
+    program = _noting_what_was_tuned(program, choice)
+    only = serving[0][0] if len(serving) == 1 else None
+    if only is not None and not only.predicate and not only.patches:
+        return splice(program, choice, only)
+    ways: list[tuple[Variant, Range]] = []
+    for i, (winner, r) in enumerate(serving):
+        winner = replace(winner, predicate=tuple(g for g in winner.predicate if not r.implies(g, choice.ranges)))
+        ways.append((winner, r))
+        following = key_of(serving[i + 1][0]) if i + 1 < len(serving) else None
+        if winner.predicate and following != key_of(default):  # where they fail the default runs, not the next winner
+            ways.append((default, replace(r, label=f"{r.label}, else" if r.label else "else")))
+    variants: list[Variant] = []
+    buffers: list[Buffer] = []
+    for winner, r in ways:
+        nodes, temps = _variant_nodes(region, winner, r, len(variants), target, work)
+        name = f"{r.label}: {key_of(winner)}" if r.label else str(key_of(winner))
+        predicate = (*r.predicate(choice.ranges), *winner.predicate)
+        variants.append(Variant(name, tuple(nodes), predicate, patches=winner.patches))
+        buffers += temps
+    node = Variants(choice.name, region.outputs, tuple(variants), choice.origins)
+    return replace_region(program, region, node, buffers)
+
+
+def _noting_what_was_tuned(program: Program, choice: Choice) -> Program:
+    """``program``, which will log a call whose size is outside, if the size is known at its first step."""
+    r = choice.ranges
+    late = {s for n in program.nodes if isinstance(n, Extern) for s, _, _ in n.symbols}
+    if r is None or r.size.constant is not None or late & r.size.symbols():
+        return program
+    return replace(program, tuned=(*program.tuned, (r.size, 1, r.upper, r.what, choice.op)))
+
+
+def _variant_nodes(
+    region: Subprogram, winner: Variant, r: Range, number: int, target: Target, work: Work
+) -> tuple[list[Node], list[Buffer]]:
+    """The region with the winner in it, decided inside, fused for the range's last representative size, its
+    temporaries renamed so that variants do not share names."""
+    program = work.plain(splice(region.program, region.choice, winner))
+    options = work.options.but(**dict(winner.patches))
+    program = fuse(with_hints(program, r.points[-1]), options, target).program
+    keep = {*region.inputs, *region.outputs}
+    names = {b: f"{b}_variant{number}" for b in program.buffers if b not in keep}
+    names |= {n.name: f"{n.name}_variant{number}" for n in program.nodes}
+    nodes, buffers = renamed(program.nodes, [b for n, b in program.buffers.items() if n in names], names)
+    return nodes, buffers

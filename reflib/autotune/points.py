@@ -1,0 +1,259 @@
+"""Measuring a question: one request for each set of sizes (a point), by worker processes or in this one.
+
+A question with ranges is measured at three sizes inside each range (``ranges.representatives``), any other at the
+traced sizes. ``begin`` sends the requests to the worker processes and returns; ``outcome_of`` waits for the results.
+What no worker can do, because an op or a function that makes inputs exists in this process alone, is measured here,
+alone on the device among reflib's processes, and the rows say "not isolated".
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..errors import ReflibError
+from ..ir.decision import Candidate, Key
+from ..ir.program import Program, Template, holds, node_symbols
+from ..ir.rename import with_hints
+from ..options import Options
+from ..target import Target
+from . import known
+from .isolation import Isolated, isolated
+from .known import Elsewhere
+from .lock import device_lock
+from .matmul import problem
+from .measure import measure, request
+from .question import Question
+from .ranges import Range
+from .report import Report, epilogue_verdict
+from .report import prune as pruned
+from .request import Request, Result
+from .store import Outcome, Store
+from .subprogram import splice
+from .tuner import Asked, Prune, Tuner
+from .winner import overall, pick_winner
+
+TargetOf = Callable[[torch.device], Target]
+Build = Callable[[Program, Options], Callable[[list], Any]]
+
+
+@dataclass
+class Tuning:
+    """How candidates are measured. ``tuner``: by worker processes; None: all of it here. ``background``: the program
+    runs meanwhile on what the static rule chose, which is then what a winner must beat, and nothing is measured in this
+    process. ``known_only``: nothing is measured at all; ``left`` says whether there was something to measure.
+    ``meanwhile``: what to do while workers work; it is given the names of nodes that candidates are measured with."""
+
+    tuner: Tuner | None = None
+    background: bool = False
+    known_only: bool = False
+    meanwhile: Callable[[set[str]], None] | None = None
+    store: Store | None = None
+    left: bool = False
+
+
+@dataclass
+class Work:
+    """What deciding one program needs everywhere. ``plain``: a program with its choices decided by the static rule;
+    ``static``: the key that the static rule chooses. ``known``: outcomes of earlier questions, by their text;
+    ``begun``: points of each range that were sent to be measured."""
+
+    options: Options
+    target_of: TargetOf
+    build: Build
+    makers: Mapping[str, Callable[..., Any]]
+    tuning: Tuning
+    plain: Callable[[Program], Program]
+    static: Callable[[Question], Key]
+    known: dict[str, Outcome] = field(default_factory=dict)
+    begun: dict[str, list[list[Point]]] = field(default_factory=dict)
+    elsewhere: dict[Target, Elsewhere] = field(default_factory=dict)
+
+
+@dataclass
+class Point:
+    """A question at one set of sizes. ``asked``: worker processes measure it; else ``request`` is measured here, with
+    ``makers``, or there is nothing to measure: ``found``. ``why_here``: why no worker can do it. ``complete``: another
+    run would find nothing else."""
+
+    default: Key
+    left_out: tuple[Candidate, ...] = ()
+    request: Request | None = None
+    makers: dict[str, Any] = field(default_factory=dict)
+    asked: Asked | None = None
+    found: Result | None = None
+    why_here: str = ""
+    complete: bool = True
+    row_key: str = ""  # of the store, for rows of an unfinished measurement
+
+
+def begin(q: Question, work: Work) -> None:
+    """Look it up, or send it to be measured."""
+    found = known.find(q, work.options, work.tuning.store) if q.text else None
+    if found is not None:
+        work.known[q.text] = found
+    elif not work.tuning.known_only:
+        work.begun[q.text] = [[_ask(q, point, work) for point in r.points] for r in q.ranges]
+
+
+def outcome_of(q: Question, work: Work) -> Outcome:
+    """The winner of every range; here ``autotune`` waits for workers."""
+    if q.text not in work.begun:  # a question that an earlier winner changed, or that has no text
+        begin(q, work)
+        if q.text in work.known:
+            return work.known[q.text]
+    start = time.perf_counter()
+    asked = work.begun.pop(q.text)
+    found = [measure_range(q, r, points, work) for r, points in zip(q.ranges, asked)]
+    reasons = [f"{r.label}: {reason}" if r.label else reason for r, (_, _, reason) in zip(q.ranges, found)]
+    rows = tuple(row for _, more, _ in found for row in more)
+    outcome = Outcome(tuple(winner for winner, _, _ in found), rows, "; ".join(reasons))
+    every = [point for points in asked for point in points]
+    store = work.tuning.store
+    if q.text and store is not None and all(p.complete for p in every) and any(r.time_us for r in rows):
+        known.keep(q, outcome, time.perf_counter() - start, store)
+        for point in every:
+            store.drop_rows(point.row_key)
+    return outcome
+
+
+def measure_range(q: Question, r: Range, points: list[Point], work: Work) -> tuple[Key, list[Candidate], str]:
+    """(winner, rows, reason). With several points: the best geometric mean among those that are right at all points."""
+    results = [_answer(point, work) for point in points]
+    places = [_where(at) if r.label or at else "" for at in r.points]
+    rows = [replace(row, where=place) for place, found in zip(places, results) for row in found.rows]
+    if len(results) == 1:
+        return q.named[results[0].winner], rows, results[0].reason
+    results = [x for x in results if any(row.time_us for row in x.rows)] or results  # where there was room for any
+    means = [overall(key, [row for x in results for row in x.rows if row.key == key]) for key in q.candidates]
+    winner, reason = pick_winner(means, str(points[0].default), q.choice.min_speedup)
+    return q.named[winner], rows, f"over {len(results)} sizes, geometric means: {reason}"
+
+
+def _where(point: Mapping[str, int]) -> str:
+    return ", ".join(f"{k}={v}" for k, v in sorted(point.items()))
+
+
+# -- asking --------------------------------------------------------------------------------------------
+def _ask(q: Question, sizes: dict[str, int], work: Work) -> Point:
+    """Send the candidates that are valid at these sizes to be measured."""
+    choice, tuning = q.choice, work.tuning
+    values = {s.name: sizes.get(s.name, s.hint or 1) for s in node_symbols(choice)}
+    valid = {key: a for key, a in q.candidates.items() if all(holds(g, values) for g in a.predicate)}
+    left_out = tuple(Candidate(key, "guard", why="what it assumes of the sizes does not hold here")
+                     for key in q.candidates if key not in valid)  # fmt: skip
+    default = q.default
+    if tuning.background and (static := work.static(q)) in valid:  # what runs now, and is to be beaten
+        default = static
+    programs = {
+        str(key): with_hints(work.plain(splice(q.region.program, choice, a)), sizes) for key, a in valid.items()
+    }
+    made_by = {**{b: f"constant {b}" for b in q.region.constants}, **dict(choice.inputs_from)}
+    try:
+        asked = request(
+            programs, str(default), str(q.default), keys=q.named, sizes=sizes, weights=q.region.program.weights,
+            makers=made_by, options=work.options.but(autotune="off", lookup_table=None),
+            patches={str(key): dict(a.patches) for key, a in valid.items() if a.patches},
+            min_speedup=choice.min_speedup, graph_timing=choice.graph_timing, paired=tuning.background,
+        )  # fmt: skip
+    except ReflibError as e:  # an operator that has no name
+        found = Result((Candidate(default, "unmeasured", why=str(e)),), str(default), f"it cannot be measured: {e}")
+        return Point(default, left_out, found=found)
+    makers = {k: work.makers[k] for _, k in choice.inputs_from if k in work.makers}
+    makers |= {made_by[b]: lambda like, value=value: value.detach() for b, value in q.region.constants.items()}
+    point = Point(default, left_out, asked, makers)
+    if tuning.tuner is not None:
+        _send(q, sizes, point, tuning.tuner, work)
+    return point
+
+
+def _send(q: Question, sizes: dict[str, int], point: Point, tuner: Tuner, work: Work) -> None:
+    """To worker processes, if they can do it."""
+    assert point.request is not None
+    alone = isolated(point.request, q.region.constants, work.options)
+    if not isinstance(alone, Isolated):
+        point.why_here = alone
+        return
+    where = _where(sizes)
+    label = f"{q.choice.op} {q.sizes}" + (f" at {where}" if where else "")
+    point.row_key = f"{q.store_key} {where}" if q.text else ""
+    prune = _pruning(q, work.target_of(q.device))
+    point.asked = tuner.ask(point.row_key, alone.request, label, alone.imports, prune)
+
+
+def _pruning(q: Question, target: Target) -> Prune | None:
+    """Which candidates need not be measured, by the compiler's report of their kernels. A candidate with its epilogue
+    apart is compiled only where the kernel with it spills, or registers limit how many of its blocks run at once: it
+    needs as much shared memory either way."""
+    if not target.is_gpu:
+        return None
+    tiled = {key: t for key, a in q.candidates.items() for t in a.nodes if isinstance(t, Template) and t.tiling}
+
+    def prune(name: str, reports: Mapping[str, list[Report] | None]) -> str | None:
+        key = q.named[name]
+        t = tiled.get(key)
+        if t is None or t.tiling is None:
+            return ""
+        known = {q.named[n]: r for n, r in reports.items()}
+        siblings = [r for k, r in known.items() if k != key and r and k.tiling and k.tiling.kind == t.tiling.kind]
+        mine = known.get(key) or []
+        why = pruned(mine, target, siblings)
+        return why if why or not key.apart else _epilogue_pruned(key, t, known, mine)
+
+    return prune
+
+
+def _epilogue_pruned(key: Key, t: Template, known: Mapping[Key, list[Report] | None], mine: list[Report]) -> str | None:
+    """Why ``key``, whose epilogue is apart, need not be measured, given the kernel with the epilogue in it."""
+    whole = replace(key, apart=False)
+    fused = known.get(whole)
+    if not fused:  # not compiled yet; or it cannot be, or has no kernel
+        return "" if whole in known else None
+    if not mine and (fused[0].spills or "registers" in fused[0].limit):
+        return ""  # compile it, and compare
+    saved = 2 * t.dtype.itemsize * math.prod(problem(t).sizes[:3])
+    verdict, reason = epilogue_verdict(fused[0], mine[0] if mine else fused[0], saved)
+    return f"its epilogue is fused unmeasured: {reason}" if verdict == "fuse" else ""
+
+
+# -- results -------------------------------------------------------------------------------------------
+def _answer(point: Point, work: Work) -> Result:
+    """Wait for it, or measure here."""
+    if point.found is None:
+        point.found = _from_workers(point, work) or _measured_here(point, work)
+    return replace(point.found, rows=(*point.found.rows, *point.left_out))
+
+
+def _from_workers(point: Point, work: Work) -> Result | None:
+    if point.asked is None:
+        return None
+    assert work.tuning.tuner is not None
+    result = work.tuning.tuner.wait(point.asked)
+    if point.asked.unknown_op:
+        point.why_here = point.asked.unknown_op
+        return None
+    point.complete = result.complete
+    return result
+
+
+def _measured_here(point: Point, work: Work) -> Result:
+    r = point.request
+    assert r is not None
+    if work.tuning.background:
+        point.complete = False
+        why = f"{point.why_here}; nothing is measured in this process while the program runs"
+        rows = tuple(Candidate(r.key(name), "skipped", why=why) for name in r.programs)
+        return Result(rows, str(point.default), f"{point.default} stays: {why}")
+    with device_lock(next((s.device for s in r.inputs if s.is_tensor), "cpu")):
+        result = measure(r, work.build, point.makers)
+    point.complete = not any(row.status == "skipped" for row in result.rows)
+    if not point.why_here:
+        return result
+    note = f"not isolated: {point.why_here}"
+    rows = tuple(replace(row, why="; ".join(filter(None, (row.why, note)))) for row in result.rows)
+    return replace(result, rows=rows)

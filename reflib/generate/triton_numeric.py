@@ -1,0 +1,97 @@
+"""Ops in Triton that most models do without: division that rounds, remainders, shifts, rounding, tests of floats.
+
+Integers divide towards zero in Triton, as in C; division by zero gives 0 here (a masked lane must not trap).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .triton_ops import Printer
+
+_BITS = {torch.float32: "tl.int32", torch.float64: "tl.int64"}
+
+
+def _helper(ints: str, floats: str = "") -> Printer:
+    """A helper function per kind of operand."""
+    return lambda needs, t, a: f"{needs.helper(floats if t.is_floating_point else ints)}({', '.join(a)})"
+
+
+def _shift(helper: str) -> Printer:
+    return lambda needs, t, a: f"{needs.helper(helper)}({a[0]}, {a[1]}, {t.itemsize * 8})"
+
+
+PRINTERS: dict[str, Printer] = {
+    "floordiv": _helper("floordiv_int", "floordiv_float"), "truncdiv": _helper("truncdiv_int"),
+    "remainder": _helper("remainder_int", "remainder_float"), "fmod": _helper("fmod_int", "fmod_float"),
+    "shl": _shift("shift_left"), "shr": _shift("shift_right"),
+    "isinf": lambda needs, t, a: f"tl.abs({a[0]}) == float('inf')",
+    "signbit": lambda needs, t, a: f"{a[0]}.to({_BITS[t]}, bitcast=True) < 0",
+    "floor": lambda needs, t, a: f"tl.floor({a[0]})", "ceil": lambda needs, t, a: f"tl.ceil({a[0]})",
+}  # fmt: skip
+
+# -- helper functions -------------------------------------------------------------------------------
+HELPERS: dict[str, str] = {
+    "floordiv_int": '''
+def floordiv_int(a, b):
+    """Rounds down; 0 where b is 0."""
+    d = tl.where(b == 0, 1, b)
+    q = a // d
+    r = a - q * d
+    q = tl.where((r != 0) & ((r < 0) != (d < 0)), q - 1, q)
+    return tl.where(b == 0, 0, q)
+''',
+    "truncdiv_int": '''
+def truncdiv_int(a, b):
+    """Rounds towards zero; 0 where b is 0."""
+    return tl.where(b == 0, 0, a // tl.where(b == 0, 1, b))
+''',
+    "remainder_int": '''
+def remainder_int(a, b):
+    """The divisor's sign, as Python's %; 0 where b is 0."""
+    d = tl.where(b == 0, 1, b)
+    r = a % d
+    return tl.where(b == 0, 0, tl.where((r != 0) & ((r < 0) != (d < 0)), r + d, r))
+''',
+    "fmod_int": '''
+def fmod_int(a, b):
+    """The dividend's sign, as C's %; 0 where b is 0."""
+    return tl.where(b == 0, 0, a % tl.where(b == 0, 1, b))
+''',
+    "fmod_float": '''
+def fmod_float(a, b):
+    """The dividend's sign, exact."""
+    return libdevice.fmod(a, b)
+''',
+    "remainder_float": '''
+def remainder_float(a, b):
+    """The divisor's sign, as Python's %."""
+    r = libdevice.fmod(a, b)
+    return tl.where((r != 0) & ((b < 0) != (r < 0)), r + b, r)
+''',
+    "floordiv_float": '''
+def floordiv_float(a, b):
+    """Python's //: the floor of the exact quotient."""
+    r = libdevice.fmod(a, b)
+    q = (a - r) / b
+    q = tl.where((r != 0) & ((b < 0) != (r < 0)), q - 1.0, q)
+    f = tl.floor(q)
+    f = tl.where(q - f > 0.5, f + 1.0, f)
+    f = tl.where(q == 0, libdevice.copysign(q * 0.0, a / b), f)
+    return tl.where(b == 0, a / b, f)
+''',
+    "shift_left": '''
+def shift_left(a, b, bits: tl.constexpr):
+    """0 where the shift is outside the word."""
+    inside = (b >= 0) & (b < bits)
+    return tl.where(inside, a << tl.where(inside, b, 0), 0)
+''',
+    "shift_right": '''
+def shift_right(a, b, bits: tl.constexpr):
+    """Arithmetic for signed types; a shift outside the word leaves only the sign."""
+    half = bits // 2
+    inside = (b >= 0) & (b < bits)
+    s = tl.where(inside, b, 0)
+    return tl.where(inside, a >> s, (a >> half) >> (bits - half - 1) >> 1)
+''',
+}

@@ -1,0 +1,270 @@
+"""Statements of a loop body as the lines of a Triton function.
+
+Each value has the block dimensions (``x``, ``y``, ``r``) that it varies with, hence its shape: a bias read with ``r``
+alone is ``[1, RBLOCK]``, a row's maximum ``[XBLOCK, 1]``, a constant has no shape. Triton broadcasts the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import GenerateError
+from ..ir.expr import Atom, BinOp, Expr, Ref, Sym, Var, format_expr, max_value, nonneg
+from ..ir.loops import Const, Index, Indirect, Load, Op, Store
+from ..ir.program import Buffer, Config
+from ..schedule.axes import Space
+from .triton_facts import HALF, Form, const, const_mask, literal, paren, plain, pointer_name, wants_exact
+from .triton_ops import CHEAP, LITERAL_OK, TL, Needs, print_op
+
+Dims = frozenset[str]
+NOTHING: Dims = frozenset()
+ORDER = {"1d": ("x",), "tile": ("y", "x"), "reduction": ("x", "r")}  # of a block's dimensions, by the space's mode
+
+
+@dataclass
+class Value:
+    """A printed value: its name (or literal) and the dimensions it varies with. ``ok``: the name of an index's
+    bounds check."""
+
+    text: str
+    dims: Dims
+    ok: str | None = None
+
+
+class StatementPrinter:
+    """Prints the body of ``space``, where the dimensions and their masks are bound: in an epilogue, say. ``masks``: by
+    dimension, whether it has one. ``tag`` ends every name, so that parts of one kernel do not share variables."""
+
+    def __init__(
+        self,
+        space: Space,
+        config: Config,
+        buffers: dict[str, Buffer],
+        needs: Needs,
+        masks: Mapping[str, bool],
+        tag: str = "",
+    ):
+        self.space, self.config, self.buffers, self.needs, self.tag = space, config, buffers, needs, tag
+        self.masks = dict(masks)
+        self.wide = config.index == "int64"
+        self.lines: list[str] = []
+        self.indent = ""
+        self.acc = "acc"  # the name of a Template's product
+        self.values: dict[int, Value] = {}
+        self.symbols: set[Sym] = set()
+        self.pointers: dict[str, None] = {}
+        self.order = ORDER[space.mode]
+        self.exact = wants_exact(space, buffers)
+        self.forms, self.unread = ({}, set()) if self.exact or "forms" not in CHEAP else CHEAP["forms"](space)
+        self.reread: set[int] = set()  # loads that a later pass repeats
+
+    def statements(self) -> None:
+        for i in range(len(self.space.body)):
+            self.statement(i)
+
+    def statement(self, i: int) -> None:
+        s = self.space.body[i]
+        if i in self.unread:
+            return
+        if isinstance(s, Load):
+            self._load(i, s)
+        elif isinstance(s, Const):
+            self.values[i] = Value(const(s), NOTHING)
+        elif i in self.forms:
+            self._form(i, self.forms[i])
+        elif isinstance(s, Index):
+            self._index(i, s)
+        elif isinstance(s, Op):
+            self._op(i, s)
+        elif isinstance(s, Indirect):
+            self._indirect(i, s)
+        elif isinstance(s, Store):
+            self._store(s)
+        else:
+            self.values[i] = Value(self.acc, frozenset(self.order))
+
+    def _bind(self, i: int, text: str, dims: Dims, ok: str | None = None) -> None:
+        name = self._name(i)
+        self.put(f"{name} = {text}")
+        self.values[i] = Value(name, dims, ok)
+
+    def _name(self, i: int) -> str:
+        return f"v{i}{self.tag}"
+
+    def dtype(self, i: int) -> torch.dtype:
+        return self.space.body[i].dtype  # type: ignore[union-attr]
+
+    def _op(self, i: int, s: Op) -> None:
+        values = [self.values[a] for a in s.args]
+        dims = frozenset().union(*(v.dims for v in values))
+        literals = [isinstance(self.space.body[a], Const) and plain(self.space.body[a]) for a in s.args]
+        checked = literals[1:] if s.op == "where" else literals
+        inline = s.op in LITERAL_OK and not all(checked) and not (s.op == "where" and literals[0])
+        source = self.dtype(s.args[-1])
+        args = []
+        for a, v, bare in zip(s.args, values, literals):
+            constant = isinstance(self.space.body[a], Const)
+            if constant and not (inline and bare):
+                args.append(f"tl.full([], {v.text}, {TL[self.dtype(a)]})")
+            else:
+                args.append(v.text)
+        self._bind(i, print_op(self.needs, s.op, s.dtype, source, args, self.exact), dims)
+
+    def _form(self, i: int, form: Form) -> None:
+        values = [self.values[a] for a in form.args]
+        texts = [
+            f"tl.full([], {v.text}, tl.float32)" if isinstance(self.space.body[a], Const) else v.text
+            for a, v in zip(form.args, values)
+        ]
+        if form.helper:
+            self.needs.helper(form.helper)
+        if "libdevice." in form.text:
+            self.needs.libdevice = True
+        self._bind(i, form.text.format(*texts), frozenset().union(*(v.dims for v in values)))
+
+    def _index(self, i: int, s: Index) -> None:
+        """An index as a value; computed in 64 bits unless it is known to be small."""
+        top = max_value(s.expr)
+        small = top is not None and top < 2**31 and nonneg(s.expr)
+        if s.expr.constant is not None:
+            self._bind(i, f"tl.full([], {s.expr.constant}, {TL[s.dtype]})", NOTHING)
+            return
+        text = self.address(s.expr, widen=not small and not self.wide)
+        whole = text if text.endswith(".to(tl.int64)") and " " not in text else f"{paren(text)}.to({TL[s.dtype]})"
+        if s.dtype != torch.int64 and not whole.endswith(f"({TL[s.dtype]})"):
+            whole = f"{paren(text)}.to({TL[s.dtype]})"
+        self._bind(i, whole, self._dims(s.expr))
+
+    def _indirect(self, i: int, s: Indirect) -> None:
+        """Wrap a negative index; remember whether the result is inside."""
+        v, name, size = self.values[s.arg], self._name(i), self.size(s.size)
+        text = v.text if not isinstance(self.space.body[s.arg], Const) else f"tl.full([], {v.text}, tl.int64)"
+        self.put(f"{name} = tl.where({text} < 0, {text} + {paren(size)}, {text})")
+        self.put(f"ok{i}{self.tag} = ({name} >= 0) & ({name} < {size})")
+        if not self.wide:
+            self.put(f"{name} = {name}.to(tl.int32)")
+        self.values[i] = Value(name, v.dims, f"ok{i}{self.tag}")
+
+    # -- memory ---------------------------------------------------------------------------------
+    def _access(self, index: Expr, more: Iterable[Value]) -> tuple[str, list[str], Dims]:
+        """(offset, masks, dims) of an access whose mask or value also varies with ``more``."""
+        dims = self._dims(index)
+        masks, all_dims = [], dims
+        for v in more:
+            all_dims = all_dims | v.dims
+        for d in self.order:
+            if d in all_dims and self.masks[d]:
+                masks.append(f"{d}mask{self.tag}")
+        for a in sorted(index.atoms()):
+            if isinstance(a, Ref):
+                ok = self.values[a.id].ok
+                assert ok is not None
+                masks.append(ok)
+        text = self.address(index)
+        if dims != all_dims:  # the pointer must have the whole shape
+            zero = "0" if index.constant is None else text
+            whole = f"tl.full({self._shape(all_dims)}, {zero}, {'tl.int64' if self.wide else 'tl.int32'})"
+            text = whole if index.constant is not None else f"{whole} + {paren(text)}"
+        return text, masks, all_dims
+
+    def _shape(self, dims: Dims) -> str:
+        return "[" + ", ".join(f"{d.upper()}BLOCK" if d in dims else "1" for d in self.order) + "]"
+
+    def _load(self, i: int, s: Load) -> None:
+        buffer = self.buffers[s.buffer]
+        pointer = self.pointer(s.buffer)
+        more = [] if s.mask is None else [self.values[s.mask]]
+        text, masks, dims = self._access(s.index, more)
+        conditional = s.mask is not None or any(isinstance(a, Ref) for a in s.index.atoms())
+        if s.mask is not None:
+            mask = self.values[s.mask]
+            masks.append(const_mask(mask.text))
+        parts = [f"{pointer} + {paren(text)}" if text != "0" else pointer]
+        if masks:
+            parts.append("mask=" + " & ".join(masks))
+        if conditional:
+            other = literal(s.other, s.dtype)
+            parts.append(f"other={other}")
+        eviction = self._eviction(i, dims)
+        if eviction:
+            parts.append(f"eviction_policy='{eviction}'")
+        call = f"tl.load({', '.join(parts)})"
+        if buffer.dtype == torch.bool:
+            call += " != 0"
+        elif buffer.dtype in HALF:
+            call += ".to(tl.float32)"
+        self._bind(i, call, dims)
+
+    def _eviction(self, i: int, dims: Dims) -> str:
+        """Keep in cache what is read again (a later pass; a weight shared by all rows), let the rest stream through."""
+        if self.space.mode != "reduction" or "r" not in dims:
+            return ""
+        if i in self.reread or ("x" not in dims and self.space.x.size != 1):
+            return "evict_last"
+        return "evict_first" if self.config.reduction == "looped" else ""
+
+    def _store(self, s: Store) -> None:
+        buffer, value = self.buffers[s.buffer], self.values[s.value]
+        text, masks, _ = self._access(s.index, [value])
+        stored = value.text
+        if isinstance(self.space.body[s.value], Const):
+            stored = f"tl.full([], {stored}, {TL[self.dtype(s.value)]})"
+        if buffer.dtype == torch.bool:
+            stored = f"{paren(stored)}.to(tl.int8)"
+        elif buffer.dtype in HALF:
+            stored = f"{stored}.to({TL[buffer.dtype]})"
+        parts = [
+            f"{self.pointer(s.buffer)} + {paren(text)}" if text != "0" else self.pointer(s.buffer),
+            stored,
+        ]
+        if masks:
+            parts.append("mask=" + " & ".join(masks))
+        self.put(f"tl.store({', '.join(parts)})")
+
+    def pointer(self, buffer: str) -> str:
+        self.pointers[buffer] = None
+        return pointer_name(buffer)
+
+    # -- expressions ----------------------------------------------------------------------------
+    def _dims(self, e: Expr) -> Dims:
+        out: set[str] = set()
+        for a in e.atoms():
+            if isinstance(a, Var) and a.name in self.order:
+                out.add(a.name)
+            elif isinstance(a, Ref):
+                out |= self.values[a.id].dims
+        return frozenset(out)
+
+    def size(self, e: Expr) -> str:
+        """An expression in sizes alone."""
+        return self.address(e)
+
+    def address(self, e: Expr, widen: bool = False) -> str:
+        def atom(a: Atom) -> str:
+            if isinstance(a, Sym):
+                self.symbols.add(a)
+                return f"{a.name}.to(tl.int64)" if widen else a.name
+            if isinstance(a, Var):
+                return f"{a.name}{self.tag}.to(tl.int64)" if widen else f"{a.name}{self.tag}"
+            if isinstance(a, Ref):
+                return f"{self.values[a.id].text}.to(tl.int64)" if widen else self.values[a.id].text
+            assert isinstance(a, BinOp)
+            x, y = self.address(a.a, widen), self.address(a.b, widen)
+            if a.fn in ("max", "min"):
+                return f"tl.{a.fn}imum({x}, {y})"
+            x, y = paren(x), paren(y)
+            if nonneg(a.a):
+                return f"({x} {a.fn} {y})"
+            positive = f"({x} % {y} + {y}) % {y}"  # Triton's % has the dividend's sign
+            return f"({positive})" if a.fn == "%" else f"(({x} - {positive}) // {y})"
+
+        text = format_expr(e, atom)
+        if widen and e.constant is None and ".to(" not in text:
+            raise GenerateError(f"cannot widen {e}")
+        return text
+
+    def put(self, line: str) -> None:
+        self.lines.append(self.indent + line)

@@ -1,0 +1,180 @@
+"""Division of index expressions: ``//`` and ``%`` with every simplification, exact division, max and min."""
+
+from __future__ import annotations
+
+import math
+
+from .bounds import in_range, nonneg, remembered
+from .expr import ONE, ZERO, Atom, BinOp, Expr, IntLike, Monomial, Sym, expr, normal, term_key
+
+
+def divide_exact(n: IntLike, d: IntLike) -> Expr | None:
+    """``n / d`` if it is exact: term by term for a single term ``d``, by long division for a sum; else None."""
+    n, d = expr(n), expr(d)
+    if n == d:
+        return ONE
+    if len(d.terms) != 1:
+        return _divide_polynomial(n, d)
+    (dm, dc) = d.terms[0]
+    out: dict[Monomial, int] = {}
+    for m, c in n.terms:
+        q = _monomial_div(m, dm)
+        if q is None or c % dc:
+            return None
+        out[q] = out.get(q, 0) + c // dc
+    return normal(out)
+
+
+def _divide_polynomial(n: Expr, d: Expr) -> Expr | None:
+    """Long division by a sum: only an exact quotient counts."""
+    quotient, rest = ZERO, n
+    lead_m, lead_c = max(d.terms, key=lambda t: (len(t[0]), term_key(t))) if d.terms else ((), 0)
+    for _ in range(len(n.terms) + 1):
+        if not rest.terms:
+            return quotient
+        for m, c in sorted(rest.terms, key=lambda t: -len(t[0])):
+            q = _monomial_div(m, lead_m)
+            if q is not None and lead_c and c % lead_c == 0:
+                step = Expr(((q, c // lead_c),))
+                break
+        else:
+            return None
+        quotient, rest = quotient + step, rest - step * d
+    return None
+
+
+def _monomial_div(m: Monomial, d: Monomial) -> Monomial | None:
+    rest = list(m)
+    for a in d:
+        if a not in rest:
+            return None
+        rest.remove(a)
+    return tuple(rest)
+
+
+def _split_multiples(n: Expr, d: Expr) -> tuple[Expr, Expr]:
+    """``n == q*d + rest``, ``q`` taken from the terms that ``d`` divides."""
+    if len(d.terms) != 1:
+        whole = divide_exact(n, d)
+        return (ZERO, n) if whole is None else (whole, ZERO)
+    dm, dc = d.terms[0]
+    q: dict[Monomial, int] = {}
+    rest: dict[Monomial, int] = {}
+    for m, c in n.terms:
+        k = _monomial_div(m, dm)
+        if k is None:
+            rest[m] = c
+            continue
+        if c // dc:
+            q[k] = q.get(k, 0) + c // dc
+        if c % dc:
+            rest[m] = c % dc
+    return normal(q), normal(rest)
+
+
+def _common_factor(n: Expr, d: Expr) -> Expr:
+    """The greatest single term that divides both."""
+    g = math.gcd(*(c for _, c in n.terms), *(c for _, c in d.terms))
+    monomials = [m for m, _ in n.terms + d.terms]
+    common: list[Atom] = []
+    for a in monomials[0]:
+        if all(a in m for m in monomials[1:]) and a not in common and isinstance(a, Sym):
+            common.append(a)
+    return Expr(((tuple(sorted(common)), g),))
+
+
+def _drop_small(n: Expr, d: Expr) -> tuple[Expr, Expr, Expr] | None:
+    """``n == g*a + b`` with ``d == g*k`` and ``0 <= b < g``: returns (a, b, g), so that
+    ``n // d == a // k`` and ``n % d == g*(a % k) + b``."""
+    for m, c in n.terms:
+        if not m:
+            continue
+        g = _common_factor(Expr(((m, c),)), d)
+        if g == 1:
+            continue
+        a, b = _split_multiples(n, g)
+        if b.terms and a.terms and in_range(b, g):
+            return a, b, g
+    return None
+
+
+@remembered
+def floordiv(n: Expr, d: Expr) -> Expr:
+    """``n // d``, rounded down, simplified; ``d`` must be positive."""
+    nc, dc = n.constant, d.constant
+    if dc is not None and dc <= 0:
+        raise ZeroDivisionError(f"index division by {dc}: {n} // {d}")
+    if nc is not None and dc is not None:
+        return expr(nc // dc)
+    if dc == 1:
+        return n
+    q, rest = _split_multiples(n, d)
+    if not rest.terms or in_range(rest, d):
+        return q
+    g = _common_factor(rest, d)
+    if g != 1:
+        return q + floordiv(divide_exact(rest, g), divide_exact(d, g))  # type: ignore[arg-type]
+    small = _drop_small(rest, d)
+    if small is not None:
+        a, _, g = small
+        return q + floordiv(a, divide_exact(d, g))  # type: ignore[arg-type]
+    inner = rest.atom
+    if isinstance(inner, BinOp) and inner.fn == "//":
+        return q + floordiv(inner.a, inner.b * d)
+    return q + expr(BinOp("//", rest, d))
+
+
+@remembered
+def mod(n: Expr, d: Expr) -> Expr:
+    """``n % d`` with the sign of ``d`` (positive), simplified."""
+    nc, dc = n.constant, d.constant
+    if dc is not None and dc <= 0:
+        raise ZeroDivisionError(f"index modulo {dc}: {n} % {d}")
+    if nc is not None and dc is not None:
+        return expr(nc % dc)
+    _, rest = _split_multiples(n, d)
+    if not rest.terms or in_range(rest, d):
+        return rest
+    small = _drop_small(rest, d)
+    if small is not None:
+        a, b, g = small
+        return g * mod(a, divide_exact(d, g)) + b  # type: ignore[arg-type]
+    g = _common_factor(rest, d)
+    if g != 1:
+        return g * mod(divide_exact(rest, g), divide_exact(d, g))  # type: ignore[arg-type]
+    return expr(BinOp("%", rest, d))
+
+
+def maximum(a: IntLike, b: IntLike) -> Expr:
+    a, b = expr(a), expr(b)
+    if nonneg(a - b):
+        return a
+    return b if nonneg(b - a) else expr(BinOp("max", a, b))
+
+
+def minimum(a: IntLike, b: IntLike) -> Expr:
+    a, b = expr(a), expr(b)
+    if nonneg(b - a):
+        return a
+    return b if nonneg(a - b) else expr(BinOp("min", a, b))
+
+
+def ceildiv(n: IntLike, d: IntLike) -> Expr:
+    """``ceil(n / d)``."""
+    return (expr(n) + expr(d) - 1) // d
+
+
+def join_div_mod(e: Expr) -> Expr:
+    """``(a//d)*d*c + (a%d)*c`` is ``a*c``: a split undone that is not needed any more."""
+    for m, c in e.terms:
+        for a in m:
+            if isinstance(a, BinOp) and a.fn == "%":
+                rest = Expr(((tuple(x for x in m if x is not a), c),))
+                want = rest * a.b * floordiv(a.a, a.b)
+                have = dict(e.terms)
+                if want.terms and all(have.get(wm) == wc for wm, wc in want.terms):
+                    for wm, _ in want.terms:
+                        del have[wm]
+                    del have[m]
+                    return normal(have) + rest * a.a
+    return e

@@ -1,0 +1,115 @@
+"""The lock of a device: one measurement at a time, whichever process makes it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from reflib import cache
+from reflib.autotune import lock as lock_module
+from reflib.autotune.lock import device_lock, lock_name
+
+HOLD = """
+import sys, time
+from reflib.autotune.lock import device_lock
+with device_lock("cpu") as held:
+    print(held, flush=True)
+    time.sleep(float(sys.argv[1]))
+"""
+
+
+@contextlib.contextmanager
+def holder(root: Path, seconds: float) -> Iterator[subprocess.Popen]:
+    """Another process that holds the lock of the CPU."""
+    folder = str(root / "reflib" / "autotune")
+    package = f"import sys, types; m = types.ModuleType('reflib.autotune'); m.__path__ = [{folder!r}]"
+    text = f"{package}; sys.modules['reflib.autotune'] = m\n{HOLD}"
+    with subprocess.Popen(
+        [sys.executable, "-c", text, str(seconds)], stdout=subprocess.PIPE, text=True, cwd=root
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline().strip() == "True"
+        yield other
+        other.kill()
+
+
+def test_the_lock_is_waited_for(root: Path, fresh_cache: Path) -> None:
+    said: list[dict] = []
+    with holder(root, 0.3), device_lock("cpu", said.append) as held:
+        assert held
+    assert [m["kind"] for m in said] == ["waiting", "locked"] and 0.05 < said[1]["seconds"] < 5
+    said.clear()
+    with device_lock("cpu", said.append) as held:
+        assert held and said == []
+
+
+def test_the_lock_is_given_up_by_the_dead_and_not_waited_for_for_ever(
+    root: Path, fresh_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lock_module._warn.cache_clear()
+    with holder(root, 100) as other:
+        start = time.monotonic()
+        with device_lock("cpu", timeout=0.2) as held:
+            assert not held and time.monotonic() - start < 2
+        assert "for 0.2 s" in caplog.text
+        with device_lock("cuda:0") as held:  # another device
+            assert held
+        other.kill()
+        with device_lock("cpu", timeout=5) as held:
+            assert held
+
+
+def test_the_lock_is_released_by_an_exception_and_although_a_child_has_the_file(fresh_cache: Path) -> None:
+    with contextlib.suppress(KeyError), device_lock("cpu") as held:
+        assert held
+        child = os.fork()
+        if child == 0:
+            time.sleep(1)
+            os._exit(0)
+        raise KeyError
+    with device_lock("cpu", timeout=0.1) as held:
+        assert held
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_without_files_to_lock_one_goes_on(
+    fresh_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lock_module._warn.cache_clear()
+    cache.root()
+    (fresh_cache / "locks").write_text("not a folder")
+    for _ in range(2):
+        with device_lock("cpu") as held:
+            assert not held
+    assert caplog.text.count("without its lock") == 1
+
+    (fresh_cache / "locks").unlink()
+
+    def refuse(fd: int, flags: int) -> None:
+        raise OSError("no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with device_lock("cpu") as held:
+        assert not held
+    assert "no locks here" in caplog.text
+
+
+def test_a_lock_is_named_by_the_physical_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    class Properties:
+        uuid = "1234-5678"
+
+    assert lock_name("cuda:0") != lock_name("cuda:1")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: Properties)
+    assert lock_name("cuda:0") == lock_name("cuda:1") and "1234-5678" in lock_name("cuda:0")
+    assert lock_name("cpu").endswith("-cpu") and "/" not in lock_name("cpu")

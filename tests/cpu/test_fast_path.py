@@ -1,0 +1,808 @@
+"""The fast path into a compiled function: taken when it makes no difference, and only then."""
+
+import copy
+import gc
+import pickle
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import reflib
+from reflib import fast_path
+from reflib.fast_path import add_fast_path
+from reflib.pipeline import Backend
+
+G = torch.full((4,), 3.0)
+SCALE = 2.0
+X = torch.ones(3)
+close = torch.testing.assert_close
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Graphs(CompileCounter):
+    """A backend that runs what Dynamo captured, and counts the graphs."""
+
+    def __call__(self, gm, inputs):
+        self.frame_count += 1
+        return gm.forward
+
+
+def compiled(fn, backend=None, **options):
+    """``fn`` with a fast path, and its backend, which costs nothing."""
+    backend = backend or Graphs()
+    return add_fast_path(torch.compile(fn, backend=backend, **options), backend), backend
+
+
+def known(f):
+    return (f.forward if isinstance(f, torch.nn.Module) else f)._reflib_entries
+
+
+def call(f, *args, fast=1, **kwargs):
+    """The result of a call, which must have taken the fast path (0: the slow one)."""
+    before = known(f).hits
+    result = f(*args, **kwargs)
+    assert known(f).hits - before == fast
+    return result
+
+
+def agree(f, fn, *args, fast=1, **kwargs):
+    """A call returns what ``fn`` returns, by the path that is expected (None: either)."""
+    got = f(*args, **kwargs) if fast is None else call(f, *args, fast=fast, **kwargs)
+    close(got, fn(*args, **kwargs))
+
+
+def warm(fn, *args, **kwargs):
+    """``fn`` with a fast path, after the first call."""
+    f, _ = compiled(fn)
+    f(*args, **kwargs)
+    return f
+
+
+def double(x):
+    return x * 2 + 1
+
+
+# -- the fast path ----------------------------------------------------------------------------------
+def weighted(x, *ws, scale=1.0):
+    for w in ws:
+        x = torch.relu(x + w)
+    return x * scale
+
+
+def named(x, **ws):
+    return (x + ws["a"]) * ws["b"]
+
+
+def in_turn(x, **ws):
+    for w in ws.values():
+        x = x * 2 + w
+    return x
+
+
+def breaks(x):
+    y = x + 1
+    torch._dynamo.graph_break()
+    return y * 2
+
+
+def sized(x):
+    return x.sum(0) * x.shape[0], x.shape
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.by = torch.nn.Parameter(torch.full((4,), 2.0))
+
+    def forward(self, *xs, **more):
+        return sum(xs) * self.by + more.get("plus", 0)
+
+
+A, B, C, D = torch.randn(4, 4)
+ABC = (A, B, C)
+SLOW, FAST, EITHER = 0, 1, None
+# name: (function, graphs, options of torch.compile, calls: (path, arguments, keywords))
+CALLS = {
+    "by position": (weighted, 1, {}, [(SLOW, ABC, {}), (FAST, ABC, {}), (FAST, ABC, {}), (FAST, (A, C, B), {})]),
+    "by keyword": (double, 1, {}, [(SLOW, (A,), {}), (FAST, (), {"x": A}), (FAST, (), {"x": B})]),
+    "sizes": (double, 3, {"dynamic": False}, [(path, (A[:n],), {}) for path in (SLOW, FAST, FAST) for n in (2, 3, 4)]),
+    "dynamic sizes": (sized, 1, {"dynamic": True}, [
+        (SLOW, (torch.randn(3, 4),), {}), *((FAST, (torch.randn(n, n + 1),), {}) for n in (5, 7, 9)),
+    ]),
+    "a keyword more": (weighted, 2, {"dynamic": False}, [
+        (SLOW, ABC, {}), (FAST, ABC, {}), (SLOW, ABC, {"scale": 3.0}), (FAST, ABC, {"scale": 3.0}), (FAST, ABC, {}),
+    ]),
+    "numbers of arguments": (weighted, 5, {}, [
+        *((SLOW, (A, *ABC[:n]), {}) for n in (1, 2, 3)), *((FAST, (A, *ABC[:n]), {}) for n in (1, 3, 2, 2)),
+        (SLOW, (A, B.double()), {}), (FAST, (A, B.double()), {}), (EITHER, (A,), {}), (EITHER, (A,), {}),
+    ]),
+    "the same tensor twice": (weighted, None, {}, [
+        (path, args, {}) for args in [ABC, (A, B, B), (A, A, B), (B, A, B), ABC] for path in (EITHER, FAST)
+    ]),
+    "keywords in another order": (named, 1, {}, [
+        (SLOW, (A,), {"a": B, "b": C}), (FAST, (A,), {"b": C, "a": B}), (FAST, (), {"b": C, "x": A, "a": B}),
+    ]),
+    "the order of keywords matters": (in_turn, 4, {}, [
+        *((path, (A,), kwargs) for kwargs in ({"a": B, "b": C}, {"b": C, "a": B}, {"b": C}, {"a": B, "b": C, "c": D})
+          for path in (SLOW, FAST)), (FAST, (A,), {"a": B, "b": C}),
+    ]),
+    "a module": (Scaled(), None, {}, [
+        (SLOW, (A, B), {}), (FAST, (A, B), {}), (EITHER, (A,), {"plus": B}), (FAST, (A,), {"plus": B}),
+        (FAST, (A, B), {}),
+    ]),
+    "a method": (Scaled().forward, None, {}, [(SLOW, (A, B), {}), (FAST, (A, B), {})]),
+    "fullgraph": (double, 1, {"fullgraph": True}, [(SLOW, (A,), {}), (FAST, (A,), {})]),
+    "a graph break": (breaks, 2, {}, [(SLOW, (A,), {})] * 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_agree_with_eager_and_take_the_path(name):
+    fn, graphs, options, calls = CALLS[name]
+    f, backend = compiled(fn, **options)
+    for path, args, kwargs in calls:
+        agree(f, fn, *args, fast=path, **kwargs)
+    assert graphs is None or backend.frame_count == graphs
+    if name == "keywords in another order":
+        with pytest.raises(KeyError):
+            f(A, a=B)
+    if name == "sizes":
+        assert known(f).entries[0].check({"x": A}), "the most recent is checked first"
+
+
+def test_fullgraph_raises_at_a_graph_break():
+    f, _ = compiled(breaks, fullgraph=True)
+    for _ in range(2):
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            f(X)
+
+
+def test_entries_of_other_backends_are_not_ours():
+    (f, one), (g, two) = compiled(double), compiled(double)
+    for path in (SLOW, FAST):
+        agree(f, double, X, fast=path), agree(g, double, X, fast=path)
+    assert one.frame_count == two.frame_count == 1 and len(known(f).entries) == len(known(g).entries) == 1
+
+
+def test_is_faster():
+    def fn(x, w):
+        return torch.relu(x + w)
+
+    def seconds(f):
+        start = time.perf_counter()
+        for _ in range(300):
+            f(x, w)
+        return time.perf_counter() - start
+
+    x, w = torch.randn(8), torch.randn(8)
+    backend = Backend(reflib.Options())
+    slow = torch.compile(fn, backend=backend)
+    fast = add_fast_path(slow, backend)
+    fast(x, w)
+    times = [(seconds(fast), seconds(slow)) for _ in range(25)]
+    assert known(fast).hits == 25 * 300
+    assert min(a for a, _ in times) < 0.9 * min(b for _, b in times)
+
+
+def test_mixed_calls_equal_eager():
+    def fn(x, n=2, *, k=1.0):
+        y = torch.sin(x @ x.T) * n + k * SCALE
+        return {"y": y, "grad": torch.is_grad_enabled(), "sums": [y.sum(), x.shape[0]]}
+
+    f, backend = compiled(fn)
+    torch.manual_seed(0)
+    inputs = [torch.randn(s, s + 1, dtype=d) for s in (2, 3, 5) for d in (torch.float32, torch.float64)]
+    inputs += [torch.randn(2, 3).requires_grad_(), torch.randn(3, 2).T, torch.randn(2, 3, device="meta")]
+    autocast = lambda: torch.autocast("cpu", dtype=torch.bfloat16)  # noqa: E731
+    modes = [torch.enable_grad, torch.no_grad, torch.inference_mode, autocast]
+    calls = [((), {}), ((3,), {}), ((), {"n": 2}), ((), {"k": 4.0}), ((2,), {"k": 1.0})]
+    generator = torch.Generator().manual_seed(1)
+    with torch._dynamo.config.patch(recompile_limit=200):
+        for _ in range(250):
+            a, b, c = (int(torch.randint(n, (), generator=generator)) for n in (len(inputs), len(modes), len(calls)))
+            args, kwargs = calls[c]
+            with modes[b]():
+                got, expected = f(inputs[a], *args, **kwargs), fn(inputs[a], *args, **kwargs)
+            assert got["grad"] == expected["grad"] and got["sums"][1] == expected["sums"][1]
+            y, z = got["y"], expected["y"]
+            assert (y.dtype, y.device, y.requires_grad) == (z.dtype, z.device, z.requires_grad)
+            assert y.is_inference() == z.is_inference()
+            if y.device.type != "meta":
+                close(y, z)
+    assert known(f).hits > 60 and backend.frame_count > 10
+
+
+def test_current_defaults_are_used():
+    def fn(x, n=2, *, k=1):
+        return x * n + k
+
+    f = warm(fn, X)
+    assert call(f, X).tolist() == [3, 3, 3]
+    fn.__defaults__ = (5,)
+    assert f(X).tolist() == [6, 6, 6]
+    fn.__kwdefaults__["k"] = 2
+    assert f(X).tolist() == [7, 7, 7]
+    fn.__kwdefaults__ = {"k": 3}
+    assert f(X).tolist() == call(f, X).tolist() == [8, 8, 8]
+
+
+def test_current_code_is_used():
+    def fn(x):
+        return x + 1
+
+    f = warm(fn, X)
+    call(f, X)
+    for other, value in ((lambda x: x - 1, 0), (lambda *xs: xs[0] * 5, 5)):
+        fn.__code__ = other.__code__
+        assert f(X).tolist() == call(f, X).tolist() == [value] * 3
+    fn.__code__ = (lambda x: (y for y in (x * 6,))).__code__
+    for _ in range(3):
+        assert [y.tolist() for y in call(f, X, fast=0)] == [[6, 6, 6]]
+
+
+def test_globals_and_closures_are_read_at_each_call(monkeypatch):
+    factor, t = 2, torch.ones(4)
+
+    def fn(x):
+        return x * factor + G * SCALE + t
+
+    x = torch.ones(4)
+    f = warm(fn, x)
+    agree(f, fn, x)
+    monkeypatch.setitem(globals(), "G", torch.full((4,), -1.0))
+    agree(f, fn, x)
+    monkeypatch.setitem(globals(), "SCALE", 7.0)
+    agree(f, fn, x, fast=0)
+    factor = 9
+    agree(f, fn, x, fast=None)
+    t = torch.zeros(4)
+    agree(f, fn, x)
+    t = torch.zeros(4, dtype=torch.float64)
+    agree(f, fn, x, fast=None)
+
+
+def test_an_empty_cell():
+    def fn(x):
+        return x + late
+
+    f, _ = compiled(fn)
+    for _ in range(2):
+        with pytest.raises((NameError, torch._dynamo.exc.Unsupported)):
+            f(X)
+    late = 4.0
+    for _ in range(3):
+        assert f(X).tolist() == [5, 5, 5]
+
+
+def test_mutation_of_inputs_and_gradients():
+    def fn(x, w):
+        x.mul_(2)
+        return (x * w).sum()
+
+    f = reflib.compile(fn)
+    for _ in range(3):
+        x, w = torch.randn(5), torch.randn(5, requires_grad=True)
+        x2, w2 = x.clone(), w.detach().clone().requires_grad_()
+        f(x, w).backward()
+        fn(x2, w2).backward()
+        close((x, w.grad), (x2, w2.grad))
+    assert known(f).hits == 2
+
+
+def test_methods():
+    class Scaler:
+        def __init__(self, by):
+            self.by = by
+
+        @reflib.compile
+        def scale(self, x, plus=0):
+            return x * self.by + plus
+
+        def other(self, x):
+            return x - self.by
+
+    a, b = Scaler(2.0), Scaler(3.0)
+    for _ in range(3):
+        assert a.scale(X).tolist() == [2, 2, 2]
+        assert b.scale(X, plus=1).tolist() == [4, 4, 4]
+    assert Scaler.scale._reflib_entries.hits > 0
+    f = warm(a.other, X)
+    assert call(f, X).tolist() == call(f, x=X).tolist() == [-1, -1, -1]
+
+
+# -- *args and **kwargs -----------------------------------------------------------------------------
+def test_bind_returns_the_frames_locals():
+    free = object()
+
+    def positional(x, /, y=2, *ws, z, k=5, **more):
+        return dict(locals())
+
+    def rest(*args):
+        return dict(locals())
+
+    def others(**kwargs):
+        return dict(locals())
+
+    def closed(*args, x=1, **kwargs):
+        _ = free
+        return dict(locals(), _=None)
+
+    calls = [
+        (positional, [((1,), {"z": 3}), ((1, 2, 3, 4), {"z": 3, "b": 1, "a": 2, "x": 7}), ((1,), {"y": 4, "z": 5})]),
+        (rest, [((), {}), ((1,), {}), ((1, (2,)), {})]),
+        (others, [((), {}), ((), {"self": 1, "args": 2, "bind": 3})]),
+        (closed, [((), {}), ((1, 2), {"x": 3, "kwargs": 4})]),
+    ]
+    for fn, ways in calls:
+        bind = fast_path._bind(fn)
+        for args, kwargs in ways:
+            got, expected = bind(*args, **kwargs), fn(*args, **kwargs)
+            expected.pop("_", None)
+            assert got == expected
+            orders = [[list(v) for v in d.values() if type(v) is dict] for d in (got, expected)]
+            assert orders[0] == orders[1]
+    for args, kwargs in [((), {}), ((1,), {}), ((1, 2), {"y": 3, "z": 1})]:
+        with pytest.raises(TypeError):
+            fast_path._bind(positional)(*args, **kwargs)
+
+
+def test_inputs_among_args_are_mutated():
+    def fn(x, *ws, **more):
+        ws[0].add_(x)
+        more["out"].copy_(ws[1] * 2)
+        return ws[0] + more["out"]
+
+    f = reflib.compile(fn)
+    for n in range(3):
+        tensors = [torch.randn(4) for _ in range(4)]
+        others = [t.clone() for t in tensors]
+        close(f(*tensors[:3], out=tensors[3]), fn(*others[:3], out=others[3]))
+        close(tensors, others)
+        assert known(f).hits == n
+    w = torch.randn(4, requires_grad=True)
+    for g in (f, fn):
+        g(torch.ones(4), torch.zeros(4), w, out=torch.zeros(4)).sum().backward()
+    assert w.grad.tolist() == [4, 4, 4, 4]
+
+
+def test_args_that_are_returned_captured_and_passed_on():
+    def total(*vs):
+        return sum(vs[1:], vs[0])
+
+    def fn(x, *ws, **more):
+        def within():
+            return x + ws[0] + more["b"]
+
+        a, *rest = ws
+        return within(), ws[1:], {**more, "new": a * 2}, total(x, *rest), len(ws)
+
+    x, ws = torch.randn(4), [torch.randn(4) for _ in range(3)]
+    f = warm(fn, x, *ws, b=x)
+    got, expected = call(f, x, *ws, b=x), fn(x, *ws, b=x)
+    close(got, expected)
+    assert list(got[2]) == ["b", "new"] and got[2]["b"] is x and got[4] == 3
+    assert type(got[1]) is tuple and all(a is b for a, b in zip(got[1], ws[1:], strict=True))
+
+
+def test_functions_that_share_their_code():
+    """And so Dynamo's entries: guards on the free variable tell them apart. Those of one decorator; torch's own, which
+    Dynamo wraps into ``inner(*args, **kwargs)``."""
+
+    def decorated(fn):
+        def wrapper(*args, **kwargs):
+            return fn(*args, **kwargs)
+
+        return wrapper
+
+    mine = [
+        (decorated(double), (X,), {}), (decorated(weighted), (X, X), {"scale": 2.0}),
+        (decorated(lambda x, **k: x - k["by"]), (X,), {"by": 4}),
+    ]  # fmt: skip
+    torchs = [(fn, (torch.randn(3),), {}) for fn in (torch.sin, torch.cos, torch.nn.functional.relu)]
+    for rows in (mine, torchs):
+        backend = Graphs()
+        made = [compiled(fn, backend)[0] for fn, _, _ in rows]
+        for _ in range(4):
+            for f, (fn, args, kwargs) in zip(made, rows, strict=True):
+                agree(f, fn, *args, fast=None, **kwargs)
+        assert backend.frame_count == 3 and all(known(f).hits >= 2 for f in made)
+
+
+def test_the_bytecode_of_args():
+    """As this Python compiles it: Dynamo's differs between versions in the same places."""
+
+    def called(*lines):
+        scope = {}
+        exec("def f(x, *ws, **more):\n" + "\n".join("    " + line for line in lines), scope)
+        return fast_path._called(scope["f"].__code__)
+
+    graph, utils = "__compiled_fn_1", "__import_torch_dot__dynamo_dot_utils"
+    result = "return y[0], ws, {'a': more, 'b': [ws[1]]}"
+    assert called(f"y = {graph}(x, ws[0], more['a'])", result) == {graph}
+    assert called("a, b = ws", f"y = {graph}(a, b)", result) == {graph}
+    assert called(f"size = {utils}.call_size", f"y = {graph}(size(ws[0], 1), x)", result) == {graph, utils}
+    assert called(f"{graph}(x)", "return None") == {graph}
+    for line in [
+        "ws[0].add_(x)", "more.update(a=x)", "more['a'] = x", "del more['a']", "x.y = ws", "x = f(ws)", "x = f(*ws)",
+        f"x = {graph}(*ws)", "x = [w for w in ws]", "x = more if ws else x", f"x = {utils}.other(x)", "x = ws[0](x)",
+    ]:  # fmt: skip
+        assert called(f"y = {graph}(x)", line, result) is None, line
+
+
+# -- the slow path ----------------------------------------------------------------------------------
+class Counted:
+    n = 0
+
+
+def stores(x, counted):
+    counted.n += 1
+    return x + 1
+
+
+def yields(x):
+    yield x + 1
+
+
+def test_graph_breaks_side_effects_and_generators():
+    def changes(x, **more):
+        more["new"] = x + 1
+        return more
+
+    f, backend = compiled(breaks)
+    for _ in range(4):
+        assert call(f, X, fast=0).tolist() == [4, 4, 4]
+    assert backend.frame_count == 2 and known(f).entries == ()
+    f, counted = compiled(stores)[0], Counted()
+    for _ in range(4):
+        call(f, X, counted, fast=0)
+    assert counted.n == 4
+    f, _ = compiled(changes)
+    for _ in range(3):
+        got = call(f, X, b=3, fast=0)
+        assert got["b"] == 3 and got["new"].tolist() == [2, 2, 2] and list(got) == ["b", "new"]
+    f, _ = compiled(lambda x: (y for y in x))
+    for _ in range(3):
+        assert list(call(f, X, fast=0)) == [1, 1, 1]
+    assert not hasattr(compiled(yields)[0], "_reflib_entries")
+
+
+def test_wrong_calls_raise_as_before():
+    f = warm(double, X)
+    for args, kwargs in [((), {}), ((1, 2), {}), ((X,), {"y": 1}), ((X,), {"x": 1})]:
+        with pytest.raises(TypeError, match=r"double\(\)"):
+            f(*args, **kwargs)
+    call(f, X)
+
+
+def test_exceptions_come_through_and_the_next_call_is_right():
+    def fn(x, bad):
+        if bad:
+            raise ValueError("bad")
+        return torch.linalg.cholesky(x)
+
+    good, wrong = torch.eye(3), -torch.eye(3)
+    f = warm(fn, good, False)
+    for _ in range(2):
+        with pytest.raises(torch.linalg.LinAlgError):
+            call(f, wrong, False)
+        with pytest.raises(ValueError, match="bad"):
+            f(good, True)
+        close(call(f, good, False), good)
+    with pytest.raises(TypeError):
+        f(3, None, 4)
+    assert torch._C._dynamo.eval_frame.get_eval_frame_callback() is None
+
+
+@pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile", "fail_on_recompile", "eager_then_compile"])
+def test_stances(stance):
+    f = warm(double, X)
+    with torch.compiler.set_stance(stance):
+        call(f, X, fast=0)
+        if stance == "fail_on_recompile":
+            with pytest.raises(RuntimeError, match="recompile"):
+                f(X.double())
+    call(f, X)
+    with torch.compiler.set_stance("default", force_backend="eager"):
+        call(f, X, fast=0)
+    with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+        call(f, X, fast=0)
+    with torch.compiler.set_stance("default"):
+        call(f, X)
+
+
+class Dispatches(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_transforms_and_tracers():
+    f = warm(double, X)
+    for mode in (Dispatches(), Functions(), torch.device("cpu"), torch.profiler.profile()):
+        with mode:
+            agree(f, double, X, fast=0)
+    before = known(f).hits
+    close(torch.func.vmap(f)(X), torch.func.vmap(double)(X))
+    close(torch.func.grad(lambda x: f(x).sum())(X), torch.func.grad(lambda x: double(x).sum())(X))
+    assert known(f).hits == before
+    with pytest.raises(RuntimeError):
+        torch.jit.trace(f, (X,))
+    with pytest.raises(RuntimeError, match="FX"):
+        torch.fx.symbolic_trace(f)
+    call(f, X)
+
+
+def test_a_profile_shows_compiled_regions():
+    f = warm(double, X)
+    call(f, X)
+    with torch.profiler.profile() as p:
+        f(X)
+    names = {e.key for e in p.key_averages()}
+    assert any("Torch-Compiled Region" in n for n in names), names
+
+
+def test_inside_a_compiled_function():
+    inner = warm(double, X)
+    call(inner, X)
+
+    def outer(x):
+        return inner(x) * 3
+
+    def broken(x):
+        y = x + 1
+        torch._dynamo.graph_break()
+        return inner(y) * 3
+
+    def with_a_skipped_frame(x):
+        return torch._dynamo.disable(lambda y: inner(y))(x) * 3
+
+    for fn in (outer, broken, with_a_skipped_frame):
+        f, backend = compiled(fn)
+        for _ in range(3):
+            agree(f, fn, X, fast=None)
+        assert backend.frame_count >= 1
+    f, backend = compiled(outer, fullgraph=True)
+    agree(f, outer, X, fast=0)
+    agree(f, outer, X)
+    assert backend.frame_count == 1
+    call(inner, X)
+
+
+def test_a_callback_that_is_set_sees_a_call():
+    f = warm(double, X)
+    with torch._dynamo.config.patch(raise_on_ctx_manager_usage=False), torch._dynamo.optimize("eager"):
+        before = known(f).hits
+        result = f(X)
+    assert known(f).hits == before
+    close(result, double(X))
+    assert torch._dynamo.run(f)(X).tolist() == double(X).tolist()
+
+
+# -- what ends an entry -----------------------------------------------------------------------------
+def test_reset_recompiles_and_frees_the_graph():
+    graphs = []
+
+    def backend(gm, inputs):
+        graphs.append(weakref.ref(gm))
+        return gm.forward
+
+    f, _ = compiled(double, backend)
+    for n in range(1, 4):
+        call(f, X, fast=0)
+        call(f, X)
+        assert len(graphs) == n and graphs[-1]() is not None
+        torch._dynamo.reset()
+        gc.collect()
+        assert [g() for g in graphs] == [None] * n
+
+
+def test_an_invalidated_entry():
+    class Holder:
+        module = torch.nn.Linear(3, 3)
+
+    holder = Holder()
+    holder.module = torch.nn.Linear(3, 3)
+
+    def fn(x):
+        return holder.module(x)
+
+    f, backend = compiled(fn)
+    f(X), call(f, X)
+    count = backend.frame_count
+    holder.module = torch.nn.Linear(3, 3)
+    gc.collect()
+    for _ in range(2):
+        agree(f, fn, X, fast=None)
+    assert backend.frame_count >= count
+
+
+def test_the_recompile_limit():
+    with torch._dynamo.config.patch(recompile_limit=2):
+        f, backend = compiled(double, dynamic=False)
+        for n in (2, 3, 4, 5, 2, 3, 4):
+            agree(f, double, torch.ones(n), fast=None)
+        assert backend.frame_count == 2 and known(f).off
+        call(f, torch.ones(2), fast=0)
+    torch._dynamo.reset()
+    f(torch.ones(2))
+    call(f, torch.ones(2))
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        f, _ = compiled(double, fullgraph=True, dynamic=False)
+        f(torch.ones(2))
+        for _ in range(2):
+            with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+                f(X)
+
+
+# -- threads and recursion --------------------------------------------------------------------------
+def test_threads():
+    f, _ = compiled(lambda x, n: x * n, dynamic=False)
+    wrong = []
+
+    def work(seed):
+        for i in range(200):
+            n = (i + seed) % 4 + 1
+            with torch.no_grad() if seed % 2 else torch.enable_grad():
+                try:
+                    if f(torch.full((n,), 2.0), n).tolist() != [2.0 * n] * n:
+                        wrong.append((seed, i))
+                except BaseException as e:
+                    wrong.append(e)
+
+    with torch._dynamo.config.patch(recompile_limit=64):
+        for _ in range(3):
+            threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+            for t in threads:
+                t.start()
+            for t in threads:
+                t.join()
+            torch._dynamo.reset()
+    assert not wrong
+    assert known(f).hits > 100
+
+
+def test_recursion():
+    @torch.library.custom_op("reflib_test::down", mutates_args=())
+    def down(x: torch.Tensor, n: int) -> torch.Tensor:
+        return f(x, n - 1) if n else x.clone()
+
+    down.register_fake(lambda x, n: torch.empty_like(x))
+    f, _ = compiled(lambda x, n: torch.ops.reflib_test.down(x, n) + 1)
+    for _ in range(3):
+        assert f(torch.zeros(3), 3).tolist() == [4, 4, 4]
+    assert known(f).hits
+
+
+# -- modules ----------------------------------------------------------------------------------------
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.drop = torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)
+
+    def forward(self, x, scale=1.0):
+        return self.drop(torch.relu(self.linear(x))) * scale
+
+
+def test_modules():
+    model = Model().eval()
+    f = reflib.compile(model)
+    x = torch.randn(2, 4)
+    assert isinstance(f, torch._dynamo.OptimizedModule) and f._orig_mod is model
+    assert list(f.state_dict()) == ["_orig_mod." + n for n in model.state_dict()]
+    f(x)
+    agree(f, model, x)
+    with torch.no_grad():
+        model.linear.weight.mul_(2)
+    agree(f, model, x)
+    call(f, x).sum().backward()
+    assert model.linear.weight.grad is not None
+    f(x, scale=2.0)
+    agree(f, model, x, scale=2.0)
+    f.train()
+    assert model.training and (f(torch.ones(64, 4)) == 0).any()
+    f.eval()
+    agree(f, model, x)
+    model.linear = torch.nn.Linear(4, 4)
+    agree(f, model, x, fast=None)
+    agree(reflib.compile(copy.deepcopy(model)), model, x, fast=None)
+
+
+def test_hooks_of_modules_run():
+    model = Model().eval()
+    x = torch.randn(2, 4)
+    f = warm(model, x)
+    call(f, x)
+    handles = [
+        model.register_forward_hook(lambda m, i, o: o + 1),
+        model.register_forward_pre_hook(lambda m, i: (i[0] * 2,)),
+    ]
+    for _ in range(3):
+        agree(f, model, x, fast=0)
+    for h in handles:
+        h.remove()
+    agree(f, model, x, fast=None)
+    agree(f, model, x)
+    outer = f.register_forward_hook(lambda m, i, o: o - 1)
+    close(call(f, x), model(x) - 1)
+    outer.remove()
+    model.forward = lambda x: x + 5
+    close(call(f, x, fast=0), x + 5)
+    del model.forward
+    agree(f, model, x, fast=None)
+
+
+def test_a_module_within_another():
+    f, _ = compiled(Model().eval())
+    outer, backend = compiled(torch.nn.Sequential(f, torch.nn.ReLU()))
+    x = torch.randn(2, 4)
+    f(x)
+    for _ in range(3):
+        close(outer(x), f(x).relu())
+    assert backend.frame_count == 1
+
+
+# -- what reflib.compile returns --------------------------------------------------------------------
+def documented(x, n=1):
+    """What it does."""
+    return x + n
+
+
+def test_the_attributes_are_those_of_torchs_wrapper():
+    f, theirs = reflib.compile(documented), torch.compile(documented)
+    assert type(f) is type(theirs)
+    assert (f.__name__, f.__qualname__, f.__doc__, f.__module__) == ("documented",) * 2 + ("What it does.", __name__)
+    assert f.__wrapped__ is documented and f._torchdynamo_orig_callable is documented
+    assert set(theirs.__dict__) <= set(f.__dict__)
+    assert torch._dynamo.eval_frame.innermost_fn(f) is documented
+    assert torch.compiler.disable(f)(X).tolist() == [2, 2, 2]
+    assert weakref.ref(f)() is f and copy.deepcopy(f) is f
+    with pytest.raises(pickle.PicklingError):
+        pickle.dumps(f)
+    f(X)
+    assert torch._dynamo.explain(f)(X).graph_count == 1
+    assert torch.compile(f, backend="eager")(X).tolist() == [2, 2, 2]
+    assert reflib.compile(f)(X).tolist() == [2, 2, 2]
+    assert reflib.wait_for_tuning(f).finished and reflib.tuning_progress(f).total == 0
+
+
+def test_another_torch(monkeypatch):
+    """Whose private parts behave otherwise, or are not there."""
+    f, _ = compiled(double)
+    known(f).api = copy.copy(known(f).api)
+    known(f).api.entries = lambda code: [object()]
+    for _ in range(3):
+        assert call(f, X, fast=0).tolist() == [3, 3, 3]
+    assert known(f).off
+    monkeypatch.setattr(fast_path, "_api", lambda: None)
+    f = reflib.compile(double)
+    assert not hasattr(f, "_reflib_entries")
+    assert f(X).tolist() == [3, 3, 3]
+
+
+def test_a_disabled_dynamo_and_classes():
+    with torch._dynamo.config.patch(disable=True):
+        assert compiled(double)[0](X).tolist() == [3, 3, 3]
+
+    class Callable:
+        def __call__(self, x):
+            return x + 1
+
+    f, _ = compiled(Callable)
+    assert f is Callable and f()(X).tolist() == [2, 2, 2]
