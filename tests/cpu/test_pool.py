@@ -289,10 +289,11 @@ def test_closing(fresh: Callable[..., Pool]) -> None:
     assert [j.end() for j in running + queued] == [("cancelled", {})] * 5
     assert Watch("echo", data=1).on(p).result()["data"] == 1  # the next job starts it all again
 
-    closing, queued = Watch("echo"), [Watch("sleep")]  # in a callback
-    closing.job.ended = lambda *_: p.close()
-    closing.on(p), queued[0].on(p)
-    assert queued[0].end()[0] == "cancelled"
+    closing, after, both = Watch("echo"), Watch("sleep"), threading.Event()  # in a callback
+    closing.job.ended = lambda *_: both.wait(20) and p.close()
+    closing.on(p), after.on(p)
+    both.set()
+    assert after.end()[0] == "cancelled"
 
 
 def test_closing_while_the_zygote_imports(fresh: Callable[..., Pool]) -> None:
