@@ -195,7 +195,7 @@ def _emit_all(work: _Grouping, made_of: Mapping[str, tuple[str, ...]]) -> tuple[
             node = program.nodes[x]
             members: tuple[str, ...] = (node.name,)
         else:
-            node = emit(x, _name(x, len(nodes), taken), _droppable(x, depends))
+            node = emit(x, _name(x, len(nodes), taken), _droppable(x, depends), program.buffers)
             members = tuple(program.nodes[p].name for p in sorted(x.members))
             members = (*(part for m in members for part in made_of.get(m, ()) if part != m), *members)
         groups.append(Group(node.name, members, kind_of(node)))

@@ -10,12 +10,13 @@ from dataclasses import replace
 
 from ..ir.expr import ONE, Expr, Var, expr
 from ..ir.loops import Axis, LoopNest, Stmt
-from ..ir.program import Choice, Extern, Node, Template
-from ..ir.transforms import contiguous_last, drop_unit_axes, join, merge_axes, rename_axes, substitute
+from ..ir.program import Buffer, Choice, Extern, Node, Template
+from ..ir.traffic import accesses, cheapest_last
+from ..ir.transforms import drop_unit_axes, join, merge_axes, rename_axes, substitute
 from .legality import Cluster
 
 
-def emit(cluster: Cluster, name: str, drop: set[str]) -> LoopNest | Template:
+def emit(cluster: Cluster, name: str, drop: set[str], buffers: dict[str, Buffer]) -> LoopNest | Template:
     """One node for the whole cluster. Assumes that every merge was legal."""
     parts = sorted(cluster.parts, key=lambda p: p[0])
     origins = tuple(dict.fromkeys(o for _, loops, _ in parts for o in loops.origins))
@@ -26,7 +27,7 @@ def emit(cluster: Cluster, name: str, drop: set[str]) -> LoopNest | Template:
     if cluster.template is not None:
         return _emit_template(cluster, loops)
     if not loops.reduced:
-        loops = replace(loops, axes=tuple(contiguous_last(loops.axes, loops.body)))
+        loops = replace(loops, axes=tuple(cheapest_last(loops.axes, accesses(loops.body, buffers))))
     return rename_axes(merge_axes(loops))
 
 

@@ -38,8 +38,8 @@ def generate_triton(
     sure = {b for b, buffer in buffers.items() if aligned is True or buffer.kind == "temp" or b in (aligned or ())}
     tile = "yblock" in dict(config.extras)
     printers = [
-        PartPrinter(layout(p, tile), config, buffers, needs, f"_{k}" if len(parts) > 1 else "", len(parts) > 1, sure)
-        for k, p in enumerate(parts)
+        PartPrinter(space, config, buffers, needs, f"_{k}" if len(parts) > 1 else "", len(parts) > 1, sure)
+        for k, space in enumerate(layout(p, buffers, tile) for p in parts)
     ]
     bodies = [p.print() for p in printers]
     ends: list[Expr] = []

@@ -106,17 +106,6 @@ def drop_unit_axes(loops: LoopNest) -> LoopNest:
     return replace(loops, axes=axes, body=substitute(loops.body, env)) if env else loops
 
 
-def contiguous_last(axes: Sequence[Axis], body: Body, load: int = 1, store: int = 2) -> list[Axis]:
-    """``axes`` with the one that most accesses step through by one element moved to the end, the innermost loop:
-    neighbours in the iteration space are then neighbours in memory. ``load``, ``store``: the weights of accesses."""
-    if len(axes) < 2:
-        return list(axes)
-    accesses = [(s.index, store if isinstance(s, Store) else load) for s in body if isinstance(s, (Load, Store))]
-    votes = [sum(w for e, w in accesses if e.coefficient(a.var) == 1) for a in axes]
-    best = max(range(len(axes)), key=lambda i: (votes[i], i))
-    return [a for i, a in enumerate(axes) if i != best] + [axes[best]]
-
-
 def merge_axes(loops: LoopNest, apart: bool = False) -> LoopNest:
     """Two neighbouring axes of one kind that every index steps through as one (``8*i + j``, j < 8) become one axis, as
     often as possible: a contiguous elementwise kernel ends with a single loop, whatever the rank.

@@ -8,21 +8,25 @@ Three shapes of kernel::
     reduction   x, r           XBLOCK rows of RBLOCK elements
 
 Each letter is one linear variable over one or more axes. A kernel is fast when addresses need no division of a linear
-variable and when neighbours in x (or r) are neighbours in memory; so axes that every access steps through as one are
-merged first, and the axis that most accesses are contiguous in comes last.
+variable and when a warp's points are neighbours in memory; so axes that every access steps through as one are merged
+first, and of the orders and tiles that is taken whose points touch the fewest sectors (``ir.traffic``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from ..ir.expr import Atom, BinOp, Expr, IntLike, Var, expr, floordiv, mod, product
 from ..ir.loops import Axis, Load, LoopNest, Reduce, Stmt, Store
-from ..ir.transforms import contiguous_last, drop_unit_axes, merge_axes, substitute
+from ..ir.program import Buffer
+from ..ir.traffic import Access, accesses, cheapest_last, cost, cost_of_order
+from ..ir.transforms import drop_unit_axes, merge_axes, substitute
 
+TILE = 64  # points of a side
 MIN_TILE = 8  # a shorter side costs less read out of order than tiled
-LOAD, STORE = 2, 3  # weights: a scattered store is a read and a write
+WORTH = 0.8  # of the sectors: what is left must pay for going through shared memory
 
 
 @dataclass(frozen=True)
@@ -54,19 +58,21 @@ class Space:
         return [s for s in self.body if isinstance(s, Store)]
 
 
-def layout(loops: LoopNest, tile: bool = True) -> Space:
+def layout(loops: LoopNest, buffers: Mapping[str, Buffer], tile: bool = True) -> Space:
     """``loops`` on the grid. ``tile=False`` keeps a pointwise kernel one-dimensional.
 
     Not memoized: two loop nests over axes of one name and different sizes compare equal."""
     loops = merge_axes(drop_unit_axes(_one_empty_axis(loops)), apart=True)
+    moved = accesses(loops.body, buffers)
+    parallel = cheapest_last(loops.parallel, moved)
     if loops.reduced or any(isinstance(s, Reduce) for s in loops.body):
-        return _linear(loops, "reduction", x=_ordered(loops.parallel, loops), r=_ordered(loops.reduced, loops))
-    sides = _tile_sides(loops) if tile else None
+        return _linear(loops, "reduction", x=parallel, r=cheapest_last(loops.reduced, moved))
+    sides = _tile_sides(loops, parallel, moved) if tile else None
     if sides is None:
-        return _linear(loops, "1d", x=_ordered(loops.parallel, loops))
+        return _linear(loops, "1d", x=parallel)
     x, y = sides
     rest = [a for a in loops.parallel if a not in (x, y)]
-    return _linear(loops, "tile", x=[x], y=[y], z=_ordered(rest, loops))
+    return _linear(loops, "tile", x=[x], y=[y], z=cheapest_last(rest, moved))
 
 
 def _one_empty_axis(loops: LoopNest) -> LoopNest:
@@ -81,28 +87,22 @@ def _one_empty_axis(loops: LoopNest) -> LoopNest:
     return loops
 
 
-def _ordered(axes: Sequence[Axis], loops: LoopNest) -> list[Axis]:
-    """Outermost first."""
-    return contiguous_last(axes, loops.body, LOAD, STORE)
-
-
-def _tile_sides(loops: LoopNest) -> tuple[Axis, Axis] | None:
-    """(x, y) when accesses are contiguous in two different axes, both long enough; else None."""
-    votes: dict[Axis, int] = {}
-    accesses = [(s.index, LOAD) for s in loops.loads()] + [(s.index, STORE) for s in loops.stores()]
-    for e, weight in accesses:
-        walked = [a for a in loops.axes if e.has(a.var)]
-        unit = next((a for a in walked if e.coefficient(a.var) == 1), None)
-        if unit is not None and len(walked) > 1:
-            votes[unit] = votes.get(unit, 0) + weight
-    sides = sorted(votes, key=lambda a: votes[a], reverse=True)[:2]
-    if len(sides) < 2 or any(a.size.hint() < MIN_TILE for a in sides):
+def _tile_sides(loops: LoopNest, order: Sequence[Axis], moved: Sequence[Access]) -> tuple[Axis, Axis] | None:
+    """(x, y) when accesses are contiguous in two different axes, both long enough, and a tile of these touches clearly
+    fewer sectors than ``order``; else None."""
+    sides = [a for a in loops.axes if a.size.hint() >= MIN_TILE and any(_rows_along(a, m.index) for m in moved)]
+    tiles = {pair: cost(moved, {a.var: min(TILE, a.size.hint()) for a in pair}) for pair in combinations(sides, 2)}
+    best = min(tiles, key=lambda pair: tiles[pair], default=None)
+    if best is None or tiles[best] > WORTH * cost_of_order(moved, order):
         return None
     # x is the side that the first store is contiguous in
-    for s in loops.stores():
-        if s.index.coefficient(sides[1].var) == 1:
-            return sides[1], sides[0]
-    return sides[0], sides[1]
+    first = next((s.index for s in loops.stores() if any(_rows_along(a, s.index) for a in best)), None)
+    return best if first is None or _rows_along(best[0], first) else (best[1], best[0])
+
+
+def _rows_along(a: Axis, index: Expr) -> bool:
+    """Is ``index``, of two axes or more, contiguous in ``a``?"""
+    return index.coefficient(a.var) == 1 and len(index.variables()) > 1
 
 
 # -- linear variables -------------------------------------------------------------------------------
@@ -120,16 +120,6 @@ def _linear(loops: LoopNest, mode: str, **letters: Sequence[Axis]) -> Space:
             rest = floordiv(rest, a.size)
         env |= {a.var: rest for a in axes[:1]}
     return Space(mode, substitute(loops.body, env), **made)
-
-
-def walks(index: Expr, space: Space) -> str | None:
-    """The letter along which ``index`` moves by one element per step, if any."""
-    for v in (space.r, space.x, space.y):
-        if v is None or v.size == 1:
-            continue
-        if step(index, v) == 1:
-            return v.name
-    return None
 
 
 def step(index: Expr, v: Var) -> int | None:

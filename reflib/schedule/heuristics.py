@@ -24,10 +24,11 @@ from ..ir.assume import limit_facts
 from ..ir.expr import Expr, Sym, expr
 from ..ir.loops import Load, LoopNest, Reduce, Store
 from ..ir.program import Assume, Buffer, Config, KernelNode, Variant, kernel_with_fallback
+from ..ir.traffic import CLOSE, WARP, accesses, cost
 from ..ir.transforms import phases
 from ..options import Options
 from ..target import Target
-from .axes import Space, layout, step, walks
+from .axes import Space, layout, step
 
 READ_BYTES = 16  # the widest access of one thread
 ROW_BYTES = 64  # of a row, in flight per thread
@@ -39,7 +40,7 @@ def choose_configs(
     """``parts`` as one kernel, called ``name``: a fast variant with what it assumes, then one that always works."""
     if not target.is_gpu:
         return kernel_with_fallback(KernelNode(name, parts, Config(xblock=1, num_warps=1, index="int64")))
-    traffic = [_Traffic(p, buffers, layout(p)) for p in parts]
+    traffic = [_Traffic(p, buffers, layout(p, buffers)) for p in parts]
     main = max(traffic, key=lambda t: t.space.x.size.hint())
     config, row_facts = _config(main, traffic, target, options)
     facts = _index_facts(traffic, buffers)
@@ -100,15 +101,14 @@ class _Traffic:
         ]
         return 1 + max(rounds, default=0)
 
-    def walk(self) -> str:
-        """The letter along which most accesses are contiguous."""
-        votes: dict[str, int] = {}
-        for s in self.space.body:
-            if isinstance(s, (Load, Store)):
-                letter = walks(s.index, self.space)
-                if letter:
-                    votes[letter] = votes.get(letter, 0) + 1
-        return max(votes, key=lambda k: votes[k]) if votes else "x"
+    def columns(self) -> bool:
+        """Of a reduction: does a warp touch fewer sectors when its lanes go along x, one result each, than along r?"""
+        x, r = self.space.x, self.space.r
+        assert r is not None
+        moved = [a for a in accesses(self.space.body, self.buffers) if a.varies(r)]
+        length = max(1, min(WARP, r.size.hint()))
+        row, rows, column = ({r: length}, {r: length, x: WARP // length}, {x: min(WARP, x.size.hint())})
+        return x.size.hint() > 1 and cost(moved, column) < min(cost(moved, row), CLOSE * cost(moved, rows))
 
 
 # -- block shapes -----------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def _reduction(t: _Traffic, target: Target, options: Options, general: bool) -> 
     assert s.r is not None
     rows, length = max(1, s.x.size.hint()), max(1, s.r.size.hint())
     known = s.r.size.constant is not None
-    if t.walk() == "x" and s.x.size.hint() > 1:
+    if t.columns():
         return _columns(t, rows, length), ()
     limit = options.persistent_limit if t.passes > 1 else min(options.persistent_limit, 4096)
     if length > limit or (general and not known):

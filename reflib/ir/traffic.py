@@ -1,0 +1,139 @@
+"""What a kernel's accesses move: the 32-byte sectors that a tile of its points touches.
+
+Memory is moved in sectors of 32 bytes, a warp's request for each distinct sector it touches, whatever it uses of them
+(CUDA C++ Best Practices Guide, "Coalesced access to global memory"). So an access is weighed by its sectors per point,
+not counted: a tile of 128 points along a contiguous axis touches 8 sectors of bf16, along one of stride 100 it touches
+128, and an access that does not vary with the axis touches 1. What one warp touches twice L1 still has, but what
+it stores goes to L2 instruction by instruction. An order of loops is therefore judged by the points of a warp (loads)
+and of its 32 lanes (stores); a two-dimensional block, whose accesses Triton each lays along their own contiguous side,
+by all of its points.
+
+How many sectors: along each variable an index takes ``count`` values ``step`` elements apart (several such pairs where
+it has // or %). Least step first, elements closer than a sector grow a dense run; any wider step repeats the run. A run
+that begins anywhere touches 1 + (bytes - itemsize) / 32 sectors on average::
+
+    i*96 + j,  4 bytes, tile {i: 8, j: 64}:   j: a run of 256 bytes;  i: 8 runs, 384 bytes apart  ->  8 * 8.9 sectors
+
+Sizes known at run time only count by their hints: this chooses, and proves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from .expr import BinOp, Expr, Ref, Sym, Var, expr
+from .loops import Axis, Load, Stmt, Store, stmt_args, stmt_exprs
+from .program import Buffer
+
+SECTOR = 32  # bytes
+LANES = 32
+WARP = 4 * LANES  # points that a warp computes
+LOAD, STORE = 2, 3  # weights: a store of part of a sector is also read
+CLOSE = 1.1  # costs within 10% are equal: the order as written needs fewer divisions
+_FAR = 1 << 40  # elements: the step of an index that is itself loaded
+
+
+@dataclass(frozen=True)
+class Access:
+    """``index`` in elements of ``itemsize`` bytes; ``loaded``: what the indices vary with that are values."""
+
+    index: Expr
+    itemsize: int
+    store: bool
+    loaded: frozenset[Expr] = frozenset()
+
+    def varies(self, v: Var) -> bool:
+        return any(e.has(v) for e in (self.index, *self.loaded))
+
+    def sectors(self, tile: Mapping[Var, int]) -> float:
+        """How many sectors the points of ``tile`` touch: extents by variable; all others are fixed."""
+        steps = [s for v, extent in tile.items() for s in self._steps(v, extent)]
+        run, runs, points = self.itemsize, 1, 1
+        for step, count in sorted(steps):
+            if step * self.itemsize <= max(run, SECTOR):
+                run += (count - 1) * step * self.itemsize
+            else:
+                runs *= count
+            points *= count
+        return min(runs * (1 + (run - self.itemsize) / SECTOR), points)
+
+    def _steps(self, v: Var, extent: int) -> list[tuple[int, int]]:
+        far = [(_FAR, max(prod(n for _, n in _steps(e, v, extent)) for e in self.loaded))] if self.loaded else []
+        return _steps(self.index, v, extent) + far
+
+
+def _steps(e: Expr, v: Var, extent: int) -> list[tuple[int, int]]:
+    """(step, count) pairs: the values that ``e`` takes over ``extent`` steps of ``v``."""
+    out: list[tuple[int, int]] = []
+    for m, c in e.terms:
+        factor, inner = abs(c), [(0, 1)]
+        for a in m:
+            if a == v:
+                inner = [(1, extent)]
+            elif isinstance(a, BinOp) and (a.a.has(v) or a.b.has(v)):
+                inner = _divided(a, _steps(a.a, v, extent))
+            elif isinstance(a, Sym):
+                factor *= max(1, expr(a).hint())
+        out += [(factor * step, count) for step, count in inner if count > 1]
+    return out
+
+
+def _divided(a: BinOp, inner: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    n = 1 if a.b.variables() else max(1, a.b.hint())
+    if a.fn == "%":
+        return [(s, min(count, -(-n // s))) for s, count in inner]
+    if a.fn == "//":
+        return [(s // n, count) if s >= n else (1, -(-count * s // n)) for s, count in inner]
+    return inner
+
+
+def accesses(body: Sequence[Stmt], buffers: Mapping[str, Buffer]) -> list[Access]:
+    """The loads and stores of ``body``, each element of a buffer once."""
+    made_of: list[frozenset[Expr]] = []  # per statement: the index expressions behind its value
+    out: dict[tuple[type, str, Expr], Access] = {}
+    for s in body:
+        if isinstance(s, (Load, Store)):
+            loaded = frozenset().union(*(made_of[a.id] for a in s.index.atoms() if isinstance(a, Ref)))
+            itemsize = buffers[s.buffer].dtype.itemsize
+            out[type(s), s.buffer, s.index] = Access(s.index, itemsize, isinstance(s, Store), loaded)
+        made_of.append(frozenset(e for e in stmt_exprs(s) if e.variables()).union(*(made_of[a] for a in stmt_args(s))))
+    return list(out.values())
+
+
+def cost(moved: Sequence[Access], tile: Mapping[Var, int], stored: Mapping[Var, int] | None = None) -> float:
+    """Weighed sectors per point of ``tile``; of ``stored``, if that is given, for stores."""
+    total = 0.0
+    for a in moved:
+        points = stored if a.store and stored else tile
+        total += (STORE if a.store else LOAD) * a.sectors(points) / prod(points.values())
+    return total
+
+
+def cost_of_order(moved: Sequence[Access], axes: Sequence[Axis]) -> float:
+    """Weighed sectors per point of a warp that visits neighbouring points, the last of ``axes`` being the innermost."""
+    return cost(moved, _neighbours(axes, WARP), _neighbours(axes, LANES))
+
+
+def _neighbours(axes: Sequence[Axis], points: int) -> dict[Var, int]:
+    tile: dict[Var, int] = {}
+    for a in reversed(axes):
+        if points > 1:
+            tile[a.var] = min(points, max(1, a.size.hint()))
+            points //= tile[a.var]
+    return tile
+
+
+def cheapest_last(axes: Sequence[Axis], moved: Sequence[Access]) -> list[Axis]:
+    """``axes`` with the innermost, and where that is shorter than a warp the next one too, moved to the end so that a
+    warp's points touch the fewest sectors; of equal orders the one nearest to ``axes``."""
+    if len(axes) < 2:
+        return list(axes)
+    orders: list[list[Axis]] = []
+    for last in reversed(axes):
+        rest = [a for a in axes if a is not last]
+        seconds = reversed(rest) if last.size.hint() < WARP else rest[-1:]
+        orders += [[*(a for a in rest if a is not second), second, last] for second in seconds]
+    costs = [cost_of_order(moved, order) for order in orders]
+    return next(order for order, c in zip(orders, costs) if c <= CLOSE * min(costs))
