@@ -1,4 +1,4 @@
-"""Ops that move elements: cat, pad, slices written into, flips, and reads at positions held in tensors."""
+"""Ops that move elements: cat, pad, slices written into, flips, and reads and single writes at positions held in tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reflib.ir.expr import Expr, expr, floordiv, maximum, minimum, mod, nonneg
 from reflib.ir.ops import value_dtype
 from reflib.ir.program import View
 
-from .body import NestBuilder, Value, check_dtype, element, nest, where
+from .body import NestBuilder, Value, check_dtype, element, fit, nest, where
 from .context import LoweringContext, unflatten
 from .rules import Unsupported, rule
 
@@ -223,3 +223,28 @@ def _indexed(k: NestBuilder, x: View, indices: Sequence[View | None]) -> Value:
         i = indices[d] if d < len(indices) else None
         coords.append(next(others) if i is None else k.indirect(k.load(i, own), x.shape[d]))
     return k.load(x, coords)
+
+
+# -- one position per row written: a comparison with it, not a scatter ----------------------------------------------
+@element("scatter.src", "scatter.value")
+def scatter(k: NestBuilder, x: View, dim: int, index: View, new: Any) -> Value:
+    """The gradient of picking one logit per row (cross entropy, ``gather``) is this, of zeros."""
+    here, at = _here(k, x, dim, index)
+    old = k.load(x)
+    return where(here, k.load(new, at).to(old.dtype) if isinstance(new, View) else fit(new, old.dtype), old)
+
+
+@element("scatter_add")
+def scatter_add(k: NestBuilder, x: View, dim: int, index: View, new: View) -> Value:
+    here, at = _here(k, x, dim, index)
+    old = k.load(x)
+    return where(here, old + k.load(new, at).to(old.dtype), old)
+
+
+def _here(k: NestBuilder, x: View, dim: int, index: View) -> tuple[Value, list[Expr]]:
+    """Is this the one element of its row, along ``dim``, that ``index`` names? And where its new value stands."""
+    d = axis(dim, len(x.shape))
+    if not x.shape or list(index.shape) != [*x.shape[:d], expr(1), *x.shape[d + 1 :]]:
+        raise Unsupported("more than one position per row, or not one in every row")
+    at = [expr(0) if i == d else c for i, c in enumerate(k.coords)]
+    return k.index(k.indirect(k.load(index, at), x.shape[d])).eq(k.index(k.coords[d])), at

@@ -258,3 +258,22 @@ def test_decompositions_leave_random_ops_and_attention_whole():
     names = {str(op) for op in TABLE}
     assert not names & {"aten.native_dropout.default", "aten._scaled_dot_product_flash_attention_for_cpu.default"}
     assert "aten.native_layer_norm.default" in names
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_one_position_per_row_written(dim, dtype):
+    x = (torch.randn(4, 6, 5) * 9).to(dtype)
+    one = x.sum(dim, keepdim=True).to(dtype)
+    i = torch.randint(0, x.shape[dim], one.shape)
+    check(lambda x, i, s: (x.scatter(dim, i, s), x.scatter(dim, i, 3), x.scatter_add(dim, i, s)), x, i, one)
+    few = i.narrow(dim - 1, 0, 2)  # other rows stay as they are
+    check(lambda x, i, s: x.scatter(dim, i, s), x, few, one, calls=1)
+
+
+def test_the_gradient_of_cross_entropy_scatters_nothing():
+    def gradient(x, t):
+        loss = F.cross_entropy(x, t, ignore_index=2)
+        return torch.autograd.grad(loss, x)[0]
+
+    check(gradient, torch.randn(6, 11, requires_grad=True), torch.tensor([1, 2, 0, 10, 5, 2]))
