@@ -47,6 +47,7 @@ class Options:
     persistent_limit: longest row, in elements, that a GPU reduction keeps in registers.
     split_reductions: cut few, long rows into pieces that run in parallel.
     combine_kernels: launch independent small pointwise kernels (an optimizer's parameters) as one.
+    channels_last: on a GPU, keep what is between convolutions in channels-last order where that saves copies.
     reuse_buffers: give a dead buffer's storage to a new one.
     inplace_buffers: let an elementwise kernel write over an input that dies there.
     cpp_flags: more flags for the C++ compiler.
@@ -81,6 +82,7 @@ class Options:
     persistent_limit: int = 16384
     split_reductions: bool = True
     combine_kernels: bool = True
+    channels_last: bool = True
     reuse_buffers: bool = True
     inplace_buffers: bool = True
     cpp_flags: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -43,6 +44,9 @@ Chosen = tuple["Program", tuple[Any, ...]]  # a program without choices, and the
 CHOOSE = Seam("pipeline.CHOOSE")
 # What to start in the background before a graph is captured: (options, kinds of device) -> None.
 START = Seam("pipeline.START")
+# Rewrites of a functional ATen graph, of inference or forward and backward in one, before it is cut or lowered:
+# (GraphModule, Options, is the target a GPU?) -> GraphModule. The core has none.
+REWRITES = Seam("pipeline.REWRITES")
 # Checks of a program after each stage, under ``Options(verify=True)``: (Program) -> None, raising VerifyError.
 VERIFY = Seam("pipeline.VERIFY")
 
@@ -123,11 +127,23 @@ def targets(options: Options) -> TargetOf:
     return lambda device: interpreted.get(device.type) or device_target(device.type, device.index or 0)
 
 
+def rewritten(module: torch.fx.GraphModule, options: Options, target_of: TargetOf) -> torch.fx.GraphModule:
+    """``module`` after every rewrite; it is not changed itself."""
+    values = (n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder")
+    gpu = any(target_of(v.device).is_gpu for v in values if isinstance(v, torch.Tensor) and v.dim())
+    for rewrite in REWRITES.values():
+        module = rewrite(module, options, gpu)
+    return module
+
+
 # -- the stages -------------------------------------------------------------------------------------
 def _lower(s: Stages) -> None:
     from .lower import lower
 
-    s.program = lower(s.graph, s.options)
+    graph = s.graph
+    if graph.name == "inference":
+        graph = replace(graph, module=rewritten(graph.module, s.options, s.target_of))
+    s.program = lower(graph, s.options)
     if s.options.target is not None:
         s.program = _retarget(s.program, parse_target(s.options.target))
     _verify(s, s.program)
@@ -244,7 +260,8 @@ class Backend:
         if self.options.target is None:
             for start in START.values():
                 start(self.options, {t.device.type for t in inputs if isinstance(t, torch.Tensor)})
-        return dynamo_graph_to_aten(module, inputs, decompositions(), self._compile)
+        rewrite = partial(rewritten, options=self.options, target_of=targets(self.options))
+        return dynamo_graph_to_aten(module, inputs, decompositions(), self._compile, rewrite)
 
     def _compile(self, graph: Graph, inputs: Sequence[Any]) -> Callable[[list], Any]:
         stages = run(graph, self.options)

@@ -10,6 +10,7 @@ from .seams import plug
 PLUGS: dict[str, dict[str, str]] = {
     "pipeline.START": {"begin": "api:begin"},
     "pipeline.CHOOSE": {"choose": "tuning:choose"},
+    "pipeline.REWRITES": {"channels_last": "capture.layouts:channels_last"},
     "pipeline.VERIFY": {"verify": "ir.verify:verify"},
     "options.NORMALIZE": {"lookup_table": "tables:normalize_lookup", "c_shims": "c_shims:normalize"},
     "lower.MODULES": {

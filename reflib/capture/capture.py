@@ -18,14 +18,19 @@ import torch
 from .graph import Graph
 
 CompileGraph = Callable[[Graph, Sequence[Any]], Callable[[list], Any]]
+Rewrite = Callable[[torch.fx.GraphModule], torch.fx.GraphModule]
 
 
 def dynamo_graph_to_aten(
-    module: torch.fx.GraphModule, inputs: Sequence[Any], decompositions: dict, compile_graph: CompileGraph
+    module: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    decompositions: dict,
+    compile_graph: CompileGraph,
+    rewrite: Rewrite = lambda gm: gm,
 ) -> Callable[..., Any]:
     """AOTAutograd over one of Dynamo's graphs. ``compile_graph`` is called once for an inference graph, or for the
     forward graph and, possibly only when it is first needed, for the backward graph; it returns a callable that takes a
-    list of inputs."""
+    list of inputs. ``rewrite``: of the joint graph, before it is cut into these two."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -37,12 +42,15 @@ def dynamo_graph_to_aten(
 
         return compile_one
 
+    def partition(gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        return min_cut_rematerialization_partition(rewrite(gm), *args, **kwargs)
+
     backend = aot_autograd(
         fw_compiler=compiler("forward"),
         bw_compiler=compiler("backward"),
         inference_compiler=compiler("inference"),
         decompositions=decompositions,
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=partition,
         keep_inference_input_mutations=True,
     )
     return backend(module, inputs)

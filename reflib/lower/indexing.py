@@ -1,4 +1,4 @@
-"""Ops that move elements: cat, pad, slices written into, flips, and reads and single writes at positions held in tensors."""
+"""Ops that move elements: cat, pad, slices written into, flips; reads, and a write per row, at positions in tensors."""
 
 from __future__ import annotations
 

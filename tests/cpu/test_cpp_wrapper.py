@@ -541,7 +541,9 @@ def test_without_a_compiler_auto_is_python() -> None:
 
 
 # -- without the fast ways --------------------------------------------------------------------------
-OTHER_WAYS = FALLBACKS + """
+OTHER_WAYS = (
+    FALLBACKS
+    + """
 from tests.cpu.test_cpp_wrapper import explained, affine, X, W
 for name in {names!r}:
     with pytest.MonkeyPatch.context() as m:
@@ -562,6 +564,7 @@ call = explained(lambda x: (x.t(), x.sort().values * 2, x[1]), x).stages.call
 assert tests.grows(lambda: call([x]), 3000) < 350
 print(type(call.load()).__name__)
 """
+)
 ROWS = (
     "data_dependent_sizes", "outputs_that_are_no_tensors", "several_outputs_of_a_call", "constants",
     "custom_ops_in_python", "an_index_out_of_range", "misaligned_views", "no_more_memory_than_eager",

@@ -70,13 +70,16 @@ def test_the_profiler_shows_launches() -> None:
     assert any(k.name in n for k in e.kernels for n in names), names
 
 
-OTHER_WAYS = FALLBACKS + """
+OTHER_WAYS = (
+    FALLBACKS
+    + """
 for name in ("dynamic_shapes", "training", "custom_ops_in_python", "misaligned_views", "another_stream",
              "captured_in_a_cuda_graph", "split_k_words_under_capture", "early_launches"):
     with pytest.MonkeyPatch.context() as m:
         run(name, "cuda", "cpp", m, Path(tempfile.mkdtemp()))
 assert (host.extension().__name__ == "reflib.wrap.host_ctypes") == {ctypes!r}
 """
+)
 
 
 @pytest.mark.parametrize("way", ["layout unknown", "no Python.h"])

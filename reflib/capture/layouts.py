@@ -1,0 +1,208 @@
+"""Convolutions in channels-last order on a GPU, inside a graph whose inputs and outputs keep the user's strides.
+
+cuDNN's tensor-core convolutions read and write NHWC. Given NCHW they transpose what they read and what they write,
+each a pass over memory that does nothing else. So in a graph of convolutions the tensors between them are better kept
+in NHWC: a copy where such tensors begin, a copy back where an output must have its own strides, and both of these fuse
+with the elementwise work around them.
+
+It pays when what the convolutions read and write is more than what has to be copied at the graph's edges::
+
+    sum of bytes(x) + bytes(y) over the convolutions y = conv(x)   >   bytes copied in + bytes copied out
+
+(Weights are transposed either way.) Done on the functional graph, the joint one where there are gradients: convolutions
+get channels-last operands, every fake value after them is computed again, and strides follow by PyTorch's own rules;
+so forward and backward agree about what is saved. Nothing else changes but the order in memory, hence no numerics.
+
+A graph is left alone if it has sizes known at run time only, grouped convolutions (other than depthwise), control flow,
+or, of a tensor in channels-last order, an op that takes strides as numbers or one that draws random numbers (they would
+fall on other elements).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch._guards import detect_fake_mode
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from ..options import Options
+
+aten = torch.ops.aten
+CONVOLUTIONS = {aten.convolution.default: 2, aten.convolution_backward.default: 3}  # ops: operands to lay out, first
+LAST = torch.channels_last
+_STRIDED = (aten.as_strided.default, aten.as_strided_scatter.default)
+
+
+class _Refused(Exception):
+    pass
+
+
+def channels_last(module: GraphModule, options: Options, gpu: bool) -> GraphModule:
+    """``module``, or a copy of it with convolutions in channels-last order, if that pays.
+
+    module: a functional ATen graph with ``meta["val"]``."""
+    if not (gpu and options.channels_last) or not _may(module.graph):
+        return module
+    out = GraphModule(module, deepcopy(module.graph))
+    for old, new in zip(module.graph.nodes, out.graph.nodes, strict=True):
+        new.meta = dict(old.meta)  # deepcopy would copy fake tensors
+    try:
+        moved = _lay_out(out.graph)
+    except _Refused:
+        return module
+    read = sum(_bytes(n.args[0].meta["val"]) + _bytes(n.meta["val"]) for n in _convolutions(module.graph))
+    if not moved or read <= moved:
+        return module
+    out.recompile()
+    return out
+
+
+def _may(graph: torch.fx.Graph) -> bool:
+    """Are there convolutions to lay out, and nothing that forbids it?"""
+    found = False
+    for n in graph.nodes:
+        values = [v for v in pytree.tree_leaves(n.meta.get("val")) if isinstance(v, (torch.Tensor, torch.SymInt))]
+        if any(isinstance(v, torch.SymInt) or not _static(v) for v in values):
+            return False
+        plain = isinstance(n.target, torch._ops.OpOverload) or n.target is operator.getitem
+        if n.op == "call_function" and not plain:
+            return False
+    for n in _convolutions(graph):
+        x, weight, groups = n.args[0].meta["val"], n.args[1].meta["val"], n.args[8]
+        if groups not in (1, x.shape[1]):
+            return False
+        found = found or (x.dim() == 4 and weight.dim() == 4)
+    return found
+
+
+def _convolutions(graph: torch.fx.Graph) -> Iterator[Node]:
+    return (n for n in graph.nodes if n.target is aten.convolution.default)
+
+
+def _static(t: torch.Tensor) -> bool:
+    return all(isinstance(s, int) for s in t.shape) and t.layout == torch.strided
+
+
+def _bytes(t: torch.Tensor) -> int:
+    return t.numel() * t.element_size()
+
+
+def _lay_out(graph: torch.fx.Graph) -> int:
+    """Operands in channels-last order, then every value after them again. Returns the bytes of tensors, other than
+    weights, that are copied at the edges: inputs, and outputs that must have their old strides. Raises _Refused."""
+    moved = 0
+    mode = detect_fake_mode([n.meta.get("val") for n in graph.nodes if n.op == "placeholder"])
+    if mode is None:
+        raise _Refused
+    changed: set[Node] = set()
+    copies: dict[Node, Node] = {}  # by what is copied
+    with mode, torch.no_grad():
+        for node in list(graph.nodes):
+            if node.op == "output":
+                moved += _restore(graph, node, changed)
+                break
+            if node.op != "call_function":
+                continue
+            operands = CONVOLUTIONS.get(node.target, 0)
+            if operands and node.args[0].meta["val"].dim() == 4:
+                moved += _convolve(graph, node, operands, copies)
+                changed.add(node)
+            elif any(a in changed for a in node.all_input_nodes):
+                changed.add(node)
+            else:
+                continue
+            _again(graph, node)
+            if all(_same(a, b) for a, b in zip(*(_tensors(node.meta[k]) for k in ("val", "old")), strict=True)):
+                changed.discard(node)
+    return moved
+
+
+def _convolve(graph: torch.fx.Graph, node: Node, operands: int, copies: dict[Node, Node]) -> int:
+    """The operands of a convolution in channels-last order; returns the bytes of inputs that are copied for it."""
+    moved, weight = 0, node.args[operands - 1]
+    args = list(node.args)
+    for i, operand in enumerate(node.args[:operands]):
+        assert isinstance(operand, Node)
+        value = operand.meta["val"]
+        if value.is_contiguous(memory_format=LAST):
+            continue
+        if operand not in copies:
+            with graph.inserting_before(node):
+                copies[operand] = graph.call_function(aten.clone.default, (operand,), {"memory_format": LAST})
+            copies[operand].meta = {**operand.meta, "val": aten.clone.default(value, memory_format=LAST)}
+            moved += _bytes(value) if operand is not weight else 0
+        args[i] = copies[operand]
+    node.args = tuple(args)
+    return moved
+
+
+def _again(graph: torch.fx.Graph, node: Node) -> None:
+    """``node``'s value for its arguments' new values; the one before is ``meta["old"]``."""
+    target, old = node.target, node.meta.get("val")
+    if target in _STRIDED or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+        raise _Refused
+    try:
+        value = _run(node)
+    except (RuntimeError, ValueError):  # a view that this order in memory does not allow
+        if target not in (aten.view.default, aten._unsafe_view.default):
+            raise _Refused from None
+        source = node.args[0]
+        with graph.inserting_before(node):
+            copy = graph.call_function(aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
+        copy.meta = {**source.meta, "val": _run(copy)}  # type: ignore[union-attr]
+        node.args = (copy, *node.args[1:])
+        value = _run(node)
+    node.meta = {**node.meta, "val": value, "old": old}
+
+
+def _run(node: Node) -> Any:
+    value = lambda n: n.meta.get("val")  # noqa: E731
+    return node.target(*torch.fx.map_arg(node.args, value), **torch.fx.map_arg(node.kwargs, value))  # type: ignore
+
+
+def _restore(graph: torch.fx.Graph, output: Node, changed: set[Node]) -> int:
+    """Outputs with their old strides; returns the bytes copied."""
+    moved = 0
+
+    def as_before(node: Node) -> Node:
+        nonlocal moved
+        if node not in changed or not isinstance(node.meta["val"], torch.Tensor):
+            return node
+        value, old = node.meta["val"], node.meta["old"]
+        moved += _bytes(value)
+        return _copied(graph, node, output, old)
+
+    output.args = torch.fx.map_arg(output.args, as_before)
+    return moved
+
+
+def _copied(graph: torch.fx.Graph, node: Node, before: Node, like: torch.Tensor) -> Node:
+    """A copy of ``node`` with the strides of ``like``: contiguous in the order of its dimensions. Raises _Refused if
+    ``like`` has gaps."""
+    order = sorted(range(like.dim()), key=lambda d: -like.stride(d) if like.shape[d] != 1 else -like.numel())
+    back = [order.index(d) for d in range(like.dim())]
+    with graph.inserting_before(before):
+        for target, *more in ((aten.permute.default, order), (aten.clone.default,), (aten.permute.default, back)):
+            made = graph.call_function(target, (node, *more))
+            if target is aten.clone.default:
+                made.kwargs = {"memory_format": torch.contiguous_format}
+            made.meta = {k: v for k, v in node.meta.items() if k != "old"}
+            made.meta["val"] = _run(made)
+            node = made
+    if not _same(node.meta["val"], like):
+        raise _Refused
+    return node
+
+
+def _tensors(tree: Any) -> list[Any]:
+    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """One order in memory? (Strides of dimensions of size 1 say nothing.)"""
+    return all(s == t for s, t, n in zip(a.stride(), b.stride(), a.shape, strict=True) if n != 1)

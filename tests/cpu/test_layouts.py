@@ -1,0 +1,140 @@
+"""Convolutions in channels-last order: the same values and strides outside, no transposed tensor between them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import reflib
+from reflib.ir.program import Extern
+from reflib.options import Options
+from reflib.pipeline import Backend, rewritten, targets
+
+LAST = torch.channels_last
+
+
+class Net(nn.Module):
+    """Convolutions of every kind with what networks put between them, drawn from ``seed``."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        rng = random.Random(seed)
+        c = rng.choice([4, 8, 12])
+        self.stem = nn.Conv2d(3, c, 3, rng.choice([1, 2]), 1, bias=rng.random() < 0.5)
+        self.blocks, self.kinds = nn.ModuleList(), []
+        for _ in range(rng.choice([2, 3, 4])):
+            kind = rng.choice(["residual", "depthwise", "squeeze", "group", "dense", "pool"])
+            self.kinds.append(kind)
+            inner = nn.Conv2d(c, c, 5, padding=2, groups=c) if kind == "depthwise" else nn.Conv2d(c, c, 3, padding=1)
+            norm = nn.GroupNorm(2, c) if kind == "group" else nn.BatchNorm2d(c)
+            out = nn.Conv2d(2 * c if kind == "dense" else c, c, 1)
+            self.blocks.append(nn.ModuleList([inner, norm, out]))
+        self.up = nn.ConvTranspose2d(c, 3, 2, 2)
+        self.head = nn.Linear(c, 5)
+
+    def forward(self, x):
+        x = F.relu(self.stem(x))
+        for kind, (inner, norm, out) in zip(self.kinds, self.blocks):
+            y = F.silu(norm(inner(x)))
+            if kind == "squeeze":
+                y = y * y.mean((2, 3), keepdim=True).sigmoid()
+            if kind == "dense":
+                y = torch.cat([x, y], 1)
+            x = F.avg_pool2d(out(y), 3, 1, 1) if kind == "pool" else out(y) + x
+        pooled = F.adaptive_avg_pool2d(x, 1)
+        tokens = x.flatten(2).transpose(1, 2)
+        return self.head(pooled.view(x.shape[0], -1)), self.up(x), tokens.softmax(-1), x.view(x.shape[0], -1).sum(1)
+
+
+def convolutions(module: torch.fx.GraphModule):
+    return [n for n in module.graph.nodes if n.op == "call_function" and "convolution" in str(n.target)]
+
+
+def is_last(value: torch.Tensor) -> bool:
+    return value.is_contiguous(memory_format=LAST)
+
+
+def same(a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> None:
+    assert (a - b).abs().max() <= 1e-4 * max(scale, float(b.abs().max()))
+    assert [s for s, n in zip(a.stride(), a.shape) if n > 1] == [s for s, n in zip(b.stride(), b.shape) if n > 1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_inference(seed: int) -> None:
+    torch.manual_seed(seed)
+    model, x = Net(seed).eval(), torch.randn(3, 3, 16, 16)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        e = reflib.explain(model, x, target="sm_90")
+        changed = rewritten(e.graph.module, Options(), targets(Options(target="sm_90")))
+        assert changed is not e.graph.module
+        for n in convolutions(changed):
+            assert is_last(n.meta["val"]) and is_last(n.args[0].meta["val"]) and is_last(n.args[1].meta["val"])
+        inputs = e.graph.placeholders()
+        args = [*model.parameters(), *model.buffers(), x]
+        given = [next(a for a in args if a.shape == i.shape and a.dtype == i.dtype) for i in inputs]
+        args = [torch.randn(i.shape) if i.is_floating_point() else g for i, g in zip(inputs, given)]
+        args = [a.abs() + 0.5 for a in args]  # variances among them
+        for a, b in zip(torch.fx.Interpreter(changed).run(*args), torch.fx.Interpreter(e.graph.module).run(*args)):
+            same(a, b)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_training(seed: int) -> None:
+    """The joint graph is rewritten, so what forward saves is what backward expects."""
+    torch.manual_seed(seed)
+    model, x = Net(seed), torch.randn(3, 3, 16, 16, requires_grad=True)
+    stages = []
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=Backend(Options(target="sm_90"), stages.append))
+
+    def results(fn):
+        outputs = fn(x)
+        return [*outputs, *torch.autograd.grad([o.square().sum() for o in outputs], [x, *model.parameters()])]
+
+    expected = results(model)
+    scale = max(float(g.abs().max()) for g in expected[4:])  # of gradients: a bias before a norm has one of about 0
+    for i, (a, b) in enumerate(zip(results(compiled), expected, strict=True)):
+        same(a, b, scale if i >= 4 else 1.0)
+    assert [s.graph.name for s in stages] == ["forward", "backward"]
+    for s in stages:
+        for n in convolutions(s.graph.module):
+            big = [v for v in [n.args[0].meta["val"], *torch.utils._pytree.tree_leaves(n.meta["val"])] if v is not None]
+            assert all(is_last(v) for v in big if v.dim() == 4), n
+
+
+def externs(fn, *args, **options) -> list[Extern]:
+    torch._dynamo.reset()
+    with torch.no_grad():
+        return [n for n in reflib.explain(fn, *args, **options).scheduled.nodes if isinstance(n, Extern)]
+
+
+def conv(x, w):
+    return F.conv2d(F.relu(F.conv2d(x, w)), w)
+
+
+def test_when_it_does_not_pay() -> None:
+    x, w = torch.randn(2, 8, 16, 16), torch.randn(8, 8, 3, 3)
+
+    def laid_out(fn, *args, **options) -> bool:
+        torch._dynamo.reset()
+        with torch.no_grad():
+            module = reflib.explain(fn, *args, target="cpu").graph.module
+        return rewritten(module, Options(**options), targets(Options(target="sm_90"))) is not module
+
+    assert laid_out(conv, x, w)
+    assert not laid_out(conv, x, w, channels_last=False)
+    assert not laid_out(lambda x, w: F.conv2d(x, w) + 1, x, w)  # one, between an input and an output
+    assert not laid_out(lambda x, w: F.conv2d(x, w, groups=2), x, w[:, :4])
+    assert not laid_out(lambda x, w: F.conv1d(F.conv1d(x[:, :, 0], w[..., 0]), w[..., 0]), x, w)
+    assert not laid_out(lambda x, w: F.dropout(conv(x, w)), x, w)  # random numbers fall where eager has them
+
+
+def test_a_cpu_keeps_its_order() -> None:
+    x, w = torch.randn(2, 8, 16, 16), torch.randn(8, 8, 3, 3)
+    assert len(externs(conv, x, w, target="cpu")) == 2
+    torch.testing.assert_close(reflib.compile(conv)(x, w), conv(x, w))
