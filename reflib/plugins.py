@@ -31,6 +31,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "prologues": "fuse.casts:prologues",
     },
     "fuse.RULES": {"template": "fuse.templates:template_rule"},
+    "fuse.EMIT": {"template": "fuse.templates:emit_template"},
     "fuse.AFTER": {"recompute": "fuse.recompute:recompute", "combine": "fuse.combine:combine"},
     "schedule.SCHEDULERS": {"Template": "autotune.matmul:template_variants"},
     "generate.PRINTERS": {"cpu": "generate.cpp:print_kernel", "template": "generate.matmul:generate_matmul"},

@@ -12,8 +12,7 @@ The rules, each with its Reason's code:
 * ``in-place``: a kernel with a reduction may go over its rows several times, so data that it reads per element of a
   row may be overwritten in the last round only. Data per row (running statistics) is read and written once: no rule.
 * ``rows``: few, long rows are not kept in one kernel with what follows them: too little would run in parallel.
-* ``limit``: not more statements or buffers than the options allow, nor more matrices than an epilogue has registers
-  for.
+* ``limit``: not more statements or buffers than the options allow.
 * ``template``: only elementwise work on its result joins a matmul (``templates``).
 """
 
@@ -37,7 +36,6 @@ from .result import Reason
 
 # Further rules, (Cluster, Cluster, FusionContext) -> Reason or None. The core has none.
 RULES = Seam("fuse.RULES")
-MAX_STREAMS = 7  # buffers of a product's size that its epilogue reads or writes: the result, and six more
 Indices = dict[str, dict[Expr, int]]  # buffer -> index -> position of the first member that uses it
 
 
@@ -255,22 +253,9 @@ def _few_rows(a: Cluster, b: Cluster, m: Mapping, c: FusionContext) -> Reason | 
 
 def _limit(a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:
     limit = c.options.max_fused_buffers
-    if a.template is None and len(a.outside) + len(b.outside) <= limit:
-        return None
-    outside = (a.outside | b.outside) - newly_interior(a, b, c)
-    if a.template is not None and not _few_streams(a.template, outside, c):
-        return Reason("limit", "a matrix product's kernel has no registers for more operands of its full size")
-    if len(outside) <= limit:
+    if len(a.outside) + len(b.outside) <= limit or len((a.outside | b.outside) - newly_interior(a, b, c)) <= limit:
         return None
     return Reason("limit", f"together they touch more than max_fused_buffers={limit} buffers")
-
-
-def _few_streams(t: Template, outside: set[str], c: FusionContext) -> bool:
-    """``outside``: buffers that the kernel reads or writes in memory."""
-    batch, m, n, _ = t.sizes
-    points = (batch * m * n).hint()
-    whole = (b for b in outside - set(t.operands()) if c.program.buffers[b].numel.hint() >= points)
-    return len(list(whole)) <= MAX_STREAMS
 
 
 def newly_interior(a: Cluster, b: Cluster, c: FusionContext) -> set[str]:

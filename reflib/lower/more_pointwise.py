@@ -1,11 +1,84 @@
-"""Elementwise ops that most models do without: rounding, bits, tests of floats, rarer functions."""
+"""More elementwise ops: powers, clamps, rounding, bits, tests of floats, rarer functions."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from .body import Scalar, Value, where
 from .pointwise import pointwise, scaled
+from .rules import Unsupported
+
+
+@pointwise("rsub", n=2)
+def rsub(x: Value, y: Value, alpha: Scalar = 1) -> Value:
+    return y - scaled(x, alpha)
+
+
+@pointwise("square")
+def square(x: Value) -> Value:
+    return x * x
+
+
+@pointwise("pow.Tensor_Scalar", n=1)
+def pow_scalar(x: Value, exponent: Any) -> Value:
+    if isinstance(exponent, (int, float)) and not isinstance(exponent, bool):
+        exact = _exact_power(x, float(exponent))
+        if exact is not None:
+            return exact
+    return x.op("pow", exponent)
+
+
+def _exact_power(x: Value, e: float) -> Value | None:
+    """The powers eager has special cases for; of integers, every one that is not negative."""
+    if not x.dtype.is_floating_point:
+        if x.dtype == torch.bool or e < 0 or e != int(e) or e > 64:
+            raise Unsupported(f"integers to the power {e}")
+        return _integer_power(x, int(e))
+    special: dict[float, Callable[[], Value]] = {
+        0.0: lambda: x.like(1),
+        1.0: lambda: x,
+        2.0: lambda: x * x,
+        3.0: lambda: x * x * x,
+        0.5: lambda: x.sqrt(),
+        -0.5: lambda: x.op("rsqrt"),
+        -1.0: lambda: 1 / x,
+        -2.0: lambda: 1 / (x * x),
+    }
+    return special[e]() if e in special else None
+
+
+def _integer_power(x: Value, n: int) -> Value:
+    out = x.like(1)
+    while n:
+        if n & 1:
+            out = out * x
+        x, n = (x * x if n > 1 else x), n >> 1
+    return out
+
+
+@pointwise("pow.Tensor_Tensor", "pow.Scalar", n=2)
+def pow_tensor(x: Value, y: Value) -> Value:
+    return x.op("pow", y)
+
+
+@pointwise("clamp", n=3)
+def clamp(x: Value, lo: Value | None = None, hi: Value | None = None, **named: Any) -> Value:
+    lo, hi = named.get("min", lo), named.get("max", hi)
+    x = x if lo is None else x.maximum(lo)
+    return x if hi is None else x.minimum(hi)
+
+
+@pointwise("clamp_min", n=2)
+def clamp_min(x: Value, lo: Value) -> Value:
+    return x.maximum(lo)
+
+
+@pointwise("clamp_max", n=2)
+def clamp_max(x: Value, hi: Value) -> Value:
+    return x.minimum(hi)
 
 
 @pointwise("div.Tensor_mode", "div.Scalar_mode", n=2)
