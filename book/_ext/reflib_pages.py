@@ -257,10 +257,10 @@ def status(root: Path) -> str:
 
 def seconds(root: Path, slug: str, device: str) -> str:
     """How long executing it took on this device ('64 s'), or 'not noted'."""
-    from reflib.lab import durations, runner
+    from reflib.lab import durations, machine
 
     folder = root / "notebooks" / "recorded"
-    for where in (runner.gpu_slug(device), "cpu"):  # a CPU's name is not a slug
+    for where in (machine.gpu_slug(device), "cpu"):  # a CPU's name is not a slug
         if (found := durations.read(folder, where).get(slug)) is not None:
             return f"{found:.0f} s"
     return "not noted"
