@@ -139,7 +139,7 @@ def run(
 @click.option("--out", type=FOLDER, default=None, help="Where results are, and go.  [default: runs/sweep-<device>]")
 @click.option("--list", "listed", is_flag=True, help="List the models, and measure nothing.")
 def sweep(
-    only: str, mode: str, dtype: str, backend: str, models: str, out: Path | None, listed: bool, **how: Any
+    only: str, mode: str, dtype: str, backend: str, models: str, out: Path | None, listed: bool, **more: Any
 ) -> None:
     """Measure many models, in inference and training, beside eager and TorchInductor.
 
@@ -154,9 +154,9 @@ def sweep(
         for m in registry.models(models):
             click.echo(f"{m.name:18} {m.needs or 'own':14} {', '.join(m.modes)}")
         return
-    words = {name: tuple(w.strip() for w in text.split(",") if w.strip())
-             for name, text in (("only", only), ("modes", mode), ("dtypes", dtype), ("backends", backend))}  # fmt: skip
-    sys.exit(sweeping.sweep(sweeping.Request(models=models, **words, **how), out, click.echo))
+    texts = {"only": only, "modes": mode, "dtypes": dtype, "backends": backend}
+    how: dict[str, Any] = {name: tuple(w.strip() for w in text.split(",") if w.strip()) for name, text in texts.items()}
+    sys.exit(sweeping.sweep(sweeping.Request(models=models, **more, **how), out, click.echo))
 
 
 @cli.command()

@@ -175,7 +175,7 @@ def rows_of(place: Path) -> list[Found]:
         files = sorted(place.glob(f"{SWEEP}.*.json"))
     if not files or not place.exists():
         raise LabError(f"{runner.shown(place)} is not a run (no run.json) and has no recordings (*.json)")
-    every = [(file.name.split(".")[0], row, {}) for file in files for row in recorded(file)]
+    every: list[Found] = [(file.name.split(".")[0], row, {}) for file in files for row in recorded(file)]
     return [found for found in every if found[0] != SWEEP or found[1].case == "reflib"]
 
 

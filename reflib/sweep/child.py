@@ -1,17 +1,17 @@
 """One measurement of the sweep, in a process of its own: ``python -m reflib.sweep.child FOLDER``.
 
-FOLDER has ``job.json`` (written by ``run.py``), caches that are empty, and at the end ``result.json``: a status, and one
-number per metric. In order: a reference in float64; eager's results and their error; the compiler's first step, whose
+FOLDER has ``job.json`` (written by ``run.py``), empty caches, and at the end ``result.json``: a status, and one number
+per metric. In order: a reference in float64; eager's results and their error; the compiler's first step, whose
 seconds are the cold compile; its error; peak memory and kernels; then, alone on the device, the times.
 
 **Step.** Inference: ``model(*inputs)``. Training: that, and the gradients of every parameter, from fixed random
 gradients of the results. Neither optimizer nor loss: they would be the same for every model.
 
-**Error.** A tensor's is |got - exact| / |exact|, in 2-norms; where |exact| is under a thousandth of what is typical of
-the step's results (of its gradients, for a gradient), that counts instead: a gradient that is zero in exact arithmetic
-has no relative error. Weights and inputs are rounded to the dtype before the reference is computed. A step is wrong if
-a tensor's error is over twice eager's (or twice the median of eager's tensors, if that is more) plus a floor, or if a
-result has another number of tensors, shape or dtype. tf32 is off.
+**Error.** A tensor's is |got - exact| / |exact|, in root mean squares; where |exact| is under a thousandth of the
+median of the step's results (of its gradients, for a gradient), that counts instead: a gradient that is zero in exact
+arithmetic has no relative error. Weights and inputs are rounded to the dtype before the reference is computed. A step
+is wrong if a tensor's error is over twice eager's (or twice the median of eager's tensors, if that is more) plus a
+floor, or if a result has another number of tensors, shape or dtype. tf32 is off.
 
 **Times.** ``wall`` or ``events``: calls as a user makes them, launches included. ``graph``: the step captured as a CUDA
 graph, forward and backward on one stream, and replayed: the device's time alone. Others compile meanwhile, but all that

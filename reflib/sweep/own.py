@@ -6,6 +6,7 @@ Each class is written as its users write it, not as a compiler would like it. ``
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -239,7 +240,7 @@ class PointNet(nn.Module):
         super().__init__()
         widths = (3, c, 2 * c, 16 * c)
         layers = [
-            (nn.Conv1d(a, b, 1), nn.BatchNorm1d(b), nn.ReLU(inplace=True)) for a, b in zip(widths, widths[1:])
+            (nn.Conv1d(a, b, 1), nn.BatchNorm1d(b), nn.ReLU(inplace=True)) for a, b in itertools.pairwise(widths)
         ]
         self.points = nn.Sequential(*(m for layer in layers for m in layer))
         self.head = nn.Sequential(nn.Linear(16 * c, 4 * c), nn.ReLU(), nn.Linear(4 * c, 40))

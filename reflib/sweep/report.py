@@ -1,7 +1,7 @@
 """What a sweep found: geometric means per class (mode and dtype), then every model, the worst first.
 
-A **speed** is a peer's time over reflib's: below 1, reflib is slower. Two clocks: calls with their launches (``wall`` on
-a CPU, ``events`` on a GPU), and ``graph``, the device's time alone. A class is summed up over the models that both ran
+A **speed** is a peer's time over reflib's: below 1, reflib is slower. Two clocks: calls with their launches (``wall``
+on a CPU, ``events`` on a GPU), and ``graph``, the device's time alone. A mean is over the models that both ran
 correctly; a model that reflib did not is in no mean, and first in its table. Losses are shown like gains.
 """
 
@@ -96,7 +96,7 @@ def geomean(values: Iterable[float | None]) -> float | None:
 
 
 def means(listed: Sequence[Step]) -> dict[str, Any]:
-    """A class in numbers. Ratios of time: a peer's over reflib's; of memory and kernels: reflib's over TorchInductor's."""
+    """A class in numbers. Ratios of time: a peer's over reflib's. Of memory, kernels: reflib's over TorchInductor's."""
     beside = [s.speed(PEER) for s in listed]
     return {
         "models": len(listed),
@@ -118,13 +118,14 @@ def means(listed: Sequence[Step]) -> dict[str, Any]:
 def summary(rows: Rows) -> dict[str, Any]:
     """The data of summary.json."""
     found = classes(rows)
-    worst = sorted((s for listed in found.values() for s in listed if s.speed(PEER)), key=lambda s: s.speed(PEER) or 0)
+    beside = [(s.speed(PEER), s) for listed in found.values() for s in listed]
+    worst = sorted(((speed, s) for speed, s in beside if speed), key=lambda pair: pair[0])[:20]
     about = {name: getattr(rows[0], name) for name in ("device", "versions", "commit", "date")} if rows else {}
     return {
         **about,
         "classes": [{"mode": mode, "dtype": dtype, **means(listed)} for (mode, dtype), listed in found.items()],
         "worst": [
-            {"model": s.model, "mode": s.mode, "dtype": s.dtype, "over TorchInductor": s.speed(PEER)} for s in worst[:20]
+            {"model": s.model, "mode": s.mode, "dtype": s.dtype, "over TorchInductor": speed} for speed, s in worst
         ],
         "not ok": [{"case": r.case, **r.at, "status": r.status, "note": r.note} for r in rows if not r.ok],
     }  # fmt: skip
@@ -137,7 +138,8 @@ def sections(rows: Rows) -> list[Section]:
     out: list[Section] = [("Geometric means", MEANS, means_table(found))]
     out += [(f"{mode.capitalize()}, {dtype}", EACH, class_table(found[mode, dtype])) for mode, dtype in found]
     bad = [r for r in rows if not r.ok and r.status != "not installed"]
-    body = [[r.case, *map(str, r.at.values()), r.status, r.note] for r in sorted(bad, key=lambda r: (r.case != US, r.case))]
+    bad.sort(key=lambda r: (r.case != US, r.case))
+    body = [[r.case, *map(str, r.at.values()), r.status, r.note] for r in bad]
     absent = sorted({str(r.at["model"]) for r in rows if r.status == "not installed"})
     sentence = f"Not installed, so not measured: {', '.join(absent)}." if absent else ""
     if bad or absent:
@@ -147,8 +149,8 @@ def sections(rows: Rows) -> list[Section]:
 
 MEANS = (
     "A speed is the peer's time over reflib's: below 1, reflib is slower. It is the device's time, by replaying a CUDA "
-    "graph, where both could be captured, else that of calls. Compile: TorchInductor's seconds over reflib's, with empty "
-    "caches. Memory and kernels: reflib's over TorchInductor's."
+    "graph, where both could be captured, else that of calls. Compile: TorchInductor's seconds over reflib's, with "
+    "empty caches. Memory and kernels: reflib's over TorchInductor's."
 )
 EACH = (
     "Times in µs, the worst first. Error: of the worst tensor, against float64; eager's own beside it. Compile in "
@@ -158,7 +160,7 @@ EACH = (
 
 def means_table(found: dict[tuple[str, str], list[Step]]) -> Table:
     names = list(means([]))
-    body = [[f"{mode}, {dtype}", *(told(value) for value in means(listed).values())] for (mode, dtype), listed in found.items()]
+    body = [[", ".join(which), *(told(x) for x in means(listed).values())] for which, listed in found.items()]
     return ["", *names], body
 
 
@@ -177,7 +179,8 @@ def class_table(listed: Sequence[Step]) -> Table:
         line += [s.cell(who, "time", clocks) for clocks in (GRAPH, CALLS) for who in (EAGER, PEER, US)]
         line += [s.cell(who, "cold compile") for who in (PEER, US)]
         line += [s.cell(who, "peak memory") for who in (EAGER, PEER, US)]
-        line += [s.cell(PEER, "kernels"), *(s.cell(US, m) for m in ("kernels", "graph breaks", "error", "eager's error"))]
+        line.append(s.cell(PEER, "kernels"))
+        line += [s.cell(US, metric) for metric in ("kernels", "graph breaks", "error", "eager's error")]
         body.append(line)
     kept = [i for i in range(len(heads)) if i == 0 or any(line[i] for line in body)]
     return [heads[i] for i in kept], [[line[i] for i in kept] for line in body]
@@ -217,7 +220,8 @@ def write(folder: Path, rows: Rows) -> str:
     atomic.write(folder / "report.md", markdown(rows))
     atomic.write(folder / "report.html", page(rows))
     heads, body = means_table(classes(rows))
-    text = text_table(["", *(line[0] for line in body)], [list(x) for x in zip(heads[1:], *(line[1:] for line in body))])
+    turned = [list(line) for line in zip(heads[1:], *(line[1:] for line in body))]
+    text = text_table(["", *(line[0] for line in body)], turned)
     worst = [[*map(str, list(x.values())[:3]), told(x["over TorchInductor"])] for x in data["worst"][:10]]
     told_worst = text_table(["the slowest beside TorchInductor", "mode", "dtype", "speed"], worst)
     return f"{text}\n\n{told_worst}" if worst else text
