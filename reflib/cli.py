@@ -128,7 +128,7 @@ def run(
 @click.option("--backend", default="TorchInductor,reflib,eager", show_default=True, help="Who is measured.")
 @click.option("--size", type=click.Choice(["auto", "small", "real"]), default="auto", show_default=True,
               help="auto: real on a GPU, small on a CPU.")
-@click.option("--models", type=click.Path(exists=True, dir_okay=False), default="", metavar="FILE.py",
+@click.option("--models", type=click.Path(exists=True, dir_okay=False), default=None, metavar="FILE.py",
               help="A file with MODELS = [reflib.sweep.Model(...), ...], instead of the registry. It is executed.")
 @click.option("--workers", type=click.IntRange(1), default=None, metavar="N",
               help="Processes at the same time; one of them is timed.  [default: 8 at most on a GPU; 1 on a CPU]")
@@ -139,7 +139,7 @@ def run(
 @click.option("--out", type=FOLDER, default=None, help="Where results are, and go.  [default: runs/sweep-<device>]")
 @click.option("--list", "listed", is_flag=True, help="List the models, and measure nothing.")
 def sweep(
-    only: str, mode: str, dtype: str, backend: str, models: str, out: Path | None, listed: bool, **more: Any
+    only: str, mode: str, dtype: str, backend: str, models: str | None, out: Path | None, listed: bool, **more: Any
 ) -> None:
     """Measure many models, in inference and training, beside eager and TorchInductor.
 
@@ -151,12 +151,12 @@ def sweep(
     from reflib.sweep import run as sweeping
 
     if listed:
-        for m in registry.models(models):
+        for m in registry.models(models or ""):
             click.echo(f"{m.name:18} {m.needs or 'own':14} {', '.join(m.modes)}")
         return
     texts = {"only": only, "modes": mode, "dtypes": dtype, "backends": backend}
     how: dict[str, Any] = {name: tuple(w.strip() for w in text.split(",") if w.strip()) for name, text in texts.items()}
-    sys.exit(sweeping.sweep(sweeping.Request(models=models, **more, **how), out, click.echo))
+    sys.exit(sweeping.sweep(sweeping.Request(models=models or "", **more, **how), out, click.echo))
 
 
 @cli.command()

@@ -148,7 +148,7 @@ class WaveNet(nn.Module):
             filtered, gate = gated(F.pad(x, (2**i, 0))).chunk(2, 1)
             y = filtered.tanh() * gate.sigmoid()
             x, total = x + residual(y), total + skip(y)
-        return self.head(total.relu())
+        return self.head((total + x).relu())
 
 
 class LSTM(nn.Module):

@@ -77,21 +77,22 @@ def sweep(request: Request, out: Path | None = None, say: Callable[[str], Any] =
     workers = request.workers or (min(8, max(1, (os.cpu_count() or 2) // 2)) if device.type == "cuda" else 1)
     try:
         with ended_by_sigterm(), open(folder / "results.jsonl", "a", encoding="utf-8") as file:
-            for number, line in enumerate(carry_out(todo, workers, request, about, folder, say), 1):
+            for number, line in enumerate(carry_out(todo, workers, request, about, folder), 1):
                 found[key(line)] = line
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
                 file.flush()
                 say(f"[{number}/{len(todo)}] {told(line)}")
     except KeyboardInterrupt:
         say("interrupted; the same command goes on")
-    left = sum(key({"job": job}) not in found for job in jobs)
+    asked = [found.get(key({"job": job})) for job in jobs]
+    left = asked.count(None)
     rows = Rows(Row.from_data({**line["about"], **row}) for line in found.values() for row in line["rows"])
     recording.dump(folder / f"sweep.{slug}.json", [row.to_data() for row in rows], [])
     text = report.write(folder, rows)
     say(text + (f"\n{left} measurements are left: the same command goes on" if left else ""))
     say(f"report: {folder / 'report.html'}")
-    bad = [row for row in rows if row.case == "reflib" and row.status not in ("ok", "not installed")]
-    return 1 if left or bad else 0
+    ended = [line["rows"][0].get("status", "ok") for line in asked if line and line["job"]["backend"] == "reflib"]
+    return 1 if left or set(ended) - {"ok", "not installed"} else 0
 
 
 def stamp(device: Any) -> dict[str, Any]:
@@ -159,16 +160,15 @@ class Child:
     began: float = field(default_factory=time.monotonic)
     process: Any = None
 
-    def start(self, lock: Path) -> Child:
+    def start(self, lock: Path, threads: int) -> Child:
         here = Path(self.folder.name)
         (here / "job.json").write_text(json.dumps({**self.job, "lock": str(lock)}), encoding="utf-8")
         path = os.pathsep.join(p for p in (str(machine.ROOT), os.environ.get("PYTHONPATH", "")) if p)
-        threads = {} if self.job["device"] == "cpu" else {"OMP_NUM_THREADS": "2"}  # several compile
         with open(here / "stderr", "wb") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "reflib.sweep.child", str(here)],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, cwd=here,
-                env={**os.environ, **threads, "PYTHONPATH": path}, start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}, start_new_session=True,
             )  # fmt: skip
         return self
 
@@ -197,12 +197,11 @@ class Child:
             self.folder.cleanup()
 
 
-def carry_out(
-    todo: Sequence[Job], workers: int, request: Request, about: dict[str, Any], folder: Path, say: Callable[[str], Any]
-) -> Any:
+def carry_out(todo: Sequence[Job], workers: int, request: Request, about: dict[str, Any], folder: Path) -> Any:
     """Yields a line per job that ended, ``workers`` at once, until ``request.seconds`` are over."""
     waiting, running = list(todo), list[Child]()
     stop = time.monotonic() + request.seconds
+    threads = max(1, (os.cpu_count() or 1) // workers)
     try:
         while (waiting or running) and time.monotonic() < stop:
             while waiting and len(running) < workers:
@@ -212,7 +211,7 @@ def carry_out(
                     yield line_of(job, missing, 0.0, about)
                     continue
                 made = tempfile.TemporaryDirectory(prefix="reflib-sweep-", ignore_cleanup_errors=True)
-                running.append(Child(job, made).start(folder / ".lock"))
+                running.append(Child(job, made).start(folder / ".lock", threads))
             for child in list(running):
                 if (outcome := child.outcome(request.limit)) is not None:
                     running.remove(child)
