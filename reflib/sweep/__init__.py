@@ -14,8 +14,8 @@ On one GPU with 16 cores, every model in bfloat16, then in float32, each in unde
 of compiling per model for TorchInductor, half of that for reflib, and 8 s each for imports and the device, by 8; the
 device is held for about a second each)::
 
-    reflib sweep --device cuda --dtype bfloat16 --workers 8 --limit 120 --seconds 530 --out runs/sweep
-    reflib sweep --device cuda --dtype float32 --workers 8 --limit 120 --seconds 530 --out runs/sweep
+    reflib sweep --device cuda --dtype bfloat16 --workers 8 --limit 150 --seconds 530 --out runs/sweep
+    reflib sweep --device cuda --dtype float32 --workers 8 --limit 150 --seconds 530 --out runs/sweep
 
 `--seconds` ends a call on time; whatever is left is measured by the same command again. For the book, copy
 `sweep.<gpu>.json` from that folder to `notebooks/recorded/`.

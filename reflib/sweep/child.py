@@ -1,8 +1,8 @@
 """One measurement of the sweep, in a process of its own: ``python -m reflib.sweep.child FOLDER``.
 
 FOLDER has ``job.json`` (written by ``run.py``), empty caches, and at the end ``result.json``: a status, and one number
-per metric. In order: a reference in float64; eager's results and their error; the compiler's first step, whose
-seconds are the cold compile; its error; peak memory and kernels; then, alone on the device, the times.
+per metric. In order: a reference in float64; eager's results and their error; the compiler's first step, whose seconds
+are the cold compile (with what it imports); its error; peak memory and kernels; then, alone on the device, the times.
 
 **Step.** Inference: ``model(*inputs)``. Training: that, and the gradients of every parameter, from fixed random
 gradients of the results. Neither optimizer nor loss: they would be the same for every model.
@@ -264,9 +264,10 @@ def on_gpu(step: Step, device: Any) -> tuple[float, int]:
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         step()
         torch.cuda.synchronize(device)
-    with tempfile.NamedTemporaryFile("r", suffix=".json") as trace:
-        seen.export_chrome_trace(trace.name)
-        events = json.load(trace)["traceEvents"]
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        seen.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
     return peak, sum(event.get("cat") == "kernel" for event in events)
 
 

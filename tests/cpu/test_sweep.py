@@ -101,7 +101,8 @@ def test_errors_are_relative_and_judged_by_eagers() -> None:
     assert found == pytest.approx([0.1, 0.25])  # 0.5 / 5; one integer of four
     assert child.judged([0.0199], [0.01], "float32") == ""
     assert "tensor 1 of 2" in child.judged([0.01, 0.03], [0.01, 0.01], "float32")
-    assert child.judged([0.01, 0.019, 0.0], [0.01, 1e-9, 0.01], "float32") == ""  # the usual error of eager's tensors counts
+    usual = child.judged([0.01, 0.019, 0.0], [0.01, 1e-9, 0.01], "float32")  # twice the median of eager's
+    assert usual == ""
     assert child.judged([math.nan], [1.0], "bfloat16")
     assert child.judged([1e-6], [0.0], "float32") == "" != child.judged([1e-5], [0.0], "float32")
 
