@@ -9,9 +9,10 @@ gradients of the results. Neither optimizer nor loss: they would be the same for
 
 **Error.** A tensor's is |got - exact| / |exact|, in root mean squares; where |exact| is under a thousandth of the
 median of the step's results (of its gradients, for a gradient), that counts instead: a gradient that is zero in exact
-arithmetic has no relative error. Weights and inputs are rounded to the dtype before the reference is computed. A step
-is wrong if a tensor's error is over twice eager's (or twice the median of eager's tensors, if that is more) plus a
-floor, or if a result has another number of tensors, shape or dtype. tf32 is off.
+arithmetic has no relative error. Weights and inputs are rounded to the dtype before the reference is computed; tf32 is
+off. Reported is the median tensor's. A step is **inaccurate**, and says so, if a tensor's error is over twice eager's
+(or twice the median of eager's tensors, if that is more) plus a floor. It is **wrong**, and not timed, if an error is
+over four times that plus 0.1, or if a result has another number of tensors, shape or dtype.
 
 **Times.** ``wall`` or ``events``: calls as a user makes them, launches included. ``graph``: the step captured as a CUDA
 graph, forward and backward on one stream, and replayed: the device's time alone. Others compile meanwhile, but all that
@@ -131,7 +132,7 @@ def measure(job: Job, module: Any, inputs: list[Any], values: dict[str, Any]) ->
         synchronize(device)
     want = stepper(module, module, inputs, training)()
     own, like = errors(want, exact), facts(want)
-    values["eager's error"] = max(own, default=0.0)
+    values["eager's error"] = statistics.median(own) if own else 0.0
     del want
     call, kernels = COMPILERS[job["backend"]](module)
     step = stepper(call, module, inputs, training)
@@ -145,12 +146,14 @@ def measure(job: Job, module: Any, inputs: list[Any], values: dict[str, Any]) ->
     if facts(got) != like:
         return "wrong", "the results differ from eager's in number, shape or dtype"
     off = errors(got, exact)
-    values["error"] = max(off, default=0.0)
+    values["error"] = statistics.median(off) if off else 0.0
     del got, exact
-    if why := judged(off, own, job["dtype"], wide):
-        return "wrong", why
+    verdict, why = judged(off, own, job["dtype"], wide)
+    if verdict == "wrong":
+        return verdict, why
     values["peak memory"], values["kernels"] = on_gpu(step, device) if device.type == "cuda" else (None, kernels())
-    return timed(job, step, device, values)
+    notes = [f"inaccurate: {why}" if why else "", "" if wide else "reference in float32"]
+    return timed(job, step, device, values, [note for note in notes if note])
 
 
 def reference(module: Any, inputs: Sequence[Any], training: bool) -> tuple[Any, bool]:
@@ -190,17 +193,22 @@ def errors(got: tuple[list[Any], list[Any]], exact: tuple[list[Any], list[Any]])
     return found
 
 
-def judged(off: Sequence[float], own: Sequence[float], dtype: str, wide: bool = True) -> str:
-    """What is wrong; "" if nothing is. ``wide``: the reference is in float64, else eager's own error may be zero."""
+def judged(off: Sequence[float], own: Sequence[float], dtype: str, wide: bool = True) -> tuple[str, str]:
+    """("ok", ""), ("inaccurate", the worst tensor) or ("wrong", the first such tensor). ``wide``: the reference is in
+    float64; else eager's own error may be zero."""
     import torch
 
-    from reflib.autotune.correct import FLOOR
+    from reflib.autotune.correct import BROKEN, FLOOR
 
     floor, usual = FLOOR[getattr(torch, dtype)] * (1 if wide else 4), statistics.median(own) if own else 0.0
+    worst, found = 1.0, ("ok", "")
     for number, (mine, eager) in enumerate(zip(off, own)):
-        if not mine <= 2 * max(eager, usual) + floor:  # NaN never passes
-            return f"tensor {number} of {len(off)}: error {mine:.2g}, eager's {eager:.2g}"
-    return ""
+        what, typical = f"tensor {number} of {len(off)}: error {mine:.2g}, eager's {eager:.2g}", max(eager, usual)
+        if not mine <= 4 * typical + BROKEN:  # NaN never passes
+            return "wrong", what
+        if mine / (2 * typical + floor) > worst:
+            worst, found = mine / (2 * typical + floor), ("inaccurate", what)
+    return found
 
 
 # -- compilers: module -> (callable, number of generated kernels) -------------------------------------
@@ -271,11 +279,11 @@ def on_gpu(step: Step, device: Any) -> tuple[float, int]:
     return peak, sum(event.get("cat") == "kernel" for event in events)
 
 
-def timed(job: Job, step: Step, device: Any, values: dict[str, Any]) -> tuple[str, str]:
+def timed(job: Job, step: Step, device: Any, values: dict[str, Any], notes: list[str]) -> tuple[str, str]:
     from reflib.lab.measuring import time_cases
     from reflib.lab.timing import Samples
 
-    values["times"], notes = {}, []
+    values["times"] = {}
     with alone(job):
         # graphs last: a capture that fails can leave the random generator unusable
         for clock in ("events", "graph") if device.type == "cuda" else ("wall",):

@@ -19,6 +19,7 @@ from reflib import atomic
 from reflib.lab.rows import Row, Rows, html_table, short, text_table
 
 US, PEER, EAGER = "reflib", "TorchInductor", "eager"
+INACCURATE = "inaccurate"  # what the note of such a row begins with
 CALLS, GRAPH = ("events", "wall"), ("graph",)
 Table = tuple[list[str], list[list[str]]]
 Section = tuple[str, str, Table]  # heading, sentence, table
@@ -47,6 +48,10 @@ class Step:
 
     def ran(self, who: str) -> bool:
         return who in self.by and all(row.ok for row in self.by[who])
+
+    def inaccurate(self, who: str) -> bool:
+        """It ran, and a tensor is further from float64 than twice eager's (see ``child.py``)."""
+        return any(row.ok and row.note.startswith(INACCURATE) for row in self.by.get(who, Rows()))
 
     def number(self, who: str, metric: str, clocks: Sequence[str] = ("",)) -> float | None:
         """The metric's value by the first of the clocks that has one; None if ``who`` did not run correctly."""
@@ -108,6 +113,7 @@ def means(listed: Sequence[Step]) -> dict[str, Any]:
         ),
         "over TorchInductor": geomean(beside),
         "over TorchInductor, calls": geomean(s.ratio(PEER, US, "time", CALLS) for s in listed),
+        "inaccurate": sum(s.inaccurate(US) for s in listed),
         "slower than TorchInductor": sum(x < 1 for x in beside if x),
         "cold compile": geomean(s.ratio(PEER, US, "cold compile") for s in listed),
         "peak memory": geomean(s.ratio(US, PEER, "peak memory") for s in listed),
@@ -138,12 +144,19 @@ def sections(rows: Rows) -> list[Section]:
     out: list[Section] = [("Geometric means", MEANS, means_table(found))]
     out += [(f"{mode.capitalize()}, {dtype}", EACH, class_table(found[mode, dtype])) for mode, dtype in found]
     bad = [r for r in rows if not r.ok and r.status != "not installed"]
+    bad += {(r.case, *r.at.values()): r for r in rows if r.note.startswith(INACCURATE)}.values()
     bad.sort(key=lambda r: (r.case != US, r.case))
     body = [[r.case, *map(str, r.at.values()), r.status, r.note] for r in bad]
     absent = sorted({str(r.at["model"]) for r in rows if r.status == "not installed"})
     sentence = f"Not installed, so not measured: {', '.join(absent)}." if absent else ""
     if bad or absent:
-        out.append(("What did not run", sentence, (["who", "model", "mode", "dtype", "status", "why"], body)))
+        out.append(
+            (
+                "What did not run, or less accurately than eager",
+                sentence,
+                (["who", "model", "mode", "dtype", "status", "why"], body),
+            )
+        )
     return out
 
 
@@ -153,7 +166,7 @@ MEANS = (
     "empty caches. Memory and kernels: reflib's over TorchInductor's."
 )
 EACH = (
-    "Times in µs, the worst first. Error: of the worst tensor, against float64; eager's own beside it. Compile in "
+    "Times in µs, the worst first. Error: of the median tensor, against float64; eager's own beside it. Compile in "
     "seconds, memory in MiB beyond what was there before a step."
 )
 

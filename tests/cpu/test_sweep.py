@@ -99,12 +99,14 @@ def test_errors_are_relative_and_judged_by_eagers() -> None:
     got = [torch.tensor([3.0, 4.5]), torch.tensor([1, 2, 3, 5])]
     found = child.errors((got, []), (exact, []))
     assert found == pytest.approx([0.1, 0.25])  # 0.5 / 5; one integer of four
-    assert child.judged([0.0199], [0.01], "float32") == ""
-    assert "tensor 1 of 2" in child.judged([0.01, 0.03], [0.01, 0.01], "float32")
+    assert child.judged([0.0199], [0.01], "float32") == ("ok", "")
+    verdict, why = child.judged([0.01, 0.03, 0.04], [0.01, 0.01, 0.01], "float32")
+    assert verdict == "inaccurate" and why.startswith("tensor 2 of 3")  # the worst of them
     usual = child.judged([0.01, 0.019, 0.0], [0.01, 1e-9, 0.01], "float32")  # twice the median of eager's
-    assert usual == ""
-    assert child.judged([math.nan], [1.0], "bfloat16")
-    assert child.judged([1e-6], [0.0], "float32") == "" != child.judged([1e-5], [0.0], "float32")
+    assert usual == ("ok", "")
+    assert child.judged([math.nan], [1.0], "bfloat16")[0] == "wrong"
+    assert child.judged([0.0, 1.0], [0.01, 0.01], "bfloat16")[0] == "wrong"  # one gradient left out
+    assert [child.judged([x], [0.0], "float32")[0] for x in (1e-6, 1e-5, 0.2)] == ["ok", "inaccurate", "wrong"]
 
 
 def test_a_gradient_that_is_zero_in_exact_arithmetic_has_no_relative_error() -> None:
@@ -277,6 +279,7 @@ def test_means_by_hand() -> None:
         # graphs, where both have one, count more than calls
         row("c", "eager", 9.0), row("c", "TorchInductor", 9.0), row("c", "reflib", 3.0),
         row("c", "TorchInductor", 5.0, clock="graph"), row("c", "reflib", 10.0, clock="graph"),
+        row("c", "reflib", 5e-7, "error", note="inaccurate: tensor 0 of 1"),
         row("d", "eager", 1.0), row("d", "TorchInductor", 1.0), row("d", "reflib", None, status="wrong", note="off"),
         row("a", "TorchInductor", 30.0, "cold compile"), row("a", "reflib", 10.0, "cold compile"),
         row("e", "reflib", None, status="not installed", note="no module"),
@@ -284,7 +287,7 @@ def test_means_by_hand() -> None:
     (found,) = report.classes(listed).values()
     assert [s.model for s in found] == ["d", "b", "c", "a"]  # what is wrong, then the slowest
     means = report.means(found)
-    assert (means["models"], means["correct"], means["slower than TorchInductor"]) == (4, 3, 2)
+    assert (means["models"], means["correct"], means["inaccurate"], means["slower than TorchInductor"]) == (4, 3, 1, 2)
     assert means["over TorchInductor"] == pytest.approx((2 * (1 / 6) * 0.5) ** (1 / 3))
     assert means["over TorchInductor, calls"] == pytest.approx((2 * (1 / 6) * 3) ** (1 / 3))
     assert means["over eager"] == pytest.approx((4 * 0.5 * 3) ** (1 / 3))
