@@ -1,6 +1,6 @@
 # What a reader types. Each target sets itself up first (tools/setup.py says what it downloads).
 # Settings: DEVICE=cpu|cuda  ONLY=fusion[,measuring]  P="-p name=value"  RUN="--sweep sweep.yaml"  N=5000
-#           J=4 (test processes; all cores without it)  REPOSITORY=https://github.com/OWNER/NAME (of the book's links)
+#           SWEEP="--only gpt2,unet --workers 4"  J=4 (test processes; all cores without it)  REPOSITORY=https://github.com/OWNER/NAME (of the book's links)
 SHELL := /bin/bash
 PYTHON ?= python3
 SETUP = @$(PYTHON) tools/setup.py
@@ -14,7 +14,7 @@ NBVAL = --nbval-lax --nbval-current-env --nbval-cell-timeout 600
 # files stay whole, for what their tests share; those that take longest begin first (tests/conftest.py)
 SPREAD = --dist loadfile --no-loadscope-reorder
 
-.PHONY: help run test test-opinfo fuzz test-gpu lab book record bench bench-gpu wheels lint format clean
+.PHONY: help run test test-opinfo fuzz test-gpu lab book record bench bench-gpu sweep wheels lint format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -58,6 +58,10 @@ bench:  ## speed on the CPU, TorchInductor beside
 bench-gpu:  ## speed on a CUDA GPU, TorchInductor beside
 	$(SETUP) gpu
 	$(PY) -m tests.bench --device cuda
+
+sweep:  ## many models, inference and training, eager and TorchInductor beside (DEVICE=, ONLY=, SWEEP=); resumable
+	$(SETUP) sweep
+	@$(PY) -m reflib.cli sweep --device $(DEVICE) $(if $(ONLY),--only $(ONLY)) $(SWEEP)
 
 wheels:  ## pack into .whl what an offline Python 3.12 host with torch needs
 	@$(PYTHON) tools/wheels.py

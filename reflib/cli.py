@@ -142,21 +142,65 @@ def run(
 
 
 @cli.command()
+@click.option("--device", default="auto", show_default=True, envvar="DEVICE",
+              help="auto, cpu or cuda; only auto falls back.")
+@click.option("--only", default="", envvar="ONLY", metavar="MODEL,...", help="These models.  [default: all]")
+@click.option("--mode", default="inference,training", show_default=True, help="Separated by commas.")
+@click.option("--dtype", default="bfloat16,float32", show_default=True, help="In this order.")
+@click.option("--backend", default="TorchInductor,reflib,eager", show_default=True, help="Who is measured.")
+@click.option("--size", type=click.Choice(["auto", "small", "real"]), default="auto", show_default=True,
+              help="auto: real on a GPU, small on a CPU.")
+@click.option("--models", type=click.Path(exists=True, dir_okay=False), default=None, metavar="FILE.py",
+              help="A file with MODELS = [reflib.sweep.Model(...), ...], instead of the registry. It is executed.")
+@click.option("--workers", type=click.IntRange(1), default=None, metavar="N",
+              help="Processes at the same time; one of them is timed.  [default: 8 at most on a GPU; 1 on a CPU]")
+@click.option("--limit", type=click.FloatRange(0, min_open=True), default=300.0, show_default=True, metavar="S",
+              help="Seconds per measurement, compiling included.")
+@click.option("--seconds", type=click.FloatRange(0, min_open=True), default=float("inf"), metavar="S",
+              help="Stop after so many seconds.  [default: when all is measured]")
+@click.option("--out", type=FOLDER, default=None, help="Where results are, and go.  [default: runs/sweep-<device>]")
+@click.option("--list", "listed", is_flag=True, help="List the models, and measure nothing.")
+def sweep(
+    only: str, mode: str, dtype: str, backend: str, models: str | None, out: Path | None, listed: bool, **more: Any
+) -> None:
+    """Measure many models, in inference and training, beside eager and TorchInductor.
+
+    Each measurement has a process of its own; one that crashes, hangs or lacks a library is a row with the reason. What
+    was measured before with the same versions and commit is skipped: the same command goes on where it stopped. Exit
+    status: 0; 1 if something is left, or if reflib crashed or was wrong; 2 for bad input.
+    """
+    from reflib.sweep import model as registry
+    from reflib.sweep import run as sweeping
+
+    if listed:
+        for m in registry.models(models or ""):
+            click.echo(f"{m.name:18} {m.needs or 'own':14} {', '.join(m.modes)}")
+        return
+    texts = {"only": only, "modes": mode, "dtypes": dtype, "backends": backend}
+    how: dict[str, Any] = {name: tuple(w.strip() for w in text.split(",") if w.strip()) for name, text in texts.items()}
+    sys.exit(sweeping.sweep(sweeping.Request(models=models or "", **more, **how), out, click.echo))
+
+
+@cli.command()
 @click.argument("a", type=click.Path(exists=True, path_type=Path))
 @click.argument("b", type=click.Path(exists=True, path_type=Path))
-@click.option("--fail-over", default=None, metavar="PERCENT", help="Exit with 1 if B is slower by more, such as 5%.")
+@click.option("--fail-over", default=None, metavar="PERCENT",
+              help="Exit with 1 if B is slower by more, such as 5%.  [default for sweeps: 10%]")
 def compare(a: Path, b: Path, fail_over: str | None) -> None:
-    """Compare the measurements of two runs: folders of `reflib run`, or of recordings.
+    """Compare the measurements of two runs: folders of `reflib run`, of `reflib sweep`, or of recordings.
 
     Rows are matched by chapter, case, metric, sizes and parameters. A row is slower if the difference exceeds the limit
-    and the spreads. Exit status: 0; 1 with --fail-over if B is slower; 2 for bad input.
+    and the spreads; a case that only A could run is broken. Exit status: 0; 1 with --fail-over, or for sweeps, if B is
+    slower or broken; 2 for bad input.
     """
     from reflib.batch import compare as comparing
 
-    limit = comparing.percent(fail_over) if fail_over is not None else 0.05
+    limit = comparing.percent(fail_over) if fail_over is not None else None
     found = comparing.compare(a, b)
+    gate = limit is not None or found.of_sweeps
+    limit = limit if limit is not None else 0.10 if found.of_sweeps else 0.05
     click.echo(found.report(limit))
-    sys.exit(1 if fail_over is not None and found.fails(limit) else 0)
+    sys.exit(1 if gate and found.fails(limit) else 0)
 
 
 @cli.command()

@@ -1,6 +1,6 @@
 """Set-up for `make`: find or make a Python that can run reflib, install what is missing, say so first.
 
-    python3 tools/setup.py run|test|lab|book|gpu [--venv] [--offline]
+    python3 tools/setup.py run|test|lab|book|gpu|sweep [--venv] [--offline]
 
 Standard library only, and readable by old Pythons, because its first duty is to say "Python too old".
 It leaves `_build/python`, a two-line script that starts the Python it chose; the Makefile calls that.
@@ -33,6 +33,7 @@ USES = {
     "lab": ["triton", "notebooks"],
     "book": ["book"],
     "gpu": ["batch", "gpu-test"],
+    "sweep": ["triton"],
 }
 
 # Asked of a candidate Python: its version, whether we may install there, and what it has.

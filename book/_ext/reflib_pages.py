@@ -257,13 +257,32 @@ def status(root: Path) -> str:
 
 def seconds(root: Path, slug: str, device: str) -> str:
     """How long executing it took on this device ('64 s'), or 'not noted'."""
-    from reflib.lab import durations, runner
+    from reflib.lab import durations, machine
 
     folder = root / "notebooks" / "recorded"
-    for where in (runner.gpu_slug(device), "cpu"):  # a CPU's name is not a slug
+    for where in (machine.gpu_slug(device), "cpu"):  # a CPU's name is not a slug
         if (found := durations.read(folder, where).get(slug)) is not None:
             return f"{found:.0f} s"
     return "not noted"
+
+
+# ---- the model sweep
+
+
+def sweep(root: Path) -> str:
+    """The recorded sweeps, a heading per device."""
+    from reflib.lab import recording
+    from reflib.sweep import report
+
+    found = {path: recording.load(path)[0] for path in (root / "notebooks" / "recorded").glob("sweep.*.json")}
+    text = []
+    if not any("H200" in device for rows in found.values() for device in rows.devices):
+        text.append("Nothing has been recorded on an H200 yet.")
+    for path in sorted(found, key=lambda path: ("cpu" in path.name, path.name)):
+        text += [f"## {found[path].devices[0]}", report.made_with(found[path])]
+        for heading, sentence, (heads, body) in report.sections(found[path]):
+            text += [f"### {heading}", sentence, html_table(heads, body, escape=True) if body else ""]
+    return "\n\n".join(text)
 
 
 # ---- the map
@@ -337,6 +356,7 @@ PAGES: dict[str, Callable[..., str]] = {
     "routes": routes,
     "results": results,
     "status": status,
+    "sweep": sweep,
     "inductor-map": inductor_map,
 }
 MARK = re.compile(r"^<!-- generated: ([\w-]+)(?: (\S+))? -->$", re.M)

@@ -1,10 +1,12 @@
 """`reflib compare A B`: finds the rows of run B that are slower than those of A.
 
 Rows are matched by chapter, series, case, metric, unit, clock, cache, point of the sweep and the job's parameters. Only
-times and rates per second are compared.
+times, rates per second and MiB are compared; of model sweeps, only reflib's rows, without the seconds of compiling,
+which depend on what else compiles.
 
 A row is **slower** if its ratio is over the limit and the interquartile ranges do not overlap. B is slower if one row
-is, or if the geometric mean of all ratios, which has no spread, is over the limit.
+is, or if the geometric mean of all ratios, which has no spread, is over the limit. A case that ran in A and in B is
+wrong, crashed or timed out is **broken**: it counts as slower.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ from reflib.lab import runner
 from reflib.lab.ratio_chart import geometric_mean
 from reflib.lab.rows import Row, show_number, text_table
 
-LOWER = frozenset(summary.TIMES)
+LOWER = frozenset((*summary.TIMES, "MiB"))
 HIGHER = frozenset({"B/s", "kB/s", "MB/s", "GB/s", "TB/s", "FLOP/s", "GFLOP/s", "TFLOP/s"})
-MODELLED = frozenset({"predicted"})  # metrics with units of time that are not measured
+OMITTED = frozenset({"predicted", "cold compile"})  # metrics with units of time: not measured, or beside others
+SWEEP = "sweep"  # the chapter of rows that `reflib sweep` measured
 
 Key = tuple[str, ...]
 
@@ -71,6 +74,11 @@ class Comparison:
     only_a: tuple[Key, ...]
     only_b: tuple[Key, ...]
     devices: tuple[tuple[str, ...], tuple[str, ...]]
+    broken: tuple[tuple[Key, str], ...] = ()  # with the reason
+
+    @property
+    def of_sweeps(self) -> bool:
+        return all(p.key[0] == SWEEP for p in self.pairs)
 
     @property
     def overall(self) -> float:
@@ -79,7 +87,7 @@ class Comparison:
 
     def fails(self, limit: float) -> bool:
         """Whether B is slower than A by more than `limit` (0.05 is 5%)."""
-        return self.overall > 1 + limit or any(p.slower(limit) for p in self.pairs)
+        return bool(self.broken) or self.overall > 1 + limit or any(p.slower(limit) for p in self.pairs)
 
     def report(self, limit: float = 0.05, most: int = 20) -> str:
         """Text for a terminal: the rows beyond the limit in both directions, then the overall result."""
@@ -94,6 +102,8 @@ class Comparison:
                 lines.append(f"{len(found)} of {len(self.pairs)} rows {word} {beyond}:")
                 lines.append(text_table(*cells(found[:most])))
                 lines.append(f"... and {len(found) - most} more\n" if len(found) > most else "")
+        if self.broken:
+            lines += [f"{len(self.broken)} broken in B:", *(f"  {named(key)}: {why}" for key, why in self.broken), ""]
         for word, keys in (("A", self.only_a), ("B", self.only_b)):
             if keys:
                 lines.append(f"{len(keys)} rows only in {word}:")
@@ -116,7 +126,8 @@ def compare(a: Path, b: Path) -> Comparison:
     by_device = any(len({p.get("device") for _, _, p in found}) > 1 for found in (first, second))
     numbers_a, numbers_b = numbers(first, by_device), numbers(second, by_device)
     common = [key for key in numbers_a if key in numbers_b]
-    if not common:
+    lost = broken(numbers_a, second, by_device)
+    if not common and not lost:
         raise LabError(
             f"{runner.shown(a)} ({len(numbers_a)} rows) and {runner.shown(b)} ({len(numbers_b)} rows) have no measured "
             "row in common: are they of the same notebooks and parameters?"
@@ -126,7 +137,23 @@ def compare(a: Path, b: Path) -> Comparison:
         tuple(key for key in numbers_a if key not in numbers_b),
         tuple(key for key in numbers_b if key not in numbers_a),
         (devices(numbers_a.values()), devices(numbers_b.values())),
+        lost,
     )
+
+
+def broken(ran: Iterable[Key], found: Iterable[Found], by_device: bool) -> tuple[tuple[Key, str], ...]:
+    """The cases of `ran` that have a failure in `found`. (A failure has no clock: no call was timed.)"""
+
+    def case(key: Key) -> Key:
+        return (*key[:3], *key[7:])
+
+    failed = {
+        case(key_of(chapter, row, parameters, by_device)): f"{row.status} {row.note}".strip()
+        for chapter, row, parameters in found
+        if not row.ok and row.status != "not installed"
+    }
+    lost = {case(key): key for key in ran if case(key) in failed}
+    return tuple((key, failed[short]) for short, key in lost.items())
 
 
 Found = tuple[str, Row, Mapping[str, Any]]  # chapter, row, job's parameters
@@ -144,9 +171,12 @@ def rows_of(place: Path) -> list[Found]:
                 found.append((str(record["notebook"]), Row.from_data(row), record["parameters"]))
         return found
     files = sorted(place.glob("*.json")) if place.is_dir() else [place]
+    if (place / "results.jsonl").exists():  # of a model sweep, whose folder has a summary too
+        files = sorted(place.glob(f"{SWEEP}.*.json"))
     if not files or not place.exists():
         raise LabError(f"{runner.shown(place)} is not a run (no run.json) and has no recordings (*.json)")
-    return [(file.name.split(".")[0], row, {}) for file in files for row in recorded(file)]
+    every: list[Found] = [(file.name.split(".")[0], row, {}) for file in files for row in recorded(file)]
+    return [found for found in every if found[0] != SWEEP or found[1].case == "reflib"]
 
 
 def recorded(file: Path) -> Sequence[Row]:
@@ -160,7 +190,7 @@ def numbers(found: Iterable[Found], by_device: bool) -> dict[Key, Number]:
     """The measured rows by key; the median of several with the same key."""
     groups: dict[Key, list[Row]] = {}
     for chapter, row, parameters in found:
-        if row.ok and summary.is_measured(row) and row.unit in LOWER | HIGHER and row.metric not in MODELLED:
+        if row.ok and summary.is_measured(row) and row.unit in LOWER | HIGHER and row.metric not in OMITTED:
             groups.setdefault(key_of(chapter, row, parameters, by_device), []).append(row)
     return {
         key: Number(

@@ -18,7 +18,7 @@ from reflib.batch.jobs import NotebookJob, RunRequest, plan
 from reflib.batch.store import RunStore
 from reflib.batch.work import JobOutcome
 from reflib.errors import LabError
-from reflib.lab import machine, runner
+from reflib.lab import executing, machine, runner
 from reflib.lab.executing import NotebookResult
 
 
@@ -76,7 +76,7 @@ def run(
         with kept.locked():
             begin(kept, request, jobs)
             progress = RunProgress(jobs)
-            with runner.ended_by_sigterm():
+            with executing.ended_by_sigterm():
                 carry_out(progress, kept, start, retries, limit, say)
             return close(progress, kept, root, book, say)
 

@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol
@@ -120,6 +120,19 @@ def short_folder() -> str:
     """The system's temporary folder, or /tmp if socket paths in it would be too long."""
     usual = tempfile.gettempdir()
     return "/tmp" if len(os.fsencode(usual)) > LONGEST_TEMPORARY and os.path.isdir("/tmp") else usual
+
+
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Context in which SIGTERM ends what runs in the block, then this process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def watch(

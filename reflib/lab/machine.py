@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,12 @@ def pick_device(wanted: str) -> torch.device:
     if index >= torch.cuda.device_count():
         raise LabError(f"device is {wanted!r}, but there are {torch.cuda.device_count()} GPUs")
     return torch.device("cuda", index)
+
+
+def gpu_slug(name: str) -> str:
+    """'h200' for 'NVIDIA H200'; for other names, a string usable in file names."""
+    short = re.sub(r"(?i)nvidia|amd|geforce|instinct|tesla", "", name)
+    return re.sub(r"[^a-z0-9]+", "-", short.lower()).strip("-") or "unknown"
 
 
 @functools.cache

@@ -16,7 +16,6 @@ import json
 import os
 import queue
 import re
-import signal
 import sys
 import threading
 import time
@@ -29,7 +28,7 @@ from reflib.errors import LabError
 from reflib.lab import durations, machine
 from reflib.lab import notebook as nb
 from reflib.lab import recording as recordings
-from reflib.lab.executing import NotebookResult, execute, last_line
+from reflib.lab.executing import NotebookResult, ended_by_sigterm, execute, last_line
 from reflib.lab.params import Parameter, check_value, parse_parameters
 
 ROOT = machine.ROOT
@@ -137,7 +136,7 @@ def jobs_of(root: Path, only: Sequence[str], given: Mapping[str, str] | None, de
 
 def slug_of(device: str) -> str:
     """The device's name in recordings: 'h200' for an 'NVIDIA H200', 'cpu' for any CPU."""
-    return "cpu" if device == "cpu" else gpu_slug(name_of(device))
+    return "cpu" if device == "cpu" else machine.gpu_slug(name_of(device))
 
 
 def name_of(device: str) -> str:
@@ -157,19 +156,6 @@ def new_folder(parent: Path, name: str) -> Path:
             folder.mkdir()
             return folder.resolve()
     raise AssertionError
-
-
-@contextlib.contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Context in which SIGTERM ends the running notebooks, then this process."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def longest_first(jobs: Jobs, known: Mapping[str, float]) -> Jobs:
@@ -327,12 +313,6 @@ def keep_recording(
     if result.rows or result.claims:
         recordings.dump(target / "recorded" / f"{path.stem}.{slug}.json", result.rows, result.claims)
     durations.note(target / "recorded", path.stem, slug, result.seconds)
-
-
-def gpu_slug(name: str) -> str:
-    """'h200' for 'NVIDIA H200'; for other names, a string usable in file names."""
-    short = re.sub(r"(?i)nvidia|amd|geforce|instinct|tesla", "", name)
-    return re.sub(r"[^a-z0-9]+", "-", short.lower()).strip("-") or "unknown"
 
 
 def shown(path: Path) -> str:

@@ -17,7 +17,7 @@ SHARED = {
     *("seams", "tables", "target", "timeline", "timing", "toolchain", "worker"),
 }
 AROUND = ["pipeline", "background", "tuning", "fast_path", "api", "aot", "jobs", "observe", "weekend"]
-AROUND += ["lab", "batch", "cli"]
+AROUND += ["lab", "batch", "sweep", "cli"]
 ORDER = [*sorted(SHARED), *STAGES, *AROUND]
 
 
@@ -77,7 +77,7 @@ def test_the_shared_language_imports_no_stage(root: Path) -> None:
 
 
 # -- rings: the weekend core inside, the compiler around it, tools around that ---------------------------
-TOOLS = {"lab", "batch", "observe", "cli", "weekend"}
+TOOLS = {"lab", "batch", "sweep", "observe", "cli", "weekend"}
 
 
 def ring(path: str) -> int:

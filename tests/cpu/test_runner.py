@@ -19,7 +19,7 @@ from nbformat.v4 import new_code_cell, new_notebook
 from reflib.batch import run as batch
 from reflib.cli import cli
 from reflib.errors import LabError
-from reflib.lab import durations, executing, runner
+from reflib.lab import durations, executing, machine, runner
 from reflib.lab import notebook as nb
 from tests.processes import gone, soon
 
@@ -249,7 +249,7 @@ def test_a_session_keeps_plain_files_only(tmp_path: Path, monkeypatch: pytest.Mo
     [("NVIDIA H200", "h200"), ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("Tesla T4", "t4"), ("CPU", "cpu")],
 )
 def test_gpu_slugs(name: str, slug: str) -> None:
-    assert runner.gpu_slug(name) == slug
+    assert machine.gpu_slug(name) == slug
 
 
 def test_the_command_line_refuses_what_is_not_a_pair(checkout: Path) -> None:

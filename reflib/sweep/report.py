@@ -1,0 +1,240 @@
+"""What a sweep found: geometric means per class (mode and dtype), then every model, the worst first.
+
+A **speed** is a peer's time over reflib's: below 1, reflib is slower. Two clocks: calls with their launches (``wall``
+on a CPU, ``events`` on a GPU), and ``graph``, the device's time alone. A mean is over the models that both ran
+correctly; a model that reflib did not is in no mean, and first in its table. Losses are shown like gains.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reflib import atomic
+from reflib.lab.rows import Row, Rows, html_table, short, text_table
+
+US, PEER, EAGER = "reflib", "TorchInductor", "eager"
+INACCURATE = "inaccurate"  # what the note of such a row begins with
+CALLS, GRAPH = ("events", "wall"), ("graph",)
+Table = tuple[list[str], list[list[str]]]
+Section = tuple[str, str, Table]  # heading, sentence, table
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 80rem; margin: 1.5rem auto; padding: 0 1rem; }}
+div {{ overflow-x: auto; }} table {{ border-collapse: collapse; font-size: 14px; }}
+th, td {{ padding: .2rem .6rem; border-bottom: 1px solid #8886; text-align: left; }}
+</style></head><body><h1>{title}</h1>
+{body}
+</body></html>
+"""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A model in one mode and dtype: the rows of each backend."""
+
+    model: str
+    mode: str
+    dtype: str
+    by: dict[str, Rows]
+
+    def ran(self, who: str) -> bool:
+        return who in self.by and all(row.ok for row in self.by[who])
+
+    def inaccurate(self, who: str) -> bool:
+        """It ran, and a tensor is further from float64 than twice eager's (see ``child.py``)."""
+        return any(row.ok and row.note.startswith(INACCURATE) for row in self.by.get(who, Rows()))
+
+    def number(self, who: str, metric: str, clocks: Sequence[str] = ("",)) -> float | None:
+        """The metric's value by the first of the clocks that has one; None if ``who`` did not run correctly."""
+        rows = self.by.get(who, Rows()) if self.ran(who) else Rows()
+        found = {row.clock: row.value for row in rows.where(metric=metric)}
+        return next((found[clock] for clock in clocks if found.get(clock) is not None), None)
+
+    def ratio(self, above: str, below: str, metric: str, clocks: Sequence[str] = ("",)) -> float | None:
+        a, b = self.number(above, metric, clocks), self.number(below, metric, clocks)
+        return a / b if a and b else None
+
+    def speed(self, peer: str) -> float | None:
+        """The device's time if both were captured as graphs, else calls."""
+        return self.ratio(peer, US, "time", GRAPH) or self.ratio(peer, US, "time", CALLS)
+
+    def cell(self, who: str, metric: str, clocks: Sequence[str] = ("",)) -> str:
+        """The number; among the times of calls, the reason why there is none."""
+        if clocks == CALLS and who in self.by and not self.ran(who):
+            return next(row.status for row in self.by[who] if not row.ok)
+        return told(self.number(who, metric, clocks))
+
+
+def steps(rows: Iterable[Row]) -> list[Step]:
+    """In the order of the rows."""
+    found: dict[tuple[str, str, str], dict[str, list[Row]]] = {}
+    for row in rows:
+        where = (row.at["model"], row.at["mode"], row.at["dtype"])
+        found.setdefault(where, {}).setdefault(row.case, []).append(row)
+    return [Step(*where, {who: Rows(own) for who, own in by.items()}) for where, by in found.items()]
+
+
+def classes(rows: Iterable[Row]) -> dict[tuple[str, str], list[Step]]:
+    """(mode, dtype) -> steps, the worst first: those reflib did not run, then by its speed beside TorchInductor's, or
+    beside eager's where TorchInductor has none. What is not installed is left out."""
+    found: dict[tuple[str, str], list[Step]] = {}
+    for step in steps(rows):
+        if not any(row.status == "not installed" for own in step.by.values() for row in own):
+            found.setdefault((step.mode, step.dtype), []).append(step)
+    for listed in found.values():
+        listed.sort(key=lambda s: (US in s.by and s.ran(US), s.speed(PEER) or s.speed(EAGER) or 0.0))
+    return dict(sorted(found.items()))
+
+
+def geomean(values: Iterable[float | None]) -> float | None:
+    found = [value for value in values if value]
+    return statistics.geometric_mean(found) if found else None
+
+
+def means(listed: Sequence[Step]) -> dict[str, Any]:
+    """A class in numbers. Ratios of time: a peer's over reflib's. Of memory, kernels: reflib's over TorchInductor's."""
+    beside = [s.speed(PEER) for s in listed]
+    return {
+        "models": len(listed),
+        "correct": sum(s.ran(US) for s in listed),
+        "TorchInductor correct": sum(s.ran(PEER) for s in listed),
+        "over eager": geomean(s.speed(EAGER) for s in listed),
+        "TorchInductor over eager": geomean(
+            s.ratio(EAGER, PEER, "time", GRAPH) or s.ratio(EAGER, PEER, "time", CALLS) for s in listed
+        ),
+        "over TorchInductor": geomean(beside),
+        "over TorchInductor, calls": geomean(s.ratio(PEER, US, "time", CALLS) for s in listed),
+        "inaccurate": sum(s.inaccurate(US) for s in listed),
+        "slower than TorchInductor": sum(x < 1 for x in beside if x),
+        "cold compile": geomean(s.ratio(PEER, US, "cold compile") for s in listed),
+        "peak memory": geomean(s.ratio(US, PEER, "peak memory") for s in listed),
+        "kernels": geomean(s.ratio(US, PEER, "kernels") for s in listed),
+    }
+
+
+def summary(rows: Rows) -> dict[str, Any]:
+    """The data of summary.json."""
+    found = classes(rows)
+    beside = [(s.speed(PEER), s) for listed in found.values() for s in listed]
+    worst = sorted(((speed, s) for speed, s in beside if speed), key=lambda pair: pair[0])[:20]
+    about = {name: getattr(rows[0], name) for name in ("device", "versions", "commit", "date")} if rows else {}
+    return {
+        **about,
+        "classes": [{"mode": mode, "dtype": dtype, **means(listed)} for (mode, dtype), listed in found.items()],
+        "worst": [
+            {"model": s.model, "mode": s.mode, "dtype": s.dtype, "over TorchInductor": speed} for speed, s in worst
+        ],
+        "not ok": [{"case": r.case, **r.at, "status": r.status, "note": r.note} for r in rows if not r.ok],
+    }  # fmt: skip
+
+
+# -- tables -----------------------------------------------------------------------------------------
+def sections(rows: Rows) -> list[Section]:
+    """The page: means, a table per class, what did not run."""
+    found = classes(rows)
+    out: list[Section] = [("Geometric means", MEANS, means_table(found))]
+    out += [(f"{mode.capitalize()}, {dtype}", EACH, class_table(found[mode, dtype])) for mode, dtype in found]
+    bad = [r for r in rows if not r.ok and r.status != "not installed"]
+    bad += {(r.case, *r.at.values()): r for r in rows if r.note.startswith(INACCURATE)}.values()
+    bad.sort(key=lambda r: (r.case != US, r.case))
+    body = [[r.case, *map(str, r.at.values()), r.status, r.note] for r in bad]
+    absent = sorted({str(r.at["model"]) for r in rows if r.status == "not installed"})
+    sentence = f"Not installed, so not measured: {', '.join(absent)}." if absent else ""
+    if bad or absent:
+        out.append(
+            (
+                "What did not run, or less accurately than eager",
+                sentence,
+                (["who", "model", "mode", "dtype", "status", "why"], body),
+            )
+        )
+    return out
+
+
+MEANS = (
+    "A speed is the peer's time over reflib's: below 1, reflib is slower. It is the device's time, by replaying a CUDA "
+    "graph, where both could be captured, else that of calls. Compile: TorchInductor's seconds over reflib's, with "
+    "empty caches. Memory and kernels: reflib's over TorchInductor's."
+)
+EACH = (
+    "Times in µs, the worst first. Error: of the median tensor, against float64; eager's own beside it. Compile in "
+    "seconds, memory in MiB beyond what was there before a step."
+)
+
+
+def means_table(found: dict[tuple[str, str], list[Step]]) -> Table:
+    names = list(means([]))
+    body = [[", ".join(which), *(told(x) for x in means(listed).values())] for which, listed in found.items()]
+    return ["", *names], body
+
+
+def told(value: float | None) -> str:
+    return "" if value is None else str(value) if isinstance(value, int) else short(value)
+
+
+def class_table(listed: Sequence[Step]) -> Table:
+    heads = ["model", f"over {PEER}", f"over {EAGER}"]
+    heads += [f"{who}, {what}" for what in ("graph", "calls") for who in (EAGER, PEER, US)]
+    heads += [f"compile, {PEER}", f"compile, {US}", *(f"memory, {who}" for who in (EAGER, PEER, US))]
+    heads += [f"kernels, {PEER}", f"kernels, {US}", "graph breaks", "error", "eager's error"]
+    body = []
+    for s in listed:
+        line = [s.model, told(s.speed(PEER)), told(s.speed(EAGER))]
+        line += [s.cell(who, "time", clocks) for clocks in (GRAPH, CALLS) for who in (EAGER, PEER, US)]
+        line += [s.cell(who, "cold compile") for who in (PEER, US)]
+        line += [s.cell(who, "peak memory") for who in (EAGER, PEER, US)]
+        line.append(s.cell(PEER, "kernels"))
+        line += [s.cell(US, metric) for metric in ("kernels", "graph breaks", "error", "eager's error")]
+        body.append(line)
+    kept = [i for i in range(len(heads)) if i == 0 or any(line[i] for line in body)]
+    return [heads[i] for i in kept], [[line[i] for i in kept] for line in body]
+
+
+# -- pages ------------------------------------------------------------------------------------------
+def made_with(rows: Rows) -> str:
+    first = rows[0]
+    versions = ", ".join(f"{name} {number}" for name, number in first.versions.items())
+    return f"Measured on {first.device}, {first.date}, with {versions}, at commit {first.commit or 'unknown'}."
+
+
+def markdown(rows: Rows) -> str:
+    lines = ["# Model sweep", "", made_with(rows)]
+    for heading, sentence, (heads, body) in sections(rows):
+        lines += ["", f"## {heading}", "", sentence, ""]
+        if body:
+            clean = [[cell.replace("|", "\\|") for cell in line] for line in body]
+            lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(f"| {' | '.join(c)} |" for c in clean)]
+    return "\n".join(lines) + "\n"
+
+
+def page(rows: Rows) -> str:
+    parts = [f"<p>{html.escape(made_with(rows))}</p>"]
+    for heading, sentence, table in sections(rows):
+        parts.append(f"<h2>{heading}</h2>\n<p>{html.escape(sentence)}</p>")
+        parts.append(f"<div>{html_table(*table)}</div>" if table[1] else "")
+    return PAGE.format(title="Model sweep", body="\n".join(parts))
+
+
+def write(folder: Path, rows: Rows) -> str:
+    """summary.json, report.md and report.html; returns the means and the ten worst as text."""
+    if not rows:
+        return "nothing was measured"
+    data = summary(rows)
+    atomic.write(folder / "summary.json", json.dumps(data, indent=1) + "\n")
+    atomic.write(folder / "report.md", markdown(rows))
+    atomic.write(folder / "report.html", page(rows))
+    heads, body = means_table(classes(rows))
+    turned = [list(line) for line in zip(heads[1:], *(line[1:] for line in body))]
+    text = text_table(["", *(line[0] for line in body)], turned)
+    worst = [[*map(str, list(x.values())[:3]), told(x["over TorchInductor"])] for x in data["worst"][:10]]
+    told_worst = text_table(["the slowest beside TorchInductor", "mode", "dtype", "speed"], worst)
+    return f"{text}\n\n{told_worst}" if worst else text
