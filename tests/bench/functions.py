@@ -1,7 +1,7 @@
 """Memory-bound functions for the sweep: pointwise, broadcasts, transposes, norms, softmax, reductions, gathers, scans.
 
     reflib sweep --models tests/bench/functions.py --dtype bfloat16 --out runs/functions
-    python -m tests.bench.functions runs/functions/results.jsonl         TorchInductor's time over ours; shares of a copy
+    python -m tests.bench.functions runs/functions/results.jsonl      TorchInductor's time over ours; share of a copy
 
 Sizes are drawn at random with a fixed seed, odd ones too: a class is tuned, not a case. Each function is a module whose
 tensors are parameters, so that training asks for their gradients.
@@ -89,7 +89,8 @@ MAKERS: dict[str, Callable[[random.Random, int, int], Made]] = {
     "residual_scale": lambda g, m, n: (lambda x, y, s: x + y * s, [rand(m, n), rand(m, n), rand(n)]),
     "row_scale": lambda g, m, n: (lambda x, s: x * s.sigmoid()[:, None], [rand(m, n), rand(m)]),
     "transpose_add": lambda g, m, n: (lambda x, y: x.t() + y, [rand(m, n), rand(n, m)]),
-    "heads": lambda g, m, n: (lambda x: x.view(m, -1, 8).transpose(0, 1).contiguous() * 2, [rand(m, 8 * max(1, n // 8))]),
+    "heads": lambda g, m, n: (
+        lambda x: x.view(m, -1, 8).transpose(0, 1).contiguous() * 2, [rand(m, 8 * max(1, n // 8))]),
     "rope": lambda g, m, n: (rope, [rand(max(1, m // 128), 128, 64), rand(128, 64), rand(128, 64)]),
     "cat": lambda g, m, n: (lambda x, y: torch.cat([x.relu(), y * 2], -1), [rand(m, n), rand(m, n)]),
     "pad": lambda g, m, n: (lambda x: F.pad(x, (3, 5)).tanh(), [rand(m, n)]),
@@ -111,7 +112,8 @@ MAKERS: dict[str, Callable[[random.Random, int, int], Made]] = {
     "normalize": lambda g, m, n: (lambda x: F.normalize(x, dim=-1), [rand(m, n)]),
     "quantize": lambda g, m, n: (quantized, [rand(m, n)]),
     "mse": lambda g, m, n: (lambda x, y: F.mse_loss(x.sigmoid(), y), [rand(m, n), rand(m, n)]),
-    "embedding": lambda g, m, n: (lambda w, i: F.embedding(i, w) * 2, [rand(max(8, m // 4), n), ids(m, max(8, m // 4))]),
+    "embedding": lambda g, m, n: (
+        lambda w, i: F.embedding(i, w) * 2, [rand(max(8, m // 4), n), ids(m, max(8, m // 4))]),
     "gather_rows": lambda g, m, n: (lambda x, i: x.gather(1, i[:, None]).relu(), [rand(m, n), ids(m, n)]),
     "cumsum": lambda g, m, n: (lambda x: x.cumsum(-1), [rand(m, n)]),
     "batch_norm_eval": lambda g, m, n: (bn(False), norm_tensors(image(g, m * n))),
@@ -198,7 +200,7 @@ def main(path: str) -> None:
         found: dict[str, Any] = json.loads(line)
         job = found["job"]
         for row in found["rows"]:
-            if row.get("metric") == "graph" or row.get("clock") == "graph":
+            if row["metric"] == "time" and row["clock"] == "graph" and row["status"] == "ok":
                 times.setdefault((job["mode"], job["model"]), {})[job["backend"]] = row["value"]
     known = {m.name: m for m in MODELS}
     for mode in ("inference", "training"):
