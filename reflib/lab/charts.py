@@ -9,6 +9,8 @@ from reflib.lab.figures import COLOURS, INK, Picture, figure, plain_log, series_
 from reflib.lab.rows import short
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from reflib.lab.ceilings import Roofline
 
 
@@ -38,6 +40,25 @@ def dots(samples: Sequence[float], *, caption: str, unit: str = "µs") -> Pictur
     return figure(fig, caption=caption, alt=alt)
 
 
+def _draw_ceilings(ax: Axes, roof: Roofline, low: float, high: float) -> None:
+    """Bandwidth up to the ridge, then the peak of arithmetic, between two intensities."""
+    ax.plot(
+        [low, roof.ridge, high],
+        [low * roof.bandwidth / 1e3, roof.flops, roof.flops],
+        color=INK,
+        linewidth=2,
+    )
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    plain_log(ax)
+    slope = (low, low * roof.bandwidth / 1e3)
+    ax.annotate(f"{short(roof.bandwidth)} GB/s", slope, xytext=(12, -4), textcoords="offset points", fontsize=9.5)
+    top = (high, roof.flops)
+    ax.annotate(
+        f"{short(roof.flops)} TFLOP/s", top, xytext=(-2, 5), textcoords="offset points", ha="right", fontsize=9.5
+    )
+
+
 def roofline_plot(
     roof: Roofline,
     points: Mapping[str, tuple[float, float]],
@@ -56,15 +77,7 @@ def roofline_plot(
     low, high = min(xs) / 4, max(xs) * 8
     with style():
         fig, ax = plt.subplots()
-        ax.plot(
-            [low, roof.ridge, high],
-            [low * roof.bandwidth / 1e3, roof.flops, roof.flops],
-            color=INK,
-            linewidth=2,
-        )
-        ax.set_xscale("log")
-        ax.set_yscale("log")
-        plain_log(ax)
+        _draw_ceilings(ax, roof, low, high)
         for index, (label, (x, y)) in enumerate(points.items()):
             look = series_style(index)
             ax.plot(
@@ -78,21 +91,6 @@ def roofline_plot(
             )
             share = y / roof.limit(x)
             ax.annotate(f"{share:.0%}", (x, y), xytext=(7, -12), textcoords="offset points", fontsize=9.5)
-        ax.annotate(
-            f"{short(roof.bandwidth)} GB/s",
-            (low, low * roof.bandwidth / 1e3),
-            xytext=(12, -4),
-            textcoords="offset points",
-            fontsize=9.5,
-        )
-        ax.annotate(
-            f"{short(roof.flops)} TFLOP/s",
-            (high, roof.flops),
-            xytext=(-2, 5),
-            textcoords="offset points",
-            ha="right",
-            fontsize=9.5,
-        )
         ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.6g}"))
         ax.set_xlabel("arithmetic intensity, FLOPs per byte")
         ax.set_ylabel("TFLOP/s")
