@@ -7,7 +7,8 @@ the next step. Two rewrites, each linear in n, keep that from costing n copies (
 **Reads** (``_Reads``). A load at an element that lies in the slice reads ``v`` instead, and one that lies outside
 ``x_old``; that may be the next such write, so the load goes down the chain until bounds decide nothing. Then only whole
 reads of ``x_new`` are left, and most links of a chain have none. The walk is logarithmic where slices are written in
-order: a link also points several links back (``Write.back``), with the range that all links in between write to.
+order: a link also points several links back (``Write.back``), with the range that all links in between write to. (A
+copy with gaps, which ``v`` mostly is, since it has the slice's strides, is read where it was copied from.)
 
 **In place** (``_chains``). A link whose ``x_old`` nothing reads later can be stored into ``x_old``'s buffer: n slices
 are stored instead of n copies of the whole. Not for short chains: one kernel with a few selects per element, fused with
@@ -108,16 +109,19 @@ def slices(fused: Fused, options: Options, target: Target) -> Fused:
 
 # -- reads ------------------------------------------------------------------------------------------
 class _Reads:
-    """The writes so far, by buffer; a load of one is resolved as far as bounds decide."""
+    """The writes so far, by buffer; a load of one is resolved as far as bounds decide. ``copies``: loads of these read
+    another buffer at the same place; since when, the loop variables, the load."""
 
     def __init__(self, program: Program):
         self.program, self.depends = program, dependencies(program)
         self.writes: dict[str, Write] = {}
+        self.copies: dict[str, tuple[int, tuple[Var | None, ...], Load]] = {}
 
     def resolved(self, position: int, node: LoopNest) -> LoopNest:
         """``node`` with the loads replaced that can be; then, if it is a write itself, remembered."""
-        if any(b in self.writes for b in node.reads()):
+        if any(b in self.writes or b in self.copies for b in node.reads()):
             node = self._replace(position, node)
+        self._find_copy(position, node)
         write = find_write(self.program, position, node)
         if write is not None and len(self.depends.writers[write.buffer]) == 1:
             self.writes[write.buffer] = write
@@ -131,7 +135,7 @@ class _Reads:
         ids: dict[int, int] = {}
         for i, s in enumerate(node.body):
             new = map_stmt(s, ids)
-            source = self._source(position, new) if isinstance(new, Load) and new.buffer in self.writes else new
+            source = self._source(position, new) if isinstance(new, Load) else new
             if isinstance(source, Const) and isinstance(new, Load) and new.mask is not None:
                 ids[i] = b.op("where", new.mask, b.add(source), b.const(new.other, new.dtype))
             else:
@@ -140,6 +144,7 @@ class _Reads:
 
     def _source(self, position: int, load: Load) -> Stmt:
         """What ``load`` reads: itself, another load, or a constant."""
+        load = self._copied(position, load)
         write = self.writes.get(load.buffer)
         coords: list[Expr] | None = None
         while write is not None:
@@ -161,10 +166,38 @@ class _Reads:
                 write = write.base
                 load = replace(load, buffer=write.buffer)
                 continue
-            env: dict[Atom, IntLike] = {v: c for v, c in zip(write.axes, coords, strict=True) if v is not None}
-            load = replace(load, buffer=value.buffer, index=value.index.subs(env))
+            load = self._copied(position, replace(load, buffer=value.buffer, index=_at(value.index, write.axes, coords)))
             write, coords = self.writes.get(load.buffer), None
         return load
+
+    def _find_copy(self, position: int, node: LoopNest) -> None:
+        """Remember ``node`` if it copies something to a buffer with gaps, which then nobody needs to read."""
+        if len(node.body) != 2 or node.reduced:
+            return
+        load, store = node.body
+        if not (isinstance(load, Load) and isinstance(store, Store)) or load.mask is not None:
+            return
+        buffer, source = self.program.buffers[store.buffer], self.program.buffers[load.buffer]
+        axes = _dimensions(buffer, node, store)
+        if axes and buffer.dtype == source.dtype and buffer.kind == "temp" and buffer.extent != buffer.numel:
+            if len(self.depends.writers[store.buffer]) == 1 and nonneg(buffer.extent - source.extent):
+                self.copies[store.buffer] = position, axes, load
+
+    def _copied(self, position: int, load: Load) -> Load:
+        """``load``, from where the buffer was copied from."""
+        made, axes, source = self.copies.get(load.buffer, (0, (), load))
+        if source is load or self.depends.written_between(source.buffer, made, position + 1):
+            return load
+        coords = coordinates(load.index, self.program.buffers[load.buffer])
+        if coords is None:
+            return load
+        return replace(load, buffer=source.buffer, index=_at(source.index, axes, coords))
+
+
+def _at(index: Expr, axes: tuple[Var | None, ...], coords: list[Expr]) -> Expr:
+    """``index``, over loops along a buffer's dimensions, at one element of it."""
+    env: dict[Atom, IntLike] = {v: c for v, c in zip(axes, coords, strict=True) if v is not None}
+    return index.subs(env)
 
 
 def coordinates(index: Expr, buffer: Buffer) -> list[Expr] | None:
