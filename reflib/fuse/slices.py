@@ -126,7 +126,7 @@ class _Reads:
         if write is not None and len(self.depends.writers[write.buffer]) == 1:
             self.writes[write.buffer] = write
             base = self.writes.get(write.old.buffer) if isinstance(write.old, Load) else None
-            if base is not None and _same_layout(self.program, write, base.buffer):
+            if base is not None and _continues(self.program, write, base.buffer):
                 write.follow(base)
         return node
 
@@ -171,17 +171,15 @@ class _Reads:
         return load
 
     def _find_copy(self, position: int, node: LoopNest) -> None:
-        """Remember ``node`` if it copies something to a buffer with gaps, which then nobody needs to read."""
-        if len(node.body) != 2 or node.reduced:
+        """Remember ``node`` if it copies a write, or copies something to a buffer with gaps: nobody needs to read it."""
+        found = _whole_copy(self.program, node)
+        if found is None or len(self.depends.writers[found[2].buffer]) != 1:
             return
-        load, store = node.body
-        if not (isinstance(load, Load) and isinstance(store, Store)) or load.mask is not None:
-            return
+        axes, load, store = found
         buffer, source = self.program.buffers[store.buffer], self.program.buffers[load.buffer]
-        axes = _dimensions(buffer, node, store)
-        if axes and buffer.dtype == source.dtype and buffer.kind == "temp" and buffer.extent != buffer.numel:
-            if len(self.depends.writers[store.buffer]) == 1 and nonneg(buffer.extent - source.extent):
-                self.copies[store.buffer] = position, axes, load
+        gaps = buffer.extent != buffer.numel and nonneg(buffer.extent - source.extent)
+        if buffer.kind == "temp" and (gaps or load.buffer in self.writes):
+            self.copies[store.buffer] = position, axes, load
 
     def _copied(self, position: int, load: Load) -> Load:
         """``load``, from where the buffer was copied from."""
@@ -192,6 +190,18 @@ class _Reads:
         if coords is None:
             return load
         return replace(load, buffer=source.buffer, index=_at(source.index, axes, coords))
+
+
+def _whole_copy(program: Program, node: Node) -> tuple[tuple[Var | None, ...], Load, Store] | None:
+    """The loop variable of each dimension, the load and the store of a node that only copies, to all of a buffer."""
+    if not isinstance(node, LoopNest) or len(node.body) != 2 or node.reduced:
+        return None
+    load, store = node.body
+    if not (isinstance(load, Load) and isinstance(store, Store)) or load.mask is not None:
+        return None
+    buffer = program.buffers[store.buffer]
+    axes = _dimensions(buffer, node, store)
+    return None if axes is None or buffer.dtype != program.buffers[load.buffer].dtype else (axes, load, store)
 
 
 def _at(index: Expr, axes: tuple[Var | None, ...], coords: list[Expr]) -> Expr:
@@ -218,10 +228,14 @@ def coordinates(index: Expr, buffer: Buffer) -> list[Expr] | None:
 
 
 def _same_layout(program: Program, write: Write, other: str) -> bool:
-    """Does ``write`` copy ``other`` element by element to where it was there?"""
+    """Is every element of what ``write`` makes where it is in ``other``?"""
     a, b = program.buffers[write.buffer], program.buffers[other]
-    same = (a.shape, a.strides, a.dtype, a.device) == (b.shape, b.strides, b.dtype, b.device)
-    return same and isinstance(write.old, Load) and write.old.index == write.store.index
+    return (a.shape, a.strides, a.dtype, a.device) == (b.shape, b.strides, b.dtype, b.device)
+
+
+def _continues(program: Program, write: Write, base: str) -> bool:
+    """Is ``old`` the same element of ``base``, which has the same layout?"""
+    return _same_layout(program, write, base) and isinstance(write.old, Load) and write.old.index == write.store.index
 
 
 # -- what is a write to a slice ---------------------------------------------------------------------
@@ -308,12 +322,13 @@ def _integer(s: Stmt) -> Expr | None:
 @dataclass
 class Chain:
     """``links`` are stored into ``root``, after ``start``, if it is not None, has been stored there. ``last``: a node
-    that copies the result to ``root``, and becomes needless."""
+    that only copies the result, to ``copied``: dropped, and ``root`` is used instead."""
 
     root: str
     links: list[Write]
     start: Load | Const | None
     last: int | None = None
+    copied: str | None = None
 
 
 def _in_place(program: Program, most: int) -> Program:
@@ -323,6 +338,7 @@ def _in_place(program: Program, most: int) -> Program:
         return program
     at = {w.position: (c, w) for c in chains for w in c.links}
     names = {w.buffer: c.root for c in chains for w in c.links}
+    names |= {c.copied: c.root for c in chains if c.copied is not None}
     dropped = {c.last for c in chains}
     out = _Stores(most)
     for position, node in enumerate(program.nodes):
@@ -351,7 +367,7 @@ def _chains(program: Program) -> list[Chain]:
         if write is None or len(d.writers[write.buffer]) != 1 or program.buffers[write.buffer].kind != "temp":
             continue
         base = write.old.buffer if isinstance(write.old, Load) else ""
-        free = bool(base) and _same_layout(program, write, base) and d.readers[base][-1] == position
+        free = bool(base) and _continues(program, write, base) and d.readers[base][-1] == position
         if free and base in chains and base not in d.needed:
             chain = chains.pop(base)
             chain.links.append(write)
@@ -362,36 +378,29 @@ def _chains(program: Program) -> list[Chain]:
         chains[write.buffer] = chain
     out = []
     for name, chain in chains.items():
-        if _ends_at_input(program, d, name, chain) or len(chain.links) > MAX_SELECTS:
-            out.append(chain if chain.last is not None else _covered(program, chain))
+        if _copied_at_end(program, d, name, chain) or len(chain.links) > MAX_SELECTS:
+            out.append(_covered(program, chain))
     return out
 
 
-def _ends_at_input(program: Program, d: Dependencies, name: str, chain: Chain) -> bool:
-    """Does the chain start with an input that nothing reads or writes later, but that its result is copied to? Then
-    that is where it is stored."""
-    start = chain.start
-    if not isinstance(start, Load) or name in d.needed or not d.readers.get(name):
+def _copied_at_end(program: Program, d: Dependencies, name: str, chain: Chain) -> bool:
+    """If the result is only copied, the copy is dropped. Is it copied to the input that the chain started with, which
+    nothing else writes, nor reads after the first link? Then it is stored there."""
+    last = d.readers.get(name, [-1])[-1]
+    found = _whole_copy(program, program.nodes[last])
+    if name in d.needed or found is None or found[1].buffer != name or found[1].index != found[2].index:
         return False
-    source, first = start.buffer, chain.links[0]
-    last = d.readers[name][-1]
-    node = program.nodes[last]
-    if d.writers.get(source) != [last] or not _same_layout(program, first, source):
+    target, first = found[2].buffer, chain.links[0]
+    if d.writers[target] != [last] or not _same_layout(program, first, target):
         return False
-    if any(r > first.position for r in d.readers[source]) or not isinstance(node, LoopNest) or len(node.body) != 2:
+    if program.buffers[target].kind == "temp":
+        chain.last, chain.copied = last, target
         return False
-    load, store = node.body
-    if not (isinstance(load, Load) and isinstance(store, Store) and load.index == store.index == first_index(program, node, source)):
-        return False
-    chain.root, chain.start, chain.last = source, None, last
-    return load.buffer == name and load.mask is None and store.buffer == source
-
-
-def first_index(program: Program, node: LoopNest, buffer: str) -> Expr | None:
-    """The index at which ``node`` stores all of ``buffer`` in order; None if it does something else."""
-    store = node.body[-1]
-    assert isinstance(store, Store)
-    return None if _dimensions(program.buffers[buffer], node, store) is None else store.index
+    ours = isinstance(chain.start, Load) and chain.start.buffer == target and _continues(program, first, target)
+    if ours and d.readers[target][-1] == first.position:
+        chain.root, chain.start, chain.last, chain.copied = target, None, last, target
+        return True
+    return False
 
 
 def _covered(program: Program, chain: Chain) -> Chain:
@@ -400,6 +409,8 @@ def _covered(program: Program, chain: Chain) -> Chain:
     end = 0
     for low, high in ranges:
         end = max(end, high) if low <= end else end
+    if chain.root == chain.copied:
+        return chain  # an input
     size = program.buffers[chain.links[0].buffer].shape[chain.links[0].dim].constant
     if size is None or end < size:
         return chain

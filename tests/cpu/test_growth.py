@@ -108,7 +108,7 @@ def constants(n: int, a: Any, d: Any) -> Any:
 CHAINS = (tridiagonal, forward, backward, scattered, one_wide, rows, middle, onto_input, constants)
 
 
-def operands(fn: Callable[..., Any], n: int, m: int = 7) -> list[torch.Tensor]:
+def operands(fn: Callable[..., Any], n: int, m: int = 5) -> list[torch.Tensor]:
     g = torch.Generator().manual_seed(n)
     count = fn.__code__.co_argcount - 1
     return [torch.rand(m, n, generator=g) + (4 if i == 1 and count == 4 else 0) for i in range(count)]
