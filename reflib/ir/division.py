@@ -98,7 +98,7 @@ def _drop_small(n: Expr, d: Expr) -> tuple[Expr, Expr, Expr] | None:
     return None
 
 
-@remembered
+@remembered(lambda n, d: expr(BinOp("//", n, d)))
 def floordiv(n: Expr, d: Expr) -> Expr:
     """``n // d``, rounded down, simplified; ``d`` must be positive."""
     nc, dc = n.constant, d.constant
@@ -124,7 +124,7 @@ def floordiv(n: Expr, d: Expr) -> Expr:
     return q + expr(BinOp("//", rest, d))
 
 
-@remembered
+@remembered(lambda n, d: expr(BinOp("%", n, d)))
 def mod(n: Expr, d: Expr) -> Expr:
     """``n % d`` with the sign of ``d`` (positive), simplified."""
     nc, dc = n.constant, d.constant
