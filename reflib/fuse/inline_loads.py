@@ -24,7 +24,7 @@ MAX_OPS = 24  # statements of a producer that is computed once or twice
 MAX_OPS_REPEATED = 6  # ... more than twice as often as before
 MAX_LOADS = 4
 MAX_BODY = 120  # statements a consumer may grow to
-MAX_DIVISIONS = 6  # // and % in an index that stay when a producer's axes are recovered; nested they multiply
+MAX_DIVISIONS = 12  # // and % in an index that stay when a producer's axes are recovered; nested they multiply
 EXPENSIVE = frozenset(
     "div pow sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh"
     " sigmoid erf erfc lgamma atan2 hypot fmod remainder floordiv truncdiv".split()
