@@ -25,6 +25,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "lower.CALLS": {"registered": "lower.candidates:call"},
     "lower.WHOLE": {"registered": "lower.custom_ops:is_registered"},
     "fuse.BEFORE": {
+        "slices": "fuse.slices:slices",
         "split": "fuse.split:split_reductions",
         "inline": "fuse.inline_loads:inline_loads",
         "widen": "fuse.casts:widen_late",

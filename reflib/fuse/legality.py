@@ -283,7 +283,7 @@ def _order(a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:
 def _path(start: Cluster, goal: Cluster, c: FusionContext) -> int | None:
     """A node outside both that comes after ``goal`` and before ``start``; None if there is none."""
     first = goal.first
-    todo = [p for p in start.before if p >= first and p not in goal.members]
+    todo = [p for p in start.before if p not in goal.members and _may_follow(p, first, c)]
     seen: set[int] = set()
     while todo:
         p = todo.pop()

@@ -12,10 +12,14 @@ from .expr import Atom, BinOp, Expr, Ref, Sym, Var, expr
 Result = TypeVar("Result")
 
 
+EFFORT = 400  # proofs within one outermost call
+
+
 class _Remembered(threading.local):
     """Results within one outermost call. To prove a bound takes sums, sums are simplified, and that takes proofs of
     bounds, often the same ones again: without this the time grows exponentially with the nesting of // and %. Cleared
-    after that call, because atoms are equal by name: another kernel's variable may have another size."""
+    after that call, because atoms are equal by name: another kernel's variable may have another size. What is still
+    being decided, and what comes after EFFORT results, counts as not provable: a call takes bounded time."""
 
     depth = 0
 
@@ -26,35 +30,49 @@ class _Remembered(threading.local):
 _remembered = _Remembered()
 
 
-def remembered(fn: Callable[..., Result]) -> Callable[..., Result]:
-    """``fn`` of two arguments with its results kept in a ``_Remembered``."""
-    name = fn.__name__
+def remembered(unknown: Callable[..., Result]) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """A function of two arguments with its results kept in a ``_Remembered``; ``unknown``: what it returns where
+    nothing can be proved."""
 
-    @wraps(fn)
-    def call(a: Expr, b: Expr | int = 24) -> Result:
-        r = _remembered
-        key = (name, a.terms, b.terms if isinstance(b, Expr) else b)
-        if r.depth and key in r.results:
-            return r.results[key]
-        r.depth += 1
-        try:
-            result = r.results[key] = fn(a, b)
-        finally:
-            r.depth -= 1
-            if not r.depth:
-                r.results = {}
-        return result
+    def decorate(fn: Callable[..., Result]) -> Callable[..., Result]:
+        name = fn.__name__
 
-    return call
+        @wraps(fn)
+        def call(a: Expr, b: Expr | int = 24) -> Result:
+            r = _remembered
+            key = (name, a.terms, b.terms if isinstance(b, Expr) else 0)
+            steps, result = r.results.get(key, (-1, None))
+            if steps >= (0 if isinstance(b, Expr) else b) or result is True:
+                return result
+            if len(r.results) > EFFORT:
+                return unknown(a, b)
+            r.results[key] = (24, unknown(a, b))
+            r.depth += 1
+            try:
+                result = fn(a, b)
+                r.results[key] = (0 if isinstance(b, Expr) else b, result)
+            finally:
+                r.depth -= 1
+                if not r.depth:
+                    r.results = {}
+            return result
+
+        return call
+
+    return decorate
 
 
-@remembered
+def _no(*_: Any) -> bool:
+    return False
+
+
+@remembered(_no)
 def in_range(e: Expr, size: Expr) -> bool:
     """Can ``0 <= e < size`` be proved?"""
     return nonneg(e) and nonneg(size - 1 - e)
 
 
-@remembered
+@remembered(_no)
 def nonneg(e: Expr, steps: int = 24) -> bool:
     """Can ``e >= 0`` be proved? Bounded atoms are replaced, one per step, by the end of their range that makes ``e``
     least; size symbols by ``lo + t``; then no coefficient may be negative."""

@@ -98,7 +98,7 @@ def _drop_small(n: Expr, d: Expr) -> tuple[Expr, Expr, Expr] | None:
     return None
 
 
-@remembered
+@remembered(lambda n, d: expr(BinOp("//", n, d)))
 def floordiv(n: Expr, d: Expr) -> Expr:
     """``n // d``, rounded down, simplified; ``d`` must be positive."""
     nc, dc = n.constant, d.constant
@@ -124,7 +124,7 @@ def floordiv(n: Expr, d: Expr) -> Expr:
     return q + expr(BinOp("//", rest, d))
 
 
-@remembered
+@remembered(lambda n, d: expr(BinOp("%", n, d)))
 def mod(n: Expr, d: Expr) -> Expr:
     """``n % d`` with the sign of ``d`` (positive), simplified."""
     nc, dc = n.constant, d.constant
@@ -166,11 +166,13 @@ def ceildiv(n: IntLike, d: IntLike) -> Expr:
 
 def join_div_mod(e: Expr) -> Expr:
     """``(a//d)*d*c + (a%d)*c`` is ``a*c``: a split undone that is not needed any more."""
+    if len(e.terms) < 2:
+        return e
     for m, c in e.terms:
         for a in m:
-            if isinstance(a, BinOp) and a.fn == "%":
+            if isinstance(a, BinOp) and a.fn == "%" and (quotient := _quotient_in(e, a)) is not None:
                 rest = Expr(((tuple(x for x in m if x is not a), c),))
-                want = rest * a.b * floordiv(a.a, a.b)
+                want = rest * a.b * quotient
                 have = dict(e.terms)
                 if want.terms and all(have.get(wm) == wc for wm, wc in want.terms):
                     for wm, _ in want.terms:
@@ -178,3 +180,13 @@ def join_div_mod(e: Expr) -> Expr:
                     del have[m]
                     return normal(have) + rest * a.a
     return e
+
+
+def _quotient_in(e: Expr, a: BinOp) -> Expr | None:
+    """``n // d`` for the remainder ``n % d``, if that may be in ``e``. Nothing is proved for it: what simplifies the
+    quotient has simplified the remainder, but for an ``n`` that is a quotient itself."""
+    inner = a.a.atom
+    if isinstance(inner, BinOp) and inner.fn == "//":
+        return floordiv(inner.a, inner.b * a.b)
+    atoms = (x for m, _ in e.terms for x in m if isinstance(x, BinOp) and x.fn == "//")
+    return next((expr(x) for x in atoms if x.a == a.a and x.b == a.b), None)

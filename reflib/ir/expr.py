@@ -116,12 +116,13 @@ def _operand(e: Expr) -> str:
 class Expr:
     """A polynomial with integer coefficients over atoms, in normal form. Immutable."""
 
-    __slots__ = ("_hash", "terms")
+    __slots__ = ("_atoms", "_hash", "terms")
     terms: tuple[tuple[Monomial, int], ...]
 
     def __init__(self, terms: tuple[tuple[Monomial, int], ...]):
         self.terms = terms
         self._hash: int | None = None
+        self._atoms: frozenset[Atom] | None = None
 
     # -- building -------------------------------------------------------------------------------
     def __add__(self, other: IntLike) -> Expr:
@@ -201,15 +202,13 @@ class Expr:
             return self.terms[0][0][0]
         return None
 
-    def atoms(self) -> set[Atom]:
+    def atoms(self) -> frozenset[Atom]:
         """Every atom, those inside // and % included, together with the sizes of none."""
-        out: set[Atom] = set()
-        for m, _ in self.terms:
-            for a in m:
-                out.add(a)
-                if isinstance(a, BinOp):
-                    out |= a.a.atoms() | a.b.atoms()
-        return out
+        if self._atoms is None:
+            found = {a for m, _ in self.terms for a in m}
+            inside = (e.atoms() for a in found if isinstance(a, BinOp) for e in (a.a, a.b))
+            self._atoms = frozenset(found).union(*inside)
+        return self._atoms
 
     def symbols(self) -> set[Sym]:
         return {a for a in self.atoms() if isinstance(a, Sym)}
@@ -218,8 +217,7 @@ class Expr:
         return {a for a in self.atoms() if isinstance(a, Var)}
 
     def has(self, atom: Atom) -> bool:
-        atoms = [a for m, _ in self.terms for a in m]
-        return any(a == atom or (isinstance(a, BinOp) and (a.a.has(atom) or a.b.has(atom))) for a in atoms)
+        return atom in self.atoms()
 
     def coefficient(self, atom: Atom) -> Expr | None:
         """``c`` such that ``self == c*atom + rest`` with no ``atom`` in ``c`` or ``rest``; None if not linear in it."""
@@ -244,8 +242,12 @@ class Expr:
 
     def subs(self, env: Mapping[Atom, IntLike]) -> Expr:
         """Replace atoms; the result is simplified again."""
-        if not env or not any(a in env or isinstance(a, BinOp) for m, _ in self.terms for a in m):
+        if not env or env.keys().isdisjoint(self.atoms()):
             return self
+        return self._subs(env, {})
+
+    def _subs(self, env: Mapping[Atom, IntLike], done: dict[Atom, Expr]) -> Expr:
+        """``done``: atoms replaced already; // and % of one expression often contain the same one."""
         out: dict[Monomial, int] = {}
         for m, c in self.terms:
             if not any(a in env or isinstance(a, BinOp) for a in m):
@@ -253,7 +255,9 @@ class Expr:
                 continue
             term = expr(c)
             for a in m:
-                term = term * _subs_atom(a, env)
+                if a not in done:
+                    done[a] = _subs_atom(a, env, done)
+                term = term * done[a]
             for new, k in term.terms:
                 out[new] = out.get(new, 0) + k
         return join_div_mod(normal(out))
@@ -270,6 +274,8 @@ class Expr:
 
     def hint(self, unknown: int = 1024) -> int:
         """A typical value: symbols at their traced value. For choosing only, never for correctness."""
+        if self.constant is not None:
+            return self.constant
         env = {s: unknown if s.hint is None else s.hint for s in self.symbols()}
         return int(self.evaluate(env))
 
@@ -319,11 +325,11 @@ def product(items: Iterable[IntLike]) -> Expr:
 
 
 # -- walking ----------------------------------------------------------------------------------------
-def _subs_atom(a: Atom, env: Mapping[Atom, IntLike]) -> Expr:
+def _subs_atom(a: Atom, env: Mapping[Atom, IntLike], done: dict[Atom, Expr]) -> Expr:
     if a in env:
         return expr(env[a])
     if isinstance(a, BinOp):
-        x, y = a.a.subs(env), a.b.subs(env)
+        x, y = a.a._subs(env, done), a.b._subs(env, done)
         return {"//": floordiv, "%": mod, "max": maximum, "min": minimum}[a.fn](x, y)
     return expr(a)
 

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from .expr import Expr, Sym, expr, product
 from .loops import LoopNest, Origin
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Buffer:
     """A storage and the tensor that covers it. ``kind``: ``input``, ``const`` (a tensor in the captured graph) or
     ``temp`` (written by a kernel, or returned by a call or filled through its ``out=``). ``strides``: in elements.
@@ -53,11 +54,11 @@ class Buffer:
     strides: tuple[Expr, ...]
     kind: str = "temp"
 
-    @property
+    @cached_property
     def numel(self) -> Expr:
         return product(self.shape)
 
-    @property
+    @cached_property
     def extent(self) -> Expr:
         """Elements from the first to one past the last one reached by the strides (0 for an empty tensor)."""
         if any(s == 0 for s in self.shape):
@@ -67,7 +68,7 @@ class Buffer:
             top = top + (size - 1) * stride
         return top
 
-    @property
+    @cached_property
     def nbytes(self) -> Expr:
         return self.extent * self.dtype.itemsize
 

@@ -153,10 +153,10 @@ def _one_for_two(exprs: set[Expr], outer: Axis, inner: Axis, both: Var, divided:
     if not divided:
         return None
     env: Env = {outer.var: floordiv(expr(both), inner.size), inner.var: mod(expr(both), inner.size)}
-    return env if all(_divisions(e.subs(env)) <= _divisions(e) for e in others) else None
+    return env if all(divisions(e.subs(env)) <= divisions(e) for e in others) else None
 
 
-def _divisions(e: Expr) -> int:
+def divisions(e: Expr) -> int:
     return sum(isinstance(a, BinOp) for a in e.atoms())
 
 

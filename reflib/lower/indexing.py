@@ -127,12 +127,11 @@ def slice_scatter(
     size = x.shape[d]
     lo = _clip(expr(0) if start is None else expr(start), size)
     hi = _clip(size if end is None else expr(end), size)
-    at = k.index(k.coords[d])
     inside: Value | None = None
     if lo != 0:
-        inside = both(inside, at >= lo)
+        inside = both(inside, k.index(k.coords[d]) >= lo)
     if hi != size:
-        inside = both(inside, at < hi)
+        inside = both(inside, k.index(k.coords[d]) < hi)
     away = k.coords[d] - lo
     if expr(step) != 1:
         inside = both(inside, k.index(mod(away, expr(step))).eq(0))
@@ -149,6 +148,8 @@ def _written(k: NestBuilder, x: View, src: View, inside: Value | None, coords: S
 def _clip(bound: Expr, size: Expr) -> Expr:
     """A slice bound as Python reads it: negative counts from the end, then clipped to the size."""
     c = bound.constant
+    if c is not None and c >= 2**62:  # how an open end is written
+        return size
     if c is not None and c < 0:
         bound = maximum(bound + size, 0)
     elif c is None and not nonneg(bound):
