@@ -6,7 +6,9 @@ reduced axis ``r < n`` is cut into ``s < pieces`` (parallel) and ``t < length`` 
     y[i] = f(sum_r g(i, r))     becomes     part[i, s] = sum_t g(i, s*length + t)
                                             y[i] = f(sum_s part[i, s])
 
-Where ``pieces`` does not divide ``n`` the last piece is masked: beyond the end ``g`` is the reduction's identity.
+Where ``pieces`` does not divide ``n`` the last piece is masked: beyond the end ``g`` is the reduction's identity. A
+variance's pieces have a sum and an m2 each, which combine as ``m2 = sum m2_i + n_i (mean_i - mean)^2`` (Chan, Golub,
+LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979).
 The first step is an ordinary reduction: the producers of ``g``'s inputs fuse into it. Columns (a bias gradient: the sum
 over 32,768 rows of each of 4,096 columns) are cut as well where COLUMNS per program do not fill the machine.
 """
@@ -19,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..ir.expr import ONE, Expr, ceildiv, divide_exact, expr, product
+from ..ir.expr import ONE, ZERO, Expr, ceildiv, divide_exact, expr, maximum, minimum, product
 from ..ir.loops import (
     Axis,
     BodyBuilder,
@@ -41,7 +43,7 @@ from .result import Fused
 
 BLOCK = 64  # a piece's length is a multiple of this where possible: generated loops go over rows in such steps
 COLUMNS = 64  # results per program of a column reduction: 128 bytes of half precision
-_KINDS = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin")
+_KINDS = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin", "m2")
 
 
 def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
@@ -149,11 +151,7 @@ def _first_step(loops: LoopNest, cut: _Cut, buffers: dict[str, Buffer]) -> tuple
         if isinstance(st, Load) and mask is not None:
             st = replace(st, mask=mask if st.mask is None else b.op("and", mask, st.mask))
         if isinstance(st, Reduce):
-            if mask is not None:
-                dtype = b.dtype(st.args[0])
-                neutral = b.const(identity(st.kind, dtype), dtype)
-                st = replace(st, args=(b.op("where", mask, st.args[0], neutral), *st.args[1:]))
-            partial.add(i, st)
+            partial.add(i, st, mask)
         else:
             ids[i] = b.add(st)
     axes = tuple(x for a in loops.axes for x in ((cut.s, cut.t) if a is cut.axis else (a,)))
@@ -169,21 +167,38 @@ class _PartialStores:
         self.index = _row_major(axes)
         self.loops, self.b, self.buffers = loops, b, buffers
         self.names: dict[int, list[str]] = {}
+        self.made: dict[int, str] = {}  # by the partial reduction
 
-    def add(self, i: int, reduce: Reduce) -> None:
-        """An arg* needs the extreme value of each piece as well as its index."""
+    def add(self, i: int, reduce: Reduce, mask: int | None) -> None:
+        """An arg* needs the extreme value of each piece as well as its index, an m2 the sum. ``mask``: where the piece
+        is inside."""
         steps = [reduce]
         if reduce.kind.startswith("arg"):
             steps.insert(0, Reduce(reduce.kind[3:], reduce.args[:1], self.b.dtype(reduce.args[0])))
+        elif reduce.kind == "m2":
+            steps.append(replace(reduce, kind="sum"))
         for step in steps:
-            number = sum(map(len, self.names.values()))
-            while (name := f"{self.loops.name}_part{number}") in self.buffers:
-                number += 1
-            strides = tuple(product(self.shape[d + 1 :]) for d in range(len(self.shape)))
-            device = self.buffers[self.loops.writes()[0]].device
-            self.buffers[name] = Buffer(name, step.dtype, device, self.shape, strides)
-            self.names.setdefault(i, []).append(name)
-            self.b.store(name, self.index, self.b.add(step))
+            value = self.b.add(step if mask is None else self._masked(step, mask))
+            if value not in self.made:
+                self.made[value] = self._buffer(step.dtype)
+                self.b.store(self.made[value], self.index, value)
+            self.names.setdefault(i, []).append(self.made[value])
+
+    def _masked(self, step: Reduce, mask: int) -> Reduce:
+        if step.kind == "m2":
+            return replace(step, args=(*step.args, mask))
+        dtype = self.b.dtype(step.args[0])
+        neutral = self.b.const(identity(step.kind, dtype), dtype)
+        return replace(step, args=(self.b.op("where", mask, step.args[0], neutral), *step.args[1:]))
+
+    def _buffer(self, dtype: torch.dtype) -> str:
+        number = len(self.made)
+        while (name := f"{self.loops.name}_part{number}") in self.buffers:
+            number += 1
+        strides = tuple(product(self.shape[d + 1 :]) for d in range(len(self.shape)))
+        device = self.buffers[self.loops.writes()[0]].device
+        self.buffers[name] = Buffer(name, dtype, device, self.shape, strides)
+        return name
 
 
 def _partial_axes(loops: LoopNest, s: Axis) -> list[Axis]:
@@ -211,7 +226,25 @@ def _second_step(loops: LoopNest, cut: _Cut, partials: dict[int, list[str]], buf
     ids: dict[int, int] = {}
     for i, st in enumerate(loops.body):
         if isinstance(st, Reduce):
-            ids[i] = b.add(replace(st, args=tuple(b.load(n, index, buffers[n].dtype) for n in partials[i])))
+            parts = tuple(b.load(n, index, buffers[n].dtype) for n in partials[i])
+            ids[i] = _combined_m2(b, *parts, loops, cut, r) if st.kind == "m2" else b.add(replace(st, args=parts))
         elif not level[i]:
             ids[i] = b.add(map_stmt(st, ids))
     return LoopNest(loops.name, tuple(axes), eliminate_dead(tuple(b.body)), loops.origins)
+
+
+def _combined_m2(b: BodyBuilder, m2: int, total: int, loops: LoopNest, cut: _Cut, r: Axis) -> int:
+    """From the m2 and the sum of each piece. (The last one may be shorter; of a symbolic size the last ones, or empty.)"""
+    dtype = b.dtype(m2)
+
+    def number(e: Expr) -> int:
+        return b.const(e.constant, dtype) if e.constant is not None else b.cast(b.index(e), dtype)
+
+    inside = cut.t.size if cut.exact else minimum(cut.t.size, maximum(cut.axis.size - expr(r.var) * cut.t.size, ZERO))
+    count = number(inside * product(a.size for a in loops.reduced if a is not cut.axis))
+    mean = b.op("div", b.reduce("sum", total, dtype=dtype), number(loops.rnumel))
+    d = b.op("sub", b.op("div", total, count), mean)
+    value = b.op("add", m2, b.op("mul", count, b.op("mul", d, d)))
+    if not cut.exact:
+        value = b.op("where", b.op("gt", count, number(ZERO)), value, number(ZERO))
+    return b.reduce("sum", value, dtype=dtype)

@@ -249,6 +249,12 @@ def _extreme_index(largest: bool) -> Any:
     return call
 
 
+def _m2(value: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    mask = torch.ones_like(value, dtype=torch.bool) if mask is None else mask
+    mean = torch.where(mask, value, 0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
+    return torch.where(mask, value - mean, 0).square().sum(-1)
+
+
 _REDUCE = {
     "sum": lambda v: v.sum(-1, dtype=v.dtype),
     "prod": lambda v: v.prod(-1, dtype=v.dtype),
@@ -258,4 +264,5 @@ _REDUCE = {
     "all": lambda v: v.all(-1),
     "argmax": _extreme_index(True),
     "argmin": _extreme_index(False),
+    "m2": _m2,
 }

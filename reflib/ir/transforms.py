@@ -98,6 +98,30 @@ def join(parts: Iterable[tuple[LoopNest, Env]], drop: Iterable[str] = ()) -> tup
     return eliminate_dead(tuple(b.body))
 
 
+def two_passes(loops: LoopNest) -> LoopNest:
+    """With each ``m2`` written out: a sum for the mean, then one of squared distances. That is exact, and costs no more
+    than one pass where the second one reads registers or a cache."""
+    if not any(isinstance(s, Reduce) and s.kind == "m2" for s in loops.body):
+        return loops
+    b = BodyBuilder()
+    ids: dict[int, int] = {}
+    for i, s in enumerate(loops.body):
+        new = map_stmt(s, ids)
+        if isinstance(new, Reduce) and new.kind == "m2":
+            (value, *mask), n = new.args, loops.rnumel.constant
+            zero = b.const(0, new.dtype)
+            count = b.cast(b.index(loops.rnumel), new.dtype) if n is None else b.const(n, new.dtype)
+            if mask:
+                count = b.reduce("sum", b.op("where", *mask, b.const(1, new.dtype), zero), dtype=new.dtype)
+            total = b.reduce("sum", b.op("where", *mask, value, zero) if mask else value, dtype=new.dtype)
+            d = b.op("sub", value, b.op("div", total, count))
+            d = b.op("where", *mask, d, zero) if mask else d
+            ids[i] = b.reduce("sum", b.op("mul", d, d), dtype=new.dtype)
+        else:
+            ids[i] = b.add(new)
+    return replace(loops, body=tuple(b.body))
+
+
 # -- axes -------------------------------------------------------------------------------------------
 def drop_unit_axes(loops: LoopNest) -> LoopNest:
     """Without axes of size 1."""

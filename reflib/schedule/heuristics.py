@@ -101,10 +101,11 @@ class _Traffic:
         return 1 + max(rounds, default=0)
 
     def walk(self) -> str:
-        """The letter along which most accesses are contiguous."""
+        """The letter along which most accesses are contiguous; those once per row do not count."""
+        r = self.space.r
         votes: dict[str, int] = {}
         for s in self.space.body:
-            if isinstance(s, (Load, Store)):
+            if isinstance(s, (Load, Store)) and (r is None or s.index.has(r)):
                 letter = walks(s.index, self.space)
                 if letter:
                     votes[letter] = votes.get(letter, 0) + 1
