@@ -14,8 +14,8 @@ computing sample variances", 1979), all at once: ``m2 = sum m2_i + sum n_i (mean
 Gimelshein, "Online normalizer calculation for softmax", 2018). Each lane keeps the greatest ``m`` so far and the sum
 ``s`` of ``f * exp(v - m)``; where ``m`` grows, ``s`` is scaled. Either the new power or the scale is 1, so an element
 takes one exponential. With the row's maximum M the result is ``sum s_i * exp(m_i - M)``, times ``exp(M - t)``: 1 where
-``t`` is M, and where M is infinite exactly what the definition gives for any ``t`` (NaN for softmax, 0 or infinity for
-logsumexp). Infinities of one sign have distance 0 until then.
+``t`` is M, and where M is infinite just what the definition gives for any ``t`` (NaN for softmax, 0 or infinity for
+logsumexp). Until then, infinities of one sign have distance 0.
 
 With neither, a body is printed as ``PartPrinter`` prints it.
 """
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from ..ir.loops import Const, Op, Reduce, Stmt, Store
+from ..ir.loops import Op, Reduce, Stmt, Store
 from ..ir.transforms import needed
 from .triton_body import PartPrinter
 from .triton_ops import TL, Printer, nan_helper, print_op
@@ -83,8 +83,6 @@ def _powers(body: Sequence[Any], i: int) -> Iterator[tuple[int, tuple[int, ...]]
     elif s.op == "mul":
         for a, b in (s.args, s.args[::-1]):
             yield from ((power, (b, *more)) for power, more in _powers(body, a))
-    elif s.op == "where" and body[s.args[2]] == Const(0.0, s.dtype):
-        yield from ((power, (s.args[0], *more)) for power, more in _powers(body, s.args[1]))
 
 
 class OnePassPrinter(PartPrinter):
@@ -145,8 +143,8 @@ class OnePassPrinter(PartPrinter):
         if len(s.args) == 1:
             self.put(f"{n} += 1.0")
         else:
-            mask = self._masked(self._operand(s.args[1], torch.bool), "0")
-            self.put(f"ok{i}{self.tag} = {mask}")
+            inside = f" & rmask{self.tag}" if self.masks["r"] else ""
+            self.put(f"ok{i}{self.tag} = {self._operand(s.args[1], torch.bool)}{inside}")
             self.put(f"{n} += tl.where(ok{i}{self.tag}, 1.0, 0.0)")
             value = f"tl.where(ok{i}{self.tag}, {value}, {mean})"
         self.put(f"{mean}, {acc} = {self.needs.helper('welford')}({mean}, {acc}, {self._masked(value, mean)}, {n})")
