@@ -68,10 +68,11 @@ def _bed(dtype: torch.dtype, x: torch.Tensor, across: bool, dynamic: bool) -> tu
 def variance_case(
     rows: Rows, dtype: torch.dtype, n: int, across: bool, config: Config, dynamic: bool, masked: bool = False
 ) -> Case:
-    """``out``: m2 of each row; ``masked``: of its first half."""
+    """``out``: m2 of each row; ``masked``: of its first half, the others have weight 0."""
     loops, b, v, case = _bed(dtype, rows(n, torch.Generator().manual_seed(n)), across, dynamic)
     i, j = loops.axes
-    args = (v, b.op("lt", b.index(expr(j.var) * 2), b.index(j.size))) if masked else (v,)
+    half = b.op("lt", b.index(expr(j.var) * 2), b.index(j.size))
+    args = (b.op("where", half, v, b.const(0, b.dtype(v))), b.cast(half, b.dtype(v))) if masked else (v,)
     b.store("out", i.var, b.reduce("m2", *args, dtype=value_dtype(dtype)))
     case.parts = (LoopNest(loops.name, loops.axes, tuple(b.body)),)
     case.tensors["out"] = torch.full((ROWS,), 7, dtype=value_dtype(dtype))

@@ -185,11 +185,11 @@ class _PartialStores:
             self.names.setdefault(i, []).append(self.made[value])
 
     def _masked(self, step: Reduce, mask: int) -> Reduce:
-        if step.kind == "m2":
-            return replace(step, args=(*step.args, mask))
+        """Beyond the end, values that change nothing; of an m2, a weight of 0."""
         dtype = self.b.dtype(step.args[0])
         neutral = self.b.const(identity(step.kind, dtype), dtype)
-        return replace(step, args=(self.b.op("where", mask, step.args[0], neutral), *step.args[1:]))
+        args = (self.b.op("where", mask, step.args[0], neutral), *step.args[1:])
+        return replace(step, args=args if step.kind != "m2" else (*args, self.b.cast(mask, dtype)))
 
     def _buffer(self, dtype: torch.dtype) -> str:
         number = len(self.made)
@@ -242,9 +242,9 @@ def _combined_m2(b: BodyBuilder, m2: int, total: int, loops: LoopNest, cut: _Cut
 
     inside = cut.t.size if cut.exact else minimum(cut.t.size, maximum(cut.axis.size - expr(r.var) * cut.t.size, ZERO))
     count = number(inside * product(a.size for a in loops.reduced if a is not cut.axis))
-    mean = b.op("div", b.reduce("sum", total, dtype=dtype), number(loops.rnumel))
-    d = b.op("sub", b.op("div", total, count), mean)
-    value = b.op("add", m2, b.op("mul", count, b.op("mul", d, d)))
-    if not cut.exact:
-        value = b.op("where", b.op("gt", count, number(ZERO)), value, number(ZERO))
-    return b.reduce("sum", value, dtype=dtype)
+    if cut.exact:
+        between = b.op("mul", count, b.reduce("m2", b.op("div", total, count), dtype=dtype))
+    else:
+        mean = b.op("div", total, b.op("maximum", count, number(ONE)))
+        between = b.reduce("m2", mean, count, dtype=dtype)
+    return b.op("add", b.reduce("sum", m2, dtype=dtype), between)

@@ -7,6 +7,7 @@ products", 1962)::
     d = x - mean;  mean += d / n;  m2 += d * (x - mean)
 
 ``n`` is the same in all lanes: in the last step, lanes beyond the row take in their own mean, which changes nothing.
+(With weights, ``n`` is a lane's own sum of them; so D. H. D. West, "Updating mean and variance estimates", 1979.)
 After the loop the lanes are combined as Chan, Golub and LeVeque do ("Updating formulae and a pairwise algorithm for
 computing sample variances", 1979), all at once: ``m2 = sum m2_i + sum n_i (mean_i - mean)^2``.
 
@@ -137,17 +138,15 @@ class OnePassPrinter(PartPrinter):
 
     # -- variance -------------------------------------------------------------------------------
     def _welford(self, i: int) -> None:
-        """``n`` counts the elements of any lane; under a mask each lane's own."""
+        """``n`` counts the elements of any lane; where they have weights, each lane's."""
         s, (n, mean, acc) = self._reduction(i), self._lanes(i)
-        value = self._operand(s.args[0], s.dtype)
-        if len(s.args) == 1:
-            self.put(f"{n} += 1.0")
-        else:
-            inside = f" & rmask{self.tag}" if self.masks["r"] else ""
-            self.put(f"ok{i}{self.tag} = {self._operand(s.args[1], torch.bool)}{inside}")
-            self.put(f"{n} += tl.where(ok{i}{self.tag}, 1.0, 0.0)")
-            value = f"tl.where(ok{i}{self.tag}, {value}, {mean})"
-        self.put(f"{mean}, {acc} = {self.needs.helper('welford')}({mean}, {acc}, {self._masked(value, mean)}, {n})")
+        weight = "1.0"
+        if len(s.args) > 1:
+            weight = f"weight{i}{self.tag}"
+            self.put(f"{weight} = {self._masked(self._operand(s.args[1], s.dtype), '0.0')}")
+        value = self._masked(self._operand(s.args[0], s.dtype), mean)
+        self.put(f"{n} += {weight}")
+        self.put(f"{mean}, {acc} = {self.needs.helper('welford')}({mean}, {acc}, {value}, {weight}, {n})")
 
     def _finish_m2(self, i: int) -> None:
         s, (n, mean, acc) = self._reduction(i), self._lanes(i)
@@ -189,11 +188,11 @@ class OnePassPrinter(PartPrinter):
 PRINTERS: dict[str, Printer] = {}
 HELPERS = {
     "welford": '''
-def welford(mean, m2, x, n):
-    """Takes x into a mean and a sum of squared distances, as the n-th value; or not at all, where x is the mean."""
+def welford(mean, m2, x, weight, n):
+    """Takes x, weight times, into a mean and a sum of squared distances; n: the sum of weights until now."""
     d = x - mean
-    mean = mean + d * (1.0 / tl.maximum(n, 1.0))
-    return mean, m2 + d * (x - mean)
+    mean = mean + d * (weight / tl.maximum(n, 1.0))
+    return mean, m2 + d * (x - mean) * weight
 ''',
     "chan": '''
 def chan(mean, m2, n):

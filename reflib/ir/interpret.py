@@ -249,10 +249,10 @@ def _extreme_index(largest: bool) -> Any:
     return call
 
 
-def _m2(value: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    mask = torch.ones_like(value, dtype=torch.bool) if mask is None else mask
-    mean = torch.where(mask, value, 0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
-    return torch.where(mask, value - mean, 0).square().sum(-1)
+def _m2(value: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+    weight = torch.ones_like(value) if weight is None else weight
+    mean = (weight * value).sum(-1, keepdim=True) / weight.sum(-1, keepdim=True).clamp(min=1)
+    return (weight * (value - mean).square()).sum(-1)
 
 
 _REDUCE = {

@@ -108,15 +108,15 @@ def two_passes(loops: LoopNest) -> LoopNest:
     for i, s in enumerate(loops.body):
         new = map_stmt(s, ids)
         if isinstance(new, Reduce) and new.kind == "m2":
-            (value, *mask), n = new.args, loops.rnumel.constant
-            zero = b.const(0, new.dtype)
-            count = b.cast(b.index(loops.rnumel), new.dtype) if n is None else b.const(n, new.dtype)
-            if mask:
-                count = b.reduce("sum", b.op("where", *mask, b.const(1, new.dtype), zero), dtype=new.dtype)
-            total = b.reduce("sum", b.op("where", *mask, value, zero) if mask else value, dtype=new.dtype)
-            d = b.op("sub", value, b.op("div", total, count))
-            d = b.op("where", *mask, d, zero) if mask else d
-            ids[i] = b.reduce("sum", b.op("mul", d, d), dtype=new.dtype)
+            (value, *weight), dtype, n = new.args, new.dtype, loops.rnumel.constant
+            count = b.const(n, dtype) if n is not None else b.cast(b.index(loops.rnumel), dtype)
+            weighed = value
+            if weight:
+                count = b.op("maximum", b.reduce("sum", *weight, dtype=dtype), b.const(1, dtype))
+                weighed = b.op("mul", value, *weight)
+            d = b.op("sub", value, b.op("div", b.reduce("sum", weighed, dtype=dtype), count))
+            square = b.op("mul", d, d)
+            ids[i] = b.reduce("sum", b.op("mul", square, *weight) if weight else square, dtype=dtype)
         else:
             ids[i] = b.add(new)
     return replace(loops, body=tuple(b.body))

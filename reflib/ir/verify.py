@@ -299,8 +299,8 @@ class _Inside:
             self.fail(i, f"reduces {self.dtype(i, s.args[0])} but is marked {s.dtype}")
         if s.kind in ("any", "all") and s.dtype != torch.bool:
             self.fail(i, "takes a bool")
-        if s.kind == "m2" and not (s.dtype.is_floating_point and all(self.dtype(i, a) == torch.bool for a in s.args[1:])):
-            self.fail(i, "takes a float, and perhaps a bool")
+        if s.kind == "m2" and not (s.dtype.is_floating_point and all(self.dtype(i, a) == s.dtype for a in s.args)):
+            self.fail(i, "takes a float, and perhaps its weight")
 
     def check_store_races(self, i: int, s: Store, level: list[bool]) -> None:
         """Each point that executes a store must write its own element (except scatters, whose index is a value). An
