@@ -35,7 +35,7 @@ from ..ir.loops import (
 )
 from ..ir.ops import identity
 from ..ir.program import Buffer, Node
-from ..ir.transforms import eliminate_dead, needed, varying
+from ..ir.transforms import eliminate_dead, merge_axes, needed, varying
 from ..options import Options
 from ..target import Target
 from .mapping import fresh
@@ -55,9 +55,10 @@ def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
     nodes: list[Node] = []
     buffers = dict(program.buffers)
     for node in program.nodes:
-        pieces = _pieces(node, target) if isinstance(node, LoopNest) else 1
+        pieces = _wanted(node, target) if isinstance(node, LoopNest) else 1
         if isinstance(node, LoopNest) and pieces > 1 and _can_split(node) and not _was_split(node):
-            nodes += _split(node, pieces, buffers)
+            node = _long_enough(node, pieces)
+            nodes += _split(node, min(pieces, _most(node)), buffers)
         else:
             nodes.append(node)
     return replace(fused, program=replace(program, nodes=tuple(nodes), buffers=buffers))
@@ -68,8 +69,8 @@ def _was_split(loops: LoopNest) -> bool:
     return any(re.fullmatch(r".*_part\d+", b) for b in (*loops.reads(), *loops.writes()))
 
 
-def _pieces(loops: LoopNest, target: Target) -> int:
-    """Into how many parts to cut a row: a power of two; 1: not at all."""
+def _wanted(loops: LoopNest, target: Target) -> int:
+    """Into how many parts a row should be cut: a power of two; 1: not at all."""
     if not loops.reduced:
         return 1
     rows, length = max(1, loops.numel.hint()), loops.rnumel.hint()
@@ -87,17 +88,33 @@ def _pieces(loops: LoopNest, target: Target) -> int:
         if rows >= threads or length < 32768:
             return 1
         wanted = min(-(-threads // rows), length // 8192)
-    longest = max(a.size.hint() for a in loops.reduced)
     pieces = 1
-    while pieces < wanted and pieces * 4 <= longest:
+    while pieces < wanted and pieces * 4 <= length:
         pieces *= 2
     return pieces
 
 
+def _most(loops: LoopNest) -> int:
+    """Into how many parts the longest reduced axis can be cut: a power of two."""
+    pieces, longest = 1, max(a.size.hint() for a in loops.reduced)
+    while pieces * 4 <= longest:
+        pieces *= 2
+    return pieces
+
+
+def _long_enough(loops: LoopNest, pieces: int) -> LoopNest:
+    """Reduced axes made one if none is long enough by itself. (What a piece reads is then no part of any axis that the
+    producers have, and these do not fuse.)"""
+    return loops if 2 * _most(loops) >= pieces else merge_axes(loops, apart=True)
+
+
 def reduces_columns(loops: LoopNest) -> bool:
     """Do neighbouring results come from neighbouring columns? Then one GPU program computes COLUMNS of them."""
-    inner = [a for a in loops.axes if a.size != 1][-1:]
-    return bool(inner) and inner[0].kind == "p"
+    reduced = loops.reduced_vars
+    steps = [a.kind for s in loops.loads() for a in loops.axes if s.index.coefficient(a.var) == 1 and a.size != 1
+             if s.index.variables() & reduced]  # fmt: skip
+    inner = [a.kind for a in loops.axes if a.size != 1][-1:]
+    return steps.count("p") > steps.count("r") if steps else inner == ["p"]
 
 
 def _can_split(loops: LoopNest) -> bool:
