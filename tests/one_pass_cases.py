@@ -119,9 +119,7 @@ SOFTMAX_ROWS = {"hostile": _hostile_rows, "nan": _with_nan, "normal": normal}
 SUMS = ("plain", "guarded", "weighted", "masked", "two", "kept")
 
 
-def sum_case(
-    kind: str, rows: Rows, dtype: torch.dtype, n: int, across: bool, config: Config, dynamic: bool
-) -> Case:
+def sum_case(kind: str, rows: Rows, dtype: torch.dtype, n: int, across: bool, config: Config, dynamic: bool) -> Case:
     """``out`` = sum of exp(x - max x); ``guarded``: an infinite maximum counts as 0; ``weighted``: times x^2;
     ``masked``: of the even columns; ``two``: also the weighted sum, less the minimum of max and 3; ``kept``: also a sum
     that does need the maximum first."""

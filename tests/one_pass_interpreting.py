@@ -1,5 +1,5 @@
-"""Variances and softmax sums in one pass, in Triton's interpreter: a program of its own, because the interpreter must be
-chosen before Triton is imported.
+"""Variances and softmax sums in one pass, in Triton's interpreter: a program of its own, because the interpreter must
+be chosen before Triton is imported.
 
     TRITON_INTERPRET=1 python tests/one_pass_interpreting.py [KIND [name ...]]
 
@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 import triton_programs
 from one_pass_cases import sum_cases, variance_cases
-from torch import nn
 from triton_cases import Case
 from triton_interpreting import run
 
@@ -141,7 +140,7 @@ def main(kinds: list[str], wanted: list[str]) -> dict[str, dict[str, str]]:
         for kind in kinds:
             cases, problem = KINDS[kind]
             found[kind] = {}
-            for number, (name, make) in enumerate(cases().items()):
+            for name, make in cases().items():
                 if wanted and not any(w in name for w in wanted):
                     continue
                 try:

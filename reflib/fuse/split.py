@@ -146,7 +146,8 @@ def _split(loops: LoopNest, pieces: int, buffers: dict[str, Buffer]) -> list[Nod
     axis = max(loops.reduced, key=lambda a: a.size.hint())
     length = divide_exact(axis.size, pieces)
     if length is None and axis.size.constant is not None:  # pieces of whole blocks, so that only the last has a tail
-        length = expr(-(-axis.size.constant // (pieces * BLOCK)) * BLOCK)
+        block = BLOCK if axis.size.constant >= pieces * BLOCK else 1
+        length = expr(-(-axis.size.constant // (pieces * block)) * block)
         pieces = -(-axis.size.constant // int(length))
     exact = length is not None and length * pieces == axis.size
     s = Axis(fresh(expr(pieces)), "p")
@@ -244,14 +245,15 @@ def _second_step(loops: LoopNest, cut: _Cut, partials: dict[int, list[str]], buf
     for i, st in enumerate(loops.body):
         if isinstance(st, Reduce):
             parts = tuple(b.load(n, index, buffers[n].dtype) for n in partials[i])
-            ids[i] = _combined_m2(b, *parts, loops, cut, r) if st.kind == "m2" else b.add(replace(st, args=parts))
+            ids[i] = _combined_m2(b, parts, loops, cut, r) if st.kind == "m2" else b.add(replace(st, args=parts))
         elif not level[i]:
             ids[i] = b.add(map_stmt(st, ids))
     return LoopNest(loops.name, tuple(axes), eliminate_dead(tuple(b.body)), loops.origins)
 
 
-def _combined_m2(b: BodyBuilder, m2: int, total: int, loops: LoopNest, cut: _Cut, r: Axis) -> int:
-    """From the m2 and the sum of each piece. (The last one may be shorter; of a symbolic size the last ones, or empty.)"""
+def _combined_m2(b: BodyBuilder, parts: Sequence[int], loops: LoopNest, cut: _Cut, r: Axis) -> int:
+    """From the m2 and the sum of each piece. (The last may be shorter; of a symbolic size some may be empty.)"""
+    m2, total = parts
     dtype = b.dtype(m2)
 
     def number(e: Expr) -> int:
