@@ -6,7 +6,9 @@ reduced axis ``r < n`` is cut into ``s < pieces`` (parallel) and ``t < length`` 
     y[i] = f(sum_r g(i, r))     becomes     part[i, s] = sum_t g(i, s*length + t)
                                             y[i] = f(sum_s part[i, s])
 
-Where ``pieces`` does not divide ``n`` the last piece is masked: beyond the end ``g`` is the reduction's identity.
+Where ``pieces`` does not divide ``n`` the last piece is masked: beyond the end ``g`` is the reduction's identity. A
+variance's pieces have a sum and an m2 each, which combine as ``m2 = sum m2_i + n_i (mean_i - mean)^2`` (Chan, Golub,
+LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979).
 The first step is an ordinary reduction: the producers of ``g``'s inputs fuse into it. Columns (a bias gradient: the sum
 over 32,768 rows of each of 4,096 columns) are cut as well where COLUMNS per program do not fill the machine.
 """
@@ -19,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..ir.expr import ONE, Expr, ceildiv, divide_exact, expr, product
+from ..ir.expr import ONE, ZERO, Expr, ceildiv, divide_exact, expr, maximum, minimum, product
 from ..ir.loops import (
     Axis,
     BodyBuilder,
@@ -33,7 +35,7 @@ from ..ir.loops import (
 )
 from ..ir.ops import identity
 from ..ir.program import Buffer, Node
-from ..ir.transforms import eliminate_dead, needed, varying
+from ..ir.transforms import eliminate_dead, merge_axes, needed, varying
 from ..options import Options
 from ..target import Target
 from .mapping import fresh
@@ -41,7 +43,7 @@ from .result import Fused
 
 BLOCK = 64  # a piece's length is a multiple of this where possible: generated loops go over rows in such steps
 COLUMNS = 64  # results per program of a column reduction: 128 bytes of half precision
-_KINDS = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin")
+_KINDS = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin", "m2")
 
 
 def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
@@ -53,9 +55,10 @@ def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
     nodes: list[Node] = []
     buffers = dict(program.buffers)
     for node in program.nodes:
-        pieces = _pieces(node, target) if isinstance(node, LoopNest) else 1
+        pieces = _wanted(node, target) if isinstance(node, LoopNest) else 1
         if isinstance(node, LoopNest) and pieces > 1 and _can_split(node) and not _was_split(node):
-            nodes += _split(node, pieces, buffers)
+            node = _long_enough(node, pieces)
+            nodes += _split(node, min(pieces, _most(node)), buffers)
         else:
             nodes.append(node)
     return replace(fused, program=replace(program, nodes=tuple(nodes), buffers=buffers))
@@ -66,8 +69,8 @@ def _was_split(loops: LoopNest) -> bool:
     return any(re.fullmatch(r".*_part\d+", b) for b in (*loops.reads(), *loops.writes()))
 
 
-def _pieces(loops: LoopNest, target: Target) -> int:
-    """Into how many parts to cut a row: a power of two; 1: not at all."""
+def _wanted(loops: LoopNest, target: Target) -> int:
+    """Into how many parts a row should be cut: a power of two; 1: not at all."""
     if not loops.reduced:
         return 1
     rows, length = max(1, loops.numel.hint()), loops.rnumel.hint()
@@ -85,17 +88,33 @@ def _pieces(loops: LoopNest, target: Target) -> int:
         if rows >= threads or length < 32768:
             return 1
         wanted = min(-(-threads // rows), length // 8192)
-    longest = max(a.size.hint() for a in loops.reduced)
     pieces = 1
-    while pieces < wanted and pieces * 4 <= longest:
+    while pieces < wanted and pieces * 4 <= length:
         pieces *= 2
     return pieces
 
 
+def _most(loops: LoopNest) -> int:
+    """Into how many parts the longest reduced axis can be cut: a power of two."""
+    pieces, longest = 1, max(a.size.hint() for a in loops.reduced)
+    while pieces * 4 <= longest:
+        pieces *= 2
+    return pieces
+
+
+def _long_enough(loops: LoopNest, pieces: int) -> LoopNest:
+    """Reduced axes made one if none is long enough by itself. (What a piece reads is then no part of any axis that the
+    producers have, and these do not fuse.)"""
+    return loops if 2 * _most(loops) >= pieces else merge_axes(loops, apart=True)
+
+
 def reduces_columns(loops: LoopNest) -> bool:
     """Do neighbouring results come from neighbouring columns? Then one GPU program computes COLUMNS of them."""
-    inner = [a for a in loops.axes if a.size != 1][-1:]
-    return bool(inner) and inner[0].kind == "p"
+    reduced = loops.reduced_vars
+    steps = [a.kind for s in loops.loads() for a in loops.axes if s.index.coefficient(a.var) == 1 and a.size != 1
+             if s.index.variables() & reduced]  # fmt: skip
+    inner = [a.kind for a in loops.axes if a.size != 1][-1:]
+    return steps.count("p") > steps.count("r") if steps else inner == ["p"]
 
 
 def _can_split(loops: LoopNest) -> bool:
@@ -127,7 +146,8 @@ def _split(loops: LoopNest, pieces: int, buffers: dict[str, Buffer]) -> list[Nod
     axis = max(loops.reduced, key=lambda a: a.size.hint())
     length = divide_exact(axis.size, pieces)
     if length is None and axis.size.constant is not None:  # pieces of whole blocks, so that only the last has a tail
-        length = expr(-(-axis.size.constant // (pieces * BLOCK)) * BLOCK)
+        block = BLOCK if axis.size.constant >= pieces * BLOCK else 1
+        length = expr(-(-axis.size.constant // (pieces * block)) * block)
         pieces = -(-axis.size.constant // int(length))
     exact = length is not None and length * pieces == axis.size
     s = Axis(fresh(expr(pieces)), "p")
@@ -149,11 +169,7 @@ def _first_step(loops: LoopNest, cut: _Cut, buffers: dict[str, Buffer]) -> tuple
         if isinstance(st, Load) and mask is not None:
             st = replace(st, mask=mask if st.mask is None else b.op("and", mask, st.mask))
         if isinstance(st, Reduce):
-            if mask is not None:
-                dtype = b.dtype(st.args[0])
-                neutral = b.const(identity(st.kind, dtype), dtype)
-                st = replace(st, args=(b.op("where", mask, st.args[0], neutral), *st.args[1:]))
-            partial.add(i, st)
+            partial.add(i, st, mask)
         else:
             ids[i] = b.add(st)
     axes = tuple(x for a in loops.axes for x in ((cut.s, cut.t) if a is cut.axis else (a,)))
@@ -169,21 +185,38 @@ class _PartialStores:
         self.index = _row_major(axes)
         self.loops, self.b, self.buffers = loops, b, buffers
         self.names: dict[int, list[str]] = {}
+        self.made: dict[int, str] = {}  # by the partial reduction
 
-    def add(self, i: int, reduce: Reduce) -> None:
-        """An arg* needs the extreme value of each piece as well as its index."""
+    def add(self, i: int, reduce: Reduce, mask: int | None) -> None:
+        """An arg* needs the extreme value of each piece as well as its index, an m2 the sum. ``mask``: where the piece
+        is inside."""
         steps = [reduce]
         if reduce.kind.startswith("arg"):
             steps.insert(0, Reduce(reduce.kind[3:], reduce.args[:1], self.b.dtype(reduce.args[0])))
+        elif reduce.kind == "m2":
+            steps.append(replace(reduce, kind="sum"))
         for step in steps:
-            number = sum(map(len, self.names.values()))
-            while (name := f"{self.loops.name}_part{number}") in self.buffers:
-                number += 1
-            strides = tuple(product(self.shape[d + 1 :]) for d in range(len(self.shape)))
-            device = self.buffers[self.loops.writes()[0]].device
-            self.buffers[name] = Buffer(name, step.dtype, device, self.shape, strides)
-            self.names.setdefault(i, []).append(name)
-            self.b.store(name, self.index, self.b.add(step))
+            value = self.b.add(step if mask is None else self._masked(step, mask))
+            if value not in self.made:
+                self.made[value] = self._buffer(step.dtype)
+                self.b.store(self.made[value], self.index, value)
+            self.names.setdefault(i, []).append(self.made[value])
+
+    def _masked(self, step: Reduce, mask: int) -> Reduce:
+        """Beyond the end, values that change nothing; of an m2, a weight of 0."""
+        dtype = self.b.dtype(step.args[0])
+        neutral = self.b.const(identity(step.kind, dtype), dtype)
+        args = (self.b.op("where", mask, step.args[0], neutral), *step.args[1:])
+        return replace(step, args=args if step.kind != "m2" else (*args, self.b.cast(mask, dtype)))
+
+    def _buffer(self, dtype: torch.dtype) -> str:
+        number = len(self.made)
+        while (name := f"{self.loops.name}_part{number}") in self.buffers:
+            number += 1
+        strides = tuple(product(self.shape[d + 1 :]) for d in range(len(self.shape)))
+        device = self.buffers[self.loops.writes()[0]].device
+        self.buffers[name] = Buffer(name, dtype, device, self.shape, strides)
+        return name
 
 
 def _partial_axes(loops: LoopNest, s: Axis) -> list[Axis]:
@@ -211,7 +244,26 @@ def _second_step(loops: LoopNest, cut: _Cut, partials: dict[int, list[str]], buf
     ids: dict[int, int] = {}
     for i, st in enumerate(loops.body):
         if isinstance(st, Reduce):
-            ids[i] = b.add(replace(st, args=tuple(b.load(n, index, buffers[n].dtype) for n in partials[i])))
+            parts = tuple(b.load(n, index, buffers[n].dtype) for n in partials[i])
+            ids[i] = _combined_m2(b, parts, loops, cut, r) if st.kind == "m2" else b.add(replace(st, args=parts))
         elif not level[i]:
             ids[i] = b.add(map_stmt(st, ids))
     return LoopNest(loops.name, tuple(axes), eliminate_dead(tuple(b.body)), loops.origins)
+
+
+def _combined_m2(b: BodyBuilder, parts: Sequence[int], loops: LoopNest, cut: _Cut, r: Axis) -> int:
+    """From the m2 and the sum of each piece. (The last may be shorter; of a symbolic size some may be empty.)"""
+    m2, total = parts
+    dtype = b.dtype(m2)
+
+    def number(e: Expr) -> int:
+        return b.const(e.constant, dtype) if e.constant is not None else b.cast(b.index(e), dtype)
+
+    inside = cut.t.size if cut.exact else minimum(cut.t.size, maximum(cut.axis.size - expr(r.var) * cut.t.size, ZERO))
+    count = number(inside * product(a.size for a in loops.reduced if a is not cut.axis))
+    if cut.exact:
+        between = b.op("mul", count, b.reduce("m2", b.op("div", total, count), dtype=dtype))
+    else:
+        mean = b.op("div", total, b.op("maximum", count, number(ONE)))
+        between = b.reduce("m2", mean, count, dtype=dtype)
+    return b.op("add", b.reduce("sum", m2, dtype=dtype), between)

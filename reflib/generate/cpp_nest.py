@@ -19,7 +19,7 @@ import torch
 
 from ..ir.expr import Expr, Ref
 from ..ir.loops import Axis, BodyBuilder, Load, LoopNest, Op, Reduce, Store, map_stmt
-from ..ir.transforms import drop_unit_axes, merge_axes, needed, phases, varying
+from ..ir.transforms import drop_unit_axes, merge_axes, needed, phases, two_passes, varying
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Segment:
 
 def arrange(loops: LoopNest) -> Nest:
     """See the module's docstring. Argmax and argmin become a max or min and then the least position that has it:
-    two passes of plain vector code."""
-    loops = drop_unit_axes(_without_arg_reductions(loops))
+    two passes of plain vector code; so is a variance."""
+    loops = drop_unit_axes(_without_arg_reductions(two_passes(loops)))
     axes = (*_sorted(loops, loops.parallel), *_sorted(loops, loops.reduced))
     loops = merge_axes(replace(loops, axes=axes))
     p, r = loops.parallel, loops.reduced

@@ -11,12 +11,17 @@ from collections.abc import Collection
 from ..ir.expr import Expr, Sym, expr
 from ..ir.loops import LoopNest
 from ..ir.program import Buffer, Config
+from ..ir.transforms import two_passes
 from ..schedule.axes import layout
+from ..seams import Seam
 from ..target import Target
 from .kernel import Kernel
 from .triton_body import PartPrinter
 from .triton_facts import pointer_name
 from .triton_ops import Needs, helper_text
+
+# By ``Config.reduction``: a PartPrinter that knows more, and prints ``m2``. None: PartPrinter, which does not.
+PARTS = Seam("generate.PARTS")
 
 HEADER = "import triton\nimport triton.language as tl\n"
 LIBDEVICE = "from triton.language.extra import libdevice\n"
@@ -37,9 +42,11 @@ def generate_triton(
     needs = Needs()
     sure = {b for b, buffer in buffers.items() if aligned is True or buffer.kind == "temp" or b in (aligned or ())}
     tile = "yblock" in dict(config.extras)
+    part_printer = PARTS.get(config.reduction, PartPrinter)
+    spaces = [layout(p if config.reduction in PARTS else two_passes(p), buffers, tile) for p in parts]
     printers = [
-        PartPrinter(space, config, buffers, needs, f"_{k}" if len(parts) > 1 else "", len(parts) > 1, sure)
-        for k, space in enumerate(layout(p, buffers, tile) for p in parts)
+        part_printer(s, config, buffers, needs, f"_{k}" if len(parts) > 1 else "", len(parts) > 1, sure)
+        for k, s in enumerate(spaces)
     ]
     bodies = [p.print() for p in printers]
     ends: list[Expr] = []

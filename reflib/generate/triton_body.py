@@ -164,18 +164,20 @@ class PartPrinter(StatementPrinter):
         passes = [self._needed(p) for p in range(last + 1)]
         row_stores = [i for i, s in enumerate(body) if isinstance(s, Store) and not self.inside[i]]
         for p, wanted in enumerate(passes):
-            for i, s in enumerate(body):
-                if not self.inside[i] and not isinstance(s, (Reduce, Store)) and self.phase[i] == p:
-                    self.statement(i)
+            self._row(p)
             self.reread = {i for later in passes[p + 1 :] for i in later}
             if wanted:
                 self._loop(p, wanted)
         for p in range(last + 1, max([*self.phase, last]) + 1):
-            for i, s in enumerate(body):
-                if not self.inside[i] and not isinstance(s, (Reduce, Store)) and self.phase[i] == p:
-                    self.statement(i)
+            self._row(p)
         for i in row_stores:
             self.statement(i)
+
+    def _row(self, p: int) -> None:
+        """What is computed once per row, before pass ``p``."""
+        for i, s in enumerate(self.space.body):
+            if self.phase[i] == p and not self.inside[i] and not isinstance(s, (Reduce, Store)):
+                self.statement(i)
 
     def _place_stores(self) -> int:
         """The number of the last pass. A store to a buffer that is also read moves to that pass: passes read again."""

@@ -249,6 +249,12 @@ def _extreme_index(largest: bool) -> Any:
     return call
 
 
+def _m2(value: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+    weight = torch.ones_like(value) if weight is None else weight
+    mean = (weight * value).sum(-1, keepdim=True) / weight.sum(-1, keepdim=True).clamp(min=1)
+    return (weight * (value - mean).square()).sum(-1)
+
+
 _REDUCE = {
     "sum": lambda v: v.sum(-1, dtype=v.dtype),
     "prod": lambda v: v.prod(-1, dtype=v.dtype),
@@ -258,4 +264,5 @@ _REDUCE = {
     "all": lambda v: v.all(-1),
     "argmax": _extreme_index(True),
     "argmin": _extreme_index(False),
+    "m2": _m2,
 }

@@ -120,9 +120,10 @@ OPS: dict[str, OpSpec] = {s.name: s for s in _SPECS}
 
 # Reductions over all "r" axes of a LoopNest, by name, with the result of an empty one (None: an error). Operands are
 # (value,), of arg* (value, index: int64). The result of an arg* is the index of the extreme value: the smallest among
-# equals, the first NaN if there is one. max/min: NaN wins.
+# equals, the first NaN if there is one. max/min: NaN wins. m2 of floats is the sum of (value - mean of the values)^2;
+# with operands (value, weight) each value counts ``weight`` times, a whole number.
 REDUCTIONS: dict[str, Any] = {
-    "sum": 0, "prod": 1, "max": None, "min": None, "any": False, "all": True, "argmax": None, "argmin": None,
+    "sum": 0, "prod": 1, "max": None, "min": None, "any": False, "all": True, "argmax": None, "argmin": None, "m2": 0,
 }  # fmt: skip
 
 

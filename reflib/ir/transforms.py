@@ -98,6 +98,30 @@ def join(parts: Iterable[tuple[LoopNest, Env]], drop: Iterable[str] = ()) -> tup
     return eliminate_dead(tuple(b.body))
 
 
+def two_passes(loops: LoopNest) -> LoopNest:
+    """With each ``m2`` written out: a sum for the mean, then one of squared distances. That is exact, and costs no more
+    than one pass where the second one reads registers or a cache."""
+    if not any(isinstance(s, Reduce) and s.kind == "m2" for s in loops.body):
+        return loops
+    b = BodyBuilder()
+    ids: dict[int, int] = {}
+    for i, s in enumerate(loops.body):
+        new = map_stmt(s, ids)
+        if isinstance(new, Reduce) and new.kind == "m2":
+            (value, *weight), dtype, n = new.args, new.dtype, loops.rnumel.constant
+            count = b.const(n, dtype) if n is not None else b.cast(b.index(loops.rnumel), dtype)
+            weighed = value
+            if weight:
+                count = b.op("maximum", b.reduce("sum", *weight, dtype=dtype), b.const(1, dtype))
+                weighed = b.op("mul", value, *weight)
+            d = b.op("sub", value, b.op("div", b.reduce("sum", weighed, dtype=dtype), count))
+            square = b.op("mul", d, d)
+            ids[i] = b.reduce("sum", b.op("mul", square, *weight) if weight else square, dtype=dtype)
+        else:
+            ids[i] = b.add(new)
+    return replace(loops, body=tuple(b.body))
+
+
 # -- axes -------------------------------------------------------------------------------------------
 def drop_unit_axes(loops: LoopNest) -> LoopNest:
     """Without axes of size 1."""

@@ -290,14 +290,17 @@ class _Inside:
         if s.kind not in REDUCTIONS:
             self.fail(i, f"there is no reduction {s.kind!r}")
         arg = s.kind.startswith("arg")
-        if len(s.args) != (2 if arg else 1):
-            self.fail(i, f"takes {2 if arg else 1} operands, has {len(s.args)}")
+        count = 2 if arg or s.kind == "m2" and len(s.args) > 1 else 1
+        if len(s.args) != count:
+            self.fail(i, f"takes {count} operands, has {len(s.args)}")
         if arg and (self.dtype(i, s.args[1]) != torch.int64 or s.dtype != torch.int64):
             self.fail(i, "takes an int64 index and gives one")
         if not arg and s.dtype != self.dtype(i, s.args[0]):
             self.fail(i, f"reduces {self.dtype(i, s.args[0])} but is marked {s.dtype}")
         if s.kind in ("any", "all") and s.dtype != torch.bool:
             self.fail(i, "takes a bool")
+        if s.kind == "m2" and not (s.dtype.is_floating_point and all(self.dtype(i, a) == s.dtype for a in s.args)):
+            self.fail(i, "takes a float, and perhaps its weight")
 
     def check_store_races(self, i: int, s: Store, level: list[bool]) -> None:
         """Each point that executes a store must write its own element (except scatters, whose index is a value). An

@@ -175,7 +175,7 @@ class NestBuilder:
     def reduce(self, kind: str, *values: Value, dtype: torch.dtype | None = None) -> Value:
         dtype = dtype or (torch.int64 if kind.startswith("arg") else values[0].dtype)
         if not any(a.kind == "r" for a in self.axes):  # every reduced dimension has size 1
-            return values[-1].to(dtype)
+            return values[0] - values[0] if kind == "m2" else values[-1].to(dtype)
         return Value(self, self.b.reduce(kind, *(v.id for v in values), dtype=dtype))
 
     # -- memory ---------------------------------------------------------------------------------

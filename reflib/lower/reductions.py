@@ -74,7 +74,7 @@ def extreme(k: NestBuilder, kind: str, v: Value) -> Value:
     return k.reduce(kind, v)
 
 
-# -- variance: two passes, mean then squared distances ----------------------------------------------------
+# -- variance ---------------------------------------------------------------------------------------------
 @rule("var.correction")
 def var(cx: LoweringContext, x: View, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> View:
     return _variance(cx, x, dim, correction, cx.out())
@@ -98,23 +98,18 @@ def _variance(
     cx: LoweringContext, x: View, dim: Any, correction: Any, out: View, root: bool = False,
     mean_out: View | None = None,
 ) -> View:  # fmt: skip
-    """``sum((x - mean)^2) / max(n - correction, 0)``. The mean is kept in the computing dtype in between."""
+    """``m2 / max(n - correction, 0)``, and the mean: one round of reductions."""
     dims = dims_of(x, dim)
     compute = value_dtype(check_dtype(out.dtype))
     if not compute.is_floating_point or x.dtype.is_complex:
         raise Unsupported(f"variance of {x.dtype}")
-    same = mean_out is not None and mean_out.dtype == compute
-    kept = [1 if d in dims else s for d, s in enumerate(x.shape)]
-    center = mean_out if same else cx.temp("mean", kept, compute)  # type: ignore[assignment]
-    reduction(cx, x, dims, lambda k, v: k.reduce("sum", v.to(compute)) / k.count(dims), center)
     k = NestBuilder(cx, x.shape, dims)
-    mu = k.load(center, out_coords(k, dims, center))  # type: ignore[arg-type]
-    d = k.load(x).to(compute) - mu
+    v = k.load(x).to(compute)
     count = k.value(k.count(dims), compute)
+    if mean_out is not None:
+        k.store(mean_out, k.reduce("sum", v) / count, out_coords(k, dims, mean_out))
     freedom = (count - (1 if correction is None else correction)).maximum(0)
-    result = k.reduce("sum", d * d) / freedom
+    result = k.reduce("m2", v) / freedom
     k.store(out, result.sqrt() if root else result, out_coords(k, dims, out))
-    if mean_out is not None and not same:
-        k.store(mean_out, mu, out_coords(k, dims, mean_out))
     k.finish()
     return out

@@ -157,6 +157,11 @@ BIG = {
     "odd": (lambda x: ((x * x).sum(), x.amax()), [R(100003)]),
     "rows": (lambda x: (x.amax(1), x.argmax(1), x.argmin(1)), [R(2, 70001)]),
     "columns": (lambda x: ((x * 2).sum(0) + 1,), [R(40000, 3)]),
+    "variance": (lambda x: (torch.var(x, 1), *torch.var_mean(x, (0, 1))), [R(2, 70001)]),
+    "even variance": (lambda x: (x.std(1),), [R(3, 65536)]),
+    "variance of columns": (lambda x: (x.var(0), x.mean(0)), [R(40001, 2)]),
+    "variance, two axes": (lambda x: torch.var_mean(x, (0, 2)), [R(3, 2, 40009)]),
+    "variance, short axes": (lambda x: torch.var_mean(x, (0, 2, 3)), [R(17, 2, 53, 41)]),
     "integers": (lambda x: (x.amin(0), x.sum(0), (x > 3).any(0), (x > 3).all(0)), [torch.randint(0, 9, (70001, 2))]),
 }  # fmt: skip
 
@@ -170,8 +175,9 @@ def test_split_reductions(name):
     assert not any("part" in b for b in whole.program.buffers)
 
 
-def test_split_symbolic():
-    f = fused(BIG["rows"][0], [R(2, 70001)], symbolic=True, run_on=[[R(3, 50000)], [R(2, 3)]])
+@pytest.mark.parametrize("name", ["rows", "variance"])
+def test_split_symbolic(name):
+    f = fused(BIG[name][0], [R(2, 70001)], symbolic=True, run_on=[[R(3, 50000)], [R(2, 3)]])
     assert any("part" in b for b in f.program.buffers)
 
 

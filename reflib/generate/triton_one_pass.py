@@ -1,0 +1,207 @@
+"""Looped reductions in one pass over the row where the definition takes two.
+
+**Variance.** ``m2`` is the sum of squared distances from the mean. Each lane keeps the mean and the m2 of its own
+elements and takes in the n-th by Welford's recurrence ("Note on a method for calculating corrected sums of squares and
+products", 1962)::
+
+    d = x - mean;  mean += d / n;  m2 += d * (x - mean)
+
+``n`` is the same in all lanes: in the last step, lanes beyond the row take in their own mean, which changes nothing.
+(With weights, ``n`` is a lane's own sum of them; so D. H. D. West, "Updating mean and variance estimates", 1979.)
+After the loop the lanes are combined as Chan, Golub and LeVeque do ("Updating formulae and a pairwise algorithm for
+computing sample variances", 1979), all at once: ``m2 = sum m2_i + sum n_i (mean_i - mean)^2``.
+
+**Softmax.** ``sum f * exp(v - t)``, where ``t`` is made of ``max v``, in the pass that finds the maximum (Milakov and
+Gimelshein, "Online normalizer calculation for softmax", 2018). Each lane keeps the greatest ``m`` so far and the sum
+``s`` of ``f * exp(v - m)``; where ``m`` grows, ``s`` is scaled. Either the new power or the scale is 1, so an element
+takes one exponential. With the row's maximum M the result is ``sum s_i * exp(m_i - M)``, times ``exp(M - t)``: 1 where
+``t`` is M, and where M is infinite just what the definition gives for any ``t`` (NaN for softmax, 0 or infinity for
+logsumexp). Until then, infinities of one sign have distance 0.
+
+With neither, a body is printed as ``PartPrinter`` prints it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..ir.loops import Op, Reduce, Stmt, Store
+from ..ir.transforms import needed
+from .triton_body import PartPrinter
+from .triton_ops import TL, Printer, nan_helper, print_op
+from .triton_statements import Value
+
+
+@dataclass(frozen=True)
+class Online:
+    """A sum in the pass of the maximum ``top``: of ``power``, an ``exp(v - at)``, times factors known in that pass.
+    ``phase``: its own, in which ``at`` is known."""
+
+    top: int
+    power: int
+    at: int
+    phase: int
+
+
+def online_sums(body: Sequence[Stmt], inside: Sequence[bool], phase: Sequence[int]) -> dict[int, Online]:
+    """By statement, the sums that share a maximum's pass; none of a pass that something else needs anyway."""
+    found = {i: o for i in range(len(body)) if (o := _online(body, inside, phase, i)) is not None}
+    stays = {
+        phase[i]
+        for i, s in enumerate(body)
+        if i not in found and (isinstance(s, Reduce) or (isinstance(s, Store) and inside[i]))
+    }
+    return {i: o for i, o in found.items() if o.phase not in stays}
+
+
+def _online(body: Sequence[Any], inside: Sequence[bool], phase: Sequence[int], i: int) -> Online | None:
+    s = body[i]
+    if not isinstance(s, Reduce) or s.kind != "sum":
+        return None
+    for power, factors in _powers(body, s.args[0]):
+        difference = body[body[power].args[0]]
+        if not isinstance(difference, Op) or difference.op != "sub" or inside[difference.args[1]]:
+            continue
+        v, at = difference.args
+        for top in needed(body, [at]):
+            found = body[top] == Reduce("max", (v,), s.dtype) and inside[v] and phase[top] + 1 == phase[i]
+            if found and all(phase[f] <= phase[top] for f in factors):
+                return Online(top, power, at, phase[i])
+    return None
+
+
+def _powers(body: Sequence[Any], i: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """The exponentials that statement ``i`` is a multiple of, each with its other factors."""
+    s = body[i]
+    if not isinstance(s, Op):
+        return
+    if s.op == "exp":
+        yield i, ()
+    elif s.op == "mul":
+        for a, b in (s.args, s.args[::-1]):
+            yield from ((power, (b, *more)) for power, more in _powers(body, a))
+
+
+class OnePassPrinter(PartPrinter):
+    """Names, for reduction 7: ``acc7`` its lanes, ``mean7`` and ``n7`` a variance's; of a maximum that sums share,
+    ``new7`` its argument, ``e7`` the exponentials of all its sums, ``scale7`` what these are scaled by."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.online = online_sums(self.space.body, self.inside, self.phase)
+        self.tops = {o.top: {p.power for p in self.online.values() if p.top == o.top} for o in self.online.values()}
+        for i, o in self.online.items():
+            self.phase[i] = self.phase[o.top]
+
+    def _needed(self, p: int) -> list[int]:
+        """Without the exponentials that the maximum's accumulator makes."""
+        made = {power for top, powers in self.tops.items() for power in powers if self.phase[top] == p}
+        results = (i for i in self._results() if self.phase[i] == p)
+        return needed(self.space.body, results, follow=lambda i: self.inside[i] and i not in made)
+
+    def _row(self, p: int) -> None:
+        super()._row(p)
+        for i, o in self.online.items():
+            if o.phase == p:
+                self._finish_online(i, o)
+
+    def _declare(self, i: int) -> None:
+        s = self._reduction(i)
+        if s.kind == "m2":
+            shapes = ("[]" if len(s.args) == 1 else self._full(), self._full(), self._full())
+            for name, shape in zip(self._lanes(i), shapes, strict=True):
+                self.put(f"{name} = tl.full({shape}, 0.0, {TL[s.dtype]})")
+        else:
+            super()._declare(i)
+
+    def _accumulate(self, i: int) -> None:
+        if self._reduction(i).kind == "m2":
+            self._welford(i)
+        elif i in self.tops:
+            self._online_max(i)
+        elif i in self.online:
+            s, acc = self._reduction(i), f"acc{i}{self.tag}"
+            value = self._masked(self._operand(s.args[0], s.dtype), "0.0")
+            self.put(f"{acc} = {acc} * scale{self.online[i].top}{self.tag} + {value}")
+        else:
+            super()._accumulate(i)
+
+    def _finish(self, i: int) -> None:
+        if self._reduction(i).kind == "m2":
+            self._finish_m2(i)
+        elif i not in self.online:  # (those wait for their row's ``at``)
+            super()._finish(i)
+
+    # -- variance -------------------------------------------------------------------------------
+    def _welford(self, i: int) -> None:
+        """``n`` counts the elements of any lane; where they have weights, each lane's."""
+        s, (n, mean, acc) = self._reduction(i), self._lanes(i)
+        weight = "1.0"
+        if len(s.args) > 1:
+            weight = f"weight{i}{self.tag}"
+            self.put(f"{weight} = {self._masked(self._operand(s.args[1], s.dtype), '0.0')}")
+        value = self._masked(self._operand(s.args[0], s.dtype), mean)
+        self.put(f"{n} += {weight}")
+        self.put(f"{mean}, {acc} = {self.needs.helper('welford')}({mean}, {acc}, {value}, {weight}, {n})")
+
+    def _finish_m2(self, i: int) -> None:
+        s, (n, mean, acc) = self._reduction(i), self._lanes(i)
+        if len(s.args) == 1:
+            steps = self.size(self._rsize() + (self.block["r"] - 1))
+            self.put(f"{n} = (({steps} - {self._arange('r')}) // RBLOCK).to({TL[s.dtype]})  # of each lane")
+        self._bind_row(i, f"{self.needs.helper('chan')}({mean}, {acc}, {n})")
+
+    def _lanes(self, i: int) -> tuple[str, str, str]:
+        return f"n{i}{self.tag}", f"mean{i}{self.tag}", f"acc{i}{self.tag}"
+
+    def _bind_row(self, i: int, text: str) -> None:
+        self._bind(i, text, frozenset("x"))
+
+    # -- softmax --------------------------------------------------------------------------------
+    def _online_max(self, i: int) -> None:
+        s = self._reduction(i)
+        acc, new, e, scale = (f"{name}{i}{self.tag}" for name in ("acc", "new", "e", "scale"))
+        value = self._masked(self._operand(s.args[0], s.dtype), "float('-inf')")
+        self.put(f"{new} = {value}")
+        self.put(f"{e} = {self._exp(f'(0.0 - tl.abs({new} - {acc}))', s.dtype)}")
+        self.put(f"{scale} = tl.where({new} > {acc}, {e}, 1.0)")
+        self.put(f"{e} = tl.where({new} >= {acc}, 1.0, {e})")
+        self.put(f"{acc} = {self.needs.helper(nan_helper('maximum', s.dtype))}({acc}, {new})")
+        for power in self.tops[i]:
+            self.values[power] = Value(e, frozenset("xr"))
+
+    def _finish_online(self, i: int, o: Online) -> None:
+        dtype, top, at = self._reduction(i).dtype, self.values[o.top].text, self.values[o.at].text
+        lanes = f"acc{o.top}{self.tag}"
+        distance = f"tl.where({lanes} == {top}, 0.0, {lanes} - {top})"
+        total = f"tl.sum(acc{i}{self.tag} * {self._exp(distance, dtype)}, axis=1, keep_dims=True)"
+        self._bind_row(i, f"{total} * {self._exp(f'({top} - {at})', dtype)}")
+
+    def _exp(self, text: str, dtype: torch.dtype) -> str:
+        return print_op(self.needs, "exp", dtype, dtype, [text], self.exact)
+
+
+PRINTERS: dict[str, Printer] = {}
+HELPERS = {
+    "welford": '''
+def welford(mean, m2, x, weight, n):
+    """Takes x, weight times, into a mean and a sum of squared distances; n: the sum of weights until now."""
+    d = x - mean
+    mean = mean + d * (weight / tl.maximum(n, 1.0))
+    return mean, m2 + d * (x - mean) * weight
+''',
+    "chan": '''
+def chan(mean, m2, n):
+    """A row's sum of squared distances, of what its lanes have. The mean is refined: where all values are nearly equal
+    a rounding error in it counts."""
+    weight = n / tl.maximum(tl.sum(n, axis=1, keep_dims=True), 1.0)
+    first = tl.sum(mean * weight, axis=1, keep_dims=True)
+    whole = first + tl.sum((mean - first) * weight, axis=1, keep_dims=True)
+    d = tl.where(n > 0.0, mean - whole, 0.0)
+    return tl.sum(m2 + n * (d * d), axis=1, keep_dims=True)
+''',
+}

@@ -1,0 +1,162 @@
+"""Variances and softmax sums take one pass over a row; the results are as good as eager's, on hostile rows as well."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from interpreter import results
+from one_pass_cases import VARIANCES, sum_cases, variance_cases
+from triton_cases import compile_all
+
+import reflib
+from reflib.generate.triton_one_pass import online_sums
+from reflib.ir.loops import LoopNest, Reduce, Store
+from reflib.ir.program import KernelNode, kernel_nodes
+from reflib.ir.transforms import phases, varying
+from reflib.options import Options
+from reflib.pipeline import Backend, Stages
+from reflib.target import parse_target
+from tests.checking import check
+
+R = torch.randn
+triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
+
+
+def interpreted(kind: str, part: str) -> list[str]:
+    """What is wrong with the cases whose names begin with ``part``; there must be some."""
+    mine = {name: wrong for name, wrong in results("one_pass_interpreting.py")[kind].items() if name.startswith(part)}
+    assert mine
+    return [f"{name}: {wrong}" for name, wrong in mine.items() if wrong]
+
+
+@triton
+@pytest.mark.parametrize("kind", [*VARIANCES, "length"])
+def test_variance(kind: str) -> None:
+    assert not interpreted("variances", kind)
+
+
+@triton
+@pytest.mark.parametrize("kind", sorted({name.split(",")[0] for name in sum_cases()}))
+def test_softmax_sum(kind: str) -> None:
+    assert not interpreted("sums", kind)
+
+
+@triton
+def test_whole_programs() -> None:
+    assert not interpreted("programs", "")
+
+
+@triton
+def test_ahead_of_time() -> None:
+    random.seed(0)
+    cases = {k: v for k, v in {**variance_cases(), **sum_cases()}.items() if "persistent" not in k}
+    chosen = random.sample(sorted(cases), 14)
+    kernels = [cases[name]().kernel(re.sub(r"\W+", "_", name)) for name in chosen]
+    compiled = compile_all(kernels, parse_target("sm_90"))
+    assert len(compiled) == len(chosen) and all(b.scratch == 0 for b in compiled.values())
+
+
+# -- passes -----------------------------------------------------------------------------------------
+def stages(fn: Callable[..., Any], *args: Any, dynamic: bool = False, **options: Any) -> Stages:
+    torch._dynamo.reset()
+    found: list[Stages] = []
+    backend = Backend(Options(target="sm_90", verify=True, **options), found.append)
+    torch.compile(fn, backend=backend, dynamic=dynamic)(*args)
+    return found[0]
+
+
+def passes(s: Stages) -> list[tuple[int, int]]:
+    """For each loop nest that reduces, in order: how many passes over its rows a looped kernel takes, and how many it
+    would take if no sum shared the pass of a maximum."""
+    assert s.scheduled is not None
+    out = []
+    for kernel in kernel_nodes(s.scheduled.nodes):
+        for part in kernel.parts if isinstance(kernel, KernelNode) else ():
+            if isinstance(part, LoopNest) and part.reduced and not kernel.name.endswith("fallback"):
+                body = part.body
+                inside, phase = varying(body, part.reduced_vars), phases(body)
+                shared = online_sums(body, inside, phase)
+                needs = [i for i, b in enumerate(body) if isinstance(b, Reduce) or isinstance(b, Store) and inside[i]]
+                out.append((len({phase[i] for i in needs if i not in shared}), len({phase[i] for i in needs})))
+    return out
+
+
+def loads(s: Stages, pointer: str) -> list[int]:
+    """How often each kernel's text reads ``pointer``."""
+    assert s.kernels is not None
+    kernels = [k.source for k in s.kernels.values() if not k.name.endswith("fallback")]
+    return [n for text in kernels if (n := len(re.findall(rf"tl\.load\({pointer}\b", text)))]
+
+
+def _cross_entropy(x: torch.Tensor) -> torch.Tensor:
+    logits = torch.log_softmax(x, -1)
+    return -logits.gather(1, torch.zeros(len(x), 1, dtype=torch.int64)).mean()
+
+
+def _batch_norm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return F.batch_norm(x, torch.zeros(len(w)), torch.ones(len(w)), w, training=True)
+
+
+ROWS, LENGTH = random.Random(2).randint(300, 400), random.Random(3).randint(300, 600)
+# name: (function, arguments, (passes over the rows, the same without a shared pass))
+LONG: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], tuple[int, int]]] = {
+    "var_mean": (lambda x: torch.var_mean(x, -1), lambda: (R(ROWS, LENGTH),), (1, 1)),
+    "layer norm": (lambda x: F.layer_norm(x, (LENGTH,)), lambda: (R(ROWS, LENGTH),), (2, 2)),
+    "softmax": (lambda x: torch.softmax(x, -1), lambda: (R(ROWS, LENGTH),), (2, 3)),
+    "log softmax": (lambda x: torch.log_softmax(x * 2, -1), lambda: (R(ROWS, LENGTH),), (2, 3)),
+    "logsumexp": (lambda x: torch.logsumexp(x, -1), lambda: (R(ROWS, LENGTH),), (1, 2)),
+    "cross entropy": (_cross_entropy, lambda: (R(ROWS, LENGTH),), (1, 2)),
+    "entropy": (
+        lambda x: ((e := torch.exp(x - x.amax(-1, True))) * x).sum(-1) / e.sum(-1), lambda: (R(ROWS, LENGTH),), (1, 2),
+    ),
+    "a sum after the maximum": (lambda x: (x - x.amax(-1, True)).abs().sum(-1), lambda: (R(ROWS, LENGTH),), (2, 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", LONG)
+def test_passes(name: str, dynamic: bool) -> None:
+    fn, make, want = LONG[name]
+    s = stages(fn, *make(), dynamic=dynamic, persistent_limit=16)
+    assert passes(s)[0] == want
+    most = max(loads(s, r"arg\d_1_ptr"))
+    assert most == want[0]
+
+
+def test_batch_norm_reads_its_input_twice() -> None:
+    """Once for the statistics, cut into enough pieces to fill the machine; once to normalise."""
+    rng = random.Random(4)
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = R(rng.randint(10, 20), 16, rng.randint(90, 99), rng.randint(90, 99)).to(memory_format=layout)
+        s = stages(_batch_norm, x, R(16))
+        assert s.scheduled is not None and s.kernels is not None
+        assert loads(s, "arg1_1_ptr") == [1, 1]
+        first = next(iter(s.kernels.values()))
+        assert int(first.grid.evaluate({})) >= 264, layout  # two programs for each of 132 multiprocessors
+
+
+# -- on a CPU ---------------------------------------------------------------------------------------
+SHAPES = [(s, d) for r in [random.Random(5)] for s, d in (
+    ((r.randint(2, 9), r.randint(100, 2000)), (1,)), ((r.randint(100, 2000), r.randint(2, 40)), (0,)),
+    ((r.randint(2, 9), r.randint(2, 9), r.randint(100, 999)), (0, 2)), ((3, 1), (1,)), ((1, 1), (0, 1)), ((3, 0), (1,)),
+    ((2, r.randint(33000, 40000)), (1,)),
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(SHAPES)))
+def test_variance_on_a_cpu(number: int) -> None:
+    shape, dims = SHAPES[number]
+    dtype = (torch.float32, torch.float64, torch.float16, torch.bfloat16)[number % 4]
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> Any:
+        kinds = [torch.std(y, dims, correction=c) for c in (0, 1, 2.5)]
+        return *torch.var_mean(x, dims), *kinds
+
+    check(fn, reflib.compile(fn, dynamic=False), (R(shape) + 100).to(dtype), 1000 + R(shape))

@@ -1,0 +1,161 @@
+"""Variances and softmax sums as hand-made LoopNests, on the rows at which one pass goes wrong first: Triton's
+interpreter and ahead-of-time compilation share them. Sizes are random, with a fixed seed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import torch
+from hand_loops import axis
+from triton_cases import BF16, F16, F32, F64, Case
+
+from reflib.ir.expr import Expr, Sym, expr
+from reflib.ir.loops import BodyBuilder, LoopNest
+from reflib.ir.ops import value_dtype
+from reflib.ir.program import Config
+
+LOOPED = Config("looped", xblock=2, rblock=16, num_warps=1)
+WIDE = Config("looped", xblock=1, rblock=128, num_warps=2)
+PERSISTENT = Config("persistent", xblock=4, rblock=256, num_warps=2)
+ROWS = 6
+Rows = Callable[[int, torch.Generator], torch.Tensor]  # (length, generator) -> float64 [ROWS, length]
+
+
+def normal(n: int, g: torch.Generator) -> torch.Tensor:
+    return torch.randn(ROWS, n, generator=g, dtype=torch.float64)
+
+
+def _outlier(n: int, g: torch.Generator) -> torch.Tensor:
+    x = normal(n, g)
+    x[:, :1] = 3e4
+    return x
+
+
+def _broken(n: int, g: torch.Generator) -> torch.Tensor:
+    x = normal(n, g)
+    for row, value in enumerate((float("inf"), float("-inf"), float("nan"))):
+        x[row, n // 2 : n // 2 + 1] = value
+    return x
+
+
+VARIANCES: dict[str, Rows] = {
+    "normal": normal,
+    "large mean": lambda n, g: 1000 + normal(n, g),
+    "tiny variance": lambda n, g: 1 + normal(n, g) / 1000,
+    "constant": lambda n, g: torch.full((ROWS, n), 1234.567, dtype=torch.float64),
+    "outlier first": _outlier,
+    "growing": lambda n, g: normal(n, g) + torch.arange(n, dtype=torch.float64),
+    "inf and nan": _broken,
+}
+
+
+def _bed(dtype: torch.dtype, x: torch.Tensor, across: bool, dynamic: bool) -> tuple[LoopNest, BodyBuilder, int, Case]:
+    """A loop nest over rows of ``x``, its builder, the loaded value, and a case with no body yet."""
+    m, n = x.shape
+    rows, cols = (expr(Sym("s0", 0, None, m)), expr(Sym("s1", 0, None, n))) if dynamic else (expr(m), expr(n))
+    i, j = axis("i", rows), axis("j", cols, "r")
+    at = expr(j.var) * rows + expr(i.var) if across else expr(i.var) * cols + expr(j.var)
+    b = BodyBuilder()
+    value = b.load("x", at, value_dtype(dtype))
+    x = (x.t() if across else x).to(dtype).contiguous()
+    shapes: dict[str, tuple[Expr, ...]] = {"x": (cols, rows) if across else (rows, cols)} if dynamic else {}
+    case = Case((), {"x": x}, {"s0": m, "s1": n} if dynamic else {}, shapes=shapes)
+    return LoopNest("one_pass", (i, j), ()), b, value, case
+
+
+def variance_case(
+    rows: Rows, dtype: torch.dtype, n: int, across: bool, config: Config, dynamic: bool, masked: bool = False
+) -> Case:
+    """``out``: m2 of each row; ``masked``: of its first half, the others have weight 0."""
+    loops, b, v, case = _bed(dtype, rows(n, torch.Generator().manual_seed(n)), across, dynamic)
+    i, j = loops.axes
+    half = b.op("lt", b.index(expr(j.var) * 2), b.index(j.size))
+    args = (b.op("where", half, v, b.const(0, b.dtype(v))), b.cast(half, b.dtype(v))) if masked else (v,)
+    b.store("out", i.var, b.reduce("m2", *args, dtype=value_dtype(dtype)))
+    case.parts = (LoopNest(loops.name, loops.axes, tuple(b.body)),)
+    case.tensors["out"] = torch.full((ROWS,), 7, dtype=value_dtype(dtype))
+    case.shapes |= {"out": (i.size,)} if dynamic else {}
+    case.config = config
+    return case
+
+
+def variance_cases() -> dict[str, Callable[[], Case]]:
+    random.seed(0)
+    out: dict[str, Callable[[], Case]] = {}
+    for kind, dtype, across in itertools.product(VARIANCES, (F32, F64, F16, BF16), (False, True)):
+        for config in (LOOPED, PERSISTENT):
+            n, dynamic, masked = random.randint(2, 255), random.random() < 0.5, random.random() < 0.3
+            dynamic = dynamic and config is LOOPED
+            name = f"{kind}, {dtype}, {across=}, {config.reduction}, {n}, {dynamic=}, {masked=}"
+            args = (VARIANCES[kind], dtype, n, across, config, dynamic, masked)
+            out[name] = lambda args=args: variance_case(*args)
+    for n, config in itertools.product((0, 1, 16, 17), (LOOPED, PERSISTENT)):
+        args = (normal, F32, n, False, config, False)
+        out[f"length {n}, {config.reduction}"] = lambda args=args: variance_case(*args)
+    return out
+
+
+# -- softmax ----------------------------------------------------------------------------------------
+def _hostile_rows(n: int, g: torch.Generator) -> torch.Tensor:
+    """One kind per row: ordinary; a wide range; nothing but -inf; -inf and others; one +inf; more, or a NaN."""
+    x = normal(n, g)
+    x[1] = (x[1] * 60).sort().values  # every element is a new maximum
+    x[2] = float("-inf")
+    x[3, torch.rand(n, generator=g) < 0.7] = float("-inf")
+    x[4, n // 3] = float("inf")
+    x[5, [n // 2, n - 1, 0]] = torch.tensor([float("inf"), float("inf"), 1.0], dtype=torch.float64)
+    return x
+
+
+def _with_nan(n: int, g: torch.Generator) -> torch.Tensor:
+    x = 1000 * normal(n, g)
+    x[0, n // 2], x[1, 0], x[2, n - 1] = float("nan"), float("nan"), float("inf")
+    return x
+
+
+SOFTMAX_ROWS = {"hostile": _hostile_rows, "nan": _with_nan, "normal": normal}
+SUMS = ("plain", "guarded", "weighted", "masked", "two", "kept")
+
+
+def sum_case(kind: str, rows: Rows, dtype: torch.dtype, n: int, across: bool, config: Config, dynamic: bool) -> Case:
+    """``out`` = sum of exp(x - max x); ``guarded``: an infinite maximum counts as 0; ``weighted``: times x^2;
+    ``masked``: of the even columns; ``two``: also the weighted sum, less the minimum of max and 3; ``kept``: also a sum
+    that does need the maximum first."""
+    loops, b, v, case = _bed(dtype, rows(n, torch.Generator().manual_seed(n)), across, dynamic)
+    i, j = loops.axes
+    t = value_dtype(dtype)
+    top = b.reduce("max", v, dtype=t)
+    at = b.op("where", b.op("isinf", top), b.const(0, t), top) if kind == "guarded" else top
+    e = b.op("exp", b.op("sub", v, at))
+    if kind in ("weighted", "two"):
+        e = b.op("mul", e, b.op("mul", v, v))
+    if kind == "masked":
+        even = b.op("eq", b.index(expr(j.var) % 2), b.const(0, torch.int64))
+        e = b.op("where", even, e, b.const(0, t))
+    outs = [b.reduce("sum", e, dtype=t)]
+    if kind == "two":
+        lower = b.op("minimum", top, b.const(3, t))
+        outs.append(b.reduce("sum", b.op("exp", b.op("sub", v, lower)), dtype=t))
+    if kind == "kept":
+        outs.append(b.reduce("sum", b.op("abs", b.op("sub", v, top)), dtype=t))
+    for k, o in enumerate(outs):
+        b.store(f"out{k}", i.var, o)
+        case.tensors[f"out{k}"] = torch.full((ROWS,), 7, dtype=t)
+        case.shapes |= {f"out{k}": (i.size,)} if dynamic else {}
+    case.parts = (LoopNest(loops.name, loops.axes, tuple(b.body)),)
+    case.config = config
+    return case
+
+
+def sum_cases() -> dict[str, Callable[[], Case]]:
+    random.seed(1)
+    out: dict[str, Callable[[], Case]] = {}
+    for kind, (how, rows), dtype in itertools.product(SUMS, SOFTMAX_ROWS.items(), (F32, F64, BF16)):
+        n, across, dynamic = random.randint(3, 300), random.random() < 0.5, random.random() < 0.5
+        config = random.choice((LOOPED, WIDE))
+        name = f"{kind}, {how}, {dtype}, {n}, {across=}, rblock {config.rblock}, {dynamic=}"
+        args = (kind, rows, dtype, n, across, config, dynamic)
+        out[name] = lambda args=args: sum_case(*args)
+    return out
