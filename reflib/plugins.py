@@ -18,6 +18,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "indexing": "lower.indexing",
         "lists": "lower.lists",
         "matmul": "lower.matmul",
+        "pooling": "lower.pooling",
         "more_pointwise": "lower.more_pointwise",
         "more_reductions": "lower.more_reductions",
     },
