@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from .expr import Atom, BinOp, Expr, IntLike, Var, expr, floordiv, mod
+from .expr import Atom, BinOp, Expr, IntLike, Var, expr, floordiv, mod, product
 from .loops import Axis, BodyBuilder, Load, LoopNest, Reduce, Stmt, Store, map_stmt, stmt_args, stmt_exprs
 
 Body = Sequence[Stmt]
@@ -108,11 +108,19 @@ def drop_unit_axes(loops: LoopNest) -> LoopNest:
 
 def contiguous_last(axes: Sequence[Axis], body: Body, load: int = 1, store: int = 2) -> list[Axis]:
     """``axes`` with the one that most accesses step through by one element moved to the end, the innermost loop:
-    neighbours in the iteration space are then neighbours in memory. ``load``, ``store``: the weights of accesses."""
+    neighbours in the iteration space are then neighbours in memory. ``load``, ``store``: the weights of accesses. Each
+    counts by the elements that it touches: a vector read at every point of a matrix decides nothing. A step of ``c``
+    elements (a pooling's stride) counts by the part of a sector that it uses."""
     if len(axes) < 2:
         return list(axes)
-    accesses = [(s.index, store if isinstance(s, Store) else load) for s in body if isinstance(s, (Load, Store))]
-    votes = [sum(w for e, w in accesses if e.coefficient(a.var) == 1) for a in axes]
+    votes = [0.0] * len(axes)
+    for s in body:
+        if isinstance(s, (Load, Store)):
+            touched = product(v.size for v in s.index.variables()).hint() * (store if isinstance(s, Store) else load)
+            for i, a in enumerate(axes):
+                c = s.index.coefficient(a.var)
+                if c is not None and c.constant is not None and 1 <= c.constant <= 8:
+                    votes[i] += touched / c.constant
     best = max(range(len(axes)), key=lambda i: (votes[i], i))
     return [a for i, a in enumerate(axes) if i != best] + [axes[best]]
 
