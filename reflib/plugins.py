@@ -19,6 +19,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "lists": "lower.lists",
         "matmul": "lower.matmul",
         "pooling": "lower.pooling",
+        "sampling": "lower.sampling",
         "more_pointwise": "lower.more_pointwise",
         "more_reductions": "lower.more_reductions",
     },

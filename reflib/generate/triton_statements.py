@@ -128,7 +128,7 @@ class StatementPrinter:
     def _index(self, i: int, s: Index) -> None:
         """An index as a value; computed in 64 bits unless it is known to be small."""
         top = max_value(s.expr)
-        small = top is not None and top < 2**31 and nonneg(s.expr)
+        small = top is not None and top < 2**31 and nonneg(s.expr + 2**31)
         if s.expr.constant is not None:
             self._bind(i, f"tl.full([], {s.expr.constant}, {TL[s.dtype]})", NOTHING)
             return
