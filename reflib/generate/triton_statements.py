@@ -87,11 +87,11 @@ class StatementPrinter:
             self.values[i] = Value(self.acc, frozenset(self.order))
 
     def _bind(self, i: int, text: str, dims: Dims, ok: str | None = None) -> None:
-        name = self._name(i)
+        name = self.name(i)
         self.put(f"{name} = {text}")
         self.values[i] = Value(name, dims, ok)
 
-    def _name(self, i: int) -> str:
+    def name(self, i: int) -> str:
         return f"v{i}{self.tag}"
 
     def dtype(self, i: int) -> torch.dtype:
@@ -140,7 +140,7 @@ class StatementPrinter:
 
     def _indirect(self, i: int, s: Indirect) -> None:
         """Wrap a negative index; remember whether the result is inside."""
-        v, name, size = self.values[s.arg], self._name(i), self.size(s.size)
+        v, name, size = self.values[s.arg], self.name(i), self.size(s.size)
         text = v.text if not isinstance(self.space.body[s.arg], Const) else f"tl.full([], {v.text}, tl.int64)"
         self.put(f"{name} = tl.where({text} < 0, {text} + {paren(size)}, {text})")
         self.put(f"ok{i}{self.tag} = ({name} >= 0) & ({name} < {size})")

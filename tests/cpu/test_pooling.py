@@ -124,8 +124,8 @@ def test_one_kernel_with_what_comes_before(pool: nn.Module) -> None:
 
 
 def _written(e: Any, name: str) -> list[Any]:
-    node = next(n for n in e.fused.program.nodes if n.name == name)
-    return [e.fused.program.buffers[b] for b in node.writes()]
+    node = next(n for n in e.fused.nodes if n.name == name)
+    return [e.fused.buffers[b] for b in node.writes()]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
