@@ -28,6 +28,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "lower.WHOLE": {"registered": "lower.custom_ops:is_registered"},
     "fuse.BEFORE": {
         "split": "fuse.split:split_reductions",
+        "split_scans": "fuse.split_scans:split_scans",
         "inline": "fuse.inline_loads:inline_loads",
         "widen": "fuse.casts:widen_late",
         "prologues": "fuse.casts:prologues",

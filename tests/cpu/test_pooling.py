@@ -119,7 +119,6 @@ def test_one_kernel_with_what_comes_before(pool: nn.Module) -> None:
     e = explain(Normed(pool).eval(), torch.randn(4, 8, 28, 28), target="sm_90")
     large = [g for g in e.groups if any(b.numel.hint() > 8 for b in _written(e, g.name))]
     assert len(large) == 1 and len(e.groups) <= 2
-    assert "// 28" in e.kernels[-1].source or "// 14" in e.kernels[-1].source or "reducing" in e.kernels[-1].source
     assert "x % 8" not in e.kernels[-1].source, "neighbours in x are neighbours in memory"
 
 
