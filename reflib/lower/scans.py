@@ -61,13 +61,13 @@ def cummin(cx: LoweringContext, x: View, dim: int) -> list[View]:
 
 
 def _extreme(cx: LoweringContext, x: View, dim: int, kind: str) -> list[View]:
-    """[values, indices]. Of equals the last, as eager has it."""
-    values, indices = cx.out(0), cx.out(1)
-    k = _along(cx, x, dim)
-    v = k.load(x)
-    v = v.to(torch.int32) if v.dtype == torch.bool else v
-    at = k.index(k.coords[dim % len(x.shape)] if x.shape else 0)
-    k.store(values, scan(k, kind, v))
-    k.store(indices, scan(k, f"arg{kind}", v, at))
-    k.finish()
-    return [values, indices]
+    """[values, indices]. Of equals the last, as eager has it. Two loop nests: if both are needed, they are fused."""
+    outs = cx.out(0), cx.out(1)
+    for out, prefix in zip(outs, ("", "arg")):
+        k = _along(cx, x, dim)
+        v = k.load(x)
+        v = v.to(torch.int32) if v.dtype == torch.bool else v
+        at = [k.index(k.coords[dim % len(x.shape)] if x.shape else 0)] if prefix else []
+        k.store(out, scan(k, prefix + kind, v, *at))
+        k.finish()
+    return list(outs)
