@@ -12,9 +12,11 @@ PLUGS: dict[str, dict[str, str]] = {
     "pipeline.CHOOSE": {"choose": "tuning:choose"},
     "pipeline.VERIFY": {"verify": "ir.verify:verify"},
     "options.NORMALIZE": {"lookup_table": "tables:normalize_lookup", "c_shims": "c_shims:normalize"},
+    "capture.BEFORE_PARTITION": {"positions": "capture.positions:recompute_positions"},
     "lower.MODULES": {
         "activations": "lower.activations",
         "creation": "lower.creation",
+        "index_put": "lower.index_put",
         "indexing": "lower.indexing",
         "lists": "lower.lists",
         "matmul": "lower.matmul",

@@ -15,8 +15,12 @@ from typing import Any
 
 import torch
 
+from reflib.seams import Seam
+
 from .graph import Graph
 
+# What to do before AOTAutograd cuts a joint graph in two: (GraphModule) -> None, which may tag nodes. None: nothing.
+BEFORE_PARTITION = Seam("capture.BEFORE_PARTITION")
 CompileGraph = Callable[[Graph, Sequence[Any]], Callable[[list], Any]]
 
 
@@ -28,6 +32,11 @@ def dynamo_graph_to_aten(
     list of inputs."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def partition(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        for tag in BEFORE_PARTITION.values():
+            tag(joint)
+        return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
     def compiler(name: str) -> Callable[..., Any]:
         def compile_one(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list], Any]:
@@ -42,7 +51,7 @@ def dynamo_graph_to_aten(
         bw_compiler=compiler("backward"),
         inference_compiler=compiler("inference"),
         decompositions=decompositions,
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=partition,
         keep_inference_input_mutations=True,
     )
     return backend(module, inputs)

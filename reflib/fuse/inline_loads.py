@@ -127,9 +127,7 @@ def _whole(p: Producer, position: int, producers: dict[str, Producer], depends: 
     return replace(p, loops=loops, store=store)
 
 
-def _should_inline(
-    loops: LoopNest, position: int, p: Producer, depends: Dependencies, program: Program | None
-) -> bool:
+def _should_inline(loops: LoopNest, position: int, p: Producer, depends: Dependencies, program: Program | None) -> bool:
     loads = [s for s in loops.loads() if s.buffer == p.store.buffer]
     if any(depends.written_between(b, p.position, position + 1) for b in p.loops.reads()):
         return False

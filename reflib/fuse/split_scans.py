@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..ir.expr import ONE, Expr, expr, product
-from ..ir.loops import Axis, BodyBuilder, Load, LoopNest, Reduce, Scan, map_stmt, stmt_args
+from ..ir.expr import ONE, Atom, Expr, IntLike, expr, product
+from ..ir.loops import Axis, BodyBuilder, Load, LoopNest, Reduce, Scan, Stmt, map_stmt, stmt_args
 from ..ir.ops import value_dtype
 from ..ir.program import Buffer, Node
 from ..ir.scans import SCANS, start
@@ -70,7 +70,7 @@ def _split(loops: LoopNest, pieces: int, buffers: dict[str, Buffer]) -> list[Nod
     (axis,) = loops.reduced
     length = int(axis.size) // pieces
     s, t, r = Axis(fresh(expr(pieces)), "p"), Axis(fresh(expr(length)), "r"), Axis(fresh(expr(pieces)), "r")
-    cut = {axis.var: expr(s.var) * length + expr(t.var)}
+    cut: dict[Atom, IntLike] = {axis.var: expr(s.var) * length + expr(t.var)}
     rows = loops.parallel
     shape = (*(a.size for a in rows), expr(pieces))
     axes = tuple(x for a in loops.axes for x in ((s, t) if a is axis else (a,)))
@@ -95,10 +95,12 @@ def _split(loops: LoopNest, pieces: int, buffers: dict[str, Buffer]) -> list[Nod
     ]
 
 
-def _last_step(loops: LoopNest, cut: dict, names: dict[int, tuple[str, str]], rows: tuple[Axis, ...], s: Axis) -> tuple:
+def _last_step(
+    loops: LoopNest, cut: dict[Atom, IntLike], names: dict[int, tuple[str, str]], rows: tuple[Axis, ...], s: Axis
+) -> tuple[Stmt, ...]:
     """The body, each scan from what the pieces before it came to."""
     b = BodyBuilder()
-    later = b.op("gt", b.index(s.var), b.index(0))
+    later = b.op("gt", b.index(expr(s.var)), b.index(0))
     ids: dict[int, int] = {}
     for i, st in enumerate(loops.body):
         st = map_stmt(st, ids, cut)
@@ -109,9 +111,7 @@ def _last_step(loops: LoopNest, cut: dict, names: dict[int, tuple[str, str]], ro
     return tuple(b.body)
 
 
-def _new_buffers(
-    loops: LoopNest, scan: Scan, shape: tuple[Expr, ...], buffers: dict[str, Buffer]
-) -> tuple[str, str]:
+def _new_buffers(loops: LoopNest, scan: Scan, shape: tuple[Expr, ...], buffers: dict[str, Buffer]) -> tuple[str, str]:
     """For the pieces' totals and for the scan of these."""
     made = []
     strides = tuple(product(shape[d + 1 :]) for d in range(len(shape)))

@@ -25,9 +25,8 @@ from .triton_facts import blocks, literal, paren
 from .triton_ops import TL, Needs, nan_helper, print_cast
 from .triton_statements import ORDER, StatementPrinter, Value
 
-
-# How a scan is printed, (PartPrinter, position) -> None: "declare" before a loop, "scan" inside it, or where the row is in
-# one block. None: programs with scans cannot be printed (no rule of the core makes one).
+# How a scan is printed, (PartPrinter, position) -> None: "declare" before a loop, "scan" inside it, or where the row is
+# in one block. None: programs with scans cannot be printed (no rule of the core makes one).
 SCANS = Seam("generate.SCANS")
 
 

@@ -17,8 +17,8 @@ from ..errors import IndexOutOfRange, ReflibError
 from .expr import Expr, IntLike, Sym, expr
 from .loops import Acc, Const, Index, Indirect, Load, LoopNest, Reduce, Scan, Stmt, Store
 from .ops import OPS, REDUCTIONS, cast, value_dtype
-from .scans import SCANS
 from .program import Choice, Extern, KernelNode, Node, Program, Template, Variant, Variants, View, holds, map_tree
+from .scans import SCANS
 
 Env = dict[str, Any]  # symbol, loop variable or %i -> int or integer tensor
 

@@ -12,8 +12,8 @@ other. Statements before and after a scan are those of any loop nest: they run a
 longer row goes a loop, with what precedes a block (the ``carry``) in a register per row. C++: a loop in order, with an
 accumulator per row (along memory) or per column (across).
 
-**Few, long rows** (``fuse/split_scans``). One program per row would leave a GPU idle, so the row is cut into pieces, and
-a scan becomes three loop nests: the pieces' totals (an ordinary reduction), the scan of these, and the scan of each
+**Few, long rows** (``fuse/split_scans``). One program per row would leave a GPU idle, so the row is cut into pieces,
+and a scan becomes three loop nests: the pieces' totals (an ordinary reduction), the scan of these, and the scan of each
 piece from there on. x is read twice, by many programs.
 
 **Numbers.** A half dtype is loaded as float32 and accumulated so; it is rounded where it is stored. C++ accumulates
@@ -46,8 +46,8 @@ def _position(extreme: Callable[..., Any]) -> Callable[..., torch.Tensor]:
     return lambda d, value, index: index.gather(d, extreme(value, d).indices)
 
 
-# max/min: NaN wins. arg*: operands (value, index: int64); the index of the extreme value so far, the last of equals, and
-# the last NaN if there was one (unlike the reductions of these names).
+# max/min: NaN wins. arg*: operands (value, index: int64); the index of the extreme value so far, the last of equals,
+# and the last NaN if there was one (unlike the reductions of these names).
 SCANS: dict[str, ScanSpec] = {
     "sum": ScanSpec(lambda d, v: v.cumsum(d, dtype=v.dtype), "sum"),
     "prod": ScanSpec(lambda d, v: v.cumprod(d, dtype=v.dtype), "prod"),

@@ -1,8 +1,8 @@
 """Pooling: each result is a sum or a maximum over a window of the input.
 
-A window of at most UNROLLED elements is that many loads in one pointwise loop nest, so that its neighbours fuse with it;
-a larger one (global pooling) is a reduction over r axes. Both are written once: ``Window`` gives a rule the points of
-its window, as numbers or as loop variables.
+A window of at most UNROLLED elements is that many loads in one pointwise loop nest, so that its neighbours fuse with
+it; a larger one (global pooling) is a reduction over r axes. Both are written once: ``Window`` gives a rule the points
+of its window, as numbers or as loop variables.
 
 Backward passes gather: an input's gradient is a sum over the windows that contain it, found by the same arithmetic.
 So there are no atomics, and results are the same on every run (eager's CUDA kernels add atomically where windows
@@ -123,14 +123,19 @@ class Geometry:
     @staticmethod
     def of(dims: int, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool) -> Geometry:
         stride = kernel if stride is None or (isinstance(stride, (list, tuple)) and not stride) else stride
-        return Geometry(*(spread(v, dims) for v in (kernel, stride, padding, dilation)), bool(ceil))
+        each = [spread(v, dims) for v in (kernel, stride, padding, dilation)]
+        return Geometry(each[0], each[1], each[2], each[3], bool(ceil))
 
     def side(self, d: int, o: Expr, size: Expr) -> Side:
         """The window of output ``o``."""
         k, p, step = self.kernel[d], self.padding[d], self.dilation[d]
         start = o * self.stride[d] - p
         within = 0
-        if not self.ceil and None not in (k.constant, p.constant, step.constant):  # the last window ends with the padding
+        if not self.ceil and None not in (
+            k.constant,
+            p.constant,
+            step.constant,
+        ):  # the last window ends with the padding
             within = sum((int(k) - 1 - j) * int(step) >= int(p) for j in range(int(k)))
         return Side(start, k, size, step, within)
 
@@ -241,9 +246,7 @@ def largest(cx: LoweringContext, x: View, counts: Sequence[Expr], side: Callable
             out = out * size + c
         return w.k.index(out)
 
-    found = [
-        (w.k.load(x, [*w.lead, *at], m, lowest(dtype)), place(at), m) for at, m in w.elements(sides)
-    ]
+    found = [(w.k.load(x, [*w.lead, *at], m, lowest(dtype)), place(at), m) for at, m in w.elements(sides)]
     pick = _pick if w.unrolled else _pick_reduced
     best, where_ = pick(w.k, found, place([s.first() for s in sides]))
     w.store(values, best)

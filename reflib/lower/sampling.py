@@ -1,7 +1,7 @@
 """``grid_sample``: the input read at positions held in a tensor, between the elements around them.
 
-Interpolation as upsampling does it (``interpolate``) has no rule: torch takes it apart into reads at computed positions,
-which fuse to one kernel.
+Interpolation as upsampling does it (``interpolate``) has no rule: torch takes it apart into reads at computed
+positions, which fuse to one kernel.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BORDER, REFLECTION = 1, 2  # else zeros
 def grid_sampler(
     cx: LoweringContext, x: View, grid: View, interpolation_mode: int, padding_mode: int, align_corners: bool
 ) -> View:
-    """``x``: [batch, channel, *sizes]; ``grid``: [batch, *points, dimension], the last dimension first, from -1 to 1."""
+    """``x``: [batch, channel, *sizes]; ``grid``: [batch, *points, dimension], the last dimension first, -1 to 1."""
     if interpolation_mode not in (LINEAR, NEAREST):
         raise Unsupported("bicubic interpolation")
     if any(s == 0 for s in x.shape):
@@ -91,4 +91,3 @@ def _element(k: NestBuilder, x: View, at: Sequence[Value], compute: Any, weight:
     coords = [k.indirect(w, size) for w, size in zip(whole, x.shape[2:])]
     value = k.load(x, [*k.coords[:2], *coords], inside).to(compute)
     return value if weight is None else where(inside, value * weight, 0)
-

@@ -1,4 +1,4 @@
-"""Pooling as loop nests: eager's results at parameters drawn at random, with ties and NaN; one kernel with neighbours."""
+"""Pooling as loop nests: eager's results at random parameters, with ties and NaN; one kernel with neighbours."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Scans as loop nests: eager's results in C++ and in the interpreter, one kernel with their neighbours, three where rows
-are few and long; code for a GPU. (Their Triton code runs in test_triton_programs.)"""
+"""Scans as loop nests: eager's results in C++ and in the interpreter, one kernel with their neighbours, three where
+rows are few and long; code for a GPU. (Their Triton code runs in test_triton_programs.)"""
 
 from __future__ import annotations
 
@@ -49,7 +49,16 @@ def every_scan(dim: int) -> Callable[[torch.Tensor], Any]:
     return fn
 
 
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int16,
+    torch.uint8,
+    torch.bool,
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
@@ -127,7 +136,11 @@ def test_what_cannot_be_one_kernel_is_right(name: str) -> None:
 @pytest.mark.parametrize("shape", [(3, 65536), (65536,), (2, 3, 49152), (2, 17000)])
 def test_few_long_rows_are_three_kernels(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    scans = [lambda x: ((x * 2).cumsum(-1).relu(),), lambda x: (x.cummax(-1).values,), lambda x: (x.sign().cumprod(-1),)]
+    scans = [
+        lambda x: ((x * 2).cumsum(-1).relu(),),
+        lambda x: (x.cummax(-1).values,),
+        lambda x: (x.sign().cumprod(-1),),
+    ]
     for fn in scans:
         f = fused(fn, [x])
         assert [len(k.reduced) for k in kernels(f)] == [1, 1, 1]
@@ -137,6 +150,7 @@ def test_few_long_rows_are_three_kernels(shape: tuple[int, ...]) -> None:
 
 def test_not_cut() -> None:
     """Enough rows; an unknown length; a prime one; positions, which have no total."""
+
     def row(*shape: int) -> torch.Tensor:
         return R(shape, dtype=torch.float64)
 
