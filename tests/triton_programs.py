@@ -130,6 +130,27 @@ def _mutates(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x.sum()
 
 
+def _pools(x: torch.Tensor) -> Any:
+    x = x.view(1, 2, -1, 10) * 2
+    pools = [F.avg_pool2d(x, 3, 2, 1), *F.max_pool2d(x, 3, 2, 1, ceil_mode=True, return_indices=True)]
+    return [*pools, F.adaptive_avg_pool2d(x, (2, 3)), F.avg_pool2d(x, (6, 9), 1), F.avg_pool2d(x, 2, 3, 1, True, False)]
+
+
+def _trained_pools(x: torch.Tensor) -> Any:
+    x = x.relu().view(2, 1, -1, 9)
+    return F.max_pool2d(x, 3, 2, 1), F.avg_pool2d(x, 2), F.adaptive_avg_pool2d(x, (2, 4)), F.max_pool2d(x, 2, 2)
+
+
+def _scans(x: torch.Tensor, i: torch.Tensor) -> Any:
+    x = torch.where(i == 3, float("nan"), x)
+    sums = [(x.relu() + 1).cumsum(-1) * 2, x.cumsum(0), x.softmax(-1).cumsum(-1), i.cumsum(-1), x.cumprod(0)]
+    return [*sums, *x.cummax(-1), *i.cummin(-1), *i.cummax(0), x.logcumsumexp(-1), (i + x).cumsum(1).sum(1)]
+
+
+def _ties(*shape: int) -> torch.Tensor:
+    return torch.randint(-3, 4, shape)
+
+
 PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
     "siblings": (
         lambda x: (x + 1, x.sum(), x.sum(0), x.sum(-1), torch.cat([x, x]), x.t() * 2, (x > 0).any(), x.prod(0)),
@@ -168,6 +189,10 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dic
         lambda x, w: F.gelu(x @ w).sum(),
         lambda: (randn(20, 32, requires_grad=True), randn(32, 16, requires_grad=True)), {},
     ),
+    "pools": (_pools, lambda: (_ties(14, 10).float(),), {}),
+    "trained pools": (_trained_pools, lambda: (_ties(14, 9).float().requires_grad_(),), {}),
+    "scans": (_scans, lambda: (randn(5, 11), _ties(5, 11)), {}),
+    "looped scans": (_scans, lambda: (randn(3, 37), _ties(3, 37)), {"persistent_limit": 16}),
     "lists": (
         lambda *xs: torch._foreach_add(torch._foreach_mul(list(xs), 0.5), 1.0),
         lambda: tuple(randn(n) for n in (5, 300, 7, 64)), {},

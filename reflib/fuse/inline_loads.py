@@ -4,16 +4,33 @@
 common with the kernels that make them. But ``a + 1`` costs nothing to compute again: the load of ``buf[e]`` becomes the
 producer's body, with its axes recovered from the offset ``e`` (``axis = e // stride % size``, which usually simplifies
 to the consumer's own variables). A masked load makes the producer's loads masked, by both masks.
+
+A pooling reads several elements of its input per result. Its producer is computed again for each of them where that is
+less work than to store the input and read it back: ``avg_pool(relu(bn(x)))`` is one kernel.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..ir.expr import Atom, Expr, Var, expr, nonneg
-from ..ir.loops import BodyBuilder, Const, Index, Indirect, Load, LoopNest, Op, Reduce, Store, map_stmt, stmt_exprs
-from ..options import Options
+from ..ir.expr import Atom, Expr, Var, ceildiv, expr, nonneg
+from ..ir.loops import (
+    BodyBuilder,
+    Const,
+    Index,
+    Indirect,
+    Load,
+    LoopNest,
+    Op,
+    Reduce,
+    Stmt,
+    Store,
+    map_stmt,
+    stmt_exprs,
+)
+from ..ir.program import Program
 from ..ir.transforms import divisions
+from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies, remove_dead
 from .legality import common_space, single
@@ -22,8 +39,9 @@ from .result import Fused, Reason
 
 MAX_OPS = 24  # statements of a producer that is computed once or twice
 MAX_OPS_REPEATED = 6  # ... more than twice as often as before
-MAX_LOADS = 4
-MAX_BODY = 120  # statements a consumer may grow to
+MAX_LOADS = 4  # ... of matrices: vectors, such as a norm's weights, are read from cache
+MAX_BODY = 240  # statements a consumer may grow to
+OPS_PER_BYTE = 6  # repeated on a GPU rather than to move a byte: an H200 does 8 (33 T float32 operations, 4.3 TB/s)
 MAX_DIVISIONS = 12  # // and % in an index that stay when a producer's axes are recovered; nested they multiply
 EXPENSIVE = frozenset(
     "div pow sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh"
@@ -55,7 +73,7 @@ def inline_loads(fused: Fused, options: Options, target: Target) -> Fused:
     for position, node in enumerate(nodes):
         if not isinstance(node, LoopNest):
             continue
-        node = _inline_into(node, position, producers, depends)
+        node = _inline_into(node, position, producers, depends, program if target.is_gpu else None)
         nodes[position] = node
         for store in node.stores():
             producer = _producer(position, node, store, depends)
@@ -67,7 +85,8 @@ def inline_loads(fused: Fused, options: Options, target: Target) -> Fused:
 def _producer(position: int, loops: LoopNest, store: Store, depends: Dependencies) -> Producer | None:
     if loops.reduced or any(isinstance(s, Reduce) for s in loops.body):
         return None
-    if len(loops.body) > MAX_OPS + len(loops.stores()) or len(loops.loads()) > MAX_LOADS:
+    matrices = [s for s in loops.loads() if len(s.index.variables()) > 1 or len(loops.axes) < 2]
+    if len(loops.body) > MAX_OPS + len(loops.stores()) or len(matrices) > MAX_LOADS:
         return None
     if len(depends.writers[store.buffer]) != 1 or set(loops.reads()) & set(loops.writes()):
         return None
@@ -89,17 +108,23 @@ def make_producer(position: int, loops: LoopNest, store: Store) -> Producer | No
     return Producer(position, loops, store, tuple(axes), found[1])
 
 
-def _inline_into(loops: LoopNest, position: int, producers: dict[str, Producer], depends: Dependencies) -> LoopNest:
-    """``loops`` with every load replaced that should be, loads in inlined bodies included."""
+def _inline_into(
+    loops: LoopNest, position: int, producers: dict[str, Producer], depends: Dependencies, program: Program | None
+) -> LoopNest:
+    """``loops`` with every load replaced that should be, loads in inlined bodies included. ``program``: to weigh what
+    is computed more than once against the bytes that it saves (None: no such trade)."""
     keep: set[str] = set()
     while True:
         names = [n for n in loops.reads() if n in producers and n not in keep]
         if not names:
             return loops
         name = names[0]
-        inlined = replace_loads(loops, producers[name]) if _should_inline(loops, position, producers[name], depends) else loops
-        if inlined is not loops and _divisions(inlined) <= max(MAX_DIVISIONS, _divisions(loops)):
-            loops = inlined
+        for p in (_whole(producers[name], position, producers, depends), producers[name]):
+            if _should_inline(loops, position, p, depends, program):
+                inlined = replace_loads(loops, p)
+                if _divisions(inlined) <= max(MAX_DIVISIONS, _divisions(loops)):
+                    loops = inlined
+                    break
         else:
             keep.add(name)
 
@@ -109,16 +134,55 @@ def _divisions(loops: LoopNest) -> int:
     return max((divisions(e) for s in loops.body for e in stmt_exprs(s)), default=0)
 
 
-def _should_inline(loops: LoopNest, position: int, p: Producer, depends: Dependencies) -> bool:
+def _whole(p: Producer, position: int, producers: dict[str, Producer], depends: Dependencies) -> Producer:
+    """The producer with the producers in it that grouping would fuse with it: a chain is one computation, and the masks
+    of the loads that it replaces are applied once."""
+    loops, tried = p.loops, set[str]()
+    while names := [n for n in loops.reads() if n in producers and n not in tried]:
+        tried.add(names[0])
+        q = producers[names[0]]
+        loads = [s for s in loops.loads() if s.buffer == names[0]]
+        fits = len(loops.body) + len(q.loops.body) <= MAX_OPS and _cheap(loops, loads, q) and _alone(q, depends)
+        if fits and not any(depends.written_between(b, q.position, position + 1) for b in q.loops.reads()):
+            loops = replace_loads(loops, q)
+    store = next(s for s in loops.stores() if s.buffer == p.store.buffer)
+    return replace(p, loops=loops, store=store)
+
+
+def _should_inline(loops: LoopNest, position: int, p: Producer, depends: Dependencies, program: Program | None) -> bool:
     loads = [s for s in loops.loads() if s.buffer == p.store.buffer]
     if any(depends.written_between(b, p.position, position + 1) for b in p.loops.reads()):
         return False
-    if len(loops.body) + len(loads) * len(p.loops.body) > MAX_BODY or not _cheap(loops, loads, p):
+    if len(loops.body) + len({s.index for s in loads}) * len(p.loops.body) > MAX_BODY:
+        return False
+    if not (_cheap(loops, loads, p) or (program is not None and _pays(loops, p, depends, program))):
         return False
     if any(s.mask is not None for s in loads) and any(isinstance(s, Indirect) for s in p.loops.body):
         return False
     together = common_space(single(p.position, p.loops, depends), single(position, loops, depends))
     return isinstance(together, Reason) and _alone(p, depends)
+
+
+def _pays(loops: LoopNest, p: Producer, depends: Dependencies, program: Program) -> bool:
+    """Is the work that is repeated cheaper than to store the producer's result and read it, where nothing else does?
+    Not for a broadcast, whose source is small, and which may be fused with what made it."""
+    name, points, elements = p.store.buffer, (loops.numel * loops.rnumel).hint(), p.loops.numel.hint()
+    if name in depends.needed or len(depends.readers[name]) != 1 or points >= 2 * elements:
+        return False
+    extra = _work(replace_loads(loops, p)) - _work(loops)
+    repeated = extra * points - _work(p.loops) * elements
+    return repeated <= OPS_PER_BYTE * 2 * program.buffers[name].nbytes.hint()
+
+
+def _work(loops: LoopNest) -> int:
+    """Operations per point, by what they cost beside an addition."""
+
+    def weight(s: Stmt) -> int:
+        if isinstance(s, Op):
+            return 16 if s.op in EXPENSIVE else 1
+        return {Load: 2, Indirect: 4}.get(type(s), 0)
+
+    return sum(map(weight, loops.body))
 
 
 def _alone(p: Producer, depends: Dependencies) -> bool:
@@ -164,13 +228,22 @@ def _insert(b: BodyBuilder, p: Producer, load: Load) -> int:
                 break
             continue
         new = map_stmt(s, ids, env)
-        if isinstance(new, Load) and load.mask is not None:
+        if isinstance(s, Load) and isinstance(new, Load) and load.mask is not None and not _small(s, env):
             mask = load.mask if new.mask is None else b.op("and", load.mask, new.mask)
             new = replace(new, mask=mask)
         ids[i] = b.add(new)
     if load.mask is None:
         return value
     return b.op("where", load.mask, value, b.const(load.other, b.dtype(value)))
+
+
+def _small(load: Load, env: Exprs) -> bool:
+    """Is it an element of a vector, such as a norm's weights, that can be read whatever the mask? Loads for several
+    masks are then one."""
+    walked = load.index.variables()
+    if load.mask is not None or len(walked) > 1 or load.index.atoms() - set(walked):
+        return False
+    return all(v in env and nonneg(env[v]) and nonneg(v.size - 1 - env[v]) for v in walked)
 
 
 def _axes_at(index: Expr, p: Producer, narrow: Exprs, widen: Exprs) -> Exprs:
@@ -217,14 +290,15 @@ def _collect_bounds(b: BodyBuilder, value: int, bounds: dict[Var, list[Expr]]) -
         if right.variables():
             left, right, op = right, left, {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}[op]
         for v in left.variables():
-            rest = left - expr(v)
-            if left.coefficient(v) == 1 and not rest.variables():
-                low, high = bounds.setdefault(v, [expr(0), v.size])
-                edge = right - rest + (1 if op in ("le", "gt") else 0)
-                if op in ("lt", "le"):
-                    bounds[v][1] = edge if nonneg(high - edge) else high
-                else:
-                    bounds[v][0] = edge if nonneg(edge - low) else low
+            c = left.coefficient(v)
+            if c is None or c.constant is None or c.constant < 1 or left.variables() != {v}:
+                continue
+            low, high = bounds.setdefault(v, [expr(0), v.size])
+            edge = ceildiv(right - (left - c * expr(v)) + (1 if op in ("le", "gt") else 0), c)  # c*v < right: v < edge
+            if op in ("lt", "le"):
+                bounds[v][1] = edge if nonneg(high - edge) else high
+            else:
+                bounds[v][0] = edge if nonneg(edge - low) else low
 
 
 def _integer(b: BodyBuilder, value: int) -> Expr | None:

@@ -8,6 +8,7 @@ The rules, each with its Reason's code:
 * ``broadcast``: an axis that only one of them has must be a reduced one: then the other's statements run once per row.
   (Otherwise they would be computed, and their result stored, again for every point of that axis.)
 * ``axes``: a group with a reduction keeps its p and r axes: the other may not reduce over its p axes, nor add r axes.
+  One with a scan keeps its r axis whole, so that the row is walked in order.
 * ``index``: a buffer that one writes and the other touches is touched at exactly the element written, in every access.
 * ``in-place``: a kernel with a reduction may go over its rows several times, so data that it reads per element of a
   row may be overwritten in the last round only. Data per row (running statistics) is read and written once: no rule.
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..ir.expr import Expr, Ref, Var
-from ..ir.loops import Axis, LoopNest, Op, Reduce, Store
+from ..ir.loops import Axis, LoopNest, Op, Reduce, Scan, Store
 from ..ir.program import Program, Template
 from ..ir.transforms import join, phases, varying
 from ..options import Options
@@ -55,6 +56,7 @@ class Cluster:
     in_place: set[str] = field(default_factory=set)
     outside: set[str] = field(default_factory=set)  # buffers that others need or make
     template: Template | None = None  # a part is its epilogue; its operands are in ``outside``, not in ``reads``
+    scans: bool = False
 
     @property
     def first(self) -> int:
@@ -93,8 +95,9 @@ def single(position: int, node: LoopNest | Template, depends: Dependencies) -> C
         reads.setdefault(s.buffer, {}).setdefault(s.index.subs(env), position)
     for w in loops.stores():
         writes.setdefault(w.buffer, {}).setdefault(w.index.subs(env), position)
-    reduces = any(isinstance(s, Reduce) for s in loops.body)  # if over size 1 alone, then over no axis
-    work = sum(isinstance(s, (Op, Reduce)) for s in loops.body)  # loads and stores go as the group grows
+    scans = any(isinstance(s, Scan) for s in loops.body)
+    reduces = scans or any(isinstance(s, Reduce) for s in loops.body)  # if over size 1 alone, then over no axis
+    work = sum(isinstance(s, (Op, Reduce, Scan)) for s in loops.body)  # loads and stores go as the group grows
     before = set(depends.before[position])
     in_place = set(reads) & set(writes)
     return Cluster(
@@ -109,6 +112,7 @@ def single(position: int, node: LoopNest | Template, depends: Dependencies) -> C
         in_place,
         {*node.reads(), *node.writes()},
         node if isinstance(node, Template) else None,
+        scans,
     )
 
 
@@ -164,6 +168,8 @@ def _device(a: Cluster, c: FusionContext) -> torch.device:
 
 
 def _axes_rule(a: Cluster, b: Cluster, m: Mapping) -> Reason | None:
+    if (a.scans or b.scans) and sum(x.kind == "r" for x in m.axes) != 1:
+        return Reason("axes", "one scans along an axis that the other has in parts")
     for mine, others, only in ((a, b, m.only_a), (b, a, m.only_b)):
         if any(x.kind == "p" for x in only):
             return Reason("broadcast", f"the other would be repeated over {_show(only)}")
@@ -324,7 +330,7 @@ def merge(a: Cluster, b: Cluster, found: Merged, c: FusionContext) -> Cluster:
             side.reads = {n: {i.subs(env): p for i, p in t.items()} for n, t in side.reads.items()}
             side.writes = {n: {i.subs(env): p for i, p in t.items()} for n, t in side.writes.items()}
     big, small = (a, b) if a.ops >= b.ops else (b, a)
-    big.template = a.template or b.template
+    big.template, big.scans = a.template or b.template, a.scans or b.scans
     big.parts += small.parts
     for mine, new in ((big.reads, small.reads), (big.writes, small.writes)):
         for name, table in new.items():

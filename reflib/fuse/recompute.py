@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..ir.loops import Axis, Indirect, Load, LoopNest, Op, Reduce, Store
+from ..ir.loops import Axis, Indirect, Load, LoopNest, Op, Reduce, Scan, Store
 from ..ir.program import Node, Program
 from ..ir.transforms import eliminate_dead, needed, select
 from ..options import Options
@@ -76,7 +76,7 @@ def _computation(writer: LoopNest, name: str) -> LoopNest | None:
     if len(stores) != 1:
         return None
     live = needed(writer.body, stores)
-    if any(isinstance(writer.body[i], (Reduce, Indirect)) for i in live):
+    if any(isinstance(writer.body[i], (Reduce, Scan, Indirect)) for i in live):
         return None
     body = select(writer.body, live)
     store = body[-1]

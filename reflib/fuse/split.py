@@ -56,7 +56,7 @@ def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
     buffers = dict(program.buffers)
     for node in program.nodes:
         pieces = _wanted(node, target) if isinstance(node, LoopNest) else 1
-        if isinstance(node, LoopNest) and pieces > 1 and _can_split(node) and not _was_split(node):
+        if isinstance(node, LoopNest) and pieces > 1 and _can_split(node) and not was_split(node):
             node = _long_enough(node, pieces)
             nodes += _split(node, min(pieces, _most(node)), buffers)
         else:
@@ -64,7 +64,7 @@ def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
     return replace(fused, program=replace(program, nodes=tuple(nodes), buffers=buffers))
 
 
-def _was_split(loops: LoopNest) -> bool:
+def was_split(loops: LoopNest) -> bool:
     """Does it make partial results or combine them? By their buffers' names (``_PartialStores``)."""
     return any(re.fullmatch(r".*_part\d+", b) for b in (*loops.reads(), *loops.writes()))
 

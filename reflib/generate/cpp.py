@@ -30,7 +30,7 @@ from .cpp_emit import Emitter, Writer
 from .cpp_nest import arrange
 from .kernel import Kernel
 
-_RESERVED = re.compile(r"(v|acc|total|kept|tile)\d+|t|row|\w+_(from|to)")
+_RESERVED = re.compile(r"(v|acc|at|total|kept|tile)\d+|t|row|\w+_(from|to)")
 HEADER = Path(__file__).with_name("cpp_header.h").read_text()
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from ..ir.expr import product
-from ..ir.loops import Axis, Const, Index, Indirect, Load, Op, Reduce, Stmt, Store, stmt_args
+from ..ir.loops import Axis, Const, Index, Indirect, Load, Op, Reduce, Scan, Stmt, Store, stmt_args
 from ..ir.program import Buffer
+from ..ir.scans import start
 from . import cpp_text as text
 from .cpp_nest import Nest, Segment, crossing_axis, depends_on, repeated, segments
 
@@ -167,6 +168,7 @@ class Emitter:
         if self.nest.outer:
             self._threads(len(self.nest.outer))
         with self.w.blocks([loop(a) for a in self.nest.outer] or ["for (int row = 0; row < 1; ++row)"]):
+            self._scan_accumulators("")
             for i in kept:
                 length = text.index(self.nest.rows[-1].size)
                 self.w.line(f"{text.CTYPE[self.body[i].dtype]} kept{i}[{length}];")
@@ -187,7 +189,7 @@ class Emitter:
         reduces = [i for i in statements if isinstance(self.body[i], Reduce)]
         plain = [i for i in statements if i not in reduces]
         inner = self.nest.rows[-1]
-        blocked = self._blocked(reduces)
+        blocked, scans = self._blocked(reduces), self._start_scans(statements)
         for i in reduces:
             if i not in blocked:
                 self._start(i)
@@ -200,7 +202,7 @@ class Emitter:
             with self.w.blocks(over_blocks):
                 for i in blocked:
                     self._start(i)
-                if not self._checks(i for i in plain if self.by_step[i]):
+                if not scans and not self._checks(i for i in plain if self.by_step[i]):
                     self._simd(reduces)
                 with self.w.block(over_one):
                     for i in sorted(self._used(statements) & set(kept) - set(statements)):
@@ -230,6 +232,7 @@ class Emitter:
             self._tile_end(c, column, tile)
             parts = segments(self.loops)
             kept = self._kept(parts)
+            self._scan_accumulators(f"[{tile}]")
             for i in kept:
                 self.w.line(f"{text.CTYPE[self.body[i].dtype]} kept{i}[{tile}];")
             for segment in parts:
@@ -257,6 +260,7 @@ class Emitter:
         assert column is not None
         c = text.identifier(column.var.name)
         blocked = self._blocked(reduces)
+        self._start_scans(statements, tile)
         for i in reduces:
             self.w.line(f"{self._acc_type(i)} acc{i}[{tile}];")
             if i in blocked:
@@ -334,6 +338,34 @@ class Emitter:
             kinds.setdefault(text.clause(s.kind), []).append(f"acc{i}")
         self.w.line("#pragma omp simd" + "".join(f" reduction({k}:{', '.join(v)})" for k, v in kinds.items()))
 
+    # -- scans ----------------------------------------------------------------------------------
+    def _scan_accumulators(self, size: str) -> None:
+        """Variables for what each scan has come to, of an arg* for the index as well."""
+        for i, s in enumerate(self.body):
+            if isinstance(s, Scan):
+                self.w.line(f"{text.scan_type(s, self.body[s.args[0]].dtype)} acc{i}{size};")
+                if len(s.args) == 2:
+                    self.w.line(f"int64_t at{i}{size};")
+
+    def _start_scans(self, statements: Sequence[int], tile: int | None = None) -> list[int]:
+        """A pass begins; returns the scans in it."""
+        scans = [i for i in statements if isinstance(self.body[i], Scan)]
+        place = "" if tile is None else "[t]"
+        with self.w.blocks([] if tile is None or not scans else [f"for (int64_t t = 0; t < {tile}; ++t)"]):
+            for i in scans:
+                s = self.body[i]
+                first = text.literal(start(s.kind, self.body[s.args[0]].dtype), self.body[s.args[0]].dtype)
+                self.w.line(f"acc{i}{place} = {first};" + (f" at{i}{place} = 0;" if len(s.args) == 2 else ""))
+        return scans
+
+    def _scan(self, i: int, s: Scan) -> None:
+        c = self.nest.column and text.identifier(self.nest.column.var.name)
+        acc, at = (f"{name}{i}[{c} - {c}_from]" if c else f"{name}{i}" for name in ("acc", "at"))
+        dtypes = [self.body[a].dtype for a in s.args]
+        values = [f"({text.CTYPE[d]}){self._name(a)}" for a, d in zip(s.args, dtypes)]
+        self.w.line(text.scan(s.kind, acc, at, values))
+        self.w.line(f"const {text.CTYPE[s.dtype]} v{i} = ({text.CTYPE[s.dtype]}){at if len(values) == 2 else acc};")
+
     # -- statements -----------------------------------------------------------------------------
     def _statements(self, positions: Iterable[int]) -> None:
         for i in positions:
@@ -348,6 +380,8 @@ class Emitter:
             self.w.line(f"{target} = {text.stored(self._name(s.value), b.dtype)};")
         elif isinstance(s, Indirect):
             self._indirect(i, s)
+        elif isinstance(s, Scan):
+            self._scan(i, s)
         else:
             self.w.line(f"const {text.CTYPE[s.dtype]} v{i} = {self._value(i)};")
 

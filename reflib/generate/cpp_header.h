@@ -184,6 +184,11 @@ static inline float expm1(float x) {
   const float result = expm1_between(x > 89.0f ? 89.0f : x < -20.0f ? -20.0f : x);
   return x == 0.0f ? x : result;
 }
+// log(exp(a) + exp(b)) without overflow; of two equal infinities, that one
+static inline double log_add_exp(double a, double b) {
+  const double high = maximum(a, b), low = high == a ? b : a;
+  return high == low && high - low != 0 ? high : high + log1p(exp(low - high));
+}
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
 static inline double sigmoid(double x) { return 1.0 / (1.0 + exp(-x)); }
 static inline float tanh(float x) {

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import GenerateError
 from ..ir.expr import Atom, BinOp, Expr, Ref, nonneg
-from ..ir.loops import Op
+from ..ir.loops import Op, Scan
 from ..ir.ops import identity
 
 CTYPE = {
@@ -185,3 +185,20 @@ def clause(kind: str) -> str:
     if kind in ("max", "min"):
         return f"{kind}imum"
     return {"sum": "+", "prod": "*", "any": "|", "all": "&"}[kind]
+
+
+# -- scans ------------------------------------------------------------------------------------------
+def scan_type(s: Scan, dtype: torch.dtype) -> str:
+    """An accumulator's type: sums of floats in double, as eager's."""
+    return "double" if dtype == torch.float32 and s.kind in ("sum", "prod", "logsumexp") else CTYPE[dtype]
+
+
+def scan(kind: str, acc: str, at: str, values: list[str]) -> str:
+    """The statement that takes the next value (and its index) into ``acc`` (and ``at``)."""
+    if kind == "logsumexp":
+        return f"{acc} = op::log_add_exp({acc}, (double){values[0]});"
+    if len(values) == 1:
+        return combine(kind, acc, values[0])
+    sign = ">=" if kind == "argmax" else "<="
+    taken = f"{acc} == {acc} && {values[0]} {sign} {acc} || {values[0]} != {values[0]}"
+    return f"{at} = {taken} ? {values[1]} : {at}; {acc} = {taken} ? {values[0]} : {acc};"

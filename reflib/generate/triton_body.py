@@ -15,14 +15,19 @@ from collections.abc import Collection
 import torch
 
 from ..ir.expr import Expr, Sym
-from ..ir.loops import Const, Load, Reduce, Store
+from ..ir.loops import Const, Load, Reduce, Scan, Store
 from ..ir.ops import identity
 from ..ir.program import Buffer, Config
 from ..ir.transforms import needed, phases, varying
 from ..schedule.axes import Space, step
+from ..seams import Seam
 from .triton_facts import blocks, literal, paren
 from .triton_ops import TL, Needs, nan_helper, print_cast
 from .triton_statements import ORDER, StatementPrinter, Value
+
+# How a scan is printed, (PartPrinter, position) -> None: "declare" before a loop, "scan" inside it, or where the row is
+# in one block. None: programs with scans cannot be printed (no rule of the core makes one).
+SCANS = Seam("generate.SCANS")
 
 
 class PartPrinter(StatementPrinter):
@@ -64,6 +69,8 @@ class PartPrinter(StatementPrinter):
     def statement(self, i: int) -> None:
         if isinstance(self.space.body[i], Reduce):
             self._reduce(i)
+        elif isinstance(self.space.body[i], Scan):
+            SCANS["scan"](self, i)
         else:
             super().statement(i)
 
@@ -95,14 +102,14 @@ class PartPrinter(StatementPrinter):
 
     def _range(self, d: str, pid: str) -> None:
         start = f"({pid})" if " " in pid else pid
-        self.put(f"{d}{self.tag} = {start} * {d.upper()}BLOCK + {self._arange(d)}")
+        self.put(f"{d}{self.tag} = {start} * {d.upper()}BLOCK + {self.arange(d)}")
         if self.masks[d] and not self.peeled:
             self._mask(d)
 
     def _mask(self, d: str) -> None:
         self.put(f"{d}mask{self.tag} = {d}{self.tag} < {self.size(self.vars[d].size)}")
 
-    def _arange(self, d: str) -> str:
+    def arange(self, d: str) -> str:
         text = f"tl.arange(0, {d.upper()}BLOCK)"
         if len(self.order) == 1:
             return text
@@ -110,7 +117,7 @@ class PartPrinter(StatementPrinter):
 
     def _r_block(self, start: str) -> None:
         wide = ".to(tl.int64)" if self.wide else ""
-        self.put(f"r{self.tag} = {start}{self._arange('r')}{wide}")
+        self.put(f"r{self.tag} = {start}{self.arange('r')}{wide}")
         if self.masks["r"]:
             self.put(f"rmask{self.tag} = r{self.tag} < {self.size(self._rsize())}")
 
@@ -202,8 +209,11 @@ class PartPrinter(StatementPrinter):
     def _loop(self, p: int, wanted: list[int]) -> None:
         body, rn = self.space.body, self.size(self._rsize())
         reduces = [i for i in wanted if isinstance(body[i], Reduce)]
-        for i in reduces:
-            self._declare(i)
+        for i in wanted:
+            if isinstance(body[i], Reduce):
+                self._declare(i)
+            elif isinstance(body[i], Scan):
+                SCANS["declare"](self, i)
         self.put(f"for r0{self.tag} in range(0, {rn}, RBLOCK):")
         self.indent += "    "
         self._r_block(f"r0{self.tag} + ")
@@ -223,7 +233,7 @@ class PartPrinter(StatementPrinter):
     def _full(self) -> str:
         return "[XBLOCK, RBLOCK]"
 
-    def _operand(self, i: int, dtype: torch.dtype) -> str:
+    def operand(self, i: int, dtype: torch.dtype) -> str:
         """A reduction's argument as a full block of ``dtype``."""
         v = self.values[i]
         if isinstance(self.space.body[i], Const):
@@ -263,9 +273,9 @@ class PartPrinter(StatementPrinter):
         """In one step: the row is in the block."""
         s = self._reduction(i)
         dtype, identity, helper = self._accumulator(s)
-        value = self._masked(self._operand(s.args[0], dtype), identity)
+        value = self._masked(self.operand(s.args[0], dtype), identity)
         if s.kind in ("argmax", "argmin"):
-            index = self._masked(self._operand(s.args[1], torch.int64), str(2**63 - 1))
+            index = self._masked(self.operand(s.args[1], torch.int64), str(2**63 - 1))
             self._combine_pair(i, value, index)
         else:
             self._combine(i, value, dtype, helper)
@@ -280,9 +290,9 @@ class PartPrinter(StatementPrinter):
     def _accumulate(self, i: int) -> None:
         s = self._reduction(i)
         dtype, identity, helper = self._accumulator(s)
-        acc, value = f"acc{i}{self.tag}", self._masked(self._operand(s.args[0], dtype), identity)
+        acc, value = f"acc{i}{self.tag}", self._masked(self.operand(s.args[0], dtype), identity)
         if s.kind in ("argmax", "argmin"):
-            index = self._masked(self._operand(s.args[1], torch.int64), str(2**63 - 1))
+            index = self._masked(self.operand(s.args[1], torch.int64), str(2**63 - 1))
             at = f"at{i}{self.tag}"
             self.put(f"{acc}, {at} = {self.needs.helper(s.kind + '_of')}({acc}, {at}, {value}, {index})")
         elif helper in ("sum_of", "product_of"):
@@ -301,7 +311,7 @@ class PartPrinter(StatementPrinter):
             self._combine(i, f"acc{i}{self.tag}", dtype, helper)
 
     def _combine(self, i: int, value: str, dtype: torch.dtype, helper: str) -> None:
-        s, name = self._reduction(i), self._name(i)
+        s, name = self._reduction(i), self.name(i)
         if helper == "sum_of" and dtype.itemsize >= 4:
             text = f"tl.sum({value}, axis=1, keep_dims=True)"
         else:
@@ -312,7 +322,7 @@ class PartPrinter(StatementPrinter):
         self.values[i] = Value(name, frozenset("x"))
 
     def _combine_pair(self, i: int, value: str, index: str) -> None:
-        s, name = self._reduction(i), self._name(i)
+        s, name = self._reduction(i), self.name(i)
         self.put(f"_, {name} = tl.reduce(({value}, {index}), 1, {self.needs.helper(s.kind + '_of')}, keep_dims=True)")
         if s.dtype != torch.int64:
             self.put(f"{name} = {name}.to({TL[s.dtype]})")

@@ -87,11 +87,11 @@ class StatementPrinter:
             self.values[i] = Value(self.acc, frozenset(self.order))
 
     def _bind(self, i: int, text: str, dims: Dims, ok: str | None = None) -> None:
-        name = self._name(i)
+        name = self.name(i)
         self.put(f"{name} = {text}")
         self.values[i] = Value(name, dims, ok)
 
-    def _name(self, i: int) -> str:
+    def name(self, i: int) -> str:
         return f"v{i}{self.tag}"
 
     def dtype(self, i: int) -> torch.dtype:
@@ -128,7 +128,7 @@ class StatementPrinter:
     def _index(self, i: int, s: Index) -> None:
         """An index as a value; computed in 64 bits unless it is known to be small."""
         top = max_value(s.expr)
-        small = top is not None and top < 2**31 and nonneg(s.expr)
+        small = top is not None and top < 2**31 and nonneg(s.expr + 2**31)
         if s.expr.constant is not None:
             self._bind(i, f"tl.full([], {s.expr.constant}, {TL[s.dtype]})", NOTHING)
             return
@@ -140,7 +140,7 @@ class StatementPrinter:
 
     def _indirect(self, i: int, s: Indirect) -> None:
         """Wrap a negative index; remember whether the result is inside."""
-        v, name, size = self.values[s.arg], self._name(i), self.size(s.size)
+        v, name, size = self.values[s.arg], self.name(i), self.size(s.size)
         text = v.text if not isinstance(self.space.body[s.arg], Const) else f"tl.full([], {v.text}, tl.int64)"
         self.put(f"{name} = tl.where({text} < 0, {text} + {paren(size)}, {text})")
         self.put(f"ok{i}{self.tag} = ({name} >= 0) & ({name} < {size})")

@@ -15,9 +15,10 @@ import torch
 
 from ..errors import IndexOutOfRange, ReflibError
 from .expr import Expr, IntLike, Sym, expr
-from .loops import Acc, Const, Index, Indirect, Load, LoopNest, Reduce, Stmt, Store
+from .loops import Acc, Const, Index, Indirect, Load, LoopNest, Reduce, Scan, Stmt, Store
 from .ops import OPS, REDUCTIONS, cast, value_dtype
 from .program import Choice, Extern, KernelNode, Node, Program, Template, Variant, Variants, View, holds, map_tree
+from .scans import SCANS
 
 Env = dict[str, Any]  # symbol, loop variable or %i -> int or integer tensor
 
@@ -186,6 +187,8 @@ def _run_stmt(s: Stmt, values: list[Any], memory: dict[str, torch.Tensor], env: 
         return value
     if isinstance(s, Reduce):
         return _reduce(s, [values[a] for a in s.args], extents, rdims)
+    if isinstance(s, Scan):
+        return _scan(s, [values[a] for a in s.args], extents, rdims[0])
     assert not isinstance(s, Acc)
     if s.op == "cast":
         return cast(values[s.args[0]], s.dtype)
@@ -238,6 +241,15 @@ def _reduce(s: Reduce, args: list[torch.Tensor], extents: list[int], rdims: list
     out = _REDUCE[s.kind](*rows) if count or REDUCTIONS[s.kind] is not None else rows[0].new_empty(lead)
     keep = iter(lead)
     return out.to(s.dtype).reshape([1 if d in rdims else next(keep) for d in range(rank)])
+
+
+def _scan(s: Scan, args: list[torch.Tensor], extents: list[int], d: int) -> torch.Tensor:
+    """Each dimension of the grid at its own place; along ``d`` at its full size."""
+    rank = len(extents)
+    args = [v.reshape((1,) * (rank - v.dim()) + v.shape) for v in args]
+    shape = list(torch.broadcast_shapes(*(v.shape for v in args)))
+    shape[d] = extents[d]
+    return SCANS[s.kind].meaning(d, *(v.expand(shape) for v in args)).to(s.dtype)
 
 
 def _extreme_index(largest: bool) -> Any:

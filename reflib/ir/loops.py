@@ -12,6 +12,7 @@ Grammar::
             | %i = op     name %j ...                       : dtype     see ops.OPS
             | %i = indirect %j < size                       : int64     a value to be used in an index expression
             | %i = reduce kind %j ...                       : dtype     over all r axes; see ops.REDUCTIONS
+            | %i = scan   kind %j ...                       : dtype     along the r axis; see scans.SCANS
             | store buffer[expr] = %j
 
 Meaning: for every point of the parallel axes, execute the statements in order; a statement whose value
@@ -19,6 +20,7 @@ depends on an r axis is executed for every point of the r axes as well; a ``redu
 A statement may come after a reduce and depend both on its result and on the r axes (softmax's
 ``exp(x - max)``): the generators decide whether that means one pass over data held in registers
 (persistent) or another loop (looped). Nothing else is needed for elementwise work before and after reductions.
+A ``scan`` has a value at each point of a single r axis: what a ``reduce`` of the points up to it would give.
 
 * ``%i`` is the position of the statement in the body (static single assignment; stores have no value).
 * An index is linear: the offset *in elements* from the buffer's start, strides already multiplied in.
@@ -106,13 +108,20 @@ class Reduce:
 
 
 @dataclass(frozen=True, slots=True)
+class Scan:
+    kind: str
+    args: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
 class Store:
     buffer: str
     index: Expr
     value: int
 
 
-Stmt = Load | Const | Index | Acc | Op | Indirect | Reduce | Store
+Stmt = Load | Const | Index | Acc | Op | Indirect | Reduce | Scan | Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +215,7 @@ def stmt_args(s: Stmt) -> tuple[int, ...]:
     refs = tuple(a.id for e in stmt_exprs(s) for a in e.atoms() if isinstance(a, Ref))
     if isinstance(s, Load):
         return refs if s.mask is None else (*refs, s.mask)
-    if isinstance(s, (Op, Reduce)):
+    if isinstance(s, (Op, Reduce, Scan)):
         return s.args
     if isinstance(s, Indirect):
         return (s.arg,)
@@ -224,7 +233,7 @@ def map_stmt(s: Stmt, ids: Mapping[int, int], env: Mapping[Atom, IntLike] | None
                 full[a] = expr(Ref(ids[a.id], a.size.subs(env or {})))
     if isinstance(s, Load):
         return replace(s, index=s.index.subs(full), mask=None if s.mask is None else ids[s.mask])
-    if isinstance(s, (Op, Reduce)):
+    if isinstance(s, (Op, Reduce, Scan)):
         return replace(s, args=tuple(ids[a] for a in s.args))
     if isinstance(s, Index):
         return replace(s, expr=s.expr.subs(full))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .expr import Expr
-from .loops import Acc, Const, Index, Indirect, Load, LoopNest, Op, Reduce, Stmt, Store
+from .loops import Acc, Const, Index, Indirect, Load, LoopNest, Op, Reduce, Scan, Stmt, Store
 from .program import Buffer, Choice, Extern, KernelNode, Node, Program, Template, Variant, View
 
 
@@ -90,7 +90,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _right_side(s: Load | Const | Index | Acc | Op | Indirect | Reduce) -> str:
+def _right_side(s: Load | Const | Index | Acc | Op | Indirect | Reduce | Scan) -> str:
     if isinstance(s, Load):
         mask = "" if s.mask is None else f" if %{s.mask} else {s.other}"
         return f"load {s.buffer}[{s.index}]{mask}"
@@ -103,7 +103,9 @@ def _right_side(s: Load | Const | Index | Acc | Op | Indirect | Reduce) -> str:
     if isinstance(s, Indirect):
         return f"indirect %{s.arg} < {s.size}"
     values = " ".join(f"%{a}" for a in s.args)
-    return f"reduce {s.kind} {values}" if isinstance(s, Reduce) else f"{s.op} {values}"
+    if isinstance(s, Op):
+        return f"{s.op} {values}"
+    return f"{'reduce' if isinstance(s, Reduce) else 'scan'} {s.kind} {values}"
 
 
 def _leaf(x: Any) -> str:

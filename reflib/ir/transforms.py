@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from .expr import Atom, BinOp, Expr, IntLike, Var, expr, floordiv, mod
-from .loops import Axis, BodyBuilder, Load, LoopNest, Reduce, Stmt, Store, map_stmt, stmt_args, stmt_exprs
+from .loops import Axis, BodyBuilder, Load, LoopNest, Reduce, Scan, Stmt, Store, map_stmt, stmt_args, stmt_exprs
 
 Body = Sequence[Stmt]
 Env = Mapping[Atom, IntLike]
@@ -27,7 +27,7 @@ def varying(body: Body, variables: Collection[Var], reduces: bool = False) -> li
     out: list[bool] = []
     for s in body:
         inside = any(e.has(v) for e in stmt_exprs(s) for v in variables) or any(out[a] for a in stmt_args(s))
-        out.append(reduces if isinstance(s, Reduce) else inside)
+        out.append(reduces if isinstance(s, Reduce) else inside or isinstance(s, Scan))
     return out
 
 

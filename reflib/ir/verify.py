@@ -22,6 +22,7 @@ from .loops import (
     LoopNest,
     Op,
     Reduce,
+    Scan,
     Stmt,
     Store,
     stmt_args,
@@ -42,6 +43,7 @@ from .program import (
     iter_views,
     symbols_in,
 )
+from .scans import SCANS
 from .transforms import varying
 
 _INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -237,6 +239,8 @@ class _Inside:
             self.check_op(i, s)
         elif isinstance(s, Reduce):
             self.check_reduce(i, s)
+        elif isinstance(s, Scan):
+            self.check_scan(i, s)
         elif isinstance(s, Indirect):
             if self.dtype(i, s.arg) != torch.int64:
                 self.fail(i, "an indirect takes an int64")
@@ -301,6 +305,19 @@ class _Inside:
             self.fail(i, "takes a bool")
         if s.kind == "m2" and not (s.dtype.is_floating_point and all(self.dtype(i, a) == s.dtype for a in s.args)):
             self.fail(i, "takes a float, and perhaps its weight")
+
+    def check_scan(self, i: int, s: Scan) -> None:
+        if s.kind not in SCANS:
+            self.fail(i, f"there is no scan {s.kind!r}")
+        if len(self.loops.reduced) != 1:
+            self.fail(i, f"runs along one r axis, has {len(self.loops.reduced)}")
+        dtypes = [self.dtype(i, a) for a in s.args]
+        if len(dtypes) != (2 if s.kind.startswith("arg") else 1) or dtypes[1:] not in ([], [torch.int64]):
+            self.fail(i, f"takes a value (an arg*: and an int64), has {dtypes}")
+        if s.dtype != dtypes[-1] or dtypes[0] == torch.bool:
+            self.fail(i, f"of {dtypes} is marked {s.dtype}")
+        if s.kind == "logsumexp" and not s.dtype.is_floating_point:
+            self.fail(i, "takes a float")
 
     def check_store_races(self, i: int, s: Store, level: list[bool]) -> None:
         """Each point that executes a store must write its own element (except scatters, whose index is a value). An

@@ -7,8 +7,6 @@ quotients of symbols.
 from __future__ import annotations
 
 import random
-import sys
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,7 @@ import pytest
 import torch
 
 from reflib.options import Options
-from reflib.pipeline import Backend, Stages, eager
+from reflib.pipeline import Backend, Stages
 from tests.checking import check
 
 

@@ -1,0 +1,64 @@
+"""Scans: ``%i = scan kind %j`` along the r axis of a loop nest (``cumsum``, ``cummax`` ...).
+
+**What it is.** The value at a point of r is the combination of ``%j`` at all points up to and with it, in order. A loop
+nest with a scan has exactly one r axis, whose points are visited in order; its p axes are rows, independent of each
+other. Statements before and after a scan are those of any loop nest: they run at each point of r. So what comes before
+``cumsum`` and what comes after it fuse with it, and a row's reductions too (``cumsum(softmax(x))``).
+
+**Passes.** The value at r depends on no later point. So a scan does not end a pass over the row, as a reduction does:
+``phases`` counts it as an op. A later pass that needs its values computes them again, as any value along r.
+
+**Generated code.** Triton: ``tl.associative_scan`` along a block. A row that fits a block needs nothing else; over a
+longer row goes a loop, with what precedes a block (the ``carry``) in a register per row. C++: a loop in order, with an
+accumulator per row (along memory) or per column (across).
+
+**Few, long rows** (``fuse/split_scans``). One program per row would leave a GPU idle, so the row is cut into pieces,
+and a scan becomes three loop nests: the pieces' totals (an ordinary reduction), the scan of these, and the scan of each
+piece from there on. x is read twice, by many programs.
+
+**Numbers.** A half dtype is loaded as float32 and accumulated so; it is rounded where it is stored. C++ accumulates
+float32 sums and products in double, as eager does on a CPU.
+
+References: PyTorch's aten/src/ATen/native/cuda/ScanUtils.cuh (order of ties and NaN); Merrill and Garland, "Single-pass
+parallel prefix scan with decoupled look-back", NVIDIA 2016 (not used: programs would wait for each other).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .ops import identity
+
+
+@dataclass(frozen=True)
+class ScanSpec:
+    """``meaning(dim, value)``, in torch. ``by``: the reduction whose total the last value is, None if it has none."""
+
+    meaning: Callable[..., torch.Tensor]
+    by: str | None = None
+
+
+def _position(extreme: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    return lambda d, value, index: index.gather(d, extreme(value, d).indices)
+
+
+# max/min: NaN wins. arg*: operands (value, index: int64); the index of the extreme value so far, the last of equals,
+# and the last NaN if there was one (unlike the reductions of these names).
+SCANS: dict[str, ScanSpec] = {
+    "sum": ScanSpec(lambda d, v: v.cumsum(d, dtype=v.dtype), "sum"),
+    "prod": ScanSpec(lambda d, v: v.cumprod(d, dtype=v.dtype), "prod"),
+    "max": ScanSpec(lambda d, v: v.cummax(d).values, "max"),
+    "min": ScanSpec(lambda d, v: v.cummin(d).values, "min"),
+    "logsumexp": ScanSpec(lambda d, v: v.logcumsumexp(d)),
+    "argmax": ScanSpec(_position(torch.cummax)),
+    "argmin": ScanSpec(_position(torch.cummin)),
+}
+
+
+def start(kind: str, dtype: torch.dtype) -> float | int | bool:
+    """What precedes the first element: combined with it, it changes nothing. (Of an arg*: the value.)"""
+    return float("-inf") if kind == "logsumexp" else identity(kind, dtype)

@@ -1,0 +1,73 @@
+"""Scans: cumsum, cumprod, logcumsumexp, cummax, cummin. A loop nest whose r axis is the scanned dimension."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from reflib.ir.loops import Scan
+from reflib.ir.ops import value_dtype
+from reflib.ir.program import View
+
+from .body import NestBuilder, Value, check_dtype
+from .context import LoweringContext
+from .rules import rule
+
+
+def scan(k: NestBuilder, kind: str, *values: Value) -> Value:
+    """See ``ir/scans.py``. Along a dimension of size 1 nothing is combined."""
+    if not any(a.kind == "r" for a in k.axes):
+        return values[-1]
+    return Value(k, k.b.add(Scan(kind, tuple(v.id for v in values), values[-1].dtype)))
+
+
+def _along(cx: LoweringContext, x: View, dim: int) -> NestBuilder:
+    return NestBuilder(cx, x.shape, [dim % len(x.shape)] if x.shape else [])
+
+
+def _accumulate(cx: LoweringContext, x: View, dim: int, kind: str) -> View:
+    out = cx.out()
+    compute = value_dtype(check_dtype(cx.dtype))
+    k = _along(cx, x, dim)
+    k.store(out, scan(k, kind, k.load(x).to(compute)))
+    k.finish()
+    return out
+
+
+@rule("cumsum.default")
+def cumsum(cx: LoweringContext, x: View, dim: int, *, dtype: Any = None) -> View:
+    return _accumulate(cx, x, dim, "sum")
+
+
+@rule("cumprod.default")
+def cumprod(cx: LoweringContext, x: View, dim: int, *, dtype: Any = None) -> View:
+    return _accumulate(cx, x, dim, "prod")
+
+
+@rule("logcumsumexp.default")
+def logcumsumexp(cx: LoweringContext, x: View, dim: int) -> View:
+    return _accumulate(cx, x, dim, "logsumexp")
+
+
+@rule("cummax.default")
+def cummax(cx: LoweringContext, x: View, dim: int) -> list[View]:
+    return _extreme(cx, x, dim, "max")
+
+
+@rule("cummin.default")
+def cummin(cx: LoweringContext, x: View, dim: int) -> list[View]:
+    return _extreme(cx, x, dim, "min")
+
+
+def _extreme(cx: LoweringContext, x: View, dim: int, kind: str) -> list[View]:
+    """[values, indices]. Of equals the last, as eager has it. Two loop nests: if both are needed, they are fused."""
+    outs = cx.out(0), cx.out(1)
+    for out, prefix in zip(outs, ("", "arg")):
+        k = _along(cx, x, dim)
+        v = k.load(x)
+        v = v.to(torch.int32) if v.dtype == torch.bool else v
+        at = [k.index(k.coords[dim % len(x.shape)] if x.shape else 0)] if prefix else []
+        k.store(out, scan(k, prefix + kind, v, *at))
+        k.finish()
+    return list(outs)
