@@ -67,7 +67,7 @@ def _producer(position: int, loops: LoopNest, store: Store, depends: Dependencie
         return None
     if len(loops.body) > MAX_OPS + len(loops.stores()) or len(loops.loads()) > MAX_LOADS:
         return None
-    if len(depends.writers[store.buffer]) != 1 or set(loops.reads()) & set(loops.writes()):
+    if store.reduce or len(depends.writers[store.buffer]) != 1 or set(loops.reads()) & set(loops.writes()):
         return None
     return make_producer(position, loops, store)
 

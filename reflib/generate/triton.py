@@ -12,11 +12,15 @@ from ..ir.expr import Expr, Sym, expr
 from ..ir.loops import LoopNest
 from ..ir.program import Buffer, Config
 from ..schedule.axes import layout
+from ..seams import Seam
 from ..target import Target
 from .kernel import Kernel
 from .triton_body import PartPrinter
 from .triton_facts import pointer_name
 from .triton_ops import Needs, helper_text
+
+# By ``Config.reduction``: a PartPrinter that knows more. None: PartPrinter.
+PARTS = Seam("generate.PARTS")
 
 HEADER = "import triton\nimport triton.language as tl\n"
 LIBDEVICE = "from triton.language.extra import libdevice\n"
@@ -37,8 +41,9 @@ def generate_triton(
     needs = Needs()
     sure = {b for b, buffer in buffers.items() if aligned is True or buffer.kind == "temp" or b in (aligned or ())}
     tile = "yblock" in dict(config.extras)
+    part_printer = PARTS.get(config.reduction, PartPrinter)
     printers = [
-        PartPrinter(layout(p, tile), config, buffers, needs, f"_{k}" if len(parts) > 1 else "", len(parts) > 1, sure)
+        part_printer(layout(p, tile), config, buffers, needs, f"_{k}" if len(parts) > 1 else "", len(parts) > 1, sure)
         for k, p in enumerate(parts)
     ]
     bodies = [p.print() for p in printers]

@@ -13,6 +13,7 @@ Grammar::
             | %i = indirect %j < size                       : int64     a value to be used in an index expression
             | %i = reduce kind %j ...                       : dtype     over all r axes; see ops.REDUCTIONS
             | store buffer[expr] = %j
+            | store buffer[expr] += %j                                  column sums, in pieces: see below
 
 Meaning: for every point of the parallel axes, execute the statements in order; a statement whose value
 depends on an r axis is executed for every point of the r axes as well; a ``reduce`` combines all of these.
@@ -25,6 +26,9 @@ A statement may come after a reduce and depend both on its result and on the r a
 * ``load ... if %j else c``: reads only where %j is true; the value is ``c`` elsewhere.
 * ``indirect``: adds ``size`` where the value is negative. Then 0 <= value < size holds; anything else is an error
   (CPU: IndexOutOfRange; GPU: the access is masked off). It appears in expressions as ``Ref(i, size)``.
+* ``store b[e] += %j``: per index e the sum of %j over all points with that index, parallel ones included. ``b`` has
+  more rows than one, and e counts from the start of each: the sum of column e is divided among the rows as the
+  generator likes (one row per program), so only the sum of all rows has a meaning. No other statement touches ``b``.
 * A fused kernel is again a LoopNest: bodies joined, loads of what was just stored replaced by the value. So one
   verifier, one interpreter and one printer serve every stage from ``lower`` to ``schedule``.
 
@@ -110,6 +114,7 @@ class Store:
     buffer: str
     index: Expr
     value: int
+    reduce: str = ""  # "sum": +=
 
 
 Stmt = Load | Const | Index | Acc | Op | Indirect | Reduce | Store
@@ -299,5 +304,5 @@ class BodyBuilder:
     def reduce(self, kind: str, *args: int, dtype: torch.dtype) -> int:
         return self.add(Reduce(kind, args, dtype))
 
-    def store(self, buffer: str, index: IntLike, value: int) -> int:
-        return self.add(Store(buffer, expr(index), value))
+    def store(self, buffer: str, index: IntLike, value: int, reduce: str = "") -> int:
+        return self.add(Store(buffer, expr(index), value, reduce))
