@@ -24,12 +24,13 @@ accumulators fit.
 was (``split`` may then cut it). Sums are tried where a row reduction over the same elements exists, and where the rows
 are
 
-* of known length, and short enough: at 512 threads per multiprocessor a thread has 128 registers, for RBLOCK/512
-  elements of each sum and of about three more blocks (what was read, and the next row, read ahead). Hence at most three
-  sums over rows of 8192, and nine over 4096.
-* many: each program takes at least ``LEAST`` of them. The partial results cost 8 bytes (written, read) per column and
-  program, a row 6 or more (bfloat16: two tensors read, one written) in all and 4 or more that are not read again. P is
-  ``units`` times as many thread blocks as are resident, less where the partial results would be over about 5%.
+* of known length, and short enough for registers. With one thread block of 512 threads per multiprocessor a thread has
+  128 of them. Per element it takes one for each sum, for each tensor one and as much as the next row's element takes
+  (which is read ahead), and one for what all rows share: 2 + 2 * 1.5 + 1 = 6 for a layer norm in bfloat16, whose rows
+  may have 8192 elements, 16 per thread.
+* many: each of the P = ``units`` programs takes at least ``LEAST`` of them, and a whole block. The partial results cost
+  8 bytes (written, read) per column, sum and program; a row costs 6 bytes per column (bfloat16: two tensors read, one
+  written) and saves 4. From 64 rows per program on, two sums cost less than 5%.
 
 Facts from TorchInductor 2.13 (``MixOrderReduction`` in torch/_inductor/scheduler.py): there a fused pair of a row and a
 column reduction becomes such a kernel, over rows that are contiguous for each program, if the column reduction needs no
@@ -38,28 +39,27 @@ result of the row reduction, rows are at least 4096 and at least twice the colum
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
 
-from ..ir.loops import Axis, BodyBuilder, LoopNest, Reduce, Store, map_stmt
-from ..ir.expr import Expr, expr
+from ..ir.expr import Expr, expr, product
+from ..ir.loops import Axis, BodyBuilder, Load, LoopNest, Reduce, Store, map_stmt
 from ..ir.program import Buffer, Node
 from ..ir.transforms import needed
 from ..options import Options
 from ..target import Target
 from .driver import BEFORE, grouped
 from .legality import Cluster, FusionContext, common_space
-from .mapping import fresh
+from .mapping import Mapping, fresh
 from .result import Fused, Reason, Refusal
 from .split import PartialResults, can_split, reduces_columns, row_major, second_step
 
-BLOCK = 2048  # elements of a tensor that a program holds at least: rows shorter than this are taken several at a time
-RESIDENT = 8192  # ... that a multiprocessor holds: 512 threads with 16 elements each
-REGISTERS = 96 * 512  # float32 values that fit beside a thread's addresses, in all
-OTHERS = 3  # blocks in registers besides the sums
-LEAST, MANY = 8, 64  # rows per program: less does not pay; from here on partial results cost under 5%
+THREADS = 512  # of a program
+REGISTERS = 96  # of a thread's 128, for elements; the others are for addresses and the like
+LEAST = 16  # rows per program
+ELEMENTS = 16  # per thread and tensor, if there are registers for so many
 
 
 def mix_orders(fused: Fused, options: Options, target: Target) -> Fused:
@@ -79,7 +79,7 @@ def mix_orders(fused: Fused, options: Options, target: Target) -> Fused:
         joined = _joined(trial, options, target)
         if joined >= wanted.keys():
             return trial
-        apart = Reason("columns", "the column sums did not end up in a kernel that reduces the same rows")
+        apart = Reason("columns", "a kernel that reduces the rows and sums these columns would not read less")
         for node, rows in _candidates(fused):
             if node.name in wanted and node.name not in joined:
                 del wanted[node.name]
@@ -114,14 +114,11 @@ def _pieces(loops: LoopNest, options: Options, target: Target) -> int | Reason:
     length, rows = loops.numel.constant, loops.rnumel.hint()
     if length is None:
         return Reason("columns", f"rows of {loops.numel} elements, not known before run time: registers hold no row")
-    if length < 2 or length > options.persistent_limit or not fits(length, 1):
+    if length < 2 or length > options.persistent_limit or block(length) > THREADS * ELEMENTS:
         return Reason("columns", f"registers do not hold rows of {length} elements and their column sums")
-    at_once = max(1, BLOCK // block(length))
-    resident = max(1, min(4, RESIDENT // max(BLOCK, block(length))))
-    for count in range(resident, 0, -1):
-        if rows >= count * target.units * at_once * (MANY // at_once if count > 1 else LEAST):
-            return count * target.units
-    return Reason("columns", f"{rows} rows are too few for {target.units} multiprocessors that sum their own each")
+    if rows < LEAST * target.units or rows * length < ELEMENTS * THREADS * target.units:
+        return Reason("columns", f"{rows} rows are too few for {target.units} programs that each sum their own")
+    return target.units
 
 
 def block(length: int) -> int:
@@ -129,9 +126,9 @@ def block(length: int) -> int:
     return 1 << (length - 1).bit_length()
 
 
-def fits(length: int, sums: int) -> bool:
-    """Do rows of ``length`` elements and that many column sums fit in registers?"""
-    return block(length) * (sums + OTHERS) <= REGISTERS
+def per_element(sums: int, reads: Iterable[tuple[Buffer, bool]]) -> float:
+    """Registers that an element of a row takes. ``reads``: what is read along the columns, and if for each row."""
+    return sums + sum(1 + b.dtype.itemsize / 4 if each else 1.0 for b, each in reads)
 
 
 # -- the cut ------------------------------------------------------------------------------------------
@@ -164,13 +161,23 @@ def _two_steps(loops: LoopNest, pieces: int, buffers: dict[str, Buffer]) -> list
 
 
 def _joined(trial: Fused, options: Options, target: Target) -> set[str]:
-    """Names of the column sums whose first step would be in a kernel that reduces rows."""
+    """Names of the column sums whose first step would be in a kernel that reduces rows, and which read something that
+    those left over do not read anyway."""
     for key, run in BEFORE.items():
         if key != "mix_order":
             trial = run(trial, options, target)
     trial = grouped(trial, options, target)
-    rows = {n.name for n in trial.program.nodes if isinstance(n, LoopNest) and n.reduced and column_sums(n)}
-    return {m.removesuffix("_part") for g in trial.groups if g.name in rows for m in g.members}
+    kernels = [n for n in trial.program.nodes if isinstance(n, LoopNest) and column_sums(n)]
+    left = {b for n in kernels if not n.reduced for b in n.reads()}
+    found = {s.buffer for n in kernels if n.reduced for s in column_sums(n) if not _reads(n, s) <= left}
+    return {b[: b.rindex("_part")] for b in found}
+
+
+def _reads(loops: LoopNest, store: Store) -> set[str]:
+    """The tensors of full size that a column sum is made of."""
+    live = needed(loops.body, [loops.body.index(store)])
+    loads = (s for i in live if isinstance(s := loops.body[i], Load))
+    return {s.buffer for s in loads if all(s.index.has(a.var) for a in loops.axes)}
 
 
 # -- legality -----------------------------------------------------------------------------------------
@@ -194,9 +201,18 @@ def sums_rule(a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:
         along = {i.has(x.var) for i in indices}
         if len(along) > 1 or reduces and along != {x.kind == "r"}:
             return Reason("columns", f"columns are summed, and the axis of size {x.size} is not one of rows or columns")
-    length = 1
-    for x in m.axes:
-        length *= x.size.hint() if indices[0].has(x.var) else 1
-    if not fits(length, len(indices)):
-        return Reason("columns", f"registers do not hold {len(indices)} sums of rows of {length} elements")
-    return None
+    return _registers(a, b, m, indices, c) if reduces else None
+
+
+def _registers(a: Cluster, b: Cluster, m: Mapping, indices: list[Expr], c: FusionContext) -> Reason | None:
+    length = block(product(x.size for x in m.axes if x.kind == "r").hint())
+    inside = {*a.writes, *b.writes}
+    found = {(n, i.subs(env)) for x, env in ((a, m.env_a), (b, m.env_b)) for n, t in x.reads.items() for i in t}
+    reads = [(n, i.variables()) for n, i in found if n not in inside]
+    kinds = [(c.program.buffers[n], {x.kind for x in m.axes if x.var in v}) for n, v in reads]
+    each = per_element(len(indices), [(buffer, "p" in k) for buffer, k in kinds if "r" in k])
+    if length * each <= REGISTERS * THREADS:
+        return None
+    return Reason(
+        "columns", f"registers do not hold rows of {length} elements, {len(reads)} inputs and {len(indices)} sums"
+    )

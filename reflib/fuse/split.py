@@ -205,9 +205,7 @@ def row_major(axes: Sequence[Axis]) -> Expr:
     return out
 
 
-def second_step(
-    loops: LoopNest, pieces: Expr, partials: dict[int, list[str]], buffers: dict[str, Buffer]
-) -> LoopNest:
+def second_step(loops: LoopNest, pieces: Expr, partials: dict[int, list[str]], buffers: dict[str, Buffer]) -> LoopNest:
     """Reduce the partial results, then everything that ran once per row."""
     b = BodyBuilder()
     r = Axis(fresh(pieces), "r")

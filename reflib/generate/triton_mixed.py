@@ -21,7 +21,6 @@ warps: that happens once, at the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -29,7 +28,7 @@ import torch
 from ..ir.expr import Expr, Ref, Var, expr, product
 from ..ir.loops import Load, Store, stmt_args, stmt_exprs
 from .triton_body import PartPrinter
-from .triton_statements import Dims, Value
+from .triton_statements import Dims
 
 
 class MixedPrinter(PartPrinter):
@@ -52,7 +51,7 @@ class MixedPrinter(PartPrinter):
         self.ahead = [i for i, s in enumerate(body) if isinstance(s, Load) and each[i] and self._may_be_ahead(i, s)]
         for s in self._sums():
             self.put(f"{self._sum(s)} = tl.full({self._full()}, 0, tl.float32)")
-        self._range("x", "pid")
+        self.put(f"x = pid * XBLOCK + {self._arange('x')}")
         self._fetch(expr(0))
         self.put(f"for x0 in range(pid * XBLOCK, {rows}, {self.step}):")
         self.indent = "    "
@@ -102,7 +101,9 @@ class MixedPrinter(PartPrinter):
         for i in self.ahead:
             s = self.space.body[i]
             assert isinstance(s, Load)
-            call, self.dims[i] = self._load_call(i, replace(s, index=s.index.subs({self.space.x: expr(self.space.x) + by})))
+            call, self.dims[i] = self._load_call(
+                i, replace(s, index=s.index.subs({self.space.x: expr(self.space.x) + by}))
+            )
             self.put(f"next{i} = {call.replace('xmask', 'more')}")
         self.masks = masks
 

@@ -312,7 +312,6 @@ class _Inside:
             if (a.kind == "p" or level[i] or level[s.value]) and a.var not in atoms and a.size != 1:
                 self.fail(i, f"every {a.var} writes the same element")
 
-
     def check_sums(self, i: int, s: Store) -> None:
         """One index per column, counted from the start of a row; nothing else touches the rows."""
         buffer = self.buffers[s.buffer]
@@ -320,10 +319,10 @@ class _Inside:
             self.fail(i, f"column sums of {buffer.dtype} are not float32")
         if any(isinstance(a, Ref) for a in s.index.atoms()):
             self.fail(i, "the column is a value")
-        ends = linear_ends(s.index)
-        if ends is not None and all(nonneg(a.size - 1) for a in self.loops.axes):
-            if nonneg(ends[1] - product(buffer.shape[1:])):
-                self.fail(i, f"the column goes up to {ends[1]} in rows of {product(buffer.shape[1:])}")
+        ends, columns = linear_ends(s.index), product(buffer.shape[1:])
+        points = all(nonneg(a.size - 1) for a in self.loops.axes)
+        if points and ends is not None and nonneg(ends[1] - columns):
+            self.fail(i, f"the column goes up to {ends[1]} in rows of {columns}")
         if sum(isinstance(o, (Load, Store)) and o.buffer == s.buffer for o in self.loops.body) > 1:
             self.fail(i, "another statement touches the sums")
 
