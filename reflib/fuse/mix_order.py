@@ -45,8 +45,8 @@ from dataclasses import replace
 import torch
 
 from ..ir.expr import Expr, expr, product
-from ..ir.loops import Axis, BodyBuilder, Load, LoopNest, Reduce, Store, map_stmt
-from ..ir.program import Buffer, Node
+from ..ir.loops import Axis, BodyBuilder, LoopNest, Reduce, Store, map_stmt
+from ..ir.program import Buffer, Node, Program
 from ..ir.transforms import needed
 from ..options import Options
 from ..target import Target
@@ -74,14 +74,16 @@ def mix_orders(fused: Fused, options: Options, target: Target) -> Fused:
             fused = _refuse(fused, rows, node, pieces)
         else:
             wanted[node.name] = pieces
+    read = {name: _sources(fused.program, name) for name in wanted}
     while wanted:
         trial = _cut(fused, wanted)
-        joined = _joined(trial, options, target)
-        if joined >= wanted.keys():
+        out = wanted.keys() - _joined(trial, options, target)
+        if not out:
             return trial
+        again = {b for name in out for b in read[name]}  # what their own kernels will read in any case
         apart = Reason("columns", "a kernel that reduces the rows and sums these columns would not read less")
         for node, rows in _candidates(fused):
-            if node.name in wanted and node.name not in joined:
+            if node.name in wanted and (node.name in out or read[node.name] <= again):
                 del wanted[node.name]
                 fused = _refuse(fused, rows, node, apart)
     return fused
@@ -161,23 +163,32 @@ def _two_steps(loops: LoopNest, pieces: int, buffers: dict[str, Buffer]) -> list
 
 
 def _joined(trial: Fused, options: Options, target: Target) -> set[str]:
-    """Names of the column sums whose first step would be in a kernel that reduces rows, and which read something that
-    those left over do not read anyway."""
+    """Names of the column sums whose first step would be in a kernel that reduces rows."""
     for key, run in BEFORE.items():
         if key != "mix_order":
             trial = run(trial, options, target)
-    trial = grouped(trial, options, target)
-    kernels = [n for n in trial.program.nodes if isinstance(n, LoopNest) and column_sums(n)]
-    left = {b for n in kernels if not n.reduced for b in n.reads()}
-    found = {s.buffer for n in kernels if n.reduced for s in column_sums(n) if not _reads(n, s) <= left}
-    return {b[: b.rindex("_part")] for b in found}
+    kernels = (n for n in grouped(trial, options, target).program.nodes if isinstance(n, LoopNest) and n.reduced)
+    return {s.buffer[: s.buffer.rindex("_part")] for n in kernels for s in column_sums(n)}
 
 
-def _reads(loops: LoopNest, store: Store) -> set[str]:
-    """The tensors of full size that a column sum is made of."""
-    live = needed(loops.body, [loops.body.index(store)])
-    loads = (s for i in live if isinstance(s := loops.body[i], Load))
-    return {s.buffer for s in loads if all(s.index.has(a.var) for a in loops.axes)}
+def _sources(program: Program, name: str) -> set[str]:
+    """The tensors of full size that a column sum's kernel would read: not what is elementwise, and computed in it."""
+    makers = {b: n for n in program.nodes if isinstance(n, LoopNest) for b in n.writes()}
+    node = next(n for n in program.nodes if n.name == name)
+    assert isinstance(node, LoopNest)
+    points = (node.numel * node.rnumel).hint()
+    todo, seen, out = node.reads(), set(), set()
+    while todo:
+        b = todo.pop()
+        if b in seen or program.buffers[b].numel.hint() < points:
+            continue
+        seen.add(b)
+        maker = makers.get(b)
+        if maker is None or maker.reduced:
+            out.add(b)
+        else:
+            todo += maker.reads()
+    return out
 
 
 # -- legality -----------------------------------------------------------------------------------------
