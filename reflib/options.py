@@ -46,6 +46,7 @@ class Options:
     max_fused_buffers: largest number of distinct buffers one fused kernel touches.
     persistent_limit: longest row, in elements, that a GPU reduction keeps in registers.
     split_reductions: cut few, long rows into pieces that run in parallel.
+    mix_orders: sum the columns of a tensor in the GPU kernel that reduces its rows, where that reads it once less.
     combine_kernels: launch independent small pointwise kernels (an optimizer's parameters) as one.
     channels_last: on a GPU, keep what is between convolutions in channels-last order where that saves copies.
     reuse_buffers: give a dead buffer's storage to a new one.
@@ -81,6 +82,7 @@ class Options:
     max_fused_buffers: int = 48
     persistent_limit: int = 16384
     split_reductions: bool = True
+    mix_orders: bool = True
     combine_kernels: bool = True
     channels_last: bool = True
     reuse_buffers: bool = True

@@ -88,7 +88,7 @@ def _producer(position: int, loops: LoopNest, store: Store, depends: Dependencie
     matrices = [s for s in loops.loads() if len(s.index.variables()) > 1 or len(loops.axes) < 2]
     if len(loops.body) > MAX_OPS + len(loops.stores()) or len(matrices) > MAX_LOADS:
         return None
-    if len(depends.writers[store.buffer]) != 1 or set(loops.reads()) & set(loops.writes()):
+    if store.reduce or len(depends.writers[store.buffer]) != 1 or set(loops.reads()) & set(loops.writes()):
         return None
     return make_producer(position, loops, store)
 

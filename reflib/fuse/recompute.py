@@ -73,7 +73,7 @@ def _without_load(
 def _computation(writer: LoopNest, name: str) -> LoopNest | None:
     """The statements of ``writer`` that make ``name``, elementwise; None if a reduction is among them."""
     stores = [i for i, s in enumerate(writer.body) if isinstance(s, Store) and s.buffer == name]
-    if len(stores) != 1:
+    if len(stores) != 1 or writer.body[stores[0]].reduce:  # type: ignore[union-attr]
         return None
     live = needed(writer.body, stores)
     if any(isinstance(writer.body[i], (Reduce, Scan, Indirect)) for i in live):

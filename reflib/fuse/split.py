@@ -56,7 +56,7 @@ def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
     buffers = dict(program.buffers)
     for node in program.nodes:
         pieces = _wanted(node, target) if isinstance(node, LoopNest) else 1
-        if isinstance(node, LoopNest) and pieces > 1 and _can_split(node) and not was_split(node):
+        if isinstance(node, LoopNest) and pieces > 1 and can_split(node) and not was_split(node):
             node = _long_enough(node, pieces)
             nodes += _split(node, min(pieces, _most(node)), buffers)
         else:
@@ -65,7 +65,7 @@ def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
 
 
 def was_split(loops: LoopNest) -> bool:
-    """Does it make partial results or combine them? By their buffers' names (``_PartialStores``)."""
+    """Does it make partial results or combine them? By their buffers' names (``PartialResults``)."""
     return any(re.fullmatch(r".*_part\d+", b) for b in (*loops.reads(), *loops.writes()))
 
 
@@ -117,7 +117,7 @@ def reduces_columns(loops: LoopNest) -> bool:
     return steps.count("p") > steps.count("r") if steps else inner == ["p"]
 
 
-def _can_split(loops: LoopNest) -> bool:
+def can_split(loops: LoopNest) -> bool:
     """Is there one round of reductions, with results stored once per row?"""
     level = varying(loops.body, loops.reduced_vars)
     after = [False] * len(loops.body)
@@ -154,7 +154,7 @@ def _split(loops: LoopNest, pieces: int, buffers: dict[str, Buffer]) -> list[Nod
     t = Axis(fresh(length if length is not None else ceildiv(axis.size, pieces)), "r")
     cut = _Cut(axis, s, t, exact)
     first, partials = _first_step(loops, cut, buffers)
-    return [first, _second_step(loops, cut, partials, buffers)]
+    return [first, second_step(loops, s.size, partials, buffers)]
 
 
 def _first_step(loops: LoopNest, cut: _Cut, buffers: dict[str, Buffer]) -> tuple[LoopNest, dict[int, list[str]]]:
@@ -162,7 +162,7 @@ def _first_step(loops: LoopNest, cut: _Cut, buffers: dict[str, Buffer]) -> tuple
     b = BodyBuilder()
     at = expr(cut.s.var) * cut.t.size + expr(cut.t.var)
     mask = None if cut.exact else b.op("lt", b.index(at), b.index(cut.axis.size))
-    partial = _PartialStores(loops, cut, b, buffers)
+    partial = PartialResults(loops, cut.s, b, buffers)
     ids: dict[int, int] = {}
     for i in needed(loops.body, (i for i, s in enumerate(loops.body) if isinstance(s, Reduce))):
         st = map_stmt(loops.body[i], ids, {cut.axis.var: at})
@@ -176,13 +176,13 @@ def _first_step(loops: LoopNest, cut: _Cut, buffers: dict[str, Buffer]) -> tuple
     return LoopNest(f"{loops.name}_part", axes, tuple(b.body), loops.origins), partial.names
 
 
-class _PartialStores:
-    """Makes a buffer for each partial result and stores it there, one row of ``pieces`` per row."""
+class PartialResults:
+    """Makes a buffer for each partial result: with one row of pieces per row, or the other way round (columns)."""
 
-    def __init__(self, loops: LoopNest, cut: _Cut, b: BodyBuilder, buffers: dict[str, Buffer]):
-        axes = _partial_axes(loops, cut.s)
+    def __init__(self, loops: LoopNest, s: Axis, b: BodyBuilder, buffers: dict[str, Buffer]):
+        axes = partial_axes(loops, s)
         self.shape = tuple(a.size for a in axes)
-        self.index = _row_major(axes)
+        self.index = row_major(axes)
         self.loops, self.b, self.buffers = loops, b, buffers
         self.names: dict[int, list[str]] = {}
         self.made: dict[int, str] = {}  # by the partial reduction
@@ -202,6 +202,11 @@ class _PartialStores:
                 self.b.store(self.made[value], self.index, value)
             self.names.setdefault(i, []).append(self.made[value])
 
+    def make(self, i: int, dtype: torch.dtype) -> str:
+        """A buffer for the results of the Reduce at ``i``, which somebody else stores."""
+        self.names[i] = [self._buffer(dtype)]
+        return self.names[i][0]
+
     def _masked(self, step: Reduce, mask: int) -> Reduce:
         """Beyond the end, values that change nothing; of an m2, a weight of 0."""
         dtype = self.b.dtype(step.args[0])
@@ -219,14 +224,14 @@ class _PartialStores:
         return name
 
 
-def _partial_axes(loops: LoopNest, s: Axis) -> list[Axis]:
+def partial_axes(loops: LoopNest, s: Axis) -> list[Axis]:
     """The axes of a buffer of partial results. A row's pieces are contiguous; for columns, a piece's columns are:
     either way neighbours in the first step store next to each other."""
     rows = [a for a in loops.axes if a.kind == "p"]
     return [s, *rows] if reduces_columns(loops) else [*rows, s]
 
 
-def _row_major(axes: Sequence[Axis]) -> Expr:
+def row_major(axes: Sequence[Axis]) -> Expr:
     step, out = ONE, expr(0)
     for a in reversed(axes):
         out = out + expr(a.var) * step
@@ -234,12 +239,12 @@ def _row_major(axes: Sequence[Axis]) -> Expr:
     return out
 
 
-def _second_step(loops: LoopNest, cut: _Cut, partials: dict[int, list[str]], buffers: dict[str, Buffer]) -> LoopNest:
+def second_step(loops: LoopNest, pieces: Expr, partials: dict[int, list[str]], buffers: dict[str, Buffer]) -> LoopNest:
     """Reduce the partial results, then everything that ran once per row."""
     b = BodyBuilder()
-    r = Axis(fresh(cut.s.size), "r")
-    axes = _partial_axes(loops, r)
-    index = _row_major(axes)
+    r = Axis(fresh(pieces), "r")
+    axes = partial_axes(loops, r)
+    index = row_major(axes)
     level = varying(loops.body, loops.reduced_vars)
     ids: dict[int, int] = {}
     for i, st in enumerate(loops.body):

@@ -43,7 +43,7 @@ def generate_triton(
     sure = {b for b, buffer in buffers.items() if aligned is True or buffer.kind == "temp" or b in (aligned or ())}
     tile = "yblock" in dict(config.extras)
     part_printer = PARTS.get(config.reduction, PartPrinter)
-    spaces = [layout(p if config.reduction in PARTS else two_passes(p), buffers, tile) for p in parts]
+    spaces = [layout(p if part_printer.one_pass else two_passes(p), buffers, tile) for p in parts]
     printers = [
         part_printer(s, config, buffers, needs, f"_{k}" if len(parts) > 1 else "", len(parts) > 1, sure)
         for k, s in enumerate(spaces)

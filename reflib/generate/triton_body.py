@@ -34,6 +34,8 @@ class PartPrinter(StatementPrinter):
     """Prints one part. ``many``: of several in one kernel. ``aligned``: the buffers that are known to begin at a
     multiple of 16 bytes."""
 
+    one_pass = False  # does it print m2?
+
     def __init__(
         self,
         space: Space,

@@ -41,8 +41,8 @@ def paren(text: str) -> str:
 
 
 def wants_exact(space: Space, buffers: dict[str, Buffer]) -> bool:
-    """Could a last-bit difference in a float32 quotient show in what is stored?"""
-    if any(buffers[s.buffer].dtype not in HALF for s in space.stores if _is_float(space, s.value)):
+    """Could a last-bit difference in a float32 quotient show in what is stored? (In a sum of many it cannot.)"""
+    if any(buffers[s.buffer].dtype not in HALF for s in space.stores if not s.reduce and _is_float(space, s.value)):
         return True
     return any(_is_sharp(space, s) for s in space.body)
 

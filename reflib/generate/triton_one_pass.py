@@ -90,6 +90,8 @@ class OnePassPrinter(PartPrinter):
     """Names, for reduction 7: ``acc7`` its lanes, ``mean7`` and ``n7`` a variance's; of a maximum that sums share,
     ``new7`` its argument, ``e7`` the exponentials of all its sums, ``scale7`` what these are scaled by."""
 
+    one_pass = True
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.online = online_sums(self.space.body, self.inside, self.phase)

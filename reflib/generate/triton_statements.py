@@ -174,7 +174,15 @@ class StatementPrinter:
         return "[" + ", ".join(f"{d.upper()}BLOCK" if d in dims else "1" for d in self.order) + "]"
 
     def _load(self, i: int, s: Load) -> None:
-        buffer = self.buffers[s.buffer]
+        call, dims = self._load_call(i, s)
+        self._bind(i, self._widened(call, s), dims)
+
+    def _widened(self, text: str, s: Load) -> str:
+        """What was loaded, in the dtype of values."""
+        dtype = self.buffers[s.buffer].dtype
+        return f"{text} != 0" if dtype == torch.bool else f"{text}.to(tl.float32)" if dtype in HALF else text
+
+    def _load_call(self, i: int, s: Load) -> tuple[str, Dims]:
         pointer = self.pointer(s.buffer)
         more = [] if s.mask is None else [self.values[s.mask]]
         text, masks, dims = self._access(s.index, more)
@@ -191,12 +199,7 @@ class StatementPrinter:
         eviction = self._eviction(i, dims)
         if eviction:
             parts.append(f"eviction_policy='{eviction}'")
-        call = f"tl.load({', '.join(parts)})"
-        if buffer.dtype == torch.bool:
-            call += " != 0"
-        elif buffer.dtype in HALF:
-            call += ".to(tl.float32)"
-        self._bind(i, call, dims)
+        return f"tl.load({', '.join(parts)})", dims
 
     def _eviction(self, i: int, dims: Dims) -> str:
         """Keep in cache what is read again (a later pass; a weight shared by all rows), let the rest stream through."""

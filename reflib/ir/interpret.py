@@ -173,7 +173,10 @@ def _run_stmt(s: Stmt, values: list[Any], memory: dict[str, torch.Tensor], env: 
     if isinstance(s, Load):
         return _load(s, values, memory[s.buffer], _tensor(s.index, env, device))
     if isinstance(s, Store):
-        _store(s, values[s.value], memory[s.buffer], _tensor(s.index, env, device))
+        value, index = values[s.value], _tensor(s.index, env, device)
+        if s.reduce:  # over every point, also along axes that neither mentions
+            value, index = value.expand(extents), index.expand(extents)
+        _store(s, value, memory[s.buffer], index)
         return None
     if isinstance(s, Const):
         return torch.tensor(s.value, dtype=s.dtype, device=device)
@@ -220,6 +223,9 @@ def _load(s: Load, values: list[Any], storage: torch.Tensor, index: torch.Tensor
 def _store(s: Store, value: torch.Tensor, storage: torch.Tensor, index: torch.Tensor) -> None:
     _check_bounds(index, storage, s)
     shape = torch.broadcast_shapes(value.shape, index.shape)
+    if s.reduce:  # all in the first row
+        storage.zero_().index_add_(0, index.reshape(-1), value.reshape(-1).to(storage.dtype))
+        return
     storage[index.expand(shape)] = value.expand(shape).to(storage.dtype)
 
 

@@ -14,6 +14,7 @@ Grammar::
             | %i = reduce kind %j ...                       : dtype     over all r axes; see ops.REDUCTIONS
             | %i = scan   kind %j ...                       : dtype     along the r axis; see scans.SCANS
             | store buffer[expr] = %j
+            | store buffer[expr] += %j                                  column sums, in pieces: see below
 
 Meaning: for every point of the parallel axes, execute the statements in order; a statement whose value
 depends on an r axis is executed for every point of the r axes as well; a ``reduce`` combines all of these.
@@ -27,6 +28,9 @@ A ``scan`` has a value at each point of a single r axis: what a ``reduce`` of th
 * ``load ... if %j else c``: reads only where %j is true; the value is ``c`` elsewhere.
 * ``indirect``: adds ``size`` where the value is negative. Then 0 <= value < size holds; anything else is an error
   (CPU: IndexOutOfRange; GPU: the access is masked off). It appears in expressions as ``Ref(i, size)``.
+* ``store b[e] += %j``: per index e the sum of %j over all points with that index, parallel ones included. ``b`` has
+  more rows than one, and e counts from the start of each: the sum of column e is divided among the rows as the
+  generator likes (one row per program), so only the sum of all rows has a meaning. No other statement touches ``b``.
 * A fused kernel is again a LoopNest: bodies joined, loads of what was just stored replaced by the value. So one
   verifier, one interpreter and one printer serve every stage from ``lower`` to ``schedule``.
 
@@ -119,6 +123,7 @@ class Store:
     buffer: str
     index: Expr
     value: int
+    reduce: str = ""  # "sum": +=
 
 
 Stmt = Load | Const | Index | Acc | Op | Indirect | Reduce | Scan | Store
@@ -308,5 +313,5 @@ class BodyBuilder:
     def reduce(self, kind: str, *args: int, dtype: torch.dtype) -> int:
         return self.add(Reduce(kind, args, dtype))
 
-    def store(self, buffer: str, index: IntLike, value: int) -> int:
-        return self.add(Store(buffer, expr(index), value))
+    def store(self, buffer: str, index: IntLike, value: int, reduce: str = "") -> int:
+        return self.add(Store(buffer, expr(index), value, reduce))

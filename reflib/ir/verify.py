@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 
 from ..errors import VerifyError
-from .expr import ZERO, Expr, Ref, Sym, Var, nonneg
+from .expr import ZERO, Expr, Ref, Sym, Var, nonneg, product
 from .loops import (
     Acc,
     Const,
@@ -323,11 +323,28 @@ class _Inside:
         """Each point that executes a store must write its own element (except scatters, whose index is a value). An
         empty tensor may have any strides: torch gives shape [0, 4] the strides (1, 0)."""
         atoms = s.index.atoms()
+        if s.reduce:
+            self.check_sums(i, s)
+            return
         if any(isinstance(a, Ref) for a in atoms) or any(a.size == 0 for a in self.loops.axes):
             return
         for a in self.loops.axes:
             if (a.kind == "p" or level[i] or level[s.value]) and a.var not in atoms and a.size != 1:
                 self.fail(i, f"every {a.var} writes the same element")
+
+    def check_sums(self, i: int, s: Store) -> None:
+        """One index per column, counted from the start of a row; nothing else touches the rows."""
+        buffer = self.buffers[s.buffer]
+        if s.reduce != "sum" or buffer.dtype != torch.float32:
+            self.fail(i, f"column sums of {buffer.dtype} are not float32")
+        if any(isinstance(a, Ref) for a in s.index.atoms()):
+            self.fail(i, "the column is a value")
+        ends, columns = linear_ends(s.index), product(buffer.shape[1:])
+        points = all(nonneg(a.size - 1) for a in self.loops.axes)
+        if points and ends is not None and nonneg(ends[1] - columns):
+            self.fail(i, f"the column goes up to {ends[1]} in rows of {columns}")
+        if sum(isinstance(o, (Load, Store)) and o.buffer == s.buffer for o in self.loops.body) > 1:
+            self.fail(i, "another statement touches the sums")
 
 
 def linear_ends(e: Expr) -> tuple[Expr, Expr] | None:

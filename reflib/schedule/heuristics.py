@@ -27,9 +27,12 @@ from ..ir.program import Assume, Buffer, Config, KernelNode, Variant, kernel_wit
 from ..ir.traffic import CLOSE, WARP, accesses, cost
 from ..ir.transforms import phases
 from ..options import Options
+from ..seams import Seam
 from ..target import Target
 from .axes import Space, layout, step
 
+# (traffic, Target, Options, general) -> (Config, what it assumes) of kernels of a shape of their own; None: of none.
+SHAPES = Seam("schedule.SHAPES")
 READ_BYTES = 16  # the widest access of one thread
 ROW_BYTES = 64  # of a row, in flight per thread
 
@@ -115,6 +118,9 @@ class _Traffic:
 def _config(
     main: _Traffic, traffic: list[_Traffic], target: Target, options: Options, general: bool = False
 ) -> tuple[Config, tuple[Assume, ...]]:
+    for shape in SHAPES.values():
+        if (found := shape(traffic, target, options, general)) is not None:
+            return found
     modes = {t.space.mode for t in traffic}
     if "reduction" in modes:
         rows = max((t for t in traffic if t.space.mode == "reduction"), key=lambda t: t.space.x.size.hint())

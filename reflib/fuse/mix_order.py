@@ -1,0 +1,229 @@
+"""Columns summed in the kernel that reduces the rows: a tensor read once for both.
+
+The backward of a layer norm reduces every row (over the features) for the gradient of its input, and sums every column
+(over the rows) for the gradients of weight and bias. Two kernels read the same two tensors twice: 5 full-size accesses
+with the result's store, where 3 are needed. So are the backward of RMS norm, and of a bias before a softmax or a norm.
+
+**One kernel.** A program keeps whole rows in registers, as a persistent row reduction does. It takes every P-th block
+of rows (P programs), and adds each column up in registers as it goes: RBLOCK float32 accumulators per sum. At its end
+it stores them as one row of ``part[P, columns]``. A second kernel, an ordinary column reduction of P rows, adds these
+and does what followed the sum. There are no atomics: which program adds which rows, and in which order, is fixed.
+
+**In the IR** the sum ``y[c] = f(sum_r g(r, c))`` is cut in two before kernels are formed::
+
+    loops first  [r < rows : p, c < columns : p] {  store part[c] += g(r, c) }        elementwise
+    loops second [s < P : r, c < columns : p]    {  y[c] = f(reduce sum part[s, c]) }
+
+The first step is an elementwise loop nest, so everything about it is decided by the fusion that is there: its
+producers join it (the backward of a gelu), a row reduction over the same elements makes it a part of its kernel, and so
+do further column sums. It may also use what the row reduction returned (softmax with a bias). ``sums_rule`` keeps such
+a kernel in the form that ``generate.triton_mixed`` prints: rows are parallel, the columns are the row's elements, the
+accumulators fit.
+
+**When.** Programs are formed on trial: a sum whose first step does not end up in a kernel that reduces rows stays as it
+was (``split`` may then cut it). Sums are tried where a row reduction over the same elements exists, and where the rows
+are
+
+* of known length, and short enough for registers. With one thread block of 512 threads per multiprocessor a thread has
+  128 of them. Per element it takes one for each sum, for each tensor one and as much as the next row's element takes
+  (which is read ahead), and one for what all rows share: 2 + 2 * 1.5 + 1 = 6 for a layer norm in bfloat16, whose rows
+  may have 8192 elements, 16 per thread.
+* many: each of the P = ``units`` programs takes at least ``LEAST`` of them, and a whole block. The partial results cost
+  8 bytes (written, read) per column, sum and program; a row costs 6 bytes per column (bfloat16: two tensors read, one
+  written) and saves 4. From 64 rows per program on, two sums cost less than 5%.
+
+Facts from TorchInductor 2.13 (``MixOrderReduction`` in torch/_inductor/scheduler.py): there a fused pair of a row and a
+column reduction becomes such a kernel, over rows that are contiguous for each program, if the column reduction needs no
+result of the row reduction, rows are at least 4096 and at least twice the columns, and with the Python wrapper only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+
+from ..ir.expr import Expr, expr, product
+from ..ir.loops import Axis, BodyBuilder, LoopNest, Reduce, Store, map_stmt
+from ..ir.program import Buffer, Node, Program
+from ..ir.transforms import needed
+from ..options import Options
+from ..target import Target
+from .driver import BEFORE, grouped
+from .legality import Cluster, FusionContext, common_space
+from .mapping import Mapping, fresh
+from .result import Fused, Reason, Refusal
+from .split import PartialResults, can_split, reduces_columns, row_major, second_step
+
+THREADS = 512  # of a program
+REGISTERS = 96  # of a thread's 128, for elements; the others are for addresses and the like
+LEAST = 16  # rows per program
+ELEMENTS = 16  # per thread and tensor, if there are registers for so many
+
+
+def mix_orders(fused: Fused, options: Options, target: Target) -> Fused:
+    """Cut each column sum that a row reduction's kernel can compute; the others get a Refusal. Assumes a legal order.
+    A program is fused again once its choices are made: what was cut before is elementwise, and is not cut again."""
+    if not (options.mix_orders and target.is_gpu):
+        return fused
+    wanted: dict[str, int] = {}
+    for node, rows in _candidates(fused):
+        pieces = _pieces(node, options, target)
+        if isinstance(pieces, Reason):
+            fused = _refuse(fused, rows, node, pieces)
+        else:
+            wanted[node.name] = pieces
+    read = {name: _sources(fused.program, name) for name in wanted}
+    while wanted:
+        trial = _cut(fused, wanted)
+        out = wanted.keys() - _joined(trial, options, target)
+        if not out:
+            return trial
+        again = {b for name in out for b in read[name]}  # what their own kernels will read in any case
+        apart = Reason("columns", "a kernel that reduces the rows and sums these columns would not read less")
+        for node, rows in _candidates(fused):
+            if node.name in wanted and (node.name in out or read[node.name] <= again):
+                del wanted[node.name]
+                fused = _refuse(fused, rows, node, apart)
+    return fused
+
+
+def _refuse(fused: Fused, rows: LoopNest, columns: LoopNest, reason: Reason) -> Fused:
+    return replace(fused, refusals=(*fused.refusals, Refusal(rows.name, columns.name, reason)))
+
+
+# -- which --------------------------------------------------------------------------------------------
+def _candidates(fused: Fused) -> Iterator[tuple[LoopNest, LoopNest]]:
+    """Column sums, each with a row reduction over as many rows and columns."""
+    loops = [n for n in fused.program.nodes if isinstance(n, LoopNest) and n.reduced]
+    across: dict[tuple[Expr, Expr], LoopNest] = {}
+    for n in loops:
+        if not reduces_columns(n):
+            across.setdefault((n.numel, n.rnumel), n)
+    for n in loops:
+        rows = across.get((n.rnumel, n.numel))
+        if rows is not None and reduces_columns(n) and can_split(n) and _sums(n):
+            yield n, rows
+
+
+def _sums(loops: LoopNest) -> bool:
+    return all(s.kind == "sum" and s.dtype == torch.float32 for s in loops.body if isinstance(s, Reduce))
+
+
+def _pieces(loops: LoopNest, options: Options, target: Target) -> int | Reason:
+    """How many programs share the rows of a column sum."""
+    length, rows = loops.numel.constant, loops.rnumel.hint()
+    if length is None:
+        return Reason("columns", f"rows of {loops.numel} elements, not known before run time: registers hold no row")
+    if length < 2 or length > options.persistent_limit or block(length) > THREADS * ELEMENTS:
+        return Reason("columns", f"registers do not hold rows of {length} elements and their column sums")
+    if rows < LEAST * target.units or rows * length < ELEMENTS * THREADS * target.units:
+        return Reason("columns", f"{rows} rows are too few for {target.units} programs that each sum their own")
+    return target.units
+
+
+def block(length: int) -> int:
+    """Elements of the block that holds a row."""
+    return 1 << (length - 1).bit_length()
+
+
+def per_element(sums: int, reads: Iterable[tuple[Buffer, bool]]) -> float:
+    """Registers that an element of a row takes. ``reads``: what is read along the columns, and if for each row."""
+    return sums + sum(1 + b.dtype.itemsize / 4 if each else 1.0 for b, each in reads)
+
+
+# -- the cut ------------------------------------------------------------------------------------------
+def _cut(fused: Fused, pieces: dict[str, int]) -> Fused:
+    """With the nodes in ``pieces`` in two steps."""
+    nodes: list[Node] = []
+    buffers = dict(fused.program.buffers)
+    for n in fused.program.nodes:
+        if isinstance(n, LoopNest) and n.name in pieces:
+            nodes += _two_steps(n, pieces[n.name], buffers)
+        else:
+            nodes.append(n)
+    return replace(fused, program=replace(fused.program, nodes=tuple(nodes), buffers=buffers))
+
+
+def _two_steps(loops: LoopNest, pieces: int, buffers: dict[str, Buffer]) -> list[Node]:
+    b = BodyBuilder()
+    partial = PartialResults(loops, Axis(fresh(expr(pieces)), "p"), b, buffers)
+    column = row_major([a for a in loops.axes if a.kind == "p"])
+    ids: dict[int, int] = {}
+    for i in needed(loops.body, (i for i, s in enumerate(loops.body) if isinstance(s, Reduce))):
+        s = map_stmt(loops.body[i], ids)
+        if isinstance(s, Reduce):
+            b.store(partial.make(i, s.dtype), column, s.args[0], "sum")
+        else:
+            ids[i] = b.add(s)
+    axes = tuple(Axis(a.var, "p") for a in loops.axes)
+    first = LoopNest(f"{loops.name}_part", axes, tuple(b.body), loops.origins)
+    return [first, second_step(loops, expr(pieces), partial.names, buffers)]
+
+
+def _joined(trial: Fused, options: Options, target: Target) -> set[str]:
+    """Names of the column sums whose first step would be in a kernel that reduces rows."""
+    for key, run in BEFORE.items():
+        if key != "mix_order":
+            trial = run(trial, options, target)
+    kernels = (n for n in grouped(trial, options, target).program.nodes if isinstance(n, LoopNest) and n.reduced)
+    return {s.buffer[: s.buffer.rindex("_part")] for n in kernels for s in column_sums(n)}
+
+
+def _sources(program: Program, name: str) -> set[str]:
+    """The tensors of full size that a column sum's kernel would read: not what is elementwise, and computed in it."""
+    makers = {b: n for n in program.nodes if isinstance(n, LoopNest) for b in n.writes()}
+    node = next(n for n in program.nodes if n.name == name)
+    assert isinstance(node, LoopNest)
+    points = (node.numel * node.rnumel).hint()
+    todo, seen, out = node.reads(), set(), set()
+    while todo:
+        b = todo.pop()
+        if b in seen or program.buffers[b].numel.hint() < points:
+            continue
+        seen.add(b)
+        maker = makers.get(b)
+        if maker is None or maker.reduced:
+            out.add(b)
+        else:
+            todo += maker.reads()
+    return out
+
+
+# -- legality -----------------------------------------------------------------------------------------
+def column_sums(loops: LoopNest) -> list[Store]:
+    return [s for s in loops.stores() if s.reduce]
+
+
+def sums_rule(a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:
+    """May they be one kernel, if it sums columns? In it the parallel axes are those along which columns are summed."""
+    sides = [[(s, env) for _, loops, env in x.parts for s in column_sums(loops)] for x in (a, b)]
+    if not any(sides):
+        return None
+    if a.template is not None or b.template is not None:
+        return Reason("template", "a matrix product's kernel sums no columns")
+    m = common_space(a, b)
+    if isinstance(m, Reason):
+        return m
+    indices = [s.index.subs(env).subs(new) for side, new in zip(sides, (m.env_a, m.env_b)) for s, env in side]
+    reduces = any(x.kind == "r" for x in m.axes)
+    for x in m.axes:
+        along = {i.has(x.var) for i in indices}
+        if len(along) > 1 or reduces and along != {x.kind == "r"}:
+            return Reason("columns", f"columns are summed, and the axis of size {x.size} is not one of rows or columns")
+    return _registers(a, b, m, indices, c) if reduces else None
+
+
+def _registers(a: Cluster, b: Cluster, m: Mapping, indices: list[Expr], c: FusionContext) -> Reason | None:
+    length = block(product(x.size for x in m.axes if x.kind == "r").hint())
+    inside = {*a.writes, *b.writes}
+    found = {(n, i.subs(env)) for x, env in ((a, m.env_a), (b, m.env_b)) for n, t in x.reads.items() for i in t}
+    reads = [(n, i.variables()) for n, i in found if n not in inside]
+    kinds = [(c.program.buffers[n], {x.kind for x in m.axes if x.var in v}) for n, v in reads]
+    each = per_element(len(indices), [(buffer, "p" in k) for buffer, k in kinds if "r" in k])
+    if length * each <= REGISTERS * THREADS:
+        return None
+    return Reason(
+        "columns", f"registers do not hold rows of {length} elements, {len(reads)} inputs and {len(indices)} sums"
+    )

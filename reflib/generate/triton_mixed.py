@@ -1,0 +1,127 @@
+"""Kernels that reduce rows and sum columns (``fuse.mix_order``), printed in Triton.
+
+::
+
+    r = ...                                        the columns, and all that does not change from row to row
+    sum0 = zeros [XBLOCK, RBLOCK]
+    x = the program's first XBLOCK rows
+    next3 = tl.load(...)                           ... which are loaded
+    for x0 in range(pid * XBLOCK, rows, P * XBLOCK):
+        v3 = next3                                 this step's rows are here
+        next3 = tl.load(...)                       the next step's are on their way while these are worked on
+        ...                                        the persistent body
+        sum0 = sum0 + v7
+    tl.store(part + row pid, sum0 over its XBLOCK rows)
+
+A loop's rows come one after another, and each waits for its own reductions, so loads are ahead by one step: else the
+memory would be idle meanwhile. They wait in registers, in their own dtype. (TorchInductor has Triton's pipeliner put
+them into shared memory.) The accumulators have XBLOCK rows as well, since adding these up takes an exchange between
+warps: that happens once, at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ..ir.expr import Expr, Ref, Var, expr, product
+from ..ir.loops import Load, Store, stmt_args, stmt_exprs
+from .triton_body import PartPrinter
+from .triton_statements import Dims
+
+
+class MixedPrinter(PartPrinter):
+    """Prints the one part of such a kernel: a program per row of the partial sums."""
+
+    def programs(self) -> Expr:
+        return self.buffers[self._sums()[0].buffer].shape[0]
+
+    def print(self) -> list[str]:
+        x, body = self.space.x, self.space.body
+        rows = self.size(x.size)
+        self.step = int(self.programs()) * self.block["x"]
+        self.fetching = ""
+        each = self._varies()
+        self.put(f"pid = tl.program_id(0){'.to(tl.int64)' if self.wide else ''}")
+        self._r_block("")
+        for i in range(len(body)):
+            if not each[i]:
+                self.statement(i)
+        self.ahead = [i for i, s in enumerate(body) if isinstance(s, Load) and each[i] and self._may_be_ahead(i, s)]
+        for s in self._sums():
+            self.put(f"{self._sum(s)} = tl.full({self._full()}, 0, tl.float32)")
+        self.put(f"x = pid * XBLOCK + {self._arange('x')}")
+        self._fetch(expr(0))
+        self.put(f"for x0 in range(pid * XBLOCK, {rows}, {self.step}):")
+        self.indent = "    "
+        self.put(f"x = x0 + {self._arange('x')}")
+        if self.masks["x"]:
+            self._mask("x")
+        for i in self.ahead:
+            s = body[i]
+            assert isinstance(s, Load)
+            self._bind(i, self._widened(f"next{i}", s), self.dims[i])
+        self._fetch(expr(self.step))
+        for i in range(len(body)):
+            if each[i] and i not in self.ahead:
+                self.statement(i)
+        self.indent = ""
+        for s in self._sums():
+            self._store_sum(s)
+        return self.lines
+
+    def _sums(self) -> list[Store]:
+        return [s for s in self.space.stores if s.reduce]
+
+    def _sum(self, s: Store) -> str:
+        return f"sum{self._sums().index(s)}"
+
+    def _varies(self) -> list[bool]:
+        """For each statement: does it change from row to row?"""
+        out: list[bool] = []
+        for s in self.space.body:
+            here = any(e.has(self.space.x) for e in stmt_exprs(s)) or any(out[a] for a in stmt_args(s))
+            out.append(here or isinstance(s, Store))
+        return out
+
+    # -- the next step's rows -------------------------------------------------------------------
+    def _may_be_ahead(self, i: int, s: Load) -> bool:
+        """Is it known early where to read, and is the data there?"""
+        chosen = s.mask is not None or any(isinstance(a, Ref) for a in s.index.atoms())
+        stored = any(isinstance(o, Store) and o.buffer == s.buffer for o in self.space.body[:i])
+        return not (chosen or stored or i in self.unread)
+
+    def _fetch(self, by: Expr) -> None:
+        """Load the rows ``by`` further on, as far as there are any."""
+        self.put(f"more = x < {self.size(self.space.x.size - by)}")
+        self.dims: dict[int, Dims] = {}
+        self.by, masks = by, dict(self.masks)
+        self.masks["x"] = True
+        for i in self.ahead:
+            s = self.space.body[i]
+            assert isinstance(s, Load)
+            call, self.dims[i] = self._load_call(
+                i, replace(s, index=s.index.subs({self.space.x: expr(self.space.x) + by}))
+            )
+            self.put(f"next{i} = {call.replace('xmask', 'more')}")
+        self.masks = masks
+
+    # -- the sums -------------------------------------------------------------------------------
+    def _store(self, s: Store) -> None:
+        if not s.reduce:
+            super()._store(s)
+            return
+        value = self._operand(s.value, torch.float32)
+        value = f"tl.where(xmask, {value}, 0)" if self.masks["x"] else value
+        self.put(f"{self._sum(s)} = {self._sum(s)} + {value}")
+
+    def _store_sum(self, s: Store) -> None:
+        """One row of the partial results."""
+        name, one = self._sum(s), self.block["x"] == 1
+        columns = product(self.buffers[s.buffer].shape[1:])
+        row = expr(Var("pid", self.programs())) * columns
+        text, masks, _ = self._access(s.index + row, ())
+        total = name if one else f"tl.sum({name}, axis=0, keep_dims=True)"
+        mask = f", mask={' & '.join(masks)}" if masks else ""
+        self.put(f"tl.store({self.pointer(s.buffer)} + ({text}), {total}{mask})")
