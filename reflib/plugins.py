@@ -45,7 +45,10 @@ PLUGS: dict[str, dict[str, str]] = {
     "fuse.AFTER": {"recompute": "fuse.recompute:recompute", "combine": "fuse.combine:combine"},
     "schedule.SCHEDULERS": {"Template": "autotune.matmul:template_variants"},
     "schedule.SHAPES": {"mixed": "schedule.mixed:mixed"},
-    "generate.PARTS": {"looped": "generate.triton_one_pass:OnePassPrinter", "mixed": "generate.triton_mixed:MixedPrinter"},
+    "generate.PARTS": {
+        "looped": "generate.triton_one_pass:OnePassPrinter",
+        "mixed": "generate.triton_mixed:MixedPrinter",
+    },
     "generate.PRINTERS": {"cpu": "generate.cpp:print_kernel", "template": "generate.matmul:generate_matmul"},
     "generate.MORE": {
         "half": "generate.triton_half",

@@ -239,8 +239,10 @@ def row_major(axes: Sequence[Axis]) -> Expr:
     return out
 
 
-def second_step(loops: LoopNest, pieces: Expr, partials: dict[int, list[str]], buffers: dict[str, Buffer]) -> LoopNest:
-    """Reduce the partial results, then everything that ran once per row."""
+def second_step(
+    loops: LoopNest, pieces: Expr, partials: dict[int, list[str]], buffers: dict[str, Buffer], cut: _Cut | None = None
+) -> LoopNest:
+    """Reduce the partial results, then everything that ran once per row. An m2 takes ``cut``."""
     b = BodyBuilder()
     r = Axis(fresh(pieces), "r")
     axes = partial_axes(loops, r)
@@ -250,7 +252,8 @@ def second_step(loops: LoopNest, pieces: Expr, partials: dict[int, list[str]], b
     for i, st in enumerate(loops.body):
         if isinstance(st, Reduce):
             parts = tuple(b.load(n, index, buffers[n].dtype) for n in partials[i])
-            ids[i] = _combined_m2(b, parts, loops, cut, r) if st.kind == "m2" else b.add(replace(st, args=parts))
+            whole = cut is not None and st.kind == "m2"
+            ids[i] = _combined_m2(b, parts, loops, cut, r) if whole else b.add(replace(st, args=parts))
         elif not level[i]:
             ids[i] = b.add(map_stmt(st, ids))
     return LoopNest(loops.name, tuple(axes), eliminate_dead(tuple(b.body)), loops.origins)

@@ -51,11 +51,11 @@ class MixedPrinter(PartPrinter):
         self.ahead = [i for i, s in enumerate(body) if isinstance(s, Load) and each[i] and self._may_be_ahead(i, s)]
         for s in self._sums():
             self.put(f"{self._sum(s)} = tl.full({self._full()}, 0, tl.float32)")
-        self.put(f"x = pid * XBLOCK + {self._arange('x')}")
+        self.put(f"x = pid * XBLOCK + {self.arange('x')}")
         self._fetch(expr(0))
         self.put(f"for x0 in range(pid * XBLOCK, {rows}, {self.step}):")
         self.indent = "    "
-        self.put(f"x = x0 + {self._arange('x')}")
+        self.put(f"x = x0 + {self.arange('x')}")
         if self.masks["x"]:
             self._mask("x")
         for i in self.ahead:
@@ -112,7 +112,7 @@ class MixedPrinter(PartPrinter):
         if not s.reduce:
             super()._store(s)
             return
-        value = self._operand(s.value, torch.float32)
+        value = self.operand(s.value, torch.float32)
         value = f"tl.where(xmask, {value}, 0)" if self.masks["x"] else value
         self.put(f"{self._sum(s)} = {self._sum(s)} + {value}")
 

@@ -127,7 +127,7 @@ class OnePassPrinter(PartPrinter):
             self._online_max(i)
         elif i in self.online:
             s, acc = self._reduction(i), f"acc{i}{self.tag}"
-            value = self._masked(self._operand(s.args[0], s.dtype), "0.0")
+            value = self._masked(self.operand(s.args[0], s.dtype), "0.0")
             self.put(f"{acc} = {acc} * scale{self.online[i].top}{self.tag} + {value}")
         else:
             super()._accumulate(i)
@@ -145,8 +145,8 @@ class OnePassPrinter(PartPrinter):
         weight = "1.0"
         if len(s.args) > 1:
             weight = f"weight{i}{self.tag}"
-            self.put(f"{weight} = {self._masked(self._operand(s.args[1], s.dtype), '0.0')}")
-        value = self._masked(self._operand(s.args[0], s.dtype), mean)
+            self.put(f"{weight} = {self._masked(self.operand(s.args[1], s.dtype), '0.0')}")
+        value = self._masked(self.operand(s.args[0], s.dtype), mean)
         self.put(f"{n} += {weight}")
         self.put(f"{mean}, {acc} = {self.needs.helper('welford')}({mean}, {acc}, {value}, {weight}, {n})")
 
@@ -154,7 +154,7 @@ class OnePassPrinter(PartPrinter):
         s, (n, mean, acc) = self._reduction(i), self._lanes(i)
         if len(s.args) == 1:
             steps = self.size(self._rsize() + (self.block["r"] - 1))
-            self.put(f"{n} = (({steps} - {self._arange('r')}) // RBLOCK).to({TL[s.dtype]})  # of each lane")
+            self.put(f"{n} = (({steps} - {self.arange('r')}) // RBLOCK).to({TL[s.dtype]})  # of each lane")
         self._bind_row(i, f"{self.needs.helper('chan')}({mean}, {acc}, {n})")
 
     def _lanes(self, i: int) -> tuple[str, str, str]:
@@ -167,7 +167,7 @@ class OnePassPrinter(PartPrinter):
     def _online_max(self, i: int) -> None:
         s = self._reduction(i)
         acc, new, e, scale = (f"{name}{i}{self.tag}" for name in ("acc", "new", "e", "scale"))
-        value = self._masked(self._operand(s.args[0], s.dtype), "float('-inf')")
+        value = self._masked(self.operand(s.args[0], s.dtype), "float('-inf')")
         self.put(f"{new} = {value}")
         self.put(f"{e} = {self._exp(f'(0.0 - tl.abs({new} - {acc}))', s.dtype)}")
         self.put(f"{scale} = tl.where({new} > {acc}, {e}, 1.0)")
