@@ -154,7 +154,7 @@ def _split(loops: LoopNest, pieces: int, buffers: dict[str, Buffer]) -> list[Nod
     t = Axis(fresh(length if length is not None else ceildiv(axis.size, pieces)), "r")
     cut = _Cut(axis, s, t, exact)
     first, partials = _first_step(loops, cut, buffers)
-    return [first, second_step(loops, s.size, partials, buffers)]
+    return [first, second_step(loops, s.size, partials, buffers, cut)]
 
 
 def _first_step(loops: LoopNest, cut: _Cut, buffers: dict[str, Buffer]) -> tuple[LoopNest, dict[int, list[str]]]:
