@@ -222,6 +222,8 @@ class Expr:
     def coefficient(self, atom: Atom) -> Expr | None:
         """``c`` such that ``self == c*atom + rest`` with no ``atom`` in ``c`` or ``rest``; None if not linear in it."""
         out = ZERO
+        if not self.has(atom):
+            return out
         for m, c in self.terms:
             n = sum(a == atom for a in m)
             if any(isinstance(a, BinOp) and (a.a.has(atom) or a.b.has(atom)) for a in m) or n > 1:

@@ -16,7 +16,7 @@ def remove_unused(
     has an effect, and sizes held in tensors' data."""
     live: set[Any] = {v.buffer for v in iter_views(outputs)} | symbols_in(outputs)
     for name in live | {b for b in buffers if buffers[b].kind != "temp"}:
-        live = live | _buffer_symbols(buffers.get(name))
+        live |= _buffer_symbols(buffers.get(name))
     kept: list[Node] = []
     for n in reversed(nodes):
         makes = n.writes() + [s for s, _, _ in n.symbols] if isinstance(n, Extern) else n.writes()

@@ -7,14 +7,20 @@ quotients of symbols.
 from __future__ import annotations
 
 import random
+import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+from reflib.ir.expr import expr
+from reflib.ir.program import Buffer
 from reflib.options import Options
-from reflib.pipeline import Backend, Stages
+from reflib.pipeline import Backend, Stages, eager, run
 from tests.checking import check
 
 
@@ -112,8 +118,156 @@ def operands(fn: Callable[..., Any], n: int, m: int = 5) -> list[torch.Tensor]:
     return [torch.rand(m, n, generator=g) + (4 if i == 1 and count == 4 else 0) for i in range(count)]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("fn", CHAINS, ids=lambda f: f.__name__)
-def test_a_chain_computes_what_eager_does(fn: Callable[..., Any], dynamic: bool) -> None:
-    n = random.Random(fn.__name__).randrange(9, 30)
-    compare(lambda *args: fn(n, *args), *operands(fn, n), dynamic=dynamic or None)
+def test_a_chain_computes_what_eager_does(fn: Callable[..., Any]) -> None:
+    n = random.Random(fn.__name__).randrange(7, 14)
+    compare(lambda *args: fn(n, *args), *operands(fn, n))
+
+
+@pytest.mark.parametrize("fn", (tridiagonal, onto_input, middle), ids=lambda f: f.__name__)
+def test_a_chain_of_unknown_sizes(fn: Callable[..., Any]) -> None:
+    n = random.Random(fn.__name__).randrange(6, 9)
+    stages = compare(lambda *args: fn(n, *args), *operands(fn, n), dynamic=True)
+    assert len(stages.scheduled.nodes) <= 3  # type: ignore[union-attr]
+
+
+def overlapping(n: int, x: Any, d: Any) -> Any:
+    """Slices that overlap, have steps, are empty, are read whole in between, and are written from themselves."""
+    rng, x = random.Random(n), x * 2
+    for i in range(n):
+        low, step = rng.randrange(n), rng.choice((1, 1, 2, 3))
+        high = rng.randrange(low, n + 1)
+        x[:, low:high:step] = x[:, low:high:step] * d[:, i : i + 1] + i
+        if i % 4 == 3:
+            x[:, i] = x.sum(1)
+        if i % 5 == 2:
+            x[1:-1] = x[2:].clone()
+    return x
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_slices_of_all_kinds(seed: int) -> None:
+    n = 11 + seed
+    compare(lambda *args: overlapping(n, *args), *operands(overlapping, n))
+
+
+def graph_of(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None) -> Any:
+    graphs: list[Any] = []
+
+    class Captured(Backend):
+        def _compile(self, graph: Any, inputs: Any) -> Any:
+            graphs.append(graph)
+            return eager(graph)
+
+    torch._dynamo.reset()
+    torch.compile(fn, backend=Captured(Options()), dynamic=dynamic)(*args)
+    return graphs[0]
+
+
+def calls_and_kernels(graph: Any, target: str = "cpu") -> tuple[int, int, Stages]:
+    """How many functions of reflib are called to compile it, and how many kernels that gives."""
+    count = 0
+
+    def called(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event == "call" and "reflib" in frame.f_code.co_filename
+
+    sys.setprofile(called)
+    try:
+        stages = run(graph, Options(target=target), until="generate")
+    finally:
+        sys.setprofile(None)
+    return count, len(stages.scheduled.nodes), stages  # type: ignore[union-attr]
+
+
+# TorchInductor's kernels for 16 columns (torch 2.13, CPU: torch._inductor.metrics.generated_kernel_count).
+INDUCTOR = {tridiagonal: 23, forward: 7, scattered: 8, one_wide: 7, rows: 7}
+
+
+@pytest.mark.parametrize("fn", INDUCTOR, ids=lambda f: f.__name__)
+def test_a_chain_is_compiled_in_linear_time(fn: Callable[..., Any]) -> None:
+    found = []
+    for n in (16, 32):
+        graph = graph_of(lambda *args, n=n: fn(n, *args), *operands(fn, n, 64))
+        found.append(calls_and_kernels(graph))
+    (calls, kernels, small), (twice, more, large) = found
+    assert twice <= 2.5 * calls  # n^3: 8
+    assert kernels <= INDUCTOR[fn] and more <= 2 * INDUCTOR[fn]
+    assert large.plan.peak_bytes <= 8 * (small.plan.peak_bytes + 64 * 32 * 4)  # type: ignore[union-attr]
+
+
+# -- many kernels -----------------------------------------------------------------------------------------
+class Layer(nn.Module):
+    def __init__(self, c: int):
+        super().__init__()
+        self.norm, self.conv = nn.BatchNorm2d(c), nn.Conv2d(c, 4, 3, padding=1, bias=False)
+
+    def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
+        return self.conv(torch.relu(self.norm(torch.cat(xs, 1))))
+
+
+class Dense(nn.Module):
+    """Blocks of layers that read all layers before them in the block."""
+
+    def __init__(self, blocks: int, layers: int = 3):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleList(Layer(6 + 4 * i) for i in range(layers)) for _ in range(blocks))
+        self.between = nn.ModuleList(nn.Conv2d(6 + 4 * layers, 6, 1) for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block, conv in zip(self.blocks, self.between, strict=True):
+            xs = [x]
+            for layer in block:
+                xs.append(layer(xs))
+            x = conv(torch.cat(xs, 1))
+        return x
+
+
+def test_a_model_of_many_kernels_is_compiled_in_linear_time() -> None:
+    found = []
+    for blocks in (2, 4):
+        graph = graph_of(Dense(blocks).train(), torch.rand(2, 6, 8, 8))
+        found.append(calls_and_kernels(graph)[:2])
+    (calls, kernels), (twice, more) = found
+    assert more <= 2.2 * kernels and twice <= 2.3 * calls
+
+
+def test_a_buffer_is_measured_once() -> None:
+    calls: Counter[int] = Counter()
+
+    class Counted(Buffer):
+        def __getattribute__(self, name: str) -> Any:
+            calls["shape"] += name == "shape"
+            return super().__getattribute__(name)
+
+    sizes = (expr(3), expr(5))
+    b = Counted("b", torch.float32, torch.device("cpu"), sizes, (expr(5), expr(1)))
+    assert b.nbytes == 60
+    before = calls["shape"]
+    assert (b.nbytes, b.extent, b.numel.hint()) == (60, 15, 15) and calls["shape"] <= before + 1
+
+
+# -- sizes that are products and quotients ----------------------------------------------------------------
+SHAPES: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "pool1d": (lambda x: F.adaptive_avg_pool1d(x, 7), (2, 3, 17)),
+    "pool2d": (lambda x: F.adaptive_avg_pool2d(x, (7, 5)), (2, 3, 17, 23)),
+    "shuffle": (lambda x: F.pixel_unshuffle(F.pixel_shuffle(x, 2) + 1, 2) * 2, (2, 8, 5, 7)),
+    "windows": (
+        lambda x: x.view(x.shape[0], x.shape[1] // 4, 4, x.shape[2] // 4, 4, -1).permute(0, 1, 3, 2, 4, 5)
+        .reshape(-1, 16, x.shape[3]) + 1,
+        (2, 8, 12, 6),
+    ),
+    "interpolate": (lambda x: F.interpolate(x, size=(x.shape[2] * 2, x.shape[3] + 3), mode="bilinear"), (2, 3, 9, 7)),
+    "unfold": (lambda x: x.unfold(2, 4, 3).unfold(3, 3, 2) + 1, (2, 3, 17, 11)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_symbolic_sizes_take_bounded_effort(name: str) -> None:
+    fn, shape = SHAPES[name]
+    x = torch.rand(shape, generator=torch.Generator().manual_seed(len(name)))
+    graph = graph_of(fn, x, dynamic=True)
+    nodes = sum(n.op == "call_function" for n in graph.nodes)
+    calls, _, _ = calls_and_kernels(graph)
+    assert calls <= 60_000 * nodes  # it was above 10**8 for pool2d, and did not end
+    compare(fn, x, dynamic=True)
