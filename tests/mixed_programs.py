@@ -72,7 +72,10 @@ def problem(fn: Fn, shape: tuple[int, ...], vectors: int, dtype: torch.dtype, dy
         compiled = torch.compile(fn, backend=backend, dynamic=None)
         for rows in (shape[0], shape[0] * 2 + 1, 3, 1) if dynamic else shape[:1]:
             torch.manual_seed(rows)
-            args = [torch.randn(rows, *shape[1:]).to(dtype), *(torch.randn(shape[-1]).to(dtype) for _ in range(vectors))]
+            args = [
+                torch.randn(rows, *shape[1:]).to(dtype),
+                *(torch.randn(shape[-1]).to(dtype) for _ in range(vectors)),
+            ]
             if dynamic and rows > 1:
                 torch._dynamo.mark_dynamic(args[0], 0)
             before = backend.mixed

@@ -68,7 +68,7 @@ def mix_orders(fused: Fused, options: Options, target: Target) -> Fused:
     if not (options.mix_orders and target.is_gpu):
         return fused
     wanted: dict[str, int] = {}
-    for node, rows in _candidates(fused):
+    for node, rows in _candidates(fused, target):
         pieces = _pieces(node, options, target)
         if isinstance(pieces, Reason):
             fused = _refuse(fused, rows, node, pieces)
@@ -82,7 +82,7 @@ def mix_orders(fused: Fused, options: Options, target: Target) -> Fused:
             return trial
         again = {b for name in out for b in read[name]}  # what their own kernels will read in any case
         apart = Reason("columns", "a kernel that reduces the rows and sums these columns would not read less")
-        for node, rows in _candidates(fused):
+        for node, rows in _candidates(fused, target):
             if node.name in wanted and (node.name in out or read[node.name] <= again):
                 del wanted[node.name]
                 fused = _refuse(fused, rows, node, apart)
@@ -94,8 +94,8 @@ def _refuse(fused: Fused, rows: LoopNest, columns: LoopNest, reason: Reason) -> 
 
 
 # -- which --------------------------------------------------------------------------------------------
-def _candidates(fused: Fused) -> Iterator[tuple[LoopNest, LoopNest]]:
-    """Column sums, each with a row reduction over as many rows and columns."""
+def _candidates(fused: Fused, target: Target) -> Iterator[tuple[LoopNest, LoopNest]]:
+    """Column sums, each with a row reduction over as many rows and columns. A small tensor is read from the cache."""
     loops = [n for n in fused.program.nodes if isinstance(n, LoopNest) and n.reduced]
     across: dict[tuple[Expr, Expr], LoopNest] = {}
     for n in loops:
@@ -103,7 +103,8 @@ def _candidates(fused: Fused) -> Iterator[tuple[LoopNest, LoopNest]]:
             across.setdefault((n.numel, n.rnumel), n)
     for n in loops:
         rows = across.get((n.rnumel, n.numel))
-        if rows is not None and reduces_columns(n) and can_split(n) and _sums(n):
+        large = (n.numel * n.rnumel).hint() >= ELEMENTS * THREADS * target.units
+        if rows is not None and large and reduces_columns(n) and can_split(n) and _sums(n):
             yield n, rows
 
 
@@ -118,7 +119,7 @@ def _pieces(loops: LoopNest, options: Options, target: Target) -> int | Reason:
         return Reason("columns", f"rows of {loops.numel} elements, not known before run time: registers hold no row")
     if length < 2 or length > options.persistent_limit or block(length) > THREADS * ELEMENTS:
         return Reason("columns", f"registers do not hold rows of {length} elements and their column sums")
-    if rows < LEAST * target.units or rows * length < ELEMENTS * THREADS * target.units:
+    if rows < LEAST * target.units:
         return Reason("columns", f"{rows} rows are too few for {target.units} programs that each sum their own")
     return target.units
 

@@ -41,7 +41,6 @@ class MixedPrinter(PartPrinter):
         x, body = self.space.x, self.space.body
         rows = self.size(x.size)
         self.step = int(self.programs()) * self.block["x"]
-        self.fetching = ""
         each = self._varies()
         self.put(f"pid = tl.program_id(0){'.to(tl.int64)' if self.wide else ''}")
         self._r_block("")
@@ -49,8 +48,8 @@ class MixedPrinter(PartPrinter):
             if not each[i]:
                 self.statement(i)
         self.ahead = [i for i, s in enumerate(body) if isinstance(s, Load) and each[i] and self._may_be_ahead(i, s)]
-        for s in self._sums():
-            self.put(f"{self._sum(s)} = tl.full({self._full()}, 0, tl.float32)")
+        for total in self._sums():
+            self.put(f"{self._sum(total)} = tl.full({self._full()}, 0, tl.float32)")
         self.put(f"x = pid * XBLOCK + {self.arange('x')}")
         self._fetch(expr(0))
         self.put(f"for x0 in range(pid * XBLOCK, {rows}, {self.step}):")
@@ -67,8 +66,8 @@ class MixedPrinter(PartPrinter):
             if each[i] and i not in self.ahead:
                 self.statement(i)
         self.indent = ""
-        for s in self._sums():
-            self._store_sum(s)
+        for total in self._sums():
+            self._store_sum(total)
         return self.lines
 
     def _sums(self) -> list[Store]:
@@ -96,7 +95,7 @@ class MixedPrinter(PartPrinter):
         """Load the rows ``by`` further on, as far as there are any."""
         self.put(f"more = x < {self.size(self.space.x.size - by)}")
         self.dims: dict[int, Dims] = {}
-        self.by, masks = by, dict(self.masks)
+        masks = dict(self.masks)
         self.masks["x"] = True
         for i in self.ahead:
             s = self.space.body[i]

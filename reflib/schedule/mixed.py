@@ -3,7 +3,7 @@ which is one per multiprocessor.
 
 Its 512 threads hold up to 16 elements of each tensor each, and of the next rows, which are being read meanwhile: of two
 bfloat16 tensors 32 KB are on their way at any time, which is what a multiprocessor's bandwidth needs (``heuristics``).
-Short rows are taken several at a time, fewer of them where a program would have less than ``STEPS`` steps.
+Short rows are taken several at a time, as many as a program has.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from ..fuse.mix_order import ELEMENTS, REGISTERS, THREADS, block, column_sums, p
 from ..ir.program import Assume, Config
 from ..options import Options
 from ..target import Target
-
-STEPS = 8
 
 
 def mixed(
@@ -35,7 +33,7 @@ def mixed(
         elements //= 2
     xblock = max(1, THREADS * elements // rblock)
     rows = s.x.size.hint() // int(t.buffers[sums[0].buffer].shape[0])
-    while xblock > 1 and rows < STEPS * xblock:
+    while xblock > 1 and rows < xblock:
         xblock //= 2
     warps = max(1, min(THREADS, xblock * rblock // elements) // target.warp)
     return Config("mixed", xblock, rblock, warps), ()
