@@ -81,39 +81,17 @@ def doctor() -> None:
 
 @cli.command()
 @notebook_options
-@click.option(
-    "--sweep",
-    "sweep_file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=None,
-    metavar="FILE",
-    help="YAML file: notebooks and lists of parameter values; runs all combinations.",
-)
+@click.option("--sweep", "sweep_file", type=click.Path(dir_okay=False, path_type=Path), default=None, metavar="FILE",
+              help="YAML file: notebooks and lists of parameter values; runs all combinations.")
 @click.option("--out", type=FOLDER, default=None, help="Where results go.  [default: runs/<id>]")
-@click.option(
-    "--resume",
-    default="",
-    metavar="RUN",
-    help='Continue a run (its folder, its name under runs/, or "last"); finished jobs are skipped.',
-)
+@click.option("--resume", default="", metavar="RUN",
+              help='Continue a run (its folder, its name under runs/, or "last"); finished jobs are skipped.')
 @click.option("--retries", type=click.IntRange(0), default=0, show_default=True, help="Attempts after a failure.")
-@click.option(
-    "--timeout",
-    type=click.FloatRange(0, min_open=True),
-    default=None,
-    metavar="MIN",
-    help="Time limit per notebook, in minutes.",
-)
-@click.option(
-    "--workers",
-    type=click.IntRange(1),
-    default=None,
-    metavar="N",
-    help="Notebooks at the same time on this machine.  [default: one per GPU; one on a CPU]",
-)
-@click.option(
-    "--scheduler", default="", metavar="ADDRESS", help="A Dask cluster to run on, such as tcp://10.0.0.1:8786."
-)
+@click.option("--timeout", type=click.FloatRange(0, min_open=True), default=None, metavar="MIN",
+              help="Time limit per notebook, in minutes.")
+@click.option("--workers", type=click.IntRange(1), default=None, metavar="N",
+              help="Notebooks at the same time on this machine.  [default: one per GPU; one on a CPU]")
+@click.option("--scheduler", default="", metavar="ADDRESS", help="A Dask cluster to run on, such as tcp://10.0.0.1:8786.")
 @click.option("--book/--no-book", default=True, help="Build a book of this run, if it has each notebook once.")
 def run(
     device: str,
@@ -229,13 +207,8 @@ def record(
 @click.option("--root", type=FOLDER, default=None, help="The checkout to use.  [default: reflib's own]")
 @click.option("--out", type=FOLDER, default=None, help="Where _build/html goes.  [default: the checkout]")
 @click.option("--strict/--lenient", default=True, help="Whether warnings are errors.")
-@click.option(
-    "--repository",
-    default="",
-    envvar="REFLIB_REPOSITORY",
-    metavar="https://github.com/OWNER/NAME",
-    help="Repository for the links to Colab.  [default: git's origin]",
-)
+@click.option("--repository", default="", envvar="REFLIB_REPOSITORY", metavar="https://github.com/OWNER/NAME",
+              help="Repository for the links to Colab.  [default: git's origin]")
 def book(root: Path | None, out: Path | None, strict: bool, repository: str) -> None:
     """Build the published book from the committed notebooks, without executing them."""
     from reflib.lab import book as books
@@ -247,50 +220,27 @@ def book(root: Path | None, out: Path | None, strict: bool, repository: str) -> 
 
 @cli.command()
 @click.argument("spec", metavar="FILE.py:NAME")
-@click.option(
-    "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=Path("report.html"),
-    show_default=True,
-    help="The page.",
-)
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), default=Path("report.html"), show_default=True,
+              help="The page.")
 @click.option("--json", "data", type=click.Path(dir_okay=False, path_type=Path), help="Write the data as JSON too.")
 @click.option("--inputs", default="", metavar="NAME", help="The arguments: a value or function in the same file.")
-@click.option(
-    "--input",
-    "shapes",
-    multiple=True,
-    metavar="128x256:float32",
-    help="A random argument; may be repeated. Integers: 8x64:int64:0..31999.",
-)
+@click.option("--input", "shapes", multiple=True, metavar="128x256:float32",
+              help="A random argument; may be repeated. Integers: 8x64:int64:0..31999.")
 @click.option("--device", default="", help="Move the model to this device.  [default: that of the file]")
 @click.option("--target", default=None, metavar="ARCH", help="Generate (not run) code for cpu, sm_90, gfx942 ...")
 @click.option("--wrapper", default=None, help="python, cpp or auto.")
 @click.option("--autotune", is_flag=True, help="Measure candidates before generating the final code.")
 @click.option("--backward", is_flag=True, help="Gradients too.")
 @click.option("--dynamic/--static", default=None, help="Symbolic or fixed sizes.")
-@click.option(
-    "--compare", multiple=True, type=click.Choice(["inductor", "max-autotune"]), help="Also time TorchInductor."
-)
+@click.option("--compare", multiple=True, type=click.Choice(["inductor", "max-autotune"]),
+              help="Also time TorchInductor.")
 @click.option("--no-measure", is_flag=True, help="Time nothing.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("-o", "settings", multiple=True, metavar="NAME=VALUE", help="A field of reflib.Options; may be repeated.")
 def report(
-    spec: str,
-    out: Path,
-    data: Path | None,
-    inputs: str,
-    shapes: tuple[str, ...],
-    device: str,
-    target: str | None,
-    wrapper: str | None,
-    autotune: bool,
-    backward: bool,
-    dynamic: bool | None,
-    compare: tuple[str, ...],
-    no_measure: bool,
-    seed: int,
-    settings: tuple[str, ...],
+    spec: str, out: Path, data: Path | None, inputs: str, shapes: tuple[str, ...], device: str, target: str | None,
+    wrapper: str | None, autotune: bool, backward: bool, dynamic: bool | None, compare: tuple[str, ...],
+    no_measure: bool, seed: int, settings: tuple[str, ...],
 ) -> None:
     """Write a report on the compilation of your model as one HTML page.
 
@@ -425,14 +375,8 @@ def export_cpp(path: Path, folder: Path, arch: str | None) -> None:
 
 
 @cli.command()
-@click.option(
-    "--copy",
-    "folder",
-    type=FOLDER,
-    default=None,
-    metavar="DIR",
-    help="Copy only the core into DIR, as a package to read, run and change.",
-)
+@click.option("--copy", "folder", type=FOLDER, default=None, metavar="DIR",
+              help="Copy only the core into DIR, as a package to read, run and change.")
 def weekend(folder: Path | None) -> None:
     """List the weekend core: its files in reading order, with lines, minutes and what to look for."""
     from reflib import weekend as core

@@ -191,8 +191,8 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dic
     ),
     "pools": (_pools, lambda: (_ties(14, 10).float(),), {}),
     "trained pools": (_trained_pools, lambda: (_ties(14, 9).float().requires_grad_(),), {}),
-    "scans": (_scans, lambda: (randn(5, 11), _ties(5, 11)), {}),
-    "looped scans": (_scans, lambda: (randn(3, 37), _ties(3, 37)), {"persistent_limit": 16}),
+    "scans": (_scans, lambda: (randn(3, 7), _ties(3, 7)), {}),
+    "looped scans": (_scans, lambda: (randn(2, 37), _ties(2, 37)), {"persistent_limit": 16}),
     "lists": (
         lambda *xs: torch._foreach_add(torch._foreach_mul(list(xs), 0.5), 1.0),
         lambda: tuple(randn(n) for n in (5, 300, 7, 64)), {},

@@ -69,7 +69,9 @@ def run(command, **more):
 def probe(python):
     """What `python` is and has, or None where it does not run."""
     try:
-        out = subprocess.run([python, "-c", PROBE], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60)
+        out = subprocess.run(
+            [python, "-c", PROBE], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60
+        )
         return json.loads(out.stdout.decode()) if out.returncode == 0 else None
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return None
@@ -114,7 +116,11 @@ def need_compiler(use):
     named = os.environ.get("CXX")
     if any(shutil.which(c) for c in ([named] if named else []) + ["g++", "clang++", "c++"]):
         return
-    how = "xcode-select --install" if sys.platform == "darwin" else "apt-get install g++, or your system's package"
+    how = (
+        "xcode-select --install"
+        if sys.platform == "darwin"
+        else "apt-get install g++, or your system's package"
+    )
     raise SetUpError("no C++ compiler: install g++ or clang++ (%s), or set CXX" % how)
 
 
@@ -174,7 +180,11 @@ def pip(python, offline, *args):
 
 def keep_what_is_there(facts, path):
     """Constraints for an environment that is not ours: what it has stays, the rest is as tested."""
-    lines = ["%s==%s" % (n, v) for n, v in sorted(facts["have"].items()) if "+" not in v and n not in ("pip", "reflib")]
+    lines = [
+        "%s==%s" % (n, v)
+        for n, v in sorted(facts["have"].items())
+        if "+" not in v and n not in ("pip", "reflib")
+    ]
     with open(os.path.join(ROOT, "constraints.txt")) as f:
         lines += [s.strip() for s in f if "==" in s and s.split("==")[0] not in facts["have"]]
     with open(path, "w") as f:
@@ -190,7 +200,10 @@ def install(python, use, ours, offline):
     if not ours:
         constraints = keep_what_is_there(facts, os.path.join(BUILD, "constraints-here.txt"))
     if any(name_of(r) == "torch" for r in lacking):
-        say("downloading torch %s (200 MB for CPU-only builds, 2 GB and more with CUDA), this takes minutes" % TORCH)
+        say(
+            "downloading torch %s (200 MB for CPU-only builds, 2 GB and more with CUDA), this takes minutes"
+            % TORCH
+        )
         pip(python, offline, "-c", constraints, "torch==" + TORCH)
         lacking = missing(use, probe(python))
     if lacking:
@@ -237,7 +250,10 @@ def choose_python(force_venv):
     inside_ours = facts is not None and os.path.realpath(facts["prefix"]) == os.path.realpath(VENV)
     if has_torch(facts) and not inside_ours:
         if tuple(facts["version"]) < OLDEST_PYTHON:
-            say("the active environment has torch but Python %d.%d; reflib needs 3.11" % tuple(facts["version"][:2]))
+            say(
+                "the active environment has torch but Python %d.%d; reflib needs 3.11"
+                % tuple(facts["version"][:2])
+            )
         elif not facts["writable"]:
             say("the active environment has torch but may not be written to")
         else:

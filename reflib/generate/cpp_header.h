@@ -46,8 +46,8 @@ static inline double to_f16(double x) { return to_f16((float)x); }
 static inline double to_bf16(double x) { return to_bf16((float)x); }
 
 // ---- choosing: NaN wins ------------------------------------------------------------------------
-template <class T> static inline T maximum(T a, T b) { return a > b || a != a ? a : b; }
-template <class T> static inline T minimum(T a, T b) { return a < b || a != a ? a : b; }
+template <class T> static inline T maximum(T a, T b) { return (a > b) | (a != a) ? a : b; }
+template <class T> static inline T minimum(T a, T b) { return (a < b) | (a != a) ? a : b; }
 template <class T> static inline T max(T a, T b) { return a > b ? a : b; }
 template <class T> static inline T min(T a, T b) { return a < b ? a : b; }
 

@@ -33,7 +33,7 @@ def index_put(
     cx: LoweringContext, x: View, indices: Sequence[View | None], values: View, accumulate: bool = False
 ) -> View:
     lead = sum(i is None for i in indices)
-    tables = [_known(n) for n in cx.node.args[1][lead:]] if accumulate and not cx.low.within else []  # type: ignore
+    tables = [_known(n) for n in cx.node.args[1][lead:]] if accumulate else []  # type: ignore
     if not tables or any(t is None for t in tables) or len(indices) != len(x.shape) or None in indices[lead:]:
         raise Unsupported("library call")
     sides = _windows([t for t in tables if t is not None], x.shape[lead:])

@@ -6,13 +6,16 @@ from typing import Any
 
 import torch
 
+from reflib.ir.expr import product
 from reflib.ir.loops import Scan
 from reflib.ir.ops import value_dtype
 from reflib.ir.program import View
 
 from .body import NestBuilder, Value, check_dtype
 from .context import LoweringContext
-from .rules import rule
+from .rules import Unsupported, rule
+
+VERY_LONG, FEW = 65536, 16
 
 
 def scan(k: NestBuilder, kind: str, *values: Value) -> Value:
@@ -26,7 +29,21 @@ def _along(cx: LoweringContext, x: View, dim: int) -> NestBuilder:
     return NestBuilder(cx, x.shape, [dim % len(x.shape)] if x.shape else [])
 
 
+def _check_rows(cx: LoweringContext, x: View, dim: int, kind: str) -> None:
+    """A few, very long rows are cut into pieces (``fuse/split_scans``). Where that cannot be, a GPU would be idle, and
+    ATen has a scan of one pass over all of it."""
+    if cx.device.type == "cpu" or not x.shape:
+        return
+    length = x.shape[dim % len(x.shape)]
+    rows = product(x.shape).hint() // max(1, length.hint())
+    n = length.constant
+    cut = n is not None and kind != "logsumexp" and any(n % pieces == 0 for pieces in range(16, 129))
+    if length.hint() >= VERY_LONG and rows <= FEW and not cut:
+        raise Unsupported("a few, very long rows that cannot be cut into equal pieces")
+
+
 def _accumulate(cx: LoweringContext, x: View, dim: int, kind: str) -> View:
+    _check_rows(cx, x, dim, kind)
     out = cx.out()
     compute = value_dtype(check_dtype(cx.dtype))
     k = _along(cx, x, dim)

@@ -14,7 +14,7 @@ from reflib.lab.fusion_chart import MIME
 
 def f(x, w):
     y = torch.relu(x)
-    return y + torch.cumsum(y, 0) * w, x.sum(0)
+    return y + torch.sort(y, 0).values * w, x.sum(0)
 
 
 @pytest.fixture(scope="module")

@@ -201,7 +201,7 @@ def test_mutation_of_an_input_by_a_view_of_itself():
 
 
 def test_calls_have_reasons_and_out_variants():
-    program = check(lambda x: (x @ x.t(), torch.erfinv(x), x.cumsum(0)), torch.rand(4, 5), calls=3)
+    program = check(lambda x: (x @ x.t(), torch.erfinv(x), x.sort(0).values), torch.rand(4, 5), calls=3)
     calls = {str(n.target): n for n in program.nodes}
     assert calls["aten.mm.default"].out == (torch.ops.aten.mm.out, ("out",))
     assert calls["aten.erfinv.default"].out is None

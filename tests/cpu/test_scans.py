@@ -221,6 +221,15 @@ def test_compiles_ahead_of_time(dtype: torch.dtype, length: int) -> None:
         assert compile_kernel(k, target).shared <= target.shared
 
 
+@needs_triton
+def test_very_long_rows_that_cannot_be_cut_are_left_to_aten() -> None:
+    def calls(length: int, rows: int = 1) -> int:
+        p = explain(lambda x: x.cumsum(-1), torch.ones(rows, length), target="sm_90").program
+        return sum(not isinstance(n, LoopNest) for n in p.nodes)
+
+    assert calls(1 << 17) == 0 and calls(131071, rows=40) == 0 and calls(131071) == 1
+
+
 def test_on_a_gpu_the_pieces_are_parallel() -> None:
     f = fused(lambda x: (x.cumsum(-1),), [R(3, 65536, dtype=torch.float64)], GPU)
     assert all(k.numel.constant >= 3 * 16 for k in (kernels(f)[0], kernels(f)[2]))
