@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import reflib
 from reflib.wrap import cpp
 from tests.cpp_wrapping import W, X, affine, count, explained, python_op
+from tests.processes import true_in_a_fork
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 Tensor = torch.Tensor
@@ -268,40 +270,27 @@ def test_eight_threads_at_once() -> None:
     xs = [torch.randn(16, 16) * i for i in range(1, 9)]
     f = reflib.compile(fn, wrapper="cpp")
     f(xs[0])
-    bad: list[Any] = []
 
     def work(x: Tensor) -> None:
         want = fn(x)
-        try:
-            for _ in range(50):
-                torch.testing.assert_close(f(x), want)
-        except BaseException as e:
-            bad.append(e)
+        for _ in range(50):
+            torch.testing.assert_close(f(x), want)
 
-    threads = [threading.Thread(target=work, args=(x,)) for x in xs]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert not bad, bad[0]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, xs))
 
 
 def test_the_first_calls_come_at_once() -> None:
     """Loading happens once, whoever is first."""
     call = explained(affine, X, W).stages.call
-    results: list[Any] = []
     start = threading.Barrier(8)
 
-    def work() -> None:
-        start.wait()
-        results.append(call([X, W])[0])
+    def work(_: int) -> Tensor:
+        start.wait(60)
+        return call([X, W])[0]
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert len(results) == 8 and all(torch.equal(r, affine(X, W)) for r in results)
+    with ThreadPoolExecutor(8) as pool:
+        assert all(torch.equal(r, affine(X, W)) for r in pool.map(work, range(8)))
 
 
 def test_others_run_while_a_kernel_does() -> None:
@@ -337,16 +326,12 @@ def test_after_a_fork() -> None:
     torch.set_num_threads(1)
     f = reflib.compile(lambda x: torch.relu(x).sort().values + 1, wrapper="cpp")
     f(torch.ones(3))
-    pid = os.fork()
-    if pid == 0:
-        threading.Timer(60, lambda: os._exit(9)).start()
-        try:
-            good = torch.equal(f(torch.ones(3)), torch.full((3,), 2.0))
-            torch._dynamo.reset()
-            g = reflib.compile(lambda x: x.exp() + 1, wrapper="cpp")
-            good = good and torch.equal(g(torch.zeros(3)), torch.full((3,), 2.0))
-            os._exit(0 if good else 1)
-        except BaseException:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    def both() -> bool:
+        old = f(torch.ones(3))
+        torch._dynamo.reset()
+        new = reflib.compile(lambda x: x.exp() + 1, wrapper="cpp")(torch.zeros(3))
+        return old.tolist() == new.tolist() == [2, 2, 2]
+
+    assert true_in_a_fork(both)
     torch.set_num_threads(2)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from reflib.wrap import cpp, host
 from tests.composition import FALLBACKS
 from tests.cpp_wrapping import W, X, affine, explained
 from tests.models import build
+from tests.processes import python
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 Tensor = torch.Tensor
@@ -132,18 +130,10 @@ print(len([c for c in compiled if any("wrapper.cpp" in str(x) for x in c)]), len
 """
 
 
-def child(script: str, root: Path, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], cwd=root, capture_output=True, text=True, timeout=300,
-        env={**os.environ, **environment},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_another_process_finds_it_in_the_cache(fresh_cache: Path, root: Path) -> None:
-    assert child(CHILD, root).split()[0] == "1"
-    assert child(CHILD, root).split() == ["0", "0"], "no compiler runs"
+    env = {"PYTHONPATH": str(root)}
+    assert python(CHILD, env=env).split()[0] == "1"
+    assert python(CHILD, env=env).split() == ["0", "0"], "no compiler runs"
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +201,7 @@ ROWS = (
 @pytest.mark.parametrize("way", ["layout unknown", "no Python.h"])
 def test_other_ways(way: str, root: Path) -> None:
     """Handles made by torch; and no extension at all."""
-    out = child(OTHER_WAYS.format(ctypes=way == "no Python.h", names=ROWS), root, PYTHONPATH=str(root))
+    out = python(OTHER_WAYS.format(ctypes=way == "no Python.h", names=ROWS), env={"PYTHONPATH": str(root)})
     assert out.split()[-1] == ("graph" if way == "no Python.h" else "Graph")
 
 
