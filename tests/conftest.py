@@ -54,7 +54,7 @@ LONGEST = (
     "test_triton_programs.py", "test_semantics.py", "measuring.ipynb", "input-ranges.ipynb", "inline-fusion.ipynb",
     "fusion.ipynb", "one-function-all-stages.ipynb", "test_triton_compile.py", "test_package_export_cpp.py",
     "test_notebook_alone.py", "test_opinfo.py", "test_fuzz.py", "test_models.py", "test_runner.py",
-    "test_cpp_wrapper.py", "test_background.py", "test_sweep.py",
+    "test_cpp_wrapper_built.py", "test_cpp_wrapper.py", "test_background.py", "test_sweep.py",
 )  # fmt: skip
 
 
@@ -76,6 +76,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.gpu)
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Functions compiled anew: one that several tests compile soon meets Dynamo's limit of recompilations, past which
+    it silently runs eagerly."""
+    import torch
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -1,7 +1,11 @@
-"""Whether processes that are not our children still run."""
+"""Processes: whether those that are not our children still run; a Python of its own; a fork."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -33,3 +37,23 @@ def gone(pids: Iterable[int], seconds: float = 10.0) -> bool:
     """Whether all of them have ended within ``seconds``."""
     pids = list(pids)
     return soon(lambda: not any(map(running, pids)), seconds)
+
+
+def python(program: str, *words: str | Path, seconds: float = 300, env: dict[str, str] | None = None) -> str:
+    """What ``program`` prints in a Python of its own, which must end well. ``env``: what it has besides ours."""
+    command = [sys.executable, "-c", program, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env={**os.environ, **(env or {})})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def true_in_a_fork(check: Callable[[], Any]) -> bool:
+    """Whether ``check`` returns, and something true, in a fork of this process, within a minute."""
+    pid = os.fork()
+    if pid == 0:
+        threading.Timer(60, lambda: os._exit(9)).start()
+        try:
+            os._exit(0 if check() else 1)
+        except BaseException:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -19,10 +19,7 @@ from reflib.pipeline import Backend, Stages, run
 from tests.checking import call, check, clone, wrong
 from tests.stopping import stopped
 
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> None:
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Compiled:
@@ -49,6 +46,7 @@ def compare(fn: Callable[..., Any], *args: Any, backward: bool = False, **more: 
     """Compile, call twice, compare; returns the compiled function."""
     compiled = Compiled(fn, **more)
     check(fn, compiled, *args, backward=backward, times=2)
+    assert compiled.stages, "it ran eagerly"
     return compiled
 
 

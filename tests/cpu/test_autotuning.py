@@ -17,6 +17,7 @@ from reflib.ir.program import Choice, Extern, Variants, walk
 from reflib.lower.lower import RESERVED
 from reflib.wrap.runtime import namespace
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 count = iter(range(10_000))
 
 
@@ -78,12 +79,6 @@ def check(f: Callable[..., Any], *args: torch.Tensor) -> None:
     """Compiled with tuning, ``f`` returns what it returns eagerly."""
     torch._dynamo.reset()
     assert close(reflib.compile(f, autotune="blocking")(*args), f(*args))
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
 
 
 def test_the_winner_is_inlined_and_fused_with_its_neighbours() -> None:

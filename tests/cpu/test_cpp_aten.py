@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,10 @@ from reflib.wrap import host
 from reflib.wrap.aten import in_python, number, quoted
 from tests import c_library
 
-pytestmark = pytest.mark.skipif(bool(host.why_not()), reason="no C++ wrapper here")
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    yield
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.skipif(bool(host.why_not()), reason="no C++ wrapper here"),
+]
 
 
 def ways(f: Callable[..., Any], *args: Any, **options: Any) -> dict[str, str]:

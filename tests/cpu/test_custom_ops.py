@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,85 +10,16 @@ import sympy
 import torch
 from torch import Tensor
 
-import reflib
 from reflib import CustomOpConfig, register_custom_op_autotuning
-from reflib.errors import LoweringError, RegistrationError
+from reflib.errors import LoweringError
 from reflib.ir.expr import Sym, expr
 from reflib.ir.program import Assume, Choice, Extern
 from reflib.lower import custom_ops
 from reflib.lower.rules import Unsupported
 from reflib.lower.subgraph import assumptions, without_implied
 from reflib.lower.symbols import Symbols
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from choices import Lowered, check_all, choices
-
-OP = "rtest::mm_relu"
-
-
-@torch.library.custom_op(OP, mutates_args=())
-def mm_relu(x: Tensor, w: Tensor, k_splits: int = 1) -> Tensor:
-    return (x @ w).relu()
-
-
-@mm_relu.register_fake
-def _(x: Tensor, w: Tensor, k_splits: int = 1) -> Tensor:
-    return x.new_empty(x.shape[0], w.shape[1])
-
-
-@torch.library.custom_op("rtest::stats", mutates_args=())
-def stats(xs: list[Tensor], shift: Tensor | None = None, scale: float = 1.0, *, dim: int = -1) -> tuple[Tensor, Tensor]:
-    x = torch.stack(xs) * scale
-    x = x if shift is None else x + shift
-    return x.sum(dim), x.amax(dim, keepdim=True).transpose(0, 1).contiguous()
-
-
-@stats.register_fake
-def _(xs: Any, shift: Any = None, scale: float = 1.0, *, dim: int = -1) -> Any:
-    x = torch.stack(xs)
-    return x.sum(dim), x.amax(dim, keepdim=True).transpose(0, 1).contiguous()
-
-
-@torch.library.custom_op("rtest::double", mutates_args=())
-def double(x: Tensor) -> Tensor:
-    return x * 2
-
-
-@double.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-@torch.library.custom_op("rtest::fill_", mutates_args={"x"})
-def fill_(x: Tensor) -> None:
-    x.fill_(1)
-
-
-def plain(x: Tensor, w: Tensor) -> Tensor:
-    return torch.mm(x, w).relu()
-
-
-def split(x: Tensor, w: Tensor, k_splits: int) -> Tensor:
-    m, k = x.shape
-    a = x.view(m, k_splits, k // k_splits).transpose(0, 1)
-    return torch.bmm(a, w.view(k_splits, k // k_splits, w.shape[1])).sum(0).relu()
-
-
-@pytest.fixture(autouse=True)
-def empty_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(custom_ops, "_REGISTERED", {})
-    monkeypatch.setattr(custom_ops, "_WARNED", set())
-    yield
-    torch._dynamo.reset()
-
-
-def tensors(m: int = 8, k: int = 64, n: int = 16) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(0)
-    return torch.randn(m, k), torch.randn(k, n)
-
-
-def around(x: Tensor, w: Tensor) -> Tensor:
-    return mm_relu(x * 2, w) + 1
+from tests.choices import Lowered, check_all, choices
+from tests.registered_ops import around, double, empty_registry, mm_relu, plain, split, stats, tensors  # noqa: F401
 
 
 # -- at lowering ------------------------------------------------------------------------------------
@@ -105,7 +33,7 @@ def test_every_implementation_is_an_alternative(dynamic: bool) -> None:
     assert isinstance(choice.variants[0].nodes[0], Extern)
     assert choice.custom and choice.failed == () and choice.op == "rtest.mm_relu.default"
     assert choice.variants[2].params == (("k_splits", 4),)
-    assert "test_custom_ops.py" in choice.variants[1].nodes[0].origins[0].source
+    assert "registered_ops.py" in choice.variants[1].nodes[0].origins[0].source
 
 
 def test_several_results_optional_tensors_lists_and_numbers() -> None:
@@ -440,139 +368,6 @@ def test_aten_mm() -> None:
     register_custom_op_autotuning(torch.ops.aten.mm.default, configs=[lambda a, b: torch.mm(b.t(), a.t()).t()])
     choice = check_all(lambda a, b: torch.mm(a, b).relu(), tensors()).choice
     assert [a.name for a in choice.variants][-1] == "<lambda>" and choice.custom
-
-
-# -- at registration --------------------------------------------------------------------------------
-def one(x: Tensor) -> Tensor:
-    return x
-
-
-@pytest.mark.parametrize(
-    "op, message",
-    [
-        (lambda x: x, "is no op; give what torch.library.custom_op returned"),
-        ("aten::mm", "is no op"),
-        (torch.ops.aten.add, "has the overloads .*; give one of them"),
-        (torch.ops.aten.matmul.default, "torch takes this op apart.*aten.mm.default"),
-        (torch.ops.aten.add_.Tensor, "writes to its argument self"),
-        (torch.ops.aten.view.default, "returns a view"),
-        (torch.ops.aten.rand_like.default, "random"),
-        (torch.ops.aten._local_scalar_dense.default, "only ops that return tensors"),
-        (fill_, "writes to its argument x"),
-    ],
-)
-def test_ops_that_have_no_candidates(op: Any, message: str) -> None:
-    with pytest.raises(RegistrationError, match=message):
-        register_custom_op_autotuning(op, configs=[one])
-    assert issubclass(RegistrationError, (reflib.ReflibError, ValueError))
-
-
-def positional_only(x: Tensor, w: Tensor, k_splits: int = 1, /) -> Tensor:
-    return plain(x, w)
-
-
-def star(*tensors: Tensor, **rest: Any) -> Tensor:
-    return plain(*tensors)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        plain,
-        lambda a, b: plain(a, b),  # tensors go by position
-        lambda x, w, k_splits: plain(x, w),
-        CustomOpConfig(lambda x, w, extra, k_splits=1: plain(x, w), extra=3),
-        CustomOpConfig(lambda x, w, **rest: plain(x, w), extra=3),
-        positional_only,
-        star,
-        CustomOpConfig(lambda x, w, *, k_splits: plain(x, w), k_splits=3),
-    ],
-)
-def test_signatures_that_fit(config: Any) -> None:
-    register_custom_op_autotuning(mm_relu, configs=[config])
-    choice = check_all(lambda x, w: mm_relu(x, w, 2), tensors()).choice
-    lacks = (
-        config is plain
-        or getattr(config, "__name__", "") == "<lambda>"
-        and "k_splits" not in config.__code__.co_varnames
-    )
-    assert len(choice.variants) == (1 if lacks else 2), choice.failed
-
-
-@pytest.mark.parametrize(
-    "config, message",
-    [
-        (lambda x: x, r"<lambda>\(x\): got an unexpected keyword argument 'w'. It must take .*, \(x, w, k_splits=1\)"),
-        (lambda w, x: x, "it takes w where the op takes x"),
-        (lambda x, w, extra: x, "missing a required argument: 'extra'. .* and its own, which CustomOpConfig"),
-        (CustomOpConfig(plain, k_split=3), r"plain\(.*\): got an unexpected keyword argument 'k_split'"),
-        (CustomOpConfig(split, k_split=3), r"unexpected keyword argument 'k_split'. .* \(x, w, k_splits=1\)"),
-        (CustomOpConfig(split, w=3), "parameter w is a tensor argument"),
-        (CustomOpConfig(ksplits=3), r"no argument 'ksplits' to tune \(did you mean 'k_splits'\?\)"),
-        (CustomOpConfig(plain, config_patches={"fusee": True}), "unknown option 'fusee'; did you mean 'fuse'"),
-        (CustomOpConfig(plain, config_patches={"autotune": "off"}), "cannot change autotune"),
-        (CustomOpConfig(plain, config_patches={"inplace_buffers": False}), "cannot change inplace_buffers.*own fuse, "),
-        (CustomOpConfig(plain, config_patches={"check_nan": True}), "cannot change check_nan, which is the program's"),
-        (3, "must be a CustomOpConfig or a function, not 3"),
-    ],
-)
-def test_configs_that_do_not_fit(config: Any, message: str) -> None:
-    with pytest.raises(RegistrationError, match=message) as e:
-        register_custom_op_autotuning(mm_relu, configs=[config])
-    assert "rtest.mm_relu.default" in str(e.value)
-
-
-def test_configs_by_themselves() -> None:
-    with pytest.raises(RegistrationError, match="decomposition must be a function"):
-        CustomOpConfig(3)  # type: ignore[arg-type]
-    with pytest.raises(RegistrationError, match="config_patches must be a dict"):
-        CustomOpConfig(plain, config_patches=["fuse"])  # type: ignore[arg-type]
-    assert repr(CustomOpConfig(split, k_splits=4)) == "CustomOpConfig(split(k_splits=4))"
-
-
-RANGE = {"tensor_name": "x", "dim": 0}
-PLAIN: dict[str, Any] = {"configs": [plain]}
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({}, "give either configs or config_generator"),
-        ({"configs": [plain], "config_generator": lambda fakes: []}, "give either configs or config_generator"),
-        ({"configs": []}, "the list of configs is empty"),
-        ({"configs": plain}, "must be a list"),
-        ({"config_generator": [plain]}, "config_generator must be a function"),
-        ({"configs": [plain], "min_speedup_threshold": 0.5}, "0.5: must be a number of at least 1"),
-        ({"configs": [plain], "min_speedup_threshold": "1"}, "min_speedup_threshold='1'"),
-        ({"configs": [plain], "min_speedup_threshold": float("nan")}, "min_speedup_threshold=nan"),
-        ({"configs": [plain], "benchmark_with_cudagraphs": 1}, "must be True or False"),
-        ({"configs": [plain], "name": 3}, "name must be a string"),
-        ({"configs": [plain], "input_gen_fns": {"y": one}}, "'y' is no tensor argument of the op.*: x, w"),
-        ({"configs": [plain], "input_gen_fns": {"k_splits": one}}, "'k_splits' is no tensor argument"),
-        ({"configs": [plain], "input_gen_fns": {7: one}}, "7 is no tensor argument"),
-        ({"configs": [plain], "input_gen_fns": {"x": 3}}, r"input_gen_fns\['x'\] must be a function"),
-        ({"configs": [plain], "input_gen_fns": [one]}, "must be a dict"),
-        ({**PLAIN, "split_points": [3]}, "split_points need dispatch_on"),
-        ({**PLAIN, "dispatch_on": RANGE}, "dispatch_on needs split_points"),
-        ({**PLAIN, "dispatch_on": ("x", 0), "split_points": [3]}, "dispatch_on must be"),
-        ({**PLAIN, "dispatch_on": {"tensor_name": "x"}, "split_points": [3]}, "dispatch_on must be"),
-        ({**PLAIN, "dispatch_on": {**RANGE, "tensor_name": "y"}, "split_points": [3]}, "'y' is no tensor"),
-        ({**PLAIN, "dispatch_on": {**RANGE, "tensor_name": "k_splits"}, "split_points": [3]}, "no tensor arg"),
-        ({**PLAIN, "dispatch_on": {**RANGE, "dim": "0"}, "split_points": [3]}, "dim='0' is no dimension"),
-        ({**PLAIN, "dispatch_on": {**RANGE, "dim": 99}, "split_points": [3]}, "dim=99 is no dimension"),
-        ({**PLAIN, "dispatch_on": {**RANGE, "range_uper_bound": 9}, "split_points": [3]}, "did you mean"),
-        ({**PLAIN, "dispatch_on": {**RANGE, "range_upper_bound": 8}, "split_points": [8]}, "last split point, 8"),
-        ({**PLAIN, "dispatch_on": RANGE, "split_points": []}, "positive ints"),
-        ({**PLAIN, "dispatch_on": RANGE, "split_points": [0, 3]}, "positive ints"),
-        ({**PLAIN, "dispatch_on": RANGE, "split_points": [2.5]}, "positive ints"),
-        ({**PLAIN, "dispatch_on": RANGE, "split_points": [9, 3]}, "must ascend, without repetition"),
-        ({**PLAIN, "dispatch_on": RANGE, "split_points": [3, 3]}, "must ascend, without repetition"),
-    ],
-)  # fmt: skip
-def test_bad_registrations(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(RegistrationError, match=message):
-        register_custom_op_autotuning(mm_relu, **arguments)
-    assert not custom_ops.is_registered(mm_relu._opoverload)
 
 
 # -- conditions -------------------------------------------------------------------------------------

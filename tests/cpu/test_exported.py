@@ -4,7 +4,6 @@ import contextlib
 import functools
 import gc
 import inspect
-import os
 import sys
 import threading
 import weakref
@@ -17,6 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import reflib
 from reflib.errors import ArgumentError
 from tests.exported_ways import WAYS, taken
+from tests.processes import true_in_a_fork
 
 
 class Scale(torch.nn.Module):
@@ -63,12 +63,11 @@ def test_compiling_in_a_forked_child():
     torch.set_num_threads(1)
     f = torch.compile(lambda x: x + 1, backend="reflib")
     f(torch.ones(3))
-    pid = os.fork()
-    if pid == 0:
-        threading.Timer(60, lambda: os._exit(9)).start()
-        out = torch.compile(lambda x: x.exp() + 1, backend="reflib")(torch.zeros(3))
-        os._exit(0 if bool((out == 2).all()) else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    def another() -> bool:
+        return bool((torch.compile(lambda x: x.exp() + 1, backend="reflib")(torch.zeros(3)) == 2).all())
+
+    assert true_in_a_fork(another)
     torch.set_num_threads(2)
 
 

@@ -7,8 +7,8 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import reflib
 from reflib.errors import OptionError, PackageError, ReflibError
 from reflib.package import architectures, images, manifest
 from tests.models import MODELS, build
+from tests.processes import python
 
 Tensor = torch.Tensor
 close = torch.testing.assert_close
@@ -228,19 +229,15 @@ def test_the_model_is_not_kept(tmp_path: Path) -> None:
 def test_many_at_once_and_threads(small: tuple[Any, Path]) -> None:
     model, path = small
     loaded = [reflib.load(path) for _ in range(4)]
-    wrong: list[Any] = []
 
     def work(f: Any) -> None:
         x = torch.randn(8, 24)
         with torch.no_grad():
-            wrong.extend(i for i in range(50) if not torch.allclose(f(x), model(x), atol=1e-5))
+            for _ in range(50):
+                close(f(x), model(x), rtol=0, atol=1e-5)
 
-    threads = [threading.Thread(target=work, args=(f,)) for f in loaded for _ in range(2)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert not wrong
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, loaded * 2))
 
 
 LOADS = """
@@ -257,11 +254,8 @@ print(seconds, heavy)
 
 
 def test_loading_is_quick_and_needs_no_compiler(small: tuple[Any, Path]) -> None:
-    no_compiler = {**os.environ, "CXX": "/nowhere/c++"}
-    done = subprocess.run([sys.executable, "-c", LOADS, str(small[1])], capture_output=True, text=True, env=no_compiler)
-    assert done.returncode == 0, done.stderr
-    seconds, _, heavy = done.stdout.partition(" ")
-    assert float(seconds) < 0.5 and "triton" not in heavy and "inductor" not in heavy, done.stdout
+    seconds, _, heavy = python(LOADS, small[1], env={"CXX": "/nowhere/c++"}).partition(" ")
+    assert float(seconds) < 0.5 and "triton" not in heavy and "inductor" not in heavy, (seconds, heavy)
 
 
 # -- what is in the file --------------------------------------------------------------------------------

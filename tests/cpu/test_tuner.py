@@ -18,6 +18,7 @@ import reflib
 from reflib.autotune.inputs import InputSpec
 from reflib.autotune.pool import pool
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 OPS = Path(__file__).parent.parent / "tuning_ops.py"
 
 
@@ -25,12 +26,6 @@ OPS = Path(__file__).parent.parent / "tuning_ops.py"
 def ops() -> Any:
     """The same file as the workers import."""
     return load_file(OPS)
-
-
-@pytest.fixture(autouse=True)
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
 
 
 def explained(fn: Any, *args: Any, **options: Any) -> Any:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,19 +10,10 @@ import torch
 import reflib
 from reflib.errors import ArgumentError
 from tests.composition import FALLBACKS
+from tests.cpp_wrapping import explained
+from tests.processes import python
 
-
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-
-
-def explained(fn: Any, *args: Any, **options: Any) -> Any:
-    with torch.no_grad():
-        e = reflib.explain(fn, *args, wrapper="cpp", **options)
-    assert "int32_t reflib_call(" in e.wrapper
-    return e
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -84,9 +70,4 @@ assert (host.extension().__name__ == "reflib.wrap.host_ctypes") == {ctypes!r}
 
 @pytest.mark.parametrize("way", ["layout unknown", "no Python.h"])
 def test_other_ways(way: str, root: Path) -> None:
-    script = textwrap.dedent(OTHER_WAYS.format(ctypes=way == "no Python.h"))
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=600,
-        env={**os.environ, "PYTHONPATH": str(root)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    python(OTHER_WAYS.format(ctypes=way == "no Python.h"), env={"PYTHONPATH": str(root)}, seconds=600)

@@ -12,6 +12,7 @@ from loading import load_file
 import reflib
 from reflib.pipeline import tunings
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 OPS = Path(__file__).parent.parent / "tuning_ops_cuda.py"
 Tensor = torch.Tensor
 
@@ -20,12 +21,6 @@ Tensor = torch.Tensor
 def ops() -> Any:
     """The same file as the workers import."""
     return load_file(OPS)
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
 
 
 def operands(m: int = 64, k: int = 256, n: int = 64, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
