@@ -292,22 +292,19 @@ def _no_hooks(known: _Entries, module: Any) -> bool:
     """Would ``module.__call__`` do nothing but call ``forward``, and is that the known function?"""
     nn = torch.nn.modules.module
     forward = module.forward
-    return (
-        not (
-            module._backward_hooks
-            or module._backward_pre_hooks
-            or module._forward_hooks
-            or module._forward_pre_hooks
-            or nn._global_backward_pre_hooks
-            or nn._global_backward_hooks
-            or nn._global_forward_hooks
-            or nn._global_forward_pre_hooks
-            or module._compiled_call_impl is not None
-            or getattr(forward, "__func__", None) is not known.fn
-            or forward.__self__ is not module
-        )
-        and known.same()
-    )
+    return not (
+        module._backward_hooks
+        or module._backward_pre_hooks
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or nn._global_backward_pre_hooks
+        or nn._global_backward_hooks
+        or nn._global_forward_hooks
+        or nn._global_forward_pre_hooks
+        or module._compiled_call_impl is not None
+        or getattr(forward, "__func__", None) is not known.fn
+        or forward.__self__ is not module
+    ) and known.same()
 
 
 def _is_ours(entry: Any, backend: Any) -> bool:

@@ -34,5 +34,5 @@ def known_archs() -> tuple[str, ...]:
 
 
 def generation(arch: str) -> str:
-    """ "Hopper" for sm_90; empty where it has no name."""
+    """"Hopper" for sm_90; empty where it has no name."""
     return (CUDA | HIP).get(arch, (0, 0, ""))[2]

@@ -17,10 +17,10 @@ from reflib.lab import executing
 from reflib.lab import notebook as nb
 from reflib.lab.executing import NotebookResult
 
-PARAMETERS = """device: str = "auto"  # where to run
+PARAMETERS = '''device: str = "auto"  # where to run
 size: int = 3  # how many (1 .. 1000)
 flavour: str = "a"  # which (a | b)
-"""
+'''
 REPORT = """import json, os
 with open(os.environ["REFLIB_LAB_ROWS"], "a") as f:
     row = {"kind": "row", "name": "sizes", "case": "one", "metric": "time", "unit": "µs", "value": 2.0 * size}

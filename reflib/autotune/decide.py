@@ -165,7 +165,9 @@ def _decide_by_measuring(program: Program, choice: Choice, target: Target, work:
     return _decided(program, q, outcome, target, work)
 
 
-def _decided(program: Program, q: Question, outcome: Outcome, target: Target, work: Work) -> tuple[Program, Decision]:
+def _decided(
+    program: Program, q: Question, outcome: Outcome, target: Target, work: Work
+) -> tuple[Program, Decision]:
     failed = (Candidate(Key(name), status, why=why) for name, status, why in q.choice.failed)
     decision = Decision(
         q.choice.name, outcome.winners, (*outcome.rows, *failed), outcome.reason, op=q.choice.op,

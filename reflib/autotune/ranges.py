@@ -108,7 +108,9 @@ def _symbol_value(size: Expr, symbol: Sym, value: int) -> int:
     return max(1, symbol.lo, (value - zero) // max(1, one - zero))
 
 
-def merged(winners: Sequence[Variant], ranges: Sequence[Range], dispatch: Ranges | None) -> list[tuple[Variant, Range]]:
+def merged(
+    winners: Sequence[Variant], ranges: Sequence[Range], dispatch: Ranges | None
+) -> list[tuple[Variant, Range]]:
     """(winner, range): neighbouring ranges with one winner become one range."""
     out: list[tuple[Variant, Range]] = []
     for winner, r in zip(winners, ranges):

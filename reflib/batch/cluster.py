@@ -262,7 +262,9 @@ def remote(address: str) -> JobCluster:
     try:
         client = Client(address, timeout=CONNECT_SECONDS)
     except Exception as error:
-        raise LabError(f"{address} is not a Dask scheduler, or has another version: {work.because(error)}") from None
+        raise LabError(
+            f"{address} is not a Dask scheduler, or has another version: {work.because(error)}"
+        ) from None
     cluster = JobCluster(client, address)
     try:
         check(cluster)

@@ -1,8 +1,8 @@
 """A run's folder. The folders of jobs are complete or absent: they are written under a temporary name and renamed.
 
-runs/<name>/run.json                the request, and the version of reflib
-            jobs/<id>/              notebook.ipynb  log.txt  rows.jsonl  result.json
-            .lock                   locked by the process that executes the run
+    runs/<name>/run.json                the request, and the version of reflib
+                jobs/<id>/              notebook.ipynb  log.txt  rows.jsonl  result.json
+                .lock                   locked by the process that executes the run
 """
 
 from __future__ import annotations

@@ -193,7 +193,9 @@ def _as_module(model: Any) -> torch.nn.Module:
     return module
 
 
-def _fakes_for(module: torch.nn.Module, call: Any, device: torch.device | None) -> tuple[str, _Fakes | None]:
+def _fakes_for(
+    module: torch.nn.Module, call: Any, device: torch.device | None
+) -> tuple[str, _Fakes | None]:
     """The type of device to capture for, and the fakes to do it with, if any tensor is to seem to lie elsewhere."""
     tensors = [*module.parameters(), *module.buffers(), *pytree.tree_leaves(call)]
     devices = {t.device for t in tensors if isinstance(t, torch.Tensor)}

@@ -128,7 +128,9 @@ def _compile(kernel: Kernel, target: Target, key: str) -> Binary:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
     except ImportError as e:
-        raise ToolchainError(f"Triton is needed to compile kernels for {target.arch}: pip install triton ({e})") from e
+        raise ToolchainError(
+            f"Triton is needed to compile kernels for {target.arch}: pip install triton ({e})"
+        ) from e
     fn = load_function(kernel, key)
     attrs = {(i,): [["tt.divisibility", 16]] for i in kernel.aligned}
     constants = {p.name: p.default for p in fn.params if p.is_constexpr}
@@ -144,7 +146,9 @@ def _compile(kernel: Kernel, target: Target, key: str) -> Binary:
             _this_thread.keep_loops = kernel.keep_loops
             compiled = _patiently(lambda: triton.compile(source, target=where, options=options))
     except Exception as e:
-        text = f"Triton refused kernel {kernel.name} for {target.arch}: {type(e).__name__}: {e}\n{kernel.source}"
+        text = (
+            f"Triton refused kernel {kernel.name} for {target.arch}: {type(e).__name__}: {e}\n{kernel.source}"
+        )
         raise ToolchainError(text) from e
     return _binary(kernel, target, compiled)
 

@@ -207,7 +207,9 @@ def words(shapes: list[dict[str, Any]]) -> str:
     return " ".join(parts)
 
 
-def vega_lite(shapes: list[dict[str, Any]], candidates: list[dict[str, Any]], alt: str, caption: str) -> dict[str, Any]:
+def vega_lite(
+    shapes: list[dict[str, Any]], candidates: list[dict[str, Any]], alt: str, caption: str
+) -> dict[str, Any]:
     """The specification: a map of shapes above the bars of one shape's candidates, linked by a selection."""
     devices = list(dict.fromkeys(s["device"] for s in shapes))
     listed = list(dict.fromkeys(s["shape"] for s in sorted(shapes, key=_size)))
@@ -355,7 +357,7 @@ def still(shapes: list[dict[str, Any]], candidates: list[dict[str, Any]], alt: s
     svg = to_svg(fig)
     plt.close(fig)
     head, _, rest = svg.partition(">")
-    return f'{head} role="img">\n <title>{html.escape(alt)}</title>{rest}'
+    return f"{head} role=\"img\">\n <title>{html.escape(alt)}</title>{rest}"
 
 
 def _still_map(ax: Axes, shapes: list[dict[str, Any]]) -> None:

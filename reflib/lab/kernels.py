@@ -33,7 +33,9 @@ def load_kernel(
 class WrittenKernel:
     """A kernel from source text. `lab.show` lists it; torch.fx can call it as a function."""
 
-    def __init__(self, name: str, source: str, language: str, programs: int, result: torch.Tensor | None) -> None:
+    def __init__(
+        self, name: str, source: str, language: str, programs: int, result: torch.Tensor | None
+    ) -> None:
         self.name, self.source, self.language = name, source.strip(), language
         self.__name__, self.__module__ = name, "kernels"
         self._programs, self._result = programs, result

@@ -193,7 +193,9 @@ def normalize(notebook: Notebook, replace: Mapping[str, str] | None = None) -> N
     return nbformat.from_dict({"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5})
 
 
-def write(notebook: Notebook, path: str | os.PathLike[str], replace: Mapping[str, str] | None = None) -> None:
+def write(
+    notebook: Notebook, path: str | os.PathLike[str], replace: Mapping[str, str] | None = None
+) -> None:
     """Normalize and write atomically; the bytes depend only on the notebook."""
     normal = normalize(notebook, replace)
     nbformat.validate(normal)

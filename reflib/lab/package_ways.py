@@ -23,7 +23,9 @@ from reflib.lab.way_sweep import failed_rows, outcomes_of, start_rows, start_up
 CHILD = "reflib.lab.package_ways"
 
 
-def build_packages(name: str, source: str, ways: Mapping[str, Mapping[str, Any]], *, timeout_s: float = 120.0) -> Rows:
+def build_packages(
+    name: str, source: str, ways: Mapping[str, Mapping[str, Any]], *, timeout_s: float = 120.0
+) -> Rows:
     """Two rows per file of each way: "build" (seconds from the model in memory to the file, without imports) and "size"
     (bytes); `at` is its number of architectures.
 

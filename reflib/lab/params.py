@@ -52,7 +52,8 @@ def parse_parameters(source: str) -> tuple[Parameter, ...]:
     for node in ast.parse(source).body:
         if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
             raise LabError(
-                f"parameters cell, line {node.lineno}: expected `name: type = value  # help`, got `{ast.unparse(node)}`"
+                f"parameters cell, line {node.lineno}: expected `name: type = value  # help`, "
+                f"got `{ast.unparse(node)}`"
             )
         found.append(_parameter(node, comments.get(node.end_lineno or node.lineno, "")))
     return tuple(found)
@@ -147,7 +148,8 @@ def validate(parameters: tuple[Parameter, ...], values: Mapping[str, object]) ->
     for name in values:
         if name not in known:
             raise LabError(
-                f"no parameter is called {name!r}; there are {', '.join(known) or 'none'}{_nearest(name, list(known))}"
+                f"no parameter is called {name!r}; there are {', '.join(known) or 'none'}"
+                f"{_nearest(name, list(known))}"
             )
     return {p.name: check_value(p, values.get(p.name, p.default)) for p in parameters}
 

@@ -82,7 +82,9 @@ def run_peer(
         return _outcome(Path(folder) / "result.json", code, errors, peer.timeout_s)
 
 
-def _run_child(folder: str, timeout_s: float, module: str = "reflib.lab.peer_child") -> tuple[int | None, str]:
+def _run_child(
+    folder: str, timeout_s: float, module: str = "reflib.lab.peer_child"
+) -> tuple[int | None, str]:
     """The exit code (None after a timeout) and stderr."""
     path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
     inherited = {k: v for k, v in os.environ.items() if k != ROWS_FILE}

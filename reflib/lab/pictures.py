@@ -247,7 +247,9 @@ def memory_picture(plans: Mapping[str, Plan], *, caption: str) -> Picture:
     most = max(len(p.moments) for p in plans.values())
     top = max(p.peak_bytes for p in plans.values())
     with style():
-        fig, axes = plt.subplots(len(plans), 1, figsize=(5.6, 1.75 * len(plans)), squeeze=False, layout="constrained")
+        fig, axes = plt.subplots(
+            len(plans), 1, figsize=(5.6, 1.75 * len(plans)), squeeze=False, layout="constrained"
+        )
         for ax, (label, plan) in zip(axes[:, 0], plans.items(), strict=True):
             _memory_panel(ax, plan, top, most)
             ax.set_title(f"{label}: peak {megabytes(plan.peak_bytes)}, {_count(plan.allocations, 'allocation')}")

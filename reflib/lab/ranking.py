@@ -166,4 +166,7 @@ def standings(
         return ratio is None, ratio or 0.0, line.place
 
     count = sum(int(row.value or 0) for row in rows.where(case=ALL_CASES))
-    return Standings(tuple(sorted(lines, key=least_first)), ours, tuple(against), max(count, len(lines)), columns or {})
+    return Standings(
+        tuple(sorted(lines, key=least_first)), ours, tuple(against), max(count, len(lines)), columns or {}
+    )
+

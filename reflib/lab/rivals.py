@@ -48,6 +48,8 @@ def own_copy(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A copy of the function with a separate code object; modules are returned unchanged."""
     if not isinstance(fn, types.FunctionType):
         return fn
-    copy = types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    copy = types.FunctionType(
+        fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
+    )
     copy.__kwdefaults__ = fn.__kwdefaults__
     return copy

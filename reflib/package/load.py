@@ -269,13 +269,7 @@ def convention_of(p: manifest.Program, device: torch.device) -> Convention:
         for a in p.arguments
     )
     return Convention(
-        p.inputs,
-        arguments,
-        p.outputs,
-        trees.tree(p.arguments_tree),
-        trees.tree(p.result_tree),
-        p.ranges,
-        p.devices,
+        p.inputs, arguments, p.outputs, trees.tree(p.arguments_tree), trees.tree(p.result_tree), p.ranges, p.devices,
         p.guards,
     )
 

@@ -231,3 +231,4 @@ def _inside(e: BaseException) -> bool:
     while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
         tb = tb.tb_next
     return tb is not None
+

@@ -41,7 +41,7 @@ def wrap(
     """
     if options.wrapper != "python":
         if options.wrapper not in WRAPPERS:
-            raise GenerateError(f"the core prints wrappers in Python only: wrapper={options.wrapper!r} needs more")
+            raise GenerateError(f'the core prints wrappers in Python only: wrapper={options.wrapper!r} needs more')
         made = WRAPPERS[options.wrapper](program, plan, kernels, options, built or {})
         if made is not None:
             return made

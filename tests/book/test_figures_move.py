@@ -91,7 +91,7 @@ def page_file(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file.write_text(
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Figures</title><style>{style}</style>'
         f'<link rel="stylesheet" href="{local}/assets/reflib.css">{scripts}'
-        f"{script(f'{local}/assets/reflib-vega.js')}</head><body><main><h1>Figures</h1>{body}</main></body></html>"
+        f'{script(f"{local}/assets/reflib-vega.js")}</head><body><main><h1>Figures</h1>{body}</main></body></html>'
     )
     return file
 

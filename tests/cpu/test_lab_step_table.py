@@ -30,7 +30,7 @@ def test_every_step_is_printed_in_both_languages(target: str) -> None:
 def test_it_shows_itself_as_a_table_and_as_text() -> None:
     table = steps_of("cpu")
     html = table._repr_html_()
-    assert html.count('<th scope="rowgroup"') == len(table.steps)
+    assert html.count("<th scope=\"rowgroup\"") == len(table.steps)
     assert "<pre" in html and "&lt;" in html  # empty<2>(...) is escaped
     text = repr(table)
     assert text.splitlines()[0] == table.title

@@ -115,3 +115,5 @@ def test_what_spills_among_those_that_do_not() -> None:
     unknown = (replace(kernel()[0], stack=None),)
     assert prune(unknown, A6000, clean) == ""
     assert prune(kernel(312), A6000, [unknown] * 3) == ""
+
+
