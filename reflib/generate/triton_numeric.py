@@ -1,4 +1,5 @@
-"""Ops in Triton that most models do without: division that rounds, remainders, shifts, rounding, tests of floats.
+"""Ops in Triton that most models do without: division that rounds, remainders, shifts, rounding, tests of floats,
+positions of extremes.
 
 Integers divide towards zero in Triton, as in C; division by zero gives 0 here (a masked lane must not trap).
 """
@@ -32,6 +33,18 @@ PRINTERS: dict[str, Printer] = {
 
 # -- helper functions -------------------------------------------------------------------------------
 HELPERS: dict[str, str] = {
+    "argmax_of": '''
+def argmax_of(a, i, b, j):
+    """The greater value's index; NaN wins, then the smaller index."""
+    take = (a > b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i < j))
+    return tl.where(take, a, b), tl.where(take, i, j)
+''',
+    "argmin_of": '''
+def argmin_of(a, i, b, j):
+    """The smaller value's index; NaN wins, then the smaller index."""
+    take = (a < b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i < j))
+    return tl.where(take, a, b), tl.where(take, i, j)
+''',
     "floordiv_int": '''
 def floordiv_int(a, b):
     """Rounds down; 0 where b is 0."""

@@ -239,18 +239,6 @@ def product_of(a, b):
 def sum_of(a, b):
     return a + b
 """,
-    "argmax_of": '''
-def argmax_of(a, i, b, j):
-    """The greater value's index; NaN wins, then the smaller index."""
-    take = (a > b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i < j))
-    return tl.where(take, a, b), tl.where(take, i, j)
-''',
-    "argmin_of": '''
-def argmin_of(a, i, b, j):
-    """The smaller value's index; NaN wins, then the smaller index."""
-    take = (a < b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i < j))
-    return tl.where(take, a, b), tl.where(take, i, j)
-''',
 }
 
 

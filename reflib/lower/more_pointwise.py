@@ -1,4 +1,4 @@
-"""More elementwise ops: powers, clamps, rounding, bits, tests of floats, rarer functions."""
+"""More elementwise ops: powers, clamps, rounding, bits, tests of floats, rarer functions; writes onto inputs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,31 @@ from typing import Any
 
 import torch
 
-from .body import Scalar, Value, where
-from .pointwise import pointwise, scaled
-from .rules import Unsupported
+from reflib.ir.ops import value_dtype
+from reflib.ir.program import View
+
+from .body import NestBuilder, Scalar, Value, where
+from .context import LoweringContext
+from .pointwise import elementwise, pointwise, scaled, to_copy
+from .rules import Unsupported, rule
+
+
+@pointwise("reciprocal")
+def reciprocal(x: Value) -> Value:
+    return 1 / x
+
+
+@pointwise("isnan", dtype="self")
+def isnan(x: Value) -> Value:
+    return x.isnan()
+
+
+@rule("masked_fill.Scalar", "masked_fill.Tensor")
+def masked_fill(cx: LoweringContext, x: View, mask: View, value: Any) -> View:
+    def formula(a: Value, m: Value, v: Any) -> Value:
+        return where(m.to(torch.bool), v.to(a.dtype) if isinstance(v, Value) else v, a)
+
+    return elementwise(cx, formula, (x, mask, value), dtype="self")
 
 
 @pointwise("rsub", n=2)
@@ -207,3 +229,37 @@ def signbit(x: Value) -> Value:
     if x.dtype.is_floating_point:
         return x.op("signbit")
     return x.kernel.value(False, torch.bool) if x.dtype in (torch.bool, torch.uint8) else x < 0
+
+
+# -- writes onto inputs ---------------------------------------------------------------------------------
+@rule("copy.default")
+def copy_functional(cx: LoweringContext, _self: View, src: View, non_blocking: bool = False) -> View:
+    return to_copy(cx, src)
+
+
+@rule("copy_.default")
+def copy_(cx: LoweringContext, dst: View, src: View, non_blocking: bool = False) -> View:
+    """Write over an input. Read the whole source first if it is the same storage seen differently."""
+    buffer = cx.low.buffers[dst.buffer]
+    if cx.low.buffers[src.buffer].device != buffer.device:
+        raise Unsupported("a copy between devices")
+    if buffer.dtype != dst.dtype:
+        raise Unsupported("a copy onto a tensor seen as another dtype")
+    if src == dst:
+        return dst
+    if src.buffer == dst.buffer:
+        moved = cx.temp("copy", src.shape, src.dtype)
+        _store(cx, src, moved)
+        src = moved
+    _store(cx, src, dst)
+    return dst
+
+
+def _store(cx: LoweringContext, src: View, dst: View) -> None:
+    device = cx.low.buffers[dst.buffer].device
+    k = NestBuilder(cx, dst.shape, device=device)
+    value = k.load(src)
+    if dst.dtype in (torch.float16, torch.bfloat16) and src.dtype != dst.dtype:
+        value = value.to(value_dtype(dst.dtype))
+    k.store(dst, value)
+    k.finish()

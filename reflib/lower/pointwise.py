@@ -148,19 +148,9 @@ def neg(x: Value) -> Value:
     return -x
 
 
-@pointwise("reciprocal")
-def reciprocal(x: Value) -> Value:
-    return 1 / x
-
-
 @pointwise("logical_not", dtype="self")
 def logical_not(x: Value) -> Value:
     return ~x.to(torch.bool)
-
-
-@pointwise("isnan", dtype="self")
-def isnan(x: Value) -> Value:
-    return x.isnan()
 
 
 # -- selection ------------------------------------------------------------------------------------------
@@ -171,14 +161,6 @@ def where_self(cx: LoweringContext, cond: View, x: Any, y: Any) -> View:
         return where(c.to(torch.bool), a.kernel.value(a, dtype), b.kernel.value(b, dtype))
 
     return elementwise(cx, formula, (cond, x, y), dtype="self")
-
-
-@rule("masked_fill.Scalar", "masked_fill.Tensor")
-def masked_fill(cx: LoweringContext, x: View, mask: View, value: Any) -> View:
-    def formula(a: Value, m: Value, v: Any) -> Value:
-        return where(m.to(torch.bool), v.to(a.dtype) if isinstance(v, Value) else v, a)
-
-    return elementwise(cx, formula, (x, mask, value), dtype="self")
 
 
 @pointwise("relu")
@@ -208,36 +190,3 @@ def to_copy(cx: LoweringContext, x: View, *_: Any, **kwargs: Any) -> View:
     if cx.low.buffers[x.buffer].device != cx.device:
         raise Unsupported("a copy between devices")
     return copy(cx, x)
-
-
-@rule("copy.default")
-def copy_functional(cx: LoweringContext, _self: View, src: View, non_blocking: bool = False) -> View:
-    return to_copy(cx, src)
-
-
-@rule("copy_.default")
-def copy_(cx: LoweringContext, dst: View, src: View, non_blocking: bool = False) -> View:
-    """Write over an input. Read the whole source first if it is the same storage seen differently."""
-    buffer = cx.low.buffers[dst.buffer]
-    if cx.low.buffers[src.buffer].device != buffer.device:
-        raise Unsupported("a copy between devices")
-    if buffer.dtype != dst.dtype:
-        raise Unsupported("a copy onto a tensor seen as another dtype")
-    if src == dst:
-        return dst
-    if src.buffer == dst.buffer:
-        moved = cx.temp("copy", src.shape, src.dtype)
-        _store(cx, src, moved)
-        src = moved
-    _store(cx, src, dst)
-    return dst
-
-
-def _store(cx: LoweringContext, src: View, dst: View) -> None:
-    device = cx.low.buffers[dst.buffer].device
-    k = NestBuilder(cx, dst.shape, device=device)
-    value = k.load(src)
-    if dst.dtype in (torch.float16, torch.bfloat16) and src.dtype != dst.dtype:
-        value = value.to(value_dtype(dst.dtype))
-    k.store(dst, value)
-    k.finish()
