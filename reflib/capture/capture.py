@@ -31,12 +31,6 @@ def dynamo_graph_to_aten(
     forward graph and, possibly only when it is first needed, for the backward graph; it returns a callable that takes a
     list of inputs."""
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-    def partition(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        for tag in BEFORE_PARTITION.values():
-            tag(joint)
-        return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
     def compiler(name: str) -> Callable[..., Any]:
         def compile_one(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list], Any]:
@@ -55,6 +49,15 @@ def dynamo_graph_to_aten(
         keep_inference_input_mutations=True,
     )
     return backend(module, inputs)
+
+
+def partition(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+    """AOTAutograd's joint graph as a forward and a backward graph; arguments are those of the partitioner."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    for tag in BEFORE_PARTITION.values():
+        tag(joint)
+    return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
 
 def _weights(gm: torch.fx.GraphModule) -> frozenset[str]:
