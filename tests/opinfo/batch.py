@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch._functorch.aot_autograd import aot_function
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from tests import checking
 from tests.checking import Outcome
@@ -116,6 +115,7 @@ class _Slot:
 def capture(case: Case) -> Captured:
     """Trace (and run once, by the captured graphs themselves)."""
     from reflib.capture import Graph
+    from reflib.capture.capture import partition
     from reflib.lower import decompositions
 
     made = Captured(case)
@@ -138,7 +138,7 @@ def capture(case: Case) -> Captured:
         case.fn,
         compiler("forward"),
         compiler("backward"),
-        min_cut_rematerialization_partition,
+        partition,
         decompositions(),
         keep_inference_input_mutations=True,
         inference_compiler=compiler("inference"),
