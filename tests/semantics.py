@@ -3,6 +3,7 @@ the fixture ``device``. (What holds under every wrapper is in tests/composition.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -370,8 +371,7 @@ def test_entry_point_by_name(device: str) -> None:
 
 def test_exported_program(device: str) -> None:
     model = Net().to(device).eval()
-    want = Net().to(device).eval()
-    want.load_state_dict(model.state_dict())
+    want = copy.deepcopy(model)
     batch = torch.export.Dim("batch", min=2, max=64)
     program = torch.export.export(model, (randn(5, 6, device=device),), dynamic_shapes=({0: batch}, None)[:1])
     f = reflib.compile(program, verify=True)
@@ -428,8 +428,7 @@ def test_adam_steps(device: str) -> None:
 def test_training_loop(device: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)).to(device)
-    twin = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)).to(device)
-    twin.load_state_dict(model.state_dict())
+    twin = copy.deepcopy(model)
 
     def losses(net: Callable[..., Any], parameters: Any) -> list[float]:
         optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
