@@ -10,6 +10,7 @@ import torch
 from reflib.ir.expr import IntLike, Var, expr
 from reflib.ir.loops import Axis, BodyBuilder, LoopNest
 from reflib.ir.program import Buffer, Extern, Program, full_view
+from tests.hand_loops import contiguous
 
 CPU = torch.device("cpu")
 
@@ -18,11 +19,8 @@ def buffer(
     name: str, shape: Sequence[IntLike], dtype: torch.dtype, kind: str = "temp", device: torch.device = CPU
 ) -> Buffer:
     """Contiguous."""
-    strides, step = [], expr(1)
-    for n in reversed(shape):
-        strides.insert(0, step)
-        step = step * n
-    return Buffer(name, dtype, device, tuple(map(expr, shape)), tuple(strides), kind)
+    shape = tuple(map(expr, shape))
+    return Buffer(name, dtype, device, shape, contiguous(shape), kind)
 
 
 def matmul_relu(

@@ -25,7 +25,7 @@ def running(pid: int) -> bool:
         return False
 
 
-def soon(condition: Callable[[], Any], seconds: float = 5.0) -> Any:
+def soon(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
     """What ``condition`` says, once it is true or the time is over."""
     last = time.monotonic() + seconds
     while not (found := condition()) and time.monotonic() < last:
@@ -33,7 +33,7 @@ def soon(condition: Callable[[], Any], seconds: float = 5.0) -> Any:
     return found
 
 
-def gone(pids: Iterable[int], seconds: float = 10.0) -> bool:
+def gone(pids: Iterable[int], seconds: float = 30.0) -> bool:
     """Whether all of them have ended within ``seconds``."""
     pids = list(pids)
     return soon(lambda: not any(map(running, pids)), seconds)

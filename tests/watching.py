@@ -25,11 +25,11 @@ class Watch:
 
     def first(self) -> dict:
         """Its first message."""
-        assert soon(lambda: self.messages, 20), self.ends
+        assert soon(lambda: self.messages, 60), self.ends
         return self.messages[0]
 
     def end(self) -> tuple[str, dict]:
-        assert soon(lambda: self.ends, 20), "the job did not end"
+        assert soon(lambda: self.ends, 60), "the job did not end"
         return self.ends[0]
 
     def result(self) -> dict:

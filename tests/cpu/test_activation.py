@@ -14,8 +14,9 @@ import reflib
 from reflib.autotune import activation
 from reflib.autotune.subprogram import splice
 from reflib.ir.interpret import interpret
-from reflib.ir.program import Choice, Program
+from reflib.ir.program import Program
 from reflib.ir.verify import verify
+from tests.choices import choices
 
 
 @pytest.fixture(autouse=True)
@@ -30,10 +31,6 @@ def lowered(fn: Any, *args: torch.Tensor) -> tuple[Program, Program]:
     after = activation.with_activations(before)
     verify(after)
     return before, after
-
-
-def choices(program: Program) -> list[Choice]:
-    return [n for n in program.nodes if isinstance(n, Choice)]
 
 
 def linear_relu(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -38,13 +38,7 @@ def test_a_file_can_be_put(tmp_path):
 
 
 def test_keys_tell_parts_apart():
-    keys = [
-        cache.key("ab", "c"),
-        cache.key("a", "bc"),
-        cache.key("abc"),
-        cache.key(b"abc"),
-        cache.key(("a", "b"), 1),
-    ]
+    keys = [cache.key("ab", "c"), cache.key("a", "bc"), cache.key("abc"), cache.key(b"abc"), cache.key(("a", "b"), 1)]
     assert len(set(keys)) == len(keys)
     assert cache.key("x", 1) == cache.key("x", 1)
 

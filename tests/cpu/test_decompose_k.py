@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +19,7 @@ from reflib.ir.verify import verify
 from reflib.lower import custom_ops, decompositions, lower
 from reflib.lower.decompose_k import splits
 from reflib.options import Options
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from choices import check_all, choices
+from tests.choices import check_all, choices
 
 SPLITS, THRESHOLD = "TORCHINDUCTOR_NUM_DECOMPOSE_K_SPLITS", "TORCHINDUCTOR_DECOMPOSE_K_THRESHOLD"
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import statistics
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from tests.processes import python
 
 
 def canonical(requirement: str) -> str:
@@ -131,8 +131,7 @@ def test_importing_reflib_is_nearly_free() -> None:
     )
     pairs = []
     for _ in range(3):
-        out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-        pairs.append([float(x) for x in out.split()])
+        pairs.append([float(x) for x in python(program).split()])
     torch_seconds = min(p[0] for p in pairs)
     reflib_seconds = statistics.median(p[1] for p in pairs)
     assert reflib_seconds < max(0.2, 0.1 * torch_seconds), pairs

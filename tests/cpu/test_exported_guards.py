@@ -123,11 +123,6 @@ class Sized(torch.nn.Module):
         return torch.zeros(n * 4) + x.sum()
 
 
-class Twice(torch.nn.Module):
-    def forward(self, x: Tensor, n: int) -> Tensor:
-        return x[: n + 1] * n
-
-
 @pytest.mark.parametrize("wrapper", ["python", "cpp"])
 def test_ints_that_are_no_sizes(wrapper: str) -> None:
     x = torch.randn(9)

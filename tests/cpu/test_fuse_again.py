@@ -11,16 +11,7 @@ from reflib.fuse import fuse
 from reflib.fuse.dependencies import dependencies
 from reflib.ir.expr import Sym, expr
 from reflib.ir.loops import BodyBuilder, LoopNest, Store
-from reflib.ir.program import (
-    Assume,
-    Choice,
-    Config,
-    Extern,
-    Ranges,
-    Template,
-    Variant,
-    Variants,
-)
+from reflib.ir.program import Assume, Choice, Config, Extern, Ranges, Template, Variant, Variants
 from reflib.ir.verify import verify
 from reflib.options import Options
 

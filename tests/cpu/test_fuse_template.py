@@ -243,10 +243,7 @@ def test_two_products_share_a_prologue():
 
 
 def test_more_than_a_cast_is_not_a_prologue():
-    for fn in (
-        lambda x, w: (x.int().half() @ w,),
-        lambda x, w: (torch.cat([x.half(), x.half()], 0) @ w,),
-    ):
+    for fn in (lambda x, w: (x.int().half() @ w,), lambda x, w: (torch.cat([x.half(), x.half()], 0) @ w,)):
         f = products(fn, [X, W.half()])
         assert [t.a.dtype for t in templates(f)] == [torch.float16] and len(kernels(f)) == 1
     f = products(lambda x, w: (x.half().bfloat16() @ w,), [X, W.bfloat16()])  # rounds twice: the product does once

@@ -10,18 +10,15 @@ from reflib.ir.loops import Axis, BodyBuilder, LoopNest
 from reflib.ir.printer import format_program
 from reflib.ir.program import Buffer, Extern, Program, View, full_view
 from reflib.ir.verify import verify
+from tests.hand_loops import contiguous
 
 CPU = torch.device("cpu")
 F32 = torch.float32
 
 
 def buffer(name, shape, strides=None, dtype=F32, kind="temp"):
-    if strides is None:
-        strides, step = [], expr(1)
-        for n in reversed(shape):
-            strides.insert(0, step)
-            step = step * n
-    return Buffer(name, dtype, CPU, tuple(map(expr, shape)), tuple(map(expr, strides)), kind)
+    strides = contiguous(shape) if strides is None else tuple(map(expr, strides))
+    return Buffer(name, dtype, CPU, tuple(map(expr, shape)), strides, kind)
 
 
 def program(buffers, nodes, outputs, inputs=None, constants=None):

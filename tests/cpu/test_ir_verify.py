@@ -16,7 +16,6 @@ from reflib.ir.verify import linear_ends, verify
 
 I, J = Var("i", expr(4)), Var("j", expr(3))
 LOAD = Load("x", expr(I), F32)
-STORE = Store("y", expr(I), 0)
 
 
 def check(*body, axes=(Axis(I, "p"),), y=(4,)):

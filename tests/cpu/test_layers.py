@@ -62,12 +62,7 @@ def test_imports_point_backwards(root: Path) -> None:
         if part == "__init__":
             continue  # the public names; imported when first used
         for line, other in imported_parts(ast.parse(file.read_text()), file, package):
-            if (
-                part in ORDER
-                and other in ORDER
-                and other not in SHARED
-                and ORDER.index(other) > ORDER.index(part)
-            ):
+            if part in ORDER and other in ORDER and other not in SHARED and ORDER.index(other) > ORDER.index(part):
                 wrong.append(f"{file.relative_to(root)}:{line}: {part} imports {other}, a later stage")
     assert not wrong, "\n".join(wrong)
 

@@ -9,19 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from matmul_cases import (
-    BF16,
-    F16,
-    F32,
-    F64,
-    MatmulCase,
-    bias_1d,
-    bias_2d_gelu,
-    every_other,
-    padded,
-    rand,
-    relu,
-)
+from matmul_cases import BF16, F16, F32, F64, MatmulCase, bias_1d, bias_2d_gelu, every_other, padded, rand, relu
 from triton_cases import compile_all
 
 from reflib.errors import GenerateError, ToolchainError

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from reflib.ir.verify import verify
 from reflib.lower import decompositions, lower
 from reflib.lower.matmul import float32_precision
 from reflib.options import Options
+from tests.choices import choices, with_variant
 
 TABLE = decompositions()
 GPU = Options(target="sm_90")
@@ -30,32 +30,14 @@ def program_of(fn, *args, options: Options = GPU, mode: str = "fake") -> Program
     return program
 
 
-def choices(program: Program) -> list[Choice]:
-    return [n for n in program.nodes if isinstance(n, Choice)]
-
-
-def decided(program: Program, names: tuple[str, ...]) -> Program:
-    """The program with each Choice replaced by the alternative of its name."""
-    pick, nodes, buffers = iter(names), [], dict(program.buffers)
-    for n in program.nodes:
-        if isinstance(n, Choice):
-            name = next(pick)
-            won = next(a for a in n.variants if a.name == name)
-            nodes += won.nodes
-            buffers |= {b.name: b for b in won.buffers}
-        else:
-            nodes.append(n)
-    return replace(program, nodes=tuple(nodes), buffers=buffers)
-
-
 def check(fn, *args, options: Options = GPU, mode: str = "fake", others=None) -> Program:
     """Every combination of alternatives gives eager's values exactly (make inputs small integers), and its strides.
     ``others``: arguments of other sizes to run the same program on."""
     program = program_of(fn, *args, options=options, mode=mode)
     assert choices(program)
     verify(from_data(to_data(program), program.constants))
-    for names in itertools.product(*[[a.name for a in c.variants] for c in choices(program)]):
-        one = decided(program, names)
+    for picked in itertools.product(*[c.variants for c in choices(program)]):
+        one = with_variant(program, lambda _, left=iter(picked): next(left))  # type: ignore[misc]
         verify(one)
         for given in (args, *(others or ())):
             expected = torch.utils._pytree.tree_leaves(fn(*given))
@@ -136,7 +118,8 @@ def test_the_bias_is_added_before_rounding():
     """1024.5 is no half: rounded first, 1 + 1024.5 would lose the 0.5 twice."""
     a, b = torch.tensor([[32.0, 0.5]]).half(), torch.tensor([[32.0], [1.0]]).half()
     args = torch.tensor([0.5]).half(), a, b
-    (result,) = interpret(decided(program_of(torch.addmm, *args), ("triton",)), args)
+    kernel = with_variant(program_of(torch.addmm, *args), lambda c: next(a for a in c.variants if a.name == "triton"))
+    (result,) = interpret(kernel, args)
     assert result.item() == 1025
 
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.processes import python
+
 
 def run(out: Path, root: Path, *args: str) -> None:
     command = [sys.executable, "-m", "tests.opinfo", "--fresh", "--out", str(out / "results.jsonl"), *args]
@@ -21,7 +23,7 @@ def test_through_torch_compile(tmp_path: Path, root: Path) -> None:
     run(tmp_path, root, "--limit", "1", "--shard", "3/150", "--door", "dynamo")
 
 
-def test_a_crash_is_one_sample(tmp_path: Path) -> None:
+def test_a_crash_is_one_sample(root: Path) -> None:
     """A child that dies is one result, and the others are had all the same."""
     script = """
 import os, signal
@@ -39,6 +41,4 @@ got = {}
 workers.run_tasks([workers.Task(((group, (0, 1, 2, 3)),))], 1, lambda r: got.__setitem__(r.key[-1], r.status))
 assert got == {"0": "ok", "1": "ok", "2": "crash", "3": "ok"}, got
 """
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    python(script, env={"PYTHONPATH": str(root)})

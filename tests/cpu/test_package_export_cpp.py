@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -223,10 +222,8 @@ def test_tensors_that_cannot_be(on_cpu: tuple[Path, Path]) -> None:
             assert f"cannot make a tensor: {says}" in said(lib.reflib_new(m, None, ctypes.byref(ins[0])))
     ins = (CValue * 4)(*map(value, args))
     ins[0].kind = 2
-    assert (
-        "(x): expected float32" in (message := said(lib.reflib_run(m, None, ins, 4, out, 6)))
-        and "got an int" in message
-    )
+    message = said(lib.reflib_run(m, None, ins, 4, out, 6))
+    assert "(x): expected float32" in message and "got an int" in message
     empty = value(torch.empty(0, 7))
     empty.any.tensor.sizes = (ctypes.c_int64 * 2)(0, 2**62)
     assert lib.reflib_new(m, None, ctypes.byref(empty)) == 0, "no elements, no bytes"
@@ -447,6 +444,5 @@ def test_the_command(on_cpu: tuple[Path, Path], tmp_path: Path) -> None:
 
 def test_it_is_c_as_well(on_cpu: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "a.c").write_text('#include "model.h"\nint main(void) { return REFLIB_CPU != -1; }\n')
-    words = ["g++", "-x", "c", "-std=c11", "-Wall", "-Werror", f"-I{on_cpu[1]}", str(tmp_path / "a.c")]
-    done = subprocess.run([*words, "-o", str(tmp_path / "a")], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    words = ["-x", "c", "-std=c11", "-Wall", "-Werror", f"-I{on_cpu[1]}"]
+    command("g++", *words, tmp_path / "a.c", "-o", tmp_path / "a")

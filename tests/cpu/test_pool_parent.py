@@ -88,10 +88,10 @@ class Script:
 
     def ends(self) -> None:
         """By itself, and nothing is left of it."""
-        assert self.process.wait(2.0) == 0 and self.nothing_left(1.0)
+        assert self.process.wait(20) == 0 and self.nothing_left()
 
-    def nothing_left(self, seconds: float) -> bool:
-        return soon(lambda: not self.processes(), seconds)
+    def nothing_left(self) -> bool:
+        return soon(lambda: not self.processes())
 
 
 @pytest.fixture
@@ -120,9 +120,9 @@ def test_a_parent_that_is_killed(script: Callable[..., Script], forks: bool, tmp
     s = script("busy(); time.sleep(100)", () if forks else ("reflib_test_threaded",), str(tmp_path))
     # Parent, zygote, workers, a worker's children. (Of a child that has just left for its program nothing can be
     # read for a moment: exec closes what Popen waits for before the new environment is there.)
-    assert soon(lambda: len(s.processes()) == 1 + 1 + 3 + 2, 2.0)
+    assert soon(lambda: len(s.processes()) == 1 + 1 + 3 + 2)
     s.kill()
-    assert s.nothing_left(2.0)
+    assert s.nothing_left()
 
 
 def test_a_parent_that_is_killed_while_its_zygote_imports(script: Callable[..., Script]) -> None:
@@ -130,7 +130,7 @@ def test_a_parent_that_is_killed_while_its_zygote_imports(script: Callable[..., 
     s = script(text, PRELOAD)
     time.sleep(0.2)
     s.kill()
-    assert s.nothing_left(20.0)  # it is noticed after the imports
+    assert s.nothing_left()  # it is noticed after the imports
 
 
 def test_a_parent_that_is_killed_with_its_zygote(script: Callable[..., Script]) -> None:
@@ -139,7 +139,7 @@ def test_a_parent_that_is_killed_with_its_zygote(script: Callable[..., Script]) 
     os.kill(s.process.pid, signal.SIGSTOP)  # that it does not see the other's end
     os.kill(zygote, signal.SIGKILL)
     s.kill()
-    assert soon(lambda: not [pid for pid in s.processes() if b"sleep" not in comm(pid)], 2.0)
+    assert soon(lambda: not [pid for pid in s.processes() if b"sleep" not in comm(pid)])
 
 
 def comm(pid: int) -> bytes:
@@ -183,7 +183,7 @@ def test_control_c(script: Callable[..., Script]) -> None:
         except KeyboardInterrupt:
             start = time.monotonic()
             p.close()
-            print(time.monotonic() - start < 0.5, len(p.processes()), flush=True)
+            print(time.monotonic() - start < 5, len(p.processes()), flush=True)
         over.clear()
         job("echo")
         over.wait(20)
@@ -193,7 +193,7 @@ def test_control_c(script: Callable[..., Script]) -> None:
     start = time.monotonic()
     os.killpg(s.process.pid, signal.SIGINT)
     assert sorted(s.line() for _ in range(4)) == ["True 0", "cancelled", "cancelled", "cancelled"]
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < 10
     assert s.line() == "done"  # it can be used again
     s.ends()
 

@@ -204,7 +204,7 @@ handlers["kernel_info_request"] = lambda *request: os.kill(os.getpid(), signal.S
     monkeypatch.setattr(executing.subprocess, "Popen", shortened)
     start = time.monotonic()
     result = executing.execute(path, checkout / "out", {}, "cpu", False)
-    assert result.status == "ok" and time.monotonic() - start < 40
+    assert result.status == "ok" and time.monotonic() - start < 200  # its child sleeps for 600
     pids = nb.read(checkout / "out" / "notebooks" / "d.ipynb").cells[0].outputs[0].text.split()
     assert len(pids) == 2 and gone(map(int, pids))
 

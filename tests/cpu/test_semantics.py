@@ -1,4 +1,4 @@
-"""tests/semantics.py on the CPU, and what only the CPU has."""
+"""tests/semantics.py and stages.py on the CPU, and what only the CPU has."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from tests.semantics import *  # noqa: F403
 from tests.semantics import Compiled, randn
+from tests.stages import *  # noqa: F403
 
 
 @pytest.fixture

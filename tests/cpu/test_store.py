@@ -205,13 +205,13 @@ def test_a_read_only_folder(s: Store, folder: Path, caplog: pytest.LogCaptureFix
 
 
 def test_a_process_that_holds_the_file(s: Store, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    monkeypatch.setattr(stores, "BUSY_SECONDS", 0.05)
+    monkeypatch.setattr(stores, "BUSY_SECONDS", 0.5)
     s.put("k", outcome(), FACTS)
     with raw(s.path) as c:
         c.execute("BEGIN IMMEDIATE")
         start = time.perf_counter()
         check_as_if_empty(s, caplog)
-        assert time.perf_counter() - start < 1, "it waits once, not at every use"
+        assert time.perf_counter() - start < 3, "it waits once, not at each of 9 uses"
     monkeypatch.setattr(stores, "AGAIN_SECONDS", 0.0)
     s.put("new", outcome(), FACTS)
     assert s.get("new") == s.get("k") == outcome(), "later it is tried again"

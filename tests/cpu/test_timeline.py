@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from typing import Any
@@ -18,6 +16,7 @@ from reflib import lab, timeline
 from reflib.errors import LabError
 from reflib.lab import gantt_chart
 from reflib.timeline import Event, Timeline, chrome_trace, write_chrome_trace
+from tests.processes import python
 
 
 def small() -> Timeline:
@@ -59,7 +58,7 @@ def test_an_event_unpacks_as_a_stage_did():
 def test_processes_share_the_clock():
     program = "import time; print(time.perf_counter())"
     before = time.perf_counter()
-    there = float(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
+    there = float(python(program))
     assert before < there < time.perf_counter()
 
 

@@ -1,4 +1,4 @@
-"""tests/semantics.py on CUDA, and what only CUDA has."""
+"""tests/semantics.py and stages.py on CUDA, and what only CUDA has."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 
 from tests.semantics import *  # noqa: F403
 from tests.semantics import Compiled, compare, randn
+from tests.stages import *  # noqa: F403
 
 
 @pytest.fixture
