@@ -32,7 +32,6 @@ def dynamo_graph_to_aten(
     forward graph and, possibly only when it is first needed, for the backward graph; it returns a callable that takes a
     list of inputs. ``rewrite``: of the joint graph, before it is cut into these two."""
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def compiler(name: str) -> Callable[..., Any]:
         def compile_one(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list], Any]:
@@ -42,18 +41,22 @@ def dynamo_graph_to_aten(
 
         return compile_one
 
-    def partition(gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        return min_cut_rematerialization_partition(rewrite(gm), *args, **kwargs)
-
     backend = aot_autograd(
         fw_compiler=compiler("forward"),
         bw_compiler=compiler("backward"),
         inference_compiler=compiler("inference"),
         decompositions=decompositions,
-        partition_fn=partition,
+        partition_fn=partitioner(rewrite),
         keep_inference_input_mutations=True,
     )
     return backend(module, inputs)
+
+
+def partitioner(rewrite: Rewrite) -> Callable[..., Any]:
+    """What cuts a joint graph, rewritten first, in forward and backward."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return lambda gm, *args, **kwargs: min_cut_rematerialization_partition(rewrite(gm), *args, **kwargs)
 
 
 def _weights(gm: torch.fx.GraphModule) -> frozenset[str]:

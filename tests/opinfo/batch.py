@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,8 +116,10 @@ class _Slot:
 def capture(case: Case) -> Captured:
     """Trace (and run once, by the captured graphs themselves)."""
     from reflib.capture import Graph
-    from reflib.capture.capture import partition
+    from reflib.capture.capture import partitioner
     from reflib.lower import decompositions
+    from reflib.options import Options
+    from reflib.pipeline import rewritten, targets
 
     made = Captured(case)
 
@@ -138,7 +141,7 @@ def capture(case: Case) -> Captured:
         case.fn,
         compiler("forward"),
         compiler("backward"),
-        partition,
+        partitioner(partial(rewritten, options=Options(), target_of=targets(Options()))),
         decompositions(),
         keep_inference_input_mutations=True,
         inference_compiler=compiler("inference"),
