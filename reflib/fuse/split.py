@@ -252,8 +252,10 @@ def second_step(
     for i, st in enumerate(loops.body):
         if isinstance(st, Reduce):
             parts = tuple(b.load(n, index, buffers[n].dtype) for n in partials[i])
-            whole = cut is not None and st.kind == "m2"
-            ids[i] = _combined_m2(b, parts, loops, cut, r) if whole else b.add(replace(st, args=parts))
+            if cut is not None and st.kind == "m2":
+                ids[i] = _combined_m2(b, parts, loops, cut, r)
+            else:
+                ids[i] = b.add(replace(st, args=parts))
         elif not level[i]:
             ids[i] = b.add(map_stmt(st, ids))
     return LoopNest(loops.name, tuple(axes), eliminate_dead(tuple(b.body)), loops.origins)
