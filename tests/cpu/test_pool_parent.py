@@ -151,8 +151,8 @@ def comm(pid: int) -> bytes:
 @pytest.mark.parametrize("end", ["sys.exit(0)", "raise RuntimeError", "os._exit(1)", "os.kill(os.getpid(), 15)"])
 def test_a_parent_that_ends(script: Callable[..., Script], end: str) -> None:
     s = script(f"sys.stderr = None; busy(); job('echo', 'cpu'); {end}")
-    s.process.wait(2.0)
-    assert s.nothing_left(1.0)
+    s.process.wait(20)
+    assert s.nothing_left()
     if end in ("sys.exit(0)", "raise RuntimeError"):
         assert [s.line() for _ in range(4)] == ["cancelled"] * 4
 
