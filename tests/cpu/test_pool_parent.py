@@ -67,7 +67,7 @@ class Script:
         assert self.process.stdout is not None
         fd, line = self.process.stdout.fileno(), b""
         while not line.endswith(b"\n"):
-            assert select.select([fd], [], [], 20)[0], "it says nothing"
+            assert select.select([fd], [], [], 60)[0], "it says nothing"
             if not (byte := os.read(fd, 1)):
                 break
             line += byte

@@ -155,15 +155,18 @@ def test_ctrl_c_while_tuning(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(
         textwrap.dedent(f"""
-        import sys, threading, time, torch, reflib
+        import sys, threading, time, torch, traceback, reflib
         from reflib.autotune.pool import pool
+        from reflib.autotune.tuner import Tuner
         sys.path.insert(0, {str(OPS.parent)!r})
         import tuning_ops as ops
         reflib.register_custom_op_autotuning(ops.product, configs=[ops.hanging])
         def tell():
-            while len(pool().processes()) < 2:
+            main = threading.main_thread().ident
+            while len(pool().processes()) < 2 or not any(
+                frame.f_code is Tuner.wait.__code__ for frame, _ in traceback.walk_stack(sys._current_frames()[main])
+            ):
                 time.sleep(0.05)
-            time.sleep(2)
             print(*pool().processes(), flush=True)
         threading.Thread(target=tell, daemon=True).start()
         f = reflib.compile(lambda a, b: ops.product(a, b) + 5, autotune="blocking", tuning_imports=({str(OPS)!r},))
@@ -175,6 +178,6 @@ def test_ctrl_c_while_tuning(tmp_path: Path) -> None:
     pids = [int(p) for p in child.stdout.readline().split()]
     assert pids
     child.send_signal(signal.SIGINT)
-    assert gone(pids, 10)
+    assert gone(pids)
     _, errors = child.communicate(timeout=60)  # the interpreter's own end takes a while where torch was imported
     assert "KeyboardInterrupt" in errors and child.returncode != 0
