@@ -25,6 +25,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "lower.WHOLE": {"registered": "lower.custom_ops:is_registered"},
     "fuse.BEFORE": {
         "slices": "fuse.slices:slices",
+        "slice_stores": "fuse.slice_stores:slice_stores",
         "split": "fuse.split:split_reductions",
         "inline": "fuse.inline_loads:inline_loads",
         "widen": "fuse.casts:widen_late",

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from ..ir.expr import Atom, Expr, Var, expr, nonneg
 from ..ir.loops import BodyBuilder, Const, Index, Indirect, Load, LoopNest, Op, Reduce, Store, map_stmt, stmt_exprs
-from ..options import Options
 from ..ir.transforms import divisions
+from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies, remove_dead
 from .legality import common_space, single
@@ -24,7 +24,7 @@ MAX_OPS = 24  # statements of a producer that is computed once or twice
 MAX_OPS_REPEATED = 6  # ... more than twice as often as before
 MAX_LOADS = 4
 MAX_BODY = 120  # statements a consumer may grow to
-MAX_DIVISIONS = 12  # // and % in an index that stay when a producer's axes are recovered; nested they multiply
+MAX_TEXT = 1500  # characters of an index with // and %, which double per level where bounds prove nothing
 EXPENSIVE = frozenset(
     "div pow sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh"
     " sigmoid erf erfc lgamma atan2 hypot fmod remainder floordiv truncdiv".split()
@@ -97,16 +97,18 @@ def _inline_into(loops: LoopNest, position: int, producers: dict[str, Producer],
         if not names:
             return loops
         name = names[0]
-        inlined = replace_loads(loops, producers[name]) if _should_inline(loops, position, producers[name], depends) else loops
-        if inlined is not loops and _divisions(inlined) <= max(MAX_DIVISIONS, _divisions(loops)):
+        wanted = _should_inline(loops, position, producers[name], depends)
+        inlined = replace_loads(loops, producers[name]) if wanted else loops
+        if wanted and _longest(inlined) <= max(MAX_TEXT, _longest(loops)):
             loops = inlined
         else:
             keep.add(name)
 
 
-def _divisions(loops: LoopNest) -> int:
-    """The most // and % in one index."""
-    return max((divisions(e) for s in loops.body for e in stmt_exprs(s)), default=0)
+def _longest(loops: LoopNest) -> int:
+    """Characters of the longest index with // or %."""
+    indices = {e for s in loops.body for e in stmt_exprs(s)}
+    return max((len(str(e)) for e in indices if divisions(e)), default=0)
 
 
 def _should_inline(loops: LoopNest, position: int, p: Producer, depends: Dependencies) -> bool:
