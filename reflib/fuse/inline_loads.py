@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from ..ir.expr import Atom, Expr, Var, expr, nonneg
 from ..ir.loops import BodyBuilder, Const, Index, Indirect, Load, LoopNest, Op, Reduce, Store, map_stmt, stmt_exprs
+from ..ir.program import Program
 from ..ir.transforms import divisions
 from ..options import Options
 from ..target import Target
@@ -58,10 +59,17 @@ def inline_loads(fused: Fused, options: Options, target: Target) -> Fused:
         node = _inline_into(node, position, producers, depends)
         nodes[position] = node
         for store in node.stores():
-            producer = _producer(position, node, store, depends)
+            producer = _producer(position, node, store, depends) if makes_all(program, node, store) else None
             if producer is not None:
                 producers[store.buffer] = producer
     return replace(fused, program=remove_dead(replace(program, nodes=tuple(nodes))))
+
+
+def makes_all(program: Program, loops: LoopNest, store: Store) -> bool:
+    """Is whatever is read from the buffer behind ``loops`` what ``store`` stored? (Not where it stores a slice.)"""
+    buffer = program.buffers[store.buffer]
+    alone = sum(s.buffer == store.buffer for s in loops.stores()) == 1
+    return alone and (buffer.kind == "temp" or loops.numel == buffer.numel)
 
 
 def _producer(position: int, loops: LoopNest, store: Store, depends: Dependencies) -> Producer | None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from ..ir.expr import Atom, BinOp, Expr, IntLike, Var, expr, mod, nonneg
 from ..ir.loops import BodyBuilder, Const, Index, Load, LoopNest, Op, Stmt, Store, map_stmt
 from ..ir.program import Buffer, Node, Program
+from ..ir.transforms import divisions
 from ..options import Options
 from ..target import Target
 from .dependencies import dependencies, remove_dead
@@ -205,7 +206,9 @@ def _at(index: Expr, axes: tuple[Var | None, ...], coords: list[Expr]) -> Expr:
 
 
 def coordinates(index: Expr, buffer: Buffer) -> list[Expr] | None:
-    """The position in each dimension of the element at ``index``; None if the strides do not determine it."""
+    """The position in each dimension of the element at ``index``; None if the strides do not determine it, or only with
+    // and % that ``index`` does not have (under a mask, it may reach beyond a row)."""
+    divided = divisions(index)
     out = [expr(0)] * len(buffer.shape)
     dims = [d for d, size in enumerate(buffer.shape) if size != 1]
     dims.sort(key=lambda d: -buffer.strides[d].hint())
@@ -218,7 +221,7 @@ def coordinates(index: Expr, buffer: Buffer) -> list[Expr] | None:
         quotient = index // buffer.strides[d]
         out[d] = quotient if n == 0 else quotient % buffer.shape[d]
         index = index % buffer.strides[d]
-    return out
+    return out if all(divisions(c) <= divided for c in out) else None
 
 
 def same_layout(program: Program, write: Write, other: str) -> bool:
