@@ -33,6 +33,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "lower.WHOLE": {"registered": "lower.custom_ops:is_registered"},
     "fuse.BEFORE": {
         "slices": "fuse.slices:slices",
+        "slice_stores": "fuse.slice_stores:slice_stores",
         "mix_order": "fuse.mix_order:mix_orders",
         "split": "fuse.split:split_reductions",
         "split_scans": "fuse.split_scans:split_scans",

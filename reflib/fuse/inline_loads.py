@@ -42,7 +42,7 @@ MAX_OPS_REPEATED = 6  # ... more than twice as often as before
 MAX_LOADS = 4  # ... of matrices: vectors, such as a norm's weights, are read from cache
 MAX_BODY = 240  # statements a consumer may grow to
 OPS_PER_BYTE = 6  # repeated on a GPU rather than to move a byte: an H200 does 8 (33 T float32 operations, 4.3 TB/s)
-MAX_DIVISIONS = 12  # // and % in an index that stay when a producer's axes are recovered; nested they multiply
+MAX_TEXT = 1500  # characters of an index with // and %, which double per level where bounds prove nothing
 EXPENSIVE = frozenset(
     "div pow sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh"
     " sigmoid erf erfc lgamma atan2 hypot fmod remainder floordiv truncdiv".split()
@@ -76,10 +76,17 @@ def inline_loads(fused: Fused, options: Options, target: Target) -> Fused:
         node = _inline_into(node, position, producers, depends, program if target.is_gpu else None)
         nodes[position] = node
         for store in node.stores():
-            producer = _producer(position, node, store, depends)
+            producer = _producer(position, node, store, depends) if makes_all(program, node, store) else None
             if producer is not None:
                 producers[store.buffer] = producer
     return replace(fused, program=remove_dead(replace(program, nodes=tuple(nodes))))
+
+
+def makes_all(program: Program, loops: LoopNest, store: Store) -> bool:
+    """Is whatever is read from the buffer behind ``loops`` what ``store`` stored? (Not where it stores a slice.)"""
+    buffer = program.buffers[store.buffer]
+    alone = sum(s.buffer == store.buffer for s in loops.stores()) == 1
+    return alone and (buffer.kind == "temp" or loops.numel == buffer.numel)
 
 
 def _producer(position: int, loops: LoopNest, store: Store, depends: Dependencies) -> Producer | None:
@@ -122,16 +129,17 @@ def _inline_into(
         for p in (_whole(producers[name], position, producers, depends), producers[name]):
             if _should_inline(loops, position, p, depends, program):
                 inlined = replace_loads(loops, p)
-                if _divisions(inlined) <= max(MAX_DIVISIONS, _divisions(loops)):
+                if _longest(inlined) <= max(MAX_TEXT, _longest(loops)):
                     loops = inlined
                     break
         else:
             keep.add(name)
 
 
-def _divisions(loops: LoopNest) -> int:
-    """The most // and % in one index."""
-    return max((divisions(e) for s in loops.body for e in stmt_exprs(s)), default=0)
+def _longest(loops: LoopNest) -> int:
+    """Characters of the longest index with // or %."""
+    indices = {e for s in loops.body for e in stmt_exprs(s)}
+    return max((len(str(e)) for e in indices if divisions(e)), default=0)
 
 
 def _whole(p: Producer, position: int, producers: dict[str, Producer], depends: Dependencies) -> Producer:

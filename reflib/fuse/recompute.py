@@ -18,7 +18,7 @@ from ..ir.transforms import eliminate_dead, needed, select
 from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies, used_buffers
-from .inline_loads import EXPENSIVE, MAX_BODY, make_producer, replace_loads
+from .inline_loads import EXPENSIVE, MAX_BODY, make_producer, makes_all, replace_loads
 from .result import Fused
 
 MAX_OPS = 16  # operations worth repeating to save a store and a load
@@ -58,7 +58,7 @@ def _without_load(
     if not isinstance(writer, LoopNest) or not writer.reduced and not node.reduced:
         return None  # two elementwise kernels: inline_loads has decided about them
     slice_ = _computation(writer, name)
-    if slice_ is None or not _cheap(slice_, node):
+    if slice_ is None or not makes_all(program, slice_, slice_.stores()[0]) or not _cheap(slice_, node):
         return None
     if set(slice_.reads()) & set(writer.writes()):
         return None  # it overwrites what it reads

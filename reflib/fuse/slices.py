@@ -2,39 +2,31 @@
 
 Captured graphs are functional: ``x[:, i] = v`` is ``x_new = select_scatter(x_old, v)``, and lowered it is a loop nest
 over all of ``x``: ``x_new[e] = v if e in slice else x_old[e]``. A recurrence makes a chain of n of these, each read by
-the next step. Two rewrites, each linear in n, keep that from costing n copies (or selects n deep):
+the next step. Two passes, each linear in n, keep that from costing n copies (or selects n deep).
 
-**Reads** (``_Reads``). A load at an element that lies in the slice reads ``v`` instead, and one that lies outside
+This one is about reads. A load at an element that lies in the slice reads ``v`` instead, and one that lies outside
 ``x_old``; that may be the next such write, so the load goes down the chain until bounds decide nothing. Then only whole
 reads of ``x_new`` are left, and most links of a chain have none. The walk is logarithmic where slices are written in
 order: a link also points several links back (``Write.back``), with the range that all links in between write to. (A
 copy with gaps, which ``v`` mostly is, since it has the slice's strides, is read where it was copied from.)
 
-**In place** (``_chains``). A link whose ``x_old`` nothing reads later can be stored into ``x_old``'s buffer: n slices
-are stored instead of n copies of the whole. Not for short chains: one kernel with a few selects per element, fused with
-what makes and what reads ``x``, moves fewer bytes than several kernels. A chain that starts at an input of the program
-and ends by being copied onto it is stored into the input itself, whatever its length: a cache with one new row.
-Links over the same loops become one loop nest with several stores (``_Stores``), which fuses with what makes the values.
+Which of the whole copies that are left become stores to slices: ``slice_stores``.
 
 NB: TorchInductor reinplaces ``select_scatter`` in a pass over the FX graph, one kernel or more per write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from ..ir.expr import Atom, BinOp, Expr, IntLike, Var, ceildiv, expr, mod, nonneg
-from ..ir.loops import Axis, BodyBuilder, Const, Index, Load, LoopNest, Op, Stmt, Store, map_stmt
+from ..ir.expr import Atom, BinOp, Expr, IntLike, Var, expr, mod, nonneg
+from ..ir.loops import BodyBuilder, Const, Index, Load, LoopNest, Op, Stmt, Store, map_stmt
 from ..ir.program import Buffer, Node, Program
-from ..ir.rename import renamed
+from ..ir.transforms import divisions
 from ..options import Options
 from ..target import Target
-from .dependencies import Dependencies, dependencies, remove_dead
-from .mapping import fresh
+from .dependencies import dependencies, remove_dead
 from .result import Fused
-
-MAX_SELECTS = 4  # a longer chain is stored in place
 
 
 @dataclass(eq=False)
@@ -97,14 +89,15 @@ class Write:
 
 
 def slices(fused: Fused, options: Options, target: Target) -> Fused:
-    """The same results. Assumes a legal order; nodes and buffers that are not needed any more are removed."""
+    """The same results, read from where they were before they were written to a slice. Assumes a legal order; nodes and
+    buffers that are not needed any more are removed."""
     program = fused.program
     reads = _Reads(program)
     nodes = [reads.resolved(i, n) if isinstance(n, LoopNest) else n for i, n in enumerate(program.nodes)]
     if not reads.writes:
         return fused
     program = remove_dead(replace(program, nodes=tuple(nodes)))
-    return replace(fused, program=_in_place(program, options.max_fused_buffers // 2))
+    return replace(fused, program=program)
 
 
 # -- reads ------------------------------------------------------------------------------------------
@@ -126,7 +119,7 @@ class _Reads:
         if write is not None and len(self.depends.writers[write.buffer]) == 1:
             self.writes[write.buffer] = write
             base = self.writes.get(write.old.buffer) if isinstance(write.old, Load) else None
-            if base is not None and _continues(self.program, write, base.buffer):
+            if base is not None and continues(self.program, write, base.buffer):
                 write.follow(base)
         return node
 
@@ -173,8 +166,8 @@ class _Reads:
         return load
 
     def _find_copy(self, position: int, node: LoopNest) -> None:
-        """Remember ``node`` if it copies a write, or copies something to a buffer with gaps: nobody needs to read it."""
-        found = _whole_copy(self.program, node)
+        """Remember ``node`` if it copies a write, or copies something to a buffer with gaps."""
+        found = whole_copy(self.program, node)
         if found is None or len(self.depends.writers[found[2].buffer]) != 1:
             return
         axes, load, store = found
@@ -194,7 +187,7 @@ class _Reads:
         return replace(load, buffer=source.buffer, index=_at(source.index, axes, coords))
 
 
-def _whole_copy(program: Program, node: Node) -> tuple[tuple[Var | None, ...], Load, Store] | None:
+def whole_copy(program: Program, node: Node) -> tuple[tuple[Var | None, ...], Load, Store] | None:
     """The loop variable of each dimension, the load and the store of a node that only copies, to all of a buffer."""
     if not isinstance(node, LoopNest) or len(node.body) != 2 or node.reduced:
         return None
@@ -213,7 +206,9 @@ def _at(index: Expr, axes: tuple[Var | None, ...], coords: list[Expr]) -> Expr:
 
 
 def coordinates(index: Expr, buffer: Buffer) -> list[Expr] | None:
-    """The position in each dimension of the element at ``index``; None if the strides do not determine it."""
+    """The position in each dimension of the element at ``index``; None if the strides do not determine it, or only with
+    // and % that ``index`` does not have (under a mask, it may reach beyond a row)."""
+    divided = divisions(index)
     out = [expr(0)] * len(buffer.shape)
     dims = [d for d, size in enumerate(buffer.shape) if size != 1]
     dims.sort(key=lambda d: -buffer.strides[d].hint())
@@ -226,18 +221,18 @@ def coordinates(index: Expr, buffer: Buffer) -> list[Expr] | None:
         quotient = index // buffer.strides[d]
         out[d] = quotient if n == 0 else quotient % buffer.shape[d]
         index = index % buffer.strides[d]
-    return out
+    return out if all(divisions(c) <= divided for c in out) else None
 
 
-def _same_layout(program: Program, write: Write, other: str) -> bool:
+def same_layout(program: Program, write: Write, other: str) -> bool:
     """Is every element of what ``write`` makes where it is in ``other``?"""
     a, b = program.buffers[write.buffer], program.buffers[other]
     return (a.shape, a.strides, a.dtype, a.device) == (b.shape, b.strides, b.dtype, b.device)
 
 
-def _continues(program: Program, write: Write, base: str) -> bool:
+def continues(program: Program, write: Write, base: str) -> bool:
     """Is ``old`` the same element of ``base``, which has the same layout?"""
-    return _same_layout(program, write, base) and isinstance(write.old, Load) and write.old.index == write.store.index
+    return same_layout(program, write, base) and isinstance(write.old, Load) and write.old.index == write.store.index
 
 
 # -- what is a write to a slice ---------------------------------------------------------------------
@@ -316,206 +311,3 @@ def _integer(s: Stmt) -> Expr | None:
     if isinstance(s, Index):
         return s.expr
     return expr(s.value) if isinstance(s, Const) and type(s.value) is int else None
-
-
-# -- in place ---------------------------------------------------------------------------------------
-@dataclass
-class Chain:
-    """``links`` are stored into ``root``, after ``start``, if it is not None, has been stored there. ``last``: a node
-    that only copies the result, to ``copied``: dropped, and ``root`` is used instead."""
-
-    root: str
-    links: list[Write]
-    start: Load | Const | None
-    last: int | None = None
-    copied: str | None = None
-
-
-def _in_place(program: Program, most: int) -> Program:
-    """With long chains stored in place; ``most`` stores in a loop nest."""
-    chains = _chains(program)
-    if not chains:
-        return program
-    at = {w.position: (c, w) for c in chains for w in c.links}
-    names = {w.buffer: c.root for c in chains for w in c.links}
-    names |= {c.copied: c.root for c in chains if c.copied is not None}
-    dropped = {c.last for c in chains}
-    out = _Stores(most)
-    for position, node in enumerate(program.nodes):
-        if position in dropped:
-            continue
-        if position not in at:
-            if not names.keys().isdisjoint((*node.reads(), *node.writes())):
-                (node,), _ = renamed([node], (), names)
-            out.add(node)
-            continue
-        chain, write = at[position]
-        if write is chain.links[0] and chain.start is not None:
-            out.add(_whole(write, chain))
-        out.add_slice(write, chain.root, {v: names[v] for v in write.node.reads() if v in names})
-    outputs = tuple(
-        replace(v, buffer=names.get(v.buffer, v.buffer)) if hasattr(v, "buffer") else v for v in program.outputs
-    )
-    return remove_dead(replace(program, nodes=tuple(out.finish()), outputs=outputs))
-
-
-def _chains(program: Program) -> list[Chain]:
-    """What to store in place: every write is in one chain at most."""
-    d = dependencies(program)
-    chains: dict[str, Chain] = {}  # by the last buffer
-    for position, node in enumerate(program.nodes):
-        write = find_write(program, position, node) if isinstance(node, LoopNest) else None
-        if write is None or len(d.writers[write.buffer]) != 1 or program.buffers[write.buffer].kind != "temp":
-            continue
-        base = write.old.buffer if isinstance(write.old, Load) else ""
-        free = bool(base) and _continues(program, write, base) and d.readers[base][-1] == position
-        if free and base in chains and base not in d.needed:
-            chain = chains.pop(base)
-            chain.links.append(write)
-        elif free and base not in d.needed and base != write.new.buffer:
-            chain = Chain(base, [write], None)
-        else:
-            chain = Chain(write.buffer, [write], write.old)
-        chains[write.buffer] = chain
-    out = []
-    for name, chain in chains.items():
-        if _copied_at_end(program, d, name, chain) or len(chain.links) > MAX_SELECTS:
-            out.append(_covered(program, chain))
-    return out
-
-
-def _copied_at_end(program: Program, d: Dependencies, name: str, chain: Chain) -> bool:
-    """If the result is only copied, the copy is dropped. Is it copied to the input that the chain started with, which
-    nothing else writes, nor reads after the first link? Then it is stored there."""
-    last = d.readers.get(name, [-1])[-1]
-    found = _whole_copy(program, program.nodes[last])
-    if name in d.needed or found is None or found[1].buffer != name or found[1].index != found[2].index:
-        return False
-    target, first = found[2].buffer, chain.links[0]
-    if d.writers[target] != [last] or not _same_layout(program, first, target):
-        return False
-    if program.buffers[target].kind == "temp":
-        chain.last, chain.copied = last, target
-        return False
-    ours = isinstance(chain.start, Load) and chain.start.buffer == target and _continues(program, first, target)
-    if ours and d.readers[target][-1] == first.position:
-        chain.root, chain.start, chain.last, chain.copied = target, None, last, target
-        return True
-    return False
-
-
-def _covered(program: Program, chain: Chain) -> Chain:
-    """Without the copy before a chain that writes every element anyway."""
-    ranges = sorted(w.own for w in chain.links if w.own is not None and w.step == 1 and w.dim == chain.links[0].dim)
-    end = 0
-    for low, high in ranges:
-        end = max(end, high) if low <= end else end
-    if chain.root == chain.copied:
-        return chain  # an input
-    size = program.buffers[chain.links[0].buffer].shape[chain.links[0].dim].constant
-    if size is None or end < size:
-        return chain
-    return replace(chain, root=chain.links[0].buffer, start=None)
-
-
-def _whole(write: Write, chain: Chain) -> LoopNest:
-    """``old`` stored everywhere: what comes before the first slice."""
-    b = BodyBuilder()
-    b.store(chain.root, write.store.index, b.add(chain.start))  # type: ignore[arg-type]
-    return LoopNest(f"{write.node.name}_whole", write.node.axes, tuple(b.body), write.node.origins)
-
-
-@dataclass
-class _Pending:
-    """Stores into one root that are yet to become a node: by region, the last of those to the same one."""
-
-    name: str
-    axes: tuple[Axis, ...]
-    dim: int
-    stores: dict[tuple[Expr, Expr, int], tuple[Load, Expr]] = field(default_factory=dict)
-    origins: dict = field(default_factory=dict)
-
-
-class _Stores:
-    """The new nodes, in order. Stores to slices wait until something needs them, and become one node then."""
-
-    def __init__(self, most: int):
-        self.nodes: list[Node] = []
-        self.most = most
-        self.pending: dict[str, _Pending] = {}  # by root
-        self.reading: dict[str, set[str]] = {}  # the roots whose pending stores read a buffer
-
-    def add(self, node: Node) -> None:
-        self._flush(node.reads(), node.writes())
-        self.nodes.append(node)
-
-    def add_slice(self, w: Write, root: str, names: dict[str, str]) -> None:
-        """``w``'s slice, stored into ``root``."""
-        new = replace(w.new, mask=None, other=0, buffer=names.get(w.new.buffer, w.new.buffer))
-        self._flush([new.buffer], [root], but=root if new.buffer != root else "")
-        axes, env = _narrow(w)
-        region = (w.low, w.high, w.step)
-        p = self.pending.get(root)
-        if p is not None and not (p.dim == w.dim and _sizes(p.axes) == _sizes(axes) and self._fits(p, region)):
-            self._emit(root)
-            p = None
-        if p is None:
-            p = self.pending[root] = _Pending(w.node.name, axes, w.dim)
-        env = {v: expr(e).subs({a.var: expr(b.var) for a, b in zip(axes, p.axes)}) for v, e in env.items()}
-        p.stores.pop(region, None)
-        p.stores[region] = replace(new, index=new.index.subs(env)), w.store.index.subs(env)
-        p.name = w.node.name
-        p.origins |= dict.fromkeys(w.node.origins)
-        self.reading.setdefault(new.buffer, set()).add(root)
-
-    def _fits(self, p: _Pending, region: tuple[Expr, Expr, int]) -> bool:
-        """Is it a slice that is stored already, or one apart from all that are?"""
-        if region in p.stores:
-            return True
-        low, high, _ = region
-        apart = (nonneg(l - high) or nonneg(low - h) for l, h, _ in p.stores)
-        return len(p.stores) < self.most and all(apart)
-
-    def _flush(self, reads: Iterable[str], writes: Iterable[str], but: str = "") -> None:
-        writes = list(writes)
-        roots = [r for r in (*reads, *writes) if r in self.pending]
-        for b in writes:
-            roots += self.reading.pop(b, ())
-        for r in dict.fromkeys(roots):
-            if r != but:
-                self._emit(r)
-
-    def _emit(self, root: str) -> None:
-        p = self.pending.pop(root, None)
-        if p is None:
-            return
-        b = BodyBuilder()
-        for load, index in p.stores.values():
-            b.store(root, index, b.add(load))
-        self.nodes.append(LoopNest(p.name, p.axes, tuple(b.body), tuple(p.origins)))
-
-    def finish(self) -> list[Node]:
-        for root in list(self.pending):
-            self._emit(root)
-        return self.nodes
-
-
-def _narrow(w: Write) -> tuple[tuple[Axis, ...], dict[Atom, Expr]]:
-    """Loops over the slice alone, and the node's variables in terms of theirs."""
-    axes: list[Axis] = []
-    env: dict[Atom, Expr] = {}
-    for v in w.axes:
-        if v is None:
-            continue
-        size = ceildiv(w.high - w.low, w.step) if v == w.axes[w.dim] else v.size
-        inner = fresh(size)
-        env[v] = expr(0) if size == 1 else expr(inner)
-        if size != 1:
-            axes.append(Axis(inner, "p"))
-        if v == w.axes[w.dim]:
-            env[v] = env[v] * w.step + w.low
-    return tuple(axes), env
-
-
-def _sizes(axes: tuple[Axis, ...]) -> list[Expr]:
-    return [a.size for a in axes]

@@ -140,6 +140,7 @@ def overlapping(plan: list[tuple[int, int, int]], x: Any, d: Any) -> Any:
             x[:, i] = x.sum(1)
         if i % 5 == 2:
             x[1:-1] = x[2:].clone()
+            x[:, 1:-1] = x[:, 2:].clone()
     return x
 
 
@@ -149,6 +150,26 @@ def test_slices_of_all_kinds(seed: int) -> None:
     lows = [rng.randrange(n) for _ in range(n)]
     plan = [(low, rng.randrange(low, n + 1), rng.choice((1, 1, 2, 3))) for low in lows]
     compare(lambda *args: overlapping(plan, *args), *operands(overlapping, n))
+
+
+def shifted(x: Any) -> Any:
+    """An input's own elements, moved along: each is read before it is written over."""
+    x[:, 1:] = x[:, :-1].clone()
+    return x + 1
+
+
+def one_row(cache: Any, row: Any, at: int) -> Any:
+    """A cache with one new row: the rest of it is not touched."""
+    cache[:, at] = row * 2
+    return cache.sum(1)
+
+
+def test_slices_of_an_input() -> None:
+    compare(shifted, *operands(lambda n, a: n, 40))
+    cache, row = torch.rand(3, 300, 5), torch.rand(3, 5)
+    stages = compare(lambda c, r: one_row(c, r, 7), cache, row)
+    stores = [s for n in stages.fused.program.nodes for s in n.stores() if s.buffer in stages.program.inputs]  # type: ignore
+    assert len(stores) == 1 and all(n.numel != cache.numel() for n in stages.fused.program.nodes)  # type: ignore
 
 
 def graph_of(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None) -> Any:
