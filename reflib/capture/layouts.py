@@ -112,10 +112,13 @@ def _lay_out(graph: torch.fx.Graph) -> int:
             if operands and node.args[0].meta["val"].dim() == 4:
                 moved += _convolve(graph, node, operands, copies)
                 changed.add(node)
-            elif any(a in changed for a in node.all_input_nodes):
-                changed.add(node)
-            else:
+            elif not any(a in changed for a in node.all_input_nodes):
                 continue
+            elif getattr(node.target, "namespace", "aten") not in ("aten", "prims"):
+                moved += _for_others(graph, node, changed)  # an op of the user's may rely on its arguments' strides
+                continue
+            else:
+                changed.add(node)
             _again(graph, node)
             if all(_same(a, b) for a, b in zip(*(_tensors(node.meta[k]) for k in ("val", "old")), strict=True)):
                 changed.discard(node)
@@ -138,6 +141,16 @@ def _convolve(graph: torch.fx.Graph, node: Node, operands: int, copies: dict[Nod
             moved += _bytes(value) if operand is not weight else 0
         args[i] = copies[operand]
     node.args = tuple(args)
+    return moved
+
+
+def _for_others(graph: torch.fx.Graph, node: Node, changed: set[Node]) -> int:
+    """``node``'s arguments copied, with their old strides; returns the bytes copied."""
+    moved = 0
+    for a in node.all_input_nodes:
+        if a in changed and isinstance(a.meta["val"], torch.Tensor):
+            node.replace_input_with(a, _copied(graph, a, node, a.meta["old"]))
+            moved += _bytes(a.meta["val"])
     return moved
 
 

@@ -96,7 +96,7 @@ def _chains(program: Program) -> list[Chain]:
     out = []
     for name, chain in chains.items():
         if _copied_at_end(program, d, name, chain) or len(chain.links) > MAX_SELECTS:
-            out.append(_covered(program, chain))
+            out.append(_covered(program, d, chain))
     return out
 
 
@@ -120,8 +120,10 @@ def _copied_at_end(program: Program, d: Dependencies, name: str, chain: Chain) -
     return False
 
 
-def _covered(program: Program, chain: Chain) -> Chain:
-    """Without the copy before a chain that writes every element anyway."""
+def _covered(program: Program, d: Dependencies, chain: Chain) -> Chain:
+    """Without the copy before a chain that writes every element anyway, and is read by nothing before it has."""
+    if any(d.readers[w.buffer] != [n.position] for w, n in zip(chain.links, chain.links[1:])):
+        return chain
     ranges = sorted(w.own for w in chain.links if w.own is not None and w.step == 1 and w.dim == chain.links[0].dim)
     end = 0
     for low, high in ranges:

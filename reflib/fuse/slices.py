@@ -250,6 +250,9 @@ def find_write(program: Program, position: int, node: LoopNest) -> Write | None:
         return None
     if not (isinstance(old, Const) or isinstance(old, Load) and old.mask is None):
         return None
+    loaded = [s.buffer for s in (new, old) if isinstance(s, Load)]
+    if any(program.buffers[b].dtype != program.buffers[store.buffer].dtype for b in loaded):
+        return None  # what is stored is rounded
     axes = _dimensions(program.buffers[store.buffer], node, store)
     region = None if axes is None else _region(body, mask)
     if axes is None or region is None or region[0] not in axes:

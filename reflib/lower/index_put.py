@@ -36,8 +36,11 @@ def index_put(
     tables = [_known(n) for n in cx.node.args[1][lead:]] if accumulate else []  # type: ignore
     if not tables or any(t is None for t in tables) or len(indices) != len(x.shape) or None in indices[lead:]:
         raise Unsupported("library call")
-    sides = _windows([t for t in tables if t is not None], x.shape[lead:])
     along = _dimensions(tables)
+    with unset_fake_temporarily(), _disable_current_modes():
+        sides = _windows([t for t in tables if t is not None], x.shape[lead:])
+    if list(values.shape) != [*x.shape[:lead], *(expr(sides[d][0]) for d in along)]:
+        raise Unsupported("library call")  # values that are broadcast
     out, compute = cx.out(), value_dtype(check_dtype(values.dtype))
     w = Window(cx, out, [s[2] for s in sides])
     if not w.unrolled:

@@ -243,7 +243,8 @@ def scatter_add(k: NestBuilder, x: View, dim: int, index: View, new: View) -> Va
 
 
 def _here(k: NestBuilder, x: View, dim: int, index: View) -> tuple[Value, list[Expr]]:
-    """Is this the one element of its row, along ``dim``, that ``index`` names? And where its new value stands."""
+    """Is this the one element of its row, along ``dim``, that ``index`` names? And where its new value stands.
+    (As elsewhere a negative index counts from the end, where eager's scatter raises an error.)"""
     d = axis(dim, len(x.shape))
     if not x.shape or list(index.shape) != [*x.shape[:d], expr(1), *x.shape[d + 1 :]]:
         raise Unsupported("more than one position per row, or not one in every row")

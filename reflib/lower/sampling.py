@@ -77,7 +77,7 @@ def _padded(p: Value, size: Expr, padding: int, align: bool) -> Value:
         away = (p - low).abs()
         rest, turns = away.op("fmod", span), (away / span).op("floor")
         p = where(turns.op("fmod", 2).eq(0), rest + low, span - rest + low)
-    return p.maximum(0).minimum(size - 1) if padding in (BORDER, REFLECTION) else p
+    return where(p.isnan(), 0, p).maximum(0).minimum(size - 1) if padding in (BORDER, REFLECTION) else p
 
 
 def _element(k: NestBuilder, x: View, at: Sequence[Value], compute: Any, weight: Value | None = None) -> Value:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..errors import GenerateError
 from ..fuse.mix_order import ELEMENTS, REGISTERS, THREADS, block, column_sums, per_element
 from ..ir.program import Assume, Config
 from ..options import Options
@@ -25,6 +26,8 @@ def mixed(
     if not sums:
         return None
     s = t.space
+    if s.r is None:
+        raise GenerateError(f"{t.part.name} sums columns and reduces no rows: fusion should not have left it so")
     rblock = block(int(s.r.size))
     reads = {(ld.buffer, ld.index): ld.index.has(s.x) for ld in s.loads if ld.index.has(s.r)}
     each = per_element(len(sums), [(t.buffers[name], by_row) for (name, _), by_row in reads.items()])
