@@ -164,6 +164,25 @@ def one_row(cache: Any, row: Any, at: int) -> Any:
     return cache.sum(1)
 
 
+def test_a_chain_that_is_read_before_it_is_full() -> None:
+    def f(x: Any, v: Any) -> Any:
+        x, total = x.clone(), 0
+        for i in range(6):
+            x[i] = v[i]
+            total = total + x.mean(0)
+        return x, total
+
+    compare(f, torch.randn(6, 40), torch.randn(6, 40))
+
+
+def test_what_a_slice_stores_is_rounded() -> None:
+    def f(x: Any, v: Any) -> Any:
+        y = torch.slice_scatter(x, v, 0, 1, 5)
+        return y, y[2:3].float().log()
+
+    compare(f, torch.ones(8, 40, dtype=torch.float16), torch.full((4, 40), 1e-9))
+
+
 def test_slices_of_an_input() -> None:
     compare(shifted, *operands(lambda n, a: n, 40))
     cache, row = torch.rand(3, 300, 5), torch.rand(3, 5)

@@ -134,6 +134,27 @@ def test_when_it_does_not_pay() -> None:
     assert not laid_out(lambda x, w: F.dropout(conv(x, w)), x, w)  # random numbers fall where eager has them
 
 
+@torch.library.custom_op("test_layouts::raw", mutates_args=())
+def raw(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@raw.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_an_op_of_the_users_gets_the_strides_of_eager() -> None:
+    x, w = torch.randn(2, 8, 32, 32), torch.randn(8, 8, 3, 3)
+    calls = externs(lambda x, w: raw(conv(conv(x, w), w)).relu(), x, w, target="sm_90")
+    assert is_last(torch.empty_strided((2, 8, 30, 30), [int(s) for s in strides(calls[1], 0)]))
+    assert strides(calls[-1], 0) == torch.empty(2, 8, 24, 24).stride()
+
+
+def strides(call: Extern, argument: int) -> tuple[int, ...]:
+    return tuple(int(s) for s in call.args[argument].strides)
+
+
 def test_a_cpu_keeps_its_order() -> None:
     x, w = torch.randn(2, 8, 16, 16), torch.randn(8, 8, 3, 3)
     assert len(externs(conv, x, w, target="cpu")) == 2

@@ -44,3 +44,11 @@ def test_unknown_positions_are_a_call() -> None:
     assert [str(e.target) for e in compare(fn, x, i, v).externs] == ["aten.index_put.default"]
     grow = torch.randn(2, 3, 5, 6).requires_grad_()
     compare(lambda x: F.interpolate(x, scale_factor=2, mode="nearest"), grow, backward=True, dynamic=True)
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (4, 1), (3,), (1,)])
+def test_known_positions_in_inference(shape: tuple[int, ...]) -> None:
+    def f(x: Any, v: Any) -> Any:
+        return x.index_put((torch.arange(4)[:, None] % 3, torch.arange(3)), v, accumulate=True)
+
+    compare(f, torch.randn(3, 3), torch.randn(shape))
