@@ -16,6 +16,8 @@ so forward and backward agree about what is saved. Nothing else changes but the 
 A graph is left alone if it has sizes known at run time only, grouped convolutions (other than depthwise), control flow,
 or, of a tensor in channels-last order, an op that takes strides as numbers or one that draws random numbers (they would
 fall on other elements).
+
+NB: TorchInductor decides by counting convolutions and their channels (#99773), and converts while it lowers.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 **Variance.** ``m2`` is the sum of squared distances from the mean. Each lane keeps the mean and the m2 of its own
 elements and takes in the n-th by Welford's recurrence ("Note on a method for calculating corrected sums of squares and
-products", 1962)::
+products", 1962, doi:10.1080/00401706.1962.10490022)::
 
     d = x - mean;  mean += d / n;  m2 += d * (x - mean)
 
