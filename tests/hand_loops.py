@@ -109,7 +109,7 @@ def op_loops(name: str, args: Sequence[torch.Tensor], to: torch.dtype | None = N
 def reduce_loops(kind: str, pool: torch.Tensor, across: bool, rows: int = 5, n: int = 70) -> tuple[LoopNest, Tensors]:
     """Along memory (x[i, j] over j), or across it (x[j, i] over j), of values out of ``pool``; and the buffers."""
     dtype, g = pool.dtype, torch.Generator().manual_seed(1)
-    if dtype.is_floating_point and kind in ("sum", "prod"):
+    if dtype.is_floating_point and kind in ("sum", "prod", "m2"):
         pool = torch.randn(50, dtype=dtype, generator=g)
     x = pool[torch.randint(len(pool), (rows, n), generator=g)]
     if dtype.is_floating_point and kind in ("max", "min", "argmax", "argmin"):
