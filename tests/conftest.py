@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
@@ -78,16 +79,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    """Functions compiled anew: one that several tests compile soon meets Dynamo's limit of recompilations, past which
-    it silently runs eagerly."""
-    import torch
-
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    """Functions compiled anew in every test: one that several tests compile soon meets Dynamo's limit of
+    recompilations, past which it silently runs eagerly. (Where nothing has imported Dynamo, nothing is compiled.)"""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
 
 
 @pytest.fixture

@@ -19,8 +19,6 @@ from reflib.options import Options
 from reflib.pipeline import Backend, Stages
 from tests.checking import check, clone
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
 
 class Compiled:
     """A function compiled by reflib that remembers the stages of every graph it gave."""

@@ -15,8 +15,6 @@ from tests.checking import call, wrong
 from tests.semantics import randn
 from tests.stopping import stopped
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
 PROGRAMS: dict[str, Callable[..., Any]] = {
     "pointwise": lambda x, w: (x * 2 + w).sin() * torch.where(x > 0, x, w),
     "softmax": lambda x, w: torch.softmax(x + w, -1),

@@ -46,14 +46,18 @@ class LoweringContext:
         return self.fakes[0].device
 
     @property
+    def on_gpu(self) -> bool:
+        """Will it run on a GPU? ``target`` retargets programs captured on a CPU after lowering."""
+        return (self.low.options.target or self.device.type) != "cpu"
+
+    @property
     def shape(self) -> tuple[Expr, ...]:
         return self.low.symbols.exprs(self.fakes[0].shape)
 
     def out(self, i: int = 0) -> View:
         """A new buffer for output ``i``, with eager's sizes and strides."""
-        fakes = self.fakes
-        name = self.name if len(fakes) == 1 else f"{self.name}_{i}"
-        return full_view(self.low.new_buffer(name, fakes[i]))
+        name = self.name if len(self.fakes) == 1 else f"{self.name}_{i}"
+        return full_view(self.low.new_buffer(name, self.fakes[i]))
 
     def temp(self, what: str, shape: Sequence[IntLike], dtype: torch.dtype, device: Any = None) -> View:
         """A new contiguous buffer for an intermediate value."""
@@ -81,16 +85,14 @@ class LoweringContext:
                 raise Unsupported(f"a tensor on {buffer.device} among those on {device}")
             moved = self.low.moved.get((view, device))
             if moved is None:
-                kwargs = {"device": device}
-                moved = self.extern_to(aten._to_copy.default, (view,), kwargs, view, device)
+                moved = self.extern_to(aten._to_copy.default, (view,), {"device": device}, view, device)
                 self.low.moved[view, device] = moved
             view = moved
         return view
 
     def float_tensor(self, value: Expr, device: torch.device) -> View:
         """A float known at run time only, as a one-element float64 tensor: kernels take sizes and tensors."""
-        kwargs = {"dtype": torch.float64, "device": device}
-        like = View("", (), (), expr(0), torch.float64)
+        like, kwargs = View("", (), (), expr(0), torch.float64), {"dtype": torch.float64, "device": device}
         return self.extern_to(aten.scalar_tensor.default, (value,), kwargs, like, device)
 
     def extern_to(self, target: Any, args: tuple, kwargs: dict, like: View, device: torch.device) -> View:

@@ -55,7 +55,7 @@ def baddbmm(cx: LoweringContext, bias: View, a: View, b: View, *, beta: Any = 1,
 
 def _product(cx: LoweringContext, target: Any, a: View, b: View, args: tuple[View, ...], kwargs: dict[str, Any]) -> Any:
     """A Choice, if there is anything to choose from; Unsupported (a plain call) if there is not."""
-    gpu = for_gpu(cx)
+    gpu = cx.on_gpu
     if not worth_choosing(cx, gpu, a, b):
         raise Unsupported(_PLAIN)
     scale = {k: v for k, v in kwargs.items() if v != 1}
@@ -87,12 +87,6 @@ def _product(cx: LoweringContext, target: Any, a: View, b: View, args: tuple[Vie
 
 
 # -- when -------------------------------------------------------------------------------------------
-def for_gpu(cx: LoweringContext) -> bool:
-    """Will this run on a GPU? ``target`` retargets programs captured on a CPU after lowering."""
-    target = cx.low.options.target
-    return cx.device.type == "cuda" if target is None else target != "cpu"
-
-
 def worth_choosing(cx: LoweringContext, gpu: bool, a: View, b: View) -> bool:
     """Is there more than one good way to multiply these? An empty product is a fill, which ATen does."""
     if not cx.low.choices:  # inside a variant that has chosen

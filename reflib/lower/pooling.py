@@ -286,7 +286,7 @@ def max_pool(
     ceil_mode: bool = False,
 ) -> list[Any]:  # fmt: skip
     dims = _dims(cx)
-    if cx.device.type == "cpu" and len(x.shape) == dims + 2 and x.shape[1] != 1 and x.strides[1] == 1:
+    if not cx.on_gpu and len(x.shape) == dims + 2 and x.shape[1] != 1 and x.strides[1] == 1:
         raise Unsupported("channels last on a CPU: a C++ compiler does not vectorise a chain of maxima as ATen does")
     g, sizes = Geometry.of(dims, kernel_size, stride, padding, dilation, ceil_mode), _sizes(x, dims)
     return largest(cx, x, g.kernel, lambda d, o: g.side(d, o, sizes[d]))
@@ -300,7 +300,7 @@ def max_pool_backward(
     dims = _dims(cx)
     g, sizes = Geometry.of(dims, kernel_size, stride, padding, dilation, ceil_mode), _sizes(grad, dims)
     counts = [ceildiv((k - 1) * step + 1, s) for k, step, s in zip(g.kernel, g.dilation, g.stride)]
-    if cx.device.type == "cpu" and product(counts) != 1:
+    if not cx.on_gpu and product(counts) != 1:
         raise Unsupported("overlapping windows on a CPU: to scatter needs no atomics there, and reads less")
     return chosen(cx, grad, x, indices, counts, lambda d, i: g.windows(d, i, sizes[d]))
 

@@ -32,7 +32,7 @@ def _along(cx: LoweringContext, x: View, dim: int) -> NestBuilder:
 def _check_rows(cx: LoweringContext, x: View, dim: int, kind: str) -> None:
     """A few, very long rows are cut into pieces (``fuse/split_scans``). Where that cannot be, a GPU would be idle, and
     ATen has a scan of one pass over all of it."""
-    if cx.device.type == "cpu" or not x.shape:
+    if not cx.on_gpu or not x.shape:
         return
     length = x.shape[dim % len(x.shape)]
     rows = product(x.shape).hint() // max(1, length.hint())

@@ -17,7 +17,6 @@ from reflib.ir.program import Choice, Extern, Variants, walk
 from reflib.lower.lower import RESERVED
 from reflib.wrap.runtime import namespace
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 count = iter(range(10_000))
 
 

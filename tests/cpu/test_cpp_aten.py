@@ -20,10 +20,7 @@ from reflib.wrap import host
 from reflib.wrap.aten import in_python, number, quoted
 from tests import c_library
 
-pytestmark = [
-    pytest.mark.usefixtures("fresh_dynamo"),
-    pytest.mark.skipif(bool(host.why_not()), reason="no C++ wrapper here"),
-]
+pytestmark = pytest.mark.skipif(bool(host.why_not()), reason="no C++ wrapper here")
 
 
 def ways(f: Callable[..., Any], *args: Any, **options: Any) -> dict[str, str]:

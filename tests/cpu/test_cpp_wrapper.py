@@ -21,7 +21,6 @@ from reflib.wrap import cpp
 from tests.cpp_wrapping import W, X, affine, count, explained, python_op
 from tests.processes import true_in_a_fork
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 Tensor = torch.Tensor
 ROUNDS = int(os.environ.get("REFLIB_CALLS", 20_000))
 SILENT = "it failed; see stderr"  # torch 2.11's C interface prints why and keeps it from callers

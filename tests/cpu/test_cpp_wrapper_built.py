@@ -21,7 +21,6 @@ from tests.cpp_wrapping import W, X, affine, explained
 from tests.models import build
 from tests.processes import python
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 Tensor = torch.Tensor
 
 

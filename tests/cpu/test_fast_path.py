@@ -11,7 +11,6 @@ from reflib.fast_path import add_fast_path
 from reflib.pipeline import Backend
 from tests.fast_paths import Graphs, X, agree, breaks, call, close, compiled, double, known, warm
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 G = torch.full((4,), 3.0)
 SCALE = 2.0
 

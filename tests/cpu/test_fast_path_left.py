@@ -15,8 +15,6 @@ import reflib
 from reflib import fast_path
 from tests.fast_paths import X, agree, breaks, call, close, compiled, double, known, warm
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
 
 # -- the slow path ----------------------------------------------------------------------------------
 class Counted:

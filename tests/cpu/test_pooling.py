@@ -59,7 +59,8 @@ DTYPES = [torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.flo
 @pytest.mark.parametrize("seed", range(4))
 def test_at_random(dims: int, seed: int) -> None:
     fn, shape = draw(10 * seed + dims, dims)
-    x = ties(shape, DTYPES[seed], last=seed % 2 == 1).requires_grad_()
+    dtype = DTYPES[seed] if dims < 3 else torch.float32  # eager's volumes have no halves on a CPU
+    x = ties(shape, dtype, last=seed % 2 == 1).requires_grad_()
     compiled = compare(fn, x, backward=seed < 2, dynamic=seed == 2)
     on_cpu = ["max_pool"] if seed % 2 == 1 or seed == 0 else []  # channels last, overlapping windows
     assert all(any(name in str(e.target) for name in on_cpu) for e in compiled.externs)

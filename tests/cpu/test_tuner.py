@@ -19,7 +19,6 @@ from reflib.autotune.pool import pool
 from tests.loading import load_file
 from tests.processes import gone
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 OPS = Path(__file__).parent.parent / "tuning_ops.py"
 
 

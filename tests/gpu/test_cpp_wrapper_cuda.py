@@ -13,8 +13,6 @@ from tests.composition import FALLBACKS
 from tests.cpp_wrapping import explained
 from tests.processes import python
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
 
 def test_what_does_not_fit_is_refused() -> None:
     x = torch.ones(4, 6, device="cuda")

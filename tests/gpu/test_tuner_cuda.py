@@ -12,7 +12,6 @@ from loading import load_file
 import reflib
 from reflib.pipeline import tunings
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 OPS = Path(__file__).parent.parent / "tuning_ops_cuda.py"
 Tensor = torch.Tensor
 
