@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 TESTS = Path(__file__).parent
 
 
@@ -21,3 +23,10 @@ def results(program: str, *cases: str) -> dict[str, Any]:
     done = subprocess.run([sys.executable, str(TESTS / program), *cases], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def chosen(request: pytest.FixtureRequest) -> list[Any]:
+    """The parameter of each variant of this test that is to run: they share one child."""
+    node = request.node
+    tests = [i for i in request.session.items if getattr(i, "originalname", "") == node.originalname]
+    return [next(iter(i.callspec.params.values())) for i in tests if i.path == node.path]  # type: ignore[attr-defined]

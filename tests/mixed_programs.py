@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -105,10 +106,10 @@ def difference(fn: Fn, compiled: Fn, args: list[torch.Tensor]) -> str:
     return ""
 
 
-def main() -> dict[str, str]:
+def main(one_in: int = 1) -> dict[str, str]:
     complete_the_interpreter()
     out = {}
-    for name, *case in cases():
+    for name, *case in list(cases())[::one_in]:
         for fallback in (False, True):
             label = f"{name}{', misaligned' if fallback else ''}, {tuple(case[1])}"
             try:
@@ -120,4 +121,4 @@ def main() -> dict[str, str]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps(main()))
+    print(json.dumps(main(*map(int, sys.argv[1:]))))

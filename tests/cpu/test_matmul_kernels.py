@@ -222,6 +222,7 @@ def test_operands_tma_cannot_read() -> None:
     refuse(MatmulCase(rand(2, 64, 64), rand(2, 64, 64), TMA), "for one product")
 
 
+@pytest.mark.slow
 def test_loops_are_kept() -> None:
     """ptxas would make 50 kB of this one, and take 4 s."""
     tiling = Tiling("tiled", 64, 256, 32, num_warps=4, num_stages=7)

@@ -85,6 +85,7 @@ def accesses(e: Any, points: int) -> Counter[str]:
 
 # -- structure ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("number", range(2 * len(FUNCTIONS)))
+@pytest.mark.sample(3)
 def test_each_tensor_is_read_once(number: int) -> None:
     rng = random.Random(number)
     fn, vectors = FUNCTIONS[number // 2]
@@ -120,9 +121,9 @@ def test_a_program_with_a_norm_of_each_size_has_one_kernel_for_each() -> None:
     "shape, dtype, options, text",
     [
         ((2000, 4096), BF16, {}, "2000 rows are too few for 132 programs"),
-        ((40_000, 10_000), BF16, {}, "registers do not hold rows of 10000 elements"),
-        ((40_000, 4096), BF16, {"persistent_limit": 1024}, "registers do not hold"),
-        ((40_000, 8192), F32, {}, "would not read less"),
+        ((6000, 10_000), BF16, {}, "registers do not hold rows of 10000 elements"),
+        ((6000, 4096), BF16, {"persistent_limit": 1024}, "registers do not hold"),
+        ((6000, 8192), F32, {}, "would not read less"),
         ((40_000, 512), BF16, {"dynamic": True}, "not known before run time"),
     ],
 )
@@ -235,9 +236,9 @@ def test_a_store_of_a_sum_is_written_as_data() -> None:
 
 # -- code ---------------------------------------------------------------------------------------------
 @triton
-def test_in_tritons_interpreter() -> None:
+def test_in_tritons_interpreter(pytestconfig: pytest.Config) -> None:
     """Backwards against float64: rows and columns of any size, static and dynamic, aligned and not."""
-    found = results("mixed_programs.py")
+    found = results("mixed_programs.py", "5" if pytestconfig.getoption("--quick") else "1")
     assert found and {k: v for k, v in found.items() if v} == {}
 
 
@@ -257,6 +258,7 @@ class Both(torch.nn.Module):
 
 @triton
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.slow
 def test_in_a_package_for_c_plus_plus(tmp_path: Path) -> None:
     """Built for a GPU without one, exported as a C++ program, launched against a stand-in for the driver."""
     args = (torch.randn(20_000, 64), torch.randn(64), torch.randn(64))

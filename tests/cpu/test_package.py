@@ -64,6 +64,7 @@ def test_a_model(small: tuple[Any, Path]) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sample(3)
 def test_models(name: str, tmp_path: Path) -> None:
     _, args, model = build(name, "cpu")
     args = args[len(list(model.parameters())) :]
@@ -294,6 +295,7 @@ def test_code_for_gpus_that_are_not_here(tool: str | None, tmp_path: Path, monke
     reflib.load(tmp_path / "g.reflib")(x)  # there is an variant for CPUs
 
 
+@pytest.mark.slow
 def test_equal_input_equal_bytes(tmp_path: Path, host_folders: list[bytes]) -> None:
     script = textwrap.dedent("""
         import sys, torch, reflib

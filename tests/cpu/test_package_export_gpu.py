@@ -99,6 +99,7 @@ def test_the_image_for_the_gpu(on_gpu: tuple[Path, Path], asked: Asked, gpu: int
     assert launch["block"] == [k.threads, 1, 1] and launch["dynamic"] == k.shared and launch["launch"] == k.symbol
 
 
+@pytest.mark.slow
 def test_shared_memory_and_text_alone(on_gpu: tuple[Path, Path], driver: Path, tmp_path: Path) -> None:
     """sm_80's code runs on 8.6 and 8.9 if its kernels find as much shared memory there; the text fits everywhere."""
 

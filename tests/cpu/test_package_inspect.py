@@ -101,6 +101,7 @@ def test_without_fatbins_the_containers_are_nothing(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("tool", ["", None], ids=["table", "fatbin"])
+@pytest.mark.slow
 def test_a_file_is_little_more_than_its_machine_code(
     tool: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from interpreter import results
+from interpreter import chosen, results
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
 NAMES = (
@@ -20,8 +20,7 @@ NAMES = (
 @pytest.fixture
 def found(request: pytest.FixtureRequest) -> dict[str, str]:
     """What is wrong with each program among the tests to run, which share a process."""
-    tests = [t for t in request.session.items if getattr(t, "originalname", "") == "test_program"]
-    return results("triton_programs.py", *(t.callspec.params["name"] for t in tests))  # type: ignore[attr-defined]
+    return results("triton_programs.py", *chosen(request))
 
 
 @pytest.mark.sample(3)

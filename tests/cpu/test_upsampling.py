@@ -23,6 +23,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", WAYS)
+@pytest.mark.sample(3)
 def test_forward_and_backward(name: str) -> None:
     x = torch.randn(2, 3, 5, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
     compiled = compare(lambda x: F.interpolate(x.sin(), **WAYS[name]), x, backward=True)
