@@ -216,12 +216,8 @@ def _emit_all(work: _Grouping, made_of: Mapping[str, tuple[str, ...]]) -> tuple[
 
 def _droppable(cluster: Cluster, depends: Dependencies) -> set[str]:
     """Buffers whose readers and writers are all in the cluster, and which are not needed afterwards."""
-    out = set()
-    for name in cluster.writes:
-        users = depends.readers.get(name, []) + depends.writers[name]
-        if name not in depends.needed and all(u in cluster.members for u in users):
-            out.add(name)
-    return out
+    users = {name: depends.readers.get(name, []) + depends.writers[name] for name in cluster.writes}
+    return {name for name, at in users.items() if name not in depends.needed and cluster.members.issuperset(at)}
 
 
 def _name(cluster: Cluster, number: int, taken: set[str]) -> str:

@@ -229,13 +229,8 @@ def _is(at: str, value: Any, names: dict[str, Any]) -> str:
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Do their byte ranges overlap?"""
-    (a_first, a_end), (b_first, b_end) = _extent(a), _extent(b)
+    (a_first, a_end), (b_first, b_end) = structure.extent(a), structure.extent(b)
     return a_first < b_end and b_first < a_end
-
-
-def _extent(t: torch.Tensor) -> tuple[int, int]:
-    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride())) if t.numel() else -1
-    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
 # -- checks of the slow path ------------------------------------------------------------------------------
