@@ -266,6 +266,8 @@ def _fitting(argument: Argument, got: Any) -> Any:
     ):  # fmt: skip
         if have != asked:
             raise ReflibError(f"{name}: {what} {have}, but it was exported with {asked}")
+    if not structure.allocated(got):
+        raise ReflibError(f"{name}: a tensor without memory: its storage was resized to 0")
     return got.resolve_neg()
 
 

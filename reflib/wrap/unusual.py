@@ -80,13 +80,8 @@ def _backward(call: Callable[[list], Any], program: Any) -> Callable[[list], Any
 
 
 def _expect_memory(x: torch.Tensor, what: str) -> None:
-    if not allocated(x):
+    if not structure.allocated(x):
         raise ArgumentError(f"{what}: a tensor of sizes {list(x.shape)} without memory: its storage was resized to 0")
-
-
-def allocated(x: torch.Tensor) -> bool:
-    """Has its storage memory, if it needs any? (A call that reads it would otherwise end the process.)"""
-    return x.layout is not torch.strided or x.numel() == 0 or x.untyped_storage().nbytes() > 0
 
 
 # -- what was captured ----------------------------------------------------------------------------------
@@ -117,7 +112,7 @@ def _as_captured(args: Sequence[Any], kinds: bytes, captured: set[tuple[int, int
 
 
 def _is_plain(x: torch.Tensor) -> bool:
-    return structure.has_memory(x) and x.layout is torch.strided and not x.is_neg() and allocated(x)
+    return structure.has_memory(x) and x.layout is torch.strided and not x.is_neg() and structure.allocated(x)
 
 
 def _together(args: Sequence[Any], kinds: bytes) -> set[tuple[int, int, int]]:

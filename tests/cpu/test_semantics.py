@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import reflib
 from tests.semantics import *  # noqa: F403
 from tests.semantics import Compiled, randn
 from tests.stages import *  # noqa: F403

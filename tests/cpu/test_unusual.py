@@ -106,3 +106,13 @@ def test_without_the_extension(monkeypatch):
         test_a_view_of_what_is_written_to("python")
     finally:
         unusual._usual.cache_clear()
+
+
+@BOTH
+def test_exported_without_memory(wrapper):
+    f = reflib.compile(torch.export.export(torch.nn.ReLU(), (torch.randn(N),)), wrapper=wrapper)
+    x = torch.randn(N)
+    torch.testing.assert_close(f(x), torch.relu(x))
+    x.untyped_storage().resize_(0)
+    with pytest.raises(reflib.ReflibError, match="without memory"):
+        f(x)
