@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -47,6 +47,9 @@ START = Seam("pipeline.START")
 # Rewrites of a functional ATen graph, of inference or forward and backward in one, before it is cut or lowered:
 # (GraphModule, Options, is the target a GPU?) -> GraphModule. The core has none.
 REWRITES = Seam("pipeline.REWRITES")
+# What goes around a callable that Dynamo or autograd calls: (callable, Dynamo's GraphModule or the Stages of one of its
+# graphs, inputs, Options) -> callable.
+AROUND = Seam("pipeline.AROUND")
 # Checks of a program after each stage, under ``Options(verify=True)``: (Program) -> None, raising VerifyError.
 VERIFY = Seam("pipeline.VERIFY")
 
@@ -261,7 +264,8 @@ class Backend:
             for start in START.values():
                 start(self.options, {t.device.type for t in inputs if isinstance(t, torch.Tensor)})
         rewrite = partial(rewritten, options=self.options, target_of=targets(self.options))
-        return dynamo_graph_to_aten(module, inputs, decompositions(), self._compile, rewrite)
+        call = dynamo_graph_to_aten(module, inputs, decompositions(), self._compile, rewrite)
+        return self._around(call, module, inputs)
 
     def _compile(self, graph: Graph, inputs: Sequence[Any]) -> Callable[[list], Any]:
         stages = run(graph, self.options)
@@ -269,18 +273,15 @@ class Backend:
             self.on_stages(stages)
         if (background := getattr(stages.call, "background", None)) is not None:
             self.tunings.append(background)
-        return stages.call if stages.call is not None else eager(graph)
+        return self._around(stages.call, stages, inputs) if stages.call is not None else eager(graph)
+
+    def _around(self, call: Callable[..., Any], what: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return reduce(lambda inner, around: around(inner, what, inputs, self.options), AROUND.values(), call)
 
 
 def eager(graph: Graph) -> Callable[[list], Any]:
     """With a ``target`` nothing is built: the captured graph itself runs, so that what surrounds it can go on."""
-
-    def call(args: list) -> Any:
-        values = list(args)
-        args.clear()
-        return torch.fx.Interpreter(graph.module).boxed_run(values)
-
-    return call
+    return lambda args: torch.fx.Interpreter(graph.module).boxed_run(args)
 
 
 def dynamo_backend(module: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:

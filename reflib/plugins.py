@@ -14,6 +14,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "channels_last": "capture.layouts:channels_last",
         "positions": "capture.positions:recompute_positions",
     },
+    "pipeline.AROUND": {"unusual": "wrap.unusual:eager_for_unusual"},
     "pipeline.VERIFY": {"verify": "ir.verify:verify"},
     "options.NORMALIZE": {"lookup_table": "tables:normalize_lookup", "c_shims": "c_shims:normalize"},
     "lower.MODULES": {

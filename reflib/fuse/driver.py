@@ -84,7 +84,8 @@ class _Grouping:
         depends = dependencies(program)
         self.clusters: dict[int, Cluster] = {}  # by position, of any member
         self.refusals: list[Refusal] = []
-        self.context = FusionContext(program, depends, options, target, self.clusters.get)
+        self.sequence = list(range(len(program.nodes)))  # a legal order, for the ranks
+        self.context = FusionContext(program, depends, options, target, self.clusters.get, self.sequence.copy())
         self.waits = waiting(program, depends)
 
     def place(self, position: int, node: LoopNest | Template) -> None:
@@ -126,7 +127,17 @@ class _Grouping:
             for p in (cluster if both is other else other).members:
                 self.clusters[p] = both
             cluster = both
+            self._reorder(both.members, answer.between)
         return refused
+
+    def _reorder(self, members: set[int], between: set[int]) -> None:
+        """Bring ``members`` together: after what they need, before all else in their range."""
+        rank = self.context.rank
+        first, last = min(rank[p] for p in members), max(rank[p] for p in members)
+        span = sorted(self.sequence[first : last + 1], key=lambda p: 0 if p in between else 1 + (p not in members))
+        self.sequence[first : last + 1] = span
+        for place, p in enumerate(span, first):
+            rank[p] = place
 
     def _best(self, todo: list[tuple[int, bool]], position: int, cluster: Cluster, tried: set[int]) -> int | None:
         """The neighbour that saves most, then the nearest; removed from ``todo``, as are those already tried. A matmul
@@ -205,12 +216,8 @@ def _emit_all(work: _Grouping, made_of: Mapping[str, tuple[str, ...]]) -> tuple[
 
 def _droppable(cluster: Cluster, depends: Dependencies) -> set[str]:
     """Buffers whose readers and writers are all in the cluster, and which are not needed afterwards."""
-    out = set()
-    for name in cluster.writes:
-        users = depends.readers.get(name, []) + depends.writers[name]
-        if name not in depends.needed and all(u in cluster.members for u in users):
-            out.add(name)
-    return out
+    users = {name: depends.readers.get(name, []) + depends.writers[name] for name in cluster.writes}
+    return {name for name, at in users.items() if name not in depends.needed and cluster.members.issuperset(at)}
 
 
 def _name(cluster: Cluster, number: int, taken: set[str]) -> str:

@@ -76,12 +76,14 @@ class FusionContext:
     options: Options
     target: Target
     cluster_at: Callable[[int], Cluster | None]
+    rank: list[int]  # of each position in an order that is legal for the clusters, each cluster's members together
 
 
 @dataclass(frozen=True)
 class Merged:
     mapping: Mapping
     saved: int  # bytes, by hint
+    between: set[int]  # positions in neither that must come after the earlier begins and before the later
 
 
 def single(position: int, node: LoopNest | Template, depends: Dependencies) -> Cluster:
@@ -130,7 +132,8 @@ def can_fuse(a: Cluster, b: Cluster, c: FusionContext) -> Merged | Reason:
     mapping = common_space(a, b)
     if isinstance(mapping, Reason):
         return mapping
-    return _few_rows(a, b, mapping, c) or _limit(a, b, c) or _order(a, b, c) or Merged(mapping, saved_bytes(a, b, c))
+    between = _few_rows(a, b, mapping, c) or _limit(a, b, c) or _order(a, b, c)
+    return between if isinstance(between, Reason) else Merged(mapping, saved_bytes(a, b, c), between)
 
 
 def common_space(a: Cluster, b: Cluster) -> Mapping | Reason:
@@ -276,39 +279,25 @@ def newly_interior(a: Cluster, b: Cluster, c: FusionContext) -> set[str]:
     return out
 
 
-def _order(a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:
-    """Is there a path from one to the other through a third? Backwards from each, as far as the other's start."""
-    for start, goal in ((b, a), (a, b)):
-        via = _path(start, goal, c)
-        if via is not None:
-            name = c.program.nodes[via].name
-            return Reason("order", f"{name} needs the one and is needed by the other")
-    return None
-
-
-def _path(start: Cluster, goal: Cluster, c: FusionContext) -> int | None:
-    """A node outside both that comes after ``goal`` and before ``start``; None if there is none."""
-    first = goal.first
-    todo = [p for p in start.before if p not in goal.members and _may_follow(p, first, c)]
-    seen: set[int] = set()
+def _order(a: Cluster, b: Cluster, c: FusionContext) -> Reason | set[int]:
+    """What must run between the two: positions after the earlier that the later needs. A Reason if one of these needs
+    the earlier itself. (No path leads from the later to the earlier.)"""
+    early, late = sorted((a, b), key=lambda x: c.rank[x.first])
+    start = c.rank[early.first]
+    todo = [p for p in late.before if c.rank[p] > start and p not in early.members]
+    between: set[int] = set()
     while todo:
         p = todo.pop()
-        if p in seen:
+        if p in between:
             continue
         cluster = c.cluster_at(p)
-        members, before = ({p}, c.depends.before[p]) if cluster is None else (cluster.members, cluster.before)
-        seen |= members
-        for q in before:
-            if q in goal.members:
-                return p
-            if q not in seen and q not in start.members and _may_follow(q, first, c):
+        between |= {p} if cluster is None else cluster.members
+        for q in c.depends.before[p] if cluster is None else cluster.before:
+            if q in early.members:
+                return Reason("order", f"{c.program.nodes[p].name} needs the one and is needed by the other")
+            if c.rank[q] > start:
                 todo.append(q)
-    return None
-
-
-def _may_follow(p: int, first: int, c: FusionContext) -> bool:
-    cluster = c.cluster_at(p)
-    return (p if cluster is None else cluster.last) >= first
+    return between
 
 
 def saved_bytes(a: Cluster, b: Cluster, c: FusionContext) -> int:

@@ -121,16 +121,16 @@ class NestBuilder:
 
     # -- values ---------------------------------------------------------------------------------
     def value(self, x: Scalar, dtype: torch.dtype) -> Value:
-        """A number, size or Value as a Value of value dtype ``dtype``."""
+        """A number, size or Value as a Value of ``dtype`` (of a half dtype: rounded)."""
         if isinstance(x, Value):
             return x if x.dtype == dtype else x.to(dtype)
         if isinstance(x, Expr) and x.constant is not None:
             x = x.constant
         if isinstance(x, Expr):
-            return self._size(x, dtype)
+            return self._size(x, value_dtype(dtype)).to(dtype)
         if isinstance(x, complex):
             raise Unsupported("complex numbers")
-        return Value(self, self.b.const(fit(x, dtype), dtype))
+        return Value(self, self.b.const(fit(x, dtype), value_dtype(dtype)))
 
     def _size(self, x: Expr, dtype: torch.dtype) -> Value:
         symbols = self.cx.low.symbols
@@ -261,7 +261,7 @@ def fit(x: Any, dtype: torch.dtype) -> Any:
     if dtype == torch.bool:
         return bool(x)
     if dtype.is_floating_point:
-        return float(x)
+        return float(x) if dtype == value_dtype(dtype) else float(torch.tensor(float(x)).to(dtype))
     if isinstance(x, float) and not math.isfinite(x):
         raise Unsupported(f"{x} as {dtype}")
     info = torch.iinfo(dtype)

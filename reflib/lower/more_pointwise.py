@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from reflib.ir.loops import Const, Index
 from reflib.ir.ops import value_dtype
 from reflib.ir.program import View
 
@@ -103,28 +104,37 @@ def clamp_max(x: Value, hi: Value) -> Value:
     return x.minimum(hi)
 
 
+def whole(op: str, x: Value, y: Value) -> Value:
+    """A division of integers. Eager's raises an error for a zero on a CPU, so it is eager's unless none is possible."""
+    divisor = y.kernel.b.body[y.id]
+    known = isinstance(divisor, Index) or isinstance(divisor, Const) and divisor.value != 0  # a size, a number
+    if not (known or x.dtype.is_floating_point or y.kernel.cx.on_gpu):
+        raise Unsupported("a division by zero is an error")
+    return x.op(op, y)
+
+
 @pointwise("div.Tensor_mode", "div.Scalar_mode", n=2)
 def div_mode(x: Value, y: Value, rounding_mode: str | None = None) -> Value:
     if rounding_mode is None:
         return x / y
     if rounding_mode == "floor":
-        return x.op("floordiv", y)
-    return (x / y).op("trunc") if x.dtype.is_floating_point else x.op("truncdiv", y)
+        return whole("floordiv", x, y)
+    return (x / y).op("trunc") if x.dtype.is_floating_point else whole("truncdiv", x, y)
 
 
 @pointwise("floor_divide", n=2)
 def floor_divide(x: Value, y: Value) -> Value:
-    return x.op("floordiv", y)
+    return whole("floordiv", x, y)
 
 
 @pointwise("remainder", n=2)
 def remainder(x: Value, y: Value) -> Value:
-    return x.op("remainder", y)
+    return whole("remainder", x, y)
 
 
 @pointwise("fmod", n=2)
 def fmod(x: Value, y: Value) -> Value:
-    return x.op("fmod", y)
+    return whole("fmod", x, y)
 
 
 @pointwise("fmax", n=2)

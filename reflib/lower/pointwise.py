@@ -2,7 +2,7 @@
 
 In which dtype is it computed? ``same``: the result's (float32 for half results, as in eager, which is also how
 torch's promotion of integers to float comes out right: the result's dtype is known). ``compare``: the operands are
-promoted among themselves, the result is bool. ``self``: each operand as it is.
+promoted among themselves (to half: numbers are rounded), the result is bool. ``self``: each operand as it is.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def elementwise(
     """One LoopNest over the output's points that stores ``formula(*operands, *rest, **kwargs)``."""
     compute = None
     if dtype != "self":
-        compute = value_dtype(check_dtype(promote(operands) if dtype == "compare" else cx.dtype))
+        compute = check_dtype(promote(operands)) if dtype == "compare" else value_dtype(check_dtype(cx.dtype))
     return nest(cx, lambda k: formula(*(operand(k, x, compute) for x in operands), *rest, **(kwargs or {})))
 
 
 def operand(k: NestBuilder, x: Any, compute: torch.dtype | None) -> Any:
     if isinstance(x, View):
         value = k.load(x)
-        return value if compute is None else value.to(compute)
+        return value if compute in (None, x.dtype) else value.to(compute)
     return x if x is None or compute is None else k.value(x, compute)
 
 

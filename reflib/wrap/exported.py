@@ -229,13 +229,8 @@ def _is(at: str, value: Any, names: dict[str, Any]) -> str:
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Do their byte ranges overlap?"""
-    (a_first, a_end), (b_first, b_end) = _extent(a), _extent(b)
+    (a_first, a_end), (b_first, b_end) = structure.extent(a), structure.extent(b)
     return a_first < b_end and b_first < a_end
-
-
-def _extent(t: torch.Tensor) -> tuple[int, int]:
-    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride())) if t.numel() else -1
-    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
 # -- checks of the slow path ------------------------------------------------------------------------------
@@ -271,6 +266,8 @@ def _fitting(argument: Argument, got: Any) -> Any:
     ):  # fmt: skip
         if have != asked:
             raise ReflibError(f"{name}: {what} {have}, but it was exported with {asked}")
+    if not structure.allocated(got):
+        raise ReflibError(f"{name}: a tensor without memory: its storage was resized to 0")
     return got.resolve_neg()
 
 

@@ -230,6 +230,13 @@ def entry(
     return module.entry(graph, tuple(head), kinds, one, slow)
 
 
+def checks() -> Callable[[Sequence[Any], bytes], bool] | None:
+    """``usual`` of host_entry.c, if there is the extension: is every tensor among the arguments plain memory, and none
+    in the memory of one that is written to? A letter per argument: w, written to; r, read; -, whatever it is."""
+    found = getattr(extension(), "usual", None)
+    return found if _entry_functions() else None
+
+
 def functions_of(text: str, names: Mapping[str, Any], wanted: Sequence[str]) -> list[Callable[..., tuple]]:
     """The Python functions of a wrapper's text."""
     scope = dict(names)

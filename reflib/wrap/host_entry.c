@@ -63,16 +63,95 @@ static int has_memory(Handle h) {
     return 0;
 }
 
+static int is_readable(Handle h) {
+    int32_t layout = -1;
+    return !eager.layout(h, &layout) && layout == eager.strided() && !eager.is_neg(h) && has_memory(h);
+}
+
 /* An ordinary tensor with memory of its own (functorch's wrappers have none, nor do tensors known to be zero). The graph
    checks everything else. */
 static int is_plain(PyObject *o) {
     if (Py_TYPE(o) != tensor_type && Py_TYPE(o) != parameter_type) return 0;
     Handle h;
     if (borrow(o, &h)) return PyErr_Clear(), 0;
-    int32_t layout = -1;
-    int plain = !eager.layout(h, &layout) && layout == eager.strided() && !eager.is_neg(h) && has_memory(h);
+    int plain = is_readable(h);
     unborrow(h);
     return plain;
+}
+
+/* -- is it plain memory, which nothing else writes to? ------------------------------------------------------------- */
+typedef struct {
+    char *first, *end;
+    int written;
+} Extent;
+enum { SOME_EXTENTS = 32, MOST_BYTES = 16 /* of an element */ };
+
+static int64_t element_size(int32_t dtype) { /* by c10::ScalarType */
+    static const char sizes[] = {1, 1, 2, 4, 8, 2, 4, 8, 4, 8, 16, 1, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 4, 8};
+    return dtype >= 0 && dtype < (int32_t)sizeof sizes && sizes[dtype] ? sizes[dtype] : MOST_BYTES;
+}
+
+/* The bytes from its first element to its last; none if it is empty. */
+static int extent(Handle h, Extent *e) {
+    int32_t dtype = -1;
+    int64_t dim = 0, *sizes = NULL, *strides = NULL, last = 0;
+    void *p = NULL;
+    if (torch_table.data_ptr(h, &p) || torch_table.dtype(h, &dtype) || torch_table.dim(h, &dim) ||
+        torch_table.sizes(h, &sizes) || torch_table.strides(h, &strides))
+        return -1;
+    e->first = e->end = p;
+    for (int64_t d = 0; d < dim; ++d) {
+        if (!sizes[d]) return 0;
+        last += (sizes[d] - 1) * strides[d];
+    }
+    e->end += (last + 1) * element_size(dtype);
+    return 0;
+}
+
+static int by_first(const void *a, const void *b) {
+    const Extent *x = a, *y = b;
+    return (x->first > y->first) - (x->first < y->first);
+}
+
+/* Is one that is written to in the memory of another? */
+static int overlap(Extent *all, Py_ssize_t n) {
+    char *end = NULL, *written_end = NULL; /* of those before */
+    qsort(all, n, sizeof *all, by_first);
+    for (Py_ssize_t i = 0; i < n; ++i) {
+        Extent e = all[i];
+        if (e.first == e.end) continue;
+        if (e.first < written_end || (e.written && e.first < end)) return 1;
+        if (e.end > end) end = e.end;
+        if (e.written && e.end > written_end) written_end = e.end;
+    }
+    return 0;
+}
+
+/* usual(args, kinds) -> bool: args: a list or tuple; kinds: see host.checks */
+static PyObject *usual(PyObject *module, PyObject *const *given, Py_ssize_t count) {
+    if (count != 2 || !(PyList_Check(given[0]) || PyTuple_Check(given[0])) || !PyBytes_Check(given[1]))
+        return PyErr_Format(PyExc_TypeError, "usual(list or tuple, bytes)");
+    Py_ssize_t n = PySequence_Fast_GET_SIZE(given[0]), found = 0;
+    const char *kinds = PyBytes_AS_STRING(given[1]);
+    if (n != PyBytes_GET_SIZE(given[1])) Py_RETURN_FALSE;
+    int good = 1, writes = memchr(kinds, 'w', n) != NULL;
+    Extent some[SOME_EXTENTS], *all = some;
+    if (writes && n > SOME_EXTENTS && !(all = PyMem_Malloc(n * sizeof *all))) return PyErr_NoMemory();
+    for (Py_ssize_t i = 0; good && i < n; ++i) {
+        PyObject *o = PySequence_Fast_GET_ITEM(given[0], i);
+        Handle h;
+        if (kinds[i] == '-' || !PyObject_TypeCheck(o, tensor_type)) continue;
+        if (borrow(o, &h)) {
+            PyErr_Clear(), good = 0;
+            break;
+        }
+        good = is_readable(h) && !(writes && extent(h, &all[found]));
+        if (writes) all[found++].written = kinds[i] == 'w';
+        unborrow(h);
+    }
+    if (good && writes) good = !overlap(all, found);
+    if (all != some) PyMem_Free(all);
+    return PyBool_FromLong(good);
 }
 
 static int is_usual(const Entry *e, PyObject *const *args, Py_ssize_t n, PyObject *kwnames) {

@@ -449,6 +449,7 @@ static PyObject *is_at(PyObject *module, PyObject *args) {
     {"entry", make_entry, METH_VARARGS, "the callable of a compiled program"},                      \
     {"setup", setup, METH_VARARGS, "what all graphs share"},                                        \
     {"setup_entry", setup_entry, METH_VARARGS, "what all entries share"},                           \
+    {"usual", (PyCFunction)(void (*)(void))usual, METH_FASTCALL, "are arguments in plain memory?"}, \
     {"is_at", is_at, METH_VARARGS, "is a tensor's handle at the expected offset?"},
 
 static int graph_types(void) {

@@ -167,3 +167,14 @@ def has_memory(t: torch.Tensor) -> bool:
         return False
     transformed = torch._C._functorch.is_functorch_wrapped_tensor(t) or torch._is_functional_tensor(t)
     return not transformed and not t._is_zerotensor()
+
+
+def allocated(t: torch.Tensor) -> bool:
+    """Has its storage memory, if it needs any? (A call that reads it would otherwise end the process.)"""
+    return t.layout is not torch.strided or t.numel() == 0 or t.untyped_storage().nbytes() > 0
+
+
+def extent(t: torch.Tensor) -> tuple[int, int]:
+    """The addresses of its first byte and of the one after its last."""
+    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride())) if t.numel() else -1
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()

@@ -225,3 +225,17 @@ def test_time_is_linear():
             best = min(best, time.process_time() - start)
         seconds.append(best)
     assert seconds[1] < 15 * seconds[0]
+
+
+def test_a_path_may_lead_through_a_group_that_begins_before_both():
+    """As in batch norm with squeeze-and-excite: ``c`` needs ``d0``, whose group grows by ``d0 + g``."""
+
+    def fn(x, y, v):
+        d0 = torch.relu(x)
+        c = torch.mv(d0.t(), v)
+        g = y.sum(0)
+        return d0 + g, c * g
+
+    for target in (CPU, GPU):
+        f = fused(fn, [R(8, 6), R(5, 6), R(8)], target)
+        assert any(r.reason.code == "order" for r in f.refusals)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import reflib
 from tests.semantics import *  # noqa: F403
 from tests.semantics import Compiled, randn
 from tests.stages import *  # noqa: F403
@@ -41,3 +42,32 @@ def test_more_than_2_to_the_31_elements() -> None:
     x[-1] = 3
     y = Compiled(lambda x: x + 1)(x)
     assert int(y[-1]) == 4 and int(y[0]) == 1 and int(y[n // 2]) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_tensors_are_compared_with_rounded_numbers(dtype):
+    x = torch.tensor([0.3, 0.1, -0.7, 2048.0], dtype=dtype)
+    precise = torch.tensor(0.3, dtype=torch.float64)  # no dimensions: it takes x's dtype
+
+    def fn(x, precise):
+        numbers = [0.3, 0.1, -0.7, 2049]
+        ops = [torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge]
+        return [op(x, n) for op in ops for n in (*numbers, precise)]
+
+    for got, want in zip(reflib.compile(fn)(x, precise), fn(x, precise), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("divide", ["floor_divide", "remainder", "fmod", "trunc"])
+def test_integers_divided_by_zero_are_an_error(divide):
+    def fn(x, y):
+        return torch.div(x, y, rounding_mode="trunc") if divide == "trunc" else getattr(torch, divide)(x, y)
+
+    f = reflib.compile(fn, dynamic=False)
+    x, y = torch.tensor([7, -7, 5]), torch.tensor([2, 3, -4])
+    assert torch.equal(f(x, y), fn(x, y)) and torch.equal(f(x, 3), fn(x, 3))
+    for zero in (torch.tensor([2, 0, 3]), torch.tensor(0), 0):
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            f(x, zero)
+    kernels = reflib.explain(lambda x: fn(x, 3) + 1, x).kernels
+    assert len(kernels) == 1, "a known divisor is computed in a kernel"

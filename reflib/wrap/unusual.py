@@ -1,0 +1,135 @@
+"""Arguments that a compiled graph is not for go to the graph that Dynamo captured, which PyTorch runs, op by op.
+
+Kernels read and write plain memory. Dynamo's guards hold a tensor's dtype, sizes and strides against those at capture,
+but not all that this takes:
+
+* its numbers are as they are in memory: not negated in passing (``x.conj().imag``), not in a layout of oneDNN's;
+* no other argument is in the memory of one that is written to, unless it was so at capture, the same distance apart;
+* it carries no tangent of forward-mode differentiation: nothing of the graph computes one.
+
+Where its storage was resized to 0, as FSDP does to save memory, PyTorch would end the process too: an error is raised.
+One function in C looks at the arguments of each call, in about 20 ns per tensor. A backward graph has no other form: it
+resolves what is negated.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import is_fake
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..errors import ArgumentError
+from ..logs import get as logger
+from ..options import Options
+from . import structure
+from .cpp import laid_out
+
+SKIP, READ, WRITTEN = b"-rw"
+
+
+def eager_for_unusual(
+    call: Callable[..., Any], what: Any, inputs: Sequence[Any], options: Options
+) -> Callable[..., Any]:
+    """``call`` with the checks. ``what``: Dynamo's graph, whose callable it is, for ``inputs``; or a backward graph's
+    Stages."""
+    if options.target is not None:
+        return call
+    if isinstance(what, torch.fx.GraphModule):
+        return _forward(call, what, inputs)
+    return _backward(call, what.scheduled) if what.graph.name == "backward" else call
+
+
+def _forward(call: Callable[..., Any], module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    if any("resize_storage_bytes_" in str(n.target) for n in module.graph.nodes):  # it allocates its inputs itself
+        return call
+    kinds = _kinds(inputs)
+    captured = _together(inputs, kinds)
+    usual, dual = _usual(), forward_ad.__dict__
+
+    def run(*args: Any) -> Any:
+        if dual["_current_level"] < 0 and usual(args, kinds) or _as_captured(args, kinds, captured):
+            return call(*args)
+        for i, (x, kind) in enumerate(zip(args, kinds)):
+            if kind != SKIP and structure.has_memory(x):
+                _expect_memory(x, f"argument {i} of a compiled graph")
+        logger("fallback").info("a graph is run op by op: its arguments are not plain memory, or share it")
+        return module(*args)
+
+    return run
+
+
+def _backward(call: Callable[[list], Any], program: Any) -> Callable[[list], Any]:
+    needed = laid_out(program)
+    kinds = bytes(READ if x in needed else SKIP for x in program.inputs)
+    usual = _usual()
+
+    def run(args: list) -> Any:
+        if not usual(args, kinds):
+            for i, x in enumerate(args):
+                if kinds[i] == READ and isinstance(x, torch.Tensor) and structure.has_memory(x):
+                    _expect_memory(x, f"{program.inputs[i]}, which a compiled graph saved for backward")
+                    args[i] = x.resolve_neg()
+        return call(args)
+
+    return run
+
+
+def _expect_memory(x: torch.Tensor, what: str) -> None:
+    if not structure.allocated(x):
+        raise ArgumentError(f"{what}: a tensor of sizes {list(x.shape)} without memory: its storage was resized to 0")
+
+
+# -- what was captured ----------------------------------------------------------------------------------
+def _kinds(inputs: Sequence[Any]) -> bytes:
+    """A letter per argument: is it read, or written to? What has no memory of its own is not looked at: a subclass
+    that holds others, or a sparse tensor, which only calls read."""
+    info = getattr(getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None), "input_info", None)
+    writes = [True] * len(inputs) if info is None else [i.mutates_data for i in info]
+    if len(writes) != len(inputs):  # AOTAutograd passes other tensors, such as one that several are views of
+        writes = [any(writes)] * len(inputs)
+    return bytes((WRITTEN if w else READ) if _is_looked_at(x) else SKIP for x, w in zip(inputs, writes, strict=True))
+
+
+def _is_looked_at(x: Any) -> bool:
+    return (
+        isinstance(x, torch.Tensor)
+        and x.layout in (torch.strided, torch._mkldnn)  # type: ignore[attr-defined]
+        and not (is_fake(x) or is_traceable_wrapper_subclass(x))
+    )
+
+
+def _as_captured(args: Sequence[Any], kinds: bytes, captured: set[tuple[int, int, int]]) -> bool:
+    """The checks again, where those in C found something: is it fine after all?"""
+    looked_at = [x for x, kind in zip(args, kinds) if kind != SKIP]
+    if any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in args):
+        return False
+    return all(map(_is_plain, looked_at)) and _together(args, kinds) == captured
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    return structure.has_memory(x) and x.layout is torch.strided and not x.is_neg() and structure.allocated(x)
+
+
+def _together(args: Sequence[Any], kinds: bytes) -> set[tuple[int, int, int]]:
+    """Pairs of arguments (their numbers) in overlapping memory, one of them written to, and their distance in bytes."""
+    if WRITTEN not in kinds:
+        return set()
+    known = [(i, *structure.extent(x)) for i, x in enumerate(args) if kinds[i] != SKIP and _is_plain(x)]
+    return {
+        (i, j, b - a)
+        for n, (i, a, a_end) in enumerate(known) for j, b, b_end in known[n + 1 :]
+        if a < b_end and b < a_end and WRITTEN in (kinds[i], kinds[j])
+    }  # fmt: skip
+
+
+@functools.cache
+def _usual() -> Callable[[Sequence[Any], bytes], bool]:
+    """The function in C; the same in Python where there is none."""
+    from .host import checks
+
+    return checks() or (lambda args, kinds: _as_captured(args, kinds, set()))

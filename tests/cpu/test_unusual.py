@@ -1,0 +1,118 @@
+"""Arguments that no guard of Dynamo's tells from those that a graph was compiled for, after a call with usual ones."""
+
+import random
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fw
+
+import reflib
+from reflib.errors import ArgumentError
+from reflib.wrap import unusual
+
+N = random.Random(7).randint(5, 9)
+BOTH = pytest.mark.parametrize("wrapper", ["python", "cpp"])
+
+
+def write_and_cat(a, b):
+    a.add_(1)
+    return torch.cat([a, b]) * 2
+
+
+@BOTH
+def test_a_view_of_what_is_written_to(wrapper):
+    f = reflib.compile(write_and_cat, wrapper=wrapper)
+    f(torch.randn(N), torch.randn(N))
+    mine, eager = torch.arange(N + 2.0), torch.arange(N + 2.0)
+    for start in (2, 1, 0):
+        got, want = f(mine[:N], mine[start : start + N]), write_and_cat(eager[:N], eager[start : start + N])
+        torch.testing.assert_close((got, mine), (want, eager))
+
+
+def test_captured_with_views_of_one_storage():
+    f = reflib.compile(write_and_cat)
+    for start in (2, 2, 1, 2):
+        mine, eager = torch.arange(N + 2.0), torch.arange(N + 2.0)
+        got, want = f(mine[:N], mine[start : start + N]), write_and_cat(eager[:N], eager[start : start + N])
+        torch.testing.assert_close((got, mine), (want, eager))
+
+
+@BOTH
+def test_negated_in_passing(wrapper):
+    def fn(x, v):
+        return (x * 2 + 1).sin() * v
+
+    f = reflib.compile(fn, wrapper=wrapper)
+    v = torch.randn(N)
+    for x in (torch.randn(N), torch._neg_view(torch.randn(N)), torch.randn(N, dtype=torch.complex64).conj().imag):
+        torch.testing.assert_close(f(x, v), fn(x, v))
+    x = torch.randn(N, requires_grad=True)
+    g = torch._neg_view(torch.randn(N))
+    torch.testing.assert_close(torch.autograd.grad(f(x, v), x, g), torch.autograd.grad(fn(x, v), x, g))
+
+
+@BOTH
+def test_a_storage_of_no_bytes(wrapper):
+    f = reflib.compile(lambda x, y: (x * y).sin(), wrapper=wrapper)
+    x, y = torch.randn(N, requires_grad=True), torch.randn(N)
+    out = f(x, y)
+    y.untyped_storage().resize_(0)
+    with pytest.raises(ArgumentError, match=r"without memory: its storage was resized to 0"):
+        out.sum().backward()
+    with pytest.raises(ArgumentError, match=r"argument 1 .* without memory"):
+        f(x, y)
+    y.untyped_storage().resize_(4 * N)
+    y.fill_(2.0)
+    torch.testing.assert_close(f(x, y), (x * 2).sin())
+
+
+@BOTH
+def test_tangents_and_layouts_are_eager_s(wrapper):
+    def fn(x):
+        return torch.relu(x) * x
+
+    f = reflib.compile(fn, wrapper=wrapper)
+    x, t = torch.randn(N, 4), torch.randn(N, 4)
+    f(x)
+    with fw.dual_level():
+        dual = fw.make_dual(x, t)
+        torch.testing.assert_close(fw.unpack_dual(f(dual)).tangent, fw.unpack_dual(fn(dual)).tangent)
+        torch.testing.assert_close(f(x), fn(x))
+    if torch.backends.mkldnn.is_available():
+        torch.testing.assert_close(f(x.to_mkldnn()).to_dense(), fn(x))
+
+
+def test_the_check_in_c_and_in_python_agree(monkeypatch):
+    """Random slices of one buffer, some of them written to."""
+    usual = unusual._usual()
+    rng = random.Random(3)
+    for _ in range(300):
+        base = torch.zeros(60, dtype=rng.choice([torch.float64, torch.bfloat16, torch.int8]))
+        views = []
+        for _ in range(rng.randint(1, 5)):
+            first, size, step = rng.randint(0, 40), rng.randint(0, 4), rng.randint(1, 4)
+            views.append(base[first : first + size * step : step])
+        kinds = bytes(rng.choice(b"-rw") for _ in views)
+        assert usual(tuple(views), kinds) == (not unusual._together(views, kinds)), (views, kinds)
+    many = list(torch.zeros(80).split(2))
+    assert usual(many, b"w" * 40) and not usual([*many[:39], many[0]], b"w" * 40)
+    assert not usual([torch._neg_view(torch.ones(2))], b"r") and usual([torch._neg_view(torch.ones(2))], b"-")
+
+
+def test_without_the_extension(monkeypatch):
+    monkeypatch.setattr("reflib.wrap.host.checks", lambda: None)
+    unusual._usual.cache_clear()
+    try:
+        test_a_view_of_what_is_written_to("python")
+    finally:
+        unusual._usual.cache_clear()
+
+
+@BOTH
+def test_exported_without_memory(wrapper):
+    f = reflib.compile(torch.export.export(torch.nn.ReLU(), (torch.randn(N),)), wrapper=wrapper)
+    x = torch.randn(N)
+    torch.testing.assert_close(f(x), torch.relu(x))
+    x.untyped_storage().resize_(0)
+    with pytest.raises(reflib.ReflibError, match="without memory"):
+        f(x)
