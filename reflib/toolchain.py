@@ -11,6 +11,7 @@ process. The flags here change no result except by fusing a multiply with an add
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -114,11 +115,19 @@ def _compiler(command: tuple[str, ...], root: str) -> Compiler:
     k = cache.key("compiler", command, identity, runtimes, cache.cpu_features(), _BASE, _OPTIONAL, programs)
     known = cache.read("toolchain", k)
     if known is not None:
-        d = json.loads(known)
-        return Compiler(tuple(d["command"]), d["version"], tuple(d["flags"]), tuple(d["link"]), d["openmp"])
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # else it is probed again
+            return _from_json(known)
     found = _probe(command, runtimes)
     cache.put("toolchain", k, json.dumps(asdict(found)).encode())
     return found
+
+
+def _from_json(data: bytes) -> Compiler:
+    d = json.loads(data)
+    words = {k: tuple(d[k]) for k in ("command", "flags", "link")}
+    if not all(isinstance(w, str) for w in (d["version"], d["openmp"], *(w for v in words.values() for w in v))):
+        raise TypeError("not what asdict wrote")
+    return Compiler(version=d["version"], openmp=d["openmp"], **words)
 
 
 def torch_openmp() -> list[Path]:
