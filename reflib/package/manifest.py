@@ -49,7 +49,7 @@ class Program:
     outputs: tuple[Output, ...]
     arguments_tree: str
     result_tree: str
-    ranges: dict[Word, tuple[int, int | None]]
+    ranges: dict[str, tuple[int, int | None]]
     devices: tuple[str, ...]
     guards: tuple[Guard, ...] = ()
     names: tuple[str, ...] = ()

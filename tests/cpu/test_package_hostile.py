@@ -74,7 +74,6 @@ PLACES: dict[str, Callable[[Manifest, str], Any]] = {
     "functions": lambda m, bad: variant(m).update(functions=[bad]),
     "C functions": lambda m, bad: variant(m).update(symbols=[bad]),
     "programs": lambda m, bad: m["programs"].update({bad: program(m)}),
-    "ranges": lambda m, bad: program(m)["ranges"].update({bad: [0, 1]}),
     "size": lambda m, bad: program(m)["arguments"][0]["tensor"]["shape"].__setitem__(
         0, {"_": "atom", "value": ["sym", bad, 0, None, 3]}
     ),
