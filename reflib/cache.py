@@ -77,7 +77,7 @@ def _spare(path: Path, why: OSError) -> Path:
                 spare = Path(tempfile.mkdtemp(prefix="reflib-cache-"))
             except OSError as e:
                 remedy = "set REFLIB_CACHE_DIR to a folder with room"
-                raise CacheError(f"cannot use the cache folder {path}: {why}, nor a temporary one: {e}; {remedy}") from e
+                raise CacheError(f"cannot use the cache {path}: {why}, nor a temporary one: {e}; {remedy}") from e
             atexit.register(_remove, spare, os.getpid())
             _spares[path] = spare
             warnings.warn(

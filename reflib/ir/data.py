@@ -164,5 +164,5 @@ def _decode_object(kind: str, value: Any) -> Any:
         try:
             return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
         except AttributeError as e:
-            raise ReflibError(f"the operator {value!s:.200} is not registered; import the module that defines it") from e
+            raise ReflibError(f"the operator {value:.99} is not registered; import the module that defines it") from e
     raise ReflibError(f"unknown kind of data {kind!r:.80}")

@@ -1,7 +1,7 @@
 """What a package contains, as data: the dataclasses below, and their JSON.
 
 ``read`` is the inverse of ``write``, and checks that each value is of its field's type. Names that become parts of
-paths, of C or of CMake are ``Word``s or ``Member``s, all other text is printable. So no user of a manifest checks names.
+paths, of C or of CMake are ``Word``s or ``Member``s, all other text is printable: no user of a manifest checks names.
 ``opened`` is the only way to a file's manifest; ``checks.py`` has the rest of what it holds.
 """
 
@@ -213,9 +213,9 @@ def _read(want: Any, data: Any) -> Any:
 def _typed(want: type, data: Any) -> Any:
     if type(data) is not want:
         raise TypeError(f"{data!r:.80} where a {want.__name__} is expected")
-    if want is str and not data.isprintable():  # a terminal would obey it
+    if isinstance(data, str) and not data.isprintable():  # a terminal would obey it
         raise ValueError(f"{data!r:.80} has control characters")
-    if want is int and not -(2**63) <= data < 2**63:
+    if isinstance(data, int) and not -(2**63) <= data < 2**63:
         raise ValueError("a number of more than 64 bits")
     return data
 
@@ -235,7 +235,8 @@ def _hints(cls: Any) -> dict[str, Any]:
 def opened(
     path: str | os.PathLike[str], verify: bool | str = True, sha256: str | None = None
 ) -> Iterator[tuple[archive.Archive, Manifest]]:
-    """The package at ``path``, open, and its manifest, checked. Closed on an exception. Errors of the block name the path."""
+    """The package at ``path``, open, and its checked manifest. Closed on an exception. Errors of the block name the
+    path."""
     from .checks import check  # (which is in terms of the classes above)
 
     file = archive.open(path, verify, sha256)

@@ -58,8 +58,8 @@ def test_what_was_planted_is_not_used(folder: Path) -> None:
 def test_the_umask_does_not_matter(folder: Path) -> None:
     program = "from reflib import cache; cache.put('kernels', 'k', b'x'); assert cache.read('kernels', 'k') == b'x'"
     here = str(Path(cache.__file__).parents[1])
-    child = [sys.executable, "-W", "error", "-c", f"import sys, os; os.umask(0); sys.path.insert(0, {here!r}); {program}"]
-    subprocess.run(child, check=True)
+    program = f"import sys, os; os.umask(0); sys.path.insert(0, {here!r}); {program}"
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
     assert cache.read("kernels", "k") == b"x"
     assert all(not p.stat().st_mode & 0o077 for p in (folder, *folder.rglob("*")))
 
