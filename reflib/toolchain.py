@@ -11,6 +11,7 @@ process. The flags here change no result except by fusing a multiply with an add
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -19,7 +20,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -72,6 +74,7 @@ extern "C" void probe(float* x) {
 """
 # no symbols and no build id: equal input, equal bytes; and no copy of the compiler's runtime, which is tens of KB
 REPRODUCIBLE = ("-s", "-Wl,--build-id=none", "-shared-libgcc")
+_OURS = ("-march=", "-mcpu=", "-mprefer-vector-width=")  # flags for this machine
 _UNIT_CHARS = 24_000  # characters of generated text per compiler process
 
 
@@ -114,11 +117,19 @@ def _compiler(command: tuple[str, ...], root: str) -> Compiler:
     k = cache.key("compiler", command, identity, runtimes, cache.cpu_features(), _BASE, _OPTIONAL, programs)
     known = cache.read("toolchain", k)
     if known is not None:
-        d = json.loads(known)
-        return Compiler(tuple(d["command"]), d["version"], tuple(d["flags"]), tuple(d["link"]), d["openmp"])
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # else it is probed again
+            return _from_json(known)
     found = _probe(command, runtimes)
     cache.put("toolchain", k, json.dumps(asdict(found)).encode())
     return found
+
+
+def _from_json(data: bytes) -> Compiler:
+    d = json.loads(data)
+    words = {k: tuple(d[k]) for k in ("command", "flags", "link")}
+    if not all(isinstance(w, str) for w in (d["version"], d["openmp"], *(w for v in words.values() for w in v))):
+        raise TypeError("not what asdict wrote")
+    return Compiler(version=d["version"], openmp=d["openmp"], **words)
 
 
 def torch_openmp() -> list[Path]:
@@ -180,20 +191,25 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _compile_failed(command: Sequence[str], done: subprocess.CompletedProcess[str]) -> None:
-    lines = (done.stderr or done.stdout).splitlines()
-    first = next((i for i, line in enumerate(lines) if "error" in line), 0)
-    message = "\n".join(lines[first : first + 12])
+    message = "\n".join(_message(done))
     raise ToolchainError(
-        f"the compiler refused generated code (exit {done.returncode})\n$ {shlex.join(command)}\n{message}"
+        f"the compiler refused generated code (exit {done.returncode}); if that is a bug of the compiler, name another "
+        f"in the environment variable CXX\n$ {shlex.join(command)}\n{message}"
     )
+
+
+def _message(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """The first error that a compiler printed, in lines."""
+    lines = (done.stderr or done.stdout).splitlines() or [f"exit {done.returncode}, and no message"]
+    first = next((i for i, line in enumerate(lines) if "error" in line), 0)
+    return lines[first : first + 12]
 
 
 # -- building ---------------------------------------------------------------------------------------
 def for_others(found: Compiler, instructions: Sequence[str]) -> Compiler:
     """The same compiler with flags for other machines: the named instruction sets only, and no link to an OpenMP
     runtime (the loading process has one). Its output contains nothing of this machine."""
-    ours = ("-march=", "-mcpu=", "-mprefer-vector-width=")
-    flags = tuple(f for f in found.flags if not f.startswith(ours))
+    flags = tuple(f for f in found.flags if not f.startswith(_OURS))
     link = tuple(f for f in found.link if f.startswith("-l"))
     return replace(found, flags=(*flags, *(f"-m{i}" for i in instructions)), link=(*link, *REPRODUCIBLE))
 
@@ -243,14 +259,46 @@ def _build(found: Compiler, flags: Sequence[str], units: list[str], folder: Path
     for path, text in zip(sources, units):
         path.write_text(text)
     if len(sources) == 1:
-        must_run([*found.command, *flags, "-shared", str(sources[0]), "-o", str(made), *found.link])
+        must_compile(found.command, flags, ["-shared", str(sources[0]), "-o", str(made), *found.link])
         return made
     objects = [str(s.with_suffix(".o")) for s in sources]
-    commands = [[*found.command, *flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects)]
-    with ThreadPoolExecutor(len(commands)) as pool:
-        list(pool.map(must_run, commands))
+    rests = [["-c", str(s), "-o", o] for s, o in zip(sources, objects)]
+    with ThreadPoolExecutor(len(rests)) as pool:
+        list(pool.map(functools.partial(must_compile, found.command, flags), rests))
     must_run([*found.command, "-shared", *objects, "-o", str(made), *found.link])
     return made
+
+
+def must_compile(command: Sequence[str], flags: Sequence[str], rest: Sequence[str]) -> None:
+    """Run a compiler, with plainer flags if it fails: a compiler may have a bug, such as g++ 12, which crashes on some
+    loops when it vectorizes them. ToolchainError, of the first command, if it always fails."""
+    failed: list[tuple[list[str], subprocess.CompletedProcess[str]]] = []
+    for some in dict.fromkeys(_plainer(tuple(flags))):
+        words = [*command, *some, *rest]
+        done = _run(words)
+        if not done.returncode:
+            if failed:
+                _say_plainer(command[0], "\n".join(_message(failed[0][1])[:1]))
+            return
+        failed.append((words, done))
+    _compile_failed(*failed[0])
+
+
+def _plainer(flags: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """``flags``, and such that fewer passes of the compiler run. All mean the same."""
+    yield flags
+    exact = tuple("-ffp-contract=off" if f == "-ffp-contract=fast" else f for f in flags)
+    yield tuple("-O2" if f == "-O3" else f for f in exact)
+    yield tuple("-O1" if f in ("-O2", "-O3") else f for f in exact if not f.startswith(_OURS))
+
+
+@functools.cache
+def _say_plainer(command: str, message: str) -> None:
+    """Once per message: it names the compiler's own bug."""
+    warnings.warn(
+        f"{command} failed on generated code ({message}) and did not with plainer flags: that code may be slower; "
+        f"name another compiler, or another version, in the environment variable CXX", stacklevel=2,
+    )  # fmt: skip
 
 
 def must_run(command: Sequence[str]) -> None:

@@ -28,6 +28,7 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import mmap
 import os
 import pickle
 import resource
@@ -43,6 +44,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 REAP_SECONDS = 0.25  # for killed workers to be gone, when the zygote ends
+FORKS = 64  # that one job may make
 POLL_SECONDS = 0.02  # the end of a worker is noticed after so long
 LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -272,12 +274,35 @@ def work(parent: Connection, name: str, zygote: int) -> NoReturn:
     # no core dumps, which take seconds: 1 byte is too little for a file, and tells Linux not to pipe one either
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CORE, (1, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    forks = contain(parent)
     state: dict = {}
-    with contextlib.suppress(EOFError, OSError):  # the parent is gone
+    with contextlib.suppress(EOFError, OSError):  # the parent is gone; or this is a copy that a candidate forked
         parent.send(Hello(os.getpid()))
         while answer(parent, parent.recv_bytes(), state) != "crashed":
-            pass
+            forks[:8] = bytes(8)
     os._exit(0)  # no exit handlers: tearing CUDA down may hang
+
+
+def contain(parent: Connection) -> mmap.mmap:
+    """What a candidate forks ends with this process, cannot speak for it, and is not too much: more than FORKS
+    processes in one job end it and all of them. Returns their count, which they share (8 bytes)."""
+    worker, count = os.getpid(), mmap.mmap(-1, 8)
+
+    def counted() -> None:
+        n = int.from_bytes(count[:8], "little") + 1
+        count[:8] = n.to_bytes(8, "little")
+        if n > FORKS:
+            os.write(2, b"it forked too many processes\n")
+            _kill_group(worker)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def in_child() -> None:
+        parent.close()
+        if LINUX:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+    os.register_at_fork(before=counted, after_in_child=in_child)
+    return count
 
 
 def answer(parent: Connection, packed: bytes, state: dict) -> str:

@@ -76,3 +76,28 @@ def starving(a: Tensor, b: Tensor) -> Tensor:
 @candidate
 def raising(a: Tensor, b: Tensor) -> Tensor:
     raise ValueError("no such luck")
+
+
+@candidate
+def daemonizing(a: Tensor, b: Tensor) -> Tensor:
+    """Leaves a process behind that has all that the worker had open, and dies while it measures."""
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(1000)
+        os._exit(0)
+    os._exit(5)
+
+
+@candidate
+def forking(a: Tensor, b: Tensor) -> Tensor:
+    while True:
+        if os.fork() == 0:
+            time.sleep(1000)
+            os._exit(0)
+
+
+@candidate
+def doubling(a: Tensor, b: Tensor) -> Tensor:
+    """The copy goes on as if it were the worker."""
+    os.fork()
+    return a @ b

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import importlib
 import json
+import os
 import re
 import subprocess
 import tempfile
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from .. import cache
-from ..errors import DeviceError, ToolchainError
+from ..errors import CacheError, DeviceError, ToolchainError
 from ..target import Target
 from .kernel import Kernel
 
@@ -81,7 +82,7 @@ def compile_kernel(kernel: Kernel, target: Target) -> Binary:
 
 def start_triton() -> None:
     """What Triton does once in a process, before its first kernel: imports, and a checksum of all of itself."""
-    with contextlib.suppress(ImportError):
+    with contextlib.suppress(ImportError), _front_end:
         importlib.import_module("triton.compiler")
         importlib.import_module("triton.backends.nvidia.compiler")
         from triton.runtime.cache import triton_key
@@ -124,27 +125,30 @@ def signature(kernel: Kernel, parameters: list[str]) -> dict[str, str]:
 
 def _compile(kernel: Kernel, target: Target, key: str) -> Binary:
     try:
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
+        with _front_end:
+            import triton
+            from triton.backends.compiler import GPUTarget
+            from triton.compiler import ASTSource
     except ImportError as e:
         raise ToolchainError(
             f"Triton is needed to compile kernels for {target.arch}: pip install triton ({e})"
         ) from e
-    fn = load_function(kernel, key)
-    attrs = {(i,): [["tt.divisibility", 16]] for i in kernel.aligned}
-    constants = {p.name: p.default for p in fn.params if p.is_constexpr}
-    source = ASTSource(fn, signature(kernel, list(fn.arg_names)), constants, attrs)
     where = (
         GPUTarget("cuda", target.capability, 32)
         if target.kind == "cuda"
         else GPUTarget("hip", target.arch, target.warp)
     )
     options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages}
+    attrs = {(i,): [["tt.divisibility", 16]] for i in kernel.aligned}
     try:
-        with _private_settings(), same_addresses():
+        with _private_settings(), same_addresses(), _front_end:
+            fn = load_function(kernel, key)
+            constants = {p.name: p.default for p in fn.params if p.is_constexpr}
+            source = ASTSource(fn, signature(kernel, list(fn.arg_names)), constants, attrs)
             _this_thread.keep_loops = kernel.keep_loops
-            compiled = _patiently(lambda: triton.compile(source, target=where, options=options))
+            compiled = triton.compile(source, target=where, options=options)
+    except CacheError:
+        raise
     except Exception as e:
         text = (
             f"Triton refused kernel {kernel.name} for {target.arch}: {type(e).__name__}: {e}\n{kernel.source}"
@@ -153,24 +157,31 @@ def _compile(kernel: Kernel, target: Target, key: str) -> Binary:
     return _binary(kernel, target, compiled)
 
 
-def _patiently(compile: Callable[[], Any], times: int = 20) -> Any:
-    """Call ``compile`` again after a spurious SystemError: Python 3.11's parser miscounts its recursion depth when
-    several threads parse (gh-106905), the more often the busier the machine. Triton wraps it in its own error where it
-    parses a function that the kernel calls (``tl.sum``)."""
-    for _ in range(times - 1):
-        try:
-            return compile()
-        except Exception as e:
-            if not _is_miscount(e):
-                raise
-    return compile()
+class _FrontEnd:
+    """Triton's part in Python, for one thread at a time: it parses functions, and keeps tables of them, in ways that
+    are not safe in threads (Python 3.11's own parser miscounts its recursion depth then, gh-106905). ``with`` enters
+    it; the kernel's first pass leaves it (``_stages``), for passes and the assembler run beside one another."""
+
+    def __init__(self) -> None:
+        self.lock, self.here = threading.Lock(), threading.local()
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+        self.here.inside = True
+
+    def leave(self) -> None:
+        """For the thread that is in it; of another one, nothing happens."""
+        if getattr(self.here, "inside", False):
+            self.here.inside = False
+            self.lock.release()
+
+    def __exit__(self, *error: object) -> None:
+        self.leave()
 
 
-def _is_miscount(e: BaseException | None) -> bool:
-    if e is None:
-        return False
-    found = isinstance(e, SystemError) and "recursion depth mismatch" in str(e)
-    return found or _is_miscount(e.__cause__ or e.__context__)
+_front_end = _FrontEnd()
+if hasattr(os, "register_at_fork"):  # a child does not have the thread that was in it
+    os.register_at_fork(after_in_child=_front_end.__init__)  # type: ignore[misc]
 
 
 _KEEP = 0xFFFFFFFF  # personality(2): only return it
@@ -253,10 +264,20 @@ def _stages(backend: Any = None, stages: dict[str, Any] | None = None, *_: Any) 
     keep = getattr(_this_thread, "keep_loops", False)
     if stages is None:
         return f"keep_loops {keep}", ""
+    first = next(iter(stages))
+    stages[first] = _leaving(stages[first])
     if keep and "ptx" in stages:
         make_ptx = stages["ptx"]
         stages["ptx"] = lambda source, metadata: with_loops_kept(make_ptx(source, metadata))
     return None
+
+
+def _leaving(stage: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        _front_end.leave()
+        return stage(*args)
+
+    return run
 
 
 def with_loops_kept(ptx: str) -> str:

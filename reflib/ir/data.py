@@ -105,6 +105,8 @@ def _encode_atom(a: Any) -> list[Any]:
 
 def _decode_atom(data: list[Any]) -> Any:
     kind, *rest = data
+    if kind in ("sym", "var") and not (isinstance(rest[0], str) and rest[0].isidentifier()):
+        raise ReflibError(f"{rest[0]!r:.80} is no name of a size or an axis")
     if kind == "sym":
         name, lo, hi, hint = rest
         return Sym(name, lo, hi, hint)
@@ -113,6 +115,8 @@ def _decode_atom(data: list[Any]) -> Any:
         return Var(first, decode(second))
     if kind == "ref":
         return Ref(first, decode(second))
+    if kind not in ("//", "%", "max", "min"):
+        raise ReflibError(f"unknown operation {kind!r:.80} of sizes")
     return BinOp(kind, decode(first), decode(second))
 
 
@@ -160,5 +164,5 @@ def _decode_object(kind: str, value: Any) -> Any:
         try:
             return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
         except AttributeError as e:
-            raise ReflibError(f"the operator {value} is not registered; import the module that defines it") from e
-    raise ReflibError(f"unknown kind of data {kind!r}")
+            raise ReflibError(f"the operator {value:.99} is not registered; import the module that defines it") from e
+    raise ReflibError(f"unknown kind of data {kind!r:.80}")

@@ -23,12 +23,18 @@ files from people you trust, or name the file's digest (``sha256=``: any other f
 
 Weights are read through a private mapping: processes share its pages, and writing to a view changes neither the file
 nor another process. The file must not shrink while it is mapped: the system ends a process that reads missing pages
-(SIGBUS). ``write`` never shrinks a file: it renames a new one into place.
+(SIGBUS). ``write`` never shrinks a file: it renames a new one into place. Somebody who writes into the file itself
+changes mapped weights, but never code: its digest is checked on the copy that is unpacked. With ``sha256=`` nothing is
+mapped: the file is read once, and what was hashed is what is used.
+
+**A small file costs little**, whatever is in it: the manifest's length and number of values are limited, members must
+not overlap, and their contents must not unpack to more than they say, nor to more than ``CODE`` in total.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import mmap
 import os
@@ -38,7 +44,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -49,9 +55,11 @@ FORMAT = 3
 MANIFEST = "manifest.json"
 ALIGN, ALIGN_WEIGHTS = 64, 4096  # a cache line, a page
 MARK = b"reflib sha256:"
-_NAME = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*", re.ASCII)  # no "..", nothing absolute: unpacking stays in its folder
+NAME = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*", re.ASCII)  # no "..", nothing absolute: unpacking stays in its folder
 _PADDING = 0xD935  # an extra field of ZIP: "alignment", as Android's zipalign writes it
 _PIECE = 16 << 20  # bytes hashed at a time
+TEXT, VALUES = 64 << 20, 2_000_000  # the largest manifest: bytes, and values in it (50,000 weights have 800,000)
+CODE = 1 << 30  # bytes of all members but weights, unpacked
 
 _COPY = "copy it again from where it was built, or build it again"
 _BUILD = "build the package again"
@@ -77,6 +85,9 @@ class Entry:
     size: int
     unpacked: int
     sha256: str
+
+
+_ENTRY = {f.name: f.type for f in fields(Entry)}
 
 
 def is_weights(name: str) -> bool:
@@ -184,7 +195,19 @@ class Archive:
             raise PackageError(f"{self.path} has no member {name!r}; it has {', '.join(self.names) or 'none'}")
         e = self.entries[name]
         found = memoryview(self._mapping)[e.offset : e.offset + e.size]
-        return found if is_weights(name) else memoryview(zlib.decompress(found, -zlib.MAX_WBITS))
+        return found if is_weights(name) else memoryview(self._unpacked(e, bytes(found)))
+
+    def _unpacked(self, e: Entry, packed: bytes) -> bytes:
+        """``packed`` is a copy: nobody changes it between the check and the use."""
+        if hashlib.sha256(packed).hexdigest() != e.sha256:
+            raise _altered(self.path, e)
+        try:
+            data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed, e.unpacked + 1)
+        except zlib.error as error:
+            raise _bad(self.path, f"the member {e.name} cannot be unpacked ({error})", _BUILD) from error
+        if len(data) != e.unpacked:
+            raise _bad(self.path, f"the member {e.name} does not unpack to the {e.unpacked} bytes it should", _BUILD)
+        return data
 
     def close(self) -> None:
         """Release the mapping, which lasts as long as a view of it does."""
@@ -203,32 +226,61 @@ def open(path: str | os.PathLike[str], verify: bool | str = True, sha256: str | 
     if sha256 is not None and not (isinstance(sha256, str) and re.fullmatch("[0-9a-fA-F]{64}", sha256)):
         raise OptionError(f"sha256={sha256!r}: takes the 64 hex digits that  sha256sum FILE  prints")
     path = as_path(path)
-    data, text = _map(path)
+    data = _contents(path, whole=sha256 is not None)
     if sha256 is not None and (whole := _digest(data, 0, len(data))) != sha256.lower():
         remedy = "do not use it, unless you know where it comes from"
         raise _bad(path, f"this is not the requested file: its SHA-256 is {whole}, not {sha256.lower()}", remedy)
-    found = Archive(path, _read_manifest(path, text), data)
+    found = Archive(path, _read_manifest(path, _manifest_text(path, data)), data)
+    _check_entries(path, found, len(data))
     for e in found.entries.values():
-        if not _NAME.fullmatch(e.name):
-            raise _bad(path, f"the member name {e.name!r:.80} is no plain relative path", _BUILD)
         if (verify is True or not is_weights(e.name)) and _digest(data, e.offset, e.size) != e.sha256:
-            raise _bad(path, f"the member {e.name} is altered: its SHA-256 is not the one in the manifest")
+            raise _altered(path, e)
     return found
 
 
+def _check_entries(path: Path, file: Archive, size: int) -> None:
+    """Raises PackageError for members with other names than a package has, outside of the file, or too large."""
+    of_file = of_code = 0
+    for e in file.entries.values():
+        if not is_member(e.name):
+            raise _bad(path, f"the member name {e.name!r:.80} is no plain relative path", _BUILD)
+        of_file += e.size
+        of_code += 0 if is_weights(e.name) else e.unpacked
+        if min(e.offset, e.size, e.unpacked) < 0 or e.offset + e.size > size:
+            raise _bad(path, f"the member {e.name} is not within the file", _BUILD)
+    if of_file > size or len(file.entries) != len(file.manifest["entries"]):
+        raise _bad(path, "its members overlap", _BUILD)
+    if of_code > CODE:
+        raise _bad(path, f"its code is {of_code:,} bytes; a package has no more than {CODE:,}", "build for fewer archs")
+
+
+def is_member(name: Any) -> bool:
+    """Is it the name of a member: letters, digits, ``_+-.``, and ``/`` between the parts of a relative path?"""
+    return isinstance(name, str) and bool(NAME.fullmatch(name))
+
+
+def _altered(path: Path, e: Entry) -> PackageError:
+    return _bad(path, f"the member {e.name} is altered: its SHA-256 is not the one in the manifest")
+
+
 def _bad(path: Path, what: str, remedy: str = _COPY) -> PackageError:
-    return PackageError(f"{path}: {what}; {remedy}")
+    return PackageError(f"{path}: {printable(what)}; {remedy}")
 
 
-def _map(path: Path) -> tuple[mmap.mmap, bytes]:
-    """(the file, mapped; the manifest's text). The mapping is private: written pages belong to this process. (Since all
-    might be written, Linux wants the file to fit into memory and swap, unless vm.overcommit_memory is 1.)"""
+def printable(text: str) -> str:
+    """``text`` from a file, for a terminal: control characters are replaced, but for ends of lines."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _contents(path: Path, whole: bool) -> mmap.mmap:
+    """The file: mapped, or (``whole``) read into memory of this process. The mapping is private: written pages belong
+    to this process. (Since all might be written, Linux wants the file to fit into memory and swap, unless
+    vm.overcommit_memory is 1.)"""
     try:
         info = path.stat()
         if stat.S_ISREG(info.st_mode) and info.st_size:  # opening a pipe would wait for its other end
             with path.open("rb") as f:
-                data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
-                return data, _manifest_text(path, f, data[:4])
+                return _read_whole(f) if whole else mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
     except FileNotFoundError as e:
         raise _bad(path, "there is no such file", "check the path") from e
     except (OSError, ValueError) as e:  # ValueError: a path with NUL in it; a file emptied since
@@ -240,14 +292,49 @@ def _map(path: Path) -> tuple[mmap.mmap, bytes]:
     raise _bad(path, f"this is {kind}", "give the path of a package (model.reflib)")
 
 
-def _manifest_text(path: Path, f: BinaryIO, start: bytes) -> bytes:
+def _read_whole(f: BinaryIO) -> mmap.mmap:
+    data, at = mmap.mmap(-1, os.fstat(f.fileno()).st_size), 0
+    with memoryview(data) as view:
+        while at < len(view) and (n := f.readinto(view[at : at + _PIECE])):  # type: ignore[attr-defined]
+            at += n
+    return data  # (of a file cut short meanwhile, the rest is zeros: another digest)
+
+
+class _Reader(io.RawIOBase):
+    """Memory as a file, for ``zipfile``."""
+
+    def __init__(self, data: mmap.mmap):
+        self.data, self.at = data, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        start = (0, self.at, len(self.data))[whence]
+        if start + offset < 0:
+            raise OSError("a negative position")
+        self.at = start + offset
+        return self.at
+
+    def tell(self) -> int:
+        return self.at
+
+    def read(self, size: int | None = -1) -> bytes:
+        end = len(self.data) if size is None or size < 0 else self.at + size
+        found = self.data[self.at : end]
+        self.at += len(found)
+        return found
+
+
+def _manifest_text(path: Path, data: mmap.mmap) -> bytes:
     """The manifest's text, checked against its digest."""
-    if start != b"PK\3\4":
+    if data[:4] != b"PK\3\4":
         remedy = "give the path of a file that reflib.aot_compile wrote"
         raise _bad(path, "not a package: it does not begin as a zip file does", remedy)
     try:
-        with zipfile.ZipFile(f) as z:
-            comment, text = z.comment, z.read(MANIFEST) if MANIFEST in z.namelist() else b""
+        with zipfile.ZipFile(_Reader(data)) as z:  # type: ignore[call-overload]
+            comment, info = z.comment, z.NameToInfo.get(MANIFEST)
+            text = z.read(info) if info is not None and info.file_size <= TEXT else b""
     except Exception as e:  # zipfile raises many kinds for damaged fields
         if isinstance(e, zipfile.BadZipFile) and "not a zip file" in str(e):
             raise _bad(path, "truncated: the file ends before the package does") from e
@@ -260,11 +347,19 @@ def _manifest_text(path: Path, f: BinaryIO, start: bytes) -> bytes:
 
 
 def _read_manifest(path: Path, text: bytes) -> dict[str, Any]:
-    manifest = json.loads(text)
-    if (format := manifest["format"]) != FORMAT:
-        version = manifest.get("versions", {}).get("reflib", "unknown")
-        age, remedy = ("a newer", "upgrade reflib") if format > FORMAT else ("an older", _BUILD)
-        raise _bad(path, f"written by {age} reflib (version {version}) in format {format}, not {FORMAT}", remedy)
+    if sum(map(text.count, (b"[", b"{", b","))) > VALUES:  # (before they cost memory)
+        raise _bad(path, f"{MANIFEST} has more than {VALUES:,} values", _BUILD)
+    try:
+        manifest = json.loads(text)
+        if (format := manifest["format"]) != FORMAT:
+            version = manifest.get("versions", {}).get("reflib", "unknown")
+            age, remedy = ("a newer", "upgrade reflib") if format > FORMAT else ("an older", _BUILD)
+            raise _bad(path, f"written by {age} reflib (version {version}) in format {format}, not {FORMAT}", remedy)
+        for row in manifest["entries"]:
+            if {k: type(v).__name__ for k, v in row.items()} != _ENTRY:
+                raise ValueError("a member of another kind")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        raise _bad(path, f"{MANIFEST} is none of reflib's ({type(e).__name__}: {e})", _BUILD) from e
     return manifest
 
 

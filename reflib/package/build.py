@@ -8,6 +8,7 @@ same input gives the same bytes.
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 import re
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,7 @@ from ..wrap.build import has_indirect
 from ..wrap.convention import Convention
 from ..wrap.cpp import CppPrinter
 from ..wrap.host import build_wrapper
-from . import archive, describe, images, manifest, trees, weights
+from . import archive, checks, describe, images, manifest, trees, weights
 from .architectures import PTX, PTX_SHARED, driver_for
 from .libraries import library_of
 from .ptx import for_old_drivers
@@ -110,7 +111,10 @@ def build(
         programs={k: _program(c.convention, c.names) for k, c in captured.items()}, variants=tuple(made),
         weights=packed, spans=spans, libraries=_libraries(making), libc=_libc(members),
     )  # fmt: skip
-    archive.write(path, manifest.write(about), members)
+    data = manifest.write(about)
+    sizes = {name: c.size if isinstance(c, archive.Chunks) else len(c) for name, c in members.items()}
+    checks.check(manifest.read(json.loads(archive.dump(data))), sizes)  # what could not be loaded is not written
+    archive.write(path, data, members)
     return path
 
 

@@ -101,9 +101,10 @@ def _sizes(p: Program) -> dict[str, int]:
 # -- the files --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Kernels:
-    """Files of machine code, in order: images for GPUs, by member; libraries for CPUs, by member their new name."""
+    """Files of machine code, in order: images for GPUs, by member their number; libraries for CPUs, by member their
+    new name."""
 
-    images: list[str]
+    images: dict[str, int]
     libraries: dict[str, str]
 
 
@@ -156,15 +157,15 @@ class _Project:
         return "reflib_call" if len(self.texts) == 1 else f"reflib_call_{self.wrappers[variant.text]}"
 
     def _kernels(self) -> _Kernels:
-        found = _Kernels([], {})
+        images: dict[str, int] = {}
+        libraries: dict[str, str] = {}
         for variant in self.variants:
             for k in variant.kernels:
                 if not k.image.endswith(".so"):
-                    if k.image not in found.images:
-                        found.images.append(k.image)
-                elif k.image not in found.libraries:
-                    found.libraries[k.image] = f"kernels/{self.name}_kernels_{variant.arch}.so"
-        return found
+                    images.setdefault(k.image, len(images))
+                elif k.image not in libraries:
+                    libraries[k.image] = f"kernels/{self.name}_kernels_{variant.arch}.so"
+        return _Kernels(images, libraries)
 
     def _weights(self) -> list[tuple[str, bool]]:
         """(name, on a GPU) of each weight that is needed."""
@@ -265,7 +266,7 @@ class _Tables:
 
     def __init__(self, project: _Project):
         self.project, self.m, self.p = project, project.m, project.program
-        self.given = [a.name for a in _callers(self.p)]
+        self.given = {a.name: i for i, a in enumerate(_callers(self.p))}
         self.weight_rows = {w: i for i, w in enumerate(project.weights)}
         self.sizes = project.sizes
 
@@ -313,7 +314,7 @@ class _Tables:
             return "{" + f"{_text(name)}, nullptr, nullptr, nullptr, 0, 0, false, false, true" + "}"
         files = self.project.kernels
         library = files.libraries.get(k.image)
-        image = "nullptr" if library else f"image_{files.images.index(k.image)}"
+        image = "nullptr" if library else f"image_{files.images[k.image]}"
         where = f"{image}, {_text(Path(library).name) if library else 'nullptr'}"
         flags = ", ".join(map(_flag, (k.early, k.checked, k.late)))
         return "{" + f"{_text(name)}, {_text(k.symbol)}, {where}, {k.threads}, {k.shared}, {flags}" + "}"
@@ -323,11 +324,11 @@ class _Tables:
         weights = {w.name: w for w in self.m.weights}
         if missing := [n for n, _ in self.weight_rows if n not in weights]:
             raise PackageError(f"the weight {missing[0]!r} is not in the file")
-        used = list(dict.fromkeys(weights[n].span for n, _ in self.weight_rows))
+        used = {s: i for i, s in enumerate(dict.fromkeys(weights[n].span for n, _ in self.weight_rows))}
         out = []
         for name, on_gpu in self.weight_rows:
             w = weights[name]
-            at = f"{used.index(w.span)}, {w.offset}, {_list(w.shape)}, {_list(w.strides)}"
+            at = f"{used[w.span]}, {w.offset}, {_list(w.shape)}, {_list(w.strides)}"
             out.append(f"{{{_text(name)}, {_dtype(w.dtype)}, {_flag(on_gpu)}, {at}}}")
         spans = [self.m.spans[i] for i in used]
         size = self.project.file.entries["weights.safetensors"].size
@@ -351,7 +352,7 @@ class _Tables:
                 continue
             argument = next(arguments)
             given = argument.name in self.given
-            out.append(f"{{CALLER, {self.given.index(argument.name)}}}" if given else "{UNUSED, 0}")
+            out.append(f"{{CALLER, {self.given[argument.name]}}}" if given else "{UNUSED, 0}")
         return out
 
     def _outputs(self) -> list[str]:
@@ -363,7 +364,7 @@ class _Tables:
             elif o.kind == "weight":
                 out.append(f"{{WEIGHT, {self.weight_rows[o.target, on[o.target]]}}}")
             else:
-                out.append(f"{{CALLER, {self.given.index(o.target)}}}")
+                out.append(f"{{CALLER, {self.given[o.target]}}}")
         return out
 
 

@@ -70,13 +70,15 @@ class Inspection:
     def inputs(self) -> list[tuple[str, str, str, str, str]]:
         programs = list(self.manifest.programs.values())
         ranges = {s: f"{s}: {_range(*r)}" for s, r in programs[0].ranges.items()}
+        order = {s: i for i, s in enumerate(ranges)}
         rows = []
         for i, a in enumerate(programs[0].arguments):
             if a.tensor is None:
                 rows.append((a.name, "no tensor", _value(a.value, ranges), "", ""))
                 continue
             shape = f"[{', '.join(map(str, a.tensor.shape))}]"
-            limits = ", ".join(said for s, said in ranges.items() if re.search(rf"\b{re.escape(s)}\b", shape))
+            symbols = {s.name for e in a.tensor.shape for s in e.symbols()} & ranges.keys()
+            limits = ", ".join(ranges[s] for s in sorted(symbols, key=order.__getitem__))
             there = [p.arguments[i].tensor for p in programs if i < len(p.arguments)]
             devices = {t.device.type for t in there if t is not None}
             rows.append((a.name, str(a.tensor.dtype).removeprefix("torch."), shape, limits, ", ".join(sorted(devices))))

@@ -268,10 +268,9 @@ def convention_of(p: manifest.Program, device: torch.device) -> Convention:
         replace(a, tensor=replace(a.tensor, device=device)) if a.tensor and a.tensor.device.type == "cuda" else a
         for a in p.arguments
     )
-    return Convention(
-        p.inputs, arguments, p.outputs, trees.tree(p.arguments_tree), trees.tree(p.result_tree), p.ranges, p.devices,
-        p.guards,
-    )
+    in_spec = trees.tree(p.arguments_tree, len(arguments))
+    out_spec = trees.tree(p.result_tree, sum(o.kind in ("result", "same") for o in p.outputs))
+    return Convention(p.inputs, arguments, p.outputs, in_spec, out_spec, p.ranges, p.devices, p.guards)
 
 
 def _weights(

@@ -1,6 +1,8 @@
 """What a package contains, as data: the dataclasses below, and their JSON.
 
-``read`` is the inverse of ``write``. Nothing is checked here: the manifest's digest says that it is as it was written.
+``read`` is the inverse of ``write``, and checks that each value is of its field's type. Names that become parts of
+paths, of C or of CMake are ``Word``s or ``Member``s, all other text is printable: no user of a manifest checks names.
+``opened`` is the only way to a file's manifest; ``checks.py`` has the rest of what it holds.
 """
 
 from __future__ import annotations
@@ -9,11 +11,12 @@ import contextlib
 import dataclasses
 import functools
 import os
+import re
 import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NewType
+from typing import Annotated, Any, NewType
 
 import torch
 
@@ -28,6 +31,8 @@ from .weights import Span, Weight
 HOST = 1  # version of the interface between a compiled wrapper and the process: wrap/host.h
 
 Data = NewType("Data", object)  # encoded by ir/data.py; decoded where it is used, for it may name ops
+Word = Annotated[str, re.compile(r"\w+", re.ASCII)]
+Member = Annotated[str, re.compile(archive.NAME.pattern + "|", re.ASCII)]  # "": none
 
 
 @dataclass(frozen=True)
@@ -58,9 +63,9 @@ class KernelEntry:
     ``threads``, ``shared`` (bytes), ``early``: of a launch on a GPU. ``late``: a fallback, loaded when a call first
     needs it. ``checked``: on a CPU, it reports an index outside its tensor. ``bytes``: of the machine code."""
 
-    name: str
-    image: str
-    symbol: str
+    name: Word
+    image: Member
+    symbol: Word
     threads: int = 0
     shared: int = 0
     early: bool = False
@@ -87,20 +92,20 @@ class PackagedVariant:
     workspace: bytes of temporaries and results at once, at the exported sizes.
     """
 
-    arch: str
-    made_for: str
-    program: str
-    wrapper: str
-    text: str
-    graph: str
+    arch: Word
+    made_for: Word
+    program: Word
+    wrapper: Member
+    text: Member
+    graph: Word
     kernels: tuple[KernelEntry, ...]
-    table: tuple[str, ...]
-    python: str = ""
-    functions: tuple[str, ...] = ()
-    needs: dict[str, str] = field(default_factory=dict)
+    table: tuple[Word, ...]
+    python: Member = ""
+    functions: tuple[Word, ...] = ()
+    needs: dict[Word, str] = field(default_factory=dict)
     names: dict[str, Data] = field(default_factory=dict)
     objects: tuple[Data, ...] = ()
-    symbols: tuple[str, ...] = ()
+    symbols: tuple[Word, ...] = ()
     constants: tuple[tuple[str, str], ...] = ()
     cpu: tuple[str, ...] = ()
     driver: tuple[int, str] | None = None
@@ -150,7 +155,7 @@ class Manifest:
     versions: dict[str, str]
     options: dict[str, Data]
     source: str
-    programs: dict[str, Program]
+    programs: dict[Word, Program]
     variants: tuple[PackagedVariant, ...]
     weights: tuple[Weight, ...]
     spans: tuple[Span, ...]
@@ -176,14 +181,20 @@ def write(x: Any) -> Any:
 
 
 def read(data: Any) -> Manifest:
-    """The inverse of ``write``."""
-    return _read(Manifest, data)
+    """The inverse of ``write``. Raises PackageError, or the ReflibError of what cannot be decoded."""
+    try:
+        return _read(Manifest, data)
+    except ReflibError:
+        raise
+    except Exception as e:  # what the file holds instead may fail in any way
+        raise PackageError(f"its manifest is none of reflib's ({type(e).__name__}: {e}); build it again") from e
 
 
 def _read(want: Any, data: Any) -> Any:
     """``data`` as a ``want``: a dataclass, a type, a tuple or a dict of such, or one of them or None."""
     if want in (Any, Expr, torch.dtype, torch.device):
-        return decode(data)
+        found = decode(data)
+        return found if want is Any else _typed(want, found)
     if hasattr(want, "__dataclass_fields__"):
         hints = _hints(want)
         return want(**{key: _read(hints[key], value) for key, value in data.items()})
@@ -191,26 +202,50 @@ def _read(want: Any, data: Any) -> Any:
     if origin in (types.UnionType, typing.Union):
         return None if data is None else _read(args[0], data)
     if origin is tuple:
+        data = _typed(list, data)
         kinds = [args[0]] * len(data) if args[-1] is Ellipsis else args
-        return tuple(map(_read, kinds, data))
-    return {k: _read(args[1], v) for k, v in data.items()} if origin is dict else data
+        return tuple(_read(k, v) for k, v in zip(kinds, data, strict=True))
+    if origin is dict:
+        return {_read(args[0], k): _read(args[1], v) for k, v in _typed(dict, data).items()}
+    return data if want is Data else _name(args[1], data) if origin is Annotated else _typed(want, data)
+
+
+def _typed(want: type, data: Any) -> Any:
+    if type(data) is not want:
+        raise TypeError(f"{data!r:.80} where a {want.__name__} is expected")
+    if isinstance(data, str) and not data.isprintable():  # a terminal would obey it
+        raise ValueError(f"{data!r:.80} has control characters")
+    if isinstance(data, int) and not -(2**63) <= data < 2**63:
+        raise ValueError("a number of more than 64 bits")
+    return data
+
+
+def _name(pattern: re.Pattern[str], data: Any) -> str:
+    if not pattern.fullmatch(_typed(str, data)):
+        raise ValueError(f"the name {data!r:.80}")
+    return data
 
 
 @functools.cache
 def _hints(cls: Any) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+    return typing.get_type_hints(cls, include_extras=True)
 
 
 @contextlib.contextmanager
 def opened(
     path: str | os.PathLike[str], verify: bool | str = True, sha256: str | None = None
 ) -> Iterator[tuple[archive.Archive, Manifest]]:
-    """The package at ``path``, open, and its manifest. Closed on an exception. Errors of the block name the path."""
+    """The package at ``path``, open, and its checked manifest. Closed on an exception. Errors of the block name the
+    path."""
+    from .checks import check  # (which is in terms of the classes above)
+
     file = archive.open(path, verify, sha256)
     try:
-        yield file, read(file.manifest)
+        about = read(file.manifest)
+        check(about, {e.name: e.unpacked for e in file.entries.values()})
+        yield file, about
     except BaseException as e:
         file.close()
         if isinstance(e, ReflibError) and not isinstance(e, DeviceError):
-            raise PackageError(f"{path}: {e}") from e
+            raise PackageError(f"{path}: {archive.printable(str(e))}") from e
         raise

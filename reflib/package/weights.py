@@ -43,7 +43,7 @@ DTYPES = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e8m0fnu: "F8_E8M0",
     torch.float4_e2m1fn_x2: "F4",  # two numbers in one of torch's elements
 }  # fmt: skip
-_BY_NAME = {str(d).removeprefix("torch."): d for d in DTYPES}
+BY_NAME = {str(d).removeprefix("torch."): d for d in DTYPES}
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # to copy bits of any dtype
 
 
@@ -71,7 +71,7 @@ class Weight:
     @property
     def bytes(self) -> int:
         """Of its elements."""
-        return math.prod(self.shape) * _BY_NAME[self.dtype].itemsize
+        return math.prod(self.shape) * BY_NAME[self.dtype].itemsize
 
 
 # -- write ------------------------------------------------------------------------------------------
@@ -223,5 +223,5 @@ def _storage(view: memoryview, span: Span) -> torch.UntypedStorage:
 
 
 def _tensor(storage: torch.UntypedStorage, w: Weight) -> torch.Tensor:
-    dtype = _BY_NAME[w.dtype]
+    dtype = BY_NAME[w.dtype]
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, w.offset // dtype.itemsize, w.shape, w.strides)

@@ -3,6 +3,7 @@ made from an ExportedProgram or read from a package."""
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,9 +106,9 @@ def sources(arguments: tuple[Argument, ...]) -> tuple[Source, ...]:
     return tuple(found.values())
 
 
-def expect_told(e: Expr, known: tuple[Source, ...], what: str) -> None:
+def expect_told(e: Expr, known: Set[Sym], what: str) -> None:
     """Raises ReflibError if no argument determines one of its symbols."""
-    if unknown := sorted(e.symbols() - {s.symbol for s in known}, key=str):
+    if unknown := sorted(e.symbols() - known, key=str):
         raise ReflibError(
             f"{what} cannot be checked when it is called: no argument tells what {unknown[0]} is; add one that is an "
             f"int, or has a size, of this number alone"

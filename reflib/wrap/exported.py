@@ -49,8 +49,9 @@ class ExportedCallable:
         for name, w in weights.items() if self._written else ():
             if isinstance(w, torch.Tensor) and w.layout is torch.strided and structure.has_memory(w):
                 self._held.setdefault(w.untyped_storage().data_ptr(), []).append((f"weight {name}", w))
+        told = {s.symbol for s in self._sources}
         for g in convention.guards:
-            expect_told(g.what, self._sources, f"{g.text}, which was assumed of its sizes,")
+            expect_told(g.what, told, f"{g.text}, which was assumed of its sizes,")
         self.__call__ = self._first
         self.__signature__ = structure.signature(convention.in_spec, names)
 

@@ -77,11 +77,12 @@ def checked(program: Program, c: Convention) -> Program:
     Raises ReflibError if a guard or a size has a symbol that no argument determines.
     """
     known = sources(c.arguments)
+    told = {s.symbol for s in known}
     for a in c.arguments:
         for e in a.tensor.shape if a.tensor is not None else ():
-            expect_told(e, known, f"the size {e} of argument {a.name}")
+            expect_told(e, told, f"the size {e} of argument {a.name}")
     for g in c.guards:
-        expect_told(g.what, known, f"it was exported where {g.text} holds of its sizes, which")
+        expect_told(g.what, told, f"it was exported where {g.text} holds of its sizes, which")
     within = [_within(s, *_limits_of(s, known, program, c)) for s in known]
     return replace(program, checks=(*(w for w in within if w[0]), *(((g.fact,), g.text) for g in c.guards)))
 

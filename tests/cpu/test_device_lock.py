@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -28,17 +29,19 @@ with device_lock("cpu") as held:
 
 
 @contextlib.contextmanager
-def holder(root: Path, seconds: float) -> Iterator[subprocess.Popen]:
+def holder(root: Path, seconds: float, program: str = HOLD) -> Iterator[subprocess.Popen]:
     """Another process that holds the lock of the CPU."""
     folder = str(root / "reflib" / "autotune")
     package = f"import sys, types; m = types.ModuleType('reflib.autotune'); m.__path__ = [{folder!r}]"
-    text = f"{package}; sys.modules['reflib.autotune'] = m\n{HOLD}"
+    text = f"{package}; sys.modules['reflib.autotune'] = m\n{program}"
     with subprocess.Popen(
         [sys.executable, "-c", text, str(seconds)], stdout=subprocess.PIPE, text=True, cwd=root
     ) as other:
-        assert other.stdout is not None and other.stdout.readline().strip() == "True"
-        yield other
-        other.kill()
+        assert other.stdout is not None and other.stdout.readline().strip() in ("True", "")
+        try:
+            yield other
+        finally:
+            other.kill()
 
 
 def test_the_lock_is_waited_for(root: Path, fresh_cache: Path) -> None:
@@ -65,6 +68,56 @@ def test_the_lock_is_given_up_by_the_dead_and_not_waited_for_for_ever(
         other.kill()
         with device_lock("cpu", timeout=5) as held:
             assert held
+
+
+LOOP = """
+import sys, time
+from reflib.autotune.lock import device_lock
+print(flush=True)
+while True:
+    with device_lock("cpu"):
+        time.sleep(0.05)
+"""
+
+
+def test_two_jobs_take_turns(root: Path, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that measures candidate after candidate lets another in between, however often, and is named meanwhile."""
+    monkeypatch.setattr(lock_module, "SAY_SECONDS", 0.0)
+    named: set[str] = set()
+    monkeypatch.setattr(lock_module, "_say_who", lambda device, who: named.add(who))
+    with holder(root, 0, LOOP) as other:
+        start = time.monotonic()
+        for _ in range(10):  # (each time the other has it most of the time)
+            with device_lock("cpu", timeout=30) as held:
+                assert held
+        assert time.monotonic() - start < 20 and f"process {other.pid} (-c 0)" in named
+
+
+def test_a_stopped_holder_is_waited_for_shortly(
+    root: Path, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lock_module._warn.cache_clear()
+    monkeypatch.setattr(lock_module, "STOPPED_SECONDS", 0.2)
+    with holder(root, 100) as other:
+        other.send_signal(signal.SIGSTOP)
+        with device_lock("cpu") as held:
+            assert not held
+        assert f"process {other.pid} (-c 100) has held it for 0.2 s" in caplog.text
+
+
+def test_threads_take_turns(fresh_cache: Path) -> None:
+    inside, most = [], []
+
+    def work(i: int) -> None:
+        with device_lock("cpu", timeout=30) as held:
+            inside.append(i)
+            most.append((held, len(inside)))
+            time.sleep(0.02)
+            inside.remove(i)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(8)))
+    assert most == [(True, 1)] * 8
 
 
 def test_the_lock_is_released_by_an_exception_and_although_a_child_has_the_file(fresh_cache: Path) -> None:
@@ -94,10 +147,10 @@ def test_without_files_to_lock_one_goes_on(
 
     (fresh_cache / "locks").unlink()
 
-    def refuse(fd: int, flags: int) -> None:
+    def refuse(*args: int) -> None:
         raise OSError("no locks here")
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "lockf", refuse)
     with device_lock("cpu") as held:
         assert not held
     assert "no locks here" in caplog.text

@@ -160,13 +160,12 @@ def test_in_a_notebook(found: Inspection) -> None:
 
 def test_names_from_elsewhere(package: Path, tmp_path: Path) -> None:
     def change(data: Any, members: Any) -> None:
-        data["variants"][0]["kernels"][0]["name"] = "<script>\x1b[2J\x9b1m"
-        data["versions"]["torch"] = "<b>\n"
+        data["weights"][0]["kind"] = "<script>"
 
     made = inspect(changed(package, tmp_path / "n.reflib", change))
-    assert "\x1b" not in str(made) and "\x9b" not in str(made) and "<script>" not in made._repr_html_()
+    assert "<script>" in str(made) and "<script>" not in made._repr_html_()
     said = CliRunner().invoke(cli, ["inspect", "--json", str(tmp_path / "n.reflib")])
-    assert said.exit_code == 0 and said.output.isascii() and "\x1b" not in said.output
+    assert said.exit_code == 0 and said.output.isascii()
 
 
 def test_nothing_of_it_is_loaded(package: Path, tmp_path: Path) -> None:
@@ -197,10 +196,10 @@ def test_guards(tmp_path: Path) -> None:
     assert note in str(made) and made._repr_html_().count("<p>holds of the sizes: ") == 2
 
     def change(data: Any, members: Any) -> None:
-        data["programs"]["cpu"]["conditions"][0] = "<script>\x1b[2J\n"
+        data["programs"]["cpu"]["conditions"][0] = "<script>"
 
     made = inspect(changed(path, tmp_path / "n.reflib", change))
-    assert "\x1b" not in str(made) and "<script>" not in made._repr_html_()
+    assert "<script>" in str(made) and "<script>" not in made._repr_html_()
 
 
 def test_a_guard_of_what_is_twice_a_size() -> None:

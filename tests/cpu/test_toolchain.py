@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import stat
+import sys
 import threading
 
 import pytest
@@ -76,6 +77,47 @@ def test_cxx_names_the_compiler(tmp_path, monkeypatch, empty_cache):
     monkeypatch.setenv("CXX", f"{wrapper} -DMINE")
     assert toolchain.compiler().command == (str(wrapper), "-DMINE")
     assert toolchain.build_library("#ifndef MINE\n#error\n#endif\n" + ADD.format("f")).exists()
+
+
+@pytest.fixture
+def crashing(tmp_path, monkeypatch, empty_cache):
+    """``crashing(*flags)``: a compiler that crashes on sources with "crash" in them, where all the flags are given."""
+    real = toolchain.shutil.which("g++") or toolchain.shutil.which("c++")
+
+    def make(*flags):
+        script = tmp_path / "crashing-c++"
+        script.write_text(
+            f"#!{sys.executable}\nimport os, sys\nwords = sys.argv[1:]\n"
+            "texts = [open(w).read() for w in words if w.endswith('.cpp') and 'unit' in w]\n"
+            f"if {set(flags)} <= set(words) and 'crash' in ''.join(texts):\n"
+            "    sys.exit(print('unit0.cpp:7: internal compiler error: in vect', file=sys.stderr) or 4)\n"
+            f"os.execv({real!r}, [{real!r}, *words])\n"
+        )
+        script.chmod(0o755)
+        monkeypatch.setenv("CXX", str(script))
+        toolchain._say_plainer.cache_clear()
+
+    return make
+
+
+@pytest.mark.parametrize("flags", [("-O3",), ("-O3", "-ffp-contract=fast"), ("-march=native",)])
+def test_a_compiler_that_crashes_gets_plainer_flags(crashing, flags, monkeypatch):
+    crashing(*flags)
+    if set(flags) - set(toolchain.compiler().flags):
+        pytest.skip("this compiler does not take them")
+    monkeypatch.setattr(toolchain, "_UNIT_CHARS", 10)
+    with pytest.warns(UserWarning, match=r"crashing-c\+\+ failed on .*internal compiler error.*CXX") as said:
+        for n in (1, 2):  # one unit, and two of which one crashes
+            texts = [ADD.format(f"crash{i}" if i % 2 else f"f{i}") for i in range(1, n + 1)]
+            library = native.load_library(toolchain.build_library(texts, Options(compile_threads=2)))
+            assert library.function("crash1", 3)(1, 10, 100) == 321
+    assert len(said) == 1
+
+
+def test_a_compiler_that_always_crashes(crashing):
+    crashing("-fwrapv")
+    with pytest.raises(ToolchainError, match=r"(?s)exit 4\); .*CXX\n\$ .*-O3.*internal compiler error"):
+        toolchain.build_library(ADD.format("crash"))
 
 
 def test_what_is_known_of_a_compiler_is_remembered(empty_cache, monkeypatch):

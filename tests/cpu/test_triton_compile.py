@@ -7,7 +7,12 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -272,18 +277,40 @@ def test_errors() -> None:
         compile_kernel(turn.kernel("small"), Target("cuda", "sm_90", 1024, 1))
 
 
-def test_compilation_is_repeated_when_the_parser_miscounts() -> None:
-    miscount = SystemError("AST constructor recursion depth mismatch (before=42, after=37)")
-    wrapped = RuntimeError("at 13:10")  # as Triton has it where the kernel calls a function
-    wrapped.__cause__ = miscount
-    errors: list[Exception] = [miscount, wrapped, miscount]
+def test_threads_take_turns_in_tritons_front_end_and_meet_in_the_assembler(
+    fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.compiler import ASTSource
 
-    def compile() -> str:
-        if errors:
-            raise errors.pop()
-        return "compiled"
+    inside, most, meet = threading.Semaphore(1), [], threading.Barrier(2)
+    make_ir, make_cubin = ASTSource.make_ir, CUDABackend.make_cubin
 
-    assert compile_triton._patiently(compile) == "compiled"
-    errors += [SystemError("something else")]
-    with pytest.raises(SystemError, match="something else"):
-        compile_triton._patiently(compile)
+    def alone(*args: Any) -> Any:
+        most.append(inside.acquire(blocking=False))
+        time.sleep(0.05)
+        try:
+            return make_ir(*args)
+        finally:
+            inside.release()
+
+    def together(*args: Any) -> Any:
+        meet.wait(60)  # raises if no other thread gets here
+        return make_cubin(*args)
+
+    monkeypatch.setattr(ASTSource, "make_ir", alone)
+    monkeypatch.setattr(CUDABackend, "make_cubin", together)
+    kernels = [several(100, 800 + 8 * i).kernel(f"thread{i}") for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda k: compile_kernel(k, parse_target("sm_90")), kernels))
+    assert most == [True] * 4 and len({b.image for b in made}) == 4
+    assert not compile_triton._front_end.lock.locked()
+
+
+def test_a_kernel_that_is_refused_leaves_the_front_end(fresh_cache: Path) -> None:
+    kernel = several(100, 800).kernel("bad")
+    broken = replace(kernel, source=kernel.source.replace("tl.load", "tl.no_such_thing"))
+    for _ in range(2):
+        with pytest.raises(ToolchainError):
+            compile_kernel(broken, parse_target("sm_90"))
+        assert not compile_triton._front_end.lock.locked()

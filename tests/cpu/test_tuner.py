@@ -62,6 +62,19 @@ def test_every_fault_is_a_row_and_the_rest_go_on(ops: Any) -> None:
     assert all("not isolated" not in w for w in why.values())
 
 
+def test_candidates_that_fork(ops: Any) -> None:
+    """Nothing that they leave behind holds up tuning, or outlives the worker."""
+    reflib.register_custom_op_autotuning(ops.product, configs=[ops.daemonizing, ops.forking, ops.doubling, ops.good])
+    a, b = torch.randn(8, 32), torch.randn(32, 8)
+    start = time.monotonic()
+    e = explained(lambda a, b: ops.product(a, b) + 3, a, b, tuning_imports=(str(OPS),), candidate_seconds=8.0)
+    assert time.monotonic() - start < 45  # (it was minutes)
+    found = statuses(e)
+    assert found.pop("doubling") in ("ok", "crashed")  # (however often it is called)
+    assert found == {"eager": "ok", "daemonizing": "crashed", "forking": "crashed", "good": "ok"}, e.decisions
+    assert "forked too many" in next(c.why for c in e.decisions[0].candidates if c.name == "forking")
+
+
 def test_matrix_products_are_measured_by_workers() -> None:
     a, b = torch.randn(16, 4096), torch.randn(4096, 16)
     e = explained(lambda a, b: torch.relu(a @ b), a, b, verify=True)
