@@ -66,7 +66,7 @@ SAME = ("contiguous", "clone")
 VIEW = ("view", "reshape", "_unsafe_view", "unflatten", "flatten", "unsqueeze", "squeeze")
 DROPOUT = ("dropout", "dropout_")
 PRODUCT = ("matmul", "bmm", "einsum")
-_MODES = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled", "inference_mode")
+_MODES = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled", "_enter_inference_mode")
 
 
 def attention(module: GraphModule, options: Options) -> GraphModule:
@@ -104,7 +104,7 @@ def _one(module: GraphModule, softmax: Node, memo: dict[Any, Any]) -> bool:
         if written := _written(parts.first, parts):
             raise Refused(f"{written.name} writes to a tensor, or switches a mode, between the two products")
         for key, (mask, _) in list(memo.items()):
-            if _written(mask, parts):
+            if parts.second < mask or _written(mask, parts):
                 del memo[key]
         replace_by_call(module, parts, memo)
     except Refused as e:
@@ -175,16 +175,13 @@ def writes(node: Node) -> bool:
 def _read_results(graph: torch.fx.Graph, softmax: Node) -> None:
     """``s.masked_fill_(m, c); softmax(s)``: a call in place returns what it wrote to, so later calls may as well read
     its result."""
-    seen = False
     for node in graph.nodes:
         if node is softmax:
             break
         if node.op == "call_method" and writes(node) and is_tensor(node.args[0]):
-            written, seen = node.args[0], False
-            for user in list(written.users):
-                seen = seen or user is node
-                if user is not node and user > node:
-                    user.replace_input_with(written, node)
+            for user in list(node.args[0].users):
+                if user > node and user.op != "output":
+                    user.replace_input_with(node.args[0], node)
 
 
 # -- up, to the first product -----------------------------------------------------------------------
@@ -221,9 +218,11 @@ def _score(node: Any) -> Scores:
     if not is_tensor(node):
         raise Refused("scores that are no tensor")
     name, x = named(node), value(node)
-    if name in (*PRODUCT, "baddbmm"):
+    if name in (*PRODUCT, "baddbmm") and not writes(node):
         return _with(_product(node), node)
     of = _operand(node)
+    if writes(node) and node.args[0] is not of:
+        raise Refused(f"{node.name} writes to a bias")
     s = _score(of)
     if name in VIEW:
         return _with(replace(s, heads=_heads(s.heads, value(of), x)), node)

@@ -458,7 +458,12 @@ def test_layers_share_what_is_made_of_the_mask() -> None:
         return added(once, k, v, mask)
 
     args, (b, _, n, _) = qkv(43), sizes(43)
-    for fn, times in ((twice, 1), (written, 2)):
+
+    def interleaved(q, k, v, mask):
+        first = (q @ k.mT / 4 + mask).softmax(-1)
+        return added(k, q, v, mask), first @ v
+
+    for fn, times in ((twice, 1), (written, 2), (interleaved, 2)):
         torch._dynamo.reset()
         rewritten = Rewritten(fn)
         check(fn, rewritten, *args, padding(n, b, LOWEST))
@@ -509,6 +514,12 @@ def written_between(q, k, v):
     return out @ v
 
 
+def written_bias(q, k, v):
+    bias = torch.zeros_like(q @ k.mT)
+    bias += q @ k.mT
+    return bias.softmax(-1) @ v
+
+
 def masked_after(q, k, v):
     return (q @ k.mT).softmax(-1).masked_fill(causal(q.shape[2]), 0.0) @ v
 
@@ -546,6 +557,7 @@ REFUSED = {
     negative: "no positive number",
     wider_bias: "wider than the scores",
     written_between: "between the two products",
+    written_bias: "writes to a bias",
     masked_after: "done to the probabilities",
     two_numbers: "several numbers",
     filled_then_added: "scores can change",
