@@ -348,7 +348,7 @@ def test_every_option_computes_the_same(device: str, options: dict[str, Any]) ->
     compare(f, randn(24, 32, device=device, grad=True), randn(32, device=device, grad=True), backward=True, **options)
 
 
-# -- other doors ------------------------------------------------------------------------------------
+# -- other entry points ----------------------------------------------------------------------------
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

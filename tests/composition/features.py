@@ -329,7 +329,7 @@ def threads(device: str, wrapper: str) -> None:
         list(pool.map(work, xs))
 
 
-# -- doors and modes --------------------------------------------------------------------------------
+# -- entry points, modes ----------------------------------------------------------------------------
 class Affine(nn.Module):
     def __init__(self) -> None:
         super().__init__()

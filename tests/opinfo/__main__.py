@@ -30,7 +30,7 @@ def main() -> int:
     p.add_argument("--batch", type=int, default=96, help="samples to one compiled library")
     p.add_argument("--jobs", type=int, default=1)
     p.add_argument("--shard", default="1/1")
-    p.add_argument("--door", choices=("aot", "dynamo"), default="aot", help="dynamo: all through torch.compile")
+    p.add_argument("--entry", choices=("aot", "dynamo"), default="aot", help="dynamo: all through torch.compile")
     p.add_argument(
         "--until", choices=("lower", "fuse", "schedule", "wrap"), default="wrap", help="interpret that stage's program"
     )
@@ -97,7 +97,7 @@ def run(a: argparse.Namespace, results: dict[str, Any]) -> None:
                 left = (now - start) / n * (total - n)
                 print(f"[{n}/{total}] {dict(counts)}, about {left / 60:.0f} min left", file=sys.stderr, flush=True)
 
-        run_tasks(tasks, a.jobs, tell, a.door, a.until)
+        run_tasks(tasks, a.jobs, tell, a.entry, a.until)
     print(f"{total} samples in {time.monotonic() - start:.0f} s")
 
 

@@ -38,7 +38,7 @@ class Result:
     key: str
     status: str
     why: str = ""
-    door: str = "aot"
+    entry: str = "aot"
     kernels: int = 0
     calls: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
@@ -195,7 +195,7 @@ def through_dynamo(case: Case, backend: Any) -> Callable[..., Any]:
     return torch.compile(case.fn, backend=backend, dynamic=False)
 
 
-def run_batch(cases: list[Case], say: Say, verify: bool = True, door: str = "aot", until: str = "wrap") -> None:
+def run_batch(cases: list[Case], say: Say, verify: bool = True, entry: str = "aot", until: str = "wrap") -> None:
     """Judge every case; ``say(at=key, phase=...)`` before each risky step, ``say(result=Result)`` for each result.
     ``until``: ``lower``, ``fuse`` or ``schedule`` judge what the interpreter makes of the program after that stage."""
     from reflib.options import Options
@@ -207,8 +207,8 @@ def run_batch(cases: list[Case], say: Say, verify: bool = True, door: str = "aot
     for case in cases:
         start = time.perf_counter()
         say(at=case.key, phase="capture")
-        result = Result(case.key, "ok", door=door)
-        made = capture(case) if door == "aot" else None
+        result = Result(case.key, "ok", entry=entry)
+        made = capture(case) if entry == "aot" else None
         if made is not None and made.error is None:
             say(at=case.key, phase="compile")
             error = _compile(made, options, library, result, until)
@@ -216,7 +216,7 @@ def run_batch(cases: list[Case], say: Say, verify: bool = True, door: str = "aot
                 made.error = error
                 result.status, result.why = "error", f"compile: {type(error).__name__}: {_brief(error)}"
         elif made is not None:
-            made, result.door = None, "dynamo"
+            made, result.entry = None, "dynamo"
         ready.append((made, case, result, time.perf_counter() - start))
     say(at=cases[0].key if len(cases) == 1 else "", phase="build")
     library.build()

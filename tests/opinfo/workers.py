@@ -53,7 +53,7 @@ class Child:
             setattr(self, name, value)
 
 
-def _work(task: Task, pipe: Connection, door: str, until: str) -> None:
+def _work(task: Task, pipe: Connection, entry: str, until: str) -> None:
     """In the child: judge the samples, saying where it is."""
 
     def say(**message: Any) -> None:
@@ -68,7 +68,7 @@ def _work(task: Task, pipe: Connection, door: str, until: str) -> None:
             say(at=f"{group.name}|{numbers[0]}", phase="samples")
             all_samples = samples(group)
             cases += [case(group, n, all_samples[n]) for n in numbers]
-        run_batch(cases, say, door=door, until=until)
+        run_batch(cases, say, entry=entry, until=until)
     except BaseException as e:
         where = traceback.extract_tb(e.__traceback__)[-1]
         say(died=f"{type(e).__name__}: {_brief(e)} ({os.path.basename(where.filename)}:{where.lineno})")
@@ -77,7 +77,7 @@ def _work(task: Task, pipe: Connection, door: str, until: str) -> None:
 
 
 def run_tasks(
-    tasks: list[Task], jobs: int, tell: Callable[[Result], None], door: str = "aot", until: str = "wrap"
+    tasks: list[Task], jobs: int, tell: Callable[[Result], None], entry: str = "aot", until: str = "wrap"
 ) -> None:
     """Run all tasks, ``jobs`` at a time. ``tell`` gets one Result for every sample."""
     context = multiprocessing.get_context("fork")
@@ -87,7 +87,7 @@ def run_tasks(
         while waiting and len(running) < jobs:
             task = waiting.pop()
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(task, theirs, door, until), daemon=True)
+            process = context.Process(target=_work, args=(task, theirs, entry, until), daemon=True)
             process.start()
             theirs.close()
             running[ours] = Child(task, process, time.monotonic())
@@ -98,14 +98,14 @@ def run_tasks(
             except EOFError:
                 del running[pipe]
                 child.process.join()
-                waiting += _aftermath(child, door, tell)
+                waiting += _aftermath(child, entry, tell)
         for child in running.values():
             if time.monotonic() - child.heard > PATIENCE:
                 child.died, child.heard = "timeout", time.monotonic()
                 child.process.kill()
 
 
-def _aftermath(child: Child, door: str, tell: Callable[[Result], None]) -> list[Task]:
+def _aftermath(child: Child, entry: str, tell: Callable[[Result], None]) -> list[Task]:
     """What is left to do after a child ended, early or not. Names the culprit, or halves the task to find it."""
     rest, died = child.task.without(child.done), child.died
     keys = rest.keys()
@@ -116,7 +116,7 @@ def _aftermath(child: Child, door: str, tell: Callable[[Result], None]) -> list[
         at = keys[0]
     if at and (child.phase in ("capture", "compile", "run", "aot_eager") or len(keys) == 1):
         status = "timeout" if died == "timeout" else "error" if died else "crash"
-        tell(Result(at, status, f"{child.phase}: {died or f'signal {-child.process.exitcode}'}", door=door))
+        tell(Result(at, status, f"{child.phase}: {died or f'signal {-child.process.exitcode}'}", entry=entry))
         rest = rest.without({at})
         return [rest] if rest.parts else []
     half = set(keys[len(keys) // 2 :])
