@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 MASKS = -1e4  # a score so low, or lower, has no weight beside any other
 ABSORBS = -1e30  # no score changes a number so low, or lower
 LOW = -1e3  # a bias so low in all of a row would take digits from the scores
+LONG = 1024  # keys: with fewer, two products and a softmax of ours are faster on a CPU, except in 16 bits
 CONTIGUOUS = ("contiguous", "reshape", "flatten")
 
 
@@ -226,6 +227,10 @@ def replace_by_call(module: GraphModule, parts: Parts, memo: dict[Any, Masks]) -
 
 def _tried(parts: Parts) -> tuple[torch.Tensor, bool]:
     """The call on fake tensors: its result, and must it be made contiguous? Raises Refused if no kernel is fused."""
+    scores = value(parts.first)
+    wide = scores.device.type == "cpu" and parts.dtype.itemsize > 2
+    if wide and not statically_known_true(scores.shape[-1] >= LONG):
+        raise Refused(f"on a CPU the call is slower for fewer than {LONG} keys of {parts.dtype}")
     mode = getattr(value(parts.second), "fake_mode", None)  # of these; the one that will trace the call is another
     env = getattr(mode, "shape_env", None)
     if mode is None:

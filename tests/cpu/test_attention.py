@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import reflib
+from reflib.capture import attention_call
 from reflib.capture.attention import attention, named
 from reflib.ir.program import Extern
 from reflib.options import Options
@@ -22,6 +23,12 @@ from tests.checking import check
 
 INF, LOWEST = float("inf"), torch.finfo(torch.float32).min
 Maker = Callable[..., tuple[Any, ...]]
+
+
+@pytest.fixture(autouse=True)
+def of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls on CPUs where they are no faster, too."""
+    monkeypatch.setattr(attention_call, "LONG", 0)
 
 
 def sizes(seed: int) -> tuple[int, int, int, int]:
@@ -584,6 +591,20 @@ def test_a_softmax_of_no_attention_is_not_talked_about(
         assert "reflib.attention" not in {r.name for r in caplog.records}
         Rewritten(operators)(*qkv(51))
     assert "scaled_dot_product_attention" in caplog.text
+
+
+def test_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU for 16-bit numbers, and for many keys."""
+    monkeypatch.undo()
+    for dtype, keys, expected in (
+        (torch.float32, attention_call.LONG - 1, "softmax"),
+        (torch.float32, attention_call.LONG, "scaled_dot_product_attention"),
+        (torch.bfloat16, 9, "scaled_dot_product_attention"),
+    ):
+        torch._dynamo.reset()
+        rewritten = Rewritten(operators)
+        rewritten(*(torch.randn(1, 1, n, 8, dtype=dtype) for n in (3, keys, keys)))
+        assert rewritten.names() == [expected]
 
 
 def test_switched_off() -> None:
