@@ -13,8 +13,9 @@ J ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() or 1)")
 NBVAL = --nbval-lax --nbval-current-env --nbval-cell-timeout 600
 # files stay whole, for what their tests share; those that take longest begin first (tests/conftest.py)
 SPREAD = --dist loadfile --no-loadscope-reorder
+TESTS = $(PY) -m pytest tests/cpu tests/book $(wildcard notebooks/*.ipynb) $(NBVAL) -n $(J) $(SPREAD)
 
-.PHONY: help run test test-opinfo fuzz test-gpu lab book record bench bench-gpu sweep wheels lint format clean
+.PHONY: help run test test-all test-opinfo fuzz test-gpu lab book record bench bench-gpu sweep wheels lint format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -23,9 +24,13 @@ run:  ## execute every notebook on this machine and build a book of it (DEVICE=,
 	$(SETUP) run
 	@$(PY) -m reflib.cli run --device $(DEVICE) $(if $(ONLY),--only $(ONLY)) $(P) $(RUN)
 
-test:  ## everything that needs no GPU, 18 minutes on 2 cores
+test:  ## what needs no GPU, of long sweeps a sample (15 minutes on 2 cores)
 	$(SETUP) test
-	$(PY) -m pytest tests/cpu tests/book $(wildcard notebooks/*.ipynb) $(NBVAL) -n $(J) $(SPREAD) $(PYTEST)
+	$(TESTS) --quick $(PYTEST)
+
+test-all:  ## what needs no GPU, all of it (45 minutes on 2 cores)
+	$(SETUP) test
+	$(TESTS) $(PYTEST)
 
 test-opinfo:  ## PyTorch's own samples of every op, sharded and resumable (hours)
 	$(SETUP) test

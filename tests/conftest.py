@@ -7,6 +7,8 @@ import resource
 import sys
 import sysconfig
 import tempfile
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +28,14 @@ settings.register_profile("fuzz", parent=settings.get_profile("reflib"), derando
 settings.load_profile("fuzz" if os.environ.get("REFLIB_FUZZ") else "reflib")
 
 CACHE = "REFLIB_CACHE_DIR"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="without the tests marked slow, and one variant in n of those marked sample(n)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -64,8 +74,25 @@ def place(item: pytest.Item) -> int:
     return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
 
+def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
+    """What ``--quick`` leaves out. Which variants of a test it keeps is drawn by a hash of their names."""
+    slow, variants = [], defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow"):
+            slow.append(item)
+        elif mark := item.get_closest_marker("sample"):
+            variants[item.nodeid.partition("[")[0], mark.args[0]].append(item)
+    for (_, n), group in variants.items():
+        group.sort(key=lambda item: zlib.crc32(item.name.encode()))
+        slow += group[-(-len(group) // n) :]
+    return slow
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest files first. What needs a GPU (all under tests/gpu) is skipped where there is no CUDA device."""
+    if config.getoption("--quick") and (out := set(left_out(items))):
+        config.hook.pytest_deselected(items=list(out))
+        items[:] = [i for i in items if i not in out]
     items.sort(key=place)
     gpu_folder = Path(__file__).parent / "gpu"
     wanting = [i for i in items if "gpu" in i.keywords or gpu_folder in Path(str(i.path)).parents]

@@ -139,6 +139,7 @@ def test_the_figure_is_moved_in_lab_as_in_the_book(chapter: Watched) -> None:
     assert page.locator("details summary", has_text="The numbers behind the figure").is_visible()
 
 
+@pytest.mark.slow
 def test_a_chapter_of_the_book(browser: Any, lab_url: str) -> None:
     """Its cells run, and its slider measures again."""
     with run_all(browser, lab_url + "measuring.ipynb") as watched:

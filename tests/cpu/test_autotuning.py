@@ -194,6 +194,7 @@ def test_a_tensor_that_a_candidate_holds_is_itself_when_it_is_measured() -> None
 
 
 @pytest.mark.parametrize("used", [(0, 1), (0,), (1,)])
+@pytest.mark.sample(3)
 def test_several_outputs(used: tuple[int, ...]) -> None:
     @torch.library.custom_op(f"tests::two{next(count)}", mutates_args=())
     def two(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -132,6 +132,7 @@ def test_failing_in_the_background_changes_nothing(ops: Any, monkeypatch: pytest
     assert torch.allclose(f(a, b), (a @ b) * 4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_when_the_program_ends(tmp_path: Path) -> None:
     """It ends while a candidate hangs; the others' rows are there for the next."""
     python(f"""
@@ -161,6 +162,7 @@ def plain(a, b):
 """
 
 
+@pytest.mark.slow
 def test_another_body_is_another_question(tmp_path: Path) -> None:
     """An op whose function was changed between two runs is measured, and checked, again."""
 

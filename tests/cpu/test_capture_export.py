@@ -89,6 +89,7 @@ def test_the_result_does_not_keep_the_module() -> None:
 # -- whole models -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("device", [None, "cuda"], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sample(3)
 def test_models(name: str, device: str | None) -> None:
     torch.manual_seed(0)
     make, inputs = MODELS[name]

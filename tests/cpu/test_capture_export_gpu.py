@@ -203,6 +203,7 @@ ATTENTION = {
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", ATTENTION)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.sample(4)
 def test_attention_is_one_call(case: str, dtype: torch.dtype, dynamic: bool) -> None:
     options, heads, masked = ATTENTION[case]
 

@@ -110,6 +110,7 @@ OTHERS: dict[str, tuple[Callable[..., Any], tuple, dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("name", [*PRODUCTS, *OTHERS])
+@pytest.mark.sample(3)
 def test_way_and_numbers(name: str) -> None:
     f, args, expected = (PRODUCTS | OTHERS)[name]
     found = ways(f, *args)

@@ -105,6 +105,7 @@ def grows(step: Callable[[], Any], rounds: int) -> float:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
 @pytest.mark.parametrize("kind", ["kernels", "refused", "python", "raising", "views"])
+@pytest.mark.sample(5)
 def test_memory_is_flat(kind: str) -> None:
     x, w = torch.ones(64, 64), torch.ones(64)
     failing = [False]

@@ -127,6 +127,7 @@ print(len([c for c in compiled if any("wrapper.cpp" in str(x) for x in c)]), len
 """
 
 
+@pytest.mark.slow
 def test_another_process_finds_it_in_the_cache(fresh_cache: Path, root: Path) -> None:
     env = {"PYTHONPATH": str(root)}
     assert python(CHILD, env=env).split()[0] == "1"
@@ -196,6 +197,7 @@ ROWS = (
 
 
 @pytest.mark.parametrize("way", ["layout unknown", "no Python.h"])
+@pytest.mark.slow
 def test_other_ways(way: str, root: Path) -> None:
     """Handles made by torch; and no extension at all."""
     out = python(OTHER_WAYS.format(ctypes=way == "no Python.h", names=ROWS), env={"PYTHONPATH": str(root)})

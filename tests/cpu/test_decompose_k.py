@@ -69,6 +69,7 @@ def test_mm(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("alpha, beta", [(1, 1), (0.5, 2.0), (2, 0)])
 @pytest.mark.parametrize("shape", [(5,), (3, 5), (3, 1)])
+@pytest.mark.sample(3)
 def test_addmm(alpha: float, beta: float, shape: tuple[int, ...]) -> None:
     bias = torch.full(shape, float("nan")) if beta == 0 else torch.randn(shape)
     fn = lambda c, a, b: torch.addmm(c, a, b, alpha=alpha, beta=beta).sin()  # noqa: E731

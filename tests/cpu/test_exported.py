@@ -54,6 +54,7 @@ def test_sizes_within_the_range(wrapper):
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
+@pytest.mark.sample(3)
 def test_what_does_not_fit_is_refused(x, y, says, wrapper):
     with pytest.raises(reflib.ReflibError, match=says):
         compiled(wrapper)(x, y)
@@ -201,6 +202,7 @@ def negative(t):
     return torch._neg_view(-t)
 
 
+@pytest.mark.sample(3)
 def test_the_fast_path_is_taken(watched, way):
     watched.goes(X, Y)
     watched.goes(torch.nn.Parameter(X), Y)
@@ -254,6 +256,7 @@ def agrees_under_autocast(f):
     torch.testing.assert_close(f(HEADS), want)
 
 
+@pytest.mark.sample(3)
 def test_autocast_is_off_inside(way):
     f = exported(attention, HEADS)
     with taken(way):
@@ -322,6 +325,7 @@ def transformed(of, f):
 
 @pytest.mark.parametrize("of", ["vmap", "grad", "functionalize", "functional", "subclass"])
 @pytest.mark.parametrize("fn", [lambda x: x * 2, lambda x: x.sort().values], ids=["kernel", "no kernel"])
+@pytest.mark.sample(6)
 def test_tensors_of_transforms_are_refused(of, fn, way):
     """Also by a graph that looks at nobody's memory: PyTorch would be called with them, and lose the gradients."""
     f = exported(fn, X)
@@ -332,6 +336,7 @@ def test_tensors_of_transforms_are_refused(of, fn, way):
         torch.testing.assert_close(f(X), fn(X))
 
 
+@pytest.mark.sample(3)
 def test_zeros_that_are_nowhere_are_refused(way):
     f = exported(lambda x: x * 2 + 1, X)
     with taken(way), pytest.raises(reflib.ReflibError, match="memory of its own"):
@@ -351,6 +356,7 @@ def test_an_argument_error_of_an_op_is_the_ops(watched):
     watched.goes(X, Y)
 
 
+@pytest.mark.sample(3)
 def test_counts_of_references_are_flat(watched, way):
     watched.f(X, Y)
     far, double, flat, weight = torch.full((8, 5), -1e4), X.double(), X[0], watched.module.weight
@@ -374,6 +380,7 @@ def test_counts_of_references_are_flat(watched, way):
     assert more - blocks < 500, "of 20,000 calls"
 
 
+@pytest.mark.sample(3)
 def test_a_program_is_freed_with_its_cycle(way):
     module = Weighted()
     f = reflib.compile(torch.export.export(module, (X, Y)), wrapper="cpp")
@@ -390,6 +397,7 @@ def test_a_program_is_freed_with_its_cycle(way):
     assert ref() is None and weight() is None
 
 
+@pytest.mark.sample(3)
 def test_it_looks_like_a_function(watched):
     assert callable(watched.f) and str(inspect.signature(watched.f)) == "(x, y, /)"
     torch.testing.assert_close(torch.compile(watched.f, backend="eager")(X, Y), watched.f(X, Y))

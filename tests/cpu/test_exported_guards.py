@@ -246,6 +246,7 @@ def test_a_size_that_is_known_from_later_arguments(wrapper: str) -> None:
 
 
 # -- packages -------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_packages_check_them(tmp_path: Path) -> None:
     shapes = ({0: Dim.DYNAMIC}, {0: Dim.DYNAMIC})
     path = reflib.aot_compile(

@@ -54,6 +54,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., An
     return make
 
 
+@pytest.mark.sample(3)
 def test_ints(compiled: Callable[..., Any]) -> None:
     model, x = TimesAtLeastTwo(), torch.randn(6)
     f = compiled(model, (x, 5), ({0: DYNAMIC}, DYNAMIC))
@@ -61,6 +62,7 @@ def test_ints(compiled: Callable[..., Any]) -> None:
         torch.testing.assert_close(f(x, n), model(x, n))
 
 
+@pytest.mark.sample(3)
 def test_sizes(compiled: Callable[..., Any]) -> None:
     model, x = AtLeastTwoOnes(), torch.randn(6)
     f = compiled(model, (x,), ({0: torch.export.Dim("rows", min=0)},))
@@ -68,6 +70,7 @@ def test_sizes(compiled: Callable[..., Any]) -> None:
         torch.testing.assert_close(f(x[:n]), model(x[:n]))
 
 
+@pytest.mark.sample(3)
 def test_a_guard_that_only_small_ones_break(compiled: Callable[..., Any]) -> None:
     model, x = OneWay(), torch.randn(6)
     f = compiled(model, (x, 3), ({0: DYNAMIC}, DYNAMIC))
@@ -76,6 +79,7 @@ def test_a_guard_that_only_small_ones_break(compiled: Callable[..., Any]) -> Non
         f(x, 0)
 
 
+@pytest.mark.sample(3)
 def test_a_guard_on_a_product(compiled: Callable[..., Any]) -> None:
     model = Reshaped()
     f = compiled(model, (torch.randn(12), 3, 4), ({0: DYNAMIC}, DYNAMIC, DYNAMIC))
@@ -94,6 +98,7 @@ def test_compiling_leaves_the_program_as_it_was() -> None:
         torch.testing.assert_close(reflib.compile(exported, wrapper=wrapper)(x, 1), x + 1)
 
 
+@pytest.mark.sample(3)
 def test_ops_with_effects(compiled: Callable[..., Any]) -> None:
     """torch.export threads a token through them, so that they stay, and in order."""
     a, b = torch.randn(4, 4) + 4 * torch.eye(4), torch.randn(4, 2)

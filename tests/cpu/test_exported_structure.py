@@ -196,6 +196,7 @@ def aliases(results: Any, arguments: Any) -> list[tuple[bool, bool]]:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sample(4)
 def test_they_take_the_fast_path(name: str, way: str) -> None:
     both = Both(name)
     with taken(way):
@@ -248,6 +249,7 @@ def test_other_calls_of_them() -> None:
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )  # fmt: skip
+@pytest.mark.sample(3)
 def test_what_does_not_fit_is_refused(name: str, args: tuple, kwargs: dict, says: str) -> None:
     both = once(name)
     before = {n: t.clone() for n, t in both.f._weights.items()}

@@ -214,6 +214,7 @@ def chain(n):
     return lowered(fn, [R(16, 16), R(16, 16)])
 
 
+@pytest.mark.slow
 def test_time_is_linear():
     seconds = []
     for program in (chain(100), chain(1000)):

@@ -119,12 +119,14 @@ def operands(fn: Callable[..., Any], n: int, m: int = 5) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("fn", CHAINS, ids=lambda f: f.__name__)
+@pytest.mark.sample(2)
 def test_a_chain_computes_what_eager_does(fn: Callable[..., Any]) -> None:
     n = random.Random(fn.__name__).randrange(7, 14)
     compare(lambda *args: fn(n, *args), *operands(fn, n))
 
 
 @pytest.mark.parametrize("fn", (tridiagonal, onto_input, middle), ids=lambda f: f.__name__)
+@pytest.mark.sample(3)
 def test_a_chain_of_unknown_sizes(fn: Callable[..., Any]) -> None:
     n = random.Random(fn.__name__).randrange(6, 9)
     stages = compare(lambda *args: fn(n, *args), *operands(fn, n), dynamic=True)
@@ -225,6 +227,7 @@ INDUCTOR = {tridiagonal: 23, forward: 7, scattered: 8, one_wide: 7, rows: 7}
 
 
 @pytest.mark.parametrize("fn", INDUCTOR, ids=lambda f: f.__name__)
+@pytest.mark.sample(5)
 def test_a_chain_is_compiled_in_linear_time(fn: Callable[..., Any]) -> None:
     graphs = [graph_of(lambda *args, n=n: fn(n, *args), *operands(fn, n, 64)) for n in (16, 32)]
     _, kernels, small = calls_and_kernels(graphs[0])
@@ -263,6 +266,7 @@ class Dense(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_model_of_many_kernels_is_compiled_in_linear_time() -> None:
     found = []
     for blocks in (2, 4):
@@ -303,6 +307,7 @@ SHAPES: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.sample(3)
 def test_symbolic_sizes_take_bounded_effort(name: str) -> None:
     fn, shape = SHAPES[name]
     x = torch.rand(shape, generator=torch.Generator().manual_seed(len(name)))

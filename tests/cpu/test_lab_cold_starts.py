@@ -52,6 +52,7 @@ def test_a_way_has_its_times_its_calls_and_what_the_compiler_said(tmp_path, monk
     assert {w["name"] for w in written} == {"t", "t, calls"}
 
 
+@pytest.mark.slow
 def test_ways_that_fail_are_rows_that_say_why():
     ways = {
         "crashes": {"compiler": "TorchInductor", "environment": {"MISDEED": "crash"}},

@@ -81,6 +81,7 @@ def make(device, dtype, n):
 """
 
 
+@pytest.mark.slow
 def test_peers_run_crash_refuse_and_hang_in_their_own_process():
     rows = lab.measure(
         "t",

@@ -22,6 +22,7 @@ def make(device, dtype):
 """
 
 
+@pytest.mark.slow
 def test_packages_are_built_and_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ROWS_FILE, str(tmp_path / "rows"))
     lab.setup(device="cpu", quiet=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from reflib.lab import session
 from reflib.lab.way_sweep import sweep_ways
 
@@ -22,6 +24,7 @@ def make(device, dtype, steps):
 """
 
 
+@pytest.mark.slow
 def test_a_row_for_the_first_call_and_one_for_the_time_of_a_call() -> None:
     session.setup(device="cpu", quiet=True)
     ways = {"eager": {"compiler": "eager"}, "reflib": {"compiler": "reflib"}}

@@ -64,6 +64,7 @@ def same(a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.sample(2)
 def test_inference(seed: int) -> None:
     torch.manual_seed(seed)
     model, x = Net(seed).eval(), torch.randn(3, 3, 16, 16)
@@ -84,6 +85,7 @@ def test_inference(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.sample(4)
 def test_training(seed: int) -> None:
     """The joint graph is rewritten, so what forward saves is what backward expects."""
     torch.manual_seed(seed)

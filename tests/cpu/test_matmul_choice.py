@@ -79,6 +79,7 @@ def sym(name: str, hint: int) -> Expr:
 # -- tilings ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype, precision", [(HALF, "ieee"), (BF16, "ieee"), (FLOAT, "ieee"), (FLOAT, "tf32")])
+@pytest.mark.sample(4)
 def test_candidates_are_within_limits(target, dtype, precision):
     there = parse_target(target)
     for shape in SHAPES:

@@ -197,6 +197,7 @@ def refuse(case: MatmulCase, text: str, target: str = "sm_90") -> None:
         case.kernel("product", target)
 
 
+@pytest.mark.slow
 def test_tilings_that_cannot_be() -> None:
     refuse(large(replace(TILED, m=96)), "m is 96; it must be a power of two")
     refuse(large(replace(TILED, k=8)), "at least 16")

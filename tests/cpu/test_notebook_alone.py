@@ -46,6 +46,7 @@ def python(tmp_path: Path) -> Path:
     return tmp_path / "fresh" / "bin" / "python"
 
 
+@pytest.mark.slow
 def test_a_chapter_alone_installs_what_it_needs(root: Path, tmp_path: Path, wheels: Path, python: Path) -> None:
     alone = tmp_path / "alone"
     alone.mkdir()

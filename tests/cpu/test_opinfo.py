@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.processes import python
 
 
@@ -15,6 +17,7 @@ def run(out: Path, root: Path, *args: str) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_one_sample_of_every_twentieth_op(tmp_path: Path, root: Path) -> None:
     run(tmp_path, root, "--limit", "1", "--shard", "1/20")
 

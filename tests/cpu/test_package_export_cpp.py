@@ -237,6 +237,7 @@ class Cut(torch.nn.Module):
         return (x[:, :3] * n + torch.cat([y, y])).relu()
 
 
+@pytest.mark.slow
 def test_ints_ranges_and_guards(tmp_path: Path) -> None:
     """An int with a range; and a size that must be twice another's, which only a guard says."""
     dims = {"x": {0: Dim("a", min=4, max=64)}, "y": {0: Dim("b", min=2, max=32)}, "n": Dim.DYNAMIC(min=3, max=9)}
@@ -312,6 +313,7 @@ class Calls(torch.nn.Module):
         return *torch.sort(y, -1), torch.cumsum(y, 0) @ torch.ones(4, 4), self.total + 1
 
 
+@pytest.mark.slow
 def test_a_model_that_calls_aten(tmp_path: Path) -> None:
     torch.manual_seed(0)
     package = reflib.aot_compile(Calls(), (torch.randn(8, 16),), tmp_path / "calls it.reflib", "cpu")

@@ -107,6 +107,7 @@ def test_record_writes_outputs_stamp_and_rows(checkout: Path) -> None:
     assert any("claim failed in b: few (many)" in line for line in said)
 
 
+@pytest.mark.slow
 def test_recording_twice_gives_the_same_files(checkout: Path) -> None:
     def once() -> dict[str, bytes]:
         runner.record(checkout, "cpu", ["b"], commit="abc", say=lambda text: None)
@@ -122,6 +123,7 @@ def recording(root: Path, slug: str, out: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=runner.ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
+@pytest.mark.slow
 def test_two_recordings_at_once_do_not_disturb_each_other(checkout: Path) -> None:
     """Both kernels are up at once: each waits until the other has begun. One output folder, as on a GPU host."""
     for mine, other in (("b", "c"), ("c", "b")):
@@ -147,6 +149,7 @@ while not pathlib.Path({str(checkout)!r}, "{other}.begun").exists():
     assert len(made) == 2 and not [p for run in made for p in run.rglob("*") if p.is_socket()]
 
 
+@pytest.mark.slow
 def test_slots_execute_at_once_and_hand_over_what_is_done(checkout: Path) -> None:
     jobs = runner.jobs_of(checkout, (), {"rows": "2"}, "cpu")
     slots = [{"REFLIB_SLOT": "0"}, {"REFLIB_SLOT": "1"}]
