@@ -14,6 +14,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +106,15 @@ def _capture(
     from .capture.export import export_for
     from .lower import decompositions, lower
     from .package.build import Captured
+    from .pipeline import before_autograd
     from .wrap.convention import of_exported, without_tokens
     from .wrap.exported import names_of
     from .wrap.guards import checked
 
-    exported = export_for(model, args, kwargs, dynamic_shapes, device, decompositions=decompositions())
+    rewrite = partial(before_autograd, options=options)
+    exported = export_for(
+        model, args, kwargs, dynamic_shapes, device, decompositions=decompositions(), rewrite=rewrite
+    )
     program = without_tokens(exported.program, lower(exported.graph, options))
     specs = exported.program.graph_signature.input_specs
     kinds = {s.target: _KINDS.get(s.kind.name, "constant") for s in specs if s.target in exported.state}

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .errors import OptionError
 from .options import Options
-from .pipeline import Backend, Stages, eager, run, tunings
+from .pipeline import Backend, Stages, before_autograd, eager, run, tunings
 from .target import parse_target
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def exported_stages(program: Any, options: Options) -> tuple[Stages, Convention,
     from .wrap.convention import of_exported, without_tokens
     from .wrap.guards import checked
 
-    graph, program = exported_graph(program, decompositions())
+    graph, program = exported_graph(program, decompositions(), partial(before_autograd, options=options))
     lowered = run(graph, options, until="lower")
     assert lowered.program is not None
     plain = without_tokens(program, lowered.program)

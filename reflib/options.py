@@ -48,6 +48,7 @@ class Options:
     split_reductions: cut few, long rows into pieces that run in parallel.
     mix_orders: sum the columns of a tensor in the GPU kernel that reduces its rows, where that reads it once less.
     combine_kernels: launch independent small pointwise kernels (an optimizer's parameters) as one.
+    attention: call ``scaled_dot_product_attention`` for attention written as two products and a softmax.
     channels_last: on a GPU, keep what is between convolutions in channels-last order where that saves copies.
     reuse_buffers: give a dead buffer's storage to a new one.
     inplace_buffers: let an elementwise kernel write over an input that dies there.
@@ -84,6 +85,7 @@ class Options:
     split_reductions: bool = True
     mix_orders: bool = True
     combine_kernels: bool = True
+    attention: bool = True
     channels_last: bool = True
     reuse_buffers: bool = True
     inplace_buffers: bool = True
@@ -173,8 +175,6 @@ def _check(name: str, value: Any, default: Any) -> None:
     elif name in ("cpp_flags", "tuning_imports"):
         if not isinstance(value, (tuple, list)) or not all(isinstance(v, str) for v in value):
             raise OptionError(f"option {name}={value!r}: must be a list of strings")
-    elif name in ("lookup_table", "c_shims"):
-        return  # checked by what ``NORMALIZE`` has for them
     elif name == "cache_decisions":
         if value not in (None, True, False):
             raise OptionError(f"option {name}={value!r}: must be True, False or None")
@@ -184,9 +184,7 @@ def _check(name: str, value: Any, default: Any) -> None:
     elif isinstance(default, bool):
         if not isinstance(value, bool):
             raise OptionError(f"option {name}={value!r}: must be True or False")
-    elif name in _ENVIRONMENT and value is None:
-        return
-    elif isinstance(default, int) or name in _ENVIRONMENT:
+    elif isinstance(default, int) or (name in _ENVIRONMENT and value is not None):
         least = _LEAST.get(name, 0)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise OptionError(f"option {name}={value!r}: must be an integer of at least {least}")

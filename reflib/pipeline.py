@@ -44,6 +44,9 @@ Chosen = tuple["Program", tuple[Any, ...]]  # a program without choices, and the
 CHOOSE = Seam("pipeline.CHOOSE")
 # What to start in the background before a graph is captured: (options, kinds of device) -> None.
 START = Seam("pipeline.START")
+# Rewrites of Dynamo's or torch.export's graph, before autograd sees it: (GraphModule, Options) -> GraphModule, the one
+# given or another. The core has none.
+CAPTURED = Seam("pipeline.CAPTURED")
 # Rewrites of a functional ATen graph, of inference or forward and backward in one, before it is cut or lowered:
 # (GraphModule, Options, is the target a GPU?) -> GraphModule. The core has none.
 REWRITES = Seam("pipeline.REWRITES")
@@ -130,6 +133,13 @@ def targets(options: Options) -> TargetOf:
     return lambda device: interpreted.get(device.type) or device_target(device.type, device.index or 0)
 
 
+def before_autograd(module: torch.fx.GraphModule, options: Options) -> torch.fx.GraphModule:
+    """``module`` after every rewrite for which autograd comes later; it may be changed itself."""
+    for rewrite in CAPTURED.values():
+        module = rewrite(module, options)
+    return module
+
+
 def rewritten(module: torch.fx.GraphModule, options: Options, target_of: TargetOf) -> torch.fx.GraphModule:
     """``module`` after every rewrite; it is not changed itself."""
     values = (n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder")
@@ -203,15 +213,8 @@ def _wrap(s: Stages) -> None:
     s.wrapper, s.call = wrap(s.scheduled, s.plan, s.kernels, s.options, built=s.built)
 
 
-_STAGE: dict[str, Callable[[Stages], None]] = {
-    "lower": _lower,
-    "fuse": _fuse,
-    "autotune": _autotune,
-    "schedule": _schedule,
-    "plan": _plan,
-    "generate": _generate,
-    "wrap": _wrap,
-}
+_RUN = (_lower, _fuse, _autotune, _schedule, _plan, _generate, _wrap)
+_STAGE: dict[str, Callable[[Stages], None]] = {stage.__name__[1:]: stage for stage in _RUN}
 STAGES = tuple(_STAGE)
 
 
@@ -263,6 +266,7 @@ class Backend:
         if self.options.target is None:
             for start in START.values():
                 start(self.options, {t.device.type for t in inputs if isinstance(t, torch.Tensor)})
+        module = before_autograd(module, self.options)
         rewrite = partial(rewritten, options=self.options, target_of=targets(self.options))
         call = dynamo_graph_to_aten(module, inputs, decompositions(), self._compile, rewrite)
         return self._around(call, module, inputs)

@@ -10,6 +10,7 @@ from .seams import plug
 PLUGS: dict[str, dict[str, str]] = {
     "pipeline.START": {"begin": "api:begin"},
     "pipeline.CHOOSE": {"choose": "tuning:choose"},
+    "pipeline.CAPTURED": {"attention": "capture.attention:attention"},
     "pipeline.REWRITES": {
         "channels_last": "capture.layouts:channels_last",
         "positions": "capture.positions:recompute_positions",

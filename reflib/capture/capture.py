@@ -4,8 +4,6 @@ Dynamo turns Python into an FX graph and guards; AOTAutograd makes it functional
 partitions the two (min-cut recomputation) and applies decompositions. Both are PyTorch's own and used as they are;
 reflib chooses the decompositions and receives each graph as a :class:`Graph`. (Programs of ``torch.export``:
 ``capture/exported.py``.)
-
-NB: TorchInductor runs pattern passes (attention, batch-norm folding, ...) before and after AOTAutograd; we run none.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import CaptureError
 from .advice import explained, first_lines
-from .exported import exported_graph
+from .exported import Rewrite, exported_graph
 from .graph import Graph
 from .training import in_training
 
@@ -80,6 +80,7 @@ def export_for(
     device: torch.device | str | None = None,
     *,
     decompositions: dict,
+    rewrite: Rewrite = lambda module: module,
 ) -> Exported:
     """Capture ``model`` for inference with ``torch.export`` (non-strict), as it would be on ``device``.
 
@@ -87,7 +88,7 @@ def export_for(
         or an ExportedProgram, which is what it is: no args, kwargs or dynamic_shapes, and no other device.
     args, kwargs: examples. Tensors among them may lie anywhere, on ``meta`` too: what is in them does not matter.
     device: ``cpu``, ``cuda``, or None for where the model and its arguments lie.
-    decompositions: ``lower.decompositions()``.
+    decompositions: ``lower.decompositions()``.   rewrite: of the graph, before it is decomposed.
 
     Raises CaptureError for what cannot be captured; torch.export's own error is its ``__cause__``.
     """
@@ -98,7 +99,7 @@ def export_for(
     if isinstance(model, torch.export.ExportedProgram):
         if args or kwargs or dynamic_shapes:
             raise CaptureError("an ExportedProgram has its arguments and shapes already: pass it without any")
-        return _of_program(model, device, decompositions)
+        return _of_program(model, device, decompositions, rewrite)
     module = _as_module(model)
     there, fakes = _fakes_for(module, (args, kwargs), device)
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
@@ -109,7 +110,7 @@ def export_for(
             args, kwargs = pytree.tree_map_only(torch.Tensor, fakes.fake, (args, kwargs))
         program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
         training = not isinstance(model, torch.nn.Module) or any(m.training for m in model.modules())
-        return _exported(program, decompositions, own, {} if fakes is None else fakes.real, training)
+        return _exported(program, decompositions, rewrite, own, {} if fakes is None else fakes.real, training)
 
 
 def _examples(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -122,10 +123,15 @@ def _examples(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _exported(
-    program: Any, decompositions: dict, own: dict[str, torch.Tensor], real: dict[int, torch.Tensor], training: bool
+    program: Any,
+    decompositions: dict,
+    rewrite: Rewrite,
+    own: dict[str, torch.Tensor],
+    real: dict[int, torch.Tensor],
+    training: bool,
 ) -> Exported:
     differs = in_training(program) if training else ()
-    graph, program = exported_graph(program, decompositions)
+    graph, program = exported_graph(program, decompositions, rewrite)
     _tidy(graph.module, program.graph_signature)
     if getattr(program, "example_inputs", None) is not None:
         program.example_inputs = None  # they would live as long as this does
@@ -150,7 +156,7 @@ def _with_data(name: str, t: torch.Tensor) -> torch.Tensor:
     return t
 
 
-def _of_program(program: Any, device: torch.device | None, decompositions: dict) -> Exported:
+def _of_program(program: Any, device: torch.device | None, decompositions: dict, rewrite: Rewrite) -> Exported:
     for name, t in (*program.state_dict.items(), *program.constants.items()):
         if isinstance(t, torch.Tensor):
             _with_data(name, t)
@@ -164,7 +170,7 @@ def _of_program(program: Any, device: torch.device | None, decompositions: dict)
         where = ", ".join(sorted(map(str, gpus)))
         raise CaptureError(f"the program was exported for {where}, not cuda:0: pass the module it was made of")
     with _LOCK, torch.no_grad(), _as_if_there() if gpus else nullcontext(), explained("the program"):
-        return _exported(program, decompositions, {}, {}, True)
+        return _exported(program, decompositions, rewrite, {}, {}, True)
 
 
 # -- what is exported -------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import sympy
@@ -10,9 +12,12 @@ import torch
 from ..errors import CaptureError
 from .graph import Graph, ranges_of
 
+Rewrite = Callable[[torch.fx.GraphModule], torch.fx.GraphModule]
 
-def exported_graph(program: Any, decompositions: dict) -> tuple[Graph, Any]:
+
+def exported_graph(program: Any, decompositions: dict, rewrite: Rewrite = lambda m: m) -> tuple[Graph, Any]:
     """An ``ExportedProgram`` as a Graph (parameters, buffers and constants first among its inputs), and its signature.
+    ``rewrite``: of its graph, before it is decomposed (``pipeline.before_autograd``).
 
     Raises CaptureError for what is no ExportedProgram.
     """
@@ -20,11 +25,23 @@ def exported_graph(program: Any, decompositions: dict) -> tuple[Graph, Any]:
         raise CaptureError(f"expected a torch.export.ExportedProgram, got {type(program).__name__}")
     env = _shape_env(program)
     before = len(env.guards) if env is not None else 0
+    program = _rewritten(program, rewrite)
     program = program.run_decompositions(decompositions)  # in the same ShapeEnv: what it assumes is found there
     if env is not None:
         env.guards[before:] = [g for g in env.guards[before:] if not _of_two_or_more(g.expr)]
     held = {s.arg.name for s in program.graph_signature.input_specs if s.kind.name in ("PARAMETER", "BUFFER")}
     return Graph(program.graph_module, "inference", frozenset(held), ranges_of(program)), program
+
+
+def _rewritten(program: Any, rewrite: Rewrite) -> Any:
+    """A copy of ``program`` with its graph rewritten. Calls in it may be no ATen ops until it is decomposed."""
+    old = program.graph_module
+    module = torch.fx.GraphModule(old, copy.deepcopy(old.graph))
+    for before, after in zip(old.graph.nodes, module.graph.nodes, strict=True):
+        after.meta = dict(before.meta)  # deepcopy would copy fake tensors
+    new = copy.copy(program)
+    new._graph_module = rewrite(module)
+    return new
 
 
 def _shape_env(program: Any) -> Any:

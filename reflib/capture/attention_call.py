@@ -1,0 +1,291 @@
+"""One call of ``scaled_dot_product_attention`` in the place of what ``attention`` found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node, Proxy
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.proxy import GraphAppendingTracer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+MASKS = -1e4  # a score so low, or lower, has no weight beside any other
+ABSORBS = -1e30  # no score changes a number so low, or lower
+LOW = -1e3  # a bias so low in all of a row would take digits from the scores
+LONG = 1024  # keys: with fewer, two products and a softmax of ours are faster on a CPU, except in 16 bits
+CONTIGUOUS = ("contiguous", "reshape", "flatten")
+
+
+class Refused(Exception):
+    """Why a softmax is not replaced."""
+
+
+def value(node: Any) -> Any:
+    """A fake tensor, a symbolic number, or what ``node`` is if it is no node."""
+    return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, Node) else node
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Are they equal whatever the sizes are? (Adds no guard.)"""
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return statically_known_true(a == b)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """q, k or v: a node's tensor, permuted by ``order`` or with its last two dimensions swapped."""
+
+    node: Node
+    flip: bool = False
+    order: tuple[int, ...] | None = None
+
+    def __call__(self, t: Any) -> Any:
+        t = t.permute(self.order) if self.order is not None and self.order != tuple(range(len(self.order))) else t
+        return t.transpose(-2, -1) if self.flip else t
+
+    def value(self) -> torch.Tensor:
+        return self(value(self.node))
+
+
+@dataclass(frozen=True)
+class Term:
+    """A bias: ``node * times``, added to scores of ``rank`` dimensions."""
+
+    node: Node
+    times: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Scores of ``rank`` dimensions become ``value`` where ``node`` is true, or false if ``inverted``."""
+
+    node: Node
+    value: float
+    inverted: bool
+    rank: int
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Attention, found. first, second: its products. heads: the number by which a tensor of three dimensions is split.
+    order: of the result's dimensions, if it is permuted. nodes: all that the call replaces but ``second``, from
+    ``first`` on."""
+
+    q: Operand
+    k: Operand
+    v: Operand
+    first: Node
+    second: Node
+    scale: float
+    factors: tuple[tuple[str, Node], ...]
+    steps: tuple[Term | Fill, ...]
+    heads: int | None
+    order: tuple[int, ...] | None
+    nodes: tuple[Node, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return value(self.first).dtype
+
+
+Of = Callable[[Node], Any]  # what stands for a node: a fake tensor or a Proxy
+Masks = tuple[Any, Any]  # what SDPA gets as attn_mask, and what the queries are multiplied by; or None
+
+
+# -- the call ---------------------------------------------------------------------------------------
+def attend(parts: Parts, of: Of, masks: Masks, contiguous: bool = False) -> Any:
+    """The result of the second product. ``contiguous``: laid out as the products are."""
+    q, k, v = (_operand(parts, o, of) for o in (parts.q, parts.k, parts.v))
+    mask, weight = masks
+    q = q if weight is None else q * weight
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=parts.scale)
+    out = out.contiguous() if contiguous else out
+    rank = value(parts.second).dim()
+    if rank == 3:
+        out = out.squeeze(0) if parts.heads is None else out.flatten(0, 1)
+    elif rank == 2:
+        out = out.squeeze(0).squeeze(0)
+    return out if parts.order is None else out.permute(parts.order)
+
+
+def _operand(parts: Parts, o: Operand, of: Of) -> Any:
+    """q, k or v in four dimensions: batch, heads, length, width."""
+    t, fake = o(of(o.node)), o.value()
+    product = value(parts.second if o is parts.v else parts.first)
+    if o is parts.q:
+        for how, by in parts.factors:
+            t = t / of(by) if how == "truediv" else t * of(by)
+    if fake.dtype != parts.dtype:  # autocast does this to products
+        t = t.to(parts.dtype)
+    batch = _batch(parts, product)
+    if not equal(list(fake.shape[:-2]), batch):
+        t = t.expand(*(_size(parts, i, n, of) for i, n in enumerate(batch)), -1, -1)
+    if fake.stride(-1) != 1:
+        t = t.contiguous()
+    if fake.dim() == 3:
+        return t.unsqueeze(0) if parts.heads is None else t.unflatten(0, (-1, parts.heads))
+    return t if fake.dim() == 4 else t.unsqueeze(0).unsqueeze(0)
+
+
+def _batch(parts: Parts, product: torch.Tensor) -> list[Any]:
+    """The dimensions before the last two, as they are before the result is permuted."""
+    if parts.order is not None and product is value(parts.second):
+        product = product.permute([parts.order.index(d) for d in range(len(parts.order))])
+    return list(product.shape[:-2])
+
+
+def _size(parts: Parts, dim: int, size: Any, of: Of) -> Any:
+    """A size to expand to: a number, or a dimension of another operand."""
+    if isinstance(size, int):
+        return size
+    for o in (parts.q, parts.k, parts.v):
+        if o.value().dim() > dim + 2 and equal(o.value().shape[dim], size):
+            return o(of(o.node)).size(dim)
+    raise Refused("a batch of unknown size is broadcast")
+
+
+def masked(parts: Parts, of: Of) -> Masks:
+    """From a bias and masks: the mask for the call, and, for rows in which every key is masked, what the queries have
+    to be multiplied by (module ``attention`` says why)."""
+    if not parts.steps:
+        return None, None
+    if all(isinstance(t, Fill) for t in parts.steps):
+        allowed = None
+        for t in parts.steps:
+            here = _aligned(parts, t, of)
+            here = here if t.inverted else ~here  # type: ignore[union-attr]
+            allowed = here if allowed is None else allowed & here
+        live = allowed.any(-1, keepdim=True)  # type: ignore[union-attr]
+        dead = math.nan if parts.steps[0].value == -math.inf else 0.0  # type: ignore[union-attr]
+        return allowed | ~live, torch.where(live, 1.0, dead).to(parts.dtype)
+    bias = None
+    for t in parts.steps:
+        here = _aligned(parts, t, of)
+        if isinstance(t, Term):
+            here = here if value(t.node).dtype == parts.dtype else here.to(parts.dtype)
+            here = here if t.times == 1 else here * t.times
+            bias = here if bias is None else bias + here
+        else:
+            here = ~here if t.inverted else here
+            bias = torch.zeros_like(here, dtype=parts.dtype) if bias is None else bias
+            bias = bias.masked_fill(here, t.value)
+    top = bias.detach().amax(-1, keepdim=True)  # type: ignore[union-attr]
+    weight = torch.ones_like(top)
+    if parts.dtype != torch.float16:  # which has no such numbers
+        weight = weight.masked_fill(top <= ABSORBS, 0.0)
+    return torch.where(top < LOW, bias - top, bias), weight.masked_fill(top == -math.inf, math.nan)
+
+
+def _aligned(parts: Parts, t: Term | Fill, of: Of) -> Any:
+    """A bias or mask in four dimensions."""
+    fake, made = value(t.node), of(t.node)
+    if isinstance(t, Term) and torch.promote_types(fake.dtype, parts.dtype) != parts.dtype:
+        raise Refused(f"a bias of {fake.dtype} is wider than the scores of {parts.dtype}")
+    rank = fake.dim()
+    if t.rank == rank == 3 and parts.heads is not None and not equal(fake.shape[0], 1):
+        made, rank = made.unflatten(0, (-1, parts.heads)), 4
+    for _ in range(4 - rank):
+        made = made.unsqueeze(0)
+    return made
+
+
+# -- in the graph -----------------------------------------------------------------------------------
+def replace_by_call(module: GraphModule, parts: Parts, memo: dict[Any, Masks]) -> None:
+    """Put the call where the second product is. memo: masks that were made in this graph and can be used again; nodes.
+
+    Raises Refused, before anything is changed, if PyTorch has no fused kernel for it."""
+    second = parts.second
+    fake, contiguous = _tried(parts)
+    graph, tracer = module.graph, GraphAppendingTracer(module.graph)
+    before = second.prev
+    with graph.inserting_before(second):
+        proxy: Of = lambda n: Proxy(n, tracer)  # noqa: E731
+        key = (parts.steps, parts.dtype, parts.heads)
+        if parts.steps and key not in memo:
+            mask, weight = masked(parts, proxy)
+            memo[key] = mask.node, weight.node
+        mask, weight = map(proxy, memo[key]) if parts.steps else (None, None)
+        out = attend(parts, proxy, (mask, weight), contiguous).node
+    node = before.next
+    while node is not second:
+        node.meta.update({k: v for k, v in second.meta.items() if k not in ("example_value", "val")})
+        node = node.next
+    out.meta["example_value" if "example_value" in second.meta else "val"] = fake
+    second.replace_all_uses_with(out)
+    for node in (second, *reversed(parts.nodes)):
+        graph.erase_node(node)
+    out.name = second.name  # by which torch.export knows its results
+
+
+def _tried(parts: Parts) -> tuple[torch.Tensor, bool]:
+    """The call on fake tensors: its result, and must it be made contiguous? Raises Refused if no kernel is fused."""
+    scores = value(parts.first)
+    wide = scores.device.type == "cpu" and parts.dtype.itemsize > 2
+    if wide and not statically_known_true(scores.shape[-1] >= LONG):
+        raise Refused(f"on a CPU the call is slower for fewer than {LONG} keys of {parts.dtype}")
+    mode = getattr(value(parts.second), "fake_mode", None)  # of these; the one that will trace the call is another
+    env = getattr(mode, "shape_env", None)
+    if mode is None:
+        raise Refused("sizes and dtypes are not known")
+    with mode, env.suppress_guards() if env is not None else nullcontext():
+        try:
+            with _Calls() as calls:
+                masks = masked(parts, value)
+                fake = attend(parts, value, masks)
+            want = value(parts.second)
+            contiguous = not (_same_strides(fake, want) or _copied_later(parts))
+            fake = attend(parts, value, masks, True) if contiguous else fake
+        except (RuntimeError, ValueError, TypeError, IndexError) as e:
+            raise Refused(f"PyTorch refuses: {str(e).partition(chr(10))[0]}") from e
+    if not equal(list(fake.shape), list(want.shape)) or fake.dtype != want.dtype:
+        raise Refused("the call's result has another shape or dtype")
+    if contiguous and not _same_strides(fake, want):
+        raise Refused("the products are not laid out in the usual order")
+    known = fake.device.type == "cpu" or torch.cuda.is_available()  # else the GPU will choose, where there is one
+    if known and not any("attention" in c and "math" not in c for c in calls.names):
+        raise Refused("PyTorch has no fused kernel for these sizes, dtypes and gradients")
+    return fake, contiguous
+
+
+class _Calls(TorchDispatchMode):
+    """The names of all calls, of attention those that it consists of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return all(equal(s, t) or equal(n, 1) for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True))
+
+
+def _copied_later(parts: Parts) -> bool:
+    """Is all that is done with the result to bring heads and lengths in the order of the fused kernels' results, and to
+    copy that? Then it is no matter how the result is laid out, and the copy is saved."""
+    ordered = list(parts.second.users) if parts.order is None else [parts.second]
+    if parts.order is None:
+        swaps = {("transpose", 1, 2), ("transpose", 2, 1), ("permute", 0, 2, 1, 3), ("permute", (0, 2, 1, 3))}
+        for user in ordered:
+            given = tuple(tuple(a) if isinstance(a, (list, tuple)) else a for a in user.args[1:])
+            if (_called(user), *given) not in swaps:
+                return False
+    elif parts.order != (0, 2, 1, 3):
+        return False
+    return all(n.users and all(_called(u) in CONTIGUOUS for u in n.users) for n in ordered)
+
+
+def _called(node: Node) -> str:
+    name = getattr(node.target, "_schema", None)
+    return name.name.partition("::")[2] if name is not None else getattr(node.target, "__name__", str(node.target))
