@@ -85,7 +85,7 @@ class _Grouping:
         self.clusters: dict[int, Cluster] = {}  # by position, of any member
         self.refusals: list[Refusal] = []
         self.sequence = list(range(len(program.nodes)))  # a legal order, for the ranks
-        self.context = FusionContext(program, depends, options, target, self.clusters.get, self.sequence.copy())
+        self.context = FusionContext(program, depends, options, target, self.clusters.get)
         self.waits = waiting(program, depends)
 
     def place(self, position: int, node: LoopNest | Template) -> None:

@@ -76,7 +76,10 @@ class FusionContext:
     options: Options
     target: Target
     cluster_at: Callable[[int], Cluster | None]
-    rank: list[int]  # of each position in an order that is legal for the clusters, each cluster's members together
+    rank: list[int] = field(default_factory=list)  # of each position in a legal order that keeps clusters together
+
+    def __post_init__(self) -> None:
+        self.rank.extend(range(len(self.program.nodes)))
 
 
 @dataclass(frozen=True)
