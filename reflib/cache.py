@@ -60,8 +60,8 @@ def root() -> Path:
         _check_private(path)
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "it cannot be written to")
-        if not (path / _TAG).exists():
-            atomic.write(path / _TAG, _TAG_TEXT, rights=0o700)
+        with contextlib.suppress(FileExistsError), open(path / _TAG, "x") as f:
+            f.write(_TAG_TEXT)  # under its own name, as the first file: a folder with others, but not this, is not ours
     except OSError as e:
         if path.exists() and not path.is_dir():
             raise CacheError(f"cannot use the cache folder {path}: {e}; set REFLIB_CACHE_DIR to another") from e

@@ -6,6 +6,8 @@ import os
 import stat
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -99,3 +101,16 @@ def test_processes_share_it(folder):
 def test_versions_and_features_are_stable_text():
     assert cache.versions() == cache.versions() and all(isinstance(v, str) for v in cache.versions())
     assert cache.cpu_features()
+
+
+def test_several_that_begin_at_once_have_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = threading.Barrier(4)
+
+    def root(_: int) -> Path:
+        begin.wait()
+        return cache.root()
+
+    with ThreadPoolExecutor(4) as pool:
+        for i in range(100):
+            monkeypatch.setenv("REFLIB_CACHE_DIR", str(tmp_path / str(i)))
+            assert set(pool.map(root, range(4))) == {tmp_path / str(i)}

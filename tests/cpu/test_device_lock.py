@@ -86,11 +86,12 @@ def test_two_jobs_take_turns(root: Path, fresh_cache: Path, monkeypatch: pytest.
     named: set[str] = set()
     monkeypatch.setattr(lock_module, "_say_who", lambda device, who: named.add(who))
     with holder(root, 0, LOOP) as other:
-        start = time.monotonic()
-        for _ in range(10):  # (each time the other has it most of the time)
-            with device_lock("cpu", timeout=30) as held:
+        for turn in range(100):  # (each time the other has it most of the time)
+            with device_lock("cpu", timeout=60) as held:
                 assert held
-        assert time.monotonic() - start < 20 and f"process {other.pid} (-c 0)" in named
+            if turn >= 10 and named:
+                break
+        assert f"process {other.pid} (-c 0)" in named
 
 
 def test_a_stopped_holder_is_waited_for_shortly(

@@ -68,7 +68,7 @@ def test_candidates_that_fork(ops: Any) -> None:
     a, b = torch.randn(8, 32), torch.randn(32, 8)
     start = time.monotonic()
     e = explained(lambda a, b: ops.product(a, b) + 3, a, b, tuning_imports=(str(OPS),), candidate_seconds=8.0)
-    assert time.monotonic() - start < 45  # (it was minutes)
+    assert time.monotonic() - start < 150  # (it was 400)
     found = statuses(e)
     assert found.pop("doubling") in ("ok", "crashed")  # (however often it is called)
     assert found == {"eager": "ok", "daemonizing": "crashed", "forking": "crashed", "good": "ok"}, e.decisions
