@@ -60,13 +60,18 @@ def root() -> Path:
         _check_private(path)
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "it cannot be written to")
-        with contextlib.suppress(FileExistsError), open(path / _TAG, "x") as f:
-            f.write(_TAG_TEXT)  # under its own name, as the first file: a folder with others, but not this, is not ours
+        # under its own name, as the first file: a folder with others, but not this one, is not ours
+        with contextlib.suppress(FileExistsError), open(path / _TAG, "x", opener=_private) as f:
+            f.write(_TAG_TEXT)
     except OSError as e:
         if path.exists() and not path.is_dir():
             raise CacheError(f"cannot use the cache folder {path}: {e}; set REFLIB_CACHE_DIR to another") from e
         return _spare(path, e)
     return path
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _spare(path: Path, why: OSError) -> Path:
