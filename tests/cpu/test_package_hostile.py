@@ -117,10 +117,10 @@ def test_names_that_lead_elsewhere(place: str, package: Path, tmp_path: Path) ->
 )
 def test_manifests_that_do_not_fit(change: Callable[[Manifest], Any], package: Path, tmp_path: Path) -> None:
     path = packages.changed(package, tmp_path / "m.reflib", lambda m, _: change(m))
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(PackageError, match=r"m\.reflib: (its|the)") as e:
         reflib.load(path)
-    assert str(e.value).isprintable() and time.perf_counter() - start < 5
+    assert str(e.value).isprintable() and time.process_time() - start < 5
 
 
 def nested(deep: int) -> str:
@@ -149,9 +149,9 @@ def test_ranges_by_arguments_cost_little(package: Path, tmp_path: Path) -> None:
         p["devices"] = ["cpu"] * len(p["inputs"])
 
     path = packages.changed(package, tmp_path / "m.reflib", grown)
-    start = time.perf_counter()
+    start = time.process_time()
     assert "2 to 64" in inspect(path).inputs[0][3]
-    assert time.perf_counter() - start < 20  # (it was minutes)
+    assert time.process_time() - start < 20  # (it was minutes)
 
 
 def written(path: Path, text: bytes, **members: bytes) -> Path:
