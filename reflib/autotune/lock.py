@@ -39,7 +39,6 @@ TENURE_SECONDS = 600.0  # that one holder is waited for,
 STOPPED_SECONDS = 5.0  # and one that is stopped (Ctrl-Z)
 DEVICE, LINE = 0, 1  # the bytes of the file
 _threads: dict[str, threading.Lock] = {}  # by file
-_guard = threading.Lock()
 
 
 @contextmanager
@@ -52,28 +51,27 @@ def device_lock(
     cannot be locked: a disturbed measurement is better than none. Raises nothing of its own.
     say: if it must wait, called with {"kind": "waiting"}, and then with {"kind": "locked", "seconds": waited}.
     """
-    place: _Place | None = None
+    request: _Request | None = None
     try:
         folder = cache.root() / "locks"
         folder.mkdir(mode=0o700, exist_ok=True)
-        place = _Place(str(folder / lock_name(device)))
-        if why := place.take(device, say or (lambda message: None), timeout):
+        request = _Request(str(folder / lock_name(device)))
+        if why := request.take(device, say or (lambda message: None), timeout):
             _warn(device, why)
     except (OSError, CacheError) as e:  # no such folder, or a file system without locks
         _warn(device, str(e))
     try:
-        yield place is not None and place.held
+        yield request is not None and request.held
     finally:
-        if place is not None:
-            place.leave()
+        if request is not None:
+            request.leave()
 
 
-class _Place:
-    """One wish to measure: its file, and what it has of it."""
+class _Request:
+    """One request for the device: its file, and which of the locks it has."""
 
     def __init__(self, path: str):
-        with _guard:
-            self.thread = _threads.setdefault(path, threading.Lock())
+        self.thread = _threads.setdefault(path, threading.Lock())  # (one step of Python's: no lock is needed)
         self.path, self.fd = path, -1
         self.alone = self.first = self.held = False  # in this process; in the line; on the device
 

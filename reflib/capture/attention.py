@@ -59,7 +59,7 @@ from torch.fx import GraphModule, Node
 
 from ..logs import get as logger
 from ..options import Options
-from .attention_call import ABSORBS, MASKS, Fill, Operand, Parts, Refused, Term, equal, replace_by_call, value
+from .attention_call import ABSORBS, MASKS, Fill, Operand, Parts, Refused, Term, equal, named, replace_by_call, value
 
 ADD, MUL = ("add", "iadd"), ("mul", "imul", "multiply")
 SUB, DIV = ("sub", "isub", "subtract"), ("div", "truediv", "itruediv", "divide", "true_divide")
@@ -118,17 +118,6 @@ def _one(module: GraphModule, softmax: Node, memo: dict[Any, Any]) -> bool:
 
 
 # -- what a node is ---------------------------------------------------------------------------------
-def named(node: Any) -> str:
-    """The name of the function or method that is called, of an op without overload; of one in place, the other's."""
-    if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
-        return ""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        target = target._schema.name.partition("::")[2]
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    return name.rstrip("_") if not name.startswith("_") else name
-
-
 def is_tensor(node: Any) -> bool:
     return isinstance(node, Node) and isinstance(value(node), torch.Tensor)
 
@@ -222,7 +211,7 @@ def _score(node: Any) -> Scores:
     name, x = named(node), value(node)
     if name in (*PRODUCT, "baddbmm") and not writes(node):
         return _with(_product(node), node)
-    of = _operand(node)
+    of = _which(node)
     if writes(node) and node.args[0] is not of:
         raise Refused(f"{node.name} writes to a bias")
     s = _score(of)
@@ -243,7 +232,7 @@ def _score(node: Any) -> Scores:
     return _with(_filled(s, node, of), node)
 
 
-def _operand(node: Node) -> Node:
+def _which(node: Node) -> Node:
     """Which argument of a call holds the scores."""
     name, args = named(node), node.args
     if name in (*VIEW, *CAST, *SAME, *DIV, *SUB, "masked_fill"):

@@ -31,6 +31,17 @@ def value(node: Any) -> Any:
     return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, Node) else node
 
 
+def named(node: Any) -> str:
+    """The name of the function or method that is called, of an op without overload; of one in place, the other's."""
+    if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
+        return ""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        target = target._schema.name.partition("::")[2]
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return name.rstrip("_") if not name.startswith("_") else name
+
+
 def equal(a: Any, b: Any) -> bool:
     """Are they equal whatever the sizes are? (Adds no guard.)"""
     if isinstance(a, (tuple, list)):
@@ -279,13 +290,9 @@ def _copied_later(parts: Parts) -> bool:
         swaps = {("transpose", 1, 2), ("transpose", 2, 1), ("permute", 0, 2, 1, 3), ("permute", (0, 2, 1, 3))}
         for user in ordered:
             given = tuple(tuple(a) if isinstance(a, (list, tuple)) else a for a in user.args[1:])
-            if (_called(user), *given) not in swaps:
+            if (named(user), *given) not in swaps:
                 return False
     elif parts.order != (0, 2, 1, 3):
         return False
-    return all(n.users and all(_called(u) in CONTIGUOUS for u in n.users) for n in ordered)
+    return all(n.users and all(named(u) in CONTIGUOUS for u in n.users) for n in ordered)
 
-
-def _called(node: Node) -> str:
-    name = getattr(node.target, "_schema", None)
-    return name.name.partition("::")[2] if name is not None else getattr(node.target, "__name__", str(node.target))

@@ -1,10 +1,8 @@
-"""Attention written by hand: which spellings become one call, with eager's numbers; which are left alone, and why."""
+"""Attention written by hand: which spellings become one call, with eager's numbers."""
 
 from __future__ import annotations
 
-import logging
 import math
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -14,89 +12,19 @@ import torch.nn.functional as F
 from torch import nn
 
 import reflib
-from reflib.capture import attention_call
-from reflib.capture.attention import attention, named
+from reflib.capture.attention_call import named
 from reflib.ir.program import Extern
 from reflib.options import Options
 from reflib.pipeline import Backend
+from tests.attention_cases import INF, LOWEST, Rewritten, becomes_a_call, calls, causal, operators, padding, qkv, sizes
+from tests.attention_cases import of_any_length as of_any_length
 from tests.checking import check
+from tests.exporting import Alone
 
-INF, LOWEST = float("inf"), torch.finfo(torch.float32).min
 Maker = Callable[..., tuple[Any, ...]]
 
 
-@pytest.fixture(autouse=True)
-def of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls on CPUs where they are no faster, too."""
-    monkeypatch.setattr(attention_call, "LONG", 0)
-
-
-def sizes(seed: int) -> tuple[int, int, int, int]:
-    """Batch, heads, length, width."""
-    draw = random.Random(seed)
-    return draw.randint(2, 3), draw.randint(2, 4), draw.randint(5, 21), draw.choice((8, 16, 24))
-
-
-def qkv(seed: int, dtype: torch.dtype = torch.float32, grad: bool = False, flat: bool = False) -> list[torch.Tensor]:
-    b, h, n, d = sizes(seed)
-    g = torch.Generator().manual_seed(seed)
-    shape = (b * h, n, d) if flat else (b, h, n, d)
-    return [torch.randn(shape, generator=g).to(dtype).requires_grad_(grad) for _ in range(3)]
-
-
-def padding(n: int, b: int, low: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Additive: the last keys of each row are masked, of the first batch all of one row."""
-    mask = torch.zeros(b, 1, n, n, dtype=dtype)
-    for i in range(b):
-        mask[i, :, :, n - i - 1 :] = low
-    return mask
-
-
-def causal(n: int) -> torch.Tensor:
-    return torch.ones(n, n, dtype=torch.bool).tril()
-
-
-class Rewritten:
-    """``fn`` with attention found in it, and then run by eager."""
-
-    def __init__(self, fn: Any, dynamic: bool | None = None, **options: Any):
-        self.options, self.graphs = Options(**options), []
-        self.compiled = torch.compile(fn, backend=self.backend, dynamic=dynamic)
-
-    def backend(self, module: torch.fx.GraphModule, inputs: Any) -> Any:
-        self.graphs.append(attention(module, self.options))
-        return module
-
-    def __call__(self, *args: Any) -> Any:
-        return self.compiled(*args)
-
-    def names(self) -> list[str]:
-        """What is called of attention and softmax."""
-        found = [named(n) for graph in self.graphs for m in graph.modules() for n in m.graph.nodes]
-        return [n for n in found if n in ("softmax", "scaled_dot_product_attention")]
-
-
-def becomes_a_call(fn: Any, *args: Any, backward: bool = False, dynamic: bool | None = None) -> None:
-    """One call, and eager's numbers."""
-    torch._dynamo.reset()
-    rewritten = Rewritten(fn, dynamic)
-    check(fn, rewritten, *args, backward=backward)
-    assert rewritten.names() == ["scaled_dot_product_attention"]
-
-
-def calls(fn: Any, *args: Any, **options: Any) -> list[str]:
-    """The library calls of attention and products in a compiled program."""
-    torch._dynamo.reset()
-    e = reflib.explain(fn, *args, **options)
-    names = [str(n.target) for n in e.program.nodes if isinstance(n, Extern)]
-    return [n for n in names if "attention" in n or "mm" in n]
-
-
 # -- spellings --------------------------------------------------------------------------------------
-def operators(q, k, v):
-    return torch.softmax((q @ k.transpose(-2, -1)) / math.sqrt(q.shape[-1]), dim=-1) @ v
-
-
 def methods(q, k, v):
     return q.mul(0.3).matmul(k.mT).softmax(-1).matmul(v).transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
 
@@ -437,15 +365,6 @@ def test_a_result_of_export_that_is_the_call() -> None:
     check(operators, reflib.compile(program), *args)
 
 
-class Alone(nn.Module):
-    def __init__(self, fn: Any):
-        super().__init__()
-        self.fn = fn
-
-    def forward(self, *args: Any) -> Any:
-        return self.fn(*args)
-
-
 def test_autocast() -> None:
     def fn(q, k, v):
         with torch.autocast("cpu", torch.bfloat16):
@@ -476,138 +395,3 @@ def test_layers_share_what_is_made_of_the_mask() -> None:
         check(fn, rewritten, *args, padding(n, b, LOWEST))
         assert rewritten.names() == ["scaled_dot_product_attention"] * 2
         assert sum(named(n) == "amax" for n in rewritten.graphs[0].graph.nodes) == times
-
-
-# -- what is left alone -----------------------------------------------------------------------------
-def returns_scores(q, k, v):
-    s = q @ k.mT
-    return s.softmax(-1) @ v, s
-
-
-def returns_probabilities(q, k, v):
-    p = (q @ k.mT).softmax(-1)
-    return p @ v, p
-
-
-def drops(q, k, v):
-    return F.dropout((q @ k.mT).softmax(-1), 0.5) @ v
-
-
-def over_queries(q, k, v):
-    return (q @ k.mT).softmax(-2) @ v
-
-
-def hardly_masked(q, k, v):
-    return (q @ k.mT).masked_fill(causal(q.shape[2]), -100.0).softmax(-1) @ v
-
-
-def capped(q, k, v):
-    return (torch.tanh(q @ k.mT / 30) * 30).softmax(-1) @ v
-
-
-def negative(q, k, v):
-    return (q @ k.mT * -0.5).softmax(-1) @ v
-
-
-def wider_bias(q, k, v):
-    return (q.bfloat16() @ k.bfloat16().mT + q.mean()[None].float()).softmax(-1).bfloat16() @ v.bfloat16()
-
-
-def written_between(q, k, v):
-    v = v.clone()
-    s = q @ k.mT
-    out = s.softmax(-1)
-    v.add_(1)
-    return out @ v
-
-
-def written_bias(q, k, v):
-    bias = torch.zeros_like(q @ k.mT)
-    bias += q @ k.mT
-    return bias.softmax(-1) @ v
-
-
-def masked_after(q, k, v):
-    return (q @ k.mT).softmax(-1).masked_fill(causal(q.shape[2]), 0.0) @ v
-
-
-def two_numbers(q, k, v):
-    n = q.shape[2]
-    return (q @ k.mT).masked_fill(causal(n), -1e9).masked_fill(causal(n).mT, -INF).softmax(-1) @ v
-
-
-def filled_then_added(q, k, v):
-    n = q.shape[2]
-    return ((q @ k.mT).masked_fill(causal(n), -1e4) + torch.arange(n) * 1.0).softmax(-1) @ v
-
-
-def wider_values(q, k, v):
-    return (q @ k.mT).softmax(-1) @ torch.cat((v, v), -1)
-
-
-def recomputed(q, k, v):
-    return torch.utils.checkpoint.checkpoint(operators, q, k, v, use_reentrant=False)
-
-
-def five_dimensions(q, k, v):
-    return (q[None] @ k.mT).softmax(-1) @ v
-
-
-REFUSED = {
-    returns_scores: "scores are needed elsewhere",
-    returns_probabilities: "probabilities are needed elsewhere",
-    drops: "eager's random numbers",
-    over_queries: "not over the last",
-    hardly_masked: "leaves them a weight",
-    recomputed: "computed again",
-    capped: "is among what makes the scores",
-    negative: "no positive number",
-    wider_bias: "wider than the scores",
-    written_between: "between the two products",
-    written_bias: "writes to a bias",
-    masked_after: "done to the probabilities",
-    two_numbers: "several numbers",
-    filled_then_added: "scores can change",
-    wider_values: "no fused kernel",
-    five_dimensions: "dimensions",
-}
-
-
-@pytest.mark.parametrize("fn", REFUSED, ids=lambda f: f.__name__)
-def test_refused(fn: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("REFLIB_LOGS", "attention")
-    left = Rewritten(fn)
-    with caplog.at_level(logging.INFO, "reflib.attention"):
-        check(fn, left, *qkv(50))
-    assert left.names() == ["softmax"] and REFUSED[fn] in caplog.text
-
-
-def test_a_softmax_of_no_attention_is_not_talked_about(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("REFLIB_LOGS", "attention")
-    with caplog.at_level(logging.INFO, "reflib.attention"):
-        Rewritten(lambda x: x.softmax(-1) * 2)(torch.randn(3, 4))
-        assert "reflib.attention" not in {r.name for r in caplog.records}
-        Rewritten(operators)(*qkv(51))
-    assert "scaled_dot_product_attention" in caplog.text
-
-
-def test_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU for 16-bit numbers, and for many keys."""
-    monkeypatch.undo()
-    for dtype, keys, expected in (
-        (torch.float32, attention_call.LONG - 1, "softmax"),
-        (torch.float32, attention_call.LONG, "scaled_dot_product_attention"),
-        (torch.bfloat16, 9, "scaled_dot_product_attention"),
-    ):
-        torch._dynamo.reset()
-        rewritten = Rewritten(operators)
-        rewritten(*(torch.randn(1, 1, n, 8, dtype=dtype) for n in (3, keys, keys)))
-        assert rewritten.names() == [expected]
-
-
-def test_switched_off() -> None:
-    args = qkv(52)
-    assert calls(operators, *args, attention=False, target="cpu") == ["aten.bmm.default"] * 2
-    assert len(calls(operators, *args, target="cpu")) == 1

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from exported_cpp import build, command, run
 from fuse_cases import GPU, fused, kernels
-from interpreter import results
+from interpreter import chosen, results
 
 import reflib
 from reflib.errors import VerifyError
@@ -236,10 +236,15 @@ def test_a_store_of_a_sum_is_written_as_data() -> None:
 
 # -- code ---------------------------------------------------------------------------------------------
 @triton
-def test_in_tritons_interpreter(pytestconfig: pytest.Config) -> None:
+@pytest.mark.sample(6)
+@pytest.mark.parametrize(
+    "name", ["layer_norm", "layer_norm without bias", "rms_norm", "softmax of a sum", "norm of a gelu", "residual"]
+)
+def test_in_tritons_interpreter(name: str, request: pytest.FixtureRequest) -> None:
     """Backwards against float64: rows and columns of any size, static and dynamic, aligned and not."""
-    found = results("mixed_programs.py", "5" if pytestconfig.getoption("--quick") else "1")
-    assert found and {k: v for k, v in found.items() if v} == {}
+    found = results("mixed_programs.py", *chosen(request))
+    mine = {case: wrong for case, wrong in found.items() if case.partition(",")[0] == name}
+    assert len(mine) == 4 and {case: wrong for case, wrong in mine.items() if wrong} == {}
 
 
 @triton
