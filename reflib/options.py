@@ -49,6 +49,8 @@ class Options:
     mix_orders: sum the columns of a tensor in the GPU kernel that reduces its rows, where that reads it once less.
     combine_kernels: launch independent small pointwise kernels (an optimizer's parameters) as one.
     attention: call ``scaled_dot_product_attention`` for attention written as two products and a softmax.
+    atomics: on a GPU, sum into places that tensors name (embeddings' gradients, ``index_put``) by atomic additions,
+        whose order, and so the last bits of floating-point sums, varies (not under use_deterministic_algorithms).
     channels_last: on a GPU, keep what is between convolutions in channels-last order where that saves copies.
     reuse_buffers: give a dead buffer's storage to a new one.
     inplace_buffers: let an elementwise kernel write over an input that dies there.
@@ -86,6 +88,7 @@ class Options:
     mix_orders: bool = True
     combine_kernels: bool = True
     attention: bool = True
+    atomics: bool = True
     channels_last: bool = True
     reuse_buffers: bool = True
     inplace_buffers: bool = True

@@ -19,6 +19,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "pipeline.VERIFY": {"verify": "ir.verify:verify"},
     "options.NORMALIZE": {"lookup_table": "tables:normalize_lookup", "c_shims": "c_shims:normalize"},
     "lower.MODULES": {
+        "accumulate": "lower.accumulate",
         "activations": "lower.activations",
         "creation": "lower.creation",
         "index_put": "lower.index_put",
@@ -43,7 +44,11 @@ PLUGS: dict[str, dict[str, str]] = {
         "widen": "fuse.casts:widen_late",
         "prologues": "fuse.casts:prologues",
     },
-    "fuse.RULES": {"template": "fuse.templates:template_rule", "mix_order": "fuse.mix_order:sums_rule"},
+    "fuse.RULES": {
+        "template": "fuse.templates:template_rule",
+        "mix_order": "fuse.mix_order:sums_rule",
+        "atomics": "fuse.atomics:atomic_rule",
+    },
     "fuse.EMIT": {"template": "fuse.templates:emit_template"},
     "fuse.AFTER": {"recompute": "fuse.recompute:recompute", "combine": "fuse.combine:combine"},
     "schedule.SCHEDULERS": {"Template": "autotune.matmul:template_variants"},

@@ -151,6 +151,53 @@ def _ties(*shape: int) -> torch.Tensor:
     return torch.randint(-3, 4, shape)
 
 
+def _embeddings(grad: torch.Tensor, i: torch.Tensor) -> Any:
+    backward = torch.ops.aten.embedding_dense_backward
+    some = [backward(grad.sin(), i[:, 0].abs(), 5, padding, False) for padding in (-1, 2)]
+    many = grad.round()[..., None].expand(-1, -1, 3)
+    return [*some, backward(many, i.abs(), 4, 1, False) * 2, backward(many.to(torch.bfloat16), i.abs(), 4, -1, False)]
+
+
+def _puts(x: torch.Tensor, new: torch.Tensor, i: torch.Tensor) -> Any:
+    """At positions with duplicates, negative ones, along several dimensions, of other shapes, and none."""
+    rows, columns, one = i[:, 0], i[:, 1].abs() % 2, torch.ones((), device=x.device)
+    base, deep, more = x.cos(), x[:, None].expand(-1, 3, -1).exp(), new.sin()
+    puts: list[tuple[torch.Tensor, tuple[Any, ...], torch.Tensor]] = [
+        (base, (rows,), more),
+        (base, (rows, columns), more[:, 0]),
+        (base, (rows[:2, None], columns), one),
+        (base.t(), (columns, rows[:1]), new[:, 1]),
+        (deep, (rows, None, columns), more[:, :3]),
+        (deep, (None, i % 3), more[:, None, :4].reshape(-1, 1, 1)[:1]),
+        (base, (rows[:0],), more[:0]),
+        (torch.zeros_like(i), (rows,), i * 3),
+        (base.round().to(torch.bfloat16), (rows,), i.repeat(1, 2).to(torch.bfloat16)),
+    ]
+    return [torch.ops.aten.index_put(to, where, values, True) * 2 for to, where, values in puts]
+
+
+def _scatters(x: torch.Tensor, new: torch.Tensor, i: torch.Tensor) -> Any:
+    rows, zeros, ones = i.abs().repeat(1, 2), torch.zeros_like(x), torch.ones_like(new)
+    added = [x.index_add(0, i[:, 0].abs(), new.sin(), alpha=2), x.index_add(-1, i[0].abs(), new[: len(x), :2])]
+    added += [x.scatter_add(0, rows, new), zeros.scatter_add(0, rows[:2], ones), x.scatter_add(1, rows[: len(x)], new)]
+    ways: list[tuple[torch.Tensor, str, bool]] = [
+        (x, "sum", True), (x, "sum", False), (zeros, "sum", False), (x, "mean", True), (x, "mean", False),
+    ]  # fmt: skip
+    return added + [to.scatter_reduce(0, rows, new, how, include_self=own).relu() for to, how, own in ways]
+
+
+def _upsamples(x: torch.Tensor) -> Any:
+    x = x.sin().view(2, 1, -1, 8)
+    ways: list[dict[str, Any]] = [
+        {"scale_factor": 2, "mode": "bilinear"},
+        {"scale_factor": 3},
+        {"size": (9, 13), "mode": "bilinear", "align_corners": True},
+        {"size": (3, 5), "mode": "bilinear"},
+        {"scale_factor": 2},
+    ]
+    return [F.interpolate(x, **way) for way in ways]
+
+
 PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
     "siblings": (
         lambda x: (x + 1, x.sum(), x.sum(0), x.sum(-1), torch.cat([x, x]), x.t() * 2, (x > 0).any(), x.prod(0)),
@@ -193,6 +240,11 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dic
     "trained pools": (_trained_pools, lambda: (_ties(14, 9).float().requires_grad_(),), {}),
     "scans": (_scans, lambda: (randn(3, 7), _ties(3, 7)), {}),
     "looped scans": (_scans, lambda: (randn(2, 37), _ties(2, 37)), {"persistent_limit": 16}),
+    "embeddings": (_embeddings, lambda: (randn(12, 6), _ties(12, 6)), {}),
+    "puts": (_puts, lambda: (randn(5, 4), randn(6, 4), _ties(6, 2)), {}),
+    "one put each": (_puts, lambda: (randn(5, 4), randn(6, 4), _ties(6, 2)), {"max_fused_ops": 3}),
+    "scatters": (_scatters, lambda: (randn(5, 4), randn(6, 4), _ties(6, 2)), {}),
+    "upsamples": (_upsamples, lambda: (randn(10, 8, requires_grad=True),), {}),
     "lists": (
         lambda *xs: torch._foreach_add(torch._foreach_mul(list(xs), 0.5), 1.0),
         lambda: tuple(randn(n) for n in (5, 300, 7, 64)), {},

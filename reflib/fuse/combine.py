@@ -63,7 +63,7 @@ def _shape(loops: LoopNest) -> tuple[Any, ...]:
 
 def _small(loops: LoopNest) -> bool:
     """Small enough to gain, and not empty (that needs no launch at all). Column sums need a launch of their own."""
-    if loops.numel == 0 or any(s.reduce for s in loops.stores()):
+    if loops.numel == 0 or any(s.reduce == "sum" for s in loops.stores()):
         return False
     return loops.numel.hint() * loops.rnumel.hint() <= MAX_POINTS
 

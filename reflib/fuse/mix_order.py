@@ -194,7 +194,7 @@ def _sources(program: Program, name: str) -> set[str]:
 
 # -- legality -----------------------------------------------------------------------------------------
 def column_sums(loops: LoopNest) -> list[Store]:
-    return [s for s in loops.stores() if s.reduce]
+    return [s for s in loops.stores() if s.reduce == "sum"]
 
 
 def sums_rule(a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:

@@ -139,14 +139,17 @@ class StatementPrinter:
         self._bind(i, whole, self._dims(s.expr))
 
     def _indirect(self, i: int, s: Indirect) -> None:
-        """Wrap a negative index; remember whether the result is inside."""
+        """Wrap a negative index; remember whether the result is inside. (If that is not promised.)"""
         v, name, size = self.values[s.arg], self.name(i), self.size(s.size)
         text = v.text if not isinstance(self.space.body[s.arg], Const) else f"tl.full([], {v.text}, tl.int64)"
-        self.put(f"{name} = tl.where({text} < 0, {text} + {paren(size)}, {text})")
-        self.put(f"ok{i}{self.tag} = ({name} >= 0) & ({name} < {size})")
-        if not self.wide:
-            self.put(f"{name} = {name}.to(tl.int32)")
-        self.values[i] = Value(name, v.dims, f"ok{i}{self.tag}")
+        ok = f"ok{i}{self.tag}" if s.checked else None
+        if ok is not None:
+            self.put(f"{name} = tl.where({text} < 0, {text} + {paren(size)}, {text})")
+            self.put(f"{ok} = ({name} >= 0) & ({name} < {size})")
+            text = name
+        if ok is None or not self.wide:
+            self.put(f"{name} = {text}{'' if self.wide else '.to(tl.int32)'}")
+        self.values[i] = Value(name, v.dims, ok)
 
     # -- memory ---------------------------------------------------------------------------------
     def _access(self, index: Expr, more: Iterable[Value]) -> tuple[str, list[str], Dims]:
@@ -159,9 +162,7 @@ class StatementPrinter:
             if d in all_dims and self.masks[d]:
                 masks.append(f"{d}mask{self.tag}")
         for a in sorted(index.atoms()):
-            if isinstance(a, Ref):
-                ok = self.values[a.id].ok
-                assert ok is not None
+            if isinstance(a, Ref) and (ok := self.values[a.id].ok) is not None:
                 masks.append(ok)
         text = self.address(index)
         if dims != all_dims:  # the pointer must have the whole shape
@@ -186,7 +187,7 @@ class StatementPrinter:
         pointer = self.pointer(s.buffer)
         more = [] if s.mask is None else [self.values[s.mask]]
         text, masks, dims = self._access(s.index, more)
-        conditional = s.mask is not None or any(isinstance(a, Ref) for a in s.index.atoms())
+        conditional = s.mask is not None or any(isinstance(a, Ref) and self.values[a.id].ok for a in s.index.atoms())
         if s.mask is not None:
             mask = self.values[s.mask]
             masks.append(const_mask(mask.text))
@@ -211,7 +212,8 @@ class StatementPrinter:
 
     def _store(self, s: Store) -> None:
         buffer, value = self.buffers[s.buffer], self.values[s.value]
-        text, masks, _ = self._access(s.index, [value])
+        everywhere = [Value("", frozenset(self.order))] if s.reduce else []  # each point adds, whatever it depends on
+        text, masks, _ = self._access(s.index, [value, *everywhere])
         stored = value.text
         if isinstance(self.space.body[s.value], Const):
             stored = f"tl.full([], {stored}, {TL[self.dtype(s.value)]})"
@@ -225,7 +227,9 @@ class StatementPrinter:
         ]
         if masks:
             parts.append("mask=" + " & ".join(masks))
-        self.put(f"tl.store({', '.join(parts)})")
+        if s.reduce:
+            parts.append("sem='relaxed'")
+        self.put(f"{'tl.atomic_add' if s.reduce else 'tl.store'}({', '.join(parts)})")
 
     def pointer(self, buffer: str) -> str:
         self.pointers[buffer] = None

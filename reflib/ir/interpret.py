@@ -223,8 +223,9 @@ def _load(s: Load, values: list[Any], storage: torch.Tensor, index: torch.Tensor
 def _store(s: Store, value: torch.Tensor, storage: torch.Tensor, index: torch.Tensor) -> None:
     _check_bounds(index, storage, s)
     shape = torch.broadcast_shapes(value.shape, index.shape)
-    if s.reduce:  # all in the first row
-        storage.zero_().index_add_(0, index.reshape(-1), value.reshape(-1).to(storage.dtype))
+    if s.reduce:  # column sums: all in the first row
+        storage = storage if s.reduce == "atomic" else storage.zero_()
+        storage.index_add_(0, index.reshape(-1), value.reshape(-1).to(storage.dtype))
         return
     storage[index.expand(shape)] = value.expand(shape).to(storage.dtype)
 

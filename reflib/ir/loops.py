@@ -10,11 +10,12 @@ Grammar::
             | %i = index  expr                              : dtype     an integer expression as a value
             | %i = acc                                      : dtype     a Template's product (in its epilogue only)
             | %i = op     name %j ...                       : dtype     see ops.OPS
-            | %i = indirect %j < size                       : int64     a value to be used in an index expression
+            | %i = indirect %j < size (unchecked)           : int64     a value to be used in an index expression
             | %i = reduce kind %j ...                       : dtype     over all r axes; see ops.REDUCTIONS
             | %i = scan   kind %j ...                       : dtype     along the r axis; see scans.SCANS
             | store buffer[expr] = %j
             | store buffer[expr] += %j                                  column sums, in pieces: see below
+            | store buffer[expr] atomic += %j                           added to what is there: see below
 
 Meaning: for every point of the parallel axes, execute the statements in order; a statement whose value
 depends on an r axis is executed for every point of the r axes as well; a ``reduce`` combines all of these.
@@ -27,10 +28,13 @@ A ``scan`` has a value at each point of a single r axis: what a ``reduce`` of th
 * An index is linear: the offset *in elements* from the buffer's start, strides already multiplied in.
 * ``load ... if %j else c``: reads only where %j is true; the value is ``c`` elsewhere.
 * ``indirect``: adds ``size`` where the value is negative. Then 0 <= value < size holds; anything else is an error
-  (CPU: IndexOutOfRange; GPU: the access is masked off). It appears in expressions as ``Ref(i, size)``.
+  (CPU: IndexOutOfRange; GPU: the access is masked off). It appears in expressions as ``Ref(i, size)``. ``unchecked``:
+  0 <= value < size is promised.
 * ``store b[e] += %j``: per index e the sum of %j over all points with that index, parallel ones included. ``b`` has
   more rows than one, and e counts from the start of each: the sum of column e is divided among the rows as the
   generator likes (one row per program), so only the sum of all rows has a meaning. No other statement touches ``b``.
+* ``store b[e] atomic += %j``: at every point of the axes, parallel all, %j is added to element e, in any order. An
+  earlier node has filled ``b``; no other statement of this loop nest touches it. (GPU only.)
 * A fused kernel is again a LoopNest: bodies joined, loads of what was just stored replaced by the value. So one
   verifier, one interpreter and one printer serve every stage from ``lower`` to ``schedule``.
 
@@ -98,6 +102,7 @@ class Op:
 class Indirect:
     arg: int
     size: Expr
+    checked: bool = True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -123,7 +128,7 @@ class Store:
     buffer: str
     index: Expr
     value: int
-    reduce: str = ""  # "sum": +=
+    reduce: str = ""  # "sum": +=; "atomic"
 
 
 Stmt = Load | Const | Index | Acc | Op | Indirect | Reduce | Scan | Store
@@ -243,7 +248,7 @@ def map_stmt(s: Stmt, ids: Mapping[int, int], env: Mapping[Atom, IntLike] | None
     if isinstance(s, Index):
         return replace(s, expr=s.expr.subs(full))
     if isinstance(s, Indirect):
-        return Indirect(ids[s.arg], s.size.subs(full))
+        return replace(s, arg=ids[s.arg], size=s.size.subs(full))
     if isinstance(s, Store):
         return replace(s, index=s.index.subs(full), value=ids[s.value])
     return s
@@ -306,9 +311,9 @@ class BodyBuilder:
             return self.op("to_f16" if dtype == torch.float16 else "to_bf16", value)
         return value if self.dtype(value) == dtype else self.op("cast", value, dtype=dtype)
 
-    def indirect(self, value: int, size: IntLike) -> Expr:
+    def indirect(self, value: int, size: IntLike, checked: bool = True) -> Expr:
         """``value`` (any integer dtype) wrapped and checked against ``size``, for use in an index."""
-        return expr(Ref(self.add(Indirect(self.cast(value, torch.int64), expr(size))), expr(size)))
+        return expr(Ref(self.add(Indirect(self.cast(value, torch.int64), expr(size), checked)), expr(size)))
 
     def reduce(self, kind: str, *args: int, dtype: torch.dtype) -> int:
         return self.add(Reduce(kind, args, dtype))

@@ -72,7 +72,8 @@ def format_loop_nest(loops: LoopNest) -> str:
 def format_stmt(i: int, s: Stmt) -> str:
     """One statement; ``i`` is its position, which is its value's name."""
     if isinstance(s, Store):
-        return f"store {s.buffer}[{s.index}] {'+=' if s.reduce else '='} %{s.value}"
+        how = {"": "=", "sum": "+=", "atomic": "atomic +="}[s.reduce]
+        return f"store {s.buffer}[{s.index}] {how} %{s.value}"
     return f"%{i} = {_right_side(s)} : {dtype_name(s.dtype)}"
 
 
@@ -101,7 +102,7 @@ def _right_side(s: Load | Const | Index | Acc | Op | Indirect | Reduce | Scan) -
     if isinstance(s, Acc):
         return "acc"
     if isinstance(s, Indirect):
-        return f"indirect %{s.arg} < {s.size}"
+        return f"indirect %{s.arg} < {s.size}{'' if s.checked else ' unchecked'}"
     values = " ".join(f"%{a}" for a in s.args)
     if isinstance(s, Op):
         return f"{s.op} {values}"

@@ -46,6 +46,7 @@ from .program import (
 from .scans import SCANS
 from .transforms import varying
 
+ATOMIC = (torch.float32, torch.float64, torch.int32, torch.int64)  # dtypes of atomic additions
 _INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _KINDS = {
     "float": lambda d: d.is_floating_point,
@@ -210,6 +211,7 @@ class _Inside:
 
     def __init__(self, loops: LoopNest, buffers: dict[str, Buffer], axes: set[Var], known: set[Sym], written: set[str]):
         self.loops, self.buffers, self.axes, self.known, self.written = loops, buffers, axes, known, written
+        self.filled = frozenset(written)  # before this loop nest
 
     def fail(self, i: int, rule: str) -> NoReturn:
         raise VerifyError(f"{self.loops.name}: {format_stmt(i, self.loops.body[i])}: {rule}")
@@ -323,6 +325,9 @@ class _Inside:
         """Each point that executes a store must write its own element (except scatters, whose index is a value). An
         empty tensor may have any strides: torch gives shape [0, 4] the strides (1, 0)."""
         atoms = s.index.atoms()
+        if s.reduce == "atomic":
+            self.check_atomic(i, s)
+            return
         if s.reduce:
             self.check_sums(i, s)
             return
@@ -331,6 +336,19 @@ class _Inside:
         for a in self.loops.axes:
             if (a.kind == "p" or level[i] or level[s.value]) and a.var not in atoms and a.size != 1:
                 self.fail(i, f"every {a.var} writes the same element")
+
+    def check_atomic(self, i: int, s: Store) -> None:
+        """It adds to what an earlier node stored, at every point; nothing else here touches the buffer."""
+        buffer = self.buffers[s.buffer]
+        if buffer.dtype not in ATOMIC:
+            self.fail(i, f"no atomic addition of {buffer.dtype}")
+        if s.buffer not in self.filled:
+            self.fail(i, f"{s.buffer} is added to before it is filled")
+        if self.loops.reduced or any(isinstance(o, (Reduce, Scan)) for o in self.loops.body):
+            self.fail(i, "an atomic addition beside a reduction")
+        others = [o for o in self.loops.body if isinstance(o, (Load, Store)) and o.buffer == s.buffer]
+        if any(isinstance(o, Load) or o.reduce != "atomic" for o in others):
+            self.fail(i, "another statement touches the sums")
 
     def check_sums(self, i: int, s: Store) -> None:
         """One index per column, counted from the start of a row; nothing else touches the rows."""

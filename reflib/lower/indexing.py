@@ -209,10 +209,11 @@ def embedding(k: NestBuilder, weight: View, indices: View, *_: Any, **__: Any) -
 def index(cx: LoweringContext, x: View, indices: Sequence[View | None]) -> View:
     if any(i is not None and i.dtype not in (torch.int32, torch.int64) for i in indices):
         raise Unsupported("an index that is a mask")
-    return nest(cx, lambda k: _indexed(k, x, indices))
+    checked = cx.node.target is not torch.ops.aten._unsafe_index.Tensor  # else promised to be inside, not negative
+    return nest(cx, lambda k: _indexed(k, x, indices, checked))
 
 
-def _indexed(k: NestBuilder, x: View, indices: Sequence[View | None]) -> Value:
+def _indexed(k: NestBuilder, x: View, indices: Sequence[View | None], checked: bool) -> Value:
     used = [d for d, i in enumerate(indices) if i is not None]
     rank = max(len(i.shape) for i in indices if i is not None)
     adjacent = used == list(range(used[0], used[-1] + 1))
@@ -222,7 +223,7 @@ def _indexed(k: NestBuilder, x: View, indices: Sequence[View | None]) -> Value:
     coords = []
     for d in range(len(x.shape)):
         i = indices[d] if d < len(indices) else None
-        coords.append(next(others) if i is None else k.indirect(k.load(i, own), x.shape[d]))
+        coords.append(next(others) if i is None else k.indirect(k.load(i, own), x.shape[d], checked))
     return k.load(x, coords)
 
 
@@ -230,23 +231,22 @@ def _indexed(k: NestBuilder, x: View, indices: Sequence[View | None]) -> Value:
 @element("scatter.src", "scatter.value")
 def scatter(k: NestBuilder, x: View, dim: int, index: View, new: Any) -> Value:
     """The gradient of picking one logit per row (cross entropy, ``gather``) is this, of zeros."""
-    here, at = _here(k, x, dim, index)
+    here, at = here_and_at(k, x, dim, index)
     old = k.load(x)
     return where(here, k.load(new, at).to(old.dtype) if isinstance(new, View) else fit(new, old.dtype), old)
 
 
-@element("scatter_add")
-def scatter_add(k: NestBuilder, x: View, dim: int, index: View, new: View) -> Value:
-    here, at = _here(k, x, dim, index)
-    old = k.load(x)
-    return where(here, old + k.load(new, at).to(old.dtype), old)
+def one_per_row(x: View, dim: int, index: View) -> bool:
+    """Does ``index`` name one element of each row along ``dim``?"""
+    d = axis(dim, len(x.shape))
+    return bool(x.shape) and list(index.shape) == [*x.shape[:d], expr(1), *x.shape[d + 1 :]]
 
 
-def _here(k: NestBuilder, x: View, dim: int, index: View) -> tuple[Value, list[Expr]]:
+def here_and_at(k: NestBuilder, x: View, dim: int, index: View) -> tuple[Value, list[Expr]]:
     """Is this the one element of its row, along ``dim``, that ``index`` names? And where its new value stands.
     (As elsewhere a negative index counts from the end, where eager's scatter raises an error.)"""
     d = axis(dim, len(x.shape))
-    if not x.shape or list(index.shape) != [*x.shape[:d], expr(1), *x.shape[d + 1 :]]:
+    if not one_per_row(x, dim, index):
         raise Unsupported("more than one position per row, or not one in every row")
     at = [expr(0) if i == d else c for i, c in enumerate(k.coords)]
     return k.index(k.indirect(k.load(index, at), x.shape[d])).eq(k.index(k.coords[d])), at

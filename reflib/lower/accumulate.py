@@ -1,0 +1,188 @@
+"""Sums into places that tensors name, by atomic additions: the backward of reads at such places.
+
+``x.index_add(0, index, new)`` is two loop nests: one fills the result with ``x``, the other runs over ``new`` and adds
+each element where it belongs. The second may compute ``new`` itself. Half dtypes are summed in float32, in a buffer of
+its own, and rounded once.
+
+On a GPU only; on a CPU, and with ``atomics=False``, these ops are calls of ATen, or loops that gather (``index_put``).
+**The order of the additions varies from run to run**, and with it the last bits of floating-point sums, as in
+TorchInductor's kernels and in some of eager's (those of ``scatter_add``; those of ``index_put`` and of embeddings sort
+first). Under ``torch.use_deterministic_algorithms(True)`` only integers are summed so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from reflib.ir.expr import Expr, IntLike, expr
+from reflib.ir.program import View, full_view
+
+from .body import NestBuilder, Value, nest, where
+from .context import LoweringContext
+from .indexing import axis, here_and_at, one_per_row
+from .rules import Unsupported, rule
+
+SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32} | {
+    d: d for d in (torch.float32, torch.float64, torch.int32, torch.int64)
+}
+# What is added at one point of a loop nest: (coordinates in the result, value).
+Term = Callable[[NestBuilder], tuple[Sequence[IntLike], Value]]
+
+
+def possible(cx: LoweringContext, dtype: torch.dtype) -> bool:
+    """May the op's result, of ``dtype``, be summed atomically?"""
+    ordered = torch.are_deterministic_algorithms_enabled() and dtype.is_floating_point
+    return cx.on_gpu and cx.low.options.atomics and dtype in SUMMED_IN and not ordered
+
+
+def check(cx: LoweringContext) -> torch.dtype:
+    """The dtype in which the op's result is summed; Unsupported if it cannot be."""
+    if not possible(cx, cx.dtype):
+        raise Unsupported("library call")
+    return SUMMED_IN[cx.dtype]
+
+
+def accumulate(cx: LoweringContext, start: View | None, shape: Sequence[IntLike], term: Term) -> View:
+    """``start`` (None: zeros) and the terms, one for each point of ``shape``. Unsupported where that cannot be."""
+    dtype = check(cx)
+    if dtype == cx.dtype:
+        return add(cx, cx.out(), start, shape, term)
+    sums = add(cx, summing(cx, "sums", dtype), start, shape, term)
+    return nest(cx, lambda k: k.load(sums))
+
+
+def summing(cx: LoweringContext, what: str, dtype: torch.dtype) -> View:
+    """A new buffer laid out as the result is."""
+    name, strides = cx.temp(what, cx.shape, dtype).buffer, cx.low.symbols.exprs(cx.fakes[0].stride())
+    cx.low.buffers[name] = replace(cx.low.buffers[name], strides=strides)
+    return full_view(cx.low.buffers[name])
+
+
+def add(cx: LoweringContext, sums: View, start: View | int | None, shape: Sequence[IntLike], term: Term) -> View:
+    """Two loop nests: one fills ``sums``, the other adds to it."""
+    fill = NestBuilder(cx, sums.shape)
+    fill.store(sums, fill.load(start) if isinstance(start, View) else start or 0)
+    fill.finish()
+    k = NestBuilder(cx, shape)
+    at, value = term(k)
+    k.b.store(sums.buffer, k.at(sums, at), value.to(sums.dtype).id, "atomic")
+    k.finish()
+    return sums
+
+
+# -- the ops ------------------------------------------------------------------------------------------------
+def put(cx: LoweringContext, x: View, indices: Sequence[View | None], values: View, checked: bool = True) -> View:
+    """``x.index_put(indices, values, accumulate=True)``."""
+    used = [d for d, i in enumerate(indices) if i is not None]
+    if not used or any(i is not None and i.dtype not in (torch.int32, torch.int64) for i in indices):
+        raise Unsupported("library call")  # an index that is a mask
+    own = broadcast([i.shape for i in indices if i is not None])
+    others = [s for d, s in enumerate(x.shape) if d not in used]
+    first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0  # where the indices' dimensions stand
+    shape = [*others[:first], *own, *others[first:]]
+
+    def term(k: NestBuilder) -> tuple[Sequence[IntLike], Value]:
+        here = k.coords[first : first + len(own)]
+        rest = iter(k.coords[:first] + k.coords[first + len(own) :])
+        at = []
+        for d, size in enumerate(x.shape):
+            i = indices[d] if d < len(indices) else None
+            at.append(next(rest) if i is None else k.indirect(k.load(i, here[len(own) - len(i.shape) :]), size, checked))
+        return at, k.load(values)
+
+    return accumulate(cx, x, shape, term)
+
+
+def broadcast(shapes: Sequence[Sequence[Expr]]) -> list[Expr]:
+    """The common shape."""
+    rank = max(len(s) for s in shapes)
+    out = [expr(1)] * rank
+    for shape in shapes:
+        for d, size in enumerate(shape, rank - len(shape)):
+            out[d] = size if out[d] == 1 else out[d]
+    return out
+
+
+@rule("index_add")
+def index_add(cx: LoweringContext, x: View, dim: int, index: View, new: View, *, alpha: Any = 1) -> View:
+    if not x.shape or not new.shape:
+        raise Unsupported("library call")
+    d = axis(dim, len(x.shape))
+
+    def term(k: NestBuilder) -> tuple[Sequence[IntLike], Value]:
+        row = k.indirect(k.load(index, [k.coords[d]] if index.shape else []), x.shape[d])
+        value = k.load(new)
+        scaled = value if alpha == 1 else value * k.value(alpha, SUMMED_IN[cx.dtype])
+        return [row if i == d else c for i, c in enumerate(k.coords)], scaled
+
+    return accumulate(cx, x, new.shape, term)
+
+
+@rule("embedding_dense_backward")
+def embedding_dense_backward(
+    cx: LoweringContext, grad: View, indices: View, rows: Any, padding: int, scale_grad_by_freq: bool
+) -> View:
+    if scale_grad_by_freq:
+        raise Unsupported("library call")
+
+    def term(k: NestBuilder) -> tuple[Sequence[IntLike], Value]:
+        index, value = k.load(indices, k.coords[:-1]).to(torch.int64), k.load(grad)
+        kept = value if padding < 0 else where(index.ne(padding), value, 0)
+        return [k.indirect(index, rows), k.coords[-1]], kept
+
+    return accumulate(cx, None, grad.shape, term)
+
+
+@rule("scatter_add")
+def scatter_add(cx: LoweringContext, x: View, dim: int, index: View, new: View) -> View:
+    """One position per row needs no atomics: each element of the row is compared with it."""
+    if not one_per_row(x, dim, index):
+        return accumulate(cx, x, index.shape, scattered(x, dim, index, new))
+
+    def value(k: NestBuilder) -> Value:
+        here, at = here_and_at(k, x, dim, index)
+        old = k.load(x)
+        return where(here, old + k.load(new, at).to(old.dtype), old)
+
+    return nest(cx, value)
+
+
+def scattered(x: View, dim: int, index: View, new: View | int) -> Term:
+    """``new`` at the position in ``x``, along ``dim``, that ``index`` names."""
+    if not x.shape or not index.shape:
+        raise Unsupported("library call")
+    d = axis(dim, len(x.shape))
+
+    def term(k: NestBuilder) -> tuple[Sequence[IntLike], Value]:
+        row = k.indirect(k.load(index), x.shape[d])
+        value = k.load(new, k.coords) if isinstance(new, View) else k.value(new, torch.int32)
+        return [row if i == d else c for i, c in enumerate(k.coords)], value
+
+    return term
+
+
+@rule("scatter_reduce")
+def scatter_reduce(
+    cx: LoweringContext, x: View, dim: int, index: View, new: View, reduce: str, *, include_self: bool = True
+) -> View:
+    """Sums and means. Without ``x`` itself among the terms, it stays where there are none: so they are counted."""
+    dtype = check(cx)
+    if reduce not in ("sum", "mean") or reduce == "mean" and not dtype.is_floating_point:
+        raise Unsupported("library call")
+    terms = scattered(x, dim, index, new)
+    if reduce == "sum" and (include_self or cx.low.uniform.get(x.buffer) == 0):
+        return accumulate(cx, x, index.shape, terms)
+    sums = add(cx, summing(cx, "sums", dtype), x if include_self else 0, index.shape, terms)
+    ones = scattered(x, dim, index, 1)
+    counts = add(cx, summing(cx, "counts", torch.int32), int(include_self), index.shape, ones)
+
+    def value(k: NestBuilder) -> Value:
+        total, count = k.load(sums), k.load(counts)
+        result = total / count.to(dtype) if reduce == "mean" else total
+        return where(count > 0, result, k.load(x).to(dtype))
+
+    return nest(cx, value)
