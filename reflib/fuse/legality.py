@@ -103,22 +103,11 @@ def single(position: int, node: LoopNest | Template, depends: Dependencies) -> C
     scans = any(isinstance(s, Scan) for s in loops.body)
     reduces = scans or any(isinstance(s, Reduce) for s in loops.body)  # if over size 1 alone, then over no axis
     work = sum(isinstance(s, (Op, Reduce, Scan)) for s in loops.body)  # loads and stores go as the group grows
-    before = set(depends.before[position])
-    in_place = set(reads) & set(writes)
+    outside, template = {*node.reads(), *node.writes()}, node if isinstance(node, Template) else None
     return Cluster(
-        [(position, loops, env)],
-        axes,
-        reads,
-        writes,
-        reduces,
-        work,
-        {position},
-        before,
-        in_place,
-        {*node.reads(), *node.writes()},
-        node if isinstance(node, Template) else None,
-        scans,
-    )
+        [(position, loops, env)], axes, reads, writes, reduces, work, {position}, set(depends.before[position]),
+        set(reads) & set(writes), outside, template, scans,
+    )  # fmt: skip
 
 
 def can_fuse(a: Cluster, b: Cluster, c: FusionContext) -> Merged | Reason:

@@ -184,19 +184,16 @@ class StatementPrinter:
         return f"{text} != 0" if dtype == torch.bool else f"{text}.to(tl.float32)" if dtype in HALF else text
 
     def _load_call(self, i: int, s: Load) -> tuple[str, Dims]:
-        pointer = self.pointer(s.buffer)
         more = [] if s.mask is None else [self.values[s.mask]]
         text, masks, dims = self._access(s.index, more)
         conditional = s.mask is not None or any(isinstance(a, Ref) and self.values[a.id].ok for a in s.index.atoms())
         if s.mask is not None:
-            mask = self.values[s.mask]
-            masks.append(const_mask(mask.text))
-        parts = [f"{pointer} + {paren(text)}" if text != "0" else pointer]
+            masks.append(const_mask(self.values[s.mask].text))
+        parts = [self._place(s.buffer, text)]
         if masks:
             parts.append("mask=" + " & ".join(masks))
         if conditional:
-            other = literal(s.other, s.dtype)
-            parts.append(f"other={other}")
+            parts.append(f"other={literal(s.other, s.dtype)}")
         eviction = self._eviction(i, dims)
         if eviction:
             parts.append(f"eviction_policy='{eviction}'")
@@ -221,15 +218,15 @@ class StatementPrinter:
             stored = f"{paren(stored)}.to(tl.int8)"
         elif buffer.dtype in HALF:
             stored = f"{stored}.to({TL[buffer.dtype]})"
-        parts = [
-            f"{self.pointer(s.buffer)} + {paren(text)}" if text != "0" else self.pointer(s.buffer),
-            stored,
-        ]
+        parts = [self._place(s.buffer, text), stored]
         if masks:
             parts.append("mask=" + " & ".join(masks))
         if s.reduce:
             parts.append("sem='relaxed'")
         self.put(f"{'tl.atomic_add' if s.reduce else 'tl.store'}({', '.join(parts)})")
+
+    def _place(self, buffer: str, offset: str) -> str:
+        return self.pointer(buffer) if offset == "0" else f"{self.pointer(buffer)} + {paren(offset)}"
 
     def pointer(self, buffer: str) -> str:
         self.pointers[buffer] = None

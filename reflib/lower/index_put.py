@@ -33,7 +33,6 @@ from .context import LoweringContext
 from .pooling import UNROLLED, Side, Window
 from .rules import Unsupported, rule
 
-
 Sides = list[tuple[int, int, Expr, int]]
 
 
