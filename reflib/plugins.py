@@ -50,7 +50,11 @@ PLUGS: dict[str, dict[str, str]] = {
         "atomics": "fuse.atomics:atomic_rule",
     },
     "fuse.EMIT": {"template": "fuse.templates:emit_template"},
-    "fuse.AFTER": {"recompute": "fuse.recompute:recompute", "combine": "fuse.combine:combine"},
+    "fuse.AFTER": {
+        "recompute": "fuse.recompute:recompute",
+        "narrow": "fuse.narrow:narrow",
+        "combine": "fuse.combine:combine",
+    },
     "schedule.SCHEDULERS": {"Template": "autotune.matmul:template_variants"},
     "schedule.SHAPES": {"mixed": "schedule.mixed:mixed"},
     "generate.PARTS": {

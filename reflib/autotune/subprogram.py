@@ -86,7 +86,7 @@ def replace_region(program: Program, region: Subprogram, node: Variants, buffers
     for n in program.nodes[first : last + 1]:  # what stands between them and does not wait for them goes first
         if n.name in gone:
             continue
-        if late & set(n.reads()):
+        if late & {*n.reads(), *n.writes()}:
             after.append(n)
             late |= set(n.writes())
         else:

@@ -139,17 +139,18 @@ class StatementPrinter:
         self._bind(i, whole, self._dims(s.expr))
 
     def _indirect(self, i: int, s: Indirect) -> None:
-        """Wrap a negative index; remember whether the result is inside. (If that is not promised.)"""
+        """Wrap a negative index; remember whether the result is inside. (If that is not known.)"""
         v, name, size = self.values[s.arg], self.name(i), self.size(s.size)
-        text = v.text if not isinstance(self.space.body[s.arg], Const) else f"tl.full([], {v.text}, tl.int64)"
-        ok = f"ok{i}{self.tag}" if s.checked else None
-        if ok is not None:
+        have, want = TL[self.dtype(s.arg)], "tl.int64" if self.wide else "tl.int32"
+        text = f"tl.full([], {v.text}, {have})" if isinstance(self.space.body[s.arg], Const) else v.text
+        if s.checked:
             self.put(f"{name} = tl.where({text} < 0, {text} + {paren(size)}, {text})")
-            self.put(f"{ok} = ({name} >= 0) & ({name} < {size})")
+            self.put(f"ok{i}{self.tag} = ({name} >= 0) & ({name} < {size})")
             text = name
-        if ok is None or not self.wide:
-            self.put(f"{name} = {text}{'' if self.wide else '.to(tl.int32)'}")
-        self.values[i] = Value(name, v.dims, ok)
+        if have != want:
+            self.put(f"{name} = {text}.to({want})")
+            text = name
+        self.values[i] = Value(text, v.dims, f"ok{i}{self.tag}" if s.checked else None)
 
     # -- memory ---------------------------------------------------------------------------------
     def _access(self, index: Expr, more: Iterable[Value]) -> tuple[str, list[str], Dims]:

@@ -187,7 +187,7 @@ def _run_stmt(s: Stmt, values: list[Any], memory: dict[str, torch.Tensor], env: 
         value = torch.where(values[s.arg] < 0, values[s.arg] + size, values[s.arg])
         if value.numel() and not bool(((value >= 0) & (value < size)).all()):
             raise IndexOutOfRange(f"an index is outside 0 <= index < {size}")
-        return value
+        return value.to(torch.int64)
     if isinstance(s, Reduce):
         return _reduce(s, [values[a] for a in s.args], extents, rdims)
     if isinstance(s, Scan):

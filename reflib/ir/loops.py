@@ -29,7 +29,7 @@ A ``scan`` has a value at each point of a single r axis: what a ``reduce`` of th
 * ``load ... if %j else c``: reads only where %j is true; the value is ``c`` elsewhere.
 * ``indirect``: adds ``size`` where the value is negative. Then 0 <= value < size holds; anything else is an error
   (CPU: IndexOutOfRange; GPU: the access is masked off). It appears in expressions as ``Ref(i, size)``. ``unchecked``:
-  0 <= value < size is promised.
+  0 <= value < size is known. (%j may be an int32.)
 * ``store b[e] += %j``: per index e the sum of %j over all points with that index, parallel ones included. ``b`` has
   more rows than one, and e counts from the start of each: the sum of column e is divided among the rows as the
   generator likes (one row per program), so only the sum of all rows has a meaning. No other statement touches ``b``.

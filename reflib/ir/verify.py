@@ -244,8 +244,8 @@ class _Inside:
         elif isinstance(s, Scan):
             self.check_scan(i, s)
         elif isinstance(s, Indirect):
-            if self.dtype(i, s.arg) != torch.int64:
-                self.fail(i, "an indirect takes an int64")
+            if self.dtype(i, s.arg) not in (torch.int32, torch.int64):
+                self.fail(i, "an indirect takes an int64, or an int32")
         elif s.dtype not in VALUE_DTYPES or isinstance(s, Index) and s.dtype not in _INTS:
             self.fail(i, f"{s.dtype} is not allowed here")
         elif isinstance(s, Const) and not isinstance(s.value, (bool, int, float)):
