@@ -9,7 +9,7 @@ and an index that is known to be inside needs neither wrap nor check. Values rea
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -106,7 +106,7 @@ def _needed(body: Sequence[Stmt], roots: Sequence[int]) -> set[int]:
 
 def _inside(r: Range, s: Indirect) -> bool:
     size = s.size.constant
-    return r is not None and size is not None and 0 <= r[0] and r[1] < size
+    return r is not None and size is not None and r[0] >= 0 and r[1] < size
 
 
 # -- ranges of values ----------------------------------------------------------------------------------------
@@ -126,8 +126,8 @@ def _range(s: Stmt, body: Sequence[Stmt], out: Sequence[Range]) -> Range:
     if isinstance(s, Const):
         return (s.value, s.value)
     if isinstance(s, Index):
-        high, low = max_value(s.expr), max_value(ZERO - s.expr)
-        return None if high is None or low is None else (-low, high)
+        top, bottom = max_value(s.expr), max_value(ZERO - s.expr)
+        return None if top is None or bottom is None else (-bottom, top)
     if not isinstance(s, Op):
         return None
     args = [out[a] for a in s.args[s.op == "where" :]]
@@ -149,7 +149,7 @@ def _product(a: tuple[float, float], b: tuple[float, float]) -> Range:
     return min(ends), max(ends)
 
 
-_RANGES = {
+_RANGES: dict[str, Callable[..., Range]] = {
     "add": lambda a, b: (a[0] + b[0], a[1] + b[1]),
     "sub": lambda a, b: (a[0] - b[1], a[1] - b[0]),
     "mul": _product,

@@ -72,7 +72,7 @@ def format_loop_nest(loops: LoopNest) -> str:
 def format_stmt(i: int, s: Stmt) -> str:
     """One statement; ``i`` is its position, which is its value's name."""
     if isinstance(s, Store):
-        how = {"": "=", "sum": "+=", "atomic": "atomic +="}[s.reduce]
+        how = {"": "=", "atomic": "atomic +="}.get(s.reduce, "+=")
         return f"store {s.buffer}[{s.index}] {how} %{s.value}"
     return f"%{i} = {_right_side(s)} : {dtype_name(s.dtype)}"
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 NAMES = (
     "siblings", "one of each length", "block", "looped", "one op each", "columns", "empty", "empty rows", "mutates",
     "views", "long", "lists", "product and gelu", "products", "long product", "batched product", "trained product",
-    "pools", "trained pools", "scans", "looped scans",
+    "pools", "trained pools", "scans", "looped scans", "embeddings", "puts", "one put each", "scatters", "upsamples",
 )  # fmt: skip
 
 

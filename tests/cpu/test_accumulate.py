@@ -1,0 +1,283 @@
+"""Sums into places that tensors name: one loop nest fills them, another adds atomically, and computes what it adds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fuse_cases import GPU, calls, check_same, kernels, lowered
+
+import reflib
+from reflib.errors import VerifyError
+from reflib.fuse import fuse
+from reflib.fuse.narrow import bounds
+from reflib.ir.expr import Ref, Var, expr
+from reflib.ir.loops import Axis, Const, Index, Indirect, Load, LoopNest, Op, Reduce, Store
+from reflib.ir.program import Buffer, Program, full_view
+from reflib.ir.verify import verify
+from reflib.lower.accumulate import SUMMED_IN
+from reflib.options import Options
+from reflib.pipeline import Backend, Stages
+from tests.semantics import compare
+
+aten = torch.ops.aten
+I64, BF16, F32 = torch.int64, torch.bfloat16, torch.float32
+
+
+def fused(fn: Callable[..., Any], *args: Any, symbolic: bool = False, **options: Any) -> Any:
+    """As a GPU's kernels; checked, before and after fusion, with the interpreter."""
+    o = Options(target="sm_90", **options)
+    program = lowered(fn, args, symbolic, o)
+    f = fuse(program, o, GPU)
+    check_same(program, f, fn, args)
+    return f
+
+
+def adding(f: Any) -> list[LoopNest]:
+    return [n for n in kernels(f) if any(s.reduce == "atomic" for s in n.stores())]
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# -- every op, on random sizes ----------------------------------------------------------------------------
+def _sizes(seed: int) -> tuple[random.Random, int, int, int]:
+    r = random.Random(seed)
+    return r, r.randint(1, 9), r.randint(1, 9), r.choice((0, 1, 5, 12))
+
+
+def _index_put(seed: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Which dimensions have an index, of what shape; whether values are broadcast."""
+    r, rows, columns, n = _sizes(seed)
+    shape = (rows, columns, 3)
+    own = (n, 2) if r.random() < 0.3 else (n,)
+    used = sorted(r.sample(range(3), r.randint(1, 3)))
+    where = [torch.randint(-shape[d], shape[d], own if r.random() < 0.7 else own[-1:]) for d in range(3)]
+    where = [w if d in used else None for d, w in enumerate(where)]
+    result = torch.zeros(shape)[tuple(slice(None) if w is None else w for w in where)]
+    values = torch.randn([s if r.random() < 0.7 else 1 for s in result.shape])
+    x = torch.randn(shape)
+
+    def fn(x: Any, values: Any, *found: Any) -> Any:
+        each = iter(found)
+        return (aten.index_put(x.sin(), [w if w is None else next(each) for w in where], values.cos(), True) * 2,)
+
+    return fn, (x, values, *(w for w in where if w is not None))
+
+
+def _index_add(seed: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    r, rows, columns, n = _sizes(seed)
+    dim = r.choice((0, 1, -1))
+    shape = (n, columns) if dim == 0 else (rows, n)
+    index = torch.randint(0, rows if dim == 0 else columns, (n,), dtype=r.choice((I64, torch.int32)))
+    return lambda x, i, v: (x.index_add(dim, i, v.exp(), alpha=r.choice((1, 3))),), (
+        torch.randn(rows, columns), index, torch.randn(shape),
+    )  # fmt: skip
+
+
+def _scatter(seed: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    r, rows, columns, n = _sizes(seed)
+    shape = (n, r.randint(1, columns))
+    index, new = torch.randint(0, rows, shape), torch.randn(n + 1, columns)
+    way = r.choice(("sum", "mean"))
+    own = r.random() < 0.5
+    return lambda x, i, v: (
+        x.scatter_add(0, i, v) * 2, x.scatter_reduce(0, i, v.relu(), way, include_self=own),
+    ), (torch.randn(rows, columns), index, new)  # fmt: skip
+
+
+def _embedding(seed: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    r, rows, columns, n = _sizes(seed)
+    padding = r.randint(-1, rows - 1)
+    return lambda g, i: (aten.embedding_dense_backward(g * 3, i, rows, padding, False),), (
+        torch.randn(n, 2, columns), torch.randint(0, rows, (n, 2)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [_index_put, _index_add, _scatter, _embedding])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.sample(8)
+def test_random(make: Callable[[int], Any], seed: int) -> None:
+    torch.manual_seed(seed)
+    fn, args = make(seed)
+    f = fused(fn, *args)
+    assert not calls(f) and adding(f)
+    assert not any(n.reduced for n in kernels(f))
+
+
+def test_sizes_that_vary() -> None:
+    def fn(x: Any, i: Any, v: Any) -> Any:
+        return (x.index_put((i,), v.sin(), accumulate=True), aten.embedding_dense_backward(v, i.abs(), 7, 1, False))
+
+    f = fused(fn, torch.randn(7, 5), torch.randint(-7, 7, (12,)), torch.randn(12, 5), symbolic=True)
+    assert not calls(f) and adding(f)
+
+
+@pytest.mark.parametrize("dtype", [*SUMMED_IN, torch.uint8, torch.int16])
+def test_dtypes(dtype: torch.dtype) -> None:
+    """Half dtypes are summed in float32; what the hardware cannot add atomically is a call."""
+    x, v = torch.arange(12).view(4, 3).to(dtype), torch.arange(18).view(6, 3).to(dtype)
+    f = fused(lambda x, i, v: (x.index_put((i,), v, accumulate=True),), x, torch.tensor([0, -1, 3, 0, 2, 0]), v)
+    assert len(calls(f)) == (dtype not in SUMMED_IN)
+    for n in adding(f):
+        assert [f.program.buffers[s.buffer].dtype for s in n.stores()] == [SUMMED_IN[dtype]]
+
+
+# -- fusion -----------------------------------------------------------------------------------------------
+def test_what_is_added_is_computed_there_and_readers_wait() -> None:
+    def fn(x: Any, i: Any, g: Any) -> Any:
+        return (torch.index_add(x.relu(), 0, i, g.sin() * 2) + 1,)
+
+    fill, add, read = kernels(fused(fn, torch.randn(5, 4), torch.randint(0, 5, (9,)), torch.randn(9, 4)))
+    assert [s.op for s in add.body if isinstance(s, Op)] == ["sin", "mul"]
+    assert fill.reads() == ["x_1"] or len(fill.reads()) == 1
+    assert set(add.writes()) == set(fill.writes()) == set(read.reads())
+
+
+def test_not_with_a_reduction() -> None:
+    def fn(x: Any, i: Any, g: Any) -> Any:
+        return (torch.index_add(x, 0, i, torch.softmax(g, -1)),)
+
+    f = fused(fn, torch.randn(5, 4), torch.randint(0, 5, (9,)), torch.randn(9, 4))
+    assert not any(isinstance(s, Reduce) for n in adding(f) for s in n.body)
+    assert any(r.reason.code == "atomic" for r in f.refusals)
+
+
+def test_one_position_per_row_needs_none() -> None:
+    def fn(x: Any, i: Any, g: Any) -> Any:
+        return (torch.scatter_add(x.sin(), 1, i, g) * 2,)
+
+    f = fused(fn, torch.randn(5, 4), torch.randint(0, 4, (5, 1)), torch.randn(5, 1))
+    assert not adding(f) and len(kernels(f)) == 1
+
+
+# -- interpolation ----------------------------------------------------------------------------------------
+def backward(fn: Callable[..., Any], x: torch.Tensor, **options: Any) -> Stages:
+    found: list[Stages] = []
+    backend = Backend(Options(target="sm_90", verify=True, **options), found.append)
+    torch.compile(fn, backend=backend)(x).sum().backward()
+    return found[-1]
+
+
+@pytest.mark.parametrize(
+    ("way", "adds"),
+    [
+        ({"scale_factor": 2}, 0),
+        ({"size": (3, 2)}, 1),
+        ({"scale_factor": 3}, 1),
+        ({"scale_factor": 2, "mode": "bilinear"}, 4),
+        ({"scale_factor": 4, "mode": "bilinear"}, 4),
+        ({"scale_factor": 9, "mode": "bilinear"}, 4),
+        ({"size": (7, 9), "mode": "bilinear", "align_corners": True}, 4),
+    ],
+    ids=str,
+)
+def test_interpolation_adds_where_windows_would_overlap(way: dict[str, Any], adds: int) -> None:
+    x = torch.randn(1, 2, 4, 5, dtype=BF16, requires_grad=True)
+    stages = backward(lambda x: F.interpolate(x, **way), x)
+    assert stages.fused is not None
+    assert not calls(stages.fused)
+    found = adding(stages.fused)
+    assert len(found) == min(1, adds) and sum(len(n.stores()) for n in found) == adds
+    positions = [(n.body[s.arg].dtype, s.checked) for n in found for s in n.body if isinstance(s, Indirect)]  # type: ignore[union-attr]
+    assert set(positions) == ({(torch.int32, False)} if adds else set())
+
+
+# -- where it is not wanted --------------------------------------------------------------------------------
+def test_options_and_devices_that_sum_in_a_fixed_order() -> None:
+    def fn(x: Any, i: Any, v: Any) -> Any:
+        return (x.index_put((i,), v, accumulate=True),)
+
+    args = (torch.randn(9, 3), torch.tensor([1, 1, -4]), torch.randn(3, 3))
+    assert len(calls(fused(fn, *args, atomics=False))) == 1
+    with deterministic():
+        assert len(calls(fused(fn, *args))) == 1
+        whole = (torch.ones(9, 3, dtype=I64), args[1], torch.ones(3, 3, dtype=I64))
+        assert adding(fused(fn, *whole))
+    assert [str(e.target) for e in compare(fn, *args).externs] == ["aten.index_put.default"]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, i, v: aten.embedding_dense_backward(v, i, 9, -1, True),
+        lambda x, i, v: x.scatter_reduce(0, i[:, None].expand(-1, 3), v, "amax"),
+        lambda x, i, v: aten.index_put(x, [x[:, 0] > 0], v[:1], True),
+        lambda x, i, v: aten.index_put(x, [i.abs()], v, False),
+    ],
+)
+def test_other_cases_are_calls(fn: Callable[..., Any]) -> None:
+    e = reflib.explain(fn, torch.randn(9, 3), torch.tensor([1, 1, 4]), torch.randn(3, 3), target="sm_90")
+    assert len(calls(e)) == 1
+
+
+# -- the IR ------------------------------------------------------------------------------------------------
+N, R = Var("i", expr(4)), Var("r", expr(3))
+AT = (Load("where", expr(N), I64), Indirect(0, expr(5)), Load("new", expr(N), F32))
+ADD = Store("sums", expr(Ref(1, expr(5))), 2, "atomic")
+
+
+def check(*body: Any, fill: bool = True, dtype: torch.dtype = F32, axes: tuple[Axis, ...] = (Axis(N, "p"),)) -> None:
+    cpu = torch.device("cpu")
+    kinds = {"where": (I64, 4, "input"), "new": (F32, 4, "input"), "sums": (dtype, 5, "temp")}
+    buffers = {n: Buffer(n, d, cpu, (expr(k),), (expr(1),), kind) for n, (d, k, kind) in kinds.items()}
+    var = Var("f", expr(5))
+    value = Const(0.0 if dtype.is_floating_point else 0, F32 if dtype == BF16 else dtype)
+    first = LoopNest("fill", (Axis(var, "p"),), (value, Store("sums", expr(var), 0)))
+    nodes = (*([first] if fill else []), LoopNest("add", axes, body))
+    verify(Program(("where", "new"), buffers, nodes, (full_view(buffers["sums"]),)))
+
+
+def test_atomic_stores_are_verified() -> None:
+    check(*AT, ADD)
+    check(*AT, ADD, ADD)
+    for message, body, more in (
+        ("before it is filled", (*AT, ADD), {"fill": False}),
+        ("no atomic addition", (*AT, ADD), {"dtype": BF16}),
+        ("another statement", (*AT, Load("sums", expr(N), F32), ADD), {}),
+        ("another statement", (*AT, ADD, Store("sums", expr(N), 2)), {}),
+        ("beside a reduction", (*AT, Reduce("sum", (2,), F32), ADD), {"axes": (Axis(N, "p"), Axis(R, "r"))}),
+    ):
+        with pytest.raises(VerifyError, match=message):
+            check(*body, **more)
+
+
+# -- 32 bits ---------------------------------------------------------------------------------------------
+def test_ranges() -> None:
+    """Of a value through a float and back, and of what is not known."""
+    body = (
+        Index(expr(N) * 2, I64), Op("cast", (0,), F32), Const(0.5, F32), Op("mul", (1, 2), F32), Op("cast", (3,), I64),
+        Const(1, I64), Op("add", (4, 5), I64), Const(3, I64), Op("minimum", (6, 7), I64), Op("sub", (5, 8), I64),
+        Load("x", expr(N), I64), Op("add", (10, 5), I64), Op("minimum", (11, 7), I64),
+    )  # fmt: skip
+    found = bounds(body)
+    assert (found[0], found[4], found[8], found[9]) == ((0, 6), (0, 3), (1, 3), (-2, 0))
+    assert found[10:] == [None, None, None]
+
+
+def test_indices_that_fit_are_computed_in_32_bits() -> None:
+    def fn(x: Any, i: Any) -> Any:
+        rows = (torch.arange(20) * 0.25).to(I64).clamp(max=4)
+        return (aten._unsafe_index(x, [rows + 0, None]) + rows[:, None], x[torch.arange(5) - 5], x[i])
+
+    f = fused(fn, torch.randn(5, 3), torch.tensor([1, -2]))
+    indirect = [(n.body[s.arg].dtype, s.checked) for n in kernels(f) for s in n.body if isinstance(s, Indirect)]
+    assert sorted(indirect, key=str) == sorted([(torch.int32, False), (torch.int32, True), (I64, True)], key=str)
+
+
+def test_promised_positions_are_neither_wrapped_nor_checked() -> None:
+    e = reflib.explain(
+        lambda x, i: aten._unsafe_index(x, [i]), torch.randn(5, 3), torch.tensor([1, 2]), target="sm_90"
+    )
+    assert "mask=xmask)" in e.kernels[0].source and "tl.where" not in e.kernels[0].source

@@ -1,0 +1,100 @@
+"""Atomic additions on CUDA: hundreds of duplicates, every wrapper, graph replay, and the options that avoid them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.semantics import Compiled, compare, randn
+
+aten = torch.ops.aten
+
+
+def _indices(rows: int, *shape: int) -> torch.Tensor:
+    """Half of them one row."""
+    i = torch.randint(0, rows, shape, device="cuda", generator=torch.Generator("cuda").manual_seed(len(shape)))
+    return torch.where(i % 2 == 0, i, 3)
+
+
+CASES: dict[str, Callable[[torch.dtype], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
+    "embedding": lambda d: (
+        lambda g, i: aten.embedding_dense_backward(g * 2, i, 501, 0, False),
+        (randn(40, 33, 72, device="cuda", dtype=d), _indices(501, 40, 33)),
+    ),
+    "index_put": lambda d: (
+        lambda x, i, v: x.cos().index_put((i - 97,), v.sin(), accumulate=True) + 1,
+        (randn(97, 130, device="cuda", dtype=d), _indices(97, 900), randn(900, 130, device="cuda", dtype=d)),
+    ),
+    "several dimensions": lambda d: (
+        lambda x, i, j, v: aten.index_put(x, [i, None, j], v, True),
+        (randn(9, 5, 11, device="cuda", dtype=d), _indices(9, 700, 1), _indices(11, 3),
+         randn(700, 3, 5, device="cuda", dtype=d)),
+    ),
+    "index_add": lambda d: (
+        lambda x, i, v: x.index_add(1, i, v, alpha=2).relu(),
+        (randn(65, 97, device="cuda", dtype=d), _indices(97, 700), randn(65, 700, device="cuda", dtype=d)),
+    ),
+    "scatter": lambda d: (
+        lambda x, i, v: (x.scatter_add(0, i, v), x.scatter_reduce(0, i, v, "mean", include_self=False)),
+        (randn(97, 130, device="cuda", dtype=d), _indices(97, 300, 130), randn(300, 130, device="cuda", dtype=d)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str, dtype: torch.dtype) -> None:
+    fn, args = CASES[name](dtype)
+    for dynamic in (False, True):
+        compiled = compare(fn, *args, dynamic=dynamic)
+        assert not compiled.externs
+        assert any("tl.atomic_add" in k.source for s in compiled.stages for k in (s.kernels or {}).values())
+
+
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+@pytest.mark.parametrize("way", ["bilinear 4", "nearest 3", "nearest 2"])
+def test_interpolation(wrapper: str, way: str) -> None:
+    x = randn(2, 19, 33, 47, device="cuda", grad=True)
+    mode, _, factor = way.partition(" ")
+    up: dict[str, Any] = {"scale_factor": int(factor), "mode": mode}
+    compiled = compare(lambda x: F.interpolate(x.sin(), **up), x, backward=True, dynamic=False, wrapper=wrapper)
+    assert not compiled.externs
+
+
+def test_embedding_is_trained() -> None:
+    def step(w: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(F.embedding(i, w) * 3, (64,)).square().sum((0, 1))
+
+    w = randn(1000, 64, device="cuda", grad=True)
+    compiled = compare(step, w, _indices(1000, 16, 128), backward=True)
+    assert not compiled.externs
+
+
+def test_replayed_graph_fills_again() -> None:
+    fn, args = CASES["index_put"](torch.float32)
+    compiled = Compiled(fn)
+    for _ in range(3):
+        want = compiled(*args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = compiled(*args)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+
+
+def test_fixed_order() -> None:
+    fn, args = CASES["index_put"](torch.float32)
+    first, second = (Compiled(fn, atomics=False)(*args) for _ in range(2))
+    assert torch.equal(first, second)
+    torch.use_deterministic_algorithms(True)
+    try:
+        compiled = Compiled(fn)
+        assert torch.equal(compiled(*args), compiled(*args)) and len(compiled.externs) == 1
+    finally:
+        torch.use_deterministic_algorithms(False)
