@@ -20,9 +20,9 @@ Passes that plug in before it (``driver.BEFORE``), as a rule (``legality.RULES``
 * ``inline_loads``: a cheap producer that is read at other elements than it writes (cat, pad, slices, broadcasts) is
   computed again where it is read. No common iteration space exists for these pairs.
 * ``casts``: a cast before a matmul becomes its prologue; one behind it is left to its readers.
-* ``templates``: what joins a matmul's kernel as its epilogue.
+* ``templates``, ``atomics``: what joins a matmul's kernel as its epilogue, and kernels that add atomically.
 * ``recompute``: a value that another kernel reads is computed there again where that moves fewer bytes.
-* ``combine``: small independent kernels that could share one launch.
+* ``combine``: small independent kernels that could share one launch. ``narrow``: indices in 32 bits.
 
 A group is a loop nest again (so ``interpret`` runs the result), and its members are in program order. One iteration
 space per group; an axis is parallel (p) or reduced (r). A member may use all of the axes or only the p ones ("row
