@@ -28,6 +28,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "matmul": "lower.matmul",
         "pooling": "lower.pooling",
         "sampling": "lower.sampling",
+        "scatter": "lower.scatter",
         "scans": "lower.scans",
         "more_pointwise": "lower.more_pointwise",
         "more_reductions": "lower.more_reductions",
@@ -37,6 +38,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "fuse.BEFORE": {
         "slices": "fuse.slices:slices",
         "slice_stores": "fuse.slice_stores:slice_stores",
+        "scatter_in_place": "fuse.scatters:scatter_in_place",
         "mix_order": "fuse.mix_order:mix_orders",
         "split": "fuse.split:split_reductions",
         "split_scans": "fuse.split_scans:split_scans",
@@ -47,7 +49,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "fuse.RULES": {
         "template": "fuse.templates:template_rule",
         "mix_order": "fuse.mix_order:sums_rule",
-        "atomics": "fuse.atomics:atomic_rule",
+        "scatters": "fuse.scatters:scatter_rule",
     },
     "fuse.EMIT": {"template": "fuse.templates:emit_template"},
     "fuse.AFTER": {

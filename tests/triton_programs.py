@@ -186,6 +186,17 @@ def _scatters(x: torch.Tensor, new: torch.Tensor, i: torch.Tensor) -> Any:
     return added + [to.scatter_reduce(0, rows, new, how, include_self=own).relu() for to, how, own in ways]
 
 
+def _stores(x: torch.Tensor, new: torch.Tensor, i: torch.Tensor) -> Any:
+    """Into an input, in place; into a value; and where the old one is needed as well."""
+    rows, columns, kept = torch.arange(0, len(new), 2, device=x.device), i[0] % 2, x.sin()
+    x.index_copy_(0, rows[:2] + 1, new[:2].cos())
+    x.index_put_((rows[1:2],), new[2:3])
+    stored = kept.index_put((rows[:2, None], columns[:1]), new[:2, :1])
+    both = kept.scatter(0, torch.stack([rows[:2], rows[:2] + 1], 1), new[:2, :2]) + kept
+    wide = new.index_copy(1, columns[:1], x[:, :1].repeat(2, 1)[: len(new)])
+    return stored * 2, both, x.sum(0), x.scatter(1, columns[:1].expand(len(x), 2)[:1], 3.0), wide
+
+
 def _upsamples(x: torch.Tensor) -> Any:
     x = x.sin().view(2, 1, -1, 8)
     ways: list[dict[str, Any]] = [
@@ -244,6 +255,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dic
     "puts": (_puts, lambda: (randn(5, 4), randn(6, 4), _ties(6, 2)), {}),
     "one put each": (_puts, lambda: (randn(5, 4), randn(6, 4), _ties(6, 2)), {"max_fused_ops": 3}),
     "scatters": (_scatters, lambda: (randn(5, 4), randn(6, 4), _ties(6, 2)), {}),
+    "stores": (_stores, lambda: (randn(5, 4), randn(6, 4), _ties(6, 2)), {}),
     "upsamples": (_upsamples, lambda: (randn(10, 8, requires_grad=True),), {}),
     "lists": (
         lambda *xs: torch._foreach_add(torch._foreach_mul(list(xs), 0.5), 1.0),

@@ -20,7 +20,7 @@ Passes that plug in before it (``driver.BEFORE``), as a rule (``legality.RULES``
 * ``inline_loads``: a cheap producer that is read at other elements than it writes (cat, pad, slices, broadcasts) is
   computed again where it is read. No common iteration space exists for these pairs.
 * ``casts``: a cast before a matmul becomes its prologue; one behind it is left to its readers.
-* ``templates``, ``atomics``: what joins a matmul's kernel as its epilogue, and kernels that add atomically.
+* ``templates``, ``scatters``: what joins a matmul's kernel as its epilogue, and kernels that scatter (in place).
 * ``recompute``: a value that another kernel reads is computed there again where that moves fewer bytes.
 * ``combine``: small independent kernels that could share one launch. ``narrow``: indices in 32 bits.
 

@@ -21,7 +21,7 @@ import torch
 from reflib.ir.expr import Expr, IntLike, expr
 from reflib.ir.program import View, full_view
 
-from .body import NestBuilder, Value, nest, where
+from .body import NestBuilder, Scalar, Value, nest, where
 from .context import LoweringContext
 from .indexing import axis, here_and_at, one_per_row
 from .rules import Unsupported, rule
@@ -30,7 +30,8 @@ SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32} | {
     d: d for d in (torch.float32, torch.float64, torch.int32, torch.int64)
 }
 # What is added at one point of a loop nest: (coordinates in the result, value).
-Term = Callable[[NestBuilder], tuple[Sequence[IntLike], Value]]
+Term = Callable[[NestBuilder], tuple[Sequence[IntLike], Scalar]]
+Sum = Callable[[LoweringContext, View | None, Sequence[IntLike], Term], View]  # ``accumulate``
 
 
 def possible(cx: LoweringContext, dtype: torch.dtype) -> bool:
@@ -64,19 +65,23 @@ def summing(cx: LoweringContext, what: str, dtype: torch.dtype) -> View:
 
 def add(cx: LoweringContext, sums: View, start: View | int | None, shape: Sequence[IntLike], term: Term) -> View:
     """Two loop nests: one fills ``sums``, the other adds to it."""
-    fill = NestBuilder(cx, sums.shape)
-    fill.store(sums, fill.load(start) if isinstance(start, View) else start or 0)
-    fill.finish()
+    fill(cx, sums, start)
     k = NestBuilder(cx, shape)
     at, value = term(k)
-    k.b.store(sums.buffer, k.at(sums, at), value.to(sums.dtype).id, "atomic")
+    k.b.store(sums.buffer, k.at(sums, at), k.value(value, sums.dtype).id, "atomic")
     k.finish()
     return sums
 
 
+def fill(cx: LoweringContext, out: View, start: View | int | None) -> None:
+    k = NestBuilder(cx, out.shape)
+    k.store(out, k.load(start) if isinstance(start, View) else start or 0)
+    k.finish()
+
+
 # -- the ops ------------------------------------------------------------------------------------------------
-def put(cx: LoweringContext, x: View, indices: Sequence[View | None], values: View, checked: bool = True) -> View:
-    """``x.index_put(indices, values, accumulate=True)``."""
+def put(cx: LoweringContext, x: View, indices: Sequence[View | None], values: View, checked: bool, how: Sum) -> View:
+    """``x.index_put(indices, values)``, added or (``scatter``) stored."""
     used = [d for d, i in enumerate(indices) if i is not None]
     if not used or any(i is not None and i.dtype not in (torch.int32, torch.int64) for i in indices):
         raise Unsupported("library call")  # an index that is a mask
@@ -85,7 +90,7 @@ def put(cx: LoweringContext, x: View, indices: Sequence[View | None], values: Vi
     first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0  # where the indices' dimensions stand
     shape = [*others[:first], *own, *others[first:]]
 
-    def term(k: NestBuilder) -> tuple[Sequence[IntLike], Value]:
+    def term(k: NestBuilder) -> tuple[Sequence[IntLike], Scalar]:
         here = k.coords[first : first + len(own)]
         rest = iter(k.coords[:first] + k.coords[first + len(own) :])
         at = []
@@ -94,7 +99,7 @@ def put(cx: LoweringContext, x: View, indices: Sequence[View | None], values: Vi
             at.append(next(rest) if i is None else k.indirect(k.load(i, here), size, checked))
         return at, k.load(values)
 
-    return accumulate(cx, x, shape, term)
+    return how(cx, x, shape, term)
 
 
 def broadcast(shapes: Sequence[Sequence[Expr]]) -> list[Expr]:
@@ -113,7 +118,7 @@ def index_add(cx: LoweringContext, x: View, dim: int, index: View, new: View, *,
         raise Unsupported("library call")
     d = axis(dim, len(x.shape))
 
-    def term(k: NestBuilder) -> tuple[Sequence[IntLike], Value]:
+    def term(k: NestBuilder) -> tuple[Sequence[IntLike], Scalar]:
         row = k.indirect(k.load(index, [k.coords[d]] if index.shape else []), x.shape[d])
         value = k.load(new)
         scaled = value if alpha == 1 else value * k.value(alpha, SUMMED_IN[cx.dtype])
@@ -129,7 +134,7 @@ def embedding_dense_backward(
     if scale_grad_by_freq:
         raise Unsupported("library call")
 
-    def term(k: NestBuilder) -> tuple[Sequence[IntLike], Value]:
+    def term(k: NestBuilder) -> tuple[Sequence[IntLike], Scalar]:
         index, value = k.load(indices, k.coords[:-1]).to(torch.int64), k.load(grad)
         kept = value if padding < 0 else where(index.ne(padding), value, 0)
         return [k.indirect(index, rows), k.coords[-1]], kept
@@ -151,16 +156,15 @@ def scatter_add(cx: LoweringContext, x: View, dim: int, index: View, new: View) 
     return nest(cx, value)
 
 
-def scattered(x: View, dim: int, index: View, new: View | int) -> Term:
+def scattered(x: View, dim: int, index: View, new: View | float) -> Term:
     """``new`` at the position in ``x``, along ``dim``, that ``index`` names."""
     if not x.shape or not index.shape:
         raise Unsupported("library call")
     d = axis(dim, len(x.shape))
 
-    def term(k: NestBuilder) -> tuple[Sequence[IntLike], Value]:
+    def term(k: NestBuilder) -> tuple[Sequence[IntLike], Scalar]:
         row = k.indirect(k.load(index), x.shape[d])
-        value = k.load(new, k.coords) if isinstance(new, View) else k.value(new, torch.int32)
-        return [row if i == d else c for i, c in enumerate(k.coords)], value
+        return [row if i == d else c for i, c in enumerate(k.coords)], k.load(new) if isinstance(new, View) else new
 
     return term
 

@@ -27,11 +27,13 @@ from reflib.ir.expr import Expr, expr
 from reflib.ir.ops import value_dtype
 from reflib.ir.program import View
 
+from .accumulate import accumulate as add
 from .accumulate import possible, put
 from .body import Value, check_dtype, where
 from .context import LoweringContext
 from .pooling import UNROLLED, Side, Window
 from .rules import Unsupported, rule
+from .scatter import scatter
 
 Sides = list[tuple[int, int, Expr, int]]
 
@@ -40,8 +42,9 @@ Sides = list[tuple[int, int, Expr, int]]
 def index_put(
     cx: LoweringContext, x: View, indices: Sequence[View | None], values: View, accumulate: bool = False
 ) -> View:
+    checked = cx.node.target is not torch.ops.aten._unsafe_index_put.default
     if not accumulate:
-        raise Unsupported("library call")
+        return put(cx, x, indices, values, checked, scatter)
     atomic = possible(cx, cx.dtype)
     try:
         along, sides = _sides(cx, x, indices, values)
@@ -50,7 +53,7 @@ def index_put(
             raise
         along, sides = [], []
     if atomic and not _read_once(sides):
-        return put(cx, x, indices, values, checked=cx.node.target is not torch.ops.aten._unsafe_index_put.default)
+        return put(cx, x, indices, values, checked, add)
     return _gathered(cx, x, indices, values, along, sides)
 
 

@@ -11,7 +11,7 @@ from reflib.ir.expr import Expr, expr, floordiv, maximum, minimum, mod, nonneg
 from reflib.ir.ops import value_dtype
 from reflib.ir.program import View
 
-from .body import NestBuilder, Value, check_dtype, element, fit, nest, where
+from .body import NestBuilder, Value, check_dtype, element, nest, where
 from .context import LoweringContext, unflatten
 from .rules import Unsupported, rule
 
@@ -228,14 +228,6 @@ def _indexed(k: NestBuilder, x: View, indices: Sequence[View | None], checked: b
 
 
 # -- one position per row written: a comparison with it, not a scatter ----------------------------------------------
-@element("scatter.src", "scatter.value")
-def scatter(k: NestBuilder, x: View, dim: int, index: View, new: Any) -> Value:
-    """The gradient of picking one logit per row (cross entropy, ``gather``) is this, of zeros."""
-    here, at = here_and_at(k, x, dim, index)
-    old = k.load(x)
-    return where(here, k.load(new, at).to(old.dtype) if isinstance(new, View) else fit(new, old.dtype), old)
-
-
 def one_per_row(x: View, dim: int, index: View) -> bool:
     """Does ``index`` name one element of each row along ``dim``?"""
     d = axis(dim, len(x.shape))

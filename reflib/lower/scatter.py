@@ -1,0 +1,65 @@
+"""Stores at places that tensors name: rows of a cache, tokens sorted by expert.
+
+Two loop nests, as for sums (``accumulate``): one copies, the other stores. Where nothing else needs what is copied, the
+copy goes (``fuse.scatter_in_place``): a cache is written in place. As in eager's CUDA kernels, of several values for
+one place any may win. On a GPU only; and not under ``torch.use_deterministic_algorithms(True)``, which asks for the
+last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from reflib.ir.expr import IntLike
+from reflib.ir.program import View
+
+from .accumulate import Term, fill, scattered
+from .body import NestBuilder, Scalar, Value, check_dtype, fit, nest, where
+from .context import LoweringContext
+from .indexing import axis, here_and_at, one_per_row
+from .rules import Unsupported, rule
+
+
+def scatter(cx: LoweringContext, start: View | None, shape: Sequence[IntLike], term: Term) -> View:
+    """``start`` with the terms stored, one for each point of ``shape``. Unsupported where that cannot be."""
+    if not cx.on_gpu or torch.are_deterministic_algorithms_enabled():
+        raise Unsupported("library call")
+    check_dtype(cx.dtype)
+    out = cx.out()
+    fill(cx, out, start)
+    k = NestBuilder(cx, shape)
+    at, value = term(k)
+    k.store(out, value, at)
+    k.finish()
+    return out
+
+
+@rule("scatter.src", "scatter.value")
+def scatter_(cx: LoweringContext, x: View, dim: int, index: View, new: Any) -> View:
+    """One position per row needs no copy: each element of the row is compared with it. The gradient of picking one
+    logit per row (cross entropy, ``gather``) is this, of zeros."""
+    if not one_per_row(x, dim, index):
+        return scatter(cx, x, index.shape, scattered(x, dim, index, new))
+
+    def value(k: NestBuilder) -> Value:
+        here, at = here_and_at(k, x, dim, index)
+        old = k.load(x)
+        return where(here, k.load(new, at).to(old.dtype) if isinstance(new, View) else fit(new, old.dtype), old)
+
+    return nest(cx, value)
+
+
+@rule("index_copy")
+def index_copy(cx: LoweringContext, x: View, dim: int, index: View, new: View) -> View:
+    if not x.shape or not new.shape:
+        raise Unsupported("library call")
+    d = axis(dim, len(x.shape))
+
+    def term(k: NestBuilder) -> tuple[Sequence[IntLike], Scalar]:
+        row = k.indirect(k.load(index, [k.coords[d]] if index.shape else []), x.shape[d])
+        return [row if i == d else c for i, c in enumerate(k.coords)], k.load(new)
+
+    return scatter(cx, x, new.shape, term)
