@@ -42,9 +42,9 @@ def paren(text: str) -> str:
 
 def wants_exact(space: Space, buffers: dict[str, Buffer]) -> bool:
     """Could a last-bit difference in a float32 quotient show in what is stored? (In a sum of many it cannot.)"""
-    if any(buffers[s.buffer].dtype not in HALF for s in space.stores if not s.reduce and _is_float(space, s.value)):
-        return True
-    return any(_is_sharp(space, s) for s in space.body)
+    stored = [s for s in space.stores if s.reduce != "sum" and _is_float(space, s.value)]
+    exact = any(buffers[s.buffer].dtype not in HALF for s in stored)
+    return exact or any(_is_sharp(space, s) for s in space.body)
 
 
 def _is_sharp(space: Space, s: Stmt) -> bool:

@@ -98,3 +98,20 @@ def test_fixed_order() -> None:
         assert torch.equal(compiled(*args), compiled(*args)) and len(compiled.externs) == 1
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool], ids=str)
+def test_stores_and_a_cache_in_place(dtype: torch.dtype) -> None:
+    def step(cache: torch.Tensor, at: torch.Tensor, new: torch.Tensor) -> Any:
+        cache.index_copy_(2, at, new)
+        sorted_ = new.index_put((at.flip(0) - 3,), new[0, 0])
+        return cache[:, :, :40] == cache[:, :, 1:41], sorted_, cache.scatter(2, at[None, None, :, None] - 3, True)
+
+    cache = randn(8, 4, 64, 16, device="cuda").to(dtype)
+    compiled = compare(step, cache, torch.tensor([3, 5, 4], device="cuda"), randn(8, 4, 3, 16, device="cuda").to(dtype))
+    assert not compiled.externs
+    (stages,) = compiled.stages
+    assert stages.fused is not None
+    name = stages.fused.program.inputs[0]
+    (store,) = [s for n in stages.fused.program.nodes for s in n.stores() if s.buffer == name]  # type: ignore[union-attr]
+    assert "%" in str(store.index)
