@@ -20,6 +20,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "options.NORMALIZE": {"lookup_table": "tables:normalize_lookup", "c_shims": "c_shims:normalize"},
     "lower.MODULES": {
         "activations": "lower.activations",
+        "convolution": "lower.convolution",
         "creation": "lower.creation",
         "index_put": "lower.index_put",
         "indexing": "lower.indexing",
