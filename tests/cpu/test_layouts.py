@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import reflib
 from reflib.ir.program import Extern
@@ -134,6 +135,29 @@ def test_when_it_does_not_pay() -> None:
     assert not laid_out(lambda x, w: F.conv2d(x, w, groups=2), x, w[:, :4])
     assert not laid_out(lambda x, w: F.conv1d(F.conv1d(x[:, :, 0], w[..., 0]), w[..., 0]), x, w)
     assert not laid_out(lambda x, w: F.dropout(conv(x, w)), x, w)  # random numbers fall where eager has them
+
+
+def test_convolutions_in_groups() -> None:
+    """In channels-last order where that was seen to be faster: halves, inference, narrow groups."""
+
+    def block(x, w, v):
+        return F.conv2d(F.relu(F.conv2d(F.relu(F.conv2d(x, v)), w, groups=x.shape[1] // w.shape[1])), v)
+
+    def gradients(x, w, v):
+        return torch.autograd.grad(block(x, w.requires_grad_(), v).sum(), [w])
+
+    def laid_out(fn, dtype: torch.dtype, channels: int, group: int) -> bool:
+        with torch._subclasses.FakeTensorMode():
+            sizes = (2, channels, 16, 16), (channels, group, 3, 3), (channels, channels, 1, 1)
+            graph = make_fx(fn)(*(torch.empty(s, dtype=dtype) for s in sizes))
+        return rewritten(graph, Options(), targets(Options(target="sm_90"))) is not graph
+
+    assert laid_out(block, torch.bfloat16, 32, 4)
+    assert laid_out(block, torch.float16, 128, 64)
+    assert not laid_out(block, torch.float32, 32, 4)
+    assert not laid_out(block, torch.bfloat16, 256, 128)
+    assert not laid_out(gradients, torch.bfloat16, 32, 4)
+    assert laid_out(gradients, torch.bfloat16, 32, 32)
 
 
 @torch.library.custom_op("test_layouts::raw", mutates_args=())
