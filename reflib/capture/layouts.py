@@ -9,10 +9,12 @@ It pays when what the convolutions read and write is more than what has to be co
 
     sum of bytes(x) + bytes(y) over the convolutions y = conv(x)   >   bytes copied in + bytes copied out
 
-(Weights are transposed either way.) Convolutions of halves over one dimension (audio) are made ones over planes of one
-row, which have such an order; ATen does the first half of that anyway. Done on the functional graph, the joint one where there are gradients: convolutions
-get channels-last operands, every fake value after them is computed again, and strides follow by PyTorch's own rules;
-so forward and backward agree about what is saved. Nothing else changes but the order in memory, hence no numerics.
+(Weights are transposed either way.) Convolutions of halves over one dimension (audio) are made convolutions over planes
+of one row, as ATen does when it calls cuDNN; planes have such an order.
+
+Done on the functional graph, the joint one where there are gradients: convolutions get channels-last operands, every
+fake value after them is computed again, and strides follow by PyTorch's own rules; so forward and backward agree about
+what is saved. Nothing else changes but the order in memory, hence no numerics.
 
 A graph is left alone if it has sizes known at run time only, control flow, or, of a tensor in channels-last order, an
 op that takes strides as numbers or one that draws random numbers (they would fall on other elements); and for grouped
