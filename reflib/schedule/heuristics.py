@@ -140,14 +140,10 @@ def _config(
 
 
 def _pointwise(main: _Traffic, traffic: list[_Traffic], target: Target) -> Config:
-    """4 warps; a thread reads 32 bytes per stream, 16 of three streams or more; fewer when the tensor would not fill the
-    chip.
-
-    For bf16 that is 16 elements per thread (XBLOCK 2048), for float32 8: 2048 threads x 32 bytes = 64 KB in flight per
-    multiprocessor, twice what is needed by Little's law."""
-    per_thread = READ_BYTES // main.width * (2 if main.streams < 3 else 1)
+    """4 warps; a thread reads 32 bytes per stream (16 elements of bf16: XBLOCK 2048), 16 of three streams or more;
+    fewer when the tensor would not fill the chip."""
     warps = 4
-    block = target.warp * warps * _pow2(per_thread)
+    block = target.warp * warps * _pow2(READ_BYTES // main.width * (2 if main.streams < 3 else 1))
     total = sum(t.space.x.size.hint() for t in traffic)
     while block > 256 and total < block * target.units * 4:
         block //= 2
@@ -176,8 +172,8 @@ def _reduction(t: _Traffic, target: Target, options: Options, general: bool) -> 
 
 
 def _persistent(t: _Traffic, rows: int, length: int, target: Target) -> Config:
-    """Rows in registers: ROW_BYTES of each stream per thread, half with three streams or more. A multiprocessor holds 32
-    programs: those of one warp must read much, which sums have the registers for."""
+    """Rows in registers: ROW_BYTES of each stream per thread, half with three streams or more. A multiprocessor holds
+    32 programs: those of one warp must read much, which sums have the registers for."""
     elements = max(4, min(32, ROW_BYTES // t.width // (2 if t.streams >= 3 else 1)))
     warp, rblock = target.warp * elements, _pow2(length)
     if rblock <= target.warp * READ_BYTES // t.width // 2:
