@@ -126,28 +126,23 @@ def _config(
     for shape in SHAPES.values():
         if (found := shape(traffic, target, options, general)) is not None:
             return found
-    facts: tuple[Assume, ...] = ()
     if rows := [t for t in traffic if t.space.mode == "reduction"]:
         main = max(rows, key=lambda t: t.space.x.size.hint())
         config, facts = _reduction(main, target, options, general)
     elif len(traffic) == 1 and main.space.mode == "tile":
         return _tile(main), ()
     else:
-        config = _pointwise(main, traffic, target)
+        config, facts = _pointwise(main, traffic, target), ()
     for adjust in ADJUST.values():
         config = adjust(config, main, target)
     return config, facts
 
 
 def _pointwise(main: _Traffic, traffic: list[_Traffic], target: Target) -> Config:
-    """4 warps; a thread reads 32 bytes per stream, 16 of three streams or more; fewer when the tensor would not fill the
-    chip.
-
-    For bf16 that is 16 elements per thread (XBLOCK 2048), for float32 8: 2048 threads x 32 bytes = 64 KB in flight per
-    multiprocessor, twice what is needed by Little's law."""
-    per_thread = READ_BYTES // main.width * (2 if main.streams < 3 else 1)
+    """4 warps; a thread reads 32 bytes per stream (16 elements of bf16: XBLOCK 2048), 16 of three streams or more;
+    fewer when the tensor would not fill the chip."""
     warps = 4
-    block = target.warp * warps * _pow2(per_thread)
+    block = target.warp * warps * _pow2(READ_BYTES // main.width * (2 if main.streams < 3 else 1))
     total = sum(t.space.x.size.hint() for t in traffic)
     while block > 256 and total < block * target.units * 4:
         block //= 2
@@ -176,8 +171,8 @@ def _reduction(t: _Traffic, target: Target, options: Options, general: bool) -> 
 
 
 def _persistent(t: _Traffic, rows: int, length: int, target: Target) -> Config:
-    """Rows in registers: ROW_BYTES of each stream per thread, half with three streams or more. A multiprocessor holds 32
-    programs: those of one warp must read much, which sums have the registers for."""
+    """Rows in registers: ROW_BYTES of each stream per thread, half with three streams or more. A multiprocessor holds
+    32 programs: those of one warp must read much, which sums have the registers for."""
     elements = max(4, min(32, ROW_BYTES // t.width // (2 if t.streams >= 3 else 1)))
     warp, rblock = target.warp * elements, _pow2(length)
     if rblock <= target.warp * READ_BYTES // t.width // 2:
@@ -198,8 +193,8 @@ def _looped(t: _Traffic, length: int, target: Target) -> Config:
     as many partial results in registers (a variance two)."""
     kept = sum(2 if s.kind == "m2" else 1 for s in t.space.body if isinstance(s, Reduce))
     rblock = min(8192 // min(_pow2(kept), 4), _pow2(length))
-    warps = 32 if kept == 1 else 16
-    return Config("looped", xblock=1, rblock=rblock, num_warps=max(1, min(warps, rblock // (target.warp * 4))))
+    warps = min(32 if kept == 1 else 16, rblock // (target.warp * 4))
+    return Config("looped", xblock=1, rblock=rblock, num_warps=max(1, warps))
 
 
 def _columns(t: _Traffic, rows: int, length: int, target: Target) -> Config:
@@ -218,8 +213,7 @@ def _columns(t: _Traffic, rows: int, length: int, target: Target) -> Config:
     return Config("looped", xblock=x, rblock=rblock, num_warps=max(1, min(4, x * rblock // 128)))
 
 
-def nearest_pow2(n: float) -> int:
-    """As a factor; 1 at least."""
+def nearest_pow2(n: float) -> int:  # at least 1
     return 1 << max(0, round(log2(n)))
 
 
