@@ -12,6 +12,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "pipeline.CHOOSE": {"choose": "tuning:choose"},
     "pipeline.CAPTURED": {"attention": "capture.attention:attention"},
     "pipeline.REWRITES": {
+        "literals": "capture.literals:literals",
         "channels_last": "capture.layouts:channels_last",
         "positions": "capture.positions:recompute_positions",
     },
@@ -33,6 +34,7 @@ PLUGS: dict[str, dict[str, str]] = {
     },
     "lower.CALLS": {"registered": "lower.candidates:call"},
     "lower.WHOLE": {"registered": "lower.custom_ops:is_registered"},
+    "lower.NUMBER": {"argument": "lower.numbers:number"},
     "fuse.BEFORE": {
         "slices": "fuse.slices:slices",
         "slice_stores": "fuse.slice_stores:slice_stores",

@@ -33,6 +33,24 @@ def test_user_triton_kernel() -> None:
     compare(f, randn(1000, device="cuda"))
 
 
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+def test_numbers_on_the_cpu_are_arguments(wrapper: str) -> None:
+    def f(x: torch.Tensor, a: torch.Tensor, d: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        return x / torch.sqrt(torch.tensor(64.0) * 3) * torch.sqrt(a) + d - n
+
+    x = randn(1000, device="cuda")
+    numbers = [torch.tensor(0.3), torch.tensor(1e-9, dtype=torch.float64), torch.tensor(-(2**40))]
+    compiled = Compiled(f, wrapper=wrapper)
+    for k in (1, 7):
+        args = [k * n for n in numbers]
+        torch.testing.assert_close(compiled(x, *args), f(x, *args))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # no copy from pageable memory in it
+        y = compiled(x, *args)
+    graph.replay()
+    torch.testing.assert_close(y, f(x, *args))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_more_than_2_to_the_31_elements(dynamic: bool) -> None:
