@@ -31,11 +31,13 @@ PLUGS: dict[str, dict[str, str]] = {
         "scans": "lower.scans",
         "more_pointwise": "lower.more_pointwise",
         "more_reductions": "lower.more_reductions",
+        "updates": "lower.updates",
     },
     "lower.CALLS": {"registered": "lower.candidates:call"},
     "lower.WHOLE": {"registered": "lower.custom_ops:is_registered"},
     "lower.NUMBER": {"argument": "lower.numbers:number"},
     "fuse.BEFORE": {
+        "in_place": "fuse.in_place:in_place",
         "slices": "fuse.slices:slices",
         "slice_stores": "fuse.slice_stores:slice_stores",
         "mix_order": "fuse.mix_order:mix_orders",

@@ -22,6 +22,7 @@ from reflib.ir.expr import Expr, expr
 from reflib.ir.ops import value_dtype
 from reflib.ir.program import View
 
+from . import updates
 from .body import Value, check_dtype, where
 from .context import LoweringContext
 from .pooling import UNROLLED, Side, Window
@@ -32,8 +33,10 @@ from .rules import Unsupported, rule
 def index_put(
     cx: LoweringContext, x: View, indices: Sequence[View | None], values: View, accumulate: bool = False
 ) -> View:
+    if not accumulate:
+        return updates.index_put(cx, x, indices, values)
     lead = sum(i is None for i in indices)
-    tables = [_known(n) for n in cx.node.args[1][lead:]] if accumulate else []  # type: ignore
+    tables = [_known(n) for n in cx.node.args[1][lead:]]  # type: ignore
     if not tables or any(t is None for t in tables) or len(indices) != len(x.shape) or None in indices[lead:]:
         raise Unsupported("library call")
     along = _dimensions(tables)

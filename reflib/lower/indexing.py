@@ -11,6 +11,7 @@ from reflib.ir.expr import Expr, expr, floordiv, maximum, minimum, mod, nonneg
 from reflib.ir.ops import value_dtype
 from reflib.ir.program import View
 
+from . import updates
 from .body import NestBuilder, Value, check_dtype, element, fit, nest, where
 from .context import LoweringContext, unflatten
 from .rules import Unsupported, rule
@@ -227,12 +228,18 @@ def _indexed(k: NestBuilder, x: View, indices: Sequence[View | None]) -> Value:
 
 
 # -- one position per row written: a comparison with it, not a scatter ----------------------------------------------
-@element("scatter.src", "scatter.value")
-def scatter(k: NestBuilder, x: View, dim: int, index: View, new: Any) -> Value:
+@rule("scatter.src", "scatter.value")
+def scatter(cx: LoweringContext, x: View, dim: int, index: View, new: Any) -> View:
     """The gradient of picking one logit per row (cross entropy, ``gather``) is this, of zeros."""
-    here, at = _here(k, x, dim, index)
-    old = k.load(x)
-    return where(here, k.load(new, at).to(old.dtype) if isinstance(new, View) else fit(new, old.dtype), old)
+    if not _one_per_row(x, dim, index) or updates.reaches_input(cx.node):
+        return updates.scatter(cx, x, dim, index, new)
+
+    def value(k: NestBuilder) -> Value:
+        here, at = _here(k, x, dim, index)
+        old = k.load(x)
+        return where(here, k.load(new, at).to(old.dtype) if isinstance(new, View) else fit(new, old.dtype), old)
+
+    return nest(cx, value)
 
 
 @element("scatter_add")
@@ -246,7 +253,12 @@ def _here(k: NestBuilder, x: View, dim: int, index: View) -> tuple[Value, list[E
     """Is this the one element of its row, along ``dim``, that ``index`` names? And where its new value stands.
     (As elsewhere a negative index counts from the end, where eager's scatter raises an error.)"""
     d = axis(dim, len(x.shape))
-    if not x.shape or list(index.shape) != [*x.shape[:d], expr(1), *x.shape[d + 1 :]]:
+    if not _one_per_row(x, dim, index):
         raise Unsupported("more than one position per row, or not one in every row")
     at = [expr(0) if i == d else c for i, c in enumerate(k.coords)]
     return k.index(k.indirect(k.load(index, at), x.shape[d])).eq(k.index(k.coords[d])), at
+
+
+def _one_per_row(x: View, dim: int, index: View) -> bool:
+    d = axis(dim, len(x.shape))
+    return bool(x.shape) and list(index.shape) == [*x.shape[:d], expr(1), *x.shape[d + 1 :]]
