@@ -8,7 +8,7 @@ eager would call, it becomes a ``full``, and so a literal in the kernels.
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import Any
+from operator import attrgetter
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -32,10 +32,13 @@ def literals(module: GraphModule, options: Options, gpu: bool) -> GraphModule:
     for old, new in zip(module.graph.nodes, out.graph.nodes, strict=True):
         new.meta = dict(old.meta)  # deepcopy would copy fake tensors
     values: dict[Node, torch.Tensor] = {}
+    tensors: dict[Node, torch.Tensor] = {}  # that the graph holds
     with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
         for node in out.graph.nodes:
-            if _is_number(node) and _computable(node, values):
-                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: _value(n, values, module))
+            if node.op == "get_attr" and type(held := attrgetter(node.target)(module)) is torch.Tensor:
+                tensors[node] = held
+            elif _is_number(node) and _computable(node, values, tensors):
+                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), (tensors | values).__getitem__)
                 values[node] = node.target(*args, **kwargs).clone()
         for node, value in reversed(values.items()):
             if any(user not in values for user in node.users):
@@ -65,18 +68,14 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _computable(node: Node, values: dict[Node, torch.Tensor]) -> bool:
+def _computable(node: Node, values: dict[Node, torch.Tensor], tensors: dict[Node, torch.Tensor]) -> bool:
     """A literal, or computed from literals alone, without effects and random numbers?"""
     op, inputs = node.target, node.all_input_nodes
     assert isinstance(op, torch._ops.OpOverload)
     if op is aten.lift_fresh_copy.default:
-        return all(n.op == "get_attr" for n in inputs)
+        return all(n in tensors for n in inputs)
     plain = op.namespace == "aten" and not op._schema.is_mutable and torch.Tag.nondeterministic_seeded not in op.tags
     return plain and bool(inputs) and all(n in values for n in inputs)
-
-
-def _value(node: Node, values: dict[Node, torch.Tensor], module: GraphModule) -> Any:
-    return values[node] if node in values else getattr(module, str(node.target))
 
 
 def _replace(node: Node, value: torch.Tensor) -> None:
