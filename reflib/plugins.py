@@ -52,6 +52,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "fuse.AFTER": {"recompute": "fuse.recompute:recompute", "combine": "fuse.combine:combine"},
     "schedule.SCHEDULERS": {"Template": "autotune.matmul:template_variants"},
     "schedule.SHAPES": {"mixed": "schedule.mixed:mixed"},
+    "schedule.ADJUST": {"uneven": "schedule.uneven:adjust"},
     "generate.PARTS": {
         "looped": "generate.triton_one_pass:OnePassPrinter",
         "mixed": "generate.triton_mixed:MixedPrinter",

@@ -57,8 +57,7 @@ def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
     for node in program.nodes:
         pieces = _wanted(node, target) if isinstance(node, LoopNest) else 1
         if isinstance(node, LoopNest) and pieces > 1 and can_split(node) and not was_split(node):
-            node = _long_enough(node, pieces)
-            nodes += _split(node, min(pieces, _most(node)), buffers)
+            nodes += _split(*_with_axis(node, pieces), pieces, buffers)
         else:
             nodes.append(node)
     return replace(fused, program=replace(program, nodes=tuple(nodes), buffers=buffers))
@@ -94,18 +93,20 @@ def _wanted(loops: LoopNest, target: Target) -> int:
     return pieces
 
 
-def _most(loops: LoopNest) -> int:
-    """Into how many parts the longest reduced axis can be cut: a power of two."""
-    pieces, longest = 1, max(a.size.hint() for a in loops.reduced)
-    while pieces * 4 <= longest:
-        pieces *= 2
-    return pieces
+def _with_axis(loops: LoopNest, pieces: int) -> tuple[LoopNest, Axis]:
+    """The axis to cut: of those with about enough steps the one with the widest, so a piece is contiguous where the
+    row is. If none has enough: the longest, after axes that memory steps through as one are merged. (What a piece reads
+    is then no part of any axis that the producers have, and these do not fuse.)"""
+    enough = [a for a in loops.reduced if 2 * a.size.hint() >= pieces]
+    if enough:
+        return loops, max(enough, key=lambda a: _step(loops, a))
+    loops = merge_axes(loops, apart=True)
+    return loops, max(loops.reduced, key=lambda a: a.size.hint())
 
 
-def _long_enough(loops: LoopNest, pieces: int) -> LoopNest:
-    """Reduced axes made one if none is long enough by itself. (What a piece reads is then no part of any axis that the
-    producers have, and these do not fuse.)"""
-    return loops if 2 * _most(loops) >= pieces else merge_axes(loops, apart=True)
+def _step(loops: LoopNest, a: Axis) -> int:
+    steps = [ld.index.coefficient(a.var) for ld in loops.loads()]
+    return max((abs(step.hint()) for step in steps if step is not None), default=0)
 
 
 def reduces_columns(loops: LoopNest) -> bool:
@@ -142,11 +143,12 @@ class _Cut:
     exact: bool
 
 
-def _split(loops: LoopNest, pieces: int, buffers: dict[str, Buffer]) -> list[Node]:
-    axis = max(loops.reduced, key=lambda a: a.size.hint())
+def _split(loops: LoopNest, axis: Axis, pieces: int, buffers: dict[str, Buffer]) -> list[Node]:
+    pieces = min(pieces, axis.size.hint())
     length = divide_exact(axis.size, pieces)
     if length is None and axis.size.constant is not None:  # pieces of whole blocks, so that only the last has a tail
-        block = BLOCK if axis.size.constant >= pieces * BLOCK else 1
+        alone = all(a is axis or a.size == 1 for a in loops.reduced)
+        block = BLOCK if alone and axis.size.constant >= pieces * BLOCK else 1
         length = expr(-(-axis.size.constant // (pieces * block)) * block)
         pieces = -(-axis.size.constant // int(length))
     exact = length is not None and length * pieces == axis.size

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from ..ir.expr import Expr
-from ..ir.loops import Const, Op, Reduce, Stmt
+from ..ir.loops import Const, Op, Reduce, Stmt, Store, stmt_args
 from ..ir.program import Buffer
 from ..schedule.axes import Space
 from .triton_ops import SHARP
 
 HALF = (torch.float16, torch.bfloat16)
+MANY = 128  # addends: a sum's own roundings outweigh a last-bit difference in each
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,17 @@ def paren(text: str) -> str:
     return text if word or wrapped else f"({text})"
 
 
-def wants_exact(space: Space, buffers: dict[str, Buffer]) -> bool:
-    """Could a last-bit difference in a float32 quotient show in what is stored? (In a sum of many it cannot.)"""
-    if any(buffers[s.buffer].dtype not in HALF for s in space.stores if not s.reduce and _is_float(space, s.value)):
-        return True
-    return any(_is_sharp(space, s) for s in space.body)
+def exact_values(space: Space, buffers: dict[str, Buffer]) -> set[int]:
+    """Statements in which a last-bit difference could show in what is stored: in full precision, or as another integer
+    or truth value. (In a sum of many it cannot.)"""
+    exact: set[int] = set()
+    for i, s in reversed(list(enumerate(space.body))):
+        if isinstance(s, Store):
+            if not s.reduce and buffers[s.buffer].dtype not in HALF:
+                exact.add(s.value)
+        elif _is_sharp(space, s) or (i in exact and not _is_long_sum(space, s)):
+            exact.update(stmt_args(s))
+    return exact
 
 
 def _is_sharp(space: Space, s: Stmt) -> bool:
@@ -54,6 +61,10 @@ def _is_sharp(space: Space, s: Stmt) -> bool:
         return False
     sharp = s.op in SHARP or (s.op == "cast" and not s.dtype.is_floating_point)
     return sharp and any(_is_float(space, a) for a in s.args)
+
+
+def _is_long_sum(space: Space, s: Stmt) -> bool:
+    return isinstance(s, Reduce) and s.kind == "sum" and space.r is not None and space.r.size.hint() >= MANY
 
 
 def _is_float(space: Space, i: int) -> bool:

@@ -24,10 +24,10 @@ from .triton_facts import Form
 from .triton_ops import Printer
 
 
-def cheap_forms(space: Space) -> tuple[dict[int, Form], set[int]]:
-    """The forms by statement, and the statements whose values are not used any more."""
+def cheap_forms(space: Space, exact: set[int]) -> tuple[dict[int, Form], set[int]]:
+    """The forms by statement, none of those in ``exact``; and the statements whose values are not used any more."""
     finder = _Finder(space)
-    forms = {i: f for i in range(len(space.body)) if (f := finder.form(i)) is not None}
+    forms = {i: f for i in range(len(space.body)) if i not in exact and (f := finder.form(i)) is not None}
     live: set[int] = set()
     stack = [i for i, s in enumerate(space.body) if isinstance(s, (Store, Reduce))]
     while stack:

@@ -27,8 +27,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ..ir.loops import Op, Reduce, Stmt, Store
 from ..ir.transforms import needed
 from .triton_body import PartPrinter
@@ -169,7 +167,7 @@ class OnePassPrinter(PartPrinter):
         acc, new, e, scale = (f"{name}{i}{self.tag}" for name in ("acc", "new", "e", "scale"))
         value = self._masked(self.operand(s.args[0], s.dtype), "float('-inf')")
         self.put(f"{new} = {value}")
-        self.put(f"{e} = {self._exp(f'(0.0 - tl.abs({new} - {acc}))', s.dtype)}")
+        self.put(f"{e} = {self._exp(i, f'(0.0 - tl.abs({new} - {acc}))')}")
         self.put(f"{scale} = tl.where({new} > {acc}, {e}, 1.0)")
         self.put(f"{e} = tl.where({new} >= {acc}, 1.0, {e})")
         self.put(f"{acc} = {self.needs.helper(nan_helper('maximum', s.dtype))}({acc}, {new})")
@@ -177,14 +175,15 @@ class OnePassPrinter(PartPrinter):
             self.values[power] = Value(e, frozenset("xr"))
 
     def _finish_online(self, i: int, o: Online) -> None:
-        dtype, top, at = self._reduction(i).dtype, self.values[o.top].text, self.values[o.at].text
+        top, at = self.values[o.top].text, self.values[o.at].text
         lanes = f"acc{o.top}{self.tag}"
         distance = f"tl.where({lanes} == {top}, 0.0, {lanes} - {top})"
-        total = f"tl.sum(acc{i}{self.tag} * {self._exp(distance, dtype)}, axis=1, keep_dims=True)"
-        self._bind_row(i, f"{total} * {self._exp(f'({top} - {at})', dtype)}")
+        total = f"tl.sum(acc{i}{self.tag} * {self._exp(o.top, distance)}, axis=1, keep_dims=True)"
+        self._bind_row(i, f"{total} * {self._exp(o.top, f'({top} - {at})')}")
 
-    def _exp(self, text: str, dtype: torch.dtype) -> str:
-        return print_op(self.needs, "exp", dtype, dtype, [text], self.exact)
+    def _exp(self, top: int, text: str) -> str:
+        dtype, exact = self._reduction(top).dtype, not self.exact.isdisjoint(self.tops[top])
+        return print_op(self.needs, "exp", dtype, dtype, [text], exact)
 
 
 PRINTERS: dict[str, Printer] = {}

@@ -6,8 +6,8 @@ Two rules decide how an op is written:
   library; ``tl.log`` and ``tl.sin`` are the hardware's approximations, and wrong near 1 and far from 0. Only
   ``tl.exp2`` and ``tl.rsqrt`` are good to about 2 ulp, so they are used as they are.
 * ``/`` on float32 is approximate too (``div.full.f32``, 2 ulp, 5 instructions, no branch). The exact ``tl.div_rn``
-  has a slow path and costs about 15. A kernel that stores only half precision cannot show the difference, so it
-  gets the cheap one, and ``tl.exp2`` for its exponentials (``exact=False``; see ``triton_half``).
+  has a slow path and costs about 15. What is only stored in half precision, or added up, cannot show the difference,
+  so it gets the cheap one, and ``tl.exp2`` for exponentials (``exact=False``; see ``exact_values``, ``triton_half``).
 """
 
 from __future__ import annotations

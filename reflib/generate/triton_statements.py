@@ -16,7 +16,7 @@ from ..ir.expr import Atom, BinOp, Expr, Ref, Sym, Var, format_expr, max_value, 
 from ..ir.loops import Const, Index, Indirect, Load, Op, Store
 from ..ir.program import Buffer, Config
 from ..schedule.axes import Space
-from .triton_facts import HALF, Form, const, const_mask, literal, paren, plain, pointer_name, wants_exact
+from .triton_facts import HALF, Form, const, const_mask, exact_values, literal, paren, plain, pointer_name
 from .triton_ops import CHEAP, LITERAL_OK, TL, Needs, print_op
 
 Dims = frozenset[str]
@@ -57,8 +57,8 @@ class StatementPrinter:
         self.symbols: set[Sym] = set()
         self.pointers: dict[str, None] = {}
         self.order = ORDER[space.mode]
-        self.exact = wants_exact(space, buffers)
-        self.forms, self.unread = ({}, set()) if self.exact or "forms" not in CHEAP else CHEAP["forms"](space)
+        self.exact = exact_values(space, buffers)
+        self.forms, self.unread = CHEAP["forms"](space, self.exact) if "forms" in CHEAP else ({}, set())
         self.reread: set[int] = set()  # loads that a later pass repeats
 
     def statements(self) -> None:
@@ -111,7 +111,7 @@ class StatementPrinter:
                 args.append(f"tl.full([], {v.text}, {TL[self.dtype(a)]})")
             else:
                 args.append(v.text)
-        self._bind(i, print_op(self.needs, s.op, s.dtype, source, args, self.exact), dims)
+        self._bind(i, print_op(self.needs, s.op, s.dtype, source, args, i in self.exact), dims)
 
     def _form(self, i: int, form: Form) -> None:
         values = [self.values[a] for a in form.args]

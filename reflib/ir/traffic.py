@@ -30,7 +30,9 @@ from .program import Buffer
 SECTOR = 32  # bytes
 LANES = 32
 WARP = 4 * LANES  # points that a warp computes
-LOAD, STORE = 2, 3  # weights: a store of part of a sector is also read
+ROWS = 16  # neighbouring rows that are looked at together
+LOAD, STORE = 2, 3  # weights
+PARTIAL = 3  # of what a store leaves of a sector, which is read and written again: 67 us where loads do so in 28
 CLOSE = 1.1  # costs within 10% are equal: the order as written needs fewer divisions
 _FAR = 1 << 40  # elements: the step of an index that is itself loaded
 
@@ -50,14 +52,13 @@ class Access:
     def sectors(self, tile: Mapping[Var, int]) -> float:
         """How many sectors the points of ``tile`` touch: extents by variable; all others are fixed."""
         steps = [s for v, extent in tile.items() for s in self._steps(v, extent)]
-        run, runs, points = self.itemsize, 1, 1
+        run, runs = self.itemsize, 1
         for step, count in sorted(steps):
             if step * self.itemsize <= max(run, SECTOR):
                 run += (count - 1) * step * self.itemsize
             else:
                 runs *= count
-            points *= count
-        return min(runs * (1 + (run - self.itemsize) / SECTOR), points)
+        return min(runs * (1 + (run - self.itemsize) / SECTOR), prod(tile.values()))
 
     def _steps(self, v: Var, extent: int) -> list[tuple[int, int]]:
         far = [(_FAR, max(prod(n for _, n in _steps(e, v, extent)) for e in self.loaded))] if self.loaded else []
@@ -106,14 +107,19 @@ def cost(moved: Sequence[Access], tile: Mapping[Var, int], stored: Mapping[Var, 
     """Weighed sectors per point of ``tile``; of ``stored``, if that is given, for stores."""
     total = 0.0
     for a in moved:
-        points = stored if a.store and stored else tile
-        total += (STORE if a.store else LOAD) * a.sectors(points) / prod(points.values())
+        touched = stored if a.store and stored else tile
+        sectors, points = a.sectors(touched), prod(touched.values())
+        partial = max(0, sectors - points * a.itemsize / SECTOR)
+        total += (STORE * sectors + PARTIAL * partial if a.store else LOAD * sectors) / points
     return total
 
 
-def cost_of_order(moved: Sequence[Access], axes: Sequence[Axis]) -> float:
-    """Weighed sectors per point of a warp that visits neighbouring points, the last of ``axes`` being the innermost."""
-    return cost(moved, _neighbours(axes, WARP), _neighbours(axes, LANES))
+def cost_of_order(moved: Sequence[Access], axes: Sequence[Axis], rows: Sequence[Axis] = ()) -> float:
+    """Weighed sectors per point of a warp that visits neighbouring points, the last of ``axes`` being the innermost. Of
+    a reduction, ``rows`` are what it reduces: a warp has some of each."""
+    piece = _neighbours(rows, WARP // 2)
+    loads, stores = (ROWS, ROWS) if rows else (WARP, LANES)
+    return cost(moved, piece | _neighbours(axes, loads), piece | _neighbours(axes, stores))
 
 
 def _neighbours(axes: Sequence[Axis], points: int) -> dict[Var, int]:
@@ -125,7 +131,7 @@ def _neighbours(axes: Sequence[Axis], points: int) -> dict[Var, int]:
     return tile
 
 
-def cheapest_last(axes: Sequence[Axis], moved: Sequence[Access]) -> list[Axis]:
+def cheapest_last(axes: Sequence[Axis], moved: Sequence[Access], rows: Sequence[Axis] = ()) -> list[Axis]:
     """``axes`` with the innermost, and where that is shorter than a warp the next one too, moved to the end so that a
     warp's points touch the fewest sectors; of equal orders the one nearest to ``axes``."""
     if len(axes) < 2:
@@ -135,5 +141,5 @@ def cheapest_last(axes: Sequence[Axis], moved: Sequence[Access]) -> list[Axis]:
         rest = [a for a in axes if a is not last]
         seconds = reversed(rest) if last.size.hint() < WARP else rest[-1:]
         orders += [[*(a for a in rest if a is not second), second, last] for second in seconds]
-    costs = [cost_of_order(moved, order) for order in orders]
+    costs = [cost_of_order(moved, order, rows) for order in orders]
     return next(order for order, c in zip(orders, costs) if c <= CLOSE * min(costs))

@@ -64,9 +64,10 @@ def layout(loops: LoopNest, buffers: Mapping[str, Buffer], tile: bool = True) ->
     Not memoized: two loop nests over axes of one name and different sizes compare equal."""
     loops = merge_axes(drop_unit_axes(_one_empty_axis(loops)), apart=True)
     moved = accesses(loops.body, buffers)
-    parallel = cheapest_last(loops.parallel, moved)
-    if loops.reduced or any(isinstance(s, Reduce) for s in loops.body):
-        return _linear(loops, "reduction", x=parallel, r=cheapest_last(loops.reduced, moved))
+    reduced = cheapest_last(loops.reduced, moved)
+    parallel = cheapest_last(loops.parallel, moved, reduced)
+    if reduced or any(isinstance(s, Reduce) for s in loops.body):
+        return _linear(loops, "reduction", x=parallel, r=reduced)
     sides = _tile_sides(loops, parallel, moved) if tile else None
     if sides is None:
         return _linear(loops, "1d", x=parallel)

@@ -12,7 +12,7 @@ import reflib
 from reflib.ir.expr import Expr, Var, expr
 from reflib.ir.loops import Axis
 from reflib.ir.program import Buffer, kernel_variants
-from reflib.ir.traffic import LANES, LOAD, SECTOR, STORE, WARP, Access, accesses, cheapest_last
+from reflib.ir.traffic import LANES, LOAD, PARTIAL, SECTOR, STORE, WARP, Access, accesses, cheapest_last
 from reflib.schedule.axes import Space, layout
 
 
@@ -63,7 +63,9 @@ def exact(moved: list[Access], order: list[Axis]) -> float:
                 env[axis.var] = rest % n
                 rest = rest // n
             where = torch.as_tensor(a.index.evaluate(env)).expand(points)
-            out += (STORE if a.store else LOAD) * len(torch.unique(where * a.itemsize // SECTOR)) / points / 6
+            touched = len(torch.unique(where * a.itemsize // SECTOR))
+            partial = max(0, touched - points * a.itemsize / SECTOR)
+            out += (STORE * touched + PARTIAL * partial if a.store else LOAD * touched) / points / 6
     return out
 
 

@@ -1,0 +1,107 @@
+"""Launches of kernels whose neighbouring points are not neighbours in memory, or not in aligned pieces.
+
+``heuristics`` counts on reads of 16 bytes per thread. Without them (``aligned``, ``scattered``), on an H200:
+
+* **Rows of an odd number of elements** are read one element per lane, so Triton spreads a row over all warps before a
+  thread gets a second element, and adds it up through shared memory. One warp per program where a row is short (layer
+  norm, 103 columns: 64 us with 4 warps, 36 with one), two rows per program where it is long (RMS norm, 1365: 31, 25).
+* **Pointwise** kernels give a thread neighbouring elements; of a stride, each lane of a request is then in a sector of
+  its own. 2 elements per thread (max pooling of 31 x 31: 21 us with 8, 8 with 2). Of unaligned streams 8 are right, of
+  eight streams or more 4, for the registers.
+* **Rows that memory runs across** (features of a convolution normalized over channels): as many rows per program as
+  sectors hold, if that leaves much fewer of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from ..ir.expr import Atom, BinOp, Sym, Var, expr
+from ..ir.program import Config
+from ..ir.traffic import SECTOR, WARP, Access, accesses, cost
+from ..target import Target
+from .heuristics import READ_BYTES, nearest_pow2
+
+WORTH = 0.75  # of the sectors: what is left where twice as many rows per program pay
+PIECE = READ_BYTES // 2  # elements of half precision
+
+
+def adjust(config: Config, t: Any, target: Target) -> Config:
+    """``config``, or a better one; ``t``: a ``heuristics._Traffic``."""
+    s = t.space
+    moved = [a for a in accesses(s.body, t.buffers) if a.varies(s.x)]
+    if config.reduction == "none":
+        return _pointwise(config, t, moved, target)
+    if config.reduction == "persistent" and s.r is not None and not t.columns():
+        return _strided(_unaligned(config, t, moved, target), t, moved, target)
+    return config
+
+
+def _pointwise(config: Config, t: Any, moved: list[Access], target: Target) -> Config:
+    threads, inner = target.warp * config.num_warps, t.space.x
+    most = config.xblock
+    if _scattered(moved, inner):
+        most = 2 * threads
+    elif t.streams >= 8:
+        most = 4 * threads
+    elif not all(_in_pieces(a, inner) for a in moved if not a.loaded):
+        most = PIECE * threads
+    return replace(config, xblock=min(config.xblock, most))
+
+
+def _unaligned(config: Config, t: Any, moved: list[Access], target: Target) -> Config:
+    r = t.space.r
+    length, warp = max(1, r.size.hint()), target.warp * (32 if t.width <= 2 else 16)
+    if config.rblock > 4 * warp or all(_in_pieces(a, r) for a in moved if a.index.has(r)):
+        return config
+    share = 2 if t.passes == 1 else 1 if t.streams == 1 else 0.5
+    xblock, warps = (nearest_pow2(share * warp / length), 1) if config.rblock < warp else (2, 2 * length / warp)
+    return _filling(replace(config, xblock=xblock, num_warps=min(16, nearest_pow2(warps))), t, target)
+
+
+def _filling(config: Config, t: Any, target: Target) -> Config:
+    """With enough programs for the chip."""
+    rows, xblock, warps = t.space.x.size.hint(), config.xblock, config.num_warps
+    while xblock > 1 and rows < xblock * target.units * 4:
+        xblock, warps = xblock // 2, max(1, warps // 2)
+    return replace(config, xblock=xblock, num_warps=warps)
+
+
+def _strided(config: Config, t: Any, moved: list[Access], target: Target) -> Config:
+    rows = t.space.x.size.hint()
+
+    def sectors(xblock: int) -> float:
+        return cost(moved, {t.space.r: config.rblock, t.space.x: xblock})
+
+    while rows >= 2 * config.xblock * target.units and config.num_warps < 16:
+        if sectors(2 * config.xblock) > WORTH * sectors(config.xblock):
+            break
+        config = replace(config, xblock=2 * config.xblock, num_warps=2 * config.num_warps)
+    return config
+
+
+# -- how memory is touched ----------------------------------------------------------------------------
+def _scattered(moved: list[Access], x: Var) -> bool:
+    """Do neighbouring points touch many more sectors than they would if they were neighbours in memory? (Where an index
+    is loaded, its arithmetic is what takes time.)"""
+    strides = [a for a in moved if not (a.loaded or _in_pieces(a, x))]
+    return sum(a.sectors({x: WARP}) for a in strides) > 1.5 * sum(1 + WARP * a.itemsize / SECTOR for a in strides)
+
+
+def _in_pieces(a: Access, v: Var) -> bool:
+    """Are points along ``v`` next to each other in aligned pieces of 16 bytes?"""
+    return all(_whole(m, c, v, READ_BYTES // max(2, a.itemsize)) for m, c in a.index.terms)
+
+
+def _whole(m: tuple[Atom, ...], c: int, v: Var, lane: int) -> bool:
+    """Is this term of an index the same for each ``lane`` neighbours along ``v``, or their number?"""
+    for a in m:
+        if isinstance(a, BinOp) and a.a.has(v):
+            if not all(_whole(*term, v, lane) for term in a.a.terms):
+                return False
+            if (v,) not in dict(a.a.terms):  # all of it is the same
+                return True
+            return a.b.hint() % lane == 0 and (a.fn == "//" or (c == 1 and len(m) == 1))
+    return (m == (v,) and c == 1) or c * prod(expr(a).hint() for a in m if isinstance(a, Sym)) % lane == 0
