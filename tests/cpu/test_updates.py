@@ -88,6 +88,7 @@ def calls(e: Explanation, name: str) -> list[Extern]:
     return [n for n in walk(e.scheduled.nodes) if isinstance(n, Extern) and name in str(n.target)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_cache_is_written_in_place(way: str) -> None:
     e = explained(Step(WAYS[way]), torch.randn(B, 1, H * D), torch.tensor([3]))
@@ -99,6 +100,7 @@ def test_a_cache_is_written_in_place(way: str) -> None:
     assert storing, "what makes the new keys is in the kernel that stores them"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("wrapper", ["python", "cpp"])
 @pytest.mark.parametrize("way", WAYS)
 def test_several_steps_as_eager(way: str, wrapper: str) -> None:

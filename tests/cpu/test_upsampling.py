@@ -86,6 +86,9 @@ def test_upsamplings_side_by_side_are_one_kernel(mode: str) -> None:
     e = on_gpu(fn, *xs)
     assert len(e.kernels) == 1 or {k.name.removesuffix("_fallback") for k in e.kernels} == {e.kernels[0].name}
     assert e.memory.peak_bytes == fn(*xs).numel() * 4  # nothing but the result
+    (node,) = fuse(e.program, Options(), parse_target("sm_90")).program.nodes
+    selects = [s for s in node.body if getattr(s, "op", "") == "where"]  # type: ignore[union-attr]
+    assert len(selects) <= 2 * len(xs)  # each mask selects once
 
 
 def test_positions_out_of_range_under_a_mask_are_not_read() -> None:
@@ -102,15 +105,7 @@ def test_positions_out_of_range_under_a_mask_are_not_read() -> None:
 
 def test_gathers_stay_within_the_limit_of_a_body() -> None:
     fn, (x, *_) = head("bilinear")
-    e = on_gpu(lambda x: fn(*(x[..., : 4 + i, : 5 + i] for i in range(9))), x)
+    e = on_gpu(lambda x: fn(*(x[..., : 4 + i, : 5 + i] for i in range(6))), x)
     assert 1 < len(e.groups) < 40
     bodies = [n.body for n in e.fused.nodes if isinstance(n, LoopNest)]
     assert max(map(len, bodies)) <= 260 and any(isinstance(s, Indirect) for b in bodies for s in b)
-
-
-def test_what_a_mask_selects_is_selected_once() -> None:
-    fn, xs = head("bilinear")
-    program = on_gpu(fn, *xs).program
-    (node,) = fuse(program, Options(), parse_target("sm_90")).program.nodes
-    selects = [s for s in node.body if getattr(s, "op", "") == "where"]  # type: ignore[union-attr]
-    assert len(selects) <= 2 * len(xs)
