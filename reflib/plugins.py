@@ -21,6 +21,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "options.NORMALIZE": {"lookup_table": "tables:normalize_lookup", "c_shims": "c_shims:normalize"},
     "lower.MODULES": {
         "activations": "lower.activations",
+        "convolution": "lower.convolution",
         "creation": "lower.creation",
         "index_put": "lower.index_put",
         "indexing": "lower.indexing",
@@ -68,7 +69,9 @@ PLUGS: dict[str, dict[str, str]] = {
     "generate.CHEAP": {"forms": "generate.triton_half:cheap_forms"},
     "wrap.BINDERS": {"triton": "wrap.build:bind_triton", "cpp": "wrap.build:bind_cpp"},
     "wrap.WRAPPERS": {"cpp": "wrap.build:wrap_cpp", "auto": "wrap.build:wrap_cpp"},
-    "wrap.NAMES": {"zeros": "wrap.zeros:zeros"},
+    "wrap.NAMES": {
+        "zeros": "wrap.zeros:zeros", "outside": "wrap.sizes:outside", "expect_sizes": "wrap.sizes:expect_sizes",
+    },
 }
 
 plug(PLUGS)

@@ -2,7 +2,7 @@
 
 There is a Choice for float16, bfloat16 and float32 on a GPU, with ``autotune="off"`` too, where a static rule decides;
 on a CPU only when something is measured, and without a Template, which CPUs have no kernel for. Other products are
-plain calls.
+plain calls. Sizes that libraries have no fast kernels for are padded first (``padding``).
 
 **Rounding.** Eager multiplies halves in float32 and rounds once, after alpha and beta: so does the Template's epilogue,
 and what is fused behind it sees the rounded value. float32 is multiplied as tf32 only where torch's switches say so
@@ -21,6 +21,7 @@ from reflib.ir.expr import Expr, Var, expr
 from reflib.ir.loops import Acc, Axis, LoopNest
 from reflib.ir.program import Choice, Extern, Template, Variant, View, iter_views
 
+from . import padding
 from .body import NestBuilder, Value
 from .context import LoweringContext
 from .extern import extern
@@ -60,6 +61,10 @@ def _product(cx: LoweringContext, target: Any, a: View, b: View, args: tuple[Vie
         raise Unsupported(_PLAIN)
     scale = {k: v for k, v in kwargs.items() if v != 1}
     low = cx.low
+    tensor_cores = gpu and (cx.dtype in HALVES or float32_precision() == "tf32")
+    padded = padding.padded_sizes(cx, a, b, args[0] if len(args) == 3 else None) if tensor_cores else None
+    if padded is not None and low.options.autotune == "off":
+        return padding.padded_product(cx, target, args, scale, padded)
     value = extern(cx, target, args, scale, _PLAIN)
     default = low.nodes.pop()
     assert isinstance(default, Extern)
@@ -74,6 +79,9 @@ def _product(cx: LoweringContext, target: Any, a: View, b: View, args: tuple[Vie
 
         more, failed = matmul_variants(cx, target, args, scale, value)
         others += more
+        if padded is not None:
+            more, not_padded = padding.padded_variants(cx, target, args, scale, value, padded)
+            others, failed = others + more, failed + not_padded
     if not others:
         low.nodes.append(default)
         return value

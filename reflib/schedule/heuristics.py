@@ -126,14 +126,13 @@ def _config(
     for shape in SHAPES.values():
         if (found := shape(traffic, target, options, general)) is not None:
             return found
-    facts: tuple[Assume, ...] = ()
     if rows := [t for t in traffic if t.space.mode == "reduction"]:
         main = max(rows, key=lambda t: t.space.x.size.hint())
         config, facts = _reduction(main, target, options, general)
     elif len(traffic) == 1 and main.space.mode == "tile":
         return _tile(main), ()
     else:
-        config = _pointwise(main, traffic, target)
+        config, facts = _pointwise(main, traffic, target), ()
     for adjust in ADJUST.values():
         config = adjust(config, main, target)
     return config, facts
@@ -194,8 +193,8 @@ def _looped(t: _Traffic, length: int, target: Target) -> Config:
     as many partial results in registers (a variance two)."""
     kept = sum(2 if s.kind == "m2" else 1 for s in t.space.body if isinstance(s, Reduce))
     rblock = min(8192 // min(_pow2(kept), 4), _pow2(length))
-    warps = 32 if kept == 1 else 16
-    return Config("looped", xblock=1, rblock=rblock, num_warps=max(1, min(warps, rblock // (target.warp * 4))))
+    warps = min(32 if kept == 1 else 16, rblock // (target.warp * 4))
+    return Config("looped", xblock=1, rblock=rblock, num_warps=max(1, warps))
 
 
 def _columns(t: _Traffic, rows: int, length: int, target: Target) -> Config:
@@ -214,8 +213,7 @@ def _columns(t: _Traffic, rows: int, length: int, target: Target) -> Config:
     return Config("looped", xblock=x, rblock=rblock, num_warps=max(1, min(4, x * rblock // 128)))
 
 
-def nearest_pow2(n: float) -> int:
-    """As a factor; 1 at least."""
+def nearest_pow2(n: float) -> int:  # at least 1
     return 1 << max(0, round(log2(n)))
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, ReflibError
-from ..logs import get as logger
+from ..errors import ReflibError
 from ..seams import Seam
 
 _guards = torch._C._dynamo.guards
@@ -39,13 +38,6 @@ def expect(t: Any, size: tuple[int, ...], stride: tuple[int, ...], any_shape: bo
     return torch.empty_strided(size, stride, dtype=t.dtype, device=t.device).copy_(t)
 
 
-def expect_sizes(holds: bool, what: str, **sizes: int) -> None:
-    """What must hold of the sizes of the arguments, or the graph is not for them."""
-    if not holds:
-        here = ", ".join(f"{name} = {n}" for name, n in sizes.items())
-        raise ArgumentError(f"it was exported where {what} holds of the arguments' sizes; here {here}")
-
-
 def flat(tree: Any) -> list[Any]:
     """The leaves of nested tuples, lists and dicts, in order."""
     if isinstance(tree, dict):
@@ -60,17 +52,6 @@ def check_nan(t: torch.Tensor, buffer: str, kernel: str) -> None:
         raise ReflibError(f"check_nan: kernel {kernel} wrote NaN into {buffer} {tuple(t.shape)}")
 
 
-_said: set[tuple[str, str]] = set()
-
-
-def outside(what: str, size: int, least: int, most: int, op: str) -> None:
-    """Log, once for each thing and op, that a size is outside the tuned ranges."""
-    if (op, what) not in _said:
-        _said.add((op, what))
-        message = "%s = %d is outside the sizes that were tuned, %d to %d: the nearest range serves"
-        logger("autotune").warning(message, what, size, least, most)
-
-
 def namespace() -> dict[str, Any]:
     """The names every printed wrapper may use."""
     names: dict[str, Any] = {
@@ -79,11 +60,9 @@ def namespace() -> dict[str, Any]:
         "alloc_cpu": _alloc("cpu"),
         "as_view": _guards._reinterpret_tensor,
         "expect": expect,
-        "expect_sizes": expect_sizes,
         "flat": flat,
         "check_nan": check_nan,
         "threads": torch.get_num_threads,
-        "outside": outside,
         "int_max": max,
         "int_min": min,
     }

@@ -8,9 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import reflib
+from reflib.capture import layouts
 from reflib.ir.program import Extern
+from reflib.lower import decompositions
 from reflib.options import Options
 from reflib.pipeline import Backend, rewritten, targets
 
@@ -134,6 +137,77 @@ def test_when_it_does_not_pay() -> None:
     assert not laid_out(lambda x, w: F.conv2d(x, w, groups=2), x, w[:, :4])
     assert not laid_out(lambda x, w: F.conv1d(F.conv1d(x[:, :, 0], w[..., 0]), w[..., 0]), x, w)
     assert not laid_out(lambda x, w: F.dropout(conv(x, w)), x, w)  # random numbers fall where eager has them
+
+
+def test_convolutions_in_groups() -> None:
+    """In channels-last order where that was seen to be faster: halves, inference, narrow groups."""
+
+    def block(x, w, v):
+        conv = F.conv1d if x.dim() == 3 else F.conv2d
+        return conv(F.relu(conv(F.relu(conv(x, v)), w, groups=x.shape[1] // w.shape[1])), v)
+
+    def gradients(x, w, v):
+        return torch.autograd.grad(block(x, w.requires_grad_(), v).sum(), [w])
+
+    def laid_out(fn, dtype: torch.dtype, channels: int, group: int, lines: bool = False) -> bool:
+        with torch._subclasses.FakeTensorMode():
+            sizes = (2, channels, 16, 16), (channels, group, 3, 3), (channels, channels, 1, 1)
+            graph = make_fx(fn)(*(torch.empty(s[: 3 if lines else 4], dtype=dtype) for s in sizes))
+        return rewritten(graph, Options(), targets(Options(target="sm_90"))) is not graph
+
+    assert laid_out(block, torch.bfloat16, 32, 4)
+    assert laid_out(block, torch.float16, 128, 64)
+    assert not laid_out(block, torch.float32, 32, 4)
+    assert not laid_out(block, torch.bfloat16, 256, 128)
+    assert not laid_out(gradients, torch.bfloat16, 32, 4)
+    assert laid_out(gradients, torch.bfloat16, 32, 32)
+    assert laid_out(block, torch.bfloat16, 32, 4, lines=True)
+    assert not laid_out(block, torch.float32, 32, 32, lines=True)
+
+
+class Audio(nn.Module):
+    """Convolutions over time, as in whisper and wav2vec2."""
+
+    def __init__(self, rng: random.Random):
+        super().__init__()
+        c = 16 * rng.choice([1, 2])
+        self.first = nn.Conv1d(rng.choice([1, 8]), c, rng.choice([3, 10]), stride=rng.choice([1, 3]), bias=False)
+        self.norm = nn.GroupNorm(4, c)
+        self.second = nn.Conv1d(c, c, 3, stride=2, padding=1)
+        self.third = nn.Conv1d(c, c, 5, padding=4, dilation=2)
+        self.back = nn.ConvTranspose1d(c, 8, 4, stride=2, padding=1, output_padding=1)
+
+    def forward(self, x):
+        x = F.gelu(self.second(F.gelu(self.norm(self.first(x)))))
+        x = x + F.gelu(self.third(x))
+        return self.back(x), x.transpose(1, 2).softmax(-1)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_one_dimension(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Halves, in one dimension, as planes of one row: forward and backward."""
+    lay_out = layouts._lay_out
+    monkeypatch.setattr(layouts, "_lay_out", lambda graph: min(1, lay_out(graph)))  # small as it is, it pays
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    model = Audio(rng).to(torch.bfloat16)
+    x = torch.randn(2, model.first.in_channels, rng.randint(60, 80)).to(torch.bfloat16)
+    names, args = zip(*model.named_parameters())
+
+    def fn(x, *args):
+        outputs = torch.func.functional_call(model, dict(zip(names, args)), x)
+        return [*outputs, *torch.autograd.grad([o.float().square().sum() for o in outputs], args)]
+
+    graph = make_fx(fn, decomposition_table=decompositions(), tracing_mode="fake")(x, *args)
+    changed = rewritten(graph, Options(), targets(Options(target="sm_90")))
+    assert changed is not graph
+    for n in convolutions(changed):
+        operands = [a.meta["val"] for a in n.args[: 3 if len(n.args) == 11 else 2]]
+        assert all(v.dim() == 4 and is_last(v) for v in operands), n
+    given = [x, *(a.detach() for a in args)]
+    for a, b in zip(torch.fx.Interpreter(changed).run(*given), torch.fx.Interpreter(graph).run(*given), strict=True):
+        assert a.stride() == b.stride()
+        torch.testing.assert_close(a, b, rtol=0.03, atol=0.03 * max(1, float(b.abs().max())))
 
 
 @torch.library.custom_op("test_layouts::raw", mutates_args=())

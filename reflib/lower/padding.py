@@ -1,0 +1,207 @@
+"""Products of padded operands, for sizes that cuBLAS has no fast kernels for.
+
+Tensor-core kernels move 16 bytes at a time: 8 halves, 4 of tf32. They are for operands whose contiguous dimension, row
+stride and address are multiples of that. A vocabulary of 30522 or 51865 is none, and cuBLAS takes kernels that move 4
+or 2 bytes. So where the arithmetic outweighs the copies, operands are copied with zeros after their rows and columns,
+the product goes to a buffer with as much padding, and the part that counts is read from there::
+
+    a[M, K] @ b[K, N]  =  ((a, 0)[M', K'] @ (b, 0)[K', N'])[:M, :N]
+
+The copies are loop nests like others: what makes an operand or reads the result fuses with them, and an operand of two
+products is copied once. Rows after those of a result cost nothing: the result is the memory before them. The sums are
+the same, with zeros added.
+
+**When** (measured on an H200 in bfloat16: 2048 x 30522 x 768 took 420 us, padded 145 us; 512 x 51865 x 384 took 248 us,
+padded 37 us): a kernel that moves 4 bytes takes about three times as long, one that moves 2 bytes four times or more.
+What is lost so, in operations, is compared with what could be computed while the copies move their bytes.
+
+NB: TorchInductor measures both ways for each product, and returns results with the padding's strides. Here outputs
+keep eager's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from reflib.ir.expr import Expr
+from reflib.ir.loops import LoopNest
+from reflib.ir.program import Extern, Variant, View
+from reflib.target import parse_target
+
+from .body import NestBuilder, Value, nest
+from .candidates import Failed, arguments, variants
+from .context import LoweringContext, contiguous_strides
+from .custom_ops import CustomOpConfig
+from .extern import OUT_VARIANTS
+from .indexing import both
+
+Sizes = tuple[int, int, int]  # M, N, K
+
+BYTES = 16
+SLOWER = {1: 4, 2: 3, 4: 3}  # how many times, by the elements of which all sizes and strides are multiples
+BALANCE = 170  # operations while a byte is moved: 650 TFLOP/s and 3.8 TB/s, as reached on an H200
+LAUNCHES = 4e9  # operations while two or three more kernels are launched
+
+
+# -- when -------------------------------------------------------------------------------------------
+def padded_sizes(cx: LoweringContext, a: View, b: View, bias: View | None) -> Sizes | None:
+    """The sizes with which a[.., M, K] @ b[.., K, N] had better be multiplied. None: with its own."""
+    known = all(e.constant is not None for v in (a, b) for e in (*v.shape, *v.strides, v.offset))
+    if not known or not _on_cuda(cx):
+        return None
+    step = BYTES // a.dtype.itemsize
+    *batch, m, k = (_int(e) for e in a.shape)
+    n = _int(b.shape[-1])
+    align = math.gcd(step, n, *_multiples(a), *_multiples(b))
+    if align == step:
+        return None
+    rows = _up(m, step) if _by_columns(a) else m
+    depth = _up(k, step) if not _by_columns(a) or _by_columns(b) else k
+    sizes = rows, _up(n, step), depth
+    copied = m * k * _is_copied(a, (rows, depth)) + k * n * _is_copied(b, sizes[:0:-1])
+    copied += m * n * (sizes[1] != n or rows != m and math.prod(batch) > 1)
+    copied += m * n * (bias is not None and bias.shape[-2:] == (m, n))
+    lost = 2 * m * n * k * (SLOWER[align] - 1)
+    cost = BALANCE * 2 * copied * a.dtype.itemsize
+    return sizes if math.prod(batch) * (lost - cost) > LAUNCHES else None
+
+
+def _on_cuda(cx: LoweringContext) -> bool:
+    if cx.low.options.target is not None:
+        return parse_target(cx.low.options.target).kind == "cuda"
+    return cx.device.type == "cuda" and torch.version.hip is None
+
+
+def _int(e: Expr) -> int:
+    assert e.constant is not None
+    return e.constant
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def _by_columns(v: View) -> bool:
+    """Are the matrices stored column by column?"""
+    return v.strides[-2] == 1 and v.strides[-1] != 1
+
+
+def _multiples(v: View) -> list[int]:
+    """What has to be a multiple: size of the contiguous dimension, strides of the others, offset."""
+    inner = len(v.shape) - (2 if _by_columns(v) else 1)
+    strides = [s for d, (s, n) in enumerate(zip(v.strides, v.shape)) if d != inner and n != 1]
+    return [_int(e) for e in (v.shape[inner], *strides, v.offset)]
+
+
+def _is_copied(v: View, shape: tuple[int, ...]) -> bool:
+    step = BYTES // v.dtype.itemsize
+    return v.shape[-2:] != shape or math.gcd(step, *_multiples(v)) != step
+
+
+# -- by the model, where nothing is measured ----------------------------------------------------------
+def padded_product(
+    cx: LoweringContext, target: Any, args: tuple[View, ...], scale: dict[str, Any], sizes: Sizes
+) -> View:
+    """``target([bias,] a, b)`` by padded operands, with eager's strides."""
+    m, n, k = sizes
+    *bias, a, b = args
+    given = [_padded(cx, v, _of_bias(v.shape, m, n)) for v in bias] + [_padded(cx, a, (m, k)), _padded(cx, b, (k, n))]
+    made = cx.temp("padded", (*a.shape[:-2], m, n), cx.dtype)
+    out = OUT_VARIANTS[target]
+    reason = f"library call, of operands padded to multiples of {BYTES} bytes"
+    cx.low.nodes.append(
+        Extern(
+            cx.low.next_node(), target, tuple(given), tuple(scale.items()), (made.buffer,),
+            out=(out, ("out",)), reason=reason, origins=(cx.origin,),
+        )
+    )  # fmt: skip
+    result = replace(made, shape=cx.shape)
+    return result if result.strides == contiguous_strides(cx.shape) else nest(cx, lambda k: k.load(result))
+
+
+def _of_bias(shape: tuple[Any, ...], m: int, n: int) -> tuple[int, ...]:
+    """The last sizes of a bias that is broadcast over m x n as it was over less."""
+    wanted = (m, n)[2 - min(2, len(shape)) :]
+    return tuple(1 if old == 1 else new for old, new in zip(shape[-2:], wanted))
+
+
+def _padded(cx: LoweringContext, v: View, sizes: tuple[int, ...]) -> View:
+    """``v`` with its last ``sizes``, zeros where it has no elements; itself if it is fine as it is."""
+    if v.shape[len(v.shape) - len(sizes) :] == sizes and (len(sizes) < 2 or not _is_copied(v, sizes)):
+        return v
+    if len(sizes) == 2 and _by_columns(v):
+        return _transposed(_padded(cx, _transposed(v), sizes[::-1]))
+    writers = [node for node in cx.low.nodes if v.buffer in node.writes()]
+    key = v, sizes, len(writers)  # v may be written to between two uses
+    if key not in cx.low.moved:
+        made = cx.low.moved[key] = cx.temp("operand", (*v.shape[: len(v.shape) - len(sizes)], *sizes), v.dtype)
+        if any(isinstance(node, LoopNest) for node in writers):
+            _copy(cx, v, replace(made, shape=v.shape))  # over the points of v, so that it fuses with what makes v
+            _fill(cx, made, v.shape)
+        else:
+            _copy(cx, v, made)
+    return cx.low.moved[key]
+
+
+def _copy(cx: LoweringContext, v: View, out: View) -> None:
+    """``v`` into ``out``, which may be larger: zeros there."""
+    k = NestBuilder(cx, out.shape)
+    inside: Value | None = None
+    for at, new, old in zip(k.coords, out.shape, v.shape):
+        inside = inside if new == old else both(inside, k.index(at) < old)
+    k.store(out, k.load(v, k.coords, inside))
+    k.finish()
+
+
+def _fill(cx: LoweringContext, out: View, shape: tuple[Expr, ...]) -> None:
+    """Zeros into ``out`` after the first ``shape``: below its rows, then to the right of them."""
+    for d in reversed(range(len(shape))):
+        if out.shape[d] != shape[d]:
+            rest = (*out.shape[:d], out.shape[d] - shape[d], *shape[d + 1 :])
+            k = NestBuilder(cx, rest)
+            k.store(replace(out, shape=rest, offset=out.offset + shape[d] * out.strides[d]), 0.0)
+            k.finish()
+
+
+def _transposed(v: View) -> View:
+    def swapped(of: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*of[:-2], of[-1], of[-2])
+
+    return replace(v, shape=swapped(v.shape), strides=swapped(v.strides))
+
+
+# -- as a candidate, where products are measured --------------------------------------------------------
+def padded_mm(self: torch.Tensor, mat2: torch.Tensor, *, m: int, n: int, k: int) -> torch.Tensor:
+    """``aten.mm`` and ``aten.bmm``."""
+    out = torch.matmul(_zeros_after(self, (m, k)), _zeros_after(mat2, (k, n)))
+    return out[..., : self.shape[-2], : mat2.shape[-1]]
+
+
+def padded_addmm(
+    self: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1, m: int, n: int, k: int
+) -> torch.Tensor:
+    """``aten.addmm`` and ``aten.baddbmm``."""
+    bias = _zeros_after(self, _of_bias(tuple(self.shape), m, n))
+    add = torch.addmm if a.dim() == 2 else torch.baddbmm
+    out = add(bias, _zeros_after(a, (m, k)), _zeros_after(b, (k, n)), beta=beta, alpha=alpha)
+    return out[..., : a.shape[-2], : b.shape[-1]]
+
+
+def _zeros_after(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+    after = [size - old for size, old in zip(sizes, x.shape[x.dim() - len(sizes) :])]
+    return F.pad(x, [p for size in reversed(after) for p in (0, size)])
+
+
+def padded_variants(
+    cx: LoweringContext, target: Any, args: tuple[View, ...], scale: dict[str, Any], out: View, sizes: Sizes
+) -> tuple[list[Variant], Failed]:
+    """The padded product as a variant of ``target([bias,] a, b)``, which writes ``out``."""
+    fn = padded_addmm if len(args) == 3 else padded_mm
+    m, n, k = sizes
+    config = CustomOpConfig(fn, m=m, n=n, k=k)
+    return variants(cx, target, [config], arguments(target, args, scale), [out], choices=False)

@@ -1,0 +1,227 @@
+"""Products of padded operands: eager's values and strides, aligned operands, and only where it pays."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import reflib
+from reflib.capture.graph import Graph
+from reflib.ir.interpret import interpret
+from reflib.ir.program import Extern, Program
+from reflib.ir.verify import verify
+from reflib.lower import decompositions, lower, matmul, padding
+from reflib.lower.context import LoweringContext
+from reflib.options import Options
+from reflib.pipeline import Backend, Stages
+from tests.choices import choices, with_variant
+
+TABLE = decompositions()
+OPS = {"mm": torch.mm, "bmm": torch.bmm, "addmm": torch.addmm, "baddbmm": torch.baddbmm}
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(padding, "BALANCE", 0)
+    monkeypatch.setattr(padding, "LAUNCHES", -1)
+
+
+def program_of(fn, *args, mode: str = "fake", **options) -> Program:
+    options = {"target": "sm_90", **options}
+    program = lower(Graph(make_fx(fn, decomposition_table=TABLE, tracing_mode=mode)(*args)), Options(**options))
+    verify(program)
+    return program
+
+
+def products(program: Program) -> list[Extern]:
+    return [n for n in program.nodes if isinstance(n, Extern) and "mm" in str(n.target)]
+
+
+def is_padded(program: Program) -> bool:
+    return any("padded" in n.reason for n in products(program))
+
+
+def check(fn, args, **options) -> Program:
+    program = program_of(fn, *args, **options)
+    for got, want in zip(interpret(program, list(args)), torch.utils._pytree.tree_leaves(fn(*args)), strict=True):
+        assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    return program
+
+
+def matrix(rng: random.Random, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Small integers, whose sums are exact: by rows, by columns, or part of something larger."""
+    g = torch.Generator().manual_seed(rng.randrange(1 << 30))
+    kind = rng.choice(["rows", "columns", "slice", "columns of a slice"])
+    *batch, m, n = shape
+    if "columns" in kind:
+        m, n = n, m
+    extra = rng.randrange(5) if "slice" in kind else 0
+    x = torch.randint(-3, 4, (*batch, m, n + extra), generator=g).to(dtype)[..., extra // 2 : extra // 2 + n]
+    return x.transpose(-1, -2) if "columns" in kind else x
+
+
+def assert_aligned(program: Program) -> None:
+    for p in products(program):
+        out = program.buffers[p.outputs[0]]
+        *_, a, b = p.args
+        for v in (a, b, out):
+            step = 16 // v.dtype.itemsize
+            turned = v.strides[-2] == 1 and v.strides[-1] != 1
+            inner, outer = (-2, -1) if turned else (-1, -2)
+            assert v.shape[inner].constant % step == 0
+            assert v.strides[outer].constant % step == 0 or v.shape[outer] == 1
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_values_strides_and_alignment(op: str, dtype: torch.dtype) -> None:
+    rng = random.Random(f"{op} {dtype}")
+    padded = 0
+    for _ in range(6):
+        batch = [rng.randint(1, 3)] if "bmm" in op else []
+        m, n, k = (rng.randint(2, 40) for _ in range(3))
+        args = [matrix(rng, *batch, m, k, dtype=dtype), matrix(rng, *batch, k, n, dtype=dtype)]
+        scale = {}
+        if "add" in op:
+            shape = rng.choice([(n,), (1, n), (m, 1), (m, n), (1,), (*batch, m, n)])
+            args.insert(0, torch.randint(-3, 4, shape).to(dtype))
+            scale = rng.choice([{}, {"alpha": 2}, {"beta": 3}, {"alpha": 0.5, "beta": 2}])
+        program = check(lambda *a, f=OPS[op], s=scale: f(*a, **s), args)
+        if is_padded(program):
+            padded += 1
+            assert_aligned(program)
+        else:
+            assert n % 8 == 0
+    assert padded
+
+
+@pytest.mark.usefixtures("always")
+def test_what_surrounds_a_padded_product() -> None:
+    """Made by a kernel, read by a kernel, flattened, returned, and a NaN where there is one in eager."""
+    rng = random.Random(5)
+    for _ in range(4):
+        m, n, k = (rng.randrange(3, 40, 2) for _ in range(3))
+        a, b = matrix(rng, m, k, dtype=torch.float16), matrix(rng, k, n, dtype=torch.float16)
+        a[rng.randrange(m), rng.randrange(k)] = math.nan
+
+        def fn(a, b):
+            y = (a * 2) @ b.relu()
+            return y, y.flatten(), y.t() + 1, (y * 0.5).sum(1)
+
+        assert is_padded(check(fn, [a, b]))
+
+
+@pytest.mark.usefixtures("always")
+def test_an_operand_of_two_products_is_copied_once() -> None:
+    """A linear layer's gradients read the same dY, one of them transposed; dW's first rows are the result."""
+
+    def gradients(dy, w, x):
+        dy = dy * 2
+        return dy @ w, dy.t() @ x
+
+    args = [torch.randint(-3, 4, s).half() for s in ((24, 15), (15, 32), (24, 40))]
+    program = check(gradients, args)
+    dx, dw = products(program)
+    assert dx.args[0].buffer == dw.args[0].buffer
+    assert program.outputs[1].buffer == dw.outputs[0]
+    assert program.buffers[dw.outputs[0]].shape == (16, 40)
+
+
+@pytest.mark.usefixtures("always")
+def test_a_copy_fuses_with_what_makes_the_operand() -> None:
+    x, w = torch.ones(24, 18, dtype=torch.bfloat16), torch.ones(18, 24, dtype=torch.bfloat16)
+    e = reflib.explain(lambda x, w: torch.softmax(x, -1) @ w, x, w, target="sm_90")
+    assert is_padded(e.program)
+    made = next(p for p in products(e.program)).args[0].buffer
+    kernels = [k.source for k in e.kernels if "tl.exp" in k.source]
+    assert kernels and all(f"{made}_ptr" in source for source in kernels)
+
+
+# m, n, k, options, does it pay?
+SIZES = {
+    "bert's vocabulary": (2048, 30522, 768, {}, True),
+    "whisper's": (512, 51865, 384, {}, True),
+    "a long odd K": (2048, 768, 30522, {}, True),
+    "aligned": (2048, 30528, 768, {}, False),
+    "one token": (1, 30522, 768, {}, False),
+    "few operations per byte": (65536, 30, 30, {}, False),
+    "small": (256, 257, 256, {}, False),
+    "another maker's GPU": (2048, 30522, 768, {"target": "gfx942"}, False),
+    "a CPU": (2048, 30522, 768, {"target": "cpu"}, False),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_when(name: str) -> None:
+    m, n, k, options, pays = SIZES[name]
+    with torch._subclasses.FakeTensorMode():
+        x, w, b = (torch.empty(s, dtype=torch.bfloat16) for s in ((m, k), (n, k), (n,)))
+        assert is_padded(program_of(torch.nn.functional.linear, x, w, b, mode="real", **options)) == pays
+
+
+@pytest.mark.parametrize(("tf32", "pays"), [(False, False), (True, True)])
+def test_float32(tf32: bool, pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ordinary arithmetic needs no alignment; tf32's is four elements."""
+    monkeypatch.setattr(matmul, "float32_precision", lambda: "tf32" if tf32 else "ieee")
+    with torch._subclasses.FakeTensorMode():
+        assert is_padded(program_of(torch.mm, torch.empty(4096, 4098), torch.empty(4098, 4096), mode="real")) == pays
+        assert not is_padded(program_of(torch.mm, torch.empty(4096, 4100), torch.empty(4100, 4096), mode="real"))
+
+
+@pytest.mark.usefixtures("always")
+def test_symbolic_sizes_are_left_alone() -> None:
+    a, b = torch.ones(9, 7).half(), torch.ones(7, 5).half()
+    assert not is_padded(program_of(torch.mm, a, b, mode="symbolic"))
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("op", OPS)
+def test_as_a_candidate(op: str) -> None:
+    """Where products are measured, eager's call stays the default."""
+    batch = (2,) if "bmm" in op else ()
+    args = [torch.randint(-3, 4, s).half() for s in ((*batch, 9, 7), (*batch, 7, 5))]
+    args = [torch.randint(-3, 4, (5,)).half(), *args] if "add" in op else args
+    program = program_of(OPS[op], *args, autotune="blocking")
+    (choice,) = choices(program)
+    assert choice.variants[0].name == "aten"
+    (padded,) = [v for v in choice.variants if v.name.startswith("padded")]
+    one = with_variant(program, lambda _: padded)
+    assert_aligned(one)
+    (got,) = interpret(one, args)
+    torch.testing.assert_close(got, OPS[op](*args), rtol=0, atol=0)
+
+
+@pytest.fixture
+def as_on_a_gpu(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LoweringContext, "on_gpu", property(lambda cx: True))
+    monkeypatch.setattr(padding, "_on_cuda", lambda cx: True)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+def test_run_and_differentiated(wrapper: str) -> None:
+    """A head with an odd vocabulary, forward and backward, through both wrappers."""
+    torch.manual_seed(0)
+    rng = random.Random(wrapper)
+    v, d, t = (rng.randrange(11, 60, 2) for _ in range(3))
+    seen: list[Stages] = []
+    head = torch.nn.Linear(d, v).bfloat16()
+    x = torch.randn(t, d).bfloat16().requires_grad_()
+    compiled = torch.compile(head, backend=Backend(Options(wrapper=wrapper, verify=True), seen.append))
+    grad = torch.randn(t, v).bfloat16()
+    results = []
+    for fn in (head, compiled):
+        y = fn(x)
+        results.append([y, *torch.autograd.grad(y, [x, head.weight, head.bias], grad)])
+    assert all(is_padded(s.program) for s in seen) and len(seen) == 2
+    for want, got in itertools.pairwise(results):
+        for a, b in zip(want, got, strict=True):
+            assert a.stride() == b.stride()
+            torch.testing.assert_close(b, a, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,99 @@
+"""The library's products and convolutions, prepared by kernels of ours: padding, biases, channels-last order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from reflib.ir.program import Extern
+from reflib.options import Options
+from reflib.pipeline import Backend, Stages
+from tests.checking import check
+
+BF16 = torch.bfloat16
+pytestmark = pytest.mark.skipif(torch.version.hip is not None, reason="cuBLAS and cuDNN")
+
+
+def compiled(fn, seen: list[Stages]):
+    return torch.compile(fn, backend=Backend(Options(), seen.append))
+
+
+def calls(seen: list[Stages]) -> list[Extern]:
+    return [n for s in seen for n in s.scheduled.nodes if isinstance(n, Extern)]
+
+
+def microseconds(fn, *args) -> float:
+    """Of one of 20 calls, after a warm-up."""
+    for _ in range(3):
+        fn(*args)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(20):
+        fn(*args)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1000 / 20
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_odd_vocabularies(seed: int) -> None:
+    """Forward and backward by padded products, as exact as eager."""
+    rng = random.Random(seed)
+    tokens, width, vocabulary = rng.choice([512, 1000, 2048]), 64 * rng.randint(6, 16), rng.randint(20000, 50000) | 1
+    seen: list[Stages] = []
+    x, w = (torch.randn(s, device="cuda", dtype=BF16) * 0.3 for s in ((tokens, width), (vocabulary, width)))
+    b = torch.randn(vocabulary, device="cuda", dtype=BF16)
+    args = [t.requires_grad_() for t in (x, w, b)]
+    check(F.linear, compiled(F.linear, seen), *args, backward=True)
+    padded = [n for n in calls(seen) if "padded" in n.reason]
+    assert len(padded) == 3, "the result, and the gradients of x and of w"
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(2048, 30522, 768), (512, 51865, 384), (2048, 768, 30522)])
+def test_padding_pays(m: int, n: int, k: int) -> None:
+    a, b = torch.randn(m, k, device="cuda", dtype=BF16), torch.randn(n, k, device="cuda", dtype=BF16)
+    plain, padded = microseconds(F.linear, a, b), microseconds(compiled(F.linear, []), a, b)
+    print(f"{m} x {n} x {k}: {plain:.0f} us, padded, with its copies, {padded:.0f} us")
+    assert padded < plain
+
+
+def grouped() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(64, 128, 1), nn.ReLU(), nn.Conv2d(128, 128, 3, padding=1, groups=32), nn.ReLU(), nn.Conv2d(128, 64, 1)
+    )
+
+
+def audio() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv1d(80, 384, 3, padding=1), nn.GELU(), nn.Conv1d(384, 384, 3, 2, 1), nn.GELU(),
+        nn.Conv1d(384, 384, 16, padding=8, groups=8), nn.GELU(),
+    )  # fmt: skip
+
+
+NETS = {"grouped": (grouped, (4, 64, 28, 28)), "audio": (audio, (2, 80, 1000))}
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("name", NETS)
+def test_convolutions(name: str, train: bool) -> None:
+    """No call adds a bias or sums its gradient; in inference every operand is in channels-last order."""
+    torch.manual_seed(1)
+    make, shape = NETS[name]
+    net = make().to("cuda", BF16).requires_grad_(train)
+    names, args = zip(*net.named_parameters())
+
+    def fn(x: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(net, dict(zip(names, args)), (x,))
+
+    seen: list[Stages] = []
+    check(fn, compiled(fn, seen), torch.randn(shape, device="cuda", dtype=BF16), *args, backward=train)
+    for n in calls(seen):
+        if n.target is torch.ops.aten.convolution.default:
+            assert n.args[2] is None
+            assert train or all(v.strides[1] == 1 for v in n.args[:2])
+        elif n.target is torch.ops.aten.convolution_backward.default:
+            assert not n.args[-1][2]
