@@ -74,7 +74,7 @@ def lower(graph: Graph, options: Options) -> Program:
 class Lowering:
     """The program so far. ``values``: each FX node's value, a View, an Expr, plain data or a nest of these.
     ``uniform``: buffers known to hold one number everywhere, which loads of them use instead.
-    ``moved``: numbers of the CPU's, by the symbol. ``reserved``: names that other lowerings of the same graph use.
+    ``moved``: what several ops read, copied once. ``reserved``: names that other lowerings of the same graph use.
     ``prefix``: of node names. ``within``: ops whose implementation is being lowered. ``choices``: may ops become
     choices?"""
 
@@ -87,7 +87,7 @@ class Lowering:
         self.constants: dict[str, Any] = {}
         self.values: dict[torch.fx.Node, Any] = {}
         self.uniform: dict[str, Any] = {}
-        self.moved: dict[View, Expr] = {}
+        self.moved: dict[Any, Any] = {}
         self.reserved: set[str] = set()
         self.within: frozenset[str] = frozenset()
         self.prefix = ""
