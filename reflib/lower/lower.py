@@ -19,7 +19,7 @@ from reflib.capture.graph import Graph
 from reflib.errors import LoweringError, ReflibError
 from reflib.ir.expr import Expr, Sym
 from reflib.ir.loops import Origin
-from reflib.ir.program import Buffer, Node, Program, View, full_view, iter_views
+from reflib.ir.program import Buffer, Node, Program, full_view, iter_views
 from reflib.options import Options
 
 from . import pointwise, reductions  # noqa: F401  (they register their rules)
