@@ -12,6 +12,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "pipeline.CHOOSE": {"choose": "tuning:choose"},
     "pipeline.CAPTURED": {"attention": "capture.attention:attention"},
     "pipeline.REWRITES": {
+        "literals": "capture.literals:literals",
         "channels_last": "capture.layouts:channels_last",
         "positions": "capture.positions:recompute_positions",
     },
@@ -36,10 +37,11 @@ PLUGS: dict[str, dict[str, str]] = {
     },
     "lower.CALLS": {"registered": "lower.candidates:call"},
     "lower.WHOLE": {"registered": "lower.custom_ops:is_registered"},
+    "lower.NUMBER": {"argument": "lower.numbers:number"},
     "fuse.BEFORE": {
+        "in_place": "fuse.in_place:in_place",
         "slices": "fuse.slices:slices",
         "slice_stores": "fuse.slice_stores:slice_stores",
-        "scatter_in_place": "fuse.scatters:scatter_in_place",
         "mix_order": "fuse.mix_order:mix_orders",
         "split": "fuse.split:split_reductions",
         "split_scans": "fuse.split_scans:split_scans",

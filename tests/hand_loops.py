@@ -66,6 +66,9 @@ def every_op() -> dict[str, tuple[str, torch.dtype, torch.dtype | None]]:
         if name == "cast":
             pairs = itertools.permutations(VALUE_DTYPES, 2)
             cases |= {f"cast_{short(a)}_{short(b)}": (name, a, b) for a, b in pairs}
+        elif name == "from_bits":
+            pairs = ((torch.int32, torch.float32), (torch.int64, torch.float64))
+            cases |= {f"from_bits_{short(a)}": (name, a, b) for a, b in pairs}
         else:
             cases |= {f"{name}_{short(dtype)}": (name, dtype, None) for dtype in TAKES[spec.kind]}
     return cases

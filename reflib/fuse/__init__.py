@@ -14,7 +14,7 @@ The core, in reading order:
 
 Passes that plug in before it (``driver.BEFORE``), as a rule (``legality.RULES``) and behind it (``driver.AFTER``):
 
-* ``slices``, ``slice_stores``: chains of writes to slices are read, and stored, slice by slice.
+* ``slices``, ``slice_stores``: chains of writes to slices go slice by slice; ``in_place``: other updates, in place.
 * ``mix_order``: column sums that the kernel which reduces the rows can compute as well.
 * ``split``: few long reductions become two loop nests, so that the whole machine has work.
 * ``inline_loads``: a cheap producer that is read at other elements than it writes (cat, pad, slices, broadcasts) is

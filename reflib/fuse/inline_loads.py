@@ -3,7 +3,8 @@
 ``cat([a + 1, b * 2])`` reads two buffers at other elements than they were written at, so it has no iteration space in
 common with the kernels that make them. But ``a + 1`` costs nothing to compute again: the load of ``buf[e]`` becomes the
 producer's body, with its axes recovered from the offset ``e`` (``axis = e // stride % size``, which usually simplifies
-to the consumer's own variables). A masked load makes the producer's loads masked, by both masks.
+to the consumer's own variables). A masked load makes the producer's loads masked, by both masks, and the positions that
+it reads at, where they may be out of range then, 0.
 
 A pooling reads several elements of its input per result. Its producer is computed again for each of them where that is
 less work than to store the input and read it back: ``avg_pool(relu(bn(x)))`` is one kernel.
@@ -12,6 +13,8 @@ less work than to store the input and read it back: ``avg_pool(relu(bn(x)))`` is
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+
+import torch
 
 from ..ir.expr import Atom, Expr, Var, ceildiv, expr, nonneg
 from ..ir.loops import (
@@ -26,10 +29,11 @@ from ..ir.loops import (
     Stmt,
     Store,
     map_stmt,
+    stmt_args,
     stmt_exprs,
 )
 from ..ir.program import Program
-from ..ir.transforms import divisions
+from ..ir.transforms import divisions, eliminate_dead, needed
 from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies, remove_dead
@@ -93,7 +97,7 @@ def _producer(position: int, loops: LoopNest, store: Store, depends: Dependencie
     if loops.reduced or any(isinstance(s, Reduce) for s in loops.body):
         return None
     matrices = [s for s in loops.loads() if len(s.index.variables()) > 1 or len(loops.axes) < 2]
-    if len(loops.body) > MAX_OPS + len(loops.stores()) or len(matrices) > MAX_LOADS:
+    if len(loops.body) - len(_positions(loops)) > MAX_OPS + len(loops.stores()) or len(matrices) > MAX_LOADS:
         return None
     if store.reduce or len(depends.writers[store.buffer]) != 1 or set(loops.reads()) & set(loops.writes()):
         return None
@@ -129,6 +133,10 @@ def _inline_into(
         for p in (_whole(producers[name], position, producers, depends), producers[name]):
             if _should_inline(loops, position, p, depends, program):
                 inlined = replace_loads(loops, p)
+                if gathers(p.loops):
+                    inlined = replace(inlined, body=without_selects(inlined.body))
+                    if len(inlined.body) > MAX_BODY:
+                        continue
                 if _longest(inlined) <= max(MAX_TEXT, _longest(loops)):
                     loops = inlined
                     break
@@ -161,11 +169,12 @@ def _should_inline(loops: LoopNest, position: int, p: Producer, depends: Depende
     loads = [s for s in loops.loads() if s.buffer == p.store.buffer]
     if any(depends.written_between(b, p.position, position + 1) for b in p.loops.reads()):
         return False
-    if len(loops.body) + len({s.index for s in loads}) * len(p.loops.body) > MAX_BODY:
+    positions = [s for s in p.loops.body if isinstance(s, Indirect)]
+    if not positions and len(loops.body) + len({s.index for s in loads}) * len(p.loops.body) > MAX_BODY:
         return False
     if not (_cheap(loops, loads, p) or (program is not None and _pays(loops, p, depends, program))):
         return False
-    if any(s.mask is not None for s in loads) and any(isinstance(s, Indirect) for s in p.loops.body):
+    if any(s.mask is not None for s in loads) and not all(nonneg(s.size - 1) for s in positions):
         return False
     together = common_space(single(p.position, p.loops, depends), single(position, loops, depends))
     return isinstance(together, Reason) and _alone(p, depends)
@@ -198,6 +207,17 @@ def _alone(p: Producer, depends: Dependencies) -> bool:
     return p.store.buffer not in depends.needed or len(p.loops.reads()) <= 1
 
 
+def gathers(loops: LoopNest) -> bool:
+    return any(isinstance(s, Indirect) for s in loops.body)
+
+
+def _positions(loops: LoopNest) -> set[int]:
+    """Statements that only compute where to read."""
+    body = loops.body
+    stores = (i for i, s in enumerate(body) if isinstance(s, Store))
+    return set(range(len(body))) - set(needed(body, stores, lambda i: not isinstance(body[i], Indirect)))
+
+
 def _cheap(loops: LoopNest, loads: list[Load], p: Producer) -> bool:
     """By how often each element of the producer would be computed."""
     points = loops.numel.hint() * loops.rnumel.hint()
@@ -225,16 +245,48 @@ def replace_loads(loops: LoopNest, p: Producer) -> LoopNest:
     return replace(loops, body=tuple(b.body), origins=origins)
 
 
+def without_selects(body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+    """Without each ``where m ...`` whose value matters only where ``m`` holds, since another selects by ``m`` later."""
+    under: dict[int, set[int]] = {}  # per statement: the masks that hold wherever its value matters
+
+    def used(i: int, masks: set[int]) -> None:
+        under[i] = under[i] & masks if i in under else set(masks)
+
+    same: dict[int, int] = {}
+    for i in reversed(range(len(body))):
+        s, mine = body[i], under.get(i, set())
+        if isinstance(s, Op) and s.op == "where":
+            m, a, b = s.args
+            if m in mine:
+                same[i] = a
+            used(m, mine - {m})
+            used(a, mine | {m})
+            used(b, mine)
+        else:
+            for a in stmt_args(s):  # an access is made, and a position checked, whether its value matters or not
+                used(a, mine if isinstance(s, (Op, Index)) else set())
+    if not same:
+        return body
+    out = BodyBuilder()
+    ids: dict[int, int] = {}
+    for i, s in enumerate(body):
+        ids[i] = ids[same[i]] if i in same else out.add(map_stmt(s, ids))
+    return eliminate_dead(tuple(out.body))
+
+
 def _insert(b: BodyBuilder, p: Producer, load: Load) -> int:
     """The producer's body at the element that ``load`` reads; returns the position of the value."""
     env = _axes_at(load.index, p, *narrowed(b, load.mask))
     ids: dict[int, int] = {}
+    known = _known(p.loops, env) if load.mask is not None and gathers(p.loops) else set()
     for i, s in enumerate(p.loops.body):
         if isinstance(s, Store):
             if s == p.store:
                 value = ids[s.value]
                 break
             continue
+        if isinstance(s, Indirect) and load.mask is not None and s.arg not in known:  # in range, where it is not read
+            ids[s.arg] = b.op("where", load.mask, ids[s.arg], b.const(0, torch.int64))
         new = map_stmt(s, ids, env)
         if isinstance(s, Load) and isinstance(new, Load) and load.mask is not None and not _small(s, env):
             mask = load.mask if new.mask is None else b.op("and", load.mask, new.mask)
@@ -245,13 +297,30 @@ def _insert(b: BodyBuilder, p: Producer, load: Load) -> int:
     return b.op("where", load.mask, value, b.const(load.other, b.dtype(value)))
 
 
+def _known(loops: LoopNest, env: Exprs) -> set[int]:
+    """Statements whose value, where a mask does not hold, is one that they have elsewhere: computed from coordinates
+    that are in range in any case."""
+    out: set[int] = set()
+    for i, s in enumerate(loops.body):
+        if isinstance(s, Load):
+            if _small(s, env):
+                out.add(i)
+        elif all(_in_range(v, env) for e in stmt_exprs(s) for v in e.variables()) and out.issuperset(stmt_args(s)):
+            out.add(i)
+    return out
+
+
+def _in_range(v: Var, env: Exprs) -> bool:
+    return v in env and nonneg(env[v]) and nonneg(v.size - 1 - env[v])
+
+
 def _small(load: Load, env: Exprs) -> bool:
     """Is it an element of a vector, such as a norm's weights, that can be read whatever the mask? Loads for several
     masks are then one."""
     walked = load.index.variables()
     if load.mask is not None or len(walked) > 1 or load.index.atoms() - set(walked):
         return False
-    return all(v in env and nonneg(env[v]) and nonneg(v.size - 1 - env[v]) for v in walked)
+    return all(_in_range(v, env) for v in walked)
 
 
 def _axes_at(index: Expr, p: Producer, narrow: Exprs, widen: Exprs) -> Exprs:

@@ -67,6 +67,10 @@ static inline float copysign(float a, float b) { return __builtin_copysignf(a, b
 static inline double copysign(double a, double b) { return __builtin_copysign(a, b); }
 static inline bool signbit(float x) { return bit_cast<int32_t>(x) < 0; }
 static inline bool signbit(double x) { return bit_cast<int64_t>(x) < 0; }
+template <class T> static inline auto from_bits(T x) {
+  if constexpr (sizeof(T) == 4) return bit_cast<float>(x);
+  else return bit_cast<double>(x);
+}
 template <class T> static inline bool isnan(T x) { return x != x; }
 static inline bool isinf(float x) { return __builtin_fabsf(x) == __builtin_inff(); }
 static inline bool isinf(double x) { return __builtin_fabs(x) == __builtin_inf(); }

@@ -11,6 +11,7 @@ import torch
 from .triton_ops import Printer
 
 _BITS = {torch.float32: "tl.int32", torch.float64: "tl.int64"}
+_FROM_BITS = {torch.int32: "tl.float32", torch.int64: "tl.float64"}
 
 
 def _helper(ints: str, floats: str = "") -> Printer:
@@ -28,6 +29,7 @@ PRINTERS: dict[str, Printer] = {
     "shl": _shift("shift_left"), "shr": _shift("shift_right"),
     "isinf": lambda needs, t, a: f"tl.abs({a[0]}) == float('inf')",
     "signbit": lambda needs, t, a: f"{a[0]}.to({_BITS[t]}, bitcast=True) < 0",
+    "from_bits": lambda needs, t, a: f"{a[0]}.to({_FROM_BITS[t]}, bitcast=True)",
     "floor": lambda needs, t, a: f"tl.floor({a[0]})", "ceil": lambda needs, t, a: f"tl.ceil({a[0]})",
 }  # fmt: skip
 

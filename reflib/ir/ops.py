@@ -96,6 +96,7 @@ _SPECS = [
     _compare("le", torch.le), _compare("gt", torch.gt), _compare("ge", torch.ge),
     OpSpec("where", 3, "any", "same", _where),  # (bool, a, b)
     OpSpec("cast", 1, "any", "given", None),  # type: ignore[arg-type]  # torch's .to(dtype)
+    OpSpec("from_bits", 1, "int", "given", lambda a: a.view({4: torch.float32, 8: torch.float64}[a.itemsize])),
     _float("to_f16", lambda a: a.to(torch.float16).to(a.dtype)),
     _float("to_bf16", lambda a: a.to(torch.bfloat16).to(a.dtype)),
     OpSpec("isnan", 1, "float", "bool", torch.isnan),

@@ -14,7 +14,7 @@ from reflib.ir.loops import Axis, BodyBuilder, LoopNest
 from reflib.ir.ops import BUFFER_DTYPES, OPS, value_dtype
 from reflib.ir.program import View
 
-from .rules import Unsupported, rule
+from .rules import NUMBER, Unsupported, rule
 
 if TYPE_CHECKING:
     from .context import LoweringContext
@@ -198,9 +198,14 @@ class NestBuilder:
         dtype = value_dtype(check_dtype(view.dtype))
         if known is not None and (mask is None or known == other):
             return self.value(known, dtype)
-        view = self.cx.readable(view, self.device)
+        view = self.cx.readable(view)
         if mask is not None:
             other = fit(other, dtype)
+        if self.cx.low.buffers[view.buffer].device != self.device:
+            if "argument" not in NUMBER:
+                raise Unsupported("a tensor on another device")
+            number = NUMBER["argument"](self, view)
+            return number if mask is None else where(mask, number, other)
         index = self.at(view, coords)
         return Value(self, self.b.load(view.buffer, index, dtype, None if mask is None else mask.id, other))
 

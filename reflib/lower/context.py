@@ -12,7 +12,7 @@ from reflib.ir.expr import Expr, IntLike, expr, mod
 from reflib.ir.loops import Origin
 from reflib.ir.program import Buffer, Extern, View, full_view
 
-from .rules import RULES, Unsupported
+from .rules import RULES
 
 if TYPE_CHECKING:
     from .lower import Lowering
@@ -73,21 +73,11 @@ class LoweringContext:
         cx = LoweringContext(self.low, self.node, fake, self.origin, name)
         return RULES[target](cx, *args, **kwargs)
 
-    def readable(self, view: View, device: torch.device) -> View:
-        """``view`` where a kernel on ``device`` can read it as its own dtype: one scalar of the CPU is moved, a
-        buffer seen as another dtype is copied."""
+    def readable(self, view: View) -> View:
+        """``view`` where a kernel can read it as its own dtype: a buffer seen as another dtype is copied."""
         buffer = self.low.buffers[view.buffer]
         if buffer.dtype != view.dtype:
             view = self.extern_to(aten.clone.default, (view,), {}, view, buffer.device)
-            buffer = self.low.buffers[view.buffer]
-        if buffer.device != device:
-            if view.shape or buffer.device.type != "cpu":
-                raise Unsupported(f"a tensor on {buffer.device} among those on {device}")
-            moved = self.low.moved.get((view, device))
-            if moved is None:
-                moved = self.extern_to(aten._to_copy.default, (view,), {"device": device}, view, device)
-                self.low.moved[view, device] = moved
-            view = moved
         return view
 
     def float_tensor(self, value: Expr, device: torch.device) -> View:

@@ -19,7 +19,7 @@ from reflib.capture.graph import Graph
 from reflib.errors import LoweringError, ReflibError
 from reflib.ir.expr import Expr, Sym
 from reflib.ir.loops import Origin
-from reflib.ir.program import Buffer, Node, Program, View, full_view, iter_views
+from reflib.ir.program import Buffer, Node, Program, full_view, iter_views
 from reflib.options import Options
 
 from . import pointwise, reductions  # noqa: F401  (they register their rules)
@@ -74,7 +74,7 @@ def lower(graph: Graph, options: Options) -> Program:
 class Lowering:
     """The program so far. ``values``: each FX node's value, a View, an Expr, plain data or a nest of these.
     ``uniform``: buffers known to hold one number everywhere, which loads of them use instead.
-    ``moved``: scalars copied to another device. ``reserved``: names that other lowerings of the same graph use.
+    ``moved``: what several ops read, copied once. ``reserved``: names that other lowerings of the same graph use.
     ``prefix``: of node names. ``within``: ops whose implementation is being lowered. ``choices``: may ops become
     choices?"""
 
@@ -87,7 +87,7 @@ class Lowering:
         self.constants: dict[str, Any] = {}
         self.values: dict[torch.fx.Node, Any] = {}
         self.uniform: dict[str, Any] = {}
-        self.moved: dict[Any, View] = {}
+        self.moved: dict[Any, Any] = {}
         self.reserved: set[str] = set()
         self.within: frozenset[str] = frozenset()
         self.prefix = ""

@@ -22,6 +22,8 @@ MODULES = Seam("lower.MODULES")
 CALLS = Seam("lower.CALLS")
 # op -> bool: further ops that stay whole when a model is captured.
 WHOLE = Seam("lower.WHOLE")
+# (NestBuilder, View) -> Value: "argument", one number of the CPU's read on a GPU. None: its readers become calls.
+NUMBER = Seam("lower.NUMBER")
 
 
 class Unsupported(Exception):

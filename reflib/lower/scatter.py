@@ -1,9 +1,9 @@
 """Stores at places that tensors name: rows of a cache, tokens sorted by expert.
 
 Two loop nests, as for sums (``accumulate``): one copies, the other stores. Where nothing else needs what is copied, the
-copy goes (``fuse.scatter_in_place``): a cache is written in place. As in eager's CUDA kernels, of several values for
-one place any may win. On a GPU only; and not under ``torch.use_deterministic_algorithms(True)``, which asks for the
-last one.
+copy goes (``fuse.in_place``): a cache is written where it is. On a CPU only where that may be possible: else ATen's op,
+a copy and a kernel as well, stays. As in eager's CUDA kernels, of several values for one place any may win; not under
+``torch.use_deterministic_algorithms(True)``, which asks for the last one.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from .accumulate import Term, fill, scattered
 from .body import NestBuilder, Scalar, Value, check_dtype, fit, nest, where
 from .context import LoweringContext
 from .indexing import axis, here_and_at, one_per_row
-from .rules import Unsupported, rule
+from .rules import Unsupported, overloads, rule
+
+UPDATES = frozenset(overloads("index_copy", "index_put", "_unsafe_index_put", "scatter"))
 
 
 def scatter(cx: LoweringContext, start: View | None, shape: Sequence[IntLike], term: Term) -> View:
     """``start`` with the terms stored, one for each point of ``shape``. Unsupported where that cannot be."""
-    if not cx.on_gpu or torch.are_deterministic_algorithms_enabled():
+    if torch.are_deterministic_algorithms_enabled() or not (cx.on_gpu or _may_be_in_place(cx.node)):
         raise Unsupported("library call")
     check_dtype(cx.dtype)
     out = cx.out()
@@ -37,11 +39,31 @@ def scatter(cx: LoweringContext, start: View | None, shape: Sequence[IntLike], t
     return out
 
 
+def _may_be_in_place(node: torch.fx.Node) -> bool:
+    first = node.args[0]
+    assert isinstance(first, torch.fx.Node)
+    return reaches_input(node) or (first.op == "call_function" and len(first.users) == 1)
+
+
+def reaches_input(node: torch.fx.Node) -> bool:
+    """Is the result, perhaps updated again, copied onto an input in the end?"""
+    todo, seen = [node], {node}
+    while todo:
+        n = todo.pop()
+        for user in n.users:
+            if user.target is torch.ops.aten.copy_.default and user.args[1] is n:
+                return True
+            if user.target in UPDATES and user.args[0] is n and user not in seen:
+                seen.add(user)
+                todo.append(user)
+    return False
+
+
 @rule("scatter.src", "scatter.value")
 def scatter_(cx: LoweringContext, x: View, dim: int, index: View, new: Any) -> View:
     """One position per row needs no copy: each element of the row is compared with it. The gradient of picking one
     logit per row (cross entropy, ``gather``) is this, of zeros."""
-    if not one_per_row(x, dim, index):
+    if not one_per_row(x, dim, index) or reaches_input(cx.node):
         return scatter(cx, x, index.shape, scattered(x, dim, index, new))
 
     def value(k: NestBuilder) -> Value:

@@ -25,7 +25,7 @@ from math import log2
 
 from ..ir.assume import limit_facts
 from ..ir.expr import Expr, Sym, expr
-from ..ir.loops import Load, LoopNest, Reduce, Store
+from ..ir.loops import Index, Load, LoopNest, Reduce, Store
 from ..ir.program import Assume, Buffer, Config, KernelNode, Variant, kernel_with_fallback
 from ..ir.traffic import CLOSE, WARP, accesses, cost
 from ..ir.transforms import phases
@@ -229,6 +229,8 @@ def _index_facts(traffic: list[_Traffic], buffers: dict[str, Buffer]) -> tuple[A
     for t in traffic:
         sizes += [v.size for v in t.space.variables]
         sizes += [buffers[b].extent for b in [*t.part.reads(), *t.part.writes()]]
+        if any(a.lo < -(2**31) for s in t.part.body if isinstance(s, Index) for a in s.expr.symbols()):
+            return None  # any integer at all, as a value
     return limit_facts(sizes)
 
 

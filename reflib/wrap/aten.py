@@ -50,11 +50,29 @@ def direct_call(printer: CppPrinter, x: Extern, again: list[str]) -> list[str] |
     op = x.target if x.out is None else x.out[0]
     if not isinstance(op, torch._ops.OpOverload):
         return None
+    if op is aten._local_scalar_dense.default:
+        return _number(printer, x, again)
     writer = _Writer(printer)
     try:
         return writer.call(x, op, again)
     except _Cannot:
         return None
+
+
+def _number(printer: CppPrinter, x: Extern, again: list[str]) -> list[str] | None:
+    """An integer in a CPU's memory, or a float seen as one: read where it is."""
+    (v,), ((sym, _, _),) = x.args, x.symbols
+    if v.dtype not in _INTEGERS or printer.program.buffers[v.buffer].device.type != "cpu":
+        return None
+    n, at = printer.name(v.buffer), printer.size(v.offset * v.dtype.itemsize)
+    read = f"{printer.name(sym.name)} = *(const {_INTEGERS[v.dtype]}*)({n}.ptr + {at});"
+    return [f"if ({n}.opaque) {{", *_more(again), "} else {", f"  {read}", "}"]
+
+
+_INTEGERS = {
+    torch.uint8: "uint8_t", torch.int8: "int8_t", torch.int16: "int16_t", torch.int32: "int32_t",
+    torch.int64: "int64_t",
+}  # fmt: skip
 
 
 def in_python(op: torch._ops.OpOverload) -> bool:

@@ -469,8 +469,9 @@ def _constant(d: torch.dtype) -> str:
 
 
 def laid_out(program: Program) -> set[str]:
-    """Inputs whose strides matter: kernels read them, or a view other than the whole is taken."""
-    views = [v for n in walk(program.nodes) if isinstance(n, Extern) for v in iter_views((n.args, n.kwargs, n.outputs))]
-    views += iter_views(program.outputs)
+    """Inputs whose strides matter: kernels read them, or a number in them, or a view other than the whole is taken."""
+    calls = [n for n in walk(program.nodes) if isinstance(n, Extern)]
+    views = list(iter_views(([(n.args, n.kwargs, n.outputs) for n in calls], program.outputs)))
     cut = {v.buffer for v in views if v != full_view(program.buffers[v.buffer])}
+    cut |= {b for n in calls if n.target is torch.ops.aten._local_scalar_dense.default for b in n.reads()}
     return cut | {b for n in kernel_nodes(program.nodes) for b in n.reads()}

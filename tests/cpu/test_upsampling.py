@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import reflib
+from reflib.fuse import fuse
+from reflib.ir.loops import Indirect, LoopNest
+from reflib.observe.explain import Explanation
+from reflib.options import Options
+from reflib.target import parse_target
 from tests.semantics import compare
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -53,3 +60,52 @@ def test_known_positions_in_inference(shape: tuple[int, ...]) -> None:
         return x.index_put((torch.arange(4)[:, None] % 3, torch.arange(3)), v, accumulate=True)
 
     compare(f, torch.randn(3, 3), torch.randn(shape))
+
+
+# -- gathers are computed where they are read, under the masks of cat as well -----------------------------
+RANDOM = random.Random(3)
+
+
+def on_gpu(fn: Any, *args: torch.Tensor) -> Explanation:
+    with torch.no_grad():
+        return reflib.explain(fn, *args, target="sm_90")
+
+
+def head(mode: str, **how: Any) -> Any:
+    """A decoder's: maps of several sizes brought to the largest, one after another along the channels."""
+    size, c = 4 * RANDOM.randrange(3, 6), RANDOM.randrange(2, 5)
+    random = torch.Generator().manual_seed(1)
+    xs = [torch.randn(2, c + i, size >> i, size >> i, generator=random) for i in range(3)]
+    return lambda *xs: torch.cat([F.interpolate(x, size=(size, size), mode=mode, **how) for x in xs], 1), xs
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+def test_upsamplings_side_by_side_are_one_kernel(mode: str) -> None:
+    fn, xs = head(mode)
+    assert not compare(fn, *xs).externs
+    e = on_gpu(fn, *xs)
+    assert len(e.kernels) == 1 or {k.name.removesuffix("_fallback") for k in e.kernels} == {e.kernels[0].name}
+    assert e.memory.peak_bytes == fn(*xs).numel() * 4  # nothing but the result
+    (node,) = fuse(e.program, Options(), parse_target("sm_90")).program.nodes
+    selects = [s for s in node.body if getattr(s, "op", "") == "where"]  # type: ignore[union-attr]
+    assert len(selects) <= 2 * len(xs)  # each mask selects once
+
+
+def test_positions_out_of_range_under_a_mask_are_not_read() -> None:
+    n = RANDOM.randrange(5, 9)
+
+    def fn(x: torch.Tensor, i: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        twice = torch.arange(n) * 2  # beyond x's end, at the places that are y's
+        return torch.cat([y, x[twice], y.exp(), x[i + 1], x[twice + i - i]]).sin()
+
+    x, y = torch.randn(2 * n - 1, 3), torch.randn(n, 3)
+    compare(fn, x, torch.arange(n), y)
+    assert len(on_gpu(fn, x, torch.arange(n), y).groups) == 1
+
+
+def test_gathers_stay_within_the_limit_of_a_body() -> None:
+    fn, (x, *_) = head("bilinear")
+    e = on_gpu(lambda x: fn(*(x[..., : 4 + i, : 5 + i] for i in range(6))), x)
+    assert 1 < len(e.groups) < 40
+    bodies = [n.body for n in e.fused.nodes if isinstance(n, LoopNest)]
+    assert max(map(len, bodies)) <= 260 and any(isinstance(s, Indirect) for b in bodies for s in b)
