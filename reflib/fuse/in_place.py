@@ -68,7 +68,7 @@ def in_place(fused: Fused, options: Options, target: Target) -> Fused:
                 refusals.append(_refused(program, s, found))
             else:
                 names |= dict.fromkeys(group, s.old)
-                dropped |= {s.position, found}
+                dropped |= {s.position, *found}
     nodes = [n for i, n in enumerate(program.nodes) if i not in dropped]
     nodes = [n if names.keys().isdisjoint((*n.reads(), *n.writes())) else renamed([n], (), names)[0][0] for n in nodes]
     changed = tuple(
@@ -115,23 +115,30 @@ def _still_used(program: Program, d: Dependencies, s: Start, outputs: set[str]) 
     return ""
 
 
-def _copied_back(program: Program, d: Dependencies, s: Start, group: set[str], outputs: set[str]) -> str | int:
-    """The node that copies the result onto the input ``old``; or why the updates cannot be stored there.
-    ``group``: buffers that are one, ``new`` among them."""
-    writers = d.writers.get(s.old, [])
-    if len(writers) != 1:
-        return f"{s.old} is not written to, or more than once"
-    found = whole_copy(program, program.nodes[writers[0]])
-    if found is None or found[1].buffer not in group or found[1].index != found[2].index:
-        return f"what is copied onto {s.old} in the end is something else"
-    if any(i > writers[0] for b in group for i in d.writers[b]):
+def _copied_back(program: Program, d: Dependencies, s: Start, group: set[str], outputs: set[str]) -> str | list[int]:
+    """The nodes that copy the result onto the input ``old``, perhaps through temporaries; or why the updates cannot be
+    stored there. ``group``: buffers that are one, ``new`` among them."""
+    back: list[int] = []
+    at = s.old
+    while at not in group:
+        writers = d.writers.get(at, [])
+        if len(writers) != 1:
+            return f"{at} is not written to, or more than once"
+        found = whole_copy(program, program.nodes[writers[0]])
+        if found is None or found[1].index != found[2].index:
+            return f"what is copied onto {s.old} in the end is something else"
+        if back and (at in d.needed or d.readers[at] != back[-1:]):
+            return f"{at} is read as well"
+        at = found[1].buffer
+        back.append(writers[0])
+    if any(i > back[-1] for b in group for i in d.writers[b]):
         return f"it is updated after it was copied onto {s.old}"
     if s.old in outputs or group & d.needed:
         return f"{s.old} and its update are both results"
     late = [i for i in d.readers[s.old] if i >= s.update]
     if late:
         return f"{program.nodes[late[0]].name} reads {s.old} as it was before"
-    return writers[0]
+    return back
 
 
 def _refused(program: Program, s: Start, why: str) -> Refusal:
