@@ -37,7 +37,8 @@ def combine(fused: Fused, options: Options, target: Target) -> Fused:
     for i, node in enumerate(program.nodes):
         if not isinstance(node, LoopNest) or not _small(node):
             continue
-        key = (depth[i], _shape(node), program.buffers[node.writes()[0]].device)
+        # what reads nothing is first at any time: it waits for what needs it, or its storage would
+        key = (depth[i], _shape(node), program.buffers[node.writes()[0]].device, bool(node.reads()))
         buffers = {*node.reads(), *node.writes()}
         members, used = open_sets.get(key, ([], set()))
         if not members or len(used) + len(buffers) > MAX_BUFFERS or len(members) == MAX_PARTS:

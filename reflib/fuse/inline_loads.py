@@ -197,7 +197,9 @@ def _work(loops: LoopNest) -> int:
     def weight(s: Stmt) -> int:
         if isinstance(s, Op):
             return 16 if s.op in EXPENSIVE else 1
-        return {Load: 2, Indirect: 4}.get(type(s), 0)
+        if isinstance(s, Load):  # from L2, or of a vector
+            return 8 if len(s.index.variables()) > 1 else 2
+        return 4 if isinstance(s, Indirect) else 0
 
     return sum(map(weight, loops.body))
 

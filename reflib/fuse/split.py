@@ -43,6 +43,8 @@ from .result import Fused
 
 BLOCK = 64  # a piece's length is a multiple of this where possible: generated loops go over rows in such steps
 COLUMNS = 64  # results per program of a column reduction: 128 bytes of half precision
+PIECE = 256  # rows of a column reduction that are read all at once
+MOST = 512  # pieces, for a second step that is short
 _KINDS = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin", "m2")
 
 
@@ -77,7 +79,7 @@ def _wanted(loops: LoopNest, target: Target) -> int:
         programs = -(-rows // COLUMNS)
         if programs >= 2 * target.units or length < 256:
             return 1
-        wanted = min(4 * target.units // programs, length // 64)
+        wanted = max(min(4 * target.units // programs, length // 64), min(length // PIECE, MOST))
     elif target.is_gpu:
         if rows >= 2 * target.units or length < 8192:
             return 1

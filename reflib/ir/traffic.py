@@ -33,7 +33,7 @@ WARP = 4 * LANES  # points that a warp computes
 ROWS = 16  # neighbouring rows that are looked at together
 LOAD, STORE = 2, 3  # weights
 PARTIAL = 3  # of what a store leaves of a sector, which is read and written again: 67 us where loads do so in 28
-CLOSE = 1.1  # costs within 10% are equal: the order as written needs fewer divisions
+CLOSE, CLOSE_ROWS = 1.1, 1.5  # costs that are equal: the order as written needs fewer divisions (rows share little)
 _FAR = 1 << 40  # elements: the step of an index that is itself loaded
 
 
@@ -142,4 +142,4 @@ def cheapest_last(axes: Sequence[Axis], moved: Sequence[Access], rows: Sequence[
         seconds = reversed(rest) if last.size.hint() < WARP else rest[-1:]
         orders += [[*(a for a in rest if a is not second), second, last] for second in seconds]
     costs = [cost_of_order(moved, order, rows) for order in orders]
-    return next(order for order, c in zip(orders, costs) if c <= CLOSE * min(costs))
+    return next(order for order, c in zip(orders, costs) if c <= (CLOSE_ROWS if rows else CLOSE) * min(costs))

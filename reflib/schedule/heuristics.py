@@ -161,12 +161,11 @@ def _reduction(t: _Traffic, target: Target, options: Options, general: bool) -> 
     s = t.space
     assert s.r is not None
     rows, length = max(1, s.x.size.hint()), max(1, s.r.size.hint())
-    known = s.r.size.constant is not None
     if t.columns():
         return _columns(t, rows, length, target), ()
-    if length > options.persistent_limit or (general and not known):
+    if length > options.persistent_limit or (general and s.r.size.constant is None):
         return _looped(t, length, target), ()
-    facts = () if known else (Assume("at_most", s.r.size, _pow2(length)),)
+    facts = (Assume("at_most", s.r.size, _pow2(length)),) if s.r.size.constant is None else ()
     return _persistent(t, rows, length, target), facts
 
 
@@ -202,14 +201,15 @@ def _columns(t: _Traffic, rows: int, length: int, target: Target) -> Config:
     bytes of bf16), which read 8 elements per thread in a step; of 2 warps that read all at once where that is little.
     Where results are few there is latency to hide: a program takes fewer of them, and all that they are made of."""
     assert t.space.r is not None
-    x = min(32, _pow2(rows))
+    rblock = _pow2(length)
+    x = min(max(32, 1024 // rblock), _pow2(rows))
     while x > 1 and rows < x * target.units // 2:
         x //= 2
-    most = 4096 if t.streams == 1 else 1024
-    if t.space.r.size.constant is not None and x * _pow2(length) <= most:  # else the next size may be a longer one
-        rblock = _pow2(length)
-        return Config("persistent", xblock=x, rblock=rblock, num_warps=max(1, min(8, x * rblock // 512, 2 * 32 // x)))
-    rblock = min(1024 // x, _pow2(length))
+    most, warps = (8192, 2) if t.streams == 1 else (4096, 4)
+    if t.space.r.size.constant is not None and x * rblock <= most:  # else the next size may be a longer one
+        warps = warps if x >= 32 else 8
+        return Config("persistent", xblock=x, rblock=rblock, num_warps=max(1, min(warps, x * rblock // 256)))
+    rblock = min(max(1, 1024 // x), rblock)
     return Config("looped", xblock=x, rblock=rblock, num_warps=max(1, min(4, x * rblock // 128)))
 
 

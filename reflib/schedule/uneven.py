@@ -53,12 +53,17 @@ def _pointwise(config: Config, t: Any, moved: list[Access], target: Target) -> C
 
 def _unaligned(config: Config, t: Any, moved: list[Access], target: Target) -> Config:
     r = t.space.r
-    length, warp = max(1, r.size.hint()), target.warp * (32 if t.width <= 2 else 16)
-    if config.rblock > 4 * warp or all(_in_pieces(a, r) for a in moved if a.index.has(r)):
+    rblock, warp = config.rblock, target.warp * (32 if t.width <= 2 else 16)
+    if rblock > 4 * warp or all(_in_pieces(a, r) for a in moved if a.index.has(r)):
         return config
-    share = 2 if t.passes == 1 else 1 if t.streams == 1 else 0.5
-    xblock, warps = (nearest_pow2(share * warp / length), 1) if config.rblock < warp else (2, 2 * length / warp)
-    return _filling(replace(config, xblock=xblock, num_warps=min(16, nearest_pow2(warps))), t, target)
+    if rblock <= target.warp:  # a lane or several per row: 8 or 16 elements per thread
+        xblock, warps = 4 * target.warp * (16 if rblock <= 8 else 8) // rblock, 4
+    elif rblock < warp:
+        share = (2 if t.passes == 1 else 1 if t.streams == 1 else 0.5) * (0.5 if rblock == 2 * target.warp else 1)
+        xblock, warps = max(1, int(share * warp) // rblock), 1
+    else:
+        xblock, warps = 2, min(16, nearest_pow2(2 * r.size.hint() / warp))
+    return _filling(replace(config, xblock=xblock, num_warps=warps), t, target)
 
 
 def _filling(config: Config, t: Any, target: Target) -> Config:
