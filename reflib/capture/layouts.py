@@ -89,8 +89,8 @@ def _may(graph: torch.fx.Graph) -> bool:
 def _suits(n: Node, training: bool) -> bool:
     """Is a convolution as fast in NHWC? One in groups (not depthwise) is where cuDNN transposes anyway, for its kernels
     of halves (resnext50 on an H200 in bfloat16, 4 to 32 channels per group: 67 transposes, 3.5 ms; NHWC in
-    TorchInductor 2.0 ms). Gradients, float32 and wide groups were not measured. Float32 between numbers of channels that
-    are no multiples of 4 keeps its full precision in NCHW; NHWC kernels round to tf32 where the user allows it."""
+    TorchInductor 2.0 ms). Gradients, float32 and wide groups were not measured. Float32 between numbers of channels
+    that are no multiples of 4 keeps its precision in NCHW; NHWC kernels round to tf32 where the user allows it."""
     x, w, groups = n.args[0].meta["val"], n.args[1].meta["val"], n.args[8]
     if x.dtype == torch.float32 and x.shape[1] % 4 and w.shape[0] % 4:
         return False
