@@ -42,14 +42,13 @@ def paren(text: str) -> str:
 
 
 def exact_values(space: Space, buffers: dict[str, Buffer]) -> set[int]:
-    """Statements in which a last-bit difference could show in what is stored: in full precision, or as another integer
-    or truth value. (In a sum of many it cannot.)"""
+    """Statements of which a last bit could show in what is stored: in full precision, in an integer or truth value."""
     exact: set[int] = set()
     for i, s in reversed(list(enumerate(space.body))):
         if isinstance(s, Store):
             if s.reduce != "sum" and buffers[s.buffer].dtype not in HALF:
                 exact.add(s.value)
-        elif _is_sharp(space, s) or (i in exact and not _is_long_sum(space, s)):
+        elif _is_sharp(space, s) or (i in exact and not _hides(space, s)):
             exact.update(stmt_args(s))
     return exact
 
@@ -57,14 +56,15 @@ def exact_values(space: Space, buffers: dict[str, Buffer]) -> set[int]:
 def _is_sharp(space: Space, s: Stmt) -> bool:
     if isinstance(s, Reduce):
         return s.kind.startswith("arg") and _is_float(space, s.args[0])
-    if not isinstance(s, Op):
-        return False
-    sharp = s.op in SHARP or (s.op == "cast" and not s.dtype.is_floating_point)
-    return sharp and any(_is_float(space, a) for a in s.args)
+    sharp = isinstance(s, Op) and (s.op in SHARP or (s.op == "cast" and not s.dtype.is_floating_point))
+    return sharp and any(_is_float(space, a) for a in stmt_args(s))
 
 
-def _is_long_sum(space: Space, s: Stmt) -> bool:
-    return isinstance(s, Reduce) and s.kind == "sum" and space.r is not None and space.r.size.hint() >= MANY
+def _hides(space: Space, s: Stmt) -> bool:
+    """A sum of many does, and a rounding to half precision."""
+    if isinstance(s, Reduce):
+        return s.kind == "sum" and space.r is not None and space.r.size.hint() >= MANY
+    return isinstance(s, Op) and s.op in ("to_f16", "to_bf16")
 
 
 def _is_float(space: Space, i: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -186,16 +187,16 @@ def _register_table() -> None:
         pointwise(name, n=2)(lambda x, y, op=name: x.op(op, y))
     for name in "log10 tan asin acos atan sinh cosh asinh acosh atanh erfc lgamma".split():
         pointwise(name)(lambda x, op=name: x.op(op))
-    for name in ("floor", "ceil", "trunc"):
-        pointwise(name)(lambda x, op=name: x.op(op) if x.dtype.is_floating_point else x)
+    for name in ("floor", "ceil", "trunc", "round.default"):
+        rule(name)(functools.partial(_to_whole, name.partition(".")[0]))
+
+
+def _to_whole(op: str, cx: LoweringContext, x: View) -> View:
+    """Of half precision what eager takes, the operand as it would be stored: the next integer may be another one."""
+    return elementwise(cx, lambda v: v.to(x.dtype).op(op) if x.dtype.is_floating_point else v, [x])
 
 
 _register_table()
-
-
-@pointwise("round.default")
-def round_(x: Value) -> Value:
-    return x.op("round") if x.dtype.is_floating_point else x
 
 
 # -- bits -------------------------------------------------------------------------------------------------

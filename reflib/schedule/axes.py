@@ -65,7 +65,7 @@ def layout(loops: LoopNest, buffers: Mapping[str, Buffer], tile: bool = True) ->
     loops = merge_axes(drop_unit_axes(_one_empty_axis(loops)), apart=True)
     moved = accesses(loops.body, buffers)
     reduced = cheapest_last(loops.reduced, moved)
-    parallel = cheapest_last(loops.parallel, moved, reduced)
+    parallel = cheapest_last(cheapest_last(loops.parallel, moved), moved, reduced)
     if reduced or any(isinstance(s, Reduce) for s in loops.body):
         return _linear(loops, "reduction", x=parallel, r=reduced)
     sides = _tile_sides(loops, parallel, moved) if tile else None

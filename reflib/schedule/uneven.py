@@ -92,7 +92,7 @@ def _scattered(moved: list[Access], x: Var) -> bool:
     """Do neighbouring points touch many more sectors than they would if they were neighbours in memory? (Where an index
     is loaded, its arithmetic is what takes time.)"""
     strides = [a for a in moved if not (a.loaded or _in_pieces(a, x))]
-    return sum(a.sectors({x: WARP}) for a in strides) > 1.5 * sum(1 + WARP * a.itemsize / SECTOR for a in strides)
+    return sum(a.sectors({x: WARP}) for a in strides) > 2 * sum(1 + WARP * a.itemsize / SECTOR for a in strides)
 
 
 def _in_pieces(a: Access, v: Var) -> bool:

@@ -1,0 +1,122 @@
+"""Launches of memory-bound kernels, seen with ``target="sm_90"``: sizes drawn at random with a fixed seed."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import reflib
+from reflib.ir.program import Config, kernel_variants
+
+HALF = torch.bfloat16
+
+
+def half(*shape: int, grad: bool = False) -> torch.Tensor:
+    return torch.randn(*shape, dtype=HALF, requires_grad=grad)
+
+
+def explained(fn: Callable[..., Any], *args: Any) -> reflib.Explanation:
+    torch._dynamo.reset()
+    return reflib.explain(fn, *args, target="sm_90")
+
+
+def launches(e: reflib.Explanation) -> list[tuple[Config, str]]:
+    """(Config, source) of each kernel of the first graph, fast variants alone."""
+    sources = {k.name: k.source for k in e.kernels}
+    fast = [v.variants[0].kernel for v in kernel_variants(e.scheduled.nodes)]
+    return [(k.config, sources[k.name]) for k in fast]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_short_row_that_is_not_aligned_stays_in_one_warp(seed: int) -> None:
+    columns = random.Random(seed).randrange(65, 500) | 1
+    ((config, _),) = launches(explained(lambda x: x.softmax(-1), half(20000, columns)))
+    assert config.reduction == "persistent" and config.num_warps == 1 and 512 <= config.xblock * config.rblock <= 2048
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_aligned_rows_fill_their_warps(seed: int) -> None:
+    rng = random.Random(seed)
+    columns = 8 * rng.randrange(17, 1000)
+    ((config, _),) = launches(explained(lambda x: F.rms_norm(x, (columns,)), half(8000000 // columns, columns)))
+    per_thread = config.xblock * columns / (32 * config.num_warps)
+    assert config.reduction == "persistent" and 8 <= per_thread <= 64
+
+
+def test_neighbours_of_a_stride_are_not_given_to_one_thread() -> None:
+    strided, dense = (
+        launches(explained(lambda x, s=s: F.max_pool2d(x, 2, s), half(8, 32, 64, 64)))[0][0] for s in (2, 1)
+    )
+    assert strided.xblock == 2 * 32 * strided.num_warps < dense.xblock
+
+
+def test_rows_that_memory_runs_across_come_several_to_a_program() -> None:
+    def norm_over_channels(x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x.permute(0, 2, 1) * 2, (384,))
+
+    ((config, source),) = launches(explained(norm_over_channels, half(4, 384, 3000)))
+    assert config.xblock >= 8 and "% 3000" in source  # neighbours in memory are neighbouring rows
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_sum_of_everything_is_cut_into_contiguous_pieces(seed: int) -> None:
+    rng = random.Random(seed)
+    m, n = rng.randrange(700, 1500), 8 * rng.randrange(100, 300)
+    (first, source), _ = launches(explained(lambda x, y: F.mse_loss(x.sigmoid(), y), half(m, n), half(m, n)))
+    assert first.rblock > first.xblock == 1
+    assert re.search(r"_ptr \+ \(r \+ \d+\*x\)", source)
+
+
+def test_few_columns_are_added_up_by_many_programs() -> None:
+    kernels = launches(explained(lambda x: x.sum(0), half(200000, 24)))
+    assert kernels[-1][0].xblock == 1 and kernels[-1][0].rblock >= 256
+
+
+def test_gathers_are_weighed_by_what_they_read() -> None:
+    """Of both gathers one sector per element is read whatever the order, so the rows decide."""
+
+    def fn(scores: torch.Tensor, far: torch.Tensor) -> torch.Tensor:
+        at = (torch.arange(256)[:, None] - torch.arange(256)[None, :] + 256).clamp(0, 511).expand(24, 256, 256)
+        return (scores + far.gather(-1, at) + far.gather(-1, 511 - at).transpose(1, 2)).softmax(-1)
+
+    ((config, _),) = launches(explained(fn, half(24, 256, 256), half(24, 256, 512)))
+    assert config.reduction == "persistent" and config.rblock == 256
+
+
+# -- what is exact ------------------------------------------------------------------------------------
+def test_only_what_could_show_is_divided_exactly() -> None:
+    """The quotients of a norm's backward are stored in half precision; the comparisons beside them are of other
+    values."""
+    x = half(500, 300, grad=True)
+    backward = explained(lambda x: F.normalize(x, dim=-1), x).graphs[1]
+    assert not any("div_rn" in k.source for k in backward.kernels.values())
+    ((_, source),) = launches(explained(lambda x, y: (x / y).floor(), torch.rand(500, 300), torch.rand(500, 1)))
+    assert "div_rn" in source
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_whole_numbers_of_halves_are_eagers(dtype: torch.dtype) -> None:
+    def fn(x: torch.Tensor) -> list[torch.Tensor]:
+        return [(x / 3).floor(), (x * 1.1).ceil(), (x / 7).trunc(), (x * 3.3).round()]
+
+    x = torch.randn(300, 100, generator=torch.Generator().manual_seed(0)).mul(20).to(dtype)
+    for got, want in zip(reflib.compile(fn)(x), fn(x), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_what_is_filled_waits_for_what_needs_it() -> None:
+    """A gradient that is added up atomically is not allocated before it is."""
+
+    def step(w: torch.Tensor, i: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ((F.embedding(i, w) @ v).sin() @ v).square().sum(-1)
+
+    args = torch.randn(50, 64, requires_grad=True), torch.randint(50, (40,)), torch.randn(64, 64, requires_grad=True)
+    program = explained(step, *args).graphs[1].fused.program
+    fill = next(i for i, n in enumerate(program.nodes) if not n.reads())
+    assert set(program.nodes[fill].writes()) & set(program.nodes[fill + 1].writes())
