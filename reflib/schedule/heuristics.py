@@ -205,9 +205,8 @@ def _columns(t: _Traffic, rows: int, length: int, target: Target) -> Config:
     x = min(max(32, 1024 // rblock), _pow2(rows))
     while x > 1 and rows < x * target.units // 2:
         x //= 2
-    most, warps = (8192, 2) if t.streams == 1 else (4096, 4)
+    most, warps = (8192, 2 if x >= 32 else 8) if t.streams == 1 else (4096, 4 if x >= 32 else 8)
     if t.space.r.size.constant is not None and x * rblock <= most:  # else the next size may be a longer one
-        warps = warps if x >= 32 else 8
         return Config("persistent", xblock=x, rblock=rblock, num_warps=max(1, min(warps, x * rblock // 256)))
     rblock = min(max(1, 1024 // x), rblock)
     return Config("looped", xblock=x, rblock=rblock, num_warps=max(1, min(4, x * rblock // 128)))

@@ -14,6 +14,7 @@ _guards = torch._C._dynamo.guards
 
 # Further names that printed wrappers use.
 NAMES = Seam("wrap.NAMES")
+_said: set[tuple[str, str]] = set()  # what was logged once: (op, size)
 
 
 def _alloc(device: str) -> Callable[..., torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from ..errors import ArgumentError
 from ..logs import get as logger
+from .runtime import _said
 
 
 def expect_sizes(holds: bool, what: str, **sizes: int) -> None:
@@ -12,9 +13,6 @@ def expect_sizes(holds: bool, what: str, **sizes: int) -> None:
     if not holds:
         here = ", ".join(f"{name} = {n}" for name, n in sizes.items())
         raise ArgumentError(f"it was exported where {what} holds of the arguments' sizes; here {here}")
-
-
-_said: set[tuple[str, str]] = set()
 
 
 def outside(what: str, size: int, least: int, most: int, op: str) -> None:
