@@ -16,7 +16,7 @@ import torch
 
 from ..ir.assume import limit_facts
 from ..ir.expr import Expr, Sym, ceildiv, expr, minimum
-from ..ir.loops import Load, Store
+from ..ir.loops import Index, Load, Store
 from ..ir.program import (
     Assume,
     Buffer,
@@ -248,6 +248,8 @@ def template_variants(name: str, t: Template, buffers: dict[str, Buffer], target
     assert t.tiling is not None, f"{t.name}: no tiling was chosen"
     used = [buffers[b] for b in dict.fromkeys([*t.reads(), *t.writes()])]
     facts = limit_facts([*t.sizes, *(b.extent for b in used)])
+    if any(a.lo < -(2**31) for s in t.epilogue.body if isinstance(s, Index) for a in s.expr.symbols()):
+        facts = None  # any integer at all, as a value
     general = _kernel(name, replace(t, tiling=general_tiling(t, target)), target, "int64", ())
     if facts is None and t.tiling.kind == "persistent":  # TMA counts in 32 bits
         return kernel_with_fallback(general)

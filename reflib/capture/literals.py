@@ -7,6 +7,7 @@ eager would call, it becomes a ``full``, and so a literal in the kernels.
 
 from __future__ import annotations
 
+import contextlib
 from copy import deepcopy
 from operator import attrgetter
 
@@ -39,7 +40,8 @@ def literals(module: GraphModule, options: Options, gpu: bool) -> GraphModule:
                 tensors[node] = held
             elif _is_number(node) and _computable(node, values, tensors):
                 args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), (tensors | values).__getitem__)
-                values[node] = node.target(*args, **kwargs).clone()
+                with contextlib.suppress(RuntimeError, ZeroDivisionError):  # raised when it is called, as in eager
+                    values[node] = node.target(*args, **kwargs).clone()
         for node, value in reversed(values.items()):
             if any(user not in values for user in node.users):
                 _replace(node, value)

@@ -118,6 +118,9 @@ def bounds(body: Sequence[Stmt]) -> list[Range]:
         if r is not None and getattr(s, "dtype", torch.int64).is_floating_point:
             slack = ROUNDING * max(abs(r[0]), abs(r[1]))
             r = (r[0] - slack, r[1] + slack) if isinstance(s, Op) else r
+        elif r is not None and (dtype := getattr(s, "dtype", torch.int64)) != torch.bool:
+            limits = torch.iinfo(dtype)
+            r = r if limits.min <= r[0] and r[1] <= limits.max else None  # it wraps around
         out.append(r if r is not None and max(abs(r[0]), abs(r[1])) < LARGE else None)
     return out
 

@@ -80,7 +80,7 @@ def fill(cx: LoweringContext, out: View, start: View | int | None) -> None:
 
 
 # -- the ops ------------------------------------------------------------------------------------------------
-def put(cx: LoweringContext, x: View, indices: Sequence[View | None], values: View, checked: bool, how: Sum) -> View:
+def put(cx: LoweringContext, x: View, indices: Sequence[View | None], values: View, how: Sum) -> View:
     """``x.index_put(indices, values)``, added or (``scatter``) stored."""
     used = [d for d, i in enumerate(indices) if i is not None]
     if not used or any(i is not None and i.dtype not in (torch.int32, torch.int64) for i in indices):
@@ -96,7 +96,7 @@ def put(cx: LoweringContext, x: View, indices: Sequence[View | None], values: Vi
         at = []
         for d, size in enumerate(x.shape):
             i = indices[d] if d < len(indices) else None
-            at.append(next(rest) if i is None else k.indirect(k.load(i, here), size, checked))
+            at.append(next(rest) if i is None else k.indirect(k.load(i, here), size))
         return at, k.load(values)
 
     return how(cx, x, shape, term)
@@ -158,7 +158,7 @@ def scatter_add(cx: LoweringContext, x: View, dim: int, index: View, new: View) 
 
 def scattered(x: View, dim: int, index: View, new: View | float) -> Term:
     """``new`` at the position in ``x``, along ``dim``, that ``index`` names."""
-    if not x.shape or not index.shape:
+    if not x.shape or len(index.shape) != len(x.shape):
         raise Unsupported("library call")
     d = axis(dim, len(x.shape))
 

@@ -168,9 +168,9 @@ class NestBuilder:
         """An integer expression (of coordinates and sizes) as an int64 value."""
         return Value(self, self.b.index(expr(e)))
 
-    def indirect(self, value: Value, size: IntLike, checked: bool = True) -> Expr:
+    def indirect(self, value: Value, size: IntLike) -> Expr:
         """A value read from a tensor, checked against ``size``, as an index."""
-        return self.b.indirect(value.id, size, checked)
+        return self.b.indirect(value.id, size)
 
     def reduce(self, kind: str, *values: Value, dtype: torch.dtype | None = None) -> Value:
         dtype = dtype or (torch.int64 if kind.startswith("arg") else values[0].dtype)

@@ -42,9 +42,8 @@ Sides = list[tuple[int, int, Expr, int]]
 def index_put(
     cx: LoweringContext, x: View, indices: Sequence[View | None], values: View, accumulate: bool = False
 ) -> View:
-    checked = cx.node.target is not torch.ops.aten._unsafe_index_put.default
     if not accumulate:
-        return put(cx, x, indices, values, checked, scatter)
+        return put(cx, x, indices, values, scatter)
     atomic = possible(cx, cx.dtype)
     try:
         along, sides = _sides(cx, x, indices, values)
@@ -53,7 +52,7 @@ def index_put(
             raise
         along, sides = [], []
     if atomic and not _read_once(sides):
-        return put(cx, x, indices, values, checked, add)
+        return put(cx, x, indices, values, add)
     return _gathered(cx, x, indices, values, along, sides)
 
 

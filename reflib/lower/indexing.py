@@ -209,11 +209,10 @@ def embedding(k: NestBuilder, weight: View, indices: View, *_: Any, **__: Any) -
 def index(cx: LoweringContext, x: View, indices: Sequence[View | None]) -> View:
     if any(i is not None and i.dtype not in (torch.int32, torch.int64) for i in indices):
         raise Unsupported("an index that is a mask")
-    checked = cx.node.target is not torch.ops.aten._unsafe_index.Tensor  # else promised to be inside, not negative
-    return nest(cx, lambda k: _indexed(k, x, indices, checked))
+    return nest(cx, lambda k: _indexed(k, x, indices))
 
 
-def _indexed(k: NestBuilder, x: View, indices: Sequence[View | None], checked: bool) -> Value:
+def _indexed(k: NestBuilder, x: View, indices: Sequence[View | None]) -> Value:
     used = [d for d, i in enumerate(indices) if i is not None]
     rank = max(len(i.shape) for i in indices if i is not None)
     adjacent = used == list(range(used[0], used[-1] + 1))
@@ -223,7 +222,7 @@ def _indexed(k: NestBuilder, x: View, indices: Sequence[View | None], checked: b
     coords = []
     for d in range(len(x.shape)):
         i = indices[d] if d < len(indices) else None
-        coords.append(next(others) if i is None else k.indirect(k.load(i, own), x.shape[d], checked))
+        coords.append(next(others) if i is None else k.indirect(k.load(i, own), x.shape[d]))
     return k.load(x, coords)
 
 

@@ -159,7 +159,7 @@ def _copy(cx: LoweringContext, v: View, out: View) -> None:
 
 
 def _fill(cx: LoweringContext, out: View, shape: tuple[Expr, ...]) -> None:
-    """Zeros into ``out`` after the first ``shape``: below its rows, then to the right of them."""
+    """Zeros into ``out`` after the first ``shape``: to the right of all rows, then below them."""
     for d in reversed(range(len(shape))):
         if out.shape[d] != shape[d]:
             rest = (*out.shape[:d], out.shape[d] - shape[d], *shape[d + 1 :])

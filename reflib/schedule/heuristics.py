@@ -135,7 +135,7 @@ def _config(
         config, facts = _pointwise(main, traffic, target), ()
     for adjust in ADJUST.values():
         config = adjust(config, main, target)
-    return config, facts
+    return replace(config, num_warps=min(config.num_warps, 1024 // target.warp)), facts
 
 
 def _pointwise(main: _Traffic, traffic: list[_Traffic], target: Target) -> Config:

@@ -327,8 +327,21 @@ def test_indices_that_fit_are_computed_in_32_bits() -> None:
     assert sorted(indirect, key=str) == sorted([(torch.int32, False), (torch.int32, True), (I64, True)], key=str)
 
 
-def test_promised_positions_are_neither_wrapped_nor_checked() -> None:
+def test_only_what_is_proved_to_be_inside_is_read_unchecked() -> None:
+    """Not what ``_unsafe_index`` calls so: torch itself gives it negative positions. And int32 wraps around."""
+    around = lambda x: x[(torch.arange(50000, dtype=torch.int32) * 100000).clamp(-5, 10)]  # noqa: E731
+    for fn, args, wrapped in (
+        (lambda x, i: aten._unsafe_index(x, [i]), (torch.randn(5, 3), torch.tensor([1, -2])), True),
+        (around, (torch.randn(100),), True),
+        (lambda x: aten._unsafe_index(x, [4 - torch.arange(5)]), (torch.randn(5, 3),), False),
+    ):
+        (kernel, *_) = reflib.explain(fn, *args, target="sm_90").kernels
+        assert ("tl.where" in kernel.source) == wrapped
+
+
+def test_a_number_of_64_bits_in_a_products_kernel() -> None:
     e = reflib.explain(
-        lambda x, i: aten._unsafe_index(x, [i]), torch.randn(5, 3), torch.tensor([1, 2]), target="sm_90"
-    )
-    assert "mask=xmask)" in e.kernels[0].source and "tl.where" not in e.kernels[0].source
+        lambda a, b, s: (a @ b) * s, torch.randn(64, 64).half(), torch.randn(64, 64).half(),
+        torch.tensor(2.5, dtype=torch.float64), target="sm_90",
+    )  # fmt: skip
+    assert all(k.index_type == "int64" for k in e.kernels if "number" in k.source)
