@@ -25,7 +25,7 @@ from math import log2
 
 from ..ir.assume import limit_facts
 from ..ir.expr import Expr, Sym, expr
-from ..ir.loops import Index, Load, LoopNest, Reduce, Store
+from ..ir.loops import Index, Load, LoopNest, Reduce, Scan, Store
 from ..ir.program import Assume, Buffer, Config, KernelNode, Variant, kernel_with_fallback
 from ..ir.traffic import CLOSE, WARP, accesses, cost
 from ..ir.transforms import phases
@@ -141,12 +141,11 @@ def _config(
 def _pointwise(main: _Traffic, traffic: list[_Traffic], target: Target) -> Config:
     """4 warps; a thread reads 32 bytes per stream (16 elements of bf16: XBLOCK 2048), 16 of three streams or more;
     fewer when the tensor would not fill the chip."""
-    warps = 4
-    block = target.warp * warps * _pow2(READ_BYTES // main.width * (2 if main.streams < 3 else 1))
+    block = 4 * target.warp * _pow2(READ_BYTES // main.width * (2 if main.streams < 3 else 1))
     total = sum(t.space.x.size.hint() for t in traffic)
     while block > 256 and total < block * target.units * 4:
         block //= 2
-    return Config("none", xblock=block, num_warps=warps)
+    return Config("none", xblock=block, num_warps=4)
 
 
 def _tile(t: _Traffic) -> Config:
@@ -163,7 +162,8 @@ def _reduction(t: _Traffic, target: Target, options: Options, general: bool) -> 
     rows, length = max(1, s.x.size.hint()), max(1, s.r.size.hint())
     if t.columns():
         return _columns(t, rows, length, target), ()
-    if length > options.persistent_limit or (general and s.r.size.constant is None):
+    longest = min(options.persistent_limit, 4096 if any(isinstance(i, Scan) for i in s.body) else length)
+    if length > longest or (general and s.r.size.constant is None):
         return _looped(t, length, target), ()
     facts = (Assume("at_most", s.r.size, _pow2(length)),) if s.r.size.constant is None else ()
     return _persistent(t, rows, length, target), facts
