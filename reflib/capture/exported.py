@@ -10,6 +10,7 @@ import sympy
 import torch
 
 from ..errors import CaptureError
+from .copies import copied
 from .graph import Graph, ranges_of
 
 Rewrite = Callable[[torch.fx.GraphModule], torch.fx.GraphModule]
@@ -35,12 +36,8 @@ def exported_graph(program: Any, decompositions: dict, rewrite: Rewrite = lambda
 
 def _rewritten(program: Any, rewrite: Rewrite) -> Any:
     """A copy of ``program`` with its graph rewritten. Calls in it may be no ATen ops until it is decomposed."""
-    old = program.graph_module
-    module = torch.fx.GraphModule(old, copy.deepcopy(old.graph))
-    for before, after in zip(old.graph.nodes, module.graph.nodes, strict=True):
-        after.meta = dict(before.meta)  # deepcopy would copy fake tensors
     new = copy.copy(program)
-    new._graph_module = rewrite(module)
+    new._graph_module = rewrite(copied(program.graph_module))
     return new
 
 

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from ..options import Options
+from .copies import copied
 
 aten = torch.ops.aten
 CONVOLUTIONS = {aten.convolution.default: 2, aten.convolution_backward.default: 3}  # ops: operands to lay out, first
@@ -55,9 +55,7 @@ def channels_last(module: GraphModule, options: Options, gpu: bool) -> GraphModu
     module: a functional ATen graph with ``meta["val"]``."""
     if not (gpu and options.channels_last) or not _may(module.graph):
         return module
-    out = GraphModule(module, deepcopy(module.graph))
-    for old, new in zip(module.graph.nodes, out.graph.nodes, strict=True):
-        new.meta = dict(old.meta)  # deepcopy would copy fake tensors
+    out = copied(module)
     try:
         moved = _lay_out(out.graph)
     except _Refused:

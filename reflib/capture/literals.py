@@ -8,7 +8,6 @@ eager would call, it becomes a ``full``, and so a literal in the kernels.
 from __future__ import annotations
 
 import contextlib
-from copy import deepcopy
 from operator import attrgetter
 
 import torch
@@ -17,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..options import Options
+from .copies import copied
 
 aten = torch.ops.aten
 
@@ -29,9 +29,7 @@ def literals(module: GraphModule, options: Options, gpu: bool) -> GraphModule:
     lifted = (n for n in module.graph.nodes if n.target is aten.lift_fresh_copy.default)
     if not any(_is_number(n) for n in lifted):
         return module
-    out = GraphModule(module, deepcopy(module.graph))
-    for old, new in zip(module.graph.nodes, out.graph.nodes, strict=True):
-        new.meta = dict(old.meta)  # deepcopy would copy fake tensors
+    out = copied(module)
     values: dict[Node, torch.Tensor] = {}
     tensors: dict[Node, torch.Tensor] = {}  # that the graph holds
     with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():

@@ -20,7 +20,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from .. import logs
-from ..ir.expr import Ref
 from ..ir.loops import LoopNest
 from ..ir.program import Extern, Program, View
 from ..ir.rename import renamed
@@ -28,6 +27,7 @@ from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies, used_buffers
 from .result import Fused, Reason, Refusal
+from .scatters import scatters
 from .slices import whole_copy
 
 
@@ -99,8 +99,7 @@ def _updates(program: Program, position: int, name: str) -> bool:
     node = program.nodes[position]
     if not isinstance(node, LoopNest):
         return False
-    stores = [s for s in node.stores() if s.buffer == name]
-    return all(any(isinstance(a, Ref) for a in s.index.atoms()) for s in stores)
+    return all(scatters(s) for s in node.stores() if s.buffer == name)
 
 
 def _still_used(program: Program, d: Dependencies, s: Start, outputs: set[str]) -> str:

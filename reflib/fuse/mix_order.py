@@ -24,10 +24,10 @@ accumulators fit.
 was (``split`` may then cut it). Sums are tried where a row reduction over the same elements exists, and where the rows
 are
 
-* of known length, and short enough for registers. With one thread block of 512 threads per multiprocessor a thread has
-  128 of them. Per element it takes one for each sum, for each tensor one and as much as the next row's element takes
-  (which is read ahead), and one for what all rows share: 2 + 2 * 1.5 + 1 = 6 for a layer norm in bfloat16, whose rows
-  may have 8192 elements, 16 per thread.
+* of known length, and short enough for registers. A multiprocessor with one thread block has 128 for each of 512
+  threads (or 256 for each of 256: ``schedule.mixed``). An element takes one for each sum, for each tensor one and as
+  much as the next row's element takes (which is read ahead), and one for what all rows share: 2 + 2 * 1.5 + 1 = 6 for a
+  layer norm in bfloat16, whose rows may have 8192 elements, 16 per thread of 512.
 * many: each of the P = ``units`` programs takes at least ``LEAST`` of them, and a whole block. The partial results cost
   8 bytes (written, read) per column, sum and program; a row costs 6 bytes per column (bfloat16: two tensors read, one
   written) and saves 4. From 64 rows per program on, two sums cost less than 5%.

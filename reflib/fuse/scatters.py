@@ -16,6 +16,7 @@ from .result import Reason
 
 
 def scatters(s: Store) -> bool:
+    """Does it touch single elements, at places that a tensor names?"""
     return s.reduce == "atomic" or any(isinstance(a, Ref) for a in s.index.atoms())
 
 

@@ -1,6 +1,6 @@
 """Launches of kernels whose neighbouring points are not neighbours in memory, or not in aligned pieces.
 
-``heuristics`` counts on reads of 16 bytes per thread. Without them (``aligned``, ``scattered``), on an H200:
+``heuristics`` counts on reads of 16 bytes per thread. Without them, on an H200:
 
 * **Rows of an odd number of elements** are read one element per lane, so Triton spreads a row over all warps before a
   thread gets a second element, and adds it up through shared memory. One warp per program where a row is short (layer

@@ -337,11 +337,3 @@ def test_only_what_is_proved_to_be_inside_is_read_unchecked() -> None:
     ):
         (kernel, *_) = reflib.explain(fn, *args, target="sm_90").kernels
         assert ("tl.where" in kernel.source) == wrapped
-
-
-def test_a_number_of_64_bits_in_a_products_kernel() -> None:
-    e = reflib.explain(
-        lambda a, b, s: (a @ b) * s, torch.randn(64, 64).half(), torch.randn(64, 64).half(),
-        torch.tensor(2.5, dtype=torch.float64), target="sm_90",
-    )  # fmt: skip
-    assert all(k.index_type == "int64" for k in e.kernels if "number" in k.source)

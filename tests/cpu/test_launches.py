@@ -78,6 +78,11 @@ def test_few_columns_are_added_up_by_many_programs() -> None:
     assert kernels[-1][0].xblock == 1 and kernels[-1][0].rblock >= 256
 
 
+def test_no_more_threads_than_a_block_may_have() -> None:
+    e = reflib.explain(lambda x: x.sum(-1), half(2000, 40000), target="gfx942")
+    assert all(64 * k.num_warps <= 1024 for k in e.kernels)
+
+
 def test_gathers_are_weighed_by_what_they_read() -> None:
     """Of both gathers one sector per element is read whatever the order, so the rows decide."""
 

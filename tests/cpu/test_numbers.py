@@ -151,3 +151,16 @@ def test_random_numbers_are_no_literals() -> None:
 
     f = reflib.compile(fn)
     assert f(torch.zeros(1)) != f(torch.zeros(1))
+
+
+@pytest.mark.parametrize("wide", [torch.tensor(2.5, dtype=torch.float64), torch.tensor(2**40)], ids=["float", "int"])
+def test_a_product_with_64_bits_counts_in_as_many(wide: torch.Tensor) -> None:
+    graph = graph_for_gpu(lambda a, b, s: (a @ b) * s, torch.ones(64, 64).half(), torch.ones(64, 64).half(), wide)
+    kernels = [k for k in (for_gpu(graph).kernels or {}).values() if "_number" in k.source]
+    assert kernels and all(k.index_type == "int64" for k in kernels)
+
+
+def test_a_literal_that_raises_is_left_to_the_call() -> None:
+    fn = lambda: torch.ones(()) * (torch.tensor(1) // torch.tensor(0))  # noqa: E731
+    with pytest.raises(RuntimeError, match=r"(?i)zero"):
+        reflib.compile(fn)()
