@@ -11,6 +11,8 @@ from typing import Any
 CHROMIUM = next((p for c in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(c))), None)
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 OWN = ("file:", "data:", "blob:", "http://127.0.0.1:", "ws://127.0.0.1:")
+# The book's first page only leads to another, whose own scripts have to have run.
+ARRIVED = "() => document.readyState === 'complete' && !document.querySelector('meta[http-equiv=Refresh]')"
 OPERABLE = ".reflib-vega .vega-bind input, .reflib-vega .vega-bind select"
 
 
@@ -31,6 +33,7 @@ class Watched:
 
     def open(self, file: Path) -> Any:
         self.page.goto(file.as_uri(), wait_until="load")
+        self.page.wait_for_function(ARRIVED)
         return self.page
 
 
