@@ -68,9 +68,9 @@ class Background:
         try:
             tuned = self._tune(self)
             tuned.call.wait()
-            same = [d.winner for d in tuned.decisions] == [d.winner for d in self.stages.decisions]
+            ours, theirs = ([d.config or d.winner for d in x.decisions] for x in (tuned, self.stages))
             self.tuned = tuned
-            self.state = "unchanged" if same else "ready"
+            self.state = "unchanged" if ours == theirs else "ready"
         except BaseException as e:  # the fallback stays
             self.state, self.error = "failed", f"{type(e).__name__}: {e}"
             logger("autotune").warning("tuning %s in the background failed: %s", self.stages.graph.name, self.error)

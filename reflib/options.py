@@ -35,8 +35,9 @@ class Options:
     wrapper: how the host code is written: ``python``; ``cpp``, which takes a second to build and less time per call;
         ``auto``: C++ where there is a compiler, else Python.
     autotune: ``off`` takes heuristic choices. ``blocking`` measures the candidates for matrix products and registered
-        ops before the first call. ``background`` starts with what ``off`` chooses, measures while the program runs, and
-        swaps winners in at a later call (``reflib.wait_for_tuning``, ``reflib.tuning_progress``).
+        ops before the first call, and the launches of GPU kernels that move many bytes (block sizes and warps).
+        ``background`` starts with what ``off`` chooses, measures while the program runs, and swaps winners in at a
+        later call (``reflib.wait_for_tuning``, ``reflib.tuning_progress``).
     target: None (the inputs' device), or ``cpu``, ``sm_90``, ``gfx942`` ...: stop after generating code, without
         such a device.
     verify: run the IR verifier after every stage.
@@ -68,6 +69,7 @@ class Options:
     tuning_imports: files or modules that register ops, for those processes to import.
     cache_decisions: keep decisions on disk and use them again (None: unless REFLIB_CACHE_DECISIONS is 0).
     lookup_table: choices that are not measured: a file that ``reflib tune export`` wrote, or {op: {sizes: winner}}.
+        Launches of kernels in it count with ``autotune="off"`` as well.
     c_shims: {op: C prototype}: functions that the C++ wrapper calls instead of the op, without the dispatcher:
         {"mylib::my_op": "int32_t my_op_shim(AtenTensorHandle x, double eps, AtenTensorHandle* out)"}. Parameters are
         the op's arguments in order (Tensor: AtenTensorHandle, int: int64_t, float: double, bool: int32_t, int[]:

@@ -9,7 +9,7 @@ from .seams import plug
 
 PLUGS: dict[str, dict[str, str]] = {
     "pipeline.START": {"begin": "api:begin"},
-    "pipeline.CHOOSE": {"choose": "tuning:choose"},
+    "pipeline.CHOOSE": {"choose": "tuning:choose", "launches": "tuning:launches"},
     "pipeline.CAPTURED": {"attention": "capture.attention:attention"},
     "pipeline.REWRITES": {
         "literals": "capture.literals:literals",
