@@ -1,4 +1,5 @@
-"""How choices are decided, with the later stages at hand: the compiler ring's side of the seam ``pipeline.CHOOSE``.
+"""How choices and launches are decided, with the later stages at hand: the compiler ring's side of the seam
+``pipeline.CHOOSE``. Choices come first; then, once kernels are scheduled, how each is launched.
 
 ``autotune`` may not import the stages that come after it: it is given ``build``, which compiles a candidate's program,
 and ``meanwhile``, which compiles what no choice touches. Both go through the pipeline's driver.
@@ -40,9 +41,10 @@ def choose(s: Stages) -> Chosen:
         if tuning.left:
             _tune_later(s, asked)
         return chosen
-    asked = _asked(s) if s.tuning is None else s.tuning.asked
     with _tuning(s) as tuning:
-        return _decide(s, asked, replace(tuning, meanwhile=lambda touched: _build_the_rest(s, touched)))
+        if s.tuning is not None:
+            return _decide(s, s.tuning.asked, tuning)
+        return _decide(s, _asked(s), replace(tuning, meanwhile=lambda touched: _build_the_rest(s, touched)))
 
 
 def launches(s: Stages) -> Chosen:
@@ -122,8 +124,8 @@ def _tuning(s: Stages) -> Iterator[Tuning]:
     tuner = _tuner(s, _store(s.options))
     if tuner is not None:
         tuner.deadline -= spent
-    if s.tuning is not None:
-        s.tuning.background.tuner = tuner
+        if s.tuning is not None:
+            s.tuning.background.tuners.append(tuner)
     try:
         yield Tuning(tuner, background=s.tuning is not None, store=_store(s.options))
     finally:
