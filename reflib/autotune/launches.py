@@ -148,7 +148,8 @@ def decide_launches(
     options = work.options
     measures = options.autotune != "off" and options.target is None
     skipped = _not_worth_it(offers, program, work) if measures else {}
-    asked = {o.node.name: question_about(program, o, options, measures) for o in offers}
+    names = {o.node.name: o for o in offers}
+    asked = {n: question_about(program, o, options, measures and n not in skipped) for n, o in names.items()}
     answers: dict[str, Outcome | str] = {}  # or why there is none
     for name, q in asked.items():
         found = _found(q, work, not skipped.get(name))
