@@ -36,6 +36,7 @@ def half(*shape: int) -> Tensor:
 
 def microseconds(fn: Callable[..., Any], *args: Tensor) -> float:
     """Of a call in a CUDA graph of ten: the least of 20 replays."""
+    torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream), torch.no_grad():
         for _ in range(3):
