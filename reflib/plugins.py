@@ -12,6 +12,8 @@ PLUGS: dict[str, dict[str, str]] = {
     "pipeline.CHOOSE": {"choose": "tuning:choose"},
     "pipeline.CAPTURED": {"attention": "capture.attention:attention"},
     "pipeline.REWRITES": {
+        "random": "capture.random:own_numbers",
+        "kept": "capture.random:kept_numbers",
         "literals": "capture.literals:literals",
         "channels_last": "capture.layouts:channels_last",
         "positions": "capture.positions:recompute_positions",
@@ -29,6 +31,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "lists": "lower.lists",
         "matmul": "lower.matmul",
         "pooling": "lower.pooling",
+        "random": "lower.random",
         "sampling": "lower.sampling",
         "scatter": "lower.scatter",
         "scans": "lower.scans",
@@ -53,6 +56,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "template": "fuse.templates:template_rule",
         "mix_order": "fuse.mix_order:sums_rule",
         "scatters": "fuse.scatters:scatter_rule",
+        "seeds": "fuse.seeds:seed_rule",
     },
     "fuse.EMIT": {"template": "fuse.templates:emit_template"},
     "fuse.AFTER": {
@@ -72,6 +76,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "half": "generate.triton_half",
         "numeric": "generate.triton_numeric",
         "one_pass": "generate.triton_one_pass",
+        "random": "generate.triton_random",
         "scans": "generate.triton_scans",
     },
     "generate.SCANS": {"declare": "generate.triton_scans:declare", "scan": "generate.triton_scans:scan"},

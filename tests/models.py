@@ -213,7 +213,7 @@ def test_model(device: str, name: str, mode: str) -> None:
     wide = None if random else again(fn, wide=True)
     stages: list[Stages] = []
     compiled = torch.compile(
-        fn, backend=Backend(Options(verify=True), stages.append), dynamic=mode == "dynamic" or None
+        fn, backend=Backend(Options(verify=True, fallback_random=True), stages.append), dynamic=mode == "dynamic" or None
     )
     for _ in range(2):
         actual = again(compiled)

@@ -1,0 +1,20 @@
+"""Loop nests that draw random numbers of one seed have nothing else in common.
+
+Neighbours are found by the buffers that they share, and every random op of a graph reads the same number. One kernel
+for two of them would move 8 bytes less, and tear one of them from the kernels that read what it makes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .legality import Cluster, FusionContext
+from .result import Reason
+
+
+def seed_rule(a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:
+    """Plugs into ``fuse.RULES``. A seed is a single int64 (``capture/random``)."""
+    common = [c.program.buffers[name] for name in a.outside & b.outside]
+    if common and all(x.dtype == torch.int64 and x.numel == 1 for x in common):
+        return Reason("space", "they have nothing but a seed in common")
+    return None
