@@ -46,6 +46,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "slices": "fuse.slices:slices",
         "slice_stores": "fuse.slice_stores:slice_stores",
         "mix_order": "fuse.mix_order:mix_orders",
+        "split_online": "fuse.split_online:split_online",
         "split": "fuse.split:split_reductions",
         "split_scans": "fuse.split_scans:split_scans",
         "inline": "fuse.inline_loads:inline_loads",

@@ -268,6 +268,9 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dic
     "scatters": (_scatters, lambda: (randn(5, 4), randn(6, 4), _ties(6, 2)), {}),
     "stores": (_stores, lambda: (randn(5, 4), randn(6, 4), _ties(6, 2)), {}),
     "upsamples": (_upsamples, lambda: (randn(10, 8, requires_grad=True),), {}),
+    "long rows": (
+        lambda x: (x.softmax(-1), x.logsumexp(-1), x.log_softmax(-1)), lambda: (randn(2, 40_001),), {},
+    ),
     "random": (_random, lambda: (randn(9, 33), torch.randint(-(2**63), 2**63 - 1, (1,))), {}),
     "lists": (
         lambda *xs: torch._foreach_add(torch._foreach_mul(list(xs), 0.5), 1.0),

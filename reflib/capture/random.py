@@ -26,7 +26,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch._functorch.partitioners import must_recompute
@@ -79,7 +79,7 @@ RANDOM = torch.ops.reflib.random.default
 
 
 def own_numbers(module: GraphModule, options: Options, gpu: bool) -> GraphModule:
-    """``module``, or a copy of it with its random ops rewritten. module: a functional ATen graph with ``meta["val"]``."""
+    """``module``, or a copy with its random ops rewritten. module: a functional ATen graph with ``meta["val"]``."""
     eagers = not gpu if options.fallback_random is None else options.fallback_random
     if eagers or not any(n.target in _REWRITTEN for n in module.graph.nodes):
         return module
@@ -103,8 +103,9 @@ def own_numbers(module: GraphModule, options: Options, gpu: bool) -> GraphModule
 
 
 def kept_numbers(joint: GraphModule, options: Options, gpu: bool) -> GraphModule:
-    """What ATen draws inside of ``torch.utils.checkpoint`` is saved, and not drawn again: that would need the generator's
-    state of the forward, for which the partitioner has operators on generators, and not on tensors."""
+    """What ATen draws inside of ``torch.utils.checkpoint`` is saved, and not drawn again: that would need the state
+    that the generator had in the forward, for which the partitioner has operators of its own (``run_with_rng_state``).
+    Tags the nodes."""
     for node in joint.graph.nodes:
         if must_recompute(node) and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             for n in (node, *(user for user in node.users if user.target is operator.getitem)):
@@ -181,7 +182,7 @@ class _Drawing:
         return x
 
 
-Made = Node | tuple[Node, ...] | None  # None: this case is left to ATen
+Made: TypeAlias = Node | tuple[Node, ...] | None  # None: this case is left to ATen
 
 
 def _dropout(d: _Drawing, x: Node, p: float, train: bool | None = True) -> Made:

@@ -32,7 +32,7 @@ _KEEP_WHOLE = (
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """The table for AOTAutograd and ``torch.export``. Random ops stay whole, so that they give eager's numbers."""
+    """The table for AOTAutograd and ``torch.export``. Random ops stay whole, for eager's numbers or a rewrite."""
     table = dict(core_aten_decompositions())
     packets = [getattr(aten, n) for n in _TAKE_APART if hasattr(aten, n)]
     table.update(get_decompositions(packets))
