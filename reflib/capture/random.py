@@ -97,7 +97,6 @@ def own_numbers(module: GraphModule, options: Options, gpu: bool) -> GraphModule
             made = _REWRITTEN[node.target](_Drawing(node, values[0], seeds[device], stream, mode), *node.args)
         if made is not None:
             _replace(node, made if isinstance(made, tuple) else (made,), values)
-    out.graph.eliminate_dead_code()
     out.recompile()
     return out
 
@@ -120,7 +119,7 @@ def _seed(graph: torch.fx.Graph, device: torch.device, mode: AbstractContextMana
         kwargs = {"dtype": torch.int64, "device": device}
         seed = graph.call_function(aten.randint.low, (-(2**63), 2**63 - 1, [1]), kwargs)
     with mode:
-        seed.meta["val"] = torch.empty(1, **kwargs)
+        seed.meta = {"val": torch.empty(1, **kwargs), "recompute": CheckpointPolicy.MUST_SAVE}
     return seed
 
 

@@ -13,8 +13,13 @@ from .result import Reason
 
 
 def seed_rule(a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:
-    """Plugs into ``fuse.RULES``. A seed is a single int64 (``capture/random``)."""
-    common = [c.program.buffers[name] for name in a.outside & b.outside]
-    if common and all(x.dtype == torch.int64 and x.numel == 1 for x in common):
+    """Plugs into ``fuse.RULES``. A seed is a single int64, which both read (``capture/random``)."""
+    common = a.outside & b.outside
+    if common and all(_is_seed(name, a, b, c) for name in common):
         return Reason("space", "they have nothing but a seed in common")
     return None
+
+
+def _is_seed(name: str, a: Cluster, b: Cluster, c: FusionContext) -> bool:
+    buffer = c.program.buffers[name]
+    return buffer.dtype == torch.int64 and buffer.numel == 1 and name not in a.writes and name not in b.writes

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+import zipfile
 from collections.abc import Callable
 from typing import Any
 
@@ -220,6 +221,8 @@ def test_an_exported_program_and_a_package(tmp_path: Any) -> None:
     x = torch.randn(40, 20)
     with pytest.warns(UserWarning, match="dropout"):
         path = reflib.aot_compile(model, (x,), str(tmp_path / "m.reflib"), archs=["cpu"], **OWN)
+    with zipfile.ZipFile(path) as z:
+        assert not any(b"native_dropout" in z.read(name) for name in z.namelist())
     loaded = reflib.load(path)
     torch.manual_seed(4)
     first, second = loaded(x), loaded(x)
