@@ -171,7 +171,9 @@ class _Drawing:
         """Bools, true with probability ``p``: a number, or a node like ``x`` of floats."""
         p_dtype = p.meta["val"].dtype if isinstance(p, Node) else torch.float32
         u = self.like(x, "uniform", torch.float64 if p_dtype == torch.float64 else torch.float32)
-        return self.again(self(aten.lt.Tensor if isinstance(p, Node) else aten.lt.Scalar, u, p))
+        if isinstance(p, Node):  # saving the bools takes less than saving p
+            return self(aten.lt.Tensor, u, p)
+        return self.again(self(aten.lt.Scalar, u, p))
 
     def affine(self, x: Node, scale: Any, shift: Any) -> Node:
         """x * scale + shift, of numbers or nodes."""

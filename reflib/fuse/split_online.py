@@ -62,13 +62,15 @@ def split_online(fused: Fused, options: Options, target: Target) -> Fused:
     if not options.split_reductions or not target.is_gpu:
         return fused
     program = fused.program
+    maxima = {i: n for i, n in enumerate(program.nodes) if isinstance(n, LoopNest) and _is_maximum(n)}
+    wanted = {i: pieces_wanted(n, program.buffers, target) for i, n in maxima.items()}
+    if all(pieces == 1 for pieces in wanted.values()):
+        return fused
     buffers = dict(program.buffers)
     depends = dependencies(program)
     cut: dict[int, list[Node]] = {}
-    for position, node in enumerate(program.nodes):
-        if not isinstance(node, LoopNest) or not _is_maximum(node):
-            continue
-        pieces = pieces_wanted(node, buffers, target)
+    for position, node in maxima.items():
+        pieces = wanted[position]
         if pieces == 1 or with_axis(node, pieces)[0] is not node:
             continue
         sums = {j: s for j in range(position + 1, len(program.nodes)) if (s := _sum_at(fused, depends, position, j))}
