@@ -50,6 +50,7 @@ class Options:
     mix_orders: sum the columns of a tensor in the GPU kernel that reduces its rows, where that reads it once less.
     combine_kernels: launch independent small pointwise kernels (an optimizer's parameters) as one.
     attention: call ``scaled_dot_product_attention`` for attention written as two products and a softmax.
+    fallback_random: draw eager's random numbers, by ATen calls, and not inside of kernels (None: on a CPU only).
     atomics: on a GPU, sum into places that tensors name (embeddings' gradients, ``index_put``) by atomic additions,
         whose order, and so the last bits of floating-point sums, varies (not under use_deterministic_algorithms).
     channels_last: on a GPU, keep what is between convolutions in channels-last order where that saves copies.
@@ -90,6 +91,7 @@ class Options:
     mix_orders: bool = True
     combine_kernels: bool = True
     attention: bool = True
+    fallback_random: bool | None = None
     atomics: bool = True
     channels_last: bool = True
     reuse_buffers: bool = True
@@ -159,9 +161,7 @@ class Options:
 
 
 def _from_environment(variable: str, default: int) -> int:
-    text = os.environ.get(variable, "").strip()
-    if not text:
-        return default
+    text = os.environ.get(variable, "").strip() or str(default)
     if not text.isdecimal():
         raise OptionError(f"environment variable {variable}={text!r}: must be an integer of at least 0")
     return int(text)
@@ -180,7 +180,7 @@ def _check(name: str, value: Any, default: Any) -> None:
     elif name in ("cpp_flags", "tuning_imports"):
         if not isinstance(value, (tuple, list)) or not all(isinstance(v, str) for v in value):
             raise OptionError(f"option {name}={value!r}: must be a list of strings")
-    elif name == "cache_decisions":
+    elif name in ("cache_decisions", "fallback_random"):
         if value not in (None, True, False):
             raise OptionError(f"option {name}={value!r}: must be True, False or None")
     elif name in _SECONDS:

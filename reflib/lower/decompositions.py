@@ -33,7 +33,7 @@ _KEEP_WHOLE = (
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """The table for AOTAutograd and ``torch.export``. Random ops stay whole, so that they give eager's numbers."""
+    """The table for AOTAutograd and ``torch.export``. Random ops stay whole, for eager's numbers or a rewrite."""
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
     return dict(_table(len(registered), len(RULES)))
 

@@ -116,5 +116,5 @@ def short_name(parts: tuple[LoopNest | Template, ...], most: int = 4) -> str:
 
 
 def _op_name(op: str) -> str:
-    pieces = op.removeprefix("aten.").split(".")
+    pieces = op.removeprefix("aten.").removeprefix("reflib.").split(".")
     return pieces[0].strip("_") or op
