@@ -113,7 +113,7 @@ def _capture(
 
     rewrite = partial(before_autograd, options=options)
     exported = export_for(
-        model, args, kwargs, dynamic_shapes, device, decompositions=decompositions(), rewrite=rewrite
+        model, args, kwargs, dynamic_shapes, device, decompositions=decompositions(options.numerics), rewrite=rewrite
     )
     program = without_tokens(exported.program, lower(exported.graph, options))
     specs = exported.program.graph_signature.input_specs
