@@ -17,7 +17,9 @@ NORMALIZE = Seam("options.NORMALIZE")
 _CHOICES = {
     "wrapper": ("python", "cpp", "auto"),
     "autotune": ("off", "blocking", "background"),
+    "numerics": ("fast", "eager"),
 }
+_REORDERS = ("split_reductions", "mix_orders", "attention", "atomics", "channels_last")
 _LEAST = {"max_fused_ops": 1, "max_fused_buffers": 2}
 _SECONDS = ("candidate_seconds", "tuning_seconds", "tuning_idle_seconds")
 # What users of TorchInductor set, and its defaults.
@@ -40,6 +42,8 @@ class Options:
         later call (``reflib.wait_for_tuning``, ``reflib.tuning_progress``).
     target: None (the inputs' device), or ``cpu``, ``sm_90``, ``gfx942`` ...: stop after generating code, without
         such a device.
+    numerics: ``fast``: as exact as eager, or more. ``eager``: eager's bits, where eager has the same in every run: only
+        ops with one right answer are fused, and what rewrites the graph or sums in another order is off.
     verify: run the IR verifier after every stage.
     check_nan: check every kernel's floating-point outputs for NaN (slow; raises ReflibError naming the kernel).
     fuse: False gives every lowered node its own kernel.
@@ -81,6 +85,7 @@ class Options:
     wrapper: str = "python"
     autotune: str = "off"
     target: str | None = None
+    numerics: str = "fast"
     verify: bool = False
     check_nan: bool = False
     fuse: bool = True
@@ -116,6 +121,8 @@ class Options:
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         for f in fields(self):  # options are compared, hashed and sent to workers
+            if self.numerics == "eager" and f.name in _REORDERS:
+                object.__setattr__(self, f.name, False)
             if f.name in NORMALIZE and (value := getattr(self, f.name)) != f.default:
                 object.__setattr__(self, f.name, NORMALIZE[f.name](value))
 

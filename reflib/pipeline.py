@@ -271,7 +271,7 @@ class Backend:
                 start(self.options, {t.device.type for t in inputs if isinstance(t, torch.Tensor)})
         module = before_autograd(module, self.options)
         rewrite = partial(rewritten, options=self.options, target_of=targets(self.options))
-        call = dynamo_graph_to_aten(module, inputs, decompositions(), self._compile, rewrite)
+        call = dynamo_graph_to_aten(module, inputs, decompositions(self.options.numerics), self._compile, rewrite)
         return self._around(call, module, inputs)
 
     def _compile(self, graph: Graph, inputs: Sequence[Any]) -> Callable[[list], Any]:

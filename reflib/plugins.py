@@ -41,6 +41,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "lower.CALLS": {"registered": "lower.candidates:call"},
     "lower.WHOLE": {"registered": "lower.custom_ops:is_registered"},
     "lower.NUMBER": {"argument": "lower.numbers:number"},
+    "lower.LIKE_EAGER": {"check": "lower.like_eager:check", "table": "lower.like_eager:TABLE"},
     "fuse.BEFORE": {
         "in_place": "fuse.in_place:in_place",
         "slices": "fuse.slices:slices",
