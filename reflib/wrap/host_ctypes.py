@@ -20,7 +20,7 @@ import torch
 from ..errors import ArgumentError
 from .host import ERRORS, FUNCTIONS, OUT_OF_MEMORY, address, described
 from .native_ctypes import launcher
-from .structure import has_memory
+from .structure import allocated, has_memory
 
 NONE, TENSOR, INT, FLOAT, OBJECT = range(5)  # VALUE_...
 TORCH, DRIVER, INDEX, ARGUMENT, PYTHON, WRAPPER = range(1, 7)  # FAILED_...
@@ -222,7 +222,7 @@ def entry(
 def _is_plain(t: Any) -> bool:
     """An ordinary strided tensor with memory of its own."""
     known = type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided and not t.is_neg()
-    return known and has_memory(t)
+    return known and has_memory(t) and allocated(t)
 
 
 def _inside(e: BaseException) -> bool:
