@@ -38,6 +38,7 @@ from ..ir.program import (
 )
 from ..plan import Alloc, Branch, Call, Check, Free, Launch, Let, Note, Plan, Return, Step
 from .aten import direct_call, quoted
+from .indices import has_indirect, where_indexed
 from .python import Kernels, PythonPrinter, _condition, checked_symbols
 
 DEVICES = ("cpu", "cuda")
@@ -54,8 +55,8 @@ TAKEN = frozenset(
     "aligned anywhere args argument argument_said call cpu cuda differs dispatch drop empty entry escaped "
     "expect_range expect_size expect_sizes expect_stride expect_value floor_div floor_mod frame give guard host ignore "
     "in input int16_t int32_t int64_t int8_t integer ints laid_out launch launch_with list made max min none number "
-    "object out own placed plain python reflib reflib_call refuse results run run_kernel run_with some stack "
-    "stream stream_of symbol take tensor text there uint16_t uint32_t uint64_t uint8_t value view write_ints "
+    "object out own placed plain python reflib reflib_call refuse results run run_indexing run_kernel run_with some "
+    "stack stream stream_of symbol take tensor text there uint16_t uint32_t uint64_t uint8_t value view write_ints "
     "zeros".split()
 )
 MOST_PARTS = 6  # parts of a fused kernel whose IR is shown in a comment
@@ -331,7 +332,9 @@ class CppPrinter:
         if kernel.grid == 0:
             self.put(f"// {kernel.name}: nothing to do for an empty tensor")
         elif device.type == "cpu":
-            self.put(f"run_kernel(run, {', '.join([self.name(kernel.name), *args])});")
+            where = [quoted(where_indexed(step.kernel))] if has_indirect(step.kernel) else []
+            call = "run_indexing" if where else "run_kernel"
+            self.put(f"{call}(run, {', '.join([self.name(kernel.name), *where, *args])});")
         else:
             stream = f"stream{device.index or 0}"
             places: dict[str, str] = {}

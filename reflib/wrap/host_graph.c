@@ -245,7 +245,8 @@ static PyObject *raise(Call *c, PyObject **all) {
     int memory = f->kind == FAILED_TORCH && what && strstr(what, "out of memory");
     PyObject *type = PyTuple_GET_ITEM(error_types, memory ? OUT_OF_MEMORY : f->kind ? f->kind : FAILED_WRAPPER);
     if (f->kind == FAILED_INDEX)
-        return PyErr_Format(type, "index out of range in kernel %s: an index is outside the tensor it indexes", step);
+        return PyErr_Format(type, "index out of range in kernel %s%s: an index is outside the tensor it indexes", step,
+                            f->text);
     if (f->kind == FAILED_ARGUMENT) {
         int i = 0;
         if (sscanf(f->text, "argument %d", &i) != 1) return PyErr_Format(type, "%s", f->text); /* about several */

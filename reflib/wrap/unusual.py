@@ -7,10 +7,9 @@ but not all that this takes:
 * no other argument is in the memory of one that is written to, unless it was so at capture, the same distance apart;
 * it carries no tangent of forward-mode differentiation: nothing of the graph computes one.
 
-Where its storage was resized and does not hold it any more (FSDP resizes to 0 to save memory), PyTorch would read what is
-not there, or end the process: an error is raised.
-One function in C looks at the arguments of each call, in about 20 ns per tensor. A backward graph has no other form: it
-resolves what is negated.
+Where its storage was resized and does not hold it any more (FSDP resizes to 0 to save memory), PyTorch would read what
+is not there, or end the process: an error is raised. One function in C looks at the arguments of each call, in about 20
+ns per tensor. A backward graph has no other form: it resolves what is negated.
 """
 
 from __future__ import annotations
