@@ -19,6 +19,7 @@ import torch
 
 from ..errors import GenerateError, IndexOutOfRange, ToolchainError
 from ..generate.kernel import Kernel
+from ..ir.expr import Sym
 from ..ir.program import KernelNode, Program, fallback_kernels, kernel_nodes
 from ..logs import get as logger
 from ..options import Options
@@ -38,6 +39,9 @@ def wrap_cpp(
     C++ was asked for and there is no compiler, or no C++ type for something in the program."""
     if not in_cpp(options):
         return None
+    if odd := [x.name for x in program.inputs if isinstance(x, Sym) and _is_no_integer(x)]:
+        logger("wrapper").info("the wrapper is in Python: %s are no numbers of 64 bits", ", ".join(odd))
+        return None
     try:
         return _wrap_cpp(program, plan, kernels, options, built)
     except GenerateError as e:  # a dtype or a device without a C++ name
@@ -45,6 +49,11 @@ def wrap_cpp(
             raise
         logger("wrapper").info("the wrapper is in Python: %s", e)
         return None
+
+
+def _is_no_integer(x: Sym) -> bool:
+    """A float (PyTorch names their symbols z...), or the size of a jagged dimension: a symbol without a value."""
+    return x.name.startswith("z") or (x.name.startswith("s") and x.hint is None)
 
 
 def in_cpp(options: Options) -> bool:

@@ -22,7 +22,7 @@ from .host import ERRORS, FUNCTIONS, OUT_OF_MEMORY, address, described
 from .native_ctypes import launcher
 from .structure import allocated, has_memory
 
-NONE, TENSOR, INT, FLOAT, OBJECT = range(5)  # VALUE_...
+NONE, TENSOR, INT, FLOAT, OBJECT, BOOL = range(6)  # VALUE_...
 TORCH, DRIVER, INDEX, ARGUMENT, PYTHON, WRAPPER = range(1, 7)  # FAILED_...
 
 
@@ -127,6 +127,8 @@ class graph:  # (named as in the extension)
             return tensor_of(v.bits)
         if v.kind == FLOAT:
             return c_double.from_buffer(v, Value.bits.offset).value
+        if v.kind == BOOL:
+            return bool(v.bits)
         return self.objects[v.bits] if v.kind == OBJECT else v.bits if v.kind == INT else None
 
     def _error(self, call: SimpleNamespace) -> BaseException:
@@ -168,7 +170,8 @@ class graph:  # (named as in the extension)
             elif isinstance(x, float):
                 results[i].kind, results[i].bits = FLOAT, c_int64.from_buffer(c_double(x)).value
             else:
-                results[i].kind, results[i].bits = (NONE, 0) if x is None else (INT, x.__index__())
+                kind = BOOL if isinstance(x, bool) else INT
+                results[i].kind, results[i].bits = (NONE, 0) if x is None else (kind, x.__index__())
 
     def _load(self, call: Any, i: int) -> None:
         with self.lock:

@@ -222,6 +222,7 @@ inline int32_t escaped(Frame* frame) {
 }
 
 inline Value integer(int64_t i) { Value v; v.kind = VALUE_INT; v.integer = i; return v; }
+inline Value as_kind(int32_t kind, int64_t bits) { Value v; v.kind = kind; v.integer = bits; return v; }
 inline Value number(double d) { Value v; v.kind = VALUE_FLOAT; v.number = d; return v; }
 inline Value object(int64_t which) { Value v; v.kind = VALUE_OBJECT; v.object = which; return v; }
 
