@@ -23,6 +23,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "lower.MODULES": {
         "accumulate": "lower.accumulate",
         "activations": "lower.activations",
+        "checkpoint": "lower.checkpoint",
         "convolution": "lower.convolution",
         "creation": "lower.creation",
         "index_put": "lower.index_put",

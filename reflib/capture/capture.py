@@ -52,9 +52,14 @@ def dynamo_graph_to_aten(
 
 def partitioner(rewrite: Rewrite) -> Callable[..., Any]:
     """What cuts a joint graph, rewritten first, in forward and backward."""
+    from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    return lambda gm, *args, **kwargs: min_cut_rematerialization_partition(rewrite(gm), *args, **kwargs)
+    @config.patch(graphsafe_rng_functionalization=False)  # which makes generators arguments
+    def cut(gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        return min_cut_rematerialization_partition(rewrite(gm), *args, **kwargs)
+
+    return cut
 
 
 def _weights(gm: torch.fx.GraphModule) -> frozenset[str]:

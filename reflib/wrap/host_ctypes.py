@@ -140,7 +140,8 @@ class graph:  # (named as in the extension)
         if kind == TORCH and not text and what:
             text = (CFUNCTYPE(c_char_p)(what)() or b"").decode(errors="replace")
         if kind == INDEX:
-            return ERRORS[INDEX](f"index out of range in kernel {step}{text}: an index is outside the tensor it indexes")
+            where = f"in kernel {step}{text}: an index is outside the tensor it indexes"
+            return ERRORS[INDEX](f"index out of range {where}")
         if kind == ARGUMENT:
             one = text.startswith("argument ")  # or about several
             return ERRORS[ARGUMENT](f"{text}; got {described(call.owned[int(text.split()[1])])}" if one else text)
