@@ -15,14 +15,14 @@ import operator
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import CallMethodKey
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import CallMethodKey, free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from ..options import Options
 from .copies import copied
 
 aten = torch.ops.aten
-Node = torch.fx.Node
 
 
 def check_sizes(module: torch.fx.GraphModule, options: Options, gpu: bool) -> torch.fx.GraphModule:
@@ -43,7 +43,8 @@ def _found_out(node: Node) -> list[tuple[Any, ...]]:
     places: dict[tuple[Any, ...], None] = {}
     env = _env(node)
     for symbol, path in (node.meta.get("unbacked_bindings") or {}).items():
-        if env is not None and env.replacements.get(symbol, symbol) != symbol:
+        known = symbol if env is None else env.replacements.get(symbol, symbol)
+        if not free_unbacked_symbols(known):  # (nor is it the same symbol by another name)
             output = [k.idx for k in path[:1] if isinstance(k, pytree.SequenceKey)]
             match path[len(output) :]:
                 case ():

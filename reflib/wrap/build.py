@@ -148,7 +148,7 @@ class Binder:
     """How a printed wrapper calls kernels. ``cpp``: from (library, kernel, its node). ``triton``: from
     (binary, device index). ``late``: for a kernel built when it is first called, from the function that builds it."""
 
-    cpp: Callable[[Any, Kernel, bool], Any]
+    cpp: Callable[[Any, Kernel, KernelNode], Any]
     triton: Callable[[Any, int], Any]
     late: Callable[[Kernel, Callable[[], Any]], Callable[[], Any]]
 
