@@ -12,6 +12,7 @@ less work than to store the input and read it back: ``avg_pool(relu(bn(x)))`` is
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -130,7 +131,7 @@ def _inline_into(
         if not names:
             return loops
         name = names[0]
-        for p in (_whole(producers[name], position, producers, depends), producers[name]):
+        for p in _forms(loops, position, producers[name], producers, depends):
             if _should_inline(loops, position, p, depends, program):
                 inlined = replace_loads(loops, p)
                 if gathers(p.loops):
@@ -142,6 +143,16 @@ def _inline_into(
                     break
         else:
             keep.add(name)
+
+
+def _forms(
+    loops: LoopNest, position: int, p: Producer, producers: dict[str, Producer], depends: Dependencies
+) -> Iterator[Producer]:
+    """A producer as it might be inlined: with those in it, and alone. None of one that can be grouped with ``loops``,
+    as most can: this is asked first."""
+    if isinstance(common_space(single(p.position, p.loops, depends), single(position, loops, depends)), Reason):
+        yield _whole(p, position, producers, depends)
+        yield p
 
 
 def _longest(loops: LoopNest) -> int:
@@ -176,8 +187,7 @@ def _should_inline(loops: LoopNest, position: int, p: Producer, depends: Depende
         return False
     if any(s.mask is not None for s in loads) and not all(nonneg(s.size - 1) for s in positions):
         return False
-    together = common_space(single(p.position, p.loops, depends), single(position, loops, depends))
-    return isinstance(together, Reason) and _alone(p, depends)
+    return _alone(p, depends)
 
 
 def _pays(loops: LoopNest, p: Producer, depends: Dependencies, program: Program) -> bool:

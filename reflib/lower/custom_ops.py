@@ -114,11 +114,6 @@ def is_registered(target: Any) -> bool:
     return bool(_REGISTERED) and registration(target) is not None
 
 
-def registered_ops() -> frozenset[str]:
-    """Their names."""
-    return frozenset(_REGISTERED)
-
-
 def maker_key(op: str, argument: str) -> str:
     return f"{op}/{argument}"
 

@@ -15,7 +15,6 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -31,7 +30,6 @@ from reflib.ir.rename import renamed
 
 from .body import NestBuilder
 from .context import LoweringContext
-from .custom_ops import registered_ops
 from .decompositions import decompositions
 from .extern import has_effect
 from .lower import Lowering
@@ -220,7 +218,7 @@ def _make_fx(copy: SizesCopy, fn: Callable[..., Any], fakes: list[Any]) -> torch
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-    tracer = make_fx(fn, decomposition_table=_table(registered_ops()), tracing_mode="real")
+    tracer = make_fx(fn, decomposition_table=decompositions(), tracing_mode="real")
     no_autocast = torch._C._DisableAutocast()
     with tracing(TracingContext(copy.mode)), no_autocast, copy.mode, torch.no_grad(), enable_python_dispatcher():
         try:
@@ -229,12 +227,6 @@ def _make_fx(copy: SizesCopy, fn: Callable[..., Any], fakes: list[Any]) -> torch
             raise Refused("unsupported", f"{_READS} as a Python number; keep it a tensor ({_first_line(e)})") from e
         except Exception as e:  # whatever an implementation may raise
             raise Refused("raised", f"{type(e).__name__}: {_first_line(e)}") from e
-
-
-@lru_cache(4)
-def _table(registered: frozenset[str]) -> dict[Any, Any]:
-    """The decompositions, which take 20 ms to collect. They depend on what is registered."""
-    return decompositions()
 
 
 def _first_line(e: BaseException) -> str:

@@ -4,18 +4,6 @@ from .plan import plan
 from .steps import Alloc, Branch, Call, Check, Free, Launch, Let, Moment, Note, Plan, Return, Step, launches
 
 __all__ = [
-    "Alloc",
-    "Branch",
-    "Call",
-    "Check",
-    "Free",
-    "Launch",
-    "Let",
-    "Moment",
-    "Note",
-    "Plan",
-    "Return",
-    "Step",
-    "launches",
+    "Alloc", "Branch", "Call", "Check", "Free", "Launch", "Let", "Moment", "Note", "Plan", "Return", "Step", "launches",
     "plan",
-]
+]  # fmt: skip
