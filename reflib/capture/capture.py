@@ -55,11 +55,8 @@ def partitioner(rewrite: Rewrite) -> Callable[..., Any]:
     from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    @config.patch(graphsafe_rng_functionalization=False)  # which makes generators arguments
-    def cut(gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        return min_cut_rematerialization_partition(rewrite(gm), *args, **kwargs)
-
-    return cut
+    cut = config.patch(graphsafe_rng_functionalization=False)(min_cut_rematerialization_partition)  # no generators
+    return lambda gm, *args, **kwargs: cut(rewrite(gm), *args, **kwargs)
 
 
 def _weights(gm: torch.fx.GraphModule) -> frozenset[str]:

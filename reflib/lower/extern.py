@@ -133,15 +133,12 @@ def written_arguments(schema: Any, args: Any, kwargs: dict[str, Any]) -> list[An
     out = []
     for i, a in enumerate(schema.arguments if schema is not None else ()):
         if a.alias_info is not None and a.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(a.name)
-            out.append(value)
+            out.append(args[i] if i < len(args) else kwargs.get(a.name))
     return out
 
 
 def _returns_argument(schema: Any, i: int) -> bool:
-    if schema is None or i >= len(schema.returns):
-        return False
-    info = schema.returns[i].alias_info
+    info = schema.returns[i].alias_info if schema is not None and i < len(schema.returns) else None
     return info is not None and info.is_write
 
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 import reflib
 
-SPECIAL = [0.0, 1.0, math.inf, 1e-45, 1e-38, 6e-8, 6.1e-5, 0.1, 1 / 3, 0.5, 1.5, 2.0, 3.0, 11.0, 20.0, 88.0, 89.0, 104.0,
-           2048.0, 65504.0, 2.0**31, 2.0**63, 3.4e38, 1 + 2**-10, 1 - 2**-11]  # fmt: skip
+SPECIAL = [0.0, 1.0, math.inf, 1e-45, 1e-38, 6e-8, 6.1e-5, 0.1, 1 / 3, 0.5, 1.5, 2.0, 3.0, 11.0, 20.0, 88.0, 89.0,
+           104.0, 2048.0, 65504.0, 2.0**31, 2.0**63, 3.4e38, 1 + 2**-10, 1 - 2**-11]  # fmt: skip
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
