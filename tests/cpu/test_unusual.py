@@ -180,3 +180,15 @@ def test_exported_without_memory(wrapper):
     x.untyped_storage().resize_(0)
     with pytest.raises(reflib.ReflibError, match="without memory"):
         f(x)
+
+
+@BOTH
+def test_a_second_derivative_is_refused_and_a_graph_can_be_kept(wrapper):
+    f = reflib.compile(lambda x, w: ((x * w).tanh().exp() * w).sum(), wrapper=wrapper)
+    x, w = torch.randn(N, requires_grad=True), torch.randn(N, requires_grad=True)
+    (grad,) = torch.autograd.grad(f(x, w), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        torch.autograd.grad(grad.sum(), w)
+    out = f(x, w)
+    kept = [torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2)]
+    assert torch.equal(kept[0], kept[1])
