@@ -14,6 +14,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "pipeline.REWRITES": {
         "random": "capture.random:own_numbers",
         "kept": "capture.random:kept_numbers",
+        "data_sizes": "capture.data_sizes:check_sizes",
         "literals": "capture.literals:literals",
         "channels_last": "capture.layouts:channels_last",
         "positions": "capture.positions:recompute_positions",
@@ -24,6 +25,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "lower.MODULES": {
         "accumulate": "lower.accumulate",
         "activations": "lower.activations",
+        "checkpoint": "lower.checkpoint",
         "convolution": "lower.convolution",
         "creation": "lower.creation",
         "index_put": "lower.index_put",

@@ -20,6 +20,7 @@ from ..errors import ReflibError
 from ..ir.decision import Candidate, Key
 from ..ir.program import Program, Template, holds, node_symbols
 from ..ir.rename import with_hints
+from ..logs import get as logger
 from ..options import Options
 from ..target import Target
 from . import known
@@ -37,6 +38,8 @@ from .store import Outcome, Store
 from .subprogram import splice
 from .tuner import Asked, Prune, Tuner
 from .winner import overall, pick_winner
+
+_said: set[str] = set()  # why candidates are measured in this process: each reason is logged once
 
 TargetOf = Callable[[torch.device], Target]
 Build = Callable[[Program, Options], Callable[[list], Any]]
@@ -254,6 +257,10 @@ def _measured_here(point: Point, work: Work) -> Result:
         why = f"{point.why_here}; nothing is measured in this process while the program runs"
         rows = tuple(Candidate(r.key(name), "skipped", why=why) for name in r.programs)
         return Result(rows, str(point.default), f"{point.default} stays: {why}")
+    if point.why_here and point.why_here not in _said:
+        _said.add(point.why_here)
+        said = "candidates are measured in this process, which ends with one that crashes: %s"
+        logger("autotune").warning(said, point.why_here)
     with device_lock(next((s.device for s in r.inputs if s.is_tensor), "cpu")):
         result = measure(r, work.build, point.makers)
     point.complete = not any(row.status == "skipped" for row in result.rows)

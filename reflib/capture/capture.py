@@ -52,9 +52,11 @@ def dynamo_graph_to_aten(
 
 def partitioner(rewrite: Rewrite) -> Callable[..., Any]:
     """What cuts a joint graph, rewritten first, in forward and backward."""
+    from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    return lambda gm, *args, **kwargs: min_cut_rematerialization_partition(rewrite(gm), *args, **kwargs)
+    cut = config.patch(graphsafe_rng_functionalization=False)(min_cut_rematerialization_partition)  # no generators
+    return lambda gm, *args, **kwargs: cut(rewrite(gm), *args, **kwargs)
 
 
 def _weights(gm: torch.fx.GraphModule) -> frozenset[str]:

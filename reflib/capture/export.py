@@ -43,6 +43,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import CaptureError
 from .advice import explained, first_lines
+from .attention_there import attention_of_gpu
 from .exported import Rewrite, exported_graph
 from .graph import Graph
 from .training import in_training
@@ -111,6 +112,38 @@ def export_for(
         program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
         training = not isinstance(model, torch.nn.Module) or any(m.training for m in model.modules())
         return _exported(program, decompositions, rewrite, own, {} if fakes is None else fakes.real, training)
+
+
+@contextmanager
+def with_fakes(fn: Any, call: Any, gpu: bool, there: bool) -> Iterator[tuple[Any, Any, Any]]:
+    """A decorator for what runs such graphs; ``fn`` (if it is a module, a copy) and ``call``, a nest of arguments, with
+    a fake tensor for each tensor: on its own device, or on a GPU (``there``). ``gpu``: attention is a GPU's.
+
+    Raises CaptureError for what cannot be copied.
+    """
+    fakes = _Fakes(CUDA if there else None)
+
+    def fake(t: torch.Tensor) -> torch.Tensor:
+        return fakes.fake(t).requires_grad_(t.requires_grad)
+
+    with _LOCK, _as_if_there() if there else nullcontext(), attention_of_gpu(whole=False) if gpu else nullcontext():
+        if isinstance(fn, torch.nn.Module):
+            copy = fakes.copied(fn, type(fn).__name__)
+            for p, new in zip(fn.parameters(), copy.parameters(), strict=True):
+                new.requires_grad_(p.requires_grad)
+            fn = copy
+        yield _under(fakes.mode), fn, pytree.tree_map_only(torch.Tensor, fake, call)
+
+
+def _under(mode: FakeTensorMode) -> Callable[[Any], Any]:
+    def around(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with mode:
+                return call(*args)
+
+        return run
+
+    return around
 
 
 def _examples(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -364,7 +397,7 @@ def _as_if_there() -> Iterator[None]:
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(_guard())
-        enter(_attention())
+        enter(attention_of_gpu())
         enter(_replaced(FakeTensorMode, "avoid_device_init", True))
         enter(_replaced(proxy_tensor, "CONSTANT_NUMEL_LIMIT", 0))
         enter(_replaced(FakeTensorMode, "_dispatch_impl", _dispatched(FakeTensorMode._dispatch_impl)))
@@ -411,40 +444,6 @@ def _dispatched(dispatch: Callable[..., Any]) -> Callable[..., Any]:
         return dispatch(self, func, types, args, kwargs)
 
     return wrapped
-
-
-@contextmanager
-def _attention() -> Iterator[None]:
-    op, key = aten.scaled_dot_product_attention.default, torch._C.DispatchKey.CompositeImplicitAutograd
-
-    def attention(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
-        if q.device.type != "cuda":
-            return op._op_dk(key, q, k, v, *args, **kwargs)
-        return _attended(q, k, v, kwargs.get("enable_gqa", False))
-
-    before = dict(op.py_kernels)
-    op.py_kernels[key] = attention
-    op._dispatch_cache.clear()
-    try:
-        # results may have been cached by another rule; and ours are for nobody else
-        with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
-            yield
-    finally:
-        op.py_kernels.clear()
-        op.py_kernels.update(before)
-        op._dispatch_cache.clear()
-
-
-def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grouped: bool) -> torch.Tensor:
-    """What the fused kernels return: batch, heads, length, width; but the heads lie inside the length."""
-    if not q.dtype == k.dtype == v.dtype:
-        raise RuntimeError(f"attention: query, key and value are {q.dtype}, {k.dtype} and {v.dtype}, not of one dtype")
-    if q.ndim == 4:
-        heads = q.shape[1] if grouped else torch.broadcast_shapes(q.shape[1:2], k.shape[1:2], v.shape[1:2])[0]
-        (batch,) = torch.broadcast_shapes(q.shape[:1], k.shape[:1], v.shape[:1])
-        return q.new_empty((batch, q.shape[2], heads, v.shape[3])).transpose(1, 2)
-    batches = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
-    return q.new_empty((*batches, q.shape[-2], v.shape[-1]))
 
 
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"  # c10::impl::device_guard_impl_registry, by type of device

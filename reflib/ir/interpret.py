@@ -115,7 +115,8 @@ def _run_extern(program: Program, e: Extern, memory: dict[str, torch.Tensor], si
     values = torch.utils._pytree.tree_leaves(result) if isinstance(result, (tuple, list, dict)) else [result]
     for sym, position, dim in e.symbols:
         value = values[position]
-        sizes[sym.name] = value if dim is None else value.shape[dim]  # perhaps a float or a bool
+        read = value if dim is None else value.shape[dim] if dim >= 0 else value.stride(~dim)
+        sizes[sym.name] = read  # perhaps a float or a bool
     for what, value in zip(e.outputs, values):
         if isinstance(what, str):
             b = program.buffers[what]

@@ -91,7 +91,7 @@ class Extern:
     ``args``/``kwargs``: nested tuples/lists/dicts of View, Expr (a symbolic int), and plain data.
     ``outputs``: one entry per returned value, flattened: a buffer name, None (unused, or not a tensor), or a View of an
     argument, of which it is an alias.
-    ``symbols``: (Sym, output position, dim or None): sizes first known when the call returns.
+    ``symbols``: (Sym, output position, dim, ~dim or None): sizes, strides and numbers first known after the call.
     ``mutates``: buffers written in place. ``effect``: keep in order with other effects (random state, print).
     ``out``: the overload with ``out=`` and its keyword names, when outputs can be preallocated; else None.
     """

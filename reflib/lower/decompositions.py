@@ -37,7 +37,8 @@ def decompositions(numerics: str = "fast") -> dict[Any, Callable[..., Any]]:
     if numerics == "eager":
         return dict(LIKE_EAGER["table"])
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
-    return dict(_table(len(registered), len(RULES)))
+    table = _table(len(registered), len(RULES))
+    return {op: fn for op, fn in table.items() if not any(keeps(op) for keeps in WHOLE.values())}
 
 
 @lru_cache(1)
@@ -48,8 +49,7 @@ def _table(_registered: int, _rules: int) -> dict[Any, Callable[..., Any]]:
     table.update(get_decompositions(packets))
     table[aten.max_unpool2d.default] = _max_unpool2d
     whole = set(overloads(*_KEEP_WHOLE)) | set(RULES)
-    kept = [_random, *WHOLE.values()]
-    return {op: fn for op, fn in table.items() if op not in whole and not any(keeps(op) for keeps in kept)}
+    return {op: fn for op, fn in table.items() if op not in whole and not _random(op)}
 
 
 def _max_unpool2d(x: torch.Tensor, indices: torch.Tensor, output_size: list[int]) -> torch.Tensor:

@@ -79,12 +79,15 @@ def _used(cx: LoweringContext, flat: list[Any]) -> set[int]:
     plain = isinstance(val, (tuple, list)) and val is cx.fake and len(val) == len(flat)
     if not plain or any(u.target is not operator.getitem for u in users):
         return set(range(len(flat)))
-    sizes = {i for i, f in enumerate(flat) if not isinstance(f, torch.Tensor) or _has_symbols(f)}
+    sizes = {i for i, f in enumerate(flat) if not isinstance(f, torch.Tensor) or _numbers(f)}
     return sizes | {u.args[1] for u in users}  # type: ignore[misc]
 
 
-def _has_symbols(fake: torch.Tensor) -> bool:
-    return any(isinstance(n, torch.SymInt) for n in fake.shape)
+def _numbers(fake: torch.Tensor) -> list[tuple[int, torch.SymInt]]:
+    """Its symbolic sizes, each with its dimension d, then strides, with ``~d``."""
+    strides = fake.stride() if fake.layout == torch.strided else ()
+    both = [*enumerate(fake.shape), *((~d, n) for d, n in enumerate(strides))]
+    return [(d, n) for d, n in both if isinstance(n, torch.SymInt)]
 
 
 def with_effects(cx: LoweringContext, token: Any, target: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -102,10 +105,11 @@ def _output(cx: LoweringContext, fake: Any, i: int, returned: Any, name: str, sy
         if isinstance(returned, View):
             return returned, returned
         known = cx.low.symbols
-        for d, size in enumerate(fake.shape):
-            if isinstance(size, torch.SymInt) and _is_new_symbol(cx, size):
-                symbols.append((known.symbol(size.node.expr, size.node.shape_env), i, d))
-            elif isinstance(size, torch.SymInt) and not known.expressible(size):
+        for d, size in _numbers(fake):
+            if _is_new_symbol(cx, size):
+                if (sym := known.symbol(size.node.expr, size.node.shape_env)) not in [s for s, _, _ in symbols]:
+                    symbols.append((sym, i, d))
+            elif not known.expressible(size):
                 symbols.append((known.define(cx.low.unique(f"{name}_size{d}"), size), i, d))
         buffer = cx.low.new_buffer(name, fake)
         return full_view(buffer), buffer.name
@@ -129,15 +133,12 @@ def written_arguments(schema: Any, args: Any, kwargs: dict[str, Any]) -> list[An
     out = []
     for i, a in enumerate(schema.arguments if schema is not None else ()):
         if a.alias_info is not None and a.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(a.name)
-            out.append(value)
+            out.append(args[i] if i < len(args) else kwargs.get(a.name))
     return out
 
 
 def _returns_argument(schema: Any, i: int) -> bool:
-    if schema is None or i >= len(schema.returns):
-        return False
-    info = schema.returns[i].alias_info
+    info = schema.returns[i].alias_info if schema is not None and i < len(schema.returns) else None
     return info is not None and info.is_write
 
 

@@ -48,6 +48,9 @@ def square(x: Value) -> Value:
 
 @pointwise("pow.Tensor_Scalar", n=1)
 def pow_scalar(x: Value, exponent: Any) -> Value:
+    cx = x.kernel.cx
+    if exponent in (0.5, -0.5) and cx.dtype == torch.float16 and not cx.on_gpu:  # no square root: (-inf) ** 0.5 is inf
+        return x.op("pow", exponent)
     if isinstance(exponent, (int, float)) and not isinstance(exponent, bool):
         exact = _exact_power(x, float(exponent))
         if exact is not None:
@@ -120,7 +123,9 @@ def div_mode(x: Value, y: Value, rounding_mode: str | None = None) -> Value:
         return x / y
     if rounding_mode == "floor":
         return whole("floordiv", x, y)
-    return (x / y).op("trunc") if x.dtype.is_floating_point else whole("truncdiv", x, y)
+    if not x.dtype.is_floating_point:
+        return whole("truncdiv", x, y)
+    return (x / y).to(x.kernel.cx.dtype).op("trunc")  # of half precision what eager takes, as in ``_to_whole``
 
 
 @pointwise("floor_divide", n=2)
@@ -183,12 +188,19 @@ def _register_table() -> None:
     """Ops that are one OPS entry."""
     for name, op in (("bitwise_and", "and"), ("bitwise_or", "or"), ("bitwise_xor", "xor")):
         pointwise(name, n=2)(lambda x, y, op=op: x.op(op, y))
-    for name in ("atan2", "copysign", "hypot", "nextafter"):
+    for name in ("atan2", "copysign", "hypot"):
         pointwise(name, n=2)(lambda x, y, op=name: x.op(op, y))
     for name in "log10 tan asin acos atan sinh cosh asinh acosh atanh erfc lgamma".split():
         pointwise(name)(lambda x, op=name: x.op(op))
     for name in ("floor", "ceil", "trunc", "round.default"):
         rule(name)(functools.partial(_to_whole, name.partition(".")[0]))
+
+
+@pointwise("nextafter", n=2)
+def nextafter(x: Value, y: Value) -> Value:
+    if x.kernel.cx.dtype in (torch.float16, torch.bfloat16):
+        raise Unsupported("the next number of half precision")
+    return x.op("nextafter", y)
 
 
 def _to_whole(op: str, cx: LoweringContext, x: View) -> View:

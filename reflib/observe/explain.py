@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
@@ -17,8 +17,10 @@ import torch
 from ..api import exported_stages
 from ..errors import ReflibError
 from ..ir.program import fallback_kernels, kernels_and_calls
+from ..logs import get as logger
 from ..options import Options
 from ..pipeline import Backend, Stages
+from ..target import parse_target
 from ..timeline import Timeline
 from .decisions import Decisions, html_table
 
@@ -169,24 +171,59 @@ def explain(
     """Compile ``f`` for these arguments and return its stages as data.
 
     f: a function, a module, a result of ``torch.compile`` or ``reflib.compile``, or an ExportedProgram.
-    args, kwargs: its arguments. ``f`` is called once (eagerly if ``target`` is set), so its side effects happen.
+    args, kwargs: its arguments. ``f`` is called once, so its side effects happen.
     dynamic: as in ``torch.compile``.   options: fields of :class:`reflib.Options`; ``target="sm_90"`` shows a GPU's
-        code on any machine.
+        code on any machine. Then only sizes, strides and dtypes of the arguments matter: nothing is computed. (Where
+        ``f`` needs numbers, or has tensors of its own, it is called eagerly, on this machine.)
 
-    Raises ReflibError if no tensor operation was captured.
+    Raises OptionError for a bad option, ReflibError if no tensor operation was captured.
     """
     opts = Options.make(options)
+    if opts.target is not None:
+        parse_target(opts.target)
     graphs: list[Stages] = []
     if isinstance(f, torch.export.ExportedProgram):
         return Explanation([exported_stages(f, opts)[0]])
     fn = original(f)
-    compiled = torch.compile(_fresh(fn), backend=Backend(opts, graphs.append), dynamic=dynamic)
-    result = compiled(*args, **(kwargs or {}))
+    if opts.target is None or not (graphs := _graphs_of_fakes(fn, args, kwargs or {}, opts, dynamic)):
+        graphs = _graphs(Backend, fn, args, kwargs or {}, opts, dynamic)
     if not graphs:
         raise ReflibError(f"explain: no tensor operation was captured from {getattr(fn, '__name__', fn)!r}")
-    if not any(s.graph.name == "backward" for s in graphs) and any(s.graph.name == "forward" for s in graphs):
-        _run_backward(fn, args, kwargs or {}, result)
     return Explanation(graphs)
+
+
+def _graphs(
+    backend: type[Backend], fn: Any, args: Any, kwargs: dict[str, Any], options: Options, dynamic: bool | None
+) -> list[Stages]:
+    graphs: list[Stages] = []
+    compiled = torch.compile(_fresh(fn), backend=backend(options, graphs.append), dynamic=dynamic)
+    result = compiled(*args, **kwargs)
+    if not any(s.graph.name == "backward" for s in graphs) and any(s.graph.name == "forward" for s in graphs):
+        _run_backward(fn, args, kwargs, result)
+    return graphs
+
+
+def _graphs_of_fakes(
+    fn: Any, args: Any, kwargs: dict[str, Any], options: Options, dynamic: bool | None
+) -> list[Stages]:
+    """The same, without computing anything; empty where that cannot be."""
+    from ..capture.advice import first_lines
+    from ..capture.export import with_fakes
+
+    assert options.target is not None
+    gpu = parse_target(options.target).is_gpu
+    for there in (False, True) if gpu else (False,):  # a function may ask for a GPU itself
+        try:
+            with with_fakes(fn, (args, kwargs), gpu, there) as (mode, fake_fn, (fake_args, fake_kwargs)):
+
+                class OfFakes(Backend):
+                    def _around(self, call: Any, what: Any, inputs: Sequence[Any], mode: Any = mode) -> Any:
+                        return mode(call)
+
+                return _graphs(OfFakes, fake_fn, fake_args, fake_kwargs, options, dynamic)
+        except Exception as e:
+            logger("compile").info("explain needs more than fake tensors: %s", first_lines(e))
+    return []
 
 
 def original(f: Any) -> Any:

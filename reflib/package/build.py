@@ -31,10 +31,10 @@ from ..ir.program import Extern, Program, fallback_kernels, kernel_nodes, walk
 from ..options import Options
 from ..plan import Plan
 from ..target import Target, parse_target
-from ..wrap.build import has_indirect
 from ..wrap.convention import Convention
 from ..wrap.cpp import CppPrinter
 from ..wrap.host import build_wrapper
+from ..wrap.indices import has_indirect
 from . import archive, checks, describe, images, manifest, trees, weights
 from .architectures import PTX, PTX_SHARED, driver_for
 from .libraries import library_of

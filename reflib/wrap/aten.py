@@ -60,13 +60,17 @@ def direct_call(printer: CppPrinter, x: Extern, again: list[str]) -> list[str] |
 
 
 def _number(printer: CppPrinter, x: Extern, again: list[str]) -> list[str] | None:
-    """An integer in a CPU's memory, or a float seen as one: read where it is."""
+    """An integer in a CPU's memory: read where it is."""
     (v,), ((sym, _, _),) = x.args, x.symbols
-    if v.dtype not in _INTEGERS or printer.program.buffers[v.buffer].device.type != "cpu":
+    if not integer_read(x) or printer.program.buffers[v.buffer].device.type != "cpu":
         return None
     n, at = printer.name(v.buffer), printer.size(v.offset * v.dtype.itemsize)
     read = f"{printer.name(sym.name)} = *(const {_INTEGERS[v.dtype]}*)({n}.ptr + {at});"
     return [f"if ({n}.opaque) {{", *_more(again), "} else {", f"  {read}", "}"]
+
+
+def integer_read(x: Extern) -> bool:
+    return x.target is aten._local_scalar_dense.default and x.args[0].dtype in _INTEGERS
 
 
 _INTEGERS = {
@@ -155,7 +159,8 @@ class _Writer:
         for sym, i, dim in x.symbols:
             if dim is None or not isinstance(x.outputs[i], str):
                 raise _Cannot
-            lines.append(f"{self.printer.name(sym.name)} = {self.printer.name(x.outputs[i])}.size(run, {dim});")
+            read = f"size(run, {dim})" if dim >= 0 else f"stride(run, {~dim})"
+            lines.append(f"{self.printer.name(sym.name)} = {self.printer.name(x.outputs[i])}.{read};")
         return lines
 
     def _layouts(self, x: Extern) -> list[str]:

@@ -19,12 +19,13 @@ import torch
 
 from ..errors import GenerateError, IndexOutOfRange, ToolchainError
 from ..generate.kernel import Kernel
-from ..ir.loops import Indirect
-from ..ir.program import KernelNode, Program, Template, fallback_kernels, kernel_nodes
+from ..ir.expr import Sym
+from ..ir.program import KernelNode, Program, fallback_kernels, kernel_nodes
 from ..logs import get as logger
 from ..options import Options
 from ..plan import Plan
 from ..target import device_target
+from .indices import has_indirect, where_indexed
 from .python import Kernels
 from .runtime import namespace
 from .wrap import Bound, Built, Wrapped, by_language
@@ -38,6 +39,9 @@ def wrap_cpp(
     C++ was asked for and there is no compiler, or no C++ type for something in the program."""
     if not in_cpp(options):
         return None
+    if odd := [x.name for x in program.inputs if isinstance(x, Sym) and _is_no_integer(x)]:
+        logger("wrapper").info("the wrapper is in Python: %s are no numbers of 64 bits", ", ".join(odd))
+        return None
     try:
         return _wrap_cpp(program, plan, kernels, options, built)
     except GenerateError as e:  # a dtype or a device without a C++ name
@@ -45,6 +49,11 @@ def wrap_cpp(
             raise
         logger("wrapper").info("the wrapper is in Python: %s", e)
         return None
+
+
+def _is_no_integer(x: Sym) -> bool:
+    """A float (PyTorch names their symbols z...), or the size of a jagged dimension: a symbol without a value."""
+    return x.name.startswith("z") or (x.name.startswith("s") and x.hint is None)
 
 
 def in_cpp(options: Options) -> bool:
@@ -136,10 +145,10 @@ def begin(device: str) -> None:
 
 @dataclass(frozen=True)
 class Binder:
-    """How a printed wrapper calls kernels. ``cpp``: from (library, kernel, are indices checked?). ``triton``: from
+    """How a printed wrapper calls kernels. ``cpp``: from (library, kernel, its node). ``triton``: from
     (binary, device index). ``late``: for a kernel built when it is first called, from the function that builds it."""
 
-    cpp: Callable[[Any, Kernel, bool], Any]
+    cpp: Callable[[Any, Kernel, KernelNode], Any]
     triton: Callable[[Any, int], Any]
     late: Callable[[Kernel, Callable[[], Any]], Callable[[], Any]]
 
@@ -164,8 +173,7 @@ def _bind_cpp(program: Program, kernels: Kernels, options: Options, built: Built
         future = built.get(k) or library
         assert future is not None
         waiting.append(future)
-        checked = has_indirect(nodes[name])
-        bound[name] = partial(lambda f, *about: binder.cpp(f.result(), *about), future, k, checked)
+        bound[name] = partial(lambda f, *about: binder.cpp(f.result(), *about), future, k, nodes[name])
     return bound, waiting
 
 
@@ -181,12 +189,6 @@ def _bind_triton(program: Program, kernels: Kernels, options: Options, built: Bu
         if future is not None:
             waiting.append(future)
     return bound, waiting
-
-
-def has_indirect(kernel: KernelNode) -> bool:
-    """Does it index with values that it reads, so that its kernel has to report one that is out of range?"""
-    parts = [p.epilogue if isinstance(p, Template) else p for p in kernel.parts]
-    return any(isinstance(s, Indirect) for p in parts for s in p.body)
 
 
 def compile_cpp(kernels: tuple[Kernel, ...], options: Options) -> Any:
@@ -215,16 +217,15 @@ def _triton_binding(
 
 
 # -- for a wrapper in Python -------------------------------------------------------------------------
-def _call_cpp(library: Any, kernel: Kernel, checked: bool) -> Callable[..., Any]:
+def _call_cpp(library: Any, kernel: Kernel, node: KernelNode) -> Callable[..., Any]:
     fn = library.function(kernel.name, len(kernel.buffers) + len(kernel.symbols) + 1)
-    if not checked:
+    if not has_indirect(node):
         return fn
 
     def call(*args: int) -> None:
         if fn(*args):
-            raise IndexOutOfRange(
-                f"index out of range in kernel {kernel.name}: an index is outside the tensor it indexes"
-            )
+            what = f"{kernel.name}{where_indexed(node)}"
+            raise IndexOutOfRange(f"index out of range in kernel {what}: an index is outside the tensor it indexes")
 
     return call
 
@@ -269,4 +270,6 @@ def _facts_triton(binary: Any, device: int) -> tuple:
     return facts(binary, device)
 
 
-HOST = Binder(lambda library, kernel, checked: (library.address(kernel.name), checked), _facts_triton, _facts_late)
+HOST = Binder(
+    lambda library, kernel, node: (library.address(kernel.name), has_indirect(node)), _facts_triton, _facts_late
+)

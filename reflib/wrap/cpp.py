@@ -37,7 +37,8 @@ from ..ir.program import (
     walk,
 )
 from ..plan import Alloc, Branch, Call, Check, Free, Launch, Let, Note, Plan, Return, Step
-from .aten import direct_call, quoted
+from .aten import direct_call, integer_read, quoted
+from .indices import has_indirect, where_indexed
 from .python import Kernels, PythonPrinter, _condition, checked_symbols
 
 DEVICES = ("cpu", "cuda")
@@ -54,8 +55,8 @@ TAKEN = frozenset(
     "aligned anywhere args argument argument_said call cpu cuda differs dispatch drop empty entry escaped "
     "expect_range expect_size expect_sizes expect_stride expect_value floor_div floor_mod frame give guard host ignore "
     "in input int16_t int32_t int64_t int8_t integer ints laid_out launch launch_with list made max min none number "
-    "object out own placed plain python reflib reflib_call refuse results run run_kernel run_with some stack "
-    "stream stream_of symbol take tensor text there uint16_t uint32_t uint64_t uint8_t value view write_ints "
+    "object out own placed plain python reflib reflib_call refuse results run run_indexing run_kernel run_with some "
+    "stack stream stream_of symbol take tensor text there uint16_t uint32_t uint64_t uint8_t value view write_ints "
     "zeros".split()
 )
 MOST_PARTS = 6  # parts of a fused kernel whose IR is shown in a comment
@@ -92,6 +93,7 @@ class CppPrinter:
         self.gpu = sorted({b.device.index or 0 for b in program.buffers.values() if b.device.type == "cuda"})
         self.lasting: set[str] = set()  # declared at the top of the function
         self.strict = laid_out(program)
+        self.numbers = _numbers(program)
 
     @property
     def names(self) -> dict[str, object]:
@@ -205,7 +207,8 @@ class CppPrinter:
             self.lasting.add(c)
             self.put(f"{self.name(c)}.borrow(run, host->constants[{i}]);")
         for s in sorted({s.name for n in walk(self.program.nodes) if isinstance(n, Extern) for s, _, _ in n.symbols}):
-            self.put(f"int64_t {self.name(s)} = 0;")
+            kind = f", {self.name(f'{s} kind')} = VALUE_INT" if s in self.numbers else ""
+            self.put(f"int64_t {self.name(s)} = 0{kind};")
         for name in sorted(self.inner._assumed_aligned()):
             self.put(f"const bool {self.name('aligned_' + name)} = {self.name(name)}.aligned(16);")
         if self.gpu:
@@ -331,7 +334,9 @@ class CppPrinter:
         if kernel.grid == 0:
             self.put(f"// {kernel.name}: nothing to do for an empty tensor")
         elif device.type == "cpu":
-            self.put(f"run_kernel(run, {', '.join([self.name(kernel.name), *args])});")
+            where = [quoted(where_indexed(step.kernel))] if has_indirect(step.kernel) else []
+            call = "run_indexing" if where else "run_kernel"
+            self.put(f"{call}(run, {', '.join([self.name(kernel.name), *where, *args])});")
         else:
             stream = f"stream{device.index or 0}"
             places: dict[str, str] = {}
@@ -381,12 +386,13 @@ class CppPrinter:
         p.lines, p.pad = [], ""
         p._call(x)
         which = self._function(x.name, [*takes, *sizes], p.lines, gives)
-        args = [f"tensor({self.name(b)})" for b in takes] + [f"integer({self.name(s)})" for s in sizes]
+        args = [f"tensor({self.name(b)})" for b in takes] + [self._number(s) for s in sizes]
         self.put(f"run.step({quoted(_called(x.target))});")
         lines = [self._python_call(which, args, len(gives))]
         for i, g in enumerate(gives):
             n = self.name(g)
-            lines.append(f"take(run, {n}, results[{i}]);" if i < len(made) else f"{n} = results[{i}].integer;")
+            kind = f", {self.name(f'{g} kind')} = results[{i}].kind" if g in self.numbers else ""
+            lines.append(f"take(run, {n}, results[{i}]);" if i < len(made) else f"{n} = results[{i}].integer{kind};")
         direct = direct_call(self, x, lines)
         if direct is not None:
             lines = direct
@@ -395,6 +401,11 @@ class CppPrinter:
             lines = ["{", *("  " + line for line in lines), "}"] if gives else lines
         for line in lines:
             self.put(line)
+
+    def _number(self, symbol: str) -> str:
+        """Its value, as it is in Python."""
+        n = self.name(symbol)
+        return f"as_kind({self.name(f'{symbol} kind')}, {n})" if symbol in self.numbers else f"integer({n})"
 
     def _function(self, name: str, parameters: list[str], lines: list[str], gives: list[str]) -> int:
         """Add a Python function; its number."""
@@ -425,6 +436,8 @@ class CppPrinter:
             elif isinstance(o, Expr) and o.symbols() and not any(o == expr(s) for s in o.symbols()):
                 # Python's integers do not overflow
                 self._result_in_python(i, o, [], "a size among the results")
+            elif isinstance(o, Expr) and str(o) in self.numbers:
+                self.put(f"out[{i}] = {self._number(str(o))};")
             elif isinstance(o, (Expr, Sym)) or isinstance(o, int) and not isinstance(o, bool):
                 self.put(f"out[{i}] = integer({self.size(o)});")
             elif o is None:
@@ -438,8 +451,14 @@ class CppPrinter:
         name = "view" if buffers else "size"
         which = self._function(name, [*buffers, *sizes], [f"result = {self.inner.value(value)}"], ["result"])
         self.needs[self.functions[which]] = purpose
-        args = [f"tensor({self.name(b)})" for b in buffers] + [f"integer({self.name(s)})" for s in sizes]
+        args = [f"tensor({self.name(b)})" for b in buffers] + [self._number(s) for s in sizes]
         self.put(f"{{ {self._python_call(which, args, 1)} out[{i}] = results[0]; }}")
+
+
+def _numbers(program: Program) -> set[str]:
+    """Symbols that calls return and that may be floats or bools: those that are no sizes of their results."""
+    calls = [n for n in walk(program.nodes) if isinstance(n, Extern)]
+    return {s.name for n in calls if not integer_read(n) for s, _, dim in n.symbols if dim is None}
 
 
 def _called(target: Any) -> str:

@@ -268,7 +268,7 @@ def _fitting(argument: Argument, got: Any) -> Any:
         if have != asked:
             raise ReflibError(f"{name}: {what} {have}, but it was exported with {asked}")
     if not structure.allocated(got):
-        raise ReflibError(f"{name}: a tensor without memory: its storage was resized to 0")
+        raise ReflibError(f"{name}: {structure.why_not_allocated(got)}")
     return got.resolve_neg()
 
 

@@ -13,13 +13,13 @@ extern "C" {
 
 typedef struct AtenTensorOpaque *Handle; /* AtenTensorHandle: an at::Tensor* */
 
-enum { VALUE_NONE, VALUE_TENSOR, VALUE_INT, VALUE_FLOAT, VALUE_OBJECT };
+enum { VALUE_NONE, VALUE_TENSOR, VALUE_INT, VALUE_FLOAT, VALUE_OBJECT, VALUE_BOOL };
 
 typedef struct {
     int32_t kind;
     union {
         Handle tensor; /* borrowed in an input; in an output owned by the receiver */
-        int64_t integer;
+        int64_t integer; /* of a bool 0 or 1 */
         double number;
         int64_t object; /* which of the graph's Python objects */
     };

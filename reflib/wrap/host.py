@@ -55,6 +55,7 @@ FUNCTIONS = (
 ENTRY_FUNCTIONS = (
     "aoti_torch_grad_mode_is_enabled", "aoti_torch_grad_mode_set_enabled", "aoti_torch_get_layout",
     "aoti_torch_layout_strided", "_ZN2at6native6is_negERKNS_6TensorE",
+    "aoti_torch_get_storage_offset", "aoti_torch_get_storage_size",
     "_ZN2at8autocast19is_autocast_enabledEN3c1010DeviceTypeE",
     "_ZN2at8autocast20set_autocast_enabledEN3c1010DeviceTypeEb",
 )  # fmt: skip
@@ -230,9 +231,11 @@ def entry(
     return module.entry(graph, tuple(head), kinds, one, slow)
 
 
-def checks() -> Callable[[Sequence[Any], bytes], bool] | None:
+def checks() -> Callable[[Sequence[Any], bytes, tuple], bool] | None:
     """``usual`` of host_entry.c, if there is the extension: is every tensor among the arguments plain memory, and none
-    in the memory of one that is written to? A letter per argument: w, written to; r, read; -, whatever it is."""
+    in the memory of one that is written to? A letter per argument: w, written to; r, read; -, whatever it is. The
+    tuple: empty, or for each argument None or the sizes and strides it must have, -1 for any; such a one is not empty.
+    """
     found = getattr(extension(), "usual", None)
     return found if _entry_functions() else None
 

@@ -20,9 +20,9 @@ import torch
 from ..errors import ArgumentError
 from .host import ERRORS, FUNCTIONS, OUT_OF_MEMORY, address, described
 from .native_ctypes import launcher
-from .structure import has_memory
+from .structure import allocated, has_memory
 
-NONE, TENSOR, INT, FLOAT, OBJECT = range(5)  # VALUE_...
+NONE, TENSOR, INT, FLOAT, OBJECT, BOOL = range(6)  # VALUE_...
 TORCH, DRIVER, INDEX, ARGUMENT, PYTHON, WRAPPER = range(1, 7)  # FAILED_...
 
 
@@ -127,6 +127,8 @@ class graph:  # (named as in the extension)
             return tensor_of(v.bits)
         if v.kind == FLOAT:
             return c_double.from_buffer(v, Value.bits.offset).value
+        if v.kind == BOOL:
+            return bool(v.bits)
         return self.objects[v.bits] if v.kind == OBJECT else v.bits if v.kind == INT else None
 
     def _error(self, call: SimpleNamespace) -> BaseException:
@@ -138,7 +140,8 @@ class graph:  # (named as in the extension)
         if kind == TORCH and not text and what:
             text = (CFUNCTYPE(c_char_p)(what)() or b"").decode(errors="replace")
         if kind == INDEX:
-            return ERRORS[INDEX](f"index out of range in kernel {step}: an index is outside the tensor it indexes")
+            where = f"in kernel {step}{text}: an index is outside the tensor it indexes"
+            return ERRORS[INDEX](f"index out of range {where}")
         if kind == ARGUMENT:
             one = text.startswith("argument ")  # or about several
             return ERRORS[ARGUMENT](f"{text}; got {described(call.owned[int(text.split()[1])])}" if one else text)
@@ -168,7 +171,8 @@ class graph:  # (named as in the extension)
             elif isinstance(x, float):
                 results[i].kind, results[i].bits = FLOAT, c_int64.from_buffer(c_double(x)).value
             else:
-                results[i].kind, results[i].bits = (NONE, 0) if x is None else (INT, x.__index__())
+                kind = BOOL if isinstance(x, bool) else INT
+                results[i].kind, results[i].bits = (NONE, 0) if x is None else (kind, x.__index__())
 
     def _load(self, call: Any, i: int) -> None:
         with self.lock:
@@ -222,7 +226,7 @@ def entry(
 def _is_plain(t: Any) -> bool:
     """An ordinary strided tensor with memory of its own."""
     known = type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided and not t.is_neg()
-    return known and has_memory(t)
+    return known and has_memory(t) and allocated(t)
 
 
 def _inside(e: BaseException) -> bool:

@@ -25,6 +25,8 @@ static struct {
     int32_t (*layout)(Handle, int32_t *);
     int32_t (*strided)(void);
     bool (*is_neg)(Handle); /* at::native::is_neg(const at::Tensor &) */
+    int32_t (*offset)(Handle, int64_t *); /* of its first element in the storage */
+    int32_t (*held)(Handle, int64_t *);   /* bytes of the storage */
     bool (*autocasts)(int8_t); /* at::autocast::is_autocast_enabled(c10::DeviceType) */
     void (*set_autocasts)(int8_t, bool);
 } eager;
@@ -52,36 +54,9 @@ static void modes_back(Modes m) {
 }
 
 /* -- is it a call for the fast path? ------------------------------------------------------------------------------- */
-static int has_memory(Handle h) {
-    void *p = NULL;
-    int64_t dim = 0, *sizes = NULL;
-    if (torch_table.data_ptr(h, &p)) return 0;
-    if (p) return 1;
-    if (torch_table.dim(h, &dim) || torch_table.sizes(h, &sizes)) return 0;
-    for (int64_t d = 0; d < dim; ++d)
-        if (!sizes[d]) return 1;
-    return 0;
-}
-
-static int is_readable(Handle h) {
-    int32_t layout = -1;
-    return !eager.layout(h, &layout) && layout == eager.strided() && !eager.is_neg(h) && has_memory(h);
-}
-
-/* An ordinary tensor with memory of its own (functorch's wrappers have none, nor do tensors known to be zero). The graph
-   checks everything else. */
-static int is_plain(PyObject *o) {
-    if (Py_TYPE(o) != tensor_type && Py_TYPE(o) != parameter_type) return 0;
-    Handle h;
-    if (borrow(o, &h)) return PyErr_Clear(), 0;
-    int plain = is_readable(h);
-    unborrow(h);
-    return plain;
-}
-
-/* -- is it plain memory, which nothing else writes to? ------------------------------------------------------------- */
+/* The bytes of a tensor, from its first element to its last. */
 typedef struct {
-    char *first, *end;
+    char *first, *end; /* equal: it is empty */
     int written;
 } Extent;
 enum { SOME_EXTENTS = 32, MOST_BYTES = 16 /* of an element */ };
@@ -91,13 +66,14 @@ static int64_t element_size(int32_t dtype) { /* by c10::ScalarType */
     return dtype >= 0 && dtype < (int32_t)sizeof sizes && sizes[dtype] ? sizes[dtype] : MOST_BYTES;
 }
 
-/* The bytes from its first element to its last; none if it is empty. */
+/* Fails if its storage does not hold all of them: it was resized since. */
 static int extent(Handle h, Extent *e) {
     int32_t dtype = -1;
-    int64_t dim = 0, *sizes = NULL, *strides = NULL, last = 0;
+    int64_t dim = 0, *sizes = NULL, *strides = NULL, last = 0, offset = 0, held = 0;
     void *p = NULL;
     if (torch_table.data_ptr(h, &p) || torch_table.dtype(h, &dtype) || torch_table.dim(h, &dim) ||
-        torch_table.sizes(h, &sizes) || torch_table.strides(h, &strides))
+        torch_table.sizes(h, &sizes) || torch_table.strides(h, &strides) || eager.offset(h, &offset) ||
+        eager.held(h, &held))
         return -1;
     e->first = e->end = p;
     for (int64_t d = 0; d < dim; ++d) {
@@ -105,9 +81,27 @@ static int extent(Handle h, Extent *e) {
         last += (sizes[d] - 1) * strides[d];
     }
     e->end += (last + 1) * element_size(dtype);
-    return 0;
+    return p && (offset + last + 1) * element_size(dtype) <= held ? 0 : -1;
 }
 
+static int is_readable(Handle h, Extent *e) {
+    int32_t layout = -1;
+    return !eager.layout(h, &layout) && layout == eager.strided() && !eager.is_neg(h) && !extent(h, e);
+}
+
+/* An ordinary tensor with memory of its own (functorch's wrappers have none, nor do tensors known to be zero). The graph
+   checks everything else. */
+static int is_plain(PyObject *o) {
+    if (Py_TYPE(o) != tensor_type && Py_TYPE(o) != parameter_type) return 0;
+    Handle h;
+    Extent e;
+    if (borrow(o, &h)) return PyErr_Clear(), 0;
+    int plain = is_readable(h, &e);
+    unborrow(h);
+    return plain;
+}
+
+/* -- is it plain memory, which nothing else writes to? ------------------------------------------------------------- */
 static int by_first(const void *a, const void *b) {
     const Extent *x = a, *y = b;
     return (x->first > y->first) - (x->first < y->first);
@@ -127,13 +121,29 @@ static int overlap(Extent *all, Py_ssize_t n) {
     return 0;
 }
 
-/* usual(args, kinds) -> bool: args: a list or tuple; kinds: see host.checks */
+/* Has it these sizes and strides (a tuple of both; -1: any)? With any of them unknown, an empty tensor has not. */
+static int is_laid_out(Handle h, PyObject *wanted) {
+    int64_t dim = 0, *sizes = NULL, *strides = NULL;
+    if (torch_table.dim(h, &dim) || torch_table.sizes(h, &sizes) || torch_table.strides(h, &strides)) return 0;
+    if (PyTuple_GET_SIZE(wanted) != 2 * dim) return 0;
+    int empty = 0, unknown = 0;
+    for (int64_t d = 0; d < 2 * dim; ++d) {
+        long long w = PyLong_AsLongLong(PyTuple_GET_ITEM(wanted, d)), is = d < dim ? sizes[d] : strides[d - dim];
+        if (w != -1 && w != is) return 0;
+        unknown |= w == -1, empty |= d < dim && !is;
+    }
+    return !(empty && unknown);
+}
+
+/* usual(args, kinds, layouts) -> bool: args: a list or tuple; the others: see host.checks */
 static PyObject *usual(PyObject *module, PyObject *const *given, Py_ssize_t count) {
-    if (count != 2 || !(PyList_Check(given[0]) || PyTuple_Check(given[0])) || !PyBytes_Check(given[1]))
-        return PyErr_Format(PyExc_TypeError, "usual(list or tuple, bytes)");
+    if (count != 3 || !(PyList_Check(given[0]) || PyTuple_Check(given[0])) || !PyBytes_Check(given[1]) ||
+        !PyTuple_Check(given[2]))
+        return PyErr_Format(PyExc_TypeError, "usual(list or tuple, bytes, tuple)");
     Py_ssize_t n = PySequence_Fast_GET_SIZE(given[0]), found = 0;
     const char *kinds = PyBytes_AS_STRING(given[1]);
-    if (n != PyBytes_GET_SIZE(given[1])) Py_RETURN_FALSE;
+    Py_ssize_t layouts = PyTuple_GET_SIZE(given[2]); /* of all arguments, or none */
+    if (n != PyBytes_GET_SIZE(given[1]) || (layouts && layouts != n)) Py_RETURN_FALSE;
     int good = 1, writes = memchr(kinds, 'w', n) != NULL;
     Extent some[SOME_EXTENTS], *all = some;
     if (writes && n > SOME_EXTENTS && !(all = PyMem_Malloc(n * sizeof *all))) return PyErr_NoMemory();
@@ -145,8 +155,11 @@ static PyObject *usual(PyObject *module, PyObject *const *given, Py_ssize_t coun
             PyErr_Clear(), good = 0;
             break;
         }
-        good = is_readable(h) && !(writes && extent(h, &all[found]));
-        if (writes) all[found++].written = kinds[i] == 'w';
+        Extent *e = &all[writes ? found++ : 0];
+        good = is_readable(h, e);
+        e->written = kinds[i] == 'w';
+        PyObject *wanted = layouts ? PyTuple_GET_ITEM(given[2], i) : Py_None;
+        if (good && wanted != Py_None) good = is_laid_out(h, wanted);
         unborrow(h);
     }
     if (good && writes) good = !overlap(all, found);
@@ -240,8 +253,8 @@ static PyObject *make_entry(PyObject *module, PyObject *args) {
 static PyObject *setup_entry(PyObject *module, PyObject *args) {
     PyObject *type;
     unsigned long long found[sizeof eager / sizeof(void *)];
-    if (!PyArg_ParseTuple(args, "O(KKKKKKK)", &type, &found[0], &found[1], &found[2], &found[3], &found[4], &found[5],
-                          &found[6]))
+    if (!PyArg_ParseTuple(args, "O(KKKKKKKKK)", &type, &found[0], &found[1], &found[2], &found[3], &found[4], &found[5],
+                          &found[6], &found[7], &found[8]))
         return NULL;
     memcpy(&eager, found, sizeof eager);
     parameter_type = (PyTypeObject *)Py_NewRef(type);

@@ -79,6 +79,7 @@ static PyObject *to_python(Graph *g, const Value *v) {
     switch (v->kind) {
     case VALUE_TENSOR: return wrap(v->tensor);
     case VALUE_INT: return PyLong_FromLongLong(v->integer);
+    case VALUE_BOOL: return PyBool_FromLong(v->integer != 0);
     case VALUE_FLOAT: return PyFloat_FromDouble(v->number);
     case VALUE_OBJECT: return Py_NewRef(PyTuple_GET_ITEM(g->objects, v->object));
     default: Py_RETURN_NONE;
@@ -97,7 +98,7 @@ static int to_value(PyObject *o, Value *v) {
         }
         v->kind = VALUE_TENSOR, v->tensor = h;
     } else if (PyLong_Check(o)) {
-        v->kind = VALUE_INT;
+        v->kind = PyBool_Check(o) ? VALUE_BOOL : VALUE_INT;
         v->integer = PyLong_AsLongLong(o);
     } else if (PyFloat_Check(o)) {
         v->kind = VALUE_FLOAT;
@@ -245,7 +246,8 @@ static PyObject *raise(Call *c, PyObject **all) {
     int memory = f->kind == FAILED_TORCH && what && strstr(what, "out of memory");
     PyObject *type = PyTuple_GET_ITEM(error_types, memory ? OUT_OF_MEMORY : f->kind ? f->kind : FAILED_WRAPPER);
     if (f->kind == FAILED_INDEX)
-        return PyErr_Format(type, "index out of range in kernel %s: an index is outside the tensor it indexes", step);
+        return PyErr_Format(type, "index out of range in kernel %s%s: an index is outside the tensor it indexes", step,
+                            f->text);
     if (f->kind == FAILED_ARGUMENT) {
         int i = 0;
         if (sscanf(f->text, "argument %d", &i) != 1) return PyErr_Format(type, "%s", f->text); /* about several */

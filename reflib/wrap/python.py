@@ -210,16 +210,14 @@ class PythonPrinter:
             item = f"{result}[{i}]" if many else result
             if isinstance(o, str):
                 b = self.program.buffers[o]
-                shape = f", {_tuple(b.shape)}, {_tuple(b.strides)}"
-                if o in self.passed_on:  # some meta functions give other shapes; a call accepts any
-                    self.put(f"{o} = expect({item}{shape}, any_shape=True)")
-                else:
-                    self.put(f"{o} = expect({item}{shape})")
+                more = ", any_shape=True" if o in self.passed_on else ""  # a call accepts what meta functions get wrong
+                self.put(f"{o} = expect({item}, {_tuple(b.shape)}, {_tuple(b.strides)}{more})")
         for sym, i, dim in x.symbols:
             item = f"{result}[{i}]" if many else result
             # NB: sizes of the results may be in terms of these, so they are bound before the checks above
             at = len(self.lines) - sum(isinstance(o, str) for o in outputs)
-            self.lines.insert(at, f"{self.pad}{sym.name} = {item}{'' if dim is None else f'.size({dim})'}")
+            how = "" if dim is None else f".size({dim})" if dim >= 0 else f".stride({~dim})"
+            self.lines.insert(at, f"{self.pad}{sym.name} = {item}{how}")
         self.put(f"del {result}")
 
     def _returns_sequence(self, x: Extern) -> bool:

@@ -170,8 +170,18 @@ def has_memory(t: torch.Tensor) -> bool:
 
 
 def allocated(t: torch.Tensor) -> bool:
-    """Has its storage memory, if it needs any? (A call that reads it would otherwise end the process.)"""
-    return t.layout is not torch.strided or t.numel() == 0 or t.untyped_storage().nbytes() > 0
+    """Does its storage hold all of its numbers? (It may have been resized; a call that reads it could end the
+    process.)"""
+    if t.layout is not torch.strided or t.numel() == 0:
+        return True
+    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride()))
+    return (t.storage_offset() + last + 1) * t.element_size() <= t.untyped_storage().nbytes()
+
+
+def why_not_allocated(t: torch.Tensor) -> str:
+    held = t.untyped_storage().nbytes()
+    what = f"whose storage has {held} bytes, too few for it" if held else "without memory"
+    return f"a tensor of sizes {list(t.shape)} {what}: its storage was resized to {held}"
 
 
 def extent(t: torch.Tensor) -> tuple[int, int]:

@@ -7,9 +7,9 @@ but not all that this takes:
 * no other argument is in the memory of one that is written to, unless it was so at capture, the same distance apart;
 * it carries no tangent of forward-mode differentiation: nothing of the graph computes one.
 
-Where its storage was resized to 0, as FSDP does to save memory, PyTorch would end the process too: an error is raised.
-One function in C looks at the arguments of each call, in about 20 ns per tensor. A backward graph has no other form: it
-resolves what is negated.
+Where its storage was resized and does not hold it any more (FSDP resizes to 0 to save memory), PyTorch would read what
+is not there, or end the process: an error is raised. One function in C looks at the arguments of each call, in about 20
+ns per tensor. A backward graph has no other form: it resolves what is negated.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import ArgumentError
+from ..ir.expr import Sym
+from ..ir.program import Buffer
 from ..logs import get as logger
 from ..options import Options
 from . import structure
@@ -52,7 +54,7 @@ def _forward(call: Callable[..., Any], module: torch.fx.GraphModule, inputs: Seq
     usual, dual = _usual(), forward_ad.__dict__
 
     def run(*args: Any) -> Any:
-        if dual["_current_level"] < 0 and usual(args, kinds) or _as_captured(args, kinds, captured):
+        if dual["_current_level"] < 0 and usual(args, kinds, ()) or _as_captured(args, kinds, captured):
             return call(*args)
         for i, (x, kind) in enumerate(zip(args, kinds)):
             if kind != SKIP and structure.has_memory(x):
@@ -64,24 +66,42 @@ def _forward(call: Callable[..., Any], module: torch.fx.GraphModule, inputs: Seq
 
 
 def _backward(call: Callable[[list], Any], program: Any) -> Callable[[list], Any]:
+    """``call`` with the checks. What the forward was given is saved as it is, and may be another tensor by now
+    (``p.data = torch.empty(0)``), of which autograd's versions know nothing: AOTAutograd names these ``primals_N``."""
     needed = laid_out(program)
     kinds = bytes(READ if x in needed else SKIP for x in program.inputs)
+    saved = [x in needed and x.startswith("primals_") for x in program.inputs]
+    buffers = [program.buffers[x] if of_forward else None for x, of_forward in zip(program.inputs, saved)]
+    layouts = tuple(b and tuple(-1 if e.symbols() else int(e) for e in (*b.shape, *b.strides)) for b in buffers)
     usual = _usual()
 
     def run(args: list) -> Any:
-        if not usual(args, kinds):
+        if not usual(args, kinds, layouts):
+            sizes = {x.name: v for x, v in zip(program.inputs, args) if isinstance(x, Sym)}
             for i, x in enumerate(args):
                 if kinds[i] == READ and isinstance(x, torch.Tensor) and structure.has_memory(x):
-                    _expect_memory(x, f"{program.inputs[i]}, which a compiled graph saved for backward")
+                    what = f"{program.inputs[i]}, which a compiled graph saved for backward"
+                    _expect_memory(x, what)
+                    _expect_sizes(x, buffers[i], sizes, what)
                     args[i] = x.resolve_neg()
         return call(args)
 
     return run
 
 
+def _expect_sizes(x: torch.Tensor, saved: Buffer | None, sizes: dict[str, int], what: str) -> None:
+    """Sizes whose symbols are not arguments of the graph are read from such tensors: any fit."""
+    if saved is None:
+        return
+    want = [e.evaluate(sizes) if {s.name for s in e.symbols()} <= sizes.keys() else None for e in saved.shape]
+    if x.dim() != len(want) or any(n not in (None, have) for n, have in zip(want, x.shape)):
+        wanted = ["any" if n is None else n for n in want]
+        raise ArgumentError(f"{what}: sizes {list(x.shape)}, which were {wanted}: its data was replaced since")
+
+
 def _expect_memory(x: torch.Tensor, what: str) -> None:
     if not structure.allocated(x):
-        raise ArgumentError(f"{what}: a tensor of sizes {list(x.shape)} without memory: its storage was resized to 0")
+        raise ArgumentError(f"{what}: {structure.why_not_allocated(x)}")
 
 
 # -- what was captured ----------------------------------------------------------------------------------
@@ -128,8 +148,8 @@ def _together(args: Sequence[Any], kinds: bytes) -> set[tuple[int, int, int]]:
 
 
 @functools.cache
-def _usual() -> Callable[[Sequence[Any], bytes], bool]:
+def _usual() -> Callable[[Sequence[Any], bytes, tuple], bool]:
     """The function in C; the same in Python where there is none."""
     from .host import checks
 
-    return checks() or (lambda args, kinds: _as_captured(args, kinds, set()))
+    return checks() or (lambda args, kinds, layouts: not any(layouts) and _as_captured(args, kinds, set()))

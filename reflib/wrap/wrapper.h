@@ -166,17 +166,25 @@ struct Range {  // a range in torch.profiler's trace (and in NVTX, under emit_nv
   ~Range() { if (guard) torch.record_end(guard); }
 };
 
-// On a CPU: a function of pointers, sizes and the number of threads; nonzero: an index was outside its tensor.
+// On a CPU: a function of pointers, sizes and the number of threads; nonzero: an index was outside its tensor, in one of
+// the operations `where`.
 template <class... A>
-void run_with(Run& run, int32_t k, A... args) {
+void run_with(Run& run, int32_t k, const char* where, A... args) {
   Kernel& kernel = built(run, k);
   run.step(kernel.name);
   Range range(run, kernel.name);
-  if (((int (*)(A..., int))kernel.function)(args..., run.torch.threads()) && kernel.checked) run.fail(FAILED_INDEX);
+  if (((int (*)(A..., int))kernel.function)(args..., run.torch.threads()) && kernel.checked) {
+    Text(run.frame) << where;
+    run.fail(FAILED_INDEX);
+  }
 }
 template <class... A>
 void run_kernel(Run& run, int32_t k, const A&... args) {
-  run_with(run, k, argument(run, args)...);
+  run_with(run, k, "", argument(run, args)...);
+}
+template <class... A>
+void run_indexing(Run& run, int32_t k, const char* where, const A&... args) {
+  run_with(run, k, where, argument(run, args)...);
 }
 
 inline void* stream_of(Run& run, int32_t device) {
@@ -214,6 +222,7 @@ inline int32_t escaped(Frame* frame) {
 }
 
 inline Value integer(int64_t i) { Value v; v.kind = VALUE_INT; v.integer = i; return v; }
+inline Value as_kind(int32_t kind, int64_t bits) { Value v; v.kind = kind; v.integer = bits; return v; }
 inline Value number(double d) { Value v; v.kind = VALUE_FLOAT; v.number = d; return v; }
 inline Value object(int64_t which) { Value v; v.kind = VALUE_OBJECT; v.object = which; return v; }
 

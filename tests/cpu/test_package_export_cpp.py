@@ -93,7 +93,7 @@ def test_nothing_is_written_outside(on_cpu: tuple[Path, Path], tmp_path: Path) -
         (0, torch.randn(7, 8).t(), r"\(x\): expected .*strides \[7, 1\].*; got .* strides \[1, 8\]"),
         (1, torch.zeros(8), r"\(i\): expected int64 .*; got float32"),
         (1, torch.zeros(9, dtype=torch.int64), r"\(i\): size 9 in dimension 0, expected s\d+ = 8"),
-        (1, torch.full((8,), 5), "index out of range in kernel k"),
+        (1, torch.full((8,), 5), r"index out of range in kernel k.*, aten\.\S+ at test_\w+\.py:\d+ in "),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument(on_cpu: tuple[Path, Path], i: int, wrong: Tensor, says: str) -> None:

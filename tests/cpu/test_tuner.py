@@ -86,7 +86,7 @@ def test_matrix_products_are_measured_by_workers() -> None:
     assert pool().processes()
 
 
-def test_an_op_of_this_process_alone_is_measured_here() -> None:
+def test_an_op_of_this_process_alone_is_measured_here(caplog: pytest.LogCaptureFixture) -> None:
     @torch.library.custom_op("tuning_faults::here", mutates_args=())
     def here(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         time.sleep(0.001)
@@ -95,7 +95,10 @@ def test_an_op_of_this_process_alone_is_measured_here() -> None:
     here.register_fake(lambda a, b: a.new_empty(a.shape[0], b.shape[1]))
     reflib.register_custom_op_autotuning(here, configs=[lambda a, b: a @ b])
     e = explained(lambda a, b: here(a, b) + 1, torch.randn(4, 8), torch.randn(8, 4))
+    explained(lambda a, b: here(a, b) + 2, torch.randn(5, 8), torch.randn(8, 4))
     assert e.decisions[0].winner == "<lambda>"
+    said = [r.message for r in caplog.records if "measured in this process" in r.message]
+    assert len(said) == 1 and "tuning_faults.here" in said[0], "once, not for each graph"
     assert all("not isolated" in c.why and "tuning_imports" in c.why for c in e.decisions[0].candidates)
 
 

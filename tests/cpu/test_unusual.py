@@ -67,6 +67,70 @@ def test_a_storage_of_no_bytes(wrapper):
 
 
 @BOTH
+def test_a_storage_that_shrinks(wrapper):
+    def fn(x, y):
+        y.mul_(2)
+        return (x * y).sin()
+
+    f = reflib.compile(fn, wrapper=wrapper)
+    x, y = torch.randn(N), torch.randn(2 * N)[N:]
+    f(x, y)
+    for held in (8 * N - 1, 4 * N, 4):
+        y.untyped_storage().resize_(held)
+        with pytest.raises(ArgumentError, match=rf"argument \d .* storage has {held} bytes, too few for it"):
+            f(x, y)
+    exported = reflib.compile(torch.export.export(torch.nn.ReLU(), (torch.randn(N),)), wrapper=wrapper)
+    x.untyped_storage().resize_(4 * N - 4)
+    with pytest.raises(reflib.ReflibError, match="too few for it"):
+        exported(x)
+
+
+@BOTH
+def test_a_parameter_replaced_or_freed(wrapper):
+    """By ``set_``, before a call and between forward and backward."""
+
+    class Scale(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.randn(N))
+
+        def forward(self, x):
+            return (x * self.w).sin()
+
+    m = Scale()
+    f, x = reflib.compile(m, wrapper=wrapper), torch.randn(3, N, requires_grad=True)
+    f(x).sum().backward()
+    other = torch.randn(2 * N)
+    for data in (other[N:], other[1 : N + 1], other[::2]):
+        with torch.no_grad():
+            m.w.set_(data)
+        torch.testing.assert_close(f(x), m(x))
+    for freed in (torch.empty(0), torch.empty(N - 1)):
+        m.w.data = torch.randn(N)
+        out = f(x)
+        m.w.data = freed
+        with pytest.raises(ArgumentError, match=r"primals_\d.*\[" + str(len(freed)) + r"\]"):
+            out.sum().backward()
+    with torch.no_grad():
+        m.w.set_()
+    with pytest.raises(RuntimeError):
+        f(x)
+
+
+@BOTH
+def test_dynamic_sizes_freed_between_forward_and_backward(wrapper):
+    f = reflib.compile(lambda x, y: (x * y).sin(), wrapper=wrapper, dynamic=True)
+    for n in (N, 0, N + 1):
+        x, y = torch.randn(n, requires_grad=True), torch.randn(n, requires_grad=True)
+        f(x, y).sum().backward()
+    x, y = torch.randn(N, requires_grad=True), torch.randn(N, requires_grad=True)
+    out = f(x, y)
+    y.data = torch.empty(0)
+    with pytest.raises(ArgumentError, match="primals_"):
+        out.sum().backward()
+
+
+@BOTH
 def test_tangents_and_layouts_are_eager_s(wrapper):
     def fn(x):
         return torch.relu(x) * x
@@ -93,10 +157,10 @@ def test_the_check_in_c_and_in_python_agree(monkeypatch):
             first, size, step = rng.randint(0, 40), rng.randint(0, 4), rng.randint(1, 4)
             views.append(base[first : first + size * step : step])
         kinds = bytes(rng.choice(b"-rw") for _ in views)
-        assert usual(tuple(views), kinds) == (not unusual._together(views, kinds)), (views, kinds)
+        assert usual(tuple(views), kinds, ()) == (not unusual._together(views, kinds)), (views, kinds)
     many = list(torch.zeros(80).split(2))
-    assert usual(many, b"w" * 40) and not usual([*many[:39], many[0]], b"w" * 40)
-    assert not usual([torch._neg_view(torch.ones(2))], b"r") and usual([torch._neg_view(torch.ones(2))], b"-")
+    assert usual(many, b"w" * 40, ()) and not usual([*many[:39], many[0]], b"w" * 40, ())
+    assert not usual([torch._neg_view(torch.ones(2))], b"r", ()) and usual([torch._neg_view(torch.ones(2))], b"-", ())
 
 
 def test_without_the_extension(monkeypatch):
@@ -116,3 +180,15 @@ def test_exported_without_memory(wrapper):
     x.untyped_storage().resize_(0)
     with pytest.raises(reflib.ReflibError, match="without memory"):
         f(x)
+
+
+@BOTH
+def test_a_second_derivative_is_refused_and_a_graph_can_be_kept(wrapper):
+    f = reflib.compile(lambda x, w: ((x * w).tanh().exp() * w).sum(), wrapper=wrapper)
+    x, w = torch.randn(N, requires_grad=True), torch.randn(N, requires_grad=True)
+    (grad,) = torch.autograd.grad(f(x, w), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        torch.autograd.grad(grad.sum(), w)
+    out = f(x, w)
+    kept = [torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2)]
+    assert torch.equal(kept[0], kept[1])

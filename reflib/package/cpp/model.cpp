@@ -144,7 +144,7 @@ std::string error_of(reflib_model *m, const Frame &f, const std::vector<const re
   const char *what = f.text[0] ? f.text : f.kind == FAILED_TORCH && torch().what ? torch().what() : nullptr;
   std::string step = f.step ? f.step : "the start";
   if (f.kind == FAILED_INDEX)
-    return "index out of range in kernel " + step + ": an index is outside the tensor it indexes";
+    return "index out of range in kernel " + step + f.text + ": an index is outside the tensor it indexes";
   if (f.kind == FAILED_ARGUMENT) {
     int i = 0;
     if (sscanf(f.text, "argument %d", &i) != 1) return f.text;  // about several

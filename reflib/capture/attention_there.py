@@ -1,0 +1,67 @@
+"""``scaled_dot_product_attention`` on a GPU that this machine may not have, which PyTorch would ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+
+@contextmanager
+def attention_of_gpu(whole: bool = True) -> Iterator[None]:
+    """``scaled_dot_product_attention`` of fakes on a GPU. ``whole``: its result is laid out as fused kernels do it (the
+    call stays one in the graph); else it is a call of the kernel that is likely to be taken."""
+    op, key = aten.scaled_dot_product_attention.default, torch._C.DispatchKey.CompositeImplicitAutograd
+
+    def attention(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+        if whole and q.device.type != "cuda":
+            return op._op_dk(key, q, k, v, *args, **kwargs)
+        if whole:
+            return _attended(q, k, v, kwargs.get("enable_gqa", False))
+        found = _likely_kernel(q, k, v, *args, **kwargs)
+        return op._op_dk(key, q, k, v, *args, **kwargs) if found is None else found
+
+    before = dict(op.py_kernels)
+    op.py_kernels[key] = attention
+    op._dispatch_cache.clear()
+    try:
+        # results may have been cached by another rule; and ours are for nobody else
+        with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+            yield
+    finally:
+        op.py_kernels.clear()
+        op.py_kernels.update(before)
+        op._dispatch_cache.clear()
+
+
+def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grouped: bool) -> torch.Tensor:
+    """What the fused kernels return: batch, heads, length, width; but the heads lie inside the length."""
+    if not q.dtype == k.dtype == v.dtype:
+        raise RuntimeError(f"attention: query, key and value are {q.dtype}, {k.dtype} and {v.dtype}, not of one dtype")
+    if q.ndim == 4:
+        heads = q.shape[1] if grouped else torch.broadcast_shapes(q.shape[1:2], k.shape[1:2], v.shape[1:2])[0]
+        (batch,) = torch.broadcast_shapes(q.shape[:1], k.shape[:1], v.shape[:1])
+        return q.new_empty((batch, q.shape[2], heads, v.shape[3])).transpose(1, 2)
+    batches = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    return q.new_empty((*batches, q.shape[-2], v.shape[-1]))
+
+
+def _likely_kernel(
+    q: Any, k: Any, v: Any, mask: Any = None, dropout: float = 0.0, is_causal: bool = False, *, scale: Any = None,
+    enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    """What current GPUs take: flash attention for halves without a mask, else the memory-efficient kernel; None: the
+    op taken apart."""
+    widths, few = {q.shape[-1], v.shape[-1]}, enable_gqa and q.shape[1] != k.shape[1]
+    if q.ndim != 4 or len(widths) > 1 or not all(w % 8 == 0 and w <= 256 for w in widths):
+        return None
+    if mask is None and q.dtype in (torch.float16, torch.bfloat16):
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout, is_causal, scale=scale)[0]
+    if few or (mask is not None and (mask.dtype != q.dtype or mask.shape[-1] % 8)):
+        return None
+    mask = mask if mask is None else mask.expand(*q.shape[:-1], k.shape[-2])
+    return aten._scaled_dot_product_efficient_attention(q, k, v, mask, False, dropout, is_causal, scale=scale)[0]
