@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -12,7 +11,8 @@ from typing import Any
 from .errors import OptionError
 from .seams import Seam
 
-# Options with a function that checks a value and makes it plain data; none: the value is kept as it is.
+# Options with a function that checks a value and makes it plain data; none: the value is kept as it is. And, by the
+# names of methods, what they return.
 NORMALIZE = Seam("options.NORMALIZE")
 _CHOICES = {
     "wrapper": ("python", "cpp", "auto"),
@@ -20,13 +20,9 @@ _CHOICES = {
     "numerics": ("fast", "eager"),
 }
 _REORDERS = ("split_reductions", "mix_orders", "attention", "atomics", "channels_last")
-_LEAST = {"max_fused_ops": 1, "max_fused_buffers": 2}
+_LEAST = {"max_fused_ops": 1, "max_fused_buffers": 2, "num_decompose_k_splits": 0, "decompose_k_threshold": 0}
+_MAYBE = ("cache_decisions", "fallback_random")
 _SECONDS = ("candidate_seconds", "tuning_seconds", "tuning_idle_seconds")
-# What users of TorchInductor set, and its defaults.
-_ENVIRONMENT = {
-    "num_decompose_k_splits": ("TORCHINDUCTOR_NUM_DECOMPOSE_K_SPLITS", 10),
-    "decompose_k_threshold": ("TORCHINDUCTOR_DECOMPOSE_K_THRESHOLD", 32),
-}
 _TARGET = re.compile(r"^(cpu|sm_\d+a?|gfx[0-9a-f]+)$")
 
 
@@ -121,8 +117,8 @@ class Options:
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         for f in fields(self):  # options are compared, hashed and sent to workers
-            if self.numerics == "eager" and f.name in _REORDERS:
-                object.__setattr__(self, f.name, False)
+            if self.numerics == "eager" and f.name in (*_REORDERS, "fallback_random"):
+                object.__setattr__(self, f.name, f.name == "fallback_random")
             if f.name in NORMALIZE and (value := getattr(self, f.name)) != f.default:
                 object.__setattr__(self, f.name, NORMALIZE[f.name](value))
 
@@ -149,29 +145,12 @@ class Options:
         return cls(**given)
 
     def decompose_k(self) -> tuple[int, int]:
-        """(number of splits to try, threshold), from the option or the environment. Raises OptionError for a variable
-        that is not a number."""
-        return tuple(  # type: ignore[return-value]
-            given if (given := getattr(self, name)) is not None else _from_environment(variable, default)
-            for name, (variable, default) in _ENVIRONMENT.items()
-        )
-
-    def keeps_decisions(self) -> bool:
-        """``cache_decisions``, or what the environment says."""
-        if self.cache_decisions is None:
-            return os.environ.get("REFLIB_CACHE_DECISIONS", "").strip() != "0"
-        return self.cache_decisions
+        """(number of splits to try, threshold), from the options or the environment."""
+        return tuple(NORMALIZE["decompose_k"](self))
 
     def but(self, **changes: Any) -> Options:
         """A copy with some fields changed."""
         return replace(self, **changes)
-
-
-def _from_environment(variable: str, default: int) -> int:
-    text = os.environ.get(variable, "").strip() or str(default)
-    if not text.isdecimal():
-        raise OptionError(f"environment variable {variable}={text!r}: must be an integer of at least 0")
-    return int(text)
 
 
 def _check(name: str, value: Any, default: Any) -> None:
@@ -187,16 +166,13 @@ def _check(name: str, value: Any, default: Any) -> None:
     elif name in ("cpp_flags", "tuning_imports"):
         if not isinstance(value, (tuple, list)) or not all(isinstance(v, str) for v in value):
             raise OptionError(f"option {name}={value!r}: must be a list of strings")
-    elif name in ("cache_decisions", "fallback_random"):
-        if value not in (None, True, False):
-            raise OptionError(f"option {name}={value!r}: must be True, False or None")
     elif name in _SECONDS:
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
             raise OptionError(f"option {name}={value!r}: must be a number of seconds above 0")
-    elif isinstance(default, bool):
-        if not isinstance(value, bool):
-            raise OptionError(f"option {name}={value!r}: must be True or False")
-    elif isinstance(default, int) or (name in _ENVIRONMENT and value is not None):
+    elif isinstance(default, bool) or name in _MAYBE:
+        if not isinstance(value, bool) and value is not default:
+            raise OptionError(f"option {name}={value!r}: must be True or False{' or None' * (name in _MAYBE)}")
+    elif isinstance(default, int) or (name in _LEAST and value is not None):
         least = _LEAST.get(name, 0)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise OptionError(f"option {name}={value!r}: must be an integer of at least {least}")

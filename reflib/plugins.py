@@ -21,7 +21,11 @@ PLUGS: dict[str, dict[str, str]] = {
     },
     "pipeline.AROUND": {"unusual": "wrap.unusual:eager_for_unusual"},
     "pipeline.VERIFY": {"verify": "ir.verify:verify"},
-    "options.NORMALIZE": {"lookup_table": "tables:normalize_lookup", "c_shims": "c_shims:normalize"},
+    "options.NORMALIZE": {
+        "lookup_table": "tables:normalize_lookup",
+        "c_shims": "c_shims:normalize",
+        "decompose_k": "lower.decompose_k:limits",
+    },
     "lower.MODULES": {
         "accumulate": "lower.accumulate",
         "activations": "lower.activations",

@@ -209,9 +209,9 @@ def _build_the_rest(s: Stages, touched: set[str]) -> None:
 
 
 def _store(options: Options) -> Any:
-    from .autotune.store import store
+    from .autotune.store import keeps_decisions, store
 
-    return store() if options.keeps_decisions() else None
+    return store() if keeps_decisions(options) else None
 
 
 def _tuner(s: Stages, store: Any) -> Tuner | None:

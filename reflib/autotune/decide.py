@@ -41,7 +41,7 @@ from .matmul import open_template, static_tiling, with_tiling
 from .points import Build, TargetOf, Tuning, Work, begin, outcome_of
 from .question import Question, dtypes_of, has_epilogue, question_of, sizes_of
 from .ranges import Range, merged, representatives, say_once
-from .store import Outcome, store
+from .store import Outcome, keeps_decisions, store
 from .subprogram import Subprogram, replace_region, splice
 
 __all__ = ["Tuning", "decide", "representatives", "with_tiling"]
@@ -119,7 +119,7 @@ def _decide_by_what_is_known(
     """The winner in place, if one is known of GPUs such as the target. A matmul with its activation behind it may be
     known as one choice (as it is measured), or by itself."""
     if target not in work.elsewhere:
-        kept = store() if work.options.keeps_decisions() else None
+        kept = store() if keeps_decisions(work.options) else None
         work.elsewhere[target] = Elsewhere(target, work.options, work.tuning.store or kept)
     elsewhere = work.elsewhere[target]
     if not elsewhere.tables:

@@ -38,7 +38,7 @@ from .points import Work, ask, outcome_of
 from .question import Question, text_of
 from .ranges import Range
 from .roofline import rates
-from .store import Outcome
+from .store import Outcome, keeps_decisions
 from .store import store as opened
 from .subprogram import Subprogram, sub_program
 
@@ -177,7 +177,7 @@ def _found(q: LaunchQuestion, work: Work, stored: bool) -> Outcome | None:
         return known.find(q, options, store) if options.lookup_table or store is not None else None
     target = work.target_of(q.device)
     if target not in work.elsewhere:
-        kept = options.autotune != "off" and options.keeps_decisions()
+        kept = options.autotune != "off" and keeps_decisions(options)
         work.elsewhere[target] = Elsewhere(target, options, work.tuning.store or (opened() if kept else None))
     return work.elsewhere[target].find(q) if work.elsewhere[target].tables else None
 

@@ -27,6 +27,7 @@ from .. import cache
 from ..errors import CacheError
 from ..ir.decision import Candidate, Key
 from ..logs import get as logger
+from ..options import Options
 from ..tables import Entry, Table, Winner, entry_of, op_key, sizes_key
 
 SCHEMA = 2  # of the file: another schema has another file name
@@ -218,6 +219,13 @@ def _entry(data: Any) -> Entry:
 
 
 # -- the process's store ----------------------------------------------------------------------------
+def keeps_decisions(options: Options) -> bool:
+    """``cache_decisions``, or what the environment says."""
+    if options.cache_decisions is None:
+        return os.environ.get("REFLIB_CACHE_DECISIONS", "").strip() != "0"
+    return options.cache_decisions
+
+
 def store() -> Store:
     """The process's store, in the cache folder that REFLIB_CACHE_DIR names now. Never raises."""
     try:

@@ -112,8 +112,7 @@ class StatementPrinter:
                 args.append(f"tl.full([], {v.text}, {TL[self.dtype(a)]})")
             else:
                 args.append(v.text)
-        apart = s.op == "mul" and self.all_exact and s.dtype.is_floating_point  # from additions: no fma
-        op = "mul_rn" if apart else s.op
+        op = "mul_rn" if self.all_exact and s.op == "mul" and source.is_floating_point else s.op  # never in an fma
         self._bind(i, print_op(self.needs, op, s.dtype, source, args, i in self.exact), dims)
 
     def _form(self, i: int, form: Form) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from reflib.errors import DeviceError
+from reflib.errors import DeviceError, OptionError
 from reflib.ir.program import Variant, View
 from reflib.options import Options
 from reflib.target import device_target, parse_target
@@ -35,6 +35,28 @@ aten = torch.ops.aten
 _TILE = 64  # rows and columns of an output tile of such small products
 _LEAST_PART = 64  # a shorter part of K is over before its pipeline is full
 _UNITS = 132  # multiprocessors of a GPU that is not here
+# What users of TorchInductor set, and its defaults.
+_ENVIRONMENT = {
+    "num_decompose_k_splits": ("TORCHINDUCTOR_NUM_DECOMPOSE_K_SPLITS", 10),
+    "decompose_k_threshold": ("TORCHINDUCTOR_DECOMPOSE_K_THRESHOLD", 32),
+}
+
+
+def limits(options: Options) -> tuple[int, int]:
+    """(number of splits to try, threshold), from the options or the environment. Raises OptionError for a variable that
+    is not a number."""
+    splits, threshold = (
+        _from_environment(variable, default) if getattr(options, name) is None else getattr(options, name)
+        for name, (variable, default) in _ENVIRONMENT.items()
+    )
+    return splits, threshold
+
+
+def _from_environment(variable: str, default: int) -> int:
+    text = os.environ.get(variable, "").strip() or str(default)
+    if not text.isdecimal():
+        raise OptionError(f"environment variable {variable}={text!r}: must be an integer of at least 0")
+    return int(text)
 
 
 # -- the implementations ----------------------------------------------------------------------------
