@@ -14,6 +14,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,7 @@ def _capture(
 ) -> tuple[Any, Any, Any]:
     """(what the package needs of it, the model exported, its program)."""
     from .capture.export import export_for
+    from .capture.random import own_numbers
     from .lower import decompositions, lower
     from .package.build import Captured
     from .pipeline import before_autograd
@@ -113,9 +115,10 @@ def _capture(
 
     rewrite = partial(before_autograd, options=options)
     exported = export_for(
-        model, args, kwargs, dynamic_shapes, device, decompositions=decompositions(), rewrite=rewrite
+        model, args, kwargs, dynamic_shapes, device, decompositions=decompositions(options.numerics), rewrite=rewrite
     )
-    program = without_tokens(exported.program, lower(exported.graph, options))
+    module = own_numbers(exported.graph.module, options, device.type == "cuda")
+    program = without_tokens(exported.program, lower(replace(exported.graph, module=module), options))
     specs = exported.program.graph_signature.input_specs
     kinds = {s.target: _KINDS.get(s.kind.name, "constant") for s in specs if s.target in exported.state}
     ops = str(exported.graph.module.graph)  # (a Graph's own text names files and lines)

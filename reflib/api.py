@@ -68,7 +68,8 @@ def exported_stages(program: Any, options: Options) -> tuple[Stages, Convention,
     from .wrap.convention import of_exported, without_tokens
     from .wrap.guards import checked
 
-    graph, program = exported_graph(program, decompositions(), partial(before_autograd, options=options))
+    table, rewrite = decompositions(options.numerics), partial(before_autograd, options=options)
+    graph, program = exported_graph(program, table, rewrite)
     lowered = run(graph, options, until="lower")
     assert lowered.program is not None
     plain = without_tokens(program, lowered.program)

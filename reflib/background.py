@@ -44,10 +44,10 @@ class Background:
     ``swapped``, ``unchanged`` (the heuristics were right) or ``failed``."""
 
     def __init__(self, stages: Any, tune: Callable[[Background], Any]):
-        """stages: the fallback's (``pipeline.Stages``). tune: compiles the graph again, tuned; it sets ``tuner``."""
+        """stages: the fallback's (``pipeline.Stages``). tune: compiles the graph again, tuned; adds to ``tuners``."""
         self.stages, self._tune = stages, tune
         self.state, self.error, self.seconds = "waiting", "", 0.0
-        self.tuner: Tuner | None = None
+        self.tuners: list[Tuner] = []  # of its choices, and of its kernels' launches
         self.tuned: Any = None
         self.old: list[Any] = []  # fallbacks that were swapped out: captured graphs may replay their kernels
         self._lock, self._thread = threading.Lock(), None  # type: tuple[threading.Lock, threading.Thread | None]
@@ -68,9 +68,9 @@ class Background:
         try:
             tuned = self._tune(self)
             tuned.call.wait()
-            same = [d.winner for d in tuned.decisions] == [d.winner for d in self.stages.decisions]
+            ours, theirs = ([d.config or d.winner for d in x.decisions] for x in (tuned, self.stages))
             self.tuned = tuned
-            self.state = "unchanged" if same else "ready"
+            self.state = "unchanged" if ours == theirs else "ready"
         except BaseException as e:  # the fallback stays
             self.state, self.error = "failed", f"{type(e).__name__}: {e}"
             logger("autotune").warning("tuning %s in the background failed: %s", self.stages.graph.name, self.error)
@@ -155,10 +155,10 @@ def tuning_progress(compiled: Any = None) -> Progress:
     """How far tuning in the background is, for ``compiled`` (what ``reflib.compile`` returned) or for this process.
     Returns at once."""
     found = _tunings(compiled)
-    counts = [b.tuner.count() for b in found if b.tuner is not None]
-    running = [label for b in found if b.tuner is not None and b.state == "running" for label in b.tuner.running()]
+    counts = [t.count() for b in found for t in b.tuners]
+    running = [label for b in found if b.state == "running" for t in b.tuners for label in t.running()]
     now = time.perf_counter()
-    begun = [b.tuner.begun for b in found if b.tuner is not None]
+    begun = [t.begun for b in found for t in b.tuners]
     finished = all(b.ended.is_set() for b in found)
     seconds = max((b.seconds for b in found), default=0.0) if finished else now - min(begun, default=now)
     return Progress(
@@ -210,7 +210,7 @@ def _after_fork() -> None:
     for b in list(everything):
         b._lock = threading.Lock()
         if b.state in ("waiting", "running"):
-            b.state, b._thread, b.ended, b.tuner = "waiting", None, threading.Event(), None
+            b.state, b._thread, b.ended, b.tuners = "waiting", None, threading.Event(), []
 
 
 if hasattr(os, "register_at_fork"):

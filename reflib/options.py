@@ -17,7 +17,9 @@ NORMALIZE = Seam("options.NORMALIZE")
 _CHOICES = {
     "wrapper": ("python", "cpp", "auto"),
     "autotune": ("off", "blocking", "background"),
+    "numerics": ("fast", "eager"),
 }
+_REORDERS = ("split_reductions", "mix_orders", "attention", "atomics", "channels_last")
 _LEAST = {"max_fused_ops": 1, "max_fused_buffers": 2}
 _SECONDS = ("candidate_seconds", "tuning_seconds", "tuning_idle_seconds")
 # What users of TorchInductor set, and its defaults.
@@ -35,10 +37,13 @@ class Options:
     wrapper: how the host code is written: ``python``; ``cpp``, which takes a second to build and less time per call;
         ``auto``: C++ where there is a compiler, else Python.
     autotune: ``off`` takes heuristic choices. ``blocking`` measures the candidates for matrix products and registered
-        ops before the first call. ``background`` starts with what ``off`` chooses, measures while the program runs, and
-        swaps winners in at a later call (``reflib.wait_for_tuning``, ``reflib.tuning_progress``).
+        ops before the first call, and the launches of GPU kernels that move many bytes (block sizes and warps).
+        ``background`` starts with what ``off`` chooses, measures while the program runs, and swaps winners in at a
+        later call (``reflib.wait_for_tuning``, ``reflib.tuning_progress``).
     target: None (the inputs' device), or ``cpu``, ``sm_90``, ``gfx942`` ...: stop after generating code, without
         such a device.
+    numerics: ``fast``: as exact as eager, or more. ``eager``: eager's bits, where eager has the same in every run: only
+        ops with one right answer are fused, and what rewrites the graph or sums in another order is off.
     verify: run the IR verifier after every stage.
     check_nan: check every kernel's floating-point outputs for NaN (slow; raises ReflibError naming the kernel).
     fuse: False gives every lowered node its own kernel.
@@ -49,6 +54,7 @@ class Options:
     mix_orders: sum the columns of a tensor in the GPU kernel that reduces its rows, where that reads it once less.
     combine_kernels: launch independent small pointwise kernels (an optimizer's parameters) as one.
     attention: call ``scaled_dot_product_attention`` for attention written as two products and a softmax.
+    fallback_random: draw eager's random numbers, by ATen calls, and not inside of kernels (None: on a CPU only).
     atomics: on a GPU, sum into places that tensors name (embeddings' gradients, ``index_put``) by atomic additions,
         whose order, and so the last bits of floating-point sums, varies (not under use_deterministic_algorithms).
     channels_last: on a GPU, keep what is between convolutions in channels-last order where that saves copies.
@@ -68,6 +74,7 @@ class Options:
     tuning_imports: files or modules that register ops, for those processes to import.
     cache_decisions: keep decisions on disk and use them again (None: unless REFLIB_CACHE_DECISIONS is 0).
     lookup_table: choices that are not measured: a file that ``reflib tune export`` wrote, or {op: {sizes: winner}}.
+        Launches of kernels in it count with ``autotune="off"`` as well.
     c_shims: {op: C prototype}: functions that the C++ wrapper calls instead of the op, without the dispatcher:
         {"mylib::my_op": "int32_t my_op_shim(AtenTensorHandle x, double eps, AtenTensorHandle* out)"}. Parameters are
         the op's arguments in order (Tensor: AtenTensorHandle, int: int64_t, float: double, bool: int32_t, int[]:
@@ -78,6 +85,7 @@ class Options:
     wrapper: str = "python"
     autotune: str = "off"
     target: str | None = None
+    numerics: str = "fast"
     verify: bool = False
     check_nan: bool = False
     fuse: bool = True
@@ -88,6 +96,7 @@ class Options:
     mix_orders: bool = True
     combine_kernels: bool = True
     attention: bool = True
+    fallback_random: bool | None = None
     atomics: bool = True
     channels_last: bool = True
     reuse_buffers: bool = True
@@ -112,6 +121,8 @@ class Options:
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         for f in fields(self):  # options are compared, hashed and sent to workers
+            if self.numerics == "eager" and f.name in _REORDERS:
+                object.__setattr__(self, f.name, False)
             if f.name in NORMALIZE and (value := getattr(self, f.name)) != f.default:
                 object.__setattr__(self, f.name, NORMALIZE[f.name](value))
 
@@ -157,9 +168,7 @@ class Options:
 
 
 def _from_environment(variable: str, default: int) -> int:
-    text = os.environ.get(variable, "").strip()
-    if not text:
-        return default
+    text = os.environ.get(variable, "").strip() or str(default)
     if not text.isdecimal():
         raise OptionError(f"environment variable {variable}={text!r}: must be an integer of at least 0")
     return int(text)
@@ -178,7 +187,7 @@ def _check(name: str, value: Any, default: Any) -> None:
     elif name in ("cpp_flags", "tuning_imports"):
         if not isinstance(value, (tuple, list)) or not all(isinstance(v, str) for v in value):
             raise OptionError(f"option {name}={value!r}: must be a list of strings")
-    elif name == "cache_decisions":
+    elif name in ("cache_decisions", "fallback_random"):
         if value not in (None, True, False):
             raise OptionError(f"option {name}={value!r}: must be True, False or None")
     elif name in _SECONDS:

@@ -40,7 +40,8 @@ Call = Callable[[list], Any]
 Chosen = tuple["Program", tuple[Any, ...]]  # a program without choices, and the decisions
 
 # Replaces each Choice of ``s.program`` by its best variant: (Stages) -> Chosen, under "choose". It may set ``s.swap``,
-# ``s.names`` and ``s.built``. Programs without choices need none; the core's rules make no Choice.
+# ``s.names`` and ``s.built``. Programs without choices need none; the core's rules make no Choice. Under "launches":
+# ``s.scheduled`` with kernels launched as is best, and all decisions; none: as the heuristics say.
 CHOOSE = Seam("pipeline.CHOOSE")
 # What to start in the background before a graph is captured: (options, kinds of device) -> None.
 START = Seam("pipeline.START")
@@ -75,7 +76,7 @@ class Stages:
     wrapper: str | None = None
     call: Call | None = None
     timeline: list[Event] = field(default_factory=list)  # what ran when
-    choose: Callable[[Stages], Chosen] | None = None  # other than the one in CHOOSE
+    tuning: Any = None  # what CHOOSE needs to know, where a program is compiled again
     swap: Callable[[Call], Call] | None = None  # around ``call``: replaces it by a tuned one while the program runs
     names: dict[tuple[str, ...], str] = field(default_factory=dict)  # of kernels built while choices were measured
     built: dict[Kernel, Any] = field(default_factory=dict)
@@ -178,7 +179,7 @@ def _autotune(s: Stages) -> None:
     assert s.program is not None
     if any(isinstance(n, Choice) for n in s.program.nodes):
         s.before = s.fused
-        s.inlined, s.decisions = (s.choose or CHOOSE["choose"])(s)
+        s.inlined, s.decisions = CHOOSE["choose"](s)
         _verify(s, s.inlined)
         _fuse(s)
 
@@ -189,6 +190,8 @@ def _schedule(s: Stages) -> None:
     assert s.fused is not None
     s.scheduled, kernels = schedule(s.fused, s.options, s.target_of, s.names)
     s.decisions += kernels
+    if "launches" in CHOOSE:
+        s.scheduled, s.decisions = CHOOSE["launches"](s)
     _verify(s, s.scheduled)
 
 
@@ -268,7 +271,7 @@ class Backend:
                 start(self.options, {t.device.type for t in inputs if isinstance(t, torch.Tensor)})
         module = before_autograd(module, self.options)
         rewrite = partial(rewritten, options=self.options, target_of=targets(self.options))
-        call = dynamo_graph_to_aten(module, inputs, decompositions(), self._compile, rewrite)
+        call = dynamo_graph_to_aten(module, inputs, decompositions(self.options.numerics), self._compile, rewrite)
         return self._around(call, module, inputs)
 
     def _compile(self, graph: Graph, inputs: Sequence[Any]) -> Callable[[list], Any]:

@@ -9,10 +9,12 @@ from .seams import plug
 
 PLUGS: dict[str, dict[str, str]] = {
     "pipeline.START": {"begin": "api:begin"},
-    "pipeline.CHOOSE": {"choose": "tuning:choose"},
+    "pipeline.CHOOSE": {"choose": "tuning:choose", "launches": "tuning:launches"},
     "pipeline.CAPTURED": {"attention": "capture.attention:attention"},
     "pipeline.REWRITES": {
         "data_sizes": "capture.data_sizes:check_sizes",
+        "random": "capture.random:own_numbers",
+        "kept": "capture.random:kept_numbers",
         "literals": "capture.literals:literals",
         "channels_last": "capture.layouts:channels_last",
         "positions": "capture.positions:recompute_positions",
@@ -31,6 +33,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "lists": "lower.lists",
         "matmul": "lower.matmul",
         "pooling": "lower.pooling",
+        "random": "lower.random",
         "sampling": "lower.sampling",
         "scatter": "lower.scatter",
         "scans": "lower.scans",
@@ -40,11 +43,13 @@ PLUGS: dict[str, dict[str, str]] = {
     "lower.CALLS": {"registered": "lower.candidates:call"},
     "lower.WHOLE": {"registered": "lower.custom_ops:is_registered"},
     "lower.NUMBER": {"argument": "lower.numbers:number"},
+    "lower.LIKE_EAGER": {"check": "lower.like_eager:check", "table": "lower.like_eager:TABLE"},
     "fuse.BEFORE": {
         "in_place": "fuse.in_place:in_place",
         "slices": "fuse.slices:slices",
         "slice_stores": "fuse.slice_stores:slice_stores",
         "mix_order": "fuse.mix_order:mix_orders",
+        "split_online": "fuse.split_online:split_online",
         "split": "fuse.split:split_reductions",
         "split_scans": "fuse.split_scans:split_scans",
         "inline": "fuse.inline_loads:inline_loads",
@@ -55,6 +60,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "template": "fuse.templates:template_rule",
         "mix_order": "fuse.mix_order:sums_rule",
         "scatters": "fuse.scatters:scatter_rule",
+        "seeds": "fuse.seeds:seed_rule",
     },
     "fuse.EMIT": {"template": "fuse.templates:emit_template"},
     "fuse.AFTER": {
@@ -74,6 +80,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "half": "generate.triton_half",
         "numeric": "generate.triton_numeric",
         "one_pass": "generate.triton_one_pass",
+        "random": "generate.triton_random",
         "scans": "generate.triton_scans",
     },
     "generate.SCANS": {"declare": "generate.triton_scans:declare", "scan": "generate.triton_scans:scan"},

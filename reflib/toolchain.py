@@ -226,7 +226,8 @@ def build_library(
     options = options or Options()
     texts = [source] if isinstance(source, str) else list(source)
     found = found or compiler()
-    flags = (*found.flags, *options.cpp_flags)
+    exact = ("-ffp-contract=off",) if options.numerics == "eager" else ()
+    flags = (*found.flags, *exact, *options.cpp_flags)
     plain = [_without_comments(t) for t in (header, *texts)]
     k = cache.key(kind, plain, found.version, found.command, flags, found.link, cache.cpu_features())
     path = cache.get(kind, k)

@@ -1,4 +1,5 @@
-"""How choices are decided, with the later stages at hand: the compiler ring's side of the seam ``pipeline.CHOOSE``.
+"""How choices and launches are decided, with the later stages at hand: the compiler ring's side of the seam
+``pipeline.CHOOSE``. Choices come first; then, once kernels are scheduled, how each is launched.
 
 ``autotune`` may not import the stages that come after it: it is given ``build``, which compiles a candidate's program,
 and ``meanwhile``, which compiles what no choice touches. Both go through the pipeline's driver.
@@ -7,21 +8,25 @@ and ``meanwhile``, which compiles what no choice touches. Both go through the pi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .autotune import Tuner, Tuning, decide
+from .autotune import Offer, Tuner, Tuning, decide, decide_launches, new_work
 from .background import Background, TunedOrFallback
-from .ir.program import Program, kernel_variants
+from .ir.loops import LoopNest
+from .ir.program import Program, Variants, kernel_variants
 from .options import Options
 from .pipeline import Chosen, Stages, TargetOf, advance, targets
+from .schedule import configs
 from .timeline import Event
 
 if TYPE_CHECKING:
     from .autotune.pool import Pool
     from .generate.kernel import Kernel
+
+BY_VALUES = "it reads or writes at places that a tensor names: how long that takes depends on its values"
 
 
 def choose(s: Stages) -> Chosen:
@@ -30,39 +35,105 @@ def choose(s: Stages) -> Chosen:
     options = s.options
     if options.autotune == "off" or options.target is not None:
         return _decide(s, s.program, Tuning())
-    store = _store(options)
-    if options.autotune == "background":  # what is known already is used; the rest is measured while this runs
-        asked, tuning = _asked(s), Tuning(known_only=True, store=store)
+    if _first(s):  # what is known already is used; the rest is measured while this runs
+        asked, tuning = _asked(s), Tuning(known_only=True, store=_store(options))
         chosen = _decide(s, asked, tuning)
         if tuning.left:
-            s.swap = lambda call: TunedOrFallback(call, Background(s, lambda background: tuned(s, asked, background)))
+            _tune_later(s, asked)
         return chosen
-    tuner = _tuner(s, store)
+    with _tuning(s) as tuning:
+        if s.tuning is not None:
+            return _decide(s, s.tuning.asked, tuning)
+        return _decide(s, _asked(s), replace(tuning, meanwhile=lambda touched: _build_the_rest(s, touched)))
+
+
+def launches(s: Stages) -> Chosen:
+    """``s.scheduled`` with its kernels launched as is known or measured to be best, and all decisions. With
+    ``autotune="off"`` and nothing pinned it is as it was, and nothing is looked at."""
+    assert s.scheduled is not None
+    options = s.options
+    if s.program is None or options.autotune == "off" and not options.lookup_table:  # (None: a part of a program)
+        return s.scheduled, s.decisions
+    offers = offered(s, s.scheduled)
+    if not offers:
+        return s.scheduled, s.decisions
+    if options.autotune == "off" or options.target is not None:
+        return _launch(s, offers, Tuning())
+    if _first(s):
+        tuning = Tuning(known_only=True, store=_store(options))
+        chosen = _launch(s, offers, tuning)
+        if tuning.left and s.swap is None:
+            _tune_later(s, _asked(s))
+        return chosen
+    with _tuning(s) as tuning:
+        return _launch(s, offers, tuning)
+
+
+def offered(s: Stages, program: Program) -> list[Offer]:
+    """The kernels on GPUs that might be launched in several ways."""
+    found = []
+    for node in program.nodes:
+        if isinstance(node, Variants) and node.of_kernels:
+            about = node.variants[0].kernel, program.buffers, s.target_of(program.buffers[node.outputs[0]].device)
+            if about[2].is_gpu and all(isinstance(p, LoopNest) for p in about[0].parts):
+                few = {configs.name_of(c): c for c in configs.few(*about)}
+                more = {configs.name_of(c): c for c in configs.possible(*about)}
+                why = BY_VALUES if configs.by_values(*about[:2]) else ""
+                found.append(Offer(node, {**few, **more, **few}, len(few), configs.bytes_moved(*about[:2]), why))
+    return found
+
+
+def _launch(s: Stages, offers: list[Offer], tuning: Tuning) -> Chosen:
+    assert s.scheduled is not None
+    with _for_measuring(s, tuning):
+        work = new_work(s.options, s.target_of, build, {}, tuning)
+        return decide_launches(s.scheduled, s.decisions, offers, work)
+
+
+# -- in the background ------------------------------------------------------------------------------
+@dataclass
+class Again:
+    """Why a program is compiled once more: its choices, in ``asked``, are measured, for ``background``. (``asked`` was
+    made before: its constants must not be allocated while the user may be capturing a CUDA graph.)"""
+
+    asked: Program
+    background: Background
+
+
+def _first(s: Stages) -> bool:
+    """Is this what runs until the program is tuned?"""
+    return s.options.autotune == "background" and s.tuning is None
+
+
+def _tune_later(s: Stages, asked: Program) -> None:
+    s.swap = lambda call: TunedOrFallback(call, Background(s, lambda background: tuned(s, Again(asked, background))))
+
+
+def tuned(s: Stages, again: Again) -> Stages:
+    """The same graph once more, with what is to be decided measured while ``s`` runs."""
+    options = s.options.but(isolate=True)
+    same = Stages(s.graph, options, s.target_of, s.program, s.before or s.fused, timeline=s.timeline, tuning=again)
+    return advance(same, ("autotune", "schedule", "plan", "generate", "wrap"), "background")
+
+
+@contextmanager
+def _tuning(s: Stages) -> Iterator[Tuning]:
+    """How ``s`` is measured, within what is left of ``tuning_seconds``: with workers, unless it is to be done here."""
+    track = "main" if s.tuning is None else "background"
+    spent = sum(e.seconds for e in s.timeline if e.name == "autotune" and e.track == track)
+    tuner = _tuner(s, _store(s.options))
+    if tuner is not None:
+        tuner.deadline -= spent
+        if s.tuning is not None:
+            s.tuning.background.tuners.append(tuner)
     try:
-        return _decide(s, _asked(s), Tuning(tuner, store=store, meanwhile=lambda touched: _build_the_rest(s, touched)))
+        yield Tuning(tuner, background=s.tuning is not None, store=_store(s.options))
     finally:
         if tuner is not None:
             tuner.close()
 
 
-def tuned(s: Stages, asked: Program, background: Background) -> Stages:
-    """The same graph once more, with its choices measured while ``s`` runs. (``asked`` was made before: its constants
-    must not be allocated while the user may be capturing a CUDA graph.)"""
-    store = _store(s.options)
-
-    def measured(again: Stages) -> Chosen:
-        background.tuner = _tuner(again, store)
-        assert background.tuner is not None
-        try:
-            return _decide(again, asked, Tuning(background.tuner, background=True, store=store))
-        finally:
-            background.tuner.close()
-
-    options = s.options.but(isolate=True)
-    again = Stages(s.graph, options, s.target_of, s.program, s.before, timeline=s.timeline, choose=measured)
-    return advance(again, ("autotune", "schedule", "plan", "generate", "wrap"), "background")
-
-
+# -- stages -----------------------------------------------------------------------------------------
 def build(program: Program, options: Options) -> Callable[[list], Any]:
     """A small program as a callable: what ``autotune`` measures candidates with. Choices inside a candidate are decided
     by the static rule. Returns at once; kernels compile in the background, the first call waits for them."""
@@ -81,10 +152,7 @@ def generated(program: Program, options: Options, target_of: TargetOf) -> tuple[
 
 
 def _part(program: Program, options: Options, target_of: TargetOf) -> Stages:
-    def statically(s: Stages) -> Chosen:
-        return decide(program, options.but(autotune="off"), target_of, build, {})
-
-    return Stages(None, options, target_of, program, choose=statically)
+    return Stages(None, options.but(autotune="off", lookup_table=None), target_of, program)
 
 
 def expect_tuning(options: Options) -> None:
@@ -97,13 +165,19 @@ def expect_tuning(options: Options) -> None:
 
 
 def _decide(s: Stages, program: Program, tuning: Tuning) -> Chosen:
-    """``decide``, which waits for workers. Measuring here captures CUDA graphs, which end with it. (In the background
-    nothing is measured here, and graphs that are captured meanwhile are the user's.)"""
+    """``decide``, which waits for workers."""
     from .lower.custom_ops import input_makers
+
+    with _for_measuring(s, tuning):
+        return decide(program, s.options, s.target_of, build, input_makers(), tuning)
+
+
+def _for_measuring(s: Stages, tuning: Tuning) -> AbstractContextManager[Any]:
+    """Measuring here captures CUDA graphs, which end with it. (In the background nothing is measured here, and graphs
+    that are captured meanwhile are the user's.)"""
     from .wrap.zeros import zeros
 
-    with nullcontext() if tuning.background else zeros.for_a_while():
-        return decide(program, s.options, s.target_of, build, input_makers(), tuning)
+    return nullcontext() if tuning.background or s.options.autotune == "off" else zeros.for_a_while()
 
 
 def _asked(s: Stages) -> Program:
@@ -116,7 +190,6 @@ def _asked(s: Stages) -> Program:
 
 def _build_the_rest(s: Stages, touched: set[str]) -> None:
     """While choices are being measured: build the kernels that no choice touches."""
-    from .ir.loops import LoopNest
     from .wrap.build import start_building
 
     start = time.perf_counter()

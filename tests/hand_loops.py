@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from reflib.ir import random  # noqa: F401  (its op)
 from reflib.ir.expr import Expr, Var, expr
 from reflib.ir.loops import Axis, BodyBuilder, LoopNest
 from reflib.ir.ops import OPS, VALUE_DTYPES, value_dtype
@@ -69,6 +70,8 @@ def every_op() -> dict[str, tuple[str, torch.dtype, torch.dtype | None]]:
         elif name == "from_bits":
             pairs = ((torch.int32, torch.float32), (torch.int64, torch.float64))
             cases |= {f"from_bits_{short(a)}": (name, a, b) for a, b in pairs}
+        elif name == "philox":
+            cases["philox_int64"] = (name, torch.int64, torch.int32)
         else:
             cases |= {f"{name}_{short(dtype)}": (name, dtype, None) for dtype in TAKES[spec.kind]}
     return cases

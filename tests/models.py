@@ -212,9 +212,8 @@ def test_model(device: str, name: str, mode: str) -> None:
     eager = again(fn)
     wide = None if random else again(fn, wide=True)
     stages: list[Stages] = []
-    compiled = torch.compile(
-        fn, backend=Backend(Options(verify=True), stages.append), dynamic=mode == "dynamic" or None
-    )
+    backend = Backend(Options(verify=True, fallback_random=True), stages.append)
+    compiled = torch.compile(fn, backend=backend, dynamic=mode == "dynamic" or None)
     for _ in range(2):
         actual = again(compiled)
         if actual.error is not None:

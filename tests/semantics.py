@@ -285,7 +285,7 @@ def test_map(device: str) -> None:
     ids=["dropout", "rand_like", "randn", "bernoulli", "multinomial", "ints", "in place", "order"],
 )
 def test_random_numbers_are_eagers(device: str, fn: Callable[..., Any]) -> None:
-    compiled = Compiled(fn)
+    compiled = Compiled(fn, fallback_random=True)
     check(fn, compiled, randn(6, 7, device=device), reference=False, times=2)
 
 
@@ -293,7 +293,28 @@ def test_dropout_backward_is_eagers(device: str) -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         return F.dropout(x * 2, 0.5).exp()
 
-    check(f, Compiled(f), randn(8, 9, device=device, grad=True), backward=True, reference=False)
+    compiled = Compiled(f, fallback_random=True)
+    check(f, compiled, randn(8, 9, device=device, grad=True), backward=True, reference=False)
+
+
+def test_own_random_numbers(device: str) -> None:
+    """The same after the same seed, others at each call, and in the backward those of the forward."""
+    p = torch.full((40, 50), 0.3, device=device)
+
+    def f(x: torch.Tensor) -> Any:
+        return F.dropout(x * 2, 0.4), torch.rand_like(x), torch.randn(x.shape, device=x.device), torch.bernoulli(p)
+
+    x = randn(40, 50, device=device, grad=True)
+    compiled = Compiled(f, fallback_random=False)
+    torch.manual_seed(5)
+    first, second = compiled(x), compiled(x)
+    torch.manual_seed(5)
+    for a, b, c in zip(first, second, compiled(x), strict=True):
+        assert torch.equal(a, c) and not torch.equal(a, b)
+    assert [str(e.target) for e in compiled.externs] == ["aten.randint.low"]
+    first[0].sum().backward()
+    assert torch.equal(x.grad == 0, first[0] == 0) and 0.3 < (x.grad == 0).float().mean() < 0.5
+    assert torch.allclose(first[0], x * x.grad)
 
 
 # -- errors -----------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
+from reflib.capture import random  # noqa: E402, F401  (its op)
 from reflib.generate.kernel import Kernel  # noqa: E402
 from reflib.ir.program import kernel_nodes  # noqa: E402
 from reflib.lab.triton_child import complete_the_interpreter  # noqa: E402
@@ -209,6 +210,16 @@ def _upsamples(x: torch.Tensor) -> Any:
     return [F.interpolate(x, **way) for way in ways]
 
 
+def _random(x: torch.Tensor, seed: torch.Tensor) -> Any:
+    """Uniform numbers bit for bit; the others by arithmetic on the same words."""
+    draw, size = torch.ops.reflib.random, list(x.shape)
+    halves = [draw(seed, 7, "uniform", size, [1, 0], d) for d in (torch.float16, torch.bfloat16, torch.float64)]
+    words = draw(seed, 2**31 + 5, "bits", size, [0, 1], torch.int64)
+    normal = [draw(seed, 8, "normal", size, [0, 1], d) for d in (torch.float32, torch.float64)]
+    u = draw(seed, 1, "uniform", size, [0, 1], torch.float32)
+    return x * (u < 0.5), u, words % 1000, u.softmax(-1), *halves, *normal
+
+
 PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
     "siblings": (
         lambda x: (x + 1, x.sum(), x.sum(0), x.sum(-1), torch.cat([x, x]), x.t() * 2, (x > 0).any(), x.prod(0)),
@@ -257,6 +268,10 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dic
     "scatters": (_scatters, lambda: (randn(5, 4), randn(6, 4), _ties(6, 2)), {}),
     "stores": (_stores, lambda: (randn(5, 4), randn(6, 4), _ties(6, 2)), {}),
     "upsamples": (_upsamples, lambda: (randn(10, 8, requires_grad=True),), {}),
+    "long rows": (
+        lambda x: (x.softmax(-1), x.logsumexp(-1), x.log_softmax(-1)), lambda: (randn(2, 40_001),), {},
+    ),
+    "random": (_random, lambda: (randn(9, 33), torch.randint(-(2**63), 2**63 - 1, (1,))), {}),
     "lists": (
         lambda *xs: torch._foreach_add(torch._foreach_mul(list(xs), 0.5), 1.0),
         lambda: tuple(randn(n) for n in (5, 300, 7, 64)), {},

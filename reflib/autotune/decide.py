@@ -57,7 +57,7 @@ def decide(
 ) -> tuple[Program, tuple[Decision, ...]]:
     """``program`` without a Choice, and what was decided. ``makers``: registered functions that make measuring inputs,
     by the keys in ``Choice.inputs_from``."""
-    work = _work(options, target_of, build, makers, tuning or Tuning())
+    work = new_work(options, target_of, build, makers, tuning or Tuning())
     measures = options.autotune != "off" and options.target is None
     if measures:
         _begin_all(program, work)
@@ -77,9 +77,11 @@ def decide(
     return program, tuple(decisions)
 
 
-def _work(
+def new_work(
     options: Options, target_of: TargetOf, build: Build, makers: Mapping[str, Callable[..., Any]], tuning: Tuning
 ) -> Work:
+    """What deciding one program needs; arguments as for ``decide``."""
+
     def plain(program: Program) -> Program:
         """Choices inside an implementation (its own matmuls) are decided by the static rule while it is measured. (Once
         it has won and is in place, they are measured in their turn.)"""

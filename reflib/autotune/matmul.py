@@ -42,7 +42,7 @@ from .roofline import (
 from .split_k import BLOCKS, all_splits, known
 
 __all__ = [
-    "apart", "estimate", "problem", "static_tiling", "template_variants", "tilings", "unfit_for_tma",
+    "apart", "estimate", "on_end", "problem", "static_tiling", "template_variants", "tilings", "unfit_for_tma",
     "worth_compiling",
 ]  # fmt: skip
 
@@ -110,6 +110,18 @@ def worth_compiling(ranked: Sequence[tuple[Tiling, float]], most: int) -> list[T
             sure += of[:1]
     taken = sure + sorted(rest, key=lambda pair: pair[1])[: max(0, most - len(heads) - len(sure))]
     return [c for c, _ in (*heads, *sorted(taken, key=lambda pair: pair[1]))][:most]
+
+
+def on_end(ranked: Sequence[Tiling], t: Template, target: Target) -> list[Tiling]:
+    """The best of each kind that has wide blocks of the largest size, on end: for products with an epilogue. Alone the
+    wide block is the faster one, but of a tall one a thread has fewer columns, and less of what belongs to these: for
+    bias and GELU (4096 x 3584 x 8192, bfloat16, sm_90) ptxas gives 202 registers a thread to a persistent kernel's
+    256x128 and all 255 to 128x256."""
+    heads: dict[str, Tiling] = {}
+    for c in ranked:
+        heads.setdefault(c.kind, c)
+    tall = [replace(c, m=c.n, n=c.m) for c in heads.values() if c.m * c.n > LARGE and c.m < c.n and not c.turned]
+    return [c for c in tall if c not in ranked and fits(problem(t), c, target)]
 
 
 def open_template(a: Variant) -> Template | None:

@@ -101,7 +101,12 @@ def begin(q: Question, work: Work) -> None:
     if found is not None:
         work.known[q.text] = found
     elif not work.tuning.known_only:
-        work.begun[q.text] = [[_ask(q, point, work) for point in r.points] for r in q.ranges]
+        ask(q, work)
+
+
+def ask(q: Question, work: Work) -> None:
+    """Send it to be measured, at every point of its ranges."""
+    work.begun[q.text] = [[_ask(q, point, work) for point in r.points] for r in q.ranges]
 
 
 def outcome_of(q: Question, work: Work) -> Outcome:

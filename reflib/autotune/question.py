@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -20,12 +20,12 @@ from ..errors import ReflibError
 from ..ir.data import encode, to_data
 from ..ir.decision import Key, key_of
 from ..ir.loops import LoopNest
-from ..ir.program import Choice, Program, Variant
+from ..ir.program import Choice, KernelNode, Node, Program, Template, Variant, Variants
 from ..options import Options
 from ..target import Target
 from .circumstances import decision_key
 from .isolation import body_of, index_values, one_value, ops_in, source_of
-from .matmul import apart, open_template, tilings, with_tiling
+from .matmul import apart, on_end, open_template, tilings, with_tiling
 from .ranges import Range, ranges_of
 from .subprogram import Subprogram, cut
 
@@ -88,12 +88,13 @@ def question_of(program: Program, choice: Choice, target: Target, options: Optio
     """``makers``: as for ``decide``."""
     region = cut(program, choice, options, target)
     candidates = {key_of(a): a for a in _expand(region, target, options)}
-    return Question(region, candidates, ranges_of(choice), _text(region, list(candidates), options, makers))
+    return Question(region, candidates, ranges_of(choice), text_of(region, list(candidates), options, makers))
 
 
 def _expand(region: Subprogram, target: Target, options: Options) -> list[Variant]:
-    """The variants, a Template once for each tiling; the best two of each kind also with their epilogue in kernels
-    of its own, which is compiled where the compiler's report leaves open which is faster."""
+    """The variants, a Template once for each tiling. With an epilogue the best two of each kind also with it in kernels
+    of its own, which is compiled where the compiler's report leaves open which is faster, and the best on end. (ATen's
+    call is a variant, whose epilogue always is a kernel of its own.)"""
     pruned_first = options.isolate or options.autotune == "background"  # else both would always be measured
     out: list[Variant] = []
     for a in region.choice.variants:
@@ -103,11 +104,14 @@ def _expand(region: Subprogram, target: Target, options: Options) -> list[Varian
             continue
         both = pruned_first and target.is_gpu and has_epilogue(region.program, region.choice, a)
         seen: dict[str, int] = {}
-        for tiling in tilings(t, target, options):
+        found = tilings(t, target, options)
+        for tiling in found:
             out.append(with_tiling(a, tiling))
             seen[tiling.kind] = seen.get(tiling.kind, 0) + 1
             if both and seen[tiling.kind] <= 2 and tiling.kind != "split":
                 out.append(apart(out[-1]))
+        if both:
+            out += [with_tiling(a, tiling) for tiling in on_end(found, t, target)]
     return out
 
 
@@ -136,7 +140,7 @@ def _tensors(program: Program, choice: Choice) -> list[str]:
 
 
 # -- recognising equal questions -----------------------------------------------------------------------
-def _text(region: Subprogram, candidates: list[Key], options: Options, makers: Makers) -> str:
+def text_of(region: Subprogram, candidates: Sequence[Key], options: Options, makers: Makers) -> str:
     """Names are replaced by their order of appearance, origins left out. What the user's ops compute, and what makes
     inputs, is in it as source. Empty where an operator has no name, or its source cannot be known."""
     try:
@@ -150,16 +154,30 @@ def _text(region: Subprogram, candidates: list[Key], options: Options, makers: M
         data = json.dumps([_anonymous(program), [encode(str(c)) for c in candidates], code, values, bodies])
     except ReflibError:
         return ""
-    names = {*region.program.buffers, *(n.name for n in region.program.nodes)}
-    names |= {b.name for a in region.choice.variants for b in a.buffers}
-    names |= {n.name for a in region.choice.variants for n in a.nodes}
+    names = {*region.program.buffers, *_names(region.program.nodes)}
     seen: dict[str, str] = {}
 
     def short(m: re.Match[str]) -> str:
-        word = m.group(1)
-        return f'"#{seen.setdefault(word, str(len(seen)))}"' if word in names else m.group(0)
+        what, word = m.groups()
+        return f'"#{seen.setdefault(word, str(len(seen)))}"' if word in names and not what else m.group(0)
 
-    return re.sub(r'"([^"\\]*)"', short, data)
+    return re.sub(r'("(?:op|kind|reduction)": )?"([^"\\]*)"', short, data)  # (a buffer may be called ``exp``, as an op)
+
+
+def _names(nodes: Iterable[Node]) -> set[str]:
+    """Of nodes, of temporaries and of axes."""
+    out: set[str] = set()
+    for n in nodes:
+        out.add(n.name)
+        if isinstance(n, LoopNest):
+            out |= {a.var.name for a in n.axes}
+        elif isinstance(n, Template):
+            out |= _names([n.epilogue])
+        elif isinstance(n, KernelNode):
+            out |= _names(n.parts)
+        elif isinstance(n, (Choice, Variants)):
+            out |= {b.name for a in n.variants for b in a.buffers}.union(*(_names(a.nodes) for a in n.variants))
+    return out
 
 
 def _value(t: Any) -> Any:

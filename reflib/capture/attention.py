@@ -30,7 +30,7 @@ as eager's or more. What needs care is rows in which every key is masked (``atte
 - ``masked_fill`` with a finite number, -10000 or less: a boolean mask, dead rows treated likewise. -100 is refused: it
   leaves masked keys a weight. Together with a bias, only -inf or a number that no score changes.
 
-Refused as well: dropout that drops (it draws eager's random numbers, which we promise); a bias wider than the scores;
+Refused as well: dropout that drops (the call would draw other random numbers); a bias wider than the scores;
 scores rounded to a narrower dtype in between; shapes, dtypes and gradients (of a bias, on CPUs) for which PyTorch has
 no fused kernel, asked by running the call on fake tensors: its composite one is what the user wrote; what
 ``torch.utils.checkpoint`` computes again, which would carry the random state of calls that may draw.

@@ -16,11 +16,11 @@ Passes that plug in before it (``driver.BEFORE``), as a rule (``legality.RULES``
 
 * ``slices``, ``slice_stores``: chains of writes to slices go slice by slice; ``in_place``: other updates, in place.
 * ``mix_order``: column sums that the kernel which reduces the rows can compute as well.
-* ``split``: few long reductions become two loop nests, so that the whole machine has work.
+* ``split``, ``split_online`` (softmax's): few long reductions become two loop nests, so the whole machine has work.
 * ``inline_loads``: a cheap producer that is read at other elements than it writes (cat, pad, slices, broadcasts) is
   computed again where it is read. No common iteration space exists for these pairs.
 * ``casts``: a cast before a matmul becomes its prologue; one behind it is left to its readers.
-* ``templates``, ``scatters``: what joins a matmul's kernel as its epilogue, and kernels that scatter (in place).
+* ``templates``, ``scatters``, ``seeds``: what joins a matmul's epilogue, and kernels that scatter or draw numbers.
 * ``recompute``: a value that another kernel reads is computed there again where that moves fewer bytes.
 * ``combine``: small independent kernels that could share one launch. ``narrow``: indices in 32 bits.
 

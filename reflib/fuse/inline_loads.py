@@ -50,7 +50,7 @@ OPS_PER_BYTE = 6  # repeated on a GPU rather than to move a byte: an H200 does 8
 MAX_TEXT = 1500  # characters of an index with // and %, which double per level where bounds prove nothing
 EXPENSIVE = frozenset(
     "div pow sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh"
-    " sigmoid erf erfc lgamma atan2 hypot fmod remainder floordiv truncdiv".split()
+    " sigmoid erf erfc lgamma atan2 hypot fmod remainder floordiv truncdiv philox".split()
 )
 
 

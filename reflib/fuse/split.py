@@ -16,7 +16,7 @@ over 32,768 rows of each of 4,096 columns) are cut as well where COLUMNS per pro
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,6 +29,7 @@ from ..ir.loops import (
     Load,
     LoopNest,
     Reduce,
+    Stmt,
     Store,
     map_stmt,
     stmt_args,
@@ -44,6 +45,7 @@ from .result import Fused
 BLOCK = 64  # a piece's length is a multiple of this where possible: generated loops go over rows in such steps
 COLUMNS = 64  # results per program of a column reduction: 128 bytes of half precision
 PIECE = 256  # rows of a column reduction that are read all at once
+SECOND = 4_000_000  # bytes that a GPU moves in the time of the second kernel: 1 us of an H200
 MOST = 512  # pieces, for a second step that is short
 _KINDS = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin", "m2")
 
@@ -57,9 +59,9 @@ def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
     nodes: list[Node] = []
     buffers = dict(program.buffers)
     for node in program.nodes:
-        pieces = _wanted(node, target) if isinstance(node, LoopNest) else 1
+        pieces = pieces_wanted(node, program.buffers, target) if isinstance(node, LoopNest) else 1
         if isinstance(node, LoopNest) and pieces > 1 and can_split(node) and not was_split(node):
-            nodes += _split(*_with_axis(node, pieces), pieces, buffers)
+            nodes += _split(*with_axis(node, pieces), pieces, buffers)
         else:
             nodes.append(node)
     return replace(fused, program=replace(program, nodes=tuple(nodes), buffers=buffers))
@@ -70,7 +72,7 @@ def was_split(loops: LoopNest) -> bool:
     return any(re.fullmatch(r".*_part\d+", b) for b in (*loops.reads(), *loops.writes()))
 
 
-def _wanted(loops: LoopNest, target: Target) -> int:
+def pieces_wanted(loops: LoopNest, buffers: dict[str, Buffer], target: Target) -> int:
     """Into how many parts a row should be cut: a power of two; 1: not at all."""
     if not loops.reduced:
         return 1
@@ -81,7 +83,7 @@ def _wanted(loops: LoopNest, target: Target) -> int:
             return 1
         wanted = max(min(4 * target.units // programs, length // 64), min(length // PIECE, MOST))
     elif target.is_gpu:
-        if rows >= 2 * target.units or length < 8192:
+        if rows >= 2 * target.units or length < 8192 or _idle_bytes(loops, buffers, target) < SECOND:
             return 1
         wanted = min(4 * target.units // rows, length // 2048)
     else:
@@ -95,7 +97,14 @@ def _wanted(loops: LoopNest, target: Target) -> int:
     return pieces
 
 
-def _with_axis(loops: LoopNest, pieces: int) -> tuple[LoopNest, Axis]:
+def _idle_bytes(loops: LoopNest, buffers: dict[str, Buffer], target: Target) -> int:
+    """What multiprocessors without a row could have read while the others read theirs, one program per row."""
+    inside = {s.buffer: s for s in loops.loads() if s.index.variables() & loops.reduced_vars}
+    row = sum(buffers[name].dtype.itemsize for name in inside) * loops.rnumel.hint()
+    return -loops.numel.hint() % target.units * row
+
+
+def with_axis(loops: LoopNest, pieces: int) -> tuple[LoopNest, Axis]:
     """The axis to cut: of those with about enough steps the one with the widest, so a piece is contiguous where the
     row is. If none has enough: the longest, after axes that memory steps through as one are merged. (What a piece reads
     is then no part of any axis that the producers have, and these do not fuse.)"""
@@ -136,7 +145,7 @@ def can_split(loops: LoopNest) -> bool:
 
 
 @dataclass
-class _Cut:
+class Cut:
     """The reduced axis that is cut, its two parts, and the guard ``axis < size`` where the parts reach beyond it."""
 
     axis: Axis
@@ -146,23 +155,31 @@ class _Cut:
 
 
 def _split(loops: LoopNest, axis: Axis, pieces: int, buffers: dict[str, Buffer]) -> list[Node]:
+    cut = cut_axis(axis, pieces, alone=all(a is axis or a.size == 1 for a in loops.reduced))
+    first, partials = first_step(loops, cut, buffers)
+    return [first, second_step(loops, cut.s.size, partials, buffers, cut)]
+
+
+def cut_axis(axis: Axis, pieces: int, alone: bool) -> Cut:
+    """``alone``: it is the only axis that is reduced."""
     pieces = min(pieces, axis.size.hint())
     length = divide_exact(axis.size, pieces)
     if length is None and axis.size.constant is not None:  # pieces of whole blocks, so that only the last has a tail
-        alone = all(a is axis or a.size == 1 for a in loops.reduced)
         block = BLOCK if alone and axis.size.constant >= pieces * BLOCK else 1
         length = expr(-(-axis.size.constant // (pieces * block)) * block)
         pieces = -(-axis.size.constant // int(length))
     exact = length is not None and length * pieces == axis.size
     s = Axis(fresh(expr(pieces)), "p")
     t = Axis(fresh(length if length is not None else ceildiv(axis.size, pieces)), "r")
-    cut = _Cut(axis, s, t, exact)
-    first, partials = _first_step(loops, cut, buffers)
-    return [first, second_step(loops, s.size, partials, buffers, cut)]
+    return Cut(axis, s, t, exact)
 
 
-def _first_step(loops: LoopNest, cut: _Cut, buffers: dict[str, Buffer]) -> tuple[LoopNest, dict[int, list[str]]]:
-    """``part[p..., s] = reduce_t ...``; returns also which buffers hold each Reduce's partial results."""
+def first_step(
+    loops: LoopNest, cut: Cut, buffers: dict[str, Buffer],
+    change: Callable[[BodyBuilder, int, Stmt], Stmt] | None = None,
+) -> tuple[LoopNest, dict[int, list[str]]]:
+    """``part[p..., s] = reduce_t ...``; returns also which buffers hold each Reduce's partial results. ``change``: of
+    the statement that ``loops`` has at a position."""
     b = BodyBuilder()
     at = expr(cut.s.var) * cut.t.size + expr(cut.t.var)
     mask = None if cut.exact else b.op("lt", b.index(at), b.index(cut.axis.size))
@@ -170,6 +187,7 @@ def _first_step(loops: LoopNest, cut: _Cut, buffers: dict[str, Buffer]) -> tuple
     ids: dict[int, int] = {}
     for i in needed(loops.body, (i for i, s in enumerate(loops.body) if isinstance(s, Reduce))):
         st = map_stmt(loops.body[i], ids, {cut.axis.var: at})
+        st = st if change is None else change(b, i, st)
         if isinstance(st, Load) and mask is not None:
             st = replace(st, mask=mask if st.mask is None else b.op("and", mask, st.mask))
         if isinstance(st, Reduce):
@@ -177,7 +195,7 @@ def _first_step(loops: LoopNest, cut: _Cut, buffers: dict[str, Buffer]) -> tuple
         else:
             ids[i] = b.add(st)
     axes = tuple(x for a in loops.axes for x in ((cut.s, cut.t) if a is cut.axis else (a,)))
-    return LoopNest(f"{loops.name}_part", axes, tuple(b.body), loops.origins), partial.names
+    return LoopNest(f"{loops.name}_part", axes, eliminate_dead(tuple(b.body)), loops.origins), partial.names
 
 
 class PartialResults:
@@ -244,9 +262,11 @@ def row_major(axes: Sequence[Axis]) -> Expr:
 
 
 def second_step(
-    loops: LoopNest, pieces: Expr, partials: dict[int, list[str]], buffers: dict[str, Buffer], cut: _Cut | None = None
+    loops: LoopNest, pieces: Expr, partials: dict[int, list[str]], buffers: dict[str, Buffer], cut: Cut | None = None,
+    weight: Callable[[BodyBuilder, Expr, dict[int, int]], int] | None = None,
 ) -> LoopNest:
-    """Reduce the partial results, then everything that ran once per row. An m2 takes ``cut``."""
+    """Reduce the partial results, then everything that ran once per row. An m2 takes ``cut``. ``weight``: what each
+    partial result is multiplied by; it takes their index, and the statements so far by their position in ``loops``."""
     b = BodyBuilder()
     r = Axis(fresh(pieces), "r")
     axes = partial_axes(loops, r)
@@ -259,13 +279,14 @@ def second_step(
             if cut is not None and st.kind == "m2":
                 ids[i] = _combined_m2(b, parts, loops, cut, r)
             else:
+                parts = parts if weight is None else (b.op("mul", *parts, weight(b, index, ids)),)
                 ids[i] = b.add(replace(st, args=parts))
         elif not level[i]:
             ids[i] = b.add(map_stmt(st, ids))
     return LoopNest(loops.name, tuple(axes), eliminate_dead(tuple(b.body)), loops.origins)
 
 
-def _combined_m2(b: BodyBuilder, parts: Sequence[int], loops: LoopNest, cut: _Cut, r: Axis) -> int:
+def _combined_m2(b: BodyBuilder, parts: Sequence[int], loops: LoopNest, cut: Cut, r: Axis) -> int:
     """From the m2 and the sum of each piece. (The last may be shorter; of a symbolic size some may be empty.)"""
     m2, total = parts
     dtype = b.dtype(m2)

@@ -112,6 +112,23 @@ template <class T> static inline T shr(T a, T b) {
   const bool out = b < 0 || b >= (T)top;
   return (T)-1 < 0 ? (T)(a >> (out ? top : (int)b)) : out ? 0 : (T)(a >> b);
 }
+// Random words: Philox 4x32-10. ir/random.py says what it is.
+template <class T> static inline int32_t philox(T seed, T stream, T index) {
+  const uint64_t counter = (uint64_t)(index >> 2);
+  uint32_t a = (uint32_t)counter, b = (uint32_t)(counter >> 32), c = (uint32_t)stream, d = 0;
+  uint32_t k = (uint32_t)seed, l = (uint32_t)((uint64_t)seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t p = (uint64_t)a * 0xD2511F53, q = (uint64_t)c * 0xCD9E8D57;
+    a = (uint32_t)(q >> 32) ^ b ^ k;
+    b = (uint32_t)q;
+    c = (uint32_t)(p >> 32) ^ d ^ l;
+    d = (uint32_t)p;
+    k += 0x9E3779B9;
+    l += 0xBB67AE85;
+  }
+  const int word = index & 3;
+  return (int32_t)(word == 0 ? a : word == 1 ? b : word == 2 ? c : d);
+}
 // As x86 does it: what does not fit becomes the least integer of the width that the conversion goes through.
 template <class T> static inline T to_integer(float x) {
   return sizeof(T) == 8 ? (T)(int64_t)x : (T)(int32_t)x;

@@ -37,7 +37,7 @@ _INFIX = {
 # operations as expensive as many additions: threads pay earlier, and results are kept rather than computed again
 EXPENSIVE = frozenset(
     "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh sigmoid erf "
-    "erfc lgamma pow atan2 hypot fmod remainder floordiv truncdiv nextafter".split()
+    "erfc lgamma pow atan2 hypot fmod remainder floordiv truncdiv nextafter philox".split()
 )
 _KEYWORDS = frozenset(
     "alignas alignof and and_eq asm auto bitand bitor bool break case catch char class compl const constexpr continue "

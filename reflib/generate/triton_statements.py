@@ -57,7 +57,8 @@ class StatementPrinter:
         self.symbols: set[Sym] = set()
         self.pointers: dict[str, None] = {}
         self.order = ORDER[space.mode]
-        self.exact = exact_values(space, buffers)
+        self.all_exact = "exact" in dict(config.extras)
+        self.exact = set(range(len(space.body))) if self.all_exact else exact_values(space, buffers)
         self.forms, self.unread = CHEAP["forms"](space, self.exact) if "forms" in CHEAP else ({}, set())
         self.reread: set[int] = set()  # loads that a later pass repeats
 
@@ -111,7 +112,9 @@ class StatementPrinter:
                 args.append(f"tl.full([], {v.text}, {TL[self.dtype(a)]})")
             else:
                 args.append(v.text)
-        self._bind(i, print_op(self.needs, s.op, s.dtype, source, args, i in self.exact), dims)
+        apart = s.op == "mul" and self.all_exact and s.dtype.is_floating_point  # from additions: no fma
+        op = "mul_rn" if apart else s.op
+        self._bind(i, print_op(self.needs, op, s.dtype, source, args, i in self.exact), dims)
 
     def _form(self, i: int, form: Form) -> None:
         values = [self.values[a] for a in form.args]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import IndexOutOfRange, ReflibError
+from . import random  # noqa: F401  (its op)
 from .expr import Expr, IntLike, Sym, expr
 from .loops import Acc, Const, Index, Indirect, Load, LoopNest, Reduce, Scan, Stmt, Store
 from .ops import OPS, REDUCTIONS, cast, value_dtype

@@ -12,6 +12,7 @@ from typing import NoReturn
 import torch
 
 from ..errors import VerifyError
+from . import random  # noqa: F401  (its op)
 from .expr import ZERO, Expr, Ref, Sym, Var, nonneg, product
 from .loops import (
     Acc,

@@ -212,7 +212,10 @@ class NestBuilder:
     def store(self, view: View, value: Scalar, coords: Sequence[IntLike] | None = None) -> None:
         """Write one element, cast (a half dtype: rounded) to the view's dtype."""
         dtype = check_dtype(view.dtype)
-        self.b.store(view.buffer, self.at(view, coords), self.value(value, value_dtype(dtype)).id)
+        stored = self.value(value, value_dtype(dtype))
+        if self.cx.low.options.numerics == "eager":  # explicitly, for what is fused with it and reads it
+            stored = stored.to(dtype)
+        self.b.store(view.buffer, self.at(view, coords), stored.id)
 
     def finish(self) -> None:
         """Append the LoopNest to the program."""

@@ -11,7 +11,7 @@ from torch._decomp import core_aten_decompositions, decomposition_table, get_dec
 from torch._prims_common import suggest_memory_format
 
 from . import pointwise, reductions  # noqa: F401  (they register their rules)
-from .rules import RULES, WHOLE, overloads
+from .rules import LIKE_EAGER, RULES, WHOLE, overloads
 
 aten = torch.ops.aten
 
@@ -32,8 +32,10 @@ _KEEP_WHOLE = (
 )
 
 
-def decompositions() -> dict[Any, Callable[..., Any]]:
-    """The table for AOTAutograd and ``torch.export``. Random ops stay whole, so that they give eager's numbers."""
+def decompositions(numerics: str = "fast") -> dict[Any, Callable[..., Any]]:
+    """The table for AOTAutograd and ``torch.export``. Random ops stay whole, for eager's numbers or a rewrite."""
+    if numerics == "eager":
+        return dict(LIKE_EAGER["table"])
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
     table = _table(len(registered), len(RULES))
     return {op: fn for op, fn in table.items() if not any(keeps(op) for keeps in WHOLE.values())}

@@ -25,7 +25,7 @@ from reflib.options import Options
 from . import pointwise, reductions  # noqa: F401  (they register their rules)
 from .context import LoweringContext
 from .extern import extern, reason_for, scalar_call, with_effects
-from .rules import CALLS, RULES, Unsupported, rule_of
+from .rules import CALLS, LIKE_EAGER, RULES, Unsupported, rule_of
 from .symbols import Symbols
 from .unused import remove_unused
 from .views import REINTERPRET, copying, is_view_op, view
@@ -190,7 +190,10 @@ class Lowering:
             sizes = [len(t) for t in tables]
             try:
                 supported(cx, args, kwargs)
-                return fn(cx, *args, **kwargs)
+                value = fn(cx, *args, **kwargs)
+                if self.options.numerics == "eager":
+                    LIKE_EAGER["check"](cx, target, self.nodes[nodes:])
+                return value
             except Unsupported as e:
                 reason = str(e)
                 del self.nodes[nodes:]

@@ -24,6 +24,9 @@ CALLS = Seam("lower.CALLS")
 WHOLE = Seam("lower.WHOLE")
 # (NestBuilder, View) -> Value: "argument", one number of the CPU's read on a GPU. None: its readers become calls.
 NUMBER = Seam("lower.NUMBER")
+# For "eager" numerics. "check": (cx, target, nodes) raises Unsupported where a call is asked for instead of the rule's
+# nodes. "table": the decompositions.
+LIKE_EAGER = Seam("lower.LIKE_EAGER")
 
 
 class Unsupported(Exception):

@@ -31,6 +31,8 @@ REINTERPRET = {
 # Ops whose schema says view, and which copy when eager has to.
 MAY_COPY = {"reshape", "reshape_as", "contiguous", "to", "flatten", "ravel", "resolve_conj", "resolve_neg"}
 
+UNSAFE = {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"}  # views, although their schema does not say so
+
 
 def _name(op: Any) -> str:
     return op._schema.name.partition("::")[2]
@@ -40,7 +42,7 @@ def is_view_op(op: Any) -> bool:
     """Does the schema say that the result aliases an argument, which is not written to?"""
     if not isinstance(op, torch._ops.OpOverload) or op.namespace not in ("aten", "prims") or op in REINTERPRET:
         return False
-    if op is aten._unsafe_view.default:
+    if _name(op) in UNSAFE:
         return True
     returns = [r.alias_info for r in op._schema.returns]
     return bool(returns) and all(r is not None and not r.is_write for r in returns)

@@ -48,7 +48,7 @@ def choose_configs(
     """``parts`` as one kernel, called ``name``: a fast variant with what it assumes, then one that always works."""
     if not target.is_gpu:
         return kernel_with_fallback(KernelNode(name, parts, Config(xblock=1, num_warps=1, index="int64")))
-    traffic = [_Traffic(p, buffers, layout(p, buffers)) for p in parts]
+    traffic = [Traffic(p, buffers, layout(p, buffers)) for p in parts]
     main = max(traffic, key=lambda t: t.space.x.size.hint())
     config, row_facts = _config(main, traffic, target, options)
     facts = _index_facts(traffic, buffers)
@@ -71,7 +71,7 @@ def choose_configs(
 
 # -- what a part moves ------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class _Traffic:
+class Traffic:
     """One part on the grid, and its traffic per point: ``width`` of the main elements in bytes and the number of
     ``streams`` (loads that vary with all of the block's dimensions)."""
 
@@ -79,17 +79,11 @@ class _Traffic:
     buffers: dict[str, Buffer]
     space: Space
 
-    def itemsizes(self) -> list[int]:
-        return [self.buffers[s.buffer].dtype.itemsize for s in self.space.body if isinstance(s, (Load, Store))]
-
     @property
     def width(self) -> int:
         """Bytes of the narrowest element (bool masks do not count: they are a small part of the traffic)."""
-        sizes = self.itemsizes()
-        if not sizes:
-            return 4
-        common = [s for s in sizes if s > 1] or sizes
-        return min(common)
+        sizes = [self.buffers[s.buffer].dtype.itemsize for s in self.space.body if isinstance(s, (Load, Store))]
+        return min([s for s in sizes if s > 1] or sizes, default=4)
 
     @property
     def streams(self) -> int:
@@ -121,7 +115,7 @@ class _Traffic:
 
 # -- block shapes -----------------------------------------------------------------------------------
 def _config(
-    main: _Traffic, traffic: list[_Traffic], target: Target, options: Options, general: bool = False
+    main: Traffic, traffic: list[Traffic], target: Target, options: Options, general: bool = False
 ) -> tuple[Config, tuple[Assume, ...]]:
     for shape in SHAPES.values():
         if (found := shape(traffic, target, options, general)) is not None:
@@ -138,7 +132,7 @@ def _config(
     return replace(config, num_warps=min(config.num_warps, 1024 // target.warp)), facts
 
 
-def _pointwise(main: _Traffic, traffic: list[_Traffic], target: Target) -> Config:
+def _pointwise(main: Traffic, traffic: list[Traffic], target: Target) -> Config:
     """4 warps; a thread reads 32 bytes per stream (16 elements of bf16: XBLOCK 2048), 16 of three streams or more;
     fewer when the tensor would not fill the chip."""
     block = 4 * target.warp * _pow2(READ_BYTES // main.width * (2 if main.streams < 3 else 1))
@@ -148,7 +142,7 @@ def _pointwise(main: _Traffic, traffic: list[_Traffic], target: Target) -> Confi
     return Config("none", xblock=block, num_warps=4)
 
 
-def _tile(t: _Traffic) -> Config:
+def _tile(t: Traffic) -> Config:
     """64 x 32 points and 8 warps: 128- and 64-byte pieces of bf16, transposed through shared memory."""
     s = t.space
     assert s.y is not None
@@ -156,7 +150,7 @@ def _tile(t: _Traffic) -> Config:
     return Config("none", xblock=x, num_warps=max(1, min(8, x * y // 256)), extras=(("yblock", y),))
 
 
-def _reduction(t: _Traffic, target: Target, options: Options, general: bool) -> tuple[Config, tuple[Assume, ...]]:
+def _reduction(t: Traffic, target: Target, options: Options, general: bool) -> tuple[Config, tuple[Assume, ...]]:
     s = t.space
     assert s.r is not None
     rows, length = max(1, s.x.size.hint()), max(1, s.r.size.hint())
@@ -169,7 +163,7 @@ def _reduction(t: _Traffic, target: Target, options: Options, general: bool) -> 
     return _persistent(t, rows, length, target), facts
 
 
-def _persistent(t: _Traffic, rows: int, length: int, target: Target) -> Config:
+def _persistent(t: Traffic, rows: int, length: int, target: Target) -> Config:
     """Rows in registers: ROW_BYTES of each stream per thread, half with three streams or more. A multiprocessor holds
     32 programs: those of one warp must read much, which sums have the registers for."""
     elements = max(4, min(32, ROW_BYTES // t.width // (2 if t.streams >= 3 else 1)))
@@ -187,7 +181,7 @@ def _persistent(t: _Traffic, rows: int, length: int, target: Target) -> Config:
     return Config("persistent", xblock=xblock, rblock=rblock, num_warps=max(1, min(warps, xblock * rblock // 32)))
 
 
-def _looped(t: _Traffic, length: int, target: Target) -> Config:
+def _looped(t: Traffic, length: int, target: Target) -> Config:
     """One long row per program, 8 elements per thread of 32 warps; fewer with several reductions, each of which keeps
     as many partial results in registers (a variance two)."""
     kept = sum(2 if s.kind == "m2" else 1 for s in t.space.body if isinstance(s, Reduce))
@@ -196,7 +190,7 @@ def _looped(t: _Traffic, length: int, target: Target) -> Config:
     return Config("looped", xblock=1, rblock=rblock, num_warps=max(1, warps))
 
 
-def _columns(t: _Traffic, rows: int, length: int, target: Target) -> Config:
+def _columns(t: Traffic, rows: int, length: int, target: Target) -> Config:
     """Results are contiguous in memory and each is reduced over a stride. Programs of 4 warps and 32 neighbours (64
     bytes of bf16), which read 8 elements per thread in a step; of 2 warps that read all at once where that is little.
     Where results are few there is latency to hide: a program takes fewer of them, and all that they are made of."""
@@ -222,7 +216,7 @@ def _pow2(n: int) -> int:
 
 
 # -- assumptions ------------------------------------------------------------------------------------
-def _index_facts(traffic: list[_Traffic], buffers: dict[str, Buffer]) -> tuple[Assume, ...] | None:
+def _index_facts(traffic: list[Traffic], buffers: dict[str, Buffer]) -> tuple[Assume, ...] | None:
     """What must be at most 2^31 for 32-bit indices and cannot be proved; None when these do not suffice."""
     sizes: list[Expr] = []
     for t in traffic:
@@ -239,7 +233,7 @@ def _aligned(parts: tuple[LoopNest, ...], buffers: dict[str, Buffer]) -> tuple[A
     return tuple(Assume("aligned", b, 16) for b in used if buffers[b].kind != "temp")
 
 
-def _multiples(traffic: list[_Traffic]) -> list[Sym]:
+def _multiples(traffic: list[Traffic]) -> list[Sym]:
     """Size symbols that are a row's stride and were multiples of 16 when traced, as 16-byte reads need."""
     out: set[Sym] = set()
     for t in traffic:

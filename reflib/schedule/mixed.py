@@ -24,7 +24,7 @@ BLOCK = 4096  # elements of a program
 def mixed(
     traffic: list[Any], target: Target, options: Options, general: bool
 ) -> tuple[Config, tuple[Assume, ...]] | None:
-    """The launch of a kernel with column sums, which is one part (``heuristics._Traffic``); None for others."""
+    """The launch of a kernel with column sums, which is one part (``heuristics.Traffic``); None for others."""
     t = traffic[0]
     sums = column_sums(t.part)
     if not sums:

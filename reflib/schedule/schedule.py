@@ -15,7 +15,7 @@ import torch
 from ..fuse import Fused
 from ..ir.decision import Candidate, Decision, Key
 from ..ir.loops import LoopNest
-from ..ir.program import Config, Node, Program, Template, Variant, Variants
+from ..ir.program import Config, KernelNode, Node, Program, Template, Variant, Variants
 from ..options import Options
 from ..seams import Seam
 from ..target import Target
@@ -73,6 +73,8 @@ class _Kernels:
         target = self.target_of(self.program.buffers[parts[0].writes()[0]].device)
         name = self._name(parts)
         variants = choose_configs(parts, self.program.buffers, target, self.options, name)
+        if self.options.numerics == "eager":
+            variants = tuple(replace(v, nodes=(_exact(v.kernel),)) for v in variants)
         self.decisions.append(_decision(name, variants[0].kernel.config, parts[0]))
         return Variants(name, writes_of(parts), variants, variants[0].kernel.origins)
 
@@ -92,6 +94,11 @@ class _Kernels:
         reason = f"tiling {t.tiling}, decided with its choice"
         self.decisions.append(Decision(name, (key,), (row,), reason, config=variants[0].kernel.config))
         return Variants(name, writes_of((t,)), variants, t.origins)
+
+
+def _exact(kernel: KernelNode) -> KernelNode:
+    extras = tuple(sorted((*kernel.config.extras, ("exact", True))))
+    return replace(kernel, config=replace(kernel.config, extras=extras))
 
 
 def writes_of(parts: Iterable[LoopNest | Template]) -> tuple[str, ...]:
@@ -116,5 +123,5 @@ def short_name(parts: tuple[LoopNest | Template, ...], most: int = 4) -> str:
 
 
 def _op_name(op: str) -> str:
-    pieces = op.removeprefix("aten.").split(".")
+    pieces = op.removeprefix("aten.").removeprefix("reflib.").split(".")
     return pieces[0].strip("_") or op

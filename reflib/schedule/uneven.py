@@ -29,7 +29,7 @@ PIECE = READ_BYTES // 2  # elements of half precision
 
 
 def adjust(config: Config, t: Any, target: Target) -> Config:
-    """``config``, or a better one; ``t``: a ``heuristics._Traffic``."""
+    """``config``, or a better one; ``t``: a ``heuristics.Traffic``."""
     s = t.space
     moved = [a for a in accesses(s.body, t.buffers) if a.varies(s.x)]
     if config.reduction == "none":

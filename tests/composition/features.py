@@ -211,7 +211,13 @@ def higher_order_ops(device: str, wrapper: str) -> None:
 @feature
 def random_numbers(device: str, wrapper: str) -> None:
     f = lambda x: F.dropout(x, 0.4) + torch.rand_like(x)  # noqa: E731
-    check(f, compiled(f, wrapper), randn(6, 7, device=device), reference=False, times=2)
+    check(f, compiled(f, wrapper, fallback_random=True), randn(6, 7, device=device), reference=False, times=2)
+    own = compiled(f, wrapper, fallback_random=False)
+    x = randn(6, 7, device=device)
+    torch.manual_seed(3)
+    first, second = own(x), own(x)
+    torch.manual_seed(3)
+    assert torch.equal(own(x), first) and not torch.equal(second, first)
 
 
 @feature

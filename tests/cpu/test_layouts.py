@@ -136,7 +136,9 @@ def test_when_it_does_not_pay() -> None:
     assert not laid_out(lambda x, w: F.conv2d(x, w) + 1, x, w)  # one, between an input and an output
     assert not laid_out(lambda x, w: F.conv2d(x, w, groups=2), x, w[:, :4])
     assert not laid_out(lambda x, w: F.conv1d(F.conv1d(x[:, :, 0], w[..., 0]), w[..., 0]), x, w)
-    assert not laid_out(lambda x, w: F.dropout(conv(x, w)), x, w)  # random numbers fall where eager has them
+    dropped = lambda x, w: F.dropout(conv(x, w))  # noqa: E731
+    assert laid_out(dropped, x, w)  # its numbers belong to elements, in whatever order
+    assert not laid_out(dropped, x, w, fallback_random=True)  # and eager's to places in memory
 
 
 def test_convolutions_in_groups() -> None:

@@ -141,7 +141,7 @@ def capture(case: Case) -> Captured:
         case.fn,
         compiler("forward"),
         compiler("backward"),
-        partitioner(partial(rewritten, options=Options(), target_of=targets(Options()))),
+        partitioner(partial(rewritten, options=Options(fallback_random=True), target_of=targets(Options()))),
         decompositions(),
         keep_inference_input_mutations=True,
         inference_compiler=compiler("inference"),
@@ -201,7 +201,7 @@ def run_batch(cases: list[Case], say: Say, verify: bool = True, entry: str = "ao
     from reflib.options import Options
     from reflib.pipeline import Backend
 
-    options = Options(verify=verify, compile_threads=1)
+    options = Options(verify=verify, compile_threads=1, fallback_random=True)
     library = Library(options)
     ready: list[tuple[Captured | None, Case, Result, float]] = []
     for case in cases:

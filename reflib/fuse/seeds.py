@@ -1,0 +1,29 @@
+"""Loop nests that draw random numbers of one seed have nothing else in common.
+
+Neighbours are found by the buffers that they share, and every random op of a graph reads the same number. One kernel
+for two of them would move 8 bytes less, and tear one of them from the kernels that read what it makes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .legality import Cluster, FusionContext
+from .result import Reason
+
+
+def seed_rule(a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:
+    """Plugs into ``fuse.RULES``. A seed is a single int64, which both read (``capture/random``)."""
+    small, large = (a.outside, b.outside) if len(a.outside) < len(b.outside) else (b.outside, a.outside)
+    seeds = 0
+    for name in small:
+        if name in large:
+            if not _is_seed(name, a, b, c):
+                return None
+            seeds += 1
+    return Reason("space", "they have nothing but a seed in common") if seeds else None
+
+
+def _is_seed(name: str, a: Cluster, b: Cluster, c: FusionContext) -> bool:
+    buffer = c.program.buffers[name]
+    return buffer.dtype == torch.int64 and buffer.numel == 1 and name not in a.writes and name not in b.writes

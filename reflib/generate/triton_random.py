@@ -1,0 +1,18 @@
+"""Random words in Triton; ``ir/random`` says which. Philox itself is in Triton's library."""
+
+from __future__ import annotations
+
+from .triton_ops import Printer
+
+PRINTERS: dict[str, Printer] = {"philox": lambda needs, t, a: f"{needs.helper('philox_word')}({', '.join(a)})"}
+
+HELPERS: dict[str, str] = {
+    "philox_word": '''
+def philox_word(seed, stream, index):
+    """Word ``index`` of a stream. Neighbours in a thread share a counter, so this is computed once for four."""
+    counter = index >> 2
+    a, b, c, d = tl.philox(seed, counter.to(tl.uint32), (counter >> 32).to(tl.uint32), stream.to(tl.uint32), 0)
+    which = index & 3
+    return tl.where(which == 0, a, tl.where(which == 1, b, tl.where(which == 2, c, d))).to(tl.int32, bitcast=True)
+'''
+}

@@ -1,0 +1,97 @@
+"""``Options.numerics="eager"``: the same bits as eager, whatever is fused.
+
+Eager computes a model as a sequence of ATen kernels. Its bits are ours where each of these is either called, or
+computed by operations that have one right answer, in the same order and rounded at the same places:
+
+* The graph is captured without decompositions, and nothing rewrites it: it is eager's sequence of ATen ops.
+* An op that we generate code for may round once: by what IEEE 754 defines to the last bit (a sum, a product, a
+  quotient) or, on a CUDA device, by a function of CUDA's mathematical library, which eager calls as well. (On a CPU
+  eager's functions are those of a vector library, MKL's or SLEEF, whose last bits are its own.) Before and after that
+  it may compare, select, change signs, and compute with whole numbers. An op that rounds twice, such as ``addcmul``,
+  has an order, and maybe an instruction that leaves one rounding out, that only its own kernel knows.
+* Sums of floats, running sums, products of matrices and convolutions are calls; maxima and sorted places are not.
+* Results in half precision are rounded between ops, and multiplications are not contracted with additions
+  (``mul_rn``; ``-ffp-contract=off``).
+
+So views, pointwise chains, selections, gathers and copies fuse as ever; norms, softmax and reductions are eager's own
+kernels. Ops that differ from run to run in eager do so here. In the last bits, so does what ``torch.compile``'s own
+capture takes apart before this compiler sees it (``addcdiv`` with a value, interpolation, recurrent layers), and batch
+norms with half statistics. Which zero the maximum of two zeros is, is not said either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import frexp
+from typing import Any
+
+import torch
+from torch._decomp import decomposition_table
+
+from ..ir.loops import Const, LoopNest, Op, Reduce, Scan, Stmt, Store, stmt_args
+from ..ir.program import Node
+from .context import LoweringContext
+from .rules import Unsupported
+
+EXACT = frozenset(
+    "neg abs maximum minimum and or xor not eq ne lt le gt ge where cast from_bits to_f16 to_bf16 isnan isinf signbit"
+    " copysign nextafter".split()
+)
+ROUNDS = frozenset("add sub mul div floor ceil trunc round fmod".split())
+CUDA = frozenset(  # of its library, and the hardware's square root
+    "sqrt exp expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc atan2"
+    " hypot pow".split()
+)
+CHOOSES = frozenset("max min any all argmax argmin".split())
+
+
+def _batch_norm(x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, *rest: Any) -> Any:
+    """Of half statistics torch says that they become float32, and makes halves: taken apart they are right, if not to
+    the last bit."""
+    op = torch.ops.aten._native_batch_norm_legit_functional.default
+    if mean.dtype not in (torch.float16, torch.bfloat16):
+        return NotImplemented
+    return decomposition_table[op](x, weight, bias, mean, *rest)
+
+
+TABLE = {torch.ops.aten._native_batch_norm_legit_functional.default: _batch_norm}
+
+
+def check(cx: LoweringContext, target: Any, nodes: Sequence[Node]) -> None:
+    """Raises Unsupported unless ``nodes``, which a rule made of one op, compute eager's bits."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return
+    rounds = ROUNDS | CUDA if cx.on_gpu else ROUNDS
+    for node in nodes:
+        if not isinstance(node, LoopNest):
+            raise Unsupported("numerics: eager's own kernel")
+        floats = [s for s in node.body if _of_floats(node.body, s)]
+        if why := next(filter(None, (_reorders(s) for s in floats)), ""):
+            raise Unsupported(f"numerics: {why}")
+        ops = [s.op for s in floats if isinstance(s, Op) and s.op not in EXACT]
+        if unknown := [op for op in ops if op not in rounds]:
+            raise Unsupported(f"numerics: {unknown[0]} of eager's library")
+        if len(ops) > 1:
+            raise Unsupported("numerics: an op that rounds more than once")
+        if any(_rounded_number(node.body, s, cx.on_gpu, cx.dtype) for s in floats):
+            raise Unsupported("numerics: eager rounds the number first")
+
+
+def _reorders(s: Stmt) -> str:
+    if isinstance(s, Store):
+        return "additions in any order" if s.reduce else ""
+    return f"a {s.kind} of floats" if isinstance(s, (Reduce, Scan)) and s.kind not in CHOOSES else ""
+
+
+def _rounded_number(body: tuple[Stmt, ...], s: Stmt, on_gpu: bool, dtype: torch.dtype) -> bool:
+    """Eager on a GPU multiplies by the reciprocal of a number, and on a CPU adds a number of the tensor's own dtype."""
+    if not isinstance(s, Op) or s.op not in (("div",) if on_gpu else ("add", "sub")):
+        return False
+    numbers = [float(body[a].value) for a in s.args[on_gpu:] if isinstance(body[a], Const)]  # type: ignore[union-attr]
+    if on_gpu:
+        return any(abs(frexp(v)[0]) != 0.5 for v in numbers)
+    return any(v != float(torch.tensor(v).to(dtype)) for v in numbers if dtype in (torch.float16, torch.bfloat16))
+
+
+def _of_floats(body: tuple[Stmt, ...], s: Stmt) -> bool:
+    return any(body[a].dtype.is_floating_point for a in stmt_args(s))  # type: ignore[union-attr]

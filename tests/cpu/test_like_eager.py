@@ -1,0 +1,110 @@
+"""``numerics="eager"``: the bits are eager's, on ops, random chains and models, forward and backward."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import reflib
+from reflib.errors import OptionError
+from reflib.ir.loops import LoopNest
+from reflib.ir.program import Extern
+from tests.like_eager_cases import BINARY, DTYPES, MODELS, UNARY, chain, different, equal_bits, model_in, numbers, step
+
+EAGER = {"numerics": "eager"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_op(dtype: torch.dtype) -> None:
+    """All in one program, where they would be fused."""
+    rng = random.Random(0)
+    x, y = (numbers(rng, "cpu", dtype, 61, 37) for _ in range(2))
+
+    def program(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        return [f(x * y) * 0.9 for f in UNARY.values()] + [f(x, y * 1.1) - x for f in BINARY.values()]
+
+    names = [*UNARY, *BINARY]
+    assert [names[i] for i in different(program, (x, y), **EAGER)] == []
+    torch._dynamo.reset()
+    assert different(program, (x, y))  # otherwise this would prove nothing
+
+
+@pytest.mark.parametrize("wrapper", ("python", "cpp"))
+@pytest.mark.parametrize("seed", range(4))
+def test_random_chains(seed: int, wrapper: str) -> None:
+    rng = random.Random(seed)
+    dtype, shape = DTYPES[seed % 3], (rng.randrange(1, 70), rng.randrange(1, 90))
+    args = tuple(numbers(rng, "cpu", dtype, *shape) for _ in range(3))
+    assert different(chain(rng), args, wrapper=wrapper, **EAGER) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("name", MODELS)
+def test_training(name: str, dtype: torch.dtype) -> None:
+    model, shape = model_in(name, dtype)
+    x = numbers(random.Random(1), "cpu", torch.float32, *shape).nan_to_num(0, 1, -1).clamp(-3, 3).to(dtype)
+    want = step(model, model, x)
+    got = step(model, reflib.compile(model, dynamic=False, **EAGER), x)
+    assert [i for i, (a, b) in enumerate(zip(want, got, strict=True)) if not equal_bits(a, b)] == []
+
+
+def test_a_package(tmp_path: Path) -> None:
+    model, shape = MODELS["block"]()
+    x = torch.randn(shape)
+    path = reflib.aot_compile(model.eval(), (x,), tmp_path / "m.reflib", "cpu", **EAGER)
+    with torch.no_grad():
+        assert equal_bits(reflib.load(path)(x), model(x))
+
+
+def test_what_is_fused_and_what_is_called() -> None:
+    def f(x: Any, w: Any) -> Any:
+        return F.relu(x + 0.1) * w, (x * w).softmax(-1), x.amax(-1), torch.addcmul(x, w, w)
+
+    e = reflib.explain(f, torch.randn(8, 16), torch.randn(16), target="sm_90", **EAGER)
+    nodes = e.stages.fused.program.nodes
+    called = {n.origins[0].op: n.reason for n in nodes if isinstance(n, Extern)}
+    assert set(called) == {"aten._softmax.default", "aten.addcmul.default"}
+    assert called["aten.addcmul.default"] == "numerics: an op that rounds more than once"
+    assert [len(n.origins) for n in nodes if isinstance(n, LoopNest)].count(4) == 1  # add, relu, mul, amax
+    source = "".join(k.source for k in e.stages.kernels.values())
+    assert "mul_rn" in source and " * v" not in source
+
+
+def test_functions_of_cuda_are_its_librarys() -> None:
+    e = reflib.explain(
+        lambda x: (torch.exp(x) / x.sqrt(), x / 3, x / 4), torch.rand(64).bfloat16(), target="sm_90", **EAGER
+    )
+    source = "".join(k.source for k in e.stages.kernels.values())
+    assert all(name in source for name in ("libdevice.exp(", "tl.div_rn(", "sqrt_rn(")) and "exp2" not in source
+    assert [n.reason for n in e.stages.fused.program.nodes if isinstance(n, Extern)] == [
+        "numerics: eager rounds the number first"
+    ]
+
+
+def test_the_option() -> None:
+    options = reflib.Options(numerics="eager")
+    assert not (options.attention or options.atomics or options.channels_last or options.mix_orders)
+    with pytest.raises(OptionError, match="numerics='eagre': must be one of 'fast', 'eager' \\(did you mean 'eager'"):
+        reflib.Options(numerics="eagre")
+
+
+def test_undeclared_views_are_not_written_over() -> None:
+    """``unsafe_split`` returns views, and its schema does not say so."""
+    x = torch.randn(7, 6)
+    y = x.clone()
+    run = reflib.compile(lambda x: [t * 2 for t in (*x.unsafe_split(3), *x.unsafe_split_with_sizes([2, 5]))], **EAGER)
+    assert all(map(torch.equal, run(x), [t * 2 for t in (y[:3], y[3:6], y[6:], y[:2], y[2:])])) and torch.equal(x, y)
+
+
+def test_half_statistics_of_a_batch_norm() -> None:
+    """torch says that its functional form makes them float32, and it makes halves."""
+    model, other = (torch.nn.BatchNorm2d(5).bfloat16() for _ in range(2))
+    x = torch.randn(3, 5, 9, 7).bfloat16()
+    model(x)
+    reflib.compile(other, **EAGER)(x)
+    assert torch.allclose(model.running_var.float(), other.running_var.float(), atol=1e-2)

@@ -1,0 +1,129 @@
+"""Kernels under every launch that is measured, and some that a table may name, in Triton's interpreter beside the IR's.
+A program of its own, because the interpreter must be chosen before Triton is imported.
+
+    TRITON_INTERPRET=1 python tests/launch_programs.py
+
+Each kernel is cut out of its program as it is for measuring. The GPU has two multiprocessors: few programs, of about a
+millisecond each. Prints one JSON object: for each function, [names of the launches that ran, what is wrong].
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "cpu"))
+from fuse_cases import lowered
+
+from reflib import target
+from reflib.autotune.launches import Offer, question_about
+from reflib.autotune.subprogram import splice
+from reflib.capture import Graph
+from reflib.ir.interpret import interpret
+from reflib.ir.program import Program, kernel_variants
+from reflib.lab.triton_child import complete_the_interpreter
+from reflib.options import Options
+from reflib.pipeline import run
+from reflib.tuning import generated, offered
+
+target.CUDA["sm_90"] = (227, 2, "Hopper")
+GPU = target.parse_target("sm_90")
+MORE = 1  # launches that only a table may name, of each kernel
+Tensor = torch.Tensor
+
+
+def layer_norm_backward(g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    mean, rstd = x.mean(-1, keepdim=True), torch.rsqrt(x.var(-1, correction=0, keepdim=True) + 1e-5)
+    xhat = (x - mean) * rstd
+    gw = g * w
+    inner = gw - gw.mean(-1, keepdim=True) - xhat * (gw * xhat).mean(-1, keepdim=True)
+    return inner * rstd, (g * xhat).sum(0), g.sum(0)
+
+
+def functions() -> dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]]:
+    rng = random.Random(7)
+
+    def of(low: int, high: int) -> int:
+        return rng.randint(low, high)
+
+    odd, columns, rows = of(40, 120) | 1, of(100, 300), of(130, 170)
+    return {
+        "rows": (lambda x: (torch.softmax(x, -1),), (torch.randn(of(40, 90), of(70, 900)),)),
+        "long rows": (lambda x: torch.var_mean(x, -1), (torch.randn(2, of(17000, 20000)),)),
+        "columns": (lambda x: ((x * x).sum(0), x.amax(0)), (torch.randn(of(40, 400), columns),)),
+        "flat": (lambda x, y: (torch.relu(x + y), x * y), (torch.randn(odd, 333), torch.randn(odd, 333))),
+        "transposed": (lambda x, y: (x.t() + y,), (torch.randn(columns, odd), torch.randn(odd, columns))),
+        "scan": (lambda x: (x.cumsum(-1),), (torch.randn(of(4, 9), of(90, 200)),)),
+        "in place": (lambda x, y: (y[2:].copy_(x[2:] * 2), x.sum(-1))[1:], (torch.randn(50, 60), torch.randn(50, 60))),
+        "rows and columns": (
+            layer_norm_backward, tuple(torch.randn(s) for s in ((rows, 128), (rows, 128), (128,))),
+        ),
+    }  # fmt: skip
+
+
+def ran(program: Program, inputs: list[Any], folder: str) -> dict[str, Tensor]:
+    """What is in the buffers after the program's kernels have run, each as its fast variant."""
+    scheduled, kernels = generated(program, Options(), lambda device: GPU)
+    have = dict(zip(program.inputs, inputs))
+    for node in kernel_variants(scheduled.nodes):
+        kernel = kernels[node.variants[0].kernel.name]
+        path = Path(folder, f"k{random.randrange(10**9)}.py")
+        path.write_text(kernel.source)
+        names: dict[str, Any] = {"__name__": path.stem}
+        exec(compile(kernel.source, str(path), "exec"), names)
+        for b, dtype in kernel.buffers:
+            if b not in have:
+                size, stride = ([int(e) for e in es] for es in (program.buffers[b].shape, program.buffers[b].strides))
+                have[b] = torch.empty_strided(size, stride, dtype=dtype).fill_(77)
+        with np.errstate(all="ignore"):
+            names[kernel.name][(int(kernel.grid),)](*(have[b] for b, _ in kernel.buffers))
+    return have
+
+
+def wrong_with(program: Program, offer: Offer, rng: random.Random, folder: str) -> tuple[list[str], str]:
+    q = question_about(program, offer, Options(), kept=True)
+    alone = q.region.program
+    inputs = [torch.randn([int(e) for e in alone.buffers[b].shape]) for b in alone.inputs]
+    assert q.text and len(set(alone.inputs)) == len(inputs)
+    copies = [t.clone() for t in inputs]
+    expected = [*interpret(alone, copies), *copies]
+    keys = list(q.candidates)
+    chosen = keys[: offer.few] + rng.sample(keys[offer.few :], min(MORE, len(keys) - offer.few))
+    for key in chosen:
+        copies = [t.clone() for t in inputs]
+        have = ran(splice(alone, q.choice, q.candidates[key]), copies, folder)
+        got = [*(have[v.buffer] for v in alone.outputs), *copies]
+        for n, (a, b) in enumerate(zip(got, expected, strict=True)):
+            if not torch.allclose(a, b, rtol=1e-4, atol=1e-4):
+                return [*map(str, chosen)], f"{key}: result {n} is off by {float((a - b).abs().max()):.3g}"
+    return [*map(str, chosen)], ""
+
+
+def main() -> dict[str, tuple[list[str], str]]:
+    complete_the_interpreter()
+    rng = random.Random(3)
+    out: dict[str, tuple[list[str], str]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (fn, args) in functions().items():
+            torch.manual_seed(0)
+            try:
+                graph = Graph(torch.fx.GraphModule({}, torch.fx.Graph()))
+                s = run(graph, Options(), "schedule", lowered(fn, args), lambda device: GPU)
+                found = [wrong_with(s.scheduled, o, rng, folder) for o in offered(s, s.scheduled)]
+                out[name] = [n for names, _ in found for n in names], "; ".join(text for _, text in found if text)
+            except Exception:
+                out[name] = [], "".join(traceback.format_exc().splitlines(True)[-5:])
+    return out
+
+
+if __name__ == "__main__":
+    print(json.dumps(main()))
