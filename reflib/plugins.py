@@ -12,9 +12,9 @@ PLUGS: dict[str, dict[str, str]] = {
     "pipeline.CHOOSE": {"choose": "tuning:choose", "launches": "tuning:launches"},
     "pipeline.CAPTURED": {"attention": "capture.attention:attention"},
     "pipeline.REWRITES": {
+        "data_sizes": "capture.data_sizes:check_sizes",
         "random": "capture.random:own_numbers",
         "kept": "capture.random:kept_numbers",
-        "data_sizes": "capture.data_sizes:check_sizes",
         "literals": "capture.literals:literals",
         "channels_last": "capture.layouts:channels_last",
         "positions": "capture.positions:recompute_positions",
