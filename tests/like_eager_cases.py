@@ -13,7 +13,7 @@ from torch import nn
 import reflib
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SPECIAL = (0.0, -0.0, 1.0, -1.0, 0.5, 3.0, float("inf"), float("-inf"), float("nan"), 1e-8, 6e4, -7.25)
+SPECIAL = (1e-40, -3e-39, 0.0, -0.0, 1.0, -1.0, 0.5, 3.0, float("inf"), float("-inf"), float("nan"), 1e-8, 6e4, -7.25)
 UNARY: dict[str, Callable[..., Any]] = {
     name: getattr(torch, name)
     for name in (

@@ -94,7 +94,8 @@ def _key(kernel: Kernel, target: Target) -> str:
     return cache.key(
         "triton", _FORMAT, _triton_version(), target.arch, target.warp, kernel.name, kernel.source,
         tuple(str(d) for _, d in kernel.buffers), tuple(s.name for s in kernel.symbols), kernel.index_type,
-        kernel.num_warps, kernel.num_stages, kernel.aligned, kernel.scratch, kernel.pdl, kernel.keep_loops,
+        kernel.num_warps, kernel.num_stages, kernel.aligned, kernel.scratch, kernel.pdl, kernel.exact,
+        kernel.keep_loops,
     )  # fmt: skip
 
 
@@ -139,6 +140,8 @@ def _compile(kernel: Kernel, target: Target, key: str) -> Binary:
         else GPUTarget("hip", target.arch, target.warp)
     )
     options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages}
+    if kernel.exact:
+        options |= {"enable_fp_fusion": False, "enable_reflect_ftz": False}
     attrs = {(i,): [["tt.divisibility", 16]] for i in kernel.aligned}
     try:
         with _private_settings(), same_addresses(), _front_end:

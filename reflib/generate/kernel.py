@@ -26,6 +26,7 @@ class Kernel:
         after the sizes: the address of ``scratch`` times the grid's bytes (a multiple of 128).
     pdl: its code waits for the kernel before it, so it may be launched while that one still runs (CUDA's programmatic
         dependent launch).
+    exact: no multiplication is contracted with an addition, and numbers below 2^-126 are kept as they are.
     keep_loops: the assembler must not unroll loops: that takes ten times as long, for code that is no faster.
     """
 
@@ -41,4 +42,5 @@ class Kernel:
     aligned: tuple[int, ...] = ()
     scratch: int = 0
     pdl: bool = False
+    exact: bool = False
     keep_loops: bool = False

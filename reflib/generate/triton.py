@@ -63,6 +63,7 @@ def generate_triton(
     return Kernel(
         name, "triton", source, tuple((b, buffers[b].dtype) for b in pointers), symbols, ends[-1],
         config.num_warps, config.num_stages, config.index, tuple(i for i, b in enumerate(pointers) if b in sure),
+        exact="exact" in dict(config.extras),
     )  # fmt: skip
 
 

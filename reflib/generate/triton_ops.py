@@ -121,7 +121,6 @@ _LIBDEVICE = {
     )
 }  # fmt: skip
 _LIBDEVICE["round"] = "rint"
-_LIBDEVICE["mul_rn"] = "mul_rn"
 
 
 def _infix(sign: str) -> Printer:

@@ -57,8 +57,7 @@ class StatementPrinter:
         self.symbols: set[Sym] = set()
         self.pointers: dict[str, None] = {}
         self.order = ORDER[space.mode]
-        self.all_exact = "exact" in dict(config.extras)
-        self.exact = set(range(len(space.body))) if self.all_exact else exact_values(space, buffers)
+        self.exact = set(range(len(space.body))) if "exact" in dict(config.extras) else exact_values(space, buffers)
         self.forms, self.unread = CHEAP["forms"](space, self.exact) if "forms" in CHEAP else ({}, set())
         self.reread: set[int] = set()  # loads that a later pass repeats
 
@@ -112,8 +111,7 @@ class StatementPrinter:
                 args.append(f"tl.full([], {v.text}, {TL[self.dtype(a)]})")
             else:
                 args.append(v.text)
-        op = "mul_rn" if self.all_exact and s.op == "mul" and source.is_floating_point else s.op  # never in an fma
-        self._bind(i, print_op(self.needs, op, s.dtype, source, args, i in self.exact), dims)
+        self._bind(i, print_op(self.needs, s.op, s.dtype, source, args, i in self.exact), dims)
 
     def _form(self, i: int, form: Form) -> None:
         values = [self.values[a] for a in form.args]

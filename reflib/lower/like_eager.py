@@ -10,8 +10,8 @@ computed by operations that have one right answer, in the same order and rounded
   it may compare, select, change signs, and compute with whole numbers. An op that rounds twice, such as ``addcmul``,
   has an order, and maybe an instruction that leaves one rounding out, that only its own kernel knows.
 * Sums of floats, running sums, products of matrices and convolutions are calls; maxima and sorted places are not.
-* Results in half precision are rounded between ops, and multiplications are not contracted with additions
-  (``mul_rn``; ``-ffp-contract=off``).
+* Results in half precision are rounded between ops. Compilers do not contract multiplications with additions, nor take
+  numbers below 2^-126 for 0.
 
 So views, pointwise chains, selections, gathers and copies fuse as ever; norms, softmax and reductions are eager's own
 kernels. Ops that differ from run to run in eager do so here. In the last bits, so does what ``torch.compile``'s own
@@ -37,7 +37,7 @@ EXACT = frozenset(
     "neg abs maximum minimum and or xor not eq ne lt le gt ge where cast from_bits to_f16 to_bf16 isnan isinf signbit"
     " copysign nextafter".split()
 )
-ROUNDS = frozenset("add sub mul div floor ceil trunc round fmod".split())
+ROUNDS = frozenset("add sub mul div floor ceil trunc round".split())
 CUDA = frozenset(  # of its library, and the hardware's square root
     "sqrt exp expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc atan2"
     " hypot pow".split()
