@@ -260,7 +260,7 @@ def _measured_here(point: Point, work: Work) -> Result:
     if point.why_here and point.why_here not in _said:
         _said.add(point.why_here)
         said = "candidates are measured in this process, which ends with one that crashes: %s"
-        logger("autotune").warning(said, point.why_here)
+        logger("autotune").info(said, point.why_here)
     with device_lock(next((s.device for s in r.inputs if s.is_tensor), "cpu")):
         result = measure(r, work.build, point.makers)
     point.complete = not any(row.status == "skipped" for row in result.rows)

@@ -86,7 +86,11 @@ def test_matrix_products_are_measured_by_workers() -> None:
     assert pool().processes()
 
 
-def test_an_op_of_this_process_alone_is_measured_here(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_op_of_this_process_alone_is_measured_here(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REFLIB_LOGS", "autotune")
+
     @torch.library.custom_op("tuning_faults::here", mutates_args=())
     def here(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         time.sleep(0.001)
