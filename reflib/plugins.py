@@ -14,7 +14,6 @@ PLUGS: dict[str, dict[str, str]] = {
     "pipeline.REWRITES": {
         "data_sizes": "capture.data_sizes:check_sizes",
         "random": "capture.random:own_numbers",
-        "kept": "capture.random:kept_numbers",
         "literals": "capture.literals:literals",
         "channels_last": "capture.layouts:channels_last",
         "positions": "capture.positions:recompute_positions",

@@ -23,13 +23,11 @@ NB: TorchInductor gives every op a seed of its own, in one tensor, and a word of
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
-from torch._functorch.partitioners import must_recompute
 from torch._guards import detect_fake_mode
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
@@ -80,36 +78,40 @@ RANDOM = torch.ops.reflib.random.default
 
 def own_numbers(module: GraphModule, options: Options, gpu: bool) -> GraphModule:
     """``module``, or a copy with its random ops rewritten. module: a functional ATen graph with ``meta["val"]``."""
-    eagers = not gpu if options.fallback_random is None else options.fallback_random
-    if eagers or not any(n.target in _REWRITTEN for n in module.graph.nodes):
+    if options.fallback_random or not any(n.target in _REWRITTEN for n in module.graph.nodes):
         return module
     out = copied(module)
+    later = _after_the_forward(out.graph)
     seeds: dict[torch.device, Node] = {}
     for stream, node in enumerate([n for n in out.graph.nodes if n.target in _REWRITTEN]):
         values = node.meta["val"] if isinstance(node.meta["val"], tuple) else (node.meta["val"],)
         mode = detect_fake_mode(values)
-        if mode is None or node.kwargs.get("generator") is not None or values[0].device.type not in ("cpu", "cuda"):
+        on_gpu = values[0].device.type == "cuda" or (gpu and options.target is not None)
+        eagers = not on_gpu if options.fallback_random is None else False
+        if mode is None or eagers or node in later or not _can(node, values[0]):
             continue
-        device = values[0].device
-        if device not in seeds:
-            seeds[device] = _seed(out.graph, device, mode)
         with out.graph.inserting_before(node):
-            made = _REWRITTEN[node.target](_Drawing(node, values[0], seeds[device], stream, mode), *node.args)
+            made = _REWRITTEN[node.target](_Drawing(node, values[0], seeds, stream, mode), *node.args)
         if made is not None:
             _replace(node, made if isinstance(made, tuple) else (made,), values)
     out.recompile()
     return out
 
 
-def kept_numbers(joint: GraphModule, options: Options, gpu: bool) -> GraphModule:
-    """What ATen draws inside of ``torch.utils.checkpoint`` is saved, and not drawn again: that would need the state
-    that the generator had in the forward, for which the partitioner has operators of its own (``run_with_rng_state``).
-    Tags the nodes."""
-    for node in joint.graph.nodes:
-        if must_recompute(node) and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            for n in (node, *(user for user in node.users if user.target is operator.getitem)):
-                n.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    return joint
+def _after_the_forward(graph: torch.fx.Graph) -> set[Node]:
+    """What depends on the gradients of a joint graph's results. A backward that is run again draws other numbers."""
+    out: set[Node] = set()
+    for node in graph.nodes:
+        tangent = node.op == "placeholder" and str(node.target).startswith("tangents")
+        if tangent or not out.isdisjoint(node.all_input_nodes):
+            out.add(node)
+    return out
+
+
+def _can(node: Node, value: torch.Tensor) -> bool:
+    """Not of a generator of the user's; nor where the order of dimensions in memory depends on data."""
+    known = all(isinstance(s, int) or s.node.hint is not None for s in value.stride())
+    return node.kwargs.get("generator") is None and value.device.type in ("cpu", "cuda") and known
 
 
 def _seed(graph: torch.fx.Graph, device: torch.device, mode: AbstractContextManager) -> Node:
@@ -138,8 +140,15 @@ def _replace(node: Node, made: tuple[Node, ...], values: Sequence[torch.Tensor])
 class _Drawing:
     """Writes what one random op becomes: its own nodes, with values, in its place."""
 
-    def __init__(self, node: Node, value: torch.Tensor, seed: Node, stream: int, mode: AbstractContextManager):
-        self.node, self.value, self.seed, self.stream, self.mode = node, value, seed, stream, mode
+    def __init__(
+        self,
+        node: Node,
+        value: torch.Tensor,
+        seeds: dict[torch.device, Node],
+        stream: int,
+        mode: AbstractContextManager,
+    ):
+        self.node, self.value, self.seeds, self.stream, self.mode = node, value, seeds, stream, mode
 
     def __call__(self, op: Any, *args: Any, **kwargs: Any) -> Node:
         made = self.node.graph.call_function(op, args, kwargs)
@@ -153,7 +162,10 @@ class _Drawing:
         """``reflib::random``, laid out in memory like the result. It is cheaper to compute again than to save."""
         strides = [s if isinstance(s, int) else s.node.hint for s in self.value.stride()]
         order = sorted(range(len(strides)), key=lambda d: -strides[d])
-        made = self(RANDOM, self.seed, self.stream, kind, size, order, dtype)
+        device = self.value.device
+        if device not in self.seeds:
+            self.seeds[device] = _seed(self.node.graph, device, self.mode)
+        made = self(RANDOM, self.seeds[device], self.stream, kind, size, order, dtype)
         return self.again(made)
 
     def again(self, node: Node) -> Node:
@@ -213,7 +225,14 @@ def _floats(kind: str) -> Callable[..., Made]:
 
 
 def _uniform(d: _Drawing, x: Node, low: float = 0.0, high: float = 1.0) -> Made:
-    return d.affine(d.like(x, "uniform"), high - low, low)
+    """low <= number < high: what is rounded to high is low, as in eager."""
+    if (low, high) == (0.0, 1.0):
+        return d.like(x, "uniform")
+    wide = torch.float64 if d.value.dtype == torch.float64 else torch.float32
+    made = d.affine(d.like(x, "uniform", wide), high - low, low)
+    made = d(aten._to_copy.default, made, dtype=d.value.dtype)
+    lowest = d(aten.full.default, [], low, dtype=d.value.dtype, device=d.value.device)
+    return d(aten.where.self, d(aten.ge.Scalar, made, high), lowest, made)
 
 
 def _normal(d: _Drawing, x: Node, mean: float = 0.0, std: float = 1.0) -> Made:
@@ -230,11 +249,12 @@ def _exponential(d: _Drawing, x: Node, rate: float = 1.0) -> Made:
     """-log(1 - u) / rate; never 0, of which gumbel_softmax takes the logarithm."""
     z = d(aten.neg.default, d(aten.log1p.default, d(aten.neg.default, d.like(x, "uniform", torch.float32))))
     z = d.affine(d(aten.clamp_min.default, z, 2.0**-25), 1.0 / rate, 0)
-    return d(aten._to_copy.default, z, dtype=d.value.dtype)
+    least = 2.0**-24 if d.value.dtype == torch.float16 else 2.0**-126
+    return d(aten.clamp_min.default, d(aten._to_copy.default, z, dtype=d.value.dtype), least)
 
 
 def _integers(d: _Drawing, low: Any, high: Any, what: Any, *_: Any) -> Made:
-    """low <= number < high. 63 bits: what a modulo prefers is beyond notice."""
+    """low <= number < high, each as likely as another to one part in 2^63 / (high - low)."""
     if isinstance(low, Node) or isinstance(high, Node) or not 0 < high - low < 2**62:
         return None
     bits = d.like(what, "bits", torch.int64) if isinstance(what, Node) else d.numbers("bits", what, torch.int64)

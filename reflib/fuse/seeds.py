@@ -1,19 +1,20 @@
 """Loop nests that draw random numbers of one seed have nothing else in common.
 
 Neighbours are found by the buffers that they share, and every random op of a graph reads the same number. One kernel
-for two of them would move 8 bytes less, and tear one of them from the kernels that read what it makes.
+for two of them would move 8 bytes less, and could no longer join the kernels that read what one of them makes.
 """
 
 from __future__ import annotations
 
 import torch
 
+from ..ir.program import Extern
 from .legality import Cluster, FusionContext
 from .result import Reason
 
 
 def seed_rule(a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:
-    """Plugs into ``fuse.RULES``. A seed is a single int64, which both read (``capture/random``)."""
+    """Plugs into ``fuse.RULES``. A seed is a single int64 that a call draws, and both read (``capture/random``)."""
     small, large = (a.outside, b.outside) if len(a.outside) < len(b.outside) else (b.outside, a.outside)
     seeds = 0
     for name in small:
@@ -26,4 +27,7 @@ def seed_rule(a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:
 
 def _is_seed(name: str, a: Cluster, b: Cluster, c: FusionContext) -> bool:
     buffer = c.program.buffers[name]
-    return buffer.dtype == torch.int64 and buffer.numel == 1 and name not in a.writes and name not in b.writes
+    if buffer.dtype != torch.int64 or buffer.numel != 1 or name in a.writes or name in b.writes:
+        return False
+    calls = (n for n in c.program.nodes if isinstance(n, Extern))
+    return any(n.target is torch.ops.aten.randint.low and name in n.writes() for n in calls)

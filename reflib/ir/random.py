@@ -4,9 +4,10 @@
 alone, without a state. So a loop nest with it may be fused, cut and run again as any other: a backward that computes a
 dropout's mask again gets the forward's. Uniform and normal numbers are arithmetic on such words (``lower/random``).
 
-**Numbers.** Philox 4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC'11), a block
-cipher with the seed as its key. It encrypts the counter (index // 4, stream) to four words, of which word index % 4 is
-taken. The same bits come from this module, from C++ (``cpp_header.h``) and from Triton (``generate/triton_random``).
+**Numbers.** Philox 4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC'11,
+doi:10.1145/2063384.2063405), a block cipher with the seed as its key. It encrypts the counter (index // 4, stream) to
+four words, of which word index % 4 is taken. The same bits come from this module, from C++ (``cpp_header.h``) and from
+Triton (``generate/triton_random``).
 
 **Cost.** 20 wide multiplications for four words. A thread of a GPU holds a few neighbouring elements, whose counters
 are one expression in its registers: compilers see that, and encrypt once. Nothing depends on it.

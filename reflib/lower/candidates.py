@@ -39,7 +39,7 @@ def call(cx: LoweringContext, target: Any, args: Any, kwargs: dict[str, Any], us
     r = custom_ops.registration(target) if cx.low.choices and str(target) not in cx.low.within else None
     if r is None:
         return usual()
-    if cx.low.options.autotune == "off":
+    if cx.low.options.autotune == "off" or cx.low.options.numerics == "eager":
         custom_ops.warn_not_tried(r)
         return usual()
     value = usual() if target in JOINED else extern(cx, target, args, kwargs, "the eager op")

@@ -128,8 +128,8 @@ def warn_not_tried(r: Registration) -> None:
     if r.op not in _WARNED:
         _WARNED.add(r.op)
         logs.get("autotune").warning(
-            '%s: its registered implementations are not tried, because autotune is "off"; compile with '
-            'options={"autotune": "blocking"} or mode="max-autotune"',
+            '%s: its registered implementations are not tried, because autotune is "off" (or numerics "eager"); '
+            'compile with options={"autotune": "blocking"} or mode="max-autotune"',
             r.name,
         )
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table
 
-from ..ir.loops import Const, LoopNest, Op, Reduce, Scan, Stmt, Store, stmt_args
+from ..ir.loops import Const, Index, Load, LoopNest, Op, Reduce, Scan, Stmt, Store, stmt_args
 from ..ir.program import Node
 from .context import LoweringContext
 from .rules import Unsupported
@@ -42,6 +42,7 @@ CUDA = frozenset(  # of its library, and the hardware's square root
     "sqrt exp expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc atan2"
     " hypot pow".split()
 )
+HALF = (torch.float16, torch.bfloat16)
 CHOOSES = frozenset("max min any all argmax argmin".split())
 
 
@@ -49,7 +50,7 @@ def _batch_norm(x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, *re
     """Of half statistics torch says that they become float32, and makes halves: taken apart they are right, if not to
     the last bit."""
     op = torch.ops.aten._native_batch_norm_legit_functional.default
-    if mean.dtype not in (torch.float16, torch.bfloat16):
+    if mean.dtype not in HALF:
         return NotImplemented
     return decomposition_table[op](x, weight, bias, mean, *rest)
 
@@ -73,8 +74,8 @@ def check(cx: LoweringContext, target: Any, nodes: Sequence[Node]) -> None:
             raise Unsupported(f"numerics: {unknown[0]} of eager's library")
         if len(ops) > 1:
             raise Unsupported("numerics: an op that rounds more than once")
-        if any(_rounded_number(node.body, s, cx.on_gpu, cx.dtype) for s in floats):
-            raise Unsupported("numerics: eager rounds the number first")
+        if ops and (any(_rounded_first(node.body, s, cx) for s in floats) or _mixed(node.body, cx)):
+            raise Unsupported("numerics: eager rounds an operand first")
 
 
 def _reorders(s: Stmt) -> str:
@@ -83,14 +84,31 @@ def _reorders(s: Stmt) -> str:
     return f"a {s.kind} of floats" if isinstance(s, (Reduce, Scan)) and s.kind not in CHOOSES else ""
 
 
-def _rounded_number(body: tuple[Stmt, ...], s: Stmt, on_gpu: bool, dtype: torch.dtype) -> bool:
+def _rounded_first(body: tuple[Stmt, ...], s: Stmt, cx: LoweringContext) -> bool:
     """Eager on a GPU multiplies by the reciprocal of a number, and on a CPU adds a number of the tensor's own dtype."""
-    if not isinstance(s, Op) or s.op not in (("div",) if on_gpu else ("add", "sub")):
+    if not isinstance(s, Op) or s.op not in (("div",) if cx.on_gpu else ("add", "sub")):
         return False
-    numbers = [float(body[a].value) for a in s.args[on_gpu:] if isinstance(body[a], Const)]  # type: ignore[union-attr]
-    if on_gpu:
-        return any(abs(frexp(v)[0]) != 0.5 for v in numbers)
-    return any(v != float(torch.tensor(v).to(dtype)) for v in numbers if dtype in (torch.float16, torch.bfloat16))
+    if cx.on_gpu:
+        divisor = body[s.args[1]]
+        return _is_number(body, s.args[1]) and not (
+            isinstance(divisor, Const) and abs(frexp(float(divisor.value))[0]) == 0.5
+        )
+    numbers = [float(body[a].value) for a in s.args if isinstance(body[a], Const)]  # type: ignore[union-attr]
+    return cx.dtype in HALF and any(v != float(torch.tensor(v).to(cx.dtype)) for v in numbers)
+
+
+def _is_number(body: tuple[Stmt, ...], i: int) -> bool:
+    """Is it computed without reading a tensor?"""
+    return not isinstance(body[i], Load) and all(_is_number(body, a) for a in stmt_args(body[i]))
+
+
+def _mixed(body: tuple[Stmt, ...], cx: LoweringContext) -> bool:
+    """Is there, for a half result, an operand of another dtype: integers, sizes, a float32 number?"""
+    if cx.dtype not in HALF:
+        return False
+    return any(
+        isinstance(s, Index) or (isinstance(s, Load) and cx.low.buffers[s.buffer].dtype != cx.dtype) for s in body
+    )
 
 
 def _of_floats(body: tuple[Stmt, ...], s: Stmt) -> bool:

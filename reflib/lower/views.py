@@ -32,7 +32,6 @@ REINTERPRET = {
 MAY_COPY = {"reshape", "reshape_as", "contiguous", "to", "flatten", "ravel", "resolve_conj", "resolve_neg"}
 
 
-
 def _name(op: Any) -> str:
     return op._schema.name.partition("::")[2]
 

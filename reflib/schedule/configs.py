@@ -1,10 +1,11 @@
 """Other launches of a kernel than the heuristics' one: a few that may be faster, to be measured, and all that may be
 pinned.
 
-**The few.** What is better than the heuristics' launch is near it: twice or half the warps, or the points per program,
-or another length of the loop over a row. So ``STEPS`` lists, for each shape of kernel, the steps from the heuristics'
-launch that most often led to a better one, the best first. A step is taken only where it is possible (a row in
-registers stays whole, a loop is shorter than its row) and where ``ir.traffic`` does not expect clearly more sectors.
+**The few.** Launches that are faster than the heuristics' one differ little from it: twice or half the warps, or the
+points per program, or another length of the loop over a row. So ``STEPS`` lists, for each shape of kernel, the steps
+from the heuristics' launch that most often led to a better one, the best first. A step is taken only where it is
+possible (a row in registers stays whole, a loop is shorter than its row) and where ``ir.traffic`` does not expect
+clearly more sectors.
 
 Over 153 kernels measured on an H200 with up to 50 launches each, the heuristics' launch takes 1.035 times the best
 one's time, the best of 4 chosen so 1.010, of 5 1.006 (geometric means). The steps were chosen on these kernels; of

@@ -62,7 +62,8 @@ typedef struct {
 enum { SOME_EXTENTS = 32, MOST_BYTES = 16 /* of an element */ };
 
 static int64_t element_size(int32_t dtype) { /* by c10::ScalarType */
-    static const char sizes[] = {1, 1, 2, 4, 8, 2, 4, 8, 4, 8, 16, 1, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 4, 8};
+    static const char sizes[] = {1, 1, 2, 4, 8, 2, 4, 8, 4, 8, 16, 1, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 4, 8,
+                                 [44] = 1, 1}; /* (float8_e8m0fnu, float4_e2m1fn_x2) */
     return dtype >= 0 && dtype < (int32_t)sizeof sizes && sizes[dtype] ? sizes[dtype] : MOST_BYTES;
 }
 

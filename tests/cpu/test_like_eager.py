@@ -19,7 +19,8 @@ from reflib.ir.program import Extern
 from reflib.target import parse_target
 from tests.like_eager_cases import BINARY, DTYPES, MODELS, UNARY, chain, different, equal_bits, model_in, numbers, step
 
-EAGER = {"numerics": "eager"}
+EAGER: dict[str, Any] = {"numerics": "eager"}
+ROUNDED = "numerics: eager rounds an operand first"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -56,6 +57,38 @@ def test_training(name: str, dtype: torch.dtype) -> None:
     assert [i for i, (a, b) in enumerate(zip(want, got, strict=True)) if not equal_bits(a, b)] == []
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_that_eager_rounds_first(dtype: torch.dtype) -> None:
+    """Python's numbers that change, tensors of one number, integers, sizes."""
+    rng = random.Random(2)
+    x = numbers(rng, "cpu", dtype, 50, 3)
+    whole = torch.randint(1, 2**26, (50, 1))
+
+    def program(x: Any, p: Any) -> Any:
+        one = torch.tensor(0.1)
+        return x + p, p - x, x * p, x / p, x + one, one - x, x / one, x * whole, x / whole, x + whole, x / x.shape[0]
+
+    run = reflib.compile(program, **EAGER)
+    for p in (0.1, 0.2, 0.3, 3, 257):
+        assert [i for i, (a, b) in enumerate(zip(run(x, p), program(x, p))) if not equal_bits(a, b)] == [], p
+
+
+def test_on_a_gpu_a_division_by_a_size_is_eagers() -> None:
+    e = reflib.explain(lambda x: x / x.shape[0], torch.rand(9, 3), target="sm_90", dynamic=True, **EAGER)
+    assert [n.reason for n in e.stages.fused.program.nodes if isinstance(n, Extern)] == [ROUNDED]
+
+
+def test_registered_implementations_are_not_asked() -> None:
+    @torch.library.custom_op("like_eager::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+    reflib.register_custom_op_autotuning(twice, configs=[lambda x: x * 2.0001])
+    e = reflib.explain(lambda x: twice(x), torch.ones(5), autotune="blocking", **EAGER)
+    assert not e.decisions or all(not d.op for d in e.decisions)
+
+
 def test_a_package(tmp_path: Path) -> None:
     model, shape = MODELS["block"]()
     x = torch.randn(shape)
@@ -84,9 +117,7 @@ def test_functions_of_cuda_are_its_librarys() -> None:
     )
     source = "".join(k.source for k in e.stages.kernels.values())
     assert all(name in source for name in ("libdevice.exp(", "tl.div_rn(", "sqrt_rn(")) and "exp2" not in source
-    assert [n.reason for n in e.stages.fused.program.nodes if isinstance(n, Extern)] == [
-        "numerics: eager rounds the number first"
-    ]
+    assert [n.reason for n in e.stages.fused.program.nodes if isinstance(n, Extern)] == [ROUNDED]
 
 
 def test_the_option() -> None:

@@ -3,6 +3,7 @@ backward saves. (``reflib::random`` in Triton's interpreter: test_triton_program
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import zipfile
@@ -12,17 +13,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import reflib
 from reflib import OptionError, Options, explain
-from reflib.capture.random import RANDOM
+from reflib.capture.random import RANDOM, own_numbers
 from reflib.ir.interpret import interpret
 from reflib.ir.loops import Op
 from reflib.ir.program import Extern, kernel_nodes
 from reflib.ir.random import philox
 from tests.semantics import Compiled
 
+aten = torch.ops.aten
 SIZES = random.Random(16)
 OWN: dict[str, Any] = {"fallback_random": False}
 
@@ -198,10 +201,51 @@ def test_generators_edges_and_the_rest_are_left_to_aten() -> None:
 
     compiled = Compiled(fn, **OWN)
     out = compiled(torch.randn(5, 6))
-    assert not out[0].any() and not any("random" in e.name for e in compiled.externs)
+    assert not out[0].any() and not any("reflib" in str(e.target) for e in compiled.externs)
     assert {"aten.multinomial.default", "aten.randperm.default"} <= {str(e.target) for e in compiled.externs}
-    traced = torch.fx.symbolic_trace(lambda x: torch.bernoulli(x, generator=g))
-    assert traced is reflib.capture.random.own_numbers(traced, Options(**OWN), True)  # type: ignore[attr-defined]
+    for generator in (g, None):
+        fn = functools.partial(aten.bernoulli.default, generator=generator)
+        traced = make_fx(fn, tracing_mode="fake")(torch.rand(3))
+        made = own_numbers(traced, Options(**OWN), True)
+        assert any(n.target is aten.bernoulli.default for n in made.graph.nodes) == (generator is g)
+
+
+def test_only_a_gpus_numbers_are_ours_by_default() -> None:
+    traced = make_fx(lambda x: torch.rand_like(x), tracing_mode="fake")(torch.rand(3))
+    ours = [any(n.target is RANDOM for n in own_numbers(traced, o, True).graph.nodes) for o in
+            (Options(), Options(target="sm_90"), Options(fallback_random=True, target="sm_90"))]  # fmt: skip
+    assert ours == [False, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_bounds_and_zeros_that_eager_never_returns(dtype: torch.dtype) -> None:
+    run = reflib.compile(lambda x: (x.uniform_(1000, 1001), x.clone().exponential_()), **OWN)
+    for _ in range(8):
+        u, e = run(torch.empty(100_000, dtype=dtype))
+        assert float(u.min()) >= 1000 and float(u.max()) < 1001 and float(e.min()) > 0
+
+
+class Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return g + torch.randn_like(g)
+
+
+def test_a_backward_that_is_run_twice_draws_other_noise() -> None:
+    x = torch.ones(50, requires_grad=True)
+    y = reflib.compile(lambda x: F.dropout(Noisy.apply(x), 0.5), **OWN)(x).sum()
+    first, second = (torch.autograd.grad(y, x, retain_graph=True)[0] for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+def test_sizes_that_depend_on_data() -> None:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run = reflib.compile(lambda x: F.dropout(x.nonzero().float().t() * 1.0, 0.5), **OWN)
+        assert run(torch.tensor([0.0, 1, 2])).shape == (1, 2)
 
 
 def test_broadcast_and_strided_results() -> None:
