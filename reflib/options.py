@@ -39,7 +39,7 @@ class Options:
     target: None (the inputs' device), or ``cpu``, ``sm_90``, ``gfx942`` ...: stop after generating code, without
         such a device.
     numerics: ``fast``: as exact as eager, or more. ``eager``: eager's bits, where eager has the same in every run: only
-        ops with one right answer are fused, and what rewrites the graph or sums in another order is off.
+        ops with one right answer are fused; what rewrites the graph, sums in another order or draws numbers is off.
     verify: run the IR verifier after every stage.
     check_nan: check every kernel's floating-point outputs for NaN (slow; raises ReflibError naming the kernel).
     fuse: False gives every lowered node its own kernel.

@@ -9,7 +9,7 @@ PRINTERS: dict[str, Printer] = {"philox": lambda needs, t, a: f"{needs.helper('p
 HELPERS: dict[str, str] = {
     "philox_word": '''
 def philox_word(seed, stream, index):
-    """Word ``index`` of a stream. Neighbours in a thread share a counter, so this is computed once for four."""
+    """Word ``index`` of a stream. Neighbours in a thread share a counter, which the compiler may see."""
     counter = index >> 2
     a, b, c, d = tl.philox(seed, counter.to(tl.uint32), (counter >> 32).to(tl.uint32), stream.to(tl.uint32), 0)
     which = index & 3

@@ -171,10 +171,11 @@ def explain(
     """Compile ``f`` for these arguments and return its stages as data.
 
     f: a function, a module, a result of ``torch.compile`` or ``reflib.compile``, or an ExportedProgram.
-    args, kwargs: its arguments. ``f`` is called once, so its side effects happen.
+    args, kwargs: its arguments. ``f`` is called once, so its side effects happen; for a target once or twice with
+        tensors without numbers, and then, if that does not do, once more with ``args``.
     dynamic: as in ``torch.compile``.   options: fields of :class:`reflib.Options`; ``target="sm_90"`` shows a GPU's
-        code on any machine. Then only sizes, strides and dtypes of the arguments matter: nothing is computed. (Where
-        ``f`` needs numbers, or has tensors of its own, it is called eagerly, on this machine.)
+        code on any machine. Then only sizes, strides and dtypes of the arguments matter: nothing is computed, unless
+        ``f`` needs numbers or has tensors of its own.
 
     Raises OptionError for a bad option, ReflibError if no tensor operation was captured.
     """
