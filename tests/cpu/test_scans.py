@@ -209,6 +209,7 @@ def test_every_scan_has_a_rule() -> None:
 
 # -- code for a GPU ---------------------------------------------------------------------------------
 @needs_triton
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8])
 @pytest.mark.parametrize("length", [100, 9000])
 def test_compiles_ahead_of_time(dtype: torch.dtype, length: int) -> None:

@@ -57,6 +57,7 @@ def all_ops(dtype: torch.dtype, names: list[str]) -> Case:
     return Case((LoopNest("ops", (i,), tuple(b.body)),), tensors, config=Config("none", xblock=512))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_representative_kernels(arch: str) -> None:
     cases = kernel_cases()
