@@ -110,7 +110,7 @@ def _of_sizes(old: torch.Tensor, sizes: list[Any]) -> torch.Tensor | None:
     with old.fake_mode:  # type: ignore[attr-defined]
         if old.is_contiguous():
             return torch.empty(sizes, dtype=old.dtype, device=old.device)
-        if old.mT.is_contiguous() if old.dim() == 2 else False:
+        if old.dim() == 2 and old.mT.is_contiguous():
             return torch.empty(sizes[::-1], dtype=old.dtype, device=old.device).mT
     return None
 

@@ -87,7 +87,7 @@ def own_numbers(module: GraphModule, options: Options, gpu: bool) -> GraphModule
         values = node.meta["val"] if isinstance(node.meta["val"], tuple) else (node.meta["val"],)
         mode = detect_fake_mode(values)
         on_gpu = values[0].device.type == "cuda" or (gpu and options.target is not None)
-        eagers = not on_gpu if options.fallback_random is None else False
+        eagers = options.fallback_random is None and not on_gpu
         if mode is None or eagers or node in later or not _can(node, values[0]):
             continue
         with out.graph.inserting_before(node):

@@ -26,6 +26,7 @@ from .extern import extern
 from .subgraph import Refused, variant
 
 aten = torch.ops.aten
+_OFF = 'autotune is "off"; compile with options={"autotune": "blocking"} or mode="max-autotune"'
 _PLAIN = (bool, int, float, str, type(None))  # what a program as data can hold
 Failed = tuple[tuple[str, str, str], ...]
 
@@ -39,8 +40,11 @@ def call(cx: LoweringContext, target: Any, args: Any, kwargs: dict[str, Any], us
     r = custom_ops.registration(target) if cx.low.choices and str(target) not in cx.low.within else None
     if r is None:
         return usual()
-    if cx.low.options.autotune == "off" or cx.low.options.numerics == "eager":
-        custom_ops.warn_not_tried(r)
+    if cx.low.options.numerics == "eager":
+        custom_ops.warn_not_tried(r, 'numerics is "eager"')
+        return usual()
+    if cx.low.options.autotune == "off":
+        custom_ops.warn_not_tried(r, _OFF)
         return usual()
     value = usual() if target in JOINED else extern(cx, target, args, kwargs, "the eager op")
     node = cx.low.nodes[-1]

@@ -103,6 +103,7 @@ class Registration:
 
 _REGISTERED: dict[str, Registration] = {}  # by str(OpOverload): an op that a re-run cell defines anew has that name
 _WARNED: set[str] = set()
+_SPEEDUP = "must be a number of at least 1 (1.0: any winner beyond the noise; 1.1: 10 % faster than the eager op)"
 
 
 def registration(target: Any) -> Registration | None:
@@ -123,15 +124,11 @@ def input_makers() -> dict[str, Maker]:
     return {maker_key(r.op, arg): fn for r in _REGISTERED.values() for arg, fn in r.makers}
 
 
-def warn_not_tried(r: Registration) -> None:
+def warn_not_tried(r: Registration, why: str) -> None:
     """Once per op: its implementations are not tried."""
     if r.op not in _WARNED:
         _WARNED.add(r.op)
-        logs.get("autotune").warning(
-            '%s: its registered implementations are not tried, because autotune is "off" (or numerics "eager"); '
-            'compile with options={"autotune": "blocking"} or mode="max-autotune"',
-            r.name,
-        )
+        logs.get("autotune").warning("%s: its registered implementations are not tried, because %s", r.name, why)
 
 
 def register_custom_op_autotuning(
@@ -176,12 +173,8 @@ def register_custom_op_autotuning(
     _require((configs is None) != (config_generator is None), where, "give either configs or config_generator")
     given = config_generator is None or callable(config_generator)
     _require(given, where, f"config_generator must be a function, not {config_generator!r}")
-    _require(
-        _is_number(min_speedup_threshold) and 1 <= min_speedup_threshold < math.inf,
-        where,
-        f"min_speedup_threshold={min_speedup_threshold!r}: must be a number of at least 1 "
-        "(1.0: any winner beyond the noise; 1.1: 10 % faster than the eager op)",
-    )
+    enough = _is_number(min_speedup_threshold) and 1 <= min_speedup_threshold < math.inf
+    _require(enough, where, f"min_speedup_threshold={min_speedup_threshold!r}: {_SPEEDUP}")
     _require(isinstance(benchmark_with_cudagraphs, bool), where, "benchmark_with_cudagraphs must be True or False")
     _require(name is None or isinstance(name, str), where, f"name must be a string, not {name!r}")
     new = Registration(

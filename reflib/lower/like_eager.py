@@ -31,6 +31,7 @@ from torch._decomp import decomposition_table
 from ..ir.loops import Const, Index, Load, LoopNest, Op, Reduce, Scan, Stmt, Store, stmt_args
 from ..ir.program import Node
 from .context import LoweringContext
+from .numbers import HALF
 from .rules import Unsupported
 
 EXACT = frozenset(
@@ -42,7 +43,6 @@ CUDA = frozenset(  # of its library, and the hardware's square root
     "sqrt exp expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc atan2"
     " hypot pow".split()
 )
-HALF = (torch.float16, torch.bfloat16)
 CHOOSES = frozenset("max min any all argmax argmin".split())
 
 

@@ -14,6 +14,10 @@ def dropout(q):
     return F.dropout(q, 0.5).sin()
 
 
+def noise(q):
+    return (q * torch.rand(2, 3, 16, 8)).sin()
+
+
 def attention(q):
     return F.scaled_dot_product_attention(q, q, q, dropout_p=0.25)
 
@@ -23,7 +27,7 @@ def plain_attention(q):
 
 
 @BOTH
-@pytest.mark.parametrize("inner", [dropout, attention, plain_attention], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("inner", [dropout, noise, attention, plain_attention], ids=lambda f: f.__name__)
 def test_the_same_numbers_as_eager(inner, wrapper):
     def fn(q):
         return checkpoint(inner, q * 2, use_reentrant=False).cos()
