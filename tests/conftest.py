@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """One cache for the whole run: xdist's workers inherit the folder that their controller makes. Decisions are not
-    kept in it: tests measure. ``--quick``: TorchInductor does not run in chapters, which show what is recorded of it."""
+    kept in it: tests measure. ``--quick``: chapters show what is recorded of TorchInductor instead of running it."""
     os.environ.setdefault("REFLIB_CACHE_DECISIONS", "0")
     if config.getoption("--quick"):
         os.environ.setdefault("REFLIB_LAB_PEERS", "0")
