@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._functorch import config
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
 from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
@@ -73,6 +74,7 @@ class Exported:
     training: tuple[str, ...] = ()
 
 
+@config.patch(functionalize_rng_ops=False)  # it needs CUDA, and torch.export has no place for its states
 def export_for(
     model: Any,
     args: Sequence[Any] | None = (),
