@@ -48,7 +48,8 @@ def isolated(
     values do not matter and are made anew, an index's do. ``makers``: functions that make inputs, by their keys."""
     if any(p["constants"] for p in request.programs.values()):
         return "a candidate holds an object of this process"
-    specs, sent = [], dict[str, Any]()
+    specs: list[Any] = []
+    sent: dict[str | None, Any] = {}
     for s in request.inputs:
         if s.maker is not None and s.name in constants:
             fill = one_value(constants[s.name])
