@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import json
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping
@@ -48,6 +49,11 @@ def isolated(
     values do not matter and are made anew, an index's do. ``makers``: functions that make inputs, by their keys."""
     if any(p["constants"] for p in request.programs.values()):
         return "a candidate holds an object of this process"
+    if any('"triton_kernel_wrapper_' in json.dumps(p["nodes"]) for p in request.programs.values()):
+        return (
+            "a candidate launches a Triton kernel, which it knows by its number in this process: make that an op with "
+            "torch.library.triton_op"
+        )
     specs: list[Any] = []
     sent: dict[str | None, Any] = {}
     for s in request.inputs:
