@@ -48,8 +48,8 @@ PLUGS: dict[str, dict[str, str]] = {
     "lower.NUMBER": {"argument": "lower.numbers:number"},
     "lower.LIKE_EAGER": {"check": "lower.like_eager:check", "table": "lower.like_eager:TABLE"},
     "fuse.BEFORE": {
-        "in_place": "fuse.in_place:in_place",
         "slices": "fuse.slices:slices",
+        "in_place": "fuse.in_place:in_place",
         "slice_stores": "fuse.slice_stores:slice_stores",
         "mix_order": "fuse.mix_order:mix_orders",
         "split_online": "fuse.split_online:split_online",

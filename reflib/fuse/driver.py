@@ -59,7 +59,7 @@ def grouped(fused: Fused, options: Options, target: Target) -> Fused:
         if isinstance(node, (LoopNest, Template)):
             work.place(position, node)
     program, groups = _emit_all(work, {g.name: g.members for g in fused.groups})
-    return Fused(program, tuple(groups), (*fused.refusals, *work.refusals))
+    return replace(fused, program=program, groups=tuple(groups), refusals=(*fused.refusals, *work.refusals))
 
 
 def waiting(program: Program, depends: Dependencies) -> list[bool]:
