@@ -35,6 +35,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "indexing": "lower.indexing",
         "lists": "lower.lists",
         "matmul": "lower.matmul",
+        "mutating": "lower.mutating",
         "pooling": "lower.pooling",
         "random": "lower.random",
         "sampling": "lower.sampling",

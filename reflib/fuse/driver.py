@@ -201,9 +201,8 @@ def _emit_all(work: _Grouping, made_of: Mapping[str, tuple[str, ...]]) -> tuple[
     taken = {n.name for n in program.nodes}
     for u in sequence:
         x = units[u]
-        node: Node
         if isinstance(x, int):
-            node = program.nodes[x]
+            node: Node = program.nodes[x]
             members: tuple[str, ...] = (node.name,)
         else:
             node = emit(x, _name(x, len(nodes), taken), _droppable(x, depends), program.buffers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..ir.program import Program
 
@@ -54,7 +53,7 @@ class Fused:
     groups: tuple[Group, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     combined: tuple[tuple[str, ...], ...] = ()
-    updates: tuple[Any, ...] = ()
+    updates: tuple[object, ...] = ()
 
     def regrouped(self, program: Program) -> Fused:
         """With ``program``, which has the same nodes in another order, or fewer of them."""
