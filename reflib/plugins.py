@@ -17,6 +17,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "literals": "capture.literals:literals",
         "channels_last": "capture.layouts:channels_last",
         "positions": "capture.positions:recompute_positions",
+        "returned": "capture.returned:views_of_inputs",
     },
     "pipeline.AROUND": {"unusual": "wrap.unusual:eager_for_unusual"},
     "pipeline.VERIFY": {"verify": "ir.verify:verify"},

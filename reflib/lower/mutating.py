@@ -36,7 +36,7 @@ def functionalized(cx: LoweringContext, op: Any, **kwargs: Any) -> tuple[Any, ..
 def functionalized_v2(cx: LoweringContext, op: Any, **kwargs: Any) -> tuple[Any, ...]:
     """(what the op returns, the new value of each base). An argument is a view of one of the bases."""
     names = _names(op)
-    fakes = torch.fx.node.map_arg(dict(cx.node.kwargs), _fake)
+    fakes = dict(torch.fx.node.map_arg(dict(cx.node.kwargs), _fake))
     bases = list(fakes["_all_bases"])
     views = read_view_information_from_args(names, [torch.TensorType.get()] * len(names), fakes, bases)
     new = [_copy(cx, v, b) for v, b in zip(kwargs["_all_bases"], bases, strict=True)]

@@ -1,4 +1,4 @@
-"""What is updated in place beyond one row of a cache: parts, calls, several forms in a row; and what is refused, and why.
+"""What is updated in place beyond one row of a cache: parts, calls, several forms in a row; what is refused, and why.
 
 Random programs of updates are compared with eager by the interpreter, after fusion."""
 
