@@ -19,7 +19,11 @@ _CHOICES = {
     "autotune": ("off", "blocking", "background"),
     "numerics": ("fast", "eager"),
 }
-_REORDERS = ("split_reductions", "mix_orders", "attention", "atomics", "channels_last")
+_SETS = {  # by an option that asks for bits: what it sets others to
+    "numerics": dict.fromkeys(("split_reductions", "mix_orders", "attention", "atomics", "channels_last"), False)
+    | {"fallback_random": True},
+    "batch_invariant": dict.fromkeys(("mix_orders", "attention", "atomics"), False),
+}
 _LEAST = {"max_fused_ops": 1, "max_fused_buffers": 2, "num_decompose_k_splits": 0, "decompose_k_threshold": 0}
 _MAYBE = ("cache_decisions", "fallback_random")
 _SECONDS = ("candidate_seconds", "tuning_seconds", "tuning_idle_seconds")
@@ -40,6 +44,8 @@ class Options:
         such a device.
     numerics: ``fast``: as exact as eager, or more. ``eager``: eager's bits, where eager has the same in every run: only
         ops with one right answer are fused; what rewrites the graph, sums in another order or draws numbers is off.
+    batch_invariant: a row's result has the same bits however many rows a call has, and in every run: sums in one order,
+        products by kernels of our own (``lower.one_order`` says how; an op that cannot be so is named in a warning).
     verify: run the IR verifier after every stage.
     check_nan: check every kernel's floating-point outputs for NaN (slow; raises ReflibError naming the kernel).
     fuse: False gives every lowered node its own kernel.
@@ -82,6 +88,7 @@ class Options:
     autotune: str = "off"
     target: str | None = None
     numerics: str = "fast"
+    batch_invariant: bool = False
     verify: bool = False
     check_nan: bool = False
     fuse: bool = True
@@ -116,9 +123,9 @@ class Options:
         for name in ("cpp_flags", "tuning_imports"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name, value in [x for k, others in _SETS.items() if getattr(self, k) in ("eager", True) for x in others.items()]:
+            object.__setattr__(self, name, value)
         for f in fields(self):  # options are compared, hashed and sent to workers
-            if self.numerics == "eager" and f.name in (*_REORDERS, "fallback_random"):
-                object.__setattr__(self, f.name, f.name == "fallback_random")
             if f.name in NORMALIZE and (value := getattr(self, f.name)) != f.default:
                 object.__setattr__(self, f.name, NORMALIZE[f.name](value))
 

@@ -226,7 +226,8 @@ def build_library(
     options = options or Options()
     texts = [source] if isinstance(source, str) else list(source)
     found = found or compiler()
-    exact = ("-ffp-contract=off",) if options.numerics == "eager" else ()
+    one_order = ("-ffp-contract=off", "-UREFLIB_LIBMVEC") if options.batch_invariant else ()  # no other bits at a loop's end
+    exact = one_order or (("-ffp-contract=off",) if options.numerics == "eager" else ())
     flags = (*found.flags, *exact, *options.cpp_flags)
     plain = [_without_comments(t) for t in (header, *texts)]
     k = cache.key(kind, plain, found.version, found.command, flags, found.link, cache.cpu_features())
