@@ -11,7 +11,6 @@ Done in the graph before autograd sees it, so that a backward is of the same par
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ def attention_apart(module: GraphModule, options: Options) -> GraphModule:
         for node in found:
             fake = value(node)
             inside = isinstance(fake, torch.Tensor) and fake.ndim == 4 and _lower(fake, 1, 2)
-            node.target = partial(attend, inside)
+            node.target = attend_inside if inside else attend
         if found:
             graph.recompile()
     return module
@@ -45,10 +44,10 @@ def _lower(fake: torch.Tensor, a: int, b: int) -> bool:
 
 
 def attend(
-    inside: bool, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Its meaning, with its arguments. ``inside``: heads lie inside the length in the result's memory."""
+    """Its meaning, with its arguments."""
     heads = query.shape[:-1]
     groups = enable_gqa and query.ndim > 3 and query.shape[-3] != key.shape[-3]
     if groups:  # queries of heads that share keys: rows of one product
@@ -64,10 +63,14 @@ def attend(
     elif attn_mask is not None:
         scores = scores + attn_mask
     weights = torch.softmax(scores, -1)
-    if is_causal or attn_mask is not None:  # a row without keys: zeros, as the fused kernels have it
+    if attn_mask is not None:  # a row without keys: zeros, as the fused kernels have it
         weights = torch.where((scores == -math.inf).all(-1, keepdim=True), 0.0, weights)
     weights = torch.dropout(weights.to(query.dtype), dropout_p, dropout_p > 0)
     if groups:
         weights = weights.reshape(*query.shape[:-1], key.shape[-2])
-    out = torch.matmul(weights, value).reshape(*heads, value.shape[-1])
-    return out.transpose(1, 2).contiguous().transpose(1, 2) if inside else out
+    return torch.matmul(weights, value).reshape(*heads, value.shape[-1])
+
+
+def attend_inside(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """The same, laid out as the fused kernels do it: heads inside the length."""
+    return attend(*args, **kwargs).transpose(1, 2).contiguous().transpose(1, 2)

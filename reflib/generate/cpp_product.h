@@ -39,9 +39,9 @@ constexpr int64_t DEPTH = 256;
 constexpr int BLOCK_ROWS = LANE_BYTES == 64 ? 12 : 6;  // sums of such a block, two vectors a row, are kept in registers
 template <class T> constexpr int WIDTH = 2 * LANE_BYTES / (int)sizeof(T);
 
-// c += a @ b for R rows and WIDTH columns; all three contiguous along a row.
+// c += a @ b for R rows and WIDTH columns; all three contiguous along a row. (Not inline: compiled once for all kernels.)
 template <int R, class T>
-static inline void multiply_block(const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc, int64_t depth) {
+static __attribute__((noinline)) void multiply_block(const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc, int64_t depth) {
   constexpr int L = WIDTH<T> / 2;
   lanes<T> sum[R][2];
   for (int i = 0; i < R; ++i) sum[i][0] = sum[i][1] = lanes<T>{};

@@ -64,7 +64,7 @@ from .context import LoweringContext
 MOVES = (
     "_assert", "_local_scalar", "_softmax_", "_to_copy", "_unsafe", "alias", "any", "all", "arange", "arg", "as_strided",
     "bernoulli", "bincount", "bucketize", "cat", "clone", "col2im_", "constant_pad", "copy", "cummax", "cummin",
-    "detach", "diag", "embedding.", "empty", "equal", "exponential", "eye", "fill", "flip", "full", "gather", "im2col",
+    "detach", "diag", "embedding.", "embedding_dense_backward", "empty", "equal", "exponential", "eye", "fill", "flip", "full", "gather", "im2col",
     "index.", "index_copy", "index_fill", "index_select", "isin", "kthvalue", "lift", "masked", "max", "median", "min",
     "mode", "multinomial", "nanmedian", "native_dropout", "new_", "nonzero", "normal", "ones", "permute", "pixel_",
     "poisson", "put.", "rand", "reflection_pad", "repeat", "replication_pad", "resize", "roll", "scalar_tensor",
