@@ -19,11 +19,7 @@ _CHOICES = {
     "autotune": ("off", "blocking", "background"),
     "numerics": ("fast", "eager"),
 }
-_SETS = {  # by an option that asks for bits: what it sets others to
-    "numerics": dict.fromkeys(("split_reductions", "mix_orders", "attention", "atomics", "channels_last"), False)
-    | {"fallback_random": True},
-    "batch_invariant": dict.fromkeys(("mix_orders", "attention", "atomics"), False),
-}
+_BITS = ("mix_orders", "attention", "atomics", "split_reductions", "channels_last", "fallback_random")
 _LEAST = {"max_fused_ops": 1, "max_fused_buffers": 2, "num_decompose_k_splits": 0, "decompose_k_threshold": 0}
 _MAYBE = ("cache_decisions", "fallback_random")
 _SECONDS = ("candidate_seconds", "tuning_seconds", "tuning_idle_seconds")
@@ -44,8 +40,8 @@ class Options:
         such a device.
     numerics: ``fast``: as exact as eager, or more. ``eager``: eager's bits, where eager has the same in every run: only
         ops with one right answer are fused; what rewrites the graph, sums in another order or draws numbers is off.
-    batch_invariant: a row's result has the same bits however many rows a call has, and in every run: sums in one order,
-        products by kernels of our own (``lower.one_order`` says how; an op that cannot be so is named in a warning).
+    batch_invariant: a row's result has the same bits however many rows a call has: sums in one order, products by
+        kernels of our own (``lower.one_order``). What cannot be made so is named in a warning.
     verify: run the IR verifier after every stage.
     check_nan: check every kernel's floating-point outputs for NaN (slow; raises ReflibError naming the kernel).
     fuse: False gives every lowered node its own kernel.
@@ -65,12 +61,10 @@ class Options:
     cpp_flags: more flags for the C++ compiler.
     num_decompose_k_splits: how many ways of splitting K to try for a matrix product with a long K (0: none).
     decompose_k_threshold: K is long if it is this many times M and N.
-        None, for these two: the environment's TORCHINDUCTOR_NUM_DECOMPOSE_K_SPLITS and
-        TORCHINDUCTOR_DECOMPOSE_K_THRESHOLD, else 10 and 32.
+        None, for these two: TORCHINDUCTOR_ and their names in capitals, of the environment, else 10 and 32.
     compile_threads: threads that compile kernels at once, and processes that compile candidates (0: one per core).
     isolate: measure candidates in processes of their own, which may crash or hang (False: here, one after another).
-    candidate_seconds: for compiling a candidate, and again for checking and timing it; one that needs longer is
-        ``hung``.
+    candidate_seconds: for compiling a candidate, and again for checking and timing it; more: it is ``hung``.
     tuning_seconds: for all tuning of one graph; on timeout, choices are made from the results so far.
     tuning_idle_seconds: worker processes without work for this long exit; new work starts them again.
     tuning_imports: files or modules that register ops, for those processes to import.
@@ -123,9 +117,9 @@ class Options:
         for name in ("cpp_flags", "tuning_imports"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name, value in [x for k, others in _SETS.items() if getattr(self, k) in ("eager", True) for x in others.items()]:
-            object.__setattr__(self, name, value)
         for f in fields(self):  # options are compared, hashed and sent to workers
+            if f.name in _BITS[: 6 if self.numerics == "eager" else 3 * self.batch_invariant]:
+                object.__setattr__(self, f.name, f.name == "fallback_random")
             if f.name in NORMALIZE and (value := getattr(self, f.name)) != f.default:
                 object.__setattr__(self, f.name, NORMALIZE[f.name](value))
 

@@ -10,7 +10,10 @@ from .seams import plug
 PLUGS: dict[str, dict[str, str]] = {
     "pipeline.START": {"begin": "api:begin"},
     "pipeline.CHOOSE": {"choose": "tuning:choose", "launches": "tuning:launches"},
-    "pipeline.CAPTURED": {"attention": "capture.attention:attention", "apart": "capture.attention_apart:attention_apart"},
+    "pipeline.CAPTURED": {
+        "attention": "capture.attention:attention",
+        "apart": "capture.attention_apart:attention_apart",
+    },
     "pipeline.REWRITES": {
         "data_sizes": "capture.data_sizes:check_sizes",
         "random": "capture.random:own_numbers",

@@ -226,7 +226,8 @@ def build_library(
     options = options or Options()
     texts = [source] if isinstance(source, str) else list(source)
     found = found or compiler()
-    one_order = ("-ffp-contract=off", "-UREFLIB_LIBMVEC") if options.batch_invariant else ()  # no other bits at a loop's end
+    # one order: libmvec has other last bits than libm, which computes the end of a loop
+    one_order = ("-ffp-contract=off", "-UREFLIB_LIBMVEC") if options.batch_invariant else ()
     exact = one_order or (("-ffp-contract=off",) if options.numerics == "eager" else ())
     flags = (*found.flags, *exact, *options.cpp_flags)
     plain = [_without_comments(t) for t in (header, *texts)]

@@ -114,7 +114,8 @@ def variant(fn: Callable[..., Any], args: Case, rng: random.Random, **options: A
         for part in parts(rng, len(mine[0])):
             got = run(*(t[part] for t in mine), *others)
             assert len(got) == len(whole)
-            found += [f"{i}: rows {part.start} to {part.stop}" for i, (a, b) in enumerate(zip(whole, got)) if not same(a[part], b)]
+            other = [i for i, (a, b) in enumerate(zip(whole, got)) if not same(a[part], b)]
+            found += [f"{i}: rows {part.start} to {part.stop}" for i in other]
     return found
 
 

@@ -262,8 +262,6 @@ def template_variants(name: str, t: Template, buffers: dict[str, Buffer], target
         return kernel_with_fallback(KernelNode(name, (t,), Config("matmul", xblock=1, num_warps=1, index="int64")))
     same = t.tiling is None
     if same:
-        if t.dtype == torch.float32 and t.a.dtype == t.b.dtype and t.a.dtype in HALVES:
-            t = replace(t, dtype=t.a.dtype)  # products of halves are exact in float32: the same, by tensor cores
         t = replace(t, tiling=same_tiling(t, target))
     used = [buffers[b] for b in dict.fromkeys([*t.reads(), *t.writes()])]
     facts = limit_facts([*t.sizes, *(b.extent for b in used)])

@@ -23,7 +23,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def attention_apart(module: GraphModule, options: Options) -> GraphModule:
-    """``module``, a graph of torch's functions or of ATen, with each call taken apart, in place; and the graphs in it."""
+    """``module``, a graph of torch's functions or of ATen, with each call in it taken apart, in place."""
     if not options.batch_invariant:
         return module
     for graph in [m for m in module.modules() if isinstance(m, GraphModule)]:

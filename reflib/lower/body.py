@@ -213,8 +213,7 @@ class NestBuilder:
         """Write one element, cast (a half dtype: rounded) to the view's dtype."""
         dtype = check_dtype(view.dtype)
         value = self.value(value, value_dtype(dtype))
-        options = self.cx.low.options
-        if options.numerics == "eager" or options.batch_invariant:  # rounded for what is fused with it, too
+        if (o := self.cx.low.options).numerics == "eager" or o.batch_invariant:  # rounded for what is fused, too
             value = value.to(dtype)
         self.b.store(view.buffer, self.at(view, coords), value.id)
 

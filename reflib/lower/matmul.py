@@ -105,8 +105,29 @@ def _in_one_order(cx: LoweringContext, a: View, b: View, args: tuple[View, ...],
     if any(size == 0 for v in (a, b) for size in v.shape):
         raise Unsupported("an empty product")
     name, out, (a, b), bias = cx.low.next_node(), cx.out(), args[-2:], args[0] if len(args) == 3 else None
-    cx.low.nodes.append(template(cx, name, a, b, out, bias, kwargs.get("alpha", 1), kwargs.get("beta", 1)))
+    t = template(cx, name, a, b, out, bias, kwargs.get("alpha", 1), kwargs.get("beta", 1))
+    halves = {_narrowest(n) for n in cx.node.args[-2:]}
+    if cx.on_gpu and out.dtype == torch.float32 and len(halves) == 1 and halves < {*HALVES}:
+        t = replace(t, dtype=halves.pop(), precision="ieee")  # their products are exact in float32: tensor cores' work
+    cx.low.nodes.append(t)
     return out
+
+
+def _narrowest(node: Any) -> torch.dtype:
+    """The dtype that a float32 tensor of the graph was cast from, if it was only moved since then; else its own."""
+    while node.target in _MOVED or node.target is aten._to_copy.default:
+        before = node.args[0]
+        if before.meta["val"].dtype != node.meta["val"].dtype:
+            return before.meta["val"].dtype
+        node = before
+    return node.meta["val"].dtype
+
+
+_MOVED = {
+    aten.view.default, aten.permute.default, aten.transpose.int, aten.expand.default, aten.clone.default,
+    aten.t.default, aten.unsqueeze.default, aten.squeeze.dim, aten.reshape.default, aten._unsafe_view.default,
+    aten.select.int, aten.slice.Tensor,
+}  # fmt: skip
 
 
 @rule("mv.default")

@@ -3,31 +3,27 @@
 **Why it has not.** A sum of floats depends on the order of its additions, and who computes many rows may choose another
 order than who computes few:
 
-==========================  ====================================================  ====================================
-what                        chooses by the number of rows today                   with ``batch_invariant``
-==========================  ====================================================  ====================================
-matrix products             cuBLAS, MKL, oneDNN: algorithm, tiles, split-K, and    kernels of our own, one tiling for all
-                            a vector's own path; our tilings, decompose-K,         sizes of a dtype (``same_tiling``), no
-                            padding, which are ranked or measured by size          split of K; on a CPU ``cpp_product.h``
-attention                   flash attention's split over keys (how many            two products and a softmax, scores in
-                            multiprocessors are idle); on a CPU, packing           float32 (``capture.attention_apart``)
-sums along rows             Triton: warps, rows per program, layout, alignment;    added in pairs, which Triton cannot
-                            C++: what the compiler makes of a loop                 reorder (``triton_one_order``); in 16
-                                                                                   lanes, written out (``sum_in_order``)
-long rows                   pieces for idle multiprocessors or threads, in one     pieces by the row's length alone
-                            pass for a softmax (``split``, ``split_online``)       (``split.pieces_by_length``)
-sums along columns          ``mix_order``'s partial sums of programs               a kernel of their own
-launches, choices           measured, or ranked, at the sizes of one call;         nothing that changes a sum is measured:
-                            ``dispatch_on`` ranges                                 registered implementations are not tried
-what is fused               rounding to half precision between ops is left out     rounded after every op, no contraction to
-                            where they fuse; FMA; cheap forms for half results     FMA, one form of each function
-vector functions (C++)      libmvec in a loop, libm for the rest of it             libm
-==========================  ====================================================  ====================================
+* **Matrix products**: cuBLAS, MKL and oneDNN choose algorithm, tiles and split-K by size, and have a path for vectors;
+  so do our tilings, decompose-K and padding, which are ranked or measured. Here: kernels of our own, with one tiling
+  for all sizes of a dtype (``autotune.matmul.same_tiling``), no split of K; on a CPU ``cpp_product.h``.
+* **Attention**: flash attention splits the keys among idle multiprocessors; on a CPU, packing depends on size. Here:
+  two products and a softmax, scores in float32 (``capture.attention_apart``).
+* **Sums along rows**: Triton's order follows from warps, rows per program, layout and alignment; in C++ it is what the
+  compiler makes of a loop. Here: added in pairs, which Triton cannot reorder (``triton_one_order``), lanes of a length
+  that no size decides (``schedule.one_order``); in C++ sixteen lanes, written out (``sum_in_order``).
+* **Long rows** are cut into pieces for idle multiprocessors or threads, for a softmax in one pass (``split``,
+  ``split_online``). Here: by the row's length alone (``split.pieces_by_length``), and not online.
+* **Sums along columns** in the kernel that reduces rows (``mix_order``): here in a kernel of their own.
+* **Launches and choices** are measured or ranked at the sizes of one call, or differ by ``dispatch_on`` ranges. Here:
+  nothing that changes a sum is measured, and registered implementations are not tried.
+* **What is fused**: halves are not rounded between ops that fuse, multiplications contract with additions, functions
+  have cheap forms where only halves are stored. Here: rounded after every op, no contraction, one form.
+* **Vector functions** in C++: libmvec's in a loop, libm's for the rest of it. Here: libm's.
 
-**What is promised.** Let a call's rows be slices of its inputs' leading dimension, laid out in memory in the same way in
-each call (a batch may not be the innermost dimension, as in ``x.t()``). Then the bits of a row's result are the same in
-all calls on one kind of machine: for one row or many, static sizes, dynamic ones or a package, each wrapper, aligned or
-not. That holds for elementwise ops, products (also where the "rows" are those of one matrix), attention, norms over
+**What is promised.** Let a call's rows be slices of its inputs' leading dimension, laid out in memory in the same way
+in each call (a batch may not be the innermost dimension, as in ``x.t()``). Then the bits of a row's result are the same
+in all calls on one kind of machine: for one row or many, static sizes, dynamic ones or a package, each wrapper, aligned
+or not. That holds for elementwise ops, products (also where the "rows" are those of one matrix), attention, norms over
 parts of a row, softmax, losses per row, embeddings, gathers. A reduction of 2^18 elements or more is cut by its length
 if that is known when compiling.
 
@@ -62,9 +58,10 @@ from .context import LoweringContext
 
 # Calls of ATen that move, select, count, or compute each element by itself (by prefix of their names).
 MOVES = (
-    "_assert", "_local_scalar", "_softmax_", "_to_copy", "_unsafe", "alias", "any", "all", "arange", "arg", "as_strided",
-    "bernoulli", "bincount", "bucketize", "cat", "clone", "col2im_", "constant_pad", "copy", "cummax", "cummin",
-    "detach", "diag", "embedding.", "embedding_dense_backward", "empty", "equal", "exponential", "eye", "fill", "flip", "full", "gather", "im2col",
+    "_assert", "_local_scalar", "_softmax_", "_to_copy", "_unsafe", "alias", "any", "all", "arange", "arg",
+    "as_strided", "bernoulli", "bincount", "bucketize", "cat", "clone", "col2im_", "constant_pad", "copy", "cummax",
+    "cummin", "detach", "diag", "embedding.", "embedding_dense_backward", "empty", "equal", "exponential", "eye",
+    "fill", "flip", "full", "gather", "im2col",
     "index.", "index_copy", "index_fill", "index_select", "isin", "kthvalue", "lift", "masked", "max", "median", "min",
     "mode", "multinomial", "nanmedian", "native_dropout", "new_", "nonzero", "normal", "ones", "permute", "pixel_",
     "poisson", "put.", "rand", "reflection_pad", "repeat", "replication_pad", "resize", "roll", "scalar_tensor",
@@ -102,9 +99,9 @@ def _why(cx: LoweringContext, n: Node) -> str:
     if not isinstance(n, Extern) or not _floats(cx, (o for o in n.outputs if isinstance(o, str))):
         return ""
     name = str(n.target).removeprefix("aten.")
-    if isinstance(n.target, torch._ops.OpOverload) and n.target.namespace in ("aten", "prims"):
-        if name.startswith(MOVES) or name.startswith(IN_ORDER) and not cx.on_gpu:
-            return ""
+    ours = isinstance(n.target, torch._ops.OpOverload) and n.target.namespace in ("aten", "prims")
+    if ours and (name.startswith(MOVES) or name.startswith(IN_ORDER) and not cx.on_gpu):
+        return ""
     return "it is a call of a kernel that may choose by size"
 
 

@@ -51,7 +51,8 @@ def test_a_package() -> None:
     model, (where,), _ = case("block", torch.float32, rng)
     rows = torch.export.Dim("rows", min=1, max=64)
     with tempfile.TemporaryDirectory() as folder:
-        path = reflib.aot_compile(model, (where,), f"{folder}/m.reflib", archs=["cpu"], dynamic_shapes=({0: rows},), **ON)
+        path = f"{folder}/m.reflib"
+        reflib.aot_compile(model, (where,), path, archs=["cpu"], dynamic_shapes=({0: rows},), **ON)
         packed = reflib.load(path)
     whole, direct = packed(where), reflib.compile(model, **ON)(where)
     assert all(map(same, whole, direct))
@@ -63,7 +64,8 @@ def test_what_cannot_be_is_named() -> None:
     def program(x: Any, w: Any) -> Any:
         return torch.relu(F.conv1d(x, w))
 
-    with pytest.warns(reflib.BatchVariantWarning, match=r"aten\.convolution\.default, at .*return torch\.relu\(F\.conv1d"):
+    said = r"aten\.convolution\.default, at .*return torch\.relu\(F\.conv1d"
+    with pytest.warns(reflib.BatchVariantWarning, match=said):
         reflib.compile(program, **ON)(torch.rand(3, 2, 9), torch.rand(4, 2, 3))
 
 
