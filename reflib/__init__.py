@@ -25,6 +25,7 @@ _EXPORTS = {
     "explain": "observe",
     "register_custom_op_autotuning": "lower.custom_ops",
     "CustomOpConfig": "lower.custom_ops",
+    "BatchVariantWarning": "lower.one_order",
     "tuning_progress": "background",
     "wait_for_tuning": "background",
     "aot_compile": "aot",
@@ -37,11 +38,13 @@ if TYPE_CHECKING:
     from .background import tuning_progress, wait_for_tuning
     from .errors import OptionError, PackageError, ReflibError, RegistrationError
     from .lower.custom_ops import CustomOpConfig, register_custom_op_autotuning
+    from .lower.one_order import BatchVariantWarning
     from .observe.explain import explain
     from .options import Options
     from .package.load import load
 
 __all__ = [
+    "BatchVariantWarning",
     "CustomOpConfig",
     "OptionError",
     "Options",

@@ -11,15 +11,15 @@ from typing import Any
 from .errors import OptionError
 from .seams import Seam
 
-# Options with a function that checks a value and makes it plain data; none: the value is kept as it is. And, by the
-# names of methods, what they return.
+# By option: a function that checks a value and makes it plain data. By method: what it returns.
 NORMALIZE = Seam("options.NORMALIZE")
 _CHOICES = {
     "wrapper": ("python", "cpp", "auto"),
     "autotune": ("off", "blocking", "background"),
     "numerics": ("fast", "eager"),
 }
-_REORDERS = ("split_reductions", "mix_orders", "attention", "atomics", "channels_last")
+_SUMS = ("mix_orders", "attention", "atomics")  # that add in another order
+_BITS = (*_SUMS, "split_reductions", "channels_last", "fallback_random")
 _LEAST = {"max_fused_ops": 1, "max_fused_buffers": 2, "num_decompose_k_splits": 0, "decompose_k_threshold": 0}
 _MAYBE = ("cache_decisions", "fallback_random")
 _SECONDS = ("candidate_seconds", "tuning_seconds", "tuning_idle_seconds")
@@ -30,16 +30,16 @@ _TARGET = re.compile(r"^(cpu|sm_\d+a?|gfx[0-9a-f]+)$")
 class Options:
     """How to compile. Every field has a default that suits most uses.
 
-    wrapper: how the host code is written: ``python``; ``cpp``, which takes a second to build and less time per call;
-        ``auto``: C++ where there is a compiler, else Python.
+    wrapper: host code in ``python``; in ``cpp`` (a second to build, less time per call); ``auto``: C++ if it compiles.
     autotune: ``off`` takes heuristic choices. ``blocking`` measures the candidates for matrix products and registered
         ops before the first call, and the launches of GPU kernels that move many bytes (block sizes and warps).
         ``background`` starts with what ``off`` chooses, measures while the program runs, and swaps winners in at a
         later call (``reflib.wait_for_tuning``, ``reflib.tuning_progress``).
-    target: None (the inputs' device), or ``cpu``, ``sm_90``, ``gfx942`` ...: stop after generating code, without
-        such a device.
+    target: None: the inputs' device. ``cpu``, ``sm_90``, ``gfx942`` ...: stop after generating; needs no such device.
     numerics: ``fast``: as exact as eager, or more. ``eager``: eager's bits, where eager has the same in every run: only
         ops with one right answer are fused; what rewrites the graph, sums in another order or draws numbers is off.
+    batch_invariant: a row's result has the same bits however many rows a call has: sums in one order, products by
+        kernels of our own (``lower.one_order``). What cannot be made so is named in a warning.
     verify: run the IR verifier after every stage.
     check_nan: check every kernel's floating-point outputs for NaN (slow; raises ReflibError naming the kernel).
     fuse: False gives every lowered node its own kernel.
@@ -61,12 +61,10 @@ class Options:
     cpp_flags: more flags for the C++ compiler.
     num_decompose_k_splits: how many ways of splitting K to try for a matrix product with a long K (0: none).
     decompose_k_threshold: K is long if it is this many times M and N.
-        None, for these two: the environment's TORCHINDUCTOR_NUM_DECOMPOSE_K_SPLITS and
-        TORCHINDUCTOR_DECOMPOSE_K_THRESHOLD, else 10 and 32.
+        None, for these two: TORCHINDUCTOR_ and their names in capitals, of the environment, else 10 and 32.
     compile_threads: threads that compile kernels at once, and processes that compile candidates (0: one per core).
     isolate: measure candidates in processes of their own, which may crash or hang (False: here, one after another).
-    candidate_seconds: for compiling a candidate, and again for checking and timing it; one that needs longer is
-        ``hung``.
+    candidate_seconds: for compiling a candidate, and again for checking and timing it; more: it is ``hung``.
     tuning_seconds: for all tuning of one graph; on timeout, choices are made from the results so far.
     tuning_idle_seconds: worker processes without work for this long exit; new work starts them again.
     tuning_imports: files or modules that register ops, for those processes to import.
@@ -84,6 +82,7 @@ class Options:
     autotune: str = "off"
     target: str | None = None
     numerics: str = "fast"
+    batch_invariant: bool = False
     verify: bool = False
     check_nan: bool = False
     fuse: bool = True
@@ -119,8 +118,9 @@ class Options:
         for name in ("cpp_flags", "tuning_imports"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
+        off = _BITS if self.numerics == "eager" else _SUMS if self.batch_invariant else ()
         for f in fields(self):  # options are compared, hashed and sent to workers
-            if self.numerics == "eager" and f.name in (*_REORDERS, "fallback_random"):
+            if f.name in off:
                 object.__setattr__(self, f.name, f.name == "fallback_random")
             if f.name in NORMALIZE and (value := getattr(self, f.name)) != f.default:
                 object.__setattr__(self, f.name, NORMALIZE[f.name](value))

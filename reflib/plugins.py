@@ -10,7 +10,10 @@ from .seams import plug
 PLUGS: dict[str, dict[str, str]] = {
     "pipeline.START": {"begin": "api:begin"},
     "pipeline.CHOOSE": {"choose": "tuning:choose", "launches": "tuning:launches"},
-    "pipeline.CAPTURED": {"attention": "capture.attention:attention"},
+    "pipeline.CAPTURED": {
+        "attention": "capture.attention:attention",
+        "apart": "capture.attention_apart:attention_apart",
+    },
     "pipeline.REWRITES": {
         "data_sizes": "capture.data_sizes:check_sizes",
         "random": "capture.random:own_numbers",
@@ -74,17 +77,19 @@ PLUGS: dict[str, dict[str, str]] = {
         "combine": "fuse.combine:combine",
     },
     "schedule.SCHEDULERS": {"Template": "autotune.matmul:template_variants"},
-    "schedule.SHAPES": {"mixed": "schedule.mixed:mixed"},
+    "schedule.SHAPES": {"one_order": "schedule.one_order:one_order", "mixed": "schedule.mixed:mixed"},
     "schedule.ADJUST": {"uneven": "schedule.uneven:adjust"},
     "generate.PARTS": {
         "looped": "generate.triton_one_pass:OnePassPrinter",
         "mixed": "generate.triton_mixed:MixedPrinter",
+        "one_order": "generate.triton_one_order:OneOrderPrinter",
     },
     "generate.PRINTERS": {"cpu": "generate.cpp:print_kernel", "template": "generate.matmul:generate_matmul"},
     "generate.MORE": {
         "half": "generate.triton_half",
         "numeric": "generate.triton_numeric",
         "one_pass": "generate.triton_one_pass",
+        "one_order": "generate.triton_one_order",
         "random": "generate.triton_random",
         "scans": "generate.triton_scans",
     },

@@ -78,6 +78,8 @@ def offered(s: Stages, program: Program) -> list[Offer]:
             if about[2].is_gpu and all(isinstance(p, LoopNest) for p in about[0].parts):
                 few = {configs.name_of(c): c for c in configs.few(*about)}
                 more = {configs.name_of(c): c for c in configs.possible(*about)}
+                if s.options.batch_invariant:  # another launch may add up rows in another order
+                    few, more = ({k: c for k, c in d.items() if c.reduction == "none"} for d in (few, more))
                 why = BY_VALUES if configs.by_values(*about[:2]) else ""
                 found.append(Offer(node, {**few, **more, **few}, len(few), configs.bytes_moved(*about[:2]), why))
     return found

@@ -256,12 +256,18 @@ def static_tiling(t: Template, fused_epilogue: bool, target: Target, options: Op
 
 # -- variants ---------------------------------------------------------------------------------------
 def template_variants(name: str, t: Template, buffers: dict[str, Buffer], target: Target) -> tuple[Variant, ...]:
-    """The kernel of ``t`` (its tiling is set) with what it assumes, then one that assumes nothing."""
-    assert t.tiling is not None, f"{t.name}: no tiling was chosen"
+    """The kernel of ``t`` with what it assumes, then one that assumes nothing. Where it has no tiling it is to have the
+    one that all products have (``Options.batch_invariant``), or is a CPU's."""
+    if not target.is_gpu:
+        return kernel_with_fallback(KernelNode(name, (t,), Config("matmul", xblock=1, num_warps=1, index="int64")))
+    same = t.tiling is None
+    if same:
+        t = replace(t, tiling=same_tiling(t, target))
     used = [buffers[b] for b in dict.fromkeys([*t.reads(), *t.writes()])]
     facts = limit_facts([*t.sizes, *(b.extent for b in used)])
     if any(a.lo < -(2**31) for s in t.epilogue.body if isinstance(s, Index) for a in s.expr.symbols()):
         facts = None  # any integer at all, as a value
+    assert t.tiling is not None
     general = _kernel(name, replace(t, tiling=general_tiling(t, target)), target, "int64", ())
     if facts is None and t.tiling.kind == "persistent":  # TMA counts in 32 bits
         return kernel_with_fallback(general)
@@ -269,7 +275,25 @@ def template_variants(name: str, t: Template, buffers: dict[str, Buffer], target
     divisors = multiples(t)
     predicate = (*aligned, *(facts or ()), *(Assume("divisible", expr(s), DIVISOR) for s in divisors))
     fast = _kernel(name, t, target, "int64" if facts is None else "int32", divisors)
+    if same and (t.dtype in HALVES or t.precision == "tf32"):  # (else the product itself is of contracted additions)
+        fast, general = exact(fast), exact(general)
     return kernel_with_fallback(fast, predicate, general if predicate else None)
+
+
+def exact(kernel: KernelNode) -> KernelNode:
+    """Its epilogue rounded as it is written."""
+    extras = tuple(sorted((*kernel.config.extras, ("exact", True))))
+    return replace(kernel, config=replace(kernel.config, extras=extras))
+
+
+def same_tiling(t: Template, target: Target) -> Tiling:
+    """One for all sizes: an element's sum depends on a block's depth, and on the instruction that multiplies blocks,
+    which depends on their sides, warps and dtype."""
+    if t.dtype in HALVES and target.kind == "hip":
+        return Tiling("tiled", 64, 128, 64, 4, 2)
+    if t.dtype in HALVES and tensor_cores(target):
+        return Tiling("tiled", 64, 128, 64, 4, 4 if target.capability == 90 else 3)
+    return Tiling("tiled", 64, 64, 32 if t.precision == "tf32" else 16, 4, 3 if tensor_cores(target) else 2)
 
 
 def general_tiling(t: Template, target: Target) -> Tiling:

@@ -35,7 +35,7 @@ def combine(fused: Fused, options: Options, target: Target) -> Fused:
     open_sets: dict[Any, tuple[list[int], set[str]]] = {}
     sets: list[list[int]] = []
     for i, node in enumerate(program.nodes):
-        if not isinstance(node, LoopNest) or not _small(node):
+        if not isinstance(node, LoopNest) or not _small(node) or (node.reduced and options.batch_invariant):
             continue
         # what reads nothing is first at any time: it waits for what needs it, or its storage would
         key = (depth[i], _shape(node), program.buffers[node.writes()[0]].device, bool(node.reads()))

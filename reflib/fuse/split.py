@@ -47,6 +47,7 @@ COLUMNS = 64  # results per program of a column reduction: 128 bytes of half pre
 PIECE = 256  # rows of a column reduction that are read all at once
 SECOND = 4_000_000  # bytes that a GPU moves in the time of the second kernel: 1 us of an H200
 MOST = 512  # pieces, for a second step that is short
+LONG = 1 << 18  # a row for which one program takes 10 us or more
 _KINDS = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin", "m2")
 
 
@@ -59,7 +60,8 @@ def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
     nodes: list[Node] = []
     buffers = dict(program.buffers)
     for node in program.nodes:
-        pieces = pieces_wanted(node, program.buffers, target) if isinstance(node, LoopNest) else 1
+        wanted = pieces_by_length if options.batch_invariant else pieces_wanted
+        pieces = wanted(node, program.buffers, target) if isinstance(node, LoopNest) else 1
         if isinstance(node, LoopNest) and pieces > 1 and can_split(node) and not was_split(node):
             nodes += _split(*with_axis(node, pieces), pieces, buffers)
         else:
@@ -95,6 +97,12 @@ def pieces_wanted(loops: LoopNest, buffers: dict[str, Buffer], target: Target) -
     while pieces < wanted and pieces * 4 <= length:
         pieces *= 2
     return pieces
+
+
+def pieces_by_length(loops: LoopNest, buffers: dict[str, Buffer], target: Target) -> int:
+    """The same for ``Options.batch_invariant``: whatever the number of rows, and of this machine's processors."""
+    length = loops.rnumel.constant
+    return 1 if length is None or length < LONG else min(MOST, 1 << (length // LONG).bit_length() + 2)
 
 
 def _idle_bytes(loops: LoopNest, buffers: dict[str, Buffer], target: Target) -> int:

@@ -59,7 +59,7 @@ class _Sum:
 
 def split_online(fused: Fused, options: Options, target: Target) -> Fused:
     """Cut every maximum that ``split`` would cut together with the sums of exponentials that need it; GPU only."""
-    if not options.split_reductions or not target.is_gpu:
+    if not options.split_reductions or options.batch_invariant or not target.is_gpu:
         return fused
     program = fused.program
     maxima = {i: n for i, n in enumerate(program.nodes) if isinstance(n, LoopNest) and _is_maximum(n)}

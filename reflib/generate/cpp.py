@@ -18,20 +18,20 @@ NB: TorchInductor writes explicit vector classes; here the C++ compiler vectoris
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
-from ..ir.expr import expr
+from ..ir.expr import Sym, expr
 from ..ir.loops import LoopNest
 from ..ir.program import Buffer, Config, KernelNode
 from ..target import Target
 from . import cpp_text as text
 from .cpp_emit import Emitter, Writer
-from .cpp_nest import arrange
+from .cpp_nest import Nest, arrange
 from .kernel import Kernel
 
 _RESERVED = re.compile(r"(v|acc|at|total|kept|tile)\d+|t|row|\w+_(from|to)")
-HEADER = Path(__file__).with_name("cpp_header.h").read_text()
+HEADER = "".join(Path(__file__).with_name(name).read_text() for name in ("cpp_header.h", "cpp_product.h"))
 
 
 def print_kernel(node: KernelNode, buffers: dict[str, Buffer], target: Target, aligned: Collection[str]) -> Kernel:
@@ -45,20 +45,37 @@ def generate_cpp(name: str, parts: tuple[LoopNest, ...], config: Config, buffers
     symbols = tuple(sorted({s for p in parts for s in p.symbols()}))
     written = {b for p in parts for b in p.writes()}
     nests = [arrange(p) for p in parts]
-    names = _names(used, {a.var.name for n in nests for a in n.loops.axes} | {s.name for s in symbols})
+    names = names_of(used, {a.var.name for n in nests for a in n.loops.axes} | {s.name for s in symbols})
+    one_order = dict(config.extras).get("one_order", False)
+    checks = 0
+
+    def body(nest: Nest) -> Callable[[Writer], None]:
+        def write(w: Writer) -> None:
+            nonlocal checks
+            emitter = Emitter(w, nest, buffers, names, checks, one_order)
+            emitter.emit()
+            checks = emitter.checks
+
+        return write
+
+    return function(name, used, written, symbols, buffers, names, [(p, body(n)) for p, n in zip(parts, nests)])
+
+
+def function(
+    name: str, used: list[str], written: set[str], symbols: tuple[Sym, ...], buffers: dict[str, Buffer],
+    names: dict[str, str], bodies: list[tuple[LoopNest, Callable[[Writer], None]]],
+) -> Kernel:
+    """The kernel's function around what ``bodies`` write, each under the ops that it comes from."""
     w = Writer()
     arguments = [_pointer(names[b], buffers[b], b in written) for b in used]
     arguments += [f"int64_t {text.identifier(s.name)}" for s in symbols] + ["int threads"]
     with w.block(f'extern "C" int {name}({", ".join(arguments)})'):
         w.line("int failed = 0;  // which index was found out of range")
-        checks = 0
-        for part, nest in zip(parts, nests, strict=True):
+        for part, body in bodies:
             for line in _origin_comments(part):
                 w.line(line)
             with w.block(""):
-                emitter = Emitter(w, nest, buffers, names, checks)
-                emitter.emit()
-                checks = emitter.checks
+                body(w)
         w.line("return failed;")
     types = [f"({text.memory_type(buffers[b].dtype)}*)" for b in used] + [""] * len(symbols) + ["(int)"]
     unpacked = ", ".join(f"{t}a[{i}]" for i, t in enumerate(types))
@@ -71,7 +88,7 @@ def _pointer(name: str, b: Buffer, written: bool) -> str:
     return f"{'' if written else 'const '}{text.memory_type(b.dtype)}* {name}"
 
 
-def _names(buffers: list[str], taken: set[str]) -> dict[str, str]:
+def names_of(buffers: list[str], taken: set[str]) -> dict[str, str]:
     """C++ names for the buffers: their own, unless it is that of an axis, a symbol or a generated variable."""
     taken = {text.identifier(t) for t in taken}
     names: dict[str, str] = {}

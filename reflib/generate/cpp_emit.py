@@ -69,7 +69,10 @@ def _block_loops(a: Axis, block: int | None) -> tuple[list[str], str]:
 class Emitter:
     """Writes one LoopNest. ``names``: the buffers' names in C++. ``checks``: bounds checks written so far."""
 
-    def __init__(self, w: Writer, nest: Nest, buffers: dict[str, Buffer], names: dict[str, str], checks: int):
+    def __init__(
+        self, w: Writer, nest: Nest, buffers: dict[str, Buffer], names: dict[str, str], checks: int,
+        one_order: bool = False,
+    ):
         self.w, self.nest, self.loops = w, nest, nest.loops
         self.body: tuple[Any, ...] = nest.loops.body
         self.buffers, self.names, self.checks = buffers, names, checks
@@ -77,6 +80,7 @@ class Emitter:
         self.by_step = depends_on(self.loops, nest.rows[-1] if nest.rows else None)
         self.given: dict[int, str] = {}  # statements whose value is in a tile, and where
         self.leave = "continue"  # what to do when a bounds check fails
+        self.one_order = one_order  # of sums, whatever the compiler makes of the loops
 
     def emit(self) -> None:
         if any(a.size == 0 for a in self.loops.parallel):
@@ -156,6 +160,18 @@ class Emitter:
                 with self.w.block(loop(column, f"{c}_from", f"{c}_to")):
                     self._statements(inner)
 
+    def rows_of_tile(self, columns: str) -> None:
+        """A row of a tile that somebody else computed; ``columns``: the head of the loop over it."""
+        inner: list[int] = []
+        for i, s in enumerate(self.body):
+            if self.by_column[i] or i in self.given or any(a in inner for a in stmt_args(s)):
+                inner.append(i)
+        self._statements(i for i in range(len(self.body)) if i not in inner)
+        if not self._checks(inner):
+            self.w.line("#pragma omp simd")
+        with self.w.block(columns):
+            self._statements(inner)
+
     def _tile_end(self, name: str, axis: Axis, size: int) -> None:
         self.w.line(f"const int64_t {name}_to = op::min<int64_t>({name}_from + {size}, {text.index(axis.size)});")
 
@@ -197,13 +213,18 @@ class Emitter:
                 self.w.line(f"double total{i} = 0;")
         step = text.identifier(inner.var.name)
         over_blocks, over_one = _block_loops(inner, SUM_BLOCK if blocked else None)
+        stored = blocked if self.one_order else []  # and added up after the loop, by code that says in which order
+        at = f"{step} - {step}_from" if over_blocks else step
         with self.w.blocks([loop(a) for a in self.nest.rows[:-1]]):
             self._statements(i for i in plain if not self.by_step[i])
             with self.w.blocks(over_blocks):
                 for i in blocked:
-                    self._start(i)
-                if not scans and not self._checks(i for i in plain if self.by_step[i]):
-                    self._simd(reduces)
+                    if i in stored:
+                        self.w.line(f"float acc{i}[{min(SUM_BLOCK, inner.size.constant or SUM_BLOCK)}];")
+                    else:
+                        self._start(i)
+                if not scans and not self._checks(i for i in plain if self.by_step[i]) and not self._ordered(reduces):
+                    self._simd([i for i in reduces if i not in stored])
                 with self.w.block(over_one):
                     for i in sorted(self._used(statements) & set(kept) - set(statements)):
                         self.w.line(f"const {text.CTYPE[self.body[i].dtype]} v{i} = kept{i}[{step}];")
@@ -211,9 +232,15 @@ class Emitter:
                     for i in sorted(set(kept) & set(statements)):
                         self.w.line(f"kept{i}[{step}] = v{i};")
                     for i in reduces:
-                        self._combine(i, f"acc{i}")
+                        if i in stored:
+                            self.w.line(f"acc{i}[{at}] = {self._name(self.body[i].args[0])};")
+                        else:
+                            self._combine(i, f"acc{i}")
                 for i in blocked:
-                    self.w.line(f"total{i} += acc{i};")
+                    whole = text.index(inner.size)
+                    count = f"op::min<int64_t>({SUM_BLOCK}, {whole} - {step}_from)" if over_blocks else whole
+                    value = f"op::sum_in_order(acc{i}, {count})" if i in stored else f"acc{i}"
+                    self.w.line(f"total{i} += {value};")
         for i in reduces:
             value = f"(float)total{i}" if i in blocked else f"acc{i}"
             self.w.line(f"const {text.CTYPE[self.body[i].dtype]} v{i} = {value};")
@@ -316,6 +343,11 @@ class Emitter:
     def _blocked(self, reduces: Sequence[int]) -> list[int]:
         """The sums that are added up in blocks: those of float32."""
         return [i for i in reduces if self.body[i].kind == "sum" and self.body[i].dtype == torch.float32]
+
+    def _ordered(self, reduces: Sequence[int]) -> bool:
+        """Is one of these to be formed in order, but not in blocks: a product, a sum in double?"""
+        found = [self.body[i] for i in reduces if i not in self._blocked(reduces)]
+        return self.one_order and any(s.kind in ("sum", "prod") and s.dtype.is_floating_point for s in found)
 
     def _used(self, statements: Iterable[int]) -> set[int]:
         return {a for i in statements for a in stmt_args(self.body[i])}

@@ -1,4 +1,5 @@
-"""A Template with its Tiling to Triton: one readable kernel that multiplies and runs the epilogue.
+"""A Template with its Tiling to Triton: one readable kernel that multiplies and runs the epilogue. (On a CPU it has no
+tiling, and is printed by ``cpp_product``.)
 
 Three kinds (``ir.program.Tiling``): ``tiled`` is printed here, ``split`` by ``matmul_split``, ``persistent`` by
 ``matmul_persistent``, all with the parts in ``matmul_printer``.
@@ -12,6 +13,7 @@ from ..errors import GenerateError
 from ..ir.expr import Expr
 from ..ir.program import Buffer, KernelNode
 from ..target import Target
+from .cpp_product import print_product
 from .kernel import Kernel
 from .matmul_persistent import print_persistent
 from .matmul_printer import MatmulPrinter
@@ -25,6 +27,8 @@ def generate_matmul(node: KernelNode, buffers: dict[str, Buffer], target: Target
     ``aligned``: the buffers whose pointers are checked to be 16-byte aligned on entry; temps always are.
     Raises GenerateError for a tiling that this matmul or target does not allow.
     """
+    if not target.is_gpu:
+        return print_product(node, buffers)
     p = MatmulPrinter(node, buffers, target, aligned)
     kind = p.tiling.kind
     if kind not in KINDS:

@@ -214,7 +214,7 @@ class NestBuilder:
         """Write one element, cast (a half dtype: rounded) to the view's dtype."""
         dtype = check_dtype(view.dtype)
         value = self.value(value, value_dtype(dtype))
-        if self.cx.low.options.numerics == "eager":  # rounded for what is fused with it, too
+        if (o := self.cx.low.options).numerics == "eager" or o.batch_invariant:  # rounded for what is fused, too
             value = value.to(dtype)
         self.b.store(view.buffer, self.at(view, coords), value.id)
 

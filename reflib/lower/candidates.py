@@ -19,7 +19,7 @@ from reflib.errors import LoweringError, RegistrationError
 from reflib.ir.expr import Expr, Sym
 from reflib.ir.program import Assume, Choice, Extern, Ranges, Variant, View, full_view, holds, map_tree
 
-from . import custom_ops
+from . import custom_ops, one_order
 from .context import LoweringContext
 from .custom_ops import CustomOpConfig, Registration
 from .extern import extern
@@ -37,6 +37,8 @@ JOINED = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.de
 def call(cx: LoweringContext, target: Any, args: Any, kwargs: dict[str, Any], usual: Callable[[], Any]) -> Any:
     """Lower a call of any op; returns its value (plugs into ``lower.CALLS``). ``usual``: lowers it as if the op were
     not registered, as is done inside an implementation of the op."""
+    if cx.low.options.batch_invariant:
+        return one_order.checked(cx, target, usual)
     r = custom_ops.registration(target) if cx.low.choices and str(target) not in cx.low.within else None
     if r is None:
         return usual()

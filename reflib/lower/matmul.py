@@ -57,6 +57,8 @@ def baddbmm(cx: LoweringContext, bias: View, a: View, b: View, *, beta: Any = 1,
 def _product(cx: LoweringContext, target: Any, a: View, b: View, args: tuple[View, ...], kwargs: dict[str, Any]) -> Any:
     """A Choice, if there is anything to choose from; Unsupported (a plain call) if there is not."""
     gpu = cx.on_gpu
+    if cx.low.options.batch_invariant:
+        return _in_one_order(cx, a, b, args, kwargs)
     if not worth_choosing(cx, gpu, a, b):
         raise Unsupported(_PLAIN)
     scale = {k: v for k, v in kwargs.items() if v != 1}
@@ -92,6 +94,50 @@ def _product(cx: LoweringContext, target: Any, a: View, b: View, args: tuple[Vie
         Choice(default.name, op, outputs, (first, *others), failed=failed, origins=(cx.origin,))
     )  # fmt: skip
     return value
+
+
+def _in_one_order(cx: LoweringContext, a: View, b: View, args: tuple[View, ...], kwargs: dict[str, Any]) -> View:
+    """For ``Options.batch_invariant``: a Template, on a CPU too, whose blocks are the same for all products."""
+    args = tuple(cx.readable(v) for v in args)
+    floats = CHOSEN if cx.on_gpu else (*CHOSEN, torch.float64)
+    if cx.dtype not in floats or any(v.dtype != cx.dtype for v in args) or not templates_can_read(cx, args, kwargs):
+        raise Unsupported(_PLAIN)
+    if any(size == 0 for v in (a, b) for size in v.shape):
+        raise Unsupported("an empty product")
+    name, out, (a, b), bias = cx.low.next_node(), cx.out(), args[-2:], args[0] if len(args) == 3 else None
+    t = template(cx, name, a, b, out, bias, kwargs.get("alpha", 1), kwargs.get("beta", 1))
+    halves = {_narrowest(n) for n in cx.node.args[-2:]}
+    if cx.on_gpu and out.dtype == torch.float32 and len(halves) == 1 and halves < {*HALVES}:
+        t = replace(t, dtype=halves.pop(), precision="ieee")  # their products are exact in float32: tensor cores' work
+    cx.low.nodes.append(t)
+    return out
+
+
+def _narrowest(node: Any) -> torch.dtype:
+    """The dtype that a float32 tensor of the graph was cast from, if it was only moved since then; else its own."""
+    while node.target in _MOVED or node.target is aten._to_copy.default:
+        before = node.args[0]
+        if before.meta["val"].dtype != node.meta["val"].dtype:
+            return before.meta["val"].dtype
+        node = before
+    return node.meta["val"].dtype
+
+
+_MOVED = {
+    aten.view.default, aten.permute.default, aten.transpose.int, aten.expand.default, aten.clone.default,
+    aten.t.default, aten.unsqueeze.default, aten.squeeze.dim, aten.reshape.default, aten._unsafe_view.default,
+    aten.select.int, aten.slice.Tensor,
+}  # fmt: skip
+
+
+@rule("mv.default")
+def mv(cx: LoweringContext, a: View, v: View) -> Any:
+    """For ``Options.batch_invariant``: a product with one column."""
+    if not cx.low.options.batch_invariant:
+        raise Unsupported(_PLAIN)
+    column = replace(v, shape=(*v.shape, expr(1)), strides=(*v.strides, expr(1)))
+    out = cx.call(aten.mm.default, a, column, fake=cx.fakes[0].unsqueeze(1))
+    return replace(out, shape=out.shape[:1], strides=out.strides[:1])
 
 
 # -- when -------------------------------------------------------------------------------------------
@@ -131,12 +177,13 @@ def template(
 ) -> Template:
     """alpha * a @ b + beta * bias into ``out``, with the bias broadcast. Assumes that ``templates_can_read`` all."""
     k = product_kernel(cx, out)
-    value = Value(k, k.b.add(Acc(torch.float32)))
+    wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+    value = Value(k, k.b.add(Acc(wide)))
     if alpha != 1:
-        value = value * k.value(alpha, torch.float32)
+        value = value * k.value(alpha, wide)
     if bias is not None and beta != 0:  # with beta == 0 not even a NaN of the bias counts
-        term = k.load(bias).to(torch.float32)
-        value = value + (term if beta == 1 else term * k.value(beta, torch.float32))
+        term = k.load(bias).to(wide)
+        value = value + (term if beta == 1 else term * k.value(beta, wide))
     k.store(out, value.to(out.dtype))
     epilogue = LoopNest(name, tuple(k.axes), tuple(k.b.body), (cx.origin,))
     precision = float32_precision() if out.dtype == torch.float32 else "ieee"

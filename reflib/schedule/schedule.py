@@ -73,8 +73,8 @@ class _Kernels:
         target = self.target_of(self.program.buffers[parts[0].writes()[0]].device)
         name = self._name(parts)
         variants = choose_configs(parts, self.program.buffers, target, self.options, name)
-        if self.options.numerics == "eager":
-            variants = tuple(replace(v, nodes=(_exact(v.kernel),)) for v in variants)
+        if self.options.numerics == "eager" or self.options.batch_invariant:
+            variants = tuple(replace(v, nodes=(_exact(v.kernel, self.options),)) for v in variants)
         self.decisions.append(_decision(name, variants[0].kernel.config, parts[0]))
         return Variants(name, writes_of(parts), variants, variants[0].kernel.origins)
 
@@ -96,8 +96,8 @@ class _Kernels:
         return Variants(name, writes_of((t,)), variants, t.origins)
 
 
-def _exact(kernel: KernelNode) -> KernelNode:
-    extras = tuple(sorted((*kernel.config.extras, ("exact", True))))
+def _exact(kernel: KernelNode, options: Options) -> KernelNode:
+    extras = tuple(sorted((*kernel.config.extras, ("exact", True), ("one_order", options.batch_invariant))))
     return replace(kernel, config=replace(kernel.config, extras=extras))
 
 
