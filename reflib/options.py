@@ -30,7 +30,7 @@ _TARGET = re.compile(r"^(cpu|sm_\d+a?|gfx[0-9a-f]+)$")
 class Options:
     """How to compile. Every field has a default that suits most uses.
 
-    wrapper: host code in ``python``; in ``cpp`` (a second to build, less time per call); ``auto``: C++ if it compiles.
+    wrapper: host code in ``python``; ``cpp`` (a second to build, less per call); ``auto``: C++ if there is a compiler.
     autotune: ``off`` takes heuristic choices. ``blocking`` measures the candidates for matrix products and registered
         ops before the first call, and the launches of GPU kernels that move many bytes (block sizes and warps).
         ``background`` starts with what ``off`` chooses, measures while the program runs, and swaps winners in at a
