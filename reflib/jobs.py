@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from .autotune import switches
+from .autotune.by_value import makers
 from .autotune.lock import device_lock
 from .autotune.measure import DeviceLost, Session
 from .ir.data import from_data
@@ -75,7 +76,7 @@ def open(state: State, data: Data, say: Say) -> dict[str, Any]:
 
     keep = ExitStack()
     keep.enter_context(zeros.for_a_while())  # the words of the graphs that measuring captures
-    session = Session(data["request"], build)
+    session = Session(data["request"], build, makers(data["request"].makers))
     session.pulse = _pulse(say)
     for row in data["known"]:
         session.given(row)

@@ -55,6 +55,8 @@ class Options:
     fallback_random: draw eager's random numbers, by ATen calls, and not inside of kernels (None: on a CPU only).
     atomics: on a GPU, sum into places that tensors name (embeddings' gradients, ``index_put``) by atomic additions,
         whose order, and so the last bits of floating-point sums, varies (not under use_deterministic_algorithms).
+    assert_indirect_indexing: a GPU's kernels end with an assertion that names the op and the user's line where an index
+        read from a tensor is out of range, as a CPU's always do (IndexError). False: 0 is read, nothing is written.
     channels_last: on a GPU, keep what is between convolutions in channels-last order where that saves copies.
     reuse_buffers: give a dead buffer's storage to a new one.
     inplace_buffers: let an elementwise kernel write over an input that dies there.
@@ -95,6 +97,7 @@ class Options:
     attention: bool = True
     fallback_random: bool | None = None
     atomics: bool = True
+    assert_indirect_indexing: bool = False
     channels_last: bool = True
     reuse_buffers: bool = True
     inplace_buffers: bool = True
@@ -155,8 +158,7 @@ class Options:
 
 
 def _check(name: str, value: Any, default: Any) -> None:
-    if name in _CHOICES:
-        choices = _CHOICES[name]
+    if choices := _CHOICES.get(name):
         if value not in choices:
             near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.3)
             hint = f" (did you mean {near[0]!r}?)" if near else ""

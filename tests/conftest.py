@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import sys
@@ -28,6 +29,8 @@ settings.register_profile("fuzz", parent=settings.get_profile("reflib"), derando
 settings.load_profile("fuzz" if os.environ.get("REFLIB_FUZZ") else "reflib")
 
 CACHE = "REFLIB_CACHE_DIR"
+# Threads of OpenMP that wait keep their core busy, which is some other test's: a quarter of all processor time.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,8 +43,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """One cache for the whole run: xdist's workers inherit the folder that their controller makes. Decisions are not
-    kept in it: tests measure."""
+    kept in it: tests measure. ``--quick``: chapters show what is recorded of TorchInductor instead of running it."""
     os.environ.setdefault("REFLIB_CACHE_DECISIONS", "0")
+    if config.getoption("--quick"):
+        os.environ.setdefault("REFLIB_LAB_PEERS", "0")
     if CACHE not in os.environ:
         config.stash[made] = tempfile.TemporaryDirectory(prefix="reflib-tests-")
         os.environ[CACHE] = config.stash[made].name
@@ -63,9 +68,9 @@ LONGEST = (
     "multi-arch-packages.ipynb", "async-autotuning.ipynb", "test_browser.py", "cpp-wrapper.ipynb",
     "test_composition.py", "loops-to-triton.ipynb", "decompose-k.ipynb", "test_jupyterlab.py",
     "test_triton_programs.py", "test_semantics.py", "measuring.ipynb", "input-ranges.ipynb", "inline-fusion.ipynb",
-    "fusion.ipynb", "one-function-all-stages.ipynb", "test_triton_compile.py", "test_package_export_cpp.py",
-    "test_notebook_alone.py", "test_opinfo.py", "test_fuzz.py", "test_models.py", "test_runner.py",
-    "test_cpp_wrapper_built.py", "test_cpp_wrapper.py", "test_background.py", "test_sweep.py",
+    "fusion.ipynb", "one-function-all-stages.ipynb", "reductions.ipynb", "test_triton_compile.py",
+    "test_package_export_cpp.py", "test_notebook_alone.py", "test_opinfo.py", "test_fuzz.py", "test_models.py",
+    "test_runner.py", "test_cpp_wrapper_built.py", "test_cpp_wrapper.py", "test_background.py", "test_sweep.py",
 )  # fmt: skip
 
 
@@ -114,6 +119,10 @@ def fresh_dynamo() -> None:
         torch.manual_seed(0)
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.reset()
+        if not gc.get_freeze_count():  # what is imported stays: looking through it took a tenth of the time of tracing
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(100_000, 50, 1000)
 
 
 @pytest.fixture

@@ -195,13 +195,15 @@ def norm(
     return Case((LoopNest(kind, (i, j), tuple(b.body), (origin,)),), tensors, sizes, config, shapes)
 
 
-def gather(index: torch.Tensor, rows: int = 10, cols: int = 24, **more: object) -> Case:
+def gather(
+    index: torch.Tensor, rows: int = 10, cols: int = 24, checked: bool | str = True, **more: object
+) -> Case:
     """Rows of a table by an index tensor, negative indices wrapped; with one of two dimensions, element by element."""
     n = len(index)
     i, j = axis("i", n), axis("j", cols)
     b = BodyBuilder()
     at = expr(i.var) * cols + expr(j.var)
-    row = b.indirect(b.load("index", i.var if index.dim() == 1 else at, index.dtype), rows)
+    row = b.indirect(b.load("index", i.var if index.dim() == 1 else at, index.dtype), rows, checked)
     b.store("out", at, b.load("x", row * cols + expr(j.var), F32))
     tensors = {"x": rand(rows, cols), "index": index, "out": torch.zeros(n, cols)}
     return Case((LoopNest("gather", (i, j), tuple(b.body)),), tensors, **more)  # type: ignore[arg-type]
@@ -311,6 +313,15 @@ def one_number() -> Case:
     count = b.reduce("sum", b.const(1, F32), dtype=F32)
     b.store("out", 0, b.op("add", b.op("div", s, count), b.load("y", 0, F32)))
     return Case((LoopNest("mean", (j,), tuple(b.body)),), {"x": rand(300), "y": rand(1), "out": torch.zeros(1)})
+
+
+def asserted_cases() -> dict[str, Callable[[], Case]]:
+    """Rows that are there, and some that are not, by a kernel that asserts they are."""
+    return {
+        "inside": lambda: gather(torch.tensor([0, 3, -1, 9, -10, 5, 5]), checked="no 'such' row"),
+        "outside": lambda: gather(torch.tensor([0, 3, -11, 9]), checked="no 'such' row"),
+        "one_outside": lambda: gather(torch.tensor([10]), cols=1, checked="no 'such' row"),
+    }
 
 
 def kernel_cases() -> dict[str, Callable[[], Case]]:

@@ -21,7 +21,8 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
 import matmul_cases  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from triton_cases import Case, kernel_cases, op_cases, reduce_cases  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
+from triton_cases import Case, asserted_cases, kernel_cases, op_cases, reduce_cases  # noqa: E402
 from triton_half_cases import half_cases, half_problem  # noqa: E402
 
 from reflib.lab.triton_child import complete_the_interpreter  # noqa: E402
@@ -100,7 +101,7 @@ def _defined(name: str, case: Case, like: torch.Tensor) -> torch.Tensor:
 
 KINDS = {
     "ops": op_cases, "reductions": reduce_cases, "kernels": kernel_cases, "half": half_cases,
-    "products": matmul_cases.matmul_cases,
+    "products": matmul_cases.matmul_cases, "asserted": asserted_cases,
 }  # fmt: skip
 
 
@@ -117,6 +118,8 @@ def wrong_with(kind: str, name: str, number: int, make: Any, folder: str) -> str
 
 def main(kinds: list[str], wanted: list[str]) -> dict[str, dict[str, str]]:
     complete_the_interpreter()
+    if "asserted" in kinds:  # where kernels are compiled, ``compile_triton`` asks for it
+        interpreter.interpreter_builder.options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
     with tempfile.TemporaryDirectory() as folder:
         return {
             kind: {

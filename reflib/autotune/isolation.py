@@ -1,8 +1,8 @@
-"""Can another process measure this request? Only what it can have: plain data, and ops that it can import.
+"""Can another process measure this request? Only what it can have: plain data, and the user's ops and functions.
 
 A worker has PyTorch's ops, and those of modules it can import: an op that a library registers is found by the module of
-its function; one that is defined in a notebook's cell or in a function's body exists here only, unless the user names a
-file that registers it (``Options.tuning_imports``).
+its function, or in a file that the user names (``Options.tuning_imports``). One that is defined in a notebook's cell or
+in a function's body exists here only: it is sent by value (``by_value``).
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.machinery import PathFinder
@@ -24,6 +25,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..options import Options
+from . import by_value
 from .request import Request
 
 LARGEST = 2**20  # elements of a constant that are looked at
@@ -33,36 +35,73 @@ LOADED_BY_TORCH = ("quantized", "mkldnn", "c10d", "fbgemm")  # libraries of ops 
 
 @dataclass(frozen=True)
 class Isolated:
-    """``request`` as a worker gets it, and what it imports first: names of modules, paths of files."""
+    """``request`` as a worker gets it, and what it imports first: names of modules, paths of files, ops by value."""
 
     request: Request
-    imports: tuple[str, ...]
+    imports: tuple[str | bytes, ...]
 
 
-def isolated(request: Request, constants: Mapping[str, Any], options: Options) -> Isolated | str:
-    """The request for a worker; or why none can have it. ``constants``: name of an input -> the tensor that the program
-    holds for it. One that is filled with one value (a bias of zeros) is so there; of others a float's values do not
-    matter and are made anew, an index's do."""
+def isolated(
+    request: Request, constants: Mapping[str, Any], options: Options, makers: Mapping[str, Any] | None = None
+) -> Isolated | str:
+    """The request for a worker; or why none can have it, and what to do. ``constants``: name of an input -> the tensor
+    that the program holds for it. One that is filled with one value (a bias of zeros) is so there; of others a float's
+    values do not matter and are made anew, an index's do. ``makers``: functions that make inputs, by their keys."""
     if any(p["constants"] for p in request.programs.values()):
         return "a candidate holds an object of this process"
-    specs = []
+    if any('"triton_kernel_wrapper_' in json.dumps(p["nodes"]) for p in request.programs.values()):
+        return (
+            "a candidate launches a Triton kernel, which it knows by its number in this process: make that an op with "
+            "torch.library.triton_op"
+        )
+    specs: list[Any] = []
+    sent: dict[str | None, Any] = {}
     for s in request.inputs:
         if s.maker is not None and s.name in constants:
             fill = one_value(constants[s.name])
+            s = replace(s, fill=fill)
             if fill is None and not constants[s.name].dtype.is_floating_point:
-                return f"the values of {s.name}, a constant of the program, matter"
-            s = replace(s, maker=None, fill=fill)
+                values = index_copy(constants[s.name])
+                if values is None:
+                    return f"the values of {s.name}, a constant of the program, matter, and there are very many"
+                sent[s.maker] = _Values(values)
+            else:
+                s = replace(s, maker=None)
         elif s.maker is not None:
-            return f"a function of this process makes the input {s.name}"
+            sent[s.maker] = (makers or {}).get(s.maker)
         specs.append(s)
-    imports = dict.fromkeys(options.tuning_imports)
-    for name in sorted({op for p in request.programs.values() for op in ops_in(p["nodes"])}):
+    try:
+        functions, ops = by_value.packed(sent, "a function that makes inputs") if sent else (b"", [])
+        imports = _imports({op for p in request.programs.values() for op in ops_in(p["nodes"])}, ops, options)
+    except by_value.CannotSend as e:
+        return f"{e}: define it in a module, or name a file that defines it in tuning_imports"
+    return Isolated(replace(request, inputs=tuple(specs), makers=functions), imports)
+
+
+def _imports(ops: Collection[str], defined: Collection[str], options: Options) -> tuple[str | bytes, ...]:
+    """What a worker imports for the operators ``ops`` (``ns.name.overload``), and ``defined`` (``ns::name``), which are
+    sent."""
+    imports: dict[str | bytes, None] = dict.fromkeys(options.tuning_imports)
+    local = set(defined)
+    for name in sorted(ops):
         where = home_of(name)
-        if where is None and not options.tuning_imports:
-            return f"{name} is defined where no worker can import it; name a file that registers it in tuning_imports"
         if where:
             imports[where] = None
-    return Isolated(replace(request, inputs=tuple(specs)), tuple(imports))
+        elif where is None and not options.tuning_imports:
+            local.add("::".join(name.replace("::", ".").split(".")[:2]))
+    if local:
+        imports[by_value.packed_ops(sorted(local))] = None
+    return tuple(imports)
+
+
+@dataclass(frozen=True)
+class _Values:
+    """A function that makes an input: it has these values."""
+
+    values: torch.Tensor
+
+    def __call__(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).copy_(self.values)
 
 
 # -- constants --------------------------------------------------------------------------------------
@@ -81,9 +120,20 @@ def one_value(t: torch.Tensor) -> float | None:
 
 def index_values(t: torch.Tensor) -> str:
     """A digest of an integer tensor's elements. Made once."""
+    return _index(t)[0]
+
+
+def index_copy(t: torch.Tensor) -> torch.Tensor | None:
+    """An integer tensor's elements, on the CPU; None if there are too many to send to a process."""
+    return _index(t)[1]
+
+
+def _index(t: torch.Tensor) -> tuple[str, torch.Tensor | None]:
     if t not in _indices:
         with unset_fake_temporarily():
-            _indices[t] = hashlib.sha256(t.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
+            here = t.detach().cpu().contiguous()
+            digest = hashlib.sha256(here.numpy().tobytes()).hexdigest()
+            _indices[t] = digest, here.clone() if here.numel() <= LARGEST else None
     return _indices[t]
 
 
@@ -154,11 +204,11 @@ def home_of(op: str) -> str | None:
             return space
         return "" if space in LOADED_BY_TORCH and hasattr(torch.ops, space) else None
     local = "<locals>" in function.__qualname__ or function.__module__ == "__main__"
-    return function.__module__ if not local and _importable(function.__module__) else None
+    return function.__module__ if not local and importable(function.__module__) else None
 
 
 @cache
-def _importable(module: str) -> bool:
+def importable(module: str) -> bool:
     """Would ``import module`` find, in another process, the file that it is here? (What was loaded by its path alone
     has a spec as well, but is not found by its name.)"""
     here = getattr(sys.modules.get(module), "__file__", None)

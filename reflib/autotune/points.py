@@ -2,14 +2,16 @@
 
 A question with ranges is measured at three sizes inside each range (``ranges.representatives``), any other at the
 traced sizes. ``begin`` sends the requests to the worker processes and returns; ``outcome_of`` waits for the results.
-What no worker can do, because an op or a function that makes inputs exists in this process alone, is measured here,
-alone on the device among reflib's processes, and the rows say "not isolated".
+What no worker can do, because it cannot be sent there, is not measured: a candidate that crashes would end the user's
+process. The static rule's choice stays, and a warning says so. ``Options(isolate=False)`` measures everything here,
+alone on the device among reflib's processes.
 """
 
 from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +22,6 @@ from ..errors import ReflibError
 from ..ir.decision import Candidate, Key
 from ..ir.program import Program, Template, holds, node_symbols
 from ..ir.rename import with_hints
-from ..logs import get as logger
 from ..options import Options
 from ..target import Target
 from . import known
@@ -39,7 +40,7 @@ from .subprogram import splice
 from .tuner import Asked, Prune, Tuner
 from .winner import overall, pick_winner
 
-_said: set[str] = set()  # why candidates are measured in this process: each reason is logged once
+_said: set[str] = set()  # why candidates are not measured: each reason is said once
 
 TargetOf = Callable[[torch.device], Target]
 Build = Callable[[Program, Options], Callable[[list], Any]]
@@ -81,7 +82,7 @@ class Work:
 @dataclass
 class Point:
     """A question at one set of sizes. ``asked``: worker processes measure it; else ``request`` is measured here, with
-    ``makers``, or there is nothing to measure: ``found``. ``why_here``: why no worker can do it. ``complete``: another
+    ``makers``, or there is nothing to measure: ``found``. ``alone``: why no worker can do it. ``complete``: another
     run would find nothing else."""
 
     default: Key
@@ -90,7 +91,7 @@ class Point:
     makers: dict[str, Any] = field(default_factory=dict)
     asked: Asked | None = None
     found: Result | None = None
-    why_here: str = ""
+    alone: str = ""
     complete: bool = True
     row_key: str = ""  # of the store, for rows of an unfinished measurement
 
@@ -132,7 +133,7 @@ def outcome_of(q: Question, work: Work) -> Outcome:
 
 def measure_range(q: Question, r: Range, points: list[Point], work: Work) -> tuple[Key, list[Candidate], str]:
     """(winner, rows, reason). With several points: the best geometric mean among those that are right at all points."""
-    results = [_answer(point, work) for point in points]
+    results = [_answer(q, point, work) for point in points]
     places = [_where(at) if r.label or at else "" for at in r.points]
     rows = [replace(row, where=place) for place, found in zip(places, results) for row in found.rows]
     if len(results) == 1:
@@ -183,9 +184,9 @@ def _ask(q: Question, sizes: dict[str, int], work: Work) -> Point:
 def _send(q: Question, sizes: dict[str, int], point: Point, tuner: Tuner, work: Work) -> None:
     """To worker processes, if they can do it."""
     assert point.request is not None
-    alone = isolated(point.request, q.region.constants, work.options)
+    alone = isolated(point.request, q.region.constants, work.options, point.makers)
     if not isinstance(alone, Isolated):
-        point.why_here = alone
+        point.alone = alone
         return
     where = _where(sizes)
     label = f"{q.choice.op} {q.sizes}" + (f" at {where}" if where else "")
@@ -230,10 +231,12 @@ def _epilogue_pruned(key: Key, t: Template, known: Mapping[Key, list[Report] | N
 
 
 # -- results -------------------------------------------------------------------------------------------
-def _answer(point: Point, work: Work) -> Result:
+def _answer(q: Question, point: Point, work: Work) -> Result:
     """Wait for it, or measure here."""
     if point.found is None:
-        point.found = _from_workers(point, work) or _measured_here(point, work)
+        point.found = _from_workers(point, work) or (
+            _not_measured(q, point, work) if point.alone else _measured_here(point, work)
+        )
     return replace(point.found, rows=(*point.found.rows, *point.left_out))
 
 
@@ -243,29 +246,31 @@ def _from_workers(point: Point, work: Work) -> Result | None:
     assert work.tuning.tuner is not None
     result = work.tuning.tuner.wait(point.asked)
     if point.asked.unknown_op:
-        point.why_here = point.asked.unknown_op
+        point.alone = point.asked.unknown_op
         return None
     point.complete = result.complete
     return result
 
 
+def _not_measured(q: Question, point: Point, work: Work) -> Result:
+    """What runs without tuning stays."""
+    r = point.request
+    assert r is not None
+    point.complete = False
+    static = str(work.static(q))
+    stays = static if static in r.programs else str(point.default)
+    if point.alone not in _said:
+        _said.add(point.alone)
+        warnings.warn(f"candidates for {q.choice.op} are not measured, {stays} stays: {point.alone}", stacklevel=2)
+    why = f"{point.alone} (isolate=False: measured in this process, which ends with a candidate that crashes)"
+    rows = tuple(Candidate(r.key(name), "skipped", why=why) for name in r.programs)
+    return Result(rows, stays, f"{stays} stays, unmeasured: {point.alone}")
+
+
 def _measured_here(point: Point, work: Work) -> Result:
     r = point.request
     assert r is not None
-    if work.tuning.background:
-        point.complete = False
-        why = f"{point.why_here}; nothing is measured in this process while the program runs"
-        rows = tuple(Candidate(r.key(name), "skipped", why=why) for name in r.programs)
-        return Result(rows, str(point.default), f"{point.default} stays: {why}")
-    if point.why_here and point.why_here not in _said:
-        _said.add(point.why_here)
-        said = "candidates are measured in this process, which ends with one that crashes: %s"
-        logger("autotune").info(said, point.why_here)
     with device_lock(next((s.device for s in r.inputs if s.is_tensor), "cpu")):
         result = measure(r, work.build, point.makers)
     point.complete = not any(row.status == "skipped" for row in result.rows)
-    if not point.why_here:
-        return result
-    note = f"not isolated: {point.why_here}"
-    rows = tuple(replace(row, why="; ".join(filter(None, (row.why, note)))) for row in result.rows)
-    return replace(result, rows=rows)
+    return result

@@ -72,7 +72,7 @@ class Job:
 
     Both are called on the worker's thread; they may submit and cancel. limit: seconds; any message restarts the clock,
     {"kind": "waiting"} stops it until the next. priority: smaller first, then first come first served.
-    ``data["imports"]``: files (*.py) and modules that the worker imports first.
+    ``data["imports"]``: files (*.py) and modules that the worker imports first, pickles that it loads (``by_value``).
     """
 
     what: str
@@ -120,7 +120,7 @@ class Pool:
     def submit(self, job: Job) -> None:
         """Queue ``job``. Raises what pickle raises for data that cannot be sent. Where no thread can be started, as
         when the interpreter is ending, the job is cancelled at once."""
-        imports = tuple(os.path.abspath(i) if i.endswith(".py") else i for i in job.data.get("imports", ()))
+        imports = tuple(os.path.abspath(i) if str(i).endswith(".py") else i for i in job.data.get("imports", ()))
         packed = pickle.dumps(Call(job.what, job.data, imports, path=tuple(child_path())))
         queued = _Queued(job.priority, next(self._numbers), job, packed)
         with self.changed:

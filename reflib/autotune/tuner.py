@@ -78,7 +78,7 @@ class Asked:
     key: str
     label: str
     request: Request
-    imports: tuple[str, ...]
+    imports: tuple[str | bytes, ...]
     prune: Prune | None
     rows: dict[str, Candidate] = field(default_factory=dict)
     stage: dict[str, str] = field(default_factory=dict)
@@ -147,8 +147,9 @@ class Tuner:
 
     # -- the parent's side -------------------------------------------------------------------------
     def ask(
-        self, key: str, request: Request, label: str = "", imports: tuple[str, ...] = (), prune: Prune | None = None
-    ) -> Asked:
+        self, key: str, request: Request, label: str = "", imports: tuple[str | bytes, ...] = (),
+        prune: Prune | None = None,
+    ) -> Asked:  # fmt: skip
         """Send ``request`` on its way. ``key``: of the store."""
         asked = Asked(next(self._numbers), key, label, request, imports, prune)
         with self.changed:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._functorch import config
 
 from .graph import Graph
 
@@ -47,12 +48,12 @@ def dynamo_graph_to_aten(
         partition_fn=partitioner(rewrite),
         keep_inference_input_mutations=True,
     )
-    return backend(module, inputs)
+    with config.patch(functionalize_rng_ops=False):  # (needs CUDA): random ops become functions by REWRITES, or calls
+        return backend(module, inputs)
 
 
 def partitioner(rewrite: Rewrite) -> Callable[..., Any]:
     """What cuts a joint graph, rewritten first, in forward and backward."""
-    from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     cut = config.patch(graphsafe_rng_functionalization=False)(min_cut_rematerialization_partition)  # no generators

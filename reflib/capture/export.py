@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._functorch import config
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
 from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
@@ -47,6 +48,7 @@ from .attention_there import attention_of_gpu
 from .exported import Rewrite, exported_graph
 from .graph import Graph
 from .training import in_training
+from .triton_there import triton_of_gpu
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
@@ -73,6 +75,7 @@ class Exported:
     training: tuple[str, ...] = ()
 
 
+@config.patch(functionalize_rng_ops=False)  # it needs CUDA, and torch.export has no place for its states
 def export_for(
     model: Any,
     args: Sequence[Any] | None = (),
@@ -126,7 +129,8 @@ def with_fakes(fn: Any, call: Any, gpu: bool, there: bool) -> Iterator[tuple[Any
     def fake(t: torch.Tensor) -> torch.Tensor:
         return fakes.fake(t).requires_grad_(t.requires_grad)
 
-    with _LOCK, _as_if_there() if there else nullcontext(), attention_of_gpu(whole=False) if gpu else nullcontext():
+    on_gpu = (attention_of_gpu(whole=False), triton_of_gpu()) if gpu else (nullcontext(), nullcontext())
+    with _LOCK, _as_if_there() if there else nullcontext(), on_gpu[0], on_gpu[1]:
         if isinstance(fn, torch.nn.Module):
             copy = fakes.copied(fn, type(fn).__name__)
             for p, new in zip(fn.parameters(), copy.parameters(), strict=True):

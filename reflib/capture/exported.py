@@ -8,6 +8,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch._functorch import config
 
 from ..errors import CaptureError
 from .copies import copied
@@ -16,6 +17,7 @@ from .graph import Graph, ranges_of
 Rewrite = Callable[[torch.fx.GraphModule], torch.fx.GraphModule]
 
 
+@config.patch(functionalize_rng_ops=False)
 def exported_graph(program: Any, decompositions: dict, rewrite: Rewrite = lambda m: m) -> tuple[Graph, Any]:
     """An ``ExportedProgram`` as a Graph (parameters, buffers and constants first among its inputs), and its signature.
     ``rewrite``: of its graph, before it is decomposed (``pipeline.before_autograd``).

@@ -59,7 +59,7 @@ def grouped(fused: Fused, options: Options, target: Target) -> Fused:
         if isinstance(node, (LoopNest, Template)):
             work.place(position, node)
     program, groups = _emit_all(work, {g.name: g.members for g in fused.groups})
-    return Fused(program, tuple(groups), (*fused.refusals, *work.refusals))
+    return replace(fused, program=program, groups=tuple(groups), refusals=(*fused.refusals, *work.refusals))
 
 
 def waiting(program: Program, depends: Dependencies) -> list[bool]:
@@ -201,9 +201,8 @@ def _emit_all(work: _Grouping, made_of: Mapping[str, tuple[str, ...]]) -> tuple[
     taken = {n.name for n in program.nodes}
     for u in sequence:
         x = units[u]
-        node: Node
         if isinstance(x, int):
-            node = program.nodes[x]
+            node: Node = program.nodes[x]
             members: tuple[str, ...] = (node.name,)
         else:
             node = emit(x, _name(x, len(nodes), taken), _droppable(x, depends), program.buffers)

@@ -3,12 +3,13 @@
 torch's positions are int64: interpolation reads at ``(x * 0.5).to(int64)``. But from ``x < 224`` follows that they are
 small, and a GPU converts and adds 64-bit integers at a fraction of the rate. So what an ``indirect`` is made of is
 bounded, statement by statement, from the ranges of the loop variables; what stays within 32 bits is computed in these,
-and an index that is known to be inside needs neither wrap nor check. Values read from memory have no known bounds.
+and an index that is known to be inside needs neither wrap nor check. Of a value read from memory the dtype is known.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -16,12 +17,14 @@ import torch
 
 from ..ir.bounds import max_value
 from ..ir.expr import ZERO
-from ..ir.loops import BodyBuilder, Const, Index, Indirect, LoopNest, Op, Stmt, map_stmt, stmt_args
+from ..ir.loops import BodyBuilder, Const, Index, Indirect, Load, LoopNest, Op, Reduce, Stmt, map_stmt, stmt_args
 from ..options import Options
 from ..target import Target
 from .result import Fused
 
 Range = tuple[float, float] | None  # both ends included; None: unknown
+Ranges = dict[str, Range]  # by buffer
+ONCE = "temp", 1  # a buffer of the program, which one node writes
 ROUNDING = 1e-6  # of a float32, relative; generous
 LARGE = 1e30  # what is computed from less is no infinity
 SAME = frozenset(("add", "sub", "mul", "maximum", "minimum", "neg", "where"))  # of int32 as of int64, if all fits
@@ -31,16 +34,31 @@ def narrow(fused: Fused, options: Options, target: Target) -> Fused:
     """The same results. GPU only: a CPU's 64-bit additions are no slower."""
     if not target.is_gpu:
         return fused
-    nodes = tuple(_narrowed(n) if isinstance(n, LoopNest) else n for n in fused.program.nodes)
-    return replace(fused, program=replace(fused.program, nodes=nodes))
+    program, stored = fused.program, Ranges()
+    writers = Counter(b for n in program.nodes for b in n.writes())
+    nodes = []
+    for n in program.nodes:
+        nodes.append(_narrowed(n, stored) if isinstance(n, LoopNest) else n)
+        if isinstance(n, LoopNest):
+            stored |= {b: r for b, r in _stored(n, stored).items() if (program.buffers[b].kind, writers[b]) == ONCE}
+    return replace(fused, program=replace(program, nodes=tuple(nodes)))
 
 
-def _narrowed(loops: LoopNest) -> LoopNest:
+def _stored(loops: LoopNest, stored: Ranges) -> Ranges:
+    """What is known of the integers in the buffers that it writes."""
+    ranges, out = bounds(loops.body, stored), Ranges()
+    for s in loops.stores():
+        r, before = ranges[s.value], out.get(s.buffer, ranges[s.value])
+        out[s.buffer] = None if r is None or before is None or s.reduce else _either(r, before)
+    return out
+
+
+def _narrowed(loops: LoopNest, stored: Ranges) -> LoopNest:
     body = loops.body
     indirect = [s for s in body if isinstance(s, Indirect)]
     if not indirect:
         return loops
-    ranges = bounds(body)
+    ranges = bounds(body, stored)
     fits = _fitting(body, ranges)
     small = _needed(body, [s.arg for s in indirect if fits[s.arg]])
     b = BodyBuilder()
@@ -53,7 +71,7 @@ def _narrowed(loops: LoopNest) -> LoopNest:
         if i in small:
             short[i] = b.add(_short(s, short, ids))
         elif isinstance(s, Indirect):
-            known = Indirect(short.get(s.arg, ids.get(s.arg, 0)), s.size, s.checked and not _inside(ranges[s.arg], s))
+            known = Indirect(short.get(s.arg, ids.get(s.arg, 0)), s.size, not _inside(ranges[s.arg], s) and s.checked)
             ids[i] = b.add(known)
         elif isinstance(s, Op) and s.op == "cast" and s.args[0] in short and s.dtype.is_floating_point:
             ids[i] = b.op("cast", short[s.args[0]], dtype=s.dtype)
@@ -110,11 +128,11 @@ def _inside(r: Range, s: Indirect) -> bool:
 
 
 # -- ranges of values ----------------------------------------------------------------------------------------
-def bounds(body: Sequence[Stmt]) -> list[Range]:
-    """What is known of each statement's value."""
+def bounds(body: Sequence[Stmt], stored: Ranges | None = None) -> list[Range]:
+    """What is known of each statement's value; ``stored``: of what is read."""
     out: list[Range] = []
     for s in body:
-        r = _range(s, body, out)
+        r = _loaded(s, stored or {}) if isinstance(s, Load) else _range(s, body, out)
         if r is not None and getattr(s, "dtype", torch.int64).is_floating_point:
             slack = ROUNDING * max(abs(r[0]), abs(r[1]))
             r = (r[0] - slack, r[1] + slack) if isinstance(s, Op) else r
@@ -125,7 +143,16 @@ def bounds(body: Sequence[Stmt]) -> list[Range]:
     return out
 
 
+def _loaded(s: Load, stored: Ranges) -> Range:
+    if s.dtype.is_floating_point or s.dtype == torch.bool:  # there may be a NaN
+        return None
+    r = stored.get(s.buffer) or (torch.iinfo(s.dtype).min, torch.iinfo(s.dtype).max)
+    return r if s.mask is None else _either(r, (s.other, s.other))
+
+
 def _range(s: Stmt, body: Sequence[Stmt], out: Sequence[Range]) -> Range:
+    if isinstance(s, Reduce) and s.kind in ("argmax", "argmin"):
+        return out[s.args[1]]
     if isinstance(s, Const):
         return (s.value, s.value)
     if isinstance(s, Index):
@@ -147,6 +174,10 @@ def _range(s: Stmt, body: Sequence[Stmt], out: Sequence[Range]) -> Range:
     return None if formula is None else formula(*known)
 
 
+def _either(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:
+    return min(a[0], b[0]), max(a[1], b[1])
+
+
 def _product(a: tuple[float, float], b: tuple[float, float]) -> Range:
     ends = [x * y for x in a for y in b]
     return min(ends), max(ends)
@@ -157,9 +188,10 @@ _RANGES: dict[str, Callable[..., Range]] = {
     "sub": lambda a, b: (a[0] - b[1], a[1] - b[0]),
     "mul": _product,
     "neg": lambda a: (-a[1], -a[0]),
+    "remainder": lambda a, b: (0, b[1] - isinstance(b[1], int)) if b[0] > 0 else None,
     "maximum": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
     "minimum": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
-    "where": lambda a, b: (min(a[0], b[0]), max(a[1], b[1])),
+    "where": _either,
     "floor": lambda a: (math.floor(a[0]), math.floor(a[1])),
     "ceil": lambda a: (math.ceil(a[0]), math.ceil(a[1])),
     "round": lambda a: (math.floor(a[0]), math.ceil(a[1])),

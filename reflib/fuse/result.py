@@ -46,12 +46,14 @@ class Fused:
     program: its nodes are the kernels to be.
     groups: one per node, in order. (Before grouping: only of nodes that a pass made of several.)
     combined: sets of kernels (their names, adjacent in ``program.nodes``) that may share one launch.
+    updates: of tensors, in place or in a copy (``in_place.Updated``).
     """
 
     program: Program
     groups: tuple[Group, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     combined: tuple[tuple[str, ...], ...] = ()
+    updates: tuple[object, ...] = ()
 
     def regrouped(self, program: Program) -> Fused:
         """With ``program``, which has the same nodes in another order, or fewer of them."""

@@ -2,20 +2,19 @@
 
 A link whose ``x_old`` nothing reads later can be stored into ``x_old``'s buffer: n slices are stored instead of n
 copies of the whole. Not for short chains: one kernel with a few selects per element, fused with what makes and what
-reads ``x``, moves fewer bytes than several kernels. A chain that starts at an input of the program and ends by being
-copied onto it is stored into the input itself, whatever its length: a cache with one new row.
+reads ``x``, moves fewer bytes than several kernels. (Slices of an input that is updated: ``in_place``.)
 
-Links over the same loops become one loop nest with several stores (``_Stores``), which fuses with what makes the
+Links over the same loops become one loop nest with several stores (``Stores``), which fuses with what makes the
 values, so a recurrence is one kernel as far as a kernel's limits allow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..ir.expr import Atom, Expr, ceildiv, expr, nonneg
+from ..ir.expr import Atom, Expr, IntLike, ceildiv, expr, nonneg
 from ..ir.loops import Axis, BodyBuilder, Const, Load, LoopNest
 from ..ir.program import Node, Program
 from ..ir.rename import renamed
@@ -26,6 +25,7 @@ from .mapping import fresh
 from .result import Fused
 from .slices import Write, continues, find_write, same_layout, whole_copy
 
+Place = Callable[[str, Expr], tuple[str, Expr]]  # a buffer and an index, to where that element is
 MAX_SELECTS = 4  # a longer chain is stored in place
 
 
@@ -55,7 +55,7 @@ def _in_place(program: Program, most: int) -> Program:
     names = {w.buffer: c.root for c in chains for w in c.links}
     names |= {c.copied: c.root for c in chains if c.copied is not None}
     dropped = {c.last for c in chains}
-    out = _Stores(most)
+    out = Stores(most)
     for position, node in enumerate(program.nodes):
         if position in dropped:
             continue
@@ -67,7 +67,7 @@ def _in_place(program: Program, most: int) -> Program:
         chain, write = at[position]
         if write is chain.links[0] and chain.start is not None:
             out.add(_whole(write, chain))
-        out.add_slice(write, chain.root, {v: names[v] for v in write.node.reads() if v in names})
+        out.add_slice(write, chain.root, lambda b, index: (names.get(b, b), index))
     outputs = tuple(
         replace(v, buffer=names.get(v.buffer, v.buffer)) if hasattr(v, "buffer") else v for v in program.outputs
     )
@@ -84,7 +84,8 @@ def _chains(program: Program) -> list[Chain]:
             continue
         base = write.old.buffer if isinstance(write.old, Load) else ""
         free = bool(base) and continues(program, write, base) and d.readers[base][-1] == position
-        free = free and write.new.buffer != base  # else another element may be overwritten before it is read
+        if isinstance(write.new, Load) and write.new.buffer == base:  # an element may be overwritten before it is read
+            free = False
         if free and base in chains and base not in d.needed:
             chain = chains.pop(base)
             chain.links.append(write)
@@ -95,29 +96,22 @@ def _chains(program: Program) -> list[Chain]:
         chains[write.buffer] = chain
     out = []
     for name, chain in chains.items():
-        if _copied_at_end(program, d, name, chain) or len(chain.links) > MAX_SELECTS:
+        if len(chain.links) > MAX_SELECTS:
+            _without_copy(program, d, name, chain)
             out.append(_covered(program, d, chain))
     return out
 
 
-def _copied_at_end(program: Program, d: Dependencies, name: str, chain: Chain) -> bool:
-    """If the result is only copied, the copy is dropped. Is it copied to the input that the chain started with, which
-    nothing else writes, nor reads after the first link? Then it is stored there."""
+def _without_copy(program: Program, d: Dependencies, name: str, chain: Chain) -> None:
+    """If the result is only copied, to a temporary, the copy is dropped."""
     last = d.readers.get(name, [-1])[-1]
     found = whole_copy(program, program.nodes[last])
     if name in d.needed or found is None or found[1].buffer != name or found[1].index != found[2].index:
-        return False
-    target, first = found[2].buffer, chain.links[0]
-    if d.writers[target] != [last] or not same_layout(program, first, target):
-        return False
-    if program.buffers[target].kind == "temp":
+        return
+    target = found[2].buffer
+    plain = d.writers[target] == [last] and same_layout(program, chain.links[0], target)
+    if plain and program.buffers[target].kind == "temp":
         chain.last, chain.copied = last, target
-        return False
-    ours = isinstance(chain.start, Load) and chain.start.buffer == target and continues(program, first, target)
-    if ours and d.readers[target][-1] == first.position and first.new.buffer != target:
-        chain.root, chain.start, chain.last, chain.copied = target, None, last, target
-        return True
-    return False
 
 
 def _covered(program: Program, d: Dependencies, chain: Chain) -> Chain:
@@ -128,8 +122,6 @@ def _covered(program: Program, d: Dependencies, chain: Chain) -> Chain:
     end = 0
     for low, high in ranges:
         end = max(end, high) if low <= end else end
-    if chain.root == chain.copied:
-        return chain  # an input
     size = program.buffers[chain.links[0].buffer].shape[chain.links[0].dim].constant
     if size is None or end < size:
         return chain
@@ -150,11 +142,11 @@ class _Pending:
     name: str
     axes: tuple[Axis, ...]
     dim: int
-    stores: dict[tuple[Expr, Expr, int], tuple[Load, Expr]] = field(default_factory=dict)
+    stores: dict[tuple[Expr, Expr, int], tuple[Load | Const, Expr]] = field(default_factory=dict)
     origins: dict[Any, None] = field(default_factory=dict)
 
 
-class _Stores:
+class Stores:
     """The new nodes, in order. Stores to slices wait until something needs them, and become one node then."""
 
     def __init__(self, most: int):
@@ -167,24 +159,31 @@ class _Stores:
         self._flush(node.reads(), node.writes())
         self.nodes.append(node)
 
-    def add_slice(self, w: Write, root: str, names: dict[str, str]) -> None:
-        """``w``'s slice, stored into ``root``."""
-        new = replace(w.new, mask=None, other=0, buffer=names.get(w.new.buffer, w.new.buffer))
-        self._flush([new.buffer], [root], but=root if new.buffer != root else "")
+    def add_slice(self, w: Write, root: str, place: Place, alone: bool = False) -> None:
+        """``w``'s slice, stored into ``root``. ``place``: of an element, where it is now. ``alone``: as a node of its
+        own, since what ``w`` makes is a part of ``root``."""
         axes, env = _narrow(w)
-        region = (w.low, w.high, w.step)
+        new: Load | Const = w.new
+        if isinstance(new, Load):
+            buffer, index = place(new.buffer, new.index.subs(env))
+            new = replace(new, mask=None, other=0, buffer=buffer, index=index)
+        read = new.buffer if isinstance(new, Load) else ""
+        self._flush([read], [root], but=root if read != root and not alone else "")
+        region, at = (w.low, w.high, w.step), place(w.buffer, w.store.index.subs(env))[1]
         p = self.pending.get(root)
         if p is not None and not (p.dim == w.dim and _sizes(p.axes) == _sizes(axes) and self._fits(p, region)):
             self._emit(root)
             p = None
         if p is None:
             p = self.pending[root] = _Pending(w.node.name, axes, w.dim)
-        env = {v: expr(e).subs({a.var: expr(b.var) for a, b in zip(axes, p.axes)}) for v, e in env.items()}
+        same: dict[Atom, IntLike] = {a.var: expr(b.var) for a, b in zip(axes, p.axes)}
         p.stores.pop(region, None)
-        p.stores[region] = replace(new, index=new.index.subs(env)), w.store.index.subs(env)
+        p.stores[region] = replace(new, index=new.index.subs(same)) if isinstance(new, Load) else new, at.subs(same)
         p.name = w.node.name
         p.origins |= dict.fromkeys(w.node.origins)
-        self.reading.setdefault(new.buffer, set()).add(root)
+        self.reading.setdefault(read, set()).add(root)
+        if alone:
+            self._emit(root)
 
     def _fits(self, p: _Pending, region: tuple[Expr, Expr, int]) -> bool:
         """Is it a slice that is stored already, or one apart from all that are?"""
@@ -208,8 +207,8 @@ class _Stores:
         if p is None:
             return
         b = BodyBuilder()
-        for load, index in p.stores.values():
-            b.store(root, index, b.add(load))
+        for value, index in p.stores.values():
+            b.store(root, index, b.add(value))
         self.nodes.append(LoopNest(p.name, p.axes, tuple(b.body), tuple(p.origins)))
 
     def finish(self) -> list[Node]:

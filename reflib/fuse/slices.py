@@ -43,7 +43,7 @@ class Write:
     low: Expr
     high: Expr
     step: int
-    new: Load
+    new: Load | Const
     old: Load | Const
     axes: tuple[Var | None, ...]
     base: Write | None = None
@@ -195,7 +195,7 @@ def whole_copy(program: Program, node: Node) -> tuple[tuple[Var | None, ...], Lo
     if not (isinstance(load, Load) and isinstance(store, Store)) or load.mask is not None:
         return None
     buffer = program.buffers[store.buffer]
-    axes = _dimensions(buffer, node, store)
+    axes = whole_dimensions(buffer, node, store)
     return None if axes is None or buffer.dtype != program.buffers[load.buffer].dtype else (axes, load, store)
 
 
@@ -246,14 +246,14 @@ def find_write(program: Program, position: int, node: LoopNest) -> Write | None:
     if not (isinstance(select, Op) and select.op == "where"):
         return None
     mask, new, old = select.args[0], body[select.args[1]], body[select.args[2]]
-    if not isinstance(new, Load) or new.mask not in (None, mask):
+    if isinstance(new, Load) and new.mask not in (None, mask) or not isinstance(new, (Load, Const)):
         return None
     if not (isinstance(old, Const) or isinstance(old, Load) and old.mask is None):
         return None
     loaded = [s.buffer for s in (new, old) if isinstance(s, Load)]
     if any(program.buffers[b].dtype != program.buffers[store.buffer].dtype for b in loaded):
         return None  # what is stored is rounded
-    axes = _dimensions(program.buffers[store.buffer], node, store)
+    axes = whole_dimensions(program.buffers[store.buffer], node, store)
     region = None if axes is None else _region(body, mask)
     if axes is None or region is None or region[0] not in axes:
         return None
@@ -261,7 +261,7 @@ def find_write(program: Program, position: int, node: LoopNest) -> Write | None:
     return Write(position, node, store, axes.index(var), low, high, step, new, old, axes)
 
 
-def _dimensions(buffer: Buffer, node: LoopNest, store: Store) -> tuple[Var | None, ...] | None:
+def whole_dimensions(buffer: Buffer, node: LoopNest, store: Store) -> tuple[Var | None, ...] | None:
     """The loop variable of each dimension; None if the node does not store the whole buffer in order."""
     rest = [a.var for a in node.axes]
     out: list[Var | None] = []

@@ -142,6 +142,8 @@ def _compile(kernel: Kernel, target: Target, key: str) -> Binary:
     options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages}
     if kernel.exact:
         options |= {"enable_fp_fusion": False, "enable_reflect_ftz": False}
+    if "tl.device_assert(" in kernel.source:  # else Triton drops them; it would also check its own additions
+        options |= {"debug": True, "sanitize_overflow": False}
     attrs = {(i,): [["tt.divisibility", 16]] for i in kernel.aligned}
     try:
         with _private_settings(), same_addresses(), _front_end:

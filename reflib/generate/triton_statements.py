@@ -91,6 +91,11 @@ class StatementPrinter:
         self.put(f"{name} = {text}")
         self.values[i] = Value(name, dims, ok)
 
+    def _typed(self, i: int) -> str:
+        """Statement ``i``'s value; a literal with its dtype."""
+        text = self.values[i].text
+        return f"tl.full([], {text}, {TL[self.dtype(i)]})" if isinstance(self.space.body[i], Const) else text
+
     def name(self, i: int) -> str:
         return f"v{i}{self.tag}"
 
@@ -104,21 +109,12 @@ class StatementPrinter:
         checked = literals[1:] if s.op == "where" else literals
         inline = s.op in LITERAL_OK and not all(checked) and not (s.op == "where" and literals[0])
         source = self.dtype(s.args[-1])
-        args = []
-        for a, v, bare in zip(s.args, values, literals):
-            constant = isinstance(self.space.body[a], Const)
-            if constant and not (inline and bare):
-                args.append(f"tl.full([], {v.text}, {TL[self.dtype(a)]})")
-            else:
-                args.append(v.text)
+        args = [v.text if inline and bare else self._typed(a) for a, v, bare in zip(s.args, values, literals)]
         self._bind(i, print_op(self.needs, s.op, s.dtype, source, args, i in self.exact), dims)
 
     def _form(self, i: int, form: Form) -> None:
         values = [self.values[a] for a in form.args]
-        texts = [
-            f"tl.full([], {v.text}, tl.float32)" if isinstance(self.space.body[a], Const) else v.text
-            for a, v in zip(form.args, values)
-        ]
+        texts = map(self._typed, form.args)
         if form.helper:
             self.needs.helper(form.helper)
         if "libdevice." in form.text:
@@ -133,24 +129,25 @@ class StatementPrinter:
             self._bind(i, f"tl.full([], {s.expr.constant}, {TL[s.dtype]})", NOTHING)
             return
         text = self.address(s.expr, widen=not small and not self.wide)
-        whole = text if text.endswith(".to(tl.int64)") and " " not in text else f"{paren(text)}.to({TL[s.dtype]})"
-        if s.dtype != torch.int64 and not whole.endswith(f"({TL[s.dtype]})"):
-            whole = f"{paren(text)}.to({TL[s.dtype]})"
-        self._bind(i, whole, self._dims(s.expr))
+        cast = f".to({TL[s.dtype]})"
+        self._bind(i, text if text.endswith(cast) and " " not in text else paren(text) + cast, self._dims(s.expr))
 
     def _indirect(self, i: int, s: Indirect) -> None:
         """Wrap a negative index; remember whether the result is inside. (If that is not known.)"""
         v, name, size = self.values[s.arg], self.name(i), self.size(s.size)
-        have, want = TL[self.dtype(s.arg)], "tl.int64" if self.wide else "tl.int32"
-        text = f"tl.full([], {v.text}, {have})" if isinstance(self.space.body[s.arg], Const) else v.text
+        text, want = self._typed(s.arg), "tl.int64" if self.wide else "tl.int32"
+        ok = f"ok{i}{self.tag}" if s.checked else None
         if s.checked:
             self.put(f"{name} = tl.where({text} < 0, {text} + {paren(size)}, {text})")
-            self.put(f"ok{i}{self.tag} = ({name} >= 0) & ({name} < {size})")
+            self.put(f"{ok} = ({name} >= 0) & ({name} < {size})")
             text = name
-        if have != want:
+        if isinstance(s.checked, str):  # not beyond the block's end, where there may be anything
+            masks = [f"{d}mask{self.tag}" for d in self.order if d in v.dims and self.masks[d]]
+            self.put(f"tl.device_assert({ok}, {s.checked!r}, {' & '.join(masks) or None})")
+        if TL[self.dtype(s.arg)] != want:
             self.put(f"{name} = {text}.to({want})")
             text = name
-        self.values[i] = Value(text, v.dims, f"ok{i}{self.tag}" if s.checked else None)
+        self.values[i] = Value(text, v.dims, ok)
 
     # -- memory ---------------------------------------------------------------------------------
     def _access(self, index: Expr, more: Iterable[Value]) -> tuple[str, list[str], Dims]:
@@ -212,9 +209,7 @@ class StatementPrinter:
         buffer, value = self.buffers[s.buffer], self.values[s.value]
         everywhere = [Value("", frozenset(self.order))] if s.reduce else []  # each point adds, whatever it depends on
         text, masks, _ = self._access(s.index, [value, *everywhere])
-        stored = value.text
-        if isinstance(self.space.body[s.value], Const):
-            stored = f"tl.full([], {stored}, {TL[self.dtype(s.value)]})"
+        stored = self._typed(s.value)
         if buffer.dtype == torch.bool:
             stored = f"{paren(stored)}.to(tl.int8)"
         elif buffer.dtype in HALF:

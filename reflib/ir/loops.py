@@ -29,7 +29,7 @@ A ``scan`` has a value at each point of a single r axis: what a ``reduce`` of th
 * ``load ... if %j else c``: reads only where %j is true; the value is ``c`` elsewhere.
 * ``indirect``: adds ``size`` where the value is negative. Then 0 <= value < size holds; anything else is an error
   (CPU: IndexOutOfRange; GPU: the access is masked off). It appears in expressions as ``Ref(i, size)``. ``unchecked``:
-  0 <= value < size is known. (%j may be an int32.)
+  0 <= value < size is known. (%j may be an int32.) ``checked`` may be the text of an assertion, which a GPU makes then.
 * ``store b[e] += %j``: per index e the sum of %j over all points with that index, parallel ones included. ``b`` has
   more rows than one, and e counts from the start of each: the sum of column e is divided among the rows as the
   generator likes (one row per program), so only the sum of all rows has a meaning. No other statement touches ``b``.
@@ -102,7 +102,7 @@ class Op:
 class Indirect:
     arg: int
     size: Expr
-    checked: bool = True
+    checked: bool | str = True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -311,7 +311,7 @@ class BodyBuilder:
             return self.op("to_f16" if dtype == torch.float16 else "to_bf16", value)
         return value if self.dtype(value) == dtype else self.op("cast", value, dtype=dtype)
 
-    def indirect(self, value: int, size: IntLike, checked: bool = True) -> Expr:
+    def indirect(self, value: int, size: IntLike, checked: bool | str = True) -> Expr:
         """``value`` (any integer dtype) wrapped and checked against ``size``, for use in an index."""
         return expr(Ref(self.add(Indirect(self.cast(value, torch.int64), expr(size), checked)), expr(size)))
 

@@ -61,9 +61,14 @@ def _compiler() -> bool:
     return any(shutil.which(c) for c in ([wanted] if wanted else ["g++", "clang++", "c++"]))
 
 
-def _inductor() -> bool:
-    """TorchInductor needs Triton on a GPU and a C++ compiler on a CPU."""
+def _can_compile() -> bool:
+    """Both compilers need Triton on a GPU and a C++ compiler on a CPU."""
     return (_triton() and _triton_runs()) if _on_cuda() else _compiler()
+
+
+def _inductor() -> bool:
+    """REFLIB_LAB_PEERS=0 does without it, where time is short: what is recorded is shown."""
+    return os.environ.get("REFLIB_LAB_PEERS") != "0" and _can_compile()
 
 
 def _triton_runs() -> bool:
@@ -108,6 +113,6 @@ CAPABILITIES: dict[str, tuple[str, Callable[[], bool]]] = {
     "inductor": ("TorchInductor can compile for this device", _inductor),
     "reflib": (
         "reflib can compile for this device",
-        lambda: _inductor() and _reflib(_device()),
+        lambda: _can_compile() and _reflib(_device()),
     ),
 }

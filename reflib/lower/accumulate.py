@@ -142,9 +142,8 @@ def embedding_dense_backward(
     return accumulate(cx, None, grad.shape, term)
 
 
-@rule("scatter_add")
 def scatter_add(cx: LoweringContext, x: View, dim: int, index: View, new: View) -> View:
-    """One position per row needs no atomics: each element of the row is compared with it."""
+    """One position per row needs no atomics: each element of the row is compared with it. (The rule: ``scatter``.)"""
     if not one_per_row(x, dim, index):
         return accumulate(cx, x, index.shape, scattered(x, dim, index, new))
 

@@ -170,7 +170,8 @@ class NestBuilder:
 
     def indirect(self, value: Value, size: IntLike) -> Expr:
         """A value read from a tensor, checked against ``size``, as an index."""
-        return self.b.indirect(value.id, size)
+        o, said = self.cx.origin, self.cx.low.options.assert_indirect_indexing
+        return self.b.indirect(value.id, size, f"index out of range: {o.op} {o.source}" if said else True)
 
     def reduce(self, kind: str, *values: Value, dtype: torch.dtype | None = None) -> Value:
         dtype = dtype or (torch.int64 if kind.startswith("arg") else values[0].dtype)

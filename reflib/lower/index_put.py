@@ -29,7 +29,7 @@ from reflib.ir.program import View
 
 from .accumulate import accumulate as add
 from .accumulate import possible, put
-from .body import Value, check_dtype, where
+from .body import NestBuilder, Value, check_dtype, nest, where
 from .context import LoweringContext
 from .pooling import UNROLLED, Side, Window
 from .rules import Unsupported, rule
@@ -43,7 +43,7 @@ def index_put(
     cx: LoweringContext, x: View, indices: Sequence[View | None], values: View, accumulate: bool = False
 ) -> View:
     if not accumulate:
-        return put(cx, x, indices, values, scatter)
+        return _masked(cx, x, indices, values) or put(cx, x, indices, values, scatter)
     atomic = possible(cx, cx.dtype)
     try:
         along, sides = _sides(cx, x, indices, values)
@@ -54,6 +54,27 @@ def index_put(
     if atomic and not _read_once(sides):
         return put(cx, x, indices, values, add)
     return _gathered(cx, x, indices, values, along, sides)
+
+
+def _masked(cx: LoweringContext, x: View, indices: Sequence[View | None], values: View) -> View | None:
+    """``x[mask] = v``, one value (per element that the mask does not choose) for all that it does: a select."""
+    masks = [(d, i) for d, i in enumerate(indices) if i is not None]
+    if len(masks) != 1 or masks[0][1].dtype != torch.bool or not masks[0][1].shape:
+        return None
+    first, mask = masks[0]
+    after = first + len(mask.shape)
+    rest = [*x.shape[:first], expr(1), *x.shape[after:]]  # of values: the mask's dimensions are one
+    wide = [expr(1)] * (len(rest) - len(values.shape)) + list(values.shape)
+    if list(mask.shape) != list(x.shape[first:after]) or len(wide) != len(rest) or wide[first] != 1:
+        return None
+
+    def value(k: NestBuilder) -> Value:
+        at = [*k.coords[:first], expr(0), *k.coords[after:]][len(rest) - len(values.shape) :]
+        here = [expr(0) if n == 1 else c for n, c in zip(values.shape, at)]
+        old = k.load(x)
+        return where(k.load(mask, k.coords[first:after]), k.load(values, here).to(old.dtype), old)
+
+    return nest(cx, value)
 
 
 def _read_once(sides: Sides) -> bool:

@@ -16,13 +16,16 @@ import torch
 from reflib.ir.expr import IntLike
 from reflib.ir.program import View
 
+from . import accumulate
 from .accumulate import Term, fill, scattered
 from .body import NestBuilder, Scalar, Value, check_dtype, fit, nest, where
 from .context import LoweringContext
 from .indexing import axis, here_and_at, one_per_row
 from .rules import Unsupported, overloads, rule
 
-UPDATES = frozenset(overloads("index_copy", "index_put", "_unsafe_index_put", "scatter"))
+UPDATES = frozenset(overloads("index_copy", "index_put", "_unsafe_index_put", "scatter", "scatter_add"))
+PARTS = frozenset(overloads("select_scatter", "slice_scatter"))
+VIEWS = frozenset(overloads("permute", "view", "transpose", "t", "squeeze", "unsqueeze"))
 
 
 def scatter(cx: LoweringContext, start: View | None, shape: Sequence[IntLike], term: Term) -> View:
@@ -46,14 +49,16 @@ def _may_be_in_place(node: torch.fx.Node) -> bool:
 
 
 def reaches_input(node: torch.fx.Node) -> bool:
-    """Is the result, perhaps updated again, copied onto an input in the end?"""
+    """Is the result, perhaps updated again, or put back into what it is a part of, copied onto an input in the end?"""
     todo, seen = [node], {node}
     while todo:
         n = todo.pop()
         for user in n.users:
             if user.target is torch.ops.aten.copy_.default and user.args[1] is n:
                 return True
-            if user.target in UPDATES and user.args[0] is n and user not in seen:
+            updated = user.target in UPDATES | PARTS | VIEWS and user.args[0] is n
+            put_back = user.target in PARTS and user.args[1] is n
+            if (updated or put_back) and user not in seen:
                 seen.add(user)
                 todo.append(user)
     return False
@@ -85,3 +90,18 @@ def index_copy(cx: LoweringContext, x: View, dim: int, index: View, new: View) -
         return [row if i == d else c for i, c in enumerate(k.coords)], k.load(new)
 
     return scatter(cx, x, new.shape, term)
+
+
+@rule("scatter_add")
+def scatter_add(cx: LoweringContext, x: View, dim: int, index: View, new: View) -> View:
+    """As ``accumulate``; but at one position per row, which no other one adds to, of an input: where it is."""
+    if not one_per_row(x, dim, index) or not reaches_input(cx.node):
+        return accumulate.scatter_add(cx, x, dim, index, new)
+    terms = scattered(x, dim, index, new)
+
+    def term(k: NestBuilder) -> tuple[Sequence[IntLike], Scalar]:
+        at, value = terms(k)
+        old = k.load(x, at)
+        return at, (old + value.to(old.dtype)).to(cx.dtype)  # type: ignore[union-attr]
+
+    return scatter(cx, x, index.shape, term)

@@ -235,9 +235,12 @@ def _first_line(e: BaseException) -> str:
 
 
 def _mutating(graph: torch.fx.GraphModule) -> str:
-    """The first op that writes to an argument."""
-    targets = (n.target for n in graph.graph.nodes)
-    return next((str(t) for t in targets if isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable), "")
+    """The first op that writes to an argument, or the first launch of a Triton kernel of the user's, which may."""
+    for t in (n.target for n in graph.graph.nodes):
+        mutable = isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable
+        if mutable or getattr(t, "__name__", "") == "triton_kernel_wrapper_mutation":
+            return str(t)
+    return ""
 
 
 def _results(graph: torch.fx.GraphModule) -> list[Any]:

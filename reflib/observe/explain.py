@@ -36,6 +36,7 @@ class Explanation:
     groups: the nodes fused together.           refusals: pairs not fused, with the Reason.
     before, inlined: with choices, the first fusion, which keeps them; the program with the winners inlined.
     decisions: the Decisions, with all candidates.         memory: the Plan (``peak_bytes``, ``moments``).
+    updates: which updates of tensors are made in place, and which in a copy and why (``print(*e.updates, sep="\n")``).
     kernels: list of Kernel (``name``, ``language``, ``source``).  wrapper: the text of the host code.
     timeline: a Timeline of the stages, and of all compilations, waits and measurements of candidates.
         ``for name, start, seconds in e.timeline.only("stage")``.
@@ -72,6 +73,12 @@ class Explanation:
     @property
     def refusals(self) -> list[Any]:
         return list(self._reached(self.stages.fused, "fuse").refusals)
+
+    @property
+    def updates(self) -> list[Any]:
+        """Of all graphs' tensors, as ``fuse.in_place.Updated``."""
+        fused = (f for s in self.graphs for f in ((s.before, s.fused) if s.before is not s.fused else (s.fused,)))
+        return list(dict.fromkeys(u for f in fused if f is not None for u in f.updates))
 
     @property
     def decisions(self) -> Any:

@@ -1,12 +1,17 @@
 """An index that is out of range: an IndexError that names the operation and the user's line, on a CPU."""
 
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreter import results
 
 import reflib
+from reflib.generate.compile_triton import compile_kernel
+from reflib.target import parse_target
 
 
 def embedding(w, i):
@@ -44,3 +49,35 @@ def test_the_error_names_op_and_line(fn, wrapper):
         line = int(str(e.value).split("test_index_errors.py:")[1].split()[0])
         assert first < line < first + len(lines) and fn.__name__ in lines[line - first].replace("w[i]", fn.__name__)
     torch.testing.assert_close(f(w, good), fn(w, good))
+
+
+def test_a_gpus_assertions() -> None:
+    """By option, where an index is not known to be in range, with a message; they are compiled, without Triton's own
+    checks of integer additions, and without a path of this machine."""
+    pytest.importorskip("triton")
+
+    def fn(w, i, j):
+        known = w[i.clamp(0, 9)], w[torch.arange(5)], w[i % 10], w[w.argmax(0)], w[torch.cat([i % 4, i.clamp(3, 5)])]
+        return known, embedding(w, i), torch.gather(w, 1, j + 1), index_put(w, i)
+
+    args = torch.randn(10, 4), torch.tensor([1, 9, 0]), torch.ones(10, 3, dtype=torch.int64)
+    off = reflib.explain(fn, *args, target="sm_90").kernels
+    on = reflib.explain(fn, *args, target="sm_90", assert_indirect_indexing=True).kernels
+    lines = [line for k in on for line in k.source.splitlines() if "device_assert" in line]
+    assert not any("device_assert" in k.source for k in off)
+    assert sorted({line.split("aten.")[1].split(".")[0] for line in lines}) == ["embedding", "gather", "index_put"]
+    assert all("'index out of range: aten." in line and " test_index_errors.py:" in line for line in lines)
+    (kernel,) = (k for k in on if "aten.gather" in k.source)
+    ptx = compile_kernel(kernel, parse_target("sm_90")).ptx
+    said = re.findall(r"assertMessage_\d+\[\d+\] = \{([\d, ]+)\}", ptx)
+    texts = {bytes(map(int, s.split(", "))).decode().split(" ")[4] for s in said}
+    assert "__assertfail" in ptx and texts <= {f"aten.{op}.default" for op in ("embedding", "gather", "index_put")}
+    assert "aten.gather.default" in texts and str(Path.home()) not in ptx
+
+
+def test_assertions_as_they_run() -> None:
+    """(A process of its own, for Triton's interpreter.)"""
+    pytest.importorskip("triton")
+    found = results("triton_interpreting.py", "asserted")["asserted"]
+    assert found.pop("inside") == "" and len(found) == 2
+    assert all(text.startswith("InterpreterError: AssertionError(\"no 'such' row\")") for text in found.values()), found

@@ -32,6 +32,7 @@ def here():
     return lab.setup(device="cpu", quiet=True)
 
 
+@pytest.mark.slow  # (three chapters use it)
 def test_a_way_has_its_times_its_calls_and_what_the_compiler_said(tmp_path, monkeypatch):
     monkeypatch.setenv(ROWS_FILE, str(tmp_path / "rows"))
     ways = {"eager": {"compiler": "eager"}, "reflib": {"compiler": "reflib"}}

@@ -13,16 +13,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._functorch import config
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import reflib
 from reflib import OptionError, Options, explain
+from reflib.capture.export import export_for
 from reflib.capture.random import RANDOM, own_numbers
 from reflib.ir.interpret import interpret
 from reflib.ir.loops import Op
 from reflib.ir.program import Extern, kernel_nodes
 from reflib.ir.random import philox
+from reflib.lower import decompositions
 from tests.semantics import Compiled
 
 aten = torch.ops.aten
@@ -310,3 +313,22 @@ def test_dropout_joins_its_neighbours_in_both_directions() -> None:
     assert nbytes(before.stages) - nbytes(after.stages) >= 2 * (2 * size + size // 4) - 100
     assert nbytes(before.backward.stages) - nbytes(after.backward.stages) >= 2 * size // 4 - 100
     assert not any(b.dtype == torch.bool for b in after.stages.scheduled.buffers.values())  # no mask is stored
+
+
+def test_functionalized_random_numbers() -> None:
+    """PyTorch's setting, which needs CUDA, changes nothing: on a CPU eager's numbers, for a GPU numbers of a seed."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(checkpoint(lambda x: F.dropout(x.sin(), 0.5).cos(), x, use_reentrant=False), 0.5)
+
+    x = torch.randn(4, 33, requires_grad=True)
+    with config.patch(functionalize_rng_ops=True):
+        results = []
+        for f in (fn, reflib.compile(fn)):
+            torch.manual_seed(7)
+            out = f(x)
+            results.append((out, torch.autograd.grad(out.sum(), x), torch.rand(3)))
+        sources = [k.source for k in reflib.explain(lambda x: F.dropout(x, 0.5), x.detach(), target="sm_90").kernels]
+        exported = export_for(lambda x: F.dropout(x, 0.5), (x.detach(),), decompositions=decompositions())
+    torch.testing.assert_close(*results)
+    assert any("philox" in s for s in sources) and len(exported.graph.placeholders()) == 1

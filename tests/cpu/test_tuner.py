@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -86,24 +88,63 @@ def test_matrix_products_are_measured_by_workers() -> None:
     assert pool().processes()
 
 
-def test_an_op_of_this_process_alone_is_measured_here(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("REFLIB_LOGS", "autotune")
+def test_what_exists_here_alone_is_measured_in_a_worker() -> None:
+    """An op, a candidate that crashes, a function that makes inputs: of this function's body, with what they hold."""
+    place, seen = torch.tensor([2, 0, 1, 3]), torch.full((4,), 3.0)
 
-    @torch.library.custom_op("tuning_faults::here", mutates_args=())
-    def here(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.001)
-        return a @ b
+    def op(name: str, body: Any) -> Any:
+        def fn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return body(a, b)
 
-    here.register_fake(lambda a, b: a.new_empty(a.shape[0], b.shape[1]))
-    reflib.register_custom_op_autotuning(here, configs=[lambda a, b: a @ b])
-    e = explained(lambda a, b: here(a, b) + 1, torch.randn(4, 8), torch.randn(8, 4))
-    explained(lambda a, b: here(a, b) + 2, torch.randn(5, 8), torch.randn(8, 4))
-    assert e.decisions[0].winner == "<lambda>"
-    said = [r.message for r in caplog.records if "measured in this process" in r.message]
-    assert len(said) == 1 and "tuning_faults.here" in said[0], "once, not for each graph"
-    assert all("not isolated" in c.why and "tuning_imports" in c.why for c in e.decisions[0].candidates)
+        made = torch.library.custom_op(f"here_alone::{name}", mutates_args=())(fn)
+        made.register_fake(lambda a, b: a.new_empty(a.shape[0], b.shape[1]))
+        return made
+
+    inner = op("inner", lambda a, b: (a @ b)[place])
+
+    def slow(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        assert bool((a == 3).all()), "made as it is asked for"
+        time.sleep(0.002)
+        return inner(a, b)[place]
+
+    crashing = op("crashing", lambda a, b: os.abort())
+
+    def crash(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return crashing(a, b)
+
+    def fast(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (a @ b)[place[place]]
+
+    for turn in range(2):  # defined again, as by a cell that runs again: with another result
+        slow_op = op("slow", slow if turn == 0 else lambda a, b: slow(a, b) + 1)
+        reflib.register_custom_op_autotuning(
+            slow_op, configs=[crash, fast], input_gen_fns={"a": lambda a: torch.full_like(a, seen[0].item())}
+        )
+        args = torch.full((4, 8), 3.0), torch.randn(8, 4)
+        e = explained(lambda a, b, op=slow_op: op(a, b) * 2, *args, candidate_seconds=20.0)
+        wanted = {"crash": "crashed", "eager": "ok", "fast": "wrong" if turn else "ok"}
+        assert statuses(e) == wanted, e.decisions
+        torch._dynamo.reset()
+
+
+def test_what_cannot_be_sent_is_not_measured(recwarn: pytest.WarningsRecorder) -> None:
+    lock = threading.Lock()
+
+    @torch.library.custom_op("here_alone::locked", mutates_args=())
+    def locked(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        with lock:
+            return a @ b
+
+    locked.register_fake(lambda a, b: a.new_empty(a.shape[0], b.shape[1]))
+    reflib.register_custom_op_autotuning(locked, configs=[lambda a, b: a @ b])
+    e = explained(lambda a, b: locked(a, b) + 1, torch.randn(4, 8), torch.randn(8, 4))
+    explained(lambda a, b: locked(a, b) + 2, torch.randn(5, 8), torch.randn(8, 4))
+    d = e.decisions[0]
+    assert d.winner == "eager" and {c.status for c in d.candidates} == {"skipped"}
+    (said,) = [str(w.message) for w in recwarn if "not measured" in str(w.message)]  # once, not for each graph
+    assert "here_alone::locked" in said and "lock" in said and "define it in a module" in said
+    e = explained(lambda a, b: locked(a, b) + 3, torch.randn(4, 8), torch.randn(8, 4), isolate=False)
+    assert {c.status for c in e.decisions[0].candidates} == {"ok"}, "by an option, here"
 
 
 def test_a_default_that_crashes(ops: Any) -> None:
@@ -125,6 +166,7 @@ def test_time_for_all_of_it(ops: Any) -> None:
 
 
 def test_constants_that_matter_reach_the_worker() -> None:
+    from reflib.autotune.by_value import makers
     from reflib.autotune.inputs import make_inputs
     from reflib.autotune.isolation import Isolated, isolated
     from reflib.autotune.request import Request
@@ -140,7 +182,9 @@ def test_constants_that_matter_reach_the_worker() -> None:
     zeros, index, noise = make_inputs(found.request.inputs, 0, {})
     assert not zeros.any() and bool((index == 3).all()) and len(set(noise.tolist())) == 4
     constants["index"] = torch.arange(4)
-    assert "index" in str(isolated(Request({"a": program}, "a", "a", specs), constants, reflib.Options()))
+    found = isolated(Request({"a": program}, "a", "a", specs), constants, reflib.Options())
+    assert isinstance(found, Isolated)
+    assert make_inputs(found.request.inputs, 0, makers(found.request.makers))[1].tolist() == [0, 1, 2, 3]
 
 
 def test_equal_regions_are_decided_once_and_say_so_once(ops: Any) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -62,3 +65,23 @@ def test_explain_shows_the_attention_that_is_taken() -> None:
     calls = [str(n.target) for n in reflib.explain(fn, q).graph.nodes if "attention" in str(n.target)]
     shown = reflib.explain(fn, q.cpu(), target="sm_90").graph.nodes
     assert [str(n.target) for n in shown if "attention" in str(n.target)] == calls
+
+
+INDEXED = """
+import sys, torch, reflib
+fn = lambda w, i: torch.nn.functional.embedding(i, w) * 2
+f = reflib.compile(fn, wrapper=sys.argv[1], assert_indirect_indexing=True)
+w = torch.randn(10, 3, device="cuda")
+good = torch.tensor([1, 9, 0], device="cuda")
+torch.testing.assert_close(f(w, good), fn(w, good))
+print("fine so far", flush=True)
+f(w, good + 1).cpu()
+"""
+
+
+@BOTH
+def test_an_assertion_ends_the_process(wrapper: str) -> None:
+    """As eager's: the context is lost, and standard error says why."""
+    done = subprocess.run([sys.executable, "-c", INDEXED, wrapper], capture_output=True, text=True)
+    assert done.returncode != 0 and "fine so far" in done.stdout
+    assert "index out of range: aten.embedding.default" in done.stderr and "device-side assert" in done.stderr

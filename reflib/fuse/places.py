@@ -1,0 +1,87 @@
+"""Where the elements of a buffer are that lives in another one: a View of it, its place. (For ``updates``.)"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..ir.expr import Atom, Expr, IntLike, Ref, Var, ceildiv, expr, nonneg
+from ..ir.program import Buffer, View
+from .mapping import fresh
+from .slices import Write, coordinates
+
+
+def linear_view(buffer: str, index: Expr, axes: Sequence[Var | None], like: Buffer | View) -> View | None:
+    """The view whose element at ``axes`` is at ``index``; None if there is none."""
+    strides, rest = [], index
+    for v, old in zip(axes, like.strides):
+        c = index.coefficient(v) if v is not None else old
+        if c is None:
+            return None
+        strides.append(c)
+        rest = rest if v is None else rest - c * expr(v)
+    if rest.variables() or any(isinstance(a, Ref) for a in rest.atoms()):
+        return None
+    return View(buffer, like.shape, tuple(strides), rest, like.dtype)
+
+
+def plain(place: View, buffer: Buffer) -> bool:
+    """Is every element where it would be in a buffer of its own?"""
+    if place.offset != 0 or place.shape != buffer.shape:
+        return False
+    return all(s == t for n, s, t in zip(place.shape, place.strides, buffer.strides) if n != 1)
+
+
+def moved(index: Expr, buffer: Buffer, place: View) -> Expr | None:
+    """An index into ``buffer``, which lives at ``place``, as an index into that one's buffer; None: not known."""
+    if plain(place, buffer):
+        return index
+    coords = coordinates(index, buffer)
+    return None if coords is None else element(place, coords)
+
+
+def element(v: View, coords: Sequence[IntLike]) -> Expr:
+    at = v.offset
+    for c, stride in zip(coords, v.strides, strict=True):
+        at = at + expr(c) * stride
+    return at
+
+
+def same_layout(a: Buffer, b: Buffer) -> bool:
+    return (a.shape, a.strides, a.dtype, a.device) == (b.shape, b.strides, b.dtype, b.device)
+
+
+def points(v: View) -> Expr:
+    """The index of an element of a view, over loop variables of its own."""
+    return element(v, [0 if size == 1 else expr(fresh(size)) for size in v.shape])
+
+
+def within(v: View, buffer: Buffer, place: View) -> View | None:
+    """``v``, a view of ``buffer``, which lives at ``place``, as a view of that one's buffer."""
+    if plain(place, buffer):
+        return replace(v, buffer=place.buffer)
+    axes = [None if size == 1 else fresh(size) for size in v.shape]
+    there = moved(element(v, [0 if a is None else expr(a) for a in axes]), buffer, place)
+    return None if there is None else linear_view(place.buffer, there, axes, v)
+
+
+def slice_points(w: Write) -> dict[Atom, IntLike]:
+    """The variable of the sliced dimension, in terms of one over the slice."""
+    var = w.axes[w.dim]
+    assert var is not None
+    size = ceildiv(w.high - w.low, w.step)
+    return {var: w.low if size == 1 else w.low + expr(fresh(size)) * w.step}
+
+
+def only_in_slice(w: Write, index: Expr, place: View, root: Buffer) -> bool:
+    """Is every element of ``index``, into ``root``, in the slice that ``w`` writes, whose buffer is at ``place``?"""
+    coords = coordinates(index - place.offset, replace(root, shape=place.shape, strides=place.strides))
+    return coords is not None and w.holds(coords[w.dim]) is True
+
+
+def apart(root: Buffer, a: Expr, b: Expr) -> bool:
+    """Do two indices into ``root``, over different loops, never meet?"""
+    here, there = coordinates(a, root), coordinates(b, root)
+    if here is None or there is None:
+        return False
+    return any(nonneg(x - y - 1) or nonneg(y - x - 1) for x, y in zip(here, there))

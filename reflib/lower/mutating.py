@@ -1,0 +1,84 @@
+"""Custom ops that write to their arguments, which PyTorch made functional (``auto_functionalized``).
+
+Each tensor that is written to is copied, and the op, a call, is given the copies. ``fuse.in_place`` drops a copy whose
+original is not needed any more: the op then writes to what the user gave it. (Lists and ``out=`` arguments of such ops:
+PyTorch's own function, which copies.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._higher_order_ops.auto_functionalize import (
+    auto_functionalized,
+    auto_functionalized_v2,
+    get_mutable_args,
+    read_view_information_from_args,
+)
+
+from reflib.ir.program import View, full_view
+
+from .body import NestBuilder
+from .context import LoweringContext
+from .extern import extern
+from .rules import RULES, Unsupported
+
+
+def functionalized(cx: LoweringContext, op: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """(what the op returns, the new value of each argument that it writes to)."""
+    names = _names(op)
+    new = {n: _copy(cx, kwargs[n], _fake(cx.node.kwargs[n])) for n in names if kwargs.get(n) is not None}
+    return (*_called(cx, op, kwargs | new, len(names)), *(new.get(n) for n in names))
+
+
+def functionalized_v2(cx: LoweringContext, op: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """(what the op returns, the new value of each base). An argument is a view of one of the bases."""
+    names = _names(op)
+    fakes = dict(torch.fx.node.map_arg(dict(cx.node.kwargs), _fake))
+    bases = list(fakes["_all_bases"])
+    views = read_view_information_from_args(names, [torch.TensorType.get()] * len(names), fakes, bases)
+    new = [_copy(cx, v, b) for v, b in zip(kwargs["_all_bases"], bases, strict=True)]
+    given = {k: v for k, v in kwargs.items() if k in fakes and k != "_all_bases"}
+    for name, info in views.items():
+        given[name] = None if info is None else _viewed(cx, new[info.base_index], bases[info.base_index], info, bases)
+    return (*_called(cx, op, given, len(new)), *new)
+
+
+def _names(op: Any) -> list[str]:
+    if not isinstance(op, torch._ops.OpOverload) or torch._library.utils.is_out(op):
+        raise Unsupported("an op with out= arguments, or none of PyTorch's")
+    names, types = get_mutable_args(op)
+    if any(torch._library.utils.is_tensorlist_like_type(t) for t in types):
+        raise Unsupported("it writes to a list of tensors")
+    return names
+
+
+def _fake(node: Any) -> Any:
+    return node.meta["val"] if isinstance(node, torch.fx.Node) else node
+
+
+def _copy(cx: LoweringContext, v: View, fake: torch.Tensor) -> View:
+    new = full_view(cx.low.new_buffer(cx.low.unique(cx.name), fake))
+    k = NestBuilder(cx, new.shape, device=fake.device)
+    k.store(new, k.load(v))
+    k.finish()
+    return new
+
+
+def _viewed(cx: LoweringContext, new: View, base: torch.Tensor, info: Any, bases: list[torch.Tensor]) -> View:
+    t = info.regenerate_view(bases)
+    (offset,) = cx.low.symbols.exprs([t.storage_offset() - base.storage_offset()])
+    return View(new.buffer, cx.low.symbols.exprs(t.shape), cx.low.symbols.exprs(t.stride()), offset, t.dtype)
+
+
+def _called(cx: LoweringContext, op: Any, kwargs: dict[str, Any], written: int) -> tuple[Any, ...]:
+    fakes = cx.fake[: len(cx.fake) - written]
+    inner = replace(cx, fake=fakes[0] if len(fakes) == 1 else fakes)
+    value = extern(inner, op, (), kwargs, "custom op")
+    return (value,) if len(fakes) == 1 else tuple(value)
+
+
+RULES[auto_functionalized] = functionalized
+RULES[auto_functionalized_v2] = functionalized_v2
