@@ -157,8 +157,7 @@ class Options:
 
 
 def _check(name: str, value: Any, default: Any) -> None:
-    if name in _CHOICES:
-        choices = _CHOICES[name]
+    if choices := _CHOICES.get(name):
         if value not in choices:
             near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.3)
             hint = f" (did you mean {near[0]!r}?)" if near else ""

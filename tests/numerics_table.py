@@ -148,7 +148,8 @@ means bit-equal. In brackets: the distance from the float64 result, rounded, of 
 norms and products are of normally distributed numbers. NaN: one of the two alone is not a number.
 
 Why an op differs with `"fast"`: elementwise ones are functions of our own, mostly good to 1 or 2 ULP, or rounded at
-another place (near 0 a small absolute error is many ULP); sums, norms and softmax are added up in another order. Products are the same library calls.
+another place (near 0 a small absolute error is many ULP); sums, norms and softmax are added up in another order.
+Products are the same library calls.
 """
     for device, title in (("cpu", "CPU"), ("cuda", "GPU")):
         where, rows = stored(device)
