@@ -271,6 +271,17 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dic
     "long rows": (
         lambda x: (x.softmax(-1), x.logsumexp(-1), x.log_softmax(-1)), lambda: (randn(2, 40_001),), {},
     ),
+    "one order": (
+        lambda x: (
+            F.layer_norm(x, x.shape[-1:]), x.softmax(-1), x.logsumexp(-1), (1 + x / 30).prod(-1), x.sum(0),
+            F.gelu(x @ x.mT),
+        ),
+        lambda: (randn(5, 300),), {"batch_invariant": True},
+    ),
+    "one order, looped": (
+        lambda x: (F.layer_norm(x, x.shape[-1:]), x.softmax(-1), x.mean(-1)),
+        lambda: (randn(3, 20_001),), {"batch_invariant": True},
+    ),
     "random": (_random, lambda: (randn(9, 33), torch.randint(-(2**63), 2**63 - 1, (1,))), {}),
     "lists": (
         lambda *xs: torch._foreach_add(torch._foreach_mul(list(xs), 0.5), 1.0),

@@ -14,7 +14,7 @@ NAMES = (
     "siblings", "one of each length", "block", "looped", "one op each", "columns", "empty", "empty rows", "mutates",
     "views", "long", "lists", "product and gelu", "products", "long product", "batched product", "trained product",
     "pools", "trained pools", "scans", "looped scans", "embeddings", "puts", "one put each", "scatters", "upsamples",
-    "stores", "random", "long rows",
+    "stores", "random", "long rows", "one order", "one order, looped",
 )  # fmt: skip
 
 
