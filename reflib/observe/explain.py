@@ -36,7 +36,7 @@ class Explanation:
     groups: the nodes fused together.           refusals: pairs not fused, with the Reason.
     before, inlined: with choices, the first fusion, which keeps them; the program with the winners inlined.
     decisions: the Decisions, with all candidates.         memory: the Plan (``peak_bytes``, ``moments``).
-    updates: which updates of tensors are made in place, and which in a copy and why (``print(*e.updates, sep="\n")``).
+    updates: each update of a tensor, made in place, or in a copy and why.
     kernels: list of Kernel (``name``, ``language``, ``source``).  wrapper: the text of the host code.
     timeline: a Timeline of the stages, and of all compilations, waits and measurements of candidates.
         ``for name, start, seconds in e.timeline.only("stage")``.
