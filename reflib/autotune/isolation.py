@@ -45,8 +45,9 @@ def isolated(
     request: Request, constants: Mapping[str, Any], options: Options, makers: Mapping[str, Any] | None = None
 ) -> Isolated | str:
     """The request for a worker; or why none can have it, and what to do. ``constants``: name of an input -> the tensor
-    that the program holds for it. One that is filled with one value (a bias of zeros) is so there; of others a float's
-    values do not matter and are made anew, an index's do. ``makers``: functions that make inputs, by their keys."""
+    that the program holds for it. One that is filled with one value (a bias of zeros) is so there. The values of others
+    matter if they are an index, or what a candidate alone holds; if not, they are made anew. ``makers``: functions that
+    make inputs, by their keys."""
     if any(p["constants"] for p in request.programs.values()):
         return "a candidate holds an object of this process"
     if any('"triton_kernel_wrapper_' in json.dumps(p["nodes"]) for p in request.programs.values()):
@@ -56,11 +57,12 @@ def isolated(
         )
     specs: list[Any] = []
     sent: dict[str | None, Any] = {}
+    right = json.dumps(request.programs[request.reference]["nodes"]) if request.reference in request.programs else ""
     for s in request.inputs:
         if s.maker is not None and s.name in constants:
             fill = one_value(constants[s.name])
             s = replace(s, fill=fill)
-            if fill is None and not constants[s.name].dtype.is_floating_point:
+            if fill is None and not (constants[s.name].dtype.is_floating_point and f'"{s.name}"' in right):
                 values = index_copy(constants[s.name])
                 if values is None:
                     return f"the values of {s.name}, a constant of the program, matter, and there are very many"
@@ -119,12 +121,12 @@ def one_value(t: torch.Tensor) -> float | None:
 
 
 def index_values(t: torch.Tensor) -> str:
-    """A digest of an integer tensor's elements. Made once."""
+    """A digest of a tensor's elements. Made once."""
     return _index(t)[0]
 
 
 def index_copy(t: torch.Tensor) -> torch.Tensor | None:
-    """An integer tensor's elements, on the CPU; None if there are too many to send to a process."""
+    """A tensor's elements, on the CPU; None if there are too many to send to a process."""
     return _index(t)[1]
 
 
@@ -132,7 +134,7 @@ def _index(t: torch.Tensor) -> tuple[str, torch.Tensor | None]:
     if t not in _indices:
         with unset_fake_temporarily():
             here = t.detach().cpu().contiguous()
-            digest = hashlib.sha256(here.numpy().tobytes()).hexdigest()
+            digest = hashlib.sha256(here.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
             _indices[t] = digest, here.clone() if here.numel() <= LARGEST else None
     return _indices[t]
 

@@ -71,8 +71,8 @@ def _narrowed(loops: LoopNest, stored: Ranges) -> LoopNest:
         if i in small:
             short[i] = b.add(_short(s, short, ids))
         elif isinstance(s, Indirect):
-            known = Indirect(short.get(s.arg, ids.get(s.arg, 0)), s.size, not _inside(ranges[s.arg], s) and s.checked)
-            ids[i] = b.add(known)
+            checked = not _inside(ranges[s.arg], s) and s.checked
+            ids[i] = b.add(replace(s, arg=short.get(s.arg, ids.get(s.arg, 0)), checked=checked))
         elif isinstance(s, Op) and s.op == "cast" and s.args[0] in short and s.dtype.is_floating_point:
             ids[i] = b.op("cast", short[s.args[0]], dtype=s.dtype)
         else:

@@ -446,6 +446,6 @@ class Emitter:
         self.checks += 1
         size = text.index(s.size)
         arg = self._name(s.arg)
-        self.w.line(f"const int64_t v{i} = {arg} < 0 ? {arg} + {size} : {arg};")
+        self.w.line(f"const int64_t v{i} = {f'{arg} < 0 ? {arg} + {size} : {arg}' if s.wraps else arg};")
         failed = f"__atomic_store_n(&failed, {self.checks}, __ATOMIC_RELAXED)"
         self.w.line(f"if ((uint64_t)v{i} >= (uint64_t)({size})) {{ {failed}; {self.leave}; }}")

@@ -137,10 +137,11 @@ class StatementPrinter:
         v, name, size = self.values[s.arg], self.name(i), self.size(s.size)
         text, want = self._typed(s.arg), "tl.int64" if self.wide else "tl.int32"
         ok = f"ok{i}{self.tag}" if s.checked else None
-        if s.checked:
+        if s.checked and s.wraps:
             self.put(f"{name} = tl.where({text} < 0, {text} + {paren(size)}, {text})")
-            self.put(f"{ok} = ({name} >= 0) & ({name} < {size})")
             text = name
+        if s.checked:
+            self.put(f"{ok} = ({text} >= 0) & ({text} < {size})")
         if isinstance(s.checked, str):  # not beyond the block's end, where there may be anything
             masks = [f"{d}mask{self.tag}" for d in self.order if d in v.dims and self.masks[d]]
             self.put(f"tl.device_assert({ok}, {s.checked!r}, {' & '.join(masks) or None})")

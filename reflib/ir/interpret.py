@@ -186,7 +186,9 @@ def _run_stmt(s: Stmt, values: list[Any], memory: dict[str, torch.Tensor], env: 
         return _tensor(s.expr, env, device).to(s.dtype)
     if isinstance(s, Indirect):
         size = int(s.size.evaluate(env))
-        value = torch.where(values[s.arg] < 0, values[s.arg] + size, values[s.arg])
+        value = values[s.arg]
+        if s.wraps:
+            value = torch.where(value < 0, value + size, value)
         if value.numel() and not bool(((value >= 0) & (value < size)).all()):
             raise IndexOutOfRange(f"an index is outside 0 <= index < {size}")
         return value.to(torch.int64)

@@ -45,7 +45,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -103,10 +103,8 @@ class Indirect:
     arg: int
     size: Expr
     checked: bool | str = True
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.int64
+    wraps: bool = True  # whether negative ones count from the end
+    dtype: ClassVar[torch.dtype] = torch.int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,9 +309,9 @@ class BodyBuilder:
             return self.op("to_f16" if dtype == torch.float16 else "to_bf16", value)
         return value if self.dtype(value) == dtype else self.op("cast", value, dtype=dtype)
 
-    def indirect(self, value: int, size: IntLike, checked: bool | str = True) -> Expr:
-        """``value`` (any integer dtype) wrapped and checked against ``size``, for use in an index."""
-        return expr(Ref(self.add(Indirect(self.cast(value, torch.int64), expr(size), checked)), expr(size)))
+    def indirect(self, value: int, size: IntLike, checked: bool | str = True, wraps: bool = True) -> Expr:
+        """``value`` (any integer dtype) checked against ``size``, for use in an index."""
+        return expr(Ref(self.add(Indirect(self.cast(value, torch.int64), expr(size), checked, wraps)), expr(size)))
 
     def reduce(self, kind: str, *args: int, dtype: torch.dtype) -> int:
         return self.add(Reduce(kind, args, dtype))

@@ -96,7 +96,7 @@ def put(cx: LoweringContext, x: View, indices: Sequence[View | None], values: Vi
         at = []
         for d, size in enumerate(x.shape):
             i = indices[d] if d < len(indices) else None
-            at.append(next(rest) if i is None else k.indirect(k.load(i, here), size))
+            at.append(next(rest) if i is None else k.indirect(k.load(i, here), size, True))
         return at, k.load(values)
 
     return how(cx, x, shape, term)

@@ -168,10 +168,10 @@ class NestBuilder:
         """An integer expression (of coordinates and sizes) as an int64 value."""
         return Value(self, self.b.index(expr(e)))
 
-    def indirect(self, value: Value, size: IntLike) -> Expr:
-        """A value read from a tensor, checked against ``size``, as an index."""
+    def indirect(self, value: Value, size: IntLike, wraps: bool = False) -> Expr:
+        """A value read from a tensor, checked against ``size``, as an index. ``wraps``: negative ones from the end."""
         o, said = self.cx.origin, self.cx.low.options.assert_indirect_indexing
-        return self.b.indirect(value.id, size, f"index out of range: {o.op} {o.source}" if said else True)
+        return self.b.indirect(value.id, size, f"index out of range: {o.op} {o.source}" if said else True, wraps)
 
     def reduce(self, kind: str, *values: Value, dtype: torch.dtype | None = None) -> Value:
         dtype = dtype or (torch.int64 if kind.startswith("arg") else values[0].dtype)

@@ -75,17 +75,11 @@ def _joined(k: NestBuilder, parts: Sequence[View], d: int, compute: torch.dtype)
         return 0
     at = k.index(k.coords[d])
     start, chosen = expr(0), []
-    for t in parts:
+    for n, t in enumerate(parts, 1):  # (one tensor may stand in several places)
         end = start + t.shape[d]
-        inside = (
-            None
-            if len(parts) == 1
-            else at < end
-            if start == 0
-            else at >= start
-            if t is parts[-1]
-            else (at >= start) & (at < end)
-        )
+        inside = None if start == 0 else at >= start
+        if n < len(parts):
+            inside = both(inside, at < end)
         coords = [c - start if i == d else c for i, c in enumerate(k.coords)]
         chosen.append((at < end, k.load(t, coords, inside).to(compute)))
         start = end
@@ -222,7 +216,7 @@ def _indexed(k: NestBuilder, x: View, indices: Sequence[View | None]) -> Value:
     coords = []
     for d in range(len(x.shape)):
         i = indices[d] if d < len(indices) else None
-        coords.append(next(others) if i is None else k.indirect(k.load(i, own), x.shape[d]))
+        coords.append(next(others) if i is None else k.indirect(k.load(i, own), x.shape[d], True))
     return k.load(x, coords)
 
 
@@ -234,8 +228,7 @@ def one_per_row(x: View, dim: int, index: View) -> bool:
 
 
 def here_and_at(k: NestBuilder, x: View, dim: int, index: View) -> tuple[Value, list[Expr]]:
-    """Is this the one element of its row, along ``dim``, that ``index`` names? And where its new value stands.
-    (As elsewhere a negative index counts from the end, where eager's scatter raises an error.)"""
+    """Is this the one element of its row, along ``dim``, that ``index`` names? And where its new value stands."""
     d = axis(dim, len(x.shape))
     if not one_per_row(x, dim, index):
         raise Unsupported("more than one position per row, or not one in every row")

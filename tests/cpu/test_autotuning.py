@@ -240,6 +240,7 @@ def clocked(monkeypatch: Any, time_us: Callable[[str, dict[str, int]], float]) -
         return Result(rows, winner, reason)
 
     monkeypatch.setattr(importlib.import_module("reflib.autotune.points"), "measure", measured)
+    monkeypatch.setattr(importlib.import_module("reflib.tuning"), "_tuner", lambda s, store: None)  # all of it here
 
 
 def test_ranges_branch_on_the_named_tensors_size(caplog: Any, monkeypatch: Any) -> None:

@@ -43,7 +43,10 @@ def test_the_error_names_op_and_line(fn, wrapper):
     good = torch.tensor([1, 9, 0])
     torch.testing.assert_close(f(w, good), fn(w, good))
     lines, first = inspect.getsourcelines(fn)
-    for bad in (10, 2**40, -(2**63)):
+    from_the_end = torch.tensor([1, -1, -10])
+    if fn in (index, index_put):
+        torch.testing.assert_close(f(w, from_the_end), fn(w, from_the_end))
+    for bad in (10, 2**40, -(2**63), *(() if fn in (index, index_put) else (-1,))):
         with pytest.raises(IndexError, match=rf"kernel k\d+_\w+, .*aten\.{fn.__name__}\S* at test_index_errors") as e:
             f(w, torch.tensor([1, bad, 0]))
         line = int(str(e.value).split("test_index_errors.py:")[1].split()[0])
