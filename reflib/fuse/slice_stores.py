@@ -168,7 +168,8 @@ class Stores:
             buffer, index = place(new.buffer, new.index.subs(env))
             new = replace(new, mask=None, other=0, buffer=buffer, index=index)
         read = new.buffer if isinstance(new, Load) else ""
-        self._flush([read], [root], but=root if read != root and not alone else "")
+        overtakes = root in self.reading.get(root, ())  # (pending stores have to read it first)
+        self._flush([read], [root], but=root if read != root and not alone and not overtakes else "")
         region, at = (w.low, w.high, w.step), place(w.buffer, w.store.index.subs(env))[1]
         p = self.pending.get(root)
         if p is not None and not (p.dim == w.dim and _sizes(p.axes) == _sizes(axes) and self._fits(p, region)):

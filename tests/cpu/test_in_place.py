@@ -206,3 +206,22 @@ def check_random(seed: int) -> int:
 
 def test_random_programs() -> None:
     assert sum(map(check_random, range(8))) > 8
+
+
+def test_slices_that_overlap_earlier_ones() -> None:
+    """Rows read across the end of what was stored before, and stored over afterwards."""
+    rng = random.Random(7)
+    steps = [[(10, None), (0, 11), (12, None)]]
+    steps += [[(rng.randrange(14), rng.choice([None, rng.randrange(14)])) for _ in range(5)] for _ in range(5)]
+    for program in steps:
+
+        def fn(x: torch.Tensor, y: torch.Tensor, program: Any = program) -> None:
+            for to, of in program:
+                x[to : to + 3] = y * 2 if of is None else x[of : of + 3].clone()
+
+        torch._dynamo.reset()
+        want, got, y = *[torch.arange(17.0 * 16).view(17, 16).clone() for _ in range(2)], torch.randn(3, 16)
+        fn(want, y)
+        with torch.no_grad():
+            reflib.compile(fn, wrapper=rng.choice(("python", "cpp")), dynamic=False)(got, y)
+        torch.testing.assert_close(got, want, msg=str(program))
