@@ -175,7 +175,7 @@ def test_constants_that_matter_reach_the_worker() -> None:
         InputSpec(name, "weight", 0, (4,), (1,), dtype, "cpu", maker=f"constant {name}")
         for name, dtype in (("zeros", "float32"), ("index", "int64"), ("noise", "float32"))
     )
-    program = {"constants": [], "nodes": []}
+    program: dict[str, Any] = {"constants": [], "nodes": [{"args": ["noise"]}]}
     constants = {"zeros": torch.zeros(4), "index": torch.full((4,), 3), "noise": torch.randn(4)}
     found = isolated(Request({"a": program}, "a", "a", specs), constants, reflib.Options())
     assert isinstance(found, Isolated)
@@ -185,6 +185,10 @@ def test_constants_that_matter_reach_the_worker() -> None:
     found = isolated(Request({"a": program}, "a", "a", specs), constants, reflib.Options())
     assert isinstance(found, Isolated)
     assert make_inputs(found.request.inputs, 0, makers(found.request.makers))[1].tolist() == [0, 1, 2, 3]
+    alone = {"a": {**program, "nodes": []}, "b": program}  # what is right does not read it
+    found = isolated(Request(alone, "a", "a", specs), constants, reflib.Options())
+    assert isinstance(found, Isolated)
+    assert torch.equal(make_inputs(found.request.inputs, 0, makers(found.request.makers))[2], constants["noise"])
 
 
 def test_equal_regions_are_decided_once_and_say_so_once(ops: Any) -> None:
