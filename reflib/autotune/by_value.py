@@ -168,7 +168,7 @@ def register(definitions: tuple[Definition, ...]) -> None:
         space, _, name = d.name.partition("::")
         if before is None and hasattr(getattr(torch.ops, space), name):
             continue
-        library = torch.library.Library(space, "FRAGMENT")  # noqa: TOR901 - kept as long as the op
+        library = torch.library.Library(space, "FRAGMENT")  # (kept as long as the op)
         library.define(name + d.schema)
         for device, code in d.functions:
             key = "CompositeExplicitAutograd" if device is None else torch._C._dispatch_key_for_device(device)

@@ -63,7 +63,7 @@ def isolated(
             fill = one_value(constants[s.name])
             s = replace(s, fill=fill)
             if fill is None and not (constants[s.name].dtype.is_floating_point and f'"{s.name}"' in right):
-                values = index_copy(constants[s.name])
+                values = values_of(constants[s.name])
                 if values is None:
                     return f"the values of {s.name}, a constant of the program, matter, and there are very many"
                 sent[s.maker] = _Values(values)
@@ -110,7 +110,7 @@ class _Values:
 # Remembered: reading a constant waits for its device, which only the thread that compiles may do (a read by another
 # thread would break a graph that the user is capturing).
 _fills: Any = WeakTensorKeyDictionary()
-_indices: Any = WeakTensorKeyDictionary()
+_values_kept: Any = WeakTensorKeyDictionary()
 
 
 def one_value(t: torch.Tensor) -> float | None:
@@ -120,23 +120,23 @@ def one_value(t: torch.Tensor) -> float | None:
     return _fills[t]
 
 
-def index_values(t: torch.Tensor) -> str:
+def digest_of(t: torch.Tensor) -> str:
     """A digest of a tensor's elements. Made once."""
-    return _index(t)[0]
+    return _kept(t)[0]
 
 
-def index_copy(t: torch.Tensor) -> torch.Tensor | None:
+def values_of(t: torch.Tensor) -> torch.Tensor | None:
     """A tensor's elements, on the CPU; None if there are too many to send to a process."""
-    return _index(t)[1]
+    return _kept(t)[1]
 
 
-def _index(t: torch.Tensor) -> tuple[str, torch.Tensor | None]:
-    if t not in _indices:
+def _kept(t: torch.Tensor) -> tuple[str, torch.Tensor | None]:
+    if t not in _values_kept:
         with unset_fake_temporarily():
             here = t.detach().cpu().contiguous()
             digest = hashlib.sha256(here.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-            _indices[t] = digest, here.clone() if here.numel() <= LARGEST else None
-    return _indices[t]
+            _values_kept[t] = digest, here.clone() if here.numel() <= LARGEST else None
+    return _values_kept[t]
 
 
 def _one_value(t: torch.Tensor) -> float | None:

@@ -24,7 +24,7 @@ from ..ir.program import Choice, KernelNode, Node, Program, Template, Variant, V
 from ..options import Options
 from ..target import Target
 from .circumstances import decision_key
-from .isolation import body_of, index_values, one_value, ops_in, source_of
+from .isolation import body_of, digest_of, one_value, ops_in, source_of
 from .matmul import apart, on_end, open_template, tilings, with_tiling
 from .ranges import Range, ranges_of
 from .subprogram import Subprogram, cut
@@ -187,7 +187,7 @@ def _value(t: Any) -> Any:
     fill = one_value(t)
     if fill is not None or t.dtype.is_floating_point or t.dtype.is_complex:
         return fill
-    return index_values(t)
+    return digest_of(t)
 
 
 def _anonymous(data: Any) -> Any:

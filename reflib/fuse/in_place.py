@@ -50,10 +50,10 @@ from ..ir.rename import renamed
 from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies, inside, used_buffers
-from .places import apart, moved, only_in_slice, plain, points, same_layout, slice_points, within
+from .places import apart, moved, only_in_slice, plain, points, slice_points, within
 from .result import Fused, Reason, Refusal
 from .slice_stores import Stores
-from .slices import whole_copy
+from .slices import same_layout, whole_copy
 from .updates import Update, find_updates, in_place_form, puts_back, region
 
 

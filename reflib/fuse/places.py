@@ -47,10 +47,6 @@ def element(v: View, coords: Sequence[IntLike]) -> Expr:
     return at
 
 
-def same_layout(a: Buffer, b: Buffer) -> bool:
-    return (a.shape, a.strides, a.dtype, a.device) == (b.shape, b.strides, b.dtype, b.device)
-
-
 def points(v: View) -> Expr:
     """The index of an element of a view, over loop variables of its own."""
     return element(v, [0 if size == 1 else expr(fresh(size)) for size in v.shape])

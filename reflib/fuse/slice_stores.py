@@ -109,7 +109,7 @@ def _without_copy(program: Program, d: Dependencies, name: str, chain: Chain) ->
     if name in d.needed or found is None or found[1].buffer != name or found[1].index != found[2].index:
         return
     target = found[2].buffer
-    plain = d.writers[target] == [last] and same_layout(program, chain.links[0], target)
+    plain = d.writers[target] == [last] and same_layout(program.buffers[chain.links[0].buffer], program.buffers[target])
     if plain and program.buffers[target].kind == "temp":
         chain.last, chain.copied = last, target
 

@@ -224,15 +224,15 @@ def coordinates(index: Expr, buffer: Buffer) -> list[Expr] | None:
     return out if all(divisions(c) <= divided for c in out) else None
 
 
-def same_layout(program: Program, write: Write, other: str) -> bool:
-    """Is every element of what ``write`` makes where it is in ``other``?"""
-    a, b = program.buffers[write.buffer], program.buffers[other]
+def same_layout(a: Buffer, b: Buffer) -> bool:
+    """Is every element of one where it is in the other?"""
     return (a.shape, a.strides, a.dtype, a.device) == (b.shape, b.strides, b.dtype, b.device)
 
 
 def continues(program: Program, write: Write, base: str) -> bool:
     """Is ``old`` the same element of ``base``, which has the same layout?"""
-    return same_layout(program, write, base) and isinstance(write.old, Load) and write.old.index == write.store.index
+    same = same_layout(program.buffers[write.buffer], program.buffers[base])
+    return same and isinstance(write.old, Load) and write.old.index == write.store.index
 
 
 # -- what is a write to a slice ---------------------------------------------------------------------

@@ -18,8 +18,7 @@ from torch._higher_order_ops.auto_functionalize import (
     read_view_information_from_args,
 )
 
-from reflib.ir.program import View, full_view
-
+from ..ir.program import View, full_view
 from .body import NestBuilder
 from .context import LoweringContext
 from .extern import extern
