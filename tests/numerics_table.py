@@ -48,6 +48,25 @@ WHY = {
     "elementwise": "a function of our own, or rounded elsewhere", "reduction": "another order of additions",
     "composite": "another order of additions, functions of our own", "product": "another order of additions",
 }  # fmt: skip
+# What a GPU's kernel adds atomically by default, in an order that varies from run to run. Ops, or in brackets the
+# gradients of ops: fn(x, along its first dimension: where, for each element: at, new)
+ATOMIC: dict[str, Callable[..., torch.Tensor]] = {
+    "index_add": lambda x, where, at, new: x.index_add(0, where, new),
+    "index_put, accumulate=True": lambda x, where, at, new: x.index_put((where,), new, accumulate=True),
+    "scatter_add": lambda x, where, at, new: x.scatter_add(0, at, new),
+    "scatter_reduce, sum": lambda x, where, at, new: x.scatter_reduce(0, at, new, "sum"),
+    "scatter_reduce, mean": lambda x, where, at, new: x.scatter_reduce(0, at, new, "mean"),
+    "embedding (gradient)": lambda x, where, at, new: F.embedding(where, x).square(),
+    "index (gradient)": lambda x, where, at, new: x[where].square(),
+    "index_select (gradient)": lambda x, where, at, new: x.index_select(0, where).square(),
+    "gather (gradient)": lambda x, where, at, new: x.gather(0, at).square(),
+    "interpolate (gradient)": lambda x, where, at, new: F.interpolate(x[None, None], None, 1.7, "bilinear").square(),
+}
+STORED: dict[str, Callable[..., torch.Tensor]] = {  # where two values for one place race, and one of them wins
+    "scatter": lambda x, where, at, new: x.scatter(0, at, new),
+    "index_copy": lambda x, where, at, new: x.index_copy(0, where, new),
+    "index_put": lambda x, where, at, new: x.index_put((where,), new),
+}
 Row = dict[str, str]
 
 
@@ -166,7 +185,26 @@ Products are the same library calls.
             text += f"\n### {kind.capitalize()}\n\n| op | {' | '.join(dtypes)} |\n|---|" + "--:|" * len(dtypes) + "\n"
             for op in ops:
                 text += f"| `{op}` | " + " | ".join(_cell(by[op, d, "fast"]) for d in dtypes) + " |\n"
-    return text
+    return text + f"""
+## From run to run
+
+With the same inputs, on the same machine, results of generated kernels are the same in every run, on a CPU and on a GPU,
+except where a tensor says to which places a GPU's kernel adds, or which it overwrites:
+
+* **Atomic additions**, in an order that varies and last bits with it:
+  {_listed(ATOMIC)}.
+  `atomics=False`, `numerics="eager"`, `batch_invariant=True` and `torch.use_deterministic_algorithms(True)` each stop it
+  (under the last, integers are still added so, which varies nothing).
+* **Several values for one place**, of which any may win, as in eager: {_listed(STORED)}. Only
+  `torch.use_deterministic_algorithms(True)` stops that.
+
+Where a call of PyTorch's remains, what PyTorch says of its op holds, and `torch.use_deterministic_algorithms(True)` is
+the way to change it. A choice by measuring may fall otherwise in another process; stored decisions keep it.
+"""
+
+
+def _listed(ops: dict[str, Callable[..., torch.Tensor]]) -> str:
+    return ", ".join(f"`{n.removesuffix(' (gradient)')}`{' (its gradient)' * n.endswith(')')}" for n in ops)
 
 
 def _cell(r: Row) -> str:

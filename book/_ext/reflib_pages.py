@@ -108,6 +108,7 @@ def contents(root: Path, only: str = "") -> str:
 
 
 ONE_FEATURE = {
+    "numerics": "eager's bits, or the same bits for every batch",
     "inline-fusion": "an op that chooses its own implementation",
     "decompose-k": "splitting the long dimension of a matrix product",
     "input-ranges": "a winner for each range of a size",

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
+import reflib
 from tests import numerics_table as numerics
 
 
@@ -41,3 +45,51 @@ def test_ulps() -> None:
     assert numerics.ulps(one[:1], torch.nextafter(one[:1], torch.tensor(2.0))) == 1
     assert numerics.ulps(torch.tensor([1e-45]), torch.tensor([-1e-45])) == 2
     assert numerics.ulps(one[3:], one[:1]) == float("inf")
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def gpu_kernels(fn: Callable[..., Any], *args: torch.Tensor, **options: Any) -> list[str]:
+    torch._dynamo.reset()
+    e = reflib.explain(fn, *args, dynamic=False, target="sm_90", **options)
+    return [k.source for stages in (e, e.backward) if stages for k in stages.kernels]
+
+
+def test_what_varies_from_run_to_run_on_a_gpu_and_what_stops_it(deterministic: None) -> None:
+    """As book/numerics.md says."""
+    leaf, new = torch.randn(9, 7).requires_grad_(), torch.randn(12, 7)
+    where, at = torch.randint(9, (12,)), torch.randint(9, (12, 7))
+
+    def additions(**options: Any) -> int:
+        def all_of_them(x: Any, where: Any, at: Any, new: Any) -> list[Any]:
+            return [fn(x, where, at, new) for fn in numerics.ATOMIC.values()]
+
+        return sum(s.count("tl.atomic_add") for s in gpu_kernels(all_of_them, leaf, where, at, new, **options))
+
+    def stores() -> int:
+        def all_of_them(x: Any, where: Any, at: Any, new: Any) -> list[Any]:
+            return [fn(x, where, at, new) for fn in numerics.STORED.values()]
+
+        sources = gpu_kernels(all_of_them, leaf.detach(), where, at, new)
+        assert not any("atomic" in s for s in sources)
+        return len(sources)
+
+    assert additions() == len(numerics.ATOMIC) + 1  # a mean also counts
+    assert stores() >= len(numerics.STORED)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", reflib.BatchVariantWarning)
+        assert additions(atomics=False) == additions(numerics="eager") == additions(batch_invariant=True) == 0
+    torch.use_deterministic_algorithms(True)
+    assert additions() == stores() == 0
+
+
+def test_nothing_in_the_table_varies_from_run_to_run() -> None:
+    def program(x: Any, y: Any) -> list[Any]:
+        ops = [(n, fn) for of in numerics.KINDS.values() for n, fn in of.items()]
+        return [fn(x, y) if n in numerics.BINARY or n in numerics.PRODUCTS else fn(x) for n, fn in ops]
+
+    assert not any("atomic" in s for s in gpu_kernels(program, torch.randn(5, 6), torch.randn(5, 6)))
