@@ -188,13 +188,13 @@ Products are the same library calls.
     return text + f"""
 ## From run to run
 
-With the same inputs, on the same machine, results of generated kernels are the same in every run, on a CPU and on a GPU,
-except where a tensor says to which places a GPU's kernel adds, or which it overwrites:
+With the same inputs, on the same machine, results of generated kernels are the same in every run, except where a tensor
+says to which places a GPU's kernel adds, or which it overwrites:
 
 * **Atomic additions**, in an order that varies and last bits with it:
   {_listed(ATOMIC)}.
-  `atomics=False`, `numerics="eager"`, `batch_invariant=True` and `torch.use_deterministic_algorithms(True)` each stop it
-  (under the last, integers are still added so, which varies nothing).
+  `atomics=False`, `numerics="eager"`, `batch_invariant=True` and `torch.use_deterministic_algorithms(True)` each stop
+  it (under the last, integers are still added so, which varies nothing).
 * **Several values for one place**, of which any may win, as in eager: {_listed(STORED)}. Only
   `torch.use_deterministic_algorithms(True)` stops that.
 

@@ -80,8 +80,8 @@ def fill(cx: LoweringContext, out: View, start: View | int | None) -> None:
 
 
 # -- the ops ------------------------------------------------------------------------------------------------
-def put(cx: LoweringContext, x: View, indices: Sequence[View | None], values: View, how: Sum) -> View:
-    """``x.index_put(indices, values)``, added or (``scatter``) stored."""
+def put(cx: LoweringContext, x: View, indices: Sequence[View | None], values: Any, how: Sum) -> View:
+    """``x.index_put(indices, values)``, added or (``scatter``) stored; values: a View, or a number."""
     used = [d for d, i in enumerate(indices) if i is not None]
     if not used or any(i is not None and i.dtype not in (torch.int32, torch.int64) for i in indices):
         raise Unsupported("library call")  # an index that is a mask
@@ -97,7 +97,7 @@ def put(cx: LoweringContext, x: View, indices: Sequence[View | None], values: Vi
         for d, size in enumerate(x.shape):
             i = indices[d] if d < len(indices) else None
             at.append(next(rest) if i is None else k.indirect(k.load(i, here), size, True))
-        return at, k.load(values)
+        return at, k.load(values) if isinstance(values, View) else values
 
     return how(cx, x, shape, term)
 

@@ -23,7 +23,7 @@ from .context import LoweringContext
 from .indexing import axis, here_and_at, one_per_row
 from .rules import Unsupported, overloads, rule
 
-UPDATES = frozenset(overloads("index_copy", "index_put", "_unsafe_index_put", "scatter", "scatter_add"))
+UPDATES = frozenset(overloads("index_copy", "index_fill", "index_put", "_unsafe_index_put", "scatter", "scatter_add"))
 PARTS = frozenset(overloads("select_scatter", "slice_scatter"))
 VIEWS = frozenset(overloads("permute", "view", "transpose", "t", "squeeze", "unsqueeze"))
 
@@ -90,6 +90,14 @@ def index_copy(cx: LoweringContext, x: View, dim: int, index: View, new: View) -
         return [row if i == d else c for i, c in enumerate(k.coords)], k.load(new)
 
     return scatter(cx, x, new.shape, term)
+
+
+@rule("index_fill")
+def index_fill(cx: LoweringContext, x: View, dim: int, index: View, new: Any) -> View:
+    """Places may be counted from the end, as in eager; torch's own decomposition, an ``index_copy``, refuses these."""
+    if not x.shape:
+        raise Unsupported("library call")
+    return accumulate.put(cx, x, [None] * axis(dim, len(x.shape)) + [index], new, scatter)
 
 
 @rule("scatter_add")

@@ -36,22 +36,52 @@ def index_put(w, i):
     return w
 
 
+def index_fill(w, i):
+    return w.clone().index_fill_(0, i, 1)
+
+
+FROM_THE_END = (index, index_put, index_fill)  # places may be counted so
+
+
 @pytest.mark.parametrize("wrapper", ["python", "cpp"])
-@pytest.mark.parametrize("fn", [embedding, gather, index_select, index, index_put], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("fn", [embedding, gather, index_select, *FROM_THE_END], ids=lambda f: f.__name__)
 def test_the_error_names_op_and_line(fn, wrapper):
     f, w = reflib.compile(fn, wrapper=wrapper), torch.randn(10, 4)
     good = torch.tensor([1, 9, 0])
     torch.testing.assert_close(f(w, good), fn(w, good))
     lines, first = inspect.getsourcelines(fn)
     from_the_end = torch.tensor([1, -1, -10])
-    if fn in (index, index_put):
+    if fn in FROM_THE_END:
         torch.testing.assert_close(f(w, from_the_end), fn(w, from_the_end))
-    for bad in (10, 2**40, -(2**63), *(() if fn in (index, index_put) else (-1,))):
+    for bad in (10, 2**40, -(2**63), *(() if fn in FROM_THE_END else (-1,))):
         with pytest.raises(IndexError, match=rf"kernel k\d+_\w+, .*aten\.{fn.__name__}\S* at test_index_errors") as e:
             f(w, torch.tensor([1, bad, 0]))
         line = int(str(e.value).split("test_index_errors.py:")[1].split()[0])
         assert first < line < first + len(lines) and fn.__name__ in lines[line - first].replace("w[i]", fn.__name__)
     torch.testing.assert_close(f(w, good), fn(w, good))
+
+
+def test_negative_indices_are_legal_where_they_are_in_eager() -> None:
+    """All other ops that take indices."""
+    x, v, i = torch.randn(5, 4), torch.randn(3, 4), torch.tensor([0, -1, 2])
+    at = torch.tensor([[0, -1, 2, 1], [-5, 3, 1, 0]])
+
+    def legal(x, v, i, at):
+        fill = x.index_fill(0, i, 2.5), x.index_fill(-1, i, v[0, 0]), x.sign().long().index_fill(1, i[1], 7)
+        y, z = x.clone(), x.t().clone()
+        y[i[1]], z[:, i] = 0.5, v.t()
+        added = x.index_put((i,), v, accumulate=True)
+        return *fill, y, z, x[i, i], x[:, i], x.take(at), x.put(at, v[:2]), added, x.take_along_dim(at, 0)
+
+    torch.testing.assert_close(reflib.compile(legal, dynamic=False)(x, v, i, at), legal(x, v, i, at))
+    illegal = [
+        lambda: x.scatter(0, at, v), lambda: x.scatter_add(0, at, v), lambda: x.scatter_reduce(0, at, v, "amax"),
+        lambda: x.index_add(0, i, v), lambda: x.index_copy(0, i, v), lambda: x.index_reduce(0, i, v, "prod"),
+    ]  # fmt: skip
+    for fn in illegal:
+        for run in (fn, reflib.compile(fn)):
+            with pytest.raises((IndexError, RuntimeError), match=r"index (-1 is )?out of|is out of bounds"):
+                run()
 
 
 def test_a_gpus_assertions() -> None:
