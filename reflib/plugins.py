@@ -21,6 +21,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "channels_last": "capture.layouts:channels_last",
         "positions": "capture.positions:recompute_positions",
         "returned": "capture.returned:views_of_inputs",
+        "written": "capture.written_inputs:save_before_written",
     },
     "pipeline.AROUND": {"unusual": "wrap.unusual:eager_for_unusual"},
     "pipeline.VERIFY": {"verify": "ir.verify:verify"},
