@@ -56,7 +56,7 @@ def compile_exported(program: Any, options: Options) -> Callable[..., Any]:
     from .wrap.exported import ExportedCallable, names_of, weights_of
 
     stages, convention, program = exported_stages(program, options)
-    call = stages.call or eager(stages.graph)
+    call = eager(stages.graph) if stages.call is None else Backend(options).around(stages.call, stages, ())
     return ExportedCallable(convention, weights_of(program), call, names_of(program))
 
 

@@ -23,13 +23,14 @@ PLUGS: dict[str, dict[str, str]] = {
         "returned": "capture.returned:views_of_inputs",
         "written": "capture.written_inputs:save_before_written",
     },
-    "pipeline.AROUND": {"unusual": "wrap.unusual:eager_for_unusual"},
+    "pipeline.AROUND": {"graphs": "wrap.cuda_graphs:cuda_graphs", "unusual": "wrap.unusual:eager_for_unusual"},
     "pipeline.VERIFY": {"verify": "ir.verify:verify"},
     "options.NORMALIZE": {
         "lookup_table": "tables:normalize_lookup",
         "c_shims": "c_shims:normalize",
         "decompose_k": "lower.decompose_k:limits",
     },
+    "options.TRANSLATE": {"inductor": "inductor_options:translate"},
     "lower.MODULES": {
         "accumulate": "lower.accumulate",
         "activations": "lower.activations",
