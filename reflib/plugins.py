@@ -38,6 +38,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "convolution": "lower.convolution",
         "creation": "lower.creation",
         "index_put": "lower.index_put",
+        "flex_attention": "lower.flex_attention",
         "indexing": "lower.indexing",
         "lists": "lower.lists",
         "matmul": "lower.matmul",
