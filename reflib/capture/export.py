@@ -108,7 +108,8 @@ def export_for(
     there, fakes = _fakes_for(module, (args, kwargs), device)
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     name = getattr(model, "__name__", type(model).__name__)
-    with _LOCK, torch.no_grad(), _as_if_there() if there == "cuda" else nullcontext(), explained(name):
+    on_gpu = _as_if_there() if there == "cuda" else nullcontext()
+    with _LOCK, torch.no_grad(), on_gpu, triton_of_gpu(recorded=True), explained(name):
         if fakes is not None:
             module = fakes.copied(module, name)
             args, kwargs = pytree.tree_map_only(torch.Tensor, fakes.fake, (args, kwargs))

@@ -335,7 +335,7 @@ class Variants:
 
 @dataclass(frozen=True, slots=True)
 class KernelNode:
-    """One scheduled kernel. ``parts``: independent loop nests launched together (usually one), or one Template or Extern.
+    """One scheduled kernel. ``parts``: independent loop nests launched together (mostly one), or a Template or Extern.
     ``workspace``: buffers that only this kernel uses. One whose ``kind`` is ``temp`` holds nothing before and after;
     ``zeros`` holds zeros, which the kernel leaves zero; ``scratch`` is for Triton's descriptors."""
 

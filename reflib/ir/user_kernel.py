@@ -16,7 +16,7 @@ from ..errors import ReflibError
 class UserKernel:
     """``function``: its name in ``source``, which is a module's text that needs Triton and no module of the user's.
     ``call``: per argument, pieces of Triton text; an int stands for that one of the Extern's ``args``.
-    ``scratch``: bytes of global memory per program for descriptors. ``config``: how ``@triton.autotune`` calls it."""
+    ``scratch``: bytes of global memory per program for descriptors."""
 
     function: str
     source: str
@@ -24,7 +24,6 @@ class UserKernel:
     num_warps: int = 4
     num_stages: int = 3
     scratch: int = 0
-    config: str = ""
 
     @property
     def __name__(self) -> str:  # as other callables have it

@@ -38,8 +38,8 @@ def literal(value: Any) -> str | None:
 
 
 class KernelText:
-    """The text of a module with ``kernel`` in it; ``function`` and ``named`` add to it, and raise LoweringError for what
-    cannot be copied out of its module. ``names``: of what is in the text, by identity, for which it is ``kept``."""
+    """The text of a module with ``kernel`` in it. ``function`` and ``named`` add to it, and raise LoweringError for what
+    cannot be copied. ``names``: of what is in the text, by identity, for which it is ``kept``."""
 
     def __init__(self, kernel: str):
         import triton
@@ -85,15 +85,16 @@ class KernelText:
             constant = type(what).__name__ == "constexpr"
             self.constants.append(f"{name} = " + (f"tl.constexpr({value})" if constant else value))
             return name
-        if _importable(module) and getattr(importlib.import_module(module), what.__name__, None) is what:
+        own = getattr(what, "__name__", "")
+        if own and _importable(module) and getattr(importlib.import_module(module), own, None) is what:
             name = self.unique(wanted, what)
-            self.imports.append(f"from {module} import {what.__name__} as {name}")
+            self.imports.append(f"from {module} import {own}" + (f" as {name}" if name != own else ""))
             return name
         if isinstance(what, JITFunction) or type(what).__name__ == "ConstexprFunction":
             return self.function(what)
         raise LoweringError(
-            f"the Triton kernel {self.kernel} uses {wanted}, a {type(what).__name__}, which cannot be copied out of its "
-            "module; use tl.constexpr constants and @triton.jit functions"
+            f"the Triton kernel {self.kernel} uses {wanted}, a {type(what).__name__}, which cannot be copied out of "
+            "its module; use tl.constexpr constants and @triton.jit functions"
         )
 
     def function(self, f: Any) -> str:

@@ -143,9 +143,8 @@ class Call:
         )
         source = str(self.text)
         self.scratch += SCRATCH * source.count("make_tensor_descriptor(")
-        how = (config.num_warps, config.num_stages) if config is not None else (4, 3)
-        about = ", ".join(f"{k}={v}" for k, v in config.all_kwargs().items()) if config is not None else ""
-        target = UserKernel(function, source, call, *how, self.scratch, about)
+        warps, stages = (config.num_warps, config.num_stages) if config is not None else (4, 3)
+        target = UserKernel(function, source, call, warps, stages, self.scratch)
         sizes = tuple(expr(g) for g in grid)
         self._check_grid(sizes)
         return Extern(

@@ -23,7 +23,7 @@ from ..target import Target
 from .heuristics import choose_configs
 
 Names = Mapping[tuple[str, ...], str]
-# (name, node, buffers, target) -> the kernel's variants, by the class of a node that is no LoopNest, or of a call's target
+# (name, node, buffers, target) -> the kernel's variants, by the class of a node that is no LoopNest, or of its target.
 SCHEDULERS = Seam("schedule.SCHEDULERS")
 
 

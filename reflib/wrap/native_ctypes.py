@@ -79,8 +79,8 @@ class launcher:  # (named as in the extension)
             )
         one = c_uint(1)
         self._check("launch", _cuda(_path).cuLaunchKernel(
-            c_void_p(self.function), c_uint(x), c_uint(y), c_uint(z), c_uint(self.threads), one, one, c_uint(self.shared),
-            c_void_p(stream), params, None,
+            c_void_p(self.function), c_uint(x), c_uint(y), c_uint(z), c_uint(self.threads), one, one,
+            c_uint(self.shared), c_void_p(stream), params, None,
         ))  # fmt: skip
 
     def load(self) -> None:
