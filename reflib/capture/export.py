@@ -108,8 +108,7 @@ def export_for(
     there, fakes = _fakes_for(module, (args, kwargs), device)
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     name = getattr(model, "__name__", type(model).__name__)
-    on_gpu = _as_if_there() if there == "cuda" else nullcontext()
-    with _LOCK, torch.no_grad(), on_gpu, triton_of_gpu(recorded=True), explained(name):
+    with _LOCK, torch.no_grad(), _as_if_there() if there == "cuda" else nullcontext(), explained(name):
         if fakes is not None:
             module = fakes.copied(module, name)
             args, kwargs = pytree.tree_map_only(torch.Tensor, fakes.fake, (args, kwargs))
@@ -131,7 +130,7 @@ def with_fakes(fn: Any, call: Any, gpu: bool, there: bool) -> Iterator[tuple[Any
         return fakes.fake(t).requires_grad_(t.requires_grad)
 
     on_gpu = (attention_of_gpu(whole=False), triton_of_gpu()) if gpu else (nullcontext(), nullcontext())
-    with _LOCK, _as_if_there() if there else nullcontext(), on_gpu[0], on_gpu[1]:
+    with _LOCK, _as_if_there(dynamo=True) if there else nullcontext(), on_gpu[0], on_gpu[1]:
         if isinstance(fn, torch.nn.Module):
             copy = fakes.copied(fn, type(fn).__name__)
             for p, new in zip(fn.parameters(), copy.parameters(), strict=True):
@@ -398,10 +397,11 @@ _LOCK = threading.RLock()  # what is replaced below is the whole process's
 
 
 @contextmanager
-def _as_if_there() -> Iterator[None]:
+def _as_if_there(dynamo: bool = False) -> Iterator[None]:
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(_guard())
+        enter(triton_of_gpu(recorded=not dynamo))
         enter(attention_of_gpu())
         enter(_replaced(FakeTensorMode, "avoid_device_init", True))
         enter(_replaced(proxy_tensor, "CONSTANT_NUMEL_LIMIT", 0))

@@ -29,7 +29,10 @@ def exported_graph(program: Any, decompositions: dict, rewrite: Rewrite = lambda
     env = _shape_env(program)
     before = len(env.guards) if env is not None else 0
     program = _rewritten(program, rewrite)
-    program = program.run_decompositions(decompositions)  # in the same ShapeEnv: what it assumes is found there
+    vals = [n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder"]
+    gpu = any(isinstance(v, torch.Tensor) and v.device.type == "cuda" for v in vals)
+    # in the same ShapeEnv: what it assumes is found there
+    program = program.run_decompositions(decompositions, decompose_custom_triton_ops=gpu)
     if env is not None:
         env.guards[before:] = [g for g in env.guards[before:] if not _of_two_or_more(g.expr)]
     held = {s.arg.name for s in program.graph_signature.input_specs if s.kind.name in ("PARAMETER", "BUFFER")}
