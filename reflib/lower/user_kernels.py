@@ -27,7 +27,7 @@ from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton
 from .. import logs
 from ..errors import LoweringError
 from ..ir.expr import Expr, expr
-from ..ir.program import Extern, View, full_view
+from ..ir.program import Choice, Extern, Variant, View, full_view
 from ..ir.user_kernel import UserKernel
 from .body import NestBuilder
 from .context import LoweringContext
@@ -59,6 +59,7 @@ def launched(
     if not tensors_to_clone:
         raise Unsupported("it writes to no tensor that the program knows")
     _check(cx, kernel, function)
+    name, start = cx.low.next_node(), len(cx.low.nodes)
     fakes = cx.node.kwargs["kwargs"]
     written: dict[View, View] = {}  # one that is given twice is one piece of memory for the kernel, as it is eagerly
     for n in tensors_to_clone:
@@ -70,8 +71,29 @@ def launched(
     if set(tensors_to_clone) == {n for n, v in given.items() if isinstance(v, View)}:
         logs.get("fallback").info("%s: every tensor it is given counts as written (%s)", *_where(cx))
     buffers = tuple(v.buffer for v in written.values())
-    cx.low.nodes.append(call.extern(cx.low.next_node(), configs[0], grid[0], buffers))
+    if len(configs) == 1 or not cx.low.choices:
+        cx.low.nodes.append(call.extern(cx.low.next_node(), configs[0], grid[0], buffers))
+    else:  # each with copies of its own: so it can be run again, and is measured with what it is given
+        copies = [replace(n, name=f"{name}_copy{i}") for i, n in enumerate(cx.low.nodes[start:])]
+        del cx.low.nodes[start:]
+        cx.low.nodes.append(_choice(call, name, copies, configs, grid, buffers))
     return {n: written[kwargs[n]] for n in tensors_to_clone}
+
+
+def _choice(call: Call, name: str, copies: list[Any], configs: list[Any], grid: Any, buffers: tuple[str, ...]) -> Choice:
+    """Among the configurations of ``@triton.autotune``; the first one that is supported is the default."""
+    made: dict[str, Variant] = {}
+    failed: list[tuple[str, str, str]] = []
+    for config, sizes in zip(configs, grid, strict=True):
+        title = ", ".join(f"{k}={v}" for k, v in config.all_kwargs().items() if k != "num_ctas" or v != 1)
+        try:
+            made[title] = Variant(title, (*copies, call.extern(f"{name}_launch", config, sizes, buffers)))
+        except Unsupported as e:
+            failed.append((title, "unsupported", str(e)))
+    if not made:
+        raise Unsupported(failed[0][2])
+    origin = call.cx.origin
+    return Choice(name, origin.op, buffers, tuple(made.values()), tuple(failed), custom=True, origins=(origin,))
 
 
 def _function(kernel: Any) -> tuple[Any, list[Any]]:
