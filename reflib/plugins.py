@@ -13,6 +13,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "pipeline.CAPTURED": {
         "attention": "capture.attention:attention",
         "apart": "capture.attention_apart:attention_apart",
+        "grids": "capture.triton_there:check_grids",
     },
     "pipeline.REWRITES": {
         "data_sizes": "capture.data_sizes:check_sizes",

@@ -32,7 +32,7 @@ def scaled(x):
 
 @triton.jit
 def mixed_kernel(
-    x: tl.pointer_type(tl.float32), flags, out, n: "i64", scale, one, wide, none, negate, step: tl.float64,
+    x: tl.pointer_type(tl.float32), flags, out, n: tl.int64, scale, one, wide, none, negate, step: tl.float64,
     BLOCK: tl.constexpr = BLOCK_SIZE,
 ) -> None:
     """Constants of two modules with one name, helper functions likewise; arguments of all types."""
@@ -98,7 +98,7 @@ def in_place(x: Tensor, y: Tensor) -> Tensor:
 
 def chained(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Slices in and out; the second launch reads what the first wrote, what neither writes stays."""
-    out = torch.zeros(x.numel() + 4)
+    out = x.new_zeros(x.numel() + 4)
     n = x.numel() - 4
     add_kernel[(4, 1)](x[4:], y, out[3:], n, BLOCK=64, num_warps=2)
     add_kernel[(4,)](out[4:], y[1:], out, n, BLOCK=64, num_stages=5)
@@ -115,7 +115,7 @@ def mixed(x: Tensor, flags: Tensor) -> Tensor:
 def both(x: Tensor) -> tuple[Tensor, Tensor]:
     """Two outputs, a grid of three dimensions, an input with gaps between its rows."""
     rows, columns = x.shape
-    total, largest = torch.empty(rows, 2), torch.empty_strided((rows, 2), (2, 1))
+    total, largest = x.new_empty(rows, 2), torch.empty_strided((rows, 2), (2, 1), device=x.device)
     both_kernel[lambda meta: (2, rows, 1)](
         x, total, largest, rows, columns, x.stride(0), BLOCK=triton.next_power_of_2(columns) // 2
     )
@@ -132,7 +132,7 @@ def described(x: Tensor) -> Tensor:
 
 
 def summed(y: Tensor) -> tuple[Tensor, Tensor]:
-    total = torch.zeros(1)
+    total = torch.zeros(1, device=y.device)
     sums_kernel[grid(y.numel())](y, total, y.numel())
     return total * 2, y + 1
 
@@ -143,7 +143,7 @@ def eager_in_place(x: Tensor, y: Tensor) -> Tensor:
 
 
 def eager_chained(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    out, n = torch.zeros(x.numel() + 4), x.numel() - 4
+    out, n = x.new_zeros(x.numel() + 4), x.numel() - 4
     out[3 : 3 + n] = x[4:] + y[:n]
     first = out.clone()
     out[:n] = first[4 : 4 + n] + y[1 : 1 + n]

@@ -12,12 +12,15 @@ recorded as ``torch.library.wrap_triton(kernel)`` would, and ``@triton.heuristic
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+
+from ..errors import CaptureError
 
 CAPABILITY = 90  # of the stand-in: any GPU will do
 
@@ -50,6 +53,26 @@ def triton_of_gpu(recorded: bool = False) -> Iterator[None]:
         yield
 
 
+def check_grids(module: torch.fx.GraphModule, options: Any) -> torch.fx.GraphModule:
+    """``module``, unless a kernel's grid in it is a tensor (plugs into ``pipeline.CAPTURED``): Dynamo lets that pass,
+    and nothing after it can do with it. Raises CaptureError naming the kernel."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    for node in module.graph.nodes:
+        if getattr(node.target, "__name__", "") != "triton_kernel_wrapper_mutation":
+            continue
+        for size in (size for grid in node.kwargs["grid"] for size in grid if isinstance(size, torch.fx.Node)):
+            if isinstance(size.meta.get("example_value", size.meta.get("val")), torch.Tensor):
+                name = kernel_side_table.get_kernel(node.kwargs["kernel_idx"]).fn.__name__
+                lines = re.findall(r'([^/"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+                at = ":".join(lines[-1]) if lines else "its line is not known"
+                raise CaptureError(
+                    f"the grid of the Triton kernel {name} is a tensor ({at}): a grid is made of numbers; n.item() is "
+                    "one, and waits for the GPU"
+                )
+    return module
+
+
 def _recording(launch: Callable[..., Any]) -> Callable[..., Any]:
     """``kernel[grid]``, whose call is recorded, unless the op around it is running for real."""
     from torch._higher_order_ops.triton_kernel_wrap import TraceableTritonKernelWrapper
@@ -73,9 +96,15 @@ def _recording(launch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Driver:
-    """Of a GPU that nothing is launched on."""
+    """Of a GPU that nothing can be launched on."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", CAPABILITY, 32)
+
+    def __getattr__(self, name: str) -> Any:
+        raise CaptureError(
+            "a Triton kernel is launched outside of what was captured, and there is no GPU: are its grid or its "
+            "arguments read from a tensor, or does PyTorch not capture its kind? TORCH_LOGS=graph_breaks says why"
+        )

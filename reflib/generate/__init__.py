@@ -26,8 +26,8 @@ def _triton(node: KernelNode, buffers: dict[str, Buffer], target: Target, aligne
     return generate_triton(node.name, parts, node.config, buffers, target, aligned)
 
 
-# (KernelNode, buffers, target, aligned buffers) -> Kernel, by the kind of device, or for kernels around a Template, or
-# of the user's. A CPU without a printer: the wrapper has Triton's interpreter run a GPU's kernels (``pipeline.targets``).
+# (KernelNode, buffers, target, aligned buffers) -> Kernel, by the kind of device, or "template" for those around a
+# Template, "user" for the user's. A CPU without a printer: Triton's interpreter runs a GPU's (``pipeline.targets``).
 PRINTERS = Seam("generate.PRINTERS", {"cuda": _triton, "hip": _triton})
 
 

@@ -38,8 +38,8 @@ def literal(value: Any) -> str | None:
 
 
 class KernelText:
-    """The text of a module with ``kernel`` in it. ``function`` and ``named`` add to it, and raise LoweringError for what
-    cannot be copied. ``names``: of what is in the text, by identity, for which it is ``kept``."""
+    """The text of a module with ``kernel`` in it. ``function`` and ``named`` add to it; LoweringError: for what cannot
+    be copied. ``names``: of what is in the text, by identity, for which it is ``kept``."""
 
     def __init__(self, kernel: str):
         import triton
@@ -104,7 +104,7 @@ class KernelText:
         assert isinstance(tree, ast.FunctionDef)
         how = "@triton.jit(noinline=True)" if getattr(f, "noinline", False) else "@triton.jit"
         how = "@triton.constexpr_function" if type(f).__name__ == "ConstexprFunction" else how
-        text = _replaced(f.src, _Names(self, f.fn, tree).changes)
+        text = _replaced(f.src, _Names(self, f, tree).changes)
         text = re.sub(r"^def\s+\w+", f"def {name}", text)
         self.functions.append(f"\n\n{how}\n{text.rstrip()}\n")
         return name
@@ -121,10 +121,10 @@ Change = tuple[ast.expr, str]  # this part of the text, the new text
 class _Names(ast.NodeVisitor):
     """``changes``: what to replace in a function's text, so that its names are those of ``text``."""
 
-    def __init__(self, text: KernelText, fn: Any, tree: ast.FunctionDef):
+    def __init__(self, text: KernelText, f: Any, tree: ast.FunctionDef):
         self.text, self.changes = text, list[Change]()
-        cells = zip(fn.__code__.co_freevars, fn.__closure__ or ())
-        self.scope = fn.__globals__ | {name: cell.cell_contents for name, cell in cells}
+        cells = zip(f.fn.__code__.co_freevars, f.fn.__closure__ or ())
+        self.scope = f.fn.__globals__ | {name: cell.cell_contents for name, cell in cells}
         a = tree.args
         parameters = [*a.posonlyargs, *a.args, *a.kwonlyargs, *(x for x in (a.vararg, a.kwarg) if x)]
         for p in parameters:
@@ -137,10 +137,12 @@ class _Names(ast.NodeVisitor):
         for node in [*a.defaults, *(d for d in a.kw_defaults if d)]:
             self.visit(node)
         self.local = stored | {p.arg for p in parameters}
+        self.strict = type(f).__name__ != "ConstexprFunction"
         for statement in tree.body:
             self.visit(statement)
 
     local: set[str] = set()
+    strict = False  # in what Triton compiles, globals are constexpr
 
     def visit_Name(self, node: ast.Name) -> None:
         self._chain(node)
@@ -161,6 +163,11 @@ class _Names(ast.NodeVisitor):
         while isinstance(what, ModuleType) and at and not _importable(what.__name__):
             at -= 1
             what = getattr(what, chain[at].attr)  # type: ignore[attr-defined]
+        if self.strict and type(what) in (bool, int, float, str) and chain[at] is root:
+            raise LoweringError(
+                f"the Triton kernel {self.text.kernel} uses the global variable {root.id}, which Triton allows only as "
+                f"a constant: {root.id} = tl.constexpr({what!r})"
+            )
         wanted = chain[at].attr if isinstance(chain[at], ast.Attribute) else root.id  # type: ignore[attr-defined]
         if isinstance(what, ModuleType) and not _importable(what.__name__):
             raise LoweringError(f"the Triton kernel {self.text.kernel} uses the module {what.__name__} as a value")

@@ -11,7 +11,8 @@ Arguments are what Triton would have specialized the kernel for. A number known 
 ``constexpr``); a size first known at run time is computed from the program's sizes. What is not supported (a
 cluster, a limit of registers) stays PyTorch's launch, with the reason.
 
-NB: TorchInductor does the same with a wrapper around Triton's launcher and a fallback for tensors in tuples.
+NB: TorchInductor compiles the kernel with its own signature and arguments in their order (``UserDefinedTritonKernel``,
+``define_user_defined_triton_kernel``), and lets Triton's autotuner choose among its configurations at the first call.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from ..ir.user_kernel import UserKernel
 from .body import NestBuilder
 from .context import LoweringContext
 from .kernel_text import KernelText, literal
+from .lower import origin
 from .rules import RULES, Unsupported
 
 SCRATCH = 128  # bytes of global memory for a descriptor
@@ -40,25 +42,37 @@ _AMD = ("waves_per_eu", "matrix_instr_nonkdim", "kpack")  # settings that other 
 Piece = str | int
 
 
-def launched(
+def launched(cx: LoweringContext, *, kernel_idx: int, **how: Any) -> dict[str, View]:
+    """The new values of what the kernel writes, by argument. Raises LoweringError for bad input, naming the kernel."""
+    kernel = kernel_side_table.get_kernel(kernel_idx)
+    function, configs = _function(kernel)
+    trace = cx.node.meta.get("stack_trace") or ""
+    if "triton/runtime/" in trace:  # within @triton.heuristics, which Dynamo looks into
+        cx.node.meta["stack_trace"] = trace[: trace.rindex("File", 0, trace.index("triton/runtime/"))]
+    cx = replace(cx, origin=replace(origin(cx.node), op=function.__name__))
+    _check(cx, kernel, function)
+    try:
+        return _launched(cx, function, configs, **how)
+    except Unsupported as e:
+        raise Unsupported(f"the Triton kernel {function.__name__}: {e}") from None
+    except LoweringError as e:
+        raise LoweringError(f"{e} ({_where(cx)[1]})") from None
+
+
+def _launched(
     cx: LoweringContext,
-    *,
-    kernel_idx: int,
+    function: Any,
+    configs: list[Any],
     constant_args_idx: int,
     grid: Any,
     tma_descriptor_metadata: Mapping[str, Any],
     kwargs: Mapping[str, Any],
     tensors_to_clone: Any,
 ) -> dict[str, View]:
-    """The new values of what the kernel writes, by argument. Raises LoweringError for bad input, naming the kernel."""
-    kernel = kernel_side_table.get_kernel(kernel_idx)
-    function, configs = _function(kernel)
-    cx = replace(cx, origin=replace(cx.origin, op=function.__name__))
     if not cx.on_gpu:
-        raise Unsupported("a Triton kernel, on a CPU")
+        raise Unsupported("on a CPU")
     if not tensors_to_clone:
         raise Unsupported("it writes to no tensor that the program knows")
-    _check(cx, kernel, function)
     name, start = cx.low.next_node(), len(cx.low.nodes)
     fakes = cx.node.kwargs["kwargs"]
     written: dict[View, View] = {}  # one that is given twice is one piece of memory for the kernel, as it is eagerly
@@ -80,7 +94,9 @@ def launched(
     return {n: written[kwargs[n]] for n in tensors_to_clone}
 
 
-def _choice(call: Call, name: str, copies: list[Any], configs: list[Any], grid: Any, buffers: tuple[str, ...]) -> Choice:
+def _choice(
+    call: Call, name: str, copies: list[Any], configs: list[Any], grid: Any, buffers: tuple[str, ...]
+) -> Choice:
     """Among the configurations of ``@triton.autotune``; the first one that is supported is the default."""
     made: dict[str, Variant] = {}
     failed: list[tuple[str, str, str]] = []
@@ -177,8 +193,10 @@ class Call:
         """CUDA's limits, where the sizes are known."""
         for axis, (size, most) in enumerate(zip(sizes, (2**31 - 1, 2**16 - 1, 2**15 - 1))):
             if size.constant is not None and not 0 <= size.constant <= most:
-                what = "the Triton kernel %s (%s)" % _where(self.cx)
-                raise LoweringError(f"{what}: a grid of {size} programs in axis {axis}; the limit is {most}")
+                name = self.cx.origin.op
+                raise LoweringError(
+                    f"the Triton kernel {name} has a grid of {size} programs in axis {axis}; the limit is {most}"
+                )
 
     # -- arguments ------------------------------------------------------------------------------------
     def argument(self, p: Any, name: str, value: Any) -> tuple[Piece, ...]:

@@ -91,9 +91,8 @@ class _Kernels:
         name = self._name((t,))
         variants = SCHEDULERS[kind](name, t, self.program.buffers, target)
         key = Key("", t.tiling) if isinstance(t, Template) else Key("as called")
-        row = Candidate(key, "heuristic")
         reason = f"tiling {key.tiling}, decided with its choice" if key.tiling else "launched as its call says"
-        self.decisions.append(Decision(name, (key,), (row,), reason, config=variants[0].kernel.config))
+        self.decisions.append(Decision(name, (key,), (Candidate(key, "heuristic"),), reason, config=variants[0].kernel.config))
         return Variants(name, writes_of((t,)), variants, t.origins)
 
 
