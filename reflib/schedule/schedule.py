@@ -89,11 +89,11 @@ class _Kernels:
     def _other(self, t: Any, kind: str) -> Variants:
         target = self.target_of(self.program.buffers[t.writes()[0]].device)
         name = self._name((t,))
-        variants = SCHEDULERS[kind](name, t, self.program.buffers, target)
+        made = SCHEDULERS[kind](name, t, self.program.buffers, target)
         key = Key("", t.tiling) if isinstance(t, Template) else Key("as called")
-        reason = f"tiling {key.tiling}, decided with its choice" if key.tiling else "launched as its call says"
-        self.decisions.append(Decision(name, (key,), (Candidate(key, "heuristic"),), reason, config=variants[0].kernel.config))
-        return Variants(name, writes_of((t,)), variants, t.origins)
+        why = f"tiling {key.tiling}, decided with its choice" if key.tiling else "launched as its call says"
+        self.decisions.append(Decision(name, (key,), (Candidate(key, "heuristic"),), why, config=made[0].kernel.config))
+        return Variants(name, writes_of((t,)), made, t.origins)
 
 
 def _exact(kernel: KernelNode, options: Options) -> KernelNode:
