@@ -286,7 +286,8 @@ class _Tables:
             _table("arguments: name, kind, dtype, on a GPU?, sizes, strides",
                    map(self._argument, _callers(self.p))),
             _table("inputs", self._inputs()),
-            _table("outputs", self._outputs()).rstrip(","),
+            f"{_list(self._written())},  // inputs that are written to",
+            f"{len(self.p.outputs)}  // outputs",
         ]  # fmt: skip
         body = "\n".join(_indented(f) for f in fields)
         return (
@@ -355,17 +356,11 @@ class _Tables:
             out.append(f"{{CALLER, {self.given[argument.name]}}}" if given else "{UNUSED, 0}")
         return out
 
-    def _outputs(self) -> list[str]:
-        out = []
-        on = {n: d == "cuda" for n, d in zip(self.p.inputs, self.p.devices) if n}
-        for o in self.p.outputs:
-            if o.kind in ("result", "same"):
-                out.append("{CALLER, -1}")
-            elif o.kind == "weight":
-                out.append(f"{{WEIGHT, {self.weight_rows[o.target, on[o.target]]}}}")
-            else:
-                out.append(f"{{CALLER, {self.given[o.target]}}}")
-        return out
+    def _written(self) -> list[int]:
+        """Positions among the inputs."""
+        weights, arguments = list(self.p.inputs), iter(self.p.arguments)
+        names = [("weight", name) if name else ("argument", next(arguments).name) for name in weights]
+        return [names.index((o.kind, o.target)) for o in self.p.written]
 
 
 def _code(variant: PackagedVariant) -> str:

@@ -269,8 +269,8 @@ def convention_of(p: manifest.Program, device: torch.device) -> Convention:
         for a in p.arguments
     )
     in_spec = trees.tree(p.arguments_tree, len(arguments))
-    out_spec = trees.tree(p.result_tree, sum(o.kind in ("result", "same") for o in p.outputs))
-    return Convention(p.inputs, arguments, p.outputs, in_spec, out_spec, p.ranges, p.devices, p.guards)
+    out_spec = trees.tree(p.result_tree, len(p.outputs))
+    return Convention(p.inputs, arguments, p.outputs, in_spec, out_spec, p.ranges, p.devices, p.guards, p.written)
 
 
 def _weights(

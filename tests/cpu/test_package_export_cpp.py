@@ -181,6 +181,17 @@ def test_the_functions_of_model_h(on_cpu: tuple[Path, Path]) -> None:
     assert lib.reflib_load(ctypes.byref(models[0]), None, 0) == 0
     assert lib.reflib_run(models[0], None, ins, 3, out, 6)
     assert lib.reflib_error() == b"the model takes 4 inputs and gives 6 outputs; called with 3 and 6"
+    memory = args[0].flatten()
+    for seen, y, says in (
+        (memory[2:6], args[3], b"with argument 0 (x)"), (memory[:4], memory[3:15].view(4, 3).t(), b"argument 0"),
+        (args[2], args[2].expand(3, 4), b"with argument 3 (y)"),
+    ):  # fmt: skip
+        before = memory.clone()
+        ins = (CValue * 4)(*map(value, (args[0], args[1], seen, y)))
+        assert lib.reflib_run(models[0], None, ins, 4, out, 6)
+        error = lib.reflib_error()
+        assert b"argument 2 (seen) is written to and shares memory " in error and says in error
+        assert torch.equal(memory, before), "nothing is written before"
     lib.reflib_unload(models[0])
 
 
