@@ -230,7 +230,9 @@ class Call:
         value = int(value) if isinstance(value, Expr) else value
         text = self.text.named(value, value.__name__) if hasattr(value, "cache_key") else literal(value)
         if text is None:
-            raise Unsupported(f"its argument {name} is a {type(value).__name__}")
+            tensor = isinstance(value, torch.Tensor)  # PyTorch keeps tensors in tuples out of the graph
+            what = "tuple with a tensor in it" if tensor else type(value).__name__
+            raise Unsupported(f"its argument {name} is a {what}")
         return text
 
     def _descriptor(self, name: str, v: View) -> tuple[Piece, ...]:
