@@ -98,11 +98,11 @@ def in_place(x: Tensor, y: Tensor) -> Tensor:
 
 def chained(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Slices in and out; the second launch reads what the first wrote, what neither writes stays."""
-    out = x.new_zeros(x.numel() + 4)
+    out, more = x.new_zeros(x.numel() + 4), x.clone()
     n = x.numel() - 4
     add_kernel[(4, 1)](x[4:], y, out[3:], n, BLOCK=64, num_warps=2)
-    add_kernel[(4,)](out[4:], y[1:], out, n, BLOCK=64, num_stages=5)
-    return out, x + 1
+    add_kernel[(4,)](out[4:], y[1:], more[2:], n, BLOCK=64, num_stages=5)
+    return out, more + 1
 
 
 def mixed(x: Tensor, flags: Tensor) -> Tensor:
@@ -145,9 +145,9 @@ def eager_in_place(x: Tensor, y: Tensor) -> Tensor:
 def eager_chained(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     out, n = x.new_zeros(x.numel() + 4), x.numel() - 4
     out[3 : 3 + n] = x[4:] + y[:n]
-    first = out.clone()
-    out[:n] = first[4 : 4 + n] + y[1 : 1 + n]
-    return out, x + 1
+    more = x.clone()
+    more[2 : 2 + n] = out[4 : 4 + n] + y[1 : 1 + n]
+    return out, more + 1
 
 
 def eager_mixed(x: Tensor, flags: Tensor) -> Tensor:

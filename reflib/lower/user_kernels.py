@@ -85,7 +85,7 @@ def _launched(
     if set(tensors_to_clone) == {n for n, v in given.items() if isinstance(v, View)}:
         logs.get("fallback").info("%s: every tensor it is given counts as written (%s)", *_where(cx))
     buffers = tuple(v.buffer for v in written.values())
-    if len(configs) == 1 or not cx.low.choices:
+    if len(configs) == 1 or not cx.low.choices or cx.low.options.batch_invariant:
         cx.low.nodes.append(call.extern(cx.low.next_node(), configs[0], grid[0], buffers))
     else:  # each with copies of its own: so it can be run again, and is measured with what it is given
         copies = [replace(n, name=f"{name}_copy{i}") for i, n in enumerate(cx.low.nodes[start:])]
@@ -139,8 +139,7 @@ def _where(cx: LoweringContext) -> tuple[str, str]:
 
 def _new(cx: LoweringContext, name: str, v: View, fake: torch.Tensor) -> View:
     """A buffer that the kernel writes, with what it is given in it. What is in one that was just allocated is open."""
-    if cx.low.buffers[v.buffer].device.type == "cpu" and cx.low.options.target is None:
-        raise Unsupported(f"its argument {name} is on the CPU")
+    _on_gpu(cx, name, v)
     if any(s == 0 and n != 1 for s, n in zip(v.strides, v.shape)):
         raise Unsupported(f"it writes to {name}, whose elements share memory")
     new = full_view(cx.low.new_buffer(f"{cx.origin.op}_{name}", fake))
@@ -149,6 +148,11 @@ def _new(cx: LoweringContext, name: str, v: View, fake: torch.Tensor) -> View:
         k.store(new, k.load(v))
         k.finish()
     return new
+
+
+def _on_gpu(cx: LoweringContext, name: str, v: View) -> None:
+    if cx.low.buffers[v.buffer].device.type == "cpu" and cx.low.options.target is None:
+        raise Unsupported(f"its argument {name} is on the CPU")
 
 
 def _makes_empty(n: Extern) -> bool:
@@ -209,8 +213,7 @@ class Call:
             inner = [piece for v in value for piece in (*self.argument(p, name, v), ", ")]
             return ("(", *inner, ")")
         if isinstance(value, View):
-            if self.cx.low.buffers[value.buffer].device.type == "cpu" and self.cx.low.options.target is None:
-                raise Unsupported(f"its argument {name} is on the CPU")
+            _on_gpu(self.cx, name, value)
             return (self._value(value),)
         if isinstance(value, Expr) and self.cx.low.symbols.is_float(value):
             number = self.cx.float_tensor(value, self.cx.device)

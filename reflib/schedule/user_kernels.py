@@ -14,7 +14,7 @@ import torch
 from ..errors import GenerateError
 from ..ir.assume import limit_facts
 from ..ir.expr import Expr, expr, nonneg, product
-from ..ir.program import Assume, Buffer, Config, Extern, KernelNode, Variant, symbols_in
+from ..ir.program import Assume, Buffer, Config, Extern, KernelNode, Variant, View, symbols_in
 from ..ir.user_kernel import UserKernel
 from ..target import Target
 
@@ -26,7 +26,7 @@ def variants(name: str, x: Extern, buffers: dict[str, Buffer], target: Target) -
     if not target.is_gpu:
         raise GenerateError(f"{kernel.function} is a Triton kernel: there is no code of it for {target.arch}")
     sizes = [e for e in x.args if isinstance(e, Expr)]
-    limits = limit_facts([*sizes, *(buffers[b].extent for b in x.reads() if symbols_in(buffers[b].shape))])
+    limits = limit_facts([*sizes, *(v.offset for v in x.args if isinstance(v, View))])
     index = "int64" if limits is None else "int32"
     low = tuple(Assume("at_least", e, -(2**31)) for e in sizes if not nonneg(e)) if limits is not None else ()
     limits = (*(limits or ()), *low)
