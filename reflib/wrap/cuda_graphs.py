@@ -174,7 +174,7 @@ class Recorded:
 
     def _may_record(self, key: tuple, recordings: Sequence[Recording], args: list) -> bool:
         """Not in the first calls, and not before it is known which inputs move."""
-        if self._background is not None and not self._background.ended.is_set():
+        if self._background is not None and self._background.state not in ("swapped", "unchanged", "failed"):
             return self._no("tuning has not ended")
         last, self._last = self._last, {i: args[i].data_ptr() for i in self._tensors}
         moved = [i for i in self._may_be_copied(args) if last and last.get(i) != self._last[i]]
