@@ -46,7 +46,7 @@ def functionalized_v2(cx: LoweringContext, op: Any, **kwargs: Any) -> tuple[Any,
 
 
 def _names(op: Any) -> list[str]:
-    if not isinstance(op, torch._ops.OpOverload) or torch._library.utils.is_out(op):
+    if not isinstance(op, torch._ops.OpOverload) or any(a.is_out for a in op._schema.arguments):
         raise Unsupported("an op with out= arguments, or none of PyTorch's")
     names, types = get_mutable_args(op)
     if any(torch._library.utils.is_tensorlist_like_type(t) for t in types):

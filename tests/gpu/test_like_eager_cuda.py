@@ -27,7 +27,8 @@ def test_every_op(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_random_chains(seed: int) -> None:
     rng = random.Random(seed)
-    args = tuple(numbers(rng, "cuda", DTYPES[seed % 3], 70 + seed, rng.randrange(1, 900)) for _ in range(3))
+    sizes = 70 + seed, rng.randrange(1, 900)
+    args = tuple(numbers(rng, "cuda", DTYPES[seed % 3], *sizes) for _ in range(3))
     assert different(chain(rng), args, wrapper=rng.choice(("python", "cpp")), **EAGER) == []
 
 
