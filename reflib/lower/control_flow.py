@@ -1,16 +1,16 @@
 """``cond``, ``while_loop``, ``scan``, ``map`` and ``associative_scan``: one Region each (``ir.regions``).
 
-A branch is a graph whose placeholders are the op's operands. It is lowered by the rules that its ops have anywhere else,
-with the operands' own views in their place, into a list of nodes over the program's buffers, and stores what it returns
-where the op's results are. What cannot be done so is Unsupported: the op is then a call of PyTorch's, as every op without
-a rule is, and its branches run op by op (results whose sizes differ from branch to branch; the stacked values of a
-``while_loop`` under gradients, of which there are as many as iterations).
+A branch is a graph whose placeholders are the op's operands. It is lowered by the rules that its ops have anywhere
+else, with the operands' own views in their place, into a list of nodes over the program's buffers, and stores what it
+returns where the op's results are. What cannot be done so is Unsupported: the op is then a call of PyTorch's, as
+every op without a rule is, and its branches run op by op (results whose sizes differ from branch to branch; the
+stacked values of a ``while_loop`` under gradients, of which there are as many as iterations).
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,15 +19,17 @@ from torch.utils import _pytree as pytree
 
 from reflib.errors import LoweringError
 from reflib.ir.expr import Expr, Sym, expr
+from reflib.ir.loops import LoopNest
 from reflib.ir.program import Assume, Buffer, Extern, Variant, View, full_view, walk
 from reflib.ir.regions import Region
+from reflib.logs import get as logger
 
-from .body import NestBuilder
+from .body import NestBuilder, where
 from .context import LoweringContext
 from .extern import _used
 from .lower import Lowering
 from .rules import RULES, Unsupported
-from .subgraph import _constant, _inside, _written, assumptions
+from .subgraph import Refused, _constant, _inside, _written, assumptions, variant
 from .unused import remove_unused
 
 aten = torch.ops.aten
@@ -39,12 +41,13 @@ def cond(cx: LoweringContext, pred: Any, true_fn: Any, false_fn: Any, operands: 
     """One of two graphs, by a bool, a condition on sizes, or a tensor with one element."""
     flat, spec = pytree.tree_flatten(cx.fake)
     outputs = [_result(cx, i, f) if i in _used(cx, flat) else None for i, f in enumerate(flat)]
-    named = [("true", true_fn), ("false", false_fn)]
+    named: list[tuple[str, Any]] = [("true", true_fn), ("false", false_fn)]
+    facts: tuple[Assume, ...] = ()
     if isinstance(pred, (bool, int)):
-        named, facts = [named[not pred]], ()
+        named = [named[not pred]]
     else:
         facts = _facts(cx, pred, cx.node.args[0].meta["val"], "cond")  # type: ignore[union-attr]
-    variants = []
+    variants: list[Variant] = []
     for name, graph in named:
         b = _Block(cx, name)
         variants.append(b.leave(facts if len(variants) + 1 < len(named) else (), b.run(graph, operands), outputs))
@@ -56,7 +59,7 @@ def cond(cx: LoweringContext, pred: Any, true_fn: Any, false_fn: Any, operands: 
 def while_loop(cx: LoweringContext, cond_fn: Any, body_fn: Any, carried: Values, more: Values = ()) -> Any:
     """``body_fn`` as long as ``cond_fn``, both of the carried values and the others."""
     flat, spec = pytree.tree_flatten(cx.fake)
-    loop = _Loop(cx, carried, flat)
+    loop = _Loop(cx, carried, flat, [])
     test = _Block(cx, "condition")
     numbers = [n.meta["val"] for n in cond_fn.graph.nodes if n.op == "placeholder"][: len(carried)]
     values = [test.read(v, fake) if isinstance(fake, torch.SymInt) else v for v, fake in zip(loop.now, numbers)]
@@ -76,10 +79,8 @@ def scan(cx: LoweringContext, combine_fn: Any, init: Values, xs: Values, more: V
     """``combine_fn`` of the carried values and the i-th slice of each of ``xs``, for each i; what it returns beside the
     carried values is stacked."""
     flat, spec = pytree.tree_flatten(cx.fake)
-    loop = _Loop(cx, init, flat)
-    count = next(x.shape[0] for x in xs if isinstance(x, View))
-    i = _new_symbol(cx.low, f"{cx.name}_i")
-    condition = Variant("condition", (), (Assume("at_most", expr(i) - count, -1),))
+    loop = _Loop(cx, init, flat[: len(init)], [_result(cx, i, f) for i, f in enumerate(flat) if i >= len(init)])
+    i, condition = _counter(cx, xs)
     body = _Block(cx, "body")
     results = body.run(combine_fn, [*loop.now, *(_slice(x, i) for x in xs), *more])
     loop.finish(condition, body, results, i)
@@ -87,18 +88,56 @@ def scan(cx: LoweringContext, combine_fn: Any, init: Values, xs: Values, more: V
 
 
 def map_impl(cx: LoweringContext, f: Any, xs: Values, more: Values = ()) -> Any:
-    """``f`` of the i-th slice of each of ``xs``, for each i, stacked: a scan that carries nothing."""
-    return scan(cx, f, (), xs, more)
+    """``f`` of the i-th slice of each of ``xs``, for each i, stacked: all at once where loop nests can do that, which
+    store little but the results; else a scan that carries nothing."""
+    count = len(xs)
+
+    def at_once(*args: Any) -> Any:
+        return torch.vmap(f, (0,) * count + (None,) * len(more))(*args)
+
+    return _traced(cx, f, at_once, [*xs, *more]) or scan(cx, f, (), xs, more)
 
 
-for name, fn in (("cond", cond), ("while_loop", while_loop), ("scan", scan), ("map_impl", map_impl)):
-    RULES[name] = fn  # by its name: torch defines some of these only when they are first used
+def associative_scan(cx: LoweringContext, combine_fn: Any, xs: Values, more: Values = ()) -> Any:
+    """Where the length is known, in the order in which eager combines pairs; else one by one."""
+    from torch._higher_order_ops.associative_scan import generic_associative_scan
+
+    count = len(xs)
+
+    def in_pairs(*args: Any) -> Any:
+        combine = torch.vmap(combine_fn, (0,) * (2 * count) + (None,) * len(more))
+        return generic_associative_scan(combine, list(args[:count]), additional_inputs=args[count:])
+
+    return _traced(cx, combine_fn, in_pairs, [*xs, *more]) or _one_by_one(cx, combine_fn, xs, more)
+
+
+def _one_by_one(cx: LoweringContext, combine_fn: Any, xs: Values, more: Values) -> Any:
+    """The first is what it is: that iteration's combination is not used."""
+    flat, spec = pytree.tree_flatten(cx.fake)
+    first = [_slice(x, 0) for x in xs]
+    loop = _Loop(cx, first, [None] * len(xs), [_result(cx, i, f) for i, f in enumerate(flat)])
+    i, condition = _counter(cx, xs)
+    body = _Block(cx, "body")
+    now = [_slice(x, i) for x in xs]
+    results = []
+    for x, r in zip(now, body.run(combine_fn, [*loop.now, *now, *more])):
+        to = body.cx.temp("sum", x.shape, x.dtype, cx.low.buffers[x.buffer].device)
+        k = NestBuilder(body.cx, to.shape, device=cx.low.buffers[x.buffer].device)
+        k.store(to, where(k.index(expr(i)).op("eq", 0), k.load(x), k.load(r)))
+        k.finish()
+        results.append(to)
+    loop.finish(condition, body, results * 2, i)
+    return pytree.tree_unflatten(loop.stacked, spec)
+
+
+_ALL = (cond, while_loop, scan, map_impl, associative_scan)
+RULES.update({fn.__name__: fn for fn in _ALL})  # by name: torch defines some of these only when they are first used
 
 
 # -- blocks ---------------------------------------------------------------------------------------------
 class _Block:
-    """A branch, or the condition or body of a loop. ``cx``: the op's, with a Lowering of its own, over the buffers of the
-    program."""
+    """A branch, or the condition or body of a loop. ``cx``: the op's, with a Lowering of its own, over the buffers of
+    the program."""
 
     def __init__(self, cx: LoweringContext, name: str):
         self.outer, self.name = cx.low, name
@@ -158,7 +197,7 @@ class _Block:
         mine = {n: b for n, b in buffers.items() if n not in outer.buffers}
         written = {b for n in walk(nodes) for b in n.writes()} - mine.keys() - {o.buffer for _, o in pairs}
         if written:
-            raise Unsupported(f"the branch {self.name} writes to a tensor of its caller's: {', '.join(sorted(written))}")
+            raise Unsupported(f"the branch {self.name} writes to a tensor of its caller's: {', '.join(written)}")
         outer.buffers.update(mine)
         outer.constants.update({n: low.constants[n] for n, b in mine.items() if b.kind == "const"})
         return Variant(self.name, tuple(nodes), facts)
@@ -166,21 +205,24 @@ class _Block:
 
 @dataclass
 class _Loop:
-    """What a loop carries. ``now``: tensors that hold the carried values; ``stacked``: the outputs of which each
-    iteration writes a slice."""
+    """What a loop carries. ``now``: tensors of its own that hold the carried values, which are ``carried`` before the
+    first iteration and like ``fakes`` (None: like the initial value). ``stacked``: the outputs of which each iteration
+    writes a slice."""
 
     cx: LoweringContext
     carried: Values
     fakes: Sequence[Any]
+    stacked: list[View]
 
     def __post_init__(self) -> None:
-        self.now = [self._start(i, v, f) for i, (v, f) in enumerate(zip(self.carried, self.fakes))]
-        self.stacked = [_result(self.cx, i, f) for i, f in enumerate(self.fakes) if i >= len(self.now)]
+        self.now = [self._start(i, v, f) for i, (v, f) in enumerate(zip(self.carried, self.fakes, strict=True))]
 
     def _start(self, i: int, value: Any, fake: Any) -> View:
-        """A tensor of the loop's own that holds the initial value."""
-        v = _result(self.cx, i, fake)
-        _store(self.cx, v, value)
+        cx = self.cx
+        v = _result(cx, i, fake) if fake is not None else cx.temp(
+            "sum", value.shape, value.dtype, cx.low.buffers[value.buffer].device
+        )
+        _store(cx, v, value)
         return v
 
     def finish(self, condition: Variant, body: _Block, results: Values, counter: Sym | None = None) -> None:
@@ -242,12 +284,40 @@ def _store(cx: LoweringContext, to: View, value: Any) -> None:
     k.finish()
 
 
-def _slice(x: Any, i: Sym | None) -> Any:
+def _slice(x: Any, i: Sym | int | None) -> Any:
     """``x[i]``"""
     if not isinstance(x, View):
         return x
     assert i is not None
     return View(x.buffer, x.shape[1:], x.strides[1:], x.offset + x.strides[0] * expr(i), x.dtype)
+
+
+def _counter(cx: LoweringContext, xs: Values) -> tuple[Sym, Variant]:
+    """A symbol that counts the slices of ``xs``, and the condition that there is one more."""
+    count = next(x.shape[0] for x in xs if isinstance(x, View))
+    i = _new_symbol(cx.low, f"{cx.name}_i")
+    return i, Variant("condition", (), (Assume("at_most", expr(i) - count, -1),))
+
+
+def _traced(cx: LoweringContext, graph: Any, fn: Callable[..., Any], args: list[Any]) -> Any:
+    """``fn(*args)`` in place of the op, as loop nests of the program itself; None if it takes more than these."""
+    if any(isinstance(n.target, torch._ops.HigherOrderOperator) for n in graph.graph.nodes):
+        return None
+    flat, spec = pytree.tree_flatten(cx.fake)
+    before = dict(cx.low.buffers)
+    outputs = [_result(cx, i, f) for i, f in enumerate(flat)]
+    try:
+        v = variant(cx, "", "at_once", fn, args, {}, outputs)
+        if v.predicate or not all(isinstance(n, LoopNest) for n in v.nodes):
+            raise Refused("unsupported", "it is not for all sizes, or calls something")
+    except Refused as e:
+        logger("fallback").info("%s is a loop: %s", cx.origin.op, e)
+        cx.low.buffers.clear()
+        cx.low.buffers.update(before)
+        return None
+    cx.low.nodes += v.nodes
+    cx.low.buffers.update({b.name: b for b in v.buffers})
+    return pytree.tree_unflatten(outputs, spec)
 
 
 def _facts(cx: LoweringContext, value: Any, fake: Any, what: str) -> tuple[Assume, ...]:
@@ -263,7 +333,7 @@ def _facts(cx: LoweringContext, value: Any, fake: Any, what: str) -> tuple[Assum
                 raise
     if isinstance(value, Expr):
         return (Assume("differs", value, 0),)
-    raise LoweringError(f"{what} at {cx.origin.source}: the predicate is {value!r}, not a bool or a tensor of one element")
+    raise LoweringError(f"{what} at {cx.origin.source}: the predicate is {value!r}, not a bool or a tensor of one")
 
 
 def _truth(cx: LoweringContext, v: View, what: str) -> Sym:

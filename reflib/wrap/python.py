@@ -16,8 +16,8 @@ import torch
 from ..generate.kernel import Kernel
 from ..ir.expr import Atom, BinOp, Expr, Sym, expr, format_expr
 from ..ir.program import Assume, Buffer, Extern, Origin, Program, View, full_view, iter_views, kernel_nodes, walk
-from ..seams import Seam
 from ..plan import Alloc, Branch, Call, Check, Free, Launch, Let, Note, Plan, Return, Step
+from ..seams import Seam
 
 Kernels = Mapping[str, Kernel]
 # Prints a step of a class that the core does not have, by its name: (PythonPrinter, step) -> None.
