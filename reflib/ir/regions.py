@@ -24,7 +24,8 @@ each other's storage, results go where the outer plan wants them. ``wrap.regions
 next iteration. The first is filled before the loop by a copy of the initial value (fused into what computes it). At
 the end of the body the second becomes the first: names change, data does not move. Where the body reads the old value
 for the last time in the kernel that stores the new one, the plan stores it in the same memory. A pair of the same
-names: unchanged. A carried int is a tensor with one number, read at the start of the condition's block.
+names: unchanged, or updated in place (a slice of a cache, which ``fuse.in_place`` finds). A carried int is a tensor
+with one number, read at the start of the condition's block.
 
 **Predicates on the device** are copied to the host by one call, in the block or program where they are needed, and
 read there: that is where the host waits for the device, as eager does.
@@ -64,7 +65,8 @@ class Region(Variants):
 
 def block(region: Region, variant: Variant, buffers: Mapping[str, Buffer], own: tuple[str, ...] = ()) -> Program:
     """One block as a program by itself: what is around it, apart from ``own``, are inputs that outlive it."""
-    made = {b for n in variant.nodes for b in n.writes()} - set(region.stacked()) | set(own)
+    around = set(region.outputs) if region.repeats else set()
+    made = {b for n in variant.nodes for b in n.writes()} - around | set(own)
     kept = {*region.outputs, *region.next_values()} - set(own)
     table = {n: replace(b, kind="temp" if n in made else "input") for n, b in buffers.items()}
     outlive = tuple(full_view(b) for n, b in table.items() if n in kept or n not in made)
