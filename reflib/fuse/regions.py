@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..ir.program import Buffer, Node, Program, Variant, View, full_view
+import torch
+
+from ..ir.program import Buffer, Extern, Node, Program, Variant, View, full_view
 from ..ir.regions import Region, block
 from ..ir.rename import renamed
 from ..options import Options
@@ -39,18 +41,20 @@ def _block(
 ) -> tuple[Variant, Fused, tuple[tuple[str, str], ...]]:
     """The block, fused; what else there is to tell; the pairs that are carried now. New buffers go into ``buffers``."""
     own = tuple(old for old, new in region.carried if old != new) if v is region.variants[-1] else ()
+    made = Extern(f"{region.name}_carried", torch.ops.aten.empty.memory_format, (), (), own)  # what is read was made
     program = block(region, v, buffers, own)
+    program = replace(program, nodes=(*((made,) if own else ()), *program.nodes))
     inner = fuse(program, options, target)
     places = _places(program, inner.program, region)
     if places is None:
         inner, places = grouped(Fused(remove_dead(program)), options, target), {}
     names = {now: result for result, now in places.items() if now not in own}
-    made = inner.program.buffers
-    buffers |= {name: b for name, b in made.items() if name not in buffers}
+    buffers |= {name: b for name, b in inner.program.buffers.items() if name not in buffers}
     kept = {new: old for old, new in region.carried if places.get(new) == old}
     pairs = tuple((old, kept.get(new, new)) for old, new in region.carried)
     told = replace(fused, refusals=fused.refusals + inner.refusals, updates=fused.updates + inner.updates)
-    return replace(v, nodes=tuple(renamed(inner.program.nodes, [], names)[0])), told, pairs
+    nodes = renamed([n for n in inner.program.nodes if n.name != made.name], [], names)[0]
+    return replace(v, nodes=tuple(nodes)), told, pairs
 
 
 def _places(program: Program, fused: Program, region: Region) -> dict[str, str] | None:

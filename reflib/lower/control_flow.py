@@ -188,7 +188,7 @@ class _Block:
             if not isinstance(v, View) or (v.shape, v.dtype) != (o.shape, o.dtype):
                 made = _described(v)
                 raise LoweringError(
-                    f"{self.cx.origin.op} at {self.cx.origin.source}: result {i} of the {self.name} branch is {made}, "
+                    f"{_place(self.cx, self.cx.origin.op)}: result {i} of the {self.name} branch is {made}, "
                     f"{_described(o)} was expected: all branches, and all iterations, return the same sizes and dtypes"
                 )
         low.buffers.update({o.buffer: outer.buffers[o.buffer] for _, o in pairs})
@@ -333,13 +333,13 @@ def _facts(cx: LoweringContext, value: Any, fake: Any, what: str) -> tuple[Assum
                 raise
     if isinstance(value, Expr):
         return (Assume("differs", value, 0),)
-    raise LoweringError(f"{what} at {cx.origin.source}: the predicate is {value!r}, not a bool or a tensor of one")
+    raise LoweringError(f"{_place(cx, what)}: the predicate is {value!r}, not a bool or a tensor of one element")
 
 
 def _truth(cx: LoweringContext, v: View, what: str) -> Sym:
     """A symbol that is 1 where the tensor is true, else 0. It is copied to the host here, once."""
     if any(n != 1 for n in v.shape):
-        raise LoweringError(f"{what} at {cx.origin.source}: the predicate is {_described(v)}, not one element")
+        raise LoweringError(f"{_place(cx, what)}: the predicate is {_described(v)}, not one element")
     v = View(v.buffer, (), (), v.offset, v.dtype)
     if v.dtype != torch.bool:
         b = cx.temp("true", (), torch.bool, cx.low.buffers[v.buffer].device)
@@ -367,6 +367,10 @@ def _new_symbol(low: Lowering, name: str, most: int | None = None) -> Sym:
     low.symbols.known[name] = s = Sym(name, 0, most, 0)
     low.symbols.bind(expr(s))
     return s
+
+
+def _place(cx: LoweringContext, what: str) -> str:
+    return f"{what} at {cx.origin.source}" if cx.origin.source else what
 
 
 def _described(v: Any) -> str:
