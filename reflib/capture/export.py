@@ -349,9 +349,8 @@ def _drop_unused(module: torch.fx.GraphModule, signature: Any, state: dict[str, 
     """A weight that no call reads or writes is no input: nobody has to store it. (One that is read by another name
     costs nothing, and stays.)"""
     nodes = {n.name: n for n in module.graph.nodes if n.op == "placeholder"}
-    written = {s.target for s in signature.output_specs if s.kind.name == "BUFFER_MUTATION"}
     weights = [s for s in signature.input_specs if s.target in state]
-    used = {id(state[s.target]) for s in weights if nodes[s.arg.name].users or s.target in written}
+    used = {id(state[s.target]) for s in weights if nodes[s.arg.name].users}
     for spec in weights:
         if id(state[spec.target]) not in used:
             module.graph.erase_node(nodes[spec.arg.name])

@@ -36,6 +36,7 @@ from .lower import Lowering
 from .rules import Unsupported
 from .unused import remove_unused
 
+aten = torch.ops.aten
 _READS = "it uses a tensor's value, known only at run time (.item(), float(t), if t > 0),"
 
 
@@ -207,6 +208,8 @@ def _traced(
             raise Refused("unsupported", f"it writes to one of its arguments, or to a tensor that it keeps ({op})")
     graph.graph.eliminate_dead_code()
     for n in graph.graph.nodes:
+        if n.target is aten._to_copy.default and isinstance(n.args[0], (bool, int, float)):  # vmap's, of ``x * 2``
+            n.target, n.kwargs = aten.scalar_tensor.default, {k: getattr(n.meta["val"], k) for k in ("dtype", "device")}
         if isinstance(n.target, torch._ops.OpOverload) and has_effect(n.target):
             raise Refused("unsupported", f"{n.target} is random or has effects: it cannot be run to be measured")
     return graph

@@ -284,7 +284,7 @@ def _program(c: Convention, names: tuple[str, ...]) -> manifest.Program:
     for a in c.arguments:
         _encoded(a.value, f"argument {a.name}")  # raises for a value that a file cannot hold
     return manifest.Program(
-        inputs=c.inputs, arguments=c.arguments, outputs=c.outputs, guards=c.guards,
+        inputs=c.inputs, arguments=c.arguments, outputs=c.outputs, guards=c.guards, written=c.written,
         arguments_tree=trees.text(c.in_spec, "arguments"), result_tree=trees.text(c.out_spec, "result"),
         ranges=c.ranges, devices=c.devices, names=names, results=describe.results(c.out_spec),
         conditions=describe.guards(c),
