@@ -106,7 +106,7 @@ def test_stages_agree_and_are_data() -> None:
     for fn, plainly in ((every, every_plainly), (nested, nested_plainly)):
         e = reflib.explain(fn, x, target="cpu", verify=True)
         args = [W if tuple(i.shape) == (4,) else x for i in e.graph.placeholders()]
-        for program in (e.program, e.fused, e.scheduled):
+        for program in (e.program, e.scheduled):
             close(interpret(program, args), list(plainly(x)))
             assert from_data(json.loads(json.dumps(to_data(program))), program.constants) == program
 
@@ -136,6 +136,7 @@ def test_gradients(wrapper: str) -> None:
     assert not [e for e in c.externs if "higher_order" in str(e.target)]
 
 
+@pytest.mark.slow
 def test_gradients_of_while_loop() -> None:
     """PyTorch stacks as many values as there are iterations: that loop is PyTorch's own."""
     f = lambda x: while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * W), (zero(), x))[1]  # noqa: E731
