@@ -16,9 +16,9 @@ through Variants (``walk``, ``schedule``, both printers, packages) looks through
 
 **Stages.** ``lower.control_flow`` lowers a branch's graph by the same rules, in place. ``fuse.regions`` fuses each
 block as a program by itself, in which everything outside is an input that is needed afterwards (:func:`block`); the
-Region is one node for what is around it. ``plan.regions`` plans each block in the same way: its temporaries take over
-each other's storage, results go where the outer plan wants them. ``wrap.regions`` prints the one step that is new,
-``Repeat``, in both languages.
+Region is one node for what is around it. Choices in a block go by the static rule (``autotune.decide``).
+``plan.regions`` plans each block in the same way: its temporaries take over each other's storage, results go where
+the outer plan wants them. ``wrap.regions`` prints the one step that is new, ``Repeat``, in both languages.
 
 **Carried tensors.** ``carried`` has pairs: the buffer that holds the value, and the one that the body makes for the
 next iteration. The first is filled before the loop by a copy of the initial value (fused into what computes it). At

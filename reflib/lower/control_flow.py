@@ -143,7 +143,7 @@ class _Block:
         self.outer, self.name = cx.low, name
         prefix = cx.low.unique(f"{cx.name}_{name}")
         cx.low.reserved.add(prefix)
-        self.low = _inside(cx.low, "", prefix, dict(cx.low.symbols.opaque), False)
+        self.low = _inside(cx.low, "", prefix, dict(cx.low.symbols.opaque), cx.low.choices)
         self.cx = replace(cx, low=self.low)
 
     def run(self, graph: Any, values: Values) -> list[Any]:
