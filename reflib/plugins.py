@@ -13,6 +13,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "pipeline.CAPTURED": {
         "attention": "capture.attention:attention",
         "apart": "capture.attention_apart:attention_apart",
+        "grids": "capture.triton_there:check_grids",
     },
     "pipeline.REWRITES": {
         "data_sizes": "capture.data_sizes:check_sizes",
@@ -49,6 +50,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "sampling": "lower.sampling",
         "scatter": "lower.scatter",
         "scans": "lower.scans",
+        "user_kernels": "lower.user_kernels",
         "more_pointwise": "lower.more_pointwise",
         "more_reductions": "lower.more_reductions",
     },
@@ -81,7 +83,10 @@ PLUGS: dict[str, dict[str, str]] = {
         "narrow": "fuse.narrow:narrow",
         "combine": "fuse.combine:combine",
     },
-    "schedule.SCHEDULERS": {"Template": "autotune.matmul:template_variants"},
+    "schedule.SCHEDULERS": {
+        "Template": "autotune.matmul:template_variants",
+        "UserKernel": "schedule.user_kernels:variants",
+    },
     "schedule.SHAPES": {"one_order": "schedule.one_order:one_order", "mixed": "schedule.mixed:mixed"},
     "schedule.ADJUST": {"uneven": "schedule.uneven:adjust"},
     "generate.PARTS": {
@@ -89,7 +94,11 @@ PLUGS: dict[str, dict[str, str]] = {
         "mixed": "generate.triton_mixed:MixedPrinter",
         "one_order": "generate.triton_one_order:OneOrderPrinter",
     },
-    "generate.PRINTERS": {"cpu": "generate.cpp:print_kernel", "template": "generate.matmul:generate_matmul"},
+    "generate.PRINTERS": {
+        "cpu": "generate.cpp:print_kernel",
+        "template": "generate.matmul:generate_matmul",
+        "user": "generate.user_kernel:print_user_kernel",
+    },
     "generate.MORE": {
         "half": "generate.triton_half",
         "numeric": "generate.triton_numeric",

@@ -19,6 +19,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
@@ -239,10 +240,14 @@ def _first_line(e: BaseException) -> str:
 
 def _mutating(graph: torch.fx.GraphModule) -> str:
     """The first op that writes to an argument, or the first launch of a Triton kernel of the user's, which may."""
-    for t in (n.target for n in graph.graph.nodes):
-        mutable = isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable
-        if mutable or getattr(t, "__name__", "") == "triton_kernel_wrapper_mutation":
-            return str(t)
+    for n in graph.graph.nodes:
+        mutable = isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable
+        if mutable or getattr(n.target, "__name__", "") == "triton_kernel_wrapper_mutation":
+            writers = (a.args[0] for a in n.all_input_nodes if a.target is operator.getitem)
+            for idx in (w.kwargs.get("kernel_idx") for w in writers if isinstance(w, torch.fx.Node)):
+                if isinstance(idx, int):
+                    return f"the Triton kernel {kernel_side_table.get_kernel(idx).fn.__name__} writes to it"
+            return str(n.target)
     return ""
 
 
