@@ -174,10 +174,10 @@ def _fuse(s: Stages) -> None:
 
 def _autotune(s: Stages) -> None:
     """Decide the choices, inline the winners, fuse again."""
-    from .ir.program import Choice
+    from .ir.program import Choice, walk
 
     assert s.program is not None
-    if any(isinstance(n, Choice) for n in s.program.nodes):
+    if any(isinstance(n, Choice) for n in walk(s.program.nodes)):
         s.before = s.fused
         s.inlined, s.decisions = CHOOSE["choose"](s)
         _verify(s, s.inlined)

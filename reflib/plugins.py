@@ -36,6 +36,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "accumulate": "lower.accumulate",
         "activations": "lower.activations",
         "checkpoint": "lower.checkpoint",
+        "control_flow": "lower.control_flow",
         "convolution": "lower.convolution",
         "creation": "lower.creation",
         "index_put": "lower.index_put",
@@ -58,6 +59,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "lower.NUMBER": {"argument": "lower.numbers:number"},
     "lower.LIKE_EAGER": {"check": "lower.like_eager:check", "table": "lower.like_eager:TABLE"},
     "fuse.BEFORE": {
+        "regions": "fuse.regions:fuse_blocks",
         "slices": "fuse.slices:slices",
         "in_place": "fuse.in_place:in_place",
         "slice_stores": "fuse.slice_stores:slice_stores",
@@ -107,6 +109,8 @@ PLUGS: dict[str, dict[str, str]] = {
     },
     "generate.SCANS": {"declare": "generate.triton_scans:declare", "scan": "generate.triton_scans:scan"},
     "generate.CHEAP": {"forms": "generate.triton_half:cheap_forms"},
+    "plan.STEPS": {"Region": "plan.regions:region_steps"},
+    "wrap.STEPS": {"Repeat": "wrap.regions:repeat_in_python"},
     "wrap.BINDERS": {"triton": "wrap.build:bind_triton", "cpp": "wrap.build:bind_cpp"},
     "wrap.WRAPPERS": {"cpp": "wrap.build:wrap_cpp", "auto": "wrap.build:wrap_cpp"},
     "wrap.NAMES": {

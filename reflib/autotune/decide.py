@@ -31,6 +31,7 @@ from typing import Any
 from ..fuse import fuse
 from ..ir.decision import Candidate, Decision, Key, key_of
 from ..ir.program import Buffer, Choice, Extern, Node, Program, Variant, Variants
+from ..ir.regions import Region, block
 from ..ir.rename import renamed, with_hints
 from ..logs import get as logger
 from ..options import Options
@@ -57,13 +58,13 @@ def decide(
 ) -> tuple[Program, tuple[Decision, ...]]:
     """``program`` without a Choice, and what was decided. ``makers``: registered functions that make measuring inputs,
     by the keys in ``Choice.inputs_from``."""
+    program, decisions = _in_blocks(program, options, target_of, build)
     work = new_work(options, target_of, build, makers, tuning or Tuning())
     measures = options.autotune != "off" and options.target is None
     if measures:
         _begin_all(program, work)
     elif options.autotune != "off":
         say_once("with target= nothing runs, so nothing is measured: choices go by the static rule")
-    decisions: list[Decision] = []
     while (choice := next((n for n in program.nodes if isinstance(n, Choice)), None)) is not None:
         target = target_of(program.buffers[choice.outputs[0]].device)
         if measures:
@@ -75,6 +76,23 @@ def decide(
         logger("autotune").info("%s (%s): %s: %s", decision.region, decision.op, decision.winner, decision.reason)
         decisions.append(decision)
     return program, tuple(decisions)
+
+
+def _in_blocks(
+    program: Program, options: Options, target_of: TargetOf, build: Build
+) -> tuple[Program, list[Decision]]:
+    """Choices in branches and bodies of loops, which go by the static rule: how often they run is not known."""
+    buffers, nodes, decisions = dict(program.buffers), list(program.nodes), list[Decision]()
+    for i, n in enumerate(nodes):
+        if isinstance(n, Region):
+            variants = []
+            for v in n.variants:
+                inner, more = decide(block(n, v, buffers), options.but(autotune="off"), target_of, build, {})
+                buffers |= {name: b for name, b in inner.buffers.items() if name not in buffers}
+                variants.append(replace(v, nodes=inner.nodes))
+                decisions += more
+            nodes[i] = replace(n, variants=tuple(variants))
+    return replace(program, buffers=buffers, nodes=tuple(nodes)), decisions
 
 
 def new_work(

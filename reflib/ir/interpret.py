@@ -7,6 +7,7 @@ an integer tensor over the grid of its axes, one tensor dimension per axis; a re
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from .expr import Expr, IntLike, Sym, expr
 from .loops import Acc, Const, Index, Indirect, Load, LoopNest, Reduce, Scan, Stmt, Store
 from .ops import OPS, REDUCTIONS, cast, value_dtype
 from .program import Choice, Extern, KernelNode, Node, Program, Template, Variant, Variants, View, holds, map_tree
+from .regions import Region
 from .scans import SCANS
 
 Env = dict[str, Any]  # symbol, loop variable or %i -> int or integer tensor
@@ -79,6 +81,9 @@ def _run_node(program: Program, node: Node, memory: dict[str, torch.Tensor], siz
     if isinstance(node, Extern):
         _run_extern(program, node, memory, sizes)
         return
+    if isinstance(node, Region) and node.repeats:
+        _run_loop(program, node, memory, sizes)
+        return
     if isinstance(node, (Choice, Variants)):
         v = node.variants[0] if isinstance(node, Choice) else _variant(node, sizes)
         if v.buffers:
@@ -97,6 +102,23 @@ def _run_node(program: Program, node: Node, memory: dict[str, torch.Tensor], siz
             run_template(part, memory, sizes)
         else:
             run_loops(part, memory, sizes)
+
+
+def _run_loop(program: Program, node: Region, memory: dict[str, torch.Tensor], sizes: Env) -> None:
+    condition, body = node.variants
+    for name in node.stacked():
+        b = program.buffers[name]
+        memory[name] = torch.empty(int(b.extent.evaluate(sizes)), dtype=b.dtype, device=b.device)
+    for i in itertools.count():
+        if node.counter is not None:
+            sizes[node.counter.name] = i
+        for n in condition.nodes:
+            _run_node(program, n, memory, sizes)
+        if not all(holds(p, sizes) for p in condition.predicate):
+            return
+        for n in body.nodes:
+            _run_node(program, n, memory, sizes)
+        memory.update({old: memory[new].clone() for old, new in node.carried})
 
 
 def _variant(node: Variants, sizes: Env) -> Variant:

@@ -13,6 +13,7 @@ from typing import Any
 from .expr import Atom, Expr, IntLike, Sym, Var, expr
 from .loops import Load, LoopNest, Stmt, Store
 from .program import Assume, Buffer, Choice, Extern, Node, Program, Template, Variants, View, map_tree
+from .regions import Region
 from .transforms import substitute
 
 Names = Mapping[str, str]
@@ -88,6 +89,8 @@ class _Renaming:
             a, b, epilogue = self.leaf(n.a), self.leaf(n.b), self.loops(n.epilogue)
             return replace(n, name=self.name(n.name), a=a, b=b, epilogue=epilogue)
         assert isinstance(n, (Choice, Variants)), f"{type(n).__name__} cannot be renamed"
+        if isinstance(n, Region):
+            n = replace(n, carried=tuple((self.name(old), self.name(new)) for old, new in n.carried))
         variants = tuple(
             replace(v, predicate=tuple(map(self.assume, v.predicate)), nodes=tuple(map(self.node, v.nodes)))
             for v in n.variants

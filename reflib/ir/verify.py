@@ -44,6 +44,7 @@ from .program import (
     iter_views,
     symbols_in,
 )
+from .regions import Region
 from .scans import SCANS
 from .transforms import varying
 from .user_kernel import UserKernel
@@ -126,12 +127,19 @@ def _verify_node(program: Program, node: Node, known: set[Sym], written: set[str
 
 
 def _verify_variants(program: Program, node: Choice | Variants, known: set[Sym], written: set[str]) -> None:
+    if isinstance(node, Region):
+        if node.counter is not None:
+            known = known | {node.counter}
+        written = written | set(node.stacked())
     if isinstance(node, Variants) and (not node.variants or node.variants[-1].predicate):
         raise VerifyError(f"{node.name}: the last variant must have no predicate, so that it always works")
     for v in node.variants:
         if not (isinstance(node, Variants) and node.of_kernels):
             inside = {b.name: b for b in v.buffers}
-            _verify_list(program, f"{node.name}, {v.name}", v.nodes, node.outputs, inside, written)
+            outputs = () if isinstance(node, Region) and node.repeats else node.outputs  # a loop may not run at all
+            _verify_list(program, f"{node.name}, {v.name}", v.nodes, outputs, inside, written, known)
+            if isinstance(node, Region):  # what a condition reads, the body may use
+                known = known | {s for n in v.nodes if isinstance(n, Extern) for s, _, _ in n.symbols}
             continue
         if (writes := sorted(v.kernel.writes())) != sorted(node.outputs):
             raise VerifyError(f"{node.name}: the variant {v.name} writes {writes}, not {sorted(node.outputs)}")
@@ -155,12 +163,13 @@ def _verify_list(
     outputs: tuple[str, ...],
     own: dict[str, Buffer],
     written: set[str],
+    symbols: set[Sym],
 ) -> None:
     """A variant's nodes: a small program by itself."""
     views = tuple(full_view(program.buffers[o]) for o in outputs)
     known = {n: replace(b, kind="input") for n, b in program.buffers.items() if n in written}
     rest = {n: b for n, b in program.buffers.items() if n not in written}
-    inputs = tuple(symbols_in([full_view(b) for b in program.buffers.values()]))
+    inputs = tuple(symbols | symbols_in([full_view(b) for b in program.buffers.values()]))
     try:
         verify(replace(program, inputs=inputs, buffers={**rest, **known, **own}, nodes=nodes, outputs=views))
     except VerifyError as e:

@@ -246,7 +246,7 @@ def supported(cx: LoweringContext, args: Any, kwargs: Any) -> None:
             raise Unsupported("an input on another device")
 
 
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\s*\n?\s*(.*)')
+_FRAME = re.compile(r'File "(?!<eval_with_key)([^"]+)", line (\d+), in (\S+)\s*\n?\s*(.*)')
 
 
 def origin(node: torch.fx.Node) -> Origin:

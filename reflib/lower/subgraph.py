@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -328,13 +328,17 @@ def _constant(low: Lowering, node: torch.fx.Node, value: Any) -> Any:
     return full_view(low.buffers[name])
 
 
-def _written(cx: LoweringContext, low: Lowering, values: list[View], outputs: Sequence[View | None]) -> list[Node]:
-    """The nodes, with each result where the op's goes: made there if it lies in memory in the same way, else copied."""
+def _written(
+    cx: LoweringContext, low: Lowering, values: list[View], outputs: Sequence[View | None], outside: Container[str] = ()
+) -> list[Node]:
+    """The nodes, with each result where the op's goes: made there if it lies in memory in the same way, else copied.
+    ``outside``: buffers that are not the implementation's own."""
     names: dict[str, str] = {}
     for v, o in zip(values, outputs):
         if o is None:
             continue
-        if _lies_like(low, v, o):
+        own = v.buffer not in outside and v.buffer not in names and low.buffers[v.buffer].kind == "temp"
+        if own and _lies_like(low, v, o):
             names[v.buffer] = o.buffer
         else:
             inside = replace(cx, low=low)

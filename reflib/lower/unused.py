@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from reflib.ir.program import Buffer, Extern, Node, iter_views, node_symbols, symbols_in
+from reflib.ir.program import Buffer, Extern, Node, iter_views, node_symbols, symbols_in, walk
 
 
 def remove_unused(
@@ -27,7 +27,7 @@ def remove_unused(
             live |= node_symbols(n)
             for b in [*n.reads(), *n.writes()]:
                 live |= _buffer_symbols(buffers[b])
-    named = live | {b for n in kept for b in n.writes()}
+    named = live | {b for n in walk(kept) for b in n.writes()}
     return tuple(reversed(kept)), {k: b for k, b in buffers.items() if k in named or b.kind != "temp"}
 
 

@@ -129,10 +129,10 @@ def _check(program: Program) -> None:
         if getattr(x.target, "__name__", "").startswith("triton_kernel_wrapper"):
             raise PackageError(f"this model cannot be packaged: PyTorch launches {x.reason}; change that, or its call")
         if any(isinstance(a, torch.fx.GraphModule) for a in pytree.tree_leaves((x.args, x.kwargs))):
+            where = next((f" at {o.source}" for o in x.origins if o.source), "")
             raise PackageError(
-                f"this model cannot be packaged: it calls {x.target.__name__} (torch.ops.higher_order), whose "
-                "functions are graphs of their own; write it with operators of tensors (torch.where for torch.cond), "
-                "or call reflib.compile(model) where it runs"
+                f"this model cannot be packaged: it calls {x.target.__name__}{where}, whose functions are PyTorch's to "
+                f"run here: {x.reason}; write it with operators of tensors, or call reflib.compile(model) where it runs"
             )
 
 

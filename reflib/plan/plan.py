@@ -26,9 +26,12 @@ from ..ir.loops import Load, LoopNest, Stmt
 from ..ir.program import Buffer, Extern, KernelNode, Node, Program, Variants, iter_views, walk
 from ..ir.transforms import phases
 from ..options import Options
+from ..seams import Seam
 from .steps import Alloc, Branch, Call, Check, Free, Launch, Let, Moment, Note, Plan, Return, Step
 
 WINDOW = 3
+# What runs a node of a class that the core does not have, by its name: (node, Program, Options) -> steps.
+STEPS = Seam("plan.STEPS")
 
 
 def plan(program: Program, options: Options) -> Plan:
@@ -93,7 +96,8 @@ class _Planner:
         return None
 
     def _execute(self, node: Node) -> None:
-        self.steps += steps_of(node)
+        own = STEPS.get(type(node).__name__)
+        self.steps += steps_of(node) if own is None else own(node, self.program, self.options)
         if not is_kernel(node):
             for o in node.outputs:  # type: ignore[union-attr]
                 if isinstance(o, str):

@@ -12,7 +12,7 @@ Grammar::
            | Free buffer               after its last use
            | Return values
 
-A straight line, in execution order: the only decision at run time is Branch.
+A straight line, in execution order: the only decision at run time is Branch. (Loops: ``plan/regions.py``.)
 """
 
 from __future__ import annotations

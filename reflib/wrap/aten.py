@@ -70,11 +70,14 @@ def _number(printer: CppPrinter, x: Extern, again: list[str]) -> list[str] | Non
 
 
 def integer_read(x: Extern) -> bool:
-    return x.target is aten._local_scalar_dense.default and x.args[0].dtype in _INTEGERS
+    """Is the number an int? (A bool that is 0 or 1 by its symbol is read as one, for a condition.)"""
+    if x.target is not aten._local_scalar_dense.default:
+        return False
+    return x.args[0].dtype in _INTEGERS and (x.args[0].dtype != torch.bool or x.symbols[0][0].hi == 1)
 
 
 _INTEGERS = {
-    torch.uint8: "uint8_t", torch.int8: "int8_t", torch.int16: "int16_t", torch.int32: "int32_t",
+    torch.bool: "bool", torch.uint8: "uint8_t", torch.int8: "int8_t", torch.int16: "int16_t", torch.int32: "int32_t",
     torch.int64: "int64_t",
 }  # fmt: skip
 

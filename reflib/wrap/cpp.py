@@ -37,9 +37,11 @@ from ..ir.program import (
     walk,
 )
 from ..plan import Alloc, Branch, Call, Check, Free, Launch, Let, Note, Plan, Return, Step
+from ..plan.regions import Repeat
 from .aten import direct_call, integer_read, quoted
 from .indices import has_indirect, where_indexed
 from .python import Kernels, PythonPrinter, _condition, checked_symbols
+from .regions import repeat_in_cpp
 
 DEVICES = ("cpu", "cuda")
 # numbers of c10::ScalarType, as in the C interface
@@ -270,6 +272,8 @@ class CppPrinter:
             self._alloc(step)
         elif isinstance(step, Launch):
             self._launch(step)
+        elif isinstance(step, Repeat):
+            repeat_in_cpp(self, step)
         elif isinstance(step, Branch):
             self._branch(step)
         elif isinstance(step, Note):

@@ -17,8 +17,11 @@ from ..generate.kernel import Kernel
 from ..ir.expr import Atom, BinOp, Expr, Sym, expr, format_expr
 from ..ir.program import Assume, Buffer, Extern, Origin, Program, View, full_view, iter_views, kernel_nodes, walk
 from ..plan import Alloc, Branch, Call, Check, Free, Launch, Let, Note, Plan, Return, Step
+from ..seams import Seam
 
 Kernels = Mapping[str, Kernel]
+# Prints a step of a class that the core does not have, by its name: (PythonPrinter, step) -> None.
+STEPS = Seam("wrap.STEPS")
 
 
 def py(e: Expr | int) -> str:
@@ -78,26 +81,17 @@ class PythonPrinter:
             self.lines.append(f"aligned_{name} = {name}.data_ptr() % 16 == 0")
 
     def _input_name(self, i: int, x: Any) -> str:
-        if isinstance(x, str):
-            return x
-        return x.name if isinstance(x, Sym) else f"unused_{i}"
+        return x if isinstance(x, str) else x.name if isinstance(x, Sym) else f"unused_{i}"
 
     def _assumed_aligned(self) -> set[str]:
-        out: set[str] = set()
-
-        def look(steps: tuple[Step, ...]) -> None:
-            for step in steps:
-                if isinstance(step, Branch):
-                    out.update(a.what for a in step.predicate if a.kind == "aligned")
-                    look(step.then)
-                    look(step.otherwise)
-
-        look(self.plan.steps)
-        return out
+        variants = [v for n in walk(self.program.nodes) for v in getattr(n, "variants", ())]
+        return {a.what for v in variants for a in v.predicate if a.kind == "aligned"}
 
     # -- steps ----------------------------------------------------------------------------------
     def _step(self, step: Step) -> None:
-        if isinstance(step, Let):
+        if (own := STEPS.get(type(step).__name__)) is not None:
+            own(self, step)
+        elif isinstance(step, Let):
             method = "size" if step.what == "size" else "stride"
             value = f"{step.buffer}.{method}({step.dim})"
             if (step.times, step.plus) != (1, 0):

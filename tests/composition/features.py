@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._higher_order_ops import scan, while_loop
 
 import reflib
 from tests.checking import check
@@ -201,11 +202,16 @@ def custom_ops_in_c(device: str, wrapper: str) -> None:
 @feature
 def higher_order_ops(device: str, wrapper: str) -> None:
     def f(x: Tensor) -> Tensor:
-        return torch.cond(x.sum() > 0, lambda x: x.sin() + 1, lambda x: x.cos() * 2, (x,)) + 1
+        def body(i: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            return i + 1, torch.cond(x.sum() > i, lambda x: x.sin() + 1, lambda x: x.cos() * 2, (x,))
 
-    c = compiled(f, wrapper)
+        y = while_loop(lambda i, x: i < 3, body, (x.new_zeros((), dtype=torch.int64), x))[1]
+        return scan(lambda c, v: (c + v, c * v), torch.zeros_like(x[0]), y)[1]
+
+    c = compiled(f, wrapper, dynamic=True)
     for sign in (1, -1):
-        check(f, c, randn(5, device=device).abs() * sign)
+        check(f, c, randn(5, 3, device=device).abs() * sign)
+    assert is_in(wrapper, texts(c)[0]) and not [e for e in c.externs if "higher_order" in str(e.target)]
 
 
 @feature

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import reflib
-from reflib.errors import CaptureError, OptionError, PackageError
+from reflib.errors import CaptureError, OptionError
 from tests.composition.features import Affine
 from tests.composition.packaged import Packaged
 from tests.semantics import randn
@@ -46,17 +46,8 @@ def one_graph(device: str) -> None:
         Packaged(f)(randn(5, device=device))
 
 
-def no_graph_in_a_graph(device: str) -> None:
-    def f(x: Tensor) -> Tensor:
-        return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,)) + 1
-
-    with pytest.raises(PackageError, match=r"cannot be packaged: it calls cond .*torch\.where for torch\.cond"):
-        Packaged(f)(randn(5, device=device))
-
-
 NOT_IN_PACKAGES: dict[str, tuple[str, Callable[[str], None]]] = {
     "training": ("a package is for inference", without_gradients),
     "tuning_in_the_background": ("it goes on after a first call", refused_in_the_background),
-    "higher_order_ops": ("a branch of torch.cond is a graph of PyTorch's own", no_graph_in_a_graph),
     "graph_breaks": ("torch.export takes whole graphs; Dynamo alone can leave one to Python", one_graph),
 }

@@ -164,14 +164,6 @@ def test_what_is_no_model(tmp_path: Path) -> None:
         reflib.aot_compile(torch.sin, (torch.ones(3).numpy(),), tmp_path / "m.reflib", "cpu")
 
 
-def test_functions_that_take_functions(tmp_path: Path) -> None:
-    def f(x: Tensor) -> Tensor:
-        return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
-
-    with pytest.raises(PackageError, match=r"it calls cond \(torch\.ops\.higher_order\).*torch\.where for torch\.cond"):
-        reflib.aot_compile(f, (torch.ones(3),), tmp_path / "m.reflib", "cpu")
-
-
 def test_complex_numbers(tmp_path: Path) -> None:
     x = torch.randn(3, 4, dtype=torch.complex128)
     path = reflib.aot_compile(lambda x: x * x.conj() + 1j, (x,), tmp_path / "c.reflib", "cpu")

@@ -1,0 +1,73 @@
+"""Control flow in a Program: ``torch.cond``, ``while_loop``, ``scan``, ``map`` and ``associative_scan``.
+
+**One node.** A :class:`Region` is a Variants node, whose blocks of nodes run or do not run by what is known at run
+time:
+
+* ``cond``: the first block whose predicate holds runs once. That is what Variants are, but here their predicate is a
+  number read from a tensor (or a fact about sizes), and the blocks compute different things.
+* a loop (``repeats``): two blocks, the condition and the body. The condition's nodes run; while its predicate holds
+  then, so do the body's. ``while_loop`` reads its predicate in the condition's block; ``scan`` and ``map`` have an
+  empty one, whose predicate says that a ``counter`` is below a size; their body reads slices of the inputs, and
+  writes slices of the stacked outputs, at offsets of which the counter is a factor.
+
+So a Region needs little of its own. Blocks are lists of nodes over the program's own buffers: sizes, constants and
+tensors closed over are what they are outside, and a block's result is a buffer of the outer program. All that looks
+through Variants (``walk``, ``schedule``, both printers, packages) looks through Regions, nested ones included.
+
+**Stages.** ``lower.control_flow`` lowers a branch's graph by the same rules, in place. ``fuse.regions`` fuses each
+block as a program by itself, in which everything outside is an input that is needed afterwards (:func:`block`); the
+Region is one node for what is around it. Choices in a block go by the static rule (``autotune.decide``).
+``plan.regions`` plans each block in the same way: its temporaries take over each other's storage, results go where
+the outer plan wants them. ``wrap.regions`` prints the one step that is new, ``Repeat``, in both languages.
+
+**Carried tensors.** ``carried`` has pairs: the buffer that holds the value, and the one that the body makes for the
+next iteration. The first is filled before the loop by a copy of the initial value (fused into what computes it). At
+the end of the body the second becomes the first: names change, data does not move. Where the body reads the old value
+for the last time in the kernel that stores the new one, the plan stores it in the same memory. A pair of the same
+names: unchanged, or updated in place (a slice of a cache, which ``fuse.in_place`` finds). A carried int is a tensor
+with one number, read at the start of the condition's block.
+
+**Predicates on the device** are copied to the host by one call, in the block or program where they are needed, and
+read there: that is where the host waits for the device, as eager does.
+
+NB: TorchInductor lowers and schedules each branch as a graph of its own, which becomes a function of the wrapper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from .expr import Sym
+from .program import Buffer, Program, Variant, Variants, full_view
+
+
+@dataclass(frozen=True, slots=True)
+class Region(Variants):
+    """See the module. ``repeats``: a loop of two blocks. ``outputs``: those that are carried first, then those of which
+    each iteration writes a slice. ``counter``: 0 in the first iteration, then one more in each."""
+
+    repeats: bool = False
+    carried: tuple[tuple[str, str], ...] = ()
+    counter: Sym | None = None
+
+    @property
+    def of_kernels(self) -> bool:
+        return False
+
+    def next_values(self) -> list[str]:
+        return [b for a, b in self.carried if a != b]
+
+    def stacked(self) -> list[str]:
+        """Outputs of which each iteration writes a slice."""
+        return [o for o in self.outputs if o not in dict(self.carried)] if self.repeats else []
+
+
+def block(region: Region, variant: Variant, buffers: Mapping[str, Buffer], own: tuple[str, ...] = ()) -> Program:
+    """One block as a program by itself: what is around it, apart from ``own``, are inputs that outlive it."""
+    around = set(region.outputs) if region.repeats else set()
+    made = {b for n in variant.nodes for b in n.writes()} - around | set(own)
+    kept = {*region.outputs, *region.next_values()} - set(own)
+    table = {n: replace(b, kind="temp" if n in made else "input") for n, b in buffers.items()}
+    outlive = tuple(full_view(b) for n, b in table.items() if n in kept or n not in made)
+    return Program((), table, variant.nodes, outlive)

@@ -1,0 +1,265 @@
+"""Branches and loops (``ir.regions``): compared with the same in plain Python under every wrapper; what they cost."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._higher_order_ops import associative_scan, scan, while_loop
+from torch._higher_order_ops import map as each
+from torch._higher_order_ops.associative_scan import associative_scan_op
+from torch.export import Dim
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import reflib
+from reflib.capture.graph import Graph
+from reflib.errors import LoweringError, PackageError
+from reflib.ir.data import from_data, to_data
+from reflib.ir.interpret import interpret
+from reflib.options import Options
+from reflib.package import archive, manifest
+from reflib.package.export_cpp import export_cpp
+from reflib.pipeline import run
+from reflib.plan import Alloc, Branch, Step
+from reflib.plan.regions import Repeat
+from tests import exported_cpp
+from tests.semantics import Compiled, randn
+
+Tensor = torch.Tensor
+close = torch.testing.assert_close
+W = torch.tensor([0.5, -1.0, 1.5, 0.25])
+
+
+def zero() -> Tensor:
+    return torch.zeros((), dtype=torch.int64)
+
+
+# -- the ops, and the same without them -----------------------------------------------------------------------
+def every(x: Tensor, w: Tensor = W) -> tuple[Any, ...]:
+    """Each op once: a branch with two results, one by sizes, ints and tensors carried (two of which change places),
+    a scan with a carried value and a stacked one, a map."""
+    n = x.shape[0]
+    a, b = torch.cond(x.sum() > 0, lambda x: ((x.sin() * w).cos(), x.sum(0)), lambda x: (x * 2 + n, x.amax(0)), (x,))
+    c = torch.cond(n > 4, lambda x: x.sin() * w, lambda x: x - 1, (x,))
+    i, y, z = while_loop(lambda i, y, z: i < 3, lambda i, y, z: (i + 1, z.clone(), y * w + i), (0, x, a))
+    last, seen = scan(lambda s, v: (s + v, (s * v).t()), torch.zeros_like(w), x)
+    m = each(lambda v, w: torch.softmax(v * w, -1), x, w)
+    return a, b, c, i, y, z, last, seen, m
+
+
+def every_plainly(x: Tensor, w: Tensor = W) -> tuple[Any, ...]:
+    n = x.shape[0]
+    a, b = ((x.sin() * w).cos(), x.sum(0)) if x.sum() > 0 else (x * 2 + n, x.amax(0))
+    c = x.sin() * w if n > 4 else x - 1
+    y, z = x, a
+    for i in range(3):
+        y, z = z, y * w + i
+    s, seen = torch.zeros_like(w), []
+    for v in x:
+        seen.append(s * v)
+        s = s + v
+    return a, b, c, 3, y, z, s, torch.stack(seen), torch.softmax(x * w, -1)
+
+
+def nested(x: Tensor, w: Tensor = W) -> tuple[Tensor, Tensor]:
+    """Loops in branches in loops, which update their results."""
+
+    def inner(i: Tensor, x: Tensor) -> Tensor:
+        return while_loop(lambda j, x: j < i, lambda j, x: (j + 1, x + w), (torch.zeros_like(i), x))[1]
+
+    def body(i: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return i + 1, torch.cond(x.sum() > 0, lambda i, x: inner(i, x) * -0.5, lambda i, x: x.exp(), (i, x))
+
+    return while_loop(lambda i, x: i < 4, body, (x.new_zeros((), dtype=torch.int64), x))
+
+
+def nested_plainly(x: Tensor, w: Tensor = W) -> tuple[Tensor, Tensor]:
+    for i in range(4):
+        x = (x + i * w) * -0.5 if x.sum() > 0 else x.exp()
+    return torch.tensor(4), x
+
+
+def inputs() -> list[Tensor]:
+    at = random.Random(0)
+    return [randn(at.randint(5, 9), 4, device="cpu").abs() * s for s in (1, -1)] + [randn(3, 4, device="cpu")]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+def test_like_plain_python(wrapper: str, dynamic: bool) -> None:
+    for fn, plainly in ((every, every_plainly), (nested, nested_plainly)):
+        c = Compiled(fn, dynamic=dynamic, wrapper=wrapper)
+        for x in inputs() if dynamic else inputs()[:2]:
+            close(c(x), plainly(x))
+        assert not [e for s in c.stages for e in c.externs if "higher_order" in str(e.target)]
+        assert len(c.stages) == 1 or not dynamic
+
+
+def test_stages_agree_and_are_data() -> None:
+    x = inputs()[0]
+    for fn, plainly in ((every, every_plainly), (nested, nested_plainly)):
+        e = reflib.explain(fn, x, target="cpu", verify=True)
+        args = [W if tuple(i.shape) == (4,) else x for i in e.graph.placeholders()]
+        for program in (e.program, e.scheduled):
+            close(interpret(program, args), list(plainly(x)))
+            assert from_data(json.loads(json.dumps(to_data(program))), program.constants) == program
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+def test_gradients(wrapper: str) -> None:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        a = torch.cond(x.sum() > 0, lambda x: (x.sin() * w).cos(), lambda x: x * x, (x,))
+        last, seen = scan(lambda s, v: (s * v, s + v), torch.ones_like(w), x)
+        b = each(lambda v, w: torch.softmax(v * w, -1), x, w)
+        total = associative_scan(lambda a, b: a * b, x, dim=0, combine_mode="generic")
+        return (a * b * total * seen * last).sum()
+
+    def plainly(x: Tensor, w: Tensor) -> Tensor:
+        a = (x.sin() * w).cos() if x.sum() > 0 else x * x
+        last, seen = torch.ones_like(w), []
+        for v in x:
+            seen.append(last + v)
+            last = last * v
+        return (a * torch.softmax(x * w, -1) * x.cumprod(0) * torch.stack(seen) * last).sum()
+
+    c = Compiled(f, wrapper=wrapper)
+    for x in (inputs()[2], -inputs()[2]):
+        leaves = [x.requires_grad_(), W.clone().requires_grad_()]
+        close(torch.autograd.grad(c(*leaves), leaves), torch.autograd.grad(plainly(*leaves), leaves))
+    assert not [e for e in c.externs if "higher_order" in str(e.target)]
+
+
+@pytest.mark.slow
+def test_gradients_of_while_loop() -> None:
+    """PyTorch stacks as many values as there are iterations: that loop is PyTorch's own."""
+    f = lambda x: while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * W), (zero(), x))[1]  # noqa: E731
+    x = randn(2, 4, device="cpu", grad=True)
+    c = torch.compile(f, backend="reflib", fullgraph=True)
+    close(torch.autograd.grad(c(x).sum(), x)[0], (W**3).expand(2, 4))
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_associative_scan_as_an_op(dynamic: bool) -> None:
+    """Capture leaves it whole for a GPU only. Of a known length: in pairs, a kernel per level."""
+
+    def f(x: Tensor, y: Tensor) -> Any:
+        return associative_scan_op(lambda a, b, c, d: (a * c, b * c + d), [x, y], ())
+
+    x, y = randn(5, 3, device="cpu"), randn(5, 3, device="cpu") + 1
+    gm = make_fx(f, tracing_mode="symbolic" if dynamic else "fake")(x, y)
+    s = run(Graph(gm), Options(verify=True))
+    got = s.call([x, y])  # type: ignore[misc]
+    close(got[0], x.cumprod(0))
+    close(got, tuple(f(x, y)))
+    assert len(s.kernels or ()) == (3 if dynamic else 5)
+
+
+# -- what it costs --------------------------------------------------------------------------------------------
+def repeats(steps: tuple[Step, ...]) -> Iterator[Repeat]:
+    for s in steps:
+        if isinstance(s, Branch):
+            yield from repeats(s.then + s.otherwise)
+        if isinstance(s, Repeat):
+            yield s
+
+
+def test_branches_are_fused_and_carried_tensors_stay_where_they_are() -> None:
+    x = inputs()[0]
+    f = lambda x: torch.cond(x.sum() > 0, lambda x: (x.sin() * W).cos(), lambda x: torch.softmax(x, -1), (x,)) + 1  # noqa: E731
+    e = reflib.explain(f, x, target="sm_90")
+    assert [k.language for k in e.kernels] == ["triton"] * 4, "sum and compare, a kernel per branch, what follows"
+    assert "variant differs(cond_holds, 0):  # true" in str(e.program) and "aten.sin" in str(e.program)
+    assert e.wrapper.count("= (aten__local_scalar_dense") == 1, "one copy to the host"
+
+    def g(x: Tensor, cache: Tensor) -> Any:
+        def body(i: Tensor, x: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
+            return i + 1, x * W + 1, torch.index_put(cache, (i,), W)
+
+        return while_loop(lambda i, x, cache: i < 3, body, (zero(), x, cache))
+
+    e = reflib.explain(g, x, torch.zeros(99, 4), target="cpu")
+    (loop,) = repeats(e.memory.steps)
+    made = [s.buffer for s in loop.then if isinstance(s, Alloc) and s.reuse is None]
+    assert all(int(e.scheduled.buffers[b].numel.evaluate({})) <= 4 for b in made), f"{made} are made in each iteration"
+    assert "aten.index_put_.default(while_loop_2" in str(e.scheduled), "a row is stored in place"
+    assert [u.why for u in e.updates] == [""]
+
+
+def test_choices_in_branches_go_by_the_static_rule() -> None:
+    """A product with its epilogue is one kernel there too; a registered op is a call, as everywhere without tuning."""
+    x = torch.randn(64, 64, dtype=torch.float16)
+    f = lambda x: torch.cond(x[0, 0] > 0, lambda x: torch.relu(x @ x) + 1, lambda x: x.sin() @ x, (x,))  # noqa: E731
+    e = reflib.explain(f, x, target="sm_90", verify=True)
+    assert [k.name for k in e.kernels][1] == "k1_mm_relu_add"
+    assert [d.op for d in e.decisions if d.op] == ["aten.mm", "aten.mm"]
+
+
+def test_programs_without_any_are_as_they_were() -> None:
+    e = reflib.explain(lambda x: torch.softmax(x * 2, -1), inputs()[0], target="cpu")
+    assert e.wrapper.count("\n") == 9
+
+
+# -- packages and C++ projects --------------------------------------------------------------------------------
+class Nested(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(W.clone())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = nested(x, self.w)[1]
+        last, seen = scan(lambda s, v: (s + v, s * v), torch.zeros_like(self.w), x)
+        return y, last, seen
+
+
+def plainly(x: Tensor) -> tuple[Tensor, ...]:
+    before = torch.cat([torch.zeros(1, 4), x.cumsum(0)[:-1]])
+    return nested_plainly(x)[1], x.sum(0), before * x
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(exported_cpp.missing_tools()), reason="needs cmake and ninja")
+def test_a_package_and_its_project(tmp_path: Path) -> None:
+    shapes = {"x": {0: Dim("n", min=2, max=100)}}
+    path = reflib.aot_compile(Nested(), (inputs()[0],), tmp_path / "n.reflib", "cpu", dynamic_shapes=shapes)
+    model = reflib.load(path)
+    project = exported_cpp.build(export_cpp(path, tmp_path / "project"))
+    with torch.no_grad():
+        for x in inputs():
+            close(model(x), plainly(x))
+            close(tuple(exported_cpp.run(project, [x])), plainly(x))
+
+
+@pytest.mark.slow
+def test_a_package_for_a_gpu(tmp_path: Path) -> None:
+    """The predicate is copied by PyTorch's dispatcher: nothing needs Python."""
+    pytest.importorskip("triton")
+    f = lambda x: torch.cond(x.sum() > 0, lambda x: x.sin() + 1, lambda x: x * 2, (x,))  # noqa: E731
+    path = reflib.aot_compile(f, (torch.ones(8, 4),), tmp_path / "g.reflib", "sm_90", ptx=False)
+    (variant,) = manifest.read(archive.open(path).manifest).variants
+    assert not variant.needs
+
+
+# -- bad input ------------------------------------------------------------------------------------------------
+def test_a_predicate_of_several_elements() -> None:
+    f = lambda x: torch.cond(x[0] > 0, lambda x: x + 1, lambda x: x * 2, (x,))  # noqa: E731
+    with pytest.raises(Exception, match=r"cond at test_control_flow\.py:\d+.* is bool \[4\], not one") as e:
+        torch.compile(f, backend="reflib")(inputs()[0])
+    assert LoweringError.__name__ in str(e.value)
+
+
+def test_branches_that_return_other_sizes(tmp_path: Path) -> None:
+    """As in eager: the size is known when a branch has run. The branches are PyTorch's; in a file they cannot be."""
+    f = lambda x: torch.cond(x.sum() > 0, lambda x: x[:2] + 1, lambda x: x[:3] * 2, (x,)) * 2  # noqa: E731
+    x = inputs()[0]
+    c = Compiled(f)
+    close(c(x), (x[:2] + 1) * 2)
+    close(c(-x), x[:3] * -4)
+    with pytest.raises(PackageError, match=r"it calls cond at .*a result whose size depends on the branch"):
+        reflib.aot_compile(f, (x,), tmp_path / "m.reflib", "cpu")
