@@ -5,8 +5,9 @@ computed by operations that have one right answer, in the same order and rounded
 
 * The graph is captured without decompositions, and nothing rewrites it: it is eager's sequence of ATen ops.
 * An op that we generate code for may round once: by what IEEE 754 defines to the last bit (a sum, a product, a
-  quotient) or, on a CUDA device, by a function of CUDA's mathematical library, which eager calls as well. (On a CPU
-  eager's functions are those of a vector library, MKL's or SLEEF, whose last bits are its own.) Before and after that
+  quotient) or, on a CUDA device, by a function of CUDA's mathematical library that eager calls as well, and whose bits
+  Triton's copy of the library shares: not ``asin``, ``atan``, ``erf``, ``hypot`` and ``pow``. (On a CPU eager's
+  functions are those of a vector library, MKL's or SLEEF, whose last bits are its own.) Before and after that
   it may compare, select, change signs, and compute with whole numbers. An op that rounds twice, such as ``addcmul``,
   has an order, and maybe an instruction that leaves one rounding out, that only its own kernel knows.
 * Sums of floats, running sums, products of matrices and convolutions are calls; maxima and sorted places are not.

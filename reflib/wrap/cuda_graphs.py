@@ -38,6 +38,7 @@ from ..options import Options
 RECORDINGS, SIGNATURES = 8, 64
 MOVES = {"backward": 6}  # what a forward saves is at rest once the forward is recorded
 Call = Callable[[list], Sequence[Any]]
+UNSAFE = {torch.Tag.cudagraph_unsafe, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 OWNED: set[int] = set()  # addresses of the storages that recordings return
 use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
@@ -62,8 +63,8 @@ def reason(program: Any, options: Options) -> str:
     if options.check_nan:
         return "check_nan looks at values after each kernel"
     for node in walk(program.nodes):
-        if isinstance(node, Extern) and torch.Tag.cudagraph_unsafe in getattr(node.target, "tags", ()):
-            return f"{node.target} is tagged cudagraph_unsafe"
+        if isinstance(node, Extern) and (found := UNSAFE.intersection(getattr(node.target, "tags", ()))):
+            return f"{node.target} is tagged {found.pop()}"
     return ""
 
 
