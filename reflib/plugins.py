@@ -8,7 +8,7 @@ from __future__ import annotations
 from .seams import plug
 
 PLUGS: dict[str, dict[str, str]] = {
-    "pipeline.START": {"begin": "api:begin"},
+    "pipeline.COMPILE": {"begin": "api:begun", "repro": "observed:observed"},
     "pipeline.CHOOSE": {"choose": "tuning:choose", "launches": "tuning:launches"},
     "pipeline.CAPTURED": {
         "attention": "capture.attention:attention",
@@ -24,7 +24,9 @@ PLUGS: dict[str, dict[str, str]] = {
     },
     "pipeline.AROUND": {"unusual": "wrap.unusual:eager_for_unusual"},
     "pipeline.VERIFY": {"verify": "ir.verify:verify"},
+    "observed.REPRO": {"observed": "observe.repro:observed", "failed": "observe.repro:failed"},
     "options.NORMALIZE": {
+        "repro": "observed:folder",
         "lookup_table": "tables:normalize_lookup",
         "c_shims": "c_shims:normalize",
         "decompose_k": "lower.decompose_k:limits",
