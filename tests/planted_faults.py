@@ -54,30 +54,31 @@ def unmasked(rule: Any) -> Any:
     return lambda cx, x, *more, **kwargs: RULES[aten.clone.default](cx, x)
 
 
-# kind, the op at fault (in the graph, and its ATen op), its rule
-FAULTS: list[tuple[str, Any, Any, Callable[[Any], Any]]] = [
-    ("wrong rule", lambda g, a, b: g(torch.tanh, a), aten.tanh.default, other(aten.sin.default)),
-    ("wrong rule", lambda g, a, b: g(torch.maximum, a, b), aten.maximum.default, other(aten.minimum.default)),
-    ("wrong rule", lambda g, a, b: g(torch.atan, a), aten.atan.default, other(aten.abs.default)),
-    ("wrong stride", lambda g, a, b: g(torch.relu, a), aten.relu.default, transposed),
-    ("wrong stride", lambda g, a, b: g(torch.flip, a, [0]), aten.flip.default, transposed),
-    ("missing mask", lambda g, a, b: g(torch.tril, a), aten.tril.default, unmasked),
-    ("missing mask", lambda g, a, b: g(torch.triu, a), aten.triu.default, unmasked),
+# kind, the function at fault, its arguments, its ATen op, what becomes of its rule
+FAULTS: list[tuple[str, Any, Callable[..., tuple[Any, ...]], Any, Callable[[Any], Any]]] = [
+    ("wrong rule", torch.tanh, lambda a, b: (a,), aten.tanh.default, other(aten.sin.default)),
+    ("wrong rule", torch.maximum, lambda a, b: (a, b), aten.maximum.default, other(aten.minimum.default)),
+    ("wrong rule", torch.atan, lambda a, b: (a,), aten.atan.default, other(aten.abs.default)),
+    ("wrong stride", torch.relu, lambda a, b: (a,), aten.relu.default, transposed),
+    ("wrong stride", torch.flip, lambda a, b: (a, [0]), aten.flip.default, transposed),
+    ("missing mask", torch.tril, lambda a, b: (a,), aten.tril.default, unmasked),
+    ("missing mask", torch.triu, lambda a, b: (a,), aten.triu.default, unmasked),
 ]
 
 
 def planted(number: int, ops: int = OPS) -> tuple[str, Subject, Callable[[], None]]:
     """(kind, a graph of ``ops`` ops that meets it once, what takes it out again)."""
     r = random.Random(number)
-    kind, faulty, op, wrong = FAULTS[number % len(FAULTS)]
+    kind, faulty, args, op, wrong = FAULTS[number % len(FAULTS)]
     graph = torch.fx.Graph()
     values = [graph.placeholder(f"x{i}") for i in range(3)]
     g = lambda f, *args, **kwargs: graph.call_function(f, args, kwargs)  # noqa: E731
     place = r.randrange(ops // 4, ops)
     for i in range(ops):
-        a, b = r.sample(values[-6:] if i > 6 else values, 2)
-        values.append((faulty if i == place else r.choice(USUAL))(g, a, b))
-    graph.output(tuple(v for v in values[3:] if not v.users))
+        a, b = r.sample(values[:3] if i == place else values[-6:] if i > 6 else values, 2)
+        values.append(g(faulty, *args(a, b)) if i == place else r.choice(USUAL)(g, a, b))
+    wrong_one = values[3 + place]  # what follows may be nearly constant, and hide it
+    graph.output(tuple(v for v in values[3:] if not v.users or v is wrong_one))
     inputs = [Tensor((N, N), (N, 1), seed=number + i, between=(-1.5, 2.0)) for i in range(3)]
     before = RULES[op]
     RULES[op] = wrong(before)
@@ -88,11 +89,12 @@ def main(numbers: list[int]) -> None:
     torch.set_num_threads(1)
     for number in numbers:
         kind, subject, undo = planted(number)
+        fault = next(n.name for n in subject.module.graph.nodes if n.target is FAULTS[number % len(FAULTS)][1])
         found = minify(subject)
         undo()
         ops = [n.name for n in found.subject.module.graph.nodes if n.op.startswith("call_")]
-        print(json.dumps({"fault": number, "what": kind, "kind": found.kind, "before": found.before, "ops": ops,
-                          "trials": found.trials, "seconds": round(found.seconds, 1)}), flush=True)  # fmt: skip
+        row = {"number": number, "fault": fault, "what": kind, "kind": found.kind, "before": found.before, "ops": ops}
+        print(json.dumps({**row, "trials": found.trials, "seconds": round(found.seconds, 1)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class Part(Subject):
     def values(self) -> list[Any]:
         out = super().values()
         for i, t in (self.held or {}).items():
-            out[i] = copy_of(t).requires_grad_(t.requires_grad)
+            out[i] = copy_of(t.detach()).requires_grad_(t.requires_grad)
         return out
 
 
