@@ -41,7 +41,7 @@ class Options:
     batch_invariant: a row's result has the same bits however many rows a call has: sums in one order, products by
         kernels of our own (``lower.one_order``). What cannot be made so is named in a warning.
     verify: run the IR verifier after every stage.
-    check_nan: check every kernel's floating-point outputs for NaN (slow; raises ReflibError naming the kernel).
+    check_nan: look for NaN and infinities in what each kernel and call writes (slow; ReflibError says where first).
     repro: a folder for each graph as a Python file that compiles it again (None: REFLIB_REPRO, or only if that fails).
     fuse: False gives every lowered node its own kernel.
     max_fused_ops: largest number of operations and reductions in one fused kernel.

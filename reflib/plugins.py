@@ -22,7 +22,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "positions": "capture.positions:recompute_positions",
         "returned": "capture.returned:views_of_inputs",
     },
-    "pipeline.AROUND": {"unusual": "wrap.unusual:eager_for_unusual"},
+    "pipeline.AROUND": {"bad_values": "wrap.bad_values:named", "unusual": "wrap.unusual:eager_for_unusual"},
     "pipeline.VERIFY": {"verify": "ir.verify:verify"},
     "observed.REPRO": {"observed": "observe.repro:observed", "failed": "observe.repro:failed"},
     "options.NORMALIZE": {
@@ -101,6 +101,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "wrap.WRAPPERS": {"cpp": "wrap.build:wrap_cpp", "auto": "wrap.build:wrap_cpp"},
     "wrap.NAMES": {
         "zeros": "wrap.zeros:zeros", "outside": "wrap.sizes:outside", "expect_sizes": "wrap.sizes:expect_sizes",
+        "check_nan": "wrap.bad_values:check_nan",
     },
 }
 

@@ -209,7 +209,7 @@ class Parts:
         self.ops = [n.name for n in subject.module.graph.nodes if n.op.startswith("call_")]
 
     def part(self, kept: set[str]) -> Part | None:
-        """The graph of these nodes, every result that none of them uses returned; None where that is no graph."""
+        """The graph of these nodes; what none of them uses is returned, and what was before. None: that is no graph."""
         graph, env = torch.fx.Graph(), {}
         given: list[tuple[Any, Any]] = []  # what is said of an input, its value
 
@@ -234,7 +234,7 @@ class Parts:
                 env[n].meta = dict(n.meta)
         except _NoValue:
             return None
-        sinks = [n for n in nodes if not any(u.name in kept for u in n.users)]
+        sinks = [n for n in nodes if not any(u.name in kept for u in n.users) or any(u.op == "output" for u in n.users)]
         returned = [env[n] for n in sinks if isinstance(self.seen[n.name], torch.Tensor)]
         if not returned:
             return None

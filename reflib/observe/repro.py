@@ -322,7 +322,7 @@ def write(
             seen: list[Stages] = []
             found.append((described(module, inputs, self.options, whole), seen))
             other = copy(self)
-            other.on_stages = lambda s: (seen.append(s), self.on_stages(s))
+            other.on_stages = lambda s: [told(s) for told in (seen.append, self.on_stages)]
             try:
                 return super(Writing, other).__call__(module, inputs)
             except Exception as e:
