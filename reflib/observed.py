@@ -1,7 +1,8 @@
 """Where tools watch a compilation: what they are is plugged in, and imported only when one is asked for.
 
-``REPRO`` writes a compilation as a file that repeats it: into the folder of ``Options(repro=...)`` or ``REFLIB_REPRO``,
-and into the cache's where compiling failed.
+In ``pipeline.OBSERVE``: "repro", around compiling as in ``pipeline.COMPILE`` but with a folder after the inputs, writes
+a compilation as a file that repeats it, where ``Options(repro=...)`` or ``REFLIB_REPRO`` names a folder; "failed",
+(GraphModule, inputs, Options, the error) -> None, does so where compiling failed.
 """
 
 from __future__ import annotations
@@ -12,16 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import OptionError
 from .logs import get as logger
-from .seams import Seam
+from .pipeline import OBSERVE
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from .pipeline import Backend
-
-# "observed": around compiling, as in pipeline.COMPILE, with a folder after it; "failed": (GraphModule, inputs, Options,
-# the error) -> None. None: nothing is written.
-REPRO = Seam("observed.REPRO")
 
 
 def observed(
@@ -30,13 +27,13 @@ def observed(
     """``compile``, watched if that is asked for."""
     folder = backend.options.repro or os.environ.get("REFLIB_REPRO")
     try:
-        if folder and "observed" in REPRO:
-            return REPRO["observed"](compile, backend, module, inputs, folder)
+        if folder and "repro" in OBSERVE:
+            return OBSERVE["repro"](compile, backend, module, inputs, folder)
         return compile(backend, module, inputs)
     except Exception as error:
-        if "failed" in REPRO:
+        if "failed" in OBSERVE:
             try:
-                REPRO["failed"](module, inputs, backend.options, error)
+                OBSERVE["failed"](module, inputs, backend.options, error)
             except Exception as e:
                 logger("repro").warning("no repro was written: %s", e)
         raise

@@ -45,6 +45,8 @@ Chosen = tuple["Program", tuple[Any, ...]]  # a program without choices, and the
 CHOOSE = Seam("pipeline.CHOOSE")
 # Around compiling Dynamo's graphs: (compile, Backend, GraphModule, inputs) -> callable; compile takes the last three.
 COMPILE = Seam("pipeline.COMPILE")
+# Tools that are asked for what to keep of a compilation (``observed.py`` says how). The core has none.
+OBSERVE = Seam("pipeline.OBSERVE")
 # Rewrites of Dynamo's or torch.export's graph, before autograd sees it: (GraphModule, Options) -> GraphModule, the one
 # given or another. The core has none.
 CAPTURED = Seam("pipeline.CAPTURED")

@@ -23,8 +23,8 @@ PLUGS: dict[str, dict[str, str]] = {
         "returned": "capture.returned:views_of_inputs",
     },
     "pipeline.AROUND": {"bad_values": "wrap.bad_values:named", "unusual": "wrap.unusual:eager_for_unusual"},
+    "pipeline.OBSERVE": {"repro": "observe.repro:observed", "failed": "observe.repro:failed"},
     "pipeline.VERIFY": {"verify": "ir.verify:verify"},
-    "observed.REPRO": {"observed": "observe.repro:observed", "failed": "observe.repro:failed"},
     "options.NORMALIZE": {
         "repro": "observed:folder",
         "lookup_table": "tables:normalize_lookup",

@@ -65,6 +65,8 @@ def failed(module: torch.fx.GraphModule, inputs: Sequence[Any], options: Options
     """Write a repro of a compilation that raised ``error``, and note in the error where it is."""
     if isinstance(error, NOT_OURS) or type(error).__module__.startswith("torch._dynamo"):
         return  # the user's mistake; Dynamo's way to begin again
+    if any(isinstance(x, torch._subclasses.FakeTensor) for x in inputs):
+        return  # ``explain`` tries, and does it again with numbers
     why = f", which failed with {type(error).__name__}"
     path = store(described(module, inputs, options), [], options.repro or str(default_folder()), why)
     if path is not None:
