@@ -110,7 +110,7 @@ def _capture(
     from .package.build import Captured
     from .pipeline import before_autograd
     from .wrap.convention import of_exported, without_tokens
-    from .wrap.exported import names_of
+    from .wrap.exported import expect_apart, names_of
     from .wrap.guards import checked
 
     rewrite = partial(before_autograd, options=options)
@@ -124,6 +124,7 @@ def _capture(
     ops = str(exported.graph.module.graph)  # (a Graph's own text names files and lines)
     digest = hashlib.sha256(ops.encode()).hexdigest()
     convention = of_exported(exported.program, program)
+    expect_apart(convention, program, exported.state)
     captured = Captured(convention, exported.state, kinds, digest, names_of(exported.program))
     return captured, exported, checked(program, convention)
 

@@ -53,11 +53,14 @@ def compile(
 
 def compile_exported(program: Any, options: Options) -> Callable[..., Any]:
     """An ExportedProgram as a plain callable of its own arguments, parameters held inside."""
-    from .wrap.exported import ExportedCallable, names_of, weights_of
+    from .wrap.exported import ExportedCallable, expect_apart, names_of, weights_of
 
     stages, convention, program = exported_stages(program, options)
-    call = stages.call or eager(stages.graph)
-    return ExportedCallable(convention, weights_of(program), call, names_of(program))
+    call = eager(stages.graph) if stages.call is None else Backend(options).around(stages.call, stages, ())
+    weights = weights_of(program)
+    assert stages.program is not None
+    expect_apart(convention, stages.program, weights)
+    return ExportedCallable(convention, weights, call, names_of(program))
 
 
 def exported_stages(program: Any, options: Options) -> tuple[Stages, Convention, Any]:

@@ -55,14 +55,14 @@ def devices(e: Exported) -> set[torch.device]:
 def run(e: Exported, *args: Any) -> Any:
     """The graph with its state, as numbers on the CPU; then what the user gets."""
     flat = torch.utils._pytree.tree_leaves(args)
-    state = iter(e.state.values())
+    state = iter([t.clone() for t in e.state.values()])  # some is written to
     users = iter(flat)
     inputs = [
         next(users) if s.kind.name == "USER_INPUT" else next(state) for s in e.program.graph_signature.input_specs
     ]
     with torch.no_grad():
         results = torch.fx.Interpreter(e.graph.module).run(*inputs)
-    kinds = [s.kind.name for s in e.program.graph_signature.output_specs]
+    kinds = [s.kind.name for s in e.program.graph_signature.output_specs if "MUTATION" not in s.kind.name]
     return [r for r, kind in zip(results, kinds) if kind == "USER_OUTPUT"]
 
 

@@ -130,7 +130,7 @@ def with_fakes(fn: Any, call: Any, gpu: bool, there: bool) -> Iterator[tuple[Any
         return fakes.fake(t).requires_grad_(t.requires_grad)
 
     on_gpu = (attention_of_gpu(whole=False), triton_of_gpu()) if gpu else (nullcontext(), nullcontext())
-    with _LOCK, _as_if_there() if there else nullcontext(), on_gpu[0], on_gpu[1]:
+    with _LOCK, _as_if_there(dynamo=True) if there else nullcontext(), on_gpu[0], on_gpu[1]:
         if isinstance(fn, torch.nn.Module):
             copy = fakes.copied(fn, type(fn).__name__)
             for p, new in zip(fn.parameters(), copy.parameters(), strict=True):
@@ -349,9 +349,8 @@ def _drop_unused(module: torch.fx.GraphModule, signature: Any, state: dict[str, 
     """A weight that no call reads or writes is no input: nobody has to store it. (One that is read by another name
     costs nothing, and stays.)"""
     nodes = {n.name: n for n in module.graph.nodes if n.op == "placeholder"}
-    written = {s.target for s in signature.output_specs if s.kind.name == "BUFFER_MUTATION"}
     weights = [s for s in signature.input_specs if s.target in state]
-    used = {id(state[s.target]) for s in weights if nodes[s.arg.name].users or s.target in written}
+    used = {id(state[s.target]) for s in weights if nodes[s.arg.name].users}
     for spec in weights:
         if id(state[spec.target]) not in used:
             module.graph.erase_node(nodes[spec.arg.name])
@@ -397,10 +396,11 @@ _LOCK = threading.RLock()  # what is replaced below is the whole process's
 
 
 @contextmanager
-def _as_if_there() -> Iterator[None]:
+def _as_if_there(dynamo: bool = False) -> Iterator[None]:
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(_guard())
+        enter(triton_of_gpu(recorded=not dynamo))
         enter(attention_of_gpu())
         enter(_replaced(FakeTensorMode, "avoid_device_init", True))
         enter(_replaced(proxy_tensor, "CONSTANT_NUMEL_LIMIT", 0))

@@ -1,4 +1,9 @@
-"""A program of ``torch.export`` as a Graph: whole, with the exporter's guards; no Dynamo runs at call time."""
+"""A program of ``torch.export`` as a Graph: whole, with the exporter's guards; no Dynamo runs at call time.
+
+torch.export returns the new value of each buffer and argument that the model writes to, for the caller to copy back.
+Here the graph writes it itself, as AOTAutograd's graphs do: ``copy_`` onto the input, in the end. So ``fuse.in_place``
+finds it, and a cache is updated where it is.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +18,29 @@ from torch._functorch import config
 from ..errors import CaptureError
 from .copies import copied
 from .graph import Graph, ranges_of
+from .returned import views_back
 
+WRITTEN = {"BUFFER_MUTATION": "weight", "USER_INPUT_MUTATION": "argument"}  # in a signature: what is written to
 Rewrite = Callable[[torch.fx.GraphModule], torch.fx.GraphModule]
 
 
 @config.patch(functionalize_rng_ops=False)
 def exported_graph(program: Any, decompositions: dict, rewrite: Rewrite = lambda m: m) -> tuple[Graph, Any]:
     """An ``ExportedProgram`` as a Graph (parameters, buffers and constants first among its inputs), and its signature.
+    The graph returns what the signature does, but for new values of buffers and arguments, which it writes.
     ``rewrite``: of its graph, before it is decomposed (``pipeline.before_autograd``).
 
-    Raises CaptureError for what is no ExportedProgram.
+    Raises CaptureError for what is no ExportedProgram, or writes to what is in another input's memory.
     """
     if not isinstance(program, torch.export.ExportedProgram):
         raise CaptureError(f"expected a torch.export.ExportedProgram, got {type(program).__name__}")
     env = _shape_env(program)
     before = len(env.guards) if env is not None else 0
     program = _rewritten(program, rewrite)
-    program = program.run_decompositions(decompositions)  # in the same ShapeEnv: what it assumes is found there
+    program = _functional(program, decompositions)  # in the same ShapeEnv: what it assumes is found there
     if env is not None:
         env.guards[before:] = [g for g in env.guards[before:] if not _of_two_or_more(g.expr)]
+    _writes(program)
     held = {s.arg.name for s in program.graph_signature.input_specs if s.kind.name in ("PARAMETER", "BUFFER")}
     return Graph(program.graph_module, "inference", frozenset(held), ranges_of(program)), program
 
@@ -41,6 +50,44 @@ def _rewritten(program: Any, rewrite: Rewrite) -> Any:
     new = copy.copy(program)
     new._graph_module = rewrite(copied(program.graph_module))
     return new
+
+
+def _functional(program: Any, decompositions: dict) -> Any:
+    """Decomposed, and so is what ``torch.library.triton_op`` made, on a GPU: on a CPU it has another implementation."""
+    vals = [n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder"]
+    gpu = any(isinstance(v, torch.Tensor) and v.device.type == "cuda" for v in vals)
+    try:
+        return program.run_decompositions(decompositions, decompose_custom_triton_ops=gpu)
+    except AssertionError as e:  # all that torch says
+        tensors = {n: t for n, t in program.state_dict.items() if isinstance(t, torch.Tensor) and t.data_ptr()}
+        places = [t.untyped_storage().data_ptr() for t in tensors.values()]
+        shared = ", ".join(n for n, at in zip(tensors, places) if places.count(at) > 1) or "two arguments"
+        what = f"it writes to tensors that share memory with others ({shared}): give each memory of its own"
+        raise CaptureError(f"torch.export cannot make the program functional; most likely {what}") from e
+
+
+def _writes(program: Any) -> None:
+    """What the graph returns only for the caller to copy it onto an input is copied there by the graph. A result that
+    is a view of an argument's new value becomes a view of the argument. (Of a buffer's it does not: the buffer may have
+    been assigned rather than written to, and earlier results must not change.)"""
+    module, signature = program.graph_module, program.graph_signature
+    out = module.graph.output_node()
+    inputs = {s.arg.name: s for s in signature.input_specs}
+    nodes = {n.name: n for n in module.graph.nodes if n.op == "placeholder"}
+    buffers = {s.target: nodes[name] for name, s in inputs.items() if s.target is not None}
+    results, arguments = [], []
+    for spec, value in zip(signature.output_specs, out.args[0], strict=True):
+        if spec.kind.name not in WRITTEN:
+            results.append(value)
+            continue
+        to = buffers[spec.target] if spec.kind.name == "BUFFER_MUTATION" else nodes[spec.target]
+        with module.graph.inserting_before(out):
+            copy = module.graph.call_function(torch.ops.aten.copy_.default, (to, value))
+        copy.meta = {**value.meta, "val": to.meta["val"]}
+        arguments += [to] if to.name == spec.target else []
+    views = ((views_back(module.graph, value, to) for to in arguments) for value in results)
+    out.args = (tuple(next(filter(None, v), value) for v, value in zip(views, results)),)
+    module.recompile()
 
 
 def _shape_env(program: Any) -> Any:

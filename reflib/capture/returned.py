@@ -25,20 +25,29 @@ def views_of_inputs(module: torch.fx.GraphModule, options: Options, gpu: bool) -
     if not found:
         return module
     module = copied(module)
-    out = module.graph.output_node()
+    out, inputs = module.graph.output_node(), _placeholders(module)
     results = list(out.args[0])  # type: ignore[arg-type]
     for i in found:
-        *views, copy = _chain(results[i], _placeholders(module)[bases[i]])
-        with module.graph.inserting_before(out):
-            for v in reversed(views):
-                new = module.graph.node_copy(v, lambda n: n)
-                new.args = (copy, *v.args[1:])
-                copy = new
-        results[i] = copy
+        results[i] = views_back(module.graph, results[i], inputs[bases[i]])
     out.args = (tuple(results),)
     module.graph.eliminate_dead_code()
     module.recompile()
     return module
+
+
+def views_back(graph: torch.fx.Graph, value: Any, base: torch.fx.Node) -> torch.fx.Node | None:
+    """``value``, a view of what is copied onto ``base``, as the same view of what ``copy_`` returns, which is added
+    before the output; None if it is no such view."""
+    chain = _chain(value, base)
+    if not chain:
+        return None
+    *views, copy = chain
+    with graph.inserting_before(graph.output_node()):
+        for v in reversed(views):
+            new = graph.node_copy(v, lambda n: n)
+            new.args = (copy, *v.args[1:])
+            copy = new
+    return copy
 
 
 def _placeholders(module: torch.fx.GraphModule) -> list[torch.fx.Node]:

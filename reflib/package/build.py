@@ -126,6 +126,8 @@ def _check(program: Program) -> None:
     for x in walk(program.nodes):
         if not isinstance(x, Extern):
             continue
+        if getattr(x.target, "__name__", "").startswith("triton_kernel_wrapper"):
+            raise PackageError(f"this model cannot be packaged: PyTorch launches {x.reason}; change that, or its call")
         if any(isinstance(a, torch.fx.GraphModule) for a in pytree.tree_leaves((x.args, x.kwargs))):
             raise PackageError(
                 f"this model cannot be packaged: it calls {x.target.__name__} (torch.ops.higher_order), whose "
@@ -284,7 +286,7 @@ def _program(c: Convention, names: tuple[str, ...]) -> manifest.Program:
     for a in c.arguments:
         _encoded(a.value, f"argument {a.name}")  # raises for a value that a file cannot hold
     return manifest.Program(
-        inputs=c.inputs, arguments=c.arguments, outputs=c.outputs, guards=c.guards,
+        inputs=c.inputs, arguments=c.arguments, outputs=c.outputs, guards=c.guards, written=c.written,
         arguments_tree=trees.text(c.in_spec, "arguments"), result_tree=trees.text(c.out_spec, "result"),
         ranges=c.ranges, devices=c.devices, names=names, results=describe.results(c.out_spec),
         conditions=describe.guards(c),

@@ -43,10 +43,13 @@ def _few(what: str, items: Sized, most: int = MANY) -> None:
 
 
 def _program(p: Program) -> None:
-    for what in ("arguments", "outputs", "ranges", "guards", "conditions", "names", "results"):
+    for what in ("arguments", "outputs", "written", "ranges", "guards", "conditions", "names", "results"):
         _few(what, getattr(p, what))
     if len(p.inputs) != len(p.devices) or p.inputs.count("") != len(p.arguments):
         raise _wrong(f"{len(p.inputs)} inputs, {len(p.devices)} devices of inputs and {len(p.arguments)} arguments")
+    names = {"argument": {a.name for a in p.arguments if a.tensor}, "weight": {n for n in p.inputs if n}}
+    if wrong := [o for o in p.written if o.target not in names.get(o.kind, ())]:
+        raise _wrong(f"it writes to {wrong[0].kind!r:.80} {wrong[0].target!r:.80}, which it does not have")
     for a in p.arguments:
         if a.tensor is not None:
             _few("dimensions", a.tensor.shape, 64)

@@ -28,7 +28,7 @@ from . import archive
 from .archive import Entry
 from .weights import Span, Weight
 
-HOST = 1  # version of the interface between a compiled wrapper and the process: wrap/host.h
+HOST = 2  # version of the interface between a compiled wrapper and the process: wrap/host.h
 
 Data = NewType("Data", object)  # encoded by ir/data.py; decoded where it is used, for it may name ops
 Word = Annotated[str, re.compile(r"\w+", re.ASCII)]
@@ -52,6 +52,7 @@ class Program:
     ranges: dict[str, tuple[int, int | None]]
     devices: tuple[str, ...]
     guards: tuple[Guard, ...] = ()
+    written: tuple[Output, ...] = ()
     names: tuple[str, ...] = ()
     results: tuple[str, ...] = ()
     conditions: tuple[str, ...] = ()

@@ -36,9 +36,9 @@ class Argument:
 
 @dataclass(frozen=True)
 class Output:
-    """``kind``: "result" is returned; "weight" and "argument" are copied to ``target``; "same" returns argument
-    ``target`` itself, after its new value was copied to it. (A weight is not returned itself: it may have been assigned
-    rather than written to, and earlier results must not change.)"""
+    """``kind``: a "result" of the graph is returned; "same" returns argument ``target`` itself, which the graph wrote
+    to. (A weight is not returned itself: it may have been assigned rather than written to, and earlier results must not
+    change.) Among what is written: "weight" or "argument" ``target``."""
 
     kind: str
     target: str = ""
@@ -65,7 +65,8 @@ class Guard:
 class Convention:
     """``inputs``: of the graph, in order: a weight's name, or "" for the caller's next argument. ``ranges``: of symbols
     (least, most or None). ``devices``: each input's type of device, "" if it is no tensor. ``guards``: what else was
-    true of the sizes at capture, and must be in every call."""
+    true of the sizes at capture, and must be in every call. ``written``: weights and arguments that the graph writes
+    to."""
 
     inputs: tuple[str, ...]
     arguments: tuple[Argument, ...]
@@ -75,6 +76,7 @@ class Convention:
     ranges: dict[str, tuple[int, int | None]]
     devices: tuple[str, ...]
     guards: tuple[Guard, ...] = ()
+    written: tuple[Output, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -116,16 +118,18 @@ def expect_told(e: Expr, known: Set[Sym], what: str) -> None:
 
 
 WEIGHTS = ("PARAMETER", "BUFFER", "CONSTANT_TENSOR", "CUSTOM_OBJ")
-_OUTPUTS = {"USER_OUTPUT": "result", "BUFFER_MUTATION": "weight", "USER_INPUT_MUTATION": "argument"}
 
 
 def without_tokens(exported: Any, program: Program) -> Program:
     """``program`` without the tokens by which torch.export orders ops with side effects: nodes are in order anyway."""
+    from ..capture.exported import WRITTEN
+
     sig = exported.graph_signature
+    returned = [s for s in sig.output_specs if s.kind.name not in WRITTEN]
     return replace(
         program,
         inputs=tuple(x for s, x in zip(sig.input_specs, program.inputs, strict=True) if s.kind.name != "TOKEN"),
-        outputs=tuple(x for s, x in zip(sig.output_specs, program.outputs, strict=True) if s.kind.name != "TOKEN"),
+        outputs=tuple(x for s, x in zip(returned, program.outputs, strict=True) if s.kind.name != "TOKEN"),
     )
 
 
@@ -134,6 +138,7 @@ def of_exported(exported: Any, program: Program) -> Convention:
 
     Raises ReflibError for inputs and outputs that are not supported.
     """
+    from ..capture.exported import WRITTEN
     from ..capture.graph import ranges_of
     from .guards import guards_of  # (sympy, which loading a package does not need)
 
@@ -148,23 +153,23 @@ def of_exported(exported: Any, program: Program) -> Convention:
             inputs.append(spec.target)
         else:
             raise ReflibError(f"an exported program with a {kind} input ({spec.target}) is not supported")
-    outputs: list[Output] = []
-    written: dict[str, str] = {}  # argument by the graph's name of its new value
+    outputs, written = [], []
+    same: dict[str, str] = {}  # arguments that are results, by the name of their new value
     for spec in sig.output_specs:
-        if spec.kind.name == "TOKEN":
-            continue
-        if spec.kind.name not in _OUTPUTS:
+        name, kind = getattr(spec.arg, "name", ""), WRITTEN.get(spec.kind.name)
+        if kind is not None:
+            written.append(Output(kind, spec.target))
+            same |= {name: spec.target} if kind == "argument" else {}
+        elif spec.kind.name == "USER_OUTPUT":
+            outputs.append(Output("same", same[name]) if name in same else Output("result"))
+        elif spec.kind.name != "TOKEN":
             raise ReflibError(f"an exported program with a {spec.kind.name} output is not supported")
-        kind, name = _OUTPUTS[spec.kind.name], getattr(spec.arg, "name", "")
-        if kind == "argument":
-            written[name] = spec.target
-        same = kind == "result" and name in written
-        outputs.append(Output("same", written[name]) if same else Output(kind, spec.target or ""))
     return Convention(
         tuple(inputs), tuple(arguments), tuple(outputs), exported.call_spec.in_spec, exported.call_spec.out_spec,
         ranges_of(exported),
         tuple(program.buffers[x].device.type if isinstance(x, str) else "" for x in program.inputs),
         guards_of(exported),
+        tuple(written),
     )  # fmt: skip
 
 

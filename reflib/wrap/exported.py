@@ -1,4 +1,5 @@
-"""Calling a compiled ExportedProgram: flatten the arguments, add parameters, run, write mutations back, build results.
+"""Calling a compiled ExportedProgram: flatten the arguments, add parameters, run, build results. The graph itself writes
+to the buffers and arguments that the model mutates.
 
 The fast path is for a graph that checks its arguments itself, as a C++ wrapper does (sizes, and what was assumed of
 them, included). ``host.entry`` calls it from C; where arguments are not all positional, or results are not simply
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ReflibError
 from ..ir.expr import Expr, Sym, expr
+from ..ir.program import Program
 from . import structure
 from .convention import WEIGHTS, Argument, Convention, Expected, Source, expect_told, sources
 
@@ -43,12 +45,14 @@ class ExportedCallable:
         self._at = {a.name: i for i, a in enumerate(convention.arguments)}
         self._apart = structure.takes_apart(convention.in_spec)
         self._sources = sources(convention.arguments)
-        self._written = tuple(self._at[o.target] for o in convention.outputs if o.kind == "argument")
+        self._written = tuple(self._at[o.target] for o in convention.written if o.kind == "argument")
         self._tensors = [i for i, a in enumerate(convention.arguments) if a.tensor is not None]
-        self._held: dict[int, list[tuple[str, torch.Tensor]]] = {}  # weights, by their storage
-        for name, w in weights.items() if self._written else ():
+        writes = {o.target for o in convention.written if o.kind == "weight"}
+        self._held: dict[int, list[tuple[str, torch.Tensor, bool]]] = {}  # by storage: weights; are they written to?
+        for name, w in weights.items() if self._written else [(n, weights[n]) for n in writes]:
             if isinstance(w, torch.Tensor) and w.layout is torch.strided and structure.has_memory(w):
-                self._held.setdefault(w.untyped_storage().data_ptr(), []).append((f"weight {name}", w))
+                about = (f"weight {name}", w, name in writes)
+                self._held.setdefault(w.untyped_storage().data_ptr(), []).append(about)
         told = {s.symbol for s in self._sources}
         for g in convention.guards:
             expect_told(g.what, told, f"{g.text}, which was assumed of its sizes,")
@@ -77,40 +81,33 @@ class ExportedCallable:
         kinds = "".join(map(_kind, c.arguments)).encode()
         positional = c.in_spec == pytree.tree_structure((tuple(kinds), {})) and b"-" not in kinds
         returned = all(o.kind == "result" for o in c.outputs)
-        if positional and returned:
+        if positional and returned and not c.written:
             if c.out_spec.is_leaf():
                 return entry(graph, head, kinds, True, self._slow)
             if c.out_spec == pytree.tree_structure(tuple(c.outputs)):
                 return entry(graph, head, kinds, False, self._slow)
         names: dict[str, Any] = {"apart": self._apart, "slow": self._slow, "refused": _refused}
         names["run"] = entry(graph, head, kinds, False, lambda *args: _refused)
-        names |= {"no_grad": torch.no_grad, "may_write": self._may_write}
+        names |= {"may_write": self._may_write, "written": torch.autograd.graph.increment_version}
         exec(compile(self._printed(names), "<reflib call>", "exec"), names)
         return names["call"]
 
     def _printed(self, names: dict[str, Any]) -> str:
-        """``call``: flattens the arguments, runs the graph, copies mutations back, and builds the results."""
+        """``call``: flattens the arguments, runs the graph, and builds the results."""
         c = self.convention
         fits = [_is(f"args[{i}]", a.value, names) for i, a in enumerate(c.arguments) if _kind(a) == "-"]
-        fits += ["may_write(args)"] if self._written else []
-        writes, user = [], []
-        for i, o in enumerate(c.outputs):
-            if o.kind == "result":
-                user.append(f"results[{i}]")
-            elif o.kind == "same":
-                user.append(f"args[{self._at[o.target]}]")
-            else:
-                weight = o.kind == "weight"
-                to = structure.bound(self._weights[o.target], names) if weight else f"args[{self._at[o.target]}]"
-                writes.append(f"                {to}.copy_(results[{i}])")
+        fits += ["may_write(args)"] if c.written else []
+        writes = [f"args[{i}]" for i in self._written]
+        writes += [structure.bound(self._weights[o.target], names) for o in c.written if o.kind == "weight"]
+        same = [f"args[{self._at[o.target]}]" if o.kind == "same" else f"results[{i}]" for i, o in enumerate(c.outputs)]
         return "\n".join([
             "def call(*args_, **kwargs):",
             "    args = apart(args_, kwargs)",
             f"    if {' and '.join(['args is not None', *fits])}:",
             "        results = run(*args)",
             "        if results is not refused:",
-            *(["            with no_grad():", *writes] if writes else []),
-            f"            return {structure.built(c.out_spec, user, names)}",
+            *([f"            written(({', '.join(writes)},))"] if writes else []),
+            f"            return {structure.built(c.out_spec, same, names)}",
             "    return slow(*args_, **kwargs)",
         ]) + "\n"  # fmt: skip
 
@@ -135,24 +132,18 @@ class ExportedCallable:
         values = list(self._state)
         for i, x, argument in zip(self._given, given, c.arguments):
             values[i] = _of_sizes(argument, x, sizes)
+        copies = [(flat[i], values[self._given[i]]) for i in self._written if values[self._given[i]] is not flat[i]]
+        if any(torch._debug_has_internal_overlap(x) for x, _ in copies):
+            raise ReflibError("an argument that is written to has several elements in one place: pass a clone()")
         with torch.no_grad():
             with torch._C._DisableAutocast():
-                results = self._call(values)
-            return pytree.tree_unflatten(self._given_back(flat, results), c.out_spec)
-
-    def _given_back(self, flat: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-        """The leaves of the caller's results, after mutations were copied back."""
-        user = []
-        for output, value in zip(self.convention.outputs, results):
-            if output.kind == "result":
-                user.append(value)
-            elif output.kind == "same":
-                user.append(flat[self._at[output.target]])
-            elif output.kind == "weight":
-                self._weights[output.target].copy_(value)
-            else:
-                flat[self._at[output.target]].copy_(value)
-        return user
+                results = self._call(list(values))
+            for x, copy in copies:  # laid out as it was exported
+                x.copy_(copy)
+            weights = (self._weights[o.target] for o in c.written if o.kind == "weight")
+            torch.autograd.graph.increment_version([*(flat[i] for i in self._written), *weights])
+            same = [flat[self._at[o.target]] if o.kind == "same" else x for o, x in zip(c.outputs, results)]
+            return pytree.tree_unflatten(same, c.out_spec)
 
     def _sizes(self, given: list[Any]) -> dict[str, int]:
         """The value of every symbol, within its range."""
@@ -176,7 +167,7 @@ class ExportedCallable:
         text = {"value": name, "size": f"{name}.shape[{s.dim}]", "stride": f"{name}.stride({s.dim})"}[s.what]
         return text if (s.times, s.plus) == (1, 0) else f"{text} is {expr(s.symbol) * s.times + s.plus}"
 
-    # -- arguments that are written to --------------------------------------------------------------
+    # -- what is written to -------------------------------------------------------------------------
     def _may_write(self, args: Sequence[Any]) -> bool:
         try:
             return not self._cannot_write(args)
@@ -184,24 +175,24 @@ class ExportedCallable:
             return False
 
     def _cannot_write(self, args: Sequence[Any]) -> str:
-        """Why the graph cannot write to its arguments; "" if it can. New values are copied back only when it is done,
-        so no other argument may share their memory."""
-        if not self._written:
+        """Why the graph cannot write to its arguments and weights; "" if it can. No argument may share the memory of
+        one that is written to."""
+        if not self.convention.written:
             return ""
-        arguments = self.convention.arguments
+        names = [a.name for a in self.convention.arguments]
         if torch.is_grad_enabled():
-            for name in (arguments[i].name for i in self._written if args[i].requires_grad):
+            for name in (names[i] for i in self._written if args[i].requires_grad):
                 return f"argument {name} is written to and requires grad; this is inference only: pass {name}.detach()"
         places = [args[i].untyped_storage().data_ptr() for i in self._tensors]
         if len(set(places)) == len(places) and self._held.keys().isdisjoint(places):
             return ""
-        for i in self._written:
-            others = [(f"argument {arguments[j].name}", args[j]) for j in self._tensors if j != i]
-            others += self._held.get(args[i].untyped_storage().data_ptr(), [])
-            for other, t in others:
-                if _overlap(args[i], t):
-                    name = arguments[i].name
-                    return f"argument {name} is written to and shares memory with {other}: pass {name}.clone()"
+        for i, at in zip(self._tensors, places):
+            others = [(f"argument {names[j]}", args[j], False) for j in self._tensors if j != i and i in self._written]
+            for other, t, written in (*others, *self._held.get(at, ())):
+                if (written or i in self._written) and _overlap(args[i], t):
+                    mine = f"argument {names[i]}"
+                    what = (other, mine) if written else (mine, other)
+                    return f"{what[0]} is written to and shares memory with {what[1]}: pass {names[i]}.clone()"
         return ""
 
 
@@ -297,6 +288,18 @@ def _laid_out(got: torch.Tensor, want: Expected, sizes: Mapping[str, int]) -> to
 def _value(want: Expr, have: int, sizes: Mapping[str, int]) -> int:
     """The required size; ``have`` if no argument determines it."""
     return int(want.evaluate(sizes)) if all(s.name in sizes for s in want.symbols()) else have
+
+
+def expect_apart(convention: Convention, program: Program, weights: Mapping[str, Any]) -> None:
+    """Raises ReflibError where ``program`` writes to a weight in memory that another one that it uses lies in: neither
+    it nor torch.export knows that one changes with the other."""
+    used = {b for n in program.nodes for b in (*n.reads(), *n.writes())} | program.output_buffers()
+    names = [name for name, b in zip(convention.inputs, program.inputs) if name and b in used]
+    tensors = {n: t for n in names if isinstance(t := weights[n], torch.Tensor) and structure.has_memory(t)}
+    for name in (o.target for o in convention.written if o.target in tensors and o.kind == "weight"):
+        for other, t in tensors.items():
+            if other != name and t.layout is torch.strided and _overlap(tensors[name], t):
+                raise ReflibError(f"{name} is written to and shares memory with {other}: give each memory of its own")
 
 
 def names_of(exported: Any) -> tuple[str, ...]:

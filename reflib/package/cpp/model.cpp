@@ -110,8 +110,7 @@ int32_t zero_words(Host *host, Frame *frame, int32_t, void *stream, int64_t coun
 
 int32_t launch_kernel(Host *host, Frame *frame, const Kernel *k, int64_t grid, void *stream, void **params) {
   return asked(frame, [&] {
-    if (grid > INT32_MAX) fail("a grid of %lld programs; the limit is 2^31 - 1", (long long)grid);
-    model_of(host)->gpu->launch(*k, (unsigned)grid, stream, params);
+    model_of(host)->gpu->launch(*k, grid, stream, params);
   });
 }
 
@@ -306,11 +305,36 @@ Value value_of(const reflib_value &v, const std::shared_ptr<Gpu> &gpu, Handles &
   return out;
 }
 
+// What input `i` of the wrapper is called, and the bytes that it is in.
+struct Input {
+  std::string name;
+  char *first, *end;
+  Input(const Value &v, const Slot &s) {
+    reflib_tensor t = described(v.tensor).tensor;
+    name = s.place == WEIGHT ? std::string("weight ") + tables.weights[s.which].name
+                             : "argument " + std::to_string(s.which) + " (" + tables.arguments[s.which].name + ")";
+    first = (char *)t.data, end = first + bytes_of(t.dim, t.sizes, t.strides, t.dtype);
+  }
+};
+
+// Fails if another input is in the memory of input `written`, and one of them is the caller's. (Addresses of the CPU's
+// and of GPUs differ.)
+void check_apart(const std::vector<Value> &in, size_t written) {
+  Input w(in[written], tables.inputs[written]);
+  for (size_t i = 0; i < in.size(); ++i) {
+    bool weights = tables.inputs[i].place == WEIGHT && tables.inputs[written].place == WEIGHT;
+    if (i == written || weights || in[i].kind != VALUE_TENSOR) continue;
+    Input other(in[i], tables.inputs[i]);
+    if (w.first < w.end && other.first < other.end && w.first < other.end && other.first < w.end)
+      fail("%s is written to and shares memory with %s: copy it first", w.name.c_str(), other.name.c_str());
+  }
+}
+
 void run(reflib_model *m, void *stream, const reflib_value *given, reflib_value *outputs) {
   Scope scope(m->gpu, stream);
   if (m->gpu && m->gpu->captures(stream)) fail("a call cannot be captured in a CUDA graph");
   Handles made;
-  std::vector<Value> in(tables.inputs.size()), out(tables.outputs.size());
+  std::vector<Value> in(tables.inputs.size()), out(tables.outputs);
   std::vector<const reflib_value *> callers(in.size());
   for (size_t i = 0; i < in.size(); ++i) {
     const Slot &s = tables.inputs[i];
@@ -324,18 +348,15 @@ void run(reflib_model *m, void *stream, const reflib_value *given, reflib_value 
       fail("argument %zu (%s): %s", i, tables.arguments[s.which].name, e.text.c_str());
     }
   }
+  for (size_t w : tables.written) check_apart(in, w);
   Frame frame{};
   int32_t rc = m->variant->call(&m->host, &frame, in.data(), out.data());
   for (Value &v : out)
     if (v.kind == VALUE_TENSOR) made.keep(v.tensor);
   if (rc) fail("%s", error_of(m, frame, callers).c_str());
   std::vector<reflib_value> results;  // nothing is the caller's until all has gone well
-  for (size_t i = 0; i < out.size(); ++i) {
-    const Slot &s = tables.outputs[i];
-    const Value &v = out[i];
-    if (s.place == WEIGHT) copy(m->gpu, stream, described(m->weights[s.which]), described(v.tensor));
-    else if (s.which >= 0) copy(m->gpu, stream, given[s.which], described(v.tensor));
-    else if (v.kind == VALUE_TENSOR) results.push_back(described(v.tensor));
+  for (const Value &v : out) {
+    if (v.kind == VALUE_TENSOR) results.push_back(described(v.tensor));
     else if (v.kind == VALUE_INT) results.push_back(integer(v.integer));
     else if (v.kind == VALUE_FLOAT) results.push_back(number(v.number));
     else if (v.kind == VALUE_OBJECT) results.push_back(m->variant->objects[v.object]);
@@ -375,10 +396,7 @@ void reflib_unload(reflib_model *m) { delete m; }
 const char *reflib_error(void) { return last_error.c_str(); }
 
 int32_t reflib_input_count(const reflib_model *) { return (int32_t)tables.arguments.size(); }
-int32_t reflib_output_count(const reflib_model *) {
-  auto given = [](const Slot &s) { return s.place == CALLER && s.which < 0; };
-  return (int32_t)std::count_if(tables.outputs.begin(), tables.outputs.end(), given);
-}
+int32_t reflib_output_count(const reflib_model *) { return tables.outputs; }
 
 reflib_input reflib_about_input(const reflib_model *m, int32_t i) {
   reflib_input about{};

@@ -85,10 +85,10 @@ struct Argument {  // of the caller's
   std::vector<int64_t> sizes, strides;  // an example
 };
 
-enum Place { CALLER, WEIGHT, UNUSED };  // where an input comes from, or an output goes to
+enum Place { CALLER, WEIGHT, UNUSED };  // where an input comes from
 struct Slot {
   Place place;
-  int which;  // argument or weight; of an output: -1 for a new tensor, else the tensor that it is copied to
+  int which;  // argument or weight
 };
 
 struct Code {
@@ -104,7 +104,9 @@ struct Tables {
   std::vector<Span> spans;
   std::vector<Weight> weights;
   std::vector<Argument> arguments;
-  std::vector<Slot> inputs, outputs;
+  std::vector<Slot> inputs;
+  std::vector<size_t> written;  // inputs that the wrapper writes to
+  int32_t outputs;
 };
 extern const Tables tables;
 inline reflib_value integer(int64_t i) { reflib_value v{}; v.kind = REFLIB_INT, v.integer = i; return v; }
@@ -128,7 +130,7 @@ class Gpu {
 
   void load(Kernel &kernel, const KernelRow &row);
   void unload(Kernel &kernel);
-  void launch(const Kernel &kernel, unsigned grid, void *stream, void **params);
+  void launch(const Kernel &kernel, int64_t grid, void *stream, void **params);
 
   // Makes the GPU's context current in this thread while it lives. Null: does nothing.
   struct Current {
