@@ -66,10 +66,10 @@ def compare_with_eager(
     found = Differences()
 
     class Comparing(Backend):
-        def _around(self, call: Any, what: Any, inputs: Sequence[Any]) -> Any:
+        def around(self, call: Any, what: Any, inputs: Sequence[Any]) -> Any:
             if not isinstance(what, Stages):
-                return super()._around(call, what, inputs)
-            return super()._around(lambda given: _compared(call, what, given, found), what, inputs)
+                return super().around(call, what, inputs)
+            return super().around(lambda given: _compared(call, what, given, found), what, inputs)
 
     if not _graphs(Comparing, original(f), args, kwargs or {}, opts, dynamic):
         raise ReflibError("compare_with_eager: no tensor operation was captured")

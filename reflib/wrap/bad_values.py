@@ -59,7 +59,7 @@ def _infinite_by_itself(node: KernelNode | Extern) -> bool:
     if isinstance(node, Extern):
         values = torch.utils._pytree.tree_leaves((node.args, dict(node.kwargs)))
     else:
-        loops = [p if isinstance(p, LoopNest) else p.epilogue for p in node.parts]
+        loops = [p if isinstance(p, LoopNest) else p.epilogue for p in node.parts if not isinstance(p, Extern)]
         values = [s.value for p in loops for s in p.body if isinstance(s, Const)]
         values += [s.other for p in loops for s in p.body if hasattr(s, "other")]
     return any(isinstance(v, float) and math.isinf(v) for v in values)
