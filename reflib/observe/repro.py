@@ -44,20 +44,22 @@ Compile = Callable[[Backend, torch.fx.GraphModule, Sequence[Any]], Callable[...,
 def observed(
     compile: Compile, backend: Backend, module: torch.fx.GraphModule, inputs: Sequence[Any], folder: str
 ) -> Callable[..., Any]:
-    """``compile``, and a repro of it into ``folder``; again when its backward graph is compiled."""
+    """``compile``, and a repro of it into ``folder``; again if its backward graph is compiled later."""
     seen: list[Stages] = []
+    written = False
     before = described(module, inputs, backend.options)
 
     def on_stages(s: Stages) -> None:
         backend.on_stages(s)
         seen.append(s)
-        if s.graph.name == "backward":
+        if written:
             store(before, seen, folder)
 
     other = copy(backend)
     other.on_stages = on_stages
     call = compile(other, module, inputs)
     store(before, seen, folder)
+    written = True
     return call
 
 
