@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +80,15 @@ def exported_stages(program: Any, options: Options) -> tuple[Stages, Convention,
     stages = run(graph, options, program=checked(plain, convention))
     stages.timeline[:0] = lowered.timeline
     return stages, convention, program
+
+
+def begun(
+    compile: Callable[..., Any], backend: Backend, module: torch.fx.GraphModule, inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """``compile``, with what its graph's first call needs started before."""
+    if backend.options.target is None:
+        begin(backend.options, {t.device.type for t in inputs if isinstance(t, torch.Tensor)})
+    return compile(backend, module, inputs)
 
 
 def begin(options: Options, devices: Iterable[str] = ()) -> None:

@@ -258,6 +258,56 @@ def report(
     click.echo(f"report: {out}")
 
 
+@cli.command()
+@click.argument("spec", metavar="FILE.py:NAME")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), default=Path("repro.py"), show_default=True,
+              help="The file; of more graphs, files with a number.")
+@click.option("--inputs", default="", metavar="NAME", help="The arguments, as in `reflib report`.")
+@click.option("--input", "shapes", multiple=True, metavar="128x256:float32", help="A random argument, as there.")
+@click.option("--device", default="", help="Move the model to this device.  [default: that of the file]")
+@click.option("--dynamic/--static", default=None, help="Symbolic or fixed sizes.")
+@click.option("--values", is_flag=True, help="Keep all values of the inputs, not only between what they are.")
+@click.option("--minify", "smaller", is_flag=True, help="Minify each file as well.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("-o", "settings", multiple=True, metavar="NAME=VALUE", help="A field of reflib.Options; may be repeated.")
+def repro(
+    spec: str, out: Path, inputs: str, shapes: tuple[str, ...], device: str, dynamic: bool | None, values: bool,
+    smaller: bool, seed: int, settings: tuple[str, ...],
+) -> None:
+    """Write each graph of your model as one Python file, which compiles it again and compares it with eager.
+
+    NAME, --input and --inputs are as in `reflib report`. Where compiling fails, the file is written, then the error is
+    shown. `python repro.py` exits with 1 if results are wrong or kernels are not those that were made here.
+    """
+    from reflib.lab.report import parse_options, subject
+    from reflib.observe.repro import write
+
+    given = subject.load(spec, inputs, shapes, device, seed)
+    options = parse_options(settings)
+    for path in write(given.model, given.args, given.kwargs, out, values, dynamic, **options):
+        click.echo(path)
+        if smaller:
+            _minify(path, path.with_stem(f"{path.stem}_min"), None, 60.0)
+
+
+@cli.command()
+@click.argument("path", metavar="FILE", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), default=None, help="[default: FILE_min.py]")
+@click.option("--slower", type=click.FloatRange(0, min_open=True), default=None, metavar="N",
+              help="Look for a part that takes more than N times as long as eager.")
+@click.option("--limit", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True, metavar="S",
+              help="Seconds for one trial; more: it hangs.")
+def minify(path: Path, out: Path | None, slower: float | None, limit: float) -> None:
+    """Find the smallest part of a repro FILE that still fails: wrong, slower, an error, a crash or a hang."""
+    _minify(path, out or path.with_stem(f"{path.stem}_min"), slower, limit)
+
+
+def _minify(path: Path, out: Path, slower: float | None, limit: float) -> None:
+    from reflib.observe.minify import minify_file
+
+    minify_file(path, out, slower, limit, lambda line: click.echo(line, err=True))
+
+
 @cli.group()
 def tune() -> None:
     """Show autotuning decisions of this machine, and transfer them between machines as JSON.

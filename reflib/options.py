@@ -44,7 +44,8 @@ class Options:
         kernels of our own (``lower.one_order``). What cannot be made so is named in a warning.
     cuda_graphs: record each graph's launches on a GPU once, and replay them as one (``wrap.cuda_graphs``).
     verify: run the IR verifier after every stage.
-    check_nan: check every kernel's floating-point outputs for NaN (slow; raises ReflibError naming the kernel).
+    check_nan: look for NaN and infinities in what each kernel and call writes (slow; ReflibError says where first).
+    repro: a folder for each graph as a Python file that compiles it again (None: REFLIB_REPRO, or only if that fails).
     fuse: False gives every lowered node its own kernel.
     max_fused_ops: largest number of operations and reductions in one fused kernel.
     max_fused_buffers: largest number of distinct buffers one fused kernel touches.
@@ -88,6 +89,7 @@ class Options:
     cuda_graphs: bool = False
     verify: bool = False
     check_nan: bool = False
+    repro: str | None = None
     fuse: bool = True
     max_fused_ops: int = 400
     max_fused_buffers: int = 48

@@ -43,8 +43,10 @@ Chosen = tuple["Program", tuple[Any, ...]]  # a program without choices, and the
 # ``s.names`` and ``s.built``. Programs without choices need none; the core's rules make no Choice. Under "launches":
 # ``s.scheduled`` with kernels launched as is best, and all decisions; none: as the heuristics say.
 CHOOSE = Seam("pipeline.CHOOSE")
-# What to start in the background before a graph is captured: (options, kinds of device) -> None.
-START = Seam("pipeline.START")
+# Around compiling Dynamo's graphs: (compile, Backend, GraphModule, inputs) -> callable; compile takes the last three.
+COMPILE = Seam("pipeline.COMPILE")
+# Tools that are asked for what to keep of a compilation (``observed.py`` says how). The core has none.
+OBSERVE = Seam("pipeline.OBSERVE")
 # Rewrites of Dynamo's or torch.export's graph, before autograd sees it: (GraphModule, Options) -> GraphModule, the one
 # given or another. The core has none.
 CAPTURED = Seam("pipeline.CAPTURED")
@@ -257,18 +259,19 @@ tunings: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 class Backend:
     """A ``torch.compile`` backend with its options. ``on_stages`` is called with every graph's Stages."""
 
-    def __init__(self, options: Options, on_stages: Callable[[Stages], None] | None = None):
+    def __init__(self, options: Options, on_stages: Callable[[Stages], Any] = lambda s: None):
         self.options = options
         self.on_stages = on_stages
         self.tunings: list[Any] = []
 
     def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        compile = reduce(lambda inner, around: partial(around, inner), COMPILE.values(), Backend._module)
+        return compile(self, module, inputs)
+
+    def _module(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from .capture import dynamo_graph_to_aten
         from .lower import decompositions
 
-        if self.options.target is None:
-            for start in START.values():
-                start(self.options, {t.device.type for t in inputs if isinstance(t, torch.Tensor)})
         module = before_autograd(module, self.options)
         rewrite = partial(rewritten, options=self.options, target_of=targets(self.options))
         call = dynamo_graph_to_aten(module, inputs, decompositions(self.options.numerics), self._compile, rewrite)
@@ -276,8 +279,7 @@ class Backend:
 
     def _compile(self, graph: Graph, inputs: Sequence[Any]) -> Callable[[list], Any]:
         stages = run(graph, self.options)
-        if self.on_stages is not None:
-            self.on_stages(stages)
+        self.on_stages(stages)
         if (background := getattr(stages.call, "background", None)) is not None:
             self.tunings.append(background)
         return self.around(stages.call, stages, inputs) if stages.call is not None else eager(graph)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from .seams import plug
 
 PLUGS: dict[str, dict[str, str]] = {
-    "pipeline.START": {"begin": "api:begin"},
+    "pipeline.COMPILE": {"begin": "api:begun", "repro": "observed:observed"},
     "pipeline.CHOOSE": {"choose": "tuning:choose", "launches": "tuning:launches"},
     "pipeline.CAPTURED": {
         "attention": "capture.attention:attention",
@@ -24,9 +24,15 @@ PLUGS: dict[str, dict[str, str]] = {
         "returned": "capture.returned:views_of_inputs",
         "written": "capture.written_inputs:save_before_written",
     },
-    "pipeline.AROUND": {"graphs": "wrap.cuda_graphs:cuda_graphs", "unusual": "wrap.unusual:eager_for_unusual"},
+    "pipeline.AROUND": {
+        "graphs": "wrap.cuda_graphs:cuda_graphs",
+        "bad_values": "wrap.bad_values:named",
+        "unusual": "wrap.unusual:eager_for_unusual",
+    },
+    "pipeline.OBSERVE": {"repro": "observe.repro:observed", "failed": "observe.repro:failed"},
     "pipeline.VERIFY": {"verify": "ir.verify:verify"},
     "options.NORMALIZE": {
+        "repro": "observed:folder",
         "lookup_table": "tables:normalize_lookup",
         "c_shims": "c_shims:normalize",
         "decompose_k": "lower.decompose_k:limits",
@@ -115,6 +121,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "wrap.WRAPPERS": {"cpp": "wrap.build:wrap_cpp", "auto": "wrap.build:wrap_cpp"},
     "wrap.NAMES": {
         "zeros": "wrap.zeros:zeros", "outside": "wrap.sizes:outside", "expect_sizes": "wrap.sizes:expect_sizes",
+        "check_nan": "wrap.bad_values:check_nan",
     },
 }
 

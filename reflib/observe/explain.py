@@ -229,7 +229,7 @@ def _graphs_of_fakes(
             with with_fakes(fn, (args, kwargs), gpu, there) as (mode, fake_fn, (fake_args, fake_kwargs)):
 
                 class OfFakes(Backend):
-                    def _around(self, call: Any, what: Any, inputs: Sequence[Any], mode: Any = mode) -> Any:
+                    def around(self, call: Any, what: Any, inputs: Sequence[Any], mode: Any = mode) -> Any:
                         return mode(call)
 
                 return _graphs(OfFakes, fake_fn, fake_args, fake_kwargs, options, dynamic)

@@ -289,6 +289,15 @@ class CppPrinter:
             self.put(f"drop(run, {n}, {self.at[step.buffer]});" if step.buffer in self.at else f"{n}.reset();")
         elif isinstance(step, Return):
             self._return(step)
+        if self.check_nan and isinstance(step, (Launch, Call)):
+            self._check_nan(step.kernel if isinstance(step, Launch) else step.extern)
+
+    def _check_nan(self, node: KernelNode | Extern) -> None:
+        wrote, read = node.writes(), [b for b in node.reads() if b not in node.writes()]
+        text = f"check_nan({self.inner._bind_constant(node)}, [{', '.join(wrote)}], [{', '.join(read)}])"
+        which = self._function("check_nan", [*wrote, *read], [text], [])
+        self.needs[self.functions[which]] = "check_nan"
+        self.put(self._python_call(which, [f"tensor({self.name(b)})" for b in (*wrote, *read)], 0))
 
     def _alloc(self, step: Alloc) -> None:
         b = self.program.buffers[step.buffer]
@@ -369,11 +378,6 @@ class CppPrinter:
             if scoped:
                 self.pad = self.pad[:-2]
                 self.put("}")
-        if self.check_nan:
-            for name in step.kernel.writes():
-                which = self._function("check_nan", ["t"], [f"check_nan(t, {name!r}, {kernel.name!r})"], [])
-                self.needs[self.functions[which]] = "check_nan"
-                self.put(self._python_call(which, [f"tensor({self.name(name)})"], 0))
 
     # -- calls --------------------------------------------------------------------------------------
     def _call(self, x: Extern) -> None:

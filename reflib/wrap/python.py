@@ -117,6 +117,10 @@ class PythonPrinter:
         elif isinstance(step, Return):
             values = [self.value(o) for o in step.outputs]
             self.put(f"return ({', '.join(values)}{',' if len(values) == 1 else ''})")
+        if self.check_nan and isinstance(step, (Launch, Call)):
+            node = step.kernel if isinstance(step, Launch) else step.extern
+            wrote, read = ", ".join(node.writes()), ", ".join(b for b in node.reads() if b not in node.writes())
+            self.put(f"check_nan({self._bind_constant(node)}, [{wrote}], [{read}])")
 
     def _alloc(self, step: Alloc) -> None:
         b = self.program.buffers[step.buffer]
@@ -173,9 +177,6 @@ class PythonPrinter:
             for b in step.kernel.workspace:
                 self.put(f"del {b.name}")
             self.pad = pad
-        if self.check_nan:
-            for name in step.kernel.writes():
-                self.put(f"check_nan({name}, {name!r}, {kernel.name!r})")
 
     def _workspace(self, buffers: tuple[Buffer, ...], device: int) -> None:
         for b in buffers:

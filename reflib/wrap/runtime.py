@@ -12,7 +12,7 @@ from ..seams import Seam
 
 _guards = torch._C._dynamo.guards
 
-# Further names that printed wrappers use.
+# Further names that printed wrappers use. "check_nan": (node, tensors that it wrote, those that it only read) -> None.
 NAMES = Seam("wrap.NAMES")
 _said: set[tuple[str, str]] = set()  # what was logged once: (op, size)
 
@@ -48,11 +48,6 @@ def flat(tree: Any) -> list[Any]:
     return [tree]
 
 
-def check_nan(t: torch.Tensor, buffer: str, kernel: str) -> None:
-    if t.is_floating_point() and bool(torch.isnan(t).any()):
-        raise ReflibError(f"check_nan: kernel {kernel} wrote NaN into {buffer} {tuple(t.shape)}")
-
-
 def namespace() -> dict[str, Any]:
     """The names every printed wrapper may use."""
     names: dict[str, Any] = {
@@ -62,7 +57,6 @@ def namespace() -> dict[str, Any]:
         "as_view": _guards._reinterpret_tensor,
         "expect": expect,
         "flat": flat,
-        "check_nan": check_nan,
         "threads": torch.get_num_threads,
         "int_max": max,
         "int_min": min,

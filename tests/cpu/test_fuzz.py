@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, seed, settings
 from hypothesis import strategies as st
 
+from reflib.observe import repro
 from reflib.options import Options
 from reflib.pipeline import Backend
 from tests.checking import call, wrong
@@ -238,6 +240,18 @@ def judge(fn: Callable[..., Any], args: list[torch.Tensor], dynamic: bool = Fals
     return problems
 
 
+def saved(fn: Callable[..., Any], args: list[Any], dynamic: bool) -> str:
+    """A repro of the failure for ``reflib minify``: under REFLIB_REPRO, or runs/repros."""
+    folder = Path(os.environ.get("REFLIB_REPRO") or Path(__file__).resolve().parents[2] / "runs" / "repros")
+    try:
+        torch._dynamo.reset()
+        folder.mkdir(parents=True, exist_ok=True)
+        written = repro.write(fn, args, {}, folder / f"fuzz_{os.getpid()}.py", True, dynamic, verify=True)
+        return "".join(f"\nreflib minify {path}" for path in written)
+    except Exception as e:  # the failure is what matters
+        return f"no repro: {e}"
+
+
 def run_fuzz(examples: int, round_seed: int | None, failed: dict[str, str]) -> int:
     """So many random programs; how many ran. ``failed``: reproducer -> message, for Hypothesis asks again."""
     ran = 0
@@ -267,7 +281,7 @@ def run_fuzz(examples: int, round_seed: int | None, failed: dict[str, str]) -> i
             if not problems:
                 return
             found_at = found_at or time.monotonic()
-            failed[text] = "\n".join(problems)
+            failed[text] = "\n".join([*problems, saved(program.function(), args, dynamic)])
         pytest.fail(f"{failed[text]}\n\n{text}", pytrace=False)
 
     (test if round_seed is None else seed(round_seed)(test))()

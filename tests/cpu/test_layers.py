@@ -16,7 +16,7 @@ SHARED = {
     *("atomic", "c_shims", "cache", "errors", "inductor_options", "ir", "logs", "models", "options"),
     *("seams", "tables", "target", "timeline", "timing", "toolchain", "worker"),
 }
-AROUND = ["pipeline", "background", "tuning", "fast_path", "api", "aot", "jobs", "observe", "weekend"]
+AROUND = ["pipeline", "observed", "background", "tuning", "fast_path", "api", "aot", "jobs", "observe", "weekend"]
 AROUND += ["lab", "batch", "sweep", "cli"]
 ORDER = [*sorted(SHARED), *STAGES, *AROUND]
 

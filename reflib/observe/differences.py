@@ -1,0 +1,134 @@
+"""Which kernel differs from eager first, and by how much: each step's results beside those of the graph's nodes.
+
+A buffer has the name of the node whose value it holds, so eager is the captured graph, run node by node, in its own
+dtypes and again in float64. A step is wrong by the rule of ``autotune/correct.py``; what follows a wrong one is wrong
+too, mostly: look at the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..autotune import correct
+from ..errors import ReflibError
+from ..options import Options
+from ..pipeline import Backend, Stages
+from ..wrap.bad_values import watching
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One result of one step. ``error``, ``eager``: of the worst element, ours and eager's own, relative to float64 (to
+    eager, where an op refuses float64). ``wrong``: why it is wrong, or empty. ``origin``: op and the user's line."""
+
+    graph: str
+    step: str
+    buffer: str
+    error: float
+    eager: float
+    wrong: str
+    origin: str
+
+    def __str__(self) -> str:
+        said = f"WRONG: {self.wrong}" if self.wrong else "right"
+        return f"{self.graph} {self.step} -> {self.buffer}: error {self.error:.1e}, eager's {self.eager:.1e}: {said}"
+
+
+class Differences(list[Difference]):
+    """In the order in which the steps ran."""
+
+    @property
+    def first(self) -> Difference | None:
+        """The first that is wrong, or None."""
+        return next((d for d in self if d.wrong), None)
+
+    def __repr__(self) -> str:
+        first = self.first
+        last = f"first: {first.step}, {first.origin}" if first else "nothing is wrong"
+        return "\n".join([*map(str, self), last])
+
+
+def compare_with_eager(
+    f: Callable[..., Any], *args: Any, kwargs: dict[str, Any] | None = None, dynamic: bool | None = None, **options: Any
+) -> Differences:
+    """Compile and run ``f`` (as in ``explain``), gradients included, and compare every kernel and call with eager.
+
+    options: fields of :class:`reflib.Options`; the wrapper is in Python. Random numbers are drawn twice: where a model
+    draws some by ATen's operators, what depends on them differs. Raises ReflibError if nothing was captured.
+    """
+    from .explain import _graphs, original
+
+    opts = Options.make(options).but(check_nan=True, wrapper="python", target=None)
+    found = Differences()
+
+    class Comparing(Backend):
+        def around(self, call: Any, what: Any, inputs: Sequence[Any]) -> Any:
+            if not isinstance(what, Stages):
+                return super().around(call, what, inputs)
+            return super().around(lambda given: _compared(call, what, given, found), what, inputs)
+
+    if not _graphs(Comparing, original(f), args, kwargs or {}, opts, dynamic):
+        raise ReflibError("compare_with_eager: no tensor operation was captured")
+    return found
+
+
+def _compared(call: Callable[[list], Any], stages: Stages, args: list[Any], found: Differences) -> Any:
+    """``call(args)``, with a row for each result of a step."""
+    module = stages.graph.module
+    eager, wide = _values(module, args, None), _values(module, args, torch.float64)
+
+    def watch(node: Any, wrote: Sequence[Any]) -> None:
+        for name, t in zip(node.writes(), wrote):
+            want = eager.get(name)
+            if isinstance(want, torch.Tensor) and isinstance(t, torch.Tensor) and t.layout == torch.strided:
+                found.append(_difference(stages.graph.name, node, name, t, want, wide.get(name)))
+
+    watching.append(watch)
+    try:
+        return call(args)
+    finally:
+        watching.pop()
+
+
+def _difference(graph: str, node: Any, name: str, got: torch.Tensor, want: torch.Tensor, wide: Any) -> Difference:
+    origin = next((f"{o.op} at {o.source}" for o in reversed(node.origins)), "")
+    exact = isinstance(wide, torch.Tensor) and wide.shape == want.shape
+    values, source = (wide, "float64") if exact else (want, "default")
+    ref = correct.Reference((values,), (want.dtype,), source, max(want.shape, default=1))
+    shape = correct.mismatch([got], correct.Reference((want,), (want.dtype,), source, 1))
+    if shape:
+        return Difference(graph, node.name, name, float("nan"), 0.0, shape.removeprefix("result 0 "), origin)
+    [ours], [own] = correct.errors([got], ref, [want]), correct.errors([want], ref, None)
+    wrong = correct.judge([ours], [own] if exact else None, correct.floors(ref, False))
+    return Difference(graph, node.name, name, ours.worst, own.worst, wrong, origin)
+
+
+class _Values(torch.fx.Interpreter):
+    def __init__(self, module: torch.fx.GraphModule):
+        super().__init__(module)
+        self.seen: dict[str, Any] = {}
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        out = super().run_node(n)
+        self.seen[n.name] = out.clone() if isinstance(out, torch.Tensor) and n.op != "placeholder" else out
+        for i, t in enumerate(out) if isinstance(out, (tuple, list)) else ():
+            self.seen[f"{n.name}_{i}"] = t
+        return out
+
+
+@torch.no_grad()
+def _values(module: torch.fx.GraphModule, args: Sequence[Any], wide: torch.dtype | None) -> dict[str, Any]:
+    """By node; of a node with several results also by ``name_0``. Those before an op that refuses ``wide``, with it."""
+    interpreter = _Values(module)
+    real = lambda a: isinstance(a, torch.Tensor) and a.dtype.is_floating_point  # noqa: E731
+    given = [(a.to(wide) if wide and real(a) else a.clone()) if isinstance(a, torch.Tensor) else a for a in args]
+    try:
+        interpreter.run(*given)
+    except Exception:
+        if wide is None:
+            raise
+    return interpreter.seen

@@ -1,0 +1,109 @@
+"""``Options(check_nan=True)``: after each kernel and call, are the floating-point values that it wrote numbers?
+
+NaN is reported always; infinities where what was read has none, and the kernel has none among its constants (masks are
+filled with -inf). What was bad before it was read is told apart: the first bad step of a graph is the one to look at.
+NB: TorchInductor's ``nan_asserts`` names the buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import ReflibError
+from ..ir.loops import Const, LoopNest
+from ..ir.program import Extern, KernelNode
+from ..options import Options
+
+# What is told of each step instead: (node, the tensors that it writes) -> None.
+watching: list[Callable[[Any, Sequence[Any]], None]] = []
+
+
+class BadValue(ReflibError):
+    """``buffers``: what was found to be bad, by the names of the graph's nodes: the one written, then those read."""
+
+    def __init__(self, message: str, buffers: Sequence[str] = ()):
+        super().__init__(message)
+        self.buffers = tuple(buffers)
+
+
+def check_nan(node: KernelNode | Extern, wrote: Sequence[Any], read: Sequence[Any]) -> None:
+    """``wrote``: the tensors that ``node`` writes; ``read``: those that it only reads. Raises BadValue."""
+    if watching:
+        watching[-1](node, wrote)
+        return
+    names = node.writes()
+    others = [b for b in node.reads() if b not in names]
+    for name, t in zip(names, wrote):
+        what = _bad(t)
+        if not what:
+            continue
+        before = [(b, bad, x) for b, x in zip(others, read) if (bad := _bad(x))]
+        if what == "NaN" or not (before or _infinite_by_itself(node)):
+            before = [(b, bad, x) for b, bad, x in before if what == bad or bad == "NaN"]
+            raise BadValue(_message(node, name, what, t, before), [name, *(b for b, _, _ in before)])
+
+
+def _bad(t: Any) -> str:
+    if not isinstance(t, torch.Tensor) or t.layout != torch.strided or not t.is_floating_point() or t.itemsize < 2:
+        return ""
+    if bool(torch.isfinite(t).all()):
+        return ""
+    return "NaN" if bool(torch.isnan(t).any()) else "infinity"
+
+
+def _infinite_by_itself(node: KernelNode | Extern) -> bool:
+    if isinstance(node, Extern):
+        values = torch.utils._pytree.tree_leaves((node.args, dict(node.kwargs)))
+    else:
+        loops = [p if isinstance(p, LoopNest) else p.epilogue for p in node.parts if not isinstance(p, Extern)]
+        values = [s.value for p in loops for s in p.body if isinstance(s, Const)]
+        values += [s.other for p in loops for s in p.body if hasattr(s, "other")]
+    return any(isinstance(v, float) and math.isinf(v) for v in values)
+
+
+def _message(node: KernelNode | Extern, name: str, what: str, t: torch.Tensor, before: Sequence[Any]) -> str:
+    called = f"call {node.target}" if isinstance(node, Extern) else f"kernel {node.name}"
+    lines = [f"check_nan: {called} wrote {what} into {name} {tuple(t.shape)}, first at {_first(t, what)}"]
+    for b, bad, x in before:
+        lines.append(f"it was there before: {b}, which this reads, has {bad} first at {_first(x, bad)}")
+    if not before:
+        passed = "" if node.reads() else " (none)"
+        lines.append(f"what it only reads has no {what}{passed}")
+    origins = dict.fromkeys(f"{o.op}{f' at {o.source}' if o.source else ''}" for o in node.origins)
+    return "\n  ".join([*lines, *list(origins)[:6], *(["..."] if len(origins) > 6 else [])])
+
+
+def _first(t: torch.Tensor, what: str) -> list[int]:
+    bad = torch.isnan(t) if what == "NaN" else torch.isinf(t)
+    return [int(i) for i in torch.nonzero(bad)[0]]
+
+
+def named(call: Callable[..., Any], what: Any, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    """``call``; with ``check_nan``, its errors also say in which modules of the model the values are computed."""
+    if not options.check_nan or isinstance(what, torch.fx.GraphModule):
+        return call
+    nodes = {n.name: n for n in what.graph.nodes}
+
+    def run(args: list) -> Any:
+        try:
+            return call(args)
+        except BadValue as e:
+            more = [f"{b}: {about}" for b in e.buffers if (about := _module(nodes.get(b)))]
+            raise BadValue("\n  ".join([str(e), *more]), e.buffers) from None
+
+    return run
+
+
+def _module(node: torch.fx.Node | None) -> str:
+    """Where in the model a node of a graph is computed."""
+    if node is None:
+        return ""
+    if node.op == "placeholder":
+        return "an input of the graph"
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = [where for where, _ in stack.values()][-1:]
+    return f"computed in {path[0]}" if path else ""

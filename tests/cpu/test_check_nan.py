@@ -1,0 +1,83 @@
+"""check_nan: what wrote the first NaN or infinity, where, and whether it was there before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import reflib
+from reflib.lower.rules import RULES
+from reflib.observe.differences import compare_with_eager
+from tests.models import Block
+
+
+class Inner(nn.Module):
+    def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (x.log() + 1).sin() @ w
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return self.inner(x, w) * 2
+
+
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+def test_the_first_bad_step_is_named(wrapper: str) -> None:
+    f = reflib.compile(Outer(), wrapper=wrapper, check_nan=True)
+    x, w = torch.rand(3, 4) + 0.5, torch.rand(4, 4)
+    torch.testing.assert_close(f(x, w), Outer()(x, w))
+    x[1, 2] = -1
+    with pytest.raises(reflib.ReflibError) as e:
+        f(x, w)
+    said = str(e.value)
+    assert "check_nan: kernel k0_log_add_sin wrote NaN into sin (3, 4), first at [1, 2]" in said, said
+    assert "what it only reads has no NaN" in said and "sin: computed in L['self'].inner" in said, said
+    assert "aten.log.default at test_check_nan.py:17 in forward: return (x.log() + 1).sin() @ w" in said, said
+    x[1, 2], x[0, 1] = 1, float("nan")
+    with pytest.raises(
+        reflib.ReflibError, match=r"it was there before: arg0_1, which this reads, has NaN first at \[0, 1\]"
+    ):
+        f(x, w)
+    with pytest.raises(
+        reflib.ReflibError, match=r"call aten.mm.default wrote infinity into mm \(3, 4\), first at \[0, 0\]"
+    ):
+        f(torch.rand(3, 4) + 0.5, torch.full((4, 4), 3e38))
+    x[0, 1] = 0  # sin(-inf)
+    with pytest.raises(reflib.ReflibError, match=r"wrote NaN into sin \(3, 4\), first at \[0, 1\]"):
+        f(x, w)
+
+
+def test_infinities_that_are_meant_are_let_pass() -> None:
+    masked = reflib.compile(
+        lambda x: torch.softmax(x.tril() + torch.full((4, 4), float("-inf")).triu(1), -1), check_nan=True
+    )
+    masked(torch.randn(4, 4))
+    torch._dynamo.reset()
+    passed = reflib.compile(lambda x: x * 2, check_nan=True)
+    passed(torch.tensor([1.0, float("inf")]))
+    with pytest.raises(reflib.ReflibError, match=r"wrote infinity into mul \(2,\), first at \[1\]"):
+        passed(torch.tensor([1.0, 3e38]))
+    torch._dynamo.reset()
+    x = torch.tensor([0.0, 2.0], requires_grad=True)
+    y = reflib.compile(lambda x: x.sqrt(), check_nan=True)(x).sum()
+    with pytest.raises(reflib.ReflibError, match=r"(?s)wrote infinity into .*first at \[0\].*sqrt"):
+        y.backward()
+
+
+# -- beside eager ------------------------------------------------------------------------------------
+def test_the_first_kernel_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = Block(8, 2)
+    found = compare_with_eager(block, torch.randn(2, 5, 8, requires_grad=True))
+    assert found.first is None and {d.graph for d in found} == {"forward", "backward"}
+    assert len(found) > 10 and all(d.error < 1e-4 for d in found)
+    monkeypatch.setitem(RULES, torch.ops.aten.tanh.default, RULES[torch.ops.aten.sin.default])
+    f = lambda x, w: torch.softmax((x @ w).tanh() @ w, -1)  # noqa: E731
+    found = compare_with_eager(f, torch.randn(4, 4), torch.randn(4, 4))
+    first = found.first
+    assert first is not None and first.buffer == "tanh" and first.error > 0.1 and "f = lambda x, w" in first.origin
+    assert [d.buffer for d in found if not d.wrong] == ["mm"] and "first: k0_tanh, aten.tanh.default at" in repr(found)

@@ -1,0 +1,82 @@
+"""The minifier: planted faults in random graphs become graphs of a few ops, whatever way they fail.
+
+Each test runs a process of its own (tests/planted_faults.py says why): some 5 s, and 0.2 s for a trial.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+OTHERS = """
+import os, time, torch
+from tests.planted_faults import *
+from reflib.observe.minify import Trials, minify, minify_file
+from pathlib import Path
+
+def graph(*steps):
+    g = torch.fx.Graph()
+    x = v = g.placeholder("x")
+    for f in steps:
+        v = g.call_function(f, (v,)) if f is not torch.chunk else g.call_function(f, (v, 2))
+        if f is torch.chunk:
+            v = g.call_function(operator.getitem, (v, 1))
+    g.output((v,))
+    return Subject(torch.fx.GraphModule(torch.nn.Module(), g), [Tensor((6, 4), (4, 1), grad=True, seed=1)])
+
+import operator
+steps = [torch.chunk, torch.tanh, torch.exp]
+def raises(*args):
+    raise RuntimeError("no")
+for name, op, rule in (
+    ("error", aten.tanh.default, raises),
+    ("crash", aten.exp.default, lambda *a: os.abort()),
+    ("gradient", aten.tanh_backward.default, RULES[aten.mul.Tensor]),
+):
+    before, RULES[op] = RULES[op], rule
+    found = minify(graph(*steps))
+    RULES[op] = before
+    print(name, found.kind, [n.name for n in found.subject.module.graph.nodes], sep="|")
+print(Trials().of(graph(torch.sin)), Trials(slower=1e-9).of(graph(torch.sin)), sep="|")
+RULES[aten.exp.default] = lambda *a: time.sleep(99)
+print(Trials(limit=1).of(graph(torch.exp)))
+"""
+
+
+def run(root: Path, *command: str) -> list[str]:
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=root, env=env, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.sample(50)
+@pytest.mark.parametrize("number", range(50))
+def test_a_planted_fault_is_found(root: Path, number: int) -> None:
+    [line] = run(root, "-m", "tests.planted_faults", str(number))
+    found = json.loads(line)
+    assert found["before"] == 100 and found["kind"] == "wrong"
+    assert len(found["ops"]) <= 5 and found["seconds"] < 120, found
+    assert any(op.startswith(found["fault"]) for op in found["ops"]), found
+
+
+def test_errors_crashes_and_gradients_are_found_too(root: Path) -> None:
+    assert run(root, "-c", OTHERS) == [
+        "error|error: LoweringError|['getitem', 'tanh', 'output']",
+        "crash|crash|['tanh', 'exp', 'output']",
+        "gradient|wrong|['getitem', 'tanh', 'output']",
+        "|slower",
+        "hang",
+    ]
+
+
+@pytest.mark.slow
+def test_a_trial_may_be_a_fresh_process(root: Path) -> None:
+    code = "from tests.planted_faults import *; from reflib.observe.minify import Trials; subject = planted(0)[1]; "
+    # the fault is in this process only
+    assert run(root, "-c", code + "print(Trials(forks=False).of(subject), Trials().of(subject), sep='|')") == ["|wrong"]

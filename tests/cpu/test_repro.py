@@ -1,0 +1,235 @@
+"""A compilation as a file that a fresh process runs: the same kernels, and the same results."""
+
+from __future__ import annotations
+
+import operator
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import reflib
+from reflib.errors import LoweringError, OptionError
+from reflib.lower.rules import RULES
+from reflib.observe import given, repro
+from reflib.observe.given import describe, make
+from reflib.observe.read_graph import read_graph
+from reflib.observe.rebuild import Subject, main, run_file
+from reflib.pipeline import OBSERVE
+from tests.cpu.test_fuzz import make as make_tensor
+from tests.models import MLP, Block
+
+RUN = """
+import sys, torch
+from reflib.observe.rebuild import main, run_file
+for path in sys.argv[1:]:
+    print("==", path)
+    print("status", main(run_file(path), []))
+"""
+
+
+def run_repros(paths: list[Path], root: Path, tmp_path: Path) -> dict[str, str]:
+    """What each file said, in one fresh process."""
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, *map(str, paths)], capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(root)}, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    parts = done.stdout.split("== ")[1:]
+    return {Path(p.partition("\n")[0]).parent.name: p for p in parts}
+
+
+@torch.library.custom_op("repro_tests::scaled", mutates_args=())
+def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
+    return x * by
+
+
+@scaled.register_fake
+def _(x: torch.Tensor, by: float) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def batch_norm(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    y = F.batch_norm(x, mean, var, training=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        z = y.flatten(1) @ torch.ones(12, 3)
+    return torch.arange(3) + z[index] + F.dropout(z[index], 0.5)
+
+
+def shared(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x.mul_(2)
+    return x + y.flip(0)
+
+
+def branches(x: torch.Tensor) -> torch.Tensor:
+    y = torch.cond(x.sum() > 0, lambda a: a.sin() + 1, lambda a: a.cos() * 2, (x,))
+    i, y = torch._higher_order_ops.while_loop(
+        lambda i, a: i < 3, lambda i, a: (i + 1, a * 1.5 + i), (torch.zeros((), dtype=torch.int64), y)
+    )
+    return y + i
+
+
+def make_op() -> Callable[..., Any]:
+    @torch.library.custom_op("repro_tests::inner", mutates_args=("out",))
+    def inner(x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(torch.sin(x) + OFFSET)
+
+    return lambda x: (out := torch.zeros_like(x), torch.ops.repro_tests.inner(x, out), out + 1)[2]
+
+
+OFFSET = 0.5
+torch.manual_seed(3)
+BASE = torch.randn(40)
+CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
+    "static": (MLP(8), (torch.randn(5, 8),), {}),
+    "dynamic": (Block(8, 2, dropout=0.1), (torch.randn(3, 7, 8).requires_grad_(),), {"dynamic": True}),
+    "norm": (
+        batch_norm,
+        (torch.randn(4, 3, 2, 2).requires_grad_(), torch.zeros(3), torch.ones(3), torch.tensor([3, 0, 1])),
+        {"verify": True},
+    ),
+    "shared": (shared, (BASE[3:13].view(5, 2), BASE[3:13].view(2, 5).t()), {}),
+    "branches": (branches, (torch.randn(6, 4),), {}),
+    "op": (lambda x: scaled(x * 2, 0.25).relu(), (torch.randn(9, 4).t(),), {"fuse": False}),
+    "inner": (make_op(), (torch.randn(3, 3),), {}),
+}
+
+
+def test_a_fresh_process_makes_the_same_kernels(root: Path, tmp_path: Path) -> None:
+    for name, (f, args, options) in CASES.items():
+        torch._dynamo.reset()
+        result = reflib.compile(f, repro=str(tmp_path / name), **options)(*args)
+        if result.requires_grad:
+            result.sum().backward()
+    files = {name: list((tmp_path / name).glob("repro_*.py")) for name in CASES}
+    assert all(len(found) == 1 for found in files.values()), files
+    said = run_repros([found[0] for found in files.values()], root, tmp_path)
+    assert said.keys() == CASES.keys()
+    for words in said.values():
+        assert "status 0" in words and "nothing is wrong" in words and "bit-equal" in words, words
+    text = files["dynamic"][0].read_text()
+    assert "SYMBOLS = {'s" in text and "'backward'" in text
+    assert "storage=(0, 160)" in files["shared"][0].read_text()
+    assert "def inner(" in files["inner"][0].read_text() and "OFFSET = 0.5" in files["inner"][0].read_text()
+
+
+# -- reading a graph back ----------------------------------------------------------------------------
+def test_a_graph_is_read_back_as_it_was() -> None:
+    g = torch.fx.Graph()
+    x, n = g.placeholder("X"), g.placeholder("n")
+    x.name = "x_"
+    call = g.call_function
+    a = call(operator.iadd, (call(operator.getitem, (x, (slice(None, None, 2), ..., slice(n, None)))), 1))
+    b = g.call_method("view", (a, -1, n), {})
+    c = call(torch.cat, ([a, call(operator.neg, (b,))],), {"dim": -1})
+    d = call(torch.full, ((2, n), float("inf")), {"dtype": torch.float16, "device": torch.device("cpu")})
+    e = call(operator.pow, (call(getattr, (d, "T")), 2.0))
+    call(torch._C._set_grad_enabled, (False,))
+    g.output(({"c": c, "e": (e, None)}, call(operator.le, (n, 3))))
+    module = torch.fx.GraphModule(torch.nn.Module(), g, "Graph")
+    printed = g.python_code("self", verbose=True)
+    text = "class Graph(torch.nn.Module):\n" + "\n".join("    " + s for s in printed.src.splitlines())
+    again = read_graph(module, text, printed.globals)
+    shown = lambda graph: [(n.op, n.name, n.target, repr(n.args), repr(n.kwargs)) for n in graph.nodes]  # noqa: E731
+    assert shown(again.graph) == shown(g)
+
+
+@pytest.mark.parametrize("layout", ["plain", "transposed", "expanded", "offset", "misaligned", "strided"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool"])
+def test_inputs_are_made_again(layout: str, dtype: str) -> None:
+    t = make_tensor(dtype, (6, 7), layout, False, 3)
+    for whole in (True, False):
+        described = describe([t, t[1:], 3, None], [t, t[1:], 3, None], [False] * 4, whole)
+        again, view, *rest = make(eval(repr(described), vars(given) | {"inf": float("inf")}), {})
+        assert (again.dtype, again.shape, again.stride()) == (t.dtype, t.shape, t.stride())
+        assert again.storage_offset() == t.storage_offset() and rest == [3, None]
+        assert (again.data_ptr() - t.data_ptr()) % 16 == 0
+        assert again.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
+        if whole:
+            assert torch.equal(again, t) and torch.equal(view, t[1:])
+        elif t.dtype.is_floating_point:
+            assert t.min() <= again.min() and again.max() <= t.max()
+
+
+# -- the user's own code -----------------------------------------------------------------------------
+def test_triton_kernels_are_written_out() -> None:
+    triton = pytest.importorskip("triton")
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table as table
+
+    BIAS = triton.language.constexpr(2)
+
+    @triton.jit
+    def more(v):  # type: ignore[no-untyped-def]
+        return v + BIAS
+
+    @triton.autotune(configs=[triton.Config({"BLOCK": 64}, num_warps=2)], key=["n"])
+    @triton.jit
+    def kernel(x, out, n, BLOCK: triton.language.constexpr):  # type: ignore[no-untyped-def]
+        i = triton.language.program_id(0) * BLOCK + triton.language.arange(0, BLOCK)
+        triton.language.store(out + i, more(triton.language.load(x + i, i < n)), i < n)
+
+    g = torch.fx.Graph()
+    x = g.placeholder("x")
+    wrapped = torch.ops.higher_order.triton_kernel_wrapper_functional
+    kwargs = {"kernel_idx": table.add_kernel(kernel), "constant_args_idx": table.add_constant_args({"n": 8}),
+              "grid": [(1, 1, 1)], "tma_descriptor_metadata": {}, "kwargs": {"x": x, "out": x},
+              "tensors_to_clone": ["out"]}  # fmt: skip
+    g.output((g.call_function(wrapped, (), kwargs),))
+    subject = Subject(torch.fx.GraphModule(torch.nn.Module(), g), [3])
+    text, missing = repro.text(subject)
+    assert not missing and "triton.Config({'BLOCK': 64}, num_warps=2" in text and "def more(v):" in text
+    assert text.index("def more") < text.index("def kernel(") and "more = " not in text
+    scope: dict[str, Any] = {"__name__": "x", "__file__": "<text>"}
+    exec(compile(text.replace("@triton.jit", "@str").replace("@triton.autotune", "#"), "<text>", "exec"), scope)
+    assert next(iter(scope["TRITON_KERNELS"].values()))[1] == {kwargs["constant_args_idx"]: {"n": 8}}
+
+
+# -- failures ----------------------------------------------------------------------------------------
+def test_an_internal_error_leaves_a_repro(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("a bug in this rule")
+
+    monkeypatch.setenv("REFLIB_REPRO", str(tmp_path))
+    monkeypatch.setitem(RULES, torch.ops.aten.tanh.default, broken)
+    with pytest.raises(Exception, match="a bug in this rule"):
+        reflib.compile(lambda x: (x + 1).tanh())(torch.randn(5, 3))
+    [path] = tmp_path.glob("repro_*.py")
+    assert f"reflib minify {path}" in caplog.text and "failed with LoweringError" in path.read_text()
+    with pytest.raises(LoweringError, match="a bug in this rule"):
+        main(run_file(str(path)), [])
+
+
+def test_observation_never_fails_a_compilation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = torch.randn(3, 4)
+    folder = tmp_path / "file"
+    folder.write_text("not a folder")
+    f = lambda x: x * 2  # noqa: E731
+    assert torch.equal(reflib.compile(f, repro=str(folder))(x), x * 2)
+    assert caplog.text.count("no repro was written") == 1
+    torch._dynamo.reset()
+    negated = torch._neg_view(x)
+    assert torch.equal(reflib.compile(f, repro=str(tmp_path))(negated), x * -2)
+    assert "input 0 is conjugated or negated in passing" in caplog.text
+    torch._dynamo.reset()
+    monkeypatch.setattr(repro, "_classes", lambda *a: 1 / 0)
+    assert torch.equal(reflib.compile(f, repro=str(tmp_path))(x), x * 2)
+    assert "ZeroDivisionError" in caplog.text and not list(tmp_path.glob("*.py"))
+    with pytest.raises(OptionError, match="repro=3: must be None or the name of a folder"):
+        reflib.Options(repro=3)  # type: ignore[arg-type]
+
+
+def test_nothing_is_loaded_when_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("REFLIB_REPRO", raising=False)
+    monkeypatch.setattr(OBSERVE, "_found", {})
+    reflib.compile(lambda x: x + 1)(torch.ones(3))
+    assert not OBSERVE._found
