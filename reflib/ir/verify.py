@@ -72,6 +72,7 @@ def verify(program: Program) -> None:
             if b not in program.buffers:
                 raise VerifyError(f"{node.name}: buffer {b} is not declared")
         own = isinstance(node, (LoopNest, Variants, Template))  # a kernel may read what it wrote
+        own = own or isinstance(node, Extern) and node.out is not None  # (its results are among its arguments)
         inside = set(node.writes()) if own else set()
         for b in node.reads():
             if b not in written and b not in inside:
