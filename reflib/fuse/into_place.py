@@ -11,9 +11,10 @@ So for ``pad`` and ``stack``, and for a whole copy (onto an argument that is wri
 other kernels' loops cannot join, is stored to its part by its epilogue in the same way.
 
 What else reads the result reads it there. This is done where the whole is stored anyway: it is a result, or read by
-what computes no elements of it again (a call, a product), or all of it is made so. On a GPU the part must begin, and
-its rows lie, at multiples of 16 bytes, which the kernels of cuBLAS move at a time; and what is saved must be worth the
-kernels that there are more of.
+what computes no elements of it again (a call, a product), or all of it is made so. Some ops write to a part
+only if its rows follow one another (``any_strides``). On a GPU the part must begin, and its rows lie, at multiples of
+16 bytes, which the kernels of cuBLAS move at a time; and what is saved must be worth the kernels that there are more
+of.
 
 NB: TorchInductor makes the parts views of the whole while it lowers (``ConcatKernel``), on a GPU and for what it prints
 itself; of calls, for those with an ``out=`` that it lists.
@@ -26,6 +27,8 @@ from dataclasses import dataclass, replace
 from ..ir.expr import Atom, Expr, IntLike, Var, expr, mod, nonneg
 from ..ir.loops import Axis, BodyBuilder, Const, Load, LoopNest, Op, Store
 from ..ir.program import Extern, Node, Program, Template, View, iter_views, map_tree
+from ..lower.context import contiguous_strides
+from ..lower.out_variants import any_strides
 from ..options import Options
 from ..target import Target
 from .dependencies import dependencies, used_buffers
@@ -175,6 +178,10 @@ class _Placing:
         whole, d = there.buffer, self.depends
         used = (*d.readers.get(whole, ()), *d.writers[whole])
         if self.program.buffers[whole].kind == "const" or any(made <= i < d.writers[whole][0] for i in used):
+            return False
+        call = self.program.nodes[made]
+        assert isinstance(call, Extern) and call.out is not None
+        if not (any_strides(call.target, call.out[0]) or there.strides == contiguous_strides(there.shape)):
             return False
         at = [there.offset, *(s for s in there.strides if s != 1)]
         return not self.target.is_gpu or all(mod(e * there.dtype.itemsize, expr(MOVED)) == 0 for e in at)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from ..c_shims import op_of
-from .context import LoweringContext
-from .extern import used_results
+from .context import LoweringContext, contiguous_strides
+from .extern import OUT_VARIANTS, used_results
 
 _KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 
@@ -32,8 +32,14 @@ def out_variant(cx: LoweringContext, target: Any, fakes: list[Any]) -> tuple[Any
     whole = len(used_results(cx, fakes)) == len(fakes)  # (what nobody uses may not be as its meta function says)
     if op is None or not whole or any(_unknown(cx, f) for f in fakes) or _has_function(cx, target):
         return None
-    names = tuple(a.name for a in op._schema.arguments if a.is_out)
-    return (op, names) if len(names) == len(fakes) else None
+    names, s = tuple(a.name for a in op._schema.arguments if a.is_out), cx.low.symbols
+    plain = all(s.exprs(f.stride()) == contiguous_strides(s.exprs(f.shape)) for f in fakes)
+    return (op, names) if len(names) == len(fakes) and (plain or op is target or any_strides(target, op)) else None
+
+
+def any_strides(target: Any, out: Any) -> bool:
+    """Does the overload write to tensors of any strides? Not all that take them do: ``_softmax.out`` does not look."""
+    return out in OUT_VARIANTS.values() or torch.Tag.pointwise in target.tags
 
 
 def _unknown(cx: LoweringContext, fake: torch.Tensor) -> bool:
