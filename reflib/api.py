@@ -56,7 +56,8 @@ def compile_exported(program: Any, options: Options) -> Callable[..., Any]:
     from .wrap.exported import ExportedCallable, expect_apart, names_of, weights_of
 
     stages, convention, program = exported_stages(program, options)
-    call, weights = stages.call or eager(stages.graph), weights_of(program)
+    call = eager(stages.graph) if stages.call is None else Backend(options).around(stages.call, stages, ())
+    weights = weights_of(program)
     assert stages.program is not None
     expect_apart(convention, stages.program, weights)
     return ExportedCallable(convention, weights, call, names_of(program))

@@ -13,6 +13,8 @@ from .seams import Seam
 
 # By option: a function that checks a value and makes it plain data. By method: what it returns.
 NORMALIZE = Seam("options.NORMALIZE")
+# Modes (as "mode"), and options by other names: (given options) -> the same by the names here.
+TRANSLATE = Seam("options.TRANSLATE")
 _CHOICES = {
     "wrapper": ("python", "cpp", "auto"),
     "autotune": ("off", "blocking", "background"),
@@ -40,6 +42,7 @@ class Options:
         ops with one right answer are fused; what rewrites the graph, sums in another order or draws numbers is off.
     batch_invariant: a row's result has the same bits however many rows a call has: sums in one order, products by
         kernels of our own (``lower.one_order``). What cannot be made so is named in a warning.
+    cuda_graphs: record each graph's launches on a GPU once, and replay them as one (``wrap.cuda_graphs``).
     verify: run the IR verifier after every stage.
     check_nan: check every kernel's floating-point outputs for NaN (slow; raises ReflibError naming the kernel).
     fuse: False gives every lowered node its own kernel.
@@ -72,10 +75,9 @@ class Options:
     lookup_table: choices that are not measured: a file that ``reflib tune export`` wrote, or {op: {sizes: winner}}.
         Launches of kernels in it count with ``autotune="off"`` as well.
     c_shims: {op: C prototype}: functions that the C++ wrapper calls instead of the op, without the dispatcher:
-        {"mylib::my_op": "int32_t my_op_shim(AtenTensorHandle x, double eps, AtenTensorHandle* out)"}. Parameters are
-        the op's arguments in order (Tensor: AtenTensorHandle, int: int64_t, float: double, bool: int32_t, int[]:
-        const int64_t*, int64_t; an optional: a pointer that may be null), then a pointer for each result; 0 is
-        success. The library must be loaded (``torch.ops.load_library``). ``wrapper="python"`` ignores this.
+        {"mylib::my_op": "int32_t my_op_shim(AtenTensorHandle x, double eps, AtenTensorHandle* out)"}. Parameters: the
+        op's arguments (Tensor: AtenTensorHandle, int: int64_t, float: double, bool: int32_t, int[]: const int64_t*,
+        int64_t; an optional: a pointer that may be null), then a pointer per result; 0 is success. Load the library.
     """
 
     wrapper: str = "python"
@@ -83,6 +85,7 @@ class Options:
     target: str | None = None
     numerics: str = "fast"
     batch_invariant: bool = False
+    cuda_graphs: bool = False
     verify: bool = False
     check_nan: bool = False
     fuse: bool = True
@@ -134,11 +137,9 @@ class Options:
         ...
         reflib.errors.OptionError: unknown option 'wraper'; did you mean 'wrapper'?
         """
-        given = {**(options or {}), **more}
-        if mode in ("max-autotune", "max-autotune-no-cudagraphs"):
-            given.setdefault("autotune", "blocking")
-        elif mode not in (None, "default"):
-            raise OptionError(f"unknown mode {mode!r}; the modes are 'default' and 'max-autotune'")
+        given = {**(options or {}), **more} | ({} if mode in (None, "default") else {"mode": mode})
+        for translate in TRANSLATE.values():
+            given = translate(given)
         names = [f.name for f in fields(cls)]
         for name in given:
             if name not in names:

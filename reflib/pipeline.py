@@ -272,7 +272,7 @@ class Backend:
         module = before_autograd(module, self.options)
         rewrite = partial(rewritten, options=self.options, target_of=targets(self.options))
         call = dynamo_graph_to_aten(module, inputs, decompositions(self.options.numerics), self._compile, rewrite)
-        return self._around(call, module, inputs)
+        return self.around(call, module, inputs)
 
     def _compile(self, graph: Graph, inputs: Sequence[Any]) -> Callable[[list], Any]:
         stages = run(graph, self.options)
@@ -280,9 +280,9 @@ class Backend:
             self.on_stages(stages)
         if (background := getattr(stages.call, "background", None)) is not None:
             self.tunings.append(background)
-        return self._around(stages.call, stages, inputs) if stages.call is not None else eager(graph)
+        return self.around(stages.call, stages, inputs) if stages.call is not None else eager(graph)
 
-    def _around(self, call: Callable[..., Any], what: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def around(self, call: Callable[..., Any], what: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
         return reduce(lambda inner, around: around(inner, what, inputs, self.options), AROUND.values(), call)
 
 

@@ -13,6 +13,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "pipeline.CAPTURED": {
         "attention": "capture.attention:attention",
         "apart": "capture.attention_apart:attention_apart",
+        "grids": "capture.triton_there:check_grids",
     },
     "pipeline.REWRITES": {
         "data_sizes": "capture.data_sizes:check_sizes",
@@ -21,14 +22,16 @@ PLUGS: dict[str, dict[str, str]] = {
         "channels_last": "capture.layouts:channels_last",
         "positions": "capture.positions:recompute_positions",
         "returned": "capture.returned:views_of_inputs",
+        "written": "capture.written_inputs:save_before_written",
     },
-    "pipeline.AROUND": {"unusual": "wrap.unusual:eager_for_unusual"},
+    "pipeline.AROUND": {"graphs": "wrap.cuda_graphs:cuda_graphs", "unusual": "wrap.unusual:eager_for_unusual"},
     "pipeline.VERIFY": {"verify": "ir.verify:verify"},
     "options.NORMALIZE": {
         "lookup_table": "tables:normalize_lookup",
         "c_shims": "c_shims:normalize",
         "decompose_k": "lower.decompose_k:limits",
     },
+    "options.TRANSLATE": {"inductor": "inductor_options:translate"},
     "lower.MODULES": {
         "accumulate": "lower.accumulate",
         "activations": "lower.activations",
@@ -36,6 +39,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "convolution": "lower.convolution",
         "creation": "lower.creation",
         "index_put": "lower.index_put",
+        "flex_attention": "lower.flex_attention",
         "indexing": "lower.indexing",
         "lists": "lower.lists",
         "matmul": "lower.matmul",
@@ -45,6 +49,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "sampling": "lower.sampling",
         "scatter": "lower.scatter",
         "scans": "lower.scans",
+        "user_kernels": "lower.user_kernels",
         "more_pointwise": "lower.more_pointwise",
         "more_reductions": "lower.more_reductions",
     },
@@ -78,7 +83,10 @@ PLUGS: dict[str, dict[str, str]] = {
         "narrow": "fuse.narrow:narrow",
         "combine": "fuse.combine:combine",
     },
-    "schedule.SCHEDULERS": {"Template": "autotune.matmul:template_variants"},
+    "schedule.SCHEDULERS": {
+        "Template": "autotune.matmul:template_variants",
+        "UserKernel": "schedule.user_kernels:variants",
+    },
     "schedule.SHAPES": {"one_order": "schedule.one_order:one_order", "mixed": "schedule.mixed:mixed"},
     "schedule.ADJUST": {"uneven": "schedule.uneven:adjust"},
     "generate.PARTS": {
@@ -86,7 +94,11 @@ PLUGS: dict[str, dict[str, str]] = {
         "mixed": "generate.triton_mixed:MixedPrinter",
         "one_order": "generate.triton_one_order:OneOrderPrinter",
     },
-    "generate.PRINTERS": {"cpu": "generate.cpp:print_kernel", "template": "generate.matmul:generate_matmul"},
+    "generate.PRINTERS": {
+        "cpu": "generate.cpp:print_kernel",
+        "template": "generate.matmul:generate_matmul",
+        "user": "generate.user_kernel:print_user_kernel",
+    },
     "generate.MORE": {
         "half": "generate.triton_half",
         "numeric": "generate.triton_numeric",

@@ -130,7 +130,7 @@ def with_fakes(fn: Any, call: Any, gpu: bool, there: bool) -> Iterator[tuple[Any
         return fakes.fake(t).requires_grad_(t.requires_grad)
 
     on_gpu = (attention_of_gpu(whole=False), triton_of_gpu()) if gpu else (nullcontext(), nullcontext())
-    with _LOCK, _as_if_there() if there else nullcontext(), on_gpu[0], on_gpu[1]:
+    with _LOCK, _as_if_there(dynamo=True) if there else nullcontext(), on_gpu[0], on_gpu[1]:
         if isinstance(fn, torch.nn.Module):
             copy = fakes.copied(fn, type(fn).__name__)
             for p, new in zip(fn.parameters(), copy.parameters(), strict=True):
@@ -396,10 +396,11 @@ _LOCK = threading.RLock()  # what is replaced below is the whole process's
 
 
 @contextmanager
-def _as_if_there() -> Iterator[None]:
+def _as_if_there(dynamo: bool = False) -> Iterator[None]:
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(_guard())
+        enter(triton_of_gpu(recorded=not dynamo))
         enter(attention_of_gpu())
         enter(_replaced(FakeTensorMode, "avoid_device_init", True))
         enter(_replaced(proxy_tensor, "CONSTANT_NUMEL_LIMIT", 0))

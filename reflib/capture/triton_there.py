@@ -1,63 +1,110 @@
 """The user's own Triton kernels for a GPU that this machine may not have.
 
 ``torch.library.triton_op`` and, under Dynamo, ``kernel[grid](...)`` are captured as calls of
-``triton_kernel_wrapper_functional``. What a kernel writes PyTorch finds in Triton's IR, for which it asks Triton's
-driver for the GPU. Without one it takes every argument for written (each is copied, inputs are written back), and
-Dynamo does not know the kernel at all. So while programs for a GPU are captured, and there is none, the driver is a
-stand-in that knows a target, on which what a kernel writes does not depend.
+``triton_kernel_wrapper_functional``, for ``lower.user_kernels``. What a kernel writes PyTorch finds in Triton's IR, for
+which it asks Triton's driver for the GPU. Without one it takes every argument for written (each is copied, inputs are
+written back), and Dynamo does not know the kernel at all. So while programs for a GPU are captured, and there is none,
+the driver is a stand-in that knows a target, on which what a kernel writes does not depend.
 
-How these calls go on from here. Lowered, each is an Extern with an effect: it is never dead, keeps its place, and what
-it writes are copies that it makes itself and returns; the launch is PyTorch's, through Triton's launcher. To come, in
-this order, each a whole step:
-
-1. A rule that writes the copies as loop nests of their own (they fuse; one of a buffer that nobody else reads is
-   dropped) and then a node with known reads and writes: a ``KernelNode`` whose part holds the kernel's function, its
-   constants and the order of its arguments, so that ``plan`` places the storage and the copies go in place.
-2. ``generate`` makes a ``Kernel`` of it: pointers, sizes by the grid's expressions, constants; ``compile_triton``
-   compiles it with the signature that Triton's specialization would have (bools ``i1``, a None left out, 1 a constant).
-   Then our launcher, packages for several architectures and exported C++ need nothing else.
-3. ``@triton.autotune``'s configurations as Variants of that node, for the tuner; ``@triton.heuristics`` when compiling.
+``torch.export`` runs the model's Python: there ``kernel[grid](...)`` would launch. While it captures, such a call is
+recorded as ``torch.library.wrap_triton(kernel)`` would, and ``@triton.heuristics`` are asked for their values.
 """
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-CAPABILITY = 80  # of the stand-in: any GPU will do
+from ..errors import CaptureError
+
+CAPABILITY = 90  # of the stand-in: any GPU will do
 
 
 @contextmanager
-def triton_of_gpu() -> Iterator[None]:
-    """Triton as if there was a GPU, for what captures; nothing where there is one, or nobody has imported Triton."""
-    if torch.cuda.is_available() or "triton" not in sys.modules:
+def triton_of_gpu(recorded: bool = False) -> Iterator[None]:
+    """Triton as if there was a GPU, for what captures; nothing where there is one, or nobody has imported Triton.
+    ``recorded``: plain launches are recorded too, wherever we are."""
+    if "triton" not in sys.modules:
         yield
         return
     import triton
     from torch._higher_order_ops import triton_kernel_wrap
     from torch.utils import _triton
 
+    there = (
+        (triton.runtime.driver, "_active", _Driver()),
+        (_triton, "has_triton", lambda: True),
+        (_triton, "has_triton_tensor_descriptor_host_tma", lambda: True),
+        (triton_kernel_wrap, "JITFunction", triton.runtime.JITFunction),  # torch has its own, without a GPU
+        (triton_kernel_wrap, "Autotuner", triton.runtime.Autotuner),
+    )
+    launch = triton.runtime.jit.KernelInterface.__getitem__
+    calls = ((triton.runtime.jit.KernelInterface, "__getitem__", _recording(launch)),)
     with ExitStack() as stack:
-        for owner, name, value in (
-            (triton.runtime.driver, "_active", _Driver()),
-            (_triton, "has_triton", lambda: True),
-            (triton_kernel_wrap, "JITFunction", triton.runtime.JITFunction),  # torch has its own, without a GPU
-            (triton_kernel_wrap, "Autotuner", triton.runtime.Autotuner),
-        ):
+        for owner, name, value in (*(() if torch.cuda.is_available() else there), *(calls if recorded else ())):
             if hasattr(owner, name):
                 stack.callback(setattr, owner, name, getattr(owner, name))
                 setattr(owner, name, value)
         yield
 
 
+def check_grids(module: torch.fx.GraphModule, options: Any) -> torch.fx.GraphModule:
+    """``module``, unless a kernel's grid in it is a tensor (plugs into ``pipeline.CAPTURED``): Dynamo lets that pass,
+    and nothing after it can do with it. Raises CaptureError naming the kernel."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    for node in module.graph.nodes:
+        if getattr(node.target, "__name__", "") != "triton_kernel_wrapper_mutation":
+            continue
+        for size in (size for grid in node.kwargs["grid"] for size in grid if isinstance(size, torch.fx.Node)):
+            if isinstance(size.meta.get("example_value", size.meta.get("val")), torch.Tensor):
+                name = kernel_side_table.get_kernel(node.kwargs["kernel_idx"]).fn.__name__
+                lines = re.findall(r'([^/"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+                at = ":".join(lines[-1]) if lines else "its line is not known"
+                raise CaptureError(
+                    f"the grid of the Triton kernel {name} is a tensor ({at}): a grid is made of numbers; n.item() is "
+                    "one, and waits for the GPU"
+                )
+    return module
+
+
+def _recording(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """``kernel[grid]``, whose call is recorded, unless the op around it is running for real."""
+    from torch._higher_order_ops.triton_kernel_wrap import TraceableTritonKernelWrapper
+    from torch._library.triton import is_wrap_triton_enabled
+    from triton.runtime.autotuner import Heuristics
+
+    def of_grid(kernel: Any, grid: Any) -> Any:
+        if not is_wrap_triton_enabled():
+            return launch(kernel, grid)
+        if not isinstance(kernel, Heuristics):
+            return TraceableTritonKernelWrapper(kernel, None, grid)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for name, value in kernel.values.items():
+                kwargs[name] = value({**dict(zip(kernel.arg_names, args)), **kwargs})
+            return kernel.fn[grid](*args, **kwargs)
+
+        return call
+
+    return of_grid
+
+
 class _Driver:
-    """Of a GPU that nothing is launched on."""
+    """Of a GPU that nothing can be launched on."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", CAPABILITY, 32)
+
+    def __getattr__(self, name: str) -> Any:
+        raise CaptureError(
+            "a Triton kernel is launched outside of what was captured, and there is no GPU: are its grid or its "
+            "arguments read from a tensor, or does PyTorch not capture its kind? TORCH_LOGS=graph_breaks says why"
+        )

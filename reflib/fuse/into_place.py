@@ -28,6 +28,7 @@ from ..ir.expr import Atom, Expr, IntLike, Var, expr, mod, nonneg
 from ..ir.loops import Axis, BodyBuilder, Const, Load, LoopNest, Op, Store
 from ..ir.program import Extern, Node, Program, Template, View, iter_views, map_tree
 from ..lower.context import contiguous_strides
+from ..lower.extern import OUT_VARIANTS
 from ..lower.out_variants import any_strides
 from ..options import Options
 from ..target import Target
@@ -139,11 +140,14 @@ class _Placing:
         return writers[0] if isinstance(maker, Template) else None
 
     def _readable(self, node: Node, b: str, there: View) -> bool:
-        """Can ``node`` read ``b`` where it will be? (Products choose their kernels by how operands lie.)"""
+        """Can ``node`` read ``b`` where it will be? (A call gets the strides that it was captured with, unless it is one
+        that takes any, and a Template was chosen for them.)"""
         buffer = self.program.buffers[b]
         if isinstance(node, Extern) and not may_alias(node.target):
             views = [v for v in iter_views((node.args, node.kwargs)) if v.buffer == b]
-            return all(within(v, buffer, there) is not None for v in views)
+            moves = [(v, within(v, buffer, there)) for v in views]
+            products = node.target in OUT_VARIANTS
+            return all(now is not None and (products or now.strides == v.strides) for v, now in moves)
         loads = [s for s in node.loads() if s.buffer == b] if isinstance(node, LoopNest) else [None]
         return all(s is not None and moved(s.index, buffer, there) is not None for s in loads)
 

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import GenerateError
 from ..ir.loops import LoopNest
-from ..ir.program import Buffer, KernelNode, Program, Template, Variant, kernel_variants
+from ..ir.program import Buffer, Extern, KernelNode, Program, Template, Variant, kernel_variants
 from ..seams import Seam
 from ..target import Target
 from .kernel import Kernel
@@ -26,8 +26,8 @@ def _triton(node: KernelNode, buffers: dict[str, Buffer], target: Target, aligne
     return generate_triton(node.name, parts, node.config, buffers, target, aligned)
 
 
-# (KernelNode, buffers, target, aligned buffers) -> Kernel, by the kind of device, or "template" for kernels around a
-# Template. A CPU without a printer: the wrapper has Triton's interpreter run a GPU's kernels (``pipeline.targets``).
+# (KernelNode, buffers, target, aligned buffers) -> Kernel, by the kind of device, or "template" for those around a
+# Template, "user" for the user's. A CPU without a printer: Triton's interpreter runs a GPU's (``pipeline.targets``).
 PRINTERS = Seam("generate.PRINTERS", {"cuda": _triton, "hip": _triton})
 
 
@@ -44,7 +44,7 @@ def generate(program: Program, target_of: Callable[[torch.device], Target]) -> d
 def _generate(variant: Variant, program: Program, target: Target) -> Kernel:
     aligned = tuple(a.what for a in variant.predicate if a.kind == "aligned")
     node = variant.kernel
-    kind = "template" if isinstance(node.parts[0], Template) else target.kind
+    kind = {Template: "template", Extern: "user"}.get(type(node.parts[0]), target.kind)
     if kind not in PRINTERS:
         raise GenerateError(f"kernel {node.name}: nothing prints code for {kind}")
     return PRINTERS[kind](node, program.buffers, target, aligned)

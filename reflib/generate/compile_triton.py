@@ -33,6 +33,8 @@ _SCRATCH_ALIGN = 128
 _TYPES = {
     torch.bool: "*i8", torch.uint8: "*u8",
     torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
+    torch.uint16: "*u16", torch.uint32: "*u32", torch.uint64: "*u64",
+    torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
 }  # fmt: skip
 

@@ -21,13 +21,14 @@ import torch
 from ..errors import ReflibError
 from . import loops as _loops
 from . import program as _program
+from . import user_kernel as _user_kernel
 from .expr import BinOp, Expr, Ref, Sym, Var
 from .program import Program
 
 VERSION = 2
 _CLASSES = {
     name: c
-    for module in (_loops, _program)
+    for module in (_loops, _program, _user_kernel)
     for name, c in vars(module).items()
     if isinstance(c, type) and is_dataclass(c) and c.__module__ == module.__name__
 }

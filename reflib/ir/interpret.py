@@ -104,7 +104,9 @@ def _run_node(program: Program, node: Node, memory: dict[str, torch.Tensor], siz
             if name not in memory:
                 b = program.buffers[name]
                 memory[name] = torch.empty(int(b.extent.evaluate(sizes)), dtype=b.dtype, device=b.device)
-        if isinstance(part, Template):
+        if isinstance(part, Extern):
+            _run_extern(program, part, memory, sizes)
+        elif isinstance(part, Template):
             run_template(part, memory, sizes)
         else:
             run_loops(part, memory, sizes)

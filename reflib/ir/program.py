@@ -335,12 +335,12 @@ class Variants:
 
 @dataclass(frozen=True, slots=True)
 class KernelNode:
-    """One scheduled kernel. ``parts``: independent loop nests launched together (usually one), or one Template.
+    """One scheduled kernel. ``parts``: independent loop nests launched together (mostly one), or a Template or Extern.
     ``workspace``: buffers that only this kernel uses. One whose ``kind`` is ``temp`` holds nothing before and after;
     ``zeros`` holds zeros, which the kernel leaves zero; ``scratch`` is for Triton's descriptors."""
 
     name: str
-    parts: tuple[LoopNest | Template, ...]
+    parts: tuple[LoopNest | Template | Extern, ...]
     config: Config
     workspace: tuple[Buffer, ...] = ()
 
@@ -479,7 +479,7 @@ def node_symbols(n: Node) -> set[Sym]:
     if isinstance(n, Extern):
         return symbols_in((n.args, n.kwargs))
     if isinstance(n, KernelNode):
-        return set().union(*(p.symbols() for p in n.parts))
+        return set().union(*map(node_symbols, n.parts))
     if not isinstance(n, (Choice, Variants)):
         return set(n.symbols())
     out = symbols_in([f.what for v in n.variants for f in v.predicate])

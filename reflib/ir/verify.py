@@ -46,6 +46,7 @@ from .program import (
 )
 from .scans import SCANS
 from .transforms import varying
+from .user_kernel import UserKernel
 
 ATOMIC = (torch.float32, torch.float64, torch.int32, torch.int64)  # dtypes of atomic additions
 _INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -71,7 +72,8 @@ def verify(program: Program) -> None:
         for b in [*node.reads(), *node.writes()]:
             if b not in program.buffers:
                 raise VerifyError(f"{node.name}: buffer {b} is not declared")
-        own = isinstance(node, (LoopNest, Variants, Template))  # a kernel may read what it wrote
+        # a kernel may read what it wrote
+        own = isinstance(node, (LoopNest, Variants, Template)) or isinstance(getattr(node, "target", 0), UserKernel)
         own = own or isinstance(node, Extern) and node.out is not None  # (its results are among its arguments)
         inside = set(node.writes()) if own else set()
         for b in node.reads():
@@ -143,7 +145,7 @@ def _verify_kernel(kernel: KernelNode, buffers: dict[str, Buffer], known: set[Sy
     for part in kernel.parts:
         if isinstance(part, Template):
             _verify_template(part, buffers, known, written)
-        else:
+        elif isinstance(part, LoopNest):
             verify_loops(part, buffers, known, written)
 
 

@@ -264,7 +264,7 @@ def is_tensor_list(argument: Any) -> bool:
 
 # -- configs ----------------------------------------------------------------------------------------
 def checked_configs(op: Any, configs: Any, where: str) -> tuple[CustomOpConfig, ...]:
-    """A list of configs and functions as configs that fit the op."""
+    """A list of configs and functions as configs that fit the op; of equal ones, one."""
     listed = isinstance(configs, (list, tuple))
     _require(listed, where, f"the configs must be a list of CustomOpConfig or functions, not {configs!r:.80}")
     _require(bool(configs), where, "the list of configs is empty; give at least one implementation")
@@ -276,7 +276,7 @@ def checked_configs(op: Any, configs: Any, where: str) -> tuple[CustomOpConfig, 
         _check_patches(out[-1], where)
         _check_params(op, out[-1], where)
         _check_signature(op, out[-1], where)
-    return tuple(out)
+    return tuple({c.key(): c for c in out}.values())
 
 
 def _check_patches(c: CustomOpConfig, where: str) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
@@ -36,6 +37,7 @@ from .lower import Lowering
 from .rules import Unsupported
 from .unused import remove_unused
 
+aten = torch.ops.aten
 _READS = "it uses a tensor's value, known only at run time (.item(), float(t), if t > 0),"
 
 
@@ -207,6 +209,8 @@ def _traced(
             raise Refused("unsupported", f"it writes to one of its arguments, or to a tensor that it keeps ({op})")
     graph.graph.eliminate_dead_code()
     for n in graph.graph.nodes:
+        if n.target is aten._to_copy.default and isinstance(n.args[0], (bool, int, float)):  # vmap's, of ``x * 2``
+            n.target, n.kwargs = aten.scalar_tensor.default, {k: getattr(n.meta["val"], k) for k in ("dtype", "device")}
         if isinstance(n.target, torch._ops.OpOverload) and has_effect(n.target):
             raise Refused("unsupported", f"{n.target} is random or has effects: it cannot be run to be measured")
     return graph
@@ -236,10 +240,14 @@ def _first_line(e: BaseException) -> str:
 
 def _mutating(graph: torch.fx.GraphModule) -> str:
     """The first op that writes to an argument, or the first launch of a Triton kernel of the user's, which may."""
-    for t in (n.target for n in graph.graph.nodes):
-        mutable = isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable
-        if mutable or getattr(t, "__name__", "") == "triton_kernel_wrapper_mutation":
-            return str(t)
+    for n in graph.graph.nodes:
+        mutable = isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable
+        if mutable or getattr(n.target, "__name__", "") == "triton_kernel_wrapper_mutation":
+            writers = (a.args[0] for a in n.all_input_nodes if a.target is operator.getitem)
+            for idx in (w.kwargs.get("kernel_idx") for w in writers if isinstance(w, torch.fx.Node)):
+                if isinstance(idx, int):
+                    return f"the Triton kernel {kernel_side_table.get_kernel(idx).fn.__name__} writes to it"
+            return str(n.target)
     return ""
 
 

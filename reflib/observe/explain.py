@@ -9,12 +9,14 @@ from __future__ import annotations
 import itertools
 import types
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from html import escape
 from typing import Any
 
 import torch
 
 from ..api import exported_stages
+from ..capture.triton_there import triton_of_gpu
 from ..errors import ReflibError
 from ..ir.program import fallback_kernels, kernels_and_calls
 from ..logs import get as logger
@@ -194,7 +196,9 @@ def explain(
         return Explanation([exported_stages(f, opts)[0]])
     fn = original(f)
     if opts.target is None or not (graphs := _graphs_of_fakes(fn, args, kwargs or {}, opts, dynamic)):
-        graphs = _graphs(Backend, fn, args, kwargs or {}, opts, dynamic)
+        gpu = opts.target is not None and parse_target(opts.target).is_gpu
+        with triton_of_gpu() if gpu else nullcontext():
+            graphs = _graphs(Backend, fn, args, kwargs or {}, opts, dynamic)
     if not graphs:
         raise ReflibError(f"explain: no tensor operation was captured from {getattr(fn, '__name__', fn)!r}")
     return Explanation(graphs)

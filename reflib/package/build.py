@@ -126,6 +126,8 @@ def _check(program: Program) -> None:
     for x in walk(program.nodes):
         if not isinstance(x, Extern):
             continue
+        if getattr(x.target, "__name__", "").startswith("triton_kernel_wrapper"):
+            raise PackageError(f"this model cannot be packaged: PyTorch launches {x.reason}; change that, or its call")
         if any(isinstance(a, torch.fx.GraphModule) for a in pytree.tree_leaves((x.args, x.kwargs))):
             raise PackageError(
                 f"this model cannot be packaged: it calls {x.target.__name__} (torch.ops.higher_order), whose "

@@ -37,6 +37,17 @@ MARK = "These files were written by reflib export-cpp. Exporting into this folde
 KERNELS = """file(GLOB images ${CMAKE_CURRENT_SOURCE_DIR}/kernels/*)
 set_source_files_properties(kernels.S PROPERTIES OBJECT_DEPENDS "${images}")
 """
+# Of model.h, in the order of reflib_functions.
+FUNCTIONS = (
+    "load", "run", "free", "unload", "error", "input_count", "output_count", "about_input", "variant", "new", "copy",
+    "dtype_name", "dtype_size",
+)  # fmt: skip
+OWN_HEADER = """#include "model.h"
+#ifdef __cplusplus
+extern "C"
+#endif
+REFLIB_API const reflib_functions *functions_of_@NAME@(void);
+"""
 NUMBERS = {str(d).removeprefix("torch."): n for d, n in DTYPES.items()}
 _CALLS_ATEN = re.compile(r"\b(dispatch|call)\(run\b")
 _PYTHON = re.compile(r"python_\d+_(note|expect_)?")
@@ -144,6 +155,7 @@ class _Project:
         if self.aten:
             out["torch.cmake"] = (RUNTIME / "torch.cmake").read_bytes()
         out["tables.cpp"] = _Tables(self).text().encode()
+        out[f"{self.name}_model.h"] = OWN_HEADER.replace("@NAME@", self.name).encode()
         out["CMakeLists.txt"] = self._cmake(tensors).encode()
         out["README.md"] = self._readme().encode()
         return out | {MARKER: "\n".join([MARK, *sorted(out), ""]).encode()}
@@ -198,8 +210,9 @@ class _Project:
             "ENTRIES": "\n".join(entries),
             "KERNELS": KERNELS if self.kernels.images else "",
             "TORCH": "include(torch.cmake)\n" if self.aten else "",
-            "BESIDE": "# Files that the library opens beside itself.\nadd_custom_command(TARGET model POST_BUILD "
-            f"COMMAND ${{CMAKE_COMMAND}} -E copy_if_different{copies}\n    $<TARGET_FILE_DIR:model>)" if beside else "",
+            "BESIDE": "# Files that the library opens beside itself.\nadd_custom_command(TARGET ${MODEL} POST_BUILD "
+            f"COMMAND ${{CMAKE_COMMAND}} -E copy_if_different{copies}\n    $<TARGET_FILE_DIR:${{MODEL}}>)"
+            if beside else "",
         })  # fmt: skip
 
     def _readme(self) -> str:
@@ -290,10 +303,14 @@ class _Tables:
             f"{len(self.p.outputs)}  // outputs",
         ]  # fmt: skip
         body = "\n".join(_indented(f) for f in fields)
+        functions = ",\n      ".join(f"reflib_{f}" for f in FUNCTIONS)
         return (
             "// Written by reflib export-cpp: the parts of the model, for runtime.h.\n"
-            '#include "runtime.h"\n\nextern "C" {\n' + "\n".join(declared) + "\n}\n\n"
-            f"namespace runtime {{\nconst Tables tables = {{\n{body}\n}};\n}}  // namespace runtime\n"
+            f'#include "runtime.h"\n#include "{self.project.name}_model.h"\n\n'
+            'extern "C" {\n' + "\n".join(declared) + "\n}\n\n"
+            f"namespace runtime {{\nconst Tables tables = {{\n{body}\n}};\n}}  // namespace runtime\n\n"
+            f"extern \"C\" const reflib_functions *functions_of_{self.project.name}() {{\n"
+            f"  static const reflib_functions all = {{\n      {functions}}};\n  return &all;\n}}\n"
         )
 
     def _variant(self, variant: PackagedVariant) -> str:

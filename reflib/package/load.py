@@ -9,6 +9,7 @@ them; pages that a process writes to (buffers that the model updates) become its
 from __future__ import annotations
 
 import ctypes
+import difflib
 import functools
 import itertools
 import os
@@ -87,11 +88,36 @@ class Model:
         except BaseException:
             libraries.close()
             raise
-        self._state = state
+        self._state, self._convention = state, convention
         self._exported = ExportedCallable(convention, state, _Loaded(graph), program.names)
         self.__signature__ = self._exported.__signature__
         self.__call__ = _untraced(self._exported.open())
         _untraced(self._exported._slow)  # the slow path of the line above
+
+    def get_constant_fqns(self) -> list[str]:
+        """Names of its parameters and buffers, as in the ``state_dict`` of the model that it was made from."""
+        return [name for name in self._convention.inputs if name]
+
+    def load_constants(self, constants: Mapping[str, torch.Tensor], check_full_update: bool = True) -> None:
+        """New values for parameters and buffers, by name: copied into the loaded tensors, so what shares memory changes
+        together, the file does not, and later calls use them. The caller's tensors are not kept.
+
+        check_full_update: each name of ``get_constant_fqns()`` must be given. Raises PackageError, before anything is
+        copied, for a name that the model has not, a missing one, and a tensor of other sizes or dtype.
+        """
+        held = {name: self._state[name] for name in self.get_constant_fqns()}
+        if unknown := sorted(constants.keys() - held.keys()):
+            near = ", ".join(difflib.get_close_matches(unknown[0], held, 3, 0)) or "none"
+            raise PackageError(f"{self.path.name} has no parameter or buffer {unknown[0]!r}; it has {near}")
+        if check_full_update and (missing := sorted(held.keys() - constants.keys())):
+            more = "; check_full_update=False updates a part"
+            raise PackageError(f"{self.path.name} also has {', '.join(missing[:5])}, which is not given{more}")
+        for name, value in constants.items():
+            if _described(value) != _described(held[name]):
+                raise PackageError(f"{name} is {_described(held[name])}; given is {_described(value)}")
+        with torch.no_grad():
+            for name, value in constants.items():
+                held[name].copy_(value)
 
     def memory_metrics(self) -> dict[str, int]:
         """Bytes: ``weights`` (on the device, shared ones once), ``workspace`` (temporaries and results at once, as
@@ -131,6 +157,10 @@ class Model:
 
     def __repr__(self) -> str:
         return f"<{self.path.name}: {self.variant} on {self.device}>"
+
+
+def _described(x: Any) -> str:
+    return f"a tensor {tuple(x.shape)} of {x.dtype}" if isinstance(x, torch.Tensor) else f"{x!r:.40}"
 
 
 def _untraced(f: Any) -> Any:

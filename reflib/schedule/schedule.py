@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from ..target import Target
 from .heuristics import choose_configs
 
 Names = Mapping[tuple[str, ...], str]
-# (name, node, buffers, target) -> the kernel's variants, by the class of a node that is no LoopNest.
+# (name, node, buffers, target) -> the kernel's variants, by the class of a node that is no LoopNest, or of its target.
 SCHEDULERS = Seam("schedule.SCHEDULERS")
 
 
@@ -51,8 +52,8 @@ class _Kernels:
         loops = {n.name: n for n in nodes if isinstance(n, LoopNest)}
         out: list[Node] = []
         for node in nodes:
-            if isinstance(node, Template):
-                out.append(self._template(node))
+            if (kind := type(getattr(node, "target", node)).__name__) in SCHEDULERS:
+                out.append(self._other(node, kind))
             elif isinstance(node, Variants):
                 out.append(replace(node, variants=tuple(map(self._variant, node.variants))))
             elif not isinstance(node, LoopNest):
@@ -85,15 +86,14 @@ class _Kernels:
             self.number += 1
         return name
 
-    def _template(self, t: Template) -> Variants:
+    def _other(self, t: Any, kind: str) -> Variants:
         target = self.target_of(self.program.buffers[t.writes()[0]].device)
         name = self._name((t,))
-        variants = SCHEDULERS["Template"](name, t, self.program.buffers, target)
-        key = Key("", t.tiling)
-        row = Candidate(key, "heuristic")
-        reason = f"tiling {t.tiling}, decided with its choice"
-        self.decisions.append(Decision(name, (key,), (row,), reason, config=variants[0].kernel.config))
-        return Variants(name, writes_of((t,)), variants, t.origins)
+        made = SCHEDULERS[kind](name, t, self.program.buffers, target)
+        key = Key("", t.tiling) if isinstance(t, Template) else Key("as called")
+        why = f"tiling {key.tiling}, decided with its choice" if key.tiling else "launched as its call says"
+        self.decisions.append(Decision(name, (key,), (Candidate(key, "heuristic"),), why, config=made[0].kernel.config))
+        return Variants(name, writes_of((t,)), made, t.origins)
 
 
 def _exact(kernel: KernelNode, options: Options) -> KernelNode:

@@ -136,20 +136,32 @@ static void driver_unload(const Driver *d, const Kernel *k) {
     if (before != context) d->CtxSetCurrent(before);
 }
 
-/* Launch on a one-dimensional grid, in the current context. An `early` kernel may start before the previous one in the
+/* A grid is a number of programs; bit 62 says that it holds three, of a kernel of the user's (generate/user_kernel.py):
+   x in 31 bits, y - 1 in 16, z - 1 in 15. Returns NULL, or why there can be no such grid. */
+static const char *driver_grid(int64_t grid, unsigned *xyz) {
+    int64_t x = grid, y = 1, z = 1;
+    if (grid >> 62) x = grid & INT32_MAX, y += grid >> 31 & 0xffff, z += grid >> 47 & 0x7fff;
+    xyz[0] = (unsigned)x, xyz[1] = (unsigned)y, xyz[2] = (unsigned)z;
+    if (x <= INT32_MAX - (grid >> 62) && y <= 65535 && z <= 32767) return NULL;
+    return "a grid of too many programs; the limit is 2^31 - 1, and 65535 and 32767 along y and z";
+}
+
+/* Launch on a grid that `driver_grid` accepts, in the current context. An `early` kernel may start before the previous one in the
    stream has finished, and waits for it itself (programmatic dependent launch). */
-static CUresult driver_launch_here(const Driver *d, const Kernel *k, unsigned grid, CUstream stream, void **params) {
+static CUresult driver_launch_here(const Driver *d, const Kernel *k, int64_t grid, CUstream stream, void **params) {
     CUfunction f = (CUfunction)k->function;
+    unsigned n[3];
+    driver_grid(grid, n);
     if (k->early && d->LaunchKernelEx) {
         CUlaunchAttribute attribute = {REFLIB_CUDA_EARLY_LAUNCH, 0, {1}};
-        CUlaunchConfig config = {grid, 1, 1, k->threads, 1, 1, k->shared, stream, &attribute, 1};
+        CUlaunchConfig config = {n[0], n[1], n[2], k->threads, 1, 1, k->shared, stream, &attribute, 1};
         return d->LaunchKernelEx(&config, f, params, NULL);
     }
-    return d->LaunchKernel(f, grid, 1, 1, k->threads, 1, 1, k->shared, stream, params, NULL);
+    return d->LaunchKernel(f, n[0], n[1], n[2], k->threads, 1, 1, k->shared, stream, params, NULL);
 }
 
 /* The same; in a thread without a CUDA context, the kernel's context is made current first. */
-static CUresult driver_launch(const Driver *d, const Kernel *k, unsigned grid, CUstream stream, void **params) {
+static CUresult driver_launch(const Driver *d, const Kernel *k, int64_t grid, CUstream stream, void **params) {
     CUresult r = driver_launch_here(d, k, grid, stream, params);
     if (r == REFLIB_CUDA_INVALID_CONTEXT && k->context && !d->CtxSetCurrent((CUcontext)k->context))
         r = driver_launch_here(d, k, grid, stream, params);

@@ -68,11 +68,13 @@ static int fill_kernel(Kernel *k, PyObject *facts) {
 
 /* Launch. -1: `text` says why it failed. Needs no GIL. */
 static int start_kernel(const Kernel *k, int64_t grid, void *stream, void **params, char *text, size_t size) {
-    if (grid > INT32_MAX) {
-        snprintf(text, size, "a grid of %lld programs; the limit is 2^31 - 1", (long long)grid);
+    unsigned n[3];
+    const char *why = driver_grid(grid, n);
+    if (why) {
+        snprintf(text, size, "%s", why);
         return -1;
     }
-    CUresult r = driver_launch(&cuda, k, (unsigned)grid, (CUstream)stream, params);
+    CUresult r = driver_launch(&cuda, k, grid, (CUstream)stream, params);
     if (__builtin_expect(r != 0, 0)) driver_error(&cuda, r, text, size);
     return r ? -1 : 0;
 }

@@ -33,4 +33,4 @@ def _said(o: Origin) -> str:
 def _parts(kernel: KernelNode) -> list[LoopNest]:
     """Its loop nests with such indices."""
     nests = [p.epilogue if isinstance(p, Template) else p for p in kernel.parts]
-    return [p for p in nests if any(isinstance(s, Indirect) for s in p.body)]
+    return [p for p in nests if isinstance(p, LoopNest) and any(isinstance(s, Indirect) for s in p.body)]

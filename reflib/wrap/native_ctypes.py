@@ -69,12 +69,18 @@ class launcher:  # (named as in the extension)
     def start(self, stream: int | None, grid: int, params: Any) -> None:
         """Launch with an array of the arguments' addresses. (Never early: that the kernel waits for the previous one is
         merely superfluous then.)"""
-        if grid > 2**31 - 1:
-            raise DeviceError(f"cannot launch kernel {self.name}: a grid of {grid} programs; the limit is 2^31 - 1")
+        x, y, z = grid, 1, 1
+        if grid >> 62:
+            x, y, z = grid & (2**31 - 1), 1 + (grid >> 31 & 0xFFFF), 1 + (grid >> 47 & 0x7FFF)
+        if x > 2**31 - 1 - (grid >> 62) or y > 65535 or z > 32767:
+            raise DeviceError(
+                f"cannot launch kernel {self.name}: a grid of too many programs; the limit is 2^31 - 1, and 65535 and "
+                "32767 along y and z"
+            )
         one = c_uint(1)
         self._check("launch", _cuda(_path).cuLaunchKernel(
-            c_void_p(self.function), c_uint(grid), one, one, c_uint(self.threads), one, one, c_uint(self.shared),
-            c_void_p(stream), params, None,
+            c_void_p(self.function), c_uint(x), c_uint(y), c_uint(z), c_uint(self.threads), one, one,
+            c_uint(self.shared), c_void_p(stream), params, None,
         ))  # fmt: skip
 
     def load(self) -> None:

@@ -145,7 +145,7 @@ inline char* argument(Run& run, const Tensor& t) {
 inline char* argument(Run&, char* p) { return p; }
 inline int64_t argument(Run&, int64_t n) { return n; }
 
-// On a GPU: a one-dimensional grid; Triton's two hidden pointers follow the arguments.
+// On a GPU: a grid as `driver_grid` reads it; Triton's two hidden pointers follow the arguments.
 template <class... A>
 void launch_with(Run& run, int32_t k, void* stream, int64_t grid, A... args) {
   Kernel& kernel = built(run, k);

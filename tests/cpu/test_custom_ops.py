@@ -229,6 +229,12 @@ class TestGenerators:
         assert [a.name for a in choice.variants] == ["eager", "split(k_splits=2)", "split(k_splits=4)"]
         assert seen == [{"x": ((8, 64), torch.float32, "cpu"), "w": ((64, 16), torch.float32, "cpu")}]
 
+    def test_what_it_repeats_is_one_candidate(self) -> None:
+        made = [CustomOpConfig(split, k_splits=4), plain, CustomOpConfig(split, k_splits=4), plain]
+        register_custom_op_autotuning(mm_relu, config_generator=lambda fakes: made)
+        names = [a.name for a in check_all(around, tensors()).choice.variants]
+        assert names == ["eager", "split(k_splits=4)", "plain"]
+
     def test_with_ranges_it_is_asked_for_each(self) -> None:
         rows = []
 

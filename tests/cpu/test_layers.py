@@ -13,7 +13,7 @@ from reflib import weekend
 STAGES = ["capture", "lower", "fuse", "autotune", "schedule", "plan", "generate", "wrap", "package"]
 # What the stages share, wherever they stand; it knows no stage.
 SHARED = {
-    *("atomic", "c_shims", "cache", "errors", "ir", "logs", "models", "options"),
+    *("atomic", "c_shims", "cache", "errors", "inductor_options", "ir", "logs", "models", "options"),
     *("seams", "tables", "target", "timeline", "timing", "toolchain", "worker"),
 }
 AROUND = ["pipeline", "background", "tuning", "fast_path", "api", "aot", "jobs", "observe", "weekend"]

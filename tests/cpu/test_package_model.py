@@ -181,3 +181,40 @@ def test_compiled_code_calls_it_as_it_is(name: str, compiled: list[str], request
     f.unload()
     with pytest.raises(PackageError, match="was unloaded"):
         runs(x)
+
+
+def test_new_weights_in_a_loaded_package(tmp_path):
+    """Copied in place: what shares memory changes together, the file does not; wrong ones change nothing."""
+
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(4, 4)
+            self.outer = torch.nn.Linear(4, 4)
+            self.outer.weight = self.inner.weight
+            self.register_buffer("shift", torch.randn(4))
+
+        def forward(self, x):
+            return self.outer(self.inner(x).relu()) + self.shift
+
+    old, new, x = Tied(), Tied(), torch.randn(3, 4)
+    path = reflib.aot_compile(old, (x,), tmp_path / "m.reflib", "cpu")
+    before = path.read_bytes()
+    with reflib.load(path) as model, reflib.load(path) as other:
+        names = model.get_constant_fqns()
+        wanted = {n: v for n, v in new.state_dict().items() if n in names}
+        for bad, says in (
+            ({"inner.wieght": x}, r"has no parameter or buffer 'inner.wieght'; it has (inner|outer)\.weight"),
+            ({"shift": torch.ones(4)}, "also has .*check_full_update=False"),
+            (wanted | {"shift": torch.ones(5)}, r"shift is a tensor \(4,\) of torch.float32; given is a tensor \(5,\)"),
+            (wanted | {"shift": 3}, "given is 3"),
+        ):
+            with pytest.raises(reflib.PackageError, match=says):
+                model.load_constants(bad)
+        torch.testing.assert_close(model(x), old(x))
+        model.load_constants(wanted)
+        torch.testing.assert_close(model(x), new(x))
+        model.load_constants({"shift": torch.zeros(4)}, check_full_update=False)
+        torch.testing.assert_close(model(x), new(x) - new.shift)
+        torch.testing.assert_close(other(x), old(x))
+    assert path.read_bytes() == before

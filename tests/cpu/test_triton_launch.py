@@ -175,6 +175,19 @@ k(77, 5, 0x7f0000001000, 2**63 + 8, 123)
 
 
 @both
+def test_a_grid_of_three_dimensions(run: Run, how: str) -> None:
+    code = """
+k = cuda_launch.load(binary(), device=0)
+for x, y, z in ((5, 1, 1), (5, 7, 3), (2**31 - 2, 65535, 32767)):
+    k(77, 2**62 + x + (y - 1) * 2**31 + (z - 1) * 2**47, 1, 2, 3)
+for grid in (2**31, 2**62 + 2**31 - 1, 2**62 + 1 + 65535 * 2**31, 2**62 + 1 + 32767 * 2**47):
+    refused(lambda: k(77, grid, 1, 2, 3), "a grid of too many programs; the limit is 2^31 - 1, and 65535 and 32767")
+"""
+    grids = [a["grid"] for a in run(how, code) if "grid" in a]
+    assert grids == [[5, 1, 1], [5, 7, 3], [2**31 - 2, 65535, 32767]]
+
+
+@both
 def test_scratch_memory_is_the_last_argument_and_the_first_hidden_pointer(run: Run, how: str) -> None:
     asked = run(how, "cuda_launch.load(binary(scratch=256), 0)(77, 5, 1, 2, 3, 0x7f0000002000)\n")
     assert asked[-1]["args"] == [1, 2, 3, 0x7F0000002000, 0]

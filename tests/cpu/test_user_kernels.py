@@ -1,79 +1,290 @@
-"""Triton kernels of the user's: captured for a GPU on a machine without one, with what they write, never lost."""
+"""Triton kernels of the user's are kernels of the program: on a machine without a GPU, their numbers in Triton's
+interpreter, their code by Triton's own compiler, packages, tuning, and what is refused."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import reflib
+from reflib.autotune import points
 from reflib.autotune.isolation import isolated
-from reflib.autotune.request import Request
-from reflib.ir.data import encode
+from reflib.autotune.measure import pick_winner
+from reflib.autotune.request import Request, Result
+from reflib.errors import GenerateError, PackageError
+from reflib.generate.compile_triton import compile_kernel
+from reflib.generate.user_kernel import packed
+from reflib.ir.data import decode, encode
+from reflib.ir.decision import Candidate
+from reflib.ir.expr import Sym, expr
 from reflib.ir.program import Choice, Extern
+from reflib.ir.user_kernel import UserKernel
+from reflib.options import Options
+from reflib.package import archive, manifest
+from reflib.pipeline import _retarget, run
+from reflib.schedule.user_kernels import variants
+from reflib.target import parse_target
+from tests.interpreter import TESTS
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
+if not torch.cuda.is_available():
+    from tests import user_kernels
+    from tests.user_kernels import add_kernel
+    from tests.user_kernels_interpreting import job
+
+Tensor = torch.Tensor
+SIZE = 64
+GPU = parse_target("sm_90")
 
 
-@triton.jit
-def add_kernel(x, y, out, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + i, tl.load(x + i, mask=i < n) + tl.load(y + i, mask=i < n), mask=i < n)
+def explain(fn: Any, *args: Any, **options: Any) -> Any:
+    return reflib.explain(fn, *args, **{"target": "sm_90", "verify": True, **options})
 
 
-def plain(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    out = torch.empty_like(x)
-    add_kernel[(triton.cdiv(x.numel(), 128),)](x, y, out, x.numel(), BLOCK=128)
-    return out + 1
+def launches(e: Any) -> list[Extern]:
+    return [n for n in e.program.nodes if isinstance(n, Extern) and isinstance(n.target, UserKernel)]
 
 
-@torch.library.triton_op("user_kernels::add", mutates_args=())
-def added(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    out = torch.empty_like(x)
-    torch.library.wrap_triton(add_kernel)[(8,)](x, y, out, x.numel(), BLOCK=128)
-    return out
+def kernel(e: Any, name: str) -> Any:
+    return next(k for k in e.kernels if k.name.endswith(name))
+
+
+def test_numbers(tmp_path: Path) -> None:
+    """Of all cases, run by the text of their kernels alone; dynamic sizes too. (Eight programs and a process: seconds.)
+    Then each launch is compiled for two architectures."""
+    jobs, wanted, kernels = {}, {}, []
+    for name, (fn, eager, args) in user_kernels.cases().items():
+        dynamic = name in ("plain", "both", "described")
+        torch._dynamo.reset()
+        e = explain(fn, *args, dynamic=dynamic)
+        program, sizes = e.scheduled, {}
+        for b, x in zip([n for n in program.inputs if isinstance(n, str)], args, strict=True):
+            facts = zip((*program.buffers[b].shape, *program.buffers[b].strides), (*x.shape, *x.stride()))
+            sizes |= {s.atom.name: n for s, n in facts if isinstance(s.atom, Sym)}
+        assert bool(sizes) == dynamic
+        copies = iter([torch.empty(5000, dtype=x.dtype).as_strided(x.shape, x.stride()).copy_(x) for x in args])
+        jobs[name] = job(e.stages, tuple(next(copies) if isinstance(i, str) else sizes[i.name] for i in program.inputs))
+        mine = [x.clone() for x in args]
+        result = eager(*mine)
+        wanted[name] = [*(result if isinstance(result, tuple) else (result,)), *mine]
+        kernels += [k for k in e.kernels if k.name.endswith("_kernel")]
+        if name == "in place":
+            assert "copy" not in e.wrapper and "clone" not in e.wrapper, "the kernel writes to the argument itself"
+    torch.save(jobs, tmp_path / "job")
+    env = {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{TESTS.parent}", "PATH": "/usr/bin:/bin"}
+    child = [sys.executable, str(TESTS / "user_kernels_interpreting.py"), str(tmp_path / "job")]
+    done = subprocess.run(child, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name, got in torch.load(tmp_path / "job").items():
+        for a, b in zip(got, wanted[name], strict=True):
+            torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}")
+    found = {k.name.split("_", 1)[1]: [compile_kernel(k, parse_target(a)) for a in ("sm_80", "sm_90")] for k in kernels}
+    assert {n: b.scratch for n, (b, _) in found.items() if b.scratch} == {"matrix_kernel": 256}
+    assert "add_kernel" in found and all(b.image and not b.profile for both in found.values() for b in both)
+
+
+def test_a_launch_is_a_kernel_of_the_program() -> None:
+    @torch.library.triton_op("user_kernels::add", mutates_args=())
+    def added(x: Tensor, y: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        torch.library.wrap_triton(add_kernel)[(8, 3)](x, y, out, x.numel(), BLOCK=128)
+        return out
+
+    x, y = torch.randn(1000), torch.randn(1000)
+    driver = triton.runtime.driver._active
+    for fn in (user_kernels.plain, lambda x, y: added(x * 2, y).relu()):
+        e = explain(fn, x, y)
+        (launch,) = launches(e)
+        assert launch.mutates == ("add_kernel_out",) and "copy_" not in str(e.graph)
+        assert [k.name for k in e.kernels] == ["k0_mul", "k1_add_kernel", "k2_relu"], "no copy, no call"
+        assert launch.origins[0].source.startswith(("user_kernels.py:", "test_user_kernels.py:"))
+        k = e.kernels[1]
+        assert k.aligned == (0, 1, 2) and "n=tl.full((), 1000, tl.int32)" in k.source and "tests" not in k.source
+        assert decode(encode(launch)) == launch
+    assert triton.runtime.driver._active is driver, "put back"
+    assert e.kernels[1].grid == 2**62 + 2 * 2**31 + 8 and "add_kernel(stream" in e.wrapper.replace("k1_", "")
+    e = explain(user_kernels.chained, x, y)
+    assert [(k.num_warps, k.num_stages) for k in e.kernels if k.name.endswith("add_kernel")] == [(2, 3), (4, 5)]
+    with pytest.raises(GenerateError, match="add_kernel is a Triton kernel: there is no code of it for cpu"):
+        variants("k", launch, e.program.buffers, parse_target("cpu"))
+
+
+def test_sizes_at_run_time() -> None:
+    """As Triton specializes: multiples of 16, of 32 bits; then of 32 bits; then any."""
+    e = explain(user_kernels.plain, torch.randn(1024), torch.randn(1024), dynamic=True)
+    (node,) = (n for n in e.scheduled.nodes if n.name == "k1_add_kernel")
+    facts = [["at_most", "aligned", "divisible"], ["at_most"], []]
+    assert [[a.kind for a in v.predicate] for v in node.variants] == facts
+    found = [e.stages.kernels[v.kernel.name] for v in node.variants]
+    assert [k.index_type for k in found] == ["int32", "int32", "int64"] and found[0].grid == found[2].grid
+    assert "// 16) * 16" in found[0].source and "// 16) * 16" not in found[1].source
+    n, m = (expr(Sym(name, lo, None, 64)) for name, lo in (("n", 2), ("m", 0)))
+    for y, z in ((1, 1), (5, 1), (1, 7), (0, 3), (70000, 1), (1, 2**15)):
+        g = int(packed((n, m + y - 1, expr(z))).evaluate({"n": 9, "m": 1}))
+        xyz = (g & (2**31 - 1), 1 + (g >> 31 & 0xFFFF), 1 + (g >> 47 & 0x7FFF)) if g >> 62 else (g, 1, 1)
+        assert xyz == ((0, 1, 1) if y == 0 else (9, min(y, 2**16), z)), "what is too large stays so"
+
+
+def test_packages_need_no_module_of_the_users(tmp_path: Path) -> None:
+    """Plain launches and triton_op, with heuristics; Python has no part in the call."""
+
+    @torch.library.triton_op("user_kernels::sums", mutates_args={"y"})
+    def sums(y: Tensor) -> Tensor:
+        total = torch.zeros(1, device=y.device)
+        torch.library.wrap_triton(add_kernel)[(1, 2)](y, y, y, y.numel(), BLOCK=128)
+        return total
+
+    @triton.heuristics({"BLOCK": lambda args: triton.next_power_of_2(args["n"])})
+    @triton.jit
+    def doubled(x, out, n, BLOCK: tl.constexpr):
+        i = tl.arange(0, BLOCK)
+        tl.store(out + i, tl.load(x + i, mask=i < n) * 2, mask=i < n)
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        doubled[(1,)](x, out, x.numel())
+        return user_kernels.plain(out, y) + sums(y)
+
+    path = reflib.aot_compile(fn, (torch.randn(100), torch.randn(100)), tmp_path / "p.reflib", ["sm_80"], ptx=False)
+    file = archive.open(path)
+    (v,) = manifest.read(file.manifest).variants
+    assert not v.python and not v.needs, "no call of PyTorch's"
+    names = [k.name.split("_", 1)[1] for k in v.kernels if not k.name.endswith("_fallback")]
+    assert sum(n == "add_kernel" for n in names) == 2 and "doubled" in names
+    text = bytes(file.view(v.text)).decode()
+    assert f"stream0, {2**62 + 2**31 + 1}, " in text, "a grid of two dimensions"
+
+
+# -- tuning -----------------------------------------------------------------------------------------------
+def test_configurations_are_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tuned (by what stands in for a GPU), pinned by a table; each candidate is given what it writes to afresh."""
+    y = torch.randn(256)
+    e = explain(user_kernels.summed, y)
+    (choice,) = (n for n in e.program.nodes if isinstance(n, Choice))
+    first, second = (v.name for v in choice.variants)
+    assert (first, second) == ("BLOCK=64, EVEN=True, num_warps=2, num_stages=3",
+                               "BLOCK=128, EVEN=True, num_warps=4, num_stages=2")  # fmt: skip
+    assert [len(v.nodes) for v in choice.variants] == [3, 3] and e.decisions[0].winner == first
+    assert kernel(e, "sums_kernel").buffers[0][0] == "arg0_1", "once decided, y is written in place"
+    asked = []
+
+    def measure(request: Request, build: Any, makers: Any) -> Result:
+        asked.append(list(request.programs))
+        assert not isinstance(isolated(request, {}, Options()), str), "another process can measure it"
+        rows = [Candidate(request.key(n), "ok", 9.0 - i, spread=0.0) for i, n in enumerate(request.programs)]
+        return Result(tuple(rows), *pick_winner(rows, request.default))
+
+    monkeypatch.setattr(points, "measure", measure)
+    options = Options(autotune="blocking", isolate=False, cache_decisions=False)
+    s = run(e.graph, options, "generate", _retarget(e.program, parse_target("cpu")), lambda device: GPU)
+    d = next(d for d in s.decisions if d.op == "sums_kernel")
+    assert asked and d.winner == second and s.kernels[s.scheduled.nodes[1].name].num_stages == 2
+    entry = {"device": "*", "op": "sums_kernel", "sizes": "x[256]", "winner": second}
+    torch._dynamo.reset()
+    e = explain(user_kernels.summed, y, lookup_table={"format": 1, "entries": [entry]})
+    assert e.decisions[0].winner == second and kernel(e, "sums_kernel").num_warps == 4
 
 
 @torch.library.custom_op("user_kernels::theirs", mutates_args=())
-def theirs(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def theirs(x: Tensor, y: Tensor) -> Tensor:
     return x + y
 
 
 theirs.register_fake(lambda x, y: torch.empty_like(x))
 
 
-def launches(nodes: object) -> list[Extern]:
-    return [n for n in nodes if isinstance(n, Extern) and "triton_kernel" in str(n.target)]  # type: ignore[attr-defined]
+def test_candidates_that_launch() -> None:
+    """Of a registered op: their neighbours are planned around them, nothing is lost; one that writes to an argument is
+    refused, with the kernel's name."""
 
-
-@pytest.mark.parametrize("fn", [plain, lambda x, y: added(x * 2, y).relu()], ids=["plain", "triton_op"])
-def test_what_a_kernel_writes_is_known(fn: object) -> None:
-    x, y = torch.randn(1000), torch.randn(1000)
-    driver = triton.runtime.driver._active
-    e = reflib.explain(fn, x, y, target="sm_90")
-    (launch,) = launches(e.program.nodes)
-    assert dict(launch.kwargs)["tensors_to_clone"] in (["out"], ("out",)) and len(launch.outputs) == 1
-    assert "copy_" not in str(e.graph), "inputs are not written back"
-    assert len(e.kernels) == (2 if fn is not plain else 1)
-    assert triton.runtime.driver._active is driver, "put back"
-
-
-def test_a_candidate_keeps_its_launch() -> None:
-    """And is not sent to another process, where its kernel's number is another one's."""
-
-    def launching(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def launching(x: Tensor, y: Tensor) -> Tensor:
         out = torch.empty_like(x)
         torch.library.wrap_triton(add_kernel)[(8,)](x, y, out, x.numel(), BLOCK=128)
         return out
 
-    reflib.register_custom_op_autotuning(theirs, configs=[launching])
+    def writing(x: Tensor, y: Tensor) -> Tensor:
+        torch.library.wrap_triton(add_kernel)[(8,)](x, y, x, x.numel(), BLOCK=128)
+        return x + 0
+
+    reflib.register_custom_op_autotuning(theirs, configs=[launching, writing])
     x, y = torch.randn(1000), torch.randn(1000)
-    e = reflib.explain(lambda x, y: theirs(x, y) + 1, x, y, target="sm_90", autotune="blocking")
+    pins = {"user_kernels::theirs": {"x[1000] y[1000]": "launching"}}
+    e = explain(lambda x, y: theirs(x * 2, y) + 1, x, y, autotune="blocking", lookup_table=pins)
     (choice,) = (n for n in e.program.nodes if isinstance(n, Choice))
     (variant,) = (v for v in choice.variants if v.name == "launching")
-    (launch,) = launches(variant.nodes)
-    assert set(launch.outputs) == set(choice.outputs)
-    program = {"constants": [], "nodes": [encode(launch)]}
-    why = isolated(Request({"a": program}, "a", "a", ()), {}, reflib.Options())
-    assert isinstance(why, str) and "torch.library.triton_op" in why
+    (launch,) = variant.nodes
+    assert set(launch.mutates) == set(choice.outputs)
+    assert [k.name for k in e.kernels] == ["k0_mul", "k1_add_kernel", "k2_add"]
+    ((name, status, why),) = choice.failed
+    assert (name, status) == ("writing", "unsupported") and "the Triton kernel add_kernel writes to it" in why
+    request = Request({"a": {"constants": [], "nodes": [encode(launch)]}}, "a", "a", ())
+    assert not isinstance(isolated(request, {}, reflib.Options()), str)
+
+
+# -- what is refused, and what stays PyTorch's ------------------------------------------------------------
+def of(function: Any, *args: Any, blocks: Any = (1,), **kwargs: Any) -> Callable[[Tensor], Tensor]:
+    def launching(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        function[blocks](x, out, *args, **kwargs)
+        return out
+
+    return launching
+
+
+def test_what_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @triton.jit
+    def with_global(x, out):
+        tl.store(out + tl.arange(0, SIZE), tl.load(x + tl.arange(0, SIZE)))
+
+    thing = object()
+
+    @triton.jit
+    def with_object(x, out):
+        tl.store(out, tl.load(x) + thing)
+
+    @triton.jit
+    def plain(x, out, n, BLOCK: tl.constexpr = SIZE):
+        i = tl.arange(0, BLOCK)
+        tl.store(out + i, tl.load(x + i, mask=i < n), mask=i < n)
+
+    def a_tensor(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        plain[((x > 0).sum(),)](x, out, 4)
+        return out
+
+    configs = [triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 128})]
+    line = r"test_user_kernels.py:\d+"
+    for fn, says in (
+        (of(with_global), rf"kernel with_global uses the global variable SIZE.*SIZE = tl.constexpr\(64\) \({line}"),
+        (of(with_object), rf"kernel with_object uses thing, a object, which cannot be copied.*\({line}"),
+        (of(triton.autotune(configs, key=["m"])(plain), 128),
+         rf"key 'm' of @triton.autotune is no argument of the Triton kernel plain \({line}.*x, out, n, BLOCK"),
+        (of(plain, 128, blocks=(1, 70000)), rf"kernel plain has a grid of 70000 programs in axis 1; .*65535 \({line}"),
+        (a_tensor, rf"the grid of the Triton kernel plain is a tensor \({line}\)"),
+    ):  # fmt: skip
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=says):
+            explain(fn, torch.randn(128))
+    clustered = triton.autotune([triton.Config({"BLOCK": 64}, num_ctas=2)], key=[])(plain)
+    with pytest.raises(PackageError, match="PyTorch launches the Triton kernel plain: a configuration with a cluster"):
+        reflib.aot_compile(of(clustered, 128), (torch.randn(128),), tmp_path / "p.reflib", ["sm_90"])
+    monkeypatch.setenv("REFLIB_LOGS", "fallback")
+    caplog.set_level("INFO", "reflib.fallback")
+    torch._dynamo.reset()
+    e = explain(of(plain, 100), torch.randn(128))  # (PyTorch's analysis takes no default)
+    assert "plain: every tensor it is given counts as written" in caplog.text
+    (launch,) = launches(e)
+    assert len(launch.mutates) == 2 and "BLOCK=" not in kernel(e, "plain").source.rpartition("def ")[2]
+    with pytest.raises(reflib.ReflibError, match="plain is a Triton kernel: the interpreter"):
+        replace(launch).target(None)

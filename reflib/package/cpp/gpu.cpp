@@ -152,7 +152,9 @@ void Gpu::load(Kernel &k, const KernelRow &row) {
 
 void Gpu::unload(Kernel &k) { driver_unload(&driver, &k); }
 
-void Gpu::launch(const Kernel &k, unsigned grid, void *stream, void **params) {
+void Gpu::launch(const Kernel &k, int64_t grid, void *stream, void **params) {
+  unsigned n[3];
+  if (const char *why = driver_grid(grid, n)) fail("%s", why);
   check(driver_launch(&driver, &k, grid, (CUstream)stream, params), "cannot launch");
 }
 

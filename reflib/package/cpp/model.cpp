@@ -110,8 +110,7 @@ int32_t zero_words(Host *host, Frame *frame, int32_t, void *stream, int64_t coun
 
 int32_t launch_kernel(Host *host, Frame *frame, const Kernel *k, int64_t grid, void *stream, void **params) {
   return asked(frame, [&] {
-    if (grid > INT32_MAX) fail("a grid of %lld programs; the limit is 2^31 - 1", (long long)grid);
-    model_of(host)->gpu->launch(*k, (unsigned)grid, stream, params);
+    model_of(host)->gpu->launch(*k, grid, stream, params);
   });
 }
 

@@ -99,6 +99,24 @@ REFLIB_API int32_t reflib_copy(reflib_model *model, void *stream, const reflib_v
 REFLIB_API const char *reflib_dtype_name(int32_t dtype); /* "float32"; NULL: there is no such dtype */
 REFLIB_API size_t reflib_dtype_size(int32_t dtype);      /* in bytes */
 
+/* The same functions as a table, which each exported model has by a name of its own (NAME_model.h): for programs with
+   several models. */
+typedef struct {
+    int32_t (*load)(reflib_model **, const char *, int32_t);
+    int32_t (*run)(reflib_model *, void *, const reflib_value *, int32_t, reflib_value *, int32_t);
+    void (*free)(reflib_value *);
+    void (*unload)(reflib_model *);
+    const char *(*error)(void);
+    int32_t (*input_count)(const reflib_model *);
+    int32_t (*output_count)(const reflib_model *);
+    reflib_input (*about_input)(const reflib_model *, int32_t);
+    const char *(*variant)(const reflib_model *);
+    int32_t (*new_tensor)(reflib_model *, void *, reflib_value *);
+    int32_t (*copy)(reflib_model *, void *, const reflib_value *, const reflib_value *);
+    const char *(*dtype_name)(int32_t);
+    size_t (*dtype_size)(int32_t);
+} reflib_functions;
+
 #ifdef __cplusplus
 }
 #endif

@@ -130,7 +130,7 @@ class Gpu {
 
   void load(Kernel &kernel, const KernelRow &row);
   void unload(Kernel &kernel);
-  void launch(const Kernel &kernel, unsigned grid, void *stream, void **params);
+  void launch(const Kernel &kernel, int64_t grid, void *stream, void **params);
 
   // Makes the GPU's context current in this thread while it lives. Null: does nothing.
   struct Current {

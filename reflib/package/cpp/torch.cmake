@@ -13,6 +13,6 @@ endforeach()
 if(NOT torch_cpu)
   message(FATAL_ERROR "PyTorch was not found: this model calls ATen. Name its folder: -DTORCH_DIR=...")
 endif()
-target_link_libraries(model PRIVATE -Wl,--no-as-needed ${linked} -Wl,--as-needed)
+target_link_libraries(${MODEL} PRIVATE -Wl,--no-as-needed ${linked} -Wl,--as-needed)
 # What PyTorch's own libraries need, they find when they are loaded.
-target_link_options(model PUBLIC -Wl,--allow-shlib-undefined)
+target_link_options(${MODEL} PUBLIC -Wl,--allow-shlib-undefined)

@@ -1,0 +1,72 @@
+"""A Triton kernel of the user's as one of ours: a function with our convention (pointers, then sizes) calls it.
+
+Triton inlines the call, so the machine code is that of the user's kernel. Numbers that are known are constants in the
+call; what depends on sizes is computed from them; a view is a pointer and an offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from ..ir.division import minimum
+from ..ir.expr import Expr, Var, expr, nonneg, product
+from ..ir.program import Buffer, Extern, KernelNode, View
+from ..ir.user_kernel import UserKernel
+from ..schedule.axes import Space
+from ..target import Target
+from .kernel import Kernel
+from .triton import known_multiples
+from .triton_facts import paren, pointer_name
+from .triton_ops import Needs
+from .triton_statements import StatementPrinter
+
+
+def print_user_kernel(node: KernelNode, buffers: dict[str, Buffer], target: Target, aligned: Collection[str]) -> Kernel:
+    """The function ``node.name``, which calls the user's."""
+    (x,) = node.parts
+    assert isinstance(x, Extern) and isinstance(x.target, UserKernel)
+    p = StatementPrinter(Space("1d", (), Var("x", expr(1))), node.config, {}, Needs(), {})
+    pointers = x.reads()
+    values = [_pointer(p, v, buffers) if isinstance(v, View) else paren(p.size(v)) for v in x.args]
+    grid = packed(dict(x.kwargs)["grid"])
+    symbols = tuple(sorted(p.symbols | grid.symbols()))
+    lines = [*_about(x), *known_multiples(node.config, symbols), f"{x.target.function}("]
+    lines += ["    " + "".join(values[i] if isinstance(i, int) else i for i in a) + "," for a in x.target.call]
+    head = f"@triton.jit\ndef {node.name}({', '.join([*map(pointer_name, pointers), *(s.name for s in symbols)])}):\n"
+    source = f"{x.target.source}\n\n{head}" + "".join(f"    {line}\n" for line in [*lines, ")"])
+    sure = tuple(i for i, b in enumerate(pointers) if buffers[b].kind == "temp" or b in aligned)
+    return Kernel(
+        node.name, "triton", source, tuple((b, buffers[b].dtype) for b in pointers), symbols, grid,
+        node.config.num_warps, node.config.num_stages, node.config.index, sure, x.target.scratch,
+    )  # fmt: skip
+
+
+def _about(x: Extern) -> list[str]:
+    (o,) = x.origins
+    return [f"# {o.op}" + (f" at {o.source}" if o.source else "")]
+
+
+def _pointer(p: StatementPrinter, v: View, buffers: dict[str, Buffer]) -> str:
+    """Memory of another dtype than its buffer's is cast; truth values, whose pointers are those of bytes in our
+    convention, always."""
+    text = pointer_name(v.buffer)
+    if v.dtype != buffers[v.buffer].dtype or v.dtype == torch.bool:
+        kind = "int1" if v.dtype == torch.bool else str(v.dtype).removeprefix("torch.")
+        kind = {"float8_e4m3fn": "float8e4nv", "float8_e5m2": "float8e5"}.get(kind, kind)
+        text = f"{text}.to(tl.pointer_type(tl.{kind}))"
+    return text if v.offset == 0 else f"{text} + {paren(p.size(v.offset))}"
+
+
+def packed(grid: Sequence[Expr]) -> Expr:
+    """A grid of up to three dimensions as one number, which the launchers take apart (``cuda_driver.h``): itself if it
+    has one; else bit 62, then z - 1, y - 1 (from bits 47 and 31) and x. One that is too large for its bits becomes the
+    largest, which no GPU accepts. An empty grid is 0."""
+    x, y, z = grid
+    if y == 1 and z == 1:
+        return x
+    most = (2**31 - 1, 2**16, 2**15)
+    x, y, z = (minimum(n, m) for n, m in zip((x, y, z), most))
+    some = minimum(product(n for n in (x, y, z) if not nonneg(n - 1)), 1)
+    return some * (2**62 + x + (y - 1) * 2**31 + (z - 1) * 2**47)

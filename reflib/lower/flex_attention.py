@@ -1,0 +1,131 @@
+"""``flex_attention``: two products, and between them the user's functions of scores and masks in the kernels of the
+softmax.
+
+The op comes with these functions as graphs of one element. Its definition, a formula over the whole matrix of scores
+with the functions vectorised, is traced and lowered in its place; the backward's computes the scores again. Eager runs
+the formula op by op and writes every step; here the scores are written once by the product, and once for the next
+product. Which blocks a block mask calls empty is not used.
+
+NB: TorchInductor has Triton templates, which keep the scores on chip and skip empty blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch._higher_order_ops.flex_attention import math_attention
+from torch.nn.attention.flex_attention import _vmap_for_bhqkv
+from torch.utils import _pytree as pytree
+
+from reflib.ir.program import View
+
+from .context import LoweringContext
+from .extern import used_results
+from .rules import RULES, Unsupported
+from .subgraph import Refused, variant
+
+aten = torch.ops.aten
+
+
+def flex_attention(
+    cx: LoweringContext,
+    query: View,
+    key: View,
+    value: View,
+    score_mod: Any,
+    block_mask: Sequence[Any],
+    scale: float,
+    kernel_options: dict[str, Any],
+    score_buffers: Sequence[Any] = (),
+    mask_buffers: Sequence[Any] = (),
+) -> Any:
+    """(output, log-sum-exp and maximum of the scores, in base 2)."""
+
+    def dense(q: Any, k: Any, v: Any, of_score: Any, of_mask: Any) -> Any:
+        return math_attention(q, k, v, score_mod, (block_mask[-1],), scale, {}, tuple(of_score), tuple(of_mask))
+
+    return _instead(cx, dense, query, key, value, score_buffers, mask_buffers)
+
+
+def flex_attention_backward(
+    cx: LoweringContext,
+    query: View,
+    key: View,
+    value: View,
+    out: View,
+    logsumexp: View,
+    grad_out: View | None,
+    grad_logsumexp: View | None,
+    score_mod: Any,
+    joint: Any,
+    block_mask: Sequence[Any],
+    scale: float,
+    kernel_options: dict[str, Any],
+    score_buffers: Sequence[Any] = (),
+    mask_buffers: Sequence[Any] = (),
+) -> Any:
+    """Gradients of query, key and value, and of those of ``score_buffers`` that have one."""
+    wanted = cx.fake[3]
+
+    def dense(q: Any, k: Any, v: Any, o: Any, lse: Any, g: Any, g_lse: Any, of_score: Any, of_mask: Any) -> Any:
+        groups, wide = q.shape[1] // k.shape[1], torch.promote_types(q.dtype, torch.float32)
+        keys, values = (x.expand(len(q), *x.shape[1:]).repeat_interleave(groups, 1) for x in (k, v))
+        scores = q.to(wide) @ keys.to(wide).mT * scale
+        at = [torch.arange(n, device=q.device) for n in scores.shape]
+        with TransformGetItemToIndex():
+            mask = _vmap_for_bhqkv(block_mask[-1], (), (None,) * len(of_mask))(*at, *of_mask)
+            modified = _vmap_for_bhqkv(score_mod, (0,), (None,) * len(of_score))(scores, *at, *of_score)
+        masked = torch.where(mask, modified, -math.inf)
+        lse = lse.unsqueeze(-1) * math.log(2)
+        p = torch.where(lse == -math.inf, 0, torch.exp(masked - lse))
+        of_p = (g.to(wide) @ values.to(wide).mT) - (o.to(wide) * g.to(wide)).sum(-1, keepdim=True)
+        if g_lse is not None:
+            of_p = of_p + g_lse.unsqueeze(-1) / math.log(2)
+        constant = (None,) * len(of_score)
+        with TransformGetItemToIndex():
+            by_joint = _vmap_for_bhqkv(joint, (0,), (0, *constant), [0, *(None,) * 4, *constant])
+            of_scores, _, _, _, _, *more = by_joint(scores, *at, p * of_p, *of_score)
+        of_scores = torch.where(mask, of_scores * scale, 0).to(q.dtype)
+        of_keys, of_values = of_scores.mT @ q, p.to(q.dtype).mT @ g
+        of_keys, of_values = (x.unflatten(1, (-1, groups)).sum(2) for x in (of_keys, of_values))
+        of_keys, of_values = (x if len(k) == len(q) else x.sum(0, keepdim=True) for x in (of_keys, of_values))
+        return [of_scores @ keys, of_keys, of_values, *(x for x, w in zip(more, wanted) if w is not None)]
+
+    g = grad_out if grad_out is not None else cx.call(aten.zeros_like.default, out)
+    return _instead(cx, dense, query, key, value, out, logsumexp, g, grad_logsumexp, score_buffers, mask_buffers)
+
+
+def _instead(cx: LoweringContext, fn: Callable[..., Any], *args: Any) -> Any:
+    """``fn(*args)`` in place of the op."""
+    if cx.low.options.numerics == "eager":
+        raise Unsupported("numerics: eager's own calls")
+    flat, spec = pytree.tree_flatten(cx.fake)
+    used, tensors = used_results(cx, flat), [i for i, f in enumerate(flat) if isinstance(f, torch.Tensor)]
+    views: list[Any] = [None] * len(flat)
+    for i in tensors:
+        if i in used:
+            views[i] = cx.out(tensors.index(i))
+    try:
+        v = variant(cx, "", "dense", fn, args, {}, [views[i] for i in tensors])
+    except Refused as e:
+        raise Unsupported(str(e)) from e
+    if v.predicate:
+        raise Unsupported("the formula holds for some of the sizes only")
+    cx.low.nodes += v.nodes
+    cx.low.buffers.update({b.name: b for b in v.buffers})
+    return pytree.tree_unflatten(views, spec)
+
+
+def zeros_and_scatter(cx: LoweringContext, shape: Sequence[Any], indices: Sequence[Any], values: View) -> Any:
+    """The gradient of a table that a score function reads: sums, by the places read."""
+    zeros = cx.call(aten.full.default, shape, 0)
+    return cx.call(aten.index_put.default, zeros, indices, values, True)
+
+
+RULES[torch.ops.flex_lib.zeros_and_scatter.default] = zeros_and_scatter
+for fn in (flex_attention, flex_attention_backward):
+    RULES[getattr(torch.ops.higher_order, fn.__name__)] = fn

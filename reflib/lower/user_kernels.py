@@ -1,0 +1,279 @@
+"""Triton kernels of the user's: ``torch.library.triton_op``, ``wrap_triton``, and ``kernel[grid](...)`` under Dynamo.
+
+PyTorch captures a call as ``triton_kernel_wrapper_functional``: it returns the new values of the tensors that the
+kernel writes (which it finds in Triton's IR). Here each of these is a buffer of its own, a copy, made by a loop nest,
+of what the kernel is given; a tensor that was never filled needs none. The launch is an Extern that writes to them,
+whose target is a :class:`~reflib.ir.user_kernel.UserKernel`: it keeps its place, and is dropped only with the program.
+``fuse.in_place`` drops a copy whose original is not needed any more: then the kernel writes where the user meant it to.
+``schedule`` makes a kernel of it like any other: our launcher, packages and C++ need nothing else.
+
+Arguments are what Triton would have specialized the kernel for. A number known now is a constant of its type (1: a
+``constexpr``); a size first known at run time is computed from the program's sizes. What is not supported (a
+cluster, a limit of registers) stays PyTorch's launch, with the reason.
+
+NB: TorchInductor compiles the kernel with its own signature and arguments in their order (``UserDefinedTritonKernel``,
+``define_user_defined_triton_kernel``), and lets Triton's autotuner choose among its configurations at the first call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
+
+from .. import logs
+from ..errors import LoweringError
+from ..ir.expr import Expr, expr
+from ..ir.program import Choice, Extern, Variant, View, full_view
+from ..ir.user_kernel import UserKernel
+from .body import NestBuilder
+from .context import LoweringContext
+from .kernel_text import KernelText, literal
+from .lower import origin
+from .rules import RULES, Unsupported
+
+SCRATCH = 128  # bytes of global memory for a descriptor
+_EMPTY = ("empty", "new_empty")
+_AMD = ("waves_per_eu", "matrix_instr_nonkdim", "kpack")  # settings that other GPUs do not have
+Piece = str | int
+
+
+def launched(cx: LoweringContext, *, kernel_idx: int, **how: Any) -> dict[str, View]:
+    """The new values of what the kernel writes, by argument. Raises LoweringError for bad input, naming the kernel."""
+    kernel = kernel_side_table.get_kernel(kernel_idx)
+    function, configs = _function(kernel)
+    trace = cx.node.meta.get("stack_trace") or ""
+    if "triton/runtime/" in trace:  # within @triton.heuristics, which Dynamo looks into
+        cx.node.meta["stack_trace"] = trace[: trace.rindex("File", 0, trace.index("triton/runtime/"))]
+    cx = replace(cx, origin=replace(origin(cx.node), op=function.__name__))
+    _check(cx, kernel, function)
+    try:
+        return _launched(cx, function, configs, **how)
+    except Unsupported as e:
+        raise Unsupported(f"the Triton kernel {function.__name__}: {e}") from None
+    except LoweringError as e:
+        raise LoweringError(f"{e} ({_where(cx)[1]})") from None
+
+
+def _launched(
+    cx: LoweringContext,
+    function: Any,
+    configs: list[Any],
+    constant_args_idx: int,
+    grid: Any,
+    tma_descriptor_metadata: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
+    tensors_to_clone: Any,
+) -> dict[str, View]:
+    if not cx.on_gpu:
+        raise Unsupported("on a CPU")
+    if not tensors_to_clone:
+        raise Unsupported("it writes to no tensor that the program knows")
+    name, start = cx.low.next_node(), len(cx.low.nodes)
+    fakes = cx.node.kwargs["kwargs"]
+    written: dict[View, View] = {}  # one that is given twice is one piece of memory for the kernel, as it is eagerly
+    for n in tensors_to_clone:
+        if kwargs[n] not in written:
+            written[kwargs[n]] = _new(cx, n, kwargs[n], fakes[n].meta["val"])  # type: ignore[index, union-attr]
+    given = {n: written.get(v, v) if isinstance(v, View) else v for n, v in kwargs.items()}
+    given |= kernel_side_table.get_constant_args(constant_args_idx)
+    call = Call(cx, function, given, tma_descriptor_metadata)
+    if set(tensors_to_clone) == {n for n, v in given.items() if isinstance(v, View)}:
+        logs.get("fallback").info("%s: every tensor it is given counts as written (%s)", *_where(cx))
+    buffers = tuple(v.buffer for v in written.values())
+    if len(configs) == 1 or not cx.low.choices or cx.low.options.batch_invariant:
+        cx.low.nodes.append(call.extern(cx.low.next_node(), configs[0], grid[0], buffers))
+    else:  # each with copies of its own: so it can be run again, and is measured with what it is given
+        copies = [replace(n, name=f"{name}_copy{i}") for i, n in enumerate(cx.low.nodes[start:])]
+        del cx.low.nodes[start:]
+        cx.low.nodes.append(_choice(call, name, copies, configs, grid, buffers))
+    return {n: written[kwargs[n]] for n in tensors_to_clone}
+
+
+def _choice(
+    call: Call, name: str, copies: list[Any], configs: list[Any], grid: Any, buffers: tuple[str, ...]
+) -> Choice:
+    """Among the configurations of ``@triton.autotune``; the first one that is supported is the default."""
+    made: dict[str, Variant] = {}
+    failed: list[tuple[str, str, str]] = []
+    for config, sizes in zip(configs, grid, strict=True):
+        title = ", ".join(f"{k}={v}" for k, v in config.all_kwargs().items() if k != "num_ctas" or v != 1)
+        try:
+            made[title] = Variant(title, (*copies, call.extern(f"{name}_launch", config, sizes, buffers)))
+        except Unsupported as e:
+            failed.append((title, "unsupported", str(e)))
+    if not made:
+        raise Unsupported(failed[0][2])
+    origin = call.cx.origin
+    return Choice(name, origin.op, buffers, tuple(made.values()), tuple(failed), custom=True, origins=(origin,))
+
+
+def _function(kernel: Any) -> tuple[Any, list[Any]]:
+    """The ``@triton.jit`` function, and its configurations (None: it has none)."""
+    from triton.runtime import Autotuner, JITFunction
+
+    configs = list(kernel.configs) if isinstance(kernel, Autotuner) else [None]
+    function = kernel.fn if isinstance(kernel, Autotuner) else kernel
+    if not isinstance(function, JITFunction):
+        raise Unsupported(f"a {type(function).__name__}, not a compiled Triton function")
+    return function, configs
+
+
+def _check(cx: LoweringContext, kernel: Any, function: Any) -> None:
+    """What Triton would find out at the first call."""
+    unknown = [k for k in getattr(kernel, "keys", ()) if k not in function.arg_names]
+    if unknown:
+        raise LoweringError(
+            f"the key {unknown[0]!r} of @triton.autotune is no argument of the Triton kernel {' ('.join(_where(cx))}); "
+            f"its arguments are {', '.join(function.arg_names)}"
+        )
+
+
+def _where(cx: LoweringContext) -> tuple[str, str]:
+    return cx.origin.op, cx.origin.source or "its line is not known"
+
+
+def _new(cx: LoweringContext, name: str, v: View, fake: torch.Tensor) -> View:
+    """A buffer that the kernel writes, with what it is given in it. What is in one that was just allocated is open."""
+    _on_gpu(cx, name, v)
+    if any(s == 0 and n != 1 for s, n in zip(v.strides, v.shape)):
+        raise Unsupported(f"it writes to {name}, whose elements share memory")
+    new = full_view(cx.low.new_buffer(f"{cx.origin.op}_{name}", fake))
+    if not any(isinstance(n, Extern) and v.buffer in n.outputs and _makes_empty(n) for n in cx.low.nodes):
+        k = NestBuilder(replace(cx, origin=replace(cx.origin, op="clone")), new.shape, device=fake.device)
+        k.store(new, k.load(v))
+        k.finish()
+    return new
+
+
+def _on_gpu(cx: LoweringContext, name: str, v: View) -> None:
+    if cx.low.buffers[v.buffer].device.type == "cpu" and cx.low.options.target is None:
+        raise Unsupported(f"its argument {name} is on the CPU")
+
+
+def _makes_empty(n: Extern) -> bool:
+    return isinstance(n.target, torch._ops.OpOverload) and str(n.target).split(".")[1].startswith(_EMPTY)
+
+
+@dataclass
+class Call:
+    """One call: ``given`` by the user's argument names. Its pieces of text, and ``values``, which they number."""
+
+    cx: LoweringContext
+    function: Any
+    given: Mapping[str, Any]
+    descriptors: Mapping[str, Any]
+
+    def extern(self, name: str, config: Any, grid: Any, written: tuple[str, ...]) -> Extern:
+        """The launch with one of the kernel's configurations."""
+        self.values: list[Any] = []
+        self.scratch = 0
+        given = {**self.given, **(config.kwargs if config is not None else {})}
+        own = {p.name: p for p in self.function.params}
+        if unknown := [n for n in given if n not in own and n not in _AMD]:
+            raise Unsupported(f"the setting {unknown[0]}")
+        if config is not None and (config.num_ctas != 1 or config.maxnreg):
+            raise Unsupported("a configuration with a cluster, or a limit of registers")
+        self.text = KernelText(self.function.__name__)
+        function = self.text.function(self.function)
+        call = tuple(
+            (f"{n}=", *self.argument(p, n, given[n])) for n, p in own.items() if n in given
+        )
+        source = str(self.text)
+        self.scratch += SCRATCH * source.count("make_tensor_descriptor(")
+        warps, stages = (config.num_warps, config.num_stages) if config is not None else (4, 3)
+        target = UserKernel(function, source, call, warps, stages, self.scratch)
+        sizes = tuple(expr(g) for g in grid)
+        self._check_grid(sizes)
+        return Extern(
+            name, target, tuple(self.values), (("grid", sizes),), (), written, origins=(self.cx.origin,)
+        )
+
+    def _check_grid(self, sizes: tuple[Expr, ...]) -> None:
+        """CUDA's limits, where the sizes are known."""
+        for axis, (size, most) in enumerate(zip(sizes, (2**31 - 1, 2**16 - 1, 2**15 - 1))):
+            if size.constant is not None and not 0 <= size.constant <= most:
+                name = self.cx.origin.op
+                raise LoweringError(
+                    f"the Triton kernel {name} has a grid of {size} programs in axis {axis}; the limit is {most}"
+                )
+
+    # -- arguments ------------------------------------------------------------------------------------
+    def argument(self, p: Any, name: str, value: Any) -> tuple[Piece, ...]:
+        """As Triton's launcher would pass it to the parameter ``p``."""
+        if name in self.descriptors:
+            return self._descriptor(name, value)
+        if p.is_constexpr:
+            return (self._constant(name, value),)
+        if isinstance(value, (tuple, list)):
+            inner = [piece for v in value for piece in (*self.argument(p, name, v), ", ")]
+            return ("(", *inner, ")")
+        if isinstance(value, View):
+            _on_gpu(self.cx, name, value)
+            return (self._value(value),)
+        if isinstance(value, Expr) and self.cx.low.symbols.is_float(value):
+            number = self.cx.float_tensor(value, self.cx.device)
+            return ("tl.load(", self._value(number), f").to(tl.{p.annotation_type or 'float32'})")
+        if isinstance(value, Expr) and value.constant is None:
+            wide = {"i64": ".to(tl.int64)", "i32": ".to(tl.int32)"}.get(p.annotation_type, "")
+            return (self._value(value), wide)
+        value = int(value) if isinstance(value, Expr) else value
+        return (_number(value, p) if type(value) in (bool, int, float) else self._constant(name, value),)
+
+    def _value(self, value: View | Expr) -> int:
+        self.values.append(value)
+        return len(self.values) - 1
+
+    def _constant(self, name: str, value: Any) -> str:
+        """A compile-time constant's text."""
+        value = int(value) if isinstance(value, Expr) else value
+        text = self.text.named(value, value.__name__) if hasattr(value, "cache_key") else literal(value)
+        if text is None:
+            tensor = isinstance(value, torch.Tensor)  # PyTorch keeps tensors in tuples out of the graph
+            what = "tuple with a tensor in it" if tensor else type(value).__name__
+            raise Unsupported(f"its argument {name} is a {what}")
+        return text
+
+    def _descriptor(self, name: str, v: View) -> tuple[Piece, ...]:
+        """A descriptor that the host would make (TMA), made by the kernel."""
+        kind, details = self.descriptors[name]
+        if kind != "stable":
+            raise Unsupported(f"its argument {name} is a descriptor of Triton's old interface; use TensorDescriptor")
+        self.scratch += SCRATCH
+        sizes = list(_joined(self._value(e) for e in v.shape))
+        strides = list(_joined(self._value(e) for e in v.strides[:-1]))
+        block = ", ".join(str(int(b)) for b in details[0])
+        return (
+            "tl.make_tensor_descriptor(", self._value(v), ", [", *sizes, "], [", *strides,
+            ", 1" if strides else "1", f"], [{block}])",
+        )  # fmt: skip
+
+
+def _joined(pieces: Any) -> Iterator[Piece]:
+    for i, piece in enumerate(pieces):
+        yield from ((", ", piece) if i else (piece,))
+
+
+_TYPES = {"u1": "int1", **{f"{a}{n}": f"{b}{n}" for a, b in (("i", "int"), ("u", "uint")) for n in (8, 16, 32, 64)},
+          "fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}  # fmt: skip
+
+
+def _number(value: bool | int | float, p: Any) -> str:
+    """A number that is no ``constexpr``, in the type that Triton gives it: what the parameter says, or its own."""
+    if type(value) is int and value == 1 and not (p.do_not_specialize or p.annotation_type):
+        return "1"
+    if isinstance(value, bool):
+        own = "u1"
+    elif isinstance(value, float):
+        own = "fp32"
+    else:
+        own = "i32" if -(2**31) <= value < 2**31 else "i64" if value < 2**63 else "u64"
+    text = repr(value) if math.isfinite(value) else f'float("{value}")'
+    return f"tl.full((), {text}, tl.{_TYPES[p.annotation_type or own]})"
+
+
+RULES[triton_kernel_wrapper_functional] = launched

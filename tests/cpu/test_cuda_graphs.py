@@ -1,0 +1,169 @@
+"""``Options(cuda_graphs=True)``: which calls are recorded, what is copied, and whom outputs belong to. A CPU has no
+CUDA graphs: the recorder here replays a call into the memory of the recorded one, as a GPU would."""
+
+import logging
+import random
+
+import pytest
+import torch
+
+import reflib
+from reflib.wrap import cuda_graphs
+
+
+class OnCpu(cuda_graphs.Recorder):
+    kind = "cpu"
+
+    def __init__(self):
+        self.recorded, self.replayed, self.busy = 0, 0, False
+
+    def stream(self, device):
+        return 0
+
+    def is_busy(self):
+        return self.busy
+
+    def record(self, call, args, device):
+        """Nothing is to happen yet, so what inputs held is put back."""
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        held = [x.clone() for x in tensors]
+        outputs = list(call(list(args)))
+        for x, old in zip(tensors, held):
+            if not torch._debug_has_internal_overlap(x):
+                x.copy_(old)
+        places = [x if isinstance(x, torch.Tensor) else None for x in outputs]
+        addresses = [(x, x.data_ptr()) for x in tensors]
+        self.recorded += 1
+        weak = [None if x is None else x.untyped_storage() for x in places]
+
+        def replay():
+            assert all(x.data_ptr() == address for x, address in addresses)
+            self.replayed += 1
+            for new, x, storage in zip(call(list(args)), places, weak):
+                if storage is not None and new.data_ptr() != x.data_ptr():
+                    x.copy_(new)
+
+        return outputs, replay, None
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    one = OnCpu()
+    monkeypatch.setattr(cuda_graphs, "RECORDER", one)
+    return one
+
+
+def layer(x, w):
+    return torch.relu(x @ w), (x * 2).sum(1)
+
+
+def test_replayed_once_it_is_known_what_moves(recorder):
+    w, kept = torch.randn(16, 16), []
+    f = reflib.compile(layer, cuda_graphs=True)
+    for _ in range(6):
+        x = torch.randn(8, 16)
+        kept.append(x)  # every x is elsewhere
+        torch.testing.assert_close(f(x, w), layer(x, w))
+    assert recorder.recorded == 1 and recorder.replayed == 4
+    x = torch.randn(8, 32)[:, ::2].contiguous().t().contiguous().t()  # other strides: another graph
+    torch.testing.assert_close(f(x, w), layer(x, w))
+
+
+def test_what_was_returned_never_changes(recorder):
+    """Tensors or views of them are held, in any order, and dropped again."""
+    f, rng = reflib.compile(layer, cuda_graphs=True), random.Random(0)
+    w, x, held = torch.randn(16, 16), torch.randn(8, 16), []
+    for _ in range(60):
+        x.copy_(torch.randn(8, 16))
+        got, want = f(x, w), layer(x, w)
+        if rng.random() < 0.5:
+            held.append(((got[0][1:], got[1]), (want[0][1:], want[1])))
+        if len(held) > rng.randrange(14):
+            held.pop(rng.randrange(len(held)))
+        for ours, theirs in held:
+            torch.testing.assert_close(ours, theirs)
+    assert 1 < recorder.recorded <= cuda_graphs.RECORDINGS and recorder.replayed > 30
+
+
+def test_outputs_that_are_inputs_and_caches_that_are_written(recorder):
+    def step(cache, v, x):
+        cache[:, 1] = v
+        return cache, x, x[2:].t(), cache.sum(0), x.expand(3, *x.shape) * 2
+
+    f = reflib.compile(step, cuda_graphs=True)
+    caches = [[torch.zeros(4, 3) for _ in range(2)] for _ in range(3)]  # two that take turns
+    for i in range(12):
+        v, x = torch.randn(4), torch.randn(1, 5).expand(4, 5)
+        results = []
+        for run, cache in ((step, caches[0][i % 2]), (f, caches[1][i % 2])):
+            out = run(cache, v, x)
+            assert out[0] is cache and out[1] is x and out[2].data_ptr() == x.data_ptr()
+            results.append([cache.clone(), *out[2:]])
+        torch.testing.assert_close(*results)
+    assert recorder.recorded == 2  # one for each cache; x and v are copied
+    assert recorder.replayed > 6
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_training(recorder, accumulate):
+    """Saved activations are read where the recorded forward left them; gradients are held until they are applied."""
+    models = [torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    f = reflib.compile(models[1], cuda_graphs=True)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in models]
+    for i in range(12):
+        x = torch.randn(5, 8)
+        for run, optimizer in zip((models[0], f), optimizers):
+            (run(x) ** 2).mean().backward()
+            if i % accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.testing.assert_close(*[list(m.parameters()) for m in models])
+    assert recorder.replayed >= 12
+
+
+def test_sizes_that_change(recorder):
+    f = reflib.compile(lambda x: torch.softmax(x * 2, -1), dynamic=True, cuda_graphs=True)
+    for _ in range(3):
+        for n in (5, 7, 9):
+            x = torch.randn(n, 4)
+            torch.testing.assert_close(f(x), torch.softmax(x * 2, -1))
+    assert recorder.recorded == 3
+
+
+def test_calls_that_are_not_recorded_say_why(recorder, monkeypatch, caplog):
+    monkeypatch.setenv("REFLIB_LOGS", "cuda_graphs")
+    caplog.set_level(logging.INFO, "reflib.cuda_graphs")
+    w, x = torch.randn(16, 16), torch.randn(8, 16)
+    f = reflib.compile(layer, cuda_graphs=True)
+    recorder.busy = True
+    for _ in range(4):
+        f(x, w)
+    assert not recorder.recorded
+    recorder.busy = False
+    held = [f(x, w) for _ in range(cuda_graphs.RECORDINGS + 4)]
+    assert recorder.recorded == cuda_graphs.RECORDINGS and len(held) == cuda_graphs.RECORDINGS + 4
+    assert f"{cuda_graphs.RECORDINGS} recordings are of other addresses, or what they returned is in use" in caplog.text
+    monkeypatch.setattr(recorder, "record", lambda *a: 1 / 0)
+    g = reflib.compile(layer, cuda_graphs=True, fuse=False)
+    for _ in range(4):
+        torch.testing.assert_close(g(x, w), layer(x, w))
+    assert "is not recorded: division by zero" in caplog.text
+    monkeypatch.setattr(recorder, "kind", "cuda")
+    reflib.compile(layer, cuda_graphs=True, max_fused_ops=9)(x, w)
+    assert "it has tensors on cpu" in caplog.text
+
+
+# -- TorchInductor's names --------------------------------------------------------------------------------
+def test_names_and_modes_of_torchinductor():
+    options = {"triton.cudagraphs": True, "cpp_wrapper": True, "max_autotune": True, "emulate_precision_casts": True}
+    made = reflib.Options.make(options)
+    assert (made.cuda_graphs, made.wrapper, made.autotune, made.numerics) == (True, "cpp", "blocking", "eager")
+    assert reflib.Options.make(mode="reduce-overhead") == reflib.Options(cuda_graphs=True)
+    assert reflib.Options.make({"autotune": "off"}, "max-autotune") == reflib.Options()
+    with pytest.warns(UserWarning, match="ignored: epilogue_fusion, trace.enabled"):
+        assert reflib.Options.make({"epilogue_fusion": True, "trace.enabled": True}) == reflib.Options()
+    with pytest.raises(reflib.OptionError, match="unknown mode 'fast'; the modes are 'default', 'reduce-overhead'"):
+        reflib.Options.make(mode="fast")
+    with pytest.raises(reflib.OptionError, match="did you mean 'wrapper'"):
+        reflib.Options.make({"wraper": "cpp"})

@@ -1,0 +1,182 @@
+"""Functions that launch Triton kernels of their own, each with arguments and the same function in PyTorch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from tests import user_kernel_helpers as helpers
+from tests.user_kernel_helpers import scaled as tripled
+
+Tensor = torch.Tensor
+FACTOR = tl.constexpr(2)
+BLOCK_SIZE = 64
+large = 2**31 + 16
+
+
+@triton.jit
+def add_kernel(x, y, out, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i, mask=i < n) + tl.load(y + i, mask=i < n), mask=i < n)
+
+
+@triton.jit
+def scaled(x):
+    return x * FACTOR
+
+
+@triton.jit
+def mixed_kernel(
+    x: tl.pointer_type(tl.float32), flags, out, n: tl.int64, scale, one, wide, none, negate, step: tl.float64,
+    BLOCK: tl.constexpr = BLOCK_SIZE,
+) -> None:
+    """Constants of two modules with one name, helper functions likewise; arguments of all types."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < n.to(tl.int64)
+    v = tripled(tl.load(x + i, mask=mask)) + helpers.shift(scaled(tl.load(x + i * one, mask=mask)), scale)
+    v += tripled(1.0) + libdevice.sqrt(scale) + (wide // 2**30).to(tl.float32) + step.to(tl.float32)
+    if none is not None:
+        v = v * 100
+    if negate:
+        v = -v
+    if tl.program_id(0) * BLOCK >= n:
+        return
+    keep = ~tl.load(flags + i, mask=mask, other=True)
+    tl.store(out + i, tl.where(keep, v, 0.0), mask=mask)
+
+
+@triton.jit
+def both_kernel(x, total, largest, rows, columns, stride, BLOCK: tl.constexpr):
+    row, part = tl.program_id(1), tl.program_id(0)
+    i = part * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(x + row * stride + i, mask=i < columns, other=0.0)
+    parts = tl.num_programs(0)
+    tl.store(total + row * parts + part, tl.sum(v))
+    tl.store(largest + row * parts + part, tl.max(tl.where(i < columns, v, float("-inf"))) + tl.program_id(2))
+
+
+@triton.jit
+def matrix_kernel(a, out, M: tl.constexpr, N: tl.constexpr):
+    row = tl.program_id(0) * M
+    out.store([row, 0], a.load([row, 0]) * 2)
+
+
+@triton.autotune(
+    [triton.Config({"BLOCK": 64}, num_warps=2), triton.Config({"BLOCK": 128}, num_warps=4, num_stages=2)],
+    key=["n"], reset_to_zero=["total"], restore_value=["y"],
+)
+@triton.heuristics({"EVEN": lambda args: args["n"] % args["BLOCK"] == 0})
+@triton.jit
+def sums_kernel(y, total, n, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+    """Adds 1 to y, and up all of it: twice in a row it would be wrong."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(y + i) + 1 if EVEN else tl.load(y + i, mask=i < n, other=-1.0) + 1
+    tl.store(y + i, v, mask=i < n)
+    tl.atomic_add(total, tl.sum(v))
+
+
+def grid(n: Any) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    return lambda meta: (triton.cdiv(n, meta["BLOCK"]),)
+
+
+def plain(x: Tensor, y: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    add_kernel[grid(x.numel())](x * 2, y, out, x.numel(), BLOCK=64)
+    return out.relu()
+
+
+def in_place(x: Tensor, y: Tensor) -> Tensor:
+    """``x`` is written to, and is an argument twice."""
+    add_kernel[grid(x.numel())](x, y, x, x.numel(), BLOCK=64)
+    return x - y
+
+
+def chained(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Slices in and out; the second launch reads what the first wrote, what neither writes stays."""
+    out, more = x.new_zeros(x.numel() + 4), x.clone()
+    n = x.numel() - 4
+    add_kernel[(4, 1)](x[4:], y, out[3:], n, BLOCK=64, num_warps=2)
+    add_kernel[(4,)](out[4:], y[1:], more[2:], n, BLOCK=64, num_stages=5)
+    return out, more + 1
+
+
+def mixed(x: Tensor, flags: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    n = x.numel()
+    mixed_kernel[(5,)](x, flags, out, n, 0.25, 1, large, None, True, step=1.25, BLOCK=64)
+    return out + 1
+
+
+def both(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Two outputs, a grid of three dimensions, an input with gaps between its rows."""
+    rows, columns = x.shape
+    total, largest = x.new_empty(rows, 2), torch.empty_strided((rows, 2), (2, 1), device=x.device)
+    both_kernel[lambda meta: (2, rows, 1)](
+        x, total, largest, rows, columns, x.stride(0), BLOCK=triton.next_power_of_2(columns) // 2
+    )
+    return total.sum(1), largest.amax(1)
+
+
+def described(x: Tensor) -> Tensor:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    out = torch.empty_like(x)
+    a, b = (TensorDescriptor.from_tensor(t, [16, 32]) for t in (x, out))
+    matrix_kernel[(x.shape[0] // 16,)](a, b, 16, 32)
+    return out + 1
+
+
+def summed(y: Tensor) -> tuple[Tensor, Tensor]:
+    total = torch.zeros(1, device=y.device)
+    sums_kernel[grid(y.numel())](y, total, y.numel())
+    return total * 2, y + 1
+
+
+def eager_in_place(x: Tensor, y: Tensor) -> Tensor:
+    x += y
+    return x - y
+
+
+def eager_chained(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    out, n = x.new_zeros(x.numel() + 4), x.numel() - 4
+    out[3 : 3 + n] = x[4:] + y[:n]
+    more = x.clone()
+    more[2 : 2 + n] = out[4 : 4 + n] + y[1 : 1 + n]
+    return out, more + 1
+
+
+def eager_mixed(x: Tensor, flags: Tensor) -> Tensor:
+    v = x * 3 + x * 6 + 0.25 + 3 + 0.5 + 2 + 1.25
+    return torch.where(flags, 0.0, -v) + 1
+
+
+def eager_both(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.sum(1), x.amax(1)
+
+
+def eager_summed(y: Tensor) -> tuple[Tensor, Tensor]:
+    y += 1
+    return y.sum().view(1) * 2, y + 1
+
+
+Case = tuple[Callable[..., Any], Callable[..., Any], tuple[Tensor, ...]]
+
+
+def cases() -> dict[str, Case]:
+    """By name: the function, the same in PyTorch alone, arguments."""
+    torch.manual_seed(0)
+    x, y, flags = torch.randn(203), torch.randn(203), torch.rand(203) > 0.5
+    return {
+        "plain": (plain, lambda x, y: (x * 2 + y).relu(), (x, y)),
+        "in place": (in_place, eager_in_place, (x, y)),
+        "chained": (chained, eager_chained, (x, y)),
+        "mixed": (mixed, eager_mixed, (x, flags)),
+        "both": (both, eager_both, (torch.randn(9, 100)[:, :90],)),
+        "described": (described, lambda x: x * 2 + 1, (torch.randn(48, 32),)),
+        "summed": (summed, eager_summed, (y,)),
+    }
