@@ -140,8 +140,8 @@ class _Placing:
         return writers[0] if isinstance(maker, Template) else None
 
     def _readable(self, node: Node, b: str, there: View) -> bool:
-        """Can ``node`` read ``b`` where it will be? (A call gets the strides that it was captured with, unless it is one
-        that takes any, and a Template was chosen for them.)"""
+        """Can ``node`` read ``b`` where it will be? (A call gets the strides that it was captured with, unless it takes
+        any; a Template was chosen for them.)"""
         buffer = self.program.buffers[b]
         if isinstance(node, Extern) and not may_alias(node.target):
             views = [v for v in iter_views((node.args, node.kwargs)) if v.buffer == b]
