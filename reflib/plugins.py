@@ -60,6 +60,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "more_pointwise": "lower.more_pointwise",
         "more_reductions": "lower.more_reductions",
     },
+    "lower.OUT": {"schema": "lower.out_variants:out_variant"},
     "lower.CALLS": {"registered": "lower.candidates:call"},
     "lower.WHOLE": {"registered": "lower.custom_ops:is_registered"},
     "lower.NUMBER": {"argument": "lower.numbers:number"},
@@ -69,6 +70,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "slices": "fuse.slices:slices",
         "in_place": "fuse.in_place:in_place",
         "slice_stores": "fuse.slice_stores:slice_stores",
+        "into_place": "fuse.into_place:into_place",
         "mix_order": "fuse.mix_order:mix_orders",
         "split_online": "fuse.split_online:split_online",
         "split": "fuse.split:split_reductions",
@@ -120,7 +122,8 @@ PLUGS: dict[str, dict[str, str]] = {
     "wrap.BINDERS": {"triton": "wrap.build:bind_triton", "cpp": "wrap.build:bind_cpp"},
     "wrap.WRAPPERS": {"cpp": "wrap.build:wrap_cpp", "auto": "wrap.build:wrap_cpp"},
     "wrap.NAMES": {
-        "zeros": "wrap.zeros:zeros", "outside": "wrap.sizes:outside", "expect_sizes": "wrap.sizes:expect_sizes",
+        "zeros": "wrap.zeros:zeros", "given_back": "wrap.given_back:given_back",
+        "outside": "wrap.sizes:outside", "expect_sizes": "wrap.sizes:expect_sizes",
         "check_nan": "wrap.bad_values:check_nan",
     },
 }

@@ -150,7 +150,7 @@ class _Deciding:
         buffers = self.program.buffers
         where, root = self.place(u.old), self.place(u.old).buffer
         place = within(u.view, buffers[u.old], where)
-        if u.kind == "each" and buffers[root].kind != "input":
+        if u.kind == "each" and (buffers[root].kind != "input" or u.new in self.results):
             return ""
         if place is None:
             return f"it is not known where in {root} the elements of {u.old} are"
@@ -181,7 +181,7 @@ class _Deciding:
         if group.ends is not None and u.at > group.ends:
             return f"it is updated after it was copied onto {root}"
         makers = [self.program.nodes[i] for i in self.depends.writers.get(root, ())]
-        if kind == "temp" and (not makers or any(isinstance(n, Extern) and _may_alias(n.target) for n in makers)):
+        if kind == "temp" and (not makers or any(isinstance(n, Extern) and may_alias(n.target) for n in makers)):
             return f"{root} was made by a call, and may be in another tensor's memory"
         for other in group.updates:
             if other.at > u.position:
@@ -340,7 +340,7 @@ def _uses(node: Node, name: str) -> Iterator[Expr | View]:
         yield from (v for v in iter_views((node.args, node.kwargs)) if v.buffer == name)
 
 
-def _may_alias(target: object) -> bool:
+def may_alias(target: object) -> bool:
     """May a result of ``target`` share storage with an argument that it does not write to? (A higher-order op's may
     not; a kernel has none.)"""
     if isinstance(target, torch._ops.OpOverload):
@@ -350,7 +350,7 @@ def _may_alias(target: object) -> bool:
 
 def _shared(program: Program) -> set[str]:
     """Buffers whose memory the result of a call may share."""
-    calls = (n for node in program.nodes for n in inside(node) if isinstance(n, Extern) and _may_alias(n.target))
+    calls = (n for node in program.nodes for n in inside(node) if isinstance(n, Extern) and may_alias(n.target))
     return {b for n in calls for b in (*n.reads(), *n.writes())}
 
 

@@ -254,7 +254,7 @@ def find_write(program: Program, position: int, node: LoopNest) -> Write | None:
     if any(program.buffers[b].dtype != program.buffers[store.buffer].dtype for b in loaded):
         return None  # what is stored is rounded
     axes = whole_dimensions(program.buffers[store.buffer], node, store)
-    region = None if axes is None else _region(body, mask)
+    region = None if axes is None else region_of(body, mask)
     if axes is None or region is None or region[0] not in axes:
         return None
     var, low, high, step = region
@@ -275,7 +275,7 @@ def whole_dimensions(buffer: Buffer, node: LoopNest, store: Store) -> tuple[Var 
     return None if rest or store.index != index else tuple(out)
 
 
-def _region(body: tuple[Stmt, ...], mask: int) -> tuple[Var, Expr, Expr, int] | None:
+def region_of(body: tuple[Stmt, ...], mask: int) -> tuple[Var, Expr, Expr, int] | None:
     """``(v, low, high, step)`` of comparisons that hold exactly for v in range(low, high, step), which is not empty."""
     todo, tests = [mask], []
     while todo:
@@ -294,8 +294,9 @@ def _region(body: tuple[Stmt, ...], mask: int) -> tuple[Var, Expr, Expr, int] | 
     for op, a, b in tests:
         if a is None or b is None or b.variables():
             return None
-        at = a.atom
-        if op in ("ge", "lt", "eq") and at == var:
+        at, more = a.atom, a - expr(var)  # (a pad compares the position in what is padded)
+        if op in ("ge", "lt", "eq") and not more.variables():
+            b = b - more
             low = low if op == "lt" else b
             high = b if op == "lt" else b + 1 if op == "eq" else high
         elif op == "eq" and isinstance(at, BinOp) and at.fn == "%" and at.b.constant and b == 0 and every is None:

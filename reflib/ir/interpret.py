@@ -19,7 +19,20 @@ from . import random  # noqa: F401  (its op)
 from .expr import Expr, IntLike, Sym, expr
 from .loops import Acc, Const, Index, Indirect, Load, LoopNest, Reduce, Scan, Stmt, Store
 from .ops import OPS, REDUCTIONS, cast, value_dtype
-from .program import Choice, Extern, KernelNode, Node, Program, Template, Variant, Variants, View, holds, map_tree
+from .program import (
+    Choice,
+    Extern,
+    KernelNode,
+    Node,
+    Program,
+    Template,
+    Variant,
+    Variants,
+    View,
+    full_view,
+    holds,
+    map_tree,
+)
 from .regions import Region
 from .scans import SCANS
 
@@ -134,7 +147,16 @@ def run_template(t: Template, memory: dict[str, torch.Tensor], sizes: Env) -> No
 
 
 def _run_extern(program: Program, e: Extern, memory: dict[str, torch.Tensor], sizes: Env) -> None:
+    for name in e.writes() if e.out is not None else ():
+        b = program.buffers[name]
+        if name not in memory:
+            memory[name] = torch.empty(int(b.extent.evaluate(sizes)), dtype=b.dtype, device=b.device)
     args, kwargs = map_tree((e.args, dict(e.kwargs)), lambda leaf: _leaf(leaf, memory, sizes))
+    if e.out is not None:
+        op, names = e.out
+        views = {k: full_view(program.buffers[o]) for k, o in zip(names, e.outputs) if isinstance(o, str)}
+        op(*args, **kwargs, **{k: view_tensor(v, memory[v.buffer], sizes) for k, v in views.items()})
+        return
     result = e.target(*args, **kwargs)
     values = torch.utils._pytree.tree_leaves(result) if isinstance(result, (tuple, list, dict)) else [result]
     for sym, position, dim in e.symbols:

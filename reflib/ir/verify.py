@@ -75,6 +75,7 @@ def verify(program: Program) -> None:
                 raise VerifyError(f"{node.name}: buffer {b} is not declared")
         # a kernel may read what it wrote
         own = isinstance(node, (LoopNest, Variants, Template)) or isinstance(getattr(node, "target", 0), UserKernel)
+        own = own or isinstance(node, Extern) and node.out is not None  # (its results are among its arguments)
         inside = set(node.writes()) if own else set()
         for b in node.reads():
             if b not in written and b not in inside:

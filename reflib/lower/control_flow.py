@@ -26,7 +26,7 @@ from reflib.logs import get as logger
 
 from .body import NestBuilder, where
 from .context import LoweringContext
-from .extern import _used
+from .extern import used_results
 from .lower import Lowering
 from .rules import RULES, Unsupported
 from .subgraph import Refused, _constant, _inside, _written, assumptions, variant
@@ -40,7 +40,7 @@ Values = Sequence[Any]
 def cond(cx: LoweringContext, pred: Any, true_fn: Any, false_fn: Any, operands: Values = ()) -> Any:
     """One of two graphs, by a bool, a condition on sizes, or a tensor with one element."""
     flat, spec = pytree.tree_flatten(cx.fake)
-    outputs = [_result(cx, i, f) if i in _used(cx, flat) else None for i, f in enumerate(flat)]
+    outputs = [_result(cx, i, f) if i in used_results(cx, flat) else None for i, f in enumerate(flat)]
     named: list[tuple[str, Any]] = [("true", true_fn), ("false", false_fn)]
     facts: tuple[Assume, ...] = ()
     if isinstance(pred, (bool, int)):

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from reflib.ir.expr import Sym, expr
 from reflib.ir.program import Extern, View, full_view, iter_views
+from reflib.seams import Seam
 
 from .context import LoweringContext, contiguous_strides
 from .rules import Unsupported
@@ -29,8 +30,8 @@ OUT_VARIANTS = {
     aten.topk.default: aten.topk.values,
 }
 
-if hasattr(aten.bmm, "dtype_out"):  # half operands, a float32 product: CUDA only, torch 2.8 and later
-    OUT_VARIANTS[aten.bmm.dtype] = aten.bmm.dtype_out
+# (cx, target, fake results) -> further ones: the overload and its arguments for the results, or None. One at most.
+OUT = Seam("lower.OUT")
 
 # Ops that are meant to be calls: libraries do them better than loops would, or only eager's code gives eager's numbers.
 LIBRARY = (
@@ -50,7 +51,7 @@ def extern(
     values: list[Any] = []
     outputs: list[Any] = []
     symbols: list[tuple[Sym, int, int | None]] = []
-    out, used = _out_variant(cx, target, flat), _used(cx, flat)
+    out, used = _out_variant(cx, target, flat), used_results(cx, flat)
     for i, fake in enumerate(flat):
         if out is None and i not in used:
             values.append(None)
@@ -72,7 +73,7 @@ def extern(
     return pytree.tree_unflatten(values, spec)
 
 
-def _used(cx: LoweringContext, flat: list[Any]) -> set[int]:
+def used_results(cx: LoweringContext, flat: list[Any]) -> set[int]:
     """The returned values that the graph uses. The others may differ from what meta functions promise."""
     users = list(cx.node.users)
     val = cx.node.meta.get("val")
@@ -152,15 +153,11 @@ def has_effect(target: Any) -> bool:
 def _out_variant(cx: LoweringContext, target: Any, flat: list[Any]) -> tuple[Any, tuple[str, ...]] | None:
     out = OUT_VARIANTS.get(target)
     if out is None or not all(isinstance(f, torch.Tensor) for f in flat):
-        return None
+        return next((find(cx, target, flat) for find in OUT.values()), None)
     names = tuple(a.name for a in out._schema.arguments if a.is_out)
-    if len(names) != len(flat):
-        return None
     s = cx.low.symbols
-    for f in flat:
-        if s.exprs(f.stride()) != contiguous_strides(s.exprs(f.shape)):
-            return None
-    return out, names
+    plain = all(s.exprs(f.stride()) == contiguous_strides(s.exprs(f.shape)) for f in flat)
+    return (out, names) if plain and len(names) == len(flat) else None
 
 
 def reason_for(target: Any) -> str:

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from reflib.ir.program import View
 
 from .context import LoweringContext
-from .extern import _used
+from .extern import used_results
 from .rules import RULES, Unsupported
 from .subgraph import Refused, variant
 
@@ -104,7 +104,7 @@ def _instead(cx: LoweringContext, fn: Callable[..., Any], *args: Any) -> Any:
     if cx.low.options.numerics == "eager":
         raise Unsupported("numerics: eager's own calls")
     flat, spec = pytree.tree_flatten(cx.fake)
-    used, tensors = _used(cx, flat), [i for i, f in enumerate(flat) if isinstance(f, torch.Tensor)]
+    used, tensors = used_results(cx, flat), [i for i, f in enumerate(flat) if isinstance(f, torch.Tensor)]
     views: list[Any] = [None] * len(flat)
     for i in tensors:
         if i in used:

@@ -1,8 +1,8 @@
 """Custom ops that write to their arguments, which PyTorch made functional (``auto_functionalized``).
 
 Each tensor that is written to is copied, and the op, a call, is given the copies. ``fuse.in_place`` drops a copy whose
-original is not needed any more: the op then writes to what the user gave it. (Lists and ``out=`` arguments of such ops:
-PyTorch's own function, which copies.)
+original is not needed any more: the op then writes to what the user gave it. What an op with ``torch.Tag.out`` writes
+to it does not read: nothing is copied, and ``plan`` allocates it.
 """
 
 from __future__ import annotations
@@ -22,36 +22,48 @@ from ..ir.program import View, full_view
 from .body import NestBuilder
 from .context import LoweringContext
 from .extern import extern
+from .out_variants import TAG
 from .rules import RULES, Unsupported
 
 
 def functionalized(cx: LoweringContext, op: Any, **kwargs: Any) -> tuple[Any, ...]:
     """(what the op returns, the new value of each argument that it writes to)."""
-    names = _names(op)
+    names, _ = _names(op, lists=False)
     new = {n: _copy(cx, kwargs[n], _fake(cx.node.kwargs[n])) for n in names if kwargs.get(n) is not None}
     return (*_called(cx, op, kwargs | new, len(names)), *(new.get(n) for n in names))
 
 
 def functionalized_v2(cx: LoweringContext, op: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """(what the op returns, the new value of each base). An argument is a view of one of the bases."""
-    names = _names(op)
+    """(what the op returns, the new value of each base). An argument, or an item of one, is a view of one of the
+    bases."""
+    names, types = _names(op)
+    if TAG in op.tags:
+        made = {f"_{n}_{what}" for n in names for what in ("size", "stride", "dtype", "device")}
+        given = {k: v for k, v in kwargs.items() if k not in made and k != "_all_bases"}
+        return extern(cx, op, (), given, "custom op")
     fakes = dict(torch.fx.node.map_arg(dict(cx.node.kwargs), _fake))
     bases = list(fakes["_all_bases"])
-    views = read_view_information_from_args(names, [torch.TensorType.get()] * len(names), fakes, bases)
+    views = read_view_information_from_args(names, types, fakes, bases)
     new = [_copy(cx, v, b) for v, b in zip(kwargs["_all_bases"], bases, strict=True)]
+
+    def viewed(info: Any) -> Any:
+        if isinstance(info, list):
+            return [viewed(item) for item in info]
+        return None if info is None else _viewed(cx, new[info.base_index], bases[info.base_index], info, bases)
+
     given = {k: v for k, v in kwargs.items() if k in fakes and k != "_all_bases"}
-    for name, info in views.items():
-        given[name] = None if info is None else _viewed(cx, new[info.base_index], bases[info.base_index], info, bases)
+    given |= {name: viewed(info) for name, info in views.items()}
     return (*_called(cx, op, given, len(new)), *new)
 
 
-def _names(op: Any) -> list[str]:
-    if not isinstance(op, torch._ops.OpOverload) or any(a.is_out for a in op._schema.arguments):
-        raise Unsupported("an op with out= arguments, or none of PyTorch's")
+def _names(op: Any, lists: bool = True) -> tuple[list[str], list[Any]]:
+    """The arguments that it writes to, and their types."""
+    if not isinstance(op, torch._ops.OpOverload):
+        raise Unsupported("no op of PyTorch's")
     names, types = get_mutable_args(op)
-    if any(torch._library.utils.is_tensorlist_like_type(t) for t in types):
+    if not lists and any(torch._library.utils.is_tensorlist_like_type(t) for t in types):
         raise Unsupported("it writes to a list of tensors")
-    return names
+    return names, types
 
 
 def _fake(node: Any) -> Any:

@@ -156,7 +156,7 @@ def _key(b: Buffer) -> tuple:
 def allocated_by(node: Node) -> list[str]:
     """Buffers that must exist before ``node`` runs: what kernels and out variants write into."""
     if isinstance(node, Extern):
-        return [o for o in node.outputs if isinstance(o, str)] if node.out else []
+        return node.writes() if node.out else []  # (results, and buffers that they are parts of)
     return node.writes() if is_kernel(node) else []  # what other Variants write, their variants allocate
 
 

@@ -21,6 +21,7 @@ from ..c_shims import Shim, check, op_of, parse
 from ..errors import OptionError
 from ..ir.expr import Expr, Sym
 from ..ir.program import Buffer, Extern, View, full_view, symbols_in
+from ..lower.extern import OUT_VARIANTS
 from .host import address
 from .python import py
 
@@ -111,7 +112,7 @@ class _Writer:
         if shim is not None:
             lines, called, results = self._declared(shim, given, results)
         elif known is not None and self._suits(given):
-            name = f"aoti_torch_{self.printer.program.buffers[x.outputs[0]].device.type}_{known[0]}"
+            name = f"aoti_torch_{self.printer.program.buffers[x.writes()[0]].device.type}_{known[0]}"
             if not _there(name):
                 raise _Cannot
             values = {a.name: v for a, v in given}
@@ -144,7 +145,9 @@ class _Writer:
             kind, written = r.type.kind(), r.alias_info is not None and r.alias_info.is_write
             if r.alias_info is not None and not written:
                 raise _Cannot  # a view of an argument
-            if kind in ("IntType", "FloatType", "BoolType") and o is None:
+            if x.out is not None and op not in OUT_VARIANTS.values() and kind == "TensorType":
+                out.append(self._same(_results_of(x, self.printer.program.buffers)[i], i, op))
+            elif kind in ("IntType", "FloatType", "BoolType") and o is None:
                 out.append("")
             elif kind != "TensorType" or isinstance(o, str) and written and x.out is None:
                 raise _Cannot
@@ -155,6 +158,13 @@ class _Writer:
             else:
                 raise _Cannot
         return out
+
+    def _same(self, v: View, i: int, op: Any) -> str:
+        """Check that result ``i`` is the memory that the op was given for it."""
+        p = self.printer
+        at = f"{p.name(v.buffer)}.ptr + {p.size(v.offset * v.dtype.itemsize)}"
+        layout = f"{p.ints(v.shape)}, {p.ints(v.strides)}"
+        return f"given_back<{len(v.shape)}>(run, stack[{i}], {at}, {layout}, {quoted(str(op))}, {i});"
 
     def _sizes(self, x: Extern) -> list[str]:
         """Sizes that the call determines."""
@@ -324,18 +334,18 @@ def _there(name: str) -> bool:
 
 def repeatable(x: Extern, op: torch._ops.OpOverload) -> bool:
     """May the call be repeated after it failed? (Drawing random numbers again is harmless.)"""
-    writes = bool(x.mutates) or x.out is None and op._schema.is_mutable
+    writes = x.out is None and (bool(x.mutates) or op._schema.is_mutable)
     return not writes and (not x.effect or op.namespace == "aten")
 
 
 def _arguments(x: Extern, op: torch._ops.OpOverload, buffers: Mapping[str, Buffer]) -> list[tuple[Any, Any]]:
     """Each argument of the schema, in order, with its value or default."""
     kwargs = dict(x.kwargs)
-    outs = dict(zip(x.out[1], x.outputs)) if x.out is not None else {}
+    outs = dict(zip(x.out[1], _results_of(x, buffers))) if x.out is not None else {}
     given = []
     for i, a in enumerate(op._schema.arguments):
         if a.name in outs:
-            given.append((a, full_view(buffers[outs[a.name]])))
+            given.append((a, outs[a.name]))
         elif i < len(x.args):
             given.append((a, x.args[i]))
         elif a.name in kwargs:
@@ -345,6 +355,13 @@ def _arguments(x: Extern, op: torch._ops.OpOverload, buffers: Mapping[str, Buffe
         else:
             raise _Cannot
     return given
+
+
+def _results_of(x: Extern, buffers: Mapping[str, Buffer]) -> list[View]:
+    """The memory that a call is given for its results: buffers, or views of larger ones, among ``kwargs``."""
+    assert x.out is not None
+    views = dict(x.kwargs)
+    return [views[k] if o is None else full_view(buffers[o]) for k, o in zip(x.out[1], x.outputs)]
 
 
 def _items(v: Any, n: int | None) -> list[Any]:

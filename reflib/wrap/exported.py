@@ -1,5 +1,5 @@
-"""Calling a compiled ExportedProgram: flatten the arguments, add parameters, run, build results. The graph itself writes
-to the buffers and arguments that the model mutates.
+"""Calling a compiled ExportedProgram: flatten the arguments, add parameters, run, build results. The graph itself
+writes to the buffers and arguments that the model mutates.
 
 The fast path is for a graph that checks its arguments itself, as a C++ wrapper does (sizes, and what was assumed of
 them, included). ``host.entry`` calls it from C; where arguments are not all positional, or results are not simply

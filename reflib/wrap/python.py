@@ -16,6 +16,7 @@ import torch
 from ..generate.kernel import Kernel
 from ..ir.expr import Atom, BinOp, Expr, Sym, expr, format_expr
 from ..ir.program import Assume, Buffer, Extern, Origin, Program, View, full_view, iter_views, kernel_nodes, walk
+from ..lower.extern import OUT_VARIANTS
 from ..plan import Alloc, Branch, Call, Check, Free, Launch, Let, Note, Plan, Return, Step
 from ..seams import Seam
 
@@ -190,18 +191,20 @@ class PythonPrinter:
         comment = _comment(x.origins)
         if x.out is not None:
             overload, keys = x.out
-            args += [f"{k}={o}" for k, o in zip(keys, x.outputs)]
-            self.put(f"{self._bind(overload)}({', '.join(args)}){comment}")
+            outs = [self.value(dict(x.kwargs)[k]) if o is None else o for k, o in zip(keys, x.outputs)]
+            args += [f"{k}={o}" for k, o in zip(keys, x.outputs) if o is not None]  # (None: it is among kwargs)
+            call = f"{self._bind(overload)}({', '.join(args)})"
+            known = overload in OUT_VARIANTS.values()
+            self.put((call if known else f"given_back({call}, [{', '.join(outs)}], {str(overload)!r})") + comment)
             return
         call = f"{self._bind(x.target)}({', '.join(args)})"
-        outputs = list(x.outputs)
-        if not any(isinstance(o, (str, View)) for o in outputs) and not x.symbols:
+        if not any(isinstance(o, (str, View)) for o in x.outputs) and not x.symbols:
             self.put(call + comment)
             return
-        many = len(outputs) != 1 or self._returns_sequence(x)
+        many = len(x.outputs) != 1 or self._returns_sequence(x)
         result = f"out_{x.name}"
         self.put(f"{result} = {'flat' if many else ''}({call}){comment}")
-        for i, o in enumerate(outputs):
+        for i, o in enumerate(x.outputs):
             item = f"{result}[{i}]" if many else result
             if isinstance(o, str):
                 b = self.program.buffers[o]
@@ -210,7 +213,7 @@ class PythonPrinter:
         for sym, i, dim in x.symbols:
             item = f"{result}[{i}]" if many else result
             # NB: sizes of the results may be in terms of these, so they are bound before the checks above
-            at = len(self.lines) - sum(isinstance(o, str) for o in outputs)
+            at = len(self.lines) - sum(isinstance(o, str) for o in x.outputs)
             how = "" if dim is None else f".size({dim})" if dim >= 0 else f".stride({~dim})"
             self.lines.insert(at, f"{self.pad}{sym.name} = {item}{how}")
         self.put(f"del {result}")

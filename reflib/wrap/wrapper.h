@@ -318,6 +318,21 @@ uint64_t own(Run& run, const Tensor& of, Ints<N> shape, Ints<N> strides, int64_t
 inline void take(Run& run, Tensor& out, uint64_t result) { out.own(run, (Handle)result); }
 inline void ignore(Run& run, uint64_t result) { run.torch.delete_handle((Handle)result); }
 
+// Result `i` of an op that was given memory for it: fails unless it is that memory, laid out as it was.
+template <int N>
+void given_back(Run& run, uint64_t result, const char* memory, Ints<N> shape, Ints<N> strides, const char* op, int i) {
+  Tensor t;
+  t.own(run, (Handle)result);
+  int64_t dim, *sizes, *steps;
+  bool good = t.ptr == memory && !run.torch.dim(t.handle, &dim) && dim == N && !run.torch.sizes(t.handle, &sizes) &&
+              !run.torch.strides(t.handle, &steps);
+  for (int d = 0; good && d < N; ++d) good = sizes[d] == shape.at[d] && steps[d] == strides.at[d];
+  if (good) return;
+  Text(run.frame) << op << ": its result " << i << " is not the tensor that it was given to write to: an op with out= "
+                  << "arguments must write to them as they are, and return them";
+  run.fail(FAILED_WRAPPER);
+}
+
 // Does a result have the sizes and strides that the captured graph promised?
 template <int N>
 bool laid_out(Run& run, const Tensor& t, Ints<N> shape, Ints<N> strides) {

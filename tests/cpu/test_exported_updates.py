@@ -104,7 +104,7 @@ def test_several_steps_as_eager(how: str, tmp_path: Path) -> None:
         with pytest.raises(reflib.ReflibError, match="several elements in one place"):
             f(x, position, one)
         kept = keys.clone()
-        with pytest.raises(reflib.ReflibError, match="weight keys is written to and shares memory with argument values"):
+        with pytest.raises(reflib.ReflibError, match=r"weight keys is written to and .* with argument values"):
             f(x, position, keys)
         with pytest.raises(reflib.ReflibError, match="weight keys is written to and shares memory with argument"):
             f(keys.flatten()[: x.numel()].view_as(x), position, mine)

@@ -1,0 +1,322 @@
+"""A call writes its result straight into the part of a larger tensor that it is copied to: ``cat`` without a copy.
+
+``torch.cat([x @ w, y + 1], 1)`` is a loop nest that chooses per element what to read. Of the product, a call, every
+element is written, read and written again. If the call takes memory for its results (``Extern.out``), it is given its
+part of the whole, and the other parts are stored by loop nests of their own, which fuse with what makes them::
+
+    op0: mm = x @ w                                  op0: x @ w, out = cat[:, :4]
+    cat[i, j] = mm[i, j] if j < 4 else add[i, j-4]   cat[i, j+4] = add[i, j]
+
+So for ``pad`` and ``stack``, and for a whole copy (onto an argument that is written to). A result of a Template, which
+other kernels' loops cannot join, is stored to its part by its epilogue in the same way.
+
+What else reads the result reads it there. This is done where the whole is stored anyway: it is a result, or read by
+what computes no elements of it again (a call, a product), or all of it is made so. Some ops write to a part
+only if its rows follow one another (``any_strides``). On a GPU the part must begin, and its rows lie, at multiples of
+16 bytes, which the kernels of cuBLAS move at a time; and what is saved must be worth the kernels that there are more
+of.
+
+NB: TorchInductor makes the parts views of the whole while it lowers (``ConcatKernel``), on a GPU and for what it prints
+itself; of calls, for those with an ``out=`` that it lists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..ir.expr import Atom, Expr, IntLike, Var, expr, mod, nonneg
+from ..ir.loops import Axis, BodyBuilder, Const, Load, LoopNest, Op, Store
+from ..ir.program import Extern, Node, Program, Template, View, iter_views, map_tree
+from ..lower.context import contiguous_strides
+from ..lower.extern import OUT_VARIANTS
+from ..lower.out_variants import any_strides
+from ..options import Options
+from ..target import Target
+from .dependencies import dependencies, used_buffers
+from .in_place import may_alias
+from .mapping import fresh
+from .places import moved, within
+from .result import Fused
+from .slices import coordinates, region_of, whole_dimensions
+
+MOVED = 16  # bytes
+LAUNCH = (10_000, 10_000_000)  # bytes that are moved while a kernel is started, by a CPU and by a GPU
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of a buffer: ``value`` where the variable of the divided dimension is in ``range(low, high)``. ``view``: the part
+    in the shape of the tensor that it is all of; None if it is not that."""
+
+    value: Load | Const
+    low: Expr
+    high: Expr
+    view: View | None = None
+
+
+def into_place(fused: Fused, options: Options, target: Target) -> Fused:
+    """The same results. Assumes a legal order."""
+    program = fused.program
+    if not any(isinstance(n, Extern) and n.out is not None or isinstance(n, Template) for n in program.nodes):
+        return fused
+    work = _Placing(program, target)
+    for position in reversed(range(len(program.nodes))):  # a whole before those that are parts of it
+        work.visit(position)
+    if not work.changed:
+        return fused
+    nodes = tuple(work.reading(n) for i, old in enumerate(program.nodes) for n in work.changed.get(i, [old]))
+    program = replace(program, nodes=nodes)
+    return replace(fused, program=replace(program, buffers=used_buffers(program, nodes)))
+
+
+class _Placing:
+    """``changed``: by position, what replaces a node. ``places``: of buffers that become parts of others."""
+
+    def __init__(self, program: Program, target: Target):
+        self.program, self.target, self.depends = program, target, dependencies(program)
+        self.changed: dict[int, list[Node]] = {}
+        self.places: dict[str, View] = {}
+
+    def visit(self, position: int) -> None:
+        """Place the parts that the node puts together, if that pays."""
+        found = self._assembled(position)
+        if found is None:
+            return
+        store, var, parts = found
+        whole = store.buffer
+        makers = [self._maker(position, p, parts) for p in parts]
+        if whole not in self.places and not self._pays(whole, var, parts, makers):
+            return
+        rest: list[Node] = []
+        for part, made in zip(parts, makers):
+            node = None if made is None else self.program.nodes[made]
+            there = None if part.view is None else self._there(part.view)
+            if there is not None and isinstance(node, (Extern, LoopNest)) and isinstance(part.value, Load):
+                self.places[part.value.buffer] = there
+                if made is not None and isinstance(node, Extern):
+                    self.changed[made] = [self._into(made, part.value.buffer, there)]
+            else:
+                rest.append(self._stored(position, store, var, part, len(rest)))
+        self.changed[position] = rest
+
+    def _pays(self, whole: str, var: Var | None, parts: list[Part], makers: list[int | None]) -> bool:
+        d = self.depends
+        direct = sum(m is not None or isinstance(p.value, Const) for m, p in zip(makers, parts))
+        others = any(not isinstance(self.program.nodes[i], LoopNest) for i in d.readers.get(whole, ()))
+        if whole not in d.needed and (var is None or not others and direct < len(parts)):
+            return False
+        placed = [p.value.buffer for p, m in zip(parts, makers) if m is not None and isinstance(p.value, Load)]
+        saved = 2 * sum(self.program.buffers[b].nbytes.hint() for b in placed)
+        return bool(placed) and saved >= LAUNCH[self.target.is_gpu] * (makers.count(None) - 1)
+
+    def _assembled(self, position: int) -> tuple[Store, Var | None, list[Part]] | None:
+        node = self.program.nodes[position]
+        found = _assembled(self.program, node) if isinstance(node, LoopNest) else None
+        return found if found is not None and self.depends.writers[found[0].buffer] == [position] else None
+
+    def _maker(self, position: int, part: Part, parts: list[Part]) -> int | None:
+        """The position of what makes a part and can store it there, if all that reads it can read it there."""
+        if part.view is None or not isinstance(part.value, Load):
+            return None
+        b, d = part.value.buffer, self.depends
+        writers = d.writers.get(b, [])
+        once = sum(isinstance(p.value, Load) and p.value.buffer == b for p in parts) == 1
+        there = self._there(part.view)
+        lasts = self.program.buffers[b].kind != "temp" or b in d.needed or b in self.places
+        if not once or len(writers) != 1 or there is None or lasts:
+            return None
+        if not all(self._readable(self.program.nodes[i], b, there) for i in d.readers[b] if i != position):
+            return None
+        maker = self.program.nodes[writers[0]]
+        if isinstance(maker, LoopNest):  # a whole of its own, of which a call makes a part
+            inner = self._assembled(writers[0])
+            parts = inner[2] if inner is not None else []
+            self.places[b] = there
+            found = any(self._calls(writers[0], p, parts) for p in parts)
+            del self.places[b]
+            return writers[0] if found else None
+        if isinstance(maker, Extern) and maker.out is not None and b in maker.outputs:
+            return writers[0] if self._may_place(writers[0], there) else None
+        return writers[0] if isinstance(maker, Template) else None
+
+    def _readable(self, node: Node, b: str, there: View) -> bool:
+        """Can ``node`` read ``b`` where it will be? (A call gets the strides that it was captured with, unless it takes
+        any; a Template was chosen for them.)"""
+        buffer = self.program.buffers[b]
+        if isinstance(node, Extern) and not may_alias(node.target):
+            views = [v for v in iter_views((node.args, node.kwargs)) if v.buffer == b]
+            moves = [(v, within(v, buffer, there)) for v in views]
+            products = node.target in OUT_VARIANTS
+            return all(now is not None and (products or now.strides == v.strides) for v, now in moves)
+        loads = [s for s in node.loads() if s.buffer == b] if isinstance(node, LoopNest) else [None]
+        return all(s is not None and moved(s.index, buffer, there) is not None for s in loads)
+
+    def reading(self, node: Node) -> Node:
+        """``node``, reading what is in other places there."""
+        if self.places.keys().isdisjoint(node.reads()):
+            return node
+        if isinstance(node, LoopNest):
+            return replace(node, body=tuple(self._moved(s) if isinstance(s, Load) else s for s in node.body))
+        assert isinstance(node, Extern)
+        args, kwargs = map_tree((node.args, node.kwargs), lambda v: self._there(v) if isinstance(v, View) else v)
+        return replace(node, args=args, kwargs=kwargs)
+
+    def _moved(self, s: Load) -> Load:
+        if s.buffer not in self.places:
+            return s
+        place = self.places[s.buffer]
+        index = moved(s.index, self.program.buffers[s.buffer], place)
+        assert index is not None
+        return replace(s, buffer=place.buffer, index=index)
+
+    def _calls(self, position: int, part: Part, parts: list[Part]) -> bool:
+        made = self._maker(position, part, parts)
+        return made is not None and isinstance(self.program.nodes[made], Extern)
+
+    def _there(self, v: View) -> View | None:
+        """A view of a whole, which may be a part itself; None: not known."""
+        return within(v, self.program.buffers[v.buffer], self.places[v.buffer]) if v.buffer in self.places else v
+
+    def _may_place(self, made: int, there: View) -> bool:
+        """Does nothing use the whole from the call on, and may the kernels of the call write to such a part?"""
+        whole, d = there.buffer, self.depends
+        used = (*d.readers.get(whole, ()), *d.writers[whole])
+        if self.program.buffers[whole].kind == "const" or any(made <= i < d.writers[whole][0] for i in used):
+            return False
+        call = self.program.nodes[made]
+        assert isinstance(call, Extern) and call.out is not None
+        if not (any_strides(call.target, call.out[0]) or there.strides == contiguous_strides(there.shape)):
+            return False
+        at = [there.offset, *(s for s in there.strides if s != 1)]
+        return not self.target.is_gpu or all(mod(e * there.dtype.itemsize, expr(MOVED)) == 0 for e in at)
+
+    def _into(self, made: int, b: str, view: View) -> Extern:
+        (call,) = self.changed.get(made, [self.program.nodes[made]])
+        assert isinstance(call, Extern) and call.out is not None
+        outputs = tuple(None if o == b else o for o in call.outputs)
+        kwargs = (*call.kwargs, (call.out[1][call.outputs.index(b)], view))
+        mutates = tuple(dict.fromkeys((*call.mutates, view.buffer)))
+        return replace(call, kwargs=kwargs, outputs=outputs, mutates=mutates)
+
+    def _stored(self, position: int, store: Store, var: Var | None, part: Part, n: int) -> LoopNest:
+        """A loop nest that stores one part."""
+        node, whole = self.program.nodes[position], self.program.buffers[store.buffer]
+        assert isinstance(node, LoopNest)
+        axes: list[Axis] = []
+        env: dict[Atom, IntLike] = {}
+        for a in node.axes:
+            size = part.high - part.low if a.var == var else a.var.size
+            inner = fresh(size)
+            env[a.var] = (expr(0) if size == 1 else expr(inner)) + (part.low if a.var == var else 0)
+            axes += [] if size == 1 else [Axis(inner, "p")]
+        value, index = part.value, store.index.subs(env)
+        if isinstance(value, Load):
+            value = replace(value, mask=None, other=0, index=value.index.subs(env))
+        if store.buffer in self.places:
+            place = self.places[store.buffer]
+            there = moved(index, whole, place)
+            assert there is not None
+            store, index = replace(store, buffer=place.buffer), there
+        b = BodyBuilder()
+        b.store(store.buffer, index, b.add(value))
+        return LoopNest(f"{node.name}_part{n}", tuple(axes), tuple(b.body), node.origins)
+
+
+# -- what is put together ---------------------------------------------------------------------------------------
+def _assembled(program: Program, node: LoopNest) -> tuple[Store, Var | None, list[Part]] | None:
+    """The store, the variable of the divided dimension (None: there is one part) and the parts, of a node that only
+    chooses, by one dimension, which of several tensors an element comes from."""
+    store = node.body[-1] if node.body else None
+    if not isinstance(store, Store) or node.reduced or sum(isinstance(s, Store) for s in node.body) != 1:
+        return None
+    whole = program.buffers[store.buffer]
+    axes = whole_dimensions(whole, node, store)
+    leaves = None if axes is None else _leaves(node, store.value)
+    if axes is None or leaves is None:
+        return None
+    var, ranges = leaves
+    parts = [_part(program, node, store, var, *r) for r in ranges]
+    if any(p is None for p in parts) or var is not None and var not in axes:
+        return None
+    return store, var, [p for p in parts if p is not None]
+
+
+def _leaves(node: LoopNest, at: int) -> tuple[Var | None, list[tuple[Load | Const, Expr, Expr]]] | None:
+    """The variable that decides, and what is stored in which range of it."""
+    found: list[tuple[int, Expr, Expr | None]] = []
+    var: Var | None = None
+    low = expr(0)
+    s = node.body[at]
+    while isinstance(s, Op) and s.op == "where":  # cat: each condition is that the part's end is not reached
+        region = region_of(node.body, s.args[0])
+        if region is None or region[3] != 1 or var not in (None, region[0]):
+            return None
+        var, start, high, _ = region
+        if start != low and not (start == 0 and nonneg(low)):  # a slice that is written: what was there is around it
+            if found:
+                return None
+            found.append((s.args[2], expr(0), start))
+            low = start
+        found.append((s.args[1], low, high))
+        low, at = high, s.args[2]
+        s = node.body[at]
+    found.append((at, low, None if var is None else var.size))
+    first = s.mask if isinstance(s, Load) else None
+    if var is None and first is not None and isinstance(s, Load):  # pad: one tensor, zeros around it
+        region = region_of(node.body, first)
+        if region is None or region[3] != 1:
+            return None
+        var, start, end, _ = region
+        zero = Const(s.other, s.dtype)
+        outside = [(zero, expr(0), start), (zero, end, var.size)]
+        return var, [(s, start, end), *((z, a, b) for z, a, b in outside if a != b)]
+    out = []
+    for i, start, stop in found:
+        value = node.body[i]
+        if not isinstance(value, (Load, Const)) or isinstance(value, Load) and not _covers(node, value, start, stop):
+            return None
+        if start != stop:
+            out.append((value, start, expr(0) if stop is None else stop))
+    return var, out
+
+
+def _covers(node: LoopNest, load: Load, low: Expr, high: Expr | None) -> bool:
+    """Is the load's mask true in all of the range?"""
+    if load.mask is None:
+        return True
+    region = region_of(node.body, load.mask)
+    return region is not None and high is not None and region[3] == 1 and nonneg(low - region[1]) and nonneg(
+        region[2] - high
+    )
+
+
+def _part(
+    program: Program, node: LoopNest, store: Store, var: Var | None, value: Load | Const, low: Expr, high: Expr
+) -> Part | None:
+    """None: it is rounded, or nothing is known of it."""
+    if isinstance(value, Const):
+        return Part(value, low, high)
+    whole, b = program.buffers[store.buffer], program.buffers[value.buffer]
+    if (b.dtype, b.device) != (whole.dtype, whole.device):
+        return None
+    sizes = {a.var: high - low if a.var == var else a.var.size for a in node.axes}
+    env: dict[Atom, IntLike] = {}
+    inner = fresh(high - low)  # over the part: what an index can be is known of its own loops
+    if var is not None:
+        env[var] = low if high - low == 1 else expr(inner) + low
+    at = coordinates(value.index.subs(env), b)
+    strides = []
+    if at is None:
+        return Part(value, low, high)
+    for size, stride, c in zip(b.shape, b.strides, at):
+        v = var if c.atom == inner else c.atom
+        if size == 1 and c == 0:
+            strides.append(stride)
+        elif isinstance(v, Var) and sizes.pop(v, None) == size and (step := store.index.coefficient(v)) is not None:
+            strides.append(step)
+        else:
+            return Part(value, low, high)
+    if any(size != 1 for size in sizes.values()):
+        return Part(value, low, high)  # broadcast
+    offset = store.index.subs({a.var: low if a.var == var else 0 for a in node.axes})
+    return Part(value, low, high, View(whole.name, b.shape, tuple(strides), offset, whole.dtype))

@@ -1,0 +1,87 @@
+"""Which overload of an op writes its results into given memory: so that ``plan`` chooses their storage, and
+``fuse.into_place`` may choose a part of a larger buffer.
+
+Found by schema: the same arguments, then one that is written to per result (``topk.values`` of ``topk``). Of PyTorch's
+own ops only those count that have a kernel for it on the device: the others are generated, compute new tensors and copy
+them. An op of the user's says so itself (``torch.Tag.out``); that it returns what it was given is checked at each call.
+
+Not for results whose sizes only the call tells or that nobody uses, lists of tensors, or random ops.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ..c_shims import op_of
+from .context import LoweringContext, contiguous_strides
+from .extern import OUT_VARIANTS, used_results
+
+TAG = getattr(torch.Tag, "out", None)  # (torch 2.11 has no such tag)
+_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
+
+
+def out_variant(cx: LoweringContext, target: Any, fakes: list[Any]) -> tuple[Any, tuple[str, ...]] | None:
+    """(the overload, its arguments for the results), or None."""
+    if not isinstance(target, torch._ops.OpOverload) or not fakes:
+        return None
+    if not all(isinstance(f, torch.Tensor) and f.layout is torch.strided and f.device.type in _KEYS for f in fakes):
+        return None
+    op = overload(target, fakes[0].device.type)
+    whole = len(used_results(cx, fakes)) == len(fakes)  # (what nobody uses may not be as its meta function says)
+    if op is None or not whole or any(_unknown(cx, f) for f in fakes) or _has_function(cx, target):
+        return None
+    names, s = tuple(a.name for a in op._schema.arguments if a.is_out), cx.low.symbols
+    plain = all(s.exprs(f.stride()) == contiguous_strides(s.exprs(f.shape)) for f in fakes)
+    return (op, names) if len(names) == len(fakes) and (plain or op is target or any_strides(target, op)) else None
+
+
+def any_strides(target: Any, out: Any) -> bool:
+    """Does the overload write to tensors of any strides? Not all that take them do: ``_softmax.out`` does not look."""
+    return out in OUT_VARIANTS.values() or torch.Tag.pointwise in target.tags
+
+
+def _unknown(cx: LoweringContext, fake: torch.Tensor) -> bool:
+    """Does only the call tell one of its sizes?"""
+    sizes = [n for n in (*fake.shape, *fake.stride()) if isinstance(n, torch.SymInt)]
+    return any(str(x).startswith("u") for n in sizes for x in n.node.expr.free_symbols) or any(
+        not cx.low.symbols.expressible(n) for n in sizes
+    )
+
+
+def _has_function(cx: LoweringContext, target: Any) -> bool:
+    """Did the user declare a C function for it? It returns new tensors."""
+    return any(op_of(name) is target for name, _ in cx.low.options.c_shims)
+
+
+@functools.cache
+def overload(op: torch._ops.OpOverload, device: str) -> torch._ops.OpOverload | None:
+    """``topk.values`` for ``topk.default``; ``op`` itself, if it is such a one."""
+    schema, own = op._schema, op.namespace != "aten"
+    if torch.Tag.nondeterministic_seeded in op.tags or any(str(r.type) != "Tensor" for r in schema.returns):
+        return None
+    if own and TAG in op.tags:
+        return op
+    if schema.is_mutable or any(r.alias_info is not None for r in schema.returns):
+        return None
+    packet = getattr(getattr(torch.ops, op.namespace), schema.name.partition("::")[2])
+    for candidate in (getattr(packet, name) for name in packet.overloads()):
+        writes = TAG in candidate.tags if own else _writes_itself(candidate, device)
+        if writes and _takes(candidate._schema, schema):
+            return candidate
+    return None
+
+
+def _writes_itself(op: torch._ops.OpOverload, device: str) -> bool:
+    known = any(a.is_out for a in op._schema.arguments)  # (TorchScript's own overloads are none of the dispatcher's)
+    return known and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _KEYS[device])
+
+
+def _takes(out: Any, functional: Any) -> bool:
+    """The same arguments, and memory for each result?"""
+    plain = [(a.name, str(a.type)) for a in out.arguments if not a.is_out]
+    made = [str(a.type) for a in out.arguments if a.is_out]
+    same = plain == [(a.name, str(a.type)) for a in functional.arguments]
+    return same and made == [str(r.type) for r in functional.returns] and bool(made)
