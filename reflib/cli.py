@@ -156,7 +156,7 @@ def sweep(
         return
     texts = {"only": only, "modes": mode, "dtypes": dtype, "backends": backend}
     how: dict[str, Any] = {name: tuple(w.strip() for w in text.split(",") if w.strip()) for name, text in texts.items()}
-    sys.exit(sweeping.sweep(sweeping.Request(models=models or "", **more, **how), out, click.echo))
+    sys.exit(sweeping.sweep(sweeping.Request(models=models or "", **more, **how), out and out.resolve(), click.echo))
 
 
 @cli.command()

@@ -200,8 +200,9 @@ class _Deciding:
         for i in (*self.depends.readers.get(u.new, ()), *self.depends.writers[u.new]):
             node, w = self.program.nodes[i], self.slices.get(i)
             at: list[Any] = list(_uses(node, u.new))
-            if w is not None and w.write is not None and w.write.new.buffer == u.new and at == [w.write.new.index]:  # type: ignore
-                at = [w.write.new.index.subs(slice_points(w.write))]  # type: ignore[union-attr]
+            new = w.write.new if w is not None and w.write is not None else None
+            if w is not None and isinstance(new, Load) and new.buffer == u.new and at == [new.index]:
+                at = [new.index.subs(slice_points(w.write))]  # type: ignore[arg-type]
                 self.masked.setdefault(w, []).append(u)
             if not isinstance(node, (LoopNest, Extern)) or any(self._there(x, u.new, place) is None for x in at):
                 return f"{node.name} uses a part of {place.buffer} in a way that is not understood"
