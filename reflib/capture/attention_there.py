@@ -61,7 +61,10 @@ def _likely_kernel(
         return None
     if mask is None and q.dtype in (torch.float16, torch.bfloat16):
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout, is_causal, scale=scale)[0]
-    if few or (mask is not None and (mask.dtype != q.dtype or mask.shape[-1] % 8)):
+    if few or (mask is not None and mask.dtype != q.dtype):
         return None
-    mask = mask if mask is None else mask.expand(*q.shape[:-1], k.shape[-2])
+    if mask is not None:
+        mask = mask.expand(*q.shape[:-1], k.shape[-2])
+        if more := -mask.shape[-1] % 16:  # the kernel reads aligned rows
+            mask = aten.constant_pad_nd(mask, [0, more])[..., : mask.shape[-1]]
     return aten._scaled_dot_product_efficient_attention(q, k, v, mask, False, dropout, is_causal, scale=scale)[0]

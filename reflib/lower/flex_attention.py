@@ -16,9 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-from torch._higher_order_ops.flex_attention import math_attention
-from torch.nn.attention.flex_attention import _vmap_for_bhqkv
 from torch.utils import _pytree as pytree
 
 from reflib.ir.program import View
@@ -44,6 +41,7 @@ def flex_attention(
     mask_buffers: Sequence[Any] = (),
 ) -> Any:
     """(output, log-sum-exp and maximum of the scores, in base 2)."""
+    from torch._higher_order_ops.flex_attention import math_attention
 
     def dense(q: Any, k: Any, v: Any, of_score: Any, of_mask: Any) -> Any:
         return math_attention(q, k, v, score_mod, (block_mask[-1],), scale, {}, tuple(of_score), tuple(of_mask))
@@ -69,6 +67,9 @@ def flex_attention_backward(
     mask_buffers: Sequence[Any] = (),
 ) -> Any:
     """Gradients of query, key and value, and of those of ``score_buffers`` that have one."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+    from torch.nn.attention.flex_attention import _vmap_for_bhqkv
+
     wanted = cx.fake[3]
 
     def dense(q: Any, k: Any, v: Any, o: Any, lse: Any, g: Any, g_lse: Any, of_score: Any, of_mask: Any) -> Any:
@@ -126,6 +127,5 @@ def zeros_and_scatter(cx: LoweringContext, shape: Sequence[Any], indices: Sequen
     return cx.call(aten.index_put.default, zeros, indices, values, True)
 
 
-RULES[torch.ops.flex_lib.zeros_and_scatter.default] = zeros_and_scatter
-for fn in (flex_attention, flex_attention_backward):
-    RULES[getattr(torch.ops.higher_order, fn.__name__)] = fn
+RULES["flex_lib.zeros_and_scatter.default"] = zeros_and_scatter  # by name: torch defines them when they are first used
+RULES.update({fn.__name__: fn for fn in (flex_attention, flex_attention_backward)})
