@@ -6,7 +6,7 @@ computed by operations that have one right answer, in the same order and rounded
 * The graph is captured without decompositions, and nothing rewrites it: it is eager's sequence of ATen ops.
 * An op that we generate code for may round once: by what IEEE 754 defines to the last bit (a sum, a product, a
   quotient) or, on a CUDA device, by a function of CUDA's mathematical library that eager calls as well, and whose bits
-  Triton's copy of the library shares: not ``asin``, ``atan``, ``erf``, ``hypot`` and ``pow``. (On a CPU eager's
+  Triton's copy of it shares: not ``asin``, ``acos``, ``atan``, ``erf``, ``hypot`` and ``pow``. (On a CPU eager's
   functions are those of a vector library, MKL's or SLEEF, whose last bits are its own.) Before and after that
   it may compare, select, change signs, and compute with whole numbers. An op that rounds twice, such as ``addcmul``,
   has an order, and maybe an instruction that leaves one rounding out, that only its own kernel knows.
@@ -41,7 +41,7 @@ EXACT = frozenset(
 )
 ROUNDS = frozenset("add sub mul div floor ceil trunc round".split())
 CUDA = frozenset(  # of its library, and the hardware's square root
-    "sqrt exp expm1 log log2 log10 log1p sin cos tan acos sinh cosh tanh erfc".split()
+    "sqrt exp expm1 log log2 log10 log1p sin cos tan sinh cosh tanh erfc".split()
 )
 CHOOSES = frozenset("max min any all argmax argmin".split())
 
