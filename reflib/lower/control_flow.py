@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 
 from reflib.errors import LoweringError
 from reflib.ir.expr import Expr, Sym, expr
-from reflib.ir.loops import LoopNest
 from reflib.ir.program import Assume, Buffer, Extern, Variant, View, full_view, walk
 from reflib.ir.regions import Region
 from reflib.logs import get as logger
@@ -29,7 +28,7 @@ from .context import LoweringContext
 from .extern import used_results
 from .lower import Lowering
 from .rules import RULES, Unsupported
-from .subgraph import Refused, _constant, _inside, _written, assumptions, variant
+from .subgraph import Refused, _constant, _inside, _written, assumptions, put_instead
 from .unused import remove_unused
 
 aten = torch.ops.aten
@@ -307,16 +306,12 @@ def _traced(cx: LoweringContext, graph: Any, fn: Callable[..., Any], args: list[
     before = dict(cx.low.buffers)
     outputs = [_result(cx, i, f) for i, f in enumerate(flat)]
     try:
-        v = variant(cx, "", "at_once", fn, args, {}, outputs)
-        if v.predicate or not all(isinstance(n, LoopNest) for n in v.nodes):
-            raise Refused("unsupported", "it is not for all sizes, or calls something")
+        put_instead(cx, "at_once", fn, args, outputs, loops=True)
     except Refused as e:
         logger("fallback").info("%s is a loop: %s", cx.origin.op, e)
         cx.low.buffers.clear()
         cx.low.buffers.update(before)
         return None
-    cx.low.nodes += v.nodes
-    cx.low.buffers.update({b.name: b for b in v.buffers})
     return pytree.tree_unflatten(outputs, spec)
 
 

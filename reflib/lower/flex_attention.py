@@ -23,7 +23,7 @@ from reflib.ir.program import View
 from .context import LoweringContext
 from .extern import used_results
 from .rules import RULES, Unsupported
-from .subgraph import Refused, variant
+from .subgraph import Refused, put_instead
 
 aten = torch.ops.aten
 
@@ -111,13 +111,9 @@ def _instead(cx: LoweringContext, fn: Callable[..., Any], *args: Any) -> Any:
         if i in used:
             views[i] = cx.out(tensors.index(i))
     try:
-        v = variant(cx, "", "dense", fn, args, {}, [views[i] for i in tensors])
+        put_instead(cx, "dense", fn, args, [views[i] for i in tensors])
     except Refused as e:
         raise Unsupported(str(e)) from e
-    if v.predicate:
-        raise Unsupported("the formula holds for some of the sizes only")
-    cx.low.nodes += v.nodes
-    cx.low.buffers.update({b.name: b for b in v.buffers})
     return pytree.tree_unflatten(views, spec)
 
 

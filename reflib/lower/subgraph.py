@@ -96,6 +96,21 @@ def variant(
     return Variant(name, kept, guards, own)
 
 
+def put_instead(
+    cx: LoweringContext, name: str, fn: Callable[..., Any], args: Sequence[Any], outputs: Sequence[View | None],
+    loops: bool = False,
+) -> None:  # fmt: skip
+    """``fn(*args)`` in place of the op, without a choice. ``loops``: it has to be loop nests alone. Raises Refused, as
+    well where it is for some of the sizes only."""
+    v = variant(cx, "", name, fn, args, {}, outputs)
+    if v.predicate:
+        raise Refused("unsupported", "it holds for some of the sizes only")
+    if loops and not all(isinstance(n, LoopNest) for n in v.nodes):
+        raise Refused("unsupported", "it calls something")
+    cx.low.nodes += v.nodes
+    cx.low.buffers.update({b.name: b for b in v.buffers})
+
+
 def _inside(low: Lowering, op: str, prefix: str, symbols: dict[Any, Sym], choices: bool) -> Lowering:
     """A lowering of an implementation of ``op``: over the buffers of ``low``, with names that ``low`` does not use.
     ``symbols``: the program's, by the sympy symbols of the ShapeEnv that the implementation was traced in."""

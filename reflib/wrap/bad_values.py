@@ -107,3 +107,12 @@ def _module(node: torch.fx.Node | None) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = [where for where, _ in stack.values()][-1:]
     return f"computed in {path[0]}" if path else ""
+
+
+def check_in_cpp(printer: Any, node: Any) -> None:
+    """The check after ``node``, as a C++ wrapper calls it: through Python."""
+    wrote, read = node.writes(), [b for b in node.reads() if b not in node.writes()]
+    text = f"check_nan({printer.inner._bind_constant(node)}, [{', '.join(wrote)}], [{', '.join(read)}])"
+    which = printer._function("check_nan", [*wrote, *read], [text], [])
+    printer.needs[printer.functions[which]] = "check_nan"
+    printer.put(printer._python_call(which, [f"tensor({printer.name(b)})" for b in (*wrote, *read)], 0))

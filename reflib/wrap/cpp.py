@@ -39,6 +39,7 @@ from ..ir.program import (
 from ..plan import Alloc, Branch, Call, Check, Free, Launch, Let, Note, Plan, Return, Step
 from ..plan.regions import Repeat
 from .aten import direct_call, integer_read, quoted
+from .bad_values import check_in_cpp
 from .indices import has_indirect, where_indexed
 from .python import Kernels, PythonPrinter, _condition, checked_symbols
 from .regions import repeat_in_cpp
@@ -290,14 +291,7 @@ class CppPrinter:
         elif isinstance(step, Return):
             self._return(step)
         if self.check_nan and isinstance(step, (Launch, Call)):
-            self._check_nan(step.kernel if isinstance(step, Launch) else step.extern)
-
-    def _check_nan(self, node: KernelNode | Extern) -> None:
-        wrote, read = node.writes(), [b for b in node.reads() if b not in node.writes()]
-        text = f"check_nan({self.inner._bind_constant(node)}, [{', '.join(wrote)}], [{', '.join(read)}])"
-        which = self._function("check_nan", [*wrote, *read], [text], [])
-        self.needs[self.functions[which]] = "check_nan"
-        self.put(self._python_call(which, [f"tensor({self.name(b)})" for b in (*wrote, *read)], 0))
+            check_in_cpp(self, step.kernel if isinstance(step, Launch) else step.extern)
 
     def _alloc(self, step: Alloc) -> None:
         b = self.program.buffers[step.buffer]

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -225,23 +225,23 @@ def _room(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return into, into if flat is x else into.as_strided(x.shape, x.stride())
 
 
-def _inputs_holding(x: torch.Tensor, args: list) -> Iterator[int]:
+def _input_of(x: torch.Tensor, args: list) -> int | None:
+    """The first of ``args`` in whose storage ``x`` is."""
     place = x.untyped_storage().data_ptr()
-    for i, a in enumerate(args):
-        if place and isinstance(a, torch.Tensor) and a.untyped_storage().data_ptr() == place:
-            yield i
+    held = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.untyped_storage().data_ptr() == place]
+    return held[0] if place and held else None
 
 
 def _own(x: Any, args: list) -> torch.UntypedStorage | None:
     """The recording's storage that an output is in."""
-    return x.untyped_storage() if isinstance(x, torch.Tensor) and next(_inputs_holding(x, args), None) is None else None
+    return x.untyped_storage() if isinstance(x, torch.Tensor) and _input_of(x, args) is None else None
 
 
 def _output(x: Any, args: list) -> Callable[[list], Any]:
     """What makes an output of a call from the call's inputs. ``args``: those of the recorded call."""
     if not isinstance(x, torch.Tensor):
         return lambda given: x
-    i = next(_inputs_holding(x, args), None)
+    i = _input_of(x, args)
     if i is None:
         return lambda given: x.detach()
     if x is args[i]:

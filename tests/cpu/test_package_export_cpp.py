@@ -195,47 +195,6 @@ def test_the_functions_of_model_h(on_cpu: tuple[Path, Path]) -> None:
     lib.reflib_unload(models[0])
 
 
-TWO = """
-#include <stdio.h>
-#include "one_model.h"
-#include "two_model.h"
-static int call(const reflib_functions *f) {
-  reflib_model *m;
-  float data[3] = {1, 2, 3};
-  int64_t size = 3, stride = 1;
-  reflib_value x = {.kind = REFLIB_TENSOR}, y;
-  x.tensor.data = data, x.tensor.dtype = REFLIB_FLOAT32, x.tensor.device = REFLIB_CPU, x.tensor.dim = 1;
-  x.tensor.sizes = &size, x.tensor.strides = &stride;
-  if (f->load(&m, NULL, 0) || f->run(m, NULL, &x, 1, &y, 1)) return fprintf(stderr, "%s", f->error());
-  printf("%g ", ((float *)y.tensor.data)[2]);
-  f->free(&y), f->unload(m);
-  return 0;
-}
-int main(void) { return call(functions_of_one()) || call(functions_of_two()); }
-"""
-
-
-def test_two_models_in_one_project_and_one_program(tmp_path: Path) -> None:
-    class Scale(torch.nn.Module):
-        def __init__(self, by: float) -> None:
-            super().__init__()
-            self.by = torch.nn.Parameter(torch.full((3,), by))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.by
-
-    for name, by in (("one", 10.0), ("two", 0.5)):
-        reflib.aot_compile(Scale(by), (torch.ones(3),), tmp_path / f"{name}.reflib", "cpu")
-        export_cpp(tmp_path / f"{name}.reflib", tmp_path / name)
-    (tmp_path / "main.c").write_text(TWO)
-    (tmp_path / "CMakeLists.txt").write_text(
-        "cmake_minimum_required(VERSION 3.18)\nproject(both C CXX)\nadd_subdirectory(one)\nadd_subdirectory(two)\n"
-        "add_executable(both main.c)\ntarget_link_libraries(both PRIVATE reflib_one reflib_two)\n"
-    )
-    built = build(tmp_path)
-    assert command(built / "both").split() == ["30", "1.5"]
-
-
 def test_tensors_that_cannot_be(on_cpu: tuple[Path, Path]) -> None:
     """What a caller says of a tensor is checked before it is used: nothing is read, nothing is allocated."""
     lib = ctypes.CDLL(str(on_cpu[1] / "build" / "librows.so"))
