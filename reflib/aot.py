@@ -109,6 +109,7 @@ def _capture(
     from .lower import decompositions, lower
     from .package.build import Captured
     from .pipeline import before_autograd
+    from .ranks.collectives import starts
     from .wrap.convention import of_exported, without_tokens
     from .wrap.exported import expect_apart, names_of
     from .wrap.guards import checked
@@ -119,6 +120,8 @@ def _capture(
     )
     module = own_numbers(exported.graph.module, options, device.type == "cuda")
     program = without_tokens(exported.program, lower(replace(exported.graph, module=module), options))
+    if found := next(starts(program.nodes), None):
+        raise PackageError(f"{found.target} cannot be packaged: a package has no process group. Use torch.compile")
     specs = exported.program.graph_signature.input_specs
     kinds = {s.target: _KINDS.get(s.kind.name, "constant") for s in specs if s.target in exported.state}
     ops = str(exported.graph.module.graph)  # (a Graph's own text names files and lines)

@@ -198,13 +198,9 @@ class _Entry:
 
         def ended(_: Any) -> None:
             if (entry := itself()) is not None:
-                entry.check, entry.run = _never, None
+                entry.check, entry.run = lambda f_locals: False, None
 
         self.manager = weakref.ref(manager, ended)
-
-
-def _never(f_locals: dict) -> bool:
-    return False
 
 
 class _Entries:

@@ -2,7 +2,9 @@
 
 In ``pipeline.OBSERVE``: "repro", around compiling as in ``pipeline.COMPILE`` but with a folder after the inputs, writes
 a compilation as a file that repeats it, where ``Options(repro=...)`` or ``REFLIB_REPRO`` names a folder; "failed",
-(GraphModule, inputs, Options, the error) -> None, does so where compiling failed.
+(GraphModule, inputs, Options, the error) -> None, does so where compiling failed. "trace", around compiling too,
+records how long it took; "traced", (callable, what as in ``pipeline.AROUND``, Options) -> callable, each of its calls;
+"logs", (Stages) -> None, writes what TORCH_LOGS and TORCH_TRACE ask for.
 """
 
 from __future__ import annotations
@@ -11,13 +13,15 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from . import tracing
 from .errors import OptionError
 from .logs import get as logger
-from .pipeline import OBSERVE
+from .pipeline import OBSERVE, Stages
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
+    from .options import Options
     from .pipeline import Backend
 
 
@@ -26,6 +30,8 @@ def observed(
 ) -> Callable[..., Any]:
     """``compile``, watched if that is asked for."""
     folder = backend.options.repro or os.environ.get("REFLIB_REPRO")
+    if tracing.folder(backend.options) and "trace" in OBSERVE:
+        compile = OBSERVE["trace"](compile)
     try:
         if folder and "repro" in OBSERVE:
             return OBSERVE["repro"](compile, backend, module, inputs, folder)
@@ -39,8 +45,30 @@ def observed(
         raise
 
 
-def folder(value: object) -> str:
+def traced(call: Callable[..., Any], what: Any, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    """Plugs into ``pipeline.AROUND``: ``call`` itself, unless a trace is wanted. torch's own logs are written here."""
+    if isinstance(what, Stages) and "logs" in OBSERVE and _torch_logs():
+        OBSERVE["logs"](what)
+    if options.target is not None or not tracing.folder(options) or "traced" not in OBSERVE:
+        return call
+    return OBSERVE["traced"](call, what, options)
+
+
+def _torch_logs() -> bool:
+    """Does TORCH_LOGS or TORCH_TRACE ask for anything?"""
+    from torch._logging import _internal as torch_logging
+
+    structured = any(getattr(h, "root_dir", None) for h in torch_logging.trace_log.handlers)  # TORCH_TRACE's
+    return structured or bool(torch_logging.log_state.artifact_names)
+
+
+def folder(value: object, name: str = "repro") -> str:
     """``Options.repro`` that is given. Raises OptionError unless it is the name of a folder."""
     if not isinstance(value, (str, os.PathLike)) or not str(value):
-        raise OptionError(f"option repro={value!r}: must be None or the name of a folder")
+        raise OptionError(f"option {name}={value!r}: must be None or the name of a folder")
     return str(value)
+
+
+def trace_folder(value: object) -> str:
+    """``Options.trace`` that is given, in the same way."""
+    return folder(value, "trace")

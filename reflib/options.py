@@ -12,7 +12,7 @@ from .errors import OptionError
 from .seams import Seam
 
 # By option: a function that checks a value and makes it plain data. By method: what it returns.
-NORMALIZE = Seam("options.NORMALIZE")
+NORMALIZE = Seam("options.NORMALIZE", {"cpp_flags": tuple, "tuning_imports": tuple})
 # Modes (as "mode"), and options by other names: (given options) -> the same by the names here.
 TRANSLATE = Seam("options.TRANSLATE")
 _CHOICES = {
@@ -46,6 +46,8 @@ class Options:
     verify: run the IR verifier after every stage.
     check_nan: look for NaN and infinities in what each kernel and call writes (slow; ReflibError says where first).
     repro: a folder for each graph as a Python file that compiles it again (None: REFLIB_REPRO, or only if that fails).
+    trace: a folder for traces of what ran when, for ui.perfetto.dev: stages, launches, kernels (None: REFLIB_TRACE, or
+        nothing is recorded).
     fuse: False gives every lowered node its own kernel.
     max_fused_ops: largest number of operations and reductions in one fused kernel.
     max_fused_buffers: largest number of distinct buffers one fused kernel touches.
@@ -61,7 +63,10 @@ class Options:
         read from a tensor is out of range, as a CPU's always do (IndexError). False: 0 is read, nothing is written.
     channels_last: on a GPU, keep what is between convolutions in channels-last order where that saves copies.
     reuse_buffers: give a dead buffer's storage to a new one.
-    inplace_buffers: let an elementwise kernel write over an input that dies there.
+    reorder_for_peak_memory: run steps in the order that needs least memory, of those that were tried (``plan.order``).
+    activation_memory_budget: from 0 to 1, how much of what autograd would save for the backward may be saved; the rest
+        is computed again there, the cheapest first (None: as ``torch._functorch.config`` has it, which says 1).
+    inplace_buffers: let an elementwise kernel write over an input that dies there (not with check_nan, which reads it).
     cpp_flags: more flags for the C++ compiler.
     num_decompose_k_splits: how many ways of splitting K to try for a matrix product with a long K (0: none).
     decompose_k_threshold: K is long if it is this many times M and N.
@@ -90,6 +95,7 @@ class Options:
     verify: bool = False
     check_nan: bool = False
     repro: str | None = None
+    trace: str | None = None
     fuse: bool = True
     max_fused_ops: int = 400
     max_fused_buffers: int = 48
@@ -103,6 +109,8 @@ class Options:
     assert_indirect_indexing: bool = False
     channels_last: bool = True
     reuse_buffers: bool = True
+    reorder_for_peak_memory: bool = True
+    activation_memory_budget: float | None = None
     inplace_buffers: bool = True
     cpp_flags: tuple[str, ...] = ()
     num_decompose_k_splits: int | None = None
@@ -118,17 +126,15 @@ class Options:
     c_shims: Any = ()
 
     def __post_init__(self) -> None:
+        now = vars(self)  # (the class is frozen)
         for f in fields(self):
-            _check(f.name, getattr(self, f.name), f.default)
-        for name in ("cpp_flags", "tuning_imports"):
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
+            _check(f.name, now[f.name], f.default)
         off = _BITS if self.numerics == "eager" else _SUMS if self.batch_invariant else ()
+        now["_asked"] = {name: now[name] for name in off}
+        now |= {name: name == "fallback_random" for name in off}
         for f in fields(self):  # options are compared, hashed and sent to workers
-            if f.name in off:
-                object.__setattr__(self, f.name, f.name == "fallback_random")
-            if f.name in NORMALIZE and (value := getattr(self, f.name)) != f.default:
-                object.__setattr__(self, f.name, NORMALIZE[f.name](value))
+            if f.name in NORMALIZE and now[f.name] != f.default:
+                now[f.name] = NORMALIZE[f.name](now[f.name])
 
     @classmethod
     def make(cls, options: Mapping[str, Any] | None = None, mode: str | None = None, **more: Any) -> Options:
@@ -155,8 +161,8 @@ class Options:
         return tuple(NORMALIZE["decompose_k"](self))
 
     def but(self, **changes: Any) -> Options:
-        """A copy with some fields changed."""
-        return replace(self, **changes)
+        """A copy with some fields changed; what only a changed one had switched off is as it was asked for."""
+        return replace(self, **{**vars(self)["_asked"], **changes})
 
 
 def _check(name: str, value: Any, default: Any) -> None:

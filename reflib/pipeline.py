@@ -41,7 +41,8 @@ Chosen = tuple["Program", tuple[Any, ...]]  # a program without choices, and the
 
 # Replaces each Choice of ``s.program`` by its best variant: (Stages) -> Chosen, under "choose". It may set ``s.swap``,
 # ``s.names`` and ``s.built``. Programs without choices need none; the core's rules make no Choice. Under "launches":
-# ``s.scheduled`` with kernels launched as is best, and all decisions; none: as the heuristics say.
+# ``s.scheduled`` launched as is best, and all decisions; none: as heuristics say. Under "order": ``s.scheduled`` in an
+# order that needs less memory. Under "together": for several processes.
 CHOOSE = Seam("pipeline.CHOOSE")
 # Around compiling Dynamo's graphs: (compile, Backend, GraphModule, inputs) -> callable; compile takes the last three.
 COMPILE = Seam("pipeline.COMPILE")
@@ -69,8 +70,9 @@ class Stages:
     target_of: TargetOf  # what to generate for each device
     program: Program | None = None
     fused: Fused | None = None
-    inlined: Program | None = None  # after the choices in it, if any, were decided; fused then holds the second fusion
-    before: Fused | None = None  # the first fusion, with choices in it; None where there was no choice
+    inlined: Program | None = None  # with the winners of its choices, if it had any; ``fused`` is of this then
+    before: Fused | None = None  # the first fusion, with choices in it, if something is measured meanwhile
+    once: bool = False  # fused once: when its choices are decided
     scheduled: Program | None = None
     decisions: tuple[Any, ...] = ()
     plan: Plan | None = None
@@ -85,12 +87,9 @@ class Stages:
 
 
 def run(
-    graph: Graph,
-    options: Options,
-    until: str = "wrap",
-    program: Program | None = None,
+    graph: Graph, options: Options, until: str = "wrap", program: Program | None = None,
     target_of: TargetOf | None = None,
-) -> Stages:
+) -> Stages:  # fmt: skip
     """Take ``graph`` through the stages up to and including ``until``.
 
     With ``options.target`` set the code is generated for that target and nothing is built. ``program``: what ``lower``
@@ -101,6 +100,7 @@ def run(
         raise ReflibError(f"no stage {until!r}; the stages are {', '.join(STAGES)}")
     s = Stages(graph, options, target_of or targets(options), program)
     wanted = STAGES[program is not None : STAGES.index(until) + 1]
+    s.once = options.autotune == "off" and "autotune" in wanted
     advance(s, [stage for stage in wanted if stage != "wrap" or options.target is None])
     if s.swap is not None and s.call is not None:
         s.call = s.swap(s.call)
@@ -167,15 +167,18 @@ def _lower(s: Stages) -> None:
 
 def _fuse(s: Stages) -> None:
     from .fuse import fuse
+    from .ir.program import Choice
 
     program = s.inlined or s.program
     assert program is not None
+    if s.once and s.inlined is None and any(isinstance(n, Choice) for n in program.nodes):
+        return
     s.fused = fuse(program, s.options, s.target_of(_main_device(program)))
     _verify(s, s.fused.program)
 
 
 def _autotune(s: Stages) -> None:
-    """Decide the choices, inline the winners, fuse again."""
+    """Decide the choices, inline the winners, fuse what that gives."""
     from .ir.program import Choice, walk
 
     assert s.program is not None
@@ -201,6 +204,9 @@ def _plan(s: Stages) -> None:
     from .plan import plan
 
     assert s.scheduled is not None
+    if "order" in CHOOSE:
+        s.scheduled = CHOOSE["order"](s)
+        _verify(s, s.scheduled)
     s.plan = plan(s.scheduled, s.options)
 
 

@@ -8,8 +8,13 @@ from __future__ import annotations
 from .seams import plug
 
 PLUGS: dict[str, dict[str, str]] = {
-    "pipeline.COMPILE": {"begin": "api:begun", "repro": "observed:observed"},
-    "pipeline.CHOOSE": {"choose": "tuning:choose", "launches": "tuning:launches"},
+    "pipeline.COMPILE": {"begin": "api:begun", "repro": "observed:observed", "budget": "capture.budget:within_budget"},
+    "pipeline.CHOOSE": {
+        "choose": "tuning:choose",
+        "launches": "tuning:launches",
+        "together": "ranks.tune:TOGETHER",
+        "order": "plan.order:ordered",
+    },
     "pipeline.CAPTURED": {
         "attention": "capture.attention:attention",
         "apart": "capture.attention_apart:attention_apart",
@@ -28,11 +33,21 @@ PLUGS: dict[str, dict[str, str]] = {
         "graphs": "wrap.cuda_graphs:cuda_graphs",
         "bad_values": "wrap.bad_values:named",
         "unusual": "wrap.unusual:eager_for_unusual",
+        "ranks": "ranks.agree:agreed",
+        "trace": "observed:traced",
     },
-    "pipeline.OBSERVE": {"repro": "observe.repro:observed", "failed": "observe.repro:failed"},
+    "pipeline.OBSERVE": {
+        "repro": "observe.repro:observed",
+        "failed": "observe.repro:failed",
+        "trace": "observe.trace:compiling",
+        "traced": "observe.trace:traced",
+        "logs": "observe.torch_logs:log",
+    },
     "pipeline.VERIFY": {"verify": "ir.verify:verify"},
     "options.NORMALIZE": {
         "repro": "observed:folder",
+        "activation_memory_budget": "capture.budget:budget",
+        "trace": "observed:trace_folder",
         "lookup_table": "tables:normalize_lookup",
         "c_shims": "c_shims:normalize",
         "decompose_k": "lower.decompose_k:limits",
@@ -42,6 +57,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "accumulate": "lower.accumulate",
         "activations": "lower.activations",
         "checkpoint": "lower.checkpoint",
+        "collectives": "ranks.collectives",
         "control_flow": "lower.control_flow",
         "convolution": "lower.convolution",
         "creation": "lower.creation",
@@ -85,10 +101,12 @@ PLUGS: dict[str, dict[str, str]] = {
         "scatters": "fuse.scatters:scatter_rule",
         "seeds": "fuse.seeds:seed_rule",
     },
+    "fuse.APART": {"apart": "fuse.places:apart"},
     "fuse.EMIT": {"template": "fuse.templates:emit_template"},
     "fuse.AFTER": {
         "recompute": "fuse.recompute:recompute",
         "narrow": "fuse.narrow:narrow",
+        "overlap": "ranks.collectives:overlapped",
         "combine": "fuse.combine:combine",
     },
     "schedule.SCHEDULERS": {
@@ -118,7 +136,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "generate.SCANS": {"declare": "generate.triton_scans:declare", "scan": "generate.triton_scans:scan"},
     "generate.CHEAP": {"forms": "generate.triton_half:cheap_forms"},
     "plan.STEPS": {"Region": "plan.regions:region_steps"},
-    "wrap.STEPS": {"Repeat": "wrap.regions:repeat_in_python"},
+    "wrap.STEPS": {"Repeat": "wrap.regions:repeat_in_python", "check_nan": "wrap.bad_values:check_in_python"},
     "wrap.BINDERS": {"triton": "wrap.build:bind_triton", "cpp": "wrap.build:bind_cpp"},
     "wrap.WRAPPERS": {"cpp": "wrap.build:wrap_cpp", "auto": "wrap.build:wrap_cpp"},
     "wrap.NAMES": {

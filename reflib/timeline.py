@@ -4,13 +4,15 @@ All times are of ``time.perf_counter()``, which counts from the same moment in e
 
     Timeline        a list of Events: a table as text and in a notebook; ``summary()``
     chrome_trace    the same in the Trace Event Format, which Perfetto and chrome://tracing open
+    Timed           an event of a running program, which ``tracing.py`` records and writes
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,24 @@ KINDS = {
     "wait": "the pipeline waits for decisions",
     "lock": "waiting for another process that tunes the same",
 }
+RUNNING = {
+    "call": "a graph is called",
+    "launch": "a kernel is launched (on a CPU: it runs), or an op of ATen is called",
+    "profiler": "what torch.profiler saw on the host in such a call",
+    "device": "a kernel runs",
+    "kernel": "a kernel was generated",
+}
 WORK = ("stage", "compile", "measure")  # a track is busy during these
 SHOWN = 60  # events that the table lists
+
+
+@dataclass(frozen=True)
+class Timed(Event):
+    """Something that a clock was read around, of a kind in ``RUNNING``: it nests exactly. about: what a trace shows of
+    it. flow: the same number for a launch on the host and for what it started on a device."""
+
+    about: Mapping[str, Any] = field(default_factory=dict)
+    flow: int = 0
 
 
 class Timeline(list[Event]):
@@ -134,21 +152,27 @@ def waiting(events: Iterable[Event]) -> list[tuple[float, int]]:
 SLACK = 1_000_000  # ns: two events that overlap by less are neighbours, whose ends were noted a little late
 
 
-def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
+def chrome_trace(events: Iterable[Event], begin: float | None = None) -> dict[str, Any]:
     """The events in the Trace Event Format: open the file at ui.perfetto.dev.
 
-    One thread per track, with complete events (``X``) in µs after the first start. A track whose events overlap without
-    nesting gets a second thread, because a thread's events must nest. Waits for a worker overlap all the time: they are
-    asynchronous events (``b``, ``e``) and a counter (``C``) of how many wait.
+    One thread per track, with complete events (``X``) in µs after ``begin`` (None: the first start). A track whose
+    events overlap without nesting gets a second thread, because a thread's events must nest. Waits for a worker overlap
+    all the time: they are asynchronous events (``b``, ``e``) and a counter (``C``) of how many wait. An arrow (``s``,
+    ``f``) goes from each launch that a profiler saw to what it started on the device (``Timed.flow``).
     """
     events = sorted(events, key=lambda e: (e.start, -e.seconds))
-    begin = first_start(events)
+    begin = first_start(events) if begin is None else begin
     out: list[dict[str, Any]] = [_metadata("process_name", 0, name="reflib")]
     threads = _threads([e for e in events if e.kind != "queue"], begin)
     for tid, label in enumerate(threads):
         out += [_metadata("thread_name", tid, name=label), _metadata("thread_sort_index", tid, sort_index=tid)]
     for tid, spans in enumerate(threads.values()):
-        out += [{**_head(e, "X", start), "tid": tid, "dur": (end - start) / 1e3} for start, end, e in spans]
+        for start, end, e in spans:
+            out.append({**_head(e, "X", start), "tid": tid, "dur": (end - start) / 1e3})
+            if isinstance(e, Timed) and e.flow:
+                end_of_arrow = {"ph": "f", "bp": "e"} if e.kind == "device" else {"ph": "s"}
+                at = {"pid": 1, "tid": tid, "ts": start / 1e3}
+                out.append({"name": "launch", "cat": "launch", "id": e.flow, **at, **end_of_arrow})
     for number, e in enumerate(e for e in events if e.kind == "queue"):
         same = {"id": number, "tid": 0, "name": f"waits for {e.track}", "args": {"job": e.name, "region": e.region}}
         for phase, moment in (("b", e.start), ("e", e.end)):
@@ -168,7 +192,7 @@ def _metadata(what: str, tid: int, **args: Any) -> dict[str, Any]:
 
 
 def _head(e: Event, phase: str, start: int) -> dict[str, Any]:
-    args = {"region": e.region, "status": e.status}
+    args = e.about if isinstance(e, Timed) else {"region": e.region, "status": e.status}
     return {"name": e.name, "cat": e.kind, "ph": phase, "pid": 1, "ts": start / 1e3, "args": args}
 
 
@@ -177,29 +201,36 @@ _Span = tuple[int, int, Event]  # an event's place in a thread: start and end in
 
 def _threads(events: Sequence[Event], begin: float) -> dict[str, list[_Span]]:
     """label -> spans, each within an earlier one of its thread or after it. ``events``: by start, longer first."""
-    threads: dict[str, list[_Span]] = {}
-    for track in track_order(events):
-        lanes: list[list[_Span]] = []
-        for e in (e for e in events if e.track == track):
-            places = ((lane, _fitted(lane, _ns(e.start, begin), _ns(e.end, begin))) for lane in [*lanes, []])
-            lane, (start, end) = next((lane, place) for lane, place in places if place is not None)
-            if not lane:
-                lanes.append(lane)
-            lane.append((start, end, e))
-        threads |= {track if i == 0 else f"{track} ({i + 1})": lane for i, lane in enumerate(lanes)}
-    return threads
+    tracks: dict[str, list[_Lane]] = {track: [] for track in track_order(events)}
+    for e in events:
+        lanes = tracks[e.track]
+        slack = 0 if isinstance(e, Timed) else SLACK
+        if not any(lane.add(e, _ns(e.start, begin), _ns(e.end, begin), slack) for lane in lanes):
+            lanes.append(_Lane())
+            lanes[-1].add(e, _ns(e.start, begin), _ns(e.end, begin), slack)
+    return {
+        track if i == 0 else f"{track} ({i + 1})": lane.spans
+        for track, lanes in tracks.items() for i, lane in enumerate(lanes)
+    }  # fmt: skip
 
 
-def _fitted(lane: Sequence[_Span], start: int, end: int) -> tuple[int, int] | None:
-    """The next span of ``lane``, cut where it overlaps by up to SLACK; None where it does not fit."""
-    for _, e, _ in reversed(lane):
-        if e <= start + SLACK:
-            start = max(start, e)
-        elif end <= e + SLACK:
-            return start, max(start, min(end, e))
-        else:
-            return None
-    return start, max(start, end)
+class _Lane:
+    """A thread of the trace: its spans, and the ends of those that the next one may be within."""
+
+    def __init__(self) -> None:
+        self.spans: list[_Span] = []
+        self.open: list[int] = []
+
+    def add(self, e: Event, start: int, end: int, slack: int) -> bool:
+        """As the next span, cut where it overlaps by up to ``slack``; False where it does not fit."""
+        while self.open and self.open[-1] <= start + slack:
+            start = max(start, self.open.pop())
+        if self.open and end > self.open[-1] + slack:
+            return False
+        end = max(start, min(end, self.open[-1]) if self.open else end)
+        self.open.append(end)
+        self.spans.append((start, end, e))
+        return True
 
 
 def track_order(events: Iterable[Event]) -> list[str]:

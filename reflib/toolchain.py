@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from . import cache
+from . import cache, failures
 from .errors import ToolchainError
 from .options import Options
 
@@ -191,11 +191,7 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _compile_failed(command: Sequence[str], done: subprocess.CompletedProcess[str]) -> None:
-    message = "\n".join(_message(done))
-    raise ToolchainError(
-        f"the compiler refused generated code (exit {done.returncode}); if that is a bug of the compiler, name another "
-        f"in the environment variable CXX\n$ {shlex.join(command)}\n{message}"
-    )
+    raise ToolchainError(failures.of_command(command, done.returncode, "\n".join(_message(done))))
 
 
 def _message(done: subprocess.CompletedProcess[str]) -> list[str]:

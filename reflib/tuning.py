@@ -18,7 +18,7 @@ from .background import Background, TunedOrFallback
 from .ir.loops import LoopNest
 from .ir.program import Program, Variants, kernel_variants
 from .options import Options
-from .pipeline import Chosen, Stages, TargetOf, advance, targets
+from .pipeline import CHOOSE, Chosen, Stages, TargetOf, advance, targets
 from .schedule import configs
 from .timeline import Event
 
@@ -170,6 +170,7 @@ def _decide(s: Stages, program: Program, tuning: Tuning) -> Chosen:
     """``decide``, which waits for workers."""
     from .lower.custom_ops import input_makers
 
+    tuning.together = CHOOSE["together"]
     with _for_measuring(s, tuning):
         return decide(program, s.options, s.target_of, build, input_makers(), tuning)
 

@@ -8,6 +8,7 @@ import resource
 import sys
 import sysconfig
 import tempfile
+import time
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -59,6 +60,38 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         folder.cleanup()
 
 
+# -- what a failed run leaves behind (REFLIB_ARTIFACTS=1), in runs/<id>/ -------------------------------
+failures: dict[str, str] = {}  # what to run again -> why
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed:  # (a chapter's cells need those before them)
+        what = report.nodeid.partition("::")[0] if ".ipynb" in report.nodeid else report.nodeid
+        failures[what] = f"{failures.get(what, '')}\n{report.nodeid} ({report.when})\n{report.longreprtext}".lstrip()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With xdist: in the controller, which hears of all failures."""
+    if not failures or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    from reflib.batch.artifacts import Failed, gather, wanted
+
+    if not wanted():
+        return
+    notebook = ["--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout", "600"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--rootdir", str(session.config.rootpath)]
+
+    def again(what: str) -> list[str]:
+        path = str(session.config.rootpath / what)
+        return [*command, "-p", "no:cacheprovider", *(notebook if what.endswith(".ipynb") else []), path]
+
+    folder = session.config.rootpath / "runs" / time.strftime("tests-%Y%m%d-%H%M%S")
+    problems = gather(folder, [Failed(w, why, lambda _, w=w: again(w)) for w, why in failures.items()])
+    print("\n".join(["", *problems, f"artifacts: {folder / 'index.html'}"]))
+    if problems:
+        session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
+
+
 made = pytest.StashKey[tempfile.TemporaryDirectory]()
 
 
@@ -68,7 +101,7 @@ LONGEST = (
     "multi-arch-packages.ipynb", "async-autotuning.ipynb", "test_browser.py", "cpp-wrapper.ipynb",
     "test_composition.py", "loops-to-triton.ipynb", "decompose-k.ipynb", "test_jupyterlab.py",
     "test_triton_programs.py", "test_semantics.py", "measuring.ipynb", "input-ranges.ipynb", "inline-fusion.ipynb",
-    "fusion.ipynb", "one-function-all-stages.ipynb", "reductions.ipynb", "numerics.ipynb",
+    "fusion.ipynb", "one-function-all-stages.ipynb", "reductions.ipynb", "whole-transformer.ipynb", "numerics.ipynb",
     "test_triton_compile.py", "test_package_export_cpp.py", "test_notebook_alone.py", "test_opinfo.py", "test_fuzz.py",
     "test_models.py", "test_runner.py", "test_cpp_wrapper_built.py", "test_cpp_wrapper.py", "test_background.py",
     "test_sweep.py",

@@ -376,3 +376,15 @@ def kernel_cases() -> dict[str, Callable[[], Case]]:
             norm(kind, 6, 100, F32, dynamic=True), fallback=True
         )
     return out
+
+
+def shifted_windows(shift: int, window: int) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """Of a batch of images, channels last: its windows, after a shift, and the sums over their places."""
+
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        side, channels = x.shape[1] // window, x.shape[3]
+        w = x.roll((-shift, -shift), (1, 2)).view(-1, side, window, side, window, channels)
+        w = w.permute(0, 1, 3, 2, 4, 5).contiguous()
+        return w, w.view(-1, channels).sum(0)
+
+    return f

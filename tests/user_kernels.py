@@ -32,14 +32,15 @@ def scaled(x):
 
 @triton.jit
 def mixed_kernel(
-    x: tl.pointer_type(tl.float32), flags, out, n: tl.int64, scale, one, wide, none, negate, step: tl.float64,
+    x: tl.pointer_type(tl.float32), flags, out, n: tl.int64, scale, one, wide, none, negate, shift: tl.float64,
     BLOCK: tl.constexpr = BLOCK_SIZE,
 ) -> None:
-    """Constants of two modules with one name, helper functions likewise; arguments of all types."""
+    """Constants of two modules with one name, helper functions likewise, and an argument; arguments of all types."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n.to(tl.int64)
     v = tripled(tl.load(x + i, mask=mask)) + helpers.shift(scaled(tl.load(x + i * one, mask=mask)), scale)
-    v += tripled(1.0) + libdevice.sqrt(scale) + (wide // 2**30).to(tl.float32) + step.to(tl.float32)
+    v += tripled(1.0) + libdevice.sqrt(scale) + (wide // 2**30).to(tl.float32)
+    v += shift.to(tl.float32) * helpers.Numbers.one
     if none is not None:
         v = v * 100
     if negate:
@@ -108,7 +109,7 @@ def chained(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 def mixed(x: Tensor, flags: Tensor) -> Tensor:
     out = torch.empty_like(x)
     n = x.numel()
-    mixed_kernel[(5,)](x, flags, out, n, 0.25, 1, large, None, True, step=1.25, BLOCK=64)
+    mixed_kernel[(5,)](x, flags, out, n, 0.25, 1, large, None, True, shift=1.25, BLOCK=64)
     return out + 1
 
 

@@ -22,6 +22,7 @@ from sphinx.util.docutils import SphinxDirective
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the other modules of this folder
 
 import reflib_api
+import reflib_claims
 import reflib_figure
 import reflib_notices
 import reflib_pages
@@ -35,15 +36,16 @@ UNUSED = (
     "locales", "images", "sphinx-thebe.*", "play-solid.svg", "*webpack-macros.html", "scripts/*.map", "styles/*.map",
 )  # fmt: skip
 
-# stage: what it takes, what it returns. Sizes and "not yet written" are read from the code.
+# stage (a folder): what it takes, what it returns. Sizes are read from the code.
 PIPELINE = (
     ("capture", "a model and its arguments", "a graph of ATen calls"),
     ("lower", "graph", "a program of loops, in the language of ir/"),
     ("fuse", "program", "groups that become one kernel each"),
-    ("choose", "groups with alternatives", "the fastest one, as measured"),
-    ("plan", "groups in order", "a schedule, with storage reused"),
-    ("generate", "groups", "Triton or C++ source"),
-    ("wrap", "kernels and schedule", "a callable"),
+    ("autotune", "alternatives", "the fastest one, as measured"),
+    ("schedule", "groups", "kernels, cut into blocks and launched"),
+    ("plan", "kernels in order", "the same, with storage reused"),
+    ("generate", "kernels", "Triton or C++ source"),
+    ("wrap", "kernels and plan", "a callable"),
     ("package", "kernels for many GPUs", "a file that loads anywhere"),
 )
 
@@ -56,7 +58,8 @@ def package_folder() -> Path:
 
 def code_lines(folder: Path) -> int:
     """Lines that are neither blank nor a comment."""
-    files = folder.rglob("*.py") if folder.is_dir() else []
+    files = list(folder.rglob("*.py"))
+    assert files, f"{folder}: no stage of this name"
     text = (line.strip() for f in files for line in f.read_text(encoding="utf-8").splitlines())
     return sum(1 for line in text if line and not line.startswith("#"))
 
@@ -68,15 +71,12 @@ def pipeline_svg() -> tuple[str, str]:
     parts = []
     for index, (stage, takes, returns) in enumerate(PIPELINE):
         y = index * (height + gap) + 4
-        there = sizes[stage] > 5
-        size = f"{sizes[stage]:,} lines" if there else "not yet written"
-        dashes = "" if there else ' stroke-dasharray="5 4"'
         parts.append(
-            f'<rect x="4" y="{y}" width="{width - 8}" height="{height}" rx="7" class="box"{dashes}/>'
+            f'<rect x="4" y="{y}" width="{width - 8}" height="{height}" rx="7" class="box"/>'
             f'<text x="20" y="{y + 26}" class="stage">{stage}</text>'
             f'<text x="20" y="{y + 49}" class="what">{html.escape(takes)}</text>'
             f'<text x="20" y="{y + 69}" class="what">→ {html.escape(returns)}</text>'
-            f'<text x="{width - 20}" y="{y + 26}" class="size">{size}</text>'
+            f'<text x="{width - 20}" y="{y + 26}" class="size">{sizes[stage]:,} lines</text>'
         )
         if index + 1 < len(PIPELINE):
             bottom = y + height
@@ -97,7 +97,7 @@ class Pipeline(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         total = sum(code_lines(package_folder() / part) for part in [s for s, _, _ in PIPELINE] + ["ir"])
         caption = (
-            f"The pipeline is the architecture: one folder a stage, {total:,} lines of code in all with the "
+            f"The pipeline is the architecture: one folder per stage, {total:,} lines of code in all with the "
             "language they share (ir/). Imports point only upwards. Drawn from the code itself."
         )
         svg, _ = pipeline_svg()
@@ -222,6 +222,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("html-page-context", finish_page, priority=900)
     app.connect("build-finished", copy_assets)
     reflib_terms.setup(app)
+    reflib_claims.setup(app)
     register_vega()
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
 

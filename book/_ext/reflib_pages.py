@@ -270,6 +270,13 @@ def seconds(root: Path, slug: str, device: str) -> str:
 # ---- the model sweep
 
 
+NO_SWEEP = (
+    "**Nothing has been recorded on an H200 yet.** To make a recording: `make sweep` on a machine with that GPU, and "
+    "again until it says that nothing is left; then copy `runs/sweep-h200/sweep.h200.json` to `notebooks/recorded/`, "
+    "and `make book`. It may be partial: this page says how much of it there is."
+)
+
+
 def sweep(root: Path) -> str:
     """The recorded sweeps, a heading per device."""
     from reflib.lab import recording
@@ -278,7 +285,7 @@ def sweep(root: Path) -> str:
     found = {path: recording.load(path)[0] for path in (root / "notebooks" / "recorded").glob("sweep.*.json")}
     text = []
     if not any("H200" in device for rows in found.values() for device in rows.devices):
-        text.append("Nothing has been recorded on an H200 yet.")
+        text.append(NO_SWEEP)
     for path in sorted(found, key=lambda path: ("cpu" in path.name, path.name)):
         text += [f"## {found[path].devices[0]}", report.made_with(found[path])]
         for heading, sentence, (heads, body) in report.sections(found[path]):

@@ -9,7 +9,7 @@ program order:
 3. every other candidate's version is compiled by the later stages and measured (``points``), at the traced sizes, or,
    with ranges, at three sizes inside each range: a third and two thirds of the way up on a logarithmic scale, and its
    top. A range goes to the candidate with the best geometric mean;
-4. the winner's nodes take the choice's place, and the program is fused again by the caller. A winner that needs more
+4. the winner's nodes take the choice's place, and the program is fused by the caller. A winner that needs more
    than that (a predicate; option patches; other ranges have other winners) becomes a Variants node in place of the
    subprogram, each variant fused by itself, neighbouring ranges with one winner merged (``ranges``). A variant whose
    predicate could fail is followed by the default for the same range.
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..fuse import fuse
@@ -37,10 +38,11 @@ from ..logs import get as logger
 from ..options import Options
 from ..target import Target
 from .activation import with_activation
+from .epilogue import epilogue_bytes
 from .known import Elsewhere
 from .matmul import open_template, static_tiling, with_tiling
 from .points import Build, TargetOf, Tuning, Work, begin, outcome_of
-from .question import Question, dtypes_of, has_epilogue, question_of, sizes_of
+from .question import Question, dtypes_of, question_of, sizes_of
 from .ranges import Range, merged, representatives, say_once
 from .store import Outcome, keeps_decisions, store
 from .subprogram import Subprogram, replace_region, splice
@@ -106,7 +108,7 @@ def new_work(
         return decide(program, options.but(autotune="off"), target_of, build, {})[0]
 
     def static(q: Question) -> Key:
-        return key_of(_static_winner(q.region.program, q.choice, target_of(q.device), options)[0])
+        return key_of(_static_winner(q.region.program, q.choice, target_of(q.device))[0])
 
     return Work(options, target_of, build, makers, tuning, plain, static)
 
@@ -115,17 +117,17 @@ def new_work(
 def _decide_statically(program: Program, choice: Choice, target: Target, options: Options) -> tuple[Program, Decision]:
     unmeasured = {"off": "autotune is off", "background": "until it is measured"}.get(options.autotune, "")
     unmeasured = "nothing is measured for a target that is named" if options.target else unmeasured
-    winner, why = _static_winner(program, choice, target, options)
+    winner, why = _static_winner(program, choice, target)
     key = key_of(winner)
     row = Candidate(key, "heuristic")
     return splice(program, choice, winner), Decision(choice.name, (key,), (row,), f"{unmeasured}: {why}", op=choice.op)
 
 
-def _static_winner(program: Program, choice: Choice, target: Target, options: Options) -> tuple[Variant, str]:
+def _static_winner(program: Program, choice: Choice, target: Target) -> tuple[Variant, str]:
     for a in choice.variants:
-        t = open_template(a)
-        tiling = static_tiling(t, has_epilogue(program, choice, a), target, options) if t is not None else None
-        if tiling is not None and not a.predicate:
+        t = None if a.predicate else open_template(a)
+        tiling = None if t is None else static_tiling(t, partial(epilogue_bytes, program, choice, a), target)
+        if tiling is not None:
             return with_tiling(a, tiling), "at this size one launch is worth more than the library's kernel"
     return choice.variants[0], "the default"
 

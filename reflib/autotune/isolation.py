@@ -30,7 +30,8 @@ from .request import Request
 
 LARGEST = 2**20  # elements of a constant that are looked at
 BUILT_IN = ("aten", "prims", "prim")
-LOADED_BY_TORCH = ("quantized", "mkldnn", "c10d", "fbgemm")  # libraries of ops that need no import
+COMMUNICATE = ("_c10d_functional", "symm_mem")
+LOADED_BY_TORCH = ("quantized", "mkldnn", "c10d", "fbgemm", *COMMUNICATE)  # libraries of ops that need no import
 
 
 @dataclass(frozen=True)
@@ -170,10 +171,13 @@ def _function_of(op: str) -> tuple[str, Any]:
 
 def body_of(op: str) -> str | None:
     """A text that differs between versions of an op: its function's source and file; of an op from C++ the library's
-    file. None if that cannot be found."""
+    file; of a collective the sizes of the process groups. None if that cannot be found."""
     space, function = _function_of(op)
     if function is not None:
         return source_of(function)
+    if space in COMMUNICATE:  # (with how many others, its arguments do not say)
+        groups = torch.distributed.distributed_c10d._world.pg_names
+        return repr(sorted((name, g.size()) for g, name in groups.items()))
     library = getattr(sys.modules.get(space), "__file__", None)
     if library is None:
         return None

@@ -108,7 +108,8 @@ class _Request:
         self.held = self.first and _lock(self.fd, DEVICE)
         if self.held:
             os.truncate(self.fd, 0)
-            os.pwrite(self.fd, f"{os.getpid()} {time.monotonic_ns()} {_command()}".encode(errors="replace"), 0)
+            command = " ".join([*map(os.path.basename, sys.argv[:1]), *sys.argv[1:]])[:100]
+            os.pwrite(self.fd, f"{os.getpid()} {time.monotonic_ns()} {command}".encode(errors="replace"), 0)
             fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, LINE)
         return self.held
 
@@ -135,10 +136,6 @@ def _lock(fd: int, byte: int) -> bool:
             raise
         return False
     return True
-
-
-def _command() -> str:
-    return " ".join([os.path.basename(sys.argv[0]) if sys.argv else "", *sys.argv[1:]])[:100]
 
 
 def _name(who: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -68,14 +68,16 @@ def tilings(t: Template, target: Target, options: Options) -> list[Tiling]:
     """Candidates to compile and measure, at most ``MOST``: those that were measured to be good, the best guess of each
     kind (the model ranks within a kind better than between them), then the others as the model ranks them. None where
     Triton has no kernel to offer: on CPUs, and bfloat16 before sm_80."""
-    if not target.is_gpu or t.dtype == torch.bfloat16 and not tensor_cores(target):
-        return []
-    return list(_ranked(t, target))
+    return list(_ranked(t, target)) if can_multiply(t, target) else []
+
+
+def can_multiply(t: Template, target: Target) -> bool:
+    return target.is_gpu and (t.dtype != torch.bfloat16 or tensor_cores(target))
 
 
 @functools.lru_cache(maxsize=512)  # a choice is expanded when its question is sent, and again when it is decided
-def _ranked(t: Template, target: Target) -> tuple[Tiling, ...]:
-    p = problem(t)
+def _ranked(t: Template, target: Target, moved: int = 0) -> tuple[Tiling, ...]:
+    p = replace(problem(t), moved=moved)
     first = [c for c in known(p, target) if fits(p, c, target)][:FIRST]
     ranked: list[tuple[Tiling, float]] = []
     for made in (_tiled(p, target), all_splits(p, target), _walking(t, p, target)):
@@ -231,27 +233,26 @@ def _walking(t: Template, p: Problem, target: Target) -> Iterator[Tiling]:
 
 # -- without measuring ------------------------------------------------------------------------------
 # A launch, its gap and a kernel that reads back what was just stored cost 2 to 4 us; where the library's product
-# itself takes no more than about that, one fused launch wins whatever the tiling.
+# itself takes no more than about that, one fused launch wins.
 SMALL = 2 * 256 * 256 * 1024  # operations
 SKINNY = 64 * 64  # results that split-K is meant for ...
 DEEP = 64  # ... with at least so much depth for each row or column
 
 
-def static_tiling(t: Template, fused_epilogue: bool, target: Target, options: Options) -> Tiling | None:
-    """What to use when nothing is measured; None: leave it to ATen.
+def static_tiling(t: Template, moved: Callable[[], int | None], target: Target) -> Tiling | None:
+    """What to use when nothing is measured; None: leave it to ATen. ``moved``: ``epilogue_bytes`` of it.
 
     Small products with an epilogue become one launch; so do few results of great depth, where the library's own
     split-K takes two launches for the product alone. All else is the library's: without measuring, 0.9 of cuBLAS on a
     large product costs more than the epilogue's launch saves."""
-    if not target.is_gpu or not fused_epilogue or not tensor_cores(target) and t.dtype != torch.float32:
+    if not can_multiply(t, target) or not tensor_cores(target) and t.dtype != torch.float32:
         return None
     b, m, n, k = problem(t).sizes
     small = 2 * b * m * n * k <= SMALL
     skinny = b * m * n <= SKINNY and k >= DEEP * max(m, n)
-    if not small and not skinny:
+    if not (small or skinny) or (behind := moved()) is None:
         return None
-    found = [c for c in tilings(t, target, options) if c.kind != "persistent"]
-    return found[0] if found else None
+    return next((c for c in _ranked(t, target, behind) if c.kind != "persistent"), None)
 
 
 # -- variants ---------------------------------------------------------------------------------------

@@ -51,7 +51,13 @@ class Tuning:
     """How candidates are measured. ``tuner``: by worker processes; None: all of it here. ``background``: the program
     runs meanwhile on what the static rule chose, which is then what a winner must beat, and nothing is measured in this
     process. ``known_only``: nothing is measured at all; ``left`` says whether there was something to measure.
-    ``meanwhile``: what to do while workers work; it is given the names of nodes that candidates are measured with."""
+    ``meanwhile``: what to do while workers work; it is given the names of nodes that candidates are measured with.
+
+    ``together``: for several processes; empty for one. Candidates that communicate are measured by all of them:
+    "talks": (Question) -> bool. For those that do, "known": (Question, Outcome or None, Work) -> what all use of what
+    is known here; "measure": (Question, Point, Work) -> Result, in place of the tuner's. Others are measured by one for
+    all: "claim": (Question, Work) -> is this one to do it?, "settle": (Question, Work) -> another's Outcome, or None:
+    measure it here; "publish": (Question, Outcome)."""
 
     tuner: Tuner | None = None
     background: bool = False
@@ -59,6 +65,7 @@ class Tuning:
     meanwhile: Callable[[set[str]], None] | None = None
     store: Store | None = None
     left: bool = False
+    together: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
 @dataclass
@@ -99,10 +106,18 @@ class Point:
 def begin(q: Question, work: Work) -> None:
     """Look it up, or send it to be measured."""
     found = known.find(q, work.options, work.tuning.store) if q.text else None
+    several = work.tuning.together
+    if talks(q, work):
+        found = several["known"](q, found, work)
     if found is not None:
         work.known[q.text] = found
-    elif not work.tuning.known_only:
+    elif not work.tuning.known_only and (not several or talks(q, work) or several["claim"](q, work)):
         ask(q, work)
+
+
+def talks(q: Question, work: Work) -> bool:
+    """Is it measured with other processes?"""
+    return bool(work.tuning.together) and work.tuning.together["talks"](q)
 
 
 def ask(q: Question, work: Work) -> None:
@@ -112,10 +127,15 @@ def ask(q: Question, work: Work) -> None:
 
 def outcome_of(q: Question, work: Work) -> Outcome:
     """The winner of every range; here ``autotune`` waits for workers."""
+    several = work.tuning.together
     if q.text not in work.begun:  # a question that an earlier winner changed, or that has no text
         begin(q, work)
         if q.text in work.known:
             return work.known[q.text]
+    if q.text not in work.begun:  # (there are several)
+        if (theirs := several["settle"](q, work)) is not None:
+            return theirs
+        ask(q, work)
     start = time.perf_counter()
     asked = work.begun.pop(q.text)
     found = [measure_range(q, r, points, work) for r, points in zip(q.ranges, asked)]
@@ -128,6 +148,8 @@ def outcome_of(q: Question, work: Work) -> Outcome:
         known.keep(q, outcome, time.perf_counter() - start, store)
         for point in every:
             store.drop_rows(point.row_key)
+    if several:
+        several["publish"](q, outcome)
     return outcome
 
 
@@ -176,7 +198,7 @@ def _ask(q: Question, sizes: dict[str, int], work: Work) -> Point:
     makers = {k: work.makers[k] for _, k in choice.inputs_from if k in work.makers}
     makers |= {made_by[b]: lambda like, value=value: value.detach() for b, value in q.region.constants.items()}
     point = Point(default, left_out, asked, makers)
-    if tuning.tuner is not None:
+    if tuning.tuner is not None and not talks(q, work):
         _send(q, sizes, point, tuning.tuner, work)
     return point
 
@@ -233,6 +255,8 @@ def _epilogue_pruned(key: Key, t: Template, known: Mapping[Key, list[Report] | N
 # -- results -------------------------------------------------------------------------------------------
 def _answer(q: Question, point: Point, work: Work) -> Result:
     """Wait for it, or measure here."""
+    if point.found is None and talks(q, work):
+        point.found = work.tuning.together["measure"](q, point, work)
     if point.found is None:
         point.found = _from_workers(point, work) or (
             _not_measured(q, point, work) if point.alone else _measured_here(point, work)

@@ -33,7 +33,7 @@ from .subprogram import Subprogram, cut
 NOT_IN_KERNELS = {
     "autotune", "verify", "check_nan", "wrapper", "compile_threads", "isolate", "candidate_seconds", "tuning_seconds",
     "tuning_idle_seconds", "tuning_imports", "cache_decisions", "lookup_table", "num_decompose_k_splits",
-    "decompose_k_threshold", "c_shims", "repro",
+    "decompose_k_threshold", "c_shims", "repro", "trace",
 }  # fmt: skip
 Makers = Mapping[str, Callable[..., Any]]
 

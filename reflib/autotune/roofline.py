@@ -12,6 +12,7 @@ units' rate, nor than its bytes at the memory's. A product of M x N x K does 2MN
 * a multiprocessor receives bytes_in_flight / latency and no more (Little's law): stages x block bytes x programs
   (128 x 11008 x 4096 on an H200, blocks of 128x128x64: 33 us with 4 stages, 28 us with 6);
 * the first block of a program is waited for, and its tile stored, while nothing multiplies (but for ``persistent``);
+* an epilogue's loads and stores are few at a time: a thread has its part of the tile in registers, and few left;
 * split-K stores float32 parts, waits for all of a tile's, and reads them back.
 
 The model is for ranking. Where it matters which of two is faster, they are measured. Its constants were fitted to 850
@@ -44,6 +45,7 @@ START = 3.5e-9  # s: from the start of one program to that of the next, until al
 HAND_IN = 0.6e-6  # s: from storing a part to having seen all
 WAIT = 2.5e-9  # s: for each of a tile's parts
 PART = 0.27e-9  # s: an element of a part, stored, read back and added
+EPILOGUE = 64  # bytes of an epilogue that a thread has in flight: four accesses (seen in kernels of 16 and 32 blocks)
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,15 @@ def flops_per_second(dtype: torch.dtype, target: Target, tf32: bool = False) -> 
 
 @dataclass(frozen=True)
 class Problem:
-    """A product as the model sees it. ``a_bytes``, ``b_bytes``: of an element as it lies in memory."""
+    """A product as the model sees it. ``a_bytes``, ``b_bytes``: of an element as it lies in memory. ``moved``: bytes
+    per element of the result that its epilogue loads and stores, beside the result."""
 
     sizes: tuple[int, int, int, int]
     dtype: torch.dtype
     tf32: bool
     a_bytes: int
     b_bytes: int
+    moved: int = 0
 
     def tiles(self, t: Tiling) -> int:
         b, m, n, _ = self.sizes
@@ -197,10 +201,13 @@ def estimate(p: Problem, t: Tiling, target: Target) -> float:
     in_flight = together * max(1, min(t.num_stages - 1, steps)) * traffic
     latency = LATENCY if t.kind == "split" else BUSY
     into = min(in_flight / latency, L2_BYTES_PER_CLOCK * CLOCK, 1e9 * r.l2 / busy)
-    once = b * (m * k * p.a_bytes + k * n * p.b_bytes + m * n * p.dtype.itemsize)
+    once = b * (m * k * p.a_bytes + k * n * p.b_bytes + m * n * (p.dtype.itemsize + p.moved))
     body = max(compute, load * steps * traffic / into, once / (1e9 * r.memory))
     total = min(programs, together * units) * START + body + load / together * steps * STEP
     total += LATENCY * (3 if t.kind == "persistent" else _ceil(load, together))  # 3: descriptors are made first
+    if p.moved:
+        few = together * t.num_warps * target.warp * EPILOGUE / BUSY
+        total += load * t.m * t.n * p.moved / min(few, L2_BYTES_PER_CLOCK * CLOCK, 1e9 * r.l2 / busy)
     if t.splits > 1:
         total += HAND_IN + t.splits * WAIT + t.m * t.n * PART
     return total

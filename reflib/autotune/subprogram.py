@@ -217,15 +217,12 @@ def sub_program(program: Program, nodes: list[Node], outputs: tuple[str, ...]) -
     reads = list(dict.fromkeys(b for n in nodes for b in n.reads() if b not in written))
     mine = {b.name for n in nodes if isinstance(n, Choice) for a in n.variants for b in a.buffers}
     buffers = {b: replace(program.buffers[b], kind="input") for b in reads}
-    buffers |= {b: program.buffers[b] for b in [*written, *(_inner(nodes, program))] if b not in mine}
+    inner = [b for n in nodes if isinstance(n, Variants) for b in sorted(n.inside())]
+    buffers |= {b: program.buffers[b] for b in [*written, *inner] if b not in mine}
     views = tuple(full_view(program.buffers[b]) for b in outputs)
     symbols = _symbols(program, nodes, list(buffers.values()))
     weights = tuple(b for b in reads if program.buffers[b].kind == "const" or b in program.weights)
     return Program((*reads, *symbols), buffers, tuple(nodes), views, {}, weights)
-
-
-def _inner(nodes: list[Node], program: Program) -> list[str]:
-    return [b for n in nodes if isinstance(n, Variants) for b in sorted(n.inside())]
 
 
 def _symbols(program: Program, nodes: list[Node], buffers: list[Buffer]) -> list[Sym]:

@@ -8,6 +8,7 @@
     run.py       calls these in order
     summary.py   a run's folder -> one HTML page
     compare.py   two runs' rows -> differences in time
+    artifacts.py what failed -> a folder for CI: why, and traces and repros of running it again
 
     job     = a notebook's text + parameters      its id: slug, and a hash of parameters and code cells
     outcome = status, error, log, executed notebook, rows, seconds

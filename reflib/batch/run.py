@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from reflib.batch import artifacts, store, summary, sweep, work
 from reflib.batch import cluster as clusters
-from reflib.batch import store, summary, sweep, work
 from reflib.batch.jobs import NotebookJob, RunRequest, plan
 from reflib.batch.store import RunStore
 from reflib.batch.work import JobOutcome
@@ -256,6 +256,12 @@ def close(progress: RunProgress, kept: RunStore, root: Path, book: bool, say: An
         say(f"results: {runner.shown(kept.folder / 'results.json')}")
     if page:
         say(f"book:    {runner.shown(page)}")
+    if bad and artifacts.wanted():
+        where, command = kept.folder / "artifacts", [sys.executable, "-m", "reflib.cli"]
+        report = {"the whole run": kept.folder / "summary.html"}
+        problems = artifacts.gather(where, artifacts.of_run(outcomes, command), report)
+        for line in (*problems, f"artifacts: {runner.shown(where / 'index.html')}"):
+            say(line)
     return 1 if bad or not written or (wanted and page is None) else 0
 
 

@@ -8,21 +8,24 @@ from typing import Any
 
 import torch
 
+from ..target import Target
+
 aten = torch.ops.aten
+CUDNN = (90, 100, 103)  # capabilities that prefer it (pytorch#162073)
 
 
 @contextmanager
-def attention_of_gpu(whole: bool = True) -> Iterator[None]:
-    """``scaled_dot_product_attention`` of fakes on a GPU. ``whole``: its result is laid out as fused kernels do it (the
-    call stays one in the graph); else it is a call of the kernel that is likely to be taken."""
+def attention_of_gpu(target: Target | None = None) -> Iterator[None]:
+    """``scaled_dot_product_attention`` of fakes on a GPU: a call of the kernel that ``target`` is likely to take.
+    Without a target it stays one in the graph, and its result is laid out as fused kernels do it."""
     op, key = aten.scaled_dot_product_attention.default, torch._C.DispatchKey.CompositeImplicitAutograd
 
     def attention(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
-        if whole and q.device.type != "cuda":
+        if target is None and q.device.type != "cuda":
             return op._op_dk(key, q, k, v, *args, **kwargs)
-        if whole:
+        if target is None:
             return _attended(q, k, v, kwargs.get("enable_gqa", False))
-        found = _likely_kernel(q, k, v, *args, **kwargs)
+        found = _likely_kernel(target, q, k, v, *args, **kwargs)
         return op._op_dk(key, q, k, v, *args, **kwargs) if found is None else found
 
     before = dict(op.py_kernels)
@@ -51,15 +54,20 @@ def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grouped: bool) 
 
 
 def _likely_kernel(
-    q: Any, k: Any, v: Any, mask: Any = None, dropout: float = 0.0, is_causal: bool = False, *, scale: Any = None,
-    enable_gqa: bool = False,
+    target: Target, q: Any, k: Any, v: Any, mask: Any = None, dropout: float = 0.0, is_causal: bool = False, *,
+    scale: Any = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
-    """What current GPUs take: flash attention for halves without a mask, else the memory-efficient kernel; None: the
-    op taken apart."""
+    """What current GPUs take with the cuDNN that torch 2.11 brings (after 9.15): for halves without a mask cuDNN's
+    attention on Hopper and Blackwell's servers, else flash attention; the memory-efficient kernel for the rest; None:
+    the op taken apart."""
     widths, few = {q.shape[-1], v.shape[-1]}, enable_gqa and q.shape[1] != k.shape[1]
     if q.ndim != 4 or len(widths) > 1 or not all(w % 8 == 0 and w <= 256 for w in widths):
         return None
-    if mask is None and q.dtype in (torch.float16, torch.bfloat16):
+    halves = mask is None and q.dtype in (torch.float16, torch.bfloat16)
+    if halves and target.capability in CUDNN and q.shape[-1] <= 128:
+        kept = q.requires_grad or k.requires_grad or v.requires_grad
+        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, kept, dropout, is_causal, False, scale=scale)[0]
+    if halves:
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout, is_causal, scale=scale)[0]
     if few or (mask is not None and mask.dtype != q.dtype):
         return None

@@ -21,12 +21,9 @@ Rewrite = Callable[[torch.fx.GraphModule], torch.fx.GraphModule]
 
 
 def dynamo_graph_to_aten(
-    module: torch.fx.GraphModule,
-    inputs: Sequence[Any],
-    decompositions: dict,
-    compile_graph: CompileGraph,
+    module: torch.fx.GraphModule, inputs: Sequence[Any], decompositions: dict, compile_graph: CompileGraph,
     rewrite: Rewrite = lambda gm: gm,
-) -> Callable[..., Any]:
+) -> Callable[..., Any]:  # fmt: skip
     """AOTAutograd over one of Dynamo's graphs. ``compile_graph`` is called once for an inference graph, or for the
     forward graph and, possibly only when it is first needed, for the backward graph; it returns a callable that takes a
     list of inputs. ``rewrite``: of the joint graph, before it is cut into these two."""

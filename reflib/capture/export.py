@@ -43,6 +43,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import CaptureError
+from ..target import Target
 from .advice import explained, first_lines
 from .attention_there import attention_of_gpu
 from .exported import Rewrite, exported_graph
@@ -118,9 +119,10 @@ def export_for(
 
 
 @contextmanager
-def with_fakes(fn: Any, call: Any, gpu: bool, there: bool) -> Iterator[tuple[Any, Any, Any]]:
+def with_fakes(fn: Any, call: Any, gpu: Target | None, there: bool) -> Iterator[tuple[Any, Any, Any]]:
     """A decorator for what runs such graphs; ``fn`` (if it is a module, a copy) and ``call``, a nest of arguments, with
-    a fake tensor for each tensor: on its own device, or on a GPU (``there``). ``gpu``: attention is a GPU's.
+    a fake tensor for each tensor: on its own device, or on a GPU (``there``). ``gpu``: whose kernels attention
+    takes.
 
     Raises CaptureError for what cannot be copied.
     """
@@ -129,7 +131,7 @@ def with_fakes(fn: Any, call: Any, gpu: bool, there: bool) -> Iterator[tuple[Any
     def fake(t: torch.Tensor) -> torch.Tensor:
         return fakes.fake(t).requires_grad_(t.requires_grad)
 
-    on_gpu = (attention_of_gpu(whole=False), triton_of_gpu()) if gpu else (nullcontext(), nullcontext())
+    on_gpu = (attention_of_gpu(gpu), triton_of_gpu()) if gpu else (nullcontext(), nullcontext())
     with _LOCK, _as_if_there(dynamo=True) if there else nullcontext(), on_gpu[0], on_gpu[1]:
         if isinstance(fn, torch.nn.Module):
             copy = fakes.copied(fn, type(fn).__name__)

@@ -57,9 +57,11 @@ def random(seed: Any, stream: int, kind: str, size: Any, order: Sequence[int], d
     elif kind == "uniform":
         value = (word(2 * i) & 0x3FFFFFF).double() * 2.0**-26 + (word(2 * i + 1) & 0x7FFFFFF).double() * 2.0**-53
     elif kind == "normal":
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        radius, angle = ((word(2 * i + k).long() & 0xFFFFFFFF).to(wide) for k in range(2))
-        value = (((radius + 1) * 2.0**-32).log() * -2.0).sqrt() * (angle * (_TAU * 2.0**-32)).cos()
+        wide, words, least = (torch.float64, 4, 2.0**-32) if dtype == torch.float64 else (torch.float32, 2, 1.0)
+        radius, angle, *more = ((word(words * i + k).long() & 0xFFFFFFFF).to(wide) for k in range(words))
+        if more:  # the digits of a float64 that the first words do not fill
+            radius, angle = radius + more[0] * 2.0**-32, angle + more[1] * 2.0**-32
+        value = (((radius + least) * 2.0**-32).log() * -2.0).sqrt() * (angle * (_TAU * 2.0**-32)).cos()
     else:
         value = (word(2 * i).long() & 0xFFFFFFFF) | ((word(2 * i + 1).long() & 0x7FFFFFFF) << 32)
     return _empty(seed, stream, kind, size, order, dtype).copy_(value.view(size))

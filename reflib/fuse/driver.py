@@ -44,8 +44,10 @@ def fuse(program: Program, options: Options, target: Target) -> Fused:
         return Fused(program, tuple(Group(n.name, (n.name,), kind_of(n)) for n in program.nodes))
     fused = Fused(remove_dead(program))
     for run in BEFORE.values():
-        fused = run(fused, options, target)
-    fused = grouped(fused, options, target)
+        if (fused := run(fused, options, target)).formed:
+            break
+    else:
+        fused = grouped(fused, options, target)
     for run in AFTER.values():
         fused = run(fused, options, target)
     return fused

@@ -73,12 +73,12 @@ def inline_loads(fused: Fused, options: Options, target: Target) -> Fused:
     result nothing reads afterwards is removed. Assumes a legal order."""
     program = fused.program
     depends = dependencies(program)
-    producers: dict[str, Producer] = {}
+    producers, joined = dict[str, Producer](), dict[str, tuple[Producer, list[Producer]]]()
     nodes = list(program.nodes)
     for position, node in enumerate(nodes):
         if not isinstance(node, LoopNest):
             continue
-        node = _inline_into(node, position, producers, depends, program if target.is_gpu else None)
+        node = _inline_into(node, position, producers, joined, depends, program if target.is_gpu else None)
         nodes[position] = node
         for store in node.stores():
             producer = _producer(position, node, store, depends) if makes_all(program, node, store) else None
@@ -121,17 +121,19 @@ def make_producer(position: int, loops: LoopNest, store: Store) -> Producer | No
 
 
 def _inline_into(
-    loops: LoopNest, position: int, producers: dict[str, Producer], depends: Dependencies, program: Program | None
-) -> LoopNest:
-    """``loops`` with every load replaced that should be, loads in inlined bodies included. ``program``: to weigh what
-    is computed more than once against the bytes that it saves (None: no such trade)."""
+    loops: LoopNest, position: int, producers: dict[str, Producer], joined: dict[str, tuple[Producer, list[Producer]]],
+    depends: Dependencies, program: Program | None,
+) -> LoopNest:  # fmt: skip
+    """``loops`` with every load replaced that should be, loads in inlined bodies included. ``joined``: ``_joined`` of
+    the producers that were asked for. ``program``: to weigh what is computed more than once against the bytes that it
+    saves (None: no such trade)."""
     keep: set[str] = set()
     while True:
         names = [n for n in loops.reads() if n in producers and n not in keep]
         if not names:
             return loops
         name = names[0]
-        for p in _forms(loops, position, producers[name], producers, depends):
+        for p in _forms(loops, position, producers[name], producers, joined, depends):
             if _should_inline(loops, position, p, depends, program):
                 inlined = replace_loads(loops, p)
                 if gathers(p.loops):
@@ -146,12 +148,18 @@ def _inline_into(
 
 
 def _forms(
-    loops: LoopNest, position: int, p: Producer, producers: dict[str, Producer], depends: Dependencies
-) -> Iterator[Producer]:
+    loops: LoopNest, position: int, p: Producer, producers: dict[str, Producer],
+    joined: dict[str, tuple[Producer, list[Producer]]], depends: Dependencies,
+) -> Iterator[Producer]:  # fmt: skip
     """A producer as it might be inlined: with those in it, and alone. None of one that can be grouped with ``loops``,
     as most can: this is asked first."""
     if isinstance(common_space(single(p.position, p.loops, depends), single(position, loops, depends)), Reason):
-        yield _whole(p, position, producers, depends)
+        name = p.store.buffer
+        if name not in joined:
+            joined[name] = _joined(p, producers, depends)
+        whole, parts = joined[name]
+        if not any(depends.written_between(b, q.position, position + 1) for q in parts for b in q.loops.reads()):
+            yield whole
         yield p
 
 
@@ -161,19 +169,21 @@ def _longest(loops: LoopNest) -> int:
     return max((len(str(e)) for e in indices if divisions(e)), default=0)
 
 
-def _whole(p: Producer, position: int, producers: dict[str, Producer], depends: Dependencies) -> Producer:
-    """The producer with the producers in it that grouping would fuse with it: a chain is one computation, and the masks
-    of the loads that it replaces are applied once."""
-    loops, tried = p.loops, set[str]()
+def _joined(
+    p: Producer, producers: dict[str, Producer], depends: Dependencies
+) -> tuple[Producer, list[Producer]]:
+    """The producer with the producers in it that grouping would fuse with it, and these: a chain is one computation,
+    and the masks of the loads that it replaces are applied once."""
+    loops, tried, parts = p.loops, set[str](), list[Producer]()
     while names := [n for n in loops.reads() if n in producers and n not in tried]:
         tried.add(names[0])
         q = producers[names[0]]
         loads = [s for s in loops.loads() if s.buffer == names[0]]
-        fits = len(loops.body) + len(q.loops.body) <= MAX_OPS and _cheap(loops, loads, q) and _alone(q, depends)
-        if fits and not any(depends.written_between(b, q.position, position + 1) for b in q.loops.reads()):
+        if len(loops.body) + len(q.loops.body) <= MAX_OPS and _cheap(loops, loads, q) and _alone(q, depends):
             loops = replace_loads(loops, q)
+            parts.append(q)
     store = next(s for s in loops.stores() if s.buffer == p.store.buffer)
-    return replace(p, loops=loops, store=store)
+    return replace(p, loops=loops, store=store), parts
 
 
 def _should_inline(loops: LoopNest, position: int, p: Producer, depends: Dependencies, program: Program | None) -> bool:

@@ -8,7 +8,9 @@ part of the whole, and the other parts are stored by loop nests of their own, wh
     cat[i, j] = mm[i, j] if j < 4 else add[i, j-4]   cat[i, j+4] = add[i, j]
 
 So for ``pad`` and ``stack``, and for a whole copy (onto an argument that is written to). A result of a Template, which
-other kernels' loops cannot join, is stored to its part by its epilogue in the same way.
+other kernels' loops cannot join, is stored to its part by its epilogue in the same way. What a kernel makes of a
+reduction (a softmax) is stored to its part by that kernel, since the copy would have to read it, or its inputs, again;
+and so is a tensor that is several parts.
 
 What else reads the result reads it there. This is done where the whole is stored anyway: it is a result, or read by
 what computes no elements of it again (a call, a product), or all of it is made so. Some ops write to a part
@@ -57,8 +59,6 @@ class Part:
 def into_place(fused: Fused, options: Options, target: Target) -> Fused:
     """The same results. Assumes a legal order."""
     program = fused.program
-    if not any(isinstance(n, Extern) and n.out is not None or isinstance(n, Template) for n in program.nodes):
-        return fused
     work = _Placing(program, target)
     for position in reversed(range(len(program.nodes))):  # a whole before those that are parts of it
         work.visit(position)
@@ -87,7 +87,7 @@ class _Placing:
         makers = [self._maker(position, p, parts) for p in parts]
         if whole not in self.places and not self._pays(whole, var, parts, makers):
             return
-        rest: list[Node] = []
+        rest: list[Part] = []
         for part, made in zip(parts, makers):
             node = None if made is None else self.program.nodes[made]
             there = None if part.view is None else self._there(part.view)
@@ -96,8 +96,10 @@ class _Placing:
                 if made is not None and isinstance(node, Extern):
                     self.changed[made] = [self._into(made, part.value.buffer, there)]
             else:
-                rest.append(self._stored(position, store, var, part, len(rest)))
-        self.changed[position] = rest
+                rest.append(part)
+        # stores to one tensor keep their order: those of one kernel follow each other, in the kernels' order
+        rest.sort(key=lambda p: self.depends.writers[b][0] if (b := self._stores(p, parts)) else position)
+        self.changed[position] = [self._stored(position, store, var, p, n) for n, p in enumerate(rest)]
 
     def _pays(self, whole: str, var: Var | None, parts: list[Part], makers: list[int | None]) -> bool:
         d = self.depends
@@ -105,9 +107,28 @@ class _Placing:
         others = any(not isinstance(self.program.nodes[i], LoopNest) for i in d.readers.get(whole, ()))
         if whole not in d.needed and (var is None or not others and direct < len(parts)):
             return False
+        size = {b.name: b.nbytes.hint() for b in self.program.buffers.values()}
         placed = [p.value.buffer for p, m in zip(parts, makers) if m is not None and isinstance(p.value, Load)]
-        saved = 2 * sum(self.program.buffers[b].nbytes.hint() for b in placed)
-        return bool(placed) and saved >= LAUNCH[self.target.is_gpu] * (makers.count(None) - 1)
+        several = zip(parts, makers) if var is not None else ()  # (one part: a whole copy, which fuses as it is)
+        apart = [b for p, m in several if m is None and (b := self._stores(p, parts))]
+        if not placed and not (apart and (whole in d.needed or others)):
+            return False
+        saved = sum(2 * size[b] for b in placed) + sum(size[b] for b in apart)
+        return saved >= LAUNCH[self.target.is_gpu] * (makers.count(None) - len(apart) - 1)
+
+    def _stores(self, part: Part, parts: list[Part]) -> str:
+        """The tensor that a part is all of, if the loop nest that makes it will be a kernel without the copy, and can
+        store the part as well: what it reads is reduced, or it is copied more than once. Else ""."""
+        if part.view is None or not isinstance(part.value, Load):
+            return ""
+        b, d = part.value.buffer, self.depends
+        writers = d.writers.get(b, [])
+        maker = self.program.nodes[writers[0]] if len(writers) == 1 else None
+        if not isinstance(maker, LoopNest) or self._assembled(writers[0]) is not None:
+            return ""
+        reads = (self.program.nodes[w] for r in maker.reads() for w in d.writers.get(r, ()))
+        reduced = any(isinstance(n, LoopNest) and n.reduced for n in (maker, *reads))
+        return b if reduced or sum(isinstance(p.value, Load) and p.value.buffer == b for p in parts) > 1 else ""
 
     def _assembled(self, position: int) -> tuple[Store, Var | None, list[Part]] | None:
         node = self.program.nodes[position]
@@ -120,15 +141,15 @@ class _Placing:
             return None
         b, d = part.value.buffer, self.depends
         writers = d.writers.get(b, [])
-        once = sum(isinstance(p.value, Load) and p.value.buffer == b for p in parts) == 1
+        same = [p for p in parts if isinstance(p.value, Load) and p.value.buffer == b]
         there = self._there(part.view)
         lasts = self.program.buffers[b].kind != "temp" or b in d.needed or b in self.places
-        if not once or len(writers) != 1 or there is None or lasts:
+        if same[0] is not part or len(writers) != 1 or there is None or lasts:
             return None
         if not all(self._readable(self.program.nodes[i], b, there) for i in d.readers[b] if i != position):
             return None
         maker = self.program.nodes[writers[0]]
-        if isinstance(maker, LoopNest):  # a whole of its own, of which a call makes a part
+        if isinstance(maker, LoopNest) and len(same) == 1:  # a whole of its own, of which a call makes a part
             inner = self._assembled(writers[0])
             parts = inner[2] if inner is not None else []
             self.places[b] = there

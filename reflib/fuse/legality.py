@@ -10,6 +10,7 @@ The rules, each with its Reason's code:
 * ``axes``: a group with a reduction keeps its p and r axes: the other may not reduce over its p axes, nor add r axes.
   One with a scan keeps its r axis whole, so that the row is walked in order.
 * ``index``: a buffer that one writes and the other touches is touched at exactly the element written, in every access.
+  Two parts of a buffer that nobody reads here may be written (``APART``).
 * ``in-place``: a kernel with a reduction may go over its rows several times, so data that it reads per element of a
   row may be overwritten in the last round only. Data per row (running statistics) is read and written once: no rule.
 * ``rows``: few, long rows are not kept in one kernel with what follows them: too little would run in parallel.
@@ -37,6 +38,8 @@ from .result import Reason
 
 # Further rules, (Cluster, Cluster, FusionContext) -> Reason or None. The core has none.
 RULES = Seam("fuse.RULES")
+# Do two indices into a buffer, over different loops, never meet? (Buffer, Expr, Expr) -> bool, under "apart".
+APART = Seam("fuse.APART")
 Indices = dict[str, dict[Expr, int]]  # buffer -> index -> position of the first member that uses it
 
 
@@ -121,20 +124,20 @@ def can_fuse(a: Cluster, b: Cluster, c: FusionContext) -> Merged | Reason:
         refused = rule(a, b, c)
         if refused is not None:
             return refused
-    mapping = common_space(a, b)
+    mapping = common_space(a, b, c.program)
     if isinstance(mapping, Reason):
         return mapping
     between = _few_rows(a, b, mapping, c) or _limit(a, b, c) or _order(a, b, c)
     return between if isinstance(between, Reason) else Merged(mapping, saved_bytes(a, b, c), between)
 
 
-def common_space(a: Cluster, b: Cluster) -> Mapping | Reason:
+def common_space(a: Cluster, b: Cluster, program: Program | None = None) -> Mapping | Reason:
     """The first mapping, over the elements that both touch, under which every rule about axes and indices holds."""
     worst: Reason | None = None
     for ia, ib in _shared_indices(a, b):
         mapping = match(a.axes, ia, b.axes, ib, _shared_indices(a, b))
         if not isinstance(mapping, Reason):
-            broken = _axes_rule(a, b, mapping) or _index_rule(a, b, mapping) or _in_place_rule(a, b, mapping)
+            broken = _axes_rule(a, b, mapping) or _index_rule(a, b, mapping, program) or _in_place_rule(a, b, mapping)
             if broken is None:
                 return mapping
             worst = broken
@@ -186,10 +189,14 @@ def _show(axes: tuple[Axis, ...]) -> str:
     return "axes of size " + ", ".join(str(a.size) for a in axes)
 
 
-def _index_rule(a: Cluster, b: Cluster, m: Mapping) -> Reason | None:
+def _index_rule(a: Cluster, b: Cluster, m: Mapping, program: Program | None) -> Reason | None:
     for written, touched in ((a.writes, b.reads), (a.writes, b.writes), (a.reads, b.writes)):
         for name in _in_both(written, touched):
             indices = {i.subs(m.env_a) for i in written[name]} | {i.subs(m.env_b) for i in touched[name]}
+            pairs = [(program.buffers[name], i, j) for i in written[name] for j in touched[name]] if program else []
+            both = 0 < len(pairs) <= 8 and written is a.writes and touched is b.writes and "apart" in APART
+            if both and all(APART["apart"](*pair) for pair in pairs):
+                continue  # (reads of it are looked at in the other rounds)
             if len(indices) > 1 or any(isinstance(x, Ref) for i in indices for x in i.atoms()):
                 return Reason("index", f"{name} is written at one element and used at another")
     return None

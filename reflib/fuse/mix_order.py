@@ -76,10 +76,10 @@ def mix_orders(fused: Fused, options: Options, target: Target) -> Fused:
             wanted[node.name] = pieces
     read = {name: _sources(fused.program, name) for name in wanted}
     while wanted:
-        trial = _cut(fused, wanted)
-        out = wanted.keys() - _joined(trial, options, target)
+        trial = _formed(_cut(fused, wanted), options, target)
+        out = wanted.keys() - _summed(trial)
         if not out:
-            return trial
+            return replace(trial, formed=True)
         again = {b for name in out for b in read[name]}  # what their own kernels will read in any case
         apart = Reason("columns", "a kernel that reduces the rows and sums these columns would not read less")
         for node, rows in _candidates(fused, target):
@@ -163,12 +163,17 @@ def _two_steps(loops: LoopNest, pieces: int, buffers: dict[str, Buffer]) -> list
     return [first, second_step(loops, expr(pieces), partial.names, buffers)]
 
 
-def _joined(trial: Fused, options: Options, target: Target) -> set[str]:
-    """Names of the column sums whose first step would be in a kernel that reduces rows."""
-    for key, run in BEFORE.items():
-        if key != "mix_order":
-            trial = run(trial, options, target)
-    kernels = (n for n in grouped(trial, options, target).program.nodes if isinstance(n, LoopNest) and n.reduced)
+def _formed(trial: Fused, options: Options, target: Target) -> Fused:
+    """The kernels that it becomes: the passes behind this one, and the grouping."""
+    passes = list(BEFORE.items())
+    for _, run in passes[[key for key, _ in passes].index("mix_order") + 1 :]:
+        trial = run(trial, options, target)
+    return grouped(trial, options, target)
+
+
+def _summed(trial: Fused) -> set[str]:
+    """Names of the column sums whose first step is in a kernel that reduces rows."""
+    kernels = (n for n in trial.program.nodes if isinstance(n, LoopNest) and n.reduced)
     return {s.buffer[: s.buffer.rindex("_part")] for n in kernels for s in column_sums(n)}
 
 

@@ -47,6 +47,7 @@ class Fused:
     groups: one per node, in order. (Before grouping: only of nodes that a pass made of several.)
     combined: sets of kernels (their names, adjacent in ``program.nodes``) that may share one launch.
     updates: of tensors, in place or in a copy (``in_place.Updated``).
+    formed: its kernels are formed: a pass that tried what follows from it returns what it found.
     """
 
     program: Program
@@ -54,6 +55,7 @@ class Fused:
     refusals: tuple[Refusal, ...] = ()
     combined: tuple[tuple[str, ...], ...] = ()
     updates: tuple[object, ...] = ()
+    formed: bool = False
 
     def regrouped(self, program: Program) -> Fused:
         """With ``program``, which has the same nodes in another order, or fewer of them."""

@@ -207,7 +207,9 @@ def _at(index: Expr, axes: tuple[Var | None, ...], coords: list[Expr]) -> Expr:
 
 def coordinates(index: Expr, buffer: Buffer) -> list[Expr] | None:
     """The position in each dimension of the element at ``index``; None if the strides do not determine it, or only with
-    // and % that ``index`` does not have (under a mask, it may reach beyond a row)."""
+    // and % that ``index`` does not have (under a mask, it may reach beyond a row), or if there are no elements."""
+    if any(size == 0 for size in buffer.shape):
+        return None
     divided = divisions(index)
     out = [expr(0)] * len(buffer.shape)
     dims = [d for d, size in enumerate(buffer.shape) if size != 1]

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from .. import cache
+from .. import cache, failures
 from ..errors import CacheError, DeviceError, ToolchainError
 from ..target import Target
 from .kernel import Kernel
 
-_FORMAT = 7  # of the cached data; change it when Binary or how we compile changes
+_FORMAT = 8  # of the cached data; change it when Binary or how we compile changes
 _SCRATCH_ALIGN = 128
 
 _TYPES = {
@@ -147,21 +147,34 @@ def _compile(kernel: Kernel, target: Target, key: str) -> Binary:
     if "tl.device_assert(" in kernel.source:  # else Triton drops them; it would also check its own additions
         options |= {"debug": True, "sanitize_overflow": False}
     attrs = {(i,): [["tt.divisibility", 16]] for i in kernel.aligned}
+    by_hand = ""
     try:
         with _private_settings(), same_addresses(), _front_end:
             fn = load_function(kernel, key)
             constants = {p.name: p.default for p in fn.params if p.is_constexpr}
-            source = ASTSource(fn, signature(kernel, list(fn.arg_names)), constants, attrs)
+            types = signature(kernel, list(fn.arg_names))
+            by_hand = BY_HAND.format(kernel.source, kernel.name, types, constants, attrs, repr(where), options)
+            source = ASTSource(fn, types, constants, attrs)
             _this_thread.keep_loops = kernel.keep_loops
             compiled = triton.compile(source, target=where, options=options)
     except CacheError:
         raise
     except Exception as e:
-        text = (
-            f"Triton refused kernel {kernel.name} for {target.arch}: {type(e).__name__}: {e}\n{kernel.source}"
-        )
-        raise ToolchainError(text) from e
+        raise ToolchainError(failures.of_kernel(kernel.name, kernel.source, target.arch, e, by_hand)) from e
     return _binary(kernel, target, compiled)
+
+
+# What was asked of Triton, as a program.
+BY_HAND = """{0}
+
+if __name__ == "__main__":
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    asked = ASTSource({1}, {2!r}, {3!r}, {4!r})
+    print(triton.compile(asked, target={5}, options={6!r}).metadata)
+"""
 
 
 class _FrontEnd:
@@ -212,17 +225,13 @@ def same_addresses() -> Iterator[None]:
 
 def _binary(kernel: Kernel, target: Target, compiled: Any) -> Binary:
     m = compiled.metadata
-    if target.shared and m.shared > target.shared:
-        raise DeviceError(
-            f"kernel {kernel.name} needs {m.shared} bytes of shared memory; {target.arch} has {target.shared} per block"
-        )
     scratch, align = getattr(m, "global_scratch_size", 0) or 0, getattr(m, "global_scratch_align", 1) or 1
     if scratch > kernel.scratch or align > _SCRATCH_ALIGN:
         raise ToolchainError(
             f"kernel {kernel.name} was planned with {kernel.scratch} bytes of scratch memory per program; "
             f"Triton needs {scratch}, in multiples of {align}"
         )
-    return Binary(
+    binary = Binary(
         name=kernel.name, arch=target.arch, entry=m.name, shared=m.shared, num_warps=m.num_warps,
         num_ctas=getattr(m, "num_ctas", 1), warp=getattr(m, "warp_size", target.warp),
         pointers=len(kernel.buffers), symbols=len(kernel.symbols),
@@ -232,6 +241,14 @@ def _binary(kernel: Kernel, target: Target, compiled: Any) -> Binary:
         ptx=compiled.asm["ptx"] if target.kind == "cuda" else "",
         pdl=kernel.pdl,
     )  # fmt: skip
+    if target.shared and m.shared > target.shared:
+        used = f"{kernel.num_warps} warps, {kernel.num_stages} stages"
+        with contextlib.suppress(ToolchainError, OSError):
+            used = f"{resources(binary)['registers']} registers per thread, {used}"
+        has = f"{target.arch} has {target.shared} per block ({used})"
+        text = f"kernel {kernel.name} needs {m.shared} bytes of shared memory; {has}"
+        raise DeviceError(f"{text}\n{failures.marked(kernel.source, 0)}\n{failures.advice(text)}")
+    return binary
 
 
 _this_thread = threading.local()
@@ -273,9 +290,9 @@ def _stages(backend: Any = None, stages: dict[str, Any] | None = None, *_: Any) 
         return f"keep_loops {keep}", ""
     first = next(iter(stages))
     stages[first] = _leaving(stages[first])
-    if keep and "ptx" in stages:
-        make_ptx = stages["ptx"]
-        stages["ptx"] = lambda source, metadata: with_loops_kept(make_ptx(source, metadata))
+    if "ptx" in stages:
+        make_ptx, rewritten = stages["ptx"], with_loops_kept if keep else (lambda ptx: ptx)
+        stages["ptx"] = lambda source, metadata: without_packed_adds(rewritten(make_ptx(source, metadata)))
     return None
 
 
@@ -291,6 +308,22 @@ def with_loops_kept(ptx: str) -> str:
     """PTX with the pragma ``nounroll`` on its kernel (PTX ISA 8.8, 13.1): ptxas unrolls loops with a constant number of
     rounds up to some thousand instructions, and then needs seconds to schedule them."""
     return re.sub(r"^(\.visible )?\.entry[^{]*", lambda m: f'{m[0]}.pragma "nounroll";\n', ptx, flags=re.M)
+
+
+_PACKED_ADD = re.compile(r"^(\s*)add\.[su]16x2\s+(%\w+), (%\w+), (%\w+);", re.M)
+_TWO_ADDS = r"""\1{ .reg .b16 %half<4>;
+\1mov.b32 {%half0, %half1}, \3;
+\1mov.b32 {%half2, %half3}, \4;
+\1add.s16 %half0, %half0, %half2;
+\1add.s16 %half1, %half1, %half3;
+\1mov.b32 \2, {%half0, %half1}; }"""
+
+
+def without_packed_adds(ptx: str) -> str:
+    """PTX with two adds in place of each one of two packed 16-bit numbers. ptxas (12.8, 12.9, 13.0; right in 13.3) adds
+    0 instead of a constant where only the low half of the sum is used (triton-lang/triton#11581). LLVM packs index
+    arithmetic on sm_90 and later: a kernel of Swin's backward stored its rows in the wrong places."""
+    return _PACKED_ADD.sub(_TWO_ADDS, ptx)
 
 
 # -- plain data -------------------------------------------------------------------------------------

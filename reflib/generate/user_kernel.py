@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from ..ir.division import minimum
+from ..ir.division import floordiv, minimum
 from ..ir.expr import Expr, Var, expr, nonneg, product
 from ..ir.program import Buffer, Extern, KernelNode, View
 from ..ir.user_kernel import UserKernel
@@ -61,12 +61,12 @@ def _pointer(p: StatementPrinter, v: View, buffers: dict[str, Buffer]) -> str:
 
 def packed(grid: Sequence[Expr]) -> Expr:
     """A grid of up to three dimensions as one number, which the launchers take apart (``cuda_driver.h``): itself if it
-    has one; else bit 62, then z - 1, y - 1 (from bits 47 and 31) and x. One that is too large for its bits becomes the
-    largest, which no GPU accepts. An empty grid is 0."""
+    has one; else bit 62, then z - 1, y - 1 (from bits 47 and 31) and x. An empty grid is 0. Of sizes that are too large
+    for their bits, y becomes 2^16, which no GPU accepts."""
     x, y, z = grid
     if y == 1 and z == 1:
         return x
-    most = (2**31 - 1, 2**16, 2**15)
-    x, y, z = (minimum(n, m) for n, m in zip((x, y, z), most))
+    y += floordiv(z, expr(2**15)) * 2**16
+    x, y, z = (minimum(n, m) for n, m in zip((x, y, z), (2**31 - 1, 2**16, 2**15)))
     some = minimum(product(n for n in (x, y, z) if not nonneg(n - 1)), 1)
     return some * (2**62 + x + (y - 1) * 2**31 + (z - 1) * 2**47)

@@ -14,12 +14,12 @@ from reflib.lab.pictures import megabytes
 from reflib.lab.showing import display_thing
 
 if TYPE_CHECKING:
-    from reflib.plan import Plan
+    from reflib.plan.memory import Memory
 
 PEAK = "#8a8a8a"  # visible on white and on black
 
 
-def memory_scrubber(plans: Mapping[str, Plan], *, caption: str) -> Explorer:
+def memory_scrubber(plans: Mapping[str, Memory], *, caption: str) -> Explorer:
     """Show the bytes in temporary buffers while one kernel runs, one bar per plan, with a slider over the kernels.
     ``plans``: {label: ``e.memory``}. A vertical line marks the plan's peak. LabError for a plan without kernels."""
     if not plans or not all(plan.moments for plan in plans.values()):
@@ -46,7 +46,7 @@ def memory_scrubber(plans: Mapping[str, Plan], *, caption: str) -> Explorer:
     return found
 
 
-def _words(label: str, plan: Plan, most: int) -> list[str]:
+def _words(label: str, plan: Memory, most: int) -> list[str]:
     said = [f"{label}: {m.label}, {megabytes(m.bytes)} in {count(len(m.live), 'buffer')}" for m in plan.moments]
     return said + [f"{label}: done after {count(len(said), 'kernel')}"] * (most - len(said))
 
@@ -79,7 +79,7 @@ def _view(plans: list[str], names: list[str]) -> Spec:
     }  # fmt: skip
 
 
-def _alt(plans: Mapping[str, Plan]) -> str:
+def _alt(plans: Mapping[str, Memory]) -> str:
     parts = ["The buffers alive while a kernel runs, one bar per plan, with a slider over the kernels."]
     for label, plan in plans.items():
         steps = "; ".join(f"{m.label} {megabytes(m.bytes)}" for m in plan.moments)

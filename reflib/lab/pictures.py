@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from reflib.ir.program import Program
     from reflib.observe.explain import Explanation
-    from reflib.plan import Plan
+    from reflib.plan.memory import Memory
 
 
 def moved_bytes(program: Program) -> int:
@@ -240,7 +240,7 @@ def refusals(e: Explanation) -> list[dict[str, str]]:
 
 
 # -- memory over time -------------------------------------------------------------------------------
-def memory_picture(plans: Mapping[str, Plan], *, caption: str) -> Picture:
+def memory_picture(plans: Mapping[str, Memory], *, caption: str) -> Picture:
     """Draw the bytes in temporary buffers while each kernel runs, one panel per plan, on a common scale."""
     import matplotlib.pyplot as plt
 
@@ -257,7 +257,7 @@ def memory_picture(plans: Mapping[str, Plan], *, caption: str) -> Picture:
     return figure(fig, caption=caption, alt=_memory_alt(plans))
 
 
-def _memory_panel(ax: Axes, plan: Plan, top: int, most: int) -> None:
+def _memory_panel(ax: Axes, plan: Memory, top: int, most: int) -> None:
     names = list(dict.fromkeys(b for m in plan.moments for b, _ in m.live))
     for i, moment in enumerate(plan.moments):
         bottom = 0.0
@@ -283,7 +283,7 @@ def _memory_panel(ax: Axes, plan: Plan, top: int, most: int) -> None:
     ax.grid(visible=False, axis="x")
 
 
-def _memory_alt(plans: Mapping[str, Plan]) -> str:
+def _memory_alt(plans: Mapping[str, Memory]) -> str:
     parts = ["Stacked bars of the bytes in temporary buffers while each kernel runs."]
     for label, plan in plans.items():
         at_peak = max(plan.moments, key=lambda m: m.bytes, default=None)

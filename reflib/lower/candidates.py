@@ -189,7 +189,8 @@ def _tops(ranges: Ranges | None) -> list[dict[str, int]]:
     symbol = ranges.size.atom if ranges else None
     if ranges is None or not isinstance(symbol, Sym):
         return []
-    return [{symbol.name: v} for v in (*ranges.splits, ranges.upper) if _allows(symbol, v)]
+    tops, most = (*ranges.splits, ranges.upper), symbol.hi
+    return [{symbol.name: v} for v in tops if symbol.lo <= v and (most is None or v <= most)]
 
 
 def _configs(
@@ -203,10 +204,6 @@ def _configs(
         for c in _generated(cx, target, r, given, p):
             found.setdefault(c.key(), c)
     return list(found.values())
-
-
-def _allows(symbol: Sym, value: int) -> bool:
-    return symbol.lo <= value and (symbol.hi is None or value <= symbol.hi)
 
 
 def _generated(

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import LoweringError
+from .rules import Unsupported
 
 HEADER = "import triton\nimport triton.language as tl\n"
 
@@ -75,7 +76,7 @@ class KernelText:
 
         if id(what) in self.names:
             return self.names[id(what)]
-        module = what.__name__ if isinstance(what, ModuleType) else str(getattr(what, "__module__", ""))
+        module = _module(what)
         if isinstance(what, ModuleType):
             name = self.unique(wanted, what)
             self.imports.append(f"import {module} as {name}")
@@ -110,6 +111,10 @@ class KernelText:
         return name
 
 
+def _module(what: Any) -> str:
+    return what.__name__ if isinstance(what, ModuleType) else str(getattr(what, "__module__", ""))
+
+
 def _importable(module: str) -> bool:
     root = module.partition(".")[0]
     return root == "triton" or root in sys.stdlib_module_names
@@ -137,6 +142,7 @@ class _Names(ast.NodeVisitor):
         for node in [*a.defaults, *(d for d in a.kw_defaults if d)]:
             self.visit(node)
         self.local = stored | {p.arg for p in parameters}
+        text.taken |= self.local
         self.strict = type(f).__name__ != "ConstexprFunction"
         for statement in tree.body:
             self.visit(statement)
@@ -160,7 +166,7 @@ class _Names(ast.NodeVisitor):
         if not isinstance(root, ast.Name) or root.id in self.local or root.id not in self.scope:
             return not isinstance(node, ast.Attribute)
         what, at = self.scope[root.id], len(chain) - 1
-        while isinstance(what, ModuleType) and at and not _importable(what.__name__):
+        while isinstance(what, (ModuleType, type)) and at and not _importable(_module(what)):
             at -= 1
             what = getattr(what, chain[at].attr)  # type: ignore[attr-defined]
         if self.strict and type(what) in (bool, int, float, str) and chain[at] is root:
@@ -172,6 +178,8 @@ class _Names(ast.NodeVisitor):
         if isinstance(what, ModuleType) and not _importable(what.__name__):
             raise LoweringError(f"the Triton kernel {self.text.kernel} uses the module {what.__name__} as a value")
         name = self.text.named(what, wanted)
+        if name in self.local:  # of a function that was found after ``what`` had got its name
+            raise Unsupported(f"it has a variable {name}, which is the name of something else that it uses")
         if name != ast.unparse(chain[at]):
             self.changes.append((chain[at], name))
         return True

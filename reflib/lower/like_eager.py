@@ -17,7 +17,8 @@ computed by operations that have one right answer, in the same order and rounded
 So views, pointwise chains, selections, gathers and copies fuse as ever; norms, softmax and reductions are eager's own
 kernels. Ops that differ from run to run in eager do so here. In the last bits, so does what ``torch.compile``'s own
 capture takes apart before this compiler sees it (``addcdiv`` with a value, interpolation, recurrent layers), and batch
-norms with half statistics. Which zero the maximum of two zeros is, is not said either.
+norms with half statistics; and a product of a transposed tensor after some updates in place (``index_copy_``), whose
+functional form in the captured graph has other strides. Which zero the maximum of two zeros is, is not said either.
 """
 
 from __future__ import annotations

@@ -32,8 +32,10 @@ def random(k: NestBuilder, seed: View, stream: int, kind: str, size: Any, order:
         high, low = (word(first) & 0x3FFFFFF).to(dtype), (word(second) & 0x7FFFFFF).to(dtype)
         return high * 2.0**-26 + low * 2.0**-53
     if kind == "normal":  # Box and Muller, "A note on the generation of random normal deviates", 1958
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        radius, angle = ((word(i).to(torch.int64) & _WORD).to(wide) for i in (first, second))
-        return (((radius + 1) * 2.0**-32).op("log") * -2).sqrt() * (angle * (math.tau * 2.0**-32)).op("cos")
+        wide, words, least = (torch.float64, 4, 2.0**-32) if dtype == torch.float64 else (torch.float32, 2, 1)
+        radius, angle, *more = ((word(words * position + i).to(torch.int64) & _WORD).to(wide) for i in range(words))
+        if more:  # the digits of a float64 that the first words do not fill
+            radius, angle = radius + more[0] * 2.0**-32, angle + more[1] * 2.0**-32
+        return (((radius + least) * 2.0**-32).op("log") * -2).sqrt() * (angle * (math.tau * 2.0**-32)).op("cos")
     low, high = word(first).to(torch.int64) & _WORD, word(second).to(torch.int64) & (_WORD >> 1)
     return low | high.op("shl", 32)

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from reflib.errors import ReflibError
 from reflib.ir.expr import BinOp, Expr, Sym, expr, max_value, mod, nonneg
 from reflib.ir.loops import LoopNest
+from reflib.ir.printer import dtype_name
 from reflib.ir.program import Assume, Buffer, Extern, Node, Variant, View, full_view, holds
 from reflib.ir.rename import renamed
 
@@ -283,7 +284,7 @@ def _check_outputs(cx: LoweringContext, copy: SizesCopy, graph: torch.fx.GraphMo
     for i, (v, w) in enumerate(zip(values, wanted)):
         which = f"result {i} is" if len(wanted) > 1 else "the result is"
         if v.dtype != w.dtype:
-            raise Refused("wrong dtype", f"{which} {_short(v.dtype)}, the op's is {_short(w.dtype)}")
+            raise Refused("wrong dtype", f"{which} {dtype_name(v.dtype)}, the op's is {dtype_name(w.dtype)}")
         if v.device.type != w.device.type or (v.device.index or 0) != (w.device.index or 0):
             raise Refused("wrong device", f"{which} on {v.device}, the op's on {w.device}")
         shape = tuple(copy.size(e) for e in cx.low.symbols.exprs(w.shape))
@@ -293,10 +294,6 @@ def _check_outputs(cx: LoweringContext, copy: SizesCopy, graph: torch.fx.GraphMo
             raise Refused("unsupported", f"{which} of a size known only at run time: {_first_line(e)}") from e
         if not same:
             raise Refused("wrong shape", f"{which} of shape {_shape(v.shape)}, the op's of {_shape(shape)}")
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _shape(sizes: Sequence[Any]) -> str:

@@ -143,7 +143,8 @@ def _new(cx: LoweringContext, name: str, v: View, fake: torch.Tensor) -> View:
     if any(s == 0 and n != 1 for s, n in zip(v.strides, v.shape)):
         raise Unsupported(f"it writes to {name}, whose elements share memory")
     new = full_view(cx.low.new_buffer(f"{cx.origin.op}_{name}", fake))
-    if not any(isinstance(n, Extern) and v.buffer in n.outputs and _makes_empty(n) for n in cx.low.nodes):
+    makers = [n for n in cx.low.nodes if isinstance(n, Extern) and v.buffer in n.outputs]
+    if not any(str(n.target).partition(".")[2].startswith(_EMPTY) for n in makers):
         k = NestBuilder(replace(cx, origin=replace(cx.origin, op="clone")), new.shape, device=fake.device)
         k.store(new, k.load(v))
         k.finish()
@@ -153,10 +154,6 @@ def _new(cx: LoweringContext, name: str, v: View, fake: torch.Tensor) -> View:
 def _on_gpu(cx: LoweringContext, name: str, v: View) -> None:
     if cx.low.buffers[v.buffer].device.type == "cpu" and cx.low.options.target is None:
         raise Unsupported(f"its argument {name} is on the CPU")
-
-
-def _makes_empty(n: Extern) -> bool:
-    return isinstance(n.target, torch._ops.OpOverload) and str(n.target).split(".")[1].startswith(_EMPTY)
 
 
 @dataclass
@@ -194,13 +191,15 @@ class Call:
         )
 
     def _check_grid(self, sizes: tuple[Expr, ...]) -> None:
-        """CUDA's limits, where the sizes are known."""
-        for axis, (size, most) in enumerate(zip(sizes, (2**31 - 1, 2**16 - 1, 2**15 - 1))):
+        """CUDA's limits, where the sizes are known. (Our launcher has room for fewer programs in the last axis.)"""
+        for axis, (size, most) in enumerate(zip(sizes, (2**31 - 1, 2**16 - 1, 2**16 - 1))):
             if size.constant is not None and not 0 <= size.constant <= most:
                 name = self.cx.origin.op
                 raise LoweringError(
                     f"the Triton kernel {name} has a grid of {size} programs in axis {axis}; the limit is {most}"
                 )
+        if sizes[2].constant is not None and sizes[2].constant >= 2**15:
+            raise Unsupported(f"a grid of {sizes[2]} programs in axis 2")
 
     # -- arguments ------------------------------------------------------------------------------------
     def argument(self, p: Any, name: str, value: Any) -> tuple[Piece, ...]:

@@ -7,6 +7,7 @@ too, mostly: look at the first.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from ..autotune import correct
+from ..autotune.inputs import copy_of
 from ..errors import ReflibError
 from ..options import Options
 from ..pipeline import Backend, Stages
@@ -128,7 +130,9 @@ def _values(module: torch.fx.GraphModule, args: Sequence[Any], wide: torch.dtype
     """By node; of a node with several results also by ``name_0``. Those before an op that refuses ``wide``, with it."""
     interpreter = _Values(module)
     real = lambda a: isinstance(a, torch.Tensor) and a.dtype.is_floating_point  # noqa: E731
-    given = [(a.to(wide) if wide and real(a) else a.clone()) if isinstance(a, torch.Tensor) else a for a in args]
+    plain = lambda a: isinstance(a, torch.Tensor) and a.layout == torch.strided  # noqa: E731
+    # laid out as given: an attention's bias is the inner part of a padded tensor, and refused otherwise
+    given = [copy_of(a, wide if real(a) else None) if plain(a) else copy.copy(a) for a in args]
     try:
         interpreter.run(*given)
     except Exception:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import types
 from collections.abc import Callable, Sequence
@@ -21,10 +22,13 @@ from ..errors import ReflibError
 from ..ir.program import fallback_kernels, kernels_and_calls
 from ..logs import get as logger
 from ..options import Options
-from ..pipeline import Backend, Stages
+from ..pipeline import Backend, Stages, advance
+from ..plan.memory import memory
 from ..target import parse_target
 from ..timeline import Timeline
 from .decisions import Decisions, html_table
+from .eager_memory import Eager, eager_memory
+from .memory import MemoryReport, report
 
 _serial = itertools.count(1)
 
@@ -36,17 +40,20 @@ class Explanation:
     graph: the captured ATen graph (str() prints it).
     program: after ``lower``; mostly one node per op.   fused: after ``fuse``.   scheduled: after ``schedule``.
     groups: the nodes fused together.           refusals: pairs not fused, with the Reason.
-    before, inlined: with choices, the first fusion, which keeps them; the program with the winners inlined.
-    decisions: the Decisions, with all candidates.         memory: the Plan (``peak_bytes``, ``moments``).
+    before, inlined: with choices, the program fused with them in it; the program with the winners inlined.
+    decisions: the Decisions, with all candidates.
+    memory: the plan (``peak_bytes``, ``moments``) with each step's buffers, eager's bytes, what forms the peak, and
+        how to lower it (``observe.memory.MemoryReport``).
     updates: each update of a tensor, made in place, or in a copy and why.
     kernels: list of Kernel (``name``, ``language``, ``source``).  wrapper: the text of the host code.
     timeline: a Timeline of the stages, and of all compilations, waits and measurements of candidates.
         ``for name, start, seconds in e.timeline.only("stage")``.
     """
 
-    def __init__(self, graphs: list[Stages], first: int = 0):
+    def __init__(self, graphs: list[Stages], first: int = 0, eager: Callable[[], Eager] | None = None):
         self.graphs = graphs
         self._first = first
+        self._eager = functools.cache(eager) if eager is not None else None
 
     @property
     def stages(self) -> Stages:
@@ -88,17 +95,21 @@ class Explanation:
 
     @property
     def before(self) -> Any:
-        """The first fusion (a ``Fused``), which keeps the choices; without choices the only one."""
-        return self.stages.before or self._reached(self.stages.fused, "fuse")
+        """The program fused with its choices in it (a ``Fused``); without choices the only fusion."""
+        s = self.stages
+        if s.once and s.before is None and s.inlined is not None:  # nothing was measured, so nothing needed it
+            s.before = advance(Stages(s.graph, s.options, s.target_of, s.program), ["fuse"], "").fused
+        return s.before or self._reached(s.fused, "fuse")
 
     @property
     def inlined(self) -> Any:
-        """The program with each choice replaced by its winner, before the second fusion."""
+        """The program with each choice replaced by its winner, before that is fused."""
         return self.stages.inlined or self.program
 
     @property
-    def memory(self) -> Any:
-        return self._reached(self.stages.plan, "plan")
+    def memory(self) -> MemoryReport:
+        self._reached(self.stages.plan, "plan")
+        return report(self.stages, self.graphs, self.updates, self._eager)
 
     @property
     def kernels(self) -> list[Any]:
@@ -130,7 +141,7 @@ class Explanation:
     def backward(self) -> Explanation | None:
         for i, s in enumerate(self.graphs):
             if s.graph.name == "backward":
-                return Explanation(self.graphs, i)
+                return Explanation(self.graphs, i, self._eager)
         return None
 
     def _reached(self, value: Any, stage: str) -> Any:
@@ -151,7 +162,7 @@ class Explanation:
                     "lowered nodes": len(s.program.nodes),
                     "kernels": kernels,
                     "calls": calls,
-                    "temporary bytes at peak": s.plan.peak_bytes,
+                    "temporary bytes at peak": memory(s.scheduled, s.plan).peak_bytes,
                 }
             )
         return rows
@@ -201,7 +212,15 @@ def explain(
             graphs = _graphs(Backend, fn, args, kwargs or {}, opts, dynamic)
     if not graphs:
         raise ReflibError(f"explain: no tensor operation was captured from {getattr(fn, '__name__', fn)!r}")
-    return Explanation(graphs)
+    return Explanation(graphs, eager=functools.partial(_eager, fn, args, kwargs or {}, graphs))
+
+
+def _eager(fn: Any, args: Any, kwargs: dict[str, Any], graphs: list[Stages]) -> Eager:
+    """Of another run of ``fn``, on copies: on fake tensors, or on a GPU if its arguments lie on one."""
+    tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    trains = any(s.graph.name in ("forward", "backward") for s in graphs)
+    on_gpu = any(t.is_cuda for t in tensors) and graphs[0].options.target is None
+    return eager_memory(fn, args, kwargs, _run_backward if trains else None, on_gpu)
 
 
 def _graphs(
@@ -223,7 +242,8 @@ def _graphs_of_fakes(
     from ..capture.export import with_fakes
 
     assert options.target is not None
-    gpu = parse_target(options.target).is_gpu
+    target = parse_target(options.target)
+    gpu = target if target.is_gpu else None
     for there in (False, True) if gpu else (False,):  # a function may ask for a GPU itself
         try:
             with with_fakes(fn, (args, kwargs), gpu, there) as (mode, fake_fn, (fake_args, fake_kwargs)):

@@ -18,6 +18,8 @@ import torch
 
 PYTORCH = ("aten", "prims", "prim", "higher_order", "_c10d_functional", "inductor")  # namespaces of its own operators
 
+PLAIN = (bool, int, float, str, torch.dtype)
+
 
 class Foreign:
     """Collects ``lines`` for the top of a file, the folders in which its imports are found, and what is ``missing``."""
@@ -32,6 +34,9 @@ class Foreign:
     def name(self, name: str, thing: Any) -> None:
         """Make ``name`` mean ``thing``."""
         if name in self._have:
+            held = self._have[name]
+            if held is not thing and not (type(held) is type(thing) in PLAIN and held == thing):
+                self.missing.append(f"another {name}, a {type(thing).__name__}")
             return
         self._have[name] = thing
         if isinstance(thing, ModuleType):
@@ -43,7 +48,7 @@ class Foreign:
             tail = f".{path.partition('.')[2]}" if "." in path else ""
             self.imported(module, f"from {module} import {path.partition('.')[0]} as {name}")
             self.lines += [f"{name} = {name}{tail}"] if tail else []
-        elif isinstance(thing, (bool, int, float, str, torch.dtype)):
+        elif isinstance(thing, PLAIN):
             self.lines.append(f"{name} = {thing!r}")
         elif type(thing).__name__ == "constexpr" and type(thing).__module__.startswith("triton"):
             self.imported("triton", "import triton")

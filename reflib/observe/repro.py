@@ -110,7 +110,8 @@ def _copied(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 def _plain_options(options: Options) -> tuple[dict[str, Any], list[str]]:
     """Those that are not the defaults; and names of those that have no text."""
     changed = {f.name: v for f in fields(options) if (v := getattr(options, f.name)) != f.default}
-    changed.pop("repro", None)
+    for name in ("repro", "trace"):
+        changed.pop(name, None)
     lost = []
     for name, value in list(changed.items()):
         try:

@@ -30,6 +30,7 @@ from ..ir.data import encode
 from ..ir.program import Extern, Program, fallback_kernels, kernel_nodes, walk
 from ..options import Options
 from ..plan import Plan
+from ..plan.memory import memory
 from ..target import Target, parse_target
 from ..wrap.convention import Convention
 from ..wrap.cpp import CppPrinter
@@ -146,7 +147,7 @@ class _Making:
         self.text = self.printer.print()
         self.wrapper = pool.submit(build_wrapper, self.text, (*toolchain.REPRODUCIBLE, *SMALL))
         self.binaries: dict[str, Future[Binary]] = {
-            k.name: pool.submit(self._compile, k) for k in self.kernels if self._on_gpu(k)
+            k.name: pool.submit(self._compile, k) for k in self.kernels if k.language == "triton" and k.grid != 0
         }
         cpp = [k for k in self.kernels if k.language == "cpp"]
         self.library = pool.submit(self._cpu_library, cpp) if cpp else None
@@ -155,9 +156,6 @@ class _Making:
     def _compile(self, k: Kernel) -> Binary:
         b, target = compile_kernel(k, self.planned.target), self.planned.target
         return replace(b, ptx=for_old_drivers(b.ptx, target.arch)) if self.planned.arch == "ptx" else b
-
-    def _on_gpu(self, k: Kernel) -> bool:
-        return k.language == "triton" and k.grid != 0
 
     def variant(self) -> manifest.PackagedVariant:
         p, printer, arch = self.planned, self.printer, self.planned.arch
@@ -176,7 +174,7 @@ class _Making:
             names=_encoded(printer.names, "an operator's argument"), objects=_encoded(printer.objects, "a result"),
             symbols=tuple(printer.symbols), constants=tuple(map(self._constant, printer.constants)),
             cpu=self._features(),
-            driver=self._driver(), workspace=p.plan.peak_bytes,
+            driver=self._driver(), workspace=memory(p.program, p.plan).peak_bytes,
         )  # fmt: skip
 
     def constant(self, name: str) -> str:

@@ -23,6 +23,7 @@ from .. import atomic
 from ..errors import PackageError
 from ..ir.data import decode
 from ..ir.expr import Sym, expr
+from ..ir.printer import dtype_name
 from ..wrap.aten import number
 from ..wrap.convention import Argument
 from ..wrap.cpp import DTYPES
@@ -252,7 +253,7 @@ class _Project:
             if a.tensor is None:
                 lines.append(f"| {i} | `{a.name}` | | an int |")
             else:
-                sizes, dtype = ", ".join(map(str, a.tensor.shape)), _dtype_name(a.tensor.dtype)
+                sizes, dtype = ", ".join(map(str, a.tensor.shape)), dtype_name(a.tensor.dtype)
                 lines.append(f"| {i} | `{a.name}` | [{sizes}] | {dtype}, {a.tensor.device.type} |")
         fixed = [a for a in self.program.arguments if a.tensor is None and not isinstance(a.value, Sym)]
         lines += [f"\n`{a.name}` is always {a.value!r}, as it was exported." for a in fixed]
@@ -355,7 +356,7 @@ class _Tables:
     def _argument(self, a: Argument) -> str:
         if a.tensor is None:
             return f"{{{_text(a.name)}, REFLIB_INT, 0, false, {{{self._size(a.value)}}}, {{}}}}"
-        kind = f"REFLIB_TENSOR, {_dtype(_dtype_name(a.tensor.dtype))}, {_flag(a.tensor.device.type == 'cuda')}"
+        kind = f"REFLIB_TENSOR, {_dtype(dtype_name(a.tensor.dtype))}, {_flag(a.tensor.device.type == 'cuda')}"
         sizes = ", ".join(_list(map(self._size, es)) for es in (a.tensor.shape, a.tensor.strides))
         return f"{{{_text(a.name)}, {kind}, {sizes}}}"
 
@@ -401,10 +402,6 @@ def _object(data: Any) -> str:
     if isinstance(x, float):
         return f"number({number(x)})"
     raise PackageError(f"one of its results is {x!r}, which is no tensor and no number: C++ has no such value")
-
-
-def _dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(name: str) -> str:

@@ -116,7 +116,8 @@ class Inspection:
         out |= {"host code": 0, "text of the host code": 0, "compression": 0, "weights": 0}
         for e in self.manifest.entries:
             of_wrapper = _SUFFIXES.get(Path(e.name).suffix, "text of the host code")
-            of = "weights" if archive.is_weights(e.name) else "containers" if _of_kernels(e.name) else of_wrapper
+            of_kernels = e.name.startswith("kernels/")
+            of = "weights" if archive.is_weights(e.name) else "containers" if of_kernels else of_wrapper
             out[of] += e.unpacked
             out["compression"] += e.size - e.unpacked
         out["manifest"] = len(archive.dump(self.data))
@@ -248,10 +249,6 @@ _IMAGES = {"fatbin": "one fatbin per kernel", "table": "one member per kernel an
 
 def _in_library(k: KernelEntry) -> bool:
     return k.image.endswith(".so")
-
-
-def _of_kernels(name: str) -> bool:
-    return name.startswith("kernels/")
 
 
 def _short(value: Any) -> str:

@@ -159,12 +159,8 @@ def _offset(t: torch.Tensor) -> int:
 
 def _end(t: torch.Tensor) -> int:
     """The byte after its last, in its storage."""
-    return _offset(t) + _extent(t.shape, t.stride()) * t.itemsize
-
-
-def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last."""
-    return 1 + sum((n - 1) * s for n, s in zip(shape, strides)) if all(shape) else 0
+    extent = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride())) if t.numel() else 0
+    return _offset(t) + extent * t.itemsize
 
 
 def _layout(groups: Sequence[_Group]) -> tuple[bytes, tuple[Span, ...]]:

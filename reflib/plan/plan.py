@@ -1,17 +1,17 @@
 """Plan: order, lifetimes and storage.
 
-Nodes arrive in a legal order and keep it. A buffer is live from the node that makes it to the last node that reads it
-(an output: to the end). Storage is reused in two ways:
+Nodes arrive in the order in which they run (``plan.order`` looks for one that needs less memory). A buffer is live from
+the node that makes it to the last node that reads it (an output: to the end). Storage is reused in two ways:
 
 * *in place*: an elementwise kernel may store over an input that is dead after it, if it reads that input only at the
   index it stores at, before the store (``can_overwrite``).
 * *taken over*: the storage of a buffer of the same dtype, device and extent that died at most ``WINDOW`` nodes earlier.
-  (Holding it longer would raise the peak: PyTorch's caching allocator can use it for something else.)
+  (Held for longer, PyTorch's caching allocator cannot use it for something else. Never if that raises the peak.)
 
 A buffer passed to an Extern may have a view that outlives it if the op's schema says its outputs alias (or there is no
 schema); such a buffer is freed, never reused. Inputs belong to the caller: never reused, released early.
 
-NB: TorchInductor can also pack everything into one pool (``memory_planning``) and reorders nodes to lower the peak.
+NB: TorchInductor can also pack everything into one pool (``memory_planning``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..ir.program import Buffer, Extern, KernelNode, Node, Program, Variants, it
 from ..ir.transforms import phases
 from ..options import Options
 from ..seams import Seam
-from .steps import Alloc, Branch, Call, Check, Free, Launch, Let, Moment, Note, Plan, Return, Step
+from .steps import Alloc, Branch, Call, Check, Free, Launch, Let, Note, Plan, Return, Step
 
 WINDOW = 3
 # What runs a node of a class that the core does not have, by its name: (node, Program, Options) -> steps.
@@ -44,8 +44,9 @@ class _Planner:
         self.program = program
         self.options = options
         self.steps: list[Step | None] = []  # None: a Free that a later Alloc took back
-        self.moments: list[Moment] = []
-        self.live: dict[str, int] = {}
+        self.live: set[str] = set()  # with storage of their own
+        self.bytes, self.peak = 0, 0  # now, and the most so far
+        self.totals: list[int] = []  # per node
         self.pool: dict[tuple, list[tuple[str, int, int]]] = defaultdict(list)  # (buffer, died at, its Free step)
         self.overwritten: set[str] = set()  # read for the last time by the kernel that stores over them
         self.last = last_uses(program)
@@ -66,7 +67,7 @@ class _Planner:
             for b in dying[i]:
                 self._release(i, b)
         self.steps.append(Return(self.program.outputs))
-        return Plan(tuple(s for s in self.steps if s is not None), tuple(self.moments))
+        return Plan(tuple(s for s in self.steps if s is not None))
 
     def _allocate(self, i: int, node: Node) -> None:
         for b in allocated_by(node):
@@ -77,20 +78,22 @@ class _Planner:
             self.steps.append(Alloc(b, reuse))
             if reuse is not None and reuse not in self.overwritten:
                 self.steps.append(Free(reuse))  # frees the name only, not the storage
-            self.live[b] = buffer.nbytes.hint()
+            self._begin(b)
 
     def _find_reuse(self, i: int, node: Node, buffer: Buffer) -> str | None:
-        if self.options.inplace_buffers and is_kernel(node):
+        if self.options.inplace_buffers and not self.options.check_nan and is_kernel(node):
             for a in node.reads():
                 dies = self.last.get(a) == i and a in self.live and a not in self.pinned
                 if dies and _key(self.program.buffers[a]) == _key(buffer) and can_overwrite(node, a, buffer.name):
                     self.overwritten.add(a)
-                    del self.live[a]
+                    self._end(a)
                     return a
         free = self.pool[_key(buffer)]
         while self.options.reuse_buffers and free:
             name, died, step = free.pop()
-            if i - died <= WINDOW:
+            held = [t + buffer.nbytes.hint() for t in self.totals[died + 1 : i]]
+            if i - died <= WINDOW and max(held, default=0) <= self.peak:
+                self.totals[died + 1 : i] = held
                 self.steps[step] = None
                 return name
         return None
@@ -101,18 +104,25 @@ class _Planner:
         if not is_kernel(node):
             for o in node.outputs:  # type: ignore[union-attr]
                 if isinstance(o, str):
-                    self.live.setdefault(o, self.program.buffers[o].nbytes.hint())
-        space = node.variants[0].kernel.workspace if is_kernel(node) else ()
-        live = [*self.live.items(), *((b.name, b.nbytes.hint()) for b in space if b.kind != "zeros")]
-        self.moments.append(Moment(len(self.moments), node.name, tuple(live)))
+                    self._begin(o)
+        self.totals.append(self.bytes)
+        self.peak = max(self.peak, self.bytes)
+
+    def _begin(self, b: str) -> None:
+        self.bytes += 0 if b in self.live else self.program.buffers[b].nbytes.hint()
+        self.live.add(b)
+
+    def _end(self, b: str) -> None:
+        self.bytes -= self.program.buffers[b].nbytes.hint() if b in self.live else 0
+        self.live.discard(b)
 
     def _release(self, i: int, b: str) -> None:
         buffer = self.program.buffers[b]
         if buffer.kind == "const":
             return
         if buffer.kind == "temp":
-            self.live.pop(b, None)
-            if b not in self.pinned | self.overwritten:
+            self._end(b)
+            if b not in self.pinned and b not in self.overwritten:
                 self.pool[_key(buffer)].append((b, i, len(self.steps)))
         self.steps.append(Free(b))
 

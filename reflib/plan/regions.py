@@ -40,5 +40,6 @@ def _block(
 ) -> tuple[Step, ...]:
     """``own``: carried tensors, which are the block's from their last use on."""
     planner = _Planner(block(node, variant, program.buffers, own), options)
-    planner.live = {b: program.buffers[b].nbytes.hint() for b in own}
+    for b in own:
+        planner._begin(b)
     return planner.run().steps[:-1]  # (the last one returns)

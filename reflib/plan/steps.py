@@ -100,38 +100,9 @@ class Return:
 Step = Let | Check | Alloc | Launch | Branch | Note | Call | Free | Return
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """Memory in temp buffers while node number ``node`` runs, for plots of memory over time."""
-
-    node: int
-    label: str
-    live: tuple[tuple[str, int], ...]  # (buffer, bytes at the hints)
-
-    @property
-    def bytes(self) -> int:
-        return sum(b for _, b in self.live)
-
-
 @dataclass(frozen=True)
 class Plan:
-    """The steps, and the memory in use at each (sizes at the traced hints)."""
-
     steps: tuple[Step, ...]
-    moments: tuple[Moment, ...]
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes that temp buffers, outputs included, hold at once."""
-        return max((m.bytes for m in self.moments), default=0)
-
-    @property
-    def allocations(self) -> int:
-        return sum(isinstance(s, Alloc) and s.reuse is None for s in self.steps)
-
-    @property
-    def reuses(self) -> int:
-        return sum(isinstance(s, Alloc) and s.reuse is not None for s in self.steps)
 
 
 def launches(steps: Iterable[Step]) -> Iterator[Launch]:

@@ -86,7 +86,7 @@ def few(kernel: KernelNode, buffers: Mapping[str, Buffer], target: Target) -> li
     out = [own]
     made = [_stepped(own, step) for step in STEPS[shape]]
     if shape == "tile":
-        made.insert(0, _turned(own))
+        made.insert(0, _side(replace(own, xblock=dict(own.extras)["yblock"]), own.xblock))  # its sides exchanged
     if own.reduction == "persistent" and not any(isinstance(s, Scan) for s in space.body):
         at = 0 if shape == "columns" else 3 if own.rblock >= 1024 else len(made)
         made[at:at] = _loops(traffic, own, shape)
@@ -155,17 +155,8 @@ def _shape(t: Traffic, c: Config) -> str:
 
 
 def _stepped(c: Config, step: Step) -> Config:
-    x, r, warps = (_times(n, by) for n, by in zip((c.xblock, c.rblock, c.num_warps), step))
+    x, r, warps = (int(n * 2.0**by) for n, by in zip((c.xblock, c.rblock, c.num_warps), step))
     return replace(c, xblock=x, rblock=r, num_warps=warps)
-
-
-def _times(n: int, power: int) -> int:
-    return n << power if power >= 0 else n >> -power
-
-
-def _turned(c: Config) -> Config:
-    """A tile with its sides exchanged."""
-    return _side(replace(c, xblock=dict(c.extras)["yblock"]), c.xblock)
 
 
 def _side(c: Config, y: int) -> Config:

@@ -129,11 +129,11 @@ def measure(job: Job, module: Any, inputs: list[Any], values: dict[str, Any]) ->
     device, training = torch.device(job["device"]), job["mode"] == "training"
     with alone(job):
         exact, wide = reference(module, inputs, training)
+        want = stepper(module, module, inputs, training)()
+        own, like = errors(want, exact), facts(want)
+        del want
         synchronize(device)
-    want = stepper(module, module, inputs, training)()
-    own, like = errors(want, exact), facts(want)
     values["eager's error"] = statistics.median(own) if own else 0.0
-    del want
     call, kernels = COMPILERS[job["backend"]](module)
     step = stepper(call, module, inputs, training)
     synchronize(device)
@@ -145,13 +145,15 @@ def measure(job: Job, module: Any, inputs: list[Any], values: dict[str, Any]) ->
         values["graph breaks"] = sum(torch._dynamo.utils.counters["graph_break"].values())
     if facts(got) != like:
         return "wrong", "the results differ from eager's in number, shape or dtype"
-    off = errors(got, exact)
+    with alone(job):
+        off = errors(got, exact)
     values["error"] = statistics.median(off) if off else 0.0
     del got, exact
     verdict, why = judged(off, own, job["dtype"], wide)
     if verdict == "wrong":
         return verdict, why
-    values["peak memory"], values["kernels"] = on_gpu(step, device) if device.type == "cuda" else (None, kernels())
+    with alone(job):
+        values["peak memory"], values["kernels"] = on_gpu(step, device) if device.type == "cuda" else (None, kernels())
     notes = [f"inaccurate: {why}" if why else "", "" if wide else "reference in float32"]
     return timed(job, step, device, values, [note for note in notes if note])
 
@@ -250,7 +252,8 @@ COMPILERS = {"eager": eager, "TorchInductor": inductor, "reflib": reflib_default
 # -- the device -------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def alone(job: Job) -> Iterator[None]:
-    """Hold the sweep's lock. The system releases it when this process dies."""
+    """Hold the sweep's lock, as all that works on the device does but for compiling: nothing runs beside what is timed.
+    The system releases it when this process dies."""
     with open(job["lock"], "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 import json
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,12 @@ class Step:
     def ran(self, who: str) -> bool:
         return who in self.by and all(row.ok for row in self.by[who])
 
+    def status(self, who: str) -> str:
+        """"ok", or why there is no result to rely on; "not measured" is not a failure: a sweep may be partial."""
+        own = self.by.get(who, Rows())
+        bad = next((row.status for row in own if not row.ok), "ok" if own else "not measured")
+        return INACCURATE if bad == "ok" and self.inaccurate(who) else bad
+
     def inaccurate(self, who: str) -> bool:
         """It ran, and a tensor is further from float64 than twice eager's (see ``child.py``)."""
         return any(row.ok and row.note.startswith(INACCURATE) for row in self.by.get(who, Rows()))
@@ -84,14 +91,14 @@ def steps(rows: Iterable[Row]) -> list[Step]:
 
 
 def classes(rows: Iterable[Row]) -> dict[tuple[str, str], list[Step]]:
-    """(mode, dtype) -> steps, the worst first: those reflib did not run, then by its speed beside TorchInductor's, or
-    beside eager's where TorchInductor has none. What is not installed is left out."""
+    """(mode, dtype) -> steps, the worst first: those where reflib failed, then by its speed beside TorchInductor's, or
+    beside eager's where TorchInductor has none; last what is not measured yet. What is not installed is left out."""
     found: dict[tuple[str, str], list[Step]] = {}
     for step in steps(rows):
         if not any(row.status == "not installed" for own in step.by.values() for row in own):
             found.setdefault((step.mode, step.dtype), []).append(step)
     for listed in found.values():
-        listed.sort(key=lambda s: (US in s.by and s.ran(US), s.speed(PEER) or s.speed(EAGER) or 0.0))
+        listed.sort(key=lambda s: (US not in s.by, s.ran(US), s.speed(PEER) or s.speed(EAGER) or 0.0))
     return dict(sorted(found.items()))
 
 
@@ -104,7 +111,7 @@ def means(listed: Sequence[Step]) -> dict[str, Any]:
     """A class in numbers. Ratios of time: a peer's over reflib's. Of memory, kernels: reflib's over TorchInductor's."""
     beside = [s.speed(PEER) for s in listed]
     return {
-        "models": len(listed),
+        "models": sum(US in s.by for s in listed),
         "correct": sum(s.ran(US) for s in listed),
         "TorchInductor correct": sum(s.ran(PEER) for s in listed),
         "over eager": geomean(s.speed(EAGER) for s in listed),
@@ -115,6 +122,7 @@ def means(listed: Sequence[Step]) -> dict[str, Any]:
         "over TorchInductor, calls": geomean(s.ratio(PEER, US, "time", CALLS) for s in listed),
         "inaccurate": sum(s.inaccurate(US) for s in listed),
         "slower than TorchInductor": sum(x < 1 for x in beside if x),
+        "slower than eager": sum((s.speed(EAGER) or 1) < 1 for s in listed),
         "cold compile": geomean(s.ratio(PEER, US, "cold compile") for s in listed),
         "peak memory": geomean(s.ratio(US, PEER, "peak memory") for s in listed),
         "kernels": geomean(s.ratio(US, PEER, "kernels") for s in listed),
@@ -124,8 +132,7 @@ def means(listed: Sequence[Step]) -> dict[str, Any]:
 def summary(rows: Rows) -> dict[str, Any]:
     """The data of summary.json."""
     found = classes(rows)
-    beside = [(s.speed(PEER), s) for listed in found.values() for s in listed]
-    worst = sorted(((speed, s) for speed, s in beside if speed), key=lambda pair: pair[0])[:20]
+    worst = ranking(found)[:20]
     about = {name: getattr(rows[0], name) for name in ("device", "versions", "commit", "date")} if rows else {}
     return {
         **about,
@@ -137,11 +144,40 @@ def summary(rows: Rows) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def ranking(found: dict[tuple[str, str], list[Step]]) -> list[tuple[float, Step]]:
+    """(speed beside TorchInductor, step) of every class, the slowest first."""
+    beside = [(speed, s) for listed in found.values() for s in listed if (speed := s.speed(PEER))]
+    return sorted(beside, key=lambda pair: pair[0])
+
+
+def coverage(rows: Rows) -> str:
+    """How much of the registry's sweep these rows are, and what is missing; "" where models are of another list."""
+    from reflib.sweep.run import Request, plan
+
+    def where(job: dict[str, Any]) -> tuple[str, str, str, str]:
+        return job["model"], job["mode"], job["dtype"], job["backend"]
+
+    asked = {where(job) for job in plan(Request(size="real"), None)}
+    there = {(r.at["model"], r.at["mode"], r.at["dtype"], r.case) for r in rows}
+    if {model for model, *_ in there} - {model for model, *_ in asked}:
+        return ""
+    if not asked - there:
+        return f"Complete: all {len(asked)} measurements are there."
+    left = Counter((mode, dtype) for _, mode, dtype, _ in asked - there)
+    every = Counter((mode, dtype) for _, mode, dtype, _ in asked)
+    parts = [f"{m}, {d}: {every[m, d] - n} of {every[m, d]}" for (m, d), n in sorted(left.items())]
+    return (
+        f"Partial: {len(asked & there)} of {len(asked)} measurements are there ({'; '.join(parts)}). The same "
+        "command goes on where it stopped; means are over what is there."
+    )
+
+
 # -- tables -----------------------------------------------------------------------------------------
 def sections(rows: Rows) -> list[Section]:
     """The page: means, a table per class, what did not run."""
     found = classes(rows)
     out: list[Section] = [("Geometric means", MEANS, means_table(found))]
+    out += [("The slowest and the fastest", EXTREMES, extremes_table(ranking(found)))] if ranking(found) else []
     out += [(f"{mode.capitalize()}, {dtype}", EACH, class_table(found[mode, dtype])) for mode, dtype in found]
     bad = [r for r in rows if not r.ok and r.status != "not installed"]
     bad += {(r.case, *r.at.values()): r for r in rows if r.note.startswith(INACCURATE)}.values()
@@ -165,16 +201,25 @@ MEANS = (
     "graph, where both could be captured, else that of calls. Compile: TorchInductor's seconds over reflib's, with "
     "empty caches. Memory and kernels: reflib's over TorchInductor's."
 )
+EXTREMES = "Speeds beside TorchInductor, as many from one end as from the other."
 EACH = (
-    "Times in µs, the worst first. Error: of the median tensor, against float64; eager's own beside it. Compile in "
-    "seconds, memory in MiB beyond what was there before a step."
+    "Times in µs, the worst first; the status is reflib's. Error: of the median tensor, against float64; eager's own "
+    "beside it. Compile in seconds, memory in MiB beyond what was there before a step."
 )
+SHOWN = 10  # at most, of the slowest and of the fastest
+
+
+def extremes_table(ranked: list[tuple[float, Step]]) -> Table:
+    shown = min(SHOWN, len(ranked) // 2 or 1)
+    ends = zip(ranked[:shown], reversed(ranked[-shown:]), strict=True)
+    body = [[cell for speed, s in pair for cell in (f"{s.model}, {s.mode}, {s.dtype}", told(speed))] for pair in ends]
+    return ["slowest", "speed", "fastest", "speed"], body
 
 
 def means_table(found: dict[tuple[str, str], list[Step]]) -> Table:
-    names = list(means([]))
-    body = [[", ".join(which), *(told(x) for x in means(listed).values())] for which, listed in found.items()]
-    return ["", *names], body
+    """A line per number, a column per class."""
+    numbers = [means(listed) for listed in found.values()]
+    return ["", *map(", ".join, found)], [[name, *(told(n[name]) for n in numbers)] for name in means([])]
 
 
 def told(value: float | None) -> str:
@@ -182,13 +227,13 @@ def told(value: float | None) -> str:
 
 
 def class_table(listed: Sequence[Step]) -> Table:
-    heads = ["model", f"over {PEER}", f"over {EAGER}"]
+    heads = ["model", "status", f"over {PEER}", f"over {EAGER}"]
     heads += [f"{who}, {what}" for what in ("graph", "calls") for who in (EAGER, PEER, US)]
     heads += [f"compile, {PEER}", f"compile, {US}", *(f"memory, {who}" for who in (EAGER, PEER, US))]
     heads += [f"kernels, {PEER}", f"kernels, {US}", "graph breaks", "error", "eager's error"]
     body = []
     for s in listed:
-        line = [s.model, told(s.speed(PEER)), told(s.speed(EAGER))]
+        line = [s.model, s.status(US), told(s.speed(PEER)), told(s.speed(EAGER))]
         line += [s.cell(who, "time", clocks) for clocks in (GRAPH, CALLS) for who in (EAGER, PEER, US)]
         line += [s.cell(who, "cold compile") for who in (PEER, US)]
         line += [s.cell(who, "peak memory") for who in (EAGER, PEER, US)]
@@ -203,7 +248,8 @@ def class_table(listed: Sequence[Step]) -> Table:
 def made_with(rows: Rows) -> str:
     first = rows[0]
     versions = ", ".join(f"{name} {number}" for name, number in first.versions.items())
-    return f"Measured on {first.device}, {first.date}, with {versions}, at commit {first.commit or 'unknown'}."
+    when = f"Measured on {first.device}, {first.date}, with {versions}, at commit {first.commit or 'unknown'}."
+    return f"{when} {coverage(rows)}".strip()
 
 
 def markdown(rows: Rows) -> str:
@@ -232,9 +278,7 @@ def write(folder: Path, rows: Rows) -> str:
     atomic.write(folder / "summary.json", json.dumps(data, indent=1) + "\n")
     atomic.write(folder / "report.md", markdown(rows))
     atomic.write(folder / "report.html", page(rows))
-    heads, body = means_table(classes(rows))
-    turned = [list(line) for line in zip(heads[1:], *(line[1:] for line in body))]
-    text = text_table(["", *(line[0] for line in body)], turned)
+    text = text_table(*means_table(classes(rows)))
     worst = [[*map(str, list(x.values())[:3]), told(x["over TorchInductor"])] for x in data["worst"][:10]]
     told_worst = text_table(["the slowest beside TorchInductor", "mode", "dtype", "speed"], worst)
     return f"{text}\n\n{told_worst}" if worst else text

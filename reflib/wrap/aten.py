@@ -90,11 +90,7 @@ def in_python(op: torch._ops.OpOverload) -> bool:
         return True
     base = name.replace("::", "/")
     full = f"{base}.{op._schema.overload_name}" if op._schema.overload_name else base
-    return any(key.rpartition("/")[0] in (full, base) and not key.endswith("/Meta") for key in _registered(base))
-
-
-def _registered(base: str) -> list[str]:
-    return [k for k in torch.library._impls if k.startswith(base)]
+    return any(key.rpartition("/")[0] in (full, base) and not key.endswith("/Meta") for key in torch.library._impls)
 
 
 class _Writer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,11 @@ from ..errors import ReflibError
 from ..ir.loops import Const, LoopNest
 from ..ir.program import Extern, KernelNode
 from ..options import Options
+from ..plan import Call, Launch
+
+if TYPE_CHECKING:
+    from .cpp import CppPrinter
+    from .python import PythonPrinter
 
 # What is told of each step instead: (node, the tensors that it writes) -> None.
 watching: list[Callable[[Any, Sequence[Any]], None]] = []
@@ -92,13 +97,13 @@ def named(call: Callable[..., Any], what: Any, inputs: Sequence[Any], options: O
         try:
             return call(args)
         except BadValue as e:
-            more = [f"{b}: {about}" for b in e.buffers if (about := _module(nodes.get(b)))]
+            more = [f"{b}: {about}" for b in e.buffers if (about := module_of(nodes.get(b)))]
             raise BadValue("\n  ".join([str(e), *more]), e.buffers) from None
 
     return run
 
 
-def _module(node: torch.fx.Node | None) -> str:
+def module_of(node: torch.fx.Node | None) -> str:
     """Where in the model a node of a graph is computed."""
     if node is None:
         return ""
@@ -109,10 +114,21 @@ def _module(node: torch.fx.Node | None) -> str:
     return f"computed in {path[0]}" if path else ""
 
 
-def check_in_cpp(printer: Any, node: Any) -> None:
-    """The check after ``node``, as a C++ wrapper calls it: through Python."""
-    wrote, read = node.writes(), [b for b in node.reads() if b not in node.writes()]
-    text = f"check_nan({printer.inner._bind_constant(node)}, [{', '.join(wrote)}], [{', '.join(read)}])"
-    which = printer._function("check_nan", [*wrote, *read], [text], [])
+# -- the text of a check --------------------------------------------------------------------------------
+def check_in_python(printer: PythonPrinter, step: Launch | Call) -> None:
+    printer.put(_text(printer, step)[0])
+
+
+def check_in_cpp(printer: CppPrinter, step: Launch | Call) -> None:
+    """Through Python."""
+    text, used = _text(printer.inner, step)
+    which = printer._function("check_nan", used, [text], [])
     printer.needs[printer.functions[which]] = "check_nan"
-    printer.put(printer._python_call(which, [f"tensor({printer.name(b)})" for b in (*wrote, *read)], 0))
+    printer.put(printer._python_call(which, [f"tensor({printer.name(b)})" for b in used], 0))
+
+
+def _text(printer: PythonPrinter, step: Launch | Call) -> tuple[str, list[str]]:
+    """The call of ``check_nan`` after a step, and the buffers that it names."""
+    node = step.kernel if isinstance(step, Launch) else step.extern
+    wrote, read = node.writes(), [b for b in node.reads() if b not in node.writes()]
+    return f"check_nan({printer._bind_constant(node)}, [{', '.join(wrote)}], [{', '.join(read)}])", [*wrote, *read]

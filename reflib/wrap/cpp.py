@@ -20,7 +20,7 @@ from ..c_shims import Shim
 from ..errors import GenerateError
 from ..generate.cpp_text import identifier
 from ..ir.expr import Atom, BinOp, Expr, Sym, expr, format_expr
-from ..ir.printer import format_node
+from ..ir.printer import dtype_name, format_node
 from ..ir.program import (
     Assume,
     Buffer,
@@ -253,7 +253,7 @@ class CppPrinter:
                 tables.append("nullptr")
         # attention saves its seed for backward on the CPU, although its meta function says otherwise
         device = self.device(b.device) if b.shape or strict else "anywhere"
-        fields = f'"{b.name}", "{_dtype(b.dtype)}", {self.dtype(b.dtype)}, {device}, {len(b.shape)}'
+        fields = f'"{b.name}", "{dtype_name(b.dtype)}", {self.dtype(b.dtype)}, {device}, {len(b.shape)}'
         self.tables.append(f"constexpr Expected {self.name(f'{b.name} is')}{{{fields}, {', '.join(tables)}}};")
         return self.name(f"{b.name} is")
 
@@ -291,7 +291,7 @@ class CppPrinter:
         elif isinstance(step, Return):
             self._return(step)
         if self.check_nan and isinstance(step, (Launch, Call)):
-            check_in_cpp(self, step.kernel if isinstance(step, Launch) else step.extern)
+            check_in_cpp(self, step)
 
     def _alloc(self, step: Alloc) -> None:
         b = self.program.buffers[step.buffer]
@@ -480,13 +480,9 @@ def scalar_type(d: torch.dtype) -> int:
         raise GenerateError(f'wrapper="cpp" does not know {d}: use wrapper="python"') from None
 
 
-def _dtype(d: torch.dtype) -> str:
-    return str(d).removeprefix("torch.")
-
-
 def _constant(d: torch.dtype) -> str:
     """The name of a dtype's number in the text. (``bool`` is a C++ keyword.)"""
-    return identifier(_dtype(d))
+    return identifier(dtype_name(d))
 
 
 def laid_out(program: Program) -> set[str]:

@@ -15,8 +15,8 @@ a view of one, is made of the call's own input. Results are eager's then, whatev
 
 A call that no recording fits runs as without this option, and ``REFLIB_LOGS=cuda_graphs`` says why: one of the first
 calls (a kernel is loaded by its first launch, which cannot be recorded), more than ``RECORDINGS``, tuning that has not
-ended, a caller who records a graph. A graph with work on a CPU, or a call that cannot be recorded (it waits for the
-GPU, or is tagged ``cudagraph_unsafe``) is never recorded.
+ended, a caller who records a graph. A graph that communicates, has work on a CPU, or a call that cannot be recorded (it
+waits for the GPU, or is tagged ``cudagraph_unsafe``) is never recorded.
 
 NB: TorchInductor lets recordings share memory in a tree of what followed what, copies out what is still alive, and cuts
 a graph around calls that cannot be recorded. Here each recording has its own memory, and a graph is recorded whole.
@@ -65,6 +65,8 @@ def reason(program: Any, options: Options) -> str:
     for node in walk(program.nodes):
         if isinstance(node, Extern) and (found := UNSAFE.intersection(getattr(node.target, "tags", ()))):
             return f"{node.target} is tagged {found.pop()}"
+        if isinstance(node, Extern) and getattr(node.target, "namespace", "") == "_c10d_functional":
+            return "it communicates: ranks would record at different calls"
     return ""
 
 

@@ -21,7 +21,8 @@ from ..plan import Alloc, Branch, Call, Check, Free, Launch, Let, Note, Plan, Re
 from ..seams import Seam
 
 Kernels = Mapping[str, Kernel]
-# Prints a step of a class that the core does not have, by its name: (PythonPrinter, step) -> None.
+# Prints a step of a class that the core does not have, by its name: (PythonPrinter, step) -> None; "check_nan": what
+# follows a Launch or a Call under Options(check_nan=True).
 STEPS = Seam("wrap.STEPS")
 
 
@@ -119,9 +120,7 @@ class PythonPrinter:
             values = [self.value(o) for o in step.outputs]
             self.put(f"return ({', '.join(values)}{',' if len(values) == 1 else ''})")
         if self.check_nan and isinstance(step, (Launch, Call)):
-            node = step.kernel if isinstance(step, Launch) else step.extern
-            wrote, read = ", ".join(node.writes()), ", ".join(b for b in node.reads() if b not in node.writes())
-            self.put(f"check_nan({self._bind_constant(node)}, [{wrote}], [{read}])")
+            STEPS["check_nan"](self, step)
 
     def _alloc(self, step: Alloc) -> None:
         b = self.program.buffers[step.buffer]

@@ -20,7 +20,7 @@ from reflib import lab
 from reflib.ir.decision import Candidate, Decision, Key
 from reflib.lab.ceilings import Roofline
 from reflib.lab.moving import Numbers
-from reflib.plan import Moment, Plan
+from reflib.plan.memory import Change, Memory
 from tests.browsing import PHONE, Watched, changes, drawn, idle_controls, picture, violations
 
 pytest.importorskip("axe_playwright_python")
@@ -42,7 +42,7 @@ def figures() -> dict[str, dict[str, Any]]:
     roof = Roofline("a device", 1000.0, 100.0, 5.0, "float32")
     times = lab.Rows(lab.Row("n", case, "time", value, "µs") for case, value in {"fast": 2.0, "slow": 7.0}.items())
     lanes = {"a": [lab.Segment("works", 0, 2), lab.Segment("rests", 2, 5, "rest")], "b": [lab.Segment("waits", 1, 4)]}
-    moments = [Moment(i, f"k{i}", (("x", 10**6), ("y", i * 10**6))) for i in range(1, 4)]
+    changes = [Change(f"k{i}", {"x": 10**6, "y": i * 10**6}, {}) for i in range(1, 4)]
     variants = [SimpleNamespace(arch=a, made_for="sm_80") for a in ("cpu", "sm_80", "sm_90", "ptx")]
     package = SimpleNamespace(manifest=SimpleNamespace(variants=variants), machine_code=lambda variant: 1000)
     sizes = lab.Rows(lab.Row("s", c, "time", float(n), "µs", at={"n": n}) for c in ("p", "q") for n in (1, 4, 16))
@@ -62,7 +62,7 @@ def figures() -> dict[str, dict[str, Any]]:
         "roofline": lab.roofline_slider(roof, versions, what="columns", caption="c"),
         "lanes": lab.over_time(lanes, caption="c"),
         "race": lab.race(times, "fast", "slow", caption="c"),
-        "memory": lab.memory_scrubber({"plan": Plan((), tuple(moments))}, caption="c"),
+        "memory": lab.memory_scrubber({"plan": Memory((), tuple(changes))}, caption="c"),
         "blocks": lab.block_slider(caption="c"),
         "architectures": lab.arch_explorer(package, caption="c"),  # type: ignore[arg-type]
         "fusion": lab.fusion_graph(e, caption="c"),

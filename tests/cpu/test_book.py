@@ -15,6 +15,7 @@ from types import ModuleType
 
 import pytest
 import yaml
+from docutils import nodes
 
 import reflib
 from reflib import lab
@@ -39,6 +40,7 @@ def extension(name: str) -> ModuleType:
 data = extension("reflib_pages")
 notices = extension("reflib_notices")
 figure = extension("reflib_figure")
+claims = extension("reflib_claims")
 api = extension("reflib_api")
 
 
@@ -385,4 +387,25 @@ def test_heavy_pages_are_found(tmp_path: Path) -> None:
 
 def test_the_toc_is_what_the_parts_are_read_from() -> None:
     toc = yaml.safe_load((ROOT / "book" / "_toc.yml").read_text())
-    assert [p.get("caption", "") for p in toc["parts"]].count("") == len(data.parts(ROOT)) == 4
+    assert [p.get("caption", "") for p in toc["parts"]].count("") == len(data.parts(ROOT)) == 5
+
+
+# -- claims are boxes -----------------------------------------------------------------------------------
+def test_claims_become_boxes_between_the_other_lines() -> None:
+    text = (
+        "a copy: 13 GB/s\n✗ Does not hold here: 1 < 2 & more\n  Why: the cache\n  is large\n✓ Holds here: yes\n"
+        "? Not measured on this machine: x\n  no GPU\nafter\n"
+    )
+    block = nodes.literal_block(text, text, classes=["output", "stream"], language="myst-ansi")
+    first, *boxes, last = claims.pieces(block, text)
+    assert first.astext() == "a copy: 13 GB/s\n" and last.astext() == "after\n" and last["classes"] == block["classes"]
+    fails, holds, unmeasured = (b.astext() for b in boxes)
+    assert 'class="reflib-claim fails"' in fails and "<p>is large</p>" in fails
+    assert "<strong>✗ Does not hold here:</strong> 1 &lt; 2 &amp; more" in fails
+    assert 'class="reflib-claim holds"' in holds and 'class="reflib-claim unmeasured"' in unmeasured
+    assert not claims.CLAIM.search("is it so? A question: no claim\n")
+
+
+def test_the_drawing_has_all_stages() -> None:
+    svg, words = extension("reflib_book").pipeline_svg()
+    assert all(f">{stage}</text>" in svg and f"{stage} takes" in words for stage in ("autotune", "schedule", "package"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.scan import scan
 
 import reflib
 from reflib.lower.rules import RULES
@@ -37,7 +38,7 @@ def test_the_first_bad_step_is_named(wrapper: str) -> None:
     said = str(e.value)
     assert "check_nan: kernel k0_log_add_sin wrote NaN into sin (3, 4), first at [1, 2]" in said, said
     assert "what it only reads has no NaN" in said and "sin: computed in L['self'].inner" in said, said
-    assert "aten.log.default at test_check_nan.py:17 in forward: return (x.log() + 1).sin() @ w" in said, said
+    assert "aten.log.default at test_check_nan.py:18 in forward: return (x.log() + 1).sin() @ w" in said, said
     x[1, 2], x[0, 1] = 1, float("nan")
     with pytest.raises(
         reflib.ReflibError, match=r"it was there before: arg0_1, which this reads, has NaN first at \[0, 1\]"
@@ -69,6 +70,22 @@ def test_infinities_that_are_meant_are_let_pass() -> None:
         y.backward()
 
 
+def test_what_was_read_is_not_written_over() -> None:
+    """Neither what dies in a kernel, nor what a loop carries."""
+
+    def loop(x: torch.Tensor) -> torch.Tensor:
+        return scan(lambda c, v: (c / (v - v), c + 1), x[0].clone(), x)[0]
+
+    for f, says in (
+        (lambda x: ((x @ x) - 5).log() @ x, "wrote NaN into log .*\n  what it only reads has no NaN"),
+        (lambda x: ((x @ x) / (x * 0)).relu() @ x, "wrote infinity into relu"),
+        (loop, "wrote infinity into scan_0_next"),
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(reflib.ReflibError, match=says):
+            reflib.compile(f, check_nan=True)(torch.rand(4, 4) + 0.1)
+
+
 # -- beside eager ------------------------------------------------------------------------------------
 def test_the_first_kernel_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     block = Block(8, 2)
@@ -81,3 +98,17 @@ def test_the_first_kernel_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     first = found.first
     assert first is not None and first.buffer == "tanh" and first.error > 0.1 and "f = lambda x, w" in first.origin
     assert [d.buffer for d in found if not d.wrong] == ["mm"] and "first: k0_tanh, aten.tanh.default at" in repr(found)
+
+
+def test_eager_gets_arguments_laid_out_as_given() -> None:
+    with torch.library._scoped_library("tests_laid_out", "DEF") as lib:
+        lib.define("inner(Tensor x) -> Tensor")
+
+        def inner(x: torch.Tensor) -> torch.Tensor:
+            assert x.is_meta or x.stride() == (8, 1), "refused, as attention refuses a bias without its padding"
+            return x * 2
+
+        lib.impl("inner", inner, "CompositeExplicitAutograd")
+        lib.impl("inner", torch.empty_like, "Meta")
+        found = compare_with_eager(lambda x: torch.ops.tests_laid_out.inner(x) + 1, torch.randn(4, 8)[:, :7])
+    assert found.first is None and len(found) == 2

@@ -53,6 +53,17 @@ def twice(x: Tensor, w: Tensor, v: Tensor, y: Tensor) -> Tensor:
     return torch.cat([a, a], 1)
 
 
+def reduced(x: Tensor, w: Tensor, v: Tensor, y: Tensor) -> Any:
+    a, columns = y.softmax(1), y.split(4, 1)
+    return (
+        torch.cat([x.softmax(1), a], 1),  # two kernels, two parts
+        torch.cat([a, (y + 1).softmax(1)]),  # one kernel, two parts
+        torch.cat([a, x, a], 1),
+        torch.cat([c.softmax(1) for c in columns], 1),
+        torch.cat(columns[::-1], 1),
+    )
+
+
 # what is computed, and the bytes of all temporaries: of results and of what must be stored, nothing twice
 CASES: dict[str, tuple[Callable[..., Any], int]] = {
     "of products": (lambda x, w, v, y: torch.cat([x @ w, x @ v], 1), NA + NB),
@@ -69,7 +80,8 @@ CASES: dict[str, tuple[Callable[..., Any], int]] = {
     "a slice that is written": (written_slice, 4 * N * (A + 3)),
     "onto an argument": (onto_an_argument, 4 * B),
     "then a product": (lambda x, w, v, y: torch.cat([x @ w, x @ v], 1).t() @ x, NA + NB + 4 * (A + B) * K),
-    "twice": (twice, 3 * NA),
+    "twice": (twice, 2 * NA),
+    "by kernels that reduce": (reduced, 2 * NK + 7 * NB),
     "by a special function": (lambda x, w, v, y: torch.cat([torch.special.i0(x), y], 1), NK + NB),
     "of halves": (
         lambda x, w, v, y: torch.cat([x.half() @ w.half(), y.half()], 1),
@@ -78,11 +90,14 @@ CASES: dict[str, tuple[Callable[..., Any], int]] = {
 }
 
 
+MORE = ("nested", "several results", "by a special function", "by kernels that reduce")
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_is_stored_twice(case: str) -> None:
     """As eager, with sizes that are numbers and that are symbols; then what is stored."""
     fn, most = CASES[case]
-    more = [(True, "python"), (False, "cpp")] if case in ("nested", "several results", "by a special function") else []
+    more = [(True, "python"), (False, "cpp")] if case in MORE else []
     for dynamic, wrapper in ((False, "python"), *more):
         torch._dynamo.reset()
         mine, theirs = [t.clone() for t in (X, W, V, Y)], [t.clone() for t in (X, W, V, Y)]
@@ -96,6 +111,35 @@ def test_nothing_is_stored_twice(case: str) -> None:
         made = {b for n in walk(program.nodes) for b in n.writes() if program.buffers[b].kind == "temp"}
         stored = sum(program.buffers[b].nbytes.hint() for b in made)
         assert stored <= most or dynamic, {b: program.buffers[b].nbytes.hint() for b in made}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_parts(seed: int) -> None:
+    """Of kernels, calls and views, some more than once, in either dimension; eager's results."""
+    r = random.Random(seed)
+    makers: list[Callable[[Tensor], Tensor]] = [
+        lambda t: t.softmax(1), lambda t: t.exp(), lambda t: t - t.mean(1, keepdim=True), lambda t: t.sort(1).values,
+        lambda t: t, lambda t: t.cumsum(1), lambda t: t.flip(1), lambda t: t / t.amax(0), lambda t: t[:, ::2].sin(),
+    ]  # fmt: skip
+    dims = (0, 1) * 3
+    plans = [(d, [r.choice(makers[: 8 + d]) for _ in range(3)], r.random() < 0.5) for d in dims]
+
+    def fn(x: Tensor, y: Tensor) -> list[Tensor]:
+        out: list[Tensor] = []
+        for dim, made, again in plans:
+            same = made[0](x)
+            parts = [same, made[1](x + 1 if dim == 0 else y), same if again else made[2](x * 2)]
+            if dim == 0:
+                parts = [p[:, :9] for p in parts]
+            out += [torch.cat(parts, dim), parts[1] + 1] if again else [torch.cat(parts, dim)]
+        return out
+
+    x, y = torch.randn(N, 20), torch.randn(N, B)
+    with torch.no_grad():
+        for dynamic in (False, True):
+            torch._dynamo.reset()
+            got = reflib.compile(fn, dynamic=dynamic, verify=True)(x, y)
+            torch.testing.assert_close(got, fn(x, y), atol=1e-4, rtol=1e-3)
 
 
 def strides(tree: Any) -> list[Any]:
@@ -267,3 +311,11 @@ def test_random_programs() -> None:
         if seed % 8 == 0:
             torch.testing.assert_close(list(run(graph, Options()).call([x, w])), want)
     assert taken > 5
+
+
+def test_parts_without_elements() -> None:
+    def f(x: Tensor) -> Any:
+        return x + 1, x.sum(0), x.sum(-1), torch.cat([x, x]), x.flatten(), x.any(), x.prod(0)
+
+    for shape in ((3, 0), (2, 0, 3)):
+        reflib.explain(f, torch.zeros(shape), target="sm_90")

@@ -12,7 +12,7 @@ from reflib.errors import LabError
 from reflib.lab import moving, roof_slider
 from reflib.lab.ceilings import Roofline
 from reflib.lab.explorer import MIME
-from reflib.plan import Moment, Plan
+from reflib.plan.memory import Change, Memory
 
 ROOF = Roofline("a device", bandwidth=1000.0, flops=100.0, launch=5.0, dtype="float32")
 
@@ -81,7 +81,8 @@ def test_a_point_is_measured_against_its_own_limit():
 
 
 def plan(*live):
-    return Plan((), tuple(Moment(i, f"k{i}", tuple(buffers.items())) for i, buffers in enumerate(live)))
+    pairs = zip(({}, *live), live)
+    return Memory((), tuple(Change(f"k{i}", now, old) for i, (old, now) in enumerate(pairs)))
 
 
 def test_memory_is_scrubbed_step_by_step():

@@ -13,10 +13,11 @@ from reflib import weekend
 STAGES = ["capture", "lower", "fuse", "autotune", "schedule", "plan", "generate", "wrap", "package"]
 # What the stages share, wherever they stand; it knows no stage.
 SHARED = {
-    *("atomic", "c_shims", "cache", "errors", "inductor_options", "ir", "logs", "models", "options"),
-    *("seams", "tables", "target", "timeline", "timing", "toolchain", "worker"),
+    *("atomic", "c_shims", "cache", "errors", "failures", "inductor_options", "ir", "logs", "models", "options"),
+    *("seams", "tables", "target", "timeline", "timing", "toolchain", "tracing", "worker"),
 }
-AROUND = ["pipeline", "observed", "background", "tuning", "fast_path", "api", "aot", "jobs", "observe", "weekend"]
+AROUND = ["pipeline", "observed", "background", "tuning", "ranks"]
+AROUND += ["fast_path", "api", "aot", "jobs", "observe", "weekend"]
 AROUND += ["lab", "batch", "sweep", "cli"]
 ORDER = [*sorted(SHARED), *STAGES, *AROUND]
 

@@ -123,6 +123,8 @@ def test_functions_of_cuda_are_its_librarys() -> None:
 def test_the_option() -> None:
     options = reflib.Options(numerics="eager")
     assert not (options.attention or options.atomics or options.channels_last or options.mix_orders)
+    assert options.but(numerics="fast") == reflib.Options()  # what it switched off is as it was asked for
+    assert options.but(mix_orders=False, numerics="fast") == reflib.Options(mix_orders=False)
     with pytest.raises(OptionError, match="numerics='eagre': must be one of 'fast', 'eager' \\(did you mean 'eager'"):
         reflib.Options(numerics="eagre")
 

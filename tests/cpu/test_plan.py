@@ -7,7 +7,9 @@ from reflib.ir.expr import Sym, Var, expr
 from reflib.ir.loops import Axis, BodyBuilder, LoopNest
 from reflib.ir.program import Buffer, Config, Extern, Program, View, full_view
 from reflib.options import Options
-from reflib.plan import Alloc, Free, Launch, Let, Return, plan
+from reflib.plan import Alloc, Free, Launch, Let, Return
+from reflib.plan import plan as plan_of
+from reflib.plan.memory import memory
 
 CPU = torch.device("cpu")
 N = 64
@@ -37,6 +39,10 @@ def row_sum_then_scale(name, source, target):
 def program(nodes, buffers, outputs, inputs=("x",)):
     table = {b.name: b for b in buffers}
     return Program(tuple(inputs), table, tuple(nodes), tuple(full_view(table[o]) for o in outputs))
+
+
+def plan(program, options):
+    return memory(program, plan_of(program, options))
 
 
 def allocs(p):

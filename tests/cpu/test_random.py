@@ -104,6 +104,14 @@ def test_distributions(dtype: torch.dtype) -> None:
     assert abs(torch.corrcoef(torch.stack([u, other]))[0, 1]) < 4 / math.sqrt(n)
 
 
+def test_normal_float64_numbers_have_64_random_bits_each() -> None:
+    words = [w & 0xFFFFFFFF for w in philox(torch.tensor(7), torch.tensor(3), torch.arange(32)).tolist()]
+    for i, z in enumerate(draw(7, 3, "normal", [8], torch.float64).tolist()):
+        a, b, c, d = words[4 * i : 4 * i + 4]
+        radius, angle = (a * 2**32 + c + 1) / 2**64, (b * 2**32 + d) / 2**64
+        assert math.isclose(z, math.sqrt(-2 * math.log(radius)) * math.cos(math.tau * angle), rel_tol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_halves_stay_below_one(dtype: torch.dtype) -> None:
     u = draw(5, 0, "uniform", [50_000], dtype)

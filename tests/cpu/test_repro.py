@@ -18,6 +18,7 @@ import reflib
 from reflib.errors import LoweringError, OptionError
 from reflib.lower.rules import RULES
 from reflib.observe import given, repro
+from reflib.observe.foreign import Foreign
 from reflib.observe.given import describe, make
 from reflib.observe.read_graph import read_graph
 from reflib.observe.rebuild import Subject, main, run_file
@@ -95,7 +96,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
         {"verify": True},
     ),
     "shared": (shared, (BASE[3:13].view(5, 2), BASE[3:13].view(2, 5).t()), {}),
-    "branches": (branches, (torch.randn(6, 4),), {}),
+    "branches": (branches, (torch.randn(4).expand(6, 4),), {}),
     "op": (lambda x: scaled(x * 2, 0.25).relu(), (torch.randn(9, 4).t(),), {"fuse": False}),
     "inner": (make_op(), (torch.randn(3, 3),), {}),
 }
@@ -191,6 +192,13 @@ def test_triton_kernels_are_written_out() -> None:
 
 
 # -- failures ----------------------------------------------------------------------------------------
+def test_two_things_of_one_name_are_told() -> None:
+    foreign = Foreign()
+    for k in (2, 2, 3):
+        foreign.name("k", k)
+    assert foreign.lines == ["k = 2"] and foreign.missing == ["another k, a int"]
+
+
 def test_an_internal_error_leaves_a_repro(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -311,6 +311,30 @@ def test_means_of_random_times() -> None:
     assert speeds == sorted(speeds, key=lambda x: x or 0)
 
 
+def test_a_partial_sweep_says_how_much_is_there() -> None:
+    """What is not measured yet is neither a failure nor in a mean, and comes last."""
+    jobs = run.plan(run.Request(size="real"), None)
+    found = [
+        Row("sweep", j["backend"], "time", 1.0, "µs", 0.1, {k: j[k] for k in ("model", "mode", "dtype")}, "graph")
+        for j in jobs
+    ]
+    assert report.coverage(Rows(found)) == f"Complete: all {len(jobs)} measurements are there."
+    random.seed(11)
+    of_class = [i for i, j in enumerate(jobs) if (j["mode"], j["dtype"]) == ("training", "float32")]
+    left = random.sample(of_class, 5)
+    kept = Rows(row for i, row in enumerate(found) if i not in left)
+    told = f"Partial: {len(jobs) - 5} of {len(jobs)} measurements are there (training, float32: "
+    assert report.coverage(kept).startswith(f"{told}{len(of_class) - 5} of {len(of_class)}).")
+    assert report.coverage(Rows([*kept, row("of another list", "eager", 1.0)])) == ""
+
+    a, b, c = ([row(m, "TorchInductor", 2.0), row(m, "reflib", 1.0)] for m in "abc")
+    del b[1]
+    c[1] = row("c", "reflib", None, status="crashed")
+    (listed,) = report.classes([*a, *b, *c]).values()
+    assert [(s.model, s.status("reflib")) for s in listed] == [("c", "crashed"), ("a", "ok"), ("b", "not measured")]
+    assert (report.means(listed)["models"], report.means(listed)["correct"]) == (2, 1)
+
+
 def test_the_pages(swept: tuple[Path, int, list[str]]) -> None:
     folder = swept[0]
     data = json.loads((folder / "summary.json").read_text())
@@ -321,19 +345,19 @@ def test_the_pages(swept: tuple[Path, int, list[str]]) -> None:
     }
     text = (folder / "report.md").read_text()
     assert "Not installed, so not measured: absent, half_there." in text and "| reflib | dies |" in text
-    assert (folder / "report.html").read_text().count("<h2>") == text.count("\n## ") == 4
+    assert (folder / "report.html").read_text().count("<h2>") == text.count("\n## ") == 5
 
 
 def test_the_books_page(swept: tuple[Path, int, list[str]], tmp_path: Path, root: Path, monkeypatch: Any) -> None:
     monkeypatch.syspath_prepend(str(root / "book" / "_ext"))
     page = importlib.import_module("reflib_pages").sweep
-    none = "Nothing has been recorded on an H200 yet."
-    assert page(tmp_path) == none
+    none = "**Nothing has been recorded on an H200 yet.** To make a recording: `make sweep`"
+    assert page(tmp_path).startswith(none) and "notebooks/recorded" in page(tmp_path)
     recorded = tmp_path / "notebooks" / "recorded"
     recorded.mkdir(parents=True)
     shutil.copy(swept[0] / "sweep.cpu.json", recorded)
     text = page(tmp_path)
-    assert text.startswith(none) and text.count("\n## ") == 1 and text.count("<table") == text.count("</table>") == 4
+    assert text.startswith(none) and text.count("\n## ") == 1 and text.count("<table") == text.count("</table>") == 5
     found = [r.to_data() | {"device": "NVIDIA H200"} for r in rows(swept[0])]
     recording.dump(recorded / "sweep.h200.json", found, [])
     assert page(tmp_path).startswith("## NVIDIA H200") and none not in page(tmp_path)

@@ -17,7 +17,19 @@ from typing import Any
 import pytest
 import torch
 from hand_loops import axis
-from triton_cases import BF16, F32, Case, compile_all, kernel_cases, norm, op_cases, pointwise, rand, several
+from triton_cases import (
+    BF16,
+    F32,
+    Case,
+    compile_all,
+    kernel_cases,
+    norm,
+    op_cases,
+    pointwise,
+    rand,
+    several,
+    shifted_windows,
+)
 
 from reflib import cache, explain
 from reflib.errors import DeviceError, ToolchainError
@@ -316,3 +328,54 @@ def test_a_kernel_that_is_refused_leaves_the_front_end(fresh_cache: Path) -> Non
         with pytest.raises(ToolchainError):
             compile_kernel(broken, parse_target("sm_90"))
         assert not compile_triton._front_end.lock.locked()
+
+
+_TWICE = """.version 8.7
+.target sm_90a
+.address_size 64
+.visible .entry two(.param .u64 p) {
+	.reg .b16 %rs<2>;
+	.reg .b32 %r<8>;
+	.reg .b64 %rd<2>;
+	ld.param.b64 	%rd1, [p];
+	mov.u32 	%r1, %ctaid.x;
+	mov.u32 	%r2, %tid.x;
+	mov.b32 	%r3, 131075;
+	add.s16x2 	%r4, %r1, %r3;
+	add.s16x2 	%r5, %r2, %r3;
+	mov.b32 	{%rs1, _}, %r5;
+	mov.b32 	%r6, {%rs1, %rs1};
+	st.global.b32 	[%rd1], %r4;
+	st.global.b32 	[%rd1+4], %r6;
+	ret;
+}
+"""
+
+
+def test_packed_adds_are_taken_apart(tmp_path: Path) -> None:
+    """ptxas loses a constant that is added to two numbers at once (triton-lang/triton#11581)."""
+    from triton import knobs
+
+    def machine_code(text: str) -> str:
+        (tmp_path / "two.ptx").write_text(text)
+        files = ["-arch=sm_90a", str(tmp_path / "two.ptx"), "-o", str(tmp_path / "two.cubin")]
+        subprocess.run([knobs.nvidia.ptxas.path, *files], check=True)
+        read = [knobs.nvidia.nvdisasm.path, "-c", str(tmp_path / "two.cubin")]
+        return subprocess.run(read, check=True, capture_output=True, text=True).stdout
+
+    apart = compile_triton.without_packed_adds(_TWICE)
+    assert "16x2" not in apart and apart.count("add.s16 ") == 4
+    assert "VIADD.16x2" in machine_code(_TWICE)
+    code = machine_code(apart)
+    assert "16x2" not in code and code.count("0x3") >= 2  # the constant is added to both
+
+
+def test_no_kernel_adds_two_numbers_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rows and columns of shifted windows are numbers that LLVM narrows to 16 bits and packs."""
+    before, apart = [], compile_triton.without_packed_adds
+    monkeypatch.setattr(compile_triton, "without_packed_adds", lambda ptx: (before.append(ptx), apart(ptx))[1])
+    monkeypatch.setenv("REFLIB_CACHE_DIR", str(tmp_path))
+    made = explain(shifted_windows(3, 7), torch.ones(8, 28, 28, 96).bfloat16(), target="sm_90")
+    for kernel in made.kernels:
+        assert "16x2" not in compile_kernel(kernel, parse_target("sm_90")).ptx
+    assert any("add.s16x2" in ptx for ptx in before)

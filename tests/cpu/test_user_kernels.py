@@ -128,10 +128,11 @@ def test_sizes_at_run_time() -> None:
     assert [k.index_type for k in found] == ["int32", "int32", "int64"] and found[0].grid == found[2].grid
     assert "// 16) * 16" in found[0].source and "// 16) * 16" not in found[1].source
     n, m = (expr(Sym(name, lo, None, 64)) for name, lo in (("n", 2), ("m", 0)))
-    for y, z in ((1, 1), (5, 1), (1, 7), (0, 3), (70000, 1), (1, 2**15)):
+    for y, z in ((1, 1), (5, 1), (1, 7), (0, 3), (70000, 1), (4, 2**15 - 1), (1, 2**15), (1, 40000)):
         g = int(packed((n, m + y - 1, expr(z))).evaluate({"n": 9, "m": 1}))
         xyz = (g & (2**31 - 1), 1 + (g >> 31 & 0xFFFF), 1 + (g >> 47 & 0x7FFF)) if g >> 62 else (g, 1, 1)
-        assert xyz == ((0, 1, 1) if y == 0 else (9, min(y, 2**16), z)), "what is too large stays so"
+        most = (9, 2**16, min(z, 2**15)) if z >= 2**15 else (9, min(y, 2**16), z)
+        assert xyz == ((0, 1, 1) if y == 0 else most), "no GPU accepts what is too large"
 
 
 def test_packages_need_no_module_of_the_users(tmp_path: Path) -> None:
@@ -276,6 +277,9 @@ def test_what_is_refused(
         torch._dynamo.reset()
         with pytest.raises(Exception, match=says):
             explain(fn, torch.randn(128))
+    torch._dynamo.reset()
+    e = explain(of(plain, 100, BLOCK=64, blocks=(1, 1, 40000)), torch.randn(128))
+    assert not launches(e) and not e.kernels, "a grid that CUDA takes, and our launcher does not, is PyTorch's launch"
     clustered = triton.autotune([triton.Config({"BLOCK": 64}, num_ctas=2)], key=[])(plain)
     with pytest.raises(PackageError, match="PyTorch launches the Triton kernel plain: a configuration with a cluster"):
         reflib.aot_compile(of(clustered, 128), (torch.randn(128),), tmp_path / "p.reflib", ["sm_90"])

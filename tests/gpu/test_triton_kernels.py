@@ -9,9 +9,22 @@ import pytest
 import torch
 from checking import wrong_values
 from hand_loops import axis
-from triton_cases import BF16, F32, Case, compile_all, kernel_cases, norm, op_cases, pointwise, rand, reduce_cases
+from triton_cases import (
+    BF16,
+    F32,
+    Case,
+    compile_all,
+    kernel_cases,
+    norm,
+    op_cases,
+    pointwise,
+    rand,
+    reduce_cases,
+    shifted_windows,
+)
 from triton_half_cases import HALF, half_case, half_problem
 
+import reflib
 from reflib.generate.compile_triton import compile_kernel
 from reflib.generate.triton import generate_triton
 from reflib.ir.expr import expr
@@ -190,3 +203,13 @@ def test_launches_under_graph_capture_and_on_another_stream() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(tensors["out"], 2 * tensors["x"])
+
+
+@pytest.mark.parametrize("shift,window,sides,channels", [(3, 7, 4, 192), (3, 7, 8, 96), (2, 5, 4, 96), (5, 12, 4, 48)])
+def test_shifted_windows(shift: int, window: int, sides: int, channels: int) -> None:
+    """Numbers that LLVM packs into 16 bits, which ptxas adds wrongly (``compile_triton.without_packed_adds``)."""
+    f = shifted_windows(shift, window)
+    x = torch.randn(32, sides * window, sides * window, channels, device="cuda").bfloat16()
+    windows, sums = reflib.compile(f)(x)
+    assert torch.equal(windows, f(x)[0])
+    assert not wrong_values(sums, f(x)[1], x.double().sum((0, 1, 2)))

@@ -267,7 +267,7 @@ def _decision(d: Any) -> dict[str, Any]:
 def _memory(e: Explanation) -> dict[str, Any]:
     """The live buffers while each node runs."""
     ops = {n.name: _ops(n) for n in e.scheduled.nodes}
-    moments = [
+    moments: list[dict[str, Any]] = [
         {"label": m.label, "ops": ops.get(m.label, []), "bytes": m.bytes, "live": [list(pair) for pair in m.live]}
         for m in e.memory.moments
     ]

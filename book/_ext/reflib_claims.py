@@ -1,0 +1,56 @@
+"""Claims as boxes: what ``lab.claim`` and ``lab.check`` printed is text in an output, whose lines a page cuts.
+
+A recorded output stays as it is; on the page each claim's lines become a box of wrapped text, green where it holds.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.transforms.post_transforms import SphinxPostTransform
+
+# The mark at the beginning of a line -> the box's class. Indented lines behind it belong to it.
+KINDS = {"✓": "holds", "✗": "fails", "?": "unmeasured"}
+CLAIM = re.compile(r"^(✓|✗|\?) ([^:\n]+): (.*)\n?((?:  .*\n?)*)", re.M)
+
+
+class Boxes(SphinxPostTransform):
+    """After MyST-NB has chosen among outputs: a stream's text is cut where claims begin and end."""
+
+    default_priority = 20
+
+    def run(self, **kwargs: Any) -> None:
+        if not self.env.docname.startswith("notebooks/"):
+            return
+        for block in list(self.document.findall(nodes.literal_block)):
+            text = block.astext()
+            if "output" in block["classes"] and CLAIM.search(text) and block.parent is not None:
+                block.parent.replace(block, pieces(block, text))
+
+
+def pieces(block: nodes.literal_block, text: str) -> list[nodes.Node]:
+    """The block's text between claims in blocks like it, and the claims."""
+    out: list[nodes.Node] = []
+    at = 0
+    for found in [*CLAIM.finditer(text), None]:
+        between = text[at : found.start() if found else len(text)]
+        if between.strip():
+            out.append(nodes.literal_block(between, between, **block.attributes))
+        if found:
+            at = found.end()
+            out.append(nodes.raw("", box(*found.groups()), format="html"))
+    return out
+
+
+def box(mark: str, verdict: str, claim: str, more: str) -> str:
+    lines = "".join(f"<p>{html.escape(line.strip())}</p>" for line in more.splitlines() if line.strip())
+    said = f"<p><strong>{mark} {html.escape(verdict)}:</strong> {html.escape(claim)}</p>"
+    return f'<div class="reflib-claim {KINDS[mark]}">{said}{lines}</div>'
+
+
+def setup(app: Sphinx) -> None:
+    app.add_post_transform(Boxes)

@@ -1,0 +1,296 @@
+"""``explain(...).memory``: the bytes alive at each step, whose they are, eager's beside, and how to have fewer.
+
+A step is a kernel or a call. Counted is what the program itself allocates, its results included; in a backward also
+what the forward saved for it, until it is read for the last time. Inputs and weights are the caller's, with or without
+a compiler. Sizes are those at the traced hints.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from html import escape
+from typing import Any
+
+import torch
+
+from ..ir.printer import dtype_name
+from ..ir.program import Buffer, Extern, Node, Variants, View
+from ..pipeline import Stages
+from ..plan.memory import Memory, memory
+from ..plan.order import Order, owned, search
+from .decisions import html_table
+from .eager_memory import Eager
+
+_NO_EAGER = Eager((), "eager's memory is not known: a program that was exported has no function to run")
+_MOST_ROWS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A buffer in memory. ``kind``: ``returned``, ``saved`` (for the backward), ``temporary`` or ``workspace``.
+    ``kernel``: what makes it ("the forward" in a backward).   ``next``: what reads it next, at this step or after; ""
+    for nothing.   ``module``: path of the module that it comes from.   ``source``: the user's line."""
+
+    buffer: str
+    bytes: int
+    kind: str
+    what: str  # float32[4096, 1000]
+    kernel: str
+    next: str
+    module: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """``eager``: eager's bytes at the last op of the same line, None where that is not known."""
+
+    number: int
+    kernel: str
+    bytes: int
+    eager: int | None
+    module: str
+    source: str
+    held: tuple[Held, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How to lower the peak. ``saves``: bytes of it.   ``moves``: bytes read and written more than now, per call."""
+
+    text: str
+    saves: int
+    moves: int
+
+    def __str__(self) -> str:
+        cost = f"moves {self.moves:,} bytes more" if self.moves else "costs nothing"
+        return f"{self.text}: saves {self.saves:,} bytes of the peak, {cost}"
+
+
+@dataclass(frozen=True)
+class MemoryReport(Memory):
+    """The plan of one graph (``steps``, ``moments``, ``peak_bytes``, ``allocations``, ``reuses``), and:
+
+    ``table``: a Step per kernel and call.   ``peak``: the one with most bytes, None where nothing runs.
+    ``eager``: eager's moments (``eager_memory.Eager``).   ``eager_peak_bytes``: of the same direction; None: not known.
+    ``ways``: the three cheapest ways to lower the peak, results unchanged, each a Way (fewer if there are no three).
+    ``order``: whether another order of the steps could need less (``plan.order.Order``).
+    """
+
+    stages: Stages = field(kw_only=True)
+    graphs: tuple[Stages, ...] = ()
+    updates: tuple[Any, ...] = ()
+    run_eager: Callable[[], Eager] = field(kw_only=True)
+
+    @cached_property
+    def eager(self) -> Eager:
+        return self.run_eager()
+
+    @property
+    def eager_peak_bytes(self) -> int | None:
+        return self.eager.peak_bytes(self.stages.graph.name == "backward")
+
+    @cached_property
+    def order(self) -> Order:
+        assert self.stages.scheduled is not None
+        return search(self.stages.scheduled, owned(self.stages))
+
+    @cached_property
+    def table(self) -> tuple[Step, ...]:
+        named = _Names(self)
+        backward = self.stages.graph.name == "backward"
+        eager = {m.source: m.bytes for m in self.eager.moments if m.source and not backward}
+        out = []
+        for i, m in enumerate(self.moments):
+            held = tuple(named.held(b, n, i) for b, n in m.live)
+            source = named.source(m.label)
+            out.append(Step(i + 1, m.label, m.bytes, eager.get(source), named.module_of(m.label), source, held))
+        return tuple(out)
+
+    @property
+    def peak(self) -> Step | None:
+        return max(self.table, key=lambda s: s.bytes, default=None)
+
+    @cached_property
+    def ways(self) -> tuple[Way, ...]:
+        found = [w for w in _ways(self) if w.saves > 0]
+        return tuple(sorted(found, key=lambda w: (w.moves / w.saves, -w.saves))[:3])
+
+    def __repr__(self) -> str:
+        peak, eager = self.peak, self.eager_peak_bytes
+        if peak is None:
+            return "nothing runs, nothing is allocated"
+        beside = f"eager {eager:,}" if eager is not None else self.eager.how
+        lines = [f"peak {peak.bytes:,} bytes at step {peak.number} of {len(self.table)}, {peak.kernel} ({beside})"]
+        for h in sorted(peak.held, key=lambda h: -h.bytes)[:_MOST_ROWS]:
+            where = f" ({', '.join(filter(None, (h.module, h.source)))})" if h.module or h.source else ""
+            lines.append(f"  {h.bytes:>13,}  {h.buffer} {h.what}, {h.kind}, by {h.kernel}{where}")
+        return "\n".join([*lines, *(f"lower: {w}" for w in self.ways), f"order: {self.order}"])
+
+    def _repr_html_(self) -> str:
+        def mark(s: Step) -> str:
+            return f"{s.bytes:,}" + (" (peak)" if s.number == (self.peak or s).number else "")
+
+        rows = [
+            (str(s.number), s.kernel, mark(s), "" if s.eager is None else f"{s.eager:,}", s.module, s.source)
+            for s in self.table[:_MOST_ROWS]
+        ]
+        table = html_table(("step", "kernel or call", "bytes alive", "eager, same line", "module", "line"), rows)
+        more = f"<p>{len(self.table) - _MOST_ROWS} more steps</p>" if len(self.table) > _MOST_ROWS else ""
+        return f"{table}{more}<pre>{escape(repr(self))}</pre>"
+
+
+def report(
+    s: Stages, graphs: Iterable[Stages], updates: Iterable[Any], run_eager: Callable[[], Eager] | None = None
+) -> MemoryReport:
+    """Of a compilation that reached the plan. ``run_eager`` is called when eager's memory is first asked for."""
+    assert s.scheduled is not None and s.plan is not None
+    mine = owned(s)
+    for forward in (g for g in graphs if mine and g.graph.name == "forward"):
+        kinds = {b.name: b.kind for b in forward.scheduled.buffers.values()}  # type: ignore[union-attr]
+        mine -= {name for name, b in _named_outputs(forward) if kinds.get(b) != "temp"}  # views of the caller's tensors
+    base = memory(s.scheduled, s.plan, mine)
+    how = run_eager or (lambda: _NO_EAGER)
+    return MemoryReport(base.steps, base.changes, stages=s, graphs=tuple(graphs), updates=tuple(updates), run_eager=how)
+
+
+class _Names:
+    """What a report says of buffers: who makes them, who reads them, where they come from."""
+
+    def __init__(self, r: MemoryReport):
+        self.program = r.stages.scheduled
+        assert self.program is not None
+        self.nodes: dict[str, Node] = {n.name: n for n in self.program.nodes}  # type: ignore[union-attr]
+        self.at = {m.label: m.node for m in r.moments}
+        self.maker: dict[str, str] = {}
+        self.readers: dict[str, list[tuple[int, str]]] = {}
+        for name, node in self.nodes.items():
+            for b in node.writes():
+                self.maker.setdefault(b, name)
+            for b in node.reads():
+                self.readers.setdefault(b, []).append((self.at.get(name, 0), name))
+        self.modules = {n.name: _module(n) for n in r.stages.graph.nodes}
+        self.saved, self.returned = _outputs(r)
+
+    def held(self, b: str, size: int, now: int) -> Held:
+        assert self.program is not None
+        buffer = self.program.buffers.get(b)
+        maker = self.maker.get(b, "")
+        kind = "saved" if b in self.saved else "returned" if b in self.returned else "temporary"
+        if buffer is None:
+            kind = "workspace"
+        elif buffer.kind == "input":
+            kind, maker = "saved", "the forward"
+        later = next((name for at, name in self.readers.get(b, ()) if at >= now), "")
+        what = "" if buffer is None else _what(buffer)
+        return Held(b, size, kind, what, maker, later, self.modules.get(b) or self.module_of(maker), self.source(maker))
+
+    def module_of(self, name: str) -> str:
+        node = self.nodes.get(name)
+        found = dict.fromkeys(m for b in (node.writes() if node is not None else ()) if (m := self.modules.get(b)))
+        return ", ".join(found)
+
+    def source(self, name: str) -> str:
+        origins = getattr(self.nodes.get(name), "origins", ())
+        return next((o.source for o in reversed(origins) if o.source), "")
+
+
+def _what(b: Buffer) -> str:
+    return f"{dtype_name(b.dtype)}[{', '.join(map(str, b.shape))}]"
+
+
+def _module(node: torch.fx.Node) -> str:
+    """The path of the innermost module ("layers.0.norm") that the op was called in."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = next((p for p, _ in reversed(list(stack.values()))), "")
+    return re.sub(r"^L\['\w+'\]\.?", "", path).replace("._modules", "")
+
+
+def _outputs(r: MemoryReport) -> tuple[set[str], set[str]]:
+    """Buffers that the forward saves for the backward, and those that it returns to the user."""
+    wanted = {n.name for s in r.graphs if s.graph.name == "backward" for n in s.graph.nodes if n.op == "placeholder"}
+    found = _named_outputs(r.stages)
+    saved = {b for name, b in found if r.stages.graph.name == "forward" and name in wanted}
+    return saved, {b for _, b in found} - saved
+
+
+def _named_outputs(s: Stages) -> list[tuple[str, str]]:
+    """(name in the graph, buffer) of each result that is a tensor."""
+    assert s.scheduled is not None
+    *_, output = s.graph.nodes
+    names = [getattr(n, "name", "") for n in torch.utils._pytree.tree_leaves(output.args[0])]
+    return [(name, v.buffer) for name, v in zip(names, s.scheduled.outputs) if isinstance(v, View)]
+
+
+def _ways(r: MemoryReport) -> Iterable[Way]:
+    """Every way that is known here; some may save nothing."""
+    peak = r.peak
+    if peak is None:
+        return
+    assert r.stages.scheduled is not None
+    named = _Names(r)
+    table = r.stages.scheduled.buffers
+    at = peak.number - 1
+    for u in r.updates:
+        if u.why and any(h.buffer == u.buffer or h.source == u.source for h in peak.held):
+            yield Way(f"let {u.op} ({u.source}) write in place: {u.why}", _without(r, u.copied, at, at), 0)
+    for h in peak.held:
+        reads = named.readers.get(h.buffer, [])
+        after = [i for i, _ in reads if i > at]
+        before = [i for i, _ in reads if i < at] + [named.at.get(h.kernel, 0)]
+        maker = named.nodes.get(h.kernel)
+        if isinstance(maker, Variants) and all(i != at for i, _ in reads) and after and h.kind == "temporary":
+            again = sum(table[b].nbytes.hint() for b in maker.reads()) + h.bytes
+            if all(_there(r, table, b, min(after)) for b in maker.reads()) and named.at.get(h.kernel) != at:
+                saves = _without(r, h.bytes, max(before) + 1, min(after) - 1)
+                yield Way(f"compute {h.buffer} ({h.source}) again for {h.next} instead of keeping it", saves, again)
+        if h.kind == "returned" and not after and r.stages.graph.name != "backward" and h.kernel != peak.kernel:
+            saves = _without(r, h.bytes, max(before) + 1, len(r.moments))
+            yield Way(f"return {h.buffer} ({h.source}) only if it is needed", saves, 0)
+    yield from _budget(r, peak, named)
+    yield from _rows(r, peak)
+
+
+def _budget(r: MemoryReport, peak: Step, named: _Names) -> Iterable[Way]:
+    """Half of what is saved for the backward, of what kernels make: calls are computed again last."""
+    kernels = {s.graph.name: s.scheduled for s in r.graphs}
+    forward = kernels.get("forward")
+    if forward is None or forward.nodes == ():
+        return
+    makers = {b: n for n in forward.nodes for b in n.writes() if not isinstance(n, Extern)}
+    saved = [h for h in peak.held if h.kind == "saved" and h.buffer in makers]
+    if saved:
+        halved = {h.buffer for h in saved}
+        least = max(sum(n // 2 if b in halved else n for b, n in m.live) for m in r.moments)
+        nodes = {makers[h.buffer].name: makers[h.buffer] for h in saved}  # type: ignore[union-attr]
+        moves = sum(forward.buffers[b].nbytes.hint() for n in nodes.values() for b in (*n.reads(), *n.writes()))
+        budget = (r.stages.options.activation_memory_budget or 1.0) / 2
+        text = f"Options(activation_memory_budget={budget:g}) saves about half as much for the backward"
+        yield Way(text, r.peak_bytes - least, moves // 2)
+
+
+def _rows(r: MemoryReport, peak: Step) -> Iterable[Way]:
+    """Two calls with half of the rows each, where all that is large at the peak has the rows of an input."""
+    assert r.stages.scheduled is not None
+    table, weights = r.stages.scheduled.buffers, r.stages.graph.weights
+    inputs = [table[b] for b in r.stages.scheduled.inputs if isinstance(b, str) and b in table]
+    held = [(table[h.buffer], h.bytes) for h in peak.held if h.kind == "temporary" and table[h.buffer].shape]
+    rows = max(held, key=lambda pair: pair[1])[0].shape[0] if held else None
+    split = [size for b, size in held if b.shape[0] == rows]
+    divided = {b.name for b in inputs if b.name not in weights and b.shape and b.shape[0] == rows}
+    if r.stages.graph.name == "inference" and divided and 2 * sum(split) > peak.bytes:
+        moves = sum(b.nbytes.hint() for b in inputs if b.name not in divided)
+        yield Way("call it for half of the rows at a time, if no row needs another", sum(split) // 2, moves)
+
+
+def _there(r: MemoryReport, table: dict[str, Buffer], b: str, at: int) -> bool:
+    """Is the buffer in memory at that step anyway?"""
+    return table[b].kind != "temp" or any(name == b for name, _ in r.moments[at].live)
+
+
+def _without(r: MemoryReport, size: int, first: int, last: int) -> int:
+    """How much lower the peak is with ``size`` bytes less at the steps from ``first`` to ``last``."""
+    return r.peak_bytes - max(m.bytes - size * (first <= m.node <= last) for m in r.moments)

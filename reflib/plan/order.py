@@ -1,0 +1,304 @@
+"""An order of the nodes that needs less memory at its peak, where nothing gets slower.
+
+Nodes arrive in a legal order. Each one allocates what it writes first, and frees what nothing reads after it; the peak
+depends on the order alone, as long as dependencies are kept. Finding the best order is NP-hard, so the search is
+bounded, by a number of nodes looked at that grows with the program (``_LOOKS``), and says what it knows:
+
+* No order can have less than the largest node needs for itself, nor less than the outputs together (``Order.least``).
+* Greedily: of the nodes that may run, the one that frees most.
+* Depth first, only orders below the best peak so far, no set of finished nodes twice. A node that frees at least what
+  it allocates, and fits, is run without alternatives: whatever order follows, it would be no worse with the node moved
+  to its front. Where the search ends before its bound, the best order found is the best there is.
+
+Nothing gets slower: the kernels are the same; what waits for a device, moves data between two, or has an effect keeps
+its place among all others; and an order is refused that reads more bytes again so late that a cache has lost them.
+
+NB: TorchInductor (``reorder_for_peak_memory``) takes the best of three greedy orders, and does not say how good it is.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+from ..fuse.dependencies import dependencies, has_effect
+from ..ir.program import Buffer, Extern, Node, Program, iter_views
+from .plan import can_overwrite, escaping, is_kernel
+
+_LOOKS = 3000, 6  # nodes looked at in the search: at least, and per node of the program
+_WORTH = 0.01  # of the peak: an order that saves less is not worth another order than the user's
+_CACHE = 32 << 20  # bytes touched since: what was written before is not in a cache any more
+
+
+@dataclass(frozen=True)
+class Order:
+    """sequence: positions in the given program.   peak, given: bytes at the peak, of this and of the given order.
+    least: that no order can have less than.   whole: have all orders been ruled out that need less?"""
+
+    sequence: tuple[int, ...]
+    peak: int
+    given: int
+    least: int
+    whole: bool
+
+    @property
+    def optimal(self) -> bool:
+        return self.whole or self.peak <= self.least
+
+    def __str__(self) -> str:
+        if self.optimal:
+            return f"no order of the steps needs less than {self.peak:,} bytes at its peak"
+        return f"{self.peak:,} bytes at the peak; no order needs less than {self.least:,}; not all orders were tried"
+
+
+def ordered(s: Any) -> Program:
+    """Of Stages, ``s.scheduled`` in the order that is best."""
+    assert s.scheduled is not None
+    if not s.options.reorder_for_peak_memory:
+        return s.scheduled
+    found = search(s.scheduled, owned(s))
+    if list(found.sequence) == sorted(found.sequence):
+        return s.scheduled
+    return replace(s.scheduled, nodes=tuple(s.scheduled.nodes[i] for i in found.sequence))
+
+
+def owned(s: Any) -> set[str]:
+    """Inputs that live no longer than the program reads them: what the forward computed and saved for the backward."""
+    if s.scheduled is None or s.graph is None or s.graph.name != "backward":
+        return set()
+    return {b for b in s.scheduled.inputs if isinstance(b, str) and not b.startswith("primals_")}  # (the caller's)
+
+
+def search(program: Program, owned: frozenset[str] | set[str] = frozenset()) -> Order:
+    """The best order that was found. ``owned``: inputs whose memory is free after their last use."""
+    given = tuple(range(len(program.nodes)))
+    m = _Memory(program, owned)
+    before = m.peak(given)
+    best, peak, whole = given, before, False
+    if peak > m.least:
+        greedy = m.greedy()
+        if (now := m.peak(greedy)) < peak:
+            best, peak = greedy, now
+        looks = _LOOKS[0] + _LOOKS[1] * len(given)
+        while peak > m.least and not whole:
+            found, looks = m.below(peak, looks)
+            whole = found is None and looks > 0
+            if found is None:
+                break
+            best, peak = found, m.peak(found)
+    if best != given and (before - peak <= _WORTH * before or m.far(best) > m.far(given)):
+        best, peak, whole = given, before, False
+    return Order(best, peak, before, m.least, whole)
+
+
+class _Memory:
+    """What is alive, while nodes run in any legal order. Buffers and nodes are numbers. ``score[i]``: bytes more after
+    node i than before it, if it ran now."""
+
+    def __init__(self, program: Program, owned: frozenset[str] | set[str]):
+        self.program, self.pinned = program, escaping(program)
+        self.random = Random(0)
+        self.n = len(program.nodes)
+        kept = [b for b in program.buffers.values() if b.kind == "temp" or b.name in owned]
+        number = {b.name: k for k, b in enumerate(kept)}
+        self.size = [b.nbytes.hint() for b in kept]
+        reads, writes = [n.reads() for n in program.nodes], [n.writes() for n in program.nodes]
+        touched = (dict.fromkeys((*r, *w, *_aliases(n))) for r, w, n in zip(reads, writes, program.nodes))
+        self.touch = [[number[b] for b in t if b in number] for t in touched]
+        self.work = [_workspace(n) for n in program.nodes]
+        users: list[list[int]] = [[] for _ in kept]
+        for i, mine in enumerate(self.touch):
+            for b in mine:
+                users[b].append(i)
+        inside = {b for b, u in enumerate(users) if not u}  # of a node alone, or unused
+        outputs = program.output_buffers()
+        for b in (number[o] for o in outputs if o in number):
+            users[b].append(self.n)  # a node that never runs
+        self.count = [len(u) for u in users]
+        self.left = [sum(u) for u in users]  # of one user that is left, its number
+        self.born = [0] * (self.n + 1)
+        self.start = 0
+        for b, u in enumerate(users):
+            if kept[b].name in owned:
+                self.start += self.size[b] if b not in inside else 0
+            elif b not in inside:
+                self.born[u[0]] += self.size[b]
+        self.storage = [(b.device, b.dtype, b.extent) for b in kept]
+        self.over = [self._over(n, number, r, w) for n, r, w in zip(program.nodes, reads, writes)]
+        self.before = _before(program)
+        self.after: list[list[int]] = [[] for _ in range(self.n)]
+        for i, earlier in enumerate(self.before):
+            for j in earlier:
+                self.after[j].append(i)
+        alone = [sum(self.size[b] for b in t) + w for t, w in zip(self.touch, self.work)]
+        less = [sum(self.size[a] for a in over) for over in self.over]
+        self.least = max([self.start, *(a - o for a, o in zip(alone, less))], default=0)
+        self.least = max(self.least, sum(self.size[number[o]] for o in outputs if o in number))
+        self.reset()
+
+    def _over(self, node: Node, number: dict[str, int], reads: list[str], writes: list[str]) -> list[int]:
+        """Buffers whose storage ``node`` takes over if it is the last to read them."""
+        taken: list[str] = []
+        if not is_kernel(node):
+            return []
+        temps = [b for b in reads if b in number and b not in self.pinned and self.program.buffers[b].kind == "temp"]
+        for new in writes:
+            for old in temps if new in number else ():
+                same = old != new and self.storage[number[old]] == self.storage[number[new]]
+                if same and old not in taken and can_overwrite(node, old, new):
+                    taken.append(old)
+                    break
+        return [number[a] for a in taken]
+
+    def reset(self) -> None:
+        self.users, self.last = list(self.count), list(self.left)
+        self.score = list(self.born)
+        for b, users in enumerate(self.users):
+            if users == 1:
+                self.score[self.last[b]] -= self.size[b]
+        self.waiting = [len(b) for b in self.before]
+        self.bytes = self.start
+
+    def during(self, i: int) -> int:
+        """Bytes while i runs, if it ran now."""
+        over = sum(self.size[a] for a in self.over[i] if self.users[a] == 1)
+        return self.bytes + self.born[i] + self.work[i] - over
+
+    def run(self, i: int) -> list[int]:
+        """Node i runs. Returns nodes of which the score has changed."""
+        self.bytes += self.score[i]
+        changed = []
+        for b in self.touch[i]:
+            self.users[b] -= 1
+            self.last[b] -= i
+            if self.users[b] == 1:
+                self.score[self.last[b]] -= self.size[b]
+                changed.append(self.last[b])
+        for j in self.after[i]:
+            self.waiting[j] -= 1
+        return changed
+
+    def undo(self, i: int) -> None:
+        for j in self.after[i]:
+            self.waiting[j] += 1
+        for b in reversed(self.touch[i]):
+            if self.users[b] == 1:
+                self.score[self.last[b]] += self.size[b]
+            self.users[b] += 1
+            self.last[b] += i
+        self.bytes -= self.score[i]
+
+    def peak(self, sequence: Sequence[int]) -> int:
+        self.reset()
+        most = self.bytes
+        for i in sequence:
+            most = max(most, self.during(i))
+            self.run(i)
+        return most
+
+    def greedy(self) -> tuple[int, ...]:
+        """Of all that may run, what frees most; else as given."""
+        self.reset()
+        ready = [(self.score[i], i) for i in range(self.n) if not self.waiting[i]]
+        heapq.heapify(ready)
+        out: dict[int, None] = {}
+        while ready:
+            score, i = heapq.heappop(ready)
+            if i in out or score != self.score[i]:
+                continue  # pushed again when its score changed
+            changed = self.run(i)
+            out[i] = None
+            for j in (*changed, *self.after[i]):
+                if j < self.n and not self.waiting[j] and j not in out:
+                    heapq.heappush(ready, (self.score[j], j))
+        return tuple(out)
+
+    def below(self, limit: int, looks: int) -> tuple[tuple[int, ...] | None, int]:
+        """An order whose peak is below ``limit``, or None; and how many looks are left, 0 if it ended for that."""
+        self.reset()
+        key = [self.random.getrandbits(64) for _ in range(self.n)]
+        done, seen = 0, set()  # sets of finished nodes, each as the exclusive or of their keys
+        path: list[int] = []
+        ready = [i for i in range(self.n) if not self.waiting[i]]
+        stack = [(self._moves(ready, limit), ready)]
+        while stack:
+            moves, ready = stack[-1]
+            if not moves:
+                stack.pop()
+                if path:
+                    done ^= key[path[-1]]
+                    self.undo(path.pop())
+                continue
+            i = moves.pop()
+            if done ^ key[i] in seen:
+                continue
+            self.run(i)
+            path.append(i)
+            done ^= key[i]
+            seen.add(done)
+            if len(path) == self.n:
+                return tuple(path), looks
+            ready = [j for j in ready if j != i] + [j for j in self.after[i] if not self.waiting[j]]
+            looks -= len(ready)
+            if looks <= 0:
+                return None, 0
+            stack.append((self._moves(ready, limit), ready))
+        return None, looks
+
+    def _moves(self, ready: list[int], limit: int) -> list[int]:
+        """What may run next, the best last."""
+        fits = [i for i in ready if self.during(i) < limit]
+        fits.sort(key=lambda i: (-self.score[i], -i))
+        return fits[-1:] if fits and self.score[fits[-1]] <= 0 else fits
+
+    def far(self, sequence: Sequence[int]) -> int:
+        """Bytes read again after so many others that a cache does not hold them any more."""
+        touched, far = 0, 0
+        at: dict[int, int] = {}
+        for i in sequence:
+            for b in self.touch[i]:
+                if b in at and touched - at[b] > _CACHE:
+                    far += self.size[b]
+            touched += sum(self.size[b] for b in self.touch[i])
+            at |= dict.fromkeys(self.touch[i], touched)
+        return far
+
+
+def _aliases(node: Node) -> list[str]:
+    return [v.buffer for v in iter_views(node.outputs)] if isinstance(node, Extern) else []
+
+
+def _workspace(node: Node) -> int:
+    space: Sequence[Buffer] = node.variants[0].kernel.workspace if is_kernel(node) else ()
+    return sum(b.nbytes.hint() for b in space if b.kind != "zeros")
+
+
+def _before(program: Program) -> list[set[int]]:
+    """What each node must follow: by data, and nothing passes a node that the host or another device waits for."""
+    before = dependencies(program).before
+    wall: int | None = None
+    since: list[int] = []
+    for i, node in enumerate(program.nodes):
+        if wall is not None:
+            before[i].add(wall)
+        if _waited_for(program, node):
+            before[i].update(since)
+            wall, since = i, []
+        else:
+            since.append(i)
+    return before
+
+
+def _waited_for(program: Program, node: Node) -> bool:
+    if not isinstance(node, Extern):
+        return has_effect(node)
+    devices = {program.buffers[b].device for b in (*node.reads(), *node.writes())}
+    return node.effect or bool(node.symbols) or len(devices) > 1 or _communicates(node)
+
+
+def _communicates(node: Extern) -> bool:
+    """Does it start a collective, or wait for one?"""
+    return "c10d" in str(node.target) or node.reason == "waits"

@@ -1,0 +1,205 @@
+"""Functional collectives: all-reduce, all-gather, reduce-scatter, all-to-all, broadcast, and waiting for them.
+
+In a captured graph a collective returns at once; ``wait_tensor`` of its result waits until that holds the values. So a
+program has two calls, and what stands between them runs while data moves. Three things must hold:
+
+* **Storage.** Until the wait, the collective may read its arguments and write its results. The wait is therefore a
+  call that *writes* the result, in place, and *reads* the arguments (``reflib::wait``; its schema says so). All that
+  orders nodes or reuses storage goes by these, and so leaves both alone: fusion, updates in place, the plan.
+* **Order.** All ranks must start the same collectives in the same order. Each start is an effect, as a random op is:
+  effects keep the order of the graph, whatever is fused, chosen or moved around them.
+* **Overlap.** A list scheduler (``overlapped``) starts each collective as soon as its arguments are there, and takes a
+  wait, with what follows from it, only when nothing else is ready. At most ``PENDING`` bytes of results wait at a time:
+  else the gathers of a model whose weights are sharded would all start at once, and hold the whole model.
+
+A result that nobody waits for in the graph (its wait is in another, such as the backward) is waited for where it is
+started: what it reads is then as safe as any other call's arguments.
+
+NB: TorchInductor moves starts and waits over a scheduled list of kernels, by estimated times and memory
+(``reorder_compute_for_overlap``); and keeps a buffer that a collective reads alive by dependencies of its own.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..fuse.dependencies import dependencies, inside
+from ..fuse.result import Fused
+from ..ir.program import Extern, Node, Program, View, iter_views
+from ..ir.regions import Region
+from ..lower.context import LoweringContext, contiguous_strides
+from ..lower.extern import extern
+from ..lower.rules import RULES
+from ..options import Options
+from ..target import Target
+from .meeting import RanksError
+
+PENDING = 1 << 29  # bytes of results
+SPACE = "_c10d_functional"
+STARTS = tuple(
+    f"{SPACE}.{name}.default"
+    for name in (
+        *("all_reduce", "all_reduce_coalesced", "all_gather_into_tensor", "all_gather_into_tensor_coalesced"),
+        *("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced", "all_to_all_single", "broadcast"),
+    )
+)
+WAITS = f"{SPACE}.wait_tensor.default"
+
+_library = torch.library.Library("reflib", "FRAGMENT")
+_library.define("wait(Tensor(a!) result, Tensor[] held) -> ()")
+
+
+@torch.library.impl(_library, "wait", "CompositeExplicitAutograd")
+def _wait(result: torch.Tensor, held: list[torch.Tensor]) -> None:
+    torch.ops._c10d_functional.wait_tensor(result)
+
+
+WAIT = torch.ops.reflib.wait.default
+
+
+# -- lowering ---------------------------------------------------------------------------------------------
+def start(cx: LoweringContext, *args: Any, **kwargs: Any) -> Any:
+    """A collective: it returns at once."""
+    fakes, spec = pytree.tree_flatten(cx.fake)
+    plain = pytree.tree_unflatten([_contiguous(cx, f) for f in fakes], spec)
+    value = extern(replace(cx, fake=plain), cx.node.target, args, kwargs, "communicates", effect=True)
+    if _waited(cx.node):
+        return value
+    call, results = cx.low.nodes[-1], list(iter_views(value))
+    cx.low.nodes += [_wait_for(cx, v, call, i) for i, v in enumerate(results)]
+    return pytree.tree_unflatten([_laid_out(cx, v, f) for v, f in zip(results, fakes)], spec)
+
+
+def _contiguous(cx: LoweringContext, fake: torch.Tensor) -> torch.Tensor:
+    """The result as it will be: contiguous. (Meta functions say so of most, but not of all: and what is copied into the
+    layout that they promise must not be what is still on its way.)"""
+    s = cx.low.symbols
+    return fake if s.exprs(fake.stride()) == contiguous_strides(s.exprs(fake.shape)) else fake.contiguous()
+
+
+def _laid_out(cx: LoweringContext, result: View, fake: torch.Tensor) -> View:
+    """What has arrived, as the graph has it."""
+    if result.strides == cx.low.symbols.exprs(fake.stride()):
+        return result
+    return extern(replace(cx, fake=fake), torch.ops.aten.clone.default, (result,), {}, "another layout")
+
+
+def wait(cx: LoweringContext, result: View) -> View:
+    """The wait for a result: the same memory, which holds the values after it. If an argument of the collective is
+    written to meanwhile, it comes before that."""
+    nodes = cx.low.nodes
+    made = next((i for i, n in enumerate(nodes) if is_start(n) and result.buffer in n.writes()), None)
+    if made is None:
+        nodes.append(_wait_for(cx, result, None))
+    else:
+        held = set(nodes[made].reads())
+        writes = (i for i, n in enumerate(nodes) if i > made and held.intersection(n.writes()))
+        nodes.insert(next(writes, len(nodes)), _wait_for(cx, result, nodes[made]))
+    return _laid_out(cx, result, cx.fake)
+
+
+def _wait_for(cx: LoweringContext, result: View, call: Any, more: int = 0) -> Extern:
+    held = [] if call is None else list(iter_views((call.args, call.kwargs)))
+    name = cx.low.next_node() + (f"_{more}" if more else "")
+    return Extern(name, WAIT, (result, held), (), (), (result.buffer,), reason="waits", origins=(cx.origin,))
+
+
+def _waited(node: torch.fx.Node) -> bool:
+    """Is every result waited for, in this graph?"""
+    many = isinstance(node.meta.get("val"), (tuple, list))
+    results = list(node.users) if many else [node]
+    complete = not many or len(results) == len(node.meta["val"])
+    return complete and all(any(str(u.target) == WAITS for u in r.users) for r in results)
+
+
+RULES.update(dict.fromkeys(STARTS, start))
+RULES[WAITS] = wait
+
+
+def is_start(node: Node) -> bool:
+    """Is it a call that communicates? Those of torch's functional collectives, and ops that take a group's name."""
+    if not isinstance(node, Extern) or not isinstance(node.target, torch._ops.OpOverload) or node.target is WAIT:
+        return False
+    return str(node.target) in STARTS or any(a.name == "group_name" for a in node.target._schema.arguments)
+
+
+def starts(nodes: Any) -> Iterator[Extern]:
+    """Every call that communicates, in order, those in variants and blocks too."""
+    for n in nodes:
+        yield from (x for x in inside(n) if isinstance(x, Extern) and is_start(x))
+
+
+# -- order ------------------------------------------------------------------------------------------------
+def overlapped(fused: Fused, options: Options, target: Target) -> Fused:
+    """The nodes of a program that waits, in an order that overlaps (see the module); others are as they were.
+
+    Raises RanksError for a collective whose execution depends on data (inside ``torch.cond`` or a loop).
+    """
+    program = fused.program
+    for n in program.nodes:
+        if isinstance(n, Region) and (found := next(starts([n]), None)) is not None:
+            what = found.origins[0] if found.origins else None
+            raise RanksError(
+                f"{found.target} runs inside torch.cond or a loop"
+                f"{f' at {what.source}' if what and what.source else ''}: ranks whose data differ would take different "
+                "branches and wait for each other for ever. Communicate outside of it, or decide by a Python bool"
+            )
+    if not any(_is_wait(n) for n in program.nodes):
+        return fused
+    return fused.regrouped(replace(program, nodes=tuple(program.nodes[i] for i in _Schedule(program).run())))
+
+
+def _is_wait(node: Node) -> bool:
+    return isinstance(node, Extern) and node.target is WAIT
+
+
+@dataclass
+class _Schedule:
+    program: Program
+
+    def run(self) -> list[int]:
+        """Positions in the new order: what is ready, by its kind, then by its old position."""
+        nodes, before = self.program.nodes, dependencies(self.program).before
+        left = [len(b) for b in before]
+        after: list[list[int]] = [[] for _ in nodes]
+        for i, b in enumerate(before):
+            for j in b:
+                after[j].append(i)
+        ready: dict[str, list[int]] = {"start": [], "compute": [], "wait": []}
+        for i, n in enumerate(left):
+            if n == 0:
+                heapq.heappush(ready[self._kind(i)], i)
+        out: list[int] = []
+        pending: dict[str, int] = {}
+        while len(out) < len(nodes):
+            i = heapq.heappop(ready[self._next(ready, pending)])
+            if is_start(nodes[i]):
+                pending |= self._results(i)
+            elif _is_wait(nodes[i]):
+                pending.pop(nodes[i].writes()[0], None)
+            out.append(i)
+            for j in after[i]:
+                left[j] -= 1
+                if left[j] == 0:
+                    heapq.heappush(ready[self._kind(j)], j)
+        return out
+
+    def _kind(self, i: int) -> str:
+        node = self.program.nodes[i]
+        return "start" if is_start(node) else "wait" if _is_wait(node) else "compute"
+
+    def _next(self, ready: dict[str, list[int]], pending: dict[str, int]) -> str:
+        if ready["start"]:
+            more = sum(self._results(ready["start"][0]).values())
+            if not pending or sum(pending.values()) + more <= PENDING or not (ready["compute"] or ready["wait"]):
+                return "start"
+        return next(kind for kind in ("compute", "wait", "start") if ready[kind])
+
+    def _results(self, i: int) -> dict[str, int]:
+        return {b: self.program.buffers[b].nbytes.hint() or 0 for b in self.program.nodes[i].writes()}

@@ -1,0 +1,94 @@
+"""A meeting: each rank of a process group says one thing, and hears what follows from all of it.
+
+It goes through the group's store and not through a collective, which would wait for ever, or mix up data, where a rank
+does something else. Each rank writes its words; the group's first rank reads them all and writes what follows, which
+the others read: for N ranks N values, each read once, and one that is read N times.
+
+A rank that does not come within the limit is named in an error on all others. Meetings of a group are numbered by each
+rank, so all must hold the same ones in the same order, as with collectives.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ..errors import ReflibError
+
+GRACE = 5.0  # seconds by which the other ranks wait longer for the first
+_held: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # process group -> number of meetings so far
+
+
+class RanksError(ReflibError):
+    """Ranks do not do the same, or one does not answer."""
+
+
+class Meeting:
+    """``what`` it is about, for keys; ``about``: in messages. ``limit``: seconds (default: the store's timeout, which
+    is ``init_process_group(timeout=)``)."""
+
+    def __init__(self, group: Any, what: str, about: str, limit: float | None = None):
+        number = _held[group] = _held.get(group, 0) + 1
+        self.group, self.about, self.key = group, about, f"reflib/{what}/{number}"
+        self.store = store_of(group)
+        self.limit = self.store.timeout.total_seconds() if limit is None else limit
+
+    def tell(self, words: Any) -> None:
+        """Say ``words`` (JSON data), and go on."""
+        try:
+            self.store.set(f"{self.key}/{self.group.rank()}", json.dumps(words))
+        except RuntimeError as e:
+            raise RanksError(f"rank {self.group.rank()} cannot write to the process group's store: {e}") from e
+
+    def hear(self, conclude: Callable[[list[Any]], Any]) -> Any:
+        """What ``conclude`` makes, on the first rank, of all ranks' words in order. Its RanksError is everybody's."""
+        if self.group.rank() != 0:
+            return self._verdict()
+        try:
+            verdict: Any = [conclude(self._all()), ""]
+        except RanksError as e:
+            verdict = [None, str(e)]
+        self.store.set(f"{self.key}/verdict", json.dumps(verdict))
+        if verdict[1]:
+            raise RanksError(verdict[1])
+        return json.loads(json.dumps(verdict[0]))  # as the others have it
+
+    def _all(self) -> list[Any]:
+        last, found = time.monotonic() + self.limit, []
+        for rank in range(self.group.size()):
+            key = f"{self.key}/{rank}"
+            try:
+                self.store.wait([key], timedelta(seconds=max(0.01, last - time.monotonic())))
+                found.append(json.loads(self.store.get(key)))
+            except RuntimeError as e:
+                raise RanksError(
+                    f"rank {rank} of process group {self.group.group_name!r} did not come within {self.limit:.0f} s to "
+                    f"{self.about}: it ended, is late, or runs other code"
+                ) from e
+        for rank in range(self.group.size()):
+            self.store.delete_key(f"{self.key}/{rank}")
+        return found
+
+    def _verdict(self) -> Any:
+        try:
+            self.store.wait([f"{self.key}/verdict"], timedelta(seconds=self.limit + GRACE))
+            verdict, error = json.loads(self.store.get(f"{self.key}/verdict"))
+        except RuntimeError as e:
+            raise RanksError(
+                f"rank 0 of process group {self.group.group_name!r} did not answer within {self.limit + GRACE:.0f} s: "
+                f"here, rank {self.group.rank()} came to {self.about}"
+            ) from e
+        if error:
+            raise RanksError(error)
+        return verdict
+
+
+def store_of(group: Any) -> Any:
+    """The store that the ranks of ``group`` share."""
+    import torch.distributed.distributed_c10d as c10d
+
+    return c10d._world.pg_map[group][1]

@@ -1,0 +1,186 @@
+"""Choices that many ranks have to decide are measured once: by one rank each, for all that have equal devices.
+
+The default process group's store holds, per question (``Question.store_key``: the subprogram, its candidates, the model
+of the device, versions), a **claim** and, once it is decided, the outcome. The i-th question of a program is dealt to
+rank i modulo their number, which claims it at once and has it measured. When a rank needs an answer
+
+* it is there: it is taken, and kept in this rank's own table of decisions;
+* nobody has claimed it (another program, other devices, a rank that is late): this rank claims it and measures;
+* another rank is at it: this one asks again, more and more rarely. A rank that measures counts its **beats** in the
+  store; one whose beats have stopped for STALE seconds has failed, and its claim is taken over. After
+  ``tuning_seconds`` this rank measures for itself.
+
+Nobody waits for a rank that does not come, and ranks need not run the same program. Claims are made by one atomic
+operation of the store (``compare_set``). The rules are generators of store requests, so that the simulation
+(``simulate``) runs the same with a thousand ranks and a clock of its own. How kernels are launched is not shared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Generator
+from dataclasses import asdict
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ..autotune.known import keep
+from ..autotune.store import Outcome
+from ..logs import get as logger
+from .meeting import store_of
+
+FIRST_PAUSE, LAST_PAUSE = 0.02, 1.0  # seconds between two requests of a rank that waits
+STALE, BEAT = 10.0, 1.0
+Requests = Generator[tuple[Any, ...], Any, Any]  # (what, ...): see ``Sharing.do``
+DONE = "done"
+
+
+# -- the rules --------------------------------------------------------------------------------------------
+def claimed(me: int, key: str) -> Requests:
+    """Did this rank claim it now?"""
+    return (yield "compare_set", f"{key}/claim", "", str(me)) == str(me)
+
+
+def published(key: str, outcome: str) -> Requests:
+    yield "set", f"{key}/outcome", outcome
+    yield "set", f"{key}/claim", DONE
+
+
+def settled(me: int, key: str, limit: float) -> Requests:
+    """The outcome; None: this rank is to measure."""
+    pause, heard, beats = FIRST_PAUSE, (yield ("now",)), -1
+    last = heard + limit
+    while True:
+        owner = yield "compare_set", f"{key}/claim", "", str(me)
+        if owner == DONE:
+            return (yield "get", f"{key}/outcome")
+        now = yield ("now",)
+        if owner == str(me) or now > last:
+            return None
+        if now - heard > STALE / 2 or beats < 0:
+            found = yield "beats", owner
+            if found != beats:
+                beats, heard = found, now
+            elif now - heard > STALE and (yield "compare_set", f"{key}/claim", owner, str(me)) == str(me):
+                return None
+        yield "sleep", pause
+        pause = min(2 * pause, LAST_PAUSE)
+
+
+# -- in this process --------------------------------------------------------------------------------------
+class Sharing:
+    """This rank's part, over the store of ``group``."""
+
+    def __init__(self, group: Any):
+        self.rank, self.size, self.store = group.rank(), group.size(), store_of(group)
+        self.dealt: dict[str, int] = {}  # key -> its number among this rank's questions
+        self.mine: set[str] = set()
+        self.beating: threading.Thread | None = None
+
+    def run(self, requests: Requests) -> Any:
+        """What ``requests`` return, done on the real store."""
+        answer: Any = None
+        try:
+            while True:
+                answer = self.do(*requests.send(answer))
+        except StopIteration as e:
+            return e.value
+
+    def do(self, what: str, *args: Any) -> Any:
+        if what == "now":
+            return time.monotonic()
+        if what == "sleep":
+            return time.sleep(args[0])
+        if what == "beats":
+            return self.store.add(f"reflib/beats/{args[0]}", 0)
+        answer = getattr(self.store, what)(*(f"reflib/shared/{args[0]}", *args[1:]))
+        return answer.decode() if isinstance(answer, bytes) else answer
+
+    def measuring(self, key: str) -> None:
+        """This rank measures it: others hear its beats."""
+        self.mine.add(key)
+        if self.beating is None or not self.beating.is_alive():
+            self.beating = threading.Thread(target=self._beat, name="reflib-beats", daemon=True)
+            self.beating.start()
+
+    def _beat(self) -> None:
+        while self.mine:
+            try:
+                self.store.add(f"reflib/beats/{self.rank}", 1)
+            except RuntimeError:  # the store is gone, with the rank that held it
+                return
+            time.sleep(BEAT)
+
+
+_sharing: WeakKeyDictionary[Any, Sharing] = WeakKeyDictionary()
+
+
+def sharing() -> Sharing | None:
+    """This process's, if it is one of several ranks."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
+        return None
+    group = dist.group.WORLD
+    if group not in _sharing:
+        _sharing[group] = Sharing(group)
+    return _sharing[group]
+
+
+def claim(q: Any, work: Any) -> bool:
+    """Is this rank to measure the question now? A part of ``Tuning.together``, as are the next two. A store that
+    cannot be used is no obstacle: each rank measures then."""
+    s = sharing()
+    if s is None or not q.text:
+        return True
+    key = _key(q)
+    number = s.dealt.setdefault(key, len(s.dealt))
+    if key in s.mine:
+        return True
+    try:
+        if number % s.size != s.rank or not s.run(claimed(s.rank, key)):
+            return False
+    except RuntimeError as e:
+        logger("tuning").warning("decisions are not shared between ranks: %s", e)
+        return True
+    s.measuring(key)
+    return True
+
+
+def settle(q: Any, work: Any) -> Outcome | None:
+    """Another rank's outcome, waited for; None: measure it here."""
+    s, start = sharing(), time.perf_counter()
+    if s is None or not q.text:
+        return None
+    key = _key(q)
+    try:
+        found = s.run(settled(s.rank, key, work.options.tuning_seconds))
+        if found is not None:
+            outcome = Outcome.from_data(json.loads(found))
+            if work.tuning.store is not None and any(r.time_us for r in outcome.rows):
+                keep(q, outcome, time.perf_counter() - start, work.tuning.store)
+            return outcome
+    except (RuntimeError, ValueError, KeyError, TypeError) as e:
+        logger("tuning").warning("decisions are not shared between ranks: %s", e)
+        return None
+    s.measuring(key)
+    return None
+
+
+def publish(q: Any, outcome: Outcome) -> None:
+    """Tell the others, if this rank measured for them."""
+    s = sharing()
+    if s is None or (key := _key(q)) not in s.mine:
+        return
+    try:
+        reason = f"{outcome.reason}; measured by rank {s.rank} for all"
+        s.run(published(key, json.dumps(asdict(Outcome(outcome.winners, outcome.rows, reason)))))
+    except RuntimeError as e:
+        logger("tuning").warning("decisions are not shared between ranks: %s", e)
+    s.mine.discard(key)
+
+
+def _key(q: Any) -> str:
+    return hashlib.sha256(q.store_key.encode()).hexdigest()[:32]

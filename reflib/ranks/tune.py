@@ -1,0 +1,224 @@
+"""Choosing between implementations of an op that communicates: all ranks measure the same candidate at the same time.
+
+A rank that decided alone would wait for others that decided otherwise. So for such a choice (``talks``)
+
+* the ranks of its process group **meet** first: the candidates must be the same, and what the first rank knows from an
+  earlier run holds for all;
+* each candidate runs in **worker processes**, one per rank, on the rank's own device, with a process group of their own
+  (``child``). Its time is the slowest rank's. The user's process group takes no part, so that whatever happens to the
+  workers it stays as it is;
+* after each candidate they meet again: its row is **one row for all**. A candidate that crashed, hung, ran out of
+  memory or was wrong on one rank is a failed row on every rank, which says on which. All workers then end, and the
+  next candidate gets new ones. ``Options(candidate_seconds=)`` limits how long a rank's worker may be silent.
+
+The winner follows from the rows, which are equal. In the background nothing of this kind is measured: ranks would go
+over to the winner at different steps.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from typing import Any
+
+from ..autotune import switches
+from ..autotune.inputs import main_device
+from ..autotune.isolation import Isolated, isolated
+from ..autotune.pool import Job, pool
+from ..autotune.request import Limits, Result
+from ..autotune.store import Outcome
+from ..autotune.winner import pick_winner
+from ..ir.decision import Candidate
+from ..ir.program import Choice
+from ..logs import get as logger
+from .agree import group_of
+from .collectives import starts
+from .meeting import Meeting, RanksError, store_of
+from .share import claim, publish, settle
+
+WORST = ("crashed", "hung", "error", "wrong", "skipped", "ok")  # of several ranks' words on one candidate
+STARTING = 300.0  # seconds that workers may take to begin, beside ``candidate_seconds``
+_calls = 0
+
+
+def talks(q: Any) -> bool:
+    """May a candidate communicate?"""
+    return bool(groups_of(q.choice))
+
+
+def groups_of(choice: Choice) -> set[str]:
+    return {group_of(x) for v in choice.variants for x in starts(v.nodes)}
+
+
+def known_to_all(q: Any, found: Outcome | None, work: Any) -> Outcome | None:
+    """What the first rank knows, if it knows anything. Raises RanksError where ranks have other candidates."""
+    why = _stays(q, work)
+    if why:
+        return _default(q, why)
+    meeting = Meeting(_group(q.choice), "known", f"the choice of {q.choice.op}")
+    meeting.tell([[str(k) for k in q.candidates], q.sizes, None if found is None else asdict(found)])
+    data = meeting.hear(lambda said: _same(said, q.choice.op))
+    return None if data is None else Outcome.from_data(data)
+
+
+def measured_by_all(q: Any, point: Any, work: Any) -> Result:
+    """The candidates' rows, equal on all ranks of the group."""
+    group, request = _group(q.choice), point.request
+    sent = isolated(request, q.region.constants, work.options, point.makers)
+    why = sent if isinstance(sent, str) else ""
+    meeting = Meeting(group, "begin", f"the choice of {q.choice.op}")
+    meeting.tell(why)
+    why = meeting.hear(lambda said: next((f"rank {i}: {w}" for i, w in enumerate(said) if w), ""))
+    if why or not isinstance(sent, Isolated):
+        skipped = tuple(Candidate(request.key(n), "skipped", why=why) for n in request.programs)
+        point.complete = False
+        return Result(skipped, str(point.default), f"{point.default} stays, unmeasured: {why}")
+    team = _Team(group, sent, work.options)
+    names = [request.default, *(n for n in request.programs if n != request.default)]
+    rows = [team.measure(names[0], q.choice.op)]
+    for n in names[1:]:  # without the default's results there is nothing to check others against
+        why = f"{names[0]} {rows[0].status}" if rows[0].status not in ("ok", "wrong") else ""
+        rows.append(Candidate(request.key(n), "skipped", why=why) if why else team.measure(n, q.choice.op))
+    team.leave()
+    winner, reason = pick_winner(rows, request.default, request.min_speedup)
+    logger("autotune").info("measured by %d ranks: %s", group.size(), reason)
+    return Result(tuple(rows), winner, f"by {group.size()} ranks: {reason}", "wall")
+
+
+class _Team:
+    """The workers of one question: this rank's, which is one of ``group.size()`` that act alike."""
+
+    def __init__(self, group: Any, sent: Isolated, options: Any):
+        global _calls
+        _calls += 1
+        self.group, self.sent, self.options, self.id = group, sent, options, _calls
+        self.device = str(main_device(sent.request.inputs))
+        self.number = 0  # of teams so far: the next follows a failure
+        self.joined = False
+
+    def measure(self, name: str, op: str) -> Candidate:
+        """One candidate's row. All ranks call this for the same candidates in the same order."""
+        limit = self.options.candidate_seconds
+        meeting = Meeting(self.group, "candidate", f"the candidate {name} of {op}", 2 * limit + STARTING)
+        if not self.joined:
+            self.joined = self._job("begin", {"name": name}, STARTING).status == "ok"
+        mine = self._job("try_one", {"name": name}, limit)
+        meeting.tell(mine.to_data())
+        row = Candidate.from_data(meeting.hear(lambda said: _merged(map(Candidate.from_data, said)).to_data()))
+        if row.status in ("crashed", "hung", "error"):
+            self.leave()
+            self.number += 1
+        return row
+
+    def leave(self) -> None:
+        """This rank's worker ends, if it has not."""
+        self._job("leave", {"name": self.sent.request.default}, 10.0)
+        self.joined = False
+
+    def _job(self, what: str, data: dict[str, Any], limit: float) -> Candidate:
+        done = threading.Event()
+        answer: dict[str, Any] = {}
+        lost: dict[str, Any] = {}
+
+        def said(message: dict[str, Any]) -> None:
+            if message.get("kind") == "lost":
+                lost.update(message)
+
+        def ended(how: str, facts: dict[str, Any]) -> None:
+            answer.update(how=how, facts=facts)
+            done.set()
+
+        r = self.sent.request
+        data |= {"team": [self.id, self.number], "imports": self.sent.imports, "group": self._where()}
+        limits = Limits(seconds=1e6, candidate_seconds=self.options.candidate_seconds)
+        data |= {"request": replace(r, limits=limits), "switches": switches.read(), "limit": limits.candidate_seconds}
+        pool(self.options.compile_threads).submit(
+            Job(f"reflib.ranks.child:{what}", data, self.device, said=said, ended=ended, limit=limit + 5)
+        )
+        done.wait()
+        how, facts, key = answer["how"], answer["facts"], r.key(data["name"])
+        if how == "done":
+            return facts.get("row") or Candidate(key, "ok")
+        if lost:
+            return Candidate(key, lost["status"], why=lost["why"])
+        return Candidate(key, how if how in WORST else "error", why=facts.get("why", how))
+
+    def _where(self) -> dict[str, Any]:
+        """How a worker finds the others: a part of the same store."""
+        import torch.distributed as dist
+
+        group, store = self.group, store_of(self.group)
+        return {
+            "name": group.group_name, "rank": group.rank(), "size": group.size(), "store": reach(store),
+            "backend": dist.get_backend(group),
+            "prefix": f"reflib/team/{group.group_name}/{_began(group)}/{self.id}/{self.number}",
+        }  # fmt: skip
+
+
+def _began(group: Any) -> str:
+    """The same on all ranks, and other than in another run with the same store."""
+    import torch.distributed.distributed_c10d as c10d
+
+    return "-".join(map(str, c10d.get_process_group_ranks(group)))
+
+
+def reach(store: Any) -> tuple[Any, ...] | None:
+    """What another process needs to open the same store; None if it cannot."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if hasattr(store, "port"):
+        return "tcp", store.host, store.port
+    return ("file", store.path) if hasattr(store, "path") else None
+
+
+def _merged(rows: Iterable[Candidate]) -> Candidate:
+    """One row for all ranks: the worst that happened on any, and where; else the first rank's."""
+    said = sorted(enumerate(rows), key=lambda pair: WORST.index(pair[1].status))
+    worst = said[0][1]
+    if worst.status == "ok":
+        return worst
+    failed = [(i, r) for i, r in said if r.status != "ok"]
+    why = "; ".join(f"rank {i}: {r.status}{f' ({r.why})' if r.why else ''}" for i, r in failed)
+    return Candidate(worst.key, worst.status, why=why)
+
+
+def _same(said: list[Any], op: str) -> Any:
+    """What rank 0 knows, if all ask the same."""
+    for rank, (names, sizes, _) in enumerate(said):
+        if [names, sizes] != said[0][:2]:
+            raise RanksError(
+                f"ranks would choose for {op} among other candidates: {', '.join(said[0][0])} for {said[0][1]} on rank "
+                f"0, {', '.join(names)} for {sizes} on rank {rank}. Register the same on all ranks"
+            )
+    return said[0][2]
+
+
+def _group(choice: Choice) -> Any:
+    import torch.distributed.distributed_c10d as c10d
+
+    (name,) = groups_of(choice)
+    return c10d._resolve_process_group(name)
+
+
+def _stays(q: Any, work: Any) -> str:
+    """Why nothing is measured; the same on all ranks."""
+    if len(groups_of(q.choice)) > 1:
+        return "its candidates communicate over several process groups"
+    if work.options.autotune == "background" or work.tuning.background:
+        return "ranks would go over to a winner at different steps: tune with autotune='blocking'"
+    if not work.options.isolate:
+        return "a candidate that communicates is measured in worker processes: isolate=True"
+    return "" if reach(store_of(_group(q.choice))) else "its process group's store cannot be reached by other processes"
+
+
+def _default(q: Any, why: str) -> Outcome:
+    rows = tuple(Candidate(k, "skipped", why=why) for k in q.candidates)
+    return Outcome((q.default,) * len(q.ranges), rows, f"{q.default} stays, unmeasured: {why}")
+
+
+# What ``autotune.points.Tuning.together`` is.
+TOGETHER = {
+    "talks": talks, "known": known_to_all, "measure": measured_by_all, "claim": claim, "settle": settle,
+    "publish": publish,
+}  # fmt: skip

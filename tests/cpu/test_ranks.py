@@ -1,0 +1,108 @@
+"""Several processes: models that are trained in parallel, and what ranks agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from reflib.ranks.simulate import World, simulate
+from tests import rank_tasks as tasks
+from tests.ranks import Failed, Ranks
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("parallel", [tasks.data_parallel, tasks.sharded, tasks.tensor_parallel])
+def test_models_train_as_in_eager(two: Ranks, parallel: Any) -> None:
+    wrapper = "cpp" if parallel is tasks.tensor_parallel else "python"
+    collectives = two.run(tasks.train, parallel, wrapper, limit=300.0)
+    assert not any(isinstance(r, Failed) for r in collectives), collectives
+    assert collectives[0] == collectives[1]
+    assert (collectives[0] > 0) == (parallel is tasks.tensor_parallel)  # (the others' are in hooks around the graphs)
+
+
+def test_other_collectives_on_one_rank_are_an_error_on_all(two: Ranks) -> None:
+    first, _ = two.run(tasks.same_then_other, False)
+    torch.testing.assert_close(first, torch.full((4,), 5.0))
+    failed = two.run(tasks.same_then_other, True)
+    for e in failed:
+        assert "number 2 is _c10d_functional.all_reduce.default(float32[4], sum) at rank_tasks.py:" in e
+        assert "on rank 0, and _c10d_functional.broadcast.default(float32[4], 0) at rank_tasks.py:" in e
+        assert "RanksError" in e and "on rank 1" in e
+
+
+@pytest.mark.slow  # a candidate that hangs is found out after its limit
+def test_an_op_that_communicates_is_tuned_by_all_ranks(two: Ranks) -> None:
+    names = ("crashes", "hangs", "fills_memory", "alone", "by_reduce")
+    first, second = two.run(tasks.tune_twice, *names, limit=400.0)
+    assert not isinstance(first, Failed), first
+    assert first == second  # rows, times, winner; then what only rank 0 knew
+    (winner, rows, total, _), (again, known, _, _) = first
+    assert winner == again == "by_reduce" and total == 2.0  # (the users' process group goes on)
+    expected = dict(zip(names, ("crashed", "hung", "error", "wrong", "ok")))
+    assert {n: rows[n][0] for n in names} == expected
+    assert "rank 1: crashed (segmentation fault" in rows["crashes"][2] and "rank 1: hung" in rows["hangs"][2]
+    assert "rank 1: error (out of memory)" in rows["fills_memory"][2] and "slowest of 2 ranks" in rows["by_reduce"][2]
+    assert known["by_reduce"][1] == rows["by_reduce"][1] and rows["eager"][1] > 8e3  # nothing was measured again
+
+
+def test_a_choice_is_measured_by_one_rank(two: Ranks) -> None:
+    results = two.run(tasks.share, limit=200.0)
+    assert not any(isinstance(r, Failed) for r in results), results
+    for found, again in results:
+        assert [w for w, _ in (*found, *again)] == ["by_product"] * 4
+    for i in range(2):  # mostly rank i; the other one, if rank i comes late
+        told = [found[i][1] for found, _ in results]
+        assert sum(f"measured by rank {1 - rank} for all" in reason for rank, reason in enumerate(told)) == 1, told
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_simulation_is_as_real_ranks(four: Ranks, size: int) -> None:
+    seconds = [0.6, 1.1, 0.4, 0.9, 0.7, 0.5]
+    real = four.run(tasks.rules, seconds, -1, size)[:size]
+    assert not any(isinstance(r, Failed) for r in real), real
+    model = simulate(World(size, seconds))
+    assert sum(n for _, n in real) == model.measured == 6
+    took = max(t for t, _ in real)
+    assert abs(took - model.seconds) < 0.15 * model.seconds + 0.5, (took, model.seconds)
+
+
+def test_a_rank_that_fails_while_it_measures(four: Ranks) -> None:
+    real = four.run(tasks.rules, [0.3] * 6, 2)
+    assert real[2] is None and sum(n for _, n in (real[0], real[1], real[3])) in (6, 7, 8)  # its two, by others
+
+
+def test_a_thousand_simulated_ranks() -> None:
+    recorded = [2.1, 3.4, 1.8, 4.2, 2.7, 3.0]  # seconds for six products, on an H200
+    alone, few, many = (simulate(World(n, recorded)) for n in (1, 8, 1000))
+    assert alone.seconds > 17 and many.seconds < 1.1 * few.seconds and many.measured == 6
+    hard = {"late": 2.0, "stragglers": 0.05, "failures": 0.02}
+    few, many = (simulate(World(n, recorded, **hard)) for n in (8, 1000))
+    assert many.seconds < 2 * few.seconds and many.ended > 5
+    slow = simulate(World(1000, recorded, service=300e-6))  # what comes first to its limit is the store
+    assert slow.busy > 0.9 * slow.seconds > few.seconds
+    failing = simulate(World(40, recorded, failures=0.5, fail_within=1.0))  # half of those that have claimed, say
+    assert failing.ended > 10 and failing.measured > 6 and failing.seconds < 60
+
+
+def test_a_rank_that_is_late_or_does_not_come(two: Ranks) -> None:
+    for r in two.run(tasks.late, 2.0):
+        torch.testing.assert_close(r, torch.full((4,), 5.0))
+    first, second = two.run(tasks.late, 6.0, timeout=3.0)
+    assert "rank 1 of process group '0' did not come within 3 s to a graph that starts with _c10d_functional." in first
+    assert int(first.split()[2]) < 30 and "RanksError" in first and "RanksError" in second
+    first, second = two.run(tasks.late, 0.0, "exit", timeout=3.0)  # (the last test of this file: the rank is gone)
+    assert "RanksError" in first and "rank 1 of process group '0' did not come" in first and second is None

@@ -1,0 +1,274 @@
+"""What the processes of ``ranks`` do in tests. Each function runs on every rank, in a process group of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+c = torch.ops._c10d_functional
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+class Block(nn.Module):
+    def __init__(self, n: int = 8):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(n, 2 * n), nn.Linear(2 * n, n), nn.LayerNorm(n)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block())
+
+
+def trained(m: Any, steps: int = 3) -> list[torch.Tensor]:
+    """Losses and parameters after a few steps, each rank on data of its own."""
+    optimizer = torch.optim.SGD(m.parameters(), 0.1)
+    torch.manual_seed(rank())
+    out = []
+    for _ in range(steps):
+        loss = m(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        out.append(loss.detach())
+    full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in m.parameters()]
+    return [*out, *(p.detach().clone() for p in full)]
+
+
+def data_parallel(m: nn.Module) -> Any:
+    return nn.parallel.DistributedDataParallel(m)
+
+
+def sharded(m: nn.Module) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    for block in m:  # type: ignore[attr-defined]
+        fully_shard(block)
+    return fully_shard(m)
+
+
+def tensor_parallel(m: nn.Module) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import parallel as p
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in m:  # type: ignore[attr-defined]
+        p.parallelize_module(block, mesh, {"up": p.ColwiseParallel(), "down": p.RowwiseParallel()})
+    return m
+
+
+def train(parallel: Any, wrapper: str) -> int:
+    """Compiled as in eager; how many collectives were in compiled graphs."""
+    from reflib.ranks import agree
+
+    seen: list[Any] = []
+    kept, agree.check = agree.check, lambda lists: (seen.extend(lists.values()), kept(lists))[1]
+    try:
+        expected = trained(parallel(model()))
+        m = parallel(model())
+        m.compile(backend="reflib", options={"wrapper": wrapper})
+        got = trained(m)
+    finally:
+        agree.check = kept
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    return sum(map(len, seen))
+
+
+# -- agreeing ---------------------------------------------------------------------------------------------
+def reduced(x: Any) -> Any:
+    return c.wait_tensor(c.all_reduce(x * 2, "sum", "0")) + 1
+
+
+def other_order(x: Any) -> Any:
+    a, b = (c.wait_tensor(f) for f in (c.all_reduce(x, "sum", "0"), c.broadcast(x * 2, 0, "0")))
+    return a + b
+
+
+def same_then_other(different: bool) -> Any:
+    """All agree on one graph; then the last rank compiles another."""
+    x = torch.ones(4)
+    torch.compile(reduced, backend="reflib")(x)
+    last = rank() == dist.get_world_size() - 1
+
+    def fn(x: Any) -> Any:
+        a = c.wait_tensor(c.all_reduce(x, "max", "0"))
+        if different and last:
+            return a + c.wait_tensor(c.broadcast(x * 2, 0, "0"))
+        return a + c.wait_tensor(c.all_reduce(x * 2, "sum", "0"))
+
+    return torch.compile(fn, backend="reflib")(x)
+
+
+def late(seconds: float, how: str = "sleep") -> Any:
+    """The last rank comes late, or ends."""
+    start = time.monotonic()
+    if rank() == dist.get_world_size() - 1:
+        if how == "exit":
+            os._exit(1)
+        time.sleep(seconds)
+    try:
+        return torch.compile(reduced, backend="reflib")(torch.ones(4))
+    except Exception as e:
+        return f"{type(e).__name__} after {time.monotonic() - start:.0f} s: {e}"
+
+
+# -- tuning an op that communicates -----------------------------------------------------------------------
+def summed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The product of all ranks' shares, added up; slowly."""
+    time.sleep(0.01)
+    return c.wait_tensor(c.all_reduce(x @ w, "sum", "0"))
+
+
+def by_gather(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    both = c.wait_tensor(c.all_gather_into_tensor(x @ w, dist.get_world_size(), "0"))
+    return both.view(dist.get_world_size(), -1, w.shape[1]).sum(0)
+
+
+def by_reduce(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return c.wait_tensor(c.all_reduce(x @ w, "sum", "0"))
+
+
+def alone(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Right where there is one rank only: wrong here."""
+    return x @ w * dist.get_world_size()
+
+
+def misbehaving(how: str) -> Any:
+    @torch.library.custom_op(f"rank_tasks::{how}", mutates_args=())
+    def fault(x: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            if how == "crashes":
+                os.kill(os.getpid(), 11)
+            if how == "hangs":
+                time.sleep(1000)
+            if how == "fills_memory":
+                torch.empty(1 << 50)
+        return x.clone()
+
+    fault.register_fake(torch.empty_like)
+
+    def candidate(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return c.wait_tensor(c.all_reduce(fault(x) @ w, "sum", "0"))
+
+    candidate.__name__ = how
+    return candidate
+
+
+FAULTS = [misbehaving(how) for how in ("crashes", "hangs", "fills_memory")]
+sum_product = torch.library.custom_op("rank_tasks::sum_product", mutates_args=())(summed)
+sum_product.register_fake(lambda x, w: x.new_empty(x.shape[0], w.shape[1]))
+
+
+def tune(*names: str) -> Any:
+    """Rows (name, status, why) and the winner; then the group is used again."""
+    import reflib
+
+    known = {f.__name__: f for f in (by_gather, by_reduce, alone, *FAULTS)}
+    reflib.register_custom_op_autotuning(sum_product, [known[n] for n in names])
+    torch.manual_seed(rank())
+    x, w = torch.randn(16, 8), torch.randn(8, 4)
+    options = {"autotune": "blocking", "candidate_seconds": 6.0, "cache_decisions": True}
+
+    def fn(x: Any, w: Any) -> Any:
+        return sum_product(x, w) + 1
+
+    found = reflib.explain(fn, x, w, **options).decisions
+    (d,) = [d for d in found if "sum_product" in d.op]
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(fn, backend="reflib", options=options)(x, w), fn(x, w))
+    t = torch.ones(1)
+    dist.all_reduce(t)
+    return d.winner, {r.name: (r.status, r.time_us, r.why) for r in d.candidates}, t.item(), d.reason
+
+
+def tune_twice(*names: str) -> Any:
+    """What was found, and once more, where only the first rank knows it."""
+    import tempfile
+
+    os.environ["REFLIB_CACHE_DIR"] = tempfile.mkdtemp()
+    found = tune(*names)
+    if rank() > 0:
+        os.environ["REFLIB_CACHE_DIR"] = tempfile.mkdtemp()
+    torch._dynamo.reset()
+    return found, tune(*names)
+
+
+# -- sharing ----------------------------------------------------------------------------------------------
+@torch.library.custom_op("rank_tasks::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.005)
+    return x + x
+
+
+doubled.register_fake(torch.empty_like)
+
+
+def by_product(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def share() -> Any:
+    """(sizes, winner, reason) of two choices."""
+    import tempfile
+
+    import reflib
+
+    os.environ["REFLIB_CACHE_DIR"] = tempfile.mkdtemp()  # ranks of two hosts
+    reflib.register_custom_op_autotuning(doubled, [by_product])
+
+    def fn(x: Any, y: Any) -> Any:
+        return doubled(x).sum(0), doubled(y).sum(0)
+
+    options = {"autotune": "blocking", "cache_decisions": True}
+    found = reflib.explain(fn, torch.ones(8, 4), torch.ones(16, 4), **options).decisions
+    again = reflib.explain(fn, torch.ones(8, 4), torch.ones(16, 4), **options).decisions
+    return [[(d.winner, d.reason) for d in ds if "doubled" in d.op] for ds in (found, again)]
+
+
+def rules(seconds: list[float], fails: int = -1, size: int = 0) -> Any:
+    """The rules of sharing on the real store, where measuring is waiting: (seconds, how often this rank measured).
+    ``fails``: a rank that ends when it has claimed. ``size``: only so many ranks take part."""
+    from reflib.ranks import share, simulate
+
+    share.STALE, share.BEAT = 1.0, 0.2
+
+    class Slow(share.Sharing):
+        free, count = 0.0, 0
+
+        def do(self, what: str, *args: Any) -> Any:
+            if what == "start":
+                self.measuring(str(args[0]))
+                self.count += 1
+                self.free = self.ends[args[0]] = max(time.monotonic(), self.free) + seconds[args[0]]
+            elif what == "finish":
+                if self.rank == fails:
+                    os._exit(1)
+                time.sleep(max(0.0, self.ends[args[0]] - time.monotonic()))
+            else:
+                return super().do(what, *args)
+
+    s = Slow(dist.group.WORLD)
+    s.ends: dict[int, float] = {}  # type: ignore[misc]
+    size = size or s.size
+    if fails < 0:
+        dist.barrier()
+    start = time.monotonic()
+    if s.rank < size:
+        s.run(simulate.tuned(s.rank, size, len(seconds), 60.0))
+    took = time.monotonic() - start
+    s.mine.clear()
+    if fails < 0:
+        dist.barrier()
+    return took, s.count
