@@ -27,6 +27,7 @@ from reflib.batch.work import JobOutcome
 from reflib.errors import LabError
 
 CONNECT_SECONDS = 5.0
+FETCH_SECONDS = 5.0  # for a completed job's result to arrive
 WORKERS_SECONDS = 15.0  # to wait for the first worker of a cluster
 ABANDONED_SECONDS = 60.0  # without any worker, after which waiting jobs fail
 STOP_SECONDS = 15.0  # for jobs to end once they are cancelled
@@ -114,8 +115,10 @@ class Flight:
                 self.fill(waiting)
                 finished = []
                 for future in self.ended():
+                    if (outcome := outcome_of(future)) is None:
+                        continue
                     job, attempt, earlier = self.running.pop(future)
-                    outcome = replace(outcome_of(future), attempt=attempt, earlier=earlier)
+                    outcome = replace(outcome, attempt=attempt, earlier=earlier)
                     if outcome.status == "interrupted":
                         raise KeyboardInterrupt
                     if outcome.status == "failed" and attempt <= self.retries:
@@ -179,12 +182,13 @@ class Flight:
         self.running.clear()
 
 
-def outcome_of(future: Any) -> JobOutcome:
-    """The outcome of a task, a failed one if it raised."""
+def outcome_of(future: Any) -> JobOutcome | None:
+    """The outcome of a completed task, a failed one if it raised. None if it cannot be had now: the worker that held it
+    has ended, and the scheduler runs the task again."""
     from distributed import KilledWorker
 
     try:
-        found = future.result(timeout=CONNECT_SECONDS)
+        found = future.result(timeout=FETCH_SECONDS)
         return found if isinstance(found, JobOutcome) else JobOutcome("failed", f"it returned {type(found).__name__}")
     except KilledWorker as error:
         where = getattr(error.last_worker, "address", error.last_worker)
@@ -192,6 +196,8 @@ def outcome_of(future: Any) -> JobOutcome:
     except (concurrent.futures.CancelledError, asyncio.CancelledError):
         return JobOutcome("failed", "the scheduler lost it")
     except Exception as error:
+        if isinstance(error, TimeoutError) and future.status != "error":  # not the task's own
+            return None
         return JobOutcome("failed", work.because(error))
 
 

@@ -83,27 +83,40 @@ def worker(start: Callable[..., Any], address: str, tmp_path: Path, name: str, *
 def test_a_worker_that_is_killed_leaves_the_rest(
     tmp_path: Path, start: Callable[..., Any], address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One is killed while it runs a job, one before its first result was fetched, which takes longer than a fetch may."""
     monkeypatch.setattr(clusters, "WORKERS_SECONDS", 120.0)
+    monkeypatch.setattr(clusters, "FETCH_SECONDS", 0.2)
     root = checkout(tmp_path, a="")
     (tmp_path / "s.yaml").write_text("size: [1, 2, 3, 4, 5, 6, 7, 8]\n")
-    both = {name: worker(start, address, tmp_path, name) for name in ("first", "second")}
+    all_of_them = {name: worker(start, address, tmp_path, name) for name in ("first", "second", "third")}
     said: list[str] = []
+    killed: list[str] = []
+    outcome_of = clusters.outcome_of
+
+    def fetch(future: Any) -> Any:
+        if not killed and third in future.client.who_has([future])[future.key]:
+            all_of_them["third"].kill()
+            all_of_them["third"].wait()
+            killed.append(future.key)
+        return outcome_of(future)
 
     def say(text: str) -> None:
         said.append(text)
-        if text.startswith("[3/8] a size=3: ok"):
-            both["first"].kill()
+        if text.startswith("[4/8] a size=4: ok"):
+            all_of_them["first"].kill()
 
     out = tmp_path / "out"
     cluster = clusters.remote(address)
-    assert soon(lambda: len(cluster.workers()) == 2, 120)
+    assert soon(lambda: len(cluster.workers()) == 3, 120)
+    third = next(a for a, w in cluster.workers().items() if w["name"] == "third")
     cluster.close()
+    monkeypatch.setattr(clusters, "outcome_of", fetch)
     status = batch.run(root, "cpu", out=out, book=False, say=say, scheduler=address, sweep_file=tmp_path / "s.yaml")
     found = json.loads((out / "results.json").read_text())["results"]
     assert status == 0 and len(found) == 8, said
     assert {r["status"] for r in found} == {"ok"}
     by_name = {r["worker"] for r in found}
-    assert by_name == {"first", "second"} and "2 at the same time" in said
+    assert killed and by_name == {"first", "second"} and "3 at the same time" in said
     assert found[-1]["worker"] == "second"
     pids = {p.read_text() for p in (out / "jobs").glob("*/log.txt")}
     assert len(pids) == 2  # each in its worker's process: nothing but bytes came from there
