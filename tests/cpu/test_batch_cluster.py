@@ -83,7 +83,7 @@ def worker(start: Callable[..., Any], address: str, tmp_path: Path, name: str, *
 def test_a_worker_that_is_killed_leaves_the_rest(
     tmp_path: Path, start: Callable[..., Any], address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One is killed while it runs a job, one before its first result was fetched, which takes longer than a fetch may."""
+    """One is killed while it runs a job, one before its first result is fetched; that takes longer than a fetch may."""
     monkeypatch.setattr(clusters, "WORKERS_SECONDS", 120.0)
     monkeypatch.setattr(clusters, "FETCH_SECONDS", 0.2)
     root = checkout(tmp_path, a="")
