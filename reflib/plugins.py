@@ -78,7 +78,7 @@ PLUGS: dict[str, dict[str, str]] = {
     },
     "lower.OUT": {"schema": "lower.out_variants:out_variant"},
     "lower.CALLS": {"registered": "lower.candidates:call"},
-    "lower.WHOLE": {"registered": "lower.custom_ops:is_registered"},
+    "lower.WHOLE": {"registered": "lower.custom_ops:registered"},
     "lower.NUMBER": {"argument": "lower.numbers:number"},
     "lower.LIKE_EAGER": {"check": "lower.like_eager:check", "table": "lower.like_eager:TABLE"},
     "fuse.BEFORE": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import resource
@@ -153,10 +154,22 @@ def fresh_dynamo() -> None:
         torch.manual_seed(0)
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.reset()
-        if not gc.get_freeze_count():  # what is imported stays: looking through it took a tenth of the time of tracing
-            gc.collect()
-            gc.freeze()
-            gc.set_threshold(100_000, 50, 1000)
+        without_overheads()
+
+
+@functools.cache
+def without_overheads() -> None:
+    """What costs a third of the time of compiling a small function, and no test is about, once per process."""
+    import logging
+
+    from torch._dynamo import guards
+
+    gc.collect()  # what is imported stays: looking through it again and again took a tenth of the time of tracing
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 1000)
+    guards.profile_guard_manager = lambda *_: 0.0  # for a line in a log it flushes all caches, which takes 60 ms
+    # pytest attaches its handler to loggers that do not propagate, and where this one has one, torch writes every trace
+    logging.getLogger("torch.__trace").propagate = True
 
 
 @pytest.fixture

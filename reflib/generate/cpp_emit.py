@@ -440,6 +440,9 @@ class Emitter:
         dtype = self.body[s.args[0]].dtype
         if dtype == torch.int64 and all(isinstance(self.body[a], Const) for a in s.args):
             names[0] = f"(int64_t){names[0]}"
+        if s.op == "where" and s.dtype.is_floating_point:
+            made = [isinstance(b := self.body[a], Op) and b.op not in ("where", "cast") for a in s.args]
+            names[1:] = [f"op::chosen({n})" if m else n for n, m in zip(names[1:], made[1:])]
         return text.operation(s, tuple(names), dtype)
 
     def _indirect(self, i: int, s: Indirect) -> None:

@@ -46,6 +46,18 @@ static inline double to_f16(double x) { return to_f16((float)x); }
 static inline double to_bf16(double x) { return to_bf16((float)x); }
 
 // ---- choosing: NaN wins ------------------------------------------------------------------------
+// A sum that is an operand of ?:. With AVX-512 g++ 12 makes one masked addition of both; where the mask is then found to
+// be all ones (parts of a cat in a short loop) and the other operand is a product, it contracts the product with the
+// sum's first term instead: wrong numbers, or an internal error.
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_assoc_barrier)
+#define REFLIB_APART(x) __builtin_assoc_barrier(x)
+#endif
+#endif
+#ifndef REFLIB_APART
+#define REFLIB_APART(x) (x)
+#endif
+template <class T> static inline T chosen(T x) { return REFLIB_APART(x); }
 template <class T> static inline T maximum(T a, T b) { return (a > b) | (a != a) ? a : b; }
 template <class T> static inline T minimum(T a, T b) { return (a < b) | (a != a) ? a : b; }
 template <class T> static inline T max(T a, T b) { return a > b ? a : b; }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -111,8 +111,9 @@ def registration(target: Any) -> Registration | None:
     return _REGISTERED.get(str(target)) if isinstance(target, torch._ops.OpOverload) else None
 
 
-def is_registered(target: Any) -> bool:
-    return bool(_REGISTERED) and registration(target) is not None
+def registered() -> Collection[str]:
+    """The names of all ops for which something is registered."""
+    return _REGISTERED.keys()
 
 
 def maker_key(op: str, argument: str) -> str:

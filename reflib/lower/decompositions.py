@@ -38,7 +38,8 @@ def decompositions(numerics: str = "fast") -> dict[Any, Callable[..., Any]]:
         return dict(LIKE_EAGER["table"])
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
     table = _table(len(registered), len(RULES))
-    return {op: fn for op, fn in table.items() if not any(keeps(op) for keeps in WHOLE.values())}
+    whole = {name for names in WHOLE.values() for name in names()}
+    return {op: fn for op, fn in table.items() if str(op) not in whole} if whole else dict(table)
 
 
 @lru_cache(1)

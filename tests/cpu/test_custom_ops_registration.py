@@ -145,4 +145,4 @@ PLAIN: dict[str, Any] = {"configs": [plain]}
 def test_bad_registrations(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(RegistrationError, match=message):
         register_custom_op_autotuning(mm_relu, **arguments)
-    assert not custom_ops.is_registered(mm_relu._opoverload)
+    assert custom_ops.registration(mm_relu._opoverload) is None

@@ -142,6 +142,23 @@ def test_random_parts(seed: int) -> None:
             torch.testing.assert_close(got, fn(x, y), atol=1e-4, rtol=1e-3)
 
 
+def test_sums_and_products_in_short_rows() -> None:
+    """Loops of known length, which a C++ compiler unrolls: g++ 12 with AVX-512 contracted one part with another."""
+    r = random.Random(2)
+    sums: list[Callable[[Tensor, Tensor], Tensor]]
+    sums = [lambda t, m: t - m, lambda t, m: t + m, lambda t, m: t * m + 1, lambda t, m: m - t]
+    makers = [lambda t, m: t, lambda t, m: t * 2, lambda t, m: t * m, lambda t, m: -(t * m), *sums]
+    plans = [[r.choice(sums), r.choice(makers), r.choice(makers)] for _ in range(12)]
+    plans = [p if r.random() < 0.5 else p[::-1] for p in plans]
+    inputs = [torch.randn(7, r.randint(12, 40)) for _ in range(4)], torch.randn(7, 1)
+
+    def fn(xs: list[Tensor], m: Tensor) -> list[Tensor]:
+        return [torch.cat([f(xs[(i + k) % 4], m) for k, f in enumerate(plan)], 1) for i, plan in enumerate(plans)]
+
+    got = reflib.compile(fn, dynamic=False)(*inputs)
+    torch.testing.assert_close(got, fn(*inputs), atol=1e-5, rtol=1e-5)
+
+
 def strides(tree: Any) -> list[Any]:
     return [t.stride() for t in torch.utils._pytree.tree_leaves(tree)]
 

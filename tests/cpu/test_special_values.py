@@ -50,7 +50,10 @@ def test_functions_of_one_number(dtype):
     x = specials(dtype)
     results = reflib.compile(lambda x: [f(x) for f in table.values()])(x)
     for (name, f), got in zip(table.items(), results, strict=True):
-        same(name, got, f(x), dtype, 0.25 if name in ("erf", "mish", "gelu") else None)
+        want = f(x)
+        if name == "gelu":  # on some CPUs eager gives NaN for an infinity, but not for one alone
+            want = torch.where(want.isnan(), torch.cat([f(one) for one in x.split(1)]), want)
+        same(name, got, want, dtype, 0.25 if name in ("erf", "mish", "gelu") else None)
 
 
 @DTYPES
