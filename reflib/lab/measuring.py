@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -64,7 +65,10 @@ def time_cases(
     budget_s: float,
     device: torch.device,
 ) -> dict[str, Samples | Failure]:
-    """Samples of each case, in the order given. Cases in this process are timed first, then the peers."""
+    """Samples of each case, in the order given. Cases in this process are timed first, then the peers.
+
+    REFLIB_LAB_BUDGET=0.1 takes a tenth of the time, where nobody looks at the numbers, as in `make test`.
+    """
     results: dict[str, Samples | Failure] = {}
     samplers: dict[str, tuple[timing.Sampler, str, str]] = {}
     with on_device(device):
@@ -77,7 +81,8 @@ def time_cases(
                 results[case] = explain_failure(case, error)
         budget = budget_s * max(1, len(samplers))
         fns = {case: sampler for case, (sampler, _, _) in samplers.items()}
-        taken = timing.interleave(fns, rounds, budget) if fns else {}
+        hurry = float(os.environ.get("REFLIB_LAB_BUDGET", "1"))
+        taken = timing.interleave(fns, max(1, round(rounds * hurry)), budget * hurry) if fns else {}
     for case, seconds in taken.items():
         results[case] = Samples(seconds, samplers[case][1], samplers[case][2])
     del samplers, fns
