@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from reflib.lab.session import setup as setup
     from reflib.lab.showing import show as show
     from reflib.lab.showing import table as table
+    from reflib.lab.trace_chart import trace_picture as trace_picture
     from reflib.lab.triton_text import Launch as Launch
     from reflib.lab.triton_text import run_triton as run_triton
     from reflib.lab.tuning import ColdStarts as ColdStarts
@@ -137,6 +138,7 @@ _HOME = {
     "show": "showing",
     "table": "showing",
     "strip": "pipeline_strip",
+    "trace_picture": "trace_chart",
     "Launch": "triton_text",
     "run_triton": "triton_text",
     "ColdStarts": "tuning",

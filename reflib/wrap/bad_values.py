@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .cpp import CppPrinter
     from .python import PythonPrinter
 
+LINES = 12  # of the user's code, in a message
 # What is told of each step instead: (node, the tensors that it writes) -> None.
 watching: list[Callable[[Any, Sequence[Any]], None]] = []
 
@@ -78,8 +79,11 @@ def _message(node: KernelNode | Extern, name: str, what: str, t: torch.Tensor, b
     if not before:
         passed = "" if node.reads() else " (none)"
         lines.append(f"what it only reads has no {what}{passed}")
-    origins = dict.fromkeys(f"{o.op}{f' at {o.source}' if o.source else ''}" for o in node.origins)
-    return "\n  ".join([*lines, *list(origins)[:6], *(["..."] if len(origins) > 6 else [])])
+    ops: dict[str, dict[str, None]] = {}  # by the user's line: the first bad value may come from any of a kernel's
+    for o in node.origins:
+        ops.setdefault(o.source, {})[o.op] = None
+    origins = [f"{', '.join(found)}{f' at {source}' if source else ''}" for source, found in ops.items()]
+    return "\n  ".join([*lines, *origins[:LINES], *(["..."] if len(origins) > LINES else [])])
 
 
 def _first(t: torch.Tensor, what: str) -> list[int]:

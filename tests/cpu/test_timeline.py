@@ -14,7 +14,7 @@ import torch
 import reflib
 from reflib import lab, timeline
 from reflib.errors import LabError
-from reflib.lab import gantt_chart
+from reflib.lab import gantt_chart, trace_chart
 from reflib.timeline import Event, Timeline, chrome_trace, write_chrome_trace
 from tests.processes import python
 
@@ -236,3 +236,16 @@ def test_a_gantt_chart_needs_events_and_a_caption(capsys):
     assert lab.gantt([], caption="none") is None and "Nothing to draw" in capsys.readouterr().out
     with pytest.raises(LabError, match="caption"):
         lab.gantt(small(), caption=" ")
+
+
+def test_a_picture_of_a_trace_has_a_row_per_depth_and_says_what_is_long():
+    def event(name: str, start: float, dur: float, tid: int = 0) -> dict[str, object]:
+        return {"name": name, "cat": "call" if name == "call" else "launch", "ts": start, "dur": dur, "tid": tid}
+
+    events = [event("k", 3.0, 2.0), event("call", 1.0, 9.0), event("inner", 3.0, 1.0), event("d", 4.0, 8.0, tid=1)]
+    assert [(row, e["name"]) for row, e in trace_chart.placed(events)] == [
+        (0, "call"), (1, "k"), (2, "inner"), (3, "d"),
+    ]  # fmt: skip
+    found = lab.trace_picture({"a call": events}, caption="A call.")
+    assert found.alt == "a call: 4 events in 11.0 µs; the longest: call 9.00 µs, d 8.00 µs, k 2.00 µs, inner 1.00 µs."
+    assert lab.trace_picture({"a call": events}, caption="A call.").svg == found.svg
