@@ -231,6 +231,26 @@ def test_candidates_that_launch() -> None:
     assert not isinstance(isolated(request, {}, reflib.Options()), str)
 
 
+def test_a_candidate_in_a_package(tmp_path: Path) -> None:
+    """It is traced when the program is lowered, long after the capture; a plain launch in it is recorded too."""
+
+    def launching(x: Tensor, y: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        add_kernel[(8,)](x, y, out, x.numel(), BLOCK=128)
+        return out
+
+    reflib.register_custom_op_autotuning(theirs, configs=[launching])
+    pins = {"user_kernels::theirs": {"x[1000] y[1000]": "launching"}}
+    args = torch.randn(1000), torch.randn(1000)
+    path = reflib.aot_compile(
+        lambda x, y: theirs(x * 2, y) + 1, args, tmp_path / "p.reflib", ["sm_80"], ptx=False, autotune="blocking",
+        lookup_table=pins,
+    )  # fmt: skip
+    (v,) = manifest.read(archive.open(path).manifest).variants
+    assert not v.python and not v.needs
+    assert [k.name for k in v.kernels if not k.name.endswith("_fallback")] == ["k0_mul", "k1_add_kernel", "k2_add"]
+
+
 # -- what is refused, and what stays PyTorch's ------------------------------------------------------------
 def of(function: Any, *args: Any, blocks: Any = (1,), **kwargs: Any) -> Callable[[Tensor], Tensor]:
     def launching(x: Tensor) -> Tensor:
