@@ -53,24 +53,54 @@ def triton_of_gpu(recorded: bool = False) -> Iterator[None]:
         yield
 
 
-def check_grids(module: torch.fx.GraphModule, options: Any) -> torch.fx.GraphModule:
-    """``module``, unless a kernel's grid in it is a tensor (plugs into ``pipeline.CAPTURED``): Dynamo lets that pass,
-    and nothing after it can do with it. Raises CaptureError naming the kernel."""
-    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
-
+def check_launches(module: torch.fx.GraphModule, options: Any) -> torch.fx.GraphModule:
+    """``module``, unless a launch in it cannot be compiled (plugs into ``pipeline.CAPTURED``). Dynamo lets two kinds
+    pass: a grid that is a tensor, which nothing later can use; and a kernel that stores, but to none of the tensors
+    that it is given, which AOTAutograd drops. Raises CaptureError naming the kernel."""
     for node in module.graph.nodes:
         if getattr(node.target, "__name__", "") != "triton_kernel_wrapper_mutation":
             continue
-        for size in (size for grid in node.kwargs["grid"] for size in grid if isinstance(size, torch.fx.Node)):
-            if isinstance(size.meta.get("example_value", size.meta.get("val")), torch.Tensor):
-                name = kernel_side_table.get_kernel(node.kwargs["kernel_idx"]).fn.__name__
-                lines = re.findall(r'([^/"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-                at = ":".join(lines[-1]) if lines else "its line is not known"
-                raise CaptureError(
-                    f"the grid of the Triton kernel {name} is a tensor ({at}): a grid is made of numbers; n.item() is "
-                    "one, and waits for the GPU"
-                )
+        sizes = (size for grid in node.kwargs["grid"] for size in grid if isinstance(size, torch.fx.Node))
+        if any(isinstance(_value(size), torch.Tensor) for size in sizes):
+            raise CaptureError(
+                f"the grid of {_named(node)} is a tensor: a grid is made of numbers; n.item() is one, and waits for "
+                "the GPU"
+            )
+        if _stores_elsewhere(node):
+            raise CaptureError(
+                f"{_named(node)} stores to none of the tensors that it is given, so PyTorch drops its launch: a "
+                "kernel cannot store to an address that it reads from memory; give it the tensor"
+            )
     return module
+
+
+def _value(x: Any) -> Any:
+    return x.meta.get("example_value", x.meta.get("val")) if isinstance(x, torch.fx.Node) else x
+
+
+def _named(node: torch.fx.Node) -> str:
+    """``the Triton kernel NAME (FILE:LINE)``."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    name = kernel_side_table.get_kernel(node.kwargs["kernel_idx"]).fn.__name__  # type: ignore[arg-type]
+    lines = re.findall(r'([^/"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return f"the Triton kernel {name} ({':'.join(lines[-1]) if lines else 'its line is not known'})"
+
+
+def _stores_elsewhere(node: torch.fx.Node) -> bool:
+    """Does the kernel have stores, none of them to its tensors? (Where PyTorch cannot tell, all count as written.)"""
+    from torch._higher_order_ops import triton_kernel_wrap as wrap
+
+    index: Any = node.kwargs["kernel_idx"]
+    constants: Any = node.kwargs["constant_args_idx"]
+    descriptors: Any = node.kwargs["tma_descriptor_metadata"]
+    given = {k: _value(v) for k, v in node.kwargs["kwargs"].items()}  # type: ignore[union-attr]
+    with triton_of_gpu():
+        if wrap.get_mutated_tensors(index, constants, given, descriptors):
+            return False
+        known = given | wrap.kernel_side_table.get_constant_args(constants)
+        text = str(wrap.generate_ttir(wrap.kernel_side_table.get_kernel(index), known, descriptors)[0])
+    return "tt.store" in text or "tt.atomic" in text or "tt.descriptor_store" in text
 
 
 def _recording(launch: Callable[..., Any]) -> Callable[..., Any]:

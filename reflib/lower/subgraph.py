@@ -14,7 +14,6 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -220,7 +219,7 @@ def _traced(
         own_args, own_kwargs = pytree.tree_unflatten(full, spec)
         return pytree.tree_leaves(fn(*own_args, **own_kwargs), is_leaf=lambda x: x is None)
 
-    with triton_of_gpu(recorded=True) if cx.on_gpu else nullcontext():
+    with triton_of_gpu(recorded=True):  # launches become nodes, whatever is there: lowering says where they cannot run
         graph = _make_fx(copy, flat, fakes)
         if _mutating(graph):
             graph = _make_fx(copy, torch.func.functionalize(flat, remove="mutations"), fakes)

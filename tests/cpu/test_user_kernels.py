@@ -279,6 +279,16 @@ def test_what_is_refused(
         i = tl.arange(0, BLOCK)
         tl.store(out + i, tl.load(x + i, mask=i < n), mask=i < n)
 
+    @triton.jit
+    def from_memory(x, out, addresses, n, BLOCK: tl.constexpr):
+        to = tl.load(addresses).to(tl.pointer_type(tl.float32))
+        tl.store(to + tl.arange(0, BLOCK), tl.load(x), mask=tl.arange(0, BLOCK) < n)
+
+    def elsewhere(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        from_memory[(1,)](x, out, x.long(), 100, BLOCK=128)
+        return out
+
     def a_tensor(x: Tensor) -> Tensor:
         out = torch.empty_like(x)
         plain[((x > 0).sum(),)](x, out, 4)
@@ -292,7 +302,8 @@ def test_what_is_refused(
         (of(triton.autotune(configs, key=["m"])(plain), 128),
          rf"key 'm' of @triton.autotune is no argument of the Triton kernel plain \({line}.*x, out, n, BLOCK"),
         (of(plain, 128, blocks=(1, 70000)), rf"kernel plain has a grid of 70000 programs in axis 1; .*65535 \({line}"),
-        (a_tensor, rf"the grid of the Triton kernel plain is a tensor \({line}\)"),
+        (a_tensor, rf"the grid of the Triton kernel plain \({line}\) is a tensor"),
+        (elsewhere, rf"kernel from_memory \({line}\) stores to none of the tensors that it is given"),
     ):  # fmt: skip
         torch._dynamo.reset()
         with pytest.raises(Exception, match=says):
