@@ -12,6 +12,7 @@ recorded as ``torch.library.wrap_triton(kernel)`` would, and ``@triton.heuristic
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -83,8 +84,10 @@ def _named(node: torch.fx.Node) -> str:
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
     name = kernel_side_table.get_kernel(node.kwargs["kernel_idx"]).fn.__name__  # type: ignore[arg-type]
-    lines = re.findall(r'([^/"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return f"the Triton kernel {name} ({':'.join(lines[-1]) if lines else 'its line is not known'})"
+    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    path, number = lines[-1] if lines else ("", "")
+    file = "cell" if "ipykernel_" in path else os.path.basename(path)  # as in lower.origin
+    return f"the Triton kernel {name} ({f'{file}:{number}' if lines else 'its line is not known'})"
 
 
 def _stores_elsewhere(node: torch.fx.Node) -> bool:

@@ -251,6 +251,23 @@ def test_a_candidate_in_a_package(tmp_path: Path) -> None:
     assert [k.name for k in v.kernels if not k.name.endswith("_fallback")] == ["k0_mul", "k1_add_kernel", "k2_add"]
 
 
+def test_a_candidate_that_cannot_be_compiled_is_out_alone() -> None:
+    """Here for a CPU: the others are measured."""
+
+    def launching(x: Tensor, y: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        add_kernel[(8,)](x, y, out, x.numel(), BLOCK=128)
+        return out
+
+    reflib.register_custom_op_autotuning(theirs, configs=[launching, lambda x, y: y + x])
+    x, y = torch.randn(1000), torch.randn(1000)
+    e = reflib.explain(lambda x, y: theirs(x * 2, y) + 1, x, y, autotune="blocking", isolate=False)
+    decision = e.decisions[0]
+    status = {c.name: (c.status, c.why) for c in decision.candidates}
+    assert status["launching"][0] == "unsupported" and "add_kernel: there is no code of it for a CPU" in str(status)
+    assert [c.name for c in decision.candidates if c.time_us is not None] == ["eager", "<lambda>"]
+
+
 # -- what is refused, and what stays PyTorch's ------------------------------------------------------------
 def of(function: Any, *args: Any, blocks: Any = (1,), **kwargs: Any) -> Callable[[Tensor], Tensor]:
     def launching(x: Tensor) -> Tensor:
