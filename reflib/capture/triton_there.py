@@ -97,7 +97,9 @@ def _stores_elsewhere(node: torch.fx.Node) -> bool:
     index: Any = node.kwargs["kernel_idx"]
     constants: Any = node.kwargs["constant_args_idx"]
     descriptors: Any = node.kwargs["tma_descriptor_metadata"]
-    given = {k: _value(v) for k, v in node.kwargs["kwargs"].items()}  # type: ignore[union-attr]
+    given: Any = torch.fx.map_arg(node.kwargs["kwargs"], _value)
+    if not any(isinstance(v, torch.Tensor) for v in given.values()):
+        return False
     with triton_of_gpu():
         if wrap.get_mutated_tensors(index, constants, given, descriptors):
             return False
