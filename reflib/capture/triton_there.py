@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -44,14 +45,44 @@ def triton_of_gpu(recorded: bool = False) -> Iterator[None]:
         (triton_kernel_wrap, "JITFunction", triton.runtime.JITFunction),  # torch has its own, without a GPU
         (triton_kernel_wrap, "Autotuner", triton.runtime.Autotuner),
     )
-    launch = triton.runtime.jit.KernelInterface.__getitem__
-    calls = ((triton.runtime.jit.KernelInterface, "__getitem__", _recording(launch)),)
     with ExitStack() as stack:
-        for owner, name, value in (*(() if torch.cuda.is_available() else there), *(calls if recorded else ())):
+        for owner, name, value in () if torch.cuda.is_available() else there:
             if hasattr(owner, name):
-                stack.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, value)
+                stack.enter_context(_replaced(owner, name, _always(value)))
+        if recorded:
+            stack.enter_context(_replaced(triton.runtime.jit.KernelInterface, "__getitem__", _recording))
+            _here.depth = getattr(_here, "depth", 0) + 1
+            stack.callback(lambda: setattr(_here, "depth", _here.depth - 1))
         yield
+
+
+_here = threading.local()  # ``depth``: of this thread, in captures that record plain launches
+_lock = threading.Lock()
+_replacements: dict[tuple[int, str], tuple[int, Any]] = {}  # how many are inside, what there was before
+
+
+def _always(value: Any) -> Callable[[Any], Any]:
+    return lambda before: value
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """``make(what it was)`` instead of ``owner.name``, until all are out: captures in several threads overlap."""
+    key = id(owner), name
+    with _lock:
+        count, before = _replacements.get(key) or (0, getattr(owner, name))
+        if not count:
+            setattr(owner, name, make(before))
+        _replacements[key] = count + 1, before
+    try:
+        yield
+    finally:
+        with _lock:
+            count, before = _replacements.pop(key)
+            if count > 1:
+                _replacements[key] = count - 1, before
+            else:
+                setattr(owner, name, before)
 
 
 def check_launches(module: torch.fx.GraphModule, options: Any) -> torch.fx.GraphModule:
@@ -109,13 +140,13 @@ def _stores_elsewhere(node: torch.fx.Node) -> bool:
 
 
 def _recording(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """``kernel[grid]``, whose call is recorded, unless the op around it is running for real."""
+    """``kernel[grid]``, whose call is recorded, unless another thread makes it, or the op around it runs for real."""
     from torch._higher_order_ops.triton_kernel_wrap import TraceableTritonKernelWrapper
     from torch._library.triton import is_wrap_triton_enabled
     from triton.runtime.autotuner import Heuristics
 
     def of_grid(kernel: Any, grid: Any) -> Any:
-        if not is_wrap_triton_enabled():
+        if not getattr(_here, "depth", 0) or not is_wrap_triton_enabled():
             return launch(kernel, grid)
         if not isinstance(kernel, Heuristics):
             return TraceableTritonKernelWrapper(kernel, None, grid)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from reflib.autotune import points
 from reflib.autotune.isolation import isolated
 from reflib.autotune.measure import pick_winner
 from reflib.autotune.request import Request, Result
+from reflib.capture.triton_there import triton_of_gpu
 from reflib.errors import GenerateError, PackageError
 from reflib.generate.compile_triton import compile_kernel
 from reflib.generate.user_kernel import packed
@@ -229,6 +231,20 @@ def test_candidates_that_launch() -> None:
     assert (name, status) == ("writing", "unsupported") and "the Triton kernel add_kernel writes to it" in why
     request = Request({"a": {"constants": [], "nodes": [encode(launch)]}}, "a", "a", ())
     assert not isinstance(isolated(request, {}, reflib.Options()), str)
+
+
+def test_captures_in_threads_overlap() -> None:
+    """The one that began first ends first: all is put back, and only the thread that captures records launches."""
+    launch, driver = triton.runtime.jit.KernelInterface.__getitem__, triton.runtime.driver._active
+    first, second = triton_of_gpu(recorded=True), triton_of_gpu(recorded=True)
+    first.__enter__()
+    with ThreadPoolExecutor(1) as other:
+        assert type(other.submit(lambda: add_kernel[(1,)]).result()) is not type(add_kernel[(1,)])
+        other.submit(second.__enter__).result()
+        first.__exit__(None, None, None)
+        assert triton.runtime.driver._active is not driver
+        other.submit(second.__exit__, None, None, None).result()
+    assert triton.runtime.jit.KernelInterface.__getitem__ is launch and triton.runtime.driver._active is driver
 
 
 def test_a_candidate_in_a_package(tmp_path: Path) -> None:
