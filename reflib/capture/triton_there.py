@@ -7,7 +7,8 @@ written back), and Dynamo does not know the kernel at all. So while programs for
 the driver is a stand-in that knows a target, on which what a kernel writes does not depend.
 
 ``torch.export`` runs the model's Python: there ``kernel[grid](...)`` would launch. While it captures, such a call is
-recorded as ``torch.library.wrap_triton(kernel)`` would, and ``@triton.heuristics`` are asked for their values.
+recorded as ``torch.library.wrap_triton(kernel)`` would, and ``@triton.heuristics`` are asked for their values. So
+it is in implementations of an op, which are traced when programs are lowered.
 """
 
 from __future__ import annotations
