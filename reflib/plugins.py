@@ -18,7 +18,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "pipeline.CAPTURED": {
         "attention": "capture.attention:attention",
         "apart": "capture.attention_apart:attention_apart",
-        "grids": "capture.triton_there:check_grids",
+        "launches": "capture.triton_there:check_launches",
     },
     "pipeline.REWRITES": {
         "data_sizes": "capture.data_sizes:check_sizes",

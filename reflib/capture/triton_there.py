@@ -7,13 +7,16 @@ written back), and Dynamo does not know the kernel at all. So while programs for
 the driver is a stand-in that knows a target, on which what a kernel writes does not depend.
 
 ``torch.export`` runs the model's Python: there ``kernel[grid](...)`` would launch. While it captures, such a call is
-recorded as ``torch.library.wrap_triton(kernel)`` would, and ``@triton.heuristics`` are asked for their values.
+recorded as ``torch.library.wrap_triton(kernel)`` would, and ``@triton.heuristics`` are asked for their values. So
+it is in implementations of an op, which are traced when programs are lowered.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -43,44 +46,108 @@ def triton_of_gpu(recorded: bool = False) -> Iterator[None]:
         (triton_kernel_wrap, "JITFunction", triton.runtime.JITFunction),  # torch has its own, without a GPU
         (triton_kernel_wrap, "Autotuner", triton.runtime.Autotuner),
     )
-    launch = triton.runtime.jit.KernelInterface.__getitem__
-    calls = ((triton.runtime.jit.KernelInterface, "__getitem__", _recording(launch)),)
     with ExitStack() as stack:
-        for owner, name, value in (*(() if torch.cuda.is_available() else there), *(calls if recorded else ())):
+        for owner, name, value in () if torch.cuda.is_available() else there:
             if hasattr(owner, name):
-                stack.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, value)
+                stack.enter_context(_replaced(owner, name, _always(value)))
+        if recorded:
+            stack.enter_context(_replaced(triton.runtime.jit.KernelInterface, "__getitem__", _recording))
+            _here.depth = getattr(_here, "depth", 0) + 1
+            stack.callback(lambda: setattr(_here, "depth", _here.depth - 1))
         yield
 
 
-def check_grids(module: torch.fx.GraphModule, options: Any) -> torch.fx.GraphModule:
-    """``module``, unless a kernel's grid in it is a tensor (plugs into ``pipeline.CAPTURED``): Dynamo lets that pass,
-    and nothing after it can do with it. Raises CaptureError naming the kernel."""
-    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+_here = threading.local()  # ``depth``: of this thread, in captures that record plain launches
+_lock = threading.Lock()
+_replacements: dict[tuple[int, str], tuple[int, Any]] = {}  # how many are inside, what there was before
 
+
+def _always(value: Any) -> Callable[[Any], Any]:
+    return lambda before: value
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """``make(what it was)`` instead of ``owner.name``, until all are out: captures in several threads overlap."""
+    key = id(owner), name
+    with _lock:
+        count, before = _replacements.get(key) or (0, getattr(owner, name))
+        if not count:
+            setattr(owner, name, make(before))
+        _replacements[key] = count + 1, before
+    try:
+        yield
+    finally:
+        with _lock:
+            count, before = _replacements.pop(key)
+            if count > 1:
+                _replacements[key] = count - 1, before
+            else:
+                setattr(owner, name, before)
+
+
+def check_launches(module: torch.fx.GraphModule, options: Any) -> torch.fx.GraphModule:
+    """``module``, unless a launch in it cannot be compiled (plugs into ``pipeline.CAPTURED``). Dynamo lets two kinds
+    pass: a grid that is a tensor, which nothing later can use; and a kernel that stores, but to none of the tensors
+    that it is given, which AOTAutograd drops. Raises CaptureError naming the kernel."""
     for node in module.graph.nodes:
         if getattr(node.target, "__name__", "") != "triton_kernel_wrapper_mutation":
             continue
-        for size in (size for grid in node.kwargs["grid"] for size in grid if isinstance(size, torch.fx.Node)):
-            if isinstance(size.meta.get("example_value", size.meta.get("val")), torch.Tensor):
-                name = kernel_side_table.get_kernel(node.kwargs["kernel_idx"]).fn.__name__
-                lines = re.findall(r'([^/"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-                at = ":".join(lines[-1]) if lines else "its line is not known"
-                raise CaptureError(
-                    f"the grid of the Triton kernel {name} is a tensor ({at}): a grid is made of numbers; n.item() is "
-                    "one, and waits for the GPU"
-                )
+        sizes = (size for grid in node.kwargs["grid"] for size in grid if isinstance(size, torch.fx.Node))
+        if any(isinstance(_value(size), torch.Tensor) for size in sizes):
+            raise CaptureError(
+                f"the grid of {_named(node)} is a tensor: a grid is made of numbers; n.item() is one, and waits for "
+                "the GPU"
+            )
+        if _stores_elsewhere(node):
+            raise CaptureError(
+                f"{_named(node)} stores to none of the tensors that it is given, so PyTorch drops its launch: a "
+                "kernel cannot store to an address that it reads from memory; give it the tensor"
+            )
     return module
 
 
+def _value(x: Any) -> Any:
+    return x.meta.get("example_value", x.meta.get("val")) if isinstance(x, torch.fx.Node) else x
+
+
+def _named(node: torch.fx.Node) -> str:
+    """``the Triton kernel NAME (FILE:LINE)``."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    name = kernel_side_table.get_kernel(node.kwargs["kernel_idx"]).fn.__name__  # type: ignore[arg-type]
+    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    path, number = lines[-1] if lines else ("", "")
+    file = "cell" if "ipykernel_" in path else os.path.basename(path)  # as in lower.origin
+    return f"the Triton kernel {name} ({f'{file}:{number}' if lines else 'its line is not known'})"
+
+
+def _stores_elsewhere(node: torch.fx.Node) -> bool:
+    """Does the kernel have stores, none of them to its tensors? (Where PyTorch cannot tell, all count as written.)"""
+    from torch._higher_order_ops import triton_kernel_wrap as wrap
+
+    index: Any = node.kwargs["kernel_idx"]
+    constants: Any = node.kwargs["constant_args_idx"]
+    descriptors: Any = node.kwargs["tma_descriptor_metadata"]
+    given: Any = torch.fx.map_arg(node.kwargs["kwargs"], _value)
+    if not any(isinstance(v, torch.Tensor) for v in given.values()):
+        return False
+    with triton_of_gpu():
+        if wrap.get_mutated_tensors(index, constants, given, descriptors):
+            return False
+        known = given | wrap.kernel_side_table.get_constant_args(constants)
+        text = str(wrap.generate_ttir(wrap.kernel_side_table.get_kernel(index), known, descriptors)[0])
+    return "tt.store" in text or "tt.atomic" in text or "tt.descriptor_store" in text
+
+
 def _recording(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """``kernel[grid]``, whose call is recorded, unless the op around it is running for real."""
+    """``kernel[grid]``, whose call is recorded, unless another thread makes it, or the op around it runs for real."""
     from torch._higher_order_ops.triton_kernel_wrap import TraceableTritonKernelWrapper
     from torch._library.triton import is_wrap_triton_enabled
     from triton.runtime.autotuner import Heuristics
 
     def of_grid(kernel: Any, grid: Any) -> Any:
-        if not is_wrap_triton_enabled():
+        if not getattr(_here, "depth", 0) or not is_wrap_triton_enabled():
             return launch(kernel, grid)
         if not isinstance(kernel, Heuristics):
             return TraceableTritonKernelWrapper(kernel, None, grid)

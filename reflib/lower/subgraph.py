@@ -23,6 +23,7 @@ from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
+from reflib.capture.triton_there import triton_of_gpu
 from reflib.errors import ReflibError
 from reflib.ir.expr import BinOp, Expr, Sym, expr, max_value, mod, nonneg
 from reflib.ir.loops import LoopNest
@@ -218,11 +219,12 @@ def _traced(
         own_args, own_kwargs = pytree.tree_unflatten(full, spec)
         return pytree.tree_leaves(fn(*own_args, **own_kwargs), is_leaf=lambda x: x is None)
 
-    graph = _make_fx(copy, flat, fakes)
-    if _mutating(graph):
-        graph = _make_fx(copy, torch.func.functionalize(flat, remove="mutations"), fakes)
-        if op := _mutating(graph):
-            raise Refused("unsupported", f"it writes to one of its arguments, or to a tensor that it keeps ({op})")
+    with triton_of_gpu(recorded=True):  # launches become nodes, whatever is there: lowering says where they cannot run
+        graph = _make_fx(copy, flat, fakes)
+        if _mutating(graph):
+            graph = _make_fx(copy, torch.func.functionalize(flat, remove="mutations"), fakes)
+    if op := _mutating(graph):
+        raise Refused("unsupported", f"it writes to one of its arguments, or to a tensor that it keeps ({op})")
     graph.graph.eliminate_dead_code()
     for n in graph.graph.nodes:
         if n.target is aten._to_copy.default and isinstance(n.args[0], (bool, int, float)):  # vmap's, of ``x * 2``

@@ -54,7 +54,10 @@ def launched(cx: LoweringContext, *, kernel_idx: int, **how: Any) -> dict[str, V
     try:
         return _launched(cx, function, configs, **how)
     except Unsupported as e:
-        raise Unsupported(f"the Triton kernel {function.__name__}: {e}") from None
+        why = f"the Triton kernel {function.__name__}: {e}"
+        if cx.low.within - {""}:  # a candidate for an op: it alone is out; PyTorch's launch could not be measured
+            raise LoweringError(why) from None
+        raise Unsupported(why) from None
     except LoweringError as e:
         raise LoweringError(f"{e} ({_where(cx)[1]})") from None
 
@@ -70,7 +73,7 @@ def _launched(
     tensors_to_clone: Any,
 ) -> dict[str, View]:
     if not cx.on_gpu:
-        raise Unsupported("on a CPU")
+        raise Unsupported("there is no code of it for a CPU")
     if not tensors_to_clone:
         raise Unsupported("it writes to no tensor that the program knows")
     name, start = cx.low.next_node(), len(cx.low.nodes)

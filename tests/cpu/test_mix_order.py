@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import exported_cpp
 import pytest
 import torch
 import torch.nn.functional as F
@@ -270,7 +269,7 @@ def test_in_a_package_for_c_plus_plus(tmp_path: Path) -> None:
     package = reflib.aot_compile(Both(), args, tmp_path / "both.reflib", ["sm_90"])
     export_cpp(package, tmp_path / "project")
     build(tmp_path / "project")
-    source, log = Path(exported_cpp.__file__).with_name("stand_in_driver.c"), tmp_path / "log"
+    source, log = Path(reflib.__file__).parent / "lab" / "stand_in_driver.c", tmp_path / "log"
     command("g++", "-x", "c", "-w", "-shared", "-fPIC", source, "-o", tmp_path / "libcuda.so.1")
     run(tmp_path / "project" / "build", [], {"STAND_IN_LOG": str(log), "LD_LIBRARY_PATH": str(tmp_path)})
     found = [json.loads(line) for line in log.read_text().splitlines()]

@@ -50,7 +50,7 @@ def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the stand-in."""
-    folder, source = tmp_path_factory.mktemp("driver"), Path(exported_cpp.__file__).with_name("stand_in_driver.c")
+    folder, source = tmp_path_factory.mktemp("driver"), Path(reflib.__file__).parent / "lab" / "stand_in_driver.c"
     command("g++", "-x", "c", "-w", "-shared", "-fPIC", source, "-o", folder / "libcuda.so.1")
     return folder
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from reflib.autotune import points
 from reflib.autotune.isolation import isolated
 from reflib.autotune.measure import pick_winner
 from reflib.autotune.request import Request, Result
+from reflib.capture.triton_there import triton_of_gpu
 from reflib.errors import GenerateError, PackageError
 from reflib.generate.compile_triton import compile_kernel
 from reflib.generate.user_kernel import packed
@@ -231,6 +233,57 @@ def test_candidates_that_launch() -> None:
     assert not isinstance(isolated(request, {}, reflib.Options()), str)
 
 
+def test_captures_in_threads_overlap() -> None:
+    """The one that began first ends first: all is put back, and only the thread that captures records launches."""
+    launch, driver = triton.runtime.jit.KernelInterface.__getitem__, triton.runtime.driver._active
+    first, second = triton_of_gpu(recorded=True), triton_of_gpu(recorded=True)
+    first.__enter__()
+    with ThreadPoolExecutor(1) as other:
+        assert type(other.submit(lambda: add_kernel[(1,)]).result()) is not type(add_kernel[(1,)])
+        other.submit(second.__enter__).result()
+        first.__exit__(None, None, None)
+        assert triton.runtime.driver._active is not driver
+        other.submit(second.__exit__, None, None, None).result()
+    assert triton.runtime.jit.KernelInterface.__getitem__ is launch and triton.runtime.driver._active is driver
+
+
+def test_a_candidate_in_a_package(tmp_path: Path) -> None:
+    """It is traced when the program is lowered, long after the capture; a plain launch in it is recorded too."""
+
+    def launching(x: Tensor, y: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        add_kernel[(8,)](x, y, out, x.numel(), BLOCK=128)
+        return out
+
+    reflib.register_custom_op_autotuning(theirs, configs=[launching])
+    pins = {"user_kernels::theirs": {"x[1000] y[1000]": "launching"}}
+    args = torch.randn(1000), torch.randn(1000)
+    path = reflib.aot_compile(
+        lambda x, y: theirs(x * 2, y) + 1, args, tmp_path / "p.reflib", ["sm_80"], ptx=False, autotune="blocking",
+        lookup_table=pins,
+    )  # fmt: skip
+    (v,) = manifest.read(archive.open(path).manifest).variants
+    assert not v.python and not v.needs
+    assert [k.name for k in v.kernels if not k.name.endswith("_fallback")] == ["k0_mul", "k1_add_kernel", "k2_add"]
+
+
+def test_a_candidate_that_cannot_be_compiled_is_out_alone() -> None:
+    """Here for a CPU: the others are measured."""
+
+    def launching(x: Tensor, y: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        add_kernel[(8,)](x, y, out, x.numel(), BLOCK=128)
+        return out
+
+    reflib.register_custom_op_autotuning(theirs, configs=[launching, lambda x, y: y + x])
+    x, y = torch.randn(1000), torch.randn(1000)
+    e = reflib.explain(lambda x, y: theirs(x * 2, y) + 1, x, y, autotune="blocking", isolate=False)
+    decision = e.decisions[0]
+    status = {c.name: (c.status, c.why) for c in decision.candidates}
+    assert status["launching"][0] == "unsupported" and "add_kernel: there is no code of it for a CPU" in str(status)
+    assert [c.name for c in decision.candidates if c.time_us is not None] == ["eager", "<lambda>"]
+
+
 # -- what is refused, and what stays PyTorch's ------------------------------------------------------------
 def of(function: Any, *args: Any, blocks: Any = (1,), **kwargs: Any) -> Callable[[Tensor], Tensor]:
     def launching(x: Tensor) -> Tensor:
@@ -259,6 +312,16 @@ def test_what_is_refused(
         i = tl.arange(0, BLOCK)
         tl.store(out + i, tl.load(x + i, mask=i < n), mask=i < n)
 
+    @triton.jit
+    def from_memory(x, out, addresses, n, BLOCK: tl.constexpr):
+        to = tl.load(addresses).to(tl.pointer_type(tl.float32))
+        tl.store(to + tl.arange(0, BLOCK), tl.load(x), mask=tl.arange(0, BLOCK) < n)
+
+    def elsewhere(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        from_memory[(1,)](x, out, x.long(), 100, BLOCK=128)
+        return out
+
     def a_tensor(x: Tensor) -> Tensor:
         out = torch.empty_like(x)
         plain[((x > 0).sum(),)](x, out, 4)
@@ -272,7 +335,8 @@ def test_what_is_refused(
         (of(triton.autotune(configs, key=["m"])(plain), 128),
          rf"key 'm' of @triton.autotune is no argument of the Triton kernel plain \({line}.*x, out, n, BLOCK"),
         (of(plain, 128, blocks=(1, 70000)), rf"kernel plain has a grid of 70000 programs in axis 1; .*65535 \({line}"),
-        (a_tensor, rf"the grid of the Triton kernel plain is a tensor \({line}\)"),
+        (a_tensor, rf"the grid of the Triton kernel plain \({line}\) is a tensor"),
+        (elsewhere, rf"kernel from_memory \({line}\) stores to none of the tensors that it is given"),
     ):  # fmt: skip
         torch._dynamo.reset()
         with pytest.raises(Exception, match=says):
