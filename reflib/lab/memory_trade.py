@@ -54,8 +54,9 @@ def trade(rows: Rows, *, caption: str, recorded: Rows | None = None) -> Picture 
 
 
 def _devices(rows: Rows, recorded: Rows | None) -> list[tuple[Rows, str, str]]:
-    mine = [(rows, d, "") for d in rows.devices]
-    return mine + [(recorded, d, RECORDED) for d in (recorded.devices if recorded else ()) if d not in rows.devices]
+    other = recorded or Rows()
+    elsewhere = [(other, d, RECORDED) for d in other.devices if d not in rows.devices]
+    return [(rows, d, "") for d in rows.devices] + elsewhere
 
 
 def _points(rows: Rows) -> dict[str, Points]:
