@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from reflib.lab.params import Parameter as Parameter
     from reflib.lab.params import parse_parameters as parse_parameters
     from reflib.lab.params import validate as validate
+    from reflib.lab.peak import counted as counted
     from reflib.lab.peak import peak_bytes as peak_bytes
     from reflib.lab.peer_sweep import measure_peer as measure_peer
     from reflib.lab.peers import peer as peer
@@ -112,6 +113,7 @@ _HOME = {
     "Parameter": "params",
     "parse_parameters": "params",
     "validate": "params",
+    "counted": "peak",
     "peak_bytes": "peak",
     "measure_peer": "peer_sweep",
     "peer": "peers",

@@ -10,13 +10,16 @@ from reflib.lab.plots import RECORDED, nickname, short_bytes
 from reflib.lab.rivals import ORDER
 from reflib.lab.rows import Rows, short
 
-Points = list[tuple[str, float, float]]  # (label, MB, ms)
+Points = list[tuple[str, float, float]]  # (budget, MB, ms)
+BUDGET = ", budget "
 
 
-def trade(rows: Rows, *, caption: str, recorded: Rows | None = None) -> Picture | None:
-    """Draw each case's peak memory against its step time, one panel per device. Rows with the metrics "memory" (bytes)
-    and "time" belong together if case and `at["budget"]` are the same; the points of a case are joined in the order of
-    its rows and have their budgets beside them."""
+def trade(
+    rows: Rows, *, caption: str, recorded: Rows | None = None, floor: tuple[str, float] | None = None
+) -> Picture | None:
+    """Draw each case's peak memory (metric "memory", in bytes) against its step time, one panel per device. Of a case
+    with a name such as "reflib, budget 0.1" the number is written beside the point, and all of "reflib" are joined in
+    the order of their rows. ``floor``: a label and the µs that a step takes at least, here."""
     import matplotlib.pyplot as plt
 
     panels = [(nickname(d) + m, _points(r.where(device=d))) for r, d, m in _devices(rows, recorded)]
@@ -43,6 +46,12 @@ def trade(rows: Rows, *, caption: str, recorded: Rows | None = None) -> Picture 
             ax.margins(0.12)
             ax.set_xlim(left=0)
             ax.set_ylim(bottom=0)
+            if floor and not name.endswith(RECORDED):
+                ax.axhline(floor[1] / 1e3, color=INK, linewidth=1, linestyle=(0, (1, 2)))
+                ax.annotate(
+                    floor[0], (0.01, floor[1] / 1e3), xycoords=("axes fraction", "data"), xytext=(0, 3),
+                    textcoords="offset points", fontsize=9.5,
+                )  # fmt: skip
             ax.set_ylabel("ms per step")
             ax.set_title(name if len(panels) > 1 or name.endswith(RECORDED) else "")
         axes[-1, 0].set_xlabel("MB at the peak of a step")
@@ -50,7 +59,8 @@ def trade(rows: Rows, *, caption: str, recorded: Rows | None = None) -> Picture 
         only = {label: h for h, label in reversed(handles.items())}
         shown = [c for c in cases if c in only]
         fig.legend([only[c] for c in shown], shown, loc="outside upper left", ncols=2)
-    return figure(fig, caption=caption, alt=_trade_alt(panels))
+    alt = _trade_alt(panels) + (f" A line at {short(floor[1] / 1e3)} ms: {floor[0]}." if floor else "")
+    return figure(fig, caption=caption, alt=alt)
 
 
 def _devices(rows: Rows, recorded: Rows | None) -> list[tuple[Rows, str, str]]:
@@ -60,14 +70,14 @@ def _devices(rows: Rows, recorded: Rows | None) -> list[tuple[Rows, str, str]]:
 
 
 def _points(rows: Rows) -> dict[str, Points]:
-    """case -> its points, for rows that have a partner."""
-    value = {(r.case, r.at.get("budget"), r.metric): r.value for r in rows if r.ok and r.value is not None}
+    """case, without its budget -> its points."""
+    value = {(r.case, r.metric): r.value for r in rows if r.ok and r.value is not None}
     found: dict[str, Points] = {}
-    for case, budget, metric in value:
-        size = value.get((case, budget, "memory"))
-        if metric == "time" and size is not None:
-            label = "" if budget is None else f"{budget:g}"
-            found.setdefault(case, []).append((label, size / 1e6, value[case, budget, metric] / 1e3))
+    for case in rows.cases:
+        who, _, budget = case.partition(BUDGET)
+        size, us = (value.get((case, metric)) for metric in ("memory", "time"))
+        if size is not None and us is not None:
+            found.setdefault(who, []).append((budget, size / 1e6, us / 1e3))
     return found
 
 

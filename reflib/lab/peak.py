@@ -1,11 +1,13 @@
-"""`lab.peak_bytes`: the most memory that a call allocates, as PyTorch's allocators count it."""
+"""Bytes, counted and not timed: `lab.peak_bytes` of a call, as PyTorch's allocators say; `lab.counted` makes rows."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+
+from reflib.lab.rows import Row, Rows, append, stamp
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
@@ -27,6 +29,14 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     torch.cuda.synchronize(device)
     del result
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def counted(name: str, metric: str, sizes: Mapping[str, float]) -> Rows:
+    """Rows as `lab.measure` makes them, recorded like those, of bytes by case."""
+    shared = {"name": name, "metric": metric, "unit": "bytes", "clock": "allocator", **stamp()}
+    rows = Rows(Row(case=case, value=float(size), **shared) for case, size in sizes.items())
+    append({"kind": "row", **row.to_data()} for row in rows)
+    return rows
 
 
 def _on_cpu(run: Callable[[], Any]) -> int:
