@@ -28,6 +28,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "positions": "capture.positions:recompute_positions",
         "returned": "capture.returned:views_of_inputs",
         "written": "capture.written_inputs:save_before_written",
+        "budget": "capture.budget:save_random",
     },
     "pipeline.AROUND": {
         "graphs": "wrap.cuda_graphs:cuda_graphs",

@@ -1,4 +1,5 @@
-"""Links from chapters to the glossary: the first time that a chapter's prose uses a term, the word becomes a link.
+"""Links from chapters to the glossary: the first time that a chapter's prose uses a term, the word becomes a link. Its
+title, which a browser shows on hover and a screen reader can read, is the definition.
 
 Chapters stay plain Markdown, which reads well in JupyterLab too; what they would otherwise say with a role is added
 here. Headings, code, links and captions are left alone.
@@ -28,6 +29,7 @@ class FirstUses(SphinxPostTransform):
         if not self.env.docname.startswith("notebooks/"):
             return
         terms = {name.lower(): target for name, target in glossary(self.env).items()}
+        self.told = definitions(self.env.get_doctree("book/glossary"))
         wanted = dict(terms)
         for text in list(self.document.findall(nodes.Text)):
             if not wanted:
@@ -49,10 +51,15 @@ class FirstUses(SphinxPostTransform):
                 continue  # linked by an earlier match of this same text
             for same in [n for n, target in terms.items() if target == terms[name]]:
                 wanted.pop(same, None)
-            pieces += [nodes.Text(text[at : found.start()]), reference(self.env, found.group(0), terms[name])]
+            pieces += [nodes.Text(text[at : found.start()]), self.reference(found.group(0), terms[name])]
             at = found.end()
         if pieces and text.parent is not None:
             text.parent.replace(text, [*pieces, nodes.Text(text[at:])])
+
+    def reference(self, text: str, anchor: str) -> nodes.reference:
+        place = f"{self.app.builder.get_relative_uri(self.env.docname, 'book/glossary')}#{anchor}"
+        told = self.told.get(anchor, "")
+        return nodes.reference("", text, internal=True, refuri=place, reftitle=told, classes=["reflib-term"])
 
 
 def in_strip(text: nodes.Text) -> bool:
@@ -69,9 +76,13 @@ def glossary(env: Any) -> dict[str, str]:
     return {name: anchor for (kind, name), (_, anchor) in objects.items() if kind == "term"}
 
 
-def reference(env: Any, text: str, anchor: str) -> nodes.reference:
-    place = env.app.builder.get_relative_uri(env.docname, "book/glossary")
-    return nodes.reference("", text, internal=True, refuri=f"{place}#{anchor}", classes=["reflib-term"])
+def definitions(page: nodes.document) -> dict[str, str]:
+    """{a term's anchor: its definition as one line} of the glossary."""
+    found: dict[str, str] = {}
+    for item in page.findall(nodes.definition_list_item):
+        told = " ".join(" ".join(d.astext() for d in item.findall(nodes.definition)).split())
+        found |= {anchor: told for term in item.findall(nodes.term) for anchor in term["ids"]}
+    return found
 
 
 def inside(node: nodes.Node, kind: type[nodes.Node]) -> bool:

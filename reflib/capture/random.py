@@ -28,6 +28,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
+from torch._functorch import config
 from torch._guards import detect_fake_mode
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
@@ -205,7 +206,8 @@ def _dropout(d: _Drawing, x: Node, p: float, train: bool | None = True) -> Made:
         return None
     keep = d.below(x, 1.0 - p)
     made = d(aten.mul.Scalar, d(aten.mul.Tensor, x, keep), 1.0 / (1.0 - p))
-    made.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)  # this, or what is made of it: x + dropout(y)
+    if config.activation_memory_budget == 1:  # this, or what is made of it: x + dropout(y)
+        made.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
     return made, keep
 
 

@@ -37,9 +37,13 @@ if TYPE_CHECKING:
     from reflib.lab.live_widgets import live as live
     from reflib.lab.measuring import measure as measure
     from reflib.lab.memory_chart import memory_scrubber as memory_scrubber
+    from reflib.lab.memory_trade import cut_picture as cut_picture
+    from reflib.lab.memory_trade import trade as trade
     from reflib.lab.params import Parameter as Parameter
     from reflib.lab.params import parse_parameters as parse_parameters
     from reflib.lab.params import validate as validate
+    from reflib.lab.peak import counted as counted
+    from reflib.lab.peak import peak_bytes as peak_bytes
     from reflib.lab.peer_sweep import measure_peer as measure_peer
     from reflib.lab.peers import peer as peer
     from reflib.lab.pictures import fusion_picture as fusion_picture
@@ -105,9 +109,13 @@ _HOME = {
     "live": "live_widgets",
     "measure": "measuring",
     "memory_scrubber": "memory_chart",
+    "cut_picture": "memory_trade",
+    "trade": "memory_trade",
     "Parameter": "params",
     "parse_parameters": "params",
     "validate": "params",
+    "counted": "peak",
+    "peak_bytes": "peak",
     "measure_peer": "peer_sweep",
     "peer": "peers",
     "fusion_picture": "pictures",

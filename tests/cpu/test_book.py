@@ -317,6 +317,13 @@ def test_chapters_link_terms_to_the_glossary_once(pages: Path) -> None:
         assert len(anchors) == len(set(anchors)), path.stem
 
 
+def test_a_term_has_its_definition_as_title(pages: Path) -> None:
+    links = re.findall(r'<a class="reflib-term[^>]*>', text_of(pages, "notebooks/fusion"))
+    assert links and all(re.search(r' title="[^"]{20,}\."', link) for link in links)
+    everything = "".join(text_of(pages, f"notebooks/{p.stem}") for p in CHAPTERS)
+    assert 'title="Operations per byte moved. Below the ridge' in everything
+
+
 def test_everything_from_elsewhere_has_a_notice(pages: Path) -> None:
     assert notices.unnamed(pages, ROOT / "book") == []
     text = (pages / notices.FILE).read_text(encoding="utf-8")

@@ -78,6 +78,28 @@ def test_a_budget_saves_less_and_changes_no_result():
             reflib.Options(activation_memory_budget=bad)
 
 
+@pytest.mark.parametrize("own_numbers", [False, True])
+@pytest.mark.parametrize("budget", [None, 0.5, 0])
+def test_a_budget_draws_no_other_numbers(budget, own_numbers):
+    """The results tell the numbers that the forward drew: gradients must be of these."""
+    x, w, v = torch.randn(256, 32), torch.randn(32, 96, requires_grad=True), torch.randn(96, 64, requires_grad=True)
+
+    def fn(x, w, v):
+        h = ((x @ w).tanh() @ v).tanh()
+        return F.dropout(h.exp(), 0.5, True), h.cos() * torch.rand_like(h), h
+
+    options = {"activation_memory_budget": budget, "fallback_random": not own_numbers}
+    *drawn, h = reflib.compile(fn, **options)(x, w, v)
+    got = torch.autograd.grad(sum(t.sum() for t in drawn), (w, v))
+    again = ((x @ w).tanh() @ v).tanh()
+    numbers = (drawn[0] / h.exp()).detach(), (drawn[1] / h.cos()).detach()
+    want = torch.autograd.grad((again.exp() * numbers[0] + again.cos() * numbers[1]).sum(), (w, v))
+    torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
+    usual = reflib.explain(fn, x, w, v, target="cpu", fallback_random=not own_numbers)
+    saved = saved_bytes(reflib.explain(fn, x, w, v, target="cpu", **options))
+    assert saved < saved_bytes(usual) or budget is None
+
+
 def test_ways_say_how_much_and_keep_it():
     def fn(x, w):
         first, second = (x + 1).softmax(1), x.softmax(1)
