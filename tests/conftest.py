@@ -104,7 +104,7 @@ LONGEST = (
     "fusion.ipynb", "one-function-all-stages.ipynb", "reductions.ipynb", "whole-transformer.ipynb", "numerics.ipynb",
     "test_triton_compile.py", "test_package_export_cpp.py", "test_notebook_alone.py", "test_opinfo.py", "test_fuzz.py",
     "test_models.py", "test_runner.py", "test_cpp_wrapper_built.py", "test_cpp_wrapper.py", "test_background.py",
-    "test_sweep.py",
+    "test_sweep.py", "tuning-across-ranks.ipynb",
 )  # fmt: skip
 
 
