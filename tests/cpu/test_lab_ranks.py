@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 
 from reflib import lab
+from reflib.autotune import by_value
 from reflib.errors import LabError
 
 c = torch.ops._c10d_functional
-TEN = 10
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,13 @@ def test_a_cells_function_runs_on_all_ranks_together(two: Any) -> None:
         "    return dist.get_rank(), torch.compile(summed, backend='reflib')(torch.ones(n))[0].item()\n"
     )
     assert two.run(cell["go"], 4) == [(0, 20.0), (1, 20.0)]
+
+
+def test_modules_that_are_no_plain_modules_are_sent_by_name() -> None:
+    names = {"__name__": "__main__", "ops": torch.ops, "c": c, "config": torch._inductor.config}
+    exec("def f():\n    return ops, c, config", names)
+    function = pickle.loads(by_value.packed(names["f"], "f")[0])
+    assert function() == (torch.ops, c, torch._inductor.config)
 
 
 def test_what_goes_wrong_on_a_rank_is_its_result(two: Any) -> None:
