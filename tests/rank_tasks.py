@@ -111,6 +111,12 @@ def same_then_other(different: bool) -> Any:
     return torch.compile(fn, backend="reflib")(x)
 
 
+def other_lines() -> Any:
+    """The same collectives, from another line on each rank."""
+    fn = (lambda x: c.wait_tensor(c.all_reduce(x * 2, "sum", "0")) + 1) if rank() else reduced
+    return torch.compile(fn, backend="reflib")(torch.ones(4))
+
+
 def late(seconds: float, how: str = "sleep") -> Any:
     """The last rank comes late, or ends."""
     start = time.monotonic()
@@ -203,6 +209,42 @@ def tune_twice(*names: str) -> Any:
         os.environ["REFLIB_CACHE_DIR"] = tempfile.mkdtemp()
     torch._dynamo.reset()
     return found, tune(*names)
+
+
+def other_options(code: bool) -> Any:
+    """The last rank does not tune; or (``code``) it has other code."""
+    import reflib
+
+    reflib.register_custom_op_autotuning(sum_product, [by_reduce])
+    last = rank() == dist.get_world_size() - 1
+    call = by_reduce if last and code else sum_product
+    options = {"autotune": "off" if last and not code else "blocking", "cache_decisions": False}
+    fn = torch.compile(lambda x, w: call(x, w) + 1, backend="reflib", options=options)
+    return failing(lambda: fn(torch.randn(16, 8), torch.randn(8, 4)))
+
+
+def failing(call: Any) -> Any:
+    """What the call raises, and after how many seconds."""
+    start = time.monotonic()
+    try:
+        return call()
+    except BaseException as e:
+        return f"{type(e).__name__} after {time.monotonic() - start:.0f} s: {e}"
+
+
+def interrupted(how: str) -> Any:
+    """The last rank gets Ctrl-C, or is killed, while the first waits for it in a meeting."""
+    import signal
+    import threading
+
+    def wait() -> None:
+        if rank() == dist.get_world_size() - 1:
+            number = signal.SIGINT if how == "ctrl-c" else signal.SIGKILL
+            threading.Timer(0.5, lambda: os.kill(os.getpid(), number)).start()
+            time.sleep(30)
+        torch.compile(reduced, backend="reflib")(torch.ones(4))
+
+    return failing(wait)
 
 
 # -- sharing ----------------------------------------------------------------------------------------------

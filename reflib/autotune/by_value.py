@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import linecache
 import pickle
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BytesIO
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -123,6 +125,8 @@ def _pickler() -> Any:
                 return _op, (obj._schema.name, obj._overloadname)
             if isinstance(obj, torch._ops.OpOverloadPacket):
                 return _op, (obj._qualified_op_name,)
+            if isinstance(obj, ModuleType) and type(obj) is not ModuleType:  # torch.ops, torch._inductor.config
+                return _module, (obj.__name__,)
             if isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
                 raise pickle.PicklingError(f"it refers to a tensor on {obj.device}")
             triton = sys.modules.get("triton.runtime.jit")
@@ -190,6 +194,15 @@ def _op(name: str, overload: str | None = None) -> Any:
     space, _, rest = name.partition("::")
     packet = getattr(getattr(torch.ops, space), rest)
     return packet if overload is None else getattr(packet, overload)
+
+
+def _module(name: str) -> Any:
+    """A module that can be imported, or is an attribute of one."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        space, _, last = name.rpartition(".")
+        return getattr(_module(space), last)
 
 
 def _kernel(fn: Any, file: str, lines: tuple[str, ...], options: dict[str, Any]) -> Any:

@@ -59,6 +59,9 @@ if TYPE_CHECKING:
     from reflib.lab.ranges import served as served
     from reflib.lab.ranges import told_times as told_times
     from reflib.lab.ranges import variants as variants
+    from reflib.lab.rank_chart import ranks_explorer as ranks_explorer
+    from reflib.lab.rank_group import Ranks as Ranks
+    from reflib.lab.rank_group import ranks as ranks
     from reflib.lab.ranking import standings as standings
     from reflib.lab.ratio_chart import geometric_mean as geometric_mean
     from reflib.lab.ratio_chart import predicted_plot as predicted_plot
@@ -135,6 +138,9 @@ _HOME = {
     "served": "ranges",
     "told_times": "ranges",
     "variants": "ranges",
+    "ranks_explorer": "rank_chart",
+    "Ranks": "rank_group",
+    "ranks": "rank_group",
     "standings": "ranking",
     "recorded": "recording",
     "Version": "roof_slider",

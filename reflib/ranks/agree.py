@@ -73,6 +73,11 @@ def _text(x: Extern, program: Program) -> str:
     return f"{x.target}({', '.join([*views, *plain])}){where}"
 
 
+def _what(text: str) -> str:
+    """Without the user's line, from where ranks may well start the same."""
+    return text.partition(" at ")[0]
+
+
 def _size(v: View, own: bool) -> str:
     return dtype_name(v.dtype) if own else f"{dtype_name(v.dtype)}[{', '.join(str(e.hint()) for e in v.shape)}]"
 
@@ -84,7 +89,7 @@ def check(lists: dict[str, list[str]]) -> None:
     asked = []
     for name, ops in lists.items():
         group = c10d._resolve_process_group(name)
-        digest = hashlib.sha256(json.dumps(ops).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps([*map(_what, ops)]).encode()).hexdigest()
         if group.size() > 1 and digest not in _agreed.setdefault(group, set()):
             meeting = Meeting(group, "order", f"a graph that starts with {ops[0]}")
             meeting.tell([digest, ops])  # on all groups first: no rank waits on one for a rank that waits on another
@@ -106,7 +111,7 @@ def difference(ours: list[str], theirs: list[str], rank: int, group: str) -> str
     """The first op that differs between rank 0 and ``rank``."""
     both = max(len(ours), len(theirs))
     a, b = ([*ops, *["nothing more"] * (both - len(ops))] for ops in (ours, theirs))
-    i = next(i for i in range(both) if a[i] != b[i])
+    i = next(i for i in range(both) if _what(a[i]) != _what(b[i]))
     return (
         f"ranks of process group {group!r} would start different collectives, and wait for each other for ever: number "
         f"{i + 1} is {a[i]} on rank 0, and {b[i]} on rank {rank}. Run the same code with the same options and sizes on "

@@ -5,7 +5,8 @@ does something else. Each rank writes its words; the group's first rank reads th
 the others read: for N ranks N values, each read once, and one that is read N times.
 
 A rank that does not come within the limit is named in an error on all others. Meetings of a group are numbered by each
-rank, so all must hold the same ones in the same order, as with collectives.
+rank, so all must hold the same ones in the same order, as with collectives; two that have come to different ones (one
+tunes, say, and one does not) are an error on all.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ class RanksError(ReflibError):
 
 
 class Meeting:
-    """``what`` it is about, for keys; ``about``: in messages. ``limit``: seconds (default: the store's timeout, which
+    """``what`` kind of meeting it is; ``about``: in messages. ``limit``: seconds (default: the store's timeout, which
     is ``init_process_group(timeout=)``)."""
 
     def __init__(self, group: Any, what: str, about: str, limit: float | None = None):
         number = _held[group] = _held.get(group, 0) + 1
-        self.group, self.about, self.key = group, about, f"reflib/{what}/{number}"
+        self.group, self.what, self.about, self.key = group, what, about, f"reflib/meeting/{number}"
         self.store = store_of(group)
         self.limit = self.store.timeout.total_seconds() if limit is None else limit
 
     def tell(self, words: Any) -> None:
         """Say ``words`` (JSON data), and go on."""
         try:
-            self.store.set(f"{self.key}/{self.group.rank()}", json.dumps(words))
+            self.store.set(f"{self.key}/{self.group.rank()}", json.dumps([self.what, self.about, words]))
         except RuntimeError as e:
             raise RanksError(f"rank {self.group.rank()} cannot write to the process group's store: {e}") from e
 
@@ -63,12 +64,18 @@ class Meeting:
             key = f"{self.key}/{rank}"
             try:
                 self.store.wait([key], timedelta(seconds=max(0.01, last - time.monotonic())))
-                found.append(json.loads(self.store.get(key)))
+                what, about, words = json.loads(self.store.get(key))
             except RuntimeError as e:
                 raise RanksError(
                     f"rank {rank} of process group {self.group.group_name!r} did not come within {self.limit:.0f} s to "
                     f"{self.about}: it ended, is late, or runs other code"
                 ) from e
+            if what != self.what:
+                raise RanksError(
+                    f"ranks of process group {self.group.group_name!r} are at different points: rank 0 came to "
+                    f"{self.about}, rank {rank} to {about}. Run the same code with the same options on all ranks"
+                )
+            found.append(words)
         for rank in range(self.group.size()):
             self.store.delete_key(f"{self.key}/{rank}")
         return found

@@ -116,8 +116,9 @@ def _alone(world: World, rank: _Rank, now: float, what: str, args: Sequence[Any]
     """What a rank does without the store: (when it goes on, with what)."""
     if what == "start":
         rank.free = rank.finished[args[0]] = max(now, rank.free) + world.seconds[args[0]] * rank.factor
-    after = {"sleep": lambda: now + args[0], "finish": lambda: max(now, rank.finished[args[0]])}
-    return after.get(what, lambda: now)(), now
+    if what == "finish":
+        return max(now, rank.finished[args[0]]), now
+    return now + args[0] if what == "sleep" else now, now
 
 
 def _stored(data: dict[str, str], ranks: list[_Rank], now: float, request: tuple[Any, ...]) -> Any:

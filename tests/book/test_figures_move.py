@@ -36,6 +36,14 @@ STILL = {
 }
 
 
+def many_ranks() -> list[dict[str, Any]]:
+    return [
+        {"way": way, "ranks": n, "seconds": None if slow == "10%" and way == "met" else more + n / 100, "note": "",
+         "slow": slow}
+        for slow, more in (("0%", 4.0), ("10%", 9.0)) for way in ("alone", "met") for n in (1, 8, 1000)
+    ]  # fmt: skip
+
+
 def figures() -> dict[str, dict[str, Any]]:
     """One of each, of made-up numbers: {its name: its specification}."""
     lab.setup(device="cpu", quiet=True)
@@ -68,6 +76,7 @@ def figures() -> dict[str, dict[str, Any]]:
         "fusion": lab.fusion_graph(e, caption="c"),
         "ranges": lab.range_picture(sizes, [(1, 8, "p"), (9, 16, "q")], x="n", caption="c"),
         "explorer": lab.explore(lab.Rows(tried), caption="c"),
+        "ranks": lab.ranks_explorer(many_ranks(), caption="c"),
     }
     return {"still": STILL, **{name: figure.spec for name, figure in made.items()}}
 
@@ -105,7 +114,7 @@ def page(page_file: Path, watched: Watched) -> Any:
 
 
 def test_every_control_works_by_keyboard(page: Any) -> None:
-    assert page.locator(".reflib-vega").count() == 10
+    assert page.locator(".reflib-vega").count() == 11
     assert idle_controls(page) == []
 
 

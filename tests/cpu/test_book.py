@@ -394,7 +394,7 @@ def test_heavy_pages_are_found(tmp_path: Path) -> None:
 
 def test_the_toc_is_what_the_parts_are_read_from() -> None:
     toc = yaml.safe_load((ROOT / "book" / "_toc.yml").read_text())
-    assert [p.get("caption", "") for p in toc["parts"]].count("") == len(data.parts(ROOT)) == 5
+    assert [p.get("caption", "") for p in toc["parts"]].count("") == len(data.parts(ROOT)) == 6
 
 
 # -- claims are boxes -----------------------------------------------------------------------------------

@@ -44,6 +44,11 @@ def test_other_collectives_on_one_rank_are_an_error_on_all(two: Ranks) -> None:
         assert "RanksError" in e and "on rank 1" in e
 
 
+def test_the_same_collectives_may_be_started_from_other_lines(two: Ranks) -> None:
+    for r in two.run(tasks.other_lines):
+        torch.testing.assert_close(r, torch.full((4,), 5.0))
+
+
 @pytest.mark.slow  # a candidate that hangs is found out after its limit
 def test_an_op_that_communicates_is_tuned_by_all_ranks(two: Ranks) -> None:
     names = ("crashes", "hangs", "fills_memory", "alone", "by_reduce")
@@ -57,6 +62,16 @@ def test_an_op_that_communicates_is_tuned_by_all_ranks(two: Ranks) -> None:
     assert "rank 1: crashed (segmentation fault" in rows["crashes"][2] and "rank 1: hung" in rows["hangs"][2]
     assert "rank 1: error (out of memory)" in rows["fills_memory"][2] and "slowest of 2 ranks" in rows["by_reduce"][2]
     assert known["by_reduce"][1] == rows["by_reduce"][1] and rows["eager"][1] > 8e3  # nothing was measured again
+
+
+def test_other_options_on_one_rank_are_an_error_on_all(two: Ranks) -> None:
+    first, second = two.run(tasks.other_options, False, timeout=5.0)
+    assert "RanksError" in first and "rank 1 of process group '0' did not come within 5 s" in first, first
+    assert "Error" in second and int(first.split()[2]) < 30
+    for e in two.run(tasks.other_options, True):
+        assert "RanksError" in e and "rank 0 came to the choice of rank_tasks.sum_product" in e, e
+        assert "rank 1 to a graph that starts with" in e and "the same options" in e
+        assert int(e.split()[2]) < 30, "no limit was waited for"
 
 
 def test_a_choice_is_measured_by_one_rank(two: Ranks) -> None:
@@ -106,5 +121,11 @@ def test_a_rank_that_is_late_or_does_not_come(two: Ranks) -> None:
     first, second = two.run(tasks.late, 6.0, timeout=3.0)
     assert "rank 1 of process group '0' did not come within 3 s to a graph that starts with _c10d_functional." in first
     assert int(first.split()[2]) < 30 and "RanksError" in first and "RanksError" in second
+    first, second = two.run(tasks.interrupted, "ctrl-c", timeout=3.0)
+    assert "RanksError" in first and "rank 1 of process group '0' did not come" in first and int(first.split()[2]) < 30
+    assert second.startswith("KeyboardInterrupt")
+    with Ranks(2) as others:
+        first, second = others.run(tasks.interrupted, "killed", timeout=3.0)
+        assert "rank 1 of process group '0' did not come" in first and second is None
     first, second = two.run(tasks.late, 0.0, "exit", timeout=3.0)  # (the last test of this file: the rank is gone)
     assert "RanksError" in first and "rank 1 of process group '0' did not come" in first and second is None

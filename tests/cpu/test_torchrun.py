@@ -1,0 +1,22 @@
+"""`torchrun`, as users start programs on several devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param({"autotune": "blocking"}, marks=pytest.mark.slow)], ids=str)
+def test_a_training_program_runs_under_torchrun(root: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(root / "tests" / "torchrun_train.py"), json.dumps(options)]
+    environ = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(done.stdout.splitlines()) == ["rank 0: same weights", "rank 1: same weights"]
