@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """One cache for the whole run: xdist's workers inherit the folder that their controller makes. Decisions are not
-    kept in it: tests measure. ``--quick``: chapters show what is recorded of TorchInductor, and measure themselves briefly."""
+    kept in it: tests measure. ``--quick``: chapters show what is recorded of TorchInductor, and measure briefly."""
     os.environ.setdefault("REFLIB_CACHE_DECISIONS", "0")
     if config.getoption("--quick"):
         os.environ.setdefault("REFLIB_LAB_PEERS", "0")
