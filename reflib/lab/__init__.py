@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from reflib.lab.params import Parameter as Parameter
     from reflib.lab.params import parse_parameters as parse_parameters
     from reflib.lab.params import validate as validate
+    from reflib.lab.peak_memory import measure_memory as measure_memory
     from reflib.lab.peer_sweep import measure_peer as measure_peer
     from reflib.lab.peers import peer as peer
     from reflib.lab.pictures import fusion_picture as fusion_picture
@@ -104,6 +105,7 @@ _HOME = {
     "live": "live_widgets",
     "measure": "measuring",
     "memory_scrubber": "memory_chart",
+    "measure_memory": "peak_memory",
     "Parameter": "params",
     "parse_parameters": "params",
     "validate": "params",
