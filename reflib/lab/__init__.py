@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from reflib.lab.params import validate as validate
     from reflib.lab.peak import counted as counted
     from reflib.lab.peak import peak_bytes as peak_bytes
+    from reflib.lab.peak_memory import measure_memory as measure_memory
     from reflib.lab.peer_sweep import measure_peer as measure_peer
     from reflib.lab.peers import peer as peer
     from reflib.lab.pictures import fusion_picture as fusion_picture
@@ -114,6 +115,7 @@ _HOME = {
     "memory_scrubber": "memory_chart",
     "cut_picture": "memory_trade",
     "trade": "memory_trade",
+    "measure_memory": "peak_memory",
     "Parameter": "params",
     "parse_parameters": "params",
     "validate": "params",

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 RECORDED = " (recorded)"
-AXIS = {"bytes": "bytes", "time": "µs", "bandwidth": "GB/s", "rate": "TFLOP/s", "first call": "s", "tuned": "s"}
+AXIS = {
+    "bytes": "bytes", "time": "µs", "bandwidth": "GB/s", "rate": "TFLOP/s", "peak memory": "MB", "first call": "s",
+    "tuned": "s",
+}  # fmt: skip
 
 
 def lines(

@@ -20,9 +20,9 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values)) if values else 0.0
 
 
-def speeds(rows: Rows, against: str, keys: Sequence[str]) -> dict[str, dict[str, float]]:
+def speeds(rows: Rows, against: str, keys: Sequence[str], metric: str = "time") -> dict[str, dict[str, float]]:
     """case -> place -> speedup over ``against``, for places where both have a value."""
-    timed = rows.where(lambda r: r.metric == "time" and r.ok and r.value is not None)
+    timed = rows.where(lambda r: r.metric == metric and r.ok and r.value is not None)
 
     def place(at: Mapping[str, object]) -> str:
         return " x ".join(str(at.get(k)) for k in keys)
@@ -38,9 +38,10 @@ def speeds(rows: Rows, against: str, keys: Sequence[str]) -> dict[str, dict[str,
 
 def ratios(
     rows: Rows, *, caption: str, against: str = "eager", keys: Sequence[str] = ("M", "K", "N"),
-    recorded: Rows | None = None,
+    recorded: Rows | None = None, metric: str = "time",
 ) -> Picture | None:  # fmt: skip
-    """Draw speedups over ``against``: one line per place, one mark per case, one panel per device."""
+    """Draw speedups over ``against``, or its ``metric`` over each case's: one line per place, one mark per case, one
+    panel per device."""
     import matplotlib.pyplot as plt
 
     panels = []
@@ -48,7 +49,7 @@ def ratios(
         for device in some.devices:
             if mark and device in rows.devices:
                 continue
-            found = speeds(some.where(device=device), against, keys)
+            found = speeds(some.where(device=device), against, keys, metric)
             if found:
                 panels.append((nickname(device) + mark, found))
     if not panels:
@@ -72,10 +73,13 @@ def ratios(
             ax.set_ylim(len(shown) - 0.5, -0.5)
             if len(panels) > 1 or device.endswith(RECORDED):
                 ax.set_title(device)
-        axes[-1, 0].set_xlabel(f"times as fast as {against}")
+        axes[-1, 0].set_xlabel(
+            f"times as fast as {against}" if metric == "time" else f"{against}'s {metric} over each one's"
+        )
         handles, labels = axes[0, 0].get_legend_handles_labels()
         fig.legend(handles, labels, loc="outside upper left", ncols=2)
-    parts = [f"Marks: how many times as fast as {against}, for each of {' x '.join(keys)}."]
+    said = f"how many times as fast as {against}" if metric == "time" else f"{against}'s {metric} over each one's"
+    parts = [f"Marks: {said}, for each of {' x '.join(keys)}."]
     for device, found in panels:
         for case, line in found.items():
             listed = ", ".join(f"{p}: {short(v)}" for p, v in line.items())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
 from typing import Any
@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from ..ir.printer import dtype_name
-from ..ir.program import Buffer, Extern, Node, Variants, View
+from ..ir.program import Buffer, Extern, Node, Program, Variants, View
 from ..pipeline import Stages
 from ..plan.memory import Memory, memory
 from ..plan.order import Order, owned, search
+from ..plan.steps import Free
 from .decisions import html_table
 from .eager_memory import Eager
 
@@ -84,6 +85,8 @@ class MemoryReport(Memory):
     graphs: tuple[Stages, ...] = ()
     updates: tuple[Any, ...] = ()
     run_eager: Callable[[], Eager] = field(kw_only=True)
+    counted: Program = field(kw_only=True, repr=False)
+    owned: set[str] = field(kw_only=True, repr=False)
 
     @cached_property
     def eager(self) -> Eager:
@@ -95,8 +98,7 @@ class MemoryReport(Memory):
 
     @cached_property
     def order(self) -> Order:
-        assert self.stages.scheduled is not None
-        return search(self.stages.scheduled, owned(self.stages))
+        return search(self.counted, self.owned)
 
     @cached_property
     def table(self) -> tuple[Step, ...]:
@@ -148,13 +150,32 @@ def report(
 ) -> MemoryReport:
     """Of a compilation that reached the plan. ``run_eager`` is called when eager's memory is first asked for."""
     assert s.scheduled is not None and s.plan is not None
-    mine = owned(s)
-    for forward in (g for g in graphs if mine and g.graph.name == "forward"):
-        kinds = {b.name: b.kind for b in forward.scheduled.buffers.values()}  # type: ignore[union-attr]
-        mine -= {name for name, b in _named_outputs(forward) if kinds.get(b) != "temp"}  # views of the caller's tensors
-    base = memory(s.scheduled, s.plan, mine)
+    program, mine = _saved(s, graphs)
+    base = memory(program, s.plan, mine)
     how = run_eager or (lambda: _NO_EAGER)
-    return MemoryReport(base.steps, base.changes, stages=s, graphs=tuple(graphs), updates=tuple(updates), run_eager=how)
+    more: dict[str, Any] = {"counted": program, "owned": mine, "updates": tuple(updates), "run_eager": how}
+    return MemoryReport(base.steps, base.changes, stages=s, graphs=tuple(graphs), **more)
+
+
+def _saved(s: Stages, graphs: Iterable[Stages]) -> tuple[Program, set[str]]:
+    """The program, and those of its inputs that hold memory of the forward's until they are freed. Of several views of
+    one tensor that is the one freed last, with the size of all that the forward keeps for it."""
+    assert s.scheduled is not None and s.plan is not None
+    mine, buffers = owned(s), dict(s.scheduled.buffers)
+    freed = {step.buffer: i for i, step in enumerate(s.plan.steps) if isinstance(step, Free)}
+    for forward in (g for g in graphs if mine and g.graph.name == "forward"):
+        assert forward.scheduled is not None
+        views: dict[str, list[str]] = {}
+        for name, b in _named_outputs(forward):
+            views.setdefault(b, []).extend([name] if name in mine else [])
+        for b, names in views.items():
+            made = forward.scheduled.buffers[b]
+            mine.difference_update(names)
+            if made.kind == "temp" and names:  # (else views of the caller's tensors)
+                last = max(names, key=lambda name: freed.get(name, len(s.plan.steps)))  # type: ignore[union-attr]
+                mine.add(last)
+                buffers[last] = replace(made, name=last, kind="input")
+    return replace(s.scheduled, buffers=buffers), mine
 
 
 class _Names:

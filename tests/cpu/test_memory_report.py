@@ -54,6 +54,20 @@ def test_every_step_beside_eager_in_training():
     assert "1.up" in mem._repr_html_() and any("activation_memory_budget=0.5" in w.text for w in mem.ways)
 
 
+def test_views_saved_of_one_tensor_count_once():
+    def fn(x, w):
+        gate, up = (x @ w).chunk(2, -1)
+        return F.silu(gate) * up
+
+    x, w = torch.randn(64, 32), torch.randn(32, 2 * 96, requires_grad=True)
+    e = reflib.explain(fn, x, w, dynamic=False)
+    product, half = 4 * 64 * 2 * 96, 4 * 64 * 96
+    back = e.backward.memory
+    assert saved_bytes(e) == product
+    assert sum(h.bytes for h in back.table[0].held if h.kind == "saved") == product + half  # and the gradient
+    assert back.peak_bytes <= back.eager_peak_bytes and back.order.given == back.peak_bytes
+
+
 def test_a_budget_saves_less_and_changes_no_result():
     m, x = model()
     m(x).square().sum().backward()
