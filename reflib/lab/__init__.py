@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from reflib.lab.params import Parameter as Parameter
     from reflib.lab.params import parse_parameters as parse_parameters
     from reflib.lab.params import validate as validate
-    from reflib.lab.peak import counted as counted
-    from reflib.lab.peak import peak_bytes as peak_bytes
+    from reflib.lab.peak_memory import counted as counted
     from reflib.lab.peak_memory import measure_memory as measure_memory
+    from reflib.lab.peak_memory import peak_bytes as peak_bytes
     from reflib.lab.peer_sweep import measure_peer as measure_peer
     from reflib.lab.peers import peer as peer
     from reflib.lab.pictures import fusion_picture as fusion_picture
@@ -119,8 +119,8 @@ _HOME = {
     "Parameter": "params",
     "parse_parameters": "params",
     "validate": "params",
-    "counted": "peak",
-    "peak_bytes": "peak",
+    "counted": "peak_memory",
+    "peak_bytes": "peak_memory",
     "measure_peer": "peer_sweep",
     "peer": "peers",
     "fusion_picture": "pictures",

@@ -1,4 +1,4 @@
-"""`lab.measure_memory`: the most bytes that a call holds at once, by the allocator's own account, as rows.
+"""`lab.peak_bytes`, and `lab.measure_memory` as rows: the most bytes that a call holds at once, as its allocator says.
 
 On a GPU the caching allocator keeps the peak. PyTorch's allocator for the CPU keeps none, but tells the profiler of
 each allocation and release; their running sum has a peak. Eager and compiled code go through the same allocator, so one
@@ -26,9 +26,6 @@ def measure_memory(
 ) -> Rows:  # fmt: skip
     """Call each case twice, and return a row ``peak memory``, in MB, of the second call. Counted is what the call
     allocates, its results included; not what was there before."""
-    from reflib.lab.session import current
-
-    device = device or current().device
     shared = {"name": name, "at": dict(at or {}), "clock": "allocator", **stamp()}
     found = []
     for case, call in cases.items():
@@ -38,10 +35,22 @@ def measure_memory(
     return Rows(found)
 
 
-def peak_bytes(call: Callable[[], Any], device: torch.device) -> int:
-    """The most bytes allocated on the device during the call, beyond those before it."""
+def counted(name: str, metric: str, sizes: Mapping[str, float]) -> Rows:
+    """Rows of bytes by case, recorded like those of `lab.measure`."""
+    shared = {"name": name, "metric": metric, "unit": "bytes", "clock": "allocator", **stamp()}
+    rows = Rows(Row(case=case, value=float(size), **shared) for case, size in sizes.items())
+    append({"kind": "row", **row.to_data()} for row in rows)
+    return rows
+
+
+def peak_bytes(call: Callable[[], Any], device: torch.device | None = None) -> int:
+    """The most bytes allocated at a time during one call, its results included, beyond those before it; on this
+    notebook's device, or another. Call it once before, so that nothing is compiled meanwhile."""
     import torch
 
+    from reflib.lab.session import current
+
+    device = device or current().device
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

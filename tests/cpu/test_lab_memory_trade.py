@@ -7,7 +7,7 @@ import torch
 
 from reflib import lab
 from reflib.errors import LabError
-from reflib.lab import peak, rows, session
+from reflib.lab import peak_memory, rows, session
 from reflib.lab.rows import Row, Rows
 
 CPU = SimpleNamespace(device=torch.device("cpu"), machine=SimpleNamespace(name="a CPU"), versions={}, commit="")
@@ -26,8 +26,8 @@ def test_the_peak_is_of_one_call(here):
         return b * 2  # two tensors at a time, never three
 
     run()
-    assert 8000 <= peak.peak_bytes(run) < 8100  # and some numbers of single elements
-    assert peak.peak_bytes(lambda: None) == 0
+    assert 8000 <= peak_memory.peak_bytes(run) < 8100  # and some numbers of single elements
+    assert peak_memory.peak_bytes(lambda: None) == 0
 
 
 def test_counted_rows_are_recorded(here, tmp_path, monkeypatch):
