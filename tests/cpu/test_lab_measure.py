@@ -14,7 +14,8 @@ from reflib.lab.rows import Row, Rows
 
 
 @pytest.fixture(autouse=True)
-def on_cpu():
+def on_cpu(monkeypatch):
+    monkeypatch.delenv("REFLIB_LAB_BUDGET", raising=False)
     lab.setup(device="cpu", quiet=True)
 
 

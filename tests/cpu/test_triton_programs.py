@@ -24,7 +24,7 @@ def found(request: pytest.FixtureRequest) -> dict[str, str]:
     return results("triton_programs.py", *chosen(request))
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("name", NAMES)
 def test_program(name: str, found: dict[str, str]) -> None:
     mine = {k: v for k, v in found.items() if k.rpartition(", ")[0].rpartition(", ")[0] == name}
