@@ -211,6 +211,25 @@ def tune_twice(*names: str) -> Any:
     return found, tune(*names)
 
 
+def tune_after_some() -> Any:
+    """The first rank has tuned in a group of its own before."""
+    import reflib
+
+    own = dist.new_group([0])
+    if rank() == 0:
+        name = own.group_name
+
+        @torch.library.custom_op("rank_tasks::own_sum", mutates_args=())
+        def own_sum(x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.005)
+            return c.wait_tensor(c.all_reduce(x, "sum", name))
+
+        own_sum.register_fake(torch.empty_like)
+        reflib.register_custom_op_autotuning(own_sum, [lambda x: c.wait_tensor(c.all_reduce(x * 1, "sum", name))])
+        reflib.explain(lambda x: own_sum(x) + 1, torch.ones(4), autotune="blocking")
+    return tune("by_reduce")
+
+
 def other_options(code: bool) -> Any:
     """The last rank does not tune; or (``code``) it has other code."""
     import reflib

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,6 +63,47 @@ def test_an_op_that_communicates_is_tuned_by_all_ranks(two: Ranks) -> None:
     assert "rank 1: crashed (segmentation fault" in rows["crashes"][2] and "rank 1: hung" in rows["hangs"][2]
     assert "rank 1: error (out of memory)" in rows["fills_memory"][2] and "slowest of 2 ranks" in rows["by_reduce"][2]
     assert known["by_reduce"][1] == rows["by_reduce"][1] and rows["eager"][1] > 8e3  # nothing was measured again
+
+
+@pytest.mark.slow
+def test_ranks_may_have_tuned_different_numbers_of_choices(two: Ranks) -> None:
+    first, second = two.run(tasks.tune_after_some, limit=200.0)
+    assert not isinstance(first, Failed) and first == second and first[0] == "by_reduce", (first, second)
+
+
+@pytest.mark.parametrize("how", ["answered", "failed"])
+def test_what_is_not_measured_after_all_is_not_claimed(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    import reflib
+    from reflib.autotune import points
+    from reflib.ranks import share
+
+    class Group:
+        rank, size = staticmethod(lambda: 0), staticmethod(lambda: 2)
+
+    monkeypatch.setattr(share, "store_of", lambda group: torch.distributed.HashStore())
+    s = share.Sharing(Group)
+    monkeypatch.setattr(share, "sharing", lambda: s)
+    claimed, measuring = set[str](), s.measuring
+    monkeypatch.setattr(s, "measuring", lambda key: (claimed.add(key), measuring(key)))
+    reflib.register_custom_op_autotuning(tasks.doubled, [tasks.by_product])
+    if how == "failed":
+
+        def fails(*_: Any) -> Any:
+            raise RuntimeError("while it measured")
+
+        monkeypatch.setattr(points, "measure_range", fails)
+    options = {"autotune": "blocking", "isolate": False, "cache_decisions": False}
+    fn = torch.compile(lambda x: tasks.doubled(x).sum(0), backend="reflib", options=options)
+    with pytest.raises(Exception, match="while it measured") if how == "failed" else contextlib.nullcontext():
+        fn(torch.ones(24, 4))
+    assert claimed and not s.mine
+    owners = {s.run(claimed_by_other(key)) for key in claimed}
+    assert owners == ({"1"} if how == "failed" else {share.DONE})
+
+
+def claimed_by_other(key: str) -> Any:
+    """Who has it when rank 1 claims it."""
+    return (yield "compare_set", f"{key}/claim", "", "1")
 
 
 def test_other_options_on_one_rank_are_an_error_on_all(two: Ranks) -> None:
