@@ -78,11 +78,13 @@ def measured_by_all(q: Any, point: Any, work: Any) -> Result:
         return Result(skipped, str(point.default), f"{point.default} stays, unmeasured: {why}")
     team = _Team(group, name, sent, work.options)
     names = [request.default, *(n for n in request.programs if n != request.default)]
-    rows = [team.measure(names[0], q.choice.op)]
-    for n in names[1:]:  # without the default's results there is nothing to check others against
-        why = f"{names[0]} {rows[0].status}" if rows[0].status not in ("ok", "wrong") else ""
-        rows.append(Candidate(request.key(n), "skipped", why=why) if why else team.measure(n, q.choice.op))
-    team.leave()
+    try:
+        rows = [team.measure(names[0], q.choice.op)]
+        for n in names[1:]:  # without the default's results there is nothing to check others against
+            why = f"{names[0]} {rows[0].status}" if rows[0].status not in ("ok", "wrong") else ""
+            rows.append(Candidate(request.key(n), "skipped", why=why) if why else team.measure(n, q.choice.op))
+    finally:
+        team.leave()
     winner, reason = pick_winner(rows, request.default, request.min_speedup)
     logger("autotune").info("measured by %d ranks: %s", group.size(), reason)
     return Result(tuple(rows), winner, f"by {group.size()} ranks: {reason}", "wall")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from reflib.ranks import meeting, tune
 from reflib.ranks.simulate import World, simulate
 from tests import rank_tasks as tasks
 from tests.ranks import Failed, Ranks
@@ -99,6 +101,57 @@ def test_what_is_not_measured_after_all_is_not_claimed(monkeypatch: pytest.Monke
     assert claimed and not s.mine
     owners = {s.run(claimed_by_other(key)) for key in claimed}
     assert owners == ({"1"} if how == "failed" else {share.DONE})
+
+
+@pytest.mark.parametrize("error", [ValueError("of the words"), KeyboardInterrupt()])
+def test_what_ends_the_first_rank_in_a_meeting_is_said_to_the_others(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    class Group:
+        group_name = "g"
+
+        def __init__(self, number: int):
+            self.rank, self.size = lambda: number, lambda: 2
+
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(meeting, "store_of", lambda group: store)
+    first, second = (meeting.Meeting(Group(i), "order", "a graph", 0.1) for i in range(2))
+
+    def conclude(words: list[Any]) -> Any:
+        raise error
+
+    for m in (first, second):
+        m.tell("here")
+    with pytest.raises(type(error)):
+        first.hear(conclude)
+    with pytest.raises(meeting.RanksError, match=f"rank 0 .* ended with {type(error).__name__}"):
+        second.hear(conclude)
+
+
+def test_a_team_that_is_interrupted_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its worker has a process group: the next question's would not get one in it."""
+    from reflib.autotune.isolation import Isolated
+
+    left = []
+
+    class Team:
+        def __init__(self, *_: Any) -> None: ...
+
+        def measure(self, *_: Any) -> Any:
+            raise KeyboardInterrupt
+
+        def leave(self) -> None:
+            left.append(self)
+
+    any_request = SimpleNamespace(request=SimpleNamespace(default="a", programs={"a": 0}), makers={}, default="a")
+    monkeypatch.setattr(tune, "_Team", Team)
+    monkeypatch.setattr(tune, "_group", lambda choice: None)
+    monkeypatch.setattr(tune, "isolated", lambda *_: object.__new__(Isolated))
+    monkeypatch.setattr(tune, "Meeting", lambda *_: SimpleNamespace(tell=len, hear=lambda conclude: conclude([""])))
+    q = SimpleNamespace(choice=SimpleNamespace(op="op"), region=SimpleNamespace(constants={}))
+    with pytest.raises(KeyboardInterrupt):
+        tune.measured_by_all(q, any_request, SimpleNamespace(options=None))
+    assert len(left) == 1
 
 
 def claimed_by_other(key: str) -> Any:
