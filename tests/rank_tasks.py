@@ -117,6 +117,18 @@ def other_lines() -> Any:
     return torch.compile(fn, backend="reflib")(torch.ones(4))
 
 
+def anew_for_another_size() -> Any:
+    """The last rank compiles again, alone, when sizes have changed."""
+
+    def fn(x: Any, first: bool) -> Any:
+        y = c.wait_tensor(c.all_reduce(x * 2, "sum", "0"))
+        return y + 1 if first else y + 2
+
+    compiled = torch.compile(fn, backend="reflib", dynamic=True)
+    last = rank() == dist.get_world_size() - 1
+    return failing(lambda: [compiled(torch.ones(5), True), compiled(torch.ones(7), not last)])
+
+
 def late(seconds: float, how: str = "sleep") -> Any:
     """The last rank comes late, or ends."""
     start = time.monotonic()

@@ -52,6 +52,11 @@ def test_the_same_collectives_may_be_started_from_other_lines(two: Ranks) -> Non
         torch.testing.assert_close(r, torch.full((4,), 5.0))
 
 
+def test_a_rank_may_compile_anew_alone_for_another_size(two: Ranks) -> None:
+    for i, r in enumerate(two.run(tasks.anew_for_another_size, timeout=20.0)):
+        torch.testing.assert_close(r, [torch.full((5,), 5.0), torch.full((7,), 5.0 + i)])
+
+
 @pytest.mark.slow  # a candidate that hangs is found out after its limit
 def test_an_op_that_communicates_is_tuned_by_all_ranks(two: Ranks) -> None:
     names = ("crashes", "hangs", "fills_memory", "alone", "by_reduce")
