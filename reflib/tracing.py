@@ -109,13 +109,10 @@ recorders: dict[str, Recorder] = {}
 def recorder(folder: str) -> Recorder:
     """The process's recorder for this folder."""
     where = os.path.abspath(folder)
-    if where not in recorders:
-        if not recorders:
-            atexit.register(flush)
-        recorders[where] = Recorder(Path(where))
-    return recorders[where]
+    return recorders.get(where) or recorders.setdefault(where, Recorder(Path(where)))  # (threads get the same one)
 
 
+@atexit.register
 def flush() -> list[Path]:
     """Write what was recorded so far, in all folders. (At the process's end this is done without being asked.)"""
     return [path for r in list(recorders.values()) if (path := r.flush()) is not None]

@@ -72,6 +72,11 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         failures[what] = f"{failures.get(what, '')}\n{report.nodeid} ({report.when})\n{report.longreprtext}".lstrip()
 
 
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.failed:  # (each of xdist's workers says so)
+        failures[report.nodeid or "."] = f"{report.nodeid} (collected)\n{report.longreprtext}"
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """With xdist: in the controller, which hears of all failures."""
     if not failures or "PYTEST_XDIST_WORKER" in os.environ:

@@ -117,6 +117,18 @@ def other_lines() -> Any:
     return torch.compile(fn, backend="reflib")(torch.ones(4))
 
 
+def anew_for_another_size() -> Any:
+    """The last rank compiles again, alone, when sizes have changed."""
+
+    def fn(x: Any, first: bool) -> Any:
+        y = c.wait_tensor(c.all_reduce(x * 2, "sum", "0"))
+        return y + 1 if first else y + 2
+
+    compiled = torch.compile(fn, backend="reflib", dynamic=True)
+    last = rank() == dist.get_world_size() - 1
+    return failing(lambda: [compiled(torch.ones(5), True), compiled(torch.ones(7), not last)])
+
+
 def late(seconds: float, how: str = "sleep") -> Any:
     """The last rank comes late, or ends."""
     start = time.monotonic()
@@ -209,6 +221,25 @@ def tune_twice(*names: str) -> Any:
         os.environ["REFLIB_CACHE_DIR"] = tempfile.mkdtemp()
     torch._dynamo.reset()
     return found, tune(*names)
+
+
+def tune_after_some() -> Any:
+    """The first rank has tuned in a group of its own before."""
+    import reflib
+
+    own = dist.new_group([0])
+    if rank() == 0:
+        name = own.group_name
+
+        @torch.library.custom_op("rank_tasks::own_sum", mutates_args=())
+        def own_sum(x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.005)
+            return c.wait_tensor(c.all_reduce(x, "sum", name))
+
+        own_sum.register_fake(torch.empty_like)
+        reflib.register_custom_op_autotuning(own_sum, [lambda x: c.wait_tensor(c.all_reduce(x * 1, "sum", name))])
+        reflib.explain(lambda x: own_sum(x) + 1, torch.ones(4), autotune="blocking")
+    return tune("by_reduce")
 
 
 def other_options(code: bool) -> Any:

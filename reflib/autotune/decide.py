@@ -41,7 +41,7 @@ from .activation import with_activation
 from .epilogue import epilogue_bytes
 from .known import Elsewhere
 from .matmul import open_template, static_tiling, with_tiling
-from .points import Build, TargetOf, Tuning, Work, begin, outcome_of
+from .points import Build, TargetOf, Tuning, Work, begin, outcome_of, release
 from .question import Question, dtypes_of, question_of, sizes_of
 from .ranges import Range, merged, representatives, say_once
 from .store import Outcome, keeps_decisions, store
@@ -63,20 +63,23 @@ def decide(
     program, decisions = _in_blocks(program, options, target_of, build)
     work = new_work(options, target_of, build, makers, tuning or Tuning())
     measures = options.autotune != "off" and options.target is None
-    if measures:
-        _begin_all(program, work)
-    elif options.autotune != "off":
-        say_once("with target= nothing runs, so nothing is measured: choices go by the static rule")
-    while (choice := next((n for n in program.nodes if isinstance(n, Choice)), None)) is not None:
-        target = target_of(program.buffers[choice.outputs[0]].device)
+    try:
         if measures:
-            program, decision = _decide_by_measuring(program, choice, target, work)
-        elif options.target is not None and (found := _decide_by_what_is_known(program, choice, target, work)):
-            program, decision = found
-        else:
-            program, decision = _decide_statically(program, choice, target, options)
-        logger("autotune").info("%s (%s): %s: %s", decision.region, decision.op, decision.winner, decision.reason)
-        decisions.append(decision)
+            _begin_all(program, work)
+        elif options.autotune != "off":
+            say_once("with target= nothing runs, so nothing is measured: choices go by the static rule")
+        while (choice := next((n for n in program.nodes if isinstance(n, Choice)), None)) is not None:
+            target = target_of(program.buffers[choice.outputs[0]].device)
+            if measures:
+                program, decision = _decide_by_measuring(program, choice, target, work)
+            elif options.target is not None and (found := _decide_by_what_is_known(program, choice, target, work)):
+                program, decision = found
+            else:
+                program, decision = _decide_statically(program, choice, target, options)
+            logger("autotune").info("%s (%s): %s: %s", decision.region, decision.op, decision.winner, decision.reason)
+            decisions.append(decision)
+    finally:
+        release(work)
     return program, tuple(decisions)
 
 

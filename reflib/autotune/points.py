@@ -57,7 +57,7 @@ class Tuning:
     "talks": (Question) -> bool. For those that do, "known": (Question, Outcome or None, Work) -> what all use of what
     is known here; "measure": (Question, Point, Work) -> Result, in place of the tuner's. Others are measured by one for
     all: "claim": (Question, Work) -> is this one to do it?, "settle": (Question, Work) -> another's Outcome, or None:
-    measure it here; "publish": (Question, Outcome)."""
+    measure it here; "publish": (Question, Outcome); "release": (Question), which this one was to do and has not."""
 
     tuner: Tuner | None = None
     background: bool = False
@@ -72,7 +72,7 @@ class Tuning:
 class Work:
     """What deciding one program needs everywhere. ``plain``: a program with its choices decided by the static rule;
     ``static``: the key that the static rule chooses. ``known``: outcomes of earlier questions, by their text;
-    ``begun``: points of each range that were sent to be measured."""
+    ``begun``: points of each range that were sent to be measured. ``owed``: what other processes wait for."""
 
     options: Options
     target_of: TargetOf
@@ -83,6 +83,7 @@ class Work:
     static: Callable[[Question], Key]
     known: dict[str, Outcome] = field(default_factory=dict)
     begun: dict[str, list[list[Point]]] = field(default_factory=dict)
+    owed: dict[str, Question] = field(default_factory=dict)
     elsewhere: dict[Target, Elsewhere] = field(default_factory=dict)
 
 
@@ -122,6 +123,8 @@ def talks(q: Question, work: Work) -> bool:
 
 def ask(q: Question, work: Work) -> None:
     """Send it to be measured, at every point of its ranges."""
+    if work.tuning.together and not talks(q, work):
+        work.owed[q.text] = q
     work.begun[q.text] = [[_ask(q, point, work) for point in r.points] for r in q.ranges]
 
 
@@ -150,7 +153,15 @@ def outcome_of(q: Question, work: Work) -> Outcome:
             store.drop_rows(point.row_key)
     if several:
         several["publish"](q, outcome)
+        work.owed.pop(q.text, None)
     return outcome
+
+
+def release(work: Work) -> None:
+    """What was asked and not answered: a question that an earlier winner changed, or one that failed."""
+    for q in work.owed.values():
+        work.tuning.together["release"](q)
+    work.owed.clear()
 
 
 def measure_range(q: Question, r: Range, points: list[Point], work: Work) -> tuple[Key, list[Candidate], str]:

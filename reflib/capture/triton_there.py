@@ -59,7 +59,8 @@ def triton_of_gpu(recorded: bool = False) -> Iterator[None]:
 
 _here = threading.local()  # ``depth``: of this thread, in captures that record plain launches
 _lock = threading.Lock()
-_replacements: dict[tuple[int, str], tuple[int, Any]] = {}  # how many are inside, what there was before
+# (id of the owner, name): the owner, what there was before, the threads inside
+_replacements: dict[tuple[int, str], tuple[Any, Any, list[int]]] = {}
 
 
 def _always(value: Any) -> Callable[[Any], Any]:
@@ -69,21 +70,39 @@ def _always(value: Any) -> Callable[[Any], Any]:
 @contextmanager
 def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
     """``make(what it was)`` instead of ``owner.name``, until all are out: captures in several threads overlap."""
-    key = id(owner), name
+    key, me = (id(owner), name), threading.get_ident()
     with _lock:
-        count, before = _replacements.get(key) or (0, getattr(owner, name))
-        if not count:
+        _, before, threads = _replacements.setdefault(key, (owner, getattr(owner, name), []))
+        threads.append(me)
+        if len(threads) == 1:
             setattr(owner, name, make(before))
-        _replacements[key] = count + 1, before
     try:
         yield
     finally:
         with _lock:
-            count, before = _replacements.pop(key)
-            if count > 1:
-                _replacements[key] = count - 1, before
-            else:
-                setattr(owner, name, before)
+            threads.remove(me)
+            _restored(key)
+
+
+def _restored(key: tuple[int, str]) -> None:
+    """Put back what there was, if no thread is inside."""
+    owner, before, threads = _replacements[key]
+    if not threads:
+        setattr(owner, key[1], before)
+        del _replacements[key]
+
+
+def _in_child() -> None:
+    """Of the threads, a child process has the one that forked."""
+    _lock._at_fork_reinit()  # type: ignore[attr-defined]
+    me = threading.get_ident()
+    for key, (_, _, threads) in list(_replacements.items()):
+        threads[:] = [t for t in threads if t == me]
+        _restored(key)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
 
 
 def check_launches(module: torch.fx.GraphModule, options: Any) -> torch.fx.GraphModule:

@@ -77,6 +77,7 @@ def only_in_slice(w: Write, index: Expr, place: View, root: Buffer) -> bool:
 
 def apart(root: Buffer, a: Expr, b: Expr) -> bool:
     """Do two indices into ``root``, over different loops, never meet?"""
+    b = b.subs({x: expr(fresh(x.size)) for x in b.atoms() if isinstance(x, (Var, Ref))})  # whatever names both have
     here, there = coordinates(a, root), coordinates(b, root)
     if here is None or there is None:
         return False

@@ -8,7 +8,9 @@ With its tensors on a GPU the function runs for real, on copies, and the caching
 from __future__ import annotations
 
 import copy
+import linecache
 import os
+import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,8 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..capture.advice import first_lines
 
-_TORCH = os.path.dirname(torch.__file__)
-_OURS = os.path.dirname(os.path.dirname(__file__))
+_TORCH, _OURS = (os.path.join(os.path.dirname(f), "") for f in (torch.__file__, os.path.dirname(__file__)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +127,10 @@ class _Watch(TorchDispatchMode):
 
 def _line() -> str:
     """As ``lower.lower.origin`` has it: the innermost line that is neither torch's nor ours."""
-    for frame, line in traceback.walk_stack(None):
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
         path = frame.f_code.co_filename
         if not path.startswith((_TORCH, _OURS, "<")) and "contextlib" not in path:
             file = "cell" if "ipykernel_" in path else os.path.basename(path)
-            code = traceback.linecache.getline(path, line).strip()  # type: ignore[attr-defined]
+            code = linecache.getline(path, line).strip()
             return f"{file}:{line} in {frame.f_code.co_name}: {code}".rstrip(": ")
     return ""

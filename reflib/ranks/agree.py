@@ -7,15 +7,16 @@ process group; a difference is an error on every rank that names the first op th
 It goes through the group's store, not through a collective (which is what might hang): each rank writes its list, the
 group's first rank compares them all and writes a verdict, which the others read: N lists and N reads for N ranks. What
 a group has agreed on once is not asked again, so that a graph may be compiled anew on one rank alone (for another size)
-as long as it starts the same. A rank that does not come within the store's timeout (``init_process_group(timeout=)``)
-is named on all the others.
+as long as it starts the same: sizes that the graph leaves open count only when its ranks first compare. A rank that
+does not come within the store's timeout (``init_process_group(timeout=)``) is named on all the others.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,7 +28,8 @@ from ..options import Options
 from .collectives import starts
 from .meeting import Meeting, RanksError
 
-_agreed: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # process group -> digests
+OPEN = "~"  # before a size that is not the same at every call
+_agreed: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # process group -> digests, without open sizes
 
 
 def agreed(call: Callable[..., Any], what: Any, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
@@ -74,12 +76,17 @@ def _text(x: Extern, program: Program) -> str:
 
 
 def _what(text: str) -> str:
-    """Without the user's line, from where ranks may well start the same."""
-    return text.partition(" at ")[0]
+    """Without the user's line, from where ranks may well start the same; a size may be open on one of them."""
+    return text.partition(" at ")[0].replace(OPEN, "")
+
+
+def _digest(texts: Iterable[str]) -> str:
+    return hashlib.sha256(json.dumps([*texts]).encode()).hexdigest()
 
 
 def _size(v: View, own: bool) -> str:
-    return dtype_name(v.dtype) if own else f"{dtype_name(v.dtype)}[{', '.join(str(e.hint()) for e in v.shape)}]"
+    sizes = (f"{OPEN if e.constant is None else ''}{e.hint()}" for e in v.shape)
+    return dtype_name(v.dtype) if own else f"{dtype_name(v.dtype)}[{', '.join(sizes)}]"
 
 
 def check(lists: dict[str, list[str]]) -> None:
@@ -89,14 +96,15 @@ def check(lists: dict[str, list[str]]) -> None:
     asked = []
     for name, ops in lists.items():
         group = c10d._resolve_process_group(name)
-        digest = hashlib.sha256(json.dumps([*map(_what, ops)]).encode()).hexdigest()
-        if group.size() > 1 and digest not in _agreed.setdefault(group, set()):
+        form = _digest(re.sub(rf"{OPEN}\d+", OPEN, op.partition(" at ")[0]) for op in ops)
+        if group.size() > 1 and form not in _agreed.setdefault(group, set()):
             meeting = Meeting(group, "order", f"a graph that starts with {ops[0]}")
-            meeting.tell([digest, ops])  # on all groups first: no rank waits on one for a rank that waits on another
-            asked.append((meeting, digest))
-    for meeting, digest in asked:
+            # on all groups first: no rank waits on one for a rank that waits on another
+            meeting.tell([_digest(map(_what, ops)), ops])
+            asked.append((meeting, form))
+    for meeting, form in asked:
         meeting.hear(partial(_compare, meeting.group))
-        _agreed[meeting.group].add(digest)
+        _agreed[meeting.group].add(form)
         logger("ranks").info("%d ranks start the same collectives", meeting.group.size())
 
 

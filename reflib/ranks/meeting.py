@@ -11,6 +11,7 @@ tunes, say, and one does not) are an error on all.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -46,17 +47,22 @@ class Meeting:
             raise RanksError(f"rank {self.group.rank()} cannot write to the process group's store: {e}") from e
 
     def hear(self, conclude: Callable[[list[Any]], Any]) -> Any:
-        """What ``conclude`` makes, on the first rank, of all ranks' words in order. Its RanksError is everybody's."""
+        """What ``conclude`` makes, on the first rank, of all ranks' words in order. Its error is everybody's."""
         if self.group.rank() != 0:
             return self._verdict()
         try:
             verdict: Any = [conclude(self._all()), ""]
-        except RanksError as e:
-            verdict = [None, str(e)]
-        self.store.set(f"{self.key}/verdict", json.dumps(verdict))
-        if verdict[1]:
-            raise RanksError(verdict[1])
+        except BaseException as e:
+            group = f"rank 0 of process group {self.group.group_name!r}"
+            text = str(e) if isinstance(e, RanksError) else f"{group} ended with {type(e).__name__}: {e}"
+            with contextlib.suppress(RuntimeError):  # (the store is gone)
+                self._answer([None, text])
+            raise
+        self._answer(verdict)
         return json.loads(json.dumps(verdict[0]))  # as the others have it
+
+    def _answer(self, verdict: Any) -> None:
+        self.store.set(f"{self.key}/verdict", json.dumps(verdict))
 
     def _all(self) -> list[Any]:
         last, found = time.monotonic() + self.limit, []

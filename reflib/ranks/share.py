@@ -48,6 +48,11 @@ def published(key: str, outcome: str) -> Requests:
     yield "set", f"{key}/claim", DONE
 
 
+def released(me: int, key: str) -> Requests:
+    """As if this rank had not claimed it."""
+    yield "compare_set", f"{key}/claim", str(me), ""
+
+
 def settled(me: int, key: str, limit: float) -> Requests:
     """The outcome; None: this rank is to measure."""
     pause, heard, beats = FIRST_PAUSE, (yield ("now",)), -1
@@ -130,7 +135,7 @@ def sharing() -> Sharing | None:
 
 
 def claim(q: Any, work: Any) -> bool:
-    """Is this rank to measure the question now? A part of ``Tuning.together``, as are the next two. A store that
+    """Is this rank to measure the question now? A part of ``Tuning.together``, as are the next three. A store that
     cannot be used is no obstacle: each rank measures then."""
     s = sharing()
     if s is None or not q.text:
@@ -180,6 +185,18 @@ def publish(q: Any, outcome: Outcome) -> None:
     except RuntimeError as e:
         logger("tuning").warning("decisions are not shared between ranks: %s", e)
     s.mine.discard(key)
+
+
+def release(q: Any) -> None:
+    """This rank does not measure it after all: another one may, at once."""
+    s = sharing()
+    if s is None or (key := _key(q)) not in s.mine:
+        return
+    s.mine.discard(key)
+    try:
+        s.run(released(s.rank, key))
+    except RuntimeError as e:
+        logger("tuning").warning("decisions are not shared between ranks: %s", e)
 
 
 def _key(q: Any) -> str:

@@ -18,6 +18,7 @@ over to the winner at different steps.
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from typing import Any
@@ -35,11 +36,10 @@ from ..logs import get as logger
 from .agree import group_of
 from .collectives import starts
 from .meeting import Meeting, RanksError, store_of
-from .share import claim, publish, settle
+from .share import claim, publish, release, settle
 
 WORST = ("crashed", "hung", "error", "wrong", "skipped", "ok")  # of several ranks' words on one candidate
 STARTING = 300.0  # seconds that workers may take to begin, beside ``candidate_seconds``
-_calls = 0
 
 
 def talks(q: Any) -> bool:
@@ -69,30 +69,33 @@ def measured_by_all(q: Any, point: Any, work: Any) -> Result:
     why = sent if isinstance(sent, str) else ""
     meeting = Meeting(group, "begin", f"the choice of {q.choice.op}")
     meeting.tell(why)
-    why = meeting.hear(lambda said: next((f"rank {i}: {w}" for i, w in enumerate(said) if w), ""))
+    why, name = meeting.hear(
+        lambda said: [next((f"rank {i}: {w}" for i, w in enumerate(said) if w), ""), uuid.uuid4().hex]
+    )
     if why or not isinstance(sent, Isolated):
         skipped = tuple(Candidate(request.key(n), "skipped", why=why) for n in request.programs)
         point.complete = False
         return Result(skipped, str(point.default), f"{point.default} stays, unmeasured: {why}")
-    team = _Team(group, sent, work.options)
+    team = _Team(group, name, sent, work.options)
     names = [request.default, *(n for n in request.programs if n != request.default)]
-    rows = [team.measure(names[0], q.choice.op)]
-    for n in names[1:]:  # without the default's results there is nothing to check others against
-        why = f"{names[0]} {rows[0].status}" if rows[0].status not in ("ok", "wrong") else ""
-        rows.append(Candidate(request.key(n), "skipped", why=why) if why else team.measure(n, q.choice.op))
-    team.leave()
+    try:
+        rows = [team.measure(names[0], q.choice.op)]
+        for n in names[1:]:  # without the default's results there is nothing to check others against
+            why = f"{names[0]} {rows[0].status}" if rows[0].status not in ("ok", "wrong") else ""
+            rows.append(Candidate(request.key(n), "skipped", why=why) if why else team.measure(n, q.choice.op))
+    finally:
+        team.leave()
     winner, reason = pick_winner(rows, request.default, request.min_speedup)
     logger("autotune").info("measured by %d ranks: %s", group.size(), reason)
     return Result(tuple(rows), winner, f"by {group.size()} ranks: {reason}", "wall")
 
 
 class _Team:
-    """The workers of one question: this rank's, which is one of ``group.size()`` that act alike."""
+    """The workers of one question: this rank's, which is one of ``group.size()`` that act alike. ``name``: the same on
+    all ranks, and of no other question, nor of another run with the same store."""
 
-    def __init__(self, group: Any, sent: Isolated, options: Any):
-        global _calls
-        _calls += 1
-        self.group, self.sent, self.options, self.id = group, sent, options, _calls
+    def __init__(self, group: Any, name: str, sent: Isolated, options: Any):
+        self.group, self.name, self.sent, self.options = group, name, sent, options
         self.device = str(main_device(sent.request.inputs))
         self.number = 0  # of teams so far: the next follows a failure
         self.joined = False
@@ -130,7 +133,7 @@ class _Team:
             done.set()
 
         r = self.sent.request
-        data |= {"team": [self.id, self.number], "imports": self.sent.imports, "group": self._where()}
+        data |= {"imports": self.sent.imports, "group": self._where()}
         limits = Limits(seconds=1e6, candidate_seconds=self.options.candidate_seconds)
         data |= {"request": replace(r, limits=limits), "switches": switches.read(), "limit": limits.candidate_seconds}
         pool(self.options.compile_threads).submit(
@@ -152,15 +155,8 @@ class _Team:
         return {
             "name": group.group_name, "rank": group.rank(), "size": group.size(), "store": reach(store),
             "backend": dist.get_backend(group),
-            "prefix": f"reflib/team/{group.group_name}/{_began(group)}/{self.id}/{self.number}",
+            "prefix": f"reflib/team/{self.name}/{self.number}",
         }  # fmt: skip
-
-
-def _began(group: Any) -> str:
-    """The same on all ranks, and other than in another run with the same store."""
-    import torch.distributed.distributed_c10d as c10d
-
-    return "-".join(map(str, c10d.get_process_group_ranks(group)))
 
 
 def reach(store: Any) -> tuple[Any, ...] | None:
@@ -220,5 +216,5 @@ def _default(q: Any, why: str) -> Outcome:
 # What ``autotune.points.Tuning.together`` is.
 TOGETHER = {
     "talks": talks, "known": known_to_all, "measure": measured_by_all, "claim": claim, "settle": settle,
-    "publish": publish,
+    "publish": publish, "release": release,
 }  # fmt: skip

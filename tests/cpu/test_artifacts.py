@@ -66,7 +66,7 @@ def test_an_empty_artifact_is_a_problem_that_is_said(tmp_path):
 def test_sizes_times_and_numbers_are_limited(tmp_path, monkeypatch):
     monkeypatch.setattr(artifacts, "MOST", 2)
     monkeypatch.setattr(artifacts, "FILE_BYTES", 1000)
-    monkeypatch.setattr(artifacts, "SECONDS", 1.0)
+    monkeypatch.setattr(artifacts, "SECONDS", 3.0)
     program = "import os; p = os.environ['REFLIB_TRACE']; os.makedirs(p); open(p + '/big', 'w').write('x' * 2000)"
     large = python(f"{program}; print(1)")
     slow = python("print('begun', flush=True); import time; time.sleep(60)")
@@ -74,7 +74,7 @@ def test_sizes_times_and_numbers_are_limited(tmp_path, monkeypatch):
     assert gather(tmp_path, [Failed(str(i), "why", lambda _, c=c: c) for i, c in enumerate(commands)]) == []
     text = (tmp_path / "index.html").read_text()
     assert not list(tmp_path.rglob("big")) and "00-0/traces/big (0.0 MB) is over the limits" in text
-    assert "stopped after 1 s" in text and "1 more failed; the first 2 are here" in text
+    assert "stopped after 3 s" in text and "1 more failed; the first 2 are here" in text
 
 
 def test_a_runs_failed_notebooks_run_again_with_their_parameters(tmp_path):
@@ -95,12 +95,14 @@ def test_pytest_leaves_them_where_that_is_asked_for(tmp_path, root, monkeypatch)
     (tmp_path / "conftest.py").write_text((root / "tests" / "conftest.py").read_text())
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_it.py").write_text("def test_wrong():\n    assert 1 == 2, 'wrong'\ndef test_right(): pass\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    (tmp_path / "test_broken.py").write_text("import a_module_that_is_not_there")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
     env = {**os.environ, "PYTHONPATH": str(root)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "artifacts: " in done.stdout, done.stdout + done.stderr
     (page,) = tmp_path.glob("runs/tests-*/index.html")
     assert "test_it.py::test_wrong" in page.read_text() and "failed (exit 1)" in page.read_text()
+    assert "test_broken.py" in page.read_text() and "a_module_that_is_not_there" in page.read_text()
 
 
 def test_the_workflow_in_the_book_is_yaml_that_turns_it_on(root):

@@ -14,8 +14,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import reflib
 from reflib.capture.graph import Graph
+from reflib.fuse.places import apart
+from reflib.ir.expr import Ref, Var, expr
 from reflib.ir.interpret import interpret
-from reflib.ir.program import Extern, walk
+from reflib.ir.program import Buffer, Extern, walk
 from reflib.options import Options
 from reflib.pipeline import run
 
@@ -336,3 +338,9 @@ def test_parts_without_elements() -> None:
 
     for shape in ((3, 0), (2, 0, 3)):
         reflib.explain(f, torch.zeros(shape), target="sm_90")
+
+
+def test_indices_of_two_loops_are_independent_whatever_their_variables_are_called() -> None:
+    root = Buffer("b", torch.float32, torch.device("cpu"), (expr(16),), (expr(1),))
+    for i in (Var("i", expr(8)), Ref(3, expr(8))):
+        assert not apart(root, expr(i), expr(i) + 4) and apart(root, expr(i), expr(i) + 8)

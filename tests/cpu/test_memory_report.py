@@ -2,6 +2,7 @@
 what is saved for the backward; what is saved is freed when the plan says so."""
 
 import gc
+import os
 import weakref
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import reflib
 from reflib.errors import OptionError
+from reflib.observe import eager_memory
 from reflib.plan.memory import memory
 
 
@@ -175,3 +177,10 @@ def test_saved_activations_go_when_the_plan_says(wrapper):
     gc.collect()
     assert seen == planned and seen[0] == watched_all > seen[-1] and not any(ref() for ref, _ in watched)
     assert memory(e.scheduled, e.stages.plan).peak_bytes == e.memory.peak_bytes
+
+
+def test_the_users_line_may_be_in_a_package_whose_name_begins_like_torchs():
+    where = f"{os.path.dirname(torch.__file__)}vision/models/resnet.py"
+    scope = {"line": eager_memory._line}
+    exec(compile("def block():\n    return line()\n", where, "exec"), scope)
+    assert scope["block"]() == "resnet.py:2 in block"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from reflib.ranks import meeting, tune
 from reflib.ranks.simulate import World, simulate
 from tests import rank_tasks as tasks
 from tests.ranks import Failed, Ranks
@@ -49,6 +52,11 @@ def test_the_same_collectives_may_be_started_from_other_lines(two: Ranks) -> Non
         torch.testing.assert_close(r, torch.full((4,), 5.0))
 
 
+def test_a_rank_may_compile_anew_alone_for_another_size(two: Ranks) -> None:
+    for i, r in enumerate(two.run(tasks.anew_for_another_size, timeout=20.0)):
+        torch.testing.assert_close(r, [torch.full((5,), 5.0), torch.full((7,), 5.0 + i)])
+
+
 @pytest.mark.slow  # a candidate that hangs is found out after its limit
 def test_an_op_that_communicates_is_tuned_by_all_ranks(two: Ranks) -> None:
     names = ("crashes", "hangs", "fills_memory", "alone", "by_reduce")
@@ -62,6 +70,98 @@ def test_an_op_that_communicates_is_tuned_by_all_ranks(two: Ranks) -> None:
     assert "rank 1: crashed (segmentation fault" in rows["crashes"][2] and "rank 1: hung" in rows["hangs"][2]
     assert "rank 1: error (out of memory)" in rows["fills_memory"][2] and "slowest of 2 ranks" in rows["by_reduce"][2]
     assert known["by_reduce"][1] == rows["by_reduce"][1] and rows["eager"][1] > 8e3  # nothing was measured again
+
+
+@pytest.mark.slow
+def test_ranks_may_have_tuned_different_numbers_of_choices(two: Ranks) -> None:
+    first, second = two.run(tasks.tune_after_some, limit=200.0)
+    assert not isinstance(first, Failed) and first == second and first[0] == "by_reduce", (first, second)
+
+
+@pytest.mark.parametrize("how", ["answered", "failed"])
+def test_what_is_not_measured_after_all_is_not_claimed(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    import reflib
+    from reflib.autotune import points
+    from reflib.ranks import share
+
+    class Group:
+        rank, size = staticmethod(lambda: 0), staticmethod(lambda: 2)
+
+    monkeypatch.setattr(share, "store_of", lambda group: torch.distributed.HashStore())
+    s = share.Sharing(Group)
+    monkeypatch.setattr(share, "sharing", lambda: s)
+    claimed, measuring = set[str](), s.measuring
+    monkeypatch.setattr(s, "measuring", lambda key: (claimed.add(key), measuring(key)))
+    reflib.register_custom_op_autotuning(tasks.doubled, [tasks.by_product])
+    if how == "failed":
+
+        def fails(*_: Any) -> Any:
+            raise RuntimeError("while it measured")
+
+        monkeypatch.setattr(points, "measure_range", fails)
+    options = {"autotune": "blocking", "isolate": False, "cache_decisions": False}
+    fn = torch.compile(lambda x: tasks.doubled(x).sum(0), backend="reflib", options=options)
+    with pytest.raises(Exception, match="while it measured") if how == "failed" else contextlib.nullcontext():
+        fn(torch.ones(24, 4))
+    assert claimed and not s.mine
+    owners = {s.run(claimed_by_other(key)) for key in claimed}
+    assert owners == ({"1"} if how == "failed" else {share.DONE})
+
+
+@pytest.mark.parametrize("error", [ValueError("of the words"), KeyboardInterrupt()])
+def test_what_ends_the_first_rank_in_a_meeting_is_said_to_the_others(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    class Group:
+        group_name = "g"
+
+        def __init__(self, number: int):
+            self.rank, self.size = lambda: number, lambda: 2
+
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(meeting, "store_of", lambda group: store)
+    first, second = (meeting.Meeting(Group(i), "order", "a graph", 0.1) for i in range(2))
+
+    def conclude(words: list[Any]) -> Any:
+        raise error
+
+    for m in (first, second):
+        m.tell("here")
+    with pytest.raises(type(error)):
+        first.hear(conclude)
+    with pytest.raises(meeting.RanksError, match=f"rank 0 .* ended with {type(error).__name__}"):
+        second.hear(conclude)
+
+
+def test_a_team_that_is_interrupted_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its worker has a process group: the next question's would not get one in it."""
+    from reflib.autotune.isolation import Isolated
+
+    left = []
+
+    class Team:
+        def __init__(self, *_: Any) -> None: ...
+
+        def measure(self, *_: Any) -> Any:
+            raise KeyboardInterrupt
+
+        def leave(self) -> None:
+            left.append(self)
+
+    any_request = SimpleNamespace(request=SimpleNamespace(default="a", programs={"a": 0}), makers={}, default="a")
+    monkeypatch.setattr(tune, "_Team", Team)
+    monkeypatch.setattr(tune, "_group", lambda choice: None)
+    monkeypatch.setattr(tune, "isolated", lambda *_: object.__new__(Isolated))
+    monkeypatch.setattr(tune, "Meeting", lambda *_: SimpleNamespace(tell=len, hear=lambda conclude: conclude([""])))
+    q = SimpleNamespace(choice=SimpleNamespace(op="op"), region=SimpleNamespace(constants={}))
+    with pytest.raises(KeyboardInterrupt):
+        tune.measured_by_all(q, any_request, SimpleNamespace(options=None))
+    assert len(left) == 1
+
+
+def claimed_by_other(key: str) -> Any:
+    """Who has it when rank 1 claims it."""
+    return (yield "compare_set", f"{key}/claim", "", "1")
 
 
 def test_other_options_on_one_rank_are_an_error_on_all(two: Ranks) -> None:

@@ -3,8 +3,10 @@ interpreter, their code by Triton's own compiler, packages, tuning, and what is 
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -245,6 +247,33 @@ def test_captures_in_threads_overlap() -> None:
         assert triton.runtime.driver._active is not driver
         other.submit(second.__exit__, None, None, None).result()
     assert triton.runtime.jit.KernelInterface.__getitem__ is launch and triton.runtime.driver._active is driver
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # (a fork with threads)
+def test_a_child_that_is_forked_while_another_thread_captures() -> None:
+    """It has none of that thread's stand-ins; what it captures itself, it puts back."""
+    launch, driver = triton.runtime.jit.KernelInterface.__getitem__, triton.runtime.driver._active
+    inside, go = threading.Event(), threading.Event()
+
+    def capture() -> None:
+        with triton_of_gpu(recorded=True):
+            inside.set()
+            go.wait(60)
+
+    with ThreadPoolExecutor(1) as other, triton_of_gpu():
+        done = other.submit(capture)
+        assert inside.wait(60)
+        child = os.fork()
+        if child == 0:
+            own = triton.runtime.driver._active is not driver
+            with triton_of_gpu(recorded=True):
+                pass
+            others = triton.runtime.jit.KernelInterface.__getitem__ is launch
+            os._exit(0 if own and others else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        go.set()
+        done.result()
+    assert triton.runtime.driver._active is driver and triton.runtime.jit.KernelInterface.__getitem__ is launch
 
 
 def test_a_candidate_in_a_package(tmp_path: Path) -> None:
