@@ -56,9 +56,14 @@ def _has_function(cx: LoweringContext, target: Any) -> bool:
     return any(op_of(name) is target for name, _ in cx.low.options.c_shims)
 
 
-@functools.cache
 def overload(op: torch._ops.OpOverload, device: str) -> torch._ops.OpOverload | None:
     """``topk.values`` for ``topk.default``; ``op`` itself, if it is such a one."""
+    # (the packet's own list is of the overloads that there were at its first use)
+    return _overload(op, device, tuple(torch._C._jit_get_operation(op._schema.name)[1]))
+
+
+@functools.cache
+def _overload(op: torch._ops.OpOverload, device: str, names: tuple[str, ...]) -> torch._ops.OpOverload | None:
     schema, own = op._schema, op.namespace != "aten"
     if torch.Tag.nondeterministic_seeded in op.tags or any(str(r.type) != "Tensor" for r in schema.returns):
         return None
@@ -67,7 +72,7 @@ def overload(op: torch._ops.OpOverload, device: str) -> torch._ops.OpOverload | 
     if schema.is_mutable or any(r.alias_info is not None for r in schema.returns):
         return None
     packet = getattr(getattr(torch.ops, op.namespace), schema.name.partition("::")[2])
-    for candidate in (getattr(packet, name) for name in packet.overloads()):
+    for candidate in (getattr(packet, name or "default") for name in names):
         writes = TAG in candidate.tags if own else _writes_itself(candidate, device)
         if writes and _takes(candidate._schema, schema):
             return candidate

@@ -249,6 +249,25 @@ def test_an_op_with_memory_for_its_result(wrapper: str) -> None:
         torch.testing.assert_close(compiled(X5, Y), fn(X5, Y))
 
 
+def test_an_out_variant_defined_after_the_ops_first_use() -> None:
+    LIB.define("late(Tensor x) -> Tensor")
+    LIB.impl("late", lambda x: x + 3, "CPU")
+    LIB.impl("late", lambda x: torch.empty_like(x), "Meta")
+    op = torch.ops.into_place_test.late
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([y[:, :5] + 1, op(x)])
+
+    with torch.no_grad():
+        torch.testing.assert_close(reflib.compile(fn)(X5, Y), fn(X5, Y))
+        LIB.define("late.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)", tags=(torch.Tag.out,))
+        LIB.impl("late.out", lambda x, *, out: out.copy_(x + 3), "CPU")
+        LIB.impl("late.out", lambda x, *, out: out, "Meta")
+        (call,) = placed(reflib.explain(fn, X5, Y, target="cpu"))
+        assert call.out[0] is op.out  # type: ignore[index]
+        torch.testing.assert_close(reflib.compile(fn)(X5, Y), fn(X5, Y))
+
+
 @torch.library.custom_op("into_place_test::tripled", mutates_args=("out",), tags=torch.Tag.out)
 def tripled(x: Tensor, *, out: Tensor) -> Tensor:
     return out.copy_(x * 3)
