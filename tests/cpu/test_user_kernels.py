@@ -323,9 +323,7 @@ def of(function: Any, *args: Any, blocks: Any = (1,), **kwargs: Any) -> Callable
     return launching
 
 
-def test_what_is_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     @triton.jit
     def with_global(x, out):
         tl.store(out + tl.arange(0, SIZE), tl.load(x + tl.arange(0, SIZE)))
