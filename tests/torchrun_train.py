@@ -1,9 +1,11 @@
-"""A training program as users write it: `torchrun --nproc-per-node 2 torchrun_train.py OPTIONS`, options as JSON."""
+"""A training program as users write it: `torchrun --nproc-per-node 2 torchrun_train.py OPTIONS`, options as JSON.
+Each rank says in a file `rankN` of its own whether all ranks have the same weights: lines of two processes mix."""
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,7 +32,8 @@ def main() -> None:
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     everyone = [torch.zeros_like(weights) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, weights)
-    print(f"rank {dist.get_rank()}:", "same weights" if all(w.equal(weights) for w in everyone) else "other weights")
+    says = "same weights" if all(w.equal(weights) for w in everyone) else "other weights"
+    Path(f"rank{dist.get_rank()}").write_text(says)
     dist.destroy_process_group()
 
 
