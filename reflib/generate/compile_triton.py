@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import json
 import os
@@ -25,6 +26,7 @@ import torch
 from .. import cache, failures
 from ..errors import CacheError, DeviceError, ToolchainError
 from ..target import Target
+from . import libdevice
 from .kernel import Kernel
 
 _FORMAT = 8  # of the cached data; change it when Binary or how we compile changes
@@ -141,11 +143,12 @@ def _compile(kernel: Kernel, target: Target, key: str) -> Binary:
         if target.kind == "cuda"
         else GPUTarget("hip", target.arch, target.warp)
     )
-    options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages}
+    # else every sum of integers becomes a comparison in 64 bits, which is dropped only after it was built
+    options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages, "sanitize_overflow": False}
     if kernel.exact:
         options |= {"enable_fp_fusion": False, "enable_reflect_ftz": False}
-    if "tl.device_assert(" in kernel.source:  # else Triton drops them; it would also check its own additions
-        options |= {"debug": True, "sanitize_overflow": False}
+    if "tl.device_assert(" in kernel.source:  # else Triton drops them
+        options["debug"] = True
     attrs = {(i,): [["tt.divisibility", 16]] for i in kernel.aligned}
     by_hand = ""
     try:
@@ -260,9 +263,11 @@ _settings_exit = contextlib.ExitStack()
 @contextlib.contextmanager
 def _private_settings() -> Iterator[None]:
     """Triton's process-wide settings while at least one thread compiles: no source lines in binaries (half the size,
-    and no local paths), Triton's own cache inside reflib's, and ``_stages`` among its hooks."""
+    and no local paths), Triton's own cache inside reflib's, ``_stages`` among its hooks, and only what a kernel calls of
+    libdevice linked."""
     global _settings_users
     from triton import knobs
+    from triton._C.libtriton import llvm
 
     with _settings_lock:
         _settings_users += 1
@@ -273,6 +278,9 @@ def _private_settings() -> Iterator[None]:
             knobs.compilation.disable_line_info = True
             knobs.cache.dir = str(cache.root() / f"triton-own-{_FORMAT}")
             knobs.runtime.add_stages_inspection_hook = _stages
+            whole = llvm.link_extern_libs
+            llvm.link_extern_libs = functools.partial(libdevice.link, whole)
+            _settings_exit.callback(setattr, llvm, "link_extern_libs", whole)
     try:
         yield
     finally:

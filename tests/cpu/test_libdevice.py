@@ -1,0 +1,53 @@
+"""Kernels get the same machine code whether all of libdevice is linked into them or what they call."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from reflib import explain
+from reflib.generate import libdevice
+from reflib.generate.compile_triton import compile_kernel
+from reflib.target import parse_target
+
+pytest.importorskip("triton")
+FUNCTIONS = {
+    "exp": torch.exp, "exp2": torch.exp2, "erf": torch.erf, "tanh": torch.tanh, "log1p": torch.log1p,
+    "sin": torch.sin, "rsqrt": torch.rsqrt, "pow": lambda x: x**1.7, "div": lambda x: 2.5 / (x + 3),
+    "atan": torch.atan, "lgamma": torch.lgamma, "nextafter": lambda x: torch.nextafter(x, x + 1),
+    "bessel": torch.special.bessel_j0,
+}  # fmt: skip
+SETS = [sorted(random.Random(seed).sample(sorted(FUNCTIONS), 3)) for seed in range(3)]
+
+
+def kernel_of(names: list[str], dtype: torch.dtype) -> Any:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return sum((FUNCTIONS[n](x) for n in names), x)  # type: ignore[operator]
+
+    (kernel,) = explain(fn, torch.rand(1000, dtype=dtype), target="sm_90").kernels
+    return kernel
+
+
+@pytest.mark.parametrize(
+    ("names", "dtype"), zip(SETS, [torch.float32, torch.float64, torch.bfloat16]), ids=["f32", "f64", "bf16"]
+)
+def test_the_same_machine_code(
+    names: list[str], dtype: torch.dtype, fresh_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, target = kernel_of(names, dtype), parse_target("sm_90")
+    cut = compile_kernel(kernel, target)
+    files = list((fresh_cache / "libdevice").iterdir()) if (fresh_cache / "libdevice").exists() else []
+    monkeypatch.setattr(libdevice, "link", lambda whole, module, paths: whole(module, paths))
+    monkeypatch.setenv("REFLIB_CACHE_DIR", str(tmp_path / "other"))
+    assert cut == compile_kernel(kernel, target)
+    assert files and all(f.stat().st_size < 300_000 for f in files)
+
+
+def test_where_it_cannot_be_cut_all_is_linked(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libdevice, "_calling", lambda functions: "no MLIR")
+    assert compile_kernel(kernel_of(["exp2"], torch.float32), parse_target("sm_90")).image
+    assert not (fresh_cache / "libdevice").exists()
