@@ -263,8 +263,8 @@ _settings_exit = contextlib.ExitStack()
 @contextlib.contextmanager
 def _private_settings() -> Iterator[None]:
     """Triton's process-wide settings while at least one thread compiles: no source lines in binaries (half the size,
-    and no local paths), Triton's own cache inside reflib's, ``_stages`` among its hooks, and only what a kernel calls of
-    libdevice linked."""
+    and no local paths), Triton's own cache inside reflib's, ``_stages`` among its hooks, and of libdevice only what a
+    kernel calls."""
     global _settings_users
     from triton import knobs
     from triton._C.libtriton import llvm
