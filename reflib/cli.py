@@ -234,13 +234,15 @@ def book(root: Path | None, out: Path | None, strict: bool, repository: str) -> 
 @click.option("--dynamic/--static", default=None, help="Symbolic or fixed sizes.")
 @click.option("--compare", multiple=True, type=click.Choice(["inductor", "max-autotune"]),
               help="Also time TorchInductor.")
+@click.option("--against", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="OLD.json",
+              help="Show what changed since that report (its --json).")
 @click.option("--no-measure", is_flag=True, help="Time nothing.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("-o", "settings", multiple=True, metavar="NAME=VALUE", help="A field of reflib.Options; may be repeated.")
 def report(
     spec: str, out: Path, data: Path | None, inputs: str, shapes: tuple[str, ...], device: str, target: str | None,
     wrapper: str | None, autotune: bool, backward: bool, dynamic: bool | None, compare: tuple[str, ...],
-    no_measure: bool, seed: int, settings: tuple[str, ...],
+    against: Path | None, no_measure: bool, seed: int, settings: tuple[str, ...],
 ) -> None:
     """Write a report on the compilation of your model as one HTML page.
 
@@ -253,7 +255,9 @@ def report(
     given = {"target": target, "wrapper": wrapper, "autotune": "blocking" if autotune else None}
     options = Options.make({**parse_options(settings), **{k: v for k, v in given.items() if v is not None}})
     command = "reflib " + shlex.join(sys.argv[1:])
-    request = ReportRequest(spec, inputs, shapes, device, seed, backward, dynamic, not no_measure, compare, command)
+    request = ReportRequest(
+        spec, inputs, shapes, device, seed, backward, dynamic, not no_measure, compare, command, against
+    )
     write(request, options, out, data, lambda line: click.echo(line, err=True))
     click.echo(f"report: {out}")
 

@@ -3,6 +3,7 @@ is written."""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import sys
@@ -20,7 +21,7 @@ import reflib
 from reflib import cli
 from reflib.errors import LabError, OptionError, ReflibError
 from reflib.lab.pictures import moved_bytes
-from reflib.lab.report import ReportRequest, drawing, page, parse_options, subject, trial, write
+from reflib.lab.report import ReportRequest, changes, drawing, page, parse_options, subject, trial, write
 from reflib.lab.report.trial import CallOutcome
 from reflib.options import Options
 
@@ -433,3 +434,61 @@ def test_a_slow_case_does_not_flatten_the_rest() -> None:
     figure = drawing.bars([("a", 1.0, 0.1, "1", 0), ("b", 1000.0, 1.0, "1000", 1)], "c", "alt")
     widths = [s.attrs["width"] for s in figure.shapes if s.tag == "rect"]
     assert math.isclose(widths[1], drawing.SLOWEST * widths[0]) and "▶ 1000" in [s.text for s in figure.shapes]
+
+
+# -- what changed -----------------------------------------------------------------------------------
+CHAIN = """
+import torch
+
+def chain(x):
+    y = torch.relu(x) * 2
+    torch._dynamo.graph_break()
+    return (y + part(x) + part(x[:2]).sum()).softmax(-1).cumsum(0)
+
+def part(y):
+    return (y * y).sum(0)
+"""
+
+
+def test_what_changed_since_an_earlier_report(tmp_path: Path) -> None:
+    """A line moved is no change; another factor is a changed kernel, one more operator a new one for an old one."""
+    model, words = tmp_path / "model.py", ("model.py:chain", "--input", "32x48:float32", "-o", "target=sm_90")
+    model.write_text(CHAIN)
+    run(*words, "--json", "old.json", at=tmp_path)
+    model.write_text("# one line more\n" + CHAIN)
+    run(*words, "--json", "moved.json", "--against", "old.json", at=tmp_path)
+    moved = json.loads((tmp_path / "moved.json").read_text())["changes"]
+    assert not moved["graphs"] and moved["same_kernels"] >= 3
+    assert "the same kernels" in Reader((tmp_path / "report.html").read_text()).text
+
+    model.write_text(CHAIN.replace("* 2", "* 3").replace("y * y)", "y * y + 1)"))
+    run(*words, "--json", "new.json", "--against", "old.json", "-o", "fuse=true", at=tmp_path)
+    data = json.loads((tmp_path / "new.json").read_text())
+    kernels = [(k["how"], k["ops"]) for g in data["changes"]["graphs"] for k in g["kernels"]]
+    (changed,) = [k for g in data["changes"]["graphs"] for k in g["kernels"] if k["how"] == "changed"]
+    assert "-" in changed["diff"] and "3.0" in changed["diff"] and "model.py" not in changed["diff"]
+    assert [how for how, _ in kernels].count("new") == [how for how, _ in kernels].count("gone") > 0
+    text = Reader((tmp_path / "report.html").read_text()).text
+    assert "1 kernel changed" in text and "Call to `torch._dynamo.graph_break()`" in text
+    assert data["frames"][0]["place"] == "model.py:4" and len(data["frames"]) >= 2
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"format": 0}', "{"])
+def test_what_is_no_earlier_report(text: str, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text(text)
+    with pytest.raises(SystemExit):
+        run("model.py:layer", "--against", str(tmp_path / "old.json"), at=folder)
+    assert not (folder / "report.html").exists() or "old.json" not in (folder / "report.html").read_text()
+
+
+def test_times_of_other_machines_are_not_compared(made: Any) -> None:
+    once = made.data | {"times": [r | {"spread_us": r["us"] / 10} for r in made.data["times"]]}
+    slower = copy.deepcopy(once)
+    for r in slower["times"]:
+        r["us"] *= 10
+    found = changes.changes(once, slower)
+    assert found["times"] and all(r["differs"] and r["after"] == 10 * r["before"] for r in found["times"])
+    said = page._since({"changes": found})
+    assert said is not None and said["mood"] == "bad" and " -> " in said["text"]
+    slower["machine"] = "another"
+    assert not changes.changes(once, slower)["times"]

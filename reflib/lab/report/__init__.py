@@ -5,6 +5,7 @@ with their candidates, memory over time, each kernel beside its IR, the wrapper,
 and times with eager.
 
     subject   FILE.py:NAME and the input options -> a model and its arguments; reports the user's mistakes
+    changes   the data of two reports -> what is new, gone and different
     trial     runs eager, compiles, runs, compares, times; peers in separate processes
     gather    Explanations -> plain data, also the output of `--json`
     drawing   numbers -> figures: shapes with alt text
@@ -38,7 +39,7 @@ from reflib.options import Options
 class ReportRequest:
     """The options of a report. `spec`: FILE.py:NAME. `inputs`: a name in the file; `shapes`: `128x256:float32` each.
     `device`: "" keeps that of the file's tensors. `compare`: "inductor", "max-autotune". `command`: shown on the
-    page."""
+    page. `against`: the data of an earlier report, to show what changed."""
 
     spec: str
     inputs: str = ""
@@ -50,6 +51,7 @@ class ReportRequest:
     measure: bool = True
     compare: tuple[str, ...] = ()
     command: str = ""
+    against: Path | None = None
 
 
 def write(
@@ -63,17 +65,19 @@ def write(
 
     Raises a ReflibError, and writes nothing, if the file, the name, the inputs or the model is wrong.
     """
-    from reflib.lab.report import gather, page, subject, trial
+    from reflib.lab.report import changes, gather, page, subject, trial
 
     if options.autotune == "background":
         raise LabError('autotune="background" decides while a program runs; a report needs "blocking" (--autotune)')
     for path in filter(None, (out, data_file)):
         _check_writable(path)
+    old = changes.read(request.against) if request.against else None
     options = _with_imports(options, request)
     found = subject.load(request.spec, request.inputs, request.shapes, request.device, request.seed)
     result = trial.run(found, request, options, say)
     data = gather.gather(found, request, options, result)
     data["date"] = datetime.datetime.now().astimezone().isoformat(" ", "minutes")
+    data["changes"] = changes.changes(old, data) if old else None
     text = page.render(data)
     if data_file is not None:
         _write(data_file, json.dumps(data, indent=1, ensure_ascii=False) + "\n")

@@ -24,6 +24,7 @@ from reflib.lab.decision_chart import _by_default
 from reflib.lab.pictures import SPREAD, megabytes, moved_bytes, op_names, refusals
 from reflib.lab.pictures import _count as count
 from reflib.lab.pictures import _layout as layout
+from reflib.lab.report.changes import FORMAT
 from reflib.lab.report.subject import Subject
 from reflib.lab.report.trial import Trial
 from reflib.lab.step_table import _what
@@ -47,6 +48,7 @@ def gather(subject: Subject, request: ReportRequest, options: Options, trial: Tr
     changed = {n: v for n, v in changed.items() if v != getattr(defaults, n)}
     graphs = [graph_data(e, i, len(explained)) for i, e in enumerate(explained)]
     return {
+        "format": FORMAT,
         "title": subject.spec,
         "model": _called(subject.model),
         "inputs": _inputs(subject),
@@ -62,6 +64,8 @@ def gather(subject: Subject, request: ReportRequest, options: Options, trial: Tr
         "comparison": trial.comparison,
         "times": trial.times,
         "notes": trial.notes,
+        "frames": trial.frames,
+        "graph_breaks": trial.graph_breaks,
         "graphs": graphs,
         "totals": _totals(graphs),
         "timeline": _events(explained),

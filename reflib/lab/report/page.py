@@ -17,6 +17,9 @@ from reflib.lab.rows import short
 from reflib.timeline import KINDS
 
 HERE = Path(__file__).parent
+TOTALS = {"operators": "ATen operators", "kernels": "kernels", "calls": "calls of PyTorch",
+          "bytes_before": "to move before fusion", "bytes_after": "to move",
+          "peak_bytes": "temporary at the peak", "decisions": "measured choices"}  # fmt: skip
 CAPTIONS = {
     "when": "When each stage ran. Rest the pointer on a bar for its name and time.",
     "speed": "Time per call {}: median, with the interquartile range. In brackets: how many times as fast as eager.",
@@ -51,6 +54,7 @@ def render(data: dict[str, Any]) -> str:
         verdicts=verdicts(data),
         speed=speed(data),
         figures=[figures(g) for g in data["graphs"]],
+        total_names=TOTALS,
         when=drawing.timeline(data["timeline"], CAPTIONS["when"]),
         many=len(data["graphs"]) > 1,
     )
@@ -59,7 +63,7 @@ def render(data: dict[str, Any]) -> str:
 # -- the lines on top -------------------------------------------------------------------------------
 def verdicts(data: dict[str, Any]) -> list[dict[str, str]]:
     """The headline results. `mood`: good, bad or plain."""
-    out = [v for v in (_right(data), _fast(data)) if v]
+    out = [v for v in (_right(data), _fast(data), _since(data)) if v]
     totals = data["totals"]
     before, after = totals["bytes_before"], totals["bytes_after"]
     if after < before:
@@ -98,6 +102,19 @@ def _fast(data: dict[str, Any]) -> dict[str, str] | None:
     if ratio > 1:
         return {"mood": "good", "text": f"{ratio:.2f} times as fast as eager: {times}."}
     return {"mood": "bad", "text": f"Slower than eager, {1 / ratio:.2f} times the time: {times}."}
+
+
+def _since(data: dict[str, Any]) -> dict[str, str] | None:
+    found = data["changes"]
+    if found is None:
+        return None
+    kernels = [k["how"] for g in found["graphs"] for k in g["kernels"]]
+    parts = [f"{count(kernels.count(how), 'kernel')} {how}" for how in ("changed", "new", "gone") if how in kernels]
+    ours = [r for r in found["times"] if r["case"] == "reflib" and r["differs"]]
+    parts += [f"{drawing.duration(r['before'])} -> {drawing.duration(r['after'])} ({r['clock']})" for r in ours]
+    slower = [r["after"] > r["before"] for r in ours]
+    mood = "plain" if not ours else "bad" if any(slower) else "good"
+    return {"mood": mood, "text": f"Since {found['since']}: {', '.join(parts) or 'the same kernels'}."}
 
 
 # -- figures ----------------------------------------------------------------------------------------

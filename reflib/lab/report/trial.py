@@ -10,6 +10,7 @@ of eager, plus a floor. Without a float64 version (a function that holds tensors
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,7 +46,9 @@ class CallOutcome:
 
 @dataclass
 class Trial:
-    """`seconds`: the first call, compiling included. If nothing was run, `comparison` is None and `times` empty."""
+    """`seconds`: the first call, compiling included. If nothing was run, `comparison` is None and `times` empty.
+    `frames`: what Dynamo compiled, in order: a function, its continuation after a graph break, or one of them again,
+    with the guard that failed. `graph_breaks`: reasons."""
 
     graphs: list[Stages]
     seconds: float
@@ -53,6 +56,8 @@ class Trial:
     comparison: dict[str, Any] | None = None
     times: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    frames: list[dict[str, Any]] = field(default_factory=list)
+    graph_breaks: list[str] = field(default_factory=list)
 
 
 def run(subject: Subject, request: ReportRequest, options: Options, say: Callable[[str], Any]) -> Trial:
@@ -66,8 +71,9 @@ def run(subject: Subject, request: ReportRequest, options: Options, say: Callabl
     except Exception as error:
         raise LabError(f"{subject.spec} fails without reflib: {located(error, subject.path)}") from error
     say(f"{subject.spec}: compiling")
-    compiled, graphs, actual, seconds = _compiled(subject, caller, request.dynamic, options)
-    trial = Trial(graphs, seconds, caller.device)
+    with _captured() as (frames, breaks):
+        compiled, graphs, actual, seconds = _compiled(subject, caller, request.dynamic, options)
+    trial = Trial(graphs, seconds, caller.device, frames=frames, graph_breaks=breaks)
     if options.target is not None:
         trial.notes.append(
             f"The code is for {options.target}: it was generated, not built, and nothing was run or timed. The graph "
@@ -201,6 +207,24 @@ def _compiled(
     if not graphs:
         raise LabError(f"{subject.spec}: no tensor operation was captured, so there is nothing to report")
     return compiled, graphs, outcome, seconds
+
+
+@contextmanager
+def _captured() -> Iterator[tuple[list[dict[str, Any]], list[str]]]:
+    """What Dynamo does meanwhile, filled in at the end: (frames, reasons of graph breaks)."""
+    from torch._dynamo.utils import counters, get_compilation_metrics
+
+    frames: list[dict[str, Any]] = []
+    breaks: list[str] = []
+    known, before = {id(m) for m in get_compilation_metrics()}, counters["graph_break"].copy()
+    yield frames, breaks
+    for m in get_compilation_metrics():
+        if id(m) not in known and m.co_name:
+            place = f"{os.path.basename(m.co_filename or '')}:{m.co_firstlineno}"
+            frames.append({"name": m.co_name, "place": place, "again": (m.recompile_reason or "").strip()})
+    for text, n in (counters["graph_break"] - before).items():
+        what, more = text.strip().splitlines()[:2], f" ({n} times)" if n > 1 else ""
+        breaks.append(" ".join(line.strip() for line in what) + more)
 
 
 def _refusal(subject: Subject, error: BaseException) -> ReflibError:
