@@ -1,4 +1,4 @@
-"""What the processes of ``ranks`` do in tests. Each function runs on every rank, in a process group of its own."""
+"""What ranks (``lab.ranks``) do in tests. Each function runs on every rank, in a process group of its own."""
 
 from __future__ import annotations
 

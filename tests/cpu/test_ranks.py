@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 import torch
 
+from reflib.lab.rank_group import ENDED, Failed, Ranks, ranks
 from reflib.ranks import meeting, tune
 from reflib.ranks.simulate import World, simulate
 from tests import rank_tasks as tasks
-from tests.ranks import Failed, Ranks
 
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+    with contextlib.closing(ranks(2)) as two:
+        yield two
 
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        yield ranks
+    with contextlib.closing(ranks(4)) as four:
+        yield four
 
 
 @pytest.mark.parametrize("parallel", [tasks.data_parallel, tasks.sharded, tasks.tensor_parallel])
@@ -199,7 +199,7 @@ def test_the_simulation_is_as_real_ranks(four: Ranks, size: int) -> None:
 
 def test_a_rank_that_fails_while_it_measures(four: Ranks) -> None:
     real = four.run(tasks.rules, [0.3] * 6, 2)
-    assert real[2] is None and sum(n for _, n in (real[0], real[1], real[3])) in (6, 7, 8)  # its two, by others
+    assert real[2] == ENDED and sum(n for _, n in (real[0], real[1], real[3])) in (6, 7, 8)  # its two, by others
 
 
 def test_a_thousand_simulated_ranks() -> None:
@@ -224,8 +224,6 @@ def test_a_rank_that_is_late_or_does_not_come(two: Ranks) -> None:
     first, second = two.run(tasks.interrupted, "ctrl-c", timeout=3.0)
     assert "RanksError" in first and "rank 1 of process group '0' did not come" in first and int(first.split()[2]) < 30
     assert second.startswith("KeyboardInterrupt")
-    with Ranks(2) as others:
-        first, second = others.run(tasks.interrupted, "killed", timeout=3.0)
-        assert "rank 1 of process group '0' did not come" in first and second is None
-    first, second = two.run(tasks.late, 0.0, "exit", timeout=3.0)  # (the last test of this file: the rank is gone)
-    assert "RanksError" in first and "rank 1 of process group '0' did not come" in first and second is None
+    for task, *args in ((tasks.interrupted, "killed"), (tasks.late, 0.0, "exit")):
+        first, second = two.run(task, *args, timeout=3.0)
+        assert "RanksError" in first and "rank 1 of process group '0' did not come" in first and second == ENDED
