@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -80,29 +79,6 @@ def test_models(name: str, tmp_path: Path) -> None:
 
 
 # -- how it is called -----------------------------------------------------------------------------------
-class Nested(torch.nn.Module):
-    def forward(self, x: Tensor, pair: tuple[Tensor, dict[str, Tensor]], times: int, *, z: Tensor) -> dict[str, Any]:
-        a, more = pair
-        return {"sum": x + a, "list": [more["b"] * times, z.t()], "rows": x.shape[0]}
-
-
-def nested() -> tuple[tuple[Any, ...], dict[str, Tensor]]:
-    return (torch.randn(3, 4), (torch.randn(3, 4), {"b": torch.randn(2)}), 3), {"z": torch.randn(5, 6)}
-
-
-def test_trees_of_arguments_and_results(tmp_path: Path) -> None:
-    args, kwargs = nested()
-    path = reflib.aot_compile(Nested(), args, tmp_path / "n.reflib", "cpu", kwargs=kwargs)
-    f = reflib.load(path)
-    args, kwargs = nested()
-    got, want = f(*args, **kwargs), Nested()(*args, **kwargs)
-    assert got.keys() == want.keys() and got["rows"] == 3
-    close(got["sum"], want["sum"])
-    close(got["list"], want["list"])
-    with pytest.raises(ReflibError, match="structure"):
-        f(*args)
-    with pytest.raises(ReflibError, match="times: it was exported with 3, got 4"):
-        f(args[0], args[1], 4, **kwargs)
 
 
 def test_keywords_in_any_order_and_ints_in_their_range(tmp_path: Path) -> None:
@@ -122,23 +98,6 @@ def test_keywords_in_any_order_and_ints_in_their_range(tmp_path: Path) -> None:
     for k, says in ((9, "k: 9, which was exported for 0 to 8"), (-1, "argument k: -1"), (2.0, "expected an int")):
         with pytest.raises(ReflibError, match=says):
             f(x, k, a=a, b=b)
-
-
-def test_sizes_that_change(tmp_path: Path) -> None:
-    def f(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.softmax(x @ w, -1), x.sum(0)
-
-    n = Dim("n", min=2, max=100)
-    shapes = {"x": {0: n}, "w": None}
-    args = torch.randn(8, 16), torch.randn(16, 4)
-    g = reflib.load(reflib.aot_compile(f, args, tmp_path / "d.reflib", "cpu", dynamic_shapes=shapes))
-    for rows in (2, 5, 100):
-        x = torch.randn(rows, 16)
-        close(g(x, args[1]), f(x, args[1]))
-    with pytest.raises(ReflibError, match=r"101.* 2 to 100"):
-        g(torch.randn(101, 16), args[1])
-    with pytest.raises(ReflibError, match="size 17 in dimension 1"):
-        g(torch.randn(8, 17), args[1])
 
 
 @pytest.mark.parametrize("wrapper", ["python", "cpp", "package"])
@@ -168,23 +127,6 @@ def function(f: Any) -> torch.nn.Module:
             return f(x)
 
     return Calls()
-
-
-def test_buffers_that_it_writes_to(tmp_path: Path) -> None:
-    class Counts(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("n", torch.zeros(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.n.add_(1)
-            return x + self.n
-
-    path = reflib.aot_compile(Counts(), (torch.zeros(3),), tmp_path / "c.reflib", "cpu")
-    before = path.read_bytes()
-    f, g = reflib.load(path), reflib.load(path)
-    assert [f(torch.zeros(3))[0].item() for _ in range(3)] == [1, 2, 3]
-    assert g(torch.zeros(3))[0].item() == 1 and path.read_bytes() == before  # each has pages of its own
 
 
 def test_constants_ties_and_calls_of_aten(tmp_path: Path) -> None:
@@ -225,20 +167,6 @@ def test_the_model_is_not_kept(tmp_path: Path) -> None:
     gc.collect()
     assert weights() is None
     path.unlink()
-
-
-def test_many_at_once_and_threads(small: tuple[Any, Path]) -> None:
-    model, path = small
-    loaded = [reflib.load(path) for _ in range(4)]
-
-    def work(f: Any) -> None:
-        x = torch.randn(8, 24)
-        with torch.no_grad():
-            for _ in range(50):
-                close(f(x), model(x), rtol=0, atol=1e-5)
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, loaded * 2))
 
 
 LOADS = """

@@ -159,22 +159,6 @@ def test_the_same_contents_make_the_same_bytes(path: Path, tmp_path: Path) -> No
     assert again.read_bytes() == path.read_bytes()
 
 
-def test_another_process_makes_the_same_bytes(tmp_path: Path) -> None:
-    program = (
-        "import sys, torch; from reflib.package import archive, weights\n"
-        "t = torch.arange(40.)\n"
-        "of = {n: t[::2] for n in {'a', 'b', 'c'}} | {n: torch.ones(3) for n in {'p', 'q', 'r'}}\n"
-        "c, found, spans = weights.pack(of, dict.fromkeys(of, 'buffer'))\n"
-        "about = {k: 1 for k in {'p', 'q', 'r'}} | {'weights': str(found)}\n"
-        "archive.write(sys.argv[1], about, {'weights.safetensors': c} | {n: b'' for n in {'s', 't', 'u'}})\n"
-    )
-    for seed in ("1", "2"):
-        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
-        subprocess.run([sys.executable, "-c", program, str(tmp_path / seed)], env=env, cwd=tmp_path, check=True)
-    assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
-    assert bytes(tmp_path) not in (tmp_path / "1").read_bytes()
-
-
 @pytest.mark.parametrize("limit", [zipfile.ZIP64_LIMIT, 3000])
 def test_zip_tools_read_it(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with ZIP's fields of 64 bits, by a lower limit."""
@@ -332,14 +316,3 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
         with pytest.raises(PackageError, match=f"cannot write .*{match}"):
             archive.write(p, {}, {"a": b""})
     assert not list(tmp_path.iterdir()) and stat.S_ISCHR(os.stat("/dev/null").st_mode)
-
-
-def test_a_new_file_and_a_replaced_one(path: Path, tmp_path: Path) -> None:
-    old = os.umask(0o027)
-    try:
-        assert stat.S_IMODE(archive.write(tmp_path / "new", {}, {}).stat().st_mode) == 0o640
-    finally:
-        os.umask(old)
-    a = archive.open(path)
-    archive.write(path, {}, {"code/a.so": b"other"})  # what is mapped stays
-    assert a.view("code/a.so") == MEMBERS["code/a.so"] and archive.open(path).view("code/a.so") == b"other"

@@ -385,39 +385,6 @@ def test_the_folder(on_cpu: tuple[Path, Path], tmp_path: Path) -> None:
         export_cpp(package, project / "README.md")
 
 
-def test_a_folder_that_is_a_link(on_cpu: tuple[Path, Path], tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    for name, to in (("link", "real"), ("new", "not/yet"), ("round", "round")):
-        (tmp_path / name).symlink_to(to)
-    for _ in range(2):
-        assert export_cpp(on_cpu[0], tmp_path / "link") == tmp_path / "link"
-        assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / MARKER).is_file()
-    with pytest.raises(PackageError, match=r"no folder .*not to write yet into"):
-        export_cpp(on_cpu[0], tmp_path / "new")
-    with pytest.raises(PackageError, match=r"cannot write .*round: "):
-        export_cpp(on_cpu[0], tmp_path / "round")
-    (tmp_path / "not").mkdir()
-    export_cpp(on_cpu[0], tmp_path / "new")
-    assert (tmp_path / "new").is_symlink() and (tmp_path / "not" / "yet" / MARKER).is_file()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "new", "not", "real", "round"]
-
-
-def test_nothing_half_written(on_cpu: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    export_cpp(on_cpu[0], tmp_path / "p")
-    before = files(tmp_path / "p")
-    real = Path.write_bytes
-
-    def fails(self: Path, data: Any) -> int:
-        if self.name == "README.md":
-            raise OSError(28, "No space left on device")
-        return real(self, data)
-
-    monkeypatch.setattr(Path, "write_bytes", fails)
-    with pytest.raises(PackageError, match="No space left"):
-        export_cpp(on_cpu[0], tmp_path / "p")
-    assert files(tmp_path / "p") == before and len(list(tmp_path.iterdir())) == 1
-
-
 # -- what is refused ------------------------------------------------------------------------------------------
 def test_what_is_no_folder_and_no_variant(on_cpu: tuple[Path, Path], tmp_path: Path) -> None:
     for folder in (None, 3):

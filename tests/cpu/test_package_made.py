@@ -229,20 +229,6 @@ def test_what_is_no_path(path: Any) -> None:
         archive.write(path, {}, {})
 
 
-def test_a_link_stays_one(tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
-    link, real = tmp_path / "m.reflib", tmp_path / "there" / "real.reflib"
-    link.symlink_to(Path("there", "real.reflib"))
-    for text in (b"first", b"second"):  # to what is not there yet, and to what is
-        assert archive.write(link, {"n": 1}, {"a": text}) == link
-        assert link.is_symlink() and bytes(archive.open(real).view("a")) == text
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["m.reflib", "real.reflib", "there"]
-    astray = tmp_path / "astray.reflib"
-    astray.symlink_to(tmp_path / "nowhere" / "x.reflib")
-    with pytest.raises(PackageError, match=r"there is no folder .*nowhere"):
-        reflib.aot_compile(torch.sin, (torch.ones(3),), astray, "cpu")
-
-
 def test_the_disk_has_it_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     sync, replace = os.fsync, os.replace

@@ -119,13 +119,6 @@ def test_unload_waits_for_the_gpu(plain: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 # -- load's own arguments -------------------------------------------------------------------------------------
-def test_devices(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for wrong in (True, -1, 1.5, []):
-        with pytest.raises(PackageError, match=r"device=.* is no device: packages run on 'cpu' and 'cuda'"):
-            reflib.load(plain, device=wrong)  # type: ignore[arg-type]
-    with pytest.raises(PackageError, match="it holds code for cpu, none for a GPU"):
-        reflib.load(plain, device=0)
-    assert loading._wanted(3) == torch.device("cuda", 3)
 
 
 def test_paths(plain: Path) -> None:

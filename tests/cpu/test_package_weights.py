@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 import struct
-from pathlib import Path
 
 import pytest
 import safetensors
@@ -288,12 +286,3 @@ def test_a_view_at_any_address():
         found = weights.mapped(memoryview(buffer)[shift:], *described)
         assert_same(found, tensors)
         assert all(t.data_ptr() % 64 == 0 for t in found.values())
-
-
-def test_a_module_by_way_of_a_package(tmp_path: Path):
-    model = torch.nn.Sequential(torch.nn.Linear(10, 20), torch.nn.BatchNorm1d(20), torch.nn.Linear(20, 3)).eval()
-    chunks, described = pack(model.state_dict())
-    a = archive.open(archive.write(tmp_path / "m", {}, {"weights.safetensors": chunks}))
-    found = weights.mapped(a.view("weights.safetensors"), *described)
-    x = torch.rand(4, 10)
-    assert torch.equal(torch.func.functional_call(copy.deepcopy(model), found, (x,)), model(x))
