@@ -370,12 +370,6 @@ def test_an_aten_op_that_capture_would_take_apart(autotune: str) -> None:
     assert len(choices(backend.programs[0])) == (autotune == "blocking")
 
 
-def test_aten_mm() -> None:
-    register_custom_op_autotuning(torch.ops.aten.mm.default, configs=[lambda a, b: torch.mm(b.t(), a.t()).t()])
-    choice = check_all(lambda a, b: torch.mm(a, b).relu(), tensors()).choice
-    assert [a.name for a in choice.variants][-1] == "<lambda>" and choice.custom
-
-
 # -- conditions -------------------------------------------------------------------------------------
 def test_conditions_as_facts() -> None:
     a, b = sympy.symbols("a b", integer=True)

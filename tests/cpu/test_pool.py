@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from reflib.autotune.children import child_path, ending
+from reflib.autotune.children import child_path
 from reflib.autotune.pool import PRELOAD, Pool
 from tests import processes
 from tests.processes import soon
@@ -377,11 +377,3 @@ def test_the_zygote_is_safe_to_fork(fresh: Callable[..., Pool]) -> None:
     assert found["modules"] == there
     assert found["agrees"] and abs(found["sum"] - 512 * 512) < 16
     assert not found["bad_fork"]
-
-
-def test_how_a_process_ended_in_words() -> None:
-    assert ending(-11, "") == "segmentation fault (signal 11)"
-    assert ending(7, "one\n\ntwo\n") == "exit code 7; two"
-    frames = '  File "a.py", line 1 in f\n  File "b.py", line 2\n\nExtension modules: x\n'
-    dump = f"before\nFatal Python error: Aborted\n\nCurrent thread 0x1:\n{frames}"
-    assert ending(-6, dump) == 'aborted (signal 6); in File "a.py", line 1 in f; before'

@@ -302,30 +302,6 @@ def test_forks_while_threads_write(s: Store, caplog: pytest.LogCaptureFixture) -
     assert not warnings(caplog) and not damaged(s.folder)
 
 
-# -- imported tables --------------------------------------------------------------------------------
-def test_imported_entries_are_found_like_those_of_a_table(s: Store, folder: Path) -> None:
-    s.import_table(
-        Table(
-            (
-                Entry("*", "aten.mm.default", "x[32, 64] w[64, 8]", "anywhere"),
-                Entry("NVIDIA H200", "aten.mm", "x[32, 64] w[64, 8]", "half", dtypes="float16 float16"),
-                Entry("NVIDIA H200", "aten.mm", "x[s0, 64] w[64, 8]", ("a", "b")),
-            )
-        )
-    )
-    s = Store(folder)
-    sizes = "arg0_1[32, 64] arg1_1[64, 8]"
-    assert s.imported("NVIDIA H200", "aten.mm", sizes, "float16 float16") == "half"
-    assert s.imported("NVIDIA H200", "aten.mm", sizes, "float32 float32") == "anywhere"
-    assert s.imported("NVIDIA A100", "aten.mm", sizes) == "anywhere"
-    assert s.imported("nvidia  h200", "aten::mm", "y[s77, 64] z[64, 8]") == ("a", "b")
-    assert s.imported("NVIDIA H200", "aten.addmm", sizes) is None
-    assert s.imported("NVIDIA H200", "aten.mm", "no shapes") is None
-    assert len(s.imports().entries) == 3 and s.imports().entries[1].winner == "half"
-    s.import_table(Table((Entry("*", "aten.mm", "[32, 64] [64, 8]", "other"),)))
-    assert s.imported("cpu", "aten.mm", sizes) == "other" and len(s.imports().entries) == 3
-
-
 # -- keys -------------------------------------------------------------------------------------------
 def test_a_key_depends_on_the_text_the_switches_and_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     first = decision_key("text", "cpu")

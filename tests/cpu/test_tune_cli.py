@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from reflib import cli as command
 from reflib.autotune.circumstances import device_model, facts
-from reflib.autotune.store import Outcome, Store, store
+from reflib.autotune.store import Outcome, store
 from reflib.errors import ReflibError
 from reflib.ir.decision import Candidate, Key
 from reflib.tables import TableError, load_table
@@ -205,11 +205,3 @@ def test_a_cache_that_cannot_be_used_is_an_error_here(here: Path) -> None:
     for words in (["show"], ["export"], ["clear"]):
         with pytest.raises(ReflibError, match="cannot use the decisions"):
             tune(*words)
-
-
-def test_a_damaged_store_is_begun_anew() -> None:
-    decide("k")
-    store().path.write_bytes(b"nonsense" * 1000)
-    assert tune("show").stdout == "no decisions\n"
-    decide("k")
-    assert Store(store().folder).get("k") is not None
