@@ -1,4 +1,4 @@
-"""`lab.trade`, `lab.cut_picture`, `lab.peak_bytes` and `lab.counted`: memory of a training step, counted and drawn."""
+"""`lab.trade`, `lab.cut_picture` and `lab.counted`: memory of a training step, counted and drawn."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import torch
 
 from reflib import lab
 from reflib.errors import LabError
-from reflib.lab import peak_memory, rows, session
+from reflib.lab import rows, session
 from reflib.lab.rows import Row, Rows
 
 CPU = SimpleNamespace(device=torch.device("cpu"), machine=SimpleNamespace(name="a CPU"), versions={}, commit="")
@@ -16,18 +16,6 @@ CPU = SimpleNamespace(device=torch.device("cpu"), machine=SimpleNamespace(name="
 @pytest.fixture
 def here(monkeypatch):
     monkeypatch.setattr(session, "current", lambda: CPU)
-
-
-def test_the_peak_is_of_one_call(here):
-    def run():
-        a = torch.ones(1000)
-        b = a + 1
-        del a
-        return b * 2  # two tensors at a time, never three
-
-    run()
-    assert 8000 <= peak_memory.peak_bytes(run) < 8100  # and some numbers of single elements
-    assert peak_memory.peak_bytes(lambda: None) == 0
 
 
 def test_counted_rows_are_recorded(here, tmp_path, monkeypatch):
