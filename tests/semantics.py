@@ -252,22 +252,6 @@ def test_scalars_and_sizes_as_values(device: str) -> None:
 
 
 # -- calls of ATen ----------------------------------------------------------------------------------
-def test_while_loop(device: str) -> None:
-    from torch._higher_order_ops.while_loop import while_loop
-
-    def f(i: torch.Tensor, x: torch.Tensor) -> Any:
-        return while_loop(lambda i, x: i < 4, lambda i, x: (i + 1, x * 1.5), (i, x))
-
-    compare(f, torch.zeros((), dtype=torch.int64, device=device), randn(5, device=device))
-
-
-def test_map(device: str) -> None:
-    from torch._higher_order_ops.map import map as torch_map
-
-    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return torch_map(lambda a, b: (a * b).relu(), x, y) + 1
-
-    compare(f, randn(3, 5, device=device), randn(5, device=device))
 
 
 @pytest.mark.parametrize(
@@ -289,56 +273,7 @@ def test_random_numbers_are_eagers(device: str, fn: Callable[..., Any]) -> None:
     check(fn, compiled, randn(6, 7, device=device), reference=False, times=2)
 
 
-def test_dropout_backward_is_eagers(device: str) -> None:
-    def f(x: torch.Tensor) -> torch.Tensor:
-        return F.dropout(x * 2, 0.5).exp()
-
-    compiled = Compiled(f, fallback_random=True)
-    check(f, compiled, randn(8, 9, device=device, grad=True), backward=True, reference=False)
-
-
-def test_own_random_numbers(device: str) -> None:
-    """The same after the same seed, others at each call, and in the backward those of the forward."""
-    p = torch.full((40, 50), 0.3, device=device)
-
-    def f(x: torch.Tensor) -> Any:
-        return F.dropout(x * 2, 0.4), torch.rand_like(x), torch.randn(x.shape, device=x.device), torch.bernoulli(p)
-
-    x = randn(40, 50, device=device, grad=True)
-    compiled = Compiled(f, fallback_random=False)
-    torch.manual_seed(5)
-    first, second = compiled(x), compiled(x)
-    torch.manual_seed(5)
-    for a, b, c in zip(first, second, compiled(x), strict=True):
-        assert torch.equal(a, c) and not torch.equal(a, b)
-    assert [str(e.target) for e in compiled.externs] == ["aten.randint.low"]
-    first[0].sum().backward()
-    assert torch.equal(x.grad == 0, first[0] == 0) and 0.3 < (x.grad == 0).float().mean() < 0.5
-    assert torch.allclose(first[0], x * x.grad)
-
-
 # -- errors -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "fn",
-    [
-        lambda x, i: x[i],
-        lambda x, i: x.index_select(0, i) * 2,
-        lambda x, i: F.embedding(i, x).relu(),
-        lambda x, i: x.gather(0, i[:, None].expand(-1, 3)),
-    ],
-    ids=["index", "index_select", "embedding", "gather"],
-)
-def test_index_out_of_range(device: str, fn: Callable[..., Any]) -> None:
-    if device != "cpu":
-        pytest.skip("an assertion on the device ends the process")
-    compiled = Compiled(fn)
-    x = randn(4, 3, device=device)
-    check(fn, compiled, x, torch.tensor([0, 3, 1]))
-    for bad in (4, -5, 10**9):
-        with pytest.raises((IndexError, RuntimeError)) as e:
-            compiled(x, torch.tensor([0, bad, 1]))
-        assert isinstance(e.value, IndexError) or "index" in str(e.value)
-    check(fn, compiled, x, torch.tensor([0, 3, 1]))  # and goes on
 
 
 def test_bad_options_name_the_right_one() -> None:
@@ -386,21 +321,6 @@ def test_entry_point_by_name(device: str) -> None:
     f = torch.compile(lambda x: x.relu() + 1, backend="reflib", options={"verify": True})
     x = randn(4, device=device)
     torch.testing.assert_close(f(x), x.relu() + 1)
-
-
-def test_exported_program(device: str) -> None:
-    model = Net().to(device).eval()
-    want = copy.deepcopy(model)
-    batch = torch.export.Dim("batch", min=2, max=64)
-    program = torch.export.export(model, (randn(5, 6, device=device),), dynamic_shapes=({0: batch}, None)[:1])
-    f = reflib.compile(program, verify=True)
-    for n in (5, 9, 2):
-        x = randn(n, 6, device=device)
-        got, expected = f(x), want(x)
-        for k in expected:
-            torch.testing.assert_close(got[k], expected[k])
-    with pytest.raises(reflib.ReflibError):
-        f(randn(5, 6, device=device), 3, 4)
 
 
 def test_module_through_compile(device: str) -> None:
@@ -463,21 +383,3 @@ def test_training_loop(device: str) -> None:
 
     got, want = losses(Compiled(model), model.parameters()), losses(twin, twin.parameters())
     assert got == pytest.approx(want, rel=1e-4) and got[-1] < got[0]
-
-
-# -- fusion, as promised ----------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("name", "fn", "kernels"),
-    [
-        ("softmax", lambda x, w: torch.softmax(x, -1), 1),
-        ("layer_norm", lambda x, w: F.layer_norm(x, (64,), w, w), 1),
-        ("rms_norm", lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w, 1),
-        ("gelu(bias + x)", lambda x, w: F.gelu(x + w), 1),
-        ("chain", lambda x, w: ((x.sin() + w).relu() * 2).tanh(), 1),
-        ("siblings", lambda x, w: (x + 1, x * 2, x - w), 1),
-        ("views", lambda x, w: x.view(4, -1).t().contiguous().view(-1) + 1, 1),
-    ],
-)
-def test_kernels(device: str, name: str, fn: Callable[..., Any], kernels: int) -> None:
-    compiled = compare(fn, randn(32, 64, device=device), randn(64, device=device))
-    assert (compiled.kernels, len(compiled.externs)) == (kernels, 0)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._higher_order_ops import map as each
 from torch._higher_order_ops import scan, while_loop
 
 import reflib
@@ -206,7 +207,8 @@ def higher_order_ops(device: str, wrapper: str) -> None:
             return i + 1, torch.cond(x.sum() > i, lambda x: x.sin() + 1, lambda x: x.cos() * 2, (x,))
 
         y = while_loop(lambda i, x: i < 3, body, (x.new_zeros((), dtype=torch.int64), x))[1]
-        return scan(lambda c, v: (c + v, c * v), torch.zeros_like(x[0]), y)[1]
+        z = each(lambda a, b: (a * b).relu(), y, x.sum(0))
+        return scan(lambda c, v: (c + v, c * v), torch.zeros_like(x[0]), z)[1]
 
     c = compiled(f, wrapper, dynamic=True)
     for sign in (1, -1):

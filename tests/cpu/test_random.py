@@ -175,20 +175,6 @@ def test_forward_and_backward_agree(dynamic: bool) -> None:
             assert len(which.unique()) == 4
 
 
-def test_what_aten_draws_under_checkpoint_is_saved() -> None:
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(lambda x: F.dropout(x.sin(), 0.5) * x, x, use_reentrant=False)
-
-    x = torch.randn(30, 20, requires_grad=True)
-    compiled, found = Compiled(fn, fallback_random=True), []
-    for f in (fn, compiled):
-        torch.manual_seed(2)
-        y = f(x)
-        found.append((y, *torch.autograd.grad(y.sum(), x)))
-    for want, got in zip(*found, strict=True):
-        assert torch.allclose(want, got, atol=1e-6)
-
-
 def test_the_default_is_eagers_numbers_on_a_cpu_alone() -> None:
     fn = lambda x: F.dropout(x, 0.5)  # noqa: E731
     x = torch.randn(300)
@@ -219,13 +205,6 @@ def test_generators_edges_and_the_rest_are_left_to_aten() -> None:
         traced = make_fx(fn, tracing_mode="fake")(torch.rand(3))
         made = own_numbers(traced, Options(**OWN), True)
         assert any(n.target is aten.bernoulli.default for n in made.graph.nodes) == (generator is g)
-
-
-def test_only_a_gpus_numbers_are_ours_by_default() -> None:
-    traced = make_fx(lambda x: torch.rand_like(x), tracing_mode="fake")(torch.rand(3))
-    ours = [any(n.target is RANDOM for n in own_numbers(traced, o, True).graph.nodes) for o in
-            (Options(), Options(target="sm_90"), Options(fallback_random=True, target="sm_90"))]  # fmt: skip
-    assert ours == [False, True, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
