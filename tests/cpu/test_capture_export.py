@@ -87,22 +87,14 @@ def test_the_result_does_not_keep_the_module() -> None:
 
 
 # -- whole models -----------------------------------------------------------------------------------
-@pytest.mark.parametrize("device", [None, "cuda"], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.sample(3)
-def test_models(name: str, device: str | None) -> None:
-    torch.manual_seed(0)
+def test_models(name: str) -> None:
+    """(On a CPU: test_package.py.)"""
     make, inputs = MODELS[name]
-    model, args = make(), inputs()
-    e = export_for(model, args, device=device)
-    assert devices(e) == {CUDA if device else torch.device("cpu")}
-    program = lower(e.graph, Options(verify=True))
-    fuse(program, Options(), parse_target("sm_80" if device else "cpu"))
-    if device is None:
-        torch.manual_seed(1)
-        actual = run(e, *args)
-        torch.manual_seed(1)
-        torch.testing.assert_close(actual, [model(*args)])
+    e = export_for(make(), inputs(), device="cuda")
+    assert devices(e) == {CUDA}
+    fuse(lower(e.graph, Options(verify=True)), Options(), parse_target("sm_80"))
 
 
 # -- arguments --------------------------------------------------------------------------------------

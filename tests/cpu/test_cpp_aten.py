@@ -118,39 +118,6 @@ def test_way_and_numbers(name: str) -> None:
     same(f, *args)
 
 
-def test_symbolic_sizes() -> None:
-    def f(a: Tensor, b: Tensor) -> Any:
-        return a.t()[1:] @ b, a.cumsum(0)[: a.shape[0] // 2], a.topk(a.shape[1] - 1)[0]
-
-    same(f, rand(8, 5), rand(8, 3), dynamic=True)
-    g = reflib.compile(f, wrapper="cpp", dynamic=True)
-    for n, m in ((4, 3), (9, 6)):
-        a, b = rand(n, m), rand(n, 3)
-        torch.testing.assert_close(g(a, b), f(a, b))
-
-
-def test_sizes_known_after_the_call() -> None:
-    def f(a: Tensor) -> Any:
-        return a.nonzero() * 2, a.sum()
-
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        assert ways(f, X)["aten.nonzero"] == "dispatcher"
-        g = reflib.compile(f, wrapper="cpp")
-        for a in (X, torch.eye(8, 16), torch.zeros(8, 16)):
-            torch.testing.assert_close(g(a), f(a))
-
-
-def test_training() -> None:
-    model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(48, 2))
-    compiled, x = reflib.compile(model, wrapper="cpp"), rand(2, 2, 6, 6)
-    model(x).square().sum().backward()
-    want = [p.grad for p in model.parameters()]
-    for p in model.parameters():
-        p.grad = None
-    compiled(x).square().sum().backward()
-    torch.testing.assert_close([p.grad for p in model.parameters()], want)
-
-
 @pytest.mark.parametrize(
     "f, args",
     [

@@ -16,60 +16,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 import reflib
 from reflib.errors import ArgumentError
 from tests.exported_ways import WAYS, taken
-from tests.processes import true_in_a_fork
 
 
 class Scale(torch.nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x * 2 + y
-
-
-@pytest.fixture(params=["python", "cpp"])
-def wrapper(request):
-    return request.param
-
-
-def compiled(wrapper: str):
-    shapes = ({0: torch.export.Dim("n", min=4, max=100)}, None)
-    args = (torch.randn(4, 5), torch.randn(5))
-    return reflib.compile(torch.export.export(Scale(), args, dynamic_shapes=shapes), wrapper=wrapper)
-
-
-def test_sizes_within_the_range(wrapper):
-    f = compiled(wrapper)
-    for n in (4, 9, 100):
-        x, y = torch.randn(n, 5), torch.randn(5)
-        torch.testing.assert_close(f(x, y), x * 2 + y)
-
-
-@pytest.mark.parametrize(
-    ("x", "y", "says"),
-    [
-        (torch.randn(200, 5), torch.randn(5), "exported for 4 to 100"),
-        (torch.randn(2, 5), torch.randn(5), "exported for 4 to 100"),
-        (torch.randn(8, 6), torch.randn(5), "argument x: size 6 in dimension 1"),
-        (torch.randn(8, 5, 1), torch.randn(5), "argument x: ndim 3"),
-        (torch.ones(8, 5, dtype=torch.int64), torch.randn(5), "argument x: dtype torch.int64"),
-        (torch.randn(8, 5), 3.0, "argument y: expected a tensor"),
-    ],
-    ids=lambda v: v if isinstance(v, str) else "",
-)
-@pytest.mark.sample(3)
-def test_what_does_not_fit_is_refused(x, y, says, wrapper):
-    with pytest.raises(reflib.ReflibError, match=says):
-        compiled(wrapper)(x, y)
-
-
-def test_compiling_in_a_forked_child():
-    torch.set_num_threads(1)
-    f = torch.compile(lambda x: x + 1, backend="reflib")
-    f(torch.ones(3))
-
-    def another() -> bool:
-        return bool((torch.compile(lambda x: x.exp() + 1, backend="reflib")(torch.zeros(3)) == 2).all())
-
-    assert true_in_a_fork(another)
-    torch.set_num_threads(2)
 
 
 def test_options_are_refused_before_capture():

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import random
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from exported_cpp import build, command, run
 from fuse_cases import GPU, fused, kernels
 from interpreter import chosen, results
 
@@ -29,7 +25,6 @@ from reflib.ir.loops import Axis, BodyBuilder, LoopNest, Store
 from reflib.ir.printer import format_loop_nest
 from reflib.ir.program import Buffer, Program, full_view
 from reflib.ir.verify import verify
-from reflib.package.export_cpp import export_cpp
 from reflib.target import parse_target
 
 SMALL = replace(GPU, units=2)  # such kernels are made for 16,384 elements and 32 rows already
@@ -253,28 +248,6 @@ def test_the_kernel_fits_in_registers(fn: Any, vectors: int, columns: int) -> No
     (kernel,) = [k for k in e.kernels if "sum0 = sum0 +" in k.source]
     used = resources(compile_kernel(kernel, parse_target("sm_90")))
     assert used["registers"] <= 128 and used["stack"] == 0
-
-
-class Both(torch.nn.Module):
-    def forward(self, x: Any, w: Any, b: Any) -> Any:
-        return both(x, w, b)
-
-
-@triton
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-@pytest.mark.slow
-def test_in_a_package_for_c_plus_plus(tmp_path: Path) -> None:
-    """Built for a GPU without one, exported as a C++ program, launched against a stand-in for the driver."""
-    args = (torch.randn(20_000, 64), torch.randn(64), torch.randn(64))
-    package = reflib.aot_compile(Both(), args, tmp_path / "both.reflib", ["sm_90"])
-    export_cpp(package, tmp_path / "project")
-    build(tmp_path / "project")
-    source, log = Path(reflib.__file__).parent / "lab" / "stand_in_driver.c", tmp_path / "log"
-    command("g++", "-x", "c", "-w", "-shared", "-fPIC", source, "-o", tmp_path / "libcuda.so.1")
-    run(tmp_path / "project" / "build", [], {"STAND_IN_LOG": str(log), "LD_LIBRARY_PATH": str(tmp_path)})
-    found = [json.loads(line) for line in log.read_text().splitlines()]
-    grids = [f["grid"][0] for f in found if "launch" in f]
-    assert len(grids) == 2 and grids[0] == GPU.units
 
 
 def test_the_c_plus_plus_wrapper_launches_one_program_per_row_of_partial_sums() -> None:

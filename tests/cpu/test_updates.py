@@ -236,43 +236,6 @@ def test_refused(
     assert "updates a copy" in caplog.text and why in caplog.text
 
 
-def test_inputs_that_share_memory() -> None:
-    def fn(x: torch.Tensor, y: torch.Tensor, i: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        x.index_copy_(0, i, v)
-        return y * 2
-
-    compiled = reflib.compile(fn)
-    for share in (False, True, False):
-        x, theirs = X.clone(), X.clone()
-        y, other = (x[1:], theirs[1:]) if share else (X[1:].clone(), X[1:].clone())
-        torch.testing.assert_close(compiled(x, y, I, V), fn(theirs, other, I, V))
-        torch.testing.assert_close(x, theirs)
-
-
-def test_a_position_out_of_range_raises() -> None:
-    def fn(x: torch.Tensor, i: torch.Tensor, v: torch.Tensor) -> None:
-        x[i] = v
-
-    compiled = reflib.compile(fn)
-    x, theirs = X.clone(), X.clone()
-    compiled(x, I - 41, V)
-    fn(theirs, I - 41, V)
-    assert torch.equal(x, theirs)  # negative positions count from the end
-    with pytest.raises(Exception, match="index"):
-        compiled(x, I + 10, V)
-
-
-def test_deterministic_calls_aten() -> None:
-    def fn(x: torch.Tensor, i: torch.Tensor, v: torch.Tensor) -> None:
-        x.index_copy_(0, i, v)
-
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert calls(explained(fn, X, I, V), "index_copy")
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def test_dynamic_sizes_and_gradients() -> None:
     def fn(x: torch.Tensor, i: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         x = x * 2

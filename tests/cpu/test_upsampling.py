@@ -44,12 +44,7 @@ def test_one_dimension_and_three() -> None:
         assert not compiled.externs
 
 
-def test_unknown_positions_are_a_call() -> None:
-    def fn(x: torch.Tensor, i: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return x.index_put((i,), v, accumulate=True)
-
-    x, i, v = torch.randn(9, 3), torch.tensor([1, 1, 4]), torch.randn(3, 3)
-    assert [str(e.target) for e in compare(fn, x, i, v).externs] == ["aten.index_put.default"]
+def test_sizes_known_at_run_time() -> None:
     grow = torch.randn(2, 3, 5, 6).requires_grad_()
     compare(lambda x: F.interpolate(x, scale_factor=2, mode="nearest"), grow, backward=True, dynamic=True)
 
