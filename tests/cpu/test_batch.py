@@ -57,13 +57,17 @@ def folder_of(folder: Path, slug: str) -> Path:
 
 
 def test_a_kernel_that_dies_and_a_broken_notebook_leave_the_rest(tmp_path: Path) -> None:
-    root = checkout(tmp_path, dies="import os; os._exit(3)", fine="print(size)")
+    root = checkout(tmp_path, dies="import os; os._exit(3)", raises="1 / 0", fine="print(size)")
     notebook(root, "broken").write_text("{")
     before = {p: p.read_bytes() for p in (root / "notebooks").iterdir()}
     status, said = run(root, tmp_path / "out", workers=2, given={"size": "7"})
+    assert "notebook  device  seconds  status" in said
     found = results(tmp_path / "out")
     assert status == 1 and "2 at the same time" in said
-    assert {slug: r["status"] for slug, r in found.items()} == {"fine": "ok", "dies": "failed", "broken": "failed"}
+    assert {slug: r["status"] for slug, r in found.items()} == {
+        "fine": "ok", "dies": "failed", "raises": "failed", "broken": "failed",
+    }  # fmt: skip
+    assert found["raises"]["error"] == "ZeroDivisionError: division by zero" and "REFLIB_LAB_ROWS" not in os.environ
     assert "its kernel died" in found["dies"]["error"] and "it is not a notebook" in found["broken"]["error"]
     assert found["fine"]["rows"][0]["value"] == 14.0
     kept = folder_of(tmp_path / "out", "fine")

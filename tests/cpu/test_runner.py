@@ -16,7 +16,6 @@ import pytest
 from click.testing import CliRunner
 from nbformat.v4 import new_code_cell, new_notebook
 
-from reflib.batch import run as batch
 from reflib.cli import cli
 from reflib.errors import LabError
 from reflib.lab import durations, executing, machine, runner
@@ -71,24 +70,6 @@ def test_a_gpu_that_is_not_there_is_an_error(checkout: Path, monkeypatch: pytest
         result = CliRunner().invoke(cli, ["run", "--root", str(checkout), "--device", device])
         assert isinstance(result.exception, LabError) and device in str(result.exception)
     assert not (checkout / "runs").exists()
-
-
-def test_run_goes_on_after_a_failure(checkout: Path) -> None:
-    before = {p: p.read_bytes() for p in (checkout / "notebooks").iterdir()}
-    said: list[str] = []
-    out = checkout / "out"
-    status = batch.run(checkout, "cpu", given={"rows": "2"}, out=out, book=False, say=said.append)
-    assert status == 1
-    results = json.loads((out / "results.json").read_text())["results"]
-    assert [(r["notebook"], r["status"]) for r in results] == [("c", "ok"), ("a", "failed"), ("b", "ok")]
-    assert results[1]["error"] == "ZeroDivisionError: division by zero"
-    assert results[0]["rows"] == [{"case": "c", "metric": "rows", "value": 2}]
-    assert "cpu 2 1.0" in (out / "jobs" / results[0]["job"] / "log.txt").read_text()
-    assert nb.read(out / "jobs" / results[1]["job"] / "notebook.ipynb").cells  # the partial notebook is kept
-    table = "\n".join(said)
-    assert "notebook  device  seconds  status" in table and "failed" in table
-    assert {p: p.read_bytes() for p in (checkout / "notebooks").iterdir()} == before
-    assert "REFLIB_LAB_ROWS" not in os.environ
 
 
 def test_record_writes_outputs_stamp_and_rows(checkout: Path) -> None:

@@ -8,7 +8,6 @@ import json
 import math
 import random
 import shutil
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -295,20 +294,6 @@ def test_means_by_hand() -> None:
     assert means["cold compile"] == pytest.approx(3.0) and means["peak memory"] is None
     worst = report.summary(Rows(listed))["worst"]
     assert [(w["model"], w["over TorchInductor"]) for w in worst] == [("b", 1 / 6), ("c", 0.5), ("a", 2.0)]
-
-
-def test_means_of_random_times() -> None:
-    random.seed(4)
-    pairs = [(random.uniform(1, 100), random.uniform(1, 100)) for _ in range(random.randint(5, 30))]
-    listed = [
-        r for i, (a, b) in enumerate(pairs) for r in (row(f"m{i}", "TorchInductor", a), row(f"m{i}", "reflib", b))
-    ]
-    (found,) = report.classes(listed).values()
-    assert report.means(found)["over TorchInductor"] == pytest.approx(
-        statistics.geometric_mean(a / b for a, b in pairs)
-    )
-    speeds = [s.speed("TorchInductor") for s in found]
-    assert speeds == sorted(speeds, key=lambda x: x or 0)
 
 
 def test_a_partial_sweep_says_how_much_is_there() -> None:
