@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -104,21 +103,6 @@ def test_tuned_launches_are_right_and_no_slower(name: str) -> None:
     assert with_launches <= 1.03 * heuristic + 0.5
 
 
-def test_all_of_them_together() -> None:
-    """Prints what tuning brings."""
-    assert tuple(functions()) == NAMES
-    ratios = []
-    for name, (fn, args) in functions().items():
-        torch._dynamo.reset()
-        heuristic = microseconds(reflib.compile(fn, dynamic=False), *args)
-        torch._dynamo.reset()
-        ratios.append(heuristic / microseconds(reflib.compile(fn, autotune="blocking", dynamic=False), *args))
-        print(f"{name}: {ratios[-1]:.3f}x")
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    print(f"launches that were measured: {mean:.3f}x of the heuristics' speed")
-    assert mean >= 0.995
-
-
 def test_backward_of_a_norm() -> None:
     """Column sums in the kernel that reduces rows: which rows a partial sum has depends on the launch."""
     x, w = half(40000, 781).requires_grad_(), half(781).requires_grad_()
@@ -127,14 +111,6 @@ def test_backward_of_a_norm() -> None:
     found = [o for o, _ in store().decisions()]
     mixed = [o for o in found if str(o.rows[0].key).startswith("mixed")]
     assert mixed and all(r.status != "wrong" for o in mixed for r in o.rows), mixed
-
-
-def test_layers_are_measured_once() -> None:
-    def three(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
-        return x.softmax(-1), y.softmax(-1), z.softmax(-1)
-
-    e = reflib.explain(three, *(half(20000, 1000) for _ in range(3)), autotune="blocking")
-    assert sum("equal kernel" in d.reason for d in e.decisions) == 2 and len({d.config for d in e.decisions}) == 1
 
 
 def test_a_table_is_used_with_autotune_off(tmp_path: Path) -> None:

@@ -184,26 +184,6 @@ def test_split_repeats_bit_for_bit(name: str) -> None:
     assert not any(tensors[n].any() for n in case.zeros)
 
 
-@pytest.mark.parametrize("name", SPLIT + (["persistent"] if torch.cuda.is_available() and tma() else []))
-def test_two_streams_at_once(name: str) -> None:
-    """Each with a workspace of its own."""
-    case = large(name, F16)
-    kernel = case.kernel("product", arch())
-    binary = compile_kernel(kernel, device_target("cuda"))
-    mine = [to_gpu(case.tensors) for _ in range(2)]
-    launches = [launcher(case, kernel, binary, t) for t in mine]
-    launches[0]()
-    first = mine[0]["out"].clone()
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    for _ in range(100):
-        for s, launch in zip(streams, launches):
-            with torch.cuda.stream(s):
-                launch()
-    torch.cuda.synchronize()
-    assert all(torch.equal(t["out"], first) for t in mine)
-
-
 def test_epilogues_on_large_tiles() -> None:
     tiling = Tiling("tiled", 128, 256, 64, 8, 3)
     a, b, r = normal(512, 512, dtype=BF16), normal(512, 512, dtype=BF16, seed=1) / 16, normal(512, 512, dtype=BF16)

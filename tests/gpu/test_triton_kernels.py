@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 from checking import wrong_values
-from hand_loops import axis
 from triton_cases import (
     BF16,
     F32,
@@ -26,13 +25,7 @@ from triton_half_cases import HALF, half_case, half_problem
 
 import reflib
 from reflib.generate.compile_triton import compile_kernel
-from reflib.generate.triton import generate_triton
-from reflib.ir.expr import expr
-from reflib.ir.loops import BodyBuilder, LoopNest
 from reflib.ir.ops import OPS, cast
-from reflib.ir.program import Buffer
-from reflib.options import Options
-from reflib.schedule.heuristics import choose_configs
 from reflib.target import device_target
 from reflib.wrap.cuda_launch import load
 
@@ -171,38 +164,7 @@ def test_fallback_reads_misaligned_pointers(skew: int) -> None:
     assert torch.equal(out, -x)
 
 
-def test_more_than_2_31_elements() -> None:
-    n = 2**31 + 4096
-    if torch.cuda.mem_get_info()[0] < 2 * n + (1 << 30):
-        pytest.skip("not enough memory")
-    i = axis("i", n)
-    b = BodyBuilder()
-    b.store("x", i.var, b.op("add", b.load("x", i.var, torch.int8), b.const(1, torch.int8)))
-    part = LoopNest("add", (i,), tuple(b.body))
-    buffers = {"x": Buffer("x", torch.int8, torch.device("cuda"), (expr(n),), (expr(1),), "input")}
-    target = device_target("cuda")
-    config = choose_configs((part,), buffers, target, Options())[0].kernel.config
-    kernel = generate_triton("huge", (part,), config, buffers, target, ("x",))
-    x = torch.zeros(n, dtype=torch.int8, device="cuda")
-    launch(compile_kernel(kernel, target), kernel, {"x": x}, {})
-    assert int(x[:5].sum()) == 5 and int(x[-5000:].sum()) == 5000 and int(x.sum(dtype=torch.int64)) == n
-
-
 # -- the launcher -----------------------------------------------------------------------------------
-def test_launches_under_graph_capture_and_on_another_stream() -> None:
-    case = pointwise((4096,), {"x": (rand(4096), lambda i: i)}, lambda b, v: b.op("add", v, v))
-    target = device_target("cuda")
-    kernel = case.kernel("twice", target.arch)
-    tensors = on_gpu(case)
-    fn = load(compile_kernel(kernel, target), 0)
-    args = [tensors[b].data_ptr() for b, _ in kernel.buffers]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        fn(torch.cuda.current_stream().cuda_stream, int(kernel.grid), *args)
-    assert not tensors["out"].any()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(tensors["out"], 2 * tensors["x"])
 
 
 @pytest.mark.parametrize("shift,window,sides,channels", [(3, 7, 4, 192), (3, 7, 8, 96), (2, 5, 4, 96), (5, 12, 4, 48)])
