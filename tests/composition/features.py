@@ -18,6 +18,7 @@ import reflib
 from tests.checking import check
 from tests.composition.ops import SHIMS, calls_of_c, op_in_c
 from tests.composition.table import Tensor, compiled, compiled_program, count, feature, is_in, same, texts
+from tests.cpp_wrapping import python_op
 from tests.models import measured_peak, profiled_peak
 from tests.semantics import randn
 
@@ -328,8 +329,10 @@ def more_inputs_and_outputs_than_fit_on_the_stack(device: str, wrapper: str) -> 
 
 @feature
 def threads(device: str, wrapper: str) -> None:
+    op = python_op(lambda x: x * 2)
+
     def f(x: Tensor) -> Tensor:
-        return torch.softmax(x * 2, -1).sort(1).values @ x.t()
+        return torch.softmax(op(x), -1).sort(1).values @ x.t()
 
     c = compiled(f, wrapper)
     xs = [randn(16, 16, device=device) * i for i in range(1, 7)]

@@ -255,22 +255,6 @@ def test_auto_is_python_where_cpp_has_no_word_for_it(monkeypatch: Any) -> None:
 
 
 # -- threads ----------------------------------------------------------------------------------------
-def test_eight_threads_at_once() -> None:
-    op = python_op(lambda x: x * 2)
-    fn = lambda x: torch.softmax(op(x).sort(-1).values, -1) @ x.t()  # noqa: E731
-    xs = [torch.randn(16, 16) * i for i in range(1, 9)]
-    f = reflib.compile(fn, wrapper="cpp")
-    f(xs[0])
-
-    def work(x: Tensor) -> None:
-        want = fn(x)
-        for _ in range(50):
-            torch.testing.assert_close(f(x), want)
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, xs))
-
-
 def test_the_first_calls_come_at_once() -> None:
     """Loading happens once, whoever is first."""
     call = explained(affine, X, W).stages.call
