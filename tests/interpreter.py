@@ -7,10 +7,13 @@ import json
 import os
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 TESTS = Path(__file__).parent
 
@@ -23,6 +26,24 @@ def results(program: str, *cases: str) -> dict[str, Any]:
     done = subprocess.run([sys.executable, str(TESTS / program), *cases], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def answer(main: Callable[..., Any], *args: Any) -> None:
+    """Of such a program: prints what ``main`` returns. What the interpreter lacks is given to it first."""
+    assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
+    from reflib.lab.triton_child import complete_the_interpreter
+
+    complete_the_interpreter()
+    torch.set_num_threads(1)
+    print(json.dumps(main(*args)))
+
+
+def told(problem: Callable[..., str], *args: Any) -> str:
+    """What ``problem`` says, or the error that it raises."""
+    try:
+        return problem(*args)
+    except Exception as e:
+        return f"{type(e).__name__}: {e}\n{traceback.format_exc()[-1500:]}"
 
 
 def chosen(request: pytest.FixtureRequest) -> list[Any]:

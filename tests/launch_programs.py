@@ -9,11 +9,8 @@ millisecond each. Prints one JSON object: for each function, [names of the launc
 
 from __future__ import annotations
 
-import json
 import random
 import sys
-import tempfile
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "cpu"))
 from fuse_cases import lowered
+from interpreter import answer
 
 from reflib import target
 from reflib.autotune.launches import Offer, question_about
@@ -30,10 +28,10 @@ from reflib.autotune.subprogram import splice
 from reflib.capture import Graph
 from reflib.ir.interpret import interpret
 from reflib.ir.program import Program, kernel_variants
-from reflib.lab.triton_child import complete_the_interpreter
 from reflib.options import Options
 from reflib.pipeline import run
 from reflib.tuning import generated, offered
+from reflib.wrap.launch import launcher
 
 target.CUDA["sm_90"] = (227, 2, "Hopper")
 GPU = target.parse_target("sm_90")
@@ -70,26 +68,22 @@ def functions() -> dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]]:
     }  # fmt: skip
 
 
-def ran(program: Program, inputs: list[Any], folder: str) -> dict[str, Tensor]:
+def ran(program: Program, inputs: list[Any]) -> dict[str, Tensor]:
     """What is in the buffers after the program's kernels have run, each as its fast variant."""
     scheduled, kernels = generated(program, Options(), lambda device: GPU)
     have = dict(zip(program.inputs, inputs))
     for node in kernel_variants(scheduled.nodes):
         kernel = kernels[node.variants[0].kernel.name]
-        path = Path(folder, f"k{random.randrange(10**9)}.py")
-        path.write_text(kernel.source)
-        names: dict[str, Any] = {"__name__": path.stem}
-        exec(compile(kernel.source, str(path), "exec"), names)
         for b, dtype in kernel.buffers:
             if b not in have:
                 size, stride = ([int(e) for e in es] for es in (program.buffers[b].shape, program.buffers[b].strides))
                 have[b] = torch.empty_strided(size, stride, dtype=dtype).fill_(77)
         with np.errstate(all="ignore"):
-            names[kernel.name][(int(kernel.grid),)](*(have[b] for b, _ in kernel.buffers))
+            launcher(kernel)(None, int(kernel.grid), *(have[b].data_ptr() for b, _ in kernel.buffers))
     return have
 
 
-def wrong_with(program: Program, offer: Offer, rng: random.Random, folder: str) -> tuple[list[str], str]:
+def wrong_with(program: Program, offer: Offer, rng: random.Random) -> tuple[list[str], str]:
     q = question_about(program, offer, Options(), kept=True)
     alone = q.region.program
     inputs = [torch.randn([int(e) for e in alone.buffers[b].shape]) for b in alone.inputs]
@@ -100,7 +94,7 @@ def wrong_with(program: Program, offer: Offer, rng: random.Random, folder: str) 
     chosen = keys[: offer.few] + rng.sample(keys[offer.few :], min(MORE, len(keys) - offer.few))
     for key in chosen:
         copies = [t.clone() for t in inputs]
-        have = ran(splice(alone, q.choice, q.candidates[key]), copies, folder)
+        have = ran(splice(alone, q.choice, q.candidates[key]), copies)
         got = [*(have[v.buffer] for v in alone.outputs), *copies]
         for n, (a, b) in enumerate(zip(got, expected, strict=True)):
             if not torch.allclose(a, b, rtol=1e-4, atol=1e-4):
@@ -109,21 +103,16 @@ def wrong_with(program: Program, offer: Offer, rng: random.Random, folder: str) 
 
 
 def main() -> dict[str, tuple[list[str], str]]:
-    complete_the_interpreter()
     rng = random.Random(3)
     out: dict[str, tuple[list[str], str]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, (fn, args) in functions().items():
-            torch.manual_seed(0)
-            try:
-                graph = Graph(torch.fx.GraphModule({}, torch.fx.Graph()))
-                s = run(graph, Options(), "schedule", lowered(fn, args), lambda device: GPU)
-                found = [wrong_with(s.scheduled, o, rng, folder) for o in offered(s, s.scheduled)]
-                out[name] = [n for names, _ in found for n in names], "; ".join(text for _, text in found if text)
-            except Exception:
-                out[name] = [], "".join(traceback.format_exc().splitlines(True)[-5:])
+    for name, (fn, args) in functions().items():
+        torch.manual_seed(0)
+        graph = Graph(torch.fx.GraphModule({}, torch.fx.Graph()))
+        s = run(graph, Options(), "schedule", lowered(fn, args), lambda device: GPU)
+        found = [wrong_with(s.scheduled, o, rng) for o in offered(s, s.scheduled)]
+        out[name] = [n for names, _ in found for n in names], "; ".join(text for _, text in found if text)
     return out
 
 
 if __name__ == "__main__":
-    print(json.dumps(main()))
+    answer(main)

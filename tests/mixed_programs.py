@@ -10,20 +10,17 @@ Prints one JSON object: for each case, what is wrong with it, or nothing.
 
 from __future__ import annotations
 
-import json
 import random
 import sys
-import tempfile
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from interpreter import answer, told
 from triton_programs import Interpreted
 
 from reflib import target
-from reflib.lab.triton_child import complete_the_interpreter
 
 UNITS = 2
 target.CUDA["sm_90"] = (227, UNITS, "Hopper")
@@ -56,8 +53,8 @@ def cases() -> Iterator[tuple[str, Fn, tuple[int, ...], int, torch.dtype, bool]]
 class Watched(Interpreted):
     mixed = 0
 
-    def _kernel(self, kernel: Any, stages: Any) -> Any:
-        launch = super()._kernel(kernel, stages)
+    def _kernel(self, kernel: Any) -> Any:
+        launch = super()._kernel(kernel)
 
         def counted(*args: int) -> None:
             self.mixed += "sum0 = sum0 +" in kernel.source
@@ -68,21 +65,17 @@ class Watched(Interpreted):
 
 def problem(fn: Fn, shape: tuple[int, ...], vectors: int, dtype: torch.dtype, dynamic: bool, fallback: bool) -> str:
     torch._dynamo.reset()
-    with tempfile.TemporaryDirectory() as folder:
-        backend = Watched(folder, fallback)
-        compiled = torch.compile(fn, backend=backend, dynamic=None)
-        for rows in (shape[0], shape[0] * 2 + 1, 3, 1) if dynamic else shape[:1]:
-            torch.manual_seed(rows)
-            args = [
-                torch.randn(rows, *shape[1:]).to(dtype),
-                *(torch.randn(shape[-1]).to(dtype) for _ in range(vectors)),
-            ]
-            if dynamic and rows > 1:
-                torch._dynamo.mark_dynamic(args[0], 0)
-            before = backend.mixed
-            wrong = difference(fn, compiled, args)
-            if wrong or (backend.mixed == before and rows > 1):
-                return wrong or f"rows are not reduced where columns are summed, with {rows} rows"
+    backend = Watched(fallback)
+    compiled = torch.compile(fn, backend=backend, dynamic=None)
+    for rows in (shape[0], shape[0] * 2 + 1, 3, 1) if dynamic else shape[:1]:
+        torch.manual_seed(rows)
+        args = [torch.randn(rows, *shape[1:]).to(dtype), *(torch.randn(shape[-1]).to(dtype) for _ in range(vectors))]
+        if dynamic and rows > 1:
+            torch._dynamo.mark_dynamic(args[0], 0)
+        before = backend.mixed
+        wrong = difference(fn, compiled, args)
+        if wrong or (backend.mixed == before and rows > 1):
+            return wrong or f"rows are not reduced where columns are summed, with {rows} rows"
     return ""
 
 
@@ -107,20 +100,13 @@ def difference(fn: Fn, compiled: Fn, args: list[torch.Tensor]) -> str:
 
 
 def main(wanted: list[str]) -> dict[str, str]:
-    complete_the_interpreter()
-    out = {}
-    for name, *case in cases():
-        if wanted and name.partition(",")[0] not in wanted:
-            continue
-        for fallback in (False, True):
-            label = f"{name}{', misaligned' if fallback else ''}, {tuple(case[1])}"
-            try:
-                out[label] = problem(*case, fallback)
-            except Exception as e:
-                out[label] = f"{type(e).__name__}: {e}\n{traceback.format_exc()[-1500:]}"
-    return out
+    return {
+        f"{name}{', misaligned' if fallback else ''}, {tuple(case[1])}": told(problem, *case, fallback)
+        for name, *case in cases()
+        if not wanted or name.partition(",")[0] in wanted
+        for fallback in (False, True)
+    }
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print(json.dumps(main(sys.argv[1:])))
+    answer(main, sys.argv[1:])

@@ -8,32 +8,28 @@ Prints one JSON object: by kind, for each case, what is wrong with it, or nothin
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-import tempfile
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton_programs
+from interpreter import answer, told
 from one_pass_cases import sum_cases, variance_cases
 from triton_cases import Case
 from triton_interpreting import run
 
-from reflib.lab.triton_child import complete_the_interpreter
+
+def outputs(name: str, case: Case) -> dict[str, torch.Tensor]:
+    return run(re.sub(r"\W+", "_", name), case)
 
 
-def outputs(name: str, case: Case, folder: str) -> dict[str, torch.Tensor]:
-    return run(re.sub(r"\W+", "_", name), case, folder)
-
-
-def variance_problem(name: str, case: Case, folder: str) -> str:
+def variance_problem(name: str, case: Case) -> str:
     """Wrong: off by more than twice what Welford's recurrence along the rows is off by, in the kernel's dtype, and a
     rounding error of the input."""
-    got = outputs(name, case, folder)["out"].double()
+    got = outputs(name, case)["out"].double()
     x = case.tensors["x"] if "across=False" in name or "length" in name else case.tensors["x"].t()
     n = (x.shape[1] + 1) // 2 if "masked=True" in name else x.shape[1]
     x = x[:, :n].double()
@@ -57,9 +53,9 @@ def _welford(x: torch.Tensor) -> torch.Tensor:
     return m2
 
 
-def sum_problem(name: str, case: Case, folder: str) -> str:
+def sum_problem(name: str, case: Case) -> str:
     """Against the definition, as the IR's interpreter has it; not finite where that is not."""
-    got, want = outputs(name, case, folder), case.expected()
+    got, want = outputs(name, case), case.expected()
     wrong = []
     for b, w in want.items():
         g, w = got[b].double(), w.double()
@@ -112,10 +108,10 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dic
 }  # fmt: skip
 
 
-def program_problem(name: str, _: Any, folder: str) -> str:
+def program_problem(name: str, _: Any) -> str:
     name, dynamic = name.rsplit(", ", 1)
     fn, make, options = PROGRAMS[name]
-    backend = triton_programs.Interpreted(folder, False, **options)
+    backend = triton_programs.Interpreted(False, **options)
     torch._dynamo.reset()
     compiled = torch.compile(fn, backend=backend, dynamic=dynamic == "dynamic")
     torch.manual_seed(0)
@@ -134,22 +130,16 @@ KINDS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[..., str]]] = {
 
 
 def main(kinds: list[str], wanted: list[str]) -> dict[str, dict[str, str]]:
-    complete_the_interpreter()
-    found: dict[str, dict[str, str]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for kind in kinds:
-            cases, problem = KINDS[kind]
-            found[kind] = {}
-            for name, make in cases().items():
-                if wanted and not any(w in name for w in wanted):
-                    continue
-                try:
-                    found[kind][name] = problem(name, make(), folder)
-                except Exception as e:
-                    found[kind][name] = f"{type(e).__name__}: {e}\n" + traceback.format_exc()[-1500:]
-    return found
+    return {
+        kind: {
+            name: told(lambda name, make, problem=problem: problem(name, make()), name, make)
+            for name, make in cases().items()
+            if not wanted or any(w in name for w in wanted)
+        }
+        for kind, (cases, problem) in KINDS.items()
+        if kind in kinds
+    }
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print(json.dumps(main(sys.argv[1:2] or [*KINDS], sys.argv[2:])))
+    answer(main, sys.argv[1:2] or [*KINDS], sys.argv[2:])

@@ -4,44 +4,33 @@ Triton is imported.
     TRITON_INTERPRET=1 python tests/triton_interpreting.py [KIND [name ...]]
 
 Prints one JSON object: by kind (all of ``KINDS``, or the named one), for each case, what is wrong with it, or nothing.
-What the interpreter lacks (``reflib.lab.triton_child`` says what) is given to it first.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-import tempfile
-import traceback
 from typing import Any
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
+import matmul_cases
+import numpy as np
+import torch
+from interpreter import answer, told
+from triton.runtime import interpreter
+from triton_cases import Case, asserted_cases, kernel_cases, op_cases, reduce_cases
+from triton_half_cases import half_cases, half_problem
 
-import matmul_cases  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from triton.runtime import interpreter  # noqa: E402
-from triton_cases import Case, asserted_cases, kernel_cases, op_cases, reduce_cases  # noqa: E402
-from triton_half_cases import half_cases, half_problem  # noqa: E402
-
-from reflib.lab.triton_child import complete_the_interpreter  # noqa: E402
+from reflib.wrap.launch import launcher
 
 
-def run(name: str, case: Case, folder: str) -> dict[str, torch.Tensor]:
+def run(name: str, case: Case) -> dict[str, torch.Tensor]:
     """What the buffers hold after the kernel has run."""
     kernel = case.kernel(f"k_{name}")
-    path = os.path.join(folder, f"{name}.py")
-    with open(path, "w") as f:
-        f.write(kernel.source)
-    names: dict[str, Any] = {"__name__": f"kernel_{name}"}
-    exec(compile(kernel.source, path, "exec"), names)
     guards = {n: _guarded(t) for n, t in case.tensors.items()}
     after = {n: middle for n, (_, middle) in guards.items()}
     grid = int(kernel.grid.evaluate(case.sizes))
-    args = [after[b] for b, _ in kernel.buffers] + [case.sizes[s.name] for s in kernel.symbols]
+    args = [after[b].data_ptr() for b, _ in kernel.buffers] + [case.sizes[s.name] for s in kernel.symbols]
     with np.errstate(all="ignore"):
-        names[kernel.name][(grid,)](*args)
+        launcher(kernel)(None, grid, *args)
     for n, (whole, _) in guards.items():
         edge = torch.cat([whole[:GUARD], whole[-GUARD:]])
         assert bool((edge == 1).all()), f"wrote outside {n}"
@@ -105,33 +94,27 @@ KINDS = {
 }  # fmt: skip
 
 
-def wrong_with(kind: str, name: str, number: int, make: Any, folder: str) -> str:
-    try:
-        case = make()
-        if kind == "products":
-            return matmul_cases.problem(case, run(f"case{number}", case, folder))
-        got = run(name, case, folder)
-        return half_problem(name, case.tensors["x"], got["out"]) if kind == "half" else problem(name, case, got)
-    except Exception as e:
-        return f"{type(e).__name__}: {e}\n" + "".join(traceback.format_exc().splitlines(True)[-6:])
+def wrong_with(kind: str, name: str, number: int, make: Any) -> str:
+    case = make()
+    if kind == "products":
+        return matmul_cases.problem(case, run(f"case{number}", case))
+    got = run(name, case)
+    return half_problem(name, case.tensors["x"], got["out"]) if kind == "half" else problem(name, case, got)
 
 
 def main(kinds: list[str], wanted: list[str]) -> dict[str, dict[str, str]]:
-    complete_the_interpreter()
     if "asserted" in kinds:  # where kernels are compiled, ``compile_triton`` asks for it
         interpreter.interpreter_builder.options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
-    with tempfile.TemporaryDirectory() as folder:
-        return {
-            kind: {
-                name: wrong_with(kind, name, number, make, folder)
-                for number, (name, make) in enumerate(KINDS[kind]().items())
-                # (the interpreter cuts bfloat16 off instead of rounding)
-                if (not wanted or name in wanted) and not name.startswith("to_bf16")
-            }
-            for kind in kinds
+    return {
+        kind: {
+            name: told(wrong_with, kind, name, number, make)
+            for number, (name, make) in enumerate(KINDS[kind]().items())
+            # (the interpreter cuts bfloat16 off instead of rounding)
+            if (not wanted or name in wanted) and not name.startswith("to_bf16")
         }
+        for kind in kinds
+    }
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print(json.dumps(main(sys.argv[1:2] or [*KINDS], sys.argv[2:])))
+    answer(main, sys.argv[1:2] or [*KINDS], sys.argv[2:])

@@ -10,36 +10,29 @@ Prints one JSON object: for each program, what is wrong with it, or nothing.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import json
-import os
 import sys
-import tempfile
-import traceback
 from collections.abc import Callable
 from typing import Any
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
+import torch
+import torch.nn.functional as F
+from interpreter import answer, told
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-
-from reflib.capture import random  # noqa: E402, F401  (its op)
-from reflib.generate.kernel import Kernel  # noqa: E402
-from reflib.ir.program import kernel_nodes  # noqa: E402
-from reflib.lab.triton_child import complete_the_interpreter  # noqa: E402
-from reflib.options import Options  # noqa: E402
-from reflib.pipeline import Backend, Stages, run  # noqa: E402
-from reflib.wrap.python import PythonPrinter  # noqa: E402
-from reflib.wrap.runtime import namespace  # noqa: E402
+from reflib.capture import random  # noqa: F401  (its op)
+from reflib.generate.kernel import Kernel
+from reflib.options import Options
+from reflib.pipeline import Backend, run
+from reflib.wrap.launch import launcher
+from reflib.wrap.python import PythonPrinter
+from reflib.wrap.runtime import namespace
 
 
 class Interpreted(Backend):
     """Compiles for a GPU, runs in the interpreter. ``fallback``: every pointer is said to be misaligned."""
 
-    def __init__(self, folder: str, fallback: bool, **options: Any):
+    def __init__(self, fallback: bool, **options: Any):
         super().__init__(Options(target="sm_90", verify=True, **options))
-        self.folder, self.fallback, self.launched = folder, fallback, 0
+        self.fallback, self.launched = fallback, 0
         self.words = torch.zeros(0, dtype=torch.int32)
 
     def _compile(self, graph: Any, inputs: Any) -> Callable[[list], Any]:
@@ -54,7 +47,7 @@ class Interpreted(Backend):
             "alloc_cuda": _poisoned, "device_guard": lambda i: contextlib.nullcontext(), "current_stream": lambda i: 0,
             "zeros": self._zeros,
         }  # fmt: skip
-        scope |= {k.name: self._kernel(k, stages) for k in stages.kernels.values()}
+        scope |= {k.name: self._kernel(k) for k in stages.kernels.values() if k.grid != 0}
         exec(compile(source, "<wrapper>", "exec"), scope)
         return scope["call"]
 
@@ -65,46 +58,14 @@ class Interpreted(Backend):
         assert not self.words.any(), "a kernel did not leave its counters zero"
         return self.words
 
-    def _kernel(self, kernel: Kernel, stages: Stages) -> Callable[..., None]:
-        path = os.path.join(self.folder, f"{kernel.name}_{id(kernel)}.py")
-        with open(path, "w") as f:
-            f.write(kernel.source)
-        names: dict[str, Any] = {"__name__": kernel.name}
-        if kernel.grid != 0:
-            exec(compile(kernel.source, path, "exec"), names)
-        assert stages.scheduled is not None
-        space = {b.name: b for k in kernel_nodes(stages.scheduled.nodes) for b in k.workspace}
-        buffers = stages.scheduled.buffers | space
+    def _kernel(self, kernel: Kernel) -> Callable[..., None]:
+        launch = launcher(kernel)
 
-        def launch(stream: int, grid: int, *args: int) -> None:
-            sizes = {s.name: v for s, v in zip(kernel.symbols, args[len(kernel.buffers) :], strict=True)}
-            pointers = [
-                _at(p, dtype, int(buffers[name].extent.evaluate(_Any(sizes))))
-                for (name, dtype), p in zip(kernel.buffers, args, strict=False)
-            ]
+        def counted(*args: int) -> None:
             self.launched += 1
-            if grid > 0:
-                names[kernel.name][(grid,)](*pointers, *sizes.values())
+            launch(*args)
 
-        return launch
-
-
-class _Any(dict):
-    """Sizes a kernel was not given do not matter to it: its buffers are only looked at where it reaches."""
-
-    def __contains__(self, key: object) -> bool:
-        return True
-
-    def __missing__(self, key: Any) -> int:
-        return self.get(getattr(key, "name", key), 1 << 12)
-
-
-def _at(pointer: int, dtype: torch.dtype, count: int) -> torch.Tensor:
-    """Borrowed memory, as a tensor."""
-    if not count:
-        return torch.empty(0, dtype=dtype)
-    raw = (ctypes.c_char * (count * dtype.itemsize)).from_address(pointer)
-    return torch.frombuffer(raw, dtype=dtype)
+        return counted
 
 
 def _poisoned(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -290,9 +251,9 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dic
 }  # fmt: skip
 
 
-def problem(name: str, folder: str, fallback: bool, dynamic: bool) -> str:
+def problem(name: str, fallback: bool, dynamic: bool) -> str:
     fn, make, options = PROGRAMS[name]
-    backend = Interpreted(folder, fallback, **options)
+    backend = Interpreted(fallback, **options)
     torch._dynamo.reset()
     compiled = torch.compile(fn, backend=backend, dynamic=dynamic)
     torch.manual_seed(0)
@@ -331,20 +292,15 @@ def differences(fn: Callable[..., Any], compiled: Callable[..., Any], args: tupl
 
 
 def main(wanted: list[str]) -> dict[str, str]:
-    complete_the_interpreter()
-    results = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in wanted or list(PROGRAMS):
-            for fallback in (False, True):
-                for dynamic in (False, True):
-                    label = f"{name}, {'fallback' if fallback else 'fast'}, {'dynamic' if dynamic else 'static'}"
-                    try:
-                        results[label] = problem(name, folder, fallback, dynamic)
-                    except Exception as e:
-                        results[label] = f"{type(e).__name__}: {e}\n" + "".join(traceback.format_exc()[-1500:])
-    return results
+    return {
+        f"{name}, {'fallback' if fallback else 'fast'}, {'dynamic' if dynamic else 'static'}": told(
+            problem, name, fallback, dynamic
+        )
+        for name in wanted or list(PROGRAMS)
+        for fallback in (False, True)
+        for dynamic in (False, True)
+    }
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print(json.dumps(main(sys.argv[1:])))
+    answer(main, sys.argv[1:])
