@@ -11,7 +11,7 @@ values, a stream, bytes of dynamic shared memory, the address of scratch memory 
 attribute for kernels that may start early (programmatic dependent launch). ``facts`` has all of it but the grid, the
 arguments and the stream. Three callers pass these on: Python wrappers call ``load``'s result, C++ wrappers launch from
 C (``host_graph.c``), exported programs without Python (``package/cpp/gpu.cpp``). All three end in ``cuda_driver.h``,
-which declares the driver's functions by hand; ``host.c`` has the Python callable, ``native_ctypes`` the one for
+which declares the driver's functions by hand; ``host.c`` has the Python callable, ``host_ctypes`` the one for
 machines without a C compiler. ``REFLIB_LIBCUDA`` names another driver library (tests use a stand-in).
 """
 

@@ -2,10 +2,10 @@
 writes to the buffers and arguments that the model mutates.
 
 The fast path is for a graph that checks its arguments itself, as a C++ wrapper does (sizes, and what was assumed of
-them, included). ``host.entry`` calls it from C; where arguments are not all positional, or results are not simply
-returned, a printed Python function (``structure.py``) runs before and after. A call that either of them rejects falls
-back to the slow path, which revalidates every argument in Python: it raises a precise error, or copies tensors that
-only have other strides.
+them, included), and needs the C extension. ``host.entry`` calls it from C; where arguments are not all positional, or
+results are not simply returned, a printed Python function (``structure.py``) runs before and after. A call that either
+of them rejects falls back to the slow path, which revalidates every argument in Python: it raises a precise error, or
+copies tensors that only have other strides.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from ..errors import ReflibError
 from ..ir.expr import Expr, Sym, expr
 from ..ir.program import Program
-from . import structure
+from . import host, structure
 from .convention import WEIGHTS, Argument, Convention, Expected, Source, expect_told, sources
 
 
@@ -67,16 +67,14 @@ class ExportedCallable:
         c = self.convention
         now: Callable[..., Any] = self._slow
         after = self._given == list(range(len(c.inputs) - len(self._given), len(c.inputs)))  # the weights
-        if after and getattr(self._call, "checks_inputs", False):
+        if after and getattr(self._call, "checks_inputs", False) and host.has_entries():
             now = self._fast(self._call.load())
         self.__call__ = now
         return now
 
     # -- the fast path ------------------------------------------------------------------------------
     def _fast(self, graph: Callable[[list], tuple]) -> Callable[..., Any]:
-        from .host import entry
-
-        c = self.convention
+        c, entry = self.convention, host.entry
         head = [self._weights[name] for name in c.inputs if name]
         kinds = "".join(map(_kind, c.arguments)).encode()
         positional = c.in_spec == pytree.tree_structure((tuple(kinds), {})) and b"-" not in kinds
@@ -239,9 +237,7 @@ def _fitting(argument: Argument, got: Any) -> Any:
         value = argument.value
         nan = value != value and got != got
         if type(got) is not type(value) or not (nan or got == value):
-            from .host import described
-
-            came = f"a tensor, {described(got)}" if isinstance(got, torch.Tensor) else f"{got!r:.80}"
+            came = f"a tensor, {host.described(got)}" if isinstance(got, torch.Tensor) else f"{got!r:.80}"
             raise ReflibError(f"{name}: it was exported with {value!r}, got {came}")
         return got
     if not isinstance(got, torch.Tensor):

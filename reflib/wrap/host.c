@@ -1,6 +1,6 @@
 /* reflib's C extension: kernels as Python callables of ints (this file), and C++ wrappers as Python callables of
    tensors (host_graph.c). One module, compiled once per machine and version of Python; ctypes versions of the same
-   callables (native_ctypes.py, host_ctypes.py) serve machines without a C compiler.
+   callables (host_ctypes.py) serve machines without a C compiler.
 
    What a launch takes: the kernel's handle (an image is loaded at the first launch), a grid, the arguments as 64-bit
    values, the stream, bytes of dynamic shared memory (above 48 KiB an attribute of the kernel), Triton's two hidden

@@ -3,9 +3,9 @@
 The C extension (``host.c``, with ``host_graph.c`` and ``host_entry.c``) makes the calls; it needs Python's headers and
 no others. PyTorch's functions are found by name in the libraries that torch has loaded.
 
-Without Python.h or a C compiler, ``host_ctypes.py`` takes the extension's place (a package is loaded so, for example);
-where this torch or Python lays out its objects in an unknown way, torch's own functions make handles. Without a C++
-compiler, or with an older torch, ``why_not`` says so, and wrappers are in Python.
+Without Python.h or a C compiler (a package is loaded so, for example), and where this torch or Python lays out its
+objects in an unknown way, ``host_ctypes.py`` takes the extension's place. Without a C++ compiler, or with an older
+torch, ``why_not`` says so, and wrappers are in Python.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from .. import cache, toolchain
 from ..errors import ArgumentError, DeviceError, IndexOutOfRange, ReflibError, ToolchainError
-from . import native, native_ctypes
+from . import native
 from .native import once
 
 HERE = Path(__file__).parent
@@ -97,28 +97,26 @@ def _loaded(path: str) -> ctypes.CDLL | None:
 
 @once
 def extension() -> Any:
-    """The extension, told what all graphs share; ``host_ctypes`` where it cannot be built."""
-    module = native.extension()
-    if module is native_ctypes:
-        from . import host_ctypes
+    """The extension, told what all graphs share; ``host_ctypes`` where there is none that suits this torch."""
+    from . import host_ctypes
 
+    module = native.extension()
+    if module is host_ctypes or not _layout_is_known() or not address(WRAP):
         return host_ctypes
-    aoti = torch._C._aoti
-    known = _layout_is_known(module)
     module.setup(
-        torch.Tensor, tuple(address(n) for n, _ in FUNCTIONS), address(WRAP) if known else 0, ERRORS,
-        described, None if known else aoti.unsafe_alloc_void_ptrs_from_tensors,
-        aoti.alloc_tensors_by_stealing_from_void_ptrs,
+        torch.Tensor, torch.nn.Parameter, tuple(address(n) for n, _ in FUNCTIONS), _entry_functions(), address(WRAP),
+        ERRORS, described,
     )  # fmt: skip
-    if _entry_functions():
-        module.setup_entry(torch.nn.Parameter, _entry_functions())
     return module
 
 
-def _layout_is_known(module: Any) -> bool:
+def _layout_is_known() -> bool:
     """Is a tensor's at::Tensor right behind its object's head? ``_cdata`` is what an at::Tensor holds."""
-    plain, parameter = torch.empty(1), torch.nn.Parameter(torch.empty(1))
-    return all(module.is_at(t, t._cdata) for t in (plain, parameter, plain.view(1)))
+    head, plain = object.__basicsize__, torch.empty(1)
+    return all(
+        type(t).__basicsize__ >= head + 8 and ctypes.c_uint64.from_address(id(t) + head).value == t._cdata
+        for t in (plain, torch.nn.Parameter(plain), plain.view(1))
+    )
 
 
 @functools.cache
@@ -218,26 +216,27 @@ def entry(
     one: bool,
     slow: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """The callable of a compiled program: passes its positional arguments to ``graph``, after ``head``. Gradients and
-    autocast are off meanwhile.
+    """The callable of a compiled program, if ``has_entries``: passes its positional arguments to ``graph``, after
+    ``head``. Gradients and autocast are off meanwhile.
 
     kinds: a letter per argument: t, a plain tensor; i, an int; -, one that the graph does not read. one: the result is
     the graph's only output, not the tuple. slow: the fallback for all other calls, and for arguments that the graph
     rejects.
     """
-    module = extension()
-    if not _entry_functions():  # this torch lacks some that C needs
-        from . import host_ctypes as module
-    return module.entry(graph, tuple(head), kinds, one, slow)
+    return extension().entry(graph, tuple(head), kinds, one, slow)
+
+
+def has_entries() -> bool:
+    """Is there the extension, and all that ``entry`` needs of this torch?"""
+    return hasattr(extension(), "entry") and bool(_entry_functions())
 
 
 def checks() -> Callable[[Sequence[Any], bytes, tuple], bool] | None:
-    """``usual`` of host_entry.c, if there is the extension: is every tensor among the arguments plain memory, and none
+    """``usual`` of host_entry.c, if ``has_entries``: is every tensor among the arguments plain memory, and none
     in the memory of one that is written to? A letter per argument: w, written to; r, read; -, whatever it is. The
     tuple: empty, or for each argument None or the sizes and strides it must have, -1 for any; such a one is not empty.
     """
-    found = getattr(extension(), "usual", None)
-    return found if _entry_functions() else None
+    return extension().usual if has_entries() else None
 
 
 def functions_of(text: str, names: Mapping[str, Any], wanted: Sequence[str]) -> list[Callable[..., tuple]]:

@@ -1,27 +1,139 @@
-"""``host_graph.c`` and ``host_entry.c`` in ctypes, where no C extension can be built: the same callables, several times
-slower. Kernels are launched by ``native_ctypes``.
+"""The C extension (``host.c``, ``host_graph.c``) in ctypes, where it cannot be built or torch lays out tensors in an
+unknown way: the same callables, several times slower.
 
 Structures are those of ``host.h``. Every input gets a new handle from torch's own functions, freed after the call, so
-nothing is assumed of how a tensor lies in memory.
+nothing is assumed of how a tensor lies in memory. (``host_entry.c`` has no counterpart: compiled programs take their
+slow path.)
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from ctypes import CFUNCTYPE, POINTER, PYFUNCTYPE, c_char_p, c_double, c_int32, c_int64, c_uint32, c_void_p, py_object
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    PYFUNCTYPE,
+    byref,
+    c_char_p,
+    c_double,
+    c_int,
+    c_int32,
+    c_int64,
+    c_uint,
+    c_uint32,
+    c_void_p,
+    py_object,
+)
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from ..errors import ArgumentError
+from ..errors import DeviceError
 from .host import ERRORS, FUNCTIONS, OUT_OF_MEMORY, address, described
-from .native_ctypes import launcher
-from .structure import allocated, has_memory
 
+# -- host.c: kernels called from Python -----------------------------------------------------------------
+_path = "libcuda.so.1"
+
+
+def driver(path: str, error: type[Exception]) -> None:
+    """The driver library to open when the first kernel is loaded."""
+    global _path
+    _path = path
+
+
+def function(address: int, nargs: int, owner: Any) -> Callable[..., int]:
+    """The C function ``int f(const int64_t *arguments)`` as a callable of ``nargs`` ints. ``owner`` is kept alive."""
+    array, entry = c_int64 * nargs, ctypes.CFUNCTYPE(c_int, c_void_p)(address)
+
+    def call(*args: int) -> int:
+        if len(args) != nargs:
+            raise TypeError(f"this kernel takes {nargs} arguments, all by position; got {len(args)}")
+        return entry(array(*args))
+
+    call.owner = owner  # type: ignore[attr-defined]
+    return call
+
+
+@functools.cache
+def _cuda(path: str) -> Any:
+    try:
+        cuda = ctypes.CDLL(path)
+    except OSError as e:
+        raise DeviceError(f"cannot load the CUDA driver: {e}") from e
+    if cuda.cuInit(0):
+        raise DeviceError("the CUDA driver finds no usable GPU (cuInit failed)")
+    return cuda
+
+
+class launcher:  # (named as in the extension)
+    """A GPU kernel: called with a stream, a grid and ``nargs`` ints. ``facts``: see ``cuda_launch.facts``. It is loaded
+    at the first launch; now, if the facts name a device."""
+
+    def __init__(self, name: str, facts: tuple[bytes, str, int, int, int, int], nargs: int):
+        self.name, self.nargs = name, nargs
+        self.image, self.entry, self.shared, self.threads, _, self.device = facts
+        self.function: int | None = None
+        if self.device >= 0:
+            self.load()
+
+    def __call__(self, stream: int, grid: int, *args: int) -> None:
+        if len(args) != self.nargs:
+            raise TypeError(f"kernel {self.name} takes a stream, a grid and {self.nargs} arguments, by position")
+        if grid > 0:
+            if self.function is None:
+                self.load()
+            values = [c_int64(a - 2**64 if a >= 2**63 else a) for a in (*args, 0, 0)]
+            self.start(stream, grid, (c_void_p * len(values))(*map(ctypes.addressof, values)))
+
+    def start(self, stream: int | None, grid: int, params: Any) -> None:
+        """Launch with an array of the arguments' addresses. (Never early: that the kernel waits for the previous one is
+        merely superfluous then.)"""
+        x, y, z = grid, 1, 1
+        if grid >> 62:
+            x, y, z = grid & (2**31 - 1), 1 + (grid >> 31 & 0xFFFF), 1 + (grid >> 47 & 0x7FFF)
+        if x > 2**31 - 1 - (grid >> 62) or y > 65535 or z > 32767:
+            raise DeviceError(
+                f"cannot launch kernel {self.name}: a grid of too many programs; the limit is 2^31 - 1, and 65535 and "
+                "32767 along y and z"
+            )
+        one = c_uint(1)
+        self._check("launch", _cuda(_path).cuLaunchKernel(
+            c_void_p(self.function), c_uint(x), c_uint(y), c_uint(z), c_uint(self.threads), one, one,
+            c_uint(self.shared), c_void_p(stream), params, None,
+        ))  # fmt: skip
+
+    def load(self) -> None:
+        cuda, before, module, found = _cuda(_path), c_void_p(), c_void_p(), c_void_p()
+        self._check("load", cuda.cuCtxGetCurrent(byref(before)))
+        entered = self.device >= 0 or not before.value
+        if entered:
+            handle, context = c_int(), c_void_p()
+            self._check("load", cuda.cuDeviceGet(byref(handle), max(self.device, 0)))
+            self._check("load", cuda.cuDevicePrimaryCtxRetain(byref(context), handle))
+            self._check("load", cuda.cuCtxSetCurrent(context))
+        self._check("load", cuda.cuModuleLoadData(byref(module), self.image))
+        self._check("load", cuda.cuModuleGetFunction(byref(found), module, self.entry.encode()))
+        if self.shared > 48 * 1024:
+            self._check("load", cuda.cuFuncSetAttribute(found, 8, self.shared))
+        if entered and before.value:
+            cuda.cuCtxSetCurrent(before)
+        self.function = found.value
+
+    def _check(self, doing: str, result: int) -> None:
+        if result:
+            text, name = c_char_p(), c_char_p()
+            _cuda(_path).cuGetErrorString(result, byref(text))
+            _cuda(_path).cuGetErrorName(result, byref(name))
+            message, code = (text.value or b"unknown error").decode(), (name.value or b"?").decode()
+            raise DeviceError(f"cannot {doing} kernel {self.name}: {message} ({code}, CUDA error {result})")
+
+
+# -- host_graph.c: C++ wrappers ---------------------------------------------------------------------------
 NONE, TENSOR, INT, FLOAT, OBJECT, BOOL = range(6)  # VALUE_...
 TORCH, DRIVER, INDEX, ARGUMENT, PYTHON, WRAPPER = range(1, 7)  # FAILED_...
 
@@ -200,39 +312,3 @@ class graph:  # (named as in the extension)
     def _drop(self, call: Any, i: int) -> None:
         _delete(call.values[i].bits)
         call.values[i].kind, call.owned[i] = NONE, None
-
-
-# -- calling a compiled program -----------------------------------------------------------------------
-def entry(
-    graph: Callable[[list], tuple], head: Sequence[torch.Tensor], kinds: bytes, one: bool, slow: Callable[..., Any]
-) -> Callable[..., Any]:
-    """See ``host.entry``."""
-    fits = {ord("t"): _is_plain, ord("i"): lambda x: type(x) is int, ord("-"): lambda x: True}
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not kwargs and len(args) == len(kinds) and all(fits[kind](x) for kind, x in zip(kinds, args)):
-            try:
-                with torch.no_grad(), torch._C._DisableAutocast():
-                    results = graph([*head, *args])
-                return results[0] if one else results
-            except ArgumentError as e:
-                if _inside(e):
-                    raise
-        return slow(*args, **kwargs)
-
-    return call
-
-
-def _is_plain(t: Any) -> bool:
-    """An ordinary strided tensor with memory of its own."""
-    known = type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided and not t.is_neg()
-    return known and has_memory(t) and allocated(t)
-
-
-def _inside(e: BaseException) -> bool:
-    """Was it raised by something that the graph called, rather than by the graph's own check of its arguments?"""
-    tb = e.__traceback__
-    while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
-        tb = tb.tb_next
-    return tb is not None
-

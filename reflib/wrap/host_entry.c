@@ -94,12 +94,8 @@ static int is_readable(Handle h, Extent *e) {
    checks everything else. */
 static int is_plain(PyObject *o) {
     if (Py_TYPE(o) != tensor_type && Py_TYPE(o) != parameter_type) return 0;
-    Handle h;
     Extent e;
-    if (borrow(o, &h)) return PyErr_Clear(), 0;
-    int plain = is_readable(h, &e);
-    unborrow(h);
-    return plain;
+    return is_readable(borrow(o), &e);
 }
 
 /* -- is it plain memory, which nothing else writes to? ------------------------------------------------------------- */
@@ -150,18 +146,13 @@ static PyObject *usual(PyObject *module, PyObject *const *given, Py_ssize_t coun
     if (writes && n > SOME_EXTENTS && !(all = PyMem_Malloc(n * sizeof *all))) return PyErr_NoMemory();
     for (Py_ssize_t i = 0; good && i < n; ++i) {
         PyObject *o = PySequence_Fast_GET_ITEM(given[0], i);
-        Handle h;
         if (kinds[i] == '-' || !PyObject_TypeCheck(o, tensor_type)) continue;
-        if (borrow(o, &h)) {
-            PyErr_Clear(), good = 0;
-            break;
-        }
+        Handle h = borrow(o);
         Extent *e = &all[writes ? found++ : 0];
         good = is_readable(h, e);
         e->written = kinds[i] == 'w';
         PyObject *wanted = layouts ? PyTuple_GET_ITEM(given[2], i) : Py_None;
         if (good && wanted != Py_None) good = is_laid_out(h, wanted);
-        unborrow(h);
     }
     if (good && writes) good = !overlap(all, found);
     if (all != some) PyMem_Free(all);
@@ -234,7 +225,7 @@ static PyObject *make_entry(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O!O!SpO", graph_type, &graph, &PyTuple_Type, &head, &kinds, &one, &slow)) return NULL;
     const Graph *g = (Graph *)graph;
     Py_ssize_t count = PyBytes_GET_SIZE(kinds);
-    if (!eager.is_neg) return PyErr_Format(PyExc_RuntimeError, "setup_entry was not called");
+    if (!eager.is_neg) return PyErr_Format(PyExc_RuntimeError, "setup has no addresses for entries");
     if (PyTuple_GET_SIZE(head) + count != g->inputs || (one && g->outputs != 1))
         return PyErr_Format(PyExc_ValueError, "graph %U has %zd inputs and %zd outputs, not %zd and %zd%s", g->name,
                             g->inputs, g->outputs, PyTuple_GET_SIZE(head), count, one ? ", and one" : "");
@@ -248,16 +239,4 @@ static PyObject *make_entry(PyObject *module, PyObject *args) {
     e->kinds = Py_NewRef(kinds), e->slow = Py_NewRef(slow);
     PyObject_GC_Track(e);
     return (PyObject *)e;
-}
-
-/* setup_entry(parameter type, addresses in eager's order) */
-static PyObject *setup_entry(PyObject *module, PyObject *args) {
-    PyObject *type;
-    unsigned long long found[sizeof eager / sizeof(void *)];
-    if (!PyArg_ParseTuple(args, "O(KKKKKKKKK)", &type, &found[0], &found[1], &found[2], &found[3], &found[4], &found[5],
-                          &found[6], &found[7], &found[8]))
-        return NULL;
-    memcpy(&eager, found, sizeof eager);
-    parameter_type = (PyTypeObject *)Py_NewRef(type);
-    Py_RETURN_NONE;
 }

@@ -1,16 +1,15 @@
 /* The process's side of a C++ wrapper: a Python callable that passes tensors to it and takes tensors from it.
 
    A torch.Tensor in Python holds its at::Tensor right behind the object's head, so its address is the handle that
-   PyTorch's C interface takes: nothing is looked up or copied. `setup` is told whether this layout was verified; if it
-   was not, torch's own (slower) functions make handles. `borrow` and `wrap` hold both ways.
+   PyTorch's C interface takes: nothing is looked up or copied. (Where tensors lie otherwise, host.py uses
+   host_ctypes.py instead of this file.)
 
    The GIL is released while the wrapper runs, and taken only to call a Python function or to drop an input.
 
    A part of host.c, which includes it. */
 static Torch torch_table;
 static PyTypeObject *tensor_type;
-static PyObject *(*wrap_copy)(Handle);  /* THPVariable_Wrap(const at::TensorBase &) */
-static PyObject *borrow_slowly, *wrap_slowly; /* torch's functions: list of tensors -> list of addresses, and back */
+static PyObject *(*wrap)(Handle); /* a Python object for a handle whose owner does not change: THPVariable_Wrap */
 static PyObject *described;   /* a function: text for the argument that was passed, for error messages */
 static PyObject *error_types; /* by FAILED_..., and one more: */
 enum { OUT_OF_MEMORY = FAILED_WRAPPER + 1 };
@@ -37,7 +36,6 @@ typedef struct {
     Frame frame;
     Graph *graph;
     PyObject **owned; /* the inputs */
-    Value *in;
     PyObject *kept; /* a list: zeroed words of a stream capture, which belong to this call */
     PyThreadState *state;
     PyObject *type, *value, *trace; /* an exception that Python raised */
@@ -46,34 +44,8 @@ typedef struct {
 static Graph *graph_of(Host *host) { return (Graph *)((char *)host - offsetof(Graph, host)); }
 
 /* -- tensors and handles ------------------------------------------------------------------------------------------ */
-/* The handle of `o`, which the object keeps. -1 with an exception if there is none. Pass it to `unborrow` later. */
-static int borrow(PyObject *o, Handle *out) {
-    if (!borrow_slowly) {
-        *out = (Handle)((char *)o + HEAD);
-        return 0;
-    }
-    PyObject *found = PyObject_CallFunction(borrow_slowly, "([O])", o);
-    if (!found) return -1;
-    *out = (Handle)PyCapsule_GetPointer(PyList_GET_ITEM(found, 0), NULL);
-    Py_DECREF(found);
-    return *out ? 0 : -1;
-}
-
-static void unborrow(Handle h) {
-    if (borrow_slowly) torch_table.delete_handle(h); /* a new handle was made */
-}
-
-/* A Python object for a handle whose owner does not change. */
-static PyObject *wrap(Handle h) {
-    if (!wrap_slowly) return wrap_copy(h);
-    Handle mine;
-    if (torch_table.new_handle(h, &mine)) return PyErr_Format(PyExc_RuntimeError, "a tensor could not be wrapped");
-    PyObject *capsule = PyCapsule_New(mine, NULL, NULL), *out = NULL;
-    PyObject *made = capsule ? PyObject_CallFunction(wrap_slowly, "([O])", capsule) : NULL;
-    if (made) out = Py_NewRef(PyList_GET_ITEM(made, 0));
-    Py_XDECREF(made), Py_XDECREF(capsule);
-    return out;
-}
+/* The handle of a tensor, which the object keeps. */
+static Handle borrow(PyObject *o) { return (Handle)((char *)o + HEAD); }
 
 static PyObject *to_python(Graph *g, const Value *v) {
     switch (v->kind) {
@@ -90,13 +62,11 @@ static PyObject *to_python(Graph *g, const Value *v) {
 static int to_value(PyObject *o, Value *v) {
     v->kind = VALUE_NONE;
     if (PyObject_TypeCheck(o, tensor_type)) {
-        Handle h;
-        if (borrow(o, &h)) return -1;
-        if (!borrow_slowly && torch_table.new_handle(h, &h)) {
+        if (torch_table.new_handle(borrow(o), &v->tensor)) {
             PyErr_SetString(PyExc_RuntimeError, "a tensor has no handle");
             return -1;
         }
-        v->kind = VALUE_TENSOR, v->tensor = h;
+        v->kind = VALUE_TENSOR;
     } else if (PyLong_Check(o)) {
         v->kind = PyBool_Check(o) ? VALUE_BOOL : VALUE_INT;
         v->integer = PyLong_AsLongLong(o);
@@ -161,7 +131,6 @@ static int32_t call_python(Host *host, Frame *frame, int32_t which, const Value 
 static void drop_input(Host *host, Frame *frame, int32_t i) {
     Call *c = (Call *)frame;
     take_gil(c);
-    if (borrow_slowly) unborrow(c->in[i].tensor), c->in[i].kind = VALUE_NONE;
     Py_CLEAR(c->owned[i]);
     give_gil(c);
 }
@@ -202,12 +171,10 @@ static int32_t zero_words(Host *host, Frame *frame, int32_t device, void *stream
     take_gil(c);
     PyObject *tensor = PyObject_CallFunction(g->zeros, "iKL", (int)device, (unsigned long long)(uintptr_t)stream,
                                              (long long)count);
-    Handle h = NULL;
-    int rc = tensor && !borrow(tensor, &h) && !torch_table.data_ptr(h, words) ? 0 : -1;
+    int rc = tensor && !torch_table.data_ptr(borrow(tensor), words) ? 0 : -1;
     if (!rc && captures) /* nothing else may hold them, and their memory must not be reused */
         rc = (c->kept || (c->kept = PyList_New(0))) ? PyList_Append(c->kept, tensor) : -1;
     if (rc) raised(c);
-    if (h) unborrow(h);
     if (!rc && !captures) {
         pthread_mutex_lock(&g->lock);
         struct Words *w = &g->words[g->next_words++ % 8];
@@ -260,21 +227,19 @@ static PyObject *raise(Call *c, PyObject **all) {
 }
 
 /* Tensors and 64-bit ints as values; anything else is a VALUE_NONE, which the graph rejects if it reads it. */
-static int values_of(PyObject *const *objects, Py_ssize_t n, Value *in) {
-    int rc = 0;
+static void values_of(PyObject *const *objects, Py_ssize_t n, Value *in) {
     for (Py_ssize_t i = 0; i < n; ++i) {
         PyObject *o = objects[i];
         in[i].kind = VALUE_NONE;
         if (PyObject_TypeCheck(o, tensor_type)) {
-            if (rc || (rc = borrow(o, &in[i].tensor))) continue;
             in[i].kind = VALUE_TENSOR;
+            in[i].tensor = borrow(o);
         } else if (PyLong_CheckExact(o)) {
             in[i].kind = VALUE_INT;
             in[i].integer = PyLong_AsLongLong(o);
             if (in[i].integer == -1 && PyErr_Occurred()) PyErr_Clear(), in[i].kind = VALUE_NONE;
         }
     }
-    return rc;
 }
 
 /* Call the graph with `head` followed by `rest`. `list`: holds them; it is emptied as soon as the call holds them.
@@ -292,11 +257,11 @@ static PyObject *run(Graph *g, PyObject *const *head, Py_ssize_t heads, PyObject
     }
     Call c;
     c.frame.step = NULL, c.frame.kind = 0, c.frame.text[0] = 0;
-    c.graph = g, c.owned = owned, c.in = in, c.kept = NULL;
+    c.graph = g, c.owned = owned, c.kept = NULL;
     for (Py_ssize_t i = 0; i < n; ++i) owned[i] = Py_NewRef(i < heads ? head[i] : rest[i - heads]);
-    int rc = values_of(owned, n, in);
+    values_of(owned, n, in);
     for (Py_ssize_t i = 0; i < m; ++i) out[i].kind = VALUE_NONE;
-    if (!rc && list) rc = PyList_SetSlice(list, 0, n, NULL);
+    int rc = list ? PyList_SetSlice(list, 0, n, NULL) : 0;
     if (!rc) {
         give_gil(&c);
         rc = g->entry(&g->host, &c.frame, in, out);
@@ -315,10 +280,7 @@ static PyObject *run(Graph *g, PyObject *const *head, Py_ssize_t heads, PyObject
     }
     for (Py_ssize_t i = 0; i < m; ++i)
         if (out[i].kind == VALUE_TENSOR) torch_table.delete_handle(out[i].tensor);
-    for (Py_ssize_t i = 0; i < n; ++i) {
-        if (borrow_slowly && in[i].kind == VALUE_TENSOR) unborrow(in[i].tensor);
-        Py_XDECREF(owned[i]);
-    }
+    for (Py_ssize_t i = 0; i < n; ++i) Py_XDECREF(owned[i]);
     Py_XDECREF(c.kept);
     if (in != in_) PyMem_RawFree(in);
     return result;
@@ -344,8 +306,6 @@ static void graph_dealloc(PyObject *self) {
     Py_XDECREF(g->constants), Py_XDECREF(g->images), Py_XDECREF(g->zeros);
     for (int i = 0; i < 8; ++i) Py_XDECREF(g->words[i].tensor);
     for (Py_ssize_t i = 0; g->unloads && g->kernels && i < g->kernel_count; ++i) driver_unload(&cuda, &g->kernels[i]);
-    if (g->host.constants && borrow_slowly)
-        for (Py_ssize_t i = 0; g->host.constants[i]; ++i) unborrow(g->host.constants[i]);
     PyMem_RawFree(g->host.constants), PyMem_RawFree(g->host.symbols), PyMem_RawFree(g->kernels);
     pthread_mutex_destroy(&g->lock);
     Py_XDECREF(g->owner); /* last: the library that the entry is in */
@@ -403,8 +363,7 @@ static PyObject *make_graph(PyObject *module, PyObject *args) {
         if (!g->kernels[i].name || PyList_Append(g->images, PyTuple_GET_ITEM(item, 0))) goto fail;
         if (facts != Py_None && (PyList_Append(g->images, facts) || fill_kernel(&g->kernels[i], facts))) goto fail;
     }
-    for (Py_ssize_t i = 0; i < nc; ++i)
-        if (borrow(PyTuple_GET_ITEM(constants, i), &g->host.constants[i])) goto fail;
+    for (Py_ssize_t i = 0; i < nc; ++i) g->host.constants[i] = borrow(PyTuple_GET_ITEM(constants, i));
     for (Py_ssize_t i = 0; i < ns; ++i) g->host.symbols[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(symbols, i));
     if (PyErr_Occurred()) goto fail;
     return (PyObject *)g;
@@ -416,43 +375,33 @@ fail:
 
 #include "host_entry.c"
 
-/* setup(tensor type, addresses in Torch's order, wrap's address, errors, described, borrow or None, wrap or None) */
-static PyObject *setup(PyObject *module, PyObject *args) {
-    PyObject *type, *addresses, *errors, *said, *slow_borrow, *slow_wrap;
-    unsigned long long wrapper;
-    if (!PyArg_ParseTuple(args, "OO!KO!OOO", &type, &PyTuple_Type, &addresses, &wrapper, &PyTuple_Type, &errors,
-                          &said, &slow_borrow, &slow_wrap))
-        return NULL;
-    void *found[sizeof(Torch) / sizeof(void *)];
-    if (PyTuple_GET_SIZE(addresses) != sizeof found / sizeof *found)
-        return PyErr_Format(PyExc_ValueError, "%zd addresses", PyTuple_GET_SIZE(addresses));
-    for (size_t i = 0; i < sizeof found / sizeof *found; ++i) found[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(addresses, i));
-    if (PyErr_Occurred()) return NULL;
-    memcpy(&torch_table, found, sizeof found);
-    tensor_type = (PyTypeObject *)Py_NewRef(type);
-    wrap_copy = (PyObject * (*)(Handle))(uintptr_t)wrapper;
-    error_types = Py_NewRef(errors), described = Py_NewRef(said);
-    borrow_slowly = slow_borrow == Py_None ? NULL : Py_NewRef(slow_borrow);
-    wrap_slowly = slow_wrap == Py_None || wrapper ? NULL : Py_NewRef(slow_wrap);
-    Py_RETURN_NONE;
+/* Addresses of functions, into a structure of them; a tuple of none leaves it as it is. */
+static int fill_table(void *table, size_t size, PyObject *addresses) {
+    Py_ssize_t n = PyTuple_GET_SIZE(addresses);
+    if (n && n != (Py_ssize_t)(size / sizeof(void *))) return PyErr_Format(PyExc_ValueError, "%zd addresses", n), -1;
+    for (Py_ssize_t i = 0; i < n; ++i) ((void **)table)[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(addresses, i));
+    return PyErr_Occurred() ? -1 : 0;
 }
 
-/* is_at(tensor, address): does the tensor's at::Tensor, which holds `address`, lie behind the object's head? */
-static PyObject *is_at(PyObject *module, PyObject *args) {
-    PyObject *o;
-    unsigned long long address;
-    if (!PyArg_ParseTuple(args, "OK", &o, &address)) return NULL;
-    if (Py_TYPE(o)->tp_basicsize < (Py_ssize_t)(HEAD + sizeof(void *))) Py_RETURN_FALSE;
-    return PyBool_FromLong(*(unsigned long long *)((char *)o + HEAD) == address);
+/* setup(tensor type, parameter type, addresses in Torch's order, in eager's or none, wrap's address, errors, described) */
+static PyObject *setup(PyObject *module, PyObject *args) {
+    PyObject *tensor, *parameter, *addresses, *eagers, *errors, *said;
+    unsigned long long wrapper;
+    if (!PyArg_ParseTuple(args, "OOO!O!KO!O", &tensor, &parameter, &PyTuple_Type, &addresses, &PyTuple_Type, &eagers,
+                          &wrapper, &PyTuple_Type, &errors, &said))
+        return NULL;
+    if (fill_table(&torch_table, sizeof torch_table, addresses) || fill_table(&eager, sizeof eager, eagers)) return NULL;
+    tensor_type = (PyTypeObject *)Py_NewRef(tensor), parameter_type = (PyTypeObject *)Py_NewRef(parameter);
+    wrap = (PyObject * (*)(Handle))(uintptr_t)wrapper;
+    error_types = Py_NewRef(errors), described = Py_NewRef(said);
+    Py_RETURN_NONE;
 }
 
 #define GRAPH_METHODS                                                                               \
     {"graph", make_graph, METH_VARARGS, "a compiled graph as a callable"},                          \
     {"entry", make_entry, METH_VARARGS, "the callable of a compiled program"},                      \
     {"setup", setup, METH_VARARGS, "what all graphs share"},                                        \
-    {"setup_entry", setup_entry, METH_VARARGS, "what all entries share"},                           \
-    {"usual", (PyCFunction)(void (*)(void))usual, METH_FASTCALL, "are arguments in plain memory?"}, \
-    {"is_at", is_at, METH_VARARGS, "is a tensor's handle at the expected offset?"},
+    {"usual", (PyCFunction)(void (*)(void))usual, METH_FASTCALL, "are arguments in plain memory?"},
 
 static int graph_types(void) {
     graph_type = (PyTypeObject *)PyType_FromSpec(&graph_spec);

@@ -4,7 +4,7 @@ A kernel's library holds, beside ``int NAME(pointers..., sizes..., int threads)`
 ``int NAME_packed(const int64_t* a)`` that takes the same arguments as one array. The C extension (``host.c``) puts
 Python ints into such an array and makes the call: a fraction of a microsecond, where ctypes takes several. It launches
 GPU kernels (``cuda_launch``) and runs C++ wrappers (``host``) as well. It is compiled once per machine, through the
-cache; without Python's headers or a compiler ``native_ctypes`` has the same functions.
+cache; without Python's headers or a compiler ``host_ctypes`` has the same functions.
 
 :func:`build_extension` is open to others: any C source with a ``PyInit_<name>`` becomes a module. ::
 
@@ -29,7 +29,6 @@ from typing import Any
 from .. import cache, toolchain
 from ..errors import DeviceError, ReflibError, ToolchainError
 from ..logs import get as logger
-from . import native_ctypes
 
 
 def build_extension(
@@ -96,11 +95,13 @@ def build_host() -> ModuleType:
 
 @once
 def extension() -> Any:
-    """The extension; ``native_ctypes`` where it cannot be built."""
-    module: Any = native_ctypes
+    """The extension; ``host_ctypes`` where it cannot be built."""
+    module: Any
     try:
         module = build_host()
     except ToolchainError as e:
+        from . import host_ctypes as module
+
         logger("wrapper").info("kernels are called through ctypes: %s", e)
     module.driver(libcuda(), DeviceError)
     return module

@@ -54,6 +54,6 @@ def no():
 if {ctypes!r}:
     native.build_host = no
 else:
-    host._layout_is_known = lambda module: False
+    host._layout_is_known = lambda: False
 from tests.composition import run
 """

@@ -159,7 +159,7 @@ from tests.cpp_wrapping import explained, affine, X, W
 for name in {names!r}:
     with pytest.MonkeyPatch.context() as m:
         run(name, "cpu", "cpp", m, Path(tempfile.mkdtemp()))
-assert (host.extension().__name__ == "reflib.wrap.host_ctypes") == {ctypes!r}
+assert host.extension().__name__ == "reflib.wrap.host_ctypes"
 call = explained(affine, X, W).stages.call
 for args in ([X.double(), W], [X], [X, 2.0]):
     with pytest.raises(Exception, match="argument"):
@@ -185,9 +185,9 @@ ROWS = (
 @pytest.mark.parametrize("way", ["layout unknown", "no Python.h"])
 @pytest.mark.slow
 def test_other_ways(way: str, root: Path) -> None:
-    """Handles made by torch; and no extension at all."""
+    """Without what the extension needs."""
     out = python(OTHER_WAYS.format(ctypes=way == "no Python.h", names=ROWS), env={"PYTHONPATH": str(root)})
-    assert out.split()[-1] == ("graph" if way == "no Python.h" else "Graph")
+    assert out.split()[-1] == "graph"
 
 
 def for_a_gpu(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

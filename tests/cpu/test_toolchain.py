@@ -13,7 +13,7 @@ import pytest
 from reflib import cache, toolchain
 from reflib.errors import ReflibError, ToolchainError
 from reflib.options import Options
-from reflib.wrap import native, native_ctypes
+from reflib.wrap import host_ctypes, native
 
 ADD = """
 extern "C" int {0}_packed(const long long* a) {{ return (int)(a[0] + 2 * a[1] + 3 * a[2]); }}
@@ -155,10 +155,10 @@ def function(request):
     """The same calls through the extension and through ctypes."""
     library = native.load_library(toolchain.build_library(ADD.format("f")))
     if request.param == "extension":
-        if native.extension() is native_ctypes:
+        if native.extension() is host_ctypes:
             pytest.skip("no Python.h")
         return library.function("f", 3)
-    return native_ctypes.function(library.address("f_packed"), 3, library)
+    return host_ctypes.function(library.address("f_packed"), 3, library)
 
 
 def test_calls(function):
@@ -176,7 +176,7 @@ def test_wrong_calls_are_refused(function):
 
 
 def test_pointers_keep_all_their_bits():
-    if native.extension() is native_ctypes:
+    if native.extension() is host_ctypes:
         pytest.skip("no Python.h")
     f = native.load_library(toolchain.build_library(ADD.format("f"))).function("f", 3)
     assert f(2**64 - 1, 0, 0) == -1
