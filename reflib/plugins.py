@@ -138,7 +138,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "generate.CHEAP": {"forms": "generate.triton_half:cheap_forms"},
     "plan.STEPS": {"Region": "plan.regions:region_steps"},
     "wrap.STEPS": {"Repeat": "wrap.regions:repeat_in_python", "check_nan": "wrap.bad_values:check_in_python"},
-    "wrap.BINDERS": {"triton": "wrap.build:bind_triton", "cpp": "wrap.build:bind_cpp"},
+    "wrap.BINDERS": {"triton": "wrap.build:bind", "cpp": "wrap.build:bind"},
     "wrap.WRAPPERS": {"cpp": "wrap.build:wrap_cpp", "auto": "wrap.build:wrap_cpp"},
     "wrap.NAMES": {
         "zeros": "wrap.zeros:zeros", "given_back": "wrap.given_back:given_back",

@@ -9,26 +9,29 @@ first call.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 
+from .. import toolchain
 from ..errors import GenerateError, IndexOutOfRange, ToolchainError
+from ..generate.compile_triton import compile_kernel, start_triton
 from ..generate.kernel import Kernel
 from ..ir.expr import Sym
 from ..ir.program import KernelNode, Program, fallback_kernels, kernel_nodes
 from ..logs import get as logger
 from ..options import Options
 from ..plan import Plan
-from ..target import device_target
+from ..target import Target, device_target
+from . import cuda_launch, native
 from .indices import has_indirect, where_indexed
 from .python import Kernels
 from .runtime import namespace
-from .wrap import Bound, Built, Wrapped, by_language
+from .wrap import Bound, Built, Wrapped
 from .zeros import zeros
 
 
@@ -79,19 +82,13 @@ def _wrap_cpp(program: Program, plan: Plan, kernels: Kernels, options: Options, 
     printer = CppPrinter(program, plan, kernels, options.check_nan, declared(options.c_shims))
     source = printer.print()
     logger("wrapper").info("%s", source)
-    bound: dict[str, Callable[[], Any]] = {}
-    waiting: list[Future] = []
-    for language, mine in by_language(kernels).items():
-        bind = {"cpp": _bind_cpp, "triton": _bind_triton}[language]
-        more, futures = bind(program, mine, options, built, HOST)
-        bound |= more
-        waiting += futures
+    parts = _parts(program, kernels, options, built)
     library = _pool().submit(compile_wrapper, source)
 
     def first_call() -> Callable[[list], Any]:
-        late = {name for name, get in bound.items() if getattr(get, "late", False)}
-        facts = [(n, None if n in late or n not in bound else bound[n]()) for n in printer.kernels]
-        loaders = [bound[n] if n in late else None for n in printer.kernels]
+        found = [parts.get(n) for n in printer.kernels]
+        facts = [(n, p.facts() if p is not None and p.future else None) for n, p in zip(printer.kernels, found)]
+        loaders = [None if p is None or p.future else p.facts for p in found]
         functions = functions_of(printer.python, namespace() | program.constants | printer.names, printer.functions)
         constants = [program.constants[c] for c in printer.constants]
         return graph(
@@ -99,21 +96,24 @@ def _wrap_cpp(program: Program, plan: Plan, kernels: Kernels, options: Options, 
             len(program.outputs), facts, loaders, functions, printer.objects, constants, printer.symbols, zeros,
         )  # fmt: skip
 
-    return source, Wrapped(first_call, [*waiting, library], checks_inputs=True)
+    return source, Wrapped(first_call, [*_futures(parts), library], checks_inputs=True)
+
+
+def bind(program: Program, kernels: Kernels, options: Options, built: Built) -> Bound:
+    """Kernels for a wrapper in Python."""
+    parts = _parts(program, kernels, options, built)
+    return {name: p.call for name, p in parts.items()}, _futures(parts)
 
 
 def start_building(program: Program, kernels: Kernels, options: Options) -> Built:
     """Begin to build kernels of a program whose wrapper is not known yet."""
-    from ..generate.compile_triton import compile_kernel
-
     nodes, fallbacks = {n.name: n for n in kernel_nodes(program.nodes)}, fallback_kernels(program.nodes)
     cpp = tuple(k for k in kernels.values() if k.language == "cpp")
     library = _pool().submit(compile_cpp, cpp, options) if cpp else None
     built: dict[Kernel, Future] = {k: library for k in cpp if library is not None}
     for name, k in kernels.items():
         if k.language == "triton" and k.grid != 0 and name not in fallbacks:
-            device = program.buffers[nodes[name].writes()[0]].device
-            built[k] = _pool().submit(compile_kernel, k, device_target("cuda", device.index or 0))
+            built[k] = _pool().submit(compile_kernel, k, _target(_device(program, nodes[name])))
     return built
 
 
@@ -131,145 +131,86 @@ if hasattr(os, "register_at_fork"):  # a child process has the pool's queue, but
 def begin(device: str) -> None:
     """Start in the background what the first call on such devices needs, once per process, while the graph is being
     captured: the C extension that calls kernels (gcc, on an empty cache), and Triton's own start."""
+    if device in ("cpu", "cuda"):
+        _pool().submit(native.extension)
     if device == "cuda":
-        from ..generate.compile_triton import start_triton
-        from .native import extension
-
-        _pool().submit(extension)
         _pool().submit(start_triton)
-    elif device == "cpu":
-        from .native import extension
-
-        _pool().submit(extension)
 
 
 @dataclass(frozen=True)
-class Binder:
-    """How a printed wrapper calls kernels. ``cpp``: from (library, kernel, its node). ``triton``: from
-    (binary, device index). ``late``: for a kernel built when it is first called, from the function that builds it."""
+class _Part:
+    """A kernel that a wrapper calls. ``future``: its library (C++) or Binary (Triton); None: a fallback, which is built
+    when it is first called."""
 
-    cpp: Callable[[Any, Kernel, KernelNode], Any]
-    triton: Callable[[Any, int], Any]
-    late: Callable[[Kernel, Callable[[], Any]], Callable[[], Any]]
+    kernel: Kernel
+    node: KernelNode
+    device: torch.device
+    future: Future | None
+
+    def made(self) -> Any:
+        if self.future is not None:
+            return self.future.result()
+        logger("compile").info("%s: building the fallback", self.kernel.name)
+        return compile_kernel(self.kernel, _target(self.device))
+
+    def facts(self) -> tuple:
+        """For a wrapper in C++."""
+        if self.kernel.language == "cpp":
+            return self.made().address(self.kernel.name), has_indirect(self.node)
+        return cuda_launch.facts(self.made(), self.device.index or 0)
+
+    def call(self) -> Callable[..., Any]:
+        """For a wrapper in Python."""
+        if self.kernel.language == "cpp":
+            return self._call_cpp()
+        if self.future is not None:
+            return cuda_launch.load(self.made(), self.device.index or 0)
+        state: list[Callable[..., Any]] = []
+
+        def late(*args: int) -> None:
+            if not state:
+                state.append(cuda_launch.load(self.made(), self.device.index or 0))
+            state[0](*args)
+
+        return late
+
+    def _call_cpp(self) -> Callable[..., Any]:
+        k = self.kernel
+        fn = self.made().function(k.name, len(k.buffers) + len(k.symbols) + 1)
+        if not has_indirect(self.node):
+            return fn
+
+        def call(*args: int) -> None:
+            if fn(*args):
+                what = f"{k.name}{where_indexed(self.node)}"
+                raise IndexOutOfRange(f"index out of range in kernel {what}: an index is outside the tensor it indexes")
+
+        return call
 
 
-def bind_cpp(program: Program, kernels: Kernels, options: Options, built: Built) -> Bound:
-    """C++ kernels, for a wrapper in Python."""
-    return _bind_cpp(program, kernels, options, built, PYTHON)
-
-
-def bind_triton(program: Program, kernels: Kernels, options: Options, built: Built) -> Bound:
-    """Triton kernels, for a wrapper in Python."""
-    return _bind_triton(program, kernels, options, built, PYTHON)
-
-
-def _bind_cpp(program: Program, kernels: Kernels, options: Options, built: Built, binder: Binder) -> Bound:
+def _parts(program: Program, kernels: Kernels, options: Options, built: Built) -> dict[str, _Part]:
+    """By kernel name, but for empty kernels. Those that are not being built yet are begun."""
+    begun = {**start_building(program, {n: k for n, k in kernels.items() if k not in built}, options), **built}
     nodes = {n.name: n for n in kernel_nodes(program.nodes)}
-    rest = tuple(k for k in kernels.values() if k not in built)
-    library = _pool().submit(compile_cpp, rest, options) if rest else None
-    bound: dict[str, Callable[[], Any]] = {}
-    waiting: list[Future] = []
-    for name, k in kernels.items():
-        future = built.get(k) or library
-        assert future is not None
-        waiting.append(future)
-        bound[name] = partial(lambda f, *about: binder.cpp(f.result(), *about), future, k, nodes[name])
-    return bound, waiting
+    return {
+        name: _Part(k, nodes[name], _device(program, nodes[name]), begun.get(k))
+        for name, k in kernels.items() if k.grid != 0
+    }  # fmt: skip
 
 
-def _bind_triton(program: Program, kernels: Kernels, options: Options, built: Built, binder: Binder) -> Bound:
-    nodes, fallbacks = {n.name: n for n in kernel_nodes(program.nodes)}, fallback_kernels(program.nodes)
-    bound: dict[str, Callable[[], Any]] = {}
-    waiting: list[Future] = []
-    for name, k in kernels.items():
-        if k.grid == 0:
-            continue
-        device = program.buffers[nodes[name].writes()[0]].device
-        bound[name], future = _triton_binding(k, device, name in fallbacks, built.get(k), binder)
-        if future is not None:
-            waiting.append(future)
-    return bound, waiting
+def _futures(parts: Mapping[str, _Part]) -> list[Future]:
+    return [p.future for p in parts.values() if p.future is not None]
+
+
+def _device(program: Program, node: KernelNode) -> torch.device:
+    return program.buffers[node.writes()[0]].device
+
+
+def _target(device: torch.device) -> Target:
+    return device_target("cuda", device.index or 0)
 
 
 def compile_cpp(kernels: tuple[Kernel, ...], options: Options) -> Any:
     from ..generate.cpp import HEADER
-    from ..toolchain import build_library
-    from .native import load_library
 
-    return load_library(build_library([k.source for k in kernels], options, header=HEADER))
-
-
-def _triton_binding(
-    kernel: Kernel, device: torch.device, lazy: bool, future: Future | None, binder: Binder
-) -> tuple[Callable[[], Any], Future | None]:
-    """``lazy``: a fallback is compiled when it is first called, not before. ``future``: it is being compiled."""
-    from ..generate.compile_triton import compile_kernel
-
-    target = device_target("cuda", device.index or 0)
-    if future is None and not lazy:
-        future = _pool().submit(compile_kernel, kernel, target)
-
-    def load() -> Any:
-        binary = future.result() if future is not None else compile_kernel(kernel, target)
-        return binder.triton(binary, device.index or 0)
-
-    return (binder.late(kernel, load), None) if lazy else (load, future)
-
-
-# -- for a wrapper in Python -------------------------------------------------------------------------
-def _call_cpp(library: Any, kernel: Kernel, node: KernelNode) -> Callable[..., Any]:
-    fn = library.function(kernel.name, len(kernel.buffers) + len(kernel.symbols) + 1)
-    if not has_indirect(node):
-        return fn
-
-    def call(*args: int) -> None:
-        if fn(*args):
-            what = f"{kernel.name}{where_indexed(node)}"
-            raise IndexOutOfRange(f"index out of range in kernel {what}: an index is outside the tensor it indexes")
-
-    return call
-
-
-def _call_triton(binary: Any, device: int) -> Callable[..., Any]:
-    from .cuda_launch import load
-
-    return load(binary, device)
-
-
-def _call_late(kernel: Kernel, load: Callable[[], Callable[..., Any]]) -> Callable[[], Callable[..., Any]]:
-    def late() -> Callable[..., Any]:
-        state: list[Callable[..., Any]] = []
-
-        def call(*args: int) -> None:
-            if not state:
-                logger("compile").info("%s: building the fallback", kernel.name)
-                state.append(load())
-            state[0](*args)
-
-        return call
-
-    return late
-
-
-PYTHON = Binder(_call_cpp, _call_triton, _call_late)
-
-
-# -- for a wrapper in C++ ----------------------------------------------------------------------------
-def _facts_late(kernel: Kernel, load: Callable[[], tuple]) -> Callable[[], tuple]:
-    def late() -> tuple:
-        logger("compile").info("%s: building the fallback", kernel.name)
-        return load()
-
-    late.late = True  # type: ignore[attr-defined]
-    return late
-
-
-def _facts_triton(binary: Any, device: int) -> tuple:
-    from .cuda_launch import facts
-
-    return facts(binary, device)
-
-
-HOST = Binder(
-    lambda library, kernel, node: (library.address(kernel.name), has_indirect(node)), _facts_triton, _facts_late
-)
+    return native.load_library(toolchain.build_library([k.source for k in kernels], options, header=HEADER))

@@ -120,7 +120,8 @@ class Watched:
         assert self.slow == (not self.entered)
 
     def goes(self, *args, slow=0, says=None, error=reflib.ReflibError, **kwargs):
-        """It takes the slow path ``slow`` times (each time, without an entry in C), and is right or raises what it ``says``. Grad mode is unchanged."""
+        """It takes the slow path ``slow`` times (each time, without an entry in C), and is right or raises what it
+        ``says``. Grad mode is unchanged."""
         before = self.slow
         for mode in (True, False):
             with torch.set_grad_enabled(mode):
