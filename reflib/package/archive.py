@@ -34,7 +34,6 @@ not overlap, and their contents must not unpack to more than they say, nor to mo
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import mmap
 import os
@@ -272,7 +271,21 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def _contents(path: Path, whole: bool) -> mmap.mmap:
+class _Mapping(mmap.mmap):
+    """With what ``zipfile`` asks of a file, beyond what a mapping has."""
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:  # type: ignore[override]
+        try:
+            super().seek(offset, whence)
+        except ValueError as e:
+            raise OSError(*e.args) from e
+        return self.tell()
+
+
+def _contents(path: Path, whole: bool) -> _Mapping:
     """The file: mapped, or (``whole``) read into memory of this process. The mapping is private: written pages belong
     to this process. (Since all might be written, Linux wants the file to fit into memory and swap, unless
     vm.overcommit_memory is 1.)"""
@@ -280,7 +293,7 @@ def _contents(path: Path, whole: bool) -> mmap.mmap:
         info = path.stat()
         if stat.S_ISREG(info.st_mode) and info.st_size:  # opening a pipe would wait for its other end
             with path.open("rb") as f:
-                return _read_whole(f) if whole else mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+                return _read_whole(f) if whole else _Mapping(f.fileno(), 0, access=mmap.ACCESS_COPY)
     except FileNotFoundError as e:
         raise _bad(path, "there is no such file", "check the path") from e
     except (OSError, ValueError) as e:  # ValueError: a path with NUL in it; a file emptied since
@@ -292,47 +305,21 @@ def _contents(path: Path, whole: bool) -> mmap.mmap:
     raise _bad(path, f"this is {kind}", "give the path of a package (model.reflib)")
 
 
-def _read_whole(f: BinaryIO) -> mmap.mmap:
-    data, at = mmap.mmap(-1, os.fstat(f.fileno()).st_size), 0
+def _read_whole(f: BinaryIO) -> _Mapping:
+    data, at = _Mapping(-1, os.fstat(f.fileno()).st_size), 0
     with memoryview(data) as view:
         while at < len(view) and (n := f.readinto(view[at : at + _PIECE])):  # type: ignore[attr-defined]
             at += n
     return data  # (of a file cut short meanwhile, the rest is zeros: another digest)
 
 
-class _Reader(io.RawIOBase):
-    """Memory as a file, for ``zipfile``."""
-
-    def __init__(self, data: mmap.mmap):
-        self.data, self.at = data, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        start = (0, self.at, len(self.data))[whence]
-        if start + offset < 0:
-            raise OSError("a negative position")
-        self.at = start + offset
-        return self.at
-
-    def tell(self) -> int:
-        return self.at
-
-    def read(self, size: int | None = -1) -> bytes:
-        end = len(self.data) if size is None or size < 0 else self.at + size
-        found = self.data[self.at : end]
-        self.at += len(found)
-        return found
-
-
-def _manifest_text(path: Path, data: mmap.mmap) -> bytes:
+def _manifest_text(path: Path, data: _Mapping) -> bytes:
     """The manifest's text, checked against its digest."""
     if data[:4] != b"PK\3\4":
         remedy = "give the path of a file that reflib.aot_compile wrote"
         raise _bad(path, "not a package: it does not begin as a zip file does", remedy)
     try:
-        with zipfile.ZipFile(_Reader(data)) as z:  # type: ignore[call-overload]
+        with zipfile.ZipFile(data) as z:  # type: ignore[call-overload]
             comment, info = z.comment, z.NameToInfo.get(MANIFEST)
             text = z.read(info) if info is not None and info.file_size <= TEXT else b""
     except Exception as e:  # zipfile raises many kinds for damaged fields

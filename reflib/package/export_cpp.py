@@ -24,6 +24,7 @@ from ..errors import PackageError
 from ..ir.data import decode
 from ..ir.expr import Sym, expr
 from ..ir.printer import dtype_name
+from ..wrap import host
 from ..wrap.aten import number
 from ..wrap.convention import Argument
 from ..wrap.cpp import DTYPES
@@ -139,8 +140,10 @@ class _Project:
     def files(self) -> dict[str, bytes | memoryview]:
         tensors = "tensors_torch.cpp" if self.aten else "tensors.cpp"
         out: dict[str, bytes | memoryview] = {}
-        for name in ("model.h", "runtime.h", "model.cpp", "values.cpp", "gpu.cpp", "main.cpp", tensors):
+        for name in ("model.h", "runtime.h", "model.cpp", "values.cpp", "gpu.cpp", "main.cpp"):
             out[name] = (RUNTIME / name).read_bytes()
+        looked_up = "".join(f'\n    {{"{n}", {_flag(where == "cpu")}}},' for n, where in host.FUNCTIONS)
+        out[tensors] = _filled(tensors, {"FUNCTIONS": looked_up}).encode()
         for name in ("wrapper.h", "host.h", "cuda_driver.h"):
             out[name] = (WRAP / name).read_bytes()
         for text, data in self.texts.items():

@@ -31,6 +31,7 @@ from ..wrap import host
 from ..wrap.convention import Convention
 from ..wrap.exported import ExportedCallable
 from ..wrap.runtime import namespace
+from ..wrap.wrap import Wrapped
 from ..wrap.zeros import zeros
 from . import archive, manifest, trees, weights
 from .architectures import variant_for
@@ -89,7 +90,7 @@ class Model:
             libraries.close()
             raise
         self._state, self._convention = state, convention
-        self._exported = ExportedCallable(convention, state, _Loaded(graph), program.names)
+        self._exported = ExportedCallable(convention, state, Wrapped(lambda: graph, checks_inputs=True), program.names)
         self.__signature__ = self._exported.__signature__
         self.__call__ = _untraced(self._exported.open())
         _untraced(self._exported._slow)  # the slow path of the line above
@@ -174,21 +175,6 @@ def _untraced(f: Any) -> Any:
             skip = frames._FrameAction.SKIP
             frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     return f
-
-
-class _Loaded:
-    """A graph for ``ExportedCallable``, as ``wrap.Wrapped`` is for one that was just compiled."""
-
-    checks_inputs = True
-
-    def __init__(self, graph: Callable[[list], tuple]):
-        self.graph = graph
-
-    def __call__(self, args: list) -> tuple:
-        return self.graph(args)
-
-    def load(self) -> Callable[[list], tuple]:
-        return self.graph
 
 
 # -- does it suit this machine? -------------------------------------------------------------------------
@@ -368,15 +354,6 @@ def _new_name(number: int) -> str:
     return f"/proc/self/fd/{''.join('./' if b == '1' else '/' for b in bits)}{number}"
 
 
-class _Wrapper(host.WrapperLibrary):
-    """A compiled wrapper for ``host.graph``. A graph keeps it as long as it may be called; then the libraries are
-    closed."""
-
-    def __init__(self, lib: ctypes.CDLL, libraries: _Libraries):
-        self.entry = ctypes.cast(lib.reflib_call, ctypes.c_void_p).value
-        weakref.finalize(self, libraries.close).atexit = False  # other code may still call it then
-
-
 def _graph(
     file: archive.Archive, m: manifest.Manifest, v: manifest.PackagedVariant, program: manifest.Program,
     state: Mapping[str, torch.Tensor], device: torch.device, libraries: _Libraries,
@@ -398,10 +375,12 @@ def _graph(
     loaders = [None if k is None or not k.late else functools.partial(_untraced(facts), k) for _, k in listed]
     functions = _functions(file, m, v, device)
     _check_symbols(m, v)
+    wrapper = host.WrapperLibrary(libraries.open(v.wrapper, file.view(v.wrapper)))  # (kept by the graph)
+    weakref.finalize(wrapper, libraries.close).atexit = False  # other code may still call it then
     return host.graph(
-        _Wrapper(libraries.open(v.wrapper, file.view(v.wrapper)), libraries), v.graph, len(program.inputs),
-        len(program.outputs), kernels, loaders, list(map(_untraced, functions)), [decode(o) for o in v.objects],
-        [state[name] for name, _ in v.constants], v.symbols, zeros, device.index or 0, unloads=True,
+        wrapper, v.graph, len(program.inputs), len(program.outputs), kernels, loaders,
+        list(map(_untraced, functions)), [decode(o) for o in v.objects], [state[name] for name, _ in v.constants],
+        v.symbols, zeros, device.index or 0, unloads=True,
     )  # fmt: skip
 
 

@@ -153,15 +153,13 @@ def lacking() -> str:
 class WrapperLibrary:
     """A compiled wrapper, loaded. ``entry``: the address of ``reflib_call``."""
 
-    def __init__(self, path: Path):
-        self.path = path
-        self._handle = ctypes.CDLL(str(path))
-        self.entry = ctypes.cast(self._handle.reflib_call, ctypes.c_void_p).value
+    def __init__(self, library: ctypes.CDLL):
+        self.entry = ctypes.cast(library.reflib_call, ctypes.c_void_p).value
 
 
 def compile_wrapper(source: str) -> WrapperLibrary:
     """The text as a loaded library, through the cache. Raises ToolchainError."""
-    return WrapperLibrary(build_wrapper(source))
+    return WrapperLibrary(ctypes.CDLL(str(build_wrapper(source))))
 
 
 def build_wrapper(source: str, more: tuple[str, ...] = ()) -> Path:

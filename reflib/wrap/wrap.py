@@ -78,7 +78,7 @@ class Wrapped:
     ``checks_inputs``: a call raises ArgumentError for inputs that it was not compiled for, before it does anything."""
 
     def __init__(
-        self, make: Callable[[], Callable[[list], Any]], waiting: Iterable[Future], checks_inputs: bool = False
+        self, make: Callable[[], Callable[[list], Any]], waiting: Iterable[Future] = (), checks_inputs: bool = False
     ):
         self._make, self._waiting, self._lock, self.checks_inputs = make, tuple(waiting), Lock(), checks_inputs
         self._call: Callable[[list], Any] | None = None

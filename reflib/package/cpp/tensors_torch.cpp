@@ -8,35 +8,11 @@
 namespace runtime {
 namespace {
 
-enum { CPU, CUDA, OPTIONAL };
+// in the order of Torch in host.h; those that not every PyTorch has are not needed
 const struct {
   const char *name;
-  int where;
-} names[] = {  // in the order of Torch in host.h
-    {"aoti_torch_empty_strided", CPU},
-    {"aoti_torch__reinterpret_tensor", CPU},
-    {"aoti_torch_new_tensor_handle", CPU},
-    {"aoti_torch_delete_tensor_object", CPU},
-    {"aoti_torch_get_data_ptr", CPU},
-    {"aoti_torch_get_sizes", CPU},
-    {"aoti_torch_get_strides", CPU},
-    {"aoti_torch_get_dim", CPU},
-    {"aoti_torch_get_dtype", CPU},
-    {"aoti_torch_get_device_type", CPU},
-    {"aoti_torch_get_device_index", CPU},
-    {"torch_call_dispatcher", CPU},
-    {"torch_new_list_reserve_size", CPU},
-    {"torch_list_push_back", CPU},
-    {"torch_new_string_handle", CPU},
-    {"aoti_record_function_start", OPTIONAL},
-    {"aoti_record_function_end", OPTIONAL},
-    {"_ZN2at15get_num_threadsEv", CPU},
-    {"aoti_torch_get_current_cuda_stream", CUDA},
-    {"aoti_torch_get_current_device_index", OPTIONAL},
-    {"aoti_torch_create_cuda_guard", CUDA},
-    {"aoti_torch_delete_cuda_guard", CUDA},
-    {"torch_exception_get_what_without_backtrace", OPTIONAL},
-};
+  bool needed;
+} names[] = {@FUNCTIONS@};
 
 template <class F>
 F *function(const char *name) {
@@ -52,7 +28,7 @@ const Torch &torch() {
     void *found[sizeof names / sizeof *names];
     static_assert(sizeof found == sizeof(Torch), "host.h names as many functions");
     for (size_t i = 0; i < sizeof names / sizeof *names; ++i)
-      found[i] = names[i].where == CPU ? (void *)function<void()>(names[i].name) : dlsym(RTLD_DEFAULT, names[i].name);
+      found[i] = names[i].needed ? (void *)function<void()>(names[i].name) : dlsym(RTLD_DEFAULT, names[i].name);
     Torch t;
     memcpy((void *)&t, found, sizeof t);
     return t;
