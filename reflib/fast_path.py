@@ -47,6 +47,7 @@ import functools
 import inspect
 import itertools
 import keyword
+import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -334,31 +335,52 @@ def _bind(fn: types.FunctionType) -> Callable[..., dict]:
 
 
 # -- the bytecode -----------------------------------------------------------------------------------
-# neither jumps nor calls
-_PLAIN = frozenset(
-    "LOAD_CONST LOAD_DEREF LOAD_CLOSURE LOAD_FAST LOAD_FAST_BORROW LOAD_FAST_CHECK LOAD_GLOBAL LOAD_ATTR STORE_FAST "
-    "STORE_DEREF DELETE_FAST BUILD_TUPLE BUILD_LIST BUILD_MAP BUILD_CONST_KEY_MAP LIST_EXTEND BINARY_SUBSCR "
-    "UNPACK_SEQUENCE PUSH_NULL POP_TOP COPY SWAP RETURN_VALUE RETURN_CONST RESUME NOP CACHE PRECALL COPY_FREE_VARS "
-    "MAKE_CELL".split()
-)
+_PUSH = {"LOAD_CONST", "LOAD_DEREF", "LOAD_CLOSURE", "LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK"}
+_POP = {"POP_TOP", "STORE_DEREF", "LIST_EXTEND", "RETURN_VALUE"}
+_TO_ONE = {"BUILD_TUPLE", "BUILD_LIST", "BUILD_MAP", "BUILD_CONST_KEY_MAP", "BINARY_SUBSCR"}  # several values
+_NOTHING = {"RESUME", "NOP", "CACHE", "PRECALL", "COPY_FREE_VARS", "MAKE_CELL", "DELETE_FAST", "RETURN_CONST"}
+_NULL = "null"
 
 
 def _called(code: types.CodeType) -> set[str] | None:
     """The globals that ``code`` calls, compiled graphs and modules of ``_HELPERS``; None if it may call anything else.
-    Dynamo loads what it calls once per call: so there must be as many calls as loads of these."""
-    loaded: list[str] = []
-    calls, module = 0, ""
+    The stack is simulated with a name per value: of the global that it is, or that it is a helper of, else ''."""
+    stack: list[str] = []
+    values: dict[str, str] = {}  # of local variables
+    called: set[str] = set()
     for i in dis.get_instructions(code):
-        if i.opname == "LOAD_GLOBAL" and i.argval.startswith(_GRAPH):
-            loaded.append(i.argval)
-        elif i.opname == "LOAD_ATTR" and i.argval in _HELPERS.get(module, ()):
-            loaded.append(module)
-        elif i.opname == "CALL":
-            calls += 1
-        elif i.opname not in _PLAIN:
+        op, arg, name = i.opname, i.arg or 0, i.argval
+        if op in _PUSH:
+            stack.append(values.get(name, "") if op.startswith("LOAD_FAST") else "")
+        elif op == "PUSH_NULL":
+            stack.append(_NULL)
+        elif op == "LOAD_GLOBAL":
+            stack += [_NULL] * (arg & 1) + [name if name in _HELPERS or name.startswith(_GRAPH) else ""]
+        elif op == "LOAD_ATTR":
+            module = stack.pop()
+            stack.append(module + "." if name in _HELPERS.get(module, ()) else "")
+            stack += [_NULL] * (arg & 1 if sys.version_info >= (3, 12) else 0)  # there, as for a method
+        elif op == "STORE_FAST":
+            values[name] = stack.pop()
+        elif op == "COPY":
+            stack.append(stack[-arg])
+        elif op == "SWAP":
+            stack[-1], stack[-arg] = stack[-arg], stack[-1]
+        elif op in _POP:
+            stack.pop()
+        elif op in _TO_ONE:
+            stack[len(stack) - 1 + dis.stack_effect(i.opcode, i.arg) :] = [""]
+        elif op == "UNPACK_SEQUENCE":
+            stack[-1:] = [""] * arg
+        elif op == "CALL":
+            callee = [n for n in stack[-arg - 2 : len(stack) - arg] if n != _NULL]
+            if len(callee) != 1 or not callee[0].startswith(_GRAPH) and not callee[0].endswith("."):
+                return None
+            called.add(callee[0].rstrip("."))
+            stack[-arg - 2 :] = [""]
+        elif op not in _NOTHING:
             return None
-        module = i.argval if i.opname == "LOAD_GLOBAL" else ""
-    return set(loaded) if calls == len(loaded) else None
+    return called
 
 
 # -- torch's private parts --------------------------------------------------------------------------
