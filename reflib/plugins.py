@@ -141,8 +141,8 @@ PLUGS: dict[str, dict[str, str]] = {
     "wrap.BINDERS": {"triton": "wrap.build:bind", "cpp": "wrap.build:bind"},
     "wrap.WRAPPERS": {"cpp": "wrap.build:wrap_cpp", "auto": "wrap.build:wrap_cpp"},
     "wrap.NAMES": {
-        "zeros": "wrap.zeros:zeros", "given_back": "wrap.given_back:given_back",
-        "outside": "wrap.sizes:outside", "expect_sizes": "wrap.sizes:expect_sizes",
+        "zeros": "wrap.zeros:zeros", "given_back": "wrap.checks:given_back",
+        "outside": "wrap.checks:outside", "expect_sizes": "wrap.checks:expect_sizes",
         "check_nan": "wrap.bad_values:check_nan",
     },
 }

@@ -29,7 +29,7 @@ from ..target import Target
 from . import libdevice
 from .kernel import Kernel
 
-_FORMAT = 8  # of the cached data; change it when Binary or how we compile changes
+_FORMAT = 9  # of the cached data; change it when Binary or how we compile changes
 _SCRATCH_ALIGN = 128
 
 _TYPES = {
@@ -46,12 +46,11 @@ class Binary:
     """A compiled kernel and how to launch it. Plain data.
 
     image: a cubin (CUDA) or a code object (HIP). entry: the function's name in it.
-    shared: bytes of dynamic shared memory. num_warps, num_ctas, warp: threads per program are num_warps * warp.
-    pointers, symbols: how many arguments of each kind come before Triton's two hidden pointers.
-    index_bits: width of the size arguments. scratch: bytes of global scratch per program that the kernel was planned
-    with (if not 0, its address is one more argument, Triton's first hidden pointer), profile: what Triton's profiler
-    needs of it (0: the hidden pointer may be null). pdl: may be launched before the previous kernel has ended.
-    ptx: the assembly text, for later GPUs (CUDA).
+    shared: bytes of dynamic shared memory. num_warps, warp: threads per program are num_warps * warp.
+    pointers, symbols: how many arguments of each kind come before Triton's two hidden pointers. scratch: bytes of
+    global scratch per program that the kernel was planned with (if not 0, its address is one more argument, Triton's
+    first hidden pointer). pdl: may be launched before the previous kernel has ended. ptx: the assembly text, for later
+    GPUs (CUDA).
     """
 
     name: str
@@ -59,13 +58,10 @@ class Binary:
     entry: str
     shared: int
     num_warps: int
-    num_ctas: int
     warp: int
     pointers: int
     symbols: int
-    index_bits: int
     scratch: int
-    profile: int
     image: bytes = field(repr=False)
     ptx: str = field(default="", repr=False)
     pdl: bool = False
@@ -234,13 +230,12 @@ def _binary(kernel: Kernel, target: Target, compiled: Any) -> Binary:
             f"kernel {kernel.name} was planned with {kernel.scratch} bytes of scratch memory per program; "
             f"Triton needs {scratch}, in multiples of {align}"
         )
+    if getattr(m, "num_ctas", 1) != 1 or getattr(m, "profile_scratch_size", 0):
+        raise ToolchainError(f"kernel {kernel.name} needs a cluster or a profile, which the launchers do not support")
     binary = Binary(
         name=kernel.name, arch=target.arch, entry=m.name, shared=m.shared, num_warps=m.num_warps,
-        num_ctas=getattr(m, "num_ctas", 1), warp=getattr(m, "warp_size", target.warp),
-        pointers=len(kernel.buffers), symbols=len(kernel.symbols),
-        index_bits=32 if kernel.index_type == "int32" else 64,
-        scratch=kernel.scratch, profile=getattr(m, "profile_scratch_size", 0) or 0,
-        image=compiled.asm["cubin" if target.kind == "cuda" else "hsaco"],
+        warp=getattr(m, "warp_size", target.warp), pointers=len(kernel.buffers), symbols=len(kernel.symbols),
+        scratch=kernel.scratch, image=compiled.asm["cubin" if target.kind == "cuda" else "hsaco"],
         ptx=compiled.asm["ptx"] if target.kind == "cuda" else "",
         pdl=kernel.pdl,
     )  # fmt: skip

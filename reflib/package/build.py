@@ -199,8 +199,6 @@ class _Making:
     # -- kernels --------------------------------------------------------------------------------
     def _gpu_kernel(self, k: Kernel, late: bool) -> manifest.KernelEntry:
         b, image = self.binaries[k.name].result(), self._image(k.name)
-        if b.num_ctas != 1 or b.profile:
-            raise PackageError(f"kernel {k.name} needs a cluster or a profile, which the launchers do not support")
         where = images.member(k.name, image, images.fatbinary() is not None)
         return manifest.KernelEntry(
             k.name, where, b.entry, b.num_warps * b.warp, b.shared, b.pdl, late, bytes=len(image.data)

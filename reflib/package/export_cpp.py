@@ -15,7 +15,6 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -112,17 +111,9 @@ def _sizes(p: Program) -> dict[str, int]:
 
 
 # -- the files --------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class _Kernels:
-    """Files of machine code, in order: images for GPUs, by member their number; libraries for CPUs, by member their
-    new name."""
-
-    images: dict[str, int]
-    libraries: dict[str, str]
-
-
 class _Project:
-    """The files of a project: ``files()``, by name."""
+    """The files of a project: ``files()``, by name. Those of machine code: ``images`` for GPUs, by member their number;
+    ``libraries`` for CPUs, by member their new name."""
 
     def __init__(self, file: archive.Archive, m: Manifest, variants: Sequence[PackagedVariant]):
         self.file, self.m, self.variants = file, m, variants
@@ -130,7 +121,14 @@ class _Project:
         self.name = re.sub(r"\W", "_", Path(file.path).stem, flags=re.ASCII) or "model"
         self.texts = {a.text: bytes(file.view(a.text)) for a in variants}
         self.wrappers = {a.text: a.arch for a in reversed(variants)}  # by text, the first variant's name
-        self.kernels = self._kernels()
+        self.images: dict[str, int] = {}
+        self.libraries: dict[str, str] = {}
+        for variant in variants:
+            for k in variant.kernels:
+                if k.image.endswith(".so"):
+                    self.libraries.setdefault(k.image, f"kernels/{self.name}_kernels_{variant.arch}.so")
+                else:
+                    self.images.setdefault(k.image, len(self.images))
         called = [t.decode().partition("/* Called from above, in Python:")[0] for t in self.texts.values()]
         self.aten = any(a.symbols for a in variants) or any(map(_CALLS_ATEN.search, called))
         self.gpu = variants[0].arch != "cpu"
@@ -148,13 +146,13 @@ class _Project:
             out[name] = (WRAP / name).read_bytes()
         for text, data in self.texts.items():
             out[self._wrapper(text)] = data
-        for member in self.kernels.images:
+        for member in self.images:
             out[member] = self.file.view(member)
-        for member, name in self.kernels.libraries.items():
+        for member, name in self.libraries.items():
             out[name] = self.file.view(member)
         if self.weights:
             out["weights.safetensors"] = self.file.view("weights.safetensors")
-        if self.kernels.images:
+        if self.images:
             out["kernels.S"] = self._assembly().encode()
         if self.aten:
             out["torch.cmake"] = (RUNTIME / "torch.cmake").read_bytes()
@@ -172,17 +170,6 @@ class _Project:
         """The name of the variant's ``reflib_call`` here."""
         return "reflib_call" if len(self.texts) == 1 else f"reflib_call_{self.wrappers[variant.text]}"
 
-    def _kernels(self) -> _Kernels:
-        images: dict[str, int] = {}
-        libraries: dict[str, str] = {}
-        for variant in self.variants:
-            for k in variant.kernels:
-                if not k.image.endswith(".so"):
-                    images.setdefault(k.image, len(images))
-                elif k.image not in libraries:
-                    libraries[k.image] = f"kernels/{self.name}_kernels_{variant.arch}.so"
-        return _Kernels(images, libraries)
-
     def _weights(self) -> list[tuple[str, bool]]:
         """(name, on a GPU) of each weight that is needed."""
         p = self.program
@@ -193,13 +180,13 @@ class _Project:
     # -- files ----------------------------------------------------------------------------------
     def _assembly(self) -> str:
         lines = ["/* The kernels' machine code, as it is in the files. */", "        .section .rodata"]
-        for i, member in enumerate(self.kernels.images):
+        for i, member in enumerate(self.images):
             lines += [f"        .globl image_{i}", f"        .hidden image_{i}", "        .balign 64",
                       f'image_{i}: .incbin "{member}"', "        .byte 0 /* ends a text */"]  # fmt: skip
         return "\n".join([*lines, '        .section .note.GNU-stack,"",%progbits', ""])
 
     def _cmake(self, tensors: str) -> str:
-        sources = [*sorted(map(self._wrapper, self.texts)), *(["kernels.S"] if self.kernels.images else [])]
+        sources = [*sorted(map(self._wrapper, self.texts)), *(["kernels.S"] if self.images else [])]
         several = len(self.texts) > 1
         entries = ["# Each wrapper defines reflib_call; here each has another name."] if several else []
         for a in self.variants:
@@ -207,12 +194,12 @@ class _Project:
                 named = f" COMPILE_DEFINITIONS reflib_call={self.entry(a)}" if several else ""
                 entries.append(f"set_source_files_properties({self._wrapper(a.text)} PROPERTIES\n"
                                f'  COMPILE_OPTIONS "-fwrapv;-fno-strict-aliasing"{named})')  # fmt: skip
-        beside = [*self.kernels.libraries.values(), *(["weights.safetensors"] if self.weights else [])]
+        beside = [*self.libraries.values(), *(["weights.safetensors"] if self.weights else [])]
         copies = "".join(f"\n    ${{CMAKE_CURRENT_SOURCE_DIR}}/{name}" for name in beside)
         return _filled("CMakeLists.txt", {
             "NAME": self.name, "TENSORS": tensors, "SOURCES": "".join(f"  {s}\n" for s in sources).rstrip("\n"),
             "ENTRIES": "\n".join(entries),
-            "KERNELS": KERNELS if self.kernels.images else "",
+            "KERNELS": KERNELS if self.images else "",
             "TORCH": "include(torch.cmake)\n" if self.aten else "",
             "BESIDE": "# Files that the library opens beside itself.\nadd_custom_command(TARGET ${MODEL} POST_BUILD "
             f"COMMAND ${{CMAKE_COMMAND}} -E copy_if_different{copies}\n    $<TARGET_FILE_DIR:${{MODEL}}>)"
@@ -290,7 +277,7 @@ class _Tables:
     def text(self) -> str:
         entries = sorted({self.project.entry(a) for a in self.project.variants})
         declared = [f"int32_t {e}(Host *, Frame *, const Value *, Value *);" for e in entries]
-        declared += [f"extern const char image_{i}[];  // {n}" for i, n in enumerate(self.project.kernels.images)]
+        declared += [f"extern const char image_{i}[];  // {n}" for i, n in enumerate(self.project.images)]
         cuda = [_code(a) for a in self.m.variants if a.arch.startswith("sm_")]
         text = next((_code(a) for a in self.m.variants if a.arch == "ptx"), "{0, 0}")
         weight_rows, spans, size = self._weights()
@@ -334,9 +321,8 @@ class _Tables:
     def _kernel(self, name: str, k: manifest.KernelEntry | None) -> str:
         if k is None:  # for an empty tensor
             return "{" + f"{_text(name)}, nullptr, nullptr, nullptr, 0, 0, false, false, true" + "}"
-        files = self.project.kernels
-        library = files.libraries.get(k.image)
-        image = "nullptr" if library else f"image_{files.images[k.image]}"
+        library = self.project.libraries.get(k.image)
+        image = "nullptr" if library else f"image_{self.project.images[k.image]}"
         where = f"{image}, {_text(Path(library).name) if library else 'nullptr'}"
         flags = ", ".join(map(_flag, (k.early, k.checked, k.late)))
         return "{" + f"{_text(name)}, {_text(k.symbol)}, {where}, {k.threads}, {k.shared}, {flags}" + "}"

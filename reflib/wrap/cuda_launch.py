@@ -45,7 +45,5 @@ def facts(binary: Binary, device: int) -> Facts:
             f"kernel {binary.name} is compiled for {binary.arch}: "
             "reflib compiles for AMD GPUs but cannot launch there yet"
         )
-    if binary.num_ctas != 1 or binary.profile:
-        raise DeviceError(f"kernel {binary.name} needs a cluster or a profile, which this launcher does not support")
     threads = binary.num_warps * binary.warp
     return binary.image, binary.entry, binary.shared, threads, int(binary.pdl), device

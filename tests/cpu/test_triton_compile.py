@@ -77,7 +77,7 @@ def test_representative_kernels(arch: str) -> None:
     kernels = [cases[n]().kernel(f"k_{n}", arch) for n in REPRESENTATIVE]
     for b in compile_all(kernels, target).values():
         assert b.image[:4] == b"\x7fELF" and b.arch == arch
-        assert b.shared <= target.shared and b.scratch == 0 and b.profile == 0
+        assert b.shared <= target.shared and b.scratch == 0
         assert ("ptx" in b.ptx or ".version" in b.ptx) == (target.kind == "cuda")
 
 

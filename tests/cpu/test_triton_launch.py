@@ -72,8 +72,8 @@ from reflib.errors import DeviceError, ToolchainError
 from reflib.generate.compile_triton import Binary
 from reflib.wrap import cuda_launch, host, native
 
-def binary(image=b"image", warps=4, shared=0, arch="sm_90", num_ctas=1, scratch=0, pdl=False):
-    return Binary("k", arch, "entry", shared, warps, num_ctas, 32, 2, 1, 32, scratch, 0, image, pdl=pdl)
+def binary(image=b"image", warps=4, shared=0, arch="sm_90", scratch=0, pdl=False):
+    return Binary("k", arch, "entry", shared, warps, 32, 2, 1, scratch, image, pdl=pdl)
 
 def graph(facts, loader=None):
     library = host.WrapperLibrary(ctypes.CDLL(os.environ["STAND_IN_WRAPPER"]))
@@ -232,7 +232,6 @@ refused(lambda: k(0, 1, 1, 2), "3 arguments")
 refused(lambda: k(0, 2**31, 1, 2, 3), "2^31 - 1")
 refused(lambda: k(0, 1, 1, "two", 3), "") if how == "native" else None
 refused(lambda: cuda_launch.load(binary(arch="gfx942")), "cannot launch there yet")
-refused(lambda: cuda_launch.load(binary(num_ctas=2)), "cluster")
 refused(lambda: cuda_launch.load(binary(scratch=64), 0)(0, 1, 1, 2, 3), "4 arguments")
 """
     run(how, code)
