@@ -28,7 +28,7 @@ from . import archive
 from .archive import Entry
 from .weights import Span, Weight
 
-HOST = 2  # version of the interface between a compiled wrapper and the process: wrap/host.h
+HOST = 3  # version of the interface between a compiled wrapper and the process: wrap/host.h
 
 Data = NewType("Data", object)  # encoded by ir/data.py; decoded where it is used, for it may name ops
 Word = Annotated[str, re.compile(r"\w+", re.ASCII)]

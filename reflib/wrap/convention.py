@@ -11,7 +11,7 @@ import torch
 
 from ..errors import ReflibError
 from ..ir.expr import Expr, Sym, expr
-from ..ir.program import Assume, Program
+from ..ir.program import Assume, Program, holds
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,7 @@ class Guard:
         return Assume(self.kind, self.what, 0)
 
     def holds(self, sizes: dict[str, int]) -> bool:
-        n = int(self.what.evaluate(sizes))
-        return n >= 0 if self.kind == "at_least" else (n == 0) == (self.kind == "equal")
+        return holds(self.fact, sizes)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from ..plan.regions import Repeat
 from .aten import direct_call, integer_read, quoted
 from .bad_values import check_in_cpp
 from .indices import has_indirect, where_indexed
-from .python import Kernels, PythonPrinter, _condition, checked_symbols
+from .python import SIGNS, Kernels, PythonPrinter, checked_symbols
 from .regions import repeat_in_cpp
 
 DEVICES = ("cpu", "cuda")
@@ -328,10 +328,7 @@ class CppPrinter:
             return self.name(f"aligned_{a.what}")
         if a.kind == "divisible":
             return f"floor_mod({self.size(a.what)}, {a.value}) == 0"
-        if a.kind in ("at_most", "at_least", "equal", "differs"):
-            sign = {"at_most": "<=", "at_least": ">=", "equal": "==", "differs": "!="}[a.kind]
-            return f"{self.size(a.what)} {sign} {a.value}"
-        raise GenerateError(f"no C++ for the condition {_condition(a)}")
+        return f"{self.size(a.what)} {SIGNS[a.kind]} {a.value}"
 
     def _launch(self, step: Launch) -> None:
         kernel = self.by_name[step.kernel.name]

@@ -69,6 +69,7 @@ enum { FAILED_TORCH = 1, FAILED_DRIVER, FAILED_INDEX, FAILED_ARGUMENT, FAILED_PY
 typedef struct {
     const char *step; /* for messages: the current step */
     int32_t kind;     /* FAILED_... */
+    int32_t argument; /* of FAILED_ARGUMENT: the one that does not fit, whose description is added; -1: several */
     char text[1000];
 } Frame;
 

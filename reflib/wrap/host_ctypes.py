@@ -143,7 +143,7 @@ def _struct(**fields: Any) -> Any:
 
 
 Value = _struct(kind=c_int32, bits=c_int64)
-Frame = _struct(step=c_char_p, kind=c_int32, text=ctypes.c_char * 1000)
+Frame = _struct(step=c_char_p, kind=c_int32, argument=c_int32, text=ctypes.c_char * 1000)
 Kernel = _struct(
     function=c_void_p, context=c_void_p, module=c_void_p, name=c_char_p, threads=c_uint32, shared=c_uint32,
     early=c_int32, checked=c_int32,
@@ -251,12 +251,9 @@ class graph:  # (named as in the extension)
         what = address("torch_exception_get_what_without_backtrace")
         if kind == TORCH and not text and what:
             text = (CFUNCTYPE(c_char_p)(what)() or b"").decode(errors="replace")
-        if kind == INDEX:
-            where = f"in kernel {step}{text}: an index is outside the tensor it indexes"
-            return ERRORS[INDEX](f"index out of range {where}")
-        if kind == ARGUMENT:
-            one = text.startswith("argument ")  # or about several
-            return ERRORS[ARGUMENT](f"{text}; got {described(call.owned[int(text.split()[1])])}" if one else text)
+        if kind in (INDEX, ARGUMENT):
+            one = kind == ARGUMENT and call.frame.argument >= 0
+            return ERRORS[kind](f"{text}; got {described(call.owned[call.frame.argument])}" if one else text)
         memory = kind == TORCH and "out of memory" in text
         text = f"graph {self.name}, step {step}: {text or 'it failed; see stderr'}"
         return ERRORS[OUT_OF_MEMORY if memory else kind or WRAPPER](text)

@@ -212,12 +212,9 @@ static PyObject *raise(Call *c, PyObject **all) {
     const char *what = f->text[0] ? f->text : f->kind == FAILED_TORCH && torch_table.what ? torch_table.what() : NULL;
     int memory = f->kind == FAILED_TORCH && what && strstr(what, "out of memory");
     PyObject *type = PyTuple_GET_ITEM(error_types, memory ? OUT_OF_MEMORY : f->kind ? f->kind : FAILED_WRAPPER);
-    if (f->kind == FAILED_INDEX)
-        return PyErr_Format(type, "index out of range in kernel %s%s: an index is outside the tensor it indexes", step,
-                            f->text);
+    int i = f->argument;
+    if (f->kind == FAILED_INDEX || (f->kind == FAILED_ARGUMENT && i < 0)) return PyErr_Format(type, "%s", f->text);
     if (f->kind == FAILED_ARGUMENT) {
-        int i = 0;
-        if (sscanf(f->text, "argument %d", &i) != 1) return PyErr_Format(type, "%s", f->text); /* about several */
         PyObject *came = PyObject_CallOneArg(described, all[i] ? all[i] : Py_None);
         if (came) PyErr_Format(type, "%s; got %U", f->text, came);
         Py_XDECREF(came);

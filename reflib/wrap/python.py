@@ -21,6 +21,7 @@ from ..plan import Alloc, Branch, Call, Check, Free, Launch, Let, Note, Plan, Re
 from ..seams import Seam
 
 Kernels = Mapping[str, Kernel]
+SIGNS = {"at_most": "<=", "at_least": ">=", "equal": "==", "differs": "!="}  # by Assume.kind
 # Prints a step of a class that the core does not have, by its name: (PythonPrinter, step) -> None; "check_nan": what
 # follows a Launch or a Call under Options(check_nan=True).
 STEPS = Seam("wrap.STEPS")
@@ -299,13 +300,9 @@ def checked_symbols(check: Check) -> list[str]:
 def _condition(a: Assume) -> str:
     if a.kind == "aligned":
         return f"aligned_{a.what}"
-    if a.kind == "at_most":
-        return f"{py(a.what)} <= {a.value}"
     if a.kind == "divisible":
         return f"({py(a.what)}) % {a.value} == 0"
-    if a.kind in ("at_least", "equal", "differs"):
-        return f"{py(a.what)} {({'at_least': '>=', 'equal': '==', 'differs': '!='})[a.kind]} {a.value}"
-    return f"arch == {a.value!r}"
+    return f"{py(a.what)} {SIGNS[a.kind]} {a.value}"
 
 
 def _comment(origins: tuple[Origin, ...]) -> str:

@@ -174,7 +174,8 @@ void run_with(Run& run, int32_t k, const char* where, A... args) {
   run.step(kernel.name);
   Range range(run, kernel.name);
   if (((int (*)(A..., int))kernel.function)(args..., run.torch.threads()) && kernel.checked) {
-    Text(run.frame) << where;
+    Text(run.frame) << "index out of range in kernel " << kernel.name << where
+                    << ": an index is outside the tensor it indexes";
     run.fail(FAILED_INDEX);
   }
 }
@@ -400,6 +401,7 @@ inline void write_ints(Text& text, int64_t dim, const int64_t* a) {
 
 inline Text argument_said(Run& run, int32_t i, const char* name) {
   Text text(run.frame);
+  run.frame->argument = i;
   return text << "argument " << (int64_t)i << " (" << name << "): ";
 }
 
@@ -452,6 +454,7 @@ template <int N>
 void expect_sizes(Run& run, bool holds, const char* what, const Named (&sizes)[N]) {
   if (__builtin_expect(holds, 1)) return;
   Text text(run.frame);
+  run.frame->argument = -1;
   text << "it was exported where " << what << " holds of the arguments' sizes; here ";
   for (int i = 0; i < N; ++i) text << (i ? ", " : "") << sizes[i].name << " = " << sizes[i].value;
   run.fail(FAILED_ARGUMENT);

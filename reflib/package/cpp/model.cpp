@@ -142,12 +142,9 @@ void check_processor(const Variant &variant) {
 std::string error_of(reflib_model *m, const Frame &f, const std::vector<const reflib_value *> &given) {
   const char *what = f.text[0] ? f.text : f.kind == FAILED_TORCH && torch().what ? torch().what() : nullptr;
   std::string step = f.step ? f.step : "the start";
-  if (f.kind == FAILED_INDEX)
-    return "index out of range in kernel " + step + f.text + ": an index is outside the tensor it indexes";
-  if (f.kind == FAILED_ARGUMENT) {
-    int i = 0;
-    if (sscanf(f.text, "argument %d", &i) != 1) return f.text;  // about several
-    return f.text + (given[i] ? "; got " + said(*given[i]) : std::string());
+  if (f.kind == FAILED_INDEX || f.kind == FAILED_ARGUMENT) {
+    bool one = f.kind == FAILED_ARGUMENT && f.argument >= 0 && given[f.argument];
+    return f.text + (one ? "; got " + said(*given[f.argument]) : std::string());
   }
   if (!what || !*what) what = "it failed; see stderr";
   return std::string("graph ") + m->variant->graph + ", step " + step + ": " + what;
