@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -211,9 +211,8 @@ def for_others(found: Compiler, instructions: Sequence[str]) -> Compiler:
 
 
 def build_library(
-    source: str | Sequence[str], options: Options | None = None, kind: str = "kernels", header: str = "",
-    found: Compiler | None = None,
-) -> Path:  # fmt: skip
+    source: str | Sequence[str], options: Options | None = None, header: str = "", found: Compiler | None = None
+) -> Path:
     """A shared library of ``source``, from the cache or freshly compiled.
 
     ``source`` is one text, or the texts of independent functions, which are spread over several compiler processes when
@@ -227,13 +226,32 @@ def build_library(
     exact = one_order or (("-ffp-contract=off",) if options.numerics == "eager" else ())
     flags = (*found.flags, *exact, *options.cpp_flags)
     plain = [_without_comments(t) for t in (header, *texts)]
-    k = cache.key(kind, plain, found.version, found.command, flags, found.link, cache.cpu_features())
-    path = cache.get(kind, k)
+    k = cache.key("kernels", plain, found.version, found.command, flags, found.link, cache.cpu_features())
+    path = cache.get("kernels", k)
     if path is not None:
         return path
     units = ["\n".join((header, *unit)) for unit in _units(texts, options)]
     with tempfile.TemporaryDirectory(prefix="reflib-") as folder:
-        return cache.put(kind, k, _build(found, flags, units, Path(folder)), ".so")
+        return cache.put("kernels", k, _build(found, flags, units, Path(folder)), ".so")
+
+
+def shared_library(
+    kind: str, files: Mapping[str, str], flags: Sequence[str], link: Sequence[str] = (), about: str = ""
+) -> Path:
+    """The first of ``files`` compiled, from the cache or freshly. ``files``: texts by name; the others are what it
+    includes. ``about``: what else the result depends on. Raises ToolchainError."""
+    found = compiler()
+    plain = {name: _without_comments(text) for name, text in files.items()}
+    k = cache.key(kind, plain, found.version, found.command, tuple(flags), tuple(link), about)
+    path = cache.get(kind, k)
+    if path is not None:
+        return path
+    with tempfile.TemporaryDirectory(prefix="reflib-") as folder:
+        for name, text in files.items():
+            Path(folder, name).write_text(text)
+        source, made = Path(folder, next(iter(files))), Path(folder, "made.so")
+        must_run([*found.command, *flags, str(source), "-o", str(made), *link])
+        return cache.put(kind, k, made, ".so")
 
 
 def _without_comments(text: str) -> str:

@@ -47,10 +47,9 @@ class Writer:
             self.line("}")
 
 
-def loop(a: Axis, start: str = "0", stop: str | None = None, step: str = "") -> str:
+def loop(a: Axis, start: str = "0", stop: str | None = None) -> str:
     v = text.identifier(a.var.name)
-    stop = stop or text.index(a.size)
-    return f"for (int64_t {v} = {start}; {v} < {stop}; {f'{v} += {step}' if step else '++' + v})"
+    return f"for (int64_t {v} = {start}; {v} < {stop or text.index(a.size)}; ++{v})"
 
 
 def tile_loop(a: Axis, tile: int) -> str:

@@ -279,7 +279,7 @@ class _Mapping(mmap.mmap):
 
     def seek(self, offset: int, whence: int = 0) -> int:  # type: ignore[override]
         try:
-            super().seek(offset, whence)
+            super().seek(offset, whence)  # type: ignore[arg-type]
         except ValueError as e:
             raise OSError(*e.args) from e
         return self.tell()

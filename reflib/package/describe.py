@@ -20,8 +20,7 @@ def guards(c: Convention) -> tuple[str, ...]:
 
 def _place(s: Source, arguments: tuple[Argument, ...]) -> str:
     """The symbol's value in terms of arguments: ``x.shape[0]``, ``(x.shape[0] - 1)//2``."""
-    name = arguments[s.argument].name
-    said = {"value": name, "size": f"{name}.shape[{s.dim}]", "stride": f"{name}.stride({s.dim})"}[s.what]
+    said = s.place(arguments)
     if s.plus:
         said = f"({said} {'-' if s.plus > 0 else '+'} {abs(s.plus)})"
     return said if s.times == 1 else f"({said}//{s.times})"

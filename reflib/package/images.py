@@ -21,11 +21,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from .. import cache
 from ..errors import PackageError
 from .architectures import EXACT, capability
-
-SUFFIXES = {"cubin": "cubin", "ptx": "ptx", "hsaco": "hsaco"}
 
 
 @dataclass(frozen=True)
@@ -66,25 +63,17 @@ def member(name: str, image: Image, fat: bool) -> str:
     """The member that holds an image of the kernel."""
     if fat and image.kind == "cubin":
         return f"kernels/{name}.fatbin"
-    return f"kernels/{name}.{image.arch}.{SUFFIXES[image.kind]}"
+    return f"kernels/{name}.{image.arch}.{image.kind}"
 
 
 def fatbin(tool: str, images: list[Image]) -> bytes:
     """The images in one container; equal images, equal bytes. Raises PackageError with the tool's output."""
     images = sorted(images, key=lambda i: (i.kind, i.arch))
-    try:
-        changed = os.stat(tool).st_mtime
-    except OSError as e:
-        raise _cannot_run(tool, e) from e
-    key = cache.key("fatbin", tool, changed, [(i.kind, i.arch, i.data) for i in images])
-    known = cache.read("fatbin", key)
-    if known is not None:
-        return known
     with tempfile.TemporaryDirectory(prefix="reflib-fatbin-") as folder:
         words = [tool, "-64", "--create=all.fatbin"]
         for i in images:
             number = capability(i.arch)
-            file = f"{i.arch}.{SUFFIXES[i.kind]}"
+            file = f"{i.arch}.{i.kind}"
             Path(folder, file).write_bytes(i.data)
             exact = "a" if i.kind == "cubin" and number >= EXACT else ""
             kind = "elf" if i.kind == "cubin" else "ptx"
@@ -92,17 +81,11 @@ def fatbin(tool: str, images: list[Image]) -> bytes:
         try:
             done = subprocess.run(words, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         except OSError as e:
-            raise _cannot_run(tool, e) from e
+            raise PackageError(f"cannot run {tool}: {e}; set REFLIB_FATBINARY to its path, or empty for none") from e
         made = Path(folder, "all.fatbin")
         if done.returncode or not made.is_file():
             said = (done.stderr or done.stdout).strip() or "(no output)"
             remedy = "set REFLIB_FATBINARY to the path of another, or empty to do without"
             what = f"fatbinary failed (exit {done.returncode}); {remedy}"
             raise PackageError(f"{what}\n$ {shlex.join(words)}\n{said}")
-        data = made.read_bytes()
-    cache.put("fatbin", key, data, ".fatbin")
-    return data
-
-
-def _cannot_run(tool: str, e: OSError) -> PackageError:
-    return PackageError(f"cannot run {tool}: {e}; set REFLIB_FATBINARY to its path, or empty for none")
+        return made.read_bytes()

@@ -90,6 +90,11 @@ class Source:
     times: int
     plus: int
 
+    def place(self, arguments: tuple[Argument, ...]) -> str:
+        """It in the caller's terms: ``x.shape[0]``."""
+        name = arguments[self.argument].name
+        return {"value": name, "size": f"{name}.shape[{self.dim}]", "stride": f"{name}.stride({self.dim})"}[self.what]
+
 
 def sources(arguments: tuple[Argument, ...]) -> tuple[Source, ...]:
     """One per symbol, chosen as in ``plan``: ints first, then sizes and strides that are a symbol, then linear ones."""

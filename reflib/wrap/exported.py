@@ -161,8 +161,7 @@ class ExportedCallable:
 
     def _place(self, s: Source) -> str:
         """The expression of the caller's that determines a symbol's value."""
-        name = self.convention.arguments[s.argument].name
-        text = {"value": name, "size": f"{name}.shape[{s.dim}]", "stride": f"{name}.stride({s.dim})"}[s.what]
+        text = s.place(self.convention.arguments)
         return text if (s.times, s.plus) == (1, 0) else f"{text} is {expr(s.symbol) * s.times + s.plus}"
 
     # -- what is written to -------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .. import cache, toolchain
+from .. import toolchain
 from ..errors import ArgumentError, DeviceError, IndexOutOfRange, ReflibError, ToolchainError
 from . import native
 from .native import once
@@ -164,20 +164,7 @@ def compile_wrapper(source: str) -> WrapperLibrary:
 
 def build_wrapper(source: str, more: tuple[str, ...] = ()) -> Path:
     """The text as a library's file, through the cache. ``more``: flags. Raises ToolchainError."""
-    command, flags = toolchain.find_compiler(), (*FLAGS, *more)
-    k = cache.key("wrapper", toolchain._without_comments(source), HEADERS, command, toolchain.compiler().version, flags)
-    path = cache.get("wrapper", k)
-    if path is None:
-        import tempfile
-
-        with tempfile.TemporaryDirectory(prefix="reflib-") as folder:
-            text, made = Path(folder, "wrapper.cpp"), Path(folder, "wrapper.so")
-            for name, header in HEADERS.items():
-                Path(folder, name).write_text(header)
-            text.write_text(source)
-            toolchain.must_run([*command, *flags, str(text), "-o", str(made)])
-            path = cache.put("wrapper", k, made, ".so")
-    return path
+    return toolchain.shared_library("wrapper", {"wrapper.cpp": source, **HEADERS}, (*FLAGS, *more))
 
 
 def graph(

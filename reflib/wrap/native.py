@@ -19,14 +19,13 @@ import importlib.machinery
 import importlib.util
 import os
 import sysconfig
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .. import cache, toolchain
+from .. import toolchain
 from ..errors import DeviceError, ReflibError, ToolchainError
 from ..logs import get as logger
 
@@ -43,20 +42,10 @@ def build_extension(
     include = sysconfig.get_paths()["include"]
     if not Path(include, "Python.h").exists():
         raise ToolchainError(f"Python's C headers are missing ({include}/Python.h): install python3-dev or the like")
-    found = toolchain.compiler()
     abi = sysconfig.get_config_var("SOABI") or "abi"
     mac = ("-undefined", "dynamic_lookup") if os.uname().sysname == "Darwin" else ()
     options = ("-x", "c", "-std=gnu11", "-O2", "-fPIC", "-shared", f"-I{include}", *mac)
-    texts = {**(files or {}), f"{name}.c": c_source}
-    k = cache.key("extension", name, texts, abi, found.command, found.version, options, tuple(flags))
-    path = cache.get("extensions", k)
-    if path is None:
-        with tempfile.TemporaryDirectory(prefix="reflib-") as folder:
-            for file, text in texts.items():
-                Path(folder, file).write_text(text)
-            source, made = Path(folder, f"{name}.c"), Path(folder, f"{name}.so")
-            toolchain.must_run([*found.command, *options, str(source), "-o", str(made), *flags])
-            path = cache.put("extensions", k, made, ".so")
+    path = toolchain.shared_library("extensions", {f"{name}.c": c_source, **(files or {})}, options, flags, abi)
     loader = importlib.machinery.ExtensionFileLoader(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None
