@@ -67,17 +67,13 @@ def member(name: str, image: Image, fat: bool) -> str:
 
 
 def fatbin(tool: str, images: list[Image]) -> bytes:
-    """The images in one container; equal images, equal bytes. Raises PackageError with the tool's output."""
-    images = sorted(images, key=lambda i: (i.kind, i.arch))
+    """Cubins in one container; equal images, equal bytes. Raises PackageError with the tool's output."""
     with tempfile.TemporaryDirectory(prefix="reflib-fatbin-") as folder:
         words = [tool, "-64", "--create=all.fatbin"]
-        for i in images:
-            number = capability(i.arch)
-            file = f"{i.arch}.{i.kind}"
-            Path(folder, file).write_bytes(i.data)
-            exact = "a" if i.kind == "cubin" and number >= EXACT else ""
-            kind = "elf" if i.kind == "cubin" else "ptx"
-            words.append(f"--image3=kind={kind},sm={number}{exact},file={file}")
+        for i in sorted(images, key=lambda i: i.arch):
+            Path(folder, f"{i.arch}.cubin").write_bytes(i.data)
+            exact = "a" if capability(i.arch) >= EXACT else ""
+            words.append(f"--image3=kind=elf,sm={capability(i.arch)}{exact},file={i.arch}.cubin")
         try:
             done = subprocess.run(words, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         except OSError as e:
