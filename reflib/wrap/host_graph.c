@@ -253,7 +253,7 @@ static PyObject *run(Graph *g, PyObject *const *head, Py_ssize_t heads, PyObject
         out = in + n, owned = (PyObject **)(out + m);
     }
     Call c;
-    c.frame.step = NULL, c.frame.kind = 0, c.frame.text[0] = 0;
+    c.frame.step = NULL, c.frame.kind = 0, c.frame.argument = -1, c.frame.text[0] = 0;
     c.graph = g, c.owned = owned, c.kept = NULL;
     for (Py_ssize_t i = 0; i < n; ++i) owned[i] = Py_NewRef(i < heads ? head[i] : rest[i - heads]);
     values_of(owned, n, in);
@@ -376,7 +376,10 @@ fail:
 static int fill_table(void *table, size_t size, PyObject *addresses) {
     Py_ssize_t n = PyTuple_GET_SIZE(addresses);
     if (n && n != (Py_ssize_t)(size / sizeof(void *))) return PyErr_Format(PyExc_ValueError, "%zd addresses", n), -1;
-    for (Py_ssize_t i = 0; i < n; ++i) ((void **)table)[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(addresses, i));
+    for (Py_ssize_t i = 0; i < n; ++i) {
+        void *found = PyLong_AsVoidPtr(PyTuple_GET_ITEM(addresses, i));
+        memcpy((char *)table + i * sizeof found, &found, sizeof found);
+    }
     return PyErr_Occurred() ? -1 : 0;
 }
 
