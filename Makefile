@@ -4,6 +4,7 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 SETUP = @$(PYTHON) tools/setup.py
+unexport PYTHONDONTWRITEBYTECODE  # hundreds of processes would compile the sources again
 PY = _build/python
 DEVICE ?= auto
 ONLY ?=

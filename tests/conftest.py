@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -33,6 +34,8 @@ settings.load_profile("fuzz" if os.environ.get("REFLIB_FUZZ") else "reflib")
 CACHE = "REFLIB_CACHE_DIR"
 # Threads of OpenMP that wait keep their core busy, which is some other test's: a quarter of all processor time.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Processes that tests start import what is in the first folder before all else, and may import `tests`.
+FOLDERS = [str(Path(__file__).parent / "child"), str(Path(__file__).parents[1])]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,12 +50,25 @@ def pytest_configure(config: pytest.Config) -> None:
     """One cache for the whole run: xdist's workers inherit the folder that their controller makes. Decisions are not
     kept in it: tests measure. ``--quick``: chapters show what is recorded of TorchInductor, and measure briefly."""
     os.environ.setdefault("REFLIB_CACHE_DECISIONS", "0")
+    path = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p not in FOLDERS]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*FOLDERS, *path])
     if config.getoption("--quick"):
         os.environ.setdefault("REFLIB_LAB_PEERS", "0")
         os.environ.setdefault("REFLIB_LAB_BUDGET", "0.1")
+        fork_kernels()
     if CACHE not in os.environ:
         config.stash[made] = tempfile.TemporaryDirectory(prefix="reflib-tests-")
         os.environ[CACHE] = config.stash[made].name
+
+
+def fork_kernels() -> None:
+    """Where there is nbval, and processes can be forked."""
+    with contextlib.suppress(ImportError):
+        from jupyter_client.provisioning import local_provisioner
+
+        from tests import kernels
+
+        local_provisioner.launch_kernel = kernels.launch
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -22,7 +22,7 @@ TESTS = Path(__file__).parent
 def results(program: str, *cases: str) -> dict[str, Any]:
     """What a program of this folder prints last, which is JSON. All its ``cases`` (none: all it has) run in one
     child."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, str(TESTS / program), *cases], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

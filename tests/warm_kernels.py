@@ -1,0 +1,22 @@
+"""The process that forks notebooks' kernels (tests/kernels.py) imports this when it starts. It only imports: no thread
+is started that a fork would lose."""
+
+import contextlib
+import gc
+import importlib
+import os
+import sys
+
+PATH = list(sys.path)  # multiprocessing gives forked processes pytest's
+os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")  # as ipykernel does
+for name in (
+    "ipykernel.kernelapp", "ipykernel.ipkernel", "matplotlib.pyplot", "matplotlib.backends.backend_svg", "networkx",
+    "matplotlib_inline.backend_inline", "torch._dynamo.repro.after_dynamo", "torch._inductor.decomposition",
+    "torch.export._trace", "triton.compiler", "reflib.api", "reflib.generate.cpp", "reflib.generate.triton",
+    "reflib.lab.measuring", "reflib.lab.pictures", "reflib.lab.session", "reflib.observe.explain", "reflib.tuning",
+    "reflib.wrap.build", "reflib.wrap.cpp",
+):  # fmt: skip
+    with contextlib.suppress(ImportError):  # the notebook will say so
+        importlib.import_module(name)
+gc.collect()
+gc.freeze()
