@@ -1,5 +1,5 @@
 """Notebooks' kernels forked from one process that has imported what nearly all of them import, for ``make test``:
-torch, Dynamo and the others take seconds of each. ``make test-all``, ``make test-gpu`` and ``make run`` start kernels
+torch, Dynamo and the others take seconds of each. ``make test-all``, ``make test-gpu`` and ``make run`` start them
 as Jupyter does."""
 
 from __future__ import annotations
