@@ -65,10 +65,7 @@ def time_cases(
     budget_s: float,
     device: torch.device,
 ) -> dict[str, Samples | Failure]:
-    """Samples of each case, in the order given. Cases in this process are timed first, then the peers.
-
-    REFLIB_LAB_BUDGET=0.1 takes a tenth of the time, where nobody looks at the numbers, as in `make test`.
-    """
+    """Samples of each case, in the order given. Cases in this process are timed first, then the peers."""
     results: dict[str, Samples | Failure] = {}
     samplers: dict[str, tuple[timing.Sampler, str, str]] = {}
     with on_device(device):
@@ -81,8 +78,7 @@ def time_cases(
                 results[case] = explain_failure(case, error)
         budget = budget_s * max(1, len(samplers))
         fns = {case: sampler for case, (sampler, _, _) in samplers.items()}
-        hurry = float(os.environ.get("REFLIB_LAB_BUDGET", "1"))
-        taken = timing.interleave(fns, max(1, round(rounds * hurry)), budget * hurry) if fns else {}
+        taken = timing.interleave(fns, max(1, round(rounds * share())), budget * share()) if fns else {}
     for case, seconds in taken.items():
         results[case] = Samples(seconds, samplers[case][1], samplers[case][2])
     del samplers, fns
@@ -90,6 +86,11 @@ def time_cases(
         if isinstance(peer, Peer):
             results[case] = run_peer(peer, clock, cache, rounds, budget_s, device)
     return {case: results[case] for case in cases}
+
+
+def share() -> float:
+    """REFLIB_LAB_BUDGET=0.1 takes a tenth of the time, where nobody looks at the numbers, as in `make test`."""
+    return float(os.environ.get("REFLIB_LAB_BUDGET", "1"))
 
 
 def explain_failure(case: str, error: Exception) -> Failure:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from reflib.errors import LabError
+from reflib.lab.measuring import share
 from reflib.lab.peers import Failure, _run_child, _signal_name
 from reflib.lab.rows import Row, Rows, append, stamp
 from reflib.lab.timing import Samples
@@ -74,14 +75,14 @@ def cold_starts(
     A way is a dict: `compiler` is "reflib", "TorchInductor" or "eager"; `again` names an earlier way whose caches are
     used; `mode`, `config` (a dict) and `environment` (a dict) are for TorchInductor; all others are reflib's options.
     `timeout_s` applies per way, imports included. First, each compiler compiles a small program in a similar process,
-    so that the first way does not include reading the compiler's files from disk.
+    so that the first way does not include reading the compiler's files from disk (unless REFLIB_LAB_BUDGET is below 1).
     """
     _check(ways)
     json.dumps([dict(w) for w in ways.values()])
     json.dumps(arguments)
     found = ColdStarts(Rows())
     with tempfile.TemporaryDirectory(prefix="reflib-cold-") as root:
-        for compiler in dict.fromkeys(w["compiler"] for w in ways.values()):
+        for compiler in dict.fromkeys(w["compiler"] for w in ways.values()) if share() >= 1 else ():
             _compile(SMALL, {"compiler": compiler}, Path(root) / compiler, Path(root) / compiler, timeout_s, {})
         folders = {label: Path(root) / str(i) for i, label in enumerate(ways)}
         for label, way in ways.items():
