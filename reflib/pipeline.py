@@ -174,6 +174,8 @@ def _fuse(s: Stages) -> None:
     if s.once and s.inlined is None and any(isinstance(n, Choice) for n in program.nodes):
         return
     s.fused = fuse(program, s.options, s.target_of(_main_device(program)))
+    if "fused" in CHOOSE:
+        s.fused = CHOOSE["fused"](s, s.target_of(_main_device(program)))
     _verify(s, s.fused.program)
 
 

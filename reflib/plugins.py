@@ -13,6 +13,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "choose": "tuning:choose",
         "launches": "tuning:launches",
         "together": "ranks.tune:TOGETHER",
+        "fused": "plan.peak:lower_peak",
         "order": "plan.order:ordered",
     },
     "pipeline.CAPTURED": {

@@ -7,8 +7,9 @@ the work is linear in the size of the program.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from ..ir.loops import LoopNest
 from ..ir.program import Node, Program, Template
@@ -53,15 +54,16 @@ def fuse(program: Program, options: Options, target: Target) -> Fused:
     return fused
 
 
-def grouped(fused: Fused, options: Options, target: Target) -> Fused:
-    """One node per kernel: the grouping itself, without the passes around it."""
+def grouped(fused: Fused, options: Options, target: Target, *rules: Callable[..., Reason | None]) -> Fused:
+    """One node per kernel: the grouping itself, without the passes around it. ``rules``: like those in RULES."""
     program = fused.program
-    work = _Grouping(program, options, target)
+    work = _Grouping(program, options, target, rules)
     for position, node in enumerate(program.nodes):
         if isinstance(node, (LoopNest, Template)):
             work.place(position, node)
     program, groups = _emit_all(work, {g.name: g.members for g in fused.groups})
-    return replace(fused, program=program, groups=tuple(groups), refusals=(*fused.refusals, *work.refusals))
+    refusals = (*fused.refusals, *work.refusals)
+    return replace(fused, program=program, groups=tuple(groups), refusals=refusals, ungrouped=fused)
 
 
 def waiting(program: Program, depends: Dependencies) -> list[bool]:
@@ -82,12 +84,12 @@ def waiting(program: Program, depends: Dependencies) -> list[bool]:
 class _Grouping:
     """The clusters as they grow."""
 
-    def __init__(self, program: Program, options: Options, target: Target):
+    def __init__(self, program: Program, options: Options, target: Target, rules: tuple[Any, ...]):
         depends = dependencies(program)
         self.clusters: dict[int, Cluster] = {}  # by position, of any member
         self.refusals: list[Refusal] = []
         self.sequence = list(range(len(program.nodes)))  # a legal order, for the ranks
-        self.context = FusionContext(program, depends, options, target, self.clusters.get)
+        self.context = FusionContext(program, depends, options, target, self.clusters.get, rules)
         self.waits = waiting(program, depends)
 
     def place(self, position: int, node: LoopNest | Template) -> None:
@@ -126,8 +128,7 @@ class _Grouping:
             for p in other.members if self.waits[candidate] else ():
                 todo += self._neighbours(p, c.program.nodes[p])
             both = merge(big, small, answer, c)
-            for p in (cluster if both is other else other).members:
-                self.clusters[p] = both
+            self.clusters |= dict.fromkeys((cluster if both is other else other).members, both)
             cluster = both
             self._reorder(both.members, answer.between)
         return refused
@@ -193,10 +194,8 @@ def _emit_all(work: _Grouping, made_of: Mapping[str, tuple[str, ...]]) -> tuple[
         if cluster is None or cluster.last == i:
             units.append(i if cluster is None else cluster)
     unit_of = {p: u for u, x in enumerate(units) for p in ((x,) if isinstance(x, int) else x.members)}
-    before = []
-    for u, x in enumerate(units):
-        positions = depends.before[x] if isinstance(x, int) else x.before
-        before.append({unit_of[p] for p in positions} - {u})
+    needs = [depends.before[x] if isinstance(x, int) else x.before for x in units]
+    before = [{unit_of[p] for p in positions} - {u} for u, positions in enumerate(needs)]
     sequence = order(before)
     nodes: list[Node] = []
     groups: list[Group] = []

@@ -72,13 +72,15 @@ class Cluster:
 
 @dataclass(frozen=True)
 class FusionContext:
-    """What the rules are decided by. ``cluster_at``: the cluster (None: not a loop nest) of a position."""
+    """What the rules are decided by, ``rules`` beside RULES. ``cluster_at``: the cluster (None: not a loop nest) of a
+    position."""
 
     program: Program
     depends: Dependencies
     options: Options
     target: Target
     cluster_at: Callable[[int], Cluster | None]
+    rules: tuple[Callable[..., Reason | None], ...] = ()
     rank: list[int] = field(default_factory=list)  # of each position in a legal order that keeps clusters together
 
     def __post_init__(self) -> None:
@@ -120,7 +122,7 @@ def can_fuse(a: Cluster, b: Cluster, c: FusionContext) -> Merged | Reason:
         return Reason("device", f"one runs on {_device(a, c)}, the other on {_device(b, c)}")
     if a.ops + b.ops > c.options.max_fused_ops:
         return Reason("limit", f"together they have more than max_fused_ops={c.options.max_fused_ops} statements")
-    for rule in RULES.values():
+    for rule in (*RULES.values(), *c.rules):
         refused = rule(a, b, c)
         if refused is not None:
             return refused

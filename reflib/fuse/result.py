@@ -48,6 +48,7 @@ class Fused:
     combined: sets of kernels (their names, adjacent in ``program.nodes``) that may share one launch.
     updates: of tensors, in place or in a copy (``in_place.Updated``).
     formed: its kernels are formed: a pass that tried what follows from it returns what it found.
+    ungrouped: as it was before they were.
     """
 
     program: Program
@@ -56,6 +57,7 @@ class Fused:
     combined: tuple[tuple[str, ...], ...] = ()
     updates: tuple[object, ...] = ()
     formed: bool = False
+    ungrouped: Fused | None = None
 
     def regrouped(self, program: Program) -> Fused:
         """With ``program``, which has the same nodes in another order, or fewer of them."""

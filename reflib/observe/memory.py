@@ -98,7 +98,7 @@ class MemoryReport(Memory):
 
     @cached_property
     def order(self) -> Order:
-        return search(self.counted, self.owned)
+        return search(self.counted, {b: (b, self.counted.buffers[b].nbytes.hint()) for b in self.owned})
 
     @cached_property
     def table(self) -> tuple[Step, ...]:
@@ -161,7 +161,7 @@ def _saved(s: Stages, graphs: Iterable[Stages]) -> tuple[Program, set[str]]:
     """The program, and those of its inputs that hold memory of the forward's until they are freed. Of several views of
     one tensor that is the one freed last, with the size of all that the forward keeps for it."""
     assert s.scheduled is not None and s.plan is not None
-    mine, buffers = owned(s), dict(s.scheduled.buffers)
+    mine, buffers = set(owned(s)), dict(s.scheduled.buffers)
     freed = {step.buffer: i for i, step in enumerate(s.plan.steps) if isinstance(step, Free)}
     for forward in (g for g in graphs if mine and g.graph.name == "forward"):
         assert forward.scheduled is not None

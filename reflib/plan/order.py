@@ -19,18 +19,26 @@ NB: TorchInductor (``reorder_for_peak_memory``) takes the best of three greedy o
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
+from types import MappingProxyType
 from typing import Any
+
+import torch
 
 from ..fuse.dependencies import dependencies, has_effect
 from ..ir.program import Buffer, Extern, Node, Program, iter_views
+from ..lower.symbols import Symbols
 from .plan import can_overwrite, escaping, is_kernel
 
 _LOOKS = 3000, 6  # nodes looked at in the search: at least, and per node of the program
-_WORTH = 0.01  # of the peak: an order that saves less is not worth another order than the user's
+WORTH = 0.01  # of the peak: an order that saves less is not worth another order than the user's
 _CACHE = 32 << 20  # bytes touched since: what was written before is not in a cache any more
+
+# Inputs whose memory is free after their last use: by name, which storage each is in, and the bytes of that. Several may
+# be views of one storage.
+Owned = Mapping[str, tuple[Any, int]]
 
 
 @dataclass(frozen=True)
@@ -65,17 +73,21 @@ def ordered(s: Any) -> Program:
     return replace(s.scheduled, nodes=tuple(s.scheduled.nodes[i] for i in found.sequence))
 
 
-def owned(s: Any) -> set[str]:
+def owned(s: Any) -> Owned:
     """Inputs that live no longer than the program reads them: what the forward computed and saved for the backward."""
-    if s.scheduled is None or s.graph is None or s.graph.name != "backward":
-        return set()
-    return {b for b in s.scheduled.inputs if isinstance(b, str) and not b.startswith("primals_")}  # (the caller's)
+    if s.graph is None or s.graph.name != "backward":
+        return {}
+    values = {n.name: n.meta.get("val") for n in s.graph.nodes if n.op == "placeholder"}
+    storages = {name: v.untyped_storage() for name, v in values.items() if isinstance(v, torch.Tensor)}
+    callers = {x._cdata for name, x in storages.items() if name.startswith("primals_")}
+    size = Symbols(s.graph.ranges).expr
+    return {name: (x._cdata, size(x.nbytes()).hint()) for name, x in storages.items() if x._cdata not in callers}
 
 
-def search(program: Program, owned: frozenset[str] | set[str] = frozenset()) -> Order:
-    """The best order that was found. ``owned``: inputs whose memory is free after their last use."""
+def search(program: Program, owned: Owned = MappingProxyType({})) -> Order:
+    """The best order that was found."""
     given = tuple(range(len(program.nodes)))
-    m = _Memory(program, owned)
+    m = Lifetimes(program, owned)
     before = m.peak(given)
     best, peak, whole = given, before, False
     if peak > m.least:
@@ -89,25 +101,29 @@ def search(program: Program, owned: frozenset[str] | set[str] = frozenset()) -> 
             if found is None:
                 break
             best, peak = found, m.peak(found)
-    if best != given and (before - peak <= _WORTH * before or m.far(best) > m.far(given)):
+    if best != given and (before - peak <= WORTH * before or m.far(best) > m.far(given)):
         best, peak, whole = given, before, False
     return Order(best, peak, before, m.least, whole)
 
 
-class _Memory:
+class Lifetimes:
     """What is alive, while nodes run in any legal order. Buffers and nodes are numbers. ``score[i]``: bytes more after
     node i than before it, if it ran now."""
 
-    def __init__(self, program: Program, owned: frozenset[str] | set[str]):
+    def __init__(self, program: Program, owned: Owned):
         self.program, self.pinned = program, escaping(program)
         self.random = Random(0)
         self.n = len(program.nodes)
-        kept = [b for b in program.buffers.values() if b.kind == "temp" or b.name in owned]
-        number = {b.name: k for k, b in enumerate(kept)}
-        self.size = [b.nbytes.hint() for b in kept]
+        storage: dict[str, Any] = {name: name for name, b in program.buffers.items() if b.kind == "temp"}
+        storage |= {name: owned[name][0] for name in program.buffers if name in owned}
+        first = {storage[name]: program.buffers[name] for name in reversed(storage)}  # views of one storage count once
+        kept = list(reversed(first.values()))
+        place = {key: k for k, key in enumerate(reversed(first))}
+        number = {name: place[key] for name, key in storage.items()}
+        self.size = [owned[b.name][1] if b.name in owned else b.nbytes.hint() for b in kept]
         reads, writes = [n.reads() for n in program.nodes], [n.writes() for n in program.nodes]
-        touched = (dict.fromkeys((*r, *w, *_aliases(n))) for r, w, n in zip(reads, writes, program.nodes))
-        self.touch = [[number[b] for b in t if b in number] for t in touched]
+        touched = ((*r, *w, *_aliases(n)) for r, w, n in zip(reads, writes, program.nodes))
+        self.touch = [list(dict.fromkeys(number[b] for b in t if b in number)) for t in touched]
         self.work = [_workspace(n) for n in program.nodes]
         users: list[list[int]] = [[] for _ in kept]
         for i, mine in enumerate(self.touch):
@@ -115,7 +131,7 @@ class _Memory:
                 users[b].append(i)
         inside = {b for b, u in enumerate(users) if not u}  # of a node alone, or unused
         outputs = program.output_buffers()
-        for b in (number[o] for o in outputs if o in number):
+        for b in {number[o] for o in outputs if o in number}:
             users[b].append(self.n)  # a node that never runs
         self.count = [len(u) for u in users]
         self.left = [sum(u) for u in users]  # of one user that is left, its number
@@ -192,12 +208,17 @@ class _Memory:
         self.bytes -= self.score[i]
 
     def peak(self, sequence: Sequence[int]) -> int:
+        return self.highest(sequence)[0]
+
+    def highest(self, sequence: Sequence[int]) -> tuple[int, int]:
+        """The most bytes, and the first place in ``sequence`` where it is so many."""
         self.reset()
-        most = self.bytes
-        for i in sequence:
-            most = max(most, self.during(i))
+        most, at = self.bytes, 0
+        for place, i in enumerate(sequence):
+            if (now := self.during(i)) > most:
+                most, at = now, place
             self.run(i)
-        return most
+        return most, at
 
     def greedy(self) -> tuple[int, ...]:
         """Of all that may run, what frees most; else as given."""

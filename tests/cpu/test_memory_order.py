@@ -17,7 +17,7 @@ from reflib.ir.program import Extern, full_view
 from reflib.options import Options
 from reflib.plan import plan
 from reflib.plan.memory import memory
-from reflib.plan.order import _Memory, search
+from reflib.plan.order import Lifetimes, search
 
 
 def node(name, sources, target, n):
@@ -59,7 +59,7 @@ def test_the_best_of_all_orders_is_found_and_said_to_be():
     lowered = 0
     for seed in range(25):
         p = random_program(seed, 6)
-        m = _Memory(p, set())
+        m = Lifetimes(p, {})
         found = search(p)
         best = min(m.peak(s) for s in legal_orders(p))
         assert found.optimal and found.least <= best and "no order" in str(found)
@@ -77,7 +77,7 @@ def test_what_is_owned_counts_until_it_is_read():
     table = [buffer("x", "input"), buffer("s", "input", n=4096), buffer("a"), buffer("b"), buffer("c")]
     p = program(nodes, table, ["c"], inputs=("x", "s"))
     assert search(p).sequence == (0, 1, 2)
-    assert search(p, {"s"}).sequence == (1, 0, 2)
+    assert search(p, {"s": ("s", 4096 * 4)}).sequence == (1, 0, 2)
     assert memory(p, plan(p, Options()), {"s"}).changes[0].born["s"] == 4096 * 4
 
 
@@ -85,7 +85,7 @@ def test_nothing_passes_what_is_waited_for():
     item = Extern("e", torch.ops.aten.bernoulli.default, (full_view(buffer("x")),), (), ("m",), effect=True)
     nodes = [neg("k0", "x", "a"), item, neg("k1", "a", "b")]
     p = program(nodes, [buffer("x", "input"), buffer("a"), buffer("m"), buffer("b", n=1)], ["b"])
-    before = _Memory(p, set()).before
+    before = Lifetimes(p, {}).before
     assert before[1] == {0} and 1 in before[2]
 
 

@@ -1,0 +1,185 @@
+"""Kernels that hold much memory at the peak, and save little traffic for it, are formed again as two.
+
+Fusing moves work in time. A kernel runs before the first of its results is needed, so what is needed late is computed
+early too, and kept; and it runs after the last of its inputs is there, so what is read by an early part is kept for it.
+Grouping weighs bytes moved only. Where the backward computes activations again (a budget below 1, or checkpointing),
+this can be most of its memory. In two blocks ``x1 = x + f(norm(x))``, ``x2 = x1 + f(norm(x1))``, of which the backward
+has ``x`` and the results of ``f``::
+
+    x1, x2 = ..., ...           needed at once: the gradient begins at x2        one kernel: all that reads x1 is near,
+    g2 = backward of f          (needs nothing of these)                         and joins it
+    n1 = norm(x1)               for f's weight                        ->         x1, x2, norm(x), norm(x1): each norm is
+    g1 = backward of f          with the largest tensors: the peak               in memory through all backwards of f
+    n0 = norm(x)                                                                 before its own
+
+The program's order is the measure of what is early: autograd's, with what is computed again placed before its first
+use. So after grouping:
+
+1. Where is the peak? The step with the most bytes alive; its place in the program is the earliest last member of the
+   kernels from there on (what runs there cannot be later than that).
+2. Which kernels have members on both sides of that place, and what would be alive at the step if each side ran where it
+   belongs? Results of the later side that are not needed before count for a cut; against it, what the later side would
+   then read that no longer could be freed, or need not have been stored at all.
+3. If that lowers the peak, the program is grouped again with one rule more: of these kernels, no member from one side
+   with one from the other. They grow as they can apart from that. What results is kept if its peak, in the best order
+   that is found, is lower by more than its kernels move more: a byte at the peak is worth a byte of traffic, and a
+   kernel more counts as ``LAUNCH`` bytes. Then again, for the peak that is left, at most ``ROUNDS`` times.
+
+So small programs stay as they are, and so do programs whose kernels all have their members in one place, as forward
+graphs do: for these it is one look at the positions of the members. Each round is linear in the size of the program.
+
+NB: TorchInductor refuses a pair when what both read for the last time is more than 32 times the bytes that are saved
+(``can_fusion_increase_peak_memory``), wherever the peak is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from ..fuse.driver import AFTER, grouped
+from ..fuse.into_place import LAUNCH
+from ..fuse.legality import Cluster, FusionContext
+from ..fuse.mix_order import column_sums
+from ..fuse.result import Fused, Reason
+from ..ir.loops import LoopNest
+from ..ir.program import Config, KernelNode, Node, Program, Template, Variants, kernel_with_fallback
+from ..target import Target
+from .order import WORTH, Lifetimes, Owned, owned, search
+
+ROUNDS = 4
+
+
+def lower_peak(s: Any, target: Target) -> Fused:
+    """Of Stages: what ``s.fused`` should be. The same results."""
+    fused, mine, cuts = s.fused, owned(s), list[_Cut]()
+    while len(cuts) < ROUNDS and fused.ungrouped is not None:
+        cut = _Formed(fused, mine, target).cut()
+        if cut is None:
+            break
+        cuts.append(cut)
+        trial = grouped(fused.ungrouped, s.options, target, *cuts)
+        for run in AFTER.values():
+            trial = run(trial, s.options, target)
+        if not _pays(fused, trial, mine, target):
+            break
+        fused = trial
+    return fused
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A rule for ``can_fuse``: positions of which none from one side may be with one from the other."""
+
+    early: frozenset[int]
+    late: frozenset[int]
+
+    def __call__(self, a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:
+        for x, y in ((a, b), (b, a)):
+            if not self.early.isdisjoint(x.members) and not self.late.isdisjoint(y.members):
+                return Reason("peak", "more would be in memory at the peak, and little less be moved")
+        return None
+
+
+class _Formed:
+    """Kernels, and where their members were."""
+
+    def __init__(self, fused: Fused, mine: Owned, target: Target):
+        assert fused.ungrouped is not None
+        self.mine, self.program, self.apart = mine, fused.program, fused.ungrouped.program
+        self.launch = LAUNCH[target.is_gpu]
+        place = {n.name: i for i, n in enumerate(self.apart.nodes)}
+        self.members = [sorted(place[m] for m in g.members if m in place) for g in fused.groups]
+        last = [m[-1] if m else len(place) for m in self.members]
+        self.now = list(accumulate(reversed(last), min))[::-1]  # the place that each kernel runs at
+
+    def cut(self) -> _Cut | None:
+        """What would lower the peak; None if nothing would."""
+        done = [-1, *accumulate((m[0] if m else -1 for m in self.members), max)]  # the first of those that ran before
+        stretched = [
+            k for k, m in enumerate(self.members)
+            if len(m) > 1 and (m[-1] > self.now[k] or m[0] < done[k]) and isinstance(self.program.nodes[k], LoopNest)
+        ]  # fmt: skip
+        if not stretched:
+            return None
+        alive = Lifetimes(as_kernels(self.program), self.mine)
+        peak, at = alive.highest(range(len(self.members)))
+        place = self.now[at]
+        found = [k for k in stretched if self.members[k][0] <= place < self.members[k][-1]]
+        used = _Used(self.program, self.mine)
+        gains = {k: self._gain(k, at, place, used) for k in found}
+        better = [k for k, gain in gains.items() if gain > self.launch]
+        if sum(gains[k] for k in better) <= WORTH * peak:
+            return None
+        both = [p for k in better for p in self.members[k]]
+        return _Cut(frozenset(p for p in both if p <= place), frozenset(p for p in both if p > place))
+
+    def _gain(self, k: int, at: int, place: int, used: _Used) -> int:
+        """How many bytes fewer are in memory at kernel ``at`` if kernel ``k``'s members after ``place`` run after it
+        and the others before."""
+        nodes, size = self.apart.nodes, {b.name: b.nbytes.hint() for b in self.apart.buffers.values()}
+        sides = [p for p in self.members[k] if p <= place], [p for p in self.members[k] if p > place]
+        (made, read), (made_late, read_late) = (
+            ({b for p in side for b in nodes[p].writes()}, {b for p in side for b in nodes[p].reads()}) for side in sides
+        )
+        stored = set(self.program.nodes[k].writes())
+        if k > at:  # the early side waits
+            held = (b for b in read - made - read_late if used.only_after(b, at, k))
+            return sum(map(size.__getitem__, held)) - sum(size[b] for b in made & (stored | read_late))
+        early = (b for b in made_late & stored if used.last.get(b, -1) >= at)
+        more = (b for b in read_late - made_late if used.free_at(b, at) and (b not in made or b not in stored))
+        return sum(map(size.__getitem__, early)) - sum(map(size.__getitem__, more))
+
+
+class _Used:
+    """When the kernels of a program use its buffers."""
+
+    def __init__(self, program: Program, mine: Owned):
+        self.freed = {b.name for b in program.buffers.values() if b.kind == "temp" or b.name in mine}
+        self.last: dict[str, int] = {}
+        self.before: dict[str, int] = {}  # ... the kernel that uses it last
+        for i, n in enumerate(program.nodes):
+            for b in dict.fromkeys((*n.reads(), *n.writes())):
+                self.before[b] = self.last.get(b, -1)
+                self.last[b] = i
+        self.last |= dict.fromkeys(program.output_buffers(), len(program.nodes))
+
+    def free_at(self, b: str, at: int) -> bool:
+        """Is it in memory at kernel ``at`` only if it is kept longer, or stored at all?"""
+        return self.last.get(b, -1) < at and (b in self.freed or b not in self.last)
+
+    def only_after(self, b: str, at: int, k: int) -> bool:
+        """Is it in memory at kernel ``at`` for kernel ``k`` alone?"""
+        return b in self.freed and self.last.get(b) == k and self.before[b] < at
+
+
+def _pays(old: Fused, new: Fused, mine: Owned, target: Target) -> bool:
+    """Is the peak lower, by more than its kernels move more? Column sums must be in the kernels that reduce rows."""
+    if not _summed(old.program) <= _summed(new.program):
+        return False
+    peaks = [search(as_kernels(p), mine).peak for p in (old.program, new.program)]
+    moved = [_moved(p) + LAUNCH[target.is_gpu] * len(p.nodes) for p in (old.program, new.program)]
+    less = peaks[0] - peaks[1]
+    return less > WORTH * peaks[0] and moved[1] - moved[0] <= less
+
+
+def _summed(program: Program) -> set[str]:
+    return {s.buffer for n in program.nodes if isinstance(n, LoopNest) and n.reduced for s in column_sums(n)}
+
+
+def _moved(program: Program) -> int:
+    """Bytes that its kernels read and write."""
+    own = (n for n in program.nodes if isinstance(n, (LoopNest, Template)))
+    return sum(program.buffers[b].nbytes.hint() for n in own for b in {*n.reads(), *n.writes()})
+
+
+def as_kernels(program: Program) -> Program:
+    """As ``schedule`` returns it, but with no launch decided: storage that is written over counts once."""
+    return replace(program, nodes=tuple(map(_as_kernel, program.nodes)))
+
+
+def _as_kernel(n: Node) -> Node:
+    if not isinstance(n, (LoopNest, Template)):
+        return n
+    return Variants(n.name, tuple(n.writes()), kernel_with_fallback(KernelNode(n.name, (n,), Config())), n.origins)
