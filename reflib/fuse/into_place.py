@@ -10,7 +10,7 @@ part of the whole, and the other parts are stored by loop nests of their own, wh
 So for ``pad`` and ``stack``, and for a whole copy (onto an argument that is written to). A result of a Template, which
 other kernels' loops cannot join, is stored to its part by its epilogue in the same way. What a kernel makes of a
 reduction (a softmax) is stored to its part by that kernel, since the copy would have to read it, or its inputs, again;
-and so is a tensor that is several parts.
+and so are a tensor that is several parts, and parts that are computed from the same elements (``shared_parts``).
 
 What else reads the result reads it there. This is done where the whole is stored anyway: it is a result, or read by
 what computes no elements of it again (a call, a product), or all of it is made so. Some ops write to a part
@@ -39,6 +39,7 @@ from .in_place import may_alias
 from .mapping import fresh
 from .places import moved, within
 from .result import Fused
+from .shared_parts import RUN, shared, sources
 from .slices import coordinates, region_of, whole_dimensions
 
 MOVED = 16  # bytes
@@ -85,7 +86,7 @@ class _Placing:
         store, var, parts = found
         whole = store.buffer
         makers = [self._maker(position, p, parts) for p in parts]
-        if whole not in self.places and not self._pays(whole, var, parts, makers):
+        if whole not in self.places and not self._pays(position, store, var, parts, makers):
             return
         rest: list[Part] = []
         for part, made in zip(parts, makers):
@@ -101,8 +102,10 @@ class _Placing:
         rest.sort(key=lambda p: self.depends.writers[b][0] if (b := self._stores(p, parts)) else position)
         self.changed[position] = [self._stored(position, store, var, p, n) for n, p in enumerate(rest)]
 
-    def _pays(self, whole: str, var: Var | None, parts: list[Part], makers: list[int | None]) -> bool:
-        d = self.depends
+    def _pays(
+        self, position: int, store: Store, var: Var | None, parts: list[Part], makers: list[int | None]
+    ) -> bool:
+        d, whole = self.depends, store.buffer
         direct = sum(m is not None or isinstance(p.value, Const) for m, p in zip(makers, parts))
         others = any(not isinstance(self.program.nodes[i], LoopNest) for i in d.readers.get(whole, ()))
         if whole not in d.needed and (var is None or not others and direct < len(parts)):
@@ -111,10 +114,41 @@ class _Placing:
         placed = [p.value.buffer for p, m in zip(parts, makers) if m is not None and isinstance(p.value, Load)]
         several = zip(parts, makers) if var is not None else ()  # (one part: a whole copy, which fuses as it is)
         apart = [b for p, m in several if m is None and (b := self._stores(p, parts))]
-        if not placed and not (apart and (whole in d.needed or others)):
+        fewer = less = 0
+        if var is not None and (whole in d.needed or others):
+            fewer, less = self._shared(position, store, var, parts, makers)
+            again = sum(isinstance(self.program.nodes[i], LoopNest) for i in d.readers.get(whole, ()))
+            if less <= again * size[whole]:  # (these would be fused with a loop over the whole)
+                fewer = less = 0
+            elif less:
+                fewer, less = fewer - again, less - again * size[whole]
+        if not placed and not ((apart or less) and (whole in d.needed or others)):
             return False
-        saved = sum(2 * size[b] for b in placed) + sum(size[b] for b in apart)
-        return saved >= LAUNCH[self.target.is_gpu] * (makers.count(None) - len(apart) - 1)
+        saved = sum(2 * size[b] for b in placed) + sum(size[b] for b in apart) + less
+        return saved >= LAUNCH[self.target.is_gpu] * (makers.count(None) - len(apart) - fewer - 1)
+
+    def _shared(
+        self, position: int, store: Store, var: Var, parts: list[Part], makers: list[int | None]
+    ) -> tuple[int, int]:
+        """How many kernels and bytes fewer there are since parts share what they read (``shared_parts``)."""
+        node, whole = self.program.nodes[position], self.program.buffers[store.buffer]
+        assert isinstance(node, LoopNest)
+        step = store.index.coefficient(var)
+        found = []
+        for p, made in zip(parts, makers):
+            if made is not None or not isinstance(p.value, Load) or self._stores(p, parts):
+                continue
+            if step is None or ((p.high - p.low) * step * whole.dtype.itemsize).hint() < RUN:
+                continue
+            sizes = [p.high - p.low if a.var == var else a.size for a in node.axes]
+            own = [Var(f"part{k}", size) for k, size in enumerate(sizes)]
+            env: dict[Atom, IntLike] = {
+                a.var: (expr(0) if v.size == 1 else expr(v)) + (p.low if a.var == var else 0)
+                for a, v in zip(node.axes, own)
+            }
+            own = [v for v in own if v.size != 1]
+            found.append((sizes, sources(self.program, self.depends, p.value, env, own)))
+        return shared(found)
 
     def _stores(self, part: Part, parts: list[Part]) -> str:
         """The tensor that a part is all of, if the loop nest that makes it will be a kernel without the copy, and can

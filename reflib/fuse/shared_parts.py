@@ -1,0 +1,102 @@
+"""Parts of one tensor that are computed from the same elements: one kernel reads these once and stores every part.
+
+The backward of an LSTM's cell ends with ``cat([di, df, dg, do], 1)``: the gradients of four gates, each computed from
+``c``, ``tanh(c)``, ``dh`` and the gates at one place, stored at four. As a loop over the whole, an element of ``cat``
+chooses its part, whose producers are inlined under a mask: every part computes and reads all that it needs by itself
+(27 loads where 7 elements differ). Over the elements of one part instead, with as many stores as there are parts, what
+is common is read and computed once::
+
+    for i, j < 4n: cat[i, j] = di(i, j) if j < n else df(i, j-n) if ...     for i, j < n: cat[i, j] = di(i, j)
+                                                                                          cat[i, n+j] = df(i, j) ...
+
+``into_place`` stores parts by loop nests of their own anyway, and the grouping puts those together that share what they
+read: their slices lie apart (``places.apart``). What is new is when it pays, which this file says:
+
+* What a part reads: the tensors that its producers read, as far as these are elementwise over the part, each with its
+  index in terms of the part's elements. ``x[:, n:]`` and ``x[:, :n]`` are not the same.
+* Parts of equal sizes with a source in common are one kernel, up to ``STORES`` of them. Saved is what the parts read
+  minus what the kernels read. Others are kernels of their own; each costs a launch (``into_place.LAUNCH``).
+* A row of a part fills ``RUN`` bytes: of shorter ones, as of ``stack([x, y], -1)``, each store would write a fraction of
+  every sector.
+
+The bytes are then at the lower bound: each element that is read, once per kernel; each that is stored, once.
+
+NB: TorchInductor 2.13 makes pointwise parts one kernel of selects (``pointwise_cat``) where there are few; or it makes
+them slices of the result (``ConcatKernel``), whose kernels fuse like any other that share reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..ir.expr import Atom, Expr, IntLike, Var, expr
+from ..ir.loops import Indirect, Load, LoopNest, Store
+from ..ir.program import Program
+from .dependencies import Dependencies
+
+RUN = 128  # bytes
+STORES = 8  # into one tensor, by one kernel: ``legality`` compares as many
+NODES = 64  # producers of a part that are looked at: a recurrence may go back through the whole program
+
+Sources = dict[tuple[str, Expr], int]  # a buffer and an index into it, with the bytes that are read so
+
+
+def shared(parts: Iterable[tuple[object, Sources]]) -> tuple[int, int]:
+    """Of parts, each by its sizes and sources: how many kernels fewer than parts there are, and how many bytes fewer
+    these read."""
+    fewer = saved = 0
+    kernels: list[tuple[object, Sources, int]] = []
+    for sizes, mine in parts:
+        same = [k for k in kernels if k[0] == sizes and k[2] < STORES and not mine.keys().isdisjoint(k[1])]
+        together, count = dict(mine), 1
+        for k in same:
+            if count + k[2] <= STORES:
+                kernels.remove(k)
+                fewer += 1
+                saved += sum(together[s] for s in together.keys() & k[1].keys())
+                together, count = together | k[1], count + k[2]
+        kernels.append((sizes, together, count))
+    return fewer, saved
+
+
+def sources(program: Program, depends: Dependencies, load: Load, env: dict[Atom, IntLike], sizes: list[Var]) -> Sources:
+    """What is read to compute a part: ``load``'s buffer at ``env``, which has its variables in terms of ``sizes``, the
+    part's own; or what that is computed from, elementwise."""
+    found: Sources = {}
+    todo = [(load.buffer, load.index.subs(env))]
+    seen = set(todo)
+    while todo:
+        name, index = todo.pop()
+        maker = _maker(program, depends, name) if len(seen) < NODES else None
+        same = None if maker is None else _same(maker, name, index, sizes)
+        if maker is None or same is None:
+            points = 1
+            for v in index.variables():
+                points *= v.size.hint()
+            found[name, index] = points * program.buffers[name].dtype.itemsize
+            continue
+        for s in maker.loads():
+            read = s.buffer, s.index.subs(same)
+            if read not in seen:
+                seen.add(read)
+                todo.append(read)
+    return found
+
+
+def _maker(program: Program, depends: Dependencies, name: str) -> LoopNest | None:
+    writers = depends.writers.get(name, [])
+    node = program.nodes[writers[0]] if len(writers) == 1 else None
+    if not isinstance(node, LoopNest) or node.reduced or any(isinstance(s, Indirect) for s in node.body):
+        return None
+    return node
+
+
+def _same(maker: LoopNest, name: str, index: Expr, sizes: list[Var]) -> dict[Atom, IntLike] | None:
+    """``maker``'s variables in terms of ``sizes``, if it makes at these what is at ``index``."""
+    axes = [a for a in maker.axes if a.size != 1]
+    if [a.size for a in axes] != [v.size for v in sizes]:
+        return None
+    env: dict[Atom, IntLike] = {a.var: 0 for a in maker.axes if a.size == 1}
+    env |= {a.var: expr(v) for a, v in zip(axes, sizes)}
+    stores = [s for s in maker.body if isinstance(s, Store) and s.buffer == name]
+    return env if len(stores) == 1 and not stores[0].reduce and stores[0].index.subs(env) == index else None
