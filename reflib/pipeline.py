@@ -42,7 +42,7 @@ Chosen = tuple["Program", tuple[Any, ...]]  # a program without choices, and the
 # Replaces each Choice of ``s.program`` by its best variant: (Stages) -> Chosen, under "choose". It may set ``s.swap``,
 # ``s.names`` and ``s.built``. Programs without choices need none; the core's rules make no Choice. Under "launches":
 # ``s.scheduled`` launched as is best, and all decisions; none: as heuristics say. Under "order": ``s.scheduled`` in an
-# order that needs less memory. Under "together": for several processes.
+# order that needs less memory; under "fused": ``s.fused`` so grouped. Under "together": for several processes.
 CHOOSE = Seam("pipeline.CHOOSE")
 # Around compiling Dynamo's graphs: (compile, Backend, GraphModule, inputs) -> callable; compile takes the last three.
 COMPILE = Seam("pipeline.COMPILE")
@@ -173,9 +173,10 @@ def _fuse(s: Stages) -> None:
     assert program is not None
     if s.once and s.inlined is None and any(isinstance(n, Choice) for n in program.nodes):
         return
-    s.fused = fuse(program, s.options, s.target_of(_main_device(program)))
+    target = s.target_of(_main_device(program))
+    s.fused = fuse(program, s.options, target)
     if "fused" in CHOOSE:
-        s.fused = CHOOSE["fused"](s, s.target_of(_main_device(program)))
+        s.fused = CHOOSE["fused"](s, target)
     _verify(s, s.fused.program)
 
 
@@ -254,9 +255,8 @@ def _retarget(program: Program, target: Target) -> Program:
 
 def _main_device(program: Program) -> torch.device:
     """The device most kernels of a program run on: a GPU if there is one in it."""
-    devices = {b.device for b in program.buffers.values()}
-    gpus = sorted((d for d in devices if d.type != "cpu"), key=str)
-    return gpus[0] if gpus else torch.device("cpu")
+    gpus = {b.device for b in program.buffers.values() if b.device.type != "cpu"}
+    return min(gpus, key=str, default=torch.device("cpu"))
 
 
 # -- entry points -----------------------------------------------------------------------------------

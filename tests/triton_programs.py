@@ -159,6 +159,15 @@ def _stores(x: torch.Tensor, new: torch.Tensor, i: torch.Tensor) -> Any:
     return stored * 2, both, x.sum(0), x.scatter(1, columns[:1].expand(len(x), 2)[:1], 3.0), wide
 
 
+def _shared_parts(gates: torch.Tensor, c: torch.Tensor, dh: torch.Tensor, dc: torch.Tensor) -> Any:
+    """Four parts by one kernel, two by another, and parts that have nothing in common."""
+    i, f, g, o = gates.chunk(4, 1)
+    dc = dc + dh * o.sigmoid() * (1 - c.tanh().square())
+    parts = [dc * g * i, dc * c * f, dc * i * (1 - g * g), dh * c.tanh() * o]
+    rows = torch.cat([(gates + 1).exp(), gates.abs()], 0)
+    return torch.cat(parts, 1), dc * f, rows, torch.stack([c, dh.sin(), dc], 1)
+
+
 def _upsamples(x: torch.Tensor) -> Any:
     x = x.sin().view(2, 1, -1, 8)
     ways: list[dict[str, Any]] = [
@@ -227,6 +236,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dic
     "puts": (_puts, lambda: (randn(5, 4), randn(6, 4), _ties(6, 2)), {}),
     "one put each": (_puts, lambda: (randn(5, 4), randn(6, 4), _ties(6, 2)), {"max_fused_ops": 3}),
     "scatters": (_scatters, lambda: (randn(5, 4), randn(6, 4), _ties(6, 2)), {}),
+    "shared parts": (_shared_parts, lambda: tuple(randn(7, n * 37) for n in (4, 1, 1, 1)), {}),
     "stores": (_stores, lambda: (randn(5, 4), randn(6, 4), _ties(6, 2)), {}),
     "upsamples": (_upsamples, lambda: (randn(10, 8, requires_grad=True),), {}),
     "long rows": (

@@ -165,10 +165,7 @@ class _Grouping:
             writer = depends.last_writer(name, position)
             if writer is not None:
                 yield writer, True
-        for name in node.reads():
-            for r in depends.readers_before(name, position, _SIBLINGS):
-                yield r, False
-        for name in node.writes():  # an input is overwritten: with the nodes that read it, if possible
+        for name in (*node.reads(), *node.writes()):  # (overwriting an input: with the nodes that read it, if possible)
             for r in depends.readers_before(name, position, _SIBLINGS):
                 yield r, False
 

@@ -39,7 +39,7 @@ from .in_place import may_alias
 from .mapping import fresh
 from .places import moved, within
 from .result import Fused
-from .shared_parts import RUN, shared, sources
+from .shared_parts import RUN, Shared, shared, sources
 from .slices import coordinates, region_of, whole_dimensions
 
 MOVED = 16  # bytes
@@ -86,10 +86,11 @@ class _Placing:
         store, var, parts = found
         whole = store.buffer
         makers = [self._maker(position, p, parts) for p in parts]
-        if whole not in self.places and not self._pays(position, store, var, parts, makers):
+        common = Shared() if var is None else self._shared(position, store, var, parts, makers)
+        if whole not in self.places and not self._pays(whole, var, parts, makers, common):
             return
-        rest: list[Part] = []
-        for part, made in zip(parts, makers):
+        rest: list[tuple[int, int, Part]] = []
+        for n, (part, made) in enumerate(zip(parts, makers)):
             node = None if made is None else self.program.nodes[made]
             there = None if part.view is None else self._there(part.view)
             if there is not None and isinstance(node, (Extern, LoopNest)) and isinstance(part.value, Load):
@@ -97,15 +98,16 @@ class _Placing:
                 if made is not None and isinstance(node, Extern):
                     self.changed[made] = [self._into(made, part.value.buffer, there)]
             else:
-                rest.append(part)
+                b = self._stores(part, parts)
+                rest.append((self.depends.writers[b][0] if b else position, common.place(n), part))
         # stores to one tensor keep their order: those of one kernel follow each other, in the kernels' order
-        rest.sort(key=lambda p: self.depends.writers[b][0] if (b := self._stores(p, parts)) else position)
-        self.changed[position] = [self._stored(position, store, var, p, n) for n, p in enumerate(rest)]
+        rest.sort(key=lambda r: r[:2])
+        self.changed[position] = [self._stored(position, store, var, p, n) for n, (*_, p) in enumerate(rest)]
 
     def _pays(
-        self, position: int, store: Store, var: Var | None, parts: list[Part], makers: list[int | None]
+        self, whole: str, var: Var | None, parts: list[Part], makers: list[int | None], common: Shared
     ) -> bool:
-        d, whole = self.depends, store.buffer
+        d = self.depends
         direct = sum(m is not None or isinstance(p.value, Const) for m, p in zip(makers, parts))
         others = any(not isinstance(self.program.nodes[i], LoopNest) for i in d.readers.get(whole, ()))
         if whole not in d.needed and (var is None or not others and direct < len(parts)):
@@ -114,28 +116,25 @@ class _Placing:
         placed = [p.value.buffer for p, m in zip(parts, makers) if m is not None and isinstance(p.value, Load)]
         several = zip(parts, makers) if var is not None else ()  # (one part: a whole copy, which fuses as it is)
         apart = [b for p, m in several if m is None and (b := self._stores(p, parts))]
-        fewer = less = 0
-        if var is not None and (whole in d.needed or others):
-            fewer, less = self._shared(position, store, var, parts, makers)
-            again = sum(isinstance(self.program.nodes[i], LoopNest) for i in d.readers.get(whole, ()))
-            if less <= again * size[whole]:  # (these would be fused with a loop over the whole)
-                fewer = less = 0
-            elif less:
-                fewer, less = fewer - again, less - again * size[whole]
+        again = sum(isinstance(self.program.nodes[i], LoopNest) for i in d.readers.get(whole, ()))
+        less, more = common.saved - again * size[whole], again  # (loop nests would be fused with one over the whole)
+        if less <= 0:
+            less, more = 0, common.fewer
         if not placed and not ((apart or less) and (whole in d.needed or others)):
             return False
         saved = sum(2 * size[b] for b in placed) + sum(size[b] for b in apart) + less
-        return saved >= LAUNCH[self.target.is_gpu] * (makers.count(None) - len(apart) - fewer - 1)
+        kernels = makers.count(None) - len(apart) - common.fewer + more
+        return saved >= LAUNCH[self.target.is_gpu] * (kernels - 1)
 
     def _shared(
         self, position: int, store: Store, var: Var, parts: list[Part], makers: list[int | None]
-    ) -> tuple[int, int]:
-        """How many kernels and bytes fewer there are since parts share what they read (``shared_parts``)."""
+    ) -> Shared:
+        """Parts that a call or a kernel of its own does not store, and that share what they read."""
         node, whole = self.program.nodes[position], self.program.buffers[store.buffer]
         assert isinstance(node, LoopNest)
         step = store.index.coefficient(var)
         found = []
-        for p, made in zip(parts, makers):
+        for n, (p, made) in enumerate(zip(parts, makers)):
             if made is not None or not isinstance(p.value, Load) or self._stores(p, parts):
                 continue
             if step is None or ((p.high - p.low) * step * whole.dtype.itemsize).hint() < RUN:
@@ -147,7 +146,7 @@ class _Placing:
                 for a, v in zip(node.axes, own)
             }
             own = [v for v in own if v.size != 1]
-            found.append((sizes, sources(self.program, self.depends, p.value, env, own)))
+            found.append((n, sizes, sources(self.program, self.depends, p.value, env, own)))
         return shared(found)
 
     def _stores(self, part: Part, parts: list[Part]) -> str:

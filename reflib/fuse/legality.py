@@ -72,8 +72,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class FusionContext:
-    """What the rules are decided by, ``rules`` beside RULES. ``cluster_at``: the cluster (None: not a loop nest) of a
-    position."""
+    """What RULES and ``rules`` are decided by. ``cluster_at``: the cluster (None: not a loop nest) of a position."""
 
     program: Program
     depends: Dependencies
@@ -196,7 +195,7 @@ def _index_rule(a: Cluster, b: Cluster, m: Mapping, program: Program | None) -> 
         for name in _in_both(written, touched):
             indices = {i.subs(m.env_a) for i in written[name]} | {i.subs(m.env_b) for i in touched[name]}
             pairs = [(program.buffers[name], i, j) for i in written[name] for j in touched[name]] if program else []
-            both = 0 < len(pairs) <= 8 and written is a.writes and touched is b.writes and "apart" in APART
+            both = 0 < len(pairs) <= 16 and written is a.writes and touched is b.writes and "apart" in APART
             if both and all(APART["apart"](*pair) for pair in pairs):
                 continue  # (reads of it are looked at in the other rounds)
             if len(indices) > 1 or any(isinstance(x, Ref) for i in indices for x in i.atoms()):
@@ -222,8 +221,7 @@ def _in_place_rule(a: Cluster, b: Cluster, m: Mapping) -> Reason | None:
 
 
 def _masked(c: Cluster, name: str) -> bool:
-    loads = (s for _, loops, _ in c.parts for s in loops.loads() if s.buffer == name)
-    return any(s.mask is not None for s in loads)
+    return any(s.buffer == name and s.mask is not None for _, loops, _ in c.parts for s in loops.loads())
 
 
 def _written_last(a: Cluster, b: Cluster, m: Mapping, names: set[str]) -> bool:

@@ -10,7 +10,7 @@ from ..ir.program import Program
 @dataclass(frozen=True, slots=True)
 class Reason:
     """Why a pair was not fused. ``code``: one of ``order``, ``index``, ``space``, ``axes``, ``broadcast``,
-    ``in-place``, ``device``, ``limit``, ``rows``, ``columns``, ``call``, ``template``. ``text``: a sentence to show."""
+    ``in-place``, ``device``, ``limit``, ``rows``, ``columns``, ``call``, ``template``, ``peak``. ``text``: a sentence."""
 
     code: str
     text: str

@@ -14,20 +14,24 @@ read: their slices lie apart (``places.apart``). What is new is when it pays, wh
 
 * What a part reads: the tensors that its producers read, as far as these are elementwise over the part, each with its
   index in terms of the part's elements. ``x[:, n:]`` and ``x[:, :n]`` are not the same.
-* Parts of equal sizes with a source in common are one kernel, up to ``STORES`` of them. Saved is what the parts read
-  minus what the kernels read. Others are kernels of their own; each costs a launch (``into_place.LAUNCH``).
-* A row of a part fills ``RUN`` bytes: of shorter ones, as of ``stack([x, y], -1)``, each store would write a fraction of
-  every sector.
+* Parts of equal sizes with a source in common are one kernel. Saved is what the parts read minus what the kernels
+  read. Others are kernels of their own; each costs a launch (``into_place.LAUNCH``).
+* There are at most ``STORES`` such parts: that their slices lie apart is proved for each pair.
+* A row of a part fills ``RUN`` bytes: of shorter ones, as of ``stack([x, y], -1)``, each store would write a fraction
+  of every sector.
+* Loop nests that read the whole, such as a bias's gradient, are fused with a loop over it; they then read it again.
 
 The bytes are then at the lower bound: each element that is read, once per kernel; each that is stored, once.
 
-NB: TorchInductor 2.13 makes pointwise parts one kernel of selects (``pointwise_cat``) where there are few; or it makes
-them slices of the result (``ConcatKernel``), whose kernels fuse like any other that share reads.
+NB: TorchInductor 2.13 makes few pointwise parts one kernel of selects (``pointwise_cat``): for the cell above, two
+kernels for sm_90, one that loads 7 elements and stores 2, one of 15 masked loads. Of many, or where a part is a
+reduction or a call, it makes slices of the result (``ConcatKernel``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..ir.expr import Atom, Expr, IntLike, Var, expr
 from ..ir.loops import Indirect, Load, LoopNest, Store
@@ -35,28 +39,42 @@ from ..ir.program import Program
 from .dependencies import Dependencies
 
 RUN = 128  # bytes
-STORES = 8  # into one tensor, by one kernel: ``legality`` compares as many
+STORES = 16  # into one tensor, by one kernel: ``legality`` compares as many
 NODES = 64  # producers of a part that are looked at: a recurrence may go back through the whole program
 
 Sources = dict[tuple[str, Expr], int]  # a buffer and an index into it, with the bytes that are read so
 
 
-def shared(parts: Iterable[tuple[object, Sources]]) -> tuple[int, int]:
-    """Of parts, each by its sizes and sources: how many kernels fewer than parts there are, and how many bytes fewer
-    these read."""
-    fewer = saved = 0
-    kernels: list[tuple[object, Sources, int]] = []
-    for sizes, mine in parts:
-        same = [k for k in kernels if k[0] == sizes and k[2] < STORES and not mine.keys().isdisjoint(k[1])]
-        together, count = dict(mine), 1
-        for k in same:
-            if count + k[2] <= STORES:
-                kernels.remove(k)
-                fewer += 1
-                saved += sum(together[s] for s in together.keys() & k[1].keys())
-                together, count = together | k[1], count + k[2]
-        kernels.append((sizes, together, count))
-    return fewer, saved
+@dataclass(frozen=True)
+class Shared:
+    """``kernels``: parts, by number, that one kernel stores. ``saved``: bytes that these read less than their parts do
+    by themselves."""
+
+    kernels: tuple[tuple[int, ...], ...] = ()
+    saved: int = 0
+
+    @property
+    def fewer(self) -> int:
+        """Kernels than parts."""
+        return sum(len(k) - 1 for k in self.kernels)
+
+    def place(self, part: int) -> int:
+        """Of the part's kernel among them."""
+        return next((n for n, k in enumerate(self.kernels) if part in k), -1)
+
+
+def shared(parts: Sequence[tuple[int, object, Sources]]) -> Shared:
+    """Of parts, each by its number, sizes and sources."""
+    saved = 0
+    kernels: list[tuple[tuple[int, ...], object, Sources]] = []
+    for number, sizes, mine in parts if len(parts) <= STORES else ():
+        members: tuple[int, ...] = (number,)
+        for k in [k for k in kernels if k[1] == sizes and not mine.keys().isdisjoint(k[2])]:
+            kernels.remove(k)
+            saved += sum(mine[s] for s in mine.keys() & k[2].keys())
+            members, mine = (*k[0], *members), mine | k[2]
+        kernels.append((members, sizes, mine))
+    return Shared(tuple(members for members, _, _ in kernels), saved) if saved else Shared()
 
 
 def sources(program: Program, depends: Dependencies, load: Load, env: dict[Atom, IntLike], sizes: list[Var]) -> Sources:

@@ -36,8 +36,8 @@ _LOOKS = 3000, 6  # nodes looked at in the search: at least, and per node of the
 WORTH = 0.01  # of the peak: an order that saves less is not worth another order than the user's
 _CACHE = 32 << 20  # bytes touched since: what was written before is not in a cache any more
 
-# Inputs whose memory is free after their last use: by name, which storage each is in, and the bytes of that. Several may
-# be views of one storage.
+# Inputs whose memory is free after their last use: by name, which storage each is in, and the bytes of that. Several
+# may be views of one storage.
 Owned = Mapping[str, tuple[Any, int]]
 
 

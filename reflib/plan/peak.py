@@ -120,9 +120,8 @@ class _Formed:
         and the others before."""
         nodes, size = self.apart.nodes, {b.name: b.nbytes.hint() for b in self.apart.buffers.values()}
         sides = [p for p in self.members[k] if p <= place], [p for p in self.members[k] if p > place]
-        (made, read), (made_late, read_late) = (
-            ({b for p in side for b in nodes[p].writes()}, {b for p in side for b in nodes[p].reads()}) for side in sides
-        )
+        made, made_late = ({b for p in side for b in nodes[p].writes()} for side in sides)
+        read, read_late = ({b for p in side for b in nodes[p].reads()} for side in sides)
         stored = set(self.program.nodes[k].writes())
         if k > at:  # the early side waits
             held = (b for b in read - made - read_late if used.only_after(b, at, k))

@@ -170,8 +170,8 @@ def placed(e: Any) -> list[Extern]:
 
 
 def test_on_a_gpu_parts_are_aligned_and_worth_a_kernel() -> None:
-    def joined(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
-        return torch.cat([y.exp(), x @ w, y + 1], 1)
+    def joined(x: Tensor, w: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        return torch.cat([y.exp(), x @ w, z + 1], 1)
 
     for rows, before, width, expected in (
         (50_000, 32, 64, 1),
@@ -179,10 +179,10 @@ def test_on_a_gpu_parts_are_aligned_and_worth_a_kernel() -> None:
         (50_000, 32, 63, 0),
         (64, 32, 64, 0),
     ):
-        x, w, y = torch.empty(rows, 128), torch.empty(128, width), torch.empty(rows, before)
+        x, w, y, z = torch.empty(rows, 128), torch.empty(128, width), *torch.empty(2, rows, before)
         torch._dynamo.reset()
         with torch.no_grad():
-            assert len(placed(reflib.explain(joined, x, w, y, target="sm_90"))) == expected
+            assert len(placed(reflib.explain(joined, x, w, y, z, target="sm_90"))) == expected
 
 
 def test_arguments_in_one_memory() -> None:
