@@ -9,8 +9,8 @@ from ..ir.program import Program
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a pair was not fused. ``code``: one of ``order``, ``index``, ``space``, ``axes``, ``broadcast``,
-    ``in-place``, ``device``, ``limit``, ``rows``, ``columns``, ``call``, ``template``, ``peak``. ``text``: a sentence."""
+    """Why a pair was not fused. ``code``: ``order``, ``index``, ``space``, ``axes``, ``broadcast``, ``in-place``,
+    ``device``, ``limit``, ``rows``, ``columns``, ``call``, ``template`` or ``peak``. ``text``: a sentence to show."""
 
     code: str
     text: str

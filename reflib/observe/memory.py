@@ -161,7 +161,8 @@ def _saved(s: Stages, graphs: Iterable[Stages]) -> tuple[Program, set[str]]:
     """The program, and those of its inputs that hold memory of the forward's until they are freed. Of several views of
     one tensor that is the one freed last, with the size of all that the forward keeps for it."""
     assert s.scheduled is not None and s.plan is not None
-    mine, buffers = set(owned(s)), dict(s.scheduled.buffers)
+    buffers = dict(s.scheduled.buffers)
+    mine = set(owned(s)) & buffers.keys()
     freed = {step.buffer: i for i, step in enumerate(s.plan.steps) if isinstance(step, Free)}
     for forward in (g for g in graphs if mine and g.graph.name == "forward"):
         assert forward.scheduled is not None

@@ -89,6 +89,7 @@ class _Formed:
         assert fused.ungrouped is not None
         self.mine, self.program, self.apart = mine, fused.program, fused.ungrouped.program
         self.launch = LAUNCH[target.is_gpu]
+        self.size = {b.name: b.nbytes.hint() for b in self.apart.buffers.values()}
         place = {n.name: i for i, n in enumerate(self.apart.nodes)}
         self.members = [sorted(place[m] for m in g.members if m in place) for g in fused.groups]
         last = [m[-1] if m else len(place) for m in self.members]
@@ -118,7 +119,7 @@ class _Formed:
     def _gain(self, k: int, at: int, place: int, used: _Used) -> int:
         """How many bytes fewer are in memory at kernel ``at`` if kernel ``k``'s members after ``place`` run after it
         and the others before."""
-        nodes, size = self.apart.nodes, {b.name: b.nbytes.hint() for b in self.apart.buffers.values()}
+        nodes, size = self.apart.nodes, self.size
         sides = [p for p in self.members[k] if p <= place], [p for p in self.members[k] if p > place]
         made, made_late = ({b for p in side for b in nodes[p].writes()} for side in sides)
         read, read_late = ({b for p in side for b in nodes[p].reads()} for side in sides)
