@@ -3,26 +3,24 @@
     job = Job("reflib.jobs:try_one", {...}, "cuda:0", said=print, ended=lambda how, facts: ...)
     pool().submit(job)               # returns at once
 
-**Processes.** A *zygote* imports torch and the stages once (seconds) and forks the workers (milliseconds); both are in
-``worker.py``. In this process each has a thread (``children.py``): the zygote's starts it and hears which workers have
-ended; a worker's thread takes one job after another from the queue, sends it, waits for the answer, and calls ``said``
-and ``ended``. A stuck worker delays its own thread only. There are at most ``compilers`` compile workers and one worker
-per device.
+**Processes.** A *zygote* (``zygote.py``) imports torch and the stages once (seconds) and forks the workers
+(``worker.py``, milliseconds). It has the queue: it gives each job to a free worker, passes on what the worker says, and
+kills the one that is silent for too long. There are at most ``compilers`` compile workers and one worker per device.
+Here two threads talk to it: one sends jobs, the other reads what has become of them and calls ``said`` and ``ended``.
 
-**Messages** are pickled dataclasses over a socket per process. Pickled is what the parent made (plain data and
-functions by name), so workers never import the user's ``__main__``.
+**Messages** are pickled over one socket. Pickled is what the parent made (plain data and functions by name), so workers
+never import the user's ``__main__``.
 
 **How jobs end.** A worker that is silent for ``limit`` seconds is killed ("hung"); so is one whose job is cancelled.
 One whose process ends by itself has "crashed": its exit status and the end of its log say why. One whose GPU has become
-unusable says so and exits, which counts as crashed. Then the thread ends, and another is started for the next job; on
-a device only once the old process is gone, with its memory (or after GRACE). Killing is the zygote's task: it alone can
-tell which process ids are still its children's. If the zygote dies its workers die with it, and queued jobs go on with
-a new one; if it could not even start, queued jobs end with its last words.
+unusable says so and exits, which counts as crashed. Another worker takes its place; on a device only once the old
+process is gone, with its memory. If the zygote dies its workers die with it, and queued jobs go on with a new one; if
+it could not even start, they end with its last words.
 
 **When processes leave.** A worker that has been idle for ``idle_seconds``, then the zygote. ``close`` kills all: it is
 called at the interpreter's exit and on Ctrl-C (which reaches only the parent: the zygote leads a session of its own).
-However the parent ends, its sockets end with it, and the zygote kills all. A forked child of the parent closes its
-copies of the sockets and starts with an empty pool.
+However the parent ends, its socket ends with it, and the zygote kills all. A forked child of the parent closes its copy
+of the socket and starts with an empty pool.
 
 NB: not ``multiprocessing`` or ``ProcessPoolExecutor``: they import ``__main__`` again, are refused in daemonic
 processes, fail all jobs when one worker dies, and cannot end a job that runs.
@@ -31,21 +29,29 @@ processes, fail all jobs when one worker dies, and cannot end a job that runs.
 from __future__ import annotations
 
 import atexit
-import bisect
 import contextlib
 import itertools
 import os
 import pickle
+import queue
+import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.connection import Pipe
+from pathlib import Path
+from typing import Any
 
-from ..worker import Call, Ended
-from .children import Ending, WorkerThread, ZygoteThread, call, child_path, cores
+from ..logs import get as logger
+from ..worker import Call, kill_group, reason
+from ..zygote import START_SECONDS, News, Submit, command, ending, tail
 
-COMPILE = "compile"
+CLOSE_SECONDS = 0.35  # for the zygote to kill and reap all
 # what every worker needs; names, because autotune may not import later stages
 PRELOAD = (
     "torch",
@@ -55,7 +61,6 @@ PRELOAD = (
     "reflib.lower",
     "reflib.wrap",
 )
-CANCELLED: Ending = ("cancelled", {})
 
 
 @dataclass(eq=False)
@@ -70,8 +75,8 @@ class Job:
         ("crashed", {"why", "output"}): its process died | ("hung", {"why"}): it was silent for ``limit`` seconds
         ("cancelled", {})
 
-    Both are called on the worker's thread; they may submit and cancel. limit: seconds; any message restarts the clock,
-    {"kind": "waiting"} stops it until the next. priority: smaller first, then first come first served.
+    Both may submit and cancel. limit: seconds; any message restarts the clock, {"kind": "waiting"} stops it until the
+    next. priority: smaller first, then first come first served.
     ``data["imports"]``: files (*.py) and modules that the worker imports first, pickles that it loads (``by_value``).
     """
 
@@ -86,14 +91,6 @@ class Job:
     since: float = field(default_factory=time.perf_counter, init=False)
     started: float = field(default=0.0, init=False)
     track: str = field(default="", init=False)
-
-
-@dataclass(order=True)
-class _Queued:
-    priority: tuple
-    number: int
-    job: Job = field(compare=False)
-    packed: bytes = field(compare=False)
 
 
 class Pool:
@@ -111,10 +108,9 @@ class Pool:
 
     def _reset(self) -> None:
         # reentrant: the garbage collector may run a __del__ that cancels a job while its own thread is in here
-        self.changed = threading.Condition(threading.RLock())
-        self._queue: list[_Queued] = []
-        self._workers: list[WorkerThread] = []
-        self._zygote: ZygoteThread | None = None
+        self.lock = threading.RLock()
+        self._jobs: dict[int, tuple[Job, Submit]] = {}  # that have not ended, in the order of their submission
+        self._zygote: ZygoteProcess | None = None
 
     # -- from any thread
     def submit(self, job: Job) -> None:
@@ -122,150 +118,205 @@ class Pool:
         when the interpreter is ending, the job is cancelled at once."""
         imports = tuple(os.path.abspath(i) if str(i).endswith(".py") else i for i in job.data.get("imports", ()))
         packed = pickle.dumps(Call(job.what, job.data, imports, path=tuple(child_path())))
-        queued = _Queued(job.priority, next(self._numbers), job, packed)
-        with self.changed:
-            bisect.insort(self._queue, queued)
+        compilers = self.compilers or cores()
+        end: tuple[str, dict[str, Any]] = "cancelled", {}
+        with self.lock:
+            message = Submit(job.priority, next(self._numbers), job.where, job.limit, packed, compilers,
+                             self.idle_seconds)  # fmt: skip
             try:
-                if not _exiting:
-                    self._hire(job.where)
-                    self.changed.notify_all()
-                    return
+                self._alive().send(message)
+                self._jobs[message.id] = job, message
+                return
             except RuntimeError:
                 pass
-            self._queue.remove(queued)
-        job.ended(*CANCELLED)
+            except OSError as e:
+                end = "crashed", {"why": f"the worker processes cannot be started: {e}", "output": ""}
+        job.ended(*end)
 
     def cancel(self, job: Job) -> None:
-        """End ``job`` soon, if it has not ended: dropped if queued, else its worker is killed."""
-        with self.changed:
-            queued = [q for q in self._queue if q.job is job]
-            self._queue = [q for q in self._queue if q.job is not job]
-            for worker in self._workers:
-                if worker.job is job:
-                    worker.kill(CANCELLED)
-        for q in queued:
-            call(q.job.ended, *CANCELLED)
+        """End ``job``, if it has not ended; the worker that runs it is killed."""
+        with self.lock:
+            number = next((n for n, (j, _) in self._jobs.items() if j is job), None)
+            if number is None:
+                return
+            del self._jobs[number]
+            if self._zygote is not None:
+                self._zygote.send(number)
+        call(job.ended, "cancelled", {})
 
     def wake(self) -> None:
         """Start the zygote, whose imports take seconds, before there is anything to do."""
-        with self.changed, contextlib.suppress(RuntimeError):
-            if not _exiting:
-                self._zygote = self._zygote or ZygoteThread(self)
+        with self.lock, contextlib.suppress(RuntimeError, OSError):
+            self._alive()
 
     def close(self) -> None:
         """Kill all processes; jobs end as cancelled. Takes less than half a second. Another ``submit`` starts anew."""
-        with self.changed:
-            zygote, workers, queue = self._zygote, self._workers, self._queue
-            self._zygote, self._workers, self._queue = None, [], []
-            for worker in workers:
-                worker.verdict = worker.verdict or CANCELLED
-            self.changed.notify_all()
+        with self.lock:
+            zygote, jobs = self._zygote, list(self._jobs.values())
+            self._zygote, self._jobs = None, {}
         if zygote is not None:
             zygote.end()
-        for q in queue:
-            call(q.job.ended, *CANCELLED)
-        last = time.monotonic() + 0.1
-        for worker in workers:
-            if worker is not threading.current_thread():
-                worker.join(max(0.0, last - time.monotonic()))
+        for job, _ in jobs:
+            call(job.ended, "cancelled", {})
 
     def processes(self) -> list[int]:
         """The process ids of all children that are alive, as far as is known: the zygote's first."""
-        with self.changed:
-            pids = [self._zygote.pid] if self._zygote else []
-            return [pid for pid in pids + [w.pid for w in self._workers if not w.gone.is_set()] if pid]
+        with self.lock:
+            zygote = self._zygote
+            return [] if zygote is None else [zygote.process.pid, *zygote.workers]
 
-    # -- from the processes' threads
-    def _hire(self, where: str) -> None:
-        """Start workers, as many as there are jobs and room for. With the lock held."""
-        here = [w for w in self._workers if w.where == where]
-        room = (1 if where != COMPILE else self.compilers or cores()) - len(here)
-        jobs = sum(q.job.where == where for q in self._queue) - sum(w.job is None for w in here)
-        for _ in range(min(room, jobs)):
-            self._zygote = self._zygote or ZygoteThread(self)
-            taken = {w.name for w in self._workers}
-            names = (f"{where} {i}" for i in itertools.count(1)) if where == COMPILE else (where,)
-            name = next(n for n in names if n not in taken)
-            worker = WorkerThread(self, self._zygote, next(self._numbers), where, name)
-            worker.start()  # raises where there is no thread to be had; its first job waits for the lock
-            self._workers.append(worker)
-            self._zygote.workers[worker.id] = worker
+    def _alive(self) -> ZygoteProcess:
+        """The zygote, which is started if there is none. RuntimeError where no thread can be."""
+        if _exiting:
+            raise RuntimeError
+        if self._zygote is None:
+            self._zygote = ZygoteProcess(self)
+        return self._zygote
 
-    def take(self, worker: WorkerThread) -> tuple[Job, bytes] | None:
-        """The next job for ``worker``, and its message; None: it is to leave."""
-        last = time.monotonic() + self.idle_seconds
-        with self.changed:
-            while worker in self._workers and not worker.gone.is_set():
-                for q in self._queue:
-                    if q.job.where == worker.where:
-                        self._queue.remove(q)
-                        worker.job = q.job
-                        return q.job, q.packed
-                if time.monotonic() >= last:
-                    break
-                self.changed.wait(last - time.monotonic())
-        return None
+    # -- from the zygote's thread
+    def heard(self, news: News) -> None:
+        ends = news.what not in ("started", "said")
+        with self.lock:
+            job, _ = (self._jobs.pop if ends else self._jobs.get)(news.id, (None, None))
+        if job is None:  # it was cancelled
+            return
+        if news.what == "started":
+            job.track, job.started = news.data
+        elif news.what == "said":
+            call(job.said, pickle.loads(news.data))
+        else:
+            call(job.ended, *_ending_of(job, news.what, *news.data))
 
-    def over(self, worker: WorkerThread, job: Job, ending: Ending) -> Ending:
-        """``job`` has ended; as what, if it was not cancelled meanwhile."""
-        with self.changed:
-            worker.job = None
-            ending = worker.verdict or ending
-        call(job.ended, *ending)
-        return ending
-
-    def left(self, worker: WorkerThread) -> None:
-        """The worker's process is gone."""
-        with self.changed:
-            worker.zygote.workers.pop(worker.id, None)
-            if worker in self._workers:
-                self._workers.remove(worker)
-                with contextlib.suppress(RuntimeError):
-                    self._hire(worker.where)
-
-    def cannot_start(self, worker: WorkerThread, why: str, output: str) -> None:
-        """It costs one job, lest it be tried for ever. (If there was no zygote, ``zygote_gone`` ends all.)"""
-        with self.changed:
-            counts = worker.zygote.ready and worker in self._workers
-            cost = [q for q in self._queue if q.job.where == worker.where][: int(counts)]
-            self._queue = [q for q in self._queue if q not in cost]
-        for q in cost:
-            call(q.job.ended, "crashed", {"why": f"a worker could not be started: {why}", "output": output})
-
-    def process_ended(self, zygote: ZygoteThread, message: Ended) -> None:
-        with self.changed:
-            if message.id in zygote.workers:
-                zygote.workers[message.id].end(message.status)
-            self.changed.notify_all()
-
-    def unused(self, zygote: ZygoteThread) -> bool:
-        """Whether there is nothing to do for it; then the pool has given it up."""
-        with self.changed:
-            if self._zygote is zygote and not self._workers and not self._queue:
-                self._zygote = None
-            return self._zygote is not zygote
-
-    def zygote_gone(self, zygote: ZygoteThread, why: str, output: str) -> None:
-        """It has ended, and its workers with it."""
-        with self.changed:
-            failed: list[_Queued] = []
-            if self._zygote is zygote:
-                self._zygote = None
-                if not zygote.ready:
-                    failed, self._queue = self._queue, []
-            for worker in zygote.workers.values():
-                worker.end(None, f"the process that started it has ended: {why}")
-            self.changed.notify_all()
-        facts = {"why": f"the worker processes cannot be started: {why}", "output": output}
-        for q in failed:
-            call(q.job.ended, "crashed", facts)
+    def zygote_gone(self, zygote: ZygoteProcess, why: str, output: str) -> None:
+        """It has ended, and its workers with it. What has not started goes on with another, if that was ready."""
+        with self.lock:
+            if self._zygote is not zygote:  # closed
+                return
+            self._zygote = None
+            over = [job for job, _ in self._jobs.values() if job.started or not zygote.ready]
+            self._jobs = {n: found for n, found in self._jobs.items() if found[0] not in over}
+            with contextlib.suppress(RuntimeError, OSError):
+                for _, message in self._jobs.values():
+                    self._alive().send(message)
+        words = "the process that started it has ended" if zygote.ready else "the worker processes cannot be started"
+        for job in over:
+            call(job.ended, "crashed", {"why": f"{words}: {why}", "output": output})
 
     def _after_fork(self) -> None:
-        """In the child of a fork: what is at the other ends of sockets is the parent's."""
-        for thread in (*self._workers, self._zygote):
-            if thread is not None:
-                thread.forget()
+        """In the child of a fork: what is at the other end of the socket is the parent's."""
+        if self._zygote is not None:
+            self._zygote.forget()
         self._reset()
+
+
+class ZygoteProcess:
+    """The zygote, and the threads that talk to it. ``send`` queues a message for it. ``workers``: their process ids.
+    Raises OSError if it cannot be started, RuntimeError where no thread can."""
+
+    def __init__(self, pool: Pool):
+        self.pool = pool
+        self.workers: list[int] = []
+        self.ready = False
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by _listen
+        self.conn, theirs = Pipe()
+        settings = {"path": child_path(), "preload": pool.preload, "idle": pool.idle_seconds, "fd": theirs.fileno()}
+        with theirs:
+            self.process = subprocess.Popen(
+                command(settings), stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log,
+                pass_fds=(theirs.fileno(),), start_new_session=True,
+            )  # fmt: skip
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.send = self._outbox.put
+        self.sender = threading.Thread(target=self._send, name="reflib-sender", daemon=True)
+        self.listener = threading.Thread(target=self._listen, name="reflib-listener", daemon=True)
+        self.sender.start()
+        self.listener.start()
+
+    def _send(self) -> None:
+        with contextlib.suppress(OSError):  # the other thread notices that the zygote is gone
+            while (message := self._outbox.get()) is not None:
+                self.conn.send(message)
+
+    def _listen(self) -> None:
+        why = ""
+        with contextlib.suppress(EOFError, OSError):
+            while self.conn.poll(None if self.ready else START_SECONDS):
+                news: News = self.conn.recv()
+                if news.what == "ready":
+                    self.ready = True
+                    logger("pool").info("workers can start: %s", news.data)
+                elif news.what == "workers":
+                    self.workers = news.data
+                else:
+                    self.pool.heard(news)
+            why = "it took too long to start"
+        self._hang_up()
+        self.send(None)
+        self.sender.join()
+        try:
+            self.process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        output = tail(self.log)
+        self.conn.close()
+        self.log.close()
+        self.pool.zygote_gone(self, why or ending(self.process.returncode, output), output)
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.conn.fileno())) as sock:
+            sock.shutdown(socket.SHUT_RDWR)
+
+    def end(self) -> None:
+        """Have it kill its workers and end; kill it and them if it does not."""
+        if self.ready:
+            self._hang_up()
+        else:  # it listens only after its imports
+            self.process.kill()
+        if threading.current_thread() is not self.listener:
+            self.listener.join(CLOSE_SECONDS)
+        if self.process.returncode is None:
+            for pid in self.workers:
+                kill_group(pid)
+            self.process.kill()
+
+    def forget(self) -> None:
+        """In a forked child."""
+        self.conn.close()
+        self.process.returncode = 0  # not ours to wait for
+
+
+def call(function: Callable, *arguments: Any) -> None:
+    """A callback of the tuner's: an exception in it is logged, and costs nothing else."""
+    try:
+        function(*arguments)
+    except Exception:
+        logger("pool").error("%r raised", function, exc_info=True)
+
+
+def _ending_of(job: Job, how: str, packed: bytes, output: str) -> tuple[str, dict[str, Any]]:
+    try:
+        facts = pickle.loads(packed)
+    except Exception as e:
+        how, facts = "crashed", {"why": f"its answer cannot be read: {reason(e)}"}
+    if output and how != "crashed":
+        logger("pool").info("%s wrote: %s", job.track, output)
+    return how, facts | {"output": output} if how == "crashed" else facts
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def child_path() -> list[str]:
+    """Where children look for modules: as here, with the working directory last, so that a file in it that is named
+    like a module is not taken for that one."""
+    own = str(Path(__file__).parents[2])
+    relative = []
+    with contextlib.suppress(FileNotFoundError):
+        relative = [os.path.abspath(p) for p in sys.path if not os.path.isabs(p)]
+    return list(dict.fromkeys([*(p for p in sys.path if os.path.isabs(p)), own, *relative]))
 
 
 # -- the process's pool, its end and its forks --------------------------------------------------------

@@ -14,7 +14,7 @@ STAGES = ["capture", "lower", "fuse", "autotune", "schedule", "plan", "generate"
 # What the stages share, wherever they stand; it knows no stage.
 SHARED = {
     *("atomic", "c_shims", "cache", "errors", "failures", "inductor_options", "ir", "logs", "models", "options"),
-    *("seams", "tables", "target", "timeline", "timing", "toolchain", "tracing", "worker"),
+    *("seams", "tables", "target", "timeline", "timing", "toolchain", "tracing", "worker", "zygote"),
 }
 AROUND = ["pipeline", "observed", "background", "tuning", "ranks"]
 AROUND += ["fast_path", "api", "aot", "jobs", "observe", "weekend"]

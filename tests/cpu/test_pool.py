@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from reflib.autotune.children import child_path
-from reflib.autotune.pool import PRELOAD, Pool
+from reflib.autotune.pool import PRELOAD, Pool, child_path
+from reflib.zygote import ending
 from tests import processes
 from tests.processes import soon
 from tests.watching import Watch

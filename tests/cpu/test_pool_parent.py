@@ -205,7 +205,7 @@ def test_a_forked_child_has_a_pool_of_its_own(script: Callable[..., Script]) -> 
         assert first.wait(20)
         holding = threading.Event()
         def hold():  # the locks are taken at the time of the fork
-            with p.changed:
+            with p.lock:
                 holding.set()
                 time.sleep(0.3)
         threading.Thread(target=hold).start()
