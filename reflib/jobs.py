@@ -4,8 +4,8 @@
 Its kernels stay in the on-disk cache, for the measuring worker and the user's process; it returns the compilers' own
 report, from which ``autotune`` sees which candidates cannot win.
 
-``open``, ``try_one``, ``finish``, ``close`` run in a device's one measuring worker. A measurement (``measure.Session``)
-lives in its ``state`` between them, by its id; a worker that was replaced has none, and answers ``gone``.
+``try_some`` and ``close`` run in a device's one measuring worker. A measurement (``measure.Session``) lives in its
+``state`` between them, by its id; a worker that has none, because the one before it crashed, opens it again.
 
 (Beside pipeline.py, not in autotune/: these are the whole compiler, as a process of its own.)
 """
@@ -22,9 +22,12 @@ import torch
 
 from .autotune import switches
 from .autotune.by_value import makers
+from .autotune.inputs import main_device
 from .autotune.lock import device_lock
 from .autotune.measure import DeviceLost, Session
+from .autotune.request import Request
 from .ir.data import from_data
+from .ir.decision import Candidate
 from .ir.program import fallback_kernels
 from .options import Options
 from .target import Target, device_target
@@ -68,48 +71,58 @@ def compile_candidate(state: State, data: Data, say: Say) -> dict[str, Any]:
     return {"reports": reports}
 
 
-def open(state: State, data: Data, say: Say) -> dict[str, Any]:
-    """data: ``id``, ``request``, ``switches`` (``autotune.switches.read``), ``known`` (rows of candidates that are not
-    to run). Makes inputs and the reference, tries the default: {row}."""
+def try_some(state: State, data: Data, say: Say) -> dict[str, Any]:
+    """Try candidates, alone on the device, with torch's switches as they are in the parent. What runs is said first:
+    {"kind": "at", "name": ...}, "" for the inputs, the reference and the default. A lost device ends this process:
+    nothing runs in it any more.
+
+    data: ``id``, ``request`` (with these candidates, the default and the reference), ``names``, ``race`` (those near
+    the best, at the end), ``failed`` (rows of candidates that are not to run), ``switches`` (``autotune.switches``).
+    Returns {rows, result}: the default's row too if it was tried; result: None without a race."""
+    request: Request = data["request"]
+    switches.write(dict(data["switches"]))
+    try:
+        with device_lock(str(main_device(request.inputs)), say):
+            rows = [] if data["id"] in state else [_open(state, data, say)]
+            session = state[data["id"]][0]
+            session.add(request.programs)
+            for name in data["names"]:
+                say({"kind": "at", "name": name})
+                rows.append(session.try_one(name))
+            say({"kind": "at", "name": "race"})
+            return {"rows": rows, "result": session.finish() if data["race"] else None}
+    except DeviceLost as e:
+        say({"kind": "lost", "why": str(e)})
+        os._exit(LOST_EXIT)
+    finally:
+        if data["race"]:
+            close(state, data, say)
+
+
+def _open(state: State, data: Data, say: Say) -> Candidate:
+    """Make inputs and the reference, try the default: its row."""
     from .tuning import build
     from .wrap.zeros import zeros
 
+    say({"kind": "at", "name": ""})
     keep = ExitStack()
     keep.enter_context(zeros.for_a_while())  # the words of the graphs that measuring captures
     session = Session(data["request"], build, makers(data["request"].makers))
     session.pulse = _pulse(say)
-    for row in data["known"]:
+    for row in data["failed"]:
         session.given(row)
-    state[data["id"]] = session, keep, dict(data["switches"])
+    state[data["id"]] = session, keep
     try:
-        return {"row": _guarded(state, data, say, session.open)}
+        return session.open()
     except BaseException:
         close(state, data, say)
         raise
 
 
-def try_one(state: State, data: Data, say: Say) -> dict[str, Any]:
-    """data: ``id``, ``name``. {row} or {gone: True}."""
-    if data["id"] not in state:
-        return {"gone": True}
-    session = state[data["id"]][0]
-    return {"row": _guarded(state, data, say, lambda: session.try_one(data["name"]))}
-
-
-def finish(state: State, data: Data, say: Say) -> dict[str, Any]:
-    """The race: {result} or {gone: True}. The session is over."""
-    if data["id"] not in state:
-        return {"gone": True}
-    try:
-        return {"result": _guarded(state, data, say, state[data["id"]][0].finish)}
-    finally:
-        close(state, data, say)
-
-
 def close(state: State, data: Data, say: Say) -> dict[str, Any]:
     """Give up a session's memory, on the device too."""
     if data["id"] in state:
-        session, keep, _ = state.pop(data["id"])
+        session, keep = state.pop(data["id"])
         session.close()
         keep.close()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -128,16 +141,3 @@ def _pulse(say: Say) -> Callable[[], None]:
             say({"kind": "alive"})
 
     return pulse
-
-
-def _guarded(state: State, data: Data, say: Say, work: Callable[[], Any]) -> Any:
-    """Do ``work`` alone on the device, with torch's switches as they are in the parent. A lost device ends this
-    process: nothing runs in it any more."""
-    session, _, wanted = state[data["id"]]
-    switches.write(wanted)
-    try:
-        with device_lock(str(session.device), say):
-            return work()
-    except DeviceLost as e:
-        say({"kind": "lost", "why": str(e)})
-        os._exit(LOST_EXIT)

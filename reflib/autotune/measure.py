@@ -30,6 +30,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -128,6 +129,10 @@ class Session:
             for name in self.request.programs:
                 self._entry(name)
 
+    def add(self, programs: Mapping[str, Any]) -> None:
+        """More candidates of the request."""
+        self.request = replace(self.request, programs={**self.request.programs, **programs})
+
     def given(self, row: Candidate) -> None:
         """A candidate that is not to be run: it crashed or hung in an earlier process."""
         e = self.entries[row.name] = Entry(row.key, tried=True)
@@ -146,6 +151,7 @@ class Session:
                 return self._row(default)
             self.bench.pulse = self.pulse
             results = results_of(self.bench, default)
+            self.pulse()
             self.reference = reference_of(self.bench, reference.program, results and results[0])
             if self.reference is not None and results is not None:
                 judge(self.bench, default, results, self.reference, None)

@@ -2,7 +2,7 @@
 
     parent     ask, ask, ask ... (other work) ... wait, wait, wait
     workers    compile a candidate | compile another | ...          as many as there are cores
-    device     open a request | try one that is ready | try ... | race          one at a time
+    device     try the default | try one that is ready | try ... | race         one at a time
 
 ``ask`` sends every candidate of a request to be compiled and returns. When one is compiled, ``prune`` looks at the
 compiler's report: candidates that cannot win are skipped. The others are tried, in the order they become ready, by the
@@ -10,13 +10,13 @@ one measuring worker of their device; when all are known, those near the best ar
 waits.
 
     a candidate     waiting (for another's report) -> compiling -> compiled -> ready -> trying -> done
-    a request       "" -> opening -> open -> racing -> its result is there
 
-Faults stay with the candidate. One that crashes its worker or does not answer is noted (``crashed``, ``hung``), the
-measurement is opened again in a new worker without it, and those near the best are tried again there. So is a default
-that crashes, except for the reference: if that cannot be computed either, the request ends with its default. Rows are
-stored as they come, so a program that ends early has lost nothing: the next one finds its kernels compiled, skips what
-crashed, hung, was wrong or far from the best, and races the others.
+The default is tried first. Faults stay with the candidate: the worker says what it is about to run, so that one that
+crashes it or does not answer is noted (``crashed``, ``hung``). The next job opens the measurement again in another
+worker, where the race begins by trying those near the best. So is a default that crashes, except for the reference: if
+that cannot be computed either, the request ends with its default. Rows are stored as they come: a program that ends
+early has lost nothing: the next one finds its kernels compiled, skips what crashed, hung, was wrong or far from the
+best, and races the others.
 
 Memory on the device: each open measurement holds inputs within ``Limits.memory``; at most OPEN_AT_ONCE are open, or as
 many as have OPEN_BYTES of inputs together.
@@ -55,10 +55,10 @@ OPEN_AT_ONCE = 3
 OPEN_BYTES = 2**30
 OPENING = 20.0  # seconds for inputs and the reference, beside the default's own
 STARTING = 0.05
-COMPILE, OPEN, TRY, FINISH = (f"reflib.jobs:{f}" for f in ("compile_candidate", "open", "try_one", "finish"))
+COMPILE, TRY = "reflib.jobs:compile_candidate", "reflib.jobs:try_some"
+RACE = "race"  # the name of the job that is no candidate's
 ATTEMPTS = 3  # of a race that a crash interrupts
 KEPT = ("crashed", "hung", "wrong", "pruned")  # what an earlier process found out and need not be tried again
-MOST_OPENED = 8  # times that one request is begun again, beside once per candidate
 
 # (name, reports of all that are compiled, None of those that failed) -> why it is not worth running, "" if it is, None
 # if that cannot be said yet
@@ -67,11 +67,11 @@ Prune = Callable[[str, Mapping[str, list[Report] | None]], str | None]
 
 @dataclass(eq=False)
 class Asked:
-    """One request on its way. ``stage``: of each candidate; ``session``: of the request; as in the module's docstring.
+    """One request on its way. ``stage``: of each candidate, as in the module's docstring.
 
     rows: what is known of its candidates.   reports: of the kernels of those that are compiled; None: it cannot be.
-    jobs: those that run or are queued, by (candidate, what).   opened, raced: how often.
-    unknown_op: the message of a worker that could not import an op.
+    jobs: those that run or are queued, by (candidate, what).   open: it may hold inputs on the device.
+    races: how many were begun.   unknown_op: the message of a worker that could not import an op.
     """
 
     number: int
@@ -84,9 +84,8 @@ class Asked:
     stage: dict[str, str] = field(default_factory=dict)
     reports: dict[str, list[Report] | None] = field(default_factory=dict)
     jobs: dict[tuple[str, str], Job] = field(default_factory=dict)
-    session: str = ""
-    opened: int = 0
-    raced: int = 0
+    open: bool = False
+    races: int = 0
     unknown_op: str = ""
     result: Result | None = None
     begun: float = field(default_factory=time.perf_counter)
@@ -101,14 +100,17 @@ class Asked:
         return sum(s.nbytes for s in self.request.inputs)
 
     @property
-    def id(self) -> str:
-        return f"{self.number}.{self.opened}"
+    def failed(self) -> list[Candidate]:
+        """The default's row, if it must not run again."""
+        row = self.rows.get(self.request.default)
+        return [row] if row is not None and row.status in ("crashed", "hung") else []
 
     @property
-    def best(self) -> tuple[str, float] | None:
-        """Name and microseconds of the fastest that is right, so far."""
-        timed = [(r.time_us, r.name) for r in self.rows.values() if r.status == "ok" and r.time_us]
-        return min(timed)[::-1] if timed else None
+    def near(self) -> list[str]:
+        """Those that are right and near the fastest so far, and the default: they are raced."""
+        timed = {r.name: r.time_us for r in self.rows.values() if r.status == "ok" and r.time_us}
+        best = min(timed.values(), default=0.0)
+        return [n for n, us in timed.items() if us <= DROP * best or n == self.request.default]
 
 
 # Shared by all tuners, because those of one device take turns there. Made anew in a forked child.
@@ -204,7 +206,6 @@ class Tuner:
             for a in self.asked:
                 if a.result is None:
                     self._end(a, "tuning was stopped")
-                self._cancel(a, *a.jobs)
             _tuners.discard(self)
             self._others_go_on()
 
@@ -261,25 +262,28 @@ class Tuner:
             return
         self._look(asked)
         default = asked.request.default
-        if asked.session == "" and asked.stage[default] in ("ready", "done") and self._room(asked):
-            if asked.opened >= MOST_OPENED + len(asked.stage):
-                return self._end(asked, "its measurement ended too often")
-            asked.session, asked.opened = "opening", asked.opened + 1
-            asked.stage[default] = "trying"
-            known = [r for r in asked.rows.values() if r.status in ("crashed", "hung")]
-            data = {"id": asked.id, "request": asked.request, "known": known, "switches": switches.read()}
-            self._submit(asked, default, OPEN, data, (asked.number, 0))
-        elif asked.session == "open":
-            for name in [n for n, s in asked.stage.items() if s == "ready"]:
+        asked.open = asked.open or asked.stage[default] == "ready" and self._room(asked)
+        if not asked.open:
+            return
+        first = asked.stage[default] != "done"  # its results are what the others are compared with
+        for name in [default] if first else list(asked.stage):
+            if asked.stage[name] == "ready":
                 asked.stage[name] = "trying"
-                self._submit(asked, name, TRY, {"id": asked.id, "name": name}, (asked.number, 1))
-            if all(s == "done" for s in asked.stage.values()):
-                asked.session, asked.raced = "racing", asked.raced + 1
-                self._submit(asked, "race", FINISH, {"id": asked.id}, (asked.number, 2))
+                self._try(asked, name, [name], 0 if first else 1)
+        if all(s == "done" for s in asked.stage.values()) and (RACE, TRY) not in asked.jobs:
+            asked.races += 1
+            self._try(asked, RACE, asked.near, 2)
+
+    def _try(self, asked: Asked, name: str, names: list[str], place: int) -> None:
+        r = asked.request
+        programs = {n: r.programs[n] for n in {r.default, r.reference, *names}}
+        data = {"id": asked.number, "request": replace(r, programs=programs), "names": names, "race": name == RACE,
+                "failed": asked.failed, "switches": switches.read()}  # fmt: skip
+        self._submit(asked, name, TRY, data, (asked.number, place))
 
     def _room(self, asked: Asked) -> bool:
         """On its device, those of other tuners included: each measurement holds inputs there."""
-        every = [a for t in _tuners for a in t.asked if a.session != "" and a.result is None]
+        every = [a for t in _tuners for a in t.asked if a.open and a.result is None]
         others = [a for a in every if a.device == asked.device]
         return len(others) < OPEN_AT_ONCE or sum(a.bytes for a in others) + asked.bytes <= OPEN_BYTES
 
@@ -290,47 +294,24 @@ class Tuner:
                 for a in tuner.asked:
                     tuner._go_on(a)
 
-    def _opened(self, asked: Asked, name: str, status: str, data: dict[str, Any], job: Job) -> None:
-        before = asked.rows.get(name)
-        if status == "done":
-            asked.session = "open"
-            self._row(asked, data["row"])
-        elif status in ("crashed", "hung") and not (before and before.status in ("crashed", "hung")):
-            asked.session = ""
-            self._row(asked, Candidate(asked.request.key(name), status, why=data.get("why", "")))
-        else:
-            asked.session = ""
-            self._end(asked, f"it cannot be measured: {name} {status} ({data.get('why', '')})")
-
     def _tried(self, asked: Asked, name: str, status: str, data: dict[str, Any], job: Job) -> None:
-        if status == "done" and "row" in data:
-            self._row(asked, data["row"])
-        elif status == "done":  # its session is gone: with another candidate's crash, or another request's
-            asked.stage[name] = "ready"
-            if job.data["id"] == asked.id and asked.session == "open":
-                self._reopen(asked)
-        elif status == "failed":
-            self._row(asked, Candidate(asked.request.key(name), "error", why=data.get("why", "")))
-        else:
-            self._row(asked, Candidate(asked.request.key(name), status, why=data.get("why", "")))
-            self._reopen(asked)
-
-    def _reopen(self, asked: Asked) -> None:
-        """The measuring worker is gone with all it held: begin again, with those that may still win."""
-        best = asked.best
-        asked.session = ""
-        for name, row in asked.rows.items():
-            near = row.time_us is not None and best is not None and row.time_us <= DROP * best[1]
-            if row.status == "ok" and (near or name == asked.request.default):
-                asked.stage[name] = "ready"
-
-    def _finished(self, asked: Asked, name: str, status: str, data: dict[str, Any], job: Job) -> None:
-        if status == "done" and "result" in data:
-            asked.rows |= {r.name: r for r in data["result"].rows}
-            self._end(asked, "", data["result"])
-        elif asked.raced < ATTEMPTS:
-            self._reopen(asked)
-        else:
+        for row in data.get("rows", ()):
+            self._row(asked, row)
+        if status == "done":
+            if name == RACE:
+                asked.rows |= {r.name: r for r in data["result"].rows}
+                self._end(asked, "", data["result"])
+            return
+        default, why = asked.request.default, data.get("why", "")
+        ran = data.get("at", "" if status == "failed" else name)  # "": what all candidates need
+        if name in asked.stage:
+            asked.stage[name] = "ready"  # again, if it is not to blame
+        if not ran and (status == "failed" or asked.failed):
+            self._end(asked, f"it cannot be measured: {default} {status} ({why})")
+        elif ran != RACE:
+            how = "error" if status == "failed" else status
+            self._row(asked, Candidate(asked.request.key(ran or default), how, why=why))
+        if name == RACE and asked.races >= ATTEMPTS and asked.result is None:
             self._end(asked, f"the last race {status}: these are times of short rounds")
 
     # -- deciding ----------------------------------------------------------------------------------
@@ -339,9 +320,10 @@ class Tuner:
         for name in asked.stage:
             asked.rows.setdefault(name, Candidate(asked.request.key(name), "skipped", why=note))
             asked.stage[name] = "done"
+        self._cancel(asked, *asked.jobs)
         rows = tuple(asked.rows[n] for n in asked.stage)
-        if raced is None and asked.session in ("open", "racing") and not self.stopped:  # else its worker is gone
-            self._unheard("reflib.jobs:close", {"id": asked.id}, asked.device)
+        if raced is None and asked.open and not self.stopped:
+            self._unheard("reflib.jobs:close", {"id": asked.number}, asked.device)
         if raced is None:
             r = asked.request
             raced = Result(rows, *pick_winner(rows, r.default, r.min_speedup))
@@ -356,7 +338,6 @@ class Tuner:
             why = f"the time limit of {self.options.tuning_seconds:g} s for all tuning came first"
             asked.rows.setdefault(name, Candidate(asked.request.key(name), "skipped", why=why))
         self._end(asked, f"out of time with {len(left)} candidates left" if left else "out of time before the race")
-        self._cancel(asked, *asked.jobs)
 
     def _row(self, asked: Asked, row: Candidate) -> None:
         asked.rows[row.name], asked.stage[row.name] = row, "done"
@@ -367,12 +348,14 @@ class Tuner:
     def _submit(self, asked: Asked, name: str, what: str, data: dict[str, Any], priority: tuple[int, ...]) -> None:
         """To any compile worker, or to the device's worker; earlier requests first."""
         where = "compile" if what == COMPILE else asked.device
-        ended = {COMPILE: self._compiled, OPEN: self._opened, TRY: self._tried, FINISH: self._finished}[what]
-        lost: dict[str, Any] = {}
+        ended = self._compiled if what == COMPILE else self._tried
+        heard: dict[str, Any] = {}
 
         def said(message: dict[str, Any]) -> None:
             if message.get("kind") == "lost":  # why its worker is about to end
-                lost["why"] = message["why"]
+                heard["why"] = message["why"]
+            elif message.get("kind") == "at":
+                heard["at"] = message["name"]
             elif message.get("kind") == "locked":
                 seconds = message["seconds"]
                 self.events.append(Event("another process", time.perf_counter() - seconds, seconds, "lock", where))
@@ -386,13 +369,14 @@ class Tuner:
                     self.stopped = self.stopped or asked.result is None  # the pool was closed
                 elif ours and asked.result is None and not self.stopped:
                     self._note(asked, name, status, result, job)
-                    ended(asked, name, status, result | lost, job)
+                    ended(asked, name, status, result | heard, job)
                     self._go_on(asked)
-                    if asked.result is not None or asked.session == "":
+                    if asked.result is not None:
                         self._others_go_on()
                 self.changed.notify_all()
 
-        limit = self.options.candidate_seconds + (OPENING if what in (OPEN, FINISH) else 0.0)
+        opens = what == TRY and name in (asked.request.default, RACE)
+        limit = self.options.candidate_seconds + (OPENING if opens else 0.0)
         job = Job(what, {**data, "imports": asked.imports}, where, said, over, limit, priority)
         asked.jobs[name, what] = job
         self.pool.submit(job)
@@ -409,7 +393,7 @@ class Tuner:
     def _note(self, asked: Asked, name: str, status: str, data: dict[str, Any], job: Job) -> None:
         """In the timeline: how long the job that ended waited, and how long it ran."""
         kind = "compile" if job.what == COMPILE else "measure"
-        name = f"{name} (opening)" if job.what == OPEN else name
+        name = f"{name} (opening)" if job.what == TRY and name == asked.request.default else name
         now, track = time.perf_counter(), job.track or job.where
         began = job.started or now
         if not self.heard:  # until then processes were started, if there were none
@@ -418,5 +402,6 @@ class Tuner:
                 self.events.append(Event("worker processes", self.begun, began - self.begun, "start", "workers"))
         if began - job.since > 1e-3:
             self.events.append(Event(name, job.since, began - job.since, "queue", track, asked.label))
-        shown = data["row"].status if "row" in data else "ok" if status == "done" else status
+        rows = data.get("rows") or ()
+        shown = rows[-1].status if rows and name != RACE else "ok" if status == "done" else status
         self.events.append(Event(name, began, now - began, kind, track, asked.label, shown))

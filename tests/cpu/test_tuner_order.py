@@ -45,18 +45,27 @@ class Hands:
         self.closed = True
 
     def what(self) -> list[tuple[str, str]]:
-        return [(j.what.split(":")[1], j.data.get("name", "")) for j in self.jobs]
+        return [kind_of(j) for j in self.jobs]
 
     def take(self, what: str, name: str = "") -> Any:
         for job in self.jobs:
-            if job.what.endswith(what) and name in (job.data.get("name", ""), job.data.get("program")):
+            if what == kind_of(job)[0] and name in ("", kind_of(job)[1]):
                 return job
         raise AssertionError(f"no job {what} {name} among {self.what()}")
 
-    def end(self, job: Any, status: str, **data: Any) -> None:
+    def end(self, job: Any, status: str, at: str | None = None, **data: Any) -> None:
         if job in self.jobs:
             self.jobs.remove(job)
+            if at is not None:
+                job.said({"kind": "at", "name": at})
             job.ended(status, data)
+
+
+def kind_of(job: Any) -> tuple[str, str]:
+    """compile, try or race; and the candidate's name."""
+    if "program" in job.data:
+        return "compile", job.data["program"]
+    return ("race", "") if job.data["race"] else ("try", job.data["names"][0])
 
 
 class Kept:
@@ -89,55 +98,46 @@ def begun(store: Any = None, prune: Any = None, **options: Any) -> tuple[Hands, 
 
 def compiled(hands: Hands, *names: str) -> None:
     for name in names:
-        hands.end(hands.take("compile_candidate", name), "done", reports=[])
-
-
-def opened(hands: Hands, us: float = 10) -> None:
-    hands.end(hands.take("open"), "done", row=row("aten", us))
+        hands.end(hands.take("compile", name), "done", reports=[])
 
 
 def tried(hands: Hands, **times: float) -> None:
     for name, us in times.items():
-        hands.end(hands.take("try_one", name), "done", row=row(name, us))
+        hands.end(hands.take("try", name), "done", rows=[row(name, us)])
 
 
 def race(hands: Hands, **times: float) -> None:
     rows = tuple(row(n, t) for n, t in times.items())
-    hands.end(hands.take("finish"), "done", result=Result(rows, *pick_winner(rows, "aten")))
+    hands.end(hands.take("race"), "done", rows=[], result=Result(rows, *pick_winner(rows, "aten")))
 
 
 def test_a_candidate_is_tried_as_soon_as_it_is_ready() -> None:
     hands, tuner, asked = begun()
-    assert hands.what() == [("compile_candidate", "")] * 4
+    assert hands.what() == [("compile", n) for n in NAMES]
     compiled(hands, "b")
-    assert not [w for w, _ in hands.what() if w in ("open", "try_one")], "nothing without the default"
+    assert not [w for w, _ in hands.what() if w == "try"], "nothing without the default"
     compiled(hands, "aten")
-    opened(hands)
-    assert ("try_one", "b") in hands.what() and len([w for w, _ in hands.what() if w == "compile_candidate"]) == 2
+    assert [n for w, n in hands.what() if w == "try"] == ["aten"], "nor before it"
+    tried(hands, aten=10)
+    assert ("try", "b") in hands.what() and len([w for w, _ in hands.what() if w == "compile"]) == 2
     tried(hands, b=5)
     compiled(hands, "a", "c")
     tried(hands, a=7)
-    assert not [w for w, _ in hands.what() if w == "finish"]
+    assert not [w for w, _ in hands.what() if w == "race"]
     tried(hands, c=70)
+    assert hands.take("race").data["names"] == ["aten", "b", "a"], "c is far from the best"
     race(hands, aten=10, b=5, a=6)
     result = tuner.wait(asked)
     assert result.winner == "b" and [r.name for r in result.rows] == list(NAMES) and result.row("c").time_us == 70
     assert tuner.count() == (4, 4) and not tuner.running()
 
 
-def test_after_a_crash_those_near_the_best_are_tried_again() -> None:
+def test_after_a_crash_the_others_go_on() -> None:
     hands, tuner, asked = begun()
     compiled(hands, *NAMES)
-    opened(hands)
-    tried(hands, a=5)
-    lost = hands.take("try_one", "c")
-    hands.end(hands.take("try_one", "b"), "crashed", why="segmentation fault")
-    again = hands.take("open")
-    assert [r.name for r in again.data["known"]] == ["b"]
-    hands.end(lost, "done", gone=True)
-    hands.end(again, "done", row=row("aten", 10))
-    assert {n for w, n in hands.what() if w == "try_one"} == {"a", "c"}
-    tried(hands, a=5, c=5)
+    tried(hands, aten=10, a=5)
+    hands.end(hands.take("try", "b"), "crashed", "b", why="segmentation fault")
+    hands.end(hands.take("try", "c"), "done", rows=[row("aten", 10), row("c", 5)])  # in a new worker
     race(hands, aten=10, a=5, c=6)
     result = tuner.wait(asked)
     assert result.winner == "a" and result.row("b").status == "crashed"
@@ -146,22 +146,45 @@ def test_after_a_crash_those_near_the_best_are_tried_again() -> None:
 def test_a_race_that_crashes_is_run_again_and_then_given_up() -> None:
     hands, tuner, asked = begun()
     compiled(hands, *NAMES)
+    tried(hands, aten=10, a=5, b=6, c=6)
     for _ in range(3):
-        opened(hands)
-        tried(hands, a=5, b=6, c=6)
-        hands.end(hands.take("finish"), "hung", why="no answer for 60 s")
+        hands.end(hands.take("race"), "hung", "race", why="no answer for 60 s")
     result = tuner.wait(asked)
     assert result.winner == "a" and "short rounds" in result.reason
+
+
+def test_one_that_crashes_when_it_is_tried_again_is_not_raced() -> None:
+    hands, tuner, asked = begun()
+    compiled(hands, *NAMES)
+    tried(hands, aten=10, a=5, b=6, c=6)
+    hands.end(hands.take("race"), "crashed", "race", why="signal 11")
+    hands.end(hands.take("race"), "crashed", "a", why="signal 11")
+    assert hands.take("race").data["names"] == ["aten", "b", "c"]
+    race(hands, aten=10, b=6, c=7)
+    result = tuner.wait(asked)
+    assert result.winner == "b" and result.row("a").status == "crashed"
 
 
 def test_a_default_that_crashes_ends_it_when_nothing_can_be_opened() -> None:
     hands, tuner, asked = begun()
     compiled(hands, *NAMES)
-    hands.end(hands.take("open"), "crashed", why="signal 11")
-    hands.end(hands.take("open"), "crashed", why="signal 11")
+    hands.end(hands.take("try"), "crashed", "", why="signal 11")
+    job = hands.take("try", "a")
+    assert [r.name for r in job.data["failed"]] == ["aten"] and set(job.data["request"].programs) == {"aten", "a"}
+    hands.end(job, "crashed", "", why="signal 11")
     result = tuner.wait(asked)
     assert result.winner == "aten" and result.row("aten").status == "crashed"
-    assert {r.status for r in result.rows[1:]} == {"skipped"}
+    assert {r.status for r in result.rows[1:]} == {"skipped"} and not hands.jobs
+
+
+def test_without_a_default_that_crashes_the_others_are_measured() -> None:
+    hands, tuner, asked = begun()
+    compiled(hands, *NAMES)
+    hands.end(hands.take("try"), "hung", "", why="no answer for 60 s")
+    tried(hands, a=5, b=6, c=7)
+    rows = (row("aten", 0, "hung"), row("a", 5), row("b", 6), row("c", 7))
+    hands.end(hands.take("race"), "done", rows=[], result=Result(rows, *pick_winner(rows, "aten")))
+    assert tuner.wait(asked).winner == "a"
 
 
 def test_a_verdict_may_have_to_wait() -> None:
@@ -171,10 +194,10 @@ def test_a_verdict_may_have_to_wait() -> None:
         return None if "b" not in reports else "as b"
 
     hands, _, asked = begun(prune=prune)
-    assert [w for w, _ in hands.what()] == ["compile_candidate"] * 3, "it is not even compiled"
+    assert [w for w, _ in hands.what()] == ["compile"] * 3, "it is not even compiled"
     compiled(hands, "aten")
-    opened(hands)
-    hands.end(hands.take("compile_candidate", "b"), "failed", why="ptxas")
+    tried(hands, aten=10)
+    hands.end(hands.take("compile", "b"), "failed", why="ptxas")
     compiled(hands, "c")
     assert asked.rows["a"].status == "pruned" and asked.rows["b"].status == "error"
 
@@ -182,24 +205,22 @@ def test_a_verdict_may_have_to_wait() -> None:
 def test_what_an_earlier_process_found_is_not_run_again() -> None:
     store = Kept(row("a", 1, "crashed"), row("b", 3), row("zzz", 1, "hung"))
     hands, tuner, asked = begun(store)
-    assert [w for w, _ in hands.what()] == ["compile_candidate"] * 3, "b was fine: it is timed again"
+    assert [w for w, _ in hands.what()] == ["compile"] * 3, "b was fine: it is timed again"
     compiled(hands, "aten", "b", "c")
-    opened(hands)
-    tried(hands, b=20, c=20)
+    tried(hands, aten=10, b=20, c=20)
     assert store.added == ["aten", "b", "c"]
     race(hands, aten=10, b=20, c=20)
     assert "seen before" in tuner.wait(asked).row("a").why
 
     hands, _, asked = begun(Kept(row("a", 5), row("b", 50)))  # b was far from the best
-    assert [w for w, _ in hands.what()] == ["compile_candidate"] * 3
+    assert [w for w, _ in hands.what()] == ["compile"] * 3
     assert asked.rows["b"].dropped and asked.stage["b"] == "done"
 
 
 def test_time_is_up() -> None:
     hands, tuner, asked = begun(tuning_seconds=0.2)
     compiled(hands, "aten", "a")
-    opened(hands)
-    tried(hands, a=5)
+    tried(hands, aten=10, a=5)
     result = tuner.wait(asked)
     assert result.winner == "a" and {r.status for r in result.rows} == {"ok", "skipped"}
     assert result.row("b").status == "skipped" and "time limit of 0.2 s" in result.row("b").why
@@ -213,7 +234,7 @@ def test_ctrl_c_ends_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(tuner.changed, "wait", interrupted)
     compiled(hands, *NAMES)
-    opened(hands)
+    tried(hands, aten=10)
     with pytest.raises(KeyboardInterrupt):
         tuner.wait(asked)
     assert hands.closed
@@ -237,39 +258,7 @@ def test_few_measurements_hold_inputs_at_once(monkeypatch: Any, room: int, at_on
         tuner.ask("", request())
     for job in list(hands.jobs):
         hands.end(job, "done", reports=[])
-    assert sum(w == "open" for w, _ in hands.what()) == at_once
-
-
-def test_a_crash_reopens_the_other_requests_too() -> None:
-    hands, tuner, one = begun()
-    two = tuner.ask("", request())
-
-    def of(asked: Any, what: str) -> Any:
-        found = [j for j in hands.jobs if j.what.endswith(what) and j.data.get("id") == asked.id]
-        return found[0] if found else None
-
-    for job in list(hands.jobs):
-        hands.end(job, "done", reports=[])
-    for asked in (one, two):
-        hands.end(of(asked, "open"), "done", row=row("aten", 10))
-    hands.end(of(one, "try_one"), "crashed", why="signal 11")
-    before = two.id
-    hands.end(of(two, "try_one"), "done", gone=True)
-    assert two.id != before and of(two, "open") is not None, "its session is gone as well"
-    for _ in range(200):  # and then both come to an end
-        if one.result and two.result:
-            break
-        job = hands.jobs[0]
-        what, name = job.what.split(":")[1], job.data.get("name", "")
-        if what == "finish":
-            hands.end(job, "done", result=Result((row("aten", 10),), "aten", "r"))
-        elif what == "open":
-            hands.end(job, "done", row=row("aten", 10))
-        elif job.data["id"] in (one.id, two.id):
-            hands.end(job, "done", row=row(name, 20))
-        else:
-            hands.end(job, "done", gone=True)
-    assert one.result and two.result
+    assert sum(w == "try" for w, _ in hands.what()) == at_once
 
 
 def test_measurements_of_several_programs_share_the_device(monkeypatch: Any) -> None:
@@ -280,7 +269,7 @@ def test_measurements_of_several_programs_share_the_device(monkeypatch: Any) -> 
         t.ask("", request())
     for job in list(hands.jobs):
         hands.end(job, "done", reports=[])
-    assert sum(w == "open" for w, _ in hands.what()) == 3
+    assert sum(w == "try" for w, _ in hands.what()) == 3
     first.close()
-    assert sum(w == "open" for w, _ in hands.what()) == 3, "another takes its place"
+    assert sum(w == "try" for w, _ in hands.what()) == 3, "another takes its place"
     assert asked.result is not None and not asked.result.complete
