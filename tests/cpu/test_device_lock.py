@@ -151,7 +151,7 @@ def test_without_files_to_lock_one_goes_on(
     def refuse(*args: int) -> None:
         raise OSError("no locks here")
 
-    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     with device_lock("cpu") as held:
         assert not held
     assert "no locks here" in caplog.text
