@@ -34,17 +34,9 @@ COMMUNICATE = ("_c10d_functional", "symm_mem")
 LOADED_BY_TORCH = ("quantized", "mkldnn", "c10d", "fbgemm", *COMMUNICATE)  # libraries of ops that need no import
 
 
-@dataclass(frozen=True)
-class Isolated:
-    """``request`` as a worker gets it, and what it imports first: names of modules, paths of files, ops by value."""
-
-    request: Request
-    imports: tuple[str | bytes, ...]
-
-
 def isolated(
     request: Request, constants: Mapping[str, Any], options: Options, makers: Mapping[str, Any] | None = None
-) -> Isolated | str:
+) -> Request | str:
     """The request for a worker; or why none can have it, and what to do. ``constants``: name of an input -> the tensor
     that the program holds for it. One that is filled with one value (a bias of zeros) is so there. The values of others
     matter if they are an index, or what a candidate alone holds; if not, they are made anew. ``makers``: functions that
@@ -78,7 +70,7 @@ def isolated(
         imports = _imports({op for p in request.programs.values() for op in ops_in(p["nodes"])}, ops, options)
     except by_value.CannotSend as e:
         return f"{e}: define it in a module, or name a file that defines it in tuning_imports"
-    return Isolated(replace(request, inputs=tuple(specs), makers=functions), imports)
+    return replace(request, inputs=tuple(specs), makers=functions, imports=imports)
 
 
 def _imports(ops: Collection[str], defined: Collection[str], options: Options) -> tuple[str | bytes, ...]:

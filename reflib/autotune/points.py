@@ -25,7 +25,7 @@ from ..ir.rename import with_hints
 from ..options import Options
 from ..target import Target
 from . import known
-from .isolation import Isolated, isolated
+from .isolation import isolated
 from .known import Elsewhere
 from .lock import device_lock
 from .matmul import problem
@@ -217,15 +217,15 @@ def _ask(q: Question, sizes: dict[str, int], work: Work) -> Point:
 def _send(q: Question, sizes: dict[str, int], point: Point, tuner: Tuner, work: Work) -> None:
     """To worker processes, if they can do it."""
     assert point.request is not None
-    alone = isolated(point.request, q.region.constants, work.options, point.makers)
-    if not isinstance(alone, Isolated):
-        point.alone = alone
+    sent = isolated(point.request, q.region.constants, work.options, point.makers)
+    if isinstance(sent, str):
+        point.alone = sent
         return
     where = _where(sizes)
     label = f"{q.choice.op} {q.sizes}" + (f" at {where}" if where else "")
     point.row_key = f"{q.store_key} {where}" if q.text else ""
     prune = _pruning(q, work.target_of(q.device))
-    point.asked = tuner.ask(point.row_key, alone.request, label, alone.imports, prune)
+    point.asked = tuner.ask(point.row_key, sent, label, prune)
 
 
 def _pruning(q: Question, target: Target) -> Prune | None:

@@ -38,7 +38,8 @@ class Request:
     inputs: one spec per argument. sizes: size symbol -> value.
     options: fields of Options for all; patches: candidate -> fields that differ. autotune is "off" always.
     min_speedup: default's time / winner's time at least. graph_timing: False times plain calls, launches included.
-    makers: what makes inputs, by the keys in their specs, for another process (``by_value.makers``).
+    makers, imports: for another process: what makes inputs, by the keys in their specs (``by_value.makers``); what it
+        imports first, names of modules, paths of files, ops by value.
     paired: the device does other work meanwhile: each candidate is timed in turn with the default.
     """
 
@@ -56,6 +57,7 @@ class Request:
     seed: int = 0
     limits: Limits = Limits()
     makers: bytes = b""
+    imports: tuple[str | bytes, ...] = ()
 
     def key(self, name: str) -> Key:
         return self.keys.get(name) or Key(name)

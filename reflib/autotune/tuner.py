@@ -78,7 +78,6 @@ class Asked:
     key: str
     label: str
     request: Request
-    imports: tuple[str | bytes, ...]
     prune: Prune | None
     rows: dict[str, Candidate] = field(default_factory=dict)
     stage: dict[str, str] = field(default_factory=dict)
@@ -148,12 +147,9 @@ class Tuner:
             _tuners.add(self)
 
     # -- the parent's side -------------------------------------------------------------------------
-    def ask(
-        self, key: str, request: Request, label: str = "", imports: tuple[str | bytes, ...] = (),
-        prune: Prune | None = None,
-    ) -> Asked:  # fmt: skip
+    def ask(self, key: str, request: Request, label: str = "", prune: Prune | None = None) -> Asked:
         """Send ``request`` on its way. ``key``: of the store."""
-        asked = Asked(next(self._numbers), key, label, request, imports, prune)
+        asked = Asked(next(self._numbers), key, label, request, prune)
         with self.changed:
             if not any(a.device == asked.device for a in self.asked):
                 self._unheard("reflib.jobs:begin", {"device": asked.device}, asked.device)
@@ -377,7 +373,7 @@ class Tuner:
 
         opens = what == TRY and name in (asked.request.default, RACE)
         limit = self.options.candidate_seconds + (OPENING if opens else 0.0)
-        job = Job(what, {**data, "imports": asked.imports}, where, said, over, limit, priority)
+        job = Job(what, {**data, "imports": asked.request.imports}, where, said, over, limit, priority)
         asked.jobs[name, what] = job
         self.pool.submit(job)
 

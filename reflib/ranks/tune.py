@@ -25,9 +25,9 @@ from typing import Any
 
 from ..autotune import switches
 from ..autotune.inputs import main_device
-from ..autotune.isolation import Isolated, isolated
+from ..autotune.isolation import isolated
 from ..autotune.pool import Job, pool
-from ..autotune.request import Limits, Result
+from ..autotune.request import Limits, Request, Result
 from ..autotune.store import Outcome
 from ..autotune.winner import pick_winner
 from ..ir.decision import Candidate
@@ -72,7 +72,7 @@ def measured_by_all(q: Any, point: Any, work: Any) -> Result:
     why, name = meeting.hear(
         lambda said: [next((f"rank {i}: {w}" for i, w in enumerate(said) if w), ""), uuid.uuid4().hex]
     )
-    if why or not isinstance(sent, Isolated):
+    if why or isinstance(sent, str):
         skipped = tuple(Candidate(request.key(n), "skipped", why=why) for n in request.programs)
         point.complete = False
         return Result(skipped, str(point.default), f"{point.default} stays, unmeasured: {why}")
@@ -94,9 +94,9 @@ class _Team:
     """The workers of one question: this rank's, which is one of ``group.size()`` that act alike. ``name``: the same on
     all ranks, and of no other question, nor of another run with the same store."""
 
-    def __init__(self, group: Any, name: str, sent: Isolated, options: Any):
+    def __init__(self, group: Any, name: str, sent: Request, options: Any):
         self.group, self.name, self.sent, self.options = group, name, sent, options
-        self.device = str(main_device(sent.request.inputs))
+        self.device = str(main_device(sent.inputs))
         self.number = 0  # of teams so far: the next follows a failure
         self.joined = False
 
@@ -132,8 +132,8 @@ class _Team:
             answer.update(how=how, facts=facts)
             done.set()
 
-        r = self.sent.request
-        data |= {"imports": self.sent.imports, "group": self._where()}
+        r = self.sent
+        data |= {"imports": r.imports, "group": self._where()}
         limits = Limits(seconds=1e6, candidate_seconds=self.options.candidate_seconds)
         data |= {"request": replace(r, limits=limits), "switches": switches.read(), "limit": limits.candidate_seconds}
         pool(self.options.compile_threads).submit(

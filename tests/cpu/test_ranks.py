@@ -135,8 +135,6 @@ def test_what_ends_the_first_rank_in_a_meeting_is_said_to_the_others(
 
 def test_a_team_that_is_interrupted_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its worker has a process group: the next question's would not get one in it."""
-    from reflib.autotune.isolation import Isolated
-
     left = []
 
     class Team:
@@ -151,7 +149,7 @@ def test_a_team_that_is_interrupted_leaves(monkeypatch: pytest.MonkeyPatch) -> N
     any_request = SimpleNamespace(request=SimpleNamespace(default="a", programs={"a": 0}), makers={}, default="a")
     monkeypatch.setattr(tune, "_Team", Team)
     monkeypatch.setattr(tune, "_group", lambda choice: None)
-    monkeypatch.setattr(tune, "isolated", lambda *_: object.__new__(Isolated))
+    monkeypatch.setattr(tune, "isolated", lambda *_: SimpleNamespace())
     monkeypatch.setattr(tune, "Meeting", lambda *_: SimpleNamespace(tell=len, hear=lambda conclude: conclude([""])))
     q = SimpleNamespace(choice=SimpleNamespace(op="op"), region=SimpleNamespace(constants={}))
     with pytest.raises(KeyboardInterrupt):

@@ -150,7 +150,7 @@ def test_what_cannot_be_sent_is_not_measured(recwarn: pytest.WarningsRecorder) -
 def test_constants_that_matter_reach_the_worker() -> None:
     from reflib.autotune.by_value import makers
     from reflib.autotune.inputs import make_inputs
-    from reflib.autotune.isolation import Isolated, isolated
+    from reflib.autotune.isolation import isolated
     from reflib.autotune.request import Request
 
     specs = tuple(
@@ -160,17 +160,17 @@ def test_constants_that_matter_reach_the_worker() -> None:
     program: dict[str, Any] = {"constants": [], "nodes": [{"args": ["noise"]}]}
     constants = {"zeros": torch.zeros(4), "index": torch.full((4,), 3), "noise": torch.randn(4)}
     found = isolated(Request({"a": program}, "a", "a", specs), constants, reflib.Options())
-    assert isinstance(found, Isolated)
-    zeros, index, noise = make_inputs(found.request.inputs, 0, {})
+    assert isinstance(found, Request)
+    zeros, index, noise = make_inputs(found.inputs, 0, {})
     assert not zeros.any() and bool((index == 3).all()) and len(set(noise.tolist())) == 4
     constants["index"] = torch.arange(4)
     found = isolated(Request({"a": program}, "a", "a", specs), constants, reflib.Options())
-    assert isinstance(found, Isolated)
-    assert make_inputs(found.request.inputs, 0, makers(found.request.makers))[1].tolist() == [0, 1, 2, 3]
+    assert isinstance(found, Request)
+    assert make_inputs(found.inputs, 0, makers(found.makers))[1].tolist() == [0, 1, 2, 3]
     alone = {"a": {**program, "nodes": []}, "b": program}  # what is right does not read it
     found = isolated(Request(alone, "a", "a", specs), constants, reflib.Options())
-    assert isinstance(found, Isolated)
-    assert torch.equal(make_inputs(found.request.inputs, 0, makers(found.request.makers))[2], constants["noise"])
+    assert isinstance(found, Request)
+    assert torch.equal(make_inputs(found.inputs, 0, makers(found.makers))[2], constants["noise"])
 
 
 def test_equal_regions_are_decided_once_and_say_so_once(ops: Any) -> None:
