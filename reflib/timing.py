@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import cycle, repeat
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .errors import MeasureError
 
@@ -312,41 +312,29 @@ def side_stream(device: torch.device) -> Iterator[None]:
             stream.synchronize()
 
 
-# -- for autotune: a clock for calls with argument lists ----------------------------------------------
-class Clock(Protocol):
+# -- for autotune: clocks for calls with argument lists -------------------------------------------------
+@dataclass(frozen=True)
+class Clock:
     """``name``: for people. ``sampler``: of ``call`` with each of ``sets`` in turn, a whole number of turns per loop,
     so that weights are cold."""
 
     name: str
-
-    def sampler(self, call: Call, sets: Sequence[Sequence[Any]]) -> Sampler: ...
-
-
-class WallClock:
-    name = "wall"
-
-    def sampler(self, call: Call, sets: Sequence[Sequence[Any]]) -> Sampler:
-        import torch
-
-        return wall_sampler(turning(call, sets), torch.device("cpu"), unit=len(sets))
+    sampler: Callable[[Call, Sequence[Sequence[Any]]], Sampler]
 
 
-class EventClock:
+def wall_clock() -> Clock:
+    import torch
+
+    cpu = torch.device("cpu")
+    return Clock("wall", lambda call, sets: wall_sampler(turning(call, sets), cpu, unit=len(sets)))
+
+
+def event_clock() -> Clock:
     """Launches are in the number: what a user sees without CUDA graphs."""
-
-    name = "events"
-
-    def sampler(self, call: Call, sets: Sequence[Sequence[Any]]) -> Sampler:
-        return event_sampler(turning(call, sets), unit=len(sets))
+    return Clock("events", lambda call, sets: event_sampler(turning(call, sets), unit=len(sets)))
 
 
-class GraphClock:
-    """No host time in the number. Raises CaptureFailed for a function that cannot be captured."""
-
-    name = "graph"
-
-    def __init__(self) -> None:
-        self.graphs = Graphs()
-
-    def sampler(self, call: Call, sets: Sequence[Sequence[Any]]) -> Sampler:
-        return graph_sampler(turning(call, sets), self.graphs, unit=len(sets))
+def graph_clock() -> Clock:
+    """No host time in the number. Its sampler raises CaptureFailed for a function that cannot be captured."""
+    graphs = Graphs()
+    return Clock("graph", lambda call, sets: graph_sampler(turning(call, sets), graphs, unit=len(sets)))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .autotune import Offer, Tuner, Tuning, decide, decide_launches, new_work
@@ -31,42 +32,27 @@ BY_VALUES = "it reads or writes at places that a tensor names: how long that tak
 
 def choose(s: Stages) -> Chosen:
     """``s.program`` with each choice's winner in its place, and the decisions, as ``options.autotune`` says."""
+    from .lower.custom_ops import input_makers
+
     assert s.program is not None
-    options = s.options
-    if options.autotune == "off" or options.target is not None:
-        return _decide(s, s.program, Tuning())
-    if _first(s):  # what is known already is used; the rest is measured while this runs
-        asked, tuning = _asked(s), Tuning(known_only=True, store=_store(options))
-        chosen = _decide(s, asked, tuning)
-        if tuning.left:
-            _tune_later(s, asked)
-        return chosen
-    with _tuning(s) as tuning:
-        if s.tuning is not None:
-            return _decide(s, s.tuning.asked, tuning)
-        return _decide(s, _asked(s), replace(tuning, meanwhile=lambda touched: _build_the_rest(s, touched)))
+    with _how(s) as tuning:
+        tuning.together = CHOOSE["together"]
+        asked = s.program if not _measures(s.options) else _asked(s) if s.tuning is None else s.tuning.asked
+        if s.tuning is None:
+            tuning.meanwhile = partial(_build_the_rest, s)
+        return decide(asked, s.options, s.target_of, build, input_makers(), tuning)
 
 
 def launches(s: Stages) -> Chosen:
     """``s.scheduled`` with its kernels launched as is known or measured to be best, and all decisions. With
     ``autotune="off"`` and nothing pinned it is as it was, and nothing is looked at."""
     assert s.scheduled is not None
-    options = s.options
-    if s.program is None or options.autotune == "off" and not options.lookup_table:  # (None: a part of a program)
-        return s.scheduled, s.decisions
-    offers = offered(s, s.scheduled)
+    off = s.options.autotune == "off" and not s.options.lookup_table
+    offers = [] if s.program is None or off else offered(s, s.scheduled)  # (None: a part of a program)
     if not offers:
         return s.scheduled, s.decisions
-    if options.autotune == "off" or options.target is not None:
-        return _launch(s, offers, Tuning())
-    if _first(s):
-        tuning = Tuning(known_only=True, store=_store(options))
-        chosen = _launch(s, offers, tuning)
-        if tuning.left and s.swap is None:
-            _tune_later(s, _asked(s))
-        return chosen
-    with _tuning(s) as tuning:
-        return _launch(s, offers, tuning)
+    with _how(s) as tuning:
+        return decide_launches(s.scheduled, s.decisions, offers, new_work(s.options, s.target_of, build, {}, tuning))
 
 
 def offered(s: Stages, program: Program) -> list[Offer]:
@@ -85,13 +71,6 @@ def offered(s: Stages, program: Program) -> list[Offer]:
     return found
 
 
-def _launch(s: Stages, offers: list[Offer], tuning: Tuning) -> Chosen:
-    assert s.scheduled is not None
-    with _for_measuring(s, tuning):
-        work = new_work(s.options, s.target_of, build, {}, tuning)
-        return decide_launches(s.scheduled, s.decisions, offers, work)
-
-
 # -- in the background ------------------------------------------------------------------------------
 @dataclass
 class Again:
@@ -102,15 +81,6 @@ class Again:
     background: Background
 
 
-def _first(s: Stages) -> bool:
-    """Is this what runs until the program is tuned?"""
-    return s.options.autotune == "background" and s.tuning is None
-
-
-def _tune_later(s: Stages, asked: Program) -> None:
-    s.swap = lambda call: TunedOrFallback(call, Background(s, lambda background: tuned(s, Again(asked, background))))
-
-
 def tuned(s: Stages, again: Again) -> Stages:
     """The same graph once more, with what is to be decided measured while ``s`` runs."""
     options = s.options.but(isolate=True)
@@ -118,21 +88,45 @@ def tuned(s: Stages, again: Again) -> Stages:
     return advance(same, ("autotune", "schedule", "plan", "generate", "wrap"), "background")
 
 
+def _measures(options: Options) -> bool:
+    return options.autotune != "off" and options.target is None
+
+
 @contextmanager
-def _tuning(s: Stages) -> Iterator[Tuning]:
-    """How ``s`` is measured, within what is left of ``tuning_seconds``: with workers, unless it is to be done here."""
-    track = "main" if s.tuning is None else "background"
-    spent = sum(e.seconds for e in s.timeline if e.name == "autotune" and e.track == track)
-    tuner = _tuner(s, _store(s.options))
+def _how(s: Stages) -> Iterator[Tuning]:
+    """How what ``s`` asks is decided: without measuring; by what is known, while the rest is measured in the
+    background; by measuring, within what is left of ``tuning_seconds``, with workers unless it is to be done here."""
+    if not _measures(s.options):
+        yield Tuning()
+    elif s.options.autotune == "background" and s.tuning is None:
+        yield (tuning := Tuning(known_only=True, store=_store(s.options)))
+        if tuning.left and s.swap is None:
+            asked = _asked(s)
+            s.swap = lambda call: TunedOrFallback(call, Background(s, lambda b: tuned(s, Again(asked, b))))
+    else:
+        with _measuring(s) as tuning:
+            yield tuning
+
+
+@contextmanager
+def _measuring(s: Stages) -> Iterator[Tuning]:
+    from .wrap.zeros import zeros
+
+    store, background = _store(s.options), s.tuning is not None
+    track = "background" if background else "main"
+    tuner = _tuner(s, store)
     if tuner is not None:
-        tuner.deadline -= spent
-        if s.tuning is not None:
+        tuner.deadline -= sum(e.seconds for e in s.timeline if e.name == "autotune" and e.track == track)
+        if background:
             s.tuning.background.tuners.append(tuner)
-    try:
-        yield Tuning(tuner, background=s.tuning is not None, store=_store(s.options))
-    finally:
-        if tuner is not None:
-            tuner.close()
+    # Measuring here captures CUDA graphs, which end with it. (In the background nothing is measured here, and graphs
+    # that are captured meanwhile are the user's.)
+    with nullcontext() if background else zeros.for_a_while():
+        try:
+            yield Tuning(tuner, background=background, store=store)
+        finally:
+            if tuner is not None:
+                tuner.close()
 
 
 # -- stages -----------------------------------------------------------------------------------------
@@ -164,23 +158,6 @@ def expect_tuning(options: Options) -> None:
         store = _store(options)
         if store is None or store.empty():
             _workers(options).wake()
-
-
-def _decide(s: Stages, program: Program, tuning: Tuning) -> Chosen:
-    """``decide``, which waits for workers."""
-    from .lower.custom_ops import input_makers
-
-    tuning.together = CHOOSE["together"]
-    with _for_measuring(s, tuning):
-        return decide(program, s.options, s.target_of, build, input_makers(), tuning)
-
-
-def _for_measuring(s: Stages, tuning: Tuning) -> AbstractContextManager[Any]:
-    """Measuring here captures CUDA graphs, which end with it. (In the background nothing is measured here, and graphs
-    that are captured meanwhile are the user's.)"""
-    from .wrap.zeros import zeros
-
-    return nullcontext() if tuning.background or s.options.autotune == "off" else zeros.for_a_while()
 
 
 def _asked(s: Stages) -> Program:

@@ -156,7 +156,7 @@ class Zygote:
         """One message of a worker."""
         try:
             what, data = w.conn.recv()
-        except (EOFError, OSError):  # it has ended, or is about to
+        except Exception:  # it has ended, or is about to; or wrote to whatever was open
             w.conn.close()
             return self._kill(w)
         if what == "ready":

@@ -15,7 +15,7 @@ from ..errors import MeasureError
 from ..ir.decision import Candidate, Key
 from ..ir.program import Program, View
 from ..logs import get as logger
-from ..timing import Call, CaptureFailed, Clock, EventClock, GraphClock, Sampler, Samples, WallClock
+from ..timing import Call, CaptureFailed, Clock, Sampler, Samples, event_clock, graph_clock, wall_clock
 from . import correct
 from .inputs import (
     MIB,
@@ -269,8 +269,8 @@ class DeviceLost(MeasureError):
 # -- racing -----------------------------------------------------------------------------------------
 def clock_of(device: torch.device, graph_timing: bool) -> Clock:
     if device.type == "cuda":
-        return GraphClock() if graph_timing else EventClock()
-    return WallClock()
+        return graph_clock() if graph_timing else event_clock()
+    return wall_clock()
 
 
 def sets_of(bench: Bench) -> tuple[dict[str, list[list[Any]]], str]:
@@ -310,7 +310,7 @@ def samplers_of(
             found = {(e.name, what): clock.sampler(e.call, args) for what, args in sets.items()}
         except CaptureFailed as error:
             e.say(f"no CUDA graph ({error}): timed with launches in")
-            events = EventClock()
+            events = event_clock()
             clock = events if e.name == bench.request.default else clock
             found = {(e.name, what): events.sampler(e.call, args) for what, args in sets.items()}
         return {key: _guarded(bench, e, sampler) for key, sampler in found.items()}, clock

@@ -223,7 +223,8 @@ def _send(q: Question, sizes: dict[str, int], point: Point, tuner: Tuner, work: 
         return
     where = _where(sizes)
     label = f"{q.choice.op} {q.sizes}" + (f" at {where}" if where else "")
-    point.row_key = f"{q.store_key} {where}" if q.text else ""
+    limit = work.options.candidate_seconds  # what hung may need more
+    point.row_key = f"{q.store_key} {where} {limit:g} s" if q.text else ""
     prune = _pruning(q, work.target_of(q.device))
     point.asked = tuner.ask(point.row_key, sent, label, prune)
 

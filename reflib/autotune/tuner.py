@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import threading
 import time
 import weakref
@@ -168,12 +167,7 @@ class Tuner:
         rows = [r for r in rows if r.name in request.programs and r.name != request.default]
         best = min((r.time_us for r in rows if r.status == "ok" and r.time_us), default=0.0)
         far = [r for r in rows if r.status == "ok" and r.time_us and r.time_us > DROP * best]
-        return far + [r for r in rows if r.status in KEPT and not self._has_more_time(r)]
-
-    def _has_more_time(self, row: Candidate) -> bool:
-        """Whether it hung with a shorter limit than today's."""
-        had = re.search(r"for ([\d.]+) s", row.why)
-        return row.status == "hung" and (had is None or float(had[1]) < self.options.candidate_seconds)
+        return far + [r for r in rows if r.status in KEPT]
 
     def wait(self, asked: Asked) -> Result:
         """Until ``asked`` is decided, or the time for all tuning is up. An exception here (Ctrl-C) ends the workers.

@@ -290,14 +290,14 @@ def test_what_cannot_be_captured_is_timed_with_launches(monkeypatch):
     race = Race(aten=(launches(8e-6), []), b=(launches(1e-6, False), []), c=(launches(6e-6), []))
     race.sampler = None
     r = request(dict.fromkeys(race.candidates, race.program), "aten")
-    result = measure(r, race.build, clock=timing.GraphClock())
+    result = measure(r, race.build, clock=timing.graph_clock())
     assert result.clock == "graph" and result.winner == "b"
     assert result.row("b").time_us == pytest.approx(5, rel=0.05)
     assert "no CUDA graph (operation not permitted" in result.row("b").why
     assert result.row("c").time_us == pytest.approx(6, rel=0.05)
     race = Race(aten=(launches(8e-6, False), []), b=(launches(1e-6), []))
     r = request(dict.fromkeys(race.candidates, race.program), "aten")
-    result = measure(r, race.build, clock=timing.GraphClock())
+    result = measure(r, race.build, clock=timing.graph_clock())
     assert result.clock == "events" and result.row("b").time_us == pytest.approx(5, rel=0.05)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from reflib import lab, timing
 from reflib.lab import timing as lab_timing
-from reflib.timing import Samples, WallClock, calls_for, interleave
+from reflib.timing import Samples, calls_for, interleave, wall_clock
 
 LAUNCH = 5e-6
 
@@ -41,7 +41,7 @@ def test_how_many_calls_a_loop_has():
 
 def test_wall_clock():
     calls = []
-    sample = WallClock().sampler(lambda args: (calls.append(args), time.sleep(1e-3)), [[1], [2]])
+    sample = wall_clock().sampler(lambda args: (calls.append(args), time.sleep(1e-3)), [[1], [2]])
     calls.clear()
     assert 1e-3 < sample() < 20e-3 and calls == [[1], [2]]
 
@@ -134,7 +134,7 @@ def test_a_cold_sample_leaves_the_flush_out(gpu):
 def test_launches_are_in_one_clock_and_not_in_the_other(gpu):
     three = lambda args: [gpu.kernel(1e-6) for _ in range(3)]  # noqa: E731
     one = lambda args: gpu.kernel(4e-6)  # noqa: E731
-    graph, events = timing.GraphClock(), timing.EventClock()
+    graph, events = timing.graph_clock(), timing.event_clock()
     assert graph.sampler(three, [[]])() == pytest.approx(3e-6, rel=0.02)
     assert graph.sampler(one, [[]])() == pytest.approx(4e-6, rel=0.02)
     assert events.sampler(three, [[]])() == pytest.approx(15e-6, rel=0.02)
@@ -143,7 +143,7 @@ def test_launches_are_in_one_clock_and_not_in_the_other(gpu):
 
 def test_a_graph_is_a_whole_number_of_turns(gpu):
     seen: list[int] = []
-    sample = timing.GraphClock().sampler(lambda args: (seen.extend(args), gpu.kernel(1e-4 * args[0])), [[1], [2], [3]])
+    sample = timing.graph_clock().sampler(lambda args: (seen.extend(args), gpu.kernel(1e-4 * args[0])), [[1], [2], [3]])
     assert sample() == pytest.approx(2e-4, rel=0.05)
     assert seen[-3:] == [1, 2, 3] and gpu.recording is None
 
