@@ -106,7 +106,7 @@ class Asked:
     @property
     def near(self) -> list[str]:
         """Those that are right and near the fastest so far, and the default: they are raced."""
-        timed = {r.name: r.time_us for r in self.rows.values() if r.status == "ok" and r.time_us}
+        timed = {r.name: r.time_us for r in self.rows.values() if r.status == "ok" and r.time_us and not r.dropped}
         best = min(timed.values(), default=0.0)
         return [n for n, us in timed.items() if us <= DROP * best or n == self.request.default]
 
