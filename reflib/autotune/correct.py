@@ -266,3 +266,18 @@ def judge_default(found: Sequence[Error]) -> str:
         if not e.relative <= BROKEN:
             return f"error {e.relative:.2g}"
     return ""
+
+
+def beside_eager(got: Any, want: Any, wide: Any) -> tuple[str, Error, Error]:
+    """Of one result: why it is wrong, or ""; its errors; eager's own. ``want``: eager's result; ``wide``: eager's in
+    float64, against which both are held; without it (None, or of another shape) eager's is what is right."""
+    tensor = isinstance(want, torch.Tensor)
+    exact = tensor and isinstance(wide, torch.Tensor) and wide.shape == want.shape
+    dtypes, length = (want.dtype if tensor else None,), max(want.shape, default=1) if tensor else 1
+    ref = Reference((wide if exact else want,), dtypes, "float64" if exact else "default", length)
+    if why := mismatch([got], replace(ref, values=(want,))):
+        return why.removeprefix("result 0 "), Error(math.nan, math.nan), Error(0.0, 0.0)
+    if not tensor:
+        return "", Error(0.0, 0.0), Error(0.0, 0.0)
+    [ours], [own] = errors([got], ref, [want]), errors([want], ref, None)
+    return judge([ours], [own] if exact else None, floors(ref, False)), ours, own

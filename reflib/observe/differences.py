@@ -20,6 +20,7 @@ from ..errors import ReflibError
 from ..options import Options
 from ..pipeline import Backend, Stages
 from ..wrap.bad_values import watching
+from .rebuild import Watched
 
 
 @dataclass(frozen=True)
@@ -101,41 +102,27 @@ def _compared(call: Callable[[list], Any], stages: Stages, args: list[Any], foun
 
 def _difference(graph: str, node: Any, name: str, got: torch.Tensor, want: torch.Tensor, wide: Any) -> Difference:
     origin = next((f"{o.op} at {o.source}" for o in reversed(node.origins)), "")
-    exact = isinstance(wide, torch.Tensor) and wide.shape == want.shape
-    values, source = (wide, "float64") if exact else (want, "default")
-    ref = correct.Reference((values,), (want.dtype,), source, max(want.shape, default=1))
-    shape = correct.mismatch([got], correct.Reference((want,), (want.dtype,), source, 1))
-    if shape:
-        return Difference(graph, node.name, name, float("nan"), 0.0, shape.removeprefix("result 0 "), origin)
-    [ours], [own] = correct.errors([got], ref, [want]), correct.errors([want], ref, None)
-    wrong = correct.judge([ours], [own] if exact else None, correct.floors(ref, False))
+    wrong, ours, own = correct.beside_eager(got, want, wide)
     return Difference(graph, node.name, name, ours.worst, own.worst, wrong, origin)
-
-
-class _Values(torch.fx.Interpreter):
-    def __init__(self, module: torch.fx.GraphModule):
-        super().__init__(module)
-        self.seen: dict[str, Any] = {}
-
-    def run_node(self, n: torch.fx.Node) -> Any:
-        out = super().run_node(n)
-        self.seen[n.name] = out.clone() if isinstance(out, torch.Tensor) and n.op != "placeholder" else out
-        for i, t in enumerate(out) if isinstance(out, (tuple, list)) else ():
-            self.seen[f"{n.name}_{i}"] = t
-        return out
 
 
 @torch.no_grad()
 def _values(module: torch.fx.GraphModule, args: Sequence[Any], wide: torch.dtype | None) -> dict[str, Any]:
     """By node; of a node with several results also by ``name_0``. Those before an op that refuses ``wide``, with it."""
-    interpreter = _Values(module)
+    seen: dict[str, Any] = {}
+
+    def saw(n: torch.fx.Node, value: Any) -> None:
+        seen[n.name] = value.clone() if isinstance(value, torch.Tensor) and n.op != "placeholder" else value
+        for i, t in enumerate(value) if isinstance(value, (tuple, list)) else ():
+            seen[f"{n.name}_{i}"] = t
+
     real = lambda a: isinstance(a, torch.Tensor) and a.dtype.is_floating_point  # noqa: E731
     plain = lambda a: isinstance(a, torch.Tensor) and a.layout == torch.strided  # noqa: E731
     # laid out as given: an attention's bias is the inner part of a padded tensor, and refused otherwise
     given = [copy_of(a, wide if real(a) else None) if plain(a) else copy.copy(a) for a in args]
     try:
-        interpreter.run(*given)
+        Watched(module, saw).run(*given)
     except Exception:
         if wide is None:
             raise
-    return interpreter.seen
+    return seen

@@ -9,15 +9,13 @@ not either: there each trial is a repro file and a process from the beginning (s
 
 from __future__ import annotations
 
-import contextlib
+import multiprocessing
 import os
-import selectors
-import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from ..autotune.inputs import copy_of
 from ..errors import ReflibError
 from . import repro
 from .given import Symbol, Tensor, describe
-from .rebuild import Subject, as_captured, compile_again, differences, load, outcome, reference, run_file
+from .rebuild import Subject, Watched, as_captured, compile_again, differences, load, outcome, reference, run_file
 
 Say = Callable[[str], Any]
 SEARCHES = 4  # trials at a time
@@ -106,7 +104,7 @@ class Trials:
     def first(self, subjects: Sequence[Subject], kind: str) -> int | None:
         """The number of the first that fails with ``kind``, or None. Those after it may be cut short."""
         found: dict[int, str] = {}
-        running: dict[int, tuple[int, int, float]] = {}  # number -> pid, pipe, deadline
+        running: dict[int, Trial] = {}
         waiting = list(range(len(subjects)))
         try:
             while True:
@@ -119,94 +117,83 @@ class Trials:
                     return None
                 while waiting and len(running) < self.at_once:
                     i = waiting.pop(0)
-                    running[i] = (*self._start(subjects[i]), time.monotonic() + self.limit)
+                    running[i] = self._start(subjects[i])
                 self._wait(running, found)
         finally:
-            for pid, pipe, _ in running.values():
-                _end(pid, pipe)
+            for trial in running.values():
+                trial.end()
 
     def of(self, subject: Subject) -> str:
-        running = {0: (*self._start(subject), time.monotonic() + self.limit)}
-        found: dict[int, str] = {}
+        running, found = {0: self._start(subject)}, dict[int, str]()
         while running:
             self._wait(running, found)
         return found[0]
 
-    def _start(self, subject: Subject) -> tuple[int, int]:
+    def _start(self, subject: Subject) -> Trial:
         self.ran += 1
-        read, write = os.pipe()
-        if not self.forks:
-            with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False, encoding="utf-8") as f:
-                f.write(repro.text(with_values(subject))[0])
-            os.set_inheritable(write, True)
-            command = [sys.executable, "-m", __name__, f.name, str(write), str(self.slower or "")]
-            silent = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_WRONLY, 0) for fd in (1, 2)]
-            pid = os.posix_spawn(sys.executable, command, os.environ, file_actions=silent)
-            os.close(write)
-            return pid, read
-        pid = os.fork()
-        if pid:
-            os.close(write)
-            return pid, read
-        try:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, 1)
-            os.dup2(null, 2)
-            os.write(write, verdict(subject, self.slower).encode() or b"-")
-        finally:
-            os._exit(0)
+        context = multiprocessing.get_context("fork" if self.forks else "spawn")
+        what = subject if self.forks else repro.text(with_values(subject))[0]
+        read, write = context.Pipe(duplex=False)
+        process = context.Process(target=_trial, args=(what, self.slower, write))  # type: ignore[attr-defined]
+        process.start()
+        write.close()
+        return Trial(process, read, time.monotonic() + self.limit)
 
-    def _wait(self, running: dict[int, tuple[int, int, float]], found: dict[int, str]) -> None:
-        with selectors.DefaultSelector() as ready:
-            for i, (_, pipe, _) in running.items():
-                ready.register(pipe, selectors.EVENT_READ, i)
-            for key, _ in ready.select(timeout=0.5):
-                pid, pipe, _ = running.pop(key.data)
-                said = os.read(pipe, 4096).decode()
-                _end(pid, pipe)
-                found[key.data] = said.removeprefix("-") if said else "crash"
-        for i, (pid, pipe, deadline) in list(running.items()):
-            if time.monotonic() > deadline:
-                del running[i]
-                _end(pid, pipe)
+    def _wait(self, running: dict[int, Trial], found: dict[int, str]) -> None:
+        wait([t.said for t in running.values()], timeout=0.5)
+        for i, t in list(running.items()):
+            if t.said.poll():
+                try:
+                    found[i] = t.said.recv()
+                except EOFError:
+                    found[i] = "crash"
+            elif time.monotonic() > t.deadline:
                 found[i] = "hang"
+            if i in found:
+                running.pop(i).end()
 
 
-def _end(pid: int, pipe: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    os.close(pipe)
+@dataclass(frozen=True)
+class Trial:
+    process: Any
+    said: Connection
+    deadline: float
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.said.close()
+
+
+def _trial(what: Subject | str, slower: float | None, say: Connection) -> None:
+    """In the child. ``what``: the subject, or its file's text."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    if isinstance(what, Subject):
+        return say.send(verdict(what, slower))
+    with tempfile.NamedTemporaryFile("w", suffix=".py", encoding="utf-8") as f:
+        f.write(what)
+        f.flush()
+        say.send(verdict(load(run_file(f.name)), slower))
 
 
 # -- parts of a graph -------------------------------------------------------------------------------
-class _Recording(torch.fx.Interpreter):
-    """``seen``: a copy of each node's value when it was computed."""
-
-    def __init__(self, module: torch.fx.GraphModule):
-        super().__init__(module)
-        self.seen: dict[str, Any] = {}
-
-    def run_node(self, n: torch.fx.Node) -> Any:
-        out = super().run_node(n)
-        if isinstance(out, torch.Tensor) and out.layout == torch.strided:
-            self.seen[n.name] = copy_of(out.detach()).requires_grad_(out.requires_grad)
-        else:
-            self.seen[n.name] = out
-        return out
-
-
 class Parts:
     """Makes graphs of some of a subject's nodes."""
 
     def __init__(self, subject: Subject):
         self.subject = subject
-        recording = _Recording(subject.module)
+        self.seen: dict[str, Any] = {}  # a copy of each node's value
         torch.manual_seed(0)
         with as_captured(subject.state):
-            recording.run(*subject.values())
-        self.seen = recording.seen
+            Watched(subject.module, self._saw).run(*subject.values())
         self.ops = [n.name for n in subject.module.graph.nodes if n.op.startswith("call_")]
+
+    def _saw(self, n: torch.fx.Node, value: Any) -> None:
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+            value = copy_of(value.detach()).requires_grad_(value.requires_grad)
+        self.seen[n.name] = value
 
     def part(self, kept: set[str]) -> Part | None:
         """The graph of these nodes; what none of them uses is returned, and what was before. None: that is no graph."""
@@ -370,8 +357,3 @@ def minify_file(path: Path, out: Path, slower: float | None, limit: float, say: 
     for what in missing:
         say(f"it lacks {what}")
     return found
-
-
-if __name__ == "__main__":
-    os.write(int(sys.argv[2]), verdict(load(run_file(sys.argv[1])), float(sys.argv[3] or 0) or None).encode() or b"-")
-    os.unlink(sys.argv[1])

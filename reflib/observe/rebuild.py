@@ -162,10 +162,16 @@ def note_values(subject: Subject) -> None:
         _note_values(subject.module, _fakes(subject, subject.values(), mode), mode)
 
 
-class _Noting(torch.fx.Interpreter):
+class Watched(torch.fx.Interpreter):
+    """``saw``: called with each node and its value, when that was computed."""
+
+    def __init__(self, module: torch.fx.GraphModule, saw: Callable[[torch.fx.Node, Any], Any]):
+        super().__init__(module)
+        self.saw = saw
+
     def run_node(self, n: torch.fx.Node) -> Any:
         out = super().run_node(n)
-        n.meta["example_value"] = out
+        self.saw(n, out)
         return out
 
 
@@ -176,7 +182,7 @@ def _note_values(module: torch.fx.GraphModule, fakes: Sequence[Any], mode: FakeT
     env: Any = mode.shape_env
     copies = [_apart(f) for f in fakes]
     with mode, env.ignore_fresh_unbacked_symbols(), contextlib.suppress(Exception):
-        _Noting(module).run(*copies)
+        Watched(module, lambda n, value: n.meta.update(example_value=value)).run(*copies)
     for node, fake in zip((n for n in module.graph.nodes if n.op == "placeholder"), fakes):
         node.meta["example_value"] = fake
 
@@ -235,23 +241,8 @@ def differences(got: Sequence[Any], want: Sequence[Any], wide: Sequence[Any] | N
     ``wide`` (None: not to be had)."""
     if len(got) != len(want):
         return [f"{len(got)} results, eager has {len(want)}"]
-    out = []
-    for i, (g, w, name) in enumerate(zip(got, want, names)):
-        exact = wide[i] if wide is not None and isinstance(w, torch.Tensor) and wide[i].shape == w.shape else None
-        dtype = w.dtype if isinstance(w, torch.Tensor) else None
-        length = max(w.shape, default=1) if isinstance(w, torch.Tensor) else 1
-        laid_out = w
-        if exact is not None and torch._debug_has_internal_overlap(w) != 1:  # (``expand`` cannot be copied to)
-            laid_out = exact.to(w.dtype).new_empty_strided(w.shape, w.stride()).copy_(exact)
-        shown = correct.Reference((laid_out,), (dtype,), "default" if exact is None else "float64", length)
-        if problem := correct.mismatch([g], shown):
-            out.append(f"{name}: {problem.removeprefix('result 0 ')}")
-            continue
-        ref = correct.Reference((w if exact is None else exact,), (dtype,), shown.source, length)
-        own = correct.errors([w], ref, None) if exact is not None else None
-        if problem := correct.judge(correct.errors([g], ref, [w]), own, correct.floors(ref, False)):
-            out.append(f"{name}: {problem}")
-    return out
+    found = [correct.beside_eager(g, w, x)[0] for g, w, x in zip(got, want, wide or [None] * len(want))]
+    return [f"{name}: {problem}" for name, problem in zip(names, found) if problem]
 
 
 def reference(subject: Subject) -> list[Any] | None:

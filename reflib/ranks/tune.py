@@ -116,7 +116,7 @@ class _Team:
 
     def leave(self) -> None:
         """This rank's worker ends, if it has not."""
-        self._job("leave", {"name": self.sent.request.default}, 10.0)
+        self._job("leave", {"name": self.sent.default}, 10.0)
         self.joined = False
 
     def _job(self, what: str, data: dict[str, Any], limit: float) -> Candidate:
