@@ -85,8 +85,8 @@ class News:
 # -- the zygote -------------------------------------------------------------------------------------
 @dataclass(eq=False)
 class Worker:
-    """``last``: when to kill it if nothing happens, of ``time.monotonic``. ``ready``: it listens. ``killed``: only its
-    end is waited for. ``hung``: it was killed because its job was silent."""
+    """``last``: when to kill it if nothing happens, of ``time.monotonic``. ``ready``: it listens. ``killed``, or
+    told to leave: only its end is waited for. ``hung``: it was killed because its job was silent."""
 
     where: str
     name: str
@@ -181,7 +181,11 @@ class Zygote:
             kill_group(pid)
             self._gone(w, ending(os.waitstatus_to_exitcode(status), tail(w.log)))
         elif late and w.killed:  # waited for no longer
+            kill_group(w.pid)
             self._gone(w, "it cannot be killed")
+        elif late and w.ready and w.job is None:  # idle: it exits when its socket ends
+            w.conn.close()
+            w.killed, w.last = True, time.monotonic() + GRACE
         elif late:
             w.hung = w.job is not None
             self._kill(w)

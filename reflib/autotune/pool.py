@@ -1,6 +1,6 @@
 """The pool: child processes that compile and measure, so that what crashes or hangs there does neither here.
 
-    job = Job("reflib.jobs:try_one", {...}, "cuda:0", said=print, ended=lambda how, facts: ...)
+    job = Job("reflib.jobs:try_some", {...}, "cuda:0", said=print, ended=lambda how, facts: ...)
     pool().submit(job)               # returns at once
 
 **Processes.** A *zygote* (``zygote.py``) imports torch and the stages once (seconds) and forks the workers
