@@ -120,7 +120,7 @@ class Zygote:
         start = time.perf_counter()
         preload(self.settings)
         self.forks = LINUX and can_fork()
-        with contextlib.suppress(EOFError, OSError):  # the parent is gone
+        try:
             self._tell(0, "ready", (time.perf_counter() - start, self.forks))
             self.unused = time.monotonic()
             while time.monotonic() - self.unused < self.idle:
@@ -130,12 +130,15 @@ class Zygote:
                 self._assign()
                 if self.workers or self.queue:
                     self.unused = time.monotonic()
-        self._end_all()
+        except (EOFError, OSError):
+            pass  # the parent is gone
+        finally:
+            self._end_all()
 
     def _listen(self) -> None:
         """Read what has arrived, or wait for it a little."""
         workers = {w.conn: w for w in self.workers if not w.conn.closed}
-        for conn in wait([self.parent, *workers], POLL_SECONDS if self.workers else self.idle):
+        for conn in wait([self.parent, *workers], POLL_SECONDS if self.workers else min(self.idle, 3600.0)):
             if conn is self.parent:
                 self._obey(self.parent.recv())
             else:

@@ -320,6 +320,14 @@ def test_idle_processes_leave_and_come_back(fresh: Callable[..., Pool]) -> None:
     assert Watch("echo").on(p).result()["pid"] == pid
 
 
+def test_processes_may_stay_for_ever(fresh: Callable[..., Pool]) -> None:
+    p = fresh(idle_seconds=float("inf"))
+    p.wake()
+    assert soon(p.processes)
+    pids = [Watch("echo").on(p).result()["pid"] for _ in range(2)]
+    assert pids[0] == pids[1]
+
+
 # -- what workers see -----------------------------------------------------------------------------------
 def test_files_are_imported_once_and_failing_ones_named(fresh: Callable[..., Pool], tmp_path: Path) -> None:
     ops, count = tmp_path / "my_ops.py", tmp_path / "count"
