@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from reflib.autotune.pool import PRELOAD, Pool, child_path
-from reflib.zygote import ending
 from tests import processes
 from tests.processes import soon
 from tests.watching import Watch
