@@ -1,6 +1,7 @@
 """Claims as boxes: what ``lab.claim`` and ``lab.check`` printed is text in an output, whose lines a page cuts.
 
 A recorded output stays as it is; on the page each claim's lines become a box of wrapped text, green where it holds.
+A code cell that was changed or added after the recording has no execution count, and says so in place of an output.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 
 # The mark at the beginning of a line -> the box's class. Indented lines behind it belong to it.
 KINDS = {"✓": "holds", "✗": "fails", "?": "unmeasured"}
+UNRECORDED = "this cell is newer than the recording of this page. Run it to see what it prints."
 CLAIM = re.compile(r"^(✓|✗|\?) ([^:\n]+): (.*)\n?((?:  .*\n?)*)", re.M)
 
 
@@ -30,6 +32,19 @@ class Boxes(SphinxPostTransform):
             text = block.astext()
             if "output" in block["classes"] and CLAIM.search(text) and block.parent is not None:
                 block.parent.replace(block, pieces(block, text))
+
+
+class Unrecorded(SphinxPostTransform):
+    """A sentence below each code cell that the recording did not execute."""
+
+    default_priority = 20
+
+    def run(self, **kwargs: Any) -> None:
+        if not self.env.docname.startswith("notebooks/"):
+            return
+        for cell in list(self.document.findall(nodes.container)):
+            if cell.get("nb_element") == "cell_code" and cell.get("exec_count") is None:
+                cell += nodes.raw("", box("?", "Not recorded yet", UNRECORDED, ""), format="html")
 
 
 def pieces(block: nodes.literal_block, text: str) -> list[nodes.Node]:
@@ -54,3 +69,4 @@ def box(mark: str, verdict: str, claim: str, more: str) -> str:
 
 def setup(app: Sphinx) -> None:
     app.add_post_transform(Boxes)
+    app.add_post_transform(Unrecorded)

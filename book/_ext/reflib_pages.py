@@ -35,6 +35,7 @@ class Chapter:
     minutes: int
     stamp: dict[str, Any]
     matches: bool  # its outputs belong to its code
+    newer: int  # code cells that the recording did not execute: they were changed or added after it
 
     @property
     def link(self) -> str:
@@ -52,7 +53,8 @@ def chapter(path: Path) -> Chapter:
         raise ValueError(f"{path.name}: a chapter begins with a title, a claim in bold, and says **Time.**")
     title, claim, time = (f.group(1) for f in found if f)
     stamp = dict(book.metadata.get("reflib") or {})
-    return Chapter(path.stem, title.strip(), claim, minutes_in(time), stamp, not nb.stamp_problem(book))
+    newer = sum(c.cell_type == "code" and c.execution_count is None for c in book.cells)
+    return Chapter(path.stem, title.strip(), claim, minutes_in(time), stamp, not nb.stamp_problem(book), newer)
 
 
 def minutes_in(text: str) -> int:
@@ -249,6 +251,8 @@ def status(root: Path) -> str:
         state = "not recorded yet"
         if stamp:
             state = "match its code" if told.matches else "its code changed since"
+            if told.newer:
+                state += f"; {told.newer} cells are newer and have none"
         made_with = ", ".join(f"{k} {versions[k]}" for k in ("torch", "triton") if k in versions)
         took = seconds(root, told.slug, stamp.get("device", ""))
         cells = (told.link, stamp.get("device", ""), took, made_with, stamp.get("commit", ""), state)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from reflib.lab.charts import dots as dots
     from reflib.lab.charts import roofline_plot as roofline_plot
     from reflib.lab.checking import check as check
+    from reflib.lab.claims import as_predicted as as_predicted
     from reflib.lab.claims import claim as claim
     from reflib.lab.clock_chart import Segment as Segment
     from reflib.lab.clock_chart import over_time as over_time
@@ -93,6 +94,7 @@ _HOME = {
     "Roofline": "ceilings",
     "roofline": "ceilings",
     "check": "checking",
+    "as_predicted": "claims",
     "claim": "claims",
     "contenders": "rivals",
     "Segment": "clock_chart",

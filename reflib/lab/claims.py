@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from reflib.lab.rows import append
 
+WITHIN = 0.25  # of a prediction: further off, in either direction, it has failed
+
 
 def claim(text: str, condition: object, *, otherwise: str) -> None:
     """Print whether `text` holds on this machine; `otherwise` explains why it might not.
@@ -20,3 +22,18 @@ def claim(text: str, condition: object, *, otherwise: str) -> None:
         print(f"✓ Holds here: {text}")
     else:
         print(f"✗ Does not hold here: {text}\n  Why: {otherwise}")
+
+
+def as_predicted(text: str, measured: float | None, predicted: float | None, *, otherwise: str) -> None:
+    """A claim that a measured number is the predicted one, within a quarter of it.
+
+    What is better than predicted fails as well: then the prediction lacks something, and `otherwise` says what. None
+    means that it could not be measured here.
+    """
+    if measured is None or predicted is None:
+        claim(text, None, otherwise=otherwise)
+        return
+    holds = abs(measured - predicted) <= WITHIN * predicted
+    if not holds:
+        otherwise = f"{'less' if measured < predicted else 'more'} than predicted; {otherwise}"
+    claim(f"{text}: {measured:.2f}, predicted {predicted:.2f}", holds, otherwise=otherwise)

@@ -15,7 +15,7 @@ def contenders(
     fn: Callable[..., Any],
     *args: Any,
     only: Iterable[str] = ORDER,
-    dynamic: bool | None = None,
+    dynamic: bool | None = False,
     mode: str | None = None,
     **options: Any,
 ) -> dict[str, Callable[[], Any]]:
@@ -23,6 +23,10 @@ def contenders(
 
     Compilers that cannot run here are omitted. Each has its own copy of `fn`, so that Dynamo's caches and recompile
     limit are not shared, and is called once to compile. `mode` is passed to TorchInductor, `options` to reflib.
+
+    dynamic: False compiles for the sizes of `args`. With None, Dynamo leaves a size open that it has seen to change; it
+    remembers sizes by file, line and name, which the copies share, so the second call of this function for another size
+    would compare kernels for any size.
     """
     import torch
 

@@ -165,6 +165,42 @@ def test_contenders_agree_and_have_their_own_code():
     assert own_copy(f).__code__ is not f.__code__ and torch.equal(own_copy(f)(x), f(x))
 
 
+def test_contenders_of_a_second_size_are_compiled_for_it(monkeypatch):
+    """A copy of a function does not isolate it from what Dynamo has seen of its sizes."""
+    compile = torch.compile
+    monkeypatch.setattr("reflib.lab.rivals.has", lambda name: True)
+
+    def f(x):
+        return torch.relu(x + 1)
+
+    def left_open(**how):
+        torch._dynamo.reset()
+        found = []
+
+        def look(graph, inputs):
+            found.append(any(isinstance(i, torch.SymInt) for i in inputs))
+            return graph.forward
+
+        monkeypatch.setattr(torch, "compile", lambda f, dynamic, mode: compile(f, backend=look, dynamic=dynamic))
+        for n in (30, 40):
+            lab.contenders(f, torch.randn(n), only=["TorchInductor"], **how)
+        return found
+
+    assert left_open() == [False, False]
+    assert left_open(dynamic=None) == [False, True], "if copies do isolate now, dynamic=False need not be the default"
+
+
+def test_a_prediction_fails_in_both_directions(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "rows.jsonl"
+    monkeypatch.setenv("REFLIB_LAB_ROWS", str(file))
+    for measured in (1.9, 2.6, 1.4, None):
+        lab.as_predicted("times as fast", measured, 2.0, otherwise="the cache holds it")
+    _, claims = recording.split_records(file.read_text().splitlines())
+    assert [c.get("holds") for c in claims] == [True, False, False, None]
+    assert claims[1]["otherwise"] == "more than predicted; the cache holds it"
+    assert "✓ Holds here: times as fast: 1.90, predicted 2.00" in capsys.readouterr().out
+
+
 def test_the_roofline_bounds():
     roof = lab.Roofline("x", bandwidth=1000.0, flops=1.0, launch=5.0, dtype="float32")
     assert roof.ridge == 1.0 and roof.limit(0.5) == 0.5 and roof.limit(9) == 1.0
