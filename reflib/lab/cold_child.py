@@ -81,6 +81,7 @@ def start(source: Path, job: dict[str, Any]) -> dict[str, Any]:
         "first": ends[0], "tuned": next((end for end, _, done in calls if done), None), "right": right,
         "longest": max((us for _, us, _ in calls[1:]), default=None),
         "calls": thinned([(round(end, 4), round(us, 2)) for end, us, _ in calls[1:]]),
+        "service": service(calls[1:]),
         "samples": {"seconds": samples.seconds, "clock": samples.clock, "note": samples.note},
         **explained(compiled.graphs),
     }  # fmt: skip
@@ -113,6 +114,21 @@ def thinned(calls: list[tuple[float, float]]) -> list[tuple[float, float]]:
         pieces.setdefault(int((end - first) / max(last - first, 1e-9) * (KEPT - 1)), []).append((us, end))
     middles = (sorted(piece)[len(piece) // 2] for piece in pieces.values())
     return [(end, us) for us, end in middles]
+
+
+def service(calls: list[tuple[float, float, bool]]) -> dict[str, dict[str, float]]:
+    """What the callers saw while tuning and afterwards: the number of calls, and µs of the median one, of one in a
+    hundred, of the longest. The first call after the end of tuning, which may load kernels, is among those before."""
+    from reflib.lab.timing import quantile
+
+    first = next((i for i, (_, _, done) in enumerate(calls) if done), len(calls))
+    end = first + 2 if first else 0  # 0: nothing was left to tune
+    phases = {"while tuning": calls[:end], "afterwards": calls[end:]}
+    found = {phase: tuple(us for _, us, _ in some) for phase, some in phases.items() if some}
+    return {
+        phase: {"calls": len(us), "p50": quantile(us, 0.5), "p99": quantile(us, 0.99), "longest": max(us)}
+        for phase, us in found.items()
+    }
 
 
 def synchronize(device: Any) -> None:

@@ -30,6 +30,7 @@ def make(device, dtype):
     return lambda x: torch.relu(x + 1), [torch.ones(64, device=device, dtype=dtype)]
 """
 METRICS = (("first call", "s"), ("tuned", "s"), ("time", "µs"), ("longest call", "µs"))
+SERVICE = (("calls", ""), ("p50", "µs"), ("p99", "µs"), ("longest", "µs"))
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class ColdStarts:
     """The measurements, with one case per way.
 
     rows: the metrics of METRICS.   calls: single calls, with ``at`` in seconds after the start.
+    service: the metrics of SERVICE, of the calls "while tuning" and "afterwards"; each with a pause of 2 ms before it.
     right: whether the results are those of eager, up to the order of summation.
     timelines, candidates: of reflib's ways; a candidate is a dict with ``op``, ``sizes``, ``name``, ``status``,
         ``time_us`` and ``why``.
@@ -44,6 +46,7 @@ class ColdStarts:
 
     rows: Rows
     calls: Rows = field(default_factory=Rows)
+    service: Rows = field(default_factory=Rows)
     timelines: Mapping[str, Timeline] = field(default_factory=dict)
     candidates: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
     right: Mapping[str, bool] = field(default_factory=dict)
@@ -88,7 +91,7 @@ def cold_starts(
         for label, way in ways.items():
             caches = folders[way["again"]] if "again" in way else folders[label]
             found = _joined(found, name, label, _compile(source, way, folders[label], caches, timeout_s, arguments))
-    append({"kind": "row", **row.to_data()} for row in (*found.rows, *found.calls))
+    append({"kind": "row", **row.to_data()} for row in (*found.rows, *found.calls, *found.service))
     return found
 
 
@@ -140,9 +143,14 @@ def _joined(found: ColdStarts, name: str, label: str, data: dict[str, Any] | Fai
         return replace(found, rows=found.rows + [failed])
     events = Timeline(Event(**e) for e in data["events"])
     one = {**shared, "name": f"{name}, calls", "metric": "time", "unit": "µs", "cache": "", "clock": "wall"}
+    seen = {**shared, "name": f"{name}, service", "cache": "", "clock": "wall"}
     return ColdStarts(
         found.rows + list(_rows(data, shared)),
         found.calls + [Row(value=us, at={"second": second}, **one) for second, us in data["calls"]],
+        found.service + [
+            Row(value=said[metric], metric=metric, unit=unit, at={"phase": phase}, **seen)
+            for phase, said in data["service"].items() for metric, unit in SERVICE
+        ],
         {**found.timelines, **({label: events} if events else {})},
         {**found.candidates, label: data["candidates"]},
         {**found.right, label: data["right"]},

@@ -49,8 +49,9 @@ def test_a_way_has_its_times_its_calls_and_what_the_compiler_said(tmp_path, monk
     seconds = [r.at["second"] for r in found.calls.where(case="reflib")]
     assert seconds == sorted(seconds) and 5 < len(seconds) <= cold_child.KEPT
     written = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
-    assert len(written) == len(found.rows) + len(found.calls)
-    assert {w["name"] for w in written} == {"t", "t, calls"}
+    assert len(written) == len(found.rows) + len(found.calls) + len(found.service)
+    assert {w["name"] for w in written} == {"t", "t, calls", "t, service"}
+    assert {r.at["phase"] for r in found.service} == {"afterwards"}, "nothing is tuned later"
 
 
 @pytest.mark.slow
@@ -91,6 +92,16 @@ def test_calls_go_on_until_tuning_is_done_and_a_little_longer(monkeypatch):
     assert found[-1][0] - found[2][0] < 1.0
     found, _ = watch(done_after=None, limit_s=0.05)
     assert found and not any(done for _, _, done in found), "nobody waits for ever"
+
+
+def test_what_callers_saw_while_tuning_and_afterwards():
+    quick = [(0.0, 10.0, False)] * 98
+    calls = [*quick, (1.0, 50.0, False), (2.0, 20.0, True), (3.0, 900.0, True), *[(4.0, 5.0, True)] * 7]
+    said = cold_child.service(calls)
+    assert said["while tuning"] == {"calls": 101, "p50": 10.0, "p99": 50.0, "longest": 900.0}, "it loads what is tuned"
+    assert said["afterwards"] == {"calls": 7, "p50": 5.0, "p99": 5.0, "longest": 5.0}
+    assert list(cold_child.service(calls[99:])) == ["afterwards"] and cold_child.service([]) == {}
+    assert list(cold_child.service(quick)) == ["while tuning"]
 
 
 def test_results_are_compared_up_to_the_order_of_additions():
