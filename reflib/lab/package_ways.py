@@ -31,7 +31,8 @@ def build_packages(
 
     `source` is Python text which defines `make(device, dtype)`, returning a module and its arguments. A way is a dict:
     `compiler`: "reflib" or "AOTInductor"; `files`: {path: architectures}, built in this order in one process, so later
-    ones reuse cached kernels; `device`: that of the model (default "cpu"); `environment`: set before torch is imported.
+    ones reuse cached kernels; `device`: that of the model (default "cpu"); `environment`: set before torch is imported;
+    `config`: options of TorchInductor.
     `timeout_s` applies per way; files not reached in time are rows with that status.
     """
     rows: list[Row] = []
@@ -51,8 +52,10 @@ def open_packages(
     """Three rows per way, on the notebook's device: "load" (seconds), "first call" (seconds from the file to the first
     result, loading included) and "time" (µs per later call, wall clock around a loop of calls).
 
-    A way is a dict: `compiler`, as above; `path`: the package; `environment`. The device is initialized and eager has
-    run before the timing. A package that cannot be opened or crashes is a row with that status.
+    A way is a dict: `compiler`, as above; `path`: the package; `environment`; `loader`: for AOTInductor, "package" (the
+    usual way), "one thread" (without locks between threads) or "C++" (without what Python adds). The device is
+    initialized and eager has run before the timing. A package that cannot be opened or crashes is a row with that
+    status.
     """
     from reflib.lab.session import current
 
@@ -72,6 +75,7 @@ def _job(way: Mapping[str, Any], device: str) -> dict[str, Any]:
     return {
         "compiler": way["compiler"], "environment": dict(way.get("environment", {})), "device": device,
         "dtype": str(here.dtype).removeprefix("torch."), "seed": here.seed,
+        "config": dict(way.get("config", {})), "loader": way.get("loader", "package"),
     }  # fmt: skip
 
 
@@ -141,7 +145,7 @@ def model_of(job: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...], Any]:
 def built(job: Mapping[str, Any], path: str, archs: Sequence[str]) -> dict[str, Any]:
     import torch
 
-    make = MAKERS[job["compiler"]]()
+    make = MAKERS[job["compiler"]](job)
     model, args, _ = model_of(job)
     with torch.no_grad():
         begin = time.perf_counter()
@@ -152,13 +156,13 @@ def built(job: Mapping[str, Any], path: str, archs: Sequence[str]) -> dict[str, 
 def opened(job: Mapping[str, Any]) -> dict[str, Any]:
     import torch
 
-    load = LOADERS[job["compiler"]]()
+    load = LOADERS[job["compiler"]](job)
     model, args, device = model_of(job)
     with torch.no_grad():
         return start_up(lambda: load(job["path"]), args, model(*args), job["budget_s"], device)
 
 
-def reflib_maker() -> Callable[..., None]:
+def reflib_maker(job: Mapping[str, Any]) -> Callable[..., None]:
     import reflib.aot
 
     def make(model: Any, args: Any, path: str, archs: Sequence[str]) -> None:
@@ -167,17 +171,18 @@ def reflib_maker() -> Callable[..., None]:
     return make
 
 
-def inductor_maker() -> Callable[..., None]:
+def inductor_maker(job: Mapping[str, Any]) -> Callable[..., None]:
     import torch
     import torch._inductor.compile_fx
 
     def make(model: Any, args: Any, path: str, archs: Sequence[str]) -> None:
-        torch._inductor.aoti_compile_and_package(torch.export.export(model, args), package_path=path)
+        exported, config = torch.export.export(model, args), dict(job["config"])
+        torch._inductor.aoti_compile_and_package(exported, package_path=path, inductor_configs=config)
 
     return make
 
 
-def reflib_loader() -> Callable[[str], Any]:
+def reflib_loader(job: Mapping[str, Any]) -> Callable[[str], Any]:
     import reflib.package.load
     import reflib.wrap.host
 
@@ -185,11 +190,27 @@ def reflib_loader() -> Callable[[str], Any]:
     return lambda path: reflib.package.load.load(path)
 
 
-def inductor_loader() -> Callable[[str], Any]:
+def inductor_loader(job: Mapping[str, Any]) -> Callable[[str], Any]:
     import torch
     import torch._inductor.package
 
-    return lambda path: torch._inductor.aoti_load_package(path)
+    if job["loader"] == "C++":
+        return cpp_loaded
+    one_thread = job["loader"] == "one thread"
+    return lambda path: torch._inductor.aoti_load_package(path, run_single_threaded=one_thread)
+
+
+def cpp_loaded(path: str) -> Any:
+    """The package through AOTInductor's loader in C++: flat lists of tensors in and out, no pytrees."""
+    import torch
+
+    loader = torch._C._aoti.AOTIModelPackageLoader(path, "model", False, 1, -1)
+
+    def call(*args: Any) -> Any:
+        (result,) = loader.boxed_run(list(args))
+        return result
+
+    return call
 
 
 MAKERS = {"reflib": reflib_maker, "AOTInductor": inductor_maker}

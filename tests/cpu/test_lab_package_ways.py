@@ -56,3 +56,19 @@ def test_what_is_not_reached_says_so(tmp_path: Path) -> None:
     slow = {"compiler": "reflib", "files": {str(tmp_path / "a"): ["cpu"], str(tmp_path / "b"): ["cpu"]}}
     rows = build_packages("b", "import time\ntime.sleep(60)", {"slow": slow}, timeout_s=1)
     assert [r.status for r in rows] == ["timed out"] * 2
+
+
+@pytest.mark.slow
+def test_aotinductors_package_is_loaded_in_three_ways(tmp_path: Path) -> None:
+    lab.setup(device="cpu", quiet=True)
+    path, other = str(tmp_path / "cpu.pt2"), str(tmp_path / "other.pt2")
+    ways = {
+        "as it is": {"compiler": "AOTInductor", "files": {path: ["cpu"]}, "config": {"max_autotune": False}},
+        "no such option": {"compiler": "AOTInductor", "files": {other: ["cpu"]}, "config": {"no_such_option": 1}},
+    }
+    made = build_packages("b", SOURCE, ways, timeout_s=200)
+    assert [r.status for r in made] == ["ok", "ok", "refused"] and "no_such_option" in made[2].note
+    it = {"compiler": "AOTInductor", "path": path}
+    loaders = {how: {**it, "loader": how} for how in ("package", "one thread", "C++")}
+    found = open_packages("o", SOURCE, loaders, timeout_s=100, budget_s=0.01)
+    assert [(r.ok, r.note) for r in found] == [(True, "")] * 9
