@@ -190,6 +190,16 @@ def test_contenders_of_a_second_size_are_compiled_for_it(monkeypatch):
     assert left_open(dynamic=None) == [False, True], "if copies do isolate now, dynamic=False need not be the default"
 
 
+def test_a_long_text_of_a_peer_gets_its_settings():
+    from reflib.lab.peer_texts import peer_text
+
+    text = peer_text("ranged", compiler="reflib", points=[4, 128])
+    assert text.endswith("SETTINGS.update({'compiler': 'reflib', 'points': [4, 128]})\n")
+    for source in (text, peer_text("registered")):
+        compile(source, "peer_source", "exec")
+        assert "def make(device, dtype, " in source
+
+
 def test_a_prediction_fails_in_both_directions(tmp_path, monkeypatch, capsys):
     file = tmp_path / "rows.jsonl"
     monkeypatch.setenv("REFLIB_LAB_ROWS", str(file))
