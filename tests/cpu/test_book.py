@@ -243,6 +243,11 @@ def test_the_status_page_has_time_and_device_of_every_notebook(pages: Path) -> N
         assert "match its code" in row and re.search(r">\s*(<p>)?\d+ s<", row), told.slug
 
 
+def test_cells_that_are_newer_than_the_recording_say_so(pages: Path) -> None:
+    for told in data.chapters(ROOT).values():
+        assert text_of(pages, f"notebooks/{told.slug}").count("Not recorded yet") == told.newer, told.slug
+
+
 def test_a_book_of_a_run_names_its_own_machine(tmp_path: Path) -> None:
     notebooks = tmp_path / "notebooks"
     (notebooks / "recorded").mkdir(parents=True)
