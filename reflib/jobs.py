@@ -25,7 +25,7 @@ from .autotune.by_value import makers
 from .autotune.inputs import main_device
 from .autotune.lock import device_lock
 from .autotune.measure import DeviceLost, Session
-from .autotune.request import Request
+from .autotune.request import RACE, Request
 from .ir.data import from_data
 from .ir.decision import Candidate
 from .ir.program import fallback_kernels
@@ -35,6 +35,7 @@ from .target import Target, device_target
 State = dict[str, Any]
 Data = Mapping[str, Any]
 Say = Callable[[dict[str, Any]], None]
+OPENING = 20.0  # seconds for inputs and the reference, beside those of the default as a candidate
 LOST_EXIT = 86  # exit code of a measuring worker whose device context a candidate has broken
 
 
@@ -87,9 +88,9 @@ def try_some(state: State, data: Data, say: Say) -> dict[str, Any]:
             session = state[data["id"]][0]
             session.add(request.programs)
             for name in data["names"]:
-                say({"kind": "at", "name": name})
+                say({"kind": "at", "name": name, "more": 0.0})
                 rows.append(session.try_one(name))
-            say({"kind": "at", "name": "race"})
+            say({"kind": "at", "name": RACE, "more": 0.0})
             return {"rows": rows, "result": session.finish() if data["race"] else None}
     except DeviceLost as e:
         say({"kind": "lost", "why": str(e)})
@@ -104,7 +105,7 @@ def _open(state: State, data: Data, say: Say) -> Candidate:
     from .tuning import build
     from .wrap.zeros import zeros
 
-    say({"kind": "at", "name": ""})
+    say({"kind": "at", "name": "", "more": OPENING})
     keep = ExitStack()
     keep.enter_context(zeros.for_a_while())  # the words of the graphs that measuring captures
     session = Session(data["request"], build, makers(data["request"].makers))

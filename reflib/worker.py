@@ -1,9 +1,10 @@
 """A worker of the tuner's pool: answers calls, one after another. ``zygote.py`` starts it.
 
     zygote -> worker    a pickled Call
-    worker -> zygote    ("ready", b"") once; per call any number of ("said", message) or ("waits", message: its silence
-                        is no hang), then one of ("done", what the function returned), ("failed", facts): it raised,
-                        ("crashed", facts): the process cannot go on, and ends. All are pickled.
+    worker -> zygote    ("ready", b"") once; per call any number of ("said", message, seconds by which its silence may
+                        exceed the job's limit) or ("waits", message, ...): its silence is no hang; then one of
+                        ("done", what the function returned), ("failed", facts): it raised, ("crashed", facts): the
+                        process cannot go on, and ends. Messages, results and facts are pickled.
 
 It leads a process group, so that compilers it runs die with it. On Linux the kernel kills it with the zygote. Only the
 standard library is imported here, so that a process starts fast.
@@ -93,12 +94,14 @@ def answer(parent: Connection, packed: bytes, state: dict) -> str:
     """Make one call and send what it returned or raised; its ``how``. The function may keep what it likes in
     ``state``."""
     sending = threading.Lock()
-    over = False
+    over, more = False, 0.0
 
     def say(message: dict) -> None:
+        nonlocal more
         with sending:
             if not over:  # a thread that an earlier call left running is not heard
-                parent.send(("waits" if message.get("kind") == "waiting" else "said", pickle.dumps(message)))
+                more = message.get("more", more)
+                parent.send(("waits" if message.get("kind") == "waiting" else "said", pickle.dumps(message), more))
 
     try:
         call: Call = pickle.loads(packed)

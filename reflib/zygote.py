@@ -100,6 +100,10 @@ class Worker:
     hung: bool = False
 
 
+class ParentGone(Exception):
+    """Nothing can be read from it, or said to it, any more."""
+
+
 class Zygote:
     """``settings``: "path" (folders of modules), "preload" (names of modules), "idle" (as of Submit), "fd" (of
     ``parent``)."""
@@ -110,6 +114,7 @@ class Zygote:
         self.idle = settings["idle"]
         self.queue: list[Submit] = []
         self.workers: list[Worker] = []
+        self.ending: list[int] = []  # killed workers that were waited for no longer: a GPU's context takes its time
         self.unused = 0.0  # since when there is nothing to do
 
     def run(self) -> None:
@@ -127,11 +132,12 @@ class Zygote:
                 self._listen()
                 for w in list(self.workers):
                     self._look_after(w)
+                self.ending = [pid for pid in self.ending if not os.waitpid(pid, os.WNOHANG)[0]]
                 self._assign()
                 if self.workers or self.queue:
                     self.unused = time.monotonic()
-        except (EOFError, OSError):
-            pass  # the parent is gone
+        except ParentGone:
+            pass
         finally:
             self._end_all()
 
@@ -140,7 +146,11 @@ class Zygote:
         workers = {w.conn: w for w in self.workers if not w.conn.closed}
         for conn in wait([self.parent, *workers], POLL_SECONDS if self.workers else min(self.idle, 3600.0)):
             if conn is self.parent:
-                self._obey(self.parent.recv())
+                try:
+                    message = self.parent.recv()
+                except (EOFError, OSError) as e:
+                    raise ParentGone from e
+                self._obey(message)
             else:
                 self._hear(workers[conn])  # type: ignore[index]
 
@@ -158,7 +168,7 @@ class Zygote:
     def _hear(self, w: Worker) -> None:
         """One message of a worker."""
         try:
-            what, data = w.conn.recv()
+            what, data, *more = w.conn.recv()
         except Exception:  # it has ended, or is about to; or wrote to whatever was open
             w.conn.close()
             return self._kill(w)
@@ -166,7 +176,7 @@ class Zygote:
             w.ready, w.last = True, time.monotonic() + self.idle
         elif w.job is not None and not w.hung:
             if what in ("said", "waits"):
-                w.last = time.monotonic() + w.job.limit if what == "said" else math.inf
+                w.last = time.monotonic() + w.job.limit + sum(more) if what == "said" else math.inf
                 self._tell(w.job.id, "said", data)
             else:
                 self._over(w, what, data)
@@ -185,6 +195,7 @@ class Zygote:
             self._gone(w, ending(os.waitstatus_to_exitcode(status), tail(w.log)))
         elif late and w.killed:  # waited for no longer
             kill_group(w.pid)
+            self.ending.append(w.pid)
             self._gone(w, "it cannot be killed")
         elif late and w.ready and w.job is None:  # idle: it exits when its socket ends
             w.conn.close()
@@ -221,7 +232,10 @@ class Zygote:
             self._tell(q.id, "crashed", (pickle.dumps({"why": f"a worker could not be started: {why}"}), output))
 
     def _tell(self, id: int, what: str, data: Any) -> None:
-        self.parent.send(News(id, what, data))
+        try:
+            self.parent.send(News(id, what, data))
+        except OSError as e:
+            raise ParentGone from e
 
     # -- jobs to workers
     def _assign(self) -> None:

@@ -39,6 +39,26 @@ def talk(state: dict, data: dict, say: Say) -> dict:
     return {}
 
 
+def talk_with_more_time(state: dict, data: dict, say: Say) -> dict:
+    """Silent for ``pause`` seconds after each of three messages: the first gives that time, the last takes it back."""
+    for message in ({"more": 60.0}, {}, {"more": 0.0}):
+        say({"kind": "x", **message})
+        time.sleep(data["pause"])
+    return {}
+
+
+class Unreadable:
+    """Can be pickled, but not read."""
+
+    def __reduce__(self) -> tuple:
+        return int, ("no number",)
+
+
+def say_what_cannot_be_read(state: dict, data: dict, say: Say) -> dict:
+    say({"kind": "x", "what": Unreadable()})
+    return {"fine": True}
+
+
 def sleep(state: dict, data: dict, say: Say) -> dict:
     say({"kind": "started", "pid": os.getpid()})
     time.sleep(data.get("seconds", 1000))

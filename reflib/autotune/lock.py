@@ -92,6 +92,7 @@ def _take(own: int, line: int, device: str, say: Callable[[dict], None], timeout
         most = min(timeout, STOPPED_SECONDS) if _is_stopped(who) else timeout
         if now - since >= most:
             why = f"{_name(who)} has held it for {most:g} s"
+            fcntl.flock(line, fcntl.LOCK_UN)  # (nothing, if it is another's)
             break
         if now - start >= SAY_SECONDS and who:
             _say_who(device, _name(who))

@@ -76,7 +76,7 @@ class Job:
         ("cancelled", {})
 
     Both may submit and cancel. limit: seconds; any message restarts the clock, {"kind": "waiting"} stops it until the
-    next. priority: smaller first, then first come first served.
+    next, and "more" in one adds to the limit from then on. priority: smaller first, then first come first served.
     ``data["imports"]``: files (*.py) and modules that the worker imports first, pickles that it loads (``by_value``).
     """
 
@@ -131,12 +131,15 @@ class Pool:
                 pass
             except OSError as e:
                 end = "crashed", {"why": f"the worker processes cannot be started: {e}", "output": ""}
-        job.ended(*end)
+        if end[0] == "cancelled":
+            call(job.ended, *end)
+        else:  # not from within: what hears of it may submit more
+            threading.Thread(target=call, args=(job.ended, *end), daemon=True).start()
 
     def cancel(self, job: Job) -> None:
         """End ``job``, if it has not ended; the worker that runs it is killed."""
         with self.lock:
-            number = next((n for n, (j, _) in self._jobs.items() if j is job), None)
+            number = next((n for n, (j, _) in list(self._jobs.items()) if j is job), None)
             if number is None:
                 return
             del self._jobs[number]
@@ -183,7 +186,7 @@ class Pool:
         if news.what == "started":
             job.track, job.started = news.data
         elif news.what == "said":
-            call(job.said, pickle.loads(news.data))
+            call(lambda: job.said(pickle.loads(news.data)))
         else:
             call(job.ended, *_ending_of(job, news.what, *news.data))
 
@@ -195,9 +198,12 @@ class Pool:
             self._zygote = None
             over = [job for job, _ in self._jobs.values() if job.started or not zygote.ready]
             self._jobs = {n: found for n, found in self._jobs.items() if found[0] not in over}
-            with contextlib.suppress(RuntimeError, OSError):
-                for _, message in self._jobs.values():
+            try:
+                for _, message in list(self._jobs.values()):
                     self._alive().send(message)
+            except (RuntimeError, OSError):  # no other can be started
+                over += [job for job, _ in self._jobs.values()]
+                self._jobs = {}
         words = "the process that started it has ended" if zygote.ready else "the worker processes cannot be started"
         for job in over:
             call(job.ended, "crashed", {"why": f"{words}: {why}", "output": output})
@@ -239,7 +245,7 @@ class ZygoteProcess:
 
     def _listen(self) -> None:
         why = ""
-        with contextlib.suppress(EOFError, OSError):
+        try:
             while self.conn.poll(None if self.ready else START_SECONDS):
                 news: News = self.conn.recv()
                 if news.what == "ready":
@@ -250,6 +256,10 @@ class ZygoteProcess:
                 else:
                     self.pool.heard(news)
             why = "it took too long to start"
+        except (EOFError, OSError):
+            pass  # it has ended
+        except Exception as e:
+            why = f"what it says cannot be read: {type(e).__name__}: {e}"
         self._hang_up()
         self.send(None)
         self.sender.join()

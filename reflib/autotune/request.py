@@ -15,6 +15,8 @@ from ..ir.program import Program, symbols_in
 from ..options import Options
 from .inputs import InputSpec
 
+RACE = "<race>"  # in a candidate's place: those near the best, at the end
+
 
 @dataclass(frozen=True)
 class Limits:

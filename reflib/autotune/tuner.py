@@ -47,16 +47,14 @@ from .inputs import main_device
 from .measure import DROP
 from .pool import Job, Pool
 from .report import Report
-from .request import Request, Result
+from .request import RACE, Request, Result
 from .winner import pick_winner
 
 OPEN_AT_ONCE = 3
 OPEN_BYTES = 2**30
-OPENING = 20.0  # seconds for inputs and the reference, beside the default's own
 STARTING = 0.05
 COMPILE, TRY = "reflib.jobs:compile_candidate", "reflib.jobs:try_some"
-RACE = "race"  # the name of the job that is no candidate's
-ATTEMPTS = 3  # of a race that a crash interrupts
+ATTEMPTS = 3  # of a race that a crash interrupts, and of what is lost before any candidate ran
 KEPT = ("crashed", "hung", "wrong", "pruned")  # what an earlier process found out and need not be tried again
 
 # (name, reports of all that are compiled, None of those that failed) -> why it is not worth running, "" if it is, None
@@ -70,7 +68,8 @@ class Asked:
 
     rows: what is known of its candidates.   reports: of the kernels of those that are compiled; None: it cannot be.
     jobs: those that run or are queued, by (candidate, what).   open: it may hold inputs on the device.
-    races: how many were begun.   unknown_op: the message of a worker that could not import an op.
+    races: how many were begun.   lost: workers that ended before they ran anything.
+    unknown_op: the message of a worker that could not import an op.
     """
 
     number: int
@@ -84,6 +83,7 @@ class Asked:
     jobs: dict[tuple[str, str], Job] = field(default_factory=dict)
     open: bool = False
     races: int = 0
+    lost: int = 0
     unknown_op: str = ""
     result: Result | None = None
     begun: float = field(default_factory=time.perf_counter)
@@ -293,10 +293,14 @@ class Tuner:
                 self._end(asked, "", data["result"])
             return
         default, why = asked.request.default, data.get("why", "")
-        ran = data.get("at", "" if status == "failed" else name)  # "": what all candidates need
+        ran = data.get("at", "")  # "": what all candidates need
         if name in asked.stage:
             asked.stage[name] = "ready"  # again, if it is not to blame
-        if not ran and (status == "failed" or asked.failed):
+        if "at" not in data and status != "failed":  # while it waited for the device, say
+            asked.lost += 1
+            if asked.lost >= ATTEMPTS:
+                self._end(asked, f"it cannot be measured: its worker {status} ({why})")
+        elif not ran and (status == "failed" or asked.failed):
             self._end(asked, f"it cannot be measured: {default} {status} ({why})")
         elif ran != RACE:
             how = "error" if status == "failed" else status
@@ -358,6 +362,8 @@ class Tuner:
                 if ours and status == "cancelled":
                     self.stopped = self.stopped or asked.result is None  # the pool was closed
                 elif ours and asked.result is None and not self.stopped:
+                    if status == "crashed" and not job.started:  # no candidate's fault
+                        status = "failed"
                     self._note(asked, name, status, result, job)
                     ended(asked, name, status, result | heard, job)
                     self._go_on(asked)
@@ -365,8 +371,7 @@ class Tuner:
                         self._others_go_on()
                 self.changed.notify_all()
 
-        opens = what == TRY and name in (asked.request.default, RACE)
-        limit = self.options.candidate_seconds + (OPENING if opens else 0.0)
+        limit = self.options.candidate_seconds
         job = Job(what, {**data, "imports": asked.request.imports}, where, said, over, limit, priority)
         asked.jobs[name, what] = job
         self.pool.submit(job)
@@ -383,7 +388,8 @@ class Tuner:
     def _note(self, asked: Asked, name: str, status: str, data: dict[str, Any], job: Job) -> None:
         """In the timeline: how long the job that ended waited, and how long it ran."""
         kind = "compile" if job.what == COMPILE else "measure"
-        name = f"{name} (opening)" if job.what == TRY and name == asked.request.default else name
+        shown = name.strip("<>")
+        shown = f"{shown} (opening)" if job.what == TRY and name == asked.request.default else shown
         now, track = time.perf_counter(), job.track or job.where
         began = job.started or now
         if not self.heard:  # until then processes were started, if there were none
@@ -391,7 +397,7 @@ class Tuner:
             if began - self.begun > STARTING:
                 self.events.append(Event("worker processes", self.begun, began - self.begun, "start", "workers"))
         if began - job.since > 1e-3:
-            self.events.append(Event(name, job.since, began - job.since, "queue", track, asked.label))
+            self.events.append(Event(shown, job.since, began - job.since, "queue", track, asked.label))
         rows = data.get("rows") or ()
-        shown = rows[-1].status if rows and name != RACE else "ok" if status == "done" else status
-        self.events.append(Event(name, began, now - began, kind, track, asked.label, shown))
+        how = rows[-1].status if rows and name != RACE else "ok" if status == "done" else status
+        self.events.append(Event(shown, began, now - began, kind, track, asked.label, how))

@@ -30,13 +30,13 @@ def link(whole: Callable[[Any, list[str]], None], module: Any, paths: list[str])
     """Links into an LLVM ``module`` what it calls of the libraries at ``paths``; ``whole`` is Triton's own way."""
     if len(paths) == 1 and "libdevice" in Path(paths[0]).name:
         with contextlib.suppress(Exception):
-            paths = [str(_cut(whole, paths[0], frozenset(_DECLARED.findall(str(module)))))]
+            return whole(module, [str(_cut(whole, paths[0], frozenset(_DECLARED.findall(str(module)))))])
     whole(module, paths)
 
 
 def _cut(whole: Callable[[Any, list[str]], None], path: str, functions: frozenset[tuple[str, str, str]]) -> Path:
     """The file of these functions (result, name, arguments), and what they call, as text."""
-    key = cache.key("libdevice", _digest(path), *sorted(functions))
+    key = cache.key("libdevice", cache.versions(), _digest(path), *sorted(functions))
     found = cache.get("libdevice", key)
     return found or cache.put("libdevice", key, _linked(whole, path, sorted(functions)).encode(), ".ll")
 

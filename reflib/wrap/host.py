@@ -102,6 +102,7 @@ def extension() -> Any:
 
     module = native.extension()
     if module is host_ctypes or not _layout_is_known() or not address(WRAP):
+        host_ctypes.driver(native.libcuda(), DeviceError)
         return host_ctypes
     module.setup(
         torch.Tensor, torch.nn.Parameter, tuple(address(n) for n, _ in FUNCTIONS), _entry_functions(), address(WRAP),

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -167,3 +168,27 @@ def test_a_lock_is_named_by_the_physical_device(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: Properties)
     assert lock_name("cuda:0") == lock_name("cuda:1") and "1234-5678" in lock_name("cuda:0")
     assert lock_name("cpu").endswith("-cpu") and "/" not in lock_name("cpu")
+
+
+def test_who_gives_up_does_not_keep_others_from_it(root: Path, fresh_cache: Path) -> None:
+    """One measures without the lock, because it waited for too long; meanwhile the lock is free again."""
+    gave_up, done = threading.Event(), threading.Event()
+
+    def impatient() -> None:
+        with device_lock("cpu", timeout=0.1) as held:
+            assert not held
+            gave_up.set()
+            done.wait(30)
+
+    with holder(root, 100) as other:
+        thread = threading.Thread(target=impatient)
+        thread.start()
+        assert gave_up.wait(10)
+        other.kill()
+        other.wait()
+        try:
+            with device_lock("cpu", timeout=5) as held:
+                assert held
+        finally:
+            done.set()
+            thread.join()

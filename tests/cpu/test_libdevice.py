@@ -51,3 +51,9 @@ def test_where_it_cannot_be_cut_all_is_linked(fresh_cache: Path, monkeypatch: py
     monkeypatch.setattr(libdevice, "_calling", lambda functions: "no MLIR")
     assert compile_kernel(kernel_of(["exp2"], torch.float32), parse_target("sm_90")).image
     assert not (fresh_cache / "libdevice").exists()
+
+
+def test_where_what_is_left_cannot_be_linked_all_is(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libdevice, "_linked", lambda *_: "another version's text")
+    assert compile_kernel(kernel_of(["exp2"], torch.float32), parse_target("sm_90")).image
+    assert (fresh_cache / "libdevice").exists()

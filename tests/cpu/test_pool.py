@@ -156,6 +156,13 @@ def test_messages_restart_the_clock_and_waiting_stops_it(shared: Pool) -> None:
     Watch("talk", limit=0.4, count=4, pause=0.2, kind="x").on(shared).result()
     Watch("talk", limit=0.2, count=1, pause=0.6, kind="waiting").on(shared).result()
     assert Watch("talk", limit=0.2, count=1, pause=30.0, kind="x").on(shared).why("hung")
+    given = Watch("talk_with_more_time", limit=0.4, pause=1.0).on(shared)
+    assert given.why("hung") and len(given.messages) == 3
+
+
+def test_a_message_that_cannot_be_read_costs_nothing_else(shared: Pool) -> None:
+    assert Watch("say_what_cannot_be_read").on(shared).result() == {"fine": True}
+    assert Watch("echo").on(shared).result()
 
 
 @pytest.mark.parametrize("how, end", [("leave", "crashed"), ("hang", "hung"), ("cancel", "cancelled")])
@@ -179,6 +186,24 @@ def test_a_worker_that_dies_idle_costs_no_job(shared: Pool) -> None:
     left = Watch("leave_after_answering", "cuda:4", seconds=0.05).on(shared).result()
     assert gone([left["pid"]]) and soon(lambda: left["pid"] not in shared.processes())
     assert Watch("echo", "cuda:4").on(shared).result()["pid"] != left["pid"]
+
+
+def test_the_zygote_is_killed_and_no_other_starts(
+    fresh: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = fresh(compilers=1)
+    running, queued = Watch("sleep").on(p), Watch("echo").on(p)
+    running.first()
+
+    def no_memory(_: Pool) -> None:
+        raise OSError("cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("reflib.autotune.pool.ZygoteProcess", no_memory)
+        os.kill(p.processes()[0], signal.SIGKILL)
+        assert running.why("crashed") and queued.why("crashed")
+        assert "cannot allocate memory" in Watch("echo").on(p).why("crashed")
+    assert Watch("echo").on(p).result()
 
 
 def test_the_zygote_is_killed(fresh: Callable[..., Pool]) -> None:

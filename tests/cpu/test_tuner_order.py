@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from reflib.autotune.inputs import InputSpec
-from reflib.autotune.request import Request, Result
+from reflib.autotune.request import RACE, Request, Result
 from reflib.autotune.tuner import Tuner
 from reflib.autotune.tuner import _tuners as tuners
 from reflib.autotune.winner import pick_winner
@@ -56,6 +56,7 @@ class Hands:
     def end(self, job: Any, status: str, at: str | None = None, **data: Any) -> None:
         if job in self.jobs:
             self.jobs.remove(job)
+            job.started = 1.0
             if at is not None:
                 job.said({"kind": "at", "name": at})
             job.ended(status, data)
@@ -81,9 +82,9 @@ class Kept:
         self.added.append(row.name)
 
 
-def request() -> Request:
+def request(names: tuple[str, ...] = NAMES) -> Request:
     spec = InputSpec("x", "activation", 0, (4,), (1,), "float32", "cpu")
-    return Request({n: n for n in NAMES}, "aten", "aten", (spec,))  # type: ignore[misc]
+    return Request({n: n for n in names}, "aten", "aten", (spec,))  # type: ignore[misc]
 
 
 def row(name: str, us: float, status: str = "ok") -> Candidate:
@@ -148,7 +149,7 @@ def test_a_race_that_crashes_is_run_again_and_then_given_up() -> None:
     compiled(hands, *NAMES)
     tried(hands, aten=10, a=5, b=6, c=6)
     for _ in range(3):
-        hands.end(hands.take("race"), "hung", "race", why="no answer for 60 s")
+        hands.end(hands.take("race"), "hung", RACE, why="no answer for 60 s")
     result = tuner.wait(asked)
     assert result.winner == "a" and "short rounds" in result.reason
 
@@ -157,7 +158,7 @@ def test_one_that_crashes_when_it_is_tried_again_is_not_raced() -> None:
     hands, tuner, asked = begun()
     compiled(hands, *NAMES)
     tried(hands, aten=10, a=5, b=6, c=6)
-    hands.end(hands.take("race"), "crashed", "race", why="signal 11")
+    hands.end(hands.take("race"), "crashed", RACE, why="signal 11")
     hands.end(hands.take("race"), "crashed", "a", why="signal 11")
     assert hands.take("race").data["names"] == ["aten", "b", "c"]
     race(hands, aten=10, b=6, c=7)
@@ -273,3 +274,36 @@ def test_measurements_of_several_programs_share_the_device(monkeypatch: Any) -> 
     first.close()
     assert sum(w == "try" for w, _ in hands.what()) == 3, "another takes its place"
     assert asked.result is not None and not asked.result.complete
+
+
+def test_a_candidate_may_have_any_name() -> None:
+    hands = Hands()
+    tuner = Tuner(hands, Options(), {}, [], None)  # type: ignore[arg-type]
+    asked = tuner.ask("", request(("aten", "race", "a")))
+    compiled(hands, "aten", "race", "a")
+    tried(hands, aten=10, race=9, a=5)
+    assert asked.result is None
+    race(hands, aten=10, race=9, a=5)
+    assert tuner.wait(asked).winner == "a"
+
+
+def test_a_worker_that_is_lost_before_it_ran_anything_is_no_candidates_fault() -> None:
+    hands, tuner, asked = begun()
+    compiled(hands, *NAMES)
+    tried(hands, aten=10)
+    hands.end(hands.take("try", "a"), "crashed", why="signal 9")
+    assert ("try", "a") in hands.what() and "a" not in asked.rows
+    for _ in range(2):
+        hands.end(hands.take("try", "b"), "crashed", why="signal 9")
+    result = tuner.wait(asked)
+    assert result.winner == "aten" and "it cannot be measured" in result.reason and not result.complete
+    assert {r.status for r in result.rows} == {"ok", "skipped"}
+
+
+def test_a_job_that_no_worker_could_start_is_not_remembered() -> None:
+    kept = Kept()
+    hands, _, asked = begun(kept)
+    job = hands.take("compile", "a")
+    hands.jobs.remove(job)
+    job.ended("crashed", {"why": "the worker processes cannot be started", "output": ""})
+    assert asked.rows["a"].status == "error" and "cannot be started" in asked.rows["a"].why
