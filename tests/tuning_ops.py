@@ -42,6 +42,11 @@ def _slow(a: Tensor, b: Tensor) -> Tensor:
 product = _op("product", _slow)
 
 
+def slow_input(a: Tensor) -> Tensor:
+    time.sleep(4)
+    return torch.ones_like(a)
+
+
 def good(a: Tensor, b: Tensor) -> Tensor:
     return a @ b
 

@@ -64,6 +64,17 @@ def test_every_fault_is_a_row_and_the_rest_go_on(ops: Any) -> None:
     assert all("not isolated" not in w for w in why.values())
 
 
+def test_what_opens_a_measurement_again_has_the_time_for_it(ops: Any) -> None:
+    """The inputs take longer than a candidate may, also where the worker before was lost to a candidate."""
+    ways = [ops.leaving, ops.good]
+    reflib.register_custom_op_autotuning(ops.product, configs=ways, input_gen_fns={"a": ops.slow_input})
+    a, b = torch.randn(8, 48), torch.randn(48, 8)
+    options = {"tuning_imports": (str(OPS),), "candidate_seconds": 3.0}
+    e = explained(lambda a, b: ops.product(a, b) + 2, a, b, **options)
+    assert statuses(e) == {"eager": "ok", "leaving": "crashed", "good": "ok"}, e.decisions
+    assert e.decisions[0].winner == "good"
+
+
 def test_candidates_that_fork(ops: Any) -> None:
     """Nothing that they leave behind holds up tuning, or outlives the worker."""
     reflib.register_custom_op_autotuning(ops.product, configs=[ops.daemonizing, ops.forking, ops.doubling, ops.good])
