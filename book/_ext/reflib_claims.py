@@ -21,7 +21,8 @@ CLAIM = re.compile(r"^(✓|✗|\?) ([^:\n]+): (.*)\n?((?:  .*\n?)*)", re.M)
 
 
 class Boxes(SphinxPostTransform):
-    """After MyST-NB has chosen among outputs: a stream's text is cut where claims begin and end."""
+    """After MyST-NB has chosen among outputs: a stream's text is cut where claims begin and end, and below each code
+    cell that the recording did not execute is a sentence that says so."""
 
     default_priority = 20
 
@@ -32,16 +33,6 @@ class Boxes(SphinxPostTransform):
             text = block.astext()
             if "output" in block["classes"] and CLAIM.search(text) and block.parent is not None:
                 block.parent.replace(block, pieces(block, text))
-
-
-class Unrecorded(SphinxPostTransform):
-    """A sentence below each code cell that the recording did not execute."""
-
-    default_priority = 20
-
-    def run(self, **kwargs: Any) -> None:
-        if not self.env.docname.startswith("notebooks/"):
-            return
         for cell in list(self.document.findall(nodes.container)):
             if cell.get("nb_element") == "cell_code" and cell.get("exec_count") is None:
                 cell += nodes.raw("", box("?", "Not recorded yet", UNRECORDED, ""), format="html")
@@ -69,4 +60,3 @@ def box(mark: str, verdict: str, claim: str, more: str) -> str:
 
 def setup(app: Sphinx) -> None:
     app.add_post_transform(Boxes)
-    app.add_post_transform(Unrecorded)
