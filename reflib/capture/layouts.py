@@ -128,7 +128,7 @@ def _lay_out(graph: torch.fx.Graph) -> int:
     with mode, torch.no_grad():
         for node in list(graph.nodes):
             if node.target in CONVOLUTIONS and _is_line(node):
-                _as_plane(graph, node)
+                changed.update(_as_plane(graph, node))
         for node in list(graph.nodes):
             if node.op == "output":
                 moved += _restore(graph, node, changed)
@@ -152,10 +152,12 @@ def _lay_out(graph: torch.fx.Graph) -> int:
     return moved
 
 
-def _as_plane(graph: torch.fx.Graph, node: Node) -> None:
-    """A convolution over one dimension as one over two, the first of size 1: so ATen gives it to cuDNN."""
+def _as_plane(graph: torch.fx.Graph, node: Node) -> list[Node]:
+    """A convolution over one dimension as one over two, the first of size 1: so ATen gives it to cuDNN. Returns the
+    results whose order in memory is another one already: ATen follows operands of planes, and ignores those of lines.
+    """
     operands = CONVOLUTIONS[node.target]
-    args = list(node.args)
+    args, moved = list(node.args), []
     with graph.inserting_before(node):
         args[:operands] = [_made(graph, aten.unsqueeze.default, a, 2) for a in args[:operands]]
     first = operands + 1  # stride, padding, dilation, transposed, output_padding
@@ -163,17 +165,22 @@ def _as_plane(graph: torch.fx.Graph, node: Node) -> None:
         args[i] = [of_one, *args[i]]  # type: ignore[misc]
     node.args = tuple(args)
     results = [node] if operands == 2 else [n for n in node.users if _tensors(n.meta.get("val")) and n.args[1] != 2]
-    node.meta = {**node.meta, "val": _run(node)}
+    before, node.meta = node.meta["val"], {**node.meta, "val": _run(node)}
     for n in results:
+        old = n.meta["val"] if n is not node else before
         n.meta = {**n.meta, "val": _run(n)}
         with graph.inserting_after(n):
             line = _made(graph, aten.squeeze.dim, n, 2)
         n.replace_all_uses_with(line, delete_user_cb=lambda user, line=line: user is not line)
+        line.meta["old"] = old
+        if not _same(line.meta["val"], old):
+            moved.append(line)
+    return moved
 
 
 def _made(graph: torch.fx.Graph, target: Any, source: Any, dim: int) -> Node:
     node = graph.call_function(target, (source, dim))
-    node.meta = {**source.meta}
+    node.meta = {k: v for k, v in source.meta.items() if k != "old"}
     node.meta["val"] = _run(node)
     return node
 
@@ -209,7 +216,7 @@ def _for_others(graph: torch.fx.Graph, node: Node, changed: set[Node]) -> int:
 
 def _again(graph: torch.fx.Graph, node: Node) -> None:
     """``node``'s value for its arguments' new values; the one before is ``meta["old"]``."""
-    target, old = node.target, node.meta.get("val")
+    target, old = node.target, node.meta.get("old", node.meta.get("val"))
     if target in _STRIDED or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
         raise _Refused
     try:
