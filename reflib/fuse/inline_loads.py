@@ -13,7 +13,7 @@ less work than to store the input and read it back: ``avg_pool(relu(bn(x)))`` is
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -38,6 +38,7 @@ from ..ir.transforms import divisions, eliminate_dead, needed
 from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies, remove_dead
+from .into_place import LAUNCH
 from .legality import common_space, single
 from .mapping import fresh, strides_of
 from .result import Fused, Reason
@@ -58,6 +59,28 @@ Exprs = dict[Atom, Expr]
 
 
 @dataclass(frozen=True)
+class _Work:
+    """What the questions below are about. ``readers``: as it is with what was inlined until now. ``joined``:
+    ``_joined`` of the producers that were asked for."""
+
+    program: Program
+    depends: Dependencies
+    gpu: bool
+    readers: dict[str, set[int]]
+    producers: dict[str, Producer] = field(default_factory=dict)
+    joined: dict[str, tuple[Producer, list[Producer]]] = field(default_factory=dict)
+
+    def reads_no_more(self, position: int, name: str) -> None:
+        """And a producer that nothing reads any more reads nothing either."""
+        self.readers[name].discard(position)
+        p = self.producers.get(name)
+        if p is not None and not self.readers[name] and name not in self.depends.needed and len(p.loops.stores()) == 1:
+            for read in p.loops.reads():
+                if p.position in self.readers.get(read, ()):
+                    self.reads_no_more(p.position, read)
+
+
+@dataclass(frozen=True)
 class Producer:
     """A pointwise loop nest that writes a buffer, and how its axes are computed from an offset into that buffer."""
 
@@ -73,17 +96,16 @@ def inline_loads(fused: Fused, options: Options, target: Target) -> Fused:
     result nothing reads afterwards is removed. Assumes a legal order."""
     program = fused.program
     depends = dependencies(program)
-    producers, joined = dict[str, Producer](), dict[str, tuple[Producer, list[Producer]]]()
+    work = _Work(program, depends, target.is_gpu, {name: set(found) for name, found in depends.readers.items()})
     nodes = list(program.nodes)
     for position, node in enumerate(nodes):
         if not isinstance(node, LoopNest):
             continue
-        node = _inline_into(node, position, producers, joined, depends, program if target.is_gpu else None)
-        nodes[position] = node
+        node = nodes[position] = _inline_into(node, position, work)
         for store in node.stores():
             producer = _producer(position, node, store, depends) if makes_all(program, node, store) else None
             if producer is not None:
-                producers[store.buffer] = producer
+                work.producers[store.buffer] = producer
     return replace(fused, program=remove_dead(replace(program, nodes=tuple(nodes))))
 
 
@@ -120,44 +142,40 @@ def make_producer(position: int, loops: LoopNest, store: Store) -> Producer | No
     return Producer(position, loops, store, tuple(axes), found[1])
 
 
-def _inline_into(
-    loops: LoopNest, position: int, producers: dict[str, Producer], joined: dict[str, tuple[Producer, list[Producer]]],
-    depends: Dependencies, program: Program | None,
-) -> LoopNest:  # fmt: skip
-    """``loops`` with every load replaced that should be, loads in inlined bodies included. ``joined``: ``_joined`` of
-    the producers that were asked for. ``program``: to weigh what is computed more than once against the bytes that it
-    saves (None: no such trade)."""
-    keep: set[str] = set()
+def _inline_into(loops: LoopNest, position: int, work: _Work) -> LoopNest:
+    """``loops`` with every load replaced that should be, loads in inlined bodies included."""
+    keep, given = set[str](), loops
     while True:
-        names = [n for n in loops.reads() if n in producers and n not in keep]
+        names = [n for n in loops.reads() if n in work.producers and n not in keep]
         if not names:
             return loops
         name = names[0]
-        for p in _forms(loops, position, producers[name], producers, joined, depends):
-            if _should_inline(loops, position, p, depends, program):
+        for p in _forms(loops, position, work.producers[name], work):
+            if _should_inline(loops, given, position, p, work):
                 inlined = replace_loads(loops, p)
                 if gathers(p.loops):
                     inlined = replace(inlined, body=without_selects(inlined.body))
                     if len(inlined.body) > MAX_BODY:
                         continue
                 if _longest(inlined) <= max(MAX_TEXT, _longest(loops)):
+                    for read in p.loops.reads():
+                        work.readers.setdefault(read, set()).add(position)
+                    work.reads_no_more(position, name)
                     loops = inlined
                     break
         else:
             keep.add(name)
 
 
-def _forms(
-    loops: LoopNest, position: int, p: Producer, producers: dict[str, Producer],
-    joined: dict[str, tuple[Producer, list[Producer]]], depends: Dependencies,
-) -> Iterator[Producer]:  # fmt: skip
+def _forms(loops: LoopNest, position: int, p: Producer, work: _Work) -> Iterator[Producer]:
     """A producer as it might be inlined: with those in it, and alone. None of one that can be grouped with ``loops``,
     as most can: this is asked first."""
+    depends = work.depends
     if isinstance(common_space(single(p.position, p.loops, depends), single(position, loops, depends)), Reason):
         name = p.store.buffer
-        if name not in joined:
-            joined[name] = _joined(p, producers, depends)
-        whole, parts = joined[name]
+        if name not in work.joined:
+            work.joined[name] = _joined(p, work.producers, depends)
+        whole, parts = work.joined[name]
         if not any(depends.written_between(b, q.position, position + 1) for q in parts for b in q.loops.reads()):
             yield whole
         yield p
@@ -186,32 +204,53 @@ def _joined(
     return replace(p, loops=loops, store=store), parts
 
 
-def _should_inline(loops: LoopNest, position: int, p: Producer, depends: Dependencies, program: Program | None) -> bool:
+def _should_inline(loops: LoopNest, given: LoopNest, position: int, p: Producer, work: _Work) -> bool:
+    """``given``: the consumer before anything was inlined into it."""
+    depends = work.depends
     loads = [s for s in loops.loads() if s.buffer == p.store.buffer]
     if any(depends.written_between(b, p.position, position + 1) for b in p.loops.reads()):
         return False
     positions = [s for s in p.loops.body if isinstance(s, Indirect)]
     if not positions and len(loops.body) + len({s.index for s in loads}) * len(p.loops.body) > MAX_BODY:
         return False
-    if not (_cheap(loops, loads, p) or (program is not None and _pays(loops, p, depends, program))):
+    window = work.gpu and len({s.index for s in loads}) > 2  # of a pooling
+    if not (not window and _cheap(loops, loads, p) or work.gpu and _pays(loops, given, p, work)):
+        return False
+    if not _moves_less(loops, p, work):
         return False
     if any(s.mask is not None for s in loads) and not all(nonneg(s.size - 1) for s in positions):
         return False
     return _alone(p, depends)
 
 
-def _pays(loops: LoopNest, p: Producer, depends: Dependencies, program: Program) -> bool:
-    """Is the work that is repeated cheaper than to store the producer's result and read it, where nothing else does?
-    Not for a broadcast, whose source is small, and which may be fused with what made it."""
+def _moves_less(loops: LoopNest, p: Producer, work: _Work) -> bool:
+    """Are fewer bytes moved if every reader computes the producer's result again, than if all read it?
+
+    n readers, a result of S bytes, computed from L: stored, L + S + n S; computed again, n L. For one reader that is
+    always less, and so it is where S is small beside a launch. Without this, in a residual network each block would
+    compute all blocks before it again."""
+    buffers, name = work.program.buffers, p.store.buffer
+    readers, points = len(work.readers[name]), p.loops.numel.hint()
+    read = (buffers[b] for b in set(p.loops.reads()) - set(loops.reads()))
+    bytes_read = sum(min(b.nbytes.hint(), points * b.dtype.itemsize) for b in read)
+    stored = (readers + 1) * buffers[name].nbytes.hint()
+    return readers <= 1 or (readers - 1) * bytes_read < stored or stored <= LAUNCH[work.gpu] // 10
+
+
+def _pays(loops: LoopNest, given: LoopNest, p: Producer, work: _Work) -> bool:
+    """Is the work that is repeated cheaper than to store a result and read it, where nothing else does? All of the work
+    that ``given`` has got until now: of a chain, only what ``given`` itself reads would be stored. Not for a broadcast,
+    whose source is small, and which may be fused with what made it."""
     name, points, elements = p.store.buffer, (loops.numel * loops.rnumel).hint(), p.loops.numel.hint()
-    if name in depends.needed or len(depends.readers[name]) != 1 or points >= 2 * elements:
+    if name in work.depends.needed or len(work.readers[name]) != 1 or points >= 2 * elements:
         return False
-    extra = _work(replace_loads(loops, p)) - _work(loops)
-    repeated = extra * points - _work(p.loops) * elements
-    return repeated <= OPS_PER_BYTE * 2 * program.buffers[name].nbytes.hint()
+    gone = set(given.reads()) - (set(loops.reads()) - {name})
+    saved = 2 * sum(work.program.buffers[b].nbytes.hint() for b in gone)
+    repeated = (work_of(replace_loads(loops, p)) - work_of(given)) * points - work_of(p.loops) * elements
+    return repeated <= OPS_PER_BYTE * saved
 
 
-def _work(loops: LoopNest) -> int:
+def work_of(loops: LoopNest) -> int:
     """Operations per point, by what they cost beside an addition."""
 
     def weight(s: Stmt) -> int:

@@ -18,7 +18,7 @@ from ..ir.transforms import eliminate_dead, needed, select
 from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies, used_buffers
-from .inline_loads import EXPENSIVE, MAX_BODY, make_producer, makes_all, replace_loads
+from .inline_loads import EXPENSIVE, MAX_BODY, OPS_PER_BYTE, make_producer, makes_all, replace_loads, work_of
 from .result import Fused
 
 MAX_OPS = 16  # operations worth repeating to save a store and a load
@@ -67,7 +67,12 @@ def _without_load(
     if not _saves_bytes(program, depends, nodes, slice_, node, name):
         return None
     producer = make_producer(writers[0], slice_, slice_.stores()[0])
-    return None if producer is None else replace_loads(node, producer)
+    if producer is None:
+        return None
+    new = replace_loads(node, producer)
+    window = len({s.index for s in node.loads() if s.buffer == name}) > 2  # of a pooling, computed for each of these
+    more = (work_of(new) - work_of(node)) * (node.numel * node.rnumel).hint()
+    return new if not window or more <= OPS_PER_BYTE * 2 * program.buffers[name].nbytes.hint() else None
 
 
 def _computation(writer: LoopNest, name: str) -> LoopNest | None:

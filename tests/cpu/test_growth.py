@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import reflib
 from reflib.ir.expr import expr
 from reflib.ir.program import Buffer
 from reflib.options import Options
@@ -318,3 +319,30 @@ def test_symbolic_sizes_take_bounded_effort(name: str) -> None:
     calls, _, _ = calls_and_kernels(graph)
     assert calls <= 100_000 * nodes  # 73,000 for shuffle; it was above 10**8 for pool2d, and did not end
     compare(fn, x, dynamic=True)
+
+
+class Pooled(nn.Module):
+    """A block of a PoolFormer: norms over whole images, which are split, and a pooling, on a residual stream."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.GroupNorm(1, channels) for _ in range(2))
+        self.scales = nn.ParameterList(torch.ones(channels, 1, 1) for _ in range(2))
+        self.up, self.down = nn.Conv2d(channels, 4 * channels, 1), nn.Conv2d(4 * channels, channels, 1)
+
+    def forward(self, x: Any) -> Any:
+        y = self.norms[0](x)
+        x = x + self.scales[0] * (F.avg_pool2d(y, 3, 1, 1, count_include_pad=False) - y)
+        return x + self.scales[1] * self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+def test_a_block_does_not_compute_the_blocks_before_it_again():
+    """What each kernel loads depends on its block alone, not on how many came before."""
+    x, loads = torch.randn(32, 96, 14, 14, dtype=torch.bfloat16), []
+    for blocks in (2, 3, 5):
+        model = nn.Sequential(*(Pooled(96) for _ in range(blocks))).bfloat16().eval()
+        with torch.no_grad():
+            kernels = reflib.explain(model, x, target="sm_90").kernels
+        loads.append([k.source.count("tl.load(") for k in kernels])
+    assert max(loads[0]) == max(loads[1]) == max(loads[2]) <= 9 + 4  # a pooling reads nine, and its block the rest
+    assert sum(loads[2]) - sum(loads[1]) == 2 * (sum(loads[1]) - sum(loads[0]))
