@@ -57,6 +57,9 @@ if TYPE_CHECKING:
     from reflib.lab.pipeline_strip import strip as strip
     from reflib.lab.plots import bars as bars
     from reflib.lab.plots import lines as lines
+    from reflib.lab.product_chart import order_picture as order_picture
+    from reflib.lab.product_chart import split_picture as split_picture
+    from reflib.lab.product_chart import tile_picture as tile_picture
     from reflib.lab.ranges import range_picture as range_picture
     from reflib.lab.ranges import served as served
     from reflib.lab.ranges import told_times as told_times
@@ -78,11 +81,17 @@ if TYPE_CHECKING:
     from reflib.lab.session import setup as setup
     from reflib.lab.showing import show as show
     from reflib.lab.showing import table as table
+    from reflib.lab.side import no_slower as no_slower
+    from reflib.lab.side import side_by_side as side_by_side
     from reflib.lab.trace_chart import trace_picture as trace_picture
     from reflib.lab.triton_text import Launch as Launch
+    from reflib.lab.triton_text import Plan as Plan
+    from reflib.lab.triton_text import compile_plan as compile_plan
+    from reflib.lab.triton_text import run_plans as run_plans
     from reflib.lab.triton_text import run_triton as run_triton
     from reflib.lab.tuning import ColdStarts as ColdStarts
     from reflib.lab.tuning import cold_starts as cold_starts
+    from reflib.lab.weight_loops import weight_product as weight_product
 
 # name -> its module. No module may have the name of a function here: importing a submodule sets an attribute of this
 # package, which would hide the function.
@@ -90,6 +99,8 @@ _HOME = {
     "arch_explorer": "arch_chart",
     "blocks_picture": "block_chart",
     "block_slider": "block_choice",
+    "no_slower": "side",
+    "side_by_side": "side",
     "has": "capability",
     "Roofline": "ceilings",
     "roofline": "ceilings",
@@ -142,6 +153,9 @@ _HOME = {
     "served": "ranges",
     "told_times": "ranges",
     "variants": "ranges",
+    "order_picture": "product_chart",
+    "split_picture": "product_chart",
+    "tile_picture": "product_chart",
     "ranks_explorer": "rank_chart",
     "Ranks": "rank_group",
     "ranks": "rank_group",
@@ -158,9 +172,13 @@ _HOME = {
     "strip": "pipeline_strip",
     "trace_picture": "trace_chart",
     "Launch": "triton_text",
+    "Plan": "triton_text",
+    "compile_plan": "triton_text",
+    "run_plans": "triton_text",
     "run_triton": "triton_text",
     "ColdStarts": "tuning",
     "cold_starts": "tuning",
+    "weight_product": "weight_loops",
 }
 
 __all__ = sorted(_HOME)

@@ -21,15 +21,28 @@ def main(job: Path) -> None:
     torch.set_num_threads(1)
     complete_the_interpreter()
     flat, launches = torch.load(job)
-    for number, (name, source, programs, places) in enumerate(launches):
-        tensors = [_tensor(flat[storage].untyped_storage(), *place) for storage, *place in places]
+    for number, (name, source, programs, args, constants) in enumerate(launches):
+        values = [_argument(flat, a) for a in args]
         path = job.with_name(f"kernel_{number}.py")
         path.write_text(source, encoding="utf-8")
         names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
         exec(compile(source, str(path), "exec"), names)
         with np.errstate(all="ignore"):
-            names[name][(programs,)](*tensors)
+            names[name][(programs,)](*values, **constants)
     torch.save(flat, job)
+
+
+def _argument(flat: dict[int, torch.Tensor], plain: Any) -> Any:
+    """A number, a tensor, or a tensor with the shape of a block: a descriptor."""
+    if not isinstance(plain, tuple):
+        return plain
+    (storage, *place), *block = plain
+    tensor = _tensor(flat[storage].untyped_storage(), *place)
+    if not block:
+        return tensor
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(tensor, *block)
 
 
 def _tensor(storage: Any, dtype: str, shape: Any, stride: Any, offset: int) -> torch.Tensor:

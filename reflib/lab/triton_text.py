@@ -6,12 +6,15 @@ share because it takes longer to start than they take.
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reflib.errors import LabError
@@ -22,13 +25,92 @@ if TYPE_CHECKING:
 
 
 class Launch(NamedTuple):
-    """`programs` programs of the `@triton.jit` function `name` in `source`, its pointers in order."""
+    """`programs` programs of the `@triton.jit` function `name` in `source`, its arguments in order: tensors, numbers,
+    Triton's TensorDescriptors. `constants`: by name."""
 
     name: str
     source: str
     programs: int
-    tensors: Sequence[torch.Tensor]
+    tensors: Sequence[Any]
     num_warps: int = 4
+    constants: Mapping[str, Any] = MappingProxyType({})
+
+
+class Plan(NamedTuple):
+    """A launch of a `@triton.jit` function that a notebook defines; calling the plan launches it, on a GPU."""
+
+    kernel: Any
+    programs: int
+    args: Sequence[Any]
+    constants: Mapping[str, Any]
+
+    def __call__(self) -> None:
+        self.kernel[(self.programs,)](*self.args, **self.constants)
+
+
+def run_plans(plans: Sequence[Plan]) -> None:
+    """Run the plans in order; they modify their tensors in place. On a CPU they run in Triton's interpreter."""
+    if all(t.device.type == "cpu" for p in plans for t in _tensors(p.args)):
+        run_triton([
+            Launch(p.kernel.__name__, source_of(p.kernel), p.programs, p.args, constants=p.constants) for p in plans
+        ])  # fmt: skip
+        return
+    for plan in plans:
+        plan()
+
+
+class Compiled(NamedTuple):
+    """Machine code that was made ahead of time. `texts`: Triton's stages by name ("ttgir", "ptx"); `shared`: bytes."""
+
+    texts: Mapping[str, Any]
+    shared: int
+
+
+def compile_plan(plan: Plan, capability: int = 90) -> Compiled:
+    """Compile the plan's launch for an NVIDIA GPU that need not be here. Its pointers and numbers are taken for
+    multiples of 16, as those of a launch usually are."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    constants = {k: v for k, v in plan.constants.items() if k in plan.kernel.arg_names}
+    options = {k: v for k, v in plan.constants.items() if k not in constants}
+    kinds = [_kind(a) for a in plan.args]
+    signature = dict(zip(plan.kernel.arg_names, kinds, strict=False)) | dict.fromkeys(constants, "constexpr")
+    attributes = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds) if not kind.startswith("tensordesc")}
+    source = ASTSource(plan.kernel, signature, constants, attributes)
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return Compiled(made.asm, made.metadata.shared)
+
+
+def _kind(value: Any) -> str:
+    """Triton's name for an argument's type."""
+    if isinstance(value, int):
+        return "i32"
+    tensor = getattr(value, "base", value)
+    name = _KINDS[str(tensor.dtype)]
+    block = getattr(value, "block_shape", None)
+    return f"*{name}" if block is None else f"tensordesc<{name}[{', '.join(map(str, block))}]>"
+
+
+_KINDS = {
+    "torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.int8": "i8",
+}  # fmt: skip
+
+
+def source_of(kernel: Any) -> str:
+    """A module with the kernel and the `@triton.jit` functions that it calls."""
+    found: dict[str, str] = {}
+
+    def add(jit: Any) -> None:
+        for name in jit.fn.__code__.co_names:
+            other = jit.fn.__globals__.get(name)
+            if hasattr(other, "fn") and hasattr(other, "arg_names") and name not in found:
+                add(other)
+        found[jit.__name__] = textwrap.dedent(inspect.getsource(jit.fn))
+
+    add(kernel)
+    return "\n\n".join(["import triton\nimport triton.language as tl\n", *found.values()])
 
 
 def run_triton(launches: Sequence[Launch], timeout_s: float = 300.0) -> None:
@@ -39,12 +121,13 @@ def run_triton(launches: Sequence[Launch], timeout_s: float = 300.0) -> None:
     """
     import torch
 
-    tensors = [t for one in launches for t in one.tensors]
+    tensors = [t for one in launches for t in _tensors(one.tensors)]
     if not tensors:
         return
     if tensors[0].device.type != "cpu":
         for one in launches:
-            load(one.source, one.name)[(one.programs,)](*one.tensors, num_warps=one.num_warps)
+            constants = {"num_warps": one.num_warps, **one.constants}
+            load(one.source, one.name)[(one.programs,)](*one.tensors, **constants)
         torch.cuda.synchronize()
         return
     if any(t.dtype == torch.bfloat16 for t in tensors):
@@ -65,11 +148,15 @@ def load(source: str, name: str) -> Any:
 def _interpret(launches: Sequence[Launch], timeout_s: float) -> None:
     import torch
 
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for one in launches for t in one.tensors}
+    tensors = [t for one in launches for t in _tensors(one.tensors)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
     flat = {p: torch.empty(0, dtype=torch.uint8).set_(s, 0, (s.nbytes(),), (1,)) for p, s in storages.items()}  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory(prefix="reflib-triton-") as folder:
         job = Path(folder) / "job.pt"
-        plain = [(one.name, one.source, one.programs, [_place(t) for t in one.tensors]) for one in launches]
+        plain = [
+            (one.name, one.source, one.programs, [_plain(a) for a in one.tensors], dict(one.constants))
+            for one in launches
+        ]
         torch.save((flat, plain), job)  # keeps shared storages shared
         path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
         done = subprocess.run(
@@ -82,6 +169,18 @@ def _interpret(launches: Sequence[Launch], timeout_s: float) -> None:
             raise LabError(f"Triton's interpreter stopped:\n{last}")
         for pointer, after in torch.load(job).items():
             flat[pointer].copy_(after)
+
+
+def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
+    return [getattr(a, "base", a) for a in args if not isinstance(a, int | float)]
+
+
+def _plain(value: Any) -> Any:
+    """An argument as data: a number, (place,) of a tensor, (place, block) of a descriptor."""
+    if isinstance(value, int | float):
+        return value
+    block = getattr(value, "block_shape", None)
+    return (_place(value),) if block is None else (_place(value.base), list(block))
 
 
 def _place(t: torch.Tensor) -> tuple[int, str, tuple[int, ...], tuple[int, ...], int]:
