@@ -159,7 +159,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [i for i in items if i not in out]
     items.sort(key=place)
     gpu_folder = Path(__file__).parent / "gpu"
-    wanting = [i for i in items if "gpu" in i.keywords or gpu_folder in Path(str(i.path)).parents]
+    wanting = [i for i in items if i.get_closest_marker("gpu") or gpu_folder in Path(str(i.path)).parents]
     if not wanting:
         return
     import torch

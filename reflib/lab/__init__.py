@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from reflib.lab.fusion_chart import fusion_graph as fusion_graph
     from reflib.lab.gantt_chart import gantt as gantt
     from reflib.lab.kernels import load_kernel as load_kernel
+    from reflib.lab.lane_chart import banks_picture as banks_picture
+    from reflib.lab.lane_chart import lanes_picture as lanes_picture
     from reflib.lab.live_widgets import live as live
     from reflib.lab.measuring import measure as measure
     from reflib.lab.memory_chart import memory_scrubber as memory_scrubber
@@ -88,6 +90,7 @@ if TYPE_CHECKING:
     from reflib.lab.triton_text import Plan as Plan
     from reflib.lab.triton_text import compile_plan as compile_plan
     from reflib.lab.triton_text import run_plans as run_plans
+    from reflib.lab.triton_text import gpu_call as gpu_call
     from reflib.lab.triton_text import run_triton as run_triton
     from reflib.lab.tuning import ColdStarts as ColdStarts
     from reflib.lab.tuning import cold_starts as cold_starts
@@ -123,6 +126,8 @@ _HOME = {
     "fusion_graph": "fusion_chart",
     "gantt": "gantt_chart",
     "load_kernel": "kernels",
+    "banks_picture": "lane_chart",
+    "lanes_picture": "lane_chart",
     "live": "live_widgets",
     "measure": "measuring",
     "memory_scrubber": "memory_chart",
@@ -175,6 +180,7 @@ _HOME = {
     "Plan": "triton_text",
     "compile_plan": "triton_text",
     "run_plans": "triton_text",
+    "gpu_call": "triton_text",
     "run_triton": "triton_text",
     "ColdStarts": "tuning",
     "cold_starts": "tuning",

@@ -1,4 +1,4 @@
-"""`lab.run_triton`: runs Triton source on tensors, on a GPU or in Triton's interpreter.
+"""`lab.run_triton`: runs Triton source on tensors, on a GPU or in Triton's interpreter; `lab.gpu_call` for measuring.
 
 The interpreter must be selected before Triton is imported, so it runs in a separate process, which several launches
 share because it takes longer to start than they take.
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -126,13 +126,33 @@ def run_triton(launches: Sequence[Launch], timeout_s: float = 300.0) -> None:
         return
     if tensors[0].device.type != "cpu":
         for one in launches:
-            constants = {"num_warps": one.num_warps, **one.constants}
-            load(one.source, one.name)[(one.programs,)](*one.tensors, **constants)
+            gpu_call(one)()
         torch.cuda.synchronize()
         return
     if any(t.dtype == torch.bfloat16 for t in tensors):
         raise LabError("Triton's interpreter has no bfloat16; use float16 or float32")
     _interpret(launches, timeout_s)
+
+
+def gpu_call(one: Launch) -> Callable[[], None]:
+    """A function of no arguments that launches it on the GPU of its tensors, as a case for `lab.measure`."""
+    import torch
+
+    kernel = load(one.source, one.name)
+    device = _tensors(one.tensors)[0].device
+    constants = {"num_warps": one.num_warps, **one.constants}
+
+    def scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.int8, device=device)
+
+    def run() -> None:
+        if "make_tensor_descriptor" in one.source:  # descriptors are in memory, which Triton asks its caller for
+            import triton
+
+            triton.set_allocator(scratch)
+        kernel[(one.programs,)](*one.tensors, **constants)
+
+    return run
 
 
 def load(source: str, name: str) -> Any:
