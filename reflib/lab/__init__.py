@@ -89,8 +89,8 @@ if TYPE_CHECKING:
     from reflib.lab.triton_text import Launch as Launch
     from reflib.lab.triton_text import Plan as Plan
     from reflib.lab.triton_text import compile_plan as compile_plan
-    from reflib.lab.triton_text import run_plans as run_plans
     from reflib.lab.triton_text import gpu_call as gpu_call
+    from reflib.lab.triton_text import run_plans as run_plans
     from reflib.lab.triton_text import run_triton as run_triton
     from reflib.lab.tuning import ColdStarts as ColdStarts
     from reflib.lab.tuning import cold_starts as cold_starts

@@ -50,8 +50,9 @@ def _draw_strip(ax: Axes, addresses: Sequence[int], size: int, end: int) -> None
 
     moved = touched(addresses, size)
     for n in range(end // SECTOR):
-        look = {"facecolor": "#eeeeee", "hatch": "////"} if n in moved else {"facecolor": "#ffffff"}
-        ax.add_patch(Rectangle((n * SECTOR, 0), SECTOR, 1, edgecolor="#bbbbbb", linewidth=0, **look))
+        colour, hatch = ("#eeeeee", "////") if n in moved else ("#ffffff", None)
+        box = Rectangle((n * SECTOR, 0), SECTOR, 1, facecolor=colour, edgecolor="#bbbbbb", hatch=hatch, linewidth=0)
+        ax.add_patch(box)
     for lane, at in enumerate(addresses):
         ax.add_patch(Rectangle((at, 0), size, 1, facecolor=COLOURS[lane % len(COLOURS)], edgecolor="#ffffff"))
         inside = size >= NARROW

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from types import ModuleType
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from reflib import lab
-from reflib.lab import triton_text
+from reflib.lab import layout_twins, triton_text
 from reflib.lab.lane_chart import touched, used_of
 
 
@@ -53,3 +54,30 @@ def test_a_launch_has_scratch_memory_where_descriptors_need_it(
     run()
     assert launched == [((3,), 2, 2)]
     assert [a(256, 128, None).nbytes for a in allocators] == ([256] if asks else [])
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+def test_cpu_twins_compute_what_they_say() -> None:
+    x = torch.randn(2**14).half()
+    for way in layout_twins.COPIES:
+        out = torch.zeros_like(x)
+        layout_twins.copier(way, x, out, 8)()
+        assert torch.equal(out, x), way
+    square, padded, turned = torch.randn(64, 64), torch.zeros(64, 80)[:, :64], torch.zeros(64, 80)[:, :64]
+    padded.copy_(square)
+    layout_twins.turner(padded, turned, 16, 32)()
+    assert torch.equal(turned, square.t())
+    for simd in (True, False):
+        layout_twins.multiplier(square, square, turned := torch.zeros(64, 64), simd)()
+        torch.testing.assert_close(turned, square @ square, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+def test_chains_go_once_around() -> None:
+    """After as many steps as there are lines, each chain is where the next one began."""
+    run = layout_twins.chaser(chains=4, steps=64, lines=64)
+    _, at = run.args
+    before = at.tolist()
+    assert len(set(before)) == 4
+    run()
+    assert at.tolist() == before[1:] + before[:1]
