@@ -7,10 +7,16 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
+from reflib import lab
+from reflib.generate.compile_triton import compile_kernel
+from reflib.generate.kernel import Kernel
+from reflib.ir.expr import expr
 from reflib.lab import notebook as nb
 from reflib.lab import runner
 from reflib.lab.triton_text import load
+from reflib.target import parse_target
 
 triton = pytest.importorskip("triton")
 
@@ -39,3 +45,38 @@ def test_a_tile_in_gluon_goes_through_shared_memory(phases: int, capability: int
     assert made.metadata.shared == 32 * 32 * 4
     assert f"maxPhase = {phases}, order" in made.asm["ttgir"]
     assert "ld.shared" in made.asm["ptx"] and "bar.sync" in made.asm["ptx"]
+
+
+def test_a_tile_in_triton_transposes() -> None:
+    x = torch.randn(128, 128)
+    launches = []
+    for high, wide in ((1, 128), (32, 32), (64, 32)):
+        source = text("TILE").format(n=128, high=high, wide=wide, phases=1)
+        programs = (128 // high) * (128 // wide)
+        launches.append(lab.Launch("by_triton", source, programs, [x, torch.zeros(128, 128)]))
+    lab.run_triton(launches)
+    assert all(torch.equal(one.tensors[1], x.t()) for one in launches)
+
+
+def test_products_are_products() -> None:
+    launches = []
+    dots = ["left * right", *(f'tl.dot(left, right, input_precision="{p}")' for p in ("ieee", "tf32"))]
+    for formula, step, dtype in [*zip(dots, (1, 32, 32), [torch.float32] * 3), ("tl.dot(left, right)", 32, torch.half)]:
+        a, b, out = torch.randn(128, 128).to(dtype), torch.randn(128, 128).to(dtype), torch.zeros(128, 128)
+        source = text("PRODUCT").format(n=128, block=64, step=step, formula=formula)
+        launches.append(lab.Launch("product", source, 4, [a, b, out]))
+    lab.run_triton(launches)
+    for one in launches:
+        a, b, out = one.tensors
+        torch.testing.assert_close(out, a.float() @ b.float(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_86", "sm_90"])
+def test_the_chapters_products_fit_into_shared_memory(arch: str) -> None:
+    """As they are launched there: Triton's default of three stages."""
+    for block, step, warps, dtype in ((64, 32, 4, torch.float32), (128, 32, 8, torch.float16)):
+        source = text("PRODUCT").format(n=1024, block=block, step=step, formula="tl.dot(left, right)")
+        pointers = ("a", dtype), ("b", dtype), ("out", torch.float32)
+        kernel = Kernel("product", "triton", source, pointers, (), expr(1), warps, 3, aligned=(0, 1, 2))
+        target = parse_target(arch)
+        assert 0 < compile_kernel(kernel, target).shared <= target.shared
