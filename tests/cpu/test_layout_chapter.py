@@ -47,26 +47,21 @@ def test_a_tile_in_gluon_goes_through_shared_memory(phases: int, capability: int
     assert "ld.shared" in made.asm["ptx"] and "bar.sync" in made.asm["ptx"]
 
 
-def test_a_tile_in_triton_transposes() -> None:
-    x = torch.randn(128, 128)
-    launches = []
+def test_tiles_transpose_and_products_multiply() -> None:
+    """In one process of the interpreter, which takes longer to start than to run them."""
+    turns, products, x = [], [], torch.randn(128, 128)
     for high, wide in ((1, 128), (32, 32), (64, 32)):
         source = text("TILE").format(n=128, high=high, wide=wide, phases=1)
         programs = (128 // high) * (128 // wide)
-        launches.append(lab.Launch("by_triton", source, programs, [x, torch.zeros(128, 128)]))
-    lab.run_triton(launches)
-    assert all(torch.equal(one.tensors[1], x.t()) for one in launches)
-
-
-def test_products_are_products() -> None:
-    launches = []
+        turns.append(lab.Launch("by_triton", source, programs, [x, torch.zeros(128, 128)]))
     dots = ["left * right", *(f'tl.dot(left, right, input_precision="{p}")' for p in ("ieee", "tf32"))]
     for formula, step, dtype in [*zip(dots, (1, 32, 32), [torch.float32] * 3), ("tl.dot(left, right)", 32, torch.half)]:
         a, b, out = torch.randn(128, 128).to(dtype), torch.randn(128, 128).to(dtype), torch.zeros(128, 128)
         source = text("PRODUCT").format(n=128, block=64, step=step, formula=formula)
-        launches.append(lab.Launch("product", source, 4, [a, b, out]))
-    lab.run_triton(launches)
-    for one in launches:
+        products.append(lab.Launch("product", source, 4, [a, b, out]))
+    lab.run_triton([*turns, *products])
+    assert all(torch.equal(one.tensors[1], x.t()) for one in turns)
+    for one in products:
         a, b, out = one.tensors
         torch.testing.assert_close(out, a.float() @ b.float(), rtol=1e-3, atol=1e-3)
 
