@@ -114,6 +114,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "schedule.SCHEDULERS": {
         "Template": "autotune.matmul:template_variants",
         "UserKernel": "schedule.user_kernels:variants",
+        "FlexKernel": "schedule.flex:variants",
     },
     "schedule.SHAPES": {"one_order": "schedule.one_order:one_order", "mixed": "schedule.mixed:mixed"},
     "schedule.ADJUST": {"uneven": "schedule.uneven:adjust"},
@@ -125,7 +126,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "generate.PRINTERS": {
         "cpu": "generate.cpp:print_kernel",
         "template": "generate.matmul:generate_matmul",
-        "user": "generate.user_kernel:print_user_kernel",
+        "user": "generate.user_kernel:print_launched",
     },
     "generate.MORE": {
         "half": "generate.triton_half",

@@ -122,8 +122,12 @@ def _decide_statically(program: Program, choice: Choice, target: Target, options
     unmeasured = "nothing is measured for a target that is named" if options.target else unmeasured
     winner, why = _static_winner(program, choice, target)
     key = key_of(winner)
-    row = Candidate(key, "heuristic")
-    return splice(program, choice, winner), Decision(choice.name, (key,), (row,), f"{unmeasured}: {why}", op=choice.op)
+    rows = (Candidate(key, "heuristic"), *_failed(choice))
+    return splice(program, choice, winner), Decision(choice.name, (key,), rows, f"{unmeasured}: {why}", op=choice.op)
+
+
+def _failed(choice: Choice) -> tuple[Candidate, ...]:
+    return tuple(Candidate(Key(name), status, why=why) for name, status, why in choice.failed)
 
 
 def _static_winner(program: Program, choice: Choice, target: Target) -> tuple[Variant, str]:
@@ -193,9 +197,8 @@ def _decide_by_measuring(program: Program, choice: Choice, target: Target, work:
 def _decided(
     program: Program, q: Question, outcome: Outcome, target: Target, work: Work
 ) -> tuple[Program, Decision]:
-    failed = (Candidate(Key(name), status, why=why) for name, status, why in q.choice.failed)
     decision = Decision(
-        q.choice.name, outcome.winners, (*outcome.rows, *failed), outcome.reason, op=q.choice.op,
+        q.choice.name, outcome.winners, (*outcome.rows, *_failed(q.choice)), outcome.reason, op=q.choice.op,
         members=q.region.members, sizes=q.sizes,
     )  # fmt: skip
     winners = [q.candidates[key] for key in outcome.winners]

@@ -47,7 +47,7 @@ from ..ir.expr import Expr, product
 from ..ir.loops import Load, LoopNest, Store
 from ..ir.program import Extern, Node, Program, View, full_view, iter_views, map_tree
 from ..ir.rename import renamed
-from ..ir.user_kernel import UserKernel
+from ..ir.user_kernel import Launched
 from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies, inside, used_buffers
@@ -346,7 +346,7 @@ def may_alias(target: object) -> bool:
     not; a kernel has none.)"""
     if isinstance(target, torch._ops.OpOverload):
         return any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns)
-    return not isinstance(target, (torch._ops.HigherOrderOperator, UserKernel))
+    return not isinstance(target, (torch._ops.HigherOrderOperator, Launched))
 
 
 def _shared(program: Program) -> set[str]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..errors import ReflibError
+from . import flex as _flex
 from . import loops as _loops
 from . import program as _program
 from . import regions as _regions
@@ -29,7 +30,7 @@ from .program import Program
 VERSION = 2
 _CLASSES = {
     name: c
-    for module in (_loops, _program, _regions, _user_kernel)
+    for module in (_loops, _program, _regions, _user_kernel, _flex)
     for name, c in vars(module).items()
     if isinstance(c, type) and is_dataclass(c) and c.__module__ == module.__name__
 }

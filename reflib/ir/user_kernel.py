@@ -12,8 +12,14 @@ from typing import Any
 from ..errors import ReflibError
 
 
+class Launched:
+    """What an Extern calls that launches one kernel: a ``UserKernel``, or a kernel of ours (``ir.flex``)."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class UserKernel:
+class UserKernel(Launched):
     """``function``: its name in ``source``, which is a module's text that needs Triton and no module of the user's.
     ``call``: per argument, pieces of Triton text; an int stands for that one of the Extern's ``args``.
     ``scratch``: bytes of global memory per program for descriptors."""

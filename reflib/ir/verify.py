@@ -47,7 +47,7 @@ from .program import (
 from .regions import Region
 from .scans import SCANS
 from .transforms import varying
-from .user_kernel import UserKernel
+from .user_kernel import Launched
 
 ATOMIC = (torch.float32, torch.float64, torch.int32, torch.int64)  # dtypes of atomic additions
 _INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -74,7 +74,7 @@ def verify(program: Program) -> None:
             if b not in program.buffers:
                 raise VerifyError(f"{node.name}: buffer {b} is not declared")
         # a kernel may read what it wrote
-        own = isinstance(node, (LoopNest, Variants, Template)) or isinstance(getattr(node, "target", 0), UserKernel)
+        own = isinstance(node, (LoopNest, Variants, Template)) or isinstance(getattr(node, "target", 0), Launched)
         own = own or isinstance(node, Extern) and node.out is not None  # (its results are among its arguments)
         inside = set(node.writes()) if own else set()
         for b in node.reads():

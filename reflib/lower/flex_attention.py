@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from reflib.ir.program import View
+from reflib import logs
+from reflib.ir.program import Choice, View
 
+from . import flex_template as template
 from .context import LoweringContext
 from .extern import used_results
 from .rules import RULES, Unsupported
-from .subgraph import Refused, put_instead
+from .subgraph import Refused, variant
 
 aten = torch.ops.aten
 
@@ -46,7 +48,11 @@ def flex_attention(
     def dense(q: Any, k: Any, v: Any, of_score: Any, of_mask: Any) -> Any:
         return math_attention(q, k, v, score_mod, (block_mask[-1],), scale, {}, tuple(of_score), tuple(of_mask))
 
-    return _instead(cx, dense, query, key, value, score_buffers, mask_buffers)
+    def fused() -> Any:
+        captured = tuple(score_buffers), tuple(mask_buffers)
+        return template.forward(template.Attention(cx, query, key, value, block_mask, scale, captured), score_mod)
+
+    return _instead(cx, fused, dense, query, key, value, score_buffers, mask_buffers)
 
 
 def flex_attention_backward(
@@ -94,16 +100,33 @@ def flex_attention_backward(
         of_keys, of_values = of_scores.mT @ q, p.to(q.dtype).mT @ g
         of_keys, of_values = (x.unflatten(1, (-1, groups)).sum(2) for x in (of_keys, of_values))
         of_keys, of_values = (x if len(k) == len(q) else x.sum(0, keepdim=True) for x in (of_keys, of_values))
+        more = [torch.zeros_like(b) if x is None else x for b, x in zip(of_score, more)]  # where it has no part in it
         return [of_scores @ keys, of_keys, of_values, *(x for x, w in zip(more, wanted) if w is not None)]
 
     g = grad_out if grad_out is not None else cx.call(aten.zeros_like.default, out)
-    return _instead(cx, dense, query, key, value, out, logsumexp, g, grad_logsumexp, score_buffers, mask_buffers)
+
+    def fused() -> Any:
+        captured = tuple(score_buffers), tuple(mask_buffers)
+        a = template.Attention(cx, query, key, value, block_mask, scale, captured)
+        grads = template.backward(a, out, logsumexp, g, grad_logsumexp, score_mod, joint)
+        return (*grads, tuple(None for _ in wanted))
+
+    args = (query, key, value, out, logsumexp, g, grad_logsumexp, score_buffers, mask_buffers)
+    return _instead(cx, fused, dense, *args)
 
 
-def _instead(cx: LoweringContext, fn: Callable[..., Any], *args: Any) -> Any:
-    """``fn(*args)`` in place of the op."""
+def _instead(cx: LoweringContext, fused: Callable[[], Any], fn: Callable[..., Any], *args: Any) -> Any:
+    """The fused kernels; where they do not support the case, ``fn(*args)``, with the reason."""
     if cx.low.options.numerics == "eager":
         raise Unsupported("numerics: eager's own calls")
+    low, nodes, buffers = cx.low, len(cx.low.nodes), dict(cx.low.buffers)
+    try:
+        return fused()
+    except Refused as e:
+        why = e
+        del low.nodes[nodes:]
+        for b in set(low.buffers) - set(buffers):
+            del low.buffers[b]
     flat, spec = pytree.tree_flatten(cx.fake)
     used, tensors = used_results(cx, flat), [i for i, f in enumerate(flat) if isinstance(f, torch.Tensor)]
     views: list[Any] = [None] * len(flat)
@@ -111,9 +134,15 @@ def _instead(cx: LoweringContext, fn: Callable[..., Any], *args: Any) -> Any:
         if i in used:
             views[i] = cx.out(tensors.index(i))
     try:
-        put_instead(cx, "dense", fn, args, [views[i] for i in tensors])
+        v = variant(cx, "", "dense", fn, args, {}, [views[i] for i in tensors])
     except Refused as e:
         raise Unsupported(str(e)) from e
+    if v.predicate:
+        raise Unsupported("it is traced for some of the sizes only")
+    logs.get("fallback").info("%s is dense: %s (%s)", cx.origin.op, why.why, cx.origin.source)
+    outputs = tuple(views[i].buffer for i in tensors if views[i] is not None)
+    failed = (("fused", why.status, why.why),)
+    low.nodes.append(Choice(low.next_node(), cx.origin.op, outputs, (v,), failed, origins=(cx.origin,)))
     return pytree.tree_unflatten(views, spec)
 
 

@@ -1,0 +1,74 @@
+"""Fused attention in Triton: forward, with the softmax of each row kept up to date block by block (Milakov and
+Gimelshein, 2018; Dao, "FlashAttention-2", 2023).
+
+A program has a block of queries, and walks along the keys that the mask leaves it: first blocks that the mask cuts, with
+the mask function, then those that it leaves whole, without. It keeps per row ``top``, the largest score so far, ``total``,
+the sum of powers of two of scores less that, and the sum of values weighed by these: what is kept is scaled whenever
+``top`` rises. A row that is masked altogether has total 0: its result is 0, and its log-sum-exp -inf, as eagerly.
+
+**How it fits in.** A matmul's Template has one slot behind its product, which ``fuse`` fills with neighbours. Here the
+slot is within the product of two products, and is the user's: ``lower.flex_slot`` fills it from the graphs that come with
+the op. So the node is an Extern, which ``fuse`` leaves alone, whose target (``ir.flex.FlexKernel``) holds the slot; like
+a Triton kernel of the user's it goes through ``schedule.SCHEDULERS`` (``schedule.flex``: tiling, what it assumes) and
+``generate.PRINTERS``. From there on it is a kernel like any other: planned, launched by either wrapper, packaged for many
+architectures. With autotuning the tilings are a Choice, decided as all are. Nothing of the core knows of it.
+
+NB: TorchInductor's template also reads through TMA descriptors, and has a kernel of its own for few queries, which
+divides the keys among programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ..ir.program import Buffer, KernelNode
+from ..target import Target
+from .flex_backward import print_dkv, print_dq
+from .flex_printer import FlexPrinter
+from .kernel import Kernel
+
+
+def print_flex(node: KernelNode, buffers: dict[str, Buffer], target: Target, aligned: Collection[str]) -> Kernel:
+    """The kernel ``node.name``, whose tiling is chosen."""
+    (x,) = node.parts
+    how = {"forward": print_forward, "dq": print_dq, "dkv": print_dkv}[x.target.kind]  # type: ignore[union-attr]
+    return how(node, buffers, target, aligned)
+
+
+def print_forward(node: KernelNode, buffers: dict[str, Buffer], target: Target, aligned: Collection[str]) -> Kernel:
+    p = FlexPrinter(node, buffers, target, aligned)
+    programs = p.programs("m", p.heads)
+    kv_head = "h" if p.kernel.groups == 1 else f"(h // {p.kernel.groups})"
+    p.span("m", "tile * MBLOCK")
+    p.put("d = tl.arange(0, DBLOCK)")
+    p.put("e = tl.arange(0, EBLOCK)")
+    p.put(f"k_at = {p.place('k', 'b', kv_head)}")
+    p.put(f"v_at = {p.place('v', 'b', kv_head)}")
+    p.put(f"q = {p.read(p.place('q', 'b', 'h'), 'q', [(2, 'm', '[:, None]'), (3, 'd', '[None, :]')])}")
+    p.put('top = tl.full([MBLOCK], float("-inf"), tl.float32)')
+    p.put("total = tl.zeros([MBLOCK], tl.float32)")
+    p.put("acc = tl.zeros([MBLOCK, EBLOCK], tl.float32)")
+    p.over("n", ("modified", "mask"), lambda masked: _step(p, masked))
+    p.put("some = tl.where(total == 0.0, 1.0, total)")
+    p.put("acc = acc / some[:, None]")
+    p.write(p.place("out", "b", "h"), "out", [(2, "m", "[:, None]"), (3, "e", "[None, :]")], "acc")
+    for role, value in (("lse", "(top + tl.log2(total))"), ("top", "top")):
+        if role in p.given:
+            p.write(p.place(role, "b", "h"), role, [(2, "m", "")], value)
+    return p.finish(programs)
+
+
+def _step(p: FlexPrinter, masked: bool) -> None:
+    """One block of keys."""
+    p.put(f"k = {p.read('k_at', 'k', [(3, 'd', '[:, None]'), (2, 'n', '[None, :]')])}")
+    p.put(f"score = {p.dot('q', 'k')}")
+    p.modified(masked)
+    factor = p.constant("FACTOR", p.factor)
+    p.put(f"new = tl.maximum(top, tl.max(weight, 1) * {factor})")
+    p.put('base = tl.where(new == float("-inf"), 0.0, new)')
+    p.put(f"power = tl.exp2(weight * {factor} - base[:, None])")
+    p.put("shrink = tl.exp2(top - base)")
+    p.put("total = total * shrink + tl.sum(power, 1)")
+    p.put(f"v = {p.read('v_at', 'v', [(2, 'n', '[:, None]'), (3, 'e', '[None, :]')])}")
+    p.put(f"acc = {p.dot(p.narrow('power'), 'v', 'acc * shrink[:, None]')}")
+    p.put("top = new")

@@ -1,0 +1,79 @@
+"""Fused attention with the user's functions in it, as plain data: what an Extern calls that launches such a kernel.
+
+``kind``: ``forward``, ``dq`` (the gradient of the queries) or ``dkv`` (of keys and values). The Extern's ``kwargs``
+name what the kernel is given and writes:
+
+    q, k, v                     [B, H, M, D], [B or 1, H / groups, N, D], [B or 1, H / groups, N, E], any strides
+    out, lse, top               results of forward; lse and top (the largest score) in base 2, optional
+    do, lse, delta              backward: the gradient of out; delta is what every entry of a row of do @ v.T has too much
+    dq, dk, dv                  results of backward
+    num, idx, full_num, full_idx  of blocks that the mask cuts, and of those that it leaves whole: how many of them a row
+                                (dkv: a column) has, and which. Without them every block is visited.
+    captured                    tensors that the slot reads
+    sizes                       symbols that the slot uses
+
+**The slot** is a loop nest over (b, h, m, n), one point of the matrix of scores. It loads ``score`` and ``grad`` (the
+gradient of its result) and stores ``modified`` (the score function's result), ``mask`` and ``of_score`` (the gradient
+of ``score``). What it does not store is the identity, or true everywhere. Any other buffer's name in it is a number:
+that one of ``captured``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import ReflibError
+from .expr import Expr
+from .loops import LoopNest
+from .user_kernel import Launched
+
+INPUTS = ("score", "grad")
+RESULTS = ("modified", "mask", "of_score")
+WRITTEN = {"forward": ("out", "lse", "top"), "dq": ("dq",), "dkv": ("dk", "dv")}
+
+
+@dataclass(frozen=True, slots=True)
+class FlexTiling:
+    """A program's block of scores is ``m`` x ``n``."""
+
+    m: int
+    n: int
+    num_warps: int = 4
+    num_stages: int = 3
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.n} w{self.num_warps} s{self.num_stages}"
+
+
+@dataclass(frozen=True, slots=True)
+class FlexKernel(Launched):
+    """``blocks``: queries and keys per block of the mask; (0, 0): it has none. ``strides``: of ``captured``, as the slot
+    reads them. ``exact``: may a last bit of ``modified`` show? ``tiling``: None until chosen."""
+
+    kind: str
+    slot: LoopNest
+    dtype: torch.dtype
+    scale: float
+    groups: int = 1
+    blocks: tuple[int, int] = (0, 0)
+    precision: str = "ieee"
+    strides: tuple[tuple[Expr, ...], ...] = ()
+    exact: bool = False
+    tiling: FlexTiling | None = None
+
+    @property
+    def __name__(self) -> str:  # as other callables have it
+        return "flex_attention" if self.kind == "forward" else f"flex_attention_{self.kind}"
+
+    def __str__(self) -> str:
+        return f"{self.__name__}({self.tiling or 'no tiling chosen'})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Raises ReflibError: kernels are compiled, not called."""
+        raise ReflibError(f"{self.__name__} is a Triton kernel: the interpreter of programs does not run it")
+
+    def stores(self, what: str) -> bool:
+        return what in self.slot.writes()

@@ -1,0 +1,187 @@
+"""``flex_attention`` as fused kernels (``ir.flex``), where these can be: forward one, backward two and a sum.
+
+Scores are computed block by block and never stored; blocks that the mask empties are skipped, and the mask function is
+left out of those that it leaves whole (He et al., "Flex Attention", 2024; Dao, "FlashAttention-2", 2023). What the
+kernels do not support is Refused, with the reason; ``flex_attention`` then lowers the dense formula.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from reflib.ir.expr import Expr, expr
+from reflib.ir.flex import FlexKernel
+from reflib.ir.program import Choice, Extern, Node, Variant, View
+from reflib.target import Target, device_target, parse_target
+
+from .context import LoweringContext
+from .extern import used_results
+from .flex_slot import Slot, symbols_of
+from .flex_tilings import LARGEST_HEAD, LEAST_BLOCK, tilings
+from .matmul import float32_precision
+from .subgraph import Refused, variant
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+WHOLE = 1 << 30  # torch's size of a block where there is no mask
+
+
+class Attention:
+    """One call of the op. Raises Refused where fused kernels do not support it."""
+
+    def __init__(
+        self, cx: LoweringContext, q: View, k: View, v: View, block_mask: Sequence[Any], scale: Any,
+        captured: tuple[Sequence[Any], Sequence[Any]],
+    ):  # fmt: skip
+        self.cx, self.scale, self.mask = cx, scale, block_mask
+        self.of_score, self.of_mask = captured
+        self.q, self.k, self.v = (cx.readable(x) for x in (q, k, v))
+        self.batch, self.heads, self.rows, self.depth = self.q.shape
+        self.columns, self.width = self.k.shape[2], self.v.shape[3]
+        self._check()
+        self.slot = Slot(cx, (self.batch, self.heads, self.rows, self.columns))
+
+    def _check(self) -> None:
+        low, views = self.cx.low, (self.q, self.k, self.v)
+        if not self.cx.on_gpu:
+            raise Refused("unsupported", "there is no fused kernel for a CPU")
+        target = target_of(self.cx)
+        if target is not None and target.kind == "cuda" and target.capability < 80:
+            raise Refused("unsupported", f"{target.arch} has no tensor cores that Triton uses")
+        if self.q.dtype not in FLOATS or any(x.dtype != self.q.dtype for x in views):
+            raise Refused("unsupported", f"operands of {', '.join(dict.fromkeys(str(x.dtype)[6:] for x in views))}")
+        if any(low.buffers[x.buffer].device != self.cx.device for x in views):
+            raise Refused("unsupported", "operands on several devices")
+        if any(n == 0 for x in views for n in x.shape):
+            raise Refused("unsupported", "an empty operand")
+        for n in (self.depth, self.width):
+            if n.constant is None or n.constant > LARGEST_HEAD:
+                raise Refused("unsupported", f"heads of {n} elements; at most {LARGEST_HEAD}, known when compiled")
+        if not isinstance(self.scale, (int, float)) or not math.isfinite(self.scale):
+            raise Refused("unsupported", "a scale known only at run time")
+        groups = self.heads.constant, self.k.shape[1].constant
+        if self.heads != self.k.shape[1] and (None in groups or groups[0] % groups[1]):  # type: ignore[operator]
+            raise Refused("unsupported", "numbers of heads known only at run time")
+        self.groups = 1 if self.heads == self.k.shape[1] else groups[0] // groups[1]  # type: ignore[operator]
+        if self.k.shape[0] not in (self.batch, expr(1)):
+            raise Refused("unsupported", "batches of other sizes for queries and keys")
+
+    # -- the mask's blocks ------------------------------------------------------------------------------
+    def blocks(self, by_key: bool) -> tuple[tuple[int, int], dict[str, View]]:
+        """(queries and keys per block, the lists of blocks): by rows of queries, or by columns of keys."""
+        *lists, block_q, block_k = self.mask[2:-1]
+        sizes = tuple(int(b) for b in (block_q, block_k))
+        if min(sizes) >= WHOLE:
+            return (0, 0), {}
+        if any(b % LEAST_BLOCK for b in sizes):
+            raise Refused("unsupported", f"a block mask of {sizes[0]} x {sizes[1]}; multiples of {LEAST_BLOCK} only")
+        four = lists[4:8] if by_key else lists[:4]
+        found = {n: self.cx.readable(x) for n, x in zip(("num", "idx", "full_num", "full_idx"), four) if x is not None}
+        if "num" not in found or any(x.dtype not in (torch.int32, torch.int64) for x in found.values()):
+            raise Refused("unsupported", "a block mask without lists of blocks")
+        for x in found.values():
+            if any(x.shape[d] not in (n, expr(1)) for d, n in enumerate((self.batch, self.heads))):
+                raise Refused("unsupported", "a block mask for other numbers of batches or heads")
+        return sizes, found  # type: ignore[return-value]
+
+    # -- kernels ----------------------------------------------------------------------------------------
+    def kernels(self, kinds: dict[str, dict[str, View]], given: dict[str, View], exact: bool) -> None:
+        """Append the kernels ``kinds`` with what they write, each given q, k, v and ``given``."""
+        loops = self.slot.finish()
+        views = self.slot.views()
+        for v in views:
+            if self.cx.low.buffers[v.buffer].device != self.cx.device:
+                raise Refused("unsupported", "a captured tensor on another device")
+        self.slot.forget()
+        precision = float32_precision() if self.q.dtype == torch.float32 else "ieee"
+        for kind, written in kinds.items():
+            sizes, lists = self.blocks(by_key=kind == "dkv")
+            kernel = FlexKernel(
+                kind, loops, self.q.dtype, float(self.scale), self.groups, sizes, precision,
+                tuple(v.strides for v in views), exact,
+            )  # fmt: skip
+            arguments = {"q": self.q, "k": self.k, "v": self.v, **given, **written, **lists}
+            more = {"captured": views, "sizes": tuple(map(expr, symbols_of(loops)))}
+            self._launch(kernel, arguments | more, tuple(v.buffer for v in written.values()))
+
+    def _launch(self, kernel: FlexKernel, arguments: dict[str, Any], written: tuple[str, ...]) -> None:
+        """The launch; a choice of several where something is measured."""
+        low, name = self.cx.low, self.cx.low.next_node()
+
+        def extern(k: FlexKernel) -> Node:
+            args = tuple(arguments.items())
+            return Extern(name, k, (), args, (), written, origins=(replace(self.cx.origin, op=kernel.__name__),))
+
+        target = target_of(self.cx)
+        if low.options.autotune == "off" or not low.choices or target is None or low.options.batch_invariant:
+            low.nodes.append(extern(kernel))
+            return
+        sizes = self.depth.constant or 0, self.width.constant or 0
+        made = [replace(kernel, tiling=t) for t in tilings(kernel, sizes, target)]
+        variants = tuple(Variant(str(k.tiling), (extern(k),)) for k in made)
+        low.nodes.append(Choice(name, kernel.__name__, written, variants, custom=True, origins=(self.cx.origin,)))
+
+    def put(self, name: str, fn: Callable[..., Any], args: Sequence[Any], out: View, like: Any) -> None:
+        """``out`` is ``fn(*args)``, as loop nests."""
+        v = variant(replace(self.cx, fake=like), "", name, fn, args, {}, [out])
+        if v.predicate:
+            raise Refused("unsupported", "it holds for some of the sizes only")
+        self.cx.low.nodes += v.nodes
+        self.cx.low.buffers.update({b.name: b for b in v.buffers})
+
+
+def forward(attention: Attention, score_mod: Any) -> Any:
+    """(output, log-sum-exp and maximum of the scores, in base 2), those of the latter two that are used."""
+    a = attention
+    _functions(a, score_mod)
+    flat, _ = pytree.tree_flatten(a.cx.fake)
+    used = used_results(a.cx, flat)
+    views = [a.cx.out(i) if i in used or i == 0 else None for i in range(len(flat))]
+    written = {n: v for n, v in zip(("out", "lse", "top"), views) if v is not None}
+    a.kernels({"forward": written}, {}, a.q.dtype == torch.float32 or len(written) > 1)
+    return tuple(views)
+
+
+def backward(
+    attention: Attention, out: View, lse: View, grad: View, grad_lse: View | None, score_mod: Any, joint: Any
+) -> list[Any]:
+    """Gradients of query, key and value."""
+    a, cx = attention, attention.cx
+    if a.k.shape[0] != a.batch:
+        raise Refused("unsupported", "gradients of keys that all batches share")
+    if any(u.target is not operator.getitem or u.args[1] == 3 for u in cx.node.users):
+        raise Refused("unsupported", "gradients of captured tensors")
+    _functions(a, score_mod)
+    if a.slot.parts:
+        a.slot.add("of_score", lambda *x: joint(*x)[0], ("score", *"bhmn", "grad"), a.of_score)
+    lse, do = cx.readable(lse), cx.readable(grad)
+
+    def too_much(o: Any, g: Any, g_lse: Any = None) -> Any:
+        d = (o.float() * g.float()).sum(-1)
+        return d if g_lse is None else d - g_lse.float() / math.log(2)
+
+    delta = cx.temp("delta", (a.batch, a.heads, a.rows), torch.float32)
+    a.put("delta", too_much, (out, do) if grad_lse is None else (out, do, grad_lse), delta, cx.node.args[4].meta["val"])  # type: ignore[union-attr]
+    views = [cx.out(i) for i in range(3)]
+    kinds = {"dq": {"dq": views[0]}, "dkv": {"dk": views[1], "dv": views[2]}}
+    a.kernels(kinds, {"do": do, "lse": lse, "delta": delta}, a.q.dtype == torch.float32)
+    return views
+
+
+def _functions(a: Attention, score_mod: Any) -> None:
+    a.slot.add("modified", score_mod, ("score", *"bhmn"), a.of_score)
+    a.slot.add("mask", a.mask[-1], tuple("bhmn"), a.of_mask)
+
+
+def target_of(cx: LoweringContext) -> Target | None:
+    """What it is compiled for, if that is known: a named target, or the GPU that is there."""
+    if cx.low.options.target:
+        return parse_target(cx.low.options.target)
+    there = cx.device.type == "cuda" and torch.cuda.is_available()
+    return device_target("cuda", cx.device.index or 0) if there else None

@@ -1,0 +1,87 @@
+"""Tilings of fused attention: what to take unmeasured, first, and what else is worth measuring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from reflib.ir.flex import FlexKernel, FlexTiling
+from reflib.target import Target
+
+LARGEST_HEAD = 256
+LEAST_BLOCK = 16  # queries or keys: what tensor cores take
+
+Row = tuple[int, int, int, int]  # m, n, warps, stages
+# By kind and the larger head size: the first is the default.
+HOPPER: dict[tuple[str, int], Sequence[Row]] = {
+    ("forward", 64): [(128, 128, 4, 3), (128, 64, 4, 3), (128, 128, 8, 3), (128, 64, 4, 4), (64, 128, 4, 3)],
+    ("forward", 128): [(128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 4, 3), (64, 128, 4, 3)],
+    ("forward", 256): [(64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 3)],
+    ("dq", 64): [(128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 3), (128, 128, 8, 2), (64, 64, 4, 3)],
+    ("dq", 128): [(128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (64, 128, 8, 2)],
+    ("dq", 256): [(64, 64, 8, 1), (64, 32, 4, 2), (64, 64, 4, 1)],
+    ("dkv", 64): [(64, 128, 8, 3), (64, 128, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2), (128, 64, 4, 2)],
+    ("dkv", 128): [(64, 128, 8, 3), (64, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2)],
+    ("dkv", 256): [(64, 64, 8, 1), (32, 64, 8, 1), (32, 64, 4, 1)],
+}
+AMPERE: dict[tuple[str, int], Sequence[Row]] = {
+    ("forward", 64): [(128, 64, 4, 3), (128, 32, 4, 4), (128, 128, 8, 2), (64, 64, 4, 3)],
+    ("forward", 128): [(128, 64, 8, 3), (128, 32, 4, 3), (64, 64, 4, 3), (128, 32, 8, 4)],
+    ("forward", 256): [(64, 32, 4, 2), (128, 32, 8, 2), (32, 64, 4, 2)],
+    ("dq", 64): [(64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 4, 3)],
+    ("dq", 128): [(64, 64, 4, 2), (128, 32, 8, 2), (64, 32, 4, 3)],
+    ("dq", 256): [(64, 32, 4, 1), (64, 32, 8, 1), (32, 32, 4, 1)],
+    ("dkv", 64): [(64, 64, 4, 2), (64, 128, 8, 2), (32, 128, 4, 3)],
+    ("dkv", 128): [(64, 64, 4, 2), (32, 128, 8, 2), (32, 64, 4, 3)],
+    ("dkv", 256): [(32, 64, 8, 1), (32, 64, 4, 1), (32, 32, 4, 1)],
+}
+# Without tensor cores a block's product is in registers: it must be small.
+FULL: dict[tuple[str, int], Sequence[Row]] = {
+    ("forward", 64): [(64, 32, 4, 2), (128, 32, 4, 2), (32, 64, 4, 2)],
+    ("forward", 128): [(32, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)],
+    ("forward", 256): [(32, 32, 4, 1), (16, 32, 4, 1)],
+    ("dq", 64): [(32, 32, 4, 1), (32, 32, 4, 2), (16, 16, 4, 1)],
+    ("dq", 128): [(32, 32, 4, 1), (16, 16, 4, 1)],
+    ("dq", 256): [(16, 16, 4, 1)],
+    ("dkv", 64): [(32, 32, 4, 1), (32, 32, 4, 2), (16, 16, 4, 1)],
+    ("dkv", 128): [(32, 32, 4, 1), (16, 16, 4, 1)],
+    ("dkv", 256): [(16, 16, 4, 1)],
+}
+
+
+def tilings(kernel: FlexKernel, heads: tuple[int, int], target: Target) -> list[FlexTiling]:
+    """Candidates for heads of these sizes (of queries, and of values), the best guess first."""
+    found = dict.fromkeys(_fitting(kernel, heads, target))
+    return list(found) or [FlexTiling(LEAST_BLOCK, LEAST_BLOCK, 4, 1)]
+
+
+def _fitting(kernel: FlexKernel, heads: tuple[int, int], target: Target) -> Iterator[FlexTiling]:
+    largest = max(heads)
+    table = AMPERE if target.capability < 90 or target.capability >= 120 else HOPPER
+    if kernel.dtype == torch.float32:
+        table = FULL
+    for m, n, warps, stages in table[kernel.kind, 64 if largest <= 64 else 128 if largest <= 128 else 256]:
+        block_q, block_k = kernel.blocks
+        if block_q:  # a block of the mask is whole blocks of scores
+            m, n = _dividing(m, block_q), _dividing(n, block_k)
+        t = FlexTiling(m, n, warps, stages if target.kind == "cuda" else 1)
+        while t.num_stages > 1 and shared_bytes(kernel, t, heads) > target.shared:
+            t = replace(t, num_stages=t.num_stages - 1)
+        if shared_bytes(kernel, t, heads) <= target.shared:
+            yield t
+
+
+def _dividing(most: int, size: int) -> int:
+    """The largest power of two that divides ``size`` and is at most ``most``."""
+    return min(most, size & -size)
+
+
+def shared_bytes(kernel: FlexKernel, t: FlexTiling, heads: tuple[int, int]) -> int:
+    """What a program's blocks take: those it keeps, and as many of those it walks along as are on their way."""
+    d, e = (1 << max(4, (n - 1).bit_length()) for n in heads)
+    kept, moving = (t.n, t.m) if kernel.kind == "dkv" else (t.m, t.n)
+    resident = kept * (d if kernel.kind == "forward" else d + e)
+    product = 0 if kernel.kind == "forward" else t.m * t.n * (2 if kernel.kind == "dkv" else 1)
+    return (resident + product + t.num_stages * moving * (d + e)) * kernel.dtype.itemsize

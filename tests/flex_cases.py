@@ -1,0 +1,120 @@
+"""Calls of ``flex_attention``, for tests on both devices: each a function of (q, k, v, table), and its block mask."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+flex = sys.modules["torch.nn.attention.flex_attention"]  # (the name is also a function's)
+
+
+@dataclass(frozen=True)
+class Case:
+    """``q`` [B, H, M, D], ``kv`` [B or 1, heads, N] and ``e``, of values (None: as D). ``mask``, ``score``: functions that
+    take the captured tensors as their last argument. ``options``: of the call. ``trains``: has gradients."""
+
+    q: tuple[int, int, int, int]
+    kv: tuple[int, int, int]
+    e: int | None = None
+    mask: Callable[..., Any] | None = None
+    score: Callable[..., Any] | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+    trains: bool = True
+    block: int = 128
+    dtype: torch.dtype = torch.float32
+
+    def tensors(self, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+        """q, k, v as views of [B, M, H, D]; a table that is captured."""
+        g = torch.Generator().manual_seed(0)
+        (b, h, m, d), (bk, hk, n) = self.q, self.kv
+
+        def made(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=g).to(self.dtype).to(device).transpose(1, 2)
+
+        table = torch.randn(h, m + n, generator=g).to(device)
+        return made(b, m, h, d), made(bk, n, hk, d), made(bk, n, hk, self.e or d), table
+
+    def captured(self, device: str = "cpu") -> dict[str, torch.Tensor]:
+        """What masks capture: documents of uneven lengths, and how many keys each batch has."""
+        (b, _, m, _), n = self.q, self.kv[2]
+        at = torch.arange(max(m, n), device=device)
+        documents = (at[None] * torch.arange(2, 2 + b, device=device)[:, None] // 97).to(torch.int32)
+        return {"documents": documents, "lengths": torch.tensor([n // (2 + i) for i in range(b)], device=device)}
+
+    def block_mask(self, device: str = "cpu") -> Any:
+        if self.mask is None:
+            return None
+        c = self.captured(device)
+
+        def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Any:
+            return self.mask(b, h, i, j, c)  # type: ignore[misc]
+
+        (b, h, m, _), n = self.q, self.kv[2]
+        return create_block_mask(mask_mod, b, h, m, n, device=device, BLOCK_SIZE=self.block)
+
+    def function(self, block_mask: Any) -> Callable[..., Any]:
+        def call(q: Any, k: Any, v: Any, table: Any) -> Any:
+            score = None
+            if self.score is not None:
+
+                def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+                    return self.score(s, b, h, i, j, table)  # type: ignore[misc]
+
+            return flex.flex_attention(q, k, v, score, block_mask, **dict(self.options))
+
+        return call
+
+
+def causal(b, h, i, j, c):  # type: ignore[no-untyped-def]
+    return i >= j
+
+
+def window(b, h, i, j, c):  # type: ignore[no-untyped-def]
+    return (i >= j) & (i - j < 50)
+
+
+def document(b, h, i, j, c):  # type: ignore[no-untyped-def]
+    return (c["documents"][b, i] == c["documents"][b, j]) & (i >= j)
+
+
+def padded(b, h, i, j, c):  # type: ignore[no-untyped-def]
+    """Rows from the third hundred on have no keys at all."""
+    return (j < c["lengths"][b]) & (i < 200)
+
+
+def alibi(s, b, h, i, j, t):  # type: ignore[no-untyped-def]
+    return s + torch.exp2(-(h + 1.0)) * (j - i)
+
+
+def relative(s, b, h, i, j, t):  # type: ignore[no-untyped-def]
+    return s + t[h, i - j]
+
+
+def capped(s, b, h, i, j, t):  # type: ignore[no-untyped-def]
+    return 5 * torch.tanh(s / 5)
+
+
+GQA = (("enable_gqa", True),)
+LSE = (("return_lse", True),)
+CASES = {
+    "plain": Case((1, 2, 256, 64), (1, 2, 256)),
+    "odd": Case((2, 2, 70, 24), (2, 2, 133), e=40),
+    "causal": Case((2, 2, 256, 32), (2, 2, 256), mask=causal),
+    "causal odd": Case((1, 2, 200, 16), (1, 2, 200), mask=causal, options=LSE),
+    "window": Case((1, 2, 300, 16), (1, 2, 300), mask=window),
+    "alibi": Case((1, 4, 130, 16), (1, 4, 130), mask=causal, score=alibi),
+    "relative": Case((2, 2, 140, 16), (2, 2, 150), score=relative),
+    "documents": Case((2, 2, 300, 16), (2, 2, 300), mask=document, options=(("scale", 0.3),)),
+    "capped": Case((1, 2, 150, 16), (1, 2, 150), mask=causal, score=capped, options=LSE),
+    "grouped": Case((2, 6, 160, 16), (2, 2, 160), mask=causal, score=alibi, options=GQA),
+    "empty rows": Case((2, 2, 300, 16), (2, 2, 260), mask=padded, options=LSE),
+    "small blocks": Case((1, 2, 150, 16), (1, 2, 150), mask=window, block=32),
+    "one key for all": Case((2, 2, 64, 16), (1, 2, 90), mask=causal, trains=False),
+    "negative scale": Case((1, 2, 64, 16), (1, 2, 90), options=(("scale", -0.5),)),
+    "half": Case((1, 2, 140, 32), (1, 2, 140), mask=causal, score=capped, dtype=torch.float16),
+}

@@ -1,0 +1,76 @@
+"""Runs ``flex_attention``'s fused kernels in Triton's interpreter, on a CPU's tensors: a program of its own, because the
+interpreter must be chosen before Triton is imported.
+
+    TRITON_INTERPRET=1 python tests/flex_interpreting.py [case ...]
+
+Prints one JSON object: for each case, what is wrong with it, or nothing. As the core alone does it (``pipeline.targets``):
+nothing prints code for CPUs, so what is interpreted is an sm_90's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from flex_cases import CASES, Case, flex
+
+from reflib.plugins import PLUGS
+
+del PLUGS["generate.PRINTERS"]["cpu"]
+PLUGS["wrap.BINDERS"].clear()
+
+from reflib.lower.context import LoweringContext  # noqa: E402
+from reflib.options import Options  # noqa: E402
+from reflib.pipeline import Backend  # noqa: E402
+
+
+def results(fn: Any, case: Case, tensors: Any) -> list[torch.Tensor]:
+    """Results, then gradients."""
+    tensors = [t.detach().requires_grad_(case.trains) for t in tensors[:3]] + [tensors[3]]
+    out = fn(*tensors)
+    outs = list(out) if isinstance(out, tuple) else [out]
+    if not case.trains:
+        return outs
+    finite = sum(torch.where(o.isfinite(), o, 0).sin().sum() for o in outs)
+    return outs + list(torch.autograd.grad(finite, tensors[:3]))
+
+
+def problem(case: Case, dynamic: bool = False) -> str:
+    torch._dynamo.reset()
+    fn, tensors = case.function(case.block_mask()), case.tensors()
+    stages: list[Any] = []
+    backend = Backend(Options(verify=True), stages.append)
+    compiled = torch.compile(fn, backend=backend, dynamic=dynamic)
+    got, want = results(compiled, case, tensors), results(fn, case, [t.double() for t in tensors])
+    kernels = [n for s in stages for n in s.kernels if "flex_attention" in n]
+    if len({n.split("_", 1)[1] for n in kernels if n.count("_fallback") + n.count("_small") == 0}) != 1 + 2 * case.trains:
+        return f"the kernels are {kernels}; {[s.decisions for s in stages]}"
+    for i, (g, w, e) in enumerate(zip(got, want, results(fn, case, tensors), strict=True)):
+        if g.stride() != e.stride() or g.dtype != e.dtype or g.shape != e.shape:
+            return f"{i}: {g.dtype} {g.shape} {g.stride()}, eager's is {e.dtype} {e.shape} {e.stride()}"
+        same = (g == w) | (g.isnan() & w.isnan())
+        error, allowed = torch.where(same, 0.0, (g - w).abs()), torch.where(e == w, 0.0, (e - w).abs())
+        floor = 2e-6 if case.dtype == torch.float32 else 1e-3
+        if not bool((error <= 2 * allowed.max() + floor * w[w.isfinite()].abs().max()).all()):
+            return f"{i}: off by {error.max().item():.1e} where eager is by {allowed.max().item():.1e}"
+    return ""
+
+
+if __name__ == "__main__":
+    from reflib.lab.triton_child import complete_the_interpreter
+
+    complete_the_interpreter()
+    torch.set_num_threads(1)
+    flex._validate_device = lambda *a: None  # PyTorch has the backward for GPUs only
+    LoweringContext.on_gpu = property(lambda self: True)
+    said = {}
+    for name in sys.argv[1:] or CASES:
+        try:
+            said[name] = problem(CASES[name])
+        except Exception as e:
+            if len(sys.argv) == 2:
+                raise
+            said[name] = f"{type(e).__name__}: {e}"
+    print(json.dumps(said, indent=1))
