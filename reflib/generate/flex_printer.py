@@ -254,7 +254,9 @@ class FlexPrinter:
         """The blocks of one list. A block of the mask is one of scores, or several."""
         sizes = dict(zip("mn", self.kernel.blocks))
         kept = "n" if walked == "m" else "m"
-        each, row = sizes[walked] // self.block[walked], f"tile * {self.block[kept]} // {sizes[kept]}"
+        each, row = sizes[walked] // self.block[walked], "tile"
+        if sizes[kept] != self.block[kept]:
+            row = f"tile // {sizes[kept] // self.block[kept]}"
         self.put("# blocks that the mask cuts" if not which else "# blocks that it leaves whole")
         self.put(f"{which}count = tl.load({self.place(f'{which}num', 'b', head, [(2, paren(row))])})")
         self.put(f"{which}at = {self.place(f'{which}idx', 'b', head, [(2, paren(row))])}")

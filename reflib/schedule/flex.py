@@ -34,7 +34,7 @@ def variants(name: str, x: Extern, buffers: dict[str, Buffer], target: Target) -
     if any(s.lo < -(2**31) for s in symbols):
         limits = None
     multiples = sorted(s for s in symbols if s.hint and s.hint % 16 == 0)
-    whole = [(d, e, b) for d, e, b in _lengths(given, kernel.tiling.m, kernel.tiling.n) if e.hint() % b == 0]
+    whole = [(d, e, b) for d, e, b in _lengths(given, kernel) if e.hint() % b == 0]
     facts = tuple(Assume("aligned", b, 16) for b in x.reads() if buffers[b].kind != "temp")
     facts += tuple(Assume("divisible", expr(s), 16) for s in multiples)
     facts += tuple(Assume("divisible", e, b) for _, e, b in whole if e.constant is None)
@@ -52,9 +52,14 @@ def variants(name: str, x: Extern, buffers: dict[str, Buffer], target: Target) -
     return tuple(Variant(way, (KernelNode(n, (x,), c),), f) for n, (way, c, f) in zip(names, ways))
 
 
-def _lengths(given: dict[str, View], m: int, n: int) -> tuple[tuple[str, Expr, int], ...]:
-    """(m or n, how many queries or keys there are, a block's)"""
-    return ("m", given["q"].shape[2], m), ("n", given["k"].shape[2], n)
+def _lengths(given: dict[str, View], kernel: FlexKernel) -> tuple[tuple[str, Expr, int], ...]:
+    """(m or n, how many queries or keys there are, of what that must be a multiple): of a block of scores, or, where
+    blocks of the mask are walked along, of such a block."""
+    assert kernel.tiling is not None
+    block = {"m": kernel.tiling.m, "n": kernel.tiling.n}
+    walked = "m" if kernel.kind == "dkv" else "n"
+    block[walked] = max(block[walked], kernel.blocks["mn".index(walked)])
+    return ("m", given["q"].shape[2], block["m"]), ("n", given["k"].shape[2], block["n"])
 
 
 def _products(given: dict[str, View]) -> list[Expr]:
