@@ -1,10 +1,10 @@
-"""Runs ``flex_attention``'s fused kernels in Triton's interpreter, on a CPU's tensors: a program of its own, because the
-interpreter must be chosen before Triton is imported.
+"""Runs ``flex_attention``'s fused kernels in Triton's interpreter, on a CPU's tensors: a program of its own, because
+the interpreter must be chosen before Triton is imported.
 
     TRITON_INTERPRET=1 python tests/flex_interpreting.py [case ...]
 
-Prints one JSON object: for each case, what is wrong with it, or nothing. As the core alone does it (``pipeline.targets``):
-nothing prints code for CPUs, so what is interpreted is an sm_90's.
+Prints one JSON object: for each case, what is wrong with it, or nothing. As the core alone does it
+(``pipeline.targets``): nothing prints code for CPUs, so what is interpreted is an sm_90's.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from reflib.plugins import PLUGS
 del PLUGS["generate.PRINTERS"]["cpu"]
 PLUGS["wrap.BINDERS"].clear()
 
+from reflib.ir.program import kernel_variants  # noqa: E402
 from reflib.lower.context import LoweringContext  # noqa: E402
 from reflib.options import Options  # noqa: E402
 from reflib.pipeline import Backend  # noqa: E402
@@ -44,8 +45,8 @@ def problem(case: Case, dynamic: bool = False) -> str:
     backend = Backend(Options(verify=True), stages.append)
     compiled = torch.compile(fn, backend=backend, dynamic=dynamic)
     got, want = results(compiled, case, tensors), results(fn, case, [t.double() for t in tensors])
-    kernels = [n for s in stages for n in s.kernels if "flex_attention" in n]
-    if len({n.split("_", 1)[1] for n in kernels if n.count("_fallback") + n.count("_small") == 0}) != 1 + 2 * case.trains:
+    kernels = {v.variants[0].kernel.name for s in stages for v in kernel_variants(s.scheduled.nodes)}
+    if len([n for n in kernels if "flex_attention" in n]) != 1 + 2 * case.trains:
         return f"the kernels are {kernels}; {[s.decisions for s in stages]}"
     for i, (g, w, e) in enumerate(zip(got, want, results(fn, case, tensors), strict=True)):
         if g.stride() != e.stride() or g.dtype != e.dtype or g.shape != e.shape:

@@ -1,7 +1,7 @@
-"""Fused attention in Triton: backward. The scores are computed again, and ``power``, the softmax's results, from them
-and the rows' log-sum-exps (Dao, "FlashAttention-2", 2023): one kernel walks along the keys of a block of queries and sums
-up their gradient; another one walks along the queries of a block of keys, of all heads that share these. Each sums in
-registers, in a fixed order, so results repeat bit for bit.
+"""Fused attention in Triton: backward. The scores are computed again, and ``power``, the softmax's results, from
+them and the rows' log-sum-exps (Dao, "FlashAttention-2", 2023): one kernel walks along the keys of a block of
+queries and sums up their gradient; another one walks along the queries of a block of keys, of all heads that share
+these. Each sums in registers, in a fixed order, so results repeat bit for bit.
 
 NB: TorchInductor has both in one launch, with one tiling's warps and stages for the two.
 """

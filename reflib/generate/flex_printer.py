@@ -1,9 +1,9 @@
 """What the kernels of fused attention share: arguments, the slot, a block of scores, loops over blocks.
 
-In the text ``b`` and ``h`` are the program's batch and head of queries, ``m`` and ``n`` the queries and keys of a block,
-``d`` and ``e`` the elements of a query's and of a value's head. A block of scores has rows ``y`` and columns ``x``:
-queries and keys, or in ``dkv`` keys and queries. ``score`` is a block before the softmax; ``FACTOR`` takes it to base 2,
-where the hardware has the exponential function.
+In the text ``b`` and ``h`` are the program's batch and head of queries, ``m`` and ``n`` the queries and keys of a
+block, ``d`` and ``e`` the elements of a query's and of a value's head. A block of scores has rows ``y`` and columns
+``x``: queries and keys, or in ``dkv`` keys and queries. ``score`` is a block before the softmax; ``FACTOR`` takes it
+to base 2, where the hardware has the exponential function.
 """
 
 from __future__ import annotations
@@ -286,8 +286,8 @@ class FlexPrinter:
 
     # -- scores -----------------------------------------------------------------------------------------
     def modified(self, masked: bool) -> None:
-        """``weight``: ``score``, a product of queries and keys, as the softmax gets it, but for FACTOR. (Rows beyond the
-        end are not stored; columns count.)"""
+        """``weight``: ``score``, a product of queries and keys, as the softmax gets it, but for FACTOR. (Rows beyond
+        the end are not stored; columns count.)"""
         if not self.plain:
             self.put(f"score = score * {self.kernel.scale!r}")
         name = "score"

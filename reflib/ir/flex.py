@@ -5,17 +5,18 @@ name what the kernel is given and writes:
 
     q, k, v                     [B, H, M, D], [B or 1, H / groups, N, D], [B or 1, H / groups, N, E], any strides
     out, lse, top               results of forward; lse and top (the largest score) in base 2, optional
-    do, lse, delta              backward: the gradient of out; delta is what every entry of a row of do @ v.T has too much
+    do, lse, delta              backward: the gradient of out; delta is what all entries of a row of do @ v.T have too
+                                much
     dq, dk, dv                  results of backward
-    num, idx, full_num, full_idx  of blocks that the mask cuts, and of those that it leaves whole: how many of them a row
-                                (dkv: a column) has, and which. Without them every block is visited.
+    num, idx                    blocks that the mask cuts: how many of them a row (dkv: a column) has, and which
+    full_num, full_idx          of those that it leaves whole; without any of the four, every block is visited
     captured                    tensors that the slot reads
     sizes                       symbols that the slot uses
 
-**The slot** is a loop nest over (b, h, m, n), one point of the matrix of scores. It loads ``score`` and ``grad`` (the
-gradient of its result) and stores ``modified`` (the score function's result), ``mask`` and ``of_score`` (the gradient
-of ``score``). What it does not store is the identity, or true everywhere. Any other buffer's name in it is a number:
-that one of ``captured``.
+**The slot** is a loop nest over (b, h, m, n), one point of the matrix of scores. It loads ``score`` and ``grad``
+(the gradient of its result) and stores ``modified`` (the score function's result), ``mask`` and ``of_score`` (the
+gradient of ``score``). What it does not store is the identity, or true everywhere. Any other buffer's name in it is
+a number: that one of ``captured``.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class FlexTiling:
 
 @dataclass(frozen=True, slots=True)
 class FlexKernel(Launched):
-    """``blocks``: queries and keys per block of the mask; (0, 0): it has none. ``strides``: of ``captured``, as the slot
-    reads them. ``exact``: may a last bit of ``modified`` show? ``tiling``: None until chosen."""
+    """``blocks``: queries and keys per block of the mask; (0, 0): it has none. ``strides``: of ``captured``, as the
+    slot reads them. ``exact``: may a last bit of ``modified`` show? ``tiling``: None until chosen."""
 
     kind: str
     slot: LoopNest

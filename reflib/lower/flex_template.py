@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from reflib.ir.expr import Expr, expr
+from reflib.ir.expr import expr
 from reflib.ir.flex import FlexKernel
 from reflib.ir.program import Choice, Extern, Node, Variant, View
 from reflib.target import Target, device_target, parse_target

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import prod
 
 import torch
 
-from reflib.ir.flex import FlexKernel, FlexTiling
+from reflib.ir.flex import INPUTS, FlexKernel, FlexTiling
+from reflib.ir.loops import Load
+from reflib.ir.transforms import varying
 from reflib.target import Target
 
 LARGEST_HEAD = 256
@@ -52,12 +55,20 @@ FULL: dict[tuple[str, int], Sequence[Row]] = {
 
 
 def tilings(kernel: FlexKernel, heads: tuple[int, int], target: Target) -> list[FlexTiling]:
-    """Candidates for heads of these sizes (of queries, and of values), the best guess first."""
-    found = dict.fromkeys(_fitting(kernel, heads, target))
-    return list(found) or [FlexTiling(LEAST_BLOCK, LEAST_BLOCK, 4, 1)]
+    """Candidates for heads of these sizes (of queries, and of values), the best guess first. Those that fit with fewer
+    stages only come after those that fit as they are."""
+    full: dict[FlexTiling, None] = {}
+    fewer: dict[FlexTiling, None] = {}
+    for t in _listed(kernel, heads, target):
+        stages = t.num_stages
+        while t.num_stages > 1 and shared_bytes(kernel, t, heads, target) > target.shared:
+            t = replace(t, num_stages=t.num_stages - 1)
+        if shared_bytes(kernel, t, heads, target) <= target.shared:
+            (full if t.num_stages == stages else fewer)[t] = None
+    return list(full | fewer) or [FlexTiling(LEAST_BLOCK, LEAST_BLOCK, 4, 1)]
 
 
-def _fitting(kernel: FlexKernel, heads: tuple[int, int], target: Target) -> Iterator[FlexTiling]:
+def _listed(kernel: FlexKernel, heads: tuple[int, int], target: Target) -> Iterator[FlexTiling]:
     largest = max(heads)
     table = AMPERE if target.capability < 90 or target.capability >= 120 else HOPPER
     if kernel.dtype == torch.float32:
@@ -66,11 +77,7 @@ def _fitting(kernel: FlexKernel, heads: tuple[int, int], target: Target) -> Iter
         block_q, block_k = kernel.blocks
         if block_q:  # a block of the mask is whole blocks of scores
             m, n = _dividing(m, block_q), _dividing(n, block_k)
-        t = FlexTiling(m, n, warps, stages if target.kind == "cuda" else 1)
-        while t.num_stages > 1 and shared_bytes(kernel, t, heads) > target.shared:
-            t = replace(t, num_stages=t.num_stages - 1)
-        if shared_bytes(kernel, t, heads) <= target.shared:
-            yield t
+        yield FlexTiling(m, n, warps, stages if target.kind == "cuda" else 1)
 
 
 def _dividing(most: int, size: int) -> int:
@@ -78,10 +85,25 @@ def _dividing(most: int, size: int) -> int:
     return min(most, size & -size)
 
 
-def shared_bytes(kernel: FlexKernel, t: FlexTiling, heads: tuple[int, int]) -> int:
-    """What a program's blocks take: those it keeps, and as many of those it walks along as are on their way."""
+def shared_bytes(kernel: FlexKernel, t: FlexTiling, heads: tuple[int, int], target: Target) -> int:
+    """What a program's blocks take: those it keeps, and as many of those it walks along as are on their way, what the
+    slot reads for each score among them. (wgmma reads one while another arrives: one more.)"""
     d, e = (1 << max(4, (n - 1).bit_length()) for n in heads)
     kept, moving = (t.n, t.m) if kernel.kind == "dkv" else (t.m, t.n)
     resident = kept * (d if kernel.kind == "forward" else d + e)
     product = 0 if kernel.kind == "forward" else t.m * t.n * (2 if kernel.kind == "dkv" else 1)
-    return (resident + product + t.num_stages * moving * (d + e)) * kernel.dtype.itemsize
+    coming = max(1, t.num_stages - (target.capability != 90))
+    return (resident + product + coming * moving * (d + e)) * kernel.dtype.itemsize + coming * _read(kernel, t)
+
+
+def _read(kernel: FlexKernel, t: FlexTiling) -> int:
+    """Bytes that the slot reads for a block of scores."""
+    body = kernel.slot.body
+    sides = {a.var: size for a in kernel.slot.axes if (size := {"m": t.m, "n": t.n}.get(a.var.name))}
+    along = [varying(body, {v}) for v in sides]
+    walked = 0 if kernel.kind == "dkv" else 1
+    return sum(
+        s.dtype.itemsize * prod(size for size, inner in zip(sides.values(), along) if inner[i])
+        for i, s in enumerate(body)
+        if isinstance(s, Load) and s.buffer not in INPUTS and along[walked][i]
+    )

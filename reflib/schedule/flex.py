@@ -1,8 +1,8 @@
 """How a kernel of fused attention is launched: its tiling, chosen here unless it was measured, and what it assumes.
 
-The first variant assumes what held when the program was captured: addresses of inputs that are multiples of 16 bytes,
-sizes that are multiples of 16, lengths that are whole blocks (so that no access needs a mask), indices of 32 bits. The
-second one assumes the last alone, the third nothing.
+The first variant assumes what held when the program was captured: addresses of inputs that are multiples of 16
+bytes, sizes that are multiples of 16, lengths that are whole blocks (so that no access needs a mask), indices of 32
+bits. The second one assumes the last alone, the third nothing.
 """
 
 from __future__ import annotations
