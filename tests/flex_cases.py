@@ -15,8 +15,8 @@ flex = sys.modules["torch.nn.attention.flex_attention"]  # (the name is also a f
 
 @dataclass(frozen=True)
 class Case:
-    """``q`` [B, H, M, D], ``kv`` [B or 1, heads, N] and ``e``, of values (None: as D). ``mask``, ``score``: functions that
-    take the captured tensors as their last argument. ``options``: of the call. ``trains``: has gradients."""
+    """``q`` [B, H, M, D], ``kv`` [B or 1, heads, N] and ``e``, of values (None: as D). ``mask``, ``score``: functions
+    that take the captured tensors as their last argument. ``options``: of the call. ``trains``: has gradients."""
 
     q: tuple[int, int, int, int]
     kv: tuple[int, int, int]
@@ -27,6 +27,7 @@ class Case:
     trains: bool = True
     block: int = 128
     dtype: torch.dtype = torch.float32
+    dynamic: bool = False
 
     def tensors(self, device: str = "cpu") -> tuple[torch.Tensor, ...]:
         """q, k, v as views of [B, M, H, D]; a table that is captured."""
@@ -116,5 +117,7 @@ CASES = {
     "small blocks": Case((1, 2, 150, 16), (1, 2, 150), mask=window, block=32),
     "one key for all": Case((2, 2, 64, 16), (1, 2, 90), mask=causal, trains=False),
     "negative scale": Case((1, 2, 64, 16), (1, 2, 90), options=(("scale", -0.5),)),
+    "dynamic": Case((2, 2, 256, 16), (2, 2, 256), mask=causal, score=relative, dynamic=True),
+    "dynamic odd": Case((2, 2, 150, 16), (2, 2, 170), mask=causal, score=alibi, options=LSE, dynamic=True),
     "half": Case((1, 2, 140, 32), (1, 2, 140), mask=causal, score=capped, dtype=torch.float16),
 }

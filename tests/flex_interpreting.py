@@ -38,12 +38,12 @@ def results(fn: Any, case: Case, tensors: Any) -> list[torch.Tensor]:
     return outs + list(torch.autograd.grad(finite, tensors[:3]))
 
 
-def problem(case: Case, dynamic: bool = False) -> str:
+def problem(case: Case) -> str:
     torch._dynamo.reset()
     fn, tensors = case.function(case.block_mask()), case.tensors()
     stages: list[Any] = []
     backend = Backend(Options(verify=True), stages.append)
-    compiled = torch.compile(fn, backend=backend, dynamic=dynamic)
+    compiled = torch.compile(fn, backend=backend, dynamic=case.dynamic)
     got, want = results(compiled, case, tensors), results(fn, case, [t.double() for t in tensors])
     kernels = {v.variants[0].kernel.name for s in stages for v in kernel_variants(s.scheduled.nodes)}
     if len([n for n in kernels if "flex_attention" in n]) != 1 + 2 * case.trains:

@@ -40,6 +40,7 @@ class Attention:
         captured: tuple[Sequence[Any], Sequence[Any]],
     ):  # fmt: skip
         self.cx, self.scale, self.mask = cx, scale, block_mask
+        self.mask_node: Any = next(a for a in cx.node.args if isinstance(a, tuple) and len(a) == len(block_mask))
         self.of_score, self.of_mask = captured
         self.q, self.k, self.v = (cx.readable(x) for x in (q, k, v))
         self.batch, self.heads, self.rows, self.depth = self.q.shape
@@ -75,8 +76,7 @@ class Attention:
     # -- the mask's blocks ------------------------------------------------------------------------------
     def blocks(self, by_key: bool) -> tuple[tuple[int, int], dict[str, View]]:
         """(queries and keys per block, the lists of blocks): by rows of queries, or by columns of keys."""
-        *lists, block_q, block_k = self.mask[2:-1]
-        sizes = tuple(int(b) for b in (block_q, block_k))
+        lists, sizes = self.mask[2:-3], tuple(map(_known, self.mask_node[-3:-1]))
         if min(sizes) >= WHOLE:
             return (0, 0), {}
         if any(b % LEAST_BLOCK for b in sizes):
@@ -88,7 +88,7 @@ class Attention:
         for x in found.values():
             if any(x.shape[d] not in (n, expr(1)) for d, n in enumerate((self.batch, self.heads))):
                 raise Refused("unsupported", "a block mask for other numbers of batches or heads")
-        return sizes, found  # type: ignore[return-value]
+        return (sizes[0], sizes[1]), found
 
     # -- kernels ----------------------------------------------------------------------------------------
     def kernels(self, kinds: dict[str, dict[str, View]], given: dict[str, View], exact: bool) -> None:
@@ -177,6 +177,12 @@ def backward(
 def _functions(a: Attention, score_mod: Any) -> None:
     a.slot.add("modified", score_mod, ("score", *"bhmn"), a.of_score)
     a.slot.add("mask", a.mask[-1], tuple("bhmn"), a.of_mask)
+
+
+def _known(size: Any) -> int:
+    """A size that the code depends on: with ``dynamic=True`` it is a symbol, and the program is for this value alone
+    (PyTorch compiles again for another)."""
+    return int(size.meta["val"] if isinstance(size, torch.fx.Node) else size)
 
 
 def target_of(cx: LoweringContext) -> Target | None:

@@ -97,24 +97,24 @@ class Problem:
         yield "default", fresh("reflib")
         for kind in ("forward", "dq", "dkv"):
             seen: list[Any] = []
-            i = 0
+
+            def chosen(kernel: Any, heads: Any, target: Any, kind: str = kind, seen: list[Any] = seen) -> Any:
+                """The default of the other kinds; of this one, one after another that was not seen yet."""
+                found = default(kernel, heads, target)
+                if kernel.kind != kind:
+                    return found
+                new = [t for t in found if t not in seen][:1]
+                seen += new or [None]
+                return new or found
+
             while True:
-
-                def chosen(kernel: Any, heads: Any, target: Any, kind: str = kind, i: int = i) -> Any:
-                    found = default(kernel, heads, target)
-                    if kernel.kind != kind:
-                        return found
-                    seen[:] = found
-                    return found[i : i + 1] or found
-
                 flex.tilings = chosen
                 f = fresh("reflib")
-                torch.autograd.grad(f(*self.args), self.args, self.grad)  # compiles with it
-                if i >= len(seen):
+                torch.autograd.grad(f(*self.args), self.args, self.grad)  # compiled while this is chosen
+                flex.tilings = default
+                if seen[-1] is None:
                     break
-                yield f"{kind} {seen[i]}", f
-                i += 1
-        flex.tilings = default
+                yield f"{kind} {seen[-1]}", f
 
     def expected(self) -> tuple[torch.Tensor, ...]:
         """The first head of the first batch, in float32 by the formula: out, and the gradient of q."""

@@ -1,0 +1,138 @@
+"""``flex_attention`` as fused kernels on a GPU: as exact as eager, against float64, forward and backward, for lengths
+that change, under both wrappers, and from a package."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import reflib
+from reflib.ir.program import kernel_variants
+from tests.flex_cases import CASES, LSE, Case, alibi, causal, flex, window
+from tests.semantics import Compiled
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def results(fn: Any, tensors: Any, trains: bool) -> list[torch.Tensor]:
+    tensors = [t.detach().clone(memory_format=torch.preserve_format).requires_grad_(trains) for t in tensors[:3]] + [
+        tensors[3]
+    ]
+    out = fn(*tensors)
+    outs = list(out) if isinstance(out, tuple) else [out]
+    if trains:
+        g = torch.Generator("cuda").manual_seed(1)
+        grads = [torch.randn(o.shape, generator=g, device="cuda").to(o.dtype) for o in outs]
+        finite = sum((torch.where(o.isfinite(), o, 0) * r).sum() for o, r in zip(outs, grads))
+        outs += torch.autograd.grad(finite, tensors[:3])
+    return outs
+
+
+def check(case: Case, compiled: Any, fused: bool = True) -> None:
+    """Off from float64 by at most twice what eager is, and a little."""
+    fn, tensors = case.function(case.block_mask("cuda")), case.tensors("cuda")
+    got = results(compiled, tensors, case.trains)
+    with torch.device("cuda"):
+        want, eager = (results(fn, ts, case.trains) for ts in ([t.double() for t in tensors], tensors))
+    floor = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[case.dtype]
+    for i, (g, w, e) in enumerate(zip(got, want, eager, strict=True)):
+        assert (g.shape, g.dtype, g.stride()) == (e.shape, e.dtype, e.stride()), i
+        same = (g == w) | (g.isnan() & w.isnan())
+        error, allowed = torch.where(same, 0.0, (g - w).abs()), torch.where(e == w, 0.0, (e - w).abs())
+        limit = 2 * allowed.max() + floor * w[w.isfinite()].abs().max()
+        assert bool((error <= limit).all()), f"{i}: {error.max().item():.1e}, eager {allowed.max().item():.1e}"
+    if fused and isinstance(compiled, Compiled):
+        names = [n.variants[0].kernel.name for s in compiled.stages for n in kernel_variants(s.scheduled.nodes)]
+        assert sum("flex_attention" in n for n in names) == 1 + 2 * case.trains, names
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "_WARNINGS_SHOWN", {"flex_attention_eager"}, raising=False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_as_exact_as_eager(name: str, dtype: torch.dtype) -> None:
+    case = replace(CASES[name], dtype=dtype)
+    check(case, Compiled(case.function(case.block_mask("cuda"))))
+
+
+@pytest.mark.parametrize("heads", [(64, 64), (128, 128), (256, 256), (192, 128), (80, 96)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads(dtype: torch.dtype, heads: tuple[int, int]) -> None:
+    case = Case((2, 4, 512, heads[0]), (2, 2, 640), heads[1], causal, alibi, (("enable_gqa", True), *LSE), dtype=dtype)
+    check(case, Compiled(case.function(case.block_mask("cuda"))))
+
+
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+def test_lengths_that_change(wrapper: str) -> None:
+    compiled: Any = None
+    for n in (256, 384, 200, 1031, 512):
+        case = Case((2, 2, n, 64), (2, 2, n), mask=window, score=alibi, dtype=torch.bfloat16)
+
+        def fn(q: Any, k: Any, v: Any, mask: Any) -> Any:
+            return flex.flex_attention(q, k, v, lambda s, b, h, i, j: alibi(s, b, h, i, j, None), mask)
+
+        if compiled is None:
+            compiled = Compiled(fn, dynamic=True, wrapper=wrapper)
+        mask, of = case.block_mask("cuda"), compiled
+        check(case, lambda q, k, v, table, mask=mask, of=of: of(q, k, v, mask))
+    assert len(compiled.stages) <= 4
+
+
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+def test_misaligned(wrapper: str) -> None:
+    """Addresses that are no multiples of 16 bytes run the fallback."""
+    case = replace(CASES["causal"], dtype=torch.float16, trains=False)
+    fn = case.function(case.block_mask("cuda"))
+    compiled = Compiled(fn, wrapper=wrapper)
+    tensors = case.tensors("cuda")
+    aligned = compiled(*tensors)
+    moved = []
+    for t in tensors:
+        storage = torch.empty(t.numel() + 1, dtype=t.dtype, device="cuda")
+        moved.append(storage.as_strided(t.shape, t.stride(), 1))
+    for m, t in zip(moved, tensors):
+        m.copy_(t)
+    torch.testing.assert_close(compiled(*moved), aligned, rtol=2e-3, atol=2e-3)
+
+
+def test_measured() -> None:
+    """Tilings are candidates; every one of them gives what the default gives."""
+    case = replace(CASES["plain"], dtype=torch.bfloat16, trains=False)
+    compiled = Compiled(case.function(None), autotune="blocking", isolate=False, cache_decisions=False)
+    check(case, compiled)
+    (decision,) = [d for s in compiled.stages for d in s.decisions if d.op == "flex_attention"]
+    assert len(decision.candidates) > 2 and all(c.status == "ok" for c in decision.candidates), decision
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bias", torch.randn(2048))
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return s + self.bias[i - j + 1024]
+
+        return flex.flex_attention(q, k, v, score)
+
+
+def test_a_package(tmp_path: Path) -> None:
+    model, arch = Model(), "sm_{}{}".format(*torch.cuda.get_device_capability())
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, 4, 512, 64, dtype=torch.bfloat16) for _ in range(3)]
+    length = torch.export.Dim("length", min=16, max=1024)
+    shapes = ({2: length},) * 3
+    path = reflib.aot_compile(model, tuple(tensors), tmp_path / "flex.reflib", archs=[arch], dynamic_shapes=shapes)
+    f = reflib.load(path)
+    for n in (512, 700, 33):
+        given = [torch.randn(2, 4, n, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
+        torch.testing.assert_close(f(*given), model.cuda()(*given), rtol=2e-2, atol=2e-2)
