@@ -9,12 +9,12 @@ Prints one JSON object: for each case, what is wrong with it, or nothing. As the
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
 import torch
 from flex_cases import CASES, Case, flex
+from interpreter import answer, told
 
 from reflib.plugins import PLUGS
 
@@ -59,19 +59,11 @@ def problem(case: Case) -> str:
     return ""
 
 
-if __name__ == "__main__":
-    from reflib.lab.triton_child import complete_the_interpreter
-
-    complete_the_interpreter()
-    torch.set_num_threads(1)
+def problems(*names: str) -> dict[str, str]:
     flex._validate_device = lambda *a: None  # PyTorch has the backward for GPUs only
     LoweringContext.on_gpu = property(lambda self: True)
-    said = {}
-    for name in sys.argv[1:] or CASES:
-        try:
-            said[name] = problem(CASES[name])
-        except Exception as e:
-            if len(sys.argv) == 2:
-                raise
-            said[name] = f"{type(e).__name__}: {e}"
-    print(json.dumps(said, indent=1))
+    return {name: told(lambda name=name: problem(CASES[name])) for name in names or CASES}
+
+
+if __name__ == "__main__":
+    answer(problems, *sys.argv[1:])

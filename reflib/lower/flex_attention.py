@@ -136,9 +136,9 @@ def _instead(cx: LoweringContext, fused: Callable[[], Any], fn: Callable[..., An
     try:
         v = variant(cx, "", "dense", fn, args, {}, [views[i] for i in tensors])
     except Refused as e:
-        raise Unsupported(str(e)) from e
+        raise Unsupported(f"not fused: {why.why}; not dense: {e}") from e
     if v.predicate:
-        raise Unsupported("it is traced for some of the sizes only")
+        raise Unsupported(f"not fused: {why.why}; not dense: it is traced for some of the sizes only")
     logs.get("fallback").info("%s is dense: %s (%s)", cx.origin.op, why.why, cx.origin.source)
     outputs = tuple(views[i].buffer for i in tensors if views[i] is not None)
     failed = (("fused", why.status, why.why),)

@@ -158,8 +158,8 @@ def backward(
     if any(u.target is not operator.getitem or u.args[1] == 3 for u in cx.node.users):
         raise Refused("unsupported", "gradients of captured tensors")
     _functions(a, score_mod)
-    if a.slot.parts:
-        a.slot.add("of_score", lambda *x: joint(*x)[0], ("score", *"bhmn", "grad"), a.of_score)
+    given = "score", *"bhmn", "grad"
+    a.slot.add("of_score", lambda *x: joint(*x)[0].float(), given, a.of_score)  # (autograd may have rounded it)
     lse, do = cx.readable(lse), cx.readable(grad)
 
     def too_much(o: Any, g: Any, g_lse: Any = None) -> Any:

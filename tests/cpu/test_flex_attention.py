@@ -1,12 +1,24 @@
-"""``flex_attention``: as eager, in few kernels, forward and backward."""
+"""``flex_attention``: as eager, forward and backward: the dense formula, which runs on a CPU, and the fused kernels, in
+Triton's interpreter and compiled ahead of time."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import reflib
+from reflib.generate.compile_triton import compile_kernel
+from reflib.ir.data import from_data, to_data
+from reflib.ir.flex import FlexKernel
+from reflib.ir.program import Choice, Extern, kernel_variants
+from reflib.lower.flex_tilings import shared_bytes, tilings
+from reflib.target import CUDA, parse_target
+from tests.flex_cases import CASES, Case, alibi
+from tests.flex_cases import causal as causal_case
+from tests.flex_cases import relative as relative_case
+from tests.interpreter import results
 
 flex = sys.modules["torch.nn.attention.flex_attention"]  # (the name is also a function's)
 flex_attention = flex.flex_attention
@@ -72,16 +84,104 @@ def test_as_eager(form, wrapper, masks, monkeypatch):
     assert [t.stride() for t in results[1]] == [t.stride() for t in results[0]]
 
 
+# -- fused -------------------------------------------------------------------------------------------------
+def launches(e):
+    return [n for n in e.program.nodes if isinstance(n, Extern) and isinstance(n.target, FlexKernel)]
+
+
 @FORMS
-def test_between_two_products(form, masks):
-    """The functions of scores and masks are in the softmax's kernels: the scores are stored where a product needs them,
-    and by no call of the whole op."""
+def test_one_kernel(form, masks):
+    """The functions of scores and masks are in it; no buffer is as large as the scores."""
     e = reflib.explain(form, *(t.detach() for t in given()), masks, target="sm_90")
-    calls = [str(n.target) for n in e.program.nodes if type(n).__name__ == "Extern"]
-    assert not any("flex" in c for c in calls)
-    assert len(e.kernels) <= 5
+    assert len(launches(e)) == 1 and len(e.kernels) <= 2
+    assert all(b.kind != "temp" or b.numel.hint() < B * H * S * S for b in e.program.buffers.values())
+    (launch,) = launches(e)
+    assert from_data(to_data(e.program), e.program.constants) == e.program
+    assert launch.target.slot.writes() == {
+        "softcap": ["modified", "mask"], "documents": ["mask"], "relative": ["modified"], "grouped": ["mask"],
+        "one_key": ["modified", "mask"],
+    }[form.__name__]  # fmt: skip
 
 
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted(name):
+    assert results("flex_interpreting.py", name) == {name: ""}
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("heads", [(64, 64), (128, 128), (256, 256), (192, 128), (80, 80)], ids=str)
+def test_compiled_ahead_of_time(heads, arch, dtype, monkeypatch):
+    """Within the shared memory that was reckoned with, forward and backward."""
+    monkeypatch.setattr(flex, "_validate_device", lambda *a: None)
+    case = Case((1, 4, 256, heads[0]), (1, 2, 256), heads[1], causal_case, relative_case, (("enable_gqa", True),))
+    q, k, v, table = replace(case, dtype=dtype).tensors()
+    tensors = *(x.requires_grad_() for x in (q, k, v)), table
+    e = reflib.explain(case.function(case.block_mask()), *tensors, target=arch)
+    scheduled = [(n.variants[0].kernel, s) for s in e.graphs for n in kernel_variants(s.scheduled.nodes)]
+    ours = [(k, s) for k, s in scheduled if isinstance(getattr(k.parts[0], "target", None), FlexKernel)]
+    kernels = {k.parts[0].target.kind: (k, s) for k, s in ours}
+    assert set(kernels) == {"forward", "dq", "dkv"}
+    for node, stages in kernels.values():
+        made = compile_kernel(stages.kernels[node.name], parse_target(arch))
+        kernel = node.parts[0].target
+        reckoned = shared_bytes(kernel, kernel.tiling, heads, parse_target(arch))
+        assert made.image and made.shared <= 1.1 * reckoned + 16384, f"{made.shared} bytes, {reckoned} were reckoned with"
+
+
+def test_tilings_fit():
+    """What is worth measuring, for all GPUs."""
+    e = reflib.explain(relative, *(t.detach() for t in given()), None, target="sm_90")
+    (launch,) = launches(e)
+    for arch in CUDA:
+        for dtype in (torch.float16, torch.float32):
+            for kind in ("forward", "dq", "dkv"):
+                for head in (16, 64, 128, 192, 256):
+                    kernel = replace(launch.target, kind=kind, dtype=dtype, blocks=(128, 64))
+                    found = tilings(kernel, (head, head), parse_target(arch))
+                    assert found and all(128 % t.m == 0 and 64 % t.n == 0 for t in found)
+
+
+def reason(e):
+    """Why the first attention in it is dense."""
+    (choice,) = [n for n in e.program.nodes if isinstance(n, Choice) and n.op.startswith("flex_attention")]
+    (decision,) = [d for d in e.decisions if d.region == choice.name]
+    (failed,) = [c for c in decision.candidates if c.name == "fused"]
+    return failed.why
+
+
+def test_dense_with_a_reason(masks, monkeypatch):
+    q, k, v, table = (t.detach() for t in given())
+    e = reflib.explain(softcap, q.double(), k.double(), v.double(), table, masks, target="sm_90")
+    assert any("operands of float64" in n.reason for n in e.program.nodes if isinstance(n, Extern))
+    e = reflib.explain(relative, *(torch.cat([x] * 20, -1) for x in (q, k, v)), table, masks, target="sm_90")
+    assert reason(e).startswith("heads of 320 elements") and "heads of 320" in repr(e.decisions)
+    e = reflib.explain(relative, q.half(), k.half(), v.half(), table, masks, target="sm_75")
+    assert "no tensor cores" in reason(e)
+    monkeypatch.setattr(flex, "_validate_device", lambda *a: None)
+    e = reflib.explain(relative, *given(), masks, target="sm_90")
+    assert len(launches(e)) == 1 and reason(e.backward) == "gradients of captured tensors"
+
+
+def test_tilings_are_candidates():
+    e = reflib.explain(relative, *(t.detach() for t in given()), None, target="sm_90", autotune="blocking")
+    (choice,) = [n for n in e.program.nodes if isinstance(n, Choice)]
+    assert choice.op == "flex_attention" and len(choice.variants) > 1
+
+
+def test_full_blocks_have_no_mask():
+    """Two loops: with the mask function, and without; alibi is in both."""
+    case = Case((1, 2, 512, 64), (1, 2, 512), mask=causal_case, score=alibi, dtype=torch.bfloat16)
+    e = reflib.explain(case.function(case.block_mask()), *case.tensors(), target="sm_90")
+    (source,) = [k.source for k in e.kernels]
+    cut, whole = source.split("# blocks that it leaves whole")
+    assert cut.count("tl.where(v") == 1 and whole.count("tl.where(v") == 0 and "mask=" not in source
+    assert cut.count("tl.dot") == whole.count("tl.dot") == 2
+
+
+# -- dense -------------------------------------------------------------------------------------------------
 def test_sizes_that_change_and_eagers_bits(masks):
     def fn(q):
         return flex_attention(q, q, q, lambda s, b, h, i, j: s - (i - j).abs())
