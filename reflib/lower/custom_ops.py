@@ -21,6 +21,8 @@ from reflib import logs
 from reflib.errors import OptionError, RegistrationError
 from reflib.options import Options
 
+from .flex_makers import MAKERS
+
 # Options that one implementation can have for itself: how its region is fused and how its kernels are launched. All
 # others are the whole program's: a patch would hold where candidates are measured, and nowhere else.
 PATCHES = ("fuse", "max_fused_ops", "max_fused_buffers", "split_reductions", "persistent_limit")
@@ -122,7 +124,7 @@ def maker_key(op: str, argument: str) -> str:
 
 def input_makers() -> dict[str, Maker]:
     """Every registered input generator by its key in ``Choice.inputs_from``: a tensor -> one like it."""
-    return {maker_key(r.op, arg): fn for r in _REGISTERED.values() for arg, fn in r.makers}
+    return MAKERS | {maker_key(r.op, arg): fn for r in _REGISTERED.values() for arg, fn in r.makers}
 
 
 def warn_not_tried(r: Registration, why: str) -> None:

@@ -1,12 +1,10 @@
-"""``flex_attention``: two products, and between them the user's functions of scores and masks in the kernels of the
-softmax.
+"""``flex_attention``: fused kernels with the functions of scores and masks in them (``flex_template``), or, where these
+do not support a case, two products with the functions in the softmax's kernels between them.
 
 The op comes with these functions as graphs of one element. Its definition, a formula over the whole matrix of scores
-with the functions vectorised, is traced and lowered in its place; the backward's computes the scores again. Eager runs
-the formula op by op and writes every step; here the scores are written once by the product, and once for the next
-product. Which blocks a block mask calls empty is not used.
-
-NB: TorchInductor has Triton templates, which keep the scores on chip and skip empty blocks.
+with the functions vectorised, is then traced and lowered in its place; the backward's computes the scores again. Eager
+runs the formula op by op and writes every step; here the scores are written once by the product, and once for the next
+product. Which blocks a block mask calls empty is not used. Why it is not fused is with the decisions (``explain``).
 """
 
 from __future__ import annotations
@@ -140,6 +138,10 @@ def _instead(cx: LoweringContext, fused: Callable[[], Any], fn: Callable[..., An
     if v.predicate:
         raise Unsupported(f"not fused: {why.why}; not dense: it is traced for some of the sizes only")
     logs.get("fallback").info("%s is dense: %s (%s)", cx.origin.op, why.why, cx.origin.source)
+    if not cx.on_gpu or low.options.autotune != "off":  # nothing to tell, or to be measured as one
+        low.nodes += v.nodes
+        low.buffers.update({b.name: b for b in v.buffers})
+        return pytree.tree_unflatten(views, spec)
     outputs = tuple(views[i].buffer for i in tensors if views[i] is not None)
     failed = (("fused", why.status, why.why),)
     low.nodes.append(Choice(low.next_node(), cx.origin.op, outputs, (v,), failed, origins=(cx.origin,)))

@@ -23,6 +23,7 @@ from reflib.target import Target, device_target, parse_target
 
 from .context import LoweringContext
 from .extern import used_results
+from .flex_makers import inputs_from
 from .flex_slot import Slot, symbols_of
 from .flex_tilings import LARGEST_HEAD, LEAST_BLOCK, tilings
 from .matmul import float32_precision
@@ -52,6 +53,8 @@ class Attention:
         low, views = self.cx.low, (self.q, self.k, self.v)
         if not self.cx.on_gpu:
             raise Refused("unsupported", "there is no fused kernel for a CPU")
+        if low.options.batch_invariant:
+            raise Refused("unsupported", "batch_invariant: other kernels run where lengths are no whole blocks")
         target = target_of(self.cx)
         if target is not None and target.kind == "cuda" and target.capability < 80:
             raise Refused("unsupported", f"{target.arch} has no tensor cores that Triton uses")
@@ -119,13 +122,15 @@ class Attention:
             return Extern(name, k, (), args, (), written, origins=(replace(self.cx.origin, op=kernel.__name__),))
 
         target = target_of(self.cx)
-        if low.options.autotune == "off" or not low.choices or target is None or low.options.batch_invariant:
+        if low.options.autotune == "off" or not low.choices or target is None:
             low.nodes.append(extern(kernel))
             return
         sizes = self.depth.constant or 0, self.width.constant or 0
         made = [replace(kernel, tiling=t) for t in tilings(kernel, sizes, target)]
         variants = tuple(Variant(str(k.tiling), (extern(k),)) for k in made)
-        low.nodes.append(Choice(name, kernel.__name__, written, variants, custom=True, origins=(self.cx.origin,)))
+        lists = inputs_from({k: v for k, v in arguments.items() if isinstance(v, View)})
+        op, origins = kernel.__name__, (self.cx.origin,)
+        low.nodes.append(Choice(name, op, written, variants, inputs_from=lists, custom=True, origins=origins))
 
     def put(self, name: str, fn: Callable[..., Any], args: Sequence[Any], out: View, like: Any) -> None:
         """``out`` is ``fn(*args)``, as loop nests."""

@@ -128,7 +128,7 @@ def test_compiled_ahead_of_time(heads, arch, dtype, monkeypatch):
         made = compile_kernel(stages.kernels[node.name], parse_target(arch))
         kernel = node.parts[0].target
         reckoned = shared_bytes(kernel, kernel.tiling, heads, parse_target(arch))
-        assert made.image and made.shared <= 1.1 * reckoned + 16384, f"{made.shared} bytes, {reckoned} were reckoned with"
+        assert made.image and made.shared <= 1.1 * reckoned + 16384, f"{made.shared} bytes, not {reckoned}"
 
 
 def test_tilings_fit():

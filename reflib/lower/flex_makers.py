@@ -1,0 +1,40 @@
+"""Lists of a mask's blocks to measure fused attention with: zeros, as other integers are, would be empty masks.
+
+As many blocks as a causal mask leaves: one that it cuts, half of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from reflib.ir.program import View
+
+
+def which(like: torch.Tensor) -> torch.Tensor:
+    """Each row's blocks in order."""
+    return torch.arange(like.shape[-1], dtype=like.dtype, device=like.device).expand(like.shape).contiguous()
+
+
+def one(like: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(like)
+
+
+def half(like: torch.Tensor) -> torch.Tensor:
+    """Of as many blocks as there are rows."""
+    return torch.full_like(like, max(1, like.shape[-1] // 2))
+
+
+MAKERS = {"flex blocks: which": which, "flex blocks: one": one, "flex blocks: half": half}
+
+
+def inputs_from(lists: Mapping[str, View]) -> tuple[tuple[str, str], ...]:
+    """(buffer, key in MAKERS) of the lists among an Extern's arguments (``ir.flex``)."""
+    out: dict[str, str] = {}
+    for num, idx, most in (("num", "idx", "full_num" not in lists), ("full_num", "full_idx", True)):
+        if num in lists:
+            rows, columns = (e.hint() for e in lists[idx].shape[2:])
+            out[lists[num].buffer] = "flex blocks: half" if most and columns >= rows // 2 else "flex blocks: one"
+            out[lists[idx].buffer] = "flex blocks: which"
+    return tuple(out.items())
