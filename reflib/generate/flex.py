@@ -1,5 +1,5 @@
 """Fused attention in Triton: forward, with the softmax of each row kept up to date block by block (Milakov and
-Gimelshein, 2018; Dao, "FlashAttention-2", 2023).
+Gimelshein, arXiv:1805.02867; Dao, "FlashAttention-2", arXiv:2307.08691).
 
 A program has a block of queries, and walks along the keys that the mask leaves it: first blocks that the mask cuts,
 with the mask function, then those that it leaves whole, without. It keeps per row ``top``, the largest score so far,

@@ -1,5 +1,5 @@
 """Fused attention in Triton: backward. The scores are computed again, and ``power``, the softmax's results, from
-them and the rows' log-sum-exps (Dao, "FlashAttention-2", 2023): one kernel walks along the keys of a block of
+them and the rows' log-sum-exps (FlashAttention-2, arXiv:2307.08691): one kernel walks along the keys of a block of
 queries and sums up their gradient; another one walks along the queries of a block of keys, of all heads that share
 these. Each sums in registers, in a fixed order, so results repeat bit for bit.
 

@@ -261,12 +261,17 @@ class FlexPrinter:
         self.put(f"{which}count = tl.load({self.place(f'{which}num', 'b', head, [(2, paren(row))])})")
         self.put(f"{which}at = {self.place(f'{which}idx', 'b', head, [(2, paren(row))])}")
         end = f"{which}count" if each == 1 else f"{which}count * {each}"
+        stride = self.given[f"{which}idx"].strides[3]
+        following = f"tl.minimum({'i + 1' if each == 1 else f'(i + 1) // {each}'}, {which}count - 1)"
+        following += "" if stride == 1 else f" * {paren(self.size(stride))}"
+        # An iteration begins with its block's number in a register: were it read there, keys and values could only be
+        # requested once it has arrived, and Triton would divide the stages between the two.
+        self.put(f"next = tl.load({which}at)")
         self.put(f"for i in tl.range(0, {end}, {self._stages}):")
-        step_of = self.given[f"{which}idx"].strides[3]
-        i = "i" if each == 1 else f"i // {each}"
-        i = i if step_of == 1 else f"{paren(i)} * {paren(self.size(step_of))}"
-        start = f"tl.load({which}at + {i}){self.wide} * {sizes[walked]}"
-        self._body(walked, start if each == 1 else f"{start} + i % {each} * {self.block[walked]}", step, not which)
+        inside = "" if each == 1 else f" + i % {each} * {self.block[walked]}"
+        self.put(f"    start = next{self.wide} * {sizes[walked]}{inside}")
+        self.put(f"    next = tl.load({which}at + {following})")
+        self._body(walked, "start", step, not which)
 
     @property
     def _stages(self) -> str:
