@@ -44,10 +44,7 @@ def variants(name: str, x: Extern, buffers: dict[str, Buffer], target: Target) -
     known = {"divisible": tuple(s.name for s in multiples), "whole": tuple(d for d, _, _ in whole)}
     ways = [("fast", replace(small, extras=tuple(known.items())), (*(limits or ()), *facts))] if facts else []
     ways += [("small", replace(small, extras=(("whole", always),)), limits)] if limits else []
-    if not ways or limits != ():
-        ways.append(("fallback", replace(config, extras=(("whole", always),)), ()))
-    else:
-        ways.append(("fallback", replace(small, extras=(("whole", always),)), ()))
+    ways.append(("fallback", replace(config if limits else small, extras=(("whole", always),)), ()))
     names = (name if i == 0 else f"{name}_{way}" for i, (way, _, _) in enumerate(ways))
     return tuple(Variant(way, (KernelNode(n, (x,), c),), f) for n, (way, c, f) in zip(names, ways))
 
