@@ -28,6 +28,7 @@ class Case:
     block: int = 128
     dtype: torch.dtype = torch.float32
     dynamic: bool = False
+    misaligned: bool = False
 
     def tensors(self, device: str = "cpu") -> tuple[torch.Tensor, ...]:
         """q, k, v as views of [B, M, H, D]; a table that is captured."""
@@ -35,7 +36,10 @@ class Case:
         (b, h, m, d), (bk, hk, n) = self.q, self.kv
 
         def made(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=g).to(self.dtype).to(device).transpose(1, 2)
+            x = torch.randn(shape, generator=g).to(self.dtype).to(device)
+            if self.misaligned:  # not the fast kernel then
+                x = torch.empty(x.numel() + 1, dtype=x.dtype, device=device)[1:].view(shape).copy_(x)
+            return x.transpose(1, 2)
 
         table = torch.randn(h, m + n, generator=g).to(device)
         return made(b, m, h, d), made(bk, n, hk, d), made(bk, n, hk, self.e or d), table
@@ -66,7 +70,8 @@ class Case:
                 def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
                     return self.score(s, b, h, i, j, table)  # type: ignore[misc]
 
-            return flex.flex_attention(q, k, v, score, block_mask, **dict(self.options))
+            out = flex.flex_attention(q, k, v, score, block_mask, **dict(self.options))
+            return (out[0], out[1].lse, out[1].max_scores) if self.options == AUX else out
 
         return call
 
@@ -102,6 +107,7 @@ def capped(s, b, h, i, j, t):  # type: ignore[no-untyped-def]
 
 GQA = (("enable_gqa", True),)
 LSE = (("return_lse", True),)
+AUX = (("return_aux", flex.AuxRequest(lse=True, max_scores=True)),)
 CASES = {
     "plain": Case((1, 2, 256, 64), (1, 2, 256)),
     "odd": Case((2, 2, 70, 24), (2, 2, 133), e=40),
@@ -119,5 +125,7 @@ CASES = {
     "negative scale": Case((1, 2, 64, 16), (1, 2, 90), options=(("scale", -0.5),)),
     "dynamic": Case((2, 2, 256, 16), (2, 2, 256), mask=causal, score=relative, dynamic=True),
     "dynamic odd": Case((2, 2, 150, 16), (2, 2, 170), mask=causal, score=alibi, options=LSE, dynamic=True),
+    "misaligned": Case((1, 2, 128, 16), (1, 2, 140), mask=causal, score=relative, misaligned=True),
+    "maximum": Case((2, 2, 300, 16), (2, 2, 260), mask=padded, score=alibi, options=AUX),
     "half": Case((1, 2, 140, 32), (1, 2, 140), mask=causal, score=capped, dtype=torch.float16),
 }

@@ -29,7 +29,7 @@ from reflib.pipeline import Backend  # noqa: E402
 
 def results(fn: Any, case: Case, tensors: Any) -> list[torch.Tensor]:
     """Results, then gradients."""
-    tensors = [t.detach().requires_grad_(case.trains) for t in tensors[:3]] + [tensors[3]]
+    tensors = [*(t.detach().requires_grad_(case.trains) for t in tensors[:3]), tensors[3]]
     out = fn(*tensors)
     outs = list(out) if isinstance(out, tuple) else [out]
     if not case.trains:
@@ -59,8 +59,18 @@ def problem(case: Case) -> str:
     return ""
 
 
+_options = flex._apply_kernel_options
+
+
+def options(q: Any, k: Any, v: Any, lse: Any, kernel_options: Any, aux: Any = None) -> Any:
+    """As for a GPU's tensors: the maximum of the scores may be returned."""
+    asked = None if aux is None else flex.AuxRequest(lse=aux.lse)
+    return {**_options(q, k, v, lse, kernel_options, asked), "OUTPUT_MAX": aux is not None and aux.max_scores}
+
+
 def problems(*names: str) -> dict[str, str]:
     flex._validate_device = lambda *a: None  # PyTorch has the backward for GPUs only
+    flex._apply_kernel_options = options
     LoweringContext.on_gpu = property(lambda self: True)
     return {name: told(lambda name=name: problem(CASES[name])) for name in names or CASES}
 
