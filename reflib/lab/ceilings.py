@@ -41,11 +41,12 @@ def roofline(device: torch.device | None = None, dtype: torch.dtype | None = Non
     from reflib.lab.session import current
 
     here = current()
-    return _measure(device or here.device, dtype or here.dtype)
+    return measured(device or here.device, dtype or here.dtype)
 
 
 @functools.cache
-def _measure(device: torch.device, dtype: torch.dtype) -> Roofline:
+def measured(device: torch.device, dtype: torch.dtype) -> Roofline:
+    """Of this device, by products of this dtype."""
     from reflib.lab.machine import describe
     from reflib.lab.measuring import measure
 
@@ -63,10 +64,11 @@ def _measure(device: torch.device, dtype: torch.dtype) -> Roofline:
             bytes={"copy": 2 * copied},
             flops={"matmul": 2 * edge**3},
             budget_s=0.3,
+            device=device,
         )
         for n in range(TRIES)
     ]
-    launch = measure("launch", {"launch": _tiny(device)}, clock="wall")
+    launch = measure("launch", {"launch": _tiny(device)}, clock="wall", device=device)
     return Roofline(
         device=describe(device).name,
         bandwidth=max(rows.value("copy", "bandwidth") or 0.0 for rows in tries),

@@ -55,7 +55,7 @@ def eager_memory(
 ) -> Eager:
     """Runs ``fn`` (not the caller's: its copy), and its backward by ``run_backward(fn, args, kwargs, result)``."""
     try:
-        with _copied(fn, args, kwargs, on_gpu) as (under, own, (own_args, own_kwargs)):
+        with copied(fn, args, kwargs, on_gpu) as (under, own, (own_args, own_kwargs)):
             state = tree_leaves((own_args, own_kwargs))
             if isinstance(own, torch.nn.Module):
                 state += [*own.parameters(), *own.buffers()]
@@ -75,7 +75,8 @@ def eager_memory(
 
 
 @contextmanager
-def _copied(fn: Any, args: Any, kwargs: dict[str, Any], real: bool) -> Iterator[tuple[Any, Any, Any]]:
+def copied(fn: Any, args: Any, kwargs: dict[str, Any], real: bool) -> Iterator[tuple[Any, Any, Any]]:
+    """(what to run a function under, ``fn``, its arguments): copies, ``real`` ones or tensors without numbers."""
     from ..capture.export import with_fakes
 
     if not real:

@@ -25,11 +25,14 @@ from ..options import Options
 from ..pipeline import Backend, Stages, advance
 from ..plan.memory import memory
 from ..target import parse_target
-from ..timeline import Timeline
+from ..timeline import Timed, Timeline
 from .decisions import Decisions, html_table
-from .eager_memory import Eager, eager_memory
+from .eager_memory import Eager, copied, eager_memory
 from .memory import MemoryReport, report
+from .ranking import Ranking, Roof, data_sheet, ranking
+from .trace import recorded_calls
 
+Measured = tuple[list[Stages], list[list[Timed]]]  # graphs, and the events of each call of them
 _serial = itertools.count(1)
 
 
@@ -50,10 +53,14 @@ class Explanation:
         ``for name, start, seconds in e.timeline.only("stage")``.
     """
 
-    def __init__(self, graphs: list[Stages], first: int = 0, eager: Callable[[], Eager] | None = None):
+    def __init__(
+        self, graphs: list[Stages], first: int = 0, eager: Callable[[], Eager] | None = None,
+        measured: Callable[[int], Measured] | None = None,
+    ):  # fmt: skip
         self.graphs = graphs
         self._first = first
         self._eager = functools.cache(eager) if eager is not None else None
+        self._measured = measured
 
     @property
     def stages(self) -> Stages:
@@ -141,8 +148,19 @@ class Explanation:
     def backward(self) -> Explanation | None:
         for i, s in enumerate(self.graphs):
             if s.graph.name == "backward":
-                return Explanation(self.graphs, i, self._eager)
+                return Explanation(self.graphs, i, self._eager, self._measured)
         return None
+
+    def ranking(self, roof: Roof | None = None, calls: int = 7) -> Ranking:
+        """The kernels and calls of PyTorch of all graphs, those that take most above their floor first.
+
+        roof: the device's limits: ``lab.roofline()`` measures them. None: a GPU's data sheet; for a CPU no floors.
+        calls: how often to run the function again, on copies of its arguments, to see how long each kernel takes; it is
+            compiled again for that. 0, and for a target: no times, those with the highest floor first.
+        """
+        self._reached(self.stages.plan, "plan")
+        graphs, seen = self._measured(calls) if self._measured and calls else (self.graphs, [])
+        return ranking(graphs, seen, roof or data_sheet(graphs))
 
     def _reached(self, value: Any, stage: str) -> Any:
         if value is None:
@@ -212,7 +230,9 @@ def explain(
             graphs = _graphs(Backend, fn, args, kwargs or {}, opts, dynamic)
     if not graphs:
         raise ReflibError(f"explain: no tensor operation was captured from {getattr(fn, '__name__', fn)!r}")
-    return Explanation(graphs, eager=functools.partial(_eager, fn, args, kwargs or {}, graphs))
+    eager = functools.partial(_eager, fn, args, kwargs or {}, graphs)
+    again = functools.partial(_measure, fn, args, kwargs or {}, opts, dynamic)
+    return Explanation(graphs, eager=eager, measured=again if opts.target is None else None)
 
 
 def _eager(fn: Any, args: Any, kwargs: dict[str, Any], graphs: list[Stages]) -> Eager:
@@ -221,6 +241,23 @@ def _eager(fn: Any, args: Any, kwargs: dict[str, Any], graphs: list[Stages]) -> 
     trains = any(s.graph.name in ("forward", "backward") for s in graphs)
     on_gpu = any(t.is_cuda for t in tensors) and graphs[0].options.target is None
     return eager_memory(fn, args, kwargs, _run_backward if trains else None, on_gpu)
+
+
+def _measure(fn: Any, args: Any, kwargs: Any, options: Options, dynamic: bool | None, calls: int) -> Measured:
+    """The graphs of another compilation, and the events of so many calls of it."""
+    tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    gpus = {t.device.index for t in tensors if t.is_cuda}
+    with copied(fn, args, kwargs, real=True) as (_, own, given), torch.random.fork_rng(list(gpus)):
+        graphs: list[Stages] = []
+        compiled = torch.compile(_fresh(own), backend=Backend(options, graphs.append), dynamic=dynamic)
+
+        def call() -> None:
+            result = compiled(*given[0], **given[1])
+            if any(s.graph.name == "forward" for s in graphs):
+                _run_backward(own, given[0], given[1], result)
+
+        call()
+        return graphs, recorded_calls(call, graphs, calls)
 
 
 def _graphs(

@@ -14,6 +14,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from ..wrap.runtime import namespace
 PROFILED = 10  # calls of each graph
 LINES, NEST = 6, 600  # at most, in each event: lines of the user's code; characters of a loop nest
 Links = Mapping[str, Mapping[str, Any]]
+Modules = Mapping[Origin, Mapping[str, None]]
 clock = time.perf_counter
 _profiling = threading.Lock()
 
@@ -69,6 +71,7 @@ class Traced:
         self.profiled = 0
         self.links: Links = {}
         self._seen: Any = None  # whose launchers are timed: the fallback, or what tuning made
+        self._replaced: list[tuple[dict[str, Any], str, Any]] = []  # (globals of a wrapper, name, the launcher)
         recorder.watch(stages.timeline)
 
     def __call__(self, args: list) -> Any:
@@ -106,10 +109,16 @@ class Traced:
                 op = isinstance(f, torch._ops.OpOverload) and name not in common
                 if name in self.links or op:
                     label = str(f) if op else name
+                    self._replaced.append((scope, name, f))
                     scope[name] = self._timed(f, label, self.links.get(label, {}))
             self.recorder.add(_event(f"load {self.name}", start, "call"))
         except Exception as e:
             tracing.logger("trace").info("%s: launches are not recorded: %s", self.name, e)
+
+    def end(self) -> None:
+        """Launches are no longer timed."""
+        for scope, name, launch in self._replaced:
+            scope[name] = launch
 
     def _timed(self, launch: Callable[..., Any], name: str, about: Mapping[str, Any]) -> Callable[..., Any]:
         recorder, gpu = self.recorder, self.gpu
@@ -154,6 +163,49 @@ class Traced:
             tracing.logger("trace").warning("what the device did is missing in traces: %s", e)
 
 
+class _Kept(tracing.Recorder):
+    """Events that are kept, for one who looks at them at once."""
+
+    def __init__(self) -> None:
+        super().__init__(Path())
+        self.events: list[Timed] = []
+
+    def add(self, *events: Any) -> None:
+        self.events += events
+
+
+def recorded_calls(call: Callable[[], Any], graphs: Sequence[Stages], rounds: int) -> list[list[Timed]]:
+    """The events of so many calls of a program, after one more. graphs: of that program, loaded; a launch's
+    ``about["graph"]`` is the number of its graph there."""
+    kept, out = _Kept(), []
+    watched = [Traced(s.call, s, kept) for s in graphs if s.call is not None]
+    gpu = any(t.gpu for t in watched)
+    try:
+        for i, t in enumerate(watched):
+            t.name = str(i)
+            t._prepare(t.stages)
+        useful = gpu or not all(t._replaced for t in watched)
+        call()
+        profiler = _started(gpu) if useful else None
+        spans = []
+        kept.events.clear()
+        for _ in range(rounds):
+            start = clock()
+            call()
+            if gpu:
+                torch.cuda.synchronize()
+            spans.append((start, clock()))
+        if profiler is not None:
+            watched[0].links = {name: about for t in watched for name, about in t.links.items()}
+            watched[0]._stop(profiler)
+    finally:
+        for t in watched:
+            t.end()
+    for start, end in spans:
+        out.append([e for e in kept.events if start <= e.start <= end])
+    return out
+
+
 def _started(gpu: bool) -> Any:
     """A running profiler, or None: another one runs, or the caller records a CUDA graph."""
     if torch.autograd._profiler_enabled() or gpu and torch.cuda.is_current_stream_capturing():
@@ -183,10 +235,7 @@ def profiled(found: Sequence[Any], links: Links, offset: float, track: str) -> l
 # -- what a kernel came from ------------------------------------------------------------------------
 def links(s: Stages, graph: str = "") -> dict[str, dict[str, Any]]:
     """Kernel, or op that is called -> the graph, its ATen ops, the user's lines, modules and loop nest."""
-    modules: dict[Origin, dict[str, None]] = {}
-    for node in s.graph.module.graph.nodes if s.graph is not None else ():
-        if node.op == "call_function" and (module := module_of(node)):
-            modules.setdefault(origin(node), {})[module.removeprefix("computed in ")] = None
+    modules = modules_of(s)
     found: dict[str, list[Origin]] = {}
     for n in walk(s.scheduled.nodes) if s.scheduled is not None else ():
         if isinstance(n, (KernelNode, Extern)):
@@ -195,13 +244,27 @@ def links(s: Stages, graph: str = "") -> dict[str, dict[str, Any]]:
                 found.setdefault(name, []).extend(n.origins)
     out = {}
     for name, origins in found.items():
-        about: dict[str, Any] = {"graph": graph, "ops": _some([o.op for o in origins])}
-        about["lines"] = _some([o.source for o in origins if o.source])
-        about["modules"] = _some([m for o in origins for m in modules.get(o, ())])
+        about: dict[str, Any] = {"graph": graph, **came_from(origins, modules)}
         if nest := _nest(s, name):
             about["nest"] = nest if len(nest) <= NEST else nest[:NEST] + "\n..."
         out[name] = about
     return out
+
+
+def modules_of(s: Stages) -> Modules:
+    """Where the ops of the graph are in the user's model."""
+    modules: dict[Origin, dict[str, None]] = {}
+    for node in s.graph.module.graph.nodes if s.graph is not None else ():
+        if node.op == "call_function" and (module := module_of(node)):
+            modules.setdefault(origin(node), {})[module.removeprefix("computed in ")] = None
+    return modules
+
+
+def came_from(origins: Sequence[Origin], modules: Modules) -> dict[str, list[str]]:
+    """The ATen ops, the user's lines and modules."""
+    found = {"ops": [o.op for o in origins], "lines": [o.source for o in origins if o.source]}
+    found["modules"] = [m for o in origins for m in modules.get(o, ())]
+    return {what: _some(texts) for what, texts in found.items()}
 
 
 def _nest(s: Stages, name: str) -> str:

@@ -207,6 +207,15 @@ def test_times_are_there_beside_eagers(made: Any) -> None:
     assert said in made.page.text
 
 
+def test_kernels_are_ranked_with_what_they_came_from(made: Any) -> None:
+    rows = made.data["ranking"]
+    (graph,) = made.data["graphs"]
+    assert {k["name"] for k in graph["kernels"] if not k["fallback"]} == {r["name"] for r in rows if r["is_kernel"]}
+    assert [r["above"] for r in rows] == sorted((r["above"] for r in rows), reverse=True)
+    assert all(r["us"] > 0 and r["floor_us"] > 0 and r["ops"] and r["lines"] for r in rows)
+    assert "Kernels by time above their floor" in made.page.text and f"#g0-{rows[-1]['name']}" in made.text
+
+
 def test_a_target_that_is_not_here(folder: Path) -> None:
     run("model.py:Net", "--input", "16x24", "--target", "sm_90", "--out", "t.html", at=folder)
     text = Reader((folder / "t.html").read_text()).text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from reflib import __version__
@@ -31,6 +31,7 @@ from reflib.lab.step_table import _what
 from reflib.observe.decisions import _sorted as candidates_in_order
 from reflib.observe.decisions import chosen
 from reflib.observe.explain import Explanation
+from reflib.observe.ranking import Ranked
 from reflib.options import Options
 from reflib.timeline import Event, first_start
 
@@ -67,9 +68,15 @@ def gather(subject: Subject, request: ReportRequest, options: Options, trial: Tr
         "frames": trial.frames,
         "graph_breaks": trial.graph_breaks,
         "graphs": graphs,
+        "ranking": [_ranked(r, graphs[r.graph]) for r in trial.ranking],
         "totals": _totals(graphs),
         "timeline": _events(explained),
     }
+
+
+def _ranked(r: Ranked, graph: dict[str, Any]) -> dict[str, Any]:
+    shown = {k: v for k, v in asdict(r).items() if k != "graph"} | {"above": r.above, "ratio": r.ratio}
+    return shown | {"graph": graph["id"], "lines": "\n".join(r.lines)}
 
 
 def _called(model: Any) -> str:

@@ -20,6 +20,7 @@ HERE = Path(__file__).parent
 TOTALS = {"operators": "ATen operators", "kernels": "kernels", "calls": "calls of PyTorch",
           "bytes_before": "to move before fusion", "bytes_after": "to move",
           "peak_bytes": "temporary at the peak", "decisions": "measured choices"}  # fmt: skip
+MOST_RANKED = 200  # rows of the table of kernels
 CAPTIONS = {
     "when": "When each stage ran. Rest the pointer on a bar for its name and time.",
     "speed": "Time per call {}: median, with the interquartile range. In brackets: how many times as fast as eager.",
@@ -55,6 +56,8 @@ def render(data: dict[str, Any]) -> str:
         speed=speed(data),
         figures=[figures(g) for g in data["graphs"]],
         total_names=TOTALS,
+        most_ranked=MOST_RANKED,
+        ranked_by=ranked_by(data["ranking"]),
         when=drawing.timeline(data["timeline"], CAPTIONS["when"]),
         many=len(data["graphs"]) > 1,
     )
@@ -102,6 +105,20 @@ def _fast(data: dict[str, Any]) -> dict[str, str] | None:
     if ratio > 1:
         return {"mood": "good", "text": f"{ratio:.2f} times as fast as eager: {times}."}
     return {"mood": "bad", "text": f"Slower than eager, {1 / ratio:.2f} times the time: {times}."}
+
+
+def ranked_by(rows: list[dict[str, Any]]) -> str:
+    """What the order of the kernels is, and what their floors are."""
+    floors = any(r["floor_us"] is not None for r in rows)
+    if not any(r["us"] is not None for r in rows):
+        what = "the limits on its maker's data sheet" if floors else "no limits: nothing was measured"
+        order = "highest floor" if floors else "most bytes"
+        return f"Nothing was timed, so those with the {order} come first. Floors are by {what}."
+    where = "the bandwidth of a large copy or the rate of a large product, as measured here or on the data sheet"
+    return (
+        "The floor is the least time for what a kernel reads and writes, or computes, whichever is more: by " + where
+        + ". What is above it can be gained at most; on data in a cache a kernel can be faster."
+    )  # fmt: skip
 
 
 def _since(data: dict[str, Any]) -> dict[str, str] | None:

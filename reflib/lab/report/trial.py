@@ -24,6 +24,8 @@ from reflib.autotune import correct
 from reflib.autotune.inputs import copy_of, free_bytes
 from reflib.errors import LabError, ReflibError
 from reflib.lab.report.subject import Subject, located
+from reflib.observe.ranking import Ranking, data_sheet, product_dtype, ranking
+from reflib.observe.trace import recorded_calls
 from reflib.options import Options
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from reflib.pipeline import Stages
 
 ROUNDS, BUDGET_S = 30, 2.0
+KERNEL_ROUNDS = 7  # calls in which each kernel is timed
 PEER_S = 300.0
 _WIDER = {torch.float16, torch.bfloat16, torch.float32}
 
@@ -48,7 +51,7 @@ class CallOutcome:
 class Trial:
     """`seconds`: the first call, compiling included. If nothing was run, `comparison` is None and `times` empty.
     `frames`: what Dynamo compiled, in order: a function, its continuation after a graph break, or one of them again,
-    with the guard that failed. `graph_breaks`: reasons."""
+    with the guard that failed. `graph_breaks`: reasons. `ranking`: kernels and calls; without times if none was run."""
 
     graphs: list[Stages]
     seconds: float
@@ -58,6 +61,7 @@ class Trial:
     notes: list[str] = field(default_factory=list)
     frames: list[dict[str, Any]] = field(default_factory=list)
     graph_breaks: list[str] = field(default_factory=list)
+    ranking: Ranking = field(default_factory=Ranking)
 
 
 def run(subject: Subject, request: ReportRequest, options: Options, say: Callable[[str], Any]) -> Trial:
@@ -79,13 +83,16 @@ def run(subject: Subject, request: ReportRequest, options: Options, say: Callabl
             f"The code is for {options.target}: it was generated, not built, and nothing was run or timed. The graph "
             f"was captured on {caller.device}: where PyTorch picks an operator by device, it is that device's."
         )
+        trial.ranking = ranking(graphs, roof=data_sheet(graphs))
         return trial
     trial.comparison = _compare(subject, caller, eager, actual, graphs)
     if not request.measure:
         trial.notes.append("Nothing was timed: --no-measure.")
+        trial.ranking = ranking(graphs, roof=data_sheet(graphs))
         return trial
     say(f"{subject.spec}: measuring")
     trial.times = _times(caller, compiled, trial.notes)
+    trial.ranking = _ranking(caller, compiled, trial)
     for peer in request.compare:
         say(f"{subject.spec}: {peer}, in a separate process")
         trial.times.append(_peer(peer, request, caller.device))
@@ -337,6 +344,20 @@ def _times(caller: Caller, compiled: Any, notes: list[str]) -> list[dict[str, An
     if rows and (warning := busy()):
         notes.append(f"While this was timed {warning}.")
     return rows
+
+
+def _ranking(caller: Caller, compiled: Any, trial: Trial) -> Ranking:
+    """Each kernel beside its floor, by the limits of this device."""
+    from reflib.lab import ceilings
+
+    graphs, seen = trial.graphs, []
+    try:
+        with caller.restored():
+            seen = recorded_calls(stepper(caller, compiled), graphs, KERNEL_ROUNDS)
+        return ranking(graphs, seen, ceilings.measured(caller.device, product_dtype(graphs)))
+    except Exception as error:
+        trial.notes.append(f"Kernels were not timed: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+        return ranking(graphs, seen, data_sheet(graphs))
 
 
 def stepper(caller: Caller, fn: Callable[..., Any]) -> Callable[[], Any]:
