@@ -169,7 +169,8 @@ def compare(a: Path, b: Path, fail_over: str | None) -> None:
 
     Rows are matched by chapter, case, metric, sizes and parameters. A row is slower if the difference exceeds the limit
     and the spreads; a case that only A could run is broken. Exit status: 0; 1 with --fail-over, or for sweeps, if B is
-    slower or broken; 2 for bad input.
+    slower or broken; 2 for bad input. With REFLIB_ARTIFACTS=1 what is slower or broken runs again, with traces and
+    repros.
     """
     from reflib.batch import compare as comparing
 
@@ -178,7 +179,8 @@ def compare(a: Path, b: Path, fail_over: str | None) -> None:
     gate = limit is not None or found.of_sweeps
     limit = limit if limit is not None else 0.10 if found.of_sweeps else 0.05
     click.echo(found.report(limit))
-    sys.exit(1 if gate and found.fails(limit) else 0)
+    whole = comparing.left(found, limit, a, b, click.echo)
+    sys.exit(1 if not whole or gate and found.fails(limit) else 0)
 
 
 @cli.command()

@@ -1,9 +1,10 @@
 """What a failed CI job leaves behind: for each failure why, what it said when it ran again alone, its traces and its
 repros, and a page that links them (relative links: the folder may be moved, zipped, uploaded).
 
-``REFLIB_ARTIFACTS=1`` turns it on, for the tests and for ``reflib run``; without it nothing is written. What failed
-runs once more in a child process, with ``REFLIB_TRACE`` and ``REFLIB_REPRO``: so what did not fail pays nothing. A file
-that would be empty is a problem, and problems make the exit status 1.
+``REFLIB_ARTIFACTS=1`` turns it on, for the tests, for ``reflib run`` and, where something is slower or broken, for
+``reflib compare``; without it nothing is written. What failed runs once more in a child process, with ``REFLIB_TRACE``
+and ``REFLIB_REPRO``: so what did not fail pays nothing. A file that would be empty is a problem, and problems make the
+exit status 1.
 """
 
 from __future__ import annotations
@@ -28,17 +29,18 @@ PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</t
 <style>body {{ font-family: sans-serif; margin: 2em }} td, th {{ text-align: left; vertical-align: top; padding: .3em }}
 pre {{ white-space: pre-wrap; margin: 0 }}</style>
 <h1>{title}</h1><p>{head}</p>
-<table><tr><th>failed</th><th>why</th><th>again, alone</th><th>files</th></tr>{rows}</table>{notes}</html>
+<table><tr><th>what</th><th>why</th><th>again, alone</th><th>files</th></tr>{rows}</table>{notes}</html>
 """
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A failure. ``again``: its folder -> the command that repeats it."""
+    """A failure, or (not ``fails``) what became slower. ``again``: its folder -> the command that repeats it."""
 
     name: str
     why: str
     again: Callable[[Path], list[str]]
+    fails: bool = True
 
 
 @dataclass
@@ -55,8 +57,11 @@ def wanted() -> bool:
     return os.environ.get(SWITCH, "0") not in ("", "0")
 
 
-def gather(folder: Path, failed: Sequence[Failed], links: Mapping[str, Path] | None = None) -> list[str]:
-    """Fill ``folder``; the problems, as lines for people. links: other reports, by title. Nothing is raised."""
+def gather(
+    folder: Path, failed: Sequence[Failed], links: Mapping[str, Path] | None = None, word: str = "failed"
+) -> list[str]:
+    """Fill ``folder``; the problems, as lines for people. links: other reports, by title. word: what happened to them.
+    Nothing is raised."""
     a = Artifacts(folder)
     end = time.monotonic() + ALL_SECONDS
     try:
@@ -67,10 +72,10 @@ def gather(folder: Path, failed: Sequence[Failed], links: Mapping[str, Path] | N
             said = _again(f, where, end - time.monotonic())
             a.rows.append((f.name, f.why, said, where))
         if len(failed) > MOST:
-            a.notes.append(f"{len(failed) - MOST} more failed; the first {MOST} are here")
+            a.notes.append(f"{len(failed) - MOST} more {word}; the first {MOST} are here")
         _limit(a)
-        _check(a, len(failed))
-        _page(a, len(failed), links or {})
+        _check(a, len(failed), word)
+        _page(a, f"{len(failed)} {word}", links or {})
     except Exception as e:
         a.problems.append(f"the artifacts in {folder} are not complete: {type(e).__name__}: {e}")
     return a.problems
@@ -87,13 +92,17 @@ def _again(f: Failed, where: Path, seconds: float) -> str:
                 f.again(where), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
                 env={**os.environ, **observed}, timeout=min(seconds, SECONDS),
             ).returncode  # fmt: skip
-        return "passed: it does not fail alone" if status == 0 else f"failed (exit {status})"
+        done = "passed: it does not fail alone" if f.fails else "ran"
+        return done if status == 0 else f"failed (exit {status})"
     except subprocess.TimeoutExpired:
         return f"stopped after {min(seconds, SECONDS):.0f} s"
     finally:
         if (where / "again.txt").exists():
             text = (where / "again.txt").read_bytes()
             (where / "again.txt").write_bytes(text[-TEXT:])
+        for path in _files(where / "run"):  # a run's lock, and the rows of a notebook that measures nothing
+            if not path.stat().st_size:
+                path.unlink()
 
 
 def _files(folder: Path) -> list[Path]:
@@ -111,18 +120,18 @@ def _limit(a: Artifacts) -> None:
             a.notes.append(f"{path.relative_to(a.folder)} ({size / 1e6:.1f} MB) is over the limits and was left out")
 
 
-def _check(a: Artifacts, failed: int) -> None:
+def _check(a: Artifacts, failed: int, word: str) -> None:
     for path in _files(a.folder):
         if not path.stat().st_size:
             a.problems.append(f"artifact {path.relative_to(a.folder)} is empty")
     if failed and not a.rows:
-        a.problems.append(f"{failed} failed, and nothing was gathered")
+        a.problems.append(f"{failed} {word}, and nothing was gathered")
     for name, _, said, where in a.rows:
         if not any(_files(where / part) for part in ("traces", "repros")):
             a.notes.append(f"{name}: no graph was compiled when it ran again ({said}): there is no trace and no repro")
 
 
-def _page(a: Artifacts, failed: int, links: Mapping[str, Path]) -> None:
+def _page(a: Artifacts, title: str, links: Mapping[str, Path]) -> None:
     rows = []
     for name, why, said, where in a.rows:
         lines = [line for line in why.strip().splitlines() if line.strip()]
@@ -133,7 +142,7 @@ def _page(a: Artifacts, failed: int, links: Mapping[str, Path]) -> None:
     notes = "".join(f"<p>{escape(n)}</p>" for n in (*a.problems, *a.notes))
     head = f"Traces: open at ui.perfetto.dev. Repros: python FILE, reflib minify FILE.{others}"
     a.folder.mkdir(parents=True, exist_ok=True)
-    text = PAGE.format(title=f"{failed} failed", head=head, rows="".join(rows), notes=notes)
+    text = PAGE.format(title=title, head=head, rows="".join(rows), notes=notes)
     atomic.write(a.folder / "index.html", text)
 
 

@@ -12,13 +12,19 @@ wrong, crashed or timed out is **broken**: it counts as slower.
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from reflib.batch import store, summary
+from reflib import atomic
+from reflib.batch import artifacts, store, summary
+from reflib.batch.artifacts import Failed
 from reflib.errors import LabError
 from reflib.lab import recording as recordings
 from reflib.lab import runner
@@ -115,6 +121,63 @@ class Comparison:
             f"B takes {self.overall:.3f} times as long as A (geometric mean)"
         )
         return "\n".join(lines)
+
+
+def left(found: Comparison, limit: float, a: Path, b: Path, say: Callable[[str], Any]) -> bool:
+    """Where that is asked for, what is slower or broken runs again, and leaves a folder (``artifacts.py``) in B's, or
+    in runs/ if B is a recording. False: something that should be there is not."""
+    again = regressed(found, limit, b, [sys.executable, "-m", "reflib.cli"])
+    if not again or not artifacts.wanted():
+        return True
+    kept = (b / "run.json").exists() or (b / "results.jsonl").exists()
+    folder = b / "regressed" if kept else runner.new_folder(Path("runs"), time.strftime("compare-%Y%m%d-%H%M%S"))
+    links = {"the comparison": folder / "comparison.txt"}
+    links |= {name: p / "summary.html" for name, p in (("A", a), ("B", b)) if (p / "summary.html").exists()}
+    problems = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic.write(folder / "comparison.txt", found.report(limit) + "\n")
+    except OSError as error:
+        problems.append(f"no comparison.txt: {error}")
+    problems += artifacts.gather(folder, again, links, "slower or broken")
+    for line in (*problems, f"artifacts: {runner.shown(folder / 'index.html')}"):
+        say(line)
+    return not problems
+
+
+def regressed(found: Comparison, limit: float, b: Path, command: Sequence[str]) -> list[Failed]:
+    """The notebooks and models of B with a slower or broken row, worst first; what runs each again."""
+    slower = sorted((p for p in found.pairs if p.slower(limit)), key=lambda p: -p.ratio)
+    lines = [(key, f"{named(key)}: {why}") for key, why in found.broken]
+    lines += [(p.key, f"{named(p.key)}: {p.ratio:.3f} times as slow") for p in slower]
+    grouped: dict[tuple[str, ...], list[str]] = {}
+    for key, line in lines:
+        at = json.loads(key[7])
+        what = (SWEEP, *(at[n] for n in ("model", "mode", "dtype"))) if key[0] == SWEEP else (key[0], key[8])
+        grouped.setdefault(what, []).append(line)
+    return [
+        Failed(" ".join(what), "\n".join(why), partial(_again, what, b, command), fails=False)
+        for what, why in grouped.items()
+    ]
+
+
+def _again(what: tuple[str, ...], b: Path, command: Sequence[str], where: Path) -> list[str]:
+    """The command that measures a model or a notebook once more."""
+    out = ["--out", str(where / "run")]
+    shutil.rmtree(where / "run", ignore_errors=True)
+    if what[0] == SWEEP:
+        _, model, mode, dtype = what
+        how = ["--only", model, "--mode", mode, "--dtype", dtype, "--backend", "reflib", "--workers", "1"]
+        return [*command, "sweep", *how, *out]
+    chapter, parameters = what[0], json.loads(what[1])
+    device, only = parameters.pop("device", "auto"), chapter
+    if (b / "run.json").exists():
+        about = store.load(b)
+        asked = about.get("request", {})
+        only = next((n for n in asked.get("only", ()) if Path(n).stem == chapter), chapter)
+        device = asked.get("device", device) if device == "auto" else device
+    given = [word for k, v in parameters.items() for word in ("-p", f"{k}={v}")]
+    return [*command, "run", "--only", only, "--device", device, "--no-book", *out, *given]
 
 
 def compare(a: Path, b: Path) -> Comparison:

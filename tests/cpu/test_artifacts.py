@@ -57,6 +57,10 @@ def test_a_failure_leaves_its_reason_a_trace_and_a_repro(tmp_path):
 def test_an_empty_artifact_is_a_problem_that_is_said(tmp_path):
     silent = Failed("silent", "why", lambda _: python("raise SystemExit(1)"))
     assert gather(tmp_path / "a", [silent]) == ["artifact 00-silent/again.txt is empty"]
+    run = "import os; os.makedirs('run'); open('run/.lock', 'w'); open('run/log.txt', 'w').write('x'); print(1)"
+    failed = Failed("run", "why", lambda at: python(f"import os; os.chdir({str(at)!r}); {run}"))
+    assert gather(tmp_path / "b", [failed]) == []
+    assert [p.name for p in tmp_path.glob("b/*/run/*")] == ["log.txt"], "a run's lock is no artifact"
     (tmp_path / "file").write_text("")
     [problem] = gather(tmp_path / "file", [silent])
     assert "not complete" in problem and str(tmp_path / "file") in problem

@@ -137,3 +137,63 @@ def test_what_a_killed_kernel_left_half_written_is_passed_over(tmp_path: Path) -
     path = kept.jobs / "n-0" / "rows.jsonl"
     path.write_text(path.read_text() + '{"kind": "row", "na')
     assert len(comparing.compare(tmp_path / "a", tmp_path / "a").pairs) == 1
+
+
+# -- what regressed leaves behind (REFLIB_ARTIFACTS=1) -----------------------------------------------
+CHAPTER = {
+    "import json, os, torch, reflib": "code",
+    "device: str = 'auto'  # where to run (auto | cpu | cuda)\nsize: int = 8  # elements (1 .. 99)": "parameters",
+    "print(reflib.compile(torch.relu)(torch.ones(size)).sum())": "code",
+}
+
+
+def notebook(path: Path) -> Path:
+    import nbformat
+
+    cells = [nbformat.v4.new_code_cell(text, metadata={"tags": [tag]}) for text, tag in CHAPTER.items()]
+    about = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=about), path)
+    return path
+
+
+@pytest.mark.slow
+def test_what_is_slower_runs_again_and_leaves_its_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = notebook(tmp_path / "n.ipynb")
+    first, second = (a_run(tmp_path / n, ({"size": 5}, [row(value=v)])) for n, v in (("a", 10.0), ("b", 15.0)))
+    request = {"only": [str(path)], "given": {}, "device": "cpu", "sweeps": []}
+    RunStore(second).write("run.json", {"jobs": ["n-0"], "request": request})
+    (second / "summary.html").write_text("B")
+    assert exit_status(first, second) == exit_status(first, second) and not (second / "regressed").exists()
+    monkeypatch.setenv("REFLIB_ARTIFACTS", "1")
+    status, said = exit_status(first, second)
+    assert status == 0 and "artifacts: " in said, said
+    folder = second / "regressed"
+    text = (folder / "index.html").read_text()
+    assert "1 slower or broken" in text and "1.500 times as slow" in text and "<td>ran</td>" in text, text
+    assert "href='comparison.txt'" in text and "href='../summary.html'" in text
+    assert "1 of 1 rows slower" in (folder / "comparison.txt").read_text()
+    [where] = [p for p in folder.iterdir() if p.is_dir()]
+    assert list(where.glob("traces/*.json.gz")) and list(where.glob("repros/*.py"))
+    assert all(p.stat().st_size for p in where.rglob("*") if p.is_file()) and (where / "run" / "summary.html").exists()
+    assert exit_status(first, first)[0] == 0 and not (first / "regressed").exists(), "nothing became slower"
+
+
+def test_what_runs_a_model_or_a_chapter_again(tmp_path: Path) -> None:
+    at = {"model": "gpt2", "mode": "training", "dtype": "float32"}
+
+    def measured(chapter: str, parameters: dict[str, Any], at: Any, value: float) -> Any:
+        (tmp_path / f"{chapter}.json").write_text("{}")
+        found = comparing.Row.from_data(row(value=value, at=at))
+        return comparing.key_of(chapter, found, parameters, True), comparing.Number(value, 0.1, "µs", "x")
+
+    pairs = []
+    for chapter, parameters, where in (("sweep", {}, at), ("fusion", {"size": 3, "device": "cuda"}, {})):
+        (key, a), (_, b) = (measured(chapter, parameters, where, v) for v in (1.0, 2.0))
+        pairs += [comparing.Pair(key, a, b), comparing.Pair((*key[:2], "other", *key[3:]), a, b)]
+    found = comparing.Comparison(tuple(pairs), (), (), (("x",), ("x",)))
+    sweep, chapter = comparing.regressed(found, 0.05, tmp_path, ["reflib"])
+    assert sweep.why.count("times as slow") == chapter.why.count("times as slow") == 2
+    words = " ".join(sweep.again(tmp_path))
+    assert words.startswith("reflib sweep --only gpt2 --mode training --dtype float32 --backend reflib")
+    assert " ".join(chapter.again(tmp_path)).startswith("reflib run --only fusion --device cuda --no-book --out")
+    assert chapter.again(tmp_path)[-2:] == ["-p", "size=3"]
