@@ -48,6 +48,7 @@ _TAG_TEXT = "Signature: 8a477f597d28d172789f06886806bc55\n# Made by reflib; may 
 _OTHERS = 0o022  # permission to write, of the group and of everybody
 _spares: dict[Path, Path] = {}  # by the folder that cannot be written to
 _lock = threading.Lock()
+_versions_lock = threading.Lock()
 
 
 def root() -> Path:
@@ -61,8 +62,9 @@ def root() -> Path:
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "it cannot be written to")
         # under its own name, as the first file: a folder with others, but not this one, is not ours
-        with contextlib.suppress(FileExistsError), open(path / _TAG, "x", opener=_private) as f:
-            f.write(_TAG_TEXT)
+        if not (path / _TAG).exists():
+            with contextlib.suppress(FileExistsError), open(path / _TAG, "x", opener=_private) as f:
+                f.write(_TAG_TEXT)
     except OSError as e:
         if path.exists() and not path.is_dir():
             raise CacheError(f"cannot use the cache folder {path}: {e}; set REFLIB_CACHE_DIR to another") from e
@@ -101,7 +103,9 @@ def _default_root() -> Path:
     named = os.environ.get("REFLIB_CACHE_DIR")
     if named:
         path = Path(named).expanduser().absolute()
-        others = path.is_dir() and any(path.iterdir()) and not (path / _TAG).exists()
+        if (path / _TAG).exists():
+            return path
+        others = path.is_dir() and any(path.iterdir()) and not (path / _TAG).exists()  # last: it may just be made
         if not others:
             return path
         _check_private(path)  # else other users could replace ours
@@ -254,13 +258,17 @@ def _digest(data: bytes) -> str:
 
 
 # -- what keys are made of --------------------------------------------------------------------------
-@functools.cache
 def versions() -> tuple[str, ...]:
     """reflib's own sources, torch, Triton, Python: for what follows from more than the source in its key."""
+    with _versions_lock:  # else each of many threads reads all sources
+        return _versions()
+
+
+@functools.cache
+def _versions() -> tuple[str, ...]:
     return (_source_hash(), *(f"{p} {_version(p)}" for p in ("torch", "triton")), platform.python_version())
 
 
-@functools.cache
 def _source_hash() -> str:
     here = Path(__file__).parent
     h = hashlib.sha256()

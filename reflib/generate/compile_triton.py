@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from ..target import Target
 from . import libdevice
 from .kernel import Kernel
 
-_FORMAT = 9  # of the cached data; change it when Binary or how we compile changes
+_FORMAT = 10  # of the cached data; change it when Binary or how we compile changes
 _SCRATCH_ALIGN = 128
 
 _TYPES = {
@@ -81,13 +82,10 @@ def compile_kernel(kernel: Kernel, target: Target) -> Binary:
 
 
 def start_triton() -> None:
-    """What Triton does once in a process, before its first kernel: imports, and a checksum of all of itself."""
+    """What Triton does once in a process, before its first kernel: imports."""
     with contextlib.suppress(ImportError), _front_end:
-        importlib.import_module("triton.compiler")
+        importlib.import_module("triton.compiler.code_generator")
         importlib.import_module("triton.backends.nvidia.compiler")
-        from triton.runtime.cache import triton_key
-
-        triton_key()
 
 
 def _key(kernel: Kernel, target: Target) -> str:
@@ -99,6 +97,7 @@ def _key(kernel: Kernel, target: Target) -> str:
     )  # fmt: skip
 
 
+@functools.cache
 def _triton_version() -> str:
     for name in ("triton", "pytorch-triton", "pytorch-triton-rocm"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -127,7 +126,6 @@ def signature(kernel: Kernel, parameters: list[str]) -> dict[str, str]:
 def _compile(kernel: Kernel, target: Target, key: str) -> Binary:
     try:
         with _front_end:
-            import triton
             from triton.backends.compiler import GPUTarget
             from triton.compiler import ASTSource
     except ImportError as e:
@@ -153,14 +151,38 @@ def _compile(kernel: Kernel, target: Target, key: str) -> Binary:
             constants = {p.name: p.default for p in fn.params if p.is_constexpr}
             types = signature(kernel, list(fn.arg_names))
             by_hand = BY_HAND.format(kernel.source, kernel.name, types, constants, attrs, repr(where), options)
-            source = ASTSource(fn, types, constants, attrs)
-            _this_thread.keep_loops = kernel.keep_loops
-            compiled = triton.compile(source, target=where, options=options)
+            made, facts = _passes(ASTSource(fn, types, constants, attrs), where, options, kernel.keep_loops)
     except CacheError:
         raise
     except Exception as e:
         raise ToolchainError(failures.of_kernel(kernel.name, kernel.source, target.arch, e, by_hand)) from e
-    return _binary(kernel, target, compiled)
+    return _binary(kernel, target, made, SimpleNamespace(**facts))
+
+
+def _passes(source: Any, target: Any, options: dict[str, Any], keep_loops: bool) -> tuple[dict[str, Any], Any]:
+    """What ``triton.compile`` does, but for its cache, whose eight files per kernel take longer than some passes; our
+    cache has what we need. Returns (results by stage: "ptx", "cubin", ...; facts such as the shared memory)."""
+    from triton._C.libtriton import ir
+    from triton.compiler.compiler import make_backend
+
+    backend = make_backend(target)
+    parsed = backend.parse_options(options)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    stages: dict[str, Callable[..., Any]] = {}
+    backend.add_stages(stages, parsed, source.language)
+    helpers = backend.get_codegen_implementation(parsed), backend.get_module_map()
+    module = source.make_ir(target, parsed, *helpers, context)
+    _front_end.leave()
+    facts: dict[str, Any] = {"target": target, **parsed.__dict__}
+    made: dict[str, Any] = {}
+    for stage, run in stages.items():
+        module = run(module, facts)
+        if stage == "ptx":
+            module = without_packed_adds(with_loops_kept(module) if keep_loops else module)
+        made[stage] = module
+    return made, facts
 
 
 # What was asked of Triton, as a program.
@@ -179,7 +201,7 @@ if __name__ == "__main__":
 class _FrontEnd:
     """Triton's part in Python, for one thread at a time: it parses functions, and keeps tables of them, in ways that
     are not safe in threads (Python 3.11's own parser miscounts its recursion depth then, gh-106905). ``with`` enters
-    it; the kernel's first pass leaves it (``_stages``), for passes and the assembler run beside one another."""
+    it; it is left before the kernel's first pass: passes and the assembler run beside one another."""
 
     def __init__(self) -> None:
         self.lock, self.here = threading.Lock(), threading.local()
@@ -222,8 +244,7 @@ def same_addresses() -> Iterator[None]:
             personality(ctypes.c_ulong(before))
 
 
-def _binary(kernel: Kernel, target: Target, compiled: Any) -> Binary:
-    m = compiled.metadata
+def _binary(kernel: Kernel, target: Target, made: dict[str, Any], m: Any) -> Binary:
     scratch, align = getattr(m, "global_scratch_size", 0) or 0, getattr(m, "global_scratch_align", 1) or 1
     if scratch > kernel.scratch or align > _SCRATCH_ALIGN:
         raise ToolchainError(
@@ -235,8 +256,8 @@ def _binary(kernel: Kernel, target: Target, compiled: Any) -> Binary:
     binary = Binary(
         name=kernel.name, arch=target.arch, entry=m.name, shared=m.shared, num_warps=m.num_warps,
         warp=getattr(m, "warp_size", target.warp), pointers=len(kernel.buffers), symbols=len(kernel.symbols),
-        scratch=kernel.scratch, image=compiled.asm["cubin" if target.kind == "cuda" else "hsaco"],
-        ptx=compiled.asm["ptx"] if target.kind == "cuda" else "",
+        scratch=kernel.scratch, image=made["cubin" if target.kind == "cuda" else "hsaco"],
+        ptx=made["ptx"] if target.kind == "cuda" else "",
         pdl=kernel.pdl,
     )  # fmt: skip
     if target.shared and m.shared > target.shared:
@@ -249,7 +270,6 @@ def _binary(kernel: Kernel, target: Target, compiled: Any) -> Binary:
     return binary
 
 
-_this_thread = threading.local()
 _settings_lock = threading.Lock()
 _settings_users = 0
 _settings_exit = contextlib.ExitStack()
@@ -258,8 +278,7 @@ _settings_exit = contextlib.ExitStack()
 @contextlib.contextmanager
 def _private_settings() -> Iterator[None]:
     """Triton's process-wide settings while at least one thread compiles: no source lines in binaries (half the size,
-    and no local paths), Triton's own cache inside reflib's, ``_stages`` among its hooks, and of libdevice only what a
-    kernel calls."""
+    and no local paths), and of libdevice only what a kernel calls."""
     global _settings_users
     from triton import knobs
     from triton._C.libtriton import llvm
@@ -268,11 +287,7 @@ def _private_settings() -> Iterator[None]:
         _settings_users += 1
         if _settings_users == 1:
             _settings_exit.enter_context(knobs.compilation.scope())
-            _settings_exit.enter_context(knobs.cache.scope())
-            _settings_exit.enter_context(knobs.runtime.scope())
             knobs.compilation.disable_line_info = True
-            knobs.cache.dir = str(cache.root() / f"triton-own-{_FORMAT}")
-            knobs.runtime.add_stages_inspection_hook = _stages
             whole = llvm.link_extern_libs
             llvm.link_extern_libs = functools.partial(libdevice.link, whole)
             _settings_exit.callback(setattr, llvm, "link_extern_libs", whole)
@@ -283,28 +298,6 @@ def _private_settings() -> Iterator[None]:
             _settings_users -= 1
             if _settings_users == 0:
                 _settings_exit.close()
-
-
-def _stages(backend: Any = None, stages: dict[str, Any] | None = None, *_: Any) -> tuple[str, str] | None:
-    """Called by Triton with the steps of each compilation (and, since 3.7, with nothing, for a part of its cache's
-    key)."""
-    keep = getattr(_this_thread, "keep_loops", False)
-    if stages is None:
-        return f"keep_loops {keep}", ""
-    first = next(iter(stages))
-    stages[first] = _leaving(stages[first])
-    if "ptx" in stages:
-        make_ptx, rewritten = stages["ptx"], with_loops_kept if keep else (lambda ptx: ptx)
-        stages["ptx"] = lambda source, metadata: without_packed_adds(rewritten(make_ptx(source, metadata)))
-    return None
-
-
-def _leaving(stage: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
-        _front_end.leave()
-        return stage(*args)
-
-    return run
 
 
 def with_loops_kept(ptx: str) -> str:

@@ -24,6 +24,7 @@ from .. import cache
 _DECLARED = re.compile(r"^declare .*?(\w+) @(__nv_\w+)\((.*?)\)", re.M)
 _MLIR = {"float": "f32", "double": "f64", "ptr": "!llvm.ptr", **{f"i{n}": f"i{n}" for n in (1, 8, 16, 32, 64)}}
 _CALLER = "reflib_calls"
+_FORMAT = 1  # of the text; change it when how it is made changes
 
 
 def link(whole: Callable[[Any, list[str]], None], module: Any, paths: list[str]) -> None:
@@ -36,7 +37,9 @@ def link(whole: Callable[[Any, list[str]], None], module: Any, paths: list[str])
 
 def _cut(whole: Callable[[Any, list[str]], None], path: str, functions: frozenset[tuple[str, str, str]]) -> Path:
     """The file of these functions (result, name, arguments), and what they call, as text."""
-    key = cache.key("libdevice", cache.versions(), _digest(path), *sorted(functions))
+    import triton
+
+    key = cache.key("libdevice", _FORMAT, triton.__version__, _digest(path), *sorted(functions))
     found = cache.get("libdevice", key)
     return found or cache.put("libdevice", key, _linked(whole, path, sorted(functions)).encode(), ".ll")
 
