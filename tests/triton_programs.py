@@ -10,6 +10,7 @@ Prints one JSON object: for each program, what is wrong with it, or nothing.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from interpreter import answer, told
+from narrow_chains import DTYPES, chain, operands
 
 from reflib.capture import random  # noqa: F401  (its op)
 from reflib.generate.kernel import Kernel
@@ -199,6 +201,10 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dic
         lambda x, y, z: (x.sum(-1), y.amax(-1), z.mean(-1), x.exp(), y.softmax(0)),
         lambda: (randn(6, 100), randn(40, 3), randn(5, 33)), {},
     ),
+    "four bits": (
+        lambda x, w, scale: x * (torch.cat([(w << 4) >> 4, w >> 4]).to(x.dtype) * scale),
+        lambda: (randn(60, 33), operands(1, torch.int8)[0], randn(33)), {},
+    ),
     "block": (_block, lambda: _trained(24, 32), {}),
     "looped": (_block, lambda: _trained(24, 32), {"persistent_limit": 16}),
     "one op each": (_block, lambda: _trained(24, 32), {"max_fused_ops": 2}),
@@ -258,6 +264,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dic
         lambda *xs: torch._foreach_add(torch._foreach_mul(list(xs), 0.5), 1.0),
         lambda: tuple(randn(n) for n in (5, 300, 7, 64)), {},
     ),
+    **{f"{t} chain {i}": (chain(i, t), functools.partial(operands, i, t), {}) for t in DTYPES for i in range(6)},
 }  # fmt: skip
 
 

@@ -104,9 +104,8 @@ def shift_left(a, b, bits: tl.constexpr):
     "shift_right": '''
 def shift_right(a, b, bits: tl.constexpr):
     """Arithmetic for signed types; a shift outside the word leaves only the sign."""
-    half = bits // 2
     inside = (b >= 0) & (b < bits)
     s = tl.where(inside, b, 0)
-    return tl.where(inside, a >> s, (a >> half) >> (bits - half - 1) >> 1)
+    return tl.where(inside, a >> s, (a >> (bits // 2)) >> (bits - bits // 2 - 1) >> 1)  # (a variable would be int32)
 ''',
 }

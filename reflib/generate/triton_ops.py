@@ -165,7 +165,7 @@ def _neg(needs: Needs, t: torch.dtype, a: list[str]) -> str:
 def _not(needs: Needs, t: torch.dtype, a: list[str]) -> str:
     if t == torch.bool:
         return f"{a[0]} == 0"
-    return f"{a[0]} ^ 255" if t == torch.uint8 else f"~{a[0]}"
+    return f"{a[0]} ^ tl.full([], 255, tl.uint8)" if t == torch.uint8 else f"~{a[0]}"
 
 
 def _single(a: str, t: torch.dtype) -> str:
@@ -192,10 +192,14 @@ _PRINTERS: dict[str, Printer] = {
     "exp2": lambda needs, t, a: f"{needs.lib('exp2')}({a[0]})" if t == torch.float64 else f"tl.exp2({a[0]})",
 }  # fmt: skip
 
-# Ops in which an operand may be a Python number: in Triton it takes the other operand's type.
-LITERAL_OK = {
-    "add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "where", "and", "or", "xor",
-}  # fmt: skip
+
+def takes_literal(op: str, t: torch.dtype) -> bool:
+    """May an operand be a Python number? In Triton's arithmetic it takes the other operand's type, in other ops it is
+    an int32, and so is what is made of a narrower integer then: it would not wrap."""
+    arithmetic = op in ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "where")
+    return arithmetic or (t.is_floating_point or t.itemsize >= 4) and op in ("maximum", "minimum", "and", "or", "xor")
+
+
 # Ops that make a last-bit difference in a quotient visible in a half-precision result (so do casts to integers).
 SHARP = {
     "floor", "ceil", "trunc", "round", "floordiv", "remainder", "fmod", "eq", "ne", "lt", "le", "gt", "ge",

@@ -17,7 +17,7 @@ from ..ir.loops import Const, Index, Indirect, Load, Op, Store
 from ..ir.program import Buffer, Config
 from ..schedule.axes import Space
 from .triton_facts import HALF, Form, const, const_mask, exact_values, literal, paren, plain, pointer_name
-from .triton_ops import CHEAP, LITERAL_OK, TL, Needs, print_op
+from .triton_ops import CHEAP, TL, Needs, print_op, takes_literal
 
 Dims = frozenset[str]
 NOTHING: Dims = frozenset()
@@ -107,8 +107,8 @@ class StatementPrinter:
         dims = frozenset().union(*(v.dims for v in values))
         literals = [isinstance(self.space.body[a], Const) and plain(self.space.body[a]) for a in s.args]
         checked = literals[1:] if s.op == "where" else literals
-        inline = s.op in LITERAL_OK and not all(checked) and not (s.op == "where" and literals[0])
         source = self.dtype(s.args[-1])
+        inline = takes_literal(s.op, source) and not all(checked) and not (s.op == "where" and literals[0])
         args = [v.text if inline and bare else self._typed(a) for a, v, bare in zip(s.args, values, literals)]
         self._bind(i, print_op(self.needs, s.op, s.dtype, source, args, i in self.exact), dims)
 
