@@ -195,7 +195,10 @@ class FlexPrinter:
         return f"{at} + ({' + '.join(parts)})", " & ".join(masks)
 
     def dot(self, a: str, b: str, acc: str = "") -> str:
-        precision = f', input_precision="{self.kernel.precision}"' if self.kernel.dtype == torch.float32 else ""
+        precision = ""
+        if self.kernel.dtype == torch.float32:
+            tf32 = self.kernel.precision == "tf32" and (self.target.kind != "hip" or self.target.arch == "gfx942")
+            precision = f', input_precision="{"tf32" if tf32 else "ieee"}"'
         return f"tl.dot({a}, {b}{f', {acc}' if acc else ''}{precision})"
 
     def narrow(self, text: str) -> str:

@@ -1,19 +1,20 @@
 """How a kernel of fused attention is launched: its tiling, chosen here unless it was measured, and what it assumes.
 
-The first variant assumes what held when the program was captured: addresses of inputs that are multiples of 16
-bytes, sizes that are multiples of 16, lengths that are whole blocks (so that no access needs a mask), indices of 32
-bits. The second one assumes the last alone, the third nothing.
+The first variant assumes what held when the program was captured: addresses of inputs, and strides, that are
+multiples of 16 bytes, indices of 32 bits, and lengths that are whole blocks, so that no access needs a mask. The second
+one does not assume the last, where lengths may change. The third assumes nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from ..errors import GenerateError
 from ..ir.assume import limit_facts
-from ..ir.expr import Expr, expr
+from ..ir.expr import Expr, Sym, expr
 from ..ir.flex import FlexKernel
-from ..ir.program import Assume, Buffer, Config, Extern, KernelNode, Variant, View, symbols_in
+from ..ir.program import Assume, Buffer, Config, Extern, KernelNode, Variant, View, iter_views, symbols_in
 from ..lower.flex_tilings import tilings
 from ..target import Target
 
@@ -30,23 +31,40 @@ def variants(name: str, x: Extern, buffers: dict[str, Buffer], target: Target) -
         x = replace(x, target=kernel)
     assert kernel.tiling is not None
     limits = limit_facts([buffers[b].extent for b in x.reads()] + _products(given))
-    symbols = symbols_in((x.args, x.kwargs))
-    if any(s.lo < -(2**31) for s in symbols):
+    if any(s.lo < -(2**31) for s in symbols_in((x.args, x.kwargs))):
         limits = None
-    multiples = sorted(s for s in symbols if s.hint and s.hint % 16 == 0)
+    multiples = _multiples(given)
+    facts = tuple(Assume("aligned", b, 16) for b in _wide_reads(given) if buffers[b].kind != "temp")
+    facts += (*(limits or ()), *(Assume("divisible", expr(s), 16) for s in multiples))
     whole = [(d, e, b) for d, e, b in _lengths(given, kernel) if e.hint() % b == 0]
-    facts = tuple(Assume("aligned", b, 16) for b in x.reads() if buffers[b].kind != "temp")
-    facts += tuple(Assume("divisible", expr(s), 16) for s in multiples)
-    facts += tuple(Assume("divisible", e, b) for _, e, b in whole if e.constant is None)
-    config = Config("flex", 1, 1, kernel.tiling.num_warps, kernel.tiling.num_stages, "int64")
-    small = replace(config, index="int32") if limits is not None else config
     always = tuple(d for d, e, _ in whole if e.constant is not None)
-    known = {"divisible": tuple(s.name for s in multiples), "whole": tuple(d for d, _, _ in whole)}
-    ways = [("fast", replace(small, extras=tuple(known.items())), (*(limits or ()), *facts))] if facts else []
-    ways += [("small", replace(small, extras=(("whole", always),)), limits)] if limits else []
-    ways.append(("fallback", replace(config if limits else small, extras=(("whole", always),)), ()))
+    lengths = tuple(Assume("divisible", e, b) for _, e, b in whole if e.constant is None)
+    known = ("divisible", tuple(s.name for s in multiples))
+    general = Config("flex", 1, 1, kernel.tiling.num_warps, kernel.tiling.num_stages, "int64")
+    fast = replace(general, index="int64" if limits is None else "int32")
+    ways = [("fast", replace(fast, extras=(known, ("whole", tuple(d for d, _, _ in whole)))), (*facts, *lengths))]
+    if lengths:
+        ways.append(("ragged", replace(fast, extras=(known, ("whole", always))), facts))
+    if ways[-1][2]:
+        ways.append(("fallback", replace(general, extras=(("whole", always),)), ()))
     names = (name if i == 0 else f"{name}_{way}" for i, (way, _, _) in enumerate(ways))
     return tuple(Variant(way, (KernelNode(n, (x,), c),), f) for n, (way, c, f) in zip(names, ways))
+
+
+def _wide_reads(given: dict[str, Any]) -> list[str]:
+    """What is worth reading 16 bytes at a time: operands, and what is captured with an element per score."""
+    views = [given[n] for n in ("q", "k", "v", "do") if n in given]
+    return list(dict.fromkeys(v.buffer for v in (*views, *(v for v in given["captured"] if len(v.shape) > 1))))
+
+
+def _multiples(given: dict[str, Any]) -> list[Sym]:
+    """Symbols in strides of these that were multiples of 16, as such reads need."""
+    read = _wide_reads(given)
+    found: set[Sym] = set()
+    for v in iter_views(tuple(given.values())):
+        for m, c in (term for e in v.strides if v.buffer in read for term in e.terms):
+            found |= {a for a in m if isinstance(a, Sym) and c % 16 and a.hint and a.hint % 16 == 0}
+    return sorted(found)
 
 
 def _lengths(given: dict[str, View], kernel: FlexKernel) -> tuple[tuple[str, Expr, int], ...]:
