@@ -85,9 +85,9 @@ class FlexPrinter:
         self.node, self.buffers, self.target, self.aligned = node, buffers, target, aligned
         self.given = dict(x.kwargs)
         self.rows, self.columns = rows, "n" if rows == "m" else "m"
-        q, v = self.given["q"], self.given["v"]
-        self.batch, self.heads, self.length = q.shape[0], q.shape[1], {"m": q.shape[2], "n": v.shape[2]}
-        self.head = {"d": q.shape[3], "e": v.shape[3]}
+        q, k = self.given["q"].shape, self.given["k"].shape
+        self.batch, self.heads, self.length = q[0], q[1], {"m": q[2], "n": k[2]}
+        self.head = {"d": q[3], "e": self.given["v"].shape[3]}
         self.block = {"m": self.tiling.m, "n": self.tiling.n}
         whole = dict(node.config.extras).get("whole", ())
         self.ragged = {name: name not in whole for name in "mn"}

@@ -22,9 +22,12 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from reflib.pipeline import dynamo_backend
+
 # B, H, heads of keys, S, D
 SHAPES = [(4, 16, 16, 4096, 64), (4, 16, 16, 4096, 128), (1, 32, 32, 8192, 128), (8, 32, 8, 2048, 128)]
 WINDOW = 1024
+BACKENDS: dict[str, Any] = {"reflib": dynamo_backend, "inductor": "inductor"}
 _serial = itertools.count()
 ROUNDS, SECONDS = 7, 0.02  # of one round, of one contender
 
@@ -89,7 +92,7 @@ class Problem:
 
             code = call.__code__.replace(co_name=f"call_{next(_serial)}")
             own = types.FunctionType(code, globals(), code.co_name, None, call.__closure__)
-            return torch.compile(own, backend=backend, dynamic=False)
+            return torch.compile(own, backend=BACKENDS[backend], dynamic=False)
 
         if sweep:
             yield from self.swept(fresh)
