@@ -129,7 +129,7 @@ LONGEST = (
     "training.ipynb", "tuning-across-ranks.ipynb", "the-matmul-ladder.ipynb",
     "test_triton_compile.py", "test_package_export_cpp.py", "test_notebook_alone.py",
     "test_opinfo.py", "test_fuzz.py", "test_models.py", "test_runner.py", "test_cpp_wrapper_built.py",
-    "test_cpp_wrapper.py", "test_background.py", "test_sweep.py",
+    "test_cpp_wrapper.py", "test_background.py", "test_sweep.py", "test_flex_attention.py",
 )  # fmt: skip
 
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from reflib.ir.expr import expr
 from reflib.ir.flex import FlexKernel
@@ -22,7 +21,6 @@ from reflib.ir.program import Choice, Extern, Node, Variant, View
 from reflib.target import Target, device_target, parse_target
 
 from .context import LoweringContext
-from .extern import used_results
 from .flex_makers import inputs_from
 from .flex_slot import Slot, symbols_of
 from .flex_tilings import LARGEST_HEAD, LEAST_BLOCK, tilings
@@ -145,9 +143,8 @@ def forward(attention: Attention, score_mod: Any) -> Any:
     """(output, log-sum-exp and maximum of the scores, in base 2), those of the latter two that are used."""
     a = attention
     _functions(a, score_mod)
-    flat, _ = pytree.tree_flatten(a.cx.fake)
-    used = used_results(a.cx, flat)
-    views = [a.cx.out(i) if i in used or i == 0 else None for i in range(len(flat))]
+    used = _used(a.cx)
+    views = [a.cx.out(i) if i in used or i == 0 else None for i in range(len(a.cx.fakes))]
     written = {n: v for n, v in zip(("out", "lse", "top"), views) if v is not None}
     a.kernels({"forward": written}, {}, a.q.dtype == torch.float32 or len(written) > 1)
     return tuple(views)
@@ -160,7 +157,7 @@ def backward(
     a, cx = attention, attention.cx
     if a.k.shape[0] != a.batch:
         raise Refused("unsupported", "gradients of keys that all batches share")
-    if any(u.target is not operator.getitem or u.args[1] == 3 for u in cx.node.users):
+    if 3 in _used(cx):
         raise Refused("unsupported", "gradients of captured tensors")
     _functions(a, score_mod)
     given = "score", *"bhmn", "grad"
@@ -182,6 +179,14 @@ def backward(
 def _functions(a: Attention, score_mod: Any) -> None:
     a.slot.add("modified", score_mod, ("score", *"bhmn"), a.of_score)
     a.slot.add("mask", a.mask[-1], tuple("bhmn"), a.of_mask)
+
+
+def _used(cx: LoweringContext) -> set[int]:
+    """The results that the graph uses."""
+    users = list(cx.node.users)
+    if any(u.target is not operator.getitem for u in users):
+        return set(range(len(cx.fake)))
+    return {u.args[1] for u in users}  # type: ignore[misc]
 
 
 def _known(size: Any) -> int:

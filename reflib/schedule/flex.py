@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import GenerateError
 from ..ir.assume import limit_facts
 from ..ir.expr import Expr, Sym, expr
-from ..ir.flex import FlexKernel
+from ..ir.flex import INPUTS, FlexKernel
 from ..ir.program import Assume, Buffer, Config, Extern, KernelNode, Variant, View, iter_views, symbols_in
 from ..lower.flex_tilings import tilings
 from ..target import Target
@@ -33,8 +33,8 @@ def variants(name: str, x: Extern, buffers: dict[str, Buffer], target: Target) -
     limits = limit_facts([buffers[b].extent for b in x.reads()] + _products(given))
     if any(s.lo < -(2**31) for s in symbols_in((x.args, x.kwargs))):
         limits = None
-    multiples = _multiples(given)
-    facts = tuple(Assume("aligned", b, 16) for b in _wide_reads(given) if buffers[b].kind != "temp")
+    multiples = _multiples(kernel, given)
+    facts = tuple(Assume("aligned", b, 16) for b in _wide_reads(kernel, given) if buffers[b].kind != "temp")
     facts += (*(limits or ()), *(Assume("divisible", expr(s), 16) for s in multiples))
     whole = [(d, e, b) for d, e, b in _lengths(given, kernel) if e.hint() % b == 0]
     always = tuple(d for d, e, _ in whole if e.constant is not None)
@@ -51,15 +51,20 @@ def variants(name: str, x: Extern, buffers: dict[str, Buffer], target: Target) -
     return tuple(Variant(way, (KernelNode(n, (x,), c),), f) for n, (way, c, f) in zip(names, ways))
 
 
-def _wide_reads(given: dict[str, Any]) -> list[str]:
-    """What is worth reading 16 bytes at a time: operands, and what is captured with an element per score."""
+def _wide_reads(kernel: FlexKernel, given: dict[str, Any]) -> list[str]:
+    """What is worth reading 16 bytes at a time: operands, and what is captured with an element per score. (Not a table
+    that is read at computed places, in which neighbours are a matter of luck.)"""
     views = [given[n] for n in ("q", "k", "v", "do") if n in given]
-    return list(dict.fromkeys(v.buffer for v in (*views, *(v for v in given["captured"] if len(v.shape) > 1))))
+    m, n = (a.var for a in kernel.slot.axes[2:])
+    for s in kernel.slot.loads():
+        if s.buffer not in INPUTS and s.index.coefficient(n) == 1 and s.index.has(m):
+            views.append(given["captured"][int(s.buffer)])
+    return list(dict.fromkeys(v.buffer for v in views))
 
 
-def _multiples(given: dict[str, Any]) -> list[Sym]:
+def _multiples(kernel: FlexKernel, given: dict[str, Any]) -> list[Sym]:
     """Symbols in strides of these that were multiples of 16, as such reads need."""
-    read = _wide_reads(given)
+    read = _wide_reads(kernel, given)
     found: set[Sym] = set()
     for v in iter_views(tuple(given.values())):
         for m, c in (term for e in v.strides if v.buffer in read for term in e.terms):
