@@ -125,6 +125,7 @@ CASES = {
     "negative scale": Case((1, 2, 64, 16), (1, 2, 90), options=(("scale", -0.5),)),
     "dynamic": Case((2, 2, 256, 16), (2, 2, 256), mask=causal, score=relative, dynamic=True),
     "dynamic odd": Case((2, 2, 150, 16), (2, 2, 170), mask=causal, score=alibi, options=LSE, dynamic=True),
+    "dynamic plain": Case((2, 2, 150, 16), (2, 2, 170), dynamic=True),
     "misaligned": Case((1, 2, 128, 16), (1, 2, 140), mask=causal, score=relative, misaligned=True),
     "maximum": Case((2, 2, 300, 16), (2, 2, 260), mask=padded, score=alibi, options=AUX),
     "half": Case((1, 2, 140, 32), (1, 2, 140), mask=causal, score=capped, dtype=torch.float16),

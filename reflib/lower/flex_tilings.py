@@ -8,6 +8,7 @@ from math import prod
 
 import torch
 
+from reflib.ir.expr import Expr
 from reflib.ir.flex import INPUTS, FlexKernel, FlexTiling
 from reflib.ir.loops import Load
 from reflib.ir.transforms import varying
@@ -74,10 +75,16 @@ def _listed(kernel: FlexKernel, heads: tuple[int, int], target: Target) -> Itera
     if kernel.dtype == torch.float32:
         table = FULL
     for m, n, warps, stages in table[kernel.kind, 64 if largest <= 64 else 128 if largest <= 128 else 256]:
+        m, n = (_covering(most, a.size) for most, a in zip((m, n), kernel.slot.axes[2:]))
         block_q, block_k = kernel.blocks
         if block_q:  # a block of the mask is whole blocks of scores
             m, n = _dividing(m, block_q), _dividing(n, block_k)
         yield FlexTiling(m, n, warps, stages if target.kind == "cuda" else 1)
+
+
+def _covering(most: int, size: Expr) -> int:
+    """As large as a length that is known, where that is short."""
+    return most if size.constant is None else max(LEAST_BLOCK, min(most, 1 << (size.constant - 1).bit_length()))
 
 
 def _dividing(most: int, size: int) -> int:

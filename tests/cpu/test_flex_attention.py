@@ -13,6 +13,7 @@ from reflib.generate.compile_triton import compile_kernel
 from reflib.ir.data import from_data, to_data
 from reflib.ir.flex import FlexKernel
 from reflib.ir.program import Choice, Extern, kernel_variants
+from reflib.lower.flex_makers import MAKERS
 from reflib.lower.flex_tilings import shared_bytes, tilings
 from reflib.target import CUDA, parse_target
 from tests.flex_cases import CASES, Case, alibi
@@ -165,10 +166,24 @@ def test_dense_with_a_reason(masks, monkeypatch):
     assert len(launches(e)) == 1 and reason(e.backward) == "gradients of captured tensors"
 
 
-def test_tilings_are_candidates():
-    e = reflib.explain(relative, *(t.detach() for t in given()), None, target="sm_90", autotune="blocking")
-    (choice,) = [n for n in e.program.nodes if isinstance(n, Choice)]
-    assert choice.op == "flex_attention" and len(choice.variants) > 1
+def test_tilings_are_candidates(masks):
+    """Measured with masks that have blocks, as many as a causal one."""
+    for form in (relative, documents):
+        e = reflib.explain(form, *(t.detach() for t in given()), masks, target="sm_90", autotune="blocking")
+        (choice,) = [n for n in e.program.nodes if isinstance(n, Choice)]
+        assert choice.op == "flex_attention" and len(choice.variants) > 1
+    (launch,) = choice.variants[0].nodes
+    lists, keys = dict(launch.kwargs), dict(choice.inputs_from)
+    for num, idx in (("num", "idx"), ("full_num", "full_idx")):
+        like = [torch.zeros([n.constant for n in lists[x].shape], dtype=torch.int32) for x in (num, idx)]
+        count, which = (MAKERS[keys[lists[x].buffer]](t) for x, t in zip((num, idx), like))
+        assert int(count.min()) >= 1 and int(count.max()) <= which.shape[-1] and int(which.max()) < which.shape[-1]
+
+
+def test_short_lengths_have_small_blocks():
+    q, k = torch.randn(1, 2, 1, 64, dtype=torch.float16), torch.randn(1, 2, 300, 64, dtype=torch.float16)
+    e = reflib.explain(lambda q, k: flex_attention(q, k, k), q, k, target="sm_90")
+    assert e.scheduled.nodes[0].variants[0].kernel.parts[0].target.tiling.m == 16
 
 
 def test_full_blocks_have_no_mask():
