@@ -56,17 +56,28 @@ FULL: dict[tuple[str, int], Sequence[Row]] = {
 
 
 def tilings(kernel: FlexKernel, heads: tuple[int, int], target: Target) -> list[FlexTiling]:
-    """Candidates for heads of these sizes (of queries, and of values), the best guess first. Those that fit with fewer
-    stages only come after those that fit as they are."""
-    full: dict[FlexTiling, None] = {}
-    fewer: dict[FlexTiling, None] = {}
-    for t in _listed(kernel, heads, target):
-        stages = t.num_stages
-        while t.num_stages > 1 and shared_bytes(kernel, t, heads, target) > target.shared:
+    """Candidates for heads of these sizes (of queries, and of values), the best guess first: in the order of the
+    tables, but those that fit with fewer stages only come after the others. Where the slot reads something for each
+    score, Triton keeps that in shared memory as well: then those come last that leave room for few warps."""
+    found: dict[FlexTiling, tuple[bool, bool]] = {}
+    for listed in _listed(kernel, heads, target):
+        t, reads = listed, _read(kernel, listed) >= listed.m * listed.n
+        while t.num_stages > (2 if _fits(kernel, t, heads, target) else 1) and not (
+            _fits(kernel, t, heads, target) and (not reads or _busy(kernel, t, heads, target))
+        ):
             t = replace(t, num_stages=t.num_stages - 1)
-        if shared_bytes(kernel, t, heads, target) <= target.shared:
-            (full if t.num_stages == stages else fewer)[t] = None
-    return list(full | fewer) or [FlexTiling(LEAST_BLOCK, LEAST_BLOCK, 4, 1)]
+        if _fits(kernel, t, heads, target):
+            found.setdefault(t, (reads and not _busy(kernel, t, heads, target), t != listed))
+    return sorted(found, key=lambda t: found[t]) or [FlexTiling(LEAST_BLOCK, LEAST_BLOCK, 4, 1)]
+
+
+def _fits(kernel: FlexKernel, t: FlexTiling, heads: tuple[int, int], target: Target) -> bool:
+    return shared_bytes(kernel, t, heads, target) <= target.shared
+
+
+def _busy(kernel: FlexKernel, t: FlexTiling, heads: tuple[int, int], target: Target) -> bool:
+    """Has a multiprocessor's shared memory room for programs of eight warps in all?"""
+    return t.num_warps * (target.shared // shared_bytes(kernel, t, heads, target)) >= 8
 
 
 def _listed(kernel: FlexKernel, heads: tuple[int, int], target: Target) -> Iterator[FlexTiling]:
