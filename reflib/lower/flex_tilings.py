@@ -82,7 +82,7 @@ def _busy(kernel: FlexKernel, t: FlexTiling, heads: tuple[int, int], target: Tar
 
 def _listed(kernel: FlexKernel, heads: tuple[int, int], target: Target) -> Iterator[FlexTiling]:
     largest = max(heads)
-    table = AMPERE if target.capability < 90 or target.capability >= 120 else HOPPER
+    table = HOPPER if _from_shared(target) else AMPERE
     if kernel.dtype == torch.float32:
         table = FULL
     for m, n, warps, stages in table[kernel.kind, 64 if largest <= 64 else 128 if largest <= 128 else 256]:
@@ -105,13 +105,19 @@ def _dividing(most: int, size: int) -> int:
 
 def shared_bytes(kernel: FlexKernel, t: FlexTiling, heads: tuple[int, int], target: Target) -> int:
     """What a program's blocks take: those it keeps, and as many of those it walks along as are on their way, what the
-    slot reads for each score among them. (wgmma reads one while another arrives: one more.)"""
+    slot reads for each score among them. (Hopper's and data-centre Blackwell's products read one while another arrives:
+    one more.)"""
     d, e = (1 << max(4, (n - 1).bit_length()) for n in heads)
     kept, moving = (t.n, t.m) if kernel.kind == "dkv" else (t.m, t.n)
     resident = kept * (d if kernel.kind == "forward" else d + e)
     product = 0 if kernel.kind == "forward" else t.m * t.n * (2 if kernel.kind == "dkv" else 1)
-    coming = max(1, t.num_stages - (target.capability != 90))
+    coming = max(1, t.num_stages - (not _from_shared(target)))
     return (resident + product + coming * moving * (d + e)) * kernel.dtype.itemsize + coming * _read(kernel, t)
+
+
+def _from_shared(target: Target) -> bool:
+    """Do its products read operands from shared memory?"""
+    return 90 <= target.capability < 120
 
 
 def _read(kernel: FlexKernel, t: FlexTiling) -> int:
