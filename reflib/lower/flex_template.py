@@ -1,8 +1,8 @@
 """``flex_attention`` as fused kernels (``ir.flex``), where these can be: forward one, backward two and a sum.
 
 Scores are computed block by block and never stored; blocks that the mask empties are skipped, and the mask function is
-left out of those that it leaves whole ("Flex Attention", arXiv:2412.05496). What the
-kernels do not support is Refused, with the reason; ``flex_attention`` then lowers the dense formula.
+left out of those that it leaves whole ("Flex Attention", arXiv:2412.05496). What the kernels do not support is Refused,
+with the reason; ``flex_attention`` then lowers the dense formula.
 """
 
 from __future__ import annotations
