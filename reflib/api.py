@@ -68,17 +68,20 @@ def exported_stages(program: Any, options: Options) -> tuple[Stages, Convention,
     the wrapper checks what torch.export found out about sizes."""
     from .capture.exported import exported_graph
     from .lower import decompositions
+    from .observed import exported as observed_export
     from .wrap.convention import of_exported, without_tokens
     from .wrap.guards import checked
 
     table, rewrite = decompositions(options.numerics), partial(before_autograd, options=options)
     graph, program = exported_graph(program, table, rewrite)
-    lowered = run(graph, options, until="lower")
-    assert lowered.program is not None
-    plain = without_tokens(program, lowered.program)
-    convention = of_exported(program, plain)
-    stages = run(graph, options, program=checked(plain, convention))
-    stages.timeline[:0] = lowered.timeline
+    with observed_export(graph, program, options) as seen:
+        lowered = run(graph, options, until="lower")
+        assert lowered.program is not None
+        plain = without_tokens(program, lowered.program)
+        convention = of_exported(program, plain)
+        stages = run(graph, options, program=checked(plain, convention))
+        stages.timeline[:0] = lowered.timeline
+        seen.append(stages)
     return stages, convention, program
 
 

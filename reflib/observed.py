@@ -2,15 +2,17 @@
 
 In ``pipeline.OBSERVE``: "repro", around compiling as in ``pipeline.COMPILE`` but with a folder after the inputs, writes
 a compilation as a file that repeats it, where ``Options(repro=...)`` or ``REFLIB_REPRO`` names a folder; "failed",
-(GraphModule, inputs, Options, the error) -> None, does so where compiling failed. "trace", around compiling too,
-records how long it took; "traced", (callable, what as in ``pipeline.AROUND``, Options) -> callable, each of its calls;
-"logs", (Stages) -> None, writes what TORCH_LOGS and TORCH_TRACE ask for.
+(GraphModule, inputs, Options, the error) -> None, does so where compiling failed; "exported", (Graph, ExportedProgram,
+Options, [Stages], error or None) -> None, does both of an exported program. "trace", around compiling too, records how
+long it took; "traced", (callable, what as in ``pipeline.AROUND``, Options) -> callable, each of its calls; "logs",
+(Stages) -> None, writes what TORCH_LOGS and TORCH_TRACE ask for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import tracing
@@ -21,6 +23,7 @@ from .pipeline import OBSERVE, Stages
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
+    from .capture import Graph
     from .options import Options
     from .pipeline import Backend
 
@@ -43,6 +46,25 @@ def observed(
             except Exception as e:
                 logger("repro").warning("no repro was written: %s", e)
         raise
+
+
+@contextlib.contextmanager
+def exported(graph: Graph, program: Any, options: Options) -> Iterator[list[Stages]]:
+    """Around compiling an exported program's graph; yields where its Stages go. A repro, if that is asked for or it
+    fails."""
+    seen: list[Stages] = []
+    failure: Exception | None = None
+    try:
+        yield seen
+    except Exception as error:
+        failure = error
+        raise
+    finally:
+        if "exported" in OBSERVE and (failure or options.repro or os.environ.get("REFLIB_REPRO")):
+            try:
+                OBSERVE["exported"](graph, program, options, seen, failure)
+            except Exception as e:
+                logger("repro").warning("no repro was written: %s", e)
 
 
 def traced(call: Callable[..., Any], what: Any, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:

@@ -41,6 +41,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "pipeline.OBSERVE": {
         "repro": "observe.repro:observed",
         "failed": "observe.repro:failed",
+        "exported": "observe.repro:exported",
         "trace": "observe.trace:compiling",
         "traced": "observe.trace:traced",
         "logs": "observe.torch_logs:log",

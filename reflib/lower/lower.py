@@ -246,14 +246,14 @@ def supported(cx: LoweringContext, args: Any, kwargs: Any) -> None:
             raise Unsupported("an input on another device")
 
 
-_FRAME = re.compile(r'File "(?!<eval_with_key)([^"]+)", line (\d+), in (\S+)\s*\n?\s*(.*)')
+FRAME = re.compile(r'File "(?!<eval_with_key)([^"]+)", line (\d+), in (\S+)\s*\n?\s*(.*)')
 
 
 def origin(node: torch.fx.Node) -> Origin:
     """The op, and the innermost line of the user's code that led to it (file name without its folder)."""
     target = node.target
     op = str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    frames = FRAME.findall(node.meta.get("stack_trace") or "")
     if not frames:
         return Origin(op)
     path, line, function, code = frames[-1]

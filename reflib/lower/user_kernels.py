@@ -42,13 +42,18 @@ _AMD = ("waves_per_eu", "matrix_instr_nonkdim", "kpack")  # settings that other 
 Piece = str | int
 
 
+def without_launcher(node: torch.fx.Node) -> None:
+    """Where it was launched from ends with the user's line: Dynamo looks into ``@triton.heuristics``."""
+    trace = node.meta.get("stack_trace") or ""
+    if "triton/runtime/" in trace:
+        node.meta["stack_trace"] = trace[: trace.rindex("File", 0, trace.index("triton/runtime/"))]
+
+
 def launched(cx: LoweringContext, *, kernel_idx: int, **how: Any) -> dict[str, View]:
     """The new values of what the kernel writes, by argument. Raises LoweringError for bad input, naming the kernel."""
     kernel = kernel_side_table.get_kernel(kernel_idx)
     function, configs = _function(kernel)
-    trace = cx.node.meta.get("stack_trace") or ""
-    if "triton/runtime/" in trace:  # within @triton.heuristics, which Dynamo looks into
-        cx.node.meta["stack_trace"] = trace[: trace.rindex("File", 0, trace.index("triton/runtime/"))]
+    without_launcher(cx.node)
     cx = replace(cx, origin=replace(origin(cx.node), op=function.__name__))
     _check(cx, kernel, function)
     try:

@@ -230,7 +230,10 @@ class Parts:
         module = torch.fx.GraphModule(self.subject.module, graph)
         s = self.subject
         held = {i: v for i, (_, v) in enumerate(given) if isinstance(v, torch.Tensor)}
-        return Part(module, [spec for spec, _ in given], s.options, s.state, s.symbols, {}, held)
+        names = {n.name for n in graph.find_nodes(op="placeholder")}
+        exported = {**s.exported, "weights": [w for w in s.exported["weights"] if w in names]} if s.exported else {}
+        specs = [spec for spec, _ in given]
+        return Part(module, specs, s.options, s.state, s.symbols, exported=exported, held=held)
 
     def _input(self, n: torch.fx.Node) -> tuple[Any, Any]:
         """(what is said of it as an input, its value); (None, value) for what is written where it is used."""
@@ -334,7 +337,7 @@ def _noted(subject: Subject) -> Subject:
 
 def _written(part: Part, trials: Trials, kind: str) -> Subject:
     """With inputs that are drawn from a seed, where it fails with those too; else with their values."""
-    drawn = Subject(part.module, part.inputs, part.options, part.state, part.symbols)
+    drawn = Subject(part.module, part.inputs, part.options, part.state, part.symbols, exported=part.exported)
     if trials.of(drawn) == kind:
         return drawn
     return with_values(part)
@@ -344,7 +347,8 @@ def with_values(subject: Subject) -> Subject:
     """The same, its inputs as bytes."""
     values, nodes = subject.values(), subject.module.graph.find_nodes(op="placeholder")
     inputs = describe(values, [n.meta.get("example_value") for n in nodes], [False] * len(values), whole=True)
-    return Subject(subject.module, inputs, subject.options, subject.state, subject.symbols)
+    s = subject
+    return Subject(s.module, inputs, s.options, s.state, s.symbols, exported=s.exported)
 
 
 def minify_file(path: Path, out: Path, slower: float | None, limit: float, say: Say) -> Minified:

@@ -27,7 +27,7 @@ _IN_PLACE: dict[type, Any] = {
     kind: getattr(operator, "i" + f.__name__.strip("_")) for kind, f in _OPERATORS.items()
     if hasattr(operator, "i" + f.__name__.strip("_"))
 }  # fmt: skip
-_LINE = re.compile(r"\s*# File: (?P<file>.+):(?P<line>\d+) in (?P<function>[^,]+), code: (?P<code>.*)")
+_LINE = re.compile(r"\s*#(?: .*)? File: (?P<file>.+):(?P<line>\d+) in (?P<function>[^,]+), code: (?P<code>.*)")
 
 
 def read_graph(instance: torch.nn.Module, text: str, scope: Mapping[str, Any]) -> torch.fx.GraphModule:
@@ -72,6 +72,8 @@ class _Reader:
         for line in self.lines[start : end - 1]:
             if found := _LINE.match(line):
                 self.trace = '  File "{file}", line {line}, in {function}\n    {code}\n'.format(**found.groupdict())
+            elif line.strip() == "# No stacktrace found for following nodes":
+                self.trace = ""
 
     def _statement(self, s: ast.stmt, placeholders: set[str]) -> None:
         if isinstance(s, ast.Return):

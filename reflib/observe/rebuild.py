@@ -19,9 +19,11 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._pytree import tree_leaves
 
 from ..autotune import correct
+from ..capture.triton_there import triton_of_gpu
 from ..errors import ReflibError
 from ..options import Options
 from ..pipeline import Backend, Stages
+from ..target import parse_target
 from .given import Symbol, Tensor, evaluate, make
 from .read_graph import read_graph
 
@@ -30,7 +32,8 @@ KERNEL_CALLS = ("triton_kernel_wrapper_mutation", "triton_kernel_wrapper_functio
 
 @dataclass
 class Subject:
-    """A graph that can be compiled: Dynamo's, before autograd. ``inputs``: what ``given.describe`` returned."""
+    """A graph that can be compiled: Dynamo's, before autograd. ``inputs``: what ``given.describe`` returned.
+    ``exported``: of torch.export's, the names of its weights and the ranges of its symbols."""
 
     module: torch.fx.GraphModule
     inputs: list[Any]
@@ -38,6 +41,7 @@ class Subject:
     state: dict[str, Any] = field(default_factory=dict)
     symbols: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     kernels: dict[str, dict[str, str]] = field(default_factory=dict)
+    exported: dict[str, Any] = field(default_factory=dict)
 
     def values(self) -> list[Any]:
         return make(self.inputs, self.symbols)
@@ -51,7 +55,7 @@ def load(scope: Mapping[str, Any]) -> Subject:
         instance = scope["Graph"]()
     module = read_graph(instance, text, scope)
     _renumber(module, scope.get("TRITON_KERNELS", {}))
-    names = ("OPTIONS", "STATE", "SYMBOLS", "KERNELS")
+    names = ("OPTIONS", "STATE", "SYMBOLS", "KERNELS", "EXPORTED")
     return Subject(module, list(scope["INPUTS"]), *(dict(scope.get(n, {})) for n in names))
 
 
@@ -85,6 +89,7 @@ class _Named(ShapeEnv):
 def as_captured(state: Mapping[str, Any]) -> Iterator[None]:
     """The switches of PyTorch that a graph was compiled under."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_autocast_kept())
         stack.enter_context(torch.set_grad_enabled(state.get("grad", True)))
         for device, dtype in state.get("autocast", {}).items():
             stack.enter_context(torch.autocast(device, dtype))
@@ -102,10 +107,16 @@ def as_captured(state: Mapping[str, Any]) -> Iterator[None]:
 def compile_again(subject: Subject, stages: list[Stages]) -> Callable[..., Any]:
     """The graph through AOTAutograd and reflib, as Dynamo would give it: with its symbols, and knowing which inputs are
     parameters. ``stages``: filled with what was compiled."""
+    options = Options.make(subject.options)
     env = _Named()
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     values = subject.values()
     fakes = _fakes(subject, values, mode)
+    if subject.exported:
+        from .exported import compile_exported
+
+        with _as_on(options.target):
+            return compile_exported(subject, fakes, mode, stages)
     _note_values(subject.module, fakes, mode)
     module = subject.module
     module.meta["dynamo_compile_id"] = None
@@ -113,8 +124,13 @@ def compile_again(subject: Subject, stages: list[Stages]) -> Callable[..., Any]:
         n: LocalSource(f"self_{n}") for n, _ in (*module.named_parameters(), *module.named_buffers())
     }  # type: ignore[assignment]
     given = [v if isinstance(v, torch.Tensor) else f for v, f in zip(values, fakes)]
-    with tracing(TracingContext(mode)):
-        return Backend(Options.make(subject.options), stages.append)(module, given)
+    with tracing(TracingContext(mode)), _as_on(options.target):
+        return Backend(options, stages.append)(module, given)
+
+
+def _as_on(target: str | None) -> contextlib.AbstractContextManager[None]:
+    """As capture for a target has it: what a Triton kernel writes is known without its GPU too."""
+    return triton_of_gpu() if target and parse_target(target).is_gpu else contextlib.nullcontext()
 
 
 def _fakes(subject: Subject, values: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
@@ -181,10 +197,23 @@ def _note_values(module: torch.fx.GraphModule, fakes: Sequence[Any], mode: FakeT
         node.meta["example_value"] = fake
     env: Any = mode.shape_env
     copies = [_apart(f) for f in fakes]
-    with mode, env.ignore_fresh_unbacked_symbols(), contextlib.suppress(Exception):
+    with _autocast_kept(), mode, env.ignore_fresh_unbacked_symbols(), contextlib.suppress(Exception):
         Watched(module, lambda n, value: n.meta.update(example_value=value)).run(*copies)
     for node, fake in zip((n for n in module.graph.nodes if n.op == "placeholder"), fakes):
         node.meta["example_value"] = fake
+
+
+@contextlib.contextmanager
+def _autocast_kept() -> Iterator[None]:
+    """A graph that fails between entering autocast and leaving it would leave it on."""
+    devices = "cpu", "cuda"
+    kept = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
+    try:
+        yield
+    finally:
+        for d, (on, dtype) in zip(devices, kept):
+            torch.set_autocast_enabled(d, on)
+            torch.set_autocast_dtype(d, dtype)
 
 
 def _apart(fake: Any) -> Any:

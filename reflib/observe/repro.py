@@ -10,11 +10,12 @@ NB: in TorchInductor this is ``fx_graph_runnable`` and ``TORCHDYNAMO_REPRO_AFTER
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import fields
 from functools import partial
@@ -24,8 +25,10 @@ from typing import Any
 import torch
 
 from .. import atomic, cache
+from ..capture import Graph
 from ..errors import ArgumentError, CaptureError, DeviceError, OptionError, ReflibError, RegistrationError
 from ..logs import get as logger
+from ..lower.lower import FRAME
 from ..options import Options
 from ..pipeline import Backend, Stages
 from .foreign import Foreign
@@ -72,9 +75,40 @@ def failed(module: torch.fx.GraphModule, inputs: Sequence[Any], options: Options
     why = f", which failed with {type(error).__name__}"
     path = store(described(module, inputs, options), [], options.repro or str(default_folder()), why)
     if path is not None:
-        advice = f"to reproduce this: python {path}; to make it smaller: reflib minify {path}"
-        error.add_note(advice)
-        logger("repro").warning("compiling failed with %s; %s", type(error).__name__, advice)
+        _advise(path, error)
+
+
+def exported(graph: Graph, program: Any, options: Options, seen: Sequence[Stages], error: Exception | None) -> None:
+    """The same of an exported program's ``graph``, when it was compiled to ``seen``, or failed with ``error``."""
+    if isinstance(error, NOT_OURS):
+        return
+    folder = options.repro or os.environ.get("REFLIB_REPRO") or str(default_folder())
+    why = f", which failed with {type(error).__name__}" if error else ""
+    subject = described_exported(graph, program, options)
+    path = store(subject, seen, folder, f" (from torch.export){why}")
+    if path is not None and error is not None:
+        _advise(path, error)
+
+
+def described_exported(graph: Graph, program: Any, options: Options) -> Subject | str:
+    """What a repro needs to know of an exported program."""
+    from .exported import inputs_of, unbacked
+
+    try:
+        nodes = [n for n in graph.nodes if n.op == "placeholder"]
+        fakes = [n.meta.get("val") for n in nodes]
+        given = describe(inputs_of(program, graph), fakes, [False] * len(nodes))
+        plain, _ = _plain_options(options)
+        about = {"weights": sorted(graph.weights), "ranges": dict(graph.ranges), "unbacked": unbacked(graph)}
+        return Subject(_copied(graph.module), given, plain, _state() | {"grad": False}, _symbols(fakes), exported=about)
+    except Exception as e:
+        return f"{type(e).__name__}: {e}".partition("\n")[0]
+
+
+def _advise(path: Path, error: Exception) -> None:
+    advice = f"to reproduce this: python {path}; to make it smaller: reflib minify {path}"
+    error.add_note(advice)
+    logger("repro").warning("compiling failed with %s; %s", type(error).__name__, advice)
 
 
 def default_folder() -> Path:
@@ -161,7 +195,7 @@ def text(subject: Subject, seen: Sequence[Stages] = (), why: str = "") -> tuple[
     tables = _kernel_tables(subject.module, foreign)
     shown = [f"{name} = {_pretty(value)}" for name, value in (
         ("VERSIONS", _versions()), ("OPTIONS", subject.options), ("STATE", subject.state),
-        ("SYMBOLS", subject.symbols),
+        ("SYMBOLS", subject.symbols), *([("EXPORTED", subject.exported)] if subject.exported else []),
     )]  # fmt: skip
     inputs = "".join(f"    {x!r},  # {n}\n" for x, n in zip(subject.inputs, _placeholders(subject.module)))
     where = [f"sys.path[:0] = {foreign.folders!r}"] if foreign.folders else []
@@ -215,7 +249,8 @@ def _classes(module: torch.nn.Module, name: str, foreign: Foreign, out: list[str
     for n in module.graph.nodes:
         if n.op == "get_attr":
             init += _attribute(module, str(n.target), foreign)
-    code = module.graph.python_code("self", verbose=True, include_stride=True)
+    with _lines_of_origins(module.graph):
+        code = module.graph.python_code("self", verbose=True, include_stride=True)
     for global_name, thing in code.globals.items():
         if global_name not in ("inf", "nan", "NoneType", "torch", "device", "fx_pytree", "pytree"):
             foreign.name(global_name, thing)
@@ -227,6 +262,24 @@ def _classes(module: torch.nn.Module, name: str, foreign: Foreign, out: list[str
     body += ["    " + line if line.strip() else "" for line in code.src.strip().splitlines()]
     out.append("\n".join(body).rstrip())
     return out
+
+
+@contextlib.contextmanager
+def _lines_of_origins(graph: torch.fx.Graph) -> Iterator[None]:
+    """fx prints the innermost line that a node is from: meanwhile that is the one in its origin, and so in kernels."""
+    from ..lower.user_kernels import without_launcher
+
+    kept = [(n, n.meta["stack_trace"]) for n in graph.nodes if n.meta.get("stack_trace")]
+    try:
+        for n, _ in kept:
+            if getattr(n.target, "__name__", "") in KERNEL_CALLS:
+                without_launcher(n)
+            frames = FRAME.findall(n.meta["stack_trace"])
+            n.meta["stack_trace"] = '  File "{}", line {}, in {}\n    {}\n'.format(*frames[-1]) if frames else ""
+        yield
+    finally:
+        for n, trace in kept:
+            n.meta["stack_trace"] = trace
 
 
 def _operators(module: torch.fx.GraphModule, foreign: Foreign) -> None:

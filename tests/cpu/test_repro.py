@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._higher_order_ops.scan import scan
 
 import reflib
 from reflib.errors import LoweringError, OptionError
@@ -75,6 +76,35 @@ def branches(x: torch.Tensor) -> torch.Tensor:
     return y + i
 
 
+def nested(x: torch.Tensor) -> torch.Tensor:
+    def true(a: torch.Tensor) -> torch.Tensor:
+        return torch.cond(a.sum() > 1, lambda a: a.sin(), lambda a: a.cos() * 2, (a,))
+
+    def step(c: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tanh(c * 0.5 + v), (c * v).sin()
+
+    last, each = scan(step, torch.zeros(x.shape[1]), torch.cond(x.sum() > 0, true, torch.exp, (x,)))
+    return last + each
+
+
+class Counts(torch.nn.Module):
+    """With a buffer that is written to, subgraphs, and a size that depends on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor, by: float = 2.0) -> dict[str, torch.Tensor]:
+        self.seen.add_(x.mean(0))
+        y = torch.cond(x.sum() > 0, torch.sin, lambda a: a.cos() * 2, (self.linear(x),))
+        each = scan(lambda c, v: (c + v, c * v), torch.zeros(4), y)[1]
+        i, y = torch._higher_order_ops.while_loop(
+            lambda i, a: i < 3, lambda i, a: (i + 1, a.tanh() + i), (torch.zeros((), dtype=torch.int64), y)
+        )
+        return {"y": y * by + i, "where": (x > 0).nonzero() + 1, "each": each}
+
+
 def make_op() -> Callable[..., Any]:
     @torch.library.custom_op("repro_tests::inner", mutates_args=("out",))
     def inner(x: torch.Tensor, out: torch.Tensor) -> None:
@@ -96,21 +126,32 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     ),
     "shared": (shared, (BASE[3:13].view(5, 2), BASE[3:13].view(2, 5).t()), {}),
     "branches": (branches, (torch.randn(4).expand(6, 4),), {}),
+    "nested": (nested, (torch.randn(6, 4).requires_grad_(),), {"dynamic": True}),
     "op": (lambda x: scaled(x * 2, 0.25).relu(), (torch.randn(9, 4).t(),), {"fuse": False}),
     "inner": (make_op(), (torch.randn(3, 3),), {}),
 }
 
 
+ROWS = torch.export.Dim("rows", min=2, max=64)
+EXPORTED: dict[str, tuple[torch.nn.Module, tuple[Any, ...], Any, dict[str, Any]]] = {
+    "exported": (Counts(), (torch.randn(5, 4),), {"x": {0: ROWS}}, {"verify": True}),
+    "exported gpu": (Block(8, 2), (torch.randn(3, 7, 8),), ({0: ROWS},), {"target": "sm_90"}),
+}
+
+
 def test_a_fresh_process_makes_the_same_kernels(root: Path, tmp_path: Path) -> None:
+    for name, (model, inputs, shapes, options) in EXPORTED.items():
+        program = torch.export.export(model.eval(), inputs, dynamic_shapes=shapes)
+        reflib.compile(program, repro=str(tmp_path / name), **options)
     for name, (f, args, options) in CASES.items():
         torch._dynamo.reset()
         result = reflib.compile(f, repro=str(tmp_path / name), **options)(*args)
         if result.requires_grad:
             result.sum().backward()
-    files = {name: list((tmp_path / name).glob("repro_*.py")) for name in CASES}
+    files = {name: list((tmp_path / name).glob("repro_*.py")) for name in [*CASES, *EXPORTED]}
     assert all(len(found) == 1 for found in files.values()), files
     said = run_repros([found[0] for found in files.values()], root, tmp_path)
-    assert said.keys() == CASES.keys()
+    assert said.keys() == files.keys()
     for words in said.values():
         assert "status 0" in words and "nothing is wrong" in words and "bit-equal" in words, words
     text = files["dynamic"][0].read_text()
@@ -190,6 +231,53 @@ def test_triton_kernels_are_written_out() -> None:
     assert next(iter(scope["TRITON_KERNELS"].values()))[1] == {kwargs["constant_args_idx"]: {"n": 8}}
 
 
+USER = """
+import torch, triton, triton.language as tl
+
+@triton.jit
+def helper(v, MODE: tl.constexpr):
+    return tl.where(v > 0, v, 0.0) if MODE == "relu" else v
+
+@triton.autotune([triton.Config({"BLOCK": 64}, num_warps=2), triton.Config({"BLOCK": 256}, num_stages=2)], key=["n"])
+@triton.jit
+def tuned(x, out, n, MODE: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, helper(tl.load(x + i, i < n), MODE), i < n)
+
+@triton.heuristics({"BLOCK": lambda a: triton.next_power_of_2(a["n"])})
+@triton.jit
+def whole(x, out, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i, i < n) + 1, i < n)
+
+def launched(x, mode):
+    out = torch.empty_like(x)
+    tuned[lambda m: (triton.cdiv(x.numel(), m["BLOCK"]),)](x, out, x.numel(), MODE=mode)
+    return out
+
+def f(x):
+    y, out = launched(x.sin(), "relu") + 1, torch.empty_like(x)
+    whole[(1,)](y, out, x.numel())
+    return torch.cond(x.sum() > 0, lambda a: launched(a, "id"), torch.cos, (out,))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
+def test_launches_of_tuned_kernels_are_compiled_again_without_a_gpu(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    (tmp_path / "user_kernels_of_a_repro.py").write_text(USER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import user_kernels_of_a_repro as user  # type: ignore[import-not-found]
+
+    reflib.explain(user.f, torch.randn(1000), target="sm_90", repro=str(tmp_path / "user"))
+    [path] = (tmp_path / "user").glob("repro_*.py")
+    said = run_repros([path], root, tmp_path)["user"]
+    assert "status 0" in said and "bit-equal" in said, said
+    assert "import user_kernels_of_a_repro" not in path.read_text()
+
+
 # -- failures ----------------------------------------------------------------------------------------
 def test_two_things_of_one_name_are_told() -> None:
     foreign = Foreign()
@@ -210,6 +298,15 @@ def test_an_internal_error_leaves_a_repro(
         reflib.compile(lambda x: (x + 1).tanh())(torch.randn(5, 3))
     [path] = tmp_path.glob("repro_*.py")
     assert f"reflib minify {path}" in caplog.text and "failed with LoweringError" in path.read_text()
+    with pytest.raises(LoweringError, match="a bug in this rule"):
+        main(run_file(str(path)), [])
+    for other in tmp_path.glob("repro_*.py"):
+        other.unlink()
+    program = torch.export.export(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh()), (torch.randn(5, 3),))
+    with pytest.raises(LoweringError, match="a bug in this rule"):
+        reflib.compile(program)
+    [path] = tmp_path.glob("repro_*.py")
+    assert f"reflib minify {path}" in caplog.text and "(from torch.export), which failed" in path.read_text()
     with pytest.raises(LoweringError, match="a bug in this rule"):
         main(run_file(str(path)), [])
 
