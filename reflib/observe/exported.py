@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,8 +102,13 @@ class _Values(torch.fx.Interpreter):
         held = [str(a.target) for a in n.args if isinstance(a, torch.fx.Node) and a.op == "get_attr"]
         inner = [m for name in held if isinstance(m := getattr(self.module, name, None), torch.fx.GraphModule)]
         ran = []
+
+        def runs(m: torch.fx.GraphModule, *args: Any) -> Any:
+            ran.append(m)
+            return _Values(m, self.mode).run(*args)
+
         for m in inner:
-            m.forward = lambda *args, m=m: ran.append(m) or _Values(m, self.mode).run(*args)  # type: ignore[method-assign]
+            m.forward = partial(runs, m)  # type: ignore[method-assign]
         try:
             yield
             for m in inner:
