@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 OTHERS = """
-import os, time, torch
+import os, sys, time, torch, reflib
+from reflib.observe.rebuild import load, run_file
 from tests.planted_faults import *
 from reflib.observe.minify import Trials, minify, minify_file
 from pathlib import Path
@@ -41,6 +42,14 @@ for name, op, rule in (
     found = minify(graph(*steps))
     RULES[op] = before
     print(name, found.kind, [n.name for n in found.subject.module.graph.nodes], sep="|")
+program = torch.export.export(graph(torch.tanh, torch.exp, torch.sin).module, (torch.rand(6, 4),))
+reflib.compile(program, repro=sys.argv[1])
+before, RULES[aten.exp.default] = RULES[aten.exp.default], RULES[aten.neg.default]
+[path] = Path(sys.argv[1]).glob("*.py")
+minify_file(path, Path(sys.argv[1], "small.py"), None, 60.0, lambda line: None)
+small = load(run_file(sys.argv[1] + "/small.py"))
+print("exported", Trials().of(small), [n.name for n in small.module.graph.nodes], "ranges" in small.exported, sep="|")
+RULES[aten.exp.default] = before
 print(Trials().of(graph(torch.sin)), Trials(slower=1e-9).of(graph(torch.sin)), sep="|")
 RULES[aten.exp.default] = lambda *a: time.sleep(99)
 print(Trials(limit=1).of(graph(torch.exp)))
@@ -63,11 +72,12 @@ def test_a_planted_fault_is_found(root: Path, number: int) -> None:
     assert any(op.startswith(found["fault"]) for op in found["ops"]), found
 
 
-def test_errors_crashes_and_gradients_are_found_too(root: Path) -> None:
-    assert run(root, "-c", OTHERS) == [
+def test_errors_crashes_and_gradients_are_found_too(root: Path, tmp_path: Path) -> None:
+    assert run(root, "-c", OTHERS, str(tmp_path)) == [
         "error|error: LoweringError|['getitem', 'tanh', 'output']",
         "crash|crash|['tanh', 'exp', 'output']",
         "gradient|wrong|['getitem', 'tanh', 'output']",
+        "exported|wrong|['tanh', 'exp', 'output']|True",
         "|slower",
         "hang",
     ]
