@@ -194,8 +194,7 @@ _PRINTERS: dict[str, Printer] = {
 
 
 def takes_literal(op: str, t: torch.dtype) -> bool:
-    """May an operand be a Python number? In Triton's arithmetic it takes the other operand's type, in other ops it is
-    an int32, and so is what is made of a narrower integer then: it would not wrap."""
+    """May an operand be a Python number? Outside arithmetic it is an int32 to Triton, and narrower results would be."""
     arithmetic = op in ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "where")
     return arithmetic or (t.is_floating_point or t.itemsize >= 4) and op in ("maximum", "minimum", "and", "or", "xor")
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from reflib.pipeline import dynamo_backend
@@ -210,7 +211,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     a = parser.parse_args()
     torch._functorch.config.donated_buffer = False  # the backward runs again and again
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
     shapes = [tuple(map(int, a.shape.split(",")))] if a.shape else SHAPES
     every = a.all or a.only or a.shape
     kinds = {s: [a.only] if a.only else [*KINDS] if every or s == SHAPES[0] else ["causal"] for s in shapes}
