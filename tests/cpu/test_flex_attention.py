@@ -104,13 +104,13 @@ def test_one_kernel(form, masks):
     }[form.__name__]  # fmt: skip
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted(name):
     assert results("flex_interpreting.py", name) == {name: ""}
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("heads", [(64, 64), (128, 128), (256, 256), (192, 128), (80, 80)], ids=str)
