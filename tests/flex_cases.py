@@ -105,6 +105,11 @@ def capped(s, b, h, i, j, t):  # type: ignore[no-untyped-def]
     return 5 * torch.tanh(s / 5)
 
 
+def temperature(s, b, h, i, j, t):  # type: ignore[no-untyped-def]
+    """Infinite, as its derivative is, where the table holds a 0."""
+    return s / t[h, j].abs().sqrt().sqrt()
+
+
 GQA = (("enable_gqa", True),)
 LSE = (("return_lse", True),)
 AUX = (("return_aux", flex.AuxRequest(lse=True, max_scores=True)),)
@@ -118,6 +123,7 @@ CASES = {
     "relative": Case((2, 2, 140, 16), (2, 2, 150), score=relative),
     "documents": Case((2, 2, 300, 16), (2, 2, 300), mask=document, options=(("scale", 0.3),)),
     "capped": Case((1, 2, 150, 16), (1, 2, 150), mask=causal, score=capped, options=LSE),
+    "temperature": Case((1, 2, 70, 16), (1, 2, 90), score=temperature),
     "grouped": Case((2, 6, 160, 16), (2, 2, 160), mask=causal, score=alibi, options=GQA),
     "empty rows": Case((2, 2, 300, 16), (2, 2, 260), mask=padded, options=LSE),
     "small blocks": Case((1, 2, 150, 16), (1, 2, 150), mask=window, block=32),

@@ -106,6 +106,6 @@ def _of_scores(p: FlexPrinter, masked: bool) -> None:
         return
     v = p.slot.value("of_score")
     text = v.text
-    if masked and p.kernel.stores("mask"):  # a derivative may be infinite where the mask is not
-        text = f"tl.where({p.slot.value('mask').text}, {text}, 0.0)"
+    if where := p.counted(masked):  # a derivative may be infinite elsewhere
+        text = f"tl.where({where}, {text}, 0.0)"
     p.put(f"grad = tl.broadcast_to({text}, [YBLOCK, XBLOCK])" if not v.dims else f"grad = {text}")

@@ -304,12 +304,16 @@ class FlexPrinter:
             shape = "" if v.dims == BLOCK else f"tl.broadcast_to({v.text}, [YBLOCK, XBLOCK])"
             self.put(f"weight = {shape or v.text}")
             name = "weight"
-        conditions = [self.slot.value("mask").text] if masked and self.kernel.stores("mask") else []
-        conditions += ["xmask"] if self.slot.masks["x"] else []
-        if conditions:
-            self.put(f'weight = tl.where({" & ".join(map(paren, conditions))}, {name}, float("-inf"))')
+        if where := self.counted(masked):
+            self.put(f'weight = tl.where({where}, {name}, float("-inf"))')
         elif name == "score":
             self.put("weight = score")
+
+    def counted(self, masked: bool) -> str:
+        """Which scores of a block count: those of the mask, in columns before the end. Empty: all."""
+        conditions = [self.slot.value("mask").text] if masked and self.kernel.stores("mask") else []
+        conditions += ["xmask"] if self.slot.masks["x"] else []
+        return " & ".join(map(paren, conditions))
 
     def constant(self, name: str, value: float) -> str:
         self.constants[name] = value  # type: ignore[assignment]
