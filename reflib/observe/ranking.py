@@ -1,9 +1,9 @@
 """Kernels ranked by what they take above their floor: the least time for their bytes, or for their operations.
 
 A long kernel is not yet a slow one: a large product takes long because it has much to do. What a kernel takes above
-its floor is the most that can be gained there. Each element is counted once per kernel, however often it is read;
-operations are those of products, reductions and the arithmetic in loops. A kernel whose data is still in a cache can
-be faster than the floor, which is of memory.
+its floor is the most that can be gained there. Each element is counted once per kernel, however often it is read,
+and twice where it is read and then overwritten; operations are those of products, reductions and the arithmetic in
+loops. A kernel whose data is still in a cache can be faster than the floor, which is of memory.
 
 NB: TorchInductor has ``TORCHINDUCTOR_PROFILE=1`` for the bandwidth of its Triton kernels, and estimates in traces of
 ``torch.profiler`` (``torch/_inductor/analysis/profile_analysis.py``).
@@ -198,22 +198,24 @@ def work(program: Program, node: Node) -> tuple[int, int]:
     """The bytes that it has to read and write, and the floating-point operations: at least."""
     if isinstance(node, Extern):
         return _bytes(program, _operands(node, program)), _called_flops(node, program)
-    elements: dict[str, int] = {}
+    read, written = dict[str, int](), dict[str, int]()
     flops = 0
     for part in node.parts:
         if isinstance(part, Extern):  # a Triton kernel of the user's, alone
             return work(program, part)
         loops = part if isinstance(part, LoopNest) else part.epilogue
-        accesses: list[Load | Store] = [*loops.loads(), *loops.stores()]
-        for s in accesses:
-            elements[s.buffer] = elements.get(s.buffer, 0) + _points(loops, s)
+        for s in loops.body:
+            if isinstance(s, Store):
+                written[s.buffer] = written.get(s.buffer, 0) + _points(loops, s)
+            elif isinstance(s, Load) and s.buffer not in written:  # what it wrote itself may still be at hand
+                read[s.buffer] = read.get(s.buffer, 0) + _points(loops, s)
         if isinstance(part, Template):
             b, m, n, k = (e.hint() for e in part.sizes)
             flops += 2 * b * m * n * k
             for v in (part.a, part.b):
-                elements[v.buffer] = elements.get(v.buffer, 0) + _elements(v)
+                read[v.buffer] = read.get(v.buffer, 0) + _elements(v)
         flops += _loop_flops(loops)
-    return _bytes(program, elements), flops
+    return _bytes(program, read) + _bytes(program, written), flops
 
 
 def _operands(node: Extern, program: Program) -> dict[str, int]:

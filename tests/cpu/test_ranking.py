@@ -36,6 +36,12 @@ def test_bytes_and_operations_are_the_least_ones() -> None:
     assert sum(r.flops for r in E(F.conv2d, pictures, filters).ranking(calls=0)) == 2 * 2 * 4 * 36 * 27
 
 
+def test_what_is_updated_in_place_is_read_and_written() -> None:
+    x = torch.zeros(1000, 100)
+    (row,) = reflib.explain(lambda x: x.add_(1), x, target="sm_90").ranking()
+    assert row.bytes == 2 * x.nbytes
+
+
 def test_a_product_on_a_gpu_has_its_data_sheets_floor() -> None:
     a, b = torch.randn(512, 1024, dtype=torch.float16), torch.randn(1024, 2048, dtype=torch.float16)
     e = E(lambda a, b: torch.relu(a @ b), a, b, target="sm_90")
