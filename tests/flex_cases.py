@@ -127,6 +127,7 @@ CASES = {
     "grouped": Case((2, 6, 160, 16), (2, 2, 160), mask=causal, score=alibi, options=GQA),
     "empty rows": Case((2, 2, 300, 16), (2, 2, 260), mask=padded, options=LSE),
     "small blocks": Case((1, 2, 150, 16), (1, 2, 150), mask=window, block=32),
+    "large blocks": Case((1, 2, 150, 16), (1, 2, 130), mask=causal, block=1024),
     "one key for all": Case((2, 2, 64, 16), (1, 2, 90), mask=causal, trains=False),
     "negative scale": Case((1, 2, 64, 16), (1, 2, 90), options=(("scale", -0.5),)),
     "dynamic": Case((2, 2, 256, 16), (2, 2, 256), mask=causal, score=relative, dynamic=True),

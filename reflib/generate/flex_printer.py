@@ -258,6 +258,8 @@ class FlexPrinter:
         sizes = dict(zip("mn", self.kernel.blocks))
         kept = "n" if walked == "m" else "m"
         each, row = sizes[walked] // self.block[walked], "tile"
+        if (length := self.length[walked].constant) is not None:  # a block of the mask may be as large as an integer
+            each = max(1, min(each, -(-length // self.block[walked])))
         if sizes[kept] != self.block[kept]:
             row = f"tile // {sizes[kept] // self.block[kept]}"
         self.put("# blocks that the mask cuts" if not which else "# blocks that it leaves whole")
