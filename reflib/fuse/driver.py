@@ -144,7 +144,7 @@ class _Grouping:
 
     def _best(self, todo: list[tuple[int, bool]], position: int, cluster: Cluster, tried: set[int]) -> int | None:
         """The neighbour that saves most, then the nearest; removed from ``todo``, as are those already tried. A matmul
-        comes first: all its consumers may join it, but not what they have joined before. Then comes what has waited."""
+        comes first: all of its consumers may join it, but not what they have joined before."""
         ranked = []
         for p, dependent in todo:
             other = self.clusters.get(p)
@@ -154,9 +154,9 @@ class _Grouping:
             elif other is not cluster and id(other) not in tried:
                 score = saved_bytes(other, cluster, self.context)
                 product = dependent and (other.template is not None) > (cluster.template is not None)
-                ranked.append((product, self.waits[p], score * (2 if dependent else 1), p, dependent))
+                ranked.append((product, score * (2 if dependent else 1), p, dependent))
         ranked.sort(reverse=True)
-        todo[:] = [(p, dependent) for *_, p, dependent in ranked]
+        todo[:] = [(p, dependent) for _, _, p, dependent in ranked]
         return todo.pop(0)[0] if todo else None
 
     def _neighbours(self, position: int, node: Node) -> Iterator[tuple[int, bool]]:

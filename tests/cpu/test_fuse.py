@@ -22,15 +22,7 @@ def rope(x, c, s):
     return (x * c + torch.cat([-x[..., 4:], x[..., :4]], -1) * s,)
 
 
-def jensen_shannon(log_p, log_q):
-    """Values that the sum's operands share have two readers; what waits for the sum joins it first."""
-    p, q = log_p.exp(), log_q.exp()
-    log_m = ((p + q) / 2).log()
-    return ((p * (log_p - log_m) + q * (log_q - log_m)).sum(-1),)
-
-
 ONE_KERNEL = {
-    "divergence": (jensen_shannon, [R(4, 6), R(4, 6)]),
     "softmax": (lambda x: (torch.softmax(x, -1),), [R(4, 6)]),
     "softmax over columns": (lambda x: (torch.softmax(x, 0),), [R(4, 6)]),
     "softmax in bfloat16": (lambda x: (torch.softmax(x, -1),), [R(4, 6).bfloat16()]),
