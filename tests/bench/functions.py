@@ -14,6 +14,7 @@ import math
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -149,9 +150,17 @@ COLUMNS = {  # what a class is called with, where not anything between 64 and 16
 }  # fmt: skip
 
 
-def sizes(name: str, rng: random.Random) -> tuple[int, int]:
+@dataclass(frozen=True)
+class Entry:
+    """``make``: see MAKERS; between how many columns; does it have gradients?"""
+
+    make: Callable[[random.Random, int, int], Made]
+    columns: tuple[int, int] = (64, 16384)
+    train: bool = True
+
+
+def sizes(least: int, most: int, rng: random.Random) -> tuple[int, int]:
     """(rows, columns) for a GPU: log-uniform, one in three a power of two, one in three a multiple of 8, one odd."""
-    least, most = COLUMNS.get(name, (64, 16384))
     columns = int(math.exp(rng.uniform(math.log(least), math.log(most))))
     kind = rng.choice(["power", "even", "any"])
     columns = {"power": 1 << (columns.bit_length() - 1), "even": max(8, columns // 8 * 8), "any": columns | 1}[kind]
@@ -159,24 +168,26 @@ def sizes(name: str, rng: random.Random) -> tuple[int, int]:
     return max(4, elements // columns), columns
 
 
-def model(name: str, seed: int) -> Model:
+def model(name: str, seed: int, entry: Entry) -> Model:
     rng = random.Random(f"{name} {seed}")
-    rows, columns = sizes(name, rng)
+    rows, columns = sizes(*entry.columns, rng)
     state = rng.getstate()
 
     def build(real: bool) -> tuple[nn.Module, tuple[()]]:
         again = random.Random()
         again.setstate(state)
-        fn, tensors = MAKERS[name](again, *((rows, columns) if real else (64, SMALL // 64)))
+        fn, tensors = entry.make(again, *((rows, columns) if real else (64, SMALL // 64)))
         return Function(fn, *tensors), ()
 
-    gradient = name not in ("quantize", "amax_argmax")
-    return Model(
-        f"{name} {rows}x{columns}", build, modes=("inference", "training") if gradient else ("inference",), cost=0.2
-    )
+    modes = ("inference", "training") if entry.train else ("inference",)
+    return Model(f"{name} {rows}x{columns}", build, modes=modes, cost=0.2)
 
 
-MODELS = [model(name, seed) for name in MAKERS for seed in range(3)]
+ENTRIES = {
+    name: Entry(make, COLUMNS.get(name, (64, 16384)), name not in ("quantize", "amax_argmax"))
+    for name, make in MAKERS.items()
+}
+MODELS = [model(name, seed, entry) for name, entry in ENTRIES.items() for seed in range(3)]
 
 
 # -- results --------------------------------------------------------------------------------------------
@@ -202,7 +213,9 @@ def main(path: str) -> None:
         for row in found["rows"]:
             if row["metric"] == "time" and row["clock"] == "graph" and row["status"] == "ok":
                 times.setdefault((job["mode"], job["model"]), {})[job["backend"]] = row["value"]
-    known = {m.name: m for m in MODELS}
+    from tests.bench import unseen
+
+    known = {m.name: m for m in (*MODELS, *unseen.MODELS)}
     for mode in ("inference", "training"):
         rows = []
         for (its, name), by in times.items():
