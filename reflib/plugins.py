@@ -18,6 +18,7 @@ PLUGS: dict[str, dict[str, str]] = {
     },
     "pipeline.CAPTURED": {
         "attention": "capture.attention:attention",
+        "masks": "capture.masks:masks",
         "apart": "capture.attention_apart:attention_apart",
         "launches": "capture.triton_there:check_launches",
     },

@@ -68,6 +68,7 @@ SAME = ("contiguous", "clone")
 VIEW = ("view", "reshape", "_unsafe_view", "unflatten", "flatten", "unsqueeze", "squeeze")
 DROPOUT = ("dropout", "dropout_")
 PRODUCT = ("matmul", "bmm", "einsum")
+IN_PLACE = [getattr(operator, n) for n in dir(operator) if n.startswith("i") and hasattr(operator, f"__{n[1:]}__")]
 _MODES = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled", "_enter_inference_mode")
 
 
@@ -78,14 +79,14 @@ def attention(module: GraphModule, options: Options) -> GraphModule:
     """
     if not options.attention:
         return module
-    for inner in _graphs(module):
+    for inner in graphs(module):
         memo: dict[Any, Any] = {}
         if sum([_one(inner, n, memo) for n in list(inner.graph.nodes) if named(n) == "softmax"]):
             inner.recompile()
     return module
 
 
-def _graphs(module: GraphModule) -> Iterator[GraphModule]:
+def graphs(module: GraphModule) -> Iterator[GraphModule]:
     """The graph and those inside it that run as they are."""
     yield module
     for node in module.graph.nodes:
@@ -94,7 +95,7 @@ def _graphs(module: GraphModule) -> Iterator[GraphModule]:
             if any(named(u) == "tag_activation_checkpoint" for u in node.users):
                 logger("attention").info("%s is left as it is: it is computed again in backward", node.target)
             else:
-                yield from _graphs(inner)
+                yield from graphs(inner)
 
 
 def _one(module: GraphModule, softmax: Node, memo: dict[Any, Any]) -> bool:
@@ -159,8 +160,9 @@ def writes(node: Node) -> bool:
             return bool(inspect.signature(target).bind(*node.args, **node.kwargs).arguments.get("inplace"))
         except (TypeError, ValueError):
             pass
-    in_place = name.endswith("_") and not name.startswith("_")
-    return in_place or (name.startswith("i") and getattr(operator, f"__{name}__", None) is target)
+    if getattr(target, "__module__", "") == "_operator":  # and_ is no call in place
+        return target in IN_PLACE
+    return name.endswith("_") and not name.startswith("_")
 
 
 def _read_results(graph: torch.fx.Graph, softmax: Node) -> None:

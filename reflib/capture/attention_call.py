@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -242,28 +242,34 @@ def _tried(parts: Parts) -> tuple[torch.Tensor, bool]:
     wide = scores.device.type == "cpu" and parts.dtype.itemsize > 2
     if wide and not statically_known_true(scores.shape[-1] >= LONG):
         raise Refused(f"on a CPU the call is slower for fewer than {LONG} keys of {parts.dtype}")
-    mode = getattr(value(parts.second), "fake_mode", None)  # of these; the one that will trace the call is another
-    env = getattr(mode, "shape_env", None)
-    if mode is None:
+    if not hasattr(value(parts.second), "fake_mode"):
         raise Refused("sizes and dtypes are not known")
-    with mode, env.suppress_guards() if env is not None else nullcontext():
+    with on_fakes(value(parts.second)):
         try:
             with _Calls() as calls:
                 masks = masked(parts, value)
                 fake = attend(parts, value, masks)
             want = value(parts.second)
-            contiguous = not (_same_strides(fake, want) or _copied_later(parts))
+            contiguous = not (same_strides(fake, want) or copied_later(parts.second, parts.order))
             fake = attend(parts, value, masks, True) if contiguous else fake
         except (RuntimeError, ValueError, TypeError, IndexError) as e:
             raise Refused(f"PyTorch refuses: {str(e).partition(chr(10))[0]}") from e
     if not equal(list(fake.shape), list(want.shape)) or fake.dtype != want.dtype:
         raise Refused("the call's result has another shape or dtype")
-    if contiguous and not _same_strides(fake, want):
+    if contiguous and not same_strides(fake, want):
         raise Refused("the products are not laid out in the usual order")
     known = fake.device.type == "cpu" or torch.cuda.is_available()  # else the GPU will choose, where there is one
     if known and not any("attention" in c and "math" not in c for c in calls.names):
         raise Refused("PyTorch has no fused kernel for these sizes, dtypes and gradients")
     return fake, contiguous
+
+
+@contextmanager
+def on_fakes(fake: Any) -> Iterator[None]:
+    """Calls of fake tensors like ``fake``, without new guards. (The mode that will trace the graph is another.)"""
+    env = fake.fake_mode.shape_env
+    with fake.fake_mode, env.suppress_guards() if env is not None else nullcontext():
+        yield
 
 
 class _Calls(TorchDispatchMode):
@@ -278,21 +284,20 @@ class _Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
     return all(equal(s, t) or equal(n, 1) for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True))
 
 
-def _copied_later(parts: Parts) -> bool:
-    """Is all that is done with the result to bring heads and lengths in the order of the fused kernels' results, and to
-    copy that? Then it is no matter how the result is laid out, and the copy is saved."""
-    ordered = list(parts.second.users) if parts.order is None else [parts.second]
-    if parts.order is None:
+def copied_later(node: Node, order: tuple[int, ...] | None = None) -> bool:
+    """Is all that is done with the result, permuted by ``order``, to bring heads and lengths in the order of the fused
+    kernels' results, and to copy that? Then it is no matter how the result is laid out, and the copy is saved."""
+    ordered = list(node.users) if order is None else [node]
+    if order is None:
         swaps = {("transpose", 1, 2), ("transpose", 2, 1), ("permute", 0, 2, 1, 3), ("permute", (0, 2, 1, 3))}
         for user in ordered:
             given = tuple(tuple(a) if isinstance(a, (list, tuple)) else a for a in user.args[1:])
             if (named(user), *given) not in swaps:
                 return False
-    elif parts.order != (0, 2, 1, 3):
+    elif order != (0, 2, 1, 3):
         return False
     return all(n.users and all(named(u) in CONTIGUOUS for u in n.users) for n in ordered)
-

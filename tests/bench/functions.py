@@ -211,7 +211,7 @@ def main(path: str) -> None:
         found: dict[str, Any] = json.loads(line)
         job = found["job"]
         for row in found["rows"]:
-            if row["metric"] == "time" and row["clock"] == "graph" and row["status"] == "ok":
+            if row["metric"] == "time" and row.get("clock") == "graph" and row.get("status", "ok") == "ok":
                 times.setdefault((job["mode"], job["model"]), {})[job["backend"]] = row["value"]
     from tests.bench import unseen
 

@@ -1,0 +1,189 @@
+"""Masks of ``scaled_dot_product_attention`` that no input decides.
+
+A model's eager code leaves a mask out where all of it is true, and says ``is_causal`` where it is a triangle: it looks
+at the numbers. Under Dynamo it cannot, and computes the mask from ``arange`` (most of ``transformers``' models). With a
+mask, flash and cuDNN's kernels for ``is_causal`` are out, and half of the scores that a triangle forbids are computed.
+Worse, a mask that is broadcast along the keys (stride 0) is read by no fused kernel: PyTorch takes the call apart into
+products in float32, and saves the weights of every layer for the backward. (One H200, bfloat16, training: a ViT's peak
+was 2,842 MiB that way, 1,900 in eager mode.)
+
+So here, in the graph before autograd sees it:
+
+- A mask that is made of constants and static sizes alone is computed, once per graph, on the CPU. If all of it is true
+  (or 0, of a mask that is added) the call gets none; if it is the lower triangle of as many queries as keys, the call
+  gets ``is_causal=True``. A number that is added counts as forbidding if it is ``finfo.min`` or less: in both cases
+  every row has an allowed key, beside which it has no weight.
+- Any other mask that is broadcast along the keys is copied, but not along dimensions where it is broadcast as well.
+
+Results are those of the same call, by another of PyTorch's kernels; so ``numerics="eager"`` leaves masks alone.
+
+NB: TorchInductor keeps the masks (seen in torch 2.11 and 2.13).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from ..logs import get as logger
+from ..options import Options
+from .attention import graphs, is_tensor, writes
+from .attention_call import copied_later, named, on_fakes, same_strides, value
+
+NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+LARGEST = 2**26  # elements of a tensor that is computed for a mask: 8,192 queries and keys
+MADE = "arange full zeros ones eye tensor scalar_tensor full_like zeros_like ones_like new_full new_zeros new_ones"
+COMPUTED = """add sub mul neg div truediv floordiv mod remainder abs eq ne lt le gt ge and or xor not invert __and__ __or__
+logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor where any all cumsum diff
+tril triu masked_fill minimum maximum min max clamp to _to_copy bool float half bfloat16 long int type"""
+MOVED = """getitem index slice select unsqueeze squeeze expand expand_as view reshape flatten permute transpose t cat stack
+repeat flip clone contiguous detach lift_fresh_copy"""
+KNOWN = frozenset(f"{MADE} {COMPUTED} {MOVED}".split())
+
+
+def masks(module: GraphModule, options: Options) -> GraphModule:
+    """``module``, a graph of torch's functions or of ATen with fake tensors in ``meta``, with simpler masks, in place
+    (plugs into ``pipeline.CAPTURED``)."""
+    if not options.attention or options.numerics == "eager":
+        return module
+    for inner in graphs(module):
+        memo: dict[Node, str] = {}
+        calls = [n for n in inner.graph.nodes if named(n) == "scaled_dot_product_attention"]
+        if sum([_simplified(inner.graph, n, memo) for n in calls]):
+            inner.recompile()
+    return module
+
+
+def _simplified(graph: torch.fx.Graph, node: Node, memo: dict[Node, str]) -> bool:
+    given = dict(zip(NAMES, node.args)) | node.kwargs
+    mask = given.get("attn_mask")
+    if not is_tensor(mask) or not hasattr(value(node), "fake_mode") or given.get("is_causal"):
+        return False
+    rows, columns = value(given["query"]).shape[-2], value(given["key"]).shape[-2]
+    if mask not in memo:
+        memo[mask] = _meaning(mask, rows, columns)
+    match memo[mask]:
+        case "all":
+            given["attn_mask"] = None
+        case "causal":
+            given |= {"attn_mask": None, "is_causal": True}
+        case _ if value(mask).is_cuda and value(mask).stride(-1) == 0 and _several(value(mask).shape[-1]):
+            with graph.inserting_before(node):
+                given["attn_mask"] = _dense(graph, mask)
+        case _:
+            return False
+    logger("attention").info("%s: mask %s: %s", node.name, mask.name, memo[mask] or "copied")
+    return _called(graph, node, given)
+
+
+def _called(graph: torch.fx.Graph, node: Node, given: dict[str, Any]) -> bool:
+    """``node`` with other arguments, laid out as before where that matters."""
+    old = value(node)
+    with on_fakes(old):
+        new = F.scaled_dot_product_attention(**{k: value(v) for k, v in given.items()})
+    changed = not same_strides(new, old) and not copied_later(node)
+    if changed and not (old.is_contiguous() and new.shape == old.shape):
+        return False
+    operands = tuple(given.pop(name) for name in NAMES[:3])
+    node.args, node.kwargs = operands, given
+    node.meta["example_value" if "example_value" in node.meta else "val"] = new
+    if changed:
+        with graph.inserting_after(node):
+            copy = graph.call_method("contiguous", (node,))
+        copy.meta = {**node.meta, "example_value": old}
+        node.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+    return True
+
+
+def _several(size: Any) -> bool:
+    return not isinstance(size, int) or size > 1
+
+
+def _dense(graph: torch.fx.Graph, mask: Node) -> Node:
+    """A copy in which the keys lie beside each other, broadcast where else ``mask`` is."""
+    fake, short = value(mask), mask
+
+    def put(name: str, *args: Any) -> Node:
+        made = graph.call_method(name, (short, *args))
+        made.meta["example_value"] = getattr(value(short), name)(*args)
+        return made
+
+    with on_fakes(fake):
+        wide = [i for i in range(fake.dim() - 1) if fake.stride(i) == 0 and isinstance(fake.shape[i], int)]
+        for i in wide:
+            short = put("narrow", i, 0, 1)
+        short = put("contiguous")
+        return put("expand", *(fake.shape[i] if i in wide else -1 for i in range(fake.dim()))) if wide else short
+
+
+# -- what a mask says -------------------------------------------------------------------------------
+def _meaning(mask: Node, rows: Any, columns: Any) -> str:
+    """"all", "causal", or "" for another mask, or one that is not known here."""
+    if not isinstance(rows, int) or not isinstance(columns, int) or (found := _computed(mask)) is None:
+        return ""
+    allowed = found
+    if found.dtype != torch.bool:
+        allowed = found == 0
+        if not (allowed | (found <= torch.finfo(found.dtype).min)).all():
+            return ""
+    if allowed.all():
+        return "all"
+    triangle = torch.ones(rows, columns, dtype=torch.bool).tril()
+    return "causal" if rows == columns and (allowed == triangle).all() else ""
+
+
+def _computed(mask: Node) -> torch.Tensor | None:
+    """The mask's numbers, if they are the same in every call; without the dimensions along which all are alike."""
+    needed, todo = set[Node](), [mask]
+    while todo:
+        if (node := todo.pop()) in needed:
+            continue
+        fake = value(node)
+        if named(node) not in KNOWN or writes(node) or not isinstance(fake, torch.Tensor) or not _small(fake):
+            return None
+        needed.add(node)
+        todo += node.all_input_nodes
+    if any(writes(node) and _of(node, needed) for node in mask.graph.nodes):
+        return None
+    found: dict[Node, Any] = {}
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        for node in (n for n in mask.graph.nodes if n in needed):
+            args, kwargs = tree_map(_here, torch.fx.map_arg((node.args, dict(node.kwargs)), found.__getitem__))
+            if node.op == "call_method":
+                made = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                made = node.target(*args, **kwargs)  # type: ignore[operator]
+            found[node] = made
+    once = [slice(0, 1) if s == 0 else slice(None) for s in found[mask].stride()]
+    return found[mask][tuple(once)]
+
+
+def _small(fake: torch.Tensor) -> bool:
+    return all(isinstance(s, int) for s in fake.shape) and fake.numel() <= LARGEST
+
+
+def _of(write: Node, needed: set[Node]) -> bool:
+    """May what the call writes to share storage with one of these?"""
+    seen, todo = set[Node](), [n for n in (*write.args[:1], write.kwargs.get("out")) if isinstance(n, Node)]
+    while todo:
+        if (node := todo.pop()) in needed:
+            return True
+        if node not in seen:
+            seen.add(node)
+            todo += node.all_input_nodes[:1]  # views have one tensor, the first
+    return False
+
+
+def _here(argument: Any) -> Any:
+    """A device becomes the CPU, whatever computes the mask when the model runs."""
+    if isinstance(argument, str):
+        try:
+            argument = torch.device(argument)
+        except RuntimeError:
+            return argument
+    return torch.device("cpu") if isinstance(argument, torch.device) else argument
