@@ -7,11 +7,10 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch._decomp import core_aten_decompositions, decomposition_table, get_decompositions
-from torch._prims_common import suggest_memory_format
+from torch._decomp import core_aten_decompositions, get_decompositions
 
 from . import pointwise, reductions  # noqa: F401  (they register their rules)
-from .rules import LIKE_EAGER, RULES, WHOLE, overloads
+from .rules import LIKE_EAGER, PARTS, RULES, WHOLE, overloads
 
 aten = torch.ops.aten
 
@@ -48,15 +47,10 @@ def _table(_registered: int, _rules: int) -> dict[Any, Callable[..., Any]]:
     table = dict(core_aten_decompositions())
     packets = [getattr(aten, n) for n in _TAKE_APART if hasattr(aten, n)]
     table.update(get_decompositions(packets))
-    table[aten.max_unpool2d.default] = _max_unpool2d
+    for change in PARTS.values():
+        table.update(change(table))
     whole = set(overloads(*_KEEP_WHOLE)) | set(RULES)
     return {op: fn for op, fn in table.items() if op not in whole and not _random(op)}
-
-
-def _max_unpool2d(x: torch.Tensor, indices: torch.Tensor, output_size: list[int]) -> torch.Tensor:
-    """torch's own parts, laid out in memory as the operator's result is."""
-    out = decomposition_table[aten.max_unpool2d.default](x, indices, output_size)
-    return out.contiguous(memory_format=suggest_memory_format(x))
 
 
 def _random(op: Any) -> bool:

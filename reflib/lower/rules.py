@@ -26,6 +26,8 @@ WHOLE = Seam("lower.WHOLE")
 NUMBER = Seam("lower.NUMBER")
 # For "eager" numerics. "check": (cx, target, nodes), Unsupported if a call is asked for. "table": of decompositions.
 LIKE_EAGER = Seam("lower.LIKE_EAGER")
+# (table of decompositions) -> those to be used instead; none: torch's
+PARTS = Seam("lower.PARTS")
 
 
 class Unsupported(Exception):
