@@ -44,6 +44,7 @@ from .result import Fused
 
 BLOCK = 64  # a piece's length is a multiple of this where possible: generated loops go over rows in such steps
 COLUMNS = 64  # results per program of a column reduction: 128 bytes of half precision
+LINE = 64  # elements that one piece of a row reads next to each other: 128 bytes of half precision
 PIECE = 256  # rows of a column reduction that are read all at once
 SECOND = 4_000_000  # bytes that a GPU moves in the time of the second kernel: 1 us of an H200
 MOST = 512  # pieces, for a second step that is short
@@ -63,7 +64,7 @@ def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
         wanted = pieces_by_length if options.batch_invariant else pieces_wanted
         pieces = wanted(node, program.buffers, target) if isinstance(node, LoopNest) else 1
         if isinstance(node, LoopNest) and pieces > 1 and can_split(node) and not was_split(node):
-            nodes += _split(*with_axis(node, pieces), pieces, buffers)
+            nodes += _split(*with_axis(node, pieces), buffers)
         else:
             nodes.append(node)
     return replace(fused, program=replace(program, nodes=tuple(nodes), buffers=buffers))
@@ -112,15 +113,24 @@ def _idle_bytes(loops: LoopNest, buffers: dict[str, Buffer], target: Target) -> 
     return -loops.numel.hint() % target.units * row
 
 
-def with_axis(loops: LoopNest, pieces: int) -> tuple[LoopNest, Axis]:
-    """The axis to cut: of those with about enough steps the one with the widest, so a piece is contiguous where the
-    row is. If none has enough: the longest, after axes that memory steps through as one are merged. (What a piece reads
-    is then no part of any axis that the producers have, and these do not fuse.)"""
-    enough = [a for a in loops.reduced if 2 * a.size.hint() >= pieces]
-    if enough:
-        return loops, max(enough, key=lambda a: _step(loops, a))
+def with_axis(loops: LoopNest, pieces: int) -> tuple[LoopNest, Axis, int]:
+    """The axis to cut, and into how many pieces: of those with about enough steps the one with the widest, so a piece is
+    contiguous where the row is. Steps of a narrower one are worth a piece if what it reads at once is LINE elements:
+    of 283 rows of 8,192, each row is a piece, not 8 columns. If none has a quarter: the longest, after axes that memory
+    steps through as one are merged. (What a piece reads is then no part of any axis that the producers have, and these
+    do not fuse.)"""
+    widest, columns = max(_step(loops, a) for a in loops.reduced), reduces_columns(loops)
+
+    def most(a: Axis) -> int:
+        size, step = a.size.hint(), _step(loops, a)
+        return min(pieces, size if columns or step in (0, widest) else min(size, size * step // LINE))
+
+    enough = [a for a in loops.reduced if 2 * most(a) >= pieces]
+    axis = max(enough, key=lambda a: _step(loops, a)) if enough else max(loops.reduced, key=most)
+    if 4 * most(axis) >= pieces:
+        return loops, axis, most(axis)
     loops = merge_axes(loops, apart=True)
-    return loops, max(loops.reduced, key=lambda a: a.size.hint())
+    return loops, max(loops.reduced, key=lambda a: a.size.hint()), pieces
 
 
 def _step(loops: LoopNest, a: Axis) -> int:

@@ -75,7 +75,7 @@ def split_online(fused: Fused, options: Options, target: Target) -> Fused:
             continue
         sums = {j: s for j in range(position + 1, len(program.nodes)) if (s := _sum_at(fused, depends, position, j))}
         if sums:
-            _, axis = with_axis(node, pieces)
+            _, axis, pieces = with_axis(node, pieces)
             made = cut_axis(axis, pieces, alone=len(node.reduced) == 1)
             first, partials = first_step(node, made, buffers)
             cut[position] = [first, second_step(node, made.s.size, partials, buffers)]
