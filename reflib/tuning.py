@@ -37,7 +37,7 @@ def choose(s: Stages) -> Chosen:
     assert s.program is not None
     with _how(s) as tuning:
         tuning.together = CHOOSE["together"]
-        asked = s.program if not _measures(s.options) else _asked(s) if s.tuning is None else s.tuning.asked
+        asked = s.tuning.asked if s.tuning is not None and _measures(s.options) else _asked(s)
         if s.tuning is None:
             tuning.meanwhile = partial(_build_the_rest, s)
         return decide(asked, s.options, s.target_of, build, input_makers(), tuning)
@@ -161,11 +161,14 @@ def expect_tuning(options: Options) -> None:
 
 
 def _asked(s: Stages) -> Program:
-    """The program as its choices are measured: the library's own epilogues are among the variants."""
+    """The program as its choices are decided: operands that a product may compute are among the variants and, where
+    something is measured, the library's own epilogues."""
     from .autotune.activation import with_activations
+    from .autotune.prologue import with_prologues
 
     assert s.program is not None
-    return with_activations(s.program)
+    program = with_prologues(s.program)
+    return with_activations(program) if _measures(s.options) else program
 
 
 def _build_the_rest(s: Stages, touched: set[str]) -> None:

@@ -15,6 +15,7 @@ import matmul_cases
 import numpy as np
 import torch
 from interpreter import answer, told
+from prologue_cases import prologue_cases
 from triton.runtime import interpreter
 from triton_cases import Case, asserted_cases, kernel_cases, op_cases, reduce_cases
 from triton_half_cases import half_cases, half_problem
@@ -90,13 +91,13 @@ def _defined(name: str, case: Case, like: torch.Tensor) -> torch.Tensor:
 
 KINDS = {
     "ops": op_cases, "reductions": reduce_cases, "kernels": kernel_cases, "half": half_cases,
-    "products": matmul_cases.matmul_cases, "asserted": asserted_cases,
+    "products": matmul_cases.matmul_cases, "computed": prologue_cases, "asserted": asserted_cases,
 }  # fmt: skip
 
 
 def wrong_with(kind: str, name: str, number: int, make: Any) -> str:
     case = make()
-    if kind == "products":
+    if kind in ("products", "computed"):
         return matmul_cases.problem(case, run(f"case{number}", case))
     got = run(name, case)
     return half_problem(name, case.tensors["x"], got["out"]) if kind == "half" else problem(name, case, got)

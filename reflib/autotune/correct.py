@@ -114,7 +114,7 @@ def _node_bytes(node: Any, sizes: dict[str, int]) -> int:
         return 8 * points * (len(node.body) + 2)
     if isinstance(node, Template):
         b, m, n, k = (_int(e, sizes) for e in node.sizes)
-        return 8 * b * (m * k + k * n) + _node_bytes(node.epilogue, sizes)
+        return 8 * b * (m * k + k * n) + sum(_node_bytes(p, sizes) for p in (*node.prologues, node.epilogue))
     if isinstance(node, KernelNode):
         return sum(_node_bytes(p, sizes) for p in node.parts)
     if isinstance(node, Variants):

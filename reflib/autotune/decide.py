@@ -31,7 +31,7 @@ from typing import Any
 
 from ..fuse import fuse
 from ..ir.decision import Candidate, Decision, Key, key_of
-from ..ir.program import Buffer, Choice, Extern, Node, Program, Variant, Variants
+from ..ir.program import Buffer, Choice, Extern, Node, Program, Template, Variant, Variants
 from ..ir.regions import Region, block
 from ..ir.rename import renamed, with_hints
 from ..logs import get as logger
@@ -40,10 +40,12 @@ from ..target import Target
 from .activation import with_activation
 from .epilogue import epilogue_bytes
 from .known import Elsewhere
-from .matmul import open_template, static_tiling, with_tiling
+from .matmul import best_tiling, open_template, static_tiling, with_tiling
 from .points import Build, TargetOf, Tuning, Work, begin, outcome_of, release
+from .prologue import cannot_lose
 from .question import Question, dtypes_of, question_of, sizes_of
 from .ranges import Range, merged, representatives, say_once
+from .roofline import tensor_cores
 from .store import Outcome, keeps_decisions, store
 from .subprogram import Subprogram, replace_region, splice
 
@@ -133,10 +135,23 @@ def _failed(choice: Choice) -> tuple[Candidate, ...]:
 def _static_winner(program: Program, choice: Choice, target: Target) -> tuple[Variant, str]:
     for a in choice.variants:
         t = None if a.predicate else open_template(a)
-        tiling = None if t is None else static_tiling(t, partial(epilogue_bytes, program, choice, a), target)
+        if t is not None and t.prologues and (computed := _computed(program, choice, a, t, target)) is not None:
+            return computed, "few rows: computing an operand as it is read moves the fewest bytes"
+    for a in choice.variants:
+        t = None if a.predicate else open_template(a)
+        if t is None or t.prologues:
+            continue
+        tiling = static_tiling(t, partial(epilogue_bytes, program, choice, a), target)
         if tiling is not None:
             return with_tiling(a, tiling), "at this size one launch is worth more than the library's kernel"
     return choice.variants[0], "the default"
+
+
+def _computed(program: Program, choice: Choice, a: Variant, t: Template, target: Target) -> Variant | None:
+    if not cannot_lose(program, a) or not tensor_cores(target):
+        return None
+    best = best_tiling(t, epilogue_bytes(program, choice, a) or 0, target)
+    return None if best is None else with_tiling(a, best)
 
 
 # -- for a target ----------------------------------------------------------------------------------

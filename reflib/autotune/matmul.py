@@ -11,11 +11,12 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from math import prod
 
 import torch
 
 from ..ir.assume import limit_facts
-from ..ir.expr import Expr, Sym, ceildiv, expr, minimum
+from ..ir.expr import BinOp, Expr, Sym, Var, ceildiv, expr, minimum
 from ..ir.loops import Index, Load, Store
 from ..ir.program import (
     Assume,
@@ -60,7 +61,28 @@ DIVISOR = 16  # elements: what a size or stride must be a multiple of for 16-byt
 def problem(t: Template) -> Problem:
     """``t`` at its traced sizes."""
     b, m, n, k = (max(1, e.hint()) for e in t.sizes)
-    return Problem((b, m, n, k), t.dtype, t.precision == "tf32", t.a.dtype.itemsize, t.b.dtype.itemsize)
+    computed = "".join(name for name, v in (("a", t.a), ("b", t.b)) if t.prologue(v))
+    return Problem((b, m, n, k), t.dtype, t.precision == "tf32", _width(t, t.a), _width(t, t.b), computed=computed)
+
+
+def _width(t: Template, v: View) -> float:
+    """Bytes of an element in memory; of one that is computed, what is read for it: a float as one of the product's."""
+    nest = t.prologue(v)
+    if nest is None:
+        return v.dtype.itemsize
+    sizes = {a.var: a.size for a in nest.axes}
+    return sum(
+        min(s.dtype.itemsize, t.dtype.itemsize) / prod(_sharing(s.index, d, size) for d, size in sizes.items())
+        for s in nest.loads()
+    )
+
+
+def _sharing(index: Expr, d: Var, size: Expr) -> int:
+    """How many neighbours along ``d`` read one element."""
+    if not index.has(d):
+        return max(1, size.hint())
+    quotients = {a: a.b for a in index.atoms() if isinstance(a, BinOp) and a.fn == "//" and a.a == expr(d)}
+    return 1 if len(quotients) != 1 or index.subs(dict.fromkeys(quotients, 0)).has(d) else quotients.popitem()[1].hint()
 
 
 # -- candidates -------------------------------------------------------------------------------------
@@ -175,7 +197,7 @@ def _varied(p: Problem, made: Iterable[Tiling], target: Target) -> list[tuple[Ti
 def fits(p: Problem, t: Tiling, target: Target) -> bool:
     """Within the target's shared memory and registers, and no block of more than twice the size it covers."""
     _, m, n, k = p.sizes
-    if shared_bytes(p, t, target) > target.shared or accumulators(t) > ACCUMULATORS:
+    if shared_bytes(p, t, target) > target.shared or accumulators(t) > ACCUMULATORS or p.computed and t.warps_k > 1:
         return False
     if t.num_warps * 32 > max(t.m * t.n // 4, 32) * t.warps_k:
         return False
@@ -220,7 +242,7 @@ def _warps(m: int, n: int) -> tuple[int, ...]:
 
 def _walking(t: Template, p: Problem, target: Target) -> Iterator[Tiling]:
     """Persistent: for products of at least a third of a wave of large tiles."""
-    if target.kind != "cuda" or target.capability < 90 or t.sizes[0] != 1 or t.sizes[3] == 0:
+    if target.kind != "cuda" or target.capability < 90 or t.sizes[0] != 1 or t.sizes[3] == 0 or t.prologues:
         return
     if (p.dtype not in HALVES and not p.tf32) or any(unfit_for_tma(v, _names(multiples(t))) for v in (t.a, t.b)):
         return
@@ -252,7 +274,13 @@ def static_tiling(t: Template, moved: Callable[[], int | None], target: Target) 
     skinny = b * m * n <= SKINNY and k >= DEEP * max(m, n)
     if not (small or skinny) or (behind := moved()) is None:
         return None
-    return next((c for c in _ranked(t, target, behind) if c.kind != "persistent"), None)
+    return best_tiling(t, behind, target)
+
+
+def best_tiling(t: Template, moved: int, target: Target) -> Tiling | None:
+    """As the model ranks those that assume nothing of strides. ``moved``: see ``Problem``."""
+    ranked = _ranked(t, target, moved) if can_multiply(t, target) else ()
+    return next((c for c in ranked if c.kind != "persistent"), None)
 
 
 # -- variants ---------------------------------------------------------------------------------------
@@ -341,12 +369,13 @@ def workspace(name: str, t: Template, target: Target) -> tuple[Buffer, ...]:
 def multiples(t: Template) -> tuple[Sym, ...]:
     """Size symbols that must be multiples of 16 for 16-byte accesses, and were when traced: those that a row's stride
     or an offset has as its only factor, and the lengths of contiguous rows."""
-    steps = [e for v in (t.a, t.b) for e in (v.offset, *_strides(v), *_lengths(v))]
-    axes = {a.var: a.size for a in t.epilogue.axes}
-    for s in t.epilogue.body:
-        if isinstance(s, (Load, Store)):
-            steps += [by for v in axes if (by := s.index.coefficient(v)) is not None]
-            steps += [size for v, size in axes.items() if s.index.coefficient(v) == 1]
+    steps = [e for v in (t.a, t.b) if not t.prologue(v) for e in (v.offset, *_strides(v), *_lengths(v))]
+    for nest in (*t.prologues, t.epilogue):
+        axes = {a.var: a.size for a in nest.axes}
+        for s in nest.body:
+            if isinstance(s, (Load, Store)):
+                steps += [by for v in axes if (by := s.index.coefficient(v)) is not None]
+                steps += [size for v, size in axes.items() if s.index.coefficient(v) == 1]
     terms = [([a for a in atoms if isinstance(a, Sym)], c) for e in steps for atoms, c in e.terms]
     out: set[Sym] = set()
     for symbols, c in sorted(terms, key=lambda term: len(term[0])):  # of a product one is enough

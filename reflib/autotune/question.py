@@ -172,7 +172,7 @@ def _names(nodes: Iterable[Node]) -> set[str]:
         if isinstance(n, LoopNest):
             out |= {a.var.name for a in n.axes}
         elif isinstance(n, Template):
-            out |= _names([n.epilogue])
+            out |= _names([*n.prologues, n.epilogue])
         elif isinstance(n, KernelNode):
             out |= _names(n.parts)
         elif isinstance(n, (Choice, Variants)):

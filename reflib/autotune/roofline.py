@@ -104,14 +104,16 @@ def flops_per_second(dtype: torch.dtype, target: Target, tf32: bool = False) -> 
 @dataclass(frozen=True)
 class Problem:
     """A product as the model sees it. ``a_bytes``, ``b_bytes``: of an element as it lies in memory. ``moved``: bytes
-    per element of the result that its epilogue loads and stores, beside the result."""
+    per element of the result that its epilogue loads and stores, beside the result. ``computed``: which of a and b are,
+    as they are read."""
 
     sizes: tuple[int, int, int, int]
     dtype: torch.dtype
     tf32: bool
-    a_bytes: int
-    b_bytes: int
+    a_bytes: float
+    b_bytes: float
     moved: int = 0
+    computed: str = ""
 
     def tiles(self, t: Tiling) -> int:
         b, m, n, _ = self.sizes
@@ -123,7 +125,11 @@ class Problem:
 
     def step_bytes(self, t: Tiling) -> int:
         """Of shared memory. What lies outside of the matrices is not read: ``step_traffic``."""
-        return t.k * (t.m * self.a_bytes + t.n * self.b_bytes)
+        return int(t.k * (t.m * self.a_bytes + t.n * self.b_bytes))
+
+    def made_bytes(self, t: Tiling) -> int:
+        """Of shared memory, for a block of what is computed."""
+        return t.k * (t.m * ("a" in self.computed) + t.n * ("b" in self.computed)) * self.dtype.itemsize
 
     def step_traffic(self, t: Tiling) -> float:
         _, m, n, _ = self.sizes
@@ -145,7 +151,7 @@ def shared_bytes(p: Problem, t: Tiling, target: Target) -> int:
     stages = t.num_stages if grouped(p, t, target) else t.num_stages - 1
     if target.kind == "cuda" and target.capability < 80:
         stages = 1
-    blocks = max(1, stages) * p.step_bytes(t)
+    blocks = max(1, stages) * p.step_bytes(t) + p.made_bytes(t)
     if t.kind == "persistent":
         blocks += min(2 * t.m * t.n, 32768)
     return max(blocks, t.m * t.n * 4 if t.kind == "split" else 0, 16384) + 64

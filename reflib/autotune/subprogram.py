@@ -7,7 +7,8 @@ among them, that is closed under "in one group", whichever variant is in place:
 
 1. a window: LoopNest that depend on the choice through LoopNest alone, and elementwise LoopNest that only it reads;
 2. the window is fused once with each kind of variant in place of the choice;
-3. nodes that some fusion puts into one group belong together; the region is the choice's class.
+3. nodes that some fusion puts into one group belong together; the region is the choice's class;
+4. so do the choice and nodes that a variant does not need, because it computes their results itself (``prologue``).
 
 Nodes that only a path through the outside connects to the choice are left out, so that a region can run at one point
 of the order. Its inputs are what it reads from outside; its outputs what the outside reads of it.
@@ -30,6 +31,7 @@ from ..ir.program import (
     Extern,
     Node,
     Program,
+    Template,
     Variant,
     Variants,
     full_view,
@@ -149,6 +151,9 @@ def _together(program: Program, choice: Choice, window: set[int], options: Optio
     for variant in _kinds(choice):
         own = {n.name for n in variant.nodes}
         fused = fuse(splice(small, choice, variant), options, target)
+        if _computes(variant):
+            for n in names.difference(*(group.members for group in fused.groups)):
+                parent[root(n)] = root(choice.name)
         for group in fused.groups:
             members = {_original(m, names, own, choice.name) for m in group.members} - {""}
             for m in members:
@@ -171,9 +176,14 @@ def _kinds(choice: Choice) -> list[Variant]:
     """One variant of each structure: those that differ in numbers alone fuse alike."""
     kinds: dict[tuple, Variant] = {}
     for a in choice.variants:
-        shape = tuple((type(n).__name__, str(n.target) if isinstance(n, Extern) else "") for n in a.nodes)
+        shape = (*((type(n).__name__, str(n.target) if isinstance(n, Extern) else "") for n in a.nodes), _computes(a))
         kinds.setdefault(shape, a)
     return list(kinds.values())
+
+
+def _computes(a: Variant) -> bool:
+    """Does a product in it compute operands?"""
+    return any(isinstance(n, Template) and n.prologues for n in a.nodes)
 
 
 def _convex(program: Program, depends: Dependencies, choice: Choice, members: set[str]) -> list[int]:

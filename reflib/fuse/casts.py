@@ -123,7 +123,7 @@ def _may_read_source(program: Program, depends: Dependencies, node: Node, positi
     if source.dtype not in _SOURCES:
         return False
     views = [v for v in (node.a, node.b) if v.buffer == cast.result]
-    if any(v.dtype != result.dtype for v in views):
+    if not views or any(v.dtype != result.dtype for v in views):
         return False
     if depends.written_between(cast.source, cast.position, position + 1):
         return False

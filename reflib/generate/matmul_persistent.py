@@ -56,7 +56,7 @@ def _descriptor(p: MatmulPrinter, name: str, v: View, block: tuple[str, str], at
     why = unfit_for_tma(v, known) if p.sure(v.buffer) else "its address may not be a multiple of 16 bytes"
     if why:
         raise GenerateError(f"{p.template.name}: no TMA descriptor for operand {name} ({v.buffer}): {why}")
-    pointer = getattr(p, name) + (f" + {p.size(v.offset)}" if v.offset != 0 else "")
+    pointer = p.pointers[name] + (f" + {p.size(v.offset)}" if v.offset != 0 else "")
     p.put(f"{name}_blocks = tl.make_tensor_descriptor(")
     p.put(f"    {pointer}, shape=[{p.size(sizes[0])}, {p.size(sizes[1])}], strides=[{p.size(strides[0])}, 1],")
     p.put(f"    block_shape=[{block[0]}, {block[1]}],")

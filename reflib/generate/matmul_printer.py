@@ -23,6 +23,7 @@ from ..ir.transforms import substitute
 from ..schedule.axes import Space
 from ..target import Target
 from .kernel import Kernel
+from .matmul_prologue import OperandPrinter
 from .triton import HEADER, LIBDEVICE, known_multiples
 from .triton_facts import HALF, blocks, paren, pointer_name
 from .triton_ops import TL, Needs, helper_text, print_cast
@@ -50,7 +51,10 @@ class MatmulPrinter:
         self.needs = Needs()
         masks = {"y": _ragged(self.m, self.tiling.m), "x": _ragged(self.n, self.tiling.n)}
         self.body = StatementPrinter(epilogue_space(template), node.config, self.buffers, self.needs, masks)
-        self.a, self.b = (self.pointer(v) for v in (template.a, template.b))
+        self.views = {"a": template.a, "b": template.b}
+        self.computed = {n: OperandPrinter(self, n, v) for n, v in self.views.items() if template.prologue(v)}
+        self.pointers = {n: self.pointer(v) for n, v in self.views.items() if n not in self.computed}
+        self.first = ""  # where a program's depth begins
         self.constants = {"MBLOCK": self.tiling.m, "NBLOCK": self.tiling.n, "KBLOCK": self.tiling.k}
         self.helpers: list[str] = []
         self.imports: list[str] = []
@@ -187,26 +191,31 @@ class MatmulPrinter:
         a, b = (("m[:, None]", "k[None, :]"), ("k[:, None]", "n[None, :]"))
         if ways > 1:
             a, b = (("m[None, :, None]", "k[:, None, :]"), ("k[:, :, None]", "n[None, None, :]"))
-        self.put(f"a_at = {self.a} + {self._offset(self.template.a, a)}")
-        self.put(f"b_at = {self.b} + {self._offset(self.template.b, b)}")
-        loop = steps != 1
+        loop, ragged = steps != 1, steps * (self.tiling.k * splits) != self.k
+        for name, at in (("a", a), ("b", b)):
+            if name in self.computed:
+                self.computed[name].before(ragged)
+            else:
+                self.put(f"{name}_at = {self.pointers[name]} + {self._offset(self.views[name], at)}")
         if loop:
             self.put(f"for k0 in tl.range(0, {depth}, KBLOCK):")
             self.indent(1)
-        ragged = steps * (self.tiling.k * splits) != self.k
         limit = f"{self.size(self.k)} - k0" if loop else self.size(self.k)
-        masks = [
-            ([f"{a[0]} < {self.size(self.m)}"] if self.body.masks["y"] else [])
+        masks = {
+            "a": ([f"{a[0]} < {self.size(self.m)}"] if self.body.masks["y"] else [])
             + ([f"{a[1]} < {limit}"] if ragged else []),
-            ([f"{b[0]} < {limit}"] if ragged else [])
+            "b": ([f"{b[0]} < {limit}"] if ragged else [])
             + ([f"{b[1]} < {self.size(self.n)}"] if self.body.masks["x"] else []),
-        ]
-        self.put(f"a = {self.cast(self.template.a, _load('a_at', masks[0]))}")
-        self.put(f"b = {self.cast(self.template.b, _load('b_at', masks[1]))}")
+        }
+        for name, v in self.views.items():
+            computed = self.computed.get(name)
+            text = computed.inside(loop) if computed else self.cast(v, _load(f"{name}_at", masks[name]))
+            self.put(f"{name} = {text}")
         self.put(self.dot())
         if loop:
-            self.put(f"a_at += {self._step(self.template.a.strides[2])}")
-            self.put(f"b_at += {self._step(self.template.b.strides[1])}")
+            for name, v in self.views.items():
+                if name in self.pointers:
+                    self.put(f"{name}_at += {self._step(v.strides[2 if name == 'a' else 1])}")
             self.indent(-1)
         if self.turned:
             self.put("acc = acc.T")
@@ -215,7 +224,8 @@ class MatmulPrinter:
         text = "tl.arange(0, KBLOCK)"
         if ways > 1:
             text = "(KBLOCK // WAYS) * tl.arange(0, WAYS)[:, None] + tl.arange(0, KBLOCK // WAYS)[None, :]"
-        start = f"{split} * {paren(depth)} + " if split else ""
+        self.first = f"{split} * {paren(depth)}" if split else ""
+        start = f"{self.first} + " if split else ""
         self.put(f"k = {start}{paren(text) if self.wide and ways > 1 else text}{self.wide}")
 
     def _step(self, stride: Expr) -> str:
@@ -259,12 +269,18 @@ class MatmulPrinter:
     def cast(self, v: View, text: str) -> str:
         """The prologue: the dtype that was read to the one that is multiplied; from half to the other half through
         float32."""
-        source, dtype = v.dtype, self.template.dtype
+        return self.convert(text, v.dtype, self.template.dtype)
+
+    def convert(self, text: str, source: torch.dtype, dtype: torch.dtype) -> str:
         if source == torch.bool:
             text = f"({text} != 0)"
         elif source in HALF and dtype in HALF and source != dtype:
             text = f"{text}.to(tl.float32)"
         return print_cast(text, source, dtype)
+
+    def interior(self, v: View) -> Buffer:
+        """What a computed operand would be in memory."""
+        return Buffer(v.buffer, v.dtype, next(iter(self.buffers.values())).device, v.shape, v.strides)
 
     # -- after it -------------------------------------------------------------------------------
     def epilogue(self, y: str = "m[:, None]", x: str = "n[None, :]") -> None:

@@ -16,7 +16,7 @@ import torch
 
 from ..errors import IndexOutOfRange, ReflibError
 from . import random  # noqa: F401  (its op)
-from .expr import Expr, IntLike, Sym, expr
+from .expr import Expr, IntLike, Sym, expr, product
 from .loops import Acc, Const, Index, Indirect, Load, LoopNest, Reduce, Scan, Stmt, Store
 from .ops import OPS, REDUCTIONS, cast, value_dtype
 from .program import (
@@ -140,7 +140,12 @@ def _variant(node: Variants, sizes: Env) -> Variant:
 
 
 def run_template(t: Template, memory: dict[str, torch.Tensor], sizes: Env) -> None:
-    """The product in ``acc_dtype``, then the epilogue."""
+    """The operands that are computed, the product in ``acc_dtype``, then the epilogue."""
+    for p in t.prologues:
+        (v,) = (v for v in (t.a, t.b) if t.prologue(v) is p)
+        numel = int(product(v.shape).evaluate(sizes))
+        memory = memory | {v.buffer: torch.empty(numel, dtype=v.dtype, device=memory[p.reads()[0]].device)}
+        run_loops(p, memory, sizes)
     a, b = (view_tensor(v, memory[v.buffer], sizes).to(t.dtype).to(t.acc_dtype) for v in (t.a, t.b))
     acc = torch.matmul(a, b)
     run_loops(t.epilogue, memory, sizes, acc if len(t.epilogue.axes) == 3 else acc[0])

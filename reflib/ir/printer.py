@@ -56,8 +56,8 @@ def format_template(t: Template) -> str:
     """The product on the first line, then the epilogue's statements."""
     how = dtype_name(t.dtype) + (f" {t.precision}" if t.dtype == torch.float32 else "")
     how += f"; {t.tiling or 'no tiling chosen'}" + ("; closed" if t.closed else "")
-    lines = [f"template {t.name}: acc = {_leaf(t.a)} @ {_leaf(t.b)}  # {how}"]
-    return "\n".join([*lines, *("  " + line for line in format_loop_nest(t.epilogue).splitlines())])
+    first = f"template {t.name}: acc = {_leaf(t.a)} @ {_leaf(t.b)}  # {how}"
+    return "\n  ".join([first, *(x for p in (*t.prologues, t.epilogue) for x in format_loop_nest(p).splitlines())])
 
 
 def format_loop_nest(loops: LoopNest) -> str:

@@ -177,8 +177,7 @@ class Tiling:
         text += " turned" if self.turned else ""
         if self.kind == "split":
             text += f" splits {self.splits}" + (f"+{self.reducers}" if self.reducers else "")
-            text += f" wk{self.warps_k}" if self.warps_k > 1 else ""
-        return text
+        return text + (f" wk{self.warps_k}" if self.warps_k > 1 else "")  # (of split ones only)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +185,12 @@ class Template:
     """A matmul: acc[b, m, n] = sum over k of a[b, m, k] * b[b, k, n], then ``epilogue`` at every point.
 
     ``a``, ``b``: views of shape [B, M, K] and [B, K, N], any strides (B is 1 for a plain matmul). A view whose buffer
-    has another dtype than ``dtype`` is cast to it as it is read (the prologue).
+    has another dtype than ``dtype`` is cast to it as it is read.
     ``epilogue``: a LoopNest over the parallel axes ([b,] m, n), without b where B is the constant 1; its ``acc``
     statement is the product, of dtype ``acc_dtype``. It contains every store of the kernel.
     ``dtype``: of the operands as multiplied. ``precision``: ``ieee`` or ``tf32`` (float32 only).
     ``tiling``: None until chosen. ``closed``: ``fuse`` adds neither epilogue nor prologue.
+    ``prologues``: each, over an operand's [b,] rows, columns, computes it as it is read: its buffer is not in memory.
     """
 
     name: str
@@ -201,6 +201,7 @@ class Template:
     precision: str = "ieee"
     tiling: Tiling | None = None
     closed: bool = False
+    prologues: tuple[LoopNest, ...] = ()
 
     @property
     def sizes(self) -> tuple[Expr, Expr, Expr, Expr]:
@@ -215,8 +216,12 @@ class Template:
     def origins(self) -> tuple[Origin, ...]:
         return self.epilogue.origins
 
+    def prologue(self, v: View) -> LoopNest | None:
+        return next((p for p in self.prologues if v.buffer in p.writes()), None)
+
     def operands(self) -> list[str]:
-        return list(dict.fromkeys((self.a.buffer, self.b.buffer)))
+        nests = ((v, self.prologue(v)) for v in (self.a, self.b))
+        return list(dict.fromkeys(b for v, p in nests for b in (p.reads() if p else [v.buffer])))
 
     def reads(self) -> list[str]:
         return list(dict.fromkeys([*self.operands(), *self.epilogue.reads()]))
@@ -225,7 +230,7 @@ class Template:
         return self.epilogue.writes()
 
     def symbols(self) -> list[Sym]:
-        return sorted(symbols_in((self.a, self.b)) | set(self.epilogue.symbols()))
+        return sorted(symbols_in((self.a, self.b)).union(*(p.symbols() for p in (*self.prologues, self.epilogue))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,11 +446,9 @@ def iter_views(tree: Any) -> Iterator[View]:
     """Every View in nested tuples, lists and dicts."""
     if isinstance(tree, View):
         yield tree
-    elif isinstance(tree, (tuple, list)):
-        for t in tree:
+    elif isinstance(tree, (tuple, list, dict)):
+        for t in tree.values() if isinstance(tree, dict) else tree:
             yield from iter_views(t)
-    elif isinstance(tree, dict):
-        yield from iter_views(list(tree.values()))
 
 
 def map_tree(tree: Any, fn: Any) -> Any:
@@ -464,11 +467,8 @@ def symbols_in(tree: Any) -> set[Sym]:
     out: set[Sym] = set()
 
     def visit(leaf: Any) -> None:
-        if isinstance(leaf, Expr):
-            out.update(leaf.symbols())
-        elif isinstance(leaf, View):
-            for e in (*leaf.shape, *leaf.strides, leaf.offset):
-                out.update(e.symbols())
+        parts = (*leaf.shape, *leaf.strides, leaf.offset) if isinstance(leaf, View) else (leaf,)
+        out.update(*(e.symbols() for e in parts if isinstance(e, Expr)))
 
     map_tree(tree, visit)
     return out

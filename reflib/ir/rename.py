@@ -87,7 +87,8 @@ class _Renaming:
             return replace(n, name=self.name(n.name), args=args, kwargs=kwargs, outputs=outputs, mutates=mutates)
         if isinstance(n, Template):
             a, b, epilogue = self.leaf(n.a), self.leaf(n.b), self.loops(n.epilogue)
-            return replace(n, name=self.name(n.name), a=a, b=b, epilogue=epilogue)
+            prologues = tuple(map(self.loops, n.prologues))
+            return replace(n, name=self.name(n.name), a=a, b=b, epilogue=epilogue, prologues=prologues)
         assert isinstance(n, (Choice, Variants)), f"{type(n).__name__} cannot be renamed"
         if isinstance(n, Region):
             n = replace(n, carried=tuple((self.name(old), self.name(new)) for old, new in n.carried))

@@ -190,6 +190,14 @@ def _verify_template(t: Template, buffers: dict[str, Buffer], known: set[Sym], w
     if touched := set(t.writes()) & set(t.operands()):
         raise VerifyError(f"{t.name}: the epilogue writes {sorted(touched)}, which other programs still read")
     verify_loops(t.epilogue, buffers, known, written, acc=True)
+    for p in t.prologues:
+        (v,) = (v for v in (t.a, t.b) if t.prologue(v) is p)
+        if tuple(a.size for a in p.axes) != (v.shape[1:] if batch == 1 else v.shape) or p.reduced:
+            raise VerifyError(f"{t.name}: the prologue of {v.buffer} must run over {v.shape}, not {p.axes}")
+        if v.buffer in buffers:
+            raise VerifyError(f"{t.name}: {v.buffer} is computed as it is read, and must not be in memory")
+        made = Buffer(v.buffer, v.dtype, buffers[p.reads()[0]].device, v.shape, v.strides)
+        verify_loops(p, {**buffers, v.buffer: made}, known, written)
 
 
 def verify_loops(

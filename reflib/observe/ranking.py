@@ -213,7 +213,10 @@ def work(program: Program, node: Node) -> tuple[int, int]:
             b, m, n, k = (e.hint() for e in part.sizes)
             flops += 2 * b * m * n * k
             for v in (part.a, part.b):
-                read[v.buffer] = read.get(v.buffer, 0) + _elements(v)
+                if part.prologue(v) is None:
+                    read[v.buffer] = read.get(v.buffer, 0) + _elements(v)
+            for nest, s in ((p, s) for p in part.prologues for s in p.loads()):
+                read[s.buffer] = read.get(s.buffer, 0) + _points(nest, s)
         flops += _loop_flops(loops)
     return _bytes(program, read) + _bytes(program, written), flops
 

@@ -157,3 +157,19 @@ def numbers_of_a_cpu(device: str, wrapper: str) -> None:
     else:
         same(lambda x, s: x * s + 1, wrapper, x, s)
         same(lambda x, y: (x.cpu() * 2 + y).to(x.device) + x, wrapper, x, y)
+
+
+@cuda_feature
+def operands_that_are_computed(device: str, wrapper: str) -> None:
+    """Weights of 8 and of 4 bits, unpacked in the product's kernel, with an epilogue; sizes that change."""
+
+    def f(x: Tensor, w: Tensor, p: Tensor, s: Tensor) -> Any:
+        low = torch.stack([p & 15, p >> 4], -1).view(p.shape[0], -1)
+        return torch.relu(x @ (w.to(x.dtype) * s[:, None]).t()), x @ ((low.to(x.dtype) - 8) * s[:, None]).t()
+
+    s = (torch.rand(512, device=device) / 64).bfloat16()
+    w, p = (torch.randint(-99, 99, (512, k), device=device).to(d) for k, d in ((1024, torch.int8), (512, torch.uint8)))
+    c = compiled(f, wrapper, dynamic=True)
+    for rows in (16, 3, 40):
+        check(f, c, randn(rows, 1024, device=device).bfloat16(), w, p, s)
+    assert all("torch.int8" in str([k.buffers for k in stages.kernels.values()]) for stages in c.stages)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from matmul_cases import BF16, F16, F32, MatmulCase, bias_1d, bias_2d_gelu, matmul_cases, problem, relu, storage
+from prologue_cases import prologue_cases
 from triton_cases import compile_all
 
 from reflib.generate.compile_triton import Binary, compile_kernel
@@ -58,15 +59,19 @@ def execute(case: MatmulCase, shift: int = 0) -> Tensors:
 
 
 # -- the cases that the interpreter runs ------------------------------------------------------------
+def every_case() -> dict[str, Callable[[], MatmulCase]]:
+    return matmul_cases() | prologue_cases()
+
+
 @functools.cache
 def built() -> dict[str, tuple[MatmulCase, Kernel, Binary]]:
-    cases = {n: make() for n, make in matmul_cases().items() if tma() or not n.endswith("persistent")}
+    cases = {n: make() for n, make in every_case().items() if tma() or not n.endswith("persistent")}
     kernels = {n: c.kernel(f"product{i}", arch()) for i, (n, c) in enumerate(cases.items())}
     binaries = compile_all([k for k in kernels.values() if k.grid != 0], device_target("cuda"))
     return {n: (cases[n], k, binaries[k.name]) for n, k in kernels.items() if k.grid != 0}
 
 
-@pytest.mark.parametrize("name", matmul_cases())
+@pytest.mark.parametrize("name", every_case())
 def test_case(name: str) -> None:
     if name not in built():
         pytest.skip("nothing to launch, or no TMA here")

@@ -1,0 +1,270 @@
+"""Operands that a product computes as it reads them: which, when, the same values, and what the code becomes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from interpreter import chosen, results
+from prologue_cases import (
+    FUNCTIONS,
+    TILINGS,
+    bytes_,
+    case,
+    int4,
+    int4_rows,
+    linear,
+    lowered,
+    masked,
+    per_column,
+    per_group,
+    prologue_cases,
+    scales,
+)
+
+import reflib
+from reflib.autotune.prologue import NAME, with_prologues
+from reflib.autotune.question import question_of
+from reflib.autotune.subprogram import splice
+from reflib.errors import VerifyError
+from reflib.fuse import fuse
+from reflib.generate.compile_triton import compile_kernel, resources
+from reflib.ir.data import from_data, to_data
+from reflib.ir.interpret import interpret
+from reflib.ir.program import Choice, Program, Template
+from reflib.ir.verify import verify
+from reflib.options import Options
+from reflib.package import archive, manifest
+from reflib.pipeline import _retarget
+from reflib.target import parse_target
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
+BF16 = torch.bfloat16
+BLOCKING = Options(autotune="blocking")
+
+
+def with_winner(program: Program) -> Program:
+    """With the variant in place that computes operands; what it does not need is gone."""
+    (choice,) = (n for n in program.nodes if isinstance(n, Choice))
+    winner = next(v for v in choice.variants if v.name == NAME)
+    return fuse(splice(program, choice, winner), Options(), parse_target("sm_90")).program
+
+
+def on_cpu(program: Program) -> Program:
+    return _retarget(program, parse_target("cpu"))
+
+
+def names(program: Program) -> list[str]:
+    return [v.name for n in program.nodes if isinstance(n, Choice) for v in n.variants]
+
+
+# -- values -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_as_eager(name: str) -> None:
+    """Operands are such that the product is exact: what differs would be a rounding more or less."""
+    fn, make = FUNCTIONS[name]
+    program = lowered(fn, make())
+    whole = with_winner(program)
+    verify(whole)
+    assert len(whole.nodes) == 1, "no producer is left"
+    assert str(from_data(json.loads(json.dumps(to_data(whole))))) == str(whole)
+    (got,) = interpret(on_cpu(whole), make())
+    torch.testing.assert_close(got, fn(*make()), rtol=0, atol=0)
+
+
+def test_the_operand_is_rounded() -> None:
+    """A product of weights that were not rounded to bfloat16 would be another one."""
+    w, s = torch.full((64, 32), 3, dtype=torch.int8), torch.full((32,), 1.0 + 2**-7)
+    args = torch.eye(64).to(BF16), w, s.to(BF16)
+    (got,) = interpret(on_cpu(with_winner(lowered(per_column, args))), args)
+    assert torch.equal(got, per_column(*args)) and float(got[0, 0]) != 3 * (1 + 2**-7)
+
+
+@needs_triton
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("name", prologue_cases())
+def test_in_tritons_interpreter(name: str, request: pytest.FixtureRequest) -> None:
+    found = results("triton_interpreting.py", "computed", *chosen(request))["computed"]
+    assert not found[name]
+
+
+def test_a_nest_that_is_no_operands() -> None:
+    args = FUNCTIONS["relu"][1]()
+    program = with_winner(lowered(FUNCTIONS["relu"][0], args))
+    (t,) = program.nodes
+    assert isinstance(t, Template)
+    short = replace(t.prologues[0], axes=t.prologues[0].axes[:1])
+    with pytest.raises(VerifyError, match="prologue of computed_a must run over"):
+        verify(replace(program, nodes=(replace(t, prologues=(short,)),)))
+
+
+# -- when -------------------------------------------------------------------------------------------
+X = torch.zeros(16, 64, dtype=BF16)
+W8 = torch.zeros(48, 64, dtype=torch.int8)
+S = torch.ones(48, dtype=BF16)
+
+
+def test_what_is_not_computed() -> None:
+    rows = torch.zeros(16, dtype=torch.int64)
+    cases: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
+        "a gather": (lambda x, w, i: x[i] @ w, (X, X.t().contiguous(), rows)),
+        "a reduction": (lambda x, w: torch.softmax(x, -1) @ w, (X, X.t().contiguous())),
+        "what the kernel that makes it computes": (lambda x, w: torch.relu(x @ w) @ w.t(), (X, X.t().contiguous())),
+        "an input": (lambda x, w: x @ w, (X, X.t().contiguous())),
+    }
+    for what, (fn, args) in cases.items():
+        assert NAME not in names(lowered(fn, args)), what
+
+
+def test_other_readers() -> None:
+    """What is stored anyway is read where it has fewer bytes; what has as few is computed again."""
+
+    def weights(x, w, s):
+        y = w.to(x.dtype) * s[:, None]
+        return torch.cat([x @ y.t(), (x * 2) @ y.t()], 1)
+
+    def mask(x, w, v):
+        y = torch.relu(x)
+        return torch.cat([y @ w, y @ v], 1)
+
+    program = lowered(weights, (X, W8, S))
+    assert names(program).count(NAME) == 2, "a byte is less than two"
+    program = lowered(mask, (X, X.t().contiguous(), X.t().contiguous()))
+    assert names(program).count(NAME) == 2, "as many, and one kernel less if both do"
+    wide = lambda x, w: torch.cat([(y := x.half()) @ w, (y * 2) @ w], 1)  # noqa: E731
+    assert NAME not in names(lowered(wide, (X.float(), X.t().half().contiguous())))
+
+
+def test_a_source_that_is_overwritten() -> None:
+    def fn(x, w, s):
+        y = w.to(x.dtype) * s[:, None]
+        w.copy_(w + 1)
+        return x @ y.t()
+
+    program = lowered(fn, (X, W8, S))
+    (choice,) = (n for n in program.nodes if isinstance(n, Choice))
+    assert NAME in names(program), "the product comes first"
+    plain = replace(choice, variants=tuple(v for v in choice.variants if v.name != NAME))
+    late = (*(n for n in program.nodes if n is not choice), plain)  # a legal order as well
+    assert NAME not in names(with_prologues(replace(program, nodes=late)))
+
+
+def decided(fn: Callable[..., Any], *args: torch.Tensor, target: str = "sm_90", **options: Any) -> str:
+    (d, *_) = reflib.explain(fn, *args, target=target, **options).decisions
+    return str(d.winner)
+
+
+@pytest.mark.parametrize("rows, computed", [(1, True), (16, True), (64, True), (65, False), (256, False)])
+def test_unmeasured_it_is_for_few_rows(rows: int, computed: bool) -> None:
+    x, w, s = torch.zeros(rows, 1024, dtype=BF16), torch.zeros(2048, 1024, dtype=torch.int8), S.new_ones(2048)
+    assert decided(linear, x, w, s).startswith(NAME) == computed
+    p = torch.zeros(2048, 512, dtype=torch.uint8)
+    assert decided(int4, x, p, s.new_ones(2048, 8)).startswith(NAME) == computed
+
+
+def test_unmeasured_it_is_for_what_is_certain() -> None:
+    x, s = torch.zeros(16, 1024, dtype=BF16), S.new_ones(2048)
+    assert decided(int4_rows, x, torch.zeros(512, 2048, dtype=torch.uint8), s) == "aten", "bytes are read one by one"
+    assert decided(masked, x, x > 0, torch.zeros(1024, 2048, dtype=BF16)) == "aten", "no fewer bytes"
+    w = torch.zeros(2048, 1024, dtype=torch.int8)
+    assert decided(linear, x, w, s, target="sm_75") == "aten", "no tensor cores"
+
+
+def test_measured_beside_the_producers_own_kernel() -> None:
+    """All candidates have the same inputs and outputs, the weights' bytes among them."""
+    x, w, s = torch.zeros(256, 1024, dtype=BF16), torch.zeros(2048, 1024, dtype=torch.int8), S.new_ones(2048)
+    program = lowered(linear, (x, w, s))
+    (choice,) = (n for n in program.nodes if isinstance(n, Choice))
+    q = question_of(program, choice, parse_target("sm_90"), BLOCKING, {})
+    assert len(q.region.members) == 2 and set(q.region.inputs) == {n for n in program.inputs if isinstance(n, str)}
+    variants = {key.variant for key in q.candidates}
+    assert variants >= {"aten", "triton", NAME}
+    kinds = {key.tiling.kind for key in q.candidates if key.variant == NAME}
+    assert "tiled" in kinds and "persistent" not in kinds and q.text
+    again = lowered(linear, (x, w, s))
+    assert question_of(again, next(n for n in again.nodes if isinstance(n, Choice)), parse_target("sm_90"), BLOCKING,
+                       {}).text == q.text  # fmt: skip
+
+
+def test_an_epilogue_follows() -> None:
+    x, w, s = torch.zeros(16, 1024, dtype=BF16), torch.zeros(2048, 1024, dtype=torch.int8), S.new_ones(2048)
+    e = reflib.explain(lambda x, w, s, b: torch.relu(linear(x, w, s) + b), x, w, s, s, target="sm_90")
+    assert len(e.kernels) == 1 and str(e.decisions[0].winner).startswith(NAME)
+
+
+# -- code -------------------------------------------------------------------------------------------
+LARGE = {
+    "per column": (per_column, (torch.int8, (8192, 1280)), (1280,)),
+    "linear": (linear, (torch.int8, (1280, 8192)), (1280,)),
+    "groups": (per_group, (torch.int8, (1280, 8192)), (1280, 64)),
+    "int4": (int4, (torch.uint8, (1280, 4096)), (1280, 64)),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("name", LARGE)
+def test_is_pipelined_onto_the_tensor_cores(name: str, arch: str) -> None:
+    """Bytes are on their way to shared memory, 16 at a time, while others are multiplied; nothing spills."""
+    fn, (dtype, shape), scale = LARGE[name]
+    args = torch.zeros(64, 8192, dtype=BF16), torch.zeros(shape, dtype=dtype), torch.ones(scale, dtype=BF16)
+    e = reflib.explain(fn, *args, target=arch)
+    target = parse_target(arch)
+    kernel = e.stages.kernels[e.kernels[-1].name]
+    binary = compile_kernel(kernel, target)
+    product = {"sm_80": r"mma\.sync", "sm_90": r"wgmma\.mma_async", "sm_100": r"tcgen05\.mma"}[arch]
+    assert re.search(product, binary.ptx) and binary.shared <= target.shared and resources(binary)["stack"] == 0
+    assert len(re.findall(r"cp\.async\.cg\.shared\.global \[[^;]*, 0x10", binary.ptx)) >= 16
+    loads = re.findall(r"ld\.global\S*\.b8|ld\.global\S*\.u8", binary.ptx)
+    assert not loads, "weights byte by byte"
+
+
+@needs_triton
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("kind", TILINGS)
+def test_every_kind_compiles(kind: str, arch: str) -> None:
+    if TILINGS[kind].reducers and not arch.startswith("sm"):
+        pytest.skip("CUDA")
+    for name in ("int4, groups of 32", "both", "batch"):
+        compile_kernel(case(name, TILINGS[kind]).kernel("product", arch), parse_target(arch))
+
+
+# -- wrappers, packages -----------------------------------------------------------------------------
+@needs_triton
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_wrappers(wrapper: str, dynamic: bool) -> None:
+    x, w, s = torch.zeros(16, 1024, dtype=BF16), torch.zeros(2048, 1024, dtype=torch.int8), S.new_ones(2048)
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 0)
+    e = reflib.explain(linear, x, w, s, target="sm_90", wrapper=wrapper, verify=True)
+    assert len(e.kernels) == 1 and str(e.decisions[0].winner).startswith(NAME)
+    for kernel in e.stages.kernels.values():
+        assert torch.int8 in [d for _, d in kernel.buffers] and "computed_b" not in [b for b, _ in kernel.buffers]
+
+
+class Linear(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("w", bytes_(256, 128, unsigned=True))
+        self.register_buffer("s", scales(256, 2).to(BF16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(int4(x, self.w, self.s))
+
+
+@needs_triton
+@pytest.mark.slow
+def test_a_package(tmp_path: Path) -> None:
+    archs = ["sm_80", "sm_90", "sm_100"]
+    path = reflib.aot_compile(Linear(), (torch.zeros(8, 256, dtype=BF16),), tmp_path / "m.reflib", archs)
+    variants = manifest.read(archive.open(path).manifest).variants
+    assert {v.arch for v in variants} >= set(archs)
+    assert all(k.name.startswith("k0_") for v in variants for k in v.kernels), "one kernel, and its fallback"
