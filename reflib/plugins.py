@@ -74,6 +74,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "pooling": "lower.pooling",
         "random": "lower.random",
         "sampling": "lower.sampling",
+        "scaled_matmul": "lower.scaled_matmul",
         "scatter": "lower.scatter",
         "scans": "lower.scans",
         "user_kernels": "lower.user_kernels",

@@ -22,6 +22,7 @@ from reflib.ir.ops import value_dtype
 from reflib.ir.program import Buffer, Config, KernelNode, Template, Tiling, View
 from reflib.target import parse_target
 
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 F32, F64, F16, BF16, BOOL = torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool
 TILED = Tiling("tiled", 32, 32, 32)
 PERSISTENT = Tiling("persistent", 32, 32, 32)
@@ -224,6 +225,16 @@ def row_scale(s: Slot) -> None:
     s.store("out", s.b.op("mul", s.acc, s.load("scale", s.y)))
 
 
+def scales(n: int) -> torch.Tensor:
+    return 2.0 ** (torch.arange(n) % 5 - 2)
+
+
+def scaled(s: Slot) -> None:
+    """By row and by column, as ``_scaled_mm``."""
+    value = s.b.op("mul", s.acc, s.load("rows", s.y))
+    s.store("out", s.b.op("mul", value, s.load("columns", s.x)))
+
+
 def bias_2d_gelu(s: Slot) -> None:
     """gelu(to_half(acc) + residual), as ``F.gelu(x @ w + r)``, unrounded between."""
     b, n = s.b, s.case.shape[-1]
@@ -360,3 +371,11 @@ def _dtypes(add: Callable[..., None]) -> None:
         rand(40, 70, dtype=F64), rand(70, 50) > 0, t, F32), NO_TMA)  # fmt: skip
     add("tf32", lambda t: MatmulCase(
         rand(40, 80, dtype=F32), rand(80, 48, dtype=F32), t, F32, precision="tf32"))  # fmt: skip
+    for name, a, b in (("e4m3", E4M3, E4M3), ("e5m2 x e4m3", E5M2, E4M3)):
+        for kind in ("tiled", "turned", "persistent", "split", "split counted"):
+            add(f"{name}, scaled", lambda t, a=a, b=b: MatmulCase(
+                rand(40, 96, dtype=a), columns(96, 48, dtype=b), t, a, F16, epilogue=scaled,
+                extra={"rows": scales(40), "columns": scales(48)}), (kind,))  # fmt: skip
+    add("e4m3, ragged", lambda t: MatmulCase(
+        rand(33, 80, dtype=E4M3), columns(80, 50, dtype=E4M3), t, E4M3, BF16), ("tiled", "split"))  # fmt: skip
+    add("e4m3 as float16", lambda t: MatmulCase(rand(20, 64), columns(64, 48, dtype=E4M3), t, F16), ("tiled", "split"))

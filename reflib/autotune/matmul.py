@@ -32,7 +32,9 @@ from ..ir.program import (
 from ..options import Options
 from ..target import Target
 from .roofline import (
+    FP8,
     HALVES,
+    NARROW,
     Problem,
     accumulators,
     estimate,
@@ -62,7 +64,8 @@ def problem(t: Template) -> Problem:
     """``t`` at its traced sizes."""
     b, m, n, k = (max(1, e.hint()) for e in t.sizes)
     computed = "".join(name for name, v in (("a", t.a), ("b", t.b)) if t.prologue(v))
-    return Problem((b, m, n, k), t.dtype, t.precision == "tf32", _width(t, t.a), _width(t, t.b), computed=computed)
+    twice = t.dtype in FP8 and t.precision == "ieee"
+    return Problem((b, m, n, k), t.dtype, t.precision == "tf32", _width(t, t.a), _width(t, t.b), 0, computed, twice)
 
 
 def _width(t: Template, v: View) -> float:
@@ -89,11 +92,13 @@ def _sharing(index: Expr, d: Var, size: Expr) -> int:
 def tilings(t: Template, target: Target, options: Options) -> list[Tiling]:
     """Candidates to compile and measure, at most ``MOST``: those that were measured to be good, the best guess of each
     kind (the model ranks within a kind better than between them), then the others as the model ranks them. None where
-    Triton has no kernel to offer: on CPUs, and bfloat16 before sm_80."""
+    Triton has no kernel to offer: on CPUs, bfloat16 before sm_80, and 8-bit floats before sm_89."""
     return list(_ranked(t, target)) if can_multiply(t, target) else []
 
 
 def can_multiply(t: Template, target: Target) -> bool:
+    if t.dtype in FP8:
+        return target.kind == "cuda" and target.capability >= 89
     return target.is_gpu and (t.dtype != torch.bfloat16 or tensor_cores(target))
 
 
@@ -197,7 +202,9 @@ def _varied(p: Problem, made: Iterable[Tiling], target: Target) -> list[tuple[Ti
 def fits(p: Problem, t: Tiling, target: Target) -> bool:
     """Within the target's shared memory and registers, and no block of more than twice the size it covers."""
     _, m, n, k = p.sizes
-    if shared_bytes(p, t, target) > target.shared or accumulators(t) > ACCUMULATORS or p.computed and t.warps_k > 1:
+    if shared_bytes(p, t, target) > target.shared or accumulators(t) * (1 + p.twice) > ACCUMULATORS:
+        return False
+    if t.warps_k > 1 and p.computed or p.dtype in FP8 and (t.warps_k > 1 or t.k < 32):
         return False
     if t.num_warps * 32 > max(t.m * t.n // 4, 32) * t.warps_k:
         return False
@@ -206,12 +213,12 @@ def fits(p: Problem, t: Tiling, target: Target) -> bool:
 
 def _depths(p: Problem) -> tuple[int, ...]:
     """Sizes of k: 64 to 256 bytes of a row."""
-    return (32, 64, 128) if p.dtype in HALVES else (16, 32, 64)
+    return (64, 128, 256) if p.dtype in FP8 else (32, 64, 128) if p.dtype in HALVES else (16, 32, 64)
 
 
 def _tiled(p: Problem, target: Target) -> Iterator[Tiling]:
     """A program a tile. Without tensor cores the sums are formed in registers, from smaller blocks."""
-    plain = not tensor_cores(target) or p.dtype not in HALVES and not p.tf32
+    plain = not tensor_cores(target) or p.dtype not in NARROW and not p.tf32
     if plain:
         for m, n in itertools.product(BLOCKS[:-1], BLOCKS[:-1]):
             for k in (16, 32):
@@ -228,7 +235,7 @@ def _tiled(p: Problem, target: Target) -> Iterator[Tiling]:
 def _turned(p: Problem, m: int, n: int, target: Target) -> bool:
     """Few rows and 64 columns or more: the columns are the rows of Hopper's wgmma. Faster for all of M in 16..64 and
     blocks of 16 or 32 rows on an H200 (N = 11008, K = 4096, bfloat16: by 3% and 8%, by 27% for two tiles of 32)."""
-    return target.kind == "cuda" and target.capability == 90 and p.dtype in HALVES and m < 64 <= n
+    return target.kind == "cuda" and target.capability == 90 and p.dtype in NARROW and m < 64 <= n
 
 
 def _warps(m: int, n: int) -> tuple[int, ...]:
@@ -244,7 +251,7 @@ def _walking(t: Template, p: Problem, target: Target) -> Iterator[Tiling]:
     """Persistent: for products of at least a third of a wave of large tiles."""
     if target.kind != "cuda" or target.capability < 90 or t.sizes[0] != 1 or t.sizes[3] == 0 or t.prologues:
         return
-    if (p.dtype not in HALVES and not p.tf32) or any(unfit_for_tma(v, _names(multiples(t))) for v in (t.a, t.b)):
+    if (p.dtype not in NARROW and not p.tf32) or any(unfit_for_tma(v, _names(multiples(t))) for v in (t.a, t.b)):
         return
     for m, n in ((64, 128), (64, 256), (128, 64), (128, 128), (128, 256), (256, 128)):
         for k, s, warps in itertools.product(_depths(p)[1:], (3, 4, 5), _warps(m, n)):
@@ -332,7 +339,7 @@ def general_tiling(t: Template, target: Target) -> Tiling:
         return own
     p = problem(t)
     m, n = (min(64, max(16, _pow2(s))) for s in p.sizes[1:3])
-    return Tiling("tiled", m, n, 32 if p.dtype in HALVES else 16, 4 if m * n >= 32 * 32 else 2, 2)
+    return Tiling("tiled", m, n, 32 if p.dtype in NARROW else 16, 4 if m * n >= 32 * 32 else 2, 2)
 
 
 def _kernel(name: str, t: Template, target: Target, index: str, divisors: tuple[Sym, ...]) -> KernelNode:

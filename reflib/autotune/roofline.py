@@ -33,6 +33,8 @@ from ..ir.program import Tiling
 from ..target import Target
 
 HALVES = (torch.float16, torch.bfloat16)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+NARROW = (*HALVES, *FP8)  # what tensor cores multiply at full rate: halves, and 8 bits at twice that
 REGISTERS = 65536  # 32-bit, of a multiprocessor
 THREADS = 1536  # that a multiprocessor surely holds
 LATENCY = 0.8e-6  # s, from memory; what a program waits for its first block
@@ -98,14 +100,14 @@ def tensor_cores(target: Target) -> bool:
 
 def flops_per_second(dtype: torch.dtype, target: Target, tf32: bool = False) -> float:
     r = rates(target)
-    return 1e12 * (r.half if dtype in HALVES else r.tf32 if tf32 else r.float32)
+    return 1e12 * (2 * r.half if dtype in FP8 else r.half if dtype in HALVES else r.tf32 if tf32 else r.float32)
 
 
 @dataclass(frozen=True)
 class Problem:
     """A product as the model sees it. ``a_bytes``, ``b_bytes``: of an element as it lies in memory. ``moved``: bytes
     per element of the result that its epilogue loads and stores, beside the result. ``computed``: which of a and b are,
-    as they are read."""
+    as they are read. ``twice``: are sums of some products kept apart, in registers of their own (8-bit floats)?"""
 
     sizes: tuple[int, int, int, int]
     dtype: torch.dtype
@@ -114,6 +116,7 @@ class Problem:
     b_bytes: float
     moved: int = 0
     computed: str = ""
+    twice: bool = False
 
     def tiles(self, t: Tiling) -> int:
         b, m, n, _ = self.sizes
@@ -141,7 +144,7 @@ def grouped(p: Problem, t: Tiling, target: Target) -> bool:
     if target.kind != "cuda" or target.capability not in (90, 100, 103):
         return False
     rows = t.n if t.turned else t.m
-    return (p.dtype in HALVES or p.tf32) and rows >= 64 and t.num_warps >= 4 and t.warps_k == 1
+    return (p.dtype in NARROW or p.tf32) and rows >= 64 and t.num_warps >= 4 and t.warps_k == 1
 
 
 def shared_bytes(p: Problem, t: Tiling, target: Target) -> int:
@@ -175,7 +178,7 @@ def efficiency(p: Problem, t: Tiling, target: Target) -> float:
     Tensor cores eat from shared memory: a block (Hopper's wgmma, from 64 rows on) or a warp's part of it (mma.sync)
     of m x n does mn / (m + n) multiplications for each element read, and 128 bytes come a clock. mma.sync reaches
     about 0.6 of Hopper's rate at best (Luo et al., 2024, measured 62%)."""
-    if target.kind == "cuda" and (p.dtype not in HALVES and not p.tf32 or not tensor_cores(target)):
+    if target.kind == "cuda" and (p.dtype not in NARROW and not p.tf32 or not tensor_cores(target)):
         return 0.6 if t.m * t.n >= 64 * 64 else 0.35
     groups = grouped(p, t, target)
     m, n = (t.m, t.n) if groups else _warp_tile(t)

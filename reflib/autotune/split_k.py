@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ..ir.program import Tiling
 from ..target import Target
-from .roofline import HALVES, Problem, shared_bytes, tensor_cores
+from .roofline import NARROW, Problem, shared_bytes, tensor_cores
 
 BLOCKS = (16, 32, 64, 128, 256)
 # Parts of a wave that split-K's programs make up. Fewer have more depth each, and fewer parts to add.
@@ -45,7 +45,7 @@ def known(p: Problem, target: Target) -> list[Tiling]:
         return []
     found = []
     for (rows, columns, k, warps, ways), each in blocks:
-        if p.dtype not in HALVES:  # twice the bytes: half the depth a step
+        if p.dtype not in NARROW:  # twice the bytes: half the depth a step
             k = max(k // 2, 16 * ways)
         while k > 16 * ways and 2 * k > each:
             k //= 2
@@ -87,7 +87,7 @@ def all_splits(p: Problem, target: Target) -> Iterator[Tiling]:
     the first is multiplied while the second is loaded, and keeps as many blocks in flight as shared memory holds."""
     if not able(target):
         return
-    depth, unit = p.sizes[3], 1 if p.dtype in HALVES else 2
+    depth, unit = p.sizes[3], 1 if p.dtype in NARROW else 2
     for m, n, k in itertools.product(BLOCKS, BLOCKS, (32, 64, 128)):
         for warps, ways in _ways(m, n):
             base = Tiling("split", m, n, k // unit, warps, warps_k=ways)

@@ -16,6 +16,7 @@ from collections.abc import Collection
 
 import torch
 
+from ..autotune.roofline import FP8
 from ..errors import GenerateError
 from ..ir.expr import Atom, Expr, IntLike, Var, expr
 from ..ir.program import Buffer, KernelNode, Template, Tiling, View
@@ -38,7 +39,7 @@ class MatmulPrinter:
         assert isinstance(template, Template)
         if template.tiling is None:
             raise GenerateError(f"{template.name}: no tiling was chosen")
-        if template.dtype not in (torch.float32, *HALF):
+        if template.dtype not in (torch.float32, *HALF, *FP8):
             raise GenerateError(
                 f"{template.name}: no Triton kernel for a product of {template.dtype}; leave it to ATen"
             )
@@ -209,7 +210,7 @@ class MatmulPrinter:
         }
         for name, v in self.views.items():
             computed = self.computed.get(name)
-            text = computed.inside(loop) if computed else self.cast(v, _load(f"{name}_at", masks[name]))
+            text = computed.inside(loop) if computed else self.cast(v, _load(f"{name}_at", masks[name], v.dtype))
             self.put(f"{name} = {text}")
         self.put(self.dot())
         if loop:
@@ -239,6 +240,8 @@ class MatmulPrinter:
         if self.template.dtype == torch.float32:
             tf32 = self.template.precision == "tf32" and (self.target.kind != "hip" or self.target.arch == "gfx942")
             precision = f', input_precision="{"tf32" if tf32 else "ieee"}"'
+        if self.template.dtype in FP8 and self.template.precision == "ieee" and self.target.capability == 90:
+            precision = f", max_num_imprecise_acc={min(128, self.tiling.k)}"  # else sums have 14 bits
         # Hopper's wgmma takes at least 64 rows, and both operands from shared memory; mma.sync's come through
         # registers: where there are fewer rows, rows and columns can be exchanged (16 x 64 x 128: 3% faster).
         operands = "b.T, a.T" if self.turned else "a, b"
@@ -272,6 +275,8 @@ class MatmulPrinter:
         return self.convert(text, v.dtype, self.template.dtype)
 
     def convert(self, text: str, source: torch.dtype, dtype: torch.dtype) -> str:
+        if source in FP8 and dtype in FP8:  # products of both kinds are exact
+            return text
         if source == torch.bool:
             text = f"({text} != 0)"
         elif source in HALF and dtype in HALF and source != dtype:
@@ -309,11 +314,11 @@ def _check(name: str, t: Tiling) -> None:
         raise GenerateError(f"{name}: a tiling of kind {t.kind} cannot split k")
 
 
-def _load(at: str, masks: list[str]) -> str:
+def _load(at: str, masks: list[str], dtype: torch.dtype) -> str:
     if not masks:
         return f"tl.load({at})"
     mask = " & ".join(f"({m})" for m in masks) if len(masks) > 1 else masks[0]
-    return f"tl.load({at}, mask={mask}, other=0)"
+    return f"tl.load({at}, mask={mask}, other={'0.0' if dtype in FP8 else '0'})"
 
 
 def epilogue_space(t: Template) -> Space:

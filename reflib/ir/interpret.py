@@ -146,7 +146,9 @@ def run_template(t: Template, memory: dict[str, torch.Tensor], sizes: Env) -> No
         numel = int(product(v.shape).evaluate(sizes))
         memory = memory | {v.buffer: torch.empty(numel, dtype=v.dtype, device=memory[p.reads()[0]].device)}
         run_loops(p, memory, sizes)
-    a, b = (view_tensor(v, memory[v.buffer], sizes).to(t.dtype).to(t.acc_dtype) for v in (t.a, t.b))
+    both = t.dtype.is_floating_point and t.dtype.itemsize == 1  # 8-bit floats are multiplied as they are
+    given = (view_tensor(v, memory[v.buffer], sizes) for v in (t.a, t.b))
+    a, b = ((x if both else x.to(t.dtype)).to(t.acc_dtype) for x in given)
     acc = torch.matmul(a, b)
     run_loops(t.epilogue, memory, sizes, acc if len(t.epilogue.axes) == 3 else acc[0])
 

@@ -83,13 +83,22 @@ def _as_libdevice(fn: Any) -> Any:
 
 
 def _dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-    """A product for bfloat16: the interpreter stores its raw 16 bits and would multiply those."""
+    """A product for bfloat16 and 8-bit floats: the interpreter stores their raw bits and would multiply those."""
     import triton.language as tl
     from triton.runtime import interpreter
 
-    left, right = (
-        (x.data.astype(np.uint32) << 16).view(np.float32) if x.dtype.scalar == tl.bfloat16 else x.data for x in (a, b)
-    )
+    stored_as = {
+        tl.bfloat16: (np.int16, torch.bfloat16), tl.float8e4nv: (np.uint8, torch.float8_e4m3fn),
+        tl.float8e5: (np.uint8, torch.float8_e5m2),
+    }  # fmt: skip
+
+    def numbers(x: Any) -> Any:
+        if x.dtype.scalar not in stored_as:
+            return x.data
+        bits, dtype = stored_as[x.dtype.scalar]
+        return torch.from_numpy(np.array(x.data).view(bits)).view(dtype).float().numpy()
+
+    left, right = map(numbers, (a, b))
     return interpreter.TensorHandle(np.matmul(left, right, dtype=d.data.dtype) + d.data, d.dtype.scalar)
 
 

@@ -12,6 +12,7 @@ when the graph is lowered (Dynamo guards on them). Sums are always float32:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -87,12 +88,18 @@ def _product(cx: LoweringContext, target: Any, a: View, b: View, args: tuple[Vie
     if not others:
         low.nodes.append(default)
         return value
+    return as_choice(cx, target, default, value, others, failed)
+
+
+def as_choice(
+    cx: LoweringContext, target: Any, default: Extern, value: Any, others: Sequence[Variant],
+    failed: tuple[tuple[str, str, str], ...] = (),
+) -> Any:  # fmt: skip
+    """ATen's call ``default``, which returns ``value``, or one of ``others``."""
     first = Variant("aten", (default,))
     outputs = tuple(o for o in default.outputs if isinstance(o, str))
     op = f"aten.{target._schema.name.partition('::')[2]}"
-    low.nodes.append(
-        Choice(default.name, op, outputs, (first, *others), failed=failed, origins=(cx.origin,))
-    )  # fmt: skip
+    cx.low.nodes.append(Choice(default.name, op, outputs, (first, *others), failed=failed, origins=(cx.origin,)))
     return value
 
 
@@ -173,14 +180,18 @@ def float32_precision() -> str:
 
 # -- the template -----------------------------------------------------------------------------------
 def template(
-    cx: LoweringContext, name: str, a: View, b: View, out: View, bias: View | None, alpha: Any = 1, beta: Any = 1
-) -> Template:
-    """alpha * a @ b + beta * bias into ``out``, with the bias broadcast. Assumes that ``templates_can_read`` all."""
+    cx: LoweringContext, name: str, a: View, b: View, out: View, bias: View | None, alpha: Any = 1, beta: Any = 1,
+    scales: Sequence[View] = (),
+) -> Template:  # fmt: skip
+    """alpha * a @ b * scales + beta * bias into ``out``, with scales and bias broadcast. Assumes that
+    ``templates_can_read`` all."""
     k = product_kernel(cx, out)
     wide = torch.float64 if out.dtype == torch.float64 else torch.float32
     value = Value(k, k.b.add(Acc(wide)))
     if alpha != 1:
         value = value * k.value(alpha, wide)
+    for scale in scales:
+        value = value * k.load(scale)
     if bias is not None and beta != 0:  # with beta == 0 not even a NaN of the bias counts
         term = k.load(bias).to(wide)
         value = value + (term if beta == 1 else term * k.value(beta, wide))

@@ -173,3 +173,13 @@ def operands_that_are_computed(device: str, wrapper: str) -> None:
     for rows in (16, 3, 40):
         check(f, c, randn(rows, 1024, device=device).bfloat16(), w, p, s)
     assert all("torch.int8" in str([k.buffers for k in stages.kernels.values()]) for stages in c.stages)
+
+
+@cuda_feature
+def scaled_products(device: str, wrapper: str) -> None:
+    """Of 8-bit floats, with scales per row and column, and an epilogue: few results, so one kernel does it."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no 8-bit floats in hardware")
+    a, b = (randn(n, 512, device=device).to(torch.float8_e4m3fn) for n in (64, 48))
+    f = lambda a, b, r, c: torch.relu(torch._scaled_mm(a, b.t(), r, c, out_dtype=torch.bfloat16))  # noqa: E731
+    check(f, compiled(f, wrapper), a, b, torch.rand(64, 1, device=device), torch.rand(1, 48, device=device))
