@@ -65,6 +65,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "control_flow": "lower.control_flow",
         "convolution": "lower.convolution",
         "creation": "lower.creation",
+        "grouped_matmul": "lower.grouped_matmul",
         "index_put": "lower.index_put",
         "flex_attention": "lower.flex_attention",
         "indexing": "lower.indexing",

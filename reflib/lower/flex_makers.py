@@ -1,11 +1,12 @@
-"""Lists of a mask's blocks to measure fused attention with: zeros, as other integers are, would be empty masks.
+"""Lists of a mask's blocks to measure fused attention with, and ends of groups for grouped products: zeros, as other
+integers are, would be empty masks and groups.
 
 As many blocks as a causal mask leaves: one that it cuts, half of the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -26,7 +27,21 @@ def half(like: torch.Tensor) -> torch.Tensor:
     return torch.full_like(like, max(1, like.shape[-1] // 2))
 
 
-MAKERS = {"flex blocks: which": which, "flex blocks: one": one, "flex blocks: half": half}
+MAKERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "flex blocks: which": which, "flex blocks: one": one, "flex blocks: half": half,
+}  # fmt: skip
+
+
+def ends_of_groups(total: int) -> str:
+    """The key of what makes the ends of groups of about one size, of ``total`` in all."""
+
+    def ends(like: torch.Tensor) -> torch.Tensor:
+        n = like.shape[0]
+        return torch.tensor([(i + 1) * total // n for i in range(n)], dtype=like.dtype, device=like.device)
+
+    key = f"ends of groups: {total}"
+    MAKERS.setdefault(key, ends)
+    return key
 
 
 def inputs_from(lists: Mapping[str, View]) -> tuple[tuple[str, str], ...]:

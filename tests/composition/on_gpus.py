@@ -183,3 +183,20 @@ def scaled_products(device: str, wrapper: str) -> None:
     a, b = (randn(n, 512, device=device).to(torch.float8_e4m3fn) for n in (64, 48))
     f = lambda a, b, r, c: torch.relu(torch._scaled_mm(a, b.t(), r, c, out_dtype=torch.bfloat16))  # noqa: E731
     check(f, compiled(f, wrapper), a, b, torch.rand(64, 1, device=device), torch.rand(1, 48, device=device))
+
+
+@cuda_feature
+def grouped_products(device: str, wrapper: str) -> None:
+    """A mixture of experts: rows by their expert, with groups that are empty, and the gradient of the experts."""
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("no bfloat16 on tensor cores")
+
+    def f(x: Tensor, w: Tensor, ends: Tensor) -> Any:
+        y = torch._grouped_mm(x, w, offs=ends)
+        return torch.relu(y), torch._grouped_mm(x.t(), y, offs=ends)
+
+    x, w = (randn(*s, device=device).bfloat16() / 8 for s in ((256, 64), (4, 64, 96)))
+    for autotune in ("off", "blocking"):
+        c = compiled(f, wrapper, autotune=autotune)
+        for ends in ((100, 100, 130, 256), (0, 7, 200, 256)):
+            check(f, c, x, w, torch.tensor(ends, dtype=torch.int32, device=device))

@@ -1,0 +1,61 @@
+"""The kernel of grouped products (``grouped_matmul``), as one would write it by hand; it needs Triton to be imported.
+
+For each group g: c_g [M, N] = a_g [M, K] @ b_g [K, N]. ``RAGGED`` names the dimension (m, n or k) of which the groups
+have ``ends[g] - ends[g - 1]`` each; where there is none, there is a third dimension, and its step is ``*_g``. A program
+takes every ``num_programs``-th tile of all groups, counted as they come: sizes are read on the device, so no host waits
+for them, and one launch serves any. Neighbouring programs have tiles of one column of b, which is the weights'.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def grouped_mm(
+    a, b, ends, c, groups, M, N, K, a_g, a_m, a_k, b_g, b_k, b_n, c_g, c_m, c_n,
+    RAGGED: tl.constexpr, MBLOCK: tl.constexpr, NBLOCK: tl.constexpr, KBLOCK: tl.constexpr,
+):  # fmt: skip
+    done = 0  # tiles of the groups before
+    start = 0
+    end = 0
+    for g in range(groups):
+        rows, columns, depth = M, N, K
+        if RAGGED != "":
+            start = end
+            end = tl.load(ends + g).to(tl.int32)
+        if RAGGED == "m":
+            rows = end - start
+        if RAGGED == "n":
+            columns = end - start
+        if RAGGED == "k":
+            depth = end - start
+        group = tl.cast(g, tl.int64)
+        first = tl.cast(start, tl.int64)
+        a_at = a + (first * a_m if RAGGED == "m" else first * a_k if RAGGED == "k" else group * a_g)
+        b_at = b + (first * b_n if RAGGED == "n" else first * b_k if RAGGED == "k" else group * b_g)
+        c_at = c + (first * c_m if RAGGED == "m" else first * c_n if RAGGED == "n" else group * c_g)
+        high = tl.cdiv(rows, MBLOCK)
+        tiles = high * tl.cdiv(columns, NBLOCK)
+        programs = tl.num_programs(0)
+        # the first of this program's tiles, done + i * programs + (program - done) % programs, in this group
+        offset = (tl.program_id(0) + programs - done % programs) % programs
+        for tile in range(offset, tiles, programs):
+            m = tile % high * MBLOCK + tl.arange(0, MBLOCK)
+            n = tile // high * NBLOCK + tl.arange(0, NBLOCK)
+            k = tl.arange(0, KBLOCK)
+            a_tile = a_at + (m[:, None] * a_m + k[None, :] * a_k)
+            b_tile = b_at + (k[:, None] * b_k + n[None, :] * b_n)
+            m_inside = m[:, None] < rows
+            n_inside = n[None, :] < columns
+            acc = tl.zeros([MBLOCK, NBLOCK], tl.float32)
+            for k0 in tl.range(0, depth, KBLOCK):
+                x = tl.load(a_tile, mask=m_inside & (k[None, :] < depth - k0), other=0.0)
+                y = tl.load(b_tile, mask=n_inside & (k[:, None] < depth - k0), other=0.0)
+                acc = tl.dot(x, y, acc)
+                a_tile += KBLOCK * a_k
+                b_tile += KBLOCK * b_k
+            place = c_at + (m[:, None] * c_m + n[None, :] * c_n)
+            tl.store(place, acc.to(c.dtype.element_ty), mask=m_inside & n_inside)
+        done += tiles

@@ -1,0 +1,175 @@
+"""Grouped products: which kernel, the same values in Triton's interpreter, code for each GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from interpreter import TESTS
+from torch.nn import functional as F
+from user_kernels_interpreting import job
+
+import reflib
+from reflib.autotune.inputs import InputSpec, make_inputs
+from reflib.autotune.subprogram import splice
+from reflib.generate.compile_triton import compile_kernel, resources
+from reflib.ir.program import Choice
+from reflib.lower.custom_ops import input_makers
+from reflib.options import Options
+from reflib.target import parse_target
+from reflib.tuning import generated
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton"),
+    pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped_mm"),
+]
+BF16 = torch.bfloat16
+
+
+def grouped(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None) -> torch.Tensor:
+    return torch._grouped_mm(a, b, offs=offs)
+
+
+def ends(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def some(*shape: int) -> torch.Tensor:
+    """Small multiples of 1/2 in bfloat16: products are exact."""
+    g = torch.Generator().manual_seed(sum(shape))
+    return (torch.randint(-4, 5, shape, generator=g) / 2).to(BF16)
+
+
+CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "rows": lambda: (some(64, 48), some(4, 48, 72), ends(5, 5, 40, 64)),
+    "rows, columns of b": lambda: (some(64, 48), some(3, 72, 48).mT, ends(30, 31, 64)),
+    "rows, ragged depth": lambda: (some(40, 56), some(2, 56, 40), ends(17, 40)),
+    "columns": lambda: (some(4, 40, 48), some(64, 48).t(), ends(8, 8, 40, 64)),
+    "depth": lambda: (some(64, 40).t(), some(64, 48), ends(5, 5, 40, 64)),
+    "batch": lambda: (some(3, 40, 48), some(3, 48, 56), None),
+}
+
+
+def stages(args: tuple[Any, ...], target: str, fn: Callable[..., Any] = grouped, **options: Any) -> Any:
+    given = [x for x in args if x is not None]
+    return reflib.explain(fn, *given, target=target, verify=True, **options)
+
+
+# -- which ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", CASES)
+def test_beside_atens(name: str) -> None:
+    """Where ATen would loop over the groups on the host, one kernel is the default; a batch is a batched product."""
+    args = CASES[name]()
+    for target, ours in (("sm_80", True), ("sm_90", False), ("sm_120", True)):
+        e = stages(args, target)
+        (choice,) = (n for n in e.program.nodes if isinstance(n, Choice))
+        kinds = {v.name.split()[0] for v in choice.variants}
+        assert kinds == {"aten", "triton"}, choice.failed
+        if name == "batch":
+            assert choice.op == "aten.bmm"
+        else:
+            assert len(choice.variants) > 3 and str(e.decisions[0].winner).startswith("triton") == ours
+
+
+def test_ends_to_measure_with() -> None:
+    e = stages(CASES["rows"](), "sm_90")
+    (choice,) = (n for n in e.program.nodes if isinstance(n, Choice))
+    ((_, key),) = choice.inputs_from
+    spec = InputSpec("ends", "activation", 0, (4,), (1,), "int32", "cpu", key)
+    assert make_inputs([spec], 0, input_makers())[0].tolist() == [16, 32, 48, 64]
+
+
+# -- values -----------------------------------------------------------------------------------------
+def relu_of(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    return torch.relu(grouped(a, b, offs)) * 2
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[torch.Tensor]]:
+    """Every case's results, all run in one child. (The interpreter cuts results off, it does not round.)"""
+    jobs = {}
+    for name, make in CASES.items():
+        if name == "batch":
+            continue
+        given = make()
+        jobs[name] = job(stages(given, "sm_80").stages, given)
+    given = CASES["rows"]()
+    jobs["epilogue"] = job(stages(given, "sm_80", relu_of).stages, given)
+    file = tmp_path_factory.mktemp("grouped") / "jobs.pt"
+    torch.save(jobs, file)
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, str(TESTS / "user_kernels_interpreting.py"), str(file)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n != "batch"])
+def test_as_eager(name: str, found: dict[str, list[torch.Tensor]]) -> None:
+    args = CASES[name]()
+    torch.testing.assert_close(found[name][0].float(), by_hand(*args), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(grouped(*args).float(), by_hand(*args), rtol=1e-2, atol=1e-2)
+
+
+def test_with_what_follows(found: dict[str, list[torch.Tensor]]) -> None:
+    want = torch.relu(by_hand(*CASES["rows"]())) * 2
+    torch.testing.assert_close(found["epilogue"][0].float(), want, rtol=2e-2, atol=1e-2)
+
+
+def by_hand(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    a, b = a.float(), b.float()
+    at = [0, *offs.tolist()]
+    groups = [slice(*p) for p in itertools.pairwise(at)]
+    if a.dim() == b.dim():
+        return torch.stack([a[:, s] @ b[s] for s in groups])
+    if a.dim() == 2:
+        return torch.cat([a[s] @ b[g] for g, s in enumerate(groups)])
+    return torch.cat([a[g] @ b[:, s] for g, s in enumerate(groups)], 1)
+
+
+# -- code -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("name", ["rows", "depth"])
+def test_every_tiling_compiles(name: str, arch: str) -> None:
+    """To the tensor cores, in copies of 16 bytes; nothing spills but for a register or two."""
+    large = {
+        "rows": (torch.zeros(4096, 1024, dtype=BF16), torch.zeros(8, 1024, 2048, dtype=BF16)),
+        "depth": (torch.zeros(4096, 1024, dtype=BF16).t(), torch.zeros(4096, 2048, dtype=BF16)),
+    }[name]
+    target = parse_target(arch)
+    program = stages((*large, ends(*range(512, 4097, 512))), arch).program
+    (choice,) = (n for n in program.nodes if isinstance(n, Choice))
+    product = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}[arch]
+    for v in choice.variants:
+        _, kernels = generated(splice(program, choice, v), Options(), lambda d: target)
+        for kernel in list(kernels.values())[:1]:  # (the others are its fallbacks)
+            binary = compile_kernel(kernel, target)
+            assert product in binary.ptx or " 16x" in v.name or " 32x" in v.name, "fewer rows than wgmma has"
+            assert "cp.async.cg.shared.global" in binary.ptx, v.name
+            assert resources(binary)["stack"] <= 16 and binary.shared <= target.shared, v.name
+
+
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_wrappers(wrapper: str, dynamic: bool) -> None:
+    a, b, offs = CASES["rows"]()
+    if dynamic:
+        torch._dynamo.mark_dynamic(a, 0)
+    fn = (lambda a, b, o: F.grouped_mm(a, b, offs=o)) if hasattr(F, "grouped_mm") else grouped
+    e = stages((a, b, offs), "sm_80", fn, wrapper=wrapper)
+    assert len(e.kernels) == 1 and "grouped_mm" in e.wrapper
+
+
+@pytest.mark.slow
+def test_a_package(tmp_path: Path) -> None:
+    args = CASES["rows"]()
+    path = reflib.aot_compile(grouped, args, tmp_path / "g.reflib", ["sm_80", "sm_90"])
+    assert path
