@@ -72,6 +72,10 @@ def masked(x, mask, w):
     return (x * mask) @ w
 
 
+def cast(x, w):
+    return x @ w.to(x.dtype)
+
+
 def activated(x, w):
     return torch.relu(x) @ w
 
@@ -128,6 +132,8 @@ FUNCTIONS: dict[str, tuple[Fn, Callable[[], tuple[torch.Tensor, ...]]]] = {
     "batch": (batched, lambda: (rand(3, 20, 70), bytes_(3, 70, 50), scales(50))),
     "bias": (with_bias, lambda: (rand(50), rand(20, 64), bytes_(64, 50), scales(50))),
     "batch, bias": (batched_bias, lambda: (rand(3, 20, 50), rand(3, 20, 64), bytes_(3, 64, 50), scales(64, 50))),
+    "8-bit floats": (linear, lambda: (rand(20, 64), rand(48, 64).to(torch.float8_e4m3fn), scales(48))),
+    "8-bit floats, cast": (cast, lambda: (rand(20, 70), rand(70, 40).to(torch.float8_e5m2))),
     "float32 weights": (lambda x, w: x @ (w * 0.5).half(), lambda: (rand(20, 64), rand(64, 40, dtype=torch.float32))),
 }
 DYNAMIC = ("per column", "linear", "int4", "both")

@@ -97,7 +97,7 @@ def tilings(t: Template, target: Target, options: Options) -> list[Tiling]:
 
 
 def can_multiply(t: Template, target: Target) -> bool:
-    if t.dtype in FP8:
+    if t.dtype in FP8 or any(s.dtype in FP8 for p in t.prologues for s in p.loads()):
         return target.kind == "cuda" and target.capability >= 89
     return target.is_gpu and (t.dtype != torch.bfloat16 or tensor_cores(target))
 

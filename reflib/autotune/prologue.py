@@ -41,8 +41,9 @@ from ..fuse.inline_loads import MAX_TEXT, Producer, make_producer, makes_all, re
 from ..ir.expr import Expr, Var, expr, nonneg
 from ..ir.loops import Axis, BodyBuilder, Indirect, Load, LoopNest, Op, Origin, Reduce, Scan, Stmt, map_stmt, stmt_exprs
 from ..ir.ops import value_dtype
-from ..ir.program import Buffer, Choice, Program, Template, Variant, View
+from ..ir.program import Buffer, Choice, Extern, Program, Template, Variant, View
 from ..ir.transforms import eliminate_dead
+from .roofline import FP8, HALVES
 
 NAME = "triton, operands computed"
 MAX_STATEMENTS = 64  # of an operand's nest
@@ -136,8 +137,25 @@ class _Chain:
         for name in loops.reads():
             at = self.depends.last_writer(name, self.position)
             node = None if at is None or at in taken else self.program.nodes[at]
+            node = self._widening(node, name) if isinstance(node, Extern) else node
             if isinstance(node, LoopNest) and at is not None and (p := self._producer(at, node, name)) is not None:
                 yield p
+
+    def _widening(self, node: Extern, name: str) -> LoopNest | None:
+        """A cast of 8-bit floats, which loop nests do not read otherwise, and so is a call."""
+        source, made = node.args[0] if node.args else None, self.program.buffers[name]
+        if node.target is not torch.ops.aten._to_copy.default or not isinstance(source, View):
+            return None
+        if source.dtype not in FP8 or self.program.buffers[source.buffer].dtype != source.dtype:
+            return None
+        if made.dtype not in (*HALVES, torch.float32) or node.outputs != (name,):
+            return None
+        axes = tuple(Axis(Var(f"p{d}", n), "p") for d, n in enumerate(made.shape))
+        b = BodyBuilder()
+        read = sum((expr(a.var) * s for a, s in zip(axes, source.strides)), source.offset)
+        value = b.cast(b.load(source.buffer, read, source.dtype), torch.float32)  # exact in both half dtypes
+        b.store(name, sum((expr(a.var) * s for a, s in zip(axes, made.strides)), expr(0)), value)
+        return LoopNest(node.name, axes, tuple(b.body), node.origins)
 
     def _producer(self, at: int, node: LoopNest, name: str) -> Producer | None:
         if node.reduced or any(isinstance(s, (Reduce, Scan, Indirect)) for s in node.body):

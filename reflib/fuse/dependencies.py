@@ -62,16 +62,12 @@ def dependencies(program: Program) -> Dependencies:
     symbol_from: dict[Sym, int] = {}
     last_effect: int | None = None
     for i, node in enumerate(program.nodes):
-        before: set[int] = set()
+        before = {last_write[b] for b in (*node.reads(), *node.writes()) if b in last_write}
         for b in node.reads():
-            if b in last_write:
-                before.add(last_write[b])
             reads_since.setdefault(b, []).append(i)
             d.readers.setdefault(b, []).append(i)
         for b in node.writes():
             before.update(reads_since.get(b, ()))
-            if b in last_write:
-                before.add(last_write[b])
             last_write[b] = i
             reads_since[b] = []
             d.writers.setdefault(b, []).append(i)
@@ -114,12 +110,13 @@ def used_buffers(program: Program, nodes: Iterable[Node]) -> dict[str, Buffer]:
 
 
 def remove_dead(program: Program) -> Program:
-    """Without the loop nests, Templates, Choices and Variants whose results are not read, and without unused buffers.
-    Calls stay, and nodes that contain a call with an effect."""
+    """Without nodes whose results are not read, and without unused buffers. Nodes that contain a call with an effect
+    stay, and calls that do more than to make new tensors of known sizes."""
     needed = dependencies(program).needed
     nodes = []
     for node in reversed(program.nodes):
-        may_go = isinstance(node, (LoopNest, Template, Choice, Variants)) and not has_effect(node)
+        made = isinstance(node, Extern) and not node.symbols and set(node.outputs) == set(node.writes()) != set()
+        may_go = (made or isinstance(node, (LoopNest, Template, Choice, Variants))) and not has_effect(node)
         if not may_go or needed & set(node.writes()):
             nodes.append(node)
             needed |= set(node.reads())

@@ -17,8 +17,8 @@ that kernel already uses most of a program's registers and runs few programs, so
 * not more matrices of the result's size than an epilogue has registers for (MAX_STREAMS, Reason ``limit``);
 * nothing joins a ``closed`` product: ``autotune`` measures this where it is not certain that an epilogue pays.
 
-NB: TorchInductor's scheduler has much the same conditions for the epilogue of a Triton template, and also allows
-prologues that compute.
+NB: TorchInductor's scheduler has much the same conditions for the epilogue of a Triton template, and forms prologues
+that compute as well; here these are variants of the choice (``autotune.prologue``).
 """
 
 from __future__ import annotations

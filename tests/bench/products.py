@@ -19,6 +19,7 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def cases(small: bool = False) -> list[Case]:
         make = _grouped(t, n, k, fn is grouped_gradient)
         out.append(Case("grouped", f"{fn.__name__} {t} rows, 8 of {k} x {n}", fn, make, 2.0 * t * k * n, moved, moved))
     first = {c.section: 0 for c in out}
-    order = []  # one of each section in turn: a run that ends early has seen all of them
+    order: list[tuple[int, int, Case]] = []  # one of each section in turn: a run that ends early has seen all of them
     for c in out:
         order.append((first[c.section], len(order), c))
         first[c.section] += 1
@@ -191,7 +192,7 @@ def measure(c: Case, who: list[str], device: str) -> Iterator[Row]:
             got = f(*sets[0])
             row.compile_s = time.perf_counter() - begun
             row.error = float((got.float() - want).abs().max() / want.abs().max())
-            row.how, runs[name] = captured(f, sets) if device == "cuda" else ("calls", (lambda f=f: f(*sets[0]), 1))
+            row.how, runs[name] = captured(f, sets) if device == "cuda" else ("calls", (partial(f, *sets[0]), 1))
             row.chosen = [str(d.winner) for s in seen for d in s.decisions if d.op]
         except Exception as e:
             row.note = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:160]}"

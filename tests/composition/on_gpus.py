@@ -200,3 +200,15 @@ def grouped_products(device: str, wrapper: str) -> None:
         c = compiled(f, wrapper, autotune=autotune)
         for ends in ((100, 100, 130, 256), (0, 7, 200, 256)):
             check(f, c, x, w, torch.tensor(ends, dtype=torch.int32, device=device))
+
+
+@cuda_feature
+def batched_products_with_a_bias(device: str, wrapper: str) -> None:
+    """``baddbmm`` with alpha and beta, one kernel with what follows: small, so without measuring too."""
+
+    def f(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return torch.tanh(torch.baddbmm(c, a, b, beta=0.5, alpha=2)) + 1
+
+    args = [randn(*s, device=device).bfloat16() for s in ((4, 1, 96), (4, 64, 128), (4, 128, 96))]
+    for autotune in ("off", "blocking"):
+        check(f, compiled(f, wrapper, autotune=autotune), *args)

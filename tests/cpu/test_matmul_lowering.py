@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import reflib
 from reflib.capture.graph import Graph
 from reflib.ir.data import from_data, to_data
 from reflib.ir.interpret import interpret
@@ -104,6 +105,15 @@ def test_baddbmm(bias):
     args = ints(*bias), ints(3, 5, 7), ints(3, 7, 6)
     check(torch.baddbmm, *args)
     check(lambda c, a, b: torch.baddbmm(c, a, b, alpha=-2, beta=0.5), *args)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+def test_baddbmm_is_one_kernel_with_what_follows(wrapper, arch):
+    args = [torch.zeros(s, dtype=torch.bfloat16) for s in ((4, 1, 96), (4, 64, 128), (4, 128, 96))]
+    e = reflib.explain(lambda c, a, b: torch.tanh(torch.baddbmm(c, a, b, beta=0.5, alpha=2)) + 1, *args, target=arch,
+                       wrapper=wrapper, verify=True)  # fmt: skip
+    assert len(e.kernels) == 1 and str(e.decisions[0].winner).startswith("triton")
 
 
 def test_beta_zero_does_not_look_at_the_bias():

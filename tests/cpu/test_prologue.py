@@ -177,6 +177,15 @@ def test_unmeasured_it_is_for_what_is_certain() -> None:
     assert decided(linear, x, w, s, target="sm_75") == "aten", "no tensor cores"
 
 
+def test_8_bit_floats_where_triton_has_them() -> None:
+    """Their cast is a call otherwise; it is gone."""
+    x, s = torch.zeros(16, 1024, dtype=BF16), S.new_ones(2048)
+    w = torch.zeros(2048, 1024, dtype=torch.float8_e4m3fn)
+    assert decided(linear, x, w, s, target="sm_80") == "aten"
+    e = reflib.explain(linear, x, w, s, target="sm_90")
+    assert str(e.decisions[0].winner).startswith(NAME) and len(e.kernels) == 1 and "_to_copy(" not in e.wrapper
+
+
 def test_measured_beside_the_producers_own_kernel() -> None:
     """All candidates have the same inputs and outputs, the weights' bytes among them."""
     x, w, s = torch.zeros(256, 1024, dtype=BF16), torch.zeros(2048, 1024, dtype=torch.int8), S.new_ones(2048)
@@ -205,6 +214,7 @@ LARGE = {
     "linear": (linear, (torch.int8, (1280, 8192)), (1280,)),
     "groups": (per_group, (torch.int8, (1280, 8192)), (1280, 64)),
     "int4": (int4, (torch.uint8, (1280, 4096)), (1280, 64)),
+    "8-bit floats": (linear, (torch.float8_e4m3fn, (1280, 8192)), (1280,)),
 }
 
 
@@ -216,6 +226,9 @@ def test_is_pipelined_onto_the_tensor_cores(name: str, arch: str) -> None:
     fn, (dtype, shape), scale = LARGE[name]
     args = torch.zeros(64, 8192, dtype=BF16), torch.zeros(shape, dtype=dtype), torch.ones(scale, dtype=BF16)
     e = reflib.explain(fn, *args, target=arch)
+    if name == "8-bit floats" and arch == "sm_80":  # which has none
+        assert str(e.decisions[0].winner) == "aten"
+        return
     target = parse_target(arch)
     kernel = e.stages.kernels[e.kernels[-1].name]
     binary = compile_kernel(kernel, target)
