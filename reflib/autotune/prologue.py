@@ -17,8 +17,8 @@ printed with wide loads where neighbours share an element (``generate.matmul_pro
 **What it costs.** An operand is computed again in each tile that reads it: ceil(M / tile) times for b. So it is a
 candidate, measured beside the producers' own kernel followed by the library's product, and by the Template: the
 producers are in the region that is measured (``subprogram``, rule 4). Unmeasured it is taken only where it cannot lose:
-one tile of rows (then nothing is computed twice), at most STATIC_ROWS of them (then time is the weights' bytes), and
-fewer bytes than the operand has.
+one tile of rows (then nothing is computed twice), at most STATIC_ROWS of them in any call (then time is the weights'
+bytes), and fewer bytes than the operand has.
 
 **Numerics.** As unfused: the operand is rounded to its dtype before it is multiplied. What the producers' one fused
 kernel would keep in float32 stays float32 here.
@@ -38,7 +38,7 @@ import torch
 
 from ..fuse.dependencies import Dependencies, dependencies
 from ..fuse.inline_loads import MAX_TEXT, Producer, make_producer, makes_all, replace_loads, without_selects
-from ..ir.expr import Expr, Var, expr, nonneg
+from ..ir.expr import Expr, Var, expr, max_value, nonneg
 from ..ir.loops import Axis, BodyBuilder, Indirect, Load, LoopNest, Op, Origin, Reduce, Scan, Stmt, map_stmt, stmt_exprs
 from ..ir.ops import value_dtype
 from ..ir.program import Buffer, Choice, Extern, Program, Template, Variant, View
@@ -211,12 +211,13 @@ def _inside(index: Expr, extent: Expr) -> bool:
 def cannot_lose(program: Program, a: Variant) -> bool:
     """Is the variant surely faster than its operands' producers and a product of what they make? (See the module.)"""
     (t,) = (n for n in a.nodes if isinstance(n, Template))
-    _, m, n, _ = (e.hint() for e in t.sizes)
+    _, m, n, _ = t.sizes
     fewer = False
     for p in t.prologues:
         v, again = (t.a, n) if t.prologue(t.a) is p else (t.b, m)
         read = bytes_read(p, program.buffers)
         if any(s.mask is not None for s in p.loads()) or read > v.dtype.itemsize:
             return False
-        fewer |= again <= STATIC_ROWS and read < v.dtype.itemsize
+        most = max_value(again)
+        fewer |= most is not None and most <= STATIC_ROWS and read < v.dtype.itemsize
     return fewer

@@ -252,12 +252,16 @@ def test_every_kind_compiles(kind: str, arch: str) -> None:
 # -- wrappers, packages -----------------------------------------------------------------------------
 @needs_triton
 @pytest.mark.parametrize("wrapper", ["python", "cpp"])
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_wrappers(wrapper: str, dynamic: bool) -> None:
+@pytest.mark.parametrize("most", [None, 64, 1000])
+def test_wrappers(wrapper: str, most: int | None) -> None:
+    """``most``: rows in any call, where their number changes."""
     x, w, s = torch.zeros(16, 1024, dtype=BF16), torch.zeros(2048, 1024, dtype=torch.int8), S.new_ones(2048)
-    if dynamic:
-        torch._dynamo.mark_dynamic(x, 0)
+    if most is not None:
+        torch._dynamo.mark_dynamic(x, 0, min=2, max=most)
     e = reflib.explain(linear, x, w, s, target="sm_90", wrapper=wrapper, verify=True)
+    if most == 1000:
+        assert str(e.decisions[0].winner) == "aten", "with many rows weights would be computed in each tile of them"
+        return
     assert len(e.kernels) == 1 and str(e.decisions[0].winner).startswith(NAME)
     for kernel in e.stages.kernels.values():
         assert torch.int8 in [d for _, d in kernel.buffers] and "computed_b" not in [b for b, _ in kernel.buffers]
