@@ -182,8 +182,8 @@ def bytes_read(loops: LoopNest, buffers: dict[str, Buffer]) -> float:
 
 
 def _in_range(body: tuple[Stmt, ...], buffers: dict[str, Buffer]) -> tuple[Stmt, ...]:
-    """Without masks of loads that are in range wherever they are made: those for several masks are then one. And an
-    integer of 8 bits is exact in both half dtypes."""
+    """Without masks of loads that are in range wherever they are made: those for several masks are then one. Without
+    tests that have failed before; and an integer of 8 bits is exact in both half dtypes."""
     b = BodyBuilder()
     ids: dict[int, int] = {}
     for i, s in enumerate(body):
@@ -193,9 +193,21 @@ def _in_range(body: tuple[Stmt, ...], buffers: dict[str, Buffer]) -> tuple[Stmt,
             ids[i] = b.op("where", new.mask, read, b.const(new.other, new.dtype))
         elif isinstance(new, Op) and new.op in ("to_f16", "to_bf16") and _is_byte(b.body, new.args[0]):
             ids[i] = new.args[0]
+        elif isinstance(new, Op) and new.op == "where" and (other := _otherwise(b.body, new)) is not None:
+            ids[i] = b.op("where", *new.args[:2], other)
         else:
             ids[i] = b.add(new)
     return tuple(b.body)
+
+
+def _otherwise(body: list[Stmt], s: Op) -> int | None:
+    """z of ``where(i < j, y, where(i >= j, z, w))``, as the parts of a concatenation are chosen."""
+    test, _, last = (body[a] for a in s.args)
+    again = body[last.args[0]] if isinstance(last, Op) and last.op == "where" else None
+    if not isinstance(test, Op) or not isinstance(again, Op) or (test.op, again.op) != ("lt", "ge"):
+        return None
+    whole = test.args == again.args and not body[test.args[0]].dtype.is_floating_point  # type: ignore[union-attr]
+    return last.args[1] if whole and isinstance(last, Op) else None
 
 
 def _is_byte(body: list[Stmt], i: int) -> bool:
