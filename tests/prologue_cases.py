@@ -61,6 +61,11 @@ def int4_halves(x, p, s):
     return x @ ((w.to(x.dtype) - 8) * s[:, None]).t()
 
 
+def int4_signed(x, p, s):
+    """The upper half of the rows is in the low bits."""
+    return x @ (torch.cat([(p << 4) >> 4, p >> 4]).to(x.dtype) * s)
+
+
 def int4_shifted(x, p, s):
     """Unpacked by a shift that depends on the row."""
     k = torch.arange(2 * p.shape[0], device=p.device)
@@ -124,6 +129,7 @@ FUNCTIONS: dict[str, tuple[Fn, Callable[[], tuple[torch.Tensor, ...]]]] = {
     "int4, ragged": (int4, lambda: (rand(5, 70), bytes_(33, 35, unsigned=U), scales(33, 1))),
     "int4 rows": (int4_rows, lambda: (rand(20, 96), bytes_(48, 40, unsigned=U), scales(40))),
     "int4 halves": (int4_halves, lambda: (rand(20, 96), bytes_(40, 48, unsigned=U), scales(40))),
+    "int4 signed, halves of the rows": (int4_signed, lambda: (rand(20, 96), bytes_(48, 40), scales(40))),
     "int4 shifted": (int4_shifted, lambda: (rand(20, 96), bytes_(48, 40, unsigned=U), scales(40))),
     "mask": (masked, lambda: (rand(40, 72), rand(40, 72, seed=3) > 0, rand(72, 48))),
     "relu": (activated, lambda: (rand(40, 70), rand(70, 50))),

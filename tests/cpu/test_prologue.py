@@ -171,7 +171,7 @@ def test_unmeasured_it_is_for_few_rows(rows: int, computed: bool) -> None:
 
 def test_unmeasured_it_is_for_what_is_certain() -> None:
     x, s = torch.zeros(16, 1024, dtype=BF16), S.new_ones(2048)
-    assert decided(int4_rows, x, torch.zeros(512, 2048, dtype=torch.uint8), s) == "aten", "bytes are read one by one"
+    assert decided(int4_rows, x, torch.zeros(512, 2048, dtype=torch.uint8), s) == "aten", "a mask says what is read"
     assert decided(masked, x, x > 0, torch.zeros(1024, 2048, dtype=BF16)) == "aten", "no fewer bytes"
     w = torch.zeros(2048, 1024, dtype=torch.int8)
     assert decided(linear, x, w, s, target="sm_75") == "aten", "no tensor cores"
