@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
 import os
 import resource
 import sys
@@ -18,6 +16,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.overheads import without_overheads
 
 # Examples are derived from the test alone: a failure on CI is the same failure here.
 settings.register_profile(
@@ -179,24 +179,6 @@ def fresh_dynamo() -> None:
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.reset()
         without_overheads()
-
-
-@functools.cache
-def without_overheads() -> None:
-    """What costs a third of the time of compiling a small function, and no test is about, once per process."""
-    import logging
-
-    from torch._dynamo import guards
-    from torch._export import utils
-
-    gc.collect()  # what is imported stays: looking through it again and again took a tenth of the time of tracing
-    gc.freeze()
-    gc.set_threshold(100_000, 50, 1000)
-    guards.profile_guard_manager = lambda *_: 0.0  # for a line in a log it flushes all caches, which takes 60 ms
-    # every decomposition of an exported program asks for all C++ ops once for each of some thirty namespaces
-    utils._materialize_cpp_cia_ops = functools.cache(utils._materialize_cpp_cia_ops)
-    # pytest attaches its handler to loggers that do not propagate, and where this one has one, torch writes every trace
-    logging.getLogger("torch.__trace").propagate = True
 
 
 @pytest.fixture

@@ -2,10 +2,11 @@
 is started that a fork would lose."""
 
 import contextlib
-import gc
 import importlib
 import os
 import sys
+
+from tests.overheads import without_overheads
 
 PATH = list(sys.path)  # multiprocessing gives forked processes pytest's
 os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")  # as ipykernel does
@@ -18,5 +19,4 @@ for name in (
 ):  # fmt: skip
     with contextlib.suppress(ImportError):  # the notebook will say so
         importlib.import_module(name)
-gc.collect()
-gc.freeze()
+without_overheads()
