@@ -1,6 +1,7 @@
 """``flex_attention``: as eager, forward and backward: the dense formula, which runs on a CPU, and the fused kernels, in
 Triton's interpreter and compiled ahead of time."""
 
+import itertools
 import sys
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from reflib.target import CUDA, parse_target
 from tests.flex_cases import CASES, Case, alibi
 from tests.flex_cases import causal as causal_case
 from tests.flex_cases import relative as relative_case
-from tests.interpreter import results
+from tests.interpreter import chosen, results
 
 flex = sys.modules["torch.nn.attention.flex_attention"]  # (the name is also a function's)
 flex_attention = flex.flex_attention
@@ -104,16 +105,21 @@ def test_one_kernel(form, masks):
     }[form.__name__]  # fmt: skip
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", CASES)
-def test_interpreted(name):
-    assert results("flex_interpreting.py", name) == {name: ""}
+def test_interpreted(name, request):
+    assert results("flex_interpreting.py", *chosen(request))[name] == ""
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-@pytest.mark.parametrize("heads", [(64, 64), (128, 128), (256, 256), (192, 128), (80, 80)], ids=str)
+HEADS = (64, 64), (128, 128), (256, 256), (192, 128), (80, 80)
+ARCHS = "sm_80", "sm_90", "sm_100"
+COMPILED = [*itertools.product(HEADS, ARCHS, (torch.bfloat16, torch.float32))]
+FEW = ((64, 64), "sm_80", torch.float32), ((128, 128), "sm_90", torch.bfloat16), ((192, 128), "sm_100", torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "heads, arch, dtype", [pytest.param(*c, marks=() if c in FEW else pytest.mark.slow) for c in COMPILED], ids=str
+)
 def test_compiled_ahead_of_time(heads, arch, dtype, monkeypatch):
     """Within the shared memory that was reckoned with, forward and backward."""
     monkeypatch.setattr(flex, "_validate_device", lambda *a: None)
