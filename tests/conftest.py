@@ -139,10 +139,12 @@ def place(item: pytest.Item) -> int:
 
 
 def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
-    """What ``--quick`` leaves out. Which variants of a test it keeps is drawn by a hash of their names."""
+    """What ``--quick`` leaves out, chapters' cells tagged ``slow`` too. Which variants of a test it keeps is drawn by a
+    hash of their names."""
     slow, variants = [], defaultdict(list)
     for item in items:
-        if item.get_closest_marker("slow"):
+        cell = getattr(item, "cell", None)
+        if item.get_closest_marker("slow") or (cell and "slow" in cell.metadata.get("tags", [])):
             slow.append(item)
         elif mark := item.get_closest_marker("sample"):
             variants[item.nodeid.partition("[")[0], mark.args[0]].append(item)
