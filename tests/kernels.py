@@ -44,18 +44,19 @@ def launch(command: list[str], *, env: dict[str, str], cwd: str | None = None, *
 
 def run(command: list[str], env: dict[str, str], cwd: str | None, ready: Connection) -> None:
     """In the forked process."""
-    from tests.warm_kernels import PATH
+    from tests.warm_kernels import PATH, fork_children
 
     os.setsid()
     ready.send("")
     ready.close()
+    sys.path[:] = PATH
+    fork_children()
     threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ.clear()
     os.environ.update(env, JPY_PARENT_PID=str(os.getppid()))
     os.chdir(cwd or ".")
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
-    sys.path[:] = PATH
     sys.argv = command[command.index("-m") + 1 :]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

@@ -5,7 +5,9 @@ import contextlib
 import importlib
 import os
 import sys
+from multiprocessing import Pipe
 
+from tests.forking import ask, serve
 from tests.overheads import without_overheads
 
 PATH = list(sys.path)  # multiprocessing gives forked processes pytest's
@@ -14,9 +16,29 @@ for name in (
     "ipykernel.kernelapp", "ipykernel.ipkernel", "matplotlib.pyplot", "matplotlib.backends.backend_svg", "networkx",
     "matplotlib_inline.backend_inline", "torch._dynamo.repro.after_dynamo", "torch._inductor.decomposition",
     "torch.export._trace", "triton.compiler", "reflib.api", "reflib.generate.cpp", "reflib.generate.triton",
-    "reflib.lab.measuring", "reflib.lab.pictures", "reflib.lab.session", "reflib.observe.explain", "reflib.tuning",
-    "reflib.wrap.build", "reflib.wrap.cpp",
+    "reflib.lab.measuring", "reflib.lab.package_ways", "reflib.lab.pictures", "reflib.lab.session",
+    "reflib.observe.explain", "reflib.tuning", "reflib.wrap.build", "reflib.wrap.cpp",
 ):  # fmt: skip
     with contextlib.suppress(ImportError):  # the notebook will say so
         importlib.import_module(name)
 without_overheads()
+
+
+def fork_children() -> None:
+    """What a chapter runs in a Python of its own is forked from a process that is forked here, which has no threads."""
+    ours, theirs = Pipe()
+    if os.fork() == 0:
+        ours.close()
+        serve(theirs)
+    theirs.close()
+
+    def run_child(folder: str, timeout_s: float, module: str = "reflib.lab.peer_child") -> tuple[int | None, str]:
+        env = {k: v for k, v in os.environ.items() if k != ROWS_FILE}
+        code, _, errors = ask(ours, [module, folder], env, timeout_s)
+        return code, errors
+
+    from reflib.lab import peer_sweep, peers, tuning, way_sweep
+    from reflib.lab.rows import ROWS_FILE
+
+    for user in (peer_sweep, peers, tuning, way_sweep):
+        user._run_child = run_child

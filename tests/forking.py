@@ -1,0 +1,92 @@
+"""Programs run in forks of a process that has imported what they need, which takes seconds of each Python of its own.
+
+    python -m tests.forking FD MODULE ...     imports the modules, then serves the connection of that number
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import os
+import runpy
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NoReturn
+
+
+def serve(requests: Connection) -> NoReturn:
+    """One program after the other, until nobody can ask for more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        try:
+            words, env, folder = requests.recv()
+        except EOFError:
+            os._exit(0)
+        pid = os.fork()
+        if pid == 0:
+            requests.close()
+            os._exit(ran(words, env, Path(folder)))
+        requests.send(pid)
+        requests.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def ran(words: list[str], env: Mapping[str, str], folder: Path) -> int:
+    """The exit status of a program, which is a file or a module, and its arguments."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(env)
+    for number, name in enumerate([os.devnull, folder / "out", folder / "errors"]):
+        with open(name, "r+" if number == 0 else "w") as file:
+            os.dup2(file.fileno(), number)
+    sys.argv = words
+    try:
+        if words[0].endswith(".py"):
+            sys.path.insert(0, str(Path(words[0]).parent))
+            runpy.run_path(words[0], run_name="__main__")
+        else:
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+    return 0
+
+
+def ask(
+    requests: Connection, words: list[str], env: Mapping[str, str], seconds: float | None = None
+) -> tuple[int | None, str, str]:
+    """The exit status of a program (None: it was killed after ``seconds``), what it printed, and its errors."""
+    with tempfile.TemporaryDirectory() as folder:
+        requests.send((words, dict(env), folder))
+        pid, in_time = requests.recv(), False
+        try:
+            in_time = requests.poll(seconds)
+        finally:
+            if not in_time:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+            code = requests.recv()
+        out, errors = (Path(folder, name).read_text(errors="replace") for name in ("out", "errors"))
+        return code if in_time else None, out, errors
+
+
+if __name__ == "__main__":
+    from tests.overheads import without_overheads
+
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
+    without_overheads()
+    serve(Connection(int(sys.argv[1])))
