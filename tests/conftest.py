@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import resource
 import sys
@@ -181,6 +182,8 @@ def fresh_dynamo() -> None:
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.reset()
         without_overheads()
+        # pytest attaches its handler to loggers that do not propagate, and where this one has one, torch writes traces
+        logging.getLogger("torch.__trace").propagate = True
 
 
 @pytest.fixture

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import traceback
 from collections.abc import Mapping
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 
@@ -38,7 +42,7 @@ def serve(requests: Connection) -> NoReturn:
 
 
 def ran(words: list[str], env: Mapping[str, str], folder: Path) -> int:
-    """The exit status of a program, which is a file or a module, and its arguments."""
+    """The exit status of a program and its arguments: "-c" and its text, a file, or a module."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
@@ -46,9 +50,14 @@ def ran(words: list[str], env: Mapping[str, str], folder: Path) -> int:
     for number, name in enumerate([os.devnull, folder / "out", folder / "errors"]):
         with open(name, "r+" if number == 0 else "w") as file:
             os.dup2(file.fileno(), number)
+    sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
     sys.argv = words
     try:
-        if words[0].endswith(".py"):
+        if words[0] == "-c":
+            sys.argv = ["-c", *words[2:]]
+            sys.modules["__main__"] = main = ModuleType("__main__")
+            exec(words[1], vars(main))
+        elif words[0].endswith(".py"):
             sys.path.insert(0, str(Path(words[0]).parent))
             runpy.run_path(words[0], run_name="__main__")
         else:
@@ -81,6 +90,27 @@ def ask(
             code = requests.recv()
         out, errors = (Path(folder, name).read_text(errors="replace") for name in ("out", "errors"))
         return code if in_time else None, out, errors
+
+
+MODULES = (
+    "torch._dynamo.repro.after_dynamo", "torch._inductor.decomposition", "torch.export._trace",
+    "torch.nn.attention.flex_attention",
+)  # fmt: skip
+
+
+@functools.cache
+def server(*more: str, **env: str) -> tuple[subprocess.Popen[bytes], Connection]:
+    """A process that has imported what of torch all programs need, and ``more``: itself, and where to ask."""
+    ours, theirs = Pipe()
+    command = [sys.executable, "-m", "tests.forking", str(theirs.fileno()), *MODULES, *more]
+    process = subprocess.Popen(command, env=os.environ | env, pass_fds=[theirs.fileno()], cwd=Path(__file__).parents[1])
+    theirs.close()
+    return process, ours
+
+
+def forked(*words: str, **env: str) -> tuple[int | None, str, str]:
+    """As ``ask``, of a program that does not mind what has been imported."""
+    return ask(server()[1], [*words], os.environ | env)
 
 
 if __name__ == "__main__":

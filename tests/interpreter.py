@@ -5,41 +5,26 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.forking import ask
+from tests.forking import ask, server
 
 TESTS = Path(__file__).parent
-
-
-@functools.cache
-def interpreting() -> tuple[subprocess.Popen[bytes], Connection]:
-    """A process with the interpreter, of which the programs are forked."""
-    ours, theirs = Pipe()
-    modules = "torch._inductor.decomposition", "torch.nn.attention.flex_attention", "triton.runtime.interpreter"
-    command = [sys.executable, "-m", "tests.forking", str(theirs.fileno()), *modules]
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    server = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()], cwd=TESTS.parent)
-    theirs.close()
-    return server, ours
 
 
 @functools.cache
 def results(program: str, *cases: str) -> dict[str, Any]:
     """What a program of this folder prints last, which is JSON. All its ``cases`` (none: all it has) run in one
     process."""
-    words, env = [str(TESTS / program), *cases], {**os.environ, "TRITON_INTERPRET": "1"}
-    code, out, errors = ask(interpreting()[1], words, env)
+    way = {"TRITON_INTERPRET": "1"}
+    requests = server("triton.runtime.interpreter", **way)[1]
+    code, out, errors = ask(requests, [str(TESTS / program), *cases], os.environ | way)
     assert code == 0, errors[-3000:]
     return json.loads(out.splitlines()[-1])
 

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import logging
 
 
 @functools.cache
@@ -17,5 +16,3 @@ def without_overheads() -> None:
     guards.profile_guard_manager = lambda *_: 0.0  # for a line in a log it flushes all caches, which takes 60 ms
     # every decomposition of an exported program asks for all C++ ops once for each of some thirty namespaces
     utils._materialize_cpp_cia_ops = functools.cache(utils._materialize_cpp_cia_ops)
-    # pytest attaches its handler to loggers that do not propagate, and where this one has one, torch writes every trace
-    logging.getLogger("torch.__trace").propagate = True

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from reflib.package.manifest import Library
 from tests import c_library
+from tests.forking import forked
 
 # -- in C ---------------------------------------------------------------------------------------------------
 # `twice`, registered from C; and the C function of `thrice`, an op that Python registers
@@ -72,15 +71,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-def said(folder: Path, text: str, *args: str, file: str = "") -> str:
+def said(folder: Path, text: str, *args: str) -> str:
     """What a process of its own prints."""
-    env = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{Path.cwd()}"}
     text = f"import sys, torch\nfrom reflib.package.libraries import library_of\n{text}"
-    if file:
-        (folder / file).write_text(text)
-    command = [sys.executable, *([str(folder / file)] if file else ["-c", text]), *args]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    return done.stdout + done.stderr.strip().rpartition("\n")[2]
+    _, out, errors = forked("-c", text, *args, PYTHONPATH=f"{folder}{os.pathsep}{Path.cwd()}")
+    return out + errors.strip().rpartition("\n")[2]
 
 
 ALL = "print(*(library_of(getattr(torch.ops.library_test, n).default).remedy for n in sys.argv[1:]), sep='; ')"

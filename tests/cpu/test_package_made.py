@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 import warnings
 from collections import namedtuple
@@ -18,6 +16,7 @@ import reflib
 from reflib.errors import CaptureError, OptionError, PackageError
 from reflib.package import archive, manifest
 from reflib.package.architectures import ALL, wanted
+from tests.forking import forked
 
 Tensor = torch.Tensor
 close = torch.testing.assert_close
@@ -192,8 +191,8 @@ def swapped(pair: Pair) -> Pair:
 
 def test_namedtuples(tmp_path: Path) -> None:
     x, y = torch.randn(3), torch.randn(3)
-    path = reflib.aot_compile(swapped, (Pair(x, y),), tmp_path / "n.reflib", "cpu")
-    got = reflib.load(path)(Pair(x, y))
+    package = reflib.aot_compile(swapped, (Pair(x, y),), tmp_path / "n.reflib", "cpu")
+    got = reflib.load(package)(Pair(x, y))
     assert type(got) is Pair
     close(tuple(got), (y + 1, x))
     text = textwrap.dedent("""
@@ -203,11 +202,10 @@ def test_namedtuples(tmp_path: Path) -> None:
         from {module} import Pair
         print(type(f(Pair(torch.ones(3), torch.ones(3)))) is Pair)
     """)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path.cwd())])}
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path.cwd())])
     for first, says in ((f"import {__name__}", "True"), ("", f"first import {__name__}")):
-        command = [sys.executable, "-c", text.format(first=first, module=__name__), str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, env=env)
-        assert (done.stdout + done.stderr).strip().endswith(says)
+        _, out, errors = forked("-c", text.format(first=first, module=__name__), str(package), PYTHONPATH=path)
+        assert (out + errors).strip().endswith(says)
 
 
 def test_structures_without_a_name(tmp_path: Path) -> None:
