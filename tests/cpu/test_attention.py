@@ -78,6 +78,7 @@ PLAIN = [operators, methods, scaled_later, einsums, ends_with_an_einsum, with_dr
          grouped, one_head_of_keys, outer_product]  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fn", PLAIN, ids=lambda f: f.__name__)
 def test_spellings(fn: Any) -> None:
     becomes_a_call(fn, *qkv(PLAIN.index(fn), grad=True), backward=True, dynamic=True)
@@ -197,6 +198,7 @@ def test_boolean_masks(i: int) -> None:
     becomes_a_call(fn, *args, dead, backward=True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fn", [added, added_in_place, added_twice], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("low", [0.5, -INF, LOWEST])
 def test_added_masks(fn: Any, low: float) -> None:
@@ -330,6 +332,7 @@ MODELS: dict[str, tuple[Any, bool]] = {  # with a mask?
 }  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name: str) -> None:
     cls, masked = MODELS[name]

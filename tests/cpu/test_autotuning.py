@@ -142,6 +142,7 @@ def test_several_outputs(used: tuple[int, ...]) -> None:
     check(f, x)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", sorted(RESERVED))
 def test_an_op_may_be_named_as_what_the_wrapper_calls(name: str) -> None:
     @torch.library.custom_op(f"tests::{name}", mutates_args=())

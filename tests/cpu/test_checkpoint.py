@@ -26,6 +26,7 @@ def plain_attention(q):
     return F.scaled_dot_product_attention(q, q, q, is_causal=True)
 
 
+@pytest.mark.sample(3)
 @BOTH
 @pytest.mark.parametrize("inner", [dropout, noise, attention, plain_attention], ids=lambda f: f.__name__)
 def test_the_same_numbers_as_eager(inner, wrapper):

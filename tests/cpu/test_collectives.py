@@ -63,6 +63,7 @@ def at_once(fn: Fn, *args: Any) -> Any:
         dist.group.WORLD.late = True  # type: ignore[union-attr]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("wrapper", ["python", "cpp"])
 def test_each_collective_in_one_graph(group: Any, wrapper: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reflib.ranks.agree.check", lambda lists: None)

@@ -9,7 +9,7 @@ import pytest
 from tests.composition import CUDA_FEATURES, FEATURES, NOT_IN_PACKAGES, WRAPPERS, run
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("name", FEATURES)
 def test_composition(name: str, wrapper: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ CASES = [(number, [1, 1, 1], [2, 2, 0]), (rows, [1, 2, 0, 1], [1, 0, 2, 0]), (re
          (two, [5, 3, 3], [5, 4, 3]), (custom, [4, 1, 1], [2, 1, 1])]  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @BOTH
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("fn, good, bad", CASES, ids=lambda x: getattr(x, "__name__", ""))
@@ -123,6 +124,7 @@ def full(x, n):
     return torch.full((3,), n.item())
 
 
+@pytest.mark.sample(3)
 @BOTH
 @pytest.mark.parametrize("n", [True, False, 2.5, -7], ids=str)
 @pytest.mark.parametrize("fn", [product, chosen, full], ids=lambda f: f.__name__)

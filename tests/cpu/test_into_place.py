@@ -95,6 +95,7 @@ CASES: dict[str, tuple[Callable[..., Any], int]] = {
 MORE = ("nested", "several results", "by a special function", "by kernels that reduce")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_is_stored_twice(case: str) -> None:
     """As eager, with sizes that are numbers and that are symbols; then what is stored."""
@@ -115,6 +116,7 @@ def test_nothing_is_stored_twice(case: str) -> None:
         assert stored <= most or dynamic, {b: program.buffers[b].nbytes.hint() for b in made}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_parts(seed: int) -> None:
     """Of kernels, calls and views, some more than once, in either dimension; eager's results."""

@@ -66,6 +66,7 @@ def test_tiles_transpose_and_products_multiply() -> None:
         torch.testing.assert_close(out, a.float() @ b.float(), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("arch", ["sm_75", "sm_86", "sm_90"])
 def test_the_chapters_products_fit_into_shared_memory(arch: str) -> None:
     """As they are launched there: Triton's default of three stages."""

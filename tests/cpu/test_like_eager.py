@@ -23,6 +23,7 @@ EAGER: dict[str, Any] = {"numerics": "eager"}
 ROUNDED = "numerics: eager rounds an operand first"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_op(dtype: torch.dtype) -> None:
     """All in one program, where they would be fused."""
@@ -38,6 +39,7 @@ def test_every_op(dtype: torch.dtype) -> None:
     assert different(program, (x, y))  # otherwise this would prove nothing
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("wrapper", ("python", "cpp"))
 @pytest.mark.parametrize("seed", range(4))
 def test_random_chains(seed: int, wrapper: str) -> None:
@@ -47,6 +49,7 @@ def test_random_chains(seed: int, wrapper: str) -> None:
     assert different(chain(rng), args, wrapper=wrapper, **EAGER) == []
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("name", MODELS)
 def test_training(name: str, dtype: torch.dtype) -> None:

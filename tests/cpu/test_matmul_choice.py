@@ -251,6 +251,7 @@ def test_targets_without_a_data_sheet_borrow_one():
     assert model.rates(replace(parse_target("gfx942"), arch="gfx999")).memory == 1638
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     "target, shape, dtype",
     [

@@ -94,6 +94,7 @@ def test_a_budget_saves_less_and_changes_no_result():
             reflib.Options(activation_memory_budget=bad)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("own_numbers", [False, True])
 @pytest.mark.parametrize("budget", [None, 0.5, 0])
 def test_a_budget_draws_no_other_numbers(budget, own_numbers):
@@ -152,6 +153,7 @@ look.register_autograd(lambda ctx, g: look(g))
 watched = []
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("wrapper", ["python", "cpp"])
 def test_saved_activations_go_when_the_plan_says(wrapper):
     def net(x, ws):

@@ -62,7 +62,7 @@ def run(root: Path, *command: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.sample(50)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(50))
 def test_a_planted_fault_is_found(root: Path, number: int) -> None:
     [line] = run(root, "-m", "tests.planted_faults", str(number))

@@ -7,6 +7,7 @@ import torch
 from narrow_chains import DTYPES, chain, operands
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_chains(dtype: torch.dtype) -> None:
     torch._dynamo.reset()

@@ -39,14 +39,14 @@ def interpreted(kind: str, part: str, parts: list[str]) -> list[str]:
 
 
 @triton
-@pytest.mark.sample(3)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("kind", [*VARIANCES, "length"])
 def test_variance(kind: str, request: pytest.FixtureRequest) -> None:
     assert not interpreted("variances", kind, chosen(request))
 
 
 @triton
-@pytest.mark.sample(3)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("kind", sorted({name.split(",")[0] for name in sum_cases()}))
 def test_softmax_sum(kind: str, request: pytest.FixtureRequest) -> None:
     assert not interpreted("sums", kind, chosen(request))

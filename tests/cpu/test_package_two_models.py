@@ -35,6 +35,7 @@ int main(void) { return call(functions_of_one()) || call(functions_of_two()); }
 """
 
 
+@pytest.mark.slow
 def test_each_is_called_by_its_own_table(tmp_path: Path) -> None:
     class Scale(torch.nn.Module):
         def __init__(self, by: float) -> None:

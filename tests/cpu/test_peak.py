@@ -63,6 +63,7 @@ def test_four_blocks_computed_again_need_no_more_than_one_at_a_time() -> None:
     assert len(now.kernels) <= len(before.kernels) + 3
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("budget", [0.1, 0.3])
 def test_products_computed_again(budget: float) -> None:
     before, now = (backward(4, rounds, activation_memory_budget=budget) for rounds in (0, peak.ROUNDS))

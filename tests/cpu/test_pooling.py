@@ -55,7 +55,7 @@ def ties(shape: tuple[int, ...], dtype: torch.dtype, last: bool = False) -> torc
 DTYPES = [torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(4))
 def test_at_random(dims: int, seed: int) -> None:

@@ -154,6 +154,7 @@ def test_every_op_has_its_distribution() -> None:
 
 
 # -- calls and seeds ----------------------------------------------------------------------------------
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_forward_and_backward_agree(dynamic: bool) -> None:
     """At new sizes too; and so they do under checkpoint, whose backward draws again."""

@@ -182,7 +182,7 @@ def test_a_choice_is_measured_by_one_rank(two: Ranks) -> None:
         assert sum(f"measured by rank {1 - rank} for all" in reason for rank, reason in enumerate(told)) == 1, told
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_the_simulation_is_as_real_ranks(four: Ranks, size: int) -> None:
     seconds = [0.6, 1.1, 0.4, 0.9, 0.7, 0.5]
     model = simulate(World(size, seconds))

@@ -84,6 +84,7 @@ def of(binary: Binary) -> Report:
 
 
 # -- reading ----------------------------------------------------------------------------------------
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("arch", CUDA)
 def test_the_bytes_say_what_the_tool_says(arch: str) -> None:
     tiling = Tiling("tiled", 64, 64, 32, 4, 2)

@@ -61,6 +61,7 @@ DTYPES = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 def test_every_dtype_at_random(dtype: torch.dtype) -> None:
     rng = random.Random(str(dtype))
