@@ -182,8 +182,11 @@ def fresh_dynamo() -> None:
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.reset()
         without_overheads()
-        # pytest attaches its handler to loggers that do not propagate, and where this one has one, torch writes traces
-        logging.getLogger("torch.__trace").propagate = True
+        # pytest attaches its handlers to loggers that do not propagate, and where this one has any, torch formats and
+        # writes every graph of every stage
+        traces = logging.getLogger("torch.__trace")
+        traces.propagate = True
+        traces.handlers.clear()
 
 
 @pytest.fixture
