@@ -62,7 +62,7 @@ def test_cheap_form_for_half_precision(name: str, check: Check) -> None:
     check("half", named)
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("name", matmul_cases())
 def test_product(name: str, check: Check) -> None:
     check("products", named)
