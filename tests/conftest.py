@@ -123,14 +123,14 @@ made = pytest.StashKey[tempfile.TemporaryDirectory]()
 # (`--dist loadfile --no-loadscope-reorder`), so that none of them is left for the end, on one core alone.
 LONGEST = (
     "multi-arch-packages.ipynb", "async-autotuning.ipynb", "test_browser.py", "cpp-wrapper.ipynb",
-    "test_composition.py", "loops-to-triton.ipynb", "decompose-k.ipynb", "test_jupyterlab.py",
+    "test_composition.py", "test_flex_attention.py", "loops-to-triton.ipynb", "decompose-k.ipynb", "test_jupyterlab.py",
     "test_triton_programs.py", "test_semantics.py", "measuring.ipynb", "input-ranges.ipynb", "inline-fusion.ipynb",
     "fusion.ipynb", "one-function-all-stages.ipynb", "a-gpu-for-compiler-readers.ipynb", "reductions.ipynb",
     "whole-transformer.ipynb", "numerics.ipynb", "observability.ipynb", "your-own-kernel.ipynb", "memory.ipynb",
     "training.ipynb", "tuning-across-ranks.ipynb", "the-matmul-ladder.ipynb",
     "test_triton_compile.py", "test_package_export_cpp.py", "test_notebook_alone.py",
     "test_opinfo.py", "test_fuzz.py", "test_models.py", "test_runner.py", "test_cpp_wrapper_built.py",
-    "test_cpp_wrapper.py", "test_background.py", "test_sweep.py", "test_flex_attention.py",
+    "test_cpp_wrapper.py", "test_background.py", "test_sweep.py", "test_repro.py", "test_ranks.py",
 )  # fmt: skip
 
 
