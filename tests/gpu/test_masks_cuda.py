@@ -1,0 +1,36 @@
+"""Masks of attention on a GPU: the kernels that are taken, and that they are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from reflib.options import Options
+from reflib.pipeline import Backend
+from tests.checking import check
+from tests.cpu.test_masks import everything, of_documents, of_the_input, window
+
+Mask = Callable[[torch.Tensor], torch.Tensor]
+
+
+@pytest.mark.parametrize("mask", [everything, of_documents, of_the_input, window])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("length", [37, 96])
+def test_a_fused_kernel_takes_the_call(mask: Mask, dtype: torch.dtype, length: int) -> None:
+    """None of these is taken apart in products of float32, whose weights a backward would need."""
+
+    def fn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask(q)).transpose(1, 2).flatten(2) * 2
+
+    seen = []
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend=Backend(Options(), seen.append), dynamic=False)
+    g = torch.Generator().manual_seed(length)
+    made = (torch.randn(2, 4, length, 64, generator=g).to("cuda", dtype) for _ in range(3))
+    check(fn, compiled, *(t.requires_grad_() for t in made), backward=True)
+    names = [str(n.target) for n in seen[0].graph.module.graph.nodes]
+    assert any("attention" in n for n in names), names
+    assert not any("bmm" in n or "softmax" in n for n in names), names
