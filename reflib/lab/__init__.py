@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from reflib.lab.figures import style as style
     from reflib.lab.fusion_chart import fusion_graph as fusion_graph
     from reflib.lab.gantt_chart import gantt as gantt
+    from reflib.lab.growing import Growing as Growing
     from reflib.lab.kernels import load_kernel as load_kernel
     from reflib.lab.lane_chart import banks_picture as banks_picture
     from reflib.lab.lane_chart import lanes_picture as lanes_picture
@@ -125,6 +126,7 @@ _HOME = {
     "style": "figures",
     "fusion_graph": "fusion_chart",
     "gantt": "gantt_chart",
+    "Growing": "growing",
     "load_kernel": "kernels",
     "banks_picture": "lane_chart",
     "lanes_picture": "lane_chart",

@@ -1,0 +1,157 @@
+"""`lab.Growing`: a module that the cells of a notebook write, step by step."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+from reflib.errors import LabError
+from reflib.lab.showing import HtmlTable, Listing, display_thing
+
+CALL = ".step("  # `mini.step("trace")`, the first line of a cell that is a step
+
+
+class Growing:
+    """The text of a module. Each step is a cell: its definitions are added, or take the place of those of the same name.
+
+    A cell that begins with `mini.step("fuse")` is a step of `mini`; the cell also runs as usual, so that the notebook
+    has the same functions. Running it again replaces what it added.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._steps: dict[str, str] = {}  # title -> the cell's text
+
+    def step(self, title: str, source: str | None = None) -> None:
+        """Take in the running cell (or `source`), and show what it changed in the lines that were there."""
+        before = self.text
+        self._steps[title] = without_call(running_cell() if source is None else source)
+        after = self.text
+        number = list(self._steps).index(title) + 1
+        counts = f"{code_lines(before)} lines of code before, {code_lines(after)} now"
+        print(f"{self.name}.py, step {number}, {title}: {counts}")
+        if changed := difference(before, after):
+            display_thing(Listing(f"replaced in {self.name}.py", changed, "diff"))
+
+    @property
+    def text(self) -> str:
+        """The module after the steps so far."""
+        return grown(self._steps.values())
+
+    def after(self, title: str) -> str:
+        """The module as it was after the step with this title. LabError if there is none."""
+        if title not in self._steps:
+            raise LabError(f"no step {title!r}; there are: {', '.join(self._steps)}")
+        titles = list(self._steps)
+        return grown(self._steps[t] for t in titles[: titles.index(title) + 1])
+
+    def before(self, title: str) -> str:
+        """The module as it was before that step; "" before the first."""
+        self.after(title)  # such a step there is
+        titles = list(self._steps)
+        return grown(self._steps[t] for t in titles[: titles.index(title)])
+
+    def write(self, folder: Path) -> Path:
+        """Write the module to a file in the folder."""
+        path = Path(folder) / f"{self.name}.py"
+        path.write_text(self.text, encoding="utf-8")
+        return path
+
+    def table(self) -> HtmlTable:
+        """A line per step: lines of code that are new in it, and in all."""
+        rows = []
+        for title in self._steps:
+            there = code_lines(self.after(title))
+            rows.append((len(rows) + 1, title, code_lines(self._steps[title]), there))
+        return HtmlTable(["step", "what", "lines written", "lines of the module"], rows)
+
+
+def steps_of(cells: list[str]) -> dict[str, str]:
+    """title -> text, of those of a notebook's code cells that are steps."""
+    found = {}
+    for cell in cells:
+        first, _, rest = cell.partition("\n")
+        if CALL in first and first.endswith('")'):
+            found[first.split('"')[1]] = rest
+    return found
+
+
+def without_call(cell: str) -> str:
+    return cell.partition("\n")[2] if CALL in cell.partition("\n")[0] else cell
+
+
+def running_cell() -> str:
+    """The text of the cell that runs now. LabError outside a notebook."""
+    try:
+        from IPython.core.getipython import get_ipython
+    except ImportError:
+        get_ipython = None
+    shell = get_ipython() if get_ipython else None
+    if shell is None:
+        raise LabError("a step is a cell of a notebook; elsewhere give its text: step(title, source)")
+    return str(shell.user_ns["In"][-1])
+
+
+def parts(source: str) -> dict[str, str]:
+    """name -> text of the statements at the top level; what has no name has its own text as its name."""
+    lines, found, start = source.splitlines(), {}, 0
+    for node in ast.parse(source).body:
+        text = "\n".join(lines[start : node.end_lineno]).strip("\n")
+        found[name_of(node) or text] = text
+        start = node.end_lineno or start
+    return found
+
+
+def name_of(node: ast.stmt) -> str:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return node.name
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+        return node.targets[0].id
+    return ""
+
+
+def grown(steps: Iterable[str]) -> str:
+    """The texts as one module: imports first, and of several definitions of one name the last, where the first was."""
+    imports: list[str] = []
+    body: dict[str, str] = {}
+    for text in steps:
+        for name, part in parts(text).items():
+            if part.lstrip().startswith(("import ", "from ")):
+                imports += [line for line in part.splitlines() if line and line not in imports]
+            else:
+                body[name] = part
+    straight = sorted(imports, key=lambda line: (line.startswith("from "), line))
+    chunks = []
+    for part in body.values():
+        defines = part.lstrip().startswith(("def ", "class ", "@"))
+        chunks.append(f"\n\n{part}\n\n" if defines else part)
+    text = "\n".join([*straight, "", *chunks])
+    while "\n\n\n\n" in text:
+        text = text.replace("\n\n\n\n", "\n\n\n")
+    return text.strip("\n") + "\n" if text.strip() else ""
+
+
+def difference(before: str, after: str) -> str:
+    """A diff of the definitions that both have, and that changed."""
+    old, new = parts(before), parts(after)
+    told = []
+    for name in old:
+        if name in new and old[name] != new[name]:
+            lines = difflib.unified_diff(old[name].splitlines(), new[name].splitlines(), n=9, lineterm="")
+            told += list(lines)[3:]
+    return "\n".join(told)
+
+
+def code_lines(source: str) -> int:
+    """Lines of code, without blank ones, comments and docstrings."""
+    tree = ast.parse(source)
+    docstrings = set()
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        first = body[0] if isinstance(body, list) and body else None
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            docstrings |= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    lines = enumerate(source.splitlines(), 1)
+    return sum(1 for n, line in lines if line.strip() and not line.strip().startswith("#") and n not in docstrings)
