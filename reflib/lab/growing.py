@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,10 +15,11 @@ CALL = ".step("  # `mini.step("trace")`, the first line of a cell that is a step
 
 
 class Growing:
-    """The text of a module. Each step is a cell: its definitions are added, or take the place of those of the same name.
+    """The text of a module. Each step is a cell: its definitions are added, or replace those of the same name.
 
     A cell that begins with `mini.step("fuse")` is a step of `mini`; the cell also runs as usual, so that the notebook
-    has the same functions. Running it again replaces what it added.
+    has the same functions. Running it again replaces what it added. A step in several cells has titles such as
+    "print: templates" and "print: rounds".
     """
 
     def __init__(self, name: str) -> None:
@@ -29,7 +31,7 @@ class Growing:
         before = self.text
         self._steps[title] = without_call(running_cell() if source is None else source)
         after = self.text
-        number = list(self._steps).index(title) + 1
+        number = list(dict.fromkeys(map(step_of, self._steps))).index(step_of(title)) + 1
         counts = f"{code_lines(before)} lines of code before, {code_lines(after)} now"
         print(f"{self.name}.py, step {number}, {title}: {counts}")
         if changed := difference(before, after):
@@ -42,16 +44,16 @@ class Growing:
 
     def after(self, title: str) -> str:
         """The module as it was after the step with this title. LabError if there is none."""
-        if title not in self._steps:
+        last = max((n for n, t in enumerate(self._steps) if title in (t, step_of(t))), default=None)
+        if last is None:
             raise LabError(f"no step {title!r}; there are: {', '.join(self._steps)}")
-        titles = list(self._steps)
-        return grown(self._steps[t] for t in titles[: titles.index(title) + 1])
+        return grown(list(self._steps.values())[: last + 1])
 
     def before(self, title: str) -> str:
         """The module as it was before that step; "" before the first."""
         self.after(title)  # such a step there is
-        titles = list(self._steps)
-        return grown(self._steps[t] for t in titles[: titles.index(title)])
+        first = min(n for n, t in enumerate(self._steps) if title in (t, step_of(t)))
+        return grown(list(self._steps.values())[:first])
 
     def write(self, folder: Path) -> Path:
         """Write the module to a file in the folder."""
@@ -61,10 +63,10 @@ class Growing:
 
     def table(self) -> HtmlTable:
         """A line per step: lines of code that are new in it, and in all."""
-        rows = []
-        for title in self._steps:
-            there = code_lines(self.after(title))
-            rows.append((len(rows) + 1, title, code_lines(self._steps[title]), there))
+        rows: list[tuple[object, ...]] = []
+        for title in dict.fromkeys(map(step_of, self._steps)):
+            written = sum(code_lines(text) for t, text in self._steps.items() if step_of(t) == title)
+            rows.append((len(rows) + 1, title, written, code_lines(self.after(title))))
         return HtmlTable(["step", "what", "lines written", "lines of the module"], rows)
 
 
@@ -78,17 +80,22 @@ def steps_of(cells: list[str]) -> dict[str, str]:
     return found
 
 
+def step_of(title: str) -> str:
+    """The step of a cell's title, without what tells its cells apart."""
+    return title.partition(":")[0]
+
+
 def without_call(cell: str) -> str:
     return cell.partition("\n")[2] if CALL in cell.partition("\n")[0] else cell
 
 
 def running_cell() -> str:
     """The text of the cell that runs now. LabError outside a notebook."""
-    try:
+    shell = None
+    with contextlib.suppress(ImportError):
         from IPython.core.getipython import get_ipython
-    except ImportError:
-        get_ipython = None
-    shell = get_ipython() if get_ipython else None
+
+        shell = get_ipython()
     if shell is None:
         raise LabError("a step is a cell of a notebook; elsewhere give its text: step(title, source)")
     return str(shell.user_ns["In"][-1])

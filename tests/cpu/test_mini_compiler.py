@@ -1,0 +1,147 @@
+"""The module that the chapter mini-compiler grows: each step by itself, and the whole against eager."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from reflib.errors import LabError
+from reflib.lab import growing
+from reflib.lab import notebook as nb
+
+CHAPTER = Path(__file__).parents[2] / "notebooks" / "mini-compiler.ipynb"
+CELLS = [cell.source for cell in nb.read(CHAPTER).cells if cell.cell_type == "code"]
+STEPS = growing.steps_of(CELLS)
+TITLES = list(STEPS)
+IT_RUNS = TITLES.index("print: build") + 1  # steps, after which
+
+
+def module_after(number: int, name: str = "mini") -> dict[str, Any]:
+    """The names of the module after so many steps."""
+    names: dict[str, Any] = {"__name__": name}
+    exec(growing.grown(list(STEPS.values())[:number]), names)
+    return names
+
+
+def block() -> tuple[nn.Module, torch.Tensor]:
+    """The chapter's block, and an input for it."""
+    (source,) = [cell for cell in CELLS if "class Block" in cell]
+    names = {"nn": nn, "torch": torch, "F": nn.functional}
+    exec(source.partition("def made")[0], names)
+    torch.manual_seed(0)
+    return names["Block"](128).eval(), torch.randn(37, 128)
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool((a - b).norm() < 1e-5 * b.norm())
+
+
+def test_the_chapter_has_ten_steps_in_the_order_of_the_book() -> None:
+    titles = list(dict.fromkeys(map(growing.step_of, STEPS)))
+    wanted = ["trace", "loop nests", "print", "fuse", "online softmax", "products", "tune", "plan", "wrap", "package"]
+    assert titles == wanted
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("number", range(1, len(STEPS) + 1), ids=list(STEPS))
+def test_each_step_is_a_module_and_the_same_as_eager(number: int, tmp_path: Path) -> None:
+    m = module_after(number)
+    model, x = block()
+    names, weights = zip(*model.named_parameters())
+    own = lambda given: dict(zip(names, given))  # noqa: E731
+    graph = m["trace"](lambda x, *w: torch.func.functional_call(model, own(w), (x,)), x, *weights)
+    with torch.no_grad():
+        assert close(torch.fx.GraphModule({}, graph)(x, *weights), model(x))
+        if number < IT_RUNS:
+            return
+        for node in graph.nodes:  # every choice, also those that tuning would not make
+            node.meta["own"] = number > TITLES.index("products") and m["op_of"](node) in m["CALL"]
+            node.meta["online"] = True
+        singles = [[n] for n in graph.nodes if m["op_of"](n) in {*m["RULES"], *m["CALL"]}]
+        groups = m["fuse"](graph) if "fuse" in m else singles
+        kernels = m["lowered"](graph, groups)
+        assert (len(kernels) < 14) == ("fuse" in m)
+        launch = m["load"](*m["build"](kernels, "cpu", tmp_path))
+        assert close(m["linked"](m["wrapper"](graph, kernels), launch, "cpu")(x, *weights), model(x))
+
+
+def test_a_package_is_what_was_compiled(tmp_path: Path) -> None:
+    m = module_after(len(STEPS))
+    model, x = block()
+    with torch.no_grad():
+        made = m["compiled"](model, x)
+        m["save"](made, tmp_path / "block.mini")
+        assert close(made(x), model(x))
+        assert torch.equal(m["opened"](tmp_path / "block.mini")(x), made(x))
+        other = torch.randn_like(x)
+        assert close(made(other), model(other)), "nothing of the first call is kept"
+
+
+IN_THE_INTERPRETER = """
+import sys, torch, pathlib
+names = {"__name__": "mini"}
+exec(pathlib.Path("mini.py").read_text(), names)
+globals().update(names)
+torch.manual_seed(0)
+w, b = torch.randn(64, 48), torch.randn(64)
+
+def through(*args):
+    graph = trace(f, *args)
+    for node in graph.nodes:
+        node.meta["own"] = node.meta["online"] = True
+    kernels = lowered(graph, fuse(graph))
+    assert not any(k.body[0][0] == "call" for k in kernels)
+    launch = load(*build(kernels, "cuda", "."))
+    return linked(wrapper(graph, kernels), launch, "cpu")(*args)
+
+def f(x, w, b):
+    y = torch.softmax(x @ w.t() + b, -1)
+    return y.view(-1, 4, 16).transpose(0, 1).reshape(4, -1) * 2
+
+for rows in (37, 1):
+    x = torch.randn(rows, 48)
+    print((through(x, w, b) - f(x, w, b)).abs().max().item() < 1e-5)
+"""
+
+
+def test_the_triton_that_it_prints_computes_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    (tmp_path / "mini.py").write_text(growing.grown(STEPS.values()))
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", IN_THE_INTERPRETER]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["True"] * 2, done.stderr
+
+
+# ---- lab.Growing
+
+
+def test_a_later_definition_takes_the_place_of_the_earlier_one(capsys: pytest.CaptureFixture[str]) -> None:
+    grown = growing.Growing("toy")
+    grown.step("one", "import os\n\n\ndef f():\n    return 1\n\n\nTABLE = {}\n")
+    grown.step("two", 'import math\n\n\ndef f():\n    """Doc."""\n    return 2\n\n\nTABLE["x"] = f()\n')
+    names: dict[str, Any] = {}
+    exec(grown.text, names)
+    assert names["f"]() == 2 and names["TABLE"] == {"x": 2}
+    assert grown.text.count("def f") == 1 and grown.text.startswith("import math\nimport os\n")
+    assert "-    return 1" in capsys.readouterr().out
+    assert "return 1" in grown.after("one") and grown.before("one") == ""
+    assert [row[2:] for row in grown.table().body] == [["4", "4"], ["4", "6"]]
+
+
+def test_running_a_step_again_replaces_it() -> None:
+    grown = growing.Growing("toy")
+    grown.step("one", "a = 1\n")
+    grown.step("one", "a = 2\n")
+    assert grown.text == "a = 2\n"
+    with pytest.raises(LabError, match="no step 'two'"):
+        grown.after("two")
+    with pytest.raises(LabError, match="cell of a notebook"):
+        grown.step("three")
