@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import difflib
+import inspect
+import linecache
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -90,15 +91,14 @@ def without_call(cell: str) -> str:
 
 
 def running_cell() -> str:
-    """The text of the cell that runs now. LabError outside a notebook."""
-    shell = None
-    with contextlib.suppress(ImportError):
-        from IPython.core.getipython import get_ipython
-
-        shell = get_ipython()
-    if shell is None:
+    """The text of the cell that calls `step`. LabError outside a notebook."""
+    caller = inspect.currentframe()
+    while caller is not None and caller.f_globals.get("__name__") == __name__:
+        caller = caller.f_back
+    lines = linecache.getlines(caller.f_code.co_filename) if caller else []  # IPython puts its cells there
+    if not lines or CALL not in lines[0]:
         raise LabError("a step is a cell of a notebook; elsewhere give its text: step(title, source)")
-    return str(shell.user_ns["In"][-1])
+    return "".join(lines)
 
 
 def parts(source: str) -> dict[str, str]:
