@@ -2,7 +2,8 @@
 
 In which dtype is it computed? ``same``: the result's (float32 for half results, as in eager, which is also how
 torch's promotion of integers to float comes out right: the result's dtype is known). ``compare``: the operands are
-promoted among themselves (to half: numbers are rounded), the result is bool. ``self``: each operand as it is.
+promoted among themselves, the result is bool; to half: numbers are rounded, and two tensors too, which are fused with
+what makes them. (A maximum was rounded when it was stored: no element would equal it.) ``self``: each operand as it is.
 """
 
 from __future__ import annotations
@@ -46,13 +47,14 @@ def elementwise(
     compute = None
     if dtype != "self":
         compute = check_dtype(promote(operands)) if dtype == "compare" else value_dtype(check_dtype(cx.dtype))
-    return nest(cx, lambda k: formula(*(operand(k, x, compute) for x in operands), *rest, **(kwargs or {})))
+    rounded = dtype == "compare" and all(isinstance(x, View) for x in operands)
+    return nest(cx, lambda k: formula(*(operand(k, x, compute, rounded) for x in operands), *rest, **(kwargs or {})))
 
 
-def operand(k: NestBuilder, x: Any, compute: torch.dtype | None) -> Any:
+def operand(k: NestBuilder, x: Any, compute: torch.dtype | None, rounded: bool = False) -> Any:
     if isinstance(x, View):
         value = k.load(x)
-        return value if compute in (None, x.dtype) else value.to(compute)
+        return value if compute is None or (compute == x.dtype and not rounded) else value.to(compute)
     return x if x is None or compute is None else k.value(x, compute)
 
 
@@ -114,16 +116,6 @@ def div(x: Value, y: Value) -> Value:
     return x / y
 
 
-@pointwise("maximum", n=2)
-def maximum(x: Value, y: Value) -> Value:
-    return x.maximum(y)
-
-
-@pointwise("minimum", n=2)
-def minimum(x: Value, y: Value) -> Value:
-    return x.minimum(y)
-
-
 @pointwise("abs")
 def abs_(x: Value) -> Value:
     return x.abs()
@@ -134,6 +126,8 @@ def _register_table() -> None:
     """Ops that are one OPS entry."""
     for name in ("eq", "ne", "lt", "le", "gt", "ge"):
         pointwise(name, n=2, dtype="compare")(lambda x, y, op=name: x.op(op, y))
+    for name in ("maximum", "minimum"):
+        pointwise(name, n=2)(lambda x, y, op=name: x.op(op, y))
     for name, op in (("logical_and", "and"), ("logical_or", "or"), ("logical_xor", "xor")):
         pointwise(name, n=2, dtype="self")(lambda x, y, op=op: x.to(torch.bool).op(op, y.to(torch.bool)))
     for name in "sqrt rsqrt exp exp2 expm1 log log2 log1p sin cos tanh sigmoid erf".split():

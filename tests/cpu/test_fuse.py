@@ -22,7 +22,16 @@ def rope(x, c, s):
     return (x * c + torch.cat([-x[..., 4:], x[..., :4]], -1) * s,)
 
 
+def jensen_shannon(log_p, log_q):
+    """Values that the sum's operands share have two readers."""
+    p, q = log_p.exp(), log_q.exp()
+    log_m = ((p + q) / 2).log()
+    return ((p * (log_p - log_m) + q * (log_q - log_m)).sum(-1),)
+
+
 ONE_KERNEL = {
+    "divergence": (jensen_shannon, [R(4, 6), R(4, 6)]),
+    "entropy": (lambda x: ((x.softmax(-1) * x.log_softmax(-1)).sum(-1),), [R(4, 6)]),
     "softmax": (lambda x: (torch.softmax(x, -1),), [R(4, 6)]),
     "softmax over columns": (lambda x: (torch.softmax(x, 0),), [R(4, 6)]),
     "softmax in bfloat16": (lambda x: (torch.softmax(x, -1),), [R(4, 6).bfloat16()]),
@@ -60,6 +69,21 @@ def test_one_kernel(name, target):
     fn, args = ONE_KERNEL[name]
     f = fused(fn, args, target)
     assert len(f.groups) == 1
+
+
+@pytest.mark.parametrize("shape", [(300, 40), (20, 15, 40), (300, 1)])
+def test_a_loss_of_whole_rows(shape):
+    """The sum over all is cut so that its first step has the rows of the softmax; the second is short."""
+    f = fused(lambda x, y: ((x.log_softmax(-1) - y.log_softmax(-1)).square().sum(),), [R(shape), R(shape)])
+    first, *rest = kernels(f)
+    assert {len({*first.reads()}), *(len({*n.reads()}) for n in rest)} == ({2, 1} if shape[-1] > 1 else {2})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_maximum_that_was_stored_is_found_again(dtype):
+    """As the gradient of ``amax`` does, and divides by how many there are: what is compared is rounded as that was."""
+    x = (R(8, 64) * 2).to(dtype)
+    fused(lambda x, m: ((x.exp() == m).sum(-1),), [x, x.exp().amax(-1, keepdim=True)])
 
 
 ANY_SIZE = ["softmax", "layer_norm", "rms_norm", "gelu(x + bias)", "softmax backward", "rotary embedding"]
