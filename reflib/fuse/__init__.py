@@ -17,7 +17,7 @@ Passes that plug in before it (``driver.BEFORE``), as a rule (``legality.RULES``
 * ``slices``, ``slice_stores``: chains of writes to slices go slice by slice; ``in_place``: other updates, in place.
   ``into_place``: a call or a product writes into the part of a larger tensor that it is copied to.
 * ``mix_order``: column sums that the kernel which reduces the rows can compute as well.
-* ``split``, ``split_online`` (softmax's): few long reductions become two loop nests, so the whole machine has work.
+* ``split``, ``split_online`` (softmax), ``split_rows`` (losses): a reduction in two, so the whole machine has work.
 * ``inline_loads``: a cheap producer that is read at other elements than it writes (cat, pad, slices, broadcasts) is
   computed again where it is read. No common iteration space exists for these pairs.
 * ``casts``: a cast before a matmul becomes its prologue; one behind it is left to its readers.

@@ -27,6 +27,7 @@ AFTER = Seam("fuse.AFTER")
 
 _SIBLINGS = 4  # how many groups that read the same buffer are tried for a node
 _MAX_REFUSALS = 2000
+Edge = tuple[int, bool]  # a neighbour's position, and whether it made what is read
 _OPAQUE = {
     "extern": "a call is a kernel of its own",
     "choice": "how it is done is not decided yet",
@@ -61,9 +62,11 @@ def grouped(fused: Fused, options: Options, target: Target, *rules: Callable[...
     for position, node in enumerate(program.nodes):
         if isinstance(node, (LoopNest, Template)):
             work.place(position, node)
+    apart = {(p, q): why for (p, q), why in work.refusals.items() if work.clusters.get(p) is not work.clusters[q]}
+    refusals = (Refusal(program.nodes[p].name, program.nodes[q].name, why) for (p, q), why in apart.items())
+    fused = replace(fused, refusals=(*fused.refusals, *refusals), ungrouped=fused)
     program, groups = _emit_all(work, {g.name: g.members for g in fused.groups})
-    refusals = (*fused.refusals, *work.refusals)
-    return replace(fused, program=program, groups=tuple(groups), refusals=refusals, ungrouped=fused)
+    return replace(fused, program=program, groups=tuple(groups))
 
 
 def waiting(program: Program, depends: Dependencies) -> list[bool]:
@@ -87,7 +90,7 @@ class _Grouping:
     def __init__(self, program: Program, options: Options, target: Target, rules: tuple[Any, ...]):
         depends = dependencies(program)
         self.clusters: dict[int, Cluster] = {}  # by position, of any member
-        self.refusals: list[Refusal] = []
+        self.refusals: dict[tuple[int, int], Reason] = {}
         self.sequence = list(range(len(program.nodes)))  # a legal order, for the ranks
         self.context = FusionContext(program, depends, options, target, self.clusters.get, rules)
         self.waits = waiting(program, depends)
@@ -106,16 +109,15 @@ class _Grouping:
             refused += self._grow(p, self.context.program.nodes[p])
 
     def _grow(self, position: int, node: Node) -> list[int]:
-        """Merge with neighbours; returns those that waited for this node and were refused."""
+        """Merge with neighbours; returns those that waited for this node and were refused. One that is refused for what
+        lies between is tried again when something has joined: it may have been that."""
         c = self.context
         cluster = self.clusters[position]
-        refused: list[int] = []
+        refused, blocked = set[int](), list[Edge]()
         todo = list(self._neighbours(position, node))
         tried: set[int] = set()
-        while todo:
-            candidate = self._best(todo, position, cluster, tried)
-            if candidate is None:
-                break
+        while (best := self._best(todo, position, cluster, tried)) is not None:
+            candidate = best[0]
             other = self.clusters[candidate]
             tried.add(id(other))
             big, small = (other, cluster) if _leads(other, cluster) else (cluster, other)
@@ -123,7 +125,8 @@ class _Grouping:
             if isinstance(answer, Reason):
                 self._refuse(candidate, position, answer)
                 if self.waits[candidate]:
-                    refused.append(candidate)
+                    refused.add(candidate)
+                blocked += [best] if answer.code == "order" else []
                 continue
             for p in other.members if self.waits[candidate] else ():
                 todo += self._neighbours(p, c.program.nodes[p])
@@ -131,7 +134,10 @@ class _Grouping:
             self.clusters |= dict.fromkeys((cluster if both is other else other).members, both)
             cluster = both
             self._reorder(both.members, answer.between)
-        return refused
+            tried -= {id(self.clusters[p]) for p, _ in blocked}
+            todo += blocked
+            blocked.clear()
+        return sorted(refused - cluster.members)
 
     def _reorder(self, members: set[int], between: set[int]) -> None:
         """Bring ``members`` together: after what they need, before all else in their range."""
@@ -142,7 +148,7 @@ class _Grouping:
         for place, p in enumerate(span, first):
             rank[p] = place
 
-    def _best(self, todo: list[tuple[int, bool]], position: int, cluster: Cluster, tried: set[int]) -> int | None:
+    def _best(self, todo: list[Edge], position: int, cluster: Cluster, tried: set[int]) -> Edge | None:
         """The neighbour that saves most, then the nearest; removed from ``todo``, as are those already tried. A matmul
         comes first: all of its consumers may join it, but not what they have joined before."""
         ranked = []
@@ -157,9 +163,9 @@ class _Grouping:
                 ranked.append((product, score * (2 if dependent else 1), p, dependent))
         ranked.sort(reverse=True)
         todo[:] = [(p, dependent) for _, _, p, dependent in ranked]
-        return todo.pop(0)[0] if todo else None
+        return todo.pop(0) if todo else None
 
-    def _neighbours(self, position: int, node: Node) -> Iterator[tuple[int, bool]]:
+    def _neighbours(self, position: int, node: Node) -> Iterator[Edge]:
         depends = self.context.depends
         for name in node.reads():
             writer = depends.last_writer(name, position)
@@ -171,8 +177,7 @@ class _Grouping:
 
     def _refuse(self, producer: int, consumer: int, reason: Reason) -> None:
         if len(self.refusals) < _MAX_REFUSALS:
-            nodes = self.context.program.nodes
-            self.refusals.append(Refusal(nodes[producer].name, nodes[consumer].name, reason))
+            self.refusals[producer, consumer] = reason
 
 
 def _leads(a: Cluster, b: Cluster) -> bool:

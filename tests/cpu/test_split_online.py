@@ -46,7 +46,7 @@ def test_the_row_is_read_once_for_both(name: str) -> None:
         return
     elementwise = "softmax" in name or name == "scaled"
     assert read(f, source) == (2 if elementwise else 1)
-    assert len(kernels(f)) == (3 if elementwise or name == "by a factor" else 2)
+    assert len(kernels(f)) == (3 if elementwise else 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
