@@ -3,7 +3,7 @@
     python -m tests.bench.moved [functions|unseen] [--only NAME ...] [--dtype bfloat16] [--out FILE.json]
     python -m tests.bench.moved --compare BEFORE.json AFTER.json
 
-A row per function and mode: kernels and, behind a plus, calls of PyTorch; what they read and
+A row per function and mode: kernels and, behind a plus, calls of PyTorch; MB that they read and
 write by ``observe.ranking``, each element once per kernel. ``again``: what looped kernels read of a row in rounds after
 the first. ``least``: inputs read once and results written once; of a backward also the gradients, and what it reads of
 what the forward saved or of the inputs, whichever is less.

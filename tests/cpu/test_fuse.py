@@ -50,6 +50,10 @@ ONE_KERNEL = {
     "heads": (lambda x: ((x.exp().view(2, 5, 3, 4).transpose(1, 2) * 2).contiguous() + 1,), [R(2, 5, 12)]),
     "diamond": (lambda x: ((x.exp() + x.sin()) * x.exp().cos(),), [R(8)]),
     "cat": (lambda x, y: (torch.cat([x + 1, y * 2], 1).relu(),), [R(4, 3), R(4, 2)]),
+    "cat of long chains": (
+        lambda x, g: (torch.cat([F.gelu(x) * g, aten.gelu_backward(g, x, approximate="tanh")], 1),),
+        [R(4, 6), R(4, 6)],
+    ),
     "pad": (lambda x: (F.pad(x * 2, (1, 2)) + 1,), [R(4, 3)]),
     "slice": (lambda x: (x.exp()[:, 1:3] * 2,), [R(4, 5)]),
     "flip": (lambda x: (x.exp().flip(0) + 1,), [R(4, 3)]),
