@@ -38,11 +38,11 @@ from .attention_call import copied_later, named, on_fakes, same_strides, value
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 LARGEST = 2**26  # elements of a tensor that is computed for a mask: 8,192 queries and keys
 MADE = "arange full zeros ones eye tensor scalar_tensor full_like zeros_like ones_like new_full new_zeros new_ones"
-COMPUTED = """add sub mul neg div truediv floordiv mod remainder abs eq ne lt le gt ge and or xor not invert __and__ __or__
-logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor where any all cumsum diff
-tril triu masked_fill minimum maximum min max clamp to _to_copy bool float half bfloat16 long int type"""
-MOVED = """getitem index slice select unsqueeze squeeze expand expand_as view reshape flatten permute transpose t cat stack
-repeat flip clone contiguous detach lift_fresh_copy"""
+COMPUTED = """add sub mul neg div truediv floordiv mod remainder abs eq ne lt le gt ge and or xor not invert where any
+__and__ __or__ logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor all cumsum
+diff tril triu masked_fill minimum maximum min max clamp to _to_copy bool float half bfloat16 long int type"""
+MOVED = """getitem index slice select unsqueeze squeeze expand expand_as view reshape flatten permute transpose t cat
+stack repeat flip clone contiguous detach lift_fresh_copy"""
 KNOWN = frozenset(f"{MADE} {COMPUTED} {MOVED}".split())
 
 

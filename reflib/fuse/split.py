@@ -114,11 +114,11 @@ def _idle_bytes(loops: LoopNest, buffers: dict[str, Buffer], target: Target) -> 
 
 
 def with_axis(loops: LoopNest, pieces: int) -> tuple[LoopNest, Axis, int]:
-    """The axis to cut, and into how many pieces: of those with about enough steps the one with the widest, so a piece is
-    contiguous where the row is. Steps of a narrower one are worth a piece if what it reads at once is LINE elements:
-    of 283 rows of 8,192, each row is a piece, not 8 columns. If none has a quarter: the longest, after axes that memory
-    steps through as one are merged. (What a piece reads is then no part of any axis that the producers have, and these
-    do not fuse.)"""
+    """The axis to cut, and into how many pieces: of those with about enough steps the one with the widest, so that a
+    piece is contiguous where the row is. Steps of a narrower one are worth a piece if what it reads at once is LINE
+    elements: of 283 rows of 8,192, each row is a piece, not 8 columns. If none has a quarter: the longest, after axes
+    that memory steps through as one are merged. (What a piece reads is then no part of any axis that the producers
+    have, and these do not fuse.)"""
     widest, columns = max(_step(loops, a) for a in loops.reduced), reduces_columns(loops)
 
     def most(a: Axis) -> int:
