@@ -149,8 +149,8 @@ class _Grouping:
             rank[p] = place
 
     def _best(self, todo: list[Edge], position: int, cluster: Cluster, tried: set[int]) -> Edge | None:
-        """The neighbour that saves most, then the nearest; removed from ``todo``, as are those already tried. A matmul
-        comes first: all of its consumers may join it, but not what they have joined before."""
+        """The neighbour that saves most, then of its own kind, then the nearest; removed from ``todo``, as are those
+        already tried. A matmul comes first: all of its consumers may join it, but not what they have joined before."""
         ranked = []
         for p, dependent in todo:
             other = self.clusters.get(p)
@@ -160,9 +160,10 @@ class _Grouping:
             elif other is not cluster and id(other) not in tried:
                 score = saved_bytes(other, cluster, self.context)
                 product = dependent and (other.template is not None) > (cluster.template is not None)
-                ranked.append((product, score * (2 if dependent else 1), p, dependent))
+                alike = other.reduces == cluster.reduces
+                ranked.append((product, score * (2 if dependent else 1), alike, p, dependent))
         ranked.sort(reverse=True)
-        todo[:] = [(p, dependent) for _, _, p, dependent in ranked]
+        todo[:] = [(p, dependent) for *_, p, dependent in ranked]
         return todo.pop(0) if todo else None
 
     def _neighbours(self, position: int, node: Node) -> Iterator[Edge]:

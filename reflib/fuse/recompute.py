@@ -19,7 +19,8 @@ from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies, used_buffers
 from .inline_loads import EXPENSIVE, MAX_BODY, OPS_PER_BYTE, make_producer, makes_all, replace_loads, work_of
-from .result import Fused
+from .legality import common_space, single
+from .result import Fused, Reason
 
 MAX_OPS = 16  # operations worth repeating to save a store and a load
 MAX_EXPENSIVE = 2  # ... of these, slow ones
@@ -55,8 +56,10 @@ def _without_load(
     if len(writers) != 1 or writers[0] >= position:
         return None
     writer = nodes[writers[0]]
-    if not isinstance(writer, LoopNest) or not writer.reduced and not node.reduced:
-        return None  # two elementwise kernels: inline_loads has decided about them
+    if not isinstance(writer, LoopNest):
+        return None
+    if not writer.reduced and not node.reduced and not _alike(writers[0], writer, position, node, depends):
+        return None  # inline_loads has decided about these
     slice_ = _computation(writer, name)
     if slice_ is None or not makes_all(program, slice_, slice_.stores()[0]) or not _cheap(slice_, node):
         return None
@@ -73,6 +76,11 @@ def _without_load(
     window = len({s.index for s in node.loads() if s.buffer == name}) > 2  # of a pooling, computed for each of these
     more = (work_of(new) - work_of(node)) * (node.numel * node.rnumel).hint()
     return new if not window or more <= OPS_PER_BYTE * 2 * program.buffers[name].nbytes.hint() else None
+
+
+def _alike(p: int, writer: LoopNest, position: int, node: LoopNest, depends: Dependencies) -> bool:
+    """Two elementwise kernels that could be one, but for what lies between or is in the other."""
+    return not isinstance(common_space(single(p, writer, depends), single(position, node, depends)), Reason)
 
 
 def _computation(writer: LoopNest, name: str) -> LoopNest | None:
