@@ -66,6 +66,7 @@ class Options:
     reorder_for_peak_memory: run steps in the order that needs least memory, of those that were tried (``plan.order``).
     activation_memory_budget: from 0 to 1, how much of what autograd would save for the backward may be saved; the rest
         is computed again there, the cheapest first (None: as ``torch._functorch.config`` has it, which says 1).
+    arena: allocate once per call and device for all that only kernels touch (``plan.arena``): less host time per call.
     inplace_buffers: let an elementwise kernel write over an input that dies there (not with check_nan, which reads it).
     cpp_flags: more flags for the C++ compiler.
     num_decompose_k_splits: how many ways of splitting K to try for a matrix product with a long K (0: none).
@@ -111,6 +112,7 @@ class Options:
     reuse_buffers: bool = True
     reorder_for_peak_memory: bool = True
     activation_memory_budget: float | None = None
+    arena: bool = False
     inplace_buffers: bool = True
     cpp_flags: tuple[str, ...] = ()
     num_decompose_k_splits: int | None = None

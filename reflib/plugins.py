@@ -15,6 +15,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "together": "ranks.tune:TOGETHER",
         "fused": "plan.peak:lower_peak",
         "order": "plan.order:ordered",
+        "arena": "plan.arena:in_arena",
     },
     "pipeline.CAPTURED": {
         "attention": "capture.attention:attention",
@@ -145,7 +146,11 @@ PLUGS: dict[str, dict[str, str]] = {
     "generate.SCANS": {"declare": "generate.triton_scans:declare", "scan": "generate.triton_scans:scan"},
     "generate.CHEAP": {"forms": "generate.triton_half:cheap_forms"},
     "plan.STEPS": {"Region": "plan.regions:region_steps"},
-    "wrap.STEPS": {"Repeat": "wrap.regions:repeat_in_python", "check_nan": "wrap.bad_values:check_in_python"},
+    "wrap.STEPS": {
+        "Repeat": "wrap.regions:repeat_in_python",
+        "Arena": "wrap.arena:arena_in_python",
+        "check_nan": "wrap.bad_values:check_in_python",
+    },
     "wrap.BINDERS": {"triton": "wrap.build:bind", "cpp": "wrap.build:bind"},
     "wrap.WRAPPERS": {"cpp": "wrap.build:wrap_cpp", "auto": "wrap.build:wrap_cpp"},
     "wrap.NAMES": {

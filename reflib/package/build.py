@@ -30,6 +30,7 @@ from ..ir.data import encode
 from ..ir.program import Extern, Program, fallback_kernels, kernel_nodes, walk
 from ..options import Options
 from ..plan import Plan
+from ..plan.arena import sizes_of_arenas
 from ..plan.memory import memory
 from ..target import Target, parse_target
 from ..wrap.convention import Convention
@@ -175,6 +176,7 @@ class _Making:
             symbols=tuple(printer.symbols), constants=tuple(map(self._constant, printer.constants)),
             cpu=self._features(),
             driver=self._driver(), workspace=memory(p.program, p.plan).peak_bytes,
+            arena=sizes_of_arenas(p.program, p.plan),
         )  # fmt: skip
 
     def constant(self, name: str) -> str:

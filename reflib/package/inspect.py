@@ -196,7 +196,10 @@ class Inspection:
             for v in self.manifest.variants
         ]  # fmt: skip
         heads = ("variant", "generation", "made for", "kernels", "their bytes", "host code", "workspace", "needs")
-        return _table("variants", heads, rows, "Sizes in bytes. Variants with the same host code share it.")
+        found = ((v.arch, d, size) for v in self.manifest.variants for d, size in v.arena.items())
+        arenas = [f"{arch}: an arena of {size} bytes on {d}" for arch, d, size in found]
+        note = "\n".join(["Sizes in bytes. Variants with the same host code share it.", *map(_clean, arenas)])
+        return _table("variants", heads, rows, note)
 
     def _needs(self, v: PackagedVariant) -> str:
         if v.arch.startswith("gfx"):

@@ -37,7 +37,9 @@ from ..ir.program import (
     walk,
 )
 from ..plan import Alloc, Branch, Call, Check, Free, Launch, Let, Note, Plan, Return, Step
+from ..plan.arena import Arena
 from ..plan.regions import Repeat
+from .arena import arena_in_cpp
 from .aten import direct_call, integer_read, quoted
 from .bad_values import check_in_cpp
 from .indices import has_indirect, where_indexed
@@ -269,6 +271,8 @@ class CppPrinter:
             holds = " && ".join(map(self._condition, step.facts))
             sizes = ", ".join(f'{{"{s}", {self.name(s)}}}' for s in checked_symbols(step))
             self.put(f"expect_sizes(run, {holds}, {quoted(step.text)}, {{{sizes}}});")
+        elif isinstance(step, Arena):
+            arena_in_cpp(self, step)
         elif isinstance(step, Alloc):
             self._alloc(step)
         elif isinstance(step, Launch):

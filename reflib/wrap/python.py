@@ -53,6 +53,7 @@ class PythonPrinter:
         self.kernels = kernels
         self.check_nan = check_nan
         self.names: dict[str, Any] = {}
+        self.addresses: set[str] = set()  # buffers that are ints
         self.header: list[str] = []
         self.lines: list[str] = []
         self.pad = ""
@@ -76,15 +77,13 @@ class PythonPrinter:
 
     # -- entry ----------------------------------------------------------------------------------
     def _entry(self) -> None:
-        names = [self._input_name(i, x) for i, x in enumerate(self.program.inputs)]
+        inputs = enumerate(self.program.inputs)
+        names = [x if isinstance(x, str) else getattr(x, "name", f"unused_{i}") for i, x in inputs]
         if names:
             self.lines.append(f"{', '.join(names)}{',' if len(names) == 1 else ''} = args")
         self.lines.append("args.clear()")
         for name in sorted(self._assumed_aligned()):
             self.lines.append(f"aligned_{name} = {name}.data_ptr() % 16 == 0")
-
-    def _input_name(self, i: int, x: Any) -> str:
-        return x if isinstance(x, str) else x.name if isinstance(x, Sym) else f"unused_{i}"
 
     def _assumed_aligned(self) -> set[str]:
         variants = [v for n in walk(self.program.nodes) for v in getattr(n, "variants", ())]
@@ -95,8 +94,7 @@ class PythonPrinter:
         if (own := STEPS.get(type(step).__name__)) is not None:
             own(self, step)
         elif isinstance(step, Let):
-            method = "size" if step.what == "size" else "stride"
-            value = f"{step.buffer}.{method}({step.dim})"
+            value = f"{step.buffer}.{step.what}({step.dim})"
             if (step.times, step.plus) != (1, 0):
                 value = f"({value} - {step.plus}) // {step.times}"
             self.put(f"{step.sym.name} = {value}")
@@ -118,8 +116,7 @@ class PythonPrinter:
         elif isinstance(step, Free):
             self.put(f"del {step.buffer}")
         elif isinstance(step, Return):
-            values = [self.value(o) for o in step.outputs]
-            self.put(f"return ({', '.join(values)}{',' if len(values) == 1 else ''})")
+            self.put(f"return {self.value(step.outputs)}")
         if self.check_nan and isinstance(step, (Launch, Call)):
             STEPS["check_nan"](self, step)
 
@@ -159,7 +156,8 @@ class PythonPrinter:
     def _launch(self, step: Launch) -> None:
         kernel = self.kernels[step.kernel.name]
         device = self.program.buffers[step.kernel.writes()[0]].device
-        args = [f"{name}.data_ptr()" for name, _ in kernel.buffers] + [s.name for s in kernel.symbols]
+        args = [n if n in self.addresses else f"{n}.data_ptr()" for n, _ in kernel.buffers]
+        args += [s.name for s in kernel.symbols]
         comment = _comment(step.kernel.parts[0].origins)
         if kernel.grid == 0:
             self.put(f"pass  # {kernel.name}: nothing to do for an empty tensor")
@@ -244,15 +242,11 @@ class PythonPrinter:
         """Any argument or output as Python text."""
         if isinstance(v, View):
             return self._view(v)
-        if isinstance(v, Expr):
-            return py(v)
-        if isinstance(v, Sym):
-            return v.name
+        if isinstance(v, (Expr, Sym)):
+            return py(expr(v))
         if isinstance(v, (list, tuple)):
             inner = ", ".join(self.value(x) for x in v)
-            if isinstance(v, list):
-                return f"[{inner}]"
-            return f"({inner}{',' if len(v) == 1 else ''})"
+            return f"[{inner}]" if isinstance(v, list) else f"({inner}{',' if len(v) == 1 else ''})"
         if isinstance(v, dict):
             return "{" + ", ".join(f"{k!r}: {self.value(x)}" for k, x in v.items()) + "}"
         if isinstance(v, (torch.dtype, torch.memory_format, torch.layout)):

@@ -1,0 +1,174 @@
+"""``Options(arena=True)``: what only kernels touch lies in one allocation per device, at addresses known ahead.
+
+A call then allocates once, of a size that is a formula of the dynamic sizes, and gives its kernels sums of an address
+and an offset: no tensor is made for a buffer in the arena. Outside it stay, as tensors: results and what is saved for
+the backward, what a call of PyTorch reads or returns, what loops and branches allocate, and kernels' own workspace.
+The arena lives from the first buffer in it to the last, so the peak may be higher than with an allocation for each.
+
+Offsets are assigned before any call: largest buffer first, each at the start or at the end of one that lives at the
+same time, where that makes the arena least, then where the gap is smallest. Two buffers share bytes only if they never
+live at once; buffers that do are apart for all sizes, which is proved with sizes from 0 on. Where nothing can be
+proved, a buffer goes behind all that live at the same time (``max``). Offsets are multiples of ALIGN bytes.
+
+NB: in TorchInductor (``memory_planning``, ``memory_pool="combined"``) buffers in a pool are tensors made by views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..ir.bounds import nonneg
+from ..ir.division import maximum
+from ..ir.expr import Expr, Sym, expr
+from ..ir.program import Buffer, Extern, Program, iter_views, symbols_in, walk
+from .regions import Repeat
+from .steps import Alloc, Branch, Call, Free, Launch, Plan, Return, Step
+
+ALIGN = 256  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Arena(Alloc):
+    """Allocate ``buffer``, of bytes. ``places``: buffers in it, and where they begin, in bytes."""
+
+    places: tuple[tuple[str, Expr], ...] = ()
+
+
+@dataclass
+class _Storage:
+    """Buffers that take over one another's storage. first, last: positions of steps. at: bytes from the start."""
+
+    buffers: list[str]
+    first: int
+    last: int
+    size: Expr
+    at: Expr = field(default_factory=lambda: expr(0))
+
+    @property
+    def end(self) -> Expr:
+        return self.at + self.size
+
+    def meets(self, other: _Storage) -> bool:
+        return self.first <= other.last and other.first <= self.last
+
+
+def in_arena(s: Any) -> tuple[Program, Plan]:
+    """Of Stages, the program and its plan, with an arena if the options say so (none with check_nan)."""
+    assert s.scheduled is not None and s.plan is not None
+    return arena(s.scheduled, s.plan) if s.options.arena and not s.options.check_nan else (s.scheduled, s.plan)
+
+
+def arena(program: Program, plan: Plan) -> tuple[Program, Plan]:
+    """``plan`` with an Arena per device that has at least two buffers for one, and ``program`` with its buffer."""
+    by_device: dict[torch.device, list[_Storage]] = {}
+    for storage in _storages(program, plan):
+        by_device.setdefault(program.buffers[storage.buffers[0]].device, []).append(storage)
+    buffers, steps = dict(program.buffers), list(plan.steps)
+    before: dict[int, list[Step]] = {}
+    after: dict[int, list[Step]] = {}
+    placed: set[str] = set()
+    for device, storages in by_device.items():
+        if len(storages) < 2:
+            continue
+        name = "arena"
+        while name in buffers:
+            name += "_"
+        buffers[name] = Buffer(name, torch.uint8, device, (assign(storages),), (expr(1),))
+        places = tuple((b, s.at) for s in storages for b in s.buffers)
+        placed.update(b for b, _ in places)
+        before.setdefault(min(s.first for s in storages), []).append(Arena(name, places=places))
+        after.setdefault(max(s.last for s in storages), []).append(Free(name))
+    out: list[Step] = []
+    for i, step in enumerate(steps):
+        gone = isinstance(step, Alloc | Free) and step.buffer in placed
+        out += [*before.get(i, ()), *(() if gone else (step,)), *after.get(i, ())]
+    return replace(program, buffers=buffers), Plan(tuple(out))
+
+
+def sizes_of_arenas(program: Program, plan: Plan) -> dict[str, str]:
+    """Device -> the bytes of its arena, as a formula of the sizes."""
+    found = (program.buffers[s.buffer] for s in plan.steps if isinstance(s, Arena))
+    return {str(b.device): str(b.shape[0]) for b in found}
+
+
+def assign(storages: list[_Storage]) -> Expr:
+    """Set every ``at``; the bytes of the arena."""
+    done: list[_Storage] = []
+    total = expr(0)
+    for s in sorted(storages, key=lambda s: (-s.size.hint(), s.first)):
+        others = [o for o in done if s.meets(o)]
+        best: tuple[tuple[int, int], Expr] | None = None
+        for at in dict.fromkeys([expr(0), *(o.end for o in others)]):
+            if all(nonneg(o.at - at - s.size) or nonneg(at - o.end) for o in others):
+                end = at.hint() + s.size.hint()
+                above = [o.at.hint() - end for o in others if o.at.hint() >= end]
+                cost = max(total.hint(), end), min(above, default=0)
+                best = min(best or (cost, at), (cost, at), key=lambda found: found[0])
+        if best is None:
+            s.at = expr(0)
+            for o in others:
+                s.at = maximum(s.at, o.end)
+        else:
+            s.at = best[1]
+        total = maximum(total, s.end)
+        done.append(s)
+    return total
+
+
+def _storages(program: Program, plan: Plan) -> Iterator[_Storage]:
+    """What an arena may hold."""
+    chains: dict[str, list[str]] = {}
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    tensors: set[str] = set()  # that must be
+    for i, step in enumerate(plan.steps):
+        if isinstance(step, Alloc):
+            if step.reuse is not None and step.reuse not in chains:
+                tensors.add(step.buffer)  # storage that a call returned
+            chain = chains[step.buffer] = chains.get(step.reuse or "", [])
+            chain.append(step.buffer)
+            first[step.buffer] = i
+        last.update(dict.fromkeys(_named(step), i))
+        tensors |= _as_tensors(step)
+    late = {s for n in walk(program.nodes) if isinstance(n, Extern) for s, _, _ in n.symbols}  # sizes known too late
+    for chain in {id(c): c for c in chains.values()}.values():
+        sizes = [_rounded(program.buffers[b]) for b in chain]
+        if not tensors.intersection(chain) and not symbols_in(sizes) & late:
+            size = sizes[0]
+            for other in sizes[1:]:
+                size = maximum(size, other)
+            yield _Storage(chain, first[chain[0]], max(last[b] for b in chain), size)
+
+
+def _rounded(b: Buffer) -> Expr:
+    """Its bytes, up to a multiple of ALIGN. Sizes are from 0 on: code made for sizes from 2 on runs those as well."""
+    nbytes = b.nbytes.subs({s: expr(Sym(s.name, 0, s.hi, s.hint)) for s in b.nbytes.symbols()})
+    return (nbytes + (ALIGN - 1)) // ALIGN * ALIGN
+
+
+def _named(step: Step) -> set[str]:
+    """Buffers that it is about."""
+    if isinstance(step, Alloc | Free):
+        return {step.buffer}
+    if isinstance(step, Launch):
+        return {*step.kernel.reads(), *step.kernel.writes()}
+    if isinstance(step, Call):
+        x = step.extern
+        return {*x.reads(), *x.writes(), *(v.buffer for v in iter_views((x.args, x.kwargs, x.outputs)))}
+    if isinstance(step, Return):
+        return {v.buffer for v in iter_views(step.outputs)}
+    inner = (*step.then, *step.otherwise) if isinstance(step, Branch) else ()
+    return set().union(*map(_named, inner))
+
+
+def _as_tensors(step: Step, inside: bool = False) -> set[str]:
+    """Buffers that the step needs as tensors. ``inside``: it is in a branch."""
+    if isinstance(step, Launch) or isinstance(step, Alloc | Free) and not inside:
+        return set()
+    if isinstance(step, Branch) and not isinstance(step, Repeat):
+        return set().union(*(_as_tensors(x, True) for x in (*step.then, *step.otherwise)))
+    return _named(step) | ({step.reuse} if isinstance(step, Alloc) and step.reuse else set())
