@@ -269,9 +269,18 @@ def _loop_flops(loops: LoopNest) -> int:
     return done
 
 
+_AS = {  # ops that PyTorch has no formula for -> one with the same arguments in front, and the same products
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
+
 def _called_flops(node: Extern, program: Program) -> int:
     """As ``torch.utils.flop_counter`` counts them; of what it does not know, none."""
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    op = getattr(node.target, "overloadpacket", node.target)
+    formula = flop_registry.get(_AS.get(op, op))
     if formula is None:
         return 0
 
