@@ -113,7 +113,7 @@ def ranking(graphs: Sequence[Stages], calls: Sequence[Sequence[Timed]] = (), roo
         runs = max(1, round(median(len(f) for f in found))) if found else 1
         nbytes, flops = work(program, node)
         least = None if roof is None else runs * roof.time(nbytes, flops)
-        linked = came_from(node.origins, modules[i])
+        linked = came_from(node.origins, modules[i], node.writes())
         of = (tuple(linked[what]) for what in ("ops", "modules", "lines"))
         us = median(1e6 * sum(f) for f in found) if found else None
         rows.append(Ranked(names_of(node)[0], i, isinstance(node, KernelNode), us, runs, least, nbytes, flops, *of))

@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ from ..wrap.runtime import namespace
 PROFILED = 10  # calls of each graph
 LINES, NEST = 6, 600  # at most, in each event: lines of the user's code; characters of a loop nest
 Links = Mapping[str, Mapping[str, Any]]
-Modules = Mapping[Origin, Mapping[str, None]]
 clock = time.perf_counter
 _profiling = threading.Lock()
 
@@ -233,18 +233,28 @@ def profiled(found: Sequence[Any], links: Links, offset: float, track: str) -> l
 
 
 # -- what a kernel came from ------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Modules:
+    """Where ops are in the user's model: of an op at a line, which several modules may share, and of a graph's node."""
+
+    by_origin: dict[Origin, dict[str, None]]
+    by_name: dict[str, str]
+
+
 def links(s: Stages, graph: str = "") -> dict[str, dict[str, Any]]:
     """Kernel, or op that is called -> the graph, its ATen ops, the user's lines, modules and loop nest."""
     modules = modules_of(s)
     found: dict[str, list[Origin]] = {}
+    results: dict[str, list[str]] = {}
     for n in walk(s.scheduled.nodes) if s.scheduled is not None else ():
         if isinstance(n, (KernelNode, Extern)):
             names = [n.name] if isinstance(n, KernelNode) else [str(n.target), *([str(n.out[0])] if n.out else [])]
             for name in names:
                 found.setdefault(name, []).extend(n.origins)
+                results.setdefault(name, []).extend(n.writes())
     out = {}
     for name, origins in found.items():
-        about: dict[str, Any] = {"graph": graph, **came_from(origins, modules)}
+        about: dict[str, Any] = {"graph": graph, **came_from(origins, modules, results[name])}
         if nest := _nest(s, name):
             about["nest"] = nest if len(nest) <= NEST else nest[:NEST] + "\n..."
         out[name] = about
@@ -253,17 +263,23 @@ def links(s: Stages, graph: str = "") -> dict[str, dict[str, Any]]:
 
 def modules_of(s: Stages) -> Modules:
     """Where the ops of the graph are in the user's model."""
-    modules: dict[Origin, dict[str, None]] = {}
+    modules = Modules({}, {})
     for node in s.graph.module.graph.nodes if s.graph is not None else ():
         if node.op == "call_function" and (module := module_of(node)):
-            modules.setdefault(origin(node), {})[module.removeprefix("computed in ")] = None
+            module = module.removeprefix("computed in ")
+            modules.by_origin.setdefault(origin(node), {})[module] = None
+            modules.by_name[node.name] = module
     return modules
 
 
-def came_from(origins: Sequence[Origin], modules: Modules) -> dict[str, list[str]]:
-    """The ATen ops, the user's lines and modules."""
+def came_from(origins: Sequence[Origin], modules: Modules, results: Iterable[str] = ()) -> dict[str, list[str]]:
+    """The ATen ops, the user's lines and modules. ``results``: buffers that it writes, which have the names of the
+    graph's nodes: of the modules that have an op at the same line, only theirs are named, where that says one."""
     found = {"ops": [o.op for o in origins], "lines": [o.source for o in origins if o.source]}
-    found["modules"] = [m for o in origins for m in modules.get(o, ())]
+    candidates = [list(modules.by_origin.get(o, ())) for o in origins]
+    sure = {m for b in results if (m := modules.by_name.get(b))} | {c[0] for c in candidates if len(c) == 1}
+    kept = ([m for m in c if m in sure] for c in candidates)
+    found["modules"] = [m for of in kept for m in of] or [m for c in candidates for m in c]
     return {what: _some(texts) for what, texts in found.items()}
 
 
