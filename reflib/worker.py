@@ -72,8 +72,11 @@ def contain(parent: Connection) -> mmap.mmap:
     """What a candidate forks ends with this process, cannot speak for it, and is not too much: more than FORKS
     processes in one job end it and all of them. Returns their count, which they share (8 bytes)."""
     worker, count = os.getpid(), mmap.mmap(-1, 8)
+    forking = worker  # the process that forks
 
     def counted() -> None:
+        nonlocal forking
+        forking = os.getpid()
         n = int.from_bytes(count[:8], "little") + 1
         count[:8] = n.to_bytes(8, "little")
         if n > FORKS:
@@ -83,8 +86,7 @@ def contain(parent: Connection) -> mmap.mmap:
 
     def in_child() -> None:
         parent.close()
-        if LINUX:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        die_with(forking)  # which may have ended already
 
     os.register_at_fork(before=counted, after_in_child=in_child)
     return count

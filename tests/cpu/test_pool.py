@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -409,3 +410,21 @@ def test_the_zygote_is_safe_to_fork(fresh: Callable[..., Pool]) -> None:
     assert found["modules"] == there
     assert found["agrees"] and abs(found["sum"] - 512 * 512) < 16
     assert not found["bad_fork"]
+
+
+_ORPHAN = """
+import os, sys, time
+from multiprocessing.connection import Pipe
+from reflib.worker import contain
+os.register_at_fork(after_in_child=lambda: time.sleep(0.5))  # its parent ends first
+contain(Pipe()[0])
+if os.fork() == 0:
+    os.setsid()
+    print("alive", flush=True)
+os._exit(0)
+"""
+
+
+def test_what_a_candidate_forks_ends_with_it_also_if_it_ends_at_once() -> None:
+    done = subprocess.run([sys.executable, "-c", _ORPHAN], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("", 0), done  # (waits for the end of all that have the pipe)
