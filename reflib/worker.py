@@ -29,6 +29,7 @@ import threading
 import traceback
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from types import ModuleType
 from typing import Any, NoReturn
 
 FORKS = 64  # that one job may make
@@ -149,12 +150,13 @@ def import_named(name: str) -> None:
         real = os.path.realpath(name)
         files = [getattr(m, "__file__", None) for m in list(sys.modules.values())]
         if real not in [os.path.realpath(f) for f in files if isinstance(f, str)]:
-            _import_file(real)
+            import_file(real)
     except BaseException as e:
         raise ImportFailed(f"a worker cannot import {name}: {reason(e)}") from e
 
 
-def _import_file(path: str) -> None:
+def import_file(path: str) -> ModuleType:
+    """A file's module, which is executed now."""
     stem = os.path.splitext(os.path.basename(path))[0]
     name = f"reflib_imported_{stem}_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -165,6 +167,7 @@ def _import_file(path: str) -> None:
     except BaseException:
         del sys.modules[name]
         raise
+    return module
 
 
 def reason(e: BaseException) -> str:

@@ -32,13 +32,12 @@ def fork_children() -> None:
         serve(theirs)
     theirs.close()
 
-    def run_child(folder: str, timeout_s: float, module: str = "reflib.lab.peer_child") -> tuple[int | None, str]:
+    def run_child(folder: str, timeout_s: float, module: str) -> tuple[int | None, str]:
         env = {k: v for k, v in os.environ.items() if k != ROWS_FILE}
         code, _, errors = ask(ours, [module, folder], env, timeout_s)
         return code, errors
 
-    from reflib.lab import peer_sweep, peers, tuning, way_sweep
+    from reflib.lab import children
     from reflib.lab.rows import ROWS_FILE
 
-    for user in (peer_sweep, peers, tuning, way_sweep):
-        user._run_child = run_child
+    children._run_child = run_child

@@ -77,6 +77,13 @@ def append(records: Iterable[Mapping[str, Any]]) -> None:
         file.writelines(json.dumps(record, sort_keys=True) + "\n" for record in records)
 
 
+def record(rows: Iterable[Row]) -> Rows:
+    """The rows, appended to that file too."""
+    rows = Rows(rows)
+    append({"kind": "row", **row.to_data()} for row in rows)
+    return rows
+
+
 class Rows(tuple[Row, ...]):
     """A tuple of rows, displayed as a table, with simple queries."""
 
@@ -105,6 +112,11 @@ class Rows(tuple[Row, ...]):
     @property
     def devices(self) -> list[str]:
         return list(dict.fromkeys(row.device for row in self))
+
+    def elsewhere(self, recorded: Iterable[Row] | None) -> Rows:
+        """The recorded rows of other devices; on the same device, fresh rows replace recorded ones."""
+        mine = {row.device for row in self if row.ok}
+        return Rows(row for row in recorded or () if row.device not in mine)
 
     def __add__(self, other: Iterable[Row]) -> Rows:  # type: ignore[override]
         return Rows((*self, *other))
