@@ -70,7 +70,7 @@ def work(parent: Connection, name: str, zygote: int) -> NoReturn:
 
 
 def contain(parent: Connection) -> mmap.mmap:
-    """What a candidate forks ends with this process, cannot speak for it, and is not too much: more than FORKS
+    """Processes that a candidate forks end with this one, cannot send its messages, and are limited: more than FORKS
     processes in one job end it and all of them. Returns their count, which they share (8 bytes)."""
     worker, count = os.getpid(), mmap.mmap(-1, 8)
 

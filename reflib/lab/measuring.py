@@ -88,7 +88,7 @@ def time_cases(
 
 
 def share() -> float:
-    """REFLIB_LAB_BUDGET=0.1 takes a tenth of the time, where nobody looks at the numbers, as in `make test`."""
+    """REFLIB_LAB_BUDGET=0.1 takes a tenth of the time, where the numbers are not used, as in `make test`."""
     return float(os.environ.get("REFLIB_LAB_BUDGET", "1"))
 
 

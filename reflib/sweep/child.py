@@ -224,7 +224,7 @@ def eager(module: Any) -> Compiled:
 
 
 def reflib_default(module: Any) -> Compiled:
-    """``reflib.compile`` as it comes, with an eye on what it generates."""
+    """``reflib.compile`` with default options; its stages are kept."""
     import torch
 
     from reflib.fast_path import add_fast_path
