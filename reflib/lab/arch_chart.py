@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from reflib.lab.figures import COLOURS
 from reflib.lab.moving import Explorer, Spec, emit, moving, text
-from reflib.lab.pictures import _count as count
+from reflib.lab.rows import count
 
 if TYPE_CHECKING:
     from reflib.package.inspect import Inspection

@@ -9,10 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reflib.lab.figures import COLOURS, INK, PLAIN, QUIET, Picture, figure, style
-from reflib.lab.pictures import _count as count
-from reflib.lab.pictures import _layout as layout
-from reflib.lab.pictures import draw_program, megabytes, moved_bytes, op_names
-from reflib.lab.rows import Row, Rows, record, short, stamp
+from reflib.lab.pictures import draw_program, layout, megabytes, moved_bytes, op_names
+from reflib.lab.rows import Row, Rows, count, record, short, stamp
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

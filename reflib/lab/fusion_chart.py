@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from reflib.lab.figures import COLOURS
 from reflib.lab.moving import MIME, SCHEMA, pick
-from reflib.lab.pictures import Places, megabytes, op_names
-from reflib.lab.pictures import _layout as layout
+from reflib.lab.pictures import Places, layout, megabytes, op_names
 
 if TYPE_CHECKING:
     from reflib.observe.explain import Explanation

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from reflib.errors import LabError
 from reflib.lab.figures import INK, QUIET, style, to_svg
 from reflib.lab.moving import SCHEMA, Drawn
-from reflib.lab.pictures import _count as count
-from reflib.lab.rows import short
+from reflib.lab.rows import count, short
 from reflib.timeline import KINDS, Event, busy_seconds, first_start, track_order, waiting
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from reflib.errors import LabError
 from reflib.lab.figures import COLOURS
 from reflib.lab.moving import Explorer, Spec, by_step, emit, moving, slider, values
-from reflib.lab.pictures import _count as count
 from reflib.lab.pictures import megabytes
+from reflib.lab.rows import count
 
 if TYPE_CHECKING:
     from reflib.plan.memory import Memory

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reflib.lab.figures import COLOURS, HATCHES, INK, QUIET, Picture, figure, style
-from reflib.lab.rows import short
+from reflib.lab.rows import count, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,22 +62,18 @@ def stage_results(e: Explanation) -> list[tuple[str, str]]:
     lines = sum(len(k.source.splitlines()) for k in e.kernels)
     language = {"triton": "Triton", "cpp": "C++"}[e.kernels[0].language] if kernels else "code"
     return [
-        ("capture", f"a graph of {_count(calls, 'ATen call')}"),
-        ("lower", f"a program of {_count(len(e.program.nodes), 'node')}, {megabytes(moved_bytes(e.program))} moved"),
+        ("capture", f"a graph of {count(calls, 'ATen call')}"),
+        ("lower", f"a program of {count(len(e.program.nodes), 'node')}, {megabytes(moved_bytes(e.program))} moved"),
         (
             "fuse",
-            f"{_count(len(e.groups), 'group')}, {megabytes(moved_bytes(e.fused))} moved"
-            + (f"; {_count(refused, 'pair')} refused" if refused else ""),
+            f"{count(len(e.groups), 'group')}, {megabytes(moved_bytes(e.fused))} moved"
+            + (f"; {count(refused, 'pair')} refused" if refused else ""),
         ),
-        ("schedule", f"{_count(len(e.decisions), 'decision')} on how a kernel runs"),
-        ("plan", f"{_count(len(e.memory.steps), 'step')}, {megabytes(e.memory.peak_bytes)} at the peak"),
-        ("generate", f"{_count(kernels, 'kernel')}, {_count(lines, 'line')} of {language}"),
-        ("wrap", f"{_count(len(e.wrapper.strip().splitlines()), 'line')} of Python around them"),
+        ("schedule", f"{count(len(e.decisions), 'decision')} on how a kernel runs"),
+        ("plan", f"{count(len(e.memory.steps), 'step')}, {megabytes(e.memory.peak_bytes)} at the peak"),
+        ("generate", f"{count(kernels, 'kernel')}, {count(lines, 'line')} of {language}"),
+        ("wrap", f"{count(len(e.wrapper.strip().splitlines()), 'line')} of Python around them"),
     ]
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}" + ("" if n == 1 else "s")
 
 
 # -- fusion before and after ------------------------------------------------------------------------
@@ -91,10 +87,10 @@ def fusion_picture(e: Explanation, *, caption: str) -> Picture:
     groups = {m: i for i, g in enumerate(e.groups) for m in g.members}
     after = {g.name: i for i, g in enumerate(e.groups)}
     heads = [
-        f"{when}: {_count(len(p.nodes), 'kernel')}, {megabytes(moved_bytes(p))}"
+        f"{when}: {count(len(p.nodes), 'kernel')}, {megabytes(moved_bytes(p))}"
         for when, p in (("before", e.program), ("after", e.fused))
     ]
-    layouts = [_layout(e.program), _layout(e.fused)]
+    layouts = [layout(e.program), layout(e.fused)]
     deepest = max(y for layout in layouts for _, y in layout.values())
     with style():
         fig, axes = plt.subplots(1, 2, figsize=(5.2, 0.74 * (deepest + 1) + 0.5), layout="constrained")
@@ -110,7 +106,7 @@ Places = dict[str, tuple[float, float]]
 SPREAD = 1.25  # distance of two nodes of equal depth
 
 
-def _layout(program: Program) -> Places:
+def layout(program: Program) -> Places:
     """Coordinates of each node and each input that is read: y is the depth, x separates nodes of equal depth."""
     depth: dict[str, int] = {}
     made: dict[str, int] = {}
@@ -250,7 +246,7 @@ def memory_picture(plans: Mapping[str, Memory], *, caption: str) -> Picture:
         )
         for ax, (label, plan) in zip(axes[:, 0], plans.items(), strict=True):
             _memory_panel(ax, plan, top, most)
-            ax.set_title(f"{label}: peak {megabytes(plan.peak_bytes)}, {_count(plan.allocations, 'allocation')}")
+            ax.set_title(f"{label}: peak {megabytes(plan.peak_bytes)}, {count(plan.allocations, 'allocation')}")
         fig.supylabel("MB in temporary buffers", fontsize=11)
     return figure(fig, caption=caption, alt=_memory_alt(plans))
 
@@ -286,9 +282,9 @@ def _memory_alt(plans: Mapping[str, Memory]) -> str:
     for label, plan in plans.items():
         at_peak = max(plan.moments, key=lambda m: m.bytes, default=None)
         parts.append(
-            f"{label}: {_count(len(plan.moments), 'kernel')}, peak {megabytes(plan.peak_bytes)}"
+            f"{label}: {count(len(plan.moments), 'kernel')}, peak {megabytes(plan.peak_bytes)}"
             + (f" while {at_peak.label} runs" if at_peak and len(plan.moments) > 1 else "")
-            + f", {_count(plan.allocations, 'allocation')}."
+            + f", {count(plan.allocations, 'allocation')}."
         )
     return " ".join(parts)
 

@@ -152,6 +152,11 @@ class Rows(tuple[Row, ...]):
         return html_table(*self.cells())
 
 
+def count(n: int, what: str) -> str:
+    """`1 kernel`, `2 kernels`."""
+    return f"{n} {what}" + ("" if n == 1 else "s")
+
+
 def show_number(value: float | None, spread: float | None = None) -> str:
     """Three significant digits, followed by the spread."""
     if value is None:
