@@ -198,11 +198,11 @@ def record(
     devices: str,
 ) -> None:
     """Execute the notebooks and write their outputs back, stamped with device, versions and commit."""
-    from reflib.lab import runner
+    from reflib.batch import record as recording
 
     gpus = [d.strip() for d in devices.split(",") if d.strip()]
     given = pairs(parameters)
-    sys.exit(runner.record(checkout(root), device, slugs(only), given, out, commit, click.echo, gpus))
+    sys.exit(recording.record(checkout(root), device, slugs(only), given, out, commit, click.echo, gpus))
 
 
 @cli.command()
