@@ -198,6 +198,15 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 
 
 @pytest.fixture
+def kept(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    """An empty store of decisions, which are kept in it."""
+    from reflib.autotune.store import store
+
+    monkeypatch.setenv("REFLIB_CACHE_DECISIONS", "1")
+    return store()
+
+
+@pytest.fixture
 def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ``lab`` runs in a Python of its own is forked from a process that has imported torch."""
     from reflib.lab import children
