@@ -16,6 +16,7 @@ from reflib.lab import machine
 from reflib.lab import notebook as nb
 from reflib.lab.executing import NotebookResult
 from reflib.lab.params import Parameter, check_value, parse_parameters
+from reflib.lab.rows import text_table
 
 ROOT = machine.ROOT
 
@@ -96,12 +97,8 @@ def new_folder(parent: Path, name: str) -> Path:
 
 def table(results: Sequence[NotebookResult]) -> str:
     """The closing table: notebook, device, seconds, status."""
-    lines = [("notebook", "device", "seconds", "status")]
-    lines += [(r.notebook, r.device, f"{r.seconds:.1f}", r.status) for r in results]
-    widths = [max(len(line[i]) for line in lines) for i in range(4)]
-    form = f"{{:<{widths[0]}}}  {{:<{widths[1]}}}  {{:>{widths[2]}}}  {{:<{widths[3]}}}"
-    rows = [form.format(*line).rstrip() for line in lines]
-    return "\n".join([rows[0], "-" * len(rows[0]), *rows[1:]])
+    body = [[r.notebook, r.device, f"{r.seconds:.1f}", r.status] for r in results]
+    return text_table(["notebook", "device", "seconds", "status"], body)
 
 
 def shown(path: Path) -> str:
