@@ -10,8 +10,8 @@ it is removed and built anew. An entry is written under another name and renamed
 sees half of one, and none is changed in place, so a library that another process has loaded stays as it was.
 
 The cache holds code that will run. It is therefore private (mode 0700) and refused when another user owns it. What
-others could write to is never believed: a folder that was open to them is emptied (its contents are moved aside), and
-an entry is a plain file of this user's that nobody else may write to, or it is not there.
+others could write to is never used: a folder that was open to them is emptied (its contents are moved aside), and
+an entry is a plain file of this user's that no other user may write to, or it is not there.
 
 A cache that cannot be written to (full, read-only) costs time, not the program: after one warning, this process keeps
 what it compiles in a temporary folder.
@@ -133,7 +133,7 @@ def _check_private(path: Path) -> None:
     if not stat.S_IMODE(info.st_mode) & 0o077:
         return
     if (path / _TAG).exists() or not any(path.iterdir()):
-        path.chmod(0o700)  # from here on nobody else can add anything
+        path.chmod(0o700)  # from here on no other user can add anything
         if stat.S_IMODE(info.st_mode) & _OTHERS and any(path.iterdir()):
             _set_aside(path)
     elif stat.S_IMODE(info.st_mode) & 0o022:
@@ -172,7 +172,7 @@ def _folder(kind: str) -> Path:
 
 
 def _content(path: Path) -> bytes | None:
-    """Of a plain file of ours that nobody else may write to; None for anything else, which is not waited for (a pipe)
+    """Of a plain file of ours that no other user may write to; None for anything else, which is not waited for (a pipe)
     nor followed (a link). Raises OSError."""
     number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(number, "rb") as f:

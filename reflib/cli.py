@@ -125,7 +125,7 @@ def run(
 @click.option("--only", default="", envvar="ONLY", metavar="MODEL,...", help="These models.  [default: all]")
 @click.option("--mode", default="inference,training", show_default=True, help="Separated by commas.")
 @click.option("--dtype", default="bfloat16,float32", show_default=True, help="In this order.")
-@click.option("--backend", default="TorchInductor,reflib,eager", show_default=True, help="Who is measured.")
+@click.option("--backend", default="TorchInductor,reflib,eager", show_default=True, help="What is measured.")
 @click.option("--size", type=click.Choice(["auto", "small", "real"]), default="auto", show_default=True,
               help="auto: real on a GPU, small on a CPU.")
 @click.option("--models", type=click.Path(exists=True, dir_okay=False), default=None, metavar="FILE.py",
@@ -198,11 +198,11 @@ def record(
     devices: str,
 ) -> None:
     """Execute the notebooks and write their outputs back, stamped with device, versions and commit."""
-    from reflib.lab import runner
+    from reflib.batch import record as recording
 
     gpus = [d.strip() for d in devices.split(",") if d.strip()]
     given = pairs(parameters)
-    sys.exit(runner.record(checkout(root), device, slugs(only), given, out, commit, click.echo, gpus))
+    sys.exit(recording.record(checkout(root), device, slugs(only), given, out, commit, click.echo, gpus))
 
 
 @cli.command()

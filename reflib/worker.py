@@ -29,6 +29,7 @@ import threading
 import traceback
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from types import ModuleType
 from typing import Any, NoReturn
 
 FORKS = 64  # that one job may make
@@ -69,7 +70,7 @@ def work(parent: Connection, name: str, zygote: int) -> NoReturn:
 
 
 def contain(parent: Connection) -> mmap.mmap:
-    """What a candidate forks ends with this process, cannot speak for it, and is not too much: more than FORKS
+    """Processes that a candidate forks end with this one, cannot send its messages, and are limited: more than FORKS
     processes in one job end it and all of them. Returns their count, which they share (8 bytes)."""
     worker, count = os.getpid(), mmap.mmap(-1, 8)
     forking = worker  # the process that forks
@@ -151,12 +152,13 @@ def import_named(name: str) -> None:
         real = os.path.realpath(name)
         files = [getattr(m, "__file__", None) for m in list(sys.modules.values())]
         if real not in [os.path.realpath(f) for f in files if isinstance(f, str)]:
-            _import_file(real)
+            import_file(real)
     except BaseException as e:
         raise ImportFailed(f"a worker cannot import {name}: {reason(e)}") from e
 
 
-def _import_file(path: str) -> None:
+def import_file(path: str) -> ModuleType:
+    """A file's module, which is executed now."""
     stem = os.path.splitext(os.path.basename(path))[0]
     name = f"reflib_imported_{stem}_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -167,6 +169,7 @@ def _import_file(path: str) -> None:
     except BaseException:
         del sys.modules[name]
         raise
+    return module
 
 
 def reason(e: BaseException) -> str:

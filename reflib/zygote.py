@@ -114,7 +114,7 @@ class Zygote:
         self.idle = settings["idle"]
         self.queue: list[Submit] = []
         self.workers: list[Worker] = []
-        self.ending: list[int] = []  # killed workers that were waited for no longer: a GPU's context takes its time
+        self.ending: list[int] = []  # killed workers that were waited for no longer: a GPU's context takes long to go
         self.unused = 0.0  # since when there is nothing to do
 
     def run(self) -> None:
@@ -226,7 +226,7 @@ class Zygote:
         w.job = None
 
     def _cannot_start(self, where: str, why: str, output: str = "") -> None:
-        """It costs one job, lest it be tried for ever."""
+        """One job fails, so that starting is not retried for ever."""
         for q in [q for q in self.queue if q.where == where][:1]:
             self.queue.remove(q)
             self._tell(q.id, "crashed", (pickle.dumps({"why": f"a worker could not be started: {why}"}), output))

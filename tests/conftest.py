@@ -197,6 +197,24 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     yield folder
 
 
+@pytest.fixture
+def kept(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    """An empty store of decisions, which are kept in it."""
+    from reflib.autotune.store import store
+
+    monkeypatch.setenv("REFLIB_CACHE_DECISIONS", "1")
+    return store()
+
+
+@pytest.fixture
+def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``lab`` runs in a Python of its own is forked from a process that has imported torch."""
+    from reflib.lab import children
+    from tests.forking import child_of, server
+
+    monkeypatch.setattr(children, "_run_child", child_of(server()[1]))
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The checkout."""

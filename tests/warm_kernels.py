@@ -7,7 +7,7 @@ import os
 import sys
 from multiprocessing import Pipe
 
-from tests.forking import ask, serve
+from tests.forking import child_of, serve
 from tests.overheads import without_overheads
 
 PATH = list(sys.path)  # multiprocessing gives forked processes pytest's
@@ -31,14 +31,6 @@ def fork_children() -> None:
         ours.close()
         serve(theirs)
     theirs.close()
+    from reflib.lab import children
 
-    def run_child(folder: str, timeout_s: float, module: str = "reflib.lab.peer_child") -> tuple[int | None, str]:
-        env = {k: v for k, v in os.environ.items() if k != ROWS_FILE}
-        code, _, errors = ask(ours, [module, folder], env, timeout_s)
-        return code, errors
-
-    from reflib.lab import peer_sweep, peers, tuning, way_sweep
-    from reflib.lab.rows import ROWS_FILE
-
-    for user in (peer_sweep, peers, tuning, way_sweep):
-        user._run_child = run_child
+    children._run_child = child_of(ours)

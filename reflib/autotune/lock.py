@@ -3,12 +3,12 @@
 ``device_lock`` holds a lock on ``<cache>/locks/<host>-<device>`` while something is timed. All reflib processes of a
 user that share a cache share it. Programs that do not take it (other users', other caches') are not kept out.
 
-**Who holds it** is whoever opened the file (``flock``): a thread of this process, or another process, whose lock the
-kernel releases when it dies. The file has the holder's process id and command, for those who wait.
+**The holder** is whatever opened the file (``flock``): a thread of this process, or another process, whose lock the
+kernel releases when it dies. The file has the holder's process id and command, for messages of processes that wait.
 
-**Waiting takes turns.** There are two files. Who wants to measure locks the second (the head of the line), then the
-first, then gives up the second. So a job that measures candidate after candidate lets another job measure in between,
-and nobody starves.
+**Waiting is first come, first served.** There are two files. To measure, lock the second (the head of the queue), then
+the first, then release the second. So a job that measures many candidates lets another job measure in between,
+and no process starves.
 
 The name is that of the physical device, not its index: ``cuda:0`` is another GPU in a process with another
 CUDA_VISIBLE_DEVICES. The lock is not reentrant.
@@ -103,7 +103,7 @@ def _take(own: int, line: int, device: str, say: Callable[[dict], None], timeout
 
 
 def _lock(fd: int) -> bool:
-    """Try to lock a file. (A wait for it could not be given up.)"""
+    """Try to lock a file. (A blocking call could not be interrupted.)"""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

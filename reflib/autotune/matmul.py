@@ -144,7 +144,7 @@ def worth_compiling(ranked: Sequence[tuple[Tiling, float]], most: int) -> list[T
 def on_end(ranked: Sequence[Tiling], t: Template, target: Target) -> list[Tiling]:
     """The best of each kind that has wide blocks of the largest size, on end: for products with an epilogue. Alone the
     wide block is the faster one, but of a tall one a thread has fewer columns, and less of what belongs to these: for
-    bias and GELU (4096 x 3584 x 8192, bfloat16, sm_90) ptxas gives 202 registers a thread to a persistent kernel's
+    bias and GELU (4096 x 3584 x 8192, bfloat16, sm_90) ptxas gives 202 registers per thread to a persistent kernel's
     256x128 and all 255 to 128x256."""
     heads: dict[str, Tiling] = {}
     for c in ranked:

@@ -197,7 +197,7 @@ class Session:
         return Result(rows, winner, reason, used, self.reference.source if self.reference else "", self.spent)
 
     def close(self) -> None:
-        """Give up everything on the device."""
+        """Release everything on the device."""
         self.samplers.clear()
         self.sets, self.bench, self.default_results = {}, None, None
         for e in self.entries.values():

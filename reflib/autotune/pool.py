@@ -133,7 +133,7 @@ class Pool:
                 end = "crashed", {"why": f"the worker processes cannot be started: {e}", "output": ""}
         if end[0] == "cancelled":
             call(job.ended, *end)
-        else:  # not from within: what hears of it may submit more
+        else:  # in a thread: the callback may submit more
             threading.Thread(target=call, args=(job.ended, *end), daemon=True).start()
 
     def cancel(self, job: Job) -> None:

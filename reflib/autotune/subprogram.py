@@ -236,7 +236,7 @@ def sub_program(program: Program, nodes: list[Node], outputs: tuple[str, ...]) -
 
 
 def _symbols(program: Program, nodes: list[Node], buffers: list[Buffer]) -> list[Sym]:
-    """Size symbols that anything here speaks of, by name."""
+    """Size symbols that the nodes and buffers contain, by name."""
     out = symbols_in([full_view(b) for b in buffers])
     for n in nodes:
         out |= node_symbols(n)

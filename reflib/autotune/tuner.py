@@ -11,10 +11,10 @@ waits.
 
     a candidate     waiting (for another's report) -> compiling -> compiled -> ready -> trying -> done
 
-The default is tried first. Faults stay with the candidate: the worker says what it is about to run, so that one that
-crashes it or does not answer is noted (``crashed``, ``hung``). The next job opens the measurement again in another
-worker, where the race begins by trying those near the best. So is a default that crashes, except for the reference: if
-that cannot be computed either, the request ends with its default. Rows are stored as they come: a program that ends
+The default is tried first. A fault is recorded for its candidate: the worker says what it is about to run, so that one
+that crashes it or does not answer is noted (``crashed``, ``hung``). The next job opens the measurement again in another
+worker, where the race begins by trying those near the best. A default that crashes is still the reference; if that
+cannot be computed either, the request ends with its default. Rows are stored as they come: a program that ends
 early has lost nothing: the next one finds its kernels compiled, skips what crashed, hung, was wrong or far from the
 best, and races the others.
 
@@ -64,7 +64,7 @@ Prune = Callable[[str, Mapping[str, list[Report] | None]], str | None]
 
 @dataclass(eq=False)
 class Asked:
-    """One request on its way. ``stage``: of each candidate, as in the module's docstring.
+    """One request that was sent. ``stage``: of each candidate, as in the module's docstring.
 
     rows: what is known of its candidates.   reports: of the kernels of those that are compiled; None: it cannot be.
     jobs: those that run or are queued, by (candidate, what).   open: it may hold inputs on the device.
@@ -147,7 +147,7 @@ class Tuner:
 
     # -- the parent's side -------------------------------------------------------------------------
     def ask(self, key: str, request: Request, label: str = "", prune: Prune | None = None) -> Asked:
-        """Send ``request`` on its way. ``key``: of the store."""
+        """Send ``request``. ``key``: of the store."""
         asked = Asked(next(self._numbers), key, label, request, prune)
         with self.changed:
             if not any(a.device == asked.device for a in self.asked):
@@ -295,7 +295,7 @@ class Tuner:
         default, why = asked.request.default, data.get("why", "")
         ran = data.get("at", "")  # "": what all candidates need
         if name in asked.stage:
-            asked.stage[name] = "ready"  # again, if it is not to blame
+            asked.stage[name] = "ready"  # again, unless its row says otherwise below
         if "at" not in data and status != "failed":  # while it waited for the device, say
             asked.lost += 1
             if asked.lost >= ATTEMPTS:
@@ -362,7 +362,7 @@ class Tuner:
                 if ours and status == "cancelled":
                     self.stopped = self.stopped or asked.result is None  # the pool was closed
                 elif ours and asked.result is None and not self.stopped:
-                    if status == "crashed" and not job.started:  # no candidate's fault
+                    if status == "crashed" and not job.started:  # before any candidate ran
                         status = "failed"
                     self._note(asked, name, status, result, job)
                     ended(asked, name, status, result | heard, job)

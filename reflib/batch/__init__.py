@@ -6,6 +6,7 @@
     work.py      on a worker: one job -> its outcome
     store.py     a run's folder: stores and loads outcomes
     run.py       calls these in order
+    record.py    `reflib record`: executes chapters and writes their outputs back
     summary.py   a run's folder -> one HTML page
     compare.py   two runs' rows -> differences in time
     artifacts.py what failed -> a folder for CI: why, and traces and repros of running it again

@@ -20,6 +20,7 @@ from reflib.batch.work import JobOutcome
 from reflib.errors import LabError
 from reflib.lab import executing, machine, runner
 from reflib.lab.executing import NotebookResult
+from reflib.lab.rows import count
 
 
 @dataclass
@@ -117,8 +118,8 @@ def where(
 
     def start() -> clusters.JobCluster:
         if not started:
-            count, gpus, on_cpu = clusters.workers_for({job.device for job in jobs}, workers)
-            started.append(clusters.local(count, gpus, on_cpu, bars=sys.stderr.isatty()))
+            number, gpus, on_cpu = clusters.workers_for({job.device for job in jobs}, workers)
+            started.append(clusters.local(number, gpus, on_cpu, bars=sys.stderr.isatty()))
         return started[0]
 
     try:
@@ -140,7 +141,7 @@ def carry_out(progress: RunProgress, kept: RunStore, start: Any, retries: int, l
                 say(f"{job.notebook} is skipped: {job.problem}")
     todo = [job for job in progress.jobs if job.id not in progress.outcomes]
     done = f", {progress.resumed} of them finished before" if progress.resumed else ""
-    say(f"{counted(len(progress.jobs), 'notebook')}{done}, into {runner.shown(kept.folder)}")
+    say(f"{count(len(progress.jobs), 'notebook')}{done}, into {runner.shown(kept.folder)}")
     if not todo:
         return
     session = RunSession(progress, kept, todo, say)
@@ -249,7 +250,7 @@ def close(progress: RunProgress, kept: RunStore, root: Path, book: bool, say: An
     if progress.trouble:
         say(f"\n{progress.trouble}")
     if bad:
-        say(f"\n{counted(len(bad), 'notebook')} of {len(outcomes)} not finished; finished ones are kept.")
+        say(f"\n{count(len(bad), 'notebook')} of {len(outcomes)} not finished; finished ones are kept.")
         say(f"to continue: reflib run --resume {runner.shown(kept.folder)}")
     if written:
         say(f"\nsummary: {runner.shown(kept.folder / 'summary.html')}")
@@ -302,7 +303,3 @@ def make_book(root: Path, kept: RunStore, outcomes: Sequence[tuple[NotebookJob, 
         return None
     finally:
         shutil.rmtree(pages, ignore_errors=True)
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -209,7 +209,6 @@ def draw(slug: str, name: str, unit: str, x: str, points: Sequence[ChartPoint]) 
         axes[-1, 0].set_xlabel(x)
         fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper left", ncols=2)
         svg = to_svg(fig)
-        plt.close(fig)
     left_out = f" The first {MOST_CASES} of {len(cases)} cases are drawn." if len(cases) > MOST_CASES else ""
     of = f"{slug}, {name}" if name else slug
     caption = f"{of}: time over {x}, the geometric mean of what each run measured.{left_out}"

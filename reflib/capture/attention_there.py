@@ -32,7 +32,7 @@ def attention_of_gpu(target: Target | None = None) -> Iterator[None]:
     op.py_kernels[key] = attention
     op._dispatch_cache.clear()
     try:
-        # results may have been cached by another rule; and ours are for nobody else
+        # results may have been cached by another rule; and ours must not be cached
         with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
             yield
     finally:

@@ -64,9 +64,9 @@ class Exported:
     program: the ExportedProgram it belongs to, for its signature, call_spec and range_constraints. Captured for another
         device, what its state_dict and constants hold are fakes.
     state: by ``target`` of the signature's input specs, in their order: the tensor for each input that is a parameter,
-        buffer or constant. (What nothing reads or writes is no input.) They are the model's own tensors, where they
-        lie: the graph's placeholder says where the graph wants them. A weight of two names is there twice, the same
-        object.
+        buffer or constant. (What nothing reads or writes is no input.) They are the model's own tensors, on
+        their devices; the graph's placeholder says on which device the graph needs them. A weight of two names is
+        listed twice, the same object.
     training: ops that do something else than in inference, because the model was in training mode, and what.
     """
 
@@ -348,7 +348,7 @@ def _tidy(module: torch.fx.GraphModule, signature: Any) -> None:
 
 
 def _drop_unused(module: torch.fx.GraphModule, signature: Any, state: dict[str, torch.Tensor]) -> None:
-    """A weight that no call reads or writes is no input: nobody has to store it. (One that is read by another name
+    """A weight that no call reads or writes is no input: it need not be stored. (One that is read by another name
     costs nothing, and stays.)"""
     nodes = {n.name: n for n in module.graph.nodes if n.op == "placeholder"}
     weights = [s for s in signature.input_specs if s.target in state]

@@ -30,7 +30,7 @@ CAPABILITY = 90  # of the stand-in: any GPU will do
 
 @contextmanager
 def triton_of_gpu(recorded: bool = False) -> Iterator[None]:
-    """Triton as if there was a GPU, for what captures; nothing where there is one, or nobody has imported Triton.
+    """Triton as if there was a GPU, for what captures; nothing where there is one, or Triton is not imported.
     ``recorded``: plain launches are recorded too, wherever we are."""
     if "triton" not in sys.modules:
         yield

@@ -10,7 +10,7 @@ The rules, each with its Reason's code:
 * ``axes``: a group with a reduction keeps its p and r axes: the other may not reduce over its p axes, nor add r axes.
   One with a scan keeps its r axis whole, so that the row is walked in order.
 * ``index``: a buffer that one writes and the other touches is touched at exactly the element written, in every access.
-  Two parts of a buffer that nobody reads here may be written (``APART``).
+  Two parts of a buffer that neither reads may be written (``APART``).
 * ``in-place``: a kernel with a reduction may go over its rows several times, so data that it reads per element of a
   row may be overwritten in the last round only. Data per row (running statistics) is read and written once: no rule.
 * ``rows``: few, long rows are not kept in one kernel with what follows them: too little would run in parallel.

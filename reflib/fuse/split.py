@@ -243,7 +243,7 @@ class PartialResults:
             self.names.setdefault(i, []).append(self.made[value])
 
     def make(self, i: int, dtype: torch.dtype) -> str:
-        """A buffer for the results of the Reduce at ``i``, which somebody else stores."""
+        """A buffer for the results of the Reduce at ``i``; the caller stores them."""
         self.names[i] = [self._buffer(dtype)]
         return self.names[i][0]
 

@@ -160,7 +160,7 @@ class Emitter:
                     self._statements(inner)
 
     def rows_of_tile(self, columns: str) -> None:
-        """A row of a tile that somebody else computed; ``columns``: the head of the loop over it."""
+        """A row of a tile that was computed elsewhere; ``columns``: the head of the loop over it."""
         inner: list[int] = []
         for i, s in enumerate(self.body):
             if self.by_column[i] or i in self.given or any(a in inner for a in stmt_args(s)):

@@ -1,11 +1,13 @@
 """Tools for notebooks, unused by the compiler: set-up, measuring, claims, figures.
 
-Importing this package is cheap: each name is loaded on first use.
+Importing this package is cheap: each name is loaded on first use, from the module that it is imported from below.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -97,97 +99,9 @@ if TYPE_CHECKING:
     from reflib.lab.tuning import cold_starts as cold_starts
     from reflib.lab.weight_loops import weight_product as weight_product
 
-# name -> its module. No module may have the name of a function here: importing a submodule sets an attribute of this
-# package, which would hide the function.
-_HOME = {
-    "arch_explorer": "arch_chart",
-    "blocks_picture": "block_chart",
-    "block_slider": "block_choice",
-    "no_slower": "side",
-    "side_by_side": "side",
-    "has": "capability",
-    "Roofline": "ceilings",
-    "roofline": "ceilings",
-    "check": "checking",
-    "as_predicted": "claims",
-    "claim": "claims",
-    "contenders": "rivals",
-    "Segment": "clock_chart",
-    "over_time": "clock_chart",
-    "race": "clock_chart",
-    "before_after": "decision_chart",
-    "candidates": "decision_chart",
-    "decision_rows": "decision_chart",
-    "candidate_rows": "explorer",
-    "explore": "explorer",
-    "kind_of": "explorer",
-    "figure": "figures",
-    "plain_log": "figures",
-    "style": "figures",
-    "fusion_graph": "fusion_chart",
-    "gantt": "gantt_chart",
-    "Growing": "growing",
-    "load_kernel": "kernels",
-    "banks_picture": "lane_chart",
-    "lanes_picture": "lane_chart",
-    "live": "live_widgets",
-    "measure": "measuring",
-    "memory_scrubber": "memory_chart",
-    "cut_picture": "memory_trade",
-    "trade": "memory_trade",
-    "measure_memory": "peak_memory",
-    "Parameter": "params",
-    "parse_parameters": "params",
-    "validate": "params",
-    "counted": "peak_memory",
-    "peak_bytes": "peak_memory",
-    "measure_peer": "peer_sweep",
-    "peer": "peers",
-    "fusion_picture": "pictures",
-    "memory_picture": "pictures",
-    "moved_bytes": "pictures",
-    "refusals": "pictures",
-    "stages_picture": "pictures",
-    "timeline_picture": "pictures",
-    "bars": "plots",
-    "lines": "plots",
-    "dots": "charts",
-    "roofline_plot": "charts",
-    "geometric_mean": "ratio_chart",
-    "predicted_plot": "ratio_chart",
-    "ratios": "ratio_chart",
-    "range_picture": "ranges",
-    "served": "ranges",
-    "told_times": "ranges",
-    "variants": "ranges",
-    "order_picture": "product_chart",
-    "split_picture": "product_chart",
-    "tile_picture": "product_chart",
-    "ranks_explorer": "rank_chart",
-    "Ranks": "rank_group",
-    "ranks": "rank_group",
-    "standings": "ranking",
-    "recorded": "recording",
-    "Version": "roof_slider",
-    "roofline_slider": "roof_slider",
-    "Row": "rows",
-    "Rows": "rows",
-    "Setup": "session",
-    "setup": "session",
-    "show": "showing",
-    "table": "showing",
-    "strip": "pipeline_strip",
-    "trace_picture": "trace_chart",
-    "Launch": "triton_text",
-    "Plan": "triton_text",
-    "compile_plan": "triton_text",
-    "run_plans": "triton_text",
-    "gpu_call": "triton_text",
-    "run_triton": "triton_text",
-    "ColdStarts": "tuning",
-    "cold_starts": "tuning",
-    "weight_product": "weight_loops",
-}
+# name -> its module, as above. No module may have the name of a function here: importing a submodule sets an attribute
+# of this package, which would hide the function.
+_HOME = {name: module for module, name in re.findall(r"lab\.(\w+) import (\w+) as", Path(__file__).read_text())}
 
 __all__ = sorted(_HOME)
 

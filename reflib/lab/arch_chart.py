@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from reflib.lab.explorer import Explorer
 from reflib.lab.figures import COLOURS
-from reflib.lab.moving import Spec, moving, text
-from reflib.lab.pictures import _count as count
-from reflib.lab.showing import display_thing
+from reflib.lab.moving import Explorer, Spec, emit, moving, text
+from reflib.lab.rows import count
 
 if TYPE_CHECKING:
     from reflib.package.inspect import Inspection
@@ -55,9 +53,7 @@ def arch_explorer(found: Inspection, *, caption: str) -> Explorer | None:
         alt=_alt(sizes, pairs),
         caption=caption,
     )
-    out = Explorer(spec, "", spec["description"], caption)
-    display_thing(out)
-    return out
+    return emit(spec)
 
 
 def _name(arch: str) -> str:

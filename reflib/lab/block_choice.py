@@ -11,10 +11,8 @@ from typing import Any
 from reflib.errors import LabError
 from reflib.ir.program import Config
 from reflib.lab.block_chart import blocks, masked
-from reflib.lab.explorer import Explorer
 from reflib.lab.figures import COLOURS
-from reflib.lab.moving import Spec, moving, pick, slider
-from reflib.lab.showing import display_thing
+from reflib.lab.moving import Explorer, Spec, emit, moving, pick, slider
 
 XBLOCKS, RBLOCKS = (1, 2, 4, 8), (8, 16, 32)
 BEYOND = "#8a8a8a"
@@ -39,9 +37,7 @@ def block_slider(rows: int = 6, columns: int = 20, *, caption: str) -> Explorer:
         f"XBLOCK is one of {', '.join(map(str, XBLOCKS))}, RBLOCK one of {', '.join(map(str, RBLOCKS))}.",
         caption=caption,
     )
-    found = Explorer(spec, "", spec["description"], caption)
-    display_thing(found)
-    return found
+    return emit(spec)
 
 
 def _says(rows: int) -> list[str]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-import shutil
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from reflib.errors import LabError
+from reflib.errors import LabError, ToolchainError
 
 if TYPE_CHECKING:
     import torch
@@ -57,8 +56,12 @@ def _triton() -> bool:
 
 @functools.cache
 def _compiler() -> bool:
-    wanted = os.environ.get("CXX")
-    return any(shutil.which(c) for c in ([wanted] if wanted else ["g++", "clang++", "c++"]))
+    from reflib.toolchain import find_compiler
+
+    try:
+        return bool(find_compiler())
+    except ToolchainError:
+        return False
 
 
 def _can_compile() -> bool:

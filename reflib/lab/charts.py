@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from reflib.lab.figures import COLOURS, INK, Picture, figure, plain_log, series_style, style
+from reflib.lab.figures import COLOURS, INK, PLAIN, Picture, figure, plain_log, series_style, style
 from reflib.lab.rows import short
 
 if TYPE_CHECKING:
@@ -71,7 +71,6 @@ def roofline_plot(
     `points` maps a label to (FLOPs per byte, TFLOP/s reached).
     """
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import FuncFormatter
 
     xs = [p[0] for p in points.values()] + [roof.ridge]
     low, high = min(xs) / 4, max(xs) * 8
@@ -91,7 +90,7 @@ def roofline_plot(
             )
             share = y / roof.limit(x)
             ax.annotate(f"{share:.0%}", (x, y), xytext=(7, -12), textcoords="offset points", fontsize=9.5)
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.6g}"))
+        ax.xaxis.set_major_formatter(PLAIN)
         ax.set_xlabel("arithmetic intensity, FLOPs per byte")
         ax.set_ylabel("TFLOP/s")
         if title:

@@ -10,11 +10,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from reflib.errors import LabError
-from reflib.lab.explorer import Explorer
 from reflib.lab.figures import COLOURS
-from reflib.lab.moving import FAINT, Spec, moving, slider, text, values
+from reflib.lab.moving import FAINT, Explorer, Spec, emit, moving, slider, text, values
 from reflib.lab.rows import Rows, short
-from reflib.lab.showing import display_thing
 
 STOPS = 200  # positions of the slider
 NOW = "#8a8a8a"  # visible on white and on black
@@ -53,9 +51,7 @@ def over_time(
         alt=_alt(lanes, unit),
         caption=caption,
     )
-    found = Explorer(spec, "", spec["description"], caption)
-    display_thing(found)
-    return found
+    return emit(spec)
 
 
 def race(rows: Rows, first: str, second: str, *, caption: str, metric: str = "time", **at: Any) -> Explorer | None:

@@ -1,43 +1,20 @@
-"""Child process of `lab.cold_starts`: `python -m reflib.lab.cold_child FOLDER` compiles one program in one way."""
+"""Child process of `lab.cold_starts`: compiles one program in one way."""
 
 from __future__ import annotations
 
 import importlib
-import json
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
+
+from reflib.lab.children import Failure, Job, serve
 
 KEPT = 60  # single calls in the report
 PAUSE_S = 0.002  # between calls, standing in for other work of a program
 AFTER_S = 0.5  # calls continue this long after all tuning is done
 PATIENCE = 0.7  # fraction of the time limit after which calls stop, tuned or not
-
-
-def main(folder: Path) -> None:
-    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-    own_caches(Path(job["caches"]))
-    os.environ.update(job["way"].get("environment", {}))
-    from reflib.lab.peer_child import refusal
-
-    try:
-        result = start(folder / "cold_program.py", job)
-    except Exception as error:
-        result = refusal(error)
-    (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
-
-
-def own_caches(folder: Path) -> None:
-    """Use empty caches in `folder`. Must run before torch is imported."""
-    for name in ("REFLIB_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-        path = folder / name.lower()
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        os.environ[name] = str(path)
-    os.environ["REFLIB_CACHE_DECISIONS"] = "1"  # lab.setup defaults to 0
 
 
 @dataclass
@@ -49,18 +26,15 @@ class CompiledProgram:
     graphs: list[Any] = field(default_factory=list)
 
 
-def start(source: Path, job: dict[str, Any]) -> dict[str, Any]:
+def start(job: Job) -> Job:
     import torch
 
     from reflib.lab import session
     from reflib.lab.measuring import time_cases
-    from reflib.lab.peers import Failure
+    from reflib.lab.timing import synchronize
 
-    way = dict(job["way"])
-    here = session.setup(device=job["device"].split(":")[0], dtype=job["dtype"], seed=job["seed"], quiet=True)
-    device = torch.device(job["device"])
-    sys.path.insert(0, str(source.parent))  # so that worker processes can import the module
-    program = importlib.import_module(source.stem)
+    way, here = dict(job["way"]), session.setup(**job["here"], quiet=True)
+    device, program = here.device, importlib.import_module("cold_program")
     compiler = way.pop("compiler")
     if compiler != "eager" and hasattr(program, "register"):
         program.register(compiler)
@@ -72,7 +46,7 @@ def start(source: Path, job: dict[str, Any]) -> dict[str, Any]:
         compiled = COMPILERS[compiler](f, way)
         limit = begin + PATIENCE * job["timeout_s"]
         calls = list(watched(lambda: compiled.call(*args), compiled.done, device, begin, limit))
-        right = all(close(x, y) for x, y in zip(flat(compiled.call(*args)), flat(want), strict=True))
+        right = close(compiled.call(*args), want)
         samples = time_cases({"it": lambda: compiled.call(*args)}, "auto", "warm", 30, 0.5, device)["it"]
     if isinstance(samples, Failure):
         return {"status": samples.status, "note": samples.note}
@@ -92,6 +66,8 @@ def watched(
 ) -> Iterator[tuple[float, float, bool]]:
     """Call until AFTER_S past the end of tuning, or until ``limit``; yields (seconds since ``begin``, µs of this call,
     whether tuning is done)."""
+    from reflib.lab.timing import synchronize
+
     finished: float | None = None
     while time.perf_counter() < (limit if finished is None else finished + AFTER_S):
         start = time.perf_counter()
@@ -131,20 +107,14 @@ def service(calls: list[tuple[float, float, bool]]) -> dict[str, dict[str, float
     }
 
 
-def synchronize(device: Any) -> None:
-    from reflib.lab import timing
-
-    timing.synchronize(device)
-
-
-def flat(result: Any) -> list[Any]:
+def close(results: Any, wanted: Any) -> bool:
+    """Equal up to the rounding of a different summation order."""
     from torch.utils._pytree import tree_leaves
 
-    return tree_leaves(result)
+    return all(_close(got, want) for got, want in zip(tree_leaves(results), tree_leaves(wanted), strict=True))
 
 
-def close(got: Any, want: Any) -> bool:
-    """Equal up to the rounding of a different summation order."""
+def _close(got: Any, want: Any) -> bool:
     if got.shape != want.shape or not want.numel():
         return bool(got.shape == want.shape)
     worst, largest = (got.double() - want.double()).abs().max().item(), want.double().abs().max().item()
@@ -211,4 +181,4 @@ def explained(graphs: list[Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    serve(lambda job: [partial(start, job)])

@@ -5,13 +5,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from reflib.lab.figures import COLOURS, INK, QUIET, Picture, figure, style
-from reflib.lab.pictures import Places, megabytes, moved_bytes, op_names
-from reflib.lab.pictures import _count as count
-from reflib.lab.pictures import _layout as layout
-from reflib.lab.rows import Row, Rows, append, short, stamp
+from reflib.lab.figures import COLOURS, INK, PLAIN, QUIET, Picture, figure, style
+from reflib.lab.pictures import draw_program, layout, megabytes, moved_bytes, op_names
+from reflib.lab.rows import Row, Rows, count, record, short, stamp
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,9 +27,7 @@ COLD, WARM, RECORDED = "time", "time, all warm", " (recorded)"
 def decision_rows(name: str, decision: Decision, **at: Any) -> Rows:
     """The decision's candidates as rows that can be recorded: the deciding time (µs), the time with warm caches if that
     is another one, the error. `at`: the point in a sweep. The winner's row has the note "chosen"."""
-    rows = _rows(name, decision, at)
-    append({"kind": "row", **row.to_data()} for row in rows)
-    return rows
+    return record(_rows(name, decision, at))
 
 
 def _rows(name: str, decision: Decision, at: Mapping[str, Any]) -> Rows:
@@ -64,8 +61,7 @@ def candidates(
     import matplotlib.pyplot as plt
 
     rows = decision if isinstance(decision, Rows) else _rows("decision", decision, {})
-    mine = set(rows.devices)
-    panels = _panels(rows, "") + _panels(Rows(r for r in recorded or () if r.device not in mine), RECORDED)
+    panels = _panels(rows, "") + _panels(rows.elsewhere(recorded), RECORDED)
     if not any(r.ok for _, panel in panels for r in panel):
         print("Nothing to draw: no candidate was timed here, and none is recorded yet.")
         return None
@@ -125,7 +121,7 @@ def _bar_text(row: Row, best: Row) -> str:
 
 
 def _panel(ax: Axes, lines: Sequence[tuple[Row | None, str]], panel: Rows) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import MaxNLocator
 
     warm = {r.case: r.value for r in panel.where(metric=WARM)}
     values = [(r.value or 0.0) + (r.spread or 0.0) / 2 for r, _ in lines if r is not None and r.ok]
@@ -152,7 +148,7 @@ def _panel(ax: Axes, lines: Sequence[tuple[Row | None, str]], panel: Rows) -> No
     ax.grid(visible=False, axis="y")
     ax.set_xlim(0, top * 1.7)
     ax.xaxis.set_major_locator(MaxNLocator(5))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.6g}"))
+    ax.xaxis.set_major_formatter(PLAIN)
 
 
 def _bar(ax: Axes, row: Row, y: float, top: float, text: str, warm: float | None) -> None:
@@ -205,7 +201,7 @@ def before_after(e: Explanation, *, caption: str) -> Picture:
             (axes[0], before, places[0], {c.name for c in choices}, heads[0]),
             (axes[1], after, places[1], winners, heads[1]),
         ):
-            _draw(ax, program, where, marked, deepest, ways)
+            draw_program(ax, program, where, deepest, partial(_frame, marked, ways))
             ax.set_title(head.replace(": ", ":\n", 1), loc="center")
     return figure(fig, caption=caption, alt=_before_after_alt(before, after, heads, winners, ways))
 
@@ -237,40 +233,6 @@ def _winner_nodes(e: Explanation) -> set[str]:
     return {g.name for g in e.groups if new & set(g.members)} | (new & {n.name for n in e.fused.nodes})
 
 
-def _draw(
-    ax: Axes, program: Program, places: Places, marked: set[str], deepest: float, ways: Mapping[str, int]
-) -> None:
-    from reflib.lab.pictures import _edge as edge
-
-    writer: dict[str, str] = {}
-    for node in program.nodes:
-        for b in node.reads():
-            start = writer.get(b, b)
-            if start in places and start != node.name:
-                edge(ax, places[start], places[node.name], megabytes(program.buffers[b].nbytes.hint()))
-        writer.update(dict.fromkeys(node.writes(), node.name))
-    for b in sorted(program.output_buffers()):
-        if b in writer:
-            x, y = places[writer[b]]
-            edge(ax, (x, y), (x, y + 1.0), megabytes(program.buffers[b].nbytes.hint()))
-    for node in program.nodes:
-        text, colour, ink = _box(node, ways)
-        thick = node.name in marked
-        ax.text(
-            *places[node.name], text, ha="center", va="center", fontsize=9.5, color=ink, zorder=4,
-            bbox={"boxstyle": "round,pad=0.4", "facecolor": colour, "edgecolor": "#000000" if thick else QUIET,
-                  "linewidth": 2.6 if thick else 0.8},
-        )  # fmt: skip
-    for name, place in places.items():
-        if name in program.buffers and name not in {n.name for n in program.nodes}:
-            name = name if len(name) <= 14 else f"{name[:13]}…"
-            ax.text(*place, name, ha="center", va="center", fontsize=9.5, style="italic", color=INK, zorder=5)
-    wide = max(1.2, max(abs(x) for x, _ in places.values()) + 0.7)
-    ax.set_xlim(-wide, wide)
-    ax.set_ylim(deepest + 1.2, -0.45)
-    ax.axis("off")
-
-
 def _box(node: Any, ways: Mapping[str, int]) -> tuple[str, str, str]:
     """(text, fill colour, text colour): a generated kernel is coloured, a call grey, a choice white."""
     from reflib.ir.program import Choice, Extern, Variants
@@ -284,6 +246,12 @@ def _box(node: Any, ways: Mapping[str, int]) -> tuple[str, str, str]:
     if isinstance(node, Extern):
         return f"{_target(node)}\n(a call)", "#dddddd", INK
     return text, COLOURS[0], "#ffffff"
+
+
+def _frame(marked: set[str], ways: Mapping[str, int], node: Any) -> tuple[str, str, dict[str, Any]]:
+    text, colour, ink = _box(node, ways)
+    edge = {"edgecolor": "#000000", "linewidth": 2.6} if node.name in marked else {"edgecolor": QUIET, "linewidth": 0.8}
+    return text, ink, {"boxstyle": "round,pad=0.4", "facecolor": colour, **edge}
 
 
 def _target(node: Any) -> str:

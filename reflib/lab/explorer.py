@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from reflib.errors import LabError
 from reflib.lab.figures import INK, QUIET, style, to_svg
-from reflib.lab.moving import SCHEMA, Numbers
+from reflib.lab.moving import SCHEMA, Explorer, emit
 from reflib.lab.plots import RECORDED, nickname
-from reflib.lab.rows import Row, Rows, append, short, stamp
+from reflib.lab.rows import Row, Rows, record, short, stamp
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from reflib.ir.decision import Decision
 
-MIME = "application/vnd.vegalite.v5+json"
 GREY = "#8a8a8a"  # visible on white and on black
 SHOWN = 12  # candidates drawn per shape; always includes the default
 
@@ -96,18 +95,15 @@ def candidate_rows(
             Row(case=decision.winner, metric="winner", value=default / (times[decision.winner] or 1.0), unit="x",
                 note=decision.reason, **shared)
         )  # fmt: skip
-    append({"kind": "row", **row.to_data()} for row in rows)
-    return Rows(rows)
+    return record(rows)
 
 
 # -- the figure's data ------------------------------------------------------------------------------
 def tables(rows: Rows, recorded: Rows | None = None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(one dict per shape, one dict per candidate), those of this device first, then recorded ones."""
-    mine = {r.device for r in rows}
-    elsewhere = Rows(r for r in recorded or () if r.device not in mine)
     shapes: list[dict[str, Any]] = []
     candidates: list[dict[str, Any]] = []
-    for some, mark in ((rows, ""), (elsewhere, RECORDED)):
+    for some, mark in ((rows, ""), (rows.elsewhere(recorded), RECORDED)):
         for row in some.where(metric="winner"):
             here = Rows(r for r in some if r.device == row.device and r.at == row.at)
             device = nickname(row.device) + mark
@@ -153,35 +149,11 @@ def _digits(value: float | None) -> float | None:
 
 
 # -- the figure -------------------------------------------------------------------------------------
-class Explorer:
-    """A figure in several forms. ``spec``: Vega-Lite, a dict. ``svg``: a static version, or "". ``alt``: alt text.
-    In a notebook its data follow as folded tables."""
-
-    def __init__(self, spec: dict[str, Any], svg: str, alt: str, caption: str) -> None:
-        self.spec, self.svg, self.alt, self.caption = spec, svg, alt, caption
-
-    def __repr__(self) -> str:
-        return f"[figure: {self.alt}]\n{self.caption}"
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        # without text/html, which Lab would prefer to the interactive figure
-        still = {"image/svg+xml": self.svg} if self.svg else {}
-        return {MIME: self.spec, **still, "text/plain": repr(self)}
-
-    def _ipython_display_(self) -> None:
-        from IPython.display import display
-
-        display(self._repr_mimebundle_(), raw=True)
-        display(Numbers(self.spec))
-
-
 def explore(rows: Rows, *, caption: str, recorded: Rows | None = None) -> Explorer | None:
     """Show shapes with their winners, and the candidates of the shape selected by a click or from a list.
 
     ``rows``: from ``candidate_rows``. ``recorded``: rows of other devices, also selectable. None without candidates.
     """
-    from reflib.lab.showing import display_thing
-
     if not caption.strip():
         raise LabError("a figure needs a caption")
     shapes, candidates = tables(rows, recorded)
@@ -189,10 +161,7 @@ def explore(rows: Rows, *, caption: str, recorded: Rows | None = None) -> Explor
         print("Nothing to draw: no candidates were measured here, and none are recorded yet.")
         return None
     alt = words(shapes)
-    spec = vega_lite(shapes, candidates, alt, caption)
-    found = Explorer(spec, still(shapes, candidates, alt), alt, caption)
-    display_thing(found)
-    return found
+    return emit(vega_lite(shapes, candidates, alt, caption), still(shapes, candidates, alt))
 
 
 def words(shapes: list[dict[str, Any]]) -> str:
@@ -338,8 +307,6 @@ def _bars() -> dict[str, Any]:
 # -- the static version -----------------------------------------------------------------------------
 def still(shapes: list[dict[str, Any]], candidates: list[dict[str, Any]], alt: str) -> str:
     """The initial state of the figure, in SVG."""
-    import html
-
     import matplotlib.pyplot as plt
 
     first = shapes[0]
@@ -354,14 +321,11 @@ def still(shapes: list[dict[str, Any]], candidates: list[dict[str, Any]], alt: s
         _still_bars(bottom, bars)
         top.set_title(f"Which candidate won, {first['device']}")
         bottom.set_title(f"Candidates at {first['shape']}")
-    svg = to_svg(fig)
-    plt.close(fig)
-    head, _, rest = svg.partition(">")
-    return f"{head} role=\"img\">\n <title>{html.escape(alt)}</title>{rest}"
+    return to_svg(fig, alt)
 
 
 def _still_map(ax: Axes, shapes: list[dict[str, Any]]) -> None:
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    from matplotlib.ticker import NullFormatter
 
     outputs = list(dict.fromkeys(s["MN"] for s in sorted(shapes, key=_size)))
     for kind, (colour, _, marker, _) in KINDS.items():
@@ -370,7 +334,7 @@ def _still_map(ax: Axes, shapes: list[dict[str, Any]]) -> None:
             ys = [outputs.index(s["MN"]) for s in found]
             ax.plot([s["K"] for s in found], ys, marker, color=colour, markersize=9, label=kind)
     ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
+    ax.xaxis.set_major_formatter("{x:,.0f}")
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.tick_params(axis="x", labelsize=8.5)
     ax.set_yticks(range(len(outputs)), outputs)

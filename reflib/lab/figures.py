@@ -28,6 +28,8 @@ HATCHES = ("", "//", "\\\\", "xx", "--", "||", "++")
 INK = "#222222"
 QUIET = "#6b6b6b"
 
+PLAIN = "{x:,.6g}"  # how an axis writes its numbers
+
 SETTINGS: dict[str, Any] = {
     "svg.hashsalt": "reflib",
     "svg.fonttype": "path",
@@ -73,15 +75,15 @@ def series_style(index: int) -> dict[str, Any]:
     return {"color": COLOURS[turn], "marker": MARKERS[turn], "linestyle": DASHES[turn]}
 
 
-def plain_log(ax: Axes) -> None:
-    """Plain numbers on a logarithmic y axis: ticks at 1, 2, 5 on a short axis, else at powers of ten."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+def plain_log(ax: Axes, which: str = "y") -> None:
+    """Plain numbers on a logarithmic axis, "x" or "y": ticks at 1, 2, 5 on a short one, else at powers of ten."""
+    from matplotlib.ticker import LogLocator, NullFormatter
 
-    low, high = ax.get_ylim()
+    axis, (low, high) = (ax.xaxis, ax.get_xlim()) if which == "x" else (ax.yaxis, ax.get_ylim())
     narrow = high < 100 * low
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if narrow else (1,), numticks=8))
-    ax.yaxis.set_minor_formatter(NullFormatter())
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.6g}"))
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if narrow else (1,), numticks=8))
+    axis.set_minor_formatter(NullFormatter())
+    axis.set_major_formatter(PLAIN)
 
 
 class Picture:
@@ -109,20 +111,19 @@ def figure(fig: Figure, *, caption: str, alt: str) -> Picture:
 
     `alt` should state what the figure shows, computed from the same numbers (as `lab.lines` and `lab.bars` do).
     """
-    import matplotlib.pyplot as plt
-
     from reflib.lab.showing import display_thing
 
     if not caption.strip() or not alt.strip():
         raise LabError("a figure needs a caption and an alt text")
     picture = Picture(to_svg(fig), caption, alt)
-    plt.close(fig)
     display_thing(picture)
     return picture
 
 
-def to_svg(fig: Figure) -> str:
-    """The figure as SVG, reproducible byte for byte."""
+def to_svg(fig: Figure, title: str = "") -> str:
+    """The figure as SVG, reproducible byte for byte; it is closed. `title`: alt text in it."""
+    import matplotlib.pyplot as plt
+
     buffer = io.StringIO()
     with style():
         fig.savefig(
@@ -132,7 +133,10 @@ def to_svg(fig: Figure) -> str:
             pad_inches=0.12,
             metadata={"Date": None, "Creator": None},
         )
+    plt.close(fig)
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
+    if title:
+        svg = svg.replace(">", f' role="img">\n <title>{html.escape(title)}</title>', 1)
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     return re.sub(r' d="[^"]*"', lambda m: re.sub(r"(\d+\.\d{2})\d+", r"\1", m[0]), svg)

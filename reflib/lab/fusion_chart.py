@@ -11,14 +11,12 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from reflib.lab.figures import COLOURS
-from reflib.lab.moving import pick
-from reflib.lab.pictures import Places, megabytes, op_names
-from reflib.lab.pictures import _layout as layout
+from reflib.lab.moving import MIME, SCHEMA, pick
+from reflib.lab.pictures import Places, layout, megabytes, op_names
 
 if TYPE_CHECKING:
     from reflib.observe.explain import Explanation
 
-MIME = "application/vnd.vegalite.v5+json"
 EDGE, REFUSED = "#8a8a8a", "#d55e00"  # readable on light and dark backgrounds
 HALF_WIDTH, HALF_HEIGHT = 0.42, 0.24
 PIXELS = (130, 66)  # per step across and per step down
@@ -51,7 +49,7 @@ def fusion_graph(e: Explanation, *, caption: str) -> Chart:
     deep = max((y for _, y in places.values()), default=0.0) + 1.2
     chart = Chart(
         {
-            "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
+            "$schema": SCHEMA,
             "description": _alt(e, refused),
             "title": {
                 "text": textwrap.wrap(caption, 72), "anchor": "start", "orient": "bottom", "fontWeight": "normal",

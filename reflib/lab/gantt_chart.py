@@ -6,15 +6,13 @@ for a worker. A static SVG, alt text and a table are made from the same numbers.
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from reflib.errors import LabError
-from reflib.lab.explorer import MIME, SCHEMA
 from reflib.lab.figures import INK, QUIET, style, to_svg
-from reflib.lab.pictures import _count as count
-from reflib.lab.rows import short
+from reflib.lab.moving import SCHEMA, Drawn
+from reflib.lab.rows import count, short
 from reflib.timeline import KINDS, Event, busy_seconds, first_start, track_order, waiting
 
 if TYPE_CHECKING:
@@ -45,20 +43,7 @@ WIDTH, STEP = 430, 24  # pixels
 THINNEST = 1 / 800  # fraction of the total time: shorter events are drawn with this length
 
 
-class Gantt:
-    """The figure in several forms. ``spec``: Vega-Lite, a dict. ``svg``: a static version. ``alt``: alt text."""
-
-    def __init__(self, spec: dict[str, Any], svg: str, alt: str, caption: str) -> None:
-        self.spec, self.svg, self.alt, self.caption = spec, svg, alt, caption
-
-    def __repr__(self) -> str:
-        return f"[figure: {self.alt}]\n{self.caption}"
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return {MIME: self.spec, "image/svg+xml": self.svg, "text/plain": repr(self)}
-
-
-def gantt(events: Iterable[Event], *, caption: str) -> Gantt | None:
+def gantt(events: Iterable[Event], *, caption: str) -> Drawn | None:
     """Show the events of a timeline (``e.timeline``, or a sum of several) and a table with one row per track.
     Suitable for several hundred events. Returns the figure; None without events."""
     from reflib.lab.showing import display_thing, table
@@ -70,7 +55,7 @@ def gantt(events: Iterable[Event], *, caption: str) -> Gantt | None:
         print("Nothing to draw: the timeline is empty.")
         return None
     alt = words(events)
-    found = Gantt(vega_lite(events, alt, caption), still(events, alt), alt, caption)
+    found = Drawn(vega_lite(events, alt, caption), still(events, alt), alt, caption)
     display_thing(found)
     table(track_rows(events))
     return found
@@ -247,10 +232,7 @@ def still(events: Sequence[Event], alt: str) -> str:
             ax.set_ylabel("waiting", fontsize=9)
         axes[-1, 0].set_xlim(0, whole or 1.0)
         axes[-1, 0].set_xlabel("s since the first event")
-    svg = to_svg(fig)
-    plt.close(fig)
-    head, _, rest = svg.partition(">")
-    return f'{head} role="img">\n <title>{html.escape(alt)}</title>{rest}'
+    return to_svg(fig, alt)
 
 
 def _still_bars(ax: Axes, events: Sequence[Event], tracks: list[str], begin: float, whole: float) -> None:

@@ -64,10 +64,7 @@ class WrittenKernel:
         return lambda *tensors: entry(*[ctypes.c_void_p(t.data_ptr()) for t in tensors])
 
     def _load_triton(self) -> Callable[..., Any]:
-        from reflib import cache
+        from reflib.lab.triton_text import load
 
         text = f"import triton\nimport triton.language as tl\n\n\n{self.source}\n"
-        path = cache.put("kernels", cache.key("lab", text), text.encode(), ".py")  # Triton reads the source from a file
-        names: dict[str, Any] = {"__name__": f"reflib_lab_{self.name}", "__file__": str(path)}
-        exec(compile(text, str(path), "exec"), names)
-        return names[self.name][(self._programs,)]
+        return load(text, self.name)[(self._programs,)]

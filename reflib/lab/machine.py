@@ -74,6 +74,8 @@ def describe(device: torch.device) -> Machine:
     """The facts about a device."""
     import torch
 
+    from reflib.autotune.circumstances import device_model
+
     if device.type == "cuda":
         props = torch.cuda.get_device_properties(device)
         amd = getattr(props, "gcnArchName", "") if torch.version.hip else ""
@@ -82,17 +84,7 @@ def describe(device: torch.device) -> Machine:
         if amd:  # MI300 does not report its 256 MB cache between L2 and memory
             cache = max(cache, 256 * 2**20)
         return Machine(props.name, arch, props.total_memory, cache, props.multi_processor_count)
-    return Machine(_cpu_name(), platform.machine(), _cpu_memory(), _cpu_cache(), torch.get_num_threads())
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    return Machine(device_model(device), platform.machine(), _cpu_memory(), _cpu_cache(), torch.get_num_threads())
 
 
 def _cpu_memory() -> int:
@@ -160,9 +152,5 @@ def commit() -> str:
 
 def git(folder: Path, *words: str) -> str:
     """Output of a git command in `folder`. Raises OSError or SubprocessError."""
-    return _output(["git", "-C", str(folder), *words])
-
-
-def _output(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=True)
     return done.stdout.strip()

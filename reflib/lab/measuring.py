@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from reflib.errors import LabError
 from reflib.lab import timing
-from reflib.lab.peers import Failure, Peer, run_peer
-from reflib.lab.rows import Row, Rows, append, stamp
+from reflib.lab.children import Failure
+from reflib.lab.peers import Peer, run_peer
+from reflib.lab.rows import Row, Rows, record, stamp
 from reflib.lab.timing import Samples
 
 if TYPE_CHECKING:
@@ -48,13 +49,11 @@ def measure(
     results = time_cases(cases, clock, cache, rounds, budget_s, device)
     clock_name = clock if isinstance(clock, str) else getattr(clock, "__name__", "own")
     shared = {"name": name, "at": dict(at or {}), "cache": cache, **stamp()}
-    rows = Rows(
+    return record(
         row
         for case, result in results.items()
-        for row in _rows(case, result, bytes, flops, {"clock": clock_name, **shared})
+        for row in result_rows(case, result, bytes, flops, {"clock": clock_name, **shared})
     )
-    append({"kind": "row", **row.to_data()} for row in rows)
-    return rows
 
 
 def time_cases(
@@ -89,7 +88,7 @@ def time_cases(
 
 
 def share() -> float:
-    """REFLIB_LAB_BUDGET=0.1 takes a tenth of the time, where nobody looks at the numbers, as in `make test`."""
+    """REFLIB_LAB_BUDGET=0.1 takes a tenth of the time, where the numbers are not used, as in `make test`."""
     return float(os.environ.get("REFLIB_LAB_BUDGET", "1"))
 
 
@@ -109,26 +108,12 @@ def on_device(device: torch.device) -> Any:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _rows(
-    case: str,
-    result: Samples | Failure,
-    bytes: PerCase,
-    flops: PerCase,
-    shared: Mapping[str, Any],
+def result_rows(
+    case: str, result: Samples | Failure, bytes: PerCase, flops: PerCase, shared: Mapping[str, Any]
 ) -> list[Row]:
     """The rows of one case: the time, and the rates computed from it."""
     if isinstance(result, Failure):
-        return [
-            Row(
-                case=case,
-                metric="time",
-                value=None,
-                unit="µs",
-                status=result.status,
-                note=result.note,
-                **shared,
-            )
-        ]
+        return failed_rows(result, {**shared, "case": case})
     fields = {**shared, "clock": result.clock, "note": result.note, "case": case}
     middle, spread = result.median, result.spread
     rows = [Row(metric="time", value=middle * 1e6, unit="µs", spread=spread * 1e6, **fields)]
@@ -140,6 +125,11 @@ def _rows(
             rate = amount * scale / middle
             rows.append(Row(metric=metric, value=rate, unit=unit, spread=rate * spread / middle, **fields))
     return rows
+
+
+def failed_rows(why: Failure, shared: Mapping[str, Any]) -> list[Row]:
+    """The row in place of those of a case that has no numbers."""
+    return [Row(metric="time", value=None, unit="µs", status=why.status, note=why.note, **shared)]
 
 
 def _of(amount: PerCase, case: str) -> float | None:

@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from reflib.errors import LabError
-from reflib.lab.explorer import Explorer
 from reflib.lab.figures import COLOURS
-from reflib.lab.moving import Spec, by_step, moving, slider, values
-from reflib.lab.pictures import _count as count
+from reflib.lab.moving import Explorer, Spec, by_step, emit, moving, slider, values
 from reflib.lab.pictures import megabytes
-from reflib.lab.showing import display_thing
+from reflib.lab.rows import count
 
 if TYPE_CHECKING:
     from reflib.plan.memory import Memory
@@ -41,9 +39,7 @@ def memory_scrubber(plans: Mapping[str, Memory], *, caption: str) -> Explorer:
         alt=_alt(plans),
         caption=caption,
     )
-    found = Explorer(spec, "", spec["description"], caption)
-    display_thing(found)
-    return found
+    return emit(spec)
 
 
 def _words(label: str, plan: Memory, most: int) -> list[str]:

@@ -22,7 +22,8 @@ def trade(
     the order of their rows. ``floor``: a label and the µs that a step takes at least, here."""
     import matplotlib.pyplot as plt
 
-    panels = [(nickname(d) + m, _points(r.where(device=d))) for r, d, m in _devices(rows, recorded)]
+    both = ((rows, ""), (rows.elsewhere(recorded), RECORDED))
+    panels = [(nickname(d) + mark, _points(some.where(device=d))) for some, mark in both for d in some.devices]
     panels = [(name, found) for name, found in panels if found]
     if not panels:
         print("Nothing to draw: no memory was measured here, and none is recorded yet.")
@@ -61,12 +62,6 @@ def trade(
         fig.legend([only[c] for c in shown], shown, loc="outside upper left", ncols=2)
     alt = _trade_alt(panels) + (f" A line at {short(floor[1] / 1e3)} ms: {floor[0]}." if floor else "")
     return figure(fig, caption=caption, alt=alt)
-
-
-def _devices(rows: Rows, recorded: Rows | None) -> list[tuple[Rows, str, str]]:
-    other = recorded or Rows()
-    elsewhere = [(other, d, RECORDED) for d in other.devices if d not in rows.devices]
-    return [(rows, d, "") for d in rows.devices] + elsewhere
 
 
 def _points(rows: Rows) -> dict[str, Points]:

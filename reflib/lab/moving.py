@@ -2,7 +2,7 @@
 
     slider(...), pick(...)     parameters of Vega-Lite, bound to HTML inputs, which also work by keyboard
     moving(views, ...)         the specification of a figure, the same in Lab and in the book
-    numbers(spec)              its data as tables, folded
+    emit(spec)                 displays it, and its data as tables, folded
 
 The parameter ``says`` is the text after each move: it is the title of the figure, and the book also announces it to
 screen readers (assets/reflib-vega.js).
@@ -17,7 +17,9 @@ from typing import Any
 
 from reflib.errors import LabError
 from reflib.lab.rows import html_table, show_plain, text_table
+from reflib.lab.showing import display_thing
 
+MIME = "application/vnd.vegalite.v5+json"
 SCHEMA = "https://vega.github.io/schema/vega-lite/v5.json"
 WIDTH = 430  # pixels; the book narrows it for a phone
 FAINT = 0.3  # opacity of future segments
@@ -97,6 +99,38 @@ class Numbers:
             f"<p><em>{html.escape(name)}</em></p>{html_table(*_cells(lines))}" for name, lines in self.tables.items()
         )
         return f"<details><summary>The numbers behind the figure</summary>{parts}</details>"
+
+
+class Drawn:
+    """A figure in several forms. ``spec``: Vega-Lite, a dict. ``svg``: a static version, or "". ``alt``: alt text."""
+
+    def __init__(self, spec: Spec, svg: str, alt: str, caption: str) -> None:
+        self.spec, self.svg, self.alt, self.caption = spec, svg, alt, caption
+
+    def __repr__(self) -> str:
+        return f"[figure: {self.alt}]\n{self.caption}"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        # without text/html, which Lab would prefer to the interactive figure
+        still = {"image/svg+xml": self.svg} if self.svg else {}
+        return {MIME: self.spec, **still, "text/plain": repr(self)}
+
+
+class Explorer(Drawn):
+    """A figure whose data follow as folded tables, in a notebook."""
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        display(self._repr_mimebundle_(), raw=True)
+        display(Numbers(self.spec))
+
+
+def emit(spec: Spec, svg: str = "") -> Explorer:
+    """Display the figure with this specification, which has its alt text and its caption."""
+    found = Explorer(spec, svg, spec["description"], spec["usermeta"]["caption"])
+    display_thing(found)
+    return found
 
 
 def _cells(lines: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:

@@ -1,26 +1,25 @@
 """Build and open packages, each in a separate process: `build_packages`, `open_packages`.
 
 A build starts with empty caches, so that its time includes all compiling. A package is opened in a fresh process, as
-when a service starts; a crash becomes a labelled row. ``python -m reflib.lab.package_ways FOLDER`` is the child.
+when a service starts; a crash becomes a labelled row. This module is the child process too.
 """
 
 from __future__ import annotations
 
-import json
+import importlib
 import os
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from reflib.lab.cold_child import own_caches
-from reflib.lab.peers import Failure
-from reflib.lab.rows import Row, Rows, append, stamp
-from reflib.lab.way_sweep import failed_rows, outcomes_of, start_rows, start_up
+from reflib.lab.children import Failure, Job, run, serve
+from reflib.lab.measuring import failed_rows
+from reflib.lab.rows import Row, Rows, record, stamp
+from reflib.lab.way_sweep import start_rows, start_up
 
-CHILD = "reflib.lab.package_ways"
+CHILD, SOURCE = "reflib.lab.package_ways", "package_model.py"
 
 
 def build_packages(
@@ -38,12 +37,12 @@ def build_packages(
     rows: list[Row] = []
     for label, way in ways.items():
         places: list[tuple[str, Sequence[str]]] = list(way["files"].items())
-        found = _outcomes({**_job(way, way.get("device", "cpu")), "files": places}, source, len(places), timeout_s)
-        for (_, archs), one in zip(places, found, strict=True):
-            shared = {"name": name, "case": label, "at": {"architectures": _gpus(archs)}, **stamp()}
-            rows += _built_rows(one, shared)
-    append({"kind": "row", **row.to_data()} for row in rows)
-    return Rows(rows)
+        job = {**_job(way, way.get("device", "cpu")), "files": places}
+        found, why = run(CHILD, job, {SOURCE: source}, timeout_s, cold=True)
+        for (_, archs), one in zip(places, found + [why] * (len(places) - len(found)), strict=True):
+            gpus = sum(a != "cpu" for a in archs)  # architectures with machine code for a GPU
+            rows += _built_rows(one, {"name": name, "case": label, "at": {"architectures": gpus}, **stamp()})
+    return record(rows)
 
 
 def open_packages(
@@ -62,33 +61,25 @@ def open_packages(
     rows: list[Row] = []
     for label, way in ways.items():
         job = {**_job(way, str(current().device)), "path": str(way["path"]), "budget_s": budget_s}
-        (one,) = _outcomes(job, source, 1, timeout_s)
-        rows += _opened_rows(one, {"name": name, "case": label, **stamp()})
-    append({"kind": "row", **row.to_data()} for row in rows)
-    return Rows(rows)
+        found, why = run(CHILD, job, {SOURCE: source}, timeout_s)
+        one, shared = (*found, why)[0], {"name": name, "case": label, **stamp()}
+        first, *others = start_rows(one, shared)
+        rows += [] if isinstance(one, Failure) else [replace(first, metric="load", value=one["made"])]
+        rows += [first, *others]
+    return record(rows)
 
 
-def _job(way: Mapping[str, Any], device: str) -> dict[str, Any]:
+def _job(way: Mapping[str, Any], device: str) -> Job:
     from reflib.lab.session import current
 
-    here = current()
     return {
-        "compiler": way["compiler"], "environment": dict(way.get("environment", {})), "device": device,
-        "dtype": str(here.dtype).removeprefix("torch."), "seed": here.seed,
+        "compiler": way["compiler"], "environment": dict(way.get("environment", {})),
         "config": dict(way.get("config", {})), "loader": way.get("loader", "package"),
+        "here": {**current().arguments(), "device": device},
     }  # fmt: skip
 
 
-def _gpus(archs: Sequence[str]) -> int:
-    """Number of GPU architectures with machine code."""
-    return sum(a != "cpu" for a in archs)
-
-
-def _outcomes(job: dict[str, Any], source: str, count: int, timeout_s: float) -> list[dict[str, Any] | Failure]:
-    return outcomes_of(CHILD, job, {"package_model.py": source}, count, timeout_s)
-
-
-def _built_rows(found: dict[str, Any] | Failure, shared: Mapping[str, Any]) -> list[Row]:
+def _built_rows(found: Job | Failure, shared: Mapping[str, Any]) -> list[Row]:
     if isinstance(found, Failure):
         return failed_rows(found, shared)
     return [
@@ -97,52 +88,22 @@ def _built_rows(found: dict[str, Any] | Failure, shared: Mapping[str, Any]) -> l
     ]
 
 
-def _opened_rows(found: dict[str, Any] | Failure, shared: Mapping[str, Any]) -> list[Row]:
-    if isinstance(found, Failure):
-        return failed_rows(found, shared)
-    first, warm = start_rows(found, shared)
-    return [replace(first, metric="load", value=found["made"]), first, warm]
-
-
 # -- the child process ------------------------------------------------------------------------------
-def main(folder: Path) -> None:
-    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-    if "files" in job:
-        own_caches(Path(job["caches"]))
-    os.environ.update(job["environment"])
-    sys.path.insert(0, str(folder))
-    from reflib.lab.peer_child import refusal
-
-    with (folder / "results.jsonl").open("a", encoding="utf-8") as file:
-
-        def tried(work: Callable[[], dict[str, Any]]) -> None:
-            try:
-                result = work()
-            except Exception as error:
-                result = refusal(error)
-            file.write(json.dumps(result) + "\n")
-            file.flush()
-
-        if "files" not in job:
-            tried(lambda: opened(job))
-        for path, archs in job.get("files", ()):
-            tried(lambda path=path, archs=archs: built(job, path, archs))  # type: ignore[misc]
+def tasks(job: Job) -> Iterator[Any]:
+    if "path" in job:
+        return iter([partial(opened, job)])
+    return (partial(built, job, path, archs) for path, archs in job["files"])
 
 
-def model_of(job: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...], Any]:
-    import importlib
-
-    import torch
-
+def model_of(job: Job) -> tuple[Any, tuple[Any, ...], Any]:
     from reflib.lab import session
 
-    here = session.setup(device=job["device"].split(":")[0], dtype=job["dtype"], seed=job["seed"], quiet=True)
-    device = torch.device(job["device"])
-    model, args = importlib.import_module("package_model").make(device=device, dtype=here.dtype)
-    return model, tuple(args), device
+    here = session.setup(**job["here"], quiet=True)
+    model, args = importlib.import_module("package_model").make(device=here.device, dtype=here.dtype)
+    return model, tuple(args), here.device
 
 
-def built(job: Mapping[str, Any], path: str, archs: Sequence[str]) -> dict[str, Any]:
+def built(job: Job, path: str, archs: Sequence[str]) -> Job:
     import torch
 
     make = MAKERS[job["compiler"]](job)
@@ -153,7 +114,7 @@ def built(job: Mapping[str, Any], path: str, archs: Sequence[str]) -> dict[str, 
         return {"seconds": time.perf_counter() - begin, "bytes": os.path.getsize(path)}
 
 
-def opened(job: Mapping[str, Any]) -> dict[str, Any]:
+def opened(job: Job) -> Job:
     import torch
 
     load = LOADERS[job["compiler"]](job)
@@ -162,7 +123,7 @@ def opened(job: Mapping[str, Any]) -> dict[str, Any]:
         return start_up(lambda: load(job["path"]), args, model(*args), job["budget_s"], device)
 
 
-def reflib_maker(job: Mapping[str, Any]) -> Callable[..., None]:
+def reflib_maker(job: Job) -> Callable[..., None]:
     import reflib.aot
 
     def make(model: Any, args: Any, path: str, archs: Sequence[str]) -> None:
@@ -171,7 +132,7 @@ def reflib_maker(job: Mapping[str, Any]) -> Callable[..., None]:
     return make
 
 
-def inductor_maker(job: Mapping[str, Any]) -> Callable[..., None]:
+def inductor_maker(job: Job) -> Callable[..., None]:
     import torch
     import torch._inductor.compile_fx
 
@@ -182,7 +143,7 @@ def inductor_maker(job: Mapping[str, Any]) -> Callable[..., None]:
     return make
 
 
-def reflib_loader(job: Mapping[str, Any]) -> Callable[[str], Any]:
+def reflib_loader(job: Job) -> Callable[[str], Any]:
     import reflib.package.load
     import reflib.wrap.host
 
@@ -190,7 +151,7 @@ def reflib_loader(job: Mapping[str, Any]) -> Callable[[str], Any]:
     return lambda path: reflib.package.load.load(path)
 
 
-def inductor_loader(job: Mapping[str, Any]) -> Callable[[str], Any]:
+def inductor_loader(job: Job) -> Callable[[str], Any]:
     import torch
     import torch._inductor.package
 
@@ -217,4 +178,4 @@ MAKERS = {"reflib": reflib_maker, "AOTInductor": inductor_maker}
 LOADERS = {"reflib": reflib_loader, "AOTInductor": inductor_loader}
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    serve(tasks)

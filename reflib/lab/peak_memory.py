@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from reflib.lab.rows import Row, Rows, append, stamp
+from reflib.lab.rows import Row, Rows, record, stamp
 
 if TYPE_CHECKING:
     import torch
@@ -31,16 +31,13 @@ def measure_memory(
     for case, call in cases.items():
         call()  # (a first call compiles, and allocates what it keeps)
         found.append(Row(case=case, metric="peak memory", value=peak_bytes(call, device) / 1e6, unit="MB", **shared))
-    append({"kind": "row", **row.to_data()} for row in found)
-    return Rows(found)
+    return record(found)
 
 
 def counted(name: str, metric: str, sizes: Mapping[str, float]) -> Rows:
     """Rows of bytes by case, recorded like those of `lab.measure`."""
     shared = {"name": name, "metric": metric, "unit": "bytes", "clock": "allocator", **stamp()}
-    rows = Rows(Row(case=case, value=float(size), **shared) for case, size in sizes.items())
-    append({"kind": "row", **row.to_data()} for row in rows)
-    return rows
+    return record(Row(case=case, value=float(size), **shared) for case, size in sizes.items())
 
 
 def peak_bytes(call: Callable[[], Any], device: torch.device | None = None) -> int:

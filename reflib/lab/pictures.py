@@ -6,11 +6,12 @@ Each takes the result of `reflib.explain`, computes its alt text from the same n
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reflib.lab.figures import COLOURS, HATCHES, INK, QUIET, Picture, figure, style
-from reflib.lab.rows import short
+from reflib.lab.rows import count, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,22 +62,18 @@ def stage_results(e: Explanation) -> list[tuple[str, str]]:
     lines = sum(len(k.source.splitlines()) for k in e.kernels)
     language = {"triton": "Triton", "cpp": "C++"}[e.kernels[0].language] if kernels else "code"
     return [
-        ("capture", f"a graph of {_count(calls, 'ATen call')}"),
-        ("lower", f"a program of {_count(len(e.program.nodes), 'node')}, {megabytes(moved_bytes(e.program))} moved"),
+        ("capture", f"a graph of {count(calls, 'ATen call')}"),
+        ("lower", f"a program of {count(len(e.program.nodes), 'node')}, {megabytes(moved_bytes(e.program))} moved"),
         (
             "fuse",
-            f"{_count(len(e.groups), 'group')}, {megabytes(moved_bytes(e.fused))} moved"
-            + (f"; {_count(refused, 'pair')} refused" if refused else ""),
+            f"{count(len(e.groups), 'group')}, {megabytes(moved_bytes(e.fused))} moved"
+            + (f"; {count(refused, 'pair')} refused" if refused else ""),
         ),
-        ("schedule", f"{_count(len(e.decisions), 'decision')} on how a kernel runs"),
-        ("plan", f"{_count(len(e.memory.steps), 'step')}, {megabytes(e.memory.peak_bytes)} at the peak"),
-        ("generate", f"{_count(kernels, 'kernel')}, {_count(lines, 'line')} of {language}"),
-        ("wrap", f"{_count(len(e.wrapper.strip().splitlines()), 'line')} of Python around them"),
+        ("schedule", f"{count(len(e.decisions), 'decision')} on how a kernel runs"),
+        ("plan", f"{count(len(e.memory.steps), 'step')}, {megabytes(e.memory.peak_bytes)} at the peak"),
+        ("generate", f"{count(kernels, 'kernel')}, {count(lines, 'line')} of {language}"),
+        ("wrap", f"{count(len(e.wrapper.strip().splitlines()), 'line')} of Python around them"),
     ]
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}" + ("" if n == 1 else "s")
 
 
 # -- fusion before and after ------------------------------------------------------------------------
@@ -90,15 +87,15 @@ def fusion_picture(e: Explanation, *, caption: str) -> Picture:
     groups = {m: i for i, g in enumerate(e.groups) for m in g.members}
     after = {g.name: i for i, g in enumerate(e.groups)}
     heads = [
-        f"{when}: {_count(len(p.nodes), 'kernel')}, {megabytes(moved_bytes(p))}"
+        f"{when}: {count(len(p.nodes), 'kernel')}, {megabytes(moved_bytes(p))}"
         for when, p in (("before", e.program), ("after", e.fused))
     ]
-    layouts = [_layout(e.program), _layout(e.fused)]
+    layouts = [layout(e.program), layout(e.fused)]
     deepest = max(y for layout in layouts for _, y in layout.values())
     with style():
         fig, axes = plt.subplots(1, 2, figsize=(5.2, 0.74 * (deepest + 1) + 0.5), layout="constrained")
-        _draw_program(axes[0], e.program, layouts[0], groups, deepest)
-        _draw_program(axes[1], e.fused, layouts[1], after, deepest)
+        for ax, program, places, group in zip(axes, (e.program, e.fused), layouts, (groups, after), strict=True):
+            draw_program(ax, program, places, deepest, partial(_box, group))
         _draw_refusals(axes[0], e, layouts[0])
         for ax, head in zip(axes, heads, strict=True):
             ax.set_title(head.replace(": ", ":\n", 1), loc="center")
@@ -109,7 +106,7 @@ Places = dict[str, tuple[float, float]]
 SPREAD = 1.25  # distance of two nodes of equal depth
 
 
-def _layout(program: Program) -> Places:
+def layout(program: Program) -> Places:
     """Coordinates of each node and each input that is read: y is the depth, x separates nodes of equal depth."""
     depth: dict[str, int] = {}
     made: dict[str, int] = {}
@@ -137,39 +134,41 @@ def _layout(program: Program) -> Places:
     return places
 
 
-def _draw_program(ax: Axes, program: Program, places: Places, group: Mapping[str, int], deepest: float) -> None:
+def draw_program(
+    ax: Axes, program: Program, places: Places, deepest: float, box: Callable[[Any], tuple[str, str, dict[str, Any]]]
+) -> None:
+    """Nodes, inputs, and the bytes that go between them. `box`: node -> (text, its colour, matplotlib's bbox)."""
     writer: dict[str, str] = {}
     for node in program.nodes:
         for b in node.reads():
             start = writer.get(b, b)
-            if start in places:
+            if start in places and start != node.name:
                 _edge(ax, places[start], places[node.name], megabytes(program.buffers[b].nbytes.hint()))
         writer.update(dict.fromkeys(node.writes(), node.name))
-    outputs = sorted(program.output_buffers())
-    for b in outputs:
+    for b in sorted(program.output_buffers()):
         if b in writer:
             x, y = places[writer[b]]
             _edge(ax, (x, y), (x, y + 1.0), megabytes(program.buffers[b].nbytes.hint()))
     for node in program.nodes:
-        index = group.get(node.name)
-        colour = "#ffffff" if index is None else COLOURS[index % len(COLOURS)]
-        _box(ax, places[node.name], _node_text(node), colour, 0 if index is None else index)
+        text, ink, frame = box(node)
+        ax.text(*places[node.name], text, ha="center", va="center", fontsize=9.5, color=ink, zorder=4, bbox=frame)
     for name, place in places.items():
         if name in program.buffers and name not in {n.name for n in program.nodes}:
+            name = name if len(name) <= 14 else f"{name[:13]}…"
             ax.text(*place, name, ha="center", va="center", fontsize=9.5, style="italic", color=INK, zorder=5)
-    wide = max(abs(x) for x, _ in places.values()) + 0.7
-    wide = max(wide, 1.2)
+    wide = max(1.2, max(abs(x) for x, _ in places.values()) + 0.7)
     ax.set_xlim(-wide, wide)
-    ax.set_ylim(deepest + 1.1, -0.35)
+    ax.set_ylim(deepest + 1.15, -0.4)
     ax.axis("off")
 
 
-def _box(ax: Axes, place: tuple[float, float], text: str, colour: str, index: int) -> None:
-    """White text on the group's colour, with the group's number for readers who cannot distinguish colours."""
-    ax.text(
-        *place, text, ha="center", va="center", fontsize=9.5, color="#ffffff" if colour != "#ffffff" else INK, zorder=4,
-        bbox={"boxstyle": "round,pad=0.35", "facecolor": colour, "edgecolor": INK, "linewidth": 0.8},
-    )  # fmt: skip
+def _box(group: Mapping[str, int], node: Any) -> tuple[str, str, dict[str, Any]]:
+    """White text on the group's colour."""
+    index = group.get(node.name)
+    colour, ink = ("#ffffff", INK) if index is None else (COLOURS[index % len(COLOURS)], "#ffffff")
+    names = op_names(node)
+    text = names[0] if len(names) == 1 else textwrap.fill(", ".join(names), 15, break_long_words=False)
+    return text, ink, {"boxstyle": "round,pad=0.35", "facecolor": colour, "edgecolor": INK, "linewidth": 0.8}
 
 
 def _edge(ax: Axes, start: tuple[float, float], end: tuple[float, float], label: str) -> None:
@@ -204,11 +203,6 @@ def _draw_refusals(ax: Axes, e: Explanation, places: Places) -> None:
                 (x0 + x1) / 2 + 0.36 * (y1 - y0), (y0 + y1) / 2 - 0.16, r.reason.code, fontsize=9.5, color=COLOURS[1],
                 ha="left", va="center", zorder=6,
             )  # fmt: skip
-
-
-def _node_text(node: Any) -> str:
-    names = op_names(node)
-    return names[0] if len(names) == 1 else textwrap.fill(", ".join(names), 15, break_long_words=False)
 
 
 def op_names(node: Any) -> list[str]:
@@ -252,7 +246,7 @@ def memory_picture(plans: Mapping[str, Memory], *, caption: str) -> Picture:
         )
         for ax, (label, plan) in zip(axes[:, 0], plans.items(), strict=True):
             _memory_panel(ax, plan, top, most)
-            ax.set_title(f"{label}: peak {megabytes(plan.peak_bytes)}, {_count(plan.allocations, 'allocation')}")
+            ax.set_title(f"{label}: peak {megabytes(plan.peak_bytes)}, {count(plan.allocations, 'allocation')}")
         fig.supylabel("MB in temporary buffers", fontsize=11)
     return figure(fig, caption=caption, alt=_memory_alt(plans))
 
@@ -288,9 +282,9 @@ def _memory_alt(plans: Mapping[str, Memory]) -> str:
     for label, plan in plans.items():
         at_peak = max(plan.moments, key=lambda m: m.bytes, default=None)
         parts.append(
-            f"{label}: {_count(len(plan.moments), 'kernel')}, peak {megabytes(plan.peak_bytes)}"
+            f"{label}: {count(len(plan.moments), 'kernel')}, peak {megabytes(plan.peak_bytes)}"
             + (f" while {at_peak.label} runs" if at_peak and len(plan.moments) > 1 else "")
-            + f", {_count(plan.allocations, 'allocation')}."
+            + f", {count(plan.allocations, 'allocation')}."
         )
     return " ".join(parts)
 

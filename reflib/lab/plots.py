@@ -14,6 +14,7 @@ from reflib.lab.figures import (
     COLOURS,
     HATCHES,
     INK,
+    PLAIN,
     QUIET,
     Picture,
     figure,
@@ -94,7 +95,7 @@ def _line(ax: Axes, label: str, points: list[Row], index: int, x: str) -> None:
 def _series(rows: Rows, recorded: Rows | None, x: str, metric: str) -> dict[str, list[Row]]:
     """label -> points in order of x. Labels of recorded lines include the device."""
     groups: dict[str, list[Row]] = {}
-    elsewhere = _elsewhere(recorded, rows)
+    elsewhere = rows.elsewhere(recorded)
     for row in [*rows, *elsewhere]:
         if row.metric == metric and row.ok and x in row.at and row.value:
             groups.setdefault(_series_name(row, row in elsewhere, bool(elsewhere)), []).append(row)
@@ -112,12 +113,6 @@ def _columns(ax: Axes) -> int:
     return 2 if max(map(len, ax.get_legend_handles_labels()[1])) <= 20 else 1
 
 
-def _elsewhere(recorded: Rows | None, rows: Rows) -> Rows:
-    """The recorded rows of other devices; on the same device, fresh rows replace recorded ones."""
-    mine = {row.device for row in rows if row.ok}
-    return Rows(row for row in recorded or () if row.device not in mine)
-
-
 def nickname(device: str) -> str:
     """A device's name, short enough for a legend."""
     for word in ("NVIDIA ", "AMD Instinct ", "GeForce ", "(R)", "(TM)", " Processor", " CPU"):
@@ -127,7 +122,7 @@ def nickname(device: str) -> str:
 
 def _scales(ax: Axes, x: str, log: str) -> None:
     """Logarithmic axes with plain numbers, few enough for a phone."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     if "x" in log:
         places = {float(v) for line in ax.get_lines() for v in line.get_xdata()}  # type: ignore[arg-type,union-attr]
@@ -135,11 +130,11 @@ def _scales(ax: Axes, x: str, log: str) -> None:
         ax.set_xscale("log", base=2 if doubling else 10)
         ax.xaxis.set_major_locator(LogLocator(base=4 if doubling else 10, numticks=6))
         ax.xaxis.set_minor_formatter(NullFormatter())
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.8g}"))
+        ax.xaxis.set_major_formatter("{x:,.8g}")
     if x == "bytes":
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: short_bytes(v)))
+        ax.xaxis.set_major_formatter(lambda v, _: short_bytes(v))
     elif "x" in log:
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.6g}"))
+        ax.xaxis.set_major_formatter(PLAIN)
     if "y" in log:
         ax.set_yscale("log")
         plain_log(ax)
@@ -222,7 +217,7 @@ def bars(
     """
     import matplotlib.pyplot as plt
 
-    chosen = Rows([*rows, *_elsewhere(recorded, rows)]).where(
+    chosen = (rows + rows.elsewhere(recorded)).where(
         lambda r: r.metric == metric or (r.metric == "time" and not r.ok)
     )
     devices = [d for d in chosen.devices if any(r.ok for r in chosen.where(device=d))]
@@ -250,7 +245,7 @@ def bars(
 
 
 def _bar_panel(ax: Axes, panel: Rows, cases: list[str], log: bool) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import MaxNLocator
 
     colour = {case: COLOURS[i % len(COLOURS)] for i, case in enumerate(cases)}
     labels = [_bar_label(row) for row in panel]
@@ -285,7 +280,7 @@ def _bar_panel(ax: Axes, panel: Rows, cases: list[str], log: bool) -> None:
     else:
         ax.set_xlim(0, top * 1.25)
         ax.xaxis.set_major_locator(MaxNLocator(5))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.6g}"))
+    ax.xaxis.set_major_formatter(PLAIN)
 
 
 def _bar_names(panel: Rows) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reflib.lab.explorer import SCHEMA
 from reflib.lab.figures import COLOURS, QUIET
+from reflib.lab.moving import SCHEMA
 
 WIDTH = 430
 Lines = Mapping[str, list[tuple[float, float]]]

@@ -5,15 +5,14 @@ chart of time over the size.
 from __future__ import annotations
 
 import contextlib
-import html
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from reflib.errors import LabError
-from reflib.lab.explorer import Explorer
-from reflib.lab.figures import COLOURS, INK, QUIET, plain_log, series_style, style, to_svg
+from reflib.lab.figures import COLOURS, INK, PLAIN, QUIET, plain_log, series_style, style, to_svg
+from reflib.lab.moving import Explorer, emit
 from reflib.lab.range_spec import range_spec
 from reflib.lab.rows import Rows, short
 
@@ -137,8 +136,6 @@ def range_picture(
     """
     import matplotlib.pyplot as plt
 
-    from reflib.lab.showing import display_thing
-
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows.where(metric=metric):
         if row.ok and row.value and x in row.at:
@@ -165,20 +162,14 @@ def range_picture(
         _strip(strip, served, list(lines), tuned, [p for points in lines.values() for p, _ in points])
         strip.set_xlabel(x)
     alt = _alt(lines, served, x)
-    svg = to_svg(fig)
-    plt.close(fig)
-    head, _, rest = svg.partition(">")
-    svg = f'{head} role="img">\n <title>{html.escape(alt)}</title>{rest}'
-    found = Explorer(range_spec(lines, served, tuned, x, caption, alt), svg, alt, caption)
-    display_thing(found)
-    return found
+    return emit(range_spec(lines, served, tuned, x, caption, alt), to_svg(fig, alt))
 
 
 def _strip(
     ax: Axes, served: Sequence[tuple[int, int, str]], cases: Sequence[str], tuned: Sequence[int], xs: list[float]
 ) -> None:
     """One bar per range, from its first to its last size, in the colour of the case's line."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = min(xs), max(xs)
     for least, most, case in served:
@@ -197,7 +188,7 @@ def _strip(
     ax.yaxis.set_major_locator(NullLocator())
     ax.xaxis.set_major_locator(LogLocator(base=4, numticks=8))
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.6g}"))
+    ax.xaxis.set_major_formatter(PLAIN)
 
 
 def _alt(lines: Mapping[str, list[tuple[float, float]]], served: Sequence[tuple[int, int, str]], x: str) -> str:

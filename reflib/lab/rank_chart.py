@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reflib.errors import LabError
-from reflib.lab.explorer import GREY, Explorer
+from reflib.lab.explorer import GREY
 from reflib.lab.figures import COLOURS
-from reflib.lab.moving import Spec, moving, pick, slider, text, values
+from reflib.lab.moving import Explorer, Spec, emit, moving, pick, slider, text, values
 from reflib.lab.rows import short
-from reflib.lab.showing import display_thing
 
 SHAPES = ("circle", "square", "triangle-up", "diamond")
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 2, 2, 2])
@@ -43,9 +42,7 @@ def ranks_explorer(lines: Sequence[Mapping[str, Any]], *, caption: str) -> Explo
         alt=_alt(lines, counts, ways, conditions),
         caption=caption,
     )
-    found = Explorer(spec, "", spec["description"], caption)
-    display_thing(found)
-    return found
+    return emit(spec)
 
 
 def _key(line: Mapping[str, Any], conditions: Sequence[str]) -> str:

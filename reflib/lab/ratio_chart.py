@@ -45,10 +45,8 @@ def ratios(
     import matplotlib.pyplot as plt
 
     panels = []
-    for some, mark in ((rows, ""), (recorded or Rows(), RECORDED)):
+    for some, mark in ((rows, ""), (rows.elsewhere(recorded), RECORDED)):
         for device in some.devices:
-            if mark and device in rows.devices:
-                continue
             found = speeds(some.where(device=device), against, keys, metric)
             if found:
                 panels.append((nickname(device) + mark, found))
@@ -92,7 +90,6 @@ def predicted_plot(
 ) -> Picture | None:
     """Draw predicted and measured µs of each kind of candidate, with the diagonal."""
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     every = [p for found in points.values() for p in found]
     if not every:
@@ -109,11 +106,8 @@ def predicted_plot(
         ax.plot([low, high], [low, high], color=INK, linewidth=1, label="as predicted")
         ax.set_xscale("log")
         ax.set_yscale("log")
+        plain_log(ax, "x")
         plain_log(ax)
-        narrow = high < 100 * low
-        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if narrow else (1,), numticks=8))
-        ax.xaxis.set_minor_formatter(NullFormatter())
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.6g}"))
         ax.set_xlabel("µs, predicted")
         ax.set_ylabel("µs, measured")
         if title:

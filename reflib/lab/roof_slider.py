@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reflib.errors import LabError
-from reflib.lab.explorer import Explorer
 from reflib.lab.figures import COLOURS, QUIET
-from reflib.lab.moving import Spec, by_step, moving, slider, values
+from reflib.lab.moving import Explorer, Spec, by_step, emit, moving, slider, values
 from reflib.lab.rows import short
-from reflib.lab.showing import display_thing
 
 if TYPE_CHECKING:
     from reflib.lab.ceilings import Roofline
@@ -51,9 +49,7 @@ def roofline_slider(
         alt=_alt(roof, ["; ".join(each) for each in words]),
         caption=caption,
     )
-    found = Explorer(spec, "", spec["description"], caption)
-    display_thing(found)
-    return found
+    return emit(spec)
 
 
 def _line(roof: Roofline, index: int, v: Version) -> dict[str, Any]:

@@ -77,6 +77,13 @@ def append(records: Iterable[Mapping[str, Any]]) -> None:
         file.writelines(json.dumps(record, sort_keys=True) + "\n" for record in records)
 
 
+def record(rows: Iterable[Row]) -> Rows:
+    """The rows, appended to that file too."""
+    rows = Rows(rows)
+    append({"kind": "row", **row.to_data()} for row in rows)
+    return rows
+
+
 class Rows(tuple[Row, ...]):
     """A tuple of rows, displayed as a table, with simple queries."""
 
@@ -105,6 +112,11 @@ class Rows(tuple[Row, ...]):
     @property
     def devices(self) -> list[str]:
         return list(dict.fromkeys(row.device for row in self))
+
+    def elsewhere(self, recorded: Iterable[Row] | None) -> Rows:
+        """The recorded rows of other devices; on the same device, fresh rows replace recorded ones."""
+        mine = {row.device for row in self if row.ok}
+        return Rows(row for row in recorded or () if row.device not in mine)
 
     def __add__(self, other: Iterable[Row]) -> Rows:  # type: ignore[override]
         return Rows((*self, *other))
@@ -138,6 +150,11 @@ class Rows(tuple[Row, ...]):
 
     def _repr_html_(self) -> str:
         return html_table(*self.cells())
+
+
+def count(n: int, what: str) -> str:
+    """`1 kernel`, `2 kernels`."""
+    return f"{n} {what}" + ("" if n == 1 else "s")
 
 
 def show_number(value: float | None, spread: float | None = None) -> str:

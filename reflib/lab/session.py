@@ -47,6 +47,10 @@ class Setup:
             return values[name]
         raise AttributeError(f"no parameter {name!r}; there are {', '.join(values)}")
 
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of `setup` with which another process gets the same device, dtype and seed."""
+        return {"device": str(self.device), "dtype": str(self.dtype).removeprefix("torch."), "seed": self.seed}
+
     def __str__(self) -> str:
         chosen = {"dtype": str(self.dtype).removeprefix("torch."), "seed": self.seed}
         sizes = {k: v for k, v in self.values.items() if k not in ("device", "dtype", "seed")}

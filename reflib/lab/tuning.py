@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from reflib.errors import LabError
-from reflib.lab.measuring import share
-from reflib.lab.peers import Failure, _run_child, _signal_name
-from reflib.lab.rows import Row, Rows, append, stamp
+from reflib.lab.children import Failure, Job, run
+from reflib.lab.measuring import failed_rows, share
+from reflib.lab.rows import Row, Rows, record, stamp
 from reflib.lab.timing import Samples
 from reflib.timeline import Event, Timeline
 
@@ -86,12 +86,11 @@ def cold_starts(
     found = ColdStarts(Rows())
     with tempfile.TemporaryDirectory(prefix="reflib-cold-") as root:
         for compiler in dict.fromkeys(w["compiler"] for w in ways.values()) if share() >= 1 else ():
-            _compile(SMALL, {"compiler": compiler}, Path(root) / compiler, Path(root) / compiler, timeout_s, {})
-        folders = {label: Path(root) / str(i) for i, label in enumerate(ways)}
+            _compile(SMALL, {"compiler": compiler}, Path(root) / compiler, timeout_s, {})
         for label, way in ways.items():
-            caches = folders[way["again"]] if "again" in way else folders[label]
-            found = _joined(found, name, label, _compile(source, way, folders[label], caches, timeout_s, arguments))
-    append({"kind": "row", **row.to_data()} for row in (*found.rows, *found.calls, *found.service))
+            caches = Path(root) / str(list(ways).index(way.get("again", label)))
+            found = _joined(found, name, label, _compile(source, way, caches, timeout_s, arguments))
+    record((*found.rows, *found.calls, *found.service))
     return found
 
 
@@ -106,41 +105,20 @@ def _check(ways: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _compile(
-    source: str, way: Mapping[str, Any], folder: Path, caches: Path, timeout_s: float, arguments: Mapping[str, Any]
-) -> dict[str, Any] | Failure:
+    source: str, way: Mapping[str, Any], caches: Path, timeout_s: float, arguments: Mapping[str, Any]
+) -> Job | Failure:
     """The child's result, or a Failure."""
-    from reflib.lab.session import current
-
-    here = current()
-    folder.mkdir()
-    job = {
-        "way": dict(way), "arguments": dict(arguments), "caches": str(caches), "device": str(here.device),
-        "dtype": str(here.dtype).removeprefix("torch."), "seed": here.seed, "timeout_s": timeout_s,
-    }  # fmt: skip
-    (folder / "cold_program.py").write_text(source, encoding="utf-8")
-    (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-    code, errors = _run_child(str(folder), timeout_s, CHILD)
-    result = folder / "result.json"
-    if code is None or not result.exists():
-        return _ended(code, errors, timeout_s)
-    data: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-    return data if "first" in data else Failure(data["status"], data["note"])
+    job = {"way": dict(way), "arguments": dict(arguments), "caches": str(caches), "timeout_s": timeout_s,
+           "environment": way.get("environment", {})}  # fmt: skip
+    found, why = run(CHILD, job, {"cold_program.py": source}, timeout_s)
+    return (*found, why)[0]
 
 
-def _ended(code: int | None, errors: str, timeout_s: float) -> Failure:
-    """The Failure for a missing result."""
-    if code is None:
-        return Failure("timed out", f"after {timeout_s:g} s")
-    last = errors.strip().splitlines()[-1:] or [""]
-    return Failure("crashed", _signal_name(-code) if code < 0 else f"exit code {code} {last[0][:120]}".strip())
-
-
-def _joined(found: ColdStarts, name: str, label: str, data: dict[str, Any] | Failure) -> ColdStarts:
+def _joined(found: ColdStarts, name: str, label: str, data: Job | Failure) -> ColdStarts:
     """``found`` extended by one way."""
     shared: dict[str, Any] = {"name": name, "case": label, "cache": "cold start", **stamp()}
     if isinstance(data, Failure):
-        failed = Row(metric="time", value=None, unit="µs", status=data.status, note=data.note, **shared)
-        return replace(found, rows=found.rows + [failed])
+        return replace(found, rows=found.rows + failed_rows(data, shared))
     events = Timeline(Event(**e) for e in data["events"])
     one = {**shared, "name": f"{name}, calls", "metric": "time", "unit": "µs", "cache": "", "clock": "wall"}
     seen = {**shared, "name": f"{name}, service", "cache": "", "clock": "wall"}

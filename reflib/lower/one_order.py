@@ -1,7 +1,7 @@
 """``Options.batch_invariant``: a row's result has the same bits however many rows a call has, and in every run.
 
-**Why it has not.** A sum of floats depends on the order of its additions, and who computes many rows may choose another
-order than who computes few:
+**Why it has not otherwise.** A sum of floats depends on the order of its additions, and kernels for many rows may add
+in another order than kernels for few:
 
 * **Matrix products**: cuBLAS, MKL and oneDNN choose algorithm, tiles and split-K by size, and have a path for vectors;
   so do our tilings, decompose-K and padding, which are ranked or measured. Here: kernels of our own, with one tiling

@@ -5,7 +5,7 @@ Found by schema: the same arguments, then one that is written to per result (``t
 own ops only those count that have a kernel for it on the device: the others are generated, compute new tensors and copy
 them. An op of the user's says so itself (``torch.Tag.out``); that it returns what it was given is checked at each call.
 
-Not for results whose sizes only the call tells or that nobody uses, lists of tensors, or random ops.
+Not for results that are unused or whose sizes only the call tells, lists of tensors, or random ops.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def out_variant(cx: LoweringContext, target: Any, fakes: list[Any]) -> tuple[Any
     if not all(isinstance(f, torch.Tensor) and f.layout is torch.strided and f.device.type in _KEYS for f in fakes):
         return None
     op = overload(target, fakes[0].device.type)
-    whole = len(used_results(cx, fakes)) == len(fakes)  # (what nobody uses may not be as its meta function says)
+    whole = len(used_results(cx, fakes)) == len(fakes)  # (an unused one may not be as its meta function says)
     if op is None or not whole or any(_unknown(cx, f) for f in fakes) or _has_function(cx, target):
         return None
     names, s = tuple(a.name for a in op._schema.arguments if a.is_out), cx.low.symbols

@@ -207,7 +207,7 @@ def work(program: Program, node: Node) -> tuple[int, int]:
         for s in loops.body:
             if isinstance(s, Store):
                 written[s.buffer] = written.get(s.buffer, 0) + _points(loops, s)
-            elif isinstance(s, Load) and s.buffer not in written:  # what it wrote itself may still be at hand
+            elif isinstance(s, Load) and s.buffer not in written:  # what it wrote itself may still be in a cache
                 read[s.buffer] = read.get(s.buffer, 0) + _points(loops, s)
         if isinstance(part, Template):
             b, m, n, k = (e.hint() for e in part.sizes)

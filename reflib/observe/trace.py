@@ -164,7 +164,7 @@ class Traced:
 
 
 class _Kept(tracing.Recorder):
-    """Events that are kept, for one who looks at them at once."""
+    """Events that are kept in memory, for a caller that reads them at once."""
 
     def __init__(self) -> None:
         super().__init__(Path())

@@ -23,7 +23,7 @@ files from people you trust, or name the file's digest (``sha256=``: any other f
 
 Weights are read through a private mapping: processes share its pages, and writing to a view changes neither the file
 nor another process. The file must not shrink while it is mapped: the system ends a process that reads missing pages
-(SIGBUS). ``write`` never shrinks a file: it renames a new one into place. Somebody who writes into the file itself
+(SIGBUS). ``write`` never shrinks a file: it renames a new one into place. Writing into the file itself
 changes mapped weights, but never code: its digest is checked on the copy that is unpacked. With ``sha256=`` nothing is
 mapped: the file is read once, and what was hashed is what is used.
 
@@ -197,7 +197,7 @@ class Archive:
         return found if is_weights(name) else memoryview(self._unpacked(e, bytes(found)))
 
     def _unpacked(self, e: Entry, packed: bytes) -> bytes:
-        """``packed`` is a copy: nobody changes it between the check and the use."""
+        """``packed`` is a copy: it cannot change between the check and the use."""
         if hashlib.sha256(packed).hexdigest() != e.sha256:
             raise _altered(self.path, e)
         try:

@@ -1,6 +1,6 @@
 """What a manifest says must fit together, and fit its file: checked when a package is read, and before it is written.
 
-The digests say that a manifest is as somebody wrote it, not that reflib did. So each value has its declared type, names
+The digests prove that a manifest is unchanged, not that reflib wrote it. So each value has its declared type, names
 that become parts of paths, of C and of CMake are plain words (both by ``manifest.read``), and ``check`` holds the rest:
 references lead somewhere, weights lie within their member, and nothing is so long that work which is not linear in it
 takes minutes.

@@ -12,7 +12,7 @@ program has two calls, and what stands between them runs while data moves. Three
   wait, with what follows from it, only when nothing else is ready. At most ``PENDING`` bytes of results wait at a time:
   else the gathers of a model whose weights are sharded would all start at once, and hold the whole model.
 
-A result that nobody waits for in the graph (its wait is in another, such as the backward) is waited for where it is
+A result without a wait in the graph (its wait is in another, such as the backward) is waited for where it is
 started: what it reads is then as safe as any other call's arguments.
 
 NB: TorchInductor moves starts and waits over a scheduled list of kernels, by estimated times and memory
@@ -78,7 +78,7 @@ def start(cx: LoweringContext, *args: Any, **kwargs: Any) -> Any:
 
 def _contiguous(cx: LoweringContext, fake: torch.Tensor) -> torch.Tensor:
     """The result as it will be: contiguous. (Meta functions say so of most, but not of all: and what is copied into the
-    layout that they promise must not be what is still on its way.)"""
+    layout that they state must not be a result that is not complete yet.)"""
     s = cx.low.symbols
     return fake if s.exprs(fake.stride()) == contiguous_strides(s.exprs(fake.shape)) else fake.contiguous()
 

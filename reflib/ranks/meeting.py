@@ -1,6 +1,6 @@
-"""A meeting: each rank of a process group says one thing, and hears what follows from all of it.
+"""A meeting: each rank of a process group sends one value, and gets what the first rank concludes from all.
 
-It goes through the group's store and not through a collective, which would wait for ever, or mix up data, where a rank
+It goes through the group's store and not through a collective, which would hang, or mix up data, where a rank
 does something else. Each rank writes its words; the group's first rank reads them all and writes what follows, which
 the others read: for N ranks N values, each read once, and one that is read N times.
 
@@ -47,7 +47,7 @@ class Meeting:
             raise RanksError(f"rank {self.group.rank()} cannot write to the process group's store: {e}") from e
 
     def hear(self, conclude: Callable[[list[Any]], Any]) -> Any:
-        """What ``conclude`` makes, on the first rank, of all ranks' words in order. Its error is everybody's."""
+        """What ``conclude`` makes, on the first rank, of all ranks' words in order. Its error is raised on all."""
         if self.group.rank() != 0:
             return self._verdict()
         try:

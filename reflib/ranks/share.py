@@ -5,12 +5,12 @@ of the device, versions), a **claim** and, once it is decided, the outcome. The 
 rank i modulo their number, which claims it at once and has it measured. When a rank needs an answer
 
 * it is there: it is taken, and kept in this rank's own table of decisions;
-* nobody has claimed it (another program, other devices, a rank that is late): this rank claims it and measures;
-* another rank is at it: this one asks again, more and more rarely. A rank that measures counts its **beats** in the
+* no rank has claimed it (another program, other devices, a rank that is late): this rank claims it and measures;
+* another rank measures it: this one polls, at growing intervals. A rank that measures counts its **beats** in the
   store; one whose beats have stopped for STALE seconds has failed, and its claim is taken over. After
-  ``tuning_seconds`` this rank measures for itself.
+  ``tuning_seconds`` this rank measures it too.
 
-Nobody waits for a rank that does not come, and ranks need not run the same program. Claims are made by one atomic
+No rank waits for one that does not come, and ranks need not run the same program. Claims are made by one atomic
 operation of the store (``compare_set``). The rules are generators of store requests, so that the simulation
 (``simulate``) runs the same with a thousand ranks and a clock of its own. How kernels are launched is not shared.
 """

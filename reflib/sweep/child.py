@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from reflib.lab.cold_child import own_caches
+from reflib.lab.children import own_caches
 
 Job = dict[str, Any]
 WINDOWS, ROUNDS, SECONDS = 3, 5, 0.15  # per clock
@@ -224,7 +224,7 @@ def eager(module: Any) -> Compiled:
 
 
 def reflib_default(module: Any) -> Compiled:
-    """``reflib.compile`` as it comes, with an eye on what it generates."""
+    """``reflib.compile`` with default options; its stages are kept."""
     import torch
 
     from reflib.fast_path import add_fast_path

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from reflib.errors import LabError
@@ -33,9 +32,9 @@ def models(file: str = "") -> tuple[Model, ...]:
         from reflib.sweep.registry import MODELS
 
         return MODELS
-    from reflib.lab.peer_child import load
+    from reflib.worker import import_file
 
-    found = tuple(getattr(load(Path(file)), "MODELS", ()))
+    found = tuple(getattr(import_file(file), "MODELS", ()))
     if not found or not all(isinstance(m, Model) for m in found):
         raise LabError(f"{file}: expected MODELS = [reflib.sweep.Model(...), ...]")
     return found

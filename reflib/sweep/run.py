@@ -25,12 +25,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from reflib.errors import LabError
-from reflib.lab import machine, peers, recording
+from reflib.lab import machine, recording
+from reflib.lab.children import crash
 from reflib.lab.executing import ended_by_sigterm
 from reflib.lab.rows import Row, Rows
 from reflib.sweep import report
@@ -182,9 +183,7 @@ class Child:
                 return {"status": "timed out", "note": f"after {limit:g} s", "values": {}}
             if code == 0 and (here / "result.json").exists():
                 return dict(json.loads((here / "result.json").read_text(encoding="utf-8")))
-            last = (here / "stderr").read_text(errors="replace").strip().splitlines()[-1:] or [""]
-            why = peers._signal_name(-code) if code < 0 else f"exit code {code} {last[0][:120]}".strip()
-            return {"status": "crashed", "note": why, "values": {}}
+            return {**asdict(crash(code, (here / "stderr").read_text(errors="replace"))), "values": {}}
         finally:
             self.end()
 

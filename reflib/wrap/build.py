@@ -38,7 +38,7 @@ from .zeros import zeros
 def wrap_cpp(
     program: Program, plan: Plan, kernels: Kernels, options: Options, built: Built
 ) -> tuple[str, Wrapped] | None:
-    """The wrapper in C++; None where ``wrapper="auto"`` has to do without. Raises ToolchainError or GenerateError where
+    """The wrapper in C++; None where ``wrapper="auto"`` falls back. Raises ToolchainError or GenerateError where
     C++ was asked for and there is no compiler, or no C++ type for something in the program."""
     if not in_cpp(options):
         return None

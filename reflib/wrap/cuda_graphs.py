@@ -9,13 +9,13 @@ writes the same addresses at every replay. So each input is one of
   graph writes to, and those in a recording's memory, are never copied: each address has a recording.
 
 Outputs are in memory of the recording's own, which the next replay writes over. So a recording is replayed only if
-nobody holds what it returned last (the count of users of the storages says so); else another one is made, at most
+no reference is left to what it returned last (by the storages' use counts); else another one is made, at most
 ``RECORDINGS`` for a *signature*: the sizes and numbers among the inputs, and the stream. An output that is an input, or
 a view of one, is made of the call's own input. Results are eager's then, whatever the caller keeps or passes.
 
 A call that no recording fits runs as without this option, and ``REFLIB_LOGS=cuda_graphs`` says why: one of the first
 calls (a kernel is loaded by its first launch, which cannot be recorded), more than ``RECORDINGS``, tuning that has not
-ended, a caller who records a graph. A graph that communicates, has work on a CPU, or a call that cannot be recorded (it
+ended, a caller recording a graph. A graph that communicates, has work on a CPU, or a call that cannot be recorded (it
 waits for the GPU, or is tagged ``cudagraph_unsafe``) is never recorded.
 
 NB: TorchInductor lets recordings share memory in a tree of what followed what, copies out what is still alive, and cuts

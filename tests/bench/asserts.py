@@ -9,7 +9,6 @@ default where that is under 1.02.
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 import reflib
+from reflib.lab.ratio_chart import geometric_mean
 from reflib.timing import Graphs, graph_sampler, interleave, side_stream
 
 Case = tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]]
@@ -41,7 +41,7 @@ def measure(rounds: int) -> None:
     ratios: list[float] = []
     with side_stream(torch.device("cuda", 0)):
         compare(rounds, ratios)
-    print(f"geometric mean {math.exp(sum(map(math.log, ratios)) / len(ratios)):.3f}, greatest {max(ratios):.3f}")
+    print(f"geometric mean {geometric_mean(ratios):.3f}, greatest {max(ratios):.3f}")
 
 
 def compare(rounds: int, ratios: list[float]) -> None:

@@ -2,8 +2,8 @@
 
     python -m tests.bench.flex --out DIR [--all] [--only causal] [--shape 4,16,16,4096,64] [--sweep]
 
-Writes DIR/flex.json and prints a table. Times are of the GPU, by events around calls that are queued ahead, in
-rounds of all contenders: the median, and the spread of the middle half. ``--sweep``: reflib alone, each tiling
+Writes DIR/flex.json and prints a table. Times are of the GPU, by events around many calls, in rounds of all
+contenders: the median, and the spread of the middle half. ``--sweep``: reflib alone, each tiling
 instead of the default.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import statistics
 import types
 from collections.abc import Callable, Iterator
@@ -24,13 +25,14 @@ import torch._functorch.config
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from reflib.pipeline import dynamo_backend
+from reflib.timing import event_sampler, interleave
 
 # B, H, heads of keys, S, D
 SHAPES = [(4, 16, 16, 4096, 64), (4, 16, 16, 4096, 128), (1, 32, 32, 8192, 128), (8, 32, 8, 2048, 128)]
 WINDOW = 1024
 BACKENDS: dict[str, Any] = {"reflib": dynamo_backend, "inductor": "inductor"}
 _serial = itertools.count()
-ROUNDS, SECONDS = 7, 0.02  # of one round, of one contender
+ROUNDS = 7
 
 
 def causal(b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -144,30 +146,6 @@ class Problem:
         return out.detach(), torch.autograd.grad(out, q, g)[0]
 
 
-def rounds(runs: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
-    """Microseconds per call, ROUNDS of each."""
-    counts, times = {}, {name: list[float]() for name in runs}
-    for name, run in runs.items():
-        for _ in range(3):
-            run()
-        counts[name] = max(3, min(200, int(SECONDS / max(1e-6, _time(run, 3) * 1e-6))))
-    for _ in range(ROUNDS):
-        for name, run in runs.items():
-            times[name].append(_time(run, counts[name]))
-    return times
-
-
-def _time(run: Callable[[], Any], count: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(2_000_000)  # about 1 ms, in which calls are queued
-    start.record()
-    for _ in range(count):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3 / count
-
-
 def measure(p: Problem, sweep: bool) -> list[Row]:
     forward, backward, errors = {}, {}, {}
     notes: dict[str, str] = {}
@@ -186,8 +164,9 @@ def measure(p: Problem, sweep: bool) -> list[Row]:
             notes[name] = f"{type(e).__name__}: {str(e).splitlines()[0][:100]}"
     rows = []
     for i, (phase, runs) in enumerate({"forward": forward, "backward": backward}.items()):
-        for name, times in rounds(runs).items():
-            us, (low, _, high) = statistics.median(times), statistics.quantiles(times, n=4)
+        samplers = {name: event_sampler(run) for name, run in runs.items()}
+        for name, seconds in interleave(samplers, ROUNDS, math.inf).items():
+            low, us, high = (s * 1e6 for s in statistics.quantiles(seconds, n=4))
             flops = p.flops[phase] / us * 1e-6
             rows.append(Row(p.kind, p.shape, phase, name, us, (high - low) / us, flops, errors[name][i]))
     return rows + [Row(p.kind, p.shape, "", n, 0, 0, 0, 0, why) for n, why in notes.items()]

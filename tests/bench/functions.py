@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from reflib.lab.ratio_chart import geometric_mean
 from reflib.sweep import Model
 
 COPY_GBPS = 4282.0  # of an H200, read and written (PEERS)
@@ -201,10 +202,6 @@ def moved(named: Model, itemsize: int) -> dict[str, float]:
     return {"inference": read + written, "training": 2 * (read + written) + read}
 
 
-def geomean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else float("nan")
-
-
 def main(path: str) -> None:
     times: dict[tuple[str, str], dict[str, float]] = {}
     for line in Path(path).read_text(encoding="utf-8").splitlines():
@@ -224,7 +221,7 @@ def main(path: str) -> None:
                 rows.append((by["TorchInductor"] / by["reflib"], share, name, by))
         for ratio, share, name, by in sorted(rows, key=lambda r: r[0]):
             print(f"{mode:10} {name:32} {ratio:5.2f} {share:5.0%}  {by}")
-        print(f"{mode}: {len(rows)} functions, TorchInductor/reflib {geomean([r[0] for r in rows]):.2f}")
+        print(f"{mode}: {len(rows)} functions, TorchInductor/reflib {geometric_mean([r[0] for r in rows]):.2f}")
 
 
 if __name__ == "__main__":

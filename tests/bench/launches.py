@@ -16,9 +16,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import gzip
-import importlib.util
 import json
-import math
 import multiprocessing
 import os
 import random
@@ -34,8 +32,10 @@ import torch.nn.functional as F
 import reflib
 from reflib.generate.triton import generate_triton
 from reflib.ir.program import kernel_variants
+from reflib.lab.ratio_chart import geometric_mean
 from reflib.schedule.configs import every, few, name_of
 from reflib.target import parse_target
+from tests.loading import load_file
 
 POINTS = 2**24  # of a function's main tensor
 MOST = 40  # launches per kernel
@@ -153,10 +153,7 @@ def worker(rows: list[tuple[int, Row]], folder: str, lock: Path, results: Path, 
 def time_one(i: int, row: Row, folder: str, tensors: dict[tuple[str, int], torch.Tensor], alone: Any) -> float:
     path = Path(folder, f"k{i}.py")
     path.write_text(row["source"], encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_file(path)
     args = [buffer(tensors, dtype, k, size) for k, (dtype, size) in enumerate(row["buffers"])]
 
     def launch() -> None:
@@ -208,7 +205,7 @@ def report(file: Path, results: Path) -> None:
             others = "; ".join(f"{r['us']:.1f} ({r['launch']})" for r in best[:3])
             print(f"{ratios[-1]:.2f}  {name:50} {chosen['us']:7.1f} us ({chosen['launch']}) | {others}")
     if ratios:
-        means = [math.exp(sum(map(math.log, each)) / len(each)) for each in (ratios, tuned)]
+        means = [geometric_mean(each) for each in (ratios, tuned)]
         print(f"{len(ratios)} kernels: the heuristics' launch takes {means[0]:.3f} times the best one's time, "
               f"the best of those that are measured {means[1]:.3f}")  # fmt: skip
 

@@ -3,8 +3,8 @@
     python -m tests.bench.products --out products.json [--seconds 1500] [--only int4] [--who reflib,eager] [--list]
 
 beside eager and TorchInductor's ``max-autotune``. ``reflib`` takes the static choice, ``reflib tuned`` measures. Each
-contender's calls, on several copies of the weights so that these come from memory, are one CUDA graph; what cannot be
-captured is timed as calls. Rows: microseconds per call, the median of rounds that alternate between contenders, and
+contender's calls, on several copies of the weights so that these come from memory, are a CUDA graph; what cannot be
+captured is timed by events. Rows: microseconds per call, the median of rounds that alternate between contenders, and
 the spread of the middle half. Written after every case; cases that are there already are not run again, so a run that
 was ended (``--seconds``: no case begins later) is continued by the same command.
 """
@@ -14,20 +14,22 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import statistics
 import time
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from reflib.lab.timing import Sampler, make_sampler
 from reflib.options import Options
 from reflib.pipeline import Backend, Stages
+from reflib.timing import interleave, turning
 
 Call = Callable[..., torch.Tensor]
 ROWS = (16, 1, 64, 256, 8)
@@ -35,7 +37,7 @@ LAYERS = ((8192, 1280), (1024, 8192), (8192, 7168), (3584, 8192))  # K, N of Lla
 SCALED = ((4096, 7168, 8192), (256, 8192, 3584), (16, 1280, 8192))  # M, N, K
 GROUP = 128  # weights of 4 bits per scale
 FROM_MEMORY = 2**28  # bytes of weights in all copies: five times an H200's L2
-ROUNDS, SECONDS = 9, 0.02  # of one round, of one contender
+ROUNDS = 9
 WHO = ("eager", "inductor", "reflib", "reflib tuned")
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 _serial = itertools.count()
@@ -161,7 +163,7 @@ def contender(who: str, fn: Call, seen: list[Stages]) -> Call:
 
 @dataclass
 class Row:
-    """``us``: per call; ``error``: against float32 operands, relative to the largest value; ``how``: graph or calls."""
+    """``us``: per call; ``error``: against float32 operands, relative to the largest value; ``how``: the clock."""
 
     section: str
     case: str
@@ -183,7 +185,7 @@ def measure(c: Case, who: list[str], device: str) -> Iterator[Row]:
     sets = [c.make(device) for _ in range(count)]
     want = reference(c, sets[0])
     rows: dict[str, Row] = {}
-    runs: dict[str, tuple[Callable[[], Any], int]] = {}
+    samplers: dict[str, Sampler] = {}
     for name in who:
         row = rows[name] = Row(c.section, c.name, name)
         try:
@@ -192,14 +194,14 @@ def measure(c: Case, who: list[str], device: str) -> Iterator[Row]:
             got = f(*sets[0])
             row.compile_s = time.perf_counter() - begun
             row.error = float((got.float() - want).abs().max() / want.abs().max())
-            row.how, runs[name] = captured(f, sets) if device == "cuda" else ("calls", (partial(f, *sets[0]), 1))
+            calls = turning(lambda args, f=f: f(*args), sets)  # type: ignore[misc]
+            samplers[name], row.how, _ = make_sampler(calls, "auto", "warm", torch.device(device))
             row.chosen = [str(d.winner) for s in seen for d in s.decisions if d.op]
         except Exception as e:
             row.note = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:160]}"
-    for name, times in rounds(runs, device).items():
-        low, _, high = statistics.quantiles(times, n=4)
-        row = rows[name]
-        row.us = statistics.median(times)
+    for name, seconds in interleave(samplers, ROUNDS, math.inf).items():
+        low, median, high = (s * 1e6 for s in statistics.quantiles(seconds, n=4))
+        row, row.us = rows[name], median
         row.spread, row.gb_s, row.tflops = (high - low) / row.us, c.moved / row.us * 1e-3, c.flops / row.us * 1e-6
     yield from rows.values()
 
@@ -218,58 +220,6 @@ def reference(c: Case, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
             return torch.stack([x[p].float().t() @ w[p].float() for p in parts])
         return torch.cat([x[p].float() @ w[g].float() for g, p in enumerate(parts)])
     return c.fn(*(a.float() if a.is_floating_point() else a for a in args))
-
-
-def captured(f: Call, sets: list[tuple[torch.Tensor, ...]]) -> tuple[str, tuple[Callable[[], Any], int]]:
-    """One graph of a call on each set of arguments; the calls themselves where that cannot be captured."""
-
-    def calls() -> None:
-        for args in sets:
-            f(*args)
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            calls()
-    torch.cuda.synchronize()
-    try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            calls()
-    except Exception:  # it waits for the device, say
-        torch.cuda.synchronize()
-        return "calls", (calls, len(sets))
-    return "graph", (lambda: (graph.replay(), f)[0], len(sets))  # (the kernels live as long as what compiled them)
-
-
-def rounds(runs: dict[str, tuple[Callable[[], Any], int]], device: str) -> dict[str, list[float]]:
-    """Microseconds per call, ROUNDS of each."""
-    seconds = {name: _time(run, 3, device) for name, (run, _) in runs.items()}
-    counts = {name: max(2, min(200, int(SECONDS / max(1e-6, s)))) for name, s in seconds.items()}
-    times = {name: list[float]() for name in runs}
-    for _ in range(ROUNDS):
-        for name, (run, calls) in runs.items():
-            times[name].append(_time(run, counts[name], device) * 1e6 / calls)
-    return times
-
-
-def _time(run: Callable[[], Any], count: int, device: str) -> float:
-    """Seconds of one run."""
-    run()
-    if device != "cuda":
-        begun = time.perf_counter()
-        for _ in range(count):
-            run()
-        return (time.perf_counter() - begun) / count
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(2_000_000)  # about 1 ms, in which runs are queued
-    start.record()
-    for _ in range(count):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e-3 / count
 
 
 # -- the run ----------------------------------------------------------------------------------------

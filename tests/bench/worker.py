@@ -14,6 +14,7 @@ import torch._functorch.config
 
 from reflib.lab.machine import describe
 from reflib.lab.measuring import time_cases
+from reflib.lab.peak_memory import peak_bytes
 from reflib.lab.rivals import own_copy
 from reflib.lab.timing import Samples
 
@@ -248,14 +249,4 @@ def _peak(fn: Callable[..., Any], net: torch.nn.Module, x: torch.Tensor, device:
         step()
     net.zero_grad(set_to_none=True)
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        step()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as prof:
-        step()
-    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
-    events.sort(key=lambda e: e.start_ns())
-    return max(itertools.accumulate(e.nbytes() for e in events), default=0)
+    return peak_bytes(step, device)

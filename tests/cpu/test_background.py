@@ -20,15 +20,7 @@ from reflib.pipeline import tunings
 from tests.processes import python, soon
 
 Tensor = torch.Tensor
-
-
-@pytest.fixture(autouse=True)
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of its own: nothing is known."""
-    monkeypatch.setenv("REFLIB_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("REFLIB_CACHE_DECISIONS", raising=False)
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("kept")  # nothing is known
 
 
 def background(fn: Any, **options: Any) -> Any:

@@ -17,10 +17,8 @@ from reflib.errors import CacheError
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    path = tmp_path / "cache"
-    monkeypatch.setenv("REFLIB_CACHE_DIR", str(path))
-    return path
+def folder(fresh_cache):
+    return fresh_cache
 
 
 def test_what_was_put_is_found_and_the_folder_is_private(folder):

@@ -11,6 +11,7 @@ from reflib import lab
 from reflib.errors import LabError
 from reflib.ir.decision import Candidate, Decision, Key
 from reflib.lab import explorer, ratio_chart
+from reflib.lab.moving import MIME
 from reflib.lab.rows import ROWS_FILE, Row, Rows
 
 SPLIT = "triton split 16x32x128 w2 s5 splits 64+32"
@@ -60,8 +61,8 @@ def test_the_figure_is_of_the_fastest_and_the_default():
 def test_the_figure_has_a_form_for_every_reader(capsys):
     found = lab.explore(sweep(), caption="A caption.")
     bundle = found._repr_mimebundle_()
-    assert set(bundle) == {explorer.MIME, "image/svg+xml", "text/plain"}
-    json.dumps(bundle[explorer.MIME])
+    assert set(bundle) == {MIME, "image/svg+xml", "text/plain"}
+    json.dumps(bundle[MIME])
     assert found.alt == found.spec["description"] and found.spec["usermeta"]["caption"] == "A caption."
     assert f"32 x 32 x 16384: {SPLIT}, 4.00 µs, 1.50 times as fast" in found.alt
     assert bundle["image/svg+xml"].startswith("<svg") and "<title>Shapes" in bundle["image/svg+xml"]
@@ -114,6 +115,7 @@ def make(device, dtype, n):
 """
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_a_peer_walks_on_after_it_died_at_one_place():
     places = [{"n": n} for n in (1, 2, 3, 4)]
     rows = lab.measure_peer("t", "peer", PEER, places, rounds=5, budget_s=0.05, timeout_s=120)
@@ -121,6 +123,7 @@ def test_a_peer_walks_on_after_it_died_at_one_place():
     assert [r.at["n"] for r in rows] == [1, 2, 3, 4] and "own process" in rows[0].note
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_a_peer_that_hangs_is_out_of_time():
-    rows = lab.measure_peer("t", "peer", PEER, [{"n": 5}, {"n": 1}], rounds=5, budget_s=0.05, timeout_s=8)
+    rows = lab.measure_peer("t", "peer", PEER, [{"n": 5}, {"n": 1}], rounds=5, budget_s=0.05, timeout_s=3)
     assert [r.status for r in rows] == ["timed out", "timed out"]

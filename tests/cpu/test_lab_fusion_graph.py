@@ -9,7 +9,7 @@ import torch
 
 import reflib
 from reflib import lab
-from reflib.lab.fusion_chart import MIME
+from reflib.lab.moving import MIME
 
 
 def f(x, w):

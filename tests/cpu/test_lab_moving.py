@@ -11,7 +11,7 @@ from reflib import lab
 from reflib.errors import LabError
 from reflib.lab import moving, roof_slider
 from reflib.lab.ceilings import Roofline
-from reflib.lab.explorer import MIME
+from reflib.lab.moving import MIME
 from reflib.plan.memory import Change, Memory
 
 ROOF = Roofline("a device", bandwidth=1000.0, flops=100.0, launch=5.0, dtype="float32")

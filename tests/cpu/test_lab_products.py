@@ -55,7 +55,6 @@ def test_a_loss_is_a_claim_that_fails(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize("bits", [32, 8, 4])
 def test_loops_over_weights(bits: int) -> None:
-    torch.manual_seed(0)
     x, scale = torch.randn(1, 48), torch.rand(20) + 0.5
     limit = 1 << bits - 1
     q = torch.randn(48, 20) if bits == 32 else torch.randint(-limit, limit, (48, 20), dtype=torch.int8)

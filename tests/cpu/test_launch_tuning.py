@@ -219,14 +219,6 @@ def test_sizes_in_tables_are_those_traced(measured: Asked) -> None:
     assert again.winner == d.winner and len(measured) == 1
 
 
-@pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An empty store that counts."""
-    monkeypatch.setenv("REFLIB_CACHE_DECISIONS", "1")
-    monkeypatch.setenv("REFLIB_CACHE_DIR", str(tmp_path / "cache"))
-    return store()
-
-
 def test_decisions_are_kept_exported_and_imported(measured: Asked, kept: Any, tmp_path: Path,
                                                   monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     (d,) = compiled(softmax, ROWS, cache_decisions=True).decisions

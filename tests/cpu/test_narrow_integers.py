@@ -10,7 +10,6 @@ from narrow_chains import DTYPES, chain, operands
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_chains(dtype: torch.dtype) -> None:
-    torch._dynamo.reset()
     fns = [chain(seed, dtype) for seed in range(12)]
     x, y = operands(0, dtype)
     got = torch.compile(lambda x, y: [fn(x, y) for fn in fns], backend="reflib")(x, y)

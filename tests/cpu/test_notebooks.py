@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import nbformat
+import papermill
 import pytest
 
 from reflib.lab import notebook as nb
@@ -34,7 +35,7 @@ def test_it_is_as_the_writer_writes_it(path: Path) -> None:
 
 @each
 def test_its_parameters_can_be_set(path: Path) -> None:
-    declared = runner.declared_parameters(path)
+    declared = papermill.inspect_notebook(str(path))
     assert declared["device"]["default"] == '"auto"'
     assert all(p["help"] for p in declared.values()), "each parameter has a comment that helps"
 

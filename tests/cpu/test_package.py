@@ -25,11 +25,6 @@ Tensor = torch.Tensor
 close = torch.testing.assert_close
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(5)
-
-
 class Small(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import reflib
-from reflib.autotune.store import Outcome, store
+from reflib.autotune.store import Outcome
 from reflib.ir.decision import Candidate, Key
 from reflib.models import arch_of
 from reflib.package import archive, manifest
@@ -58,14 +58,6 @@ def products(variant: manifest.PackagedVariant) -> list[manifest.Kernel]:
 def decided(target: str, f: Any = None, args: Any = (X,), **options: Any) -> Any:
     e = reflib.explain(f or Layer(), *args, target=target, dynamic=False, **options)
     return next(d for d in e.decisions if d.op)
-
-
-@pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An empty store that counts."""
-    monkeypatch.setenv("REFLIB_CACHE_DECISIONS", "1")
-    monkeypatch.setenv("REFLIB_CACHE_DIR", str(tmp_path / "cache"))
-    return store()
 
 
 def measured(device: str, winner: str, date: str = "2026-07-01T00:00:00+00:00", **more: str) -> tuple[str, Any, Any]:

@@ -325,7 +325,6 @@ class Calls(torch.nn.Module):
 
 @pytest.mark.slow
 def test_a_model_that_calls_aten(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     package = reflib.aot_compile(Calls(), (torch.randn(8, 16),), tmp_path / "calls it.reflib", "cpu")
     x = torch.randn(8, 16)
     got = build_and_run(package, tmp_path / "project", [x])

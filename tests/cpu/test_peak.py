@@ -81,7 +81,6 @@ def test_small_programs_and_those_with_nothing_at_stake_stay_as_they_are(budget:
 
 
 def test_gradients_are_eagers() -> None:
-    torch.manual_seed(0)
     x, model = torch.randn(70, 40), Model(40, 3)
     want = torch.autograd.grad(model(x), list(model.parameters()))
     found: list[bool] = []

@@ -155,7 +155,6 @@ def test_the_page_says_what_the_compiler_did(made: Any) -> None:
 
 
 def test_its_numbers_are_explains(made: Any) -> None:
-    torch.manual_seed(0)
     namespace: dict[str, Any] = {}
     exec(compile(MODEL, "model.py", "exec"), namespace)
     model, args, kwargs = namespace["make"]()
@@ -360,7 +359,7 @@ def test_random_numbers_are_no_mistake(folder: Path) -> None:
 
 
 def test_a_peer_that_crashes_is_a_row(made: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reflib.lab.peers._run_child", lambda *_, **__: (-11, ""))
+    monkeypatch.setattr("reflib.lab.children._run_child", lambda *_, **__: (-11, ""))
     row = trial._peer("inductor", ReportRequest(f"{folder}/model.py:make"), torch.device("cpu"))
     assert (row["case"], row["status"], row["note"]) == ("inductor", "crashed", "SIGSEGV")
     text = Reader(page.render({**made.data, "times": [*made.data["times"], row]})).text

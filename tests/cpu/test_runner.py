@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 from nbformat.v4 import new_code_cell, new_notebook
 
+from reflib.batch import record as recording
 from reflib.cli import cli
 from reflib.errors import LabError
 from reflib.lab import durations, executing, machine, runner
@@ -47,21 +48,20 @@ def checkout(tmp_path: Path) -> Path:
 
 def test_the_book_gives_the_order(checkout: Path) -> None:
     assert [p.stem for p in runner.notebooks(checkout)] == ["c", "a", "b"]
-    assert [p.stem for p in runner.notebooks(checkout, ["b", "c"])] == ["c", "b"]
+    assert [p.stem for p in recording.jobs_of(checkout, ["b", "c"], {}, "cpu")] == ["c", "b"]
     with pytest.raises(LabError, match="there are: c, a, b"):
-        runner.notebooks(checkout, ["fusoin"])
+        recording.jobs_of(checkout, ["fusoin"], {}, "cpu")
 
 
 def test_unknown_parameters_and_wrong_types_are_refused_before_running(checkout: Path) -> None:
-    paths = runner.notebooks(checkout)
-    with pytest.raises(LabError, match=r"'row'.*device, rows, scale"):
-        runner.parameters_for(paths, {"row": "3"}, "cpu")
-    with pytest.raises(LabError, match="declares it int"):
-        runner.parameters_for(paths, {"rows": "many"}, "cpu")
-    with pytest.raises(LabError, match="declares it int"):
-        runner.parameters_for(paths, {"rows": "true"}, "cpu")
-    chosen = runner.parameters_for(paths, {"rows": "5", "scale": "2"}, "cpu")
-    assert chosen[paths[0]] == {"rows": 5, "scale": 2.0, "device": "cpu"}
+    for given, says in (
+        ({"row": "3"}, r"'row'.*device, rows, scale"), ({"rows": "many"}, "declares it int"),
+        ({"rows": "true"}, "declares it int"),
+    ):  # fmt: skip
+        with pytest.raises(LabError, match=says):
+            recording.jobs_of(checkout, (), given, "cpu")
+    jobs = recording.jobs_of(checkout, (), {"rows": "5", "scale": "2"}, "cpu")
+    assert jobs[checkout / "notebooks" / "c.ipynb"] == {"rows": 5, "scale": 2.0, "device": "cpu"}
 
 
 def test_a_gpu_that_is_not_there_is_an_error(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_a_gpu_that_is_not_there_is_an_error(checkout: Path, monkeypatch: pytest
 def test_record_writes_outputs_stamp_and_rows(checkout: Path) -> None:
     said: list[str] = []
     broken = (checkout / "notebooks" / "a.ipynb").read_bytes()
-    status = runner.record(checkout, "cpu", given={"rows": "5"}, commit="abc", say=said.append)
+    status = recording.record(checkout, "cpu", given={"rows": "5"}, commit="abc", say=said.append)
     assert status == 1
     assert (checkout / "notebooks" / "a.ipynb").read_bytes() == broken
     recorded = nb.read(checkout / "notebooks" / "b.ipynb")
@@ -91,13 +91,13 @@ def test_record_writes_outputs_stamp_and_rows(checkout: Path) -> None:
 @pytest.mark.slow
 def test_recording_twice_gives_the_same_files(checkout: Path) -> None:
     def once() -> dict[str, bytes]:
-        runner.record(checkout, "cpu", ["b"], commit="abc", say=lambda text: None)
+        recording.record(checkout, "cpu", ["b"], commit="abc", say=lambda text: None)
         return {p.name: p.read_bytes() for p in (checkout / "notebooks").rglob("b.*") if p.is_file()}
 
     assert once() == once()
 
 
-def recording(root: Path, slug: str, out: Path) -> subprocess.Popen[str]:
+def recorder(root: Path, slug: str, out: Path) -> subprocess.Popen[str]:
     """`reflib record` in a process of its own."""
     words = ["--root", str(root), "--device", "cpu", "--only", slug, "--out", str(out)]
     command = [sys.executable, "-m", "reflib.cli", "record", *words]
@@ -118,7 +118,7 @@ while not pathlib.Path({str(checkout)!r}, "{other}.begun").exists():
 """
         notebook = nb.read(path)
         nb.write(new_notebook(cells=[*notebook.cells, new_code_cell(meet), new_code_cell("print('met')")]), path)
-    both = {slug: recording(checkout, slug, checkout / "out") for slug in "bc"}
+    both = {slug: recorder(checkout, slug, checkout / "out") for slug in "bc"}
     for slug, child in both.items():
         said, _ = child.communicate(timeout=120)
         assert child.returncode == 0, said
@@ -132,9 +132,9 @@ while not pathlib.Path({str(checkout)!r}, "{other}.begun").exists():
 
 @pytest.mark.slow
 def test_slots_execute_at_once_and_hand_over_what_is_done(checkout: Path) -> None:
-    jobs = runner.jobs_of(checkout, (), {"rows": "2"}, "cpu")
+    jobs = recording.jobs_of(checkout, (), {"rows": "2"}, "cpu")
     slots = [{"REFLIB_SLOT": "0"}, {"REFLIB_SLOT": "1"}]
-    found = {p.stem: r for p, r in runner.execute_all(jobs, checkout / "out", "cpu", lambda text: None, slots)}
+    found = {p.stem: r for p, r in recording.execute_all(jobs, checkout / "out", "cpu", lambda text: None, slots)}
     assert {slug: r.status for slug, r in found.items()} == {"a": "failed", "b": "ok", "c": "ok"}
     assert all(r.rows == [{"case": "c", "metric": "rows", "value": 2}] for r in found.values())
     assert (checkout / "out" / "work" / "b").is_dir()
@@ -145,24 +145,24 @@ def test_the_longest_comes_first(tmp_path: Path) -> None:
         durations.note(tmp_path, slug, "h200", seconds)
     known = durations.read(tmp_path, "h200")
     assert known == {"a": 3.0, "b": 20.0} and durations.read(tmp_path, "cpu") == {}
-    jobs: runner.Jobs = {Path(f"{slug}.ipynb"): {} for slug in "abc"}
-    assert [p.stem for p in runner.longest_first(jobs, known)] == ["c", "b", "a"]
+    jobs: recording.Jobs = {Path(f"{slug}.ipynb"): {} for slug in "abc"}
+    assert [p.stem for p in recording.longest_first(jobs, known)] == ["c", "b", "a"]
 
 
 def test_devices_are_gpus() -> None:
-    assert runner.visible((), "cpu") == [{}]
+    assert recording.visible((), "cpu") == [{}]
     with pytest.raises(LabError, match="they are GPUs"):
-        runner.visible(["0", "1"], "cpu")
+        recording.visible(["0", "1"], "cpu")
     with pytest.raises(LabError, match="such as 0,1"):
-        runner.visible(["all"], "cuda")
+        recording.visible(["all"], "cuda")
 
 
 def test_devices_are_counted_among_those_to_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reflib.lab.machine.pick_device", lambda name: name)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert runner.visible(["1"], "cuda") == [{"CUDA_VISIBLE_DEVICES": "6"}]
+    assert recording.visible(["1"], "cuda") == [{"CUDA_VISIBLE_DEVICES": "6"}]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert runner.visible(["1"], "cuda") == [{"CUDA_VISIBLE_DEVICES": "1"}]
+    assert recording.visible(["1"], "cuda") == [{"CUDA_VISIBLE_DEVICES": "1"}]
 
 
 def test_a_kernel_that_no_longer_answers_is_killed(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,6 @@ def test_the_registry() -> None:
 @pytest.mark.parametrize("model", own.MODELS, ids=lambda m: m.name)
 @pytest.mark.sample(3)
 def test_our_own_models_train(model: Any) -> None:
-    torch.manual_seed(0)
     module, inputs = model.build(False)
     results, gradients = child.stepper(module, module, inputs, True)()
     again, same = child.stepper(module, module, inputs, True)()

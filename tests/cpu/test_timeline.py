@@ -14,6 +14,7 @@ import reflib
 from reflib import lab, timeline
 from reflib.errors import LabError
 from reflib.lab import gantt_chart, trace_chart
+from reflib.lab.moving import MIME
 from reflib.timeline import Event, Timeline, chrome_trace, write_chrome_trace
 from tests.processes import python
 
@@ -185,7 +186,7 @@ def test_a_gantt_chart_has_a_form_for_every_reader(capsys):
     found = lab.gantt(small(), caption="What ran when.")
     printed = capsys.readouterr().out
     assert "compile 1" in printed and "1 crashed" in printed and "40%" in printed, "a table with the same numbers"
-    assert set(found._repr_mimebundle_()) == {gantt_chart.MIME, "image/svg+xml", "text/plain"}
+    assert set(found._repr_mimebundle_()) == {MIME, "image/svg+xml", "text/plain"}
     assert found.spec["usermeta"]["caption"] == "What ran when." and found.alt == found.spec["description"]
     assert "main: 2 stages, 1 wait, busy 30% of the time." in found.alt
     assert "compile 1: 2 compiles, busy 40% of the time; 1 crashed." in found.alt

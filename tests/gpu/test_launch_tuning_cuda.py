@@ -19,14 +19,7 @@ from tests.checking import check
 
 Tensor = torch.Tensor
 HALF = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of its own: nothing is known."""
-    monkeypatch.setenv("REFLIB_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("REFLIB_CACHE_DECISIONS", raising=False)
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("kept")  # nothing is known
 
 
 def half(*shape: int) -> Tensor:

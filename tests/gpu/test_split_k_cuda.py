@@ -40,7 +40,6 @@ def close(got: Tensor, a: Tensor, b: Tensor) -> bool:
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_it_is_split_and_repeats_bit_for_bit(sizes: tuple[int, int, int]) -> None:
-    torch._dynamo.reset()
     a, b = operands(*sizes)
     f = reflib.compile(product)
     first = f(a, b)

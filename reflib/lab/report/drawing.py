@@ -13,9 +13,8 @@ from typing import Any
 
 from reflib.lab.figures import COLOURS
 from reflib.lab.gantt_chart import LOOKS, words
-from reflib.lab.pictures import _count as count
 from reflib.lab.pictures import megabytes
-from reflib.lab.rows import short
+from reflib.lab.rows import count, short
 from reflib.timeline import Event, track_order
 
 MOST_NODES = 200  # of a graph; larger ones are unreadable

@@ -21,12 +21,11 @@ from reflib.ir.program import (
 )
 from reflib.lab import machine
 from reflib.lab.decision_chart import _by_default
-from reflib.lab.pictures import SPREAD, megabytes, moved_bytes, op_names, refusals
-from reflib.lab.pictures import _count as count
-from reflib.lab.pictures import _layout as layout
+from reflib.lab.pictures import SPREAD, layout, megabytes, moved_bytes, op_names, refusals
 from reflib.lab.report.changes import FORMAT
 from reflib.lab.report.subject import Subject
 from reflib.lab.report.trial import Trial
+from reflib.lab.rows import count
 from reflib.lab.step_table import _what
 from reflib.observe.decisions import _sorted as candidates_in_order
 from reflib.observe.decisions import chosen

@@ -10,10 +10,9 @@ from markupsafe import Markup
 
 from reflib.lab.figures import COLOURS
 from reflib.lab.gantt_chart import LOOKS
-from reflib.lab.pictures import _count as count
 from reflib.lab.pictures import megabytes
 from reflib.lab.report import drawing
-from reflib.lab.rows import short
+from reflib.lab.rows import count, short
 from reflib.timeline import KINDS
 
 HERE = Path(__file__).parent
