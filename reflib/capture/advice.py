@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -72,11 +73,11 @@ def _advice(e: Exception) -> str:
 
 
 def users_frames(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    """Of the frames below the model's ``forward``, the user's, and those of torch's modules."""
+    """Of the frames below the model's ``forward``, the user's, and those of torch's own layers."""
     all_forward = [i for i, f in enumerate(stack) if f.name == "forward"]
     ours = [i + 1 for i in all_forward if stack[i].filename.startswith(_HERE)]  # which calls a function of the user's
     start = next(iter(ours or (i for i in all_forward if not stack[i].filename.startswith(_TRACING))), len(stack))
-    return [f for f in stack[start:] if f.name == "forward" or not f.filename.startswith(_NOT_USERS)]
+    return [f for f in stack[start:] if _LAYER.match(f.filename) or not f.filename.startswith(_NOT_USERS)]
 
 
 def users_line(stack: traceback.StackSummary) -> str:
@@ -88,6 +89,7 @@ def users_line(stack: traceback.StackSummary) -> str:
 _HERE = os.path.dirname(__file__) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _TRACING = (f"{_TORCH}_", f"{_TORCH}export{os.sep}")
+_LAYER = re.compile(rf"{re.escape(_TORCH)}nn.modules.(?!module\.py)")
 _NOT_USERS = (_HERE, _TORCH, "<")
 
 

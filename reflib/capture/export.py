@@ -39,6 +39,7 @@ import torch
 from torch._functorch import config
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
 from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -150,9 +151,11 @@ def with_fakes(fn: Any, call: Any, gpu: Target | None, there: bool) -> Iterator[
 
 
 def _under(mode: FakeTensorMode) -> Callable[[Any], Any]:
+    env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # while_loop looks for one
+
     def around(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            with mode:
+            with mode, _replaced(mode, "shape_env", env):
                 return call(*args)
 
         return run
