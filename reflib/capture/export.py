@@ -271,7 +271,7 @@ def _fakes_for(
 class _Fakes(TorchFunctionMode):
     """One fake tensor for each real one. As a mode: what ``copy.deepcopy`` makes of tensors.
 
-    device: where all fakes lie; None: on cuda:0 what is on a GPU, and on its own device what is not.
+    device: where all fakes lie; None: on cuda:0 what is on a GPU, on the CPU what is on meta, else on its own device.
     real: by a fake's storage (torch.export may detach it), what it stands for.
     """
 
@@ -297,7 +297,7 @@ class _Fakes(TorchFunctionMode):
             if is_traceable_wrapper_subclass(t) or t.layout is not torch.strided:
                 what = type(t).__name__ if t.layout is torch.strided else f"tensor of layout {t.layout}"
                 raise CaptureError(f"cannot capture a {what} for another device; for its own, pass device=None")
-            device = self.device or (CUDA if t.is_cuda else t.device)
+            device = self.device or (CUDA if t.is_cuda else torch.device("cpu") if t.is_meta else t.device)
             with self.mode:
                 fake = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
             if isinstance(t, torch.nn.Parameter):  # never one that requires grad
