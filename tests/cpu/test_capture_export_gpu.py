@@ -229,7 +229,7 @@ def test_a_program_of_a_cpu_is_captured_for_a_gpu(dynamic: bool) -> None:
 def test_a_kernel_that_only_a_cpu_has_is_named() -> None:
     op = aten._scaled_dot_product_flash_attention_for_cpu.default
     program = torch.export.export(Alone(lambda q: op(q, q, q)[0]), (x(1, 1, 8, 8),))
-    with pytest.raises(CaptureError, match="calls aten._scaled_dot_product_flash_attention_for_cpu.*only a CPU has"):
+    with pytest.raises(CaptureError, match=r"calls aten._scaled_dot_product_flash_attention_for_cpu.*only a CPU has"):
         export_for(program, device=CUDA)
 
 
