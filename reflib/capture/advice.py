@@ -16,8 +16,8 @@ from ..errors import CaptureError, ReflibError
 _ADVICE = (
     (
         ("aliasing the input",),
-        "Branches and bodies of torch.cond, while_loop and scan return new tensors: clone() an input, a view of one, and "
-        "what is returned twice",
+        "Branches and bodies of torch.cond, while_loop and scan return new tensors: clone() an input, a view of one, "
+        "and what is returned twice",
     ),
     (
         ("is not functional", "mutating the input", "input mutation"),

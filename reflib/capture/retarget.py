@@ -1,8 +1,8 @@
 """A program that torch.export captured on a CPU, as it would have been captured on a GPU.
 
 Its graph is captured once more when it is decomposed, from fakes of its inputs: so it is enough that those lie on the
-GPU, and that the graph says so wherever it names a device (factory functions, copies, checks, regions of autocast). What
-the model asked while it was captured (``x.is_cuda``) has been answered for a CPU, and ``to("cpu")`` looks like
+GPU, and that the graph says so wherever it names a device (factory functions, copies, checks, regions of autocast).
+What the model asked while it was captured (``x.is_cuda``) has been answered for a CPU, and ``to("cpu")`` looks like
 ``to(x.device)`` there: both go to the GPU. Kernels that only a CPU has are refused: they are in a program that was
 decomposed for it.
 

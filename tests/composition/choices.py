@@ -57,8 +57,8 @@ def choices_in_branches_and_loops(device: str, wrapper: str) -> None:
     with preferring("split_k"):
         c = compiled(f, wrapper, autotune="blocking")
         x, w = randn(16, 64, device=device), randn(64, 64, device=device)
-        for x in (x.abs(), -x.abs()):
-            for got, wanted in zip(c(x, w), plainly(x, w), strict=True):
+        for signed in (x.abs(), -x.abs()):
+            for got, wanted in zip(c(signed, w), plainly(signed, w), strict=True):
                 torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
     assert [str(d.winner) for d in c.stages[0].decisions if d.op] == ["split_k(splits=8)"] * 3
     assert not any("product" in str(x.target) for x in c.externs)
