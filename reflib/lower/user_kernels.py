@@ -120,8 +120,9 @@ def _choice(
     if not made:
         raise Unsupported(failed[0][2])
     origin = call.cx.origin
-    found = sorted(made.values(), key=lambda v: "num_ctas" in dict(v.nodes[-1].target.settings))
-    return Choice(name, origin.op, buffers, tuple(found), tuple(failed), custom=True, origins=(origin,))
+    alone = [v for v in made.values() if "num_ctas=" not in v.name]
+    last = [v for v in made.values() if v not in alone]
+    return Choice(name, origin.op, buffers, (*alone, *last), tuple(failed), custom=True, origins=(origin,))
 
 
 def _function(kernel: Any) -> tuple[Any, list[Any]]:

@@ -238,7 +238,7 @@ class _Project:
             f"PTX of {a.made_for} for later GPUs, with a driver of {a.driver[1] if a.driver else '?'} or later"
             if a.arch == "ptx" else a.arch for a in self.variants
         ]  # fmt: skip
-        build = "\nTo compile the PTX for GPUs that you name when you build it, see `fatbin.cmake`." if self.text else ""
+        build = "\nTo compile the PTX for GPUs that the build names, see `fatbin.cmake`." if self.text else ""
         return f"GPUs: {'; '.join(said)}.\nWhich of it a GPU runs is decided when the model is loaded.{build}"
 
     def _called(self) -> str:
