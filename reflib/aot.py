@@ -38,7 +38,7 @@ def aot_compile(
 ) -> Path:
     """Compile ``model`` for every architecture in ``archs`` and write it, with its weights, to ``path``.
 
-    model: a module, a function, or a ``torch.export.ExportedProgram`` (without args; one of a CPU is for GPUs too). It is
+    model: a module, a function, or a ``torch.export.ExportedProgram`` (then without args); for inference. It is
         captured as it is: in training mode, dropout and updates of statistics stay in it (with a UserWarning). Weights
         that are not read are left out.
     args, kwargs: example arguments, a tuple and a dict; of tensors only dtype, shape and strides matter.
