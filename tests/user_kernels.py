@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch._higher_order_ops import while_loop
 from triton.language.extra import libdevice
 
 from tests import user_kernel_helpers as helpers
@@ -138,6 +139,19 @@ def summed(y: Tensor) -> tuple[Tensor, Tensor]:
     return total * 2, y + 1
 
 
+def branching(x: Tensor, y: Tensor) -> Tensor:
+    x = torch.cond(x.sum() > y.sum(), lambda x, y: plain(x, y) - 3, lambda x, y: x - y, (x, y))
+    first = x.new_zeros((), dtype=torch.int64)
+    return while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, plain(x, y)), (first, x))[1]
+
+
+def eager_branching(x: Tensor, y: Tensor) -> Tensor:
+    x = (x * 2 + y).relu() - 3 if x.sum() > y.sum() else x - y
+    for _ in range(3):
+        x = (x * 2 + y).relu()
+    return x
+
+
 def eager_in_place(x: Tensor, y: Tensor) -> Tensor:
     x += y
     return x - y
@@ -179,5 +193,6 @@ def cases() -> dict[str, Case]:
         "mixed": (mixed, eager_mixed, (x, flags)),
         "both": (both, eager_both, (torch.randn(9, 100)[:, :90],)),
         "described": (described, lambda x: x * 2 + 1, (torch.randn(48, 32),)),
+        "branching": (branching, eager_branching, (x + 1, y)),
         "summed": (summed, eager_summed, (y,)),
     }

@@ -62,8 +62,9 @@ def decide(
 ) -> tuple[Program, tuple[Decision, ...]]:
     """``program`` without a Choice, and what was decided. ``makers``: registered functions that make measuring inputs,
     by the keys in ``Choice.inputs_from``."""
-    program, decisions = _in_blocks(program, options, target_of, build)
-    work = new_work(options, target_of, build, makers, tuning or Tuning())
+    tuning = tuning or Tuning()
+    program, decisions = _in_blocks(program, options, target_of, build, makers, tuning)
+    work = new_work(options, target_of, build, makers, tuning)
     measures = options.autotune != "off" and options.target is None
     try:
         if measures:
@@ -86,19 +87,26 @@ def decide(
 
 
 def _in_blocks(
-    program: Program, options: Options, target_of: TargetOf, build: Build
+    program: Program,
+    options: Options,
+    target_of: TargetOf,
+    build: Build,
+    makers: Mapping[str, Callable[..., Any]],
+    tuning: Tuning,
 ) -> tuple[Program, list[Decision]]:
-    """Choices in branches and bodies of loops, which go by the static rule: how often they run is not known."""
+    """Choices in branches and bodies of loops: each block is a program by itself, measured as if it ran each time."""
     buffers, nodes, decisions = dict(program.buffers), list(program.nodes), list[Decision]()
+    inside = replace(tuning, meanwhile=None)
     for i, n in enumerate(nodes):
         if isinstance(n, Region):
             variants = []
             for v in n.variants:
-                inner, more = decide(block(n, v, buffers), options.but(autotune="off"), target_of, build, {})
+                inner, more = decide(block(n, v, buffers), options, target_of, build, makers, inside)
                 buffers |= {name: b for name, b in inner.buffers.items() if name not in buffers}
                 variants.append(replace(v, nodes=inner.nodes))
                 decisions += more
             nodes[i] = replace(n, variants=tuple(variants))
+    tuning.left |= inside.left
     return replace(program, buffers=buffers, nodes=tuple(nodes)), decisions
 
 

@@ -6,7 +6,9 @@
    drops candidates that are much slower than the best; rounds over the rest give medians and spreads. Weights are cold
    (copies used in turn, twice the L2 cache in all), activations warm: ``cold_us`` decides where there are weights, else
    ``warm_us``.
-4. **Decide**: the fastest, if it beats the default by more than the spread and by ``min_speedup``.
+   A race whose spreads say that the device was busy is run once more; the quieter one counts.
+4. **Decide**: the fastest, if it beats the default by more than the spread and by ``min_speedup``. What was measured
+   under load both times is not ``complete``: it holds for this program, and is not stored.
 
 A ``Session`` does this for one request, one candidate at a time, in any order: ``open`` makes the inputs and the
 reference and tries the default, ``try_one`` builds, checks and times one more, ``finish`` races those near the best.
@@ -69,6 +71,8 @@ LATE_DROP = 1.1  # after FEWEST_ROUNDS of the race
 SHORT_ROUNDS = 3
 FEWEST_ROUNDS = 5
 MOST_PAIRS = 60
+BUSY = 0.5  # of a time: with a wider spread a race is run again
+TOO_BUSY = 1.0  # with a wider one nothing is stored
 
 
 def measure(
@@ -188,13 +192,17 @@ class Session:
                 if self.request.paired:
                     self._race_pairs(deadline)
                 else:
-                    self._race(deadline)
+                    self._race_in_quiet(deadline)
+        busy = max((s.spread for s in self._raced().values()), default=0.0)
         rows = tuple(self._row(e) for e in self.entries.values())
         self.close()
         winner, reason = pick_winner(rows, self.request.default, self.request.min_speedup)
         logger("autotune").info("measured: %s", reason)
         used = "" if self.clock is None else self.clock.name
-        return Result(rows, winner, reason, used, self.reference.source if self.reference else "", self.spent)
+        if busy > TOO_BUSY:
+            reason += f"; the device was busy (spread {busy:.0%}), so this is not stored"
+        source = self.reference.source if self.reference else ""
+        return Result(rows, winner, reason, used, source, self.spent, complete=busy <= TOO_BUSY)
 
     def close(self) -> None:
         """Release everything on the device."""
@@ -281,6 +289,20 @@ class Session:
         best = self._best()
         keys = {n: (n, "cold" if e.cold else "warm") for n, e in self.entries.items() if e.status == "ok" and e.time}
         return {n: key for n, key in keys.items() if key in self.samplers and self._near(self.entries[n], best)}
+
+    def _raced(self) -> dict[Timed, Samples]:
+        """What decides, of those that were raced."""
+        return {key: s for key in self._finalists().values() if (s := getattr(self.entries[key[0]], key[1]))}
+
+    def _race_in_quiet(self, deadline: float) -> None:
+        self._race(deadline)
+        first = self._raced()
+        widest = max((s.spread for s in first.values()), default=0.0)
+        if widest > BUSY and time.perf_counter() < deadline:
+            self._race(deadline)
+            if max((s.spread for s in self._raced().values()), default=0.0) > widest:
+                for key, samples in first.items():
+                    self._timed(key, samples)
 
     def _race(self, deadline: float) -> None:
         finalists = self._finalists().values()

@@ -308,5 +308,5 @@ def _measured_here(point: Point, work: Work) -> Result:
     assert r is not None
     with device_lock(next((s.device for s in r.inputs if s.is_tensor), "cpu")):
         result = measure(r, work.build, point.makers)
-    point.complete = not any(row.status == "skipped" for row in result.rows)
+    point.complete = result.complete and not any(row.status == "skipped" for row in result.rows)
     return result

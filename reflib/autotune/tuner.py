@@ -323,7 +323,7 @@ class Tuner:
             raced = Result(rows, *pick_winner(rows, r.default, r.min_speedup))
         reason = f"{raced.reason}; {note}" if note else raced.reason
         seconds = time.perf_counter() - asked.begun
-        asked.result = replace(raced, rows=rows, reason=reason, seconds=seconds, complete=not note)
+        asked.result = replace(raced, rows=rows, reason=reason, seconds=seconds, complete=raced.complete and not note)
         logger("autotune").info("%s: %s", asked.label, reason)
 
     def _too_late(self, asked: Asked) -> None:

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import re
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from ..errors import CaptureError, ReflibError
 
 _ADVICE = (
+    (
+        ("aliasing the input",),
+        "Branches and bodies of torch.cond, while_loop and scan return new tensors: clone() an input, a view of one, "
+        "and what is returned twice",
+    ),
+    (
+        ("is not functional", "mutating the input", "input mutation"),
+        "Branches and bodies of torch.cond, while_loop and scan write to no tensor from outside: return the new value",
+    ),
+    (
+        ("torch.cond branches", "merging two branches", "differing branch outputs"),
+        "The branches of torch.cond return the same structure, ranks and dtypes",
+    ),
     (
         ("Unsupported input type", "not a known type"),
         "Tensors, numbers and text in tuples, lists and dicts go in and out; a class needs "
@@ -46,11 +64,33 @@ def explained(name: str) -> Iterator[None]:
     except ReflibError:
         raise
     except Exception as e:
-        raise CaptureError(f"torch.export cannot capture {name}: {first_lines(e)}\n{_advice(e)}.") from e
+        line = users_line(traceback.extract_tb(e.__traceback__))
+        raise CaptureError(f"torch.export cannot capture {name}{line}: {first_lines(e)}\n{_advice(e)}.") from e
 
 
 def _advice(e: Exception) -> str:
     return next((advice for words, advice in _ADVICE if any(w in str(e) for w in words)), _OTHERWISE)
+
+
+def users_frames(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    """Of the frames below the model's ``forward``, the user's, and those of torch's own layers."""
+    all_forward = [i for i, f in enumerate(stack) if f.name == "forward"]
+    ours = [i + 1 for i in all_forward if stack[i].filename.startswith(_HERE)]  # which calls a function of the user's
+    start = next(iter(ours or (i for i in all_forward if not stack[i].filename.startswith(_TRACING))), len(stack))
+    return [f for f in stack[start:] if _LAYER.match(f.filename) or not f.filename.startswith(_NOT_USERS)]
+
+
+def users_line(stack: traceback.StackSummary) -> str:
+    """`` at FILE:LINE in FUNCTION``, the innermost one; nothing if the user has none in it."""
+    frames = users_frames(stack)
+    return f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+
+
+_HERE = os.path.dirname(__file__) + os.sep
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_TRACING = (f"{_TORCH}_", f"{_TORCH}export{os.sep}")
+_LAYER = re.compile(rf"{re.escape(_TORCH)}nn.modules.(?!module\.py)")
+_NOT_USERS = (_HERE, _TORCH, "<")
 
 
 def first_lines(e: BaseException, lines: int = 4) -> str:

@@ -29,6 +29,7 @@ import ctypes
 import functools
 import inspect
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -38,16 +39,18 @@ import torch
 from torch._functorch import config
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
 from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import CaptureError
 from ..target import Target
-from .advice import explained, first_lines
+from .advice import explained, first_lines, users_frames
 from .attention_there import attention_of_gpu
 from .exported import Rewrite, exported_graph
 from .graph import Graph
+from .retarget import retargeted
 from .training import in_training
 from .triton_there import triton_of_gpu
 
@@ -90,7 +93,7 @@ def export_for(
     """Capture ``model`` for inference with ``torch.export`` (non-strict), as it would be on ``device``.
 
     model: a module, a callable (its own tensors, other than those of a module it is a method of, stay where they are),
-        or an ExportedProgram, which is what it is: no args, kwargs or dynamic_shapes, and no other device.
+        or an ExportedProgram, which has its args, kwargs and dynamic_shapes; of a CPU, it is captured for a GPU too.
     args, kwargs: examples. Tensors among them may lie anywhere, on ``meta`` too: what is in them does not matter.
     device: ``cpu``, ``cuda``, or None for where the model and its arguments lie.
     decompositions: ``lower.decompositions()``.   rewrite: of the graph, before it is decomposed.
@@ -109,13 +112,19 @@ def export_for(
     there, fakes = _fakes_for(module, (args, kwargs), device)
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     name = getattr(model, "__name__", type(model).__name__)
-    with _LOCK, torch.no_grad(), _as_if_there() if there == "cuda" else nullcontext(), explained(name):
+    lines = _replaced(torch.fx.proxy.TracerBase, "_filter_traceback_frames", _users)
+    with _LOCK, lines, torch.no_grad(), _as_if_there() if there == "cuda" else nullcontext(), explained(name):
         if fakes is not None:
             module = fakes.copied(module, name)
             args, kwargs = pytree.tree_map_only(torch.Tensor, fakes.fake, (args, kwargs))
         program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
         training = not isinstance(model, torch.nn.Module) or any(m.training for m in model.modules())
         return _exported(program, decompositions, rewrite, own, {} if fakes is None else fakes.real, training)
+
+
+def _users(tracer: Any, stack: traceback.StackSummary) -> traceback.StackSummary:
+    """A node's lines. (torch.export keeps the functions alone that are named ``forward``: of a function, ours.)"""
+    return traceback.StackSummary.from_list(users_frames(stack))
 
 
 @contextmanager
@@ -142,9 +151,11 @@ def with_fakes(fn: Any, call: Any, gpu: Target | None, there: bool) -> Iterator[
 
 
 def _under(mode: FakeTensorMode) -> Callable[[Any], Any]:
+    env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # while_loop looks for one
+
     def around(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            with mode:
+            with mode, _replaced(mode, "shape_env", env):
                 return call(*args)
 
         return run
@@ -202,14 +213,17 @@ def _of_program(program: Any, device: torch.device | None, decompositions: dict,
     vals = [n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder"]
     devices = {v.device for v in vals if isinstance(v, torch.Tensor)}
     gpus = {d for d in devices if d.type == "cuda"}
-    there = "cuda" if gpus else "cpu"
-    if device is not None and devices and device.type != there:
-        raise CaptureError(f"the program was exported for {there}, not for {device}: pass the module it was made of")
+    if device is not None and device.type == "cpu" and gpus:
+        raise CaptureError(f"the program was exported for cuda, not for {device}: pass the module it was made of")
     if any(d.index for d in gpus):
         where = ", ".join(sorted(map(str, gpus)))
         raise CaptureError(f"the program was exported for {where}, not cuda:0: pass the module it was made of")
-    with _LOCK, torch.no_grad(), _as_if_there() if gpus else nullcontext(), explained("the program"):
-        return _exported(program, decompositions, rewrite, {}, {}, True)
+    there = bool(gpus) or device is not None and device.type == "cuda"
+    with _LOCK, torch.no_grad(), _as_if_there() if there else nullcontext(), explained("the program"):
+        fakes, own = _Fakes(CUDA), {}
+        if there and not gpus:
+            own, program = program.state_dict, retargeted(program, CUDA, fakes.fake)
+        return _exported(program, decompositions, rewrite, own, fakes.real, True)
 
 
 # -- what is exported -------------------------------------------------------------------------------
@@ -257,7 +271,7 @@ def _fakes_for(
 class _Fakes(TorchFunctionMode):
     """One fake tensor for each real one. As a mode: what ``copy.deepcopy`` makes of tensors.
 
-    device: where all fakes lie; None: on cuda:0 what is on a GPU, and on its own device what is not.
+    device: where all fakes lie; None: on cuda:0 what is on a GPU, on the CPU what is on meta, else on its own device.
     real: by a fake's storage (torch.export may detach it), what it stands for.
     """
 
@@ -283,7 +297,7 @@ class _Fakes(TorchFunctionMode):
             if is_traceable_wrapper_subclass(t) or t.layout is not torch.strided:
                 what = type(t).__name__ if t.layout is torch.strided else f"tensor of layout {t.layout}"
                 raise CaptureError(f"cannot capture a {what} for another device; for its own, pass device=None")
-            device = self.device or (CUDA if t.is_cuda else t.device)
+            device = self.device or (CUDA if t.is_cuda else torch.device("cpu") if t.is_meta else t.device)
             with self.mode:
                 fake = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
             if isinstance(t, torch.nn.Parameter):  # never one that requires grad

@@ -44,5 +44,5 @@ def ranges_of(exported: Any) -> dict[str, tuple[int, int | None]]:
 
 
 def _limits(r: Any) -> tuple[int, int | None]:
-    least = int(r.lower) if r.lower.is_finite else -(2**63)
+    least = int(r.lower) if r.lower > -(2**63) else -(2**63)  # (PyTorch says that its own infinity is finite)
     return least, int(r.upper) if r.upper.is_finite and r.upper < 2**62 else None

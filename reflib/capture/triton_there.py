@@ -52,6 +52,8 @@ def triton_of_gpu(recorded: bool = False) -> Iterator[None]:
                 stack.enter_context(_replaced(owner, name, _always(value)))
         if recorded:
             stack.enter_context(_replaced(triton.runtime.jit.KernelInterface, "__getitem__", _recording))
+            stack.enter_context(_replaced(triton_kernel_wrap, "trace_triton_kernel_wrapper", _kept))
+            torch.fx.node.has_side_effect(triton_kernel_wrap.triton_kernel_wrapper_mutation)
             _here.depth = getattr(_here, "depth", 0) + 1
             stack.callback(lambda: setattr(_here, "depth", _here.depth - 1))
         yield
@@ -61,6 +63,17 @@ _here = threading.local()  # ``depth``: of this thread, in captures that record 
 _lock = threading.Lock()
 # (id of the owner, name): the owner, what there was before, the threads inside
 _replacements: dict[tuple[int, str], tuple[Any, Any, list[int]]] = {}
+
+
+def _kept(trace: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.export drops calls in branches that return nothing, and refuses those without a ``val``."""
+
+    def traced(mode: Any, op: Any, given: Any) -> Any:
+        result = trace(mode, op, given)
+        next(reversed(mode.tracer.graph.nodes)).meta.setdefault("val", None)
+        return result
+
+    return traced
 
 
 def _always(value: Any) -> Callable[[Any], Any]:

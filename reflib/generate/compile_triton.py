@@ -93,7 +93,7 @@ def _key(kernel: Kernel, target: Target) -> str:
         "triton", _FORMAT, _triton_version(), target.arch, target.warp, kernel.name, kernel.source,
         tuple(str(d) for _, d in kernel.buffers), tuple(s.name for s in kernel.symbols), kernel.index_type,
         kernel.num_warps, kernel.num_stages, kernel.aligned, kernel.scratch, kernel.pdl, kernel.exact,
-        kernel.keep_loops,
+        kernel.keep_loops, kernel.settings,
     )  # fmt: skip
 
 
@@ -139,6 +139,7 @@ def _compile(kernel: Kernel, target: Target, key: str) -> Binary:
     )
     # else every sum of integers becomes a comparison in 64 bits, which is dropped only after it was built
     options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages, "sanitize_overflow": False}
+    options |= dict(kernel.settings)
     if kernel.exact:
         options |= {"enable_fp_fusion": False, "enable_reflect_ftz": False}
     if "tl.device_assert(" in kernel.source:  # else Triton drops them
@@ -251,7 +252,9 @@ def _binary(kernel: Kernel, target: Target, made: dict[str, Any], m: Any) -> Bin
             f"kernel {kernel.name} was planned with {kernel.scratch} bytes of scratch memory per program; "
             f"Triton needs {scratch}, in multiples of {align}"
         )
-    if getattr(m, "num_ctas", 1) != 1 or getattr(m, "profile_scratch_size", 0):
+    # a cluster's size is in the code; the launchers need not know it
+    unknown = getattr(m, "num_ctas", 1) != 1 and ".reqnctapercluster" not in made.get("ptx", "")
+    if unknown or getattr(m, "profile_scratch_size", 0):
         raise ToolchainError(f"kernel {kernel.name} needs a cluster or a profile, which the launchers do not support")
     binary = Binary(
         name=kernel.name, arch=target.arch, entry=m.name, shared=m.shared, num_warps=m.num_warps,

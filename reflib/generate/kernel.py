@@ -20,12 +20,11 @@ class Kernel:
     buffers: (buffer name, dtype) of the pointer arguments, in order.
     symbols: the size symbols passed after the pointers (int64 on CPU; int32 or int64 by ``index_type`` on a GPU).
     grid: programs to launch (GPU; 1-D), an expression in the symbols. CPU: 1.
-    num_warps, num_stages: launch parameters (GPU).
+    num_warps, num_stages: launch parameters (GPU). settings: more options of Triton's, by name.
     aligned: pointer arguments (by position) that the code assumes are 16-byte aligned.
     scratch: bytes of global memory per thread block for Triton's descriptors. If not 0, a launch takes another argument
         after the sizes: the address of ``scratch`` times the grid's bytes (a multiple of 128).
-    pdl: its code waits for the kernel before it, so it may be launched while that one still runs (CUDA's programmatic
-        dependent launch).
+    pdl: its code waits for the kernel before it, so it may be launched early (CUDA's programmatic dependent launch).
     exact: no multiplication is contracted with an addition, and numbers below 2^-126 are kept as they are.
     keep_loops: the assembler must not unroll loops: that takes ten times as long, for code that is no faster.
     """
@@ -44,3 +43,4 @@ class Kernel:
     pdl: bool = False
     exact: bool = False
     keep_loops: bool = False
+    settings: tuple[tuple[str, int], ...] = ()

@@ -39,7 +39,9 @@ def print_user_kernel(node: KernelNode, buffers: dict[str, Buffer], target: Targ
     p = StatementPrinter(Space("1d", (), Var("x", expr(1))), node.config, {}, Needs(), {})
     pointers = x.reads()
     values = [_pointer(p, v, buffers) if isinstance(v, View) else paren(p.size(v)) for v in x.args]
-    grid = packed(dict(x.kwargs)["grid"])
+    settings = x.target.settings
+    blocks, *yz = dict(x.kwargs)["grid"]
+    grid = packed((blocks * dict(settings).get("num_ctas", 1), *yz))
     symbols = tuple(sorted(p.symbols | grid.symbols()))
     lines = [*_about(x), *known_multiples(node.config, symbols), f"{x.target.function}("]
     lines += ["    " + "".join(values[i] if isinstance(i, int) else i for i in a) + "," for a in x.target.call]
@@ -48,7 +50,7 @@ def print_user_kernel(node: KernelNode, buffers: dict[str, Buffer], target: Targ
     sure = tuple(i for i, b in enumerate(pointers) if buffers[b].kind == "temp" or b in aligned)
     return Kernel(
         node.name, "triton", source, tuple((b, buffers[b].dtype) for b in pointers), symbols, grid,
-        node.config.num_warps, node.config.num_stages, node.config.index, sure, x.target.scratch,
+        node.config.num_warps, node.config.num_stages, node.config.index, sure, x.target.scratch, settings=settings,
     )  # fmt: skip
 
 

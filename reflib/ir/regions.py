@@ -16,7 +16,7 @@ through Variants (``walk``, ``schedule``, both printers, packages) looks through
 
 **Stages.** ``lower.control_flow`` lowers a branch's graph by the same rules, in place. ``fuse.regions`` fuses each
 block as a program by itself, in which everything outside is an input that is needed afterwards (:func:`block`); the
-Region is one node for what is around it. Choices in a block go by the static rule (``autotune.decide``).
+Region is one node for what is around it. So ``autotune.decide`` measures the choices in a block, with its neighbours.
 ``plan.regions`` plans each block in the same way: its temporaries take over each other's storage, results go where
 the outer plan wants them. ``wrap.regions`` prints the one step that is new, ``Repeat``, in both languages.
 

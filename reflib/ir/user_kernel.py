@@ -22,7 +22,8 @@ class Launched:
 class UserKernel(Launched):
     """``function``: its name in ``source``, which is a module's text that needs Triton and no module of the user's.
     ``call``: per argument, pieces of Triton text; an int stands for that one of the Extern's ``args``.
-    ``scratch``: bytes of global memory per program for descriptors."""
+    ``scratch``: bytes of global memory per program for descriptors. ``settings``: ``num_ctas`` (thread blocks that are
+    launched together, as one program: a cluster), ``maxnreg`` (registers per thread), where the launch says."""
 
     function: str
     source: str
@@ -30,6 +31,7 @@ class UserKernel(Launched):
     num_warps: int = 4
     num_stages: int = 3
     scratch: int = 0
+    settings: tuple[tuple[str, int], ...] = ()
 
     @property
     def __name__(self) -> str:  # as other callables have it

@@ -8,8 +8,8 @@ whose target is a :class:`~reflib.ir.user_kernel.UserKernel`: it keeps its place
 ``schedule`` makes a kernel of it like any other: our launcher, packages and C++ need nothing else.
 
 Arguments are what Triton would have specialized the kernel for. A number known now is a constant of its type (1: a
-``constexpr``); a size first known at run time is computed from the program's sizes. What is not supported (a
-cluster, a limit of registers) stays PyTorch's launch, with the reason.
+``constexpr``); a size first known at run time is computed from the program's sizes. What is not supported stays
+PyTorch's launch, with the reason.
 
 NB: TorchInductor compiles the kernel with its own signature and arguments in their order (``UserDefinedTritonKernel``,
 ``define_user_defined_triton_kernel``), and lets Triton's autotuner choose among its configurations at the first call.
@@ -36,9 +36,11 @@ from .kernel_text import KernelText, literal
 from .lower import origin
 from .rules import RULES, Unsupported
 
+CLUSTER = 8  # thread blocks
 SCRATCH = 128  # bytes of global memory for a descriptor
 _EMPTY = ("empty", "new_empty")
 _AMD = ("waves_per_eu", "matrix_instr_nonkdim", "kpack")  # settings that other GPUs do not have
+_SETTINGS = ("num_ctas", "maxnreg")  # given at a launch, or by a configuration
 Piece = str | int
 
 
@@ -105,7 +107,8 @@ def _launched(
 def _choice(
     call: Call, name: str, copies: list[Any], configs: list[Any], grid: Any, buffers: tuple[str, ...]
 ) -> Choice:
-    """Among the configurations of ``@triton.autotune``; the first one that is supported is the default."""
+    """Among the configurations of ``@triton.autotune``; the first one that is supported is the default. (Those with a
+    cluster come last: not all GPUs have them.)"""
     made: dict[str, Variant] = {}
     failed: list[tuple[str, str, str]] = []
     for config, sizes in zip(configs, grid, strict=True):
@@ -117,7 +120,9 @@ def _choice(
     if not made:
         raise Unsupported(failed[0][2])
     origin = call.cx.origin
-    return Choice(name, origin.op, buffers, tuple(made.values()), tuple(failed), custom=True, origins=(origin,))
+    alone = [v for v in made.values() if "num_ctas=" not in v.name]
+    last = [v for v in made.values() if v not in alone]
+    return Choice(name, origin.op, buffers, (*alone, *last), tuple(failed), custom=True, origins=(origin,))
 
 
 def _function(kernel: Any) -> tuple[Any, list[Any]]:
@@ -179,10 +184,10 @@ class Call:
         self.scratch = 0
         given = {**self.given, **(config.kwargs if config is not None else {})}
         own = {p.name: p for p in self.function.params}
-        if unknown := [n for n in given if n not in own and n not in _AMD]:
+        asked = {n: getattr(config, n, None) for n in _SETTINGS} | {n: given[n] for n in _SETTINGS if n in given}
+        if unknown := [n for n in given if n not in own and n not in (*_AMD, *_SETTINGS)]:
             raise Unsupported(f"the setting {unknown[0]}")
-        if config is not None and (config.num_ctas != 1 or config.maxnreg):
-            raise Unsupported("a configuration with a cluster, or a limit of registers")
+        settings = _settings(asked)
         self.text = KernelText(self.function.__name__)
         function = self.text.function(self.function)
         call = tuple(
@@ -190,8 +195,9 @@ class Call:
         )
         source = str(self.text)
         self.scratch += SCRATCH * source.count("make_tensor_descriptor(")
+        self.scratch *= dict(settings).get("num_ctas", 1)
         warps, stages = (config.num_warps, config.num_stages) if config is not None else (4, 3)
-        target = UserKernel(function, source, call, warps, stages, self.scratch)
+        target = UserKernel(function, source, call, warps, stages, self.scratch, settings)
         sizes = tuple(expr(g) for g in grid)
         self._check_grid(sizes)
         return Extern(
@@ -258,6 +264,12 @@ class Call:
             "tl.make_tensor_descriptor(", self._value(v), ", [", *sizes, "], [", *strides,
             ", 1" if strides else "1", f"], [{block}])",
         )  # fmt: skip
+
+
+def _settings(asked: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
+    if (asked["num_ctas"] or 1) > CLUSTER:
+        raise Unsupported(f"a cluster of {asked['num_ctas']} thread blocks; all GPUs that have clusters take {CLUSTER}")
+    return tuple((n, int(value)) for n, value in asked.items() if value and (n, value) != ("num_ctas", 1))
 
 
 def _joined(pieces: Any) -> Iterator[Piece]:

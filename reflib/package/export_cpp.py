@@ -132,6 +132,7 @@ class _Project:
         called = [t.decode().partition("/* Called from above, in Python:")[0] for t in self.texts.values()]
         self.aten = any(a.symbols for a in variants) or any(map(_CALLS_ATEN.search, called))
         self.gpu = variants[0].arch != "cpu"
+        self.text = next((a for a in variants if a.arch == "ptx"), None)
         self.weights = self._weights()
         self.sizes = _sizes(self.program)
 
@@ -154,6 +155,8 @@ class _Project:
             out["weights.safetensors"] = self.file.view("weights.safetensors")
         if self.images:
             out["kernels.S"] = self._assembly().encode()
+        if self.text is not None:
+            out["fatbin.cmake"] = _filled("fatbin.cmake", {"PTX": str(capability(self.text.made_for))}).encode()
         if self.aten:
             out["torch.cmake"] = (RUNTIME / "torch.cmake").read_bytes()
         out["tables.cpp"] = _Tables(self).text().encode()
@@ -199,7 +202,7 @@ class _Project:
         return _filled("CMakeLists.txt", {
             "NAME": self.name, "TENSORS": tensors, "SOURCES": "".join(f"  {s}\n" for s in sources).rstrip("\n"),
             "ENTRIES": "\n".join(entries),
-            "KERNELS": KERNELS if self.images else "",
+            "KERNELS": KERNELS * bool(self.images) + "include(fatbin.cmake)\n" * (self.text is not None),
             "TORCH": "include(torch.cmake)\n" if self.aten else "",
             "BESIDE": "# Files that the library opens beside itself.\nadd_custom_command(TARGET ${MODEL} POST_BUILD "
             f"COMMAND ${{CMAKE_COMMAND}} -E copy_if_different{copies}\n    $<TARGET_FILE_DIR:${{MODEL}}>)"
@@ -235,7 +238,8 @@ class _Project:
             f"PTX of {a.made_for} for later GPUs, with a driver of {a.driver[1] if a.driver else '?'} or later"
             if a.arch == "ptx" else a.arch for a in self.variants
         ]  # fmt: skip
-        return f"GPUs: {'; '.join(said)}.\nWhich of it a GPU runs is decided when the model is loaded."
+        build = "\nTo compile the PTX for GPUs that the build names, see `fatbin.cmake`." if self.text else ""
+        return f"GPUs: {'; '.join(said)}.\nWhich of it a GPU runs is decided when the model is loaded.{build}"
 
     def _called(self) -> str:
         lines = ["| input | | sizes | |", "|---|---|---|---|"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch._higher_order_ops import scan, while_loop
 
 import reflib
 from reflib.ir.program import Variants, kernel_variants
@@ -28,6 +31,37 @@ def inline_fusion(device: str, wrapper: str) -> None:
     parts = [n.variants[-1].kernel.parts for n in kernel_variants(c.stages[0].scheduled.nodes)]  # type: ignore[union-attr]
     fused = [{o.op.split(".")[1] for p in ps for o in getattr(p, "origins", ())} for ps in parts]
     assert any({"sum", "relu", "add"} <= ops for ops in fused), fused
+
+
+@feature
+def choices_in_branches_and_loops(device: str, wrapper: str) -> None:
+    """They are measured too, and the winner is fused with its neighbours in the block."""
+    op = product_op()
+    reflib.register_custom_op_autotuning(op, configs=[reflib.CustomOpConfig(split_k, splits=8)])
+
+    def f(x: Tensor, w: Tensor) -> Any:
+        y = torch.cond(x.sum() > 0, lambda x, w: torch.relu(op(x * 2, w)) + 1, lambda x, w: x - 1, (x, w))
+        first = torch.zeros((), dtype=torch.int64, device=x.device)
+        z = while_loop(lambda i, z: i < 3, lambda i, z: (i + 1, op(z, w) / 64 + i), (first, y))[1]
+        last, seen = scan(lambda s, v: (s + v, op(s + v, w)), z[:8] * 0, z.view(2, 8, 64))
+        return y, z, last, seen
+
+    def plainly(x: Tensor, w: Tensor) -> Any:
+        y = torch.relu(x * 2 @ w) + 1 if x.sum() > 0 else x - 1
+        z = y
+        for i in range(3):
+            z = z @ w / 64 + i
+        sums = z.view(2, 8, 64).cumsum(0)
+        return y, z, sums[1], sums @ w
+
+    with preferring("split_k"):
+        c = compiled(f, wrapper, autotune="blocking")
+        x, w = randn(16, 64, device=device), randn(64, 64, device=device)
+        for signed in (x.abs(), -x.abs()):
+            for got, wanted in zip(c(signed, w), plainly(signed, w), strict=True):
+                torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+    assert [str(d.winner) for d in c.stages[0].decisions if d.op] == ["split_k(splits=8)"] * 3
+    assert not any("product" in str(x.target) for x in c.externs)
 
 
 @feature

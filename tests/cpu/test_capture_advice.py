@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.export import Dim
 from reflib.capture.export import export_for
 from reflib.errors import CaptureError
 from reflib.lower import decompositions
+from reflib.lower.lower import origin
 
 
 class Add(torch.nn.Module):
@@ -54,3 +56,33 @@ def test_what_the_model_raises() -> None:
     """There another way of capture may help, if the arguments are right."""
     for text in (said((X, torch.ones(7, 3))), said((X, X), ({0: Dim.AUTO}, None), model=breaks)):
         assert "\nCheck that the model can be called with these arguments" in text and "reflib.compile(model)" in text
+
+
+def helper(y: torch.Tensor) -> torch.Tensor:
+    return y.view(7)
+
+
+def of_cond(true: Any) -> Any:
+    return lambda x: torch.cond(x.sum() > 0, true, lambda x: x + 1, (x,))
+
+
+@pytest.mark.parametrize("model, says", [
+    (lambda x: helper(x * 2), r" at test_capture_advice.py:\d+ in helper: .*'\[7\]' is invalid"),
+    (of_cond(lambda x: x.sum()), r" at test_capture_advice.py:\d+ in <lambda>: .*\nThe branches of torch.cond return"),
+    (of_cond(lambda x: x), r"test_capture_advice.py\", line \d+, in <lambda>\nBranches .* return new tensors: clone"),
+    (of_cond(lambda x: x.add_(1)), r"\nBranches and bodies .* write to no tensor from outside"),
+])  # fmt: skip
+def test_the_users_line_and_the_branch(model: Any, says: str) -> None:
+    assert re.search(says, said((X,), model=model), re.DOTALL)
+
+
+def test_lines_of_functions_that_are_called() -> None:
+    """torch.export keeps lines of functions named ``forward`` alone; of a function, that was ours."""
+    e = export_for(lambda x: torch.relu(tanh(x)), (X,), decompositions=decompositions())
+    lines = [origin(n).source for n in e.graph.nodes if n.op == "call_function"]
+    functions = [re.match(r"test_capture_advice\.py:\d+ in (\S+):", line)[1] for line in lines]  # type: ignore[index]
+    assert functions == ["tanh", "<lambda>"]
+
+
+def tanh(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x)

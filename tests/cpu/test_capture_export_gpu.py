@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -188,6 +189,48 @@ def test_a_machine_with_a_gpu_captures_the_same() -> None:
     assert e.state["linear.weight"] is model.linear.weight
     there = Exported(e.graph, e.program, {n: v.cuda() for n, v in e.state.items()})
     torch.testing.assert_close(run(there, t.cuda()), [model(t.cuda())])
+
+
+class Retargeted(nn.Module):
+    """Devices everywhere: in factories, autocast, constants, branches, weights of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("unsaved", torch.arange(8.0), persistent=False)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, t: torch.Tensor) -> Any:
+        y = torch.relu(self.linear(t)) + torch.arange(8, device=t.device) * torch.tensor([2.0], device=t.device)
+        y = torch.cond(y.sum() > 0, lambda y: y + torch.ones(8, device=y.device), lambda y: y * 2, (y,))
+        with torch.autocast(t.device.type, torch.bfloat16):
+            z = y @ self.linear.weight
+        self.count.add_(1)
+        q = y.view(1, 1, -1, 8)
+        return F.scaled_dot_product_attention(q, q, q) + self.unsaved, z
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_a_program_of_a_cpu_is_captured_for_a_gpu(dynamic: bool) -> None:
+    """As the module it was made of; the program itself stays as it is."""
+    model, t = Retargeted().eval(), x(6, 8)
+    shapes = ({0: torch.export.Dim("n")},) if dynamic else None
+    program = torch.export.export(model, (t,), dynamic_shapes=shapes)
+    text = str(program.graph_module)
+    e, wanted = export_for(program, device=CUDA), export_for(model, (t,), dynamic_shapes=shapes, device=CUDA)
+    assert targets(e) == targets(wanted) and devices(e) == {CUDA}
+    assert e.state["linear.weight"].data_ptr() == model.linear.weight.data_ptr()
+    assert list(e.state) == list(wanted.state) and {s.device.type for s in e.state.values()} == {"cpu"}
+    texts = (str(lower(c.graph, Options(verify=True))) for c in (e, wanted))
+    assert len({re.sub(r"_to_copy(_\d)?|clone", "copy", text) for text in texts}) == 1
+    assert str(program.graph_module) == text and devices(export_for(program)) == {torch.device("cpu")}
+
+
+def test_a_kernel_that_only_a_cpu_has_is_named() -> None:
+    op = aten._scaled_dot_product_flash_attention_for_cpu.default
+    program = torch.export.export(Alone(lambda q: op(q, q, q)[0]), (x(1, 1, 8, 8),))
+    with pytest.raises(CaptureError, match=r"calls aten._scaled_dot_product_flash_attention_for_cpu.*only a CPU has"):
+        export_for(program, device=CUDA)
 
 
 # -- attention --------------------------------------------------------------------------------------

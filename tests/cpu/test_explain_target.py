@@ -52,6 +52,15 @@ def test_training_dynamic_sizes_and_modules():
         assert reflib.explain(m, torch.randn(4, 8), target="sm_90").backward is None
 
 
+def test_a_model_without_memory():
+    """On meta, as one makes a model that is too large for this machine."""
+    with torch.device("meta"):
+        m, x = torch.nn.Sequential(torch.nn.Linear(8, 10**9), torch.nn.GELU()), torch.randn(4, 8)
+    for target, language in (("sm_90", "triton"), ("cpu", "cpp")):
+        e = reflib.explain(m, x, target=target)
+        assert [k.language for k in e.kernels] == [language]
+
+
 def test_what_needs_numbers_is_called():
     """A branch on data, and a tensor of the function's own, on this machine's CPU."""
     own, seen = torch.randn(4), []

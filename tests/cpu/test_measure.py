@@ -155,6 +155,19 @@ def test_pairs_see_through_a_busy_device():
 
 
 # -- limits -----------------------------------------------------------------------------------------
+def test_a_race_under_load_is_run_again():
+    """The quieter of two counts; where both were disturbed, nothing is stored."""
+    load = [20.0, 1.0, 45.0, 14.0, 1.0, 40.0]
+    rounds = 3 + Limits().rounds  # short ones, then the race
+    race = Race(aten=(right, (load * rounds)[:rounds] + [9.0] * 100), fast=(right, [5.0]))
+    result = race.run()
+    assert result.winner == "fast" and result.complete and result.row("aten").time_us == pytest.approx(9.0)
+    result = Race(aten=(right, [7.0] * rounds + load * 20), fast=(right, [5.0])).run()
+    assert result.complete and result.row("aten").time_us == pytest.approx(7.0), "nobody needed a second race"
+    result = Race(aten=(right, load), fast=(right, [5.0])).run()
+    assert not result.complete and "the device was busy (spread" in result.reason
+
+
 def test_limits_of_time_and_memory(monkeypatch):
     def run(**limits):
         return Race(aten=(right, [7.0]), fast=(right, [1.0])).run(limits=Limits(**limits))

@@ -13,7 +13,7 @@ import torch
 
 import reflib
 from reflib.errors import PackageError
-from reflib.package import archive, manifest
+from reflib.package import archive, images, manifest
 from reflib.package.export_cpp import export_cpp
 from tests import exported_cpp
 from tests.exported_cpp import assert_reproducible, build, command, equal, files, run
@@ -246,3 +246,19 @@ def test_variants_that_are_not_there(on_gpu: tuple[Path, Path], tmp_path: Path) 
     with pytest.raises(PackageError, match="no such file"):
         export_cpp(tmp_path / "gone.reflib", tmp_path / "p")
     assert not (tmp_path / "p").exists()
+
+
+def test_assembly_text_is_compiled_for_gpus_that_the_build_names(on_gpu: tuple[Path, Path], tmp_path: Path) -> None:
+    knobs = pytest.importorskip("triton").knobs
+    built, made = tmp_path / "build", "CMakeFiles/reflib_g.dir/kernels.S.o"
+    if (tool := images.fatbinary()) is None:
+        pytest.skip("no fatbinary")
+    tools = f"-DPTXAS={knobs.nvidia.ptxas.path}", f"-DFATBINARY={tool}"
+    command("cmake", "-G", "Ninja", "-S", on_gpu[1], "-B", built, "-DFATBIN_ARCHS=86;120", *tools)
+    command("cmake", "--build", built, "--target", made)
+    object_file, texts = (built / made).read_bytes(), sorted((on_gpu[1] / "kernels").glob("*.ptx"))
+    assert texts
+    for text in texts:
+        fatbin = built / "fatbin" / "kernels" / text.name
+        assert fatbin.read_bytes() in object_file and text.read_bytes() not in object_file
+        assert {p.suffixes[-2] for p in fatbin.parent.glob(f"{text.name}.*.cubin")} == {".86", ".120"}

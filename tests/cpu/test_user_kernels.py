@@ -22,7 +22,7 @@ from reflib.autotune.isolation import isolated
 from reflib.autotune.measure import pick_winner
 from reflib.autotune.request import Request, Result
 from reflib.capture.triton_there import triton_of_gpu
-from reflib.errors import GenerateError, PackageError
+from reflib.errors import GenerateError, PackageError, ToolchainError
 from reflib.generate.compile_triton import compile_kernel
 from reflib.generate.user_kernel import packed
 from reflib.ir.data import decode, encode
@@ -67,6 +67,8 @@ def test_numbers(tmp_path: Path) -> None:
     Then each launch is compiled for two architectures."""
     jobs, wanted, kernels = {}, {}, []
     for name, (fn, eager, args) in user_kernels.cases().items():
+        if name == "branching":  # the child runs straight programs
+            continue
         dynamic = name in ("plain", "both", "described")
         torch._dynamo.reset()
         e = explain(fn, *args, dynamic=dynamic)
@@ -167,6 +169,53 @@ def test_packages_need_no_module_of_the_users(tmp_path: Path) -> None:
     assert sum(n == "add_kernel" for n in names) == 2 and "doubled" in names
     text = bytes(file.view(v.text)).decode()
     assert f"stream0, {2**62 + 2**31 + 1}, " in text, "a grid of two dimensions"
+
+
+def test_launches_in_branches_and_loops_are_packaged(tmp_path: Path) -> None:
+    """(torch.export drops calls in branches that return nothing: what the kernel would have written was garbage.)"""
+    args = torch.randn(100), torch.randn(100)
+    e = explain(user_kernels.branching, *args)  # (nothing is computed)
+    assert sum(k.name.endswith("_add_kernel") for k in e.kernels) == 2 and "aten.mul" not in e.wrapper
+    path = reflib.aot_compile(user_kernels.branching, args, tmp_path / "p.reflib", ["sm_90"], ptx=False)
+    (v,) = manifest.read(archive.open(path).manifest).variants
+    assert not v.needs and sum(k.name.endswith("_add_kernel") for k in v.kernels) == 2
+
+
+def test_clusters_and_limits_of_registers(tmp_path: Path) -> None:
+    """Both are in the machine code; a cluster's blocks are counted in the grid. It is no default: not all GPUs have
+    clusters."""
+
+    def tuned(*configs: Any) -> Callable[..., Any]:
+        tried = triton.autotune([triton.Config({"BLOCK": 64}, **c) for c in configs], key=[])(add_kernel)
+
+        def fn(x: Tensor, y: Tensor) -> Tensor:
+            out = torch.empty_like(x)
+            tried[lambda meta: (triton.cdiv(x.numel(), meta["BLOCK"]), 3)](x, y, out, x.numel())
+            return out
+
+        return fn
+
+    def limited(x: Tensor, y: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        add_kernel[(16, 3)](x, y, out, x.numel(), BLOCK=64, maxnreg=64)
+        return out
+
+    args = torch.randn(1000), torch.randn(1000)
+    for fn, says, blocks in (
+        (tuned({"num_ctas": 2}), ".reqnctapercluster 2", 32), (tuned({"maxnreg": 64}), ".maxnreg 64", 16),
+        (limited, ".maxnreg 64", 16),
+    ):  # fmt: skip
+        torch._dynamo.reset()
+        e = explain(fn, *args)
+        k = kernel(e, "add_kernel")
+        assert k.grid == 2**62 + 2 * 2**31 + blocks and says in compile_kernel(k, GPU).ptx
+        (launch,) = launches(e)
+        assert decode(encode(launch)) == launch
+    torch._dynamo.reset()
+    e = explain(tuned({"num_ctas": 2}, {"num_warps": 2}), *args)
+    assert not kernel(e, "add_kernel").settings and len(e.decisions[0].candidates) == 1
+    with pytest.raises(ToolchainError, match=r"(?s)add_kernel.*num_ctas > 1 requires NVIDIA SM90"):
+        reflib.aot_compile(tuned({"num_ctas": 2}), args, tmp_path / "p.reflib", ["sm_80"], ptx=False)
 
 
 # -- tuning -----------------------------------------------------------------------------------------------
@@ -371,8 +420,8 @@ def test_what_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture, monke
     torch._dynamo.reset()
     e = explain(of(plain, 100, BLOCK=64, blocks=(1, 1, 40000)), torch.randn(128))
     assert not launches(e) and not e.kernels, "a grid that CUDA takes, and our launcher does not, is PyTorch's launch"
-    clustered = triton.autotune([triton.Config({"BLOCK": 64}, num_ctas=2)], key=[])(plain)
-    with pytest.raises(PackageError, match="PyTorch launches the Triton kernel plain: a configuration with a cluster"):
+    clustered = triton.autotune([triton.Config({"BLOCK": 64}, num_ctas=16)], key=[])(plain)
+    with pytest.raises(PackageError, match="PyTorch launches the Triton kernel plain: a cluster of 16 thread blocks"):
         reflib.aot_compile(of(clustered, 128), (torch.randn(128),), tmp_path / "p.reflib", ["sm_90"])
     monkeypatch.setenv("REFLIB_LOGS", "fallback")
     caplog.set_level("INFO", "reflib.fallback")
