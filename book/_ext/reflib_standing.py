@@ -96,7 +96,8 @@ def told(root: Path, device: str, found: list[Found]) -> str:
         for p in lost
     ]  # fmt: skip
     lost_heads = ("chapter", "what", "reflib, µs", "TorchInductor, µs", "TorchInductor's over reflib's")
-    return text + (f"\n\nThe losses, the largest first:\n\n{html_table(lost_heads, lines, escape=True)}" if lines else "")
+    table = html_table(lost_heads, lines, escape=True)
+    return text + (f"\n\nThe losses, the largest first:\n\n{table}" if lines else "")
 
 
 def counts(some: list[Pair]) -> list[str]:
@@ -119,8 +120,8 @@ def question(root: Path) -> str:
     answer = "".join(bar(name, us, longest, least) for name, us in times.items() if name != "eager")
     return (
         f"```python\n{code}\n```\n\n"
-        f'<div class="reflib-guess"><p>A few small operations on a tensor of {megabytes:,.0f} MB, on an {device}. Eager '
-        f"PyTorch takes {times['eager']:,.0f} µs. To read the tensor once and write the result once takes "
+        f'<div class="reflib-guess"><p>A few small operations on a tensor of {megabytes:,.0f} MB, on an {device}. '
+        f"Eager PyTorch takes {times['eager']:,.0f} µs. To read the tensor once and write the result once takes "
         f"{least:,.0f} µs: the upright line. <strong>Write down what a compiler will take</strong>, then look.</p>"
         f"{shown}<details><summary>What it took</summary>{answer}</details></div>\n\n"
         "[Start here](../notebooks/start-here) measures it on your machine, and shows where the time went."
