@@ -26,10 +26,11 @@ import reflib_claims
 import reflib_figure
 import reflib_notices
 import reflib_pages
+import reflib_standing
 import reflib_terms
 
 BOOK = Path(__file__).resolve().parent.parent
-MODULES = (reflib_pages, reflib_api, reflib_figure, reflib_notices)
+MODULES = (reflib_pages, reflib_api, reflib_figure, reflib_notices, reflib_standing)
 
 # What the theme brings along and no page uses: launch buttons, translations, maps for debugging its own scripts.
 UNUSED = (

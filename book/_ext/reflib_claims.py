@@ -16,7 +16,10 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 
 # The mark at the beginning of a line -> the box's class. Indented lines behind it belong to it.
 KINDS = {"✓": "holds", "✗": "fails", "?": "unmeasured"}
-UNRECORDED = "this cell is newer than the recording of this page. Run it to see what it prints."
+UNRECORDED = (
+    "this cell is newer than the recording of this page. Run it to see what it prints; the text around it says what to "
+    "look for."
+)
 CLAIM = re.compile(r"^(✓|✗|\?) ([^:\n]+): (.*)\n?((?:  .*\n?)*)", re.M)
 
 

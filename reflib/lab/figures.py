@@ -10,7 +10,7 @@ import base64
 import html
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#2a8fa8", "#8a6d00", "#5
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 HATCHES = ("", "//", "\\\\", "xx", "--", "||", "++")
+ALWAYS = ("eager", "TorchInductor", "reflib")  # have the first colours, in whatever order a figure has them
 INK = "#222222"
 QUIET = "#6b6b6b"
 
@@ -67,6 +68,17 @@ def style() -> Iterator[None]:
 
     with matplotlib.rc_context(SETTINGS):  # type: ignore[arg-type]
         yield
+
+
+def palette(cases: Sequence[str]) -> dict[str, int]:
+    """case -> its place in the palette: who is in many figures has the same place in all, the others come in turn."""
+    found: dict[str, int] = {}
+    for case in sorted(cases, key=lambda case: case not in ALWAYS):  # "reflib" before "reflib, tuned"
+        who = case.replace(",", " ").split(" ")[0]
+        if who in ALWAYS and ALWAYS.index(who) not in found.values():
+            found[case] = ALWAYS.index(who)
+    turn = len(ALWAYS) if found else 0
+    return found | {case: turn + i for i, case in enumerate(c for c in cases if c not in found)}
 
 
 def series_style(index: int) -> dict[str, Any]:

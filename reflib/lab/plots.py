@@ -18,6 +18,7 @@ from reflib.lab.figures import (
     QUIET,
     Picture,
     figure,
+    palette,
     plain_log,
     series_style,
     style,
@@ -60,9 +61,9 @@ def lines(
         return None
     with style():
         fig, ax = plt.subplots()
-        cases = list(dict.fromkeys(points[0].case for points in groups.values()))
+        place = palette(list(dict.fromkeys(points[0].case for points in groups.values())))
         for label, points in groups.items():
-            _line(ax, label, points, cases.index(points[0].case), x)
+            _line(ax, label, points, place[points[0].case], x)
         xs = sorted({p.at[x] for points in groups.values() for p in points})
         for label, curve in (curves or {}).items():
             ax.plot(xs, [curve(v) for v in xs], color=INK, linewidth=1, label=label)
@@ -247,19 +248,19 @@ def bars(
 def _bar_panel(ax: Axes, panel: Rows, cases: list[str], log: bool) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    colour = {case: COLOURS[i % len(COLOURS)] for i, case in enumerate(cases)}
+    turn = palette(cases)
     labels = [_bar_label(row) for row in panel]
     top = max((row.value or 0) + (row.spread or 0) / 2 for row in panel)
     for place, (row, text) in enumerate(zip(panel, labels, strict=True)):
         value = row.value or 0.0
         error = (row.spread or 0.0) / 2
-        hatch = HATCHES[cases.index(row.case) % len(HATCHES)]
+        which = turn[row.case] % len(COLOURS)
         ax.barh(
             place,
             value,
             xerr=error if value else None,
-            color=colour[row.case],
-            hatch=hatch,
+            color=COLOURS[which],
+            hatch=HATCHES[which],
             edgecolor="#ffffff",
             height=0.7,
             ecolor=INK,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from reflib.lab.explorer import KINDS
-from reflib.lab.figures import INK, Picture, figure, plain_log, series_style, style
+from reflib.lab.figures import INK, Picture, figure, palette, plain_log, series_style, style
 from reflib.lab.plots import RECORDED, nickname
 from reflib.lab.rows import Rows, short
 
@@ -56,6 +56,7 @@ def ratios(
     cases = list(dict.fromkeys(c for _, found in panels for c in found))
     places = [list(dict.fromkeys(p for line in found.values() for p in line)) for _, found in panels]
     tall = [0.36 * len(p) + 0.5 for p in places]
+    turn = palette(cases)
     with style():
         fig, axes = plt.subplots(
             len(panels), 1, squeeze=False, figsize=(5.6, sum(tall) + 1.0), layout="constrained", sharex=True,
@@ -63,7 +64,7 @@ def ratios(
         )  # fmt: skip
         for ax, (device, found), shown in zip(axes[:, 0], panels, places, strict=True):
             for case, line in found.items():
-                look = series_style(cases.index(case))
+                look = series_style(turn[case])
                 xs, ys = list(line.values()), [shown.index(p) for p in line]
                 ax.plot(xs, ys, look["marker"], color=look["color"], markersize=7, label=case)
             ax.axvline(1.0, color=INK, linewidth=1)

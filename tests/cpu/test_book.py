@@ -41,6 +41,7 @@ data = extension("reflib_pages")
 notices = extension("reflib_notices")
 figure = extension("reflib_figure")
 claims = extension("reflib_claims")
+standing = extension("reflib_standing")
 api = extension("reflib_api")
 
 
@@ -212,6 +213,34 @@ def test_times_are_read(tmp_path: Path) -> None:
 
 
 # ---- tables
+
+
+def row(case: str, value: float | None, **more: object) -> dict[str, object]:
+    return {"name": "a", "case": case, "metric": "time", "clock": "graph", "value": value, **more}
+
+
+def test_the_results_begin_with_what_was_timed_together() -> None:
+    rows = [
+        row("reflib", 10.0), row("TorchInductor", 20.0), row("eager", 5.0),
+        row("reflib, C++", 10.0, clock="wall"), row("TorchInductor, C++", 8.0, clock="wall"),
+        row("reflib", 10.0, at={"n": 2}), row("TorchInductor", None, at={"n": 2}, status="crashed"),
+        row("reflib", 10.0, at={"n": 3}), row("TorchInductor", 10.2, at={"n": 3}),
+        row("TorchInductor", 1.0, at={"n": 4}), row("reflib", 1.0, at={"n": 5}),
+    ]  # fmt: skip
+    found = list(standing.pairs("chapter", rows))
+    assert [(p.what, p.theirs) for p in found] == [
+        ("a", 20.0), ("a, C++ (clock wall)", 8.0), ("a, n 2", None), ("a, n 3", 10.2)
+    ]  # fmt: skip
+    assert standing.counts(found) == ["1", "1", "1", "1"]  # faster, equal, slower, no number
+
+
+def test_the_first_page_asks_before_it_tells(pages: Path) -> None:
+    text = unescape(article(pages, "book/index"))
+    _, times, least, _, _ = standing.result(ROOT)
+    asked, told = text.split("<details>", 1)
+    assert f"{times['eager']:,.0f} µs" in asked and f"{least:,.0f} µs" in asked
+    for case in ("TorchInductor", "reflib"):
+        assert f">{case}<" in told and f">{case}<" not in asked
 
 
 def test_every_recorded_number_is_in_a_table(pages: Path) -> None:
