@@ -63,6 +63,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "activations": "lower.activations",
         "checkpoint": "lower.checkpoint",
         "collectives": "ranks.collectives",
+        "symmetric": "ranks.reduce",
         "control_flow": "lower.control_flow",
         "convolution": "lower.convolution",
         "creation": "lower.creation",
