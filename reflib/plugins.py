@@ -15,7 +15,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "together": "ranks.tune:TOGETHER",
         "fused": "plan.peak:lower_peak",
         "order": "plan.order:ordered",
-        "arena": "plan.arena:in_arena",
+        "arena": "ranks.place:placed",
     },
     "pipeline.CAPTURED": {
         "attention": "capture.attention:attention",

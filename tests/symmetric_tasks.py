@@ -109,7 +109,9 @@ def faulty(how: str) -> Any:
         return REDUCE(x, "one_shot", "0")
 
     first = failing(go)
-    return first, first if isinstance(first, str) and first == "nothing" else failing(lambda: REDUCE(x, "one_shot", "0"))
+    if isinstance(first, str) and first == "nothing":
+        return first, first
+    return first, failing(lambda: REDUCE(x, "one_shot", "0"))
 
 
 def meets_alone() -> Any:
@@ -187,4 +189,60 @@ def tuned_candidates() -> dict[str, tuple[str, dict[str, str]]]:
         e = reflib.explain(fn, *args, autotune="blocking", cache_decisions=False, dynamic=False)
         (d,) = [d for d in e.decisions if name in d.op]
         out[name] = str(d.winner), {r.name: f"{r.status} {r.why if r.status != 'ok' else ''}" for r in d.candidates}
+    return out
+
+
+# -- the plan -----------------------------------------------------------------------------------------------
+def planned(wrapper: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A program with sums over storage: what it copies in, where its buffers are, whether it is right."""
+    from reflib.ranks import reduce
+    from reflib.ranks.candidates import by_the_group
+
+    def fn(x: Any, w: Any, add: Any = None) -> Any:
+        add = add or (lambda t, how: REDUCE(t, how, "0"))
+        a = add(x * 2 + 1, "one_shot")  # of a kernel
+        b = add(a @ w, "two_shot")  # of a call
+        c = add((b - a).relu(), "one_shot")
+        d = c.sin()
+        return add(d, "one_shot") + d, d  # (d is a result: it stays outside)
+
+    copied, places = [], []
+    kept = symmetric.Storage.exchange, reduce.storage
+
+    def exchange(self: Any, x: torch.Tensor, how: str) -> Any:
+        copied.append(self.offset(x) is None)
+        places.append(self.offset(x))
+        return kept[0](self, x, how)
+
+    symmetric.Storage.exchange = exchange  # type: ignore[method-assign]
+    try:
+        torch._dynamo.reset()
+        compiled = torch.compile(fn, backend="reflib", options={"wrapper": wrapper, **options}, dynamic=True)
+        right = []
+        for n in (40, 33, 57, 1100):
+            torch.manual_seed(n + rank())
+            x, w = torch.randn(n, 24), torch.randn(24, 24) / 5
+            got, want = compiled(x, w), fn(x, w, lambda t, how: by_the_group(t, "0"))
+            right += [torch.allclose(g, e, rtol=1e-4, atol=1e-4) for g, e in zip(got, want, strict=True)]
+    finally:
+        symmetric.Storage.exchange = kept[0]  # type: ignore[method-assign]
+    return {"right": all(right), "copied": copied, "places": places[:4]}
+
+
+def planned_apart() -> list[bool]:
+    """The last rank plans nothing into storage."""
+    from reflib.ranks import place
+
+    if last():
+        place.BYTES = {}
+    torch._dynamo.reset()
+
+    def fn(x: Any) -> Any:
+        return REDUCE(REDUCE(x + 1, "one_shot", "0") * 2, "two_shot", "0")
+
+    compiled = torch.compile(fn, backend="reflib", dynamic=True)
+    n, out = dist.get_world_size(), []
+    for size in (70, 71):
+        got = compiled(torch.full([size], float(rank())))
+        out.append(torch.equal(got, torch.full([size], float(n * n * (n + 1)))))
     return out

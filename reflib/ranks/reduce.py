@@ -30,7 +30,8 @@ _library.define("symmetric_empty(SymInt[] size, ScalarType dtype, Device device,
 @torch.library.impl(_library, "symmetric_all_reduce", "CompositeExplicitAutograd")
 def _all_reduce(x: torch.Tensor, how: str, group_name: str) -> torch.Tensor:
     if how not in HOW or x.dtype not in DTYPES:
-        raise RanksError(f"symmetric storage has {', '.join(HOW)} for {', '.join(map(str, DTYPES))}; not {how}, {x.dtype}")
+        known = f"{', '.join(HOW)} for {', '.join(map(str, DTYPES))}"
+        raise RanksError(f"symmetric storage has {known}; not {how} for {x.dtype}")
     s, values = storage(group_name, x.device), x.contiguous()
     out = torch.empty_like(values)
     if s.size == 1 or x.numel() == 0:

@@ -19,10 +19,10 @@ tensor. Where a rank can read another's memory, a kernel reads the others' value
   says so, a process that has ended loses its lock on the file, and one that does not come within the process group's
   time limit is named. After any of these the storage is not used again: every exchange is the same error.
 
-On a CPU it is a file in memory that the ranks of one host map (``_Mapped``); it has no name as soon as all have it. On a
-GPU it is PyTorch's symmetric memory (``_Device``), without multicast; there the barrier is PyTorch's kernel on the
-stream, which traps after the time limit, and ranks' sizes are compared only by ``agree``. The code for GPUs has not run
-on one yet.
+On a CPU it is a file in memory that the ranks of one host map (``_Mapped``); it has no name as soon as all have it. On
+a GPU it is PyTorch's symmetric memory (``_Device``), without multicast; there the barrier is PyTorch's kernel on the
+stream, which traps after the time limit, and ranks' sizes are compared only by ``agree``. The code for GPUs has not
+run on one yet.
 
 NB: TorchInductor lowers single collectives to ``symm_mem`` ops, and lets their arguments be allocated there.
 """
@@ -93,7 +93,7 @@ class Storage:
         own = self.peers[self.rank]
         at = x.data_ptr() - own.data_ptr()
         inside = x.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
-        return at if inside and 0 <= at and at % 16 == 0 else None
+        return at if inside and at >= 0 and at % 16 == 0 else None
 
     @contextlib.contextmanager
     def exchange(self, x: torch.Tensor, how: str) -> Iterator[list[int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -72,7 +71,8 @@ def test_a_fault_on_one_rank_is_an_error_on_all_others(size: int, fault: str, re
         assert first.split("s: ", 1)[1] == again.split("s: ", 1)[1], "the same error again"
     first, again = found[-1]
     mine = {"nothing": "nothing", "ctrl-c": "KeyboardInterrupt", "raises": "MemoryError"}.get(fault, "RanksError")
-    assert first.startswith(mine) and again.startswith("nothing" if fault == "nothing" else "RanksError"), (first, again)
+    assert first.startswith(mine), first
+    assert again.startswith("nothing" if fault == "nothing" else "RanksError"), again
     assert on(size, request).run(tasks.often, "one_shot", 5) == [0] * size  # a new group has new storage
 
 
@@ -98,6 +98,20 @@ def test_the_tuner_measures_the_candidates(two: Ranks) -> None:
     for name, (winner, rows) in first.items():
         assert len(rows) == 3 and winner in rows, (name, rows)
         assert all(r.strip() == "ok" for r in rows.values()), (name, rows)
+
+
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+@pytest.mark.parametrize("arena", [False, True])
+def test_what_all_read_is_planned_into_storage(two: Ranks, wrapper: str, arena: bool) -> None:
+    first, second = two.run(tasks.planned, wrapper, {"arena": arena}, limit=300.0)
+    assert not isinstance(first, Failed) and first == second, (first, second)
+    assert first["right"] and first["copied"] == [False, False, False, True] * 4
+    a, _, c, outside = first["places"]
+    assert a == c == 0 and outside is None, "memory is used again"
+
+
+def test_ranks_may_have_planned_differently(two: Ranks) -> None:
+    assert two.run(tasks.planned_apart) == [[True, True]] * 2
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
