@@ -100,8 +100,7 @@ def test_the_tuner_measures_the_candidates(two: Ranks) -> None:
         assert all(r.strip() == "ok" for r in rows.values()), (name, rows)
 
 
-@pytest.mark.parametrize("wrapper", ["python", "cpp"])
-@pytest.mark.parametrize("arena", [False, True])
+@pytest.mark.parametrize(("wrapper", "arena"), [("python", False), ("cpp", True)])
 def test_what_all_read_is_planned_into_storage(two: Ranks, wrapper: str, arena: bool) -> None:
     first, second = two.run(tasks.planned, wrapper, {"arena": arena}, limit=300.0)
     assert not isinstance(first, Failed) and first == second, (first, second)
