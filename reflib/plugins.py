@@ -15,7 +15,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "together": "ranks.tune:TOGETHER",
         "fused": "plan.peak:lower_peak",
         "order": "plan.order:ordered",
-        "arena": "plan.arena:in_arena",
+        "arena": "ranks.place:placed",
     },
     "pipeline.CAPTURED": {
         "attention": "capture.attention:attention",
@@ -63,6 +63,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "activations": "lower.activations",
         "checkpoint": "lower.checkpoint",
         "collectives": "ranks.collectives",
+        "symmetric": "ranks.reduce",
         "control_flow": "lower.control_flow",
         "convolution": "lower.convolution",
         "creation": "lower.creation",

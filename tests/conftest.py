@@ -127,10 +127,10 @@ LONGEST = (
     "test_triton_programs.py", "test_semantics.py", "measuring.ipynb", "input-ranges.ipynb", "inline-fusion.ipynb",
     "fusion.ipynb", "one-function-all-stages.ipynb", "a-gpu-for-compiler-readers.ipynb", "reductions.ipynb",
     "whole-transformer.ipynb", "mini-compiler.ipynb", "numerics.ipynb", "observability.ipynb", "your-own-kernel.ipynb",
-    "memory.ipynb", "training.ipynb", "tuning-across-ranks.ipynb", "the-matmul-ladder.ipynb",
+    "memory.ipynb", "training.ipynb", "tuning-across-ranks.ipynb", "collectives.ipynb", "the-matmul-ladder.ipynb",
     "test_triton_compile.py", "test_package_export_cpp.py", "test_notebook_alone.py",
     "test_opinfo.py", "test_fuzz.py", "test_models.py", "test_runner.py", "test_cpp_wrapper_built.py",
-    "test_cpp_wrapper.py", "test_background.py", "test_sweep.py", "test_repro.py", "test_ranks.py",
+    "test_cpp_wrapper.py", "test_background.py", "test_sweep.py", "test_repro.py", "test_ranks.py", "test_symmetric.py",
 )  # fmt: skip
 
 

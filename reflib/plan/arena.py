@@ -15,7 +15,7 @@ NB: in TorchInductor (``memory_planning``, ``memory_pool="combined"``) buffers i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,7 +39,7 @@ class Arena(Alloc):
 
 
 @dataclass
-class _Storage:
+class Storage:
     """Buffers that take over one another's storage. first, last: positions of steps. at: bytes from the start."""
 
     buffers: list[str]
@@ -52,7 +52,7 @@ class _Storage:
     def end(self) -> Expr:
         return self.at + self.size
 
-    def meets(self, other: _Storage) -> bool:
+    def meets(self, other: Storage) -> bool:
         return self.first <= other.last and other.first <= self.last
 
 
@@ -64,24 +64,24 @@ def in_arena(s: Any) -> tuple[Program, Plan]:
 
 def arena(program: Program, plan: Plan) -> tuple[Program, Plan]:
     """``plan`` with an Arena per device that has at least two buffers for one, and ``program`` with its buffer."""
-    by_device: dict[torch.device, list[_Storage]] = {}
-    for storage in _storages(program, plan):
+    by_device: dict[torch.device, list[Storage]] = {}
+    for storage in storages(program, plan, lambda chain, tensors: not tensors.intersection(chain)):
         by_device.setdefault(program.buffers[storage.buffers[0]].device, []).append(storage)
     buffers, steps = dict(program.buffers), list(plan.steps)
     before: dict[int, list[Step]] = {}
     after: dict[int, list[Step]] = {}
     placed: set[str] = set()
-    for device, storages in by_device.items():
-        if len(storages) < 2:
+    for device, found in by_device.items():
+        if len(found) < 2:
             continue
         name = "arena"
         while name in buffers:
             name += "_"
-        buffers[name] = Buffer(name, torch.uint8, device, (assign(storages),), (expr(1),))
-        places = tuple((b, s.at) for s in storages for b in s.buffers)
+        buffers[name] = Buffer(name, torch.uint8, device, (assign(found),), (expr(1),))
+        places = tuple((b, s.at) for s in found for b in s.buffers)
         placed.update(b for b, _ in places)
-        before.setdefault(min(s.first for s in storages), []).append(Arena(name, places=places))
-        after.setdefault(max(s.last for s in storages), []).append(Free(name))
+        before.setdefault(min(s.first for s in found), []).append(Arena(name, places=places))
+        after.setdefault(max(s.last for s in found), []).append(Free(name))
     out: list[Step] = []
     for i, step in enumerate(steps):
         gone = isinstance(step, Alloc | Free) and step.buffer in placed
@@ -95,11 +95,11 @@ def sizes_of_arenas(program: Program, plan: Plan) -> dict[str, str]:
     return {str(b.device): str(b.shape[0]) for b in found}
 
 
-def assign(storages: list[_Storage]) -> Expr:
+def assign(given: list[Storage]) -> Expr:
     """Set every ``at``; the bytes of the arena."""
-    done: list[_Storage] = []
+    done: list[Storage] = []
     total = expr(0)
-    for s in sorted(storages, key=lambda s: (-s.size.hint(), s.first)):
+    for s in sorted(given, key=lambda s: (-s.size.hint(), s.first)):
         others = [o for o in done if s.meets(o)]
         best: tuple[tuple[int, int], Expr] | None = None
         for at in dict.fromkeys([expr(0), *(o.end for o in others)]):
@@ -119,8 +119,8 @@ def assign(storages: list[_Storage]) -> Expr:
     return total
 
 
-def _storages(program: Program, plan: Plan) -> Iterator[_Storage]:
-    """What an arena may hold."""
+def storages(program: Program, plan: Plan, allowed: Callable[[list[str], set[str]], bool]) -> Iterator[Storage]:
+    """Storages whose buffers are ``allowed``, which is also given all buffers that must be tensors."""
     chains: dict[str, list[str]] = {}
     first: dict[str, int] = {}
     last: dict[str, int] = {}
@@ -137,11 +137,11 @@ def _storages(program: Program, plan: Plan) -> Iterator[_Storage]:
     late = {s for n in walk(program.nodes) if isinstance(n, Extern) for s, _, _ in n.symbols}  # sizes known too late
     for chain in {id(c): c for c in chains.values()}.values():
         sizes = [_rounded(program.buffers[b]) for b in chain]
-        if not tensors.intersection(chain) and not symbols_in(sizes) & late:
+        if allowed(chain, tensors) and not symbols_in(sizes) & late:
             size = sizes[0]
             for other in sizes[1:]:
                 size = maximum(size, other)
-            yield _Storage(chain, first[chain[0]], max(last[b] for b in chain), size)
+            yield Storage(chain, first[chain[0]], max(last[b] for b in chain), size)
 
 
 def _rounded(b: Buffer) -> Expr:

@@ -22,7 +22,7 @@ from ..autotune.bench import Entry
 from ..autotune.by_value import makers
 from ..autotune.measure import Session
 from ..timing import Samples
-from . import collectives  # noqa: F401  (defines reflib::wait)
+from . import candidates, collectives  # noqa: F401  (they define reflib's ops)
 
 ROUNDS, ROUND_SECONDS, MOST_CALLS = 9, 0.004, 64
 LOST_EXIT = 86

@@ -10,7 +10,7 @@ import reflib
 from reflib.ir.expr import Sym, expr
 from reflib.package.inspect import inspect
 from reflib.plan import Alloc
-from reflib.plan.arena import ALIGN, Arena, _Storage, assign
+from reflib.plan.arena import ALIGN, Arena, Storage, assign
 
 ROWS = 24, 40
 
@@ -82,7 +82,7 @@ def test_what_lives_at_once_is_apart_for_all_sizes(seed):
     made = []
     for i in range(r.randint(2, 12)):
         first = r.randint(0, 20)
-        made.append(_Storage([f"b{i}"], first, first + r.randint(0, 8), r.choice(sizes[:2] if seed < 10 else sizes)))
+        made.append(Storage([f"b{i}"], first, first + r.randint(0, 8), r.choice(sizes[:2] if seed < 10 else sizes)))
     total = assign(made)
     for values in itertools.product((0, 1, 2, 3, 64, 1000), repeat=2):
         env = dict(zip((m, n), values))
@@ -96,7 +96,7 @@ def test_what_lives_at_once_is_apart_for_all_sizes(seed):
 
 def test_storage_is_used_again():
     """Of four in a row, of which two live at once, two sizes' worth."""
-    made = [_Storage([f"b{i}"], i, i + 1, expr(4096)) for i in range(4)]
+    made = [Storage([f"b{i}"], i, i + 1, expr(4096)) for i in range(4)]
     assert assign(made) == 2 * 4096
 
 

@@ -1,0 +1,104 @@
+"""Ops that communicate, with the candidates that reflib has for them. With ``autotune="blocking"`` they are measured on
+all ranks at once (``tune``); else the first runs, which is the process group's own collective.
+
+========================  =======================  ============================================================
+op                        eager                    candidates
+========================  =======================  ============================================================
+all_reduce                the group's all-reduce   one-shot and two-shot over symmetric storage (``reduce``)
+all_gather_matmul         gather, then multiply    in ``chunks``: one is multiplied while the next is gathered
+matmul_reduce_scatter     multiply, then scatter   in ``chunks``: one is scattered while the next is multiplied
+========================  =======================  ============================================================
+
+The chunks are plain functional collectives: that one's communication runs while another is multiplied follows from the
+order in which compiled programs start and wait (``collectives.overlapped``). Results of a chunked product may be summed
+in another order than the whole one's, as with any other candidate for a product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..lower.custom_ops import CustomOpConfig, register_custom_op_autotuning
+from .reduce import REDUCE
+
+CHUNKS = (2, 4)
+c = torch.ops._c10d_functional
+_library = torch.library.Library("reflib", "FRAGMENT")
+
+
+def _op(name: str, schema: str, eager: Callable[..., Any], fake: Callable[..., Any], configs: list[Any]) -> Any:
+    _library.define(f"{name}{schema}")
+    _library.impl(name, eager, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"reflib::{name}", fake, lib=_library)
+    op = getattr(torch.ops.reflib, name).default
+    register_custom_op_autotuning(op, configs)
+    return op
+
+
+def size_of(group_name: str) -> int:
+    import torch.distributed.distributed_c10d as c10d
+
+    return c10d._resolve_process_group(group_name).size()
+
+
+# -- the sum over ranks of x --------------------------------------------------------------------------------
+def by_the_group(x: Any, group_name: str) -> Any:
+    return c.wait_tensor(c.all_reduce(x.contiguous(), "sum", group_name))
+
+
+def in_storage(x: Any, group_name: str, how: str) -> Any:
+    return REDUCE(x, how, group_name)
+
+
+all_reduce = _op(
+    "all_reduce",
+    "(Tensor x, str group_name) -> Tensor",
+    by_the_group,
+    lambda x, group_name: torch.empty_like(x, memory_format=torch.contiguous_format),
+    [CustomOpConfig(in_storage, how="one_shot"), CustomOpConfig(in_storage, how="two_shot")],
+)
+
+
+# -- all ranks' rows of x, multiplied with w ----------------------------------------------------------------
+def gather_then_multiply(x: Any, w: Any, group_name: str) -> Any:
+    return c.wait_tensor(c.all_gather_into_tensor(x.contiguous(), size_of(group_name), group_name)) @ w
+
+
+def gather_in_chunks(x: Any, w: Any, group_name: str, chunks: int) -> Any:
+    size = size_of(group_name)
+    started = [c.all_gather_into_tensor(part.contiguous(), size, group_name) for part in x.tensor_split(chunks)]
+    products = [(c.wait_tensor(rows) @ w).unflatten(0, (size, -1)) for rows in started]
+    return torch.cat(products, 1).flatten(0, 1)
+
+
+all_gather_matmul = _op(
+    "all_gather_matmul",
+    "(Tensor x, Tensor w, str group_name) -> Tensor",
+    gather_then_multiply,
+    lambda x, w, group_name: x.new_empty(size_of(group_name) * x.shape[0], w.shape[1]),
+    [CustomOpConfig(gather_in_chunks, chunks=n) for n in CHUNKS],
+)
+
+
+# -- the sum over ranks of x @ w, of which each rank keeps its share of rows ----------------------------------
+def multiply_then_scatter(x: Any, w: Any, group_name: str) -> Any:
+    return c.wait_tensor(c.reduce_scatter_tensor(x @ w, "sum", size_of(group_name), group_name))
+
+
+def scatter_in_chunks(x: Any, w: Any, group_name: str, chunks: int) -> Any:
+    size = size_of(group_name)
+    rows = x.unflatten(0, (size, -1)).tensor_split(chunks, 1)
+    started = [c.reduce_scatter_tensor(part.flatten(0, 1) @ w, "sum", size, group_name) for part in rows]
+    return torch.cat([c.wait_tensor(s) for s in started])
+
+
+matmul_reduce_scatter = _op(
+    "matmul_reduce_scatter",
+    "(Tensor x, Tensor w, str group_name) -> Tensor",
+    multiply_then_scatter,
+    lambda x, w, group_name: x.new_empty(x.shape[0] // size_of(group_name), w.shape[1]),
+    [CustomOpConfig(scatter_in_chunks, chunks=n) for n in CHUNKS],
+)

@@ -1,0 +1,124 @@
+"""All-reduce over symmetric storage (``symmetric``), in two ways:
+
+* **one-shot**: each rank reads all ranks' values and adds them up: one step, N times the bytes of the result read.
+* **two-shot**: each rank adds up its share of the values, then all read all shares: a barrier more, about twice the
+  bytes of the result read, however many ranks there are.
+
+On a CPU the reads are PyTorch's, on a GPU kernels of ``kernels``. All ranks have the same bits: values are added in the
+order of ranks, halves in float32 and rounded once.
+
+``reflib::all_reduce`` is the op to call (``candidates``): the process group's own, and the two as candidates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..lower.context import LoweringContext
+from ..lower.extern import extern
+from ..lower.rules import RULES
+from .meeting import RanksError
+from .symmetric import ALIGN, DTYPES, HOW, PAGE, Storage, storage
+
+_library = torch.library.Library("reflib", "FRAGMENT")
+_library.define("symmetric_all_reduce(Tensor x, str how, str group_name) -> Tensor")
+_library.define("symmetric_empty(SymInt[] size, ScalarType dtype, Device device, SymInt at, str group_name) -> Tensor")
+
+
+@torch.library.impl(_library, "symmetric_all_reduce", "CompositeExplicitAutograd")
+def _all_reduce(x: torch.Tensor, how: str, group_name: str) -> torch.Tensor:
+    if how not in HOW or x.dtype not in DTYPES:
+        known = f"{', '.join(HOW)} for {', '.join(map(str, DTYPES))}"
+        raise RanksError(f"symmetric storage has {known}; not {how} for {x.dtype}")
+    s, values = storage(group_name, x.device), x.contiguous()
+    out = torch.empty_like(values)
+    if s.size == 1 or x.numel() == 0:
+        return out.copy_(values)
+    add = one_shot if how == "one_shot" else two_shot
+    flat, result = values.view(-1), out.view(-1)
+    most = flat.numel() if s.offset(values) is not None else (s.sums - s.copied) // x.element_size()
+    for start in range(0, flat.numel(), most):
+        add(s, flat[start : start + most], result[start : start + most])
+    return out
+
+
+@torch.library.register_fake("reflib::symmetric_all_reduce", lib=_library)
+def _all_reduce_fake(x: torch.Tensor, how: str, group_name: str) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.impl(_library, "symmetric_empty", "CompositeExplicitAutograd")
+def _empty(size: list[int], dtype: torch.dtype, device: torch.device, at: int, group_name: str) -> torch.Tensor:
+    """Memory at ``at`` of the planned part; memory of its own where sizes have grown out of that."""
+    s, n = storage(group_name, device), dtype.itemsize
+    for length in size:
+        n *= length
+    if at + n > s.copied:
+        return torch.empty(size, dtype=dtype, device=device)
+    return s.part(s.rank, s.planned + at, size, dtype)
+
+
+REDUCE, EMPTY = torch.ops.reflib.symmetric_all_reduce.default, torch.ops.reflib.symmetric_empty.default
+
+
+def communicates(cx: LoweringContext, *args: Any, **kwargs: Any) -> Any:
+    """A call that has communicated when it returns."""
+    return extern(cx, cx.node.target, args, kwargs, "communicates", effect=True)
+
+
+RULES["reflib.symmetric_all_reduce.default"] = communicates
+
+
+# -- on flat tensors ----------------------------------------------------------------------------------------
+def one_shot(s: Storage, x: torch.Tensor, out: torch.Tensor) -> None:
+    with s.exchange(x, "one_shot") as offsets:
+        _add(s, offsets, out, 0)
+
+
+def two_shot(s: Storage, x: torch.Tensor, out: torch.Tensor) -> None:
+    n, size = x.numel(), x.element_size()
+    share = -(-n * size // (s.size * ALIGN)) * ALIGN // size  # elements; begins at a multiple of ALIGN bytes
+    with s.exchange(x, "two_shot") as offsets:
+        start = min(n, s.rank * share)
+        own = s.part(s.rank, s.sums, (min(n - start, share),), x.dtype)
+        _add(s, offsets, own, start)
+        s.barrier()
+        _gather(s, out, share)
+
+
+def _add(s: Storage, offsets: list[int], out: torch.Tensor, start: int) -> None:
+    """The sum over ranks of their values from ``start`` on."""
+    if out.numel() == 0:
+        return
+    wide = torch.float32 if out.dtype in (torch.float16, torch.bfloat16) else out.dtype
+    if s.device.type == "cuda":
+        from . import kernels
+
+        grid = (-(-out.numel() // kernels.BLOCK),)
+        name = str(wide).removeprefix("torch.")
+        args = (s.table, out, start, out.numel(), PAGE, s.size)  # type: ignore[attr-defined]
+        kernels.add_parts[grid](*args, getattr(kernels.tl, name), kernels.BLOCK)
+        return
+    at = start * out.element_size()
+    first, *others = (s.part(r, o + at, out.shape, out.dtype) for r, o in enumerate(offsets))
+    total = out if wide == out.dtype else torch.empty_like(out, dtype=wide)
+    torch.add(first.to(wide), others[0], out=total)
+    for other in others[1:]:
+        total.add_(other)
+    if total is not out:
+        out.copy_(total)
+
+
+def _gather(s: Storage, out: torch.Tensor, share: int) -> None:
+    """All ranks' sums, one after the other."""
+    if s.device.type == "cuda":
+        from . import kernels
+
+        grid = (-(-share // kernels.BLOCK), s.size)
+        args = (s.table, out, s.sums, out.numel(), share, PAGE)  # type: ignore[attr-defined]
+        kernels.gather_parts[grid](*args, kernels.BLOCK)
+        return
+    for rank, part in enumerate(out.split(share)):
+        part.copy_(s.part(rank, s.sums, part.shape, out.dtype))

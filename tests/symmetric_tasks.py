@@ -1,0 +1,248 @@
+"""What ranks (``lab.ranks``) do with symmetric storage in tests. Each function runs on every rank."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reflib.ranks import symmetric
+from reflib.ranks.reduce import EMPTY, REDUCE
+from tests.rank_tasks import failing, rank
+
+CPU = torch.device("cpu")
+
+
+def last() -> bool:
+    return rank() == dist.get_world_size() - 1
+
+
+def values(of: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+    g = torch.Generator().manual_seed(1000 * of + n)
+    return (torch.randn(n, generator=g, dtype=torch.float64) * 10).to(dtype)
+
+
+def reduce_many(seed: int, count: int = 24) -> list[str]:
+    """Sums at random sizes, dtypes, layouts, from storage and from other memory: what is wrong with them."""
+    rng, wrong, size = random.Random(seed), [], dist.get_world_size()
+    for _ in range(count):
+        how, dtype = rng.choice(symmetric.HOW), rng.choice(symmetric.DTYPES)
+        n: int = rng.choice([0, 1, rng.randrange(2, 300), rng.randrange(300, 30_000), 1_300_000])
+        there, strided, at = rng.random(), rng.random() < 0.3, 256 * rng.randrange(1000)
+        parts = [values(r, n, dtype) for r in range(size)]
+        x = parts[rank()]
+        if there < (0.6, 0.3)[rank() % 2] and 0 < n < 30_000:  # elsewhere on each rank, or not there
+            x = EMPTY([n], dtype, CPU, at + 4096 * rank(), "0").copy_(x)
+        x = torch.stack([x, x], 1)[:, 0] if strided else x
+        found = REDUCE(x, how, "0")
+        exact = torch.stack([p.double() for p in parts]).sum(0)
+        rounded = sum(parts[1:], parts[0])
+        own = (rounded.double() - exact).abs().max().item() if n else 0.0
+        error = (found.double() - exact).abs().max().item() if n else 0.0
+        same = found.clone()
+        dist.broadcast(same, 0)
+        if found.dtype != dtype or found.shape != x.shape or error > 2 * own + 1e-5 or not torch.equal(same, found):
+            wrong.append(f"{how} {dtype} {n}: {error} where eager has {own}")
+    return wrong
+
+
+def in_place(how: str) -> tuple[bool, int, bool]:
+    """(is what lies in storage read there, not copied? meetings held; is its argument left as it was?)"""
+    from reflib.ranks import meeting
+
+    x = EMPTY([64], torch.float32, CPU, 512, "0").fill_(rank() + 1.0)
+    s = symmetric.storage("0", CPU)
+    s.part(s.rank, s.copied, [64], torch.float32).fill_(-1.0)
+    got = [REDUCE(x, how, "0") for _ in range(3)]
+    n = dist.get_world_size()
+    right = all(torch.equal(g, torch.full((64,), n * (n + 1) / 2)) for g in got)
+    copied = s.part(s.rank, s.copied, [64], torch.float32)
+    held = meeting._held[dist.group.WORLD]
+    return right and bool((copied == -1).all()), held, bool((x == rank() + 1.0).all())
+
+
+def often(how: str, count: int) -> int:
+    """Calls one after the other, in the same memory, ranks out of step: how many are wrong."""
+    x = EMPTY([5000], torch.float32, CPU, 0, "0")
+    rng, n, wrong = random.Random(rank()), dist.get_world_size(), 0
+    for i in range(count):
+        x.fill_(i + rank())
+        if rng.random() < 0.2:
+            time.sleep(rng.random() * 0.002)
+        wrong += not bool((REDUCE(x, how, "0") == n * i + n * (n - 1) / 2).all())
+    return wrong
+
+
+def faulty(how: str) -> Any:
+    """The last rank does something else: what all ranks get, and once more."""
+    x = torch.ones(64)
+    REDUCE(x, "one_shot", "0")
+
+    def go() -> Any:
+        if last():
+            if how == "late":
+                time.sleep(4)
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "ctrl-c":  # while it waits for the others
+                threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            if how == "other op":
+                return REDUCE(x, "two_shot", "0")
+            if how == "other size":
+                return REDUCE(torch.ones(65), "one_shot", "0")
+            if how == "other dtype":
+                return REDUCE(x.to(torch.bfloat16), "one_shot", "0")
+            if how == "nothing":
+                return "nothing"
+        elif how == "ctrl-c":
+            time.sleep(1)
+        if how == "raises" and last():
+            s = symmetric.storage("0", CPU)
+            with s.exchange(x, "one_shot"):
+                raise MemoryError("no room")
+        return REDUCE(x, "one_shot", "0")
+
+    first = failing(go)
+    if isinstance(first, str) and first == "nothing":
+        return first, first
+    return first, failing(lambda: REDUCE(x, "one_shot", "0"))
+
+
+def meets_alone() -> Any:
+    """The last rank never asks for storage."""
+    return "nothing" if last() else failing(lambda: REDUCE(torch.ones(4), "one_shot", "0"))
+
+
+def no_room(how: str) -> Any:
+    """Nothing can be stored; or the last rank cannot open what the first has made."""
+
+    def fails(*args: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    kept = symmetric._reserve, os.open
+    if how == "full":
+        symmetric._reserve = fails
+    elif last():
+        os.open = fails
+    try:
+        return failing(lambda: REDUCE(torch.ones(4), "one_shot", "0"))
+    finally:
+        symmetric._reserve, os.open = kept
+
+
+def left_over() -> list[str]:
+    """Files that storage was made in."""
+    made, kept = [], symmetric._created
+    symmetric._created = lambda *args: (made.append(kept(*args)), made[-1])[1]  # type: ignore[func-returns-value]
+    try:
+        REDUCE(torch.ones(4), "one_shot", "0")
+    finally:
+        symmetric._created = kept
+    assert len(made) == (rank() == 0)
+    return [path for path in made if os.path.exists(path)]
+
+
+# -- candidates ---------------------------------------------------------------------------------------------
+def calls() -> dict[str, tuple[Any, ...]]:
+    """(op, its candidates, arguments) by name. 12 rows on each rank; x is no contiguous tensor."""
+    from reflib.ranks import candidates as c
+
+    torch.manual_seed(rank())
+    n = dist.get_world_size()
+    x, y, w = torch.randn(20, 12).t(), torch.randn(20, 12 * n).t(), torch.randn(20, 7)
+    return {
+        "all_reduce": (c.all_reduce, [(c.in_storage, {"how": h}) for h in symmetric.HOW], (x, "0")),
+        "all_gather_matmul": (c.all_gather_matmul, [(c.gather_in_chunks, {"chunks": k}) for k in (2, 5)], (x, w, "0")),
+        "matmul_reduce_scatter": (
+            c.matmul_reduce_scatter, [(c.scatter_in_chunks, {"chunks": k}) for k in (2, 5)], (y, w, "0")
+        ),
+    }  # fmt: skip
+
+
+def compiled_candidates() -> list[str]:
+    """Each candidate compiled, beside the op in eager; what is wrong."""
+    wrong = []
+    for name, (op, ways, args) in calls().items():
+        expected = op(*args) * 2 + 1
+        for way, more in [(op, {}), *ways]:
+            torch._dynamo.reset()
+            fn = torch.compile(lambda *a, way=way, more=more: way(*a, **more) * 2 + 1, backend="reflib")
+            got = fn(*args)
+            if got.stride() != expected.stride() or not torch.allclose(got, expected, rtol=1e-4, atol=1e-4):
+                wrong.append(f"{name} {way} {more}")
+    return wrong
+
+
+def tuned_candidates() -> dict[str, tuple[str, dict[str, str]]]:
+    """(winner, status by candidate) of each op, tuned."""
+    import reflib
+
+    out = {}
+    for name, (op, _, args) in calls().items():
+        fn = lambda *a, op=op: op(*a[:-1], "0") + 1  # noqa: E731
+        e = reflib.explain(fn, *args, autotune="blocking", cache_decisions=False, dynamic=False)
+        (d,) = [d for d in e.decisions if name in d.op]
+        out[name] = str(d.winner), {r.name: f"{r.status} {r.why if r.status != 'ok' else ''}" for r in d.candidates}
+    return out
+
+
+# -- the plan -----------------------------------------------------------------------------------------------
+def planned(wrapper: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A program with sums over storage: what it copies in, where its buffers are, whether it is right."""
+    from reflib.ranks import reduce
+    from reflib.ranks.candidates import by_the_group
+
+    def fn(x: Any, w: Any, add: Any = None) -> Any:
+        add = add or (lambda t, how: REDUCE(t, how, "0"))
+        a = add(x * 2 + 1, "one_shot")  # of a kernel
+        b = add(a @ w, "two_shot")  # of a call
+        c = add((b - a).relu(), "one_shot")
+        d = c.sin()
+        return add(d, "one_shot") + d, d  # (d is a result: it stays outside)
+
+    copied, places = [], []
+    kept = symmetric.Storage.exchange, reduce.storage
+
+    def exchange(self: Any, x: torch.Tensor, how: str) -> Any:
+        copied.append(self.offset(x) is None)
+        places.append(self.offset(x))
+        return kept[0](self, x, how)
+
+    symmetric.Storage.exchange = exchange  # type: ignore[method-assign]
+    try:
+        torch._dynamo.reset()
+        compiled = torch.compile(fn, backend="reflib", options={"wrapper": wrapper, **options}, dynamic=True)
+        right = []
+        for n in (40, 33, 57, 1100):
+            torch.manual_seed(n + rank())
+            x, w = torch.randn(n, 24), torch.randn(24, 24) / 5
+            got, want = compiled(x, w), fn(x, w, lambda t, how: by_the_group(t, "0"))
+            right += [torch.allclose(g, e, rtol=1e-4, atol=1e-4) for g, e in zip(got, want, strict=True)]
+    finally:
+        symmetric.Storage.exchange = kept[0]  # type: ignore[method-assign]
+    return {"right": all(right), "copied": copied, "places": places[:4]}
+
+
+def planned_apart() -> list[bool]:
+    """The last rank plans nothing into storage."""
+    from reflib.ranks import place
+
+    if last():
+        place.BYTES = {}
+    torch._dynamo.reset()
+
+    def fn(x: Any) -> Any:
+        return REDUCE(REDUCE(x + 1, "one_shot", "0") * 2, "two_shot", "0")
+
+    compiled = torch.compile(fn, backend="reflib", dynamic=True)
+    n, out = dist.get_world_size(), []
+    for size in (70, 71):
+        got = compiled(torch.full([size], float(rank())))
+        out.append(torch.equal(got, torch.full([size], float(n * n * (n + 1)))))
+    return out
