@@ -293,7 +293,7 @@ class _Deciding:
             if "each" in kinds and kinds <= {"each", "slice"} or kinds == {"slice"} and self._recurs(g):
                 out |= dict.fromkeys(g.updates, "")
             if g.ends is not None and g.root not in self.in_input():
-                late = [u for u in g.updates if self._last(u.new) > g.ends]
+                late = [u for u in g.updates if self._last(u.new) >= g.ends]  # (copied from other elements, if there)
                 out |= dict.fromkeys(late, f"{g.root} is written to before its last use")
         return out
 

@@ -313,3 +313,20 @@ def test_places_that_overlap_are_left_to_torch() -> None:
         return torch.as_strided_scatter(x, torch.ones(2, 3), (2, 3), (2, 1)) + 1
 
     check(fn, reflib.compile(fn, verify=True), BASE.clone())
+
+
+def reversed_at_last(x: torch.Tensor) -> torch.Tensor:
+    """What is copied onto the input in the end are other elements of what was updated in place before."""
+    x[:-1].index_copy_(0, torch.arange(len(x) - 1).flip(0), x[:-1].clone())
+    x.copy_(x.flip(0))
+    return x.sum()
+
+
+def last_rows_added(x: torch.Tensor) -> torch.Tensor:
+    """Of three rows the second half is one, which is added to all; its size is no number where sizes are symbols."""
+    return x.t() + x.chunk(2)[-1]
+
+
+@pytest.mark.parametrize("fn", [reversed_at_last, last_rows_added])
+def test_symbolic_sizes(fn: Any) -> None:
+    check(fn, reflib.compile(fn, dynamic=True, verify=True), torch.randn(3, 3))
