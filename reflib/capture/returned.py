@@ -7,9 +7,13 @@ such an output is used for its sizes and strides only: the caller gets a view of
 
 from __future__ import annotations
 
+import operator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch._guards import detect_fake_mode
+from torch.fx.node import map_arg
 
 from ..options import Options
 from .copies import copied
@@ -46,8 +50,16 @@ def views_back(graph: torch.fx.Graph, value: Any, base: torch.fx.Node) -> torch.
         for v in reversed(views):
             new = graph.node_copy(v, lambda n: n)
             new.args = (copy, *v.args[1:])
+            new.meta = {**v.meta, "val": _value(new)}
             copy = new
     return copy
+
+
+def _value(view: torch.fx.Node) -> Any:
+    """What stands for its result: the input may be laid out, and begin, elsewhere than the functional value."""
+    fake = lambda n: n.meta["val"]  # noqa: E731
+    with detect_fake_mode([fake(view.args[0])]) or nullcontext():  # type: ignore[arg-type]
+        return view.target(*map_arg(view.args, fake), **map_arg(view.kwargs, fake))  # type: ignore[operator]
 
 
 def _placeholders(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
@@ -76,7 +88,8 @@ def _chain(value: Any, base: torch.fx.Node) -> list[torch.fx.Node]:
         copies = [u for u in value.users if u.target is aten.copy_.default and u.args[1] is value]
         if len(copies) == 1 and copies[0].args[0] is base:
             return [*views, copies[0]]
-        infos = [r.alias_info for r in getattr(getattr(value.target, "_schema", None), "returns", ())]
+        of_several = value.args[0] if value.target is operator.getitem else value  # (of ``split``)
+        infos = [r.alias_info for r in getattr(getattr(of_several.target, "_schema", None), "returns", ())]
         if not value.args or not any(a is not None and not a.is_write for a in infos):
             return []
         views.append(value)

@@ -66,7 +66,8 @@ def in_place(fused: Fused, options: Options, target: Target) -> Fused:
     if not updates:
         return fused
     work = _decided(program, d, updates)
-    report = tuple(_report(program, u, work) for u in updates if u in work.accepted or work.refused.get(u))
+    told = [u for u in updates if u.kind != "same"]
+    report = tuple(_report(program, u, work) for u in told if u in work.accepted or work.refused.get(u))
     refusals = tuple(_refusal(program, u, why) for u, why in work.refused.items() if why)
     if work.accepted:
         program = _Rewriting(work, options).run()
@@ -152,6 +153,8 @@ class _Deciding:
         place = within(u.view, buffers[u.old], where)
         if u.kind == "each" and (buffers[root].kind != "input" or u.new in self.results):
             return ""
+        if u.kind == "same" and any(u.position in copies for _, copies in self.final.values()):
+            return ""  # on its way to an input
         if place is None:
             return f"it is not known where in {root} the elements of {u.old} are"
         given_back = puts_back(self.program, u, self.places, place)
@@ -167,7 +170,7 @@ class _Deciding:
             self.given_back |= {u} if given_back else set()
             group.updates.append(u)
             group.alive.append(u.new)
-        return why
+        return why and ("" if u.kind == "same" else why)
 
     def place(self, b: str) -> View:
         return self.places.get(b) or full_view(self.program.buffers[b])
@@ -270,7 +273,7 @@ class _Deciding:
     def _stored_by(self, u: Update) -> list[Expr | None]:
         """The elements that the first node of ``u`` stores, each at the point of its loops."""
         node = self.program.nodes[u.at]
-        if u.kind not in ("copy", "each") or not isinstance(node, LoopNest):
+        if u.kind not in ("copy", "each", "same") or not isinstance(node, LoopNest):
             return []
         place = within(u.view, self.program.buffers[u.old], self.place(u.old))
         assert place is not None
@@ -290,7 +293,7 @@ class _Deciding:
             if "each" in kinds and kinds <= {"each", "slice"} or kinds == {"slice"} and self._recurs(g):
                 out |= dict.fromkeys(g.updates, "")
             if g.ends is not None and g.root not in self.in_input():
-                late = [u for u in g.updates if self._last(u.new) > g.ends]
+                late = [u for u in g.updates if self._last(u.new) >= g.ends]  # (copied from other elements, if there)
                 out |= dict.fromkeys(late, f"{g.root} is written to before its last use")
         return out
 
@@ -362,7 +365,7 @@ class _Rewriting:
     def __init__(self, work: _Deciding, options: Options):
         self.program, self.places, self.work = work.program, work.places, work
         self.out = Stores(options.max_fused_buffers // 2)
-        self.dropped = {u.position for u in work.accepted if u.kind == "copy" or u in work.given_back}
+        self.dropped = {u.position for u in work.accepted if u.kind in ("copy", "same") or u in work.given_back}
         self.dropped |= {i for copies in work.in_input().values() for i in copies}
         whole = {b: v.buffer for b, v in self.places.items() if work.whole(b)}
         self.names = whole | {b: r for r, (_, copies) in work.final.items() for b in self._between(r, copies)}

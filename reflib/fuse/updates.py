@@ -1,13 +1,15 @@
 """What is an update, and where the elements of what it makes are: the analysis behind ``in_place``.
 
-Captured graphs are functional: an update in place is an op that returns a new tensor. Lowered, it has one of four
+Captured graphs are functional: an update in place is an op that returns a new tensor. Lowered, it has one of five
 forms, and only these are looked for, whatever the op was::
 
-    copy    new[e] = old[e], then nodes that store a few elements of ``new`` (positions held in tensors, ``scatter``) or
-            calls that are given ``new`` to write to (a custom op that mutates its arguments)
+    copy    new[e] = old[e], then nodes that store a few elements of ``new`` (positions held in tensors, ``scatter``;
+            ``as_strided_scatter``) or calls that are given ``new`` to write to (a custom op that mutates its arguments)
     slice   new[e] = v if e in slice else old[e]                       (``slices.Write``)
     call    new = op(old, ...) of an op of ATen that has a form op_(old, ...) which writes to ``old``
     each    new[e] = f(old[e], ...) for every element
+    same    new[e] = old[e] for every element, where ``old`` was made by a call or is carried by a loop (a body may not
+            update what it carries: it clones it first)
 
 ``old`` may be a part of a buffer (``cache[layer]``), that is, ``new`` a view of it: ``Update.view``. A slice update of
 the whole by such a part, ``where(e in part, new, old)``, then stores what is there already (``puts_back``).
@@ -25,7 +27,6 @@ from ..ir.loops import Load, LoopNest, Store
 from ..ir.program import Extern, Node, Program, View, iter_views
 from .dependencies import Dependencies
 from .places import element, linear_view, moved, plain, slice_points
-from .scatters import scatters
 from .slices import Write, find_write, whole_copy, whole_dimensions
 
 
@@ -54,13 +55,13 @@ def find_updates(program: Program, d: Dependencies) -> list[Update]:
         u = _call(program, d, position, node) if isinstance(node, Extern) else None
         if isinstance(node, LoopNest):
             u = _slice(program, d, position, node) or _copy(program, d, position, node)
-            u = u or _each(program, d, position, node)
+            u = u or _same(program, d, position, node) or _each(program, d, position, node)
         if u is not None and program.buffers[u.new].kind == "temp" and u.new != u.old:
             found[u.new] = u
     return sorted(found.values(), key=lambda u: u.at)
 
 
-# -- the four forms -----------------------------------------------------------------------------------------
+# -- the five forms -----------------------------------------------------------------------------------------
 def _copy(program: Program, d: Dependencies, position: int, node: LoopNest) -> Update | None:
     copy = whole_copy(program, node)
     if copy is None:
@@ -76,10 +77,8 @@ def _copy(program: Program, d: Dependencies, position: int, node: LoopNest) -> U
 
 
 def _stores_few(node: Node, name: str) -> bool:
-    """Does the node only store elements of ``name`` at positions held in tensors, or is it a call that writes to it?"""
-    if isinstance(node, Extern):
-        return name in node.mutates
-    return isinstance(node, LoopNest) and all(scatters(s) for s in node.stores() if s.buffer == name)
+    """Does the node only store elements of ``name``, or is it a call that writes to it?"""
+    return isinstance(node, LoopNest) or isinstance(node, Extern) and name in node.mutates
 
 
 def _slice(program: Program, d: Dependencies, position: int, node: LoopNest) -> Update | None:
@@ -129,6 +128,17 @@ def _each(program: Program, d: Dependencies, position: int, node: LoopNest) -> U
         if view is not None and plain(view, program.buffers[store.buffer]):
             return Update("each", position, position, view, store.buffer, node)
     return None
+
+
+def _same(program: Program, d: Dependencies, position: int, node: LoopNest) -> Update | None:
+    copy = whole_copy(program, node)
+    if copy is None or d.writers[copy[2].buffer] != [position]:
+        return None
+    makers = [program.nodes[i] for i in d.writers.get(copy[1].buffer, ())]
+    view = _seen(program, copy[1], copy[0], copy[2].buffer)
+    if view is None or not (makers and isinstance(makers[0], Extern)):  # (else it is computed in the same kernel)
+        return None
+    return Update("same", position, position, view, copy[2].buffer, node)
 
 
 def _seen(program: Program, load: Load, axes: Sequence[Var | None], new: str) -> View | None:

@@ -55,6 +55,10 @@ class Region(Variants):
     def of_kernels(self) -> bool:
         return False
 
+    def reads(self) -> list[str]:
+        """Of what is carried the first value too: a body may store to some of its elements and then read it."""
+        return list(dict.fromkeys((*Variants.reads(self), *(old for old, _ in self.carried))))
+
     def next_values(self) -> list[str]:
         return [b for a, b in self.carried if a != b]
 

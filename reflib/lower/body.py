@@ -183,11 +183,11 @@ class NestBuilder:
     def at(self, view: View, coords: Sequence[IntLike] | None = None) -> Expr:
         """``view``'s element at ``coords`` (default: this kernel's, broadcast), as an offset in its buffer."""
         own = self.coords if coords is None else [expr(c) for c in coords]
-        n = len(view.shape)
+        n, out = len(view.shape), view.offset
         assert n <= len(own), f"a view of {n} dimensions read at {len(own)} coordinates"
-        out = view.offset
-        for c, size, stride in zip(own[len(own) - n :], view.shape, view.strides):
-            if size != 1:
+        wide = (self.shape if coords is None else view.shape)[-n:]
+        for c, size, stride, w in zip(own[len(own) - n :], view.shape, view.strides, wide):
+            if size != 1 and (size == w or size.hint() != 1 or w.hint() == 1):  # (else torch has guarded that it is 1)
                 out = out + c * stride
         return out
 

@@ -9,17 +9,18 @@ a copy and a kernel as well, stays. As in eager's CUDA kernels, of several value
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from reflib.ir.expr import IntLike
+from reflib.ir.expr import IntLike, expr, product
 from reflib.ir.program import View
 
 from . import accumulate
 from .accumulate import Term, fill, scattered
 from .body import NestBuilder, Scalar, Value, check_dtype, fit, nest, where
-from .context import LoweringContext
+from .context import LoweringContext, contiguous_strides
 from .indexing import axis, here_and_at, one_per_row
 from .rules import Unsupported, overloads, rule
 
@@ -113,3 +114,42 @@ def scatter_add(cx: LoweringContext, x: View, dim: int, index: View, new: View) 
         return at, (old + value.to(old.dtype)).to(cx.dtype)  # type: ignore[union-attr]
 
     return scatter(cx, x, index.shape, term)
+
+
+@rule("as_strided_scatter")
+def as_strided_scatter(
+    cx: LoweringContext, x: View, src: View, size: Sequence[Any], stride: Sequence[Any], offset: Any = None
+) -> View:
+    """How updates of inputs that are views of one another are captured: ``x`` is the memory that they share."""
+    node, s = cx.node.args[0], cx.low.symbols
+    start = s.expr(node.meta["val"].storage_offset())  # type: ignore[union-attr]
+    moved = expr(0) if offset is None else expr(offset) - start
+    place = View(x.buffer, tuple(map(expr, size)), tuple(map(expr, stride)), moved, cx.dtype)
+    last = sum(((n - 1) * m for n, m in zip(place.shape, place.strides)), place.offset)
+    whole = x.strides == s.exprs(cx.fakes[0].stride()) == contiguous_strides(x.shape) and x.shape == cx.shape
+    # (torch has guarded, when it traced the op, that sizes which may change stay inside)
+    inside = all(e.constant is None or e.constant >= 0 for e in (place.offset, product(x.shape) - 1 - last))
+    if not (whole and inside and _apart(place) and list(src.shape) == list(place.shape)):
+        raise Unsupported("library call")
+    check_dtype(cx.dtype)
+    out = cx.out()
+    fill(cx, out, x)
+    k = NestBuilder(cx, place.shape)
+    k.store(replace(place, buffer=out.buffer), k.load(src))
+    k.finish()
+    return out
+
+
+def _apart(v: View) -> bool:
+    """Is each element at a place of its own?"""
+    dims = [(m, n) for n, m in zip(v.shape, v.strides) if n != 1]
+    if len(dims) < 2:
+        return all(m.constant != 0 for m, _ in dims)
+    if any(e.constant is None for d in dims for e in d):
+        return False
+    past = 0
+    for m, n in sorted((int(m), int(n)) for m, n in dims):
+        if m <= past:
+            return False
+        past += m * (n - 1)
+    return True

@@ -182,7 +182,7 @@ class _Writer:
             b = p.program.buffers[o]
             sizes = sorted(s.name for s in symbols_in((b.shape, b.strides)))
             promised = f"({_python_ints(b.shape)}), ({_python_ints(b.strides)})"
-            more = ", any_shape=True" if o in p.inner.passed_on else ""
+            more = ", any_shape=True" if o in p.inner.passed_on else f", op={str(x.target)!r}"
             which = p._function(f"expect_{o}", [o, *sizes], [f"{o} = expect({o}, {promised}{more})"], [o])
             args = [f"tensor({p.name(o)})", *(f"integer({p.name(s)})" for s in sizes)]
             shape = f"{p.ints(b.shape)}, {p.ints(b.strides)}"

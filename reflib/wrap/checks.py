@@ -3,6 +3,7 @@ returns that was given memory for its results."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,16 +28,22 @@ def outside(what: str, size: int, least: int, most: int, op: str) -> None:
         logger("autotune").warning(message, what, size, least, most)
 
 
-def given_back(result: Any, given: list[torch.Tensor], op: str) -> None:
-    """Raises ReflibError unless ``op`` returned the tensors that it was ``given``, neither resized nor others. (An op
-    that returns nothing cannot say.)"""
-    returned = list(result) if isinstance(result, (tuple, list)) else [] if result is None else [result]
-    for i, (r, t) in enumerate(zip(returned, given)):
-        if not isinstance(r, torch.Tensor) or _layout(r) != _layout(t):
-            raise ReflibError(
-                f"{op}: its result {i} is not the tensor that it was given to write to (sizes {list(t.shape)}, strides "
-                f"{list(t.stride())}): an op with out= arguments must write to them as they are, and return them"
-            )
+def given_back(given: list[torch.Tensor], op: str) -> Callable[[Any], None]:
+    """What raises ReflibError unless ``op``, called next, returns the tensors that it is ``given``, neither resized nor
+    others. (An op that returns nothing cannot say.)"""
+    layouts = [_layout(t) for t in given]
+
+    def check(result: Any) -> None:
+        returned = list(result) if isinstance(result, (tuple, list)) else [] if result is None else [result]
+        for i, (r, was) in enumerate(zip(returned, layouts)):
+            if not isinstance(r, torch.Tensor) or _layout(r) != was:
+                raise ReflibError(
+                    f"{op}: its result {i} is not the tensor that it was given to write to (sizes {list(was[1])}, "
+                    f"strides {list(was[2])}): an op with out= arguments must write to them as they are, and return "
+                    "them"
+                )
+
+    return check
 
 
 def _layout(t: torch.Tensor) -> tuple[Any, ...]:

@@ -193,7 +193,7 @@ class PythonPrinter:
             args += [f"{k}={o}" for k, o in zip(keys, x.outputs) if o is not None]  # (None: it is among kwargs)
             call = f"{self._bind(overload)}({', '.join(args)})"
             known = overload in OUT_VARIANTS.values()
-            self.put((call if known else f"given_back({call}, [{', '.join(outs)}], {str(overload)!r})") + comment)
+            self.put((call if known else f"given_back([{', '.join(outs)}], {str(overload)!r})({call})") + comment)
             return
         call = f"{self._bind(x.target)}({', '.join(args)})"
         if not any(isinstance(o, (str, View)) for o in x.outputs) and not x.symbols:
@@ -205,8 +205,8 @@ class PythonPrinter:
         for i, o in enumerate(x.outputs):
             item = f"{result}[{i}]" if many else result
             if isinstance(o, str):
-                b = self.program.buffers[o]
-                more = ", any_shape=True" if o in self.passed_on else ""  # a call accepts what meta functions get wrong
+                b, op = self.program.buffers[o], "" if str(x.target)[:5] == "aten." else f", op={str(x.target)!r}"
+                more = ", any_shape=True" if o in self.passed_on else op  # a call accepts what meta functions get wrong
                 self.put(f"{o} = expect({item}, {_tuple(b.shape)}, {_tuple(b.strides)}{more})")
         for sym, i, dim in x.symbols:
             item = f"{result}[{i}]" if many else result

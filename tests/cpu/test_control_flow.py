@@ -263,3 +263,26 @@ def test_branches_that_return_other_sizes(tmp_path: Path) -> None:
     close(c(-x), x[:3] * -4)
     with pytest.raises(PackageError, match=r"it calls cond at .*a result whose size depends on the branch"):
         reflib.aot_compile(f, (x,), tmp_path / "m.reflib", "cpu")
+
+
+def decoded(cache: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """A body may not update what it carries: it clones it first."""
+
+    def body(i: Tensor, cache: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        cache = cache.clone()
+        cache.index_copy_(0, i.reshape(1), x)
+        return i + 1, cache, torch.softmax(x @ cache.t(), -1) @ cache
+
+    return while_loop(lambda i, cache, x: i < 5, body, (zero(), cache, x))[1:]
+
+
+def test_a_cache_is_carried_without_a_copy() -> None:
+    args = torch.randn(64, 8), torch.randn(1, 8)
+    close(reflib.compile(decoded, verify=True)(*args), decoded(*args))
+    e = reflib.explain(decoded, *args, target="cpu")
+    (loop,) = (s for s in e.stages.plan.steps if isinstance(s, Repeat))
+    table = e.scheduled.buffers
+    assert all(table[s.buffer].numel.hint() < 512 or s.reuse for s in loop.then if isinstance(s, Alloc))
+    (body,) = (v for n in e.scheduled.nodes for v in getattr(n, "variants", ()) if v.name == "body")
+    stored = [n for n in body.nodes for b in n.writes() if table[b].numel.hint() == 512]
+    assert len(stored) == 1, "the row alone"

@@ -4,7 +4,10 @@ Hypothesis draws a program: typed inputs as hostile as inputs come, then steps t
 values so far. It runs eagerly and compiled, forward and perhaps backward, with static or dynamic sizes, and
 ``tests.checking`` judges. A failure prints a small program to run by itself.
 
-    make fuzz N=5000            more of them
+Of two kinds: any ops, and updates in place: of inputs, temporaries and parts of them, which overlap, where inputs may
+be views of one another (from the first call on, or after a call with inputs that share nothing).
+
+    make fuzz N=5000            more of them, N of each kind
     REFLIB_FUZZ_SECONDS=60      how long without N
 """
 
@@ -25,7 +28,7 @@ from hypothesis import strategies as st
 from reflib.observe import repro
 from reflib.options import Options
 from reflib.pipeline import Backend
-from tests.checking import call, wrong
+from tests.checking import call, clone, wrong
 
 COUNT = int(os.environ.get("REFLIB_FUZZ") or 0)
 SECONDS = float(os.environ.get("REFLIB_FUZZ_SECONDS") or 20)
@@ -45,9 +48,13 @@ class Input:
     layout: str
     special: bool
     seed: int
+    view: str = ""  # of the inputs before it
+
+    def made(self) -> tuple[str, tuple[int, ...], str, bool, int]:
+        return self.dtype, self.shape, self.layout, self.special, self.seed
 
     def text(self) -> str:
-        return f"make({self.dtype!r}, {self.shape}, {self.layout!r}, {self.special}, {self.seed})"
+        return self.view or f"make({self.dtype!r}, {self.shape}, {self.layout!r}, {self.special}, {self.seed})"
 
 
 @dataclass
@@ -56,6 +63,14 @@ class Program_:
     steps: list[str] = field(default_factory=list)  # python expressions over v0, v1, ...
     outputs: list[int] = field(default_factory=list)
     mutate: str = ""
+    apart_first: bool = False  # a call before, with inputs that share no memory
+
+    def args(self) -> list[torch.Tensor]:
+        made: list[torch.Tensor] = []
+        for i in self.inputs:
+            now = {f"v{n}": t for n, t in enumerate(made)}
+            made.append(eval(i.view, {"torch": torch, **now}) if i.view else make(*i.made()))
+        return made
 
     def source(self) -> str:
         args = ", ".join(f"v{i}" for i in range(len(self.inputs)))
@@ -71,10 +86,12 @@ class Program_:
         return scope["f"]
 
     def reproducer(self, dynamic: bool, backward: bool) -> str:
-        args = ", ".join(i.text() for i in self.inputs)
+        args = "".join(f"v{n} = {i.text()}\n" for n, i in enumerate(self.inputs))
+        names = ", ".join(f"v{n}" for n in range(len(self.inputs)))
+        how = f"dynamic={dynamic}, backward={backward}, apart_first={self.apart_first}"
         return (
             "import torch, torch.nn.functional as F\nfrom tests.cpu.test_fuzz import judge, make\n\n"
-            f"{self.source()}\n\nprint(judge(f, [{args}], dynamic={dynamic}, backward={backward}))\n"
+            f"{self.source()}\n\n{args}print(judge(f, [{names}], {how}))\n"
         )
 
 
@@ -163,6 +180,86 @@ INDEX = (
 )  # fmt: skip
 
 
+# -- in place: what is updated, and how ("{p}": the part, "{b}": another value, "{q}": a part of the same tensor)
+PART = (
+    "{a}", "{a}", "{a}.narrow({d}, {k}, {m})", "{a}.narrow({d}, {k}, {m})", "{a}.select({d}, {k})",
+    "{a}.transpose({d}, {e})", "{a}[..., ::2]", "{a}[1:]", "{a}[:-1]", "{a}.diagonal(0, {d}, {e})", "{a}.reshape(-1)",
+    "{a}.unsqueeze({d})", "{a}.chunk(2, {d})[-1]", "{a}.narrow({d}, {k}, {m})[..., 1:]",
+    "torch.as_strided({a}, ({m},), (1,))",
+)  # fmt: skip
+UPDATE = (
+    "{p}.add_({b})", "{p}.mul_(2)", "{p}.copy_({b})", "{p}.copy_({q} * 2)", "{p}.add_({q}.clone())", "{p}.fill_(1)",
+    "{p}.zero_()", "{p}.clamp_(-1, 1)", "{p}.masked_fill_({p} > 0, 2)", "{p}.sub_({b}.sum())", "{p}.neg_()",
+    "{p}.index_copy_({d}, torch.arange({p}.shape[{d}]).flip(0), {p}.clone())", "{p}.copy_({p}.flip({d}))",
+    "{p}.index_add_({d}, torch.zeros({p}.shape[{d}], dtype=torch.int64), {p} * 2)",
+    "{p}.scatter_({d}, torch.zeros_like({p}, dtype=torch.int64), 3)", "{p}.index_fill_({d}, torch.tensor([0]), 4)",
+    "{p}.index_put_((torch.arange({p}.shape[0]) // 2,), {p}[:1] + 1, accumulate=True)", "{p}.relu_()",
+    "{p}.copy_({p}.cumsum({d}))", "{p}.copy_(torch.cat([{p}, {p}], {d}).narrow({d}, 1, {p}.shape[{d}]))",
+    "{p}.masked_scatter_({p} > 0, {p}.flip({d}).contiguous())", "{p}.addcmul_({b}, {b})", "{p}.lerp_({b}, 0.5)",
+    "{p}.transpose_({d}, {e})", "{p}.copy_({b}.to({p}.dtype) @ {b}.to({p}.dtype).mT)", "{p}.swapaxes({d}, {e}).mul_(3)",
+)  # fmt: skip
+SEEN = (  # an input that is a view of another
+    "{a}", "{a}.narrow({d}, {k}, {m})", "{a}[1:]", "{a}[:-1]", "{a}[..., ::2]", "{a}[..., 1::2]",
+    "{a}.transpose({d}, {e})", "{a}.select({d}, {k})", "{a}.view(-1)", "{a}.detach()", "{a}.view(torch.int32)",
+    "torch.as_strided({a}, ({m},), (1,))", "{a}.diagonal(0, {d}, {e})",
+)  # fmt: skip
+
+
+@st.composite
+def updating(draw: Any) -> tuple[Program_, bool, bool]:
+    """A program that updates its inputs and temporaries, and parts of them, in place."""
+    one = lambda xs: draw(st.sampled_from(xs))  # noqa: E731
+    shape = tuple(one((2, 3, 4, 5, 6, 8)) for _ in range(draw(st.integers(1, 3))))
+    inputs = [
+        Input(one(("float32", "float32", "float64", "bfloat16", "int64", "int32")), shape, layout, False, n)
+        for n, layout in enumerate(
+            one(("plain", "plain", "plain", "transposed", "strided", "offset")) for _ in range(draw(st.integers(1, 3)))
+        )
+    ]
+    program = Program_(inputs)
+    for _ in range(draw(st.integers(0, 2))):
+        values = program.args()
+        view = _filled(draw, values, draw(st.integers(0, len(values) - 1)), one(SEEN))
+        if view is not None and view[1].dtype == values[0].dtype or view is not None and ".view(torch" in view[0]:
+            inputs.append(Input("", tuple(view[1].shape), "", False, 0, view[0]))
+    values = program.args()
+    backward = draw(st.integers(0, 3)) == 0 and not any(i.view for i in inputs)
+    for _ in range(draw(st.integers(2, 7))):
+        step = _update(draw, one, values) if draw(st.integers(0, 2)) else _step(draw, one, values)
+        if step is not None:
+            program.steps.append(step[0])
+            values.append(step[1])
+    assume(any("_(" in s for s in program.steps))
+    n, last = len(inputs), len(values) - 1
+    program.outputs = sorted({last, *draw(st.lists(st.integers(n, last), max_size=2))})
+    program.apart_first = any(i.view for i in inputs) and draw(st.booleans())
+    return program, draw(st.integers(0, 2)) == 0, backward
+
+
+def _update(draw: Any, one: Any, values: list[Any]) -> tuple[str, Any] | None:
+    a, b = draw(st.integers(0, len(values) - 1)), draw(st.integers(0, len(values) - 1))
+    parts = [_filled(draw, values, a, one(PART)) for _ in range(2)]
+    if parts[0] is None or parts[1] is None:
+        return None
+    text = one(UPDATE).replace("{p}", parts[0][0]).replace("{q}", parts[1][0])
+    return _filled(draw, values, a, text, b)
+
+
+def _filled(draw: Any, values: list[Any], a: int, template: str, b: int = 0) -> tuple[str, Any] | None:
+    x = values[a]
+    d, e = (draw(st.integers(0, max(x.dim() - 1, 0))) for _ in range(2))
+    size = x.shape[d] if x.dim() else 1
+    k = draw(st.integers(0, max(size - 1, 0)))
+    m = draw(st.integers(1, max(size - k, 1)))
+    text = template.format(a=f"v{a}", b=f"v{b}", d=d, e=e, k=k, m=m)
+    scope = {"torch": torch, "F": torch.nn.functional, **{f"v{i}": v for i, v in enumerate(values)}}
+    try:
+        value = eval(text, scope)
+    except Exception:
+        return None
+    return (text, value) if isinstance(value, torch.Tensor) and value.numel() <= 20_000 else None
+
+
 @st.composite
 def programs(draw: Any) -> tuple[Program_, bool, bool]:
     """A program that eager accepts, and whether its sizes are dynamic and whether it is differentiated."""
@@ -221,7 +318,13 @@ def _step(draw: Any, one: Any, values: list[Any]) -> tuple[str, Any] | None:
 
 
 # -- judging ----------------------------------------------------------------------------------------
-def judge(fn: Callable[..., Any], args: list[torch.Tensor], dynamic: bool = False, backward: bool = False) -> list[str]:
+def judge(
+    fn: Callable[..., Any],
+    args: list[torch.Tensor],
+    dynamic: bool = False,
+    backward: bool = False,
+    apart_first: bool = False,
+) -> list[str]:
     """What is wrong with the compiled function."""
     torch._dynamo.reset()
     if backward:
@@ -231,10 +334,14 @@ def judge(fn: Callable[..., Any], args: list[torch.Tensor], dynamic: bool = Fals
         return []
     wide = call(fn, args, backward=backward, wide=True)
     compiled = torch.compile(fn, backend=Backend(Options(verify=True)), dynamic=dynamic)
+    if apart_first:
+        call(compiled, [clone(a) for a in args], backward=backward)
     problems = wrong(call(compiled, args, backward=backward), eager, wide)
     if problems:  # is it PyTorch's? (a float64 tensor of no dimensions is not mutated under Dynamo, for one)
         torch._dynamo.reset()
         theirs = torch.compile(fn, backend="aot_eager", dynamic=dynamic)
+        if apart_first:
+            call(theirs, [clone(a) for a in args], backward=backward)
         if wrong(call(theirs, args, backward=backward), eager, wide):
             return []
     return problems
@@ -252,7 +359,7 @@ def saved(fn: Callable[..., Any], args: list[Any], dynamic: bool) -> str:
         return f"no repro: {e}"
 
 
-def run_fuzz(examples: int, round_seed: int | None, failed: dict[str, str]) -> int:
+def run_fuzz(examples: int, round_seed: int | None, failed: dict[str, str], kind: Any = programs) -> int:
     """So many random programs; how many ran. ``failed``: reproducer -> message, for Hypothesis asks again."""
     ran = 0
     found_at = 0.0
@@ -267,7 +374,7 @@ def run_fuzz(examples: int, round_seed: int | None, failed: dict[str, str]) -> i
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
-    @given(programs())
+    @given(kind())
     def test(drawn: tuple[Program_, bool, bool]) -> None:
         nonlocal ran, found_at
         program, dynamic, backward = drawn
@@ -276,8 +383,8 @@ def run_fuzz(examples: int, round_seed: int | None, failed: dict[str, str]) -> i
             if failed and time.monotonic() - found_at > SHRINK:
                 return  # small enough
             ran += 1
-            args = [make(i.dtype, i.shape, i.layout, i.special, i.seed) for i in program.inputs]
-            problems = judge(program.function(), args, dynamic, backward)
+            args = program.args()
+            problems = judge(program.function(), args, dynamic, backward, program.apart_first)
             if not problems:
                 return
             found_at = found_at or time.monotonic()
@@ -288,13 +395,14 @@ def run_fuzz(examples: int, round_seed: int | None, failed: dict[str, str]) -> i
     return ran
 
 
-def test_fuzz_random_graphs() -> None:
+@pytest.mark.parametrize("kind", [programs, updating])
+def test_fuzz_random_graphs(kind: Any) -> None:
     start, ran = time.monotonic(), 0
     if COUNT:
-        ran = run_fuzz(COUNT, None, {})
+        ran = run_fuzz(COUNT, None, {}, kind)
     else:  # the same programs every time, as many as time allows
         round_seed = 0
-        while time.monotonic() - start < SECONDS:
-            ran += run_fuzz(10, round_seed, {})
+        while time.monotonic() - start < SECONDS / 2:
+            ran += run_fuzz(10, round_seed, {}, kind)
             round_seed += 1
     print(f"{ran} random graphs in {time.monotonic() - start:.0f} s")

@@ -305,6 +305,26 @@ def test_ops_that_write_to_given_tensors_and_to_lists() -> None:
     assert len(large) <= 3, "what is tripled, and a result"
 
 
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+def test_what_an_op_may_not_do_with_its_memory(wrapper: str) -> None:
+    """The error names the op: a result that was resized, and one smaller than promised."""
+    lib = torch.library.Library(f"into_place_bad_{wrapper}", "FRAGMENT")
+    lib.define("grown(Tensor x) -> Tensor")
+    lib.define("grown.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)", tags=(torch.Tag.out,))
+    lib.define("fewer(Tensor x) -> Tensor")
+    lib.impl("grown", lambda x: x * 2, "CPU")
+    lib.impl("grown.out", lambda x, out: out.resize_(7), "CPU")
+    lib.impl("fewer", lambda x: x[:1] * 2, "CPU")
+    ops = getattr(torch.ops, lib.ns)
+    said = {"grown": "grown.out: its result 0 is not the tensor", "fewer": "fewer.default returned shape"}
+    for name, why in said.items():
+        torch.library.register_fake(f"{lib.ns}::{name}", lambda x: torch.empty_like(x), lib=lib)
+        op = getattr(ops, name)
+        compiled = reflib.compile(lambda x: op(x) + 1, wrapper=wrapper)  # noqa: B023
+        with pytest.raises(reflib.ReflibError, match=why):
+            compiled(torch.ones(3))
+
+
 # -- random programs ----------------------------------------------------------------------------------------
 def grown(rng: random.Random) -> Callable[[Tensor, Tensor], list[Tensor]]:
     """A program of products, sorted rows and elementwise steps, put together in nested and overlapping ways."""

@@ -19,6 +19,7 @@ from reflib.ir.program import Extern, walk
 from reflib.observe.explain import Explanation
 from reflib.options import Options
 from reflib.pipeline import run
+from tests.checking import check
 
 aten = torch.ops.aten
 RANDOM = random.Random(7)
@@ -251,3 +252,81 @@ def test_dynamic_sizes_and_gradients() -> None:
         x, v = x.detach().requires_grad_(), v.detach().requires_grad_()
         fn(x, i, v).sum().backward()
         torch.testing.assert_close(got, (x.grad, v.grad))
+
+
+# -- inputs that are views of one another ---------------------------------------------------------------------
+BASE = torch.arange(24.0)
+
+
+def second_half(x: torch.Tensor) -> torch.Tensor:
+    return x.chunk(2)[-1].mul_(2)
+
+
+def spread(x: torch.Tensor) -> torch.Tensor:
+    x.copy_(x.clone().relu() + 1)
+    return x.view(2, -1).unbind(1)[1]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("fn", [second_half, spread])
+@pytest.mark.parametrize("at", [slice(0, 8), slice(6, 14), slice(5, None, 2)], ids=str)
+def test_a_view_of_an_updated_input_that_begins_anywhere(fn: Any, at: slice, dynamic: bool) -> None:
+    n = len(BASE[at]) // 2 * 2
+    check(fn, reflib.compile(fn, dynamic=dynamic, verify=True), BASE.clone()[at][:n])
+
+
+def overlapping(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    x.copy_(x.flip(0))
+    y.mul_(2)
+    z.add_(y[: len(z)].sum())
+    return x + 1
+
+
+@pytest.mark.parametrize("apart_first", [False, True])
+def test_views_of_one_tensor_as_arguments(apart_first: bool) -> None:
+    def views(base: torch.Tensor) -> list[torch.Tensor]:
+        return [base[2:9:2], base[1:13], base[4:8]]
+
+    compiled = reflib.compile(overlapping, verify=True)
+    if apart_first:
+        compiled(*(v.clone() for v in views(BASE)))
+    check(overlapping, compiled, *views(BASE.clone()))
+    if not apart_first:
+        (graph,) = reflib.explain(overlapping, *views(BASE.clone()), target="cpu").graphs
+        assert not [n for n in walk(graph.scheduled.nodes) if isinstance(n, Extern)]
+
+
+def test_strided_places_of_an_input() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        x.as_strided((3, 2), (8, 1), 1).add_(1)
+        x.as_strided((5,), (5,)).mul_(2)
+        return x.sum()
+
+    check(fn, reflib.compile(fn, verify=True), BASE.clone())
+    e = explained(fn, BASE.clone())
+    assert not whole_buffers(e, BASE.numel()) and not calls(e, "as_strided")
+    assert [u.why for u in e.updates] == ["", ""]
+
+
+def test_places_that_overlap_are_left_to_torch() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return torch.as_strided_scatter(x, torch.ones(2, 3), (2, 3), (2, 1)) + 1
+
+    check(fn, reflib.compile(fn, verify=True), BASE.clone())
+
+
+def reversed_at_last(x: torch.Tensor) -> torch.Tensor:
+    """What is copied onto the input in the end are other elements of what was updated in place before."""
+    x[:-1].index_copy_(0, torch.arange(len(x) - 1).flip(0), x[:-1].clone())
+    x.copy_(x.flip(0))
+    return x.sum()
+
+
+def last_rows_added(x: torch.Tensor) -> torch.Tensor:
+    """Of three rows the second half is one, which is added to all; its size is no number where sizes are symbols."""
+    return x.t() + x.chunk(2)[-1]
+
+
+@pytest.mark.parametrize("fn", [reversed_at_last, last_rows_added])
+def test_symbolic_sizes(fn: Any) -> None:
+    check(fn, reflib.compile(fn, dynamic=True, verify=True), torch.randn(3, 3))
