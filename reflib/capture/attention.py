@@ -59,7 +59,20 @@ from torch.fx import GraphModule, Node
 
 from ..logs import get as logger
 from ..options import Options
-from .attention_call import ABSORBS, MASKS, Fill, Operand, Parts, Refused, Term, equal, named, replace_by_call, value
+from .attention_call import (
+    ABSORBS,
+    MASKS,
+    Fill,
+    Operand,
+    Parts,
+    Refused,
+    Term,
+    equal,
+    named,
+    positional,
+    replace_by_call,
+    value,
+)
 
 ADD, MUL = ("add", "iadd"), ("mul", "imul", "multiply")
 SUB, DIV = ("sub", "isub", "subtract"), ("div", "truediv", "itruediv", "divide", "true_divide")
@@ -81,7 +94,9 @@ def attention(module: GraphModule, options: Options) -> GraphModule:
         return module
     for inner in graphs(module):
         memo: dict[Any, Any] = {}
-        if sum([_one(inner, n, memo) for n in list(inner.graph.nodes) if named(n) == "softmax"]):
+        if softmaxes := [n for n in inner.graph.nodes if named(n) == "softmax"]:
+            positional(inner.graph)
+        if sum([_one(inner, n, memo) for n in softmaxes]):
             inner.recompile()
     return module
 
@@ -132,7 +147,7 @@ def number(node: Any) -> float | None:
     if named(node) in ("full", "tensor", "scalar_tensor", "detach", "lift_fresh_copy"):
         if named(node) == "full" and (value(node) is None or value(node).dim()):
             return None
-        return number(argument(node, 1, "fill_value") if named(node) == "full" else node.args[0])
+        return number(argument(node, 1, "fill_value") if named(node) == "full" else argument(node, 0, "data"))
     return float(node) if isinstance(node, (int, float)) and not isinstance(node, bool) else None
 
 

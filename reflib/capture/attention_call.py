@@ -26,6 +26,14 @@ class Refused(Exception):
     """Why a softmax is not replaced."""
 
 
+_TWO = "add sub subtract mul multiply div divide true_divide matmul"
+_OPERANDS = dict.fromkeys(_TWO.split(), ("input", "other")) | {
+    "bmm": ("input", "mat2"), "baddbmm": ("input", "batch1", "batch2"), "where": ("condition", "input", "other"),
+    "masked_fill": ("input", "mask", "value"), "softmax": ("input", "dim"), "dropout": ("input", "p"),
+}  # fmt: skip
+_OF_METHODS = {"where": ("self", "condition", "other")}
+
+
 def value(node: Any) -> Any:
     """A fake tensor, a symbolic number, or what ``node`` is if it is no node."""
     return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, Node) else node
@@ -40,6 +48,18 @@ def named(node: Any) -> str:
         target = target._schema.name.partition("::")[2]
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     return name.rstrip("_") if not name.startswith("_") else name
+
+
+def positional(graph: torch.fx.Graph) -> None:
+    """Operands that are given by name (``torch.bmm(input=q, mat2=k)``) become positional ones."""
+    for node in graph.nodes:
+        names = _OPERANDS.get(named(node), ())
+        if names and node.kwargs and not isinstance(node.target, torch._ops.OpOverload):
+            names = _OF_METHODS.get(node.target, names)
+            args, kwargs = list(node.args), dict(node.kwargs)
+            while len(args) < len(names) and names[len(args)] in kwargs:
+                args.append(kwargs.pop(names[len(args)]))
+            node.args, node.kwargs = tuple(args), kwargs
 
 
 def equal(a: Any, b: Any) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 
-from ..ir.loops import Const, Op, Reduce, Store, stmt_args
+from ..ir.loops import Const, Indirect, Op, Reduce, Store, stmt_args
 from ..schedule.axes import Space
 from .triton_facts import Form
 from .triton_ops import Printer
@@ -29,13 +29,14 @@ def cheap_forms(space: Space, exact: set[int]) -> tuple[dict[int, Form], set[int
     finder = _Finder(space)
     forms = {i: f for i in range(len(space.body)) if i not in exact and (f := finder.form(i)) is not None}
     live: set[int] = set()
-    stack = [i for i, s in enumerate(space.body) if isinstance(s, (Store, Reduce))]
+    # An index into what holds one number everywhere is in no address; it may still have to be checked.
+    stack = [i for i, s in enumerate(space.body) if isinstance(s, (Store, Reduce)) or getattr(s, "checked", False)]
     while stack:
         i = stack.pop()
         if i not in live:
             live.add(i)
             stack += forms[i].args if i in forms else stmt_args(space.body[i])
-    dead = {i for i, s in enumerate(space.body) if isinstance(s, Op) and i not in live}
+    dead = {i for i, s in enumerate(space.body) if isinstance(s, (Op, Indirect)) and i not in live}
     return {i: f for i, f in forms.items() if i in live}, dead
 
 

@@ -13,6 +13,7 @@ from reflib.ir.program import View
 
 from .body import NestBuilder, Value, check_dtype, element, fit, nest, where
 from .context import LoweringContext
+from .extern import extern
 from .rules import Unsupported, rule
 
 
@@ -45,6 +46,15 @@ def full_like(cx: LoweringContext, x: Any, *args: Any, **kwargs: Any) -> View:
 @rule("scalar_tensor")
 def scalar_tensor(cx: LoweringContext, s: Any, **_: Any) -> View:
     return fill(cx, s)
+
+
+@rule("_conj_physical.default")
+def conj_physical(cx: LoweringContext, x: Any) -> View:
+    """The gradient of a product with a complex number calls this for the number, which eager's op does not take."""
+    if not isinstance(x, complex):
+        raise Unsupported("complex numbers")
+    kwargs = {"dtype": cx.dtype, "device": cx.device}
+    return extern(cx, torch.ops.aten.scalar_tensor.default, (x.conjugate(),), kwargs, "a complex number")
 
 
 @rule("zeros.default", "zeros_like", "new_zeros")

@@ -87,8 +87,10 @@ def used_results(cx: LoweringContext, flat: list[Any]) -> set[int]:
     return sizes | {u.args[1] for u in users}  # type: ignore[misc]
 
 
-def _numbers(fake: torch.Tensor) -> list[tuple[int, torch.SymInt]]:
-    """Its symbolic sizes, each with its dimension d, then strides, with ``~d``."""
+def _numbers(fake: Any) -> list[tuple[int, torch.SymInt]]:
+    """A tensor's symbolic sizes, each with its dimension d, then strides, with ``~d``. Or a number itself."""
+    if not isinstance(fake, torch.Tensor):
+        return [(0, fake)] if isinstance(fake, torch.SymInt) else []
     strides = fake.stride() if fake.layout == torch.strided else ()
     both = [*enumerate(fake.shape), *((~d, n) for d, n in enumerate(strides))]
     return [(d, n) for d, n in both if isinstance(n, torch.SymInt)]

@@ -17,14 +17,14 @@ from torch.utils import _pytree as pytree
 from reflib import logs
 from reflib.capture.graph import Graph
 from reflib.errors import LoweringError, ReflibError
-from reflib.ir.expr import Expr, Sym
+from reflib.ir.expr import Sym
 from reflib.ir.loops import Origin
 from reflib.ir.program import Buffer, Node, Program, full_view, iter_views
 from reflib.options import Options
 
 from . import pointwise, reductions  # noqa: F401  (they register their rules)
 from .context import LoweringContext
-from .extern import extern, reason_for, scalar_call, with_effects
+from .extern import _numbers, extern, reason_for, scalar_call, with_effects
 from .rules import CALLS, LIKE_EAGER, RULES, Unsupported, rule_of
 from .symbols import Symbols
 from .unused import remove_unused
@@ -111,10 +111,8 @@ class Lowering:
         return out
 
     def new_buffer(self, name: str, fake: torch.Tensor, kind: str = "temp") -> Buffer:
-        shape: tuple[Expr, ...] = ()
-        strides: tuple[Expr, ...] = ()
-        if fake.layout == torch.strided:
-            shape, strides = self.symbols.exprs(fake.shape), self.symbols.exprs(fake.stride())
+        sizes = (fake.shape, fake.stride()) if fake.layout == torch.strided else ((), ())
+        shape, strides = (self.symbols.exprs(s) for s in sizes)
         buffer = Buffer(self.unique(name), fake.dtype, fake.device, shape, strides, kind)
         self.buffers[buffer.name] = buffer
         return buffer
@@ -122,6 +120,9 @@ class Lowering:
     # -- graph nodes ----------------------------------------------------------------------------
     def placeholder(self, node: torch.fx.Node) -> None:
         fake = node.meta.get("val")
+        for d, size in _numbers(fake):
+            if not self.symbols.expressible(size):
+                self.symbols.define(self.unique(f"{node.name}_size{d}"), size)
         if isinstance(fake, torch.Tensor):
             buffer = self.new_buffer(node.name, fake, "input")
             self.values[node] = full_view(buffer)
@@ -211,11 +212,8 @@ class Lowering:
         known = isinstance(cx.fake, torch.SymInt) and not any(
             str(s).startswith("u") and str(s) not in self.symbols.bound for s in cx.fake.node.expr.free_symbols
         )
-        if known:
-            try:
-                return self.symbols.expr(cx.fake)
-            except Unsupported:
-                pass
+        if known and self.symbols.expressible(cx.fake):
+            return self.symbols.expr(cx.fake)
         if isinstance(target, torch._ops.OpOverload) or any(True for _ in iter_views((args, kwargs))):
             return extern(cx, target, args, kwargs, "a number read from a tensor")
         return scalar_call(cx, target, args, kwargs)

@@ -80,8 +80,12 @@ def owned(s: Any) -> Owned:
     values = {n.name: n.meta.get("val") for n in s.graph.nodes if n.op == "placeholder"}
     storages = {name: v.untyped_storage() for name, v in values.items() if isinstance(v, torch.Tensor)}
     callers = {x._cdata for name, x in storages.items() if name.startswith("primals_")}
-    size = Symbols(s.graph.ranges).expr
-    return {name: (x._cdata, size(x.nbytes()).hint()) for name, x in storages.items() if x._cdata not in callers}
+    symbols = Symbols(s.graph.ranges)
+
+    def size(n: Any) -> int:
+        return symbols.expr(n).hint() if symbols.expressible(n) else n.node.hint or 0
+
+    return {name: (x._cdata, size(x.nbytes())) for name, x in storages.items() if x._cdata not in callers}
 
 
 def search(program: Program, owned: Owned = MappingProxyType({})) -> Order:

@@ -74,14 +74,31 @@ def outer_product(q, k, v):
     return (q @ k.mT).softmax(-1) @ v + q
 
 
+def by_name(q, k, v):
+    """Operands given by name, as BLOOM gives them to baddbmm."""
+    scores = torch.mul(input=torch.matmul(input=q, other=k.mT), other=0.3).add(other=q.new_ones(k.shape[2]))
+    return torch.matmul(input=F.softmax(input=scores, dim=-1), other=v)
+
+
+def by_name_after_a_bias(q, k, v):
+    b, h, n, _ = q.shape
+    joined = [t.flatten(0, 1) for t in (q, k.mT)]
+    scores = q.new_ones(b * h, 1, k.shape[2]).baddbmm(batch1=joined[0], batch2=joined[1], beta=0.5, alpha=0.3)
+    return torch.bmm(input=scores.view(b, h, n, -1).softmax(-1).flatten(0, 1), mat2=v.flatten(0, 1))
+
+
 PLAIN = [operators, methods, scaled_later, einsums, ends_with_an_einsum, with_dropout_off, in_float32, by_tensors,
-         grouped, one_head_of_keys, outer_product]  # fmt: skip
+         grouped, one_head_of_keys, outer_product, by_name]  # fmt: skip
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("fn", PLAIN, ids=lambda f: f.__name__)
 def test_spellings(fn: Any) -> None:
     becomes_a_call(fn, *qkv(PLAIN.index(fn), grad=True), backward=True, dynamic=True)
+
+
+def test_a_bias_and_operands_by_name() -> None:
+    becomes_a_call(by_name_after_a_bias, *qkv(61, grad=True), backward=True)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

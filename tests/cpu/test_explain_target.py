@@ -61,6 +61,17 @@ def test_a_model_without_memory():
         assert [k.language for k in e.kernels] == [language]
 
 
+def test_indices_into_one_number_everywhere():
+    """They are computed, checked if need be, and in no address."""
+
+    def fn(y, i):
+        ones = torch.ones(4, 8)
+        return ones[torch.arange(4)[:, None], torch.arange(8) // 2] * y, ones[i * 2]
+
+    e = reflib.explain(fn, torch.randn(4, 8), torch.ones(3, dtype=torch.long), target="sm_90")
+    assert e.kernels and all("tl.store" in k.source for k in e.kernels)
+
+
 def test_what_needs_numbers_is_called():
     """A branch on data, and a tensor of the function's own, on this machine's CPU."""
     own, seen = torch.randn(4), []

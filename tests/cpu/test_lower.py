@@ -219,6 +219,15 @@ def test_complex_and_reinterpreted_tensors_are_calls():
     check(lambda x: torch.view_as_real(torch.fft.rfft(x)).sum(-1), x, calls=2)
 
 
+def test_gradient_of_a_product_with_a_complex_number():
+    def fn(x):
+        return (torch.complex(x, x.exp()) * (2 + 1j)).abs()
+
+    x = torch.randn(5, requires_grad=True)
+    got, want = (torch.autograd.grad(f(x).sum(), x) for f in (torch.compile(fn, backend="reflib"), fn))
+    torch.testing.assert_close(got, want)
+
+
 def test_sizes_are_expressions():
     def fn(x, y):
         return (x[1:] + y).view(-1, 2), x.sum(0) / x.shape[0], x.new_zeros(x.shape[0] * 2 + 1)
