@@ -114,7 +114,7 @@ def _dense(graph: torch.fx.Graph, mask: Node) -> Node:
         return made
 
     with on_fakes(fake):
-        wide = [i for i in range(fake.dim() - 1) if fake.stride(i) == 0 and isinstance(fake.shape[i], int)]
+        wide = [i for i in range(fake.dim() - 1) if fake.stride(i) == 0 and isinstance(n := fake.shape[i], int) and n]
         for i in wide:
             short = put("narrow", i, 0, 1)
         short = put("contiguous")

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from reflib.capture.masks import _dense
 from reflib.options import Options
 from reflib.pipeline import Backend
 from tests.checking import check
@@ -196,3 +198,13 @@ def test_exported_programs(tmp_path: Any) -> None:
     torch.testing.assert_close(compiled(*args), Model()(*args))
     (node,) = [n for n in reflib.explain(program).graph.nodes if "scaled_dot_product" in str(n.target)]
     assert "attn_mask" not in node.kwargs and True in node.args[3:]
+
+
+def test_a_copy_for_no_batch() -> None:
+    """A mask that is broadcast along the keys and to a batch of none."""
+    graph = torch.fx.Graph()
+    mask = graph.placeholder("mask")
+    with FakeTensorMode():
+        mask.meta["example_value"] = torch.empty(1, 1, 4, 1, dtype=torch.bool).expand(0, 3, 4, 5)
+    made = _dense(graph, mask).meta["example_value"]
+    assert made.shape == (0, 3, 4, 5) and made.stride(-1) == 1
