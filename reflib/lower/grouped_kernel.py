@@ -44,15 +44,19 @@ def grouped_mm(
         for tile in range(offset, tiles, programs):
             m0 = tile % high * MBLOCK
             n0 = tile // high * NBLOCK
-            m_far = tl.cast(m0, tl.int64)  # a group may have 2**31 elements and more, a tile has not
-            n_far = tl.cast(n0, tl.int64)
-            m = tl.arange(0, MBLOCK)
-            n = tl.arange(0, NBLOCK)
+            m_far = tl.cast(0, tl.int64)  # of the ragged dimension: 2**31 elements and more may lie before a tile
+            n_far = tl.cast(0, tl.int64)
+            if RAGGED == "m":
+                m_far, m0 = tl.cast(m0, tl.int64), 0
+            if RAGGED == "n":
+                n_far, n0 = tl.cast(n0, tl.int64), 0
+            m = m0 + tl.arange(0, MBLOCK)
+            n = n0 + tl.arange(0, NBLOCK)
             k = tl.arange(0, KBLOCK)
             a_tile = a_at + m_far * a_m + (m[:, None] * a_m + k[None, :] * a_k)
             b_tile = b_at + n_far * b_n + (k[:, None] * b_k + n[None, :] * b_n)
-            m_inside = m[:, None] < rows - m0
-            n_inside = n[None, :] < columns - n0
+            m_inside = m[:, None] < rows - m_far
+            n_inside = n[None, :] < columns - n_far
             acc = tl.zeros([MBLOCK, NBLOCK], tl.float32)
             for k0 in tl.range(0, depth, KBLOCK):
                 x = tl.load(a_tile, mask=m_inside & (k[None, :] < depth - k0), other=0.0)
