@@ -207,3 +207,13 @@ def test_a_copy_for_no_batch() -> None:
     with FakeTensorMode():
         mask.meta["example_value"] = torch.empty(1, 1, 4, 1, dtype=torch.bool).expand(0, 3, 4, 5)
     assert _dense(graph, mask).meta["example_value"].shape == (0, 3, 4, 5)
+
+
+def test_a_mask_in_a_list_that_is_written_to() -> None:
+    def f(q: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(8, 8)
+        torch._foreach_add_([mask], [torch.full((8, 8), -1e4).triu(1)])
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    q = torch.randn(2, 3, 8, 16, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(torch.compile(f, backend="reflib")(q), f(q))
