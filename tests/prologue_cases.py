@@ -124,6 +124,7 @@ FUNCTIONS: dict[str, tuple[Fn, Callable[[], tuple[torch.Tensor, ...]]]] = {
     "groups of 16": (per_group, lambda: (rand(17, 96), bytes_(40, 96), scales(40, 6))),
     "groups of 64": (per_group, lambda: (rand(17, 192), bytes_(40, 192), scales(40, 3))),
     "groups of 24": (per_group, lambda: (rand(17, 72), bytes_(40, 72), scales(40, 3))),
+    "groups of 128": (per_group, lambda: (rand(17, 384), bytes_(40, 384), scales(40, 3))),
     "int4": (int4, lambda: (rand(20, 128), bytes_(64, 64, unsigned=U), scales(64, 1))),
     "int4, groups of 32": (int4, lambda: (rand(20, 128), bytes_(48, 64, unsigned=U), scales(48, 4))),
     "int4, ragged": (int4, lambda: (rand(5, 70), bytes_(33, 35, unsigned=U), scales(33, 1))),

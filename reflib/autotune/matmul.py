@@ -16,7 +16,7 @@ from math import prod
 import torch
 
 from ..ir.assume import limit_facts
-from ..ir.expr import BinOp, Expr, Sym, Var, ceildiv, expr, minimum
+from ..ir.expr import BinOp, Expr, Sym, Var, ceildiv, expr, minimum, product
 from ..ir.loops import Index, Load, Store
 from ..ir.program import (
     Assume,
@@ -300,8 +300,10 @@ def template_variants(name: str, t: Template, buffers: dict[str, Buffer], target
     if same:
         t = replace(t, tiling=same_tiling(t, target))
     used = [buffers[b] for b in dict.fromkeys([*t.reads(), *t.writes()])]
-    facts = limit_facts([*t.sizes, *(b.extent for b in used)])
-    if any(a.lo < -(2**31) for s in t.epilogue.body if isinstance(s, Index) for a in s.expr.symbols()):
+    computed = (product(v.shape) for v in (t.a, t.b) if t.prologue(v))  # indices on the way to what is read reach these
+    facts = limit_facts([*t.sizes, *(b.extent for b in used), *computed])
+    body = [s for nest in (*t.prologues, t.epilogue) for s in nest.body]
+    if any(a.lo < -(2**31) for s in body if isinstance(s, Index) for a in s.expr.symbols()):
         facts = None  # any integer at all, as a value
     assert t.tiling is not None
     general = _kernel(name, replace(t, tiling=general_tiling(t, target)), target, "int64", ())

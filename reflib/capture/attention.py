@@ -177,7 +177,7 @@ def writes(node: Node) -> bool:
             pass
     if getattr(target, "__module__", "") == "_operator":  # and_ is no call in place
         return target in IN_PLACE
-    return name.endswith("_") and not name.startswith("_")
+    return name.endswith("_") and not name.startswith("__")
 
 
 def _read_results(graph: torch.fx.Graph, softmax: Node) -> None:

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..logs import get as logger
 from ..options import Options
@@ -114,7 +114,7 @@ def _dense(graph: torch.fx.Graph, mask: Node) -> Node:
         return made
 
     with on_fakes(fake):
-        wide = [i for i in range(fake.dim() - 1) if fake.stride(i) == 0 and isinstance(fake.shape[i], int)]
+        wide = [i for i in range(fake.dim() - 1) if fake.stride(i) == 0 and isinstance(n := fake.shape[i], int) and n]
         for i in wide:
             short = put("narrow", i, 0, 1)
         short = put("contiguous")
@@ -169,7 +169,8 @@ def _small(fake: torch.Tensor) -> bool:
 
 def _of(write: Node, needed: set[Node]) -> bool:
     """May what the call writes to share storage with one of these?"""
-    seen, todo = set[Node](), [n for n in (*write.args[:1], write.kwargs.get("out")) if isinstance(n, Node)]
+    written = tree_leaves((write.args[:1], write.kwargs.get("out")))  # (of torch._foreach_*: a list)
+    seen, todo = set[Node](), [n for n in written if isinstance(n, Node)]
     while todo:
         if (node := todo.pop()) in needed:
             return True

@@ -109,13 +109,14 @@ class OperandPrinter(StatementPrinter):
         masks = [f"{d}mask{self.tag}" for d in self.order if d in dims and d not in found and self.masks[d]]
         for d, c in found.items():
             env[_quotient(self._var(d), c)] = expr(Var(self._fold(d, c), ceildiv(self._size(d), c)))
-            if c % self.block[d] == 0:
+            whole = c % self.block[d] == 0
+            if self.masks[d] and (not whole or d == self.depth):  # (split-K goes past the end in whole blocks)
+                masks.append(f"({d}over{c}{self.tag} < {self.size(ceildiv(self._size(d), c))})")
+            if whole:
                 dims.discard(d)
                 small[d] = "1"
                 continue
             small[d] = f"{self._length(d)} // {c}"
-            if self.masks[d]:
-                masks.append(f"({d}over{c}{self.tag} < {self.size(ceildiv(self._size(d), c))})")
         place = self._place(s.buffer, self.address(s.index.subs(env)))
         text = self._widened(f"tl.load({place}{', mask=' + ' & '.join(masks) if masks else ''})", s)
         self._bind(i, text, frozenset(dims))

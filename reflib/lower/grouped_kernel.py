@@ -42,13 +42,21 @@ def grouped_mm(
         # the first of this program's tiles, done + i * programs + (program - done) % programs, in this group
         offset = (tl.program_id(0) + programs - done % programs) % programs
         for tile in range(offset, tiles, programs):
-            m = tile % high * MBLOCK + tl.arange(0, MBLOCK)
-            n = tile // high * NBLOCK + tl.arange(0, NBLOCK)
+            m0 = tile % high * MBLOCK
+            n0 = tile // high * NBLOCK
+            m_far = tl.cast(0, tl.int64)  # of the ragged dimension: 2**31 elements and more may lie before a tile
+            n_far = tl.cast(0, tl.int64)
+            if RAGGED == "m":
+                m_far, m0 = tl.cast(m0, tl.int64), 0
+            if RAGGED == "n":
+                n_far, n0 = tl.cast(n0, tl.int64), 0
+            m = m0 + tl.arange(0, MBLOCK)
+            n = n0 + tl.arange(0, NBLOCK)
             k = tl.arange(0, KBLOCK)
-            a_tile = a_at + (m[:, None] * a_m + k[None, :] * a_k)
-            b_tile = b_at + (k[:, None] * b_k + n[None, :] * b_n)
-            m_inside = m[:, None] < rows
-            n_inside = n[None, :] < columns
+            a_tile = a_at + m_far * a_m + (m[:, None] * a_m + k[None, :] * a_k)
+            b_tile = b_at + n_far * b_n + (k[:, None] * b_k + n[None, :] * b_n)
+            m_inside = m[:, None] < rows - m_far
+            n_inside = n[None, :] < columns - n_far
             acc = tl.zeros([MBLOCK, NBLOCK], tl.float32)
             for k0 in tl.range(0, depth, KBLOCK):
                 x = tl.load(a_tile, mask=m_inside & (k[None, :] < depth - k0), other=0.0)
@@ -56,6 +64,6 @@ def grouped_mm(
                 acc = tl.dot(x, y, acc)
                 a_tile += KBLOCK * a_k
                 b_tile += KBLOCK * b_k
-            place = c_at + (m[:, None] * c_m + n[None, :] * c_n)
+            place = c_at + m_far * c_m + n_far * c_n + (m[:, None] * c_m + n[None, :] * c_n)
             tl.store(place, acc.to(c.dtype.element_ty), mask=m_inside & n_inside)
         done += tiles

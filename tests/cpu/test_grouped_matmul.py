@@ -135,6 +135,31 @@ def by_hand(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tenso
     return torch.cat([a[g] @ b[:, s] for g, s in enumerate(groups)], 1)
 
 
+FAR = """
+import torch
+from reflib.lab.triton_child import complete_the_interpreter
+complete_the_interpreter()
+from reflib.lower.grouped_kernel import grouped_mm
+far = 2**26  # most of it is never touched, and takes no memory
+a = torch.empty(48 * far, dtype=torch.bfloat16).as_strided((48, 32), (far, 1))
+a.copy_(torch.randint(-3, 4, (48, 32)))
+b, ends = torch.randint(-3, 4, (2, 32, 16)).bfloat16(), torch.tensor([40, 48], dtype=torch.int32)
+c = torch.zeros(48, 16, dtype=torch.bfloat16)
+grouped_mm[(3,)](
+    a, b, ends, c, 2, 48, 16, 32, 0, far, 1, 512, 16, 1, 0, 16, 1, RAGGED="m", MBLOCK=16, NBLOCK=16, KBLOCK=32
+)
+assert torch.equal(c.float(), torch.cat([a[:40].float() @ b[0].float(), a[40:].float() @ b[1].float()]))
+"""
+
+
+@pytest.mark.slow
+def test_a_group_of_more_than_32_bits() -> None:
+    """A group's row may begin 2**31 elements behind its first."""
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", FAR], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 # -- code -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("name", ["rows", "depth"])

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from reflib.capture.masks import _dense
 from reflib.options import Options
 from reflib.pipeline import Backend
 from tests.checking import check
@@ -196,3 +198,22 @@ def test_exported_programs(tmp_path: Any) -> None:
     torch.testing.assert_close(compiled(*args), Model()(*args))
     (node,) = [n for n in reflib.explain(program).graph.nodes if "scaled_dot_product" in str(n.target)]
     assert "attn_mask" not in node.kwargs and True in node.args[3:]
+
+
+def test_a_copy_for_no_batch() -> None:
+    """A mask that is broadcast along the keys and to a batch of none."""
+    graph = torch.fx.Graph()
+    mask = graph.placeholder("mask")
+    with FakeTensorMode():
+        mask.meta["example_value"] = torch.empty(1, 1, 4, 1, dtype=torch.bool).expand(0, 3, 4, 5)
+    assert _dense(graph, mask).meta["example_value"].shape == (0, 3, 4, 5)
+
+
+def test_a_mask_in_a_list_that_is_written_to() -> None:
+    def f(q: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(8, 8)
+        torch._foreach_add_([mask], [torch.full((8, 8), -1e4).triu(1)])
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    q = torch.randn(2, 3, 8, 16, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(torch.compile(f, backend="reflib")(q), f(q))

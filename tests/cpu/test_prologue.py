@@ -18,6 +18,7 @@ from prologue_cases import (
     TILINGS,
     bytes_,
     case,
+    computing,
     int4,
     int4_rows,
     linear,
@@ -30,6 +31,7 @@ from prologue_cases import (
 )
 
 import reflib
+from reflib.autotune.matmul import template_variants
 from reflib.autotune.prologue import NAME, with_prologues
 from reflib.autotune.question import question_of
 from reflib.autotune.subprogram import splice
@@ -38,7 +40,7 @@ from reflib.fuse import fuse
 from reflib.generate.compile_triton import compile_kernel, resources
 from reflib.ir.data import from_data, to_data
 from reflib.ir.interpret import interpret
-from reflib.ir.program import Choice, Program, Template
+from reflib.ir.program import Choice, KernelNode, Program, Template, Tiling
 from reflib.ir.verify import verify
 from reflib.options import Options
 from reflib.package import archive, manifest
@@ -247,6 +249,25 @@ def test_every_kind_compiles(kind: str, arch: str) -> None:
         pytest.skip("CUDA")
     for name in ("int4, groups of 32", "both", "batch"):
         compile_kernel(case(name, TILINGS[kind]).kernel("product", arch), parse_target(arch))
+
+
+@needs_triton
+def test_what_lies_past_the_end_is_not_read() -> None:
+    """The fifth of five parts of a depth of 384 begins at 512: there is no fourth group of scales."""
+    kernel = case("groups of 128", Tiling("split", 16, 16, 64, 4, 2, splits=5)).kernel("product")
+    assert "yover128_b < 3" in kernel.source
+    compile_kernel(kernel, parse_target("sm_90"))
+
+
+def test_indices_are_wide_where_the_operand_is() -> None:
+    """Halves of bytes: 2**30 of these are in memory, and 2**31 numbers are computed."""
+    args = torch.empty(1, 2**16, dtype=BF16), torch.empty(2**15, 2**15, dtype=torch.uint8), S.new_ones(2**15, 1)
+    for rows, index in ((2**15, "int64"), (2**14, "int32")):
+        program = lowered(int4, (args[0], args[1][:rows], args[2][:rows]))
+        t = replace(computing(program), tiling=TILINGS["tiled"])
+        made = template_variants("product", t, program.buffers, parse_target("sm_90"))
+        assert index in {k.config.index for v in made for k in v.nodes if isinstance(k, KernelNode)}
+        assert index == "int32" or all(k.config.index == "int64" for v in made for k in v.nodes)
 
 
 # -- wrappers, packages -----------------------------------------------------------------------------
