@@ -35,8 +35,9 @@ _OPS = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum", "any": 
 
 
 def unroll(fused: Fused, options: Options, target: Target) -> Fused:
-    """The same program, such reductions written out. GPU only: a CPU's kernels vectorize what is left of a row."""
-    if not target.is_gpu:
+    """The same program, such reductions written out. GPU only: a CPU's kernels vectorize what is left of a row. Not
+    with ``batch_invariant``: what reads a sum may depend on the batch, and with it the order of additions."""
+    if not target.is_gpu or options.batch_invariant:
         return fused
     program = fused.program
     short = [i for i, n in enumerate(program.nodes) if isinstance(n, LoopNest) and _short(n)]
@@ -48,16 +49,16 @@ def unroll(fused: Fused, options: Options, target: Target) -> Fused:
     nodes = list(program.nodes)
     for i in sorted(chosen):
         written_out = unrolled(_with_makers(nodes[i], taken, depends, i))  # type: ignore[arg-type]
-        if sum(isinstance(s, (Load, Op, Indirect)) for s in written_out.body) <= MAX_WORK:
-            if _moves_less(program, depends, written_out):
-                nodes[i] = written_out
+        work = sum(isinstance(s, (Load, Op, Indirect)) for s in written_out.body)
+        if work <= MAX_WORK and _moves_less(program, depends, written_out):
+            nodes[i] = written_out
     if all(a is b for a, b in zip(nodes, program.nodes)):
         return fused
     return replace(fused, program=remove_dead(replace(program, nodes=tuple(nodes))))
 
 
 def _moves_less(program: Program, depends: Dependencies, loops: LoopNest) -> bool:
-    """Are fewer bytes of what other kernels store read again than are saved by not storing the result and reading it?"""
+    """Are fewer bytes that other kernels store read again than the result's store and load take?"""
     made = [program.buffers[b] for b in loops.reads() if b in depends.writers]
     return sum(b.nbytes.hint() for b in made) < 2 * sum(program.buffers[b].nbytes.hint() for b in loops.writes())
 
@@ -67,8 +68,10 @@ def _short(loops: LoopNest) -> bool:
     kinds = {s.kind for s in loops.body if isinstance(s, Reduce)}
     if not kinds or not kinds <= set(_OPS) or any(isinstance(s, Scan) for s in loops.body):
         return False
+    if any(s.reduce or s.index.has(v) for s in loops.stores() for v in loops.reduced_vars):
+        return False
     n = loops.rnumel.constant
-    return n is not None and 1 < n <= LONGEST and not any(s.index.has(v) for s in loops.stores() for v in loops.reduced_vars)
+    return n is not None and 1 < n <= LONGEST
 
 
 def _reduced_again(program: Program, depends: Dependencies, position: int) -> bool:
@@ -90,7 +93,7 @@ def _reduced_again(program: Program, depends: Dependencies, position: int) -> bo
 
 
 def _makers(program: Program, depends: Dependencies, chosen: set[int]) -> dict[str, Producer]:
-    """By what they write: elementwise nodes that only ``chosen`` and others of these read, at the elements they write."""
+    """By what they write: elementwise nodes that only ``chosen`` and others of these read, where they write it."""
     found: dict[str, Producer] = {}
     inside = set(chosen)
     for i in range(max(chosen, default=-1), -1, -1):
@@ -133,10 +136,10 @@ def unrolled(loops: LoopNest) -> LoopNest:
     ids: list[dict[int, int]] = [{} for _ in points]
     for i, s in enumerate(loops.body):
         if isinstance(s, Reduce):
-            total = ids[0][s.args[0]]
+            total = b.cast(ids[0][s.args[0]], s.dtype)
             for at in ids[1:]:
-                total = b.op(_OPS[s.kind], total, at[s.args[0]])
-            new = [b.cast(total, s.dtype)] * len(points)
+                total = b.op(_OPS[s.kind], total, b.cast(at[s.args[0]], s.dtype))
+            new = [total] * len(points)
         elif level[i]:
             new = [b.add(map_stmt(s, at, point)) for at, point in zip(ids, points)]
         else:
