@@ -211,7 +211,8 @@ def _should_inline(loops: LoopNest, given: LoopNest, position: int, p: Producer,
     if any(depends.written_between(b, p.position, position + 1) for b in p.loops.reads()):
         return False
     positions = [s for s in p.loops.body if isinstance(s, Indirect)]
-    if not positions and len(loops.body) + len({s.index for s in loads}) * len(p.loops.body) > MAX_BODY:
+    each = sum(not isinstance(s, (Const, Store)) for s in p.loops.body) - 1  # (a load replaces one)
+    if not positions and len(loops.body) + len({s.index for s in loads}) * each > MAX_BODY:
         return False
     window = work.gpu and len({s.index for s in loads}) > 2  # of a pooling
     if not (not window and _cheap(loops, loads, p) or work.gpu and _pays(loops, given, p, work)):
@@ -279,6 +280,12 @@ def _positions(loops: LoopNest) -> set[int]:
     return set(range(len(body))) - set(needed(body, stores, lambda i: not isinstance(body[i], Indirect)))
 
 
+def _reads_positions(loops: LoopNest) -> bool:
+    """Does it gather at places that a tensor holds? (Those of a reflected or repeated edge are computed.)"""
+    places = (i for i, s in enumerate(loops.body) if isinstance(s, Indirect))
+    return any(isinstance(loops.body[i], Load) for i in needed(loops.body, places))
+
+
 def _cheap(loops: LoopNest, loads: list[Load], p: Producer) -> bool:
     """By how often each element of the producer would be computed."""
     points = loops.numel.hint() * loops.rnumel.hint()
@@ -288,7 +295,7 @@ def _cheap(loops: LoopNest, loads: list[Load], p: Producer) -> bool:
     work = [s for s in p.loops.body if isinstance(s, (Op, Indirect))]
     matrices = sum(len(s.index.variables()) > 1 or len(p.loops.axes) < 2 for s in p.loops.loads())
     dear = len(p.loops.body) > MAX_OPS or matrices > MAX_LOADS
-    dear = dear or any(isinstance(s, Indirect) or s.op in EXPENSIVE for s in work)
+    dear = dear or _reads_positions(p.loops) or any(isinstance(s, Op) and s.op in EXPENSIVE for s in work)
     if repeat <= (1 if dear else 2):
         return True
     return not dear and len(work) <= MAX_OPS_REPEATED and len(p.loops.loads()) <= 2

@@ -31,6 +31,7 @@ from .result import Fused, Reason
 
 LONGEST = 8  # elements: from a second row of them on, a thread has their registers twice
 MAX_WORK = 96  # loads and operations of one result
+FAR = 64  # readers that are looked at
 _OPS = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum", "any": "or", "all": "and", "m2": ""}
 
 
@@ -78,7 +79,7 @@ def _reduced_again(program: Program, depends: Dependencies, position: int) -> bo
     """Does a reduction over other rows read its results, at once or through elementwise nodes with as many points?"""
     rows = program.nodes[position].numel  # type: ignore[union-attr]
     todo, seen = [position], set[int]()
-    while todo:
+    while todo and len(seen) < FAR:
         for name in program.nodes[todo.pop()].writes():
             for r in depends.readers.get(name, []):
                 reader = program.nodes[r]

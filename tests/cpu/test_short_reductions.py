@@ -90,6 +90,30 @@ def test_an_operand_that_is_stored_anyway_is_not_read_again() -> None:
     assert [n.rnumel.hint() for n in kernels(f)] == [4, 21]
 
 
+@pytest.mark.parametrize("mode", ["replicate", "reflect"])
+def test_an_edge_that_is_read_at_several_places_is_not_stored(mode: str) -> None:
+    """Where the padded tensor is read is computed: no dearer than a mask. With it, windows of 49 elements."""
+
+    def fn(x: Tensor) -> tuple[Tensor]:
+        p = F.pad(x * 2, (2, 2), mode=mode)
+        return (p[..., 4:] - p[..., :-4] + 2 * (p[..., 3:-1] - p[..., 1:-3]),)
+
+    assert len(kernels(fused(fn, (torch.rand(5, 7, 37, generator=_seeded(7)),)))) == 1
+    images = torch.rand(2, 3, 14, 14, generator=_seeded(8))
+    assert len(kernels(fused(lambda x: (F.adaptive_avg_pool2d(F.relu6(x * 9), 2),), (images,)))) == 1
+
+
+def test_operands_that_are_read_once_may_be_many() -> None:
+    """Half of the features rotated, the others kept: one concatenation of another's parts."""
+
+    def fn(x: Tensor, c: Tensor, s: Tensor) -> tuple[Tensor]:
+        a, b, rest = x[..., :5], x[..., 5:10], x[..., 10:]
+        return (torch.cat([torch.cat([a * c - b * s, b * c + a * s], -1), rest], -1),)
+
+    args = [torch.rand(*shape, generator=_seeded(9)) for shape in ((3, 11, 21), (11, 5), (11, 5))]
+    assert len(kernels(fused(fn, args))) == 1
+
+
 def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
