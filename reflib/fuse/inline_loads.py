@@ -211,10 +211,11 @@ def _should_inline(loops: LoopNest, given: LoopNest, position: int, p: Producer,
     if any(depends.written_between(b, p.position, position + 1) for b in p.loops.reads()):
         return False
     positions = [s for s in p.loops.body if isinstance(s, Indirect)]
-    each = sum(not isinstance(s, (Const, Store)) for s in p.loops.body) - 1  # (a load replaces one)
-    if not positions and len(loops.body) + len({s.index for s in loads}) * each > MAX_BODY:
+    indices = len({s.index for s in loads})
+    window = work.gpu and indices > 2  # of a pooling: a load replaces a load, constants are shared
+    each = sum(not isinstance(s, (Const, Store)) for s in p.loops.body) - 1 if window else len(p.loops.body)
+    if not positions and len(loops.body) + indices * each > MAX_BODY:
         return False
-    window = work.gpu and len({s.index for s in loads}) > 2  # of a pooling
     if not (not window and _cheap(loops, loads, p) or work.gpu and _pays(loops, given, p, work)):
         return False
     if not _moves_less(loops, p, work):
