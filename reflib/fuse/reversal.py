@@ -37,13 +37,26 @@ def reverse(fused: Fused, options: Options, target: Target) -> Fused:
         writers = {depends.last_writer(b, i) for b in node.reads()} - {None}
         makers = {w: m for w in writers if w is not None and isinstance(m := nodes[w], LoopNest)}
         v = next((v for w, m in makers.items() if (w in turned or _scans(m)) and (v := _backwards(node, m))), None)
-        if v is None:
+        if v is None or _reduced_later(nodes, depends, i):
             continue
         others = (m for m in makers.values() if _along(node, m, v) and _backwards(node, m) != v)
         if all(_inlined(m, i, depends) for m in others):
             nodes[i] = replace(node, body=substitute(node.body, {v: v.size - 1 - expr(v)}))
             turned.add(i)
     return replace(fused, program=replace(fused.program, nodes=tuple(nodes))) if turned else fused
+
+
+def _reduced_later(nodes: list[Node], depends: Dependencies, position: int) -> bool:
+    """Does a reduction read what ``position`` makes? Its rows have other operands, which would be read from the end."""
+    todo, seen = [position], set[int]()
+    while todo:
+        for r in (r for b in nodes[todo.pop()].writes() for r in depends.readers.get(b, []) if r not in seen):
+            reader = nodes[r]
+            if isinstance(reader, LoopNest) and reader.reduced and not _scans(reader):
+                return True
+            seen.add(r)
+            todo += [r] if isinstance(reader, LoopNest) and not reader.reduced else []
+    return False
 
 
 def _inlined(maker: LoopNest, position: int, depends: Dependencies) -> bool:
