@@ -96,6 +96,8 @@ PLUGS: dict[str, dict[str, str]] = {
         "in_place": "fuse.in_place:in_place",
         "slice_stores": "fuse.slice_stores:slice_stores",
         "into_place": "fuse.into_place:into_place",
+        "unroll": "fuse.unroll:unroll",
+        "reverse": "fuse.reversal:reverse",
         "mix_order": "fuse.mix_order:mix_orders",
         "split_rows": "fuse.split_rows:split_rows",
         "split_online": "fuse.split_online:split_online",

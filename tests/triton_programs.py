@@ -192,6 +192,13 @@ def _random(x: torch.Tensor, seed: torch.Tensor) -> Any:
     return x * (u < 0.5), u, words % 1000, u.softmax(-1), *halves, *normal
 
 
+def _written_out(x: torch.Tensor, w: torch.Tensor, i: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Sums of a few elements that other reductions read."""
+    points, rows = x.unflatten(-1, (-1, 3)), w[i] + 1
+    distances = (points[:, None] - points).square().sum(-1)
+    return distances.amin(0), (rows.sum(1) * rows.prod(1) + rows.amax(1)).sum(-1), points.var(-1).sum(0)
+
+
 PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
     "siblings": (
         lambda x: (x + 1, x.sum(), x.sum(0), x.sum(-1), torch.cat([x, x]), x.t() * 2, (x > 0).any(), x.prod(0)),
@@ -200,6 +207,11 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dic
     "one of each length": (
         lambda x, y, z: (x.sum(-1), y.amax(-1), z.mean(-1), x.exp(), y.softmax(0)),
         lambda: (randn(6, 100), randn(40, 3), randn(5, 33)), {},
+    ),
+    "written out": (_written_out, lambda: (randn(9, 12), randn(11, 7), torch.arange(30).view(6, 5) % 11), {}),
+    "from the end": (
+        lambda x: (x.flip(-1).cumsum(-1).flip(-1) * x.exp(), (x * 2).flip(0).cumsum(0).flip(0)),
+        lambda: (randn(6, 100),), {},
     ),
     "four bits": (
         lambda x, w, scale: x * (torch.cat([(w << 4) >> 4, w >> 4]).to(x.dtype) * scale),

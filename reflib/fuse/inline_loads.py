@@ -46,7 +46,7 @@ from .result import Fused, Reason
 MAX_OPS = 24  # statements of a producer that is computed twice, or that others are joined to
 MAX_OPS_ONCE = 60  # ... that is computed no more often than before
 MAX_OPS_REPEATED = 6  # ... more than twice as often as before
-MAX_LOADS = 4  # ... of matrices: vectors, such as a norm's weights, are read from cache
+MAX_LOADS = 4  # ... of matrices, of one computed twice: vectors, such as a norm's weights, are read from cache
 MAX_BODY = 240  # statements a consumer may grow to
 OPS_PER_BYTE = 6  # repeated on a GPU rather than to move a byte: an H200 does 8 (33 T float32 operations, 4.3 TB/s)
 MAX_TEXT = 1500  # characters of an index with // and %, which double per level where bounds prove nothing
@@ -120,8 +120,7 @@ def makes_all(program: Program, loops: LoopNest, store: Store) -> bool:
 def _producer(position: int, loops: LoopNest, store: Store, depends: Dependencies) -> Producer | None:
     if loops.reduced or any(isinstance(s, Reduce) for s in loops.body):
         return None
-    matrices = [s for s in loops.loads() if len(s.index.variables()) > 1 or len(loops.axes) < 2]
-    if len(loops.body) - len(_positions(loops)) > MAX_OPS_ONCE + len(loops.stores()) or len(matrices) > MAX_LOADS:
+    if len(loops.body) - len(_positions(loops)) > MAX_OPS_ONCE + len(loops.stores()):
         return None
     if store.reduce or len(depends.writers[store.buffer]) != 1 or set(loops.reads()) & set(loops.writes()):
         return None
@@ -212,9 +211,11 @@ def _should_inline(loops: LoopNest, given: LoopNest, position: int, p: Producer,
     if any(depends.written_between(b, p.position, position + 1) for b in p.loops.reads()):
         return False
     positions = [s for s in p.loops.body if isinstance(s, Indirect)]
-    if not positions and len(loops.body) + len({s.index for s in loads}) * len(p.loops.body) > MAX_BODY:
+    indices = len({s.index for s in loads})
+    window = work.gpu and indices > 2  # of a pooling: a load replaces a load, constants are shared
+    each = sum(not isinstance(s, (Const, Store)) for s in p.loops.body) - 1 if window else len(p.loops.body)
+    if not positions and len(loops.body) + indices * each > MAX_BODY:
         return False
-    window = work.gpu and len({s.index for s in loads}) > 2  # of a pooling
     if not (not window and _cheap(loops, loads, p) or work.gpu and _pays(loops, given, p, work)):
         return False
     if not _moves_less(loops, p, work):
@@ -280,6 +281,12 @@ def _positions(loops: LoopNest) -> set[int]:
     return set(range(len(body))) - set(needed(body, stores, lambda i: not isinstance(body[i], Indirect)))
 
 
+def _reads_positions(loops: LoopNest) -> bool:
+    """Does it gather at places that a tensor holds? (Those of a reflected or repeated edge are computed.)"""
+    places = (i for i, s in enumerate(loops.body) if isinstance(s, Indirect))
+    return any(isinstance(loops.body[i], Load) for i in needed(loops.body, places))
+
+
 def _cheap(loops: LoopNest, loads: list[Load], p: Producer) -> bool:
     """By how often each element of the producer would be computed."""
     points = loops.numel.hint() * loops.rnumel.hint()
@@ -287,7 +294,9 @@ def _cheap(loops: LoopNest, loads: list[Load], p: Producer) -> bool:
     masked = len({s.index for s in loads if s.mask is not None})  # lanes that are masked off cost little
     repeat = masked + unmasked * points / max(1, p.loops.numel.hint())
     work = [s for s in p.loops.body if isinstance(s, (Op, Indirect))]
-    dear = len(p.loops.body) > MAX_OPS or any(isinstance(s, Indirect) or s.op in EXPENSIVE for s in work)
+    matrices = sum(len(s.index.variables()) > 1 or len(p.loops.axes) < 2 for s in p.loops.loads())
+    dear = len(p.loops.body) > MAX_OPS or matrices > MAX_LOADS
+    dear = dear or _reads_positions(p.loops) or any(isinstance(s, Op) and s.op in EXPENSIVE for s in work)
     if repeat <= (1 if dear else 2):
         return True
     return not dear and len(work) <= MAX_OPS_REPEATED and len(p.loops.loads()) <= 2

@@ -1,0 +1,137 @@
+"""fuse.unroll and fuse.reversal: what a reduction or a scan makes joins readers with other rows or another direction.
+(In Triton's interpreter: test_triton_programs.)"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fuse_cases import CPU, fused, kernels
+from torch import Tensor
+
+from reflib.fuse.unroll import LONGEST
+
+
+def nearest(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    d = (x[:, None] - y).square().sum(-1)
+    return d.amin(0), d.amin(1)
+
+
+SHORT: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda x: (x * x).sum(1),
+    "mean": lambda x: x.mean(1),
+    "prod": lambda x: x.prod(1),
+    "amax": lambda x: x.amax(1),
+    "amin": lambda x: (x + 1).amin(1),
+    "norm": lambda x: x.norm(dim=1),
+    "var": lambda x: x.var(1),
+    "any": lambda x: (x > 0.8).any(1).float(),
+    "all": lambda x: (x > 0.2).all(1).float(),
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", SHORT)
+def test_a_short_reduction_that_is_reduced_again_is_one_kernel(kind: str, seed: int) -> None:
+    """Odd sizes, infinities and NaN too; eager's results."""
+    r = random.Random(f"{kind} {seed}")
+    x = torch.rand(r.randrange(3, 40), r.randrange(2, LONGEST + 1), r.randrange(5, 60), generator=_seeded(seed))
+    if seed == 3:
+        x[0, 0, 0], x[1, 1, 1] = float("inf"), float("nan")
+    f = fused(lambda x: (SHORT[kind](x).sum(-1),), (x,))
+    (kernel,) = kernels(f)
+    assert kernel.rnumel == x.shape[2]
+    assert len(kernels(fused(lambda x: (SHORT[kind](x).sum(-1),), (x,), CPU))) == 2
+
+
+def test_all_distances_are_not_stored() -> None:
+    x, y = torch.rand(45, 3, generator=_seeded(0)), torch.rand(37, 3, generator=_seeded(1))
+    f = fused(nearest, (x, y))
+    assert len(kernels(f)) == 2 and not any(b.kind == "temp" and b.numel == 45 * 37 for b in f.program.buffers.values())
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_halves(half: torch.dtype) -> None:
+    x = torch.rand(31, 5, 43, generator=_seeded(2)).to(half)
+    assert len(kernels(fused(lambda x: ((x * 3).sum(1).sum(-1),), (x,)))) == 1
+
+
+def test_gathered_rows() -> None:
+    """A factorization machine's interactions: the embeddings are read once, by one kernel."""
+
+    def fn(w: Tensor, i: Tensor) -> tuple[Tensor]:
+        e = F.embedding(i, w)
+        return ((e.sum(1).square() - e.square().sum(1)).sum(-1),)
+
+    w, i = torch.rand(50, 23, generator=_seeded(3)), torch.randint(0, 50, (77, 6), generator=_seeded(4))
+    assert len(kernels(fused(fn, (w, i)))) == 1
+
+
+def test_what_stays_a_reduction() -> None:
+    def rows(fn: Callable[..., Tensor], x: Tensor, **options: bool) -> list[int]:
+        return [n.rnumel.hint() for n in kernels(fused(lambda x: (fn(x),), (x,), **options))]
+
+    x = torch.rand(33, 4, 21, generator=_seeded(5))
+    assert rows(lambda x: x.sum(1), x) == [4]  # nothing reduces it again
+    assert rows(lambda x: x / x.sum(1, keepdim=True), x) == [4]  # put back beside each element
+    assert rows(lambda x: x.sum(1).sum(-1), torch.rand(33, LONGEST + 1, 21)) == [LONGEST + 1, 21]
+    assert rows(lambda x: x.sum(1).sum(-1), x, batch_invariant=True) == [4, 21]
+
+
+def test_an_operand_that_is_stored_anyway_is_not_read_again() -> None:
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.sin()
+        return y, y.sum(1).sum(-1)
+
+    f = fused(fn, (torch.rand(33, 4, 21, generator=_seeded(6)),))
+    assert [n.rnumel.hint() for n in kernels(f)] == [4, 21]
+
+
+@pytest.mark.parametrize("mode", ["replicate", "reflect"])
+def test_an_edge_that_is_read_at_several_places_is_not_stored(mode: str) -> None:
+    """Where the padded tensor is read is computed: no dearer than a mask. With it, windows of 49 elements."""
+
+    def fn(x: Tensor) -> tuple[Tensor]:
+        p = F.pad(x * 2, (2, 2), mode=mode)
+        return (p[..., 4:] - p[..., :-4] + 2 * (p[..., 3:-1] - p[..., 1:-3]),)
+
+    assert len(kernels(fused(fn, (torch.rand(5, 7, 37, generator=_seeded(7)),)))) == 1
+    images = torch.rand(2, 3, 14, 14, generator=_seeded(8))
+    assert len(kernels(fused(lambda x: (F.adaptive_avg_pool2d(F.relu6(x), 2),), (images,)))) == 1
+
+
+def test_operands_that_are_read_once_may_be_many() -> None:
+    """Half of the features rotated, the others kept: one concatenation of another's parts."""
+
+    def fn(x: Tensor, c: Tensor, s: Tensor) -> tuple[Tensor]:
+        a, b, rest = x[..., :5], x[..., 5:10], x[..., 10:]
+        return (torch.cat([torch.cat([a * c - b * s, b * c + a * s], -1), rest], -1),)
+
+    args = [torch.rand(*shape, generator=_seeded(9)) for shape in ((3, 11, 21), (11, 5), (11, 5))]
+    assert len(kernels(fused(fn, args))) == 1
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# -- from the end ----------------------------------------------------------------------------------------
+def from_end(x: Tensor, dim: int) -> Tensor:
+    return x.flip(dim).cumsum(dim).flip(dim)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_scan_from_the_end_is_one_kernel(seed: int) -> None:
+    r = random.Random(seed)
+    x = torch.rand(r.randrange(3, 40), r.randrange(3, 70), generator=_seeded(seed))
+    dim = seed % 2
+    for fn in (
+        lambda x: (from_end(x, dim),),
+        lambda x: (from_end(x * 2, dim) * x.exp() + 1,),
+        lambda x: (x.flip(0, 1).cumsum(dim).flip(dim).relu() - x,),
+        lambda x: (from_end(x, dim), from_end(x, dim) - x),
+    ):
+        assert len(kernels(fused(fn, (x,)))) == 1
