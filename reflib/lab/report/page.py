@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ TOTALS = {"operators": "ATen operators", "kernels": "kernels", "calls": "calls o
           "bytes_before": "to move before fusion", "bytes_after": "to move",
           "peak_bytes": "temporary at the peak", "decisions": "measured choices"}  # fmt: skip
 MOST_RANKED = 200  # rows of the table of kernels
+LARGE = 1_500_000  # characters of a page from which its listings are packed
 CAPTIONS = {
     "when": "When each stage ran. Rest the pointer on a bar for its name and time.",
     "speed": "Time per call {}: median, with the interquartile range. In brackets: how many times as fast as eager.",
@@ -31,8 +35,32 @@ CAPTIONS = {
 }
 
 
+class Listings:
+    """Code for the page's listings: as text, or ``packed``: compressed together (kernels repeat each other), equal
+    ones once, for page.js to fill in."""
+
+    def __init__(self, packed: bool):
+        self.packed = packed
+        self.number: dict[str, int] = {}
+
+    def __call__(self, text: str) -> Markup:
+        if not self.packed:
+            return Markup("<code>{}</code>").format(text)
+        return Markup('<code data-text="{}"></code>').format(self.number.setdefault(text, len(self.number)))
+
+    def all(self) -> str:
+        """Base64 of gzip of a JSON list; nothing where they are text."""
+        made = gzip.compress(json.dumps([*self.number]).encode(), mtime=0)
+        return base64.b64encode(made).decode() if self.number else ""
+
+
 def render(data: dict[str, Any]) -> str:
     """The page as one self-contained file. All text is escaped."""
+    page = _rendered(data, Listings(packed=False))
+    return page if len(page) <= LARGE else _rendered(data, Listings(packed=True))
+
+
+def _rendered(data: dict[str, Any], listings: Listings) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
         autoescape=True,
@@ -48,6 +76,7 @@ def render(data: dict[str, Any]) -> str:
         **data,
         css=css,
         js=js,
+        listings=listings,
         colours=COLOURS,
         looks={k: look[0] for k, look in LOOKS.items()},
         legend={k: KINDS[k] for k in LOOKS if k in kinds},
