@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import resource
+import signal
 import sys
 import sysconfig
 import tempfile
@@ -33,6 +34,9 @@ settings.register_profile("fuzz", parent=settings.get_profile("reflib"), derando
 settings.load_profile("fuzz" if os.environ.get("REFLIB_FUZZ") else "reflib")
 
 CACHE = "REFLIB_CACHE_DIR"
+# A run in the background of a script ignores Ctrl-C, and so would the processes that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Threads of OpenMP that wait keep their core busy, which is some other test's: a quarter of all processor time.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Processes that tests start import what is in the first folder before all else, and may import `tests`.
