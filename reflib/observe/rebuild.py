@@ -288,6 +288,7 @@ def main(scope: Mapping[str, Any], argv: Sequence[str] | None = None) -> int:
     compiling or running is raised as it is."""
     parser = argparse.ArgumentParser(description=inspect.cleandoc(scope.get("__doc__") or ""))
     parser.add_argument("--show", action="store_true", help="print the kernels")
+    parser.add_argument("--sanitize", action="store_true", help="run them under compute-sanitizer too")
     shown = parser.parse_args(argv)
     subject, stages = load(scope), []  # type: ignore[var-annotated]
     with as_captured(subject.state):
@@ -299,6 +300,10 @@ def main(scope: Mapping[str, Any], argv: Sequence[str] | None = None) -> int:
         bad = differences(got, want, reference(subject), names)
         print(f"compared with eager: {'right' if not bad else 'WRONG'} ({len(want)} values)")
     bad += other_kernels(digests(stages), subject.kernels)
+    if shown.sanitize:
+        from .sanitize import sanitized
+
+        bad += sanitized(scope["__file__"], stages)
     if shown.show:
         print("\n".join(k.source for s in stages for k in (s.kernels or {}).values()))
     print("\n".join(bad) if bad else "nothing is wrong")

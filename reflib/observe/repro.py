@@ -38,7 +38,7 @@ from .rebuild import KERNEL_CALLS, Subject, digests
 NOT_OURS = (ArgumentError, CaptureError, DeviceError, OptionError, RegistrationError)  # mistakes to be put right there
 HEAD = '''"""A graph that reflib compiled{why}. Run it: ``python FILE``. It compiles the same graph, says whether the
 kernels are bit-equal to those recorded here and whether the results are eager's; ``reflib minify FILE`` looks for the
-smallest part that still fails.{missing}
+smallest part that still fails, ``python FILE --sanitize`` for accesses out of bounds and races on a GPU.{missing}
 """'''
 Compile = Callable[[Backend, torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
