@@ -1,7 +1,7 @@
 """Accesses out of bounds and races in generated kernels, by NVIDIA's compute-sanitizer, where that is installed.
 
 ``python repro.py --sanitize`` runs the repro once more under each of TOOLS: ``memcheck`` (addresses outside of all
-allocations, misaligned ones) and ``racecheck`` (threads of a block that access shared memory without a barrier between).
+allocations, misaligned ones) and ``racecheck`` (threads of a block that access shared memory with no barrier between).
 PyTorch's caching allocator is off there: in its blocks of megabytes a neighbour's memory would count as in bounds.
 Findings name the kernel with its ops and the user's lines.
 """
