@@ -156,7 +156,8 @@ def results(root: Path) -> str:
         told = chapters(root).get(slug)
         text = [f"### {told.title if told else slug.capitalize()}", ""]
         told_in = f" They are explained in {told.link}." if told else ""
-        text += [f"{made_with(data)} {len(data['rows']):,} numbers.{told_in}", ""]
+        numbers = f" {len(data['rows']):,} numbers." if data["rows"] else ""
+        text += [f"{made_with(data)}{numbers}{told_in}", ""]
         text += [folded(name, told_by(group)) for name, group in grouped(data["rows"])]
         text += [claims(data["claims"])] if data["claims"] else []
         device = shared.get("device", "unknown")
@@ -169,7 +170,7 @@ def results(root: Path) -> str:
 def made_with(data: dict[str, Any]) -> str:
     """Date, versions and commit, in a line."""
     shared = data["shared"]
-    commits = sorted({r.get("commit", shared.get("commit", "")) for r in data["rows"]} - {""})
+    commits = sorted({r.get("commit", shared.get("commit", "")) for r in data["rows"] or [{}]} - {""})
     versions = ", ".join(f"{name} {number}" for name, number in shared["versions"].items())
     where = f"commit{'s' if len(commits) > 1 else ''} {', '.join(f'`{c}`' for c in commits)}"
     return f"Measured on {shared['date']} with {versions}, at {where}."

@@ -10,6 +10,7 @@ NB: without Dask, which a GPU host without a network may lack; `reflib run` exec
 from __future__ import annotations
 
 import collections
+import datetime
 import os
 import queue
 import sys
@@ -196,5 +197,6 @@ def keep_recording(
     nb.stamp(executed, *stamp)
     nb.write(executed, target / path.name, replace={str(work / "work" / path.stem): "."})
     if result.rows or result.claims:
-        recordings.dump(target / "recorded" / f"{path.stem}.{slug}.json", result.rows, result.claims)
+        made = dict(zip(("device", "versions", "commit"), stamp)) | {"date": f"{datetime.date.today()}"}
+        recordings.dump(target / "recorded" / f"{path.stem}.{slug}.json", result.rows, result.claims, made)
     durations.note(target / "recorded", path.stem, slug, result.seconds)

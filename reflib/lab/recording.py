@@ -48,14 +48,18 @@ def split_records(lines: Iterable[str]) -> tuple[list[dict[str, Any]], list[dict
     return [_plain(r) for r in rows], [_plain(c) for c in claims]
 
 
-def dump(path: Path, rows: Iterable[Mapping[str, Any]], claims: Iterable[Mapping[str, Any]]) -> None:
-    """Write a recording: the fields shared by all rows once, then one line per row, sorted. ValueError if too large."""
+def dump(
+    path: Path, rows: Iterable[Mapping[str, Any]], claims: Iterable[Mapping[str, Any]], made: Mapping[str, Any] = {}
+) -> None:
+    """Write a recording: the fields shared by all rows once, then one line per row, sorted. ValueError if too large.
+    made: device, versions, commit and date, for claims without rows."""
     listed = [dict(row) for row in rows]
     shared = {
         key: listed[0][key]
         for key in ("device", "versions", "commit", "date")
         if listed and all(row.get(key) == listed[0].get(key) for row in listed) and key in listed[0]
     }
+    shared = shared if listed else dict(made)
     slim = [{k: v for k, v in row.items() if k not in shared} for row in listed]
     lines = sorted(json.dumps(_rounded(row), sort_keys=True, ensure_ascii=False) for row in slim)
     spoken = [json.dumps(dict(c), sort_keys=True, ensure_ascii=False) for c in claims]

@@ -1,6 +1,6 @@
 """`lab.measure`: clocks, rows, peers. Timed loosely; counts and statuses exactly."""
 
-from __future__ import annotations
+from __future__ import json
 
 import time
 
@@ -126,6 +126,9 @@ def test_rows_and_claims_reach_the_recorder_and_come_back(tmp_path, monkeypatch,
     (row,) = lab.recorded("t")
     assert row.at == {"bytes": 4} and row.to_data() == rows[0] and row.device
     assert lab.recorded("no such chapter") == ()
+    recording.dump(tmp_path / "recorded" / "spoken.h200.json", [], claims, {"device": "D", "versions": {"torch": "2"}})
+    spoken = json.loads((tmp_path / "recorded" / "spoken.h200.json").read_text())
+    assert spoken["shared"] == {"device": "D", "versions": {"torch": "2"}} and spoken["claims"] == claims
     said = capsys.readouterr().out
     assert "✗ Does not hold here: one is two" in said and "it is not" in said and "? Not measured" in said
 
