@@ -156,8 +156,7 @@ def results(root: Path) -> str:
         told = chapters(root).get(slug)
         text = [f"### {told.title if told else slug.capitalize()}", ""]
         told_in = f" They are explained in {told.link}." if told else ""
-        numbers = f" {len(data['rows']):,} numbers." if data["rows"] else ""
-        text += [f"{made_with(data)}{numbers}{told_in}", ""]
+        text += [f"{made_with(data)} {len(data['rows']):,} numbers.{told_in}", ""]
         text += [folded(name, told_by(group)) for name, group in grouped(data["rows"])]
         text += [claims(data["claims"])] if data["claims"] else []
         device = shared.get("device", "unknown")

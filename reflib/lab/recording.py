@@ -54,12 +54,12 @@ def dump(
     """Write a recording: the fields shared by all rows once, then one line per row, sorted. ValueError if too large.
     made: device, versions, commit and date, for claims without rows."""
     listed = [dict(row) for row in rows]
-    shared = {
+    shared: dict[str, Any] = {
         key: listed[0][key]
         for key in ("device", "versions", "commit", "date")
         if listed and all(row.get(key) == listed[0].get(key) for row in listed) and key in listed[0]
     }
-    shared = shared if listed else dict(made)
+    shared |= {} if listed else made
     slim = [{k: v for k, v in row.items() if k not in shared} for row in listed]
     lines = sorted(json.dumps(_rounded(row), sort_keys=True, ensure_ascii=False) for row in slim)
     spoken = [json.dumps(dict(c), sort_keys=True, ensure_ascii=False) for c in claims]
