@@ -25,7 +25,7 @@ run:  ## execute every notebook on this machine and build a book of it (DEVICE=,
 	$(SETUP) run
 	@$(PY) -m reflib.cli run --device $(DEVICE) $(if $(ONLY),--only $(ONLY)) $(P) $(RUN)
 
-test:  ## what needs no GPU, of long sweeps a sample (13 to 14 minutes on 2 cores)
+test:  ## what needs no GPU, of long sweeps a sample (15 minutes on 2 cores)
 	$(SETUP) test
 	$(TESTS) --quick $(PYTEST)
 
