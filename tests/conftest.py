@@ -15,6 +15,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -256,3 +257,21 @@ def host_folders(root: Path) -> list[bytes]:
     """This machine's folders: none of them may be in a file that is for other machines."""
     ours = {tempfile.gettempdir(), str(Path.home()), str(root), str(Path.cwd()), sysconfig.get_path("purelib")}
     return [f"{name.rstrip('/')}/".encode() for name in sorted(ours - {"/"})]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Any]:
+    """Two gloo ranks on this machine."""
+    yield from _ranks(2)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Any]:
+    yield from _ranks(4)
+
+
+def _ranks(size: int) -> Iterator[Any]:
+    from reflib.lab.rank_group import ranks
+
+    with contextlib.closing(ranks(size)) as found:
+        yield found

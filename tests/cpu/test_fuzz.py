@@ -252,6 +252,11 @@ def _filled(draw: Any, values: list[Any], a: int, template: str, b: int = 0) -> 
     k = draw(st.integers(0, max(size - 1, 0)))
     m = draw(st.integers(1, max(size - k, 1)))
     text = template.format(a=f"v{a}", b=f"v{b}", d=d, e=e, k=k, m=m)
+    return _computed(text, values)
+
+
+def _computed(text: str, values: list[Any]) -> tuple[str, Any] | None:
+    """The expression and what eager makes of it; None where that is no tensor, or too large."""
     scope = {"torch": torch, "F": torch.nn.functional, **{f"v{i}": v for i, v in enumerate(values)}}
     try:
         value = eval(text, scope)
@@ -309,12 +314,7 @@ def _step(draw: Any, one: Any, values: list[Any]) -> tuple[str, Any] | None:
     d, e = (draw(st.integers(0, max(x.dim() - 1, 0))) for _ in range(2))
     k = draw(st.integers(0, x.shape[d] if x.dim() else 1))
     text = template.format(a=f"v{a}", b=f"v{b}", d=d, e=e, k=k)
-    scope = {"torch": torch, "F": torch.nn.functional, **{f"v{i}": v for i, v in enumerate(values)}}
-    try:
-        value = eval(text, scope)
-    except Exception:
-        return None
-    return (text, value) if isinstance(value, torch.Tensor) and value.numel() <= 20_000 else None
+    return _computed(text, values)
 
 
 # -- judging ----------------------------------------------------------------------------------------

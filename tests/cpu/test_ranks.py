@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from reflib.lab.rank_group import ENDED, Failed, Ranks, ranks
+from reflib.lab.rank_group import ENDED, Failed, Ranks
 from reflib.ranks import meeting, tune
 from reflib.ranks.simulate import World, simulate
 from tests import rank_tasks as tasks
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with contextlib.closing(ranks(2)) as two:
-        yield two
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with contextlib.closing(ranks(4)) as four:
-        yield four
 
 
 @pytest.mark.parametrize("parallel", [tasks.data_parallel, tasks.sharded, tasks.tensor_parallel])

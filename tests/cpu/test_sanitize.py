@@ -40,7 +40,7 @@ def test_findings_name_kernels_ops_and_lines(tmp_path: Path, monkeypatch: pytest
     def f(x: torch.Tensor) -> torch.Tensor:
         return (x + 1).sum(-1)
 
-    (e,) = (reflib.explain(f, torch.randn(8, 8), target="sm_90"),)
+    e = reflib.explain(f, torch.randn(8, 8), target="sm_90")
     (tool := tmp_path / "compute-sanitizer").write_text(TOOL.replace("{kernel}", e.kernels[0].name))
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")

@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import pytest
 
-from reflib.lab.rank_group import ENDED, Failed, Ranks, ranks
+from reflib.lab.rank_group import ENDED, Failed, Ranks
 from tests import symmetric_tasks as tasks
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with contextlib.closing(ranks(2)) as two:
-        yield two
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with contextlib.closing(ranks(4)) as four:
-        yield four
 
 
 def on(size: int, request: pytest.FixtureRequest) -> Ranks:
