@@ -45,7 +45,7 @@ def same(fn: Callable[..., Any], *args: Any, calls: bool = False, **options: Any
 
 @pytest.mark.parametrize("wrapper", ["python", "cpp"])
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", ["plain", "in place", "chained", "mixed", "both", "described", "summed"])
+@pytest.mark.parametrize("name", ["plain", "in place", "chained", "mixed", "both", "branching", "described", "summed"])
 def test_the_cases(name: str, dynamic: bool, wrapper: str) -> None:
     if name == "described" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("TMA descriptors")
