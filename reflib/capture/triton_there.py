@@ -70,7 +70,7 @@ def _kept(trace: Callable[..., Any]) -> Callable[..., Any]:
 
     def traced(mode: Any, op: Any, given: Any) -> Any:
         result = trace(mode, op, given)
-        next(reversed(mode.tracer.graph.nodes)).meta.setdefault("val", None)
+        next(iter(reversed(mode.tracer.graph.nodes))).meta.setdefault("val", None)
         return result
 
     return traced
