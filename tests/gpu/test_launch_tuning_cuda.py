@@ -78,6 +78,7 @@ def functions() -> dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]]:
     }
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", NAMES)
 def test_tuned_launches_are_right_and_no_slower(name: str) -> None:
     fn, args = functions()[name]
@@ -130,6 +131,7 @@ def test_in_the_background() -> None:
     assert tuning.state == ("swapped" if state == "ready" else "unchanged")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("m", "n", "k"), [(4096, 3584, 8192), (4096, 8192, 7168), (1024, 8192, 7168)])
 def test_large_products_with_an_epilogue(m: int, n: int, k: int) -> None:
     """The library's call with one kernel behind it is a candidate, and what wins is as fast as the best."""

@@ -11,6 +11,7 @@ from reflib.ir.program import Extern, Program, full_view
 from tests import measured
 
 GPU = torch.device("cuda", 0)
+pytestmark = pytest.mark.alone
 
 
 def matmul_relu(m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Program:

@@ -135,6 +135,7 @@ def test_loading_again_and_again(built: Path) -> None:
     pytest.fail(f"free memory went down by {lost} bytes in rounds of 20 loads")
 
 
+@pytest.mark.alone
 def test_how_long_it_takes(built: Path) -> None:
     reflib.load(built / "norm.reflib")  # host.c is built, CUDA started
     for name, first in (("norm", 0.5), ("block", 5.0)):

@@ -53,6 +53,7 @@ def test_odd_vocabularies(seed: int) -> None:
     assert len(padded) == 3, "the result, and the gradients of x and of w"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("m", "n", "k"), [(2048, 30522, 768), (512, 51865, 384), (2048, 768, 30522)])
 def test_padding_pays(m: int, n: int, k: int) -> None:
     a, b = torch.randn(m, k, device="cuda", dtype=BF16), torch.randn(n, k, device="cuda", dtype=BF16)
