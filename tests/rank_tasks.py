@@ -33,11 +33,12 @@ def model() -> nn.Module:
 
 def trained(m: Any, steps: int = 3) -> list[torch.Tensor]:
     """Losses and parameters after a few steps, each rank on data of its own."""
+    device = next(m.parameters()).device
     optimizer = torch.optim.SGD(m.parameters(), 0.1)
     torch.manual_seed(rank())
     out = []
     for _ in range(steps):
-        loss = m(torch.randn(4, 8)).square().mean()
+        loss = m(torch.randn(4, 8).to(device)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -62,21 +63,21 @@ def tensor_parallel(m: nn.Module) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import parallel as p
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(next(m.parameters()).device.type, (dist.get_world_size(),))
     for block in m:  # type: ignore[attr-defined]
         p.parallelize_module(block, mesh, {"up": p.ColwiseParallel(), "down": p.RowwiseParallel()})
     return m
 
 
-def train(parallel: Any, wrapper: str) -> int:
+def train(parallel: Any, wrapper: str, device: Any = "cpu") -> int:
     """Compiled as in eager; how many collectives were in compiled graphs."""
     from reflib.ranks import agree
 
     seen: list[Any] = []
     kept, agree.check = agree.check, lambda lists: (seen.extend(lists.values()), kept(lists))[1]
     try:
-        expected = trained(parallel(model()))
-        m = parallel(model())
+        expected = trained(parallel(model().to(device)))
+        m = parallel(model().to(device))
         m.compile(backend="reflib", options={"wrapper": wrapper})
         got = trained(m)
     finally:
@@ -189,14 +190,14 @@ sum_product = torch.library.custom_op("rank_tasks::sum_product", mutates_args=()
 sum_product.register_fake(lambda x, w: x.new_empty(x.shape[0], w.shape[1]))
 
 
-def tune(*names: str) -> Any:
+def tune(*names: str, device: Any = "cpu") -> Any:
     """Rows (name, status, why) and the winner; then the group is used again."""
     import reflib
 
     known = {f.__name__: f for f in (by_gather, by_reduce, alone, *FAULTS)}
     reflib.register_custom_op_autotuning(sum_product, [known[n] for n in names])
     torch.manual_seed(rank())
-    x, w = torch.randn(16, 8), torch.randn(8, 4)
+    x, w = torch.randn(16, 8).to(device), torch.randn(8, 4).to(device)
     options = {"autotune": "blocking", "candidate_seconds": 6.0, "cache_decisions": True}
 
     def fn(x: Any, w: Any) -> Any:
@@ -206,7 +207,7 @@ def tune(*names: str) -> Any:
     (d,) = [d for d in found if "sum_product" in d.op]
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(fn, backend="reflib", options=options)(x, w), fn(x, w))
-    t = torch.ones(1)
+    t = torch.ones(1, device=device)
     dist.all_reduce(t)
     return d.winner, {r.name: (r.status, r.time_us, r.why) for r in d.candidates}, t.item(), d.reason
 

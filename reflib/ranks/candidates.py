@@ -41,7 +41,7 @@ def _op(name: str, schema: str, eager: Callable[..., Any], fake: Callable[..., A
 def size_of(group_name: str) -> int:
     import torch.distributed.distributed_c10d as c10d
 
-    return c10d._resolve_process_group(group_name).size()
+    return c10d._get_group_size_by_name(group_name)  # (which Dynamo knows)
 
 
 # -- the sum over ranks of x --------------------------------------------------------------------------------
