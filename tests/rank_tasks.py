@@ -34,7 +34,7 @@ def model() -> nn.Module:
 def trained(m: Any, steps: int = 3) -> list[torch.Tensor]:
     """Losses and parameters after a few steps, each rank on data of its own."""
     device = next(m.parameters()).device
-    optimizer = torch.optim.SGD(m.parameters(), 0.1)
+    optimizer = torch.optim.SGD(m.parameters(), 0.1, foreach=False)  # (which takes no DTensors beside tensors)
     torch.manual_seed(rank())
     out = []
     for _ in range(steps):

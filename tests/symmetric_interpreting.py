@@ -1,74 +1,112 @@
-"""Runs the kernels over symmetric storage in Triton's interpreter, all ranks' memory in this process: a program of its
-own, because the interpreter must be chosen before Triton is imported.
+"""Runs the kernels over symmetric storage in Triton's interpreter, each rank a process, all ranks' memory a file: a
+program of its own, because the interpreter must be chosen before Triton is imported.
 
-    TRITON_INTERPRET=1 python tests/symmetric_interpreting.py SEED
+    TRITON_INTERPRET=1 python tests/symmetric_interpreting.py SEED RANKS
 
 Prints what is wrong, a line each.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import sys
+import tempfile
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from reflib.lab.triton_child import complete_the_interpreter
-from reflib.ranks import reduce
-from reflib.ranks.symmetric import ALIGN, DTYPES, PAGE, Storage
+from reflib.ranks import kernels
+from reflib.ranks.symmetric import ALIGN, DTYPES, HOW, Storage
 
-BYTES = 1 << 16
-GUARD = 64
-
-
-def ranks_of(size: int) -> list[Any]:
-    """What each rank has of ``symmetric._Device``."""
-    whole = [torch.full([PAGE + BYTES], 255, dtype=torch.uint8) for _ in range(size)]
-    table = torch.tensor([w.data_ptr() for w in whole])
-    peers = [w[PAGE:] for w in whole]
-    gpu = SimpleNamespace(type="cuda")
-    ranks = [SimpleNamespace(rank=r, size=size, device=gpu, table=table, peers=peers) for r in range(size)]
-    for s in ranks:
-        s.part = lambda *args, s=s: Storage.part(s, *args)
-        s.planned, s.copied, s.sums = 0, BYTES // 2, BYTES // 4 * 3
-        s.header = whole[s.rank][:8].view(torch.int64)
-    return ranks
+BYTES, GUARD, CALLS = 1 << 16, 64, 16
+kernels.MOST, kernels.BYTES = 2, 512  # several steps of few values
 
 
-def problems(rng: random.Random) -> list[str]:
-    size, dtype, n = rng.choice((2, 3, 4)), rng.choice(DTYPES), rng.choice((1, 7, rng.randrange(8, 1024)))
-    ranks, places = ranks_of(size), [ALIGN * rng.randrange(32) for _ in range(size)]
-    parts = [(torch.randn(n, dtype=torch.float64) * 10).to(dtype) for _ in ranks]
-    for s, x, at in zip(ranks, parts, places, strict=True):
-        s.header.fill_(at)
-        s.part(s.rank, at, [n], dtype).copy_(x)
+def storage_of(path: str, rank: int, size: int, limit: float) -> Any:
+    """What a rank has of ``symmetric._Device``."""
+    first = kernels.front(size)
+    each = first + BYTES
+    whole = torch.from_file(path, shared=True, size=each * size, dtype=torch.uint8).view(size, each)
+    s = SimpleNamespace(rank=rank, size=size, front=first, limit=limit)
+    s.peers, s.table = [w[first:] for w in whole], torch.tensor([w.data_ptr() for w in whole])
+    s.planned, s.copied, s.sums = 0, BYTES // 2, BYTES // 4 * 3
+    s.part = lambda *args: Storage.part(s, *args)  # type: ignore[arg-type]
+    s.offset = lambda x: Storage.offset(s, x)  # type: ignore[arg-type]
+    return s
+
+
+def problems(s: Any, rng: random.Random) -> list[str]:
+    """One call, the same on all ranks; each has its argument somewhere else."""
+    how, dtype, n = rng.choice(HOW), rng.choice(DTYPES), rng.choice((1, 7, rng.randrange(8, 1500)))
+    parts = [(torch.randn(n, dtype=torch.float64) * 10).to(dtype) for _ in range(s.size)]
+    places = [ALIGN * rng.randrange(32) if rng.random() < 0.5 else None for _ in parts]
+    x, at = parts[s.rank].clone(), places[s.rank]
+    if at is not None:
+        x = s.part(s.rank, at, [n], dtype).copy_(x)
+    out = torch.full([n + 2 * GUARD], 77, dtype=dtype)
+    if rng.randrange(s.size) == s.rank and n < 100:
+        time.sleep(0.05)
+    kernels.all_reduce(how, s, x, out[GUARD:-GUARD])
     exact = torch.stack([p.double() for p in parts]).sum(0)
     eager = (sum(parts[1:], parts[0]).double() - exact).abs().max()
-    outs = {how: [torch.full([n + 2 * GUARD], 77, dtype=dtype) for _ in ranks] for how in ("one", "two")}
-    share = -(-n * dtype.itemsize // (size * ALIGN)) * ALIGN // dtype.itemsize
-    for s, out in zip(ranks, outs["one"], strict=True):
-        reduce._add(s, [], out[GUARD:-GUARD], 0)
-        start = min(n, s.rank * share)
-        reduce._add(s, [], s.part(s.rank, s.sums, (min(n - start, share),), dtype), start)
-    for s, out in zip(ranks, outs["two"], strict=True):
-        reduce._gather(s, out[GUARD:-GUARD], share)
-    what, wrong = f"{size} ranks, {n} {dtype}", []
-    for how, each in outs.items():
-        for out in each:
-            if not torch.equal(out, each[0]) or (out[GUARD:-GUARD].double() - exact).abs().max() > 2 * eager + 1e-5:
-                wrong.append(f"{how}: {what}")
-            if not bool((torch.cat([out[:GUARD], out[-GUARD:]]) == 77).all()):
-                wrong.append(f"{how} writes outside: {what}")
-    if not all(torch.equal(s.part(s.rank, at, [n], dtype), x) for s, x, at in zip(ranks, parts, places, strict=True)):
+    what, wrong = f"rank {s.rank} of {s.size}, {how}, {n} {dtype}, in place {at is not None}", []
+    if (out[GUARD:-GUARD].double() - exact).abs().max() > 2 * eager + 1e-5:
+        wrong.append(f"the sum: {what}")
+    if not bool((torch.cat([out[:GUARD], out[-GUARD:]]) == 77).all()):
+        wrong.append(f"a write outside: {what}")
+    if not torch.equal(x, parts[s.rank]):
         wrong.append(f"an argument is written to: {what}")
     return wrong
 
 
-if __name__ == "__main__":
-    complete_the_interpreter()
-    seed = int(sys.argv[1])
+def fault(s: Any) -> list[str]:
+    """The last rank sums another number of values: the others' kernels say so."""
+    n = 65 if s.rank == s.size - 1 else 64
+    try:
+        kernels.all_reduce("one_shot", s, torch.ones(n), torch.ones(n))
+    except Exception as e:
+        return [] if "ranks exchange different things" in f"{e} {e.__cause__}" else [f"another error: {e!r}"]
+    return ["different sizes are no error"]
+
+
+def late(s: Any) -> list[str]:
+    """The last rank does not come."""
+    if s.rank == s.size - 1:
+        return []
+    try:
+        kernels.all_reduce("two_shot", s, torch.ones(9), torch.ones(9))
+    except Exception as e:
+        return [] if "did not come" in f"{e} {e.__cause__}" else [f"another error: {e!r}"]
+    return ["no rank is missed"]
+
+
+def one_rank(path: str, rank: int, size: int, seed: int) -> None:
+    rng, s = random.Random(seed), storage_of(path, rank, size, 100.0)
     torch.manual_seed(seed)
-    rng = random.Random(seed)
-    print(*(text for _ in range(25) for text in problems(rng)), sep="\n")
+    found = [text for _ in range(CALLS) for text in problems(s, rng)]
+    found += fault(storage_of(f"{path}.fault", rank, size, 100.0))
+    kernels.POLLS_PER_SECOND = 100
+    print(*found, *late(storage_of(f"{path}.late", rank, size, 1.0)), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    from triton.runtime import interpreter
+
+    complete_the_interpreter()
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
+    seed, size = map(int, sys.argv[1:])
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "memory")
+        for name in (path, f"{path}.fault", f"{path}.late"):
+            storage_of(name, 0, size, 1.0)  # zeros
+        children = []
+        for r in range(size):
+            children.append(os.fork())
+            if children[-1] == 0:
+                one_rank(path, r, size, seed)
+                os._exit(0)
+        sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(c, 0)[1]) != 0 for c in children))

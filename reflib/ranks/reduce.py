@@ -12,6 +12,7 @@ order of ranks, halves in float32 and rounded once.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ..lower.context import LoweringContext
 from ..lower.extern import extern
 from ..lower.rules import RULES
 from .meeting import RanksError
-from .symmetric import ALIGN, DTYPES, HOW, PAGE, Storage, storage
+from .symmetric import DTYPES, HOW, Storage, share_of, storage
 
 _library = torch.library.Library("reflib", "FRAGMENT")
 _library.define("symmetric_all_reduce(Tensor x, str how, str group_name) -> Tensor")
@@ -36,7 +37,7 @@ def _all_reduce(x: torch.Tensor, how: str, group_name: str) -> torch.Tensor:
     out = torch.empty_like(values)
     if s.size == 1 or x.numel() == 0:
         return out.copy_(values)
-    add = one_shot if how == "one_shot" else two_shot
+    add: Any = partial(_on_device, how) if s.device.type == "cuda" else one_shot if how == "one_shot" else two_shot
     flat, result = values.view(-1), out.view(-1)
     most = flat.numel() if s.offset(values) is not None else (s.sums - s.copied) // x.element_size()
     for start in range(0, flat.numel(), most):
@@ -72,14 +73,21 @@ RULES["reflib.symmetric_all_reduce.default"] = communicates
 
 
 # -- on flat tensors ----------------------------------------------------------------------------------------
+def _on_device(how: str, s: Any, x: torch.Tensor, out: torch.Tensor) -> None:
+    from . import kernels
+
+    with torch.cuda.device(s.device):
+        s.in_order()
+        kernels.all_reduce(how, s, x, out)
+
+
 def one_shot(s: Storage, x: torch.Tensor, out: torch.Tensor) -> None:
     with s.exchange(x, "one_shot") as offsets:
         _add(s, offsets, out, 0)
 
 
 def two_shot(s: Storage, x: torch.Tensor, out: torch.Tensor) -> None:
-    n, size = x.numel(), x.element_size()
-    share = -(-n * size // (s.size * ALIGN)) * ALIGN // size  # elements; begins at a multiple of ALIGN bytes
+    n, share = x.numel(), share_of(x, s.size)
     with s.exchange(x, "two_shot") as offsets:
         start = min(n, s.rank * share)
         own = s.part(s.rank, s.sums, (min(n - start, share),), x.dtype)
@@ -93,14 +101,6 @@ def _add(s: Storage, offsets: list[int], out: torch.Tensor, start: int) -> None:
     if out.numel() == 0:
         return
     wide = torch.float32 if out.dtype in (torch.float16, torch.bfloat16) else out.dtype
-    if s.device.type == "cuda":
-        from . import kernels
-
-        grid = (-(-out.numel() // kernels.BLOCK),)
-        name = str(wide).removeprefix("torch.")
-        args = (s.table, out, start, out.numel(), PAGE, s.size)  # type: ignore[attr-defined]
-        kernels.add_parts[grid](*args, getattr(kernels.tl, name), kernels.BLOCK)
-        return
     at = start * out.element_size()
     first, *others = (s.part(r, o + at, out.shape, out.dtype) for r, o in enumerate(offsets))
     total = out if wide == out.dtype else torch.empty_like(out, dtype=wide)
@@ -113,12 +113,5 @@ def _add(s: Storage, offsets: list[int], out: torch.Tensor, start: int) -> None:
 
 def _gather(s: Storage, out: torch.Tensor, share: int) -> None:
     """All ranks' sums, one after the other."""
-    if s.device.type == "cuda":
-        from . import kernels
-
-        grid = (-(-share // kernels.BLOCK), s.size)
-        args = (s.table, out, s.sums, out.numel(), share, PAGE)  # type: ignore[attr-defined]
-        kernels.gather_parts[grid](*args, kernels.BLOCK)
-        return
     for rank, part in enumerate(out.split(share)):
         part.copy_(s.part(rank, s.sums, part.shape, out.dtype))

@@ -20,9 +20,8 @@ tensor. Where a rank can read another's memory, a kernel reads the others' value
   time limit is named. After any of these the storage is not used again: every exchange is the same error.
 
 On a CPU it is a file in memory that the ranks of one host map (``_Mapped``); it has no name as soon as all have it. On
-a GPU it is PyTorch's symmetric memory (``_Device``), without multicast; there the barrier is PyTorch's kernel on the
-stream, which traps after the time limit, and ranks' sizes are compared only by ``agree``. The code for GPUs has not
-run on one yet.
+a GPU it is PyTorch's symmetric memory (``_Device``), without multicast; an exchange is one kernel there (``kernels``),
+which compares what ranks say and ends with an assertion where they differ, or do not come in time.
 
 NB: TorchInductor lowers single collectives to ``symm_mem`` ops, and lets their arguments be allocated there.
 """
@@ -36,8 +35,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -122,7 +120,7 @@ class Storage:
         raise NotImplementedError
 
     def barrier(self) -> None:
-        """Returns when all ranks have come (on a GPU: what is enqueued after it runs then)."""
+        """Returns when all ranks have come."""
         raise NotImplementedError
 
     def fail(self) -> None:
@@ -222,6 +220,12 @@ def _fence() -> None:
             pass
 
 
+def share_of(x: torch.Tensor, size: int) -> int:
+    """How many elements of ``x`` one rank of ``size`` adds up; a multiple of ALIGN bytes."""
+    n = x.element_size()
+    return -(-x.numel() * n // (size * ALIGN)) * ALIGN // n
+
+
 def _words(said: Sequence[int]) -> str:
     return f"{HOW[said[0]]} of {said[1]} bytes of {str(DTYPES[said[2]]).removeprefix('torch.')}"
 
@@ -283,42 +287,47 @@ def _all_right(said: list[str]) -> None:
 
 
 class _Device(Storage):
-    """PyTorch's symmetric memory. In front of each rank's memory is the offset at which its values lie."""
+    """PyTorch's symmetric memory; ``kernels`` has what ranks exchange there, in front of each rank's memory."""
 
     def __init__(self, group: Any, device: torch.device):
         from torch.distributed import _symmetric_memory as symmetric
 
+        from . import kernels
+
         super().__init__(group, device)
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        made: list[Any] = []
+        self.front = kernels.front(self.size)
+        nbytes = self.front + self.bytes
 
-        def together(what: str, do: Any) -> None:
-            """On all ranks, or an error on all."""
-            why = ""
-            try:
-                made.append(do())
-            except RuntimeError as e:
-                why = f"rank {self.rank} cannot {what}: {e}"
-            meeting = Meeting(group, what, f"symmetric storage of process group {self.name!r}: {what}")
-            meeting.tell(why)
-            meeting.hear(_all_right)
+        def allocated() -> torch.Tensor:
+            own = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+            own[: self.front] = 0
+            torch.cuda.synchronize(device)  # before any other rank writes there
+            return own
 
-        nbytes = PAGE + self.bytes
-        together("allocate", lambda: symmetric.empty(nbytes, dtype=torch.uint8, device=device))
-        together("rendezvous", lambda: symmetric.rendezvous(made[0], self.name))
-        self.handle = made[1]
+        own = _together(group, "allocate", allocated)
+        self.handle = _together(group, "rendezvous", lambda: symmetric.rendezvous(own, self.name))
         whole = [self.handle.get_buffer(r, (nbytes,), torch.uint8) for r in range(self.size)]
-        self.peers = [w[PAGE:] for w in whole]
+        self.peers = [w[self.front :] for w in whole]
         self.table = torch.tensor([w.data_ptr() for w in whole], dtype=torch.int64, device=device)
-        self.at = whole[self.rank][:8].view(torch.int64)
-        self.posted = -1
+        self.stream: Any = None
 
-    def begin(self, at: int, said: tuple[int, ...]) -> list[int]:
-        if at != self.posted:
-            self.at.fill_(at)
-            self.posted = at
-        self.barrier()
-        return []  # (kernels read them)
+    def in_order(self) -> None:
+        """Calls on another stream than the last one's come after it. (Replays of a CUDA graph are not seen here.)"""
+        stream = torch.cuda.current_stream(self.device)
+        if self.stream not in (None, stream) and not torch.cuda.is_current_stream_capturing():
+            stream.wait_stream(self.stream)
+        self.stream = stream
 
-    def barrier(self) -> None:
-        self.handle.barrier(channel=0, timeout_ms=int(timedelta(seconds=self.limit) / timedelta(milliseconds=1)))
+
+def _together(group: Any, what: str, do: Callable[[], Any]) -> Any:
+    """On all ranks, or an error on all."""
+    made, why = None, ""
+    try:
+        made = do()
+    except RuntimeError as e:
+        why = f"rank {group.rank()} cannot {what}: {e}"
+    meeting = Meeting(group, what, f"symmetric storage of process group {group.group_name!r}: {what}")
+    meeting.tell(why)
+    meeting.hear(_all_right)
+    return made

@@ -10,6 +10,7 @@ result, written at once. Exit code: 1 where something is wrong or a part did not
 * ``times``: 1 KB to 256 MB, one-shot and two-shot, in place and copied in, beside NCCL and PyTorch's ``symm_mem`` ops
 * ``collectives``: functional collectives compiled, under both wrappers
 * ``train``: DDP, FSDP2 and DTensor (tensor parallel) as in eager
+* ``launches``: of the kernels over storage, several
 * ``tune``: an op with candidates, one of which crashes on one rank; the all-reduce's own
 * ``products``: a 7B model's layers, gather + product and product + scatter, in chunks and not
 
@@ -20,6 +21,8 @@ turns. Multicast stays off, in NCCL as well.
 from __future__ import annotations
 
 import argparse
+import importlib
+import itertools
 import json
 import os
 import random
@@ -31,6 +34,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -346,6 +350,30 @@ def times(say: Say, rank: int, size: int, device: torch.device) -> None:
         attempt(say, "times", partial(race, ways, device, calls), bytes=nbytes)
 
 
+def launches(say: Say, rank: int, size: int, device: torch.device) -> None:
+    """Launches of the kernels over storage: those in ``kernels`` come first."""
+    from reflib.ranks import kernels
+    from reflib.ranks.reduce import EMPTY, REDUCE
+    from reflib.ranks.symmetric import HOW
+
+    if device.type == "cpu":
+        return
+    chosen = kernels.BYTES, kernels.WARPS, kernels.MOST
+    more = [(8192, 16, 24), (8192, 16, 64), (4096, 8, 128), (16384, 16, 128), (16384, 32, 64), (32768, 16, 128)]
+    for nbytes in (4 * KB, 256 * KB, MB, 4 * MB, 16 * MB):
+        x = EMPTY([nbytes // 2], torch.bfloat16, device, 0, GROUP).zero_()
+        ways: dict[str, Callable[[], Any]] = {}
+        for launch in (chosen, *more):
+            for how in HOW:
+
+                def call(launch: Any = launch, how: str = how, x: Any = x) -> Any:
+                    kernels.BYTES, kernels.WARPS, kernels.MOST = launch
+                    return REDUCE(x, how, GROUP)
+
+                ways[f"{how} {launch}"] = call
+        attempt(say, "launches", partial(race, ways, device, 20 if nbytes <= MB else 5), bytes=nbytes)
+
+
 def peers(n: int, device: torch.device) -> dict[str, Callable[[], Any]]:
     """PyTorch's ops over symmetric memory."""
     from torch.distributed import _symmetric_memory as symmetric
@@ -394,13 +422,18 @@ def one_layer(size: int, device: torch.device, plain: Any, chunked: Any, m: int,
 
 def fused(scatters: bool, x: Any, w: Any) -> dict[str, Callable[[], Any]]:
     """PyTorch's, over its symmetric memory."""
+    importlib.import_module("torch.distributed._symmetric_memory")
+    ops = torch.ops.symm_mem
     if scatters:
-        return {"torch": partial(torch.ops.symm_mem.fused_matmul_reduce_scatter, x, w, "sum", 0, GROUP)}
-    return {"torch": partial(torch.ops.symm_mem.fused_all_gather_matmul, x, [w], 0, GROUP)}
+        return {"torch": lambda: ops.fused_matmul_reduce_scatter(x, w, "sum", 0, GROUP)}
+    return {"torch": lambda: ops.fused_all_gather_matmul(x, [w], 0, GROUP)}
 
 
 # -- parts --------------------------------------------------------------------------------------------------
-PARTS = {"storage": 60, "times": 50, "collectives": 40, "train": 50, "tune": 90, "products": 60}  # seconds
+PARTS = {  # seconds
+    "storage": 60, "tune": 100, "train": 60, "collectives": 60, "times": 40, "launches": 50, "products": 60,
+}  # fmt: skip
+TIMED = ("times", "launches", "products")  # alone, after the others, which run at once (on GPUs)
 
 
 def run_rank(args: argparse.Namespace) -> None:
@@ -481,17 +514,19 @@ def main() -> int:
     args = p.parse_args()
     if args.part:
         run_rank(args)
-    last, bad = time.monotonic() + args.seconds, 0
-    with Path(args.out).open("w") as out:
-        for part in args.only.split(","):
-            left = last - time.monotonic()
-            rows = run_part(part, args, min(PARTS[part], left)) if left > 10 else [{"part": part, "wrong": ["no time"]}]
+    last, bad, wanted = time.monotonic() + args.seconds, 0, args.only.split(",")
+    checks = [part for part in wanted if part not in TIMED]
+
+    def run(part: str) -> list[dict[str, Any]]:
+        left = last - time.monotonic()
+        return run_part(part, args, min(PARTS[part], left)) if left > 10 else [{"part": part, "wrong": ["no time"]}]
+
+    with Path(args.out).open("w") as out, ThreadPoolExecutor(len(PARTS) if args.device == "cuda" else 1) as pool:
+        for rows in itertools.chain(pool.map(run, checks), map(run, (part for part in wanted if part in TIMED))):
             for row in rows:
                 out.write(json.dumps(row) + "\n")
                 bad += bool(row.get("wrong"))
-                print(shown(row), flush=True)
-                if row.get("wrong") and row.get("logs"):
-                    print(*row["logs"], sep="\n", flush=True)
+                print(shown(row), *(row.get("logs", ()) if row.get("wrong") else ()), sep="\n", flush=True)
             out.flush()
     return int(bad > 0)
 

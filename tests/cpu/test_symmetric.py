@@ -62,8 +62,8 @@ def test_a_fault_on_one_rank_is_an_error_on_all_others(size: int, fault: str, re
 
 
 def test_storage_that_cannot_be_made_is_an_error_on_all(two: Ranks) -> None:
-    first, second = two.run(tasks.meets_alone, timeout=2.0)
-    assert "rank 1 of process group '0' did not come within 2 s to symmetric storage" in first and second == "nothing"
+    first, second = two.run(tasks.meets_alone, timeout=4.0)
+    assert "rank 1 of process group '0' did not come within 4 s to symmetric storage" in first and second == "nothing"
     for text in two.run(tasks.no_room, "full"):
         assert "RanksError" in text and "no room for symmetric storage of 32 MiB" in text, text
     for text in two.run(tasks.no_room, "open"):

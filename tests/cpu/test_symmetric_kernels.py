@@ -1,4 +1,4 @@
-"""The Triton kernels over symmetric storage: interpreted, and compiled ahead of time. They have not run on a GPU."""
+"""The Triton kernels over symmetric storage: interpreted, and compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -13,31 +13,46 @@ import pytest
 pytest.importorskip("triton")
 
 
-def test_they_compute_sums(root: Path) -> None:
-    command = [sys.executable, str(root / "tests" / "symmetric_interpreting.py"), "0"]
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+def test_they_compute_sums_and_notice_what_is_different(size: int, root: Path) -> None:
+    command = [sys.executable, str(root / "tests" / "symmetric_interpreting.py"), "0", str(size)]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_they_compile_ahead_of_time(arch: int) -> None:
+@pytest.mark.parametrize("how", ["one_shot", "two_shot"])
+def test_they_compile_ahead_of_time(arch: int, how: str) -> None:
+    """Whole vectors are moved; a flag is released and acquired by all GPUs."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from reflib.ranks import kernels
 
-    target = GPUTarget("cuda", arch, 32)
-    for of, wide in (("fp32", kernels.tl.float32), ("bf16", kernels.tl.float32), ("i64", kernels.tl.int64)):
-        signature = {"table": "*i64", "out": f"*{of}", "start": "i64", "n": "i64", "at": "i64", "part": "i64"}
-        constants: dict[str, Any] = {"front": 4096, "WORLD": 4, "WIDE": wide, "BLOCK": kernels.BLOCK}
-        for kernel in (kernels.add_parts, kernels.gather_parts):
-            names = kernel.arg_names
-            source = ASTSource(
-                kernel,
-                {n: signature.get(n, "constexpr") for n in names},
-                {(i,): constants[n] for i, n in enumerate(names) if n in constants},
-            )
-            asm = triton.compile(source, target=target).asm
-            assert asm["cubin"] and "multimem" not in asm["ptx"]
+    kernel, target = getattr(kernels, how), GPUTarget("cuda", arch, 32)
+    names = kernel.arg_names
+    for of, size, wide in (
+        ("fp32", 4, kernels.tl.float32),
+        ("bf16", 2, kernels.tl.float32),
+        ("i64", 8, kernels.tl.int64),
+    ):
+        types = {"table": "*i64", "x": f"*{of}", "out": f"*{of}", "said": "i64", "n": "i32", "share": "i32"}
+        constants: dict[str, Any] = {
+            "COPY": True, "RANK": 1, "WORLD": 2, "FRONT": kernels.front(2), "BLOCK": kernels.BYTES // size,
+            "POLLS": 1 << 30, "WIDE": wide, "SUMS": 48 << 20,
+        }  # fmt: skip
+        source = ASTSource(
+            kernel,
+            {n: types.get(n, "constexpr") for n in names},
+            {(i,): constants[n] for i, n in enumerate(names) if n in constants},
+            {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in types and n != "said"},
+        )
+        asm = triton.compile(source, target=target, options={"num_warps": 16, "debug": True}).asm
+        ptx = asm["ptx"]
+        assert asm["cubin"] and "multimem" not in ptx
+        assert "ld.global.v4.b32" in ptx or "ld.global.v2.b64" in ptx
+        meetings = 2 if how == "one_shot" else 3
+        assert ptx.count("atom.global.sys.release.exch") == meetings
+        assert ptx.count("atom.global.sys.acquire.exch") == 2 * meetings
