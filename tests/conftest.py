@@ -218,6 +218,7 @@ def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.forking import child_of, server
 
     monkeypatch.setattr(children, "_run_child", child_of(server()[1]))
+    monkeypatch.setattr(children, "cores", lambda: 1)  # which forks one at a time
 
 
 @pytest.fixture(scope="session")

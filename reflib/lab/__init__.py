@@ -98,6 +98,8 @@ if TYPE_CHECKING:
     from reflib.lab.tuning import ColdStarts as ColdStarts
     from reflib.lab.tuning import cold_starts as cold_starts
     from reflib.lab.weight_loops import weight_product as weight_product
+    from reflib.lab.wins import generated as generated
+    from reflib.lab.wins import show_wins as show_wins
 
 # name -> its module, as above. No module may have the name of a function here: importing a submodule sets an attribute
 # of this package, which would hide the function.

@@ -5,6 +5,9 @@
 
 FOLDER has `job.json` and the source texts. The child appends each result to `results.jsonl` as soon as it has it, so a
 crash or the time limit costs only the results that are missing, and those are labelled rows.
+
+`run_all` starts several such children together. A child that calls `turn` waits there, after its imports and before it
+measures, until those before it have ended.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +48,68 @@ def run(
 
     Its device, dtype and seed are this notebook's, unless the job has others under "here". `cold`: with empty caches,
     or those in the folder that the job names under "caches"."""
+    with _folder(job, files, cold) as folder:
+        return _outcome(folder, timeout_s, module)
+
+
+def run_all(
+    module: str,
+    jobs: Sequence[Mapping[str, Any]],
+    files: Mapping[str, str],
+    timeout_s: float,
+    *,
+    cold: bool = False,
+    in_turn: bool = True,
+) -> list[tuple[list[Job | Failure], Failure]]:
+    """As `run`, for each job. Where there are cores enough, several children start side by side.
+
+    in_turn: they wait for each other at `turn`, so only imports and the like overlap; the time limit does not count the
+    waiting. Else they run side by side to the end, which is for what keeps one core busy each, with three to spare.
+    """
+    count = max(1, cores() // (2 if in_turn else 4))
+    found: list[tuple[list[Job | Failure], Failure]] = []
+    for i in range(0, len(jobs), count):
+        some = jobs[i : i + count]
+        if len(some) == 1:
+            found.append(run(module, some[0], files, timeout_s, cold))
+        else:
+            found += _together(module, [{**job, "in turn": in_turn} for job in some], files, timeout_s, cold)
+    return found
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _together(
+    module: str, jobs: Sequence[Job], files: Mapping[str, str], timeout_s: float, cold: bool
+) -> list[tuple[list[Job | Failure], Failure]]:
+    with contextlib.ExitStack() as stack:
+        folders = [stack.enter_context(_folder(job, files, cold)) for job in jobs]
+        pool = stack.enter_context(ThreadPoolExecutor(len(jobs)))
+        for folder in folders:
+            stack.callback((folder / "stop").touch)
+        ends = [pool.submit(_outcome, folder, timeout_s, module) for folder in folders]
+        for folder, end in zip(folders, ends, strict=True):
+            _wait_until_ready(folder, end)
+        found = []
+        for folder, end in zip(folders, ends, strict=True):
+            (folder / "go").touch()
+            found.append(end.result())
+        return found
+
+
+def _wait_until_ready(folder: Path, end: Future[Any]) -> None:
+    """Until the child waits for its turn, or has ended. One that takes no turns is not waited for."""
+    takes_turns = json.loads((folder / "job.json").read_text(encoding="utf-8"))["in turn"]
+    while takes_turns and not (folder / "ready").exists() and not end.done():
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def _folder(job: Mapping[str, Any], files: Mapping[str, str], cold: bool) -> Iterator[Path]:
+    """A child's folder, with its job and the files in it."""
     from reflib.lab.session import current
 
     with tempfile.TemporaryDirectory(prefix="reflib-child-") as root:
@@ -51,9 +118,13 @@ def run(
         job = {"here": current().arguments(), **caches, **job}
         for name, text in {**files, "job.json": json.dumps(job)}.items():
             (folder / name).write_text(text, encoding="utf-8")
-        code, errors = _run_child(root, timeout_s, module)
-        written = folder / "results.jsonl"
-        lines = written.read_text(encoding="utf-8").splitlines() if written.exists() else []
+        yield folder
+
+
+def _outcome(folder: Path, timeout_s: float, module: str) -> tuple[list[Job | Failure], Failure]:
+    code, errors = _run_child(str(folder), timeout_s, module)
+    written = folder / "results.jsonl"
+    lines = written.read_text(encoding="utf-8").splitlines() if written.exists() else []
     results = [Failure(**data) if "status" in data else data for data in map(json.loads, lines)]
     return results, Failure("timed out", f"after {timeout_s:g} s") if code is None else crash(code, errors)
 
@@ -80,9 +151,14 @@ def _run_child(folder: str, timeout_s: float, module: str) -> tuple[int | None, 
         stderr=subprocess.PIPE, env={**inherited, "PYTHONPATH": path}, text=True, errors="replace",
         start_new_session=True,  # so that a timeout kills its children too
     )  # fmt: skip
+    begin = time.time()
     try:
-        _, errors = child.communicate(timeout=timeout_s)
-        return child.returncode, errors
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                _, errors = child.communicate(timeout=0.2)
+                return child.returncode, errors
+            if _is_late(Path(folder), begin, timeout_s):
+                raise subprocess.TimeoutExpired(module, timeout_s)
     except BaseException as error:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
@@ -92,7 +168,30 @@ def _run_child(folder: str, timeout_s: float, module: str) -> tuple[int | None, 
         return None, ""
 
 
+def _is_late(folder: Path, begin: float, timeout_s: float) -> bool:
+    """Whether a child has had its time, without what it waited for its turn, or is to stop."""
+    ready, go = folder / "ready", folder / "go"
+    if (folder / "stop").exists():
+        return True
+    if ready.exists():
+        waited = (go.stat().st_mtime if go.exists() else time.time()) - ready.stat().st_mtime
+        begin += max(0.0, waited)
+    return time.time() - begin > timeout_s
+
+
 # -- the child --------------------------------------------------------------------------------------
+def turn() -> None:
+    """In a child of `run_all`: wait until those before it have ended. In others, and the second time, nothing."""
+    folder, parent = Path(sys.argv[1]), os.getppid()
+    if not json.loads((folder / "job.json").read_text(encoding="utf-8")).get("in turn"):
+        return
+    (folder / "ready").touch()
+    while not (folder / "go").exists():
+        if os.getppid() != parent:
+            raise SystemExit("the parent has ended")
+        time.sleep(0.002)
+
+
 def serve(tasks: Callable[[Job], Iterable[Callable[[], Job]]]) -> None:
     """Write what each of the job's tasks returns; of one that raises, that it was refused."""
     folder = Path(sys.argv[1])

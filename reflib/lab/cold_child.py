@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from reflib.lab.children import Failure, Job, serve
+from reflib.lab.children import Failure, Job, serve, turn
 
 KEPT = 60  # single calls in the report
 PAUSE_S = 0.002  # between calls, standing in for other work of a program
@@ -42,6 +42,7 @@ def start(job: Job) -> Job:
     with torch.no_grad():
         want = f(*args)  # initializes libraries and the device before timing starts
         synchronize(device)
+        turn()
         begin = time.perf_counter()
         compiled = COMPILERS[compiler](f, way)
         limit = begin + PATIENCE * job["timeout_s"]

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from reflib.lab.children import Failure, Job, run, serve
+from reflib.lab.children import Failure, Job, run_all, serve
 from reflib.lab.measuring import failed_rows
 from reflib.lab.rows import Row, Rows, record, stamp
 from reflib.lab.way_sweep import start_rows, start_up
@@ -32,13 +32,14 @@ def build_packages(
     `compiler`: "reflib" or "AOTInductor"; `files`: {path: architectures}, built in this order in one process, so later
     ones reuse cached kernels; `device`: that of the model (default "cpu"); `environment`: set before torch is imported;
     `config`: options of TorchInductor.
-    `timeout_s` applies per way; files not reached in time are rows with that status.
+    `timeout_s` applies per way; files not reached in time are rows with that status. Where there are four cores or more
+    per way, ways are built side by side.
     """
     rows: list[Row] = []
-    for label, way in ways.items():
+    jobs = [{**_job(w, w.get("device", "cpu")), "files": list(w["files"].items())} for w in ways.values()]
+    outcomes = run_all(CHILD, jobs, {SOURCE: source}, timeout_s, cold=True, in_turn=False)
+    for (label, way), (found, why) in zip(ways.items(), outcomes, strict=True):
         places: list[tuple[str, Sequence[str]]] = list(way["files"].items())
-        job = {**_job(way, way.get("device", "cpu")), "files": places}
-        found, why = run(CHILD, job, {SOURCE: source}, timeout_s, cold=True)
         for (_, archs), one in zip(places, found + [why] * (len(places) - len(found)), strict=True):
             gpus = sum(a != "cpu" for a in archs)  # architectures with machine code for a GPU
             rows += _built_rows(one, {"name": name, "case": label, "at": {"architectures": gpus}, **stamp()})
@@ -59,9 +60,9 @@ def open_packages(
     from reflib.lab.session import current
 
     rows: list[Row] = []
-    for label, way in ways.items():
-        job = {**_job(way, str(current().device)), "path": str(way["path"]), "budget_s": budget_s}
-        found, why = run(CHILD, job, {SOURCE: source}, timeout_s)
+    device = str(current().device)
+    jobs = [{**_job(way, device), "path": str(way["path"]), "budget_s": budget_s} for way in ways.values()]
+    for label, (found, why) in zip(ways, run_all(CHILD, jobs, {SOURCE: source}, timeout_s), strict=True):
         one, shared = (*found, why)[0], {"name": name, "case": label, **stamp()}
         first, *others = start_rows(one, shared)
         rows += [] if isinstance(one, Failure) else [replace(first, metric="load", value=one["made"])]

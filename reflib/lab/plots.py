@@ -211,10 +211,12 @@ def bars(
     recorded: Rows | None = None,
     log: bool = False,
     title: str = "",
+    floor: float | None = None,
 ) -> Picture | None:
     """One horizontal bar per case, labelled with its value; one panel per device.
 
-    A case without a value has the reason in place of the bar.
+    A case without a value has the reason in place of the bar. `floor` is a line in this device's panel: what the metric
+    is at best, such as `roof.time(bytes)`.
     """
     import matplotlib.pyplot as plt
 
@@ -240,9 +242,25 @@ def bars(
         )
         for ax, panel, device in zip(axes[:, 0], panels, names, strict=True):
             _bar_panel(ax, panel, order, log)
+            if floor and device in rows.devices:
+                _floor_line(ax, floor)
             ax.set_title(device if len(panels) > 1 or device.endswith(RECORDED) else title)
         axes[-1, 0].set_xlabel(f"{metric}, {AXIS.get(metric, '')}".rstrip(", "))
-    return figure(fig, caption=caption, alt=_bars_alt(panels, names, metric))
+    alt = _bars_alt(panels, names, metric)
+    if floor and rows.devices:
+        alt += f" A line at {short(floor)}: the limit."
+    return figure(fig, caption=caption, alt=alt)
+
+
+def _floor_line(ax: Axes, floor: float) -> None:
+    """The limit, as a dotted line with its name below the bars."""
+    if ax.get_xscale() == "linear":
+        ax.set_xlim(0, max(ax.get_xlim()[1], floor * 1.25))
+    ax.axvline(floor, color=INK, linewidth=1.2, linestyle=(0, (1, 2)))
+    ax.annotate(
+        f"limit {short(floor)}", (floor, 0.0), xycoords=("data", "axes fraction"), xytext=(3, 2),
+        textcoords="offset points", va="bottom", fontsize=9.5,
+    )  # fmt: skip
 
 
 def _bar_panel(ax: Axes, panel: Rows, cases: list[str], log: bool) -> None:

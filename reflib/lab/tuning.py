@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from reflib.errors import LabError
-from reflib.lab.children import Failure, Job, run
+from reflib.lab.children import Failure, Job, run_all
 from reflib.lab.measuring import failed_rows, share
 from reflib.lab.rows import Row, Rows, record, stamp
 from reflib.lab.timing import Samples
@@ -69,7 +69,8 @@ class ColdStarts:
 def cold_starts(
     name: str, source: str, ways: Mapping[str, Mapping[str, Any]], *, timeout_s: float = 120.0, **arguments: Any
 ) -> ColdStarts:
-    """Compile the program of ``make`` in each of the ways in turn, and measure its calls.
+    """Compile the program of ``make`` in each of the ways in turn, and measure its calls. Where there are
+    cores enough, the processes import and make the inputs side by side before that; see `run_all`.
 
     `source` is Python text that defines `make(device, dtype, **arguments)`, returning a function and its arguments as a
     tuple. reflib's measuring processes import it too, so it may define custom ops. If it defines `register(compiler)`,
@@ -85,11 +86,15 @@ def cold_starts(
     json.dumps(arguments)
     found = ColdStarts(Rows())
     with tempfile.TemporaryDirectory(prefix="reflib-cold-") as root:
-        for compiler in dict.fromkeys(w["compiler"] for w in ways.values()) if share() >= 1 else ():
-            _compile(SMALL, {"compiler": compiler}, Path(root) / compiler, timeout_s, {})
-        for label, way in ways.items():
-            caches = Path(root) / str(list(ways).index(way.get("again", label)))
-            found = _joined(found, name, label, _compile(source, way, caches, timeout_s, arguments))
+        if share() >= 1:
+            compilers = dict.fromkeys(w["compiler"] for w in ways.values())
+            small = [_job({"compiler": c}, Path(root) / c, timeout_s) for c in compilers]
+            run_all(CHILD, small, {"cold_program.py": SMALL}, timeout_s, in_turn=False)
+        labels = list(ways)
+        caches = [Path(root) / str(labels.index(way.get("again", label))) for label, way in ways.items()]
+        jobs = [_job(way, at, timeout_s, arguments) for way, at in zip(ways.values(), caches, strict=True)]
+        for label, (one, why) in zip(ways, run_all(CHILD, jobs, {"cold_program.py": source}, timeout_s), strict=True):
+            found = _joined(found, name, label, (*one, why)[0])
     record((*found.rows, *found.calls, *found.service))
     return found
 
@@ -104,14 +109,9 @@ def _check(ways: Mapping[str, Mapping[str, Any]]) -> None:
         seen.append(label)
 
 
-def _compile(
-    source: str, way: Mapping[str, Any], caches: Path, timeout_s: float, arguments: Mapping[str, Any]
-) -> Job | Failure:
-    """The child's result, or a Failure."""
-    job = {"way": dict(way), "arguments": dict(arguments), "caches": str(caches), "timeout_s": timeout_s,
-           "environment": way.get("environment", {})}  # fmt: skip
-    found, why = run(CHILD, job, {"cold_program.py": source}, timeout_s)
-    return (*found, why)[0]
+def _job(way: Mapping[str, Any], caches: Path, timeout_s: float, arguments: Mapping[str, Any] | None = None) -> Job:
+    return {"way": dict(way), "arguments": dict(arguments or {}), "caches": str(caches), "timeout_s": timeout_s,
+            "environment": way.get("environment", {})}  # fmt: skip
 
 
 def _joined(found: ColdStarts, name: str, label: str, data: Job | Failure) -> ColdStarts:

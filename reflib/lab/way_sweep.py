@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from reflib.lab.children import Failure, Job, run, serve
+from reflib.lab.children import Failure, Job, run_all, serve, turn
 from reflib.lab.cold_child import COMPILERS, close
 from reflib.lab.measuring import failed_rows, time_cases
 from reflib.lab.rows import Row, Rows, record, stamp
@@ -38,9 +38,9 @@ def sweep_ways(
     are as for `lab.cold_starts`. `timeout_s` applies per way; places not reached in time are rows with that status.
     """
     rows: list[Row] = []
-    for label, way in ways.items():
-        job = {"way": dict(way), "places": [dict(p) for p in places], "budget_s": budget_s}
-        found, why = run(CHILD, job, {"way_program.py": source}, timeout_s, cold=True)
+    jobs = [{"way": dict(way), "places": [dict(p) for p in places], "budget_s": budget_s} for way in ways.values()]
+    outcomes = run_all(CHILD, jobs, {"way_program.py": source}, timeout_s, cold=True)
+    for label, (found, why) in zip(ways, outcomes, strict=True):
         for place, one in zip(places, found + [why] * (len(places) - len(found)), strict=True):
             rows += start_rows(one, {"name": name, "case": label, "at": dict(place), **stamp()}, "own process")
     return record(rows)
@@ -82,6 +82,7 @@ def start_up(
     """Seconds until `make` has returned ("made"), until its result was called once ("first"), and per warm call
     ("samples"); whether the first call returned `want` ("right"). {status, note} if timing fails."""
     synchronize(device)
+    turn()
     begin = time.perf_counter()
     call = make()
     made = time.perf_counter() - begin
