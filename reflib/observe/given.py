@@ -162,10 +162,15 @@ def hold(module: torch.nn.Module, path: str, x: Tensor) -> None:
 def _memory(size: int, x: Tensor) -> torch.Tensor:
     """Bytes, of which the first has the address ``skew`` modulo 16; one storage."""
     if not (x.skew and size) or x.device != "cpu":
-        return torch.zeros(size, dtype=torch.uint8, device=x.device)
+        return torch.zeros(size, dtype=torch.uint8, device=_there(x))
     block = bytearray(size + 16)
     start = (x.skew - torch.frombuffer(block, dtype=torch.uint8).data_ptr()) % 16
     return torch.frombuffer(block, dtype=torch.uint8, offset=start, count=size)
+
+
+def _there(x: Tensor) -> str:
+    """Its device; of a GPU that is not here, only what the tensor looks like can be had."""
+    return x.device if torch.cuda.is_available() or not x.device.startswith("cuda") else "cpu"
 
 
 def _flat(whole: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -177,7 +182,7 @@ def _flat(whole: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _made(x: Tensor, memory: Mapping[int, torch.Tensor]) -> torch.Tensor:
     n = extent(x.size, x.stride)
     whole = memory[x.storage[0]] if x.storage is not None else _memory((x.offset + n) * x.dtype.itemsize, x)
-    flat = torch.empty(0, dtype=x.dtype, device=x.device).set_(whole.untyped_storage(), x.offset, (n,), (1,))
+    flat = torch.empty(0, dtype=x.dtype, device=whole.device).set_(whole.untyped_storage(), x.offset, (n,), (1,))
     if isinstance(x.data, str):
         raw = bytearray(zlib.decompress(base64.b64decode(x.data)))
         flat.copy_(torch.frombuffer(raw, dtype=x.dtype) if raw else flat)
@@ -188,7 +193,7 @@ def _made(x: Tensor, memory: Mapping[int, torch.Tensor]) -> torch.Tensor:
     if x.storage is not None and whole.dtype == x.dtype:  # several views of one tensor
         t = whole.as_strided(x.size, x.stride, x.offset)
     else:
-        t = torch.empty(0, dtype=x.dtype, device=x.device).set_(whole.untyped_storage(), x.offset, x.size, x.stride)
+        t = torch.empty(0, dtype=x.dtype, device=whole.device).set_(whole.untyped_storage(), x.offset, x.size, x.stride)
     return torch.nn.Parameter(t, x.grad) if x.parameter else t.requires_grad_(x.grad)
 
 
@@ -199,7 +204,8 @@ def _drawn(x: Tensor, n: int) -> torch.Tensor:
     if x.dtype.is_complex:
         return torch.complex(torch.rand(n, generator=g) - 0.5, torch.rand(n, generator=g) - 0.5)
     if x.dtype.is_floating_point:
-        return low + (high - low) * torch.rand(n, generator=g, dtype=torch.float64)
+        bell = torch.rand(4, n, generator=g, dtype=torch.float64).mean(0)  # as weights are: few are near the ends
+        return low + (high - low) * bell
     return torch.randint(int(low), min(int(high), 2**62) + 1, (n,), generator=g)
 
 

@@ -8,7 +8,7 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._pytree import tree_leaves
 
 from ..autotune import correct
+from ..capture.export import with_fakes
 from ..capture.triton_there import triton_of_gpu
 from ..errors import ReflibError
 from ..options import Options
@@ -51,9 +52,7 @@ def load(scope: Mapping[str, Any]) -> Subject:
     """The subject of a repro file, whose names ``scope`` has."""
     with open(scope["__file__"], encoding="utf-8") as f:
         text = f.read()
-    with torch.device("meta") if scope.get("OPTIONS", {}).get("target") else contextlib.nullcontext():
-        instance = scope["Graph"]()
-    module = read_graph(instance, text, scope)
+    module = read_graph(scope["Graph"](), text, scope)
     _renumber(module, scope.get("TRITON_KERNELS", {}))
     names = ("OPTIONS", "STATE", "SYMBOLS", "KERNELS", "EXPORTED")
     return Subject(module, list(scope["INPUTS"]), *(dict(scope.get(n, {})) for n in names))
@@ -106,31 +105,40 @@ def as_captured(state: Mapping[str, Any]) -> Iterator[None]:
 
 def compile_again(subject: Subject, stages: list[Stages]) -> Callable[..., Any]:
     """The graph through AOTAutograd and reflib, as Dynamo would give it: with its symbols, and knowing which inputs are
-    parameters. ``stages``: filled with what was compiled."""
+    parameters. ``stages``: filled with what was compiled. For a target what is returned computes nothing."""
     options = Options.make(subject.options)
-    env = _Named()
-    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    mode = FakeTensorMode(shape_env=_Named(), allow_non_fake_inputs=True)
     values = subject.values()
-    fakes = _fakes(subject, values, mode)
+    gpu = parse_target(options.target) if options.target and parse_target(options.target).is_gpu else None
     if subject.exported:
         from .exported import compile_exported
 
-        with _as_on(options.target):
-            return compile_exported(subject, fakes, mode, stages)
-    _note_values(subject.module, fakes, mode)
-    module = subject.module
+        with triton_of_gpu() if gpu else contextlib.nullcontext():
+            return compile_exported(subject, _fakes(subject, values, mode), mode, stages)
+    if not subject.state.get("fakes"):
+        with triton_of_gpu() if gpu else contextlib.nullcontext():
+            return _through(Backend(options, stages.append), subject, values, mode)
+    there = any(isinstance(x, Tensor) and x.device != "cpu" for x in subject.inputs)
+    with with_fakes(subject.module, values, gpu, there) as (around, module, values):
+        backend = Backend(options, stages.append)
+        backend.around = lambda call, what, inputs: around(call)  # type: ignore[method-assign]
+        return _through(backend, replace(subject, module=module), values, mode)
+
+
+def _through(backend: Backend, subject: Subject, values: Sequence[Any], mode: FakeTensorMode) -> Callable[..., Any]:
+    """``backend``'s callable; a target's has been called, for its backward may be compiled then."""
+    module, fakes = subject.module, _fakes(subject, values, mode)
+    _note_values(module, fakes, mode)
     module.meta["dynamo_compile_id"] = None
     module._param_name_to_source = {
         n: LocalSource(f"self_{n}") for n, _ in (*module.named_parameters(), *module.named_buffers())
     }  # type: ignore[assignment]
     given = [v if isinstance(v, torch.Tensor) else f for v, f in zip(values, fakes)]
-    with tracing(TracingContext(mode)), _as_on(options.target):
-        return Backend(options, stages.append)(module, given)
-
-
-def _as_on(target: str | None) -> contextlib.AbstractContextManager[None]:
-    """As capture for a target has it: what a Triton kernel writes is known without its GPU too."""
-    return triton_of_gpu() if target and parse_target(target).is_gpu else contextlib.nullcontext()
+    with tracing(TracingContext(mode)):
+        call = backend(module, given)
+    if backend.options.target and "backward" in subject.kernels:
+        _gradients(tree_leaves(call(*values)), values)
+    return call
 
 
 def _fakes(subject: Subject, values: Sequence[Any], mode: FakeTensorMode) -> list[Any]:

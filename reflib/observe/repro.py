@@ -126,7 +126,8 @@ def described(
         static = [bool((n.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type")) for n in nodes]
         given = describe(inputs, fakes, static, whole)
         plain, _ = _plain_options(options)
-        return Subject(_copied(module), given, plain, _state(), _symbols(fakes))
+        fake = any(isinstance(x, torch._subclasses.FakeTensor) for x in inputs)
+        return Subject(_copied(module), given, plain, _state() | ({"fakes": True} if fake else {}), _symbols(fakes))
     except Unprintable as e:
         return str(e)
     except Exception as e:

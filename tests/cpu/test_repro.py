@@ -23,6 +23,8 @@ from reflib.observe.given import describe, make
 from reflib.observe.read_graph import read_graph
 from reflib.observe.rebuild import Subject, main, run_file
 from reflib.pipeline import OBSERVE
+from reflib.sweep.model import models
+from tests import sweep_repros
 from tests.cpu.test_fuzz import make as make_tensor
 from tests.models import MLP, Block
 
@@ -139,7 +141,20 @@ EXPORTED: dict[str, tuple[torch.nn.Module, tuple[Any, ...], Any, dict[str, Any]]
 }
 
 
+def asks(x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x + torch.arange(8, device="cuda"), -1) @ torch.ones(8, 3, device="cuda")
+
+
+EXPLAINED: dict[str, tuple[Callable[..., Any], torch.Tensor, dict[str, Any]]] = {
+    "target": (Block(8, 2), torch.randn(3, 7, 8).requires_grad_(), {}),
+    "dynamic target": (Block(8, 2), torch.randn(3, 7, 8).requires_grad_(), {"dynamic": True}),
+    "asks": (asks, torch.randn(3, 7, 8), {}),
+}
+
+
 def test_a_fresh_process_makes_the_same_kernels(root: Path, tmp_path: Path) -> None:
+    for name, (model, x, how) in EXPLAINED.items():
+        reflib.explain(model, x, target="sm_90", repro=str(tmp_path / name), **how)
     for name, (model, inputs, shapes, options) in EXPORTED.items():
         program = torch.export.export(model.eval(), inputs, dynamic_shapes=shapes)
         reflib.compile(program, repro=str(tmp_path / name), **options)
@@ -148,7 +163,7 @@ def test_a_fresh_process_makes_the_same_kernels(root: Path, tmp_path: Path) -> N
         result = reflib.compile(f, repro=str(tmp_path / name), **options)(*args)
         if result.requires_grad:
             result.sum().backward()
-    files = {name: list((tmp_path / name).glob("repro_*.py")) for name in [*CASES, *EXPORTED]}
+    files = {name: list((tmp_path / name).glob("repro_*.py")) for name in [*CASES, *EXPORTED, *EXPLAINED]}
     assert all(len(found) == 1 for found in files.values()), files
     said = run_repros([found[0] for found in files.values()], root, tmp_path)
     assert said.keys() == files.keys()
@@ -158,6 +173,18 @@ def test_a_fresh_process_makes_the_same_kernels(root: Path, tmp_path: Path) -> N
     assert "SYMBOLS = {'s" in text and "'backward'" in text
     assert "storage=(0, 160)" in files["shared"][0].read_text()
     assert "def inner(" in files["inner"][0].read_text() and "OFFSET = 0.5" in files["inner"][0].read_text()
+
+
+@pytest.mark.sample(60)
+@pytest.mark.parametrize("target", ["", "sm_90"])
+@pytest.mark.parametrize("mode", ["inference", "training"])
+@pytest.mark.parametrize("name", [m.name for m in models()])
+def test_so_it_does_of_the_sweeps_models(name: str, mode: str, target: str, tmp_path: Path) -> None:
+    try:
+        paths = sweep_repros.written(name, mode, target, tmp_path)
+    except ImportError as e:
+        pytest.skip(str(e))
+    assert not [*filter(None, map(sweep_repros.verdict, paths))]
 
 
 # -- reading a graph back ----------------------------------------------------------------------------
@@ -171,6 +198,8 @@ def test_a_graph_is_read_back_as_it_was() -> None:
     c = call(torch.cat, ([a, call(operator.neg, (b,))],), {"dim": -1})
     d = call(torch.full, ((2, n), float("inf")), {"dtype": torch.float16, "device": torch.device("cpu")})
     e = call(operator.pow, (call(getattr, (d, "T")), 2.0))
+    call(operator.setitem, (c, (slice(0, 1), ..., n), d))
+    call(operator.setitem, (c, call(operator.ge, (c, 0.5)), 2))
     call(torch._C._set_grad_enabled, (False,))
     g.output(({"c": c, "e": (e, None)}, call(operator.le, (n, 3))))
     module = torch.fx.GraphModule(torch.nn.Module(), g, "Graph")
