@@ -8,7 +8,12 @@ from __future__ import annotations
 from .seams import plug
 
 PLUGS: dict[str, dict[str, str]] = {
-    "pipeline.COMPILE": {"begin": "api:begun", "repro": "observed:observed", "budget": "capture.budget:within_budget"},
+    "pipeline.COMPILE": {
+        "begin": "api:begun",
+        "repro": "observed:observed",
+        "budget": "capture.budget:within_budget",
+        "recomputable": "capture.recomputable:with_more",
+    },
     "pipeline.CHOOSE": {
         "choose": "tuning:choose",
         "launches": "tuning:launches",
