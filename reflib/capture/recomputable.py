@@ -3,9 +3,9 @@
 AOTAutograd's min-cut saves the result of an op that is not on its list (``partitioners.get_default_op_list``), however
 cheap it is. So ``(x + b).chunk(2)`` stores both halves of a sum of inputs, and an activation behind a concatenation or
 a padding stores that. Here these are part of the kernel that reads them: views cost nothing, and a concatenation of a
-few tensors, a padding and a ``roll`` are other places to read from. Not so a concatenation of integers, whose parts are
-mostly narrower and would be stored for this alone, nor ``flip``, behind which scans and reductions follow that read
-what is computed again once more.
+few tensors, a padding and a ``roll`` are other places to read from. Two are left out. The parts of a concatenation of
+integers are mostly narrower than it, and would be stored for this alone; what reads ``flip`` is often a scan or a
+reduction, which would read wide inputs in two rounds.
 
 NB: TorchInductor takes torch's list.
 """

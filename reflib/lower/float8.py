@@ -1,7 +1,8 @@
 """Casts to and from 8-bit floats as loop nests, so that what computes the numbers, or uses them, is in the same kernel.
 
 On NVIDIA GPUs from sm_90 on, if the target is known (a package for several architectures calls PyTorch): Triton rounds
-twice for sm_89, and has none for older ones. Nothing else is computed in these dtypes; views and calls take them as they are.
+twice for sm_89, and has none for older ones. Nothing else is computed in these dtypes; views and calls take them as
+they are.
 """
 
 from __future__ import annotations
