@@ -8,7 +8,12 @@ from __future__ import annotations
 from .seams import plug
 
 PLUGS: dict[str, dict[str, str]] = {
-    "pipeline.COMPILE": {"begin": "api:begun", "repro": "observed:observed", "budget": "capture.budget:within_budget"},
+    "pipeline.COMPILE": {
+        "begin": "api:begun",
+        "repro": "observed:observed",
+        "budget": "capture.budget:within_budget",
+        "recomputable": "capture.recomputable:with_more",
+    },
     "pipeline.CHOOSE": {
         "choose": "tuning:choose",
         "launches": "tuning:launches",
@@ -70,6 +75,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "grouped_matmul": "lower.grouped_matmul",
         "index_put": "lower.index_put",
         "flex_attention": "lower.flex_attention",
+        "float8": "lower.float8",
         "indexing": "lower.indexing",
         "lists": "lower.lists",
         "matmul": "lower.matmul",
@@ -139,6 +145,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "user": "generate.user_kernel:print_launched",
     },
     "generate.MORE": {
+        "float8": "generate.triton_float8",
         "half": "generate.triton_half",
         "numeric": "generate.triton_numeric",
         "one_pass": "generate.triton_one_pass",

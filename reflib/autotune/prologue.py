@@ -101,7 +101,7 @@ class _Chain:
     def nest(self, name: str) -> LoopNest | None:
         """The operand's nest, with the chain in it, storing to ``name``; None if nothing can be computed."""
         v, buffer = self.v, self.program.buffers[self.v.buffer]
-        if v.dtype != buffer.dtype or not v.dtype.is_floating_point:
+        if v.dtype != buffer.dtype or not v.dtype.is_floating_point or v.dtype in FP8:
             return None
         first = 1 if v.shape[0] == 1 else 0
         axes = tuple(Axis(Var(f"p{d}", v.shape[d]), "p") for d in range(first, 3))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import IndexOutOfRange, ReflibError
-from . import random  # noqa: F401  (its op)
+from . import float8, random  # noqa: F401  (their ops)
 from .expr import Expr, IntLike, Sym, expr, product
 from .loops import Acc, Const, Index, Indirect, Load, LoopNest, Reduce, Scan, Stmt, Store
 from .ops import OPS, REDUCTIONS, cast, value_dtype

@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 
 from ..errors import VerifyError
-from . import random  # noqa: F401  (its op)
+from . import float8, random  # noqa: F401  (its op)
 from .expr import ZERO, Expr, Ref, Sym, Var, nonneg, product
 from .loops import (
     Acc,
@@ -310,7 +310,7 @@ class _Inside:
         if not _KINDS[spec.kind](dtypes[0]):
             self.fail(i, f"takes {spec.kind} operands, not {dtypes[0]}")
         want = {"same": dtypes[0], "bool": torch.bool, "given": s.dtype}[spec.result]
-        if s.dtype != want or s.dtype not in VALUE_DTYPES:
+        if s.dtype != want or s.dtype not in (*VALUE_DTYPES, *float8.CASTS):
             self.fail(i, f"gives {want}, is marked {s.dtype}")
 
     def check_reduce(self, i: int, s: Reduce) -> None:

@@ -1,0 +1,65 @@
+"""What the backward may compute again from what it has, beside the ops on torch's list: data that is only moved.
+
+AOTAutograd's min-cut saves the result of an op that is not on its list (``partitioners.get_default_op_list``), however
+cheap it is. So ``(x + b).chunk(2)`` stores both halves of a sum of inputs, and an activation behind a concatenation or
+a padding stores that. Here these are part of the kernel that reads them: views cost nothing, and a concatenation of a
+few tensors, a padding and a ``roll`` are other places to read from. Two are left out. The parts of a concatenation of
+integers are mostly narrower than it, and would be stored for this alone; what reads ``flip`` is often a scan or a
+reduction, which would read wide inputs in two rounds.
+
+NB: TorchInductor takes torch's list.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._functorch import partitioners
+
+aten = torch.ops.aten
+VIEWS = (aten.split_with_sizes, aten.unbind, aten.diagonal, aten.transpose, aten.unfold)
+MOVED = (aten.constant_pad_nd, aten.roll, aten._unsafe_index, aten.repeat)
+FEW = 4  # tensors of a concatenation
+
+_ours = threading.local()
+_torchs = partitioners.get_default_op_list
+
+
+class Ops(partitioners.OpTypes):
+    """torch's, but for concatenations, of which the number of tensors counts."""
+
+    def is_fusible(self, node: torch.fx.Node) -> bool:
+        return _short_cat(node) or super().is_fusible(node)
+
+    def is_recomputable(self, node: torch.fx.Node) -> bool:
+        return _short_cat(node) or super().is_recomputable(node)
+
+
+def _short_cat(node: torch.fx.Node) -> bool:
+    few = node.target is aten.cat.default and len(node.args[0]) <= FEW  # type: ignore[arg-type]
+    return few and node.meta["val"].dtype.is_floating_point
+
+
+def op_list() -> partitioners.OpTypes:
+    """Replaces torch's: the same outside of ``with_more``."""
+    ops = _torchs()
+    if not getattr(_ours, "on", False):
+        return ops
+    more = {*VIEWS, *MOVED}
+    return Ops(
+        ops.fusible_ops | more, ops.compute_intensive_ops, ops.random_ops, ops.view_ops | {*VIEWS},
+        ops.recomputable_ops | more,
+    )  # fmt: skip
+
+
+def with_more(compile: Callable[..., Any], backend: Any, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """``compile``, these ops being on the list for what this thread cuts in forward and backward."""
+    partitioners.get_default_op_list = op_list
+    before, _ours.on = getattr(_ours, "on", False), True
+    try:
+        return compile(backend, module, inputs)
+    finally:
+        _ours.on = before

@@ -1,0 +1,94 @@
+"""What the backward computes again, beside torch's list: the forward saves what it has read, not what it has moved."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._functorch import partitioners
+
+import reflib
+from reflib.capture import recomputable
+
+RNG = random.Random(11)
+
+
+def glu(x, b):
+    left, right = (x + b).chunk(2, -1)
+    return left * F.gelu(right)
+
+
+def rotated(x, b):
+    half = x.shape[-1] // 2
+    y = x * b
+    return y.sin() + torch.cat([-y[..., half:], y[..., :half]], -1).tanh()
+
+
+def behind_cat(x, b):
+    return F.silu(torch.cat([x, x * b], 0))
+
+
+def shifted(x, b):
+    return torch.sigmoid(F.pad(x, (0, 0, 1, -1)) * b) * x.roll(1, 0)
+
+
+def upsampled(x, b):
+    return F.silu(F.interpolate(x[None] * b, scale_factor=2.0))
+
+
+def taken_apart(x, b):
+    first, second, third = (x * b)[: len(x) // 3 * 3].unflatten(0, (3, -1)).unbind(0)
+    return first * second.exp() + third.tanh()
+
+
+CASES = [glu, rotated, behind_cat, shifted, upsampled, taken_apart]
+
+
+def arguments() -> tuple[torch.Tensor, torch.Tensor]:
+    m, n = RNG.randint(5, 40), 2 * RNG.randint(3, 30)
+    return torch.randn(m, n, requires_grad=True), torch.randn(n, requires_grad=True)
+
+
+def gradients(fn: Callable[..., Any], args: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    out = fn(*args)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
+    return [out, *torch.autograd.grad((out * weights).sum(), args)]
+
+
+@pytest.mark.parametrize("fn", CASES)
+def test_only_inputs_are_saved(fn: Callable[..., Any]) -> None:
+    args = arguments()
+    forward = reflib.explain(fn, *args, target="sm_90").graphs[0].scheduled
+    assert len(forward.nodes) == 1
+    assert {o.buffer for o in forward.outputs[1:]} <= set(forward.inputs)
+
+
+@pytest.mark.parametrize("fn", CASES)
+def test_gradients_are_eagers(fn: Callable[..., Any]) -> None:
+    args = arguments()
+    exact = gradients(fn, tuple(a.detach().double().requires_grad_() for a in args))
+    for got, eager, want in zip(gradients(reflib.compile(fn), args), gradients(fn, args), exact, strict=True):
+        worst = (eager.double() - want).abs().max()
+        assert (got.double() - want).abs().max() <= 2 * worst + 1e-6 and got.stride() == eager.stride()
+
+
+def test_integers_and_long_lists_are_saved() -> None:
+    gm = torch.fx.symbolic_trace(lambda x: torch.ops.aten.cat.default([x] * 5))
+    (cat,) = (n for n in gm.graph.nodes if n.op == "call_function")
+    cat.meta["val"] = torch.zeros(5)
+    assert not recomputable._short_cat(cat)
+    cat.args = ([cat.args[0][0]] * 4,)
+    assert recomputable._short_cat(cat)
+    cat.meta["val"] = torch.zeros(5, dtype=torch.int32)
+    assert not recomputable._short_cat(cat)
+
+
+def test_others_have_torchs_list() -> None:
+    """TorchInductor in the same process, and other threads."""
+    reflib.compile(glu)(*arguments())
+    assert type(partitioners.get_default_op_list()) is partitioners.OpTypes
+    assert torch.ops.aten.roll not in partitioners.get_default_op_list().recomputable_ops
