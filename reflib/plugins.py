@@ -157,6 +157,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "generate.CHEAP": {"forms": "generate.triton_half:cheap_forms"},
     "plan.STEPS": {"Region": "plan.regions:region_steps"},
     "wrap.STEPS": {
+        "Call": "wrap.checks:call_in_python",
         "Repeat": "wrap.regions:repeat_in_python",
         "Arena": "wrap.arena:arena_in_python",
         "check_nan": "wrap.bad_values:check_in_python",
@@ -166,7 +167,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "wrap.NAMES": {
         "zeros": "wrap.zeros:zeros", "given_back": "wrap.checks:given_back",
         "outside": "wrap.checks:outside", "expect_sizes": "wrap.checks:expect_sizes",
-        "check_nan": "wrap.bad_values:check_nan",
+        "check_nan": "wrap.bad_values:check_nan", "expect_own": "wrap.checks:expect_own",
     },
 }
 

@@ -51,7 +51,7 @@ from ..ir.user_kernel import Launched
 from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies, inside, used_buffers
-from .places import apart, moved, only_in_slice, plain, points, slice_points, within
+from .places import LAUNCH, apart, moved, only_in_slice, plain, points, slice_points, within
 from .result import Fused, Reason, Refusal
 from .slice_stores import Stores
 from .slices import same_layout, whole_copy
@@ -65,7 +65,7 @@ def in_place(fused: Fused, options: Options, target: Target) -> Fused:
     updates = find_updates(program, d)
     if not updates:
         return fused
-    work = _decided(program, d, updates)
+    work = _decided(program, d, updates, target)
     told = [u for u in updates if u.kind != "same"]
     report = tuple(_report(program, u, work) for u in told if u in work.accepted or work.refused.get(u))
     refusals = tuple(_refusal(program, u, why) for u, why in work.refused.items() if why)
@@ -87,12 +87,12 @@ class _Group:
     read_later: bool = False  # elements of older values, that are stored over by none
 
 
-def _decided(program: Program, d: Dependencies, updates: list[Update]) -> _Deciding:
+def _decided(program: Program, d: Dependencies, updates: list[Update], target: Target) -> _Deciding:
     """Once more where a choice turned out to be wrong, which is rare."""
     final = _final_values(program, d)
     failed: dict[Update, str] = {}
     while True:
-        work = _Deciding(program, d, final, failed)
+        work = _Deciding(program, d, final, failed, LAUNCH[target.is_gpu])
         for u in updates:
             work.decide(u, updates)
         again = work.in_retrospect()
@@ -125,9 +125,14 @@ class _Deciding:
     ``failed``: updates that were refused before, with the reason ("": none to tell)."""
 
     def __init__(
-        self, program: Program, d: Dependencies, final: dict[str, tuple[str, list[int]]], failed: dict[Update, str]
+        self,
+        program: Program,
+        d: Dependencies,
+        final: dict[str, tuple[str, list[int]]],
+        failed: dict[Update, str],
+        launch: int,
     ):
-        self.program, self.depends, self.final, self.failed = program, d, final, failed
+        self.program, self.depends, self.final, self.failed, self.launch = program, d, final, failed, launch
         self.places: dict[str, View] = {}
         self.accepted: dict[Update, None] = {}
         self.given_back: set[Update] = set()
@@ -290,8 +295,11 @@ class _Deciding:
         out |= dict.fromkeys((u for u in parts if self.program.buffers[self.places[u.new].buffer].kind == "temp"), "")
         for g in self.groups.values():
             kinds = {u.kind for u in g.updates}
-            if "each" in kinds and kinds <= {"each", "slice"} or kinds == {"slice"} and self._recurs(g):
+            if "each" in kinds and kinds <= {"each", "slice"}:
                 out |= dict.fromkeys(g.updates, "")
+            elif kinds == {"slice"} and self._recurs(g):
+                why = f"older slices of {g.root} are read in between: each would be a kernel"
+                out |= dict.fromkeys(g.updates, "") | {g.updates[0]: why}  # (one copy, and slices in place in it)
             if g.ends is not None and g.root not in self.in_input():
                 late = [u for u in g.updates if self._last(u.new) >= g.ends]  # (copied from other elements, if there)
                 out |= dict.fromkeys(late, f"{g.root} is written to before its last use")
@@ -299,10 +307,12 @@ class _Deciding:
 
     def _recurs(self, g: _Group) -> bool:
         """Is much of the input written slice by slice, and older elements of it read in between? Such reads and stores
-        are one kernel only if they are of different buffers (``slice_stores``)."""
+        are one kernel only if they are of different buffers (``slice_stores``). That costs a copy, which is written,
+        read, and read again at the end."""
         sizes = [region(u, self.places[u.new]).shape for u in g.updates if u not in self.given_back]
-        stored = sum(product(shape).hint() for shape in sizes)
-        return g.read_later and 4 * stored > self.program.buffers[g.root].numel.hint()
+        stored, root = sum(product(shape).hint() for shape in sizes), self.program.buffers[g.root]
+        kernels = len(sizes) * self.launch
+        return g.read_later and 4 * stored > root.numel.hint() and kernels > 3 * root.nbytes.hint()
 
     def _parts_put_back(self) -> set[str]:
         """Buffers in parts of others, to which they are put back in the end. (One that is not would keep all of the

@@ -38,9 +38,9 @@ from ..ir.transforms import divisions, eliminate_dead, needed
 from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies, remove_dead
-from .into_place import LAUNCH
 from .legality import common_space, single
 from .mapping import fresh, strides_of
+from .places import LAUNCH
 from .result import Fused, Reason
 
 MAX_OPS = 24  # statements of a producer that is computed twice, or that others are joined to

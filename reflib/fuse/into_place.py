@@ -37,13 +37,12 @@ from ..target import Target
 from .dependencies import dependencies, used_buffers
 from .in_place import may_alias
 from .mapping import fresh
-from .places import moved, within
+from .places import LAUNCH, moved, within
 from .result import Fused
 from .shared_parts import RUN, Shared, shared, sources
 from .slices import coordinates, region_of, whole_dimensions
 
 MOVED = 16  # bytes
-LAUNCH = (10_000, 10_000_000)  # bytes that are moved while a kernel is started, by a CPU and by a GPU
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ The rules, each with its Reason's code:
 * ``axes``: a group with a reduction keeps its p and r axes: the other may not reduce over its p axes, nor add r axes.
   One with a scan keeps its r axis whole, so that the row is walked in order.
 * ``index``: a buffer that one writes and the other touches is touched at exactly the element written, in every access.
-  Two parts of a buffer that neither reads may be written (``APART``).
+  A part of a buffer may be written and another part of it touched, if they never meet (``APART``).
 * ``in-place``: a kernel with a reduction may go over its rows several times, so data that it reads per element of a
   row may be overwritten in the last round only. Data per row (running statistics) is read and written once: no rule.
 * ``rows``: few, long rows are not kept in one kernel with what follows them: too little would run in parallel.
@@ -193,12 +193,12 @@ def _show(axes: tuple[Axis, ...]) -> str:
 def _index_rule(a: Cluster, b: Cluster, m: Mapping, program: Program | None) -> Reason | None:
     for written, touched in ((a.writes, b.reads), (a.writes, b.writes), (a.reads, b.writes)):
         for name in _in_both(written, touched):
-            indices = {i.subs(m.env_a) for i in written[name]} | {i.subs(m.env_b) for i in touched[name]}
-            pairs = [(program.buffers[name], i, j) for i in written[name] for j in touched[name]] if program else []
-            both = 0 < len(pairs) <= 16 and written is a.writes and touched is b.writes and "apart" in APART
-            if both and all(APART["apart"](*pair) for pair in pairs):
-                continue  # (reads of it are looked at in the other rounds)
-            if len(indices) > 1 or any(isinstance(x, Ref) for i in indices for x in i.atoms()):
+            pairs = [
+                (i, j) for i in written[name] for j in touched[name]
+                if i.subs(m.env_a) != j.subs(m.env_b) or any(isinstance(x, Ref) for x in (*i.atoms(), *j.atoms()))
+            ]  # fmt: skip
+            apart = APART.get("apart") if len(pairs) <= 16 else None
+            if pairs and not (program and apart and all(apart(program.buffers[name], *pair) for pair in pairs)):
                 return Reason("index", f"{name} is written at one element and used at another")
     return None
 

@@ -15,7 +15,7 @@ read: their slices lie apart (``places.apart``). What is new is when it pays, wh
 * What a part reads: the tensors that its producers read, as far as these are elementwise over the part, each with its
   index in terms of the part's elements. ``x[:, n:]`` and ``x[:, :n]`` are not the same.
 * Parts of equal sizes with a source in common are one kernel. Saved is what the parts read minus what the kernels
-  read. Others are kernels of their own; each costs a launch (``into_place.LAUNCH``).
+  read. Others are kernels of their own; each costs a launch (``places.LAUNCH``).
 * There are at most ``STORES`` such parts: that their slices lie apart is proved for each pair.
 * A row of a part fills ``RUN`` bytes: of shorter ones, as of ``stack([x, y], -1)``, each store would write a fraction
   of every sector.

@@ -4,7 +4,8 @@ Captured graphs are functional: an update in place is an op that returns a new t
 forms, and only these are looked for, whatever the op was::
 
     copy    new[e] = old[e], then nodes that store a few elements of ``new`` (positions held in tensors, ``scatter``;
-            ``as_strided_scatter``) or calls that are given ``new`` to write to (a custom op that mutates its arguments)
+            ``as_strided_scatter``), calls that are given ``new`` to write to (a custom op that mutates its arguments),
+            or loops that carry it and update it in place
     slice   new[e] = v if e in slice else old[e]                       (``slices.Write``)
     call    new = op(old, ...) of an op of ATen that has a form op_(old, ...) which writes to ``old``
     each    new[e] = f(old[e], ...) for every element
@@ -25,6 +26,7 @@ import torch
 from ..ir.expr import Var, ceildiv, expr
 from ..ir.loops import Load, LoopNest, Store
 from ..ir.program import Extern, Node, Program, View, iter_views
+from ..ir.regions import Region
 from .dependencies import Dependencies
 from .places import element, linear_view, moved, plain, slice_points
 from .slices import Write, find_write, whole_copy, whole_dimensions
@@ -77,7 +79,10 @@ def _copy(program: Program, d: Dependencies, position: int, node: LoopNest) -> U
 
 
 def _stores_few(node: Node, name: str) -> bool:
-    """Does the node only store elements of ``name``, or is it a call that writes to it?"""
+    """Does the node only store elements of ``name``, or is it a call that writes to it, or a loop that carries it and
+    updates it in place?"""
+    if isinstance(node, Region):
+        return (name, name) in node.carried
     return isinstance(node, LoopNest) or isinstance(node, Extern) and name in node.mutates
 
 

@@ -3,7 +3,8 @@
 
 Found by schema: the same arguments, then one that is written to per result (``topk.values`` of ``topk``). Of PyTorch's
 own ops only those count that have a kernel for it on the device: the others are generated, compute new tensors and copy
-them. An op of the user's says so itself (``torch.Tag.out``); that it returns what it was given is checked at each call.
+them. An op of the user's says so itself (``torch.Tag.out``); a schema that fits no other overload is an error, and that
+the op returns what it was given is checked at each call.
 
 Not for results that are unused or whose sizes only the call tells, lists of tensors, or random ops.
 """
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from ..c_shims import op_of
+from ..errors import LoweringError
 from .context import LoweringContext, contiguous_strides
 from .extern import OUT_VARIANTS, used_results
 
@@ -72,10 +74,17 @@ def _overload(op: torch._ops.OpOverload, device: str, names: tuple[str, ...]) ->
     if schema.is_mutable or any(r.alias_info is not None for r in schema.returns):
         return None
     packet = getattr(getattr(torch.ops, op.namespace), schema.name.partition("::")[2])
-    for candidate in (getattr(packet, name or "default") for name in names):
-        writes = TAG in candidate.tags if own else _writes_itself(candidate, device)
-        if writes and _takes(candidate._schema, schema):
+    found = [getattr(packet, name or "default") for name in names]
+    writing = [c for c in found if (TAG in c.tags if own else _writes_itself(c, device))]
+    for candidate in writing:
+        if _takes(candidate._schema, schema):
             return candidate
+    for candidate in writing if own else ():
+        if not any(_takes(candidate._schema, other._schema) for other in found):
+            raise LoweringError(
+                f"{candidate}: it is tagged torch.Tag.out and fits no other overload: {candidate._schema} must take "
+                f"the arguments of {schema}, then memory for each of its results"
+            )
     return None
 
 

@@ -5,16 +5,18 @@ and an offset: no tensor is made for a buffer in the arena. Outside it stay, as 
 the backward, what a call of PyTorch reads or returns, what loops and branches allocate, and kernels' own workspace.
 The arena lives from the first buffer in it to the last, so the peak may be higher than with an allocation for each.
 
-Offsets are assigned before any call: largest buffer first, each at the start or at the end of one that lives at the
-same time, where that makes the arena least, then where the gap is smallest. Two buffers share bytes only if they never
-live at once; buffers that do are apart for all sizes, which is proved with sizes from 0 on. Where nothing can be
-proved, a buffer goes behind all that live at the same time (``max``). Offsets are multiples of ALIGN bytes.
+Offsets are assigned before any call as an allocator would: step by step, each buffer in the smallest free span that it
+fits in at all sizes (proved with sizes from 0 on), else behind all others; what is freed is joined with free
+neighbours. With time running backward as well, and what needs fewer bytes is taken. Two buffers share bytes only if
+they never live at once. Offsets are multiples of ALIGN bytes.
 
 NB: in TorchInductor (``memory_planning``, ``memory_pool="combined"``) buffers in a pool are tensors made by views.
 """
 
 from __future__ import annotations
 
+import heapq
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -97,26 +99,102 @@ def sizes_of_arenas(program: Program, plan: Plan) -> dict[str, str]:
 
 def assign(given: list[Storage]) -> Expr:
     """Set every ``at``; the bytes of the arena."""
-    done: list[Storage] = []
-    total = expr(0)
-    for s in sorted(given, key=lambda s: (-s.size.hint(), s.first)):
-        others = [o for o in done if s.meets(o)]
-        best: tuple[tuple[int, int], Expr] | None = None
-        for at in dict.fromkeys([expr(0), *(o.end for o in others)]):
-            if all(nonneg(o.at - at - s.size) or nonneg(at - o.end) for o in others):
-                end = at.hint() + s.size.hint()
-                above = [o.at.hint() - end for o in others if o.at.hint() >= end]
-                cost = max(total.hint(), end), min(above, default=0)
-                best = min(best or (cost, at), (cost, at), key=lambda found: found[0])
-        if best is None:
-            s.at = expr(0)
-            for o in others:
-                s.at = maximum(s.at, o.end)
-        else:
-            s.at = best[1]
-        total = maximum(total, s.end)
-        done.append(s)
+    total, places = min((_Heap().packed(given, forward) for forward in (True, False)), key=lambda way: way[0].hint())
+    for s, at in zip(given, places):
+        s.at = at
     return total
+
+
+@dataclass(eq=False, slots=True)
+class _Span:
+    """Bytes between two other spans (None: the arena's start, or what lies in nothing). ``key``: among the free ones;
+    None: something lies in it."""
+
+    at: Expr
+    size: Expr
+    before: _Span | None = None
+    after: _Span | None = None
+    key: tuple[int, int] | None = None
+
+
+class _Heap:
+    """Spans in the order of their addresses, from 0 to the end of the last one, which is not free."""
+
+    def __init__(self) -> None:
+        self.last: _Span | None = None
+        self.free: dict[tuple[int, int], _Span] = {}
+        self.keys: list[tuple[int, int]] = []  # of ``free``: (size at the hints, number), in order
+        self.total, self.made = expr(0), 0
+
+    def packed(self, given: list[Storage], forward: bool) -> tuple[Expr, list[Expr]]:
+        """The bytes, and where each begins, with time as it runs or in reverse."""
+        times = [(s.first, s.last) if forward else (-s.last, -s.first) for s in given]
+        alive: list[tuple[int, int, _Span]] = []
+        places = [expr(0)] * len(given)
+        for i in sorted(range(len(given)), key=lambda i: (times[i][0], -given[i].size.hint())):
+            while alive and alive[0][0] < times[i][0]:
+                self._release(heapq.heappop(alive)[2])
+            span = self._taken(given[i].size)
+            heapq.heappush(alive, (times[i][1], i, span))
+            places[i] = span.at
+        return self.total, places
+
+    def _taken(self, size: Expr) -> _Span:
+        """Of the free span that is smallest, among those in which ``size`` fits at all sizes; else after the last."""
+        for key in self.keys[bisect_left(self.keys, (size.hint(), 0)) :]:
+            span = self.free[key]
+            if nonneg(span.size - size):
+                self._remove(span)
+                if span.size != size:
+                    rest = self._insert(_Span(span.at + size, span.size - size, span, span.after))
+                    self._add(rest)
+                    span.size = size
+                return span
+        last = self.last
+        span = self._insert(_Span(expr(0) if last is None else last.at + last.size, size, last))
+        self.total = maximum(self.total, span.at + size)
+        return span
+
+    def _release(self, span: _Span) -> None:
+        """Nothing lies in it any more: it is joined with free neighbours."""
+        for other in (span.before, span.after):
+            if other is not None and other.key is not None:
+                self._remove(other)
+                span.at = other.at if other is span.before else span.at
+                span.size = span.size + other.size
+                self._unlink(other)
+        if span is self.last:
+            self._unlink(span)
+        else:
+            self._add(span)
+
+    def _add(self, span: _Span) -> None:
+        self.made += 1
+        span.key = span.size.hint(), self.made
+        self.free[span.key] = span
+        insort(self.keys, span.key)
+
+    def _remove(self, span: _Span) -> None:
+        assert span.key is not None
+        del self.free[span.key], self.keys[bisect_left(self.keys, span.key)]
+        span.key = None
+
+    def _insert(self, span: _Span) -> _Span:
+        if span.before is not None:
+            span.before.after = span
+        if span.after is not None:
+            span.after.before = span
+        else:
+            self.last = span
+        return span
+
+    def _unlink(self, span: _Span) -> None:
+        if span.before is not None:
+            span.before.after = span.after
+        if span.after is not None:
+            span.after.before = span.before
+        else:
+            self.last = span.before
 
 
 def storages(program: Program, plan: Plan, allowed: Callable[[list[str], set[str]], bool]) -> Iterator[Storage]:

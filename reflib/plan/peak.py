@@ -39,9 +39,9 @@ from itertools import accumulate
 from typing import Any
 
 from ..fuse.driver import AFTER, grouped
-from ..fuse.into_place import LAUNCH
 from ..fuse.legality import Cluster, FusionContext
 from ..fuse.mix_order import column_sums
+from ..fuse.places import LAUNCH
 from ..fuse.result import Fused, Reason
 from ..ir.loops import LoopNest
 from ..ir.program import Config, KernelNode, Node, Program, Template, Variants, kernel_with_fallback

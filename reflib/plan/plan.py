@@ -103,7 +103,7 @@ class _Planner:
         self.steps += steps_of(node) if own is None else own(node, self.program, self.options)
         if not is_kernel(node):
             for o in node.outputs:  # type: ignore[union-attr]
-                if isinstance(o, str):
+                if isinstance(o, str) and self.program.buffers[o].kind == "temp":
                     self._begin(o)
         self.totals.append(self.bytes)
         self.peak = max(self.peak, self.bytes)

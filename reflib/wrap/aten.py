@@ -22,6 +22,7 @@ from ..errors import OptionError
 from ..ir.expr import Expr, Sym
 from ..ir.program import Buffer, Extern, View, full_view, symbols_in
 from ..lower.extern import OUT_VARIANTS
+from .checks import own_results
 from .host import address
 from .python import py
 
@@ -148,7 +149,7 @@ class _Writer:
             elif kind != "TensorType" or isinstance(o, str) and written and x.out is None:
                 raise _Cannot
             elif isinstance(o, str) and not written:
-                out.append(f"take(run, {self.printer.name(o)}, stack[{i}]);")
+                out.append(f"take(run, {self.printer.name(o)}, stack[{i}]);{self._own(x, o, i)}")
             elif o is None or written:
                 out.append(f"ignore(run, stack[{i}]);")
             else:
@@ -161,6 +162,13 @@ class _Writer:
         at = f"{p.name(v.buffer)}.ptr + {p.size(v.offset * v.dtype.itemsize)}"
         layout = f"{p.ints(v.shape)}, {p.ints(v.strides)}"
         return f"given_back<{len(v.shape)}>(run, stack[{i}], {at}, {layout}, {quoted(str(op))}, {i});"
+
+    def _own(self, x: Extern, o: str, i: int) -> str:
+        """Check that the result, of an op of the user's, is in no argument's memory and in no earlier result's."""
+        p, made = self.printer, own_results(x)
+        others = dict.fromkeys((*x.reads(), *x.mutates, *made[: made.index(o)])) if o in made else ()
+        text = (f"{p.name(b)}, {p.size(p.program.buffers[b].nbytes)}, {quoted(str(x.target))}, {i}" for b in others)
+        return "".join(f" expect_own(run, {p.name(o)}, {t});" for t in text)
 
     def _sizes(self, x: Extern) -> list[str]:
         """Sizes that the call determines."""

@@ -1,16 +1,21 @@
 """What printed wrappers check, beyond ``runtime.py``: sizes, of exported programs and of tuned ones; and what a call
-returns that was given memory for its results."""
+returns that was given memory for its results, or whose results are to have memory of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import ArgumentError, ReflibError
 from ..logs import get as logger
 from .runtime import _said
+
+if TYPE_CHECKING:
+    from ..ir.program import Extern
+    from ..plan import Call
+    from .python import PythonPrinter
 
 
 def expect_sizes(holds: bool, what: str, **sizes: int) -> None:
@@ -48,3 +53,32 @@ def given_back(given: list[torch.Tensor], op: str) -> Callable[[Any], None]:
 
 def _layout(t: torch.Tensor) -> tuple[Any, ...]:
     return t.data_ptr(), t.shape, t.stride(), t.dtype
+
+
+def call_in_python(p: PythonPrinter, step: Call) -> None:
+    """The call as the core prints it, and a check of what it returns (plugs into ``wrap.STEPS``)."""
+    x = step.extern
+    p._call(x)
+    if made := own_results(x):
+        given = ", ".join(dict.fromkeys((*x.reads(), *x.mutates)))
+        p.put(f"expect_own([{', '.join(made)}], [{given}], {str(x.target)!r})")
+
+
+def own_results(x: Extern) -> list[str]:
+    """Results of an op of the user's that share memory with nothing, as its schema says: ``plan`` relies on it."""
+    op = x.target
+    if x.out is not None or not isinstance(op, torch._ops.OpOverload) or op.namespace in ("aten", "prims"):
+        return []
+    aliases = any(r.alias_info is not None for r in op._schema.returns)
+    waits = "c10d" in op.namespace  # ``wait_tensor`` returns what it is given, and ``plan`` knows
+    return [] if aliases or waits else [o for o in x.outputs if isinstance(o, str)]
+
+
+def expect_own(made: list[Any], given: list[Any], op: str) -> None:
+    """Raises ReflibError if a result shares memory with an argument or with another result."""
+    for i, t in enumerate(made):
+        if any(torch._C._is_alias_of(t, other) for other in (*given, *made[:i])):
+            raise ReflibError(
+                f"{op}: its result {i} shares memory with an argument or with another result, and its schema does not "
+                "say so: return a clone, or declare the argument as written to and return nothing"
+            )

@@ -42,6 +42,7 @@ from ..plan.regions import Repeat
 from .arena import arena_in_cpp
 from .aten import direct_call, integer_read, quoted
 from .bad_values import check_in_cpp
+from .checks import call_in_python
 from .indices import has_indirect, where_indexed
 from .python import SIGNS, Kernels, PythonPrinter, checked_symbols
 from .regions import repeat_in_cpp
@@ -58,11 +59,11 @@ DTYPES = {
 TAKEN = frozenset(
     "Device Expected Failed Frame Guard Handle Host Ints Just Kernel Many Named Range Run Tensor Text Torch Value "
     "aligned anywhere args argument argument_said call cpu cuda differs dispatch drop empty entry escaped "
-    "expect_range expect_size expect_sizes expect_stride expect_value floor_div floor_mod frame give guard host ignore "
-    "in input int16_t int32_t int64_t int8_t integer ints laid_out launch launch_with list made max min none number "
-    "object out own placed plain python reflib reflib_call refuse results run run_indexing run_kernel run_with some "
-    "stack stream stream_of symbol take tensor text there uint16_t uint32_t uint64_t uint8_t value view write_ints "
-    "zeros".split()
+    "expect_own expect_range expect_size expect_sizes expect_stride expect_value floor_div floor_mod frame give guard "
+    "host ignore in input int16_t int32_t int64_t int8_t integer ints laid_out launch launch_with list made max min "
+    "none number object out own placed plain python reflib reflib_call refuse results run run_indexing run_kernel "
+    "run_with some stack stream stream_of symbol take tensor text there uint16_t uint32_t uint64_t uint8_t value view "
+    "write_ints zeros".split()
 )
 MOST_PARTS = 6  # parts of a fused kernel whose IR is shown in a comment
 LONGEST = 140  # characters of such a line
@@ -387,7 +388,7 @@ class CppPrinter:
         gives = [] if x.out is not None else [*made, *(s.name for s, _, _ in x.symbols)]
         p = self.inner
         p.lines, p.pad = [], ""
-        p._call(x)
+        call_in_python(p, Call(x))
         which = self._function(x.name, [*takes, *sizes], p.lines, gives)
         args = [f"tensor({self.name(b)})" for b in takes] + [self._number(s) for s in sizes]
         self.put(f"run.step({quoted(_called(x.target))});")

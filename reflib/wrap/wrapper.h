@@ -334,6 +334,14 @@ void given_back(Run& run, uint64_t result, const char* memory, Ints<N> shape, In
   run.fail(FAILED_WRAPPER);
 }
 
+// Result `i` of an op, whose schema says that it shares no memory: fails if it begins in that of `other`.
+inline void expect_own(Run& run, const Tensor& t, const Tensor& other, int64_t bytes, const char* op, int i) {
+  if (t.ptr < other.ptr || t.ptr >= other.ptr + bytes) return;
+  Text(run.frame) << op << ": its result " << i << " shares memory with an argument or with another result, and its "
+                  << "schema does not say so: return a clone, or declare the argument as written to and return nothing";
+  run.fail(FAILED_WRAPPER);
+}
+
 // Does a result have the sizes and strides that the captured graph promised?
 template <int N>
 bool laid_out(Run& run, const Tensor& t, Ints<N> shape, Ints<N> strides) {

@@ -286,3 +286,36 @@ def test_a_cache_is_carried_without_a_copy() -> None:
     (body,) = (v for n in e.scheduled.nodes for v in getattr(n, "variants", ()) if v.name == "body")
     stored = [n for n in body.nodes for b in n.writes() if table[b].numel.hint() == 512]
     assert len(stored) == 1, "the row alone"
+
+
+def test_a_loop_updates_the_callers_cache_in_place() -> None:
+    """``copy_`` of what a loop carried onto where it began: neither copy is made, unless what was there is read."""
+
+    def written(cache: Tensor, x: Tensor, read: Tensor) -> Tensor:
+        def body(i: Tensor, carried: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            carried = carried.index_copy(0, i.reshape(1), x)
+            return i + 1, carried, torch.softmax(x @ read.t(), -1) @ carried
+
+        _, carried, x = while_loop(lambda i, cache, x: i < 5, body, (zero(), cache.clone(), x))
+        cache.copy_(carried)
+        return x
+
+    def summed(cache: Tensor, x: Tensor) -> Tensor:
+        carried, out = scan(lambda c, x: (c.index_add(0, torch.tensor([1]), x[None]), x + 1), cache, x.repeat(3, 1))
+        cache.copy_(carried)
+        return out
+
+    cases = {
+        "in place": (lambda c, x, other: written(c, x, other), 0),
+        "as it was": (lambda c, x, other: written(c, x, c), 64 * 8 * 4),
+        "scan": (lambda c, x, other: summed(c, x), 0),
+    }
+    for n, (name, (fn, copied)) in enumerate(cases.items()):
+        mine = [torch.randn(64, 8), torch.randn(1, 8), torch.ones(64, 8)]
+        theirs = [t.clone() for t in mine]
+        close(reflib.compile(fn, wrapper=("python", "cpp")[n % 2], verify=True)(*mine), fn(*theirs))
+        close(mine, theirs)
+        e = reflib.explain(fn, *mine, target="cpu")
+        temps = [b.nbytes.hint() for b in e.scheduled.buffers.values() if b.kind == "temp"]
+        assert sum(b for b in temps if b >= 64 * 8 * 4) == copied, name
+        assert sum(u.copied for u in e.updates) == copied, name

@@ -134,6 +134,41 @@ def layer_read_later(c: Any, v: Any, i: Any) -> Any:
     return old
 
 
+def halves(c: Any) -> Any:
+    a, b = c.chunk(2, 1)
+    a.copy_(b * 3)
+    b.mul_(2)
+
+
+def swapped(c: Any) -> Any:
+    first = c[0].clone()
+    c[0] = c[1]
+    c[1] = first
+
+
+def recurrence(c: Any) -> Any:
+    for k in range(1, c.shape[1]):
+        c[:, k] = c[:, k - 1] * 0.5 + c[:, k]
+
+
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+@pytest.mark.parametrize("fn, kernels, kept", [(halves, 1, 0), (swapped, 1, 0), (recurrence, None, None)])
+def test_slices_of_which_others_are_read(fn: Any, kernels: Any, kept: Any, wrapper: str) -> None:
+    """In place where that costs no more than a copy of the whole, in one kernel if the slices are apart; where it is a
+    copy, the report says so, once."""
+    ours = torch.randn(32, 64)
+    theirs = ours.clone()
+    reflib.compile(fn, wrapper=wrapper, verify=True)(ours), fn(theirs)
+    torch.testing.assert_close(ours, theirs)
+    torch._dynamo.reset()
+    e = reflib.explain(fn, ours, target="cpu")
+    if kernels is None:
+        (u,) = e.updates
+        assert "older slices of" in u.why and u.copied == ours.nbytes
+    else:
+        assert not [u for u in e.updates if u.why] and len(e.kernels) == kernels and e.memory.peak_bytes == kept
+
+
 @pytest.mark.parametrize("fn, why", [(shifted, "other elements|as it was"), (layer_read_later, "as it was before")])
 def test_refused(fn: Callable[..., Any], why: str) -> None:
     graph = Graph(make_fx(fn, tracing_mode="fake")(C.clone(), V, I), "inference", frozenset())

@@ -325,6 +325,42 @@ def test_what_an_op_may_not_do_with_its_memory(wrapper: str) -> None:
             compiled(torch.ones(3))
 
 
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+def test_results_in_memory_that_the_schema_does_not_name(wrapper: str) -> None:
+    """An argument, a part of one, one tensor twice: the error comes before anything is stored over it."""
+    lib = torch.library.Library(f"into_place_alias_{wrapper}", "FRAGMENT")
+    made = {"same": lambda x: x, "part": lambda x: x[1:], "twice": lambda x: [x * 2] * 2}
+    made |= {"own": lambda x: [x * 2, x + 1]}
+    compiled, x = {}, torch.randn(8, 8)
+    for name, impl in made.items():
+        several = isinstance(impl(x), list)
+        lib.define(f"{name}(Tensor x) -> {'(Tensor, Tensor)' if several else 'Tensor'}")
+        lib.impl(name, lambda x, impl=impl, several=several: tuple(impl(x)) if several else impl(x), "CPU")
+        fake = (lambda x: (x + 1, x + 2)) if several else lambda x, impl=impl: impl(x).clone()
+        torch.library.register_fake(f"{lib.ns}::{name}", fake, lib=lib)
+        op = getattr(getattr(torch.ops, lib.ns), name)
+
+        def fn(x: Tensor, op: Any = op) -> Any:
+            first, second, *_ = op(x.softmax(0))
+            return first * 2 + second, x.cumsum(0)
+
+        compiled[name] = reflib.compile(fn, wrapper=wrapper)
+    for name in ("same", "part", "twice"):
+        with pytest.raises(reflib.ReflibError, match=rf"{name}\.default: its result {name == 'twice':d} shares memory"):
+            compiled[name](x)
+    torch.testing.assert_close(compiled["own"](x)[0], x.softmax(0) * 5 + 1)
+
+
+def test_an_out_schema_that_fits_nothing() -> None:
+    lib = torch.library.Library("into_place_schema", "FRAGMENT")
+    lib.define("scaled(Tensor x, int k) -> Tensor")
+    lib.define("scaled.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)", tags=(torch.Tag.out,))
+    lib.impl("scaled", lambda x, k: x * k, "CPU")
+    torch.library.register_fake("into_place_schema::scaled", lambda x, k: torch.empty_like(x), lib=lib)
+    with pytest.raises(Exception, match=r"scaled\.out: it is tagged torch\.Tag\.out and fits no other overload"):
+        reflib.compile(lambda x: torch.ops.into_place_schema.scaled(x, 2) + 1)(torch.ones(3))
+
+
 # -- random programs ----------------------------------------------------------------------------------------
 def grown(rng: random.Random) -> Callable[[Tensor, Tensor], list[Tensor]]:
     """A program of products, sorted rows and elementwise steps, put together in nested and overlapping ways."""

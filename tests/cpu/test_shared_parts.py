@@ -13,7 +13,7 @@ from fuse_cases import CPU, GPU, calls, fused, kernels
 from torch import Tensor
 
 import reflib
-from reflib.fuse.into_place import LAUNCH
+from reflib.fuse.places import LAUNCH
 from reflib.fuse.shared_parts import RUN, STORES
 from reflib.lower.indexing import MAX_CAT_INPUTS
 
