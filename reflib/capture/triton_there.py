@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from ..errors import CaptureError
+from .launch_arguments import taken
 
 CAPABILITY = 90  # of the stand-in: any GPU will do
 
@@ -50,6 +51,7 @@ def triton_of_gpu(recorded: bool = False) -> Iterator[None]:
         for owner, name, value in () if torch.cuda.is_available() else there:
             if hasattr(owner, name):
                 stack.enter_context(_replaced(owner, name, _always(value)))
+        stack.enter_context(_replaced(triton_kernel_wrap.TritonHOPifier, "call_triton_kernel", taken))
         if recorded:
             stack.enter_context(_replaced(triton.runtime.jit.KernelInterface, "__getitem__", _recording))
             stack.enter_context(_replaced(triton_kernel_wrap, "trace_triton_kernel_wrapper", _kept))

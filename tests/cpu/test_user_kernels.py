@@ -83,6 +83,8 @@ def test_numbers(tmp_path: Path) -> None:
         result = eager(*mine)
         wanted[name] = [*(result if isinstance(result, tuple) else (result,)), *mine]
         kernels += [k for k in e.kernels if k.name.endswith("_kernel")]
+        if name == "tuples":
+            assert len(launches(e)[0].mutates) == 2, "of three tensors"
         if name == "in place":
             assert "copy" not in e.wrapper and "clone" not in e.wrapper, "the kernel writes to the argument itself"
     torch.save(jobs, tmp_path / "job")
@@ -195,15 +197,22 @@ def test_clusters_and_limits_of_registers(tmp_path: Path) -> None:
 
         return fn
 
-    def limited(x: Tensor, y: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        add_kernel[(16, 3)](x, y, out, x.numel(), BLOCK=64, maxnreg=64)
-        return out
+    def at_launch(kernel: Any, **settings: Any) -> Callable[..., Any]:
+        def fn(x: Tensor, y: Tensor) -> Tensor:
+            out = torch.empty_like(x)
+            kernel[(16, 3)](x, y, out, x.numel(), **settings)
+            return out
+
+        return fn
+
+    configs = triton.autotune([triton.Config({"BLOCK": 64})], key=["n"])(add_kernel)
 
     args = torch.randn(1000), torch.randn(1000)
     for fn, says, blocks in (
         (tuned({"num_ctas": 2}), ".reqnctapercluster 2", 32), (tuned({"maxnreg": 64}), ".maxnreg 64", 16),
-        (limited, ".maxnreg 64", 16),
+        (at_launch(add_kernel, BLOCK=64, maxnreg=64), ".maxnreg 64", 16),
+        (at_launch(add_kernel, BLOCK=64, num_ctas=2), ".reqnctapercluster 2", 32),
+        (at_launch(configs, num_ctas=2), ".reqnctapercluster 2", 32),
     ):  # fmt: skip
         torch._dynamo.reset()
         e = explain(fn, *args)
