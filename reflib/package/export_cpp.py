@@ -51,7 +51,7 @@ REFLIB_API const reflib_functions *functions_of_@NAME@(void);
 """
 NUMBERS = {str(d).removeprefix("torch."): n for d, n in DTYPES.items()}
 _CALLS_ATEN = re.compile(r"\b(dispatch|call)\(run\b")
-_PYTHON = re.compile(r"python_\d+_(note|expect_)?")
+_PYTHON = re.compile(r"python_\d+_(note|expect_|size)?")
 
 
 def export_cpp(
@@ -387,6 +387,8 @@ def _why(function: str) -> str:
     kind = (m := _PYTHON.match(function)) and m.group(1)
     if kind == "note":
         return "nullptr"
+    if kind == "size":
+        return _text("a number among the results is too large for C++")
     if kind == "expect_":
         return _text("the operator's result is not laid out as its meta function says, which only Python corrects")
     return _text("PyTorch refused the call")
