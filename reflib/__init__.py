@@ -30,6 +30,8 @@ _EXPORTS = {
     "wait_for_tuning": "background",
     "aot_compile": "aot",
     "load": "package.load",
+    "load_models": "package.load",
+    "join_packages": "package.join",
 }
 
 if TYPE_CHECKING:
@@ -41,7 +43,8 @@ if TYPE_CHECKING:
     from .lower.one_order import BatchVariantWarning
     from .observe.explain import explain
     from .options import Options
-    from .package.load import load
+    from .package.join import join_packages
+    from .package.load import load, load_models
 
 __all__ = [
     "BatchVariantWarning",
@@ -54,7 +57,9 @@ __all__ = [
     "aot_compile",
     "compile",
     "explain",
+    "join_packages",
     "load",
+    "load_models",
     "register_custom_op_autotuning",
     "tuning_progress",
     "wait_for_tuning",

@@ -407,11 +407,12 @@ def tune_clear() -> None:
 @cli.command()
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="The manifest, as it is in the file.")
-def inspect(path: Path, as_json: bool) -> None:
+@click.option("--model", default=None, metavar="NAME", help="Of a file with several models: this one.")
+def inspect(path: Path, as_json: bool, model: str | None) -> None:
     """Show what is in the package PATH: variants, kernels, sizes, what runs on which GPU. Loads no code."""
     from reflib.package.inspect import inspect as look
 
-    found = look(path)
+    found = look(path, model=model)
     click.echo(json.dumps(found.data, indent=1) if as_json else str(found))
 
 
@@ -419,14 +420,15 @@ def inspect(path: Path, as_json: bool) -> None:
 @click.argument("path", type=click.Path(path_type=Path))
 @click.argument("folder", metavar="DIR", type=FOLDER)
 @click.option("--arch", default=None, metavar="ARCH", help="One variant only, such as sm_90.  [default: all for GPUs]")
-def export_cpp(path: Path, folder: Path, arch: str | None) -> None:
+@click.option("--model", default=None, metavar="NAME", help="Of a file with several models: this one.")
+def export_cpp(path: Path, folder: Path, arch: str | None, model: str | None) -> None:
     """Write the package PATH as a CMake project into DIR, which is new, empty, or an earlier export.
 
     The project needs neither Python nor reflib; PyTorch's libraries only if the model calls ATen.
     """
     from reflib.package.export_cpp import export_cpp as export
 
-    export(path, folder, arch)
+    export(path, folder, arch, model)
     click.echo(f"cmake -G Ninja -S {folder} -B {folder}/build && cmake --build {folder}/build\nsee {folder}/README.md")
 
 

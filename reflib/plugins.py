@@ -26,7 +26,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "attention": "capture.attention:attention",
         "masks": "capture.masks:masks",
         "apart": "capture.attention_apart:attention_apart",
-        "launches": "capture.triton_there:check_launches",
+        "launches": "capture.launch_checks:check_launches",
     },
     "pipeline.REWRITES": {
         "data_sizes": "capture.data_sizes:check_sizes",

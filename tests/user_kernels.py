@@ -68,6 +68,17 @@ def matrix_kernel(a, out, M: tl.constexpr, N: tl.constexpr):
     out.store([row, 0], a.load([row, 0]) * 2)
 
 
+@triton.jit
+def tuples_kernel(inputs, outputs, n: tl.int64, BLOCK: tl.constexpr, LAST: tl.constexpr = 1):
+    """Tensors and numbers in tuples."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    by = inputs[1]
+    x, y = inputs[0]
+    v = tl.load(x + i, mask=i < n) * by[0] + tl.load(y + i, mask=i < n)
+    tl.store(outputs[0] + i, v, mask=i < n.to(tl.int64))
+    tl.store(outputs[LAST] + i, v + len(by), mask=i < n)
+
+
 @triton.autotune(
     [triton.Config({"BLOCK": 64}, num_warps=2), triton.Config({"BLOCK": 128}, num_warps=4, num_stages=2)],
     key=["n"], reset_to_zero=["total"], restore_value=["y"],
@@ -124,6 +135,12 @@ def both(x: Tensor) -> tuple[Tensor, Tensor]:
     return total.sum(1), largest.amax(1)
 
 
+def tuples(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(x)
+    tuples_kernel[grid(x.numel())](((x * 2, y), (3.0, None)), outputs=(out, y), n=x.numel(), BLOCK=64)
+    return out, y + 1
+
+
 def described(x: Tensor) -> Tensor:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -174,6 +191,12 @@ def eager_both(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.sum(1), x.amax(1)
 
 
+def eager_tuples(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    out = x * 2 * 3 + y
+    y.copy_(out + 2)
+    return out, y + 1
+
+
 def eager_summed(y: Tensor) -> tuple[Tensor, Tensor]:
     y += 1
     return y.sum().view(1) * 2, y + 1
@@ -192,6 +215,7 @@ def cases() -> dict[str, Case]:
         "chained": (chained, eager_chained, (x, y)),
         "mixed": (mixed, eager_mixed, (x, flags)),
         "both": (both, eager_both, (torch.randn(9, 100)[:, :90],)),
+        "tuples": (tuples, eager_tuples, (x, y)),
         "described": (described, lambda x: x * 2 + 1, (torch.randn(48, 32),)),
         "branching": (branching, eager_branching, (x + 1, y)),
         "summed": (summed, eager_summed, (y,)),

@@ -151,12 +151,15 @@ def with_fakes(fn: Any, call: Any, gpu: Target | None, there: bool) -> Iterator[
 
 
 def _under(mode: FakeTensorMode) -> Callable[[Any], Any]:
-    env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # while_loop looks for one
+    env = ShapeEnv(allow_dynamic_output_shape_ops=False)  # while_loop looks for one
 
     def around(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             with mode, _replaced(mode, "shape_env", env):
-                return call(*args)
+                result = call(*args)
+            if any(isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool) for x in pytree.tree_leaves(result)):
+                raise CaptureError("what follows a graph needs a number that is read from a tensor")
+            return result
 
         return run
 

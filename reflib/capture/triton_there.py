@@ -14,9 +14,9 @@ it is in implementations of an op, which are traced when programs are lowered.
 from __future__ import annotations
 
 import os
-import re
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from ..errors import CaptureError
+from .launch_arguments import taken
 
 CAPABILITY = 90  # of the stand-in: any GPU will do
 
@@ -50,6 +51,7 @@ def triton_of_gpu(recorded: bool = False) -> Iterator[None]:
         for owner, name, value in () if torch.cuda.is_available() else there:
             if hasattr(owner, name):
                 stack.enter_context(_replaced(owner, name, _always(value)))
+        stack.enter_context(_replaced(triton_kernel_wrap.TritonHOPifier, "call_triton_kernel", taken))
         if recorded:
             stack.enter_context(_replaced(triton.runtime.jit.KernelInterface, "__getitem__", _recording))
             stack.enter_context(_replaced(triton_kernel_wrap, "trace_triton_kernel_wrapper", _kept))
@@ -118,60 +120,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_child)
 
 
-def check_launches(module: torch.fx.GraphModule, options: Any) -> torch.fx.GraphModule:
-    """``module``, unless a launch in it cannot be compiled (plugs into ``pipeline.CAPTURED``). Dynamo lets two kinds
-    pass: a grid that is a tensor, which nothing later can use; and a kernel that stores, but to none of the tensors
-    that it is given, which AOTAutograd drops. Raises CaptureError naming the kernel."""
-    for node in module.graph.nodes:
-        if getattr(node.target, "__name__", "") != "triton_kernel_wrapper_mutation":
-            continue
-        sizes = (size for grid in node.kwargs["grid"] for size in grid if isinstance(size, torch.fx.Node))
-        if any(isinstance(_value(size), torch.Tensor) for size in sizes):
-            raise CaptureError(
-                f"the grid of {_named(node)} is a tensor: a grid is made of numbers; n.item() is one, and waits for "
-                "the GPU"
-            )
-        if _stores_elsewhere(node):
-            raise CaptureError(
-                f"{_named(node)} stores to none of the tensors that it is given, so PyTorch drops its launch: a "
-                "kernel cannot store to an address that it reads from memory; give it the tensor"
-            )
-    return module
-
-
-def _value(x: Any) -> Any:
-    return x.meta.get("example_value", x.meta.get("val")) if isinstance(x, torch.fx.Node) else x
-
-
-def _named(node: torch.fx.Node) -> str:
-    """``the Triton kernel NAME (FILE:LINE)``."""
-    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
-
-    name = kernel_side_table.get_kernel(node.kwargs["kernel_idx"]).fn.__name__  # type: ignore[arg-type]
-    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    path, number = lines[-1] if lines else ("", "")
-    file = "cell" if "ipykernel_" in path else os.path.basename(path)  # as in lower.origin
-    return f"the Triton kernel {name} ({f'{file}:{number}' if lines else 'its line is not known'})"
-
-
-def _stores_elsewhere(node: torch.fx.Node) -> bool:
-    """Does the kernel have stores, none of them to its tensors? (Where PyTorch cannot tell, all count as written.)"""
-    from torch._higher_order_ops import triton_kernel_wrap as wrap
-
-    index: Any = node.kwargs["kernel_idx"]
-    constants: Any = node.kwargs["constant_args_idx"]
-    descriptors: Any = node.kwargs["tma_descriptor_metadata"]
-    given: Any = torch.fx.map_arg(node.kwargs["kwargs"], _value)
-    if not any(isinstance(v, torch.Tensor) for v in given.values()):
-        return False
-    with triton_of_gpu():
-        if wrap.get_mutated_tensors(index, constants, given, descriptors):
-            return False
-        known = given | wrap.kernel_side_table.get_constant_args(constants)
-        text = str(wrap.generate_ttir(wrap.kernel_side_table.get_kernel(index), known, descriptors)[0])
-    return "tt.store" in text or "tt.atomic" in text or "tt.descriptor_store" in text
-
-
 def _recording(launch: Callable[..., Any]) -> Callable[..., Any]:
     """``kernel[grid]``, whose call is recorded, unless another thread makes it, or the op around it runs for real."""
     from torch._higher_order_ops.triton_kernel_wrap import TraceableTritonKernelWrapper
@@ -203,7 +151,23 @@ class _Driver:
         return GPUTarget("cuda", CAPABILITY, 32)
 
     def __getattr__(self, name: str) -> Any:
+        """Raises CaptureError: somebody launches a kernel."""
+        from torch._dynamo.utils import counters
+
+        breaks = list(counters["graph_break"])
+        why = f" ({' '.join(breaks[-1].split())[:300]})" if breaks else ""
         raise CaptureError(
-            "a Triton kernel is launched outside of what was captured, and there is no GPU: are its grid or its "
-            "arguments read from a tensor, or does PyTorch not capture its kind? TORCH_LOGS=graph_breaks says why"
+            f"{_launching()} is launched outside of what was captured, and there is no GPU: are its grid or its "
+            f"arguments read from a tensor, or does PyTorch not capture its kind{why}? TORCH_LOGS=graph_breaks says why"
         )
+
+
+def _launching() -> str:
+    """What the stack above launches: ``the Triton kernel NAME (FILE:LINE)``, as far as that is in it."""
+    frames = [frame for frame, _ in traceback.walk_stack(None)]
+    kernels: list[Any] = [f.f_locals.get("self") for f in frames if "triton" in f.f_globals.get("__name__", "")]
+    name = next((k.fn.__name__ for k in kernels if hasattr(k, "fn") and hasattr(k.fn, "__name__")), "")
+    users = [f for f in frames if not f.f_globals.get("__name__", "").startswith(("triton.", "torch.", "reflib."))]
+    users = [f for f in users if os.path.isfile(f.f_code.co_filename)]  # (there is code that PyTorch generates)
+    where = f" ({os.path.basename(users[0].f_code.co_filename)}:{users[0].f_lineno})" if users else ""
+    return f"the Triton kernel {name}{where}" if name else "a Triton kernel"

@@ -185,8 +185,8 @@ def scalar_call(cx: LoweringContext, target: Any, args: Any, kwargs: dict[str, A
     cx.low.symbols.bind(expr(sym))
     cx.low.nodes.append(
         Extern(
-            cx.low.next_node(), target, tuple(args), tuple(kwargs.items()), (None,),
-            symbols=((sym, 0, None),), reason="arithmetic on sizes", origins=(cx.origin,),
+            cx.low.next_node(), {torch.sym_not: operator.not_}.get(target, target), tuple(args), tuple(kwargs.items()),
+            (None,), symbols=((sym, 0, None),), reason="arithmetic on sizes", origins=(cx.origin,),
         )
     )  # fmt: skip
     return expr(sym)

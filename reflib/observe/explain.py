@@ -289,7 +289,8 @@ def _graphs_of_fakes(
                     def around(self, call: Any, what: Any, inputs: Sequence[Any], mode: Any = mode) -> Any:
                         return mode(call)
 
-                return _graphs(OfFakes, fake_fn, fake_args, fake_kwargs, options, dynamic)
+                with torch._dynamo.config.patch(capture_scalar_outputs=True):  # as packages do
+                    return _graphs(OfFakes, fake_fn, fake_args, fake_kwargs, options, dynamic)
         except Exception as e:
             logger("compile").info("explain needs more than fake tensors: %s", first_lines(e))
     return []

@@ -19,6 +19,8 @@ fatbins of kernels with the same name.
 tables that ``wrap`` fills in for a compiled graph (``wrap/host.py``): a loaded package is called by the same code,
 without Dynamo. ``export_cpp`` writes the text, the images and a small runtime as a CMake project instead.
 
+``join_packages`` puts the packages of several models into one file, where equal weights are stored once (``join.py``).
+
 A package is code: whoever can change the file controls your process. Its digests find damage, not malice;
 ``load(path, sha256=...)`` refuses every other file.
 """

@@ -51,13 +51,17 @@ REFLIB_API const reflib_functions *functions_of_@NAME@(void);
 """
 NUMBERS = {str(d).removeprefix("torch."): n for d, n in DTYPES.items()}
 _CALLS_ATEN = re.compile(r"\b(dispatch|call)\(run\b")
-_PYTHON = re.compile(r"python_\d+_(note|expect_)?")
+_PYTHON = re.compile(r"python_\d+_(note|expect_|size)?")
 
 
-def export_cpp(path: str | os.PathLike[str], folder: str | os.PathLike[str], arch: str | None = None) -> Path:
+def export_cpp(
+    path: str | os.PathLike[str], folder: str | os.PathLike[str], arch: str | None = None, model: str | None = None
+) -> Path:
     """Write the package at ``path`` as a CMake project into ``folder``, which is new, empty, or an earlier export.
 
     arch: the variant to export. None: those for all GPUs; of a package without any, the one for CPUs.
+    model: of a file with several, the one to export; the project has its name. Projects of one file have the same
+        weights: programs may load all from one file.
     folder: an earlier export is replaced, with changes to its files and CMake's build folders in it, unless it has
         other files. A link to a folder stays one.
 
@@ -68,8 +72,8 @@ def export_cpp(path: str | os.PathLike[str], folder: str | os.PathLike[str], arc
         target = Path(folder)
     except TypeError as e:
         raise PackageError(f"folder={folder!r:.80}: takes a str or a pathlib.Path, such as 'project'") from e
-    with manifest.opened(path) as (file, about):
-        files = _Project(file, about, _variants(about, arch)).files()
+    with manifest.opened(path, model=model) as (file, about):
+        files = _Project(model or Path(path).stem, file, about, _variants(about, arch)).files()
     return _write(target, files)
 
 
@@ -115,10 +119,10 @@ class _Project:
     """The files of a project: ``files()``, by name. Those of machine code: ``images`` for GPUs, by member their number;
     ``libraries`` for CPUs, by member their new name."""
 
-    def __init__(self, file: archive.Archive, m: Manifest, variants: Sequence[PackagedVariant]):
+    def __init__(self, name: str, file: archive.Archive, m: Manifest, variants: Sequence[PackagedVariant]):
         self.file, self.m, self.variants = file, m, variants
         self.program: Program = m.programs[variants[0].program]
-        self.name = re.sub(r"\W", "_", Path(file.path).stem, flags=re.ASCII) or "model"
+        self.name = re.sub(r"\W", "_", name, flags=re.ASCII) or "model"
         self.texts = {a.text: bytes(file.view(a.text)) for a in variants}
         self.wrappers = {a.text: a.arch for a in reversed(variants)}  # by text, the first variant's name
         self.images: dict[str, int] = {}
@@ -383,6 +387,8 @@ def _why(function: str) -> str:
     kind = (m := _PYTHON.match(function)) and m.group(1)
     if kind == "note":
         return "nullptr"
+    if kind == "size":
+        return _text("a number among the results is too large for C++")
     if kind == "expect_":
         return _text("the operator's result is not laid out as its meta function says, which only Python corrects")
     return _text("PyTorch refused the call")

@@ -32,12 +32,14 @@ GPUS = (
 _SUFFIXES = {".so": "host code", ".cpp": "text of the host code", ".py": "text of the host code"}
 
 
-def inspect(path: str | Path, verify: bool | str = True) -> Inspection:
+def inspect(path: str | Path, verify: bool | str = True, model: str | None = None) -> Inspection:
     """The contents of the package at ``path``: data, which str() and a notebook show as tables. Loads no code.
 
-    verify: as for :func:`reflib.load`. Raises PackageError for a file that is no whole package.
+    verify, model: as for :func:`reflib.load`; sizes are those of the whole file.
+
+    Raises PackageError for a file that is no whole package.
     """
-    with manifest.opened(path, verify) as (file, about):
+    with manifest.opened(path, verify, model=model) as (file, about):
         return Inspection(Path(path), Path(path).stat().st_size, about, file.manifest)
 
 

@@ -8,6 +8,7 @@ them; pages that a process writes to (buffers that the model updates) become its
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import difflib
 import functools
@@ -17,7 +18,7 @@ import platform
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,7 +41,7 @@ from .build import cpu_features
 
 def load(
     path: str | os.PathLike[str], device: torch.device | str | int | None = None, verify: bool | str = True,
-    sha256: str | None = None,
+    sha256: str | None = None, model: str | None = None,
 ) -> Model:  # fmt: skip
     """The package at ``path`` as a callable, with the arguments that the model was exported with.
 
@@ -48,15 +49,42 @@ def load(
         else the CPU.
     verify: True checks every member against its digest; "code" skips the weights, which are most of the bytes.
     sha256: the digest that the file must have. A package is code: load those that you trust.
+    model: of a file with several (``reflib.join_packages``), the one with this name.
 
     Raises PackageError: what is wrong with the file, or why it does not suit this machine and what would. Called with
     other arguments than it was made for, the model raises ReflibError, naming the argument.
     """
     wanted = _wanted(device)
-    with manifest.opened(path, verify, sha256) as (file, about):
-        _suits_host(about)
-        where = _device(about, wanted)
-        return Model(file, about, _variant(about, where), where)
+    with manifest.opened(path, verify, sha256, model) as (file, about):
+        return _model(file, about, wanted, _Memory())
+
+
+def load_models(
+    path: str | os.PathLike[str], device: torch.device | str | int | None = None, verify: bool | str = True,
+    sha256: str | None = None,
+) -> dict[str, Model]:  # fmt: skip
+    """All models of a file that ``reflib.join_packages`` wrote, by name, as :func:`reflib.load` loads one. Weights that
+    several have are in memory once, so ``load_constants`` of one is for all; buffers that a model writes to are its
+    own."""
+    wanted, memory = _wanted(device), _Memory()
+    with manifest.open_archive(path, verify, sha256) as file:
+        if not (names := manifest.models(file)):
+            raise PackageError("it holds one model, without a name: reflib.load(path) loads it")
+        return {n: _model(copy.copy(file), manifest.of_model(file, n), wanted, memory) for n in names}
+
+
+@dataclass
+class _Memory:
+    """Of models that share weights: the storages of spans of the file, and their copies on the GPU, by address."""
+
+    storages: dict[weights.Span, torch.UntypedStorage] = field(default_factory=dict)
+    moved: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+def _model(file: archive.Archive, m: manifest.Manifest, wanted: torch.device | None, memory: _Memory) -> Model:
+    _suits_host(m)
+    where = _device(m, wanted)
+    return Model(file, m, _variant(m, where), where, memory)
 
 
 class Model:
@@ -76,13 +104,14 @@ class Model:
     __call__: Callable[..., Any]
 
     def __init__(
-        self, file: archive.Archive, about: manifest.Manifest, variant: manifest.PackagedVariant, device: torch.device
-    ):
+        self, file: archive.Archive, about: manifest.Manifest, variant: manifest.PackagedVariant,
+        device: torch.device, memory: _Memory,
+    ):  # fmt: skip
         self.path, self.device, self.manifest, self.variant = Path(file.path), device, about, variant.arch
         self._workspace, self._file = variant.workspace, file
         program = about.programs[variant.program]
         convention = convention_of(program, device)
-        state = _weights(file, about, convention, variant, device)
+        state = _weights(file, about, convention, variant, device, memory)
         libraries = _Libraries()
         try:
             graph = _graph(file, about, variant, program, state, device, libraries)
@@ -290,13 +319,13 @@ def convention_of(p: manifest.Program, device: torch.device) -> Convention:
 
 
 def _weights(
-    file: archive.Archive, m: manifest.Manifest, c: Convention, v: manifest.PackagedVariant, device: torch.device
-) -> dict[str, torch.Tensor]:
+    file: archive.Archive, m: manifest.Manifest, c: Convention, v: manifest.PackagedVariant, device: torch.device,
+    memory: _Memory,
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """The tensors that the variant's program needs, on their devices. What shares storage still shares it."""
     needed = {name: kind for name, kind in zip(c.inputs, c.devices) if name} | dict(v.constants)
-    mapped = weights.mapped(file.view("weights.safetensors"), m.weights, m.spans)
-    moved: dict[int, torch.Tensor] = {}
-    return {name: _moved(mapped[name], device, moved) if kind == "cuda" else mapped[name]
+    mapped = weights.mapped(file.view("weights.safetensors"), m.weights, m.spans, memory.storages)
+    return {name: _moved(mapped[name], device, memory.moved) if kind == "cuda" else mapped[name]
             for name, kind in needed.items()}  # fmt: skip
 
 

@@ -234,19 +234,44 @@ def _hints(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls, include_extras=True)
 
 
-@contextlib.contextmanager
-def opened(
-    path: str | os.PathLike[str], verify: bool | str = True, sha256: str | None = None
-) -> Iterator[tuple[archive.Archive, Manifest]]:
-    """The package at ``path``, open, and its checked manifest. Closed on an exception. Errors of the block name the
-    path."""
+def models(file: archive.Archive) -> tuple[str, ...]:
+    """The names of the models in a file of several; none in a package of one."""
+    return tuple(file.manifest["models"]) if isinstance(file.manifest.get("models"), dict) else ()
+
+
+def of_model(file: archive.Archive, model: str | None) -> Manifest:
+    """The checked manifest of the file, or of one of its models (``join.py``)."""
     from .checks import check  # (which is in terms of the classes above)
 
+    there = models(file)
+    if model is None and there:
+        raise PackageError(f"it holds {len(there)} models, {', '.join(there)}: name one, model={there[0]!r}")
+    if model is not None and model not in there:
+        raise PackageError(f"it has no model {model!r:.80}; it holds {', '.join(there) or 'one, without a name'}")
+    data = file.manifest if model is None else file.manifest["models"][model]
+    about = read({**data, "entries": file.manifest["entries"]} if isinstance(data, dict) else data)
+    check(about, {e.name: e.unpacked for e in file.entries.values()})
+    return about
+
+
+@contextlib.contextmanager
+def opened(
+    path: str | os.PathLike[str], verify: bool | str = True, sha256: str | None = None, model: str | None = None
+) -> Iterator[tuple[archive.Archive, Manifest]]:
+    """The package at ``path``, open, and its checked manifest; that of a ``model``, of a file with several. As
+    ``open_archive``."""
+    with open_archive(path, verify, sha256) as file:
+        yield file, of_model(file, model)
+
+
+@contextlib.contextmanager
+def open_archive(
+    path: str | os.PathLike[str], verify: bool | str = True, sha256: str | None = None
+) -> Iterator[archive.Archive]:
+    """The file at ``path``, open. Closed on an exception. Errors of the block name the path."""
     file = archive.open(path, verify, sha256)
     try:
-        about = read(file.manifest)
-        check(about, {e.name: e.unpacked for e in file.entries.values()})
-        yield file, about
+        yield file
     except BaseException as e:
         file.close()
         if isinstance(e, ReflibError) and not isinstance(e, DeviceError):

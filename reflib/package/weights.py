@@ -204,20 +204,26 @@ def _gathered(group: _Group) -> torch.UntypedStorage:
 
 
 # -- read -------------------------------------------------------------------------------------------
-def mapped(view: memoryview, weights: Sequence[Weight], spans: Sequence[Span]) -> dict[str, torch.Tensor]:
+def mapped(
+    view: memoryview, weights: Sequence[Weight], spans: Sequence[Span],
+    storages: dict[Span, torch.UntypedStorage] | None = None,
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """The tensors by name, on the CPU. They lie in ``view`` (a package's ``view("weights.safetensors")``: writing to
-    them changes this process's copy only), except for spans that are not aligned to 64 bytes, which are copied."""
-    storages = [_storage(view, s) for s in spans]
-    return {w.name: _tensor(storages[w.span], w) for w in sorted(weights, key=lambda w: w.name)}
+    them changes this process's copy only), except for spans that are not aligned to 64 bytes, which are copied.
+    ``storages``: those of models that share them, which is added to."""
+    storages = {} if storages is None else storages
+    for s in {spans[w.span] for w in weights} - storages.keys():
+        storages[s] = storage(view, s)
+    return {w.name: tensor(storages[spans[w.span]], w) for w in sorted(weights, key=lambda w: w.name)}
 
 
-def _storage(view: memoryview, span: Span) -> torch.UntypedStorage:
+def storage(view: memoryview, span: Span) -> torch.UntypedStorage:
     if not span.size:  # which frombuffer refuses
         return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
     flat = torch.frombuffer(view, dtype=torch.uint8, count=span.size, offset=span.start)
     return (flat if flat.data_ptr() % ALIGN == 0 else flat.clone()).untyped_storage()
 
 
-def _tensor(storage: torch.UntypedStorage, w: Weight) -> torch.Tensor:
+def tensor(storage: torch.UntypedStorage, w: Weight) -> torch.Tensor:
     dtype = BY_NAME[w.dtype]
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, w.offset // dtype.itemsize, w.shape, w.strides)

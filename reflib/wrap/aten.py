@@ -322,9 +322,9 @@ class _Writer:
     def _int(self, v: Any) -> str:
         if isinstance(v, (Expr, Sym)):
             return self.printer.size(v)
-        if not isinstance(v, int) or not -(2**63) < v < 2**63:
+        if not isinstance(v, int) or not -(2**63) <= v < 2**63:
             raise _Cannot
-        return str(int(v))
+        return str(int(v)) if v > -(2**63) else "INT64_MIN"
 
     def _dtype(self, v: Any) -> str:
         return self.printer.dtype(v) if v in self.printer.dtype_numbers else _no()

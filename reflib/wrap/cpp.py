@@ -44,6 +44,7 @@ from .aten import direct_call, integer_read, quoted
 from .bad_values import check_in_cpp
 from .checks import call_in_python
 from .indices import has_indirect, where_indexed
+from .numbers_in_cpp import compared, put_size
 from .python import SIGNS, Kernels, PythonPrinter, checked_symbols
 from .regions import repeat_in_cpp
 
@@ -63,6 +64,7 @@ TAKEN = frozenset(
     "host ignore in input int16_t int32_t int64_t int8_t integer ints laid_out launch launch_with list made max min "
     "none number object out own placed plain python reflib reflib_call refuse results run run_indexing run_kernel "
     "run_with some stack stream stream_of symbol take tensor text there uint16_t uint32_t uint64_t uint8_t value view "
+    "within "
     "write_ints zeros".split()
 )
 MOST_PARTS = 6  # parts of a fused kernel whose IR is shown in a comment
@@ -397,7 +399,7 @@ class CppPrinter:
             n = self.name(g)
             kind = f", {self.name(f'{g} kind')} = results[{i}].kind" if g in self.numbers else ""
             lines.append(f"take(run, {n}, results[{i}]);" if i < len(made) else f"{n} = results[{i}].integer{kind};")
-        direct = direct_call(self, x, lines)
+        direct = compared(self, x, lines) or direct_call(self, x, lines)
         if direct is not None:
             lines = direct
         else:
@@ -433,13 +435,12 @@ class CppPrinter:
             elif isinstance(o, View):
                 b = self.program.buffers[o.buffer]
                 if o.dtype != b.dtype:
-                    self._result_in_python(i, o, [o.buffer], "a result seen as another dtype")
+                    self.result_in_python(i, o, [o.buffer], "a result seen as another dtype")
                     continue
                 args = f"{self.name(b.name)}, {self.ints(o.shape)}, {self.ints(o.strides)}, {self.size(o.offset)}"
                 self.put(f"{{ Tensor made; view<{len(o.shape)}>(run, made, {args}); out[{i}] = give(run, made); }}")
             elif isinstance(o, Expr) and o.symbols() and not any(o == expr(s) for s in o.symbols()):
-                # Python's integers do not overflow
-                self._result_in_python(i, o, [], "a size among the results")
+                put_size(self, i, o)
             elif isinstance(o, Expr) and str(o) in self.numbers:
                 self.put(f"out[{i}] = {self._number(str(o))};")
             elif isinstance(o, (Expr, Sym)) or isinstance(o, int) and not isinstance(o, bool):
@@ -450,11 +451,12 @@ class CppPrinter:
                 self.objects.append(o)
                 self.put(f"out[{i}] = object({len(self.objects) - 1});")
 
-    def _result_in_python(self, i: int, value: Expr | View, buffers: list[str], purpose: str) -> None:
+    def result_in_python(self, i: int, value: Expr | View, buffers: list[str], purpose: str) -> None:
+        """``purpose``: for which every call needs Python, or ""."""
         sizes = sorted(s.name for s in symbols_in(value))
         name = "view" if buffers else "size"
         which = self._function(name, [*buffers, *sizes], [f"result = {self.inner.value(value)}"], ["result"])
-        self.needs[self.functions[which]] = purpose
+        self.needs |= {self.functions[which]: purpose} if purpose else {}
         args = [f"tensor({self.name(b)})" for b in buffers] + [self._number(s) for s in sizes]
         self.put(f"{{ {self._python_call(which, args, 1)} out[{i}] = results[0]; }}")
 

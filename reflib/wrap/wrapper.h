@@ -94,6 +94,7 @@ struct Ints {  // a shape or strides; Ints<0> has no elements
 // Python's // and %: rounded down.
 inline int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
 inline int64_t floor_mod(int64_t a, int64_t b) { return a - floor_div(a, b) * b; }
+inline bool within(int64_t a, int64_t limit) { return -limit <= a && a <= limit; }
 inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 

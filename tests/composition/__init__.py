@@ -2,8 +2,9 @@
 
 ``FEATURES`` maps a feature's name to ``feature(device, wrapper)``, which compiles, calls and compares with eager. A
 column is one more ``wrapper``, a row one more function. ``CUDA_FEATURES`` are those that only a GPU has. The column
-"package" is no wrapper of its own: the function goes through a file (``packaged.py``). What has no meaning there is in
-``NOT_IN_PACKAGES``, with the reason, and what happens instead.
+"package" is no wrapper of its own: the function goes through a file (``packaged.py``); in the column "exported" through
+the C++ project that is made of the file (``in_cpp.py``). What has no meaning there is in ``NOT_IN_PACKAGES`` and
+``NOT_EXPORTED``, with the reason, and what happens instead.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import torch
 
 from reflib.lower import custom_ops
 from tests.composition import choices, features, on_gpus, packaged
-from tests.composition.not_in_packages import NOT_IN_PACKAGES
-from tests.composition.table import CUDA_FEATURES, FEATURES, WRAPPERS
+from tests.composition.not_in_packages import NOT_EXPORTED, NOT_IN_PACKAGES
+from tests.composition.table import CUDA_FEATURES, FEATURES, IN_A_FILE, WRAPPERS
 
 __all__ = [
-    "CUDA_FEATURES", "FEATURES", "NOT_IN_PACKAGES", "FALLBACKS", "WRAPPERS", "choices", "features",
+    "CUDA_FEATURES", "FEATURES", "NOT_EXPORTED", "NOT_IN_PACKAGES", "FALLBACKS", "WRAPPERS", "choices", "features",
     "on_gpus", "run",
 ]  # fmt: skip
 
@@ -32,12 +33,13 @@ def run(name: str, device: str, wrapper: str, monkeypatch: pytest.MonkeyPatch, f
         monkeypatch.delenv("REFLIB_CACHE_DECISIONS", raising=False)
     torch._dynamo.reset()
     torch.manual_seed(0)
-    if wrapper == "package" and name in NOT_IN_PACKAGES:
-        _, instead = NOT_IN_PACKAGES[name]
+    left_out = {"package": NOT_IN_PACKAGES, "exported": NOT_EXPORTED}.get(wrapper, {})
+    if name in left_out:
+        _, instead = left_out[name]
         return instead(device)
     packaged.called.clear()
     {**FEATURES, **CUDA_FEATURES}[name](device, wrapper)
-    assert bool(packaged.called) == (wrapper == "package"), "a row of this column calls what it packaged"
+    assert bool(packaged.called) == (wrapper in IN_A_FILE), "a row of this column calls what it packaged"
 
 
 # the start of a child without Python.h (``ctypes``), or which does not know how tensors lie in memory

@@ -12,7 +12,18 @@ from reflib.ir.program import Variants, kernel_variants
 from reflib.lab import told_times
 from reflib.pipeline import tunings
 from tests.checking import check
-from tests.composition.table import OPS, Tensor, compiled, feature, is_in, preferring, product_op, same, split_k
+from tests.composition.table import (
+    IN_A_FILE,
+    OPS,
+    Tensor,
+    compiled,
+    feature,
+    is_in,
+    preferring,
+    product_op,
+    same,
+    split_k,
+)
 from tests.loading import load_file
 from tests.semantics import randn
 
@@ -108,7 +119,7 @@ def input_ranges(device: str, wrapper: str) -> None:
         for n in (100, 3, 16, 17, 5000):
             check(fn, c, a, randn(8, n, device=device))
     # (where nothing says that the operands' depths agree, as in what torch.export captures, each has a fallback)
-    count = 4 if wrapper == "package" else 2
+    count = 4 if wrapper in IN_A_FILE else 2
     by_size = [n for s in c.stages for n in s.scheduled.nodes if isinstance(n, Variants) and not n.of_kernels]
     assert any(len(n.variants) == count for n in by_size)
 

@@ -1,17 +1,22 @@
-"""Rows of the composition table that have no meaning in a package: why, and what is there instead."""
+"""Rows of the composition table that have no meaning in a package, or as C++: why, and what is there instead."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import reflib
-from reflib.errors import CaptureError, OptionError
+from reflib.errors import CaptureError, OptionError, PackageError
+from tests.checking import check
 from tests.composition.features import Affine
+from tests.composition.in_cpp import Exported
 from tests.composition.packaged import Packaged
+from tests.composition.table import product_op
+from tests.cpp_wrapping import python_op
 from tests.semantics import randn
 
 Tensor = torch.Tensor
@@ -50,4 +55,46 @@ NOT_IN_PACKAGES: dict[str, tuple[str, Callable[[str], None]]] = {
     "training": ("a package is for inference", without_gradients),
     "tuning_in_the_background": ("it goes on after a first call", refused_in_the_background),
     "graph_breaks": ("torch.export takes whole graphs; Dynamo alone can leave one to Python", one_graph),
+}
+
+
+def an_op_in_python(device: str) -> None:
+    """The error names the op, and what to do."""
+    for op in (python_op(lambda x: x * 2), lambda x, product=product_op(): product(x, x)):
+        with pytest.raises(PackageError, match=r"needs Python for \w+\.(op|product)\d+\.default.*c_shims"):
+            Exported(op)(randn(4, 4, device=device))
+
+
+def text_among_the_results(device: str) -> None:
+    """Is refused. Numbers are there: of the caller, of sizes, and the same in every call."""
+    x = randn(7, 3, device=device)
+    with pytest.raises(PackageError, match="one of its results is 't', which is no tensor and no number"):
+        Exported(lambda x: (x + 1, "t"))(x)
+
+    def f(x: Tensor, k: int) -> Any:
+        n = x.shape[0]
+        return n, None, x + k, k, 0.5, n * n - k // 2, min(n, k) % 5, n * k
+
+    c = Exported(f, dynamic=True)
+    for n, k in ((7, 4), (9, 50), (2, 2**30)):
+        check(f, c, randn(n, 3, device=device), k)
+
+
+def nan_is_looked_for_in_python(device: str) -> None:
+    with pytest.raises(PackageError, match="needs Python for check_nan"):
+        Exported(torch.log, check_nan=True)(randn(4, device=device))
+
+
+def results_of_its_own_memory(device: str) -> None:
+    f = lambda x: torch.sort(torch.sort(x.sin(), 0).values.cos(), 0).values  # noqa: E731
+    check(f, Exported(f), randn(64, 64, device=device))
+
+
+NOT_EXPORTED = NOT_IN_PACKAGES | {
+    "a_registered_op_without_tuning": ("the op that is called is in Python", an_op_in_python),
+    "custom_ops_in_python": ("C++ has no Python", an_op_in_python),
+    "input_ranges": ("where no range fits, the op in Python is called", an_op_in_python),
+    "outputs_that_are_no_tensors": ("C++ has no value for text", text_among_the_results),
+    "check_nan": ("a tool for Python", nan_is_looked_for_in_python),
+    "no_more_memory_than_eager": ("PyTorch's profiler does not see its memory", results_of_its_own_memory),
 }

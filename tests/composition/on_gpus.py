@@ -10,7 +10,7 @@ import torch
 
 import reflib
 from tests.checking import check
-from tests.composition.table import Tensor, compiled, cuda_feature, same
+from tests.composition.table import IN_A_FILE, Tensor, compiled, cuda_feature, same
 from tests.semantics import randn
 
 
@@ -122,7 +122,7 @@ def two_devices(device: str, wrapper: str) -> None:
         return (x * 2).to(y.device) + y.sin()
 
     args = randn(100, 3, device="cuda:0"), randn(100, 3, device="cuda:1")
-    if wrapper == "package":  # it is loaded for one GPU
+    if wrapper in IN_A_FILE:  # it is loaded for one GPU
         with pytest.raises(reflib.ReflibError, match="argument y: device cuda:1, but it was exported with cuda:0"):
             compiled(f, wrapper)(*args)
     else:
@@ -151,7 +151,7 @@ def numbers_of_a_cpu(device: str, wrapper: str) -> None:
     """A CPU scalar among tensors of the GPU, and kernels of both in one graph."""
     x, y, s = randn(33, device=device), randn(33, device="cpu"), torch.tensor(2.5)
     same(lambda x: (x.cpu() * 2 + 1).to(x.device) + x, wrapper, x)
-    if wrapper == "package":  # what it is called with lies on its GPU
+    if wrapper in IN_A_FILE:  # what it is called with lies on its GPU
         with pytest.raises(reflib.ReflibError, match="argument s: device cpu, but it was exported with cuda:0"):
             compiled(lambda x, s: x * s + 1, wrapper)(x, s)
     else:

@@ -54,3 +54,8 @@ def op_in_c() -> Any:
 def calls_of_c() -> int:
     """How often its function in C was called."""
     return ctypes.c_int32.in_dll(_made()[1], "composition_calls").value
+
+
+def library() -> str:
+    """The path of the library with the function in C."""
+    return _made()[1]._name

@@ -12,12 +12,14 @@ import torch
 import reflib
 from reflib.lab import told_times
 from tests.checking import check
+from tests.composition.in_cpp import Exported
 from tests.composition.packaged import Packaged
 from tests.semantics import Compiled
 
 Tensor = torch.Tensor
 Feature = Callable[[str, str], None]
-WRAPPERS = ("python", "cpp", "package")
+IN_A_FILE = ("package", "exported")  # what torch.export captures, for inference
+WRAPPERS = ("python", "cpp", *IN_A_FILE)
 OPS = Path(__file__).parents[1] / "tuning_ops.py"
 FEATURES: dict[str, Feature] = {}
 CUDA_FEATURES: dict[str, Feature] = {}
@@ -40,11 +42,15 @@ def is_in(wrapper: str, text: str | None) -> bool:
 
 
 def compiled(fn: Callable[..., Any], wrapper: str, **options: Any) -> Compiled | Packaged:
-    return Packaged(fn, **options) if wrapper == "package" else Compiled(fn, wrapper=wrapper, **options)
+    if wrapper in IN_A_FILE:
+        return (Packaged if wrapper == "package" else Exported)(fn, **options)
+    return Compiled(fn, wrapper=wrapper, **options)
 
 
 def compiled_program(program: torch.export.ExportedProgram, wrapper: str) -> Callable[..., Any]:
-    return Packaged(program) if wrapper == "package" else reflib.compile(program, wrapper=wrapper, verify=True)
+    if wrapper in IN_A_FILE:
+        return compiled(program, wrapper)  # type: ignore[arg-type]
+    return reflib.compile(program, wrapper=wrapper, verify=True)
 
 
 def texts(c: Compiled | Packaged) -> list[str | None]:
@@ -58,7 +64,7 @@ def same(
     """Compile, call twice, compare; every graph's wrapper is of the right kind. ``backward``: but a package is for
     inference."""
     c = compiled(fn, wrapper, **options)
-    if wrapper == "package":
+    if wrapper in IN_A_FILE:
         backward, args = False, tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
     check(fn, c, *args, backward=backward, times=2)
     assert c.stages and all(is_in(wrapper, text) for text in texts(c))

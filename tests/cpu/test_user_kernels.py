@@ -22,7 +22,7 @@ from reflib.autotune.isolation import isolated
 from reflib.autotune.measure import pick_winner
 from reflib.autotune.request import Request, Result
 from reflib.capture.triton_there import triton_of_gpu
-from reflib.errors import GenerateError, PackageError, ToolchainError
+from reflib.errors import CaptureError, GenerateError, PackageError, ToolchainError
 from reflib.generate.compile_triton import compile_kernel
 from reflib.generate.user_kernel import packed
 from reflib.ir.data import decode, encode
@@ -83,6 +83,8 @@ def test_numbers(tmp_path: Path) -> None:
         result = eager(*mine)
         wanted[name] = [*(result if isinstance(result, tuple) else (result,)), *mine]
         kernels += [k for k in e.kernels if k.name.endswith("_kernel")]
+        if name == "tuples":
+            assert len(launches(e)[0].mutates) == 2, "of three tensors"
         if name == "in place":
             assert "copy" not in e.wrapper and "clone" not in e.wrapper, "the kernel writes to the argument itself"
     torch.save(jobs, tmp_path / "job")
@@ -195,15 +197,22 @@ def test_clusters_and_limits_of_registers(tmp_path: Path) -> None:
 
         return fn
 
-    def limited(x: Tensor, y: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        add_kernel[(16, 3)](x, y, out, x.numel(), BLOCK=64, maxnreg=64)
-        return out
+    def at_launch(kernel: Any, **settings: Any) -> Callable[..., Any]:
+        def fn(x: Tensor, y: Tensor) -> Tensor:
+            out = torch.empty_like(x)
+            kernel[(16, 3)](x, y, out, x.numel(), **settings)
+            return out
+
+        return fn
+
+    configs = triton.autotune([triton.Config({"BLOCK": 64})], key=["n"])(add_kernel)
 
     args = torch.randn(1000), torch.randn(1000)
     for fn, says, blocks in (
         (tuned({"num_ctas": 2}), ".reqnctapercluster 2", 32), (tuned({"maxnreg": 64}), ".maxnreg 64", 16),
-        (limited, ".maxnreg 64", 16),
+        (at_launch(add_kernel, BLOCK=64, maxnreg=64), ".maxnreg 64", 16),
+        (at_launch(add_kernel, BLOCK=64, num_ctas=2), ".reqnctapercluster 2", 32),
+        (at_launch(configs, num_ctas=2), ".reqnctapercluster 2", 32),
     ):  # fmt: skip
         torch._dynamo.reset()
         e = explain(fn, *args)
@@ -362,6 +371,45 @@ def test_a_candidate_that_cannot_be_compiled_is_out_alone() -> None:
     assert [c.name for c in decision.candidates if c.time_us is not None] == ["eager", "<lambda>"]
 
 
+def test_a_grid_of_a_number_that_is_read_from_a_tensor() -> None:
+    """One graph, as in a package; it waits for the number. Where Python needs it, nothing can launch: who, is said."""
+
+    def reading(x: Tensor, y: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        n = (x > 0).sum().item()
+        add_kernel[(n // 3 + 1,)](x, y, out, n, BLOCK=64)
+        return out
+
+    def branching(x: Tensor, y: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        if (x > 0).sum().item() > 3:
+            add_kernel[(8,)](x, y, out, x.numel(), BLOCK=64)
+        return out
+
+    args = torch.arange(300.0), torch.randn(300)
+    (launch,) = launches(explain(reading, *args))
+    assert str(dict(launch.kwargs)["grid"][0]) == "(u0//3) + 1"
+    with pytest.raises(Exception, match=r"Triton kernel add_kernel \(test_user_kernels.py:\d+\) is launched outside"):
+        explain(branching, *args)
+
+
+def test_a_function_as_an_argument() -> None:
+    @triton.jit
+    def applying(x, out, F: tl.constexpr, both, BLOCK: tl.constexpr):
+        i = tl.arange(0, BLOCK)
+        tl.store(out + i, both[0](F(tl.load(x + i))).to(both[1]))
+
+    other = user_kernels.helpers.scaled
+
+    def fn(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        applying[(1,)](x, out, user_kernels.scaled, (other, tl.float32), BLOCK=128)
+        return out
+
+    (k,) = explain(fn, torch.randn(128)).kernels
+    assert k.source.count("return x * FACTOR") == 2 and compile_kernel(k, GPU).image
+
+
 # -- what is refused, and what stays PyTorch's ------------------------------------------------------------
 def of(function: Any, *args: Any, blocks: Any = (1,), **kwargs: Any) -> Callable[[Tensor], Tensor]:
     def launching(x: Tensor) -> Tensor:
@@ -370,6 +418,31 @@ def of(function: Any, *args: Any, blocks: Any = (1,), **kwargs: Any) -> Callable
         return out
 
     return launching
+
+
+def test_a_triton_op_keeps_its_promise(tmp_path: Path) -> None:
+    """It writes to what ``mutates_args`` say; to a view of something else is an error."""
+
+    def summing(kind: str, promised: tuple[str, ...]) -> Any:
+        @torch.library.triton_op(f"user_kernels::promised{kind}", mutates_args=promised)
+        def op(xs: list[Tensor], y: Tensor, by: float = 2.0) -> Tensor:
+            torch.library.wrap_triton(add_kernel)[(8,)](xs[0] * by, y, xs[1][2:], 90, BLOCK=128)
+            return y + 1
+
+        return lambda x, y: op([x, z := y * 2], y=y) + z
+
+    args = torch.randn(100), torch.randn(100)
+    says = r"kernel add_kernel \(test_user_kernels.py:\d+\) writes to xs, which the triton_op \w+::promised\w+ does"
+    for kind, promised in zip("ABCD", ((), ("y",), ("xs",), ("xs", "y")), strict=True):
+        torch._dynamo.reset()
+        fn = summing(kind, promised)
+        if "xs" in promised:
+            assert launches(explain(fn, *args, dynamic=True))
+            continue
+        with pytest.raises(Exception, match=says):
+            explain(fn, *args, dynamic=True)
+        with pytest.raises(CaptureError, match=says):
+            reflib.aot_compile(fn, args, tmp_path / "p.reflib", ["sm_90"], ptx=False)
 
 
 def test_what_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

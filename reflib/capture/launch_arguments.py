@@ -1,0 +1,117 @@
+"""Launches that PyTorch does not capture as they are: with tensors in a tuple, with ``num_ctas=``, and (Dynamo) with a
+function among the arguments.
+
+A kernel that is given a tuple is captured as another one, of the same name, which is given the tuple's parts and calls
+it; functions are among its globals. ``num_ctas`` becomes a configuration, as PyTorch does it with ``num_warps``.
+"""
+
+from __future__ import annotations
+
+import copy
+import linecache
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+_made: dict[Any, tuple[Any, ...]] = {}  # the last one is the kernel; the others' identities are in its key
+
+
+def taken(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Around ``TritonHOPifier.call_triton_kernel``, which Dynamo calls with its variables, and others with values."""
+
+    def launched(self: Any, variable: Any, args: Any, kwargs: Any, tx: Any) -> Any:
+        from triton.runtime import Autotuner, JITFunction
+
+        kernel, kwargs = variable.kernel, dict(kwargs)
+        if "num_ctas" in kwargs:
+            kernel = _in_clusters(kernel, self.get_value(kwargs.pop("num_ctas")))
+        tuned = isinstance(kernel, Autotuner)
+        function = kernel.fn if tuned else kernel
+        pruned = tuned and (kernel.perf_model or kernel.early_config_prune)
+        if isinstance(function, JITFunction) and not pruned:  # else PyTorch takes that off, and calls this again
+            given = {**dict(zip(function.arg_names, args)), **kwargs}
+            parts = _Parts()
+            texts = {n: parts.text(n, v) for n, v in given.items() if n in function.arg_names and not _is_constant(v)}
+            if parts.functions or any(n != text for n, text in texts.items()):
+                kernel, args = _of_parts(kernel, function, texts, parts, set(given)), ()
+                kwargs = {n: v for n, v in given.items() if n not in texts} | parts.values
+        if kernel is not variable.kernel:
+            variable = type(variable)(kernel=kernel, kernel_idx=None, grid=variable.grid)
+        return call(self, variable, args, kwargs, tx)
+
+    return launched
+
+
+def _in_clusters(kernel: Any, blocks: int) -> Any:
+    from triton import Config, autotune
+    from triton.runtime import Autotuner
+
+    if not isinstance(kernel, Autotuner):
+        return autotune([Config({}, num_ctas=blocks)], key=[])(kernel)
+    made = copy.copy(kernel)
+    made.configs = [copy.copy(c) for c in kernel.configs]
+    for config in made.configs:
+        config.num_ctas = blocks
+    return made
+
+
+def _is_constant(x: Any) -> bool:
+    import torch
+
+    if hasattr(x, "is_python_constant"):
+        return bool(x.is_python_constant())
+    return all(map(_is_constant, x)) if type(x) is tuple else not isinstance(x, (torch.Tensor, torch.SymInt))
+
+
+@dataclass
+class _Parts:
+    """``values``: what is given instead of tuples, by argument. ``functions``: Triton functions, by argument."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    functions: dict[str, Any] = field(default_factory=dict)
+
+    def text(self, name: str, x: Any) -> str:
+        """The argument ``x`` in terms of its parts."""
+        x = getattr(x, "realize", lambda: x)()
+        if type(x) is tuple or type(x).__name__ == "TupleVariable":
+            items = x if type(x) is tuple else x.items
+            return "(" + "".join(f"{self.text(f'{name}_{i}', item)}, " for i, item in enumerate(items)) + ")"
+        if type(x).__name__ == "TritonKernelVariable":
+            self.functions[name] = x.kernel
+        else:
+            self.values[name] = x
+        return name
+
+
+def _of_parts(kernel: Any, function: Any, texts: dict[str, str], parts: _Parts, given: set[str]) -> Any:
+    """``kernel``, which compiles ``function``, given ``parts`` instead of the arguments in ``texts``."""
+    from triton import autotune
+    from triton.runtime import Autotuner
+
+    configs = kernel.configs if isinstance(kernel, Autotuner) else []
+    given = given.union(*(c.all_kwargs() for c in configs))
+    own = [p for p in function.params if p.name in given]
+    functions = [function, *parts.functions.values()]
+    key = (*map(id, functions), *texts.items(), *(p.name for p in own))
+    if key not in _made:
+        _made[key] = (*functions, _function(function, own, texts, parts))
+    made = _made[key][-1]
+    keys = [k for k in getattr(kernel, "keys", ()) if k not in texts or k in parts.values]
+    return autotune(configs, key=keys)(made) if configs else made
+
+
+def _function(function: Any, own: list[Any], texts: dict[str, str], parts: _Parts) -> Any:
+    import triton
+    import triton.language as tl
+
+    annotated = {p.name: f"{p.annotation_type!r}" for p in own if p.annotation_type}
+    annotated |= {p.name: "tl.constexpr" for p in own if p.is_constexpr}
+    arguments = [*parts.values, *(p.name for p in own if p.name not in texts)]
+    head = ", ".join(f"{n}: {annotated[n]}" if n in annotated else n for n in arguments)
+    name, values = function.__name__, ", ".join(f"{p.name}={texts.get(p.name, p.name)}" for p in own)
+    text = f"def {name}({head}):\n    launched({values})\n"
+    path = f"<{name}, given parts {len(_made)}>"
+    linecache.cache[path] = len(text), None, text.splitlines(keepends=True), path
+    scope: dict[str, Any] = {"launched": function, "tl": tl, **parts.functions}
+    exec(compile(text, path, "exec", dont_inherit=True), scope)
+    return triton.jit(do_not_specialize=[p.name for p in own if p.do_not_specialize])(scope[name])

@@ -1,0 +1,125 @@
+"""Launches of the user's Triton kernels that are captured, and cannot be right (plugs into ``pipeline.CAPTURED``)."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError
+from .triton_there import triton_of_gpu
+
+
+def check_launches(module: torch.fx.GraphModule, options: Any) -> torch.fx.GraphModule:
+    """``module``. Raises CaptureError naming the kernel and its line, for what Dynamo lets pass: a grid that is a
+    tensor, which nothing later can use; a kernel that stores, but to none of the tensors that it is given, which
+    AOTAutograd drops; one in a ``triton_op`` that writes to what ``mutates_args`` leave out, which PyTorch forbids."""
+    ops: dict[Any, torch.fx.Node] = {}
+    for node in module.graph.nodes:
+        if _is_launch(node):
+            _check_launch(node)
+        elif isinstance(node.target, torch._ops.OpOverload):
+            ops.setdefault(node.target, node)
+    for node in ops.values():
+        _check_promises(node)
+    return module
+
+
+def _is_launch(node: torch.fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "triton_kernel_wrapper_mutation"
+
+
+def _check_launch(node: torch.fx.Node) -> None:
+    sizes = (size for grid in node.kwargs["grid"] for size in grid if isinstance(size, torch.fx.Node))  # type: ignore[union-attr]
+    if any(isinstance(_value(size), torch.Tensor) for size in sizes):
+        raise CaptureError(
+            f"the grid of {_named(node)} is a tensor: a grid is made of numbers; n.item() is one, and waits for the GPU"
+        )
+    if _stores_elsewhere(node):
+        raise CaptureError(
+            f"{_named(node)} stores to none of the tensors that it is given, so PyTorch drops its launch: a kernel "
+            "cannot store to an address that it reads from memory; give it the tensor"
+        )
+
+
+def _check_promises(call: torch.fx.Node) -> None:
+    """Of a call of a ``triton_op``: what the kernels write that are launched in it."""
+    from torch._library.custom_ops import OPDEFS
+    from torch._library.triton import triton_ops_to_kernels
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    schema = call.target._schema  # type: ignore[union-attr]
+    if schema.name not in triton_ops_to_kernels or schema.name not in OPDEFS:
+        return
+    names = [a.name for a in schema.arguments]
+    given: dict[str, Any] = torch.fx.map_arg({**dict(zip(names, call.args)), **call.kwargs}, _value)  # type: ignore[assignment]
+    said = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    kept = {_memory(t): n for n, v in given.items() if n not in said for t in pytree.tree_leaves(v)}
+    modes = (t.fake_mode for t in pytree.tree_leaves(given) if isinstance(t, FakeTensor))
+    with triton_of_gpu(), next(modes, nullcontext()), torch.no_grad():
+        traced = make_fx(lambda given: OPDEFS[schema.name]._abstract_fn(**given))(given)  # type: ignore[misc]
+    for node in filter(_is_launch, traced.graph.nodes):
+        given = _given(node)
+        written = _written(node)
+        if len(written) > 1 and written == {n for n, v in given.items() if isinstance(v, torch.Tensor)}:
+            continue  # PyTorch cannot tell
+        for name in sorted(written):
+            if argument := kept.get(_memory(given[name])):
+                promise = ", ".join(map(repr, sorted({*said, argument})))
+                raise CaptureError(
+                    f"{_named(node, call)} writes to {argument}, which the triton_op {schema.name} does not say: "
+                    f"declare it with mutates_args={{{promise}}}, or write to a copy"
+                )
+
+
+def _memory(x: Any) -> int | None:
+    return x.untyped_storage()._cdata if isinstance(x, torch.Tensor) else None
+
+
+def _value(x: Any) -> Any:
+    return x.meta.get("example_value", x.meta.get("val")) if isinstance(x, torch.fx.Node) else x
+
+
+def _given(node: torch.fx.Node) -> dict[str, Any]:
+    return torch.fx.map_arg(node.kwargs["kwargs"], _value)  # type: ignore[return-value]
+
+
+def _named(node: torch.fx.Node, where: torch.fx.Node | None = None) -> str:
+    """``the Triton kernel NAME (FILE:LINE)``. ``where``: the node whose line it is, if it is another one's."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    name = kernel_side_table.get_kernel(node.kwargs["kernel_idx"]).fn.__name__  # type: ignore[arg-type]
+    lines = re.findall(r'File "([^"]+)", line (\d+)', (where or node).meta.get("stack_trace") or "")
+    path, number = lines[-1] if lines else ("", "")
+    file = "cell" if "ipykernel_" in path else os.path.basename(path)  # as in lower.origin
+    return f"the Triton kernel {name} ({f'{file}:{number}' if lines else 'its line is not known'})"
+
+
+def _written(node: torch.fx.Node) -> set[str]:
+    """The arguments that a launch writes to; all tensors where PyTorch cannot tell."""
+    from torch._higher_order_ops import triton_kernel_wrap as wrap
+
+    index, constants, descriptors = (
+        node.kwargs[n] for n in ("kernel_idx", "constant_args_idx", "tma_descriptor_metadata")
+    )
+    with triton_of_gpu():
+        return set(wrap.get_mutated_tensors(index, constants, _given(node), descriptors))  # type: ignore[arg-type]
+
+
+def _stores_elsewhere(node: torch.fx.Node) -> bool:
+    """Does the kernel have stores, none of them to its tensors?"""
+    from torch._higher_order_ops import triton_kernel_wrap as wrap
+
+    given = _given(node)
+    if not any(isinstance(v, torch.Tensor) for v in given.values()) or _written(node):
+        return False
+    kernel: Any = wrap.kernel_side_table.get_kernel(node.kwargs["kernel_idx"])  # type: ignore[arg-type]
+    known = given | wrap.kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])  # type: ignore[arg-type]
+    with triton_of_gpu():
+        text = str(wrap.generate_ttir(kernel, known, node.kwargs["tma_descriptor_metadata"])[0])  # type: ignore[arg-type]
+    return "tt.store" in text or "tt.atomic" in text or "tt.descriptor_store" in text
