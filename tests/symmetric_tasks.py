@@ -179,6 +179,39 @@ def compiled_candidates() -> list[str]:
     return wrong
 
 
+def gradients(compiled: bool) -> list[str]:
+    """Of the sum of all ranks' losses, which one process can compute: what differs."""
+    from reflib.ranks import candidates as c
+
+    n, wrong = dist.get_world_size(), []
+    g = torch.Generator().manual_seed(0)
+    xs, ys, ws, ks = (torch.randn(n, *s, generator=g) for s in ((4, 3, 6), (2 * n, 6), (6, 5), (4 * n, 3, 5)))
+    fns: dict[str, tuple[Any, Any, Any]] = {
+        "all_reduce": (xs, lambda x, w: c.all_reduce(x * 2, "0"), lambda r: xs.sum(0) * 2),
+        "symmetric": (xs, lambda x, w: REDUCE(x * 2, "two_shot", "0"), lambda r: xs.sum(0) * 2),
+        "gather": (xs, lambda x, w: c.all_gather_matmul(x * 2, w, "0"), lambda r: xs.flatten(0, 1) * 2 @ ws[r]),
+        "scatter": (
+            ys, lambda x, w: c.matmul_reduce_scatter(x * 2, w, "0"),
+            lambda r: sum(y * 2 @ w for y, w in zip(ys, ws, strict=True))[2 * r : 2 * r + 2],  # type: ignore[misc]
+        ),
+    }  # fmt: skip
+    for name, (of, fn, whole) in fns.items():
+        torch._dynamo.reset()
+        for t in (of.requires_grad_(), ws.requires_grad_()):
+            t.grad = None
+        losses = [(whole(r).sin() * ks[r].flatten()[: whole(r).numel()].view_as(whole(r))).sum() for r in range(n)]
+        sum(losses).backward()  # type: ignore[union-attr]
+        x, w = (t[rank()].detach().clone().requires_grad_() for t in (of, ws))
+        out = (torch.compile(fn, backend="reflib") if compiled else fn)(x, w)
+        (out.sin() * ks[rank()].flatten()[: out.numel()].view_as(out)).sum().backward()
+        for what, mine, all_of in (("x", x.grad, of.grad), ("w", w.grad, ws.grad)):
+            want = None if all_of is None else all_of[rank()]
+            if not (mine is want is None or mine is not None and torch.allclose(mine, want, rtol=1e-4, atol=1e-4)):
+                wrong.append(f"{name}, of {what}: {mine} where {want} is right")
+        of.requires_grad_(False), ws.requires_grad_(False)
+    return wrong
+
+
 def tuned_candidates() -> dict[str, tuple[str, dict[str, str]]]:
     """(winner, status by candidate) of each op, tuned."""
     import reflib
@@ -227,6 +260,48 @@ def planned(wrapper: str, options: dict[str, Any]) -> dict[str, Any]:
     finally:
         symmetric.Storage.exchange = kept[0]  # type: ignore[method-assign]
     return {"right": all(right), "copied": copied, "places": places[:4]}
+
+
+def random_programs(seed: int, count: int, dynamic: bool = False) -> list[str]:
+    """Sums over storage amid other work, views, and writes in place; results that are kept. What differs."""
+    import reflib
+    from reflib.ranks.candidates import by_the_group
+
+    torch.manual_seed(rank() + 1)
+    wrong = []
+    for number in range(seed, seed + count):
+        rng = random.Random(number)
+        count_of = rng.randrange(4, 14)
+        steps = [
+            (rng.choice("rrrrapmtsixeo"), rng.randrange(i + 1), rng.choice(symmetric.HOW)) for i in range(count_of)
+        ]
+
+        def fn(x: Any, w: Any, add: Any, steps: Any = steps) -> Any:
+            have, out = [x * 1.5], []
+            for what, of, how in steps:
+                t, u = have[of], have[-1]
+                have.append({
+                    "r": lambda: add(t, how) / dist.get_world_size(),  # noqa: B023
+                    "a": lambda: t + u.sin(), "p": lambda: (t @ w).relu(), "m": lambda: t * 0.5 - u,  # noqa: B023
+                    "t": lambda: t.t().contiguous().t(), "s": lambda: torch.softmax(u, -1),  # noqa: B023
+                    "i": lambda: t.clone().add_(u), "x": lambda: t.flip(0), "e": lambda: t[:, :1].expand_as(t),  # noqa: B023
+                    "o": lambda: u,  # noqa: B023
+                }[what]())  # fmt: skip
+                out += [have[-1]] if what == "o" else []
+            return [*out, have[-1]]
+
+        torch._dynamo.reset()
+        options = rng.choice([{}, {"wrapper": "cpp"}, {"arena": True}, {"wrapper": "cpp", "arena": True}])
+        options = {k: v for k, v in options.items() if k in reflib.Options.__dataclass_fields__}
+        compiled = torch.compile(fn, backend="reflib", options=options, dynamic=dynamic)
+        for n in (rng.randrange(2, 50), rng.randrange(2, 600)) if dynamic else (rng.randrange(2, 200),):
+            x, w = torch.randn(n, 24), torch.randn(24, 24) / 5
+            for _ in range(2):
+                got = compiled(x, w, lambda t, how: REDUCE(t, how, "0"))
+                want = fn(x, w, lambda t, how: by_the_group(t, "0"))
+                if not all(torch.allclose(g, e, rtol=1e-3, atol=1e-3) for g, e in zip(got, want, strict=True)):
+                    wrong.append(f"{number}, {n} rows, {options}: {''.join(s[0] for s in steps)}")
+    return wrong
 
 
 def planned_apart() -> list[bool]:

@@ -12,6 +12,9 @@ matmul_reduce_scatter     multiply, then scatter   in ``chunks``: one is scatter
 The chunks are plain functional collectives: that one's communication runs while another is multiplied follows from the
 order in which compiled programs start and wait (``collectives.overlapped``). Results of a chunked product may be summed
 in another order than the whole one's, as with any other candidate for a product.
+
+Gradients are those of the sum of all ranks' losses, as of torch's functional collectives; each op's is made of the
+others.
 """
 
 from __future__ import annotations
@@ -29,13 +32,23 @@ c = torch.ops._c10d_functional
 _library = torch.library.Library("reflib", "FRAGMENT")
 
 
-def _op(name: str, schema: str, eager: Callable[..., Any], fake: Callable[..., Any], configs: list[Any]) -> Any:
+def _op(
+    name: str, schema: str, eager: Callable[..., Any], fake: Callable[..., Any], backward: Callable[..., Any],
+    configs: list[Any],
+) -> Any:  # fmt: skip
+    """``backward``: (context, gradient); the context has the op's ``args``."""
     _library.define(f"{name}{schema}")
     _library.impl(name, eager, "CompositeExplicitAutograd")
     torch.library.register_fake(f"reflib::{name}", fake, lib=_library)
+    torch.library.register_autograd(f"reflib::{name}", backward, setup_context=_keep, lib=_library)
     op = getattr(torch.ops.reflib, name).default
     register_custom_op_autotuning(op, configs)
     return op
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.group_name = inputs[-1]
+    ctx.save_for_backward(*inputs[:-1])
 
 
 def size_of(group_name: str) -> int:
@@ -53,18 +66,27 @@ def in_storage(x: Any, group_name: str, how: str) -> Any:
     return REDUCE(x, how, group_name)
 
 
+def _all_reduce_backward(ctx: Any, grad: Any) -> Any:
+    return all_reduce(grad, ctx.group_name), None
+
+
 all_reduce = _op(
     "all_reduce",
     "(Tensor x, str group_name) -> Tensor",
     by_the_group,
     lambda x, group_name: torch.empty_like(x, memory_format=torch.contiguous_format),
+    _all_reduce_backward,
     [CustomOpConfig(in_storage, how="one_shot"), CustomOpConfig(in_storage, how="two_shot")],
 )
 
 
 # -- all ranks' rows of x, multiplied with w ----------------------------------------------------------------
+def _gathered(x: Any, group_name: str) -> Any:
+    return c.wait_tensor(c.all_gather_into_tensor(x.contiguous(), size_of(group_name), group_name))
+
+
 def gather_then_multiply(x: Any, w: Any, group_name: str) -> Any:
-    return c.wait_tensor(c.all_gather_into_tensor(x.contiguous(), size_of(group_name), group_name)) @ w
+    return _gathered(x, group_name) @ w
 
 
 def gather_in_chunks(x: Any, w: Any, group_name: str, chunks: int) -> Any:
@@ -74,11 +96,23 @@ def gather_in_chunks(x: Any, w: Any, group_name: str, chunks: int) -> Any:
     return torch.cat(products, 1).flatten(0, 1)
 
 
+def _gather_backward(ctx: Any, grad: Any) -> Any:
+    x, w = ctx.saved_tensors
+    of_x, of_w, _ = ctx.needs_input_grad
+    dx = matmul_reduce_scatter(grad, w.t(), ctx.group_name) if of_x else None
+    return dx, _of_weights(_gathered(x, ctx.group_name), grad) if of_w else None, None
+
+
+def _of_weights(x: Any, grad: Any) -> Any:
+    return x.flatten(0, -2).t() @ grad.flatten(0, -2)
+
+
 all_gather_matmul = _op(
     "all_gather_matmul",
     "(Tensor x, Tensor w, str group_name) -> Tensor",
     gather_then_multiply,
-    lambda x, w, group_name: x.new_empty(size_of(group_name) * x.shape[0], w.shape[1]),
+    lambda x, w, group_name: x.new_empty(size_of(group_name) * x.shape[0], *x.shape[1:-1], w.shape[1]),
+    _gather_backward,
     [CustomOpConfig(gather_in_chunks, chunks=n) for n in CHUNKS],
 )
 
@@ -95,10 +129,18 @@ def scatter_in_chunks(x: Any, w: Any, group_name: str, chunks: int) -> Any:
     return torch.cat([c.wait_tensor(s) for s in started])
 
 
+def _scatter_backward(ctx: Any, grad: Any) -> Any:
+    x, w = ctx.saved_tensors
+    of_x, of_w, _ = ctx.needs_input_grad
+    dx = all_gather_matmul(grad, w.t(), ctx.group_name) if of_x else None
+    return dx, _of_weights(x, _gathered(grad, ctx.group_name)) if of_w else None, None
+
+
 matmul_reduce_scatter = _op(
     "matmul_reduce_scatter",
     "(Tensor x, Tensor w, str group_name) -> Tensor",
     multiply_then_scatter,
-    lambda x, w, group_name: x.new_empty(x.shape[0] // size_of(group_name), w.shape[1]),
+    lambda x, w, group_name: x.new_empty(x.shape[0] // size_of(group_name), *x.shape[1:-1], w.shape[1]),
+    _scatter_backward,
     [CustomOpConfig(scatter_in_chunks, chunks=n) for n in CHUNKS],
 )

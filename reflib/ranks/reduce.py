@@ -50,6 +50,17 @@ def _all_reduce_fake(x: torch.Tensor, how: str, group_name: str) -> torch.Tensor
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.how = inputs[1:]
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    return REDUCE(grad, *ctx.how), None, None
+
+
+torch.library.register_autograd("reflib::symmetric_all_reduce", _backward, setup_context=_keep, lib=_library)
+
+
 @torch.library.impl(_library, "symmetric_empty", "CompositeExplicitAutograd")
 def _empty(size: list[int], dtype: torch.dtype, device: torch.device, at: int, group_name: str) -> torch.Tensor:
     """Memory at ``at`` of the planned part; memory of its own where sizes have grown out of that."""

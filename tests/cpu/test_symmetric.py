@@ -104,3 +104,14 @@ def test_a_killed_rank_is_found_out_at_once(size: int, request: pytest.FixtureRe
     assert found[-1] == ENDED
     for first, _ in found[:-1]:
         assert f"rank {size - 1} has left: its process has ended" in first and int(first.split()[2]) < 20, first
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_are_of_all_ranks_losses(two: Ranks, compiled: bool) -> None:
+    assert two.run(tasks.gradients, compiled) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_random_programs_with_buffers_in_storage(two: Ranks, dynamic: bool) -> None:
+    assert two.run(tasks.random_programs, 0, 8, dynamic) == [[], []]
