@@ -84,6 +84,7 @@ class _Reader:
         elif isinstance(s, (ast.Assign, ast.AnnAssign)):
             target = s.target if isinstance(s, ast.AnnAssign) else s.targets[0]
             if isinstance(target, ast.Subscript):  # x[i] = v; setitem = x
+                assert s.value is not None
                 of = self._value(target.value), self._value(target.slice), self._value(s.value)
                 self.update = operator.setitem, of
                 return
