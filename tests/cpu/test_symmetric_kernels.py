@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.interpreter import interpreted
+
 pytest.importorskip("triton")
 
 
-def test_they_compute_sums(root: Path) -> None:
-    command = [sys.executable, str(root / "tests" / "symmetric_interpreting.py"), "0"]
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stdout + done.stderr
+def test_they_compute_sums() -> None:
+    assert interpreted("symmetric_interpreting.py", "0").strip() == ""
 
 
 @pytest.mark.parametrize("arch", [80, 90])
