@@ -30,10 +30,16 @@ class Kernel(ForkServerProcess):
         os.kill(self.pid or 0, number)
 
 
-def launch(command: list[str], *, env: dict[str, str], cwd: str | None = None, **streams: Any) -> Kernel:
-    """Stands in for ``jupyter_client.launcher.launch_kernel``."""
+def fork_server() -> ForkServerContext:
+    """Starts processes as forks of one that has imported what nearly all notebooks do."""
     context = ForkServerContext()
     context.set_forkserver_preload(["tests.warm_kernels"])
+    return context
+
+
+def launch(command: list[str], *, env: dict[str, str], cwd: str | None = None, **streams: Any) -> Kernel:
+    """Stands in for ``jupyter_client.launcher.launch_kernel``."""
+    context = fork_server()
     reader, writer = context.Pipe(duplex=False)
     kernel = Kernel(target=run, args=(command, env, cwd, writer))
     kernel.start()
