@@ -1,6 +1,6 @@
 """The minifier: planted faults in random graphs become graphs of a few ops, whatever way they fail.
 
-Each test runs a process of its own (tests/planted_faults.py says why): some 5 s, and 0.2 s for a trial.
+Each test runs another process (tests/planted_faults.py says why): seconds, and 0.2 s for a trial.
 """
 
 from __future__ import annotations

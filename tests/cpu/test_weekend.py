@@ -17,7 +17,7 @@ from reflib import seams, weekend
 from reflib.lab import weekend as page
 from reflib.plugins import PLUGS
 from tests import weekend_alone
-from tests.forking import forked
+from tests.forking import printed
 from tests.interpreter import interpreted
 
 
@@ -47,8 +47,9 @@ def test_it_compiles_and_runs_alone(alone: Path) -> None:
 
 def test_it_generates_alone_what_the_whole_package_does(alone: Path) -> None:
     """Where the other passes have nothing to improve, and no kernel loops (those take fewer passes there)."""
-    _, out, errors = forked(weekend_alone.__file__, str(alone), "sources", PYTHONPATH="")
-    for name, sources in there(out or errors).items():
+    found = there(printed(weekend_alone.__file__, str(alone), "sources", PYTHONPATH=""))
+    assert len(found) == 3
+    for name, sources in found.items():
         mine, whole = ([s for s in x if "for r0" not in s] for x in (sources, weekend_alone.sources(name)))
         assert mine and mine == whole, name
 
