@@ -213,8 +213,7 @@ def _after_fork() -> None:
             b.state, b._thread, b.ended, b.tuners = "waiting", None, threading.Event(), []
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextlib.contextmanager

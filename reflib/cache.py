@@ -49,8 +49,8 @@ _OTHERS = 0o022  # permission to write, of the group and of everybody
 _spares: dict[Path, Path] = {}  # by the folder that cannot be written to
 _lock = threading.Lock()
 _versions_lock = threading.Lock()
-if hasattr(os, "register_at_fork"):  # a child does not have the thread that holds it
-    os.register_at_fork(after_in_child=_versions_lock._at_fork_reinit)  # type: ignore[attr-defined]
+# a child does not have the thread that holds it
+os.register_at_fork(after_in_child=_versions_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def root() -> Path:

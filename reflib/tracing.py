@@ -123,5 +123,4 @@ def _in_child() -> None:
         r.__init__(r.folder)  # type: ignore[misc]
 
 
-if hasattr(os, "register_at_fork"):  # a child writes none of its parent's events
-    os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_in_child)  # a child writes none of its parent's events

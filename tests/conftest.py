@@ -15,6 +15,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -272,7 +273,12 @@ def four() -> Iterator[Any]:
 
 
 def _ranks(size: int) -> Iterator[Any]:
-    from reflib.lab.rank_group import ranks
+    """Each is a fork, of a process that has imported what it needs."""
+    from reflib.lab import rank_group
+    from tests.kernels import fork_server
 
-    with contextlib.closing(ranks(size)) as found:
+    context = SimpleNamespace(get_context=lambda way: fork_server())
+    with pytest.MonkeyPatch.context() as m, contextlib.closing(rank_group.ranks(size)) as found:
+        m.setattr(rank_group, "multiprocessing", context)
         yield found
+    assert not found.processes

@@ -113,6 +113,13 @@ def forked(*words: str, **env: str) -> tuple[int | None, str, str]:
     return ask(server()[1], [*words], os.environ | env)
 
 
+def printed(*words: str, **env: str) -> str:
+    """What such a program prints, which must end well."""
+    code, out, errors = forked(*words, **env)
+    assert code == 0, out[-6000:] + errors[-3000:]
+    return out
+
+
 def child_of(requests: Connection) -> Callable[[str, float, str], tuple[int | None, str]]:
     """Stands in for ``reflib.lab.children._run_child``: forks where ``requests`` leads, instead of a new Python."""
 
@@ -125,9 +132,11 @@ def child_of(requests: Connection) -> Callable[[str, float, str], tuple[int | No
 
 
 if __name__ == "__main__":
-    from tests.overheads import without_overheads
+    from tests.overheads import quick_interpreter, without_overheads
 
     for module in sys.argv[2:]:
         importlib.import_module(module)
     without_overheads()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        quick_interpreter()
     serve(Connection(int(sys.argv[1])))

@@ -18,15 +18,20 @@ from tests.forking import ask, server
 TESTS = Path(__file__).parent
 
 
+def interpreted(*words: str, **env: str) -> str:
+    """What a program prints ("-c" and its text, or a file of this folder, and its arguments)."""
+    way = {"TRITON_INTERPRET": "1"}
+    words = words if words[0] == "-c" else (str(TESTS / words[0]), *words[1:])
+    code, out, errors = ask(server("triton.runtime.interpreter", **way)[1], [*words], os.environ | way | env)
+    assert code == 0, errors[-3000:]
+    return out
+
+
 @functools.cache
 def results(program: str, *cases: str) -> dict[str, Any]:
     """What a program of this folder prints last, which is JSON. All its ``cases`` (none: all it has) run in one
     process."""
-    way = {"TRITON_INTERPRET": "1"}
-    requests = server("triton.runtime.interpreter", **way)[1]
-    code, out, errors = ask(requests, [str(TESTS / program), *cases], os.environ | way)
-    assert code == 0, errors[-3000:]
-    return json.loads(out.splitlines()[-1])
+    return json.loads(interpreted(program, *cases).splitlines()[-1])
 
 
 def answer(main: Callable[..., Any], *args: Any) -> None:

@@ -30,19 +30,27 @@ class Kernel(ForkServerProcess):
         os.kill(self.pid or 0, number)
 
 
-def launch(command: list[str], *, env: dict[str, str], cwd: str | None = None, **streams: Any) -> Kernel:
-    """Stands in for ``jupyter_client.launcher.launch_kernel``."""
+def fork_server() -> ForkServerContext:
+    """Starts processes as forks of one that has imported what nearly all notebooks do."""
     context = ForkServerContext()
     context.set_forkserver_preload(["tests.warm_kernels"])
+    return context
+
+
+def launch(
+    command: list[str], *, env: dict[str, str], cwd: str | None = None, errors: str = os.devnull, **streams: Any
+) -> Kernel:
+    """Stands in for ``jupyter_client.launcher.launch_kernel``. ``errors``: a file."""
+    context = fork_server()
     reader, writer = context.Pipe(duplex=False)
-    kernel = Kernel(target=run, args=(command, env, cwd, writer))
+    kernel = Kernel(target=run, args=(command, env, cwd, errors, writer))
     kernel.start()
     writer.close()
     reader.recv()  # from now on it leads a process group, which jupyter_client sends signals to
     return kernel
 
 
-def run(command: list[str], env: dict[str, str], cwd: str | None, ready: Connection) -> None:
+def run(command: list[str], env: dict[str, str], cwd: str | None, errors: str, ready: Connection) -> None:
     """In the forked process."""
     from tests.warm_kernels import PATH, fork_children
 
@@ -55,8 +63,8 @@ def run(command: list[str], env: dict[str, str], cwd: str | None, ready: Connect
     os.environ.clear()
     os.environ.update(env, JPY_PARENT_PID=str(os.getppid()))
     os.chdir(cwd or ".")
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
+    with open(errors, "w") as file:
+        os.dup2(file.fileno(), 2)
     sys.argv = command[command.index("-m") + 1 :]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

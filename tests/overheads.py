@@ -1,7 +1,11 @@
-"""What costs a third of the time of compiling a small function, and no test and no chapter is about."""
+"""What costs a third of the time of compiling a small function, or of running Triton's interpreter, and no test and no
+chapter is about."""
 
 import functools
 import gc
+import inspect
+import math
+from typing import Any
 
 
 @functools.cache
@@ -16,3 +20,47 @@ def without_overheads() -> None:
     guards.profile_guard_manager = lambda *_: 0.0  # for a line in a log it flushes all caches, which takes 60 ms
     # every decomposition of an exported program asks for all C++ ops once for each of some thirty namespaces
     utils._materialize_cpp_cia_ops = functools.cache(utils._materialize_cpp_cia_ops)
+
+
+def quick_interpreter() -> None:
+    """The interpreter describes each value anew: its dtype in numpy, its shape as constants, its type's name. And it
+    looks for what it has to replace in the whole language whenever a function is called."""
+    import numpy as np
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    address, of_scalar = np.dtype(np.uint64), functools.cache(interpreter._get_np_dtype)
+
+    def np_dtype(t: Any) -> Any:
+        t = t.element_ty if isinstance(t, core.block_type) else t
+        return address if isinstance(t, core.pointer_type) else of_scalar(t)
+
+    @functools.cache
+    def constants(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return core.constexpr(math.prod(shape)), core.tuple([core.constexpr(s) for s in shape])
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = constants(tuple(type.shape) if type.is_block() else ())
+
+    plain, blocks = core.block_type.__init__, dict[Any, tuple[Any, ...]]()
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(getattr(s, "value", s) for s in shape))
+        if key not in blocks:
+            plain(self, element_ty, shape)
+            blocks[key] = self.shape, self.numel, self.name
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = blocks[key]
+
+    @functools.cache
+    def replaced(package: Any) -> list[tuple[str, Any]]:
+        return [(name, member) for name, member in inspect.getmembers(package) if core.is_builtin(member)]
+
+    def patch_builtin(package: Any, *more: Any) -> None:
+        for name, member in replaced(package):
+            if getattr(package, name) is member:  # (not in a function that another one calls)
+                interpreter._patch_attr(package, name, member, *more)
+
+    interpreter._get_np_dtype, interpreter._patch_builtin = np_dtype, patch_builtin
+    core.tensor.__init__, core.block_type.__init__ = tensor, block_type

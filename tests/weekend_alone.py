@@ -3,7 +3,7 @@ and Triton's interpreter must be chosen before Triton is imported.
 
     TRITON_INTERPRET=1 python tests/weekend_alone.py FOLDER      run every case, compare with eager
     python tests/weekend_alone.py FOLDER cuda                    the same on a GPU, where Triton compiles the kernels
-    python tests/weekend_alone.py FOLDER sources                 print the code that is generated for sm_90
+    python tests/weekend_alone.py FOLDER sources                 print the code of some that is generated for sm_90
 
 Prints one JSON object: for each case what is wrong with it, or nothing; or the kernels' sources.
 """
@@ -62,7 +62,7 @@ def layer_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tenso
 class Block(nn.Module):
     """A transformer block: attention of two heads, and an MLP with GELU."""
 
-    def __init__(self, width: int = 32):
+    def __init__(self, width: int = 16):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
@@ -84,9 +84,9 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], tuple], Callable[[], tupl
     "layer norm": (
         lambda: layer_norm, lambda: (randn(24, 48, grad=True), randn(48, grad=True), randn(48, grad=True)), None,
     ),
-    "transformer block": (Block, lambda: (randn(2, 6, 32, grad=True),), None),
+    "transformer block": (Block, lambda: (randn(2, 6, 16, grad=True),), None),
     "transformer block, any size": (
-        Block, lambda: (randn(2, 6, 32, grad=True),), lambda: (randn(3, 9, 32, grad=True),),
+        Block, lambda: (randn(2, 6, 16, grad=True),), lambda: (randn(3, 9, 16, grad=True),),
     ),
 }  # fmt: skip
 
@@ -156,7 +156,7 @@ def main(folder: str, what: str = "run") -> dict[str, Any]:
     found: dict[str, Any] = {}
     if what == "run":
         complete_the_interpreter()
-    for name in CASES:
+    for name in CASES if what != "sources" else ("softmax", "softmax, any size", "layer norm"):
         try:
             found[name] = sources(name) if what == "sources" else problem(name)
         except Exception as e:

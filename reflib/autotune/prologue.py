@@ -38,7 +38,7 @@ import torch
 
 from ..fuse.dependencies import Dependencies, dependencies
 from ..fuse.inline_loads import MAX_TEXT, Producer, make_producer, makes_all, replace_loads, without_selects
-from ..ir.expr import Expr, Var, expr, max_value, nonneg
+from ..ir.expr import Var, expr, in_range, max_value
 from ..ir.loops import Axis, BodyBuilder, Indirect, Load, LoopNest, Op, Origin, Reduce, Scan, Stmt, map_stmt, stmt_exprs
 from ..ir.ops import value_dtype
 from ..ir.program import Buffer, Choice, Extern, Program, Template, Variant, View
@@ -188,7 +188,7 @@ def _in_range(body: tuple[Stmt, ...], buffers: dict[str, Buffer]) -> tuple[Stmt,
     ids: dict[int, int] = {}
     for i, s in enumerate(body):
         new = map_stmt(s, ids)
-        if isinstance(new, Load) and new.mask is not None and _inside(new.index, buffers[new.buffer].extent):
+        if isinstance(new, Load) and new.mask is not None and in_range(new.index, buffers[new.buffer].extent):
             read = b.add(replace(new, mask=None, other=0))
             ids[i] = b.op("where", new.mask, read, b.const(new.other, new.dtype))
         elif isinstance(new, Op) and new.op in ("to_f16", "to_bf16") and _is_byte(b.body, new.args[0]):
@@ -213,10 +213,6 @@ def _otherwise(body: list[Stmt], s: Op) -> int | None:
 def _is_byte(body: list[Stmt], i: int) -> bool:
     s = body[i]
     return isinstance(s, Op) and s.op == "cast" and body[s.args[0]].dtype in (torch.int8, torch.uint8)  # type: ignore[union-attr]
-
-
-def _inside(index: Expr, extent: Expr) -> bool:
-    return nonneg(index) and nonneg(extent - 1 - index)
 
 
 # -- without measuring ------------------------------------------------------------------------------

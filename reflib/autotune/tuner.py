@@ -122,8 +122,7 @@ def _after_fork() -> None:
     _tuners.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Tuner:

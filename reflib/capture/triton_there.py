@@ -116,8 +116,7 @@ def _in_child() -> None:
         _restored(key)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_in_child)
 
 
 def _recording(launch: Callable[..., Any]) -> Callable[..., Any]:

@@ -222,8 +222,8 @@ class _FrontEnd:
 
 
 _front_end = _FrontEnd()
-if hasattr(os, "register_at_fork"):  # a child does not have the thread that was in it
-    os.register_at_fork(after_in_child=_front_end.__init__)  # type: ignore[misc]
+# a child does not have the thread that was in it
+os.register_at_fork(after_in_child=_front_end.__init__)  # type: ignore[misc]
 
 
 _KEEP = 0xFFFFFFFF  # personality(2): only return it

@@ -123,8 +123,7 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=workers, thread_name_prefix="reflib-build")
 
 
-if hasattr(os, "register_at_fork"):  # a child process has the pool's queue, but none of its threads
-    os.register_at_fork(after_in_child=_pool.cache_clear)
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a child process has the pool's queue, but none of its threads
 
 
 @cache

@@ -58,8 +58,8 @@ def once(make: Callable[[], Any]) -> Callable[[], Any]:
     """``make``, called the first time only; other threads wait for it."""
     made: list[Any] = []
     lock = threading.Lock()
-    if hasattr(os, "register_at_fork"):  # a child has the lock, but not the thread that holds it
-        os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
+    # a child has the lock, but not the thread that holds it
+    os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
 
     @functools.wraps(make)
     def get() -> Any:

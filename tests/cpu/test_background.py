@@ -17,6 +17,7 @@ from test_tuner import OPS, ops  # noqa: F401
 import reflib
 from reflib.autotune.store import store
 from reflib.pipeline import tunings
+from tests.forking import printed
 from tests.processes import python, soon
 
 Tensor = torch.Tensor
@@ -197,7 +198,7 @@ def test_workers_have_this_process_switches() -> None:
     try:
         here = switches.read()
         program = f"from reflib.autotune import switches; switches.write({here!r}); print(switches.read() == {here!r})"
-        assert python(program).strip() == "True"
+        assert printed("-c", program).strip() == "True"
         assert here != before and here["threads"] == 1 and here["deterministic"]
     finally:
         torch.set_float32_matmul_precision("highest")

@@ -19,7 +19,7 @@ from reflib.lower import lower
 from reflib.options import Options
 from reflib.target import parse_target
 from tests.exporting import CUDA, Alone, Everything, aten, calls, devices, export_for, on_cpu, run, targets, x
-from tests.processes import python
+from tests.forking import printed
 
 
 def in_autocast(t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -152,7 +152,7 @@ def test_layers(name: str) -> None:
 
 
 def test_gradients_never_abort_the_process() -> None:
-    """In a process of its own: torch aborts, where the build has no CUDA, for a fake that requires grad."""
+    """In another process: torch aborts, where the build has no CUDA, for a fake that requires grad."""
     code = """
 import torch
 from reflib.errors import CaptureError
@@ -174,7 +174,7 @@ w = torch.ones(3, requires_grad=True)
 (w * 2).sum().backward()
 print(w.grad.tolist() == [2.0, 2.0, 2.0])
 """
-    assert python(code).split() == ["True", "refused", "True"]
+    assert printed("-c", code).split() == ["True", "refused", "True"]
 
 
 @pytest.mark.gpu

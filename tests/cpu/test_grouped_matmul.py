@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from interpreter import TESTS
+from interpreter import interpreted
 from torch.nn import functional as F
 from user_kernels_interpreting import job
 
@@ -105,10 +102,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[torch.Tens
     jobs["epilogue"] = job(stages(given, "sm_80", relu_of).stages, given)
     file = tmp_path_factory.mktemp("grouped") / "jobs.pt"
     torch.save(jobs, file)
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, str(TESTS / "user_kernels_interpreting.py"), str(file)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    interpreted("user_kernels_interpreting.py", str(file))
     return torch.load(file)
 
 
@@ -155,12 +149,11 @@ assert torch.equal(c.float(), torch.cat([a[:40].float() @ b[0].float(), a[40:].f
 @pytest.mark.slow
 def test_a_group_of_more_than_32_bits() -> None:
     """A group's row may begin 2**31 elements behind its first."""
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", FAR], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    interpreted("-c", FAR)
 
 
 # -- code -------------------------------------------------------------------------------------------
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("name", ["rows", "depth"])
 def test_every_tiling_compiles(name: str, arch: str) -> None:

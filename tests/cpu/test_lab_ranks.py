@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,14 +17,6 @@ from reflib.autotune import by_value
 from reflib.errors import LabError
 
 c = torch.ops._c10d_functional
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Any]:
-    ranks = lab.ranks(2)
-    yield ranks
-    ranks.close()
-    assert not ranks.processes
 
 
 def in_a_cell(text: str) -> dict[str, Any]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ from torch import nn
 from reflib.errors import LabError
 from reflib.lab import growing
 from reflib.lab import notebook as nb
+from tests.interpreter import interpreted
 
 CHAPTER = Path(__file__).parents[2] / "notebooks" / "mini-compiler.ipynb"
 CELLS = [cell.source for cell in nb.read(CHAPTER).cells if cell.cell_type == "code"]
@@ -87,7 +85,7 @@ def test_a_package_is_what_was_compiled(tmp_path: Path) -> None:
 IN_THE_INTERPRETER = """
 import sys, torch, pathlib
 names = {"__name__": "mini"}
-exec(pathlib.Path("mini.py").read_text(), names)
+exec(pathlib.Path(sys.argv[1]).read_text(), names)
 globals().update(names)
 torch.manual_seed(0)
 w, b = torch.randn(64, 48), torch.randn(64)
@@ -98,7 +96,7 @@ def through(*args):
         node.meta["own"] = node.meta["online"] = True
     kernels = lowered(graph, fuse(graph))
     assert not any(k.body[0][0] == "call" for k in kernels)
-    launch = load(*build(kernels, "cuda", "."))
+    launch = load(*build(kernels, "cuda", pathlib.Path(sys.argv[1]).parent))
     return linked(wrapper(graph, kernels), launch, "cpu")(*args)
 
 def f(x, w, b):
@@ -114,10 +112,7 @@ for rows in (37, 1):
 def test_the_triton_that_it_prints_computes_the_same(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     (tmp_path / "mini.py").write_text(growing.grown(STEPS.values()))
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", IN_THE_INTERPRETER]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["True"] * 2, done.stderr
+    assert interpreted("-c", IN_THE_INTERPRETER, str(tmp_path / "mini.py")).split() == ["True"] * 2
 
 
 # ---- lab.Growing

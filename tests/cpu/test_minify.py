@@ -1,16 +1,16 @@
 """The minifier: planted faults in random graphs become graphs of a few ops, whatever way they fail.
 
-Each test runs a process of its own (tests/planted_faults.py says why): some 5 s, and 0.2 s for a trial.
+Each test runs another process (tests/planted_faults.py says why): seconds, and 0.2 s for a trial.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forking import printed
 
 OTHERS = """
 import os, sys, time, torch, reflib
@@ -56,24 +56,22 @@ print(Trials(limit=1).of(graph(torch.exp)))
 """
 
 
-def run(root: Path, *command: str) -> list[str]:
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=root, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()
+def run(*command: str) -> list[str]:
+    return printed(*command).splitlines()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(50))
-def test_a_planted_fault_is_found(root: Path, number: int) -> None:
-    [line] = run(root, "-m", "tests.planted_faults", str(number))
+def test_a_planted_fault_is_found(number: int) -> None:
+    [line] = run("tests.planted_faults", str(number))
     found = json.loads(line)
     assert found["before"] == 100 and found["kind"] == "wrong"
     assert len(found["ops"]) <= 5 and found["seconds"] < 120, found
     assert any(op.startswith(found["fault"]) for op in found["ops"]), found
 
 
-def test_errors_crashes_and_gradients_are_found_too(root: Path, tmp_path: Path) -> None:
-    assert run(root, "-c", OTHERS, str(tmp_path)) == [
+def test_errors_crashes_and_gradients_are_found_too(tmp_path: Path) -> None:
+    assert run("-c", OTHERS, str(tmp_path)) == [
         "error|error: LoweringError|['getitem', 'tanh', 'output']",
         "crash|crash|['tanh', 'exp', 'output']",
         "gradient|wrong|['getitem', 'tanh', 'output']",
@@ -84,7 +82,7 @@ def test_errors_crashes_and_gradients_are_found_too(root: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_trial_may_be_a_fresh_process(root: Path) -> None:
+def test_a_trial_may_be_a_fresh_process() -> None:
     code = "from tests.planted_faults import *; from reflib.observe.minify import Trials; subject = planted(0)[1]; "
     # the fault is in this process only
-    assert run(root, "-c", code + "print(Trials(forks=False).of(subject), Trials().of(subject), sep='|')") == ["|wrong"]
+    assert run("-c", code + "print(Trials(forks=False).of(subject), Trials().of(subject), sep='|')") == ["|wrong"]

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes import python
+from tests.forking import printed
 
 
-def run(out: Path, root: Path, *args: str) -> None:
-    command = [sys.executable, "-m", "tests.opinfo", "--fresh", "--out", str(out / "results.jsonl"), *args]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-
-
-@pytest.mark.slow
-def test_one_sample_of_every_twentieth_op(tmp_path: Path, root: Path) -> None:
-    run(tmp_path, root, "--limit", "1", "--shard", "1/20")
-
-
-def test_through_torch_compile(tmp_path: Path, root: Path) -> None:
-    run(tmp_path, root, "--limit", "1", "--shard", "3/300", "--entry", "dynamo")
+@pytest.mark.parametrize(
+    "which", [pytest.param(["--shard", "1/20"], marks=pytest.mark.slow), ["--shard", "3/300", "--entry", "dynamo"]]
+)
+def test_one_sample_of_some_ops(tmp_path: Path, which: list[str]) -> None:
+    printed("tests.opinfo", "--fresh", "--out", str(tmp_path / "results.jsonl"), "--limit", "1", *which)
 
 
 def test_a_crash_is_one_sample() -> None:
@@ -44,4 +34,4 @@ got = {}
 workers.run_tasks([workers.Task(((group, (0, 1, 2, 3)),))], 1, lambda r: got.__setitem__(r.key[-1], r.status))
 assert got == {"0": "ok", "1": "ok", "2": "crash", "3": "ok"}, got
 """
-    python(script)
+    printed("-c", script)

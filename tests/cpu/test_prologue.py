@@ -221,6 +221,7 @@ LARGE = {
 
 
 @needs_triton
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("name", LARGE)
 def test_is_pipelined_onto_the_tensor_cores(name: str, arch: str) -> None:
@@ -242,6 +243,7 @@ def test_is_pipelined_onto_the_tensor_cores(name: str, arch: str) -> None:
 
 
 @needs_triton
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("kind", TILINGS)
 def test_every_kind_compiles(kind: str, arch: str) -> None:

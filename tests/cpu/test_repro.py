@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import operator
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from reflib.pipeline import OBSERVE
 from reflib.sweep.model import models
 from tests import sweep_repros
 from tests.cpu.test_fuzz import make as make_tensor
+from tests.forking import printed
 from tests.models import MLP, Block
 
 RUN = """
@@ -37,14 +36,9 @@ for path in sys.argv[1:]:
 """
 
 
-def run_repros(paths: list[Path], root: Path, tmp_path: Path) -> dict[str, str]:
-    """What each file said, in one fresh process."""
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, *map(str, paths)], capture_output=True, text=True, cwd=tmp_path,
-        timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    parts = done.stdout.split("== ")[1:]
+def run_repros(paths: list[Path]) -> dict[str, str]:
+    """What each file said, in one other process."""
+    parts = printed("-c", RUN, *map(str, paths)).split("== ")[1:]
     return {Path(p.partition("\n")[0]).parent.name: p for p in parts}
 
 
@@ -141,6 +135,7 @@ EXPORTED: dict[str, tuple[torch.nn.Module, tuple[Any, ...], Any, dict[str, Any]]
 }
 
 
+<<<<<<< HEAD
 def asks(x: torch.Tensor) -> torch.Tensor:
     return torch.softmax(x + torch.arange(8, device="cuda"), -1) @ torch.ones(8, 3, device="cuda")
 
@@ -155,6 +150,9 @@ EXPLAINED: dict[str, tuple[Callable[..., Any], torch.Tensor, dict[str, Any]]] = 
 def test_a_fresh_process_makes_the_same_kernels(root: Path, tmp_path: Path) -> None:
     for name, (model, x, how) in EXPLAINED.items():
         reflib.explain(model, x, target="sm_90", repro=str(tmp_path / name), **how)
+=======
+def test_another_process_makes_the_same_kernels(tmp_path: Path) -> None:
+>>>>>>> smaller
     for name, (model, inputs, shapes, options) in EXPORTED.items():
         program = torch.export.export(model.eval(), inputs, dynamic_shapes=shapes)
         reflib.compile(program, repro=str(tmp_path / name), **options)
@@ -165,7 +163,7 @@ def test_a_fresh_process_makes_the_same_kernels(root: Path, tmp_path: Path) -> N
             result.sum().backward()
     files = {name: list((tmp_path / name).glob("repro_*.py")) for name in [*CASES, *EXPORTED, *EXPLAINED]}
     assert all(len(found) == 1 for found in files.values()), files
-    said = run_repros([found[0] for found in files.values()], root, tmp_path)
+    said = run_repros([found[0] for found in files.values()])
     assert said.keys() == files.keys()
     for words in said.values():
         assert "status 0" in words and "nothing is wrong" in words and "bit-equal" in words, words
@@ -302,7 +300,7 @@ def test_launches_of_tuned_kernels_are_compiled_again_without_a_gpu(
 
     reflib.explain(user.f, torch.randn(1000), target="sm_90", repro=str(tmp_path / "user"))
     [path] = (tmp_path / "user").glob("repro_*.py")
-    said = run_repros([path], root, tmp_path)["user"]
+    said = run_repros([path])["user"]
     assert "status 0" in said and "bit-equal" in said, said
     assert "import user_kernels_of_a_repro" not in path.read_text()
 

@@ -8,8 +8,10 @@ import json
 import math
 import random
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from reflib.lab import recording
 from reflib.lab.rows import Row, Rows
 from reflib.sweep import child, own, registry, report, run
 from reflib.sweep.model import models
+from tests.kernels import launch
 from tests.processes import gone
 
 FILE = """import os, time
@@ -132,10 +135,16 @@ def request(file: Path, *only: str, **more: Any) -> run.Request:
 def swept(file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, list[str]]:
     """Two models with every backend, one that crashes, two whose library is missing: (folder, exit status, lines)."""
     folder, said = tmp_path_factory.mktemp("swept"), list[str]()
-    status = run.sweep(request(file, "mlp"), folder, said.append)
-    run.sweep(request(file, "softmax", modes=("training",), backends=("reflib", "eager")), folder, said.append)
-    rest = request(file, "dies", "absent", "half_there", backends=("reflib",))
-    status = max(status, run.sweep(rest, folder, said.append))
+
+    def forked(command: list[str], *, env: dict[str, str], cwd: Path, stderr: Any, **_: Any) -> Any:
+        return launch(command, env=env, cwd=str(cwd), errors=stderr.name)
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(run, "subprocess", SimpleNamespace(DEVNULL=subprocess.DEVNULL, Popen=forked))
+        status = run.sweep(request(file, "mlp"), folder, said.append)
+        run.sweep(request(file, "softmax", modes=("training",), backends=("reflib", "eager")), folder, said.append)
+        rest = request(file, "dies", "absent", "half_there", backends=("reflib",))
+        status = max(status, run.sweep(rest, folder, said.append))
     return folder, status, said
 
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.interpreter import interpreted
 
 pytest.importorskip("triton")
 
 
 @pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-def test_they_compute_sums_and_notice_what_is_different(size: int, root: Path) -> None:
-    command = [sys.executable, str(root / "tests" / "symmetric_interpreting.py"), "0", str(size)]
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stdout + done.stderr
+def test_they_compute_sums_and_notice_what_is_different(size: int) -> None:
+    assert interpreted("symmetric_interpreting.py", "0", str(size)).strip() == ""
 
 
 @pytest.mark.parametrize("arch", [80, 90])

@@ -4,8 +4,6 @@ interpreter, their code by Triton's own compiler, packages, tuning, and what is 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +33,7 @@ from reflib.package import archive, manifest
 from reflib.pipeline import _retarget, run
 from reflib.schedule.user_kernels import variants
 from reflib.target import parse_target
-from tests.interpreter import TESTS
+from tests.interpreter import interpreted
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -88,10 +86,7 @@ def test_numbers(tmp_path: Path) -> None:
         if name == "in place":
             assert "copy" not in e.wrapper and "clone" not in e.wrapper, "the kernel writes to the argument itself"
     torch.save(jobs, tmp_path / "job")
-    env = {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{TESTS.parent}", "PATH": "/usr/bin:/bin"}
-    child = [sys.executable, str(TESTS / "user_kernels_interpreting.py"), str(tmp_path / "job")]
-    done = subprocess.run(child, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    interpreted("user_kernels_interpreting.py", str(tmp_path / "job"))
     for name, got in torch.load(tmp_path / "job").items():
         for a, b in zip(got, wanted[name], strict=True):
             torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,8 @@ from reflib import seams, weekend
 from reflib.lab import weekend as page
 from reflib.plugins import PLUGS
 from tests import weekend_alone
+from tests.forking import printed
+from tests.interpreter import interpreted
 
 
 @pytest.fixture(scope="module")
@@ -31,29 +32,25 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def compiled_there(folder: Path, *more: str) -> dict[str, Any]:
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"TRITON_INTERPRET": "0" if more else "1"}
-    script = Path(weekend_alone.__file__)
-    command = [sys.executable, "-W", "ignore", str(script), str(folder), *more]
-    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
+def there(said: str) -> dict[str, Any]:
+    found = json.loads(said)
     assert not found.pop("imported from elsewhere")
     return found
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton: the generated code is compared")
 def test_it_compiles_and_runs_alone(alone: Path) -> None:
-    wrong = {name: text for name, text in compiled_there(alone).items() if text}
+    found = there(interpreted("weekend_alone.py", str(alone), PYTHONPATH=""))
+    wrong = {name: text for name, text in found.items() if text}
     assert not wrong, "\n".join(f"{name}: {text}" for name, text in wrong.items())
 
 
 def test_it_generates_alone_what_the_whole_package_does(alone: Path) -> None:
     """Where the other passes have nothing to improve, and no kernel loops (those take fewer passes there)."""
-    found = compiled_there(alone, "sources")
-    assert all(isinstance(sources, list) and sources for sources in found.values()), found
-    for name in ("softmax", "softmax, any size", "layer norm"):
-        mine, whole = ([s for s in x if "for r0" not in s] for x in (found[name], weekend_alone.sources(name)))
+    found = there(printed(weekend_alone.__file__, str(alone), "sources", PYTHONPATH=""))
+    assert len(found) == 3
+    for name, sources in found.items():
+        mine, whole = ([s for s in x if "for r0" not in s] for x in (sources, weekend_alone.sources(name)))
         assert mine and mine == whole, name
 
 
