@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import tempfile
 import time
@@ -42,10 +41,10 @@ def written(name: str, mode: str, target: str, folder: Path) -> list[Path]:
 
 
 def verdict(path: Path) -> str:
-    """"" if it is bit-equal and right in a process of its own; else what that said."""
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=900)
-    whole = "are bit-equal to those recorded" in done.stdout and done.returncode == 0
-    return "" if whole else f"{path}: exit {done.returncode}\n{done.stdout}{done.stderr[-3000:]}"
+    """"" if it is bit-equal and right in a process that has compiled nothing; else what that said."""
+    code, out, errors = forked(str(path))
+    whole = "are bit-equal to those recorded" in out and code == 0
+    return "" if whole else f"{path}: exit {code}\n{out}{errors[-3000:]}"
 
 
 def main() -> Iterator[bool]:
@@ -64,8 +63,8 @@ def main() -> Iterator[bool]:
                 except (ImportError, AssertionError) as e:
                     said = f"NOT WRITTEN: {e}"
                 else:
-                    said = "\n".join(filter(None, map(verdict, paths))) or f"{len(paths)} graphs are bit-equal"
-            print(f"{m.name} {mode} ({time.perf_counter() - start:.0f} s): {said}", flush=True)
+                    said = "\n".join(filter(None, map(verdict, paths))) or f"{len(paths)} bit-equal"
+            print(f"{m.name}, {mode} ({time.perf_counter() - start:.0f} s): {said}", flush=True)
             yield said.endswith("bit-equal")
 
 

@@ -56,7 +56,7 @@ def test_the_first_bad_step_is_named(wrapper: str) -> None:
 def test_complex_values_and_floats_of_8_bits_are_looked_at_too() -> None:
     eighth = reflib.compile(lambda x: x.to(torch.float8_e4m3fn), check_nan=True)
     eighth(torch.ones(2, 3))
-    with pytest.raises(reflib.ReflibError, match=r"wrote NaN into .* \(2, 3\), first at \[1, 0\]\n  it was there before"):
+    with pytest.raises(reflib.ReflibError, match=r"wrote NaN into .*, first at \[1, 0\]\n  it was there before"):
         eighth(torch.tensor([[1.0, 2, 3], [float("nan"), 1, 1]]))
     torch._dynamo.reset()
     turned = reflib.compile(lambda x: torch.fft.fft(x) / 2, check_nan=True)
