@@ -175,7 +175,7 @@ def test_a_fresh_process_makes_the_same_kernels(root: Path, tmp_path: Path) -> N
     assert "def inner(" in files["inner"][0].read_text() and "OFFSET = 0.5" in files["inner"][0].read_text()
 
 
-@pytest.mark.sample(60)
+@pytest.mark.sample(90)
 @pytest.mark.parametrize("target", ["", "sm_90"])
 @pytest.mark.parametrize("mode", ["inference", "training"])
 @pytest.mark.parametrize("name", [m.name for m in models()])
