@@ -98,7 +98,7 @@ class Recorder:
         atomic.write(path, gzip.compress(text.encode(), 1))
         self._number += 1
         self._files.append(path)
-        for old in self._files[1 : len(self._files) - FILES + 1]:
+        for old in self._files[1 : max(1, len(self._files) - FILES + 1)]:
             old.unlink(missing_ok=True)
             self._files.remove(old)
 

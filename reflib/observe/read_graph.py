@@ -83,10 +83,8 @@ class _Reader:
             self.update = _IN_PLACE[type(s.op)], (self.env[s.target.id], self._value(s.value))
         elif isinstance(s, (ast.Assign, ast.AnnAssign)):
             target = s.target if isinstance(s, ast.AnnAssign) else s.targets[0]
-            if isinstance(target, ast.Subscript):  # x[i] = v; setitem = x
-                assert s.value is not None
-                of = self._value(target.value), self._value(target.slice), self._value(s.value)
-                self.update = operator.setitem, of
+            if isinstance(target, ast.Subscript) and s.value is not None:  # x[i] = v; setitem = x
+                self.update = operator.setitem, tuple(map(self._value, (target.value, target.slice, s.value)))
                 return
             empty = s.value is None or isinstance(s.value, ast.Constant) and s.value.value is None
             if empty or not isinstance(target, ast.Name) or target.id in placeholders:

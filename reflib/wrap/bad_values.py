@@ -54,8 +54,9 @@ def check_nan(node: KernelNode | Extern, wrote: Sequence[Any], read: Sequence[An
 
 
 def _bad(t: Any) -> str:
-    if not isinstance(t, torch.Tensor) or t.layout != torch.strided or not t.is_floating_point() or t.itemsize < 2:
+    if not isinstance(t, torch.Tensor) or t.layout != torch.strided or not (t.is_floating_point() or t.is_complex()):
         return ""
+    t = t.float() if t.itemsize < 2 else t  # floats of 8 bits have no isfinite
     if bool(torch.isfinite(t).all()):
         return ""
     return "NaN" if bool(torch.isnan(t).any()) else "infinity"
@@ -87,6 +88,7 @@ def _message(node: KernelNode | Extern, name: str, what: str, t: torch.Tensor, b
 
 
 def _first(t: torch.Tensor, what: str) -> list[int]:
+    t = t.float() if t.itemsize < 2 else t
     bad = torch.isnan(t) if what == "NaN" else torch.isinf(t)
     return [int(i) for i in torch.nonzero(bad)[0]]
 

@@ -53,6 +53,18 @@ def test_the_first_bad_step_is_named(wrapper: str) -> None:
         f(x, w)
 
 
+def test_complex_values_and_floats_of_8_bits_are_looked_at_too() -> None:
+    eighth = reflib.compile(lambda x: x.to(torch.float8_e4m3fn), check_nan=True)
+    eighth(torch.ones(2, 3))
+    with pytest.raises(reflib.ReflibError, match=r"wrote NaN into .*, first at \[1, 0\]\n  it was there before"):
+        eighth(torch.tensor([[1.0, 2, 3], [float("nan"), 1, 1]]))
+    torch._dynamo.reset()
+    turned = reflib.compile(lambda x: torch.fft.fft(x) / 2, check_nan=True)
+    turned(torch.randn(4))
+    with pytest.raises(reflib.ReflibError, match=r"check_nan: call aten\._fft.* wrote (NaN|infinity) into"):
+        turned(torch.tensor([1e38, 3e38, 3e38, 3e38]))
+
+
 def test_infinities_that_are_meant_are_let_pass() -> None:
     masked = reflib.compile(
         lambda x: torch.softmax(x.tril() + torch.full((4, 4), float("-inf")).triu(1), -1), check_nan=True

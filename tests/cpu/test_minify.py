@@ -42,6 +42,19 @@ for name, op, rule in (
     found = minify(graph(*steps))
     RULES[op] = before
     print(name, found.kind, [n.name for n in found.subject.module.graph.nodes], sep="|")
+def of_gpus(rule):
+    return lambda cx, *args: raises() if cx.on_gpu else rule(cx, *args)
+before, RULES[aten.exp.default] = RULES[aten.exp.default], of_gpus(RULES[aten.exp.default])
+with torch.no_grad():
+    try:
+        reflib.explain(lambda x: x.tanh().exp().sin(), torch.rand(6, 4), target="sm_90", repro=sys.argv[1] + "/gpu")
+    except Exception:
+        pass
+[path] = Path(sys.argv[1], "gpu").glob("*.py")
+found = minify_file(path, Path(sys.argv[1], "gpu.py"), None, 60.0, lambda line: None)
+print("target", found.kind, [n.name for n in found.subject.module.graph.nodes], sep="|")
+RULES[aten.exp.default] = before
+Path(sys.argv[1], "gpu.py").unlink()
 program = torch.export.export(graph(torch.tanh, torch.exp, torch.sin).module, (torch.rand(6, 4),))
 reflib.compile(program, repro=sys.argv[1])
 before, RULES[aten.exp.default] = RULES[aten.exp.default], RULES[aten.neg.default]
@@ -75,6 +88,7 @@ def test_errors_crashes_and_gradients_are_found_too(tmp_path: Path) -> None:
         "error|error: LoweringError|['getitem', 'tanh', 'output']",
         "crash|crash|['tanh', 'exp', 'output']",
         "gradient|wrong|['getitem', 'tanh', 'output']",
+        "target|error: LoweringError|['tanh', 'exp', 'output']",
         "exported|wrong|['tanh', 'exp', 'output']|True",
         "|slower",
         "hang",

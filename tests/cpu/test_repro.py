@@ -173,7 +173,7 @@ def test_another_process_makes_the_same_kernels(tmp_path: Path) -> None:
     assert "def inner(" in files["inner"][0].read_text() and "OFFSET = 0.5" in files["inner"][0].read_text()
 
 
-@pytest.mark.sample(60)
+@pytest.mark.sample(90)
 @pytest.mark.parametrize("target", ["", "sm_90"])
 @pytest.mark.parametrize("mode", ["inference", "training"])
 @pytest.mark.parametrize("name", [m.name for m in models()])
@@ -338,6 +338,13 @@ def test_an_internal_error_leaves_a_repro(
         main(run_file(str(path)), [])
 
 
+def op_without_source() -> Callable[..., Any]:
+    scope: dict[str, Any] = {"torch": torch}
+    exec("def gone(x: torch.Tensor) -> torch.Tensor:\n    return x * 3", scope)
+    torch.library.custom_op("repro_tests::gone", scope["gone"], mutates_args=()).register_fake(torch.empty_like)
+    return lambda x: torch.ops.repro_tests.gone(x.neg())
+
+
 def test_observation_never_fails_a_compilation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -351,6 +358,10 @@ def test_observation_never_fails_a_compilation(
     negated = torch._neg_view(x)
     assert torch.equal(reflib.compile(f, repro=str(tmp_path))(negated), x * -2)
     assert "input 0 is conjugated or negated in passing" in caplog.text
+    torch._dynamo.reset()
+    assert torch.equal(reflib.compile(op_without_source(), repro=str(tmp_path / "gone"))(x), x * -3)
+    [path] = (tmp_path / "gone").glob("repro_*.py")
+    assert "MISSING" in path.read_text() and f"{path} lacks the function op_repro_tests_gone, whose" in caplog.text
     torch._dynamo.reset()
     monkeypatch.setattr(repro, "_classes", lambda *a: 1 / 0)
     assert torch.equal(reflib.compile(f, repro=str(tmp_path))(x), x * 2)

@@ -83,15 +83,15 @@ def test_without_a_folder_a_call_is_what_it_was(monkeypatch, tmp_path):
         Options(trace=7)
 
 
-def test_ten_files_of_events_are_rotated_and_the_first_is_kept(tmp_path, monkeypatch):
+def test_eleven_files_of_events_are_rotated_and_the_first_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(tracing, "EVENTS", 100)
-    monkeypatch.setattr(tracing, "FILES", 4)
+    monkeypatch.setattr(tracing, "FILES", 8)
     recorder = tracing.Recorder(tmp_path)
     for i in range(1050):
         recorder.add(Timed(str(i), i * 1e-5, 5e-6, "launch"))
     assert recorder.flush() is not None and recorder.flush() is None
     paths = sorted(tmp_path.iterdir())
-    assert [p.name.split("_")[2][:4] for p in paths] == ["0000", "0008", "0009", "0010"]
+    assert [p.name.split("_")[2][:4] for p in paths] == ["0000", *(f"{n:04}" for n in range(4, 11))]
     names = [e["name"] for p in (paths[0], paths[-1]) for e in read(p)[0]]
     assert names == [str(i) for i in (*range(100), *range(1000, 1050))]
     recorder.add(Timed("parent's", 0.0, 0.0, "launch"))
