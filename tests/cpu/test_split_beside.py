@@ -1,4 +1,4 @@
-"""The sum over all of a tensor beside elementwise work over it: a sum of each row in that kernel, then the sum of these."""
+"""The sum of a whole tensor beside elementwise work over it: a sum of each row in that kernel, then of these."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def learned_scale(x, g, s):
 
 
 def step_and_norm(p, g, s):
-    update = g * s + p * 0.01
-    return p - update / update.square().sum(), update.neg()
+    m, v = p.lerp(g, 0.1), p * 0.9 + g * g
+    update = m / (v.abs().sqrt() + 1) + p * s
+    return m, v, p - update / update.square().sum()
 
 
 def averaged(p, q, s):
@@ -62,7 +63,7 @@ def test_less_is_read(fn: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -
 def test_not_what_waits_for_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor where a row's sums would be as large as the row, nor where pieces of equal size are found."""
     monkeypatch.setattr(split_rows, "SHARED", 0)
-    x, y, s = tensors()
+    x, y, _ = tensors()
     for fn, args in (
         (lambda x: ((x - x.mean()) / x.std(),), [x]),
         (lambda x, y: (x * y, (x + y).sum()), [x.reshape(-1, 3)[:10_001], y.reshape(-1, 3)[:10_001]]),
