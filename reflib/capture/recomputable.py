@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch._functorch import partitioners
+from torch._functorch.partitioners import get_aten_target
 
 aten = torch.ops.aten
 VIEWS = (aten.split_with_sizes, aten.unbind, aten.diagonal, aten.transpose, aten.unfold)
@@ -29,13 +30,25 @@ _torchs = partitioners.get_default_op_list
 
 
 class Ops(partitioners.OpTypes):
-    """torch's, but for concatenations, of which the number of tensors counts."""
+    """torch's, but for concatenations, of which the number of tensors counts, and for what is split."""
 
     def is_fusible(self, node: torch.fx.Node) -> bool:
-        return _short_cat(node) or super().is_fusible(node)
+        return _short_cat(node) or super().is_fusible(node) and not _biased(node)
 
     def is_recomputable(self, node: torch.fx.Node) -> bool:
-        return _short_cat(node) or super().is_recomputable(node)
+        return _short_cat(node) or super().is_recomputable(node) and not _biased(node)
+
+    def is_view(self, node: torch.fx.Node) -> bool:
+        return super().is_view(node) and not _biased(node)
+
+
+def _biased(node: torch.fx.Node) -> bool:
+    """Is it a part of a convolution with a bias? That is added by the kernel that reads the convolution (``lower``),
+    so the sum is in memory only if it is saved."""
+    source = node.args[0] if get_aten_target(node) in VIEWS else None
+    if not isinstance(source, torch.fx.Node) or source.target is not aten.convolution.default:
+        return False
+    return source.args[2] is not None
 
 
 def _short_cat(node: torch.fx.Node) -> bool:

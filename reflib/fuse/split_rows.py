@@ -8,13 +8,16 @@ the kernel that makes these, and the row is read again. Instead::
 
 whose first step is one more reduction of the row, in the statistics' kernel. What it stores, a number per row, is read
 by the second step, which ``split`` may cut.
+
+The same helps where elementwise work goes over the same elements in any case (the gradient of a tensor beside that of
+the number it is scaled by; an optimizer's step and the norm of what it made): its kernel reduces each row as well.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ..ir.expr import product
+from ..ir.expr import Expr, product
 from ..ir.loops import Axis, BodyBuilder, LoopNest, Reduce, map_stmt
 from ..ir.program import Buffer, Node, Program
 from ..ir.transforms import eliminate_dead, needed, varying
@@ -23,9 +26,12 @@ from ..target import Target
 from .dependencies import Dependencies, dependencies
 from .mapping import fresh
 from .result import Fused
-from .split import can_split, row_major
+from .split import can_split, cut_axis, pieces_wanted, row_major, with_axis
 
 _KINDS = ("sum", "prod", "max", "min", "any", "all")
+SHARED = 8_000_000  # bytes read once instead of twice that are worth a further step: 2 us of an H200
+PARTS = 8  # a row's results may take one part in so many of these
+FAR = 64  # nodes that are looked at
 
 
 def split_rows(fused: Fused, options: Options, target: Target) -> Fused:
@@ -36,7 +42,9 @@ def split_rows(fused: Fused, options: Options, target: Target) -> Fused:
     depends = dependencies(program)
     nodes: list[Node] = []
     for position, node in enumerate(program.nodes):
-        rows = _rows(program, depends, position, node) if isinstance(node, LoopNest) else 0
+        rows = 0
+        if isinstance(node, LoopNest) and _sums_all(node):
+            rows = _rows(program, depends, position, node) or _beside(program, depends, position, node, target)
         if isinstance(node, LoopNest) and rows and product(a.size for a in node.axes[:rows]).hint() >= 2 * target.units:
             nodes += _two_steps(node, rows, buffers)
         else:
@@ -44,11 +52,13 @@ def split_rows(fused: Fused, options: Options, target: Target) -> Fused:
     return replace(fused, program=replace(program, nodes=tuple(nodes), buffers=buffers))
 
 
+def _sums_all(loops: LoopNest) -> bool:
+    kinds = {s.kind for s in loops.body if isinstance(s, Reduce)}
+    return len(loops.reduced) > 1 and not loops.parallel and kinds <= set(_KINDS) and can_split(loops)
+
+
 def _rows(program: Program, depends: Dependencies, position: int, loops: LoopNest) -> int:
     """How many of the first axes are rows of which a statistic is needed: all are reduced. 0: none."""
-    kinds = [s.kind for s in loops.body if isinstance(s, Reduce)]
-    if len(loops.reduced) < 2 or loops.parallel or not set(kinds) <= set(_KINDS) or not can_split(loops):
-        return 0
     sizes = [a.size for a in loops.axes]
     todo, seen = [position], set[int]()
     while todo:
@@ -65,6 +75,74 @@ def _rows(program: Program, depends: Dependencies, position: int, loops: LoopNes
             if not maker.reduced and own in (sizes, sizes[: len(own)]):
                 todo.append(writer)
     return 0
+
+
+def _beside(program: Program, depends: Dependencies, position: int, loops: LoopNest, target: Target) -> int:
+    """How many of the first axes are rows, where elementwise work that stores its results touches as many bytes of what
+    is reduced that a kernel for both pays. 0: none."""
+    sizes = [a.size for a in loops.axes]
+    lengths = [product(sizes[:n]).hint() for n in range(len(sizes))]
+    rows = next((n for n, length in enumerate(lengths) if length >= 2 * target.units), 0)
+    if not rows or any(s.index.coefficient(loops.axes[-1].var) not in (0, 1) for s in loops.loads()):
+        return 0
+    pieces = pieces_wanted(loops, program.buffers, target)
+    if pieces == 1 or cut_axis(*with_axis(loops, pieces)[1:], alone=False).exact:
+        return 0  # a kernel for both is made as it is
+    chain, touched = _made_for(program, depends, position, sizes)
+    after = _dependents(program, depends, position)
+    shared = set[str]()
+    for b in touched:
+        for at in (*depends.readers.get(b, []), *depends.writers.get(b, [])):
+            node = program.nodes[at]
+            if at not in chain and at not in after and isinstance(node, LoopNest) and not node.reduced:
+                shared |= {b} if _stores(program, depends, at, sizes, after) else set()
+    saved = sum(program.buffers[b].nbytes.hint() for b in shared)
+    steps = sum(isinstance(s, Reduce) for s in loops.body) * 4 * lengths[rows]
+    return rows if saved >= SHARED and PARTS * steps <= saved else 0
+
+
+def _made_for(program: Program, depends: Dependencies, position: int, sizes: list[Expr]) -> tuple[set[int], set[str]]:
+    """The reduction and the elementwise nodes that make its operand alone; and buffers of as many elements that these
+    read and others make or read as well."""
+    chain, touched, todo = {position}, set[str](), [position]
+    while todo:
+        at = todo.pop()
+        for name in program.nodes[at].reads():
+            writer = depends.last_writer(name, at)
+            maker = None if writer is None else program.nodes[writer]
+            alone = name not in depends.needed and set(depends.readers.get(name, [])) <= chain
+            if isinstance(maker, LoopNest) and not maker.reduced and alone and len(maker.writes()) == 1:
+                chain.add(writer)  # type: ignore[arg-type]
+                todo.append(writer)  # type: ignore[arg-type]
+            elif program.buffers[name].numel.hint() == product(sizes).hint():
+                touched.add(name)
+    return chain, touched
+
+
+def _dependents(program: Program, depends: Dependencies, position: int) -> set[int]:
+    """What needs the results of the node at ``position``, at once or by others."""
+    out = {position}
+    for at in range(position + 1, len(program.nodes)):
+        if out & depends.before[at]:
+            out.add(at)
+    return out
+
+
+def _stores(program: Program, depends: Dependencies, position: int, sizes: list[Expr], after: set[int]) -> bool:
+    """Is it among elementwise work over these axes that makes a result of the program? (What only waits for the sum is
+    computed again behind it.)"""
+    todo, seen = [position], {position}
+    while todo and len(seen) < FAR:
+        at = todo.pop()
+        node = program.nodes[at]
+        if isinstance(node, LoopNest) and not node.reduced and [a.size for a in node.axes] == sizes:
+            if any(b in depends.needed for b in node.writes()):
+                return True
+            near = {w for b in node.reads() if (w := depends.last_writer(b, at)) is not None}
+            near |= {r for b in node.writes() for r in depends.readers.get(b, [])}
+            todo += near - seen - after
+            seen |= near
+    return False
 
 
 def _two_steps(loops: LoopNest, rows: int, buffers: dict[str, Buffer]) -> list[Node]:

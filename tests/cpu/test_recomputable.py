@@ -87,6 +87,18 @@ def test_integers_and_long_lists_are_saved() -> None:
     assert not recomputable._short_cat(cat)
 
 
+def test_a_sum_with_a_convolutions_bias_is_not_saved() -> None:
+    """The bias is added in the kernel that reads the convolution."""
+    conv = torch.nn.Conv1d(8, 16, 3)
+
+    def gated(x):
+        left, right = conv(x).chunk(2, 1)
+        return left.tanh() * right.sigmoid()
+
+    forward = reflib.explain(gated, torch.randn(2, 8, 33), target="sm_90").graphs[0].scheduled
+    assert len(forward.nodes) == 2  # the convolution, and one kernel
+
+
 def test_others_have_torchs_list() -> None:
     """TorchInductor in the same process, and other threads."""
     reflib.compile(glu)(*arguments())

@@ -1,0 +1,73 @@
+"""The sum of a whole tensor beside elementwise work over it: a sum of each row in that kernel, then of these."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fuse_cases import fused, kernels
+
+from reflib.fuse import split_rows
+from reflib.ir.loops import LoopNest
+
+SIZES = random.Random(5)
+
+
+def learned_scale(x, g, s):
+    inside = (x / s).abs() < 1
+    return torch.where(inside, g / s, 0), torch.where(inside, -g * x, g).sum().reshape(1)
+
+
+def step_and_norm(p, g, s):
+    m, v = p.lerp(g, 0.1), p * 0.9 + g * g
+    update = m / (v.abs().sqrt() + 1) + p * s
+    return m, v, p - update / update.square().sum()
+
+
+def averaged(p, q, s):
+    return p.lerp(q, 0.1), (p - q).square().sum(), (p * s).abs().amax()
+
+
+def of_four(x, y, s):
+    x, y = x.unflatten(1, (-1, 3)), y.unflatten(1, (-1, 3))
+    return x * y, (x + y).sum()
+
+
+CASES: list[Callable[..., Any]] = [learned_scale, step_and_norm, averaged, of_four]
+
+
+def tensors() -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(SIZES.randint(0, 1000))
+    m, n = 2 * SIZES.randint(140, 200) + 1, 3 * SIZES.randint(25, 40)
+    return [torch.randn(m, n, generator=g), torch.randn(m, n, generator=g), torch.rand(1, generator=g) + 0.5]
+
+
+def large(f: Any) -> int:
+    """How often kernels read a tensor of all the elements."""
+    return sum(f.program.buffers[b].numel.hint() > 10_000 for n in f.program.nodes for b in n.reads())
+
+
+@pytest.mark.parametrize("fn", CASES)
+def test_less_is_read(fn: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    args = tensors()
+    apart = fused(fn, args)
+    monkeypatch.setattr(split_rows, "SHARED", 0)
+    together = fused(fn, args)
+    assert large(together) < large(apart)
+    assert len(kernels(together)) <= len(kernels(apart)) + 1
+
+
+def test_not_what_waits_for_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where a row's sums would be as large as the row, nor where pieces of equal size are found."""
+    monkeypatch.setattr(split_rows, "SHARED", 0)
+    x, y, _ = tensors()
+    for fn, args in (
+        (lambda x: ((x - x.mean()) / x.std(),), [x]),
+        (lambda x, y: (x * y, (x + y).sum()), [x.reshape(-1, 3)[:10_001], y.reshape(-1, 3)[:10_001]]),
+        (lambda x, y: (x * y, (x + y).sum()), [torch.ones(512, 64), torch.ones(512, 64)]),
+    ):
+        program = fused(fn, args).program
+        assert not any("of_rows" in b for n in program.nodes if isinstance(n, LoopNest) for b in n.writes())
