@@ -28,7 +28,8 @@ from typing import Any
 import torch
 
 from ..fuse.dependencies import dependencies, has_effect
-from ..ir.program import Extern, Node, Program, Variants, iter_views
+from ..ir.loops import LoopNest
+from ..ir.program import Choice, Extern, Node, Program, Template, Variants, iter_views, walk
 from ..lower.symbols import Symbols
 from ..options import Options
 from .memory import made
@@ -303,8 +304,8 @@ def _workspace(node: Node, program: Program) -> int:
     """What it holds beside its results while it runs, as its own steps have it."""
     if is_kernel(node):
         return sum(b.nbytes.hint() for b in node.variants[0].kernel.workspace if b.kind != "zeros")
-    if not isinstance(node, Variants):
-        return 0
+    if not isinstance(node, Variants) or any(isinstance(n, (Choice, LoopNest, Template)) for n in walk([node])):
+        return 0  # (what has no steps yet, before ``schedule``)
     own = STEPS.get(type(node).__name__)
     steps = steps_of(node) if own is None else own(node, program, Options())
     results = {b: program.buffers[b].nbytes.hint() for b in node.outputs}

@@ -14,6 +14,8 @@ import reflib
 from reflib.errors import OptionError
 from reflib.observe import eager_memory
 from reflib.plan.memory import memory
+from reflib.plan.order import search
+from reflib.plan.peak import as_kernels
 
 
 class Block(nn.Module):
@@ -200,8 +202,10 @@ def test_inside_of_loops_and_branches():
         return torch.cond(x.sum() > 0, lambda x: x.softmax(0).cumsum(1), lambda x: x + 1, (x,)).sum(0)
 
     for fn in (loop, branch):
-        memory = reflib.explain(fn, torch.randn(64, 8), target="cpu").memory
+        e = reflib.explain(fn, torch.randn(64, 8), target="cpu")
+        memory = e.memory
         assert memory.order.peak == memory.peak_bytes
+        assert search(as_kernels(e.stages.fused.program)).peak > 0, "before its blocks have steps"
         assert all(h.kernel for s in memory.table for h in s.held)
         assert "depends on numbers" in memory.eager.how
     memory = reflib.explain(nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.randn(4, 8), target="cpu").memory
