@@ -98,6 +98,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "lower.LIKE_EAGER": {"check": "lower.like_eager:check", "table": "lower.like_eager:TABLE"},
     "fuse.BEFORE": {
         "regions": "fuse.regions:fuse_blocks",
+        "sums": "fuse.sums:sums_of_products",
         "slices": "fuse.slices:slices",
         "in_place": "fuse.in_place:in_place",
         "slice_stores": "fuse.slice_stores:slice_stores",

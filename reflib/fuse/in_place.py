@@ -175,7 +175,8 @@ class _Deciding:
             self.given_back |= {u} if given_back else set()
             group.updates.append(u)
             group.alive.append(u.new)
-        return why and ("" if u.kind == "same" else why)
+        written = u.kind == "each" and self.final.get(root, ("",))[0] == u.new  # (else it only looks like an update)
+        return why and (why if written or u.kind not in ("same", "each") else "")
 
     def place(self, b: str) -> View:
         return self.places.get(b) or full_view(self.program.buffers[b])

@@ -244,7 +244,7 @@ def supported(cx: LoweringContext, args: Any, kwargs: Any) -> None:
             raise Unsupported("an input on another device")
 
 
-FRAME = re.compile(r'File "(?!<eval_with_key)([^"]+)", line (\d+), in (\S+)\s*\n?\s*(.*)')
+FRAME = re.compile(r'File "(?!<eval_with_key|[^"]*/observe/explain.py)([^"]+)", line (\d+), in (\S+)\s*\n?\s*(.*)')
 
 
 def origin(node: torch.fx.Node) -> Origin:

@@ -23,7 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..capture.advice import first_lines
+from ..errors import ReflibError
 
+_BY_NUMBERS = ("cond", "while_loop", "scan", "map_impl", "associative_scan")
 _TORCH, _OURS = (os.path.join(os.path.dirname(f), "") for f in (torch.__file__, os.path.dirname(__file__)))
 
 
@@ -92,6 +94,8 @@ def copied(fn: Any, args: Any, kwargs: dict[str, Any], real: bool) -> Iterator[t
 
 
 class _Watch(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self, state: list[torch.Tensor], on_gpu: bool):
         super().__init__()
         self.on_gpu, self.backward = on_gpu, False
@@ -102,6 +106,8 @@ class _Watch(TorchDispatchMode):
         self.base = torch.cuda.memory_allocated() if on_gpu else 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.on_gpu and getattr(func, "_name", "") in _BY_NUMBERS:
+            raise ReflibError(f"how {func._name} goes on depends on numbers, and tensors have none here")
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         result = func(*args, **(kwargs or {}))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..fuse.dependencies import inside
 from ..ir.printer import dtype_name
 from ..ir.program import Buffer, Extern, Node, Program, Variants, View
 from ..pipeline import Stages
@@ -129,7 +130,8 @@ class MemoryReport(Memory):
         lines = [f"peak {peak.bytes:,} bytes at step {peak.number} of {len(self.table)}, {peak.kernel} ({beside})"]
         for h in sorted(peak.held, key=lambda h: -h.bytes)[:_MOST_ROWS]:
             where = f" ({', '.join(filter(None, (h.module, h.source)))})" if h.module or h.source else ""
-            lines.append(f"  {h.bytes:>13,}  {h.buffer} {h.what}, {h.kind}, by {h.kernel}{where}")
+            by = f", by {h.kernel}" if h.kernel else ""  # (an arena is nobody's)
+            lines.append(f"  {h.bytes:>13,}  {h.buffer} {h.what}, {h.kind}{by}{where}")
         return "\n".join([*lines, *(f"lower: {w}" for w in self.ways), f"order: {self.order}"])
 
     def _repr_html_(self) -> str:
@@ -189,10 +191,11 @@ class _Names:
         self.at = {m.label: m.node for m in r.moments}
         self.maker: dict[str, str] = {}
         self.readers: dict[str, list[tuple[int, str]]] = {}
-        for name, node in self.nodes.items():
-            for b in node.writes():
-                self.maker.setdefault(b, name)
-            for b in node.reads():
+        for name, outer in self.nodes.items():
+            for node in inside(outer):  # (what a loop or a branch makes is the node's as a whole)
+                for b in node.writes():
+                    self.maker.setdefault(b, name)
+            for b in outer.reads():
                 self.readers.setdefault(b, []).append((self.at.get(name, 0), name))
         self.modules = {n.name: _module(n) for n in r.stages.graph.nodes}
         self.saved, self.returned = _outputs(r)

@@ -97,7 +97,7 @@ def _changes(
         elif isinstance(s, Free):
             end(s.buffer)
         elif isinstance(s, Launch | Call | Branch):
-            own = _made(s, buffers, live)
+            own = made(s, buffers, live)
             for b, n in own.items():
                 begin(b, n)
             yield Change(next(names, None) or _label(s), born, died)
@@ -110,7 +110,7 @@ def _changes(
                     begin(b)
 
 
-def _made(s: Launch | Call | Branch, buffers: Mapping[str, Buffer], live: Mapping[str, int]) -> dict[str, int]:
+def made(s: Launch | Call | Branch, buffers: Mapping[str, Buffer], live: Mapping[str, int]) -> dict[str, int]:
     """What it has in memory besides ``live``, when that is most."""
     if isinstance(s, Launch):
         return {b.name: b.nbytes.hint() for b in s.kernel.workspace if b.kind != "zeros"}

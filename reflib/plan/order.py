@@ -28,9 +28,13 @@ from typing import Any
 import torch
 
 from ..fuse.dependencies import dependencies, has_effect
-from ..ir.program import Buffer, Extern, Node, Program, iter_views
+from ..ir.loops import LoopNest
+from ..ir.program import Choice, Extern, Node, Program, Template, Variants, iter_views, walk
 from ..lower.symbols import Symbols
-from .plan import can_overwrite, escaping, is_kernel
+from ..options import Options
+from .memory import made
+from .plan import STEPS, can_overwrite, escaping, is_kernel, steps_of
+from .steps import Branch
 
 _LOOKS = 3000, 6  # nodes looked at in the search: at least, and per node of the program
 WORTH = 0.01  # of the peak: an order that saves less is not worth another order than the user's
@@ -128,7 +132,7 @@ class Lifetimes:
         reads, writes = [n.reads() for n in program.nodes], [n.writes() for n in program.nodes]
         touched = ((*r, *w, *_aliases(n)) for r, w, n in zip(reads, writes, program.nodes))
         self.touch = [list(dict.fromkeys(number[b] for b in t if b in number)) for t in touched]
-        self.work = [_workspace(n) for n in program.nodes]
+        self.work = [_workspace(n, program) for n in program.nodes]
         users: list[list[int]] = [[] for _ in kept]
         for i, mine in enumerate(self.touch):
             for b in mine:
@@ -296,9 +300,18 @@ def _aliases(node: Node) -> list[str]:
     return [v.buffer for v in iter_views(node.outputs)] if isinstance(node, Extern) else []
 
 
-def _workspace(node: Node) -> int:
-    space: Sequence[Buffer] = node.variants[0].kernel.workspace if is_kernel(node) else ()
-    return sum(b.nbytes.hint() for b in space if b.kind != "zeros")
+def _workspace(node: Node, program: Program) -> int:
+    """What it holds beside its results while it runs, as its own steps have it."""
+    if is_kernel(node):
+        return sum(b.nbytes.hint() for b in node.variants[0].kernel.workspace if b.kind != "zeros")
+    if not isinstance(node, Variants) or any(isinstance(n, (Choice, LoopNest, Template)) for n in walk([node])):
+        return 0  # (what has no steps yet, before ``schedule``)
+    own = STEPS.get(type(node).__name__)
+    steps = steps_of(node) if own is None else own(node, program, Options())
+    results = {b: program.buffers[b].nbytes.hint() for b in node.outputs}
+    loop = getattr(node, "repeats", False)  # (whose results are there before)
+    held = max(sum(made(s, program.buffers, results if loop else {}).values()) for s in steps if isinstance(s, Branch))
+    return max(0, held - (0 if loop else sum(results.values())))
 
 
 def _before(program: Program) -> list[set[int]]:

@@ -14,6 +14,8 @@ import reflib
 from reflib.errors import OptionError
 from reflib.observe import eager_memory
 from reflib.plan.memory import memory
+from reflib.plan.order import search
+from reflib.plan.peak import as_kernels
 
 
 class Block(nn.Module):
@@ -186,3 +188,35 @@ def test_the_users_line_may_be_in_a_package_whose_name_begins_like_torchs():
     scope = {"line": eager_memory._line}
     exec(compile("def block():\n    return line()\n", where, "exec"), scope)
     assert scope["block"]() == "resnet.py:2 in block"
+
+
+def test_inside_of_loops_and_branches():
+    """What a loop or a branch holds counts in the order's peak too, and has a maker; whose line is ours has none."""
+    from torch._higher_order_ops import while_loop
+
+    def loop(x):
+        body = lambda i, x: (i + 1, torch.softmax(x @ x.t(), -1) @ x)  # noqa: E731
+        return while_loop(lambda i, x: i < 3, body, (torch.tensor(0), x))[1]
+
+    def branch(x):
+        return torch.cond(x.sum() > 0, lambda x: x.softmax(0).cumsum(1), lambda x: x + 1, (x,)).sum(0)
+
+    for fn in (loop, branch):
+        e = reflib.explain(fn, torch.randn(64, 8), target="cpu")
+        memory = e.memory
+        assert memory.order.peak == memory.peak_bytes
+        assert search(as_kernels(e.stages.fused.program)).peak > 0, "before its blocks have steps"
+        assert all(h.kernel for s in memory.table for h in s.held)
+        assert "depends on numbers" in memory.eager.how
+    memory = reflib.explain(nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.randn(4, 8), target="cpu").memory
+    assert not [s for s in memory.table if "explain.py" in s.source]
+
+
+def test_a_result_beside_an_update_is_no_update():
+    def fn(cache, row):
+        old = cache * 3
+        cache.index_copy_(0, torch.tensor([3]), row)
+        return old + cache
+
+    updates = reflib.explain(fn, torch.randn(8, 4), torch.randn(1, 4), target="cpu").updates
+    assert not [u for u in updates if "mul" in u.op]
