@@ -45,7 +45,7 @@ from .matmul import best_tiling, open_template, static_tiling, with_tiling
 from .points import Build, TargetOf, Tuning, Work, begin, outcome_of, release
 from .prologue import cannot_lose
 from .question import Question, dtypes_of, question_of, sizes_of
-from .ranges import Range, merged, representatives, say_once
+from .ranges import Range, inner_of, merged, representatives, say_once
 from .roofline import tensor_cores
 from .store import Outcome, keeps_decisions, store
 from .subprogram import Subprogram, replace_region, splice
@@ -290,11 +290,11 @@ def _apply(
 
 def _noting_what_was_tuned(program: Program, choice: Choice) -> Program:
     """``program``, which will log a call whose size is outside, if the size is known at its first step."""
-    r = choice.ranges
     late = {s for n in program.nodes if isinstance(n, Extern) for s, _, _ in n.symbols}
-    if r is None or r.size.constant is not None or late & r.size.symbols():
-        return program
-    return replace(program, tuned=(*program.tuned, (r.size, 1, r.upper, r.what, choice.op)))
+    for r in (choice.ranges, inner_of(choice.ranges)):
+        if r is not None and r.size.constant is None and not late & r.size.symbols():
+            program = replace(program, tuned=(*program.tuned, (r.size, 1, r.upper, r.what, choice.op)))
+    return program
 
 
 def _variant_nodes(

@@ -29,8 +29,8 @@ _ADVICE = (
     ),
     (
         ("same metadata", "carried_inputs"),
-        "The body of while_loop returns what it carries, and scan's what it was given first: the same structure, sizes, "
-        "strides and dtypes",
+        "The body of while_loop returns what it carries, that of scan what it was given first: the same structure, "
+        "sizes, strides and dtypes",
     ),
     (
         ("Unsupported input type", "not a known type"),
