@@ -14,7 +14,8 @@ program order:
    subprogram, each variant fused by itself, neighbouring ranges with one winner merged (``ranges``). A variant whose
    predicate could fail is followed by the default for the same range.
 
-Equal questions (the layers of a transformer) are decided once. A choice inside a winner is decided in its turn.
+Equal questions (the layers of a transformer) are decided once. A choice inside a winner is decided in its turn. A
+candidate that calls another registered op is measured with what is best of that op there.
 
 The requests of all choices go out to worker processes first (``tuner``), each for its question in the program as it
 stands; then winners are put in place one after another. A question that an earlier winner changed (two matmuls added by
@@ -31,7 +32,7 @@ from typing import Any
 
 from ..fuse import fuse
 from ..ir.decision import Candidate, Decision, Key, key_of
-from ..ir.program import Buffer, Choice, Extern, Node, Program, Template, Variant, Variants
+from ..ir.program import Buffer, Choice, Extern, Node, Program, Template, Variant, Variants, full_view
 from ..ir.regions import Region, block
 from ..ir.rename import renamed, with_hints
 from ..logs import get as logger
@@ -44,7 +45,7 @@ from .matmul import best_tiling, open_template, static_tiling, with_tiling
 from .points import Build, TargetOf, Tuning, Work, begin, outcome_of, release
 from .prologue import cannot_lose
 from .question import Question, dtypes_of, question_of, sizes_of
-from .ranges import Range, merged, representatives, say_once
+from .ranges import Range, inner_of, merged, representatives, say_once
 from .roofline import tensor_cores
 from .store import Outcome, keeps_decisions, store
 from .subprogram import Subprogram, replace_region, splice
@@ -59,15 +60,18 @@ def decide(
     build: Build,
     makers: Mapping[str, Callable[..., Any]],
     tuning: Tuning | None = None,
+    known: dict[str, Outcome] | None = None,
 ) -> tuple[Program, tuple[Decision, ...]]:
     """``program`` without a Choice, and what was decided. ``makers``: registered functions that make measuring inputs,
-    by the keys in ``Choice.inputs_from``."""
+    by the keys in ``Choice.inputs_from``. ``known``: outcomes of other programs' questions, which is added to."""
     tuning = tuning or Tuning()
     program, decisions = _in_blocks(program, options, target_of, build, makers, tuning)
     work = new_work(options, target_of, build, makers, tuning)
+    work.known = work.known if known is None else known
     measures = options.autotune != "off" and options.target is None
     try:
         if measures:
+            _in_candidates(program, work)
             _begin_all(program, work)
         elif options.autotune != "off":
             say_once("with target= nothing runs, so nothing is measured: choices go by the static rule")
@@ -110,20 +114,47 @@ def _in_blocks(
     return replace(program, buffers=buffers, nodes=tuple(nodes)), decisions
 
 
+def _in_candidates(program: Program, work: Work) -> None:
+    """Into ``work.nested``: the winners of registered ops that candidates call, each candidate by itself."""
+    inside = replace(work.tuning, meanwhile=None)
+    decided = partial(decide, tuning=inside, known=work.known)
+    for choice in [n for n in program.nodes if isinstance(n, Choice)]:
+        for v in choice.variants:
+            if any(isinstance(n, Choice) and n.custom for n in v.nodes):
+                alone = _alone(program, choice, v)
+                _, more = decided(alone, work.options, work.target_of, work.build, work.makers)
+                work.nested |= {d.region: d.winners[0] for d in more if d.winners}
+    work.tuning.left |= inside.left
+
+
+def _alone(program: Program, choice: Choice, v: Variant) -> Program:
+    """A candidate as a program by itself."""
+    made = {b for n in v.nodes for b in n.writes()}
+    buffers = program.buffers | {b.name: b for b in v.buffers}
+    table = {n: replace(b, kind="temp" if n in made else "input") for n, b in buffers.items()}
+    outlive = tuple(full_view(b) for n, b in table.items() if n in choice.outputs or n not in made)
+    return Program((), table, v.nodes, outlive)
+
+
 def new_work(
     options: Options, target_of: TargetOf, build: Build, makers: Mapping[str, Callable[..., Any]], tuning: Tuning
 ) -> Work:
     """What deciding one program needs; arguments as for ``decide``."""
 
     def plain(program: Program) -> Program:
-        """Choices inside an implementation (its own matmuls) are decided by the static rule while it is measured. (Once
-        it has won and is in place, they are measured in their turn.)"""
+        """Choices inside an implementation (its matmuls, not registered ops) are decided by the static rule while it is
+        measured. (Once it has won and is in place, they are measured in their turn.)"""
+        while choice := next((n for n in program.nodes if isinstance(n, Choice) and n.name in nested), None):
+            known = (v for v in choice.variants if not v.predicate and key_of(v) == nested[choice.name])
+            program = splice(program, choice, next(known, choice.variants[0]))
         return decide(program, options.but(autotune="off"), target_of, build, {})[0]
+
+    nested: dict[str, Key] = {}
 
     def static(q: Question) -> Key:
         return key_of(_static_winner(q.region.program, q.choice, target_of(q.device))[0])
 
-    return Work(options, target_of, build, makers, tuning, plain, static)
+    return Work(options, target_of, build, makers, tuning, plain, static, nested)
 
 
 # -- without measuring -----------------------------------------------------------------------------
@@ -259,11 +290,11 @@ def _apply(
 
 def _noting_what_was_tuned(program: Program, choice: Choice) -> Program:
     """``program``, which will log a call whose size is outside, if the size is known at its first step."""
-    r = choice.ranges
     late = {s for n in program.nodes if isinstance(n, Extern) for s, _, _ in n.symbols}
-    if r is None or r.size.constant is not None or late & r.size.symbols():
-        return program
-    return replace(program, tuned=(*program.tuned, (r.size, 1, r.upper, r.what, choice.op)))
+    for r in (choice.ranges, inner_of(choice.ranges)):
+        if r is not None and r.size.constant is None and not late & r.size.symbols():
+            program = replace(program, tuned=(*program.tuned, (r.size, 1, r.upper, r.what, choice.op)))
+    return program
 
 
 def _variant_nodes(

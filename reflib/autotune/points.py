@@ -72,7 +72,8 @@ class Tuning:
 class Work:
     """What deciding one program needs everywhere. ``plain``: a program with its choices decided by the static rule;
     ``static``: the key that the static rule chooses. ``known``: outcomes of earlier questions, by their text;
-    ``begun``: points of each range that were sent to be measured. ``owed``: what other processes wait for."""
+    ``nested``: winners among registered ops inside of candidates, by choice. ``begun``: points of each range that were
+    sent to be measured. ``owed``: what other processes wait for."""
 
     options: Options
     target_of: TargetOf
@@ -81,6 +82,7 @@ class Work:
     tuning: Tuning
     plain: Callable[[Program], Program]
     static: Callable[[Question], Key]
+    nested: dict[str, Key] = field(default_factory=dict)
     known: dict[str, Outcome] = field(default_factory=dict)
     begun: dict[str, list[list[Point]]] = field(default_factory=dict)
     owed: dict[str, Question] = field(default_factory=dict)

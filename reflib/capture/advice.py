@@ -28,6 +28,11 @@ _ADVICE = (
         "The branches of torch.cond return the same structure, ranks and dtypes",
     ),
     (
+        ("same metadata", "carried_inputs"),
+        "The body of while_loop returns what it carries, that of scan what it was given first: the same structure, "
+        "sizes, strides and dtypes",
+    ),
+    (
         ("Unsupported input type", "not a known type"),
         "Tensors, numbers and text in tuples, lists and dicts go in and out; a class needs "
         "torch.export.register_dataclass(cls, serialized_type_name=...)",
@@ -64,7 +69,7 @@ def explained(name: str) -> Iterator[None]:
     except ReflibError:
         raise
     except Exception as e:
-        line = users_line(traceback.extract_tb(e.__traceback__))
+        line = users_line(traceback.extract_tb(e.__traceback__)) or _line_said(str(e))
         raise CaptureError(f"torch.export cannot capture {name}{line}: {first_lines(e)}\n{_advice(e)}.") from e
 
 
@@ -91,6 +96,13 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _TRACING = (f"{_TORCH}_", f"{_TORCH}export{os.sep}")
 _LAYER = re.compile(rf"{re.escape(_TORCH)}nn.modules.(?!module\.py)")
 _NOT_USERS = (_HERE, _TORCH, "<")
+
+
+def _line_said(text: str) -> str:
+    """The same, of a traceback in a message: where the node was that torch.export stopped at."""
+    lines = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)
+    lines = [found for found in lines if not found[0].startswith(_NOT_USERS)]
+    return f" at {os.path.basename(lines[-1][0])}:{lines[-1][1]} in {lines[-1][2]}" if lines else ""
 
 
 def first_lines(e: BaseException, lines: int = 4) -> str:

@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
+from ..logs import get as logger
+from .advice import first_lines
 from .triton_there import triton_of_gpu
 
 
@@ -61,8 +63,12 @@ def _check_promises(call: torch.fx.Node) -> None:
     said = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
     kept = {_memory(t): n for n, v in given.items() if n not in said for t in pytree.tree_leaves(v)}
     modes = (t.fake_mode for t in pytree.tree_leaves(given) if isinstance(t, FakeTensor))
-    with triton_of_gpu(), next(modes, nullcontext()), torch.no_grad():
-        traced = make_fx(lambda given: OPDEFS[schema.name]._abstract_fn(**given))(given)  # type: ignore[misc]
+    try:
+        with triton_of_gpu(), next(modes, nullcontext()), torch.no_grad():
+            traced = make_fx(lambda given: OPDEFS[schema.name]._abstract_fn(**given))(given)  # type: ignore[misc]
+    except Exception as e:  # AOTAutograd, which traces it next, says what is wrong
+        logger("compile").info("what %s writes is not known: %s", schema.name, first_lines(e))
+        return
     for node in filter(_is_launch, traced.graph.nodes):
         given = _given(node)
         written = _written(node)

@@ -13,9 +13,11 @@ from ..errors import ReflibError
 
 
 class Launched:
-    """What an Extern calls that launches one kernel: a ``UserKernel``, or a kernel of ours (``ir.flex``)."""
+    """What an Extern calls that launches one kernel: a ``UserKernel``, or a kernel of ours (``ir.flex``). ``how``: the
+    reason of its launch, in ``explain(...).decisions``."""
 
     __slots__ = ()
+    how = "launched as its node says"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,8 @@ class UserKernel(Launched):
     num_stages: int = 3
     scratch: int = 0
     settings: tuple[tuple[str, int], ...] = ()
+    # NB: TorchInductor appends one pointwise node to a kernel that stores once, to a tensor that it does not read.
+    how = "launched as its call says; what follows is a kernel of its own, because its text is not changed"
 
     @property
     def __name__(self) -> str:  # as other callables have it

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,11 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from reflib import logs
 from reflib.errors import LoweringError, RegistrationError
 from reflib.ir.expr import Expr, Sym
+from reflib.ir.grid import Grid
 from reflib.ir.program import Assume, Choice, Extern, Ranges, Variant, View, full_view, holds, map_tree
 
 from . import custom_ops, one_order
 from .context import LoweringContext
-from .custom_ops import CustomOpConfig, Registration
+from .custom_ops import CustomOpConfig, DispatchOn, Registration
 from .extern import extern
 from .subgraph import Refused, variant
 
@@ -185,7 +187,10 @@ def _not_a_choice(node: Any) -> str:
 
 # -- what the configs and the ranges are for this call -----------------------------------------------
 def _tops(ranges: Ranges | None) -> list[dict[str, int]]:
-    """The size symbol's value at the top of each range."""
+    """The size symbol's value at the top of each range; of two sizes, at all pairs of these."""
+    if isinstance(ranges, Grid):
+        first = Ranges(ranges.size, ranges.splits, ranges.upper, ranges.what)
+        return [{**a, **b} for a, b in product(_tops(first) or [{}], _tops(ranges.inner) or [{}]) if a or b]
     symbol = ranges.size.atom if ranges else None
     if ranges is None or not isinstance(symbol, Sym):
         return []
@@ -253,9 +258,15 @@ def fake_tensors(
 
 
 def _ranges(cx: LoweringContext, r: Registration, given: Mapping[str, Any]) -> Ranges | None:
-    if r.dispatch is None:
-        return None
-    d, tensor = r.dispatch, given.get(r.dispatch.argument)
+    found = [ranges for d in r.dispatch if (ranges := _ranges_on(cx, r, given, d)) is not None]
+    if len(found) < 2:
+        return found[0] if found else None
+    first, second = found
+    return Grid(first.size, first.splits, first.upper, first.what, second)
+
+
+def _ranges_on(cx: LoweringContext, r: Registration, given: Mapping[str, Any], d: DispatchOn) -> Ranges | None:
+    tensor = given.get(d.argument)
     if not isinstance(tensor, View):
         logs.get("autotune").info("%s: the call gives no %s: one decision for all sizes", r.name, d.argument)
         return None

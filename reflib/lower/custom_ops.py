@@ -98,7 +98,7 @@ class Registration:
     generator: Generator | None = None
     name: str = ""
     makers: tuple[tuple[str, Maker], ...] = ()
-    dispatch: DispatchOn | None = None
+    dispatch: tuple[DispatchOn, ...] = ()
     min_speedup: float = 1.0
     graph_timing: bool = True
 
@@ -140,8 +140,8 @@ def register_custom_op_autotuning(
     config_generator: Generator | None = None,
     name: str | None = None,
     input_gen_fns: Mapping[str | int, Maker] | None = None,
-    dispatch_on: Mapping[str, Any] | None = None,
-    split_points: Sequence[int] | None = None,
+    dispatch_on: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    split_points: Sequence[int] | Sequence[Sequence[int]] | None = None,
     min_speedup_threshold: float = 1.0,
     benchmark_with_cudagraphs: bool = True,
 ) -> None:
@@ -160,6 +160,7 @@ def register_custom_op_autotuning(
         one), and returns another of that size and dtype.
     dispatch_on, split_points: ``{"tensor_name": "x", "dim": 0}`` and ``[512, 2048]``: decide for x.size(0) <= 512,
         <= 2048 and above separately; a branch at run time. ``"range_upper_bound"`` (65536): the last range's top.
+        Two such in lists, with a list of split points for each, decide for pairs of ranges.
         An implementation is traced at the size that the graph was traced with, and again at the top of a range that no
         trace of it so far serves.
     min_speedup_threshold: how many times as fast as the eager op a winner must be.
@@ -394,9 +395,19 @@ def _check_tensor(op: Any, name: Any, where: str) -> None:
     )
 
 
-def _dispatch(op: Any, on: Any, splits: Any, where: str) -> DispatchOn | None:
+def _dispatch(op: Any, on: Any, splits: Any, where: str) -> tuple[DispatchOn, ...]:
     if on is None and splits is None:
-        return None
+        return ()
+    if not isinstance(on, (list, tuple)) or not all(isinstance(o, Mapping) for o in on):
+        return (_dispatch_on(op, on, splits, where),)
+    pairs = isinstance(splits, (list, tuple)) and len(on) == len(splits) in (1, 2)
+    _require(pairs, where, "dispatch_on lists one or two sizes, and split_points a list for each")
+    found = tuple(_dispatch_on(op, o, s, where) for o, s in zip(on, splits))
+    _require(len({(d.argument, d.dim) for d in found}) == len(found), where, "dispatch_on: the two sizes are the same")
+    return found
+
+
+def _dispatch_on(op: Any, on: Any, splits: Any, where: str) -> DispatchOn:
     need = 'split_points need dispatch_on={"tensor_name": ..., "dim": ...}, to say what is split'
     _require(on is not None, where, need)
     _require(splits is not None, where, "dispatch_on needs split_points=[...], to say where the ranges end")

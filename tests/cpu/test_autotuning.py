@@ -302,6 +302,38 @@ def test_modes_of_torch_compile_measure(mode: str) -> None:
     assert close(f(a, b), torch.relu(a @ b))
 
 
+def test_an_implementation_is_measured_with_the_best_of_the_ops_that_it_calls(monkeypatch: Any) -> None:
+    """Three deep: what each calls is decided first, and again where it stands once that has won."""
+    ops = [make_op(slow=False) for _ in range(3)]
+    monkeypatch.setattr(importlib.import_module("reflib.tuning"), "_tuner", lambda s, store: None)
+    asked = []
+
+    def measured(request: Any, *_: Any) -> Result:
+        calls = {name: sum(str(op._opoverload) in str(p) for op in ops) for name, p in request.programs.items()}
+        asked.append(calls)
+        rows = tuple(Candidate(request.key(n), "ok", 1.0 + c + (n == "other") / 2, spread=0.01, error=0.0)
+                     for n, c in calls.items())  # fmt: skip
+        return Result(rows, *winner_of(rows, request.default, request.min_speedup))
+
+    def first(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return ops[1](a, b) + 0
+
+    def second(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return ops[2](a, b).clone()
+
+    def other(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a @ b + 0
+
+    monkeypatch.setattr(importlib.import_module("reflib.autotune.points"), "measure", measured)
+    for op, own in zip(ops, ([first, other], [second, other], [lambda a, b: (b.t() @ a.t()).t().contiguous()])):
+        reflib.register_custom_op_autotuning(op, configs=own)
+    a, b = torch.randn(8, 16), torch.randn(16, 8)
+    e = reflib.explain(lambda a, b: torch.relu(ops[0](a, b)), a, b, autotune="blocking", verify=True)
+    assert [str(d.winner) for d in e.decisions if d.op.startswith("tests.")] == ["first", "second", "<lambda>"]
+    assert {"eager": 1, "first": 0, "other": 0} in asked and not any(str(o._opoverload) in e.wrapper for o in ops)
+    check(lambda a, b: torch.relu(ops[0](a, b)), a, b)
+
+
 def test_products_inside_an_implementation_are_decided_in_their_turn() -> None:
     """By the static rule while it is measured; once it has won, by measuring."""
     op = make_op()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from test_autotuning import by_rows, by_size, clocked, close, count, explained, fours, make_op, plain
 
 import reflib
 from reflib import lab
-from reflib.ir.program import kernel_variants
+from reflib.ir.program import Variants, holds, kernel_variants
 
 
 def test_a_trace_that_fails_at_the_first_calls_size_is_made_for_the_ranges(monkeypatch: Any) -> None:
@@ -129,3 +130,61 @@ def test_what_uses_a_tensors_value_is_told_so() -> None:
     e = reflib.explain(lambda x, s: scaled(x, s) + 1, torch.randn(4), torch.tensor(2.0), autotune="blocking")
     row = e.decisions[0].candidates[1]
     assert row.status == "unsupported" and "it uses a tensor's value, known only at run time (.item()" in row.why
+
+
+@pytest.mark.parametrize("kind", ["corner", "first", "second", "none", "stairs"])
+def test_pairs_of_ranges(kind: str, monkeypatch: Any) -> None:
+    """Of two sizes: each call runs what is best of its pair; ranges with one winner are joined."""
+    op = make_op(slow=False)
+
+    def few(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a @ b
+
+    def many(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (b.t() @ a.t()).t().contiguous()
+
+    def best(m: int, n: int) -> str:
+        holds = {
+            "corner": m <= 16 and n <= 64, "first": m <= 16, "second": n <= 64, "none": False,
+            "stairs": (m <= 16 and n <= 8) or (16 < m <= 32 and n <= 64),
+        }  # fmt: skip
+        return "few" if holds[kind] else "many"
+
+    def cost(name: str, sizes: dict[str, int]) -> float:
+        m, n = (sizes[s] for s in sorted(sizes, key=order.index)) if len(sizes) == 2 else (1, 1)
+        return 1.0 if name == best(m, n) else 9.0
+
+    reflib.register_custom_op_autotuning(
+        op, configs=[few, many], split_points=[[16, 32], [8, 64]],
+        dispatch_on=[{"tensor_name": "a", "dim": 0, "range_upper_bound": 512},
+                     {"tensor_name": "b", "dim": 1, "range_upper_bound": 1024}],
+    )  # fmt: skip
+    a, b = torch.randn(11, 5), torch.randn(5, 13)
+    torch._dynamo.mark_dynamic(a, 0)
+    torch._dynamo.mark_dynamic(b, 1)
+    f = lambda a, b: op(a, b) + 1  # noqa: E731
+    p = reflib.explain(f, a, b).program
+    order = [str(p.buffers[n].shape[d]) for n, d in zip([n for n in p.inputs if isinstance(n, str)], (0, 1))]
+    clocked(monkeypatch, cost)
+    torch._dynamo.reset()
+    e = reflib.explain(f, a, b, autotune="blocking", verify=True)
+    found = [n for n in e.scheduled.nodes if isinstance(n, Variants) and not n.of_kernels]
+    assert bool(found) == (kind != "none")
+    if kind == "none":
+        return
+    for m in (2, 16, 17, 32, 33, 600):
+        for n in (2, 8, 9, 64, 65, 2000):
+            sizes = dict(zip(order, (m, n)))
+            runs = next(v for v in found[0].variants if all(holds(p, sizes) for p in v.predicate))
+            assert runs.name.endswith(best(m, n)), (m, n, runs.name)
+    wanted = {"corner": 3, "first": 2, "second": 2, "stairs": 5}[kind]
+    assert len(found[0].variants) <= wanted + 1, [v.name for v in found[0].variants]
+    if kind == "stairs":
+        clocked(monkeypatch, lambda name, sizes: 1.0 if (name == "few") == (min(sizes.values()) <= 16) else 9.0)
+        torch._dynamo.reset()
+        g = reflib.compile(f, autotune="blocking", verify=True)
+        for m, n in ((11, 13), (16, 8), (20, 65), (20, 64), (33, 2), (700, 9)):
+            a, b = torch.randn(m, 5), torch.randn(5, n)
+            torch._dynamo.mark_dynamic(a, 0)
+            torch._dynamo.mark_dynamic(b, 1)
+            assert close(g(a, b), f(a, b)), (m, n)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._higher_order_ops import while_loop
 from torch.export import Dim
 
 from reflib.capture.export import export_for
@@ -86,3 +87,19 @@ def test_lines_of_functions_that_are_called() -> None:
 
 def tanh(x: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x)
+
+
+def test_branches_and_bodies() -> None:
+    """The user's line, and what they may return."""
+
+    def same(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x, lambda x: x + 1, (x,))
+
+    def longer(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        first = torch.zeros((), dtype=torch.int64)
+        return while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, torch.cat([x, x])), (first, x))[1]
+
+    for f, advice in ((same, "return new tensors: clone()"), (longer, "body of while_loop returns what it carries")):
+        text = said((X, Y), model=f)
+        assert re.search(rf"cannot capture {f.__name__} at test_capture_advice.py:\d+ in {f.__name__}", text), text
+        assert advice in text

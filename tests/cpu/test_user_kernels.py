@@ -110,6 +110,7 @@ def test_a_launch_is_a_kernel_of_the_program() -> None:
         assert launch.mutates == ("add_kernel_out",) and "copy_" not in str(e.graph)
         assert [k.name for k in e.kernels] == ["k0_mul", "k1_add_kernel", "k2_relu"], "no copy, no call"
         assert launch.origins[0].source.startswith(("user_kernels.py:", "test_user_kernels.py:"))
+        assert "what follows is a kernel of its own" in next(d.reason for d in e.decisions if "add_kernel" in d.region)
         k = e.kernels[1]
         assert k.aligned == (0, 1, 2) and "n=tl.full((), 1000, tl.int32)" in k.source and "tests" not in k.source
         assert decode(encode(launch)) == launch

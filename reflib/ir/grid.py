@@ -1,0 +1,14 @@
+"""Ranges of two sizes that are decided separately."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .program import Ranges
+
+
+@dataclass(frozen=True, slots=True)
+class Grid(Ranges):
+    """``inner``: the ranges of another size, into which each range of the first is divided."""
+
+    inner: Ranges
