@@ -20,12 +20,13 @@ UNRECORDED = (
     "this cell is newer than the recording of this page. Run it to see what it prints; the text around it says what to "
     "look for."
 )
+LONG_NAME = re.compile(r"\w{32,}(?=[^<>]*<)")  # in a cell of a table: a kernel's, which would push the numbers out of sight
 CLAIM = re.compile(r"^(✓|✗|\?) ([^:\n]+): (.*)\n?((?:  .*\n?)*)", re.M)
 
 
 class Boxes(SphinxPostTransform):
-    """After MyST-NB has chosen among outputs: a stream's text is cut where claims begin and end, and below each code
-    cell that the recording did not execute is a sentence that says so."""
+    """After MyST-NB has chosen among outputs: a stream's text is cut where claims begin and end, and long names
+    in tables may be broken, and below each code cell that the recording did not execute is a sentence that says so."""
 
     default_priority = 20
 
@@ -36,6 +37,10 @@ class Boxes(SphinxPostTransform):
             text = block.astext()
             if "output" in block["classes"] and CLAIM.search(text) and block.parent is not None:
                 block.parent.replace(block, pieces(block, text))
+        for table in list(self.document.findall(nodes.raw)):
+            if '<table class="dataframe"' in (text := table.astext()):
+                broken = LONG_NAME.sub(lambda name: name[0].replace("_", "_<wbr>"), text)
+                table.parent.replace(table, nodes.raw("", broken, **table.attributes))
         for cell in list(self.document.findall(nodes.container)):
             if cell.get("nb_element") == "cell_code" and cell.get("exec_count") is None:
                 cell += nodes.raw("", box("?", "Not recorded yet", UNRECORDED, ""), format="html")
