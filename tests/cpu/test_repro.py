@@ -135,7 +135,6 @@ EXPORTED: dict[str, tuple[torch.nn.Module, tuple[Any, ...], Any, dict[str, Any]]
 }
 
 
-<<<<<<< HEAD
 def asks(x: torch.Tensor) -> torch.Tensor:
     return torch.softmax(x + torch.arange(8, device="cuda"), -1) @ torch.ones(8, 3, device="cuda")
 
@@ -147,12 +146,9 @@ EXPLAINED: dict[str, tuple[Callable[..., Any], torch.Tensor, dict[str, Any]]] = 
 }
 
 
-def test_a_fresh_process_makes_the_same_kernels(root: Path, tmp_path: Path) -> None:
+def test_another_process_makes_the_same_kernels(tmp_path: Path) -> None:
     for name, (model, x, how) in EXPLAINED.items():
         reflib.explain(model, x, target="sm_90", repro=str(tmp_path / name), **how)
-=======
-def test_another_process_makes_the_same_kernels(tmp_path: Path) -> None:
->>>>>>> smaller
     for name, (model, inputs, shapes, options) in EXPORTED.items():
         program = torch.export.export(model.eval(), inputs, dynamic_shapes=shapes)
         reflib.compile(program, repro=str(tmp_path / name), **options)
