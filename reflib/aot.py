@@ -51,11 +51,15 @@ def aot_compile(
     ptx: add PTX, which the drivers of later NVIDIA GPUs compile.
     options: fields of :class:`reflib.Options`; the wrapper is C++.
 
+    A model that communicates (tensor parallel, say) is compiled by all ranks at once. Each writes a file of its own,
+    such as model.rank0.reflib, and the first rank writes ``path``, which names them all: ranks load that.
+
     Returns the path. Raises OptionError, CaptureError (the model cannot be exported), PackageError (it cannot be
     packaged, or the file cannot be written: an old file is kept), ToolchainError, DeviceError.
     """
     from .package.architectures import wanted
     from .package.build import Planned, build, ptx_target
+    from .ranks.packages import one_per_rank
     from .wrap.aten import declared
 
     opts = _options(options)
@@ -74,6 +78,8 @@ def aot_compile(
         kind = "cuda" if target.is_gpu else "cpu"
         s = _stages(exported[kind].graph, programs[kind], opts, target)
         variants.append(Planned(arch, target, kind, s.scheduled, s.plan, s.kernels, want.here and not target.is_gpu))
+    if groups := next(iter(captured.values())).groups:
+        return one_per_rank(path, groups, lambda own: build(own, captured, variants, opts, shims))
     return build(path, captured, variants, opts, shims)
 
 
@@ -109,7 +115,7 @@ def _capture(
     from .lower import decompositions, lower
     from .package.build import Captured
     from .pipeline import before_autograd
-    from .ranks.collectives import starts
+    from .ranks.packages import groups_of
     from .wrap.convention import of_exported, without_tokens
     from .wrap.exported import expect_apart, names_of
     from .wrap.guards import checked
@@ -120,15 +126,13 @@ def _capture(
     )
     module = own_numbers(exported.graph.module, options, device.type == "cuda")
     program = without_tokens(exported.program, lower(replace(exported.graph, module=module), options))
-    if found := next(starts(program.nodes), None):
-        raise PackageError(f"{found.target} cannot be packaged: a package has no process group. Use torch.compile")
     specs = exported.program.graph_signature.input_specs
     kinds = {s.target: _KINDS.get(s.kind.name, "constant") for s in specs if s.target in exported.state}
     ops = str(exported.graph.module.graph)  # (a Graph's own text names files and lines)
     digest = hashlib.sha256(ops.encode()).hexdigest()
     convention = of_exported(exported.program, program)
     expect_apart(convention, program, exported.state)
-    captured = Captured(convention, exported.state, kinds, digest, names_of(exported.program))
+    captured = Captured(convention, exported.state, kinds, digest, names_of(exported.program), groups_of(program))
     return captured, exported, checked(program, convention)
 
 

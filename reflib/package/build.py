@@ -13,7 +13,7 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +67,15 @@ class Planned:
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph for one kind of device: its calling convention, weights and their kinds, digest, and the names of its
-    arguments by position."""
+    """A graph for one kind of device: its calling convention, weights and their kinds, digest, the names of its
+    arguments by position, and the process groups that it communicates in."""
 
     convention: Convention
     state: Mapping[str, torch.Tensor]
     kinds: Mapping[str, str]
     digest: str
     names: tuple[str, ...] = ()
+    groups: Mapping[str, manifest.Group] = field(default_factory=dict)
 
 
 def ptx_target() -> Target:
@@ -112,6 +113,7 @@ def build(
         source=hashlib.sha256("".join(captured[k].digest for k in sorted(captured)).encode()).hexdigest(),
         programs={k: _program(c.convention, c.names) for k, c in captured.items()}, variants=tuple(made),
         weights=packed, spans=spans, libraries=_libraries(making), libc=_libc(members),
+        groups=dict(next(iter(captured.values())).groups),
     )  # fmt: skip
     data = manifest.write(about)
     sizes = {name: c.size if isinstance(c, archive.Chunks) else len(c) for name, c in members.items()}

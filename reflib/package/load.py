@@ -37,6 +37,7 @@ from ..wrap.zeros import zeros
 from . import archive, manifest, trees, weights
 from .architectures import variant_for
 from .build import cpu_features
+from .rank_files import check_groups, own_file
 
 
 def load(
@@ -51,10 +52,13 @@ def load(
     sha256: the digest that the file must have. A package is code: load those that you trust.
     model: of a file with several (``reflib.join_packages``), the one with this name.
 
+    A model that communicates is loaded by all ranks at once, each its own file.
+
     Raises PackageError: what is wrong with the file, or why it does not suit this machine and what would. Called with
     other arguments than it was made for, the model raises ReflibError, naming the argument.
     """
     wanted = _wanted(device)
+    path, sha256 = own_file(path, sha256)
     with manifest.opened(path, verify, sha256, model) as (file, about):
         return _model(file, about, wanted, _Memory())
 
@@ -83,6 +87,7 @@ class _Memory:
 
 def _model(file: archive.Archive, m: manifest.Manifest, wanted: torch.device | None, memory: _Memory) -> Model:
     _suits_host(m)
+    check_groups(m.groups)
     where = _device(m, wanted)
     return Model(file, m, _variant(m, where), where, memory)
 

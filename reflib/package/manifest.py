@@ -145,10 +145,20 @@ class Library:
 
 
 @dataclass(frozen=True)
+class Group:
+    """A process group that the model communicates in: which of its ranks this package is for, of how many, and what
+    they start, in order (``ranks.agree``)."""
+
+    rank: int
+    size: int
+    starts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Manifest:
     """``system``, ``machine``: of the host code: "Linux", "x86_64". ``libc``: the least version of the C library.
     ``images``: "fatbin" or "table". ``source``: a digest of the captured graphs. ``weights``, ``spans``: the tensors in
-    ``weights.safetensors``, see weights.py."""
+    ``weights.safetensors``, see weights.py. ``groups``: process groups, by name."""
 
     format: int
     host: int
@@ -165,6 +175,7 @@ class Manifest:
     libraries: tuple[Library, ...]
     entries: tuple[Entry, ...] = ()
     libc: str = ""
+    groups: dict[str, Group] = field(default_factory=dict)
 
     def variant(self, arch: str) -> PackagedVariant:
         return next(v for v in self.variants if v.arch == arch)
