@@ -61,5 +61,7 @@ def fault(path: str, what: str) -> Any:
         return failing(lambda: reflib.load(str(path).replace("model.", f"model.rank{1 - rank()}.")))
     if what == "damaged" and last:
         own = Path(path.replace("model.", f"model.rank{rank()}."))
-        own.write_bytes(own.read_bytes()[:-3] + b"abc")
+        data = own.read_bytes()
+        own.unlink()  # (it may be mapped)
+        own.write_bytes(data[:-3] + b"abc")
     return failing(lambda: load(path))
