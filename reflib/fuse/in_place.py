@@ -139,11 +139,13 @@ class _Deciding:
         self.refused: dict[Update, str] = {}
         self.groups: dict[str, _Group] = {}
         self.slices: dict[int, Update] = {}
+        self.made: dict[str, Update] = {}
         self.masked: dict[Update, list[Update]] = {}  # by the slice update that must be made in place for these to be
         temps = {b for b in d.needed if program.buffers[b].kind == "temp"}
         self.lasting, self.results = temps | _shared(program), program.output_buffers()
 
     def decide(self, u: Update, updates: list[Update]) -> None:
+        self.made = self.made or {x.new: x for x in updates}
         self.slices = self.slices or {x.position: x for x in updates if x.write is not None}
         why = self.failed.get(u)
         if why is None:
@@ -175,8 +177,15 @@ class _Deciding:
             self.given_back |= {u} if given_back else set()
             group.updates.append(u)
             group.alive.append(u.new)
-        written = u.kind == "each" and self.final.get(root, ("",))[0] == u.new  # (else it only looks like an update)
-        return why and (why if written or u.kind not in ("same", "each") else "")
+        looks = u.kind == "each" and u.new not in self._becomes(root)  # (like an update, and is none)
+        return why and ("" if u.kind == "same" or looks else why)
+
+    def _becomes(self, root: str) -> Iterator[str]:
+        """The buffers that what ``root`` holds in the end is updated from, one after the other."""
+        b = self.final.get(root, ("",))[0]
+        while b in self.made:
+            yield b
+            b = self.made[b].old
 
     def place(self, b: str) -> View:
         return self.places.get(b) or full_view(self.program.buffers[b])
