@@ -20,7 +20,7 @@ UNRECORDED = (
     "this cell is newer than the recording of this page. Run it to see what it prints; the text around it says what to "
     "look for."
 )
-LONG_NAME = re.compile(r"\w{32,}(?=[^<>]*<)")  # in a cell of a table: a kernel's, which would push the numbers out of sight
+LONG_NAME = re.compile(r"\w{32,}(?=[^<>]*<)")  # a kernel's, in a table: it would push the numbers out of sight
 CLAIM = re.compile(r"^(✓|✗|\?) ([^:\n]+): (.*)\n?((?:  .*\n?)*)", re.M)
 
 
