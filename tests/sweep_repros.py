@@ -64,7 +64,8 @@ def main() -> Iterator[bool]:
                 except (ImportError, AssertionError) as e:
                     said = f"NOT WRITTEN: {e}"
                 else:
-                    said = "\n".join(filter(None, map(verdict, paths))) or f"{len(paths) or 'no graph: nothing is'} bit-equal"
+                    number = len(paths) or "no graph: nothing is"
+                    said = "\n".join(filter(None, map(verdict, paths))) or f"{number} bit-equal"
             print(f"{m.name}, {mode} ({time.perf_counter() - start:.0f} s): {said}", flush=True)
             yield said.endswith("bit-equal")
 
