@@ -19,7 +19,10 @@ COMPARES = "ranks.packages:agreed"  # by name, as ranks are around the stages
 
 def own_file(path: str | os.PathLike[str], sha256: str | None) -> tuple[str | os.PathLike[str], str | None]:
     """The package that this rank loads, and its digest, where ``path`` names those of all ranks; else both as given."""
-    where = Path(path)
+    try:
+        where = Path(path)
+    except TypeError:  # (who opens it says so)
+        return path, sha256
     if not where.is_file():
         return path, sha256
     with where.open("rb") as f:

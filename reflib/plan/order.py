@@ -310,7 +310,8 @@ def _workspace(node: Node, program: Program) -> int:
     steps = steps_of(node) if own is None else own(node, program, Options())
     results = {b: program.buffers[b].nbytes.hint() for b in node.outputs}
     loop = getattr(node, "repeats", False)  # (whose results are there before)
-    held = max(sum(made(s, program.buffers, results if loop else {}).values()) for s in steps if isinstance(s, Branch))
+    blocks = (made(s, program.buffers, results if loop else {}) for s in steps if isinstance(s, Branch))
+    held = max((sum(block.values()) for block in blocks), default=0)
     return max(0, held - (0 if loop else sum(results.values())))
 
 

@@ -91,7 +91,7 @@ class _Kernels:
         name = self._name((t,))
         made = SCHEDULERS[kind](name, t, self.program.buffers, target)
         key = Key("", t.tiling) if isinstance(t, Template) else Key(str(made[0].kernel.parts[0].target))
-        why = f"tiling {key.tiling}, decided with its choice" if key.tiling else t.target.how
+        why = f"tiling {t.tiling or 'fixed'}, decided with its choice" if isinstance(t, Template) else t.target.how
         self.decisions.append(Decision(name, (key,), (Candidate(key, "heuristic"),), why, config=made[0].kernel.config))
         return Variants(name, writes_of((t,)), made, t.origins)
 
