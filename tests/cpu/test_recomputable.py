@@ -50,6 +50,7 @@ CASES = [glu, rotated, behind_cat, shifted, upsampled, taken_apart]
 
 def arguments() -> tuple[torch.Tensor, torch.Tensor]:
     m, n = RNG.randint(5, 40), 2 * RNG.randint(3, 30)
+    torch.manual_seed(m * n)
     return torch.randn(m, n, requires_grad=True), torch.randn(n, requires_grad=True)
 
 
@@ -73,7 +74,8 @@ def test_gradients_are_eagers(fn: Callable[..., Any]) -> None:
     exact = gradients(fn, tuple(a.detach().double().requires_grad_() for a in args))
     for got, eager, want in zip(gradients(reflib.compile(fn), args), gradients(fn, args), exact, strict=True):
         worst = (eager.double() - want).abs().max()
-        assert (got.double() - want).abs().max() <= 2 * worst + 1e-6 and got.stride() == eager.stride()
+        allowed = 2 * worst + 1e-6 * (1 + want.abs().max())  # (float32 sums of some 40 rows)
+        assert (got.double() - want).abs().max() <= allowed and got.stride() == eager.stride()
 
 
 def test_integers_and_long_lists_are_saved() -> None:
