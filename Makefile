@@ -43,8 +43,8 @@ fuzz:  ## N random graphs against eager, and N damaged packages
 
 test-gpu:  ## the ops, models and notebooks on a CUDA GPU
 	$(SETUP) gpu
-	$(PY) -m pytest tests/gpu $(wildcard notebooks/*.ipynb) $(NBVAL) -n 4 --dist loadfile -m "not alone" $(PYTEST)
-	$(PY) -m pytest tests/gpu -m alone $(PYTEST)
+	$(PY) -m pytest tests/gpu $(wildcard notebooks/*.ipynb) $(NBVAL) -n 4 --dist loadfile -m "not alone" $(PYTEST); \
+	beside=$$?; $(PY) -m pytest tests/gpu -m alone $(PYTEST) && exit $$beside
 
 lab:  ## JupyterLab on the notebooks
 	$(SETUP) lab

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shlex
@@ -100,3 +101,21 @@ def assert_reproducible(package: Path, project: Path, folder: Path, places: list
     for place in [*places, str(folder).encode()]:
         assert not [n for n, data in a.items() if place in data], place
     assert not [n for n, d in a.items() if b"@" in d and n in ("CMakeLists.txt", "README.md")]
+
+
+# -- what model.h declares, for Python ------------------------------------------------------------------
+class CTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("dtype", ctypes.c_int32), ("device", ctypes.c_int32), ("dim", ctypes.c_int32),
+        ("sizes", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("owner", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+class CAny(ctypes.Union):
+    _fields_ = [("tensor", CTensor), ("integer", ctypes.c_int64), ("number", ctypes.c_double)]
+
+
+class CValue(ctypes.Structure):
+    _anonymous_ = ("any",)
+    _fields_ = [("kind", ctypes.c_int32), ("any", CAny)]

@@ -51,12 +51,13 @@ def _check_launch(node: torch.fx.Node) -> None:
 
 def _check_promises(call: torch.fx.Node) -> None:
     """Of a call of a ``triton_op``: what the kernels write that are launched in it."""
-    from torch._library.custom_ops import OPDEFS
-    from torch._library.triton import triton_ops_to_kernels
+    from torch._library import custom_ops, triton
     from torch.fx.experimental.proxy_tensor import make_fx
 
     schema = call.target._schema  # type: ignore[union-attr]
-    if schema.name not in triton_ops_to_kernels or schema.name not in OPDEFS:
+    known = getattr(triton, "triton_ops_to_kernels", ())  # (where PyTorch has it elsewhere, nothing is checked)
+    op = getattr(custom_ops, "OPDEFS", {}).get(schema.name) if schema.name in known else None
+    if op is None:
         return
     names = [a.name for a in schema.arguments]
     given: dict[str, Any] = torch.fx.map_arg({**dict(zip(names, call.args)), **call.kwargs}, _value)  # type: ignore[assignment]
@@ -65,7 +66,7 @@ def _check_promises(call: torch.fx.Node) -> None:
     modes = (t.fake_mode for t in pytree.tree_leaves(given) if isinstance(t, FakeTensor))
     try:
         with triton_of_gpu(), next(modes, nullcontext()), torch.no_grad():
-            traced = make_fx(lambda given: OPDEFS[schema.name]._abstract_fn(**given))(given)  # type: ignore[misc]
+            traced = make_fx(lambda given: op._abstract_fn(**given))(given)  # type: ignore[misc]
     except Exception as e:  # AOTAutograd, which traces it next, says what is wrong
         logger("compile").info("what %s writes is not known: %s", schema.name, first_lines(e))
         return

@@ -12,6 +12,7 @@ from .slices import Write, coordinates
 
 LAUNCH = (10_000, 10_000_000)  # bytes that are moved while a kernel is started, by a CPU and by a GPU
 
+
 def linear_view(buffer: str, index: Expr, axes: Sequence[Var | None], like: Buffer | View) -> View | None:
     """The view whose element at ``axes`` is at ``index``; None if there is none."""
     strides, rest = [], index

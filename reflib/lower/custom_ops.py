@@ -159,10 +159,9 @@ def register_custom_op_autotuning(
         the size, dtype, device and strides wanted (a real one, of random numbers or zeros; TorchInductor shows a fake
         one), and returns another of that size and dtype.
     dispatch_on, split_points: ``{"tensor_name": "x", "dim": 0}`` and ``[512, 2048]``: decide for x.size(0) <= 512,
-        <= 2048 and above separately; a branch at run time. ``"range_upper_bound"`` (65536): the last range's top.
-        Two such in lists, with a list of split points for each, decide for pairs of ranges.
-        An implementation is traced at the size that the graph was traced with, and again at the top of a range that no
-        trace of it so far serves.
+        <= 2048 and above separately; a branch at run time. ``"range_upper_bound"`` (65536): the last range's top. Two
+        such in lists, with a list of split points for each, decide for pairs of ranges. An implementation is traced at
+        the size that the graph was traced with, and again at the top of a range that no trace of it so far serves.
     min_speedup_threshold: how many times as fast as the eager op a winner must be.
     benchmark_with_cudagraphs: time by CUDA-graph replay (False: with launches in it).
 

@@ -26,7 +26,7 @@ from reflib.package.export_cpp import _callers, export_cpp
 from reflib.package.load import convention_of
 from tests.composition.ops import library
 from tests.composition.packaged import Packaged, called
-from tests.exported_cpp import command
+from tests.exported_cpp import CTensor, CValue, command
 
 TORCH = Path(torch.__file__).parent / "lib"
 SAME = ("model", "values", "gpu", "tensors", "tensors_torch")  # in all projects
@@ -84,23 +84,6 @@ def _object(compiler: tuple[str, ...], source: Path) -> Path:
 
 
 # -- calling ------------------------------------------------------------------------------------------
-class _Tensor(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p), ("dtype", ctypes.c_int32), ("device", ctypes.c_int32), ("dim", ctypes.c_int32),
-        ("sizes", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("owner", ctypes.c_void_p),
-    ]  # fmt: skip
-
-
-class _Union(ctypes.Union):
-    _fields_ = [("tensor", _Tensor), ("integer", ctypes.c_int64), ("number", ctypes.c_double)]
-
-
-class _Value(ctypes.Structure):
-    _anonymous_ = ("any",)
-    _fields_ = [("kind", ctypes.c_int32), ("any", _Union)]
-
-
 def _numbers() -> dict[int, torch.dtype]:
     from reflib.wrap.cpp import DTYPES
 
@@ -126,7 +109,7 @@ class _Model:
         leaves = pytree.tree_leaves((args, kwargs))
         wanted = {a.name for a in _callers(self.program)}
         given = [x for a, x in zip(self.program.arguments, leaves, strict=True) if a.name in wanted]
-        inputs, outputs = (_Value * len(given))(), (_Value * len(self.program.outputs))()
+        inputs, outputs = (CValue * len(given))(), (CValue * len(self.program.outputs))()
         kept = [self._fill(v, x) for v, x in zip(inputs, given, strict=True)]
         stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else None
         stream = ctypes.c_void_p(stream)
@@ -134,17 +117,17 @@ class _Model:
         del kept
         return pytree.tree_unflatten(self._results(outputs, given), self.convention.out_spec)
 
-    def _fill(self, v: _Value, x: Any) -> Any:
+    def _fill(self, v: CValue, x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             v.kind, v.integer = INT, x
             return None
         numbers = {d: n for n, d in self.dtypes.items()}
         sizes, strides = ((ctypes.c_int64 * x.dim())(*n) for n in (x.shape, x.stride()))
         device = -1 if x.device.type == "cpu" else x.device.index
-        v.kind, v.tensor = TENSOR, _Tensor(x.data_ptr(), numbers[x.dtype], device, x.dim(), sizes, strides, None)
+        v.kind, v.tensor = TENSOR, CTensor(x.data_ptr(), numbers[x.dtype], device, x.dim(), sizes, strides, None)
         return sizes, strides
 
-    def _results(self, values: Sequence[_Value], given: Sequence[Any]) -> list[Any]:
+    def _results(self, values: Sequence[CValue], given: Sequence[Any]) -> list[Any]:
         """Those that share memory with an argument or each other are views of one storage, as in eager mode."""
         blocks: list[tuple[int, torch.UntypedStorage]] = [
             (s.data_ptr(), s) for x in given if isinstance(x, torch.Tensor) for s in [x.untyped_storage()]
@@ -163,7 +146,7 @@ class _Model:
         blocks += [(start, self._storage(start, end - start)) for start, end in joined if end > start]
         return [self._result(v, blocks) for v in values]
 
-    def _bytes(self, t: _Tensor) -> int:
+    def _bytes(self, t: CTensor) -> int:
         sizes, strides = t.sizes[: t.dim], t.strides[: t.dim]
         last = -1 if 0 in sizes else sum((n - 1) * s for n, s in zip(sizes, strides))
         return (last + 1) * self.dtypes[t.dtype].itemsize
@@ -176,7 +159,7 @@ class _Model:
             flat = torch.as_tensor(type("Memory", (), {"__cuda_array_interface__": about})(), device=self.device)
         return flat.untyped_storage()
 
-    def _result(self, v: _Value, blocks: list[tuple[int, torch.UntypedStorage]]) -> Any:
+    def _result(self, v: CValue, blocks: list[tuple[int, torch.UntypedStorage]]) -> Any:
         if v.kind != TENSOR:
             return {NONE: None, INT: v.integer, FLOAT: v.number}[v.kind]
         t = v.tensor

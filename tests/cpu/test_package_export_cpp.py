@@ -20,7 +20,17 @@ from reflib.errors import OptionError, PackageError
 from reflib.package import describe
 from reflib.package.export_cpp import MARKER, _why, export_cpp
 from tests import exported_cpp
-from tests.exported_cpp import assert_reproducible, build, build_and_run, command, equal, files, run
+from tests.exported_cpp import (
+    CTensor,
+    CValue,
+    assert_reproducible,
+    build,
+    build_and_run,
+    command,
+    equal,
+    files,
+    run,
+)
 
 Tensor = torch.Tensor
 close = torch.testing.assert_close
@@ -116,23 +126,6 @@ def test_other_weights(on_cpu: tuple[Path, Path], tmp_path: Path) -> None:
         command(program, "--weights", tmp_path / "short")
     with pytest.raises(AssertionError, match=r"cannot open the weights .*gone: No such file"):
         command(program, "--weights", tmp_path / "gone")
-
-
-# What model.h declares, for Python.
-class CTensor(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p), ("dtype", ctypes.c_int32), ("device", ctypes.c_int32), ("dim", ctypes.c_int32),
-        ("sizes", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("owner", ctypes.c_void_p),
-    ]  # fmt: skip
-
-
-class CAny(ctypes.Union):
-    _fields_ = [("tensor", CTensor), ("integer", ctypes.c_int64), ("number", ctypes.c_double)]
-
-
-class CValue(ctypes.Structure):
-    _fields_ = [("kind", ctypes.c_int32), ("any", CAny)]
 
 
 def value(t: Tensor) -> CValue:
