@@ -3,16 +3,16 @@
     model.py     what a model of the sweep is
     registry.py  those of transformers, torchvision and timm; the list of all
     own.py       our own: U-Net, LSTM, graph networks, mixture of experts, state space, ...
-    child.py     one measurement, in a process of its own
+    child.py     one step of a model, by a compiler, in a process of its own
     run.py       jobs -> processes -> rows, stored as they come
     report.py    rows -> geometric means and tables, the worst first
 
 Compiling takes long and needs a core; timing is short and needs the device alone. So several processes compile at once
 (`--workers`), and a lock lets one use the device at a time. Steps that take longest to compile begin first.
 
-On one GPU with 16 cores, every model in bfloat16, then in float32, each in under 9 minutes (252 processes: about 30 s
+On one GPU with 16 cores, every model in bfloat16, then in float32, each in under 9 minutes (168 processes: about 30 s
 of compiling per model for TorchInductor, half of that for reflib, and 8 s each for imports and the device, by 8; the
-device is held for about a second each)::
+device is held for about a second per measurement)::
 
     reflib sweep --device cuda --dtype bfloat16 --workers 8 --limit 150 --seconds 530 --out runs/sweep
     reflib sweep --device cuda --dtype float32 --workers 8 --limit 150 --seconds 530 --out runs/sweep

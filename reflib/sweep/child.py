@@ -1,8 +1,10 @@
-"""One measurement of the sweep, in a process of its own: ``python -m reflib.sweep.child FOLDER``.
+"""One step of a model by one compiler, and by eager, in a process of its own: ``python -m reflib.sweep.child FOLDER``.
 
-FOLDER has ``job.json`` (written by ``run.py``), empty caches, and at the end ``result.json``: a status, and one number
-per metric. In order: a reference in float64; eager's results and their error; the compiler's first step, whose seconds
-are the cold compile (with what it imports); its error; peak memory and kernels; then, alone on the device, the times.
+FOLDER has ``job.json`` (written by ``run.py``) and empty caches; a line per backend is appended to ``results.jsonl``: a
+status, and one number per metric. In order: a reference in float64, eager's results and their error; then per backend
+its first step, whose seconds are the cold compile (with what it imports); its error; peak memory and kernels; then,
+alone on the device, the times. After a backend that failed the process ends, for it may leave anything behind:
+``run.py`` starts another one for what is left.
 
 **Step.** Inference: ``model(*inputs)``. Training: that, and the gradients of every parameter, from fixed random
 gradients of the results. Neither optimizer nor loss: they would be the same for every model.
@@ -44,31 +46,37 @@ WINDOWS, ROUNDS, SECONDS = 3, 5, 0.15  # per clock
 def main(folder: Path) -> None:
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     own_caches(folder / "caches")
-    result = attempt(job)
-    (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    with open(folder / "results.jsonl", "a", encoding="utf-8") as file:
+        for result in results(job):
+            file.write(json.dumps(result) + "\n")
+            file.flush()
     sys.stdout.flush()
     os._exit(0)  # a compiler's own pool of processes is ended by our parent, at once
 
 
-def attempt(job: Job) -> dict[str, Any]:
-    """{status, note, values: {metric: ...}}. Errors become a status."""
+def results(job: Job) -> Iterator[dict[str, Any]]:
+    """{status, note, values: {metric: ...}} per backend, to the first that is not ok. Errors become a status."""
     from reflib.lab.timing import is_out_of_memory
     from reflib.sweep.model import models
 
-    values: dict[str, Any] = {}
     model = {m.name: m for m in models(job["models"])}[job["model"]]
-    try:
+    task: Task | None = None
+    for backend in job["backends"]:
+        values: dict[str, Any] = {}
         try:
-            built = build(model, job)
-        except (ImportError, AttributeError) as error:
-            if not model.needs:
-                raise
-            return {"status": "not installed", "note": brief(error), "values": {}}
-        status, note = measure(job, *built, values)
-    except Exception as error:
-        status = "out of memory" if is_out_of_memory(error) else "failed"
-        note = brief(error)
-    return {"status": status, "note": note, "values": values}
+            try:
+                task = task or Task(job, *build(model, job))
+            except (ImportError, AttributeError) as error:
+                if not model.needs:
+                    raise
+                yield {"status": "not installed", "note": brief(error), "values": {}}
+                return
+            status, note = measure(task, backend, values)
+        except Exception as error:
+            status, note = "out of memory" if is_out_of_memory(error) else "failed", brief(error)
+        yield {"status": status, "note": note, "values": values}
+        if status != "ok":
+            return
 
 
 def brief(error: BaseException) -> str:
@@ -122,41 +130,53 @@ def stepper(call: Callable[..., Any], module: Any, inputs: Sequence[Any], traini
     return train if training else inference
 
 
-def measure(job: Job, module: Any, inputs: list[Any], values: dict[str, Any]) -> tuple[str, str]:
+class Task:
+    """A model's step, and what all backends are compared with. The exact tensors wait on the host."""
+
+    def __init__(self, job: Job, module: Any, inputs: list[Any]) -> None:
+        import torch
+
+        from reflib.timing import synchronize
+
+        self.job, self.module, self.inputs = job, module, inputs
+        self.device, self.training = torch.device(job["device"]), job["mode"] == "training"
+        with alone(job):
+            exact, self.wide = reference(module, inputs, self.training)
+            want = stepper(module, module, inputs, self.training)()
+            self.own, self.facts = errors(want, exact), facts(want)
+            self.exact = tuple([x if x is None else x.cpu() for x in part] for part in exact)
+            synchronize(self.device)
+
+
+def measure(task: Task, backend: str, values: dict[str, Any]) -> tuple[str, str]:
     """Fills ``values``; returns (status, note)."""
     import torch
 
     from reflib.timing import synchronize
 
-    device, training = torch.device(job["device"]), job["mode"] == "training"
-    with alone(job):
-        exact, wide = reference(module, inputs, training)
-        want = stepper(module, module, inputs, training)()
-        own, like = errors(want, exact), facts(want)
-        del want
-        synchronize(device)
-    values["eager's error"] = statistics.median(own) if own else 0.0
-    call, kernels = COMPILERS[job["backend"]](module)
-    step = stepper(call, module, inputs, training)
+    job, device = task.job, task.device
+    values["eager's error"] = statistics.median(task.own) if task.own else 0.0
+    call, kernels = COMPILERS[backend](task.module)
+    step = stepper(call, task.module, task.inputs, task.training)
     synchronize(device)
     start = time.perf_counter()
     got = step()
     synchronize(device)
-    if job["backend"] != "eager":
+    if backend != "eager":
         values["cold compile"] = time.perf_counter() - start
         values["graph breaks"] = sum(torch._dynamo.utils.counters["graph_break"].values())
-    if facts(got) != like:
+    if facts(got) != task.facts:
         return "wrong", "the results differ from eager's in number, shape or dtype"
     with alone(job):
-        off = errors(got, exact)
+        off = errors(got, task.exact)
     values["error"] = statistics.median(off) if off else 0.0
-    del got, exact
-    verdict, why = judged(off, own, job["dtype"], wide)
+    del got
+    verdict, why = judged(off, task.own, job["dtype"], task.wide)
     if verdict == "wrong":
         return verdict, why
     with alone(job):
         values["peak memory"], values["kernels"] = on_gpu(step, device) if device.type == "cuda" else (None, kernels())
-    notes = [f"inaccurate: {why}" if why else "", "" if wide else "reference in float32"]
+    notes = [f"inaccurate: {why}" if why else "", "" if task.wide else "reference in float32"]
     return timed(job, step, device, values, [note for note in notes if note])
 
 
@@ -181,11 +201,11 @@ def facts(tensors: tuple[list[Any], list[Any]]) -> list[Any]:
     return [[x if x is None else (tuple(x.shape), x.dtype) for x in part] for part in tensors]
 
 
-def errors(got: tuple[list[Any], list[Any]], exact: tuple[list[Any], list[Any]]) -> list[float]:
+def errors(got: Sequence[list[Any]], exact: Sequence[list[Any]]) -> list[float]:
     """One per tensor, see the module. Of integers: the share that differs."""
     found = []
     for part, right in zip(got, exact):
-        pairs = [(g, e) for g, e in zip(part, right) if e is not None and e.numel()]
+        pairs = [(g, e.to(g.device)) for g, e in zip(part, right) if e is not None and e.numel()]
         norms = [float(e.double().square().mean().sqrt()) for _, e in pairs]
         typical = statistics.median(norms) if norms else 0.0
         for (g, e), norm in zip(pairs, norms):

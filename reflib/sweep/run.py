@@ -1,4 +1,5 @@
-"""`reflib sweep`: jobs, their processes, what was found. One process per job; results are stored as they come.
+"""`reflib sweep`: jobs, their processes, what was found. Per step of a model each compiler has its own process; eager
+is measured in the last of them, for to start one takes longer than to time. Results are stored as they come.
 
     job     = model x mode x dtype x backend, on one device
     folder  = { results.jsonl      one line per job that ended: the job, seconds, rows (``lab.rows.Row``)
@@ -24,7 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,16 +156,19 @@ def same(line: dict[str, Any], about: dict[str, Any]) -> bool:
 # -- processes --------------------------------------------------------------------------------------
 @dataclass
 class Child:
-    """A process, in a folder of its own."""
+    """A process, in a folder of its own, for jobs that differ in their backend only."""
 
-    job: Job
+    jobs: list[Job]
     folder: tempfile.TemporaryDirectory[str]
-    began: float = field(default_factory=time.monotonic)
     process: Any = None
+    since: float = field(default_factory=time.monotonic)  # when the first of ``jobs`` began
+    told: int = 0  # results that were read
+    over: bool = False
 
     def start(self, lock: Path, threads: int) -> Child:
-        here = Path(self.folder.name)
-        (here / "job.json").write_text(json.dumps({**self.job, "lock": str(lock)}), encoding="utf-8")
+        here, backends = Path(self.folder.name), [job["backend"] for job in self.jobs]
+        job = {**self.jobs[0], "backends": backends, "lock": str(lock)}
+        (here / "job.json").write_text(json.dumps(job), encoding="utf-8")
         path = os.pathsep.join(p for p in (str(machine.ROOT), os.environ.get("PYTHONPATH", "")) if p)
         with open(here / "stderr", "wb") as errors:
             self.process = subprocess.Popen(
@@ -173,19 +178,26 @@ class Child:
             )  # fmt: skip
         return self
 
-    def outcome(self, limit: float) -> dict[str, Any] | None:
-        """{status, note, values} once it has ended; one that runs for longer than ``limit`` is ended."""
+    def outcomes(self, limit: float) -> Iterator[tuple[Job, dict[str, Any], float]]:
+        """(job, {status, note, values}, seconds) of those that ended since the last call. The process is over after the
+        last job, a result that is not ok, and a job that takes longer than ``limit``; ``jobs`` has those left."""
         code, here = self.process.poll(), Path(self.folder.name)
-        if code is None and time.monotonic() - self.began < limit:
-            return None
-        try:
-            if code is None:
-                return {"status": "timed out", "note": f"after {limit:g} s", "values": {}}
-            if code == 0 and (here / "result.json").exists():
-                return dict(json.loads((here / "result.json").read_text(encoding="utf-8")))
-            return {**asdict(crash(code, (here / "stderr").read_text(errors="replace"))), "values": {}}
-        finally:
-            self.end()
+        for outcome in stored(here / "results.jsonl")[self.told :]:
+            self.told += 1
+            job = self.jobs.pop(0)
+            self.over = not self.jobs or outcome["status"] != "ok"
+            yield job, outcome, self.lap()
+        if not self.over and (code is not None or time.monotonic() - self.since > limit):
+            why = {"status": "timed out", "note": f"after {limit:g} s"}
+            if code is not None:
+                why = asdict(crash(code, (here / "stderr").read_text(errors="replace")))
+            self.over = True
+            yield self.jobs.pop(0), {**why, "values": {}}, self.lap()
+
+    def lap(self) -> float:
+        """Seconds since the last one, or since the start."""
+        last, self.since = self.since, time.monotonic()
+        return self.since - last
 
     def end(self) -> None:
         """Kill it and its children, and remove its caches."""
@@ -197,24 +209,31 @@ class Child:
 
 
 def carry_out(todo: Sequence[Job], workers: int, request: Request, about: dict[str, Any], folder: Path) -> Any:
-    """Yields a line per job that ended, ``workers`` at once, until ``request.seconds`` are over."""
-    waiting, running = list(todo), list[Child]()
-    stop = time.monotonic() + request.seconds
+    """Yields a line per job that ended, ``workers`` processes at once, until ``request.seconds`` are over."""
+    waiting = deque[list[Job]]()
+    for job in todo:  # a second compiler would find what the first has left in Dynamo's and Python's caches
+        if job["backend"] == "eager" and waiting and {**waiting[-1][0], "backend": "eager"} == job:
+            waiting[-1].append(job)
+        else:
+            waiting.append([job])
+    running, stop = list[Child](), time.monotonic() + request.seconds
     threads = max(1, (os.cpu_count() or 1) // workers)
     try:
         while (waiting or running) and time.monotonic() < stop:
             while waiting and len(running) < workers:
-                job = waiting.pop(0)
-                if job["needs"] and importlib.util.find_spec(job["needs"]) is None:
-                    missing = {"status": "not installed", "note": f"no module {job['needs']}", "values": {}}
-                    yield line_of(job, missing, 0.0, about)
+                jobs = waiting.popleft()
+                if (needed := jobs[0]["needs"]) and importlib.util.find_spec(needed) is None:
+                    missing = {"status": "not installed", "note": f"no module {needed}", "values": {}}
+                    yield from (line_of(job, missing, 0.0, about) for job in jobs)
                     continue
                 made = tempfile.TemporaryDirectory(prefix="reflib-sweep-", ignore_cleanup_errors=True)
-                running.append(Child(job, made).start(folder / ".lock", threads))
+                running.append(Child(jobs, made).start(folder / ".lock", threads))
             for child in list(running):
-                if (outcome := child.outcome(request.limit)) is not None:
+                yield from (line_of(*ended, about) for ended in child.outcomes(request.limit))
+                if child.over:
+                    child.end()
                     running.remove(child)
-                    yield line_of(child.job, outcome, time.monotonic() - child.began, about)
+                    waiting.extendleft([child.jobs] if child.jobs else [])
             time.sleep(0.02)
     finally:
         for child in running:
