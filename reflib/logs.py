@@ -19,7 +19,9 @@ def get(name: str) -> logging.Logger:
     logger = logging.getLogger(f"reflib.{name}")
     wanted = {part.strip() for part in os.environ.get("REFLIB_LOGS", "").split(",")}
     on = bool(wanted & {name, "all"})
-    logger.setLevel(logging.INFO if on else logging.WARNING)
+    level = logging.INFO if on else logging.WARNING
+    if logger.level != level:  # setting it empties the caches of all loggers
+        logger.setLevel(level)
     root = logging.getLogger("reflib")
     if on and not root.handlers:
         handler = logging.StreamHandler(sys.stderr)

@@ -11,7 +11,10 @@ from typing import Any
 @functools.cache
 def without_overheads() -> None:
     """Once per process; those that are forked from it have done without too."""
+    import torch
+    from torch._decomp.decompositions_for_rng import PhiloxState
     from torch._dynamo import guards
+    from torch._dynamo import utils as dynamo
     from torch._export import utils
 
     gc.collect()  # what is imported stays: looking through it again and again took a tenth of the time of tracing
@@ -20,6 +23,17 @@ def without_overheads() -> None:
     guards.profile_guard_manager = lambda *_: 0.0  # for a line in a log it flushes all caches, which takes 60 ms
     # every decomposition of an exported program asks for all C++ ops once for each of some thirty namespaces
     utils._materialize_cpp_cia_ops = functools.cache(utils._materialize_cpp_cia_ops)
+    # every graph is logged with all settings of Dynamo and of TorchInductor, as JSON
+    for name in ("get_dynamo_config", "scrubbed_inductor_config", "compiler_config"):
+        setattr(dynamo, f"_{name}_for_logging", lambda: None)
+    empty = torch.tensor(())
+
+    def reset(self: Any) -> None:
+        """Twelve tensors per graph, under all modes of tracing, for random numbers that reflib has in other ways."""
+        self.seed = self.base_offset = empty
+        self.relative_offset, self.offset_advanced_at_least_once = 0, False
+
+    PhiloxState.reset = reset
 
 
 def quick_interpreter() -> None:
