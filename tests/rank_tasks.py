@@ -146,7 +146,7 @@ def late(seconds: float, how: str = "sleep") -> Any:
 # -- tuning an op that communicates -----------------------------------------------------------------------
 def summed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """The product of all ranks' shares, added up; slowly."""
-    time.sleep(0.01)
+    time.sleep(0.04)
     return c.wait_tensor(c.all_reduce(x @ w, "sum", "0"))
 
 
@@ -277,6 +277,54 @@ def interrupted(how: str) -> Any:
         torch.compile(reduced, backend="reflib")(torch.ones(4))
 
     return failing(wait)
+
+
+# -- in the background ------------------------------------------------------------------------------------
+def in_background(op: str, last_rank: str = "") -> Any:
+    """(state, number of the call that swapped, winner, error) of a graph that is tuned while it runs. ``last_rank``:
+    there tuning "fails", is "late", or is "never" ready."""
+    import reflib
+    from reflib import background
+    from reflib.pipeline import tunings
+
+    candidates = {sum_product: [by_gather, by_reduce], doubled: [by_product]}
+    fn, args = (
+        (lambda x, w: sum_product(x, w) + 1, (torch.randn(16, 8), torch.randn(8, 4)))
+        if op == "communicates"
+        else (lambda x: doubled(x).sum(0), (torch.randn(8, 4),))
+    )
+    for known, configs in candidates.items():
+        reflib.register_custom_op_autotuning(known, configs)
+    work = background.Background._work
+    if last_rank and rank() == dist.get_world_size() - 1:
+
+        def other(self: Any) -> None:
+            if last_rank == "fails":
+                self._tune = lambda b: 1 / 0
+            time.sleep({"late": 2.0, "never": 1e6}.get(last_rank, 0.0))
+            work(self)
+
+        background.Background._work = other  # type: ignore[method-assign]
+    try:
+        f = reflib.compile(fn, autotune="background", cache_decisions=False, tuning_seconds=60.0)
+        swapped, ended = 0, torch.zeros(1)
+        begun = time.monotonic()
+        expected = fn(*args)
+        for number in range(1, 100_000):
+            torch.testing.assert_close(f(*args), expected)
+            (b,) = tunings[f]
+            if b.turn is not None and not b.turn.together:
+                b.turn.seconds = 1.0
+            swapped = swapped or number * (b.state == "swapped")
+            waits = last_rank == "never" and (b.state == "ready" or rank()) and time.monotonic() > begun + 15
+            ended[0] = float(b.state in ("swapped", "failed") or waits)
+            dist.all_reduce(ended, dist.ReduceOp.MIN)
+            if ended:
+                break
+        found = reflib.tuning_progress(f)
+        return b.state, swapped, [d.winner for d in found.decisions], b.error
+    finally:
+        background.Background._work = work  # type: ignore[method-assign]
 
 
 # -- sharing ----------------------------------------------------------------------------------------------
