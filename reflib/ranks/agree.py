@@ -21,8 +21,9 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from ..autotune.question import group_of
 from ..ir.printer import dtype_name
-from ..ir.program import Choice, Extern, Program, View, iter_views
+from ..ir.program import Extern, Program, View, iter_views
 from ..logs import get as logger
 from ..options import Options
 from .collectives import starts
@@ -57,18 +58,6 @@ def by_group(program: Program) -> dict[str, list[str]]:
     for x in starts(program.nodes):
         out.setdefault(group_of(x), []).append(_text(x, program))
     return out
-
-
-def group_of(x: Extern) -> str:
-    """The name of a call's process group."""
-    names = [a.name for a in x.target._schema.arguments]
-    given = {**dict(zip(names, x.args)), **dict(x.kwargs)}["group_name"]
-    return given if isinstance(given, str) else given.group_name
-
-
-def groups_of(choice: Choice) -> set[str]:
-    """The names of the process groups in which its candidates communicate."""
-    return {group_of(x) for v in choice.variants for x in starts(v.nodes)}
 
 
 def _text(x: Extern, program: Program) -> str:

@@ -30,11 +30,10 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..autotune.question import sizes_of
+from ..autotune.question import groups_of, sizes_of
 from ..ir.program import Choice, Program, walk
 from ..logs import get as logger
 from ..options import Options
-from .agree import groups_of
 from .meeting import RanksError, store_of
 
 LOOK = 1.0  # seconds between two looks at the register, about

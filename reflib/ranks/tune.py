@@ -28,13 +28,13 @@ from ..autotune import switches
 from ..autotune.inputs import main_device
 from ..autotune.isolation import isolated
 from ..autotune.pool import Job, pool
+from ..autotune.question import groups_of
 from ..autotune.request import Limits, Request, Result
 from ..autotune.store import Outcome
 from ..autotune.winner import pick_winner
 from ..ir.decision import Candidate
 from ..ir.program import Choice
 from ..logs import get as logger
-from .agree import groups_of
 from .meeting import Meeting, RanksError, store_of
 from .share import claim, publish, release, settle
 from .swap import turn
