@@ -37,7 +37,6 @@ from .timeline import Event
 
 if TYPE_CHECKING:
     from .autotune import Tuner
-    from .ranks.swap import Turn
 
 everything: WeakSet[Background] = WeakSet()
 _registering = threading.Lock()
@@ -47,9 +46,9 @@ class Background:
     """The tuning of one graph. ``state``: ``waiting`` for the first call, ``running``, ``ready`` to be swapped in,
     ``swapped``, ``unchanged`` (the heuristics were right) or ``failed``."""
 
-    def __init__(self, stages: Any, tune: Callable[[Background], Any], turn: Turn | None = None):
+    def __init__(self, stages: Any, tune: Callable[[Background], Any], turn: Any = None):
         """stages: the fallback's (``pipeline.Stages``). tune: compiles the graph again, tuned; adds to ``tuners``.
-        turn: with other ranks."""
+        turn: with other ranks (``ranks.swap.Turn``), or None."""
         self.stages, self._tune, self.turn = stages, tune, turn
         self.name = turn.name if turn else "alone"
         self.state, self.error, self.seconds = "waiting", "", 0.0
@@ -136,7 +135,7 @@ class TunedOrFallback:
             b.failed(f"its tuned kernels cannot be loaded: {type(e).__name__}: {e}")
         return self._loaded
 
-    def _comes(self, b: Background, turn: Turn, number: int) -> bool:
+    def _comes(self, b: Background, turn: Any, number: int) -> bool:
         try:
             if turn.comes(number):
                 return True

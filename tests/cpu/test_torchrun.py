@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-
 SLOW = [pytest.param({"autotune": how}, marks=pytest.mark.slow) for how in ("blocking", "background")]
 
 
