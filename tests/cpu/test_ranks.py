@@ -154,6 +154,7 @@ LAST = {
 LAST |= {"fails alone": "the same call", "never alone": "the same call"}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("last", LAST)
 @pytest.mark.parametrize("seed", range(4))
 def test_ranks_swap_at_the_same_call(last: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
