@@ -8,7 +8,8 @@ run. A call during the capture of a CUDA graph runs the fallback; graphs capture
 stay loaded.
 
 The swap is one assignment: a call runs one variant, never half of each. Both have the same inputs, outputs, strides and
-aliases, so a forward graph and its backward may swap at different times.
+aliases, so a forward graph and its backward may swap at different times. Ranks of a process group swap a graph at the
+same one of its calls (``ranks/swap.py``).
 
 Nothing is measured in this process: a choice that no worker can measure (``autotune/isolation``) keeps its heuristic
 variant. What has been measured when the program ends is in the store of decisions, and used by the next one.
@@ -17,6 +18,7 @@ variant. What has been measured when the program ends is in the store of decisio
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import threading
@@ -28,6 +30,7 @@ from weakref import WeakSet
 
 import torch
 
+from .errors import ReflibError
 from .logs import get as logger
 from .pipeline import tunings
 from .timeline import Event
@@ -43,9 +46,11 @@ class Background:
     """The tuning of one graph. ``state``: ``waiting`` for the first call, ``running``, ``ready`` to be swapped in,
     ``swapped``, ``unchanged`` (the heuristics were right) or ``failed``."""
 
-    def __init__(self, stages: Any, tune: Callable[[Background], Any]):
-        """stages: the fallback's (``pipeline.Stages``). tune: compiles the graph again, tuned; adds to ``tuners``."""
-        self.stages, self._tune = stages, tune
+    def __init__(self, stages: Any, tune: Callable[[Background], Any], turn: Any = None):
+        """stages: the fallback's (``pipeline.Stages``). tune: compiles the graph again, tuned; adds to ``tuners``.
+        turn: with other ranks (``ranks.swap.Turn``), or None."""
+        self.stages, self._tune, self.turn = stages, tune, turn
+        self.name = turn.name if turn else "alone"
         self.state, self.error, self.seconds = "waiting", "", 0.0
         self.tuners: list[Tuner] = []  # of its choices, and of its kernels' launches
         self.tuned: Any = None
@@ -60,23 +65,34 @@ class Background:
         with self._lock:
             if self._thread is None:
                 self.state = "running"
+                if self.turn is not None:
+                    self.turn.queue()
                 self._thread = threading.Thread(target=self._work, name="reflib-tuning", daemon=True)
                 self._thread.start()
 
     def _work(self) -> None:
         start = time.perf_counter()
         try:
-            tuned = self._tune(self)
+            with self.turn.tuning() if self.turn else contextlib.nullcontext():
+                tuned = self._tune(self)
             tuned.call.wait()
             ours, theirs = ([d.config or d.winner for d in x.decisions] for x in (tuned, self.stages))
             self.tuned = tuned
             self.state = "unchanged" if ours == theirs else "ready"
-        except BaseException as e:  # the fallback stays
-            self.state, self.error = "failed", f"{type(e).__name__}: {e}"
-            logger("autotune").warning("tuning %s in the background failed: %s", self.stages.graph.name, self.error)
+            if self.turn is not None and self.state == "unchanged":
+                self.turn.say(0)
+        except BaseException as e:
+            self.failed(f"{type(e).__name__}: {e}")
         finally:
             self.seconds = time.perf_counter() - start
             self.ended.set()
+
+    def failed(self, why: str) -> None:
+        """The fallback stays."""
+        self.state, self.error = "failed", why
+        logger("autotune").warning("tuning %s in the background failed: %s", self.stages.graph.name, why)
+        if self.turn is not None:
+            self.turn.say(why)
 
 
 class TunedOrFallback:
@@ -85,6 +101,7 @@ class TunedOrFallback:
     def __init__(self, fallback: Callable[[list], Any], background: Background):
         self._call, self.background = fallback, background
         self._undecided, self._lock = True, threading.Lock()
+        self._numbers, self._loaded = itertools.count(1), False
 
     def __call__(self, args: list) -> Any:
         if self._undecided:
@@ -93,32 +110,48 @@ class TunedOrFallback:
 
     def _check(self, args: list) -> Any:
         """The call that starts tuning, one before the tuned variant is ready, or the one that swaps it in."""
-        b = self.background
+        b, number = self.background, next(self._numbers)
         if b.state == "waiting":
             result = self._call(args)
             b.start()
             return result
         if b.state == "ready" and not _capturing():
             with self._lock:
-                if b.state == "ready":
+                if b.state == "ready" and self._load(b) and (b.turn is None or self._comes(b, b.turn, number)):
                     self._swap(b)
         if b.state in ("swapped", "unchanged", "failed"):
             self._undecided = False
         return self._call(args)
 
-    def _swap(self, b: Background) -> None:
+    def _load(self, b: Background) -> bool:
+        """Before a rank promises to swap."""
         start = time.perf_counter()
         try:
-            b.tuned.call.load()
+            if not self._loaded:
+                b.tuned.call.load()
+                self._loaded = True
+                b.stages.timeline.append(Event("swap", start, time.perf_counter() - start))
         except Exception as e:
-            b.state, b.error = "failed", f"{type(e).__name__}: {e}"
-            logger("autotune").warning("%s: its tuned kernels cannot be loaded: %s", b.stages.graph.name, b.error)
-            return
+            b.failed(f"its tuned kernels cannot be loaded: {type(e).__name__}: {e}")
+        return self._loaded
+
+    def _comes(self, b: Background, turn: Any, number: int) -> bool:
+        try:
+            if turn.comes(number):
+                return True
+        except ReflibError as e:
+            if turn.together:  # the others may swap at this call
+                raise
+            turn.why = str(e)
+        if turn.why:
+            b.failed(turn.why)
+        return False
+
+    def _swap(self, b: Background) -> None:
         b.old.append(self._call)
         self._call = b.tuned.call
         b.state = "swapped"
         logger("autotune").info("%s: tuned kernels swapped in after %.1f s", b.stages.graph.name, b.seconds)
-        b.stages.timeline.append(Event("swap", start, time.perf_counter() - start))
 
 
 def _capturing() -> bool:
@@ -174,7 +207,8 @@ def tuning_progress(compiled: Any = None) -> Progress:
 
 def wait_for_tuning(compiled: Any = None, timeout: float | None = None) -> Progress:
     """Wait until tuning in the background has ended, at most ``timeout`` seconds; with a bar in a notebook. Tuning of
-    graphs that have not been called yet starts. Tuned variants run from the next call on.
+    graphs that have not been called yet starts. Tuned variants run from the next call on (with several ranks: from the
+    one that they agree on).
 
     compiled: what ``reflib.compile`` returned; None, or what ``torch.compile`` returned: everything in this process.
     Returns the progress; ``finished`` is False after a timeout, which is no error. Failures are in ``failed``.

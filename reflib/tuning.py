@@ -101,8 +101,8 @@ def _how(s: Stages) -> Iterator[Tuning]:
     elif s.options.autotune == "background" and s.tuning is None:
         yield (tuning := Tuning(known_only=True, store=_store(s.options)))
         if tuning.left and s.swap is None:
-            asked = _asked(s)
-            s.swap = lambda call: TunedOrFallback(call, Background(s, lambda b: tuned(s, Again(asked, b))))
+            asked, turn = _asked(s), CHOOSE["together"]["turn"](s.program, s.graph.name, s.options)
+            s.swap = lambda call: TunedOrFallback(call, Background(s, lambda b: tuned(s, Again(asked, b)), turn))
     else:
         with _measuring(s) as tuning:
             yield tuning
@@ -112,7 +112,7 @@ def _how(s: Stages) -> Iterator[Tuning]:
 def _measuring(s: Stages) -> Iterator[Tuning]:
     from .wrap.zeros import zeros
 
-    store, background = _store(s.options), s.tuning is not None
+    store, background = _store(s.options), "" if s.tuning is None else s.tuning.background.name
     track = "background" if background else "main"
     tuner = _tuner(s, store)
     if tuner is not None:

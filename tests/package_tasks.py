@@ -47,6 +47,57 @@ def load(path: str, how: str = "") -> bool:
     return right
 
 
+class Attention(nn.Module):
+    """Tokens, an attention layer whose heads are as many as the projections have rows, and logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.norm, self.logits = nn.Embedding(32, 16), nn.LayerNorm(16), nn.Linear(16, 32, bias=False)
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, i: Any) -> Any:
+        x = self.tokens(i)
+        q, k, v = (f(self.norm(x)).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.logits(x + self.o(y.transpose(1, 2).flatten(2)))
+
+
+def parallelized(path: str) -> list[Any]:
+    return [with_dtensors(path, how) for how in ("columns", "sequence", "rows", "size")]
+
+
+def with_dtensors(path: str, how: str) -> Any:
+    """(was it loaded right? has it the model's names?) of a model with DTensors: "columns" and rows; with the rows of a
+    "sequence" on each rank between them; an embedding by "rows"; or with an open "size"."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import parallel as p
+
+    torch.manual_seed(0)
+    m, i = Attention().eval(), torch.arange(24).view(4, 6)
+    expected = m(i).detach()
+    whole, between = Replicate(), Shard(1) if how == "sequence" else Replicate()
+    tokens = p.RowwiseParallel if how == "rows" else p.ColwiseParallel
+    plan: dict[str, Any] = {
+        "tokens": tokens(input_layouts=whole, output_layouts=between),
+        **{name: p.ColwiseParallel(input_layouts=between) for name in ("q", "k", "v")},
+        "o": p.RowwiseParallel(output_layouts=between),
+        "logits": p.ColwiseParallel(input_layouts=between, output_layouts=whole),
+    }
+    if how == "sequence":
+        plan["norm"] = p.SequenceParallel()
+    p.parallelize_module(m, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    shapes = ({0: torch.export.Dim("batch", min=2, max=64)},) if how == "size" else None
+
+    def packaged() -> Any:
+        f = reflib.load(reflib.aot_compile(m, (i,), path, ["cpu"], dynamic_shapes=shapes))
+        return torch.allclose(f(i), expected, atol=1e-5), {*f.get_constant_fqns()} == {
+            n for n, _ in m.named_parameters()
+        }
+
+    return failing(packaged)
+
+
 def fault(path: str, what: str) -> Any:
     """The last rank does something else."""
     last = rank() == dist.get_world_size() - 1

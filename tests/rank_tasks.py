@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from typing import Any
 
@@ -109,13 +110,69 @@ def same_then_other(different: bool) -> Any:
             return a + c.wait_tensor(c.broadcast(x * 2, 0, "0"))
         return a + c.wait_tensor(c.all_reduce(x * 2, "sum", "0"))
 
-    return torch.compile(fn, backend="reflib")(x)
+    return failing(lambda: torch.compile(fn, backend="reflib")(x))
 
 
 def other_lines() -> Any:
     """The same collectives, from another line on each rank."""
     fn = (lambda x: c.wait_tensor(c.all_reduce(x * 2, "sum", "0")) + 1) if rank() else reduced
     return torch.compile(fn, backend="reflib")(torch.ones(4))
+
+
+def another_world() -> list[bool]:
+    """A compiled program, with an all-reduce over symmetric storage, in one process group after another of one name: of
+    four ranks, two, and four; is it right?"""
+    from reflib.ranks.reduce import REDUCE
+
+    def fn(x: Any) -> Any:
+        return REDUCE(x.sin(), "one_shot", "0") + c.wait_tensor(c.all_reduce(x * 2, "sum", "0"))
+
+    compiled, store, out = torch.compile(fn, backend="reflib"), store_of_all(), []
+    me, all_ranks = rank(), dist.get_world_size()
+    for i, size in enumerate((all_ranks, 2, all_ranks)):
+        dist.barrier()
+        dist.destroy_process_group()
+        parts = dist.PrefixStore(f"world {i} {me // size}", store)
+        dist.init_process_group("gloo", store=parts, rank=me % size, world_size=size)
+        x = torch.full((8,), me % size + 1.0)
+        whole = torch.arange(1.0, size + 1)
+        expected = (whole.sin() + 2 * whole).sum().expand(8)
+        out.append(torch.allclose(compiled(x), expected, atol=1e-5))
+        if i == 1:
+            dist.barrier()
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=dist.PrefixStore("all", store), rank=me, world_size=all_ranks)
+    return out
+
+
+def store_of_all() -> Any:
+    from reflib.ranks.meeting import store_of
+
+    return store_of(dist.group.WORLD)
+
+
+def full_store() -> Any:
+    """The store is a file, and there is no room for what the last rank would write."""
+    import resource
+    import signal
+
+    path: list[Any] = [None]
+    if rank() == 0:
+        path = [tempfile.mktemp()]
+    dist.broadcast_object_list(path)
+    me, size, limit = rank(), dist.get_world_size(), store_of_all().timeout
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(path[0], size), rank=me, world_size=size)
+    dist.barrier()
+    store_of_all().set_timeout(limit)
+    kept = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        if me == size - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(path[0]), kept[0][1]))
+        return failing(lambda: torch.compile(reduced, backend="reflib")(torch.ones(4)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, kept[0])
+        signal.signal(signal.SIGXFSZ, kept[1])
 
 
 def anew_for_another_size() -> Any:
@@ -137,16 +194,13 @@ def late(seconds: float, how: str = "sleep") -> Any:
         if how == "exit":
             os._exit(1)
         time.sleep(seconds)
-    try:
-        return torch.compile(reduced, backend="reflib")(torch.ones(4))
-    except Exception as e:
-        return f"{type(e).__name__} after {time.monotonic() - start:.0f} s: {e}"
+    return failing(lambda: torch.compile(reduced, backend="reflib")(torch.ones(4)), start)
 
 
 # -- tuning an op that communicates -----------------------------------------------------------------------
 def summed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """The product of all ranks' shares, added up; slowly."""
-    time.sleep(0.01)
+    time.sleep(0.04)
     return c.wait_tensor(c.all_reduce(x @ w, "sum", "0"))
 
 
@@ -214,8 +268,6 @@ def tune(*names: str, device: Any = "cpu") -> Any:
 
 def tune_twice(*names: str) -> Any:
     """What was found, and once more, where only the first rank knows it."""
-    import tempfile
-
     os.environ["REFLIB_CACHE_DIR"] = tempfile.mkdtemp()
     found = tune(*names)
     if rank() > 0:
@@ -255,9 +307,9 @@ def other_options(code: bool) -> Any:
     return failing(lambda: fn(torch.randn(16, 8), torch.randn(8, 4)))
 
 
-def failing(call: Any) -> Any:
+def failing(call: Any, start: float | None = None) -> Any:
     """What the call raises, and after how many seconds."""
-    start = time.monotonic()
+    start = start or time.monotonic()
     try:
         return call()
     except BaseException as e:
@@ -279,6 +331,54 @@ def interrupted(how: str) -> Any:
     return failing(wait)
 
 
+# -- in the background ------------------------------------------------------------------------------------
+def in_background(op: str, last_rank: str = "") -> Any:
+    """(state, number of the call that swapped, winner, error) of a graph that is tuned while it runs. ``last_rank``:
+    there tuning "fails", is "late", or is "never" ready."""
+    import reflib
+    from reflib import background
+    from reflib.pipeline import tunings
+
+    candidates = {sum_product: [by_gather, by_reduce], doubled: [by_product]}
+    fn, args = (
+        (lambda x, w: sum_product(x, w) + 1, (torch.randn(16, 8), torch.randn(8, 4)))
+        if op == "communicates"
+        else (lambda x: doubled(x).sum(0), (torch.randn(8, 4),))
+    )
+    for known, configs in candidates.items():
+        reflib.register_custom_op_autotuning(known, configs)
+    work = background.Background._work
+    if last_rank and rank() == dist.get_world_size() - 1:
+
+        def other(self: Any) -> None:
+            if last_rank == "fails":
+                self._tune = lambda b: 1 / 0
+            time.sleep({"late": 2.0, "never": 1e6}.get(last_rank, 0.0))
+            work(self)
+
+        background.Background._work = other  # type: ignore[method-assign]
+    try:
+        f = reflib.compile(fn, autotune="background", cache_decisions=False, tuning_seconds=60.0)
+        swapped, ended = 0, torch.zeros(1)
+        begun = time.monotonic()
+        expected = fn(*args)
+        for number in range(1, 100_000):
+            torch.testing.assert_close(f(*args), expected)
+            (b,) = tunings[f]
+            if b.turn is not None and not b.turn.together:
+                b.turn.seconds = 1.0
+            swapped = swapped or number * (b.state == "swapped")
+            waits = last_rank == "never" and (b.state == "ready" or rank()) and time.monotonic() > begun + 15
+            ended[0] = float(b.state in ("swapped", "failed") or waits)
+            dist.all_reduce(ended, dist.ReduceOp.MIN)
+            if ended:
+                break
+        found = reflib.tuning_progress(f)
+        return b.state, swapped, [d.winner for d in found.decisions], b.error
+    finally:
+        background.Background._work = work  # type: ignore[method-assign]
+
+
 # -- sharing ----------------------------------------------------------------------------------------------
 @torch.library.custom_op("rank_tasks::doubled", mutates_args=())
 def doubled(x: torch.Tensor) -> torch.Tensor:
@@ -295,8 +395,6 @@ def by_product(x: torch.Tensor) -> torch.Tensor:
 
 def share() -> Any:
     """(sizes, winner, reason) of two choices."""
-    import tempfile
-
     import reflib
 
     os.environ["REFLIB_CACHE_DIR"] = tempfile.mkdtemp()  # ranks of two hosts

@@ -48,19 +48,21 @@ Build = Callable[[Program, Options], Callable[[list], Any]]
 
 @dataclass
 class Tuning:
-    """How candidates are measured. ``tuner``: by worker processes; None: all of it here. ``background``: the program
-    runs meanwhile on what the static rule chose, which is then what a winner must beat, and nothing is measured in this
-    process. ``known_only``: nothing is measured at all; ``left`` says whether there was something to measure.
-    ``meanwhile``: what to do while workers work; it is given the names of nodes that candidates are measured with.
+    """How candidates are measured. ``tuner``: by worker processes; None: all of it here. ``background``: the graph's
+    name, the same on all ranks, if the program runs meanwhile on what the static rule chose, which a winner must beat;
+    nothing is measured in this process. ``known_only``: nothing is measured at all; ``left`` says whether
+    there was something to measure. ``meanwhile``: what to do while workers work; it is given the names of nodes
+    that candidates are measured with.
 
     ``together``: for several processes; empty for one. Candidates that communicate are measured by all of them:
     "talks": (Question) -> bool. For those that do, "known": (Question, Outcome or None, Work) -> what all use of what
     is known here; "measure": (Question, Point, Work) -> Result, in place of the tuner's. Others are measured by one for
     all: "claim": (Question, Work) -> is this one to do it?, "settle": (Question, Work) -> another's Outcome, or None:
-    measure it here; "publish": (Question, Outcome); "release": (Question), which this one was to do and has not."""
+    measure it here; "publish": (Question, Outcome); "release": (Question), which this one was to do and has not.
+    "turn": (Program, kind, Options) -> when a graph that is tuned in the background comes in, or None: at once."""
 
     tuner: Tuner | None = None
-    background: bool = False
+    background: str = ""
     known_only: bool = False
     meanwhile: Callable[[set[str]], None] | None = None
     store: Store | None = None
@@ -203,7 +205,7 @@ def _ask(q: Question, sizes: dict[str, int], work: Work) -> Point:
             programs, str(default), str(q.default), keys=q.named, sizes=sizes, weights=q.region.program.weights,
             makers=made_by, options=work.options.but(autotune="off", lookup_table=None),
             patches={str(key): dict(a.patches) for key, a in valid.items() if a.patches},
-            min_speedup=choice.min_speedup, graph_timing=choice.graph_timing, paired=tuning.background,
+            min_speedup=choice.min_speedup, graph_timing=choice.graph_timing, paired=bool(tuning.background),
         )  # fmt: skip
     except ReflibError as e:  # an operator that has no name
         found = Result((Candidate(default, "unmeasured", why=str(e)),), str(default), f"it cannot be measured: {e}")

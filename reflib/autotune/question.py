@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from ..errors import ReflibError
+from ..fuse.dependencies import inside
 from ..ir.data import encode, to_data
 from ..ir.decision import Key, key_of
 from ..ir.loops import LoopNest
-from ..ir.program import Choice, KernelNode, Node, Program, Template, Variant, Variants
+from ..ir.program import Choice, Extern, KernelNode, Node, Program, Template, Variant, Variants
 from ..options import Options
 from ..target import Target
 from .circumstances import decision_key
@@ -81,7 +82,7 @@ class Question:
 
     @cached_property
     def store_key(self) -> str:
-        return decision_key(self.text, str(self.device)) if self.text else ""
+        return decision_key(self.text + _ranks(self.choice), str(self.device)) if self.text else ""
 
 
 def question_of(program: Program, choice: Choice, target: Target, options: Options, makers: Makers) -> Question:
@@ -122,6 +123,28 @@ def has_epilogue(program: Program, choice: Choice, a: Variant) -> bool:
         return True
     readers = [n for n in program.nodes if set(choice.outputs) & set(n.reads())]
     return bool(readers) and all(isinstance(n, LoopNest) and not n.reduced for n in readers)
+
+
+# -- candidates that communicate -----------------------------------------------------------------------
+def group_of(x: Extern) -> str:
+    """The name of a call's process group; "" if it does not communicate."""
+    names = [a.name for a in x.target._schema.arguments] if isinstance(x.target, torch._ops.OpOverload) else []
+    given = {**dict(zip(names, x.args)), **dict(x.kwargs)}.get("group_name", "")
+    return given if isinstance(given, str) else given.group_name
+
+
+def groups_of(choice: Choice) -> set[str]:
+    """The names of the process groups in which its candidates communicate."""
+    calls = (x for v in choice.variants for n in v.nodes for x in inside(n) if isinstance(x, Extern))
+    return {name for name in map(group_of, calls) if name}
+
+
+def _ranks(choice: Choice) -> str:
+    """How many ranks these have: another number, another decision."""
+    import torch.distributed.distributed_c10d as c10d
+
+    sizes = [c10d._resolve_process_group(name).size() for name in sorted(groups_of(choice))]
+    return f" {sizes} ranks" if sizes else ""
 
 
 # -- what it is about, for people and tables -----------------------------------------------------------

@@ -51,6 +51,7 @@ from .attention_there import attention_of_gpu
 from .exported import Rewrite, exported_graph
 from .graph import Graph
 from .retarget import retargeted
+from .sharded import layouts_are_constants, plain_name
 from .training import in_training
 from .triton_there import triton_of_gpu
 
@@ -113,7 +114,8 @@ def export_for(
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     name = getattr(model, "__name__", type(model).__name__)
     lines = _replaced(torch.fx.proxy.TracerBase, "_filter_traceback_frames", _users)
-    with _LOCK, lines, torch.no_grad(), _as_if_there() if there == "cuda" else nullcontext(), explained(name):
+    guard = _as_if_there() if there == "cuda" else nullcontext()
+    with _LOCK, lines, torch.no_grad(), guard, layouts_are_constants(module, fakes is not None), explained(name):
         if fakes is not None:
             module = fakes.copied(module, name)
             args, kwargs = pytree.tree_map_only(torch.Tensor, fakes.fake, (args, kwargs))
@@ -189,13 +191,12 @@ def _exported(
     if getattr(program, "example_inputs", None) is not None:
         program.example_inputs = None  # they would live as long as this does
     state = {}
-    for spec in program.graph_signature.input_specs:
-        if spec.kind.name not in _STATE:
-            continue
+    for spec in (s for s in program.graph_signature.input_specs if s.kind.name in _STATE):
         held = own.get(spec.target)
         if held is None or spec.kind.name == "CONSTANT_TENSOR":
             held = (program.state_dict if spec.target in program.state_dict else program.constants)[spec.target]
             held = real.get(_storage(held), held)
+        spec.target = plain_name(spec.target, own)
         state[spec.target] = held
     _drop_unused(graph.module, program.graph_signature, state)
     return Exported(graph, program, {name: _with_data(name, t) for name, t in state.items()}, differs)

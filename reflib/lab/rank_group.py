@@ -143,6 +143,8 @@ def _serve(link: Connection, rank: int, size: int, device: str, log: str) -> Non
         backend = backend or ("nccl" if device == "cuda" else "gloo")
         starting = max(limit, timedelta(seconds=STARTING))
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=starting)
+        store.set(f"joined {rank}", "")  # one that leaves before the others have joined ends them
+        store.wait([f"joined {r}" for r in range(size)], starting)
         store.set_timeout(limit)
         c10d._set_pg_timeout(limit)
         try:

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from ..autotune.question import group_of
 from ..ir.printer import dtype_name
 from ..ir.program import Extern, Program, View, iter_views
 from ..logs import get as logger
@@ -57,13 +58,6 @@ def by_group(program: Program) -> dict[str, list[str]]:
     for x in starts(program.nodes):
         out.setdefault(group_of(x), []).append(_text(x, program))
     return out
-
-
-def group_of(x: Extern) -> str:
-    """The name of a call's process group."""
-    names = [a.name for a in x.target._schema.arguments]
-    given = {**dict(zip(names, x.args)), **dict(x.kwargs)}["group_name"]
-    return given if isinstance(given, str) else given.group_name
 
 
 def _text(x: Extern, program: Program) -> str:

@@ -2,11 +2,12 @@
 
 It goes through the group's store and not through a collective, which would hang, or mix up data, where a rank
 does something else. Each rank writes its words; the group's first rank reads them all and writes what follows, which
-the others read: for N ranks N values, each read once, and one that is read N times.
+the others read: for N ranks N values, each read once, and one that is read N times. They ask at growing intervals: a
+store that waits for a key serves no other thread of its process, and Ctrl-C does nothing then.
 
 A rank that does not come within the limit is named in an error on all others. Meetings of a group are numbered by each
 rank, so all must hold the same ones in the same order, as with collectives; two that have come to different ones (one
-tunes, say, and one does not) are an error on all.
+tunes, say, and one does not) are an error on all. Those with a name are numbered apart.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..errors import ReflibError
 
 GRACE = 5.0  # seconds by which the other ranks wait longer for the first
-_held: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # process group -> number of meetings so far
+PAUSES = 0.001, 0.2  # seconds between two requests of a rank that waits: the first, the longest
+_held: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()  # process group -> meetings so far, by name
 
 
 class RanksError(ReflibError):
@@ -31,11 +33,12 @@ class RanksError(ReflibError):
 
 class Meeting:
     """``what`` kind of meeting it is; ``about``: in messages. ``limit``: seconds (default: the store's timeout, which
-    is ``init_process_group(timeout=)``)."""
+    is ``init_process_group(timeout=)``). ``name``: meetings with it have an order of their own."""
 
-    def __init__(self, group: Any, what: str, about: str, limit: float | None = None):
-        number = _held[group] = _held.get(group, 0) + 1
-        self.group, self.what, self.about, self.key = group, what, about, f"reflib/meeting/{number}"
+    def __init__(self, group: Any, what: str, about: str, limit: float | None = None, name: str = ""):
+        held = _held.setdefault(group, Counter())
+        held[name] += 1
+        self.group, self.what, self.about, self.key = group, what, about, f"reflib/meeting/{name}/{held[name]}"
         self.store = store_of(group)
         self.limit = self.store.timeout.total_seconds() if limit is None else limit
 
@@ -69,7 +72,7 @@ class Meeting:
         for rank in range(self.group.size()):
             key = f"{self.key}/{rank}"
             try:
-                self.store.wait([key], timedelta(seconds=max(0.01, last - time.monotonic())))
+                self._wait(key, last)
                 what, about, words = json.loads(self.store.get(key))
             except RuntimeError as e:
                 raise RanksError(
@@ -86,9 +89,17 @@ class Meeting:
             self.store.delete_key(f"{self.key}/{rank}")
         return found
 
+    def _wait(self, key: str, last: float) -> None:
+        pause, longest = PAUSES
+        while not self.store.check([key]):
+            if time.monotonic() > last:
+                raise RuntimeError(f"{key} is not there")
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
     def _verdict(self) -> Any:
         try:
-            self.store.wait([f"{self.key}/verdict"], timedelta(seconds=self.limit + GRACE))
+            self._wait(f"{self.key}/verdict", time.monotonic() + self.limit + GRACE)
             verdict, error = json.loads(self.store.get(f"{self.key}/verdict"))
         except RuntimeError as e:
             raise RanksError(

@@ -11,8 +11,9 @@ A rank that decided alone would wait for others that decided otherwise. So for s
   memory or was wrong on one rank is a failed row on every rank, which says on which. All workers then end, and the
   next candidate gets new ones. ``Options(candidate_seconds=)`` limits how long a rank's worker may be silent.
 
-The winner follows from the rows, which are equal. In the background nothing of this kind is measured: ranks would go
-over to the winner at different steps.
+The winner follows from the rows, which are equal. In the background the same is done beside the program: in meetings
+of each graph's own (``Tuning.background`` is its name), as its thread and the program's come to theirs in any order.
+``swap`` says how the winner comes in.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from ..autotune import switches
 from ..autotune.inputs import main_device
 from ..autotune.isolation import isolated
 from ..autotune.pool import Job, pool
+from ..autotune.question import groups_of
 from ..autotune.request import Limits, Request, Result
 from ..autotune.store import Outcome
 from ..autotune.winner import pick_winner
 from ..ir.decision import Candidate
 from ..ir.program import Choice
 from ..logs import get as logger
-from .agree import group_of
-from .collectives import starts
 from .meeting import Meeting, RanksError, store_of
 from .share import claim, publish, release, settle
+from .swap import turn
 
 WORST = ("crashed", "hung", "error", "wrong", "skipped", "ok")  # of several ranks' words on one candidate
 STARTING = 300.0  # seconds that workers may take to begin, beside ``candidate_seconds``
@@ -47,16 +48,12 @@ def talks(q: Any) -> bool:
     return bool(groups_of(q.choice))
 
 
-def groups_of(choice: Choice) -> set[str]:
-    return {group_of(x) for v in choice.variants for x in starts(v.nodes)}
-
-
 def known_to_all(q: Any, found: Outcome | None, work: Any) -> Outcome | None:
     """What the first rank knows, if it knows anything. Raises RanksError where ranks have other candidates."""
     why = _stays(q, work)
     if why:
         return _default(q, why)
-    meeting = Meeting(_group(q.choice), "known", f"the choice of {q.choice.op}")
+    meeting = _meeting(q, work, "known")
     meeting.tell([[str(k) for k in q.candidates], q.sizes, None if found is None else asdict(found)])
     data = meeting.hear(lambda said: _same(said, q.choice.op))
     return None if data is None else Outcome.from_data(data)
@@ -67,7 +64,7 @@ def measured_by_all(q: Any, point: Any, work: Any) -> Result:
     group, request = _group(q.choice), point.request
     sent = isolated(request, q.region.constants, work.options, point.makers)
     why = sent if isinstance(sent, str) else ""
-    meeting = Meeting(group, "begin", f"the choice of {q.choice.op}")
+    meeting = _meeting(q, work, "begin")
     meeting.tell(why)
     why, name = meeting.hear(
         lambda said: [next((f"rank {i}: {w}" for i, w in enumerate(said) if w), ""), uuid.uuid4().hex]
@@ -76,7 +73,7 @@ def measured_by_all(q: Any, point: Any, work: Any) -> Result:
         skipped = tuple(Candidate(request.key(n), "skipped", why=why) for n in request.programs)
         point.complete = False
         return Result(skipped, str(point.default), f"{point.default} stays, unmeasured: {why}")
-    team = _Team(group, name, sent, work.options)
+    team = _Team(group, name, sent, work)
     names = [request.default, *(n for n in request.programs if n != request.default)]
     try:
         rows = [team.measure(names[0], q.choice.op)]
@@ -94,8 +91,9 @@ class _Team:
     """The workers of one question: this rank's, which is one of ``group.size()`` that act alike. ``name``: the same on
     all ranks, and of no other question, nor of another run with the same store."""
 
-    def __init__(self, group: Any, name: str, sent: Request, options: Any):
-        self.group, self.name, self.sent, self.options = group, name, sent, options
+    def __init__(self, group: Any, name: str, sent: Request, work: Any):
+        self.group, self.name, self.sent, self.options = group, name, sent, work.options
+        self.apart = work.tuning.background
         self.device = str(main_device(sent.inputs))
         self.number = 0  # of teams so far: the next follows a failure
         self.joined = False
@@ -103,7 +101,7 @@ class _Team:
     def measure(self, name: str, op: str) -> Candidate:
         """One candidate's row. All ranks call this for the same candidates in the same order."""
         limit = self.options.candidate_seconds
-        meeting = Meeting(self.group, "candidate", f"the candidate {name} of {op}", 2 * limit + STARTING)
+        meeting = Meeting(self.group, "candidate", f"the candidate {name} of {op}", 2 * limit + STARTING, self.apart)
         if not self.joined:
             self.joined = self._job("begin", {"name": name}, STARTING).status == "ok"
         mine = self._job("try_one", {"name": name}, limit)
@@ -190,6 +188,12 @@ def _same(said: list[Any], op: str) -> Any:
     return said[0][2]
 
 
+def _meeting(q: Any, work: Any, what: str) -> Meeting:
+    apart = work.tuning.background
+    limit = work.options.tuning_seconds if apart else None  # (another rank's other choices may take longer)
+    return Meeting(_group(q.choice), what, f"the choice of {q.choice.op}", limit, apart)
+
+
 def _group(choice: Choice) -> Any:
     import torch.distributed.distributed_c10d as c10d
 
@@ -201,8 +205,6 @@ def _stays(q: Any, work: Any) -> str:
     """Why nothing is measured; the same on all ranks."""
     if len(groups_of(q.choice)) > 1:
         return "its candidates communicate over several process groups"
-    if work.options.autotune == "background" or work.tuning.background:
-        return "ranks would go over to a winner at different steps: tune with autotune='blocking'"
     if not work.options.isolate:
         return "a candidate that communicates is measured in worker processes: isolate=True"
     return "" if reach(store_of(_group(q.choice))) else "its process group's store cannot be reached by other processes"
@@ -216,5 +218,5 @@ def _default(q: Any, why: str) -> Outcome:
 # What ``autotune.points.Tuning.together`` is.
 TOGETHER = {
     "talks": talks, "known": known_to_all, "measure": measured_by_all, "claim": claim, "settle": settle,
-    "publish": publish, "release": release,
+    "publish": publish, "release": release, "turn": turn,
 }  # fmt: skip

@@ -146,6 +146,26 @@ def test_starts_are_early_waits_are_late_and_memory_is_kept(group: Any, monkeypa
     assert order == ["all_reduce", "wait", "all_gather_into_tensor", "wait"]
 
 
+def test_a_decision_is_for_a_number_of_ranks(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from reflib.autotune import points
+    from tests import rank_tasks as tasks
+
+    reflib.register_custom_op_autotuning(tasks.sum_product, [tasks.by_reduce])
+    seen: list[str] = []
+
+    def find(q: Any, *more: Any) -> Any:
+        seen.append(q.store_key)
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr(points.known, "find", find)
+    for size in (2, 2, 4):
+        monkeypatch.setattr(type(group), "size", lambda self, size=size: size)
+        with pytest.raises(Exception, match="seen"):
+            reflib.explain(lambda x: tasks.sum_product(x, x) + 1, torch.ones(4, 4), autotune="blocking")
+        torch._dynamo.reset()
+    assert seen[0] and seen[0] == seen[1] != seen[2]
+
+
 def test_what_cannot_communicate_says_so(group: Any) -> None:
     def fn(x: Any) -> Any:
         return torch.cond(x.sum() > 0, lambda x: waited(c.all_reduce(x, "sum", "0")), lambda x: x * 2, (x,))

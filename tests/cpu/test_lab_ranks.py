@@ -57,6 +57,24 @@ def test_what_goes_wrong_on_a_rank_is_its_result(two: Any) -> None:
     assert two.run(cell["ends"]) == [None, "its process has ended"]  # (a new one)
 
 
+def test_no_rank_begins_before_all_have_joined(two: Any) -> None:
+    """One that is done at once leaves, and those that still connect to it would end."""
+    cell = in_a_cell(
+        "def slow():\n"
+        "    init = dist.init_process_group\n"
+        "    def slowly(*args, **more):\n"
+        "        dist.init_process_group = init\n"
+        "        init(*args, **more)\n"
+        "        time.sleep(0.5)\n"
+        "        dist.joined = time.monotonic()\n"
+        "    if not dist.get_rank():\n        dist.init_process_group = slowly\n"
+        "def times():\n    return getattr(dist, 'joined', None), time.monotonic()\n"
+    )
+    two.run(cell["slow"])
+    (joined, _), (_, began) = two.run(cell["times"])
+    assert joined is not None and began > joined
+
+
 def test_without_gpus_ranks_are_on_the_cpu() -> None:
     if torch.cuda.device_count() < 2:
         assert lab.ranks(2, "cuda").device == "cpu"

@@ -28,6 +28,15 @@ def test_sums_over_storage(two: Ranks, tmp_path: Path) -> None:
     assert two.run(tasks.build, str(tmp_path / "model.reflib"), "two_shot") == [(True, FILES)] * 2
 
 
+def test_models_with_dtensors(two: Ranks, tmp_path: Path) -> None:
+    """(All in one process group: DTensor keeps what it has found out for equal meshes, with their groups.)"""
+    found = two.run(tasks.parallelized, str(tmp_path / "model.reflib"), limit=300.0)
+    for columns, sequence, rows, size in found:
+        assert columns == sequence == (True, True), (columns, sequence)
+        for text, why in ((rows, "fake tensor"), (size, "Constraints violated")):
+            assert "CaptureError" in text and why in text and "is a DTensor, and through DTensors" in text, text
+
+
 def test_without_the_ranks_it_is_an_error(path: str) -> None:
     with pytest.raises(
         reflib.PackageError, match=r"it is for 2 ranks, and here is no process group; start 2 processes"

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+SLOW = [pytest.param({"autotune": how}, marks=pytest.mark.slow) for how in ("blocking", "background")]
 
-@pytest.mark.parametrize("options", [{}, pytest.param({"autotune": "blocking"}, marks=pytest.mark.slow)], ids=str)
+
+@pytest.mark.parametrize("options", [{}, *SLOW], ids=str)
 def test_a_training_program_runs_under_torchrun(root: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(root / "tests" / "torchrun_train.py"), json.dumps(options)]

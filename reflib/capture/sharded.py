@@ -1,0 +1,58 @@
+"""Models whose weights are DTensors (``parallelize_module``: ColwiseParallel, RowwiseParallel ...), exported.
+
+``torch.export`` takes apart what wraps tensors: the graph has this rank's local tensors, ATen calls on them and
+functional collectives, as a model that is written with these would have. It has to be told that how a DTensor lies on
+the ranks (``DTensorSpec``) is a constant, and it names the local tensor of a weight as a parametrization of it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError
+
+_LOCAL = re.compile(r"(^|\.)parametrizations\.(\w+)\.original0$")
+
+
+@contextmanager
+def layouts_are_constants(module: torch.nn.Module, moved: bool) -> Iterator[None]:
+    """While ``module`` is exported. ``moved``: for another device. Raises CaptureError."""
+    where = sys.modules.get("torch.distributed.tensor")
+    every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    held = [name for name, t in every if where is not None and isinstance(t, where.DTensor)]
+    if not held:
+        yield
+        return
+    if moved:
+        raise CaptureError(
+            f"{held[0]} is a DTensor: such a model is captured for the device that it is on. Parallelize it on a mesh "
+            "of the devices it is for, in a process group of theirs"
+        )
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    known = pytree.is_constant_class(DTensorSpec)
+    if not known:
+        pytree.register_constant(DTensorSpec)
+    try:
+        yield
+    except CaptureError as e:
+        raise CaptureError(
+            f"{e}\n{held[0]} is a DTensor, and through DTensors torch.export follows neither sizes that change nor an "
+            "embedding whose rows are dealt out: leave dynamic_shapes out, and shard embeddings by ColwiseParallel()"
+        ) from e.__cause__
+    finally:
+        if not known:
+            pytree._deregister_pytree_node(DTensorSpec)
+
+
+def plain_name(name: str, own: Mapping[str, Any]) -> str:
+    """The name in the model, whose tensors ``own`` are."""
+    plain = _LOCAL.sub(r"\1\2", name)
+    return plain if name not in own and plain in own else name
