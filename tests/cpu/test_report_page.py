@@ -23,6 +23,7 @@ from reflib.errors import LabError, OptionError, ReflibError
 from reflib.lab.pictures import moved_bytes
 from reflib.lab.report import ReportRequest, changes, drawing, page, parse_options, subject, trial, write
 from reflib.lab.report.trial import CallOutcome
+from reflib.observe import repro
 from reflib.options import Options
 
 MODEL = """
@@ -294,6 +295,25 @@ def test_what_does_not_compile_leaves_the_last_report(
         run("model.py:scaled", "--inputs", "arguments", "--out", "old.html", at=folder)
     assert ended.value.code == 2 and "reflib: no such luck in plan" in capsys.readouterr().err
     assert (folder / "old.html").read_text() == "the last one"
+
+
+@pytest.mark.parametrize("target", [None, "sm_90"])
+def test_a_repro_has_all_that_a_report_needs(target: str | None, tmp_path: Path) -> None:
+    def f(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (torch.softmax(x.mul_(2) + y.flip(0), -1) @ w).tanh()
+
+    base = torch.randn(64)
+    inputs = base[4:28].view(6, 4), base[8:32].view(6, 4), torch.randn(4, 7, requires_grad=True)
+    repro.write(f, inputs, {}, tmp_path / "r.py", target=target)
+    run("r.py", "--json", "r.json", "-o", "mix_orders=false", at=tmp_path)
+    data = json.loads((tmp_path / "r.json").read_text())
+    assert [g["name"].partition(": ")[2] for g in data["graphs"]] == ["forward", "backward"]
+    assert "test_report_page.py" in data["graphs"][0]["kernels"][0]["lines"] and data["options"]["mix_orders"] is False
+    found = data["comparison"]
+    assert data["target"] == target if target else found["verdict"] == "right", found
+    assert target or "gradient of argument" in str(found["rows"])
+    with pytest.raises(LabError, match="is a repro: its inputs, and their device, are in it"):
+        subject.load(f"{tmp_path}/r.py", shapes=("3",))
 
 
 def test_nothing_to_compile_is_said(tmp_path: Path) -> None:
