@@ -97,7 +97,7 @@ def _of_repro(spec: str) -> Subject:
         values = () if repro.options.get("target") else tuple(repro.values())
     except Exception as error:
         raise LabError(f"loading {path} raised: {located(error, path)}") from error
-    return Subject(spec, path, repro.module, values, repro=repro)
+    return Subject(path.name, path, repro.module, values, repro=repro)
 
 
 # -- the file ---------------------------------------------------------------------------------------
