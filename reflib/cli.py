@@ -249,7 +249,8 @@ def report(
     """Write a report on the compilation of your model as one HTML page.
 
     NAME is a function without arguments that returns (model, args) or (model, args, kwargs). With --input or --inputs
-    it is the model itself: a module, a module class without required arguments, or a function. The file is executed.
+    it is the model itself: a module, a module class without required arguments, or a function. Of a repro FILE.py
+    (`reflib repro`) no NAME is needed. The file is executed.
     """
     from reflib.lab.report import ReportRequest, parse_options, write
     from reflib.options import Options

@@ -81,6 +81,10 @@ def cast(x, w):
     return x @ w.to(x.dtype)
 
 
+def pooled(x, w):
+    return torch.nn.functional.adaptive_max_pool2d(x, 1).flatten(1) @ w
+
+
 def activated(x, w):
     return torch.relu(x) @ w
 
@@ -141,6 +145,7 @@ FUNCTIONS: dict[str, tuple[Fn, Callable[[], tuple[torch.Tensor, ...]]]] = {
     "batch, bias": (batched_bias, lambda: (rand(3, 20, 50), rand(3, 20, 64), bytes_(3, 64, 50), scales(64, 50))),
     "8-bit floats": (linear, lambda: (rand(20, 64), rand(48, 64).to(torch.float8_e4m3fn), scales(48))),
     "8-bit floats, cast": (cast, lambda: (rand(20, 70), rand(70, 40).to(torch.float8_e5m2))),
+    "indices that nothing reads": (pooled, lambda: (rand(20, 64, 2, 2), rand(64, 40))),
     "float32 weights": (lambda x, w: x @ (w * 0.5).half(), lambda: (rand(20, 64), rand(64, 40, dtype=torch.float32))),
 }
 DYNAMIC = ("per column", "linear", "int4", "both")

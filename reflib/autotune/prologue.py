@@ -124,7 +124,7 @@ class _Chain:
         """Are fewer bytes read than the operand has, or is a kernel saved? (``inside``: the product and producers.)"""
         read, size = bytes_read(loops, self.program.buffers), self.v.dtype.itemsize
         made = {b for i in inside - {self.position} for b in self.program.nodes[i].writes()}
-        alone = all(set(self.depends.readers[b]) <= inside and b not in self.depends.needed for b in made)
+        alone = all(set(self.depends.readers.get(b, ())) <= inside and b not in self.depends.needed for b in made)
         ours = any(
             isinstance(self.program.nodes[at], (LoopNest, Template, Choice))
             for s in loops.loads()

@@ -1,5 +1,5 @@
-"""What a failed CI job leaves behind: for each failure why, what it said when it ran again alone, its traces and its
-repros, and a page that links them (relative links: the folder may be moved, zipped, uploaded).
+"""What a failed CI job leaves behind: for each failure why, what it said when it ran again alone, its traces, its
+repros and their compile reports, and a page that links them (relative links: the folder may be moved, or uploaded).
 
 ``REFLIB_ARTIFACTS=1`` turns it on, for the tests, for ``reflib run`` and, where something is slower or broken, for
 ``reflib compare``; without it nothing is written. What failed runs once more in a child process, with ``REFLIB_TRACE``
@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from reflib import atomic
 
 SWITCH = "REFLIB_ARTIFACTS"
 MOST, SECONDS, ALL_SECONDS = 20, 600.0, 1800.0  # failures that run again; time of one, and of all
+REPORTS = 4  # per failure, of the repros written last
 FILE_BYTES, ALL_BYTES, TEXT = 20_000_000, 200_000_000, 1_000_000  # limits of a file, of all, of what a child says
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
 <style>body {{ font-family: sans-serif; margin: 2em }} td, th {{ text-align: left; vertical-align: top; padding: .3em }}
@@ -71,6 +73,7 @@ def gather(
             (where / "why.txt").write_text(f.why[-TEXT:], encoding="utf-8")
             said = _again(f, where, end - time.monotonic())
             a.rows.append((f.name, f.why, said, where))
+            a.notes += _reports(f, where, end - time.monotonic())
         if len(failed) > MOST:
             a.notes.append(f"{len(failed) - MOST} more {word}; the first {MOST} are here")
         _limit(a)
@@ -103,6 +106,28 @@ def _again(f: Failed, where: Path, seconds: float) -> str:
         for path in _files(where / "run"):  # a run's lock, and the rows of a notebook that measures nothing
             if not path.stat().st_size:
                 path.unlink()
+
+
+def _reports(f: Failed, where: Path, seconds: float) -> list[str]:
+    """A compile report of each graph that was compiled again, with times of what became slower; what is missing."""
+    end, missing = time.monotonic() + min(seconds, SECONDS), []
+    repros = sorted((where / "repros").glob("*.py"), key=lambda p: p.stat().st_mtime)[-REPORTS:]
+    for repro in repros:
+        out = where / "reports" / f"{repro.stem}.html"
+        out.parent.mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "reflib.cli", "report", str(repro), "--out", str(out)]
+        command += ["--no-measure"] * f.fails
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+                timeout=max(0.1, end - time.monotonic()),
+            )  # fmt: skip
+            said = next((line for line in done.stderr.splitlines() if line.startswith("reflib: ")), "")
+        except subprocess.TimeoutExpired:
+            said = "no time was left"
+        if not out.exists():
+            missing.append(f"{f.name}: no report of {repro.name}: {said or f'exit {done.returncode}'}")
+    return missing
 
 
 def _files(folder: Path) -> list[Path]:
@@ -140,7 +165,7 @@ def _page(a: Artifacts, title: str, links: Mapping[str, Path]) -> None:
         rows.append(f"<tr>{''.join(cells)}<td>{escape(said)}</td><td><ul>{parts}</ul></td></tr>")
     others = "".join(f" <a href='{escape(os.path.relpath(p, a.folder))}'>{escape(t)}</a>" for t, p in links.items())
     notes = "".join(f"<p>{escape(n)}</p>" for n in (*a.problems, *a.notes))
-    head = f"Traces: open at ui.perfetto.dev. Repros: python FILE, reflib minify FILE.{others}"
+    head = f"Traces: open at ui.perfetto.dev. Repros: python FILE, reflib minify FILE, reflib report FILE.{others}"
     a.folder.mkdir(parents=True, exist_ok=True)
     text = PAGE.format(title=title, head=head, rows="".join(rows), notes=notes)
     atomic.write(a.folder / "index.html", text)

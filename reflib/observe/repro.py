@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import hashlib
 import os
 import platform
@@ -18,7 +19,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +224,7 @@ def _pretty(value: Any) -> str:
     return pprint.pformat(value, width=110, sort_dicts=False)
 
 
+@functools.cache
 def _versions() -> dict[str, str]:
     import importlib.metadata as metadata
 
@@ -390,7 +391,7 @@ def write(
                 raise
 
     try:
-        _graphs(partial(Writing), original(f), args, kwargs or {}, opts, dynamic)  # type: ignore[arg-type]
+        _graphs(functools.partial(Writing), original(f), args, kwargs or {}, opts, dynamic)  # type: ignore[arg-type]
     finally:
         if not found:
             raise ReflibError("no tensor operation was captured")

@@ -21,6 +21,8 @@ f(torch.ones(3))
 raise SystemExit(print("it is wrong") or 3)
 """
 
+LEAVES = "import os; p = os.environ['REFLIB_{}']; os.makedirs(p); open(p + '/{}', 'w').write({!r}); print(1)"
+
 
 class Links(HTMLParser):
     def __init__(self, page: Path) -> None:
@@ -48,7 +50,7 @@ def test_a_failure_leaves_its_reason_a_trace_and_a_repro(tmp_path):
     assert links and all(not link.startswith(("/", "http")) and (folder / link).is_file() for link in links), links
     assert "../summary.html" in links
     names = {re.sub(r"\d{3,}|_[0-9a-f]{12}", "N", Path(link).name) for link in links}
-    assert {"why.txt", "again.txt", "trace_N_N.json.gz", "reproN.py"} <= names, names
+    assert {"why.txt", "again.txt", "trace_N_N.json.gz", "reproN.py", "reproN.html"} <= names, names
     text = (folder / "index.html").read_text()
     assert "AssertionError: &lt;it&gt; is wrong" in text and "failed (exit 3)" in text
     assert "passed: it does not fail alone" in text and "passes alone: no graph was compiled" in text
@@ -61,6 +63,10 @@ def test_an_empty_artifact_is_a_problem_that_is_said(tmp_path):
     failed = Failed("run", "why", lambda at: python(f"import os; os.chdir({str(at)!r}); {run}"))
     assert gather(tmp_path / "b", [failed]) == []
     assert [p.name for p in tmp_path.glob("b/*/run/*")] == ["log.txt"], "a run's lock is no artifact"
+    broken = python(LEAVES.format("REPRO", "repro.py", "from reflib.observe.rebuild import main\n1 / 0"))
+    assert gather(tmp_path / "c", [Failed("broken", "why", lambda _: broken)]) == []
+    said = r"broken: no report of repro.py: reflib: loading \S*repro.py raised: repro.py:2 .*: ZeroDivisionError"
+    assert re.search(said, (tmp_path / "c" / "index.html").read_text())
     (tmp_path / "file").write_text("")
     [problem] = gather(tmp_path / "file", [silent])
     assert "not complete" in problem and str(tmp_path / "file") in problem
@@ -70,8 +76,7 @@ def test_sizes_times_and_numbers_are_limited(tmp_path, monkeypatch):
     monkeypatch.setattr(artifacts, "MOST", 2)
     monkeypatch.setattr(artifacts, "FILE_BYTES", 1000)
     monkeypatch.setattr(artifacts, "SECONDS", 3.0)
-    program = "import os; p = os.environ['REFLIB_TRACE']; os.makedirs(p); open(p + '/big', 'w').write('x' * 2000)"
-    large = python(f"{program}; print(1)")
+    large = python(LEAVES.format("TRACE", "big", "x" * 2000))
     slow = python("print('begun', flush=True); import time; time.sleep(60)")
     commands = [large, slow, slow]
     assert gather(tmp_path, [Failed(str(i), "why", lambda _, c=c: c) for i, c in enumerate(commands)]) == []

@@ -1,4 +1,4 @@
-"""`reflib report FILE.py:NAME`: the compilation of a user's model as one HTML page.
+"""`reflib report FILE.py:NAME`: the compilation of a user's model, or of a repro file, as one HTML page.
 
 The page has the views of the chapters: results per stage, fused groups and the reasons against other fusions, decisions
 with their candidates, memory over time, each kernel beside its IR, the wrapper, a timeline; and a comparison of results
@@ -26,7 +26,8 @@ import ast
 import datetime
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,9 @@ from reflib.options import Options
 
 @dataclass(frozen=True)
 class ReportRequest:
-    """The options of a report. `spec`: FILE.py:NAME. `inputs`: a name in the file; `shapes`: `128x256:float32` each.
-    `device`: "" keeps that of the file's tensors. `compare`: "inductor", "max-autotune". `command`: shown on the
-    page. `against`: the data of an earlier report, to show what changed."""
+    """The options of a report. `spec`: FILE.py:NAME, or a repro file. `inputs`: a name in the file; `shapes`:
+    `128x256:float32` each. `device`: "" keeps that of the file's tensors. `compare`: "inductor", "max-autotune".
+    `command`: shown on the page. `against`: the data of an earlier report, to show what changed."""
 
     spec: str
     inputs: str = ""
@@ -66,6 +67,8 @@ def write(
     Raises a ReflibError, and writes nothing, if the file, the name, the inputs or the model is wrong.
     """
     from reflib.lab.report import changes, gather, page, subject, trial
+    from reflib.observe.rebuild import as_captured
+    from reflib.observe.repro import _plain_options
 
     if options.autotune == "background":
         raise LabError('autotune="background" decides while a program runs; a report needs "blocking" (--autotune)')
@@ -74,7 +77,12 @@ def write(
     old = changes.read(request.against) if request.against else None
     options = _with_imports(options, request)
     found = subject.load(request.spec, request.inputs, request.shapes, request.device, request.seed)
-    result = trial.run(found, request, options, say)
+    if found.repro is not None:  # options given here go before its own
+        found.repro.options |= _plain_options(options)[0]
+        options = Options.make(found.repro.options)
+        request = replace(request, backward="backward" in found.repro.kernels)
+    with as_captured(found.repro.state) if found.repro is not None else nullcontext():
+        result = trial.run(found, request, options, say)
     data = gather.gather(found, request, options, result)
     data["date"] = datetime.datetime.now().astimezone().isoformat(" ", "minutes")
     data["changes"] = changes.changes(old, data) if old else None

@@ -18,7 +18,7 @@ from reflib.lab.rows import count, short
 from reflib.timeline import Event, track_order
 
 MOST_NODES = 200  # of a graph; larger ones are unreadable
-MOST_BOXES = 4000  # of the memory chart
+MOST_BARS, MOST_BOXES = 160, 4000  # of the memory chart
 SLOWEST = 6  # times the fastest: bars are cut here, so that one does not compress the rest
 ACROSS, DOWN, BOX = 132, 64, (138, 34)  # px between nodes, and size of a node
 LETTERS = 19  # per node
@@ -158,10 +158,14 @@ def _graph_alt(data: dict[str, Any], refused: Sequence[Sequence[str]]) -> str:
 
 # -- memory -----------------------------------------------------------------------------------------
 def memory(data: dict[str, Any], caption: str) -> Figure | None:
-    """Stacked bars of the bytes in temporary buffers while each node runs; a line at the peak."""
-    moments, peak = data["moments"], data["peak"]
-    if not moments or not data["peak_bytes"]:
+    """Stacked bars of the bytes in temporary buffers while each node runs; a line at the peak. Of more than MOST_BARS
+    nodes, a bar is the highest of several."""
+    if not data["moments"] or not data["peak_bytes"]:
         return None
+    number = len(data["moments"])
+    each = -(-number // MOST_BARS)
+    parted = [data["moments"][i : i + each] for i in range(0, number, each)]
+    moments, peak = [max(part, key=lambda m: m["bytes"]) for part in parted], data["peak"] // each
     step = max(14.0, min(90.0, 660 / len(moments)))
     left, high, top = 66.0, 190.0, 30.0
     named = step >= 44
@@ -187,11 +191,11 @@ def memory(data: dict[str, Any], caption: str) -> Figure | None:
                 label = clipped(name, int(step / 7))
                 made.put("text", "on small mid", label, title=title, x=x + step / 2 - 1, y=y + tall / 2 + 4)
         if named or (i + 1) % 5 == 0:
-            text = clipped(_step_name(m), int(step / 6.8)) if named else str(i + 1)
+            text = clipped(_step_name(m), int(step / 6.8)) if named else str((i + 1) * each)
             made.put("text", "small mid", text, title=m["label"], x=x + step / 2 - 1, y=top + high + 15)
     y = top + high - data["peak_bytes"] * scale
     made.line("peak", (left, y), (made.width - 8.0, y))
-    text = f"peak {megabytes(data['peak_bytes'])}, step {peak + 1} of {len(moments)}: {_step_name(moments[peak])}"
+    text = f"peak {megabytes(data['peak_bytes'])}, step {data['peak'] + 1} of {number}: {_step_name(moments[peak])}"
     long = 7.0 * len(text)
     made.width = max(made.width, round(left + long + 8))
     x = min(max(left, left + (peak + 0.5) * step - long / 2), made.width - long - 4)

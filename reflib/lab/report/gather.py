@@ -37,6 +37,7 @@ from reflib.timeline import Event, first_start
 if TYPE_CHECKING:
     from reflib.lab.report import ReportRequest
 
+INPUTS = 24  # that are listed; a captured graph's parameters are among them
 LANGUAGES = {"triton": "Triton", "cpp": "C++"}
 
 
@@ -50,7 +51,7 @@ def gather(subject: Subject, request: ReportRequest, options: Options, trial: Tr
     return {
         "format": FORMAT,
         "title": subject.spec,
-        "model": _called(subject.model),
+        "model": _called(subject.model) if subject.repro is None else "the graph of a repro",
         "inputs": _inputs(subject),
         "command": request.command,
         "seed": request.seed,
@@ -97,7 +98,8 @@ def _inputs(subject: Subject) -> list[str]:
         text = repr(x)
         return text if len(text) <= 80 else text[:79] + "…"
 
-    return [described(a) for a in subject.args] + [f"{k}={described(v)}" for k, v in subject.kwargs.items()]
+    found = [described(a) for a in subject.args] + [f"{k}={described(v)}" for k, v in subject.kwargs.items()]
+    return found if len(found) <= INPUTS else [*found[:INPUTS], f"and {len(found) - INPUTS} more"]
 
 
 def _totals(graphs: list[dict[str, Any]]) -> dict[str, int]:

@@ -8,6 +8,8 @@ The rule:
 * with neither, NAME is a function of no arguments that returns `(model, args)` or `(model, args, kwargs)`.
 
 In the first two cases NAME is the model: a module, a class of module that needs no arguments, or a function.
+
+A repro file, without :NAME, has its graph, inputs and options in it.
 """
 
 from __future__ import annotations
@@ -31,19 +33,23 @@ from reflib.lab.machine import pick_device
 if TYPE_CHECKING:
     import torch
 
+    from reflib.observe.rebuild import Subject as Repro
+
 _SPEC = re.compile(r"^(?P<shape>scalar|\d+(x\d+)*)(:(?P<dtype>\w+)(:(?P<low>-?\d+)\.\.(?P<high>-?\d+))?)?$")
+REPRO = "from reflib.observe.rebuild import main"  # a line that each has
 INTEGERS = (0, 9)  # range of random integers: small, because they are mostly indices
 
 
 @dataclass
 class Subject:
-    """The model and its arguments. `spec`: FILE.py:NAME, as given."""
+    """The model and its arguments. `spec`: as given. `repro`: what to compile, if that is a repro file."""
 
     spec: str
     path: Path
     model: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
+    repro: Repro | None = None
 
 
 def load(spec: str, inputs: str = "", shapes: Sequence[str] = (), device: str = "", seed: int = 0) -> Subject:
@@ -55,6 +61,10 @@ def load(spec: str, inputs: str = "", shapes: Sequence[str] = (), device: str = 
 
     if inputs and shapes:
         raise LabError("--inputs names the arguments, --input describes them: say one of the two")
+    if spec.endswith(".py") and Path(spec).is_file() and REPRO in Path(spec).read_text(encoding="utf-8"):
+        if inputs or shapes or device:
+            raise LabError(f"{spec} is a repro: its inputs, and their device, are in it")
+        return _of_repro(spec)
     wanted = pick_device(device) if device else None
     drawn = [parse_shape(text) for text in shapes]
     path, name = _split(spec)
@@ -76,6 +86,18 @@ def load(spec: str, inputs: str = "", shapes: Sequence[str] = (), device: str = 
     if wanted is not None:
         model, args, kwargs = _moved(model, args, kwargs, wanted)
     return Subject(spec, path, model, args, kwargs)
+
+
+def _of_repro(spec: str) -> Subject:
+    from reflib.observe.rebuild import load, run_file
+
+    path = Path(spec)
+    try:
+        repro = load(run_file(spec))
+        values = () if repro.options.get("target") else tuple(repro.values())
+    except Exception as error:
+        raise LabError(f"loading {path} raised: {located(error, path)}") from error
+    return Subject(path.name, path, repro.module, values, repro=repro)
 
 
 # -- the file ---------------------------------------------------------------------------------------

@@ -67,9 +67,10 @@ class Trial:
 def run(subject: Subject, request: ReportRequest, options: Options, say: Callable[[str], Any]) -> Trial:
     """Raises LabError if the model itself fails or nothing can be compiled; a ReflibError of a stage unchanged."""
     caller = Caller(subject, request.backward, request.seed)
+    printed = subject.repro is not None and options.target is not None  # (may have inputs of a device that is not here)
     say(f"{subject.spec}: eager")
     try:
-        eager = caller(subject.model)
+        eager = CallOutcome([], [], None) if printed else caller(subject.model)
     except ReflibError:
         raise
     except Exception as error:
@@ -157,7 +158,10 @@ class Caller:
         return [(name, t) for name, t in named if t.requires_grad]
 
     def arguments(self, wide: bool = False) -> tuple[Any, Any]:
-        """Copies with the same strides; they require gradients as the originals do, if `backward` is set."""
+        """Copies with the same strides; they require gradients as the originals do, if `backward` is set. A repro's are
+        made anew: some may share memory."""
+        if self.subject.repro and not wide:
+            return tuple(self.subject.repro.values()), {}
 
         def one(t: Any) -> Any:
             if not isinstance(t, torch.Tensor):
@@ -195,6 +199,7 @@ def _compiled(
     import torch._dynamo  # imported here, so that the time excludes it
 
     from reflib.fast_path import add_fast_path
+    from reflib.observe.rebuild import compile_again
     from reflib.pipeline import Backend
     from reflib.target import parse_target
 
@@ -203,11 +208,13 @@ def _compiled(
     torch._dynamo.reset()  # drop what the file itself compiled
     graphs: list[Stages] = []
     backend = Backend(options, graphs.append)
-    compiled = torch.compile(subject.model, backend=backend, dynamic=dynamic)
+    compiled: Any = torch.compile(subject.model, backend=backend, dynamic=dynamic)
     compiled = add_fast_path(compiled, backend) if options.target is None else compiled
     start = time.perf_counter()
     try:
-        outcome = caller(compiled)
+        if subject.repro is not None:
+            compiled = compile_again(subject.repro, graphs)
+        outcome = CallOutcome([], [], None) if subject.repro and options.target else caller(compiled)
     except Exception as error:
         raise _refusal(subject, error) from error
     seconds = time.perf_counter() - start
@@ -249,7 +256,7 @@ def _compare(
     subject: Subject, caller: Caller, eager: CallOutcome, actual: CallOutcome, graphs: list[Stages]
 ) -> dict[str, Any]:
     """`verdict`: `right`, `wrong` or `unknown`; `why`; `rows`: one per tensor that is a result or was mutated."""
-    if actual.structure != eager.structure:
+    if actual.structure != eager.structure and subject.repro is None:  # (a captured graph's is a list, or a tuple)
         return {"verdict": "wrong", "why": f"returned {actual.structure}, eager {eager.structure}", "rows": []}
     keep = [i for i, v in enumerate(eager.values) if isinstance(v, torch.Tensor)]
     got, want = ([o.values[i] for i in keep] for o in (actual, eager))
