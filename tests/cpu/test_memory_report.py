@@ -252,6 +252,18 @@ def test_inside_of_loops_and_branches():
     assert not [s for s in memory.table if "explain.py" in s.source]
 
 
+def test_eager_that_needs_numbers_runs_on_copies():
+    def fn(x):
+        noise = torch.rand_like(x)
+        return (noise[x > 0] * 2).tanh()
+
+    x = torch.randn(64, 8)
+    e = reflib.explain(fn, x)
+    state, count = torch.get_rng_state(), int((x > 0).sum())
+    assert e.memory.eager_peak_bytes >= x.nbytes + 2 * 4 * count and e.memory.eager.how == "computed"
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_a_result_beside_an_update_is_no_update():
     def fn(cache, row):
         old = cache * 3
