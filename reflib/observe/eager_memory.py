@@ -1,7 +1,7 @@
 """How much memory eager takes for the same call, op by op.
 
-Without a GPU it is computed: the function runs once more on fake tensors, which have sizes and no numbers (on copies, if
-it needs numbers), and every storage that an op makes counts from then until its last tensor is gone. What a kernel
+Without a GPU it is computed: the function runs once more on fake tensors, which have sizes and no numbers (on copies,
+if it needs numbers), and every storage that an op makes counts from then until its last tensor is gone. What a kernel
 allocates for itself is not seen.
 With its tensors on a GPU the function runs for real, on copies, and the caching allocator is asked after each op.
 """
