@@ -124,6 +124,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "fuse.EMIT": {"template": "fuse.templates:emit_template"},
     "fuse.AFTER": {
         "recompute": "fuse.recompute:recompute",
+        "store_once": "fuse.store_once:store_once",
         "narrow": "fuse.narrow:narrow",
         "overlap": "ranks.collectives:overlapped",
         "combine": "fuse.combine:combine",

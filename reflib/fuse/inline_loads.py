@@ -33,7 +33,7 @@ from ..ir.loops import (
     stmt_args,
     stmt_exprs,
 )
-from ..ir.program import Program
+from ..ir.program import Extern, Program
 from ..ir.transforms import divisions, eliminate_dead, needed
 from ..options import Options
 from ..target import Target
@@ -68,6 +68,7 @@ class _Work:
     depends: Dependencies
     gpu: bool
     readers: dict[str, set[int]]
+    calls: list[int]  # per node: the most calls one after another that it waits for
     producers: dict[str, Producer] = field(default_factory=dict)
     joined: dict[str, tuple[Producer, list[Producer]]] = field(default_factory=dict)
 
@@ -97,7 +98,11 @@ def inline_loads(fused: Fused, options: Options, target: Target) -> Fused:
     result nothing reads afterwards is removed. Assumes a legal order."""
     program = fused.program
     depends = dependencies(program)
-    work = _Work(program, depends, target.is_gpu, {name: set(found) for name, found in depends.readers.items()})
+    calls: list[int] = []
+    for node, before in zip(program.nodes, depends.before):
+        calls.append(max((calls[j] for j in before), default=0) + isinstance(node, Extern))
+    readers = {name: set(found) for name, found in depends.readers.items()}
+    work = _Work(program, depends, target.is_gpu, readers, calls)
     nodes = list(program.nodes)
     for position, node in enumerate(nodes):
         if not isinstance(node, LoopNest):
@@ -174,7 +179,7 @@ def _forms(loops: LoopNest, position: int, p: Producer, work: _Work) -> Iterator
     if isinstance(common_space(single(p.position, p.loops, depends), single(position, loops, depends)), Reason):
         name = p.store.buffer
         if name not in work.joined:
-            work.joined[name] = _joined(p, work.producers, depends)
+            work.joined[name] = _joined(p, work)
         whole, parts = work.joined[name]
         if not any(depends.written_between(b, q.position, position + 1) for q in parts for b in q.loops.reads()):
             yield whole
@@ -187,17 +192,16 @@ def _longest(loops: LoopNest) -> int:
     return max((len(str(e)) for e in indices if divisions(e)), default=0)
 
 
-def _joined(
-    p: Producer, producers: dict[str, Producer], depends: Dependencies
-) -> tuple[Producer, list[Producer]]:
-    """The producer with the producers in it that grouping would fuse with it, and these: a chain is one computation,
-    and the masks of the loads that it replaces are applied once."""
+def _joined(p: Producer, work: _Work) -> tuple[Producer, list[Producer]]:
+    """The producer with the producers in it that grouping would fuse with it (for which no call is waited between), and
+    these: a chain is one computation, and the masks of the loads that it replaces are applied once."""
     loops, tried, parts = p.loops, set[str](), list[Producer]()
-    while names := [n for n in loops.reads() if n in producers and n not in tried]:
+    while names := [n for n in loops.reads() if n in work.producers and n not in tried]:
         tried.add(names[0])
-        q = producers[names[0]]
+        q = work.producers[names[0]]
         loads = [s for s in loops.loads() if s.buffer == names[0]]
-        if len(loops.body) + len(q.loops.body) <= MAX_OPS and _cheap(loops, loads, q) and _alone(q, depends):
+        near = work.calls[q.position] == work.calls[p.position] and len(loops.body) + len(q.loops.body) <= MAX_OPS
+        if near and _cheap(loops, loads, q) and _alone(q, work.depends):
             loops = replace_loads(loops, q)
             parts.append(q)
     store = next(s for s in loops.stores() if s.buffer == p.store.buffer)
@@ -230,13 +234,28 @@ def _moves_less(loops: LoopNest, p: Producer, work: _Work) -> bool:
 
     n readers, a result of S bytes, computed from L: stored, L + S + n S; computed again, n L. For one reader that is
     always less, and so it is where S is small beside a launch. Without this, in a residual network each block would
-    compute all blocks before it again."""
+    compute all blocks before it again. What is stored in any case is only computed again if L is less than S."""
     buffers, name = work.program.buffers, p.store.buffer
     readers, points = len(work.readers[name]), p.loops.numel.hint()
     read = (buffers[b] for b in set(p.loops.reads()) - set(loops.reads()))
     bytes_read = sum(min(b.nbytes.hint(), points * b.dtype.itemsize) for b in read)
+    if _stored(p, work):
+        return bytes_read < buffers[name].nbytes.hint()
     stored = (readers + 1) * buffers[name].nbytes.hint()
     return readers <= 1 or (readers - 1) * bytes_read < stored or stored <= LAUNCH[work.gpu] // 10
+
+
+def _stored(p: Producer, work: _Work) -> bool:
+    """Is the producer's result stored whatever this reader does: for a call, or for the last of several readers, since
+    more would be in memory until then while calls run? (Else the last state of a recurrent cell would be computed again
+    from the first one on; and a U-Net's sum of two gradients, of which a part is read late, be kept as two.)"""
+    name, buffers, readers = p.store.buffer, work.program.buffers, work.depends.readers[p.store.buffer]
+    if any(isinstance(work.program.nodes[r], Extern) for r in readers):
+        return True
+    if len(readers) == 1 or work.calls[readers[-1]] == work.calls[p.position]:
+        return False
+    freed = (b for b in p.loops.reads() if buffers[b].kind == "temp" and max(work.readers[b]) < readers[-1])
+    return sum(buffers[b].nbytes.hint() for b in freed) > 1.02 * buffers[name].nbytes.hint()
 
 
 def _pays(loops: LoopNest, given: LoopNest, p: Producer, work: _Work) -> bool:

@@ -1,7 +1,8 @@
 """How much memory eager takes for the same call, op by op.
 
-Without a GPU it is computed: the function runs once more on fake tensors, which have sizes and no numbers, and every
-storage that an op makes counts from then until its last tensor is gone. What a kernel allocates for itself is not seen.
+Without a GPU it is computed: the function runs once more on fake tensors, which have sizes and no numbers (on copies,
+if it needs numbers), and every storage that an op makes counts from then until its last tensor is gone. What a kernel
+allocates for itself is not seen.
 With its tensors on a GPU the function runs for real, on copies, and the caching allocator is asked after each op.
 """
 
@@ -56,24 +57,35 @@ def eager_memory(
     fn: Any, args: Any, kwargs: dict[str, Any], run_backward: Callable[..., None] | None, on_gpu: bool
 ) -> Eager:
     """Runs ``fn`` (not the caller's: its copy), and its backward by ``run_backward(fn, args, kwargs, result)``."""
-    try:
-        with copied(fn, args, kwargs, on_gpu) as (under, own, (own_args, own_kwargs)):
-            state = tree_leaves((own_args, own_kwargs))
-            if isinstance(own, torch.nn.Module):
-                state += [*own.parameters(), *own.buffers()]
-            watch = _Watch([t for t in state if isinstance(t, torch.Tensor)], on_gpu)
+    why = ""
+    for real in (True,) if on_gpu else (False, True):
+        try:
+            with torch.random.fork_rng(enabled=not on_gpu):
+                moments = _moments(fn, args, kwargs, run_backward, on_gpu, real)
+            return Eager(tuple(moments), "allocator" if on_gpu else "computed")
+        except Exception as e:
+            why = why or first_lines(e)
+    return Eager((), f"eager's memory is not known: {why}")
 
-            def run() -> None:
-                with torch.set_grad_enabled(run_backward is not None), watch:
-                    result = own(*own_args, **own_kwargs)
-                    watch.backward = True
-                    if run_backward is not None:
-                        run_backward(own, own_args, own_kwargs, result)
 
-            under(run)()
-        return Eager(tuple(watch.moments), "allocator" if on_gpu else "computed")
-    except Exception as e:
-        return Eager((), f"eager's memory is not known: {first_lines(e)}")
+def _moments(
+    fn: Any, args: Any, kwargs: dict[str, Any], run_backward: Callable[..., None] | None, on_gpu: bool, real: bool
+) -> list[EagerMoment]:
+    with copied(fn, args, kwargs, real) as (under, own, (own_args, own_kwargs)):
+        state = tree_leaves((own_args, own_kwargs))
+        if isinstance(own, torch.nn.Module):
+            state += [*own.parameters(), *own.buffers()]
+        watch = _Watch([t for t in state if isinstance(t, torch.Tensor)], on_gpu)
+
+        def run() -> None:
+            with torch.set_grad_enabled(run_backward is not None), watch:
+                result = own(*own_args, **own_kwargs)
+                watch.backward = True
+                if run_backward is not None:
+                    run_backward(own, own_args, own_kwargs, result)
+
+        under(run)()
+    return watch.moments
 
 
 @contextmanager

@@ -3,6 +3,7 @@ what is saved for the backward; what is saved is freed when the plan says so."""
 
 import gc
 import os
+import random
 import weakref
 
 import pytest
@@ -27,6 +28,36 @@ class Block(nn.Module):
         y = self.norm(x)
         y = F.gelu(self.up(y))
         return x + self.down(y)
+
+
+class Cell(nn.Module):
+    """A recurrent cell, its states stacked."""
+
+    def __init__(self, n, steps):
+        super().__init__()
+        self.h, self.steps = nn.Linear(n, 2 * n, bias=False), steps
+
+    def forward(self, x):
+        h, states = x, []
+        for _ in range(self.steps):
+            gate, new = self.h(h).chunk(2, -1)
+            h = gate.sigmoid() * h + new.tanh()
+            states.append(h)
+        return torch.stack(states, 1)
+
+
+class Skip(nn.Module):
+    """A U-Net in small: what the middle reads is read again at the end."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.middle = nn.Sequential(*(nn.Conv1d(n, n, 3, padding=1) for _ in range(4)))
+        self.one, self.two = nn.Conv1d(2 * n, 4, 1), nn.Conv1d(2 * n, 4, 1)
+
+    def forward(self, x):
+        x = x * 2
+        y = torch.cat((self.middle(x), x), 1)
+        return self.one(y) + self.two(y)
 
 
 def model():
@@ -56,6 +87,15 @@ def test_every_step_beside_eager_in_training():
     text = repr(mem)
     assert f"peak {mem.peak_bytes:,} bytes" in text and f"eager {mem.eager_peak_bytes:,}" in text and "order: " in text
     assert "1.up" in mem._repr_html_() and any("activation_memory_budget=0.5" in w.text for w in mem.ways)
+
+
+def test_what_is_read_late_is_not_kept_as_what_it_was_made_from():
+    r = random.Random(0)
+    n, steps = 2 * r.randint(8, 16), r.randint(5, 8)
+    cell = reflib.explain(Cell(n, steps).requires_grad_(False), torch.randn(steps, n)).memory
+    both = reflib.explain(Skip(n), torch.randn(2, n, 64 * steps, requires_grad=True))
+    for mem in (cell, both.memory, both.backward.memory):
+        assert mem.peak_bytes <= mem.eager_peak_bytes
 
 
 def test_views_saved_of_one_tensor_count_once():
@@ -210,6 +250,18 @@ def test_inside_of_loops_and_branches():
         assert "depends on numbers" in memory.eager.how
     memory = reflib.explain(nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.randn(4, 8), target="cpu").memory
     assert not [s for s in memory.table if "explain.py" in s.source]
+
+
+def test_eager_that_needs_numbers_runs_on_copies():
+    def fn(x):
+        noise = torch.rand_like(x)
+        return (noise[x > 0] * 2).tanh()
+
+    x = torch.randn(64, 8)
+    e = reflib.explain(fn, x)
+    state, count = torch.get_rng_state(), int((x > 0).sum())
+    assert e.memory.eager_peak_bytes >= x.nbytes + 2 * 4 * count and e.memory.eager.how == "computed"
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_result_beside_an_update_is_no_update():

@@ -254,6 +254,41 @@ def test_dynamic_sizes_and_gradients() -> None:
         torch.testing.assert_close(got, (x.grad, v.grad))
 
 
+def a_call_reads_it(x: torch.Tensor, i: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    x.mul_(0.9).add_(v.sum(0))
+    return v @ x.t()
+
+
+def a_call_reads_lists(x: torch.Tensor, i: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+    torch._foreach_mul_([x, v], 0.5)
+    torch._foreach_add_([x, v], 1)
+    return list(torch._foreach_norm([x, v]))
+
+
+def a_product_is_added(x: torch.Tensor, i: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    x[:6].add_(v.t() @ v)
+    x.addmm_(x[:, :3].sin(), v)
+    return x.norm()
+
+
+@pytest.mark.parametrize("fn", [a_call_reads_it, a_call_reads_lists, a_product_is_added])
+def test_an_updated_input_is_stored_once(fn: Callable[..., Any]) -> None:
+    assert not whole_buffers(compare(fn, X, I, V), X.numel())
+
+
+def test_what_is_read_after_the_next_update_is_kept() -> None:
+    def fn(x: torch.Tensor, i: torch.Tensor, v: torch.Tensor) -> Any:
+        y = x * 2
+        x.copy_(y)
+        z = aten.mm(v, x.t())
+        x.copy_(x * z.sum())
+        return aten.mm(v, y.t())
+
+    s = run(Graph(make_fx(fn, tracing_mode="fake")(X.clone(), I, V), "inference", frozenset()), Options(verify=True))
+    ours, theirs = X.clone(), X.clone()
+    torch.testing.assert_close((s.call([ours, I, V])[0], ours), (fn(theirs, I, V), theirs))
+
+
 # -- inputs that are views of one another ---------------------------------------------------------------------
 BASE = torch.arange(24.0)
 
