@@ -275,3 +275,14 @@ def test_a_path_may_lead_through_a_group_that_begins_before_both():
     for target in (CPU, GPU):
         f = fused(fn, [R(8, 6), R(5, 6), R(8)], target)
         assert any(r.reason.code == "order" for r in f.refusals)
+
+
+def test_a_number_per_row_is_stored_rather_than_what_it_was_added_to():
+    """Rows, then columns of what the rows gave (a step of Sinkhorn's algorithm)."""
+
+    def step(c, v):
+        u = (c + v).logsumexp(1, keepdim=True)
+        return ((c - u).logsumexp(0),)
+
+    f = fused(step, [R(5, 7), R(7)])
+    assert max(b.numel.hint() for b in f.program.buffers.values() if b.kind == "temp") == 7
