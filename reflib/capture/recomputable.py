@@ -1,4 +1,4 @@
-"""What the backward may compute again from what it has, beside the ops on torch's list: data that is only moved.
+"""What the backward may compute again from what it has, beside the ops on torch's list: mostly data that is moved.
 
 AOTAutograd's min-cut saves the result of an op that is not on its list (``partitioners.get_default_op_list``), however
 cheap it is. So ``(x + b).chunk(2)`` stores both halves of a sum of inputs, and an activation behind a concatenation or
@@ -6,6 +6,9 @@ a padding stores that. Here these are part of the kernel that reads them: views 
 few tensors, a padding and a ``roll`` are other places to read from. Two are left out. The parts of a concatenation of
 integers are mostly narrower than it, and would be stored for this alone; what reads ``flip`` is often a scan or a
 reduction, which would read wide inputs in two rounds.
+
+Others on no list of torch's are elementwise, or make a tensor from nothing: torch's is of what TorchInductor's
+decompositions leave, which reflib lowers as they are.
 
 NB: TorchInductor takes torch's list.
 """
@@ -23,6 +26,11 @@ from torch._functorch.partitioners import get_aten_target
 aten = torch.ops.aten
 VIEWS = (aten.split_with_sizes, aten.unbind, aten.diagonal, aten.transpose, aten.unfold)
 MOVED = (aten.constant_pad_nd, aten.roll, aten._unsafe_index, aten.repeat)
+WHOLE = (
+    aten.eye, aten.tril, aten.ones_like, aten.new_ones, aten.new_full, aten.fill, aten._prelu_kernel, aten.hardswish,
+    aten.hardswish_backward, aten.hardsigmoid_backward, aten.hardtanh_backward, aten.leaky_relu_backward,
+    aten.softplus_backward, aten.floor_divide,
+)  # fmt: skip
 FEW = 4  # tensors of a concatenation
 
 _ours = threading.local()
@@ -61,7 +69,7 @@ def op_list() -> partitioners.OpTypes:
     ops = _torchs()
     if not getattr(_ours, "on", False):
         return ops
-    more = {*VIEWS, *MOVED}
+    more = {*VIEWS, *MOVED, *WHOLE}
     return Ops(
         ops.fusible_ops | more, ops.compute_intensive_ops, ops.random_ops, ops.view_ops | {*VIEWS},
         ops.recomputable_ops | more,

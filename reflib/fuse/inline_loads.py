@@ -37,6 +37,7 @@ from ..ir.program import Extern, Program
 from ..ir.transforms import divisions, eliminate_dead, needed
 from ..options import Options
 from ..target import Target
+from .decided import decided, integer
 from .dependencies import Dependencies, dependencies, remove_dead
 from .legality import common_space, single
 from .mapping import fresh, strides_of
@@ -332,7 +333,7 @@ def replace_loads(loops: LoopNest, p: Producer) -> LoopNest:
         else:
             ids[i] = b.add(new)
     origins = tuple(dict.fromkeys((*p.loops.origins, *loops.origins)))
-    return replace(loops, body=tuple(b.body), origins=origins)
+    return replace(loops, body=decided(tuple(b.body)), origins=origins)
 
 
 def without_selects(body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
@@ -448,7 +449,7 @@ def _collect_bounds(b: BodyBuilder, value: int, bounds: dict[Var, list[Expr]]) -
         for a in s.args:
             _collect_bounds(b, a, bounds)
     elif s.op in ("lt", "le", "gt", "ge"):
-        left, right = (_integer(b, a) for a in s.args)
+        left, right = (integer(b.body[a]) for a in s.args)
         if left is None or right is None:
             return
         op = s.op
@@ -466,10 +467,3 @@ def _collect_bounds(b: BodyBuilder, value: int, bounds: dict[Var, list[Expr]]) -
                 bounds[v][1] = edge if nonneg(high - edge) else high
             else:
                 bounds[v][0] = edge if nonneg(edge - low) else low
-
-
-def _integer(b: BodyBuilder, value: int) -> Expr | None:
-    s = b.body[value]
-    if isinstance(s, Index):
-        return s.expr
-    return expr(s.value) if isinstance(s, Const) and isinstance(s.value, int) else None

@@ -3,26 +3,32 @@
 The backward of a norm makes ``x_hat = (x - mean) * rstd`` in the kernel that reduces rows, and needs it in the kernel
 that reduces columns. Stored in float32 it costs 4 bytes written and 4 read per element; computed again from ``x`` in
 bfloat16 it costs 2 read. So, once kernels are formed, a load of such a value is replaced by its computation where that
-moves fewer bytes, needs no reduction, and takes little arithmetic.
+moves fewer bytes and takes little arithmetic. What a reduction gave it per row, as the mean, is stored for that.
 
 NB: TorchInductor decides this while lowering (``realize`` heuristics), before kernels are formed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from ..ir.loops import Axis, Indirect, Load, LoopNest, Op, Reduce, Scan, Store
-from ..ir.program import Node, Program
-from ..ir.transforms import eliminate_dead, needed, select
+import torch
+
+from ..ir.expr import product
+from ..ir.loops import Axis, Indirect, Load, LoopNest, Op, Reduce, Scan, Store, stmt_args
+from ..ir.program import Buffer, Node, Program
+from ..ir.transforms import eliminate_dead, needed, select, varying
 from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies, used_buffers
 from .inline_loads import EXPENSIVE, MAX_BODY, OPS_PER_BYTE, make_producer, makes_all, replace_loads, work_of
 from .legality import common_space, single
 from .result import Fused, Reason
+from .split import row_major
 
-MAX_OPS = 16  # operations worth repeating to save a store and a load
+MAX_OPS = 16  # operations worth repeating to save few bytes; for more bytes, OPS_PER_BYTE
+MAX_ROWS = 2  # results of reductions, each a number per row
 MAX_EXPENSIVE = 2  # ... of these, slow ones
 
 
@@ -34,22 +40,23 @@ def recompute(fused: Fused, options: Options, target: Target) -> Fused:
     program = fused.program
     depends = dependencies(program)
     nodes = list(program.nodes)
-    changed = False
+    changed, buffers = False, dict(program.buffers)
     for position, node in enumerate(nodes):
         if not isinstance(node, LoopNest):
             continue
         for name in node.reads():
-            new = _without_load(program, depends, nodes, position, name)
-            if new is not None:
+            if name in program.buffers and (new := _without_load(program, depends, nodes, position, name, buffers)):
                 nodes[position] = new
                 changed = True
-    return fused.regrouped(_drop_stores(replace(program, nodes=tuple(nodes)))) if changed else fused
+    done = replace(program, nodes=tuple(nodes), buffers=buffers)
+    return fused.regrouped(_drop_stores(done)) if changed else fused
 
 
 def _without_load(
-    program: Program, depends: Dependencies, nodes: list[Node], position: int, name: str
+    program: Program, depends: Dependencies, nodes: list[Node], position: int, name: str, buffers: dict[str, Buffer]
 ) -> LoopNest | None:
-    """The node with its loads of ``name`` computed instead; None where that is impossible or does not pay."""
+    """The node with its loads of ``name`` computed instead; None where that is impossible or does not pay. What that
+    needs of the writer's reductions gets ``buffers``, and stores in ``nodes``."""
     node = nodes[position]
     writers = depends.writers.get(name, [])
     assert isinstance(node, LoopNest)
@@ -60,18 +67,23 @@ def _without_load(
         return None
     if not writer.reduced and not node.reduced and not _alike(writers[0], writer, position, node, depends):
         return None  # inline_loads has decided about these
-    slice_ = _computation(writer, name)
-    if slice_ is None or not makes_all(program, slice_, slice_.stores()[0]) or not _cheap(slice_, node):
+    rows = _of_rows(writer, name)
+    slice_ = _computation(writer, name, rows)
+    if slice_ is None or not makes_all(program, slice_, slice_.stores()[0]):
         return None
-    if set(slice_.reads()) & set(writer.writes()):
+    read = [b for b in slice_.reads() if b not in {s.buffer for s in rows.values()}]
+    if set(read) & set(writer.writes()):
         return None  # it overwrites what it reads
-    if any(depends.written_between(b, writers[0], position + 1) for b in slice_.reads()):
+    if any(depends.written_between(b, writers[0], position + 1) for b in read):
         return None
-    if not _saves_bytes(program, depends, nodes, slice_, node, name):
+    if not _pays(_saved_bytes(program, depends, nodes, slice_, node, name), slice_, node):
         return None
     producer = make_producer(writers[0], slice_, slice_.stores()[0])
     if producer is None:
         return None
+    if rows:
+        made = _row_buffers(writer, rows, buffers)
+        nodes[writers[0]] = replace(writer, body=(*writer.body, *made))
     new = replace_loads(node, producer)
     window = len({s.index for s in node.loads() if s.buffer == name}) > 2  # of a pooling, computed for each of these
     more = (work_of(new) - work_of(node)) * (node.numel * node.rnumel).hint()
@@ -83,15 +95,44 @@ def _alike(p: int, writer: LoopNest, position: int, node: LoopNest, depends: Dep
     return not isinstance(common_space(single(p, writer, depends), single(position, node, depends)), Reason)
 
 
-def _computation(writer: LoopNest, name: str) -> LoopNest | None:
+def _of_rows(writer: LoopNest, name: str) -> dict[int, Load]:
+    """Results of reductions that ``name`` is made from, one per row, as loads from buffers that there may be."""
+    if any(isinstance(s, (Scan, Indirect)) for s in writer.body):
+        return {}
+    level = varying(writer.body, writer.reduced_vars)
+    reduced = [False] * len(writer.body)
+    found: dict[int, Load] = {}
+    at = row_major([a for a in writer.axes if a.kind == "p"])
+    for i in needed(writer.body, (i for i, s in enumerate(writer.body) if isinstance(s, Store) and s.buffer == name)):
+        s = writer.body[i]
+        reduced[i] = isinstance(s, Reduce) or not level[i] and any(reduced[a] for a in stmt_args(s))
+        for a in stmt_args(s) if level[i] and not isinstance(s, Reduce) else ():
+            value = writer.body[a]
+            if reduced[a] and isinstance(value, (Reduce, Op)):
+                found[a] = Load(f"{name}_row{a}", at, value.dtype)
+    return found if len(found) <= MAX_ROWS and all(v.dtype == torch.float32 for v in found.values()) else {}
+
+
+def _row_buffers(writer: LoopNest, rows: Mapping[int, Load], buffers: dict[str, Buffer]) -> list[Store]:
+    """Makes the buffers that another reader has not had made; returns what stores to them."""
+    rows = {i: v for i, v in rows.items() if v.buffer not in buffers}
+    shape = tuple(a.size for a in writer.axes if a.kind == "p")
+    strides = tuple(product(shape[d + 1 :]) for d in range(len(shape)))
+    device = buffers[writer.writes()[0]].device
+    buffers |= {v.buffer: Buffer(v.buffer, v.dtype, device, shape, strides) for v in rows.values()}
+    return [Store(v.buffer, v.index, i) for i, v in rows.items()]
+
+
+def _computation(writer: LoopNest, name: str, rows: Mapping[int, Load]) -> LoopNest | None:
     """The statements of ``writer`` that make ``name``, elementwise; None if a reduction is among them."""
     stores = [i for i, s in enumerate(writer.body) if isinstance(s, Store) and s.buffer == name]
     if len(stores) != 1 or writer.body[stores[0]].reduce:  # type: ignore[union-attr]
         return None
-    live = needed(writer.body, stores)
-    if any(isinstance(writer.body[i], (Reduce, Scan, Indirect)) for i in live):
+    whole = tuple(rows.get(i, s) for i, s in enumerate(writer.body))
+    live = needed(whole, stores)
+    if any(isinstance(whole[i], (Reduce, Scan, Indirect)) for i in live):
         return None
-    body = select(writer.body, live)
+    body = select(whole, live)
     store = body[-1]
     assert isinstance(store, Store)
     axes = tuple(Axis(a.var, "p") for a in writer.axes if store.index.has(a.var) or a.size != 1)
@@ -100,16 +141,18 @@ def _computation(writer: LoopNest, name: str) -> LoopNest | None:
     return LoopNest(writer.name, axes, body, writer.origins)
 
 
-def _cheap(slice_: LoopNest, node: LoopNest) -> bool:
+def _pays(saved: int, slice_: LoopNest, node: LoopNest) -> bool:
     work = [s for s in slice_.body if isinstance(s, Op)]
+    most = max(MAX_OPS, OPS_PER_BYTE * saved // max(1, slice_.numel.hint()))
     expensive = sum(s.op in EXPENSIVE for s in work)
-    return len(work) <= MAX_OPS and expensive <= MAX_EXPENSIVE and len(node.body) + len(slice_.body) <= MAX_BODY
+    fits = len(work) <= most and expensive <= MAX_EXPENSIVE and len(node.body) + len(slice_.body) <= MAX_BODY
+    return saved > 0 and fits
 
 
-def _saves_bytes(
+def _saved_bytes(
     program: Program, depends: Dependencies, nodes: list[Node], slice_: LoopNest, node: LoopNest, name: str
-) -> bool:
-    """Are fewer bytes read instead than the load takes and, if this is the last other reader, the store?"""
+) -> int:
+    """What the load takes and, if this is the last other reader, the store, less what is read instead."""
     buffers = program.buffers
     size = buffers[name].nbytes.hint()
     others = [r for r in depends.readers.get(name, []) if name in nodes[r].reads() and nodes[r] is not node]
@@ -119,9 +162,11 @@ def _saves_bytes(
     have = set(node.reads())
     extra = 0
     for load in {(s.buffer, s.index): s for s in slice_.body if isinstance(s, Load)}.values():
-        if load.buffer not in have:
+        if load.buffer not in buffers:  # a number per row, stored for this
+            extra += 2 * load.dtype.itemsize * product(v.size for v in load.index.variables()).hint()
+        elif load.buffer not in have:
             extra += min(buffers[load.buffer].nbytes.hint(), points * buffers[load.buffer].dtype.itemsize)
-    return extra < size * (2 if goes else 1)
+    return size * (2 if goes else 1) - extra
 
 
 def _drop_stores(program: Program) -> Program:

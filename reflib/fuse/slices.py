@@ -20,11 +20,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..ir.expr import Atom, BinOp, Expr, IntLike, Var, expr, mod, nonneg
-from ..ir.loops import BodyBuilder, Const, Index, Load, LoopNest, Op, Stmt, Store, map_stmt
+from ..ir.loops import BodyBuilder, Const, Load, LoopNest, Op, Stmt, Store, map_stmt
 from ..ir.program import Buffer, Node, Program
 from ..ir.transforms import divisions
 from ..options import Options
 from ..target import Target
+from .decided import integer
 from .dependencies import dependencies, remove_dead
 from .result import Fused
 
@@ -287,7 +288,7 @@ def region_of(body: tuple[Stmt, ...], mask: int) -> tuple[Var, Expr, Expr, int] 
         if s.op == "and":
             todo += s.args
         else:
-            tests.append((s.op, _integer(body[s.args[0]]), _integer(body[s.args[1]])))
+            tests.append((s.op, integer(body[s.args[0]]), integer(body[s.args[1]])))
     found = {v for _, a, _ in tests if a is not None for v in a.variables()}
     if len(found) != 1:
         return None
@@ -311,9 +312,3 @@ def region_of(body: tuple[Stmt, ...], mask: int) -> tuple[Var, Expr, Expr, int] 
     if every is not None and int(every.a - expr(var) + low) % step or not nonneg(high - low - 1):
         return None
     return var, low, high, step
-
-
-def _integer(s: Stmt) -> Expr | None:
-    if isinstance(s, Index):
-        return s.expr
-    return expr(s.value) if isinstance(s, Const) and type(s.value) is int else None

@@ -29,6 +29,13 @@ def jensen_shannon(log_p, log_q):
     return ((p * (log_p - log_m) + q * (log_q - log_m)).sum(-1),)
 
 
+def moved_apart(f):
+    """Each element asks only for its own part (a step of a lattice Boltzmann method)."""
+    f = torch.stack([part.roll(i, 0) for i, part in enumerate(f)]).exp()
+    u = f[1] + f[5] - f[3] - f[7]
+    return (torch.stack([part - 0.6 * (part - u * f[0] * i) for i, part in enumerate(f)]),)
+
+
 ONE_KERNEL = {
     "divergence": (jensen_shannon, [R(4, 6), R(4, 6)]),
     "entropy": (lambda x: ((x.softmax(-1) * x.log_softmax(-1)).sum(-1),), [R(4, 6)]),
@@ -54,6 +61,7 @@ ONE_KERNEL = {
         lambda x, g: (torch.cat([F.gelu(x) * g, aten.gelu_backward(g, x, approximate="tanh")], 1),),
         [R(4, 6), R(4, 6)],
     ),
+    "elements of a stack": (moved_apart, [R(9, 4, 3)]),
     "pad": (lambda x: (F.pad(x * 2, (1, 2)) + 1,), [R(4, 3)]),
     "slice": (lambda x: (x.exp()[:, 1:3] * 2,), [R(4, 5)]),
     "flip": (lambda x: (x.exp().flip(0) + 1,), [R(4, 3)]),
@@ -267,3 +275,14 @@ def test_a_path_may_lead_through_a_group_that_begins_before_both():
     for target in (CPU, GPU):
         f = fused(fn, [R(8, 6), R(5, 6), R(8)], target)
         assert any(r.reason.code == "order" for r in f.refusals)
+
+
+def test_a_number_per_row_is_stored_rather_than_what_it_was_added_to():
+    """Rows, then columns of what the rows gave (a step of Sinkhorn's algorithm)."""
+
+    def step(c, v):
+        u = (c + v).logsumexp(1, keepdim=True)
+        return ((c - u).logsumexp(0),)
+
+    f = fused(step, [R(5, 7), R(7)])
+    assert max(b.numel.hint() for b in f.program.buffers.values() if b.kind == "temp") == 7

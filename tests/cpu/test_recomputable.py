@@ -45,7 +45,11 @@ def taken_apart(x, b):
     return first * second.exp() + third.tanh()
 
 
-CASES = [glu, rotated, behind_cat, shifted, upsampled, taken_apart]
+def masked(x, b):
+    return F.hardswish(x * b).exp() * torch.tril(1 - torch.eye(*x.shape)).tanh()
+
+
+CASES = [glu, rotated, behind_cat, shifted, upsampled, taken_apart, masked]
 
 
 def arguments() -> tuple[torch.Tensor, torch.Tensor]:
