@@ -78,8 +78,9 @@ def arange_start(cx: LoweringContext, start: Any, end: Any, step: Any = 1, **_: 
 
 
 def _range(cx: LoweringContext, start: Any, step: Any, end: Any) -> View:
-    """start + i*step, in integers where they all are, else in float64 as eager does."""
-    check_dtype(cx.dtype)
+    """start + i*step, in integers where they all are or are to be, else in float64 as eager does."""
+    if not check_dtype(cx.dtype).is_floating_point:
+        start, step, end = (int(v) if isinstance(v, float) else v for v in (start, step, end))
     if all(isinstance(v, int) or isinstance(v, Expr) and not cx.low.symbols.is_float(v) for v in (start, step, end)):
         return nest(cx, lambda k: k.index(k.linear([0]) * step + start))
     return nest(cx, lambda k: k.index(k.linear([0])).to(torch.float64) * step + start)
