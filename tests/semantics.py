@@ -188,6 +188,19 @@ def test_dtypes(device: str, dtype: torch.dtype) -> None:
     compare(f, x.to(dtype).to(device))
 
 
+def test_expanded_tensors_seen_as_another_dtype(device: str) -> None:
+    """They are copied, and a copy is no view of one row."""
+
+    def f(x: torch.Tensor, z: torch.Tensor) -> Any:
+        x, z = x.expand(-1, 4), z.expand(-1, 4)
+        seen = x.view(torch.int32), z.conj(), z.conj().imag, torch.view_as_real(z)
+        return *(t[:, 1:] + t[:, :-1] for t in seen), x.view(torch.int32).t().contiguous(), torch.linalg.vander(z[:, 0])
+
+    for dynamic in (False, True):
+        x, z = randn(3, 1, device=device), randn(3, 2, device=device).view(torch.complex64)
+        compare(f, x, z, dynamic=dynamic)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), -0.0, 0.0, 1e-40])
 def test_special_values(device: str, value: float) -> None:
     def f(x: torch.Tensor) -> Any:

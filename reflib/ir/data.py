@@ -112,19 +112,30 @@ def _decode_atom(data: list[Any]) -> Any:
         raise ReflibError(f"{rest[0]!r:.80} is no name of a size or an axis")
     if kind == "sym":
         name, lo, hi, hint = rest
-        return Sym(name, lo, hi, hint)
+        return Sym(name, _whole(lo), *(None if n is None else _whole(n) for n in (hi, hint)))
     first, second = rest
-    if kind == "var":
-        return Var(first, decode(second))
-    if kind == "ref":
-        return Ref(first, decode(second))
+    if kind in ("var", "ref"):
+        return (Var if kind == "var" else Ref)(first, _size(second))
     if kind not in ("//", "%", "max", "min"):
         raise ReflibError(f"unknown operation {kind!r:.80} of sizes")
-    return BinOp(kind, decode(first), decode(second))
+    return BinOp(kind, _size(first), _size(second))
 
 
 def _decode_expr(terms: list[Any]) -> Expr:
-    return Expr(tuple((tuple(_decode_atom(a) for a in atoms), c) for c, *atoms in terms))
+    return Expr(tuple((tuple(_decode_atom(a) for a in atoms), _whole(c)) for c, *atoms in terms))
+
+
+def _size(data: Any) -> Expr:
+    found = decode(data)
+    if not isinstance(found, Expr):
+        raise ReflibError(f"the size {found!r:.80} is no expression")
+    return found
+
+
+def _whole(data: Any) -> int:
+    if type(data) is not int:
+        raise ReflibError(f"the number {data!r:.80} in a size is not a whole one")
+    return data
 
 
 def _encode_object(x: Any) -> dict[str, Any]:

@@ -3,11 +3,12 @@ loads of it use the number, and the tensor itself usually disappears."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from reflib.ir.expr import Expr
+from reflib.ir.expr import Expr, expr
 from reflib.ir.ops import value_dtype
 from reflib.ir.program import View
 
@@ -15,6 +16,7 @@ from .body import NestBuilder, Value, check_dtype, element, fit, nest, where
 from .context import LoweringContext
 from .extern import extern
 from .rules import Unsupported, rule
+from .views import REINTERPRET
 
 
 def fill(cx: LoweringContext, value: Any) -> View:
@@ -48,9 +50,32 @@ def scalar_tensor(cx: LoweringContext, s: Any, **_: Any) -> View:
     return fill(cx, s)
 
 
+def _once(cx: LoweringContext, x: View) -> tuple[LoweringContext, View]:
+    """What an expanded tensor repeats is copied once, and expanded: a copy of all could not be laid out as the view."""
+    fake, strides = cx.fake, zip(cx.fake.stride(), x.strides)
+    dims = {d for d, (s, own) in enumerate(strides) if isinstance(s, int) and s == 0 == own.constant}
+    sizes, shape = ([1 if d in dims else n for d, n in enumerate(t)] for t in (fake.shape, x.shape))
+    return replace(cx, fake=fake.as_strided(sizes, fake.stride())), replace(x, shape=tuple(map(expr, shape)))
+
+
+@rule("view_copy.dtype", "view_as_real_copy.default", "view_as_complex_copy.default")
+def reinterpreted(cx: LoweringContext, x: View, *args: Any) -> View:
+    inner, part = _once(cx, x)
+    op = REINTERPRET.get(cx.node.target, cx.node.target)
+    return replace(extern(inner, op, (part, *args), {}, "another dtype"), shape=cx.shape)
+
+
+@rule("_neg_view_copy.default")
+def negated(cx: LoweringContext, x: View) -> View:
+    inner, part = _once(cx, x)
+    return replace(inner.call(torch.ops.aten.neg.default, part), shape=cx.shape)
+
+
 @rule("_conj_physical.default")
 def conj_physical(cx: LoweringContext, x: Any) -> View:
     """The gradient of a product with a complex number calls this for the number, which eager's op does not take."""
+    if isinstance(x, View):
+        return reinterpreted(cx, x)
     if not isinstance(x, complex):
         raise Unsupported("complex numbers")
     kwargs = {"dtype": cx.dtype, "device": cx.device}
@@ -78,8 +103,9 @@ def arange_start(cx: LoweringContext, start: Any, end: Any, step: Any = 1, **_: 
 
 
 def _range(cx: LoweringContext, start: Any, step: Any, end: Any) -> View:
-    """start + i*step, in integers where they all are, else in float64 as eager does."""
-    check_dtype(cx.dtype)
+    """start + i*step, in integers where they all are or are to be, else in float64 as eager does."""
+    if not check_dtype(cx.dtype).is_floating_point:
+        start, step, end = (int(v) if isinstance(v, float) else v for v in (start, step, end))
     if all(isinstance(v, int) or isinstance(v, Expr) and not cx.low.symbols.is_float(v) for v in (start, step, end)):
         return nest(cx, lambda k: k.index(k.linear([0]) * step + start))
     return nest(cx, lambda k: k.index(k.linear([0])).to(torch.float64) * step + start)

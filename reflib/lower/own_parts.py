@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
-from torch._decomp import decomposition_table
 from torch._prims_common import suggest_memory_format
 
 aten = torch.ops.aten
@@ -17,13 +17,21 @@ Parts = Callable[..., Any]
 def own_parts(table: Mapping[Any, Parts]) -> dict[Any, Parts]:
     """What replaces entries of torch's table (plugs into ``lower.PARTS``)."""
     means = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
-    return {aten.max_unpool2d.default: max_unpool2d, **{op: partial(counted_wide, table[op]) for op in means}}
+    unpools = {aten.max_unpool2d.default: 2, aten.max_unpool3d.default: 3}
+    return {
+        **{op: partial(max_unpool, dims) for op, dims in unpools.items()},
+        **{op: partial(counted_wide, table[op]) for op in means},
+    }
 
 
-def max_unpool2d(x: torch.Tensor, indices: torch.Tensor, output_size: list[int]) -> torch.Tensor:
-    """torch's own parts, laid out in memory as the operator's result is."""
-    out = decomposition_table[aten.max_unpool2d.default](x, indices, output_size)
-    return out.contiguous(memory_format=suggest_memory_format(x))
+def max_unpool(dims: int, x: torch.Tensor, indices: torch.Tensor, output_size: list[int], *_: Any) -> torch.Tensor:
+    """By channel, so that an index is checked, and laid out in memory as the operator's result is. (torch's parts index
+    all channels as one: what is out of range in one writes to another.)"""
+    if 0 in output_size:
+        return x.new_zeros((*x.shape[:-dims], *output_size))
+    flat = x.new_zeros((*x.shape[:-dims], prod(output_size)))
+    out = flat.scatter(-1, indices.flatten(-dims), x.flatten(-dims)).unflatten(-1, output_size)
+    return out.contiguous(memory_format=suggest_memory_format(x)) if dims == 2 else out
 
 
 def counted_wide(parts: Parts, x: torch.Tensor, target: torch.Tensor, weight: Any, *how: int) -> Any:

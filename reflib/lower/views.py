@@ -24,7 +24,7 @@ REINTERPRET = {
     aten.view_as_real.default: aten.view_as_real_copy.default,
     aten.view_as_complex.default: aten.view_as_complex_copy.default,
     aten._conj.default: aten._conj_physical.default,
-    aten._neg_view.default: aten.neg.default,
+    aten._neg_view.default: aten._neg_view_copy.default,
 }
 
 

@@ -61,6 +61,9 @@ def _variant(m: Manifest, v: PackagedVariant, members: Mapping[str, int]) -> Non
     named = [v.wrapper, v.text, *([v.python] if v.python else []), *{k.image: None for k in v.kernels}]
     if missing := [n for n in named if not is_member(n) or n not in members]:
         raise _wrong(f"the variant {v.arch} names the member {missing[0]!r:.80}, which the file does not have")
+    kernels = [k.name for k in v.kernels]
+    if len(set(kernels)) < len(kernels) or not set(kernels) <= set(v.table):
+        raise _wrong(f"the kernels of the variant {v.arch} are not those of its table")
     if v.program not in m.programs:
         raise _wrong(f"the variant {v.arch} is of the program {v.program!r:.80}, which it does not have")
     known = {w.name for w in m.weights}

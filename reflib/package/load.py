@@ -402,7 +402,9 @@ def _graph(
             return bytes(file.view(k.image)), k.symbol, k.shared, k.threads, int(k.early), device.index or 0
         if k.image not in cpu:
             cpu[k.image] = libraries.open(k.image, file.view(k.image))
-        return ctypes.cast(getattr(cpu[k.image], k.symbol), ctypes.c_void_p).value, k.checked
+        if (made := getattr(cpu[k.image], k.symbol, None)) is None:
+            raise PackageError(f"its library {k.image} has no function {k.symbol}; build the package again")
+        return ctypes.cast(made, ctypes.c_void_p).value, k.checked
 
     listed = [(name, by_name.get(name)) for name in v.table]
     kernels = [(name, None if k is None or k.late else facts(k)) for name, k in listed]

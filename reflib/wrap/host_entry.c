@@ -118,6 +118,19 @@ static int overlap(Extent *all, Py_ssize_t n) {
     return 0;
 }
 
+/* May two of its elements have one place? Some stride is within what the dimensions of smaller ones reach. */
+static int is_folded(Handle h) {
+    int64_t dim = 0, *sizes = NULL, *strides = NULL;
+    if (torch_table.dim(h, &dim) || torch_table.sizes(h, &sizes) || torch_table.strides(h, &strides)) return 1;
+    for (int64_t d = 0; d < dim; ++d) {
+        int64_t reach = 0;
+        for (int64_t k = 0; k < dim; ++k)
+            if (strides[k] < strides[d] || (strides[k] == strides[d] && k < d)) reach += (sizes[k] - 1) * strides[k];
+        if (sizes[d] > 1 && strides[d] <= reach) return 1;
+    }
+    return 0;
+}
+
 /* Has it these sizes and strides (a tuple of both; -1: any)? With any of them unknown, an empty tensor has not. */
 static int is_laid_out(Handle h, PyObject *wanted) {
     int64_t dim = 0, *sizes = NULL, *strides = NULL;
@@ -151,6 +164,7 @@ static PyObject *usual(PyObject *module, PyObject *const *given, Py_ssize_t coun
         Extent *e = &all[writes ? found++ : 0];
         good = is_readable(h, e);
         e->written = kinds[i] == 'w';
+        good = good && !(e->written && e->first != e->end && is_folded(h));
         PyObject *wanted = layouts ? PyTuple_GET_ITEM(given[2], i) : Py_None;
         if (good && wanted != Py_None) good = is_laid_out(h, wanted);
     }

@@ -188,3 +188,13 @@ def extent(t: torch.Tensor) -> tuple[int, int]:
     """The addresses of its first byte and of the one after its last."""
     last = sum((n - 1) * s for n, s in zip(t.shape, t.stride())) if t.numel() else -1
     return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+
+
+def folded(t: torch.Tensor) -> bool:
+    """May two of its elements have one place? Some stride is within what the dimensions of smaller ones reach."""
+    reach = 0
+    for stride, n in sorted((s, n) for s, n in zip(t.stride(), t.shape) if n > 1):
+        if stride <= reach:
+            return t.numel() > 0
+        reach += (n - 1) * stride
+    return False

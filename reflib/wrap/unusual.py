@@ -5,6 +5,7 @@ but not all that this takes:
 
 * its numbers are as they are in memory: not negated in passing (``x.conj().imag``), not in a layout of oneDNN's;
 * no other argument is in the memory of one that is written to, unless it was so at capture, the same distance apart;
+* one that is written to has a place in memory for each element;
 * it carries no tangent of forward-mode differentiation: nothing of the graph computes one.
 
 Where its storage was resized and does not hold it any more (FSDP resizes to 0 to save memory), PyTorch would read what
@@ -128,7 +129,9 @@ def _as_captured(args: Sequence[Any], kinds: bytes, captured: set[tuple[int, int
     looked_at = [x for x, kind in zip(args, kinds) if kind != SKIP]
     if any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in args):
         return False
-    return all(map(_is_plain, looked_at)) and _together(args, kinds) == captured
+    if not all(map(_is_plain, looked_at)) or any(k == WRITTEN and structure.folded(x) for x, k in zip(args, kinds)):
+        return False
+    return _together(args, kinds) == captured
 
 
 def _is_plain(x: torch.Tensor) -> bool:

@@ -53,6 +53,11 @@ def program(m: Manifest) -> Manifest:
     return m["programs"]["cpu"]
 
 
+def size(m: Manifest) -> list[Any]:
+    """[1, the argument's number of rows]: a term of an expression."""
+    return program(m)["arguments"][0]["tensor"]["shape"][0]["terms"][0]
+
+
 def refused(path: Path, match: str, folder: Path) -> None:
     """By all that read packages; no control character in the message, nothing written."""
     for use in (reflib.load, inspect, lambda p: export_cpp(p, folder / "a" / "project")):
@@ -107,6 +112,12 @@ def test_names_that_lead_elsewhere(place: str, package: Path, tmp_path: Path) ->
         lambda m: program(m).update(arguments_tree="[1, {}]"),
         lambda m: program(m).update(arguments_tree=nested(60)),
         lambda m: program(m)["ranges"].update({f"s{i}": [0, 1] for i in range(10_001)}),
+        *(lambda m, i=i, bad=bad: size(m).__setitem__(i, bad) for i, bad in ((0, "5"), (0, [1]), (1, "x"), (1, None))),
+        *(lambda m, i=i: size(m)[1].__setitem__(i, "2") for i in (2, 3, 4)),
+        lambda m: size(m).__setitem__(1, ["//", 5, 7]),
+        lambda m: variant(m)["kernels"][0].update(name="nobody"),
+        lambda m: variant(m)["kernels"][0].update(symbol="nobody"),
+        lambda m: variant(m).update(kernels=variant(m)["kernels"] * 2),
         lambda m: m["spans"][0].update(start=-64),
         lambda m: m.update(spans=m["spans"] * 2),
         lambda m: m["weights"][0].update(shape=[1 << 40]),

@@ -29,6 +29,22 @@ def test_a_view_of_what_is_written_to(wrapper):
         torch.testing.assert_close((got, mine), (want, eager))
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@BOTH
+def test_elements_in_one_place(wrapper, dynamic):
+    """Eager's own order of reads and writes is the result; an expanded tensor is refused."""
+
+    def fn(x):
+        return x.mul_(2).add_(1) * 2
+
+    f = reflib.compile(fn, wrapper=wrapper, dynamic=dynamic)
+    for step in (7, 2, 3, 6):
+        mine, eager = (torch.arange(60.0).as_strided((N, 4), (step, 1)) for _ in range(2))
+        torch.testing.assert_close((f(mine), mine), (fn(eager), eager))
+    with pytest.raises(RuntimeError, match="single memory location"):
+        f(torch.ones(1, 4).expand(N, 4))
+
+
 def test_captured_with_views_of_one_storage():
     f = reflib.compile(write_and_cat)
     for start in (2, 2, 1, 2):
@@ -157,7 +173,12 @@ def test_the_check_in_c_and_in_python_agree(monkeypatch):
             first, size, step = rng.randint(0, 40), rng.randint(0, 4), rng.randint(1, 4)
             views.append(base[first : first + size * step : step])
         kinds = bytes(rng.choice(b"-rw") for _ in views)
-        assert usual(tuple(views), kinds, ()) == (not unusual._together(views, kinds)), (views, kinds)
+        assert usual(tuple(views), kinds, ()) == unusual._as_captured(views, kinds, set()), (views, kinds)
+        sizes, strides = ([rng.randint(0, 4) for _ in range(3)] for _ in range(2))
+        view, places = (t.as_strided(sizes, strides) for t in (base, torch.arange(60)))
+        apart = usual((view,), b"w", ())
+        assert apart == unusual._as_captured([view], b"w", set()) and usual((view,), b"r", ()), (sizes, strides)
+        assert not apart or len(places.unique()) == view.numel(), (sizes, strides)
     many = list(torch.zeros(80).split(2))
     assert usual(many, b"w" * 40, ()) and not usual([*many[:39], many[0]], b"w" * 40, ())
     assert not usual([torch._neg_view(torch.ones(2))], b"r", ()) and usual([torch._neg_view(torch.ones(2))], b"-", ())
