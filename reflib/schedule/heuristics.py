@@ -193,15 +193,15 @@ def _looped(t: Traffic, rows: int, length: int, target: Target) -> Config:
 def _columns(t: Traffic, rows: int, length: int, target: Target) -> Config:
     """Results are contiguous in memory and each is reduced over a stride. Programs of 4 warps and a line of neighbours,
     128 bytes (halves in two programs take 1.2 times as long), which read 4 elements per thread in a step; all at once
-    where that is little. Where results are few a program takes fewer of them, and all: there is latency to hide."""
+    where that is little, or is read again. Where results are few, fewer and all: there is latency to hide."""
     assert t.space.r is not None
-    rblock = _pow2(length)
-    x = min(max(128 // t.width, 1024 // rblock), _pow2(rows))
+    rblock, once = _pow2(length), t.passes == 1
+    x = min(max(128 // t.width if once else 32, 1024 // rblock), _pow2(rows))
     while x > 1 and rows < x * target.units // (2 if x <= 32 else 1):
         x //= 2
-    most, warps = (16384, 8) if t.streams == 1 and rows < 4 * x * target.units else (4096, 4 if x >= 32 else 8)
+    most = 16384 if t.streams == 1 and rows < 4 * x * target.units else 8192 if t.streams == 1 and not once else 4096
     if t.space.r.size.constant is not None and x * rblock <= most:  # else the next size may be a longer one
-        return Config("persistent", xblock=x, rblock=rblock, num_warps=max(1, min(warps, x * rblock // 256)))
+        return Config("persistent", xblock=x, rblock=rblock, num_warps=max(1, min(8, x * rblock // 512)))
     return Config("looped", x, rblock=min(max(1, 512 // x), rblock), num_warps=max(1, min(4, x * rblock // 128)))
 
 
