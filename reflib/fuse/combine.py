@@ -18,7 +18,7 @@ from .emit import kind_of, order
 from .result import Fused
 from .split import reduces_columns
 
-MAX_POINTS = 1 << 20
+MAX_POINTS = 1 << 21  # of 4 bytes: 8 MB
 MAX_BUFFERS = 100
 MAX_PARTS = 32
 

@@ -48,6 +48,8 @@ LINE = 64  # elements that one piece of a row reads next to each other: 128 byte
 PIECE = 256  # rows of a column reduction that are read all at once
 SECOND = 4_000_000  # bytes that a GPU moves in the time of the second kernel: 1 us of an H200
 MOST = 512  # pieces, for a second step that is short
+WAVES = 16  # programs per multiprocessor, some 6 at a time: so many that few of these idle while the last ones end
+RICH = 1 << 16  # elements of a piece beside which its start is short
 LONG = 1 << 18  # a row for which one program takes 10 us or more
 _KINDS = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin", "m2")
 
@@ -64,7 +66,7 @@ def split_reductions(fused: Fused, options: Options, target: Target) -> Fused:
         wanted = pieces_by_length if options.batch_invariant else pieces_wanted
         pieces = wanted(node, program.buffers, target) if isinstance(node, LoopNest) else 1
         if isinstance(node, LoopNest) and pieces > 1 and can_split(node) and not was_split(node):
-            nodes += _split(*with_axis(node, pieces), buffers)
+            nodes += _split(node, pieces, buffers)
         else:
             nodes.append(node)
     return replace(fused, program=replace(program, nodes=tuple(nodes), buffers=buffers))
@@ -88,7 +90,7 @@ def pieces_wanted(loops: LoopNest, buffers: dict[str, Buffer], target: Target) -
     elif target.is_gpu:
         if rows >= 2 * target.units or length < 8192 or _idle_bytes(loops, buffers, target) < SECOND:
             return 1
-        wanted = min(4 * target.units // rows, length // 2048)
+        wanted = max(min(4 * target.units // rows, length // 2048), min(WAVES * target.units // rows, length // RICH))
     else:
         threads = torch.get_num_threads()
         if rows >= threads or length < 32768:
@@ -172,10 +174,31 @@ class Cut:
     exact: bool
 
 
-def _split(loops: LoopNest, axis: Axis, pieces: int, buffers: dict[str, Buffer]) -> list[Node]:
+def _split(loops: LoopNest, wanted: int, buffers: dict[str, Buffer]) -> list[Node]:
+    merged, axis, pieces = with_axis(loops, wanted)
+    rows = axis if merged is loops else max(loops.reduced, key=lambda a: _step(loops, a))
+    if (both := _cut_rows(loops, rows, wanted)) is not None:
+        first, partials = first_step(*both, buffers)
+        return [first, second_step(loops, rows.size * both[1].s.size, partials, buffers)]
+    loops = merged
     cut = cut_axis(axis, pieces, alone=all(a is axis or a.size == 1 for a in loops.reduced))
     first, partials = first_step(loops, cut, buffers)
     return [first, second_step(loops, cut.s.size, partials, buffers, cut)]
+
+
+def _cut_rows(loops: LoopNest, axis: Axis, wanted: int) -> tuple[LoopNest, Cut] | None:
+    """Where each step of ``axis`` can be a piece and these are too few: ``loops`` parallel in it, and a cut of its
+    longest other axis, along which memory is contiguous, in equal parts. (One program for each of 283 rows gives
+    some of 132 multiprocessors three where the mean is 2.1, as if a third of them were idle; four parts: 9, 8.6.)"""
+    inner = max((a for a in loops.reduced if a is not axis), key=lambda a: a.size.hint(), default=axis)
+    size, each = inner.size.constant, -(-wanted // max(1, axis.size.hint()))
+    last = [a for a in loops.axes if a is axis or a.kind == "p" and a.size != 1][-1]  # else pieces are not neighbours
+    sums = all(s.kind != "m2" for s in loops.body if isinstance(s, Reduce))
+    if axis.size.constant is None or last is not axis or size is None or not sums or _step(loops, inner) != 1:
+        return None
+    parts = max((n for n in range(2, 2 * each) if size % n == 0 and size >= 2048 * n), default=1)
+    axes = tuple(replace(a, kind="p") if a is axis else a for a in loops.axes)
+    return (replace(loops, axes=axes), cut_axis(inner, parts, alone=False)) if parts > 1 else None
 
 
 def cut_axis(axis: Axis, pieces: int, alone: bool) -> Cut:

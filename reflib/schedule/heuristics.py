@@ -57,8 +57,7 @@ def choose_configs(
     else:
         row_facts += facts
     row_facts += _aligned(parts, buffers)
-    multiples = _multiples(traffic)
-    if multiples:
+    if multiples := _multiples(traffic):
         row_facts += tuple(Assume("divisible", expr(s), 16) for s in multiples)
         divisible = ("divisible", tuple(s.name for s in multiples))
         config = replace(config, extras=tuple(sorted((*config.extras, divisible))))
@@ -136,8 +135,7 @@ def _pointwise(main: Traffic, traffic: list[Traffic], target: Target) -> Config:
     """4 warps; a thread reads 32 bytes per stream (16 elements of bf16: XBLOCK 2048), 16 of three streams or more;
     fewer when the tensor would not fill the chip."""
     block = 4 * target.warp * _pow2(READ_BYTES // main.width * (2 if main.streams < 3 else 1))
-    total = sum(t.space.x.size.hint() for t in traffic)
-    while block > 256 and total < block * target.units * 4:
+    while block > 256 and sum(t.space.x.size.hint() for t in traffic) < block * target.units * 4:
         block //= 2
     return Config("none", xblock=block, num_warps=4)
 
@@ -158,7 +156,7 @@ def _reduction(t: Traffic, target: Target, options: Options, general: bool) -> t
         return _columns(t, rows, length, target), ()
     longest = min(options.persistent_limit, 4096 if any(isinstance(i, Scan) for i in s.body) else length)
     if length > longest or (general and s.r.size.constant is None):
-        return _looped(t, length, target), ()
+        return _looped(t, rows, length, target), ()
     facts = (Assume("at_most", s.r.size, _pow2(length)),) if s.r.size.constant is None else ()
     return _persistent(t, rows, length, target), facts
 
@@ -181,29 +179,30 @@ def _persistent(t: Traffic, rows: int, length: int, target: Target) -> Config:
     return Config("persistent", xblock=xblock, rblock=rblock, num_warps=max(1, min(warps, xblock * rblock // 32)))
 
 
-def _looped(t: Traffic, length: int, target: Target) -> Config:
+def _looped(t: Traffic, rows: int, length: int, target: Target) -> Config:
     """One long row per program, 8 elements per thread of 32 warps; fewer with several reductions, each of which keeps
-    as many partial results in registers (a variance two)."""
+    as many partial results in registers (a variance two). A loop of whole blocks is unrolled by ptxas, and 1024 threads
+    have no registers for that (2 rows of 2^27: 386 us on an H100, 175 are possible): 16 elements of fewer warps."""
     kept = sum(2 if s.kind == "m2" else 1 for s in t.space.body if isinstance(s, Reduce))
-    rblock = min(8192 // min(_pow2(kept), 4), _pow2(length))
-    warps = min(32 if kept == 1 else 16, rblock // (target.warp * 4))
-    return Config("looped", xblock=1, rblock=rblock, num_warps=max(1, warps))
+    few = rows < 4 * target.units
+    most = 16 if kept != 1 or (few and length % 8192 == 0) else 32 if few else 8
+    rblock = min(8192 // min(_pow2(kept), 4), 512 * most, _pow2(length))
+    return Config("looped", xblock=1, rblock=rblock, num_warps=max(1, min(most, rblock // (target.warp * 4))))
 
 
 def _columns(t: Traffic, rows: int, length: int, target: Target) -> Config:
-    """Results are contiguous in memory and each is reduced over a stride. Programs of 4 warps and 32 neighbours (64
-    bytes of bf16), which read 8 elements per thread in a step; of 2 warps that read all at once where that is little.
-    Where results are few there is latency to hide: a program takes fewer of them, and all that they are made of."""
+    """Results are contiguous in memory and each is reduced over a stride. Programs of 8 warps and a line of neighbours,
+    128 bytes (halves in two programs take 1.2 times as long), which read 8 elements per thread in a step; all at once
+    where that is little, or is read again. Where results are few, fewer and all: there is latency to hide."""
     assert t.space.r is not None
-    rblock = _pow2(length)
-    x = min(max(32, 1024 // rblock), _pow2(rows))
-    while x > 1 and rows < x * target.units // 2:
+    rblock, once = _pow2(length), t.passes == 1
+    x = min(max(128 // t.width if once else 32, 1024 // rblock), _pow2(rows))
+    while x > 1 and rows < x * target.units // (2 if x <= 32 else 1):
         x //= 2
-    most, warps = (8192, 2 if x >= 32 else 8) if t.streams == 1 else (4096, 4 if x >= 32 else 8)
+    most = 16384 if t.streams == 1 and rows < 4 * x * target.units else 8192 if t.streams == 1 and not once else 4096
     if t.space.r.size.constant is not None and x * rblock <= most:  # else the next size may be a longer one
-        return Config("persistent", xblock=x, rblock=rblock, num_warps=max(1, min(warps, x * rblock // 256)))
-    rblock = min(max(1, 1024 // x), rblock)
-    return Config("looped", xblock=x, rblock=rblock, num_warps=max(1, min(4, x * rblock // 128)))
+        return Config("persistent", xblock=x, rblock=rblock, num_warps=max(1, min(8, x * rblock // 512)))
+    return Config("looped", x, rblock=min(max(1, 2048 // x), rblock), num_warps=max(1, min(8, x * rblock // 256)))
 
 
 def nearest_pow2(n: float) -> int:  # at least 1

@@ -1,10 +1,11 @@
 """How to launch a kernel that reduces rows and sums columns (``fuse.mix_order``): one program per row of partial sums,
-which is one per multiprocessor.
+which is one or two per multiprocessor.
 
 It holds about 4096 elements of each tensor, and of the next rows, which are being read meanwhile: of two bfloat16
-tensors 32 KB, which is what a multiprocessor's bandwidth needs (``heuristics``). Few threads with many registers each
-do better than many: on an H200 the backward of a layer norm with 781 columns takes 64 us with 8 warps and 4 rows, 109
-with 16 and 8; only long rows want 16.
+tensors 16 KB, of two programs the 32 KB that a multiprocessor's bandwidth needs (``heuristics``). Few threads with many
+registers each do better than many: on an H200 the backward of a layer norm with 781 columns takes 64 us with 8 warps
+and 4 rows, 109 with 16 and 8; only long rows that are alone on a multiprocessor want 16. Of two programs each has half
+of its registers: 128 for each of 256 threads, which the assembler is told (a layer norm of 1,024 columns takes 147).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import GenerateError
-from ..fuse.mix_order import block, column_sums
+from ..fuse.mix_order import REGISTERS, THREADS, block, column_sums, per_element
 from ..ir.program import Assume, Config
 from ..options import Options
 from ..target import Target
@@ -34,8 +35,11 @@ def mixed(
         raise GenerateError(f"{t.part.name} sums columns and reduces no rows: fusion should not have left it so")
     length = int(s.r.size)
     rblock, xblock = block(length), nearest_pow2(BLOCK / length)
-    rows = s.x.size.hint() // int(t.buffers[sums[0].buffer].shape[0])
-    while xblock > 1 and rows < xblock:
+    programs = int(t.buffers[sums[0].buffer].shape[0])
+    while xblock > 1 and s.x.size.hint() // programs < xblock:
         xblock //= 2
-    warps = 16 if xblock == 1 and rblock >= BLOCK else 8
-    return Config("mixed", xblock, rblock, max(1, min(warps, xblock * rblock // (4 * target.warp)))), ()
+    reads = {(ld.buffer, ld.index): (t.buffers[ld.buffer], ld.index.has(s.x)) for ld in s.loads if ld.index.has(s.r)}
+    two = programs > target.units and BLOCK * per_element(len(sums), reads.values()) <= REGISTERS * THREADS / 2
+    warps = 16 if xblock == 1 and rblock >= BLOCK and not two else 8
+    extras = (("registers", 2**15),) if two and target.kind == "cuda" else ()  # of its threads, at most
+    return Config("mixed", xblock, rblock, max(1, min(warps, xblock * rblock // (4 * target.warp))), extras=extras), ()

@@ -10,6 +10,8 @@
   eight streams or more 4, for the registers.
 * **Rows that memory runs across** (features of a convolution normalized over channels): as many rows per program as
   sectors hold, if that leaves much fewer of them.
+* **Few programs** that keep all that they reduce in registers get more warps each, down to one read per thread, until
+  half of the multiprocessors' threads are there: nothing else hides what a thread waits for.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from .heuristics import READ_BYTES, nearest_pow2
 
 WORTH = 0.75  # of the sectors: what is left where twice as many rows per program pay
 PIECE = READ_BYTES // 2  # elements of half precision
+HALF = 1024  # threads of a multiprocessor
 
 
 def adjust(config: Config, t: Any, target: Target) -> Config:
@@ -34,9 +37,19 @@ def adjust(config: Config, t: Any, target: Target) -> Config:
     moved = [a for a in accesses(s.body, t.buffers) if a.varies(s.x)]
     if config.reduction == "none":
         return _pointwise(config, t, moved, target)
-    if config.reduction == "persistent" and s.r is not None and not t.columns():
-        return _strided(_unaligned(config, t, moved, target), t, moved, target)
-    return config
+    if config.reduction != "persistent" or s.r is None:
+        return config
+    if not t.columns():
+        config = _strided(_unaligned(config, t, moved, target), t, moved, target)
+    return _more_warps(config, t, target)
+
+
+def _more_warps(config: Config, t: Any, target: Target) -> Config:
+    programs, warps = t.space.x.size.hint() // config.xblock, config.num_warps
+    most = min(1024, config.xblock * config.rblock * t.width // READ_BYTES)
+    while 2 * warps * target.warp <= most and programs * warps * target.warp < HALF * target.units:
+        warps *= 2
+    return replace(config, num_warps=warps)
 
 
 def _pointwise(config: Config, t: Any, moved: list[Access], target: Target) -> Config:

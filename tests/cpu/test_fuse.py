@@ -191,6 +191,7 @@ def test_contiguous_pointwise_is_one_loop():
 BIG = {
     "sum": (lambda x: ((x * x).sum(),), [R(300, 200)]),
     "odd": (lambda x: ((x * x).sum(), x.amax()), [R(100003)]),
+    "pieces of rows": (lambda x: ((x * 2).sum(), x.argmax(), (x > 9).any()), [R(137, 6144)]),
     "rows": (lambda x: (x.amax(1), x.argmax(1), x.argmin(1)), [R(2, 70001)]),
     "columns": (lambda x: ((x * 2).sum(0) + 1,), [R(40000, 3)]),
     "variance": (lambda x: (torch.var(x, 1), *torch.var_mean(x, (0, 1))), [R(2, 70001)]),

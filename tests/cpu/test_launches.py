@@ -67,10 +67,11 @@ def test_rows_that_memory_runs_across_come_several_to_a_program() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_sum_of_everything_is_cut_into_contiguous_pieces(seed: int) -> None:
     rng = random.Random(seed)
-    m, n = rng.randrange(700, 1500), 8 * rng.randrange(100, 300)
-    (first, source), _ = launches(explained(lambda x, y: F.mse_loss(x.sigmoid(), y), half(m, n), half(m, n)))
-    assert first.rblock > first.xblock == 1
-    assert re.search(r"_ptr \+ \(r \+ \d+\*x\)", source)
+    for m, n in ((rng.randrange(700, 1500), 8 * rng.randrange(100, 300)), (rng.randrange(133, 400), 8192)):
+        (first, source), _ = launches(explained(lambda x, y: F.mse_loss(x.sigmoid(), y), half(m, n), half(m, n)))
+        assert first.rblock > first.xblock == 1
+        assert re.search(r"_ptr \+ \(r \+ \d+\*x\)", source)
+    assert f"over {4 * m} x" in source or f"over {4 * m}," in source  # rows are too few: each is four pieces
 
 
 def test_few_columns_are_added_up_by_many_programs() -> None:

@@ -92,7 +92,8 @@ def test_each_tensor_is_read_once(number: int) -> None:
     points = columns * torch.Size(lead).numel()
     assert set(accesses(e, points).values()) == {1}
     (kernel,) = [k for k in e.kernels if "sum0 = sum0 +" in k.source]
-    assert "atomic" not in kernel.source and int(kernel.grid) == GPU.units
+    two = columns <= 4096 and torch.Size(lead).numel() >= 128 * GPU.units
+    assert "atomic" not in kernel.source and int(kernel.grid) == (2 if two else 1) * GPU.units
 
 
 def test_several_column_sums_of_one_kernel_share_the_second_launch() -> None:
@@ -244,7 +245,7 @@ def test_in_tritons_interpreter(name: str, request: pytest.FixtureRequest) -> No
 @triton
 @pytest.mark.parametrize("fn, vectors, columns", [(layer_norm, 2, 4096), (rms_norm, 1, 512)])
 def test_the_kernel_fits_in_registers(fn: Any, vectors: int, columns: int) -> None:
-    e = backward(fn, (1 << 26 >> columns.bit_length(), columns), vectors)
+    e = backward(fn, (1 << 28 >> columns.bit_length(), columns), vectors)
     (kernel,) = [k for k in e.kernels if "sum0 = sum0 +" in k.source]
     used = resources(compile_kernel(kernel, parse_target("sm_90")))
     assert used["registers"] <= 128 and used["stack"] == 0
@@ -252,4 +253,4 @@ def test_the_kernel_fits_in_registers(fn: Any, vectors: int, columns: int) -> No
 
 def test_the_c_plus_plus_wrapper_launches_one_program_per_row_of_partial_sums() -> None:
     e = reflib.explain(both, torch.empty(20_000, 64), torch.empty(64), torch.empty(64), target="sm_90", wrapper="cpp")
-    assert len(e.kernels) == 2 and f"{GPU.units}" in e.wrapper and e.kernels[0].name in e.wrapper
+    assert len(e.kernels) == 2 and f"{2 * GPU.units}" in e.wrapper and e.kernels[0].name in e.wrapper
