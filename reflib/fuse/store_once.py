@@ -30,8 +30,9 @@ def store_once(fused: Fused, options: Options, target: Target) -> Fused:
     program, depends = fused.program, dependencies(fused.program)
     names: dict[str, str] = {}
     for position, node in enumerate(program.nodes):
-        for old, new in _twice(node):
-            if old not in names and new not in names and _may_move(program, depends, position, old, new):
+        for old, new in sorted(_twice(node), key=lambda pair: program.buffers[pair[1]].kind == "temp"):
+            moved = {old, new} & names.keys() or old in names.values()
+            if not moved and _may_move(program, depends, position, old, new):
                 names[old] = new
     if not names:
         return fused

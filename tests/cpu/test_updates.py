@@ -271,7 +271,13 @@ def a_product_is_added(x: torch.Tensor, i: torch.Tensor, v: torch.Tensor) -> tor
     return x.norm()
 
 
-@pytest.mark.parametrize("fn", [a_call_reads_it, a_call_reads_lists, a_product_is_added])
+def calls_read_it_made_twice(x: torch.Tensor, i: torch.Tensor, v: torch.Tensor) -> Any:
+    y, z = x * 2, x * 2
+    x.copy_(y)
+    return v @ y.t(), v @ z.t(), v @ x.t()
+
+
+@pytest.mark.parametrize("fn", [a_call_reads_it, a_call_reads_lists, a_product_is_added, calls_read_it_made_twice])
 def test_an_updated_input_is_stored_once(fn: Callable[..., Any]) -> None:
     assert not whole_buffers(compare(fn, X, I, V), X.numel())
 
