@@ -57,7 +57,9 @@ def with_prologues(program: Program, measured: bool = True) -> Program:
     depends: Dependencies | None = None
     nodes = list(program.nodes)
     for i, node in enumerate(nodes):
-        if isinstance(node, Choice) and (t := _template(node)) is not None and (measured or any(map(_few, t.sizes[1:3]))):
+        if not isinstance(node, Choice) or (t := _template(node)) is None:
+            continue
+        if measured or any(map(_few, t.sizes[1:3])):
             depends = depends or dependencies(program)
             if (computing := _computing(program, depends, i, t)) is not None:
                 at = next(j for j, v in enumerate(node.variants) if t in v.nodes)
