@@ -126,6 +126,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "recompute": "fuse.recompute:recompute",
         "store_once": "fuse.store_once:store_once",
         "narrow": "fuse.narrow:narrow",
+        "across": "fuse.unroll:across",
         "overlap": "ranks.collectives:overlapped",
         "combine": "fuse.combine:combine",
     },

@@ -10,6 +10,11 @@ It is joined to its readers, or computed again in each of them, like other eleme
 make its operand alone go into it first; they are computed as often as before. A short reduction whose readers reduce
 the same rows (a norm of 4 features), or put its result back beside each element, stays one.
 
+**Strided elements** (``across``, on the kernels that fusion made). Where neighbours in memory are other results, lanes
+go along these. Triton then spreads a row's few elements over warps, and all that is computed per row goes through shared
+memory, a barrier each time. Written out, a thread has all elements of its rows, and nothing is exchanged: a sum of four
+gathered rows, or over the heads that share a key, takes a third of the time.
+
 NB: TorchInductor writes out each reduction of fewer than 8 elements while lowering.
 """
 
@@ -20,9 +25,11 @@ from itertools import product
 
 from ..ir.expr import Atom, IntLike
 from ..ir.loops import Axis, BodyBuilder, Indirect, Load, LoopNest, Op, Reduce, Scan, map_stmt
-from ..ir.program import Program
+from ..ir.program import Buffer, Node, Program
+from ..ir.traffic import accesses, cost
 from ..ir.transforms import two_passes, varying
 from ..options import Options
+from ..schedule.axes import layout
 from ..target import Target
 from .dependencies import Dependencies, dependencies, remove_dead
 from .inline_loads import MAX_BODY, Producer, make_producer, makes_all, replace_loads
@@ -58,21 +65,47 @@ def unroll(fused: Fused, options: Options, target: Target) -> Fused:
     return replace(fused, program=remove_dead(replace(program, nodes=tuple(nodes))))
 
 
+def across(fused: Fused, options: Options, target: Target) -> Fused:
+    """The same kernels, those that reduce few strided elements written out. Under the same conditions as ``unroll``."""
+    if not target.is_gpu or options.batch_invariant:
+        return fused
+    buffers = fused.program.buffers
+
+    def new(n: Node) -> Node:
+        if not isinstance(n, LoopNest) or not _few(n) or any(s.reduce for s in n.stores()) or not _strided(n, buffers):
+            return n
+        written_out = unrolled(n)
+        return written_out if len(written_out.body) <= MAX_BODY else n
+
+    return replace(fused, program=replace(fused.program, nodes=tuple(map(new, fused.program.nodes))))
+
+
+def _strided(loops: LoopNest, buffers: dict[str, Buffer]) -> bool:
+    """Are the elements of neighbouring results nearer to each other than those of one result?"""
+    s = layout(loops, buffers)
+    assert s.r is not None
+    moved = [a for a in accesses(s.body, buffers) if a.varies(s.r)]
+    return s.x.size.hint() > 1 and cost(moved, {s.x: LONGEST}) < cost(moved, {s.r: s.r.size.hint()})
+
+
 def _moves_less(program: Program, depends: Dependencies, loops: LoopNest) -> bool:
     """Are fewer bytes that other kernels store read again than the result's store and load take?"""
     made = [program.buffers[b] for b in loops.reads() if b in depends.writers]
     return sum(b.nbytes.hint() for b in made) < 2 * sum(program.buffers[b].nbytes.hint() for b in loops.writes())
 
 
-def _short(loops: LoopNest) -> bool:
-    """Does it reduce a few elements, each result stored once per row?"""
+def _few(loops: LoopNest) -> bool:
+    """Does it reduce a few elements?"""
     kinds = {s.kind for s in loops.body if isinstance(s, Reduce)}
     if not kinds or not kinds <= set(_OPS) or any(isinstance(s, Scan) for s in loops.body):
         return False
-    if any(s.reduce or s.index.has(v) for s in loops.stores() for v in loops.reduced_vars):
-        return False
     n = loops.rnumel.constant
     return n is not None and 1 < n <= LONGEST
+
+
+def _short(loops: LoopNest) -> bool:
+    """And is each result stored once per row?"""
+    return _few(loops) and not any(s.reduce or s.index.has(v) for s in loops.stores() for v in loops.reduced_vars)
 
 
 def _reduced_again(program: Program, depends: Dependencies, position: int) -> bool:

@@ -74,11 +74,31 @@ def test_what_stays_a_reduction() -> None:
     def rows(fn: Callable[..., Tensor], x: Tensor, **options: bool) -> list[int]:
         return [n.rnumel.hint() for n in kernels(fused(lambda x: (fn(x),), (x,), **options))]
 
-    x = torch.rand(33, 4, 21, generator=_seeded(5))
-    assert rows(lambda x: x.sum(1), x) == [4]  # nothing reduces it again
-    assert rows(lambda x: x / x.sum(1, keepdim=True), x) == [4]  # put back beside each element
+    x, y = torch.rand(33, 4, 21, generator=_seeded(5)), torch.rand(33, 21, 4)
+    assert rows(lambda y: y.sum(2), y) == [4]  # nothing reduces it again, and a thread reads it at once
+    assert rows(lambda y: y / y.sum(2, keepdim=True), y) == [4]  # put back beside each element
     assert rows(lambda x: x.sum(1).sum(-1), torch.rand(33, LONGEST + 1, 21)) == [LONGEST + 1, 21]
     assert rows(lambda x: x.sum(1).sum(-1), x, batch_invariant=True) == [4, 21]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_few_strided_elements_are_written_out(seed: int) -> None:
+    """In blocks of results and elements, all that is computed per result would go through shared memory."""
+    r = random.Random(seed)
+    columns, rows = 16 * r.randrange(2, 6), r.randrange(2, LONGEST + 1)
+    x = torch.rand(r.randrange(30, 60), rows, columns, generator=_seeded(seed))
+
+    def bag(w: Tensor, i: Tensor) -> tuple[Tensor]:
+        return (F.embedding(i, w).sum(1),)
+
+    w, i = torch.rand(50, columns), torch.randint(0, 50, (77, rows), generator=_seeded(seed))
+    back = lambda x: (x / x.square().mean(1, keepdim=True), x.amax(1))  # noqa: E731
+    for fn, args in ((bag, (w, i)), (back, (x,)), (lambda x: (x.var(1), x + 1), (x,))):
+        (kernel,) = kernels(fused(fn, args))
+        assert not kernel.reduced
+        assert [n.rnumel.hint() for n in kernels(fused(fn, args, batch_invariant=True))] == [rows]
+    longer = torch.rand(40, LONGEST + 1, columns)
+    assert [n.rnumel.hint() for n in kernels(fused(back, (longer,)))] == [LONGEST + 1]
 
 
 def test_an_operand_that_is_stored_anyway_is_not_read_again() -> None:
@@ -86,8 +106,8 @@ def test_an_operand_that_is_stored_anyway_is_not_read_again() -> None:
         y = x.sin()
         return y, y.sum(1).sum(-1)
 
-    f = fused(fn, (torch.rand(33, 4, 21, generator=_seeded(6)),))
-    assert [n.rnumel.hint() for n in kernels(f)] == [4, 21]
+    first, second = kernels(fused(fn, (torch.rand(33, 4, 21, generator=_seeded(6)),)))
+    assert len(first.writes()) == 2 and first.numel == 33 * 21 and second.rnumel == 21
 
 
 @pytest.mark.parametrize("mode", ["replicate", "reflect"])
