@@ -11,9 +11,8 @@ make its operand alone go into it first; they are computed as often as before. A
 the same rows (a norm of 4 features), or put its result back beside each element, stays one.
 
 **Strided elements** (``across``, on the kernels that fusion made). Where neighbours in memory are other results, lanes
-go along these. Triton then spreads a row's few elements over warps, and all that is computed per row goes through shared
-memory, a barrier each time. Written out, a thread has all elements of its rows, and nothing is exchanged: a sum of four
-gathered rows, or over the heads that share a key, takes a third of the time.
+go along these. Triton then spreads a row's few elements over warps, and what is computed per row goes through shared
+memory, a barrier each time. Written out, a thread has all elements of its rows, and nothing is exchanged.
 
 NB: TorchInductor writes out each reduction of fewer than 8 elements while lowering.
 """
