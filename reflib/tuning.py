@@ -167,7 +167,7 @@ def _asked(s: Stages) -> Program:
     from .autotune.prologue import with_prologues
 
     assert s.program is not None
-    program = with_prologues(s.program)
+    program = with_prologues(s.program, s.options.autotune != "off" or s.options.lookup_table is not None)
     return with_activations(program) if _measures(s.options) else program
 
 

@@ -38,7 +38,7 @@ import torch
 
 from ..fuse.dependencies import Dependencies, dependencies
 from ..fuse.inline_loads import MAX_TEXT, Producer, make_producer, makes_all, replace_loads, without_selects
-from ..ir.expr import Var, expr, in_range, max_value
+from ..ir.expr import Expr, Var, expr, in_range, max_value
 from ..ir.loops import Axis, BodyBuilder, Indirect, Load, LoopNest, Op, Origin, Reduce, Scan, Stmt, map_stmt, stmt_exprs
 from ..ir.ops import value_dtype
 from ..ir.program import Buffer, Choice, Extern, Program, Template, Variant, View
@@ -51,13 +51,15 @@ STATIC_ROWS = 64
 COMPUTED = {"a": "computed_a", "b": "computed_b"}  # what the operands' buffers are called, which are nowhere
 
 
-def with_prologues(program: Program) -> Program:
-    """Every matmul with the variant that computes its operands, where that may be done. Assumes a legal order, and that
-    nothing is fused."""
+def with_prologues(program: Program, measured: bool = True) -> Program:
+    """Every matmul with the variant that computes its operands, where that may be done, and may be chosen: unmeasured,
+    only a product of few rows or columns (``cannot_lose``). Assumes a legal order, and that nothing is fused."""
     depends: Dependencies | None = None
     nodes = list(program.nodes)
     for i, node in enumerate(nodes):
-        if isinstance(node, Choice) and (t := _template(node)) is not None:
+        if not isinstance(node, Choice) or (t := _template(node)) is None:
+            continue
+        if measured or any(map(_few, t.sizes[1:3])):
             depends = depends or dependencies(program)
             if (computing := _computing(program, depends, i, t)) is not None:
                 at = next(j for j, v in enumerate(node.variants) if t in v.nodes)
@@ -226,6 +228,9 @@ def cannot_lose(program: Program, a: Variant) -> bool:
         read = bytes_read(p, program.buffers)
         if any(s.mask is not None for s in p.loads()) or read > v.dtype.itemsize:
             return False
-        most = max_value(again)
-        fewer |= most is not None and most <= STATIC_ROWS and read < v.dtype.itemsize
+        fewer |= _few(again) and read < v.dtype.itemsize
     return fewer
+
+
+def _few(n: Expr) -> bool:
+    return (most := max_value(n)) is not None and most <= STATIC_ROWS

@@ -63,7 +63,8 @@ def _built(folder: Path, libraries: Sequence[str]) -> Path:
     objects = [_object(compiler, s) for s in sources if s.name != "main.cpp"]
     library, torch_too = folder / "build" / "model.so", (folder / "torch.cmake").exists()
     library.parent.mkdir()
-    linked = ["-Wl,--no-as-needed", f"-L{TORCH}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{TORCH}"] * torch_too
+    names = [n for n in ("torch_cpu", "c10", "torch_cuda", "c10_cuda") if (TORCH / f"lib{n}.so").exists()]
+    linked = ["-Wl,--no-as-needed", f"-L{TORCH}", *(f"-l{n}" for n in names), f"-Wl,-rpath,{TORCH}"] * torch_too
     command(*compiler, "-shared", "-o", library, *objects, "-Wl,-Bsymbolic-functions", "-ldl", *linked, *libraries,
             "-Wl,--allow-shlib-undefined")  # fmt: skip
     for beside in (*folder.glob("kernels/*.so"), *folder.glob("weights.safetensors")):

@@ -171,6 +171,17 @@ def test_unmeasured_it_is_for_few_rows(rows: int, computed: bool) -> None:
     assert decided(int4, x, p, s.new_ones(2048, 8)).startswith(NAME) == computed
 
 
+@pytest.mark.parametrize("rows, looked_at", [(64, True), (65, False)])
+def test_unmeasured_other_products_are_not_looked_at(rows: int, looked_at: bool) -> None:
+    """In a transformer's training step, following every operand's chain took more than all other stages together."""
+    program = lowered(linear, (torch.zeros(rows, 128, dtype=BF16), W8.new_zeros(256, 128), S.new_ones(256)))
+    (choice,) = (n for n in program.nodes if isinstance(n, Choice))
+    plain = replace(choice, variants=tuple(v for v in choice.variants if v.name != NAME))
+    program = replace(program, nodes=tuple(plain if n is choice else n for n in program.nodes))
+    assert (NAME in names(with_prologues(program, measured=False))) == looked_at
+    assert NAME in names(with_prologues(program))
+
+
 def test_unmeasured_it_is_for_what_is_certain() -> None:
     x, s = torch.zeros(16, 1024, dtype=BF16), S.new_ones(2048)
     assert decided(int4_rows, x, torch.zeros(512, 2048, dtype=torch.uint8), s) == "aten", "a mask says what is read"

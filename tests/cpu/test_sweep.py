@@ -23,6 +23,7 @@ from reflib.cli import cli
 from reflib.errors import LabError
 from reflib.lab import recording
 from reflib.lab.rows import Row, Rows
+from reflib.lab.timing import Samples
 from reflib.sweep import child, own, registry, report, run
 from reflib.sweep.model import models
 from tests.kernels import launch
@@ -190,6 +191,27 @@ def test_another_commit_is_measured_again(
     run.sweep(request(file, "absent", backends=("reflib",)), tmp_path, said.append)
     assert "1 measurements" in said[0] and "0 there" in said[0]
     assert {r.at["model"] for r in rows(tmp_path)} == {"absent"}
+
+
+@pytest.mark.parametrize("disturbed", [0, 2, 9, 50])
+def test_what_another_process_disturbs_is_timed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disturbed: int
+) -> None:
+    """Replays of a graph that take turns with another process take longer, and vary."""
+    windows = list[str]()
+
+    def time_cases(cases: Any, clock: str, *about: Any) -> dict[str, Samples]:
+        windows.append(clock)
+        slow = windows.count("graph") <= disturbed
+        return {"step": Samples((3e-3, 5e-3, 4e-3, 9e-3) if slow else (1e-3, 1.001e-3, 1e-3), clock)}
+
+    monkeypatch.setattr("reflib.lab.measuring.time_cases", time_cases)
+    values, notes = dict[str, Any](), list[str]()
+    job = {"lock": str(tmp_path / "lock")}
+    child.timed(job, lambda: ([], []), SimpleNamespace(type="cuda"), values, notes)
+    assert windows.count("events") == child.WINDOWS and windows.count("graph") <= child.MOST
+    assert (values["times"]["graph"][0] == 1e3) == (disturbed < child.MOST)
+    assert bool(notes) == (disturbed > child.MOST), notes
 
 
 def test_a_hang_is_ended(file: Path, tmp_path: Path) -> None:

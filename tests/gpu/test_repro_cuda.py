@@ -15,11 +15,11 @@ from tests.cpu.test_repro import run_repros
 from tests.models import Block
 
 
-def test_a_repro_of_a_gpu(tmp_path: Path, root: Path) -> None:
+def test_a_repro_of_a_gpu(tmp_path: Path) -> None:
     x = torch.randn(2, 5, 32, device="cuda", requires_grad=True)
     reflib.compile(Block().cuda(), repro=str(tmp_path / "block"), dynamic=True)(x).sum().backward()
     [path] = (tmp_path / "block").glob("repro_*.py")
-    said = run_repros([path], root, tmp_path)["block"]
+    said = run_repros([path])["block"]
     assert "status 0" in said and "nothing is wrong" in said, said
     subject = load(run_file(str(path)))
     assert Trials(forks=False).of(subject) == ""
