@@ -78,8 +78,8 @@ def aot_compile(
         kind = "cuda" if target.is_gpu else "cpu"
         s = _stages(exported[kind].graph, programs[kind], opts, target)
         variants.append(Planned(arch, target, kind, s.scheduled, s.plan, s.kernels, want.here and not target.is_gpu))
-    if groups := next(iter(captured.values())).groups:
-        return one_per_rank(path, groups, lambda own: build(own, captured, variants, opts, shims))
+    if next(iter(captured.values())).groups:
+        return one_per_rank(path, lambda own: build(own, captured, variants, opts, shims))
     return build(path, captured, variants, opts, shims)
 
 

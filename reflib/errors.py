@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class ReflibError(Exception):
     """Base class of every error reflib raises on purpose."""
@@ -61,3 +64,9 @@ class PackageError(ReflibError):
 
 class LabError(ReflibError):
     """A notebook's parameter or measurement is not usable."""
+
+
+def did_you_mean(word: object, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """A question with the most similar of ``names``, for a message; "" where none is similar."""
+    near = difflib.get_close_matches(str(word), list(names), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]!r}?" if near else ""

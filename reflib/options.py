@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from .errors import OptionError
+from .errors import OptionError, did_you_mean
 from .seams import Seam
 
 # By option: a function that checks a value and makes it plain data. By method: what it returns.
@@ -153,8 +152,7 @@ class Options:
         names = [f.name for f in fields(cls)]
         for name in given:
             if name not in names:
-                near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(names)}"
+                hint = did_you_mean(name, names, 0.5) or f"the options are {', '.join(names)}"
                 raise OptionError(f"unknown option {name!r}; {hint}")
         return cls(**given)
 
@@ -170,9 +168,9 @@ class Options:
 def _check(name: str, value: Any, default: Any) -> None:
     if choices := _CHOICES.get(name):
         if value not in choices:
-            near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.3)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise OptionError(f"option {name}={value!r}: must be one of {', '.join(map(repr, choices))}{hint}")
+            hint = did_you_mean(value, choices, 0.3)
+            one_of = f"one of {', '.join(map(repr, choices))}"
+            raise OptionError(f"option {name}={value!r}: must be {one_of}{hint and f' ({hint})'}")
     elif name == "target":
         if value is not None and not (isinstance(value, str) and _TARGET.match(value)):
             raise OptionError(f"option target={value!r}: must be None, 'cpu', 'sm_90', 'gfx942' or the like")

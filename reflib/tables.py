@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from . import atomic
-from .errors import OptionError, ReflibError
+from .errors import OptionError, ReflibError, did_you_mean
 from .logs import get as logger
 
 FORMAT = 1
@@ -284,8 +284,8 @@ def entry_of(data: Any, where: str) -> Entry:
         raise TableError(f"{where}: must be an object with the keys {', '.join(_NEEDED)}")
     for k in data:
         if k not in _ORDER:
-            near = difflib.get_close_matches(str(k)[:80], _ORDER, n=1)
-            raise TableError(f"{where}: unknown key {k!r:.80}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            hint = did_you_mean(str(k)[:80], _ORDER)
+            raise TableError(f"{where}: unknown key {k!r:.80}{hint and f'; {hint}'}")
     for k in _NEEDED:
         if k not in data:
             raise TableError(f"{where}: key {k!r}: is missing")

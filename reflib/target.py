@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import re
 from dataclasses import dataclass
 from functools import cache
 
@@ -45,13 +43,7 @@ class Target:
     @property
     def capability(self) -> int:
         """90 for sm_90; 0 for what is not CUDA."""
-        return _capability(self.arch)
-
-
-@functools.cache
-def _capability(arch: str) -> int:
-    m = re.match(r"sm_(\d+)", arch)
-    return int(m.group(1)) if m else 0
+        return int(self.arch.removeprefix("sm_")) if self.kind == "cuda" else 0
 
 
 def parse_target(name: str) -> Target:

@@ -29,6 +29,7 @@ from pathlib import Path
 from . import cache, failures
 from .errors import ToolchainError
 from .options import Options
+from .worker import cores
 
 REMEDY = (
     "install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install; "
@@ -261,9 +262,8 @@ def _without_comments(text: str) -> str:
 
 def _units(texts: list[str], options: Options) -> list[list[str]]:
     """Spread ``texts`` over translation units of about equal length."""
-    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    cores = options.compile_threads or here
-    count = max(1, min(cores, len(texts), sum(map(len, texts)) // _UNIT_CHARS))
+    most = options.compile_threads or cores()
+    count = max(1, min(most, len(texts), sum(map(len, texts)) // _UNIT_CHARS))
     units: list[list[str]] = [[] for _ in range(count)]
     for text in sorted(texts, key=len, reverse=True):
         min(units, key=lambda u: sum(map(len, u))).append(text)

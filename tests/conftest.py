@@ -57,13 +57,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """One cache for the whole run: xdist's workers inherit the folder that their controller makes. Decisions are not
-    kept in it: tests measure. ``--quick``: chapters show what is recorded of TorchInductor, and measure briefly."""
+    kept in it: tests measure. ``--quick``: chapters show what is recorded of TorchInductor, and measure briefly, and
+    fewer random graphs are drawn."""
     os.environ.setdefault("REFLIB_CACHE_DECISIONS", "0")
     path = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p not in FOLDERS]
     os.environ["PYTHONPATH"] = os.pathsep.join([*FOLDERS, *path])
     if config.getoption("--quick"):
         os.environ.setdefault("REFLIB_LAB_PEERS", "0")
         os.environ.setdefault("REFLIB_LAB_BUDGET", "0.1")
+        os.environ.setdefault("REFLIB_FUZZ_SECONDS", "6")
         fork_kernels()
     if CACHE not in os.environ:
         config.stash[made] = tempfile.TemporaryDirectory(prefix="reflib-tests-")

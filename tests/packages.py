@@ -16,6 +16,7 @@ import torch
 from torch.export import Dim
 
 from reflib.package import archive
+from tests.bench import cases
 
 Tensor = torch.Tensor
 
@@ -90,27 +91,21 @@ def split_product_from_ptx() -> Any:
     return split_product()
 
 
-class Block(torch.nn.Module):
-    def __init__(self, width: int = 128, heads: int = 4) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
-        self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
-        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+class Counted(cases.Block):
+    """With a buffer that calls write to."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls.add_(1)
-        b, t, c = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
-        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(b, t, c))
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm2(x))))
+        return super().forward(x)
 
 
 @case(archs=("sm_80", "sm_90", "sm_120", "cpu"), aten=True, tolerance=5e-3)
 def block() -> Any:
-    return Block(), (randn(2, 32, 128),)
+    return Counted(128, 4), (randn(2, 32, 128),)
 
 
 @case(aten=True, dynamic_shapes=({0: Dim("b", min=2, max=64), 1: Dim("t", min=2, max=512)},), tolerance=5e-3)

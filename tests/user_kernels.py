@@ -11,6 +11,9 @@ import triton.language as tl
 from torch._higher_order_ops import while_loop
 from triton.language.extra import libdevice
 
+import reflib
+from reflib.ir.program import Extern
+from reflib.ir.user_kernel import UserKernel
 from tests import user_kernel_helpers as helpers
 from tests.user_kernel_helpers import scaled as tripled
 
@@ -220,3 +223,16 @@ def cases() -> dict[str, Case]:
         "branching": (branching, eager_branching, (x + 1, y)),
         "summed": (summed, eager_summed, (y,)),
     }
+
+
+# -- what became of them -----------------------------------------------------------------------------------
+def explain(fn: Any, *args: Any, **options: Any) -> Any:
+    return reflib.explain(fn, *args, **{"target": "sm_90", "verify": True, **options})
+
+
+def launches(e: Any) -> list[Extern]:
+    return [n for n in e.program.nodes if isinstance(n, Extern) and isinstance(n.target, UserKernel)]
+
+
+def kernel(e: Any, name: str) -> Any:
+    return next(k for k in e.kernels if k.name.endswith(name))

@@ -32,8 +32,8 @@ from typing import Any
 
 from ..fuse import fuse
 from ..ir.decision import Candidate, Decision, Key, key_of
-from ..ir.program import Buffer, Choice, Extern, Node, Program, Template, Variant, Variants, full_view
-from ..ir.regions import Region, block
+from ..ir.program import Buffer, Choice, Extern, Node, Program, Template, Variant, Variants
+from ..ir.regions import Region, block, by_itself
 from ..ir.rename import renamed, with_hints
 from ..logs import get as logger
 from ..options import Options
@@ -130,10 +130,7 @@ def _in_candidates(program: Program, work: Work) -> None:
 def _alone(program: Program, choice: Choice, v: Variant) -> Program:
     """A candidate as a program by itself."""
     made = {b for n in v.nodes for b in n.writes()}
-    buffers = program.buffers | {b.name: b for b in v.buffers}
-    table = {n: replace(b, kind="temp" if n in made else "input") for n, b in buffers.items()}
-    outlive = tuple(full_view(b) for n, b in table.items() if n in choice.outputs or n not in made)
-    return Program((), table, v.nodes, outlive)
+    return by_itself(v.nodes, program.buffers | {b.name: b for b in v.buffers}, made, choice.outputs)
 
 
 def new_work(

@@ -306,7 +306,7 @@ def template_variants(name: str, t: Template, buffers: dict[str, Buffer], target
     if any(a.lo < -(2**31) for s in body if isinstance(s, Index) for a in s.expr.symbols()):
         facts = None  # any integer at all, as a value
     assert t.tiling is not None
-    general = _kernel(name, replace(t, tiling=general_tiling(t, target)), target, "int64", ())
+    general = _kernel(name, replace(t, tiling=general_tiling(t)), target, "int64", ())
     if facts is None and t.tiling.kind == "persistent":  # TMA counts in 32 bits
         return kernel_with_fallback(general)
     aligned = tuple(Assume("aligned", b.name, 16) for b in used if b.kind != "temp")
@@ -334,7 +334,7 @@ def same_tiling(t: Template, target: Target) -> Tiling:
     return Tiling("tiled", 64, 64, 32 if t.precision == "tf32" else 16, 4, 3 if tensor_cores(target) else 2)
 
 
-def general_tiling(t: Template, target: Target) -> Tiling:
+def general_tiling(t: Template) -> Tiling:
     """``tiled``, in the chosen blocks if they are that, within what every target has."""
     own = t.tiling
     if own is not None and own.kind == "tiled":

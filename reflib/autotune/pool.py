@@ -48,7 +48,7 @@ from pathlib import Path
 from typing import Any
 
 from ..logs import get as logger
-from ..worker import Call, kill_group, reason
+from ..worker import Call, cores, kill_group, reason
 from ..zygote import START_SECONDS, News, Submit, command, ending, tail
 
 CLOSE_SECONDS = 0.35  # for the zygote to kill and reap all
@@ -312,11 +312,6 @@ def _ending_of(job: Job, how: str, packed: bytes, output: str) -> tuple[str, dic
     if output and how != "crashed":
         logger("pool").info("%s wrote: %s", job.track, output)
     return how, facts | {"output": output} if how == "crashed" else facts
-
-
-def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def child_path() -> list[str]:

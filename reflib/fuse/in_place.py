@@ -388,9 +388,9 @@ class _Rewriting:
         self.dropped = {u.position for u in work.accepted if u.kind in ("copy", "same") or u in work.given_back}
         self.dropped |= {i for copies in work.in_input().values() for i in copies}
         whole = {b: v.buffer for b, v in self.places.items() if work.whole(b)}
-        self.names = whole | {b: r for r, (_, copies) in work.final.items() for b in self._between(r, copies)}
+        self.names = whole | {b: r for r, (_, copies) in work.final.items() for b in self._between(copies)}
 
-    def _between(self, root: str, copies: list[int]) -> Iterator[str]:
+    def _between(self, copies: list[int]) -> Iterator[str]:
         """The temporaries through which values go to an input."""
         for i in copies[1:]:
             if i in self.dropped:

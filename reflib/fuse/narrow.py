@@ -66,7 +66,7 @@ def _narrowed(loops: LoopNest, stored: Ranges) -> LoopNest:
     short: dict[int, int] = {}  # in 32 bits
     for i, s in enumerate(body):
         for a in stmt_args(s):
-            if a not in ids and not _takes_short(s, short, small, i):
+            if a not in ids and not _takes_short(s, i in small):
                 ids[a] = b.cast(short[a], torch.int64)
         if i in small:
             short[i] = b.add(_short(s, short, ids))
@@ -80,10 +80,10 @@ def _narrowed(loops: LoopNest, stored: Ranges) -> LoopNest:
     return loops if tuple(b.body) == body else replace(loops, body=tuple(b.body))
 
 
-def _takes_short(s: Stmt, short: dict[int, int], small: set[int], i: int) -> bool:
-    """Does statement ``i`` use the 32-bit values of its arguments?"""
+def _takes_short(s: Stmt, small: bool) -> bool:
+    """Does a statement, itself computed in 32 bits if it is ``small``, use the 32-bit values of its arguments?"""
     to_float = isinstance(s, Op) and s.op == "cast" and s.dtype.is_floating_point
-    return i in small or isinstance(s, Indirect) or to_float
+    return small or isinstance(s, Indirect) or to_float
 
 
 def _short(s: Stmt, short: dict[int, int], ids: dict[int, int]) -> Stmt:

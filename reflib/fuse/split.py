@@ -15,6 +15,7 @@ over 32,768 rows of each of 4,096 columns) are cut as well where COLUMNS per pro
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -278,13 +279,15 @@ class PartialResults:
         return replace(step, args=args if step.kind != "m2" else (*args, self.b.cast(mask, dtype)))
 
     def _buffer(self, dtype: torch.dtype) -> str:
-        number = len(self.made)
-        while (name := f"{self.loops.name}_part{number}") in self.buffers:
-            number += 1
-        strides = tuple(product(self.shape[d + 1 :]) for d in range(len(self.shape)))
-        device = self.buffers[self.loops.writes()[0]].device
-        self.buffers[name] = Buffer(name, dtype, device, self.shape, strides)
-        return name
+        return new_part(self.loops, self.shape, dtype, self.buffers)
+
+
+def new_part(loops: LoopNest, shape: tuple[Expr, ...], dtype: torch.dtype, buffers: dict[str, Buffer]) -> str:
+    """A buffer for partial results of ``loops``, row-major, under a name that ``was_split`` knows."""
+    name = next(n for i in itertools.count() if (n := f"{loops.name}_part{i}") not in buffers)
+    strides = tuple(product(shape[d + 1 :]) for d in range(len(shape)))
+    buffers[name] = Buffer(name, dtype, buffers[loops.writes()[0]].device, shape, strides)
+    return name
 
 
 def partial_axes(loops: LoopNest, s: Axis) -> list[Axis]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..ir.expr import ONE, Atom, Expr, IntLike, expr, product
+from ..ir.expr import Atom, IntLike, expr
 from ..ir.loops import Axis, BodyBuilder, Load, LoopNest, Reduce, Scan, Stmt, map_stmt, stmt_args
 from ..ir.ops import value_dtype
 from ..ir.program import Buffer, Node
@@ -24,7 +24,7 @@ from ..options import Options
 from ..target import Target
 from .mapping import fresh
 from .result import Fused
-from .split import was_split
+from .split import new_part, row_major, was_split
 
 MIN_ROW = 16384  # a shorter row is not worth three kernels
 MIN_PIECE = 2048
@@ -75,7 +75,7 @@ def _split(loops: LoopNest, pieces: int, buffers: dict[str, Buffer]) -> list[Nod
     shape = (*(a.size for a in rows), expr(pieces))
     axes = tuple(x for a in loops.axes for x in ((s, t) if a is axis else (a,)))
     scans = [i for i, st in enumerate(loops.body) if isinstance(st, Scan)]
-    names: dict[int, tuple[str, str]] = {}
+    upto: dict[int, str] = {}  # by the scan: the buffer of what the pieces come to
     totals, sums = BodyBuilder(), BodyBuilder()
     ids: dict[int, int] = {}
     for i in needed(loops.body, scans):
@@ -83,11 +83,12 @@ def _split(loops: LoopNest, pieces: int, buffers: dict[str, Buffer]) -> list[Nod
         if not isinstance(st, Scan):
             ids[i] = totals.add(st)
             continue
-        names[i] = part, upto = _new_buffers(loops, st, shape, buffers)
-        totals.store(part, _at(rows, s), totals.reduce(str(SCANS[st.kind].by), *st.args, dtype=st.dtype))
-        loaded = sums.load(part, _at(rows, r), value_dtype(st.dtype))
-        sums.store(upto, _at(rows, r), sums.add(Scan(st.kind, (loaded,), st.dtype)))
-    last = _last_step(loops, cut, names, rows, s)
+        part = new_part(loops, shape, st.dtype, buffers)
+        upto[i] = new_part(loops, shape, st.dtype, buffers)
+        totals.store(part, row_major((*rows, s)), totals.reduce(str(SCANS[st.kind].by), *st.args, dtype=st.dtype))
+        loaded = sums.load(part, row_major((*rows, r)), value_dtype(st.dtype))
+        sums.store(upto[i], row_major((*rows, r)), sums.add(Scan(st.kind, (loaded,), st.dtype)))
+    last = _last_step(loops, cut, upto, rows, s)
     return [
         LoopNest(f"{loops.name}_part", axes, tuple(totals.body), loops.origins),
         LoopNest(f"{loops.name}_upto", (*rows, r), tuple(sums.body), loops.origins),
@@ -96,7 +97,7 @@ def _split(loops: LoopNest, pieces: int, buffers: dict[str, Buffer]) -> list[Nod
 
 
 def _last_step(
-    loops: LoopNest, cut: dict[Atom, IntLike], names: dict[int, tuple[str, str]], rows: tuple[Axis, ...], s: Axis
+    loops: LoopNest, cut: dict[Atom, IntLike], upto: dict[int, str], rows: tuple[Axis, ...], s: Axis
 ) -> tuple[Stmt, ...]:
     """The body, each scan from what the pieces before it came to."""
     b = BodyBuilder()
@@ -106,28 +107,6 @@ def _last_step(
         st = map_stmt(st, ids, cut)
         ids[i] = b.add(st)
         if isinstance(st, Scan):
-            before = b.add(Load(names[i][1], _at(rows, s) - 1, st.dtype, later, start(st.kind, st.dtype)))
+            before = b.add(Load(upto[i], row_major((*rows, s)) - 1, st.dtype, later, start(st.kind, st.dtype)))
             ids[i] = b.op(OPERATOR[st.kind], before, ids[i])
     return tuple(b.body)
-
-
-def _new_buffers(loops: LoopNest, scan: Scan, shape: tuple[Expr, ...], buffers: dict[str, Buffer]) -> tuple[str, str]:
-    """For the pieces' totals and for the scan of these."""
-    made = []
-    strides = tuple(product(shape[d + 1 :]) for d in range(len(shape)))
-    device = buffers[loops.writes()[0]].device
-    for _ in range(2):
-        number = 0
-        while (name := f"{loops.name}_part{number}") in buffers:
-            number += 1
-        buffers[name] = Buffer(name, scan.dtype, device, shape, strides)
-        made.append(name)
-    return made[0], made[1]
-
-
-def _at(rows: tuple[Axis, ...], s: Axis) -> Expr:
-    step, out = ONE, expr(0)
-    for a in reversed((*rows, s)):
-        out = out + expr(a.var) * step
-        step = step * a.size
-    return out

@@ -39,14 +39,7 @@ def print_flex(node: KernelNode, buffers: dict[str, Buffer], target: Target, ali
 
 def print_forward(node: KernelNode, buffers: dict[str, Buffer], target: Target, aligned: Collection[str]) -> Kernel:
     p = FlexPrinter(node, buffers, target, aligned)
-    programs = p.programs("m", p.heads)
-    kv_head = "h" if p.kernel.groups == 1 else f"(h // {p.kernel.groups})"
-    p.span("m", "tile * MBLOCK")
-    p.put("d = tl.arange(0, DBLOCK)")
-    p.put("e = tl.arange(0, EBLOCK)")
-    p.put(f"k_at = {p.place('k', 'b', kv_head)}")
-    p.put(f"v_at = {p.place('v', 'b', kv_head)}")
-    p.put(f"q = {p.read(p.place('q', 'b', 'h'), 'q', [(2, 'm', '[:, None]'), (3, 'd', '[None, :]')])}")
+    programs = p.queries()
     p.put('top = tl.full([MBLOCK], float("-inf"), tl.float32)')
     p.put("total = tl.zeros([MBLOCK], tl.float32)")
     p.put("acc = tl.zeros([MBLOCK, EBLOCK], tl.float32)")

@@ -22,14 +22,7 @@ FUNCTIONS = ("modified", "mask", "of_score")
 
 def print_dq(node: KernelNode, buffers: dict[str, Buffer], target: Target, aligned: Collection[str]) -> Kernel:
     p = FlexPrinter(node, buffers, target, aligned)
-    programs = p.programs("m", p.heads)
-    kv_head = "h" if p.kernel.groups == 1 else f"(h // {p.kernel.groups})"
-    p.span("m", "tile * MBLOCK")
-    p.put("d = tl.arange(0, DBLOCK)")
-    p.put("e = tl.arange(0, EBLOCK)")
-    p.put(f"k_at = {p.place('k', 'b', kv_head)}")
-    p.put(f"v_at = {p.place('v', 'b', kv_head)}")
-    p.put(f"q = {p.read(p.place('q', 'b', 'h'), 'q', QUERIES)}")
+    programs = p.queries()
     p.put(f"do = {p.read(p.place('do', 'b', 'h'), 'do', OUT)}")
     _rows(p, "[:, None]")
     p.put("dq = tl.zeros([MBLOCK, DBLOCK], tl.float32)")

@@ -218,6 +218,18 @@ class FlexPrinter:
         self.put(f"b = pid // (tiles * {paren(self.size(heads))})")
         return count * heads * self.batch
 
+    def queries(self) -> Expr:
+        """A program's block of queries, and where its keys and values are. Returns the number of programs."""
+        programs = self.programs("m", self.heads)
+        kv_head = "h" if self.kernel.groups == 1 else f"(h // {self.kernel.groups})"
+        self.span("m", "tile * MBLOCK")
+        self.put("d = tl.arange(0, DBLOCK)")
+        self.put("e = tl.arange(0, EBLOCK)")
+        self.put(f"k_at = {self.place('k', 'b', kv_head)}")
+        self.put(f"v_at = {self.place('v', 'b', kv_head)}")
+        self.put(f"q = {self.read(self.place('q', 'b', 'h'), 'q', [(2, 'm', '[:, None]'), (3, 'd', '[None, :]')])}")
+        return programs
+
     def span(self, name: str, start: str) -> None:
         """The block's queries or keys, as a row or a column of the scores."""
         self.put(f"{name} = {start} + tl.arange(0, {name.upper()}BLOCK){self.wide}")

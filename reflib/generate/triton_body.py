@@ -176,7 +176,7 @@ class PartPrinter(StatementPrinter):
             self._row(p)
             self.reread = {i for later in passes[p + 1 :] for i in later}
             if wanted:
-                self._loop(p, wanted)
+                self._loop(wanted)
         for p in range(last + 1, max([*self.phase, last]) + 1):
             self._row(p)
         for i in row_stores:
@@ -208,7 +208,7 @@ class PartPrinter(StatementPrinter):
         body = enumerate(self.space.body)
         return [i for i, s in body if isinstance(s, Reduce) or isinstance(s, Store) and self.inside[i]]
 
-    def _loop(self, p: int, wanted: list[int]) -> None:
+    def _loop(self, wanted: list[int]) -> None:
         body, rn = self.space.body, self.size(self._rsize())
         reduces = [i for i in wanted if isinstance(body[i], Reduce)]
         for i in wanted:

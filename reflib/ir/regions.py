@@ -35,11 +35,11 @@ NB: TorchInductor lowers and schedules each branch as a graph of its own, which 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from .expr import Sym
-from .program import Buffer, Program, Variant, Variants, full_view
+from .program import Buffer, Node, Program, Variant, Variants, full_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,11 @@ def block(region: Region, variant: Variant, buffers: Mapping[str, Buffer], own: 
     around = set(region.outputs) if region.repeats else set()
     made = {b for n in variant.nodes for b in n.writes()} - around | set(own)
     kept = {*region.outputs, *region.next_values()} - set(own)
+    return by_itself(variant.nodes, buffers, made, kept)
+
+
+def by_itself(nodes: tuple[Node, ...], buffers: Mapping[str, Buffer], made: set[str], kept: Collection[str]) -> Program:
+    """``nodes`` as a program: what they have not ``made`` are inputs; these outlive it, and what is ``kept`` of it."""
     table = {n: replace(b, kind="temp" if n in made else "input") for n, b in buffers.items()}
     outlive = tuple(full_view(b) for n, b in table.items() if n in kept or n not in made)
-    return Program((), table, variant.nodes, outlive)
+    return Program((), table, nodes, outlive)

@@ -22,9 +22,7 @@ class Block(NamedTuple):
     columns: tuple[int, int]
 
 
-def blocks_picture(
-    cases: Mapping[str, tuple[int, int, Config]], *, caption: str, programs: int | None = None
-) -> Picture:
+def blocks_picture(cases: Mapping[str, tuple[int, int, Config]], *, caption: str) -> Picture:
     """One panel per case `title: (rows, columns, config)`: the matrix, the blocks on it, the masked lanes.
 
     The block of a reduction is XBLOCK rows by RBLOCK columns, that of a tiled kernel YBLOCK rows by XBLOCK columns.

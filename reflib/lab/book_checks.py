@@ -42,8 +42,6 @@ class Page:
 
 
 class _Reader(HTMLParser):
-    VOID = {"img", "source", "link", "meta", "br", "hr", "input", "wbr"}
-
     def __init__(self) -> None:
         super().__init__()
         self.page = Page()

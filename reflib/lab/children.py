@@ -28,6 +28,7 @@ from typing import Any
 
 from reflib.lab.machine import ROOT
 from reflib.lab.rows import ROWS_FILE
+from reflib.worker import cores
 
 Job = dict[str, Any]
 
@@ -75,11 +76,6 @@ def run_all(
         else:
             found += _together(module, [{**job, "in turn": in_turn} for job in some], files, timeout_s, cold)
     return found
-
-
-def cores() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _together(

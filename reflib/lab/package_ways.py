@@ -1,7 +1,8 @@
 """Build and open packages, each in a separate process: `build_packages`, `open_packages`.
 
-A build starts with empty caches, so that its time includes all compiling. A package is opened in a fresh process, as
-when a service starts; a crash becomes a labelled row. This module is the child process too.
+A build starts with empty caches (unless REFLIB_LAB_BUDGET is below 1), so that its time includes all compiling. A
+package is opened in a fresh process, as when a service starts; a crash becomes a labelled row. This module is the child
+process too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from reflib.lab.children import Failure, Job, run_all, serve
-from reflib.lab.measuring import failed_rows
+from reflib.lab.measuring import failed_rows, share
 from reflib.lab.rows import Row, Rows, record, stamp
 from reflib.lab.way_sweep import start_rows, start_up
 
@@ -37,7 +38,7 @@ def build_packages(
     """
     rows: list[Row] = []
     jobs = [{**_job(w, w.get("device", "cpu")), "files": list(w["files"].items())} for w in ways.values()]
-    outcomes = run_all(CHILD, jobs, {SOURCE: source}, timeout_s, cold=True, in_turn=False)
+    outcomes = run_all(CHILD, jobs, {SOURCE: source}, timeout_s, cold=share() >= 1, in_turn=False)
     for (label, way), (found, why) in zip(ways.items(), outcomes, strict=True):
         places: list[tuple[str, Sequence[str]]] = list(way["files"].items())
         for (_, archs), one in zip(places, found + [why] * (len(places) - len(found)), strict=True):

@@ -17,14 +17,13 @@ number. (One type per line, because papermill does not parse unions.)
 from __future__ import annotations
 
 import ast
-import difflib
 import io
 import re
 import tokenize
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from reflib.errors import LabError
+from reflib.errors import LabError, did_you_mean
 
 TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
 
@@ -155,5 +154,5 @@ def validate(parameters: tuple[Parameter, ...], values: Mapping[str, object]) ->
 
 
 def _nearest(word: str, choices: list[str]) -> str:
-    close = difflib.get_close_matches(word, choices, n=1)
-    return f". Did you mean {close[0]!r}?" if close else ""
+    hint = did_you_mean(word, choices)
+    return hint and f". D{hint[1:]}"

@@ -35,7 +35,6 @@ class Setup:
     device: torch.device
     dtype: torch.dtype
     seed: int
-    room_bytes: int
     machine: machine.Machine
     versions: Mapping[str, str]
     commit: str
@@ -109,7 +108,6 @@ def setup(
         device=device,
         dtype=pick_dtype(str(checked["dtype"]), device),
         seed=int(str(checked["seed"])),
-        room_bytes=room,
         machine=machine.describe(device),
         versions=MappingProxyType(machine.versions()),
         commit=machine.commit(),

@@ -1,4 +1,5 @@
-"""`sweep_ways`: programs of growing size, compiled in several ways, each in a separate process with empty caches.
+"""`sweep_ways`: programs of growing size, compiled in several ways, each in a separate process with empty caches
+(unless REFLIB_LAB_BUDGET is below 1).
 
 The first program of a process includes the one-time initialization of the compiler; the later ones show the cost of a
 compilation itself. This module is the child process too.
@@ -14,7 +15,7 @@ from typing import Any
 
 from reflib.lab.children import Failure, Job, run_all, serve, turn
 from reflib.lab.cold_child import COMPILERS, close
-from reflib.lab.measuring import failed_rows, time_cases
+from reflib.lab.measuring import failed_rows, share, time_cases
 from reflib.lab.rows import Row, Rows, record, stamp
 from reflib.lab.timing import Samples, synchronize
 
@@ -39,7 +40,7 @@ def sweep_ways(
     """
     rows: list[Row] = []
     jobs = [{"way": dict(way), "places": [dict(p) for p in places], "budget_s": budget_s} for way in ways.values()]
-    outcomes = run_all(CHILD, jobs, {"way_program.py": source}, timeout_s, cold=True)
+    outcomes = run_all(CHILD, jobs, {"way_program.py": source}, timeout_s, cold=share() >= 1)
     for label, (found, why) in zip(ways, outcomes, strict=True):
         for place, one in zip(places, found + [why] * (len(places) - len(found)), strict=True):
             rows += start_rows(one, {"name": name, "case": label, "at": dict(place), **stamp()}, "own process")

@@ -114,17 +114,26 @@ def broadcast(shapes: Sequence[Sequence[Expr]]) -> list[Expr]:
 
 @rule("index_add")
 def index_add(cx: LoweringContext, x: View, dim: int, index: View, new: View, *, alpha: Any = 1) -> View:
+    place = rows_named(x, dim, index, new)
+
+    def term(k: NestBuilder) -> tuple[Sequence[IntLike], Scalar]:
+        at, value = place(k)
+        return at, value if alpha == 1 else value * k.value(alpha, SUMMED_IN[cx.dtype])
+
+    return accumulate(cx, x, new.shape, term)
+
+
+def rows_named(x: View, dim: int, index: View, new: View) -> Term:
+    """``new``, each of whose rows along ``dim`` goes to the row of ``x`` that ``index`` names."""
     if not x.shape or not new.shape:
         raise Unsupported("library call")
     d = axis(dim, len(x.shape))
 
     def term(k: NestBuilder) -> tuple[Sequence[IntLike], Scalar]:
         row = k.indirect(k.load(index, [k.coords[d]] if index.shape else []), x.shape[d])
-        value = k.load(new)
-        scaled = value if alpha == 1 else value * k.value(alpha, SUMMED_IN[cx.dtype])
-        return [row if i == d else c for i, c in enumerate(k.coords)], scaled
+        return [row if i == d else c for i, c in enumerate(k.coords)], k.load(new)
 
-    return accumulate(cx, x, new.shape, term)
+    return term
 
 
 @rule("embedding_dense_backward")

@@ -306,7 +306,7 @@ def _traced(cx: LoweringContext, graph: Any, fn: Callable[..., Any], args: list[
     before = dict(cx.low.buffers)
     outputs = [_result(cx, i, f) for i, f in enumerate(flat)]
     try:
-        put_instead(cx, "at_once", fn, args, outputs, loops=True)
+        put_instead(cx, "at_once", fn, args, outputs)
     except Refused as e:
         logger("fallback").info("%s is a loop: %s", cx.origin.op, e)
         cx.low.buffers.clear()

@@ -35,7 +35,7 @@ _PLAIN = "library call"
 @rule("convolution.default")
 def convolution(cx: LoweringContext, x: View, weight: View, bias: View | None, *how: Any) -> View:
     groups = how[-1]
-    if not cx.on_gpu or bias is None or _in_one_kernel(x, weight, groups):
+    if not cx.on_gpu or bias is None or _in_one_kernel(x, groups):
         raise Unsupported(_PLAIN)
     inner = replace(cx, name=cx.low.unique(f"{cx.name}_call"))
     product = extern(inner, aten.convolution.default, (x, weight, None, *how), {}, _PLAIN)
@@ -46,7 +46,7 @@ def convolution(cx: LoweringContext, x: View, weight: View, bias: View | None, *
     return nest(cx, biased)
 
 
-def _in_one_kernel(x: View, weight: View, groups: Any) -> bool:
+def _in_one_kernel(x: View, groups: Any) -> bool:
     """Does ATen add the bias to halves before it rounds them? In its own kernels for depthwise convolutions."""
     depthwise = groups == x.shape[1] and groups != 1
     return depthwise and x.dtype in (torch.float16, torch.bfloat16) and x.strides[1] != 1

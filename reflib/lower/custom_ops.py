@@ -7,7 +7,6 @@ only stores and checks; :mod:`~reflib.lower.candidates` makes the Choice when th
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from reflib import logs
-from reflib.errors import OptionError, RegistrationError
+from reflib.errors import OptionError, RegistrationError, did_you_mean
 from reflib.options import Options
 
 from .flex_makers import MAKERS
@@ -438,8 +437,8 @@ def _is_number(x: Any) -> bool:
 
 
 def _near(name: Any, names: list[str]) -> str:
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    hint = did_you_mean(name, names, 0.5)
+    return hint and f" ({hint})"
 
 
 def _name_of(fn: Any) -> str:

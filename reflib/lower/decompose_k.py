@@ -66,7 +66,7 @@ def partial_products(a: torch.Tensor, b: torch.Tensor, k_splits: int) -> torch.T
     b3 = b.unflatten(0, (k_splits, b.shape[0] // k_splits))
     if a.dtype not in (torch.float16, torch.bfloat16):
         return torch.bmm(a3, b3)
-    if a.device.type == "cuda" and torch.version.hip is None and hasattr(aten.bmm, "dtype"):
+    if a.device.type == "cuda" and torch.version.hip is None:
         return torch.bmm(a3, b3, out_dtype=torch.float32)
     return torch.bmm(a3.float(), b3.float())
 

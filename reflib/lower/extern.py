@@ -28,10 +28,8 @@ OUT_VARIANTS = {
     aten.cumprod.default: aten.cumprod.out,
     aten.sort.stable: aten.sort.values_stable,
     aten.topk.default: aten.topk.values,
+    aten.bmm.dtype: aten.bmm.dtype_out,  # half operands, a float32 product: CUDA only
 }
-
-if hasattr(aten.bmm, "dtype_out"):  # half operands, a float32 product: CUDA only, torch 2.8 and later
-    OUT_VARIANTS[aten.bmm.dtype] = aten.bmm.dtype_out
 
 # (cx, target, fake results) -> further ones: the overload and its arguments for the results, or None. One at most.
 OUT = Seam("lower.OUT")

@@ -220,18 +220,14 @@ def bitwise_not(x: Value) -> Value:
 @pointwise("bitwise_left_shift", "__lshift__", n=2)
 def left_shift(x: Value, y: Value) -> Value:
     bits = torch.iinfo(x.dtype).bits if x.dtype != torch.bool else 1
-    return where((y >= 0) & (y < bits), x.op("shl", _clamp(y, 0, bits - 1)), 0)
+    return where((y >= 0) & (y < bits), x.op("shl", y.maximum(0).minimum(bits - 1)), 0)
 
 
 @pointwise("bitwise_right_shift", "__rshift__", n=2)
 def right_shift(x: Value, y: Value) -> Value:
     bits = torch.iinfo(x.dtype).bits if x.dtype != torch.bool else 1
     gone = where(x < 0, -1, x.like(0)) if x.dtype != torch.uint8 else x.like(0)
-    return where((y >= 0) & (y < bits), x.op("shr", _clamp(y, 0, bits - 1)), gone)
-
-
-def _clamp(x: Value, lo: Scalar, hi: Scalar) -> Value:
-    return x.maximum(lo).minimum(hi)
+    return where((y >= 0) & (y < bits), x.op("shr", y.maximum(0).minimum(bits - 1)), gone)
 
 
 # -- tests of values --------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from reflib.ir.expr import IntLike, expr, product
 from reflib.ir.program import View
 
 from . import accumulate
-from .accumulate import Term, fill, scattered
+from .accumulate import Term, fill, rows_named, scattered
 from .body import NestBuilder, Scalar, Value, check_dtype, fit, nest, where
 from .context import LoweringContext, contiguous_strides
 from .indexing import axis, here_and_at, one_per_row
@@ -82,15 +82,7 @@ def scatter_(cx: LoweringContext, x: View, dim: int, index: View, new: Any) -> V
 
 @rule("index_copy")
 def index_copy(cx: LoweringContext, x: View, dim: int, index: View, new: View) -> View:
-    if not x.shape or not new.shape:
-        raise Unsupported("library call")
-    d = axis(dim, len(x.shape))
-
-    def term(k: NestBuilder) -> tuple[Sequence[IntLike], Scalar]:
-        row = k.indirect(k.load(index, [k.coords[d]] if index.shape else []), x.shape[d])
-        return [row if i == d else c for i, c in enumerate(k.coords)], k.load(new)
-
-    return scatter(cx, x, new.shape, term)
+    return scatter(cx, x, new.shape, rows_named(x, dim, index, new))
 
 
 @rule("index_fill")

@@ -99,15 +99,14 @@ def variant(
 
 
 def put_instead(
-    cx: LoweringContext, name: str, fn: Callable[..., Any], args: Sequence[Any], outputs: Sequence[View | None],
-    loops: bool = False,
-) -> None:  # fmt: skip
-    """``fn(*args)`` in place of the op, without a choice. ``loops``: it has to be loop nests alone. Raises Refused, as
-    well where it is for some of the sizes only."""
+    cx: LoweringContext, name: str, fn: Callable[..., Any], args: Sequence[Any], outputs: Sequence[View | None]
+) -> None:
+    """``fn(*args)``, which has to be loop nests alone, in place of the op, without a choice. Raises Refused, as well
+    where it is for some of the sizes only."""
     v = variant(cx, "", name, fn, args, {}, outputs)
     if v.predicate:
         raise Refused("unsupported", "it holds for some of the sizes only")
-    if loops and not all(isinstance(n, LoopNest) for n in v.nodes):
+    if not all(isinstance(n, LoopNest) for n in v.nodes):
         raise Refused("unsupported", "it calls something")
     cx.low.nodes += v.nodes
     cx.low.buffers.update({b.name: b for b in v.buffers})

@@ -275,11 +275,11 @@ def _ways(r: MemoryReport) -> Iterable[Way]:
         if h.kind == "returned" and not after and r.stages.graph.name != "backward" and h.kernel != peak.kernel:
             saves = _without(r, h.bytes, max(before) + 1, len(r.moments))
             yield Way(f"return {h.buffer} ({h.source}) only if it is needed", saves, 0)
-    yield from _budget(r, peak, named)
+    yield from _budget(r, peak)
     yield from _rows(r, peak)
 
 
-def _budget(r: MemoryReport, peak: Step, named: _Names) -> Iterable[Way]:
+def _budget(r: MemoryReport, peak: Step) -> Iterable[Way]:
     """Half of what is saved for the backward, of what kernels make: calls are computed again last."""
     kernels = {s.graph.name: s.scheduled for s in r.graphs}
     forward = kernels.get("forward")

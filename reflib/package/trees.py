@@ -14,6 +14,7 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from ..errors import PackageError
+from ..wrap.structure import children
 
 DEPTH = 50  # Python reads no deeper nest of brackets from the text that is printed for a call
 
@@ -31,8 +32,8 @@ def text(spec: Any, what: str) -> str:
 
 def _nodes(spec: Any) -> Iterator[Any]:
     yield spec
-    for i in range(spec.num_children):
-        yield from _nodes(spec.child(i) if hasattr(spec, "child") else spec.children_specs[i])
+    for child in children(spec):
+        yield from _nodes(child)
 
 
 def _check(spec: Any) -> None:

@@ -36,7 +36,7 @@ def groups_of(program: Program) -> dict[str, Group]:
     return {name: Group(g.rank(), g.size(), tuple(lists[name])) for name, g in groups.items()}
 
 
-def one_per_rank(path: Path, groups: Mapping[str, Group], build: Callable[[Path], Path]) -> Path:
+def one_per_rank(path: Path, build: Callable[[Path], Path]) -> Path:
     """Build this rank's package beside ``path``, which the first rank writes when all are there. Raises what ``build``
     raises, and RanksError on the other ranks then."""
     import torch.distributed as dist

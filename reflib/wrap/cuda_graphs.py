@@ -173,9 +173,9 @@ class Recorded:
         for recording in recordings:
             if recording.fits(args):
                 return recording
-        return self._new(key, args) if self._may_record(key, recordings, args) else None
+        return self._new(key, args) if self._may_record(recordings, args) else None
 
-    def _may_record(self, key: tuple, recordings: Sequence[Recording], args: list) -> bool:
+    def _may_record(self, recordings: Sequence[Recording], args: list) -> bool:
         """Not in the first calls, and not before it is known which inputs move."""
         if self._background is not None and self._background.state not in ("swapped", "unchanged", "failed"):
             return self._no("tuning has not ended")

@@ -141,7 +141,7 @@ def asks(x: torch.Tensor) -> torch.Tensor:
 
 EXPLAINED: dict[str, tuple[Callable[..., Any], torch.Tensor, dict[str, Any]]] = {
     "target": (Block(8, 2), torch.randn(3, 7, 8).requires_grad_(), {}),
-    "dynamic target": (Block(8, 2), torch.randn(3, 7, 8).requires_grad_(), {"dynamic": True}),
+    "dynamic target": (MLP(8), torch.randn(5, 8).requires_grad_(), {"dynamic": True}),
     "asks": (asks, torch.randn(3, 7, 8), {}),
 }
 

@@ -15,22 +15,13 @@ import pytest
 import torch
 
 import reflib
-from reflib.autotune import points
-from reflib.autotune.isolation import isolated
-from reflib.autotune.measure import pick_winner
-from reflib.autotune.request import Request, Result
 from reflib.capture.triton_there import triton_of_gpu
 from reflib.errors import CaptureError, GenerateError, PackageError, ToolchainError
 from reflib.generate.compile_triton import compile_kernel
 from reflib.generate.user_kernel import packed
 from reflib.ir.data import decode, encode
-from reflib.ir.decision import Candidate
 from reflib.ir.expr import Sym, expr
-from reflib.ir.program import Choice, Extern
-from reflib.ir.user_kernel import UserKernel
-from reflib.options import Options
 from reflib.package import archive, manifest
-from reflib.pipeline import _retarget, run
 from reflib.schedule.user_kernels import variants
 from reflib.target import parse_target
 from tests.interpreter import interpreted
@@ -40,24 +31,12 @@ tl = pytest.importorskip("triton.language")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
 if not torch.cuda.is_available():
     from tests import user_kernels
-    from tests.user_kernels import add_kernel
+    from tests.user_kernels import add_kernel, explain, kernel, launches
     from tests.user_kernels_interpreting import job
 
 Tensor = torch.Tensor
 SIZE = 64
 GPU = parse_target("sm_90")
-
-
-def explain(fn: Any, *args: Any, **options: Any) -> Any:
-    return reflib.explain(fn, *args, **{"target": "sm_90", "verify": True, **options})
-
-
-def launches(e: Any) -> list[Extern]:
-    return [n for n in e.program.nodes if isinstance(n, Extern) and isinstance(n.target, UserKernel)]
-
-
-def kernel(e: Any, name: str) -> Any:
-    return next(k for k in e.kernels if k.name.endswith(name))
 
 
 def test_numbers(tmp_path: Path) -> None:
@@ -223,72 +202,6 @@ def test_clusters_and_limits_of_registers(tmp_path: Path) -> None:
         reflib.aot_compile(tuned({"num_ctas": 2}), args, tmp_path / "p.reflib", ["sm_80"], ptx=False)
 
 
-# -- tuning -----------------------------------------------------------------------------------------------
-def test_configurations_are_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tuned (by what stands in for a GPU), pinned by a table; each candidate is given what it writes to afresh."""
-    y = torch.randn(256)
-    e = explain(user_kernels.summed, y)
-    (choice,) = (n for n in e.program.nodes if isinstance(n, Choice))
-    first, second = (v.name for v in choice.variants)
-    assert (first, second) == ("BLOCK=64, EVEN=True, num_warps=2, num_stages=3",
-                               "BLOCK=128, EVEN=True, num_warps=4, num_stages=2")  # fmt: skip
-    assert [len(v.nodes) for v in choice.variants] == [3, 3] and e.decisions[0].winner == first
-    assert kernel(e, "sums_kernel").buffers[0][0] == "arg0_1", "once decided, y is written in place"
-    asked = []
-
-    def measure(request: Request, build: Any, makers: Any) -> Result:
-        asked.append(list(request.programs))
-        assert not isinstance(isolated(request, {}, Options()), str), "another process can measure it"
-        rows = [Candidate(request.key(n), "ok", 9.0 - i, spread=0.0) for i, n in enumerate(request.programs)]
-        return Result(tuple(rows), *pick_winner(rows, request.default))
-
-    monkeypatch.setattr(points, "measure", measure)
-    options = Options(autotune="blocking", isolate=False, cache_decisions=False)
-    s = run(e.graph, options, "generate", _retarget(e.program, parse_target("cpu")), lambda device: GPU)
-    d = next(d for d in s.decisions if d.op == "sums_kernel")
-    assert asked and d.winner == second and s.kernels[s.scheduled.nodes[1].name].num_stages == 2
-    entry = {"device": "*", "op": "sums_kernel", "sizes": "x[256]", "winner": second}
-    torch._dynamo.reset()
-    e = explain(user_kernels.summed, y, lookup_table={"format": 1, "entries": [entry]})
-    assert e.decisions[0].winner == second and kernel(e, "sums_kernel").num_warps == 4
-
-
-@torch.library.custom_op("user_kernels::theirs", mutates_args=())
-def theirs(x: Tensor, y: Tensor) -> Tensor:
-    return x + y
-
-
-theirs.register_fake(lambda x, y: torch.empty_like(x))
-
-
-def test_candidates_that_launch() -> None:
-    """Of a registered op: their neighbours are planned around them, nothing is lost; one that writes to an argument is
-    refused, with the kernel's name."""
-
-    def launching(x: Tensor, y: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        torch.library.wrap_triton(add_kernel)[(8,)](x, y, out, x.numel(), BLOCK=128)
-        return out
-
-    def writing(x: Tensor, y: Tensor) -> Tensor:
-        torch.library.wrap_triton(add_kernel)[(8,)](x, y, x, x.numel(), BLOCK=128)
-        return x + 0
-
-    reflib.register_custom_op_autotuning(theirs, configs=[launching, writing])
-    x, y = torch.randn(1000), torch.randn(1000)
-    pins = {"user_kernels::theirs": {"x[1000] y[1000]": "launching"}}
-    e = explain(lambda x, y: theirs(x * 2, y) + 1, x, y, autotune="blocking", lookup_table=pins)
-    (choice,) = (n for n in e.program.nodes if isinstance(n, Choice))
-    (variant,) = (v for v in choice.variants if v.name == "launching")
-    (launch,) = variant.nodes
-    assert set(launch.mutates) == set(choice.outputs)
-    assert [k.name for k in e.kernels] == ["k0_mul", "k1_add_kernel", "k2_add"]
-    ((name, status, why),) = choice.failed
-    assert (name, status) == ("writing", "unsupported") and "the Triton kernel add_kernel writes to it" in why
-    request = Request({"a": {"constants": [], "nodes": [encode(launch)]}}, "a", "a", ())
-    assert not isinstance(isolated(request, {}, reflib.Options()), str)
-
-
 def test_captures_in_threads_overlap() -> None:
     """The one that began first ends first: all is put back, and only the thread that captures records launches."""
     launch, driver = triton.runtime.jit.KernelInterface.__getitem__, triton.runtime.driver._active
@@ -328,43 +241,6 @@ def test_a_child_that_is_forked_while_another_thread_captures() -> None:
         go.set()
         done.result()
     assert triton.runtime.driver._active is driver and triton.runtime.jit.KernelInterface.__getitem__ is launch
-
-
-def test_a_candidate_in_a_package(tmp_path: Path) -> None:
-    """It is traced when the program is lowered, long after the capture; a plain launch in it is recorded too."""
-
-    def launching(x: Tensor, y: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        add_kernel[(8,)](x, y, out, x.numel(), BLOCK=128)
-        return out
-
-    reflib.register_custom_op_autotuning(theirs, configs=[launching])
-    pins = {"user_kernels::theirs": {"x[1000] y[1000]": "launching"}}
-    args = torch.randn(1000), torch.randn(1000)
-    path = reflib.aot_compile(
-        lambda x, y: theirs(x * 2, y) + 1, args, tmp_path / "p.reflib", ["sm_80"], ptx=False, autotune="blocking",
-        lookup_table=pins,
-    )  # fmt: skip
-    (v,) = manifest.read(archive.open(path).manifest).variants
-    assert not v.python and not v.needs
-    assert [k.name for k in v.kernels if not k.name.endswith("_fallback")] == ["k0_mul", "k1_add_kernel", "k2_add"]
-
-
-def test_a_candidate_that_cannot_be_compiled_is_out_alone() -> None:
-    """Here for a CPU: the others are measured."""
-
-    def launching(x: Tensor, y: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        add_kernel[(8,)](x, y, out, x.numel(), BLOCK=128)
-        return out
-
-    reflib.register_custom_op_autotuning(theirs, configs=[launching, lambda x, y: y + x])
-    x, y = torch.randn(1000), torch.randn(1000)
-    e = reflib.explain(lambda x, y: theirs(x * 2, y) + 1, x, y, autotune="blocking", isolate=False)
-    decision = e.decisions[0]
-    status = {c.name: (c.status, c.why) for c in decision.candidates}
-    assert status["launching"][0] == "unsupported" and "add_kernel: there is no code of it for a CPU" in str(status)
-    assert [c.name for c in decision.candidates if c.time_us is not None] == ["eager", "<lambda>"]
 
 
 def test_a_grid_of_a_number_that_is_read_from_a_tensor() -> None:

@@ -15,7 +15,6 @@ A repro file, without :NAME, has its graph, inputs and options in it.
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 import inspect
 import re
@@ -27,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from reflib.errors import LabError
+from reflib.errors import LabError, did_you_mean
 from reflib.lab.machine import pick_device
 
 if TYPE_CHECKING:
@@ -110,8 +109,8 @@ def _split(spec: str) -> tuple[Path, str]:
     path = Path(file)
     if not path.is_file():
         beside = [str(p) for p in sorted(path.parent.glob("*.py"))] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(str(path), beside, n=1)
-        raise LabError(f"no file {file!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        hint = did_you_mean(path, beside)
+        raise LabError(f"no file {file!r}{hint and f'; {hint}'}")
     if not all(part.isidentifier() for part in name.split(".")):
         raise LabError(f"{name!r} in {spec!r} is not a name: say FILE.py:NAME")
     return path, name
@@ -157,9 +156,8 @@ def _named(module: ModuleType, name: str, path: Path) -> Any:
     for part in name.split("."):
         if not hasattr(thing, part):
             own = [n for n in dir(thing) if not n.startswith("_")]
-            near = difflib.get_close_matches(part, own, n=1, cutoff=0.5)
             there = ", ".join(_names_in(path)[:12]) or "no functions"
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {there}"
+            hint = did_you_mean(part, own, 0.5) or f"it has {there}"
             raise LabError(f"{path} has no {name!r}; {hint}")
         thing = getattr(thing, part)
     return thing
@@ -299,8 +297,8 @@ def parse_shape(text: str) -> Drawn:
     names = [n for n in dir(torch) if isinstance(getattr(torch, n), torch.dtype)]
     dtype = found["dtype"] or "float32"
     if dtype not in names:
-        near = difflib.get_close_matches(dtype, names, n=1)
-        raise LabError(f"--input {text!r}: no dtype {dtype!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        hint = did_you_mean(dtype, names)
+        raise LabError(f"--input {text!r}: no dtype {dtype!r}{hint and f'; {hint}'}")
     low, high = (int(found[k]) if found[k] else default for k, default in zip(("low", "high"), INTEGERS))
     if low > high:
         raise LabError(f"--input {text!r}: {low}..{high} is empty")
