@@ -23,6 +23,7 @@ from reflib.cli import cli
 from reflib.errors import LabError
 from reflib.lab import recording
 from reflib.lab.rows import Row, Rows
+from reflib.lab.timing import Samples
 from reflib.sweep import child, own, registry, report, run
 from reflib.sweep.model import models
 from tests.kernels import launch
@@ -96,6 +97,19 @@ def test_models_of_libraries(model: Any) -> None:
 
 
 # -- errors -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("busy", [0, 2, 7, 99])
+def test_a_time_is_taken_when_the_device_was_quiet(busy: int, tmp_path: Path, monkeypatch: Any) -> None:
+    """Two windows agree then; all that were disturbed differ, or are unsteady."""
+    windows = [(9.0 - i * 0.3,) * 5 if i % 2 else (1.0, 1.0, 1.1, 3.0, 3.0) for i in range(busy)] + [(1.0,) * 5] * 99
+    taken = iter([Samples(s, "events") for s in windows])
+    monkeypatch.setattr("reflib.lab.measuring.time_cases", lambda cases, *_: {"step": next(taken)})
+    values, notes = dict[str, Any](), list[str]()
+    job = {"lock": str(tmp_path / "lock")}
+    status, note = child.timed(job, lambda: ([], []), torch.device("cuda"), values, notes)
+    assert status == "ok" and ("busy" in note) == (busy == 99)
+    assert busy == 99 or values["times"]["graph"] == (1e6, 0)
+
+
 def test_errors_are_relative_and_judged_by_eagers() -> None:
     exact = [torch.tensor([3.0, 4.0], dtype=torch.float64), torch.tensor([1, 2, 3, 4])]
     got = [torch.tensor([3.0, 4.5]), torch.tensor([1, 2, 3, 5])]
