@@ -63,7 +63,7 @@ def padded_sizes(cx: LoweringContext, a: View, b: View, bias: View | None) -> Si
     rows = _up(m, step) if _by_columns(a) else m
     depth = _up(k, step) if not _by_columns(a) or _by_columns(b) else k
     sizes = rows, _up(n, step), depth
-    copied = m * k * _is_copied(a, (rows, depth)) + k * n * _is_copied(b, sizes[:0:-1])
+    copied = m * k * _is_moved(cx, a, (rows, depth)) + k * n * _is_moved(cx, b, sizes[:0:-1])
     copied += m * n * (sizes[1] != n or rows != m and math.prod(batch) > 1)
     copied += m * n * (bias is not None and bias.shape[-2:] == (m, n))
     lost = 2 * m * n * k * (SLOWER[align] - 1)
@@ -96,6 +96,11 @@ def _multiples(v: View) -> list[int]:
     inner = len(v.shape) - (2 if _by_columns(v) else 1)
     strides = [s for d, (s, n) in enumerate(zip(v.strides, v.shape)) if d != inner and n != 1]
     return [_int(e) for e in (v.shape[inner], *strides, v.offset)]
+
+
+def _is_moved(cx: LoweringContext, v: View, shape: tuple[int, ...]) -> bool:
+    """Is it copied by a kernel of its own? What a loop nest makes, that one stores with padding."""
+    return _is_copied(v, shape) and not any(isinstance(n, LoopNest) and v.buffer in n.writes() for n in cx.low.nodes)
 
 
 def _is_copied(v: View, shape: tuple[int, ...]) -> bool:

@@ -20,8 +20,8 @@ over four times that plus 0.1, or if a result has another number of tensors, sha
 graph, forward and backward on one stream, and replayed: the device's time alone. Others compile meanwhile, but all that
 keeps the device busy (the reference, and times) waits for the lock of the sweep; all but the first step, in which a
 compiler may measure too. It made one in six of a sweep's times up to three times as long. So each clock has three
-windows, and the one with the least median counts; a graph's replays vary by under 1% when nothing else runs, so that it
-has more windows until they do, and a note if they never did.
+windows, and the one with the least median counts. A graph's replays vary by under 1% when nothing else runs: it has
+more windows until they do and the two least medians agree, and a note if they never did.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from reflib.lab.children import own_caches
 
 Job = dict[str, Any]
 WINDOWS, ROUNDS, SECONDS = 3, 5, 0.15  # per clock
-MOST, STEADY = 12, 0.02  # windows of graph replays; their spread (interquartile range) over the median
+MOST, STEADY = 12, 0.02  # windows of graph replays; of a median: within one (interquartile range), from one to the next
 
 
 def main(folder: Path) -> None:
@@ -320,7 +320,7 @@ def timed(job: Job, step: Step, device: Any, values: dict[str, Any], notes: list
                 if not isinstance(found, Samples):
                     return found.status, found.note
                 windows.append(found)
-            found = least(windows)
+            found = min(windows, key=lambda samples: samples.median)
             if clock == "graph" and unsteady(windows) and not found.note:
                 notes.append(f"unsteady: the device was busy with something else during {len(windows)} windows")
             if found.note:
@@ -330,13 +330,9 @@ def timed(job: Job, step: Step, device: Any, values: dict[str, Any], notes: list
     return "ok", "; ".join(notes)
 
 
-def least(windows: Sequence[Any]) -> Any:
-    return min(windows, key=lambda samples: samples.median)
-
-
 def unsteady(windows: Sequence[Any]) -> bool:
-    found = least(windows)
-    return found.spread > STEADY * found.median
+    first, second = sorted(windows, key=lambda samples: samples.median)[:2]
+    return max(first.spread, second.median - first.median) > STEADY * first.median
 
 
 if __name__ == "__main__":

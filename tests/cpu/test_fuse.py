@@ -111,7 +111,7 @@ def test_one_kernel_for_all_sizes(name):
 
 
 SEVERAL = {
-    "rows and columns": (lambda x: (x.exp().sum(0), x.exp().sum(1)), [R(4, 6)], 2, {"axes"}),
+    "rows and columns": (lambda x: (x.exp().sum(0), x.exp().sum(1)), [R(14, 6)], 2, {"axes"}),
     "around a call": (lambda x, y: (torch.relu((x + 1) @ y).softmax(-1),), [R(4, 4), R(4, 4)], 2, {"call"}),
     "in place, transposed": (lambda x: (x.copy_(x.t() + 1),), [R(4, 4)], 2, {"index"}),
     "outer product": (lambda x, y: (x.exp()[:, None] * y.exp()[None],), [R(40), R(50)], 3, {"broadcast"}),
@@ -240,6 +240,48 @@ def test_adam_is_combined():
         at = names.index(c[0])
         assert tuple(names[at : at + len(c)]) == c
     assert fused(fn, args, combine_kernels=False).combined == ()
+
+
+def test_what_nothing_reads_is_combined_at_the_end():
+    """At three depths, after all that others need: in one launch."""
+
+    def fn(x, w):
+        y = x @ w
+        z = y @ w
+        return z @ w, (x @ w).t() + 1, y.sin(), z.t().contiguous()
+
+    f = fused(fn, (R(6, 6), R(6, 6)))
+    assert [len(c) for c in f.combined] == [3]
+
+    def early(x, w):
+        y = x @ w
+        a = y.sin()  # its operand is not kept for a launch at the end
+        z = y @ w
+        return a, z @ w, z.cos()
+
+    assert fused(early, (R(6, 6), R(6, 6))).combined == ()
+
+
+def test_one_launch_hands_over_what_a_cache_holds(monkeypatch):
+    """Gradients of embeddings, summed in float32 and rounded: some at a time from the first launch to the last."""
+    rows, columns, tables = 50, 6, 7
+    backward = torch.ops.aten.embedding_dense_backward.default
+
+    def fn(i, *grads):
+        return tuple(backward(g, i[t], rows, -1, False) for t, g in enumerate(grads))
+
+    args = (torch.randint(0, rows, (tables, 9)), *(R(9, columns).bfloat16() for _ in range(tables)))
+    program = lowered(fn, args, options=Options(target="sm_90"))
+    assert [len(c) for c in fuse(program, Options(), GPU).combined] == [tables] * 3
+    monkeypatch.setattr("reflib.fuse.combine.MAX_BYTES", 3 * rows * columns * 4)
+    f = fuse(program, Options(), GPU)
+    assert [len(c) for c in f.combined] == [3] * 6
+    sums, most = set[str](), 0
+    for n in f.program.nodes:
+        made = {b for b in n.writes() if f.program.buffers[b].dtype == torch.float32}
+        sums = (sums | made) if made else sums - set(n.reads())
+        most = max(most, len(sums))
+    assert most == 3
 
 
 def chain(n):

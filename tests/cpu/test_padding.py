@@ -166,6 +166,14 @@ def test_when(name: str) -> None:
         assert is_padded(program_of(torch.nn.functional.linear, x, w, b, mode="real", **options)) == pays
 
 
+def test_what_a_kernel_makes_is_padded_for_nothing() -> None:
+    """The copy of an operand that is there counts, one that a kernel stores with padding does not."""
+    with torch._subclasses.FakeTensorMode():
+        x, w = (torch.empty(s, dtype=torch.bfloat16) for s in ((4096, 415), (415, 512)))
+        assert not is_padded(program_of(torch.mm, x, w, mode="real"))
+        assert is_padded(program_of(lambda x, w: torch.cat((x[:, :64], x[:, 64:] * 2), 1) @ w, x, w, mode="real"))
+
+
 @pytest.mark.parametrize(("tf32", "pays"), [(False, False), (True, True)])
 def test_float32(tf32: bool, pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ordinary arithmetic needs no alignment; tf32's is four elements."""
