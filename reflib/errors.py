@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 
 class ReflibError(Exception):
-    """Base class of every error reflib raises on purpose."""
+    """Base class of every error reflib raises on purpose. Lines that somebody's value makes long lose their middle."""
+
+    def __init__(self, *args: object):
+        super().__init__(*(re.sub("(.{999}).{500,}(.{500})", r"\1 ... \2", a) if type(a) is str else a for a in args))
 
 
 class OptionError(ReflibError, ValueError):

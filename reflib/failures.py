@@ -35,7 +35,8 @@ ADVICE = (
     (r"[Tt]oo many registers|register allocation",
      "fewer values at once: a lower Options(max_fused_ops=...) or persistent_limit"),
     (r"No space left", "make room, or name other folders in TMPDIR and REFLIB_CACHE_DIR"),
-    (r"[Kk]illed|virtual memory exhausted|[Cc]annot allocate memory|MemoryError|bad_alloc|out of memory|(exit|error code) (-9|137)",
+    (r"[Kk]illed|virtual memory exhausted|[Cc]annot allocate memory|MemoryError|bad_alloc|out of memory"
+     r"|(exit|error code) (-9|137)",
      "memory ran out: compile fewer at once, Options(compile_threads=1)"),
     (r"unrecognized (command[- ]line )?option|unknown argument", "look at Options(cpp_flags=...), CXX and CXXFLAGS"),
     (r"cannot find -l|No such file or directory", "a library or header of the compiler is missing: `reflib doctor`"),

@@ -16,10 +16,8 @@ NORMALIZE = Seam("options.NORMALIZE", {"cpp_flags": tuple, "tuning_imports": tup
 # Modes (as "mode"), and options by other names: (given options) -> the same by the names here.
 TRANSLATE = Seam("options.TRANSLATE")
 _CHOICES = {
-    "wrapper": ("python", "cpp", "auto"),
-    "autotune": ("off", "blocking", "background"),
-    "numerics": ("fast", "eager"),
-}
+    "wrapper": ("python", "cpp", "auto"), "autotune": ("off", "blocking", "background"), "numerics": ("fast", "eager"),
+}  # fmt: skip
 _SUMS = ("mix_orders", "attention", "atomics")  # that add in another order
 _BITS = (*_SUMS, "split_reductions", "channels_last", "fallback_random")
 _LEAST = {"max_fused_ops": 1, "max_fused_buffers": 2, "num_decompose_k_splits": 0, "decompose_k_threshold": 0}
@@ -151,11 +149,10 @@ class Options:
         for translate in TRANSLATE.values():
             given = translate(given)
         names = [f.name for f in fields(cls)]
-        for name in given:
-            if name not in names:
-                near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(names)}"
-                raise OptionError(f"unknown option {name!r}; {hint}")
+        for name in (n for n in given if n not in names):
+            near = difflib.get_close_matches(f"{name!s:.40}", names, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(names)}"
+            raise OptionError(f"unknown option {name!r:.200}; {hint}")
         return cls(**given)
 
     def decompose_k(self) -> tuple[int, int]:
@@ -168,24 +165,21 @@ class Options:
 
 
 def _check(name: str, value: Any, default: Any) -> None:
+    ok, must = True, ""
     if choices := _CHOICES.get(name):
-        if value not in choices:
-            near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.3)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise OptionError(f"option {name}={value!r}: must be one of {', '.join(map(repr, choices))}{hint}")
+        near = difflib.get_close_matches(f"{value!s:.40}", choices, n=1, cutoff=0.3) if value not in choices else []
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        ok, must = value in choices, f"one of {', '.join(map(repr, choices))}{hint}"
     elif name == "target":
-        if value is not None and not (isinstance(value, str) and _TARGET.match(value)):
-            raise OptionError(f"option target={value!r}: must be None, 'cpu', 'sm_90', 'gfx942' or the like")
+        ok = value is None or isinstance(value, str) and _TARGET.match(value) is not None
+        must = "None, 'cpu', 'sm_90', 'gfx942' or the like"
     elif name in ("cpp_flags", "tuning_imports"):
-        if not isinstance(value, (tuple, list)) or not all(isinstance(v, str) for v in value):
-            raise OptionError(f"option {name}={value!r}: must be a list of strings")
+        ok, must = isinstance(value, (tuple, list)) and all(isinstance(v, str) for v in value), "a list of strings"
     elif name in _SECONDS:
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-            raise OptionError(f"option {name}={value!r}: must be a number of seconds above 0")
+        ok, must = isinstance(value, (int, float)) and value is not True and value > 0, "a number of seconds above 0"
     elif isinstance(default, bool) or name in _MAYBE:
-        if not isinstance(value, bool) and value is not default:
-            raise OptionError(f"option {name}={value!r}: must be True or False{' or None' * (name in _MAYBE)}")
+        ok, must = isinstance(value, bool) or value is default, f"True or False{' or None' * (name in _MAYBE)}"
     elif isinstance(default, int) or (name in _LEAST and value is not None):
-        least = _LEAST.get(name, 0)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise OptionError(f"option {name}={value!r}: must be an integer of at least {least}")
+        ok, must = type(value) is int and value >= _LEAST.get(name, 0), f"an integer of at least {_LEAST.get(name, 0)}"
+    if not ok:
+        raise OptionError(f"option {name}={value!r:.200}: must be {must}")

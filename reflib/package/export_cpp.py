@@ -403,7 +403,7 @@ def _object(data: Any) -> str:
         return f"integer({int(x)})"
     if isinstance(x, float):
         return f"number({number(x)})"
-    raise PackageError(f"one of its results is {x!r}, which is no tensor and no number: C++ has no such value")
+    raise PackageError(f"one of its results is {x!r:.200}, which is no tensor and no number: C++ has no such value")
 
 
 def _dtype(name: str) -> str:

@@ -245,7 +245,7 @@ def _wanted(device: torch.device | str | int | None) -> torch.device | None:
         if type(device) is int:  # a GPU, even where torch uses another accelerator or none
             return torch.device("cuda", device)
         return None if device is None else torch.device(device)
-    except (RuntimeError, TypeError) as e:
+    except (RuntimeError, TypeError, ValueError) as e:
         raise PackageError(f"device={device!r:.80} is no device: packages run on 'cpu' and 'cuda' ('cuda:1')") from e
 
 
