@@ -38,10 +38,10 @@ class Shim:
 def normalize(value: Any) -> tuple[tuple[str, str], ...]:
     """The option as sorted pairs of an op's name and a prototype (which is itself a valid value). Declarations for ops
     that are registered already are checked. Raises OptionError."""
-    pairs = value.items() if isinstance(value, Mapping) else value or ()
     try:
+        pairs = value.items() if isinstance(value, Mapping) else value or ()
         given = [(_name(op), text) for op, text in pairs]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # (the last: of a tensor, which is not true or false)
         raise OptionError(f"option c_shims={value!r:.100}: must be {{op: a C prototype}}") from None
     for name, text in given:
         if not isinstance(text, str):
@@ -63,7 +63,7 @@ def parse(text: str, op: str = "") -> Shim:
     for part in m[3].split(",") if m[3].strip() not in ("", "void") else ():
         p = _PARAMETER.fullmatch(part.strip())
         if p is None:
-            raise OptionError(f"option c_shims[{op!r}]: {part.strip()!r} is no known parameter; like: {example}")
+            raise OptionError(f"option c_shims[{op!r}]: {part.strip()!r:.200} is no known parameter; like: {example}")
         parameters.append((re.sub(r"\s*\*", "*", p[1]), p[2]))
     return Shim(m[2], tuple(parameters))
 
@@ -87,10 +87,10 @@ def check(name: str, op: torch._ops.OpOverload, shim: Shim) -> None:
             raise OptionError(f"{head}: {why}, so parameter {i} of {shim.symbol} must be {type_}; there is none")
         if have[0] != type_:
             said = " ".join(have).strip()
-            raise OptionError(f"{head}: {why}, so parameter {i} of {shim.symbol} must be {type_}; it is {said!r}")
+            raise OptionError(f"{head}: {why}, so parameter {i} of {shim.symbol} must be {type_}; it is {said!r:.200}")
     if len(shim.parameters) > len(wanted):
         extra = " ".join(shim.parameters[len(wanted)]).strip()
-        raise OptionError(f"{head}: {shim.symbol} has more parameters than {op._schema} needs: {extra!r}")
+        raise OptionError(f"{head}: {shim.symbol} has more parameters than {op._schema} needs: {extra!r:.200}")
 
 
 def c_types(kind: Any) -> list[str] | None:

@@ -6,10 +6,12 @@ The sources are kept in the cache's folder ``failed/``, the last KEPT failures.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -33,11 +35,19 @@ ADVICE = (
     (r"[Tt]oo many registers|register allocation",
      "fewer values at once: a lower Options(max_fused_ops=...) or persistent_limit"),
     (r"No space left", "make room, or name other folders in TMPDIR and REFLIB_CACHE_DIR"),
-    (r"[Kk]illed|virtual memory exhausted|out of memory|exit (-9|137)",
+    (r"[Kk]illed|virtual memory exhausted|[Cc]annot allocate memory|MemoryError|bad_alloc|out of memory"
+     r"|(exit|error code) (-9|137)",
      "memory ran out: compile fewer at once, Options(compile_threads=1)"),
     (r"unrecognized (command[- ]line )?option|unknown argument", "look at Options(cpp_flags=...), CXX and CXXFLAGS"),
     (r"cannot find -l|No such file or directory", "a library or header of the compiler is missing: `reflib doctor`"),
 )  # fmt: skip
+# Of a compiler that crashed or was killed: memory ran out, as a rule.
+_CRASHED = re.compile(
+    r"[Kk]illed|virtual memory exhausted|[Cc]annot allocate memory|Resource temporarily unavailable|bad_alloc"
+    r"|MemoryError|error code -\d|internal compiler error|SIGSEGV|Segmentation fault"
+)
+ALONE = threading.Lock()  # held by a compiler's second attempt
+os.register_at_fork(after_in_child=ALONE._at_fork_reinit)  # type: ignore[attr-defined]
 OTHERWISE = (
     "this code was generated: a bug of reflib, unless it has code of yours (a Triton kernel, a custom op). "
     "`reflib repro` writes it as one file for a report; Options(fuse=False) may avoid it"
@@ -47,6 +57,11 @@ OTHERWISE = (
 def advice(message: str) -> str:
     """What to change."""
     return "to change: " + next((what for found, what in ADVICE if re.search(found, message)), OTHERWISE)
+
+
+def crashed(message: str, exit: int = 0) -> bool:
+    """May the same command succeed when it runs alone?"""
+    return exit < 0 or exit == 137 or _CRASHED.search(message) is not None
 
 
 def marked(source: str, line: int) -> str:

@@ -58,9 +58,9 @@ _said: set[str] = set()
 def translate(given: dict[str, Any]) -> dict[str, Any]:
     """Plugs into ``options.TRANSLATE``. Raises OptionError for an unknown mode; names that neither knows are left."""
     own = {f.name for f in fields(Options)}
-    mode = given.get("mode") or "default"
-    if mode not in MODES:
-        raise OptionError(f"unknown mode {mode!r}; the modes are {', '.join(map(repr, MODES))}")
+    mode = "default" if given.get("mode") in (None, "") else given["mode"]
+    if not isinstance(mode, str) or mode not in MODES:
+        raise OptionError(f"unknown mode {mode!r:.200}; the modes are {', '.join(map(repr, MODES))}")
     meant, left = dict(MODES[mode]), {name: value for name, value in given.items() if name in own}
     ignored = set()
     for name in given.keys() - own - {"mode"}:

@@ -87,7 +87,7 @@ def _torch_logs() -> bool:
 def folder(value: object, name: str = "repro") -> str:
     """``Options.repro`` that is given. Raises OptionError unless it is the name of a folder."""
     if not isinstance(value, (str, os.PathLike)) or not str(value):
-        raise OptionError(f"option {name}={value!r}: must be None or the name of a folder")
+        raise OptionError(f"option {name}={value!r:.200}: must be None or the name of a folder")
     return str(value)
 
 

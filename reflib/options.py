@@ -15,10 +15,8 @@ NORMALIZE = Seam("options.NORMALIZE", {"cpp_flags": tuple, "tuning_imports": tup
 # Modes (as "mode"), and options by other names: (given options) -> the same by the names here.
 TRANSLATE = Seam("options.TRANSLATE")
 _CHOICES = {
-    "wrapper": ("python", "cpp", "auto"),
-    "autotune": ("off", "blocking", "background"),
-    "numerics": ("fast", "eager"),
-}
+    "wrapper": ("python", "cpp", "auto"), "autotune": ("off", "blocking", "background"), "numerics": ("fast", "eager"),
+}  # fmt: skip
 _SUMS = ("mix_orders", "attention", "atomics")  # that add in another order
 _BITS = (*_SUMS, "split_reductions", "channels_last", "fallback_random")
 _LEAST = {"max_fused_ops": 1, "max_fused_buffers": 2, "num_decompose_k_splits": 0, "decompose_k_threshold": 0}
@@ -150,10 +148,9 @@ class Options:
         for translate in TRANSLATE.values():
             given = translate(given)
         names = [f.name for f in fields(cls)]
-        for name in given:
-            if name not in names:
-                hint = did_you_mean(name, names, 0.5) or f"the options are {', '.join(names)}"
-                raise OptionError(f"unknown option {name!r}; {hint}")
+        for name in (n for n in given if n not in names):
+            hint = did_you_mean(name, names, 0.5) or f"the options are {', '.join(names)}"
+            raise OptionError(f"unknown option {name!r:.200}; {hint}")
         return cls(**given)
 
     def decompose_k(self) -> tuple[int, int]:
@@ -166,24 +163,20 @@ class Options:
 
 
 def _check(name: str, value: Any, default: Any) -> None:
+    ok, must = True, ""
     if choices := _CHOICES.get(name):
-        if value not in choices:
-            hint = did_you_mean(value, choices, 0.3)
-            one_of = f"one of {', '.join(map(repr, choices))}"
-            raise OptionError(f"option {name}={value!r}: must be {one_of}{hint and f' ({hint})'}")
+        hint = did_you_mean(value, choices, 0.3) if value not in choices else ""
+        ok, must = value in choices, f"one of {', '.join(map(repr, choices))}{hint and f' ({hint})'}"
     elif name == "target":
-        if value is not None and not (isinstance(value, str) and _TARGET.match(value)):
-            raise OptionError(f"option target={value!r}: must be None, 'cpu', 'sm_90', 'gfx942' or the like")
+        ok = value is None or isinstance(value, str) and _TARGET.match(value) is not None
+        must = "None, 'cpu', 'sm_90', 'gfx942' or the like"
     elif name in ("cpp_flags", "tuning_imports"):
-        if not isinstance(value, (tuple, list)) or not all(isinstance(v, str) for v in value):
-            raise OptionError(f"option {name}={value!r}: must be a list of strings")
+        ok, must = isinstance(value, (tuple, list)) and all(isinstance(v, str) for v in value), "a list of strings"
     elif name in _SECONDS:
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-            raise OptionError(f"option {name}={value!r}: must be a number of seconds above 0")
+        ok, must = isinstance(value, (int, float)) and value is not True and value > 0, "a number of seconds above 0"
     elif isinstance(default, bool) or name in _MAYBE:
-        if not isinstance(value, bool) and value is not default:
-            raise OptionError(f"option {name}={value!r}: must be True or False{' or None' * (name in _MAYBE)}")
+        ok, must = isinstance(value, bool) or value is default, f"True or False{' or None' * (name in _MAYBE)}"
     elif isinstance(default, int) or (name in _LEAST and value is not None):
-        least = _LEAST.get(name, 0)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise OptionError(f"option {name}={value!r}: must be an integer of at least {least}")
+        ok, must = type(value) is int and value >= _LEAST.get(name, 0), f"an integer of at least {_LEAST.get(name, 0)}"
+    if not ok:
+        raise OptionError(f"option {name}={value!r:.200}: must be {must}")

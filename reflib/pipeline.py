@@ -98,7 +98,7 @@ def run(
     Raises a ReflibError; a bug in a rule is a LoweringError naming the op and the user's line.
     """
     if until not in STAGES:
-        raise ReflibError(f"no stage {until!r}; the stages are {', '.join(STAGES)}")
+        raise ReflibError(f"no stage {until!r:.200}; the stages are {', '.join(STAGES)}")
     s = Stages(graph, options, target_of or targets(options), program)
     wanted = STAGES[program is not None : STAGES.index(until) + 1]
     s.once = options.autotune == "off" and "autotune" in wanted

@@ -196,7 +196,7 @@ def merge(tables: Iterable[Table], how: str = "newest") -> tuple[Table, list[str
     wins a tie.
     """
     if how not in ("newest", "fastest"):
-        raise TableError(f"cannot merge by {how!r}: it is 'newest' or 'fastest'")
+        raise TableError(f"cannot merge by {how!r:.200}: it is 'newest' or 'fastest'")
     kept: dict[tuple[str, ...], Entry] = {}
     conflicts: list[str] = []
     for e in (e for t in tables for e in t.entries):

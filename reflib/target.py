@@ -56,7 +56,7 @@ def parse_target(name: str) -> Target:
     if name in HIP:
         shared, units, _ = HIP[name]
         return Target("hip", name, shared * 1024, units, 32 if name.startswith("gfx1") else 64)
-    raise OptionError(f"unknown target {name!r}; known: cpu, {', '.join(CUDA)}, {', '.join(HIP)}")
+    raise OptionError(f"unknown target {name!r:.200}; known: cpu, {', '.join(CUDA)}, {', '.join(HIP)}")
 
 
 @cache

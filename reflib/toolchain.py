@@ -292,7 +292,7 @@ def must_compile(command: Sequence[str], flags: Sequence[str], rest: Sequence[st
     failed: list[tuple[list[str], subprocess.CompletedProcess[str]]] = []
     for some in dict.fromkeys(_plainer(tuple(flags))):
         words = [*command, *some, *rest]
-        done = _run(words)
+        done = _run_again(words)
         if not done.returncode:
             if failed:
                 _say_plainer(command[0], "\n".join(_message(failed[0][1])[:1]))
@@ -320,6 +320,15 @@ def _say_plainer(command: str, message: str) -> None:
 
 def must_run(command: Sequence[str]) -> None:
     """Run a compiler command; ToolchainError, with the command and its first messages, if it fails."""
-    done = _run(command)
+    done = _run_again(command)
     if done.returncode:
         _compile_failed(command, done)
+
+
+def _run_again(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """A compiler's command; if it crashes or is killed, once more, one such command at a time."""
+    done = _run(command)
+    if done.returncode and failures.crashed(f"{done.stderr}\n{done.stdout}", done.returncode):
+        with failures.ALONE:
+            done = _run(command)
+    return done

@@ -125,3 +125,78 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.is_floating_point():
         a, b = (t.contiguous().view(bits[t.itemsize]) for t in (a, b))
     return torch.equal(a, b)
+
+
+def _scaled(x: Any) -> float:
+    return float(x.shape[-1]) ** -0.5
+
+
+# Of rows x (B, ..., L) and a function that makes or takes weights: one step of a chain. Few change the sizes.
+STEPS: dict[str, Callable[[Any, Callable[..., torch.Tensor]], Any]] = {
+    "softmax": lambda x, w: x.softmax(-1),
+    "log_softmax": lambda x, w: x.log_softmax(-1),
+    "logsumexp": lambda x, w: x.logsumexp(-1, keepdim=True) + x,
+    "layer_norm": lambda x, w: F.layer_norm(x, x.shape[-1:]),
+    "rms_norm": lambda x, w: F.rms_norm(x, x.shape[-1:]),
+    "group_norm": lambda x, w: F.group_norm(x, 1),
+    "normalize": lambda x, w: F.normalize(x, dim=-1),
+    "sum": lambda x, w: x + x.sum(-1, keepdim=True) / 7,
+    "mean": lambda x, w: x - x.mean(-1, keepdim=True),
+    "var": lambda x, w: x * torch.rsqrt(x.var(-1, keepdim=True) + 0.1),
+    "std": lambda x, w: x / (x.std(-1, keepdim=True) + 0.5),
+    "max": lambda x, w: x - x.amax(-1, keepdim=True),
+    "median": lambda x, w: x - x.median(-1, keepdim=True)[0],
+    "topk": lambda x, w: x * x.topk(2, -1)[0].sum(-1, keepdim=True),
+    "prod": lambda x, w: x * (1 + x / 50).prod(-1, keepdim=True),
+    "cumsum": lambda x, w: x.cumsum(-1) / 9,
+    "cumprod": lambda x, w: (1 + x / 50).cumprod(-1),
+    "logcumsumexp": lambda x, w: x.logcumsumexp(-1),
+    "all but rows": lambda x, w: x + x.flatten(1).sum(1).view(-1, *[1] * (x.dim() - 1)) / 50,
+    "mean of 1": lambda x, w: x - x.mean(1, keepdim=True),
+    "softmax of 1": lambda x, w: x.softmax(1),
+    "linear": lambda x, w: F.linear(x, w(x.shape[-1], x.shape[-1])) * _scaled(x),
+    "bias": lambda x, w: x + F.linear(x, w(x.shape[-1], x.shape[-1]), w(x.shape[-1])) * _scaled(x),
+    "vector": lambda x, w: x + (x @ w(x.shape[-1]))[..., None] / 9,
+    "einsum": lambda x, w: torch.einsum("b...k,kj->b...j", x, w(x.shape[-1], x.shape[-1])) * _scaled(x),
+    "attention": lambda x, w: F.scaled_dot_product_attention(x, x, x) if x.dim() > 2 else x * x,
+    "products of rows": lambda x, w: x @ x.mT / x.shape[-1] if x.dim() > 2 else x + 1,
+    "transpose": lambda x, w: x.mT.contiguous() if x.dim() > 2 else x.flip(-1),
+    "gelu": lambda x, w: F.gelu(x),
+    "silu": lambda x, w: F.silu(x),
+    "functions": lambda x, w: torch.exp(x.clamp(-5, 5) / 3) + torch.tanh(x) * torch.erf(x),
+    "more functions": lambda x, w: torch.sin(x) + x.abs() ** 1.3 - torch.log1p(x.abs()),
+    "glu": lambda x, w: F.glu(torch.cat([x, x * 2], -1), -1),
+    "cat": lambda x, w: torch.cat([x, x.sum(-1, keepdim=True) / 5], -1),
+    "pad": lambda x, w: F.pad(x, (1, 2)),
+    "where": lambda x, w: torch.where(x > 0, x, x * 0.1).roll(1, -1),
+}  # fmt: skip
+
+
+def chains(rng: random.Random, count: int = 5) -> Case:
+    """``count`` programs of a few such steps each, on rows of their own sizes and dtypes, of which some are strided."""
+    n, made, rows = rng.randint(5, 40), [], []
+    weights: list[torch.Tensor] = []
+    for _ in range(count):
+        dtype = rng.choice((*DTYPES, torch.float32, torch.float64))
+        length = rng.randint(3, 900)
+        sizes = rng.choice(((length,), (rng.randint(2, 9), length // 8 + 3), (2, 5, length // 20 + 3)))
+        rows.append(torch.randn(n, *sizes).to(dtype))
+        if rng.random() < 0.2:
+            rows[-1] = torch.randn(n, *sizes[::-1]).to(dtype).permute(0, *range(len(sizes), 0, -1))
+        names = rng.choices([s for s in STEPS if len(sizes) > 1 or "of 1" not in s], k=rng.randint(1, 5))
+        first, x = len(weights), rows[-1]
+        for name in names:
+            x = STEPS[name](x, lambda *s, d=dtype: weights.append(torch.randn(s).to(d)) or weights[-1])
+        made.append((names, first))
+
+    def run(*args: torch.Tensor) -> list[torch.Tensor]:
+        out = []
+        for x, (names, first) in zip(args[:count], made, strict=True):
+            taken = iter(args[count + first :])
+            for name in names:
+                x = STEPS[name](x, lambda *_, taken=taken: next(taken))
+            out.append(x)
+        return out
+
+    run.__doc__ = str([names for names, _ in made])
+    return run, tuple(rows), tuple(weights)

@@ -169,7 +169,7 @@ def mismatch(got: Sequence[Any], ref: Reference) -> str:
     for i, (g, r, dtype) in enumerate(zip(got, ref.values, ref.dtypes)):
         if not isinstance(r, torch.Tensor):
             if g != r:
-                return f"result {i} is {g!r}, expected {r!r}"
+                return f"result {i} is {g!r:.200}, expected {r!r:.200}"
             continue
         if not isinstance(g, torch.Tensor):
             return f"result {i} is {type(g).__name__}, expected a tensor"

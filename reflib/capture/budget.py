@@ -29,7 +29,7 @@ def within_budget(
 def budget(value: object) -> float:
     """A budget that is given. Raises OptionError for anything but a number from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise OptionError(f"option activation_memory_budget={value!r}: must be None or a number from 0 to 1")
+        raise OptionError(f"option activation_memory_budget={value!r:.200}: must be None or a number from 0 to 1")
     return float(value)
 
 

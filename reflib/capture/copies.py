@@ -1,10 +1,13 @@
-"""A graph module that may be changed, beside the one it was copied from."""
+"""Copies: of a graph module, which may be changed, and of a user's module."""
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from copy import deepcopy
+from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 
@@ -16,3 +19,26 @@ def copied(module: GraphModule) -> GraphModule:
     for old, new in zip(module.graph.nodes, out.graph.nodes, strict=True):
         new.meta = dict(old.meta)
     return out
+
+
+def deep_copied(x: Any, memo: dict[int, Any]) -> Any:
+    """``copy.deepcopy``, but what Python cannot copy and is neither a tensor nor a module stays as it is: a lock, an
+    open file, what an op of ``torch.library`` holds."""
+    while True:
+        before = dict(memo)
+        try:
+            return deepcopy(x, memo)
+        except TypeError as e:
+            if (kept := _refused(e)) is None or id(kept) in before:
+                raise
+            tensors = {key: t for key, t in memo.items() if isinstance(t, torch.Tensor)}
+            memo.clear()
+            memo.update(before | tensors | {id(kept): kept})
+
+
+def _refused(e: TypeError) -> Any:
+    """The object that pickle's protocol refused, if ``deepcopy`` itself asked for it: a ``__deepcopy__`` that raises
+    says what its class wants."""
+    innermost = list(traceback.walk_tb(e.__traceback__))[-1][0]
+    found = innermost.f_locals.get("x") if innermost.f_code is deepcopy.__code__ else None
+    return None if isinstance(found, (torch.Tensor, torch.nn.Module)) else found

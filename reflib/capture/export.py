@@ -24,7 +24,6 @@ NB: An autocast object made before the capture (a decorator on ``forward``) has 
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import functools
 import inspect
@@ -48,6 +47,7 @@ from ..errors import CaptureError
 from ..target import Target
 from .advice import explained, first_lines, users_frames
 from .attention_there import attention_of_gpu
+from .copies import deep_copied
 from .exported import Rewrite, exported_graph
 from .graph import Graph
 from .retarget import retargeted
@@ -273,7 +273,7 @@ def _fakes_for(
 
 
 class _Fakes(TorchFunctionMode):
-    """One fake tensor for each real one. As a mode: what ``copy.deepcopy`` makes of tensors.
+    """One fake tensor for each real one. As a mode: what ``deep_copied`` makes of tensors.
 
     device: where all fakes lie; None: on cuda:0 what is on a GPU, on the CPU what is on meta, else on its own device.
     real: by a fake's storage (torch.export may detach it), what it stands for.
@@ -316,7 +316,7 @@ class _Fakes(TorchFunctionMode):
             self.fake(t)
         try:
             with self:
-                return copy.deepcopy(module, self.memo)
+                return deep_copied(module, self.memo)
         except CaptureError:
             raise
         except Exception as e:

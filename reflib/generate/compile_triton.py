@@ -146,18 +146,34 @@ def _compile(kernel: Kernel, target: Target, key: str) -> Binary:
         options["debug"] = True
     attrs = {(i,): [["tt.divisibility", 16]] for i in kernel.aligned}
     by_hand = ""
-    try:
+
+    def attempt() -> tuple[dict[str, Any], Any]:
+        nonlocal by_hand
         with _private_settings(), same_addresses(), _front_end:
             fn = load_function(kernel, key)
             constants = {p.name: p.default for p in fn.params if p.is_constexpr}
             types = signature(kernel, list(fn.arg_names))
             by_hand = BY_HAND.format(kernel.source, kernel.name, types, constants, attrs, repr(where), options)
-            made, facts = _passes(ASTSource(fn, types, constants, attrs), where, options, kernel.keep_loops)
+            return _passes(ASTSource(fn, types, constants, attrs), where, options, kernel.keep_loops)
+
+    try:
+        try:
+            made, facts = attempt()
+        except Exception as e:
+            if not failures.crashed(_first_lines(e)):
+                raise
+            with failures.ALONE:
+                made, facts = attempt()
     except CacheError:
         raise
     except Exception as e:
         raise ToolchainError(failures.of_kernel(kernel.name, kernel.source, target.arch, e, by_hand)) from e
     return _binary(kernel, target, made, SimpleNamespace(**facts))
+
+
+def _first_lines(e: Exception) -> str:
+    """Its message, without the source that ptxas's holds."""
+    return f"{type(e).__name__}: {e}"[:1000]
 
 
 def _passes(source: Any, target: Any, options: dict[str, Any], keep_loops: bool) -> tuple[dict[str, Any], Any]:

@@ -328,7 +328,7 @@ def _facts(cx: LoweringContext, value: Any, fake: Any, what: str) -> tuple[Assum
                 raise
     if isinstance(value, Expr):
         return (Assume("differs", value, 0),)
-    raise LoweringError(f"{_place(cx, what)}: the predicate is {value!r}, not a bool or a tensor of one element")
+    raise LoweringError(f"{_place(cx, what)}: the predicate is {value!r:.200}, not a bool or a tensor of one element")
 
 
 def _truth(cx: LoweringContext, v: View, what: str) -> Sym:

@@ -54,10 +54,12 @@ class CustomOpConfig:
     ):
         if decomposition is not None and not callable(decomposition):
             raise RegistrationError(
-                f"CustomOpConfig: the decomposition must be a function (or None: the op itself), not {decomposition!r}"
+                "CustomOpConfig: the decomposition must be a function (or None: the op itself), not "
+                f"{decomposition!r:.200}"
             )
         if config_patches is not None and not isinstance(config_patches, Mapping):
-            raise RegistrationError(f"CustomOpConfig: config_patches must be a dict of options, not {config_patches!r}")
+            what = "CustomOpConfig: config_patches must be a dict of options"
+            raise RegistrationError(f"{what}, not {config_patches!r:.200}")
         self.decomposition = decomposition
         self.config_patches = dict(config_patches or {})
         self.params = params
@@ -174,11 +176,11 @@ def register_custom_op_autotuning(
     _check_op(op, where)
     _require((configs is None) != (config_generator is None), where, "give either configs or config_generator")
     given = config_generator is None or callable(config_generator)
-    _require(given, where, f"config_generator must be a function, not {config_generator!r}")
+    _require(given, where, f"config_generator must be a function, not {config_generator!r:.200}")
     enough = _is_number(min_speedup_threshold) and 1 <= min_speedup_threshold < math.inf
-    _require(enough, where, f"min_speedup_threshold={min_speedup_threshold!r}: {_SPEEDUP}")
+    _require(enough, where, f"min_speedup_threshold={min_speedup_threshold!r:.200}: {_SPEEDUP}")
     _require(isinstance(benchmark_with_cudagraphs, bool), where, "benchmark_with_cudagraphs must be True or False")
-    _require(name is None or isinstance(name, str), where, f"name must be a string, not {name!r}")
+    _require(name is None or isinstance(name, str), where, f"name must be a string, not {name!r:.200}")
     new = Registration(
         str(op),
         str(op._schema),
@@ -218,8 +220,8 @@ def _overload(custom_op: Any) -> Any:
             f"such as torch.ops.{custom_op}.{overloads[0]}"
         )
     raise RegistrationError(
-        f"register_custom_op_autotuning: {custom_op!r} is no op; give what torch.library.custom_op returned, or an "
-        "OpOverload such as torch.ops.aten.mm.default"
+        f"register_custom_op_autotuning: {custom_op!r:.200} is no op; give what torch.library.custom_op returned, or "
+        "an OpOverload such as torch.ops.aten.mm.default"
     )
 
 
@@ -285,12 +287,12 @@ def _check_patches(c: CustomOpConfig, where: str) -> None:
     try:
         Options.make(c.config_patches)
     except OptionError as e:
-        raise RegistrationError(f"{where}: {c.name}: config_patches: {e}") from None
+        raise RegistrationError(f"{where}: {c.name:.200}: config_patches: {e}") from None
     for name in c.config_patches:
         _require(
             name in PATCHES,
             where,
-            f"{c.name}: config_patches cannot change {name}, which is the program's (give it when "
+            f"{c.name:.200}: config_patches cannot change {name}, which is the program's (give it when "
             f"you compile); one implementation can have its own {', '.join(PATCHES)}",
         )
 
@@ -299,11 +301,11 @@ def _check_params(op: Any, c: CustomOpConfig, where: str) -> None:
     arguments = {a.name: a for a in op._schema.arguments}
     for p in c.params:
         tensor = p in arguments and is_tensor(arguments[p])
-        _require(not tensor, where, f"{c.name}: the parameter {p} is a tensor argument of the op")
+        _require(not tensor, where, f"{c.name:.200}: the parameter {p} is a tensor argument of the op")
         _require(
             c.decomposition is not None or p in arguments,
             where,
-            f"{c.name}: the op has no argument {p!r} to tune{_near(p, list(arguments))}; give a "
+            f"{c.name:.200}: the op has no argument {p!r:.200} to tune{_near(p, list(arguments))}; give a "
             "decomposition that has, or name one of the op's",
         )
 
@@ -417,13 +419,13 @@ def _dispatch_on(op: Any, on: Any, splits: Any, where: str) -> DispatchOn:
     tensor, dim, upper = on["tensor_name"], on["dim"], on.get("range_upper_bound", DEFAULT_UPPER)
     _check_tensor(op, tensor, f"{where}: dispatch_on")
     dimension = _is_int(dim) and -64 <= dim < 64
-    _require(dimension, where, f"dispatch_on: dim={dim!r} is no dimension; give an int, such as 0 or -1")
+    _require(dimension, where, f"dispatch_on: dim={dim!r:.200} is no dimension; give an int, such as 0 or -1")
     positive = isinstance(splits, (list, tuple)) and bool(splits) and all(_is_int(s) and s > 0 for s in splits)
-    _require(positive, where, f"split_points={splits!r}: must be a list of positive ints")
+    _require(positive, where, f"split_points={splits!r:.200}: must be a list of positive ints")
     ascending = all(a < b for a, b in pairwise(splits))
-    _require(ascending, where, f"split_points={splits!r}: must ascend, without repetition")
+    _require(ascending, where, f"split_points={splits!r:.200}: must ascend, without repetition")
     last = splits[-1]
-    beyond = f"dispatch_on: range_upper_bound={upper!r} must be an int above the last split point, {last}"
+    beyond = f"dispatch_on: range_upper_bound={upper!r:.200} must be an int above the last split point, {last}"
     _require(_is_int(upper) and upper > last, where, beyond)
     return DispatchOn(tensor, dim, tuple(splits), upper)
 

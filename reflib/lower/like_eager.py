@@ -3,7 +3,8 @@
 Eager computes a model as a sequence of ATen kernels. Its bits are ours where each of these is either called, or
 computed by operations that have one right answer, in the same order and rounded at the same places:
 
-* The graph is captured without decompositions, and nothing rewrites it: it is eager's sequence of ATen ops.
+* The graph is captured without decompositions, but of ops that only move numbers, and nothing rewrites it: it is
+  eager's sequence of ATen ops.
 * An op that we generate code for may round once: by what IEEE 754 defines to the last bit (a sum, a product, a
   quotient) or, on a CUDA device, by a function of CUDA's mathematical library that eager calls as well, and whose bits
   Triton's copy of it shares: not ``asin``, ``acos``, ``atan``, ``erf``, ``hypot`` and ``pow``. (On a CPU eager's
@@ -34,7 +35,7 @@ from ..ir.loops import Const, Index, Load, LoopNest, Op, Reduce, Scan, Stmt, Sto
 from ..ir.program import Node
 from .context import LoweringContext
 from .numbers import HALF
-from .rules import Unsupported
+from .rules import Unsupported, overloads
 
 EXACT = frozenset(
     "neg abs maximum minimum and or xor not eq ne lt le gt ge where cast from_bits to_f16 to_bf16 isnan isinf signbit"
@@ -56,7 +57,16 @@ def _batch_norm(x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, *re
     return decomposition_table[op](x, weight, bias, mean, *rest)
 
 
-TABLE = {torch.ops.aten._native_batch_norm_legit_functional.default: _batch_norm}
+# They move, select and compare numbers: torch's parts of them have their bits, and fuse.
+_MOVE = (
+    "stack select_backward slice_backward diagonal_backward diag_embed block_diag rot90 unfold_copy take pixel_shuffle"
+    " pixel_unshuffle channel_shuffle reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d"
+    " replication_pad2d replication_pad3d upsample_nearest1d upsample_nearest2d upsample_nearest3d"
+    " _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d threshold hardshrink heaviside"
+    " nan_to_num isposinf isneginf"
+).split()
+TABLE = {op: decomposition_table[op] for op in overloads(*_MOVE) if op in decomposition_table}
+TABLE[torch.ops.aten._native_batch_norm_legit_functional.default] = _batch_norm
 
 
 def check(cx: LoweringContext, target: Any, nodes: Sequence[Node]) -> None:

@@ -164,7 +164,7 @@ class Explanation:
 
     def _reached(self, value: Any, stage: str) -> Any:
         if value is None:
-            raise ReflibError(f"this compilation stopped before the stage {stage!r}")
+            raise ReflibError(f"this compilation stopped before the stage {stage!r:.200}")
         return value
 
     def summary(self) -> list[dict[str, Any]]:
@@ -229,7 +229,7 @@ def explain(
         with triton_of_gpu() if gpu else nullcontext():
             graphs = _graphs(Backend, fn, args, kwargs or {}, opts, dynamic)
     if not graphs:
-        raise ReflibError(f"explain: no tensor operation was captured from {getattr(fn, '__name__', fn)!r}")
+        raise ReflibError(f"explain: no tensor operation was captured from {getattr(fn, '__name__', fn)!r:.200}")
     eager = functools.partial(_eager, fn, args, kwargs or {}, graphs)
     again = functools.partial(_measure, fn, args, kwargs or {}, opts, dynamic)
     return Explanation(graphs, eager=eager, measured=again if opts.target is None else None)

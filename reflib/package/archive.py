@@ -221,9 +221,9 @@ def open(path: str | os.PathLike[str], verify: bool | str = True, sha256: str | 
     sha256: the digest that the whole file must have, as ``sha256sum`` prints it.
     """
     if verify is not True and verify != "code":
-        raise OptionError(f'verify={verify!r}: takes True (check everything) or "code" (all but the weights)')
+        raise OptionError(f'verify={verify!r:.200}: takes True (check everything) or "code" (all but the weights)')
     if sha256 is not None and not (isinstance(sha256, str) and re.fullmatch("[0-9a-fA-F]{64}", sha256)):
-        raise OptionError(f"sha256={sha256!r}: takes the 64 hex digits that  sha256sum FILE  prints")
+        raise OptionError(f"sha256={sha256!r:.200}: takes the 64 hex digits that  sha256sum FILE  prints")
     path = as_path(path)
     data = _contents(path, whole=sha256 is not None)
     if sha256 is not None and (whole := _digest(data, 0, len(data))) != sha256.lower():

@@ -27,6 +27,7 @@ from ..generate.compile_triton import Binary, compile_kernel
 from ..generate.cpp import HEADER
 from ..generate.kernel import Kernel
 from ..ir.data import encode
+from ..ir.printer import dtype_name
 from ..ir.program import Extern, Program, fallback_kernels, kernel_nodes, walk
 from ..options import Options
 from ..plan import Plan
@@ -147,7 +148,7 @@ class _Making:
         self.planned, self.options = planned, options
         self.kernels = list(dict.fromkeys(planned.kernels.values()))
         self.printer = CppPrinter(planned.program, planned.plan, planned.kernels, options.check_nan, shims)
-        self.text = self.printer.print()
+        self.text = self.printer.print() + manifest.tables_line(self._tables())
         self.wrapper = pool.submit(build_wrapper, self.text, (*toolchain.REPRODUCIBLE, *SMALL))
         self.binaries: dict[str, Future[Binary]] = {
             k.name: pool.submit(self._compile, k) for k in self.kernels if k.language == "triton" and k.grid != 0
@@ -179,6 +180,16 @@ class _Making:
             cpu=self._features(),
             driver=self._driver(), workspace=memory(p.program, p.plan).peak_bytes,
             arena=sizes_of_arenas(p.program, p.plan),
+        )  # fmt: skip
+
+    def _tables(self) -> str:
+        printer, buffers = self.printer, self.planned.program.buffers
+        held = [buffers[name] for name in printer.constants]
+        layouts = [(dtype_name(b.dtype), [int(e) for e in b.shape], [int(e) for e in b.strides]) for b in held]
+        return manifest.tables_digest(
+            len(self.planned.program.inputs), len(self.planned.program.outputs), printer.kernels,
+            [k.name for k in self.kernels if k.grid != 0], printer.functions, len(printer.objects), printer.symbols,
+            layouts,
         )  # fmt: skip
 
     def constant(self, name: str) -> str:

@@ -64,6 +64,8 @@ def _variant(m: Manifest, v: PackagedVariant, members: Mapping[str, int]) -> Non
     kernels = [k.name for k in v.kernels]
     if len(set(kernels)) < len(kernels) or not set(kernels) <= set(v.table):
         raise _wrong(f"the kernels of the variant {v.arch} are not those of its table")
+    if wrong := [k.name for k in v.kernels if k.image.endswith(".so") and k.symbol != k.name]:
+        raise _wrong(f"the kernel {wrong[0]} is not the function of this name in its library")
     if v.program not in m.programs:
         raise _wrong(f"the variant {v.arch} is of the program {v.program!r:.80}, which it does not have")
     known = {w.name for w in m.weights}

@@ -73,12 +73,12 @@ def export_cpp(
     except TypeError as e:
         raise PackageError(f"folder={folder!r:.80}: takes a str or a pathlib.Path, such as 'project'") from e
     with manifest.opened(path, model=model) as (file, about):
-        files = _Project(model or Path(path).stem, file, about, _variants(about, arch)).files()
+        files = _Project(model or Path(path).stem, file, about, _variants(file, about, arch)).files()
     return _write(target, files)
 
 
 # -- the variants to export ---------------------------------------------------------------------------------------
-def _variants(m: Manifest, arch: str | None) -> list[PackagedVariant]:
+def _variants(file: archive.Archive, m: Manifest, arch: str | None) -> list[PackagedVariant]:
     if m.host != manifest.HOST:
         raise PackageError(f"it was built by another reflib ({m.versions.get('reflib', '?')}): build it again")
     there = [a for a in m.archs if not a.startswith("gfx")]
@@ -89,6 +89,9 @@ def _variants(m: Manifest, arch: str | None) -> list[PackagedVariant]:
     names = [arch] if arch is not None else [a for a in there if a != "cpu"] or there
     variants = [m.variant(a) for a in names]
     for variant in variants:
+        if manifest.tables_line(manifest.tables_of(m, variant)) not in bytes(file.view(variant.text)).decode():
+            what = f"the tables of its variant {variant.arch} are not those that its host code uses"
+            raise PackageError(f"{what}; build it again")
         for op in variant.needs.values():
             remedy = "register it in C++, or declare a function in C for it (option c_shims)"
             if variant.arch != "cpu" and op.startswith("aten.") and "+cpu" in m.versions.get("torch", ""):
@@ -308,7 +311,7 @@ class _Tables:
             f'#include "runtime.h"\n#include "{self.project.name}_model.h"\n\n'
             'extern "C" {\n' + "\n".join(declared) + "\n}\n\n"
             f"namespace runtime {{\nconst Tables tables = {{\n{body}\n}};\n}}  // namespace runtime\n\n"
-            f"extern \"C\" const reflib_functions *functions_of_{self.project.name}() {{\n"
+            f'extern "C" const reflib_functions *functions_of_{self.project.name}() {{\n'
             f"  static const reflib_functions all = {{\n      {functions}}};\n  return &all;\n}}\n"
         )
 
@@ -400,7 +403,7 @@ def _object(data: Any) -> str:
         return f"integer({int(x)})"
     if isinstance(x, float):
         return f"number({number(x)})"
-    raise PackageError(f"one of its results is {x!r}, which is no tensor and no number: C++ has no such value")
+    raise PackageError(f"one of its results is {x!r:.200}, which is no tensor and no number: C++ has no such value")
 
 
 def _dtype(name: str) -> str:

@@ -245,7 +245,7 @@ def _wanted(device: torch.device | str | int | None) -> torch.device | None:
         if type(device) is int:  # a GPU, even where torch uses another accelerator or none
             return torch.device("cuda", device)
         return None if device is None else torch.device(device)
-    except (RuntimeError, TypeError) as e:
+    except (RuntimeError, TypeError, ValueError) as e:
         raise PackageError(f"device={device!r:.80} is no device: packages run on 'cpu' and 'cuda' ('cuda:1')") from e
 
 
@@ -411,7 +411,9 @@ def _graph(
     loaders = [None if k is None or not k.late else functools.partial(_untraced(facts), k) for _, k in listed]
     functions = _functions(file, m, v, device)
     _check_symbols(m, v)
-    wrapper = host.WrapperLibrary(libraries.open(v.wrapper, file.view(v.wrapper)))  # (kept by the graph)
+    library = libraries.open(v.wrapper, file.view(v.wrapper))
+    _check_tables(m, v, library)
+    wrapper = host.WrapperLibrary(library)  # (kept by the graph)
     weakref.finalize(wrapper, libraries.close).atexit = False  # other code may still call it then
     return host.graph(
         wrapper, v.graph, len(program.inputs), len(program.outputs), kernels, loaders,
@@ -434,6 +436,12 @@ def _functions(
         return host.functions_of(text, names | {"only_in_c": _only_in_c}, v.functions)
     except Exception as e:  # it is code, which may raise anything
         raise PackageError(f"its Python text cannot be run ({type(e).__name__}: {e}): build it again") from e
+
+
+def _check_tables(m: manifest.Manifest, v: manifest.PackagedVariant, library: ctypes.CDLL) -> None:
+    wanted = manifest.tables_of(m, v).encode()
+    if not hasattr(library, manifest.TABLES) or (ctypes.c_char * 64).in_dll(library, manifest.TABLES).raw != wanted:
+        raise PackageError(f"the tables of its variant {v.arch} are not those that its host code uses; build it again")
 
 
 def _check_symbols(m: manifest.Manifest, v: manifest.PackagedVariant) -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import os
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NewType
 
@@ -28,10 +29,11 @@ from . import archive
 from .archive import Entry
 from .weights import Span, Weight
 
-HOST = 3  # version of the interface between a compiled wrapper and the process: wrap/host.h
+HOST = 4  # version of the interface between a compiled wrapper and the process: wrap/host.h
 
 Data = NewType("Data", object)  # encoded by ir/data.py; decoded where it is used, for it may name ops
 Word = Annotated[str, re.compile(r"\w+", re.ASCII)]
+TABLES = "reflib_tables"  # of a wrapper, a string: ``tables_digest``
 Member = Annotated[str, re.compile(archive.NAME.pattern + "|", re.ASCII)]  # "": none
 
 
@@ -185,6 +187,32 @@ class Manifest:
         return tuple(v.arch for v in self.variants)
 
 
+def tables_digest(
+    inputs: int, outputs: int, table: Sequence[str], kernels: Collection[str], functions: Sequence[str], objects: int,
+    symbols: Sequence[str], constants: Sequence[tuple[str, Sequence[int], Sequence[int]]],
+) -> str:  # fmt: skip
+    """Of what a wrapper reaches by number, unchecked: it holds this digest (``TABLES``), and is not called with tables
+    that have another. ``kernels``: those of the table that are not empty. ``constants``: dtype, sizes and strides."""
+    numbered = list(table), sorted(kernels), list(functions), list(symbols)
+    layouts = [(dtype, list(shape), list(strides)) for dtype, shape, strides in constants]
+    return hashlib.sha256(repr((inputs, outputs, objects, *numbered, layouts)).encode()).hexdigest()
+
+
+def tables_line(digest: str) -> str:
+    """What a wrapper's text ends with. (Weak: a project of several wrappers links them all.)"""
+    return f'extern "C" __attribute__((weak, used)) const char {TABLES}[] = "{digest}";\n'
+
+
+def tables_of(m: Manifest, v: PackagedVariant) -> str:
+    """The digest of the tables that the manifest gives."""
+    p, by_name = m.programs[v.program], {w.name: w for w in m.weights}
+    held = [by_name[name] for name, _ in v.constants]
+    return tables_digest(
+        len(p.inputs), len(p.outputs), v.table, [k.name for k in v.kernels], v.functions, len(v.objects), v.symbols,
+        [(w.dtype, w.shape, w.strides) for w in held],
+    )  # fmt: skip
+
+
 def write(x: Any) -> Any:
     """The manifest, or a part of it, as JSON data. Raises ReflibError for a value that ``ir/data.py`` cannot encode."""
     if hasattr(x, "__dataclass_fields__") and not isinstance(x, Expr | Sym):
@@ -261,7 +289,10 @@ def of_model(file: archive.Archive, model: str | None) -> Manifest:
         raise PackageError(f"it has no model {model!r:.80}; it holds {', '.join(there) or 'one, without a name'}")
     data = file.manifest if model is None else file.manifest["models"][model]
     about = read({**data, "entries": file.manifest["entries"]} if isinstance(data, dict) else data)
-    check(about, {e.name: e.unpacked for e in file.entries.values()})
+    own = [
+        e for e in file.entries.values() if model is None or e.name.partition("/")[2].partition("/")[0] in ("", model)
+    ]
+    check(about, {e.name: e.unpacked for e in own})
     return about
 
 
@@ -287,4 +318,7 @@ def open_archive(
         file.close()
         if isinstance(e, ReflibError) and not isinstance(e, DeviceError):
             raise PackageError(f"{path}: {archive.printable(str(e))}") from e
+        if isinstance(e, (ValueError, TypeError, LookupError, AttributeError, AssertionError)):  # by what it says
+            said = archive.printable(f"{type(e).__name__}: {e}")
+            raise PackageError(f"{path}: its manifest does not fit together ({said:.300}); build it again") from e
         raise

@@ -52,23 +52,33 @@ def direct_call(printer: CppPrinter, x: Extern, again: list[str]) -> list[str] |
     op = x.target if x.out is None else x.out[0]
     if not isinstance(op, torch._ops.OpOverload):
         return None
-    if op is aten._local_scalar_dense.default:
-        return _number(printer, x, again)
     writer = _Writer(printer)
     try:
+        if op is aten._local_scalar_dense.default:
+            return _number(writer, x, again)
         return writer.call(x, op, again)
     except _Cannot:
         return None
 
 
-def _number(printer: CppPrinter, x: Extern, again: list[str]) -> list[str] | None:
-    """An integer in a CPU's memory: read where it is."""
-    (v,), ((sym, _, _),) = x.args, x.symbols
-    if not integer_read(x) or printer.program.buffers[v.buffer].device.type != "cpu":
-        return None
-    n, at = printer.name(v.buffer), printer.size(v.offset * v.dtype.itemsize)
-    read = f"{printer.name(sym.name)} = *(const {_INTEGERS[v.dtype]}*)({n}.ptr + {at});"
-    return [f"if ({n}.opaque) {{", *_more(again), "} else {", f"  {read}", "}"]
+def _number(writer: _Writer, x: Extern, again: list[str]) -> list[str]:
+    """An integer in a CPU's memory is read where it is, another number by PyTorch."""
+    printer, (v,), ((sym, _, _),) = writer.printer, x.args, x.symbols
+    n = printer.name(sym.name)
+    if integer_read(x) and printer.program.buffers[v.buffer].device.type == "cpu":
+        held, at = printer.name(v.buffer), printer.size(v.offset * v.dtype.itemsize)
+        read = f"{n} = *(const {_INTEGERS[v.dtype]}*)({held}.ptr + {at});"
+        return [f"if ({held}.opaque) {{", *_more(again), "} else {", f"  {read}", "}"]
+    real = v.dtype.is_floating_point
+    ctype, name = ("double", "aoti_torch_item_float64") if real else ("int64_t", "aoti_torch_item_int64")
+    if not (real or v.dtype in _INTEGERS) or not _there(name):
+        raise _Cannot
+    kind = "VALUE_FLOAT" if real else "VALUE_BOOL" if v.dtype == torch.bool else "VALUE_INT"
+    called = f"call(run, {printer.function(name)}, {writer._tensor(v)}, &read)"
+    lines = [*writer.before, f"{ctype} read;", f"if ({called}) {{  // again, for its error", *_more(again), "} else {"]
+    lines.append(f"  __builtin_memcpy(&{n}, &read, sizeof read);")
+    lines += [f"  {printer.name(f'{sym.name} kind')} = {kind};"] if sym.name in printer.numbers else []
+    return ["{", *_more([*lines, "}"]), "}"]
 
 
 def integer_read(x: Extern) -> bool:

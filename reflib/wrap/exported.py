@@ -237,7 +237,7 @@ def _fitting(argument: Argument, got: Any) -> Any:
         nan = value != value and got != got
         if type(got) is not type(value) or not (nan or got == value):
             came = f"a tensor, {host.described(got)}" if isinstance(got, torch.Tensor) else f"{got!r:.80}"
-            raise ReflibError(f"{name}: it was exported with {value!r}, got {came}")
+            raise ReflibError(f"{name}: it was exported with {value!r:.200}, got {came}")
         return got
     if not isinstance(got, torch.Tensor):
         raise ReflibError(f"{name}: expected a tensor, got {type(got).__name__}")

@@ -115,6 +115,10 @@ static int32_t call_python(Host *host, Frame *frame, int32_t which, const Value 
     }
     if (tuple) out = PyObject_CallObject(PyTuple_GET_ITEM(g->functions, which), tuple);
     Py_XDECREF(tuple);
+    if (out && (!PyTuple_Check(out) || PyTuple_GET_SIZE(out) < m)) {
+        PyErr_Format(PyExc_RuntimeError, "a function of the wrapper did not return %d results", (int)m);
+        Py_CLEAR(out);
+    }
     if (out) {
         rc = 0;
         for (; rc == 0 && filled < m; ++filled) rc = to_value(PyTuple_GET_ITEM(out, filled), &results[filled]);

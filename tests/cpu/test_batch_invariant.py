@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import reflib
-from tests.invariance_cases import CASES, DTYPES, case, parts, same, variant
+from tests.invariance_cases import CASES, DTYPES, case, chains, parts, same, variant
 
 ON: dict[str, Any] = {"batch_invariant": True}
 
@@ -36,6 +36,17 @@ def test_rows_in_calls_of_other_sizes(name: str, dtype: torch.dtype) -> None:
         for i, (w, g, r) in enumerate(zip(want, got, right, strict=True)):
             floor = torch.finfo(w.dtype).eps * r.abs().max()
             assert (g - r).abs().max() <= 2 * (w - r).abs().max() + 2 * floor, i
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("seed", range(6))
+def test_random_chains(seed: int) -> None:
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    made = chains(rng)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", reflib.BatchVariantWarning)
+        assert variant(made[0], made, rng, wrapper=rng.choice(("python", "cpp")), **ON) == [], made[0].__doc__
 
 
 def test_without_it_they_differ() -> None:

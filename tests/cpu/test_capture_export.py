@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -183,6 +184,40 @@ def test_what_cannot_be_copied_is_named() -> None:
     with pytest.raises(CaptureError, match=r"cannot be copied \(TypeError: a socket cannot be copied\)") as e:
         export_for(model, (x(2, 3),), device="cuda")
     assert isinstance(e.value.__cause__, TypeError)
+
+
+@torch.library.custom_op("reflib_capture::doubled", mutates_args=())
+def doubled(t: torch.Tensor) -> torch.Tensor:
+    return t * 2
+
+
+@doubled.register_fake
+def _(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(t)
+
+
+class Config:
+    """Holds what cannot be copied, beside a tensor that must be."""
+
+    def __init__(self) -> None:
+        self.lock, self.lines, self.scale = threading.Lock(), (line for line in "abc"), torch.ones(3)
+
+
+def test_what_cannot_be_copied_and_need_not_be_stays() -> None:
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.op, self.config = nn.Linear(3, 3), doubled, Config()
+
+        def forward(self, t: torch.Tensor) -> torch.Tensor:
+            with self.config.lock:
+                return self.op(self.inner(t) * self.config.scale)
+
+    model = Holds()
+    e = export_for(model, (x(2, 3),), device="cuda")
+    assert "reflib_capture.doubled.default" in targets(e)
+    assert next(iter(model.config.lines)) == "a" and model.config.scale.device.type == "cpu"
+    torch.testing.assert_close(model(x(2, 3)), doubled(model.inner(x(2, 3))))
 
 
 def test_weights_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:

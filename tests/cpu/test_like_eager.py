@@ -114,6 +114,48 @@ def test_what_is_fused_and_what_is_called() -> None:
     assert all(k.exact for k in e.stages.kernels.values()) and "exp2" not in source
 
 
+def test_what_only_moves_is_fused() -> None:
+    """Parts of one projection, rotated, padded: forward and backward without a call but the product's."""
+
+    def f(x: Any, w: Any) -> Any:
+        q, k = (x @ w).unflatten(-1, (2, -1)).unbind(-2)
+        q = torch.stack([q[..., ::2] * 0.3, q[..., 1::2] - 1], -1).flatten(-2)
+        padded = F.pad(x[None] * 2, (1, 2), mode="reflect").unflatten(1, (4, -1))
+        return q * 3, F.pixel_shuffle(padded, 2) + 1, k * 2
+
+    x, w = torch.randn(8, 6), torch.randn(6, 16)
+    for target, product in (("sm_90", "mm"), ("cpu", "mm")):
+        e = reflib.explain(f, x, w.requires_grad_(), target=target, **EAGER)
+        called = [n.origins[0].op for s in e.graphs for n in s.scheduled.nodes if isinstance(n, Extern)]
+        assert len(e.graphs) == 2 and set(called) == {f"aten.{product}.default"}, called
+    want, got = [], []
+    for run, out in ((f, want), (reflib.compile(f, **EAGER), got)):
+        leaf = w.detach().clone().requires_grad_()
+        results = run(x, leaf)
+        torch.autograd.backward([sum((t * torch.sin(t.detach() * 9)).sum() for t in results)])
+        out += [*results, leaf.grad]
+    assert all(map(equal_bits, want, got))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_what_only_moves(dtype: torch.dtype) -> None:
+    x = numbers(random.Random(5), "cpu", dtype, 2, 4, 6, 8)
+
+    def moved(x: torch.Tensor) -> list[torch.Tensor]:
+        pads = [F.pad(x, (2, 1, 1, 2), mode=m) for m in ("reflect", "replicate")]
+        line = [F.pad(x[0], (2, 1), mode=m) for m in ("reflect", "replicate")]
+        sizes = [F.interpolate(x, scale_factor=s, mode=m) for s in (2, 1.7, 0.4) for m in ("nearest", "nearest-exact")]
+        rest = [
+            torch.stack([x, -x], 1), F.pixel_shuffle(x, 2), F.pixel_unshuffle(x, 2), F.channel_shuffle(x, 2),
+            torch.diag_embed(x[0, 0]), torch.block_diag(x[0, 0], x[0, 1]), x.rot90(), x[0, 0].unfold(1, 3, 2) * 1,
+            x.take(torch.tensor([3, 77, 5])), F.threshold(x, 0.3, 7.0), F.hardshrink(x), x.nan_to_num(1.5, 2.5, 3.5),
+            x.isposinf(), x.isneginf(), torch.heaviside(x, x[0]),
+        ]  # fmt: skip
+        return [*pads, *line, *sizes, *rest]
+
+    assert different(moved, (x,), **EAGER) == []
+
+
 def test_functions_of_cuda_are_its_librarys() -> None:
     e = reflib.explain(
         lambda x: (torch.exp(x) / x.sqrt(), x / 3, x / 4), torch.rand(64).bfloat16(), target="sm_90", **EAGER

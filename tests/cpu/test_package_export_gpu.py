@@ -232,6 +232,26 @@ def test_wrappers_that_differ_counters_and_late_kernels(driver: Path, tmp_path: 
         assert not k.early or not set(launched) & {k.symbol} or {"early": [1, 6, 1]} in asked
 
 
+def test_numbers_are_read_without_python(tmp_path: Path) -> None:
+    """``.item()`` of a tensor on a GPU, and of a float on a CPU: by a function of PyTorch's C interface."""
+
+    class Sized(torch.nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, float]:
+            n = x.max().int().item()
+            torch._check(n >= 0)
+            torch._check(n < 100)
+            return torch.zeros(n, device=x.device) + x.sum(), x.sum().item()
+
+    x = torch.tensor([1.0, 3.0])
+    for arch in ("sm_90", "cpu"):
+        path = reflib.aot_compile(Sized(), (x,), tmp_path / f"{arch}.reflib", arch)
+        with manifest.opened(path) as (_, about):
+            assert "aoti_torch_item_float64" in about.variant(arch).symbols and not about.variant(arch).needs
+        assert (export_cpp(path, tmp_path / arch) / "wrapper.cpp").exists()
+    result, number = reflib.load(path)(x)
+    assert result.tolist() == [4.0] * 3 and number == 4.0
+
+
 def test_equal_packages_equal_files(on_gpu: tuple[Path, Path], tmp_path: Path, host_folders: list[bytes]) -> None:
     assert_reproducible(*on_gpu, tmp_path, host_folders)
 

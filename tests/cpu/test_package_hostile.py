@@ -22,7 +22,7 @@ from reflib.errors import PackageError
 from reflib.package import archive
 from reflib.package.export_cpp import export_cpp
 from reflib.package.inspect import inspect
-from tests import packages
+from tests import forking, packages, spoiled_manifests
 
 Manifest = dict[str, Any]
 MANY = 9_000
@@ -115,6 +115,13 @@ def test_names_that_lead_elsewhere(place: str, package: Path, tmp_path: Path) ->
         *(lambda m, i=i, bad=bad: size(m).__setitem__(i, bad) for i, bad in ((0, "5"), (0, [1]), (1, "x"), (1, None))),
         *(lambda m, i=i: size(m)[1].__setitem__(i, "2") for i in (2, 3, 4)),
         lambda m: size(m).__setitem__(1, ["//", 5, 7]),
+        lambda m: variant(m).update(symbols=[]),
+        lambda m: variant(m).update(functions=variant(m)["functions"][:-1]),
+        lambda m: variant(m).update(objects=variant(m)["objects"] + [1]),
+        lambda m: variant(m)["kernels"].pop(),
+        lambda m: variant(m).update(table=["nobody", *variant(m)["table"]]),
+        lambda m: program(m).update(outputs=[]),
+        lambda m: program(m).update(names=[""]),
         lambda m: variant(m)["kernels"][0].update(name="nobody"),
         lambda m: variant(m)["kernels"][0].update(symbol="nobody"),
         lambda m: variant(m).update(kernels=variant(m)["kernels"] * 2),
@@ -132,6 +139,17 @@ def test_manifests_that_do_not_fit(change: Callable[[Manifest], Any], package: P
     with pytest.raises(PackageError, match=r"m\.reflib: (its|the)") as e:
         reflib.load(path)
     assert str(e.value).isprintable() and time.process_time() - start < 5
+
+
+def test_spoiled_manifests_fuzz(tmp_path: Path) -> None:
+    """One value changed at random: refused, or loaded and called, and never the end of the process."""
+    package, count = spoiled_manifests.make(tmp_path / "much.reflib"), int(os.environ.get("REFLIB_FUZZ") or 120)
+    for first in range(0, count, 500):
+        words = (str(package), str(tmp_path), str(first), str(min(500, count - first)))
+        code, out, errors = forking.forked("tests.spoiled_manifests", *words, OMP_NUM_THREADS="1")
+        assert code == 0, out[-2000:] + errors[-3000:]
+        found = json.loads(out.splitlines()[-1])
+        assert found["refused"] > sum(found.values()) / 3 and found["called"]
 
 
 def nested(deep: int) -> str:

@@ -7,6 +7,7 @@ import os
 import stat
 import sys
 import threading
+import warnings
 
 import pytest
 
@@ -118,6 +119,39 @@ def test_a_compiler_that_always_crashes(crashing):
     crashing("-fwrapv")
     with pytest.raises(ToolchainError, match=r"(?s)exit 4\); .*CXX\n\$ .*-O3.*internal compiler error"):
         toolchain.build_library(ADD.format("crash"))
+
+
+@pytest.mark.parametrize("always", [False, True])
+@pytest.mark.parametrize(
+    "dies", ["os.kill(os.getpid(), 9)", "sys.exit(print('fatal error: Killed signal', file=sys.stderr) or 1)"]
+)
+def test_a_compiler_that_is_killed_runs_again_alone(tmp_path, monkeypatch, empty_cache, always, dies):
+    """Of two that run at once, and of a wrapper's."""
+    real = toolchain.shutil.which("g++") or toolchain.shutil.which("c++")
+    script, log = tmp_path / "starved-c++", tmp_path / "log"
+    script.write_text(
+        f"#!{sys.executable}\nimport os, sys\nwords = sys.argv[1:]\n"
+        "names = [w for w in words if w.endswith('.cpp') and 'probe' not in w]\n"
+        f"print(*names, file=open({str(log)!r}, 'a'))\n"
+        f"if names and ({always} or open({str(log)!r}).read().count(names[0]) == 1):\n    {dies}\n"
+        f"os.execv({real!r}, [{real!r}, *words])\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setattr(toolchain, "_UNIT_CHARS", 10)
+
+    def build():
+        toolchain.build_library([ADD.format("f"), ADD.format("g")], Options(compile_threads=2))
+        toolchain.shared_library("wrapper", {"wrapper.cpp": ADD.format("h")}, ("-shared", "-fPIC"))
+
+    if always:
+        with pytest.raises(ToolchainError, match=r"memory ran out: compile fewer at once.*compile_threads=1"):
+            build()
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            build()
+        assert all(log.read_text().count(name) == 2 for name in ("unit0.cpp", "unit1.cpp", "wrapper.cpp"))
 
 
 def test_what_is_known_of_a_compiler_is_remembered(empty_cache, monkeypatch):

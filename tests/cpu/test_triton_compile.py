@@ -31,7 +31,7 @@ from triton_cases import (
     shifted_windows,
 )
 
-from reflib import cache, explain
+from reflib import cache, explain, failures
 from reflib.errors import DeviceError, ToolchainError
 from reflib.generate import compile_triton
 from reflib.generate.compile_triton import compile_kernel, resources
@@ -325,6 +325,32 @@ def test_a_kernel_that_is_refused_leaves_the_front_end(fresh_cache: Path) -> Non
         with pytest.raises(ToolchainError, match="refused kernel bad for sm_90"):
             compile_kernel(broken, parse_target("sm_90"))
         assert not compile_triton._front_end.lock.locked()
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_an_assembler_that_is_killed_runs_again_alone(
+    always: bool, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime.errors import PTXASError
+
+    make_cubin: Any = CUDABackend.make_cubin
+    tried: list[bool] = []
+
+    def starved(*args: Any) -> Any:
+        tried.append(failures.ALONE.locked())
+        if always or len(tried) == 1:
+            raise PTXASError("`ptxas` failed with error code -9")
+        return make_cubin(*args)
+
+    monkeypatch.setattr(CUDABackend, "make_cubin", starved)
+    kernel = several(100, 800).kernel("starved")
+    if always:
+        with pytest.raises(ToolchainError, match=r"compile fewer at once, Options\(compile_threads=1\)"):
+            compile_kernel(kernel, parse_target("sm_90"))
+    else:
+        assert compile_kernel(kernel, parse_target("sm_90")).image
+    assert tried == [False, True]
 
 
 _TWICE = """.version 8.7
