@@ -12,12 +12,13 @@ less work than to store the input and read it back: ``avg_pool(relu(bn(x)))`` is
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..ir.expr import Atom, Expr, Var, ceildiv, expr, nonneg
+from ..ir.expr import Atom, Expr, Ref, Var, ceildiv, expr, nonneg, product
 from ..ir.loops import (
     BodyBuilder,
     Const,
@@ -311,8 +312,8 @@ def _cheap(loops: LoopNest, loads: list[Load], p: Producer) -> bool:
     """By how often each element of the producer would be computed."""
     points = loops.numel.hint() * loops.rnumel.hint()
     unmasked = len({s.index for s in loads if s.mask is None})
-    masked = len({s.index for s in loads if s.mask is not None})  # lanes that are masked off cost little
-    repeat = masked + unmasked * points / max(1, p.loops.numel.hint())
+    masked = {s.index for s in loads if s.mask is not None}  # lanes that are masked off cost little
+    repeat = sum(max(1, points // _elements(i)) for i in masked) + unmasked * points / max(1, p.loops.numel.hint())
     work = [s for s in p.loops.body if isinstance(s, (Op, Indirect))]
     matrices = sum(len(s.index.variables()) > 1 or len(p.loops.axes) < 2 for s in p.loops.loads())
     dear = len(p.loops.body) > MAX_OPS or matrices > MAX_LOADS
@@ -320,6 +321,13 @@ def _cheap(loops: LoopNest, loads: list[Load], p: Producer) -> bool:
     if repeat <= (1 if dear else 2):
         return True
     return not dear and len(work) <= MAX_OPS_REPEATED and len(p.loops.loads()) <= 2
+
+
+def _elements(index: Expr) -> int:
+    """How many a load may touch: of a broadcast, fewer than there are points."""
+    if any(isinstance(a, Ref) for a in index.atoms()):
+        return sys.maxsize
+    return max(1, product(v.size for v in index.variables()).hint())
 
 
 def replace_loads(loops: LoopNest, p: Producer) -> LoopNest:
