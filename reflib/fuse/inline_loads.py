@@ -312,8 +312,9 @@ def _cheap(loops: LoopNest, loads: list[Load], p: Producer) -> bool:
     """By how often each element of the producer would be computed."""
     points = loops.numel.hint() * loops.rnumel.hint()
     unmasked = len({s.index for s in loads if s.mask is None})
-    masked = {s.index for s in loads if s.mask is not None}  # lanes that are masked off cost little
-    repeat = sum(max(1, points // _elements(i)) for i in masked) + unmasked * points / max(1, p.loops.numel.hint())
+    masked = {s.index: s for s in loads if s.mask is not None}  # lanes that are masked off cost little
+    repeat = sum(max(1, points // _lanes(loops, s)) for s in masked.values())
+    repeat += unmasked * points / max(1, p.loops.numel.hint())
     work = [s for s in p.loops.body if isinstance(s, (Op, Indirect))]
     matrices = sum(len(s.index.variables()) > 1 or len(p.loops.axes) < 2 for s in p.loops.loads())
     dear = len(p.loops.body) > MAX_OPS or matrices > MAX_LOADS
@@ -323,11 +324,13 @@ def _cheap(loops: LoopNest, loads: list[Load], p: Producer) -> bool:
     return not dear and len(work) <= MAX_OPS_REPEATED and len(p.loops.loads()) <= 2
 
 
-def _elements(index: Expr) -> int:
-    """How many a load may touch: of a broadcast, fewer than there are points."""
-    if any(isinstance(a, Ref) for a in index.atoms()):
+def _lanes(loops: LoopNest, s: Load) -> int:
+    """Points along the axes that a masked load's index or mask has: of a broadcast, fewer than there are."""
+    if any(isinstance(a, Ref) for a in s.index.atoms()):
         return sys.maxsize
-    return max(1, product(v.size for v in index.variables()).hint())
+    tests = needed(loops.body, () if s.mask is None else (s.mask,))
+    asked = {v for i in tests for e in stmt_exprs(loops.body[i]) for v in e.variables()}
+    return max(1, product(v.size for v in asked | s.index.variables()).hint())
 
 
 def replace_loads(loops: LoopNest, p: Producer) -> LoopNest:
