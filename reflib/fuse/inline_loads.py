@@ -313,7 +313,7 @@ def _cheap(loops: LoopNest, loads: list[Load], p: Producer) -> bool:
     points = loops.numel.hint() * loops.rnumel.hint()
     unmasked = len({s.index for s in loads if s.mask is None})
     masked = {s.index: s for s in loads if s.mask is not None}  # lanes that are masked off cost little
-    repeat = sum(max(1, points // _lanes(loops, s)) for s in masked.values())
+    repeat: float = sum(max(1, points // _lanes(loops, s)) for s in masked.values())
     repeat += unmasked * points / max(1, p.loops.numel.hint())
     work = [s for s in p.loops.body if isinstance(s, (Op, Indirect))]
     matrices = sum(len(s.index.variables()) > 1 or len(p.loops.axes) < 2 for s in p.loops.loads())
