@@ -12,12 +12,13 @@ less work than to store the input and read it back: ``avg_pool(relu(bn(x)))`` is
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..ir.expr import Atom, Expr, Var, ceildiv, expr, nonneg
+from ..ir.expr import Atom, Expr, Ref, Var, ceildiv, expr, nonneg, product
 from ..ir.loops import (
     BodyBuilder,
     Const,
@@ -311,8 +312,9 @@ def _cheap(loops: LoopNest, loads: list[Load], p: Producer) -> bool:
     """By how often each element of the producer would be computed."""
     points = loops.numel.hint() * loops.rnumel.hint()
     unmasked = len({s.index for s in loads if s.mask is None})
-    masked = len({s.index for s in loads if s.mask is not None})  # lanes that are masked off cost little
-    repeat = masked + unmasked * points / max(1, p.loops.numel.hint())
+    masked = {s.index: s for s in loads if s.mask is not None}  # lanes that are masked off cost little
+    repeat: float = sum(max(1, points // _lanes(loops, s)) for s in masked.values())
+    repeat += unmasked * points / max(1, p.loops.numel.hint())
     work = [s for s in p.loops.body if isinstance(s, (Op, Indirect))]
     matrices = sum(len(s.index.variables()) > 1 or len(p.loops.axes) < 2 for s in p.loops.loads())
     dear = len(p.loops.body) > MAX_OPS or matrices > MAX_LOADS
@@ -320,6 +322,15 @@ def _cheap(loops: LoopNest, loads: list[Load], p: Producer) -> bool:
     if repeat <= (1 if dear else 2):
         return True
     return not dear and len(work) <= MAX_OPS_REPEATED and len(p.loops.loads()) <= 2
+
+
+def _lanes(loops: LoopNest, s: Load) -> int:
+    """Points along the axes that a masked load's index or mask has: of a broadcast, fewer than there are."""
+    if any(isinstance(a, Ref) for a in s.index.atoms()):
+        return sys.maxsize
+    tests = needed(loops.body, () if s.mask is None else (s.mask,))
+    asked = {v for i in tests for e in stmt_exprs(loops.body[i]) for v in e.variables()}
+    return max(1, product(v.size for v in asked | s.index.variables()).hint())
 
 
 def replace_loads(loops: LoopNest, p: Producer) -> LoopNest:

@@ -24,10 +24,11 @@ itself; of calls, for those with an ``out=`` that it lists.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..ir.expr import Atom, Expr, IntLike, Var, expr, mod, nonneg
-from ..ir.loops import Axis, BodyBuilder, Const, Load, LoopNest, Op, Store
+from ..ir.loops import Axis, BodyBuilder, Const, Indirect, Load, LoopNest, Op, Store, map_stmt
 from ..ir.program import Extern, Node, Program, Template, View, iter_views, map_tree
 from ..lower.context import contiguous_strides
 from ..lower.extern import OUT_VARIANTS
@@ -86,8 +87,10 @@ class _Placing:
         whole = store.buffer
         makers = [self._maker(position, p, parts) for p in parts]
         common = Shared() if var is None else self._shared(position, store, var, parts, makers)
-        if whole not in self.places and not self._pays(whole, var, parts, makers, common):
+        cut = self._divided(position, store, var, parts, makers) if common.kernels and whole not in self.places else {}
+        if whole not in self.places and not self._pays(whole, var, parts, makers, common, cut):
             return
+        self.changed |= cut
         rest: list[tuple[int, int, Part]] = []
         for n, (part, made) in enumerate(zip(parts, makers)):
             node = None if made is None else self.program.nodes[made]
@@ -104,8 +107,9 @@ class _Placing:
         self.changed[position] = [self._stored(position, store, var, p, n) for n, (*_, p) in enumerate(rest)]
 
     def _pays(
-        self, whole: str, var: Var | None, parts: list[Part], makers: list[int | None], common: Shared
-    ) -> bool:
+        self, whole: str, var: Var | None, parts: list[Part], makers: list[int | None], common: Shared,
+        cut: Mapping[int, Sequence[Node]],
+    ) -> bool:  # fmt: skip
         d = self.depends
         direct = sum(m is not None or isinstance(p.value, Const) for m, p in zip(makers, parts))
         others = any(not isinstance(self.program.nodes[i], LoopNest) for i in d.readers.get(whole, ()))
@@ -115,8 +119,9 @@ class _Placing:
         placed = [p.value.buffer for p, m in zip(parts, makers) if m is not None and isinstance(p.value, Load)]
         several = zip(parts, makers) if var is not None else ()  # (one part: a whole copy, which fuses as it is)
         apart = [b for p, m in several if m is None and (b := self._stores(p, parts))]
-        again = sum(isinstance(self.program.nodes[i], LoopNest) for i in d.readers.get(whole, ()))
+        again = sum(isinstance(self.program.nodes[i], LoopNest) for i in d.readers.get(whole, ()) if i not in cut)
         less, more = common.saved - again * size[whole], again  # (loop nests would be fused with one over the whole)
+        more += len(cut) * sum(m is not None for m in makers)
         if less <= 0:
             less, more = 0, common.fewer
         if not placed and not ((apart or less) and (whole in d.needed or others)):
@@ -124,6 +129,34 @@ class _Placing:
         saved = sum(2 * size[b] for b in placed) + sum(size[b] for b in apart) + less
         kernels = makers.count(None) - len(apart) - common.fewer + more
         return saved >= LAUNCH[self.target.is_gpu] * (kernels - 1)
+
+    def _divided(
+        self, position: int, store: Store, var: Var | None, parts: list[Part], makers: list[int | None]
+    ) -> dict[int, list[Node]]:
+        """By position, the reductions of the whole along its other dimensions (a bias's gradient), each as several: one
+        per part. They read the part, and fuse with what makes it; of a part that is made in its place, the whole."""
+        node, d, program = self.program.nodes[position], self.depends, self.program
+        assert isinstance(node, LoopNest)
+        whole, out = program.buffers[store.buffer], dict[int, list[Node]]()
+        axes = whole_dimensions(whole, node, store)
+        if axes is None or var is None:
+            return out
+        read = [p.value.buffer for p in parts if isinstance(p.value, Load)]
+        for i in d.readers.get(whole.name, ()):
+            n = program.nodes[i]
+            if not isinstance(n, LoopNest) or not n.reduced or i in self.changed:
+                continue
+            if any(isinstance(s, Indirect) or isinstance(s, Load) and s.buffer in self.places for s in n.body):
+                continue
+            at = {s: coordinates(s.index, whole) for s in n.loads() if s.buffer == whole.name}
+            along = {None if c is None else c[axes.index(var)].atom for c in at.values()}
+            own = [a for a in n.axes if a.kind == "p" and {a.var} == along and a.size == var.size]
+            if own and not any(d.written_between(b, position, i + 1) for b in read):
+                out[i] = [
+                    _divided(n, own[0], at if made is None else {}, axes, p, f"{n.name}_part{k}")
+                    for k, (p, made) in enumerate(zip(parts, makers))
+                ]
+        return out
 
     def _shared(
         self, position: int, store: Store, var: Var, parts: list[Part], makers: list[int | None]
@@ -178,7 +211,8 @@ class _Placing:
         lasts = self.program.buffers[b].kind != "temp" or b in d.needed or b in self.places
         if same[0] is not part or len(writers) != 1 or there is None or lasts:
             return None
-        if not all(self._readable(self.program.nodes[i], b, there) for i in d.readers[b] if i != position):
+        readers = (n for i in d.readers[b] if i != position for n in self.changed.get(i, [self.program.nodes[i]]))
+        if not all(self._readable(n, b, there) for n in readers):
             return None
         maker = self.program.nodes[writers[0]]
         if isinstance(maker, LoopNest) and len(same) == 1:  # a whole of its own, of which a call makes a part
@@ -273,6 +307,28 @@ class _Placing:
         b = BodyBuilder()
         b.store(store.buffer, index, b.add(value))
         return LoopNest(f"{node.name}_part{n}", tuple(axes), tuple(b.body), node.origins)
+
+
+def _divided(
+    n: LoopNest, axis: Axis, at: Mapping[Load, list[Expr] | None], axes: tuple[Var | None, ...], part: Part, name: str
+) -> LoopNest:
+    """``n`` where ``axis`` is in the part. ``at``: the coordinates, along ``axes``, of loads that become its value."""
+    inner = Axis(fresh(part.high - part.low), "p")
+    env: dict[Atom, IntLike] = {axis.var: part.low + (0 if inner.size == 1 else expr(inner.var))}
+    b, ids = BodyBuilder(), dict[int, int]()
+    for i, s in enumerate(n.body):
+        coords = at.get(s) if isinstance(s, Load) else None
+        if coords is None or not isinstance(s, Load):
+            ids[i] = b.add(map_stmt(s, ids, env))
+            continue
+        value, mask = part.value, None if s.mask is None else ids[s.mask]
+        if isinstance(value, Load):
+            there: dict[Atom, IntLike] = {v: c.subs(env) for v, c in zip(axes, coords, strict=True) if v is not None}
+            ids[i] = b.add(replace(value, index=value.index.subs(there), mask=mask, other=s.other))
+        else:
+            ids[i] = b.add(value)
+            ids[i] = ids[i] if mask is None else b.op("where", mask, ids[i], b.const(s.other, s.dtype))
+    return LoopNest(name, tuple(inner if a is axis else a for a in n.axes), tuple(b.body), n.origins)
 
 
 # -- what is put together ---------------------------------------------------------------------------------------

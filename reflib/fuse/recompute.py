@@ -3,7 +3,9 @@
 The backward of a norm makes ``x_hat = (x - mean) * rstd`` in the kernel that reduces rows, and needs it in the kernel
 that reduces columns. Stored in float32 it costs 4 bytes written and 4 read per element; computed again from ``x`` in
 bfloat16 it costs 2 read. So, once kernels are formed, a load of such a value is replaced by its computation where that
-moves fewer bytes and takes little arithmetic. What a reduction gave it per row, as the mean, is stored for that.
+moves fewer bytes and takes little arithmetic. What a reduction gave it per row, as the mean, is stored for that. A
+broadcast (a rotary embedding's cosines) is read from a cache, and would be computed for every element: that is only
+done where it saves a launch, and either hides behind what the kernel moves or costs less.
 
 NB: TorchInductor decides this while lowering (``realize`` heuristics), before kernels are formed.
 """
@@ -24,6 +26,7 @@ from ..target import Target
 from .dependencies import Dependencies, dependencies, used_buffers
 from .inline_loads import EXPENSIVE, MAX_BODY, OPS_PER_BYTE, make_producer, makes_all, replace_loads, work_of
 from .legality import common_space, single
+from .places import LAUNCH
 from .result import Fused, Reason
 from .split import row_major
 
@@ -81,13 +84,44 @@ def _without_load(
     producer = make_producer(writers[0], slice_, slice_.stores()[0])
     if producer is None:
         return None
+    new = replace_loads(node, producer)
+    if not _arithmetic_pays(program, depends, writer, slice_, node, new, name):
+        return None
     if rows:
         made = _row_buffers(writer, rows, buffers)
         nodes[writers[0]] = replace(writer, body=(*writer.body, *made))
-    new = replace_loads(node, producer)
-    window = len({s.index for s in node.loads() if s.buffer == name}) > 2  # of a pooling, computed for each of these
-    more = (work_of(new) - work_of(node)) * (node.numel * node.rnumel).hint()
-    return new if not window or more <= OPS_PER_BYTE * 2 * program.buffers[name].nbytes.hint() else None
+    return new
+
+
+def _arithmetic_pays(
+    program: Program, depends: Dependencies, writer: LoopNest, slice_: LoopNest, node: LoopNest, new: LoopNest,
+    name: str,
+) -> bool:  # fmt: skip
+    """Of what is computed more often than before."""
+    more, points = work_of(new) - work_of(node), (node.numel * node.rnumel).hint()
+    saved = 2 * program.buffers[name].nbytes.hint()
+    if len({s.index for s in node.loads() if s.buffer == name}) > 2:  # of a pooling, computed for each of these
+        return more * points <= OPS_PER_BYTE * saved
+    at = _computed_at(node, name)
+    if at < 2 * slice_.numel.hint():
+        return True
+    if name in depends.needed or writer.reduced or len(writer.stores()) > 1:  # its kernel stays
+        return more * at <= OPS_PER_BYTE * saved
+    hidden = work_of(node) * points + more * at <= OPS_PER_BYTE * _moved(program, new, points)
+    return hidden or more * at <= OPS_PER_BYTE * (saved + LAUNCH[True] // len(depends.readers[name]))
+
+
+def _computed_at(node: LoopNest, name: str) -> int:
+    """How often what a load of ``name`` reads would be computed: for each row, for each element of a row, or both."""
+    walked = {v for s in node.loads() if s.buffer == name for v in s.index.variables()}
+    kinds = {a.kind for a in node.axes if a.var in walked}
+    return product(a.size for a in node.axes if a.kind in kinds).hint()
+
+
+def _moved(program: Program, node: LoopNest, points: int) -> int:
+    """Bytes that a kernel reads and writes, behind which it computes."""
+    buffers = (program.buffers[b] for b in {*node.reads(), *node.writes()} if b in program.buffers)
+    return sum(min(b.nbytes.hint(), points * b.dtype.itemsize) for b in buffers)
 
 
 def _alike(p: int, writer: LoopNest, position: int, node: LoopNest, depends: Dependencies) -> bool:

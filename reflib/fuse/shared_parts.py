@@ -19,7 +19,9 @@ read: their slices lie apart (``places.apart``). What is new is when it pays, wh
 * There are at most ``STORES`` such parts: that their slices lie apart is proved for each pair.
 * A row of a part fills ``RUN`` bytes: of shorter ones, as of ``stack([x, y], -1)``, each store would write a fraction
   of every sector.
-* Loop nests that read the whole, such as a bias's gradient, are fused with a loop over it; they then read it again.
+* Reductions of the whole along its other dimensions, such as a bias's gradient, are cut as the whole is: those of a
+  part fuse with what makes it. Other loop nests that read the whole are fused with a loop over it, and would read it
+  again.
 
 The bytes are then at the lower bound: each element that is read, once per kernel; each that is stored, once.
 

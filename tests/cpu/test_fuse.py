@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from fuse_cases import CPU, GPU, calls, fused, kernels, lowered
 
 from reflib.fuse import fuse
+from reflib.ir.loops import Op
 from reflib.options import Options
 
 R = torch.randn
@@ -329,3 +330,29 @@ def test_a_number_per_row_is_stored_rather_than_what_it_was_added_to():
 
     f = fused(step, [R(5, 7), R(7)])
     assert max(b.numel.hint() for b in f.program.buffers.values() if b.kind == "temp") == 7
+
+
+def rotated(x, turn, cos, sin):
+    """A rotary embedding, or its backward."""
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat((-b, a) if turn else (b, -a), -1) * sin
+
+
+ROTATED = {
+    "after a norm": lambda x, cos, sin: rotated(x * (x.square().mean(-1, True) + 1e-6).rsqrt(), True, cos, sin),
+    "of a key that several share": lambda x, cos, sin: rotated(x.unflatten(0, (-1, 3)).sum(1), False, cos, sin),
+    "of products": lambda x, cos, sin: torch.cat([*reversed((x * sin).chunk(2, -1))], -1) + x * cos,
+}
+
+
+@pytest.mark.parametrize("name", ROTATED)
+def test_a_broadcast_cosine_is_not_computed_for_every_element(name):
+    """Nor under a mask, where the lanes that are masked off cost little: it is read from a cache."""
+
+    def fn(x, rates):
+        angles = torch.arange(x.shape[1])[:, None] * torch.cat((rates, rates))
+        return (ROTATED[name](x, angles.cos().to(x.dtype), angles.sin().to(x.dtype)),)
+
+    f = fused(fn, (torch.rand(33, 16, 64).bfloat16(), torch.rand(32)), GPU)
+    at = [n.numel * n.rnumel for n in kernels(f) for s in n.body if isinstance(s, Op) and s.op in ("cos", "sin")]
+    assert at == [16 * 64] * 2

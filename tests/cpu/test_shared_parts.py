@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fuse_cases import CPU, GPU, calls, fused, kernels
+from fuse_cases import CPU, GPU, fused, kernels
 from torch import Tensor
 
 import reflib
@@ -127,13 +127,44 @@ def test_where_it_does_not_pay() -> None:
     assert many == [STORES]  # (of more tensors, cat is a call)
 
 
-def test_what_a_reduction_reads_too_stays_whole_if_that_reads_less() -> None:
-    """A bias's gradient: with two parts that share one input, reading the whole again costs more."""
+def test_column_sums_are_cut_as_the_parts_are() -> None:
+    """A bias's gradient: the kernel that makes the parts sums their columns. Sums of rows need the whole."""
+    a, w = inputs(31, 63)[0], torch.rand(126, 5)
 
-    def fn(a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    def columns(a: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         whole = torch.cat([a.sin(), a.cos()], 1)
-        return whole @ w, whole.sum(0)
+        return whole @ w, whole.sum(0), whole.amax(0)
 
-    a = inputs(31, 63)[0]
-    f = fused(fn, (a, torch.rand(126, 5)), CPU)
-    assert calls(f) and all(n.reduced or len(n.stores()) == 1 for n in kernels(f))
+    for target in (CPU, GPU):
+        (kernel,) = kernels(fused(columns, (a, w), target))
+        assert len(list(kernel.loads())) == 1 and len(kernel.stores()) == 6
+
+    def rows(a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        whole = torch.cat([a.sin(), a.cos()], 1)
+        return whole @ w, whole.sum(1)
+
+    assert all(n.reduced or len(n.stores()) == 1 for n in kernels(fused(rows, (a, w), CPU)))
+
+    def changed(a: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """What a part is copied from is written before the sum."""
+        whole = torch.cat([a, a.sin(), a.cos()], 1)
+        product = whole @ torch.cat((w, w[:63]))
+        a.copy_(a + product[:, :1])
+        return product, whole.sum(0)
+
+    fused(changed, (a, w), CPU)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_reductions_of_parts(seed: int) -> None:
+    """Along either dimension, of several parts, some of which are constants or calls."""
+    r = random.Random(seed)
+    chosen, dim = [r.randrange(len(FORMULAS)) for _ in range(r.randrange(2, 5))], r.randrange(2)
+    over, kind = r.randrange(2), r.choice(("sum", "amax", "argmin", "var"))
+
+    def fn(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, ...]:
+        (whole,) = joined(chosen, dim)(a, b, c, d)
+        whole = torch.cat([whole, torch.ones_like(a) if seed % 2 else a @ a.t() @ b], dim)
+        return whole @ whole.t(), getattr(whole, kind)(over) + 1
+
+    fused(fn, inputs(r.randrange(51, 90, 2), r.randrange(81, 120, 2)), r.choice((CPU, GPU)))
