@@ -19,6 +19,7 @@ import torch
 
 from ..ir.expr import product
 from ..ir.loops import Axis, Indirect, Load, LoopNest, Op, Reduce, Scan, Store, stmt_args
+from ..ir.ops import value_dtype
 from ..ir.program import Buffer, Node, Program
 from ..ir.transforms import eliminate_dead, needed, select, varying
 from ..options import Options
@@ -47,8 +48,9 @@ def recompute(fused: Fused, options: Options, target: Target) -> Fused:
     for position, node in enumerate(nodes):
         if not isinstance(node, LoopNest):
             continue
-        for name in node.reads():
-            if name in program.buffers and (new := _without_load(program, depends, nodes, position, name, buffers)):
+        read = [b for b in node.reads() if b in program.buffers]
+        for name in sorted(read, key=lambda b: -program.buffers[b].dtype.itemsize):
+            if (new := _without_load(program, depends, nodes, position, name, buffers)) is not None:
                 nodes[position] = new
                 changed = True
     done = replace(program, nodes=tuple(nodes), buffers=buffers)
@@ -68,14 +70,16 @@ def _without_load(
     writer = nodes[writers[0]]
     if not isinstance(writer, LoopNest):
         return None
-    if not writer.reduced and not node.reduced and not _alike(writers[0], writer, position, node, depends):
-        return None  # inline_loads has decided about these
-    rows = _of_rows(writer, name)
-    slice_ = _computation(writer, name, rows)
+    source, both = _from_stored(program, writer, _at_hand(program, node, name))
+    rows = _of_rows(source, name)
+    slice_ = _computation(source, name, rows)
     if slice_ is None or not makes_all(program, slice_, slice_.stores()[0]):
         return None
+    elementwise = not writer.reduced and not node.reduced and not set(slice_.reads()) <= both
+    if elementwise and not _alike(writers[0], writer, position, node, depends):
+        return None  # inline_loads has decided about these
     read = [b for b in slice_.reads() if b not in {s.buffer for s in rows.values()}]
-    if set(read) & set(writer.writes()):
+    if set(read) & (set(writer.writes()) - both):
         return None  # it overwrites what it reads
     if any(depends.written_between(b, writers[0], position + 1) for b in read):
         return None
@@ -129,6 +133,24 @@ def _alike(p: int, writer: LoopNest, position: int, node: LoopNest, depends: Dep
     return not isinstance(common_space(single(p, writer, depends), single(position, node, depends)), Reason)
 
 
+def _at_hand(program: Program, node: LoopNest, name: str) -> set[str]:
+    """What ``node`` reads where it reads ``name``, and narrower tensors that it reads elsewhere."""
+    width, places = program.buffers[name].dtype.itemsize, {s.index for s in node.loads() if s.buffer == name}
+    loads = (s for s in node.loads() if s.buffer != name and s.buffer in program.buffers)
+    return {s.buffer for s in loads if s.index in places or program.buffers[s.buffer].dtype.itemsize < width}
+
+
+def _from_stored(program: Program, writer: LoopNest, have: set[str]) -> tuple[LoopNest, set[str]]:
+    """``writer`` with a load for each computed value that it also stores to a tensor in ``have``, and these tensors."""
+    body, found = list(writer.body), set[str]()
+    for s in writer.stores():
+        value, usable = writer.body[s.value], s.buffer in have and not s.reduce and s.buffer not in writer.reads()
+        if usable and isinstance(value, Op) and value.dtype == value_dtype(program.buffers[s.buffer].dtype):
+            body[s.value] = Load(s.buffer, s.index, value.dtype)
+            found.add(s.buffer)
+    return replace(writer, body=tuple(body)), found
+
+
 def _of_rows(writer: LoopNest, name: str) -> dict[int, Load]:
     """Results of reductions that ``name`` is made from, one per row, as loads from buffers that there may be."""
     if any(isinstance(s, (Scan, Indirect)) for s in writer.body):
@@ -164,7 +186,7 @@ def _computation(writer: LoopNest, name: str, rows: Mapping[int, Load]) -> LoopN
         return None
     whole = tuple(rows.get(i, s) for i, s in enumerate(writer.body))
     live = needed(whole, stores)
-    if any(isinstance(whole[i], (Reduce, Scan, Indirect)) for i in live):
+    if any(isinstance(whole[i], (Reduce, Scan)) for i in live):
         return None
     body = select(whole, live)
     store = body[-1]

@@ -356,3 +356,37 @@ def test_a_broadcast_cosine_is_not_computed_for_every_element(name):
     f = fused(fn, (torch.rand(33, 16, 64).bfloat16(), torch.rand(32)), GPU)
     at = [n.numel * n.rnumel for n in kernels(f) for s in n.body if isinstance(s, Op) and s.op in ("cos", "sin")]
     assert at == [16 * 64] * 2
+
+
+def half(*shape):
+    return torch.randn(*shape, dtype=torch.bfloat16)
+
+
+def matrices(f):
+    """Tensors made that are more than a row."""
+    return [b for b in f.program.buffers.values() if b.kind == "temp" and b.numel.hint() > 64]
+
+
+def test_a_scatter_is_computed_again_where_it_is_read():
+    """The gradient of a loss, of rows and of columns, is zero but for one element of each."""
+
+    def f(x, t):
+        g = torch.zeros_like(x).scatter(1, t, -1.0)
+        rows = g.sum(1, keepdim=True)
+        return ((g - x.exp() * rows).sum(1), ((g - x.t().exp() * rows) * x).sum(0))
+
+    assert not matrices(fused(f, [R(32, 32), torch.randint(32, (32, 1))]))
+
+
+def test_what_is_stored_anyway_is_read_rather_than_stored_again():
+    """The steps of a recurrence: what one stores as halves the next would read in float32 too, and what follows."""
+
+    def f(x):
+        y, out = x[0], []
+        for step in x[1:]:
+            y = torch.logaddexp(y, F.pad(y[:, :-1], (1, 0))) + step
+            out.append(y)
+        return tuple(out)
+
+    f = fused(f, [half(4, 16, 32)])
+    assert [b.dtype for b in matrices(f)] == 3 * [torch.bfloat16]
