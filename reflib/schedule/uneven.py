@@ -39,9 +39,9 @@ def adjust(config: Config, t: Any, target: Target) -> Config:
         return _pointwise(config, t, moved, target)
     if config.reduction != "persistent" or s.r is None:
         return config
-    if not t.columns():
-        config = _strided(_unaligned(config, t, moved, target), t, moved, target)
-    return _more_warps(config, t, target)
+    if t.columns():
+        return config
+    return _more_warps(_strided(_unaligned(config, t, moved, target), t, moved, target), t, target)
 
 
 def _more_warps(config: Config, t: Any, target: Target) -> Config:
