@@ -48,13 +48,28 @@ CUDA = frozenset(  # of its library, and the hardware's square root
 CHOOSES = frozenset("max min any all argmax argmin".split())
 
 
-def _batch_norm(x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, *rest: Any) -> Any:
+aten = torch.ops.aten
+
+
+def _batch_norm(
+    x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, var: torch.Tensor, training: bool, *rest: float
+) -> Any:
     """Of half statistics torch says that they become float32, and makes halves: taken apart they are right, if not to
-    the last bit."""
-    op = torch.ops.aten._native_batch_norm_legit_functional.default
-    if mean.dtype not in HALF:
+    the last bit. On CUDA eager's is often cuDNN's, which the captured op never is and this one is where eager's is."""
+    if mean.dtype in HALF:
+        op = aten._native_batch_norm_legit_functional.default
+        return decomposition_table[op](x, weight, bias, mean, var, training, *rest)
+    if not (x.is_cuda and training and weight is not None):
         return NotImplemented
-    return decomposition_table[op](x, weight, bias, mean, *rest)
+    made = aten._batch_norm_with_update_functional(x, weight, bias, mean, var, *rest)
+    return (*made[:3], *made[4:])
+
+
+def _batch_norm_backward(grad: torch.Tensor, x: torch.Tensor, weight: Any, *rest: Any) -> Any:
+    """Likewise; what cuDNN reserves for it is empty."""
+    if not (x.is_cuda and rest[4] and weight is not None):
+        return NotImplemented
+    return aten.batch_norm_backward(grad, x, weight, *rest, x.new_empty(0, dtype=torch.uint8))
 
 
 # They move, select and compare numbers: torch's parts of them have their bits, and fuse.
@@ -66,7 +81,8 @@ _MOVE = (
     " nan_to_num isposinf isneginf"
 ).split()
 TABLE = {op: decomposition_table[op] for op in overloads(*_MOVE) if op in decomposition_table}
-TABLE[torch.ops.aten._native_batch_norm_legit_functional.default] = _batch_norm
+TABLE[aten._native_batch_norm_legit_functional.default] = _batch_norm
+TABLE[aten.native_batch_norm_backward.default] = _batch_norm_backward
 
 
 def check(cx: LoweringContext, target: Any, nodes: Sequence[Node]) -> None:

@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import reflib
 from reflib.errors import OptionError
 from reflib.generate.compile_triton import compile_kernel
 from reflib.ir.loops import LoopNest
 from reflib.ir.program import Extern
+from reflib.lower import like_eager
 from reflib.target import parse_target
 from tests.like_eager_cases import BINARY, DTYPES, MODELS, UNARY, chain, different, equal_bits, model_in, numbers, step
 
@@ -197,3 +201,25 @@ def test_machine_code_contracts_and_flushes_nothing() -> None:
     e = reflib.explain(lambda x, y: (x * y + x, torch.sqrt(x) - x * 3), x, x, target="sm_90", **EAGER)
     text = "".join(compile_kernel(k, parse_target("sm_90")).ptx for k in e.stages.kernels.values())
     assert ".ftz" not in text and "fma.rn.f32" not in text and "mul.rn.f32" in text
+
+
+def test_batch_norm_in_training_is_what_eager_calls_on_a_gpu() -> None:
+    """cuDNN's where eager's is, which torch chooses in these ops; as the captured ones, results and gradients."""
+    aten, table = torch.ops.aten, like_eager.TABLE
+
+    def forward(x: Tensor, w: Tensor) -> Any:
+        return aten._native_batch_norm_legit_functional(x, w, w, w, w, True, 0.1, 1e-5)
+
+    def backward(x: Tensor, w: Tensor) -> Any:
+        return aten.native_batch_norm_backward(x.cos(), x, w, w, w, w, w, True, 1e-5, [True, True, True])
+
+    for fn, op in ((forward, aten._batch_norm_with_update_functional), (backward, aten.batch_norm_backward)):
+        with FakeTensorMode():
+            on_gpu = torch.empty(4, 3, 5, 5, device="cuda"), torch.empty(3, device="cuda")
+            graph = make_fx(fn, decomposition_table=table)(*on_gpu).graph
+        assert any(n.target is op.default for n in graph.nodes)
+    x, w, empty = torch.randn(4, 3, 5, 5), torch.rand(3), torch.empty(0, dtype=torch.uint8)
+    made = aten._batch_norm_with_update_functional(x, w, w, w, w, 0.1, 1e-5)
+    assert all(equal_bits(a, b) for a, b in zip((*made[:3], *made[4:]), forward(x, w), strict=True))
+    grads = aten.batch_norm_backward(x.cos(), x, w, w, w, w, w, True, 1e-5, [True, True, True], empty)
+    assert all(equal_bits(a, b) for a, b in zip(grads, backward(x, w), strict=True))
