@@ -192,8 +192,9 @@ def _looped(t: Traffic, rows: int, length: int, target: Target) -> Config:
 
 def _columns(t: Traffic, rows: int, length: int, target: Target) -> Config:
     """Results are contiguous in memory and each is reduced over a stride. Programs of a line of neighbours, 128 bytes,
-    which read 16 elements per thread in a step (8 by twice as many warps: 1.08 times as long, sums on an H100); all at
-    once where that is little, or is read again. Where results are few, fewer and all: there is latency to hide."""
+    which read 16 elements per thread in a step (8 by twice as many warps take 1.08 times as long, sums on an H100,
+    unless a few programs go on for long: 1.6 times less for 2^23 rows of 16); all at once where that is little, or is
+    read again. Where results are few, fewer and all: there is latency to hide."""
     assert t.space.r is not None
     rblock, once = _pow2(length), t.passes == 1
     x = min(max(128 // t.width if once else 32, 1024 // rblock), _pow2(rows))
@@ -203,7 +204,8 @@ def _columns(t: Traffic, rows: int, length: int, target: Target) -> Config:
     if t.space.r.size.constant is not None and x * rblock <= most:  # else the next size may be a longer one
         return Config("persistent", xblock=x, rblock=rblock, num_warps=max(1, min(8, x * rblock // 512)))
     rblock = min(max(1, 2048 // x), rblock)
-    return Config("looped", x, rblock, num_warps=max(1, x * rblock // 512))
+    long = length > 16 * rblock and rows // x < 8 * target.units
+    return Config("looped", x, rblock, num_warps=max(1, x * rblock // (256 if long else 512)))
 
 
 def nearest_pow2(n: float) -> int:  # at least 1
