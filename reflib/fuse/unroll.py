@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from math import inf
 
 from ..ir.expr import Atom, IntLike
 from ..ir.loops import Axis, BodyBuilder, Indirect, Load, LoopNest, Op, Reduce, Scan, map_stmt
@@ -28,7 +29,6 @@ from ..ir.program import Buffer, Node, Program
 from ..ir.traffic import accesses, cost
 from ..ir.transforms import two_passes, varying
 from ..options import Options
-from ..schedule.axes import layout
 from ..target import Target
 from .dependencies import Dependencies, dependencies, remove_dead
 from .inline_loads import MAX_BODY, Producer, make_producer, makes_all, replace_loads
@@ -81,10 +81,10 @@ def across(fused: Fused, options: Options, target: Target) -> Fused:
 
 def _strided(loops: LoopNest, buffers: dict[str, Buffer]) -> bool:
     """Are the elements of neighbouring results nearer to each other than those of one result?"""
-    s = layout(loops, buffers)
-    assert s.r is not None
-    moved = [a for a in accesses(s.body, buffers) if a.varies(s.r)]
-    return s.x.size.hint() > 1 and cost(moved, {s.x: LONGEST}) < cost(moved, {s.r: s.r.size.hint()})
+    moved = [a for a in accesses(loops.body, buffers) if any(map(a.varies, loops.reduced_vars))]
+    few = {a.var: a.size.hint() for a in loops.reduced}
+    near = [cost(moved, {a.var: min(LONGEST, a.size.hint())}) for a in loops.parallel if a.size.hint() > 1]
+    return min(near, default=inf) < cost(moved, few)
 
 
 def _moves_less(program: Program, depends: Dependencies, loops: LoopNest) -> bool:
