@@ -8,10 +8,12 @@ from collections.abc import Iterable
 
 
 class ReflibError(Exception):
-    """Base class of every error reflib raises on purpose. Lines that somebody's value makes long lose their middle."""
+    """Base class of every error reflib raises on purpose. Lines that somebody's value makes long lose their middle, but
+    for commands to run by hand."""
 
     def __init__(self, *args: object):
-        super().__init__(*(re.sub("(.{999}).{500,}(.{500})", r"\1 ... \2", a) if type(a) is str else a for a in args))
+        long = r"(?m)^(?!\s*\$ )(.{999}).{500,}(.{500})$"
+        super().__init__(*(re.sub(long, r"\1 ... \2", a) if type(a) is str else a for a in args))
 
 
 class OptionError(ReflibError, ValueError):
@@ -72,5 +74,5 @@ class LabError(ReflibError):
 
 def did_you_mean(word: object, names: Iterable[str], cutoff: float = 0.6) -> str:
     """A question with the most similar of ``names``, for a message; "" where none is similar."""
-    near = difflib.get_close_matches(f"{word!s:.40}", list(names), n=1, cutoff=cutoff)
+    near = difflib.get_close_matches(f"{word!s:.400}", list(names), n=1, cutoff=cutoff)
     return f"did you mean {near[0]!r}?" if near else ""

@@ -32,8 +32,9 @@ def deep_copied(x: Any, memo: dict[int, Any]) -> Any:
             if (kept := _refused(e)) is None or id(kept) in before:
                 raise
             tensors = {key: t for key, t in memo.items() if isinstance(t, torch.Tensor)}
+            alive = {id(memo): memo[id(memo)]} if id(memo) in memo else {}  # what is copied, whose ids are the keys
             memo.clear()
-            memo.update(before | tensors | {id(kept): kept})
+            memo.update(before | tensors | alive | {id(kept): kept})
 
 
 def _refused(e: TypeError) -> Any:

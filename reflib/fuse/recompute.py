@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch
 
-from ..ir.expr import product
+from ..ir.expr import Ref, product
 from ..ir.loops import Axis, Indirect, Load, LoopNest, Op, Reduce, Scan, Store, stmt_args
 from ..ir.ops import value_dtype
 from ..ir.program import Buffer, Node, Program
@@ -145,6 +145,7 @@ def _from_stored(program: Program, writer: LoopNest, have: set[str]) -> tuple[Lo
     body, found = list(writer.body), set[str]()
     for s in writer.stores():
         value, usable = writer.body[s.value], s.buffer in have and not s.reduce and s.buffer not in writer.reads()
+        usable = usable and not any(isinstance(a, Ref) for a in s.index.atoms())  # a later point may store there too
         if usable and isinstance(value, Op) and value.dtype == value_dtype(program.buffers[s.buffer].dtype):
             body[s.value] = Load(s.buffer, s.index, value.dtype)
             found.add(s.buffer)

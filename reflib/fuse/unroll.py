@@ -31,6 +31,7 @@ from ..ir.transforms import two_passes, varying
 from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies, remove_dead
+from .emit import kind_of
 from .inline_loads import MAX_BODY, Producer, make_producer, makes_all, replace_loads
 from .legality import common_space, single
 from .result import Fused, Reason
@@ -76,7 +77,10 @@ def across(fused: Fused, options: Options, target: Target) -> Fused:
         written_out = unrolled(n)
         return written_out if len(written_out.body) <= MAX_BODY else n
 
-    return replace(fused, program=replace(fused.program, nodes=tuple(map(new, fused.program.nodes))))
+    nodes = tuple(map(new, fused.program.nodes))
+    changed = {n.name: n for n, old in zip(nodes, fused.program.nodes) if n is not old}
+    groups = tuple(replace(g, kind=kind_of(changed[g.name])) if g.name in changed else g for g in fused.groups)
+    return replace(fused, groups=groups, program=replace(fused.program, nodes=nodes))
 
 
 def _strided(loops: LoopNest, buffers: dict[str, Buffer]) -> bool:

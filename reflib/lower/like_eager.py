@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
+from torch._decomp.decompositions import _get_batch_norm_reserve_tensor
 
 from ..ir.loops import Const, Index, Load, LoopNest, Op, Reduce, Scan, Stmt, Store, stmt_args
 from ..ir.program import Node
@@ -59,17 +60,24 @@ def _batch_norm(
     if mean.dtype in HALF:
         op = aten._native_batch_norm_legit_functional.default
         return decomposition_table[op](x, weight, bias, mean, var, training, *rest)
-    if not (x.is_cuda and training and weight is not None):
+    if not (x.is_cuda and training) or weight is None or bias is None or _reserves(x, weight, mean, var, rest[1]):
         return NotImplemented
     made = aten._batch_norm_with_update_functional(x, weight, bias, mean, var, *rest)
     return (*made[:3], *made[4:])
 
 
-def _batch_norm_backward(grad: torch.Tensor, x: torch.Tensor, weight: Any, *rest: Any) -> Any:
-    """Likewise; what cuDNN reserves for it is empty."""
-    if not (x.is_cuda and rest[4] and weight is not None):
+def _batch_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: Any, mean: Any, var: Any, m: Any, v: Any, train: bool, *rest: Any
+) -> Any:
+    """Likewise: where the statistics run, so that its forward was that."""
+    if not (x.is_cuda and train) or weight is None or mean is None or _reserves(x, weight, mean, var, rest[0]):
         return NotImplemented
-    return aten.batch_norm_backward(grad, x, weight, *rest, x.new_empty(0, dtype=torch.uint8))
+    return aten.batch_norm_backward(grad, x, weight, mean, var, m, v, train, *rest, x.new_empty(0, dtype=torch.uint8))
+
+
+def _reserves(x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, eps: float) -> bool:
+    """Does cuDNN's forward keep something for its backward? The captured ops do not hand it on."""
+    return _get_batch_norm_reserve_tensor(x, weight, weight, mean, var, eps, True).numel() > 0
 
 
 # They move, select and compare numbers: torch's parts of them have their bits, and fuse.

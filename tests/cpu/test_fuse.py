@@ -378,6 +378,18 @@ def test_a_scatter_is_computed_again_where_it_is_read():
     assert not matrices(fused(f, [R(32, 32), torch.randint(32, (32, 1))]))
 
 
+@pytest.mark.parametrize("gathered", [False, True])
+def test_what_a_scatter_stored_is_not_read_again(gathered):
+    """Another row may have stored to the same place since."""
+
+    def f(x, w, at):
+        h = (x * (w.index_select(0, at) if gathered else w)).bfloat16()
+        out = torch.zeros(32, 16, dtype=torch.bfloat16).index_copy(0, at, h)
+        return out, (h.float().sin() * out.float()).sum(0)
+
+    fused(f, [R(32, 16), R(32, 16), torch.arange(32) // 2])
+
+
 def test_what_is_stored_anyway_is_read_rather_than_stored_again():
     """The steps of a recurrence: what one stores as halves the next would read in float32 too, and what follows."""
 

@@ -90,3 +90,8 @@ def test_both_ends_of_a_line_are_kept() -> None:
     e = reflib.ReflibError(f"first\nvalue={LONG}: must be less\nlast", 3)
     assert e.args[0].startswith("first\nvalue=xxx") and e.args[0].endswith("xxx: must be less\nlast") and e.args[1] == 3
     assert len(e.args[0]) < 1600 and str(reflib.ReflibError("short")) == "short"
+
+
+def test_a_command_to_run_by_hand_is_whole() -> None:
+    command = "    $ g++ " + " ".join(f"unit{i}.o" for i in range(600))
+    assert str(ReflibError(f"it failed:\n{command}\n{LONG}")).splitlines()[1] == command
