@@ -140,9 +140,10 @@ def routes(root: Path) -> str:
 
 
 def recordings(root: Path) -> Iterator[tuple[str, Path]]:
-    """(chapter, file) of every recording, in the book's order; what no chapter has as its own comes last."""
+    """(chapter, file) of every recording, in the book's order; what no chapter has as its own comes last. Sweeps have
+    a page of their own."""
     order = list(chapters(root))
-    files = sorted((root / "notebooks" / "recorded").glob("*.json"))
+    files = sorted(p for p in (root / "notebooks" / "recorded").glob("*.json") if not p.name.startswith("sweep."))
     yield from sorted(((f.name.split(".")[0], f) for f in files), key=lambda x: (order + [x[0]]).index(x[0]))
 
 

@@ -91,13 +91,16 @@ def told(root: Path, device: str, found: list[Found]) -> str:
     )
     lost = sorted((p for p in timed if p.ratio < 1 / EQUAL), key=lambda p: p.ratio)
     lines = [
-        [known[p.chapter].title if p.chapter in known else p.chapter, p.what, f"{p.mine:,.4g}", f"{p.theirs:,.4g}",
-         f"{p.ratio:.2f}"]
+        [known[p.chapter].title if p.chapter in known else p.chapter, p.what, *microseconds(p), f"{p.ratio:.2f}"]
         for p in lost
-    ]  # fmt: skip
+    ]
     lost_heads = ("chapter", "what", "reflib, µs", "TorchInductor, µs", "TorchInductor's over reflib's")
     table = html_table(lost_heads, lines, escape=True)
     return text + (f"\n\nThe losses, the largest first:\n\n{table}" if lines else "")
+
+
+def microseconds(p: Pair) -> list[str]:
+    return [f"{us:,.0f}" if us >= 1000 else f"{us:.4g}" for us in (p.mine, p.theirs or math.nan)]
 
 
 def counts(some: list[Pair]) -> list[str]:
