@@ -100,7 +100,8 @@ def _multiples(v: View) -> list[int]:
 
 def _is_moved(cx: LoweringContext, v: View, shape: tuple[int, ...]) -> bool:
     """Is it copied by a kernel of its own? What a loop nest makes, that one stores with padding."""
-    return _is_copied(v, shape) and not any(isinstance(n, LoopNest) and v.buffer in n.writes() for n in cx.low.nodes)
+    nodes = reversed(cx.low.nodes if cx.low.buffers[v.buffer].kind == "temp" else [])
+    return _is_copied(v, shape) and not isinstance(next((n for n in nodes if v.buffer in n.writes()), None), LoopNest)
 
 
 def _is_copied(v: View, shape: tuple[int, ...]) -> bool:

@@ -192,9 +192,9 @@ def _looped(t: Traffic, rows: int, length: int, target: Target) -> Config:
 
 def _columns(t: Traffic, rows: int, length: int, target: Target) -> Config:
     """Results are contiguous in memory and each is reduced over a stride. Programs of a line of neighbours, 128 bytes,
-    which read 16 elements per thread in a step (8 by twice as many warps take 1.08 times as long, sums on an H100,
-    unless a few programs go on for long: 1.6 times less for 2^23 rows of 16); all at once where that is little, or is
-    read again. Where results are few, fewer and all: there is latency to hide."""
+    which read 16 elements per thread in a step (8 by twice as many warps take 1.08 times as long, sums on an H100; but
+    few programs that go on for long need the threads: 2^23 rows of 16 take 1.61 of a copy's time without, 1.05 with);
+    all at once where that is little, or is read again. Where results are few, fewer and all: to hide latency."""
     assert t.space.r is not None
     rblock, once = _pow2(length), t.passes == 1
     x = min(max(128 // t.width if once else 32, 1024 // rblock), _pow2(rows))
