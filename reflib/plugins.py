@@ -86,6 +86,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "scaled_matmul": "lower.scaled_matmul",
         "scatter": "lower.scatter",
         "scans": "lower.scans",
+        "sorts": "lower.sorts",
         "user_kernels": "lower.user_kernels",
         "more_pointwise": "lower.more_pointwise",
         "more_reductions": "lower.more_reductions",
@@ -103,6 +104,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "in_place": "fuse.in_place:in_place",
         "slice_stores": "fuse.slice_stores:slice_stores",
         "into_place": "fuse.into_place:into_place",
+        "picks": "fuse.picks:picks",
         "unroll": "fuse.unroll:unroll",
         "reverse": "fuse.reversal:reverse",
         "mix_order": "fuse.mix_order:mix_orders",
@@ -135,7 +137,11 @@ PLUGS: dict[str, dict[str, str]] = {
         "UserKernel": "schedule.user_kernels:variants",
         "FlexKernel": "schedule.flex:variants",
     },
-    "schedule.SHAPES": {"one_order": "schedule.one_order:one_order", "mixed": "schedule.mixed:mixed"},
+    "schedule.SHAPES": {
+        "one_order": "schedule.one_order:one_order",
+        "mixed": "schedule.mixed:mixed",
+        "sorts": "schedule.sorts:sorts",
+    },
     "schedule.ADJUST": {"uneven": "schedule.uneven:adjust"},
     "generate.PARTS": {
         "looped": "generate.triton_one_pass:OnePassPrinter",

@@ -83,6 +83,8 @@ template <class T> static inline auto from_bits(T x) {
   if constexpr (sizeof(T) == 4) return bit_cast<float>(x);
   else return bit_cast<double>(x);
 }
+static inline int32_t to_bits(float x) { return bit_cast<int32_t>(x); }
+static inline int64_t to_bits(double x) { return bit_cast<int64_t>(x); }
 template <class T> static inline bool isnan(T x) { return x != x; }
 static inline bool isinf(float x) { return __builtin_fabsf(x) == __builtin_inff(); }
 static inline bool isinf(double x) { return __builtin_fabs(x) == __builtin_inf(); }

@@ -30,6 +30,7 @@ PRINTERS: dict[str, Printer] = {
     "isinf": lambda needs, t, a: f"tl.abs({a[0]}) == float('inf')",
     "signbit": lambda needs, t, a: f"{a[0]}.to({_BITS[t]}, bitcast=True) < 0",
     "from_bits": lambda needs, t, a: f"{a[0]}.to({_FROM_BITS[t]}, bitcast=True)",
+    "to_bits": lambda needs, t, a: f"{a[0]}.to({_BITS[t]}, bitcast=True)",
     "floor": lambda needs, t, a: f"tl.floor({a[0]})", "ceil": lambda needs, t, a: f"tl.ceil({a[0]})",
 }  # fmt: skip
 

@@ -45,6 +45,13 @@ def declare(printer: PartPrinter, i: int) -> None:
 
 def scan(printer: PartPrinter, i: int) -> None:
     s, dtypes, carries = _scan_at(printer, i)
+    if s.kind == "sort":  # what is beyond the row comes last
+        last = str(torch.iinfo(s.dtype).max)
+        keys = printer.operand(s.args[0], s.dtype)
+        keys = f"tl.where(rmask{printer.tag}, {keys}, {last})" if printer.masks["r"] else keys
+        printer.put(f"{printer.name(i)} = tl.sort({keys}, 1)")
+        printer.values[i] = Value(printer.name(i), frozenset("xr"))
+        return
     helper = combine(printer, s, dtypes[0])
     blocks = [printer.operand(a, dtype) for a, dtype in zip(s.args, dtypes)]
     names = [f"so_far{i}{printer.tag}", printer.name(i)][-len(blocks) :]

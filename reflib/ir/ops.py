@@ -1,7 +1,6 @@
 """The operations of a loop body: the operands, the result and the meaning of each.
 
-One table, used by the verifier (arity, dtype), the interpreter (``meaning``, in torch), and the two printers (C++,
-Triton), which must each cover every name.
+One table, for the verifier (arity, dtype), the interpreter (``meaning``, in torch) and the printers (C++, Triton).
 
 Value dtypes. A value in a loop body is bool, uint8, int8, int16, int32, int64, float32 or float64.
 float16 and bfloat16 exist in *buffers* only: a Load widens them to float32 and a Store rounds.
@@ -97,6 +96,7 @@ _SPECS = [
     OpSpec("where", 3, "any", "same", _where),  # (bool, a, b)
     OpSpec("cast", 1, "any", "given", None),  # type: ignore[arg-type]  # torch's .to(dtype)
     OpSpec("from_bits", 1, "int", "given", lambda a: a.view({4: torch.float32, 8: torch.float64}[a.itemsize])),
+    OpSpec("to_bits", 1, "float", "given", lambda a: a.view({4: torch.int32, 8: torch.int64}[a.itemsize])),
     _float("to_f16", lambda a: a.to(torch.float16).to(a.dtype)),
     _float("to_bf16", lambda a: a.to(torch.bfloat16).to(a.dtype)),
     OpSpec("isnan", 1, "float", "bool", torch.isnan),

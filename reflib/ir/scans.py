@@ -47,7 +47,8 @@ def _position(extreme: Callable[..., Any]) -> Callable[..., torch.Tensor]:
 
 
 # max/min: NaN wins. arg*: operands (value, index: int64); the index of the extreme value so far, the last of equals,
-# and the last NaN if there was one (unlike the reductions of these names).
+# and the last NaN if there was one (unlike the reductions of these names). sort: a permutation of the row's integers,
+# which depends on all of them: a GPU has the whole row in one block (``lower/sorts.py``), a CPU has none.
 SCANS: dict[str, ScanSpec] = {
     "sum": ScanSpec(lambda d, v: v.cumsum(d, dtype=v.dtype), "sum"),
     "prod": ScanSpec(lambda d, v: v.cumprod(d, dtype=v.dtype), "prod"),
@@ -56,6 +57,7 @@ SCANS: dict[str, ScanSpec] = {
     "logsumexp": ScanSpec(lambda d, v: v.logcumsumexp(d)),
     "argmax": ScanSpec(_position(torch.cummax)),
     "argmin": ScanSpec(_position(torch.cummin)),
+    "sort": ScanSpec(lambda d, v: v.sort(d).values),
 }
 
 

@@ -39,14 +39,14 @@ from .numbers import HALF
 from .rules import Unsupported, overloads
 
 EXACT = frozenset(
-    "neg abs maximum minimum and or xor not eq ne lt le gt ge where cast from_bits to_f16 to_bf16 isnan isinf signbit"
-    " copysign nextafter".split()
+    "neg abs maximum minimum and or xor not eq ne lt le gt ge where cast from_bits to_bits to_f16 to_bf16 isnan isinf"
+    " signbit copysign nextafter".split()
 )
 ROUNDS = frozenset("add sub mul div floor ceil trunc round".split())
 CUDA = frozenset(  # of its library, and the hardware's square root
     "sqrt exp expm1 log log2 log10 log1p sin cos tan sinh cosh tanh erfc".split()
 )
-CHOOSES = frozenset("max min any all argmax argmin".split())
+CHOOSES = frozenset("max min any all argmax argmin sort".split())
 
 
 aten = torch.ops.aten
