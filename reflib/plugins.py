@@ -105,6 +105,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "slice_stores": "fuse.slice_stores:slice_stores",
         "into_place": "fuse.into_place:into_place",
         "picks": "fuse.picks:picks",
+        "by_element": "fuse.unroll:by_element",
         "unroll": "fuse.unroll:unroll",
         "reverse": "fuse.reversal:reverse",
         "mix_order": "fuse.mix_order:mix_orders",

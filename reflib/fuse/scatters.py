@@ -22,12 +22,13 @@ def scatters(s: Store) -> bool:
 
 def scatter_rule(a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:
     """A reduction may go over its row several times, and keeps what is done once per row apart from what is done for
-    each element; an atomic addition must happen exactly once at every point."""
+    each element; an atomic addition must happen exactly once at every point. (A store may happen again.)"""
     reduces, template = a.reduces or b.reduces, a.template is not None or b.template is not None
     if not reduces and not template:
         return None
-    if not any(scatters(s) for x in (a, b) for _, loops, _ in x.parts for s in loops.stores()):
-        return None
-    if reduces:
-        return Reason("scatter", "one stores at places in a tensor, the other reduces")
-    return Reason("template", "a matrix product's kernel stores nothing at places in a tensor")
+    found = [s for x in (a, b) for _, loops, _ in x.parts for s in loops.stores() if scatters(s)]
+    if reduces and any(s.reduce for s in found):
+        return Reason("scatter", "one adds at places in a tensor, the other reduces")
+    if template and found:
+        return Reason("template", "a matrix product's kernel stores nothing at places in a tensor")
+    return None

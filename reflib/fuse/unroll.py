@@ -23,7 +23,7 @@ from dataclasses import replace
 from itertools import product
 from math import inf
 
-from ..ir.expr import Atom, IntLike
+from ..ir.expr import Atom, Expr, IntLike
 from ..ir.loops import Axis, BodyBuilder, Indirect, Load, LoopNest, Op, Reduce, Scan, map_stmt
 from ..ir.program import Buffer, Node, Program
 from ..ir.traffic import accesses, cost
@@ -63,6 +63,51 @@ def unroll(fused: Fused, options: Options, target: Target) -> Fused:
     if all(a is b for a, b in zip(nodes, program.nodes)):
         return fused
     return replace(fused, program=remove_dead(replace(program, nodes=tuple(nodes))))
+
+
+def by_element(fused: Fused, options: Options, target: Target) -> Fused:
+    """The same program, what reads a row of a few elements that a reduction stores one by one (``topk``) written out
+    along these. Under the same conditions as ``unroll``; assumes a legal order."""
+    if not target.is_gpu or options.batch_invariant:
+        return fused
+    nodes, depends = list(fused.program.nodes), dependencies(fused.program)
+    made: dict[str, list[int]] = {}  # by buffer: where, from the row's first
+    for i, node in enumerate(nodes):
+        if not isinstance(node, LoopNest):
+            continue
+        for a in node.axes:
+            read = (s for s in node.loads() if s.buffer in made)
+            buffer = next((s.buffer for s in read if made[s.buffer] == _steps(s.index, a)), None)
+            if buffer is None or not set(node.reduced) <= {a}:
+                continue
+            new = unrolled(replace(node, axes=tuple(Axis(b.var, "r" if b is a else "p") for b in node.axes)))
+            maker = depends.last_writer(buffer, i)
+            assert maker is not None
+            work = sum(isinstance(s, (Load, Op, Indirect)) for s in new.body)
+            together = common_space(single(maker, nodes[maker], depends), single(i, new, depends), fused.program)  # type: ignore[arg-type]
+            if work <= MAX_WORK and not isinstance(together, Reason):
+                nodes[i] = node = new
+                made |= _one_by_one(new)
+                break
+        if any(isinstance(s, Reduce) for s in node.body):
+            made |= _one_by_one(node)
+    return replace(fused, program=replace(fused.program, nodes=tuple(nodes)))
+
+
+def _one_by_one(loops: LoopNest) -> dict[str, list[int]]:
+    by: dict[str, list[Expr]] = {}
+    for s in loops.stores():
+        by.setdefault(s.buffer, []).append(s.index)
+    apart = {name: [(e - indices[0]).constant for e in indices] for name, indices in by.items() if len(indices) > 1}
+    return {name: sorted(c) for name, c in apart.items() if None not in c}  # type: ignore[type-var]
+
+
+def _steps(index: Expr, a: Axis) -> list[int] | None:
+    """Where ``index`` goes along a short axis, from its first element."""
+    step, n = index.coefficient(a.var), a.size.constant
+    if step is None or not step.constant or n is None or not 1 < n <= LONGEST:
+        return None
+    return sorted(j * step.constant for j in range(n))
 
 
 def across(fused: Fused, options: Options, target: Target) -> Fused:

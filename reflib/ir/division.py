@@ -62,13 +62,12 @@ def _split_multiples(n: Expr, d: Expr) -> tuple[Expr, Expr]:
     rest: dict[Monomial, int] = {}
     for m, c in n.terms:
         k = _monomial_div(m, dm)
-        if k is None:
-            rest[m] = c
-            continue
-        if c // dc:
-            q[k] = q.get(k, 0) + c // dc
-        if c % dc:
-            rest[m] = c % dc
+        q |= {} if k is None else {k: q.get(k, 0) + c // dc}
+        rest[m] = c if k is None else c % dc
+    if any(c < 0 and rest[m] > 0 for m, c in n.terms):  # 16*i + 15 - j, backwards through 16
+        backwards = normal({m: c for m, c in n.terms if rest[m]})
+        if in_range(backwards, d):
+            return _split_multiples(n - backwards, d)[0], backwards
     return normal(q), normal(rest)
 
 

@@ -220,17 +220,22 @@ def _indexed(k: NestBuilder, x: View, indices: Sequence[View | None]) -> Value:
     return k.load(x, coords)
 
 
-# -- one position per row written: a comparison with it, not a scatter ----------------------------------------------
+# -- few positions per row written: a comparison with each, not a scatter -------------------------------------------
+def per_row(x: View, dim: int, index: View) -> int:
+    """How many elements of each row along ``dim`` ``index`` names; 0: not as many in each."""
+    d = axis(dim, len(x.shape))
+    if not x.shape or [*index.shape[:d], *index.shape[d + 1 :]] != [*x.shape[:d], *x.shape[d + 1 :]]:
+        return 0
+    return index.shape[d].constant or 0
+
+
 def one_per_row(x: View, dim: int, index: View) -> bool:
-    """Does ``index`` name one element of each row along ``dim``?"""
-    d = axis(dim, len(x.shape))
-    return bool(x.shape) and list(index.shape) == [*x.shape[:d], expr(1), *x.shape[d + 1 :]]
+    return per_row(x, dim, index) == 1
 
 
-def here_and_at(k: NestBuilder, x: View, dim: int, index: View) -> tuple[Value, list[Expr]]:
-    """Is this the one element of its row, along ``dim``, that ``index`` names? And where its new value stands."""
+def here_and_at(k: NestBuilder, x: View, dim: int, index: View, which: int = 0) -> tuple[Value, list[Expr]]:
+    """Is this the element of its row, along ``dim``, that ``index`` names? And where its new value stands. (Of some
+    per row, ``which``.)"""
     d = axis(dim, len(x.shape))
-    if not one_per_row(x, dim, index):
-        raise Unsupported("more than one position per row, or not one in every row")
-    at = [expr(0) if i == d else c for i, c in enumerate(k.coords)]
+    at = [expr(which) if i == d else c for i, c in enumerate(k.coords)]
     return k.index(k.indirect(k.load(index, at), x.shape[d])).eq(k.index(k.coords[d])), at

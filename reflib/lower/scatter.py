@@ -21,9 +21,10 @@ from . import accumulate
 from .accumulate import Term, fill, rows_named, scattered
 from .body import NestBuilder, Scalar, Value, check_dtype, fit, nest, where
 from .context import LoweringContext, contiguous_strides
-from .indexing import axis, here_and_at, one_per_row
+from .indexing import axis, here_and_at, one_per_row, per_row
 from .rules import Unsupported, overloads, rule
 
+FEW, SHORT = 8, 512  # positions per row, of so many elements, that each element is compared with
 UPDATES = frozenset(overloads("index_copy", "index_fill", "index_put", "_unsafe_index_put", "scatter", "scatter_add"))
 PARTS = frozenset(overloads("select_scatter", "slice_scatter"))
 VIEWS = frozenset(overloads("permute", "view", "transpose", "t", "squeeze", "unsqueeze"))
@@ -67,15 +68,19 @@ def reaches_input(node: torch.fx.Node) -> bool:
 
 @rule("scatter.src", "scatter.value")
 def scatter_(cx: LoweringContext, x: View, dim: int, index: View, new: Any) -> View:
-    """One position per row needs no copy: each element of the row is compared with it. The gradient of picking one
-    logit per row (cross entropy, ``gather``) is this, of zeros."""
-    if not one_per_row(x, dim, index) or reaches_input(cx.node):
+    """A few positions per row need no copy: each element of the row is compared with them. The gradient of picking one
+    logit per row (cross entropy, ``gather``), or the greatest few (``topk``), is this, of zeros."""
+    few = per_row(x, dim, index)
+    short = few and cx.on_gpu and (x.shape[axis(dim, len(x.shape))].constant or SHORT + 1) <= SHORT
+    if not 1 <= few <= (FEW if short else 1) or reaches_input(cx.node):
         return scatter(cx, x, index.shape, scattered(x, dim, index, new))
 
     def value(k: NestBuilder) -> Value:
-        here, at = here_and_at(k, x, dim, index)
-        old = k.load(x)
-        return where(here, k.load(new, at).to(old.dtype) if isinstance(new, View) else fit(new, old.dtype), old)
+        out = k.load(x)
+        for which in range(few):
+            here, at = here_and_at(k, x, dim, index, which)
+            out = where(here, k.load(new, at).to(out.dtype) if isinstance(new, View) else fit(new, out.dtype), out)
+        return out
 
     return nest(cx, value)
 

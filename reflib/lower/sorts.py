@@ -25,7 +25,8 @@ takes log2(n) (log2(n) + 1) / 2 steps: 10 for 16 elements, 45 for 512, from wher
 these compute. Its length must be known. On a CPU all of these stay calls: eager sorts a row of a few elements there in
 a time that no loop of ours would improve.
 
-NB: TorchInductor carries the index beside the value through the network; topk, kthvalue and medians are calls there.
+NB: TorchInductor carries the index beside the value through the network; topk, kthvalue and medians are calls there,
+or, if that is asked for, sorts (``triton.decompose_sort_ops``).
 
 References: K. E. Batcher, "Sorting networks and their applications", 1968; Duane Merrill's CUB (``TwiddleIn``: the
 bits of a float that sort as integers).

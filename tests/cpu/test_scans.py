@@ -106,6 +106,9 @@ ONE_KERNEL: dict[str, tuple[Any, list[Any]]] = {
     "normed": (lambda x: ((y := x.exp().cumsum(-1)) / y.sum(-1, keepdim=True),), [R(4, 6)]),
     "twice": (lambda x: (x.cumsum(-1).cumprod(-1),), [R(4, 6)]),
     "columns": (lambda x: (x.relu().cumsum(0) + 1,), [R(6, 4)]),
+    "the last": (lambda x: (x / x.cumsum(-1)[:, -1:],), [R(4, 6)]),
+    "at a place": (lambda x, i: ((x.cumsum(-1) - 1).gather(-1, i) * x,), [R(4, 6), torch.tensor([[5], [0], [3], [3]])]),
+    "of columns": (lambda x: (x.cummax(0).values[2] + x,), [R(6, 4)]),
     "top p": (lambda x: ((x.softmax(-1).cumsum(-1) > 0.9).to(torch.int64).cumsum(-1),), [R(4, 6)]),
 }
 
@@ -121,7 +124,8 @@ SEVERAL: dict[str, tuple[Any, list[Any]]] = {
     "both ways": (lambda x: (x.cumsum(0).cumsum(1),), [R(4, 6)]),
     "a row in parts": (lambda x, y: (x.cumsum(-1).view(4, 5, 3) * y.transpose(1, 2),), [R(4, 15), R(4, 3, 5)]),
     "backwards": (lambda x: (x.flip(-1).cumsum(-1).flip(-1) + x,), [R(4, 6)]),
-    "the last": (lambda x: (x / x.cumsum(-1)[:, -1:],), [R(4, 6)]),
+    "the last of many": (lambda x: (x / x.cumsum(-1)[:, -1:],), [R(4, 600)]),
+    "a part": (lambda x: (x.cumsum(-1)[:, 2:4] * 2, x.cumsum(1)[:, ::2].sum(1)), [R(4, 6)]),
     "a matrix summed": (lambda x: (x.cumsum(-1).sum(),), [R(4, 6)]),
     "exclusive": (lambda x: (x.cumsum(-1) - x, x.cumsum(-1)[:, :-1] * 2), [R(4, 6)]),
 }
@@ -205,7 +209,7 @@ def _program(scan: Scan, *axes: Axis) -> Program:
 def test_every_scan_has_a_rule() -> None:
     found = {s.kind for x in (R(3, 4), torch.ones(3, 4)) for n in lowered(every_scan(1), [x]).nodes for s in n.body
              if isinstance(s, Scan)}  # fmt: skip
-    assert found == set(SCANS)
+    assert found == set(SCANS) - {"sort"}  # test_sorts
 
 
 # -- code for a GPU ---------------------------------------------------------------------------------

@@ -1,0 +1,149 @@
+"""Sorts of short rows as loop nests for a GPU: eager's results in the interpreter, one kernel with what is around, the
+code. (That runs in test_triton_programs.)"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fuse_cases import GPU, lowered
+
+from reflib import explain
+from reflib.fuse import fuse
+from reflib.generate.compile_triton import compile_kernel
+from reflib.ir.interpret import interpret
+from reflib.ir.program import Extern
+from reflib.ir.verify import verify
+from reflib.options import Options
+from reflib.target import parse_target
+from tests.sorts import DTYPES, FUNCTIONS, WIDE, cases, gate, hostile, sparsemax, wrong
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
+
+
+def computed(fn: Callable[..., Any], x: torch.Tensor, **options: Any) -> tuple[list[Any], int]:
+    """The results on a GPU, interpreted, and how many calls there are."""
+    o = Options(target="sm_90", **options)
+    program = fuse(lowered(lambda x: tuple(fn(x)), [x], options=o), o, GPU).program
+    verify(program)
+    return interpret(program, [x]), sum(isinstance(n, Extern) for n in program.nodes)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+def test_every_dtype_at_random(dtype: torch.dtype, name: str) -> None:
+    for x, d in cases(dtype, 4):
+        if name == "nanmedian" and dtype == torch.bool or name in ("kthvalue", "median") and dtype == torch.bool:
+            continue  # (not in eager)
+        fn = FUNCTIONS[name]
+        got, calls = computed(lambda x, fn=fn, d=d: fn(x, d), x)
+        assert not calls
+        assert not wrong(name, x, d, got, fn(x, d)), (x, d)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0, 4), (4, 1), (0, 1)])
+def test_none_or_one(shape: tuple[int, ...]) -> None:
+    for name in ("sort", "argsort", "values", "two greatest", "median"):
+        x = torch.ones(shape)
+        if name == "two greatest" and not shape:
+            continue
+        got, calls = computed(lambda x, fn=FUNCTIONS[name]: fn(x, -1), x)
+        assert not calls and not wrong(name, x, -1, got, FUNCTIONS[name](x, -1))
+
+
+def test_zeros_keep_their_signs_where_bits_count() -> None:
+    x = torch.tensor([[0.0, -0.0, 1.0, -0.0, 0.0, -1.0]])
+    want = x.sort(stable=True).values.signbit().tolist()
+    both, _ = computed(lambda x: x.sort(stable=True), x)
+    alone, _ = computed(lambda x: (x.sort(stable=True).values,), x, numerics="eager")
+    assert both[0].signbit().tolist() == alone[0].signbit().tolist() == want
+
+
+# -- kernels ----------------------------------------------------------------------------------------
+def kernels(fn: Callable[..., Any], *args: torch.Tensor, **options: Any) -> list[str]:
+    """Their source texts, if there is nothing else."""
+    e = explain(fn, *args, target="sm_90", verify=True, **options)
+    assert not [n for n in e.program.nodes if isinstance(n, Extern)]
+    return [k.source for k in e.kernels]
+
+
+R = torch.randn
+ONE_KERNEL: dict[str, tuple[Callable[..., Any], torch.Tensor]] = {
+    "sparsemax": (sparsemax, R(999, 16)),
+    "sparsemax, not a power of two": (sparsemax, R(50, 300)),
+    "experts": (gate, R(999, 64)),
+    "both": (lambda x: x.exp().sort(-1), R(999, 40)),
+    "columns": (lambda x: x.sort(0), R(40, 999)),
+    "median away": (lambda x: x - x.median(-1, keepdim=True).values, R(999, 31)),
+    "the third": (lambda x: x - x.sort(-1).values[:, 2:3], R(999, 31)),
+    "range": (lambda x: (s := x.sort(-1).values)[:, -1] - s[:, 0], R(999, 31)),
+    "top k filter": (lambda x: x.where(x >= x.topk(5, -1).values[:, -1:], -1e9).softmax(-1), R(999, 100)),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ONE_KERNEL)
+def test_one_kernel(name: str) -> None:
+    (source,) = kernels(*ONE_KERNEL[name])
+    assert source.count("tl.sort(") == (name not in ("experts", "top k filter"))
+
+
+@needs_triton
+def test_keys_are_as_wide_as_they_must_be() -> None:
+    def wide(fn: Callable[..., Any], dtype: torch.dtype) -> bool:
+        (source,) = kernels(fn, torch.ones(99, 64, dtype=dtype))
+        return "tl.full([], 1, tl.int64)" in source or ".to(tl.int64) << " in source or "v0.to(tl.int64)" in source
+
+    assert wide(lambda x: x.argsort(-1).to(torch.int32), torch.int32)
+    assert not wide(lambda x: x.argsort(-1).to(torch.int32), torch.int16)
+
+
+def calls(fn: Callable[..., Any], x: torch.Tensor, **options: Any) -> int:
+    e = explain(fn, x, **{"target": "sm_90", **options})
+    return sum(isinstance(n, Extern) for n in e.program.nodes)
+
+
+def test_what_stays_a_call() -> None:
+    assert calls(lambda x: x.sort(-1), R(9, 512)) == 0 and calls(lambda x: x.sort(-1), R(9, 513)) == 1
+    assert calls(lambda x: x.topk(3), R(9, 4096)) == 0 and calls(lambda x: x.topk(3), R(9, 4097)) == 1
+    assert calls(lambda x: x.sort(-1), R(9, 64), dynamic=True) == 1
+    assert calls(lambda x: x.sort(-1), R(9, 64), batch_invariant=True) == 1
+    assert calls(lambda x: x.sort(-1), R(9, 64), persistent_limit=32) == 1
+    assert calls(lambda x: x.sort(-1), R(9, 64), target="cpu") == 1
+    for dtype in WIDE:
+        assert calls(lambda x: x.sort(-1).values, torch.ones(9, 64, dtype=dtype)) == 0
+        assert calls(lambda x: x.argsort(-1), torch.ones(9, 64, dtype=dtype)) == 1
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_compiles_ahead_of_time(dtype: torch.dtype) -> None:
+    """A row is within a warp: nothing goes through shared memory, unless memory runs across rows."""
+    target = parse_target("sm_90")
+    for fn, shape in ((sparsemax, (9999, 24)), (lambda x: x.sort(-1), (9999, 130)), (lambda x: x.sort(0), (20, 9999))):
+        if dtype == torch.int8 and fn is sparsemax:
+            continue
+        for k in explain(fn, torch.ones(shape, dtype=dtype), target="sm_90").kernels:
+            shared = compile_kernel(k, target).shared
+            assert shared <= target.shared and (shape[0] == 20 or not shared), (shape, shared)
+
+
+def test_values_selected_by_a_sort_have_gradients() -> None:
+    """What a backward stores at places is stored by the kernel that computes it."""
+    from reflib.fuse.scatters import scatters
+    from reflib.ir.loops import LoopNest
+
+    x, g = hostile((9, 12), 0, torch.float32).nan_to_num(1.0), R(9, 12)
+
+    def backward(x: torch.Tensor) -> Any:
+        at = x.argsort(-1, stable=True)
+        return (torch.zeros_like(x).scatter(-1, at, g.flip(-1).cumsum(-1).flip(-1)),)
+
+    o = Options(target="sm_90")
+    program = fuse(lowered(backward, [x], options=o), o, GPU).program
+    stores = [n for n in program.nodes if isinstance(n, LoopNest) and any(map(scatters, n.stores()))]
+    assert len(stores) == 1 and stores[0].reduced
+    torch.testing.assert_close(interpret(program, [x]), list(backward(x)))
