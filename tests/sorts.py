@@ -40,7 +40,7 @@ STABLE: dict[str, Function] = {
 CHOSEN: dict[str, Function] = {
     "unstable": lambda x, d: x.sort(d, descending=True),
     "two greatest": lambda x, d: x.topk(min(2, x.shape[d]), d),
-    "three least": lambda x, d: x.topk(min(3, x.shape[d]), d, largest=False, sorted=False),
+    "three least": lambda x, d: x.topk(min(3, x.shape[d]), d, largest=False),
     "all but one": lambda x, d: x.topk(max(1, x.shape[d] - 1), d),
     "kthvalue": lambda x, d: x.kthvalue((x.shape[d] + 1) // 2, d, keepdim=True),
     "median": lambda x, d: x.median(d),
@@ -79,8 +79,8 @@ def cases(dtype: torch.dtype, count: int, longest: int = 40) -> Iterator[tuple[t
 def wrong(name: str, x: torch.Tensor, d: int, got: Any, want: Any) -> str:
     """What is wrong with ``got``, of FUNCTIONS[name](x, d); nothing if all is right."""
     for g, w in zip(got, want, strict=True):
-        if (g.shape, g.dtype, g.stride()) != (w.shape, w.dtype, w.stride()) and g.numel() > 1:
-            return f"{g.dtype}{list(g.shape)}{g.stride()} for {w.dtype}{list(w.shape)}{w.stride()}"
+        if (g.shape, g.dtype) != (w.shape, w.dtype):
+            return f"{g.dtype}{list(g.shape)} for {w.dtype}{list(w.shape)}"
     values = want[:1] if name in CHOSEN else want
     for g, w in zip(got, values):
         if not torch.equal(g.double().nan_to_num(77.0), w.double().nan_to_num(77.0)):

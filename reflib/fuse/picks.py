@@ -16,21 +16,25 @@ NB: TorchInductor stores the row and gathers in another kernel.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import torch
 
 from ..ir.expr import Expr, Ref, Var, expr
-from ..ir.loops import Axis, BodyBuilder, Index, Load, LoopNest, Scan, map_stmt
+from ..ir.loops import Axis, BodyBuilder, Index, Load, LoopNest, Scan, map_stmt, stmt_exprs
 from ..ir.ops import identity
-from ..ir.program import Node
+from ..ir.program import Buffer, Node
+from ..ir.transforms import eliminate_dead, needed
+from ..lower.context import contiguous_strides
 from ..options import Options
 from ..target import Target
-from .dependencies import Dependencies, dependencies
+from .dependencies import dependencies
 from .inline_loads import makes_all
 from .legality import common_space, single
-from .mapping import fresh
-from .result import Fused, Reason
+from .mapping import Mapping, fresh
+from .result import Fused
+from .split import row_major
 
 LONGEST = 512  # elements of a row
 
@@ -38,22 +42,35 @@ Rows = dict[str, tuple[int, int]]  # of buffers whose rows a scan made: the stri
 
 
 def picks(fused: Fused, options: Options, target: Target) -> Fused:
-    """The same program, such loads as reductions. GPU only. Assumes a legal order."""
-    nodes = list(fused.program.nodes)
-    if not target.is_gpu or not any(isinstance(n, LoopNest) and _scans(n) for n in nodes):
+    """The same program, each such load as a reduction before its loop nest. GPU only. Assumes a legal order."""
+    program = fused.program
+    if not target.is_gpu or not any(isinstance(n, LoopNest) and _scans(n) for n in program.nodes):
         return fused
-    depends, rows = dependencies(fused.program), Rows()
-    for i, node in enumerate(nodes):
-        if not isinstance(node, LoopNest):
-            continue
-        if not node.reduced:
-            nodes[i] = node = _picked(nodes, i, node, rows, depends)
-        v = _along(node, rows)
-        for s in node.stores():
-            stride = None if v is None else s.index.coefficient(v)
-            if v is not None and stride is not None and stride.constant and makes_all(fused.program, node, s):
-                rows[s.buffer] = int(stride), int(v.size)
-    return replace(fused, program=replace(fused.program, nodes=tuple(nodes)))
+    depends, rows = dependencies(program), Rows()
+    buffers, out = dict(program.buffers), list[Node]()
+    for i, node in enumerate(program.nodes):
+        if isinstance(node, LoopNest):
+            for s in node.loads() if not node.reduced else ():
+                place = _pick(node, s, rows[s.buffer]) if s.buffer in rows else None
+                maker = None if place is None else depends.last_writer(s.buffer, i)
+                if place is None or maker is None:
+                    continue
+                name = next(n for k in itertools.count() if (n := f"{node.name}_element{k}") not in buffers)
+                pick, made = _searched(name, node, s, place, rows[s.buffer], buffers[s.buffer])
+                row = single(maker, program.nodes[maker], depends)  # type: ignore[arg-type]
+                if isinstance(common_space(row, single(i, pick, depends)), Mapping):
+                    buffers[name] = made
+                    found = Load(name, pick.stores()[0].index, s.dtype)
+                    new = tuple(found if o == s else o for o in node.body)
+                    node = replace(node, body=eliminate_dead(new))
+                    out.append(pick)
+            v = _along(node, rows)
+            for w in node.stores():
+                stride = None if v is None else w.index.coefficient(v)
+                if v is not None and stride is not None and stride.constant and makes_all(program, node, w):
+                    rows[w.buffer] = int(stride), int(v.size)
+        out.append(node)
+    return replace(fused, program=replace(program, nodes=tuple(out), buffers=buffers))
 
 
 def _scans(loops: LoopNest) -> bool:
@@ -93,28 +110,21 @@ def _pick(loops: LoopNest, s: Load, row: tuple[int, int]) -> Expr | None:
     return None if start is None else expr(start // stride % n)
 
 
-def _picked(nodes: list[Node], i: int, loops: LoopNest, rows: Rows, depends: Dependencies) -> LoopNest:
-    """``loops`` with the loads that pick an element as reductions, if it then fuses with what made these."""
-    found = {j: s for j, s in enumerate(loops.body) if isinstance(s, Load) and s.buffer in rows}
-    places = {j: p for j, s in found.items() if (p := _pick(loops, s, rows[s.buffer])) is not None}
-    if not places or len({rows[found[j].buffer][1] for j in places}) > 1:
-        return loops
-    some = found[next(iter(places))].buffer
-    r = fresh(expr(rows[some][1]))
+def _searched(
+    name: str, loops: LoopNest, s: Load, place: Expr, row: tuple[int, int], buffer: Buffer
+) -> tuple[LoopNest, Buffer]:
+    """A loop nest that stores what ``s`` loads, found by a reduction over the row, and what it stores that in."""
+    r, j = fresh(expr(row[1])), loops.body.index(s)
     b = BodyBuilder()
     ids: dict[int, int] = {}
-    for j, s in enumerate(loops.body):
-        if j in places:
-            stride, dtype = rows[found[j].buffer][0], found[j].dtype
-            row = replace(found[j], index=found[j].index + (expr(r) - places[j]) * stride)
-            here = b.op("eq", b.index(expr(r)), b.add(map_stmt(Index(places[j], torch.int64), ids)))
-            value = b.op("where", here, b.add(map_stmt(row, ids)), b.const(identity("max", dtype), dtype))
-            ids[j] = b.reduce("max", value, dtype=dtype)
-        else:
-            ids[j] = b.add(map_stmt(s, ids))
-    new = replace(loops, axes=(*loops.axes, Axis(r, "r")), body=tuple(b.body))
-    maker = depends.last_writer(some, i)
-    fits = maker is not None and isinstance(m := nodes[maker], LoopNest) and common_space(
-        single(maker, m, depends), single(i, new, depends)
-    )
-    return new if fits and not isinstance(fits, Reason) else loops
+    for i in needed(loops.body, [j])[:-1]:
+        ids[i] = b.add(map_stmt(loops.body[i], ids))
+    element = map_stmt(replace(s, index=s.index + (expr(r) - place) * row[0]), ids)
+    here = b.op("eq", b.index(expr(r)), b.add(map_stmt(Index(place, torch.int64), ids)))
+    value = b.op("where", here, b.add(element), b.const(identity("max", s.dtype), s.dtype))
+    value = b.reduce("max", value, dtype=s.dtype)
+    axes = [a for a in loops.axes if any(e.has(a.var) for stmt in b.body for e in stmt_exprs(stmt))]
+    sizes = tuple(a.size for a in axes)
+    made = Buffer(name, buffer.dtype, buffer.device, sizes, contiguous_strides(sizes))
+    b.store(name, row_major(axes), value)
+    return LoopNest(name, (*axes, Axis(r, "r")), tuple(b.body), loops.origins), made

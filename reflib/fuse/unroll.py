@@ -99,7 +99,7 @@ def _one_by_one(loops: LoopNest) -> dict[str, list[int]]:
     for s in loops.stores():
         by.setdefault(s.buffer, []).append(s.index)
     apart = {name: [(e - indices[0]).constant for e in indices] for name, indices in by.items() if len(indices) > 1}
-    return {name: sorted(c) for name, c in apart.items() if None not in c}  # type: ignore[type-var]
+    return {name: sorted(c for c in found if c is not None) for name, found in apart.items() if None not in found}
 
 
 def _steps(index: Expr, a: Axis) -> list[int] | None:
