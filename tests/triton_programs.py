@@ -27,6 +27,7 @@ from reflib.pipeline import Backend, run
 from reflib.wrap.launch import launcher
 from reflib.wrap.python import PythonPrinter
 from reflib.wrap.runtime import namespace
+from tests.sorts import gate, sparsemax
 
 
 class Interpreted(Backend):
@@ -109,6 +110,16 @@ def _scans(x: torch.Tensor, i: torch.Tensor) -> Any:
     x = torch.where(i == 3, float("nan"), x)
     sums = [(x.relu() + 1).cumsum(-1) * 2, x.cumsum(0), x.softmax(-1).cumsum(-1), i.cumsum(-1), x.cumprod(0)]
     return [*sums, *x.cummax(-1), *i.cummin(-1), *i.cummax(0), x.logcumsumexp(-1), (i + x).cumsum(1).sum(1)]
+
+
+def _sorts(x: torch.Tensor, i: torch.Tensor) -> Any:
+    """Results that have one right value, of float32, half precision and integers."""
+    finite, x = x, torch.where(i == 3, float("nan"), torch.where(i == 0, -0.0, x))
+    some = [x.sort(dim=-1, stable=True), i.sort(dim=0, stable=True, descending=True), (x.half() * 2).sort(stable=True)]
+    some += [i.to(t).sort(dim=-1, stable=True, descending=True) for t in (torch.bfloat16, torch.int8)]
+    rows = [x.median(-1).values, x.nanmedian(0).values, x.kthvalue(2, keepdim=True).values, *x.exp().topk(2, 0)]
+    one = [x / x.sort(-1).values[:, -1:], x.cumsum(1).gather(1, i.abs()[:, :1]), sparsemax(finite), *gate(finite)]
+    return [t for pair in some for t in pair] + rows + one + [x.argsort(dim=0, stable=True) * 2]
 
 
 def _ties(*shape: int) -> torch.Tensor:
@@ -250,6 +261,12 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dic
     "trained pools": (_trained_pools, lambda: (_ties(14, 9).float().requires_grad_(),), {}),
     "scans": (_scans, lambda: (randn(3, 7), _ties(3, 7)), {}),
     "looped scans": (_scans, lambda: (randn(2, 37), _ties(2, 37)), {"persistent_limit": 16}),
+    "sorts": (_sorts, lambda: (randn(3, 7), _ties(3, 7)), {}),
+    "sorted columns": (_sorts, lambda: (randn(11, 3).t(), _ties(11, 3).t()), {"max_fused_ops": 40}),
+    "trained sorts": (
+        lambda x: (sparsemax(x), gate(x)[0], x.sort(-1).values[:, 2], (x * 2).topk(3, 0).values.exp()),
+        lambda: (randn(5, 6, requires_grad=True),), {},
+    ),
     "embeddings": (_embeddings, lambda: (randn(12, 6), _ties(12, 6)), {}),
     "puts": (_puts, lambda: (randn(5, 4), randn(6, 4), _ties(6, 2)), {}),
     "one put each": (_puts, lambda: (randn(5, 4), randn(6, 4), _ties(6, 2)), {"max_fused_ops": 3}),

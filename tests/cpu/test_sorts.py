@@ -34,6 +34,7 @@ def computed(fn: Callable[..., Any], x: torch.Tensor, **options: Any) -> tuple[l
     return interpret(program, [x]), sum(isinstance(n, Extern) for n in program.nodes)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 def test_every_dtype_at_random(dtype: torch.dtype, name: str) -> None:
