@@ -68,9 +68,9 @@ def every_op() -> dict[str, tuple[str, torch.dtype, torch.dtype | None]]:
         if name == "cast":
             pairs = itertools.permutations(VALUE_DTYPES, 2)
             cases |= {f"cast_{short(a)}_{short(b)}": (name, a, b) for a, b in pairs}
-        elif name == "from_bits":
+        elif name in ("from_bits", "to_bits"):
             pairs = ((torch.int32, torch.float32), (torch.int64, torch.float64))
-            cases |= {f"from_bits_{short(a)}": (name, a, b) for a, b in pairs}
+            cases |= {f"{name}_{short(a)}": (name, a, b) for a, b in (p if name[0] == "f" else p[::-1] for p in pairs)}
         elif name in CASTS.values():
             continue  # tests/cpu/test_float8.py
         elif name == "philox":

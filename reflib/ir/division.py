@@ -62,7 +62,8 @@ def _split_multiples(n: Expr, d: Expr) -> tuple[Expr, Expr]:
     rest: dict[Monomial, int] = {}
     for m, c in n.terms:
         k = _monomial_div(m, dm)
-        q |= {} if k is None else {k: q.get(k, 0) + c // dc}
+        if k is not None:
+            q[k] = q.get(k, 0) + c // dc
         rest[m] = c if k is None else c % dc
     if any(c < 0 and rest[m] > 0 for m, c in n.terms):  # 16*i + 15 - j, backwards through 16
         backwards = normal({m: c for m, c in n.terms if rest[m]})

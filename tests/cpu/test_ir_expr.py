@@ -123,6 +123,8 @@ def test_text_is_python(pair):
     [
         ((ATOMS[3] * 8 + ATOMS[3]) // 8, ATOMS[3] + ATOMS[3] // 8),
         ((ATOMS[4] * 8 + ATOMS[3]) // 8, ATOMS[4]),
+        ((ATOMS[4] * 8 + 7 - ATOMS[3]) // 8, ATOMS[4]),
+        ((ATOMS[4] * 8 + 7 - ATOMS[3]) % 8, 7 - ATOMS[3]),
         ((ATOMS[4] * 8 + ATOMS[3]) % 8, ATOMS[3]),
         ((ATOMS[3] * ATOMS[0] + ATOMS[5]) // ATOMS[0], ATOMS[3]),
         ((ATOMS[3] * ATOMS[0] + ATOMS[5]) % ATOMS[0], ATOMS[5]),
