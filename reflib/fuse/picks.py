@@ -53,12 +53,12 @@ def picks(fused: Fused, options: Options, target: Target) -> Fused:
             for s in node.loads() if not node.reduced else ():
                 place = _pick(node, s, rows[s.buffer]) if s.buffer in rows else None
                 maker = None if place is None else depends.last_writer(s.buffer, i)
-                if place is None or maker is None:
+                scanned = None if maker is None else program.nodes[maker]
+                if place is None or maker is None or not isinstance(scanned, LoopNest):
                     continue
                 name = next(n for k in itertools.count() if (n := f"{node.name}_element{k}") not in buffers)
                 pick, made = _searched(name, node, s, place, rows[s.buffer], buffers[s.buffer])
-                row = single(maker, program.nodes[maker], depends)  # type: ignore[arg-type]
-                if isinstance(common_space(row, single(i, pick, depends)), Mapping):
+                if isinstance(common_space(single(maker, scanned, depends), single(i, pick, depends)), Mapping):
                     buffers[name] = made
                     found = Load(name, pick.stores()[0].index, s.dtype)
                     new = tuple(found if o == s else o for o in node.body)
@@ -102,10 +102,10 @@ def _pick(loops: LoopNest, s: Load, row: tuple[int, int]) -> Expr | None:
         return expr(refs[0]) if s.index.coefficient(refs[0]) == stride and refs[0].size == n else None
     for a in loops.axes:
         step = s.index.coefficient(a.var)
-        if step is None or step.constant is None or a.size.constant is None and step.constant < stride:
+        if step is None or step.constant is None or a.size.constant is None and abs(step.constant) < stride:
             return None
-        if step.constant % (stride * n) and step.constant * (a.size.constant or 1) > stride:
-            return None  # along a part of a row
+        if step.constant % (stride * n) and abs(step.constant) * (a.size.constant or 1) > stride:
+            return None  # along a row, or a part of it
     start = s.index.subs({a.var: 0 for a in loops.axes}).constant
     return None if start is None else expr(start // stride % n)
 

@@ -80,11 +80,12 @@ def by_element(fused: Fused, options: Options, target: Target) -> Fused:
             buffer = next((s.buffer for s in read if made[s.buffer] == _steps(s.index, a)), None)
             if buffer is None or not set(node.reduced) <= {a}:
                 continue
-            new = unrolled(replace(node, axes=tuple(Axis(b.var, "r" if b is a else "p") for b in node.axes)))
             maker = depends.last_writer(buffer, i)
-            assert maker is not None
+            if maker is None or not isinstance(first := nodes[maker], LoopNest):
+                continue
+            new = unrolled(replace(node, axes=tuple(Axis(b.var, "r" if b is a else "p") for b in node.axes)))
             work = sum(isinstance(s, (Load, Op, Indirect)) for s in new.body)
-            together = common_space(single(maker, nodes[maker], depends), single(i, new, depends), fused.program)  # type: ignore[arg-type]
+            together = common_space(single(maker, first, depends), single(i, new, depends), fused.program)
             if work <= MAX_WORK and not isinstance(together, Reason):
                 nodes[i] = node = new
                 made |= _one_by_one(new)
