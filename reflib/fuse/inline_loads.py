@@ -34,7 +34,7 @@ from ..ir.loops import (
     stmt_args,
     stmt_exprs,
 )
-from ..ir.program import Extern, Program
+from ..ir.program import Extern, Node, Program
 from ..ir.transforms import divisions, eliminate_dead, needed
 from ..options import Options
 from ..target import Target
@@ -234,17 +234,30 @@ def _should_inline(loops: LoopNest, given: LoopNest, position: int, p: Producer,
 def _moves_less(loops: LoopNest, p: Producer, work: _Work) -> bool:
     """Are fewer bytes moved if every reader computes the producer's result again, than if all read it?
 
-    n readers, a result of S bytes, computed from L: stored, L + S + n S; computed again, n L. For one reader that is
-    always less, and so it is where S is small beside a launch. Without this, in a residual network each block would
-    compute all blocks before it again. What is stored in any case is only computed again if L is less than S."""
+    A result of S bytes, computed from L, of which readers read n times as much as there is (n, but parts of it count as
+    such): stored, L + S + n S; computed again, n L. For one reader that is always less, and so it is where S is small
+    beside a launch. Without this, in a residual network each block would compute all blocks before it again. What is
+    stored in any case is only computed again if L is less than S."""
     buffers, name = work.program.buffers, p.store.buffer
-    readers, points = len(work.readers[name]), p.loops.numel.hint()
+    points = p.loops.numel.hint()
     read = (buffers[b] for b in set(p.loops.reads()) - set(loops.reads()))
     bytes_read = sum(min(b.nbytes.hint(), points * b.dtype.itemsize) for b in read)
     if _stored(p, work):
         return bytes_read < buffers[name].nbytes.hint()
+    shares: dict[tuple[int, int], float] = {}  # of readers that may become one kernel
+    for r in work.readers[name]:
+        share, key = _share(work.program.nodes[r], p)
+        shares[work.calls[r], key] = min(1, shares.get((work.calls[r], key), 0) + share)
+    readers = sum(shares.values())
     stored = (readers + 1) * buffers[name].nbytes.hint()
     return readers <= 1 or (readers - 1) * bytes_read < stored or stored <= LAUNCH[work.gpu] // 10
+
+
+def _share(reader: Node, p: Producer) -> tuple[float, int]:
+    """How much of the producer's result it reads, where 1 is all; and the points that it has."""
+    points = (reader.numel * reader.rnumel).hint() if isinstance(reader, LoopNest) else 0
+    indices = {s.index for s in reader.loads() if s.buffer == p.store.buffer} if isinstance(reader, LoopNest) else ()
+    return (min(1, len(indices) * points / max(1, p.loops.numel.hint())) if indices else 1), points
 
 
 def _stored(p: Producer, work: _Work) -> bool:
