@@ -251,7 +251,7 @@ def rows_of(job: Job, outcome: dict[str, Any]) -> list[Row]:
     at = {"model": job["model"], "mode": job["mode"], "dtype": job["dtype"]}
     shared: dict[str, Any] = {"name": "sweep", "case": job["backend"], "at": at}
     values = dict(outcome["values"])
-    times = values.pop("times", {}) if outcome["status"] == "ok" else {}
+    times = values.pop("times", {})
     rows = [
         Row(metric="time", value=us, unit="µs", spread=spread, clock=clock, note=outcome["note"], **shared)
         for clock, (us, spread) in times.items()
