@@ -42,6 +42,14 @@ CONVOLUTIONS = {aten.convolution.default: 2, aten.convolution_backward.default: 
 LAST = torch.channels_last
 HALVES = (torch.float16, torch.bfloat16)
 MAX_GROUP = 64  # channels
+# Their CUDA kernels read arguments as if they were contiguous, which autograd's formulas make them (derivatives.yaml);
+# in a traced graph nothing is left of that where they already were.
+CONTIGUOUS = {
+    aten._weight_norm_interface, aten._weight_norm_interface_backward, aten._cdist_forward, aten._cdist_backward,
+    aten._pdist_forward, aten._pdist_backward, aten.segment_reduce, aten._segment_reduce_backward,
+    aten._thnn_fused_lstm_cell, aten._thnn_fused_lstm_cell_backward_impl, aten._thnn_fused_gru_cell,
+    aten._thnn_fused_gru_cell_backward, aten._cudnn_rnn, aten._cudnn_rnn_backward,
+}  # fmt: skip
 _STRIDED = (aten.as_strided.default, aten.as_strided_scatter.default)
 
 
@@ -108,6 +116,10 @@ def _convolutions(graph: torch.fx.Graph) -> Iterator[Node]:
     return (n for n in graph.nodes if n.target is aten.convolution.default)
 
 
+def _packet(n: Node) -> Any:
+    return getattr(n.target, "overloadpacket", None)
+
+
 def _static(t: torch.Tensor) -> bool:
     return all(isinstance(s, int) for s in t.shape) and t.layout == torch.strided
 
@@ -141,7 +153,7 @@ def _lay_out(graph: torch.fx.Graph) -> int:
                 changed.add(node)
             elif not any(a in changed for a in node.all_input_nodes):
                 continue
-            elif getattr(node.target, "namespace", "aten") not in ("aten", "prims"):
+            elif getattr(node.target, "namespace", "aten") not in ("aten", "prims") or _packet(node) in CONTIGUOUS:
                 moved += _for_others(graph, node, changed)  # an op of the user's may rely on its arguments' strides
                 continue
             else:

@@ -177,7 +177,7 @@ class Audio(nn.Module):
         self.norm = nn.GroupNorm(4, c)
         self.second = nn.Conv1d(c, c, 3, stride=2, padding=1)
         self.third = nn.Conv1d(c, c, 5, padding=4, dilation=2)
-        self.positions = nn.Conv1d(c, c, 8, padding=4)
+        self.positions = nn.utils.parametrizations.weight_norm(nn.Conv1d(c, c, 8, padding=4))
         self.back = nn.ConvTranspose1d(c, 8, 4, stride=2, padding=1, output_padding=1)
 
     def forward(self, x):
@@ -218,6 +218,9 @@ def test_one_dimension(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         operands = [a.meta["val"] for a in n.args[: 3 if len(n.args) == 11 else 2]]
         assert all(v.dim() == 4 and is_last(v) for v in operands), n
     follow_from_arguments(changed)
+    backward = torch.ops.aten._weight_norm_interface_backward.default  # its kernel takes grad's rows to be in order
+    (norm,) = (n for n in changed.graph.nodes if n.target is backward)
+    assert all(a.meta["val"].is_contiguous() for a in norm.args[:4])
     given = [x, *(a.detach() for a in args)]
     for a, b in zip(torch.fx.Interpreter(changed).run(*given), torch.fx.Interpreter(graph).run(*given), strict=True):
         assert a.stride() == b.stride()
