@@ -104,6 +104,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "in_place": "fuse.in_place:in_place",
         "slice_stores": "fuse.slice_stores:slice_stores",
         "into_place": "fuse.into_place:into_place",
+        "temp_order": "fuse.temp_order:temp_order",
         "unroll": "fuse.unroll:unroll",
         "reverse": "fuse.reversal:reverse",
         "mix_order": "fuse.mix_order:mix_orders",
@@ -137,7 +138,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "FlexKernel": "schedule.flex:variants",
     },
     "schedule.SHAPES": {"one_order": "schedule.one_order:one_order", "mixed": "schedule.mixed:mixed"},
-    "schedule.ADJUST": {"uneven": "schedule.uneven:adjust"},
+    "schedule.ADJUST": {"uneven": "schedule.uneven:adjust", "pressure": "schedule.pressure:relieve"},
     "generate.PARTS": {
         "looped": "generate.triton_one_pass:OnePassPrinter",
         "mixed": "generate.triton_mixed:MixedPrinter",

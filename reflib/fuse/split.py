@@ -203,8 +203,12 @@ def _cut_rows(loops: LoopNest, axis: Axis, wanted: int) -> tuple[LoopNest, Cut] 
 
 
 def cut_axis(axis: Axis, pieces: int, alone: bool) -> Cut:
-    """``alone``: it is the only axis that is reduced."""
+    """``alone``: it is the only axis that is reduced. Of several, it is one that producers have: those fuse with equal
+    parts of it, not with a tail."""
     pieces = min(pieces, axis.size.hint())
+    if not alone and axis.size.constant is not None:
+        near = (n for n in range(-(-pieces // 2), 2 * pieces + 1) if axis.size.constant % n == 0)
+        pieces = min(near, key=lambda n: abs(n - pieces), default=pieces)
     length = divide_exact(axis.size, pieces)
     if length is None and axis.size.constant is not None:  # pieces of whole blocks, so that only the last has a tail
         block = BLOCK if alone and axis.size.constant >= pieces * BLOCK else 1
