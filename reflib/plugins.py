@@ -126,6 +126,7 @@ PLUGS: dict[str, dict[str, str]] = {
     "fuse.EMIT": {"template": "fuse.templates:emit_template"},
     "fuse.AFTER": {
         "recompute": "fuse.recompute:recompute",
+        "one_sum": "fuse.scatters:one_sum",
         "store_once": "fuse.store_once:store_once",
         "narrow": "fuse.narrow:narrow",
         "across": "fuse.unroll:across",

@@ -54,7 +54,7 @@ def recompute(fused: Fused, options: Options, target: Target) -> Fused:
                 nodes[position] = new
                 changed = True
     done = replace(program, nodes=tuple(nodes), buffers=buffers)
-    return fused.regrouped(_drop_stores(done)) if changed else fused
+    return fused.regrouped(drop_stores(done)) if changed else fused
 
 
 def _without_load(
@@ -226,7 +226,7 @@ def _saved_bytes(
     return size * (2 if goes else 1) - extra
 
 
-def _drop_stores(program: Program) -> Program:
+def drop_stores(program: Program) -> Program:
     """Without stores to temporaries that are not read any more."""
     read = program.output_buffers() | {b for n in program.nodes for b in n.reads()}
     dead = {name for name, b in program.buffers.items() if b.kind == "temp" and name not in read}
