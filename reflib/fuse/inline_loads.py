@@ -250,7 +250,8 @@ def _moves_less(loops: LoopNest, p: Producer, work: _Work) -> bool:
         shares[work.calls[r], key] = min(1, shares.get((work.calls[r], key), 0) + share)
     readers = sum(shares.values())
     stored = (readers + 1) * buffers[name].nbytes.hint()
-    return readers <= 1 or (readers - 1) * bytes_read < stored or stored <= LAUNCH[work.gpu] // 10
+    again = bytes_read + work_of(p.loops) * points / OPS_PER_BYTE if work.gpu else bytes_read
+    return readers <= 1 or (readers - 1) * again < stored or stored <= LAUNCH[work.gpu] // 10
 
 
 def _share(reader: Node, p: Producer) -> tuple[float, int]:
