@@ -175,6 +175,16 @@ def test_a_short_loop_over_columns_is_unrolled() -> None:
     assert len(re.findall(r"\bBAR\.", text)) <= 9 and len(re.findall(r"\bSHFL\.", text)) <= 30
 
 
+def test_columns_are_cut_into_equal_pieces() -> None:
+    """Where a number of pieces near the wanted one divides the rows: there are no masks, and no weights of elements."""
+    rng = random.Random(9)
+    for _ in range(3):
+        shape = rng.randint(30, 60) * 28 * 28, 64 * rng.randint(1, 4)
+        kernel = columns(shape)
+        assert "other=" not in kernel.source and "weight3" not in kernel.source, shape
+        assert int(kernel.grid.evaluate({})) >= 264, shape
+
+
 def test_batch_norm_reads_its_input_twice() -> None:
     """Once for the statistics, cut into enough pieces to fill the machine; once to normalise."""
     rng = random.Random(4)
