@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from ..ir.expr import Expr, expr
-from ..ir.loops import Op, Reduce, Scan, Stmt, Store
+from ..ir.loops import Load, Op, Reduce, Scan, Stmt, Store
 from ..ir.transforms import needed
 from .triton_body import FULL, PartPrinter
 from .triton_facts import literal, paren
@@ -149,10 +149,11 @@ class OnePassPrinter(PartPrinter):
 
     def _steps(self, wanted: list[int], end: str) -> None:
         """Of columns the last, shorter step by itself: ptxas does not unroll a loop whose loads have masks, and a
-        thread waits for one load after another. (A loop over one long row is better not unrolled.)"""
-        n, block = self._rsize().constant, self.block["r"]
-        scans = any(isinstance(self.space.body[i], Scan) for i in wanted)
-        if n is None or n < block or not self.masks["r"] or self.block["x"] == 1 or scans:
+        thread waits for one load after another. (A loop over one long row is better not unrolled, and one of many
+        loads is not unrolled.)"""
+        n, block, body = self._rsize().constant, self.block["r"], [self.space.body[i] for i in wanted]
+        long = sum(isinstance(s, Load) for s in body) > 4 or any(isinstance(s, Scan) for s in body)
+        if n is None or n < block or not self.masks["r"] or self.block["x"] == 1 or long:
             return super()._steps(wanted, end)
         whole = n - n % block
         self.masks["r"] = False

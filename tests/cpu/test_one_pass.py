@@ -175,6 +175,19 @@ def test_a_short_loop_over_columns_is_unrolled() -> None:
     assert len(re.findall(r"\bBAR\.", text)) <= 9 and len(re.findall(r"\bSHFL\.", text)) <= 30
 
 
+@pytest.mark.parametrize("dtype,streams", [(torch.int64, 5), (torch.float32, 6), (torch.bfloat16, 5)])
+def test_a_step_over_columns_holds_few_bytes_per_thread(dtype: torch.dtype, streams: int) -> None:
+    """Its loads are in registers together. (More elements where the streams are narrow.)"""
+    args = [torch.empty(1 << 20, FEW[1], dtype=dtype) for _ in range(streams)]
+    s = stages(lambda *xs: sum(xs[1:], xs[0]).sum(0), *args)
+    assert s.kernels is not None
+    first = next(iter(s.kernels.values()))
+    x, r = (int(n) for n in re.findall(r"BLOCK: tl.constexpr = (\d+)", first.source))
+    each = x * r // (32 * first.num_warps)
+    assert "for r0" in first.source and each * streams * dtype.itemsize <= 256 and each >= 4
+    assert each > 4 or dtype != torch.bfloat16
+
+
 def test_columns_are_cut_into_equal_pieces() -> None:
     """Where a number of pieces near the wanted one divides the rows: there are no masks, and no weights of elements."""
     rng = random.Random(9)
