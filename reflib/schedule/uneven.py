@@ -11,8 +11,8 @@
 * **Rows that memory runs across** (features of a convolution normalized over channels): as many rows per program as
   sectors hold, if that leaves much fewer of them.
 * **Variances of columns** take two exchanges between threads, some 40 instructions per warp for each 4 columns that a
-  thread has: 4 elements per thread in a loop of up to 32 steps, which ptxas writes out, with 1/n as constants (1,126
-  instructions per warp for 256 bf16 columns of 64; with 16 elements 1,420), 8 in a longer one. All at once: 32.
+  thread has: 4 elements per thread in a loop of up to 32 steps, which ptxas writes out, with 1/n as constants (1,138
+  instructions per warp for 256 bf16 columns of 64; with 16 elements 1,455), 8 in a longer one. All at once: 32.
 * **Columns of many streams**: a step's loads are HELD bytes per thread at most. (The gradient of max pooling, summed
   for a batch norm, reads 4 windows and as many int64 places: with 16 elements per thread 238 registers.)
 * **Few programs** that keep all that they reduce in registers get more warps each, down to one read per thread, until
