@@ -182,6 +182,8 @@ def _split(loops: LoopNest, wanted: int, buffers: dict[str, Buffer]) -> list[Nod
         first, partials = first_step(*both, buffers)
         return [first, second_step(loops, rows.size * both[1].s.size, partials, buffers)]
     loops = merged
+    if reduces_columns(loops):
+        pieces = equal_pieces(axis, pieces)
     cut = cut_axis(axis, pieces, alone=all(a is axis or a.size == 1 for a in loops.reduced))
     first, partials = first_step(loops, cut, buffers)
     return [first, second_step(loops, cut.s.size, partials, buffers, cut)]
@@ -200,6 +202,13 @@ def _cut_rows(loops: LoopNest, axis: Axis, wanted: int) -> tuple[LoopNest, Cut] 
     parts = max((n for n in range(2, 2 * each) if size % n == 0 and size >= 2048 * n), default=1)
     axes = tuple(replace(a, kind="p") if a is axis else a for a in loops.axes)
     return (replace(loops, axes=axes), cut_axis(inner, parts, alone=False)) if parts > 1 else None
+
+
+def equal_pieces(axis: Axis, pieces: int) -> int:
+    """About as many, if that makes them equal: else each element has a mask, and a variance's a weight. (Of 100 x 28 x
+    28 rows one takes 2.6 times the instructions in 409 pieces of 192 as in 490 of 160.)"""
+    size, near = axis.size.constant or 0, range(-(-3 * pieces // 4), 5 * pieces // 4 + 1)
+    return min((n for n in near if size and size % n == 0), key=lambda n: abs(n - pieces), default=pieces)
 
 
 def cut_axis(axis: Axis, pieces: int, alone: bool) -> Cut:
