@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from reflib.ir.loops import Const, Load, Stmt, stmt_args
+from reflib.ir.loops import Const
 from reflib.ir.program import View
 
 from . import activations
@@ -49,8 +49,7 @@ def kernel(*names: str, at: Sequence[int] = (0,), dtypes: Sequence[torch.dtype] 
     def decorate(formula: Formula) -> Formula:
         def lower_op(cx: LoweringContext, *args: Any, **kwargs: Any) -> View:
             tensors = [args[i] for i in at]
-            if cx.dtype in HALF and any(isinstance(x, View) and x.dtype != cx.dtype for x in tensors):
-                raise Unsupported(ROUNDED_FIRST)
+            _suits(cx, tensors)
 
             def of(*values: Value) -> Value:
                 given = dict(zip(at, values))
@@ -73,6 +72,19 @@ def formula_of(cx: LoweringContext, target: Any) -> Callable[..., Any] | None:
     return rule if cx.dtype in dtypes else None
 
 
+def _suits(cx: LoweringContext, tensors: Sequence[Any]) -> None:
+    views = [x for x in tensors if isinstance(x, View)]
+    if cx.dtype in HALF and any(x.dtype != cx.dtype for x in views):
+        raise Unsupported(ROUNDED_FIRST)
+    if len(tensors) > 2 and any(_on_cpu(cx, x) for x in views):
+        raise Unsupported("numerics: eager's kernel for a number on the CPU")
+
+
+def _on_cpu(cx: LoweringContext, x: View) -> bool:
+    """Is it a number in a CPU's memory that a GPU reads?"""
+    return cx.low.buffers[x.buffer].device != cx.device
+
+
 # -- parts ----------------------------------------------------------------------------------------------
 def fma(x: Value, y: Scalar, z: Scalar) -> Value:
     """x * y + z, rounded once."""
@@ -84,8 +96,10 @@ def stored(x: Value) -> Value:
     return x.to(x.kernel.cx.dtype)
 
 
-def single(x: float) -> float:
+def single(x: Any) -> float:
     """A number in float32."""
+    if not isinstance(x, (int, float)):
+        raise Unsupported("numerics: a number known at run time only")
     return float(torch.tensor(x, dtype=torch.float32))
 
 
@@ -111,11 +125,6 @@ def erf(x: Value) -> Value:
     return where(far, (1 - p.op("exp2")).op("copysign", x), p)
 
 
-def is_number(body: Sequence[Stmt], i: int) -> bool:
-    """Is it computed without reading a tensor?"""
-    return not isinstance(body[i], Load) and all(is_number(body, a) for a in stmt_args(body[i]))
-
-
 # -- arithmetic: CUDAFunctor_add, BinaryDivTrueKernel, PointwiseOpsKernel, Lerp, UnaryOpsKernel, PowKernel ----------
 @kernel("add.Tensor", "add.Scalar", at=(0, 1))
 def add(x: Value, y: Value, alpha: Scalar = 1) -> Value:
@@ -132,19 +141,25 @@ def rsub(x: Value, y: Value, alpha: Scalar = 1) -> Value:
     return sub(y, x, alpha)
 
 
-@kernel("div.Tensor", "div.Scalar", "true_divide", at=(0, 1), dtypes=(torch.float32, torch.float64, *HALF))
-def div(x: Value, y: Value) -> Value:
-    """A number's reciprocal is taken first, once."""
-    body = y.kernel.b.body
-    number = body[y.id]
-    if isinstance(number, Const):
-        return x * float(1 / torch.tensor(number.value, dtype=y.dtype))
-    return x * (1 / y) if is_number(body, y.id) else x / y
+def div(cx: LoweringContext, x: Any, y: Any) -> View:
+    """Of a number, the reciprocal is taken first, once; a tensor of one number is no number."""
+    _suits(cx, (x, y))
+    number = not isinstance(y, View) or _on_cpu(cx, y)
+    return elementwise(cx, lambda a, b: a * _reciprocal(b) if number else a / b, (x, y))
+
+
+def _reciprocal(x: Value) -> Scalar:
+    s = x.kernel.b.body[x.id]
+    return float(1 / torch.tensor(s.value, dtype=x.dtype)) if isinstance(s, Const) else 1 / x
+
+
+for _op in overloads("div.Tensor", "div.Scalar", "true_divide"):
+    FORMULAS[_op] = div, frozenset((torch.float32, torch.float64, *HALF))
 
 
 @kernel("addcmul", at=(0, 1, 2))
 def addcmul(x: Value, a: Value, b: Value, value: Scalar = 1) -> Value:
-    return fma(a, b, x) if value == 1 else fma(a * b, value, x)
+    return fma(a, b, x) if single(value) == 1 else fma(a * b, value, x)
 
 
 @kernel("addcdiv", at=(0, 1, 2))

@@ -37,7 +37,7 @@ from torch._decomp.decompositions import _get_batch_norm_reserve_tensor
 from ..ir.loops import Const, Index, Load, LoopNest, Op, Reduce, Scan, Stmt, Store, stmt_args
 from ..ir.program import Node
 from .context import LoweringContext
-from .cuda_formulas import ROUNDED_FIRST, formula_of, is_number
+from .cuda_formulas import ROUNDED_FIRST, formula_of
 from .numbers import HALF
 from .rules import Unsupported, overloads
 
@@ -140,11 +140,16 @@ def _rounded_first(body: tuple[Stmt, ...], s: Stmt, cx: LoweringContext) -> bool
         return False
     if cx.on_gpu:
         divisor = body[s.args[1]]
-        return is_number(body, s.args[1]) and not (
+        return _is_number(body, s.args[1]) and not (
             isinstance(divisor, Const) and abs(frexp(float(divisor.value))[0]) == 0.5
         )
     numbers = [float(body[a].value) for a in s.args if isinstance(body[a], Const)]  # type: ignore[union-attr]
     return cx.dtype in HALF and any(v != float(torch.tensor(v).to(cx.dtype)) for v in numbers)
+
+
+def _is_number(body: tuple[Stmt, ...], i: int) -> bool:
+    """Is it computed without reading a tensor?"""
+    return not isinstance(body[i], Load) and all(_is_number(body, a) for a in stmt_args(body[i]))
 
 
 def _mixed(body: tuple[Stmt, ...], cx: LoweringContext) -> bool:

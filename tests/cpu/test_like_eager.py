@@ -83,6 +83,8 @@ def test_on_a_gpu_a_size_is_inverted_first() -> None:
     e = reflib.explain(lambda x: x / x.shape[0], torch.rand(9, 3), target="sm_90", dynamic=True, **EAGER)
     (nest,) = e.stages.fused.program.nodes
     assert [s.op for s in nest.body if isinstance(s, Op) and s.op != "cast"] == ["div", "mul"]
+    e = reflib.explain(lambda x: x / torch.full((3,), 0.7), torch.rand(9, 3), target="sm_90", **EAGER)
+    assert "tl.div_rn(" in e.kernels[0].source  # no number, though it is known
 
 
 def test_registered_implementations_are_not_asked() -> None:

@@ -37,3 +37,12 @@ def test_divisions_by_numbers(of: str, dtype: torch.dtype) -> None:
         t = x[: int(9000 + p)]
         by = torch.tensor(p) if of == "a number of the CPU's" else p
         assert different_bits(run(t, by), t / (t.shape[0] if of == "a size" else p)) == 0, p
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_divisions_by_tensors(dtype: torch.dtype) -> None:
+    """Of one number, and one that is known when the model is compiled."""
+    x = every(dtype, "cuda", 0, 2**16)
+    one = torch.tensor(0.7, device="cuda", dtype=dtype)
+    for fn in (lambda x: x / one, lambda x: x / torch.full_like(x, 0.7)):
+        assert different_bits(reflib.compile(fn, numerics="eager")(x), fn(x)) == 0
