@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -54,6 +55,7 @@ GPU_ONLY: dict[str, Case] = {  # whose captured op returns something else on a C
 }
 
 
+@cache
 def every(dtype: torch.dtype, device: str, seed: int, count: int = 2**24) -> torch.Tensor:
     """All numbers of a half dtype, in a random order; ``count`` random patterns of bits of float32."""
     g = torch.Generator().manual_seed(seed)
@@ -64,11 +66,12 @@ def every(dtype: torch.dtype, device: str, seed: int, count: int = 2**24) -> tor
     return bits.view(dtype).to(device)
 
 
-def numbers(dtype: torch.dtype, device: str, seed: int, like: torch.Tensor) -> torch.Tensor:
-    """As many of ordinary sizes."""
+@cache
+def numbers(dtype: torch.dtype, device: str, seed: int, count: int) -> torch.Tensor:
+    """Of ordinary sizes."""
     g = torch.Generator().manual_seed(seed)
-    x = torch.randn(like.shape, generator=g)
-    return (x * 10 ** torch.randn(like.shape, generator=g)).to(dtype).to(device)
+    x = torch.randn(count, generator=g)
+    return (x * 10 ** torch.randn(count, generator=g)).to(dtype).to(device)
 
 
 def different_bits(a: torch.Tensor, b: torch.Tensor) -> int:

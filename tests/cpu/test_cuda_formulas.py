@@ -23,8 +23,7 @@ triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="
 
 
 def _inputs(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    like = torch.empty(4000)
-    return [numbers(dtype, "cpu", i, like).clamp(-9, 9) for i in range(2 if name in TWO else 1)]
+    return [numbers(dtype, "cpu", i, 4000).clamp(-9, 9) for i in range(2 if name in TWO else 1)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])

@@ -18,11 +18,11 @@ from tests.cuda_formula_cases import CASES, DTYPES, GPU_ONLY, ONE, different_bit
 def test_the_bits_are_eagers(name: str, dtype: torch.dtype) -> None:
     fn = (CASES | GPU_ONLY)[name]
     x = every(dtype, "cuda", 0)
-    some = numbers(dtype, "cuda", 1, x)
+    some = numbers(dtype, "cuda", 1, x.numel())
     if name in ONE or name in GPU_ONLY:
         inputs = [(x,), (some,)]
     else:
-        inputs = [(some, x), (x, some), (x, every(dtype, "cuda", 2)), (some, numbers(dtype, "cuda", 3, x))]
+        inputs = [(some, x), (x, some), (x, every(dtype, "cuda", 2)), (some, numbers(dtype, "cuda", 3, x.numel()))]
     run = reflib.compile(lambda *t: fn(*(-v for v in t)).abs(), numerics="eager", dynamic=False)
     found = [different_bits(run(*t), fn(*(-v for v in t)).abs()) for t in inputs]
     assert found == [0] * len(inputs)
