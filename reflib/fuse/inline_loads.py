@@ -40,7 +40,7 @@ from ..options import Options
 from ..target import Target
 from .decided import decided, integer
 from .dependencies import Dependencies, dependencies, remove_dead
-from .legality import common_space, single
+from .legality import Cluster, common_space, single
 from .mapping import fresh, strides_of
 from .places import LAUNCH
 from .result import Fused, Reason
@@ -64,7 +64,7 @@ Exprs = dict[Atom, Expr]
 @dataclass(frozen=True)
 class _Work:
     """What the questions below are about. ``readers``: as it is with what was inlined until now. ``joined``:
-    ``_joined`` of the producers that were asked for."""
+    ``_joined`` of the producers that were asked for; ``alone``: their clusters."""
 
     program: Program
     depends: Dependencies
@@ -73,6 +73,7 @@ class _Work:
     calls: list[int]  # per node: the most calls one after another that it waits for
     producers: dict[str, Producer] = field(default_factory=dict)
     joined: dict[str, tuple[Producer, list[Producer]]] = field(default_factory=dict)
+    alone: dict[str, Cluster] = field(default_factory=dict)
 
     def reads_no_more(self, position: int, name: str) -> None:
         """And a producer that nothing reads any more reads nothing either."""
@@ -151,13 +152,13 @@ def make_producer(position: int, loops: LoopNest, store: Store) -> Producer | No
 
 def _inline_into(loops: LoopNest, position: int, work: _Work) -> LoopNest:
     """``loops`` with every load replaced that should be, loads in inlined bodies included."""
-    keep, given = set[str](), loops
+    keep, given, own = set[str](), loops, None
     while True:
         names = [n for n in loops.reads() if n in work.producers and n not in keep]
         if not names:
             return loops
-        name = names[0]
-        for p in _forms(loops, position, work.producers[name], work):
+        name, own = names[0], own or single(position, loops, work.depends)
+        for p in _forms(own, position, work.producers[name], work):
             if _should_inline(loops, given, position, p, work):
                 inlined = replace_loads(loops, p)
                 if gathers(p.loops):
@@ -168,18 +169,20 @@ def _inline_into(loops: LoopNest, position: int, work: _Work) -> LoopNest:
                     for read in p.loops.reads():
                         work.readers.setdefault(read, set()).add(position)
                     work.reads_no_more(position, name)
-                    loops = inlined
+                    loops, own = inlined, None
                     break
         else:
             keep.add(name)
 
 
-def _forms(loops: LoopNest, position: int, p: Producer, work: _Work) -> Iterator[Producer]:
-    """A producer as it might be inlined: with those in it, and alone. None of one that can be grouped with ``loops``,
-    as most can: this is asked first."""
+def _forms(own: Cluster, position: int, p: Producer, work: _Work) -> Iterator[Producer]:
+    """A producer as it might be inlined: with those in it, and alone. None of one that can be grouped with ``own``, the
+    consumer, as most can: this is asked first."""
     depends = work.depends
-    if isinstance(common_space(single(p.position, p.loops, depends), single(position, loops, depends)), Reason):
-        name = p.store.buffer
+    name = p.store.buffer
+    if name not in work.alone:
+        work.alone[name] = single(p.position, p.loops, depends)
+    if isinstance(common_space(work.alone[name], own), Reason):
         if name not in work.joined:
             work.joined[name] = _joined(p, work)
         whole, parts = work.joined[name]

@@ -61,9 +61,8 @@ class Sym(Atom):
     hi: int | None = None
     hint: int | None = None
 
-    @property
-    def key(self) -> str:  # type: ignore[override]
-        return self.name
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", self.name)
 
 
 @_atom
@@ -73,9 +72,8 @@ class Var(Atom):
     name: str
     size: Expr
 
-    @property
-    def key(self) -> str:  # type: ignore[override]
-        return self.name
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", self.name)
 
 
 @_atom
@@ -85,9 +83,8 @@ class Ref(Atom):
     id: int
     size: Expr
 
-    @property
-    def key(self) -> str:  # type: ignore[override]
-        return f"%{self.id}"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", f"%{self.id}")
 
 
 @_atom
