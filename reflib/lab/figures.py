@@ -132,8 +132,8 @@ def figure(fig: Figure, *, caption: str, alt: str) -> Picture:
     return picture
 
 
-def to_svg(fig: Figure, title: str = "") -> str:
-    """The figure as SVG, reproducible byte for byte; it is closed. `title`: alt text in it."""
+def to_svg(fig: Figure) -> str:
+    """The figure as SVG, reproducible byte for byte; it is closed."""
     import matplotlib.pyplot as plt
 
     buffer = io.StringIO()
@@ -148,7 +148,5 @@ def to_svg(fig: Figure, title: str = "") -> str:
     plt.close(fig)
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
-    if title:
-        svg = svg.replace(">", f' role="img">\n <title>{html.escape(title)}</title>', 1)
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     return re.sub(r' d="[^"]*"', lambda m: re.sub(r"(\d+\.\d{2})\d+", r"\1", m[0]), svg)

@@ -102,18 +102,18 @@ class Numbers:
 
 
 class Drawn:
-    """A figure in several forms. ``spec``: Vega-Lite, a dict. ``svg``: a static version, or "". ``alt``: alt text."""
+    """A Vega-Lite figure, drawn by Lab and by the book; elsewhere its alt text is shown."""
 
-    def __init__(self, spec: Spec, svg: str, alt: str, caption: str) -> None:
-        self.spec, self.svg, self.alt, self.caption = spec, svg, alt, caption
+    def __init__(self, spec: Spec) -> None:
+        self.spec, self.alt = spec, spec["description"]
+        self.caption = spec.get("usermeta", {}).get("caption", "")
 
     def __repr__(self) -> str:
-        return f"[figure: {self.alt}]\n{self.caption}"
+        return f"[figure: {self.alt}]\n{self.caption}".rstrip()
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         # without text/html, which Lab would prefer to the interactive figure
-        still = {"image/svg+xml": self.svg} if self.svg else {}
-        return {MIME: self.spec, **still, "text/plain": repr(self)}
+        return {MIME: self.spec, "text/plain": repr(self)}
 
 
 class Explorer(Drawn):
@@ -126,9 +126,9 @@ class Explorer(Drawn):
         display(Numbers(self.spec))
 
 
-def emit(spec: Spec, svg: str = "") -> Explorer:
+def emit(spec: Spec) -> Explorer:
     """Display the figure with this specification, which has its alt text and its caption."""
-    found = Explorer(spec, svg, spec["description"], spec["usermeta"]["caption"])
+    found = Explorer(spec)
     display_thing(found)
     return found
 

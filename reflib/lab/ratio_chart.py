@@ -101,7 +101,7 @@ def predicted_plot(
         fig, ax = plt.subplots(figsize=(5.6, 4.2))
         for kind, found in points.items():
             if found:
-                colour, _, marker, _ = KINDS.get(kind, KINDS["other"])
+                colour, _, marker = KINDS.get(kind, KINDS["other"])
                 xs, ys = zip(*found, strict=True)
                 ax.plot(xs, ys, marker, color=colour, markersize=5, alpha=0.8, label=kind)
         ax.plot([low, high], [low, high], color=INK, linewidth=1, label="as predicted")
