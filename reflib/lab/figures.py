@@ -70,6 +70,15 @@ def style() -> Iterator[None]:
         yield
 
 
+def below_each_other(tall: Sequence[float], high: float, **more: Any) -> tuple[Figure, list[Axes]]:
+    """A figure ``high`` inches high with one panel per number in ``tall``, of heights in that proportion."""
+    import matplotlib.pyplot as plt
+
+    shape = {"figsize": (5.6, high), "height_ratios": list(tall), "layout": "constrained"}
+    fig, axes = plt.subplots(len(tall), 1, squeeze=False, **shape, **more)
+    return fig, list(axes[:, 0])
+
+
 def palette(cases: Sequence[str]) -> dict[str, int]:
     """case -> its place in the palette: who is in many figures has the same place in all, the others come in turn."""
     found: dict[str, int] = {}
