@@ -10,8 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from reflib.errors import LabError
-from reflib.lab.moving import SCHEMA, Explorer, emit
+from reflib.lab.moving import Explorer, emit, pick, stacked
 from reflib.lab.plots import RECORDED, nickname
 from reflib.lab.rows import Row, Rows, record, short, stamp
 
@@ -148,8 +147,6 @@ def explore(rows: Rows, *, caption: str, recorded: Rows | None = None) -> Explor
 
     ``rows``: from ``candidate_rows``. ``recorded``: rows of other devices, also selectable. None without candidates.
     """
-    if not caption.strip():
-        raise LabError("a figure needs a caption")
     shapes, candidates = tables(rows, recorded)
     if not shapes:
         print("Nothing to draw: no candidates were measured here, and none are recorded yet.")
@@ -176,18 +173,15 @@ def vega_lite(
     devices = list(dict.fromkeys(s["device"] for s in shapes))
     listed = list(dict.fromkeys(s["shape"] for s in sorted(shapes, key=_size)))
     first = next((s["shape"] for s in shapes if s["device"] == devices[0]), listed[0])
-    return {
-        "$schema": SCHEMA,
-        "description": alt,
-        "usermeta": {"caption": caption, "fit": True, "embedOptions": {"renderer": "svg"}},
-        "params": [
-            {"name": "device", "value": devices[0], "bind": {"input": "select", "options": devices, "name": "device "}}
-        ],
-        "datasets": {"shapes": shapes, "candidates": candidates},
-        "vconcat": [_map(shapes, listed, first), _bars()],
-        "resolve": {"scale": {"color": "shared"}},
-        "config": {"concat": {"spacing": 18}, "axis": {"gridOpacity": 0.4}},
-    }
+    return stacked(
+        [_map(shapes, listed, first), _bars()],
+        data={"shapes": shapes, "candidates": candidates},
+        alt=alt,
+        caption=caption,
+        spacing=18,
+        params=[pick("device", "device", devices)],
+        resolve={"scale": {"color": "shared"}},
+    )
 
 
 def _size(s: Mapping[str, Any]) -> tuple[int, int]:
@@ -209,7 +203,6 @@ def _map(shapes: list[dict[str, Any]], listed: list[str], first: str) -> dict[st
     return {
         "data": {"name": "shapes"},
         "transform": [{"filter": "datum.device === device"}],
-        "width": 430,
         "height": {"step": 26},
         "title": {"text": "Which candidate won (click one)", "anchor": "start", "fontSize": 12},
         "params": [
@@ -262,7 +255,6 @@ def _bars() -> dict[str, Any]:
     return {
         "data": {"name": "candidates"},
         "transform": [{"filter": "datum.device === device"}, {"filter": {"param": "shape"}}],
-        "width": 430,
         "height": {"step": 20},
         "title": {"text": "Its candidates, the fastest first", "anchor": "start", "fontSize": 12},
         "encoding": {"y": {**y, "axis": {"labelLimit": 170, "labelFontSize": 10}}},

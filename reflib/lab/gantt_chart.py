@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from reflib.errors import LabError
-from reflib.lab.moving import SCHEMA, Drawn
+from reflib.lab.moving import Drawn, stacked
 from reflib.lab.rows import count, short
 from reflib.timeline import KINDS, Event, busy_seconds, first_start, track_order, waiting
 
@@ -35,7 +34,7 @@ MARKS = {
     "cancelled": "triangle-down",
 }
 FAILED, DEPTH = "#d55e00", "#8a8a8a"
-WIDTH, STEP = 430, 24  # pixels
+STEP = 24  # pixels
 THINNEST = 1 / 800  # fraction of the total time: shorter events are drawn with this length
 
 
@@ -45,8 +44,6 @@ def gantt(events: Iterable[Event], *, caption: str) -> Drawn | None:
     from reflib.lab.showing import display_thing, table
 
     events = list(events)
-    if not caption.strip():
-        raise LabError("a figure needs a caption")
     if not events:
         print("Nothing to draw: the timeline is empty.")
         return None
@@ -112,15 +109,8 @@ def vega_lite(events: Sequence[Event], alt: str, caption: str) -> dict[str, Any]
     views = [_bars(drawn, {**x, **(bare if depths else seconds)})]
     if depths:
         views.append(_depths({**x, **seconds}, max(depth for _, depth in steps)))
-    return {
-        "$schema": SCHEMA,
-        "description": alt,
-        "usermeta": {"caption": caption, "fit": True},
-        "datasets": {"events": [_datum(e, begin, whole) for e in drawn], "depths": depths},
-        "vconcat": views,
-        "resolve": {"scale": {"x": "shared"}},
-        "config": {"concat": {"spacing": 8}, "axis": {"gridOpacity": 0.4}},
-    }
+    data = {"events": [_datum(e, begin, whole) for e in drawn], "depths": depths}
+    return stacked(views, data=data, alt=alt, caption=caption, resolve={"scale": {"x": "shared"}})
 
 
 def _ms(seconds: float) -> float:
@@ -183,7 +173,6 @@ def _bars(events: Sequence[Event], x: dict[str, Any]) -> dict[str, Any]:
     tracks = track_order(events)
     return {
         "data": {"name": "events"},
-        "width": WIDTH,
         "height": {"step": STEP},
         "encoding": {
             "y": {"field": "track", "type": "nominal", "sort": tracks, "title": None, "axis": {"labelLimit": 110}}
@@ -195,7 +184,6 @@ def _bars(events: Sequence[Event], x: dict[str, Any]) -> dict[str, Any]:
 def _depths(x: dict[str, Any], most: int) -> dict[str, Any]:
     return {
         "data": {"name": "depths"},
-        "width": WIDTH,
         "height": 36,
         "mark": {"type": "area", "interpolate": "step-after", "color": DEPTH, "clip": True},
         "encoding": {
