@@ -81,7 +81,6 @@ class Entry:
     sha256: str
 
 
-
 def is_weights(name: str) -> bool:
     """Is the member stored as it is, and left unchecked by ``verify="code"``?"""
     return name.startswith("weights")
