@@ -74,8 +74,8 @@ def below_each_other(tall: Sequence[float], high: float, **more: Any) -> tuple[F
     """A figure ``high`` inches high with one panel per number in ``tall``, of heights in that proportion."""
     import matplotlib.pyplot as plt
 
-    shape = {"figsize": (5.6, high), "height_ratios": list(tall), "layout": "constrained"}
-    fig, axes = plt.subplots(len(tall), 1, squeeze=False, **shape, **more)
+    shape: dict[str, Any] = {"figsize": (5.6, high), "height_ratios": list(tall), "layout": "constrained", **more}
+    fig, axes = plt.subplots(len(tall), 1, squeeze=False, **shape)
     return fig, list(axes[:, 0])
 
 
