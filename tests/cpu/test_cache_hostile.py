@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import random
 import stat
 import subprocess
 import sys
@@ -47,17 +46,6 @@ def test_the_umask_does_not_matter(folder: Path) -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
     assert cache.read("kernels", "k") == b"x"
     assert all(not p.stat().st_mode & 0o077 for p in (folder, *folder.rglob("*")))
-
-
-@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b"{}", b'{"command": 5}', b"\xff", None])
-def test_a_broken_description_of_the_compiler(text: bytes | None, folder: Path) -> None:
-    want = toolchain.compiler()
-    (path,) = (folder / "toolchain").iterdir()
-    key = path.name.split("-")[0]
-    path.unlink()
-    cache.put("toolchain", key, random.Random(5).randbytes(99) if text is None else text)
-    toolchain._compiler.cache_clear()
-    assert toolchain.compiler() == want
 
 
 # -- a cache that cannot be written to ------------------------------------------------------------------
