@@ -117,7 +117,8 @@ def _compiler(command: tuple[str, ...], root: str) -> Compiler:
     k = cache.key("compiler", command, identity, runtimes, cache.cpu_features(), _BASE, _OPTIONAL, programs, names)
     known = cache.read("toolchain", k)
     if known is not None:
-        return Compiler(**{n: tuple(v) if isinstance(v, list) else v for n, v in json.loads(known).items()})
+        data = json.loads(known)
+        return Compiler(**(data | {n: tuple(data[n]) for n in ("command", "flags", "link")}))
     found = _probe(command, runtimes)
     cache.put("toolchain", k, json.dumps(asdict(found)).encode())
     return found
