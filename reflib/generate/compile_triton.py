@@ -180,6 +180,7 @@ def _compile(kernel: Kernel, target: Target, key: str) -> Binary:
         except Exception as e:
             if not failures.crashed(_first_lines(e)):
                 raise
+            failures.forget(e)
             with failures.ALONE:
                 made, facts = attempt()
     except CacheError:

@@ -330,8 +330,9 @@ def test_a_kernel_that_is_refused_leaves_the_front_end(fresh_cache: Path) -> Non
 
 @pytest.mark.parametrize("always", [False, True])
 def test_an_assembler_that_is_killed_runs_again_alone(
-    always: bool, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+    always: bool, fresh_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of what Triton leaves in the temporary folder, a file of PTX per attempt, nothing stays."""
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime.errors import PTXASError
 
@@ -341,7 +342,9 @@ def test_an_assembler_that_is_killed_runs_again_alone(
     def starved(*args: Any) -> Any:
         tried.append(failures.ALONE.locked())
         if always or len(tried) == 1:
-            raise PTXASError("`ptxas` failed with error code -9")
+            left = tmp_path / f"{len(tried)}.ptx"
+            left.write_text("// PTX")
+            raise PTXASError(f"`ptxas` failed with error code -9\nRepro command: ptxas {left} -o {left}.o\n")
         return make_cubin(*args)
 
     monkeypatch.setattr(CUDABackend, "make_cubin", starved)
@@ -351,7 +354,7 @@ def test_an_assembler_that_is_killed_runs_again_alone(
             compile_kernel(kernel, parse_target("sm_90"))
     else:
         assert compile_kernel(kernel, parse_target("sm_90")).image
-    assert tried == [False, True]
+    assert tried == [False, True] and not list(tmp_path.glob("*.ptx"))
 
 
 _TWICE = """.version 8.7
