@@ -51,7 +51,7 @@ def complex_pairs(module: GraphModule, options: Options, gpu: bool) -> GraphModu
         if not _is_complex(n):
             return n
         if n not in pairs:  # an input
-            pairs[n] = write.halves(write(aten.view_as_real.default, n))  # noqa: F821 - of the node that reads it
+            pairs[n] = write.halves(write(aten.view_as_real.default, n))
         return pairs[n]
 
     for node in nodes:
