@@ -402,17 +402,3 @@ def test_what_is_stored_anyway_is_read_rather_than_stored_again():
 
     f = fused(f, [half(4, 16, 32)])
     assert [b.dtype for b in matrices(f)] == 3 * [torch.bfloat16]
-
-
-def test_what_has_many_readers_is_not_computed_again_inside_another():
-    """The gradient of nine shifts, as the backward of a depthwise convolution written out: one product per shift, each
-    padded, is computed where they are added; what all of them multiply is stored once."""
-
-    def fn(x, y, w):
-        g = x.exp() * y
-        at = [(i, j) for i in range(3) for j in range(3)]
-        return (sum(F.pad(g * w[:, i, j, None, None], (j, 2 - j, i, 2 - i)) for i, j in at), (g * x).sum((0, 2, 3)))
-
-    f = fused(fn, [R(8, 16, 40, 50), R(8, 16, 40, 50), R(16, 3, 3)])
-    slow = [sum(isinstance(s, Op) and s.op == "exp" for s in n.body) for n in kernels(f)]
-    assert sum(slow) == 1 and sum(len(n.stores()) for n in kernels(f)) <= 4
