@@ -220,6 +220,7 @@ def backward(fn: Callable[..., Any], x: torch.Tensor, **options: Any) -> Stages:
     return found[-1]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("way", "adds"),
     [

@@ -38,7 +38,7 @@ def test_rows_in_calls_of_other_sizes(name: str, dtype: torch.dtype) -> None:
             assert (g - r).abs().max() <= 2 * (w - r).abs().max() + 2 * floor, i
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("seed", range(6))
 def test_random_chains(seed: int) -> None:
     torch.manual_seed(seed)
