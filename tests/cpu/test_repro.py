@@ -145,7 +145,8 @@ EXPLAINED: dict[str, tuple[Callable[..., Any], torch.Tensor, dict[str, Any]]] = 
 
 # what some of the files must contain
 TEXT = {
-    "dynamic": ("SYMBOLS = {'s", "'backward'"), "shared": ("storage=(0, 160)",), "inner": ("def inner(", "OFFSET = 0.5"),
+    "dynamic": ["SYMBOLS = {'s", "'backward'"], "shared": ["storage=(0, 160)"],
+    "inner": ["def inner(", "OFFSET = 0.5"],
 }  # fmt: skip
 
 
