@@ -143,6 +143,8 @@ LONGEST = (
     "test_triton_compile.py", "test_package_export_cpp.py", "test_notebook_alone.py",
     "test_opinfo.py", "test_fuzz.py", "test_models.py", "test_runner.py", "test_cpp_wrapper_built.py",
     "test_cpp_wrapper.py", "test_background.py", "test_sweep.py", "test_repro.py", "test_ranks.py", "test_symmetric.py",
+    "test_figures_move.py", "test_report_packed.py", "start-here.ipynb", "test_batch_invariant.py", "test_weekend.py",
+    "test_artifacts.py",
 )  # fmt: skip
 
 
