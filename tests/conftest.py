@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--quick"):
         os.environ.setdefault("REFLIB_LAB_PEERS", "0")
         os.environ.setdefault("REFLIB_LAB_BUDGET", "0.1")
-        os.environ.setdefault("REFLIB_FUZZ_SECONDS", "6")
+        os.environ.setdefault("REFLIB_FUZZ_SECONDS", "4")
         # each process with TorchInductor would compile programs and start Pythons to see which vectors this CPU has
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
         fork_kernels()

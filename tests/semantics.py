@@ -169,7 +169,7 @@ NAMES = [*hostile("cpu")]
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 def test_hostile_input(device: str, name: str, dynamic: bool) -> None:
     x = hostile(device).get(name)
     if x is not None:

@@ -34,7 +34,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 def test_every_stage_computes_the_same(device: str, name: str, dynamic: bool) -> None:
     fn = PROGRAMS[name]
     args = (randn(16, 24, device=device), randn(24, device=device))

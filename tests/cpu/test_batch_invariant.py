@@ -107,7 +107,7 @@ def order(kernel: Any) -> tuple[str, ...]:
     return (*made, str(kernel.num_warps) if "tl.dot" in source else "")
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("name", CASES)
 def test_a_gpus_kernels_have_the_same_order(name: str, dtype: torch.dtype) -> None:

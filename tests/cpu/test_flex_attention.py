@@ -72,7 +72,7 @@ def given():
 
 
 @FORMS
-@pytest.mark.sample(5)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("wrapper", ["python", "cpp"])
 def test_as_eager(form, wrapper, masks, monkeypatch):
     monkeypatch.setattr(flex, "_validate_device", lambda *a: None)  # PyTorch has the backward for GPUs only
