@@ -1,8 +1,6 @@
 """What a compiled function must do beyond computing the right numbers. Shared by tests/cpu and tests/gpu, which give
 the fixture ``device``. (What holds under every wrapper is in tests/composition.)"""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Every stage computes the same. Shared by tests/cpu and tests/gpu, which give the fixture ``device``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``batch_invariant=True``: a row's bits do not depend on the number of rows."""
 
-from __future__ import annotations
-
 import random
 import re
 import tempfile

@@ -1,7 +1,5 @@
 """The composition table on the CPU: every feature under every wrapper (tests/composition)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Repros and the minifier on a GPU: the same kernels in a fresh process, trials that are not forked, bad values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
