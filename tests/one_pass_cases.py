@@ -1,8 +1,6 @@
 """Variances and softmax sums as hand-made LoopNests, on the rows at which one pass goes wrong first: Triton's
 interpreter and ahead-of-time compilation share them. Sizes are random, with a fixed seed."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Sums into places that tensors name: one loop nest fills them, another adds atomically, and computes what it adds."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -220,6 +218,7 @@ def backward(fn: Callable[..., Any], x: torch.Tensor, **options: Any) -> Stages:
     return found[-1]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("way", "adds"),
     [

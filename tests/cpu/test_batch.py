@@ -1,7 +1,5 @@
 """`reflib run`: jobs are executed, kept and gone on with. Kernels run only where a test is about them."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

@@ -1,7 +1,5 @@
 """What `reflib run` is to execute: sweep files, and jobs; all of it is checked before anything runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

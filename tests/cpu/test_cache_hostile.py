@@ -1,7 +1,5 @@
 """A cache folder that others could write to, or that cannot be written to."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

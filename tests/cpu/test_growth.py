@@ -4,8 +4,6 @@ A chain of writes to slices, of the forms that recurrences are written in; many 
 quotients of symbols.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections import Counter

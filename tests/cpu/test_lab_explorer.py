@@ -1,7 +1,5 @@
 """Candidates over shapes: as rows and as a figure to click through; ratios; a peer at several places."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """`lab.measure`: clocks, rows, peers. Timed loosely; counts and statuses exactly."""
 
-from __future__ import annotations
-
 import json
 import time
 

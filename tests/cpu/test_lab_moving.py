@@ -1,7 +1,5 @@
 """Figures to move: what their specifications hold, and what they say at each place. (tests/book moves them.)"""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Variances and softmax sums take one pass over a row; the results are as good as eager's, on hostile rows as well."""
 
-from __future__ import annotations
-
 import importlib.util
 import random
 import re

@@ -1,7 +1,5 @@
 """Packages that somebody writes to while they are used, and texts that are no manifests."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

@@ -1,7 +1,5 @@
 """Kernels by what they take above their floor: the bytes, the operations, and whose time is whose."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """`reflib run` and `reflib record`, on small notebooks made here."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """`reflib sweep`: every kind of end is a row, a second call goes on, a regression fails, and the means are right."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

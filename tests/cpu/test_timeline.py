@@ -1,7 +1,5 @@
 """What ran when: on one clock, as a table, as a Chrome trace that a viewer can nest, and as a Gantt chart."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import defaultdict

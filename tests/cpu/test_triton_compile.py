@@ -1,7 +1,5 @@
 """Generated Triton compiles ahead of time for every listed GPU, to the code it should become."""
 
-from __future__ import annotations
-
 import importlib.util
 import pickle
 import re

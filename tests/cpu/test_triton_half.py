@@ -1,7 +1,5 @@
 """Parts that store only half precision get cheap forms, nothing else does. (Their values: test_triton_interpreter.)"""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 
