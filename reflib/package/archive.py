@@ -26,6 +26,9 @@ nor another process. The file must not shrink while it is mapped: the system end
 (SIGBUS). ``write`` never shrinks a file: it renames a new one into place. Writing into the file itself
 changes mapped weights, but never code: its digest is checked on the copy that is unpacked. With ``sha256=`` nothing is
 mapped: the file is read once, and what was hashed is what is used.
+
+**A small file costs little**, whatever is in it: the manifest's length and number of values are limited, members must
+not overlap, and their contents must not unpack to more than they say, nor to more than ``CODE`` in total.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -54,6 +57,8 @@ MARK = b"reflib sha256:"
 NAME = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*", re.ASCII)  # no "..", nothing absolute: unpacking stays in its folder
 _PADDING = 0xD935  # an extra field of ZIP: "alignment", as Android's zipalign writes it
 _PIECE = 16 << 20  # bytes hashed at a time
+TEXT, VALUES = 64 << 20, 2_000_000  # the largest manifest: bytes, and values in it (50,000 weights have 800,000)
+CODE = 1 << 30  # bytes of all members but weights, unpacked
 
 _COPY = "copy it again from where it was built, or build it again"
 _BUILD = "build the package again"
@@ -79,6 +84,9 @@ class Entry:
     size: int
     unpacked: int
     sha256: str
+
+
+_ENTRY = {f.name: f.type for f in fields(Entry)}
 
 
 def is_weights(name: str) -> bool:
@@ -192,7 +200,13 @@ class Archive:
         """``packed`` is a copy: it cannot change between the check and the use."""
         if hashlib.sha256(packed).hexdigest() != e.sha256:
             raise _altered(self.path, e)
-        return zlib.decompress(packed, -zlib.MAX_WBITS)
+        try:
+            data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed, e.unpacked + 1)
+        except zlib.error as error:
+            raise _bad(self.path, f"the member {e.name} cannot be unpacked ({error})", _BUILD) from error
+        if len(data) != e.unpacked:
+            raise _bad(self.path, f"the member {e.name} does not unpack to the {e.unpacked} bytes it should", _BUILD)
+        return data
 
     def close(self) -> None:
         """Release the mapping, which lasts as long as a view of it does."""
@@ -216,10 +230,32 @@ def open(path: str | os.PathLike[str], verify: bool | str = True, sha256: str | 
         remedy = "do not use it, unless you know where it comes from"
         raise _bad(path, f"this is not the requested file: its SHA-256 is {whole}, not {sha256.lower()}", remedy)
     found = Archive(path, _read_manifest(path, _manifest_text(path, data)), data)
+    _check_entries(path, found, len(data))
     for e in found.entries.values():
         if (verify is True or not is_weights(e.name)) and _digest(data, e.offset, e.size) != e.sha256:
             raise _altered(path, e)
     return found
+
+
+def _check_entries(path: Path, file: Archive, size: int) -> None:
+    """Raises PackageError for members with other names than a package has, outside of the file, or too large."""
+    of_file = of_code = 0
+    for e in file.entries.values():
+        if not is_member(e.name):
+            raise _bad(path, f"the member name {e.name!r:.80} is no plain relative path", _BUILD)
+        of_file += e.size
+        of_code += 0 if is_weights(e.name) else e.unpacked
+        if min(e.offset, e.size, e.unpacked) < 0 or e.offset + e.size > size:
+            raise _bad(path, f"the member {e.name} is not within the file", _BUILD)
+    if of_file > size or len(file.entries) != len(file.manifest["entries"]):
+        raise _bad(path, "its members overlap", _BUILD)
+    if of_code > CODE:
+        raise _bad(path, f"its code is {of_code:,} bytes; a package has no more than {CODE:,}", "build for fewer archs")
+
+
+def is_member(name: Any) -> bool:
+    """Is it the name of a member: letters, digits, ``_+-.``, and ``/`` between the parts of a relative path?"""
+    return isinstance(name, str) and bool(NAME.fullmatch(name))
 
 
 def _altered(path: Path, e: Entry) -> PackageError:
@@ -285,7 +321,7 @@ def _manifest_text(path: Path, data: _Mapping) -> bytes:
     try:
         with zipfile.ZipFile(data) as z:  # type: ignore[call-overload]
             comment, info = z.comment, z.NameToInfo.get(MANIFEST)
-            text = z.read(info) if info is not None else b""
+            text = z.read(info) if info is not None and info.file_size <= TEXT else b""
     except Exception as e:  # zipfile raises many kinds for damaged fields
         if isinstance(e, zipfile.BadZipFile) and "not a zip file" in str(e):
             raise _bad(path, "truncated: the file ends before the package does") from e
@@ -298,14 +334,17 @@ def _manifest_text(path: Path, data: _Mapping) -> bytes:
 
 
 def _read_manifest(path: Path, text: bytes) -> dict[str, Any]:
+    if sum(map(text.count, (b"[", b"{", b","))) > VALUES:  # (before they cost memory)
+        raise _bad(path, f"{MANIFEST} has more than {VALUES:,} values", _BUILD)
     try:
         manifest = json.loads(text)
         if (format := manifest["format"]) != FORMAT:
             version = manifest.get("versions", {}).get("reflib", "unknown")
             age, remedy = ("a newer", "upgrade reflib") if format > FORMAT else ("an older", _BUILD)
             raise _bad(path, f"written by {age} reflib (version {version}) in format {format}, not {FORMAT}", remedy)
-        if wrong := [row["name"] for row in manifest["entries"] if not NAME.fullmatch(row["name"])]:
-            raise _bad(path, f"the member name {wrong[0]!r:.80} is no plain relative path", _BUILD)
+        for row in manifest["entries"]:
+            if {k: type(v).__name__ for k, v in row.items()} != _ENTRY:
+                raise ValueError("a member of another kind")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
         raise _bad(path, f"{MANIFEST} is none of reflib's ({type(e).__name__}: {e})", _BUILD) from e
     return manifest

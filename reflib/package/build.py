@@ -8,6 +8,7 @@ same input gives the same bytes.
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 import re
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from ..generate.compile_triton import Binary, alike, compile_kernel
 from ..generate.cpp import HEADER
 from ..generate.kernel import Kernel
 from ..ir.data import encode
+from ..ir.printer import dtype_name
 from ..ir.program import Extern, Program, fallback_kernels, kernel_nodes, walk
 from ..options import Options
 from ..plan import Plan
@@ -36,7 +38,7 @@ from ..wrap.convention import Convention
 from ..wrap.cpp import CppPrinter
 from ..wrap.host import build_wrapper
 from ..wrap.indices import has_indirect
-from . import archive, describe, images, manifest, trees, weights
+from . import archive, checks, describe, images, manifest, trees, weights
 from .architectures import PTX, PTX_SHARED, driver_for
 from .libraries import library_of
 from .ptx import for_old_drivers
@@ -114,7 +116,11 @@ def build(
         weights=packed, spans=spans, libraries=_libraries(making), libc=_libc(members),
         groups=dict(next(iter(captured.values())).groups),
     )  # fmt: skip
-    return archive.write(path, manifest.write(about), members)
+    data = manifest.write(about)
+    sizes = {name: c.size if isinstance(c, archive.Chunks) else len(c) for name, c in members.items()}
+    checks.check(manifest.read(json.loads(archive.dump(data))), sizes)  # what could not be loaded is not written
+    archive.write(path, data, members)
+    return path
 
 
 def _check(program: Program) -> None:
@@ -142,7 +148,7 @@ class _Making:
         self.planned, self.options = planned, options
         self.kernels = list(dict.fromkeys(planned.kernels.values()))
         self.printer = CppPrinter(planned.program, planned.plan, planned.kernels, options.check_nan, shims)
-        self.text = self.printer.print()
+        self.text = self.printer.print() + manifest.tables_line(self._tables())
         self.wrapper = pool.submit(build_wrapper, self.text, (*toolchain.REPRODUCIBLE, *SMALL))
         first = alike(k for k in self.kernels if k.language == "triton" and k.grid != 0)
         made = {k: pool.submit(self._compile, k) for k in dict.fromkeys(first.values())}
@@ -174,6 +180,16 @@ class _Making:
             cpu=self._features(),
             driver=self._driver(), workspace=memory(p.program, p.plan).peak_bytes,
             arena=sizes_of_arenas(p.program, p.plan),
+        )  # fmt: skip
+
+    def _tables(self) -> str:
+        printer, buffers = self.printer, self.planned.program.buffers
+        held = [buffers[name] for name in printer.constants]
+        layouts = [(dtype_name(b.dtype), [int(e) for e in b.shape], [int(e) for e in b.strides]) for b in held]
+        return manifest.tables_digest(
+            len(self.planned.program.inputs), len(self.planned.program.outputs), printer.kernels,
+            [k.name for k in self.kernels if k.grid != 0], printer.functions, len(printer.objects), printer.symbols,
+            layouts,
         )  # fmt: skip
 
     def constant(self, name: str) -> str:

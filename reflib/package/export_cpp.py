@@ -73,12 +73,12 @@ def export_cpp(
     except TypeError as e:
         raise PackageError(f"folder={folder!r:.80}: takes a str or a pathlib.Path, such as 'project'") from e
     with manifest.opened(path, model=model) as (file, about):
-        files = _Project(model or Path(path).stem, file, about, _variants(about, arch)).files()
+        files = _Project(model or Path(path).stem, file, about, _variants(file, about, arch)).files()
     return _write(target, files)
 
 
 # -- the variants to export ---------------------------------------------------------------------------------------
-def _variants(m: Manifest, arch: str | None) -> list[PackagedVariant]:
+def _variants(file: archive.Archive, m: Manifest, arch: str | None) -> list[PackagedVariant]:
     if m.host != manifest.HOST:
         raise PackageError(f"it was built by another reflib ({m.versions.get('reflib', '?')}): build it again")
     there = [a for a in m.archs if not a.startswith("gfx")]
@@ -89,6 +89,9 @@ def _variants(m: Manifest, arch: str | None) -> list[PackagedVariant]:
     names = [arch] if arch is not None else [a for a in there if a != "cpu"] or there
     variants = [m.variant(a) for a in names]
     for variant in variants:
+        if manifest.tables_line(manifest.tables_of(m, variant)) not in bytes(file.view(variant.text)).decode():
+            what = f"the tables of its variant {variant.arch} are not those that its host code uses"
+            raise PackageError(f"{what}; build it again")
         for op in variant.needs.values():
             remedy = "register it in C++, or declare a function in C for it (option c_shims)"
             if variant.arch != "cpu" and op.startswith("aten.") and "+cpu" in m.versions.get("torch", ""):
@@ -338,6 +341,8 @@ class _Tables:
     def _weights(self) -> tuple[list[str], list[str], int]:
         """Rows of weights, rows of spans, and the bytes of the file."""
         weights = {w.name: w for w in self.m.weights}
+        if missing := [n for n, _ in self.weight_rows if n not in weights]:
+            raise PackageError(f"the weight {missing[0]!r} is not in the file")
         used = {s: i for i, s in enumerate(dict.fromkeys(weights[n].span for n, _ in self.weight_rows))}
         out = []
         for name, on_gpu in self.weight_rows:

@@ -318,7 +318,8 @@ def convention_of(p: manifest.Program, device: torch.device) -> Convention:
         replace(a, tensor=replace(a.tensor, device=device)) if a.tensor and a.tensor.device.type == "cuda" else a
         for a in p.arguments
     )
-    in_spec, out_spec = trees.tree(p.arguments_tree), trees.tree(p.result_tree)
+    in_spec = trees.tree(p.arguments_tree, len(arguments))
+    out_spec = trees.tree(p.result_tree, len(p.outputs))
     return Convention(p.inputs, arguments, p.outputs, in_spec, out_spec, p.ranges, p.devices, p.guards, p.written)
 
 
@@ -401,7 +402,9 @@ def _graph(
             return bytes(file.view(k.image)), k.symbol, k.shared, k.threads, int(k.early), device.index or 0
         if k.image not in cpu:
             cpu[k.image] = libraries.open(k.image, file.view(k.image))
-        return ctypes.cast(getattr(cpu[k.image], k.symbol), ctypes.c_void_p).value, k.checked
+        if (made := getattr(cpu[k.image], k.symbol, None)) is None:
+            raise PackageError(f"its library {k.image} has no function {k.symbol}; build the package again")
+        return ctypes.cast(made, ctypes.c_void_p).value, k.checked
 
     listed = [(name, by_name.get(name)) for name in v.table]
     kernels = [(name, None if k is None or k.late else facts(k)) for name, k in listed]
@@ -409,6 +412,7 @@ def _graph(
     functions = _functions(file, m, v, device)
     _check_symbols(m, v)
     library = libraries.open(v.wrapper, file.view(v.wrapper))
+    _check_tables(m, v, library)
     wrapper = host.WrapperLibrary(library)  # (kept by the graph)
     weakref.finalize(wrapper, libraries.close).atexit = False  # other code may still call it then
     return host.graph(
@@ -428,7 +432,16 @@ def _functions(
     for lib in m.libraries:
         if lib.symbol and not _registered(lib.op):  # the op would only explain an error of its C function
             text = text.replace(f" = torch.ops.{lib.op}\n", f" = only_in_c({lib.op!r}, {lib.symbol!r})\n")
-    return host.functions_of(text, names | {"only_in_c": _only_in_c}, v.functions)
+    try:
+        return host.functions_of(text, names | {"only_in_c": _only_in_c}, v.functions)
+    except Exception as e:  # it is code, which may raise anything
+        raise PackageError(f"its Python text cannot be run ({type(e).__name__}: {e}): build it again") from e
+
+
+def _check_tables(m: manifest.Manifest, v: manifest.PackagedVariant, library: ctypes.CDLL) -> None:
+    wanted = manifest.tables_of(m, v).encode()
+    if not hasattr(library, manifest.TABLES) or (ctypes.c_char * 64).in_dll(library, manifest.TABLES).raw != wanted:
+        raise PackageError(f"the tables of its variant {v.arch} are not those that its host code uses; build it again")
 
 
 def _check_symbols(m: manifest.Manifest, v: manifest.PackagedVariant) -> None:

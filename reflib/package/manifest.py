@@ -1,7 +1,8 @@
 """What a package contains, as data: the dataclasses below, and their JSON.
 
-``read`` is the inverse of ``write``. ``opened`` is the only way to a file's manifest: its digest is checked by then, so
-it is what ``write`` wrote, and is not checked further.
+``read`` is the inverse of ``write``, and checks that each value is of its field's type. Names that become parts of
+paths, of C or of CMake are ``Word``s or ``Member``s, all other text is printable: no user of a manifest checks names.
+``opened`` is the only way to a file's manifest; ``checks.py`` has the rest of what it holds.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import os
+import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NewType
+from typing import Annotated, Any, NewType
 
 import torch
 
@@ -29,6 +32,9 @@ from .weights import Span, Weight
 HOST = 4  # version of the interface between a compiled wrapper and the process: wrap/host.h
 
 Data = NewType("Data", object)  # encoded by ir/data.py; decoded where it is used, for it may name ops
+Word = Annotated[str, re.compile(r"\w+", re.ASCII)]
+TABLES = "reflib_tables"  # of a wrapper, a string: ``tables_digest``
+Member = Annotated[str, re.compile(archive.NAME.pattern + "|", re.ASCII)]  # "": none
 
 
 @dataclass(frozen=True)
@@ -60,9 +66,9 @@ class KernelEntry:
     ``threads``, ``shared`` (bytes), ``early``: of a launch on a GPU. ``late``: a fallback, loaded when a call first
     needs it. ``checked``: on a CPU, it reports an index outside its tensor. ``bytes``: of the machine code."""
 
-    name: str
-    image: str
-    symbol: str
+    name: Word
+    image: Member
+    symbol: Word
     threads: int = 0
     shared: int = 0
     early: bool = False
@@ -90,25 +96,25 @@ class PackagedVariant:
         for all that only kernels touch, as a formula of the sizes (with the option ``arena``).
     """
 
-    arch: str
-    made_for: str
-    program: str
-    wrapper: str
-    text: str
-    graph: str
+    arch: Word
+    made_for: Word
+    program: Word
+    wrapper: Member
+    text: Member
+    graph: Word
     kernels: tuple[KernelEntry, ...]
-    table: tuple[str, ...]
-    python: str = ""
-    functions: tuple[str, ...] = ()
-    needs: dict[str, str] = field(default_factory=dict)
+    table: tuple[Word, ...]
+    python: Member = ""
+    functions: tuple[Word, ...] = ()
+    needs: dict[Word, str] = field(default_factory=dict)
     names: dict[str, Data] = field(default_factory=dict)
     objects: tuple[Data, ...] = ()
-    symbols: tuple[str, ...] = ()
+    symbols: tuple[Word, ...] = ()
     constants: tuple[tuple[str, str], ...] = ()
     cpu: tuple[str, ...] = ()
     driver: tuple[int, str] | None = None
     workspace: int = 0
-    arena: dict[str, str] = field(default_factory=dict)
+    arena: dict[Word, str] = field(default_factory=dict)
 
     @property
     def shared(self) -> int:
@@ -164,7 +170,7 @@ class Manifest:
     versions: dict[str, str]
     options: dict[str, Data]
     source: str
-    programs: dict[str, Program]
+    programs: dict[Word, Program]
     variants: tuple[PackagedVariant, ...]
     weights: tuple[Weight, ...]
     spans: tuple[Span, ...]
@@ -179,6 +185,32 @@ class Manifest:
     @property
     def archs(self) -> tuple[str, ...]:
         return tuple(v.arch for v in self.variants)
+
+
+def tables_digest(
+    inputs: int, outputs: int, table: Sequence[str], kernels: Collection[str], functions: Sequence[str], objects: int,
+    symbols: Sequence[str], constants: Sequence[tuple[str, Sequence[int], Sequence[int]]],
+) -> str:  # fmt: skip
+    """Of what a wrapper reaches by number, unchecked: it holds this digest (``TABLES``), and is not called with tables
+    that have another. ``kernels``: those of the table that are not empty. ``constants``: dtype, sizes and strides."""
+    numbered = list(table), sorted(kernels), list(functions), list(symbols)
+    layouts = [(dtype, list(shape), list(strides)) for dtype, shape, strides in constants]
+    return hashlib.sha256(repr((inputs, outputs, objects, *numbered, layouts)).encode()).hexdigest()
+
+
+def tables_line(digest: str) -> str:
+    """What a wrapper's text ends with. (Weak: a project of several wrappers links them all.)"""
+    return f'extern "C" __attribute__((weak, used)) const char {TABLES}[] = "{digest}";\n'
+
+
+def tables_of(m: Manifest, v: PackagedVariant) -> str:
+    """The digest of the tables that the manifest gives."""
+    p, by_name = m.programs[v.program], {w.name: w for w in m.weights}
+    held = [by_name[name] for name, _ in v.constants]
+    return tables_digest(
+        len(p.inputs), len(p.outputs), v.table, [k.name for k in v.kernels], v.functions, len(v.objects), v.symbols,
+        [(w.dtype, w.shape, w.strides) for w in held],
+    )  # fmt: skip
 
 
 def write(x: Any) -> Any:
@@ -203,7 +235,8 @@ def read(data: Any) -> Manifest:
 def _read(want: Any, data: Any) -> Any:
     """``data`` as a ``want``: a dataclass, a type, a tuple or a dict of such, or one of them or None."""
     if want in (Any, Expr, torch.dtype, torch.device):
-        return decode(data)
+        found = decode(data)
+        return found if want is Any else _typed(want, found)
     if hasattr(want, "__dataclass_fields__"):
         hints = _hints(want)
         return want(**{key: _read(hints[key], value) for key, value in data.items()})
@@ -211,12 +244,33 @@ def _read(want: Any, data: Any) -> Any:
     if origin in (types.UnionType, typing.Union):
         return None if data is None else _read(args[0], data)
     if origin is tuple:
+        data = _typed(list, data)
         kinds = [args[0]] * len(data) if args[-1] is Ellipsis else args
         return tuple(_read(k, v) for k, v in zip(kinds, data, strict=True))
-    return {k: _read(args[1], v) for k, v in data.items()} if origin is dict else data
+    if origin is dict:
+        return {_read(args[0], k): _read(args[1], v) for k, v in _typed(dict, data).items()}
+    return data if want is Data else _name(args[1], data) if origin is Annotated else _typed(want, data)
 
 
-_hints = functools.cache(typing.get_type_hints)
+def _typed(want: type, data: Any) -> Any:
+    if type(data) is not want:
+        raise TypeError(f"{data!r:.80} where a {want.__name__} is expected")
+    if isinstance(data, str) and not data.isprintable():  # a terminal would obey it
+        raise ValueError(f"{data!r:.80} has control characters")
+    if isinstance(data, int) and not -(2**63) <= data < 2**63:
+        raise ValueError("a number of more than 64 bits")
+    return data
+
+
+def _name(pattern: re.Pattern[str], data: Any) -> str:
+    if not pattern.fullmatch(_typed(str, data)):
+        raise ValueError(f"the name {data!r:.80}")
+    return data
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls, include_extras=True)
 
 
 def models(file: archive.Archive) -> tuple[str, ...]:
@@ -225,21 +279,28 @@ def models(file: archive.Archive) -> tuple[str, ...]:
 
 
 def of_model(file: archive.Archive, model: str | None) -> Manifest:
-    """The manifest of the file, or of one of its models (``join.py``)."""
+    """The checked manifest of the file, or of one of its models (``join.py``)."""
+    from .checks import check  # (which is in terms of the classes above)
+
     there = models(file)
     if model is None and there:
         raise PackageError(f"it holds {len(there)} models, {', '.join(there)}: name one, model={there[0]!r}")
     if model is not None and model not in there:
         raise PackageError(f"it has no model {model!r:.80}; it holds {', '.join(there) or 'one, without a name'}")
     data = file.manifest if model is None else file.manifest["models"][model]
-    return read({**data, "entries": file.manifest["entries"]})
+    about = read({**data, "entries": file.manifest["entries"]} if isinstance(data, dict) else data)
+    own = [
+        e for e in file.entries.values() if model is None or e.name.partition("/")[2].partition("/")[0] in ("", model)
+    ]
+    check(about, {e.name: e.unpacked for e in own})
+    return about
 
 
 @contextlib.contextmanager
 def opened(
     path: str | os.PathLike[str], verify: bool | str = True, sha256: str | None = None, model: str | None = None
 ) -> Iterator[tuple[archive.Archive, Manifest]]:
-    """The package at ``path``, open, and its manifest; that of a ``model``, of a file with several. As
+    """The package at ``path``, open, and its checked manifest; that of a ``model``, of a file with several. As
     ``open_archive``."""
     with open_archive(path, verify, sha256) as file:
         yield file, of_model(file, model)
@@ -257,4 +318,7 @@ def open_archive(
         file.close()
         if isinstance(e, ReflibError) and not isinstance(e, DeviceError):
             raise PackageError(f"{path}: {archive.printable(str(e))}") from e
+        if isinstance(e, (ValueError, TypeError, LookupError, AttributeError, AssertionError)):  # by what it says
+            said = archive.printable(f"{type(e).__name__}: {e}")
+            raise PackageError(f"{path}: its manifest does not fit together ({said:.300}); build it again") from e
         raise

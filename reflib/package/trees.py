@@ -16,6 +16,8 @@ from torch.utils import _pytree as pytree
 from ..errors import PackageError
 from ..wrap.structure import children
 
+DEPTH = 50  # Python reads no deeper nest of brackets from the text that is printed for a call
+
 
 def text(spec: Any, what: str) -> str:
     """A pytree spec as JSON. (A user's class needs a ``serialized_type_name``, given at its registration.) Raises
@@ -55,16 +57,28 @@ def _found(module: str, path: str) -> Any:
         return None
 
 
-def tree(text: str) -> Any:
-    """The spec. Raises PackageError for a class that torch does not know here."""
-    _register(json.loads(text)[1])
-    return pytree.treespec_loads(text)
+def tree(text: str, leaves: int | None = None) -> Any:
+    """The spec, of so many leaves. Raises PackageError for a class that torch does not know here, and for what is no
+    such spec."""
+    try:
+        _register(json.loads(text)[1], DEPTH)
+        spec = pytree.treespec_loads(text)
+        if leaves is not None and spec.num_leaves != leaves:
+            raise ValueError(f"{spec.num_leaves} leaves for {leaves} values")
+        return spec
+    except PackageError:
+        raise
+    except Exception as e:  # what the file holds instead may fail in any way
+        what = f"the structure of its arguments or results cannot be read ({type(e).__name__}: {e})"
+        raise PackageError(f"{what}; build the package again") from e
 
 
-def _register(node: Any) -> None:
+def _register(node: Any, depth: int) -> None:
     """Registers the namedtuples of the structure."""
+    if not depth:
+        raise PackageError(f"its arguments or results are nested {DEPTH} deep; build the package again")
     for child in node["children_spec"]:
-        _register(child)
+        _register(child, depth - 1)
     kind, known = node["type"], pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE
     if kind == "collections.namedtuple" and (name := node["context"]) not in known:
         module, _, path = name.partition(":")

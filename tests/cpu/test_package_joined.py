@@ -9,7 +9,7 @@ from torch import nn
 
 import reflib
 from reflib.errors import PackageError
-from reflib.package import manifest
+from reflib.package import archive, manifest
 from reflib.package.export_cpp import export_cpp
 from reflib.package.inspect import inspect
 from tests import exported_cpp
@@ -120,6 +120,9 @@ def test_what_is_refused(both: Any, tmp_path: Path) -> None:
     ):
         with pytest.raises(PackageError, match=says):
             call()
+    file = archive.write(tmp_path / "bad", {"models": {"a": 3}}, {})
+    with pytest.raises(PackageError, match="its manifest is none of reflib's"):
+        reflib.load(file, model="a")
 
 
 def test_kernels_of_gpus(tmp_path: Path) -> None:

@@ -244,6 +244,7 @@ def damage(data: bytes, rng: random.Random) -> tuple[bytes, str]:
 def test_failures_leave_nothing(changed: Changed) -> None:
     late = [  # found after libraries were loaded, or weights mapped
         changed(lambda m, _: variant(m).update(symbols=["nobodys_shim"])),
+        changed(lambda m, _: variant(m).update(functions=["nobody"])),
         changed(cut_short),
         changed(lambda m, _: m.update(host=0)),
     ]
