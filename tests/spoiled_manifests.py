@@ -4,11 +4,8 @@ the process. Prints what comes of each.
     python -m tests.spoiled_manifests PACKAGE FOLDER FIRST COUNT    the changes FIRST, FIRST + 1, ... (seeds)
 """
 
-<<<<<<< HEAD
-=======
 from __future__ import annotations
 
->>>>>>> parent of 702639d (Packages: a manifest with the right digest is what reflib wrote, and is not checked further)
 import copy
 import json
 import random

@@ -70,7 +70,7 @@ def leaving(a: Tensor, b: Tensor) -> Tensor:
 @candidate
 def hanging(a: Tensor, b: Tensor) -> Tensor:
     while True:
-        time.sleep(0.1)
+        pass
 
 
 @candidate
