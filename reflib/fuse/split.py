@@ -38,6 +38,7 @@ from ..ir.loops import (
 from ..ir.ops import identity
 from ..ir.program import Buffer, Node
 from ..ir.transforms import eliminate_dead, merge_axes, needed, varying
+from ..lower.context import contiguous_strides
 from ..options import Options
 from ..target import Target
 from .mapping import fresh
@@ -295,11 +296,12 @@ class PartialResults:
         return new_part(self.loops, self.shape, dtype, self.buffers)
 
 
-def new_part(loops: LoopNest, shape: tuple[Expr, ...], dtype: torch.dtype, buffers: dict[str, Buffer]) -> str:
-    """A buffer for partial results of ``loops``, row-major, under a name that ``was_split`` knows."""
-    name = next(n for i in itertools.count() if (n := f"{loops.name}_part{i}") not in buffers)
-    strides = tuple(product(shape[d + 1 :]) for d in range(len(shape)))
-    buffers[name] = Buffer(name, dtype, buffers[loops.writes()[0]].device, shape, strides)
+def new_part(
+    loops: LoopNest, shape: tuple[Expr, ...], dtype: torch.dtype, buffers: dict[str, Buffer], what: str = "part"
+) -> str:
+    """A buffer for results of a part of ``loops``, row-major. ``what``: in its name; ``was_split`` knows ``part``."""
+    name = next(n for i in itertools.count() if (n := f"{loops.name}_{what}{i}") not in buffers)
+    buffers[name] = Buffer(name, dtype, buffers[loops.writes()[0]].device, shape, contiguous_strides(shape))
     return name
 
 
