@@ -9,9 +9,8 @@ and ``digest`` a hash of the content itself. A file that does not match its name
 it is removed and built anew. An entry is written under another name and renamed, so no process ever
 sees half of one, and none is changed in place, so a library that another process has loaded stays as it was.
 
-The cache holds code that will run. It is therefore private (mode 0700) and refused when another user owns it. What
-others could write to is never used: a folder that was open to them is emptied (its contents are moved aside), and
-an entry is a plain file of this user's that no other user may write to, or it is not there.
+The cache holds code that will run. It is therefore private (mode 0700), and refused when another user owns it or could
+have written to it.
 
 A cache that cannot be written to (full, read-only) costs time, not the program: after one warning, this process keeps
 what it compiles in a temporary folder.
@@ -26,7 +25,6 @@ import functools
 import hashlib
 import os
 import platform
-import secrets
 import shutil
 import stat
 import sys
@@ -45,7 +43,6 @@ _TAG = "CACHEDIR.TAG"
 _TAG_TEXT = "Signature: 8a477f597d28d172789f06886806bc55\n# Made by reflib; may be deleted.\n"
 
 
-_OTHERS = 0o022  # permission to write, of the group and of everybody
 _spares: dict[Path, Path] = {}  # by the folder that cannot be written to
 _lock = threading.Lock()
 _versions_lock = threading.Lock()
@@ -119,9 +116,8 @@ def _default_root() -> Path:
 
 
 def _check_private(path: Path) -> None:
-    """Owned by this user, and closed to others. A folder that is ours alone (empty, or made by us) is closed
-    here, and what others may have put into it is moved aside; one that holds other things is left as it is, and
-    refused if others may write to it."""
+    """Owned by this user, and closed to others. A folder that is ours alone (empty, or made by us) is closed here; one
+    that others may have put something into is refused."""
     info = path.stat()
     if not stat.S_ISDIR(info.st_mode):
         raise CacheError(f"the cache folder {path} is not a folder; set REFLIB_CACHE_DIR to another")
@@ -130,54 +126,12 @@ def _check_private(path: Path) -> None:
             f"the cache folder {path} belongs to another user (uid {info.st_uid}), who could put code "
             "into it; set REFLIB_CACHE_DIR to a folder of yours"
         )
-    if not stat.S_IMODE(info.st_mode) & 0o077:
-        return
-    if (path / _TAG).exists() or not any(path.iterdir()):
-        path.chmod(0o700)  # from here on no other user can add anything
-        if stat.S_IMODE(info.st_mode) & _OTHERS and any(path.iterdir()):
-            _set_aside(path)
-    elif stat.S_IMODE(info.st_mode) & 0o022:
-        raise CacheError(f"other users may write to the cache folder {path}: run  chmod 700 {path}")
-
-
-def _set_aside(path: Path) -> None:
-    """Move what is in ``path`` into a folder of its own in it, where nothing looks."""
-    aside = path / f".untrusted-{secrets.token_hex(8)}"
-    inside = [p for p in path.iterdir() if not p.name.startswith(".untrusted-")]
-    aside.mkdir(mode=0o700)
-    for p in inside:
-        with contextlib.suppress(FileNotFoundError):  # another process of ours did it
-            p.rename(aside / p.name)
-    warnings.warn(
-        f"other users could write to the cache folder {path}: it was closed to them, and what was in it is not used "
-        f"(it is in {aside}, which may be deleted)", stacklevel=4,
-    )  # fmt: skip
-
-
-def _is_ours(info: os.stat_result) -> bool:
-    return info.st_uid == os.getuid() and not stat.S_IMODE(info.st_mode) & _OTHERS
-
-
-def _folder(kind: str) -> Path:
-    """The folder of a kind, made if it is not there. What else is in its place is moved aside. Raises OSError."""
-    path = root() / kind
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-        return path
-    info = path.lstat()
-    if not (stat.S_ISDIR(info.st_mode) and _is_ours(info)):
-        path.rename(path.with_name(f".untrusted-{secrets.token_hex(8)}"))
-        path.mkdir(mode=0o700)
-    return path
-
-
-def _content(path: Path) -> bytes | None:
-    """Of a plain file of ours that no other user may write to; None for anything else, which is not waited for (a pipe)
-    nor followed (a link). Raises OSError."""
-    number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(number, "rb") as f:
-        info = os.fstat(number)
-        return f.read() if stat.S_ISREG(info.st_mode) and _is_ours(info) else None
+    ours = (path / _TAG).exists() or not any(path.iterdir())
+    if stat.S_IMODE(info.st_mode) & 0o022 and any(path.iterdir()):
+        remedy = "remove it" if ours else f"run  chmod 700 {path}"
+        raise CacheError(f"other users may write to the cache folder {path}, and put code into it: {remedy}")
+    if stat.S_IMODE(info.st_mode) & 0o077 and ours:
+        path.chmod(0o700)
 
 
 def key(*parts: Any) -> str:
@@ -204,33 +158,13 @@ def read(kind: str, key: str) -> bytes | None:
 def _find(kind: str, key: str) -> tuple[Path, bytes] | None:
     here, named = root(), _default_root()
     for base in (here, named) if here != named else (here,):
-        folder = base / kind
         with contextlib.suppress(OSError):
-            info = folder.lstat()
-            if stat.S_ISDIR(info.st_mode) and _is_ours(info) and _is_ours(base.stat()):
-                for name in [n for n in os.listdir(folder) if n.startswith(key + "-")]:
-                    if (data := _checked(folder / name, name[len(key) + 1 :].split(".")[0])) is not None:
-                        return folder / name, data
+            for name in [n for n in os.listdir(base / kind) if n.startswith(key + "-")]:
+                path = base / kind / name
+                if _digest(data := path.read_bytes()) == name[len(key) + 1 :].split(".")[0]:
+                    return path, data
+                path.unlink()
     return None
-
-
-def _checked(path: Path, digest: str) -> bytes | None:
-    """The file's content, if it is whole; else what is there is removed."""
-    with contextlib.suppress(OSError):
-        data = _content(path)
-        if data is not None and _digest(data) == digest:
-            return data
-    _clear(path)
-    return None
-
-
-def _clear(path: Path) -> None:
-    """Remove what is at ``path``, whatever it is."""
-    with contextlib.suppress(OSError):
-        if stat.S_ISDIR(path.lstat().st_mode):
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink()
 
 
 def put(kind: str, key: str, content: bytes | str | os.PathLike[str], suffix: str = "") -> Path:
@@ -239,18 +173,17 @@ def put(kind: str, key: str, content: bytes | str | os.PathLike[str], suffix: st
     data = content if isinstance(content, bytes) else Path(content).read_bytes()
     name = f"{key}-{_digest(data)}{suffix}"
     try:
-        return _write(_folder(kind) / name, data)
+        return _write(root() / kind / name, data)
     except OSError as e:
         _spare(_default_root(), e)
     try:
-        return _write(_folder(kind) / name, data)
+        return _write(root() / kind / name, data)
     except OSError as e:
         raise CacheError(f"cannot write {root() / kind / name}: {e}; set REFLIB_CACHE_DIR to a folder with room") from e
 
 
 def _write(path: Path, data: bytes) -> Path:
-    if path.is_symlink() or path.exists() and not path.is_file():  # (neither is replaced by a rename)
-        _clear(path)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
     atomic.write(path, data, rights=0o700)
     return path
 

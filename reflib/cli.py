@@ -187,7 +187,6 @@ def compare(a: Path, b: Path, fail_over: str | None) -> None:
 @notebook_options
 @click.option("--out", type=FOLDER, default=None, help="Write there instead of notebooks/.")
 @click.option("--commit", default="", help="The commit for the stamp, if there is no git.")
-@click.option("--devices", default="", help="GPUs, such as 0,1: run one notebook at a time on each, longest first.")
 def record(
     device: str,
     only: str,
@@ -195,14 +194,12 @@ def record(
     root: Path | None,
     out: Path | None,
     commit: str,
-    devices: str,
 ) -> None:
     """Execute the notebooks and write their outputs back, stamped with device, versions and commit."""
     from reflib.batch import record as recording
 
-    gpus = [d.strip() for d in devices.split(",") if d.strip()]
     given = pairs(parameters)
-    sys.exit(recording.record(checkout(root), device, slugs(only), given, out, commit, click.echo, gpus))
+    sys.exit(recording.record(checkout(root), device, slugs(only), given, out, commit, click.echo))
 
 
 @cli.command()

@@ -114,10 +114,8 @@ def of_kernel(name: str, source: str, arch: str, error: Exception, by_hand: str 
     message = f"{type(error).__name__}: {error}".rstrip()
     files, line, shown = {f"{name}.py": by_hand or source}, _line(source, error), source
     run = f"{shlex.quote(sys.executable)} {name}.py"
-    assembler = re.search(r"Repro command: (.*)", message)
-    words = shlex.split(assembler[1]) if assembler else []
-    ptx = next((Path(w) for w in words if w.endswith(".ptx") and Path(w).is_file()), None)
-    if ptx is not None:  # a file that Triton leaves behind
+    words, ptx = _assembler(message)
+    if ptx is not None:
         found = re.search(r"line (\d+)", message)
         files[f"{name}.ptx"] = shown = ptx.read_text()
         line = int(found[1]) if found else 0
@@ -132,6 +130,19 @@ def of_kernel(name: str, source: str, arch: str, error: Exception, by_hand: str 
         marked(shown, line), used, advice(message),
     ]  # fmt: skip
     return "\n".join(x for x in lines if x)
+
+
+def _assembler(message: str) -> tuple[list[str], Path | None]:
+    """ptxas's command in Triton's message, and the file with PTX that Triton leaves behind."""
+    found = re.search(r"Repro command: (.*)", message)
+    words = shlex.split(found[1]) if found else []
+    return words, next((Path(w) for w in words if w.endswith(".ptx") and Path(w).is_file()), None)
+
+
+def forget(error: Exception) -> None:
+    """Of Triton or ptxas, which is run again: remove what it leaves behind."""
+    if (ptx := _assembler(str(error))[1]) is not None:
+        ptx.unlink()
 
 
 def _line(source: str, error: BaseException | None) -> int:

@@ -11,7 +11,6 @@ process. The flags here change no result except by fusing a multiply with an add
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
@@ -23,7 +22,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from . import cache, failures
@@ -114,23 +113,15 @@ def _compiler(command: tuple[str, ...], root: str) -> Compiler:
     stats = [os.stat(p) for p in (shutil.which(w) for w in command) if p]
     identity = [(s.st_size, int(s.st_mtime)) for s in stats]
     runtimes = tuple(map(str, torch_openmp()))
-    programs = (_PROBE, _PROBE_VECTOR)
-    k = cache.key("compiler", command, identity, runtimes, cache.cpu_features(), _BASE, _OPTIONAL, programs)
+    programs, names = (_PROBE, _PROBE_VECTOR), [f.name for f in fields(Compiler)]
+    k = cache.key("compiler", command, identity, runtimes, cache.cpu_features(), _BASE, _OPTIONAL, programs, names)
     known = cache.read("toolchain", k)
     if known is not None:
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # else it is probed again
-            return _from_json(known)
+        data = json.loads(known)
+        return Compiler(**(data | {n: tuple(data[n]) for n in ("command", "flags", "link")}))
     found = _probe(command, runtimes)
     cache.put("toolchain", k, json.dumps(asdict(found)).encode())
     return found
-
-
-def _from_json(data: bytes) -> Compiler:
-    d = json.loads(data)
-    words = {k: tuple(d[k]) for k in ("command", "flags", "link")}
-    if not all(isinstance(w, str) for w in (d["version"], d["openmp"], *(w for v in words.values() for w in v))):
-        raise TypeError("not what asdict wrote")
-    return Compiler(version=d["version"], openmp=d["openmp"], **words)
 
 
 def torch_openmp() -> list[Path]:

@@ -1,7 +1,5 @@
 """What tests of attention share: inputs, masks, a compiler that only rewrites."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

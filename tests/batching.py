@@ -1,7 +1,5 @@
 """Checkouts of small notebooks for the tests of `reflib run`, and a stand-in for executing them in a kernel."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,7 +1,5 @@
 """For tests in a browser: Debian's Chromium, driven by Playwright. No browser is downloaded."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Libraries for tests that register ops with PyTorch from C, through its C interface alone."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path

@@ -10,8 +10,6 @@ ulp or so, is right. Where eager's own error is so large that it is noise (a sum
 errors of numbers about 1 are right.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

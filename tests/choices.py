@@ -1,8 +1,6 @@
 """Running programs with choices in them, up to ``lower``: any variant, by the interpreter; a kernel as ``schedule``
 makes it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Run hand-made LoopNests as C++ kernels, beside the interpreter. Many kernels make one library: one compiler start."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Building and running what ``reflib export-cpp`` writes: ``build_and_run(package, folder, inputs)``."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -1,7 +1,5 @@
 """The ways in which a compiled program is called: from C, or by the slow path with ctypes."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

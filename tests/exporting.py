@@ -1,7 +1,5 @@
 """Models captured by ``torch.export``, and their graphs as numbers."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

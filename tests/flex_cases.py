@@ -1,7 +1,5 @@
 """Calls of ``flex_attention``, for tests on both devices: each a function of (q, k, v, table), and its block mask."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass

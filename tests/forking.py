@@ -3,8 +3,6 @@
     python -m tests.forking FD MODULE ...     imports the modules, then serves the connection of that number
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """Every op and every reduction as hand-made LoopNest, with operands: what the C++ and the Triton tests share."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 

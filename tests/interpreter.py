@@ -1,7 +1,5 @@
 """Starts programs that run Triton's interpreter, which has to be chosen before Triton is imported."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """Programs whose result for a row must not depend on the number of rows, on any device (``batch_invariant``)."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -5,8 +5,6 @@
 Asked for: 1.3 at most. Each time is the least of several; on a CPU one thread computes.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 torch, Dynamo and the others take seconds of each. ``make test-all``, ``make test-gpu`` and ``make run`` start them
 as Jupyter does."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

@@ -2,8 +2,6 @@
 ``wait`` a result is NaN, and what a collective reads is read by ``wait``. So memory that is used too early, or again
 too soon, gives wrong numbers each time. With ``late = False`` all is done at once: the reference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any

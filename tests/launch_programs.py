@@ -7,8 +7,6 @@ Each kernel is cut out of its program as it is for measuring. The GPU has two mu
 millisecond each. Prints one JSON object: for each function, [names of the launches that ran, what is wrong].
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable

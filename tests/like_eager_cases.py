@@ -1,7 +1,5 @@
 """Programs that ``numerics="eager"`` must compute to eager's bits, on any device."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Loading a file of ops as worker processes do: by its path."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Small programs to measure: buffers, and relu(x @ w)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

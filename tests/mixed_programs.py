@@ -8,8 +8,6 @@ The GPU has two multiprocessors, so that a kernel is two programs (the interpret
 Prints one JSON object: for each case, what is wrong with it, or nothing.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Small real models, forward and backward, against eager. Shared by tests/cpu and tests/gpu (fixture ``device``)."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any

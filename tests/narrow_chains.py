@@ -1,7 +1,5 @@
 """Chains of ops on integers of 8 and 16 bits, drawn at random: every result wraps before the next op reads it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -6,8 +6,6 @@ Each op is compiled beside others on numbers of all sizes: special ones, the end
 and a dense random sample. A difference is in units in the last place (ULP): how many numbers of the dtype lie between.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import platform

@@ -1,8 +1,6 @@
 """Variances and softmax sums as hand-made LoopNests, on the rows at which one pass goes wrong first: Triton's
 interpreter and ahead-of-time compilation share them. Sizes are random, with a fixed seed."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable
@@ -33,6 +31,12 @@ def _outlier(n: int, g: torch.Generator) -> torch.Tensor:
     return x
 
 
+def _first_differs(n: int, g: torch.Generator) -> torch.Tensor:
+    x = torch.full((ROWS, n), 12.34, dtype=torch.float64)
+    x[:, :1] = torch.tensor([[0], [12.35], [-3e4], [1e-3], [12.34], [-12.34]])
+    return x
+
+
 def _broken(n: int, g: torch.Generator) -> torch.Tensor:
     x = normal(n, g)
     for row, value in enumerate((float("inf"), float("-inf"), float("nan"))):
@@ -46,6 +50,8 @@ VARIANCES: dict[str, Rows] = {
     "tiny variance": lambda n, g: 1 + normal(n, g) / 1000,
     "constant": lambda n, g: torch.full((ROWS, n), 1234.567, dtype=torch.float64),
     "outlier first": _outlier,
+    "first differs": _first_differs,
+    "huge mean": lambda n, g: 1e6 + normal(n, g),
     "growing": lambda n, g: normal(n, g) + torch.arange(n, dtype=torch.float64),
     "inf and nan": _broken,
 }
@@ -66,17 +72,21 @@ def _bed(dtype: torch.dtype, x: torch.Tensor, across: bool, dynamic: bool) -> tu
 
 
 def variance_case(
-    rows: Rows, dtype: torch.dtype, n: int, across: bool, config: Config, dynamic: bool, masked: bool = False
+    rows: Rows, dtype: torch.dtype, n: int, across: bool, config: Config, dynamic: bool, masked: bool = False,
+    summed: bool = False,
 ) -> Case:
-    """``out``: m2 of each row; ``masked``: of its first half, the others have weight 0."""
+    """``out``: m2 of each row; ``masked``: of its first half, the others have weight 0; ``summed``: also its sum."""
     loops, b, v, case = _bed(dtype, rows(n, torch.Generator().manual_seed(n)), across, dynamic)
     i, j = loops.axes
     half = b.op("lt", b.index(expr(j.var) * 2), b.index(j.size))
     args = (b.op("where", half, v, b.const(0, b.dtype(v))), b.cast(half, b.dtype(v))) if masked else (v,)
     b.store("out", i.var, b.reduce("m2", *args, dtype=value_dtype(dtype)))
+    if summed:
+        b.store("sum", i.var, b.reduce("sum", v, dtype=value_dtype(dtype)))
     case.parts = (LoopNest(loops.name, loops.axes, tuple(b.body)),)
-    case.tensors["out"] = torch.full((ROWS,), 7, dtype=value_dtype(dtype))
-    case.shapes |= {"out": (i.size,)} if dynamic else {}
+    for name in ("out", "sum") if summed else ("out",):
+        case.tensors[name] = torch.full((ROWS,), 7, dtype=value_dtype(dtype))
+        case.shapes |= {name: (i.size,)} if dynamic else {}
     case.config = config
     return case
 
@@ -88,11 +98,12 @@ def variance_cases() -> dict[str, Callable[[], Case]]:
         for config in (LOOPED, PERSISTENT):
             n, dynamic, masked = random.randint(2, 255), random.random() < 0.5, random.random() < 0.3
             dynamic = dynamic and config is LOOPED
-            name = f"{kind}, {dtype}, {across=}, {config.reduction}, {n}, {dynamic=}, {masked=}"
-            args = (VARIANCES[kind], dtype, n, across, config, dynamic, masked)
+            summed = random.random() < 0.5
+            name = f"{kind}, {dtype}, {across=}, {config.reduction}, {n}, {dynamic=}, {masked=}, {summed=}"
+            args = (VARIANCES[kind], dtype, n, across, config, dynamic, masked, summed)
             out[name] = lambda args=args: variance_case(*args)
     for n, config in itertools.product((0, 1, 16, 17), (LOOPED, PERSISTENT)):
-        args = (normal, F32, n, False, config, False)
+        args = (normal, F32, n, False, config, False, False, n % 2 == 0)
         out[f"length {n}, {config.reduction}"] = lambda args=args: variance_case(*args)
     return out
 

@@ -29,7 +29,8 @@ def outputs(name: str, case: Case) -> dict[str, torch.Tensor]:
 def variance_problem(name: str, case: Case) -> str:
     """Wrong: off by more than twice what Welford's recurrence along the rows is off by, in the kernel's dtype, and a
     rounding error of the input."""
-    got = outputs(name, case)["out"].double()
+    outs = outputs(name, case)
+    got = outs["out"].double()
     x = case.tensors["x"] if "across=False" in name or "length" in name else case.tensors["x"].t()
     n = (x.shape[1] + 1) // 2 if "masked=True" in name else x.shape[1]
     x = x[:, :n].double()
@@ -41,6 +42,8 @@ def variance_problem(name: str, case: Case) -> str:
     if "constant" in name and "persistent" in name:  # the mean's rounding error, squared
         bad = got > n * (2 * torch.finfo(dtype).eps * x[:, 0]) ** 2
     bad = torch.where(exact.isfinite(), bad, got.isfinite())
+    if "sum" in outs and not torch.allclose(outs["sum"], case.expected()["sum"], rtol=1e-4, atol=1e-3, equal_nan=True):
+        return f"sums {outs['sum'].tolist()}, want {case.expected()['sum'].tolist()}"
     return f"got {got.tolist()}, want {exact.tolist()}, Welford has {theirs.tolist()}" if bool(bad.any()) else ""
 
 
@@ -70,6 +73,15 @@ def rand(*shape: int, grad: bool = True, **kw: Any) -> torch.Tensor:
     return (torch.randn(*shape, **kw) * 2 + 3).requires_grad_(grad)
 
 
+def _hostile_columns(n: int) -> torch.Tensor:
+    """An outlier first, a constant, a constant but for its first row, a large mean, rows that grow."""
+    x = rand(n, 9, grad=False)
+    x[0], x[:, 1], x[1:, 2] = 1e4, 3.3, 7.7
+    x[:, 3] += 1e6
+    x[:, 4] += torch.arange(n)
+    return x
+
+
 def batch_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     mean, var = torch.zeros_like(w.detach()), torch.ones_like(w.detach())
     y = F.batch_norm(x, mean, var, w, b, training=True, momentum=0.1)
@@ -95,6 +107,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dic
     "split rows": (lambda x: torch.var_mean(x, -1), lambda: (rand(3, 16411, grad=False),), {}),
     "split evenly": (lambda x: torch.std_mean(x, -1), lambda: (rand(2, 16384, grad=False),), {}),
     "split columns": (lambda x: torch.var_mean(x, 0), lambda: (rand(1031, 9, grad=False),), {}),
+    "split columns, hostile": (lambda x: torch.var_mean(x, 0), lambda: (_hostile_columns(1031),), {}),
     "split, two axes": (lambda x: torch.var_mean(x, (0, 2)), lambda: (rand(3, 2, 4111, grad=False),), {}),
     "batch norm": (batch_norm, lambda: (rand(3, 3, 53, 59), rand(3), rand(3)), {}),
     "group norm": (lambda x, w, b: F.group_norm(x, 2, w, b), lambda: (rand(2, 6, 19, 23), rand(6), rand(6)), SHORT),

@@ -1,7 +1,5 @@
 """What ranks (``lab.ranks``) do with packages in tests. Each function runs on every rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

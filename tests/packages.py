@@ -4,8 +4,6 @@
 built, and those are then tested as they are.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass

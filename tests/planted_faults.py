@@ -5,8 +5,6 @@
 It is a process of its own: trials are forked from it, which neither OpenMP nor autograd of the tests' process allows.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

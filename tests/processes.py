@@ -1,7 +1,5 @@
 """Processes: whether those that are not our children still run; a Python of its own; a fork."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

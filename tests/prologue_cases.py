@@ -1,8 +1,6 @@
 """Products that compute an operand as they read it, lowered from functions, as cases of ``matmul_cases``: read by
 Triton's interpreter, by ahead-of-time compilation, and on a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

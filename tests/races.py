@@ -1,7 +1,5 @@
 """Candidates as Python functions, raced by ``autotune/measure`` with clocks that are tables."""
 
-from __future__ import annotations
-
 from itertools import cycle
 
 import torch

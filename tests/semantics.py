@@ -1,8 +1,6 @@
 """What a compiled function must do beyond computing the right numbers. Shared by tests/cpu and tests/gpu, which give
 the fixture ``device``. (What holds under every wrapper is in tests/composition.)"""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -169,7 +167,7 @@ NAMES = [*hostile("cpu")]
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 def test_hostile_input(device: str, name: str, dynamic: bool) -> None:
     x = hostile(device).get(name)
     if x is not None:

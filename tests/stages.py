@@ -1,7 +1,5 @@
 """Every stage computes the same. Shared by tests/cpu and tests/gpu, which give the fixture ``device``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +32,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 def test_every_stage_computes_the_same(device: str, name: str, dynamic: bool) -> None:
     fn = PROGRAMS[name]
     args = (randn(16, 24, device=device), randn(24, device=device))

@@ -1,7 +1,5 @@
 """Compilations that stop after a stage, and what is run then."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
     python -m tests.sweep_repros [--target sm_90] [NAME ...]      all models, a line each; exits with 1 if one is not
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -1,7 +1,5 @@
 """What ranks (``lab.ranks``) do with symmetric storage in tests. Each function runs on every rank."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

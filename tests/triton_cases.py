@@ -3,8 +3,6 @@
 One list serves four readers: Triton's interpreter (no GPU), ahead-of-time compilation, a real GPU, and C++ (test_cpp).
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """The cheap forms of ``reflib.generate.triton_half``, each on every float16 (or bfloat16) there is."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ Triton is imported.
 Prints one JSON object: for each program, what is wrong with it, or nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

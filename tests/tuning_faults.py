@@ -1,8 +1,6 @@
 """What workers run in the pool's tests: jobs that answer, and jobs that do what a candidate must not. Standard library
 only, so that a worker starts at once."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -15,6 +15,7 @@ import concurrent.futures
 import contextlib
 import logging
 import os
+import queue
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -106,6 +107,7 @@ class Flight:
     ):
         self.cluster, self.device, self.retries, self.limit, self.started = cluster, device, retries, limit, started
         self.running: dict[Any, Sent] = {}
+        self.done: queue.SimpleQueue[Any] = queue.SimpleQueue()  # futures, put there by Dask
         self.seen = time.monotonic()  # when the last worker was present
 
     def run(self, jobs: Sequence[NotebookJob]) -> Iterator[tuple[NotebookJob, JobOutcome]]:
@@ -116,6 +118,7 @@ class Flight:
                 finished = []
                 for future in self.ended():
                     if (outcome := outcome_of(future)) is None:
+                        future.add_done_callback(self.done.put)  # when it has run again
                         continue
                     job, attempt, earlier = self.running.pop(future)
                     outcome = replace(outcome, attempt=attempt, earlier=earlier)
@@ -156,17 +159,18 @@ class Flight:
             key=f"{job.id}-{attempt}-{time.time_ns()}", pure=False, resources=self.cluster.resource(self.device),
         )  # fmt: skip
         self.running[future] = (job, attempt, earlier)
+        future.add_done_callback(self.done.put)
         self.started(job, attempt)
 
     def ended(self) -> list[Any]:
-        """Completed futures, after waiting at most half a second for one."""
-        from distributed import wait
-
-        if not self.running:
-            time.sleep(0.1)
-        with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError, asyncio.CancelledError):
-            wait(list(self.running), timeout=0.5, return_when="FIRST_COMPLETED")
-        return [future for future in self.running if future.done()]
+        """Completed futures, after waiting at most half a second for one. (NB: each of Dask's own waits that ends late
+        may leave a TimeoutError, which is printed at the end of the process.)"""
+        found = []
+        with contextlib.suppress(queue.Empty):
+            found.append(self.done.get(timeout=0.5 if self.running else 0.1))
+            while True:
+                found.append(self.done.get_nowait())
+        return [future for future in found if future in self.running]
 
     def stop(self) -> None:
         """Cancel running jobs; in this process, wait until they have ended."""

@@ -9,7 +9,6 @@ that the others still run.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import itertools
 import json
@@ -21,7 +20,7 @@ from typing import Any
 import nbformat
 
 from reflib.batch.sweep import Sweep
-from reflib.errors import LabError
+from reflib.errors import LabError, did_you_mean
 from reflib.lab import notebook as nb
 from reflib.lab import runner
 from reflib.lab.params import Parameter
@@ -166,8 +165,7 @@ def missing(path: Path, root: Path) -> str:
     if path.suffix == ".ipynb":
         return f"there is no file {runner.shown(path)}"
     slugs = [p.stem for p in runner.notebooks(root)]
-    near = difflib.get_close_matches(path.stem, slugs, n=1)
-    return f"no notebook has this name; {f'did you mean {near[0]!r}?' if near else 'there are: ' + ', '.join(slugs)}"
+    return f"no notebook has this name; {did_you_mean(path.stem, slugs) or 'there are: ' + ', '.join(slugs)}"
 
 
 def refuse_unknown(
@@ -178,10 +176,10 @@ def refuse_unknown(
     for name in names:
         if name not in every:
             where = "" if name in request.given else sweep.where(name)
-            near = difflib.get_close_matches(name, every, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            have = ", ".join(every) or "none"
-            raise LabError(f"{where}no notebook of this run has a parameter {name!r}; they have: {have}{hint}")
+            hint, have = did_you_mean(name, every), ", ".join(every) or "none"
+            raise LabError(
+                f"{where}no notebook of this run has a parameter {name!r}; they have: {have}{hint and f'; {hint}'}"
+            )
 
 
 def fitting(
@@ -190,12 +188,12 @@ def fitting(
     """The distinct values of a parameter, converted to the declared type."""
     parameter = (source.parameters or {})[name]
     found = []
-    for index, value in enumerate(values):
+    for value in values:
         try:
             fitted = runner.fit(parameter, value)
             found.append(resolve(str(fitted)) if name == "device" else fitted)
         except LabError as error:
-            where = sweep.where(name, index) if values is sweep.values.get(name) else ""
+            where = sweep.where(name) if values is sweep.values.get(name) else ""
             raise LabError(f"{where}{source.slug}: {error}") from None
     return list(dict.fromkeys(found))
 

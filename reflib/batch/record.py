@@ -9,12 +9,8 @@ NB: without Dask, which a GPU host without a network may lack; `reflib run` exec
 
 from __future__ import annotations
 
-import collections
 import datetime
-import os
-import queue
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -54,93 +50,32 @@ def name_of(device: str) -> str:
 # ---- executing
 
 
-def longest_first(jobs: Jobs, known: Mapping[str, float]) -> Jobs:
-    """Sorted by known seconds, longest first; notebooks without a known time come before all others."""
-    return dict(sorted(jobs.items(), key=lambda job: -known.get(job[0].stem, float("inf"))))
+def execute_all(jobs: Jobs, out: Path, device: str, say: Any = print) -> Iterator[tuple[Path, NotebookResult]]:
+    """Execute all notebooks, one after the other, continuing after failures; yields (path, result).
 
-
-def visible(devices: Sequence[str], device: str) -> list[dict[str, str]]:
-    """One environment per GPU; notebooks with the same environment run sequentially."""
-    if not devices:
-        return [{}]
-    if device != "cuda":
-        raise LabError(f"devices {','.join(devices)}: they are GPUs, but the notebooks are to run on {device}")
-    seen = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
-    for d in devices:
-        if not d.isdigit():
-            raise LabError(f"device {d!r}: --devices takes numbers of GPUs with commas between, such as 0,1")
-        machine.pick_device(f"cuda:{d}")
-    return [{"CUDA_VISIBLE_DEVICES": seen[int(d)] if seen else d} for d in devices]
-
-
-def execute_all(
-    jobs: Jobs, out: Path, device: str, say: Any = print, slots: Sequence[Mapping[str, str]] = ({},)
-) -> Iterator[tuple[Path, NotebookResult]]:
-    """Execute all notebooks, one at a time per slot (environment), continuing after failures; yields (path, result).
-
-    Shows progress bars on a terminal, lines elsewhere. Ctrl-C ends the running notebooks, which are then the last.
+    Shows progress bars on a terminal, lines elsewhere. Ctrl-C ends the running notebook, which is then the last.
     """
     from tqdm import tqdm
 
     terminal = sys.stderr.isatty()
-    waiting = collections.deque(enumerate(jobs.items(), 1))
-    news: queue.SimpleQueue[tuple[int, Path, NotebookResult | None]] = queue.SimpleQueue()
-    stop = threading.Event()
-
-    def work(place: int, environment: Mapping[str, str]) -> None:
-        while not stop.is_set():
+    with tqdm(total=len(jobs), desc="all notebooks", unit="notebook", position=1, disable=not terminal) as bars:
+        for number, (path, parameters) in enumerate(jobs.items(), 1):
+            place = f"[{number}/{len(jobs)}] {path.stem}"
+            if not terminal:
+                say(f"{place} ...")
+            bar = {"desc": path.stem, "position": 0, "leave": False} if terminal else False
             try:
-                number, (path, parameters) = waiting.popleft()
-            except IndexError:
-                return
-            news.put((number, path, None))
-            bar = {"desc": path.stem, "position": place, "leave": False} if terminal else False
-            try:
-                result = execute(path, out, parameters, device, bar, environment, stop)
+                result = execute(path, out, parameters, device, bar)
             except Exception as error:
                 result = NotebookResult(path.stem, device, 0.0, "failed", last_line(error))
+            bars.update()
+            line = f"{place}: {result.status}, {result.seconds:.1f} s"
+            bars.write(line) if terminal else say(line)
+            if result.error:
+                say(f"    {result.error}")
+            yield path, result
             if result.status == "interrupted":
-                stop.set()
-            news.put((number, path, result))
-
-    threads = [threading.Thread(target=work, args=pair) for pair in enumerate(slots)]
-    bars = tqdm(total=len(jobs), desc="all notebooks", unit="notebook", position=len(slots), disable=not terminal)
-    try:
-        with bars:
-            for thread in threads:
-                thread.start()
-            for number, path, result in received(news, threads, stop):
-                if result is None:
-                    if not terminal:
-                        say(f"[{number}/{len(jobs)}] {path.stem} ...")
-                    continue
-                bars.update()
-                line = f"[{number}/{len(jobs)}] {path.stem}: {result.status}, {result.seconds:.1f} s"
-                bars.write(line) if terminal else say(line)
-                if result.error:
-                    say(f"    {result.error}")
-                yield path, result
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-
-
-def received(news: queue.SimpleQueue[Any], threads: Sequence[threading.Thread], stop: threading.Event) -> Iterator[Any]:
-    """Items of the queue until all threads have ended; Ctrl-C sets `stop`."""
-    while True:
-        try:
-            alive = any(thread.is_alive() for thread in threads)  # before reading the queue
-            while True:
-                try:
-                    item = news.get(timeout=0.1 if alive else 0)
-                except queue.Empty:
-                    break
-                yield item
-            if not alive:
                 return
-        except KeyboardInterrupt:
-            stop.set()
 
 
 # ---- recording
@@ -154,25 +89,21 @@ def record(
     out: Path | None = None,
     commit: str = "",
     say: Any = print,
-    devices: Sequence[str] = (),
 ) -> int:
     """Execute the notebooks and write outputs, stamp and rows to `out` (or notebooks/). Returns 0 if all succeeded.
 
-    Each is written when it is done. With `devices`, numbers of GPUs, one notebook at a time runs on each.
-    A notebook that fails is not changed. Failed claims are listed, because their prose must be changed.
+    Each is written when it is done. A notebook that fails is not changed. Failed claims are listed, because their prose
+    must be changed.
     """
     device = machine.pick_device(device).type
-    slots = visible(devices, device)
     jobs = jobs_of(root, only, given, device)
     target = (out or root / "notebooks").resolve()
     slug = slug_of(device)
-    if len(slots) > 1:
-        jobs = longest_first(jobs, durations.read(root / "notebooks" / "recorded", slug))
     work = new_folder(root / "runs", f"record-{time.strftime('%Y%m%d-%H%M%S')}")
     stamp = (name_of(device), machine.versions(), commit or machine.commit() or "unknown")
     results = []
     with ended_by_sigterm():
-        for path, result in execute_all(jobs, work, device, say, slots):
+        for path, result in execute_all(jobs, work, device, say):
             results.append(result)
             if result.status != "ok":
                 continue

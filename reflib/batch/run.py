@@ -164,12 +164,11 @@ def carry_out(progress: RunProgress, kept: RunStore, start: Any, retries: int, l
 
 
 class RunSession:
-    """Prints progress and stores finished jobs; if the disk is full, tries again later."""
+    """Prints progress and stores finished jobs."""
 
     def __init__(self, progress: RunProgress, kept: RunStore, todo: Sequence[NotebookJob], say: Any):
         self.progress, self.kept, self.say = progress, kept, say
         self.numbers = {job.id: number for number, job in enumerate(todo, 1)}
-        self.unkept: dict[str, tuple[NotebookJob, JobOutcome]] = {}
         self.beside = 1
         self.since = time.monotonic()
         self.bars: Any = None
@@ -196,35 +195,22 @@ class RunSession:
 
     def ended(self, job: NotebookJob, outcome: JobOutcome) -> None:
         outcome = replace(outcome, beside=self.beside)
-        self.progress.outcomes[job.id] = outcome
+        try:
+            self.kept.keep(job, outcome)
+        except OSError as error:  # no room on the disk: a resumed run executes it again
+            why = f"not written: {work.because(error, self.kept.folder)}"
+            outcome = replace(outcome, status="failed", error=why)
+        self.progress.outcomes[job.id] = replace(outcome, notebook=b"", log=b"")  # they are on disk
         self.progress.worked += outcome.seconds
-        self.unkept[job.id] = (job, outcome)
-        trouble = self.keep()
         self.bars.update()
         self.line(f"{self.place(job)} {job.label}: {outcome.status}, {outcome.seconds:.1f} s")
-        for error in (outcome.error, trouble):
-            if error:
-                self.line(f"    {error}")
-
-    def keep(self) -> str:
-        """Write the outcomes that are not on disk yet; returns an error message or ""."""
-        for identity, (job, outcome) in list(self.unkept.items()):
-            try:
-                self.kept.keep(job, outcome)
-            except OSError as error:
-                return f"not written: {work.because(error, self.kept.folder)}"
-            del self.unkept[identity]
-            self.progress.outcomes[identity] = replace(outcome, notebook=b"", log=b"")  # they are on disk
-        return ""
+        if outcome.error:
+            self.line(f"    {outcome.error}")
 
     def over(self) -> None:
-        """Mark jobs that could not be written as failed, so that a resumed run executes them again."""
         self.progress.seconds = time.monotonic() - self.since
         if self.bars is not None:
             self.bars.close()
-        trouble = self.keep()
-        for identity, (_, outcome) in self.unkept.items():
-            self.progress.outcomes[identity] = replace(outcome, status="failed", error=trouble)
 
 
 def close(progress: RunProgress, kept: RunStore, root: Path, book: bool, say: Any) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from reflib import atomic
 from reflib.batch.jobs import NotebookJob
 from reflib.batch.work import FILES, JobOutcome
-from reflib.lab.figures import COLOURS, Picture, plain_log, series_style, style, to_svg
+from reflib.lab.figures import COLOURS, Picture, below_each_other, plain_log, series_style, style, to_svg
 from reflib.lab.ratio_chart import geometric_mean
 from reflib.lab.rows import Row, short
 
@@ -185,17 +185,13 @@ def named(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def draw(slug: str, name: str, unit: str, x: str, points: Sequence[ChartPoint]) -> Picture:
     """One panel per combination of the other parameters, one line per case."""
-    import matplotlib.pyplot as plt
-
     panels = list(dict.fromkeys(p.panel for p in points))
     cases = list(dict.fromkeys(p.case for p in points))
     places = sorted({p.x for p in points}, key=lambda v: (0, v) if is_number(v) else (1, str(v)))
     numeric = all(map(is_number, places)) and min(places) > 0
     with style():
-        fig, axes = plt.subplots(
-            len(panels), 1, squeeze=False, sharex=True, figsize=(5.6, 2.6 * len(panels) + 0.6), layout="constrained"
-        )
-        for ax, panel in zip(axes[:, 0], panels, strict=True):
+        fig, axes = below_each_other([1] * len(panels), 2.6 * len(panels) + 0.6, sharex=True)
+        for ax, panel in zip(axes, panels, strict=True):
             for index, case in enumerate(cases[:MOST_CASES]):
                 own = sorted((p for p in points if (p.panel, p.case) == (panel, case)), key=lambda p: places.index(p.x))
                 xs = [p.x if numeric else places.index(p.x) for p in own]
@@ -206,8 +202,8 @@ def draw(slug: str, name: str, unit: str, x: str, points: Sequence[ChartPoint]) 
             ax.set_yscale("log")
             plain_log(ax)
             scale(ax, places, numeric)
-        axes[-1, 0].set_xlabel(x)
-        fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper left", ncols=2)
+        axes[-1].set_xlabel(x)
+        fig.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=2)
         svg = to_svg(fig)
     left_out = f" The first {MOST_CASES} of {len(cases)} cases are drawn." if len(cases) > MOST_CASES else ""
     of = f"{slug}, {name}" if name else slug

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode
+from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
@@ -42,6 +43,14 @@ CONVOLUTIONS = {aten.convolution.default: 2, aten.convolution_backward.default: 
 LAST = torch.channels_last
 HALVES = (torch.float16, torch.bfloat16)
 MAX_GROUP = 64  # channels
+# Their CUDA kernels read arguments as if they were contiguous, which autograd's formulas make them (derivatives.yaml);
+# in a traced graph nothing is left of that where they already were.
+CONTIGUOUS = {
+    aten._weight_norm_interface, aten._weight_norm_interface_backward, aten._cdist_forward, aten._cdist_backward,
+    aten._pdist_forward, aten._pdist_backward, aten.segment_reduce, aten._segment_reduce_backward,
+    aten._thnn_fused_lstm_cell, aten._thnn_fused_lstm_cell_backward_impl, aten._thnn_fused_gru_cell,
+    aten._thnn_fused_gru_cell_backward, aten._cudnn_rnn, aten._cudnn_rnn_backward,
+}  # fmt: skip
 _STRIDED = (aten.as_strided.default, aten.as_strided_scatter.default)
 
 
@@ -108,6 +117,10 @@ def _convolutions(graph: torch.fx.Graph) -> Iterator[Node]:
     return (n for n in graph.nodes if n.target is aten.convolution.default)
 
 
+def _packet(n: Node) -> Any:
+    return getattr(n.target, "overloadpacket", None)
+
+
 def _static(t: torch.Tensor) -> bool:
     return all(isinstance(s, int) for s in t.shape) and t.layout == torch.strided
 
@@ -125,6 +138,7 @@ def _lay_out(graph: torch.fx.Graph) -> int:
         raise _Refused
     changed: set[Node] = set()
     copies: dict[Node, Node] = {}  # by what is copied
+    known: dict[Any, Any] = {}  # by an op and what its arguments look like: what its result does
     with mode, torch.no_grad():
         for node in list(graph.nodes):
             if node.target in CONVOLUTIONS and _is_line(node):
@@ -141,12 +155,12 @@ def _lay_out(graph: torch.fx.Graph) -> int:
                 changed.add(node)
             elif not any(a in changed for a in node.all_input_nodes):
                 continue
-            elif getattr(node.target, "namespace", "aten") not in ("aten", "prims"):
+            elif getattr(node.target, "namespace", "aten") not in ("aten", "prims") or _packet(node) in CONTIGUOUS:
                 moved += _for_others(graph, node, changed)  # an op of the user's may rely on its arguments' strides
                 continue
             else:
                 changed.add(node)
-            _again(graph, node)
+            _again(graph, node, known)
             if all(_same(a, b) for a, b in zip(*(_tensors(node.meta[k]) for k in ("val", "old")), strict=True)):
                 changed.discard(node)
     return moved
@@ -214,13 +228,13 @@ def _for_others(graph: torch.fx.Graph, node: Node, changed: set[Node]) -> int:
     return moved
 
 
-def _again(graph: torch.fx.Graph, node: Node) -> None:
+def _again(graph: torch.fx.Graph, node: Node, known: dict[Any, Any]) -> None:
     """``node``'s value for its arguments' new values; the one before is ``meta["old"]``."""
     target, old = node.target, node.meta.get("old", node.meta.get("val"))
     if target in _STRIDED or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
         raise _Refused
     try:
-        value = _run(node)
+        value = _run(node, known)
     except (RuntimeError, ValueError):  # a view that this order in memory does not allow
         if target not in (aten.view.default, aten._unsafe_view.default):
             raise _Refused from None
@@ -233,9 +247,24 @@ def _again(graph: torch.fx.Graph, node: Node) -> None:
     node.meta = {**node.meta, "val": value, "old": old}
 
 
-def _run(node: Node) -> Any:
+def _run(node: Node, known: dict[Any, Any] | None = None) -> Any:
+    """``node``'s value. The blocks of a model are alike: what ``known`` has is not computed again, which takes four
+    times as long as to make a tensor. Of a view the storage counts, too."""
     value = lambda n: n.meta.get("val")  # noqa: E731
-    return node.target(*torch.fx.map_arg(node.args, value), **torch.fx.map_arg(node.kwargs, value))  # type: ignore
+    args, kwargs = torch.fx.map_arg(node.args, value), torch.fx.map_arg(node.kwargs, value)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    key = node.target, spec, *((type(x), _looks(x) if isinstance(x, torch.Tensor) else x) for x in leaves)
+    if known is not None and key in known:
+        shape, strides, dtype, device = known[key]
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    made = node.target(*args, **kwargs)  # type: ignore[operator]
+    if known is not None and type(made) is FakeTensor and not getattr(node.target, "is_view", True):
+        known[key] = _looks(made)
+    return made
+
+
+def _looks(t: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(t.shape), t.stride(), t.dtype, t.device
 
 
 def _restore(graph: torch.fx.Graph, output: Node, changed: set[Node]) -> int:

@@ -40,8 +40,7 @@ class Dependencies:
 
     def last_writer(self, buffer: str, position: int) -> int | None:
         """The node that wrote what is read at ``position``; None for an input that was not written."""
-        earlier = [w for w in self.writers.get(buffer, ()) if w < position]
-        return earlier[-1] if earlier else None
+        return max((w for w in self.writers.get(buffer, ()) if w < position), default=None)
 
     def readers_before(self, buffer: str, position: int, most: int) -> list[int]:
         """The last few nodes that read ``buffer`` before ``position``."""
@@ -55,7 +54,9 @@ class Dependencies:
 
 
 def dependencies(program: Program) -> Dependencies:
-    """Assumes that ``program.nodes`` is a legal order."""
+    """Assumes that ``program.nodes`` is a legal order. Kept with the program: most passes change nothing."""
+    if found := vars(program).get("_dependencies"):
+        return found
     d = Dependencies(needed=_needed(program))
     last_write: dict[str, int] = {}
     reads_since: dict[str, list[int]] = {}
@@ -79,6 +80,7 @@ def dependencies(program: Program) -> Dependencies:
             before.update(() if last_effect is None else (last_effect,))
             last_effect = i
         d.before.append(before - {i})
+    vars(program)["_dependencies"] = d
     return d
 
 
@@ -112,7 +114,7 @@ def used_buffers(program: Program, nodes: Iterable[Node]) -> dict[str, Buffer]:
 def remove_dead(program: Program) -> Program:
     """Without nodes whose results are not read, and without unused buffers. Nodes that contain a call with an effect
     stay, and calls that do more than to make new tensors of known sizes."""
-    needed = dependencies(program).needed
+    needed = _needed(program)
     nodes = []
     for node in reversed(program.nodes):
         made = isinstance(node, Extern) and not node.symbols and set(node.outputs) == set(node.writes()) != set()
@@ -120,8 +122,7 @@ def remove_dead(program: Program) -> Program:
         if not may_go or needed & set(node.writes()):
             nodes.append(node)
             needed |= set(node.reads())
-    nodes.reverse()
-    return replace(program, nodes=tuple(nodes), buffers=used_buffers(program, nodes))
+    return replace(program, nodes=tuple(reversed(nodes)), buffers=used_buffers(program, nodes))
 
 
 def _needed(program: Program) -> set[str]:

@@ -34,13 +34,13 @@ from ..ir.loops import (
     stmt_args,
     stmt_exprs,
 )
-from ..ir.program import Extern, Program
+from ..ir.program import Extern, Node, Program
 from ..ir.transforms import divisions, eliminate_dead, needed
 from ..options import Options
 from ..target import Target
 from .decided import decided, integer
 from .dependencies import Dependencies, dependencies, remove_dead
-from .legality import common_space, single
+from .legality import Cluster, common_space, single
 from .mapping import fresh, strides_of
 from .places import LAUNCH
 from .result import Fused, Reason
@@ -64,7 +64,7 @@ Exprs = dict[Atom, Expr]
 @dataclass(frozen=True)
 class _Work:
     """What the questions below are about. ``readers``: as it is with what was inlined until now. ``joined``:
-    ``_joined`` of the producers that were asked for."""
+    ``_joined`` of the producers that were asked for; ``alone``: their clusters."""
 
     program: Program
     depends: Dependencies
@@ -73,6 +73,7 @@ class _Work:
     calls: list[int]  # per node: the most calls one after another that it waits for
     producers: dict[str, Producer] = field(default_factory=dict)
     joined: dict[str, tuple[Producer, list[Producer]]] = field(default_factory=dict)
+    alone: dict[str, Cluster] = field(default_factory=dict)
 
     def reads_no_more(self, position: int, name: str) -> None:
         """And a producer that nothing reads any more reads nothing either."""
@@ -151,13 +152,13 @@ def make_producer(position: int, loops: LoopNest, store: Store) -> Producer | No
 
 def _inline_into(loops: LoopNest, position: int, work: _Work) -> LoopNest:
     """``loops`` with every load replaced that should be, loads in inlined bodies included."""
-    keep, given = set[str](), loops
+    keep, given, own = set[str](), loops, None
     while True:
         names = [n for n in loops.reads() if n in work.producers and n not in keep]
         if not names:
             return loops
-        name = names[0]
-        for p in _forms(loops, position, work.producers[name], work):
+        name, own = names[0], own or single(position, loops, work.depends)
+        for p in _forms(own, position, work.producers[name], work):
             if _should_inline(loops, given, position, p, work):
                 inlined = replace_loads(loops, p)
                 if gathers(p.loops):
@@ -168,18 +169,20 @@ def _inline_into(loops: LoopNest, position: int, work: _Work) -> LoopNest:
                     for read in p.loops.reads():
                         work.readers.setdefault(read, set()).add(position)
                     work.reads_no_more(position, name)
-                    loops = inlined
+                    loops, own = inlined, None
                     break
         else:
             keep.add(name)
 
 
-def _forms(loops: LoopNest, position: int, p: Producer, work: _Work) -> Iterator[Producer]:
-    """A producer as it might be inlined: with those in it, and alone. None of one that can be grouped with ``loops``,
-    as most can: this is asked first."""
+def _forms(own: Cluster, position: int, p: Producer, work: _Work) -> Iterator[Producer]:
+    """A producer as it might be inlined: with those in it, and alone. None of one that can be grouped with ``own``, the
+    consumer, as most can: this is asked first."""
     depends = work.depends
-    if isinstance(common_space(single(p.position, p.loops, depends), single(position, loops, depends)), Reason):
-        name = p.store.buffer
+    name = p.store.buffer
+    if name not in work.alone:
+        work.alone[name] = single(p.position, p.loops, depends)
+    if isinstance(common_space(work.alone[name], own), Reason):
         if name not in work.joined:
             work.joined[name] = _joined(p, work)
         whole, parts = work.joined[name]
@@ -234,17 +237,31 @@ def _should_inline(loops: LoopNest, given: LoopNest, position: int, p: Producer,
 def _moves_less(loops: LoopNest, p: Producer, work: _Work) -> bool:
     """Are fewer bytes moved if every reader computes the producer's result again, than if all read it?
 
-    n readers, a result of S bytes, computed from L: stored, L + S + n S; computed again, n L. For one reader that is
-    always less, and so it is where S is small beside a launch. Without this, in a residual network each block would
-    compute all blocks before it again. What is stored in any case is only computed again if L is less than S."""
+    A result of S bytes, computed from L, of which readers read n times as much as there is (n, but parts of it count as
+    such): stored, L + S + n S; computed again, n L. For one reader that is always less, and so it is where S is small
+    beside a launch. Without this, in a residual network each block would compute all blocks before it again. What is
+    stored in any case is only computed again if L is less than S."""
     buffers, name = work.program.buffers, p.store.buffer
-    readers, points = len(work.readers[name]), p.loops.numel.hint()
+    points = p.loops.numel.hint()
     read = (buffers[b] for b in set(p.loops.reads()) - set(loops.reads()))
     bytes_read = sum(min(b.nbytes.hint(), points * b.dtype.itemsize) for b in read)
     if _stored(p, work):
         return bytes_read < buffers[name].nbytes.hint()
+    shares: dict[tuple[int, int], float] = {}  # of readers that may become one kernel
+    for r in work.readers[name]:
+        share, key = _share(work.program.nodes[r], p)
+        shares[work.calls[r], key] = min(1, shares.get((work.calls[r], key), 0) + share)
+    readers = sum(shares.values())
     stored = (readers + 1) * buffers[name].nbytes.hint()
-    return readers <= 1 or (readers - 1) * bytes_read < stored or stored <= LAUNCH[work.gpu] // 10
+    again = bytes_read + work_of(p.loops) * points / OPS_PER_BYTE if work.gpu else bytes_read
+    return readers <= 1 or (readers - 1) * again < stored or stored <= LAUNCH[work.gpu] // 10
+
+
+def _share(reader: Node, p: Producer) -> tuple[float, int]:
+    """How much of the producer's result it reads, where 1 is all; and the points that it has."""
+    points = (reader.numel * reader.rnumel).hint() if isinstance(reader, LoopNest) else 0
+    indices = {s.index for s in reader.loads() if s.buffer == p.store.buffer} if isinstance(reader, LoopNest) else ()
+    return (min(1, len(indices) * points / max(1, p.loops.numel.hint())) if indices else 1), points
 
 
 def _stored(p: Producer, work: _Work) -> bool:

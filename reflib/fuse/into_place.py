@@ -115,18 +115,18 @@ class _Placing:
         others = any(not isinstance(self.program.nodes[i], LoopNest) for i in d.readers.get(whole, ()))
         if whole not in d.needed and (var is None or not others and direct < len(parts)):
             return False
-        size = {b.name: b.nbytes.hint() for b in self.program.buffers.values()}
+        size = lambda b: self.program.buffers[b].nbytes.hint()  # noqa: E731
         placed = [p.value.buffer for p, m in zip(parts, makers) if m is not None and isinstance(p.value, Load)]
         several = zip(parts, makers) if var is not None else ()  # (one part: a whole copy, which fuses as it is)
         apart = [b for p, m in several if m is None and (b := self._stores(p, parts))]
         again = sum(isinstance(self.program.nodes[i], LoopNest) for i in d.readers.get(whole, ()) if i not in cut)
-        less, more = common.saved - again * size[whole], again  # (loop nests would be fused with one over the whole)
+        less, more = common.saved - again * size(whole), again  # (loop nests would be fused with one over the whole)
         more += len(cut) * sum(m is not None for m in makers)
         if less <= 0:
             less, more = 0, common.fewer
         if not placed and not ((apart or less) and (whole in d.needed or others)):
             return False
-        saved = sum(2 * size[b] for b in placed) + sum(size[b] for b in apart) + less
+        saved = sum(2 * size(b) for b in placed) + sum(size(b) for b in apart) + less
         kernels = makers.count(None) - len(apart) - common.fewer + more
         return saved >= LAUNCH[self.target.is_gpu] * (kernels - 1)
 

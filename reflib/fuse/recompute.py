@@ -22,13 +22,13 @@ from ..ir.loops import Axis, Indirect, Load, LoopNest, Op, Reduce, Scan, Store, 
 from ..ir.ops import value_dtype
 from ..ir.program import Buffer, Node, Program
 from ..ir.transforms import eliminate_dead, needed, select, varying
+from ..lower.context import contiguous_strides
 from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies, used_buffers
-from .inline_loads import EXPENSIVE, MAX_BODY, OPS_PER_BYTE, make_producer, makes_all, replace_loads, work_of
-from .legality import common_space, single
+from .inline_loads import EXPENSIVE, MAX_BODY, OPS_PER_BYTE, gathers, make_producer, makes_all, replace_loads, work_of
 from .places import LAUNCH
-from .result import Fused, Reason
+from .result import Fused
 from .split import row_major
 
 MAX_OPS = 16  # operations worth repeating to save few bytes; for more bytes, OPS_PER_BYTE
@@ -54,7 +54,7 @@ def recompute(fused: Fused, options: Options, target: Target) -> Fused:
                 nodes[position] = new
                 changed = True
     done = replace(program, nodes=tuple(nodes), buffers=buffers)
-    return fused.regrouped(_drop_stores(done)) if changed else fused
+    return fused.regrouped(drop_stores(done)) if changed else fused
 
 
 def _without_load(
@@ -76,8 +76,8 @@ def _without_load(
     if slice_ is None or not makes_all(program, slice_, slice_.stores()[0]):
         return None
     elementwise = not writer.reduced and not node.reduced and not set(slice_.reads()) <= both
-    if elementwise and not _alike(writers[0], writer, position, node, depends):
-        return None  # inline_loads has decided about these
+    if elementwise and gathers(slice_):
+        return None  # read at random places again, it costs more than its bytes; inline_loads has decided
     read = [b for b in slice_.reads() if b not in {s.buffer for s in rows.values()}]
     if set(read) & (set(writer.writes()) - both):
         return None  # it overwrites what it reads
@@ -128,11 +128,6 @@ def _moved(program: Program, node: LoopNest, points: int) -> int:
     return sum(min(b.nbytes.hint(), points * b.dtype.itemsize) for b in buffers)
 
 
-def _alike(p: int, writer: LoopNest, position: int, node: LoopNest, depends: Dependencies) -> bool:
-    """Two elementwise kernels that could be one, but for what lies between or is in the other."""
-    return not isinstance(common_space(single(p, writer, depends), single(position, node, depends)), Reason)
-
-
 def _at_hand(program: Program, node: LoopNest, name: str) -> set[str]:
     """What ``node`` reads where it reads ``name``, and narrower tensors that it reads elsewhere."""
     width, places = program.buffers[name].dtype.itemsize, {s.index for s in node.loads() if s.buffer == name}
@@ -174,8 +169,7 @@ def _row_buffers(writer: LoopNest, rows: Mapping[int, Load], buffers: dict[str, 
     """Makes the buffers that another reader has not had made; returns what stores to them."""
     rows = {i: v for i, v in rows.items() if v.buffer not in buffers}
     shape = tuple(a.size for a in writer.axes if a.kind == "p")
-    strides = tuple(product(shape[d + 1 :]) for d in range(len(shape)))
-    device = buffers[writer.writes()[0]].device
+    device, strides = buffers[writer.writes()[0]].device, contiguous_strides(shape)
     buffers |= {v.buffer: Buffer(v.buffer, v.dtype, device, shape, strides) for v in rows.values()}
     return [Store(v.buffer, v.index, i) for i, v in rows.items()]
 
@@ -226,7 +220,7 @@ def _saved_bytes(
     return size * (2 if goes else 1) - extra
 
 
-def _drop_stores(program: Program) -> Program:
+def drop_stores(program: Program) -> Program:
     """Without stores to temporaries that are not read any more."""
     read = program.output_buffers() | {b for n in program.nodes for b in n.reads()}
     dead = {name for name, b in program.buffers.items() if b.kind == "temp" and name not in read}

@@ -5,14 +5,33 @@ the buffer, and what reads it, stays outside by the rule about indices: it touch
 outside by ``scatter_rule``.
 
 The fill copies the tensor that is written to; ``in_place`` drops the copies that are not needed.
+
+**Sums of sums** are one. The gradient of what is read at several places (the corners of a bilinear interpolation, both
+ends of a graph's edges) is a sum of tensors, each filled with zeros and added to::
+
+    a[..] = 0;  a[i] += u;  b[..] = 0;  b[j] += v        a[..] = 0;  a[i] += u;  a[j] += v
+    out = a + b                                          out = a
+
+Of k such tensors of S bytes, k S are filled and k S read back; in one, S and S. The order of atomic additions is open
+in any case.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..ir.expr import Ref
-from ..ir.loops import Store
+from ..ir.loops import Const, Load, LoopNest, Op, Stmt, Store, stmt_args
+from ..ir.program import Program
+from ..ir.rename import renamed
+from ..ir.transforms import eliminate_dead
+from ..options import Options
+from ..target import Target
+from .dependencies import Dependencies, dependencies
 from .legality import Cluster, FusionContext
-from .result import Reason
+from .recompute import drop_stores
+from .result import Fused, Reason
+from .slices import same_layout
 
 
 def scatters(s: Store) -> bool:
@@ -32,3 +51,61 @@ def scatter_rule(a: Cluster, b: Cluster, c: FusionContext) -> Reason | None:
     if template and found:
         return Reason("template", "a matrix product's kernel stores nothing at places in a tensor")
     return None
+
+
+def one_sum(fused: Fused, options: Options, target: Target) -> Fused:
+    """Sums of sums become one. The same results but for the order of additions. Assumes a legal order."""
+    program = fused.program
+    d = dependencies(program)
+    names: dict[str, str] = {}
+    nodes = list(program.nodes)
+    for position, node in enumerate(nodes):
+        while isinstance(node, LoopNest) and (found := _sum_of_sums(program, d, position, node, names)):
+            keep, gone, body = found
+            node = nodes[position] = replace(node, body=body)
+            names |= {gone: keep, **{old: keep for old, new in names.items() if new == gone}}
+    if not names:
+        return fused
+    fills = {d.writers[b][0] for b in names}
+    nodes = [n if i in fills else renamed([n], (), names)[0][0] for i, n in enumerate(nodes)]
+    return fused.regrouped(drop_stores(replace(program, nodes=tuple(nodes))))
+
+
+def _sum_of_sums(
+    program: Program, d: Dependencies, position: int, node: LoopNest, names: dict[str, str]
+) -> tuple[str, str, tuple[Stmt, ...]] | None:
+    """An addition in ``node`` of two such sums, that nothing else reads: the buffer that is kept, the one that is not,
+    and the body without the addition. ``names``: what has been replaced by what."""
+    body, read = node.body, [s.buffer for s in node.loads()]
+    used = [a for s in body for a in stmt_args(s)]
+    for i, s in enumerate(body):
+        x, y = (body[a] for a in s.args) if isinstance(s, Op) and s.op == "add" else (s, s)
+        if not (isinstance(x, Load) and isinstance(y, Load)) or x == y or replace(x, buffer=y.buffer) != y:
+            continue
+        if x.other or any(used.count(a) != 1 for a in stmt_args(s)) or any(read.count(v.buffer) != 1 for v in (x, y)):
+            continue
+        if not same_layout(program.buffers[x.buffer], program.buffers[y.buffer]):
+            continue
+        for keep, gone in ((x.buffer, y.buffer), (y.buffer, x.buffer)):
+            merged = [gone, *(old for old, new in names.items() if new == gone)]
+            fills = [_fill(program, d, b, position) for b in (keep, *merged)]
+            if any(f is None for f in fills) or fills[1] != 0:
+                continue
+            if all(d.writers[keep][0] < d.writers[b][1] for b in merged):
+                kept = replace(x, buffer=keep)
+                return keep, gone, eliminate_dead(tuple(kept if j == i else t for j, t in enumerate(body)))
+    return None
+
+
+def _fill(program: Program, d: Dependencies, b: str, position: int) -> object:
+    """What a temporary is filled with that is only added to afterwards, and read at ``position`` alone; else None."""
+    if program.buffers[b].kind != "temp" or b in d.needed or d.readers.get(b) != [position]:
+        return None
+    first, *others = (program.nodes[w] for w in d.writers[b])
+    loops = [n for n in (first, *others) if isinstance(n, LoopNest)]
+    added = all(s.reduce == "atomic" for n in loops[1:] for s in n.stores() if s.buffer == b)
+    if not added or not others or len(loops) <= len(others) or loops[0].numel != program.buffers[b].numel:
+        return None
+    store, *more = (s for s in loops[0].stores() if s.buffer == b)
+    value = loops[0].body[store.value]
+    return None if more or store.reduce else value.value if isinstance(value, Const) else value

@@ -38,6 +38,7 @@ from ..ir.loops import (
 from ..ir.ops import identity
 from ..ir.program import Buffer, Node
 from ..ir.transforms import eliminate_dead, merge_axes, needed, varying
+from ..lower.context import contiguous_strides
 from ..options import Options
 from ..target import Target
 from .mapping import fresh
@@ -182,6 +183,8 @@ def _split(loops: LoopNest, wanted: int, buffers: dict[str, Buffer]) -> list[Nod
         first, partials = first_step(*both, buffers)
         return [first, second_step(loops, rows.size * both[1].s.size, partials, buffers)]
     loops = merged
+    if reduces_columns(loops):
+        pieces = equal_pieces(axis, pieces)
     cut = cut_axis(axis, pieces, alone=all(a is axis or a.size == 1 for a in loops.reduced))
     first, partials = first_step(loops, cut, buffers)
     return [first, second_step(loops, cut.s.size, partials, buffers, cut)]
@@ -202,9 +205,20 @@ def _cut_rows(loops: LoopNest, axis: Axis, wanted: int) -> tuple[LoopNest, Cut] 
     return (replace(loops, axes=axes), cut_axis(inner, parts, alone=False)) if parts > 1 else None
 
 
+def equal_pieces(axis: Axis, pieces: int) -> int:
+    """About as many, if that makes them equal: else each element has a mask, and a variance's a weight. (Of 100 x 28 x
+    28 rows one takes 2.6 times the instructions in 409 pieces of 192 as in 490 of 160.)"""
+    size, near = axis.size.constant or 0, range(-(-3 * pieces // 4), 5 * pieces // 4 + 1)
+    return min((n for n in near if size and size % n == 0), key=lambda n: abs(n - pieces), default=pieces)
+
+
 def cut_axis(axis: Axis, pieces: int, alone: bool) -> Cut:
-    """``alone``: it is the only axis that is reduced."""
+    """``alone``: it is the only axis that is reduced. Of several, it is one that producers have: those fuse with equal
+    parts of it, not with a tail."""
     pieces = min(pieces, axis.size.hint())
+    if not alone and axis.size.constant is not None:
+        near = (n for n in range(-(-pieces // 2), 2 * pieces + 1) if axis.size.constant % n == 0)
+        pieces = min(near, key=lambda n: abs(n - pieces), default=pieces)
     length = divide_exact(axis.size, pieces)
     if length is None and axis.size.constant is not None:  # pieces of whole blocks, so that only the last has a tail
         block = BLOCK if alone and axis.size.constant >= pieces * BLOCK else 1
@@ -282,11 +296,12 @@ class PartialResults:
         return new_part(self.loops, self.shape, dtype, self.buffers)
 
 
-def new_part(loops: LoopNest, shape: tuple[Expr, ...], dtype: torch.dtype, buffers: dict[str, Buffer]) -> str:
-    """A buffer for partial results of ``loops``, row-major, under a name that ``was_split`` knows."""
-    name = next(n for i in itertools.count() if (n := f"{loops.name}_part{i}") not in buffers)
-    strides = tuple(product(shape[d + 1 :]) for d in range(len(shape)))
-    buffers[name] = Buffer(name, dtype, buffers[loops.writes()[0]].device, shape, strides)
+def new_part(
+    loops: LoopNest, shape: tuple[Expr, ...], dtype: torch.dtype, buffers: dict[str, Buffer], what: str = "part"
+) -> str:
+    """A buffer for results of a part of ``loops``, row-major. ``what``: in its name; ``was_split`` knows ``part``."""
+    name = next(n for i in itertools.count() if (n := f"{loops.name}_{what}{i}") not in buffers)
+    buffers[name] = Buffer(name, dtype, buffers[loops.writes()[0]].device, shape, contiguous_strides(shape))
     return name
 
 

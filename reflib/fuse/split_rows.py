@@ -18,15 +18,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..ir.expr import Expr, product
-from ..ir.loops import Axis, BodyBuilder, LoopNest, Reduce, map_stmt
+from ..ir.loops import BodyBuilder, LoopNest, Reduce, map_stmt
 from ..ir.program import Buffer, Node, Program
-from ..ir.transforms import eliminate_dead, needed, varying
+from ..ir.transforms import needed
 from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies
-from .mapping import fresh
 from .result import Fused
-from .split import can_split, cut_axis, pieces_wanted, row_major, with_axis
+from .split import can_split, cut_axis, new_part, pieces_wanted, row_major, second_step, with_axis
 
 _KINDS = ("sum", "prod", "max", "min", "any", "all")
 SHARED = 8_000_000  # bytes read once instead of twice that are worth a further step: 2 us of an H200
@@ -147,24 +146,13 @@ def _stores(program: Program, depends: Dependencies, position: int, sizes: list[
 
 def _two_steps(loops: LoopNest, rows: int, buffers: dict[str, Buffer]) -> list[Node]:
     axes = tuple(replace(a, kind="p") if i < rows else a for i, a in enumerate(loops.axes))
-    shape = tuple(a.size for a in axes[:rows])
-    strides = tuple(product(shape[d + 1 :]) for d in range(rows))
-    first, second = BodyBuilder(), BodyBuilder()
-    over = [Axis(fresh(size), "r") for size in shape]
-    ids, later = dict[int, int](), dict[int, int]()
-    level = varying(loops.body, loops.reduced_vars)
-    reduces = [i for i, s in enumerate(loops.body) if isinstance(s, Reduce)]
-    for i in needed(loops.body, reduces):
-        s = loops.body[i]
-        ids[i] = first.add(map_stmt(s, ids))
+    count = product(a.size for a in axes[:rows])
+    b, ids, of_rows = BodyBuilder(), dict[int, int](), dict[int, list[str]]()
+    for i in needed(loops.body, (i for i, s in enumerate(loops.body) if isinstance(s, Reduce))):
+        s = map_stmt(loops.body[i], ids)
+        ids[i] = b.add(s)
         if isinstance(s, Reduce):
-            name = f"{loops.name}_of_rows{len(later)}"
-            device = buffers[loops.writes()[0]].device
-            buffers[name] = Buffer(name, s.dtype, device, shape, strides)
-            first.store(name, row_major(axes[:rows]), ids[i])
-            later[i] = second.reduce(s.kind, second.load(name, row_major(over), s.dtype), dtype=s.dtype)
-    for i, s in enumerate(loops.body):
-        if i not in later and not level[i]:
-            later[i] = second.add(map_stmt(s, later))
-    made = LoopNest(f"{loops.name}_rows", axes, eliminate_dead(tuple(first.body)), loops.origins)
-    return [made, LoopNest(loops.name, tuple(over), eliminate_dead(tuple(second.body)), loops.origins)]
+            of_rows[i] = [new_part(loops, (count,), s.dtype, buffers, "of_rows")]
+            b.store(of_rows[i][0], row_major(axes[:rows]), ids[i])
+    made = LoopNest(f"{loops.name}_rows", axes, tuple(b.body), loops.origins)
+    return [made, second_step(loops, count, of_rows, buffers)]

@@ -16,8 +16,8 @@ import re
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +26,11 @@ import torch
 
 from .. import cache, failures
 from ..errors import CacheError, DeviceError, ToolchainError
+from ..ir.expr import expr
 from ..target import Target
 from . import libdevice
 from .kernel import Kernel
+from .triton_facts import pointer_name
 
 _FORMAT = 10  # of the cached data; change it when Binary or how we compile changes
 _SCRATCH_ALIGN = 128
@@ -79,6 +81,22 @@ def compile_kernel(kernel: Kernel, target: Target) -> Binary:
     binary = _compile(kernel, target, key)
     cache.put("triton", key, _to_bytes(binary), ".bin")
     return binary
+
+
+def alike(kernels: Iterable[Kernel]) -> dict[Kernel, Kernel]:
+    """Each kernel, and the first one whose machine code is the same: the layers of a model differ in names alone. A
+    profiler shows the name of the first for all of them."""
+    first: dict[Kernel, Kernel] = {}
+    return {k: first.setdefault(_nameless(k) if k.language == "triton" else k, k) for k in kernels}
+
+
+def _nameless(kernel: Kernel) -> Kernel:
+    """What the machine code follows from: no comments, no grid, numbers for names of the function and its pointers."""
+    numbers = {pointer_name(b): f"<{i}>" for i, (b, _) in enumerate(kernel.buffers)}
+    text = re.sub(r"^ *#.*\n", "", kernel.source.replace(kernel.name, "<>"), flags=re.M)
+    text = re.sub(r"\w+_ptr\b", lambda m: numbers.get(m[0], m[0]), text)
+    buffers = tuple((str(i), dtype) for i, (_, dtype) in enumerate(kernel.buffers))
+    return replace(kernel, name="", source=text, buffers=buffers, grid=expr(1))
 
 
 def start_triton() -> None:
@@ -162,6 +180,7 @@ def _compile(kernel: Kernel, target: Target, key: str) -> Binary:
         except Exception as e:
             if not failures.crashed(_first_lines(e)):
                 raise
+            failures.forget(e)
             with failures.ALONE:
                 made, facts = attempt()
     except CacheError:

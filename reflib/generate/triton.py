@@ -40,7 +40,8 @@ def generate_triton(
     ``aligned``: the buffers whose pointers are checked to be 16-byte aligned on entry (True: all); temps always are.
     """
     needs = Needs()
-    sure = {b for b, buffer in buffers.items() if aligned is True or buffer.kind == "temp" or b in (aligned or ())}
+    used = {b for p in parts for b in (*p.reads(), *p.writes())}
+    sure = {b for b in used if aligned is True or buffers[b].kind == "temp" or b in (aligned or ())}
     tile = "yblock" in dict(config.extras)
     part_printer = PARTS.get(config.reduction, PartPrinter)
     spaces = [layout(p if part_printer.one_pass else two_passes(p), buffers, tile) for p in parts]

@@ -28,6 +28,7 @@ from .triton_statements import ORDER, StatementPrinter, Value
 # How a scan is printed, (PartPrinter, position) -> None: "declare" before a loop, "scan" inside it, or where the row is
 # in one block. None: programs with scans cannot be printed (no rule of the core makes one).
 SCANS = Seam("generate.SCANS")
+FULL = "[XBLOCK, RBLOCK]"
 
 
 class PartPrinter(StatementPrinter):
@@ -209,44 +210,43 @@ class PartPrinter(StatementPrinter):
         return [i for i, s in body if isinstance(s, Reduce) or isinstance(s, Store) and self.inside[i]]
 
     def _loop(self, wanted: list[int]) -> None:
-        body, rn = self.space.body, self.size(self._rsize())
-        reduces = [i for i in wanted if isinstance(body[i], Reduce)]
+        body = self.space.body
         for i in wanted:
             if isinstance(body[i], Reduce):
                 self._declare(i)
             elif isinstance(body[i], Scan):
                 SCANS["declare"](self, i)
-        self.put(f"for r0{self.tag} in range(0, {rn}, RBLOCK):")
-        self.indent += "    "
-        self._r_block(f"r0{self.tag} + ")
+        self._steps(wanted, self.size(self._rsize()))
         for i in wanted:
             if isinstance(body[i], Reduce):
+                self._finish(i)
+            else:
+                self.values.pop(i, None)  # names inside the loop end with it
+
+    def _steps(self, wanted: list[int], end: str) -> None:
+        self.put(f"for r0{self.tag} in range(0, {end}, RBLOCK):")
+        self.indent += "    "
+        self._step(wanted, f"r0{self.tag} + ")
+        self.indent = self.indent[:-4]
+
+    def _step(self, wanted: list[int], start: str) -> None:
+        self._r_block(start)
+        for i in wanted:
+            if isinstance(self.space.body[i], Reduce):
                 self._accumulate(i)
             else:
                 self.statement(i)
-        self.indent = self.indent[:-4]
-        for i in reduces:
-            self._finish(i)
-        for i in wanted:  # names inside the loop end with it
-            if not isinstance(body[i], Reduce):
-                self.values.pop(i, None)
 
     # -- reductions -----------------------------------------------------------------------------
-    def _full(self) -> str:
-        return "[XBLOCK, RBLOCK]"
-
     def operand(self, i: int, dtype: torch.dtype) -> str:
         """A reduction's argument as a full block of ``dtype``."""
         v = self.values[i]
         if isinstance(self.space.body[i], Const):
-            return f"tl.full({self._full()}, {v.text}, {TL[dtype]})"
+            return f"tl.full({FULL}, {v.text}, {TL[dtype]})"
         text = print_cast(v.text, self.dtype(i), dtype)
         text = f"({text})" if " " in text else text
-        return (
-            text
-            if v.dims == {"x", "r"} or (v.dims == {"r"} and self.block["x"] == 1)
-            else f"tl.broadcast_to({text}, {self._full()})"
-        )
+        whole = v.dims == {"x", "r"} or (v.dims == {"r"} and self.block["x"] == 1)
+        return text if whole else f"tl.broadcast_to({text}, {FULL})"
 
     def _accumulator(self, s: Reduce) -> tuple[torch.dtype, str, str]:
         """(dtype, identity, helper that combines two) of a reduction other than arg*; bools count as int32."""
@@ -285,9 +285,9 @@ class PartPrinter(StatementPrinter):
     def _declare(self, i: int) -> None:
         s = self._reduction(i)
         dtype, identity, _ = self._accumulator(s)
-        self.put(f"acc{i}{self.tag} = tl.full({self._full()}, {identity}, {TL[dtype]})")
+        self.put(f"acc{i}{self.tag} = tl.full({FULL}, {identity}, {TL[dtype]})")
         if s.kind in ("argmax", "argmin"):
-            self.put(f"at{i}{self.tag} = tl.full({self._full()}, {2**63 - 1}, tl.int64)")
+            self.put(f"at{i}{self.tag} = tl.full({FULL}, {2**63 - 1}, tl.int64)")
 
     def _accumulate(self, i: int) -> None:
         s = self._reduction(i)

@@ -12,11 +12,14 @@ distribution below 1e-9 has an absolute error below 1e-12):
 * ``a / (1 + exp(b))``, and ``a / sum(exp(b))`` over a row, need no care for divisors that are tiny.
 
 ``cheap_forms`` finds them in a body; ``erf`` and ``tanh`` alone have helpers as well. Powers under 2^-126 become 0.
+One form is for every part, since it loses nothing: division by a power of two is a multiplication.
 """
 
 from __future__ import annotations
 
 import math
+
+import torch
 
 from ..ir.loops import Const, Indirect, Op, Reduce, Store, stmt_args
 from ..schedule.axes import Space
@@ -25,9 +28,11 @@ from .triton_ops import Printer
 
 
 def cheap_forms(space: Space, exact: set[int]) -> tuple[dict[int, Form], set[int]]:
-    """The forms by statement, none of those in ``exact``; and the statements whose values are not used any more."""
-    finder = _Finder(space)
-    forms = {i: f for i in range(len(space.body)) if i not in exact and (f := finder.form(i)) is not None}
+    """The forms by statement, of those in ``exact`` exact ones; and the statements whose values nothing uses."""
+    finder, forms = _Finder(space), {}
+    for i in range(len(space.body)):
+        if (f := finder.halved(i) or (None if i in exact else finder.form(i))) is not None:
+            forms[i] = f
     live: set[int] = set()
     # An index into what holds one number everywhere is in no address; it may still have to be checked.
     stack = [i for i, s in enumerate(space.body) if isinstance(s, (Store, Reduce)) or getattr(s, "checked", False)]
@@ -59,6 +64,16 @@ class _Finder:
         if s.op == "div":
             return self._divide(*s.args)
         return None
+
+    def halved(self, i: int) -> Form | None:
+        """Exact division takes a branch and some 10 instructions; by a power of two (a mean's) it is a product."""
+        s = self.body[i]
+        if not self._is(i, "div") or s.dtype not in (torch.float32, torch.float64):  # type: ignore[union-attr]
+            return None
+        a, b = s.args  # type: ignore[union-attr]
+        by = self._number(b)
+        power = 0 < by < 2**100 and math.frexp(by)[0] == 0.5 and by > 2**-100
+        return Form(f"{{0}} * {1 / by!r}", (a,)) if power else None
 
     # -- patterns -------------------------------------------------------------------------------
     def _gelu(self, half: int, sum_: int) -> Form | None:

@@ -27,7 +27,7 @@ import torch
 
 from ..ir.expr import Expr, Ref, Var, expr, product
 from ..ir.loops import Load, Store, stmt_args, stmt_exprs
-from .triton_body import PartPrinter
+from .triton_body import FULL, PartPrinter
 from .triton_statements import Dims
 
 
@@ -49,7 +49,7 @@ class MixedPrinter(PartPrinter):
                 self.statement(i)
         self.ahead = [i for i, s in enumerate(body) if isinstance(s, Load) and each[i] and self._may_be_ahead(i, s)]
         for total in self._sums():
-            self.put(f"{self._sum(total)} = tl.full({self._full()}, 0, tl.float32)")
+            self.put(f"{self._sum(total)} = tl.full({FULL}, 0, tl.float32)")
         self.put(f"x = pid * XBLOCK + {self.arange('x')}")
         self._fetch(expr(0))
         self.put(f"for x0 in range(pid * XBLOCK, {rows}, {self.step}):")

@@ -9,7 +9,10 @@ products", 1962, doi:10.1080/00401706.1962.10490022)::
 ``n`` is the same in all lanes: in the last step, lanes beyond the row take in their own mean, which changes nothing.
 (With weights, ``n`` is a lane's own sum of them; so D. H. D. West, "Updating mean and variance estimates", 1979.)
 After the loop the lanes are combined as Chan, Golub and LeVeque do ("Updating formulae and a pairwise algorithm for
-computing sample variances", 1979), all at once: ``m2 = sum m2_i + sum n_i (mean_i - mean)^2``.
+computing sample variances", 1979), all at once: ``m2 = sum m2_i + sum n_i (mean_i - mean)^2``. Lanes exchange numbers
+through shared memory, some 10 instructions per column of a thread and several barriers each time, so they do it twice:
+for the mean, which needs no exchange of its own if the kernel has the row's sum, and for both sums of ``d_i = mean_i -
+mean``: ``m2 = sum (m2_i + n_i d_i^2) - (sum n_i d_i)^2 / n``. The last term is what the mean's rounding errors add.
 
 **Softmax.** ``sum f * exp(v - t)``, where ``t`` is made of ``max v``, in the pass that finds the maximum (Milakov and
 Gimelshein, "Online normalizer calculation for softmax", 2018). Each lane keeps the greatest ``m`` so far and the sum
@@ -18,7 +21,9 @@ takes one exponential. With the row's maximum M the result is ``sum s_i * exp(m_
 ``t`` is M, and where M is infinite just what the definition gives for any ``t`` (NaN for softmax, 0 or infinity for
 logsumexp). Until then, infinities of one sign have distance 0.
 
-With neither, a body is printed as ``PartPrinter`` prints it.
+**Columns** whose number of rows is not a multiple of the block's have their last step by itself, behind the loop.
+
+With none of these, a body is printed as ``PartPrinter`` prints it.
 """
 
 from __future__ import annotations
@@ -27,9 +32,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..ir.loops import Op, Reduce, Stmt, Store
+import torch
+
+from ..ir.expr import Expr, expr
+from ..ir.loops import Load, Op, Reduce, Scan, Stmt, Store
 from ..ir.transforms import needed
-from .triton_body import PartPrinter
+from .triton_body import FULL, PartPrinter
+from .triton_facts import literal, paren
 from .triton_ops import TL, Printer, nan_helper, print_op
 from .triton_statements import Value
 
@@ -96,6 +105,7 @@ class OnePassPrinter(PartPrinter):
         self.tops = {o.top: {p.power for p in self.online.values() if p.top == o.top} for o in self.online.values()}
         for i, o in self.online.items():
             self.phase[i] = self.phase[o.top]
+        self.finished: set[int] = set()  # a sum is, when a variance needs it
 
     def _needed(self, p: int) -> list[int]:
         """Without the exponentials that the maximum's accumulator makes."""
@@ -112,7 +122,7 @@ class OnePassPrinter(PartPrinter):
     def _declare(self, i: int) -> None:
         s = self._reduction(i)
         if s.kind == "m2":
-            shapes = ("[]" if len(s.args) == 1 else self._full(), self._full(), self._full())
+            shapes = ("[]" if len(s.args) == 1 else FULL, FULL, FULL)
             for name, shape in zip(self._lanes(i), shapes, strict=True):
                 self.put(f"{name} = tl.full({shape}, 0.0, {TL[s.dtype]})")
         else:
@@ -133,8 +143,23 @@ class OnePassPrinter(PartPrinter):
     def _finish(self, i: int) -> None:
         if self._reduction(i).kind == "m2":
             self._finish_m2(i)
-        elif i not in self.online:  # (those wait for their row's ``at``)
+        elif i not in self.online and i not in self.finished:  # (sums of a maximum's pass wait for their row's ``at``)
+            self.finished.add(i)
             super()._finish(i)
+
+    def _steps(self, wanted: list[int], end: str) -> None:
+        """Of columns the last, shorter step by itself: ptxas does not unroll a loop whose loads have masks, and a
+        thread waits for one load after another. (A loop over one long row is better not unrolled, and one of many
+        loads is not unrolled.)"""
+        n, block, body = self._rsize().constant, self.block["r"], [self.space.body[i] for i in wanted]
+        long = sum(isinstance(s, Load) for s in body) > 4 or any(isinstance(s, Scan) for s in body)
+        if n is None or n < block or not self.masks["r"] or self.block["x"] == 1 or long:
+            return super()._steps(wanted, end)
+        whole = n - n % block
+        self.masks["r"] = False
+        super()._steps(wanted, str(whole))
+        self.masks["r"] = True
+        self._step(wanted, f"{whole} + ")
 
     # -- variance -------------------------------------------------------------------------------
     def _welford(self, i: int) -> None:
@@ -150,10 +175,40 @@ class OnePassPrinter(PartPrinter):
 
     def _finish_m2(self, i: int) -> None:
         s, (n, mean, acc) = self._reduction(i), self._lanes(i)
-        if len(s.args) == 1:
-            steps = self.size(self._rsize() + (self.block["r"] - 1))
-            self.put(f"{n} = (({steps} - {self.arange('r')}) // RBLOCK).to({TL[s.dtype]})  # of each lane")
-        self._bind_row(i, f"{self.needs.helper('chan')}({mean}, {acc}, {n})")
+        share, whole, sums = f"share{i}{self.tag}", f"whole{i}{self.tag}", self.needs.helper("two_sums")
+        if len(s.args) > 1:
+            self.put(f"{whole}, {share} = tl.reduce(({n} * {mean}, {n}), 1, {sums}, keep_dims=True)")
+            self.put(f"{share} = 1.0 / tl.maximum({share}, 1.0)")
+            self.put(f"{whole} = {whole} * {share}")
+        else:
+            self.put(f"{n} = {self._counts(s)}  # of each lane")
+            self.put(f"{share} = 1.0 / tl.maximum({self._number(self._rsize(), s)}, 1.0)")
+            total = self._finished_sum(i)
+            of_lanes = f"tl.sum({mean} * ({n} * {share}), axis=1, keep_dims=True)"
+            self.put(f"{whole} = {of_lanes if total is None else f'{total} * {share}'}")
+        tiny = 4 * torch.finfo(s.dtype).eps
+        self._bind_row(i, f"{self.needs.helper('chan')}({mean}, {acc}, {n}, {whole}, {share}, {tiny})")
+
+    def _finished_sum(self, i: int) -> str | None:
+        """The sum of the same elements, if the row has it."""
+        same = Reduce("sum", self._reduction(i).args, self._reduction(i).dtype)
+        for j, other in enumerate(self.space.body):
+            if other == same and self.phase[j] == self.phase[i] and j not in self.online:
+                self._finish(j)
+                return self.values[j].text
+        return None
+
+    def _counts(self, s: Reduce) -> str:
+        """How many elements each lane has."""
+        n, block = self._rsize(), self.block["r"]
+        if n.constant is not None and n.constant % block == 0:
+            return self._number(expr(n.constant // block), s)
+        return f"(({self.size(n + (block - 1))} - {self.arange('r')}) // RBLOCK).to({TL[s.dtype]})"
+
+    def _number(self, n: Expr, s: Reduce) -> str:
+        if n.constant is not None:
+            return f"tl.full([], {literal(n.constant, s.dtype)}, {TL[s.dtype]})"
+        return f"{paren(self.size(n))}.to({TL[s.dtype]})"
 
     def _lanes(self, i: int) -> tuple[str, str, str]:
         return f"n{i}{self.tag}", f"mean{i}{self.tag}", f"acc{i}{self.tag}"
@@ -196,13 +251,17 @@ def welford(mean, m2, x, weight, n):
     return mean, m2 + d * (x - mean) * weight
 ''',
     "chan": '''
-def chan(mean, m2, n):
-    """A row's sum of squared distances, of what its lanes have. The mean is refined: where all values are nearly equal
-    a rounding error in it counts."""
-    weight = n / tl.maximum(tl.sum(n, axis=1, keep_dims=True), 1.0)
-    first = tl.sum(mean * weight, axis=1, keep_dims=True)
-    whole = first + tl.sum((mean - first) * weight, axis=1, keep_dims=True)
-    d = tl.where(n > 0.0, mean - whole, 0.0)
-    return tl.sum(m2 + n * (d * d), axis=1, keep_dims=True)
+def chan(mean, m2, n, whole, share, tiny):
+    """A row's sum of squared distances, of what its lanes have. ``whole`` is its mean but for rounding errors, which
+    ``off`` makes up for; ``share``: 1 / n of the row. Less than ``tiny`` of what they come to is nothing: all values
+    are equal."""
+    d = mean - whole
+    off, m2 = tl.reduce((n * d, m2 + n * d * d), 1, two_sums, keep_dims=True)
+    rest = m2 - off * (off * share)
+    return tl.where(rest < tiny * m2, 0.0, rest)
 ''',
+    "two_sums": """
+def two_sums(a, b, c, d):
+    return a + c, b + d
+""",
 }

@@ -57,7 +57,8 @@ class StatementPrinter:
         self.symbols: set[Sym] = set()
         self.pointers: dict[str, None] = {}
         self.order = ORDER[space.mode]
-        self.exact = set(range(len(space.body))) if "exact" in dict(config.extras) else exact_values(space, buffers)
+        every = {i for i, s in enumerate(space.body) if getattr(s, "op", "") != "rsqrt"}  # tl.rsqrt is eager's there
+        self.exact = every if "exact" in dict(config.extras) else exact_values(space, buffers)
         self.forms, self.unread = CHEAP["forms"](space, self.exact) if "forms" in CHEAP else ({}, set())
         self.reread: set[int] = set()  # loads that a later pass repeats
 

@@ -61,9 +61,8 @@ class Sym(Atom):
     hi: int | None = None
     hint: int | None = None
 
-    @property
-    def key(self) -> str:  # type: ignore[override]
-        return self.name
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", self.name)
 
 
 @_atom
@@ -73,9 +72,8 @@ class Var(Atom):
     name: str
     size: Expr
 
-    @property
-    def key(self) -> str:  # type: ignore[override]
-        return self.name
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", self.name)
 
 
 @_atom
@@ -85,9 +83,8 @@ class Ref(Atom):
     id: int
     size: Expr
 
-    @property
-    def key(self) -> str:  # type: ignore[override]
-        return f"%{self.id}"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", f"%{self.id}")
 
 
 @_atom
@@ -234,10 +231,9 @@ class Expr:
 
     def linear(self) -> tuple[Sym, int, int] | None:
         """(s, c, d) of an expression ``c * s + d`` in one symbol; None for another."""
-        symbols = self.symbols()
-        sym = next(iter(symbols), None)
-        if sym is None or len(symbols) > 1:
-            return None
+        sym = next(iter(self.symbols()), None)
+        if sym is None or self.atoms() != {sym}:
+            return None  # (a quotient may not be defined at 0)
         d = self.subs({sym: 0}).constant
         c = (self - d).subs({sym: 1}).constant if d is not None else None
         return (sym, c, d) if c and d is not None and self == c * expr(sym) + d else None

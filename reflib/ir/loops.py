@@ -45,6 +45,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -150,7 +151,7 @@ class Origin:
     source: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LoopNest:
     """See the module docstring. ``axes`` are in natural (row-major) order, p and r mixed as in the source."""
 
@@ -185,28 +186,28 @@ class LoopNest:
     def reduced_vars(self) -> set[Var]:
         return {a.var for a in self.axes if a.kind == "r"}
 
+    @cached_property
+    def _accesses(self) -> tuple[list[Any], ...]:
+        loads, stores = ([s for s in self.body if isinstance(s, kind)] for kind in (Load, Store))
+        return loads, stores, *([*dict.fromkeys(s.buffer for s in found)] for found in (loads, stores))
+
     def loads(self) -> list[Load]:
-        return [s for s in self.body if isinstance(s, Load)]
+        return [*self._accesses[0]]
 
     def stores(self) -> list[Store]:
-        return [s for s in self.body if isinstance(s, Store)]
+        return [*self._accesses[1]]
 
     def reads(self) -> list[str]:
         """Buffers read, each once, in order."""
-        return list(dict.fromkeys(s.buffer for s in self.loads()))
+        return [*self._accesses[2]]
 
     def writes(self) -> list[str]:
-        return list(dict.fromkeys(s.buffer for s in self.stores()))
+        return [*self._accesses[3]]
 
     def symbols(self) -> list[Any]:
         """Size symbols used anywhere, sorted by name."""
-        out = set()
-        for a in self.axes:
-            out |= a.size.symbols()
-        for s in self.body:
-            for e in stmt_exprs(s):
-                out |= e.symbols()
-        return sorted(out)
+        used = [*(a.size for a in self.axes), *(e for s in self.body for e in stmt_exprs(s))]
+        return sorted({s for e in used for s in e.symbols()})
 
 
 def stmt_exprs(s: Stmt) -> list[Expr]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from reflib.lab.figures import COLOURS, INK, Picture, figure, style
+from reflib.lab.figures import COLOURS, INK, Picture, below_each_other, figure, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,17 +28,12 @@ def blocks_picture(cases: Mapping[str, tuple[int, int, Config]], *, caption: str
     The block of a reduction is XBLOCK rows by RBLOCK columns, that of a tiled kernel YBLOCK rows by XBLOCK columns.
     Other kernels take XBLOCK consecutive elements; ValueError unless XBLOCK divides the row.
     """
-    import matplotlib.pyplot as plt
-
     laid = {title: (rows, columns, blocks(rows, columns, config)) for title, (rows, columns, config) in cases.items()}
     heights = [max(b.rows[1] for b in found) for _, _, found in laid.values()]
     widest = max(b.columns[1] for _, _, found in laid.values() for b in found)
     with style():
-        fig, axes = plt.subplots(
-            len(laid), 1, squeeze=False, layout="constrained",
-            figsize=(5.6, sum(5.2 * h / widest + 0.42 for h in heights)), gridspec_kw={"height_ratios": heights},
-        )  # fmt: skip
-        for ax, (title, (rows, columns, found)) in zip(axes[:, 0], laid.items(), strict=True):
+        fig, axes = below_each_other(heights, sum(5.2 * h / widest + 0.42 for h in heights))
+        for ax, (title, (rows, columns, found)) in zip(axes, laid.items(), strict=True):
             _draw(ax, rows, columns, found, widest)
             ax.set_title(title, fontsize=10.5)
     return figure(fig, caption=caption, alt=_alt(laid))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from reflib.lab.figures import COLOURS, INK, PLAIN, QUIET, Picture, figure, style
+from reflib.lab.figures import COLOURS, INK, PLAIN, QUIET, Picture, below_each_other, figure, style
 from reflib.lab.pictures import draw_program, layout, megabytes, moved_bytes, op_names
 from reflib.lab.rows import Row, Rows, count, record, short, stamp
 
@@ -58,8 +58,6 @@ def candidates(
     if another time decided. One panel per `at` (sizes) and, with `recorded`, per other device. Beyond `most` timed
     candidates the slowest are only counted.
     """
-    import matplotlib.pyplot as plt
-
     rows = decision if isinstance(decision, Rows) else _rows("decision", decision, {})
     panels = _panels(rows, "") + _panels(rows.elsewhere(recorded), RECORDED)
     if not any(r.ok for _, panel in panels for r in panel):
@@ -68,14 +66,11 @@ def candidates(
     lines = [_lines(panel, most) for _, panel in panels]
     tall = [0.36 * sum(1 + text.count("\n") * 0.5 for _, text in line) + 0.3 for line in lines]
     with style():
-        fig, axes = plt.subplots(
-            len(panels), 1, figsize=(5.6, sum(tall) + 0.5 * len(panels)), squeeze=False, layout="constrained",
-            gridspec_kw={"height_ratios": tall},
-        )  # fmt: skip
-        for ax, (head, panel), line in zip(axes[:, 0], panels, lines, strict=True):
+        fig, axes = below_each_other(tall, sum(tall) + 0.5 * len(panels))
+        for ax, (head, panel), line in zip(axes, panels, lines, strict=True):
             _panel(ax, line, panel)
             ax.set_title(head if len(panels) > 1 or head.endswith(RECORDED) else title)
-        axes[-1, 0].set_xlabel("time, µs")
+        axes[-1].set_xlabel("time, µs")
     return figure(fig, caption=caption, alt=_candidates_alt(panels, most))
 
 

@@ -1,4 +1,4 @@
-"""Recording times of the notebooks, used to start the longest first when several run at once.
+"""How long recording each notebook took, for the book's page on the recordings.
 
 recorded/seconds.tsv: one line "slug <tab> device <tab> seconds" per recording, sorted.
 """
@@ -33,7 +33,7 @@ def note(folder: Path, slug: str, device: str, seconds: float) -> None:
 
 
 def _read(path: Path) -> dict[tuple[str, str], float]:
-    """Malformed lines are skipped: the times only affect the order."""
+    """Malformed lines are skipped."""
     found = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         parts = line.split("\t")

@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol
 
 from reflib import atomic
-from reflib.lab import recording as recordings
 from reflib.lab.machine import ROOT
 
 CELL_TIMEOUT = 1800
@@ -108,12 +107,13 @@ def execute(
 
 def records_of(appended: bytes) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(rows, claims) that a notebook appended. An incomplete line of a killed kernel is skipped."""
-    whole = []
+    found: dict[Any, list[dict[str, Any]]] = {"row": [], "claim": []}
     for line in appended.decode("utf-8", "replace").splitlines():
         with contextlib.suppress(ValueError):
-            if isinstance(json.loads(line), dict):
-                whole.append(line)
-    return recordings.split_records(whole)
+            record = json.loads(line)
+            if isinstance(record, dict) and record.get("kind") in found:
+                found[record.pop("kind")].append(record)
+    return found["row"], found["claim"]
 
 
 def short_folder() -> str:

@@ -1,10 +1,7 @@
 """`lab.explore`: a clickable figure of candidates over shapes; one Vega-Lite spec for Lab and the static book.
 
     candidate_rows(decision, at, predicted) -> Rows      the measurements of `autotune` as rows
-    explore(rows, recorded, caption)                     one output with several forms of the figure
-
-The output has the figure as Vega-Lite (drawn by Lab; `book/_ext` turns it into HTML with local scripts) and as a static
-SVG for other front ends. Both, and the alt text, come from the same numbers.
+    explore(rows, recorded, caption)                     the figure, drawn by Lab; `book/_ext` turns it into HTML
 """
 
 from __future__ import annotations
@@ -13,28 +10,24 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from reflib.errors import LabError
-from reflib.lab.figures import INK, QUIET, style, to_svg
-from reflib.lab.moving import SCHEMA, Explorer, emit
+from reflib.lab.moving import Explorer, emit, pick, stacked
 from reflib.lab.plots import RECORDED, nickname
 from reflib.lab.rows import Row, Rows, record, short, stamp
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from reflib.ir.decision import Decision
 
 GREY = "#8a8a8a"  # visible on white and on black
 SHOWN = 12  # candidates drawn per shape; always includes the default
 
-# kind of candidate -> (colour, marker of Vega-Lite, marker of matplotlib, hatch)
+# kind of candidate -> (colour, marker of Vega-Lite, marker of matplotlib)
 KINDS = {
-    "ATen": ("#7a7a7a", "square", "s", ""),
-    "tiled": ("#0072b2", "circle", "o", "//"),
-    "persistent": ("#aa4499", "diamond", "D", "xx"),
-    "split-K": ("#d55e00", "triangle-up", "^", "\\\\"),
-    "decompose-K": ("#009e73", "cross", "P", "--"),
-    "other": ("#8a6d00", "triangle-down", "v", "||"),
+    "ATen": ("#7a7a7a", "square", "s"),
+    "tiled": ("#0072b2", "circle", "o"),
+    "persistent": ("#aa4499", "diamond", "D"),
+    "split-K": ("#d55e00", "triangle-up", "^"),
+    "decompose-K": ("#009e73", "cross", "P"),
+    "other": ("#8a6d00", "triangle-down", "v"),
 }
 _TILING = re.compile(r"^triton (\w+) (\d+x\d+x\d+)(?:.* splits (\d+))?")
 _WORDS = {"eager": "ATen", "tiled": "tiled", "persistent": "persistent", "split": "split-K"}
@@ -154,14 +147,11 @@ def explore(rows: Rows, *, caption: str, recorded: Rows | None = None) -> Explor
 
     ``rows``: from ``candidate_rows``. ``recorded``: rows of other devices, also selectable. None without candidates.
     """
-    if not caption.strip():
-        raise LabError("a figure needs a caption")
     shapes, candidates = tables(rows, recorded)
     if not shapes:
         print("Nothing to draw: no candidates were measured here, and none are recorded yet.")
         return None
-    alt = words(shapes)
-    return emit(vega_lite(shapes, candidates, alt, caption), still(shapes, candidates, alt))
+    return emit(vega_lite(shapes, candidates, words(shapes), caption))
 
 
 def words(shapes: list[dict[str, Any]]) -> str:
@@ -183,18 +173,15 @@ def vega_lite(
     devices = list(dict.fromkeys(s["device"] for s in shapes))
     listed = list(dict.fromkeys(s["shape"] for s in sorted(shapes, key=_size)))
     first = next((s["shape"] for s in shapes if s["device"] == devices[0]), listed[0])
-    return {
-        "$schema": SCHEMA,
-        "description": alt,
-        "usermeta": {"caption": caption, "fit": True, "embedOptions": {"renderer": "svg"}},
-        "params": [
-            {"name": "device", "value": devices[0], "bind": {"input": "select", "options": devices, "name": "device "}}
-        ],
-        "datasets": {"shapes": shapes, "candidates": candidates},
-        "vconcat": [_map(shapes, listed, first), _bars()],
-        "resolve": {"scale": {"color": "shared"}},
-        "config": {"concat": {"spacing": 18}, "axis": {"gridOpacity": 0.4}},
-    }
+    return stacked(
+        [_map(shapes, listed, first), _bars()],
+        data={"shapes": shapes, "candidates": candidates},
+        alt=alt,
+        caption=caption,
+        spacing=18,
+        params=[pick("device", "device", devices)],
+        resolve={"scale": {"color": "shared"}},
+    )
 
 
 def _size(s: Mapping[str, Any]) -> tuple[int, int]:
@@ -216,7 +203,6 @@ def _map(shapes: list[dict[str, Any]], listed: list[str], first: str) -> dict[st
     return {
         "data": {"name": "shapes"},
         "transform": [{"filter": "datum.device === device"}],
-        "width": 430,
         "height": {"step": 26},
         "title": {"text": "Which candidate won (click one)", "anchor": "start", "fontSize": 12},
         "params": [
@@ -269,7 +255,6 @@ def _bars() -> dict[str, Any]:
     return {
         "data": {"name": "candidates"},
         "transform": [{"filter": "datum.device === device"}, {"filter": {"param": "shape"}}],
-        "width": 430,
         "height": {"step": 20},
         "title": {"text": "Its candidates, the fastest first", "anchor": "start", "fontSize": 12},
         "encoding": {"y": {**y, "axis": {"labelLimit": 170, "labelFontSize": 10}}},
@@ -302,59 +287,3 @@ def _bars() -> dict[str, Any]:
             },
         ],
     }  # fmt: skip
-
-
-# -- the static version -----------------------------------------------------------------------------
-def still(shapes: list[dict[str, Any]], candidates: list[dict[str, Any]], alt: str) -> str:
-    """The initial state of the figure, in SVG."""
-    import matplotlib.pyplot as plt
-
-    first = shapes[0]
-    of_device = [s for s in shapes if s["device"] == first["device"]]
-    bars = [c for c in candidates if (c["device"], c["shape"]) == (first["device"], first["shape"])]
-    heights = [0.3 * len({s["MN"] for s in of_device}) + 0.6, 0.26 * len(bars) + 0.5]
-    with style():
-        fig, (top, bottom) = plt.subplots(
-            2, 1, figsize=(5.6, sum(heights) + 0.9), layout="constrained", gridspec_kw={"height_ratios": heights}
-        )
-        _still_map(top, of_device)
-        _still_bars(bottom, bars)
-        top.set_title(f"Which candidate won, {first['device']}")
-        bottom.set_title(f"Candidates at {first['shape']}")
-    return to_svg(fig, alt)
-
-
-def _still_map(ax: Axes, shapes: list[dict[str, Any]]) -> None:
-    from matplotlib.ticker import NullFormatter
-
-    outputs = list(dict.fromkeys(s["MN"] for s in sorted(shapes, key=_size)))
-    for kind, (colour, _, marker, _) in KINDS.items():
-        found = [s for s in shapes if s["kind"] == kind]
-        if found:
-            ys = [outputs.index(s["MN"]) for s in found]
-            ax.plot([s["K"] for s in found], ys, marker, color=colour, markersize=9, label=kind)
-    ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_formatter("{x:,.0f}")
-    ax.xaxis.set_minor_formatter(NullFormatter())
-    ax.tick_params(axis="x", labelsize=8.5)
-    ax.set_yticks(range(len(outputs)), outputs)
-    ax.set_ylim(len(outputs) - 0.5, -0.5)
-    ax.set_xlabel("K, summed over")
-    ax.set_ylabel("M x N")
-    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-
-
-def _still_bars(ax: Axes, bars: list[dict[str, Any]]) -> None:
-    for place, c in enumerate(bars):
-        colour, _, _, hatch = KINDS[c["kind"]]
-        ax.barh(place, c["time"], color=colour, hatch=hatch, edgecolor="#ffffff", height=0.7)
-        ax.plot([c["low"], c["end"]], [place, place], color=INK, linewidth=1)
-        if c["predicted"] is not None:
-            ax.plot([c["predicted"]] * 2, [place - 0.4, place + 0.4], color=QUIET, linewidth=2)
-        said = short(c["time"]) + ("  chosen" if c["chosen"] else "")
-        ax.annotate(said, (c["end"], place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5)
-    ax.set_yticks(range(len(bars)), [c["name"] for c in bars], fontsize=8)
-    ax.set_ylim(len(bars) - 0.4, -0.6)
-    ax.margins(x=0.15)
-    ax.set_xlabel("µs per call (vertical line: predicted)")
-    ax.grid(visible=False, axis="y")

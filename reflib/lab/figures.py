@@ -70,6 +70,15 @@ def style() -> Iterator[None]:
         yield
 
 
+def below_each_other(tall: Sequence[float], high: float, **more: Any) -> tuple[Figure, list[Axes]]:
+    """A figure ``high`` inches high with one panel per number in ``tall``, of heights in that proportion."""
+    import matplotlib.pyplot as plt
+
+    shape: dict[str, Any] = {"figsize": (5.6, high), "height_ratios": list(tall), "layout": "constrained", **more}
+    fig, axes = plt.subplots(len(tall), 1, squeeze=False, **shape)
+    return fig, list(axes[:, 0])
+
+
 def palette(cases: Sequence[str]) -> dict[str, int]:
     """case -> its place in the palette: who is in many figures has the same place in all, the others come in turn."""
     found: dict[str, int] = {}
@@ -132,8 +141,8 @@ def figure(fig: Figure, *, caption: str, alt: str) -> Picture:
     return picture
 
 
-def to_svg(fig: Figure, title: str = "") -> str:
-    """The figure as SVG, reproducible byte for byte; it is closed. `title`: alt text in it."""
+def to_svg(fig: Figure) -> str:
+    """The figure as SVG, reproducible byte for byte; it is closed."""
     import matplotlib.pyplot as plt
 
     buffer = io.StringIO()
@@ -148,7 +157,5 @@ def to_svg(fig: Figure, title: str = "") -> str:
     plt.close(fig)
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
-    if title:
-        svg = svg.replace(">", f' role="img">\n <title>{html.escape(title)}</title>', 1)
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     return re.sub(r' d="[^"]*"', lambda m: re.sub(r"(\d+\.\d{2})\d+", r"\1", m[0]), svg)

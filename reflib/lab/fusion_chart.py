@@ -11,7 +11,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from reflib.lab.figures import COLOURS
-from reflib.lab.moving import MIME, SCHEMA, pick
+from reflib.lab.moving import SCHEMA, Drawn, pick
 from reflib.lab.pictures import Places, layout, megabytes, op_names
 
 if TYPE_CHECKING:
@@ -23,20 +23,7 @@ PIXELS = (130, 66)  # per step across and per step down
 NO_PAIR = "pick a pair"
 
 
-class Chart:
-    """A Vega-Lite figure, drawn by Lab and by the book; elsewhere its alt text is shown."""
-
-    def __init__(self, spec: dict[str, Any]) -> None:
-        self.spec = spec
-
-    def __repr__(self) -> str:
-        return f"[figure: {self.spec['description']}]"
-
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        return {MIME: self.spec, "text/plain": repr(self)}
-
-
-def fusion_graph(e: Explanation, *, caption: str) -> Chart:
+def fusion_graph(e: Explanation, *, caption: str) -> Drawn:
     """Display and return the graph of the program before fusion: one colour and number per kernel, solid edges
     labelled with bytes, dashed edges between pairs that were not fused."""
     from reflib.lab.showing import display_thing
@@ -47,7 +34,7 @@ def fusion_graph(e: Explanation, *, caption: str) -> Chart:
     refused = _refused(e, places)
     wide = 2 * max((abs(x) for x, _ in places.values()), default=0.0) + 2.2
     deep = max((y for _, y in places.values()), default=0.0) + 1.2
-    chart = Chart(
+    chart = Drawn(
         {
             "$schema": SCHEMA,
             "description": _alt(e, refused),

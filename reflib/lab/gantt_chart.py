@@ -1,45 +1,40 @@
 """`lab.gantt`: a timeline of processes, as one Vega-Lite figure for Lab and the static book.
 
 One row per track, one bar per event, a mark where a candidate failed or was skipped; below, the number of jobs waiting
-for a worker. A static SVG, alt text and a table are made from the same numbers.
+for a worker. Alt text and a table are made from the same numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from reflib.errors import LabError
-from reflib.lab.figures import INK, QUIET, style, to_svg
-from reflib.lab.moving import SCHEMA, Drawn
+from reflib.lab.moving import Drawn, stacked
 from reflib.lab.rows import count, short
 from reflib.timeline import KINDS, Event, busy_seconds, first_start, track_order, waiting
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-# kind of event -> (colour, hatch, height in a row of 1). Nested events are lower than the enclosing one.
+# kind of event -> (colour, height in a row of 1). Nested events are lower than the enclosing one.
 LOOKS = {
-    "stage": ("#7a7a7a", "", 0.8),
-    "start": ("#aa4499", "..", 0.8),
-    "compile": ("#0072b2", "//", 0.8),
-    "measure": ("#009e73", "\\\\", 0.8),
-    "wait": ("#c9c9c9", "", 0.35),
-    "lock": ("#8a6d00", "xx", 0.35),
+    "stage": ("#7a7a7a", 0.8),
+    "start": ("#aa4499", 0.8),
+    "compile": ("#0072b2", 0.8),
+    "measure": ("#009e73", 0.8),
+    "wait": ("#c9c9c9", 0.35),
+    "lock": ("#8a6d00", 0.35),
 }
-# status other than "ok" -> (marker of Vega-Lite, marker of matplotlib)
+# status other than "ok" -> marker
 MARKS = {
-    "crashed": ("cross", "P"),
-    "hung": ("triangle-up", "^"),
-    "error": ("square", "s"),
-    "failed": ("square", "s"),
-    "wrong": ("diamond", "D"),
-    "pruned": ("circle", "o"),
-    "skipped": ("triangle-right", ">"),
-    "cancelled": ("triangle-down", "v"),
+    "crashed": "cross",
+    "hung": "triangle-up",
+    "error": "square",
+    "failed": "square",
+    "wrong": "diamond",
+    "pruned": "circle",
+    "skipped": "triangle-right",
+    "cancelled": "triangle-down",
 }
 FAILED, DEPTH = "#d55e00", "#8a8a8a"
-WIDTH, STEP = 430, 24  # pixels
+STEP = 24  # pixels
 THINNEST = 1 / 800  # fraction of the total time: shorter events are drawn with this length
 
 
@@ -49,13 +44,11 @@ def gantt(events: Iterable[Event], *, caption: str) -> Drawn | None:
     from reflib.lab.showing import display_thing, table
 
     events = list(events)
-    if not caption.strip():
-        raise LabError("a figure needs a caption")
     if not events:
         print("Nothing to draw: the timeline is empty.")
         return None
     alt = words(events)
-    found = Drawn(vega_lite(events, alt, caption), still(events, alt), alt, caption)
+    found = Drawn(vega_lite(events, alt, caption))
     display_thing(found)
     table(track_rows(events))
     return found
@@ -116,15 +109,8 @@ def vega_lite(events: Sequence[Event], alt: str, caption: str) -> dict[str, Any]
     views = [_bars(drawn, {**x, **(bare if depths else seconds)})]
     if depths:
         views.append(_depths({**x, **seconds}, max(depth for _, depth in steps)))
-    return {
-        "$schema": SCHEMA,
-        "description": alt,
-        "usermeta": {"caption": caption, "fit": True},
-        "datasets": {"events": [_datum(e, begin, whole) for e in drawn], "depths": depths},
-        "vconcat": views,
-        "resolve": {"scale": {"x": "shared"}},
-        "config": {"concat": {"spacing": 8}, "axis": {"gridOpacity": 0.4}},
-    }
+    data = {"events": [_datum(e, begin, whole) for e in drawn], "depths": depths}
+    return stacked(views, data=data, alt=alt, caption=caption, resolve={"scale": {"x": "shared"}})
 
 
 def _ms(seconds: float) -> float:
@@ -156,8 +142,8 @@ def _bars(events: Sequence[Event], x: dict[str, Any]) -> dict[str, Any]:
     colour = {"domain": kinds, "range": [LOOKS[k][0] for k in kinds]}
     legend = {"orient": "top", "columns": 3, "title": None}
     layers: list[dict[str, Any]] = []
-    for height in sorted({LOOKS[k][2] for k in kinds}, reverse=True):
-        own = [k for k in kinds if LOOKS[k][2] == height]
+    for height in sorted({LOOKS[k][1] for k in kinds}, reverse=True):
+        own = [k for k in kinds if LOOKS[k][1] == height]
         layers.append(
             {
                 "transform": [{"filter": {"field": "kind", "oneOf": own}}],
@@ -170,7 +156,7 @@ def _bars(events: Sequence[Event], x: dict[str, Any]) -> dict[str, Any]:
             }
         )  # fmt: skip
     if statuses:
-        marks = {"domain": statuses, "range": [MARKS.get(s, ("circle", "o"))[0] for s in statuses]}
+        marks = {"domain": statuses, "range": [MARKS.get(s, "circle") for s in statuses]}
         layers.append(
             {
                 "transform": [{"filter": "isValid(datum.status)"}],
@@ -187,7 +173,6 @@ def _bars(events: Sequence[Event], x: dict[str, Any]) -> dict[str, Any]:
     tracks = track_order(events)
     return {
         "data": {"name": "events"},
-        "width": WIDTH,
         "height": {"step": STEP},
         "encoding": {
             "y": {"field": "track", "type": "nominal", "sort": tracks, "title": None, "axis": {"labelLimit": 110}}
@@ -199,7 +184,6 @@ def _bars(events: Sequence[Event], x: dict[str, Any]) -> dict[str, Any]:
 def _depths(x: dict[str, Any], most: int) -> dict[str, Any]:
     return {
         "data": {"name": "depths"},
-        "width": WIDTH,
         "height": 36,
         "mark": {"type": "area", "interpolate": "step-after", "color": DEPTH, "clip": True},
         "encoding": {
@@ -208,60 +192,3 @@ def _depths(x: dict[str, Any], most: int) -> dict[str, Any]:
                   "axis": {"values": [0, most], "labelLimit": 110, "labelExpr": "datum.value + ' waiting'"}},
         },
     }  # fmt: skip
-
-
-# -- the static version -----------------------------------------------------------------------------
-def still(events: Sequence[Event], alt: str) -> str:
-    """The figure in SVG, for front ends that do not draw Vega-Lite."""
-    import matplotlib.pyplot as plt
-
-    drawn = [e for e in events if e.kind != "queue"]
-    tracks, steps = track_order(drawn), waiting(events)
-    begin, whole = first_start(events), _whole(events)
-    tall = [0.3 * len(tracks) + 0.2] + ([0.45] if steps else [])
-    with style():
-        fig, axes = plt.subplots(
-            len(tall), 1, figsize=(5.6, sum(tall) + 1.0), sharex=True, squeeze=False, layout="constrained",
-            gridspec_kw={"height_ratios": tall},
-        )  # fmt: skip
-        _still_bars(axes[0, 0], drawn, tracks, begin, whole)
-        if steps:
-            ax = axes[1, 0]
-            times = [moment - begin for moment, _ in steps]
-            ax.fill_between(times, [depth for _, depth in steps], step="post", color=DEPTH, linewidth=0)
-            ax.set_ylabel("waiting", fontsize=9)
-        axes[-1, 0].set_xlim(0, whole or 1.0)
-        axes[-1, 0].set_xlabel("s since the first event")
-    return to_svg(fig, alt)
-
-
-def _still_bars(ax: Axes, events: Sequence[Event], tracks: list[str], begin: float, whole: float) -> None:
-    from matplotlib.patches import PathPatch
-    from matplotlib.path import Path
-
-    def box(x0: float, x1: float, y0: float, y1: float) -> Path:
-        return Path([(x0, y0), (x1, y0), (x1, y1), (x0, y1), (x0, y0)], closed=True)
-
-    named = set()
-    for kind, (colour, hatch, height) in LOOKS.items():
-        for row, track in enumerate(tracks):
-            own = [e for e in events if e.kind == kind and e.track == track]
-            if own:
-                spans = ((e.start - begin, max(e.seconds, whole * THINNEST)) for e in own)
-                boxes = Path.make_compound_path(
-                    *(box(start, start + long, row - height / 2, row + height / 2) for start, long in spans)
-                )
-                label = None if kind in named else kind
-                ax.add_patch(PathPatch(boxes, facecolor=colour, hatch=hatch, edgecolor="#ffffff", lw=0.2, label=label))
-                named.add(kind)
-    for status in _statuses(events):
-        own = [e for e in events if e.status == status]
-        places = [tracks.index(e.track) for e in own]
-        marker = MARKS.get(status, ("circle", "o"))[1]
-        ax.plot([e.end - begin for e in own], places, marker, color=FAILED, markeredgecolor="#ffffff", markersize=7,
-                linestyle="none", label=status, clip_on=False)  # fmt: skip
-    ax.set_yticks(range(len(tracks)), tracks)
-    ax.set_ylim(len(tracks) - 0.4, -0.6)
-    ax.grid(visible=False, axis="y")
-    ax.tick_params(axis="both", labelsize=9.5, color=QUIET, labelcolor=INK)
-    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=4)

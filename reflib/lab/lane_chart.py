@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from reflib.lab.figures import COLOURS, INK, QUIET, Picture, figure, style
+from reflib.lab.figures import COLOURS, INK, QUIET, Picture, below_each_other, figure, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,13 +20,11 @@ def lanes_picture(cases: Mapping[str, tuple[Sequence[int], int]], *, caption: st
 
     Sectors that are moved are hatched where no lane uses them.
     """
-    import matplotlib.pyplot as plt
-
     end = max(max(addresses) + size for addresses, size in cases.values())
     end += -end % SECTOR
     with style():
-        fig, axes = plt.subplots(len(cases), 1, squeeze=False, layout="constrained", figsize=(5.6, 0.95 * len(cases)))
-        for ax, (title, (addresses, size)) in zip(axes[:, 0], cases.items(), strict=True):
+        fig, axes = below_each_other([1] * len(cases), 0.95 * len(cases))
+        for ax, (title, (addresses, size)) in zip(axes, cases.items(), strict=True):
             _draw_strip(ax, addresses, size, end)
             ax.set_title(f"{title}: {used_of(addresses, size)}", fontsize=10)
     said = " ".join(f"{title}: {used_of(addresses, size)}." for title, (addresses, size) in cases.items())

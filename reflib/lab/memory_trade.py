@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from reflib.errors import LabError
-from reflib.lab.figures import COLOURS, INK, QUIET, Picture, figure, series_style, style
+from reflib.lab.figures import COLOURS, INK, QUIET, Picture, below_each_other, figure, series_style, style
 from reflib.lab.plots import RECORDED, nickname, short_bytes
 from reflib.lab.rivals import ORDER
 from reflib.lab.rows import Rows, short
@@ -20,8 +20,6 @@ def trade(
     """Draw each case's peak memory (metric "memory", in bytes) against its step time, one panel per device. Of a case
     with a name such as "reflib, budget 0.1" the number is written beside the point, and all of "reflib" are joined in
     the order of their rows. ``floor``: a label and the µs that a step takes at least, here."""
-    import matplotlib.pyplot as plt
-
     both = ((rows, ""), (rows.elsewhere(recorded), RECORDED))
     panels = [(nickname(d) + mark, _points(some.where(device=d))) for some, mark in both for d in some.devices]
     panels = [(name, found) for name, found in panels if found]
@@ -31,10 +29,8 @@ def trade(
     found_cases = dict.fromkeys(case for _, found in panels for case in found)
     cases = list(dict.fromkeys((*ORDER, *found_cases)))  # the same colours as everywhere
     with style():
-        fig, axes = plt.subplots(
-            len(panels), 1, squeeze=False, figsize=(5.6, 3.4 * len(panels) + 0.5), layout="constrained"
-        )
-        for ax, (name, found) in zip(axes[:, 0], panels, strict=True):
+        fig, axes = below_each_other([1] * len(panels), 3.4 * len(panels) + 0.5)
+        for ax, (name, found) in zip(axes, panels, strict=True):
             for case, points in found.items():
                 look = series_style(cases.index(case))
                 ax.plot([x for _, x, _ in points], [y for *_, y in points], label=case, markersize=7, **look)
@@ -55,8 +51,8 @@ def trade(
                 )  # fmt: skip
             ax.set_ylabel("ms per step")
             ax.set_title(name if len(panels) > 1 or name.endswith(RECORDED) else "")
-        axes[-1, 0].set_xlabel("MB at the peak of a step")
-        handles = {h: label for ax in axes[:, 0] for h, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+        axes[-1].set_xlabel("MB at the peak of a step")
+        handles = {h: label for ax in axes for h, label in zip(*ax.get_legend_handles_labels(), strict=True)}
         only = {label: h for h, label in reversed(handles.items())}
         shown = [c for c in cases if c in only]
         fig.legend([only[c] for c in shown], shown, loc="outside upper left", ncols=2)

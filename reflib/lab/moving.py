@@ -1,7 +1,8 @@
 """Shared parts of interactive figures: native controls, a text that follows them, and the data as tables.
 
     slider(...), pick(...)     parameters of Vega-Lite, bound to HTML inputs, which also work by keyboard
-    moving(views, ...)         the specification of a figure, the same in Lab and in the book
+    stacked(views, ...)        the specification of a figure, the same in Lab and in the book
+    moving(views, ...)         one with such a text
     emit(spec)                 displays it, and its data as tables, folded
 
 The parameter ``says`` is the text after each move: it is the title of the figure, and the book also announces it to
@@ -60,20 +61,35 @@ def moving(
     alt: str,
     caption: str,
 ) -> Spec:
-    """The spec of a figure with ``views`` stacked vertically. ``says``: one Vega expression per title line. Raises
-    LabError without caption or alt text."""
-    if not caption.strip() or not alt.strip():
-        raise LabError("a figure needs a caption and an alt text")
+    """The spec of a figure with a text that follows its controls. ``says``: one Vega expression per line of it. The
+    rest: as ``stacked``."""
     first, *rest = views
     title = {"text": {"expr": "says"}, "anchor": "start", "fontSize": 12, "fontWeight": "normal", "lineHeight": 16}
+    shown = [*params, {"name": "says", "expr": f"[{', '.join(says)}]"}]
+    return stacked([{"title": title, **first}, *rest], data=data, alt=alt, caption=caption, params=shown)
+
+
+def stacked(
+    views: Sequence[Spec],
+    *,
+    data: Mapping[str, Sequence[Mapping[str, Any]]],
+    alt: str,
+    caption: str,
+    spacing: int = 10,
+    **more: Any,
+) -> Spec:
+    """The spec of a figure with ``views`` below each other. ``more``: of the whole figure. Raises LabError without
+    caption or alt text."""
+    if not caption.strip() or not alt.strip():
+        raise LabError("a figure needs a caption and an alt text")
     return {
         "$schema": SCHEMA,
         "description": alt,
         "usermeta": {"caption": caption, "fit": True, "embedOptions": {"renderer": "svg"}},  # SVG text is searchable
-        "params": [*params, {"name": "says", "expr": f"[{', '.join(says)}]"}],
         "datasets": {name: [dict(line) for line in lines] for name, lines in data.items()},
-        "vconcat": [{"width": WIDTH, "title": title, **first}, *({"width": WIDTH, **view} for view in rest)],
-        "config": {"concat": {"spacing": 10}, "axis": {"gridOpacity": 0.4}},
+        "vconcat": [{"width": WIDTH, **view} for view in views],
+        "config": {"concat": {"spacing": spacing}, "axis": {"gridOpacity": 0.4}},
+        **more,
     }
 
 
@@ -102,18 +118,18 @@ class Numbers:
 
 
 class Drawn:
-    """A figure in several forms. ``spec``: Vega-Lite, a dict. ``svg``: a static version, or "". ``alt``: alt text."""
+    """A Vega-Lite figure, drawn by Lab and by the book; elsewhere its alt text is shown."""
 
-    def __init__(self, spec: Spec, svg: str, alt: str, caption: str) -> None:
-        self.spec, self.svg, self.alt, self.caption = spec, svg, alt, caption
+    def __init__(self, spec: Spec) -> None:
+        self.spec, self.alt = spec, spec["description"]
+        self.caption = spec.get("usermeta", {}).get("caption", "")
 
     def __repr__(self) -> str:
-        return f"[figure: {self.alt}]\n{self.caption}"
+        return f"[figure: {self.alt}]\n{self.caption}".rstrip()
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         # without text/html, which Lab would prefer to the interactive figure
-        still = {"image/svg+xml": self.svg} if self.svg else {}
-        return {MIME: self.spec, **still, "text/plain": repr(self)}
+        return {MIME: self.spec, "text/plain": repr(self)}
 
 
 class Explorer(Drawn):
@@ -126,9 +142,9 @@ class Explorer(Drawn):
         display(Numbers(self.spec))
 
 
-def emit(spec: Spec, svg: str = "") -> Explorer:
+def emit(spec: Spec) -> Explorer:
     """Display the figure with this specification, which has its alt text and its caption."""
-    found = Explorer(spec, svg, spec["description"], spec["usermeta"]["caption"])
+    found = Explorer(spec)
     display_thing(found)
     return found
 

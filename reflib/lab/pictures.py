@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from reflib.lab.figures import COLOURS, HATCHES, INK, QUIET, Picture, figure, style
+from reflib.lab.figures import COLOURS, HATCHES, INK, QUIET, Picture, below_each_other, figure, style
 from reflib.lab.rows import count, short
 
 if TYPE_CHECKING:
@@ -236,15 +236,11 @@ def refusals(e: Explanation) -> list[dict[str, str]]:
 # -- memory over time -------------------------------------------------------------------------------
 def memory_picture(plans: Mapping[str, Memory], *, caption: str) -> Picture:
     """Draw the bytes in temporary buffers while each kernel runs, one panel per plan, on a common scale."""
-    import matplotlib.pyplot as plt
-
     most = max(len(p.moments) for p in plans.values())
     top = max(p.peak_bytes for p in plans.values())
     with style():
-        fig, axes = plt.subplots(
-            len(plans), 1, figsize=(5.6, 1.75 * len(plans)), squeeze=False, layout="constrained"
-        )
-        for ax, (label, plan) in zip(axes[:, 0], plans.items(), strict=True):
+        fig, axes = below_each_other([1] * len(plans), 1.75 * len(plans))
+        for ax, (label, plan) in zip(axes, plans.items(), strict=True):
             _memory_panel(ax, plan, top, most)
             ax.set_title(f"{label}: peak {megabytes(plan.peak_bytes)}, {count(plan.allocations, 'allocation')}")
         fig.supylabel("MB in temporary buffers", fontsize=11)

@@ -17,6 +17,7 @@ from reflib.lab.figures import (
     PLAIN,
     QUIET,
     Picture,
+    below_each_other,
     figure,
     palette,
     plain_log,
@@ -218,8 +219,6 @@ def bars(
     A case without a value has the reason in place of the bar. `floor` is a line in this device's panel: what the metric
     is at best, such as `roof.time(bytes)`.
     """
-    import matplotlib.pyplot as plt
-
     chosen = (rows + rows.elsewhere(recorded)).where(
         lambda r: r.metric == metric or (r.metric == "time" and not r.ok)
     )
@@ -232,20 +231,13 @@ def bars(
     names = [device if device in rows.devices else device + RECORDED for device in devices]
     tall = [0.34 * len(p) + 0.35 for p in panels]
     with style():
-        fig, axes = plt.subplots(
-            len(panels),
-            1,
-            figsize=(5.6, sum(tall) + 0.5),
-            squeeze=False,
-            layout="constrained",
-            gridspec_kw={"height_ratios": tall},
-        )
-        for ax, panel, device in zip(axes[:, 0], panels, names, strict=True):
+        fig, axes = below_each_other(tall, sum(tall) + 0.5)
+        for ax, panel, device in zip(axes, panels, names, strict=True):
             _bar_panel(ax, panel, order, log)
             if floor and device in rows.devices:
                 _floor_line(ax, floor)
             ax.set_title(device if len(panels) > 1 or device.endswith(RECORDED) else title)
-        axes[-1, 0].set_xlabel(f"{metric}, {AXIS.get(metric, '')}".rstrip(", "))
+        axes[-1].set_xlabel(f"{metric}, {AXIS.get(metric, '')}".rstrip(", "))
     alt = _bars_alt(panels, names, metric)
     if floor and rows.devices:
         alt += f" A line at {short(floor)}: the limit."

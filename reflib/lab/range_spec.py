@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reflib.lab.figures import COLOURS, QUIET
-from reflib.lab.moving import SCHEMA
+from reflib.lab.moving import stacked
 
-WIDTH = 430
 Lines = Mapping[str, list[tuple[float, float]]]
 Served = Sequence[tuple[int, int, str]]
 
@@ -31,23 +30,14 @@ def range_spec(lines: Lines, served: Served, tuned: Sequence[int], x: str, capti
         "scale": {"domain": list(lines), "range": [COLOURS[i % len(COLOURS)] for i in range(len(lines))]},
     }  # fmt: skip
     scale = {"type": "log", "base": 2, "domain": [low / 1.1, high * 1.1], "nice": False}
-    return {
-        "$schema": SCHEMA,
-        "description": alt,
-        "usermeta": {"caption": caption, "fit": True},
-        "datasets": {
-            "points": points,
-            "strip": strip,
-            "tuned": [{"size": t} for t in tuned if low <= t <= high],
-            "sizes": [{"size": p} for p in xs],
-        },
-        "vconcat": [
-            _lines(xs, [t for some in lines.values() for _, t in some], scale, colour, x),
-            _strip(scale, colour, x),
-            _bars(colour),
-        ],
-        "config": {"concat": {"spacing": 8}, "axis": {"gridOpacity": 0.4}},
-    }
+    times = [t for some in lines.values() for _, t in some]
+    marks, sizes = [{"size": t} for t in tuned if low <= t <= high], [{"size": p} for p in xs]
+    return stacked(
+        [_lines(xs, times, scale, colour, x), _strip(scale, colour, x), _bars(colour)],
+        data={"points": points, "strip": strip, "tuned": marks, "sizes": sizes},
+        alt=alt,
+        caption=caption,
+    )
 
 
 def _serving(served: Served, size: float) -> str:
@@ -81,7 +71,6 @@ def _lines(
         "value": [{"size": xs[0]}],
     }
     return {
-        "width": WIDTH,
         "height": 220,
         "encoding": {"x": across},
         "layer": [
@@ -117,7 +106,6 @@ def _strip(scale: dict[str, Any], colour: dict[str, Any], x: str) -> dict[str, A
     axis = {"labelExpr": "format(datum.value, ',')", "tickCount": 6, "grid": False}
     across = {"type": "quantitative", "scale": scale, "axis": axis, "title": f"{x}; the strip: which case serves"}
     return {
-        "width": WIDTH,
         "height": 26,
         "layer": [
             {
@@ -154,7 +142,6 @@ def _bars(colour: dict[str, Any]) -> dict[str, Any]:
             {"calculate": label, "as": "label"},
             {"calculate": "1.4 * datum.time", "as": "room"},  # makes room for the labels
         ],
-        "width": WIDTH,
         "height": {"step": 22},
         "encoding": {"y": {**y, "axis": {"labelLimit": 150, "labelFontSize": 11}}},
         "layer": [

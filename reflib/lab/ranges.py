@@ -8,16 +8,12 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reflib.errors import LabError
-from reflib.lab.figures import COLOURS, INK, PLAIN, QUIET, plain_log, series_style, style, to_svg
 from reflib.lab.moving import Explorer, emit
 from reflib.lab.range_spec import range_spec
 from reflib.lab.rows import Rows, short
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 Times = Callable[[str, Mapping[str, int]], float]
 Requested = list[tuple[str, dict[str, int]]]
@@ -134,8 +130,6 @@ def range_picture(
     tuned: sizes at which autotuning measured; marks in the strip.
     Prints a line and returns None if nothing was measured.
     """
-    import matplotlib.pyplot as plt
-
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows.where(metric=metric):
         if row.ok and row.value and x in row.at:
@@ -145,50 +139,9 @@ def range_picture(
         return None
     if not served:
         raise LabError("range_picture: served= needs at least one (least, most, case)")
-    with style():
-        fig, (ax, strip) = plt.subplots(
-            2, 1, sharex=True, figsize=(5.6, 4.4), height_ratios=(9, 1), gridspec_kw={"hspace": 0.08}
-        )
-        for index, (case, points) in enumerate(lines.items()):
-            points.sort()
-            ax.plot(*zip(*points, strict=True), label=case, **series_style(index))
-        ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
-        plain_log(ax)
-        ax.set_ylabel("time of one call, µs")
-        ax.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=2 if max(map(len, lines)) <= 20 else 1)
-        for least, _, _ in served[1:]:
-            ax.axvline(least - 0.5, color=QUIET, linewidth=1, linestyle=(0, (4, 3)))
-        _strip(strip, served, list(lines), tuned, [p for points in lines.values() for p, _ in points])
-        strip.set_xlabel(x)
-    alt = _alt(lines, served, x)
-    return emit(range_spec(lines, served, tuned, x, caption, alt), to_svg(fig, alt))
-
-
-def _strip(
-    ax: Axes, served: Sequence[tuple[int, int, str]], cases: Sequence[str], tuned: Sequence[int], xs: list[float]
-) -> None:
-    """One bar per range, from its first to its last size, in the colour of the case's line."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    low, high = min(xs), max(xs)
-    for least, most, case in served:
-        left, right = max(low, least - 0.5), min(high, most + 0.5)
-        if left >= right:
-            continue
-        colour = COLOURS[cases.index(case) % len(COLOURS)] if case in cases else QUIET
-        ax.barh(0, right - left, left=left, height=1, color=colour, edgecolor="#ffffff", linewidth=1.5)
-        name = case.split("(")[0].replace("_", " ")
-        ax.text((left * right) ** 0.5, 0, name, color="#ffffff", ha="center", va="center", fontsize=8.5, clip_on=True)
-    inside = [t for t in tuned if low <= t <= high]
-    ax.plot(inside, [0.72] * len(inside), linestyle="none", marker="v", markersize=4, color=INK)
-    ax.set_ylim(-0.5, 1.0)
-    ax.grid(visible=False)
-    ax.spines["left"].set_visible(False)
-    ax.yaxis.set_major_locator(NullLocator())
-    ax.xaxis.set_major_locator(LogLocator(base=4, numticks=8))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(PLAIN)
+    for points in lines.values():
+        points.sort()
+    return emit(range_spec(lines, served, tuned, x, caption, _alt(lines, served, x)))
 
 
 def _alt(lines: Mapping[str, list[tuple[float, float]]], served: Sequence[tuple[int, int, str]], x: str) -> str:

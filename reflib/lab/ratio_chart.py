@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from reflib.lab.explorer import KINDS
-from reflib.lab.figures import INK, Picture, figure, palette, plain_log, series_style, style
+from reflib.lab.figures import INK, Picture, below_each_other, figure, palette, plain_log, series_style, style
 from reflib.lab.plots import RECORDED, nickname
 from reflib.lab.rows import Rows, short
 
@@ -42,8 +42,6 @@ def ratios(
 ) -> Picture | None:  # fmt: skip
     """Draw speedups over ``against``, or its ``metric`` over each case's: one line per place, one mark per case, one
     panel per device."""
-    import matplotlib.pyplot as plt
-
     panels = []
     for some, mark in ((rows, ""), (rows.elsewhere(recorded), RECORDED)):
         for device in some.devices:
@@ -58,11 +56,8 @@ def ratios(
     tall = [0.36 * len(p) + 0.5 for p in places]
     turn = palette(cases)
     with style():
-        fig, axes = plt.subplots(
-            len(panels), 1, squeeze=False, figsize=(5.6, sum(tall) + 1.0), layout="constrained", sharex=True,
-            gridspec_kw={"height_ratios": tall},
-        )  # fmt: skip
-        for ax, (device, found), shown in zip(axes[:, 0], panels, places, strict=True):
+        fig, axes = below_each_other(tall, sum(tall) + 1.0, sharex=True)
+        for ax, (device, found), shown in zip(axes, panels, places, strict=True):
             for case, line in found.items():
                 look = series_style(turn[case])
                 xs, ys = list(line.values()), [shown.index(p) for p in line]
@@ -72,10 +67,10 @@ def ratios(
             ax.set_ylim(len(shown) - 0.5, -0.5)
             if len(panels) > 1 or device.endswith(RECORDED):
                 ax.set_title(device)
-        axes[-1, 0].set_xlabel(
+        axes[-1].set_xlabel(
             f"times as fast as {against}" if metric == "time" else f"{against}'s {metric} over each one's"
         )
-        handles, labels = axes[0, 0].get_legend_handles_labels()
+        handles, labels = axes[0].get_legend_handles_labels()
         fig.legend(handles, labels, loc="outside upper left", ncols=2)
     said = f"how many times as fast as {against}" if metric == "time" else f"{against}'s {metric} over each one's"
     parts = [f"Marks: {said}, for each of {' x '.join(keys)}."]
@@ -101,7 +96,7 @@ def predicted_plot(
         fig, ax = plt.subplots(figsize=(5.6, 4.2))
         for kind, found in points.items():
             if found:
-                colour, _, marker, _ = KINDS.get(kind, KINDS["other"])
+                colour, _, marker = KINDS.get(kind, KINDS["other"])
                 xs, ys = zip(*found, strict=True)
                 ax.plot(xs, ys, marker, color=colour, markersize=5, alpha=0.8, label=kind)
         ax.plot([low, high], [low, high], color=INK, linewidth=1, label="as predicted")

@@ -40,14 +40,6 @@ def load(path: Path) -> tuple[Rows, list[dict[str, Any]]]:
     return rows, list(data.get("claims", []))
 
 
-def split_records(lines: Iterable[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The rows and claims of a file of appended records."""
-    records = [json.loads(line) for line in lines if line.strip()]
-    rows = [r for r in records if r.get("kind") == "row"]
-    claims = [r for r in records if r.get("kind") == "claim"]
-    return [_plain(r) for r in rows], [_plain(c) for c in claims]
-
-
 def dump(
     path: Path, rows: Iterable[Mapping[str, Any]], claims: Iterable[Mapping[str, Any]], made: Mapping[str, Any] = {}
 ) -> None:
@@ -61,7 +53,7 @@ def dump(
     }
     shared |= {} if listed else made
     slim = [{k: v for k, v in row.items() if k not in shared} for row in listed]
-    lines = sorted(json.dumps(_rounded(row), sort_keys=True, ensure_ascii=False) for row in slim)
+    lines = sorted(json.dumps(row, sort_keys=True, ensure_ascii=False) for row in slim)
     spoken = [json.dumps(dict(c), sort_keys=True, ensure_ascii=False) for c in claims]
     text = "\n".join(
         [
@@ -76,12 +68,3 @@ def dump(
         raise ValueError(f"{path.name} would be over {LIMIT_BYTES:,} bytes; measure fewer rows")
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic.write(path, text + "\n")
-
-
-def _plain(record: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in record.items() if k != "kind"}
-
-
-def _rounded(row: dict[str, Any]) -> dict[str, Any]:
-    """Values with five significant digits, more than their accuracy."""
-    return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in row.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from reflib.lab.figures import COLOURS, HATCHES, INK, Picture, figure, style
+from reflib.lab.figures import COLOURS, HATCHES, INK, Picture, below_each_other, figure, style
 from reflib.lab.rows import short
 
 if TYPE_CHECKING:
@@ -20,18 +20,14 @@ Span = Mapping[str, Any]
 def trace_picture(parts: Mapping[str, Sequence[Span]], *, caption: str) -> Picture:
     """Draw each part (title -> events with ``name``, ``cat``, ``tid``, and ``ts`` and ``dur`` in µs) on a time axis of
     its own, which begins with its first event."""
-    import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
     kinds = list(dict.fromkeys(e["cat"] for events in parts.values() for e in events))
     rows = {title: placed(events) for title, events in parts.items()}
     tall = [1 + max(row for row, _ in found) for found in rows.values()]
     with style():
-        fig, axes = plt.subplots(
-            len(parts), 1, figsize=(5.6, 0.42 * sum(tall) + 0.95 * len(parts)), squeeze=False, layout="constrained",
-            gridspec_kw={"height_ratios": tall},
-        )  # fmt: skip
-        for ax, (title, found) in zip(axes[:, 0], rows.items()):
+        fig, axes = below_each_other(tall, 0.42 * sum(tall) + 0.95 * len(parts))
+        for ax, (title, found) in zip(axes, rows.items()):
             ax.set_title(title)
             _draw(ax, found, kinds)
         looks = zip(kinds, COLOURS, HATCHES)

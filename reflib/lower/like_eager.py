@@ -9,8 +9,9 @@ computed by operations that have one right answer, in the same order and rounded
   quotient) or, on a CUDA device, by a function of CUDA's mathematical library that eager calls as well, and whose bits
   Triton's copy of it shares: not ``asin``, ``acos``, ``atan``, ``erf``, ``hypot`` and ``pow``. (On a CPU eager's
   functions are those of a vector library, MKL's or SLEEF, whose last bits are its own.) Before and after that
-  it may compare, select, change signs, and compute with whole numbers. An op that rounds twice, such as ``addcmul``,
-  has an order, and maybe an instruction that leaves one rounding out, that only its own kernel knows.
+  it may compare, select, change signs, and compute with whole numbers. An op that rounds twice has an order, and maybe
+  an instruction that leaves one rounding out, that only its own kernel knows: for NVIDIA GPUs ``cuda_formulas`` has
+  what eager's kernels do for activations, their derivatives, and arithmetic such as ``addcmul``.
 * Sums of floats, running sums, products of matrices and convolutions are calls; maxima and sorted places are not.
 * Results in half precision are rounded between ops. Compilers do not contract multiplications with additions, nor take
   numbers below 2^-126 for 0.
@@ -24,7 +25,8 @@ functional form in the captured graph has other strides. Which zero the maximum 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import frexp
 from typing import Any
 
@@ -35,6 +37,7 @@ from torch._decomp.decompositions import _get_batch_norm_reserve_tensor
 from ..ir.loops import Const, Index, Load, LoopNest, Op, Reduce, Scan, Stmt, Store, stmt_args
 from ..ir.program import Node
 from .context import LoweringContext
+from .cuda_formulas import ROUNDED_FIRST, formula_of
 from .numbers import HALF
 from .rules import Unsupported, overloads
 
@@ -93,6 +96,18 @@ TABLE[aten._native_batch_norm_legit_functional.default] = _batch_norm
 TABLE[aten.native_batch_norm_backward.default] = _batch_norm_backward
 
 
+def rule(cx: LoweringContext, target: Any, usual: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """How to lower an op: by the formula of eager's kernel, or as usual if that computes eager's bits."""
+    return formula_of(cx, target) or (partial(_checked, usual, target) if usual is not None else None)
+
+
+def _checked(usual: Callable[..., Any], target: Any, cx: LoweringContext, *args: Any, **kwargs: Any) -> Any:
+    nodes = len(cx.low.nodes)
+    value = usual(cx, *args, **kwargs)
+    check(cx, target, cx.low.nodes[nodes:])
+    return value
+
+
 def check(cx: LoweringContext, target: Any, nodes: Sequence[Node]) -> None:
     """Raises Unsupported unless ``nodes``, which a rule made of one op, compute eager's bits."""
     if not isinstance(target, torch._ops.OpOverload):
@@ -110,7 +125,7 @@ def check(cx: LoweringContext, target: Any, nodes: Sequence[Node]) -> None:
         if len(ops) > 1:
             raise Unsupported("numerics: an op that rounds more than once")
         if ops and (any(_rounded_first(node.body, s, cx) for s in floats) or _mixed(node.body, cx)):
-            raise Unsupported("numerics: eager rounds an operand first")
+            raise Unsupported(ROUNDED_FIRST)
 
 
 def _reorders(s: Stmt) -> str:

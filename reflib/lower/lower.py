@@ -184,6 +184,8 @@ class Lowering:
         """The op by its rule; where the rule does not cover the case, a call."""
         target = REINTERPRET.get(target, target)
         fn = rule_of(target) or (view if is_view_op(target) else None)
+        if self.options.numerics == "eager":
+            fn = LIKE_EAGER["rule"](cx, target, fn)
         reason = reason_for(target)
         if fn is not None:
             nodes = len(self.nodes)
@@ -191,10 +193,7 @@ class Lowering:
             sizes = [len(t) for t in tables]
             try:
                 supported(cx, args, kwargs)
-                value = fn(cx, *args, **kwargs)
-                if self.options.numerics == "eager":
-                    LIKE_EAGER["check"](cx, target, self.nodes[nodes:])
-                return value
+                return fn(cx, *args, **kwargs)
             except Unsupported as e:
                 reason = str(e)
                 del self.nodes[nodes:]

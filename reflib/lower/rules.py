@@ -24,7 +24,7 @@ CALLS = Seam("lower.CALLS")
 WHOLE = Seam("lower.WHOLE")
 # (NestBuilder, View) -> Value: "argument", one number of the CPU's read on a GPU. None: its readers become calls.
 NUMBER = Seam("lower.NUMBER")
-# For "eager" numerics. "check": (cx, target, nodes), Unsupported if a call is asked for. "table": of decompositions.
+# For "eager" numerics. "rule": (cx, target, usual rule or None) -> the one to use. "table": of decompositions.
 LIKE_EAGER = Seam("lower.LIKE_EAGER")
 # (table of decompositions) -> those to be used instead; none: torch's
 PARTS = Seam("lower.PARTS")

@@ -12,9 +12,10 @@ NB: TorchInductor has ``TORCHINDUCTOR_PROFILE=1`` for the bandwidth of its Trito
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ..autotune.roofline import flops_per_second, rates
+from ..generate.compile_triton import alike
 from ..ir.expr import Expr, Ref
 from ..ir.loops import Load, LoopNest, Op, Reduce, Store
 from ..ir.program import Extern, KernelNode, Program, Template, View, fallback_kernels, iter_views
@@ -102,7 +104,9 @@ def ranking(graphs: Sequence[Stages], calls: Sequence[Sequence[Timed]] = (), roo
     rows = []
     on_gpu = any(b.device.type == "cuda" for s in graphs if s.scheduled for b in s.scheduled.buffers.values())
     steps = [(i, n) for i, s in enumerate(graphs) if s.plan is not None for n in _nodes(s.plan.steps)]
-    taken = [times(steps, events, on_gpu) for events in calls]
+    first = [alike((s.kernels or {}).values()) for s in graphs]
+    shared = {(i, k.name): one.name for i, found in enumerate(first) for k, one in found.items()}
+    taken = [times(steps, events, on_gpu, shared) for events in calls]
     modules = [modules_of(s) for s in graphs]
     for at, (i, node) in enumerate(steps):
         program = graphs[i].scheduled
@@ -146,10 +150,14 @@ def names_of(node: Node) -> list[str]:
 
 
 # -- what it takes ----------------------------------------------------------------------------------
-def times(steps: Sequence[tuple[int, Node]], events: Sequence[Timed], on_gpu: bool) -> dict[int, list[float]]:
+def times(
+    steps: Sequence[tuple[int, Node]], events: Sequence[Timed], on_gpu: bool,
+    shared: Mapping[tuple[int, str], str] = MappingProxyType({}),
+) -> dict[int, list[float]]:  # fmt: skip
     """Of one call: number of a step -> seconds of each of its runs.
 
-    A step's launches have its name. Of steps with one name, which run in order, each launch is the next one's.
+    A step's launches have its name. Of steps with one name, which run in order, each launch is the next one's. shared:
+    (graph, kernel) -> whose machine code it has, and so its name on the device.
     """
     kind = "launch" if any(e.kind == "launch" for e in events) else "profiler"  # a C++ wrapper's
     named: dict[str, list[int]] = {}
@@ -169,10 +177,15 @@ def times(steps: Sequence[tuple[int, Node]], events: Sequence[Timed], on_gpu: bo
         at = those[count.get(key, 0) % len(those)]
         count[key] = count.get(key, 0) + 1
         out.setdefault(at, []).append(started.seconds(e) if on_gpu else e.seconds)
-    for e in events:  # a replayed CUDA graph has no launches
-        for at in named.get(e.name, ()) if e.kind == "device" else ():
-            if not any(out.get(at, ())):
-                out[at] = [d.seconds for d in events if d.kind == "device" and d.name == e.name]
+    quiet: dict[str, list[int]] = {}  # in a replayed CUDA graph: by what the device says
+    for at, (graph, node) in enumerate(steps):
+        if not any(out.get(at, ())):
+            quiet.setdefault(shared.get((graph, node.name), node.name), []).append(at)
+    for name, those in quiet.items():
+        runs = sorted((e for e in events if e.kind == "device" and e.name == name), key=lambda e: e.start)
+        for k, at in enumerate(those):
+            if found := [e.seconds for e in runs[k :: len(those)]]:
+                out[at] = found
     return {at: found for at, found in out.items() if not on_gpu or any(found)}
 
 

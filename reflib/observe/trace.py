@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from .. import tracing
+from ..generate.compile_triton import alike
 from ..ir.loops import Origin
 from ..ir.printer import format_node
 from ..ir.program import Extern, KernelNode, walk
@@ -242,14 +243,16 @@ class Modules:
 
 
 def links(s: Stages, graph: str = "") -> dict[str, dict[str, Any]]:
-    """Kernel, or op that is called -> the graph, its ATen ops, the user's lines, modules and loop nest."""
+    """Kernel, or op that is called -> the graph, its ATen ops, the user's lines, modules and loop nest. A device shows
+    the first of kernels with the same machine code: that one has what all of them came from."""
     modules = modules_of(s)
+    shared = {k.name: one.name for k, one in alike((s.kernels or {}).values()).items()}
     found: dict[str, list[Origin]] = {}
     results: dict[str, list[str]] = {}
     for n in walk(s.scheduled.nodes) if s.scheduled is not None else ():
         if isinstance(n, (KernelNode, Extern)):
-            names = [n.name] if isinstance(n, KernelNode) else [str(n.target), *([str(n.out[0])] if n.out else [])]
-            for name in names:
+            called = [str(n.target), *([str(n.out[0])] if n.out else [])] if isinstance(n, Extern) else []
+            for name in called or dict.fromkeys((n.name, shared.get(n.name, n.name))):
                 found.setdefault(name, []).extend(n.origins)
                 results.setdefault(name, []).extend(n.writes())
     out = {}

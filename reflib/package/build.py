@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from .. import __version__, toolchain
 from ..c_shims import Shim
 from ..errors import PackageError, ReflibError
-from ..generate.compile_triton import Binary, compile_kernel
+from ..generate.compile_triton import Binary, alike, compile_kernel
 from ..generate.cpp import HEADER
 from ..generate.kernel import Kernel
 from ..ir.data import encode
@@ -150,9 +150,9 @@ class _Making:
         self.printer = CppPrinter(planned.program, planned.plan, planned.kernels, options.check_nan, shims)
         self.text = self.printer.print() + manifest.tables_line(self._tables())
         self.wrapper = pool.submit(build_wrapper, self.text, (*toolchain.REPRODUCIBLE, *SMALL))
-        self.binaries: dict[str, Future[Binary]] = {
-            k.name: pool.submit(self._compile, k) for k in self.kernels if k.language == "triton" and k.grid != 0
-        }
+        first = alike(k for k in self.kernels if k.language == "triton" and k.grid != 0)
+        made = {k: pool.submit(self._compile, k) for k in dict.fromkeys(first.values())}
+        self.binaries: dict[str, Future[Binary]] = {k.name: made[one] for k, one in first.items()}
         cpp = [k for k in self.kernels if k.language == "cpp"]
         self.library = pool.submit(self._cpu_library, cpp) if cpp else None
         self.members: dict[str, bytes] = {}

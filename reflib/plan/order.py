@@ -317,7 +317,7 @@ def _workspace(node: Node, program: Program) -> int:
 
 def _before(program: Program) -> list[set[int]]:
     """What each node must follow: by data, and nothing passes a node that the host or another device waits for."""
-    before = dependencies(program).before
+    before = [set(b) for b in dependencies(program).before]
     wall: int | None = None
     since: list[int] = []
     for i, node in enumerate(program.nodes):

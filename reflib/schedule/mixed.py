@@ -4,8 +4,10 @@ which is one or two per multiprocessor.
 It holds about 4096 elements of each tensor, and of the next rows, which are being read meanwhile: of two bfloat16
 tensors 16 KB, of two programs the 32 KB that a multiprocessor's bandwidth needs (``heuristics``). Few threads with many
 registers each do better than many: on an H200 the backward of a layer norm with 781 columns takes 64 us with 8 warps
-and 4 rows, 109 with 16 and 8; only long rows that are alone on a multiprocessor want 16. Of two programs each has half
-of its registers: 128 for each of 256 threads, which the assembler is told (a layer norm of 1,024 columns takes 147).
+and 4 rows, 109 with 16 and 8. Where the sums and what is read take more registers than there are (two RMS norms, one
+after the other, with a residual), it holds fewer rows: spilled, that took six times as long. Only long rows that are
+alone on a multiprocessor want 16. Of two programs each has half of its registers: 128 for each of 256 threads, which
+the assembler is told (a layer norm of 1,024 columns takes 147).
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ def mixed(
     while xblock > 1 and s.x.size.hint() // programs < xblock:
         xblock //= 2
     reads = {(ld.buffer, ld.index): (t.buffers[ld.buffer], ld.index.has(s.x)) for ld in s.loads if ld.index.has(s.r)}
-    two = programs > target.units and BLOCK * per_element(len(sums), reads.values()) <= REGISTERS * THREADS / 2
+    each, two = per_element(len(sums), reads.values()), programs > target.units
+    while xblock > 1 and xblock * rblock * each > REGISTERS * THREADS / (1 + two):
+        xblock //= 2
+    two = two and xblock * rblock * each <= REGISTERS * THREADS / 2
     warps = 16 if xblock == 1 and rblock >= BLOCK and not two else 8
     extras = (("registers", 2**15),) if two and target.kind == "cuda" else ()  # of its threads, at most
     return Config("mixed", xblock, rblock, max(1, min(warps, xblock * rblock // (4 * target.warp))), extras=extras), ()

@@ -10,6 +10,11 @@
   eight streams or more 4, for the registers.
 * **Rows that memory runs across** (features of a convolution normalized over channels): as many rows per program as
   sectors hold, if that leaves much fewer of them.
+* **Variances of columns** take two exchanges between threads, some 40 instructions per warp for each 4 columns that a
+  thread has: 4 elements per thread in a loop of up to 32 steps, which ptxas writes out, with 1/n as constants (1,138
+  instructions per warp for 256 bf16 columns of 64; with 16 elements 1,455), 8 in a longer one. All at once: 32.
+* **Columns of many streams**: a step's loads are HELD bytes per thread at most. (The gradient of max pooling, summed
+  for a batch norm, reads 4 windows and as many int64 places: with 16 elements per thread 168 registers, 72 with 4.)
 * **Few programs** that keep all that they reduce in registers get more warps each, down to one read per thread, until
   half of the multiprocessors' threads are there: nothing else hides what a thread waits for.
 """
@@ -21,6 +26,7 @@ from math import prod
 from typing import Any
 
 from ..ir.expr import Atom, BinOp, Sym, Var, expr
+from ..ir.loops import Reduce
 from ..ir.program import Config
 from ..ir.traffic import SECTOR, WARP, Access, accesses, cost
 from ..target import Target
@@ -29,6 +35,7 @@ from .heuristics import READ_BYTES, nearest_pow2
 WORTH = 0.75  # of the sectors: what is left where twice as many rows per program pay
 PIECE = READ_BYTES // 2  # elements of half precision
 HALF = 1024  # threads of a multiprocessor
+HELD = 256  # bytes: 64 registers
 
 
 def adjust(config: Config, t: Any, target: Target) -> Config:
@@ -37,11 +44,29 @@ def adjust(config: Config, t: Any, target: Target) -> Config:
     moved = [a for a in accesses(s.body, t.buffers) if a.varies(s.x)]
     if config.reduction == "none":
         return _pointwise(config, t, moved, target)
-    if config.reduction != "persistent" or s.r is None:
-        return config
-    if t.columns():
+    if s.r is not None and t.columns():
+        return _columns(config, t, target)
+    if config.reduction != "persistent":
         return config
     return _more_warps(_strided(_unaligned(config, t, moved, target), t, moved, target), t, target)
+
+
+def _columns(config: Config, t: Any, target: Target) -> Config:
+    x, threads, length = config.xblock, target.warp * config.num_warps, t.space.r.size.hint()
+    variance = any(isinstance(s, Reduce) and s.kind == "m2" for s in t.part.body)
+    if config.reduction == "looped":
+        rows = config.rblock
+        if variance:
+            rows = max(1, 4 * threads // x)
+            rows = min(config.rblock, rows if length <= 32 * rows else 2 * rows)
+        inside = {(s.buffer, s.index) for s in t.space.loads if s.index.has(t.space.r)}
+        each = sum(t.buffers[b].dtype.itemsize for b, _ in inside)
+        while rows * x > 4 * threads and rows * x // threads * each > HELD:
+            rows //= 2
+        return replace(config, rblock=rows)
+    if not variance or t.space.x.size.hint() < 2 * x * target.units:
+        return config
+    return replace(config, num_warps=min(config.num_warps, max(4, x * config.rblock // (32 * target.warp))))
 
 
 def _more_warps(config: Config, t: Any, target: Target) -> Config:

@@ -290,12 +290,9 @@ def on_gpu(step: Step, device: Any) -> tuple[float, int]:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_stats(device)["allocated_bytes.all.current"]
-    step()
-    torch.cuda.synchronize(device)
-    peak = (torch.cuda.memory_stats(device)["allocated_bytes.all.peak"] - before) / 2**20
+    from reflib.lab.peak_memory import peak_bytes
+
+    peak = peak_bytes(step, device) / 2**20
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         step()
         torch.cuda.synchronize(device)

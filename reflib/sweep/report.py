@@ -252,16 +252,6 @@ def made_with(rows: Rows) -> str:
     return f"{when} {coverage(rows)}".strip()
 
 
-def markdown(rows: Rows) -> str:
-    lines = ["# Model sweep", "", made_with(rows)]
-    for heading, sentence, (heads, body) in sections(rows):
-        lines += ["", f"## {heading}", "", sentence, ""]
-        if body:
-            clean = [[cell.replace("|", "\\|") for cell in line] for line in body]
-            lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(f"| {' | '.join(c)} |" for c in clean)]
-    return "\n".join(lines) + "\n"
-
-
 def page(rows: Rows) -> str:
     parts = [f"<p>{html.escape(made_with(rows))}</p>"]
     for heading, sentence, table in sections(rows):
@@ -271,12 +261,11 @@ def page(rows: Rows) -> str:
 
 
 def write(folder: Path, rows: Rows) -> str:
-    """summary.json, report.md and report.html; returns the means and the ten worst as text."""
+    """summary.json and report.html; returns the means and the ten worst as text."""
     if not rows:
         return "nothing was measured"
     data = summary(rows)
     atomic.write(folder / "summary.json", json.dumps(data, indent=1) + "\n")
-    atomic.write(folder / "report.md", markdown(rows))
     atomic.write(folder / "report.html", page(rows))
     text = text_table(*means_table(classes(rows)))
     worst = [[*map(str, list(x.values())[:3]), told(x["over TorchInductor"])] for x in data["worst"][:10]]

@@ -4,7 +4,7 @@ is measured in the last of them, for to start one takes longer than to time. Res
     job     = model x mode x dtype x backend, on one device
     folder  = { results.jsonl      one line per job that ended: the job, seconds, rows (``lab.rows.Row``)
                 sweep.<gpu>.json   the rows as a recording: for the book, and for `reflib compare`
-                summary.json  report.md  report.html }
+                summary.json  report.html }
 
 A job whose line has the same versions, commit, device and sizes is skipped: so a second call goes on where the first
 one stopped, and after a commit everything is measured again. A crash, a hang or a missing library is a row with its

@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from .. import toolchain
 from ..errors import GenerateError, IndexOutOfRange, ToolchainError
-from ..generate.compile_triton import compile_kernel, start_triton
+from ..generate.compile_triton import alike, compile_kernel, start_triton
 from ..generate.kernel import Kernel
 from ..ir.expr import Sym
 from ..ir.program import KernelNode, Program, fallback_kernels, kernel_nodes
@@ -105,16 +106,22 @@ def bind(program: Program, kernels: Kernels, options: Options, built: Built) -> 
     return {name: p.call for name, p in parts.items()}, _futures(parts)
 
 
-def start_building(program: Program, kernels: Kernels, options: Options) -> Built:
-    """Begin to build kernels of a program whose wrapper is not known yet."""
+def start_building(program: Program, kernels: Kernels, options: Options, built: Built = MappingProxyType({})) -> Built:
+    """Begin to build kernels of a program whose wrapper is not known yet. ``built``: those that have been begun; they
+    are in the result too."""
     nodes, fallbacks = {n.name: n for n in kernel_nodes(program.nodes)}, fallback_kernels(program.nodes)
-    cpp = tuple(k for k in kernels.values() if k.language == "cpp")
+    wanted = {**{k.name: k for k in built if k.name in nodes}, **kernels}
+    cpp = tuple(k for k in kernels.values() if k.language == "cpp" and k not in built)
     library = _pool().submit(compile_cpp, cpp, options) if cpp else None
-    built: dict[Kernel, Future] = {k: library for k in cpp if library is not None}
-    for name, k in kernels.items():
+    out: dict[Kernel, Future] = {**built, **{k: library for k in cpp if library is not None}}
+    first, begun = alike(wanted.values()), dict[tuple[Kernel, Target], Future]()
+    for name, k in wanted.items():
         if k.language == "triton" and k.grid != 0 and name not in fallbacks:
-            built[k] = _pool().submit(compile_kernel, k, _target(_device(program, nodes[name])))
-    return built
+            one = first[k], _target(_device(program, nodes[name]))
+            if one not in begun:
+                begun[one] = built[k] if k in built else _pool().submit(compile_kernel, *one)
+            out.setdefault(k, begun[one])
+    return out
 
 
 @lru_cache(maxsize=1)
@@ -189,10 +196,10 @@ class _Part:
 
 def _parts(program: Program, kernels: Kernels, options: Options, built: Built) -> dict[str, _Part]:
     """By kernel name, but for empty kernels. Those that are not being built yet are begun."""
-    begun = {**start_building(program, {n: k for n, k in kernels.items() if k not in built}, options), **built}
+    begun, first = start_building(program, kernels, options, built), alike([*built, *kernels.values()])
     nodes = {n.name: n for n in kernel_nodes(program.nodes)}
     return {
-        name: _Part(k, nodes[name], _device(program, nodes[name]), begun.get(k))
+        name: _Part(first[k], nodes[name], _device(program, nodes[name]), begun.get(k))
         for name, k in kernels.items() if k.grid != 0
     }  # fmt: skip
 

@@ -6,8 +6,6 @@ Prints, per function, the device's time of both and their ratio, then the geomet
 default where that is under 1.02.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from collections.abc import Callable, Iterator

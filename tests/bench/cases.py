@@ -4,8 +4,6 @@ A case counts the bytes that must move (each input read once, each output writte
 2 x bytes(x) forward and 3 x bytes(x) backward: weights and statistics are small and left out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ of kind "trying"): when the process dies, its parent knows what killed it, and s
 the standard library is imported before the function's module is: some of them time imports.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

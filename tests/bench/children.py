@@ -5,8 +5,6 @@ or whose parent was killed, is found by that. A process is waited for until the 
 GPU works for it until then.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -18,8 +18,6 @@ Times: microseconds per call on the slowest rank, calls in a CUDA graph, the med
 turns. Multicast stays off, in NCCL as well.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import itertools

@@ -3,8 +3,6 @@
 A part is given ``say``, which reports a row, this rank, how many there are, and its device.
 """
 
-from __future__ import annotations
-
 import random
 import traceback
 from collections.abc import Callable

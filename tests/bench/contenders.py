@@ -1,7 +1,5 @@
 """Who runs: eager, TorchInductor (as it comes, and searching harder on a GPU), reflib."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

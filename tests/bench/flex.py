@@ -7,8 +7,6 @@ contenders: the median, and the spread of the middle half. ``--sweep``: reflib a
 instead of the default.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -7,8 +7,6 @@ Sizes are drawn at random with a fixed seed, odd ones too: a class is tuned, not
 tensors are parameters, so that training asks for their gradients.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

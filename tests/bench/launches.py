@@ -11,8 +11,6 @@ end how much slower than the best are the heuristic's launch and the best of tho
 means). ``schedule.heuristics`` and ``schedule.configs`` have their numbers from this.
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import gzip

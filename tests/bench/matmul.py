@@ -10,8 +10,6 @@ Rows go to OUT.jsonl as soon as they are known, so a run that is cut short loses
 Nothing of the first phase is left when the second begins, and the second looks for neighbours (quiet.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

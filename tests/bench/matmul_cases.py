@@ -7,8 +7,6 @@
 A budget may cut a set short, so sizes are interleaved: any first part of a set has small and large ones in it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ A row's name is the set, its case the contender, its note what that one chose; `
 set has, measured or not, is a row too. Then the cells that show such rows are filled again (reflib/lab/refilling.py).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows of a matmul set to a table (losses first), geomeans, minima, and promises kept or broken."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -8,8 +8,6 @@ timed    nothing else runs, and a reference kernel tells whether that is so. Tor
          CUDA-graph replay, inputs warm in L2.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools

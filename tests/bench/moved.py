@@ -9,8 +9,6 @@ the first. ``least``: inputs read once and results written once; of a backward a
 what the forward saved or of the inputs, whichever is less.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

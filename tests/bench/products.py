@@ -9,8 +9,6 @@ the spread of the middle half. Written after every case; cases that are there al
 was ended (``--seconds``: no case begins later) is continued by the same command.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -4,8 +4,6 @@ Somebody else's kernels make it slower, by time slices of milliseconds where it 
 is off is waited with, timed again, and if that does not help labelled in its rows. (On a CPU: only labelled.)
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from typing import Any

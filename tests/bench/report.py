@@ -1,7 +1,5 @@
 """Rows to tables, and rows to promises kept or broken."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass

@@ -7,8 +7,6 @@ where ``layout`` takes one) becomes a kernel; its time is compared with what ``i
 correlation (Spearman) over all kernels and within nests, and how much slower the order taken is than the fastest.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -7,8 +7,6 @@ Like ``functions.py``: one table, one line per function where it fits in one, in
 function that keeps statistics in float32 says so itself, as models do.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 # fmt: off
 """Embeddings, images, sequences, and what belongs nowhere else (for ``unseen``)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -2,8 +2,6 @@
 # fmt: off
 """What layers of models compute: norms, attention, quantization, gates (for ``unseen``)."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

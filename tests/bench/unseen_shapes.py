@@ -3,8 +3,6 @@
 ``m`` and ``n`` are rows and columns; sizes are drawn at random with a fixed seed.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 # fmt: off
 """Losses and steps of optimizers (for ``unseen``)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Kernels and memory: check each contender, then time them in turn. (In a child process: see child.py.)"""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import math

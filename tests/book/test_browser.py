@@ -4,8 +4,6 @@ axe looks at every page for all but contrast, with listings as plain text (each 
 takes a minute a chapter for them). Contrast, listings included, is looked at on one page of each kind, in both modes.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Iterator

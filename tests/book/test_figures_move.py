@@ -1,7 +1,5 @@
 """Every kind of figure that is moved, drawn by the book's scripts: by keyboard, by mouse, in the dark, on a phone."""
 
-from __future__ import annotations
-
 import functools
 import html
 import importlib

@@ -1,7 +1,5 @@
 """JupyterLab as a reader has it: open a chapter, run all its cells, move a slider, see the output change."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

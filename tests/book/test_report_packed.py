@@ -1,7 +1,5 @@
 """A report of a thousand kernels: one file of less than 3 MB, whose listings the browser unpacks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows of the composition table: choices, and how they are tuned."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

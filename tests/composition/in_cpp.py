@@ -5,8 +5,6 @@ The project's files are compiled here without CMake, whose part ``tests/cpu/test
 that are the same in every project once.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

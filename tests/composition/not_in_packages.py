@@ -1,7 +1,5 @@
 """Rows of the composition table that have no meaning in a package, or as C++: why, and what is there instead."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

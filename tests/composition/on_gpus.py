@@ -1,7 +1,5 @@
 """The rows of the composition table that only a GPU has."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sums into places that tensors name: one loop nest fills them, another adds atomically, and computes what it adds."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -220,6 +218,7 @@ def backward(fn: Callable[..., Any], x: torch.Tensor, **options: Any) -> Stages:
     return found[-1]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("way", "adds"),
     [
@@ -302,6 +301,48 @@ def test_atomic_stores_are_verified() -> None:
     ):
         with pytest.raises(VerifyError, match=message):
             check(*body, **more)
+
+
+# -- sums of sums ------------------------------------------------------------------------------------------
+def sums(count: int, what: Callable[..., Any], dtype: torch.dtype = F32) -> Any:
+    """Fused: ``what`` of tensors, each zeros that rows were added to."""
+
+    def fn(*args: Any) -> tuple[Any, ...]:
+        new = (torch.zeros(9, 3, dtype=dtype).index_add(0, i, v) for i, v in zip(args[::2], args[1::2]))
+        return (what(*new),)
+
+    args = [a for _ in range(count) for a in (torch.randint(0, 9, (20,)), torch.randn(20, 3).to(dtype))]
+    return fused(fn, *args)
+
+
+def filled(f: Any) -> int:
+    return sum(len(n.stores()) for n in kernels(f) if not n.reads() and not n.reduced)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_sum_of_sums_is_one(dtype: torch.dtype) -> None:
+    f = sums(4, lambda a, b, c, d: (a + b).relu() * 2 + (c + d), dtype)
+    assert filled(f) == 2, "what is not added before something else happens stays apart"
+    f = sums(4, lambda a, b, c, d: ((a + b) + (c + d)).relu(), dtype)
+    last = [n for n in kernels(f) if any(s.buffer in f.program.output_buffers() for s in n.stores())]
+    assert filled(f) == 1 and [len(n.reads()) for n in last] == [1]
+    assert len({s.buffer for n in adding(f) for s in n.stores() if s.reduce}) == 1
+
+
+def test_sums_that_something_else_reads_stay_apart() -> None:
+    for what in (lambda a, b: a * b, lambda a, b: (a + b) * a, lambda a, b: a + b.flip(0), lambda a, b: a - b):
+        assert filled(sums(2, what)) == 2
+
+
+def test_one_of_the_sums_may_begin_with_a_tensor() -> None:
+    def fn(x: Any, i: Any, v: Any, j: Any) -> Any:
+        return ((x.sin().index_add(0, i, v) + torch.zeros_like(x).index_add(0, j, v)) * 2,)
+
+    args = torch.randn(9, 3), torch.randint(0, 9, (20,)), torch.randn(20, 3), torch.randint(0, 9, (20,))
+    f = fused(fn, *args)
+    assert filled(f) == 0 and len({s.buffer for n in adding(f) for s in n.stores() if s.reduce}) == 1
+    both = fused(lambda x, i, v, j: ((x.sin().index_add(0, i, v) + x.cos().index_add(0, j, v)) * 2,), *args)
+    assert len({s.buffer for n in adding(both) for s in n.stores() if s.reduce}) == 2, "each begins with another tensor"
 
 
 # -- 32 bits ---------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """A product and its activation as one choice: every alternative means what the two meant."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import replace
 from typing import Any

@@ -34,6 +34,7 @@ def step_of(e):
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("wrapper", ["python", "cpp"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_results_are_the_same(wrapper, dynamic):

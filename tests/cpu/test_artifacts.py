@@ -1,7 +1,5 @@
 """What a failed run leaves behind: never empty, bounded, with relative links."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

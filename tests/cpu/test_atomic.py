@@ -1,7 +1,5 @@
 """Files and folders that are whole or as they were, whatever goes wrong and whenever."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

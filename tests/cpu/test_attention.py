@@ -1,7 +1,5 @@
 """Attention written by hand: which spellings become one call, with eager's numbers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention that is left as it is written, and why."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`reflib run --scheduler`: a cluster of processes, here on this machine, whose workers have a stand-in for kernels."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """`reflib compare`: which rows belong together, and when a run is slower than another."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the benchmark rests on: nothing of a child is left, and a disturbed device is noticed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

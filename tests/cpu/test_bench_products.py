@@ -1,7 +1,5 @@
 """The benchmark of weight-only, scaled and grouped products: its cases and its file, on a CPU."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

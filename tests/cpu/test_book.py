@@ -1,7 +1,5 @@
 """The published book builds with warnings as errors, and is what it has to be: complete, offline, checked, light."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

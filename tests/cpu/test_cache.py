@@ -1,7 +1,5 @@
 """The on-disk cache: private, atomic, and never a damaged entry."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

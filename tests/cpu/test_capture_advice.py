@@ -1,7 +1,5 @@
 """What is advised where torch.export refuses: about the arguments, about dynamic_shapes, or about the model."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models captured by ``torch.export`` for a GPU that need not be here."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """check_nan: what wrote the first NaN or infinity, where, and whether it was there before."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

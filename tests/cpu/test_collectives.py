@@ -1,8 +1,6 @@
 """Collectives in compiled graphs, on a process group that is as late as it may be (``late_group``): storage, order,
 overlap. (Several processes: ``test_ranks.py``.)"""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The composition table on the CPU: every feature under every wrapper (tests/composition)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -9,7 +7,7 @@ import pytest
 from tests.composition import CUDA_FEATURES, FEATURES, NOT_EXPORTED, WRAPPERS, run
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("wrapper", [*WRAPPERS[:-1], pytest.param("exported", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FEATURES)
 def test_composition(name: str, wrapper: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

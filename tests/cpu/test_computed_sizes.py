@@ -1,7 +1,5 @@
 """Sizes that are computed with roots, fractions and bits: no index expression says them, forward or backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

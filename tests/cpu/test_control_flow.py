@@ -1,7 +1,5 @@
 """Branches and loops (``ir.regions``): compared with the same in plain Python under every wrapper; what they cost."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

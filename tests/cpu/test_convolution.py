@@ -1,7 +1,5 @@
 """Convolutions on a GPU: the bias and its gradient are loop nests, the rest is the library's call."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Loop nests in C++: every shape of nest, on awkward sizes, against the interpreter."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every operation and every reduction, in C++, on hostile values of every dtype."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cpp_running import Case, build, one

@@ -1,7 +1,5 @@
 """The wrapper in C++ from outside: its text, and how it is built, found, and done without."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

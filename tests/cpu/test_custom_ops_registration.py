@@ -1,7 +1,5 @@
 """Registrations of implementations: what fits, and what each that does not is told."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

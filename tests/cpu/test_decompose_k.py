@@ -1,7 +1,5 @@
 """Decompose-K: which splits, the switches, and every candidate's numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The lock of a device: one measurement at a time, whichever process makes it."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """The pins agree, the set-up script reads the project as it is, importing reflib is nearly free."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import tomllib

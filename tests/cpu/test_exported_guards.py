@@ -1,8 +1,6 @@
 """What torch.export assumed of sizes is checked by the wrapper program itself, in Python and in C++: so programs with
 guards take the fast path, and what a package exports to C++ checks them too."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

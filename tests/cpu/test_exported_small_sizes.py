@@ -1,7 +1,5 @@
 """Sizes and ints of 0 and 1, which torch.export promises although it traced with 2 or more; ops with effects."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

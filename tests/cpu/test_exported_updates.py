@@ -1,7 +1,5 @@
 """Exported programs and packages write to their buffers and arguments in place: a cache is not copied."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What compilers and assemblers refuse: the line marked, a command that says the same again, and what to change."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -72,7 +72,7 @@ def given():
 
 
 @FORMS
-@pytest.mark.sample(5)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("wrapper", ["python", "cpp"])
 def test_as_eager(form, wrapper, masks, monkeypatch):
     monkeypatch.setattr(flex, "_validate_device", lambda *a: None)  # PyTorch has the backward for GPUs only
@@ -105,7 +105,7 @@ def test_one_kernel(form, masks):
     }[form.__name__]  # fmt: skip
 
 
-@pytest.mark.sample(11)
+@pytest.mark.sample(22)
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted(name, request):
     assert results("flex_interpreting.py", *chosen(request))[name] == ""

@@ -1,7 +1,5 @@
 """Casts to and from 8-bit floats are loop nests where the GPU has an instruction for them, and eager's to the bit."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Callable

@@ -115,7 +115,7 @@ SEVERAL = {
     "rows and columns": (lambda x: (x.exp().sum(0), x.exp().sum(1)), [R(14, 6)], 2, {"axes"}),
     "around a call": (lambda x, y: (torch.relu((x + 1) @ y).softmax(-1),), [R(4, 4), R(4, 4)], 2, {"call"}),
     "in place, transposed": (lambda x: (x.copy_(x.t() + 1),), [R(4, 4)], 2, {"index"}),
-    "outer product": (lambda x, y: (x.exp()[:, None] * y.exp()[None],), [R(40), R(50)], 3, {"broadcast"}),
+    "outer product": (lambda x, y: (x.exp()[:, None] * y.exp()[None],), [R(3000), R(2000)], 2, {"broadcast"}),
     "mean of a cross entropy": (lambda x, t: (F.cross_entropy(x, t),), [R(6, 7), torch.arange(6)], 2, {"axes"}),
 }
 
@@ -402,3 +402,14 @@ def test_what_is_stored_anyway_is_read_rather_than_stored_again():
 
     f = fused(f, [half(4, 16, 32)])
     assert [b.dtype for b in matrices(f)] == 3 * [torch.bfloat16]
+
+
+def test_what_broadcasts_is_computed_where_it_is_read_where_that_saves_a_launch():
+    """A number, or a vector, takes a kernel of its own only where its arithmetic is more than a launch."""
+
+    def fn(x, c, g):
+        return ((-g.exp() * (x[:, None] - c).square()).exp(),)
+
+    for m, n in ((40, 50), (300, 700)):
+        assert len(kernels(fused(fn, [R(m), R(n), R(1)]))) == 1
+    assert len(kernels(fused(fn, [R(4), R(5), R(1)], CPU))) > 1

@@ -11,8 +11,6 @@ be views of one another (from the first call on, or after a call with inputs tha
     REFLIB_FUZZ_SECONDS=60      how long without N
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

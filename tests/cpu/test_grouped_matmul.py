@@ -1,7 +1,5 @@
 """Grouped products: which kernel, the same values in Triton's interpreter, code for each GPU."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 from collections.abc import Callable

@@ -4,12 +4,11 @@ A chain of writes to slices, of the forms that recurrences are written in; many 
 quotients of symbols.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,11 +17,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import reflib
+from reflib.fuse.dependencies import dependencies
 from reflib.ir.expr import expr
 from reflib.ir.program import Buffer
 from reflib.options import Options
 from reflib.pipeline import Backend, Stages, eager, run
 from reflib.plan.memory import memory
+from reflib.plan.order import _before
 from tests.checking import check
 
 
@@ -346,3 +347,30 @@ def test_a_block_does_not_compute_the_blocks_before_it_again():
         loads.append([k.source.count("tl.load(") for k in kernels])
     assert max(loads[0]) == max(loads[1]) == max(loads[2]) <= 9 + 4  # a pooling reads nine, and its block the rest
     assert sum(loads[2]) - sum(loads[1]) == 2 * (sum(loads[1]) - sum(loads[0]))
+
+
+def test_sizes_of_all_buffers_are_not_asked_for_per_node(monkeypatch):
+    def joined(parts: Any) -> Any:
+        return [torch.cat([a.exp(), a.sin()]) for a in parts]
+
+    asked = []
+    for n in (20, 40):
+        torch._dynamo.reset()
+        count, whole = Counter[str](), Buffer.nbytes.func
+        with monkeypatch.context() as m:
+            m.setattr(Buffer, "nbytes", property(lambda b, whole=whole, count=count: (count.update("n"), whole(b))[1]))
+            reflib.explain(joined, [torch.zeros(64, 64) for _ in range(n)], target="sm_90")
+        asked.append(count["n"])
+    assert asked[1] < 2.5 * asked[0], asked
+
+
+def test_a_program_is_analyzed_once(monkeypatch):
+    program = reflib.explain(lambda x: torch.softmax(x * 2, -1), torch.zeros(64, 64), target="sm_90").scheduled
+    d = dependencies(program)
+    before = [set(b) for b in d.before]
+    _before(program)  # which has more of them
+    assert dependencies(program) is d and d.before == before
+    assert dependencies(replace(program)) == d and dependencies(replace(program)) is not d
+    nest = next(n for n in reflib.explain(lambda x: x + 1, torch.zeros(8), target="sm_90").program.nodes)
+    nest.reads().clear()
+    assert nest.reads() and nest.writes() and replace(nest, body=()).reads() == []

@@ -147,3 +147,10 @@ def test_range():
 def test_truth_value_is_refused():
     with pytest.raises(TypeError):
         bool(expr(SYMS[0]))
+
+
+def test_linear():
+    """A quotient is not, and need not be defined at 0: half of a size, and a size over half of it."""
+    s = SYMS[0]
+    assert (3 * expr(s) + 2).linear() == (s, 3, 2)
+    assert (expr(s) // (expr(s) // 2)).linear() is None and (expr(s) // 2).linear() is None

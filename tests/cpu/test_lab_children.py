@@ -1,7 +1,5 @@
 """Child processes of measurements that start side by side."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

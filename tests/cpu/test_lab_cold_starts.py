@@ -1,7 +1,5 @@
 """One program compiled from nothing in several ways: what is watched, kept, and said of ways that fail."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Wrappers that return early."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The fusion graph as a figure: what it holds, and that its words say why not."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

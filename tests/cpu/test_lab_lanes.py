@@ -1,7 +1,5 @@
 """Pictures of lanes and banks: what is drawn is what was counted."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from types import ModuleType

@@ -1,7 +1,5 @@
 """`lab.measure`: clocks, rows, peers. Timed loosely; counts and statuses exactly."""
 
-from __future__ import annotations
-
 import json
 import time
 
@@ -10,7 +8,7 @@ import torch
 
 from reflib import lab
 from reflib.errors import LabError
-from reflib.lab import recording
+from reflib.lab import executing, recording
 from reflib.lab.rows import Row, Rows
 
 
@@ -117,7 +115,7 @@ def test_rows_and_claims_reach_the_recorder_and_come_back(tmp_path, monkeypatch,
     lab.measure("t", {"a": spin(1e-5)}, at={"bytes": 4}, budget_s=0.02)
     lab.claim("one is two", 1 == 2, otherwise="it is not")
     lab.claim("graphs are faster", None, otherwise="no GPU")
-    rows, claims = recording.split_records(file.read_text().splitlines())
+    rows, claims = executing.records_of(file.read_bytes())
     assert claims == [
         {"claim": "one is two", "holds": False, "otherwise": "it is not"},
         {"claim": "graphs are faster", "otherwise": "no GPU"},
@@ -209,7 +207,7 @@ def test_a_prediction_fails_in_both_directions(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("REFLIB_LAB_ROWS", str(file))
     for measured in (1.9, 2.6, 1.4, None):
         lab.as_predicted("times as fast", measured, 2.0, otherwise="the cache holds it")
-    _, claims = recording.split_records(file.read_text().splitlines())
+    _, claims = executing.records_of(file.read_bytes())
     assert [c.get("holds") for c in claims] == [True, False, False, None]
     assert claims[1]["otherwise"] == "more than predicted; the cache holds it"
     assert "✓ Holds here: times as fast: 1.90, predicted 2.00" in capsys.readouterr().out

@@ -1,7 +1,5 @@
 """Packages built and opened in processes of their own: what is said of each, and of those that fail."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

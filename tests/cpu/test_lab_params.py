@@ -1,7 +1,5 @@
 """The parameters cell and `lab.setup`."""
 
-from __future__ import annotations
-
 import linecache
 
 import pytest

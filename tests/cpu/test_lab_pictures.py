@@ -1,7 +1,5 @@
 """Pictures of a compilation, and kernels from a reader's own text."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

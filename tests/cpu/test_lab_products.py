@@ -1,7 +1,5 @@
 """Pictures and tables of the chapter about matrix products, and its loops in C++."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

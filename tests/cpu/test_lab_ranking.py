@@ -1,7 +1,5 @@
 """Contenders side by side: losses first, nothing left out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from reflib import lab

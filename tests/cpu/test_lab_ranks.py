@@ -1,7 +1,5 @@
 """Ranks that a notebook starts, and the figure of many simulated ones."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import time

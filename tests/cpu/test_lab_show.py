@@ -1,7 +1,5 @@
 """`lab.show`, `lab.check`, figures and the package itself."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Both printers' texts beside each other."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

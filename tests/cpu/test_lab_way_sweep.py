@@ -1,7 +1,5 @@
 """Programs of growing size, in processes of their own."""
 
-from __future__ import annotations
-
 import pytest
 
 from reflib.lab import session

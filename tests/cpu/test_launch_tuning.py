@@ -1,7 +1,5 @@
 """How kernels are launched, decided by measuring: on a CPU, compiled as for sm_90, with times that are made up."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import random

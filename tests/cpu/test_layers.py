@@ -1,7 +1,5 @@
 """Imports point backwards along the pipeline."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

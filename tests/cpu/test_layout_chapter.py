@@ -1,7 +1,5 @@
 """What the chapter on layouts launches on a GPU only: its texts compile for GPUs, and the code is what it says."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Kernels get the same machine code whether all of libdevice is linked into them or what they call."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Lowering, op by op: the lowered program, interpreted, does what eager does, on inputs that are hard to get right."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

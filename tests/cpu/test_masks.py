@@ -1,7 +1,5 @@
 """Masks of attention that no input decides: left out, or ``is_causal``; any other is kept."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

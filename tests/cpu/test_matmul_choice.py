@@ -1,7 +1,5 @@
 """Which tilings are tried, what is taken unmeasured, what a kernel assumes, and the model that ranks."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Generated matrix products: compiled to what each GPU is good at. (Their values: test_triton_interpreter.)"""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Matrix products as choices: every alternative, put in the choice's place and interpreted, is the eager product."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

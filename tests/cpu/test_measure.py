@@ -1,7 +1,5 @@
 """autotune/measure: what wins, what must never win, and what is left as it was."""
 
-from __future__ import annotations
-
 import pickle
 import random
 import time

@@ -1,7 +1,5 @@
 """What autotune/measure measures with: its data."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The module that the chapter mini-compiler grows: each step by itself, and the whole against eager."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

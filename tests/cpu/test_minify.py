@@ -3,8 +3,6 @@
 Each test runs another process (tests/planted_faults.py says why): seconds, and 0.2 s for a trial.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

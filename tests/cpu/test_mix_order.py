@@ -1,7 +1,5 @@
 """Column sums in the kernel that reduces the rows: a tensor is read once for both (``fuse.mix_order``)."""
 
-from __future__ import annotations
-
 import importlib.util
 import random
 from collections import Counter

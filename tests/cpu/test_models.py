@@ -1,7 +1,5 @@
 """tests/models.py on the CPU."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.models import *  # noqa: F403

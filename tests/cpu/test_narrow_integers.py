@@ -1,7 +1,5 @@
 """Integers of 8 and 16 bits wrap after each op, in C++ too (Triton: test_triton_programs.py); numbers become ones."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

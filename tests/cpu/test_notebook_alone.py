@@ -1,7 +1,5 @@
 """A chapter somewhere else, as in Colab: the notebook's file and nothing else. Its first cell installs reflib."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

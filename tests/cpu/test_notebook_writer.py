@@ -1,7 +1,5 @@
 """The notebook writer: the same notebook gives the same bytes, on any host, on any day."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

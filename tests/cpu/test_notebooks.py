@@ -1,7 +1,5 @@
 """The committed notebooks: as the writer writes them, stamped with the code they were recorded from."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

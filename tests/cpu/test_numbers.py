@@ -1,7 +1,5 @@
 """Tensors without dimensions on the CPU, read by kernels on a GPU: literals in the code, or kernel arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

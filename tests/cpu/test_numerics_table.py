@@ -1,7 +1,5 @@
 """The numerics table in the book is what this compiler does."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from typing import Any

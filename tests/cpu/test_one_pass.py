@@ -1,7 +1,5 @@
 """Variances and softmax sums take one pass over a row; the results are as good as eager's, on hostile rows as well."""
 
-from __future__ import annotations
-
 import importlib.util
 import random
 import re
@@ -16,6 +14,8 @@ from one_pass_cases import VARIANCES, sum_cases, variance_cases
 from triton_cases import compile_all
 
 import reflib
+from reflib.generate.compile_triton import compile_kernel, sass
+from reflib.generate.kernel import Kernel
 from reflib.generate.triton_one_pass import online_sums
 from reflib.ir.loops import LoopNest, Reduce, Store
 from reflib.ir.program import KernelNode, kernel_nodes
@@ -133,6 +133,67 @@ def test_passes(name: str, dynamic: bool) -> None:
     assert passes(s)[0] == want
     most = max(loads(s, r"arg\d_1_ptr"))
     assert most == want[0]
+
+
+FEW = 1 << 17, 64 * random.Random(6).randint(1, 4)  # columns, whose rows are cut
+MANY = 2 * random.Random(7).randint(200, 500) + 1, 64 * random.Random(8).randint(270, 300)
+
+
+def columns(shape: tuple[int, int], how: str = "var_mean") -> Kernel:
+    """The kernel that reads the rows."""
+    s = stages(lambda x: getattr(torch, how)(x.float(), 0), torch.empty(shape, dtype=torch.bfloat16))
+    assert s.kernels is not None
+    return next(k for k in s.kernels.values() if "arg0_1_ptr" in k.source)
+
+
+def exchanges(source: str) -> int:
+    """How often threads exchange what they have."""
+    return len(re.findall(r"tl\.(?:sum|reduce)\(", source))
+
+
+@pytest.mark.parametrize("how", ["var_mean", "var", "std"])
+def test_lanes_of_a_variance_exchange_numbers_twice(how: str) -> None:
+    for source in (columns(FEW, how).source, columns(MANY, how).source):
+        assert "welford" in source and exchanges(source) == 2
+
+
+def test_the_last_step_of_columns_stands_behind_the_loop() -> None:
+    """The loop's loads have no mask."""
+    source = columns(MANY).source
+    loop, behind = source[source.index("    for r0 in") :].split("\n    r = ")
+    assert "tl.load(" in loop and "mask" not in loop
+    assert "mask=rmask" in behind.splitlines()[2]
+
+
+@triton
+def test_a_short_loop_over_columns_is_unrolled() -> None:
+    """Its loads do not wait for each other, and 1/n are constants. A thread has few columns, and few barriers."""
+    text = sass(compile_kernel(columns(FEW), parse_target("sm_90")))
+    assert len(re.findall(r"\bLDG\.", text)) >= 8 and "MUFU.RCP" not in text
+    assert len(re.findall(r"\bBAR\.", text)) <= 9 and len(re.findall(r"\bSHFL\.", text)) <= 30
+
+
+@pytest.mark.parametrize("dtype,streams", [(torch.int64, 5), (torch.float32, 6), (torch.bfloat16, 5)])
+def test_a_step_over_columns_holds_few_bytes_per_thread(dtype: torch.dtype, streams: int) -> None:
+    """Its loads are in registers together. (More elements where the streams are narrow.)"""
+    args = [torch.empty(1 << 20, FEW[1], dtype=dtype) for _ in range(streams)]
+    s = stages(lambda *xs: sum(xs[1:], xs[0]).sum(0), *args)
+    assert s.kernels is not None
+    first = next(iter(s.kernels.values()))
+    x, r = (int(n) for n in re.findall(r"BLOCK: tl.constexpr = (\d+)", first.source))
+    each = x * r // (32 * first.num_warps)
+    assert "for r0" in first.source and each * streams * dtype.itemsize <= 256 and each >= 4
+    assert each > 4 or dtype != torch.bfloat16
+
+
+def test_columns_are_cut_into_equal_pieces() -> None:
+    """Where a number of pieces near the wanted one divides the rows: there are no masks, and no weights of elements."""
+    rng = random.Random(9)
+    for _ in range(3):
+        shape = rng.randint(30, 60) * 28 * 28, 64 * rng.randint(1, 4)
+        kernel = columns(shape)
+        assert "other=" not in kernel.source and "weight3" not in kernel.source, shape
+        assert int(kernel.grid.evaluate({})) >= 264, shape
 
 
 def test_batch_norm_reads_its_input_twice() -> None:

@@ -1,7 +1,5 @@
 """A fixed part of PyTorch's OpInfo samples; ``make test-opinfo`` runs all of them (see tests/opinfo)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Composite ops that are taken apart in another way than torch does it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Packages on a CPU: built, loaded, called; what is in them for GPUs that are not here; what is refused."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

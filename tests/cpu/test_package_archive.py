@@ -1,7 +1,5 @@
 """A package's file: reproducible, digests over all that is used, PackageError for every damaged or foreign file."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import io

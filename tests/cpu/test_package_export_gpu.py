@@ -1,7 +1,5 @@
 """Packages for GPUs as C++ projects, run against a stand-in for the CUDA driver (stand_in_driver.c)."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Packages that somebody made to do harm, with digests that are right: refused, and at little cost."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """A kernel's images in a file: what goes into a fatbin, and what is said of a tool that fails."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

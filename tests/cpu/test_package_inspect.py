@@ -1,7 +1,5 @@
 """Looking into a package without loading it."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Several models in one file: weights that are equal are stored once, and models are loaded and exported by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

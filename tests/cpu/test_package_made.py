@@ -1,7 +1,5 @@
 """What goes into a package, and what cannot: architectures in any order, weights that are read, models as they are."""
 
-from __future__ import annotations
-
 import os
 import textwrap
 import warnings

@@ -1,7 +1,5 @@
 """A loaded package as an object: its signature, copies, ``with``, devices, under ``torch.compile``."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import os

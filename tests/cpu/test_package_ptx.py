@@ -1,7 +1,5 @@
 """Assembly text for later GPUs says the oldest version that it can have."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Packages of models that communicate: a file per rank, one text that names them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What is wrong with a package, with this machine, or with a call: each is said by a message of its own."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

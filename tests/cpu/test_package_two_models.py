@@ -1,7 +1,5 @@
 """Two exported models in one CMake project and one program."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights in a package: the safetensors format, tensors over mapped memory, shared where they were shared."""
 
-from __future__ import annotations
-
 import json
 import random
 import struct

@@ -1,7 +1,5 @@
 """Products of padded operands: eager's values and strides, aligned operands, and only where it pays."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

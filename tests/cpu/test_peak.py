@@ -1,8 +1,6 @@
 """plan.peak: kernels that hold much memory at the peak, and save little traffic for it, are formed again as two. All
 sizes are those of a GPU; nothing is run there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

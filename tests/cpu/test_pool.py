@@ -1,7 +1,5 @@
 """The pool: what becomes of jobs that crash, hang or talk too much, and that no process is left behind."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

@@ -1,7 +1,5 @@
 """The pool's processes and their parent's end: killed, interrupted, forked, it leaves none behind."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -1,7 +1,5 @@
 """Pooling as loop nests: eager's results at random parameters, with ties and NaN; one kernel with neighbours."""
 
-from __future__ import annotations
-
 import importlib.util
 import random
 import re

@@ -1,7 +1,5 @@
 """Operands that a product computes as it reads them: which, when, the same values, and what the code becomes."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

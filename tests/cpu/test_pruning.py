@@ -1,7 +1,5 @@
 """What is not compiled, and what is not measured: never what could have won, by what was measured on an H200."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What is asked about a product in its surroundings: which candidates there are, and which questions are equal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Random numbers inside kernels: the published cipher, the same bits everywhere, distributions, what fuses and what the
 backward saves. (``reflib::random`` in Triton's interpreter: test_triton_programs; both wrappers: test_composition.)"""
 
-from __future__ import annotations
-
 import functools
 import math
 import random

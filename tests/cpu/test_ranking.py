@@ -1,7 +1,5 @@
 """Kernels by what they take above their floor: the bytes, the operations, and whose time is whose."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -126,6 +124,13 @@ def test_on_a_gpu_it_is_what_the_launch_started() -> None:
     assert times(program(), [*launches, *runtime, *device], True) == {0: [6], 1: [2]}
     assert times(program(), device, True) == {1: [2]}, "replayed: by the kernel's name"
     assert times(program(), launches, True) == {}, "the profiler saw nothing: not the host's time"
+
+
+def test_kernels_with_the_same_code_run_under_the_name_of_the_first() -> None:
+    steps = [(0, KernelNode(f"k{i}", (), None)) for i in range(3)]  # type: ignore[arg-type]
+    device = [event("k0", 3 * i, i + 1, "device") for i in range(4)] + [event("k1", 20, 9, "device")]
+    found = times(steps, device, True, {(0, "k0"): "k0", (0, "k1"): "k1", (0, "k2"): "k0"})
+    assert found == {0: [1, 3], 2: [2, 4], 1: [9]}
 
 
 def test_without_times_or_limits_there_is_still_an_order() -> None:

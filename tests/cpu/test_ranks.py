@@ -1,7 +1,5 @@
 """Several processes: models that are trained in parallel, and what ranks agree on."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import random

@@ -1,7 +1,5 @@
 """What the backward computes again, beside torch's list: the forward saves what it has read, not what it has moved."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

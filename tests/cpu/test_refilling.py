@@ -1,7 +1,5 @@
 """Cells that show recorded rows are filled again, and no other."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

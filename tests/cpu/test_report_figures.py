@@ -1,7 +1,5 @@
 """The figures of a report's page: what is left out, joined or cut short in them is said, and the peak is the peak."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

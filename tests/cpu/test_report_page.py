@@ -1,8 +1,6 @@
 """`reflib report`: the page is whole, offline and escaped; its figures have words; mistakes are named, and then nothing
 is written."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

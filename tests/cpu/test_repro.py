@@ -28,18 +28,15 @@ from tests.forking import printed
 from tests.models import MLP, Block
 
 RUN = """
-import sys, torch
+import sys
 from reflib.observe.rebuild import main, run_file
-for path in sys.argv[1:]:
-    print("==", path)
-    print("status", main(run_file(path), []))
+print("status", main(run_file(sys.argv[1]), []))
 """
 
 
-def run_repros(paths: list[Path]) -> dict[str, str]:
-    """What each file said, in one other process."""
-    parts = printed("-c", RUN, *map(str, paths)).split("== ")[1:]
-    return {Path(p.partition("\n")[0]).parent.name: p for p in parts}
+def run_repro(path: Path) -> str:
+    """What the file says in another process."""
+    return printed("-c", RUN, str(path))
 
 
 @torch.library.custom_op("repro_tests::scaled", mutates_args=())
@@ -146,27 +143,32 @@ EXPLAINED: dict[str, tuple[Callable[..., Any], torch.Tensor, dict[str, Any]]] = 
 }
 
 
-def test_another_process_makes_the_same_kernels(tmp_path: Path) -> None:
-    for name, (model, x, how) in EXPLAINED.items():
-        reflib.explain(model, x, target="sm_90", repro=str(tmp_path / name), **how)
-    for name, (model, inputs, shapes, options) in EXPORTED.items():
+# what some of the files must contain
+TEXT = {
+    "dynamic": ["SYMBOLS = {'s", "'backward'"], "shared": ["storage=(0, 160)"],
+    "inner": ["def inner(", "OFFSET = 0.5"],
+}  # fmt: skip
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("name", [*CASES, *EXPORTED, *EXPLAINED])
+def test_another_process_makes_the_same_kernels(name: str, tmp_path: Path) -> None:
+    if name in EXPLAINED:
+        model, x, how = EXPLAINED[name]
+        reflib.explain(model, x, target="sm_90", repro=str(tmp_path), **how)
+    elif name in EXPORTED:
+        model, inputs, shapes, options = EXPORTED[name]
         program = torch.export.export(model.eval(), inputs, dynamic_shapes=shapes)
-        reflib.compile(program, repro=str(tmp_path / name), **options)
-    for name, (f, args, options) in CASES.items():
-        torch._dynamo.reset()
-        result = reflib.compile(f, repro=str(tmp_path / name), **options)(*args)
+        reflib.compile(program, repro=str(tmp_path), **options)
+    else:
+        f, args, options = CASES[name]
+        result = reflib.compile(f, repro=str(tmp_path), **options)(*args)
         if result.requires_grad:
             result.sum().backward()
-    files = {name: list((tmp_path / name).glob("repro_*.py")) for name in [*CASES, *EXPORTED, *EXPLAINED]}
-    assert all(len(found) == 1 for found in files.values()), files
-    said = run_repros([found[0] for found in files.values()])
-    assert said.keys() == files.keys()
-    for words in said.values():
-        assert "status 0" in words and "nothing is wrong" in words and "bit-equal" in words, words
-    text = files["dynamic"][0].read_text()
-    assert "SYMBOLS = {'s" in text and "'backward'" in text
-    assert "storage=(0, 160)" in files["shared"][0].read_text()
-    assert "def inner(" in files["inner"][0].read_text() and "OFFSET = 0.5" in files["inner"][0].read_text()
+    [path] = tmp_path.glob("repro_*.py")
+    said = run_repro(path)
+    assert "status 0" in said and "nothing is wrong" in said and "bit-equal" in said, said
+    assert all(words in path.read_text() for words in TEXT.get(name, ()))
 
 
 @pytest.mark.sample(90)
@@ -296,7 +298,7 @@ def test_launches_of_tuned_kernels_are_compiled_again_without_a_gpu(
 
     reflib.explain(user.f, torch.randn(1000), target="sm_90", repro=str(tmp_path / "user"))
     [path] = (tmp_path / "user").glob("repro_*.py")
-    said = run_repros([path])["user"]
+    said = run_repro(path)
     assert "status 0" in said and "bit-equal" in said, said
     assert "import user_kernels_of_a_repro" not in path.read_text()
 

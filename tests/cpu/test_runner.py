@@ -1,11 +1,7 @@
 """`reflib run` and `reflib record`, on small notebooks made here."""
 
-from __future__ import annotations
-
 import json
-import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -130,41 +126,6 @@ while not pathlib.Path({str(checkout)!r}, "{other}.begun").exists():
     assert len(made) == 2 and not [p for run in made for p in run.rglob("*") if p.is_socket()]
 
 
-@pytest.mark.slow
-def test_slots_execute_at_once_and_hand_over_what_is_done(checkout: Path) -> None:
-    jobs = recording.jobs_of(checkout, (), {"rows": "2"}, "cpu")
-    slots = [{"REFLIB_SLOT": "0"}, {"REFLIB_SLOT": "1"}]
-    found = {p.stem: r for p, r in recording.execute_all(jobs, checkout / "out", "cpu", lambda text: None, slots)}
-    assert {slug: r.status for slug, r in found.items()} == {"a": "failed", "b": "ok", "c": "ok"}
-    assert all(r.rows == [{"case": "c", "metric": "rows", "value": 2}] for r in found.values())
-    assert (checkout / "out" / "work" / "b").is_dir()
-
-
-def test_the_longest_comes_first(tmp_path: Path) -> None:
-    for slug, seconds in (("a", 3.2), ("b", 40.6), ("b", 20.4)):
-        durations.note(tmp_path, slug, "h200", seconds)
-    known = durations.read(tmp_path, "h200")
-    assert known == {"a": 3.0, "b": 20.0} and durations.read(tmp_path, "cpu") == {}
-    jobs: recording.Jobs = {Path(f"{slug}.ipynb"): {} for slug in "abc"}
-    assert [p.stem for p in recording.longest_first(jobs, known)] == ["c", "b", "a"]
-
-
-def test_devices_are_gpus() -> None:
-    assert recording.visible((), "cpu") == [{}]
-    with pytest.raises(LabError, match="they are GPUs"):
-        recording.visible(["0", "1"], "cpu")
-    with pytest.raises(LabError, match="such as 0,1"):
-        recording.visible(["all"], "cuda")
-
-
-def test_devices_are_counted_among_those_to_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reflib.lab.machine.pick_device", lambda name: name)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert recording.visible(["1"], "cuda") == [{"CUDA_VISIBLE_DEVICES": "6"}]
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert recording.visible(["1"], "cuda") == [{"CUDA_VISIBLE_DEVICES": "1"}]
-
-
 def test_a_kernel_that_no_longer_answers_is_killed(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stops at what papermill asks after the last cell, and would be waited for as long as for a cell."""
     silent = """import os, signal, subprocess, sys
@@ -209,23 +170,6 @@ def test_stopping_ends_a_notebook_and_its_kernel(checkout: Path) -> None:
     waiter.join()
     assert result.status == "interrupted" and result.seconds < 60
     assert gone([int(pid.read_text())])
-
-
-def test_a_session_keeps_plain_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(runner.ROOT / "tools")
-    import gpu_session
-
-    monkeypatch.setattr(gpu_session, "ROOT", tmp_path)
-    monkeypatch.chdir(tmp_path)
-    for name in ("record-1", "record-2"):
-        (tmp_path / "runs" / name / "logs").mkdir(parents=True)
-        (tmp_path / "runs" / name / "logs" / "a.log").write_text(name)
-    os.utime(tmp_path / "runs" / "record-1", (0, 0))  # of an earlier session
-    with socket.socket(socket.AF_UNIX) as left:
-        left.bind("runs/record-2/k-ipc-1")
-        gpu_session.keep_logs_of_notebooks(tmp_path / "out", time.time() - 60)
-    kept = [str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if not p.is_dir()]
-    assert kept == ["record/record-2/logs/a.log"]
 
 
 @pytest.mark.parametrize(

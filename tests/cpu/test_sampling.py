@@ -1,7 +1,5 @@
 """``grid_sample`` as a loop nest gives eager's results, on positions inside, outside, on the edges and far away."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

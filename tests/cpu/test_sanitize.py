@@ -1,7 +1,5 @@
 """compute-sanitizer's findings, by a stand-in that prints what the tool prints."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

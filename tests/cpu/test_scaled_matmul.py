@@ -1,7 +1,5 @@
 """Scaled products of 8-bit floats: a choice of ATen's call and a Template with the scales in its epilogue."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Callable

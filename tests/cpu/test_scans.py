@@ -1,8 +1,6 @@
 """Scans as loop nests: eager's results in C++ and in the interpreter, one kernel with their neighbours, three where
 rows are few and long; code for a GPU. (Their Triton code runs in test_triton_programs.)"""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import random

@@ -1,7 +1,5 @@
 """tests/semantics.py and stages.py on the CPU, and what only the CPU has."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """fuse.shared_parts: parts of one tensor that are computed from the same elements are stored by one kernel, which reads
 these once. (In Triton's interpreter: test_triton_programs.)"""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """fuse.unroll and fuse.reversal: what a reduction or a scan makes joins readers with other rows or another direction.
 (In Triton's interpreter: test_triton_programs.)"""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The sum of a whole tensor beside elementwise work over it: a sum of each row in that kernel, then of these."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """Few, long rows: a maximum and the sum of exponentials that needs it, in one pass over each piece. (In Triton's
 interpreter: test_triton_programs.)"""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

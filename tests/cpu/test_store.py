@@ -1,7 +1,5 @@
 """The cache of decisions: many processes, forks, damage; nothing of it may stop a compilation."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import multiprocessing

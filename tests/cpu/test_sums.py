@@ -1,7 +1,5 @@
 """fuse.sums: a sum of several products is one buffer; what is not such a sum is left alone."""
 
-from __future__ import annotations
-
 import copy
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Memory that all ranks read: sums over it, and what ranks that fail do to the others."""
 
-from __future__ import annotations
-
 import pytest
 
 from reflib.lab.rank_group import ENDED, Failed, Ranks

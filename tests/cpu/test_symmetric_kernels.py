@@ -1,7 +1,5 @@
 """The Triton kernels over symmetric storage: interpreted, and compiled ahead of time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

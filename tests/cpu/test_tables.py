@@ -1,7 +1,5 @@
 """Portable tables: what is wrong in them is said with file, entry and key; what fits is found; nothing else happens."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

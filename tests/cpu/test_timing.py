@@ -1,7 +1,5 @@
 """Clocks: the host's, and the GPU's against a stand-in; then ``lab``'s choice among them."""
 
-from __future__ import annotations
-
 import gc
 import math
 import time

@@ -1,7 +1,5 @@
 """The compiler: found, asked once, its refusals readable; and calling what it made."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import stat

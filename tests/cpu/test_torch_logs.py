@@ -1,7 +1,5 @@
 """TORCH_LOGS and TORCH_TRACE show what reflib made of each graph."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

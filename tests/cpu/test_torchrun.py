@@ -1,7 +1,5 @@
 """`torchrun`, as users start programs on several devices."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Traces of a running program: what was launched, from which of the user's lines; bounded; never in the way."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json

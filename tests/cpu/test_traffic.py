@@ -1,7 +1,5 @@
 """The model of memory traffic against sectors counted one by one, and what is chosen by it."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

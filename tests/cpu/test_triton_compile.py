@@ -1,7 +1,5 @@
 """Generated Triton compiles ahead of time for every listed GPU, to the code it should become."""
 
-from __future__ import annotations
-
 import importlib.util
 import pickle
 import re
@@ -34,7 +32,7 @@ from triton_cases import (
 from reflib import cache, explain, failures
 from reflib.errors import DeviceError, ToolchainError
 from reflib.generate import compile_triton
-from reflib.generate.compile_triton import compile_kernel, resources
+from reflib.generate.compile_triton import alike, compile_kernel, resources
 from reflib.generate.triton import generate_triton
 from reflib.ir.expr import Sym, expr
 from reflib.ir.float8 import CASTS
@@ -44,6 +42,7 @@ from reflib.ir.program import Buffer, Config
 from reflib.options import Options
 from reflib.schedule.heuristics import choose_configs
 from reflib.target import Target, parse_target
+from reflib.wrap import build
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
 ARCHS = ["sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
@@ -329,8 +328,9 @@ def test_a_kernel_that_is_refused_leaves_the_front_end(fresh_cache: Path) -> Non
 
 @pytest.mark.parametrize("always", [False, True])
 def test_an_assembler_that_is_killed_runs_again_alone(
-    always: bool, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+    always: bool, fresh_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of what Triton leaves in the temporary folder, a file of PTX per attempt, nothing stays."""
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime.errors import PTXASError
 
@@ -340,7 +340,9 @@ def test_an_assembler_that_is_killed_runs_again_alone(
     def starved(*args: Any) -> Any:
         tried.append(failures.ALONE.locked())
         if always or len(tried) == 1:
-            raise PTXASError("`ptxas` failed with error code -9")
+            left = tmp_path / f"{len(tried)}.ptx"
+            left.write_text("// PTX")
+            raise PTXASError(f"`ptxas` failed with error code -9\nRepro command: ptxas {left} -o {left}.o\n")
         return make_cubin(*args)
 
     monkeypatch.setattr(CUDABackend, "make_cubin", starved)
@@ -350,7 +352,7 @@ def test_an_assembler_that_is_killed_runs_again_alone(
             compile_kernel(kernel, parse_target("sm_90"))
     else:
         assert compile_kernel(kernel, parse_target("sm_90")).image
-    assert tried == [False, True]
+    assert tried == [False, True] and not list(tmp_path.glob("*.ptx"))
 
 
 _TWICE = """.version 8.7
@@ -402,3 +404,40 @@ def test_no_kernel_adds_two_numbers_at_once(monkeypatch: pytest.MonkeyPatch, tmp
     for kernel in made.kernels:
         assert "16x2" not in compile_kernel(kernel, parse_target("sm_90")).ptx
     assert any("add.s16x2" in ptx for ptx in before)
+
+
+# -- kernels that differ in names -------------------------------------------------------------------
+def test_layers_that_are_alike_are_compiled_once(monkeypatch) -> None:
+    def model(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+        for w in weights:
+            x = torch.layer_norm(x + x @ w, (256,))
+        return torch.layer_norm(x * 2, (512, 256))
+
+    e = explain(model, torch.zeros(512, 256), [torch.zeros(256, 256) for _ in range(3)], target="sm_90")
+    first, target = alike(e.kernels), parse_target("sm_90")
+    (repeated,) = (k for k in set(first.values()) if list(first.values()).count(k) == 3 and k.aligned)
+    for k in (k for k, one in first.items() if one is repeated):
+        made, one = compile_kernel(k, target), compile_kernel(repeated, target)
+        assert made.ptx.replace(k.name, one.name) == one.ptx and made.shared == one.shared
+
+    compiled: list[str] = []
+    monkeypatch.setattr(build, "_target", lambda device: target)
+    monkeypatch.setattr(build, "compile_kernel", lambda k, target: compiled.append(k.name) or k)
+    kernels, program = {k.name: k for k in e.kernels}, e.stages.scheduled
+    begun = build.start_building(program, kernels, Options())
+    assert all(future.result() is first[k] for k, future in begun.items())
+    assert len(begun) > len(set(compiled)) == len(compiled)
+    again = build.start_building(program, kernels, Options(), {repeated: begun[repeated]})
+    assert all(again[k] is begun[repeated] for k in begun if first[k] is repeated)
+
+
+def test_what_makes_other_machine_code_is_not_alike() -> None:
+    kernel = kernel_cases()["add_broadcast"]().kernel("k0_add", "sm_90")
+    renamed = replace(kernel, name="k1_sum", source=kernel.source.replace("k0_add", "k1_sum"), grid=expr(7))
+    assert alike([kernel, renamed])[renamed] is kernel
+    half = tuple((name, BF16) for name, _ in kernel.buffers)
+    others = [replace(kernel, num_warps=8), replace(kernel, aligned=()), replace(kernel, buffers=half)]
+    others += [replace(kernel, source=kernel.source + "#"), replace(kernel, exact=True), replace(kernel, scratch=128)]
+    swapped = tuple(reversed(kernel.buffers))  # the pointers change places, and the text does not
+    others.append(replace(kernel, buffers=swapped))
+    assert all(alike([kernel, k])[k] is k for k in others)

@@ -1,7 +1,5 @@
 """Parts that store only half precision get cheap forms, nothing else does. (Their values: test_triton_interpreter.)"""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 
@@ -36,6 +34,13 @@ def test_float32_results_are_as_accurate_as_before(name: str) -> None:
 def test_softmax_multiplies_by_a_row_s_reciprocal() -> None:
     assert "* (1.0 /" in norm("softmax", 8, 128, BF16).kernel("k").source
     assert "tl.div_rn" in norm("softmax", 8, 128, F32).kernel("k").source
+
+
+@pytest.mark.parametrize("by,product", [(64, True), (0.25, True), (2**-99, True), (48, False), (-2, False), (0, False)])
+def test_a_quotient_by_a_power_of_two_is_a_product(by: float, product: bool) -> None:
+    """In full precision too: it is the same number."""
+    source = kernel_of(lambda x: torch.floor(x / by), torch.randn(100)).source
+    assert ("div_rn" not in source) == product and (f"* {1 / by if by else 0}" in source) == product
 
 
 def kernel_of(fn, *args: torch.Tensor) -> Kernel:

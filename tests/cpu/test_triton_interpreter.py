@@ -1,7 +1,5 @@
 """Generated Triton, run by Triton's interpreter, gives what the IR's interpreter gives."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Whole programs for a GPU give eager's results: the wrapper runs here, its kernels in Triton's interpreter."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

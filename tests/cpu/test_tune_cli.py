@@ -1,7 +1,5 @@
 """`reflib tune`: decisions from one machine's cache to another's, and what is said when a table is wrong."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

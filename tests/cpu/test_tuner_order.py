@@ -1,7 +1,5 @@
 """The tuner's part alone: jobs are ended by hand, in any order."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Updates at positions held in tensors (a key-value cache and its new row) are stored in place: no copies."""
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Callable

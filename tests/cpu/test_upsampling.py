@@ -1,7 +1,5 @@
 """Interpolation is one kernel; its backward gathers, and calls nothing of ATen."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

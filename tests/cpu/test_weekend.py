@@ -1,7 +1,5 @@
 """The weekend core stands alone, stays small, and is what the documents say."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """`make wheels` packs all that an offline host needs: the lists in tools/wheels.py, against what is installed here."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import tomllib

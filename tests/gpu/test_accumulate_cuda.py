@@ -1,7 +1,5 @@
 """Atomic additions on CUDA: many duplicates, every wrapper, graph replay, and the options that avoid them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A batch on real GPUs: each job sees one, no two share it, and all are used."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import json

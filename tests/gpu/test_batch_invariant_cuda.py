@@ -1,7 +1,5 @@
 """``batch_invariant`` on a CUDA device: what tests/cpu/test_batch_invariant.py looks at, with larger sizes."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The composition table on CUDA: every feature under every wrapper (tests/composition), and what only CUDA has."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The wrapper in C++ on CUDA: its boundary, memory, errors, and the way without a C extension."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """``flex_attention`` as fused kernels on a GPU: as exact as eager, against float64, forward and backward, for lengths
 that change, under both wrappers, and from a package."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

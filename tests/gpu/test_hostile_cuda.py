@@ -1,7 +1,5 @@
 """Hostile arguments, checkpoints with random ops, and numbers read from tensors, on CUDA."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Launches of memory-bound kernels, and products with an epilogue, decided by measuring on a GPU."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``numerics="eager"`` on a CUDA device: what tests/cpu/test_like_eager.py looks at, by CUDA's library and cuBLAS."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

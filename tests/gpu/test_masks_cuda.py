@@ -1,7 +1,5 @@
 """Masks of attention on a GPU: the kernels that are taken, and that they are right."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Generated matrix products on a GPU: every case, large ones beside eager, misaligned, repeated, on two streams."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import replace

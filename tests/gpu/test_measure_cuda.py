@@ -1,7 +1,5 @@
 """autotune/measure on a GPU: graph replay, cold weights, and what must be left as it was."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Packages built without a GPU, on one: machine code, PTX alone, another device, memory, the exported C++ program."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

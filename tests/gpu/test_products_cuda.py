@@ -1,7 +1,5 @@
 """The library's products and convolutions, prepared by kernels of ours: padding, biases, channels-last order."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

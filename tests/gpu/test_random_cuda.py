@@ -1,7 +1,5 @@
 """Random numbers in a GPU's kernels: the CPU's bits, seeds, CUDA graphs, both directions; long rows in one pass."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Two ranks on two GPUs, with NCCL: each part of ``tests.bench.collectives`` that checks results."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

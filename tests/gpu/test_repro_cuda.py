@@ -1,7 +1,5 @@
 """Repros and the minifier on a GPU: the same kernels in a fresh process, trials that are not forked, bad values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ import reflib
 from reflib.observe.differences import compare_with_eager
 from reflib.observe.minify import Trials, minify
 from reflib.observe.rebuild import load, run_file
-from tests.cpu.test_repro import run_repros
+from tests.cpu.test_repro import run_repro
 from tests.models import Block
 
 
@@ -19,7 +17,7 @@ def test_a_repro_of_a_gpu(tmp_path: Path) -> None:
     x = torch.randn(2, 5, 32, device="cuda", requires_grad=True)
     reflib.compile(Block().cuda(), repro=str(tmp_path / "block"), dynamic=True)(x).sum().backward()
     [path] = (tmp_path / "block").glob("repro_*.py")
-    said = run_repros([path])["block"]
+    said = run_repro(path)
     assert "status 0" in said and "nothing is wrong" in said, said
     subject = load(run_file(str(path)))
     assert Trials(forks=False).of(subject) == ""

@@ -1,7 +1,5 @@
 """tests/semantics.py and stages.py on CUDA, and what only CUDA has."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

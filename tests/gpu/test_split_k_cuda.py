@@ -1,7 +1,5 @@
 """Split-K on a GPU, compiled and called as a user does: many streams at once, graphs, what came just before."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import pairwise

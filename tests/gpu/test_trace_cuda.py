@@ -1,7 +1,5 @@
 """Traces on a GPU: kernels on the device, each with its launch and what it came from."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

@@ -1,7 +1,5 @@
 """Generated Triton on a real GPU: every op and reduction beside eager, every shape of kernel, every variant."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Tuning on a GPU: real faults, real swaps, and graphs that were captured before."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The weekend core alone on a GPU: Triton compiles and launches its kernels."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

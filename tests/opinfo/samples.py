@@ -1,7 +1,5 @@
 """PyTorch's own samples, by name: ``op|dtype|mode|number``."""
 
-from __future__ import annotations
-
 import functools
 import random
 import sys

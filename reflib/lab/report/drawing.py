@@ -247,7 +247,7 @@ def timeline(data: Sequence[dict[str, Any]], caption: str) -> Figure | None:
         for e in own:
             x, w = left + e.start / whole * wide, max(1.5, e.seconds / whole * wide)
             look = LOOKS.get(e.kind, LOOKS["stage"])
-            high = tall * look[2] - 4
+            high = tall * look[1] - 4
             failed = e.status not in ("", "ok")
             title = f"{e.name} [{e.region}]" if e.region else e.name
             title += f": {e.kind}, {duration(e.seconds * 1e6)} from {duration(e.start * 1e6)}"

@@ -1,0 +1,167 @@
+"""Sums of gradients that are zero but for a slice each: the backward of a loop over a tensor's rows.
+
+The gradient of ``x[t]`` is a tensor of x's size, zero outside of row t, and autograd adds those of all T rows. Written
+as one expression, each of the T rows' elements asks which of the T terms is not zero there, and computes them all::
+
+    select_scatter(0, g0, 0, 0) + select_scatter(0, g1, 0, 1) + ..   =   cat([g0[None], g1[None], ..])
+
+Slices that do not overlap make a ``cat``, of which each part may be stored by the kernel that computes it
+(``fuse/into_place``). No addition is left out but that of zero: only -0.0 + 0.0, which is 0.0, differs, so not with
+``numerics="eager"``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..options import Options
+from .copies import copied
+
+aten = torch.ops.aten
+_ZEROS = {aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default}
+_FULL = {aten.full.default, aten.full_like.default}
+
+
+@dataclass(frozen=True)
+class Slice:
+    """``value`` lies at ``range(low, high)`` of dimension ``dim``, or is one row of it (``row``); all else is zero."""
+
+    value: Node
+    dim: int
+    low: int
+    high: int
+    row: bool
+
+
+def slice_sums(module: GraphModule, options: Options, gpu: bool) -> GraphModule:
+    """``module``, or a copy of it with such sums as ``cat``. module: a functional ATen graph with ``meta["val"]``."""
+    sums = [n for n in module.graph.nodes if n.target is aten.add.Tensor]
+    if options.numerics == "eager" or not any(_slices(a) for n in sums for a in n.args):
+        return module
+    out = copied(module)
+    for node in reversed(list(out.graph.nodes)):  # (what is a part of a larger one is dead when its turn comes)
+        if node.users and node.target in (aten.add.Tensor, aten.slice_scatter.default):
+            _replace(out.graph, node)
+    out.recompile()
+    return out
+
+
+def _replace(graph: Graph, node: Node) -> None:
+    """``node`` by what is dense of it, if anything is, and a ``cat``, if two slices or more are found in it."""
+    dense: list[Node] = []
+    slices: list[Slice] = []
+    for term in _terms(node):
+        found = _slices(term)
+        if found and _apart([*slices, *found]):
+            slices += found
+        else:
+            dense.append(term)
+    gaps = _gaps(node, slices) if len(slices) > 1 else None
+    if gaps is None:
+        return
+    with graph.inserting_before(node):
+        new = _cat(graph, node, slices, gaps)
+        for term in reversed(dense):
+            new = _call(graph, node, aten.add.Tensor, (term, new), _val(node))
+    node.replace_all_uses_with(new)
+    graph.eliminate_dead_code()
+
+
+def _terms(node: Node) -> list[Node]:
+    """What is added up, in order."""
+    if not _is_sum(node):
+        return [node]
+    return [t for a in node.args for t in (_terms(a) if _once(a) else [a])]  # type: ignore[union-attr, arg-type]
+
+
+def _is_sum(node: Node) -> bool:
+    """Of two tensors like the result?"""
+    if node.target is not aten.add.Tensor or node.kwargs:
+        return False
+    a, b = (_val(x) for x in node.args)
+    whole = _val(node)
+    return all(isinstance(x, torch.Tensor) and x.shape == whole.shape and x.dtype == whole.dtype for x in (a, b))
+
+
+def _slices(node: object) -> list[Slice] | None:
+    """Of a tensor that is zero elsewhere; those of a slice that is itself such a sum, if they divide one dimension."""
+    if not isinstance(node, Node):
+        return None
+    if _is_sum(node):
+        parts = [_slices(t) for t in _terms(node)]
+        together = [s for p in parts if p for s in p]
+        return together if all(parts) and _apart(together) else None
+    if node.target not in (aten.select_scatter.default, aten.slice_scatter.default) or node.kwargs:
+        return None
+    (base, value, *at), whole = node.args, _val(node)
+    dim = at[0] % whole.dim() if at else 0  # type: ignore[operator]
+    size = whole.shape[dim]
+    if not (_is_zero(base) and isinstance(value, Node) and isinstance(size, int) and _val(value).dtype == whole.dtype):
+        return None
+    row = node.target is aten.select_scatter.default
+    if not all(a is None or isinstance(a, int) for a in at[1:]):
+        return None
+    if row:
+        return [Slice(value, dim, at[1] % size, at[1] % size + 1, True)]  # type: ignore[operator]
+    low, high, step = slice(*at[1:]).indices(size)
+    inner = _slices(value) if _once(value) else None
+    if step != 1 or low >= high:
+        return None
+    if inner and all(s.dim == dim for s in inner):
+        return [replace(s, low=s.low + low, high=s.high + low) for s in inner]
+    return [Slice(value, dim, low, high, False)]
+
+
+def _apart(slices: list[Slice]) -> bool:
+    """Of one dimension, and none overlaps another?"""
+    slices = sorted(slices, key=lambda s: s.low)
+    return all(a.dim == b.dim and a.high <= b.low for a, b in pairwise(slices))
+
+
+def _once(node: Node) -> bool:
+    """Is its value used once? (By ``new_zeros``, only its dtype and its device are.)"""
+    return sum(not _is_zero(u) for u in node.users) == 1
+
+
+def _is_zero(node: object) -> bool:
+    return isinstance(node, Node) and (
+        node.target in _ZEROS or node.target in _FULL and node.args[1] == 0  # type: ignore[comparison-overlap]
+    )
+
+
+def _gaps(node: Node, slices: list[Slice]) -> list[tuple[int, int]] | None:
+    """What is between the slices; None if it cannot be made, since another size is not known."""
+    slices.sort(key=lambda s: s.low)
+    shape = _val(node).shape
+    ends = [0, *(x for s in slices for x in (s.low, s.high)), shape[slices[0].dim]]
+    gaps = [(a, b) for a, b in zip(ends[::2], ends[1::2]) if a < b]
+    return gaps if not gaps or all(isinstance(n, int) for n in shape) else None
+
+
+def _cat(graph: Graph, node: Node, slices: list[Slice], gaps: list[tuple[int, int]]) -> Node:
+    whole, dim = _val(node), slices[0].dim
+    parts: dict[int, Node] = {}
+    for low, high in gaps:
+        shape = [*whole.shape[:dim], high - low, *whole.shape[dim + 1 :]]
+        how = {"dtype": whole.dtype, "device": whole.device}
+        parts[low] = _call(graph, node, aten.full.default, (shape, 0), whole.new_zeros(shape), how)
+    for s in slices:
+        value = _val(s.value)
+        parts[s.low] = s.value
+        if s.row:
+            parts[s.low] = _call(graph, node, aten.unsqueeze.default, (s.value, dim), value.unsqueeze(dim))
+    return _call(graph, node, aten.cat.default, ([p for _, p in sorted(parts.items())], dim), whole)
+
+
+def _call(graph: Graph, like: Node, op: object, args: tuple, val: torch.Tensor, kwargs: dict | None = None) -> Node:
+    new = graph.call_function(op, args, kwargs)  # type: ignore[arg-type]
+    new.meta = {**like.meta, "val": val}
+    return new
+
+
+def _val(node: object) -> torch.Tensor:
+    return node.meta["val"] if isinstance(node, Node) else node  # type: ignore[return-value]

@@ -1,0 +1,101 @@
+"""Complex numbers as pairs of real ones: the same results, and no calls where every op has a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import reflib
+from reflib.ir.program import Extern
+
+C = torch.view_as_complex
+
+
+def rotary(x: Tensor, angle: Tensor) -> tuple[Tensor, ...]:
+    turned = C(x.unflatten(-1, (-1, 2))) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    return (torch.view_as_real(turned).flatten(-2),)
+
+
+def polar(x: Tensor, angle: Tensor) -> tuple[Tensor, ...]:
+    z = C(x.unflatten(-1, (-1, 2)))
+    return z.abs(), z.angle(), (z / (z.abs() + 1)).real, (z.conj() * z).real, torch.sgn(z).imag
+
+
+def arithmetic(x: Tensor, angle: Tensor) -> tuple[Tensor, ...]:
+    z = C(x.unflatten(-1, (-1, 2)))
+    w = torch.complex(angle, angle.cos() + 2)[:, None]
+    parts = (
+        z * 2 - w,
+        z / w,
+        3 - z,
+        (1 + 2j) * z + 1j,
+        z * angle[:, None],
+        -z - 0.5 * w,
+        torch.exp(z * 0.1j),
+        angle[:, None] / w,
+    )
+    return tuple(torch.view_as_real(p) for p in parts)
+
+
+def shapes(x: Tensor, angle: Tensor) -> tuple[Tensor, ...]:
+    z = C(x.unflatten(-1, (-1, 2))) * (1 - 2j)
+    both = torch.cat([z.transpose(0, 1).flatten(1), z.transpose(0, 1).reshape(z.shape[1], -1)], 1)
+    chosen = torch.where(angle[:, None] > 0, z, 0.5)
+    return both.sum(1).real, chosen.mean((0, 1)).imag, z[1:, None].flip(0).abs(), z.cumsum(0).real.clone()
+
+
+FUNCTIONS: list[Callable[..., Any]] = [rotary, polar, arithmetic, shapes]
+
+
+def made(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return tuple(torch.randn(s, dtype=dtype, requires_grad=True) for s in ((5, 3, 8), (5, 4)))  # type: ignore[return-value]
+
+
+def results(fn: Callable[..., Any], args: tuple[Tensor, ...]) -> list[Tensor]:
+    out = list(fn(*args))
+    torch.manual_seed(1)
+    return [*out, *torch.autograd.grad(out, args, [torch.randn_like(t) for t in out], allow_unused=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda f: f.__name__)
+def test_as_eager(fn: Callable[..., Any], dtype: torch.dtype) -> None:
+    dynamic = dtype == torch.float64
+    compiled = reflib.compile(fn, dynamic=dynamic, verify=True)
+    for want, got in zip(results(fn, made(dtype)), results(compiled, made(dtype)), strict=True):
+        assert (want is None) == (got is None)
+        if want is not None:
+            assert want.stride() == got.stride()
+            torch.testing.assert_close(got, want, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda f: f.__name__)
+def test_nothing_is_left_to_calls(fn: Callable[..., Any]) -> None:
+    for s in reflib.explain(fn, *made(), target="sm_90").graphs:
+        assert not [n.target for n in s.scheduled.nodes if isinstance(n, Extern)]
+
+
+def test_what_has_no_rule_stays() -> None:
+    """A spectrum, and what is made of it; results that are complex; inputs are read as they are."""
+    z = torch.randn(4, 6, dtype=torch.complex64)
+    for fn, args in (
+        (lambda x: torch.fft.rfft(x * 2).abs() + 1, (torch.randn(3, 8),)),
+        (lambda z, x: (z * x, x * 2), (z, torch.randn(6))),
+        (lambda z, x: (z.conj() * x).imag + 1, (z, torch.randn(6))),
+        (lambda z, x: (z * x).real, (z.conj(), torch.randn(6))),
+        (lambda z, x: torch.add(z, x, alpha=2j).real * 2, (z, torch.randn(6))),
+        (lambda z: torch.view_as_real(z), (z,)),
+    ):
+        want, got = fn(*args), reflib.compile(fn)(*args)
+        for w, g in zip(want, got, strict=True):
+            torch.testing.assert_close(g, w)
+
+
+def test_like_eager_leaves_them() -> None:
+    graphs = reflib.explain(rotary, *made(), target="sm_90", numerics="eager").graphs
+    assert any(isinstance(n, Extern) for s in graphs for n in s.scheduled.nodes)

@@ -1,0 +1,140 @@
+"""Sums of gradients of slices become a ``cat``: the same values, each stored once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import reflib
+from reflib.capture.slice_sums import slice_sums
+from reflib.options import Options
+
+aten = torch.ops.aten
+
+
+def taken(rng: random.Random, x: Tensor) -> Tensor:
+    """A slice or a row: of all such, some lie apart, some overlap, some have steps."""
+    dim = rng.randrange(x.dim())
+    size = x.shape[dim]
+    kind = rng.randrange(4)
+    if kind == 0 and size > 1:
+        start = rng.randrange(size - 1)
+        return x.narrow(dim, start, rng.randrange(1, size - start))
+    if kind == 1 and x.dim() > 1:
+        return x.select(dim, rng.randrange(-size, size))
+    at = [slice(None)] * dim + [slice(rng.randrange(-size, size), None, rng.choice([1, 1, 2]))]
+    return x[tuple(at)]
+
+
+def case(rng: random.Random) -> tuple[Callable[[Tensor], Any], Tensor]:
+    x = torch.randn([rng.randrange(2, 6) for _ in range(rng.randrange(1, 4))])
+    steps = rng.randrange(2, 8)
+    seed, dense = rng.random(), rng.random() < 0.3
+
+    def fn(x: Tensor) -> Any:
+        again = random.Random(seed)
+        total = (x * x).sum() if dense else 0
+        rest = x[1:] if again.random() < 0.5 else x
+        rows = range(len(rest)) if again.random() < 0.5 else ()
+        for t in rows:
+            total = total + (rest[t] * (t + 1)).sin().sum()
+        for k in range(steps):
+            part = taken(again, rest)
+            total = total + (part * (k + 2)).cos().sum() if part.numel() else total
+        return total
+
+    return fn, x
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_drawn(part: int) -> None:
+    rng = random.Random(part)
+    for _ in range(12):
+        fn, x = case(rng)
+        plain = make_fx(torch.func.grad(fn), decomposition_table=DECOMPOSED, tracing_mode="fake")(x)
+        torch.testing.assert_close(slice_sums(plain, Options(), False)(x), torch.func.grad(fn)(x))
+
+
+DECOMPOSED = torch._decomp.get_decompositions([aten.select_backward, aten.slice_backward])
+
+
+def graph(fn: Callable[..., Tensor], *args: Tensor, **options: Any) -> dict[Any, int]:
+    """How often each op is called by the gradients of ``fn``'s sum."""
+    made = make_fx(torch.func.grad(lambda *a: fn(*a).sum()), decomposition_table=DECOMPOSED, tracing_mode="fake")(*args)
+    made.graph.eliminate_dead_code()
+    found: dict[Any, int] = {}
+    for n in slice_sums(made, Options(**options), False).graph.nodes:
+        found[n.target] = found.get(n.target, 0) + 1
+    return found
+
+
+def loop(x: Tensor) -> Tensor:
+    h = x[0]
+    for row in x[1:]:
+        h = h.tanh() * row
+    return h
+
+
+def gap(x: Tensor) -> Tensor:
+    return x[:, 1] * x[:, 3] + x[:, -1]
+
+
+def both(x: Tensor) -> Tensor:
+    return x.tanh() + (x[:, :2].sin() * x[:, 2:4]).sum()
+
+
+def overlapping(x: Tensor) -> Tensor:
+    return x[1:] * x[:-1]
+
+
+def every_other(x: Tensor) -> Tensor:
+    return x[:, ::2][:, :3] * x[:, 1::2]
+
+
+X = torch.randn(5, 6)
+
+
+@pytest.mark.parametrize("fn, cats, adds", [(loop, 1, 0), (gap, 1, 0), (both, 1, 1)])
+def test_one_cat(fn: Callable[..., Tensor], cats: int, adds: int) -> None:
+    found = graph(fn, X)
+    assert found[aten.cat.default] == cats and found.get(aten.add.Tensor, 0) == adds
+    assert aten.select_scatter.default not in found and aten.slice_scatter.default not in found
+
+
+@pytest.mark.parametrize("fn", [overlapping, every_other])
+def test_left_alone(fn: Callable[..., Tensor]) -> None:
+    assert aten.cat.default not in graph(fn, X)
+
+
+def test_bits() -> None:
+    """-0.0 + 0.0 is 0.0."""
+    assert aten.cat.default not in graph(loop, X, numerics="eager")
+
+
+def gated(x: Tensor, g: Tensor) -> Tensor:
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = torch.sigmoid(g[:, t]) * h + x[:, t]
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def test_two_kernels() -> None:
+    """A recurrence, forward and backward: each reads what it needs once."""
+    args = [torch.randn(64, 12, 384, requires_grad=True) for _ in range(2)]
+    forward, backward = reflib.explain(gated, *args, target="sm_90").graphs
+    assert len(forward.kernels) == len(backward.kernels) == 1
+
+
+@pytest.mark.parametrize("fn", [loop, gap, both, overlapping, every_other])
+def test_compiled(fn: Callable[..., Tensor]) -> None:
+    x, y = (X.clone().requires_grad_() for _ in range(2))
+    torch.compile(fn, backend="reflib")(x).sum().backward()
+    fn(y).sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
