@@ -153,12 +153,12 @@ def _in_both(a: Indices, b: Indices) -> Iterator[str]:
 
 
 def _shared_indices(a: Cluster, b: Cluster) -> Iterator[tuple[Expr, Expr]]:
-    """Pairs of indices into one buffer, a few of each; first of buffers that one writes and the other touches."""
+    """Pairs of indices into one buffer, the last few of each; first of buffers that one writes and the other touches."""
     rounds = ((a.writes, b.reads), (a.writes, b.writes), (a.reads, b.writes), (a.reads, b.reads))
     for left, right in rounds:
         for name in _in_both(left, right):
-            for ia in list(left[name])[:3]:
-                for ib in list(right[name])[:3]:
+            for ia in list(left[name])[-3:]:
+                for ib in list(right[name])[-3:]:
                     yield ia, ib
 
 
