@@ -37,7 +37,7 @@ def temp_order(fused: Fused, options: Options, target: Target) -> Fused:
             found = _ordered(program, d, position, node)
             if found is not None:
                 new[found.name] = found
-                nodes[position] = _reading(node, program, new)
+                nodes[position] = _reading(node, program, {found.name: found})
     if not new:
         return fused
     return replace(fused, program=replace(program, nodes=tuple(nodes), buffers={**program.buffers, **new}))
@@ -57,8 +57,9 @@ def _ordered(program: Program, d: Dependencies, position: int, node: LoopNest) -
     if dims is None:
         return None
     readers: list[Node] = [program.nodes[i] for i in d.readers.get(name, ())]
-    loads = [s.index for n in readers if isinstance(n, LoopNest) for s in n.loads() if s.buffer == name]
-    if not all(isinstance(n, LoopNest) for n in readers) or any(coordinates(i, b) is None for i in loads):
+    used = [s.index for n in readers if isinstance(n, LoopNest) for s in n.loads() if s.buffer == name]
+    used.append(store.index)
+    if not all(isinstance(n, LoopNest) for n in readers) or any(coordinates(i, b) is None for i in used):
         return None
     strides, step = [expr(1)] * len(dims), expr(1)
     for n in sorted(range(len(dims)), key=lambda n: (order.get(dims[n], -1), -n)):  # type: ignore[arg-type]
