@@ -40,7 +40,7 @@ from .in_place import may_alias
 from .mapping import fresh
 from .places import LAUNCH, moved, within
 from .result import Fused
-from .shared_parts import RUN, Shared, shared, sources
+from .shared_parts import RUN, STORES, Shared, shared, sources
 from .slices import coordinates, region_of, whole_dimensions
 
 MOVED = 16  # bytes
@@ -95,6 +95,11 @@ class _Placing:
         for n, (part, made) in enumerate(zip(parts, makers)):
             node = None if made is None else self.program.nodes[made]
             there = None if part.view is None else self._there(part.view)
+            # (What a few parts share is computed for all their stores together; of many, one kernel would touch too
+            # many tensors with these and their copies.)
+            unread = common.place(n) < 0 or len(parts) > STORES // 2
+            if node is None and there is not None and self._read_there(position, part, parts, there, unread):
+                node = self.program.nodes[self.depends.writers[part.value.buffer][0]]  # type: ignore[union-attr]
             if there is not None and isinstance(node, (Extern, LoopNest)) and isinstance(part.value, Load):
                 self.places[part.value.buffer] = there
                 if made is not None and isinstance(node, Extern):
@@ -105,6 +110,25 @@ class _Placing:
         # stores to one tensor keep their order: those of one kernel follow each other, in the kernels' order
         rest.sort(key=lambda r: r[:2])
         self.changed[position] = [self._stored(position, store, var, p, n) for n, (*_, p) in enumerate(rest)]
+
+    def _read_there(self, position: int, part: Part, parts: list[Part], there: View, unread: bool) -> bool:
+        """Does one loop nest make the part, and can all that read it use it where it is copied to? (As the steps of a
+        recurrence, of which a ``stack`` is made.) ``unread``: also where nothing else reads it."""
+        b, d = part.value.buffer if isinstance(part.value, Load) else "", self.depends
+        writers, readers = d.writers.get(b, []), [i for i in d.readers.get(b, ()) if i != position]
+        alone = sum(isinstance(p.value, Load) and p.value.buffer == b for p in parts) == 1
+        lasts = not b or self.program.buffers[b].kind != "temp" or b in d.needed
+        if lasts or len(writers) != 1 or not (unread or readers) or not alone:
+            return False
+        maker, whole = self.program.nodes[writers[0]], there.buffer
+        if b in self.places or not isinstance(maker, LoopNest) or writers[0] in self.changed or maker.reduced:
+            return False
+        if d.writers[whole] != [position] or any(i < position for i in d.readers.get(whole, ())):
+            return False
+        nodes = [maker, *(n for i in readers for n in self.changed.get(i, [self.program.nodes[i]]))]
+        stores = [s for s in maker.stores() if s.buffer == b]
+        plain = len(maker.stores()) == 1 and not stores[0].reduce
+        return plain and all(isinstance(n, LoopNest) and self._readable(n, b, there) for n in nodes)
 
     def _pays(
         self, whole: str, var: Var | None, parts: list[Part], makers: list[int | None], common: Shared,
@@ -235,20 +259,21 @@ class _Placing:
             moves = [(v, within(v, buffer, there)) for v in views]
             products = node.target in OUT_VARIANTS
             return all(now is not None and (products or now.strides == v.strides) for v, now in moves)
-        loads = [s for s in node.loads() if s.buffer == b] if isinstance(node, LoopNest) else [None]
+        used = (*node.loads(), *node.stores()) if isinstance(node, LoopNest) else ()
+        loads = [s for s in used if s.buffer == b] if isinstance(node, LoopNest) else [None]
         return all(s is not None and moved(s.index, buffer, there) is not None for s in loads)
 
     def reading(self, node: Node) -> Node:
         """``node``, reading what is in other places there."""
-        if self.places.keys().isdisjoint(node.reads()):
+        if self.places.keys().isdisjoint((*node.reads(), *node.writes())):
             return node
         if isinstance(node, LoopNest):
-            return replace(node, body=tuple(self._moved(s) if isinstance(s, Load) else s for s in node.body))
+            return replace(node, body=tuple(self._moved(s) if isinstance(s, (Load, Store)) else s for s in node.body))
         assert isinstance(node, Extern)
         args, kwargs = map_tree((node.args, node.kwargs), lambda v: self._there(v) if isinstance(v, View) else v)
         return replace(node, args=args, kwargs=kwargs)
 
-    def _moved(self, s: Load) -> Load:
+    def _moved(self, s: Load | Store) -> Load | Store:
         if s.buffer not in self.places:
             return s
         place = self.places[s.buffer]

@@ -150,7 +150,12 @@ def div(cx: LoweringContext, x: Any, y: Any) -> View:
 
 def _reciprocal(x: Value) -> Scalar:
     s = x.kernel.b.body[x.id]
-    return float(1 / torch.tensor(s.value, dtype=x.dtype)) if isinstance(s, Const) else 1 / x
+    if not isinstance(s, Const):
+        return 1 / x
+    number = torch.tensor(s.value, dtype=x.dtype)
+    if 0 < min(number.abs(), (1 / number).abs()) < torch.finfo(x.dtype).tiny:
+        raise Unsupported("numerics: a subnormal number, or its reciprocal")
+    return float(1 / number)
 
 
 for _op in overloads("div.Tensor", "div.Scalar", "true_divide"):
