@@ -67,7 +67,8 @@ DECOMPOSED = torch._decomp.get_decompositions([aten.select_backward, aten.slice_
 def graph(fn: Callable[..., Tensor], *args: Tensor, **options: Any) -> dict[Any, int]:
     """How often each op is called by the gradients of ``fn``'s sum."""
     wanted = tuple(range(len(args)))
-    made = make_fx(torch.func.grad(lambda *a: fn(*a).sum(), wanted), decomposition_table=DECOMPOSED, tracing_mode="fake")(*args)
+    gradients = torch.func.grad(lambda *a: fn(*a).sum(), wanted)
+    made = make_fx(gradients, decomposition_table=DECOMPOSED, tracing_mode="fake")(*args)
     made.graph.eliminate_dead_code()
     found: dict[Any, int] = {}
     for n in slice_sums(made, Options(**options), False).graph.nodes:
