@@ -30,6 +30,7 @@ from ..ir.loops import (
     Load,
     LoopNest,
     Reduce,
+    Scan,
     Stmt,
     Store,
     map_stmt,
@@ -152,7 +153,7 @@ def reduces_columns(loops: LoopNest) -> bool:
 
 
 def can_split(loops: LoopNest) -> bool:
-    """Is there one round of reductions, with results stored once per row?"""
+    """Is there one round of reductions, with results stored once per row, and nothing that needs the row whole?"""
     level = varying(loops.body, loops.reduced_vars)
     after = [False] * len(loops.body)
     for i, s in enumerate(loops.body):
@@ -161,7 +162,7 @@ def can_split(loops: LoopNest) -> bool:
             return False
         if isinstance(s, Store) and (level[i] or level[s.value]):
             return False
-        if isinstance(s, Indirect) and level[i]:
+        if isinstance(s, Scan) or isinstance(s, Indirect) and level[i]:
             return False
     return True
 

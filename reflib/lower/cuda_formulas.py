@@ -151,7 +151,7 @@ def div(cx: LoweringContext, x: Any, y: Any) -> View:
 def _reciprocal(x: Value) -> Scalar:
     s = x.kernel.b.body[x.id]
     if not isinstance(s, Const):
-        return 1 / x
+        raise Unsupported("numerics: a number known at run time only")
     number = torch.tensor(s.value, dtype=x.dtype)
     if 0 < min(number.abs(), (1 / number).abs()) < torch.finfo(x.dtype).tiny:
         raise Unsupported("numerics: a subnormal number, or its reciprocal")
