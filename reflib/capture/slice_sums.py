@@ -65,6 +65,8 @@ def _replace(graph: Graph, node: Node) -> None:
         return
     with graph.inserting_before(node):
         new = _cat(graph, node, slices, gaps)
+        if not dense and not gaps and all(s.row for s in slices):
+            _flipped(graph, node, slices)
         for term in reversed(dense):
             new = _call(graph, node, aten.add.Tensor, (term, new), _val(node))
     node.replace_all_uses_with(new)
@@ -165,6 +167,15 @@ def _cat(graph: Graph, node: Node, slices: list[Slice], gaps: list[tuple[int, in
         if s.row:
             parts[s.low] = _call(graph, node, aten.unsqueeze.default, (s.value, dim), value.unsqueeze(dim))
     return _call(graph, node, aten.cat.default, ([p for _, p in sorted(parts.items())], dim), whole)
+
+
+def _flipped(graph: Graph, node: Node, slices: list[Slice]) -> None:
+    """Rows in reverse, where those are what is used (a loop back in time, over ``x.flip(0)``)."""
+    dim, last = slices[0].dim, slices[-1].high
+    back = [replace(s, low=last - s.high, high=last - s.low) for s in reversed(slices)]
+    for user in list(node.users):
+        if user.target is aten.flip.default and [d % _val(node).dim() for d in user.args[1]] == [dim]:  # type: ignore
+            user.replace_all_uses_with(_cat(graph, user, back, []))
 
 
 def _call(graph: Graph, like: Node, op: object, args: tuple, val: torch.Tensor, kwargs: dict | None = None) -> Node:

@@ -238,9 +238,10 @@ def _moves_less(loops: LoopNest, p: Producer, work: _Work) -> bool:
     """Are fewer bytes moved if every reader computes the producer's result again, than if all read it?
 
     A result of S bytes, computed from L, of which readers read n times as much as there is (n, but parts of it count as
-    such): stored, L + S + n S; computed again, n L. For one reader that is always less, and so it is where S is small
-    beside a launch. Without this, in a residual network each block would compute all blocks before it again. What is
-    stored in any case is only computed again if L is less than S."""
+    such): stored, L + S + n S; computed again, n L, and on a GPU n times the work, in what is moved meanwhile (a
+    recurrence would compute all steps before in every step). For one reader that is always less, and so it is where S
+    is small beside a launch. Without this, in a residual network each block would compute all blocks before it again.
+    What is stored in any case is only computed again if L is less than S."""
     buffers, name = work.program.buffers, p.store.buffer
     points = p.loops.numel.hint()
     read = (buffers[b] for b in set(p.loops.reads()) - set(loops.reads()))

@@ -259,9 +259,10 @@ class _Placing:
             moves = [(v, within(v, buffer, there)) for v in views]
             products = node.target in OUT_VARIANTS
             return all(now is not None and (products or now.strides == v.strides) for v, now in moves)
-        used = (*node.loads(), *node.stores()) if isinstance(node, LoopNest) else ()
-        loads = [s for s in used if s.buffer == b] if isinstance(node, LoopNest) else [None]
-        return all(s is not None and moved(s.index, buffer, there) is not None for s in loads)
+        if not isinstance(node, LoopNest):
+            return False
+        used: list[Load | Store] = [*node.loads(), *node.stores()]
+        return all(moved(s.index, buffer, there) is not None for s in used if s.buffer == b)
 
     def reading(self, node: Node) -> Node:
         """``node``, reading what is in other places there."""

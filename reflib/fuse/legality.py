@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 
@@ -157,9 +158,8 @@ def _shared_indices(a: Cluster, b: Cluster) -> Iterator[tuple[Expr, Expr]]:
     rounds = ((a.writes, b.reads), (a.writes, b.writes), (a.reads, b.writes), (a.reads, b.reads))
     for left, right in rounds:
         for name in _in_both(left, right):
-            for ia in list(left[name])[:3]:
-                for ib in list(right[name])[:3]:
-                    yield ia, ib
+            some, others = ((*x[:2], *x[2:][-2:]) for x in (list(left[name]), list(right[name])))
+            yield from product(some, others)
 
 
 def _device(a: Cluster, c: FusionContext) -> torch.device:

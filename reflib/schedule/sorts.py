@@ -12,6 +12,7 @@ from typing import Any
 
 from ..ir.loops import Scan
 from ..ir.program import Assume, Config
+from ..ir.traffic import SECTOR
 from ..options import Options
 from ..target import Target
 from .heuristics import READ_BYTES
@@ -32,7 +33,7 @@ def sorts(
     rblock = 1 << (length - 1).bit_length()
     each = max(4, READ_BYTES // t.width)  # elements per thread
     if t.columns():
-        xblock = max(4, min(LANES, LANES * HELD // rblock))
+        xblock = max(SECTOR // t.width, min(LANES, LANES * HELD // rblock))
         warps = max(1, xblock * rblock // (target.warp * HELD))
     elif rblock <= target.warp * 4:
         xblock, warps = 4 * target.warp * each // rblock, 4

@@ -83,6 +83,8 @@ ONE_KERNEL: dict[str, tuple[Callable[..., Any], torch.Tensor]] = {
     "median away": (lambda x: x - x.median(-1, keepdim=True).values, R(999, 31)),
     "the third": (lambda x: x - x.sort(-1).values[:, 2:3], R(999, 31)),
     "range": (lambda x: (s := x.sort(-1).values)[:, -1] - s[:, 0], R(999, 31)),
+    "quantile": (lambda x: x.quantile(0.3, -1), R(999, 31)),
+    "at their places": (lambda x: torch.zeros_like(x).scatter(1, (t := x.topk(3)).indices, t.values.exp()), R(999, 31)),
     "top k filter": (lambda x: x.where(x >= x.topk(5, -1).values[:, -1:], -1e9).softmax(-1), R(999, 100)),
 }
 
@@ -91,7 +93,7 @@ ONE_KERNEL: dict[str, tuple[Callable[..., Any], torch.Tensor]] = {
 @pytest.mark.parametrize("name", ONE_KERNEL)
 def test_one_kernel(name: str) -> None:
     (source,) = kernels(*ONE_KERNEL[name])
-    assert source.count("tl.sort(") == (name not in ("experts", "top k filter"))
+    assert source.count("tl.sort(") == (name not in ("experts", "at their places", "top k filter"))
 
 
 @needs_triton

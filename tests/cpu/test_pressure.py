@@ -1,0 +1,129 @@
+"""Launches hold what registers hold; temporaries lie as what they are computed from does."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import reflib
+from reflib.capture import layouts
+from reflib.fuse.mix_order import REGISTERS, THREADS, column_sums, per_element
+from reflib.ir.interpret import interpret
+from reflib.ir.loops import LoopNest
+from reflib.ir.program import KernelNode, walk
+from reflib.pipeline import _retarget
+from reflib.schedule.axes import layout
+from reflib.schedule.pressure import MOST, live
+from reflib.target import parse_target
+
+
+def kernels(fn: Any, *args: Tensor) -> Iterator[tuple[KernelNode, LoopNest, Any]]:
+    for stages in reflib.explain(fn, *args, target="sm_90").graphs:
+        for node in walk(stages.scheduled.nodes):
+            if isinstance(node, KernelNode) and not node.name.endswith("_fallback"):
+                yield from ((node, p, stages.scheduled) for p in node.parts if isinstance(p, LoopNest))
+
+
+def heavy(steps: int, scale: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """Many values that are alive until the end."""
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        kept = [(x * (k + 1) + y).sin() for k in range(steps)]
+        total = kept[0]
+        for k in kept[1:]:
+            total = (total * scale).cos() + k * total
+        return (total / (1 + total.abs())).sum(-1)
+
+    return fn
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_elements_per_thread(seed: int) -> None:
+    """Whatever is computed: no more values per thread than registers."""
+    rng = random.Random(seed)
+    shape, steps = rng.choice([(700, 5600), (30000, 129), (3, 2_000_001), (2000, 4096)]), rng.randrange(3, 24)
+    x, y = (torch.empty(shape, dtype=torch.bfloat16) for _ in range(2))
+    seen = 0
+    for node, part, program in kernels(heavy(steps, 0.5), x, y):
+        c = node.config
+        values = live(layout(part, program.buffers)) * c.xblock * c.rblock / (c.num_warps * 32)
+        seen = max(seen, values)
+        assert values <= MOST or c.num_warps == 32 or c.xblock * c.rblock <= c.num_warps * 32
+    assert seen > 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_norm_holds_the_rows_that_registers_hold(seed: int) -> None:
+    """The backward of two norms, one after the other, over rows just above a power of two too."""
+    rng = random.Random(seed)
+    n = rng.choice([64, 128, 512, 1024]) + rng.randrange(1, 60)
+
+    def norms(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Any:
+        y = y + F.rms_norm(x, (n,), a)
+        return y, F.layer_norm(y, (n,), b)
+
+    args = [torch.empty(2**24 // n, n, requires_grad=True) for _ in range(2)]
+    args += [torch.empty(n, requires_grad=True) for _ in range(2)]
+    found = 0
+    for node, part, program in kernels(norms, *args):
+        if node.config.reduction == "mixed" and node.config.xblock > 1:
+            s, found = layout(part, program.buffers), found + 1
+            reads = {(ld.buffer, ld.index): ld for ld in s.loads if ld.index.has(s.r)}.values()
+            each = per_element(len(column_sums(part)), [(program.buffers[x.buffer], x.index.has(s.x)) for x in reads])
+            assert node.config.xblock * node.config.rblock * each <= REGISTERS * THREADS
+    assert found
+
+
+class Causal(nn.Module):
+    """Convolutions over time that are padded on both sides and cut: their gradients are slices written to zeros."""
+
+    def __init__(self, c: int, pad: int):
+        super().__init__()
+        self.pad, self.layers = pad, nn.ModuleList(nn.Conv1d(c, c, 3, padding=pad) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)[..., : -self.pad].relu()
+        return x
+
+
+def test_a_bias_of_what_is_padded_is_summed_along_columns() -> None:
+    """What the gradient is added up from lies in channels-last order, the zeros around it do not."""
+    model = Causal(256, 4).to(torch.bfloat16)
+    x = torch.empty(32, 256, 1000, dtype=torch.bfloat16)
+    large = [
+        n for n, p, _ in kernels(model, x)
+        if p.reduced and (p.numel * p.rnumel).hint() > 10**6
+        and any(b.startswith("convolution_backward") for b in p.reads())
+    ]  # fmt: skip
+    assert large
+    for node in large:
+        assert node.config.xblock >= 32, node.config
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_another_order_computes_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lay_out = layouts._lay_out
+    monkeypatch.setattr(layouts, "_lay_out", lambda graph: min(1, lay_out(graph)))  # small as it is, it pays
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    model = Causal(8 * rng.randrange(1, 3), rng.randrange(1, 4))
+    x = torch.randn(2, model.layers[0].in_channels, rng.randrange(20, 40))
+    for stages in reflib.explain(model.to(torch.bfloat16), x.to(torch.bfloat16), target="sm_90").graphs:
+        given = [_values(n) for n in stages.graph.module.graph.nodes if n.op == "placeholder"]
+        want = stages.graph.module(*[g.clone() for g in given])
+        got = interpret(_retarget(stages.scheduled, parse_target("cpu")), [g.clone() for g in given])
+        for a, b in zip(got, want, strict=True):
+            if isinstance(b, Tensor):
+                torch.testing.assert_close(a, b, rtol=0.05, atol=0.05 * max(1, float(b.abs().max())))
+
+
+def _values(node: torch.fx.Node) -> Tensor:
+    v = node.meta["val"]
+    return torch.empty_strided(v.shape, v.stride(), dtype=v.dtype).copy_(torch.randn(v.shape))
