@@ -301,15 +301,18 @@ def rsub(d: _Writer, x: Any, y: Any, alpha: Any = 1) -> Pair:
 
 @rule(aten.div.Tensor, aten.div.Scalar)
 def div(d: _Writer, x: Any, y: Any) -> Pair:
-    """By a complex number: both scaled by its larger part, so that no square overflows."""
+    """By a complex number: both scaled by its larger part, as eager does, so that no square overflows, and a finite
+    one by 0 is infinite, by an infinity 0 (R. L. Smith, "Algorithm 116: Complex division", 1962)."""
     a, b = _pair(x), _pair(y)
     if not isinstance(y, (Pair, complex)):
         return d.pair(*(d.binary(aten.div, p, b.re) if isinstance(p, Node) else p for p in a))
-    c, s = d.pair(b.re, b.im)
-    most = d(aten.maximum.default, d(aten.abs.default, c), d(aten.abs.default, s))
-    p, q = d(aten.div.Tensor, c, most), d(aten.div.Tensor, s, most)
-    by = d.add(d.mul(c, p), d.mul(s, q))
-    re, im = d.add(d.mul(a.re, p), d.mul(a.im, q)), d.sub(d.mul(a.im, p), d.mul(a.re, q))
+    (p, q), (c, s) = d.pair(*a), d.pair(*b)
+    swap = d(aten.lt.Tensor, d(aten.abs.default, c), d(aten.abs.default, s))  # then both times -i
+    pick = lambda no, yes: d(aten.where.self, swap, yes, no)  # noqa: E731
+    p, q, c, s = pick(p, q), pick(q, d.neg(p)), pick(c, s), pick(s, d.neg(c))
+    ratio = d(aten.masked_fill.Scalar, d(aten.div.Tensor, s, c), d(aten.eq.Scalar, c, 0), 0)
+    by = d.add(c, d.mul(s, ratio))
+    re, im = d.add(p, d.mul(q, ratio)), d.sub(q, d.mul(p, ratio))
     return d.pair(d(aten.div.Tensor, re, by), d(aten.div.Tensor, im, by))
 
 

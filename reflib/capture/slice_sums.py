@@ -24,6 +24,7 @@ from .copies import copied
 aten = torch.ops.aten
 _ZEROS = {aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default}
 _FULL = {aten.full.default, aten.full_like.default}
+_PUT = {aten.select_scatter.default, aten.slice_scatter.default}
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,11 @@ class Slice:
 
 def slice_sums(module: GraphModule, options: Options, gpu: bool) -> GraphModule:
     """``module``, or a copy of it with such sums as ``cat``. module: a functional ATen graph with ``meta["val"]``."""
-    sums = [n for n in module.graph.nodes if n.target is aten.add.Tensor]
-    if options.numerics == "eager" or not any(_slices(a) for n in sums for a in n.args):
+    if options.numerics == "eager" or not any(n.target in _PUT and _is_zero(n.args[0]) for n in module.graph.nodes):
         return module
     out = copied(module)
     for node in reversed(list(out.graph.nodes)):  # (what is a part of a larger one is dead when its turn comes)
-        if node.users and node.target in (aten.add.Tensor, aten.slice_scatter.default):
+        if node.users and (node.target is aten.slice_scatter.default or _is_sum(node) and not _is_term(node)):
             _replace(out.graph, node)
     out.recompile()
     return out
@@ -74,15 +74,25 @@ def _replace(graph: Graph, node: Node) -> None:
 
 
 def _terms(node: Node) -> list[Node]:
-    """What is added up, in order."""
-    if not _is_sum(node):
-        return [node]
-    return [t for a in node.args for t in (_terms(a) if _once(a) else [a])]  # type: ignore[union-attr, arg-type]
+    """What is added up, in order. (There may be thousands, one sum in another.)"""
+    out, stack = list[Node](), list(node.args if _is_sum(node) else [node])
+    while stack:
+        a = stack.pop()
+        if _is_sum(a) and _once(a):  # type: ignore[arg-type]
+            stack += a.args  # type: ignore[union-attr, arg-type]
+        else:
+            out.append(a)  # type: ignore[arg-type]
+    return out[::-1]
 
 
-def _is_sum(node: Node) -> bool:
+def _is_term(node: Node) -> bool:
+    """Of a larger sum?"""
+    return _once(node) and any(map(_is_sum, node.users))
+
+
+def _is_sum(node: object) -> bool:
     """Of two tensors like the result?"""
-    if node.target is not aten.add.Tensor or node.kwargs:
+    if not isinstance(node, Node) or node.target is not aten.add.Tensor or node.kwargs:
         return False
     a, b = (_val(x) for x in node.args)
     whole = _val(node)
@@ -94,10 +104,10 @@ def _slices(node: object) -> list[Slice] | None:
     if not isinstance(node, Node):
         return None
     if _is_sum(node):
-        parts = [_slices(t) for t in _terms(node)]
+        parts = [None if _is_sum(t) else _slices(t) for t in _terms(node)]
         together = [s for p in parts if p for s in p]
         return together if all(parts) and _apart(together) else None
-    if node.target not in (aten.select_scatter.default, aten.slice_scatter.default) or node.kwargs:
+    if node.target not in _PUT or node.kwargs:
         return None
     (base, value, *at), whole = node.args, _val(node)
     dim = at[0] % whole.dim() if at else 0  # type: ignore[operator]

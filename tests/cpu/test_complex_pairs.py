@@ -80,6 +80,15 @@ def test_nothing_is_left_to_calls(fn: Callable[..., Any]) -> None:
         assert not [n.target for n in s.scheduled.nodes if isinstance(n, Extern)]
 
 
+def test_division_at_the_edges() -> None:
+    """By 0, by an infinity, and where squares overflow or vanish: x / 0 was NaN, and so was x / inf."""
+    inf = float("inf")
+    z = torch.tensor([0, 1 + 2j, complex(-3, 0.5), complex(1e30, -1e30), complex(1e-30, 1e-30)], dtype=torch.complex64)
+    w = torch.tensor([0, complex(inf, 1), complex(1, -inf), 1e30 - 2e30j, complex(0, 1e-30)], dtype=torch.complex64)
+    fn = lambda z, w: torch.view_as_real(z[:, None] / w)  # noqa: E731
+    torch.testing.assert_close(reflib.compile(fn)(z, w), fn(z, w), equal_nan=True)
+
+
 def test_what_has_no_rule_stays() -> None:
     """A spectrum, and what is made of it; results that are complex; inputs are read as they are."""
     z = torch.randn(4, 6, dtype=torch.complex64)

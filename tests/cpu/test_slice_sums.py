@@ -109,6 +109,12 @@ def test_one_cat(fn: Callable[..., Tensor], cats: int, adds: int) -> None:
     assert aten.select_scatter.default not in found and aten.slice_scatter.default not in found
 
 
+def test_a_thousand_rows() -> None:
+    """One sum in another, deeper than Python's stack."""
+    found = graph(lambda x: sum(x[t].sin() for t in range(1000)), torch.randn(1000, 2))  # type: ignore[arg-type, return-value]
+    assert found[aten.cat.default] == 1 and aten.select_scatter.default not in found
+
+
 @pytest.mark.parametrize("fn", [overlapping, every_other])
 def test_left_alone(fn: Callable[..., Tensor]) -> None:
     assert aten.cat.default not in graph(fn, X)
