@@ -146,3 +146,14 @@ def test_values_selected_by_a_sort_have_gradients() -> None:
     stores = [n for n in program.nodes if isinstance(n, LoopNest) and any(map(scatters, n.stores()))]
     assert len(stores) == 1 and stores[0].reduced
     torch.testing.assert_close(interpret(program, args), list(backward(*args)))
+
+
+@pytest.mark.parametrize("shape", [(322, 13), (426, 5, 8), (512, 3)])
+def test_a_sorted_row_stays_whole(shape: tuple[int, ...]) -> None:
+    """Few, long columns: a reduction of them would be cut."""
+    x = hostile(shape, 0, torch.float32)
+    fn = lambda x: x.kthvalue((shape[0] + 1) // 2, 0)  # noqa: E731
+    (got, at), calls = computed(fn, x)
+    assert not calls
+    torch.testing.assert_close(got, fn(x).values, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(x.gather(0, at[None])[0], got, rtol=0, atol=0, equal_nan=True)
