@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from ..ir.expr import Atom, Expr, IntLike, Var, expr, mod, nonneg
 from ..ir.loops import Axis, BodyBuilder, Const, Indirect, Load, LoopNest, Op, Store, map_stmt
@@ -75,6 +76,7 @@ class _Placing:
 
     def __init__(self, program: Program, target: Target):
         self.program, self.target, self.depends = program, target, dependencies(program)
+        self.calls = list(accumulate(not isinstance(n, LoopNest) for n in program.nodes))
         self.changed: dict[int, list[Node]] = {}
         self.places: dict[str, View] = {}
 
@@ -113,12 +115,15 @@ class _Placing:
 
     def _read_there(self, position: int, part: Part, parts: list[Part], there: View, unread: bool) -> bool:
         """Does one loop nest make the part, and can all that read it use it where it is copied to? (As the steps of a
-        recurrence, of which a ``stack`` is made.) ``unread``: also where nothing else reads it."""
+        recurrence, of which a ``stack`` is made.) ``unread``: also where nothing else reads it. Not across a call, for
+        which the whole would have to be in memory."""
         b, d = part.value.buffer if isinstance(part.value, Load) else "", self.depends
         writers, readers = d.writers.get(b, []), [i for i in d.readers.get(b, ()) if i != position]
         alone = sum(isinstance(p.value, Load) and p.value.buffer == b for p in parts) == 1
         lasts = not b or self.program.buffers[b].kind != "temp" or b in d.needed
         if lasts or len(writers) != 1 or not (unread or readers) or not alone:
+            return False
+        if self.calls[writers[0]] != self.calls[position]:
             return False
         maker, whole = self.program.nodes[writers[0]], there.buffer
         if b in self.places or not isinstance(maker, LoopNest) or writers[0] in self.changed or maker.reduced:
