@@ -7,7 +7,8 @@ rows of a tensor in channels-last order (``capture.layouts``), looked like a sum
 stored, each kernel that reads or writes it goes through two orders at once.
 
 So before these decisions a temporary that one loop nest computes elementwise, and only loop nests read, gets the order
-of what most of its bytes are computed from.
+of what most of its bytes are computed from. Not what is reduced and then read beside the result (a norm): that is one
+kernel, which holds whole rows, and cut it would be two.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ def _ordered(program: Program, d: Dependencies, position: int, node: LoopNest) -
     if dims is None:
         return None
     readers: list[Node] = [program.nodes[i] for i in d.readers.get(name, ())]
+    totals = {b for n in readers if isinstance(n, LoopNest) and n.reduced for b in n.writes()}
+    if any(not totals.isdisjoint(n.reads()) for n in readers):
+        return None
     used = [s.index for n in readers if isinstance(n, LoopNest) for s in n.loads() if s.buffer == name]
     used.append(store.index)
     if not all(isinstance(n, LoopNest) for n in readers) or any(coordinates(i, b) is None for i in used):

@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 
-from reflib.ir.loops import Const
+from reflib.ir.loops import Const, Load
 from reflib.ir.program import View
+from reflib.ir.transforms import needed
 
 from . import activations
 from .body import Scalar, Value, where
@@ -149,9 +150,12 @@ def div(cx: LoweringContext, x: Any, y: Any) -> View:
 
 
 def _reciprocal(x: Value) -> Scalar:
-    s = x.kernel.b.body[x.id]
+    body = x.kernel.b.body
+    s = body[x.id]
     if not isinstance(s, Const):
-        raise Unsupported("numerics: a number known at run time only")
+        if any(isinstance(body[i], Load) for i in needed(body, [x.id])):  # (a size is none)
+            raise Unsupported("numerics: a number known at run time only")
+        return 1 / x
     number = torch.tensor(s.value, dtype=x.dtype)
     if 0 < min(number.abs(), (1 / number).abs()) < torch.finfo(x.dtype).tiny:
         raise Unsupported("numerics: a subnormal number, or its reciprocal")

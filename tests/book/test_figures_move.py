@@ -62,7 +62,7 @@ def figures() -> dict[str, dict[str, Any]]:
         y = torch.relu(x)
         return y + torch.sort(y, 0).values * w, x.sum(0)
 
-    e = reflib.explain(program, torch.randn(8, 8), torch.randn(8, 8), target="sm_90", dynamic=False)
+    e = reflib.explain(program, torch.randn(1000, 8), torch.randn(1000, 8), target="sm_90", dynamic=False)
     versions = [(f"{n} columns", 2e9 * n, 1e9, 1000.0 + 20 * n) for n in (1, 10, 100, 1000)]
     made: dict[str, Any] = {
         "roofline": lab.roofline_slider(roof, versions, what="columns", caption="c"),

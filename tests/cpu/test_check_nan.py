@@ -36,7 +36,7 @@ def test_the_first_bad_step_is_named(wrapper: str) -> None:
     said = str(e.value)
     assert "check_nan: kernel k0_log_add_sin wrote NaN into sin (3, 4), first at [1, 2]" in said, said
     assert "what it only reads has no NaN" in said and "sin: computed in L['self'].inner" in said, said
-    assert "aten.log.default, aten.add.Tensor, aten.sin.default at test_check_nan.py:18 in forward: return (x" in said
+    assert "aten.log.default, aten.add.Tensor, aten.sin.default at test_check_nan.py:16 in forward: return (x" in said
     x[1, 2], x[0, 1] = 1, float("nan")
     with pytest.raises(
         reflib.ReflibError, match=r"it was there before: arg0_1, which this reads, has NaN first at \[0, 1\]"

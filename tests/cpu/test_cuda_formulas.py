@@ -32,7 +32,8 @@ def test_they_mean_the_op(name: str, dtype: torch.dtype) -> None:
     """Of the program that a GPU's kernel is printed from."""
     args = _inputs(name, dtype)
     program = reflib.explain(lambda *t: CASES[name](*(-v for v in t)), *args, **EAGER).program
-    assert [n.reason for n in program.nodes if isinstance(n, Extern)] == []
+    subnormal = name == "x / 3e-39"
+    assert any(isinstance(n, Extern) for n in program.nodes) == subnormal
     cpu = {name: replace(b, device=torch.device("cpu")) for name, b in program.buffers.items()}
     (got,) = interpret(replace(program, buffers=cpu), args)
     exact = CASES[name](*(-t.double() for t in args)).to(dtype).double()

@@ -17,7 +17,7 @@ def f(x, w):
 
 @pytest.fixture(scope="module")
 def e():
-    return reflib.explain(f, torch.randn(8, 8), torch.randn(8, 8), target="sm_90", dynamic=False)
+    return reflib.explain(f, torch.randn(1000, 8), torch.randn(1000, 8), target="sm_90", dynamic=False)
 
 
 def test_it_says_why_not_in_words_and_on_the_edge(e):
