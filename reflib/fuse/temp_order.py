@@ -76,7 +76,7 @@ def _order(program: Program, node: LoopNest, store: Store) -> dict[Var, int] | N
     axes = [a.var for a in node.axes if a.size != 1]
     votes: dict[Var, int] = {}
     loads: dict[Var, Load] = {}
-    for s in {s.index: s for s in node.loads()}.values():
+    for s in {(s.buffer, s.index): s for s in node.loads()}.values():
         inner = _inner(s.index, axes)
         if inner is not None and all(s.index.coefficient(v) is not None for v in axes):
             votes[inner] = votes.get(inner, 0) + program.buffers[s.buffer].dtype.itemsize
