@@ -36,7 +36,7 @@ from .mapping import Mapping, fresh
 from .result import Fused
 from .split import row_major
 
-LONGEST = 512  # elements of a row
+LONGEST = 1024  # elements of a row
 
 Rows = dict[str, tuple[int, int]]  # of buffers whose rows a scan made: the stride along a row, and its length
 

@@ -112,8 +112,9 @@ def calls(fn: Callable[..., Any], x: torch.Tensor, **options: Any) -> int:
 
 
 def test_what_stays_a_call() -> None:
-    assert calls(lambda x: x.sort(-1), R(9, 512)) == 0 and calls(lambda x: x.sort(-1), R(9, 513)) == 1
-    assert calls(lambda x: x.topk(3), R(9, 4096)) == 0 and calls(lambda x: x.topk(3), R(9, 4097)) == 1
+    assert calls(lambda x: x.sort(-1), R(9, 1024)) == 0 and calls(lambda x: x.sort(-1), R(9, 1025)) == 1
+    assert calls(lambda x: x.topk(16), R(9, 16384)) == 0 and calls(lambda x: x.topk(1), R(9, 16385)) == 1
+    assert calls(lambda x: x.topk(17), R(9, 1024)) == 0 and calls(lambda x: x.topk(17), R(9, 1025)) == 1
     assert calls(lambda x: x.sort(-1), R(9, 64), dynamic=True) == 1
     assert calls(lambda x: x.sort(-1), R(9, 64), batch_invariant=True) == 1
     assert calls(lambda x: x.sort(-1), R(9, 64), persistent_limit=32) == 1
