@@ -90,7 +90,7 @@ def rows(**times):
         ({"a": (100, 0.1), "b": (95, 0.0)}, 1.0, "a", "a 100 us: 1.05x is inside the spread of 10%, so a stays"),
         ({"a": (100, 0.0), "b": (95, 0.1)}, 1.0, "a", "inside the spread of 10%"),
         ({"a": (100, 0.02), "b": (95, 0.02)}, 1.0, "b", "b 95.0 us, a 100 us: 1.05x faster, spread 2%"),
-        ({"a": (100, 0.0), "b": (99.5, 0.0)}, 1.0, "a", "inside the spread of 1%"),
+        ({"a": (100, 0.0), "b": (99.5, 0.0)}, 1.0, "a", "inside the spread of 2%"),
         ({"a": (100, 0.0), "b": (80, 0.0)}, 1.3, "a", "1.25x faster is less than the 1.30x asked for, so a stays"),
         ({"a": (100, 0.0), "b": (80, 0.0)}, 1.2, "b", "1.25x faster"),
         ({"a": (100, 0.0), "b": (120, 0.0)}, 1.0, "a", "a 100 us is the fastest; b 120 us comes next"),
