@@ -229,7 +229,7 @@ def _written_last(a: Cluster, b: Cluster, m: Mapping, names: set[str]) -> bool:
     sides = ((a, m.env_a), (b, m.env_b))
     parts = [(p, loops, _compose(old, loops, env)) for x, env in sides for p, loops, old in x.parts]
     body = join([(loops, env) for _, loops, env in sorted(parts, key=lambda t: t[0])])
-    rounds, level = phases(body), varying(body, {x.var for x in m.axes if x.kind == "r"})
+    rounds, level = phases(body, most=True), varying(body, {x.var for x in m.axes if x.kind == "r"})
     last = max(n for n, inside in zip(rounds, level, strict=True) if inside)
     stores = [i for i, s in enumerate(body) if isinstance(s, Store) and s.buffer in names]
     return all(rounds[i] == last for i in stores)

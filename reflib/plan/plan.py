@@ -216,7 +216,7 @@ def can_overwrite(node: Variants, dead: str, new: str) -> bool:
         return False
     if any(s.buffer == dead for s in loops.body[_position(loops, stores[0]) :] if isinstance(s, Load)):
         return False
-    when = phases(loops.body)
+    when = phases(loops.body, most=True)
     return next(p for p, s in zip(when, loops.body) if s is stores[0]) == max(when)
 
 

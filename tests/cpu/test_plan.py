@@ -1,8 +1,10 @@
 """plan: lifetimes, reuse in place and taken over, and what must never be reused."""
 
+import pytest
 import torch
 from choices import scheduled
 
+import reflib
 from reflib.ir.expr import Sym, Var, expr
 from reflib.ir.loops import Axis, BodyBuilder, LoopNest
 from reflib.ir.program import Buffer, Config, Extern, Program, View, full_view
@@ -119,3 +121,22 @@ def test_launch_steps_follow_the_nodes():
     p = plan(program(nodes, [buffer("x", "input"), buffer("a"), buffer("b")], ["b"]), Options())
     assert [s.kernel.name for s in p.steps if isinstance(s, Launch)] == ["k0", "k1"]
     assert [m.label for m in p.moments] == ["k0", "k1"]
+
+
+def standardized(x, w):
+    y = x @ w
+    d = y - y.mean(0)
+    return d, d * torch.rsqrt(y.var(0) + 1e-5)
+
+
+def ranked(x, w):
+    y = x @ w
+    return y - y.amax(0), y * y.argmax(0)
+
+
+@pytest.mark.parametrize("fn", [standardized, ranked])
+def test_not_over_what_a_second_pass_of_a_variance_or_a_position_reads(fn):
+    torch.manual_seed(0)
+    x, w = torch.randn(600, 48), torch.randn(48, 96)
+    for got, want in zip(reflib.compile(fn)(x, w), fn(x, w), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
