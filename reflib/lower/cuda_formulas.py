@@ -39,6 +39,7 @@ from .rules import Unsupported, overloads
 
 Formula = Callable[..., Value]
 FORMULAS: dict[Any, tuple[Callable[..., Any], frozenset[torch.dtype]]] = {}  # a rule by op, and for which dtypes
+CONVERSIONS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 ROUNDED_FIRST = "numerics: eager rounds an operand first"
 # Versions of CUDA whose erff is the one below; Triton's copy is of an older one.
 ERF = ("12.6", "12.8", "12.9", "13.0")
@@ -143,23 +144,41 @@ def rsub(x: Value, y: Value, alpha: Scalar = 1) -> Value:
 
 
 def div(cx: LoweringContext, x: Any, y: Any) -> View:
-    """Of a number, the reciprocal is taken first, once; a tensor of one number is no number."""
+    """Of a number the reciprocal is taken first, once: of a Python number in float64, of a tensor on the CPU in the
+    result's dtype. A tensor of one number on the GPU is no number."""
     _suits(cx, (x, y))
+    if isinstance(y, (int, float)):
+        return elementwise(cx, lambda a: a * _inverse(y, torch.float64, a.dtype), (x,))
+    if (wide := _python_number(cx)) is not None:
+        return elementwise(cx, lambda a: a * (1 / a.kernel.load(wide)).to(a.dtype), (x,))
     number = not isinstance(y, View) or _on_cpu(cx, y)
     return elementwise(cx, lambda a, b: a * _reciprocal(b) if number else a / b, (x, y))
+
+
+def _python_number(cx: LoweringContext) -> View | None:
+    """The divisor in float64, if it is a number that changes: one that Dynamo passes so, and converts."""
+    node = cx.node.args[1]
+    while isinstance(node, torch.fx.Node) and node.target in CONVERSIONS:
+        node = node.args[0]
+    wide = cx.low.values.get(node) if isinstance(node, torch.fx.Node) and node is not cx.node.args[1] else None
+    return wide if isinstance(wide, View) and wide.dtype == torch.float64 and _on_cpu(cx, wide) else None
 
 
 def _reciprocal(x: Value) -> Scalar:
     body = x.kernel.b.body
     s = body[x.id]
-    if not isinstance(s, Const):
-        if any(isinstance(body[i], Load) for i in needed(body, [x.id])):  # (a size is none)
-            raise Unsupported("numerics: a number known at run time only")
-        return 1 / x
-    number = torch.tensor(s.value, dtype=x.dtype)
-    if 0 < min(number.abs(), (1 / number).abs()) < torch.finfo(x.dtype).tiny:
+    if isinstance(s, Const):
+        return _inverse(s.value, x.dtype, x.dtype)
+    if any(isinstance(body[i], Load) for i in needed(body, [x.id])):  # (a size is none)
+        raise Unsupported("numerics: a number known at run time only")
+    return 1 / x
+
+
+def _inverse(value: Any, dtype: torch.dtype, stored: torch.dtype) -> float:
+    number = torch.tensor(value, dtype=dtype)
+    if 0 < min(number.abs(), (1 / number).abs()) < torch.finfo(stored).tiny:
         raise Unsupported("numerics: a subnormal number, or its reciprocal")
-    return float(1 / number)
+    return float((1 / number).to(stored))
 
 
 for _op in overloads("div.Tensor", "div.Scalar", "true_divide"):

@@ -59,6 +59,8 @@ def test_only_what_is_marked_is_one_instruction() -> None:
     assert count(torch.ops.aten.tanh_backward, x.bfloat16(), x.bfloat16()) == (0, 0)
     assert count(lambda x, y: torch.add(x, y, alpha=0.3) * y + x, x, x) == (2, 0)
     assert count(lambda x: x / 3 + x.rsqrt(), x) == (0, 0)
+    (kernel,) = reflib.explain(lambda x: x / 0.001, x, **EAGER).kernels
+    assert "* 1000.0" in kernel.source  # (1 / 0.001 in float32 is another number)
 
 
 @triton
