@@ -135,6 +135,9 @@ def mod(n: Expr, d: Expr) -> Expr:
     _, rest = _split_multiples(n, d)
     if not rest.terms or in_range(rest, d):
         return rest
+    inner = rest.atom
+    if isinstance(inner, BinOp) and inner.fn == "%" and divide_exact(inner.b, d) is not None:
+        return mod(inner.a, d)
     small = _drop_small(rest, d)
     if small is not None:
         a, b, g = small

@@ -131,6 +131,7 @@ def test_text_is_python(pair):
         ((ATOMS[3] // 4) * 4 + ATOMS[3] % 4, ATOMS[3]),
         ((ATOMS[0] * ATOMS[2]) // ATOMS[0], ATOMS[2]),
         (ceildiv(ATOMS[0] * 16, 16), ATOMS[0]),
+        (ATOMS[3] % 6 % 3, ATOMS[3] % 3),
     ],
 )
 def test_simplifies(got, want):
