@@ -60,14 +60,14 @@ def ran(words: list[str], env: Mapping[str, str], folder: Path) -> int:
             runpy.run_path(words[0], run_name="__main__")
         else:
             runpy.run_module(words[0], run_name="__main__", alter_sys=True)
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
         traceback.print_exc()
         return 1
     finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
         sys.stdout.flush()
     return 0
 

@@ -5,6 +5,7 @@ import functools
 import gc
 import inspect
 import math
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -12,19 +13,29 @@ from typing import Any
 def without_overheads() -> None:
     """Once per process; those that are forked from it have done without too."""
     import torch
+    from torch import cuda, mtia, xpu
     from torch._decomp.decompositions_for_rng import PhiloxState
     from torch._dynamo import guards
     from torch._dynamo import utils as dynamo
     from torch._export import utils
+    from torch._functorch._aot_autograd import graph_compile
+    from torch._subclasses import fake_tensor
 
     gc.collect()  # what is imported stays: looking through it again and again took a tenth of the time of tracing
     gc.freeze()
     gc.set_threshold(100_000, 50, 1000)
+    torch._dynamo.config.run_gc_after_compile = False
+    # every seed, for each device there might be, and every mode of fake tensors keep the stack's text for an error
+    no_stack = SimpleNamespace(format_stack=list, extract_stack=list, format_list=list)
+    cuda.traceback = mtia.traceback = xpu.traceback = fake_tensor.traceback = no_stack
+    # joint, forward and backward graphs are printed for a log
+    graph_compile._log_joint_graph = lambda *_: None
+    graph_compile._log_fw_bw_graphs = lambda *_: (None, None)
     guards.profile_guard_manager = lambda *_: 0.0  # for a line in a log it flushes all caches, which takes 60 ms
     # every decomposition of an exported program asks for all C++ ops once for each of some thirty namespaces
     utils._materialize_cpp_cia_ops = functools.cache(utils._materialize_cpp_cia_ops)
     # every graph is logged with all settings of Dynamo and of TorchInductor, as JSON
-    for name in ("get_dynamo_config", "scrubbed_inductor_config", "compiler_config"):
+    for name in ("get_dynamo_config", "functorch_config", "scrubbed_inductor_config", "compiler_config"):
         setattr(dynamo, f"_{name}_for_logging", lambda: None)
     empty = torch.tensor(())
 

@@ -233,6 +233,8 @@ class _Inside:
     def __init__(self, loops: LoopNest, buffers: dict[str, Buffer], axes: set[Var], known: set[Sym], written: set[str]):
         self.loops, self.buffers, self.axes, self.known, self.written = loops, buffers, axes, known, written
         self.filled = frozenset(written)  # before this loop nest
+        self.points = all(nonneg(a.size - 1) for a in loops.axes)
+        self.known_ends = dict[Expr, tuple[Expr, Expr] | None]()  # most indices are used several times
 
     def fail(self, i: int, rule: str) -> NoReturn:
         raise VerifyError(f"{self.loops.name}: {format_stmt(i, self.loops.body[i])}: {rule}")
@@ -287,9 +289,15 @@ class _Inside:
         if isinstance(s, Store) or s.mask is None:
             self.check_bounds(i, s.index, buffer)
 
+    def ends(self, index: Expr) -> tuple[Expr, Expr] | None:
+        """``linear_ends``, where they are reached: no axis is empty."""
+        if index not in self.known_ends:
+            self.known_ends[index] = linear_ends(index) if self.points else None
+        return self.known_ends[index]
+
     def check_bounds(self, i: int, index: Expr, buffer: Buffer) -> None:
-        ends = linear_ends(index)
-        if ends is None or not all(nonneg(a.size - 1) for a in self.loops.axes):
+        ends = self.ends(index)
+        if ends is None:
             return
         if nonneg(ZERO - ends[0] - 1):
             self.fail(i, f"the index goes down to {ends[0]}")
@@ -378,9 +386,8 @@ class _Inside:
             self.fail(i, f"column sums of {buffer.dtype} are not float32")
         if any(isinstance(a, Ref) for a in s.index.atoms()):
             self.fail(i, "the column is a value")
-        ends, columns = linear_ends(s.index), product(buffer.shape[1:])
-        points = all(nonneg(a.size - 1) for a in self.loops.axes)
-        if points and ends is not None and nonneg(ends[1] - columns):
+        ends, columns = self.ends(s.index), product(buffer.shape[1:])
+        if ends is not None and nonneg(ends[1] - columns):
             self.fail(i, f"the column goes up to {ends[1]} in rows of {columns}")
         if sum(isinstance(o, (Load, Store)) and o.buffer == s.buffer for o in self.loops.body) > 1:
             self.fail(i, "another statement touches the sums")

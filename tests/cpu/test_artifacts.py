@@ -1,5 +1,6 @@
 """What a failed run leaves behind: never empty, bounded, with relative links."""
 
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from reflib.batch import artifacts
 from reflib.batch.artifacts import Failed, gather
+from tests.forking import ask, server
 
 FAILS = """
 import torch, reflib
@@ -32,11 +34,29 @@ class Links(HTMLParser):
         self.found += [value or "" for name, value in attrs if name == "href"]
 
 
+class Forked:
+    """Stands in for ``subprocess``: programs are forked from a Python that has imported torch."""
+
+    DEVNULL, STDOUT, TimeoutExpired = subprocess.DEVNULL, subprocess.STDOUT, subprocess.TimeoutExpired
+
+    @staticmethod
+    def run(command, *, timeout, env=os.environ, stdout=None, **_):
+        code, out, errors = ask(server()[1], command[2:] if command[1] == "-m" else command[1:], env, timeout)
+        if stdout is not None:
+            stdout.write((out + errors).encode())
+        return SimpleNamespace(returncode=code, stderr=errors)
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    monkeypatch.setattr(artifacts, "subprocess", Forked)
+
+
 def python(program: str) -> list[str]:
     return [sys.executable, "-c", program]
 
 
-def test_a_failure_leaves_its_reason_a_trace_and_a_repro(tmp_path):
+def test_a_failure_leaves_its_reason_a_trace_and_a_repro(tmp_path, forked):
     folder = tmp_path / "artifacts"
     (tmp_path / "summary.html").write_text("all of it")
     failed = [
@@ -54,7 +74,7 @@ def test_a_failure_leaves_its_reason_a_trace_and_a_repro(tmp_path):
     assert "passed: it does not fail alone" in text and "passes alone: no graph was compiled" in text
 
 
-def test_an_empty_artifact_is_a_problem_that_is_said(tmp_path):
+def test_an_empty_artifact_is_a_problem_that_is_said(tmp_path, forked):
     silent = Failed("silent", "why", lambda _: python("raise SystemExit(1)"))
     assert gather(tmp_path / "a", [silent]) == ["artifact 00-silent/again.txt is empty"]
     run = "import os; os.makedirs('run'); open('run/.lock', 'w'); open('run/log.txt', 'w').write('x'); print(1)"

@@ -62,6 +62,7 @@ def results(fn: Callable[..., Any], args: tuple[Tensor, ...]) -> list[Tensor]:
     return [*out, *torch.autograd.grad(out, args, [torch.randn_like(t) for t in out], allow_unused=True)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda f: f.__name__)
 def test_as_eager(fn: Callable[..., Any], dtype: torch.dtype) -> None:

@@ -8,7 +8,7 @@ from tests.forking import printed
 
 
 @pytest.mark.parametrize(
-    "which", [pytest.param(["--shard", "1/20"], marks=pytest.mark.slow), ["--shard", "3/600", "--entry", "dynamo"]]
+    "which", [pytest.param(["--shard", "1/20"], marks=pytest.mark.slow), ["--shard", "3/1200", "--entry", "dynamo"]]
 )
 def test_one_sample_of_some_ops(tmp_path: Path, which: list[str]) -> None:
     printed("tests.opinfo", "--fresh", "--out", str(tmp_path / "results.jsonl"), "--limit", "1", *which)

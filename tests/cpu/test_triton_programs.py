@@ -15,7 +15,7 @@ def found(request: pytest.FixtureRequest) -> dict[str, str]:
     return results("triton_programs.py", *chosen(request))
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program(name: str, found: dict[str, str]) -> None:
     mine = {k: v for k, v in found.items() if k.rpartition(", ")[0].rpartition(", ")[0] == name}
