@@ -6,14 +6,15 @@ as one expression, each of the T rows' elements asks which of the T terms is not
     select_scatter(0, g0, 0, 0) + select_scatter(0, g1, 0, 1) + ..   =   cat([g0[None], g1[None], ..])
 
 Slices that do not overlap make a ``cat``, of which each part may be stored by the kernel that computes it
-(``fuse/into_place``). No addition is left out but that of zero: only -0.0 + 0.0, which is 0.0, differs, so not with
+(``fuse/into_place``). Of a slice that is taken more than once, as where a loop's body has ``x[t]`` twice, the gradients
+are added first. No addition is left out but that of zero: only -0.0 + 0.0, which is 0.0, differs, so not with
 ``numerics="eager"``.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -29,9 +30,10 @@ _PUT = {aten.select_scatter.default, aten.slice_scatter.default}
 
 @dataclass(frozen=True)
 class Slice:
-    """``value`` lies at ``range(low, high)`` of dimension ``dim``, or is one row of it (``row``); all else is zero."""
+    """The sum of ``values`` lies at ``range(low, high)`` of dimension ``dim``, or is one row of it (``row``); all else
+    is zero."""
 
-    value: Node
+    values: tuple[Node, ...]
     dim: int
     low: int
     high: int
@@ -56,10 +58,11 @@ def _replace(graph: Graph, node: Node) -> None:
     slices: list[Slice] = []
     for term in _terms(node):
         found = _slices(term)
-        if found and _apart([*slices, *found]):
-            slices += found
-        else:
+        together = _together(slices, found) if found else None
+        if together is None:
             dense.append(term)
+        else:
+            slices = together
     gaps = _gaps(node, slices) if len(slices) > 1 else None
     if gaps is None:
         return
@@ -105,8 +108,7 @@ def _slices(node: object) -> list[Slice] | None:
         return None
     if _is_sum(node):
         parts = [None if _is_sum(t) else _slices(t) for t in _terms(node)]
-        together = [s for p in parts if p for s in p]
-        return together if all(parts) and _apart(together) else None
+        return _together([], [s for p in parts if p for s in p]) if all(parts) else None
     if node.target not in _PUT or node.kwargs:
         return None
     (base, value, *at), whole = node.args, _val(node)
@@ -118,20 +120,27 @@ def _slices(node: object) -> list[Slice] | None:
     if not all(a is None or isinstance(a, int) for a in at[1:]):
         return None
     if row:
-        return [Slice(value, dim, at[1] % size, at[1] % size + 1, True)]  # type: ignore[operator]
+        return [Slice((value,), dim, at[1] % size, at[1] % size + 1, True)]  # type: ignore[operator]
     low, high, step = slice(*at[1:]).indices(size)
     inner = _slices(value) if _once(value) else None
     if step != 1 or low >= high:
         return None
     if inner and all(s.dim == dim for s in inner):
         return [replace(s, low=s.low + low, high=s.high + low) for s in inner]
-    return [Slice(value, dim, low, high, False)]
+    return [Slice((value,), dim, low, high, False)]
 
 
-def _apart(slices: list[Slice]) -> bool:
-    """Of one dimension, and none overlaps another?"""
-    slices = sorted(slices, key=lambda s: s.low)
-    return all(a.dim == b.dim and a.high <= b.low for a, b in pairwise(slices))
+def _together(slices: list[Slice], more: list[Slice]) -> list[Slice] | None:
+    """Both, in order, with equal slices as one; None if not all are of one dimension, or one overlaps another.
+    slices: in order already."""
+    out = list(slices)
+    for s in more:
+        at = bisect_left(out, s.low, key=lambda x: x.low)
+        same = at < len(out) and replace(out[at], values=s.values) == s
+        if any(x.dim != s.dim or s.low < x.high and x.low < s.high for x in out[max(0, at - 1) : at + 1]) and not same:
+            return None
+        out[at : at + same] = [replace(s, values=(*out[at].values, *s.values)) if same else s]
+    return out
 
 
 def _once(node: Node) -> bool:
@@ -147,7 +156,6 @@ def _is_zero(node: object) -> bool:
 
 def _gaps(node: Node, slices: list[Slice]) -> list[tuple[int, int]] | None:
     """What is between the slices; None if it cannot be made, since another size is not known."""
-    slices.sort(key=lambda s: s.low)
     shape = _val(node).shape
     ends = [0, *(x for s in slices for x in (s.low, s.high)), shape[slices[0].dim]]
     gaps = [(a, b) for a, b in zip(ends[::2], ends[1::2]) if a < b]
@@ -162,10 +170,12 @@ def _cat(graph: Graph, node: Node, slices: list[Slice], gaps: list[tuple[int, in
         how = {"dtype": whole.dtype, "device": whole.device}
         parts[low] = _call(graph, node, aten.full.default, (shape, 0), whole.new_zeros(shape), how)
     for s in slices:
-        value = _val(s.value)
-        parts[s.low] = s.value
+        part, value = s.values[0], _val(s.values[0])
+        for more in s.values[1:]:
+            part = _call(graph, node, aten.add.Tensor, (part, more), value)
         if s.row:
-            parts[s.low] = _call(graph, node, aten.unsqueeze.default, (s.value, dim), value.unsqueeze(dim))
+            part = _call(graph, node, aten.unsqueeze.default, (part, dim), value.unsqueeze(dim))
+        parts[s.low] = part
     return _call(graph, node, aten.cat.default, ([p for _, p in sorted(parts.items())], dim), whole)
 
 

@@ -87,6 +87,13 @@ def gap(x: Tensor) -> Tensor:
     return x[:, 1] * x[:, 3] + x[:, -1]
 
 
+def twice(x: Tensor) -> Tensor:
+    h = x[0]
+    for i in range(1, 5):
+        h = (h - x[i]).sin() + x[i]
+    return h
+
+
 def both(x: Tensor) -> Tensor:
     return x.tanh() + (x[:, :2].sin() * x[:, 2:4]).sum()
 
@@ -102,7 +109,7 @@ def every_other(x: Tensor) -> Tensor:
 X = torch.randn(5, 6)
 
 
-@pytest.mark.parametrize("fn, cats, adds", [(loop, 1, 0), (gap, 1, 1), (both, 1, 2)])
+@pytest.mark.parametrize("fn, cats, adds", [(loop, 1, 0), (gap, 1, 1), (both, 1, 2), (twice, 1, 8)])
 def test_one_cat(fn: Callable[..., Tensor], cats: int, adds: int) -> None:
     found = graph(fn, X)
     assert found[aten.cat.default] == cats and found.get(aten.add.Tensor, 0) == adds
@@ -125,6 +132,15 @@ def test_bits() -> None:
     assert aten.cat.default not in graph(loop, X, numerics="eager")
 
 
+def shifted(x: Tensor, g: Tensor) -> Tensor:
+    """Each step takes its row twice."""
+    most, out = x[:, 0], []
+    for t in range(x.shape[1]):
+        most = torch.maximum(most + g[:, t], x[:, t])
+        out.append((x[:, t] - most).exp())
+    return torch.stack(out, 1)
+
+
 def gated(x: Tensor, g: Tensor) -> Tensor:
     h, out = torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):
@@ -133,15 +149,16 @@ def gated(x: Tensor, g: Tensor) -> Tensor:
     return torch.stack(out, 1)
 
 
-def test_two_kernels() -> None:
+@pytest.mark.parametrize("fn", [gated, shifted])
+def test_two_kernels(fn: Callable[..., Tensor]) -> None:
     """A recurrence, forward and backward: each reads what it needs once."""
     args = [torch.randn(64, 12, 384, requires_grad=True) for _ in range(2)]
-    forward, backward = reflib.explain(gated, *args, target="sm_90").graphs
+    forward, backward = reflib.explain(fn, *args, target="sm_90").graphs
     for g in (forward, backward):
         assert len([name for name in g.kernels if not name.endswith("_fallback")]) == 1
 
 
-@pytest.mark.parametrize("fn", [loop, gap, both, overlapping, every_other])
+@pytest.mark.parametrize("fn", [loop, gap, twice, both, overlapping, every_other])
 def test_compiled(fn: Callable[..., Tensor]) -> None:
     x, y = (X.clone().requires_grad_() for _ in range(2))
     torch.compile(fn, backend="reflib")(x).sum().backward()
