@@ -14,6 +14,9 @@ the same rows (a norm of 4 features), or put its result back beside each element
 go along these. Triton then spreads a row's few elements over warps, and what is computed per row goes through shared
 memory, a barrier each time. Written out, a thread has all elements of its rows, and nothing is exchanged.
 
+Of an argmax or argmin, the extreme value first, then the first position that has it (or NaN); comparisons of positions
+that are decided then go (``decided``): of three parts that a ``stack`` joins, an element is one.
+
 NB: TorchInductor writes out each reduction of fewer than 8 elements while lowering.
 """
 
@@ -81,7 +84,7 @@ def by_element(fused: Fused, options: Options, target: Target) -> Fused:
         for a in node.axes:
             read = (s for s in node.loads() if s.buffer in made)
             buffer = next((s.buffer for s in read if made[s.buffer] == _steps(s.index, a)), None)
-            if buffer is None or not set(node.reduced) <= {a}:
+            if buffer is None or node.reduced and not (node.reduced == (a,) and _few(node)):
                 continue
             maker = depends.last_writer(buffer, i)
             if maker is None or not isinstance(first := nodes[maker], LoopNest):

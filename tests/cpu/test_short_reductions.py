@@ -121,6 +121,13 @@ def test_a_colour_transform_is_one_kernel_each_way() -> None:
     assert [[n.rnumel for n in g.fused.program.nodes] for g in graphs] == [[1], [1]]
 
 
+def test_what_reads_the_greatest_few() -> None:
+    """These are stored one by one: the place of the least is found among them; their sums so far stay a scan."""
+    for fn, count in ((lambda v: v.argmin(-1), 1), (lambda v: v.cumsum(-1), 2)):
+        e = reflib.explain(lambda x: fn(x.topk(3).values), torch.rand(30, 20), target="sm_90")  # noqa: B023
+        assert len(e.graphs[0].fused.program.nodes) == count
+
+
 def test_an_operand_that_is_stored_anyway_is_not_read_again() -> None:
     def fn(x: Tensor) -> tuple[Tensor, Tensor]:
         y = x.sin()
