@@ -88,6 +88,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "scaled_matmul": "lower.scaled_matmul",
         "scatter": "lower.scatter",
         "scans": "lower.scans",
+        "search": "lower.search",
         "sorts": "lower.sorts",
         "user_kernels": "lower.user_kernels",
         "more_pointwise": "lower.more_pointwise",

@@ -208,6 +208,21 @@ def _written_out(x: torch.Tensor, w: torch.Tensor, i: torch.Tensor) -> tuple[tor
     return distances.amin(0), (rows.sum(1) * rows.prod(1) + rows.amax(1)).sum(-1), points.var(-1).sum(0)
 
 
+def _searches(s: torch.Tensor, x: torch.Tensor) -> Any:
+    s = s.sort(-1).values.cumsum(-1)
+    ends = torch.stack([torch.searchsorted(s, x, right=True), torch.bucketize(x, s[0])], -1)
+    return s.gather(1, ends.sum(-1) % s.shape[1]), torch.searchsorted(s, x, out_int32=True)
+
+
+def colours(x: torch.Tensor) -> torch.Tensor:
+    """Hue, saturation and value of (..., 3, n): the greatest and the least of three, and which one that is."""
+    (high, at), low = x.max(-2), x.amin(-2)
+    d = torch.where(high == low, 1.0, high - low)
+    r, g, b = x.unbind(-2)
+    hue = (torch.stack([g - b, b - r + 2 * d, r - g + 4 * d], -2) / d.unsqueeze(-2)).gather(-2, at.unsqueeze(-2))
+    return torch.stack([hue.squeeze(-2) / 6 % 1, (high - low) / (high + 1e-3), high], -2)
+
+
 PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
     "siblings": (
         lambda x: (x + 1, x.sum(), x.sum(0), x.sum(-1), torch.cat([x, x]), x.t() * 2, (x > 0).any(), x.prod(0)),
@@ -218,6 +233,10 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dic
         lambda: (randn(6, 100), randn(40, 3), randn(5, 33)), {},
     ),
     "written out": (_written_out, lambda: (randn(9, 12), randn(11, 7), torch.arange(30).view(6, 5) % 11), {}),
+    "colours": (
+        lambda x: colours(x.unflatten(-1, (3, -1))), lambda: (_ties(9, 21).float().requires_grad_(),), {},
+    ),
+    "searches": (_searches, lambda: (_ties(4, 11).float(), _ties(4, 9).float()), {}),
     "from the end": (
         lambda x: (x.flip(-1).cumsum(-1).flip(-1) * x.exp(), (x * 2).flip(0).cumsum(0).flip(0)),
         lambda: (randn(6, 100),), {},

@@ -151,13 +151,15 @@ def make_producer(position: int, loops: LoopNest, store: Store) -> Producer | No
 
 
 def _inline_into(loops: LoopNest, position: int, work: _Work) -> LoopNest:
-    """``loops`` with every load replaced that should be, loads in inlined bodies included."""
+    """``loops`` with every load replaced that should be, loads in inlined bodies included. What gathers comes last: by
+    then all loads of it are there, of which more than one would repeat it."""
     keep, given, own = set[str](), loops, None
     while True:
         names = [n for n in loops.reads() if n in work.producers and n not in keep]
         if not names:
             return loops
-        name, own = names[0], own or single(position, loops, work.depends)
+        name = min(names, key=lambda n: gathers(work.producers[n].loops))
+        own = own or single(position, loops, work.depends)
         for p in _forms(own, position, work.producers[name], work):
             if _should_inline(loops, given, position, p, work):
                 inlined = replace_loads(loops, p)
@@ -330,7 +332,7 @@ def _cheap(loops: LoopNest, loads: list[Load], p: Producer) -> bool:
     """By how often each element of the producer would be computed."""
     points = loops.numel.hint() * loops.rnumel.hint()
     unmasked = len({s.index for s in loads if s.mask is None})
-    masked = {s.index: s for s in loads if s.mask is not None}  # lanes that are masked off cost little
+    masked = {(s.index, s.mask): s for s in loads if s.mask is not None}  # lanes that are masked off cost little
     repeat: float = sum(max(1, points // _lanes(loops, s)) for s in masked.values())
     repeat += unmasked * points / max(1, p.loops.numel.hint())
     work = [s for s in p.loops.body if isinstance(s, (Op, Indirect))]

@@ -32,8 +32,8 @@ from ..target import Target
 from .dependencies import dependencies
 from .inline_loads import makes_all
 from .legality import common_space, single
-from .mapping import Mapping, fresh
-from .result import Fused
+from .mapping import fresh
+from .result import Fused, Reason
 from .split import row_major
 
 LONGEST = 1024  # elements of a row
@@ -50,20 +50,21 @@ def picks(fused: Fused, options: Options, target: Target) -> Fused:
     buffers, out = dict(program.buffers), list[Node]()
     for i, node in enumerate(program.nodes):
         if isinstance(node, LoopNest):
-            for s in node.loads() if not node.reduced else ():
-                place = _pick(node, s, rows[s.buffer]) if s.buffer in rows else None
-                maker = None if place is None else depends.last_writer(s.buffer, i)
+            body = list(node.body)
+            for name in node.reads() if not node.reduced else ():
+                maker = depends.last_writer(name, i) if name in rows else None
                 scanned = None if maker is None else program.nodes[maker]
-                if place is None or maker is None or not isinstance(scanned, LoopNest):
+                if maker is None or not isinstance(scanned, LoopNest):
                     continue
-                name = next(n for k in itertools.count() if (n := f"{node.name}_element{k}") not in buffers)
-                pick, made = _searched(name, node, s, place, rows[s.buffer], buffers[s.buffer])
-                if isinstance(common_space(single(maker, scanned, depends), single(i, pick, depends)), Mapping):
-                    buffers[name] = made
-                    found = Load(name, pick.stores()[0].index, s.dtype)
-                    new = tuple(found if o == s else o for o in node.body)
-                    node = replace(node, body=eliminate_dead(new))
+                found = _picked(node, name, rows[name], buffers)
+                own = single(maker, scanned, depends)
+                if any(isinstance(common_space(own, single(i, p, depends)), Reason) for p, _ in found.values()):
+                    continue
+                for j, (pick, made) in found.items():
+                    buffers[made.name] = made
+                    body[j] = Load(made.name, pick.stores()[0].index, body[j].dtype)  # type: ignore[union-attr]
                     out.append(pick)
+            node = replace(node, body=eliminate_dead(tuple(body)))
             v = _along(node, rows)
             for w in node.stores():
                 stride = None if v is None else w.index.coefficient(v)
@@ -71,6 +72,23 @@ def picks(fused: Fused, options: Options, target: Target) -> Fused:
                     rows[w.buffer] = int(stride), int(v.size)
         out.append(node)
     return replace(fused, program=replace(program, nodes=tuple(out), buffers=buffers))
+
+
+def _picked(
+    loops: LoopNest, name: str, row: tuple[int, int], buffers: dict[str, Buffer]
+) -> dict[int, tuple[LoopNest, Buffer]]:
+    """By statement: a loop nest for each load of a buffer's elements, and what that stores. None, if one of them can be
+    no such reduction: the row goes through memory then (and a binary search in it reads all of its places there)."""
+    out, taken = dict[int, tuple[LoopNest, Buffer]](), set(buffers)
+    for j, s in enumerate(loops.body):
+        if isinstance(s, Load) and s.buffer == name and not any(_is_along(a, s.index, row) for a in loops.axes):
+            place = _pick(loops, s, row)
+            if place is None:
+                return {}
+            own = next(n for k in itertools.count() if (n := f"{loops.name}_element{k}") not in taken)
+            taken.add(own)
+            out[j] = _searched(own, loops, j, place, row, buffers[name])
+    return out
 
 
 def _scans(loops: LoopNest) -> bool:
@@ -95,7 +113,7 @@ def _is_along(a: Axis, index: Expr, row: tuple[int, int]) -> bool:
 def _pick(loops: LoopNest, s: Load, row: tuple[int, int]) -> Expr | None:
     """The position in its row of the one element that ``s`` reads at a point; None if it reads otherwise."""
     stride, n = row
-    if s.mask is not None or any(_is_along(a, s.index, row) for a in loops.axes):
+    if s.mask is not None:
         return None
     refs = [a for a in s.index.atoms() if isinstance(a, Ref)]
     if refs:
@@ -111,10 +129,11 @@ def _pick(loops: LoopNest, s: Load, row: tuple[int, int]) -> Expr | None:
 
 
 def _searched(
-    name: str, loops: LoopNest, s: Load, place: Expr, row: tuple[int, int], buffer: Buffer
+    name: str, loops: LoopNest, j: int, place: Expr, row: tuple[int, int], buffer: Buffer
 ) -> tuple[LoopNest, Buffer]:
-    """A loop nest that stores what ``s`` loads, found by a reduction over the row, and what it stores that in."""
-    r, j = fresh(expr(row[1])), loops.body.index(s)
+    """A loop nest that stores what the load at ``j`` does, found by a reduction over the row, and what it stores in."""
+    r, s = fresh(expr(row[1])), loops.body[j]
+    assert isinstance(s, Load)
     b = BodyBuilder()
     ids: dict[int, int] = {}
     for i in needed(loops.body, [j])[:-1]:

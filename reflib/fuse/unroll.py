@@ -14,6 +14,9 @@ the same rows (a norm of 4 features), or put its result back beside each element
 go along these. Triton then spreads a row's few elements over warps, and what is computed per row goes through shared
 memory, a barrier each time. Written out, a thread has all elements of its rows, and nothing is exchanged.
 
+Of an argmax or argmin, the extreme value first, then the first position that has it (or NaN); comparisons of positions
+that are decided then go (``decided``): of three parts that a ``stack`` joins, an element is one.
+
 NB: TorchInductor writes out each reduction of fewer than 8 elements while lowering.
 """
 
@@ -22,14 +25,16 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 from math import inf
+from typing import TypeGuard
 
 from ..ir.expr import Atom, Expr, IntLike
-from ..ir.loops import Axis, BodyBuilder, Indirect, Load, LoopNest, Op, Reduce, Scan, map_stmt
+from ..ir.loops import Axis, BodyBuilder, Index, Indirect, Load, LoopNest, Op, Reduce, Scan, Stmt, map_stmt
 from ..ir.program import Buffer, Node, Program
 from ..ir.traffic import accesses, cost
 from ..ir.transforms import two_passes, varying
 from ..options import Options
 from ..target import Target
+from .decided import decided
 from .dependencies import Dependencies, dependencies, remove_dead
 from .emit import kind_of
 from .inline_loads import MAX_BODY, Producer, make_producer, makes_all, replace_loads
@@ -39,7 +44,8 @@ from .result import Fused, Reason
 LONGEST = 8  # elements: from a second row of them on, a thread has their registers twice
 MAX_WORK = 96  # loads and operations of one result
 FAR = 64  # readers that are looked at
-_OPS = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum", "any": "or", "all": "and", "m2": ""}
+_OPS = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum", "any": "or", "all": "and", "m2": "",
+        "argmax": "maximum", "argmin": "minimum"}  # fmt: skip
 
 
 def unroll(fused: Fused, options: Options, target: Target) -> Fused:
@@ -78,7 +84,7 @@ def by_element(fused: Fused, options: Options, target: Target) -> Fused:
         for a in node.axes:
             read = (s for s in node.loads() if s.buffer in made)
             buffer = next((s.buffer for s in read if made[s.buffer] == _steps(s.index, a)), None)
-            if buffer is None or not set(node.reduced) <= {a}:
+            if buffer is None or node.reduced and not (node.reduced == (a,) and _few(node)):
                 continue
             maker = depends.last_writer(buffer, i)
             if maker is None or not isinstance(first := nodes[maker], LoopNest):
@@ -149,7 +155,7 @@ def _few(loops: LoopNest) -> bool:
     if not kinds or not kinds <= set(_OPS) or any(isinstance(s, Scan) for s in loops.body):
         return False
     n = loops.rnumel.constant
-    return n is not None and 1 < n <= LONGEST
+    return n is not None and 1 < n <= LONGEST and all(_order(loops, s) for s in loops.body if _picks(s))
 
 
 def _short(loops: LoopNest) -> bool:
@@ -209,24 +215,61 @@ def _with_makers(loops: LoopNest, makers: dict[str, Producer], depends: Dependen
     return loops
 
 
+def _points(loops: LoopNest) -> list[dict[Atom, IntLike]]:
+    ranges = [[(a.var, n) for n in range(a.size.constant or 0)] for a in loops.reduced]
+    return [dict(p) for p in product(*ranges)]
+
+
+def _picks(s: Stmt) -> TypeGuard[Reduce]:
+    return isinstance(s, Reduce) and s.kind in ("argmax", "argmin")
+
+
+def _order(loops: LoopNest, s: Reduce) -> list[int]:
+    """The points by the position that ``s`` has there, the first one first. (Empty: not known.)"""
+    at = loops.body[s.args[1]]
+    if not isinstance(at, Index):
+        return []
+    places = [at.expr.subs(p) for p in _points(loops)]
+    apart = [(e - places[0]).constant for e in places]
+    return [] if None in apart else sorted(range(len(apart)), key=apart.__getitem__)  # type: ignore[arg-type]
+
+
 def unrolled(loops: LoopNest) -> LoopNest:
     """Without its reduced axes, whose sizes are constants: each statement once per element of these."""
     loops = two_passes(loops)
     level = varying(loops.body, loops.reduced_vars)
-    ranges = [[(a.var, n) for n in range(a.size.constant or 0)] for a in loops.reduced]
-    points: list[dict[Atom, IntLike]] = [dict(p) for p in product(*ranges)]
+    points = _points(loops)
     b = BodyBuilder()
     ids: list[dict[int, int]] = [{} for _ in points]
     for i, s in enumerate(loops.body):
         if isinstance(s, Reduce):
-            total = b.cast(ids[0][s.args[0]], s.dtype)
-            for at in ids[1:]:
-                total = b.op(_OPS[s.kind], total, b.cast(at[s.args[0]], s.dtype))
-            new = [total] * len(points)
+            total = _total(b, s, ids)
+            new = [_first(b, s, total, [ids[n] for n in _order(loops, s)]) if _picks(s) else total] * len(points)
         elif level[i]:
             new = [b.add(map_stmt(s, at, point)) for at, point in zip(ids, points)]
         else:
             new = [b.add(map_stmt(s, ids[0]))] * len(points)
         for at, value in zip(ids, new):
             at[i] = value
-    return LoopNest(loops.name, tuple(Axis(a.var, "p") for a in loops.parallel), tuple(b.body), loops.origins)
+    axes = tuple(Axis(a.var, "p") for a in loops.parallel)
+    return LoopNest(loops.name, axes, decided(tuple(b.body)), loops.origins)
+
+
+def _total(b: BodyBuilder, s: Reduce, ids: list[dict[int, int]]) -> int:
+    dtype = b.dtype(ids[0][s.args[0]]) if _picks(s) else s.dtype
+    total, *others = [b.cast(at[s.args[0]], dtype) for at in ids]
+    for value in others:
+        total = b.op(_OPS[s.kind], total, value)
+    return total
+
+
+def _first(b: BodyBuilder, s: Reduce, extreme: int, ids: list[dict[int, int]]) -> int:
+    """The position of the first value that is the extreme one: NaN, if there is one."""
+    place = ids[-1][s.args[1]]
+    for at in reversed(ids[:-1]):
+        value = at[s.args[0]]
+        found = b.op("eq", value, extreme)
+        if b.dtype(value).is_floating_point:
+            found = b.op("or", found, b.op("isnan", value))
+        place = b.op("where", found, at[s.args[1]], place)
+    return place

@@ -21,7 +21,14 @@ def own_parts(table: Mapping[Any, Parts]) -> dict[Any, Parts]:
     return {
         **{op: partial(max_unpool, dims) for op, dims in unpools.items()},
         **{op: partial(counted_wide, table[op]) for op in means},
+        aten.stack.default: stack,
     }
+
+
+def stack(tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Parts of length 1: what reads one of them, or picks one by a number, knows where. (Of torch's parts, joined along
+    a dimension that is split afterwards, it does not.)"""
+    return torch.cat([t.unsqueeze(dim) for t in tensors], dim)
 
 
 def max_unpool(dims: int, x: torch.Tensor, indices: torch.Tensor, output_size: list[int], *_: Any) -> torch.Tensor:

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from fuse_cases import CPU, fused, kernels
 from torch import Tensor
+from triton_programs import colours
 
+import reflib
 from reflib.fuse.unroll import LONGEST
 
 
@@ -28,6 +30,8 @@ SHORT: dict[str, Callable[[Tensor], Tensor]] = {
     "var": lambda x: x.var(1),
     "any": lambda x: (x > 0.8).any(1).float(),
     "all": lambda x: (x > 0.2).all(1).float(),
+    "argmax": lambda x: x.argmax(1).float(),
+    "argmin of equals": lambda x: (x * 2).round().argmin(1).float(),
 }
 
 
@@ -97,6 +101,31 @@ def test_few_strided_elements_are_written_out(seed: int) -> None:
         assert [n.rnumel.hint() for n in kernels(fused(fn, args, batch_invariant=True))] == [rows]
     longer = torch.rand(40, LONGEST + 1, columns)
     assert [n.rnumel.hint() for n in kernels(fused(back, (longer,)))] == [LONGEST + 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.uint8])
+def test_which_of_few_is_the_greatest(dtype: torch.dtype) -> None:
+    """The first of equals, or the first NaN."""
+    x = torch.randint(0, 3, (40, 3, 48), generator=_seeded(0)).to(dtype)
+    if dtype.is_floating_point:
+        x[torch.rand(x.shape, generator=_seeded(1)) < 0.2] = float("nan")
+        x[0] = float("-inf")
+    for fn in (lambda x: (*x.max(1), *x.min(1)), lambda x: (x.flip(1).argmax(1),)):
+        (kernel,) = kernels(fused(fn, (x,)))
+        assert not kernel.reduced
+
+
+def test_a_colour_transform_is_one_kernel_each_way() -> None:
+    """The hue is picked among three parts that a ``stack`` joins: each is computed from the same pixel."""
+    graphs = reflib.explain(colours, torch.rand(2, 3, 256, requires_grad=True), target="sm_90").graphs
+    assert [[n.rnumel for n in g.fused.program.nodes] for g in graphs] == [[1], [1]]
+
+
+def test_what_reads_the_greatest_few() -> None:
+    """These are stored one by one: the place of the least is found among them; their sums so far stay a scan."""
+    for fn, count in ((lambda v: v.argmin(-1), 1), (lambda v: v.cumsum(-1), 2)):
+        e = reflib.explain(lambda x: fn(x.topk(3).values), torch.rand(30, 20), target="sm_90")  # noqa: B023
+        assert len(e.graphs[0].fused.program.nodes) == count
 
 
 def test_an_operand_that_is_stored_anyway_is_not_read_again() -> None:
