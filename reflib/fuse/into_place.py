@@ -405,7 +405,7 @@ def _assembled(program: Program, node: LoopNest) -> tuple[Store, Var | None, lis
     """The store, the variable of the divided dimension (None: there is one part) and the parts, of a node that only
     chooses, by one dimension, which of several tensors an element comes from."""
     store = node.body[-1] if node.body else None
-    if not isinstance(store, Store) or node.reduced or sum(isinstance(s, Store) for s in node.body) != 1:
+    if not isinstance(store, Store) or node.reduced or sum(isinstance(s, (Store, Indirect)) for s in node.body) != 1:
         return None
     whole = program.buffers[store.buffer]
     axes = whole_dimensions(whole, node, store)

@@ -73,6 +73,12 @@ def padded_and_read(x: Tensor, w: Tensor, v: Tensor, y: Tensor) -> tuple[Tensor,
     return q, a.softmax(1), a @ w, a * q.sum(1, keepdim=True)
 
 
+def gathered(x: Tensor, w: Tensor, v: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    a = y.exp()
+    whole = torch.cat([a, x.gather(1, x.argsort(1))], 1)
+    return whole @ whole.t(), a.softmax(1)
+
+
 # what is computed, and the bytes of all temporaries: of results and of what must be stored, nothing twice
 CASES: dict[str, tuple[Callable[..., Any], int]] = {
     "of products": (lambda x, w, v, y: torch.cat([x @ w, x @ v], 1), NA + NB),
@@ -87,6 +93,7 @@ CASES: dict[str, tuple[Callable[..., Any], int]] = {
     "a part that is also read": (read_elsewhere, NA + NB + 4 * (N + A)),
     "several results": (values_and_positions, NB + 4 * N * 4 + 3 * 8 * N * 4),
     "padded and read": (padded_and_read, 4 * N * (K + 3) + 2 * NK + NA + 4 * N * N + 4 * N),
+    "of a gather": (gathered, 2 * NB + 2 * NK + 4 * N * N + 2 * 8 * N * K),
     "a slice that is written": (written_slice, 4 * N * (A + 3)),
     "onto an argument": (onto_an_argument, 4 * B),
     "then a product": (lambda x, w, v, y: torch.cat([x @ w, x @ v], 1).t() @ x, NA + NB + 4 * (A + B) * K),
