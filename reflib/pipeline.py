@@ -174,7 +174,7 @@ def _fuse(s: Stages) -> None:
     assert program is not None
     if s.once and s.inlined is None and any(isinstance(n, Choice) for n in program.nodes):
         return
-    target = s.target_of(_main_device(program))
+    target = s.target_of(main_device(program))
     s.fused = fuse(program, s.options, target)
     if "fused" in CHOOSE:
         s.fused = CHOOSE["fused"](s, target)
@@ -256,7 +256,7 @@ def _retarget(program: Program, target: Target) -> Program:
     return replace(program, buffers=buffers, nodes=tuple(map(moved, program.nodes)))
 
 
-def _main_device(program: Program) -> torch.device:
+def main_device(program: Program) -> torch.device:
     """The device most kernels of a program run on: a GPU if there is one in it."""
     gpus = {b.device for b in program.buffers.values() if b.device.type != "cpu"}
     return min(gpus, key=str, default=torch.device("cpu"))

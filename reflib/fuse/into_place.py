@@ -10,7 +10,9 @@ part of the whole, and the other parts are stored by loop nests of their own, wh
 So for ``pad`` and ``stack``, and for a whole copy (onto an argument that is written to). A result of a Template, which
 other kernels' loops cannot join, is stored to its part by its epilogue in the same way. What a kernel makes of a
 reduction (a softmax) is stored to its part by that kernel, since the copy would have to read it, or its inputs, again;
-and so are a tensor that is several parts, and parts that are computed from the same elements (``shared_parts``).
+and so are a tensor that is several parts, one that others read too, where computing it again would read no less
+(``a * b`` padded for a product, and read without the padding), and parts that are computed from the same elements
+(``shared_parts``).
 
 What else reads the result reads it there. This is done where the whole is stored anyway: it is a result, or read by
 what computes no elements of it again (a call, a product), or all of it is made so. Some ops write to a part
@@ -41,7 +43,7 @@ from .in_place import may_alias
 from .mapping import fresh
 from .places import LAUNCH, moved, within
 from .result import Fused
-from .shared_parts import RUN, STORES, Shared, shared, sources
+from .shared_parts import RUN, STORES, Shared, Sources, shared, sources
 from .slices import coordinates, region_of, whole_dimensions
 
 MOVED = 16  # bytes
@@ -66,18 +68,20 @@ def into_place(fused: Fused, options: Options, target: Target) -> Fused:
         work.visit(position)
     if not work.changed:
         return fused
-    nodes = tuple(work.reading(n) for i, old in enumerate(program.nodes) for n in work.changed.get(i, [old]))
+    changed = ((*work.first.get(i, ()), *work.changed.get(i, [old])) for i, old in enumerate(program.nodes))
+    nodes = tuple(work.reading(n) for found in changed for n in found)
     program = replace(program, nodes=nodes)
     return replace(fused, program=replace(program, buffers=used_buffers(program, nodes)))
 
 
 class _Placing:
-    """``changed``: by position, what replaces a node. ``places``: of buffers that become parts of others."""
+    """``changed``: by position, what replaces a node; ``first``: what comes before. ``places``: of parts of others."""
 
     def __init__(self, program: Program, target: Target):
         self.program, self.target, self.depends = program, target, dependencies(program)
         self.calls = list(accumulate(not isinstance(n, LoopNest) for n in program.nodes))
         self.changed: dict[int, list[Node]] = {}
+        self.first: dict[int, list[Node]] = {}
         self.places: dict[str, View] = {}
 
     def visit(self, position: int) -> None:
@@ -94,6 +98,7 @@ class _Placing:
             return
         self.changed |= cut
         rest: list[tuple[int, int, Part]] = []
+        start = position
         for n, (part, made) in enumerate(zip(parts, makers)):
             node = None if made is None else self.program.nodes[made]
             there = None if part.view is None else self._there(part.view)
@@ -101,17 +106,23 @@ class _Placing:
             # many tensors with these and their copies.)
             unread = common.place(n) < 0 or len(parts) > STORES // 2
             if node is None and there is not None and self._read_there(position, part, parts, there, unread):
-                node = self.program.nodes[self.depends.writers[part.value.buffer][0]]  # type: ignore[union-attr]
+                made_at = self.depends.writers[part.value.buffer][0]  # type: ignore[union-attr]
+                node, start = self.program.nodes[made_at], min(start, made_at)
             if there is not None and isinstance(node, (Extern, LoopNest)) and isinstance(part.value, Load):
                 self.places[part.value.buffer] = there
                 if made is not None and isinstance(node, Extern):
                     self.changed[made] = [self._into(made, part.value.buffer, there)]
             else:
-                b = self._stores(part, parts)
+                b = self._stores(position, var, part, parts)
                 rest.append((self.depends.writers[b][0] if b else position, common.place(n), part))
         # stores to one tensor keep their order: those of one kernel follow each other, in the kernels' order
         rest.sort(key=lambda r: r[:2])
-        self.changed[position] = [self._stored(position, store, var, p, n) for n, (*_, p) in enumerate(rest)]
+        self.changed[position] = []
+        for n, (*_, part) in enumerate(rest):
+            # (zeros first: what reads the other elements in their place need not wait, and fuses with what makes them)
+            early = start < position and isinstance(part.value, Const)
+            nodes = self.first.setdefault(start, []) if early else self.changed[position]
+            nodes.append(self._stored(position, store, var, part, n))
 
     def _read_there(self, position: int, part: Part, parts: list[Part], there: View, unread: bool) -> bool:
         """Does one loop nest make the part, and can all that read it use it where it is copied to? (As the steps of a
@@ -133,13 +144,15 @@ class _Placing:
         nodes = [maker, *(n for i in readers for n in self.changed.get(i, [self.program.nodes[i]]))]
         stores = [s for s in maker.stores() if s.buffer == b]
         plain = len(maker.stores()) == 1 and not stores[0].reduce
-        return plain and all(isinstance(n, LoopNest) and self._readable(n, b, there) for n in nodes)
+        plain = plain and (self._aligned(there) or all(isinstance(n, LoopNest) for n in nodes))
+        return plain and all(self._readable(n, b, there) for n in nodes)
 
     def _pays(
         self, whole: str, var: Var | None, parts: list[Part], makers: list[int | None], common: Shared,
         cut: Mapping[int, Sequence[Node]],
     ) -> bool:  # fmt: skip
         d = self.depends
+        (position,) = d.writers[whole]
         direct = sum(m is not None or isinstance(p.value, Const) for m, p in zip(makers, parts))
         others = any(not isinstance(self.program.nodes[i], LoopNest) for i in d.readers.get(whole, ()))
         if whole not in d.needed and (var is None or not others and direct < len(parts)):
@@ -147,7 +160,7 @@ class _Placing:
         size = lambda b: self.program.buffers[b].nbytes.hint()  # noqa: E731
         placed = [p.value.buffer for p, m in zip(parts, makers) if m is not None and isinstance(p.value, Load)]
         several = zip(parts, makers) if var is not None else ()  # (one part: a whole copy, which fuses as it is)
-        apart = [b for p, m in several if m is None and (b := self._stores(p, parts))]
+        apart = [(p, b) for p, m in several if m is None and (b := self._stores(position, var, p, parts))]
         again = sum(isinstance(self.program.nodes[i], LoopNest) for i in d.readers.get(whole, ()) if i not in cut)
         less, more = common.saved - again * size(whole), again  # (loop nests would be fused with one over the whole)
         more += len(cut) * sum(m is not None for m in makers)
@@ -155,7 +168,8 @@ class _Placing:
             less, more = 0, common.fewer
         if not placed and not ((apart or less) and (whole in d.needed or others)):
             return False
-        saved = sum(2 * size(b) for b in placed) + sum(size(b) for b in apart) + less
+        saved = sum(2 * size(b) for b in placed) + sum(size(b) for _, b in apart) + less
+        saved -= 0 if all(self._alone(p, parts) for p, _ in apart) else again * size(whole)
         kernels = makers.count(None) - len(apart) - common.fewer + more
         return saved >= LAUNCH[self.target.is_gpu] * (kernels - 1)
 
@@ -196,33 +210,54 @@ class _Placing:
         step = store.index.coefficient(var)
         found = []
         for n, (p, made) in enumerate(zip(parts, makers)):
-            if made is not None or not isinstance(p.value, Load) or self._stores(p, parts):
+            if made is not None or not isinstance(p.value, Load) or self._stores(position, var, p, parts):
                 continue
             if step is None or ((p.high - p.low) * step * whole.dtype.itemsize).hint() < RUN:
                 continue
             sizes = [p.high - p.low if a.var == var else a.size for a in node.axes]
-            own = [Var(f"part{k}", size) for k, size in enumerate(sizes)]
-            env: dict[Atom, IntLike] = {
-                a.var: (expr(0) if v.size == 1 else expr(v)) + (p.low if a.var == var else 0)
-                for a, v in zip(node.axes, own)
-            }
-            own = [v for v in own if v.size != 1]
-            found.append((n, sizes, sources(self.program, self.depends, p.value, env, own)))
+            found.append((n, sizes, self._read(position, var, p)))
         return shared(found)
 
-    def _stores(self, part: Part, parts: list[Part]) -> str:
+    def _read(self, position: int, var: Var | None, part: Part) -> Sources:
+        """What is read to compute a part that the node stores."""
+        node = self.program.nodes[position]
+        assert isinstance(node, LoopNest) and isinstance(part.value, Load)
+        sizes = [part.high - part.low if a.var == var else a.size for a in node.axes]
+        own = [Var(f"part{k}", size) for k, size in enumerate(sizes)]
+        env: dict[Atom, IntLike] = {
+            a.var: (expr(0) if v.size == 1 else expr(v)) + (part.low if a.var == var else 0)
+            for a, v in zip(node.axes, own)
+        }
+        return sources(self.program, self.depends, part.value, env, [v for v in own if v.size != 1])
+
+    def _stores(self, position: int, var: Var | None, part: Part, parts: list[Part]) -> str:
         """The tensor that a part is all of, if the loop nest that makes it will be a kernel without the copy, and can
-        store the part as well: what it reads is reduced, or it is copied more than once. Else ""."""
+        store the part as well: what it reads is reduced, it is copied more than once, or it is read elsewhere too and
+        computing it again would read no less. Else ""."""
         if part.view is None or not isinstance(part.value, Load):
             return ""
+        b = part.value.buffer
+        writers = self.depends.writers.get(b, [])
+        loops = len(writers) == 1 and isinstance(self.program.nodes[writers[0]], LoopNest)
+        loops = loops and self._assembled(writers[0]) is None
+        return b if loops and (self._alone(part, parts) or self._read_elsewhere(position, var, part)) else ""
+
+    def _alone(self, part: Part, parts: list[Part]) -> bool:
+        """Is a loop nest's part, or what that reads, reduced, or copied more than once?"""
+        assert isinstance(part.value, Load)
         b, d = part.value.buffer, self.depends
-        writers = d.writers.get(b, [])
-        maker = self.program.nodes[writers[0]] if len(writers) == 1 else None
-        if not isinstance(maker, LoopNest) or self._assembled(writers[0]) is not None:
-            return ""
+        maker = self.program.nodes[d.writers[b][0]]
         reads = (self.program.nodes[w] for r in maker.reads() for w in d.writers.get(r, ()))
         reduced = any(isinstance(n, LoopNest) and n.reduced for n in (maker, *reads))
-        return b if reduced or sum(isinstance(p.value, Load) and p.value.buffer == b for p in parts) > 1 else ""
+        return reduced or sum(isinstance(p.value, Load) and p.value.buffer == b for p in parts) > 1
+
+    def _read_elsewhere(self, position: int, var: Var | None, part: Part) -> bool:
+        """Is the part needed by others too, who would read no less to compute it again?"""
+        assert isinstance(part.value, Load)
+        b = part.value.buffer
+        if b not in self.depends.needed and all(i == position for i in self.depends.readers[b]):
+            return False
+        return sum(self._read(position, var, part).values()) >= self.program.buffers[b].nbytes.hint()
 
     def _assembled(self, position: int) -> tuple[Store, Var | None, list[Part]] | None:
         node = self.program.nodes[position]
@@ -305,6 +340,9 @@ class _Placing:
         assert isinstance(call, Extern) and call.out is not None
         if not (any_strides(call.target, call.out[0]) or there.strides == contiguous_strides(there.shape)):
             return False
+        return self._aligned(there)
+
+    def _aligned(self, there: View) -> bool:
         at = [there.offset, *(s for s in there.strides if s != 1)]
         return not self.target.is_gpu or all(mod(e * there.dtype.itemsize, expr(MOVED)) == 0 for e in at)
 
@@ -367,7 +405,7 @@ def _assembled(program: Program, node: LoopNest) -> tuple[Store, Var | None, lis
     """The store, the variable of the divided dimension (None: there is one part) and the parts, of a node that only
     chooses, by one dimension, which of several tensors an element comes from."""
     store = node.body[-1] if node.body else None
-    if not isinstance(store, Store) or node.reduced or sum(isinstance(s, Store) for s in node.body) != 1:
+    if not isinstance(store, Store) or node.reduced or sum(isinstance(s, (Store, Indirect)) for s in node.body) != 1:
         return None
     whole = program.buffers[store.buffer]
     axes = whole_dimensions(whole, node, store)

@@ -11,6 +11,7 @@ import itertools
 import types
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..errors import ReflibError
 from ..ir.program import fallback_kernels, kernels_and_calls
 from ..logs import get as logger
 from ..options import Options
-from ..pipeline import Backend, Stages, advance
+from ..pipeline import Backend, Stages, advance, main_device
 from ..plan.memory import memory
 from ..target import parse_target
 from ..timeline import Timed, Timeline
@@ -31,6 +32,7 @@ from .eager_memory import Eager, copied, eager_memory
 from .memory import MemoryReport, report
 from .ranking import Ranking, Roof, data_sheet, ranking
 from .trace import recorded_calls
+from .ways import Again, first_rows
 
 Measured = tuple[list[Stages], list[list[Timed]]]  # graphs, and the events of each call of them
 _serial = itertools.count(1)
@@ -55,10 +57,11 @@ class Explanation:
 
     def __init__(
         self, graphs: list[Stages], first: int = 0, eager: Callable[[], Eager] | None = None,
-        measured: Callable[[int], Measured] | None = None,
+        measured: Callable[[int], Measured] | None = None, again: Again | None = None,
     ):  # fmt: skip
         self.graphs = graphs
         self._first = first
+        self._again = functools.cache(again) if again is not None else None
         self._eager = functools.cache(eager) if eager is not None else None
         self._measured = measured
 
@@ -116,7 +119,7 @@ class Explanation:
     @property
     def memory(self) -> MemoryReport:
         self._reached(self.stages.plan, "plan")
-        return report(self.stages, self.graphs, self.updates, self._eager)
+        return report(self.stages, self.graphs, self.updates, self._eager, self._again)
 
     @property
     def kernels(self) -> list[Any]:
@@ -148,7 +151,7 @@ class Explanation:
     def backward(self) -> Explanation | None:
         for i, s in enumerate(self.graphs):
             if s.graph.name == "backward":
-                return Explanation(self.graphs, i, self._eager, self._measured)
+                return Explanation(self.graphs, i, self._eager, self._measured, self._again)
         return None
 
     def ranking(self, roof: Roof | None = None, calls: int = 7) -> Ranking:
@@ -231,8 +234,20 @@ def explain(
     if not graphs:
         raise ReflibError(f"explain: no tensor operation was captured from {getattr(fn, '__name__', fn)!r:.200}")
     eager = functools.partial(_eager, fn, args, kwargs or {}, graphs)
-    again = functools.partial(_measure, fn, args, kwargs or {}, opts, dynamic)
-    return Explanation(graphs, eager=eager, measured=again if opts.target is None else None)
+    measured = functools.partial(_measure, fn, args, kwargs or {}, opts, dynamic)
+    again = functools.partial(_again, fn, (args, kwargs or {}), graphs[0], dynamic)
+    return Explanation(graphs, eager=eager, measured=measured if opts.target is None else None, again=again)
+
+
+def _again(
+    fn: Any, call: Any, s: Stages, dynamic: bool | None, option: tuple[str, Any] | None, rows: tuple[int, int] | None
+) -> list[Stages]:
+    """See ``ways.Again``. ``s``: a graph of the first compilation."""
+    args, kwargs = call if rows is None else first_rows(call, *rows)
+    assert s.scheduled is not None
+    target = s.options.target or s.target_of(main_device(s.scheduled)).arch
+    options = replace(s.options, **{"autotune": "off", "target": target} | dict([option] if option else []))
+    return _graphs_of_fakes(fn, args, kwargs, options, dynamic)
 
 
 def _eager(fn: Any, args: Any, kwargs: dict[str, Any], graphs: list[Stages]) -> Eager:

@@ -8,7 +8,7 @@ a compiler. Sizes are those at the traced hints.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
@@ -18,13 +18,14 @@ import torch
 
 from ..fuse.dependencies import inside
 from ..ir.printer import dtype_name
-from ..ir.program import Buffer, Extern, Node, Program, Variants, View
+from ..ir.program import Buffer, Node, Program, View
 from ..pipeline import Stages
 from ..plan.memory import Memory, memory
 from ..plan.order import Order, owned, search
 from ..plan.steps import Free
 from .decisions import html_table
 from .eager_memory import Eager
+from .ways import Again, Way, cheapest
 
 _NO_EAGER = Eager((), "eager's memory is not known: a program that was exported has no function to run")
 _MOST_ROWS = 40
@@ -59,26 +60,14 @@ class Step:
     held: tuple[Held, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How to lower the peak. ``saves``: bytes of it.   ``moves``: bytes read and written more than now, per call."""
-
-    text: str
-    saves: int
-    moves: int
-
-    def __str__(self) -> str:
-        cost = f"moves {self.moves:,} bytes more" if self.moves else "costs nothing"
-        return f"{self.text}: saves {self.saves:,} bytes of the peak, {cost}"
-
-
 @dataclass(frozen=True)
 class MemoryReport(Memory):
     """The plan of one graph (``steps``, ``moments``, ``peak_bytes``, ``allocations``, ``reuses``), and:
 
     ``table``: a Step per kernel and call.   ``peak``: the one with most bytes, None where nothing runs.
     ``eager``: eager's moments (``eager_memory.Eager``).   ``eager_peak_bytes``: of the same direction; None: not known.
-    ``ways``: the three cheapest ways to lower the peak, results unchanged, each a Way (fewer if there are no three).
+    ``ways``: the three cheapest ways to lower the peak, results unchanged, each a Way (fewer if there are no three);
+    ways with other options or fewer rows are compiled (not run) when this is first asked for.
     ``order``: whether another order of the steps could need less (``plan.order.Order``).
     """
 
@@ -86,6 +75,7 @@ class MemoryReport(Memory):
     graphs: tuple[Stages, ...] = ()
     updates: tuple[Any, ...] = ()
     run_eager: Callable[[], Eager] = field(kw_only=True)
+    again: Again = field(kw_only=True, repr=False)
     counted: Program = field(kw_only=True, repr=False)
     owned: set[str] = field(kw_only=True, repr=False)
 
@@ -117,10 +107,19 @@ class MemoryReport(Memory):
     def peak(self) -> Step | None:
         return max(self.table, key=lambda s: s.bytes, default=None)
 
+    @property
+    def index(self) -> int:
+        return next(i for i, s in enumerate(self.graphs) if s is self.stages)
+
+    def peak_among(self, graphs: Sequence[Stages]) -> int | None:
+        """The peak of the same graph among those of another compilation; None if there is none."""
+        if [s.graph.name for s in graphs] != [s.graph.name for s in self.graphs]:
+            return None
+        return report(graphs[self.index], graphs, ()).peak_bytes
+
     @cached_property
     def ways(self) -> tuple[Way, ...]:
-        found = [w for w in _ways(self) if w.saves > 0]
-        return tuple(sorted(found, key=lambda w: (w.moves / w.saves, -w.saves))[:3])
+        return cheapest(self, _Names(self), self.again)
 
     def __repr__(self) -> str:
         peak, eager = self.peak, self.eager_peak_bytes
@@ -148,14 +147,17 @@ class MemoryReport(Memory):
 
 
 def report(
-    s: Stages, graphs: Iterable[Stages], updates: Iterable[Any], run_eager: Callable[[], Eager] | None = None
-) -> MemoryReport:
-    """Of a compilation that reached the plan. ``run_eager`` is called when eager's memory is first asked for."""
+    s: Stages, graphs: Iterable[Stages], updates: Iterable[Any], run_eager: Callable[[], Eager] | None = None,
+    again: Again | None = None,
+) -> MemoryReport:  # fmt: skip
+    """Of a compilation that reached the plan. ``run_eager`` is called when eager's memory is first asked for, ``again``
+    when ways to lower the peak are."""
     assert s.scheduled is not None and s.plan is not None
     program, mine = _saved(s, graphs)
     base = memory(program, s.plan, mine)
     how = run_eager or (lambda: _NO_EAGER)
     more: dict[str, Any] = {"counted": program, "owned": mine, "updates": tuple(updates), "run_eager": how}
+    more["again"] = again or (lambda options, rows: ())
     return MemoryReport(base.steps, base.changes, stages=s, graphs=tuple(graphs), **more)
 
 
@@ -248,74 +250,3 @@ def _named_outputs(s: Stages) -> list[tuple[str, str]]:
     *_, output = s.graph.nodes
     names = [getattr(n, "name", "") for n in torch.utils._pytree.tree_leaves(output.args[0])]
     return [(name, v.buffer) for name, v in zip(names, s.scheduled.outputs) if isinstance(v, View)]
-
-
-def _ways(r: MemoryReport) -> Iterable[Way]:
-    """Every way that is known here; some may save nothing."""
-    peak = r.peak
-    if peak is None:
-        return
-    assert r.stages.scheduled is not None
-    named = _Names(r)
-    table = r.stages.scheduled.buffers
-    at = peak.number - 1
-    for u in r.updates:
-        if u.why and any(h.buffer == u.buffer or h.source == u.source for h in peak.held):
-            yield Way(f"let {u.op} ({u.source}) write in place: {u.why}", _without(r, u.copied, at, at), 0)
-    for h in peak.held:
-        reads = named.readers.get(h.buffer, [])
-        after = [i for i, _ in reads if i > at]
-        before = [i for i, _ in reads if i < at] + [named.at.get(h.kernel, 0)]
-        maker = named.nodes.get(h.kernel)
-        if isinstance(maker, Variants) and all(i != at for i, _ in reads) and after and h.kind == "temporary":
-            again = sum(table[b].nbytes.hint() for b in maker.reads()) + h.bytes
-            if all(_there(r, table, b, min(after)) for b in maker.reads()) and named.at.get(h.kernel) != at:
-                saves = _without(r, h.bytes, max(before) + 1, min(after) - 1)
-                yield Way(f"compute {h.buffer} ({h.source}) again for {h.next} instead of keeping it", saves, again)
-        if h.kind == "returned" and not after and r.stages.graph.name != "backward" and h.kernel != peak.kernel:
-            saves = _without(r, h.bytes, max(before) + 1, len(r.moments))
-            yield Way(f"return {h.buffer} ({h.source}) only if it is needed", saves, 0)
-    yield from _budget(r, peak)
-    yield from _rows(r, peak)
-
-
-def _budget(r: MemoryReport, peak: Step) -> Iterable[Way]:
-    """Half of what is saved for the backward, of what kernels make: calls are computed again last."""
-    kernels = {s.graph.name: s.scheduled for s in r.graphs}
-    forward = kernels.get("forward")
-    if forward is None or forward.nodes == ():
-        return
-    makers = {b: n for n in forward.nodes for b in n.writes() if not isinstance(n, Extern)}
-    saved = [h for h in peak.held if h.kind == "saved" and h.buffer in makers]
-    if saved:
-        halved = {h.buffer for h in saved}
-        least = max(sum(n // 2 if b in halved else n for b, n in m.live) for m in r.moments)
-        nodes = {makers[h.buffer].name: makers[h.buffer] for h in saved}  # type: ignore[union-attr]
-        moves = sum(forward.buffers[b].nbytes.hint() for n in nodes.values() for b in (*n.reads(), *n.writes()))
-        budget = (r.stages.options.activation_memory_budget or 1.0) / 2
-        text = f"Options(activation_memory_budget={budget:g}) saves about half as much for the backward"
-        yield Way(text, r.peak_bytes - least, moves // 2)
-
-
-def _rows(r: MemoryReport, peak: Step) -> Iterable[Way]:
-    """Two calls with half of the rows each, where all that is large at the peak has the rows of an input."""
-    assert r.stages.scheduled is not None
-    table, weights = r.stages.scheduled.buffers, r.stages.graph.weights
-    inputs = [table[b] for b in r.stages.scheduled.inputs if isinstance(b, str) and b in table]
-    held = [(table[h.buffer], h.bytes) for h in peak.held if h.kind == "temporary" and table[h.buffer].shape]
-    rows = max(held, key=lambda pair: pair[1])[0].shape[0] if held else None
-    split = [size for b, size in held if b.shape[0] == rows]
-    divided = {b.name for b in inputs if b.name not in weights and b.shape and b.shape[0] == rows}
-    if r.stages.graph.name == "inference" and divided and 2 * sum(split) > peak.bytes:
-        moves = sum(b.nbytes.hint() for b in inputs if b.name not in divided)
-        yield Way("call it for half of the rows at a time, if no row needs another", sum(split) // 2, moves)
-
-
-def _there(r: MemoryReport, table: dict[str, Buffer], b: str, at: int) -> bool:
-    """Is the buffer in memory at that step anyway?"""
-    return table[b].kind != "temp" or any(name == b for name, _ in r.moments[at].live)
-
-
-def _without(r: MemoryReport, size: int, first: int, last: int) -> int:
-    """How much lower the peak is with ``size`` bytes less at the steps from ``first`` to ``last``."""
-    return r.peak_bytes - max(m.bytes - size * (first <= m.node <= last) for m in r.moments)

@@ -66,6 +66,19 @@ def reduced(x: Tensor, w: Tensor, v: Tensor, y: Tensor) -> Any:
     )
 
 
+def padded_and_read(x: Tensor, w: Tensor, v: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    a = x * x.sin() + 1
+    p = F.pad(a, (0, 3))
+    q = p @ p.t()
+    return q, a.softmax(1), a @ w, a * q.sum(1, keepdim=True)
+
+
+def gathered(x: Tensor, w: Tensor, v: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    a = y.exp()
+    whole = torch.cat([a, x.gather(1, x.argsort(1))], 1)
+    return whole @ whole.t(), a.softmax(1)
+
+
 # what is computed, and the bytes of all temporaries: of results and of what must be stored, nothing twice
 CASES: dict[str, tuple[Callable[..., Any], int]] = {
     "of products": (lambda x, w, v, y: torch.cat([x @ w, x @ v], 1), NA + NB),
@@ -79,6 +92,8 @@ CASES: dict[str, tuple[Callable[..., Any], int]] = {
     "padded on one side": (lambda x, w, v, y: F.pad(x @ w, (0, 2)), 4 * N * (A + 2)),
     "a part that is also read": (read_elsewhere, NA + NB + 4 * (N + A)),
     "several results": (values_and_positions, NB + 4 * N * 4 + 3 * 8 * N * 4),
+    "padded and read": (padded_and_read, 4 * N * (K + 3) + 2 * NK + NA + 4 * N * N + 4 * N),
+    "of a gather": (gathered, 2 * NB + 2 * NK + 4 * N * N + 2 * 8 * N * K),
     "a slice that is written": (written_slice, 4 * N * (A + 3)),
     "onto an argument": (onto_an_argument, 4 * B),
     "then a product": (lambda x, w, v, y: torch.cat([x @ w, x @ v], 1).t() @ x, NA + NB + 4 * (A + B) * K),
@@ -114,6 +129,29 @@ def test_nothing_is_stored_twice(case: str) -> None:
         made = {b for n in walk(program.nodes) for b in n.writes() if program.buffers[b].kind == "temp"}
         stored = sum(program.buffers[b].nbytes.hint() for b in made)
         assert stored <= most or dynamic, {b: program.buffers[b].nbytes.hint() for b in made}
+
+
+def returned(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    a = x * y
+    return F.pad(a, (0, 64)) @ F.pad(y, (0, 64)).t(), a
+
+
+def summed_rows(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    a = x * y
+    p = F.pad(a, (0, 64))
+    return p @ p.t(), p.exp().sum(1), a.cumsum(0)
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_90"])
+def test_a_padded_tensor_serves_who_reads_no_padding(target: str) -> None:
+    """What is padded is computed once, where it is stored: not where another kernel would read the padded one again."""
+    x, y = torch.randn(128, 256), torch.randn(128, 256)
+
+    def reads(fn: Callable[..., Any], *args: Tensor) -> int:
+        return sum("arg0_1" in n.reads() for n in reflib.explain(fn, *args, target=target).scheduled.nodes)
+
+    assert reads(padded_and_read, x, torch.randn(256, 8), y, y) == reads(returned, x, y) == 1
+    assert reads(summed_rows, x, y) == 2
 
 
 @pytest.mark.sample(3)
