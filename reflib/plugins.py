@@ -32,6 +32,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "data_sizes": "capture.data_sizes:check_sizes",
         "random": "capture.random:own_numbers",
         "literals": "capture.literals:literals",
+        "constructors": "capture.constructors:constructors",
         "complex_pairs": "capture.complex_pairs:complex_pairs",
         "channels_last": "capture.layouts:channels_last",
         "positions": "capture.positions:recompute_positions",

@@ -9,6 +9,9 @@ It pays when what the convolutions read and write is more than what has to be co
 
     sum of bytes(x) + bytes(y) over the convolutions y = conv(x)   >   bytes copied in + bytes copied out
 
+(Of gradients alike.) A residual stream that begins as an NCHW argument would stay NCHW by PyTorch's rules, and each
+``x + conv(x)`` read one of the two across. So where such tensors begin they are copied as well (``_beginnings``).
+
 (Weights are transposed either way.) Convolutions of halves over one dimension (audio) are made convolutions over planes
 of one row, as ATen does when it calls cuDNN; planes have such an order.
 
@@ -51,6 +54,7 @@ CONTIGUOUS = {
     aten._thnn_fused_lstm_cell, aten._thnn_fused_lstm_cell_backward_impl, aten._thnn_fused_gru_cell,
     aten._thnn_fused_gru_cell_backward, aten._cudnn_rnn, aten._cudnn_rnn_backward,
 }  # fmt: skip
+Axes = tuple[int, ...]
 _STRIDED = (aten.as_strided.default, aten.as_strided_scatter.default)
 
 
@@ -64,16 +68,76 @@ def channels_last(module: GraphModule, options: Options, gpu: bool) -> GraphModu
     module: a functional ATen graph with ``meta["val"]``."""
     if not (gpu and options.channels_last) or not _may(module.graph):
         return module
+    read = sum(map(_moved, module.graph.nodes))
+    plain = _laid_out(module, set(), read)
+    begin = _beginnings(plain.graph) if plain is not None else set()
+    return (_laid_out(module, begin, read) if begin else None) or plain or module
+
+
+def _laid_out(module: GraphModule, begin: set[str], read: int) -> GraphModule | None:
+    """A copy in channels-last order, if less than ``read`` bytes are copied for it. begin: as ``_beginnings``."""
     out = copied(module)
     try:
-        moved = _lay_out(out.graph)
+        moved = _lay_out(out.graph, begin)
     except _Refused:
-        return module
-    read = sum(_bytes(n.args[0].meta["val"]) + _bytes(n.meta["val"]) for n in _convolutions(module.graph))
+        return None
     if not moved or read <= moved:
-        return module
+        return None
     out.recompile()
     return out
+
+
+def _beginnings(graph: torch.fx.Graph) -> set[str]:
+    """Where tensors begin that should be in channels-last order themselves.
+
+    An op of tensors in two orders reads some of them across, and so does a convolution's copy. Copied where it begins,
+    a tensor is in the others' order, and so is what follows from it: that pays if what is read across is more than
+    what is copied."""
+    begin: dict[Node, tuple[Node, Axes]] = {}  # of what is in NCHW: where it began, and which of its axes it has
+    across: dict[Node, int] = {}
+    for n in graph.nodes:
+        if n.op == "output" or n.target in CONVOLUTIONS or _mutates(n):
+            continue
+        value, operands = n.meta.get("val"), _largest(n)
+        known = [a for a in operands if a in begin]
+        copy = n.target is aten.clone.default and n.kwargs.get("memory_format") is LAST
+        for a in known:
+            first, axes = begin[a]
+            if copy or any(_is_last(b.meta["val"], axes) for b in operands):
+                across[first] = across.get(first, 0) + _bytes(a.meta["val"])
+        if not _is_plane(value):
+            continue
+        alike = [begin[a] for a in known if _looks(a.meta["val"])[:2] == _looks(value)[:2]]
+        if n.target is aten.permute.default and known:
+            first, axes = begin[known[0]]
+            begin[n] = first, tuple(axes[d] for d in n.args[1])  # type: ignore[union-attr, index, misc]
+        elif alike:
+            begin[n] = alike[0]
+        elif value.is_contiguous() and not value.is_contiguous(memory_format=LAST):
+            begin[n] = n, (0, 1, 2, 3)
+    return {n.name for n, size in across.items() if size > _bytes(n.meta["val"])}
+
+
+def _largest(n: Node) -> list[Node]:
+    """Of its operands of four dimensions."""
+    found = [a for a in n.all_input_nodes if _is_plane(a.meta.get("val"))]
+    most = max((a.meta["val"].numel() for a in found), default=0)
+    return [a for a in found if a.meta["val"].numel() == most]
+
+
+def _is_plane(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 4
+
+
+def _is_last(t: torch.Tensor, axes: Axes) -> bool:
+    """Is ``t``, whose dimensions are these of N, C, H and W, in channels-last order, and no other?"""
+    nchw = t.permute([axes.index(d) for d in range(4)])
+    return nchw.is_contiguous(memory_format=LAST) and not nchw.is_contiguous()
+
+
+def _mutates(n: Node) -> bool:
+    schema = getattr(n.target, "_schema", None)
+    return schema is not None and schema.is_mutable
 
 
 def _may(graph: torch.fx.Graph) -> bool:
@@ -117,6 +181,15 @@ def _convolutions(graph: torch.fx.Graph) -> Iterator[Node]:
     return (n for n in graph.nodes if n.target is aten.convolution.default)
 
 
+def _moved(n: Node) -> int:
+    """Bytes that a convolution, or its backward, reads and writes, but for weights."""
+    if n.target not in CONVOLUTIONS:
+        return 0
+    operands, result = n.args[: CONVOLUTIONS[n.target] - 1], n.meta["val"]
+    results = [result] if isinstance(result, torch.Tensor) else result[:1]  # None: no gradient of what it reads
+    return sum(map(_bytes, _tensors([*(a.meta["val"] for a in operands), *results])))  # type: ignore[union-attr]
+
+
 def _packet(n: Node) -> Any:
     return getattr(n.target, "overloadpacket", None)
 
@@ -129,7 +202,7 @@ def _bytes(t: torch.Tensor) -> int:
     return t.numel() * t.element_size()
 
 
-def _lay_out(graph: torch.fx.Graph) -> int:
+def _lay_out(graph: torch.fx.Graph, begin: set[str]) -> int:
     """Operands in channels-last order, then every value after them again. Returns the bytes of tensors, other than
     weights, that are copied at the edges: inputs, and outputs that must have their old strides. Raises _Refused."""
     moved = 0
@@ -147,22 +220,27 @@ def _lay_out(graph: torch.fx.Graph) -> int:
             if node.op == "output":
                 moved += _restore(graph, node, changed)
                 break
-            if node.op != "call_function":
-                continue
-            operands = CONVOLUTIONS.get(node.target, 0)
-            if operands and node.args[0].meta["val"].dim() == 4:
-                moved += _convolve(graph, node, operands, copies)
-                changed.add(node)
-            elif not any(a in changed for a in node.all_input_nodes):
-                continue
-            elif getattr(node.target, "namespace", "aten") not in ("aten", "prims") or _packet(node) in CONTIGUOUS:
-                moved += _for_others(graph, node, changed)  # an op of the user's may rely on its arguments' strides
-                continue
-            else:
-                changed.add(node)
-            _again(graph, node, known)
-            if all(_same(a, b) for a, b in zip(*(_tensors(node.meta[k]) for k in ("val", "old")), strict=True)):
-                changed.discard(node)
+            if node.op == "call_function":
+                moved += _follow(graph, node, copies, changed, known)
+            if node.name in begin and not node.meta["val"].is_contiguous(memory_format=LAST):
+                moved += _begin(graph, node, changed)
+    return moved
+
+
+def _follow(
+    graph: torch.fx.Graph, node: Node, copies: dict[Node, Node], changed: set[Node], known: dict[Any, Any]
+) -> int:
+    """``node``'s value for its arguments in their new order, which is a convolution's own; returns the bytes copied."""
+    moved, operands = 0, CONVOLUTIONS.get(node.target, 0)
+    if operands and node.args[0].meta["val"].dim() == 4:
+        moved = _convolve(graph, node, operands, copies)
+    elif not any(a in changed for a in node.all_input_nodes):
+        return 0
+    elif getattr(node.target, "namespace", "aten") not in ("aten", "prims") or _packet(node) in CONTIGUOUS:
+        return _for_others(graph, node, changed)  # an op of the user's may rely on its arguments' strides
+    _again(graph, node, known)
+    same = all(_same(a, b) for a, b in zip(*(_tensors(node.meta[k]) for k in ("val", "old")), strict=True))
+    (changed.discard if same else changed.add)(node)
     return moved
 
 
@@ -216,6 +294,19 @@ def _convolve(graph: torch.fx.Graph, node: Node, operands: int, copies: dict[Nod
         args[i] = copies[operand]
     node.args = tuple(args)
     return moved
+
+
+def _begin(graph: torch.fx.Graph, node: Node, changed: set[Node]) -> int:
+    """``node`` copied in channels-last order, for all that reads it; returns the bytes copied."""
+    last = next(n for n in reversed(graph.nodes) if n.op == "placeholder") if node.op == "placeholder" else node
+    with graph.inserting_after(last):
+        copy = graph.call_function(aten.clone.default, (node,), {"memory_format": LAST})
+    copy.meta = {"old": node.meta["val"], **node.meta}
+    copy.meta["val"] = _run(copy)
+    other = lambda user: user is not copy and user.op != "output" and not _mutates(user)  # noqa: E731
+    node.replace_all_uses_with(copy, delete_user_cb=other)
+    changed.add(copy)
+    return _bytes(node.meta["val"])
 
 
 def _for_others(graph: torch.fx.Graph, node: Node, changed: set[Node]) -> int:

@@ -246,10 +246,10 @@ def _moves_less(loops: LoopNest, p: Producer, work: _Work) -> bool:
     What is stored in any case is only computed again if L is less than S."""
     buffers, name = work.program.buffers, p.store.buffer
     points = p.loops.numel.hint()
-    read = (buffers[b] for b in set(p.loops.reads()) - set(loops.reads()))
+    read = [buffers[b] for b in set(p.loops.reads()) - set(loops.reads())]
     bytes_read = sum(min(b.nbytes.hint(), points * b.dtype.itemsize) for b in read)
-    if _stored(p, work):
-        return bytes_read < buffers[name].nbytes.hint()
+    if _stored(p, work):  # an input is in memory in any case
+        return bytes_read < buffers[name].nbytes.hint() + any(b.kind != "temp" for b in read)
     shares: dict[tuple[int, int], float] = {}  # of readers that may become one kernel
     for r in work.readers[name]:
         share, key = _share(work.program.nodes[r], p)

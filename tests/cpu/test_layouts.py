@@ -228,7 +228,7 @@ def follow_from_arguments(module: torch.fx.GraphModule) -> None:
 def test_one_dimension(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Halves, in one dimension, as planes of one row: forward and backward."""
     lay_out = layouts._lay_out
-    monkeypatch.setattr(layouts, "_lay_out", lambda graph: min(1, lay_out(graph)))  # small as it is, it pays
+    monkeypatch.setattr(layouts, "_lay_out", lambda *args: min(1, lay_out(*args)))  # small as it is, it pays
     rng = random.Random(seed)
     torch.manual_seed(seed)
     model = Audio(rng).to(torch.bfloat16)
@@ -253,6 +253,92 @@ def test_one_dimension(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for a, b in zip(torch.fx.Interpreter(changed).run(*given), torch.fx.Interpreter(graph).run(*given), strict=True):
         assert a.stride() == b.stride()
         torch.testing.assert_close(a, b, rtol=0.03, atol=0.03 * max(1, float(b.abs().max())))
+
+
+class Stream(nn.Module):
+    """A residual stream whose norms are over channels; no convolution is its stem."""
+
+    def __init__(self, c: int):
+        super().__init__()
+        self.convs, self.scale = (
+            nn.ModuleList(nn.Conv2d(c, c, 3, padding=1) for _ in range(3)),
+            nn.Parameter(R(c, 1, 1)),
+        )
+
+    def forward(self, x):
+        for conv in self.convs:
+            y = x - x.mean(1, keepdim=True)
+            x = x + conv(y / (y.square().mean(1, keepdim=True) + 1e-3).sqrt()) * self.scale
+        return x
+
+
+class Permuted(nn.Module):
+    """Blocks of a ConvNeXt."""
+
+    def __init__(self, c: int):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(c, c, 7, padding=3, groups=c) for _ in range(3))
+        self.scale = nn.Parameter(R(c))
+
+    def forward(self, x):
+        for conv in self.convs:
+            y = F.layer_norm(conv(x).permute(0, 2, 3, 1), self.scale.shape)
+            x = x + (F.gelu(y) * self.scale).permute(0, 3, 1, 2)
+        return x
+
+
+class Skip(nn.Module):
+    """Of a U-Net: what an index makes is in NCHW whatever it reads."""
+
+    def __init__(self, c: int):
+        super().__init__()
+        self.enter, self.below = nn.Conv2d(c, c, 3, padding=1), nn.Conv2d(c, c, 3, 2, 1)
+        self.norm, self.main, self.side = nn.GroupNorm(2, 2 * c), nn.Conv2d(2 * c, c, 1), nn.Conv2d(2 * c, c, 1)
+
+    def forward(self, x):
+        x = self.enter(x)
+        y = torch.cat((F.interpolate(self.below(x), scale_factor=2.0), x), 1)
+        return self.main(F.silu(self.norm(y))) + self.side(y)
+
+
+def across(module: torch.fx.GraphModule) -> list[object]:
+    """Ops of tensors of one size in two orders. (A broadcast that is computed again counts, too, if it was one.)"""
+    found = []
+    for n in module.graph.nodes:
+        large = [
+            t
+            for a in n.all_input_nodes
+            for t in layouts._tensors(a.meta["val"])[:1]
+            if t.dim() == 4 and t.numel() >= BIG
+        ]
+        if n.op == "call_function" and len({t.stride() for t in large if t.shape == large[0].shape}) > 1:
+            found.append(n.target)
+    return found
+
+
+R, BIG = torch.randn, 2 * 8 * 12 * 12
+
+
+@pytest.mark.parametrize("kind", [Stream, Permuted, Skip])
+def test_what_meets_is_in_one_order(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward: tensors are copied where they begin, and where they are results."""
+    torch.manual_seed(0)
+    model, x = kind(8), R(2, 8, 12, 12)
+    names, args = zip(*model.named_parameters())
+
+    def fn(x, grad, *args):
+        out = torch.func.functional_call(model, dict(zip(names, args)), x)
+        return [out, *torch.autograd.grad(out, [x, *args], grad)]
+
+    given = [x.requires_grad_(), R(x.shape), *args]
+    graph = make_fx(fn, decomposition_table=decompositions(), tracing_mode="fake")(*given)
+    changed = layouts.channels_last(graph, Options(), True)
+    given = [a.detach() for a in given]
+    for a, b in zip(torch.fx.Interpreter(changed).run(*given), torch.fx.Interpreter(graph).run(*given), strict=True):
+        same(a, b, float(b.abs().max()))
+    follow_from_arguments(changed)
+    monkeypatch.setattr(layouts, "_beginnings", lambda graph: set())
+    assert 2 * len(across(layouts.channels_last(graph, Options(), True))) >= 3 * len(across(changed)) + 3
 
 
 @torch.library.custom_op("test_layouts::raw", mutates_args=())

@@ -60,6 +60,19 @@ class Skip(nn.Module):
         return self.one(y) + self.two(y)
 
 
+class Dense(nn.Module):
+    """Each layer reads all before it."""
+
+    def __init__(self, n, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear((i + 1) * n, n) for i in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.cat([x, layer(x).relu()], -1)
+        return x
+
+
 def model():
     torch.manual_seed(3)
     return nn.Sequential(Block(32, 96), Block(32, 96)), torch.randn(48, 32, requires_grad=True)
@@ -96,6 +109,12 @@ def test_what_is_read_late_is_not_kept_as_what_it_was_made_from():
     both = reflib.explain(Skip(n), torch.randn(2, n, 64 * steps, requires_grad=True))
     for mem in (cell, both.memory, both.backward.memory):
         assert mem.peak_bytes <= mem.eager_peak_bytes
+
+
+def test_parts_are_kept_rather_than_their_cat_if_one_is_an_argument():
+    x, layers = torch.randn(512, 64), 3
+    mem = reflib.explain(Dense(64, layers).requires_grad_(False), x).memory
+    assert mem.peak_bytes == (2 * layers + 1) * x.nbytes < mem.eager_peak_bytes
 
 
 def test_views_saved_of_one_tensor_count_once():

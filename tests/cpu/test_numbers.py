@@ -10,7 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import reflib
+from reflib.capture.constructors import constructors
 from reflib.capture.graph import Graph
+from reflib.capture.literals import literals
 from reflib.ir.program import Extern
 from reflib.lower import lower
 from reflib.options import Options
@@ -162,3 +164,48 @@ def test_a_literal_that_raises_is_left_to_the_call() -> None:
     fn = lambda: torch.ones(()) * (torch.tensor(1) // torch.tensor(0))  # noqa: E731
     with pytest.raises(RuntimeError, match=r"(?i)zero"):
         reflib.compile(fn)()
+
+
+# -- positions that are computed on the CPU -------------------------------------------------------------
+def relative(n: int) -> torch.Tensor:
+    """Where each place of a window finds its bias, as BEiT and Swin compute it."""
+    at = torch.stack(torch.meshgrid(torch.arange(n), torch.arange(n), indexing="ij")).flatten(1)
+    at = (at[:, :, None] - at[:, None, :] + n - 1).permute(1, 2, 0).contiguous()
+    at[:, :, 0] *= 2 * n - 1
+    out = torch.zeros(n * n + 1, n * n + 1, dtype=at.dtype)
+    out[1:, 1:] = at.sum(-1)
+    out[0, 0:] = 4 * n
+    return out
+
+
+def moved(fn: Callable[..., Any], x: torch.Tensor) -> torch.fx.GraphModule:
+    """``fn`` as for an argument on a GPU. (Traced for a CPU: a PyTorch without CUDA indexes no fakes on a GPU.)"""
+    mode, on_gpu = FakeTensorMode(), set[torch.fx.Node]()
+    with mode:
+        module = make_fx(torch.func.functionalize(fn))(mode.from_tensor(x))
+    for n in module.graph.nodes:
+        if n.op == "placeholder" or on_gpu.intersection(n.all_input_nodes):
+            on_gpu.add(n)
+            if "val" in n.meta:
+                n.meta["val"] = FakeTensor(mode, n.meta["val"].to("meta"), torch.device("cuda:0"))
+    return constructors(literals(module, Options(), True), Options(), True)
+
+
+def test_positions_are_computed_where_they_are_read() -> None:
+    """Once, though each layer computes them."""
+    fn = lambda t: t[relative(3).view(-1)] * 2 + t.sin()[relative(3).view(-1)]  # noqa: E731
+    module = moved(fn, x := torch.randn(40, 4))
+    values = [n.meta["val"] for n in module.graph.nodes if "val" in n.meta]
+    assert {v.device.type for v in values} == {"cuda"} and str(module.graph).count("aten.arange") == 1
+    assert {k.language for k in (for_gpu(Graph(module, "inference", frozenset())).kernels or {}).values()} == {"triton"}
+    for n in module.graph.nodes:
+        n.kwargs = {k: CPU if k == "device" else v for k, v in n.kwargs.items()}
+    torch.testing.assert_close(torch.fx.Interpreter(module).run(x), fn(x))
+
+
+def test_what_else_is_on_the_cpu_stays() -> None:
+    rates = lambda t: torch.ops.aten._to_copy.default(torch.arange(4.0).exp(), device=t.device) * t  # noqa: E731
+    random = lambda t: t[torch.randint(4, (4,))]  # noqa: E731
+    for fn in (rates, random):
+        nodes = moved(fn, torch.randn(4, 4)).graph.nodes
+        assert any(n.meta["val"].device.type == "cpu" for n in nodes if "val" in n.meta)

@@ -110,7 +110,7 @@ def test_a_bias_of_what_is_padded_is_summed_along_columns() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_another_order_computes_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lay_out = layouts._lay_out
-    monkeypatch.setattr(layouts, "_lay_out", lambda graph: min(1, lay_out(graph)))  # small as it is, it pays
+    monkeypatch.setattr(layouts, "_lay_out", lambda *args: min(1, lay_out(*args)))  # small as it is, it pays
     rng = random.Random(seed)
     torch.manual_seed(seed)
     model = Causal(8 * rng.randrange(1, 3), rng.randrange(1, 4))
