@@ -34,6 +34,7 @@ def aot_compile(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
     ptx: bool = True,
+    metadata: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Path:
     """Compile ``model`` for every architecture in ``archs`` and write it, with its weights, to ``path``.
@@ -49,6 +50,7 @@ def aot_compile(
         "gfx90a", "gfx942" (compiled; not run yet). In any order: the same set gives the same bytes. Neither the GPUs
         nor a model on a GPU are needed.
     ptx: add PTX, which the drivers of later NVIDIA GPUs compile.
+    metadata: your own text, by name: ``reflib inspect`` shows it, and ``get_metadata`` of what ``load`` returns.
     options: fields of :class:`reflib.Options`; the wrapper is C++.
 
     A model that communicates (tensor parallel, say) is compiled by all ranks at once. Each writes a file of its own,
@@ -64,7 +66,7 @@ def aot_compile(
 
     opts = _options(options)
     want = wanted(archs, ptx)
-    path = _writable(path)
+    path, about = _writable(path), _metadata(metadata)
     shims = declared(opts.c_shims)
     captured, programs, exported = {}, {}, {}
     for kind in dict.fromkeys("cuda" if t.is_gpu else "cpu" for t in want.targets):
@@ -79,8 +81,8 @@ def aot_compile(
         s = _stages(exported[kind].graph, programs[kind], opts, target)
         variants.append(Planned(arch, target, kind, s.scheduled, s.plan, s.kernels, want.here and not target.is_gpu))
     if next(iter(captured.values())).groups:
-        return one_per_rank(path, lambda own: build(own, captured, variants, opts, shims))
-    return build(path, captured, variants, opts, shims)
+        return one_per_rank(path, lambda own: build(own, captured, variants, opts, shims, about))
+    return build(path, captured, variants, opts, shims, about)
 
 
 def _options(given: Mapping[str, Any]) -> Options:
@@ -92,6 +94,16 @@ def _options(given: Mapping[str, Any]) -> Options:
     if options.autotune == "background":
         raise OptionError('aot_compile: autotune="background" goes on after a first call; "blocking" measures now')
     return options.but(wrapper="cpp")
+
+
+def _metadata(given: Any) -> dict[str, str]:
+    given = {} if given is None else given
+    if not isinstance(given, Mapping):
+        raise OptionError(f"aot_compile: metadata= takes a dict of text by name: got a {type(given).__name__}")
+    for x in (x for item in given.items() for x in item):
+        if not (isinstance(x, str) and x.isprintable()):
+            raise OptionError(f"aot_compile: metadata= takes printable text by name: {x!r:.80} is none")
+    return dict(given)
 
 
 def _writable(given: Any) -> Path:

@@ -70,8 +70,9 @@ def _replace(graph: Graph, node: Node) -> None:
         new = _cat(graph, node, slices, gaps)
         if not dense and not gaps and all(s.row for s in slices):
             _flipped(graph, node, slices)
+        first = bool(dense) and dense[0] is _terms(node)[0]  # whose strides the sum has
         for term in reversed(dense):
-            new = _call(graph, node, aten.add.Tensor, (term, new), _val(node))
+            new = _call(graph, node, aten.add.Tensor, (term, new) if first else (new, term), _val(node))
     node.replace_all_uses_with(new)
     graph.eliminate_dead_code()
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 import types
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from html import escape
 from typing import Any
@@ -227,9 +227,10 @@ def explain(
     if isinstance(f, torch.export.ExportedProgram):
         return Explanation([exported_stages(f, opts)[0]])
     fn = original(f)
-    if opts.target is None or not (graphs := _graphs_of_fakes(fn, args, kwargs or {}, opts, dynamic)):
+    failed: list[str] = []
+    if opts.target is None or not (graphs := _graphs_of_fakes(fn, args, kwargs or {}, opts, dynamic, failed)):
         gpu = opts.target is not None and parse_target(opts.target).is_gpu
-        with triton_of_gpu() if gpu else nullcontext():
+        with triton_of_gpu() if gpu else nullcontext(), _noting(failed):
             graphs = _graphs(Backend, fn, args, kwargs or {}, opts, dynamic)
     if not graphs:
         raise ReflibError(f"explain: no tensor operation was captured from {getattr(fn, '__name__', fn)!r:.200}")
@@ -287,9 +288,9 @@ def _graphs(
 
 
 def _graphs_of_fakes(
-    fn: Any, args: Any, kwargs: dict[str, Any], options: Options, dynamic: bool | None
+    fn: Any, args: Any, kwargs: dict[str, Any], options: Options, dynamic: bool | None, failed: list[str]
 ) -> list[Stages]:
-    """The same, without computing anything; empty where that cannot be."""
+    """The same, without computing anything; empty where that cannot be: ``failed`` is where it was tried and why."""
     from ..capture.advice import first_lines
     from ..capture.export import with_fakes
 
@@ -308,7 +309,19 @@ def _graphs_of_fakes(
                     return _graphs(OfFakes, fake_fn, fake_args, fake_kwargs, options, dynamic)
         except Exception as e:
             logger("compile").info("explain needs more than fake tensors: %s", first_lines(e))
+            failed.append(f"{'as if on a GPU' if there else 'on their devices'}: {first_lines(e)}")
     return []
+
+
+@contextmanager
+def _noting(failed: list[str]) -> Iterator[None]:
+    """An error of a call with ``args`` themselves also says why that call was made."""
+    try:
+        yield
+    except Exception as e:
+        for why in failed:
+            e.add_note(f"explain(target=) called it before with tensors without numbers, {why}")
+        raise
 
 
 def original(f: Any) -> Any:

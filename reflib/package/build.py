@@ -86,7 +86,7 @@ def ptx_target() -> Target:
 
 def build(
     path: Path, captured: Mapping[str, Captured], variants: Sequence[Planned], options: Options,
-    shims: Mapping[str, Shim],
+    shims: Mapping[str, Shim], metadata: Mapping[str, str],
 ) -> Path:  # fmt: skip
     """Write the package. Raises PackageError for a model that cannot be packaged, ToolchainError, DeviceError."""
     for planned in variants:
@@ -114,7 +114,7 @@ def build(
         source=hashlib.sha256("".join(captured[k].digest for k in sorted(captured)).encode()).hexdigest(),
         programs={k: _program(c.convention, c.names) for k, c in captured.items()}, variants=tuple(made),
         weights=packed, spans=spans, libraries=_libraries(making), libc=_libc(members),
-        groups=dict(next(iter(captured.values())).groups),
+        groups=dict(next(iter(captured.values())).groups), metadata=dict(metadata),
     )  # fmt: skip
     data = manifest.write(about)
     sizes = {name: c.size if isinstance(c, archive.Chunks) else len(c) for name, c in members.items()}

@@ -168,6 +168,7 @@ class Inspection:
         ]  # fmt: skip
         if symbols := sorted({s for v in m.variants for s in v.symbols}):
             rows.append(("C functions", ", ".join(symbols)))
+        rows += [("metadata", f"{name}: {text}") for name, text in m.metadata.items()]
         rows += [("library", f"{lib.op}: first {lib.remedy}") for lib in m.libraries]
         return _table(str(self.path.name), ("", ""), rows)
 

@@ -154,6 +154,10 @@ class Model:
             for name, value in constants.items():
                 held[name].copy_(value)
 
+    def get_metadata(self) -> dict[str, str]:
+        """What ``aot_compile`` was given as ``metadata``."""
+        return dict(self.manifest.metadata)
+
     def memory_metrics(self) -> dict[str, int]:
         """Bytes: ``weights`` (on the device, shared ones once), ``workspace`` (temporaries and results at once, as
         planned for the exported sizes), ``peak`` (both)."""

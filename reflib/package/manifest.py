@@ -160,7 +160,7 @@ class Group:
 class Manifest:
     """``system``, ``machine``: of the host code: "Linux", "x86_64". ``libc``: the least version of the C library.
     ``images``: "fatbin" or "table". ``source``: a digest of the captured graphs. ``weights``, ``spans``: the tensors in
-    ``weights.safetensors``, see weights.py. ``groups``: process groups, by name."""
+    ``weights.safetensors``, see weights.py. ``groups``: process groups, by name. ``metadata``: of the user's."""
 
     format: int
     host: int
@@ -178,6 +178,7 @@ class Manifest:
     entries: tuple[Entry, ...] = ()
     libc: str = ""
     groups: dict[str, Group] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)
 
     def variant(self, arch: str) -> PackagedVariant:
         return next(v for v in self.variants if v.arch == arch)

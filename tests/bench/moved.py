@@ -128,8 +128,10 @@ def _most_read(s: Any) -> dict[str, int]:
                     if isinstance(x, Load):
                         found[x.buffer] = found.get(x.buffer, 0) + _points(loops, x)
                 if part is not loops:
-                    for v in (part.a, part.b):
+                    for v in (v for v in (part.a, part.b) if part.prologue(v) is None):
                         found[v.buffer] = p.buffers[v.buffer].numel.hint()
+                    for nest, x in ((made, x) for made in part.prologues for x in made.loads()):
+                        found[x.buffer] = found.get(x.buffer, 0) + _points(nest, x)
         for b, n in ((b, n) for b, n in found.items() if b in p.inputs):
             out[b] = max(out.get(b, 0), _bytes(p, {b: n}))
     return out

@@ -213,3 +213,14 @@ def batched_products_with_a_bias(device: str, wrapper: str) -> None:
     args = [randn(*s, device=device).bfloat16() for s in ((4, 1, 96), (4, 64, 128), (4, 128, 96))]
     for autotune in ("off", "blocking"):
         check(f, compiled(f, wrapper, autotune=autotune), *args)
+
+
+@cuda_feature
+def kernels_of_the_user(device: str, wrapper: str) -> None:
+    """Launched in plain Triton: with neighbours, one that reads what another wrote, two outputs."""
+    from tests import user_kernels  # (needs Triton)
+
+    for name in ("plain", "chained", "both"):
+        fn, eager, args = user_kernels.cases()[name]
+        args = [x.to(device) for x in args]
+        torch.testing.assert_close(compiled(fn, wrapper)(*args), eager(*args))

@@ -85,3 +85,12 @@ def test_what_needs_numbers_is_called():
     e = reflib.explain(fn, torch.ones(4), target="sm_90")
     assert all(k.language == "triton" for g in e.graphs for k in g.kernels.values())
     assert not torch._subclasses.fake_tensor.is_fake(seen[-1])
+
+    def there_too(x):
+        assert x.is_cuda, "on a GPU alone"
+        return fn(x)
+
+    with pytest.raises(AssertionError, match="on a GPU alone") as e:
+        reflib.explain(there_too, torch.ones(4), target="sm_90")
+    cpu, gpu = e.value.__notes__
+    assert "numbers, on their devices: AssertionError" in cpu and "as if on a GPU: " in gpu and "Assertion" not in gpu

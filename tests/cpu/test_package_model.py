@@ -15,6 +15,7 @@ import torch._dynamo
 import reflib
 from reflib.errors import PackageError
 from reflib.package import load as loading
+from reflib.package.inspect import inspect as described
 from reflib.wrap import structure
 
 Tensor = torch.Tensor
@@ -189,9 +190,15 @@ def test_new_weights_in_a_loaded_package(tmp_path):
             return self.outer(self.inner(x).relu()) + self.shift
 
     old, new, x = Tied(), Tied(), torch.randn(3, 4)
-    path = reflib.aot_compile(old, (x,), tmp_path / "m.reflib", "cpu")
+    mine = {"step": "12", "trained by": "me"}
+    path = reflib.aot_compile(old, (x,), tmp_path / "m.reflib", "cpu", metadata=mine)
+    for bad in ({"step": 12}, {1: "step"}, {"step": "1\n2"}, [("step", "12")]):
+        with pytest.raises(reflib.OptionError, match="metadata= takes"):
+            reflib.aot_compile(old, (x,), path, "cpu", metadata=bad)
+    assert "trained by: me" in str(described(path))
     before = path.read_bytes()
     with reflib.load(path) as model, reflib.load(path) as other:
+        assert model.get_metadata() == mine
         names = model.get_constant_fqns()
         wanted = {n: v for n, v in new.state_dict().items() if n in names}
         for bad, says in (

@@ -44,6 +44,7 @@ from reflib.options import Options
 from reflib.package import archive, manifest
 from reflib.pipeline import _retarget
 from reflib.target import parse_target
+from tests.bench.moved import least
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
 BF16 = torch.bfloat16
@@ -167,6 +168,13 @@ def test_unmeasured_it_is_for_few_rows(rows: int, computed: bool) -> None:
     assert decided(linear, x, w, s).startswith(NAME) == computed
     p = torch.zeros(2048, 512, dtype=torch.uint8)
     assert decided(int4, x, p, s.new_ones(2048, 8)).startswith(NAME) == computed
+
+
+def test_the_least_counts_what_the_operand_is_made_of() -> None:
+    """Of ``tests.bench.moved``: the operand itself is nowhere in memory."""
+    x, w, s = torch.zeros(16, 1024, dtype=BF16), torch.zeros(2048, 1024, dtype=torch.int8), S.new_ones(2048)
+    graphs = reflib.explain(linear, x, w, s, target="sm_90").graphs
+    assert least(graphs, []) == x.nbytes + w.nbytes + s.nbytes
 
 
 @pytest.mark.parametrize("rows, looked_at", [(64, True), (65, False)])

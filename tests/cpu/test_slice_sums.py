@@ -116,6 +116,19 @@ def test_one_cat(fn: Callable[..., Tensor], cats: int, adds: int) -> None:
     assert aten.select_scatter.default not in found and aten.slice_scatter.default not in found
 
 
+@pytest.mark.parametrize("dense_last", [False, True])
+def test_strides_are_those_of_the_sum(dense_last: bool) -> None:
+    """A view of the sum relies on them when the graph itself runs, as for ``explain(target=)``."""
+
+    def fn(x: Tensor) -> Tensor:
+        rows, turned = (lambda: (x[0] * x[2]).sum()), (lambda: (x.t() @ torch.arange(20.0).view(5, 4)).sum())
+        return rows() + turned() if dense_last else turned() + rows()
+
+    plain = make_fx(torch.func.grad(fn), decomposition_table=DECOMPOSED, tracing_mode="fake")(X)
+    made = slice_sums(plain, Options(), False)
+    assert made is not plain and made(X).stride() == plain(X).stride()
+
+
 def test_a_thousand_rows() -> None:
     """One sum in another, deeper than Python's stack."""
     found = graph(lambda x: sum(x[t].sin() for t in range(1000)), torch.randn(1000, 2))  # type: ignore[arg-type, return-value]
