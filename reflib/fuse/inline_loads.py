@@ -257,7 +257,10 @@ def _moves_less(loops: LoopNest, p: Producer, work: _Work) -> bool:
     readers = sum(shares.values())
     stored = (readers + 1) * buffers[name].nbytes.hint()
     again = bytes_read + work_of(p.loops) * points / OPS_PER_BYTE if work.gpu else bytes_read
-    return readers <= 1 or (readers - 1) * again < stored or stored <= LAUNCH[work.gpu] // 10
+    if readers <= 1 or (readers - 1) * again < stored:
+        return True
+    done = (work_of(loops) + work_of(p.loops)) * (loops.numel * loops.rnumel).hint() / OPS_PER_BYTE if work.gpu else 0
+    return stored <= LAUNCH[work.gpu] // 10 and done <= LAUNCH[work.gpu] // 4
 
 
 def _share(reader: Node, p: Producer) -> tuple[float, int]:
