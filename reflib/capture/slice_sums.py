@@ -46,7 +46,7 @@ def slice_sums(module: GraphModule, options: Options, gpu: bool) -> GraphModule:
         return module
     out = copied(module)
     for node in reversed(list(out.graph.nodes)):  # (what is a part of a larger one is dead when its turn comes)
-        if node.users and (node.target is aten.slice_scatter.default or _is_sum(node) and not _is_term(node)):
+        if node.users and (node.target is aten.slice_scatter.default or is_sum(node) and not is_term(node)):
             _replace(out.graph, node)
     out.recompile()
     return out
@@ -56,7 +56,7 @@ def _replace(graph: Graph, node: Node) -> None:
     """``node`` by what is dense of it, if anything is, and a ``cat``, if two slices or more are found in it."""
     dense: list[Node] = []
     slices: list[Slice] = []
-    for term in _terms(node):
+    for term in terms(node):
         found = _slices(term)
         together = _together(slices, found) if found else None
         if together is None:
@@ -70,36 +70,36 @@ def _replace(graph: Graph, node: Node) -> None:
         new = _cat(graph, node, slices, gaps)
         if not dense and not gaps and all(s.row for s in slices):
             _flipped(graph, node, slices)
-        first = bool(dense) and dense[0] is _terms(node)[0]  # whose strides the sum has
+        first = bool(dense) and dense[0] is terms(node)[0]  # whose strides the sum has
         for term in reversed(dense):
-            new = _call(graph, node, aten.add.Tensor, (term, new) if first else (new, term), _val(node))
+            new = call(graph, node, aten.add.Tensor, (term, new) if first else (new, term), val(node))
     node.replace_all_uses_with(new)
     graph.eliminate_dead_code()
 
 
-def _terms(node: Node) -> list[Node]:
+def terms(node: Node) -> list[Node]:
     """What is added up, in order. (There may be thousands, one sum in another.)"""
-    out, stack = list[Node](), list(node.args if _is_sum(node) else [node])
+    out, stack = list[Node](), list(node.args if is_sum(node) else [node])
     while stack:
         a = stack.pop()
-        if _is_sum(a) and _once(a):  # type: ignore[arg-type]
+        if is_sum(a) and once(a):  # type: ignore[arg-type]
             stack += a.args  # type: ignore[union-attr, arg-type]
         else:
             out.append(a)  # type: ignore[arg-type]
     return out[::-1]
 
 
-def _is_term(node: Node) -> bool:
+def is_term(node: Node) -> bool:
     """Of a larger sum?"""
-    return _once(node) and any(map(_is_sum, node.users))
+    return once(node) and any(map(is_sum, node.users))
 
 
-def _is_sum(node: object) -> bool:
+def is_sum(node: object) -> bool:
     """Of two tensors like the result?"""
     if not isinstance(node, Node) or node.target is not aten.add.Tensor or node.kwargs:
         return False
-    a, b = (_val(x) for x in node.args)
-    whole = _val(node)
+    a, b = (val(x) for x in node.args)
+    whole = val(node)
     return all(isinstance(x, torch.Tensor) and x.shape == whole.shape and x.dtype == whole.dtype for x in (a, b))
 
 
@@ -107,15 +107,15 @@ def _slices(node: object) -> list[Slice] | None:
     """Of a tensor that is zero elsewhere; those of a slice that is itself such a sum, if they divide one dimension."""
     if not isinstance(node, Node):
         return None
-    if _is_sum(node):
-        parts = [None if _is_sum(t) else _slices(t) for t in _terms(node)]
+    if is_sum(node):
+        parts = [None if is_sum(t) else _slices(t) for t in terms(node)]
         return _together([], [s for p in parts if p for s in p]) if all(parts) else None
     if node.target not in _PUT or node.kwargs:
         return None
-    (base, value, *at), whole = node.args, _val(node)
+    (base, value, *at), whole = node.args, val(node)
     dim = at[0] % whole.dim() if at else 0  # type: ignore[operator]
     size = whole.shape[dim]
-    if not (_is_zero(base) and isinstance(value, Node) and isinstance(size, int) and _val(value).dtype == whole.dtype):
+    if not (_is_zero(base) and isinstance(value, Node) and isinstance(size, int) and val(value).dtype == whole.dtype):
         return None
     row = node.target is aten.select_scatter.default
     if not all(a is None or isinstance(a, int) for a in at[1:]):
@@ -123,7 +123,7 @@ def _slices(node: object) -> list[Slice] | None:
     if row:
         return [Slice((value,), dim, at[1] % size, at[1] % size + 1, True)]  # type: ignore[operator]
     low, high, step = slice(*at[1:]).indices(size)
-    inner = _slices(value) if _once(value) else None
+    inner = _slices(value) if once(value) else None
     if step != 1 or low >= high:
         return None
     if inner and all(s.dim == dim for s in inner):
@@ -144,7 +144,7 @@ def _together(slices: list[Slice], more: list[Slice]) -> list[Slice] | None:
     return out
 
 
-def _once(node: Node) -> bool:
+def once(node: Node) -> bool:
     """Is its value used once? (By ``new_zeros``, only its dtype and its device are.)"""
     return sum(not _is_zero(u) for u in node.users) == 1
 
@@ -157,27 +157,27 @@ def _is_zero(node: object) -> bool:
 
 def _gaps(node: Node, slices: list[Slice]) -> list[tuple[int, int]] | None:
     """What is between the slices; None if it cannot be made, since another size is not known."""
-    shape = _val(node).shape
+    shape = val(node).shape
     ends = [0, *(x for s in slices for x in (s.low, s.high)), shape[slices[0].dim]]
     gaps = [(a, b) for a, b in zip(ends[::2], ends[1::2]) if a < b]
     return gaps if not gaps or all(isinstance(n, int) for n in shape) else None
 
 
 def _cat(graph: Graph, node: Node, slices: list[Slice], gaps: list[tuple[int, int]]) -> Node:
-    whole, dim = _val(node), slices[0].dim
+    whole, dim = val(node), slices[0].dim
     parts: dict[int, Node] = {}
     for low, high in gaps:
         shape = [*whole.shape[:dim], high - low, *whole.shape[dim + 1 :]]
         how = {"dtype": whole.dtype, "device": whole.device}
-        parts[low] = _call(graph, node, aten.full.default, (shape, 0), whole.new_zeros(shape), how)
+        parts[low] = call(graph, node, aten.full.default, (shape, 0), whole.new_zeros(shape), how)
     for s in slices:
-        part, value = s.values[0], _val(s.values[0])
+        part, value = s.values[0], val(s.values[0])
         for more in s.values[1:]:
-            part = _call(graph, node, aten.add.Tensor, (part, more), value)
+            part = call(graph, node, aten.add.Tensor, (part, more), value)
         if s.row:
-            part = _call(graph, node, aten.unsqueeze.default, (part, dim), value.unsqueeze(dim))
+            part = call(graph, node, aten.unsqueeze.default, (part, dim), value.unsqueeze(dim))
         parts[s.low] = part
-    return _call(graph, node, aten.cat.default, ([p for _, p in sorted(parts.items())], dim), whole)
+    return call(graph, node, aten.cat.default, ([p for _, p in sorted(parts.items())], dim), whole)
 
 
 def _flipped(graph: Graph, node: Node, slices: list[Slice]) -> None:
@@ -185,15 +185,15 @@ def _flipped(graph: Graph, node: Node, slices: list[Slice]) -> None:
     dim, last = slices[0].dim, slices[-1].high
     back = [replace(s, low=last - s.high, high=last - s.low) for s in reversed(slices)]
     for user in list(node.users):
-        if user.target is aten.flip.default and [d % _val(node).dim() for d in user.args[1]] == [dim]:  # type: ignore
+        if user.target is aten.flip.default and [d % val(node).dim() for d in user.args[1]] == [dim]:  # type: ignore
             user.replace_all_uses_with(_cat(graph, user, back, []))
 
 
-def _call(graph: Graph, like: Node, op: object, args: tuple, val: torch.Tensor, kwargs: dict | None = None) -> Node:
+def call(graph: Graph, like: Node, op: object, args: tuple, val: torch.Tensor, kwargs: dict | None = None) -> Node:
     new = graph.call_function(op, args, kwargs)  # type: ignore[arg-type]
     new.meta = {**like.meta, "val": val}
     return new
 
 
-def _val(node: object) -> torch.Tensor:
+def val(node: object) -> torch.Tensor:
     return node.meta["val"] if isinstance(node, Node) else node  # type: ignore[return-value]

@@ -248,7 +248,7 @@ def _again(
     assert s.scheduled is not None
     target = s.options.target or s.target_of(main_device(s.scheduled)).arch
     options = replace(s.options, **{"autotune": "off", "target": target} | dict([option] if option else []))
-    return _graphs_of_fakes(fn, args, kwargs, options, dynamic)
+    return _graphs_of_fakes(fn, args, kwargs, options, dynamic, [])
 
 
 def _eager(fn: Any, args: Any, kwargs: dict[str, Any], graphs: list[Stages]) -> Eager:

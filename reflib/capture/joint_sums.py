@@ -1,0 +1,87 @@
+"""Sums of sums over the same dimensions: the gradient of a parameter that every step of a loop reads.
+
+Autograd reduces each step's gradient to the parameter's shape, and adds the results. Each of T reductions is a kernel
+that reads what its step has made, or computes the steps before it again; one reduction of the steps' sum is one kernel
+behind those that make them::
+
+    sum(g0, [0]) + sum(g1, [0]) + ..   =   sum(g0 + g1 + .., [0])
+
+Only of terms between which no product is: there a step's kernel ends, and would store the sum for the next one.
+The numbers are added in another order, so not with ``numerics="eager"``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils.flop_counter import flop_registry
+
+from ..options import Options
+from .copies import copied
+from .slice_sums import call, is_sum, is_term, once, terms, val
+
+aten = torch.ops.aten
+_VIEWS = {aten.view.default, aten.reshape.default, aten.squeeze.dims, aten.squeeze.dim}
+
+
+def joint_sums(module: GraphModule, options: Options, gpu: bool) -> GraphModule:
+    """``module``, or a copy of it with such sums as one. module: a functional ATen graph with ``meta["val"]``."""
+    if options.numerics == "eager" or not any(is_sum(n) and _joint(n, {}) for n in module.graph.nodes):
+        return module
+    out = copied(module)
+    products = _products(out.graph)
+    for node in list(out.graph.nodes):
+        if is_sum(node) and not is_term(node) and (groups := _joint(node, products)):
+            _replace(node, groups)
+    out.graph.eliminate_dead_code()
+    out.recompile()
+    return out
+
+
+def _joint(node: Node, products: dict[Node, int]) -> list[list[Node]]:
+    """The terms of ``node`` that may be one reduction, two or more. products: by node, how many are before it."""
+    groups: dict[Any, list[Node]] = {}
+    for term in terms(node):
+        total = _reduction(term)
+        if total is not None:
+            x, shape = total.args[0], val(total.args[0]).shape
+            rest = str((total.args[1:], total.kwargs, val(term).shape, val(x).dtype))
+            groups.setdefault((rest, shape, products.get(x, 0)), []).append(term)  # type: ignore[arg-type]
+    return [g for g in groups.values() if len(g) > 1]
+
+
+def _reduction(term: object) -> Node | None:
+    """The sum of floats that ``term`` is, or is a view of, if nothing else reads it."""
+    while isinstance(term, Node) and once(term) and term.target in _VIEWS:
+        term = term.args[0]
+    if not isinstance(term, Node) or term.target is not aten.sum.dim_IntList or not once(term):
+        return None
+    return term if val(term.args[0]).is_floating_point() else None
+
+
+def _replace(node: Node, groups: list[list[Node]]) -> None:
+    for group in groups:
+        found = [_reduction(t) for t in group]
+        with node.graph.inserting_before(node):
+            x = found[0].args[0]  # type: ignore[union-attr]
+            for more in found[1:]:
+                x = call(node.graph, node, aten.add.Tensor, (x, more.args[0]), val(x))  # type: ignore[union-attr]
+            total = node.graph.node_copy(found[0])  # type: ignore[arg-type]
+            total.args = (x, *total.args[1:])
+            if total.meta["val"].shape != val(node).shape:
+                total = call(node.graph, node, aten.view.default, (total, list(val(node).shape)), val(node))
+            rest = [t for t in terms(node) if t not in group]
+            for term in rest:
+                total = call(node.graph, node, aten.add.Tensor, (total, term), val(node))
+        node.replace_all_uses_with(total)
+        node = total
+
+
+def _products(graph: torch.fx.Graph) -> dict[Node, int]:
+    out: dict[Node, int] = {}
+    for n in graph.nodes:
+        product = getattr(n.target, "overloadpacket", None) in flop_registry
+        out[n] = max((out[a] for a in n.all_input_nodes), default=0) + product
+    return out

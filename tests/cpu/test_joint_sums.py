@@ -1,0 +1,75 @@
+"""Gradients of parameters that every step of a loop reads: one reduction, where no product is between the steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import reflib
+from reflib.capture.joint_sums import joint_sums
+from reflib.options import Options
+
+aten = torch.ops.aten
+SUMS = {aten.sum.dim_IntList, aten.sum.default}
+
+
+def looped(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    c, out = torch.zeros_like(x[0]), []
+    for t in range(x.shape[0]):
+        c = torch.tanh(c * w + x[t] * v)
+        out.append(c)
+    return torch.stack(out)
+
+
+def with_products(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    c = x[0]
+    for _ in range(x.shape[0]):
+        c = torch.tanh(c @ v.T @ v * w)
+    return c
+
+
+def inputs(dtype: torch.dtype = torch.float32, rows: int = 50) -> tuple[torch.Tensor, ...]:
+    g = torch.Generator().manual_seed(rows)
+    shapes = (5, rows, 16), (16,), (rows, 1)
+    return tuple(torch.randn(s, generator=g).to(dtype).requires_grad_() for s in shapes)
+
+
+def reductions(fn: Any, *args: torch.Tensor, **options: Any) -> int:
+    e = reflib.explain(fn, *args, target="sm_90", **options)
+    return sum(n.target in SUMS for n in e.backward.graph.nodes)
+
+
+def test_one_per_parameter() -> None:
+    assert reductions(looped, *inputs()) == 2
+    assert reductions(looped, *inputs(), numerics="eager") >= 8  # (the first step's are of zeros)
+
+
+def test_not_across_products() -> None:
+    x, w, _ = inputs()
+    assert reductions(with_products, x, w, torch.randn(16, 16)) == x.shape[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients(dtype: torch.dtype) -> None:
+    args = inputs(dtype)
+    exact = [a.detach().double().requires_grad_() for a in args]
+    want = torch.autograd.grad(looped(*exact).square().sum(), exact)
+    eager = torch.autograd.grad(looped(*args).square().sum(), args)
+    got = torch.autograd.grad(reflib.compile(looped)(*args).square().sum(), args)
+    for g, e, w in zip(got, eager, want, strict=True):
+        assert g.dtype == dtype and g.shape == w.shape
+        assert (g - w).norm() <= 2 * (e - w).norm() + 1e-5 * w.norm()
+
+
+def test_a_sum_that_others_read_stays() -> None:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        a, b, c = x.sum(0), x.exp().sum(0), x.tanh().sum(0, keepdim=True)[0] + x.sum(0)
+        return a + b + c + x.abs().amax(0), b
+
+    x = torch.randn(7, 5)
+    made = joint_sums(make_fx(fn, tracing_mode="fake")(x), Options(), False)
+    assert [n.target in SUMS for n in made.graph.nodes].count(True) == 3  # a and the last of c; b; the first of c
+    torch.testing.assert_close(made(x), fn(x))
