@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..ir.loops import Const, Reduce, Store, stmt_args, stmt_exprs
+from ..ir.loops import Const, Op, Reduce, Store, stmt_args, stmt_exprs
 from ..ir.program import Config
 from ..target import Target
 
@@ -61,9 +61,9 @@ def relieve(config: Config, t: Any, target: Target) -> Config:
 
 
 def code(space: Any) -> int:
-    """Instructions that one element takes, about."""
-    wide = _wide(space)
-    return sum(INSTRUCTIONS.get(getattr(s, "op", ""), 1) for s, w in zip(space.body, wide) if w)
+    """Instructions that one element takes, about. (Integers are divided by constants, which takes few.)"""
+    ops = (s.op if isinstance(s, Op) and s.dtype.is_floating_point else "" for s in space.body)
+    return sum(INSTRUCTIONS.get(op, 1) for op, wide in zip(ops, _wide(space)) if wide)
 
 
 def _wide(space: Any) -> list[bool]:

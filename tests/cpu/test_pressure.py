@@ -79,6 +79,11 @@ def test_code_fits_the_instruction_cache(rows: bool) -> None:
     assert 0.7 * estimate < instructions < 1.5 * estimate
 
 
+def test_positions_take_little_code() -> None:
+    ((_, part, program),) = kernels(lambda x: x % 7 // 3 % 5, torch.empty(2**20, dtype=torch.int32))
+    assert code(layout(part, program.buffers)) < 10
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_norm_holds_the_rows_that_registers_hold(seed: int) -> None:
     """The backward of two norms, one after the other, over rows just above a power of two too."""
