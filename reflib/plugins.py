@@ -38,6 +38,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "positions": "capture.positions:recompute_positions",
         "slice_sums": "capture.slice_sums:slice_sums",
         "joint_sums": "capture.joint_sums:joint_sums",
+        "rounded_parts": "capture.rounded_parts:rounded_parts",
         "returned": "capture.returned:views_of_inputs",
         "written": "capture.written_inputs:save_before_written",
         "budget": "capture.budget:save_random",

@@ -43,7 +43,7 @@ from .in_place import may_alias
 from .mapping import fresh
 from .places import LAUNCH, moved, within
 from .result import Fused
-from .shared_parts import RUN, STORES, Shared, Sources, shared, sources
+from .shared_parts import RUN, STORES, Parted, Shared, Sources, shared, sources
 from .slices import coordinates, region_of, whole_dimensions
 
 MOVED = 16  # bytes
@@ -204,22 +204,22 @@ class _Placing:
     def _shared(
         self, position: int, store: Store, var: Var, parts: list[Part], makers: list[int | None]
     ) -> Shared:
-        """Parts that a call or a kernel of its own does not store, and that share what they read."""
+        """Parts that a call or a kernel of its own does not store, and that share what they read or compute."""
         node, whole = self.program.nodes[position], self.program.buffers[store.buffer]
         assert isinstance(node, LoopNest)
         step = store.index.coefficient(var)
         found = []
         for n, (p, made) in enumerate(zip(parts, makers)):
-            if made is not None or not isinstance(p.value, Load) or self._stores(position, var, p, parts):
-                continue
-            if step is None or ((p.high - p.low) * step * whole.dtype.itemsize).hint() < RUN:
-                continue
-            sizes = [p.high - p.low if a.var == var else a.size for a in node.axes]
-            found.append((n, sizes, self._read(position, var, p)))
-        return shared(found)
+            own = made is None and isinstance(p.value, Load) and not self._stores(position, var, p, parts)
+            if own and step is not None:
+                sizes = [p.high - p.low if a.var == var else a.size for a in node.axes]
+                run, row = ((e * step).hint() * whole.dtype.itemsize for e in (p.high - p.low, var.size))
+                wasted = whole.nbytes.hint() // max(1, row) * (min(row, RUN) - run)
+                found.append(Parted(n, sizes, max(0, wasted), *self._read(position, var, p)))
+        return shared(found, self.target.is_gpu)
 
-    def _read(self, position: int, var: Var | None, part: Part) -> Sources:
-        """What is read to compute a part that the node stores."""
+    def _read(self, position: int, var: Var | None, part: Part) -> tuple[Sources, Sources]:
+        """What is read to compute a part that the node stores, and what is computed."""
         node = self.program.nodes[position]
         assert isinstance(node, LoopNest) and isinstance(part.value, Load)
         sizes = [part.high - part.low if a.var == var else a.size for a in node.axes]
@@ -257,7 +257,7 @@ class _Placing:
         b = part.value.buffer
         if b not in self.depends.needed and all(i == position for i in self.depends.readers[b]):
             return False
-        return sum(self._read(position, var, part).values()) >= self.program.buffers[b].nbytes.hint()
+        return sum(self._read(position, var, part)[0].values()) >= self.program.buffers[b].nbytes.hint()
 
     def _assembled(self, position: int) -> tuple[Store, Var | None, list[Part]] | None:
         node = self.program.nodes[position]

@@ -17,8 +17,9 @@ read: their slices lie apart (``places.apart``). What is new is when it pays, wh
 * Parts of equal sizes with a source in common are one kernel. Saved is what the parts read minus what the kernels
   read. Others are kernels of their own; each costs a launch (``places.LAUNCH``).
 * There are at most ``STORES`` such parts: that their slices lie apart is proved for each pair.
-* A row of a part fills ``RUN`` bytes: of shorter ones, as of ``stack([x, y], -1)``, each store would write a fraction
-  of every sector.
+* Of rows shorter than ``RUN`` bytes, as of ``stack([x, y], -1)``, each store writes a fraction of what it touches,
+  while a loop over the whole reads its parts' sources from a cache. What counts there is what is computed once (the
+  gradient of ``[x, y, w, h]`` of a box is 4 numbers from the same 200 operations), less what the stores touch.
 * Reductions of the whole along its other dimensions, such as a bias's gradient, are cut as the whole is: those of a
   part fuse with what makes it. Other loop nests that read the whole are fused with a loop over it, and would read it
   again.
@@ -33,18 +34,19 @@ reduction or a call, it makes slices of the result (``ConcatKernel``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..ir.expr import Atom, Expr, IntLike, Var, expr
-from ..ir.loops import Indirect, Load, LoopNest, Store
+from ..ir.loops import Indirect, Load, LoopNest, Op, Store
 from ..ir.program import Program
 from .dependencies import Dependencies
+from .inline_loads import OPS_PER_BYTE, work_of
 
 RUN = 128  # bytes
 STORES = 16  # into one tensor, by one kernel: ``legality`` compares as many
 NODES = 64  # producers of a part that are looked at: a recurrence may go back through the whole program
 
-Sources = dict[tuple[str, Expr], int]  # a buffer and an index into it, with the bytes that are read so
+Sources = dict[tuple[str, Expr], int]  # a buffer and an index into it, with the bytes that are read there
 
 
 @dataclass(frozen=True)
@@ -65,42 +67,66 @@ class Shared:
         return next((n for n, k in enumerate(self.kernels) if part in k), -1)
 
 
-def shared(parts: Sequence[tuple[int, object, Sources]]) -> Shared:
-    """Of parts, each by its number, sizes and sources."""
+@dataclass(frozen=True)
+class Parted:
+    """A part, by number: its sizes, the bytes that its store touches beside those of its rows, if these are short, and
+    what is read and computed for it."""
+
+    number: int
+    sizes: list[Expr]
+    wasted: int
+    read: Sources
+    computed: Sources
+
+
+def shared(parts: Sequence[Parted], gpu: bool) -> Shared:
+    found = _shared([(p, p.read) for p in parts if not p.wasted])
+    if found.kernels or not gpu:  # (a CPU stores neighbours)
+        return found
+    found = _shared([(p, p.computed) for p in parts if p.wasted])
+    saved = found.saved - sum(p.wasted for p in parts)
+    return replace(found, saved=saved) if saved > 0 else Shared()
+
+
+def _shared(parts: Sequence[tuple[Parted, Sources]]) -> Shared:
     saved = 0
     kernels: list[tuple[tuple[int, ...], object, Sources]] = []
-    for number, sizes, mine in parts if len(parts) <= STORES else ():
-        members: tuple[int, ...] = (number,)
-        for k in [k for k in kernels if k[1] == sizes and not mine.keys().isdisjoint(k[2])]:
+    for part, mine in parts if len(parts) <= STORES else ():
+        members: tuple[int, ...] = (part.number,)
+        for k in [k for k in kernels if k[1] == part.sizes and not mine.keys().isdisjoint(k[2])]:
             kernels.remove(k)
             saved += sum(mine[s] for s in mine.keys() & k[2].keys())
             members, mine = (*k[0], *members), mine | k[2]
-        kernels.append((members, sizes, mine))
+        kernels.append((members, part.sizes, mine))
     return Shared(tuple(members for members, _, _ in kernels), saved) if saved else Shared()
 
 
-def sources(program: Program, depends: Dependencies, load: Load, env: dict[Atom, IntLike], sizes: list[Var]) -> Sources:
+def sources(
+    program: Program, depends: Dependencies, load: Load, env: dict[Atom, IntLike], sizes: list[Var]
+) -> tuple[Sources, Sources]:
     """What is read to compute a part: ``load``'s buffer at ``env``, which has its variables in terms of ``sizes``, the
-    part's own; or what that is computed from, elementwise."""
-    found: Sources = {}
+    part's own; or what that is computed from, elementwise. And what is computed, with bytes that take as long."""
+    found, made = Sources(), Sources()
     todo = [(load.buffer, load.index.subs(env))]
     seen = set(todo)
     while todo:
         name, index = todo.pop()
+        points = 1
+        for v in index.variables():
+            points *= v.size.hint()
         maker = _maker(program, depends, name) if len(seen) < NODES else None
         same = None if maker is None else _same(maker, name, index, sizes)
         if maker is None or same is None:
-            points = 1
-            for v in index.variables():
-                points *= v.size.hint()
             found[name, index] = points * program.buffers[name].dtype.itemsize
             continue
+        operations = replace(maker, body=tuple(s for s in maker.body if isinstance(s, Op)))
+        made[name, index] = points * work_of(operations) // OPS_PER_BYTE
         for s in maker.loads():
             read = s.buffer, s.index.subs(same)
             if read not in seen:
                 seen.add(read)
                 todo.append(read)
-    return found
+    return found, made
 
 
 def _maker(program: Program, depends: Dependencies, name: str) -> LoopNest | None:

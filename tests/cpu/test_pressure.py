@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,12 +15,13 @@ from torch import Tensor, nn
 import reflib
 from reflib.capture import layouts
 from reflib.fuse.mix_order import REGISTERS, THREADS, column_sums, per_element
+from reflib.generate.compile_triton import compile_kernel, sass
 from reflib.ir.interpret import interpret
 from reflib.ir.loops import LoopNest
 from reflib.ir.program import KernelNode, walk
 from reflib.pipeline import _retarget
 from reflib.schedule.axes import layout
-from reflib.schedule.pressure import MOST, live
+from reflib.schedule.pressure import CODE, MOST, code, live
 from reflib.target import parse_target
 
 
@@ -56,6 +58,30 @@ def test_elements_per_thread(seed: int) -> None:
         seen = max(seen, values)
         assert values <= MOST or c.num_warps == 32 or c.xblock * c.rblock <= c.num_warps * 32
     assert seen > 1
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_code_fits_the_instruction_cache(rows: bool) -> None:
+    """Of three inlined ``lgamma`` per element; a thread keeps at least one element."""
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.lgamma() - (x + 1).lgamma() - (2 * x).lgamma()
+        return y.sum(-1) if rows else y
+
+    x = torch.empty(1000, 3072)
+    kernel = reflib.explain(fn, x, target="sm_90").kernels[0]
+    ((node, part, program),) = kernels(fn, x)
+    text = sass(compile_kernel(getattr(kernel, "kernel", kernel), parse_target("sm_90")))
+    instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", text, re.M))
+    elements = node.config.xblock * node.config.rblock / (32 * node.config.num_warps)
+    assert elements > 1 and instructions < 1.25 * CODE
+    estimate = elements * code(layout(part, program.buffers))
+    assert 0.7 * estimate < instructions < 1.5 * estimate
+
+
+def test_positions_take_little_code() -> None:
+    ((_, part, program),) = kernels(lambda x: x % 7 // 3 % 5, torch.empty(2**20, dtype=torch.int32))
+    assert code(layout(part, program.buffers)) < 10
 
 
 @pytest.mark.parametrize("seed", range(3))

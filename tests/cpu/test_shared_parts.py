@@ -13,7 +13,9 @@ from torch import Tensor
 import reflib
 from reflib.fuse.places import LAUNCH
 from reflib.fuse.shared_parts import RUN, STORES
+from reflib.ir.interpret import interpret
 from reflib.lower.indexing import MAX_CAT_INPUTS
+from reflib.pipeline import _retarget
 
 # which of the inputs a, b, c, d a part reads, and what it computes
 FORMULAS: tuple[tuple[str, Callable[..., Tensor]], ...] = (
@@ -123,6 +125,50 @@ def test_where_it_does_not_pay() -> None:
     assert of(lambda a, b: (torch.cat([a.sin(), a.cos()], 0),), [short, b]) == [2]
     many = of(lambda a, b: (torch.cat([(a + k).sin() for k in range(MAX_CAT_INPUTS)], 1),), [a, b])
     assert many == [STORES]  # (of more tensors, cat is a call)
+
+
+def columns(steps: int) -> Callable[..., tuple[Tensor]]:
+    def fn(a: Tensor, b: Tensor) -> tuple[Tensor]:
+        for _ in range(steps):
+            a, b = a * b, a - (b.sigmoid() + 1).log().sin().exp()
+        return (torch.stack([a - b, a + b, a * b, a.maximum(b)], -1),)
+
+    return fn
+
+
+@pytest.mark.parametrize(("target", "steps", "stores"), [(GPU, 0, 1), (GPU, 4, 4), (CPU, 4, 1)])
+def test_short_rows(target: Any, steps: int, stores: int) -> None:
+    """One kernel stores every column where these have much in common."""
+    a, b, *_ = inputs(33, 65)
+    found = kernels(fused(columns(steps), [a, b], target))
+    assert sum(s.buffer == found[-1].writes()[-1] for s in found[-1].stores()) == stores
+    assert stores == 1 or len(found) == 1
+
+
+def test_the_gradient_of_boxes_is_one_kernel() -> None:
+    """Its columns are computed in float32, and rounded before they are joined (``capture/rounded_parts``)."""
+
+    def overlap(a: Tensor, b: Tensor) -> Tensor:
+        (x, y, w, h), (u, v, p, q) = (t.float().unbind(1) for t in (a, b))
+        w, h, p, q = w.exp(), h.exp(), p.exp(), q.exp()
+        wide, high = (x + w).minimum(u + p) - x.maximum(u), (y + h).minimum(v + q) - y.maximum(v)
+        inner = wide.clamp(0) * high.clamp(0)
+        far = ((x + w / 2 - u - p / 2).square() + (y + h / 2 - v - q / 2).square() + 1).log()
+        return (inner / (w * h + p * q - inner + 1e-7) - far + ((w / h).atan() - (p / q).atan()).square()).sum()
+
+    args = [torch.randn(500, 4, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+    backward = reflib.explain(overlap, *args, target="sm_90").backward
+    (kernel,) = backward.kernels
+    assert kernel.source.count("tl.store(") == 8
+    given = [_drawn(n.meta["val"]) for n in backward.graph.module.graph.nodes if n.op == "placeholder"]
+    got = interpret(_retarget(backward.scheduled, CPU), [g.clone() for g in given])
+    for a, b in zip(got, backward.graph.module(*given), strict=True):
+        assert a.dtype == b.dtype == torch.bfloat16
+        torch.testing.assert_close(a, b)
+
+
+def _drawn(like: Tensor) -> Tensor:
+    return torch.randn(like.shape).to(like.dtype)
 
 
 def test_column_sums_are_cut_as_the_parts_are() -> None:
