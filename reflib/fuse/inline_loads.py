@@ -237,39 +237,35 @@ def _should_inline(loops: LoopNest, given: LoopNest, position: int, p: Producer,
 def _moves_less(loops: LoopNest, p: Producer, work: _Work) -> bool:
     """Are fewer bytes moved if every reader computes the producer's result again, than if all read it?
 
-    A result of S bytes, computed from L at P points, of which readers read n times as much as there is (n, but parts
-    of it count as such), and would compute it at R points: stored, L + S + n S; computed again, n L, and on a GPU the
-    work at R - P points, in what is moved meanwhile. (A recurrence would compute all steps before in every step; a
-    ``cat`` of four parts, each of them at the points of all: lanes that are masked off compute as well.) Where that is
-    less, or S is small beside a launch and so is the consumer's work. Without this, in a residual network each block
-    would compute all blocks before it again. What is stored in any case is only computed again if L is less than S."""
+    A result of S bytes, computed from L, of which readers read n times as much as there is (n, but parts of it count as
+    such): stored, L + S + n S; computed again, n L, and on a GPU n times the work, in what is moved meanwhile (a
+    recurrence would compute all steps before in every step). For one reader that is always less, and so it is where S
+    is small beside a launch. Without this, in a residual network each block would compute all blocks before it again.
+    What is stored in any case is only computed again if L is less than S."""
     buffers, name = work.program.buffers, p.store.buffer
     points = p.loops.numel.hint()
-    read = (buffers[b] for b in set(p.loops.reads()) - set(loops.reads()))
+    read = [buffers[b] for b in set(p.loops.reads()) - set(loops.reads())]
     bytes_read = sum(min(b.nbytes.hint(), points * b.dtype.itemsize) for b in read)
-    if _stored(p, work):
-        return bytes_read < buffers[name].nbytes.hint()
-    shares: dict[tuple[int, int], tuple[float, int]] = {}  # of readers that may become one kernel
+    if _stored(p, work):  # an input is in memory in any case
+        return bytes_read < buffers[name].nbytes.hint() + any(b.kind != "temp" for b in read)
+    shares: dict[tuple[int, int], float] = {}  # of readers that may become one kernel
     for r in work.readers[name]:
-        share, times, n = _share(work.program.nodes[r], p)
-        before, most = shares.get((work.calls[r], n), (0.0, 0))
-        shares[work.calls[r], n] = min(1, before + share), max(most, times)
-    readers, times = (sum(x) for x in zip(*shares.values()))
-    again, stored = (readers - 1) * bytes_read, (readers + 1) * buffers[name].nbytes.hint()
-    if work.gpu:
-        again += work_of(p.loops) * max(0, times - points) / OPS_PER_BYTE
-    if again <= 0 or again < stored:
+        share, key = _share(work.program.nodes[r], p)
+        shares[work.calls[r], key] = min(1, shares.get((work.calls[r], key), 0) + share)
+    readers = sum(shares.values())
+    stored = (readers + 1) * buffers[name].nbytes.hint()
+    again = bytes_read + work_of(p.loops) * points / OPS_PER_BYTE if work.gpu else bytes_read
+    if readers <= 1 or (readers - 1) * again < stored:
         return True
     done = (work_of(loops) + work_of(p.loops)) * (loops.numel * loops.rnumel).hint() / OPS_PER_BYTE if work.gpu else 0
     return stored <= LAUNCH[work.gpu] // 10 and done <= LAUNCH[work.gpu] // 4
 
 
-def _share(reader: Node, p: Producer) -> tuple[float, int, int]:
-    """How much of the producer's result it reads, where 1 is all; at how many points; and the points that it has."""
+def _share(reader: Node, p: Producer) -> tuple[float, int]:
+    """How much of the producer's result it reads, where 1 is all; and the points that it has."""
     points = (reader.numel * reader.rnumel).hint() if isinstance(reader, LoopNest) else 0
     indices = {s.index for s in reader.loads() if s.buffer == p.store.buffer} if isinstance(reader, LoopNest) else ()
-    times = len(indices) * points
-    return (min(1, times / max(1, p.loops.numel.hint())) if indices else 1), times, points
+    return (min(1, len(indices) * points / max(1, p.loops.numel.hint())) if indices else 1), points
 
 
 def _stored(p: Producer, work: _Work) -> bool:
