@@ -2,6 +2,7 @@
 
 ``stack([a, b, c])[1]``, with its producer computed where it is read, asks of every element whether it is one of a's,
 b's or c's. The ranges of the loop variables answer that: two of the three loads, and what was computed from them, go.
+Where a mask holds, these ranges are tighter (``narrowed``).
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from dataclasses import replace
 
 import torch
 
-from ..ir.expr import Expr, expr, nonneg
+from ..ir.expr import Atom, Expr, Var, ceildiv, expr, nonneg
 from ..ir.loops import BodyBuilder, Const, Index, Load, Op, Stmt, map_stmt
 from ..ir.transforms import eliminate_dead
+from .mapping import fresh
 
 _ORDER = {"lt": (0, 1, 1), "gt": (1, 0, 1), "le": (0, 1, 0), "ge": (1, 0, 0)}  # the less, the more, by how much
 
@@ -69,3 +71,47 @@ def _folded(b: BodyBuilder, s: Stmt) -> int | None:
             if (answer := truth(one)) is not None:
                 return one if answer == absorbing else other
     return None
+
+
+def narrowed(b: BodyBuilder, mask: int | None) -> tuple[dict[Atom, Expr], dict[Atom, Expr]]:
+    """Where a mask holds, the loop variables it compares have tighter ranges: with ``v >= 4 and v < 8``, v is ``w + 4``
+    for some w < 4. Divisions simplify with that; elsewhere the values are wrong, but masked off. Returns v -> w + 4,
+    w -> v - 4."""
+    bounds: dict[Var, list[Expr]] = {}
+    if mask is not None:
+        _collect_bounds(b, mask, bounds)
+    narrow: dict[Atom, Expr] = {}
+    widen: dict[Atom, Expr] = {}
+    for v, (low, high) in bounds.items():
+        w = fresh(high - low)
+        narrow[v], widen[w] = expr(w) + low, expr(v) - low
+    return narrow, widen
+
+
+def _collect_bounds(b: BodyBuilder, value: int, bounds: dict[Var, list[Expr]]) -> None:
+    """From comparisons such as ``v + c < e``, joined by ``and``: [low, high) of each variable."""
+    s = b.body[value]
+    if not isinstance(s, Op):
+        return
+    if s.op == "and":
+        for a in s.args:
+            _collect_bounds(b, a, bounds)
+    elif s.op in ("lt", "le", "gt", "ge"):
+        left, right = (integer(b.body[a]) for a in s.args)
+        if left is None or right is None:
+            return
+        op = s.op
+        if left.variables() and right.variables():
+            return
+        if right.variables():
+            left, right, op = right, left, {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}[op]
+        for v in left.variables():
+            c = left.coefficient(v)
+            if c is None or c.constant is None or c.constant < 1 or left.variables() != {v}:
+                continue
+            low, high = bounds.setdefault(v, [expr(0), v.size])
+            edge = ceildiv(right - (left - c * expr(v)) + (1 if op in ("le", "gt") else 0), c)  # c*v < right: v < edge
+            if op in ("lt", "le"):
+                bounds[v][1] = edge if nonneg(high - edge) else high
+            else:
+                bounds[v][0] = edge if nonneg(edge - low) else low

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..ir.expr import Atom, Expr, Ref, Var, ceildiv, expr, nonneg, product
+from ..ir.expr import Atom, Expr, Ref, Var, expr, nonneg, product
 from ..ir.loops import (
     BodyBuilder,
     Const,
@@ -38,10 +38,10 @@ from ..ir.program import Extern, Node, Program
 from ..ir.transforms import divisions, eliminate_dead, needed
 from ..options import Options
 from ..target import Target
-from .decided import decided, integer
+from .decided import decided, narrowed
 from .dependencies import Dependencies, dependencies, remove_dead
 from .legality import Cluster, common_space, single
-from .mapping import fresh, strides_of
+from .mapping import strides_of
 from .places import LAUNCH
 from .result import Fused, Reason
 
@@ -63,10 +63,11 @@ Exprs = dict[Atom, Expr]
 
 @dataclass(frozen=True)
 class _Work:
-    """What the questions below are about. ``readers``: as it is with what was inlined until now. ``joined``:
+    """What the questions below are about. ``nodes`` and ``readers``: with what was inlined until now. ``joined``:
     ``_joined`` of the producers that were asked for; ``alone``: their clusters."""
 
     program: Program
+    nodes: list[Node]
     depends: Dependencies
     gpu: bool
     readers: dict[str, set[int]]
@@ -105,17 +106,16 @@ def inline_loads(fused: Fused, options: Options, target: Target) -> Fused:
     for node, before in zip(program.nodes, depends.before):
         calls.append(max((calls[j] for j in before), default=0) + isinstance(node, Extern))
     readers = {name: set(found) for name, found in depends.readers.items()}
-    work = _Work(program, depends, target.is_gpu, readers, calls)
-    nodes = list(program.nodes)
-    for position, node in enumerate(nodes):
+    work = _Work(program, list(program.nodes), depends, target.is_gpu, readers, calls)
+    for position, node in enumerate(program.nodes):
         if not isinstance(node, LoopNest):
             continue
-        node = nodes[position] = _inline_into(node, position, work)
+        node = _inline_into(node, position, work)
         for store in node.stores():
             producer = _producer(position, node, store, depends) if makes_all(program, node, store) else None
             if producer is not None:
                 work.producers[store.buffer] = producer
-    return replace(fused, program=remove_dead(replace(program, nodes=tuple(nodes))))
+    return replace(fused, program=remove_dead(replace(program, nodes=tuple(work.nodes))))
 
 
 def makes_all(program: Program, loops: LoopNest, store: Store) -> bool:
@@ -171,7 +171,8 @@ def _inline_into(loops: LoopNest, position: int, work: _Work) -> LoopNest:
                     for read in p.loops.reads():
                         work.readers.setdefault(read, set()).add(position)
                     work.reads_no_more(position, name)
-                    loops, own = inlined, None
+                    work.nodes[position] = loops = inlined
+                    own = None
                     break
         else:
             keep.add(name)
@@ -239,11 +240,12 @@ def _should_inline(loops: LoopNest, given: LoopNest, position: int, p: Producer,
 def _moves_less(loops: LoopNest, p: Producer, work: _Work) -> bool:
     """Are fewer bytes moved if every reader computes the producer's result again, than if all read it?
 
-    A result of S bytes, computed from L, of which readers read n times as much as there is (n, but parts of it count as
-    such): stored, L + S + n S; computed again, n L, and on a GPU n times the work, in what is moved meanwhile (a
-    recurrence would compute all steps before in every step). For one reader that is always less, and so it is where S
-    is small beside a launch. Without this, in a residual network each block would compute all blocks before it again.
-    What is stored in any case is only computed again if L is less than S."""
+    A result of S bytes, computed from L, of which n kernels read all (or parts that amount to that), at m places:
+    stored, L + S + n S; computed again, n L, and on a GPU m times the work, in what is moved meanwhile. (A kernel
+    computes ``p`` and ``p.roll(1)`` from the same bytes, each by itself. A recurrence would compute all steps before in
+    every step; in a residual network each block would compute all blocks before it.) For one reader at one place that
+    is always less, and so it is where S is small beside a launch. What is stored in any case is only computed again if
+    L is less than S."""
     buffers, name = work.program.buffers, p.store.buffer
     points = p.loops.numel.hint()
     read = (buffers[b] for b in set(p.loops.reads()) - set(loops.reads()))
@@ -251,20 +253,26 @@ def _moves_less(loops: LoopNest, p: Producer, work: _Work) -> bool:
     if _stored(p, work):
         return bytes_read < buffers[name].nbytes.hint()
     shares: dict[tuple[int, int], float] = {}  # of readers that may become one kernel
+    places: dict[object, float] = {}  # ... which computes once what they read at one place
     for r in work.readers[name]:
-        share, key = _share(work.program.nodes[r], p)
-        shares[work.calls[r], key] = min(1, shares.get((work.calls[r], key), 0) + share)
-    readers = sum(shares.values())
-    stored = (readers + 1) * buffers[name].nbytes.hint()
-    again = bytes_read + work_of(p.loops) * points / OPS_PER_BYTE if work.gpu else bytes_read
-    return readers <= 1 or (readers - 1) * again < stored or stored <= LAUNCH[work.gpu] // 10
+        share, n, read_at = _share(work.nodes[r], p)
+        shares[work.calls[r], n] = min(1, shares.get((work.calls[r], n), 0) + share)
+        places |= {(work.calls[r], n, e): share / len(read_at) for e in read_at}
+    size, kernels, times = buffers[name].nbytes.hint(), sum(shares.values()), sum(places.values())
+    again = max(0, kernels - 1) * bytes_read
+    again += max(0, times - 1) * work_of(p.loops) * points / OPS_PER_BYTE if work.gpu else 0
+    return again == 0 or again < (kernels + 1) * size or (kernels + 1) * size <= LAUNCH[work.gpu] // 10
 
 
-def _share(reader: Node, p: Producer) -> tuple[float, int]:
-    """How much of the producer's result it reads, where 1 is all; and the points that it has."""
-    points = (reader.numel * reader.rnumel).hint() if isinstance(reader, LoopNest) else 0
-    indices = {s.index for s in reader.loads() if s.buffer == p.store.buffer} if isinstance(reader, LoopNest) else ()
-    return (min(1, len(indices) * points / max(1, p.loops.numel.hint())) if indices else 1), points
+def _share(reader: Node, p: Producer) -> tuple[float, int, set[Expr]]:
+    """How much of the producer's result it reads, where 1 is all; the points that it has; and where it reads, in terms
+    that two loop nests have in common."""
+    if not isinstance(reader, LoopNest):
+        return 1, 0, {expr(0)}
+    numbered = {a.var: expr(Var(f"axis{k}", a.size)) for k, a in enumerate(a for a in reader.axes if a.size != 1)}
+    indices = {s.index.subs(numbered) for s in reader.loads() if s.buffer == p.store.buffer}
+    points = (reader.numel * reader.rnumel).hint()
+    return min(1, len(indices) * points / max(1, p.loops.numel.hint())), points, indices
 
 
 def _stored(p: Producer, work: _Work) -> bool:
@@ -454,47 +462,3 @@ def _axes_at(index: Expr, p: Producer, narrow: Exprs, widen: Exprs) -> Exprs:
         env[var] = (quotient if n == 0 or size == 0 else quotient % size).subs(widen)
         rest = rest % stride
     return env
-
-
-def narrowed(b: BodyBuilder, mask: int | None) -> tuple[Exprs, Exprs]:
-    """Where a mask holds, the loop variables it compares have tighter ranges: with ``v >= 4 and v < 8``, v is ``w + 4``
-    for some w < 4. Divisions simplify with that; elsewhere the values are wrong, but masked off. Returns v -> w + 4,
-    w -> v - 4."""
-    bounds: dict[Var, list[Expr]] = {}
-    if mask is not None:
-        _collect_bounds(b, mask, bounds)
-    narrow: Exprs = {}
-    widen: Exprs = {}
-    for v, (low, high) in bounds.items():
-        w = fresh(high - low)
-        narrow[v], widen[w] = expr(w) + low, expr(v) - low
-    return narrow, widen
-
-
-def _collect_bounds(b: BodyBuilder, value: int, bounds: dict[Var, list[Expr]]) -> None:
-    """From comparisons such as ``v + c < e``, joined by ``and``: [low, high) of each variable."""
-    s = b.body[value]
-    if not isinstance(s, Op):
-        return
-    if s.op == "and":
-        for a in s.args:
-            _collect_bounds(b, a, bounds)
-    elif s.op in ("lt", "le", "gt", "ge"):
-        left, right = (integer(b.body[a]) for a in s.args)
-        if left is None or right is None:
-            return
-        op = s.op
-        if left.variables() and right.variables():
-            return
-        if right.variables():
-            left, right, op = right, left, {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}[op]
-        for v in left.variables():
-            c = left.coefficient(v)
-            if c is None or c.constant is None or c.constant < 1 or left.variables() != {v}:
-                continue
-            low, high = bounds.setdefault(v, [expr(0), v.size])
-            edge = ceildiv(right - (left - c * expr(v)) + (1 if op in ("le", "gt") else 0), c)  # c*v < right: v < edge
-            if op in ("lt", "le"):
-                bounds[v][1] = edge if nonneg(high - edge) else high
-            else:
-                bounds[v][0] = edge if nonneg(edge - low) else low
