@@ -269,7 +269,8 @@ def _share(reader: Node, p: Producer) -> tuple[float, int, set[Expr]]:
     that two loop nests have in common."""
     if not isinstance(reader, LoopNest):
         return 1, 0, {expr(0)}
-    numbered = {a.var: expr(Var(f"axis{k}", a.size)) for k, a in enumerate(a for a in reader.axes if a.size != 1)}
+    axes = [a for a in reader.axes if a.size != 1]
+    numbered: Exprs = {a.var: expr(Var(f"axis{k}", a.size)) for k, a in enumerate(axes)}
     indices = {s.index.subs(numbered) for s in reader.loads() if s.buffer == p.store.buffer}
     points = (reader.numel * reader.rnumel).hint()
     return min(1, len(indices) * points / max(1, p.loops.numel.hint())), points, indices
