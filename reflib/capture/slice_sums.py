@@ -53,7 +53,8 @@ def slice_sums(module: GraphModule, options: Options, gpu: bool) -> GraphModule:
 
 
 def _replace(graph: Graph, node: Node) -> None:
-    """``node`` by what is dense of it, if anything is, and a ``cat``, if two slices or more are found in it."""
+    """``node`` by a ``cat``, and what is dense of it, if two slices or more are found in it. Where they fill the whole,
+    what is dense is added to each part, which the kernel that makes it does."""
     dense: list[Node] = []
     slices: list[Slice] = []
     for term in terms(node):
@@ -67,6 +68,9 @@ def _replace(graph: Graph, node: Node) -> None:
     if gaps is None:
         return
     with graph.inserting_before(node):
+        if not gaps:
+            slices = [_with_dense(graph, node, dense, s) for s in slices]
+            dense = []
         new = _cat(graph, node, slices, gaps)
         if not dense and not gaps and all(s.row for s in slices):
             _flipped(graph, node, slices)
@@ -178,6 +182,16 @@ def _cat(graph: Graph, node: Node, slices: list[Slice], gaps: list[tuple[int, in
             part = call(graph, node, aten.unsqueeze.default, (part, dim), value.unsqueeze(dim))
         parts[s.low] = part
     return call(graph, node, aten.cat.default, ([p for _, p in sorted(parts.items())], dim), whole)
+
+
+def _with_dense(graph: Graph, node: Node, dense: list[Node], s: Slice) -> Slice:
+    """With what the dense terms add to it: ``dense + cat(..)`` would choose a part at each element of the whole."""
+    values = []
+    for term in dense:
+        part = _val(term).narrow(s.dim, s.low, s.high - s.low)
+        new = _call(graph, node, aten.slice.Tensor, (term, s.dim, s.low, s.high), part)
+        values.append(_call(graph, node, aten.squeeze.dim, (new, s.dim), part.squeeze(s.dim)) if s.row else new)
+    return replace(s, values=(*values, *s.values))
 
 
 def _flipped(graph: Graph, node: Node, slices: list[Slice]) -> None:

@@ -2,6 +2,7 @@
 
 ``stack([a, b, c])[1]``, with its producer computed where it is read, asks of every element whether it is one of a's,
 b's or c's. The ranges of the loop variables answer that: two of the three loads, and what was computed from them, go.
+Where a mask holds, these ranges are tighter (``narrowed``).
 """
 
 from __future__ import annotations

@@ -61,10 +61,11 @@ EXPENSIVE = frozenset(
 
 @dataclass(frozen=True)
 class _Work:
-    """What the questions below are about. ``readers``: as it is with what was inlined until now. ``joined``:
+    """What the questions below are about. ``nodes`` and ``readers``: with what was inlined until now. ``joined``:
     ``_joined`` of the producers that were asked for; ``alone``: their clusters."""
 
     program: Program
+    nodes: list[Node]
     depends: Dependencies
     gpu: bool
     readers: dict[str, set[int]]
@@ -103,17 +104,16 @@ def inline_loads(fused: Fused, options: Options, target: Target) -> Fused:
     for node, before in zip(program.nodes, depends.before):
         calls.append(max((calls[j] for j in before), default=0) + isinstance(node, Extern))
     readers = {name: set(found) for name, found in depends.readers.items()}
-    work = _Work(program, depends, target.is_gpu, readers, calls)
-    nodes = list(program.nodes)
-    for position, node in enumerate(nodes):
+    work = _Work(program, list(program.nodes), depends, target.is_gpu, readers, calls)
+    for position, node in enumerate(program.nodes):
         if not isinstance(node, LoopNest):
             continue
-        node = nodes[position] = _inline_into(node, position, work)
+        node = _inline_into(node, position, work)
         for store in node.stores():
             producer = _producer(position, node, store, depends) if makes_all(program, node, store) else None
             if producer is not None:
                 work.producers[store.buffer] = producer
-    return replace(fused, program=remove_dead(replace(program, nodes=tuple(nodes))))
+    return replace(fused, program=remove_dead(replace(program, nodes=tuple(work.nodes))))
 
 
 def makes_all(program: Program, loops: LoopNest, store: Store) -> bool:
@@ -169,7 +169,8 @@ def _inline_into(loops: LoopNest, position: int, work: _Work) -> LoopNest:
                     for read in p.loops.reads():
                         work.readers.setdefault(read, set()).add(position)
                     work.reads_no_more(position, name)
-                    loops, own = inlined, None
+                    work.nodes[position] = loops = inlined
+                    own = None
                     break
         else:
             keep.add(name)
@@ -237,11 +238,12 @@ def _should_inline(loops: LoopNest, given: LoopNest, position: int, p: Producer,
 def _moves_less(loops: LoopNest, p: Producer, work: _Work) -> bool:
     """Are fewer bytes moved if every reader computes the producer's result again, than if all read it?
 
-    A result of S bytes, computed from L, of which readers read n times as much as there is (n, but parts of it count as
-    such): stored, L + S + n S; computed again, n L, and on a GPU n times the work, in what is moved meanwhile (a
-    recurrence would compute all steps before in every step). For one reader that is always less, and so it is where S
-    is small beside a launch. Without this, in a residual network each block would compute all blocks before it again.
-    What is stored in any case is only computed again if L is less than S."""
+    A result of S bytes, computed from L, of which n kernels read all (or parts that amount to that), at m places:
+    stored, L + S + n S; computed again, n L, and on a GPU m times the work, in what is moved meanwhile. (A kernel
+    computes ``p`` and ``p.roll(1)`` from the same bytes, each by itself. A recurrence would compute all steps before in
+    every step; in a residual network each block would compute all blocks before it.) For one reader at one place that
+    is always less. So it is taken to be where S is small beside a launch, and so is the consumer's work. What is stored
+    in any case is only computed again if L is less than S."""
     buffers, name = work.program.buffers, p.store.buffer
     points = p.loops.numel.hint()
     read = [buffers[b] for b in set(p.loops.reads()) - set(loops.reads())]
@@ -249,23 +251,31 @@ def _moves_less(loops: LoopNest, p: Producer, work: _Work) -> bool:
     if _stored(p, work):  # an input is in memory in any case
         return bytes_read < buffers[name].nbytes.hint() + any(b.kind != "temp" for b in read)
     shares: dict[tuple[int, int], float] = {}  # of readers that may become one kernel
+    places: dict[object, float] = {}  # ... which computes once what they read at one place
     for r in work.readers[name]:
-        share, key = _share(work.program.nodes[r], p)
-        shares[work.calls[r], key] = min(1, shares.get((work.calls[r], key), 0) + share)
-    readers = sum(shares.values())
-    stored = (readers + 1) * buffers[name].nbytes.hint()
-    again = bytes_read + work_of(p.loops) * points / OPS_PER_BYTE if work.gpu else bytes_read
-    if readers <= 1 or (readers - 1) * again < stored:
+        share, n, read_at = _share(work.nodes[r], p)
+        shares[work.calls[r], n] = min(1, shares.get((work.calls[r], n), 0) + share)
+        places |= {(work.calls[r], n, e): share / len(read_at) for e in read_at}
+    size, kernels, times = buffers[name].nbytes.hint(), sum(shares.values()), sum(places.values())
+    again = max(0, kernels - 1) * bytes_read
+    again += max(0, times - 1) * work_of(p.loops) * points / OPS_PER_BYTE if work.gpu else 0
+    stored = (kernels + 1) * size
+    if again == 0 or again < stored:
         return True
     done = (work_of(loops) + work_of(p.loops)) * (loops.numel * loops.rnumel).hint() / OPS_PER_BYTE if work.gpu else 0
     return stored <= LAUNCH[work.gpu] // 10 and done <= LAUNCH[work.gpu] // 4
 
 
-def _share(reader: Node, p: Producer) -> tuple[float, int]:
-    """How much of the producer's result it reads, where 1 is all; and the points that it has."""
-    points = (reader.numel * reader.rnumel).hint() if isinstance(reader, LoopNest) else 0
-    indices = {s.index for s in reader.loads() if s.buffer == p.store.buffer} if isinstance(reader, LoopNest) else ()
-    return (min(1, len(indices) * points / max(1, p.loops.numel.hint())) if indices else 1), points
+def _share(reader: Node, p: Producer) -> tuple[float, int, set[Expr]]:
+    """How much of the producer's result it reads, where 1 is all; the points that it has; and where it reads, in terms
+    that two loop nests have in common."""
+    if not isinstance(reader, LoopNest):
+        return 1, 0, {expr(0)}
+    axes = [a for a in reader.axes if a.size != 1]
+    numbered: Exprs = {a.var: expr(Var(f"axis{k}", a.size)) for k, a in enumerate(axes)}
+    indices = {s.index.subs(numbered) for s in reader.loads() if s.buffer == p.store.buffer}
+    points = (reader.numel * reader.rnumel).hint()
+    return min(1, len(indices) * points / max(1, p.loops.numel.hint())), points, indices
 
 
 def _stored(p: Producer, work: _Work) -> bool:

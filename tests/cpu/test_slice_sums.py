@@ -98,6 +98,10 @@ def both(x: Tensor) -> Tensor:
     return x.tanh() + (x[:, :2].sin() * x[:, 2:4]).sum()
 
 
+def filled(x: Tensor) -> Tensor:
+    return x.tanh() + loop(x).sum()
+
+
 def overlapping(x: Tensor) -> Tensor:
     return x[1:] * x[:-1]
 
@@ -109,7 +113,7 @@ def every_other(x: Tensor) -> Tensor:
 X = torch.randn(5, 6)
 
 
-@pytest.mark.parametrize("fn, cats, adds", [(loop, 1, 0), (gap, 1, 1), (both, 1, 2), (twice, 1, 8)])
+@pytest.mark.parametrize("fn, cats, adds", [(loop, 1, 0), (gap, 1, 1), (both, 1, 2), (twice, 1, 8), (filled, 1, 3)])
 def test_one_cat(fn: Callable[..., Tensor], cats: int, adds: int) -> None:
     found = graph(fn, X)
     assert found[aten.cat.default] == cats and found.get(aten.add.Tensor, 0) == adds
