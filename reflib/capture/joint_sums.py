@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..options import Options
 from .copies import copied
-from .slice_sums import call, is_sum, is_term, once, terms, val
+from .slice_sums import call, is_sum, is_term, once, sizes, terms, val
 
 aten = torch.ops.aten
 _VIEWS = {aten.view.default, aten.reshape.default, aten.squeeze.dims, aten.squeeze.dim}
@@ -45,10 +45,10 @@ def _joint(node: Node, products: dict[Node, int]) -> list[list[Node]]:
     groups: dict[Any, list[Node]] = {}
     for term in terms(node):
         total = _reduction(term)
-        if total is not None:
-            x, shape = total.args[0], val(total.args[0]).shape
-            rest = str((total.args[1:], total.kwargs, val(term).shape, val(x).dtype))
-            groups.setdefault((rest, shape, products.get(x, 0)), []).append(term)  # type: ignore[arg-type]
+        if total is not None and (total is term or all(isinstance(n, int) for n in val(node).shape)):
+            x = total.args[0]
+            of = (str(total.args[1:]), str(total.kwargs), val(x).dtype, sizes(val(x)), products.get(x, 0))  # type: ignore
+            groups.setdefault(of, []).append(term)
     return [g for g in groups.values() if len(g) > 1]
 
 
@@ -70,7 +70,7 @@ def _replace(node: Node, groups: list[list[Node]]) -> None:
                 x = call(node.graph, node, aten.add.Tensor, (x, more.args[0]), val(x))  # type: ignore[union-attr]
             total = node.graph.node_copy(found[0])  # type: ignore[arg-type]
             total.args = (x, *total.args[1:])
-            if total.meta["val"].shape != val(node).shape:
+            if sizes(val(total)) != sizes(val(node)):
                 total = call(node.graph, node, aten.view.default, (total, list(val(node).shape)), val(node))
             rest = [t for t in terms(node) if t not in group]
             for term in rest:

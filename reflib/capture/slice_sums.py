@@ -102,9 +102,15 @@ def is_sum(node: object) -> bool:
     """Of two tensors like the result?"""
     if not isinstance(node, Node) or node.target is not aten.add.Tensor or node.kwargs:
         return False
-    a, b = (val(x) for x in node.args)
     whole = val(node)
-    return all(isinstance(x, torch.Tensor) and x.shape == whole.shape and x.dtype == whole.dtype for x in (a, b))
+    return all(
+        isinstance(x, torch.Tensor) and x.dtype == whole.dtype and sizes(x) == sizes(whole) for x in map(val, node.args)
+    )
+
+
+def sizes(x: torch.Tensor) -> str:
+    """Its shape; to compare symbolic sizes would make a guard of the answer."""
+    return str(tuple(x.shape))
 
 
 def _slices(node: object) -> list[Slice] | None:
@@ -188,9 +194,9 @@ def _with_dense(graph: Graph, node: Node, dense: list[Node], s: Slice) -> Slice:
     """With what the dense terms add to it: ``dense + cat(..)`` would choose a part at each element of the whole."""
     values = []
     for term in dense:
-        part = _val(term).narrow(s.dim, s.low, s.high - s.low)
-        new = _call(graph, node, aten.slice.Tensor, (term, s.dim, s.low, s.high), part)
-        values.append(_call(graph, node, aten.squeeze.dim, (new, s.dim), part.squeeze(s.dim)) if s.row else new)
+        part = val(term).narrow(s.dim, s.low, s.high - s.low)
+        new = call(graph, node, aten.slice.Tensor, (term, s.dim, s.low, s.high), part)
+        values.append(call(graph, node, aten.squeeze.dim, (new, s.dim), part.squeeze(s.dim)) if s.row else new)
     return replace(s, values=(*values, *s.values))
 
 
