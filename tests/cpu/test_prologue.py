@@ -190,7 +190,7 @@ def test_unmeasured_other_products_are_not_looked_at(rows: int, looked_at: bool)
 
 def test_unmeasured_it_is_for_what_is_certain() -> None:
     x, s = torch.zeros(16, 1024, dtype=BF16), S.new_ones(2048)
-    assert decided(int4_rows, x, torch.zeros(512, 2048, dtype=torch.uint8), s) == "aten", "a mask says what is read"
+    assert decided(int4_halves, x, torch.zeros(2048, 512, dtype=torch.uint8), s) == "aten", "a mask says what is read"
     assert decided(masked, x, x > 0, torch.zeros(1024, 2048, dtype=BF16)) == "aten", "no fewer bytes"
     w = torch.zeros(2048, 1024, dtype=torch.int8)
     assert decided(linear, x, w, s, target="sm_75") == "aten", "no tensor cores"
