@@ -146,10 +146,11 @@ def rsub(x: Value, y: Value, alpha: Scalar = 1) -> Value:
 def div(cx: LoweringContext, x: Any, y: Any) -> View:
     """Of a number the reciprocal is taken first, once: of a Python number in float64, of a tensor on the CPU in the
     result's dtype. A tensor of one number on the GPU is no number."""
-    _suits(cx, (x, y))
+    wide = _python_number(cx)
+    _suits(cx, (x, y) if wide is None else (x,))
     if isinstance(y, (int, float)):
         return elementwise(cx, lambda a: a * _inverse(y, torch.float64, a.dtype), (x,))
-    if (wide := _python_number(cx)) is not None:
+    if wide is not None:
         return elementwise(cx, lambda a: a * (1 / a.kernel.load(wide)).to(a.dtype), (x,))
     number = not isinstance(y, View) or _on_cpu(cx, y)
     return elementwise(cx, lambda a, b: a * _reciprocal(b) if number else a / b, (x, y))

@@ -18,7 +18,7 @@ from prologue_cases import (
     case,
     computing,
     int4,
-    int4_rows,
+    int4_halves,
     linear,
     lowered,
     masked,

@@ -36,7 +36,7 @@ def test_divisions_by_numbers(of: str, dtype: torch.dtype) -> None:
     for p in (0.3, 7.0, 1e-3):
         t = x[: int(9000 + p)]
         by = torch.tensor(p) if of == "a number of the CPU's" else p
-        assert different_bits(run(t, by), t / (t.shape[0] if of == "a size" else p)) == 0, p
+        assert different_bits(run(t, by), t / (t.shape[0] if of == "a size" else by)) == 0, p
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
