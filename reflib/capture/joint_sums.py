@@ -6,7 +6,8 @@ behind those that make them::
 
     sum(g0, [0]) + sum(g1, [0]) + ..   =   sum(g0 + g1 + .., [0])
 
-Only of terms between which no product is: there a step's kernel ends, and would store the sum for the next one.
+Only of terms between which there is no product and no reduction: there a step's kernel ends, and would store what is
+to be added for the next one, of which its own sum is a small part.
 The numbers are added in another order, so not with ``numerics="eager"``.
 """
 
@@ -23,6 +24,11 @@ from .copies import copied
 from .slice_sums import call, is_sum, is_term, once, sizes, terms, val
 
 aten = torch.ops.aten
+_REDUCTIONS = frozenset(
+    "sum mean amax amin max min prod any all var var_mean std std_mean argmax argmin logsumexp linalg_vector_norm"
+    " cumsum _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data native_layer_norm"
+    " native_group_norm".split()
+)
 _VIEWS = {aten.view.default, aten.reshape.default, aten.squeeze.dims, aten.squeeze.dim}
 
 
@@ -31,23 +37,23 @@ def joint_sums(module: GraphModule, options: Options, gpu: bool) -> GraphModule:
     if options.numerics == "eager" or not any(is_sum(n) and _joint(n, {}) for n in module.graph.nodes):
         return module
     out = copied(module)
-    products = _products(out.graph)
+    stages = _stages(out.graph)
     for node in list(out.graph.nodes):
-        if is_sum(node) and not is_term(node) and (groups := _joint(node, products)):
+        if is_sum(node) and not is_term(node) and (groups := _joint(node, stages)):
             _replace(node, groups)
     out.graph.eliminate_dead_code()
     out.recompile()
     return out
 
 
-def _joint(node: Node, products: dict[Node, int]) -> list[list[Node]]:
-    """The terms of ``node`` that may be one reduction, two or more. products: by node, how many are before it."""
+def _joint(node: Node, stages: dict[Node, int]) -> list[list[Node]]:
+    """The terms of ``node`` that may be one reduction, two or more."""
     groups: dict[Any, list[Node]] = {}
     for term in terms(node):
         total = _reduction(term)
         if total is not None and (total is term or all(isinstance(n, int) for n in val(node).shape)):
             x = total.args[0]
-            of = (str(total.args[1:]), str(total.kwargs), val(x).dtype, sizes(val(x)), products.get(x, 0))  # type: ignore
+            of = (str(total.args[1:]), str(total.kwargs), val(x).dtype, sizes(val(x)), stages.get(x, 0))  # type: ignore
             groups.setdefault(of, []).append(term)
     return [g for g in groups.values() if len(g) > 1]
 
@@ -79,9 +85,11 @@ def _replace(node: Node, groups: list[list[Node]]) -> None:
         node = total
 
 
-def _products(graph: torch.fx.Graph) -> dict[Node, int]:
+def _stages(graph: torch.fx.Graph) -> dict[Node, int]:
+    """By node: how many products and reductions are one behind another before it, itself included."""
     out: dict[Node, int] = {}
     for n in graph.nodes:
-        product = getattr(n.target, "overloadpacket", None) in flop_registry
-        out[n] = max((out[a] for a in n.all_input_nodes), default=0) + product
+        packet = getattr(n.target, "overloadpacket", None)
+        ends = packet in flop_registry or getattr(packet, "__name__", "") in _REDUCTIONS
+        out[n] = max((out[a] for a in n.all_input_nodes), default=0) + ends
     return out

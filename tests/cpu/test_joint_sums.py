@@ -47,9 +47,18 @@ def test_one_per_parameter() -> None:
     assert reductions(looped, *inputs(), numerics="eager") >= 8  # (the first step's are of zeros)
 
 
-def test_not_across_products() -> None:
+def with_sums(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    c = x[0]
+    for _ in range(x.shape[0]):
+        c = torch.tanh(c.softmax(-1) * w)
+    return c
+
+
+@pytest.mark.parametrize("fn", [with_products, with_sums])
+def test_not_across_products_and_reductions(fn: Any) -> None:
     x, w, _ = inputs()
-    assert reductions(with_products, x, w, torch.randn(16, 16)) == x.shape[0]
+    e = reflib.explain(fn, x, w, torch.randn(16, 16), target="sm_90")
+    assert sum(n.target in SUMS and n.args[1] == [0] for n in e.backward.graph.nodes) == x.shape[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
