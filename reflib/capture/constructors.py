@@ -27,7 +27,7 @@ def constructors(module: GraphModule, options: Options, gpu: bool) -> GraphModul
     for node in list(out.graph.nodes):
         for a in _from_cpu(node):
             chain, device = from_nothing(a) or (), node.meta["val"].device
-            if chain and not any(n.meta["val"].dtype.is_floating_point or n.meta["val"].is_complex() for n in chain):
+            if chain and all(_is_of_torch(n) and not _is_float(n.meta["val"]) for n in chain):
                 node.replace_input_with(a, [_made(out.graph, n, device, made) for n in chain][-1])
     out.graph.eliminate_dead_code()
     out.recompile()
@@ -35,10 +35,18 @@ def constructors(module: GraphModule, options: Options, gpu: bool) -> GraphModul
 
 
 def _from_cpu(node: Node) -> list[Node]:
-    """The operands of an op on a GPU that are on the CPU, but for numbers."""
-    if node.op != "call_function" or not _is_on(node, "cuda"):
+    """The operands of an op on a GPU that are on the CPU, but for numbers. (One of the user's may want them there.)"""
+    if not _is_of_torch(node) or not _is_on(node, "cuda"):
         return []
     return [a for a in node.all_input_nodes if _is_on(a, "cpu") and a.meta["val"].dim()]
+
+
+def _is_of_torch(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims")
+
+
+def _is_float(t: torch.Tensor) -> bool:
+    return t.dtype.is_floating_point or t.is_complex()
 
 
 def _is_on(node: Node, kind: str) -> bool:

@@ -29,12 +29,15 @@ _REDUCTIONS = frozenset(
     " cumsum _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data native_layer_norm"
     " native_group_norm".split()
 )
+_WIDE = {torch.float32, torch.float64, torch.bfloat16}
 _VIEWS = {aten.view.default, aten.reshape.default, aten.squeeze.dims, aten.squeeze.dim}
 
 
 def joint_sums(module: GraphModule, options: Options, gpu: bool) -> GraphModule:
     """``module``, or a copy of it with such sums as one. module: a functional ATen graph with ``meta["val"]``."""
-    if options.numerics == "eager" or not any(is_sum(n) and _joint(n, {}) for n in module.graph.nodes):
+    if options.numerics == "eager" or not any(
+        is_sum(n) and not is_term(n) and _joint(n, {}) for n in module.graph.nodes
+    ):
         return module
     out = copied(module)
     stages = _stages(out.graph)
@@ -59,18 +62,22 @@ def _joint(node: Node, stages: dict[Node, int]) -> list[list[Node]]:
 
 
 def _reduction(term: object) -> Node | None:
-    """The sum of floats that ``term`` is, or is a view of, if nothing else reads it."""
+    """The sum that ``term`` is, or is a view of, if nothing else reads it. Of floats whose partial sums, which may be
+    stored, do not overflow: not of float16, nor of what is added in a wider dtype."""
     while isinstance(term, Node) and once(term) and term.target in _VIEWS:
         term = term.args[0]
     if not isinstance(term, Node) or term.target is not aten.sum.dim_IntList or not once(term):
         return None
-    return term if val(term.args[0]).is_floating_point() else None
+    x = val(term.args[0])
+    return term if x.dtype in _WIDE and x.dtype == val(term).dtype else None
 
 
 def _replace(node: Node, groups: list[list[Node]]) -> None:
-    for group in groups:
-        found = [_reduction(t) for t in group]
-        with node.graph.inserting_before(node):
+    joined = {t for g in groups for t in g}
+    new = [t for t in terms(node) if t not in joined]
+    with node.graph.inserting_before(node):
+        for group in reversed(groups):
+            found = [_reduction(t) for t in group]
             x = found[0].args[0]  # type: ignore[union-attr]
             for more in found[1:]:
                 x = call(node.graph, node, aten.add.Tensor, (x, more.args[0]), val(x))  # type: ignore[union-attr]
@@ -78,11 +85,11 @@ def _replace(node: Node, groups: list[list[Node]]) -> None:
             total.args = (x, *total.args[1:])
             if sizes(val(total)) != sizes(val(node)):
                 total = call(node.graph, node, aten.view.default, (total, list(val(node).shape)), val(node))
-            rest = [t for t in terms(node) if t not in group]
-            for term in rest:
-                total = call(node.graph, node, aten.add.Tensor, (total, term), val(node))
-        node.replace_all_uses_with(total)
-        node = total
+            new.insert(0, total)
+        total = new[0]
+        for term in new[1:]:
+            total = call(node.graph, node, aten.add.Tensor, (total, term), val(node))
+    node.replace_all_uses_with(total)
 
 
 def _stages(graph: torch.fx.Graph) -> dict[Node, int]:

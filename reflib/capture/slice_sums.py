@@ -68,9 +68,11 @@ def _replace(graph: Graph, node: Node) -> None:
     if gaps is None:
         return
     with graph.inserting_before(node):
-        if not gaps:
-            slices = [_with_dense(graph, node, dense, s) for s in slices]
-            dense = []
+        if dense and not gaps:
+            whole = dense[0]
+            for term in dense[1:]:
+                whole = call(graph, node, aten.add.Tensor, (whole, term), val(whole))
+            slices, dense = [_with_dense(graph, node, whole, s) for s in slices], []
         new = _cat(graph, node, slices, gaps)
         if not dense and not gaps and all(s.row for s in slices):
             _flipped(graph, node, slices)
@@ -190,14 +192,13 @@ def _cat(graph: Graph, node: Node, slices: list[Slice], gaps: list[tuple[int, in
     return call(graph, node, aten.cat.default, ([p for _, p in sorted(parts.items())], dim), whole)
 
 
-def _with_dense(graph: Graph, node: Node, dense: list[Node], s: Slice) -> Slice:
-    """With what the dense terms add to it: ``dense + cat(..)`` would choose a part at each element of the whole."""
-    values = []
-    for term in dense:
-        part = val(term).narrow(s.dim, s.low, s.high - s.low)
-        new = call(graph, node, aten.slice.Tensor, (term, s.dim, s.low, s.high), part)
-        values.append(call(graph, node, aten.squeeze.dim, (new, s.dim), part.squeeze(s.dim)) if s.row else new)
-    return replace(s, values=(*values, *s.values))
+def _with_dense(graph: Graph, node: Node, dense: Node, s: Slice) -> Slice:
+    """With what ``dense`` adds to it: ``dense + cat(..)`` would choose a part at each element of the whole."""
+    part = val(dense).narrow(s.dim, s.low, s.high - s.low)
+    new = call(graph, node, aten.slice.Tensor, (dense, s.dim, s.low, s.high), part)
+    if s.row:
+        new = call(graph, node, aten.squeeze.dim, (new, s.dim), part.squeeze(s.dim))
+    return replace(s, values=(new, *s.values))
 
 
 def _flipped(graph: Graph, node: Node, slices: list[Slice]) -> None:

@@ -58,7 +58,6 @@ EXPENSIVE = frozenset(
 )
 
 
-
 @dataclass(frozen=True)
 class _Work:
     """What the questions below are about. ``nodes`` and ``readers``: with what was inlined until now. ``joined``:

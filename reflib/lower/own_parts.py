@@ -21,13 +21,15 @@ def own_parts(table: Mapping[Any, Parts]) -> dict[Any, Parts]:
     return {
         **{op: partial(max_unpool, dims) for op, dims in unpools.items()},
         **{op: partial(counted_wide, table[op]) for op in means},
-        aten.stack.default: stack,
+        aten.stack.default: partial(stack, table[aten.stack.default]),
     }
 
 
-def stack(tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+def stack(parts: Parts, tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
     """Parts of length 1: what reads one of them, or picks one by a number, knows where. (Of torch's parts, joined along
-    a dimension that is split afterwards, it does not.)"""
+    a dimension that is split afterwards, it does not; but they have eager's strides where tensors lie otherwise.)"""
+    if not all(t.is_contiguous() for t in tensors):
+        return parts(tensors, dim)
     return torch.cat([t.unsqueeze(dim) for t in tensors], dim)
 
 

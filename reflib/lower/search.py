@@ -30,7 +30,7 @@ def searchsorted(
     side: str | None = None, sorter: View | None = None,
 ) -> View:  # fmt: skip
     n = sequence.shape[-1].constant
-    if n is None or n >= 2**31 or sorter is not None:
+    if n is None or n > 2**30 or sorter is not None:
         raise Unsupported("a length that is not known" if n is None else "library call")
     dtype = check_dtype(promote([sequence, x]))
     k = NestBuilder(cx, cx.shape)

@@ -117,6 +117,8 @@ def _by_rows(r: MemoryReport, peak: Step, again: Again, more: bool) -> Iterable[
         if b is not None and b.shape and b.shape[0].hint() in held:
             held[b.shape[0].hint()] += h.bytes
     rows = max(held, key=lambda n: held[n], default=0)
+    if any(n.hint() == rows for b in program.inputs if b in program.buffers for n in program.buffers[b].shape[1:]):
+        return  # (of which tensors are these the rows?)
     parts = 4 if more else 2
     graphs = again(None, (rows // parts, rows)) if rows and held[rows] and rows % parts == 0 else ()
     if (least := r.peak_among(graphs)) is not None:

@@ -73,6 +73,30 @@ def test_gradients(dtype: torch.dtype) -> None:
         assert (g - w).norm() <= 2 * (e - w).norm() + 1e-5 * w.norm()
 
 
+def two_groups(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    x = x[0]
+    for _ in range(2):
+        x = torch.tanh(torch.tanh(x * w) * w) @ torch.ones(16, 16)
+    return x * v
+
+
+def test_two_groups_in_one_sum() -> None:
+    args = inputs()
+    got = torch.autograd.grad(reflib.compile(two_groups)(*args).sum(), args)
+    for g, w in zip(got, torch.autograd.grad(two_groups(*args).sum(), args), strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-4)
+
+
+def test_not_added_up_in_what_overflows() -> None:
+    big = torch.full((1, 4), 3e38)
+    assert (
+        reflib.compile(lambda a, b: a.sum(0, dtype=torch.float64) + b.sum(0, dtype=torch.float64))(big, big).max()
+        > 5e38
+    )
+    half = torch.tensor([[3e4], [-3e4]]).half()
+    assert not reflib.compile(lambda *x: sum(t.sum(0) for t in x))(*[half] * 60).isnan().any()
+
+
 def test_a_sum_that_others_read_stays() -> None:
     def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         a, b, c = x.sum(0), x.exp().sum(0), x.tanh().sum(0, keepdim=True)[0] + x.sum(0)
