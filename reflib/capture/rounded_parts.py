@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from ..options import Options
 from .copies import copied
+from .slice_sums import call, val
 
 aten = torch.ops.aten
 _UNTAGGED = {  # elementwise too
@@ -32,12 +33,9 @@ def rounded_parts(module: GraphModule, options: Options, gpu: bool) -> GraphModu
     for node in filter(_rounds, list(out.graph.nodes)):
         cat, kwargs = node.args[0], node.kwargs
         with out.graph.inserting_before(node):
-            parts = []
-            for p in cat.args[0]:
-                parts.append(out.graph.call_function(node.target, (p,), kwargs))
-                parts[-1].meta = {**node.meta, "val": p.meta["val"].to(node.meta["val"].dtype)}
-            new = out.graph.call_function(cat.target, (parts, *cat.args[1:]))
-            new.meta = dict(node.meta)
+            to = [val(p).to(val(node).dtype) for p in cat.args[0]]
+            parts = [call(out.graph, node, node.target, (p,), v, kwargs) for p, v in zip(cat.args[0], to)]
+            new = call(out.graph, node, cat.target, (parts, *cat.args[1:]), val(node))
         node.replace_all_uses_with(new)
     out.graph.eliminate_dead_code()
     out.recompile()

@@ -244,24 +244,25 @@ def _moves_less(loops: LoopNest, p: Producer, work: _Work) -> bool:
     is always less. So it is taken to be where S is small beside a launch, and so is the consumer's work. What is stored
     in any case is only computed again if L is less than S."""
     buffers, name = work.program.buffers, p.store.buffer
-    points = p.loops.numel.hint()
+    size, points, own = buffers[name].nbytes.hint(), p.loops.numel.hint(), work_of(p.loops)
     read = [buffers[b] for b in set(p.loops.reads()) - set(loops.reads())]
     bytes_read = sum(min(b.nbytes.hint(), points * b.dtype.itemsize) for b in read)
-    if _stored(p, work):  # an input is in memory in any case
-        return bytes_read < buffers[name].nbytes.hint() + any(b.kind != "temp" for b in read)
+    if _stored(p, work):
+        in_any_case = any(b.kind != "temp" for b in read)  # one is in memory: an input
+        return bytes_read < size or in_any_case and bytes_read == size
     shares: dict[tuple[int, int], float] = {}  # of readers that may become one kernel
     places: dict[object, float] = {}  # ... which computes once what they read at one place
     for r in work.readers[name]:
         share, n, read_at = _share(work.nodes[r], p)
         shares[work.calls[r], n] = min(1, shares.get((work.calls[r], n), 0) + share)
         places |= {(work.calls[r], n, e): share / len(read_at) for e in read_at}
-    size, kernels, times = buffers[name].nbytes.hint(), sum(shares.values()), sum(places.values())
+    kernels, times = sum(shares.values()), sum(places.values())
     again = max(0, kernels - 1) * bytes_read
-    again += max(0, times - 1) * work_of(p.loops) * points / OPS_PER_BYTE if work.gpu else 0
+    again += max(0, times - 1) * own * points / OPS_PER_BYTE if work.gpu else 0
     stored = (kernels + 1) * size
     if again == 0 or again < stored:
         return True
-    done = (work_of(loops) + work_of(p.loops)) * (loops.numel * loops.rnumel).hint() / OPS_PER_BYTE if work.gpu else 0
+    done = (work_of(loops) + own) * (loops.numel * loops.rnumel).hint() / OPS_PER_BYTE if work.gpu else 0
     return stored <= LAUNCH[work.gpu] // 10 and done <= LAUNCH[work.gpu] // 4
 
 

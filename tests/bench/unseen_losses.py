@@ -4,12 +4,10 @@
 
     reflib sweep --models tests/bench/unseen_losses.py --dtype bfloat16 --out runs/losses
 
-Sizes are drawn at random with a fixed seed: a third powers of two, a third multiples of 8, a third odd. Letters of a
-shape are (least, most, on a CPU); ``B`` is solved so that the first tensor has about ``elements`` elements.
+Letters of a shape have a size, or one on a GPU and one on a CPU. They were drawn at random.
 """
 
 import math
-import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,40 +25,25 @@ from tests.bench.functions import Function
 MODELS: list[Model] = []
 
 
-def draw(least: int, most: int, rng: random.Random) -> int:
-    n = int(math.exp(rng.uniform(math.log(least), math.log(most + 0.5))))
-    kind = rng.choice(["power", "even", "any"])
-    n = {"power": 1 << (n.bit_length() - 1), "even": n // 8 * 8, "any": n | 1}[kind]
-    return min(max(n, least), most)
-
-
 def tensor(spec: str, known: dict[str, int]) -> Tensor:
     kind, _, rest = spec.rpartition(":")
     shape, _, below = rest.partition("<")
     size = [max(1, int(eval(d, {}, known))) for d in shape.split(",")]
     if below:
-        t = torch.randint(0, max(1, int(eval(below, {}, known))), size)
-        return t.sort(-1).values if kind == "s" else t
+        return torch.randint(0, max(1, int(eval(below, {}, known))), size)
     return torch.rand(*size) if kind == "u" else torch.randn(*size)
 
 
-def of(*specs: str, elements: tuple[int, int] = (2**21, 2**25), train: bool = True, name: str = "", **letters: Any) -> Callable[..., Any]:
+def of(*specs: str, **letters: Any) -> Callable[..., Any]:
     def keep(fn: Callable[..., Any]) -> Callable[..., Any]:
-        title = name or fn.__name__
-        rng = random.Random(f"fresh2 {title}")
-        real = {k: v if isinstance(v, int) else draw(v[0], v[1], rng) for k, v in letters.items()}
-        small = {k: v if isinstance(v, int) else v[2] for k, v in letters.items()}
-        target = math.exp(rng.uniform(*map(math.log, elements)))
-        for known, goal in ((real, target), (small, 2**11)):
-            one = math.prod(max(1, int(eval(d, {}, {**known, "B": 1}))) for d in specs[0].rpartition(":")[2].partition("<")[0].split(","))
-            known["B"] = max(2, min(int(goal / one), 2**24))
+        real, small = ({k: v if isinstance(v, int) else v[i] for k, v in letters.items()} for i in (0, 1))
 
         def build(big: bool) -> tuple[nn.Module, tuple[()]]:
             return Function(fn, *(tensor(spec, real if big else small) for spec in specs)), ()
 
-        shape = "x".join(str(int(eval(d, {}, real))) for d in specs[0].rpartition(":")[2].partition("<")[0].split(","))
-        assert title not in {m.name.split()[0] for m in MODELS}, title
-        MODELS.append(Model(f"{title} {shape}", build, modes=("inference", "training") if train else ("inference",), cost=0.3))
+        first = specs[0].rpartition(":")[2].partition("<")[0].split(",")
+        title = f"{fn.__name__} {'x'.join(str(eval(d, {}, dict(real))) for d in first)}"
+        MODELS.append(Model(title, build, cost=0.3))
         return fn
 
     return keep
@@ -70,7 +53,7 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-@of("B,m,n", m=(30, 400, 6), n=(30, 400, 7), elements=(2**21, 2**24))
+@of("B,m,n", m=(248, 6), n=(189, 7), B=(316, 48))
 def sinkhorn(x):
     x = wide(x) / 0.2
     for _ in range(3):
@@ -79,7 +62,7 @@ def sinkhorn(x):
     return x.exp()
 
 
-@of("B,4", "B,4")
+@of("B,4", "B,4", B=(721873, 512))
 def ciou_loss(a, b):
     a, b = wide(a), wide(b)
     (x1, y1, w1, h1), (x2, y2, w2, h2) = ((t[:, 0], t[:, 1], F.softplus(t[:, 2]), F.softplus(t[:, 3])) for t in (a, b))
@@ -91,7 +74,7 @@ def ciou_loss(a, b):
     return (1 - iou + ((x1 - x2) ** 2 + (y1 - y2) ** 2) / (cw**2 + ch**2 + 1e-7) + alpha * v).mean()
 
 
-@of("B,n", "B,n<5", n=(40, 250, 9), elements=(2**15, 2**17))
+@of("B,n", "B,n<5", n=(56, 9), B=(2026, 227))
 def lambda_rank(s, relevance):
     s = wide(s)
     gain = torch.exp2(relevance.to(s.dtype)) - 1
@@ -102,7 +85,7 @@ def lambda_rank(s, relevance):
     return (F.softplus(-diff) * delta * (relevance[:, :, None] > relevance[:, None])).sum((1, 2)).mean()
 
 
-@of("B,n", "B,n", "B,n", "B,n<9", n=(200, 4000, 12))
+@of("B,n", "B,n", "B,n", "B,n<9", n=(256, 12), B=(10452, 170))
 def zero_inflated_nb(mu, theta, pi, y):
     mu, theta, y = F.softplus(wide(mu)) + 1e-4, F.softplus(wide(theta)) + 1e-4, y.to(wide(mu).dtype)
     log_t = torch.log(theta + mu)
@@ -112,14 +95,14 @@ def zero_inflated_nb(mu, theta, pi, y):
     return torch.where(y < 0.5, F.softplus(-pi) - F.softplus(zero - pi), F.softplus(-pi) + pi - nb).mean()
 
 
-@of("B,n", "B,n", "B,n<2", n=(500, 9000, 25), elements=(2**20, 2**22))
+@of("B,n", "B,n", "B,n<2", n=(2552, 25), B=(1201, 81))
 def cox_partial_likelihood(risk, time, event):
     order = time.argsort(-1, descending=True)
     r, e = wide(risk).gather(1, order), event.gather(1, order)
     return -((r - r.logcumsumexp(-1)) * e).sum() / e.sum().clamp(min=1)
 
 
-@of("B,n*48", n=(3, 80, 2))
+@of("B,n*48", n=(72, 2), B=(636, 21))
 def group_fake_int4(w):
     g = w.unflatten(-1, (-1, 48))
     low, high = g.amin(-1, keepdim=True), g.amax(-1, keepdim=True)
@@ -130,7 +113,7 @@ def group_fake_int4(w):
     return ((q - zero) * scale).flatten(-2)
 
 
-@of("B,n", "B,n", n=(2000, 30000, 330), elements=(2**20, 2**22))
+@of("B,n", "B,n", n=(26015, 330), B=(148, 6))
 def spectral_loss(a, b):
     loss = 0.0
     for size in (64, 128):
@@ -140,7 +123,7 @@ def spectral_loss(a, b):
     return loss
 
 
-@of("B,c,h,w", c=(1, 20, 2), h=(30, 200, 9), w=(30, 200, 8), elements=(2**20, 2**23))
+@of("B,c,h,w", c=(1, 2), h=(128, 9), w=(55, 8), B=(287, 14))
 def box_statistics(x):
     """Local contrast by integral images."""
     y = wide(x)
@@ -151,13 +134,13 @@ def box_statistics(x):
     return (y - mean) / (box(y * y) - mean * mean).clamp(min=1e-3).sqrt()
 
 
-@of("B,s,c", "s//2+1,c,2", s=(60, 400, 8), c=(30, 300, 5), elements=(2**20, 2**22))
+@of("B,s,c", "s//2+1,c,2", s=(64, 8), c=(128, 5), B=(365, 51))
 def fourier_filter(x, w):
     y = torch.fft.rfft(wide(x), dim=1, norm="ortho") * torch.view_as_complex(wide(w).contiguous())
     return torch.fft.irfft(y, n=x.shape[1], dim=1, norm="ortho").to(x.dtype) + x
 
 
-@of("12,B,3*n", "n", "n", n=(60, 700, 5), elements=(2**21, 2**23))
+@of("12,B,3*n", "n", "n", n=(128, 5), B=(1212, 11))
 def simple_recurrent_unit(u, v, w):
     c, out = torch.zeros_like(u[0, :, : u.shape[2] // 3]), []
     for i in range(12):
@@ -168,7 +151,7 @@ def simple_recurrent_unit(u, v, w):
     return torch.stack(out)
 
 
-@of("B,n,32", "B,n,32", n=(30, 400, 4), elements=(2**21, 2**23))
+@of("B,n,32", "B,n,32", n=(32, 4), B=(6929, 16))
 def recurrence_by_doubling(a, x):
     a, x = wide(a).sigmoid(), wide(x)
     for k in (1, 2, 4, 8, 16):
@@ -177,7 +160,7 @@ def recurrence_by_doubling(a, x):
     return x
 
 
-@of("B,14,n", "B,14,n", "B,14,n", "n", "n", n=(60, 800, 5), elements=(2**20, 2**22))
+@of("B,14,n", "B,14,n", "B,14,n", "n", "n", n=(176, 5), B=(818, 29))
 def wkv(r, k, v, decay, bonus):
     w, u = -wide(decay).exp(), wide(bonus)
     num = den = torch.zeros_like(wide(k[:, 0]))
@@ -193,7 +176,7 @@ def wkv(r, k, v, decay, bonus):
     return torch.stack(out, 1)
 
 
-@of("10,B,4*n", n=(60, 600, 5), elements=(2**21, 2**23))
+@of("10,B,4*n", n=(544, 5), B=(262, 10))
 def exponential_lstm(g):
     n = g.shape[2] // 4
     c = norm = torch.zeros_like(wide(g[0, :, :n]))
@@ -208,7 +191,7 @@ def exponential_lstm(g):
     return torch.stack(out).to(g.dtype)
 
 
-@of("B,8,h,d", "B,8,h,d", "B,8,h,d", "B,8,h", h=(2, 8, 2), d=(16, 64, 4), elements=(2**18, 2**20))
+@of("B,8,h,d", "B,8,h,d", "B,8,h,d", "B,8,h", h=2, d=(56, 4), B=(754, 32))
 def delta_rule(q, k, v, beta):
     q, k, beta = F.normalize(wide(q), dim=-1), F.normalize(wide(k), dim=-1), wide(beta).sigmoid()
     state, out = torch.zeros(*q[:, 0].shape, v.shape[-1], device=q.device, dtype=q.dtype), []
@@ -219,7 +202,7 @@ def delta_rule(q, k, v, beta):
     return torch.stack(out, 1).to(v.dtype)
 
 
-@of("u:9,h,w", h=(500, 1500, 12), w=(500, 1500, 10))
+@of("u:9,h,w", h=(905, 12), w=(1192, 10), B=2)
 def lattice_boltzmann(f):
     f = wide(f) + 0.5
     cx, cy = [0, 1, 0, -1, 0, 1, -1, -1, 1], [0, 0, 1, 0, -1, 1, 1, -1, -1]
@@ -234,7 +217,7 @@ def lattice_boltzmann(f):
     return torch.stack(out)
 
 
-@of("u:B,2,h,w", h=(60, 300, 8), w=(60, 300, 9), elements=(2**21, 2**23))
+@of("u:B,2,h,w", h=(123, 8), w=(280, 9), B=(33, 14))
 def reaction_diffusion(x):
     u, v = wide(x).unbind(1)
     def lap(y):
@@ -246,7 +229,7 @@ def reaction_diffusion(x):
     return torch.stack([u, v], 1)
 
 
-@of("B,h,w", "B,h,w", h=(60, 400, 8), w=(60, 400, 9), elements=(2**21, 2**23))
+@of("B,h,w", "B,h,w", h=(96, 8), w=(95, 9), B=(810, 28))
 def pressure_projection(u, v):
     div = (u.roll(-1, 2) - u.roll(1, 2) + v.roll(-1, 1) - v.roll(1, 1)) / 2
     p = torch.zeros_like(div)
@@ -256,7 +239,7 @@ def pressure_projection(u, v):
     return u - (p.roll(-1, 2) - p.roll(1, 2)) / 2, v - (p.roll(-1, 1) - p.roll(1, 1)) / 2
 
 
-@of("B,2*h,2*w,c", "4*c", "4*c", c=(12, 200, 3), h=(7, 60, 3), w=(7, 60, 4))
+@of("B,2*h,2*w,c", "4*c", "4*c", c=(31, 3), h=(16, 3), w=(21, 4), B=(493, 14))
 def patch_merging(x, w, b):
     y = torch.cat([x[:, i::2, j::2] for j in (0, 1) for i in (0, 1)], -1)
     return F.layer_norm(y, w.shape, w, b)
