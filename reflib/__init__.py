@@ -7,8 +7,6 @@
 ``import reflib`` costs next to nothing.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from . import plugins as plugins  # fills the core's seams, by name; imports nothing else

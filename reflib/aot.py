@@ -8,8 +8,6 @@ from a lookup table or the store of decisions. With ``autotune="blocking"`` this
 measured.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import warnings

@@ -10,8 +10,6 @@ A process that is killed may leave ``.new-*`` or ``.old-*``. A link stays one: w
 file is replaced too, since it is the folder that changes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -5,8 +5,6 @@ schema. ``wrap.aten`` finds and calls the functions.
 Shim(symbol='scale_shim', parameters=(('AtenTensorHandle', 'x'), ('double', 'by'), ('AtenTensorHandle*', 'out')))
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -16,8 +16,6 @@ A cache that cannot be written to (full, read-only) costs time, not the program:
 what it compiles in a temporary folder.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import errno

@@ -1,7 +1,5 @@
 """The `reflib` command. Each subcommand parses its arguments and calls one function."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shlex

@@ -1,7 +1,5 @@
 """Every error reflib raises on purpose. Each message says what was wrong, where, and what to do."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ the command to run by hand, and what to change.
 The sources are kept in the cache's folder ``failed/``, the last KEPT failures.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -5,8 +5,6 @@ A name that has a counterpart sets it; other names of ``torch._inductor.config``
 Names of :class:`reflib.Options` come first: where both have a name (``fallback_random``), it means the same.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import fields

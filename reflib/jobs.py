@@ -10,8 +10,6 @@ report, from which ``autotune`` sees which candidates cannot win.
 (Beside pipeline.py, not in autotune/: these are the whole compiler, as a process of its own.)
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ timelines.
 Each name is a logger ``reflib.<name>``; a name that is not listed logs only warnings.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """Models and names of GPUs: which architecture a card has, and what its generation is called."""
 
-from __future__ import annotations
-
 import re
 
 from .target import CUDA, HIP

@@ -3,8 +3,6 @@
 ``reflib/seams.py`` says how; each seam's meaning is documented where it is declared (``git grep 'Seam('``).
 """
 
-from __future__ import annotations
-
 from .seams import plug
 
 PLUGS: dict[str, dict[str, str]] = {

@@ -11,8 +11,6 @@ imported when its entry is first used. In the core alone there is no such table,
 there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any

@@ -1,7 +1,5 @@
 """What code is generated for: a CPU, or a GPU generation, which need not be in this machine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

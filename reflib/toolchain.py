@@ -9,8 +9,6 @@ NB: never link with -ffast-math: it makes gcc add start-up code that flushes den
 process. The flags here change no result except by fusing a multiply with an add.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

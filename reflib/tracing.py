@@ -6,8 +6,6 @@ Times are of one clock in all files of a machine. What cannot be written is lost
 ends; nothing is raised.
 """
 
-from __future__ import annotations
-
 import atexit
 import gzip
 import json

@@ -5,8 +5,6 @@ folder, and a test compiles a transformer there. They import nothing else of ref
 the seams (``seams.py``). The tests, ``reflib weekend`` and the book's page read this one list.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ It leads a process group, so that compilers it runs die with it. On Linux the ke
 standard library is imported here, so that a process starts fast.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler

@@ -15,8 +15,6 @@ Only the standard library is imported here, so that a process starts fast. Stand
 standard error go to a log, whose end is quoted when a worker dies.
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import gc

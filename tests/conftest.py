@@ -1,7 +1,5 @@
 """What all tests share: a cache of their own, fixed random examples, the GPU marker."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """Functions under a wrapper in C++."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

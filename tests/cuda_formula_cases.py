@@ -1,7 +1,5 @@
 """Every op of ``lower.cuda_formulas`` as a function of tensors of one dtype, and tensors that hold whole dtypes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 

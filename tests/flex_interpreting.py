@@ -7,8 +7,6 @@ Prints one JSON object: for each case, what is wrong with it, or nothing. As the
 (``pipeline.targets``): nothing prints code for CPUs, so what is interpreted is an sm_90's.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -6,8 +6,6 @@ be chosen before Triton is imported.
 Prints one JSON object: by kind, for each case, what is wrong with it, or nothing.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

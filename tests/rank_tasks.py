@@ -1,7 +1,5 @@
 """What ranks (``lab.ranks``) do in tests. Each function runs on every rank, in a process group of its own."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """Custom ops for tests to register implementations of."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sorts of rows, and rows that are hostile to them: shared by tests/cpu and tests/gpu."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -4,8 +4,6 @@ the process. Prints what comes of each.
     python -m tests.spoiled_manifests PACKAGE FOLDER FIRST COUNT    the changes FIRST, FIRST + 1, ... (seeds)
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -6,8 +6,6 @@ program of its own, because the interpreter must be chosen before Triton is impo
 Prints what is wrong, a line each.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import sys

@@ -1,8 +1,6 @@
 """A training program as users write it: `torchrun --nproc-per-node 2 torchrun_train.py OPTIONS`, options as JSON.
 Each rank says in a file `rankN` of its own whether all ranks have the same weights: lines of two processes mix."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

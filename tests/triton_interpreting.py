@@ -6,8 +6,6 @@ Triton is imported.
 Prints one JSON object: by kind (all of ``KINDS``, or the named one), for each case, what is wrong with it, or nothing.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ops for worker processes: one with several implementations, most of which misbehave. Imported there by its path."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

@@ -1,7 +1,5 @@
 """As tuning_ops.py, for a GPU: what goes wrong there goes wrong on the device."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

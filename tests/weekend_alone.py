@@ -8,8 +8,6 @@ and Triton's interpreter must be chosen before Triton is imported.
 Prints one JSON object: for each case what is wrong with it, or nothing; or the kernels' sources.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

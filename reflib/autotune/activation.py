@@ -6,8 +6,6 @@ the only reader of a product on a CUDA device, the two become one choice: its va
 the activation behind it, and that call. A matmul without a bias gets a bias of zeros, which costs a row of reads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What a measurement holds, and how one candidate is called, checked and made ready to be timed (for ``measure``)."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping

@@ -6,8 +6,6 @@ unpickled where the op is first called, so a worker that only compiles never see
 reason: what holds a tensor on a device (reading it would wait for that device), a lock, a file, very much data.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """What a decision depends on beside the program: the device, its driver, torch's switches, versions."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import platform

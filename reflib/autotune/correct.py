@@ -16,8 +16,6 @@ the reference the floors count four times. NaN and infinities must be where the 
 dtype, or the default has them. Sizes, strides, dtype and device must be the program's.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace

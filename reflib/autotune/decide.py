@@ -23,8 +23,6 @@ one kernel, which the first takes in) is sent again. What is known already is no
 ``lookup_table`` of the user's, the store of decisions, an imported table, in this order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial

@@ -5,8 +5,6 @@ well has few threads to load and store a long epilogue with (1024 x 512, depth 8
 128 x 256 on an H200, where the product alone takes 3).
 """
 
-from __future__ import annotations
-
 from typing import TypeGuard
 
 from ..ir.loops import LoopNest, Op

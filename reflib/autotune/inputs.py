@@ -6,8 +6,6 @@ valid index into anything (a kernel that gathers is timed on its best case: regi
 matters). Never zeros for floats: they hide unwritten outputs, and a GPU runs faster on them.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ its function, or in a file that the user names (``Options.tuning_imports``). One
 in a function's body exists here only: it is sent by value (``by_value``).
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import inspect

@@ -9,8 +9,6 @@ For a target (a GPU that need not be here) the same three are used (``Elsewhere`
 its decisions: the device model, whose architecture must be the target's, op, sizes, dtypes and what is fused behind it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import cached_property

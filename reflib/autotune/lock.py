@@ -14,8 +14,6 @@ The name is that of the physical device, not its index: ``cuda:0`` is another GP
 CUDA_VISIBLE_DEVICES. The lock is not reentrant.
 """
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import os

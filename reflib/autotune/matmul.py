@@ -5,8 +5,6 @@ of tiling (``ir.program.Tiling``): ``tiled`` everywhere, ``split`` where there a
 depth to share, ``persistent`` for large products that TMA can read.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

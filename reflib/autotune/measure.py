@@ -25,8 +25,6 @@ Nothing of the user's is touched: not their tensors, random state, stream or dev
 NB: TorchInductor times choices with ``do_bench`` (launches in, everything warm, no reference by default).
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

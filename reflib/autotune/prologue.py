@@ -30,8 +30,6 @@ NB: TorchInductor fuses prologues while it schedules (``prologue_fusion``, first
 template that has won, by a rule on the bytes that are read.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

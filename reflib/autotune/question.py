@@ -5,8 +5,6 @@ candidates: the variants; a Template once for every Tiling worth trying. ``Quest
 questions, so that the layers of a transformer are decided once, and is the store's key.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

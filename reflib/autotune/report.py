@@ -12,8 +12,6 @@ reads the binary's bytes: 0.1 ms, where NVIDIA's ``cuobjdump`` takes 20 to 100.
 Pure functions: no process, no file.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What to measure, and what was found: plain data, so that another process can do the measuring."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace

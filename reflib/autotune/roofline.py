@@ -22,8 +22,6 @@ six 4% (geometric means, the 32 shapes). Of 370 tiled and persistent kernels for
 2048..11008) the best was among the first ten.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 

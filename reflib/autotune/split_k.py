@@ -5,8 +5,6 @@ For results of up to 64 x 64, or of 16 rows, the tilings are those that were fas
 4 us. Others are made from all blocks, and ranked by it.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace

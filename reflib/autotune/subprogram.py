@@ -14,8 +14,6 @@ Nodes that only a path through the outside connects to the choice are left out, 
 of the order. Its inputs are what it reads from outside; its outputs what the outside reads of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any

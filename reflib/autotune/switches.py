@@ -1,7 +1,5 @@
 """torch's settings that change what its kernels compute, and how fast: read here, set in the process that measures."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which measured candidate wins, and why."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -7,8 +7,6 @@ and ``REFLIB_REPRO``: so what did not fail pays nothing. A file that would be em
 exit status 1.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -7,8 +7,6 @@ A worker has one thread, so it runs one job at a time. Workers with a GPU have t
 requires; in this process, workers for jobs on the CPU likewise have CPU=1.
 """
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import concurrent.futures

@@ -7,8 +7,6 @@ notebooks/. Parallel recordings share only the file `recorded/seconds.tsv`.
 NB: without Dask, which a GPU host without a network may lack; `reflib run` executes notebooks on a cluster.
 """
 
-from __future__ import annotations
-
 import datetime
 import sys
 import time

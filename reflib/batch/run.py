@@ -1,7 +1,5 @@
 """`reflib run`: plans, executes, stores and summarizes. Finished jobs are stored at once; `--resume` runs the rest."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import shutil

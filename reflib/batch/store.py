@@ -5,8 +5,6 @@
                 .lock                   locked by the process that executes the run
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import fcntl

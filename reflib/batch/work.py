@@ -1,7 +1,5 @@
 """Runs one job on a worker, in a temporary folder; all results are returned as bytes."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

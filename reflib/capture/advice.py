@@ -1,7 +1,5 @@
 """Remedies for errors of torch.export."""
 
-from __future__ import annotations
-
 import os
 import re
 import traceback

@@ -45,8 +45,6 @@ NB: TorchInductor lists whole models' spellings as patterns (``fx_passes/fuse_at
 and joint.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import operator

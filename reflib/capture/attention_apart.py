@@ -8,8 +8,6 @@ memory and time where there are many keys.
 Done in the graph before autograd sees it, so that a backward is of the same parts.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

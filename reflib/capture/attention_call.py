@@ -1,7 +1,5 @@
 """One call of ``scaled_dot_product_attention`` in the place of what ``attention`` found."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

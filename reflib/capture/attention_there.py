@@ -1,7 +1,5 @@
 """``scaled_dot_product_attention`` on a GPU that this machine may not have, which PyTorch would ask."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

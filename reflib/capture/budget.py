@@ -1,7 +1,5 @@
 """``Options(activation_memory_budget=...)``: how much the forward may save for the backward, by torch's partitioner."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

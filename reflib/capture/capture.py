@@ -6,8 +6,6 @@ reflib chooses the decompositions and receives each graph as a :class:`Graph`. (
 ``capture/exported.py``.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

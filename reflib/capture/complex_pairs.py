@@ -16,8 +16,6 @@ changed: a product with a real number leaves out that with zero.
 NB: TorchInductor leaves all of them to ATen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -6,8 +6,6 @@ The same ops on the GPU give the same integers, and fuse with what reads them. (
 bits, and stays where it is.)
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Copies: of a graph module, which may be changed, and of a user's module."""
 
-from __future__ import annotations
-
 import traceback
 import warnings
 from copy import deepcopy

@@ -9,8 +9,6 @@ a size of its own again, which is compared with what it must be, and all that co
     checked = as_strided(y, [3, 1], [1, 3])
 """
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

@@ -5,8 +5,6 @@ Here the graph writes it itself, as AOTAutograd's graphs do: ``copy_`` onto the 
 finds it, and a cache is updated where it is.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -11,8 +11,6 @@ to be added for the next one, of which its own sum is a small part.
 The numbers are added in another order, so not with ``numerics="eager"``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ A kernel that is given a tuple is captured as another one, of the same name, whi
 it; functions are among its globals. ``num_ctas`` becomes a configuration, as PyTorch does it with ``num_warps``.
 """
 
-from __future__ import annotations
-
 import copy
 import linecache
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Launches of the user's Triton kernels that are captured, and cannot be right (plugs into ``pipeline.CAPTURED``)."""
 
-from __future__ import annotations
-
 import os
 import re
 from contextlib import nullcontext

@@ -26,8 +26,6 @@ convolutions for which cuDNN is not known to have good NHWC kernels (``_suits``)
 NB: TorchInductor decides by counting convolutions and their channels (#99773), and converts while it lowers.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator
 from typing import Any

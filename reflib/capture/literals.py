@@ -5,8 +5,6 @@ wait for a copy, which a CUDA graph cannot contain. It is the same in every call
 eager would call, it becomes a ``full``, and so a literal in the kernels.
 """
 
-from __future__ import annotations
-
 import contextlib
 from operator import attrgetter
 

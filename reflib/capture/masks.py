@@ -20,8 +20,6 @@ Results are those of the same call, by another of PyTorch's kernels; so ``numeri
 NB: TorchInductor keeps the masks (seen in torch 2.11 and 2.13).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

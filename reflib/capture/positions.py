@@ -5,8 +5,6 @@ does not know them, though a rule of ours needs them (``lower/index_put``); so t
 few operations on one number per row.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -21,8 +21,6 @@ Left to ATen, with eager's numbers: ops that take a generator, those without a r
 NB: TorchInductor gives every op a seed of its own, in one tensor, and a word of each counter's four to every element.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias

@@ -13,8 +13,6 @@ decompositions leave, which reflib lowers as they are.
 NB: TorchInductor takes torch's list.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any

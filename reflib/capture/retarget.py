@@ -9,8 +9,6 @@ decomposed for it.
 NB: ``torch.export.passes.move_to_device_pass`` moves the program itself and its weights, to a device that is here.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

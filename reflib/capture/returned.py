@@ -5,8 +5,6 @@ AOTAutograd's graph has it of the functional value, which is then needed beside 
 such an output is used for its sizes and strides only: the caller gets a view of the input itself.
 """
 
-from __future__ import annotations
-
 import operator
 from contextlib import nullcontext
 from typing import Any

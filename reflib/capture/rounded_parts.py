@@ -7,8 +7,6 @@ chooses its column. Before it, the kernel that computes the columns may store ea
 The values are the same. Only where all parts are computed elementwise: a call's result would need a cast of its own.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ functional collectives, as a model that is written with these would have. It has
 the ranks (``DTensorSpec``) is a constant, and it names the local tensor of a weight as a parametrization of it.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator, Mapping

@@ -11,8 +11,6 @@ are added first. No addition is left out but that of zero: only -0.0 + 0.0, whic
 ``numerics="eager"``.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """What of a captured graph is so because the model was in training mode. A package would go on doing it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -11,8 +11,6 @@ recorded as ``torch.library.wrap_triton(kernel)`` would, and ``@triton.heuristic
 it is in implementations of an op, which are traced when programs are lowered.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -6,8 +6,6 @@ and autograd refuses the changed tensor if AOTAutograd writes it after the graph
 readers are marked as to be saved; a backward that needs ``b`` itself is refused, as in eager.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -15,8 +15,6 @@ kernel it would be stored with 4 bytes per element, and read with 4. Its readers
 since a load widens at no cost. The copy is removed if nothing else needs it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

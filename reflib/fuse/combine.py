@@ -9,8 +9,6 @@ gradients of 26 embeddings of 20,000 x 64 are summed in float32, which is 133 MB
 rounded.)
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -5,8 +5,6 @@ b's or c's. The ranges of the loop variables answer that: two of the three loads
 Where a mask holds, these ranges are tighter (``narrowed``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ All by position in ``program.nodes``, in one pass over the program. A Choice or 
 inside it (``inside``) counts as its own.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace

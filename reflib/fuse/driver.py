@@ -4,8 +4,6 @@ One pass. For each node only the groups that made what it reads are tried, and a
 the work is linear in the size of the program.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Groups become nodes again: bodies joined, unneeded stores dropped, axes put in the best order and merged, groups in a
 legal order."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from dataclasses import replace

@@ -24,8 +24,6 @@ NB: TorchInductor makes the parts views of the whole while it lowers (``ConcatKe
 itself; of calls, for those with an ``out=`` that it lists.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate

@@ -18,8 +18,6 @@ The rules, each with its Reason's code:
 * ``template``: only elementwise work on its result joins a matmul (``templates``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import product

@@ -10,8 +10,6 @@ So reshapes and transposes need no division and no copy. Axes that the index doe
 are matched with each other through another shared buffer, or else in their natural order.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -39,8 +39,6 @@ column reduction becomes such a kernel, over rows that are contiguous for each p
 result of the row reduction, rows are at least 4096 and at least twice the columns, and with the Python wrapper only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 

@@ -6,8 +6,6 @@ bounded, statement by statement, from the ranges of the loop variables; what sta
 and an index that is known to be inside needs neither wrap nor check. Of a value read from memory the dtype is known.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence

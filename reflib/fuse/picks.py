@@ -14,8 +14,6 @@ read by itself for less than the search takes.
 NB: TorchInductor stores the row and gathers in another kernel.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Where the elements of a buffer are that lives in another one: a View of it, its place. (For ``updates``.)"""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -10,8 +10,6 @@ done where it saves a launch, and either hides behind what the kernel moves or c
 NB: TorchInductor decides this while lowering (``realize`` heuristics), before kernels are formed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

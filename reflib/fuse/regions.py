@@ -4,8 +4,6 @@ What a loop carries is the body's own: it may be updated in place (``in_place``)
 also put a result into another tensor of the block's, which then gets the result's name.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -9,8 +9,6 @@ and the scan's results went through memory. The points of an elementwise node ma
 and the readers of ``y`` likewise, which can then all be in the scan's kernel.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ..ir.expr import Var, expr

@@ -16,8 +16,6 @@ Of k such tensors of S bytes, k S are filled and k S read back; in one, S and S.
 in any case.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ..ir.expr import Ref

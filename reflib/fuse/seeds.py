@@ -4,8 +4,6 @@ Neighbours are found by the buffers that they share, and every random op of a gr
 for two of them would move 8 bytes less, and could no longer join the kernels that read what one of them makes.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ..ir.program import Extern

@@ -31,8 +31,6 @@ kernels for sm_90, one that loads 7 elements and stores 2, one of 15 masked load
 reduction or a call, it makes slices of the result (``ConcatKernel``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

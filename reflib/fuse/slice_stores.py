@@ -8,8 +8,6 @@ Links over the same loops become one loop nest with several stores (``Stores``),
 values, so a recurrence is one kernel as far as a kernel's limits allow.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any

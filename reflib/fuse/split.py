@@ -13,8 +13,6 @@ The first step is an ordinary reduction: the producers of ``g``'s inputs fuse in
 over 32,768 rows of each of 4,096 columns) are cut as well where COLUMNS per program do not fill the machine.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable, Sequence

@@ -15,8 +15,6 @@ the weight 0; elsewhere NaN and infinity come out as from the definition. Any ``
 right; of its being the maximum only the range of the numbers depends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

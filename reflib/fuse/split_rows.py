@@ -13,8 +13,6 @@ The same helps where elementwise work goes over the same elements in any case (t
 the number it is scaled by; an optimizer's step and the norm of what it made): its kernel reduces each row as well.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ..ir.expr import Expr, product

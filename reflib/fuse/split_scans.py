@@ -10,8 +10,6 @@ the scanned axis ``r < n`` is cut into ``s < pieces`` (parallel) and ``t < lengt
 ``g`` is read twice. ``pieces`` divides ``n``: a length without a suitable divisor, or of unknown size, is not cut.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ..ir.expr import Atom, IntLike, expr

@@ -8,8 +8,6 @@ An elementwise update of an input joins the copy onto the input; where a call re
 Nothing may write to the other tensor before the temporary is read for the last time, and no result be in its memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

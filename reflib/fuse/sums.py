@@ -11,8 +11,6 @@ that are moved are the same, and the additions need no kernel. A sum of two is l
 With ``numerics="eager"`` nothing is changed, since a product is not rounded before it is added here.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -11,8 +11,6 @@ of what most of its bytes are computed from. Not what is reduced and then read b
 kernel, which holds whole rows, and cut it would be two.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ..ir.expr import Expr, Var, expr

@@ -21,8 +21,6 @@ NB: TorchInductor's scheduler has much the same conditions for the epilogue of a
 that compute as well; here these are variants of the choice (``autotune.prologue``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

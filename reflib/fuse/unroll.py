@@ -20,8 +20,6 @@ that are decided then go (``decided``): of three parts that a ``stack`` joins, a
 NB: TorchInductor writes out each reduction of fewer than 8 elements while lowering.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from math import inf

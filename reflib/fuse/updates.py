@@ -16,8 +16,6 @@ forms, and only these are looked for, whatever the op was::
 the whole by such a part, ``where(e in part, new, old)``, then stores what is there already (``puts_back``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

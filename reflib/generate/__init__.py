@@ -3,8 +3,6 @@
 Only this stage and ``wrap`` make strings of code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 
 import torch

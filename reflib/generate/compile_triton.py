@@ -4,8 +4,6 @@ A compiled kernel is plain data (:class:`Binary`), kept in the on-disk cache. Wh
 imported, which saves most of a warm start.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -15,8 +15,6 @@ Sums of floats are cut into blocks whose partial sums are added up in double: ab
 NB: TorchInductor writes explicit vector classes; here the C++ compiler vectorises plain loops.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One LoopNest as C++ loops: rows, tiles, passes, accumulators. ``cpp.py`` shows their shapes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field

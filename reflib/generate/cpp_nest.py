@@ -9,8 +9,6 @@
    parallel one if columns are (sum over the first).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any

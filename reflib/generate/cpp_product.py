@@ -6,8 +6,6 @@ of halves, for which that machine has no instructions, a fiftieth to a half. ``p
 it for the machine at hand.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ..errors import GenerateError

@@ -4,8 +4,6 @@ The table in ``ir/ops.py`` defines operations; those that are more than a C++ op
 ``cpp_header.h``, in the namespace ``op``.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import re

@@ -19,8 +19,6 @@ NB: TorchInductor's template also reads through TMA descriptors, and has a kerne
 divides the keys among programs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from ..ir.program import Buffer, KernelNode

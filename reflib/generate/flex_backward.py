@@ -6,8 +6,6 @@ these. Each sums in registers, in a fixed order, so results repeat bit for bit.
 NB: TorchInductor has both in one launch, with one tiling's warps and stages for the two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from ..ir.program import Buffer, KernelNode

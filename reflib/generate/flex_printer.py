@@ -6,8 +6,6 @@ block, ``d`` and ``e`` the elements of a query's and of a value's head. A block 
 to base 2, where the hardware has the exponential function.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace

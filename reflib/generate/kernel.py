@@ -1,7 +1,5 @@
 """What ``generate`` returns: source text and how to call it. Plain data; nothing is compiled here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

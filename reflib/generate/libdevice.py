@@ -9,8 +9,6 @@ Triton has no option for this (``extern_libs`` is chosen before it is known what
 that declares and calls those functions. Whatever goes wrong, the whole library is linked. The machine code is the same.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re

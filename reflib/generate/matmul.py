@@ -5,8 +5,6 @@ Three kinds (``ir.program.Tiling``): ``tiled`` is printed here, ``split`` by ``m
 ``matmul_persistent``, all with the parts in ``matmul_printer``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from ..errors import GenerateError

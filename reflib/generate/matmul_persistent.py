@@ -8,8 +8,6 @@ this tile's epilogue runs (triton-lang/triton#5063, tutorial 09).
 The kernel itself makes the descriptors, in TMA_SCRATCH bytes of global memory per program.
 """
 
-from __future__ import annotations
-
 from ..autotune.matmul import TMA_SCRATCH, unfit_for_tma
 from ..errors import GenerateError
 from ..ir.expr import Expr, minimum

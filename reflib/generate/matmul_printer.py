@@ -10,8 +10,6 @@ a row, so that the epilogue is printed like a pointwise tile (``triton_statement
   tutorial on matrix multiplication; tritonlang/triton, "L2 Cache Optimizations").
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import torch

@@ -16,8 +16,6 @@ The warps of one program may share a block's depth as well (``warps_k``): the pr
 added up over the first.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ..errors import GenerateError

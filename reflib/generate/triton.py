@@ -4,8 +4,6 @@ The function's parameters are the pointers, then the size symbols, then the bloc
 as defaults; so the text alone determines how it is launched. Sizes known when compiling are numbers in the text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from ..ir.expr import Expr, Sym, expr

@@ -8,8 +8,6 @@ over a row (``transforms.phases``) a statement is printed:
   results of reductions. A reduction keeps a whole block of partial results and combines them once, after its loop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import torch

@@ -1,7 +1,5 @@
 """Facts about a part that the Triton printer needs before it prints a line, and the spelling of numbers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

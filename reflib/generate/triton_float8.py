@@ -4,8 +4,6 @@ The hardware's instruction makes the largest number of what is out of range; whe
 that is put in its place.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ..ir.float8 import BEYOND, CASTS, E4M3, E5M2, LIMITS

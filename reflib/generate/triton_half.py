@@ -15,8 +15,6 @@ distribution below 1e-9 has an absolute error below 1e-12):
 One form is for every part, since it loses nothing: division by a power of two is a multiplication.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -19,8 +19,6 @@ them into shared memory.) The accumulators have XBLOCK rows as well, since addin
 warps: that happens once, at the end.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

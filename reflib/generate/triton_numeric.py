@@ -4,8 +4,6 @@ positions of extremes.
 Integers divide towards zero in Triton, as in C; division by zero gives 0 here (a masked lane must not trap).
 """
 
-from __future__ import annotations
-
 import torch
 
 from .triton_ops import Printer

@@ -10,8 +10,6 @@ passes and softmax in its three: the one-pass forms (``triton_one_pass``) of a l
 row would differ.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -26,8 +26,6 @@ logsumexp). Until then, infinities of one sign have distance 0.
 With none of these, a body is printed as ``PartPrinter`` prints it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -10,8 +10,6 @@ Two rules decide how an op is written:
   so it gets the cheap one, and ``tl.exp2`` for exponentials (``exact=False``; see ``exact_values``, ``triton_half``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Random words in Triton; ``ir/random`` says which. Philox itself is in Triton's library."""
 
-from __future__ import annotations
-
 from .triton_ops import Printer
 
 PRINTERS: dict[str, Printer] = {"philox": lambda needs, t, a: f"{needs.helper('philox_word')}({', '.join(a)})"}

@@ -5,8 +5,6 @@ the scan of the block, whose last column is the next carry. Past the row's end t
 no mask is needed.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ..ir.loops import Scan

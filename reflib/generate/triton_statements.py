@@ -4,8 +4,6 @@ Each value has the block dimensions (``x``, ``y``, ``r``) that it varies with, h
 alone is ``[1, RBLOCK]``, a row's maximum ``[XBLOCK, 1]``, a constant has no shape. Triton broadcasts the rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Facts that code assumes: which of them cannot be proved and belong into a variant's predicate."""
 
-from __future__ import annotations
-
 from .expr import Expr, max_value, nonneg
 from .program import Assume
 

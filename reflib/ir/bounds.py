@@ -1,7 +1,5 @@
 """What can be proved about the range of an index expression: ``nonneg``, ``in_range``, the greatest value."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from functools import wraps

@@ -8,8 +8,6 @@ Reading runs and imports nothing: a name is an attribute of torch, an operator, 
 ``operator``.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Division of index expressions: ``//`` and ``%`` with every simplification, exact division, max and min."""
 
-from __future__ import annotations
-
 import math
 
 from .bounds import in_range, nonneg, remembered

@@ -19,8 +19,6 @@ gradient of ``score``). What it does not store is the identity, or true everywhe
 a number: that one of ``captured``.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ A value of one of these dtypes is only stored, or cast back to float32 (every on
 instruction on GPUs from sm_90 on. What is out of range becomes what eager makes of it (``BEYOND``).
 """
 
-from __future__ import annotations
-
 import torch
 
 from .ops import OPS, OpSpec

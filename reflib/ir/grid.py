@@ -1,7 +1,5 @@
 """Ranges of two sizes that are decided separately."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from .program import Ranges

@@ -5,8 +5,6 @@ works on any device. Each buffer is one flat tensor that covers its extent; a Lo
 an integer tensor over the grid of its axes, one tensor dimension per axis; a reduction keeps its dimensions, at size 1.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace

@@ -41,8 +41,6 @@ A ``scan`` has a value at each point of a single r axis: what a ``reduce`` of th
 NB: TorchInductor writes bodies as Python closures called with a handler; printing one means running it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -10,8 +10,6 @@ NB: eager rounds after every half-precision op; reflib (like TorchInductor) roun
 program casts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 It is for reading and for goldens; ``data.to_data`` is the form that can be read back.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

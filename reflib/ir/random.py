@@ -13,8 +13,6 @@ Triton (``generate/triton_random``).
 are one expression in its registers: compilers see that, and encrypt once. Nothing depends on it.
 """
 
-from __future__ import annotations
-
 import torch
 
 from .ops import OPS, OpSpec

@@ -33,8 +33,6 @@ read there: that is where the host waits for the device, as eager does.
 NB: TorchInductor lowers and schedules each branch as a graph of its own, which becomes a function of the wrapper.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 

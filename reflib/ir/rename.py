@@ -4,8 +4,6 @@
 heuristics of later stages should see the sizes that this copy is for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any

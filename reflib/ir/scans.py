@@ -23,8 +23,6 @@ References: PyTorch's aten/src/ATen/native/cuda/ScanUtils.cuh (order of ties and
 parallel prefix scan with decoupled look-back", NVIDIA 2016 (not used: programs would wait for each other).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -17,8 +17,6 @@ that begins anywhere touches 1 + (bytes - itemsize) / 32 sectors on average::
 Sizes known at run time only count by their hints: this chooses, and proves nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod

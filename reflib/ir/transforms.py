@@ -6,8 +6,6 @@ at the end rearrange the axes of a ``LoopNest``; the points of a loop nest may b
 is free.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ A violation is a bug in a stage, so the message names the node, the statement an
 (an index with ``//`` or with symbols of unknown size) passes; the interpreter checks it on real values.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NoReturn
 

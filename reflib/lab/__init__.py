@@ -3,8 +3,6 @@
 Importing this package is cheap: each name is loaded on first use, from the module that it is imported from below.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

@@ -3,8 +3,6 @@
 (`lab.blocks_picture` is the static version.)
 """
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -3,8 +3,6 @@
 No notebook is executed. `book_checks` checks the result: no network access, no broken links, alt text for all figures.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

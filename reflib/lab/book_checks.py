@@ -3,8 +3,6 @@
 Each check takes the folder of pages and returns one line per problem. A *page* is an HTML file outside `_static`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """`lab.check`: tests the reader's answer to an exercise and prints a hint. An unfilled stub is not a failure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -10,8 +10,6 @@ crash or the time limit costs only the results that are missing, and those are l
 measures, until those before it have ended.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

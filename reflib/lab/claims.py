@@ -1,7 +1,5 @@
 """`lab.claim`: tests a sentence of the chapter on the reader's machine."""
 
-from __future__ import annotations
-
 from reflib.lab.rows import append
 
 WITHIN = 0.25  # of a prediction: further off, in either direction, it has failed

@@ -3,8 +3,6 @@
 Segments are solid up to that time and faint after it; the title states what each lane does at that time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple

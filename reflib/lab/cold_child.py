@@ -1,7 +1,5 @@
 """Child process of `lab.cold_starts`: compiles one program in one way."""
 
-from __future__ import annotations
-
 import importlib
 import time
 from collections.abc import Callable, Iterator

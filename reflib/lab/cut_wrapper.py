@@ -3,8 +3,6 @@
 The time difference between two of them is the cost of the statements between, with no clock inside the wrapper.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

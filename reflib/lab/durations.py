@@ -3,8 +3,6 @@
 recorded/seconds.tsv: one line "slug <tab> device <tab> seconds" per recording, sorted.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 from pathlib import Path

@@ -12,8 +12,6 @@ The process ends when its parent ends for any reason, because a pipe from the pa
 absolute paths: with relative ones, jupyter's default, all kernels in one working folder would share them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

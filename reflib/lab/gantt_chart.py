@@ -4,8 +4,6 @@ One row per track, one bar per event, a mark where a candidate failed or was ski
 for a worker. Alt text and a table are made from the same numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

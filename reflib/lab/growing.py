@@ -1,7 +1,5 @@
 """`lab.Growing`: a module that the cells of a notebook write, step by step."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import inspect

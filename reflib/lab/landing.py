@@ -5,8 +5,6 @@ book/landing.json = {"output": text, "versions", "ops": [[ATen op, kernel's inde
 "size"}. The page shows the text and draws the rest; a test executes the lines again and compares.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

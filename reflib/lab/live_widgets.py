@@ -1,7 +1,5 @@
 """`lab.live`: sliders that measure again. They need a running kernel; the book shows the latest measurement."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any

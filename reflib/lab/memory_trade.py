@@ -1,7 +1,5 @@
 """Two figures of what a forward saves: `lab.cut_picture` of a graph, `lab.trade` of memory against step time."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from reflib.errors import LabError

@@ -9,8 +9,6 @@ The parameter ``says`` is the text after each move: it is the title of the figur
 screen readers (assets/reflib-vega.js).
 """
 
-from __future__ import annotations
-
 import html
 import json
 from collections.abc import Mapping, Sequence

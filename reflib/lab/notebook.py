@@ -7,8 +7,6 @@
 widget state, papermill's metadata, injected parameters, terminal progress lines, host paths, object addresses.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -5,8 +5,6 @@ package is opened in a fresh process, as when a service starts; a crash becomes 
 process too.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import time

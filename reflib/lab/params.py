@@ -14,8 +14,6 @@ A `str` whose domain has a range also accepts a number, or text of one ("64" fro
 number. (One type per line, because papermill does not parse unions.)
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

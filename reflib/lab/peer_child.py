@@ -1,7 +1,5 @@
 """Child process of `lab.peer` and `lab.measure_peer`: times a peer at each of the job's places."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from functools import partial

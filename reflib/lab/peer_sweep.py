@@ -4,8 +4,6 @@ Imports and the first compilation take seconds, so one child measures all places
 labelled row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

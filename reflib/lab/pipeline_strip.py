@@ -1,7 +1,5 @@
 """The pipeline strip under each chapter's title, with the chapter's stages highlighted."""
 
-from __future__ import annotations
-
 from reflib.errors import LabError
 
 STAGES = ("capture", "ir", "lower", "fuse", "autotune", "schedule", "plan", "generate", "wrap", "package")

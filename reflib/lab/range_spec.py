@@ -1,7 +1,5 @@
 """The Vega-Lite form of `lab.range_picture`: pick a size to see all cases at it and which one serves it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -2,8 +2,6 @@
 chart of time over the size.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence

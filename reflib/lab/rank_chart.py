@@ -1,8 +1,6 @@
 """`lab.ranks_explorer`: seconds to tune over the number of ranks, for several ways of sharing, with controls for the
 conditions under which they were computed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

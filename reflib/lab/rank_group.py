@@ -7,8 +7,6 @@ Functions are sent by value, as tuning sends them (``autotune.by_value``). The s
 ``torchrun``'s. What ranks print goes to the file ``ranks.log``.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import importlib

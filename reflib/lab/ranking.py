@@ -1,7 +1,5 @@
 """`lab.standings`: compares one contender with its peers, one line per case, losses first."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence

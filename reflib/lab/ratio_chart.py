@@ -1,7 +1,5 @@
 """Two comparison charts: `lab.ratios` of cases to one of them, `lab.predicted_plot` of predicted to measured times."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Recorded rows: measurements of the notebooks on a GPU, stored beside them."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Mapping

@@ -4,8 +4,6 @@ Such cells have the tag `recorded-rows`. They may use the parameters, the result
 cells. All other outputs stay as recorded.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`lab.contenders`: a function run by eager and by each available compiler, as cases for `lab.measure`."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Finds notebooks and their parameters, for `reflib.batch`, which executes them."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """`lab.show`: displays source code of the library, generated kernels and tables."""
 
-from __future__ import annotations
-
 import inspect
 import textwrap
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """`lab.side_by_side`: a table of rows with a column per case, and `lab.no_slower`: a claim for each of its lines."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

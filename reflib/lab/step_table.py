@@ -3,8 +3,6 @@
 The printers run step by step, so that each row shows the same step in both languages.
 """
 
-from __future__ import annotations
-
 import html
 from collections.abc import Callable
 from functools import partial

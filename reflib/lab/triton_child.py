@@ -4,8 +4,6 @@ Adds what the interpreter lacks: libdevice (as torch functions), reductions with
 of whole-array operations), products of bfloat16, and for split-K waiting on memory words and early kernel starts.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -4,8 +4,6 @@ Measures the time to the first result and to the end of tuning, the time per cal
 before. A way that crashes, fails or exceeds the time limit becomes a labelled row.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections import Counter

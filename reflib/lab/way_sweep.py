@@ -5,8 +5,6 @@ The first program of a process includes the one-time initialization of the compi
 compilation itself. This module is the child process too.
 """
 
-from __future__ import annotations
-
 import importlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

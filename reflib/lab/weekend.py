@@ -4,8 +4,6 @@ The list of files is `reflib/weekend.py`. The softmax that is followed through t
 target: the page is the same on any machine, and a test compares it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

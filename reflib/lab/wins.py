@@ -3,8 +3,6 @@
 A ratio that bytes do not explain has its cause in the kernels: how often a row is read, how many kernels there are.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

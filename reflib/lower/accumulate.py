@@ -10,8 +10,6 @@ TorchInductor's kernels and in some of eager's (those of ``scatter_add``; those 
 first). Under ``torch.use_deterministic_algorithms(True)`` only integers are summed so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

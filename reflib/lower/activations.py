@@ -1,7 +1,5 @@
 """Activation functions and their derivatives: one formula each, computed in float32 for half tensors."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@ The first variant is the op itself, called. Every implementation is traced and l
 (:mod:`~reflib.lower.subgraph`); one that cannot be used is a line in ``Choice.failed``; the others are not affected.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

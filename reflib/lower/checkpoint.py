@@ -5,8 +5,6 @@ The partitioner writes these higher-order calls when forward and backward are ap
 nodes have. They are calls of Python functions, for their order (``Extern.effect``) as well.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -7,8 +7,6 @@ every op without a rule is, and its branches run op by op (results whose sizes d
 stacked values of a ``while_loop`` under gradients, of which there are as many as iterations).
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -11,8 +11,6 @@ Eager rounds the result before it adds the bias, as this does. It does not in AT
 convolutions, to which it gives halves that are not in channels-last order: those keep their bias.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

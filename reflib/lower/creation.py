@@ -1,8 +1,6 @@
 """Tensors made from nothing: full, arange, eye-like masks. A tensor with one number everywhere is recorded as such:
 loads of it use the number, and the tensor itself usually disappears."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -17,8 +17,6 @@ its source. ``tests/gpu/test_cuda_formulas.py`` compares every one with eager ov
 of an op, change its line: ``fma(a, b, c)`` or ``a * b + c``, ``x`` or ``stored(x)``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

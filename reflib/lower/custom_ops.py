@@ -5,8 +5,6 @@ differs: two defaults that DESIGN names, several outputs, and that mistakes are 
 only stores and checks; :mod:`~reflib.lower.candidates` makes the Choice when the op is lowered.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -12,8 +12,6 @@ implementation registered like a user's, for ``aten.mm`` and ``aten.addmm``; a b
 NB: TorchInductor takes the first divisors of K in a fixed order; we take those that fill the device first.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Mapping

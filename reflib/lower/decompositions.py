@@ -1,7 +1,5 @@
 """Which composite ops are decomposed during capture, and which stay whole for a rule or a call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any

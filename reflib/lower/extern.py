@@ -1,7 +1,5 @@
 """Extern calls: everything that has no rule, or whose rule did not cover the case."""
 
-from __future__ import annotations
-
 import operator
 from dataclasses import replace
 from typing import Any

@@ -7,8 +7,6 @@ runs the formula op by op and writes every step; here the scores are written onc
 product. Which blocks a block mask calls empty is not used. Why it is not fused is with the decisions (``explain``).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ integers are, would be empty masks and groups.
 As many blocks as a causal mask leaves: one that it cuts, half of the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

@@ -6,8 +6,6 @@ Each comes as a graph over one element of the matrix of scores. It is traced and
 compute, such as what a score function and its gradient have in common, are there once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -5,8 +5,6 @@ left out of those that it leaves whole ("Flex Attention", arXiv:2412.05496). Wha
 with the reason; ``flex_attention`` then lowers the dense formula.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Sequence

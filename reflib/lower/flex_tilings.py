@@ -1,7 +1,5 @@
 """Tilings of fused attention: what to take unmeasured, first, and what else is worth measuring."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod

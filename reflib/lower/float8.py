@@ -5,8 +5,6 @@ twice for sm_89, and has none for older ones. Nothing else is computed in these 
 they are.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

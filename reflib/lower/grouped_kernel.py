@@ -6,8 +6,6 @@ takes every ``num_programs``-th tile of all groups, counted as they come: sizes 
 for them, and one launch serves any. Neighbouring programs have tiles of one column of b, which is the weights'.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

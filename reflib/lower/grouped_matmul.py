@@ -14,8 +14,6 @@ Blackwell, and elsewhere waits for the ends to loop over the groups on the host:
 NB: TorchInductor's template also reads through TMA descriptors, and has one for scaled 8-bit floats.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

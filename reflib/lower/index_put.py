@@ -12,8 +12,6 @@ known, the values are added atomically (``accumulate``). Without atomics, sizes 
 than UNROLLED, are left to ATen.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

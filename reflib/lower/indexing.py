@@ -1,7 +1,5 @@
 """Ops that move elements: cat, pad, slices written into, flips; reads, and a write per row, at positions in tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

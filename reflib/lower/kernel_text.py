@@ -5,8 +5,6 @@ together with that of the functions it calls, in whatever modules; a name that m
 two names. Global constants become part of the text, with their values at that moment, as they do for Triton.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import importlib

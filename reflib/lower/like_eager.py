@@ -23,8 +23,6 @@ norms with half statistics; and a product of a transposed tensor after some upda
 functional form in the captured graph has other strides. Which zero the maximum of two zeros is, is not said either.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import frexp

@@ -1,7 +1,5 @@
 """``_foreach_*``: one op over lists of tensors is that op on each element; fusion and combined launches do the rest."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

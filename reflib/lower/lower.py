@@ -3,8 +3,6 @@
 Nothing is fused here, and nothing is reordered: ``nodes`` come out in the graph's order.
 """
 
-from __future__ import annotations
-
 import itertools
 import operator
 import os

@@ -10,8 +10,6 @@ when the graph is lowered (Dynamo guards on them). Sums are always float32:
 ``allow_fp16_accumulation`` and ``allow_fp16_reduced_precision_reduction`` permit less, and need not be taken up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

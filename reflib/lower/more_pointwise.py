@@ -1,7 +1,5 @@
 """More elementwise ops: powers, clamps, rounding, bits, tests of floats, rarer functions; writes onto inputs."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

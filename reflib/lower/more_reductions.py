@@ -1,7 +1,5 @@
 """Reductions that most models do without: products, any and all, positions of extremes, norms."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

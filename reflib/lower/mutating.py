@@ -5,8 +5,6 @@ original is not needed any more: the op then writes to what the user gave it. Wh
 to it does not read: nothing is copied, and ``plan`` allocates it.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

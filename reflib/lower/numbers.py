@@ -5,8 +5,6 @@ cannot be part of a CUDA graph. Kernels take sizes as integers, so the number is
 the same bits, which the wrapper reads from the tensor at each call. A CUDA graph keeps the value from its capture.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -44,8 +44,6 @@ it had 4096 rows or more. Products stay ATen's or templates' there. Neither chan
 block and warps give the same order only where alignment and strides give Triton the same layout.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any

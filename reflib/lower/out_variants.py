@@ -9,8 +9,6 @@ the op returns what it was given is checked at each call.
 Not for results that are unused or whose sizes only the call tells, lists of tensors, or random ops.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

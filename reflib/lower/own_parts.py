@@ -1,7 +1,5 @@
 """Composite ops taken apart in another way than torch does it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod

@@ -19,8 +19,6 @@ NB: TorchInductor measures both ways for each product, and returns results with 
 keep eager's.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

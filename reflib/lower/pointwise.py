@@ -6,8 +6,6 @@ promoted among themselves, the result is bool; to half: numbers are rounded, and
 what makes them. (A maximum was rounded when it was stored: no element would equal it.) ``self``: each operand as it is.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """``reflib::random`` as a loop nest: arithmetic on the words of ``ir/random``. ``capture/random`` says where it comes
 from, and what the same numbers are in eager PyTorch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

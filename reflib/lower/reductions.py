@@ -1,7 +1,5 @@
 """Reductions: a LoopNest whose reduced dimensions are r axes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

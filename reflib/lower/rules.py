@@ -6,8 +6,6 @@ A rule is a function ``rule(cx, *args, **kwargs) -> value`` whose parameters are
 It emits nodes through ``cx`` and returns a View (or an Expr, or a list of these).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

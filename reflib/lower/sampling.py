@@ -4,8 +4,6 @@ Interpolation as upsampling does it (``interpolate``) has no rule: torch takes i
 positions, which fuse to one kernel.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -8,8 +8,6 @@ without ``use_fast_accum`` the kernel adds such sums up every 128 elements of de
 NB: TorchInductor has one more template for this, written for TMA, and scales per block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

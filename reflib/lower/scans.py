@@ -1,7 +1,5 @@
 """Scans: cumsum, cumprod, logcumsumexp, cummax, cummin. A loop nest whose r axis is the scanned dimension."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

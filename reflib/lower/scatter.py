@@ -6,8 +6,6 @@ a copy and a kernel as well, stays. As in eager's CUDA kernels, of several value
 ``torch.use_deterministic_algorithms(True)``, which asks for the last one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

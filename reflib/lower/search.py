@@ -10,8 +10,6 @@ Lengths that are not known, and sequences with a ``sorter``, are left to ATen.
 NB: TorchInductor's ``ops.bucketize`` is a function of its Triton library, with a loop in it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

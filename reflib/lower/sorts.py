@@ -36,8 +36,6 @@ References: K. E. Batcher, "Sorting networks and their applications", 1968; Duan
 bits of a float that sort as integers).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace

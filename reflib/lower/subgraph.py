@@ -9,8 +9,6 @@ NB: TorchInductor traces implementations in the graph's own ShapeEnv, and gives 
 (``error_on_new_guards`` in its kernel/custom_op.py).
 """
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence

@@ -1,8 +1,6 @@
 """Dropping nodes and buffers that are not read: rules make more results than are used, and traced graphs have unused
 ops."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Every view's sizes and strides are in its fake tensor, and so is how far its fir
 One rule serves them all: view, permute, expand, slice, select, squeeze, unfold, diagonal, as_strided, split ...
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Decisions as tables, in text and HTML."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from html import escape
 from typing import Any

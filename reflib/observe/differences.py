@@ -5,8 +5,6 @@ dtypes and again in float64. A step is wrong by the rule of ``autotune/correct.p
 too, mostly: look at the first.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

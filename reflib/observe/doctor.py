@@ -4,8 +4,6 @@ Each check is a small function that returns a `Finding`. Nothing is installed. A
 the others still run.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

@@ -6,8 +6,6 @@ allocates for itself is not seen.
 With its tensors on a GPU the function runs for real, on copies, and the caching allocator is asked after each op.
 """
 
-from __future__ import annotations
-
 import copy
 import linecache
 import os

@@ -4,8 +4,6 @@ The file has no Dynamo and no exporter in it: its graph is given values as the e
 node, symbols under their names), and goes through the stages from ``lower`` on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence

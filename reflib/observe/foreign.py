@@ -4,8 +4,6 @@ Operators of ``torch.library``, Triton kernels with their autotune configuration
 out brings along what it uses: other kernels, constants and modules.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import sys

@@ -1,7 +1,5 @@
 """Inputs of a graph as text and back: sizes, strides, dtype, device, shared memory, symbols, and values or a seed."""
 
-from __future__ import annotations
-
 import base64
 import zlib
 from collections.abc import Iterable, Mapping, Sequence

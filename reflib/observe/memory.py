@@ -5,8 +5,6 @@ what the forward saved for it, until it is read for the last time. Inputs and we
 a compiler. Sizes are those at the traced hints.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace

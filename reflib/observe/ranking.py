@@ -9,8 +9,6 @@ NB: TorchInductor has ``TORCHINDUCTOR_PROFILE=1`` for the bandwidth of its Trito
 ``torch.profiler`` (``torch/_inductor/analysis/profile_analysis.py``).
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ loses what takes no tensor (``torch.arange(5)``, entering autocast) and every na
 that printed it. Comments above a statement say which line of the user's code it comes from.
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

@@ -1,7 +1,5 @@
 """What a repro file runs: its graph again, in a process of its own, compiled as before and compared with eager."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib

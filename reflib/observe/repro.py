@@ -7,8 +7,6 @@ where compiling fails. Writing never makes a compilation fail: one warning says 
 NB: in TorchInductor this is ``fx_graph_runnable`` and ``TORCHDYNAMO_REPRO_AFTER``.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools

@@ -6,8 +6,6 @@ PyTorch's caching allocator is off there: in its blocks of megabytes a neighbour
 Findings name the kernel with its ops and the user's lines.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

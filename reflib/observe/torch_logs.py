@@ -8,8 +8,6 @@ the same goes into PyTorch's structured logs, which tlparse turns into pages, be
 NB: these are in ``torch._inductor/graph.py``, ``scheduler.py`` and ``select_algorithm.py`` there.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

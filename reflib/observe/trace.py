@@ -8,8 +8,6 @@ launch is an NVTX range too, for Nsight Systems.
 NB: TorchInductor leaves this to ``torch.profiler``, where kernels have names and no loop nests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

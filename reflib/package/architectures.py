@@ -6,8 +6,6 @@ architecture. Other assembly text (PTX) runs on every later architecture, once t
 must support that version of PTX. (CUDA C++ Programming Guide, 3.1.2 to 3.1.4; PTX ISA, 11.)
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ and the C++ compiler run outside the GIL), through the caches. Nothing in the fi
 same input gives the same bytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform

@@ -6,8 +6,6 @@ references lead somewhere, weights lie within their member, and nothing is so lo
 takes minutes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sized
 
 from ..errors import PackageError

@@ -1,7 +1,5 @@
 """A program's guards and results as text, for ``inspect`` and the README of an export."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -9,8 +9,6 @@ A project holds the variants for all GPUs of the package, and chooses one at run
 ``architectures.variant_for``; or it holds one variant. The same package gives the same files.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

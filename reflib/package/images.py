@@ -9,8 +9,6 @@ shared memory for it: from a fatbin with both, an RTX 4090 would get sm_80's cod
 text, which belongs to another program with other launches.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex

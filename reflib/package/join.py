@@ -5,8 +5,6 @@ The file's manifest has one manifest per model, as it was in its package but for
 bytes are stored once, whatever their names; what a model writes to is its own.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ through torch's own Python; then the module of the function tells, or the place 
 this machine and are left out.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -5,8 +5,6 @@ paths, of C or of CMake are ``Word``s or ``Member``s, all other text is printabl
 ``opened`` is the only way to a file's manifest; ``checks.py`` has the rest of what it holds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -6,8 +6,6 @@ newest version of its ptxas (8.7 or later: a driver of 2025), whatever the text 
 that ptxas accepts, if the machine code is the same as from Triton's own text.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

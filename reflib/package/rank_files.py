@@ -1,7 +1,5 @@
 """The text that names the packages of all ranks (``ranks.packages`` writes it), and which of them is this rank's."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

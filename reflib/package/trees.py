@@ -2,8 +2,6 @@
 
 A namedtuple is written as "module:class". Loading needs the module to be imported; the class is registered then."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import namedtuple

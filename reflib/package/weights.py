@@ -19,8 +19,6 @@ NB: the safetensors library is not used here: it writes from memory as a whole, 
 never a part of another file in place.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence

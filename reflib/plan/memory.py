@@ -1,7 +1,5 @@
 """Which buffers hold memory while each step of a Plan runs: read off the steps themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property

@@ -16,8 +16,6 @@ its place among all others; and an order is refused that reads more bytes again 
 NB: TorchInductor (``reorder_for_peak_memory``) takes the best of three greedy orders, and does not say how good it is.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -14,8 +14,6 @@ schema); such a buffer is freed, never reused. Inputs belong to the caller: neve
 NB: TorchInductor can also pack everything into one pool (``memory_planning``).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import TypeGuard
 

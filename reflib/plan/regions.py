@@ -1,7 +1,5 @@
 """The steps of a Region (``ir.regions``): each block is planned as a program by itself."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ..ir.expr import Sym

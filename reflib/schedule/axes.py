@@ -12,8 +12,6 @@ variable and when a warp's points are neighbours in memory; so axes that every a
 first, and of the orders and tiles that is taken whose points touch the fewest sectors (``ir.traffic``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations

@@ -16,8 +16,6 @@ steps chosen on one half of them the best of 5 takes 1.018 times the best time o
 A launch never changes what a kernel reads and writes, nor what its fast variant assumes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ multiples of 16 bytes, indices of 32 bits, and lengths that are whole blocks, so
 one does not assume the last, where lengths may change. The third assumes nothing.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

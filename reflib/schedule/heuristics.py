@@ -18,8 +18,6 @@ not, columns, pooling, transposes.
 The last variant assumes nothing.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import log2
 

@@ -10,8 +10,6 @@ alone on a multiprocessor want 16. Of two programs each has half of its register
 the assembler is told (a layer norm of 1,024 columns takes 147).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..errors import GenerateError

@@ -7,8 +7,6 @@ would give, and static and symbolic lengths agree. Where memory runs across rows
 program holds as many rows as fill a sector; which of the two it is depends on strides along the row, and on no size.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..ir.program import Assume, Config

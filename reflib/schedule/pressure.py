@@ -14,8 +14,6 @@ element, a mean over rows of 3,072 with 16 elements per thread: 14,000 instructi
 on an H100 where TorchInductor takes about 110. With 4 elements it is 3,600 instructions and 77 registers).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -5,8 +5,6 @@ Template becomes a Variants of kernels, a fast one and, if that assumes anything
 a heuristic says (``heuristics``), a Template by its tiling (``SCHEDULERS``); the decisions are recorded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any

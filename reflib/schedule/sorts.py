@@ -6,8 +6,6 @@ a warp, and a program has four warps; of longer ones, a program is one warp. Whe
 along these, and a thread holds as much of its row as its registers allow.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..ir.loops import Scan

@@ -19,8 +19,6 @@
   half of the multiprocessors' threads are there: nothing else hides what a thread waits for.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import prod
 from typing import Any

@@ -24,8 +24,6 @@ windows, and the one with the least median counts. A graph's replays vary by und
 more windows until they do and the two least medians agree, and a note if they never did.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import fcntl

@@ -1,7 +1,5 @@
 """A model of the sweep: its name, how it is built, what that needs; and where models are listed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Each class is written as its users write it, not as a compiler would like it. ``
 (a CPU) and real ones (a GPU).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

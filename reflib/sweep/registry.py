@@ -5,8 +5,6 @@ One line per model: sizes for a CPU, sizes for a GPU. No network, no dropout. A 
 no such model, is a row that says so.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any

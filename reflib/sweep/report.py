@@ -5,8 +5,6 @@ on a CPU, ``events`` on a GPU), and ``graph``, the device's time alone. A mean i
 correctly; a model that reflib did not is in no mean, and first in its table. Losses are shown like gains.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import statistics

@@ -6,8 +6,6 @@ graph's kernels compile while the backward graph is still being captured, and an
 first call.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,8 +1,6 @@
 """How an exported graph is called: which inputs are weights, the required arguments, and where results go. Plain data,
 made from an ExportedProgram or read from a package."""
 
-from __future__ import annotations
-
 from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import Any

@@ -9,8 +9,6 @@ dispatcher, else Python, which can call anything (a custom op, a higher-order op
 call from C fails, which reports no reason, it is repeated in Python for the exception.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -8,8 +8,6 @@ of them rejects falls back to the slow path, which revalidates every argument in
 copies tensors that only have other strides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@
 program as checks, so every wrapper tests them: Python, C++, a package's, and an exported C++ program's.
 """
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from typing import Any

@@ -8,8 +8,6 @@ objects in an unknown way, ``host_ctypes.py`` takes the extension's place. Witho
 torch, ``why_not`` says so, and wrappers are in Python.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,6 @@ nothing is assumed of how a tensor lies in memory. (``host_entry.c`` has no coun
 slow path.)
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import threading

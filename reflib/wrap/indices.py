@@ -2,8 +2,6 @@
 its indices was.
 """
 
-from __future__ import annotations
-
 import re
 
 from ..ir.loops import Indirect, LoopNest, Origin

@@ -4,8 +4,6 @@ microseconds: the compiler ring's own launcher, about one.
 With TRITON_INTERPRET=1 Triton's interpreter runs the kernels, on tensors of a CPU.
 """
 
-from __future__ import annotations
-
 import ctypes
 import linecache
 from collections.abc import Callable, Mapping

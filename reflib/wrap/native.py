@@ -11,8 +11,6 @@ cache; without Python's headers or a compiler ``host_ctypes`` has the same funct
     module = build_extension("_my_module", C_SOURCE)      # ToolchainError without a compiler or Python.h
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib.machinery

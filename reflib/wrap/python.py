@@ -5,8 +5,6 @@
 names once, when the text is executed; a call needs no lookups.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """What the printed Python wrapper calls: allocation, views, streams, checks. Each is one thin function over PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

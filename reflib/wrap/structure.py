@@ -13,8 +13,6 @@ program is compiled, so the code for them is printed once::
 Tuples, lists, dicts, OrderedDicts and named tuples are printed; a spec that holds another class is left to pytree.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Sequence

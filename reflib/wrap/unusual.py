@@ -13,8 +13,6 @@ is not there, or end the process: an error is raised. One function in C looks at
 ns per tensor. A backward graph has no other form: it resolves what is negated.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

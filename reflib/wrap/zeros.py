@@ -1,7 +1,5 @@
 """Words of memory that kernels find at zero and leave at zero (plugs into ``wrap.NAMES``)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Run the sections, print tables, say which promises are kept, write JSON."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

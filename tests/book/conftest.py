@@ -1,7 +1,5 @@
 """One browser for all tests here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -7,8 +7,6 @@ the C++ project that is made of the file (``in_cpp.py``). What has no meaning th
 ``NOT_EXPORTED``, with the reason, and what happens instead.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows of the composition table: sizes, results, calls, errors, memory, modes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """An op in Python that has a function in C as well (``Options.c_shims``), for every device."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import tempfile

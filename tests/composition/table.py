@@ -1,7 +1,5 @@
 """What the rows of the composition table are written with: the table itself, a function under a wrapper, ops."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Custom ops that choose their own implementation, from registration to the compiled call."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What a range's candidates are, and that what was measured is what runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

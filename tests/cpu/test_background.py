@@ -1,7 +1,5 @@
 """Tuning while the program runs, and decisions that outlive it."""
 
-from __future__ import annotations
-
 import sqlite3
 import threading
 import time

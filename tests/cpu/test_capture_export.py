@@ -1,7 +1,5 @@
 """Whole models captured by ``torch.export``, on both devices."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

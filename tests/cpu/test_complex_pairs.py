@@ -1,7 +1,5 @@
 """Complex numbers as pairs of real ones: the same results, and no calls where every op has a rule."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

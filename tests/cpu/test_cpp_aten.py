@@ -1,7 +1,5 @@
 """ATen calls from the C++ wrapper: which way each takes, and that eager's numbers and errors come out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

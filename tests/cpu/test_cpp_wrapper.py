@@ -1,7 +1,5 @@
 """The wrapper in C++: its boundary, what it holds and lets go of, errors, threads."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -1,8 +1,6 @@
 """Formulas of eager's CUDA kernels, as far as a CPU can tell: that they are used, fuse, round once where a product is
 added, and mean the op. That they have eager's bits, ``tests/gpu/test_cuda_formulas.py`` looks at."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Ops with several implementations, from registration to the Choice: every alternative is interpreted."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Keywords, containers, constants, ints, results in containers, mutations: on the fast path too."""
 
-from __future__ import annotations
-
 import collections
 import functools
 from collections import OrderedDict

@@ -2,8 +2,6 @@
 
 Random programs of updates are compared with eager by the interpreter, after fusion."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

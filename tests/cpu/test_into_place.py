@@ -1,7 +1,5 @@
 """Calls write their results into storage that the plan chose: into parts of larger tensors too, with no copy."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

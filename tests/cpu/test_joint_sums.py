@@ -1,7 +1,5 @@
 """Gradients of parameters that every step of a loop reads: one reduction, where no product is between the steps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Pictures of decisions: every candidate is in them, the failed ones with their reason."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

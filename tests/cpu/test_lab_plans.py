@@ -1,7 +1,5 @@
 """Launches of `@triton.jit` functions, run in the interpreter and compiled ahead of time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

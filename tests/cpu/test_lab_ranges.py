@@ -1,7 +1,5 @@
 """`lab.told_times`, `lab.variants`, `lab.range_picture`: choosing by formula, and what was chosen, shown."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pictures of blocks, and a reader's Triton text on tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

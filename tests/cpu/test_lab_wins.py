@@ -1,7 +1,5 @@
 """Where reflib is much faster, what both compilers generated is shown; and the limit in a figure of bars."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

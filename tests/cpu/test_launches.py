@@ -1,7 +1,5 @@
 """Launches of memory-bound kernels, seen with ``target="sm_90"``: sizes drawn at random with a fixed seed."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable

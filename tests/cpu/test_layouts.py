@@ -1,7 +1,5 @@
 """Convolutions in channels-last order: the same values and strides outside, no transposed tensor between them."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

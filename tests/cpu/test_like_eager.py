@@ -1,7 +1,5 @@
 """``numerics="eager"``: the bits are eager's, on ops, random chains and models, forward and backward."""
 
-from __future__ import annotations
-
 import importlib.util
 import random
 from pathlib import Path

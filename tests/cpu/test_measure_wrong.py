@@ -1,7 +1,5 @@
 """autotune/measure: which results are wrong, against which reference."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Messages stay short, however long the values are that they show."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path

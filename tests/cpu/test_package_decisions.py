@@ -1,7 +1,5 @@
 """What is known about GPUs that are not here decides for them: pinned by a table, or measured on one of their kind."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import zipfile

@@ -1,7 +1,5 @@
 """Packages as C++ projects: built, run, and compared with Python; the folder; what is refused."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from dataclasses import dataclass

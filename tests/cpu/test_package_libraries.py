@@ -1,7 +1,5 @@
 """Ops that a package calls and does not have: what it says of the library that registers them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Launches hold what registers hold; temporaries lie as what they are computed from does."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What a kernel needs, read from its binary, and how many programs fit; when an epilogue is fused unmeasured."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """A compilation as a file that a fresh process runs: the same kernels, and the same results."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from pathlib import Path

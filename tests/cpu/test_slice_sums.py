@@ -1,7 +1,5 @@
 """Sums of gradients of slices become a ``cat``: the same values, each stored once."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

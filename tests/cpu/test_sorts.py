@@ -1,8 +1,6 @@
 """Sorts of short rows as loop nests for a GPU: eager's results in the interpreter, one kernel with what is around, the
 code. (That runs in test_triton_programs.)"""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from typing import Any

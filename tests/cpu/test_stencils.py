@@ -1,7 +1,5 @@
 """Steps of a stencil: what is read at several places is computed once and stored, unless that takes longer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The CUDA launcher against a stand-in driver that logs its calls."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tuning by worker processes: faults stay with the candidate, and no wait is longer than needed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -4,8 +4,6 @@ Each op is fused with an exact one before and after it. Float32: 2^24 random pat
 infinities and NaN among them; halves: all numbers. Ops of two tensors take those, and ordinary numbers, by turns.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Sorts of short rows on CUDA: eager's results for every dtype, in kernels of ours."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

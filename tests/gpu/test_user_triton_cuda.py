@@ -1,8 +1,6 @@
 """Triton kernels of the user's on a GPU, beside the same calls in eager mode: what PyTorch's own tests of user-defined
 Triton kernels are about, under every wrapper and in packages, and what a launch costs the host."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -8,8 +8,6 @@ python -m tests.opinfo --show 'nn.functional.gelu|float32|forward|0'
 python -m tests.opinfo --report                 the table again, from the results file
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import json

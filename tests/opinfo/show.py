@@ -1,7 +1,5 @@
 """One sample, stage by stage: which graph, which program, which kernels, and which stage first goes wrong."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

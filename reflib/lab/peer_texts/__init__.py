@@ -3,8 +3,6 @@
 Each is a file here, which a child process runs as its `peer_source`; nothing imports it in the notebook's process.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -20,8 +20,6 @@ atomically at the end. If a part is missing (a GPU named by `--target` that is n
 has a note in its place.
 """
 
-from __future__ import annotations
-
 import ast
 import datetime
 import json

@@ -5,8 +5,6 @@ text are in a diff, by what they compute (a graph by its captured operators; a k
 lines), so that a new kernel in front does not make all others look different.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

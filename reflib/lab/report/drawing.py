@@ -4,8 +4,6 @@ Text and lines have the page's colours, so that they are readable in dark mode a
 text. Figures have a fixed size and are scrolled on narrow screens, not shrunk.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Data -> HTML. Counts and comparisons are made here; the template only arranges them."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json
