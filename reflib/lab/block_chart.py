@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+
 from reflib.lab.figures import COLOURS, INK, Picture, below_each_other, figure, style
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from reflib.ir.program import Config
 
 
@@ -68,8 +69,6 @@ def masked(rows: int, columns: int, found: list[Block]) -> int:
 
 
 def _draw(ax: Axes, rows: int, columns: int, found: list[Block], widest: int) -> None:
-    from matplotlib.patches import Rectangle
-
     for b in found:
         (top, bottom), (left, right) = b.rows, b.columns
         box = Rectangle((left, top), right - left, bottom - top, facecolor="#eeeeee", edgecolor="#999999", hatch="////")

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
 from reflib.lab.figures import COLOURS, INK, PLAIN, Picture, figure, plain_log, series_style, style
 from reflib.lab.rows import short
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from reflib.lab.ceilings import Roofline
 
 
 def dots(samples: Sequence[float], *, caption: str, unit: str = "µs") -> Picture:
     """Plot samples in the order taken, with median, mean and interquartile range. Times in ``unit``."""
-    import matplotlib.pyplot as plt
-
     from reflib.lab.timing import quantile
 
     low, median, high = (quantile(tuple(samples), q) for q in (0.25, 0.5, 0.75))
@@ -70,8 +69,6 @@ def roofline_plot(
 
     `points` maps a label to (FLOPs per byte, TFLOP/s reached).
     """
-    import matplotlib.pyplot as plt
-
     xs = [p[0] for p in points.values()] + [roof.ridge]
     low, high = min(xs) / 4, max(xs) * 8
     with style():

@@ -1,15 +1,13 @@
 """`lab.lanes_picture`: which lane of a warp reads which bytes; `lab.banks_picture`: where shared memory has a tile."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
 
 from reflib.lab.figures import COLOURS, INK, QUIET, Picture, below_each_other, figure, style
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 SECTOR = 32  # bytes
 NARROW = 6  # bytes: the number of a lane is above its bytes, not on them
@@ -44,8 +42,6 @@ def used_of(addresses: Sequence[int], size: int) -> str:
 
 
 def _draw_strip(ax: Axes, addresses: Sequence[int], size: int, end: int) -> None:
-    from matplotlib.patches import Rectangle
-
     moved = touched(addresses, size)
     for n in range(end // SECTOR):
         colour, hatch = ("#eeeeee", "////") if n in moved else ("#ffffff", None)
@@ -73,8 +69,6 @@ def banks_picture(layouts: Mapping[str, Place], *, caption: str, side: int = 8) 
 
     A cell has the number of its bank; column 0 is framed, and cells in the bank of its first word are coloured.
     """
-    import matplotlib.pyplot as plt
-
     with style():
         fig, axes = plt.subplots(
             1, len(layouts), squeeze=False, layout="constrained", figsize=(5.6, 5.6 / len(layouts) + 0.5)
@@ -94,8 +88,6 @@ def _in_turn(place: Place, side: int) -> str:
 
 
 def _draw_banks(ax: Axes, place: Place, side: int) -> None:
-    from matplotlib.patches import Rectangle
-
     first = place(0, 0) % side
     for i in range(side):
         for j in range(side):

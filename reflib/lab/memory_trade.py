@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+import matplotlib.pyplot as plt
+
 from reflib.errors import LabError
 from reflib.lab.figures import COLOURS, INK, QUIET, Picture, below_each_other, figure, series_style, style
 from reflib.lab.plots import RECORDED, nickname, short_bytes
@@ -89,8 +91,6 @@ def cut_picture(
 ) -> Picture:
     """Draw a forward's values: {name: (bytes, made of)}, left to right. ``fate``: name -> "saved", "computed again" or
     "forward only". ``wanted``: those that the backward reads, an arrow each."""
-    import matplotlib.pyplot as plt
-
     if unknown := set(fate.values()) - set(LOOKS):
         raise LabError(f"cut_picture: {', '.join(sorted(unknown))} is not one of {', '.join(LOOKS)}")
     places = _places(values)

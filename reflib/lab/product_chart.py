@@ -4,16 +4,15 @@ Each has A at the left, B above and the result C in the corner between them, so 
 and the column of B that it needs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
 
 from reflib.lab.figures import COLOURS, INK, QUIET, Picture, figure, style
 from reflib.lab.plots import short_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 REGISTERS, SHARED, CACHE, MEMORY = COLOURS[1], COLOURS[0], COLOURS[2], "#eeeeee"
 Order = Sequence[tuple[int, int]]  # row and column of each tile, in the order of the programs
@@ -49,8 +48,6 @@ def tile_picture(
 
 def order_picture(orders: Mapping[str, Order], at_once: int, *, caption: str) -> Picture:
     """The tiles that the first ``at_once`` programs compute, numbered, and the bands of A and B that they read."""
-    import matplotlib.pyplot as plt
-
     down, across = (1 + max(t[i] for order in orders.values() for t in order) for i in (0, 1))
     parts = [f"A result of {down} x {across} tiles, {at_once} programs at once."]
     with style():
@@ -105,8 +102,6 @@ def split_picture(splits: int, *, caption: str) -> Picture:
 
 
 def _corner(high: float) -> tuple[Any, Axes]:
-    import matplotlib.pyplot as plt
-
     with style():
         return plt.subplots(figsize=(5.6, high), layout="constrained")
 
@@ -120,8 +115,6 @@ def _matrices(ax: Axes, m: int, n: int, k: int) -> None:
 
 
 def _box(ax: Axes, x: float, y: float, wide: float, high: float, colour: str, line: float = 0.8) -> None:
-    from matplotlib.patches import Rectangle
-
     ax.add_patch(Rectangle((x, y), wide, high, facecolor=colour, edgecolor=INK, linewidth=line))
 
 

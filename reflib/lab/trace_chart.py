@@ -1,15 +1,13 @@
 """`lab.trace_picture`: complete events of Chrome traces as bars over time, one row per track and depth of nesting."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
 
 from reflib.lab.figures import COLOURS, HATCHES, INK, Picture, below_each_other, figure, style
 from reflib.lab.rows import short
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 LABELLED = 0.08  # of the width: shorter bars have no text
 SAID = 4  # bars of each part that the alt text names
@@ -20,8 +18,6 @@ Span = Mapping[str, Any]
 def trace_picture(parts: Mapping[str, Sequence[Span]], *, caption: str) -> Picture:
     """Draw each part (title -> events with ``name``, ``cat``, ``tid``, and ``ts`` and ``dur`` in µs) on a time axis of
     its own, which begins with its first event."""
-    from matplotlib.patches import Patch
-
     kinds = list(dict.fromkeys(e["cat"] for events in parts.values() for e in events))
     rows = {title: placed(events) for title, events in parts.items()}
     tall = [1 + max(row for row, _ in found) for found in rows.values()]
