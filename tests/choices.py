@@ -6,15 +6,26 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from reflib.capture import Graph, dynamo_graph_to_aten
 from reflib.ir.interpret import interpret
 from reflib.ir.loops import LoopNest
 from reflib.ir.program import Choice, Config, KernelNode, Program, Template, Variant, Variants, kernel_with_fallback
 from reflib.ir.verify import verify
-from reflib.lower import decompositions
+from reflib.lower import decompositions, lower
 from reflib.options import Options
 from reflib.pipeline import run
+
+GPU = Options(target="sm_90")
+TABLE = decompositions()
+
+
+def program_of(fn: Callable[..., Any], *args: Any, options: Options = GPU, mode: str = "fake") -> Program:
+    """``fn``, traced (``mode``: make_fx's) and lowered."""
+    program = lower(Graph(make_fx(fn, decomposition_table=TABLE, tracing_mode=mode)(*args)), options)
+    verify(program)
+    return program
 
 
 def choices(program: Program) -> list[Choice]:

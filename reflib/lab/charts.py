@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from reflib.lab.figures import COLOURS, INK, PLAIN, Picture, figure, plain_log, series_style, style
+from reflib.lab.figures import COLOURS, INK, PLAIN, Picture, figure, note, plain_log, series_style, style
 from reflib.lab.rows import short
 
 if TYPE_CHECKING:
@@ -51,11 +51,8 @@ def _draw_ceilings(ax: Axes, roof: Roofline, low: float, high: float) -> None:
     ax.set_yscale("log")
     plain_log(ax)
     slope = (low, low * roof.bandwidth / 1e3)
-    ax.annotate(f"{short(roof.bandwidth)} GB/s", slope, xytext=(12, -4), textcoords="offset points", fontsize=9.5)
-    top = (high, roof.flops)
-    ax.annotate(
-        f"{short(roof.flops)} TFLOP/s", top, xytext=(-2, 5), textcoords="offset points", ha="right", fontsize=9.5
-    )
+    note(ax, f"{short(roof.bandwidth)} GB/s", slope, (12, -4))
+    note(ax, f"{short(roof.flops)} TFLOP/s", (high, roof.flops), (-2, 5), ha="right")
 
 
 def roofline_plot(
@@ -86,7 +83,7 @@ def roofline_plot(
                 label=label,
             )
             share = y / roof.limit(x)
-            ax.annotate(f"{share:.0%}", (x, y), xytext=(7, -12), textcoords="offset points", fontsize=9.5)
+            note(ax, f"{share:.0%}", (x, y), (7, -12))
         ax.xaxis.set_major_formatter(PLAIN)
         ax.set_xlabel("arithmetic intensity, FLOPs per byte")
         ax.set_ylabel("TFLOP/s")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from reflib.lab.figures import COLOURS, INK, PLAIN, QUIET, Picture, below_each_other, figure, style
+from reflib.lab.figures import COLOURS, INK, PLAIN, QUIET, Picture, below_each_other, figure, note, style
 from reflib.lab.pictures import draw_program, layout, megabytes, moved_bytes, op_names
 from reflib.lab.rows import Row, Rows, count, record, short, stamp
 
@@ -134,8 +134,7 @@ def _panel(ax: Axes, lines: Sequence[tuple[Row | None, str]], panel: Rows) -> No
         else:
             colour = QUIET if row is None else FAILED
             mark = "" if row is None else "✗ "
-            ax.annotate(mark + text, (0, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9.5,
-                        color=colour)  # fmt: skip
+            note(ax, mark + text, (0, y), (4, 0), va="center", color=colour)
     ax.set_yticks(places, names)
     for label, (row, _) in zip(ax.get_yticklabels(), lines, strict=True):
         label.set_fontweight("bold" if row is not None and _chosen(row) else "normal")
@@ -158,8 +157,8 @@ def _bar(ax: Axes, row: Row, y: float, top: float, text: str, warm: float | None
     if warm is not None and warm <= top:
         ax.plot([warm], [y], marker="D", markersize=6, markerfacecolor="#ffffff", markeredgecolor=INK, zorder=5)
     edge = top if cut else min(value + half, 1.2 * top)
-    ax.annotate(("▶ " if cut else "") + text, (edge, y), xytext=(5, 0), textcoords="offset points", va="center",
-                fontsize=9.5, fontweight="bold" if chosen else "normal")  # fmt: skip
+    weight = "bold" if chosen else "normal"
+    note(ax, ("▶ " if cut else "") + text, (edge, y), (5, 0), va="center", fontweight=weight)
 
 
 def _candidates_alt(panels: list[tuple[str, Rows]], most: int) -> str:

@@ -107,6 +107,11 @@ def plain_log(ax: Axes, which: str = "y") -> None:
     axis.set_major_formatter(PLAIN)
 
 
+def note(ax: Axes, words: str, at: tuple[float, float], shift: tuple[float, float], **more: Any) -> None:
+    """Small text beside a place, shifted by so many points. ``more``: as of ``annotate``."""
+    ax.annotate(words, at, xytext=shift, **{"textcoords": "offset points", "fontsize": 9.5, **more})
+
+
 class Picture:
     """A finished figure, displayed as HTML; its text form is the alt text."""
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import matplotlib.pyplot as plt
 
 from reflib.errors import LabError
-from reflib.lab.figures import COLOURS, INK, QUIET, Picture, below_each_other, figure, series_style, style
+from reflib.lab.figures import COLOURS, INK, QUIET, Picture, below_each_other, figure, note, series_style, style
 from reflib.lab.plots import RECORDED, nickname, short_bytes
 from reflib.lab.rivals import ORDER
 from reflib.lab.rows import Rows, short
@@ -36,19 +36,14 @@ def trade(
                 ax.plot([x for _, x, _ in points], [y for *_, y in points], label=case, markersize=7, **look)
                 below = cases.index(case) % 2 == 1  # so that labels of near points do not collide
                 for label, x, y in points:
-                    ax.annotate(
-                        label, (x, y), xytext=(-4, -14) if below else (4, 6), textcoords="offset points",
-                        ha="right" if below else "left", fontsize=9.5, color=look["color"],
-                    )  # fmt: skip
+                    shift, side = ((-4, -14), "right") if below else ((4, 6), "left")
+                    note(ax, label, (x, y), shift, ha=side, color=look["color"])
             ax.margins(0.12)
             ax.set_xlim(left=0)
             ax.set_ylim(bottom=0)
             if floor and not name.endswith(RECORDED):
                 ax.axhline(floor[1] / 1e3, color=INK, linewidth=1, linestyle=(0, (1, 2)))
-                ax.annotate(
-                    floor[0], (0.01, floor[1] / 1e3), xycoords=("axes fraction", "data"), xytext=(0, 3),
-                    textcoords="offset points", fontsize=9.5,
-                )  # fmt: skip
+                note(ax, floor[0], (0.01, floor[1] / 1e3), (0, 3), xycoords=("axes fraction", "data"))
             ax.set_ylabel("ms per step")
             ax.set_title(name if len(panels) > 1 or name.endswith(RECORDED) else "")
         axes[-1].set_xlabel("MB at the peak of a step")

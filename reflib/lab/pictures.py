@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from reflib.lab.figures import COLOURS, HATCHES, INK, QUIET, Picture, below_each_other, figure, style
+from reflib.lab.figures import COLOURS, HATCHES, INK, QUIET, Picture, below_each_other, figure, note, style
 from reflib.lab.rows import count, short
 
 if TYPE_CHECKING:
@@ -297,10 +297,7 @@ def timeline_picture(e: Explanation, *, caption: str) -> Picture:
         end = max(s.end - begin for s in stages) * 1e3
         for i, s in enumerate(stages):
             ax.barh(i, s.seconds * 1e3, left=(s.start - begin) * 1e3, color=COLOURS[0], height=0.65)
-            ax.annotate(
-                f"{short(s.seconds * 1e3)} ms", ((s.end - begin) * 1e3, i), xytext=(4, 0),
-                textcoords="offset points", va="center", fontsize=9.5,
-            )  # fmt: skip
+            note(ax, f"{short(s.seconds * 1e3)} ms", ((s.end - begin) * 1e3, i), (4, 0), va="center")
         ax.set_yticks(range(len(stages)), [s.name for s in stages])
         ax.invert_yaxis()
         ax.set_xlim(0, end * 1.2)

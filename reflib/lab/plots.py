@@ -19,6 +19,7 @@ from reflib.lab.figures import (
     Picture,
     below_each_other,
     figure,
+    note,
     palette,
     plain_log,
     series_style,
@@ -146,28 +147,10 @@ def _notes(ax: Axes, levels: Mapping[str, float], marks: Mapping[str, float]) ->
     """Labelled reference lines: horizontal levels, vertical marks."""
     for label, level in levels.items():
         ax.axhline(level, color=INK, linewidth=1, linestyle=(0, (1, 2)))
-        ax.annotate(
-            label,
-            (0.99, level),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 2),
-            textcoords="offset points",
-            va="bottom",
-            ha="right",
-            fontsize=9.5,
-        )
+        note(ax, label, (0.99, level), (0, 2), xycoords=("axes fraction", "data"), va="bottom", ha="right")
     for label, place in marks.items():
         ax.axvline(place, color=QUIET, linewidth=1, linestyle=(0, (4, 3)))
-        ax.annotate(
-            label,
-            (place, 0.98),
-            xycoords=("data", "axes fraction"),
-            xytext=(3, 0),
-            textcoords="offset points",
-            va="top",
-            rotation=90,
-            fontsize=9.5,
-        )
+        note(ax, label, (place, 0.98), (3, 0), xycoords=("data", "axes fraction"), va="top", rotation=90)
 
 
 def short_bytes(size: float) -> str:
@@ -249,10 +232,7 @@ def _floor_line(ax: Axes, floor: float) -> None:
     if ax.get_xscale() == "linear":
         ax.set_xlim(0, max(ax.get_xlim()[1], floor * 1.25))
     ax.axvline(floor, color=INK, linewidth=1.2, linestyle=(0, (1, 2)))
-    ax.annotate(
-        f"limit {short(floor)}", (floor, 0.0), xycoords=("data", "axes fraction"), xytext=(3, 2),
-        textcoords="offset points", va="bottom", fontsize=9.5,
-    )  # fmt: skip
+    note(ax, f"limit {short(floor)}", (floor, 0.0), (3, 2), xycoords=("data", "axes fraction"), va="bottom")
 
 
 def _bar_panel(ax: Axes, panel: Rows, cases: list[str], log: bool) -> None:
@@ -275,14 +255,7 @@ def _bar_panel(ax: Axes, panel: Rows, cases: list[str], log: bool) -> None:
             height=0.7,
             ecolor=INK,
         )
-        ax.annotate(
-            text,
-            (value + error, place),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9.5,
-        )
+        note(ax, text, (value + error, place), (4, 0), va="center")
     ax.set_yticks(range(len(panel)), _bar_names(panel))
     ax.invert_yaxis()
     ax.grid(visible=False, axis="y")

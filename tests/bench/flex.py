@@ -8,11 +8,9 @@ instead of the default.
 """
 
 import argparse
-import itertools
 import json
 import math
 import statistics
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ import torch
 import torch._functorch.config
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from reflib.lab.rivals import own_copy
 from reflib.pipeline import dynamo_backend
 from reflib.timing import event_sampler, interleave
 
@@ -29,7 +28,6 @@ from reflib.timing import event_sampler, interleave
 SHAPES = [(4, 16, 16, 4096, 64), (4, 16, 16, 4096, 128), (1, 32, 32, 8192, 128), (8, 32, 8, 2048, 128)]
 WINDOW = 1024
 BACKENDS: dict[str, Any] = {"reflib": dynamo_backend, "inductor": "inductor"}
-_serial = itertools.count()
 ROUNDS = 7
 
 
@@ -86,14 +84,12 @@ class Problem:
 
     def contenders(self, sweep: bool) -> Iterator[tuple[str, Callable[..., Any]]]:
         def fresh(backend: str) -> Callable[..., Any]:
-            """Compiled by itself: Dynamo's cache is by code object."""
+            """Compiled by itself."""
 
             def call(q: Any, k: Any, v: Any) -> Any:
                 return self.flex(q, k, v)
 
-            code = call.__code__.replace(co_name=f"call_{next(_serial)}")
-            own = types.FunctionType(code, globals(), code.co_name, None, call.__closure__)
-            return torch.compile(own, backend=BACKENDS[backend], dynamic=False)
+            return torch.compile(own_copy(call), backend=BACKENDS[backend], dynamic=False)
 
         if sweep:
             yield from self.swept(fresh)

@@ -19,6 +19,7 @@ from reflib.lab.rows import Row as LabRow
 
 from . import matmul_cases
 from .contenders import EAGER, PEER_MAX, TUNED, US
+from .report import pivot
 
 Row = dict[str, Any]
 Run = tuple[Row, list[Row]]  # what it says of itself, and its rows
@@ -68,10 +69,7 @@ def rows_of(found: Sequence[Run]) -> list[LabRow]:
 
 def contenders_of(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
     """{case: {who: its row}}, with what the peer chose, or why it could not, from when it was compiled."""
-    found: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        if row["kind"] == "row" and row.get("set") in matmul_cases.SETS:
-            found.setdefault(row["case"], {})[row["who"]] = row
+    found = pivot([row for row in rows if row["kind"] == "row" and row.get("set") in matmul_cases.SETS])
     for row in rows:
         if row["kind"] == "prepared" and row["case"] in found:
             by = found[row["case"]]

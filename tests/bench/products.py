@@ -15,7 +15,6 @@ import json
 import math
 import statistics
 import time
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from reflib.lab.rivals import own_copy
 from reflib.lab.timing import Sampler, make_sampler
 from reflib.options import Options
 from reflib.pipeline import Backend, Stages
@@ -38,7 +38,6 @@ FROM_MEMORY = 2**28  # bytes of weights in all copies: five times an H200's L2
 ROUNDS = 9
 WHO = ("eager", "inductor", "reflib", "reflib tuned")
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-_serial = itertools.count()
 
 
 def int8(x: torch.Tensor, w: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
@@ -148,11 +147,10 @@ def _grouped(t: int, n: int, k: int, gradient: bool) -> Callable[[str], tuple[to
 
 # -- contenders -------------------------------------------------------------------------------------
 def contender(who: str, fn: Call, seen: list[Stages]) -> Call:
-    """Compiled by itself: Dynamo's cache is by code object. ``seen``: what reflib compiles goes there."""
+    """Compiled by itself. ``seen``: what reflib compiles goes there."""
     if who == "eager":
         return fn
-    inner = fn.__code__.replace(co_name=f"{fn.__name__}_{next(_serial)}")
-    own = types.FunctionType(inner, fn.__globals__, inner.co_name)
+    own = own_copy(fn)
     if who == "inductor":
         return torch.compile(own, dynamic=False, mode="max-autotune-no-cudagraphs")
     options = Options(autotune="blocking" if who == "reflib tuned" else "off")

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from reflib.lab.rows import text_table as table
+
 from .contenders import EAGER, PEER, PEER_MAX, US
 
 BIG = 64 * 2**20
@@ -55,17 +57,6 @@ def shown(found: Row, *keys: str) -> list[str]:
 def errors(found: dict[str, Row]) -> list[str]:
     """A line for each that failed."""
     return [f"  {who}: {f['error']}" for who, f in found.items() if "error" in f]
-
-
-def table(heads: list[str], body: list[list[str]]) -> str:
-    if not body:
-        return "(no rows)"
-    widths = [max(map(len, column)) for column in zip(heads, *body, strict=True)]
-    lines = [
-        [h.ljust(w) if i == 0 else h.rjust(w) for i, (h, w) in enumerate(zip(r, widths, strict=True))]
-        for r in [heads, *body]
-    ]
-    return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 def pivot(rows: list[Row]) -> dict[str, dict[str, Row]]:

@@ -21,17 +21,9 @@ from reflib.sweep import Model
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench.functions import Function
+from tests.bench.unseen_shapes import tensor
 
 MODELS: list[Model] = []
-
-
-def tensor(spec: str, known: dict[str, int]) -> Tensor:
-    kind, _, rest = spec.rpartition(":")
-    shape, _, below = rest.partition("<")
-    size = [max(1, int(eval(d, {}, known))) for d in shape.split(",")]
-    if below:
-        return torch.randint(0, max(1, int(eval(below, {}, known))), size)
-    return torch.rand(*size) if kind == "u" else torch.randn(*size)
 
 
 def of(*specs: str, **letters: Any) -> Callable[..., Any]:

@@ -34,14 +34,20 @@ def of(tensors: Tensors, columns: tuple[int, int] = ROW, train: bool = True) -> 
 
 
 # -- shapes ---------------------------------------------------------------------------------------------
-def of_shapes(*shapes: str) -> Tensors:
-    """Of "m,n": random numbers of that shape; "m<n": m random integers below n. Of about m * n elements each:
-    b,s,n rows in sequences of length s;  q,s,h,d heads;  a,h,s,s scores of attention;  k,k a square;  t."""
+def tensor(spec: str, known: dict[str, int]) -> Tensor:
+    """ "m,n": random numbers of that shape, of a normal distribution; "u:m,n": of a uniform one; "m,n<k": random
+    integers below k. Sizes are terms of ``known``."""
+    kind, _, rest = spec.rpartition(":")
+    shape, _, below = rest.partition("<")
+    size = [max(1, int(eval(d, {}, known))) for d in shape.split(",")]
+    if below:
+        return torch.randint(0, max(1, int(eval(below, {}, known))), size)
+    return torch.rand(*size) if kind == "u" else rand(*size)
 
-    def tensor(spec: str, **known: int) -> Tensor:
-        shape, _, below = spec.partition("<")
-        size = [max(1, int(eval(d, {}, known))) for d in shape.split(",")]
-        return torch.randint(0, max(1, int(eval(below, {}, known))), size) if below else rand(*size)
+
+def of_shapes(*shapes: str) -> Tensors:
+    """As ``tensor`` makes them, of about m * n elements each: b,s,n rows in sequences of length s;  q,s,h,d heads;
+    a,h,s,s scores of attention;  k,k a square;  t."""
 
     def tensors(g: random.Random, m: int, n: int) -> list[Tensor]:
         s = min(m, g.choice([64, 77, 128, 197, 256, 512])) if m * n > SMALL else 8
@@ -50,7 +56,7 @@ def of_shapes(*shapes: str) -> Tensors:
         t = m * n
         known = {"m": m, "n": n, "s": s, "b": max(1, m // s), "h": h, "d": d, "t": t, "k": math.isqrt(t)}
         known |= {"q": t // (h * s * d), "a": t // (h * s * s)}
-        return [tensor(spec, **known) for spec in shapes]
+        return [tensor(spec, known) for spec in shapes]
 
     return tensors
 

@@ -15,19 +15,13 @@ from reflib.lab.measuring import time_cases
 from reflib.lab.peak_memory import peak_bytes
 from reflib.lab.rivals import own_copy
 from reflib.lab.timing import Samples
+from reflib.sweep.child import brief
 
 from . import cases, contenders
 
 ROTATED_BYTES = 6 * 2**30  # at most this much in all input sets of a case
 MOST_SETS = 64
 Row = dict[str, Any]
-
-
-def brief(error: Exception) -> str:
-    """A line for the table; what a backend raised is inside what Dynamo raises."""
-    inner = getattr(error, "inner_exception", None) or error
-    first = next((line for line in str(inner).splitlines() if line.strip()), "")
-    return f"{type(inner).__name__}: {first[:200]}"
 
 
 def device_of(job: Row) -> torch.device:

@@ -4,27 +4,16 @@ import random
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import reflib
-from reflib.capture.graph import Graph
 from reflib.ir.interpret import interpret
 from reflib.ir.loops import LoopNest
 from reflib.ir.program import Extern, Program
-from reflib.ir.verify import verify
-from reflib.lower import decompositions, lower
 from reflib.options import Options
+from tests.choices import GPU, program_of
 
 aten = torch.ops.aten
-TABLE = decompositions()
 HALF = torch.bfloat16
-
-
-def program_of(fn, *args, target: str = "sm_90") -> Program:
-    graph = Graph(make_fx(fn, decomposition_table=TABLE, tracing_mode="fake")(*args))
-    program = lower(graph, Options(target=target))
-    verify(program)
-    return program
 
 
 def calls(program: Program) -> list[Extern]:
@@ -89,14 +78,15 @@ def test_calls_that_stay() -> None:
     x, b = ints(rng, 2, 4, 6, 6), ints(rng, 4)
     full, single = ints(rng, 4, 4, 3, 3), ints(rng, 4, 1, 3, 3)
 
-    def biased(x, w, b, target="sm_90", groups=1):
-        program = program_of(lambda x, w, b: torch.nn.functional.conv2d(x, w, b, groups=groups), x, w, b, target=target)
+    def biased(x, w, b, options=GPU, groups=1):
+        fn = lambda x, w, b: torch.nn.functional.conv2d(x, w, b, groups=groups)  # noqa: E731
+        program = program_of(fn, x, w, b, options=options)
         (call,) = calls(program)
         assert (call.args[2] is None) == any(isinstance(n, LoopNest) for n in program.nodes)
         return call.args[2] is not None
 
     assert not biased(x, full, b)
-    assert biased(x, full, b, target="cpu")
+    assert biased(x, full, b, options=Options(target="cpu"))
     assert biased(x, single, b, groups=4)
     assert not biased(x.contiguous(memory_format=torch.channels_last), single, b, groups=4)
     assert not biased(x.float(), single.float(), b.float(), groups=4)

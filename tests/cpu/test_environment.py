@@ -1,5 +1,6 @@
 """The pins agree, the set-up script reads the project as it is, importing reflib is nearly free."""
 
+import importlib.metadata
 import importlib.util
 import re
 import tomllib
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from tests.processes import python
 
@@ -129,3 +131,43 @@ def test_importing_reflib_is_nearly_free() -> None:
     pairs = [[float(x) for x in python(program).split()] for _ in range(2)]
     torch_seconds, reflib_seconds = map(min, zip(*pairs))
     assert reflib_seconds < max(0.2, 0.1 * torch_seconds), pairs
+
+
+# -- `make wheels`: the lists in tools/wheels.py, against what is installed -------------------------
+# The host: its Python, and (with what they need) the packages it has by itself.
+HOST = {"python_version": "3.12", "python_full_version": "3.12.0", "sys_platform": "linux", "platform_system": "Linux"}
+ITS_OWN = ["torch", "pytest", "matplotlib"]
+
+
+def needed(requirements: list[str]) -> set[str]:
+    """Names of the requirements and of all that they require, by the metadata of what is installed."""
+    waiting = [Requirement(text) for text in requirements]
+    seen: set[tuple[str, str]] = set()
+    while waiting:
+        requirement = waiting.pop()
+        name = re.sub(r"[-_.]+", "-", requirement.name).lower()
+        for extra in {"", *requirement.extras}:
+            if (name, extra) in seen:
+                continue
+            seen.add((name, extra))
+            try:
+                listed = importlib.metadata.requires(name) or []
+            except importlib.metadata.PackageNotFoundError:
+                continue  # of another Python than this, such as papermill's aiohttp
+            for text in listed:
+                further = Requirement(text)
+                if further.marker is None or further.marker.evaluate({**HOST, "extra": extra}):
+                    waiting.append(further)
+    return {name for name, _ in seen}
+
+
+@pytest.mark.parametrize("use, lists", [("gpu", ["NEEDED"]), ("run", ["NEEDED", "BOOK"])])
+def test_what_a_use_needs_is_packed(root: Path, monkeypatch: pytest.MonkeyPatch, use: str, lists: list[str]) -> None:
+    monkeypatch.syspath_prepend(root / "tools")
+    import setup
+    import wheels
+
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wanted = [r for extra in setup.USES[use] if extra != "triton" for r in extras[extra]]  # torch's own brings triton
+    packed = {name for listed in lists for name in getattr(wheels, listed)}
+    assert sorted(needed(["click", *wanted]) - needed(ITS_OWN) - packed) == []

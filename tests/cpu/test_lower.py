@@ -1,30 +1,22 @@
 """Lowering, op by op: the lowered program, interpreted, does what eager does, on inputs that are hard to get right."""
 
+import functools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from reflib.capture.graph import Graph
 from reflib.errors import LoweringError
 from reflib.ir.interpret import interpret
 from reflib.ir.loops import LoopNest, Reduce
 from reflib.ir.program import Extern, Program, View
-from reflib.ir.verify import verify
-from reflib.lower import decompositions, lower
+from reflib.lower import decompositions
 from reflib.lower.rules import RULES
 from reflib.options import Options
+from tests import choices
 
-TABLE = decompositions()
-
-
-def program_of(fn, *args, mode="fake") -> Program:
-    module = make_fx(fn, decomposition_table=TABLE, tracing_mode=mode)(*args)
-    program = lower(Graph(module), Options())
-    verify(program)
-    return program
+program_of = functools.partial(choices.program_of, options=Options())
 
 
 def check(fn, *args, mode="fake", calls=0) -> Program:
@@ -262,7 +254,7 @@ def test_calls_are_logged_on_request(monkeypatch, caplog):
 
 
 def test_decompositions_leave_random_ops_and_attention_whole():
-    names = {str(op) for op in TABLE}
+    names = {str(op) for op in decompositions()}
     assert not names & {"aten.native_dropout.default", "aten._scaled_dot_product_flash_attention_for_cpu.default"}
     assert "aten.native_layer_norm.default" in names
 

@@ -5,28 +5,16 @@ import math
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import reflib
-from reflib.capture.graph import Graph
 from reflib.ir.data import from_data, to_data
 from reflib.ir.interpret import interpret
 from reflib.ir.loops import Acc, Load, Op
 from reflib.ir.program import Choice, Extern, Program, Template
 from reflib.ir.verify import verify
-from reflib.lower import decompositions, lower
 from reflib.lower.matmul import float32_precision
 from reflib.options import Options
-from tests.choices import choices, with_variant
-
-TABLE = decompositions()
-GPU = Options(target="sm_90")
-
-
-def program_of(fn, *args, options: Options = GPU, mode: str = "fake") -> Program:
-    program = lower(Graph(make_fx(fn, decomposition_table=TABLE, tracing_mode=mode)(*args)), options)
-    verify(program)
-    return program
+from tests.choices import GPU, choices, program_of, with_variant
 
 
 def check(fn, *args, options: Options = GPU, mode: str = "fake", others=None) -> Program:

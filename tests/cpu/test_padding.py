@@ -6,20 +6,16 @@ import random
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import reflib
-from reflib.capture.graph import Graph
 from reflib.ir.interpret import interpret
 from reflib.ir.program import Extern, Program
-from reflib.ir.verify import verify
-from reflib.lower import decompositions, lower, matmul, padding
+from reflib.lower import matmul, padding
 from reflib.lower.context import LoweringContext
 from reflib.options import Options
 from reflib.pipeline import Backend, Stages
-from tests.choices import choices, with_variant
+from tests.choices import GPU, choices, program_of, with_variant
 
-TABLE = decompositions()
 OPS = {"mm": torch.mm, "bmm": torch.bmm, "addmm": torch.addmm, "baddbmm": torch.baddbmm}
 
 
@@ -27,13 +23,6 @@ OPS = {"mm": torch.mm, "bmm": torch.bmm, "addmm": torch.addmm, "baddbmm": torch.
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(padding, "BALANCE", 0)
     monkeypatch.setattr(padding, "LAUNCHES", -1)
-
-
-def program_of(fn, *args, mode: str = "fake", **options) -> Program:
-    options = {"target": "sm_90", **options}
-    program = lower(Graph(make_fx(fn, decomposition_table=TABLE, tracing_mode=mode)(*args)), Options(**options))
-    verify(program)
-    return program
 
 
 def products(program: Program) -> list[Extern]:
@@ -45,7 +34,7 @@ def is_padded(program: Program) -> bool:
 
 
 def check(fn, args, **options) -> Program:
-    program = program_of(fn, *args, **options)
+    program = program_of(fn, *args, options=GPU.but(**options))
     for got, want in zip(interpret(program, list(args)), torch.utils._pytree.tree_leaves(fn(*args)), strict=True):
         assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
@@ -161,7 +150,8 @@ def test_when(name: str) -> None:
     m, n, k, options, pays = SIZES[name]
     with torch._subclasses.FakeTensorMode():
         x, w, b = (torch.empty(s, dtype=torch.bfloat16) for s in ((m, k), (n, k), (n,)))
-        assert is_padded(program_of(torch.nn.functional.linear, x, w, b, mode="real", **options)) == pays
+        program = program_of(torch.nn.functional.linear, x, w, b, mode="real", options=GPU.but(**options))
+        assert is_padded(program) == pays
 
 
 def test_what_a_kernel_makes_is_padded_for_nothing() -> None:
@@ -194,7 +184,7 @@ def test_as_a_candidate(op: str) -> None:
     batch = (2,) if "bmm" in op else ()
     args = [torch.randint(-3, 4, s).half() for s in ((*batch, 9, 7), (*batch, 7, 5))]
     args = [torch.randint(-3, 4, (5,)).half(), *args] if "add" in op else args
-    program = program_of(OPS[op], *args, autotune="blocking")
+    program = program_of(OPS[op], *args, options=GPU.but(autotune="blocking"))
     (choice,) = choices(program)
     assert choice.variants[0].name == "aten"
     (padded,) = [v for v in choice.variants if v.name.startswith("padded")]

@@ -139,3 +139,31 @@ def test_without_times_or_limits_there_is_still_an_order() -> None:
     assert [r.bytes for r in rows] == sorted((r.bytes for r in rows), reverse=True) and len(rows) == 3
     assert all(r.us is r.floor_us is r.ratio is r.above is None for r in rows)
     assert work(e.scheduled, next(n for n in e.scheduled.nodes if isinstance(n, Extern)))[0] == 2 * 50 * 4
+
+
+# -- attention that is called, forward and backward -------------------------------------------------
+def test_the_products_of_attention_are_counted():
+    b, h, n, d = 2, 3, 32, 16
+    q, k, v = (torch.randn(b, h, n, d, requires_grad=True) for _ in range(3))
+    e = reflib.explain(torch.nn.functional.scaled_dot_product_attention, q, k, v)
+    found = {r.name: r.flops for r in e.ranking() if "attention" in r.name}
+    forward, backward = sorted(found.values())
+    assert forward == 2 * (2 * b * h * n * n * d)  # q @ k, and the weights @ v
+    assert backward == 5 * (2 * b * h * n * n * d)  # the scores again, and two gradients of each product
+
+
+# -- modules: a kernel's own, not every one with the same op at the same line -----------------------
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(self.inner(x), -1)
+
+
+def test_each_kernel_has_its_own_module():
+    e = reflib.explain(torch.nn.Sequential(Layer(), Layer(), Layer()), torch.randn(4, 8))
+    kernels = [r.modules for r in e.ranking() if r.is_kernel]  # of the forward and of the backward
+    assert kernels and all(len(m) == 1 for m in kernels), kernels
+    assert {f"L['fn'].{i}" for i in range(3)} <= {m for (m,) in kernels}
