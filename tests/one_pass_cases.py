@@ -108,6 +108,35 @@ def variance_cases() -> dict[str, Callable[[], Case]]:
     return out
 
 
+def variance_problem(name: str, case: Case, outs: dict[str, torch.Tensor]) -> str:
+    """Wrong: off by more than twice what Welford's recurrence along the rows is off by, in the kernel's dtype, and a
+    rounding error of the input."""
+    got = outs["out"].double()
+    x = case.tensors["x"] if "across=False" in name or "length" in name else case.tensors["x"].t()
+    n = (x.shape[1] + 1) // 2 if "masked=True" in name else x.shape[1]
+    x = x[:, :n].double()
+    exact = (x - x.mean(1, keepdim=True)).square().sum(1) if n else torch.zeros(len(x))
+    dtype = case.tensors["out"].dtype
+    theirs = _welford(x.to(dtype)).double()
+    floor = torch.finfo(dtype).eps * (4 * exact + (exact * x.square().sum(1)).sqrt())  # of a constant row 0
+    bad = (got - exact).abs() > 2 * (theirs - exact).abs().max() + floor
+    if "constant" in name and "persistent" in name:  # the mean's rounding error, squared
+        bad = got > n * (2 * torch.finfo(dtype).eps * x[:, 0]) ** 2
+    bad = torch.where(exact.isfinite(), bad, got.isfinite())
+    if "sum" in outs and not torch.allclose(outs["sum"], case.expected()["sum"], rtol=1e-4, atol=1e-3, equal_nan=True):
+        return f"sums {outs['sum'].tolist()}, want {case.expected()['sum'].tolist()}"
+    return f"got {got.tolist()}, want {exact.tolist()}, Welford has {theirs.tolist()}" if bool(bad.any()) else ""
+
+
+def _welford(x: torch.Tensor) -> torch.Tensor:
+    mean, m2 = torch.zeros_like(x[:, 0] if x.shape[1] else x.sum(1)), torch.zeros_like(x.sum(1))
+    for k in range(x.shape[1]):
+        d = x[:, k] - mean
+        mean = mean + d / (k + 1)
+        m2 = m2 + d * (x[:, k] - mean)
+    return m2
+
+
 # -- softmax ----------------------------------------------------------------------------------------
 def _hostile_rows(n: int, g: torch.Generator) -> torch.Tensor:
     """One kind per row: ordinary; a wide range; nothing but -inf; -inf and others; one +inf; more, or a NaN."""
@@ -170,3 +199,14 @@ def sum_cases() -> dict[str, Callable[[], Case]]:
         args = (kind, rows, dtype, n, across, config, dynamic)
         out[name] = lambda args=args: sum_case(*args)
     return out
+
+
+def sum_problem(name: str, case: Case, got: dict[str, torch.Tensor]) -> str:
+    """Against the definition, as the IR's interpreter has it; not finite where that is not."""
+    wrong = []
+    for b, w in case.expected().items():
+        g, w = got[b].double(), w.double()
+        rtol = 1e-12 if case.tensors["x"].dtype == torch.float64 else 2e-5
+        if not torch.allclose(g, w, rtol=rtol, atol=1e-30, equal_nan=True):
+            wrong.append(f"{b}: got {g.tolist()}, want {w.tolist()}")
+    return "; ".join(wrong)

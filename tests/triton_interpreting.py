@@ -7,12 +7,14 @@ Prints one JSON object: by kind (all of ``KINDS``, or the named one), for each c
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import matmul_cases
 import numpy as np
 import torch
 from interpreter import answer, told
+from one_pass_cases import sum_cases, sum_problem, variance_cases, variance_problem
 from prologue_cases import prologue_cases
 from triton.runtime import interpreter
 from triton_cases import Case, asserted_cases, kernel_cases, op_cases, reduce_cases
@@ -87,18 +89,27 @@ def _defined(name: str, case: Case, like: torch.Tensor) -> torch.Tensor:
     return ok
 
 
-KINDS = {
-    "ops": op_cases, "reductions": reduce_cases, "kernels": kernel_cases, "half": half_cases,
-    "products": matmul_cases.matmul_cases, "computed": prologue_cases, "asserted": asserted_cases,
-}  # fmt: skip
+def product_problem(name: str, case: Case, got: dict[str, torch.Tensor]) -> str:
+    return matmul_cases.problem(case, got)
 
 
-def wrong_with(kind: str, name: str, number: int, make: Any) -> str:
+# cases, and what is wrong with (name, case, what its buffers hold afterwards)
+KINDS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[..., str]]] = {
+    "ops": (op_cases, problem),
+    "reductions": (reduce_cases, problem),
+    "kernels": (kernel_cases, problem),
+    "asserted": (asserted_cases, problem),
+    "half": (half_cases, lambda name, case, got: half_problem(name, case.tensors["x"], got["out"])),
+    "products": (matmul_cases.matmul_cases, product_problem),
+    "computed": (prologue_cases, product_problem),
+    "variances": (variance_cases, variance_problem),
+    "sums": (sum_cases, sum_problem),
+}
+
+
+def wrong_with(name: str, number: int, make: Callable[[], Case], problem: Callable[..., str]) -> str:
     case = make()
-    if kind in ("products", "computed"):
-        return matmul_cases.problem(case, run(f"case{number}", case))
-    got = run(name, case)
-    return half_problem(name, case.tensors["x"], got["out"]) if kind == "half" else problem(name, case, got)
+    return problem(name, case, run(f"case{number}", case))
 
 
 def main(kinds: list[str], wanted: list[str]) -> dict[str, dict[str, str]]:
@@ -106,8 +117,8 @@ def main(kinds: list[str], wanted: list[str]) -> dict[str, dict[str, str]]:
         interpreter.interpreter_builder.options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
     return {
         kind: {
-            name: told(wrong_with, kind, name, number, make)
-            for number, (name, make) in enumerate(KINDS[kind]().items())
+            name: told(wrong_with, name, number, make, KINDS[kind][1])
+            for number, (name, make) in enumerate(KINDS[kind][0]().items())
             # (the interpreter cuts bfloat16 off instead of rounding)
             if (not wanted or name in wanted) and not name.startswith("to_bf16")
         }

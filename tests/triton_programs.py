@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from interpreter import answer, told
 from narrow_chains import DTYPES, chain, operands
+from torch import randn
 
 from reflib.capture import random  # noqa: F401  (its op)
 from reflib.generate.kernel import Kernel
@@ -72,10 +73,6 @@ class Interpreted(Backend):
 def _poisoned(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty_strided(size, stride, dtype=dtype)
     return out.fill_(float("nan") if dtype.is_floating_point else 77)
-
-
-def randn(*shape: int, **kw: Any) -> torch.Tensor:
-    return torch.randn(*shape, **kw)
 
 
 def _trained(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,7 +220,63 @@ def colours(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([hue.squeeze(-2) / 6 % 1, (high - low) / (high + 1e-3), high], -2)
 
 
-PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
+def _about_three(*shape: int, grad: bool = True) -> torch.Tensor:
+    return (randn(*shape) * 2 + 3).requires_grad_(grad)
+
+
+def _hostile_columns(n: int) -> torch.Tensor:
+    """An outlier first, a constant, a constant but for its first row, a large mean, rows that grow."""
+    x = _about_three(n, 9, grad=False)
+    x[0], x[:, 1], x[1:, 2] = 1e4, 3.3, 7.7
+    x[:, 3] += 1e6
+    x[:, 4] += torch.arange(n)
+    return x
+
+
+def _batch_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    mean, var = torch.zeros_like(w.detach()), torch.ones_like(w.detach())
+    y = F.batch_norm(x, mean, var, w, b, training=True, momentum=0.1)
+    return y + (mean + 3 * var)[:, None, None]
+
+
+def _cross_entropy(x: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(x, torch.arange(len(x)) * 7 % x.shape[1])
+
+
+def _masked(x: torch.Tensor) -> torch.Tensor:
+    far = torch.arange(x.shape[1]) % 5 == 0
+    return torch.softmax(x.masked_fill(far, float("-inf")), -1)
+
+
+SHORT = {"persistent_limit": 16}
+Programs = dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dict[str, Any]]]
+# variances and softmax sums; run as fast kernels only (a fallback takes the same passes)
+ONE_PASS: Programs = {
+    "var, every correction": (
+        lambda x: (*(torch.var(x, -1, correction=c) for c in (0, 1, 2.5)), torch.std(x, 0), *torch.var_mean(x)),
+        lambda: (_about_three(7, 203, grad=False),), SHORT,
+    ),
+    "split rows": (lambda x: torch.var_mean(x, -1), lambda: (_about_three(3, 16411, grad=False),), {}),
+    "split evenly": (lambda x: torch.std_mean(x, -1), lambda: (_about_three(2, 16384, grad=False),), {}),
+    "split columns": (lambda x: torch.var_mean(x, 0), lambda: (_about_three(1031, 9, grad=False),), {}),
+    "split columns, hostile": (lambda x: torch.var_mean(x, 0), lambda: (_hostile_columns(1031),), {}),
+    "split, two axes": (lambda x: torch.var_mean(x, (0, 2)), lambda: (_about_three(3, 2, 4111, grad=False),), {}),
+    "batch norm": (
+        _batch_norm, lambda: (_about_three(3, 3, 53, 59), _about_three(3), _about_three(3)), {},
+    ),
+    "group norm": (
+        lambda x, w, b: F.group_norm(x, 2, w, b),
+        lambda: (_about_three(2, 6, 19, 23), _about_three(6), _about_three(6)), SHORT,
+    ),
+    "layer norm": (lambda x, w: F.layer_norm(x, (301,), w), lambda: (_about_three(5, 301), _about_three(301)), SHORT),
+    "softmax": (lambda x: torch.softmax(x, -1), lambda: (_about_three(5, 333),), SHORT),
+    "masked softmax": (_masked, lambda: (_about_three(5, 333),), SHORT),
+    "log softmax": (lambda x: torch.log_softmax(x, -1), lambda: (_about_three(5, 333),), SHORT),
+    "softmax of columns": (lambda x: torch.softmax(x, 0), lambda: (_about_three(207, 10),), SHORT),
+    "logsumexp": (lambda x: torch.logsumexp(x, -1), lambda: (_about_three(5, 333),), SHORT),
+    "cross entropy": (_cross_entropy, lambda: (_about_three(6, 517),), SHORT),
+}  # fmt: skip
+PROGRAMS: Programs = {
     "siblings": (
         lambda x: (x + 1, x.sum(), x.sum(0), x.sum(-1), torch.cat([x, x]), x.t() * 2, (x > 0).any(), x.prod(0)),
         lambda: (randn(12, 20),), {},
@@ -246,7 +299,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dic
         lambda: (randn(60, 33), operands(1, torch.int8)[0], randn(33)), {},
     ),
     "block": (_block, lambda: _trained(24, 32), {}),
-    "looped": (_block, lambda: _trained(24, 32), {"persistent_limit": 16}),
+    "looped": (_block, lambda: _trained(24, 32), SHORT),
     "one op each": (_block, lambda: _trained(24, 32), {"max_fused_ops": 2}),
     "columns": (
         lambda x, w: F.rms_norm(x, (64,), w, 1e-6), lambda: _trained(300, 64), {},
@@ -277,7 +330,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dic
     "pools": (_pools, lambda: (_ties(14, 10).float(),), {}),
     "trained pools": (_trained_pools, lambda: (_ties(14, 9).float().requires_grad_(),), {}),
     "scans": (_scans, lambda: (randn(3, 7), _ties(3, 7)), {}),
-    "looped scans": (_scans, lambda: (randn(2, 37), _ties(2, 37)), {"persistent_limit": 16}),
+    "looped scans": (_scans, lambda: (randn(2, 37), _ties(2, 37)), SHORT),
     "sorts": (_sorts, lambda: (randn(3, 7), _ties(3, 7)), {}),
     "sorted columns": (_sorts, lambda: (randn(11, 3).t(), _ties(11, 3).t()), {"max_fused_ops": 40}),
     "trained sorts": (
@@ -311,6 +364,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dic
         lambda: tuple(randn(n) for n in (5, 300, 7, 64)), {},
     ),
     **{f"{t} chain {i}": (chain(i, t), functools.partial(operands, i, t), {}) for t in DTYPES for i in range(6)},
+    **ONE_PASS,
 }  # fmt: skip
 
 
@@ -360,7 +414,7 @@ def main(wanted: list[str]) -> dict[str, str]:
             problem, name, fallback, dynamic
         )
         for name in wanted or list(PROGRAMS)
-        for fallback in (False, True)
+        for fallback in ((False,) if name in ONE_PASS else (False, True))
         for dynamic in (False, True)
     }
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from interpreter import chosen, results
 from matmul_cases import matmul_cases
+from one_pass_cases import VARIANCES, sum_cases, variance_cases
 from triton_cases import kernel_cases, op_cases, reduce_cases
 from triton_half_cases import HALF
 
@@ -21,9 +22,8 @@ def check(request: pytest.FixtureRequest) -> Check:
     """Are the cases of a kind right that belong to this variant of a test?"""
 
     def check(kind: str, names: Callable[[Any], list[str]]) -> None:
-        found = results("triton_interpreting.py", kind, *(n for variant in chosen(request) for n in names(variant)))[
-            kind
-        ]
+        wanted = [n for variant in chosen(request) for n in names(variant)]
+        found = results("triton_interpreting.py", kind, *wanted)[kind]
         mine = names(next(iter(request.node.callspec.params.values())))
         assert mine and {n for n in mine if not n.startswith("to_bf16")} <= set(found)
         problems = [f"{n}: {found[n]}" for n in mine if found.get(n)]
@@ -64,3 +64,15 @@ def test_cheap_form_for_half_precision(name: str, check: Check) -> None:
 @pytest.mark.parametrize("name", matmul_cases())
 def test_product(name: str, check: Check) -> None:
     check("products", named)
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("kind", [*VARIANCES, "length"])
+def test_variance_in_one_pass(kind: str, check: Check) -> None:
+    check("variances", lambda kind: [n for n in variance_cases() if n.startswith(kind)])
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("kind", sorted({n.split(",")[0] for n in sum_cases()}))
+def test_softmax_sum_in_one_pass(kind: str, check: Check) -> None:
+    check("sums", lambda kind: [n for n in sum_cases() if n.startswith(kind)])
