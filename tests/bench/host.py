@@ -138,8 +138,9 @@ def ready(who: str, fn: Callable[..., Any], args: list[torch.Tensor]) -> Callabl
     if who == EAGER:
         return fn
     if who == EXPORTED:
-        program = torch.export.export(Module(fn), tuple(args))
-        return reflib.compile(program, wrapper="cpp")
+        from tests.exporting import Alone
+
+        return reflib.compile(torch.export.export(Alone(fn), tuple(args)), wrapper="cpp")
     if who == DYNAMO:
         return torch.compile(fn, backend="reflib", options={"wrapper": "cpp"}, dynamic=False)
     if who in (PYTHON, CPP):
@@ -152,15 +153,6 @@ def theirs(who: str) -> None:
     import torch._inductor.config as config
 
     config.cpp_wrapper = who == PEER_CPP
-
-
-class Module(torch.nn.Module):
-    def __init__(self, fn: Callable[..., Any]):
-        super().__init__()
-        self.fn = fn
-
-    def forward(self, *args: torch.Tensor) -> Any:
-        return self.fn(*args)
 
 
 def calls(job: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -20,8 +20,8 @@ from reflib.ir.program import Buffer, Program, full_view
 from reflib.ir.verify import verify
 from reflib.lower.accumulate import SUMMED_IN
 from reflib.options import Options
-from reflib.pipeline import Backend, Stages
-from tests.semantics import compare
+from reflib.pipeline import Stages
+from tests.semantics import Compiled, compare
 
 aten = torch.ops.aten
 I64, BF16, F32 = torch.int64, torch.bfloat16, torch.float32
@@ -212,10 +212,9 @@ def test_random_writes(seed: int) -> None:
 
 # -- interpolation ----------------------------------------------------------------------------------------
 def backward(fn: Callable[..., Any], x: torch.Tensor, **options: Any) -> Stages:
-    found: list[Stages] = []
-    backend = Backend(Options(target="sm_90", verify=True, **options), found.append)
-    torch.compile(fn, backend=backend)(x).sum().backward()
-    return found[-1]
+    compiled = Compiled(fn, target="sm_90", **options)
+    compiled(x).sum().backward()
+    return compiled.stages[-1]
 
 
 @pytest.mark.sample(2)

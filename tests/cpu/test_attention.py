@@ -12,12 +12,11 @@ from torch import nn
 import reflib
 from reflib.capture.attention_call import named
 from reflib.ir.program import Extern
-from reflib.options import Options
-from reflib.pipeline import Backend
 from tests.attention_cases import INF, LOWEST, Rewritten, becomes_a_call, calls, causal, operators, padding, qkv, sizes
 from tests.attention_cases import of_any_length as of_any_length
 from tests.checking import check
 from tests.exporting import Alone
+from tests.semantics import Compiled
 
 Maker = Callable[..., tuple[Any, ...]]
 
@@ -107,10 +106,9 @@ def test_compiled(dynamic: bool) -> None:
         return added(q * 2, k, v, mask).relu()
 
     args, (b, _, n, _) = qkv(60, grad=True), sizes(60)
-    stages: list[Any] = []
-    compiled = torch.compile(fn, backend=Backend(Options(), stages.append), dynamic=dynamic)
+    compiled = Compiled(fn, dynamic)
     check(fn, compiled, *args, padding(n, b, LOWEST), backward=True)
-    found = [[str(n.target) for n in s.program.nodes if isinstance(n, Extern)] for s in stages]
+    found = [[str(n.target) for n in s.program.nodes if isinstance(n, Extern)] for s in compiled.stages]
     flash = "aten._scaled_dot_product_flash_attention_for_cpu"
     assert found == [[f"{flash}.default"], [f"{flash}_backward.default"]]
 

@@ -8,16 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from reflib import OptionError, register_custom_op_autotuning
-from reflib.capture import Graph
 from reflib.ir.program import Choice, Extern, LoopNest
-from reflib.ir.verify import verify
-from reflib.lower import custom_ops, decompositions, lower
+from reflib.lower import custom_ops
 from reflib.lower.decompose_k import splits
 from reflib.options import Options
-from tests.choices import check_all, choices
+from tests.choices import check_all, choices, program_of
 
 SPLITS, THRESHOLD = "TORCHINDUCTOR_NUM_DECOMPOSE_K_SPLITS", "TORCHINDUCTOR_DECOMPOSE_K_THRESHOLD"
 
@@ -106,9 +103,9 @@ def test_on_a_gpu_the_partial_products_are_float32() -> None:
     with FakeTensorMode(), torch.no_grad():
         a = torch.empty(32, 4096, dtype=torch.float16, device="cuda")
         b = torch.empty(4096, 32, dtype=torch.float16, device="cuda")
-        graph = make_fx(lambda a, b: torch.mm(a, b).relu(), decomposition_table=decompositions())(a, b)
-    program = lower(Graph(graph), Options(autotune="blocking"))
-    verify(program)
+        program = program_of(
+            lambda a, b: torch.mm(a, b).relu(), a, b, options=Options(autotune="blocking"), mode="real"
+        )
     (choice,) = choices(program)
     tried = [a for a in choice.variants if a.name.startswith("decompose_k")]
     assert tried and not choice.failed

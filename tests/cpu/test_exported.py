@@ -16,6 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import reflib
 from reflib.errors import ArgumentError
 from tests.exported_ways import WAYS, taken
+from tests.exporting import Alone
 
 
 class Scale(torch.nn.Module):
@@ -38,22 +39,13 @@ def test_extreme_of_nothing_is_eagers_error():
 
 
 # -- the fast path --------------------------------------------------------------------------------------
-class Alone(torch.nn.Module):
-    def __init__(self, fn):
-        super().__init__()
-        self.fn = fn
-
-    def forward(self, x):
-        return self.fn(x)
-
-
-def exported(fn, x, **shapes):
-    return reflib.compile(torch.export.export(Alone(fn), (x,), **shapes), wrapper="cpp")
+def exported(fn, x, sizes=None):
+    """``sizes``: those of ``x`` that may change."""
+    return reflib.compile(torch.export.export(Alone(fn), (x,), dynamic_shapes=((sizes,),)), wrapper="cpp")
 
 
 def test_strides_that_depend_on_sizes():
-    both = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
-    f = exported(lambda x: x * 2 + 1, torch.randn(5, 7), dynamic_shapes=both)
+    f = exported(lambda x: x * 2 + 1, torch.randn(5, 7), dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC))
     whole = torch.arange(40.0).reshape(4, 10)
     for x in (whole, whole[:, :6], whole[:, ::2], torch.arange(5.0).expand(7, 5), whole.t()):
         torch.testing.assert_close(f(x), x * 2 + 1)
@@ -294,7 +286,7 @@ def test_zeros_that_are_nowhere_are_refused(way):
     f = exported(lambda x: x * 2 + 1, X)
     with taken(way), pytest.raises(reflib.ReflibError, match="memory of its own"):
         f(torch._efficientzerotensor(8, 5))
-    empty = exported(lambda x: x * 2 + 1, X, dynamic_shapes=({0: torch.export.Dim("n", min=0)},))
+    empty = exported(lambda x: x * 2 + 1, X, {0: torch.export.Dim("n", min=0)})
     with taken(way):
         slow = empty._slow
         if way == "C":

@@ -24,19 +24,7 @@ from reflib.options import Options
 from reflib.pipeline import Backend, Stages, eager, run
 from reflib.plan.memory import memory
 from reflib.plan.order import _before
-from tests.checking import check
-
-
-def compiled(fn: Callable[..., Any], stages: list[Stages], dynamic: bool | None = None, **options: Any) -> Any:
-    torch._dynamo.reset()
-    return torch.compile(fn, backend=Backend(Options(**{"verify": True, **options}), stages.append), dynamic=dynamic)
-
-
-def compare(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None, **more: Any) -> Stages:
-    """The stages of the graph (the first) that ``fn`` gives; its results are eager's."""
-    stages: list[Stages] = []
-    check(fn, compiled(fn, stages, dynamic), *args, **more)
-    return stages[0]
+from tests.semantics import compare
 
 
 # -- chains of writes -------------------------------------------------------------------------------------
@@ -132,7 +120,7 @@ def test_a_chain_computes_what_eager_does(fn: Callable[..., Any]) -> None:
 @pytest.mark.sample(3)
 def test_a_chain_of_unknown_sizes(fn: Callable[..., Any]) -> None:
     n = random.Random(fn.__name__).randrange(6, 9)
-    stages = compare(lambda *args: fn(n, *args), *operands(fn, n), dynamic=True)
+    (stages,) = compare(lambda *args: fn(n, *args), *operands(fn, n), dynamic=True).stages
     assert len(stages.scheduled.nodes) <= 3  # type: ignore[union-attr]
 
 
@@ -191,7 +179,7 @@ def test_what_a_slice_stores_is_rounded() -> None:
 def test_slices_of_an_input() -> None:
     compare(shifted, *operands(lambda n, a: n, 40))
     cache, row = torch.rand(3, 300, 5), torch.rand(3, 5)
-    stages = compare(lambda c, r: one_row(c, r, 7), cache, row)
+    (stages,) = compare(lambda c, r: one_row(c, r, 7), cache, row).stages
     stores = [s for n in stages.fused.program.nodes for s in n.stores() if s.buffer in stages.program.inputs]  # type: ignore
     assert len(stores) == 1 and all(n.numel != cache.numel() for n in stages.fused.program.nodes)  # type: ignore
 

@@ -18,6 +18,7 @@ from reflib.ir.interpret import interpret
 from reflib.ir.program import Buffer, Extern, walk
 from reflib.options import Options
 from reflib.pipeline import run
+from tests.semantics import Compiled
 
 RANDOM = random.Random(31)
 N, K, A, B = RANDOM.randrange(40, 70), RANDOM.randrange(20, 40), RANDOM.randrange(9, 20), RANDOM.randrange(9, 20)
@@ -117,13 +118,12 @@ def test_nothing_is_stored_twice(case: str) -> None:
     for dynamic, wrapper in ((False, "python"), *more):
         torch._dynamo.reset()
         mine, theirs = [t.clone() for t in (X, W, V, Y)], [t.clone() for t in (X, W, V, Y)]
-        stages: list[Any] = []
-        backend = reflib.pipeline.Backend(Options.make({"verify": True, "wrapper": wrapper}), stages.append)
+        compiled = Compiled(fn, dynamic, wrapper=wrapper)
         with torch.no_grad():
-            got, want = torch.compile(fn, backend=backend, dynamic=dynamic)(*mine), fn(*theirs)
+            got, want = compiled(*mine), fn(*theirs)
         torch.testing.assert_close((got, mine), (want, theirs), atol=1e-2 if case == "of halves" else 1e-4, rtol=1e-3)
         assert strides(got) == strides(want)
-        program = stages[0].scheduled
+        program = compiled.stages[0].scheduled
         made = {b for n in walk(program.nodes) for b in n.writes() if program.buffers[b].kind == "temp"}
         stored = sum(program.buffers[b].nbytes.hint() for b in made)
         assert stored <= most or dynamic, {b: program.buffers[b].nbytes.hint() for b in made}

@@ -13,7 +13,8 @@ from reflib.capture import layouts
 from reflib.ir.program import Extern
 from reflib.lower import decompositions
 from reflib.options import Options
-from reflib.pipeline import Backend, rewritten, targets
+from reflib.pipeline import rewritten, targets
+from tests.semantics import Compiled
 
 LAST = torch.channels_last
 
@@ -91,9 +92,7 @@ def test_training(seed: int) -> None:
     """The joint graph is rewritten, so what forward saves is what backward expects."""
     torch.manual_seed(seed)
     model, x = Net(seed), torch.randn(3, 3, 16, 16, requires_grad=True)
-    stages = []
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend=Backend(Options(target="sm_90"), stages.append))
+    compiled = Compiled(model, target="sm_90")
 
     def results(fn):
         outputs = fn(x)
@@ -103,8 +102,8 @@ def test_training(seed: int) -> None:
     scale = max(float(g.abs().max()) for g in expected[4:])  # of gradients: a bias before a norm has one of about 0
     for i, (a, b) in enumerate(zip(results(compiled), expected, strict=True)):
         same(a, b, scale if i >= 4 else 1.0)
-    assert [s.graph.name for s in stages] == ["forward", "backward"]
-    for s in stages:
+    assert [s.graph.name for s in compiled.stages] == ["forward", "backward"]
+    for s in compiled.stages:
         for n in convolutions(s.graph.module):
             big = [v for v in [n.args[0].meta["val"], *torch.utils._pytree.tree_leaves(n.meta["val"])] if v is not None]
             assert all(is_last(v) for v in big if v.dim() == 4), n

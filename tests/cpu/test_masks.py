@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from reflib.capture.masks import _dense
-from reflib.options import Options
-from reflib.pipeline import Backend
 from tests.checking import check
+from tests.semantics import Compiled
 
 Mask = Callable[[torch.Tensor], torch.Tensor]
 rng = random.Random("masks")
@@ -110,9 +109,9 @@ def attended(mask: Mask) -> Callable[..., torch.Tensor]:
 def calls(fn: Callable[..., Any], *args: torch.Tensor, dynamic: bool = False, **options: Any) -> list[tuple[Any, Any]]:
     """Of each call of attention in the forward: has it a mask, is it causal?"""
     torch._dynamo.reset()
-    seen: list[Any] = []
-    torch.compile(fn, backend=Backend(Options(**options), seen.append), dynamic=dynamic)(*args)
-    nodes = [n for n in seen[0].graph.module.graph.nodes if "scaled_dot_product" in str(n.target)]
+    compiled = Compiled(fn, dynamic, **options)
+    compiled(*args)
+    nodes = [n for n in compiled.stages[0].graph.module.graph.nodes if "scaled_dot_product" in str(n.target)]
     return [("attn_mask" in n.kwargs, True in n.args[3:]) for n in nodes]
 
 

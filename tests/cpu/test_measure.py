@@ -9,19 +9,17 @@ import pytest
 import torch
 from test_timing import Gpu
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from reflib import timing
 from reflib.autotune import bench as benches
 from reflib.autotune.inputs import InputSpec
 from reflib.autotune.measure import Limits, Request, measure, request
 from reflib.autotune.winner import overall, pick_winner
-from reflib.capture.graph import Graph
 from reflib.errors import MeasureError
 from reflib.ir.decision import Candidate, Key
 from reflib.ir.expr import Sym
-from reflib.lower import decompositions, lower
 from reflib.options import Options
+from tests.choices import program_of
 from tests.races import Flat, K, M, N, Race, right, small, wrong
 
 
@@ -313,10 +311,6 @@ def test_what_cannot_be_captured_is_timed_with_launches(monkeypatch):
 
 
 # -- the real compiler ------------------------------------------------------------------------------
-def lowered(fn, *args):
-    return lower(Graph(make_fx(fn, decomposition_table=decompositions(), tracing_mode="fake")(*args)), Options())
-
-
 def test_compiled_candidates():
     """Decompose-K against a matrix product, both fused with the relu that follows."""
     from reflib.tuning import build
@@ -328,9 +322,9 @@ def test_compiled_candidates():
         return torch.relu(parts.sum(0))
 
     programs = {
-        "aten": lowered(lambda x, w: torch.relu(x @ w), x, w),
-        "decompose_k(4)": lowered(decomposed, x, w),
-        "half": lowered(lambda x, w: torch.relu(x.half() @ w.half()).float(), x, w),
+        "aten": program_of(lambda x, w: torch.relu(x @ w), x, w, options=Options()),
+        "decompose_k(4)": program_of(decomposed, x, w, options=Options()),
+        "half": program_of(lambda x, w: torch.relu(x.half() @ w.half()).float(), x, w, options=Options()),
     }
     r = request(programs, "aten", limits=Limits(rounds=3))
     result = measure(pickle.loads(pickle.dumps(r)), build)

@@ -20,10 +20,10 @@ from reflib.generate.triton_one_pass import online_sums
 from reflib.ir.loops import LoopNest, Reduce, Store
 from reflib.ir.program import KernelNode, kernel_nodes
 from reflib.ir.transforms import phases, varying
-from reflib.options import Options
-from reflib.pipeline import Backend, Stages
+from reflib.pipeline import Stages
 from reflib.target import parse_target
 from tests.checking import check
+from tests.semantics import Compiled
 
 R = torch.randn
 triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
@@ -42,10 +42,9 @@ def test_ahead_of_time() -> None:
 # -- passes -----------------------------------------------------------------------------------------
 def stages(fn: Callable[..., Any], *args: Any, dynamic: bool = False, **options: Any) -> Stages:
     torch._dynamo.reset()
-    found: list[Stages] = []
-    backend = Backend(Options(target="sm_90", verify=True, **options), found.append)
-    torch.compile(fn, backend=backend, dynamic=dynamic)(*args)
-    return found[0]
+    compiled = Compiled(fn, dynamic, target="sm_90", **options)
+    compiled(*args)
+    return compiled.stages[0]
 
 
 def passes(s: Stages) -> list[tuple[int, int]]:

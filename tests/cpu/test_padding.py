@@ -12,9 +12,8 @@ from reflib.ir.interpret import interpret
 from reflib.ir.program import Extern, Program
 from reflib.lower import matmul, padding
 from reflib.lower.context import LoweringContext
-from reflib.options import Options
-from reflib.pipeline import Backend, Stages
 from tests.choices import GPU, choices, program_of, with_variant
+from tests.semantics import Compiled
 
 OPS = {"mm": torch.mm, "bmm": torch.bmm, "addmm": torch.addmm, "baddbmm": torch.baddbmm}
 
@@ -206,16 +205,15 @@ def test_run_and_differentiated(wrapper: str) -> None:
     """A head with an odd vocabulary, forward and backward, through both wrappers."""
     rng = random.Random(wrapper)
     v, d, t = (rng.randrange(11, 60, 2) for _ in range(3))
-    seen: list[Stages] = []
     head = torch.nn.Linear(d, v).bfloat16()
     x = torch.randn(t, d).bfloat16().requires_grad_()
-    compiled = torch.compile(head, backend=Backend(Options(wrapper=wrapper, verify=True), seen.append))
+    compiled = Compiled(head, wrapper=wrapper)
     grad = torch.randn(t, v).bfloat16()
     results = []
     for fn in (head, compiled):
         y = fn(x)
         results.append([y, *torch.autograd.grad(y, [x, head.weight, head.bias], grad)])
-    assert all(is_padded(s.program) for s in seen) and len(seen) == 2
+    assert [is_padded(s.program) for s in compiled.stages] == [True, True]
     for want, got in itertools.pairwise(results):
         for a, b in zip(want, got, strict=True):
             assert a.stride() == b.stride()

@@ -11,9 +11,8 @@ from triton_half_cases import HALF, half_case
 
 from reflib.generate.compile_triton import compile_kernel, sass
 from reflib.generate.kernel import Kernel
-from reflib.options import Options
-from reflib.pipeline import Backend, Stages
 from reflib.target import parse_target
+from tests.semantics import Compiled
 
 no_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
 
@@ -44,12 +43,11 @@ def test_a_quotient_by_a_power_of_two_is_a_product(by: float, product: bool) -> 
 
 
 def kernel_of(fn, *args: torch.Tensor) -> Kernel:
-    found: list[Stages] = []
     torch._dynamo.reset()
-    torch.compile(fn, backend=Backend(Options(target="sm_90"), found.append), dynamic=False)(*args)
-    (kernels,) = [s.kernels for s in found]
-    assert kernels is not None
-    return next(iter(kernels.values()))
+    compiled = Compiled(fn, dynamic=False, target="sm_90")
+    compiled(*args)
+    (stages,) = compiled.stages
+    return next(iter(stages.kernels.values()))  # type: ignore[union-attr]
 
 
 @no_triton

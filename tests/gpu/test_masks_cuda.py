@@ -6,10 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from reflib.options import Options
-from reflib.pipeline import Backend
 from tests.checking import check
 from tests.cpu.test_masks import everything, of_documents, of_the_input, window
+from tests.semantics import Compiled
 
 Mask = Callable[[torch.Tensor], torch.Tensor]
 
@@ -23,12 +22,10 @@ def test_a_fused_kernel_takes_the_call(mask: Mask, dtype: torch.dtype, length: i
     def fn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask(q)).transpose(1, 2).flatten(2) * 2
 
-    seen = []
-    torch._dynamo.reset()
-    compiled = torch.compile(fn, backend=Backend(Options(), seen.append), dynamic=False)
+    compiled = Compiled(fn, dynamic=False)
     g = torch.Generator().manual_seed(length)
     made = (torch.randn(2, 4, length, 64, generator=g).to("cuda", dtype) for _ in range(3))
     check(fn, compiled, *(t.requires_grad_() for t in made), backward=True)
-    names = [str(n.target) for n in seen[0].graph.module.graph.nodes]
+    names = [str(n.target) for n in compiled.stages[0].graph.module.graph.nodes]
     assert any("attention" in n for n in names), names
     assert not any("bmm" in n or "softmax" in n for n in names), names

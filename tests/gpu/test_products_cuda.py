@@ -7,21 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from reflib.ir.program import Extern
-from reflib.options import Options
-from reflib.pipeline import Backend, Stages
 from tests.checking import check
+from tests.semantics import Compiled
 
 BF16 = torch.bfloat16
 pytestmark = pytest.mark.skipif(torch.version.hip is not None, reason="cuBLAS and cuDNN")
-
-
-def compiled(fn, seen: list[Stages]):
-    return torch.compile(fn, backend=Backend(Options(), seen.append))
-
-
-def calls(seen: list[Stages]) -> list[Extern]:
-    return [n for s in seen for n in s.scheduled.nodes if isinstance(n, Extern)]
 
 
 def microseconds(fn, *args) -> float:
@@ -42,12 +32,12 @@ def test_odd_vocabularies(seed: int) -> None:
     """Forward and backward by padded products, as exact as eager."""
     rng = random.Random(seed)
     tokens, width, vocabulary = rng.choice([512, 1000, 2048]), 64 * rng.randint(6, 16), rng.randint(20000, 50000) | 1
-    seen: list[Stages] = []
     x, w = (torch.randn(s, device="cuda", dtype=BF16) * 0.3 for s in ((tokens, width), (vocabulary, width)))
     b = torch.randn(vocabulary, device="cuda", dtype=BF16)
     args = [t.requires_grad_() for t in (x, w, b)]
-    check(F.linear, compiled(F.linear, seen), *args, backward=True)
-    padded = [n for n in calls(seen) if "padded" in n.reason]
+    compiled = Compiled(F.linear)
+    check(F.linear, compiled, *args, backward=True)
+    padded = [n for n in compiled.externs if "padded" in n.reason]
     assert len(padded) == 3, "the result, and the gradients of x and of w"
 
 
@@ -55,7 +45,7 @@ def test_odd_vocabularies(seed: int) -> None:
 @pytest.mark.parametrize(("m", "n", "k"), [(2048, 30522, 768), (512, 51865, 384), (2048, 768, 30522)])
 def test_padding_pays(m: int, n: int, k: int) -> None:
     a, b = torch.randn(m, k, device="cuda", dtype=BF16), torch.randn(n, k, device="cuda", dtype=BF16)
-    plain, padded = microseconds(F.linear, a, b), microseconds(compiled(F.linear, []), a, b)
+    plain, padded = microseconds(F.linear, a, b), microseconds(Compiled(F.linear).fn, a, b)
     print(f"{m} x {n} x {k}: {plain:.0f} us, padded, with its copies, {padded:.0f} us")
     assert padded < plain
 
@@ -88,9 +78,9 @@ def test_convolutions(name: str, train: bool) -> None:
     def fn(x: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(net, dict(zip(names, args)), (x,))
 
-    seen: list[Stages] = []
-    check(fn, compiled(fn, seen), torch.randn(shape, device="cuda", dtype=BF16), *args, backward=train)
-    for n in calls(seen):
+    compiled = Compiled(fn)
+    check(fn, compiled, torch.randn(shape, device="cuda", dtype=BF16), *args, backward=train)
+    for n in compiled.externs:
         if n.target is torch.ops.aten.convolution.default:
             assert n.args[2] is None
             assert train or all(v.strides[1] == 1 for v in n.args[:2])
