@@ -289,9 +289,9 @@ def _stream(index: int) -> torch.cuda.Stream:
 
 
 @contextmanager
-def side_stream(device: torch.device) -> Iterator[None]:
-    """Work on a stream of our own, after what the user has queued; device and stream are as found afterwards. Nothing
-    on a CPU. Raises MeasureError while the user's stream is being captured."""
+def side_stream(device: torch.device, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
+    """Work on a stream of our own, or this one, after what the user has queued; device and stream are as found
+    afterwards. Nothing on a CPU. Raises MeasureError while the user's stream is being captured."""
     import torch
 
     if device.type != "cuda":
@@ -303,7 +303,7 @@ def side_stream(device: torch.device) -> Iterator[None]:
                 "candidates cannot be measured while a CUDA graph is being captured; "
                 "call the compiled function once before the capture"
             )
-        stream = _stream(torch.cuda.current_device())
+        stream = stream or _stream(torch.cuda.current_device())
         torch.cuda.synchronize()
         try:
             with torch.cuda.stream(stream):

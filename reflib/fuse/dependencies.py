@@ -71,7 +71,7 @@ def dependencies(program: Program) -> Dependencies:
             reads_since[b] = []
             d.writers.setdefault(b, []).append(i)
         if symbol_from:
-            before.update(symbol_from[s] for s in _symbols(program, node) if s in symbol_from)
+            before.update(symbol_from[s] for s in sizes_needed(program, node) if s in symbol_from)
         if isinstance(node, Extern):
             symbol_from.update((s, i) for s, _, _ in node.symbols)
         if has_effect(node):
@@ -132,7 +132,7 @@ def _needed(program: Program) -> set[str]:
     return out
 
 
-def _symbols(program: Program, node: Node) -> set[Sym]:
+def sizes_needed(program: Program, node: Node) -> set[Sym]:
     """Every size that must be known before the node runs: those in it, and those of the buffers it touches."""
     out = node_symbols(node)
     own: dict[str, Buffer] = {}

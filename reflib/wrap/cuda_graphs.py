@@ -1,25 +1,34 @@
 """``Options(cuda_graphs=True)``: a graph's launches recorded once, and replayed by one call of the driver.
 
-A **recording** is a CUDA graph (``torch.cuda.CUDAGraph``) of a whole forward, backward or inference graph: it reads and
-writes the same addresses at every replay. So each input is one of
+A **recording** is a CUDA graph (``torch.cuda.CUDAGraph``) of a forward, backward or inference graph, or of a *part* of
+one between calls that cannot be recorded (``graph_parts`` cuts it): it reads and writes the same addresses at every
+replay. So each input is one of
 
-* *fixed*: it was where it is at the call before (parameters, a cache, what a recorded forward saved for its backward).
-  The recording is for that address, which each call compares;
+* *fixed*: it was where it is at the call before (parameters, a cache, what another recording left: a part's results,
+  what a forward saved for its backward). The recording is for that address, which each call compares;
 * *copied*: it moved at ``MOVES`` calls. Each replay copies it first into memory of the recording's own. Inputs that the
   graph writes to, and those in a recording's memory, are never copied: each address has a recording.
 
-Outputs are in memory of the recording's own, which the next replay writes over. So a recording is replayed only if
-no reference is left to what it returned last (by the storages' use counts); else another one is made, at most
+**Memory.** What a recording returns is in memory of its own, which only its next replay writes over. So it is replayed
+only if no reference is left to what it returned last (by the storages' use counts); else another one is made, at most
 ``RECORDINGS`` for a *signature*: the sizes and numbers among the inputs, and the stream. An output that is an input, or
 a view of one, is made of the call's own input. Results are eager's then, whatever the caller keeps or passes.
 
-A call that no recording fits runs as without this option, and ``REFLIB_LOGS=cuda_graphs`` says why: one of the first
-calls (a kernel is loaded by its first launch, which cannot be recorded), more than ``RECORDINGS``, tuning that has not
-ended, a caller recording a graph. A graph that communicates, has work on a CPU, or a call that cannot be recorded (it
-waits for the GPU, or is tagged ``cudagraph_unsafe``) is never recorded.
+All other memory, which holds nothing between two replays, is one *pool* for all recordings of a stream, of whatever
+function, forward or backward: replays on a stream follow one another, so no rule of who is alive is needed. For that
+results must not be in the pool: recorded is a wrapper that is given them (``with_results``). Where a call returns a
+result itself (convolution, attention), that recording has a pool of its own.
 
-NB: TorchInductor lets recordings share memory in a tree of what followed what, copies out what is still alive, and cuts
-a graph around calls that cannot be recorded. Here each recording has its own memory, and a graph is recorded whole.
+A pool has a stream of its own too, on which recordings are made: PyTorch frees cuBLAS's workspace of a stream when any
+graph recorded on it ends (pytorch issue 193402), so graphs of one stream must end together, or keep the same pool.
+
+A call that no recording fits runs as without this option, and ``REFLIB_LOGS=cuda_graphs`` says why: one of the first
+calls (a kernel is loaded by its first launch, which cannot be recorded), the first one of its sizes, more than
+``RECORDINGS``, tuning that has not ended, a caller recording a graph. It also says into how many parts a graph is cut,
+and around what.
+
+NB: TorchInductor records all graphs into one pool, as a tree of what followed what: results lie in memory that other
+graphs use, so what is alive at each node must be as it was, and an older call's results are overwritten.
 """
 
 from __future__ import annotations
@@ -27,53 +36,56 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
-from ..ir.program import Extern, walk
+from ..ir.expr import Sym
+from ..ir.program import Program
 from ..logs import get as logger
 from ..options import Options
+from ..plan.plan import bind_symbols
+from ..timing import Graphs, side_stream
+from .graph_parts import Call, Chain, Part, build, cut, with_results
 
 RECORDINGS, SIGNATURES = 8, 64
 MOVES = {"backward": 6}  # what a forward saves is at rest once the forward is recorded
-Call = Callable[[list], Sequence[Any]]
-UNSAFE = {torch.Tag.cudagraph_unsafe, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 OWNED: set[int] = set()  # addresses of the storages that recordings return
 use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+_recording = threading.Lock()
 
 
 def cuda_graphs(call: Callable[..., Any], what: Any, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     """Plugs into ``pipeline.AROUND``: around what a forward, backward or inference graph became."""
     if not options.cuda_graphs or options.target is not None or isinstance(what, torch.fx.GraphModule):
         return call
-    if why := reason(what.scheduled, options):
+    parts = cut(what.scheduled, RECORDER.kind, what)
+    if why := reason(what.scheduled, parts, options):
         logger("cuda_graphs").info("the %s graph is not recorded: %s", what.graph.name, why)
         return call
-    return Recorded(call, what.scheduled, what.graph.name, getattr(what.call, "background", None))
+    return Graphed(call, what, parts)
 
 
-def reason(program: Any, options: Options) -> str:
+def reason(program: Program, parts: Sequence[Part], options: Options) -> str:
     """Why no call of this program can be recorded; "" if nothing is known against it."""
-    devices = {b.device for b in program.buffers.values()}
-    if others := sorted(str(d) for d in devices if d.type != RECORDER.kind):
-        return f"it has tensors on {others[0]}"
-    if len(devices) != 1:
-        return f"its tensors are on {len(devices)} devices"
+    devices = {b.device for b in program.buffers.values() if b.device.type == RECORDER.kind}
     if options.check_nan:
         return "check_nan looks at values after each kernel"
-    for node in walk(program.nodes):
-        if isinstance(node, Extern) and (found := UNSAFE.intersection(getattr(node.target, "tags", ()))):
-            return f"{node.target} is tagged {found.pop()}"
-        if isinstance(node, Extern) and getattr(node.target, "namespace", "") == "_c10d_functional":
-            return "it communicates: ranks would record at different calls"
-    return ""
+    if len(devices) > 1:
+        return f"its tensors are on {len(devices)} devices"
+    if not any(p.recorded for p in parts):
+        return next((why for p in parts for why in p.why), "it has tensors elsewhere")
+    return "" if devices else "it has no tensors"
 
 
 class Recorder:
     """Of a GPU. (Tests have another, for a CPU.)"""
 
     kind = "cuda"
+
+    def __init__(self) -> None:
+        self._lanes: weakref.WeakValueDictionary[Any, Lane] = weakref.WeakValueDictionary()
 
     def stream(self, device: torch.device) -> int:
         return torch._C._cuda_getCurrentRawStream(device.index)
@@ -82,31 +94,101 @@ class Recorder:
         """Is the caller recording?"""
         return torch.cuda.is_current_stream_capturing()
 
-    def record(self, call: Call, args: list, device: torch.device) -> tuple[Sequence[Any], Callable[[], Any], Any]:
-        """(outputs, what replays, what has to stay alive). Nothing runs yet. Raises CaptureFailed, OutOfMemoryError."""
-        from ..timing import Graphs, side_stream
+    def lane(self, device: torch.device, shared: bool) -> Any:
+        """What recordings for the current stream are made on. shared: the one for all of them."""
+        key = device.index, self.stream(device)
+        found = self._lanes.get(key) if shared else None
+        if found is None:
+            found = Lane(device)
+            if shared:
+                self._lanes[key] = found
+        return found
 
+    def record(self, call: Call, args: list, lane: Any, shared: bool) -> tuple[Sequence[Any], Callable[[], Any], Any]:
+        """(outputs, what replays, what has to stay alive). Nothing runs yet. Raises CaptureFailed, OutOfMemoryError."""
         outputs: list[Any] = []
-        with side_stream(device):
-            graphs = Graphs()
-            graph = graphs.capture(lambda: outputs.extend(call(list(args))))
-        return outputs, graph.replay, graphs
+        with _recording, side_stream(lane.device, lane.stream):
+            if lane.graphs is None or not shared:
+                lane.graphs = Graphs()
+            graph = lane.graphs.capture(lambda: outputs.extend(call(list(args))))
+        return outputs, graph.replay, (lane, lane.graphs)
+
+
+class Lane:
+    """A stream to record on. ``graphs``: with the pool of memory that recordings share."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.graphs: Graphs | None = None
 
 
 RECORDER = Recorder()
 
 
-class Recording:
-    """One recorded call. ``fixed``: (input, address). ``copied``: inputs, and ``into``: where they are copied to."""
+class Graphed:
+    """A compiled graph: ``call`` until tuning has ended, then it, or a chain of its parts, with recordings."""
 
-    def __init__(self, call: Call, args: list, copied: list[int], device: torch.device):
+    def __init__(self, call: Call, stages: Any, parts: Sequence[Part]):
+        self._call, self._stages, self._parts = call, stages, parts
+        self._background = getattr(stages.call, "background", None)
+        self._run: Call | None = None
+
+    def __call__(self, args: list) -> Sequence[Any]:
+        if self._run is None:
+            if self._background is not None and self._background.state not in ("swapped", "unchanged", "failed"):
+                return self._call(args)
+            self._run = self._made()
+        return self._run(args)
+
+    def _made(self) -> Call:
+        stages, parts, name = self._stages, self._parts, self._stages.graph.name
+        if self._background is not None and self._background.state == "swapped":
+            stages = self._background.tuned
+            parts = cut(stages.scheduled, RECORDER.kind, stages)
+        if len(parts) == 1:
+            return Recorded(self._call, stages.scheduled, name, partial(_given_results, stages), f"the {name} graph")
+        try:
+            return _chain(stages, parts, name)
+        except Exception as e:  # it runs as it did
+            logger("cuda_graphs").warning("the %s graph is not recorded: %s", name, str(e).partition("\n")[0])
+            return self._call
+
+
+def _given_results(stages: Any, program: Program) -> Call:
+    """``program``, as recorded: in Python, since a replay costs the host the same whatever printed it."""
+    return build(program, stages.options.but(cuda_graphs=False, wrapper="python"), stages)
+
+
+def _chain(stages: Any, parts: Sequence[Part], name: str) -> Call:
+    if hasattr(stages.call, "wait"):
+        stages.call.wait()  # the parts' kernels are the same: found in the cache
+    recorded = [p for p in parts if p.recorded]
+    text = "the %s graph is recorded in %d parts, of %d of its %d steps; around: %s"
+    counts = len(recorded), sum(len(p.program.nodes) for p in recorded), len(stages.scheduled.nodes)
+    logger("cuda_graphs").info(text, name, *counts, "; ".join(dict.fromkeys(w for p in parts for w in p.why)))
+    options, make = stages.options.but(cuda_graphs=False), partial(_given_results, stages)
+    calls: list[Call] = [build(p.program, options, stages) for p in parts]
+    for k, p in enumerate(parts):
+        if p.recorded:
+            calls[k] = Recorded(calls[k], p.program, name, make, f"part {k + 1} of the {name} graph")
+    return Chain(stages.scheduled, parts, calls)
+
+
+class Recording:
+    """One recorded call. ``fixed``: (input, address). ``copied``: inputs, and ``into``: where they are copied to.
+    ``results``: memory that ``call`` is given for what it returns, after its inputs."""
+
+    def __init__(
+        self, call: Call, args: list, copied: list[int], results: list[torch.Tensor], lane: Any, shared: bool
+    ):  # fmt: skip
         self.fixed = [(i, x.data_ptr()) for i, x in enumerate(args) if isinstance(x, torch.Tensor) and i not in copied]
         self.copied, held = copied, [_room(args[i]) for i in copied]
         self.into = [t for t, _ in held]
         mine = list(args)
         for i, (_, as_given) in zip(copied, held):
             mine[i] = as_given
-        outputs, self.replay, self._alive = RECORDER.record(call, mine, device)
+        outputs, self.replay, self._alive = RECORDER.record(call, [*mine, *results], lane, shared)
+        results.clear()
         self.outputs = [_output(x, mine) for x in outputs]
         self._storages = list({s._cdata: s for x in outputs if (s := _own(x, mine))}.values())
         del outputs, mine, held
@@ -136,19 +218,26 @@ class Recording:
 
 
 class Recorded:
-    """A compiled graph, ``call``, of which recordings are made and replayed."""
+    """A compiled program, ``call``, of which recordings are made and replayed. ``given_results``: builds one that is
+    given memory for its results; that is recorded, in the shared pool. ``what``: it, for messages."""
 
-    def __init__(self, call: Call, program: Any, name: str, background: Any = None):
-        self._call, self._name, self._background = call, name, background
+    def __init__(self, call: Call, program: Program, name: str, given_results: Callable[[Program], Call], what: str):
+        self._call, self._what, self._build = call, what, given_results
+        self._inputs = program.inputs
         self._tensors = [i for i, x in enumerate(program.inputs) if x in program.buffers]
         self._numbers = [i for i in range(len(program.inputs)) if i not in self._tensors]
         written = {b for n in program.nodes for b in n.writes()}
         self._written = {i for i in self._tensors if program.inputs[i] in written}
         self._dynamic = any(e.symbols() for i in self._tensors for e in program.buffers[program.inputs[i]].shape)
-        self._device = next(iter(program.buffers.values())).device
+        self._device = next(b.device for b in program.buffers.values())
         self._most = MOVES.get(name, 2)
         self._moves, self._last = dict.fromkeys(self._tensors, 0), {}  # type: tuple[dict[int, int], dict[int, int]]
+        self._lets, kept = bind_symbols(program), program.output_buffers()
+        other = any(b.kind == "temp" and b.name not in kept for b in program.buffers.values())
+        self._given = with_results(program) if other else None  # (else there is nothing to be shared)
         self.recordings: dict[tuple, list[Recording]] = {}
+        self._lanes: dict[int, Any] = {}  # per stream
+        self._calls: dict[tuple, int] = {}  # of signatures, before they are recorded
         self.failed = False  # to be recorded: no further try
         self._lock, self._said = threading.Lock(), set()  # type: tuple[Any, set[str]]
 
@@ -159,32 +248,42 @@ class Recorded:
             found = self._find(args)
             if found is None:
                 return self._call(args)
-            outputs = found.run(args)
+            outputs = found(args)
         finally:
             self._lock.release()
         args.clear()  # as ``call`` does: what was saved for a backward is free
         return outputs
 
-    def _find(self, args: list) -> Recording | None:
+    def _find(self, args: list) -> Call | None:
+        """What runs this call; None: as without recordings."""
         key = (RECORDER.stream(self._device), *[args[i] for i in self._numbers])
         if self._dynamic:
             key += tuple(args[i].shape for i in self._tensors)
         recordings = self.recordings.get(key, ())
         for recording in recordings:
             if recording.fits(args):
-                return recording
-        return self._new(key, args) if self._may_record(recordings, args) else None
+                return recording.run
+        number = self._calls.pop(key, 0)
+        self._calls = dict([*self._calls.items()][-4 * SIGNATURES :]) | {key: number + 1}
+        may = self._may_record(number, recordings, args)
+        try:
+            if number == 1 and self._given is not None:
+                return self._into  # loads its kernels
+            return self._new(key, args).run if may else None
+        except Exception as e:  # it runs as it did
+            self.failed = True
+            logger("cuda_graphs").warning("%s is not recorded: %s", self._what, str(e).partition("\n")[0])
+            return None
 
-    def _may_record(self, recordings: Sequence[Recording], args: list) -> bool:
-        """Not in the first calls, and not before it is known which inputs move."""
-        if self._background is not None and self._background.state not in ("swapped", "unchanged", "failed"):
-            return self._no("tuning has not ended")
+    def _may_record(self, number: int, recordings: Sequence[Recording], args: list) -> bool:
+        """Not in the first calls, and not before it is known which inputs move. ``number``: of earlier calls like it
+        (sizes that differ at every call are not worth a recording each)."""
         last, self._last = self._last, {i: args[i].data_ptr() for i in self._tensors}
         moved = [i for i in self._may_be_copied(args) if last and last.get(i) != self._last[i]]
         for i in moved:
             self._moves[i] += 1
-        if not last or any(self._moves[i] < self._most for i in moved):
-            return self._no("it is one of the first calls, or inputs are not where they were")
+        if not number or any(self._moves[i] < self._most for i in moved):
+            return self._no("it is one of the first of its sizes, or inputs are not where they were")
         if len(recordings) >= RECORDINGS:
             return self._no(f"{RECORDINGS} recordings are of other addresses, or what they returned is in use")
         return bool(recordings) or len(self.recordings) < SIGNATURES or self._no(f"{SIGNATURES} other sizes have some")
@@ -194,21 +293,40 @@ class Recorded:
         stay = OWNED | {places[i] for i in self._written}
         return [i for i, place in places.items() if place not in stay]
 
-    def _new(self, key: tuple, args: list) -> Recording | None:
+    def _new(self, key: tuple, args: list) -> Recording:
         copied = [i for i in self._may_be_copied(args) if self._moves[i] >= self._most]
-        try:
-            recording = Recording(self._call, args, copied, self._device)
-        except Exception as e:  # the graph runs as it did
-            self.failed = True
-            logger("cuda_graphs").warning("the %s graph is not recorded: %s", self._name, str(e).partition("\n")[0])
-            return None
+        shared = self._given is not None
+        if key[0] not in self._lanes:
+            self._lanes[key[0]] = RECORDER.lane(self._device, shared)
+        call, results = (self._with_results, self._results(args)) if shared else (self._call, [])
+        recording = Recording(call, args, copied, results, self._lanes[key[0]], shared)
         self.recordings.setdefault(key, []).append(recording)
         return recording
+
+    # -- a wrapper that is given memory for its results ---------------------------------------------
+    @cached_property
+    def _with_results(self) -> Call:
+        assert self._given is not None
+        return self._build(self._given[0])
+
+    @property
+    def _into(self) -> Call:
+        call = self._with_results
+        return lambda args: call([*args, *self._results(args)])
+
+    def _results(self, args: list) -> list[torch.Tensor]:
+        assert self._given is not None
+        of = dict(zip(self._inputs, args))
+        sizes = {x: of[x] for x in of if isinstance(x, Sym)}
+        for let in self._lets:
+            sizes[let.sym] = (getattr(of[let.buffer], let.what)(let.dim) - let.plus) // let.times
+        known = [[[int(e.evaluate(sizes)) for e in es] for es in (b.shape, b.strides)] for b in self._given[1]]
+        return [torch.empty_strided(*n, dtype=b.dtype, device=b.device) for n, b in zip(known, self._given[1])]
 
     def _no(self, why: str) -> bool:
         if why not in self._said:
             self._said.add(why)
-            logger("cuda_graphs").info("calls of the %s graph run unrecorded: %s", self._name, why)
+            logger("cuda_graphs").info("calls of %s run unrecorded: %s", self._what, why)
         return False
 
 

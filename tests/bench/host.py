@@ -27,16 +27,18 @@ if TYPE_CHECKING:
     from .__main__ import Bench
 
 EAGER, PYTHON, CPP, DYNAMO, EXPORTED = "eager", "python", "cpp", "cpp, torch.compile", "cpp, exported"
-PEER, PEER_CPP, GRAPHS = "Inductor", "Inductor cpp", "Inductor graphs"
+PEER, PEER_CPP, PEER_GRAPHS, GRAPHS = "Inductor", "Inductor cpp", "Inductor graphs", "graphs"
 ONE, SIXTEEN, SINGLE = "relu(x + w)", "16 x relu(x @ w)", "1 x relu(x @ w)"
 SORT, SORTS = "1 x sort", "16 x sort"
 PROGRAMS = (ONE, SIXTEEN, SINGLE, SORT, SORTS)
+ALONE = f"{SIXTEEN}, the host alone"  # until the call returns, with nothing in the device's queue before it
 EXTRA = 15
 TURNS, ROUNDS = 3, 7  # each contender's turns at a program; samples a turn
 
 
 def section(bench: Bench) -> None:
-    people = [CPP, PEER_CPP, EXPORTED, EAGER, DYNAMO, PYTHON, PEER, *([GRAPHS] if bench.device == "cuda" else [])]
+    people = [CPP, PEER_CPP, EXPORTED, EAGER, DYNAMO, PYTHON, PEER]
+    people += [GRAPHS, PEER_GRAPHS] if bench.device == "cuda" else []
     found = all_calls(bench, people)
     us = {who: f.get("us", {}) for who, f in found.items()}
     names = list(dict.fromkeys(c for by in us.values() for c in by))
@@ -110,6 +112,15 @@ def promises(bench: Bench, us: dict[str, dict[str, Any]], builds: dict[str, Any]
         Promise("an ATen call more, over eager's own", ratio(call, eagers), "<=", 1.3),
         Promise("the wrapper of a transformer block, s", build, "<=", 2),
         Promise("the same over Inductor's cold build", ratio(build, builds[PEER_CPP].get("first")), "<=", 0.1),
+        *(graphs(us) if GRAPHS in us else []),
+    ]
+
+
+def graphs(us: dict[str, dict[str, Any]]) -> list[Promise]:
+    ours = us[GRAPHS].get(ALONE)
+    return [
+        Promise(f"{ALONE}: graphs over the plain wrapper", ratio(ours, us[PYTHON].get(ALONE)), "<=", 0.25),
+        Promise("the same over Inductor graphs", ratio(ours, us[PEER_GRAPHS].get(ALONE)), "<=", 1.0),
     ]
 
 
@@ -145,8 +156,10 @@ def ready(who: str, fn: Callable[..., Any], args: list[torch.Tensor]) -> Callabl
         return torch.compile(fn, backend="reflib", options={"wrapper": "cpp"}, dynamic=False)
     if who in (PYTHON, CPP):
         return reflib.compile(fn, wrapper=who, dynamic=False)
+    if who == GRAPHS:
+        return torch.compile(fn, backend="reflib", mode="reduce-overhead", dynamic=False)
     theirs(who)
-    return torch.compile(fn, dynamic=False, mode="reduce-overhead" if who == GRAPHS else None)
+    return torch.compile(fn, dynamic=False, mode="reduce-overhead" if who == PEER_GRAPHS else None)
 
 
 def theirs(who: str) -> None:
@@ -166,6 +179,7 @@ def calls(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
             fn, args = known[name]
             torch._dynamo.reset()
             samples: list[float] = []
+            alone: list[float] = []
             f = None
             try:
                 f = ready(who, fn, args)
@@ -177,8 +191,10 @@ def calls(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 wait_for(_flag(job["turns"], who, at, turn))
                 if name not in notes:
                     samples += microseconds(f, args, device)
+                    alone += host_alone(f, args, device) if name == SIXTEEN else []
                 _flag(job["turns"], who, at, f"{turn} done").touch()
             us[name] = statistics.median(samples) if samples else None
+            us |= {ALONE: statistics.median(alone)} if alone else {}
     yield {"us": us, "notes": notes}
 
 
@@ -196,6 +212,16 @@ def microseconds(f: Callable[..., Any], args: list[torch.Tensor], device: torch.
     sample(30)
     n = max(100, int(0.02e6 / sample(50)))
     return [sample(n) for _ in range(ROUNDS)]
+
+
+def host_alone(f: Callable[..., Any], args: list[torch.Tensor], device: torch.device) -> list[float]:
+    out = []
+    for _ in range(100):
+        synchronize(device)
+        start = time.perf_counter()
+        f(*args)
+        out.append((time.perf_counter() - start) * 1e6)
+    return out
 
 
 def wrapper_build(job: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """``Options(cuda_graphs=True)``: which calls are recorded, what is copied, and whom outputs belong to. A CPU has no
 CUDA graphs: the recorder here replays a call into the memory of the recorded one, as a GPU would."""
 
+import ctypes
 import logging
 import random
 
@@ -8,14 +9,14 @@ import pytest
 import torch
 
 import reflib
-from reflib.wrap import cuda_graphs
+from reflib.wrap import cuda_graphs, graph_parts
 
 
 class OnCpu(cuda_graphs.Recorder):
     kind = "cpu"
 
     def __init__(self):
-        self.recorded, self.replayed, self.busy = 0, 0, False
+        self.recorded, self.replayed, self.shared, self.busy = 0, 0, 0, False
 
     def stream(self, device):
         return 0
@@ -23,27 +24,44 @@ class OnCpu(cuda_graphs.Recorder):
     def is_busy(self):
         return self.busy
 
-    def record(self, call, args, device):
+    def lane(self, device, shared):
+        return None
+
+    def record(self, call, args, lane, shared):
         """Nothing is to happen yet, so what inputs held is put back."""
+        self.shared += shared
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
         held = [x.clone() for x in tensors]
+        for x in tensors:
+            if x.dtype == torch.int64:
+                x.zero_()  # (indices, in memory that nothing was copied to yet)
         outputs = list(call(list(args)))
         for x, old in zip(tensors, held):
             if not torch._debug_has_internal_overlap(x):
                 x.copy_(old)
-        places = [x if isinstance(x, torch.Tensor) else None for x in outputs]
-        addresses = [(x, x.data_ptr()) for x in tensors]
+        given = {x.untyped_storage().data_ptr() for x in tensors}
+        own = [isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given for x in outputs]
+        assert not (shared and any(own))  # what it returns is in memory that it was given, not in the pool
+        places = [x if mine else None for x, mine in zip(outputs, own)]
+        addresses = [at(x) if isinstance(x, torch.Tensor) else x for x in args]
         self.recorded += 1
-        weak = [None if x is None else x.untyped_storage() for x in places]
 
         def replay():
-            assert all(x.data_ptr() == address for x, address in addresses)
             self.replayed += 1
-            for new, x, storage in zip(call(list(args)), places, weak):
-                if storage is not None and new.data_ptr() != x.data_ptr():
+            for new, x in zip(call(list(addresses)), places):
+                if x is not None and new.data_ptr() != x.data_ptr():
                     x.copy_(new)
 
         return outputs, replay, None
+
+
+def at(x):
+    """The same memory, which this does not keep alive: a recording knows addresses."""
+    storage = x.untyped_storage()
+    if not storage.nbytes():
+        return torch.empty_like(x)
+    raw = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    return torch.frombuffer(raw, dtype=x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 @pytest.fixture
@@ -151,7 +169,111 @@ def test_calls_that_are_not_recorded_say_why(recorder, monkeypatch, caplog):
     assert "is not recorded: division by zero" in caplog.text
     monkeypatch.setattr(recorder, "kind", "cuda")
     reflib.compile(layer, cuda_graphs=True, max_fused_ops=9)(x, w)
-    assert "it has tensors on cpu" in caplog.text
+    assert "test_cuda_graphs.py:" in caplog.text and "has tensors on cpu" in caplog.text
+
+
+# -- parts ------------------------------------------------------------------------------------------------
+@torch.library.custom_op("graph_tests::unsafe", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def unsafe(x: torch.Tensor) -> torch.Tensor:
+    return x * 1.5
+
+
+unsafe.register_fake(torch.empty_like)
+unsafe.register_autograd(lambda cx, grad: unsafe(grad))
+
+
+@torch.library.custom_op("graph_tests::own", mutates_args=())
+def own(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+own.register_fake(torch.empty_like)
+
+
+def chain(x, w, times):
+    for i in range(times):
+        x = torch.softmax(torch.relu(x @ w), i % 2) * 3
+    return x
+
+
+def around(x, w):
+    """Three runs of steps: around a tagged op, and around a number of rows that data decide."""
+    y = chain(x, w, 3)
+    z = chain(unsafe(y), w, 3)
+    rows = torch.nonzero(z[:, 0] > z[:, 1].mean()).squeeze(1)
+    return y.sum(0), chain(z[rows], w, 3).sum(), z[1:]
+
+
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+def test_parts(recorder, wrapper, caplog, monkeypatch):
+    monkeypatch.setenv("REFLIB_LOGS", "cuda_graphs")
+    caplog.set_level(logging.INFO, "reflib.cuda_graphs")
+    w, held, rng = torch.randn(16, 16, dtype=torch.float64) / 4, [], random.Random(1)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        f = reflib.compile(around, cuda_graphs=True, verify=True, wrapper=wrapper)
+        for i in range(16):
+            x = torch.randn(8, 16, dtype=torch.float64)
+            got, want = f(x, w), around(x, w)
+            torch.testing.assert_close(got, want)
+            if i > 8 and rng.random() < 0.7:
+                held.append((got, [t.clone() for t in want]))
+            for ours, theirs in held[-3:]:
+                torch.testing.assert_close(list(ours), theirs)
+    assert "the inference graph is recorded in 3 parts" in caplog.text
+    assert "graph_tests.unsafe.default (test_cuda_graphs.py:" in caplog.text and "cudagraph_unsafe" in caplog.text
+    assert recorder.recorded >= 3 and recorder.replayed > 20
+
+
+def test_parts_in_training(recorder):
+    """Forward and backward are cut; what a part saves is read where it left it."""
+    ws = [(torch.randn(16, 16, dtype=torch.float64) / 4).requires_grad_() for _ in range(1)]
+    ws.append(ws[0].detach().clone().requires_grad_())
+    fn = lambda x, w: (chain(unsafe(chain(x, w, 4)), w, 4) ** 2).mean()  # noqa: E731
+    f = reflib.compile(fn, cuda_graphs=True, verify=True)
+    for i in range(16):
+        x = torch.randn(6, 16, dtype=torch.float64)
+        losses = [run(x, w) for run, w in zip((f, fn), ws)]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close([losses[0], ws[0].grad], [losses[1], ws[1].grad])
+        if i % 3:
+            ws[0].grad = ws[1].grad = None
+    assert recorder.replayed > 30
+
+
+def test_where_a_program_is_cut():
+    """Steps that cannot be recorded, and that nothing waits for, go to an end; short runs are not worth a replay."""
+
+    def logged(x, w):
+        seen = []
+        for _ in range(3):
+            x = chain(x, w, 2)
+            seen.append(unsafe(x))
+        return x, seen
+
+    def kinds(fn, *args):
+        torch._dynamo.reset()
+        program = reflib.explain(fn, *args).scheduled
+        parts = graph_parts.cut(program, "cpu")
+        assert sum(len(p.program.nodes) for p in parts) == len(program.nodes)
+        return [p.recorded for p in parts[:-1]]
+
+    x, w = torch.randn(8, 16), torch.randn(16, 16)
+    assert kinds(logged, x, w) == [True, False]
+    assert kinds(lambda x, w: chain(unsafe(chain(x, w, 3)), w, 3), x, w) == [True, False, True]
+    assert kinds(lambda x, w: chain(unsafe(x * 2), w, 3), x, w) == [False, True]
+    assert kinds(lambda x, w: unsafe(x * 2) + 1, x, w) == [False]
+
+
+def test_results_are_not_in_the_pool(recorder):
+    """One pool for what dies in a call, unless a call returns a result in memory of its own."""
+    w, x = torch.randn(16, 16), torch.randn(8, 16)
+    for fn, shared in ((lambda x, w: chain(x, w, 2), True), (lambda x, w: own(chain(x, w, 2)), False)):
+        recorder.recorded = recorder.shared = 0
+        f = reflib.compile(fn, cuda_graphs=True)
+        for _ in range(6):
+            torch.testing.assert_close(f(x, w), fn(x, w))
+        assert (recorder.recorded, recorder.shared) == (1, shared)
 
 
 # -- TorchInductor's names --------------------------------------------------------------------------------
