@@ -141,6 +141,13 @@ def test_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
         assert rewritten.names() == [expected]
 
 
+def test_short_lengths_on_a_gpu() -> None:
+    """Where a fused kernel's tiles would be padding, and there are many of them."""
+    for heads, lengths, n in ((3000, (16, 32, 32), 2), (3000, (64, 80, 80), 1), (30, (16, 32, 32), 1)):
+        args = [torch.empty(heads // 6, 6, length, 96, dtype=torch.bfloat16) for length in lengths]
+        assert len(calls(operators, *args, target="sm_90")) == n
+
+
 def test_switched_off() -> None:
     args = qkv(52)
     assert calls(operators, *args, attention=False, target="cpu") == ["aten.bmm.default"] * 2
