@@ -141,11 +141,13 @@ def test_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
         assert rewritten.names() == [expected]
 
 
-def test_short_lengths_on_a_gpu() -> None:
+@pytest.mark.parametrize(
+    ("heads", "queries", "keys", "width", "short"),
+    [(3000, 16, 32, 96, True), (3000, 64, 80, 96, False), (3000, 49, 49, 32, False), (30, 16, 32, 96, False)],
+)
+def test_short_lengths_on_a_gpu(heads: int, queries: int, keys: int, width: int, short: bool) -> None:
     """Where a fused kernel's tiles would be padding, and there are many of them."""
-    for heads, lengths, n in ((3000, (16, 32, 32), 2), (3000, (64, 80, 80), 1), (30, (16, 32, 32), 1)):
-        args = [torch.empty(heads // 6, 6, length, 96, dtype=torch.bfloat16) for length in lengths]
-        assert len(calls(operators, *args, target="sm_90")) == n
+    assert attention_call._short(torch.empty(heads // 6, 6, queries, keys, device="meta"), width) == short
 
 
 def test_switched_off() -> None:
