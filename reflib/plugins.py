@@ -76,6 +76,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "convolution": "lower.convolution",
         "creation": "lower.creation",
         "grouped_matmul": "lower.grouped_matmul",
+        "im2col": "lower.im2col",
         "index_put": "lower.index_put",
         "flex_attention": "lower.flex_attention",
         "float8": "lower.float8",

@@ -10,6 +10,10 @@ reduction, which would read wide inputs in two rounds.
 Others on no list of torch's are elementwise, or make a tensor from nothing: torch's is of what TorchInductor's
 decompositions leave, which reflib lowers as they are.
 
+One value is not computed again though it could be: that of which the gradient of a maximum asks where it is equal to
+the maximum (``_met``). Two kernels may round what leads to it at different places, and then it is equal nowhere: the
+gradient, divided by how often it is, would be NaN. The forward has both in one kernel, and saves a bit per element.
+
 NB: TorchInductor takes torch's list.
 """
 
@@ -29,6 +33,8 @@ WHOLE = (
     aten.hardswish_backward, aten.hardsigmoid_backward, aten.hardtanh_backward, aten.leaky_relu_backward,
     aten.softplus_backward, aten.floor_divide,
 )  # fmt: skip
+SAME = (aten.view, aten.expand, aten.unsqueeze, aten.squeeze, aten.permute, aten.alias, *VIEWS)
+EXTREMES = (aten.amax, aten.amin, aten.max, aten.min)
 FEW = 4  # tensors of a concatenation
 
 _ours = threading.local()
@@ -42,7 +48,7 @@ class Ops(partitioners.OpTypes):
         return _short_cat(node) or super().is_fusible(node) and not _biased(node)
 
     def is_recomputable(self, node: torch.fx.Node) -> bool:
-        return _short_cat(node) or super().is_recomputable(node) and not _biased(node)
+        return _short_cat(node) or super().is_recomputable(node) and not _biased(node) and not _met(node)
 
     def is_view(self, node: torch.fx.Node) -> bool:
         return super().is_view(node) and not _biased(node)
@@ -55,6 +61,25 @@ def _biased(node: torch.fx.Node) -> bool:
     if not isinstance(source, torch.fx.Node) or source.target is not aten.convolution.default:
         return False
     return source.args[2] is not None
+
+
+def _met(node: torch.fx.Node) -> bool:
+    """Is it, or a view of it, compared for equality with its own maximum or minimum?"""
+    seen, todo = {node}, [node]
+    for each in todo:
+        for user in each.users:
+            if user.target is aten.eq.Tensor and any(_extreme(a) for a in user.args):
+                return True
+            if get_aten_target(user) in SAME and user not in seen:
+                seen.add(user)
+                todo.append(user)
+    return False
+
+
+def _extreme(value: Any) -> bool:
+    while isinstance(value, torch.fx.Node) and get_aten_target(value) in SAME:
+        value = value.args[0]
+    return isinstance(value, torch.fx.Node) and get_aten_target(value) in EXTREMES
 
 
 def _short_cat(node: torch.fx.Node) -> bool:

@@ -16,6 +16,10 @@ from .extern import extern
 from .rules import Unsupported, rule
 from .views import REINTERPRET
 
+# Not of 16 bits: a kernel computes these in float32, and a rounding may write other bits of a NaN.
+_PAIRS = ((torch.float32, torch.int32), (torch.float64, torch.int64))
+SAME_BITS = {*_PAIRS, *(pair[::-1] for pair in _PAIRS)}
+
 
 def fill(cx: LoweringContext, value: Any) -> View:
     """The output, holding ``value`` everywhere."""
@@ -59,8 +63,15 @@ def _once(cx: LoweringContext, x: View) -> tuple[LoweringContext, View]:
 @rule("view_copy.dtype", "view_as_real_copy.default", "view_as_complex_copy.default")
 def reinterpreted(cx: LoweringContext, x: View, *args: Any) -> View:
     inner, part = _once(cx, x)
+    if (x.dtype, cx.dtype) in SAME_BITS:
+        return replace(nest(inner, lambda k: _as_bits(k.load(part), cx.dtype)), shape=cx.shape)
     op = REINTERPRET.get(cx.node.target, cx.node.target)
     return replace(extern(inner, op, (part, *args), {}, "another dtype"), shape=cx.shape)
+
+
+def _as_bits(value: Value, dtype: torch.dtype) -> Value:
+    how = "from_bits" if dtype.is_floating_point else "to_bits"
+    return Value(value.kernel, value.kernel.b.op(how, value.id, dtype=dtype))
 
 
 @rule("_neg_view_copy.default")

@@ -24,7 +24,7 @@ _TAKE_APART = (
 _KEEP_WHOLE = (
     *("_scaled_dot_product_flash_attention_for_cpu", "scaled_dot_product_attention"),
     *("_scaled_dot_product_attention_math", "embedding_dense_backward", "baddbmm", "dot", "vdot", "mv"),
-    *("index_add", "index_copy", "grid_sampler", "im2col", "col2im"),
+    *("index_add", "index_copy", "grid_sampler"),
     "soft_margin_loss_backward",  # torch's parts subtract 1 from a sigmoid: nothing is left of small gradients
 )
 

@@ -57,7 +57,8 @@ def pow_scalar(x: Value, exponent: Any) -> Value:
 
 
 def _exact_power(x: Value, e: float) -> Value | None:
-    """The powers eager has special cases for; of integers, every one that is not negative."""
+    """The powers eager has special cases for, and those of a few products; of integers, every one that is not negative.
+    (A library's ``pow`` takes 100 instructions; 4 squarings are off by 8 units in the last place at most.)"""
     if not x.dtype.is_floating_point:
         if x.dtype == torch.bool or e < 0 or e != int(e) or e > 64:
             raise Unsupported(f"integers to the power {e}")
@@ -72,7 +73,12 @@ def _exact_power(x: Value, e: float) -> Value | None:
         -1.0: lambda: 1 / x,
         -2.0: lambda: 1 / (x * x),
     }
-    return special[e]() if e in special else None
+    if e in special:
+        return special[e]()
+    if x.dtype == torch.float32 and e == int(e) and abs(e) <= 16:
+        power = _integer_power(x, abs(int(e)))
+        return power if e > 0 else 1 / power
+    return None
 
 
 def _integer_power(x: Value, n: int) -> Value:

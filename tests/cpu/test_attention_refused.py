@@ -141,6 +141,15 @@ def test_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
         assert rewritten.names() == [expected]
 
 
+@pytest.mark.parametrize(
+    ("heads", "queries", "keys", "width", "short"),
+    [(3000, 16, 32, 96, True), (3000, 64, 80, 96, False), (3000, 49, 49, 32, False), (30, 16, 32, 96, False)],
+)
+def test_short_lengths_on_a_gpu(heads: int, queries: int, keys: int, width: int, short: bool) -> None:
+    """Where a fused kernel's tiles would be padding, and there are many of them."""
+    assert attention_call._short(torch.empty(heads // 6, 6, queries, keys, device="meta"), width) == short
+
+
 def test_switched_off() -> None:
     args = qkv(52)
     assert calls(operators, *args, attention=False, target="cpu") == ["aten.bmm.default"] * 2

@@ -13,7 +13,9 @@ from torch import nn
 
 from reflib import explain
 from reflib.generate.compile_triton import compile_kernel
+from reflib.pipeline import dynamo_backend
 from reflib.target import parse_target
+from tests.checking import check
 from tests.semantics import compare
 
 Case = tuple[Callable[[torch.Tensor], Any], tuple[int, ...]]
@@ -148,3 +150,27 @@ def test_a_larger_producer_is_stored() -> None:
     x = torch.randn(2, 3, 16, 16)
     e = explain(lambda x: F.avg_pool2d(x.sin().exp().tanh() / (x.cosh() + 1), 3, 1, 1), x, target="sm_90")
     assert len(e.groups) == 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_windows_side_by_side_and_their_sum(seed: int) -> None:
+    """``unfold`` and ``fold``, forward and backward; one kernel each, whatever the batch."""
+    rng = random.Random(seed)
+    kernel, stride = ([rng.randint(1, 4) for _ in range(2)] for _ in range(2))
+    kernel = [9, 7] if seed == 3 else kernel  # too many places for a sum that is written out
+    padding, dilation = [rng.randint(0, 2) for _ in range(2)], [1, rng.randint(1, 3)] if seed % 2 else [1, 1]
+    size = [(k - 1) * d + rng.randint(1, 9) for k, d in zip(kernel, dilation)]
+    geometry = {"kernel_size": kernel, "stride": stride, "padding": padding, "dilation": dilation}
+    x = torch.randn(*[rng.randint(1, 3)] * (seed != 1), rng.randint(1, 3), *size, requires_grad=True)
+    columns = F.unfold(x, **geometry).detach().requires_grad_()
+
+    def apart(x):
+        return F.unfold(x * 2, **geometry)
+
+    def added(c):
+        return F.fold(c * 2, size, **geometry)
+
+    for fn, arg in ((apart, x), (added, columns)):
+        check(fn, torch.compile(fn, backend=dynamo_backend, dynamic=seed == 2), arg, backward=True)
+    e = explain(added, columns)
+    assert [len(g.kernels) for g in e.graphs] == [1, 1] and not e.fallback_kernels

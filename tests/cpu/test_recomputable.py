@@ -108,3 +108,16 @@ def test_others_have_torchs_list() -> None:
     reflib.compile(glu)(*arguments())
     assert type(partitioners.get_default_op_list()) is partitioners.OpTypes
     assert torch.ops.aten.roll not in partitioners.get_default_op_list().recomputable_ops
+
+
+def test_the_gradient_of_a_maximum_compares_in_the_forward() -> None:
+    """In the backward the operand might be rounded elsewhere, be equal to its maximum nowhere, and divide by 0."""
+
+    def nearest(x, c):
+        y = (x[:, None] - (c - 0.5)) * x.float()[:, None].exp()
+        return torch.where(y.amax(-1) > 0, y.amax(-1), 1.0).amin(-1)
+
+    x = torch.randn(RNG.randrange(20, 90), 3, dtype=torch.bfloat16, requires_grad=True)
+    e = reflib.explain(nearest, x, torch.randn(6, 3, dtype=torch.bfloat16, requires_grad=True))
+    assert e.backward is not None
+    assert "aten.eq.Tensor" in str(e.graph) and "aten.eq.Tensor" not in str(e.backward.graph)
