@@ -93,9 +93,7 @@ def with_dtensors(path: str, how: str) -> Any:
     def packaged() -> Any:
         f = reflib.load(reflib.aot_compile(m, (i,), path, ["cpu"], dynamic_shapes=shapes))
         right = all(torch.allclose(f(i), e, atol=1e-5) for i, e in zip(more, expected, strict=True))
-        return right, {*f.get_constant_fqns()} == {
-            n for n, _ in m.named_parameters()
-        }
+        return right, {*f.get_constant_fqns()} == {n for n, _ in m.named_parameters()}
 
     return failing(packaged)
 

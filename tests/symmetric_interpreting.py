@@ -19,7 +19,7 @@ import torch
 
 from reflib.lab.triton_child import complete_the_interpreter
 from reflib.ranks import kernels, products, reduce
-from reflib.ranks.symmetric import ALIGN, DTYPES, HOW, Storage, _Device
+from reflib.ranks.symmetric import ALIGN, DTYPES, HOW, _Device
 
 BYTES, GUARD, CALLS = 1 << 16, 64, 20
 kernels.MOST, kernels.BYTES = 2, 512  # several steps of few values

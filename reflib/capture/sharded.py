@@ -50,8 +50,8 @@ def layouts_are_constants(module: torch.nn.Module, moved: bool) -> Iterator[None
             yield
     except CaptureError as e:
         raise CaptureError(
-            f"{e}\n{held[0]} is a DTensor, and through DTensors torch.export follows neither an embedding whose rows are "
-            "dealt out nor a size that changes in a dimension that is sharded: shard embeddings by ColwiseParallel(), "
+            f"{e}\n{held[0]} is a DTensor, and through DTensors torch.export follows neither an embedding whose rows "
+            "are dealt out nor a size that changes where ranks have parts of it: shard embeddings by ColwiseParallel(), "
             "and leave that size out of dynamic_shapes"
         ) from e.__cause__
     finally:

@@ -73,15 +73,15 @@ def all_reduce(how: str, s: Any, x: torch.Tensor, out: torch.Tensor) -> None:
     share, where = share_of(x, s.size), s.copied if at is None else at
     grid, facts = _launch(s, share, x.dtype)
     what = said(how, n, x.dtype) | where // UNIT
-    two_shot[grid](
-        s.table, x, out, what, n, share, SUMS=s.sums, HALF=(s.turns - s.sums) // 2, COPY=at is None, **facts
-    )
+    two_shot[grid](s.table, x, out, what, n, share, SUMS=s.sums, HALF=(s.turns - s.sums) // 2, COPY=at is None, **facts)
 
 
 def pushed(how: str, s: Any, x: torch.Tensor, out: torch.Tensor, part: int) -> None:
     """out = the sum over ranks of n of their values, n as in ``out``. The rank r gets those from ``part`` * r on."""
     grid, facts = _launch(s, out.numel(), x.dtype)
-    push[grid](s.table, x, out, said(how, out.numel(), x.dtype), out.numel(), part, TURNS=s.turns, SLOT=slot(s), **facts)
+    push[grid](
+        s.table, x, out, said(how, out.numel(), x.dtype), out.numel(), part, TURNS=s.turns, SLOT=slot(s), **facts
+    )
 
 
 def landed_sum(s: Any, x: torch.Tensor, out: torch.Tensor, stride: int, what: int) -> None:

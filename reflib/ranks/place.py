@@ -1,6 +1,6 @@
 """What a call reads from all ranks is planned into symmetric storage, so that it is not copied there.
 
-A buffer that a sum over storage takes and reads in place, and all that takes over its memory, is given a place in the planned
+A buffer that a sum over storage reads in place, and all that takes over its memory, is given a place in the planned
 part: kernels write it there. Places are assigned as in an arena (``plan.arena``): buffers share bytes if they never
 live at once. A buffer lives until its last use, as any other: when the call returns no rank reads it any more. The
 allocation becomes a call that returns the place, or other memory where sizes have grown out of the planned part; so

@@ -45,7 +45,7 @@ def _gather_product(x: torch.Tensor, w: torch.Tensor, group_name: str) -> torch.
     s = _storage(x, w, group_name)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
     out = x.new_empty(s.size, rows.shape[0], w.shape[1])
-    most = _rows_at_once(s, rows[:1].nbytes)
+    most = _rows_at_once(s, rows.shape[0], x.shape[-1] * x.element_size())
     for start in range(0, rows.shape[0], most):
         gather_product(s, rows[start : start + most], w, out[:, start : start + most])
     return out.view(s.size * x.shape[0], *x.shape[1:-1], w.shape[1])
@@ -59,7 +59,7 @@ def _product_scatter(x: torch.Tensor, w: torch.Tensor, group_name: str) -> torch
         raise RanksError(f"{x.shape[0]} rows cannot be scattered over {s.size} ranks")
     rows = x.reshape(s.size, math.prod(x.shape[:-1]) // s.size, x.shape[-1])
     out = x.new_empty(rows.shape[1], w.shape[1])
-    most = _rows_at_once(s, w.shape[1] * x.element_size())
+    most = _rows_at_once(s, rows.shape[1], w.shape[1] * x.element_size())
     for start in range(0, rows.shape[1], most):
         product_scatter(s, rows[:, start : start + most], w, out[start : start + most])
     return out.view(x.shape[0] // s.size, *x.shape[1:-1], w.shape[1])
@@ -71,12 +71,13 @@ def _storage(x: torch.Tensor, w: torch.Tensor, group_name: str) -> Any:
     return storage(group_name, x.device)
 
 
-def _rows_at_once(s: Any, row: int) -> int:
-    """Rows of ``row`` bytes that fit into a landing, from each of the other ranks."""
-    most = ((s.turns - s.copied) // max(1, s.size - 1) - ALIGN) // max(1, row)
+def _rows_at_once(s: Any, rows: int, row: int) -> int:
+    """So many of ``rows``, each of ``row`` bytes, that those of all other ranks fit into a landing; evenly."""
+    most = (s.turns - s.copied) // max(1, s.size - 1) // ALIGN * ALIGN // max(1, row)
     if most < 1:
         raise RanksError(f"a row of {row} bytes is larger than symmetric storage has room for")
-    return most
+    goes = -(-max(1, rows) // most)
+    return max(1, -(-rows // goes))
 
 
 GATHER_PRODUCT = torch.ops.reflib.symmetric_gather_product.default
@@ -104,13 +105,13 @@ def gather_product(s: Any, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) 
     with _Lanes(s, GATHER, x) as lanes:
         with lanes.side():
             lanes.meet(0)
+        torch.mm(x, w, out=out[s.rank])
         came = []
         for step in range(1, s.size):
             with lanes.side():
                 lanes.slot((s.rank + step) % s.size, step, x.shape).copy_(x)
                 lanes.meet(1 + (step - 1) % 2)
                 came.append(lanes.mark())
-        torch.mm(x, w, out=out[s.rank])
         for step in range(1, s.size):
             with lanes.product(step, came[step - 1]):
                 torch.mm(lanes.slot(s.rank, step, x.shape), w, out=out[(s.rank - step) % s.size])

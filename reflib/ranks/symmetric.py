@@ -111,9 +111,12 @@ class Storage:
             yield self.begin(at, (KINDS.index(how), x.nbytes, DTYPES.index(x.dtype)))
             self.barrier()
 
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> contextlib.AbstractContextManager[None]:
         """What ranks do inside fails on all."""
+        return self._together()
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
         if self.broken:
             raise RanksError(self.broken)
         try:
