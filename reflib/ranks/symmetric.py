@@ -55,7 +55,7 @@ COUNT, FAILED, OFFSET, SAID = 0, 1, 2, 3  # places of numbers in a slot; SAID: `
 HOW = ("one_shot", "two_shot")
 KINDS = (*HOW, "reduce-scatter", "gather and product", "product and scatter")  # of exchanges
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
-YIELDS, PAUSE, LOOK = 2000, 50e-6, 0.2  # polls, then seconds between polls, and between looks at who has ended
+YIELD, PAUSE, LOOK = 1e-3, 50e-6, 0.2  # seconds of polls, then between polls, and between looks at who has ended
 
 _storages: WeakKeyDictionary[Any, dict[torch.device, Storage]] = WeakKeyDictionary()  # by process group
 _LOCK = threading.Lock()
@@ -186,16 +186,14 @@ class _Mapped(Storage):
         _fence()
 
     def _await(self, rank: int, slot: int) -> None:
-        polls, started, looked = 0, 0.0, 0.0
+        started, looked = time.monotonic(), 0.0
         while self.numbers[slot + COUNT] < self.count:
             if self.numbers[slot + FAILED]:
                 raise RanksError(self._text(rank))
-            polls += 1
-            if polls < YIELDS:
+            now = time.monotonic()
+            if now - started < YIELD:  # (others may run for long then: it is not the number of polls that counts)
                 os.sched_yield() if hasattr(os, "sched_yield") else time.sleep(0)
                 continue
-            now = time.monotonic()
-            started = started or now
             if now - looked > LOOK:
                 looked = now
                 if self._ended(rank) and self.numbers[slot + COUNT] < self.count and not self.numbers[slot + FAILED]:
