@@ -51,8 +51,8 @@ def layouts_are_constants(module: torch.nn.Module, moved: bool) -> Iterator[None
     except CaptureError as e:
         raise CaptureError(
             f"{e}\n{held[0]} is a DTensor, and through DTensors torch.export follows neither an embedding whose rows "
-            "are dealt out nor a size that changes where ranks have parts of it: shard embeddings by ColwiseParallel(), "
-            "and leave that size out of dynamic_shapes"
+            "are dealt out nor a size that changes where ranks have parts of it: shard embeddings by "
+            "ColwiseParallel(), and leave that size out of dynamic_shapes"
         ) from e.__cause__
     finally:
         if not known:
