@@ -25,6 +25,8 @@ Passes that plug in before it (``driver.BEFORE``), as a rule (``legality.RULES``
 * ``templates``, ``scatters``, ``seeds``: what joins a matmul's epilogue, and kernels that scatter or draw numbers.
 * ``recompute``: a value that another kernel reads is computed there again where that moves fewer bytes.
   ``store_once``: what an update stores to its input is not stored to a temporary as well.
+* ``launch_epilogues`` (with ``launch_stores``, ``launch_cover``): what follows a Triton kernel of the user's is
+  computed where it stores.
 * ``combine``: small independent kernels that could share one launch. ``narrow``: indices in 32 bits.
 
 A group is a loop nest again (so ``interpret`` runs the result), and its members are in program order. One iteration
