@@ -182,7 +182,7 @@ def compare(before: str, after: str) -> None:
 
 def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.moved", description=__doc__)
-    parser.add_argument("set", nargs="?", default="unseen", choices=["functions", "unseen"])
+    parser.add_argument("set", nargs="?", default="unseen", choices=["functions", "unseen", "unseen_losses"])
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out", type=Path)
