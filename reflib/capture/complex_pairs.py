@@ -252,19 +252,28 @@ def view_as_real(d: _Writer, z: Pair) -> Node:
 def transform(d: _Writer, x: Any, *args: Any) -> Any:
     if (half := _half_spectrum(d.node)) is not None:
         return d.pair(_real_part(d, d.parts(half), *args[:2]), 0)
-    made = d(SPECTRA[d.node.target], view_as_real(d, x) if isinstance(x, Pair) else x, *args)
+    made = d(SPECTRA[d.node.target], _together(d, x) if isinstance(x, Pair) else x, *args)
     return d.halves(made) if d.value.is_complex() else made
+
+
+def _together(d: _Writer, z: Pair) -> Node:
+    """Both parts in one tensor: what another transform returned, where they are all of that."""
+    (a, *first), (b, *second) = (p.args if p.target is aten.select.int else (p, ()) for p in z)
+    made = a is b and a.target in SPECTRA.values() and first == [-1, 0] and second == [-1, 1]
+    return a if made else view_as_real(d, z)
 
 
 def _half_spectrum(node: Node) -> Node | None:
     """Of the gradient of a real transform, whose real part only is read: the half of the spectrum that is not zeros."""
-    x, dims, _, forward = node.args if node.target is aten._fft_c2c.default else (None, (), 0, True)
-    if forward or len(dims) != 1 or getattr(x, "target", None) is not aten.slice_scatter.default:  # type: ignore[arg-type]
+    args: Any = node.args
+    if node.target is not aten._fft_c2c.default or args[3] or len(args[1]) != 1:
         return None
-    zeros, half, *where = x.args  # type: ignore[union-attr]
-    value, real = node.meta["val"], (aten.view_as_real.default, aten.select.int)
+    value, x, dim = node.meta["val"], args[0], args[1][0] % node.meta["val"].dim()
+    if x.target is not aten.slice_scatter.default:
+        return None
+    (zeros, half, *where), n = x.args, value.shape[dim]
+    real = aten.view_as_real.default, aten.select.int
     read = [(v.target, u.target, *u.args[1:]) for v in node.users for u in v.users]
-    dim, n = dims[0] % value.dim(), value.shape[dims[0]]  # type: ignore[index]
     first = (*real, -1, 0), (*real, value.dim(), 0)
     if zeros.target is not aten.new_zeros.default or not read or any(r not in first for r in read):
         return None
@@ -279,7 +288,7 @@ def _real_part(d: _Writer, z: Pair, dims: Any, normalization: int) -> Node:
     twice = d(aten.bitwise_and.Tensor, d(aten.gt.Scalar, k, 0), d(aten.lt.Scalar, k, (n + 1) // 2))
     twice = d(aten.view.default, twice, [n // 2 + 1, *[1] * (d.value.dim() - 1 - dim)])
     halved = Pair(*(d(aten.where.self, twice, d.mul(x, 0.5), x) for x in z))
-    return d(SPECTRA[aten._fft_c2r.default], view_as_real(d, halved), dims, normalization, n)
+    return d(SPECTRA[aten._fft_c2r.default], _together(d, halved), dims, normalization, n)
 
 
 @rule(aten.copy.default, computes=False)
