@@ -33,6 +33,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "constructors": "capture.constructors:constructors",
         "complex_pairs": "capture.complex_pairs:complex_pairs",
         "channels_last": "capture.layouts:channels_last",
+        "clones": "capture.clones:without_clones",
         "positions": "capture.positions:recompute_positions",
         "slice_sums": "capture.slice_sums:slice_sums",
         "joint_sums": "capture.joint_sums:joint_sums",

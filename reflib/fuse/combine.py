@@ -4,9 +4,9 @@ A launch takes about as long as moving ten megabytes, so for small kernels it is
 independent when they are at the same depth of the graph of kernels: every dependency leads to a greater depth. And so
 are those after the last kernel that another one needs: gradients that are brought to the order of the weights.
 
-What the kernels of one launch leave to the next is in memory all at once, so it is no more than a cache holds. (The
-gradients of 26 embeddings of 20,000 x 64 are summed in float32, which is 133 MB; 7 at a time are in L2 until they are
-rounded.)
+What the kernels of one launch leave to the next is in memory all at once, so it is no more than a cache holds, and the
+launches that this takes have equal shares: the last one's is beside all results. (The gradients of 26 embeddings of
+20,000 x 64 are summed in float32, which is 133 MB; 7 at a time are in L2 until they are rounded.)
 """
 
 from dataclasses import replace
@@ -37,28 +37,36 @@ def combine(fused: Fused, options: Options, target: Target) -> Fused:
     for b in before:
         depth.append(1 + max((depth[j] for j in b), default=0))
     end = max(set().union(*before), default=-1)
-    open_sets: dict[Any, tuple[list[int], set[str], int]] = {}
-    sets: list[list[int]] = []
+    alike: dict[Any, list[int]] = {}
     for i, node in enumerate(program.nodes):
         if not isinstance(node, LoopNest) or not _small(node) or (node.reduced and options.batch_invariant):
             continue
         # what reads nothing is first at any time: it waits for what needs it, or its storage would
         kind = (_shape(node), program.buffers[node.writes()[0]].device, bool(node.reads()))
-        key = (depth[i], *kind) if i <= end or (depth[i], *kind) in open_sets else (-1, *kind)
-        buffers, passed = {*node.reads(), *node.writes()}, _passed(program, node)
-        members, used, held = open_sets.get(key, ([], set(), 0))
-        full = len(used) + len(buffers) > MAX_BUFFERS or len(members) == MAX_PARTS or held + passed > MAX_BYTES
-        if not members or full:
-            members, used, held = [], set(), 0
-            sets.append(members)
-        members.append(i)
-        open_sets[key] = members, used | buffers, held + passed
-    sets = [s for s in sets if len(s) > 1]
+        key = (depth[i], *kind) if i <= end or (depth[i], *kind) in alike else (-1, *kind)
+        alike.setdefault(key, []).append(i)
+    sets = sorted(s for members in alike.values() for s in _launches(program, members) if len(s) > 1)
     if not sets:
         return fused
     names = tuple(tuple(program.nodes[i].name for i in s) for s in sets)
     fused = fused.regrouped(replace(program, nodes=_adjacent(program, before, sets)))
     return replace(fused, combined=names)
+
+
+def _launches(program: Program, members: list[int]) -> list[list[int]]:
+    """Kernels that may share a launch, in as few launches as the limits allow."""
+    passed = [_passed(program, program.nodes[i]) for i in members]  # type: ignore[arg-type]
+    share = sum(passed) / max(1, -(-sum(passed) // MAX_BYTES))
+    sets, used, held = list[list[int]](), set[str](), 0
+    for i, more in zip(members, passed, strict=True):
+        buffers = {*program.nodes[i].reads(), *program.nodes[i].writes()}
+        full = len(used) + len(buffers) > MAX_BUFFERS or sets and len(sets[-1]) == MAX_PARTS
+        if not sets or full or held + more > MAX_BYTES or more and held >= share:
+            sets.append([])
+            used, held = set(), 0
+        sets[-1].append(i)
+        used, held = used | buffers, held + more
+    return sets
 
 
 def _shape(loops: LoopNest) -> tuple[Any, ...]:

@@ -9,7 +9,8 @@ the product goes to a buffer with as much padding, and the part that counts is r
 
 The copies are loop nests like others: what makes an operand or reads the result fuses with them, and an operand of two
 products is copied once. Rows after those of a result cost nothing: the result is the memory before them. The sums are
-the same, with zeros added.
+the same, with zeros added. An operand of which only the number of rows is none is not copied: what those rows after
+the last multiple add is added to the product of the others (``_without_the_rest``).
 
 **When** (measured on an H200 in bfloat16: 2048 x 30522 x 768 took 420 us, padded 145 us; 512 x 51865 x 384 took 248 us,
 padded 37 us): a kernel that moves 4 bytes takes about three times as long, one that moves 2 bytes four times or more.
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from reflib.ir.expr import Expr
+from reflib.ir.expr import Expr, expr
 from reflib.ir.loops import LoopNest
 from reflib.ir.program import Extern, Variant, View
 from reflib.target import parse_target
@@ -43,6 +44,7 @@ Sizes = tuple[int, int, int]  # M, N, K
 BYTES = 16
 SLOWER = {1: 4, 2: 3, 4: 3}  # how many times, by the elements of which all sizes and strides are multiples
 BALANCE = 170  # operations while a byte is moved: 650 TFLOP/s and 3.8 TB/s, as reached on an H200
+LONG = 32  # times 16: rows of an operand that make a few more of them a small part
 LAUNCHES = 4e9  # operations while two or three more kernels are launched
 
 
@@ -61,7 +63,8 @@ def padded_sizes(cx: LoweringContext, a: View, b: View, bias: View | None) -> Si
     rows = _up(m, step) if _by_columns(a) else m
     depth = _up(k, step) if not _by_columns(a) or _by_columns(b) else k
     sizes = rows, _up(n, step), depth
-    copied = m * k * _is_moved(cx, a, (rows, depth)) + k * n * _is_moved(cx, b, sizes[:0:-1])
+    copied = m * k * _is_moved(cx, a, (rows, depth))
+    copied += k * n * (_is_moved(cx, b, sizes[:0:-1]) and not (bias is None and _only_long(b, sizes[1], depth)))
     copied += m * n * (sizes[1] != n or rows != m and math.prod(batch) > 1)
     copied += m * n * (bias is not None and bias.shape[-2:] == (m, n))
     lost = 2 * m * n * k * (SLOWER[align] - 1)
@@ -114,7 +117,12 @@ def padded_product(
     """``target([bias,] a, b)`` by padded operands, with eager's strides."""
     m, n, k = sizes
     *bias, a, b = args
-    given = [_padded(cx, v, _of_bias(v.shape, m, n)) for v in bias] + [_padded(cx, a, (m, k)), _padded(cx, b, (k, n))]
+    if not bias and not scale and _only_long(b, n, k):
+        target, bias, a, b = _without_the_rest(cx, a, b, k)
+        given = [*bias, a, b]
+    else:
+        given = [_padded(cx, v, _of_bias(v.shape, m, n)) for v in bias]
+        given += [_padded(cx, a, (m, k)), _padded(cx, b, (k, n))]
     made = cx.temp("padded", (*a.shape[:-2], m, n), cx.dtype)
     out = OUT_VARIANTS[target]
     reason = f"library call, of operands padded to multiples of {BYTES} bytes"
@@ -126,6 +134,34 @@ def padded_product(
     )  # fmt: skip
     result = replace(made, shape=cx.shape)
     return result if result.strides == contiguous_strides(cx.shape) else nest(cx, lambda k: k.load(result))
+
+
+def _only_long(b: View, n: int, k: int) -> bool:
+    """Would ``b`` be copied for a few rows more, which are few beside its own?"""
+    rows = _int(b.shape[-2])
+    return not _is_copied(b, (rows, n)) and rows != k and not _by_columns(b) and rows >= LONG * BYTES
+
+
+def _without_the_rest(cx: LoweringContext, a: View, b: View, k: int) -> tuple[Any, list[View], View, View]:
+    """a @ b as ``rest + a[:, :K'] @ b[:K']``, where K' is a multiple and ``b`` need not be copied. The rest is rounded
+    once more, of which it is too small a part to matter: it is summed over less than ``1 / LONG`` of K."""
+    depth = _int(b.shape[-2])
+    whole = depth - depth % (BYTES // b.dtype.itemsize)
+    a = replace(_padded(cx, a, (_int(a.shape[-2]), k)), shape=a.shape)
+    rest = cx.temp("rest", (*a.shape[:-1], b.shape[-1]), cx.dtype)
+    added = NestBuilder(cx, rest.shape)
+    *batch, row, column = added.coords
+    total: Value | None = None
+    for d in range(whole, depth):
+        term = added.load(a, [*batch, row, d]) * added.load(b, [*batch, d, column])
+        total = term if total is None else total + term
+    assert total is not None
+    added.store(rest, total)
+    added.finish()
+    left = replace(a, shape=(*a.shape[:-1], expr(whole)))
+    right = replace(b, shape=(*b.shape[:-2], expr(whole), b.shape[-1]))
+    add = torch.ops.aten.addmm.default if len(a.shape) == 2 else torch.ops.aten.baddbmm.default
+    return add, [rest], left, right
 
 
 def _of_bias(shape: tuple[Any, ...], m: int, n: int) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from reflib.ir.expr import Ref, Var, expr
 from reflib.ir.loops import Axis, Const, Index, Indirect, Load, LoopNest, Op, Reduce, Store
 from reflib.ir.program import Buffer, Program, full_view
 from reflib.ir.verify import verify
+from reflib.lower import accumulate
 from reflib.lower.accumulate import SUMMED_IN
 from reflib.options import Options
 from reflib.pipeline import Stages
@@ -112,6 +113,17 @@ def test_random(make: Callable[[int], Any], seed: int) -> None:
     f = fused(fn, *args)
     assert not calls(f) and adding(f)
     assert not any(n.reduced for n in kernels(f))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_that_few_indices_name(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many rows are summed as there are indices, and the rest is zero."""
+    torch.manual_seed(seed)
+    fn, (g, i) = _embedding(seed)
+    monkeypatch.setattr(accumulate, "LAUNCH", -(10**9))
+    f = fused(fn, g.bfloat16(), i, symbolic=bool(seed % 2) and i.numel() > 0)
+    (sums,) = (b for b in f.program.buffers.values() if b.name.endswith("sums"))
+    assert not calls(f) and [s.hint() for s in sums.shape] == [i.numel() + 1, g.shape[-1]]
 
 
 def test_sizes_that_vary() -> None:

@@ -283,6 +283,8 @@ def test_one_launch_hands_over_what_a_cache_holds(monkeypatch):
         sums = (sums | made) if made else sums - set(n.reads())
         most = max(most, len(sums))
     assert most == 3
+    monkeypatch.setattr("reflib.fuse.combine.MAX_BYTES", 5 * rows * columns * 4)  # equal shares, not 5 and 2
+    assert sorted(len(c) for c in fuse(program, Options(), GPU).combined) == [3] * 3 + [4] * 3
 
 
 def chain(n):

@@ -121,6 +121,20 @@ def test_an_operand_of_two_products_is_copied_once() -> None:
 
 
 @pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("op", ["mm", "bmm"])
+def test_rows_after_the_last_multiple_are_added(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second operand, all right but for their number, is read where it is."""
+    monkeypatch.setattr(padding, "LONG", 0)
+    rng = random.Random(op)
+    for _ in range(5):
+        batch = [rng.randint(1, 3)] if op == "bmm" else []
+        m, n, k = rng.randint(1, 40), rng.randrange(8, 40, 8), rng.choice([9, 23, 30, 15])
+        a, b = (torch.randint(-3, 4, (*batch, *s)).bfloat16() for s in ((m, k), (k, n)))
+        (product,) = products(program := check(OPS[op], [a, b]))
+        assert product.args[2].buffer == program.inputs[1] and product.args[2].shape[-2] == k // 8 * 8
+
+
+@pytest.mark.usefixtures("always")
 def test_a_copy_fuses_with_what_makes_the_operand() -> None:
     x, w = torch.ones(24, 18, dtype=torch.bfloat16), torch.ones(18, 24, dtype=torch.bfloat16)
     e = reflib.explain(lambda x, w: torch.softmax(x, -1) @ w, x, w, target="sm_90")
