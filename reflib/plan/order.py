@@ -69,10 +69,27 @@ def ordered(s: Any) -> Program:
     assert s.scheduled is not None
     if not s.options.reorder_for_peak_memory:
         return s.scheduled
-    found = search(s.scheduled, owned(s))
-    if list(found.sequence) == sorted(found.sequence):
-        return s.scheduled
-    return replace(s.scheduled, nodes=tuple(s.scheduled.nodes[i] for i in found.sequence))
+    return in_order(s.scheduled, owned(s))
+
+
+def in_order(program: Program, mine: Owned) -> Program:
+    """``program`` in the best order. What follows the step that forms the peak is ordered by itself, too: of a gradient
+    that step reads and frees, the caller may keep a reference, and of a result too, and then the peak is later."""
+    out = _in(program, search(program, mine).sequence)
+    m, n = Lifetimes(out, mine), len(out.nodes)
+    at = m.highest(range(n))[1] + 1
+    rest = replace(out, nodes=out.nodes[at:])
+    made = {b for node in out.nodes[:at] for b in (*node.writes(), *_aliases(node)) if out.buffers[b].kind == "temp"}
+    there = {b: (b, out.buffers[b].nbytes.hint()) for b in made} | dict(mine)
+    used = {b for node in rest.nodes for b in (*node.reads(), *node.writes())} | out.output_buffers()
+    found = search(rest, {b: own for b, own in there.items() if b in used}).sequence
+    return _in(out, (*range(at), *(at + i for i in found)))
+
+
+def _in(program: Program, sequence: Sequence[int]) -> Program:
+    if list(sequence) == sorted(sequence):
+        return program
+    return replace(program, nodes=tuple(program.nodes[i] for i in sequence))
 
 
 def owned(s: Any) -> Owned:

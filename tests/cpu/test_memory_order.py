@@ -18,7 +18,7 @@ from reflib.options import Options
 from reflib.plan import plan
 from reflib.plan.arena import arena
 from reflib.plan.memory import memory
-from reflib.plan.order import Lifetimes, search
+from reflib.plan.order import Lifetimes, in_order, search
 
 
 def node(name, sources, target, n):
@@ -80,6 +80,24 @@ def test_what_is_owned_counts_until_it_is_read():
     assert search(p).sequence == (0, 1, 2)
     assert search(p, {"s": ("s", 4096 * 4)}).sequence == (1, 0, 2)
     assert memory(p, plan(p, Options()), {"s"}).changes[0].born["s"] == 4096 * 4
+
+
+def test_what_follows_the_peak_is_ordered_too():
+    """The step that copies a gradient forms the peak if that is freed then, with any order of the others. If the caller
+    keeps it they form the peak: not both temporaries at once."""
+    nodes = [neg("k0", "t", "p"), node("k1", ["p"], "w", 1024), neg("k2", "x", "v")]
+    nodes.append(node("k3", ["v", "p"], "d", 64))
+    table = [buffer(b, "input", n=n) for b, n in (("x", 1024), ("t", 4096))]
+    table += [buffer("p", n=4096), buffer("w", n=1024), buffer("v", n=1024), buffer("d")]
+    p = program(nodes, table, ["w", "d"], inputs=("x", "t"))
+    mine = {"t": ("t", 4096 * 4)}
+    assert search(p, mine).sequence == (0, 1, 2, 3) and search(p, mine).optimal
+    assert [n.name for n in in_order(p, mine).nodes] == ["k0", "k2", "k3", "k1"]
+    for seed in range(25):
+        q = random_program(seed, 6)
+        out = in_order(q, {})
+        assert tuple(q.nodes.index(n) for n in out.nodes) in set(legal_orders(q))
+        assert Lifetimes(out, {}).peak(range(6)) == search(q).peak
 
 
 def test_nothing_passes_what_is_waited_for():
