@@ -137,6 +137,7 @@ PLUGS: dict[str, dict[str, str]] = {
         "store_once": "fuse.store_once:store_once",
         "narrow": "fuse.narrow:narrow",
         "across": "fuse.unroll:across",
+        "launches": "fuse.launch_epilogues:launch_epilogues",
         "overlap": "ranks.collectives:overlapped",
         "combine": "fuse.combine:combine",
     },

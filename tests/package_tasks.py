@@ -61,20 +61,22 @@ class Attention(nn.Module):
 
 
 def parallelized(path: str) -> list[Any]:
-    return [with_dtensors(path, how) for how in ("columns", "sequence", "rows", "size")]
+    return [with_dtensors(path, how) for how in ("columns", "sequence", "rows", "size", "sequence size")]
 
 
 def with_dtensors(path: str, how: str) -> Any:
     """(was it loaded right? has it the model's names?) of a model with DTensors: "columns" and rows; with the rows of a
-    "sequence" on each rank between them; an embedding by "rows"; or with an open "size"."""
+    "sequence" on each rank between them; an embedding by "rows"; with an open "size"."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor import parallel as p
 
     torch.manual_seed(0)
-    m, i = Attention().eval(), torch.arange(24).view(4, 6)
-    expected = m(i).detach()
-    whole, between = Replicate(), Shard(1) if how == "sequence" else Replicate()
+    m, i, more = Attention().eval(), torch.arange(24).view(4, 6), [torch.arange(24).view(4, 6)]
+    if "size" in how:
+        more += [torch.randint(32, (n, 6 if "sequence" in how else n + 2)) for n in (3, 2, 17)]
+    expected = [m(i).detach() for i in more]
+    whole, between = Replicate(), Shard(1) if "sequence" in how else Replicate()
     tokens = p.RowwiseParallel if how == "rows" else p.ColwiseParallel
     plan: dict[str, Any] = {
         "tokens": tokens(input_layouts=whole, output_layouts=between),
@@ -82,16 +84,16 @@ def with_dtensors(path: str, how: str) -> Any:
         "o": p.RowwiseParallel(output_layouts=between),
         "logits": p.ColwiseParallel(input_layouts=between, output_layouts=whole),
     }
-    if how == "sequence":
+    if "sequence" in how:
         plan["norm"] = p.SequenceParallel()
     p.parallelize_module(m, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
-    shapes = ({0: torch.export.Dim("batch", min=2, max=64)},) if how == "size" else None
+    sizes = [torch.export.Dim(name, min=2, max=64) for name in ("batch", "length")]
+    shapes = ({"size": dict(enumerate(sizes)), "sequence size": {0: sizes[0]}}[how],) if "size" in how else None
 
     def packaged() -> Any:
         f = reflib.load(reflib.aot_compile(m, (i,), path, ["cpu"], dynamic_shapes=shapes))
-        return torch.allclose(f(i), expected, atol=1e-5), {*f.get_constant_fqns()} == {
-            n for n, _ in m.named_parameters()
-        }
+        right = all(torch.allclose(f(i), e, atol=1e-5) for i, e in zip(more, expected, strict=True))
+        return right, {*f.get_constant_fqns()} == {n for n, _ in m.named_parameters()}
 
     return failing(packaged)
 

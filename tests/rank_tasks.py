@@ -226,6 +226,8 @@ def misbehaving(how: str) -> Any:
                 time.sleep(1000)
             if how == "fills_memory":
                 torch.empty(1 << 50)
+        elif how == "crashes" and not x.is_cuda:
+            time.sleep(1000)  # as NCCL would wait
         return x.clone()
 
     fault.register_fake(torch.empty_like)

@@ -6,6 +6,7 @@ program of its own, because the interpreter must be chosen before Triton is impo
 Prints what is wrong, a line each.
 """
 
+import contextlib
 import os
 import random
 import sys
@@ -17,28 +18,71 @@ from typing import Any
 import torch
 
 from reflib.lab.triton_child import complete_the_interpreter
-from reflib.ranks import kernels
-from reflib.ranks.symmetric import ALIGN, DTYPES, HOW, Storage
+from reflib.ranks import kernels, products, reduce
+from reflib.ranks.symmetric import ALIGN, DTYPES, HOW, _Device
 
-BYTES, GUARD, CALLS = 1 << 16, 64, 16
+BYTES, GUARD, CALLS = 1 << 16, 64, 20
 kernels.MOST, kernels.BYTES = 2, 512  # several steps of few values
 
 
 def storage_of(path: str, rank: int, size: int, limit: float) -> Any:
-    """What a rank has of ``symmetric._Device``."""
+    """What a rank has of ``symmetric._Device``: of streams, one for all, in which all is done at once."""
     first = kernels.front(size)
     each = first + BYTES
     whole = torch.from_file(path, shared=True, size=each * size, dtype=torch.uint8).view(size, each)
-    s = SimpleNamespace(rank=rank, size=size, front=first, limit=limit)
+    s = object.__new__(_Device)
+    s.rank, s.size, s.front, s.limit, s.bytes, s.device = rank, size, first, limit, BYTES, DEVICE
     s.peers, s.table = [w[first:] for w in whole], torch.tensor([w.data_ptr() for w in whole])
-    s.planned, s.copied, s.sums = 0, BYTES // 2, BYTES // 4 * 3
-    s.part = lambda *args: Storage.part(s, *args)  # type: ignore[arg-type]
-    s.offset = lambda x: Storage.offset(s, x)  # type: ignore[arg-type]
+    s.planned, s.copied, s.sums, s.turns = (BYTES // 16 * i for i in (0, 8, 11, 14))
+    s.side = s.ahead = s.stream = STREAM
     return s
+
+
+DEVICE: Any = SimpleNamespace(type="cuda")
+STREAM = SimpleNamespace(wait_stream=id, wait_event=id, record_event=lambda: None)
+torch.cuda.current_stream = lambda *_: STREAM  # type: ignore[assignment]
+torch.cuda.is_current_stream_capturing = lambda: False
+torch.cuda.stream = torch.cuda.device = lambda *_: contextlib.nullcontext()  # type: ignore
+
+
+def product_problems(s: Any, rng: random.Random) -> list[str]:
+    """Rows in one go, and in several, of random sizes."""
+    m, k, n = (rng.randrange(1, 30) for _ in range(3))
+    dtype, wrong = rng.choice((torch.float32, torch.float64)), []
+    xs, ws = torch.randn(s.size, s.size * m, k, dtype=dtype), torch.randn(s.size, k, n, dtype=dtype)
+    if rng.randrange(s.size) == s.rank:
+        time.sleep(0.02)
+    out = torch.full([s.size, m, n], 77, dtype=dtype)
+    for at in (slice(0, m // 2), slice(m // 2, m)):
+        products.gather_product(s, xs[s.rank, at].contiguous(), ws[s.rank], out[:, at])
+    if not torch.allclose(out, xs[:, :m] @ ws[s.rank], rtol=1e-4, atol=1e-4):
+        wrong.append(f"gather and product: rank {s.rank} of {s.size}, {m} {k} {n} {dtype}")
+    sums, parts = torch.full([m, n], 77, dtype=dtype), xs[s.rank].unflatten(0, (s.size, m))
+    for at in (slice(0, m // 2), slice(m // 2, m)):
+        products.product_scatter(s, parts[:, at], ws[s.rank], sums[at])
+    if not torch.allclose(sums, (xs @ ws).sum(0).unflatten(0, (s.size, m))[s.rank], rtol=1e-4, atol=1e-4):
+        wrong.append(f"product and scatter: rank {s.rank} of {s.size}, {m} {k} {n} {dtype}")
+    return wrong
+
+
+def scatter_problems(s: Any, rng: random.Random) -> list[str]:
+    """Shares of rows in pieces."""
+    dtype, n, most = rng.choice(DTYPES), rng.randrange(1, 700), kernels.slot(s) // 8
+    xs = (torch.randn(s.size, s.size, n, dtype=torch.float64) * 10).to(dtype)
+    out = torch.full([n], 77, dtype=dtype)
+    for i in range(0, n, most):
+        reduce.scatter(s, xs[s.rank][:, i : i + most], out[i : i + most])
+    mine = xs[:, s.rank]
+    exact, eager = mine.double().sum(0), sum(mine[1:], mine[0]).double()
+    right = (out.double() - exact).abs().max() <= 2 * (eager - exact).abs().max() + 1e-5
+    return [] if right else [f"reduce-scatter: rank {s.rank} of {s.size}, {n} {dtype}"]
 
 
 def problems(s: Any, rng: random.Random) -> list[str]:
     """One call, the same on all ranks; each has its argument somewhere else."""
+    kind = rng.choice((None, None, None, product_problems, scatter_problems))
+    if kind is not None:
+        return kind(s, rng)
     how, dtype, n = rng.choice(HOW), rng.choice(DTYPES), rng.choice((1, 7, rng.randrange(8, 1500)))
     parts = [(torch.randn(n, dtype=torch.float64) * 10).to(dtype) for _ in range(s.size)]
     places = [ALIGN * rng.randrange(32) if rng.random() < 0.5 else None for _ in parts]
@@ -48,7 +92,9 @@ def problems(s: Any, rng: random.Random) -> list[str]:
     out = torch.full([n + 2 * GUARD], 77, dtype=dtype)
     if rng.randrange(s.size) == s.rank and n < 100:
         time.sleep(0.05)
-    kernels.all_reduce(how, s, x, out[GUARD:-GUARD])
+    most = s.most(how, x)
+    for i in range(0, n, most):
+        kernels.all_reduce(how, s, x[i : i + most], out[GUARD:-GUARD][i : i + most])
     exact = torch.stack([p.double() for p in parts]).sum(0)
     eager = (sum(parts[1:], parts[0]).double() - exact).abs().max()
     what, wrong = f"rank {s.rank} of {s.size}, {how}, {n} {dtype}, in place {at is not None}", []

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from reflib.ranks import symmetric
+from reflib.ranks.products import PRODUCT_SCATTER
 from reflib.ranks.reduce import EMPTY, REDUCE
 from tests.rank_tasks import failing, rank
 
@@ -94,6 +95,8 @@ def faulty(how: str) -> Any:
                 return REDUCE(x, "two_shot", "0")
             if how == "other size":
                 return REDUCE(torch.ones(65), "one_shot", "0")
+            if how == "other product":
+                return PRODUCT_SCATTER(torch.ones(2 * dist.get_world_size(), 4), torch.ones(4, 4), "0")
             if how == "other dtype":
                 return REDUCE(x.to(torch.bfloat16), "one_shot", "0")
             if how == "nothing":
@@ -146,6 +149,37 @@ def left_over() -> list[str]:
     return [path for path in made if os.path.exists(path)]
 
 
+def through_storage(seed: int, count: int = 12) -> list[str]:
+    """Sums of shares and products through storage, at random sizes, dtypes and layouts, in several goes if they are
+    large: what is wrong."""
+    from reflib.ranks.products import GATHER_PRODUCT, PRODUCT_SCATTER
+    from reflib.ranks.reduce import SCATTER
+
+    rng, size, wrong, me = random.Random(seed), dist.get_world_size(), [], rank()
+    g = torch.Generator().manual_seed(seed)
+    for i in range(count):
+        dtype = rng.choice((torch.float32, torch.float64, torch.bfloat16))
+        m, b, k = rng.choice((1, 3, rng.randrange(1, 40))), rng.randrange(1, 4), rng.choice((0, 1, 8, 40))
+        n = rng.choice((1, 5, 40_000 if i % 4 == 3 else 200))
+        xs, ys = (torch.randn(size, r, b, k, generator=g).to(dtype) for r in (m, size * m))
+        ws = torch.randn(size, k, n, generator=g).to(dtype)
+        if i % 2:
+            xs, ys = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (xs, ys))
+        parts = ys.double() @ ws.double()[:, None]
+        mine = parts.sum(0)[m * me : m * me + m]
+        made = parts[me].to(dtype)
+        if rng.random() < 0.5 and made.nbytes < 1 << 20 and made.numel():
+            made = EMPTY([*made.shape], dtype, CPU, 0, "0").copy_(made)
+        for what, got, want in (
+            ("gather", GATHER_PRODUCT(xs[me], ws[me], "0"), xs.double().flatten(0, 1) @ ws[me].double()),
+            ("scatter", PRODUCT_SCATTER(ys[me], ws[me], "0"), mine), ("sums", SCATTER(made, "0"), mine),
+        ):  # fmt: skip
+            close = torch.allclose(got.double(), want, rtol=0.02, atol=0.5 if dtype == torch.bfloat16 else 1e-3)
+            if got.shape != want.shape or got.dtype != dtype or not got.is_contiguous() or not close:
+                wrong.append(f"{what} {m} {b} {k} {n} {dtype}")
+    return wrong
+
+
 # -- candidates ---------------------------------------------------------------------------------------------
 def calls() -> dict[str, tuple[Any, ...]]:
     """(op, its candidates, arguments) by name. 12 rows on each rank; x is no contiguous tensor."""
@@ -156,9 +190,11 @@ def calls() -> dict[str, tuple[Any, ...]]:
     x, y, w = torch.randn(20, 12).t(), torch.randn(20, 12 * n).t(), torch.randn(20, 7)
     return {
         "all_reduce": (c.all_reduce, [(c.in_storage, {"how": h}) for h in symmetric.HOW], (x, "0")),
-        "all_gather_matmul": (c.all_gather_matmul, [(c.gather_in_chunks, {"chunks": k}) for k in (2, 5)], (x, w, "0")),
+        "all_gather_matmul": (c.all_gather_matmul, [(c.gather_in_chunks, {"chunks": k}) for k in (2, 5)]
+            + [(c.gather_through_storage, {})], (x, w, "0")),
         "matmul_reduce_scatter": (
-            c.matmul_reduce_scatter, [(c.scatter_in_chunks, {"chunks": k}) for k in (2, 5)], (y, w, "0")
+            c.matmul_reduce_scatter, [(c.scatter_in_chunks, {"chunks": k}) for k in (2, 5)]
+            + [(c.scatter_in_storage, {}), (c.scatter_through_storage, {})], (y, w, "0")
         ),
     }  # fmt: skip
 
@@ -187,12 +223,14 @@ def gradients(compiled: bool) -> list[str]:
     fns: dict[str, tuple[Any, Any, Any]] = {
         "all_reduce": (xs, lambda x, w: c.all_reduce(x * 2, "0"), lambda r: xs.sum(0) * 2),
         "symmetric": (xs, lambda x, w: REDUCE(x * 2, "two_shot", "0"), lambda r: xs.sum(0) * 2),
-        "gather": (xs, lambda x, w: c.all_gather_matmul(x * 2, w, "0"), lambda r: xs.flatten(0, 1) * 2 @ ws[r]),
-        "scatter": (
-            ys, lambda x, w: c.matmul_reduce_scatter(x * 2, w, "0"),
-            lambda r: sum(y * 2 @ w for y, w in zip(ys, ws, strict=True))[2 * r : 2 * r + 2],  # type: ignore[misc]
-        ),
     }  # fmt: skip
+    for gather in (c.all_gather_matmul, c.gather_through_storage):
+        call = lambda x, w, gather=gather: gather(x * 2, w, "0")  # noqa: E731
+        fns[f"{gather}"] = xs, call, lambda r: xs.flatten(0, 1) * 2 @ ws[r]
+    for scatter in (c.matmul_reduce_scatter, c.scatter_through_storage, c.scatter_in_storage):
+        call = lambda x, w, scatter=scatter: scatter(x * 2, w, "0")  # noqa: E731
+        whole = lambda r: sum(y * 2 @ w for y, w in zip(ys, ws, strict=True))[2 * r : 2 * r + 2]  # type: ignore  # noqa: E731
+        fns[f"{scatter}"] = ys, call, whole
     for name, (of, fn, whole) in fns.items():
         torch._dynamo.reset()
         for t in (of.requires_grad_(), ws.requires_grad_()):

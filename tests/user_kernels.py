@@ -235,4 +235,4 @@ def launches(e: Any) -> list[Extern]:
 
 
 def kernel(e: Any, name: str) -> Any:
-    return next(k for k in e.kernels if k.name.endswith(name))
+    return next(k for k in e.kernels if k.name.partition("_")[2].startswith(name))

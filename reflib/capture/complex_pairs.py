@@ -9,8 +9,8 @@ two real tensors, it is one kernel::
     view_as_real(z)           cat([z.re[..., None], z.im[..., None]], -1)
 
 Complex nodes that one op connects are rewritten together, if every op on them has a rule here, and none is a result of
-the graph (a spectrum of ``torch.fft`` stays, and what is made of it). A complex input is read as real once. Forward and
-backward are one graph still, so that what is saved between them is real, too. With ``numerics="eager"`` nothing is
+the graph. A complex input is read as real once, and a Fourier transform reads and writes pairs (``spectra``). Forward
+and backward are one graph still, so that what is saved between them is real, too. With ``numerics="eager"`` nothing is
 changed: a product with a real number leaves out that with zero.
 
 NB: TorchInductor leaves all of them to ATen.
@@ -25,6 +25,7 @@ from torch.fx import GraphModule, Node, map_arg
 
 from ..options import Options
 from .copies import copied
+from .spectra import SPECTRA
 
 aten = torch.ops.aten
 PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -245,6 +246,54 @@ def view_as_complex(d: _Writer, x: Node) -> Pair:
 @rule(aten.view_as_real.default, computes=False)
 def view_as_real(d: _Writer, z: Pair) -> Node:
     return d(aten.cat.default, [d(aten.unsqueeze.default, x, -1) for x in z], -1)
+
+
+@rule(*SPECTRA, computes=False)
+def transform(d: _Writer, x: Any, *args: Any) -> Any:
+    if (half := _half_spectrum(d.node)) is not None:
+        return d.pair(_real_part(d, d.parts(half), *args[:2]), 0)
+    made = d(SPECTRA[d.node.target], _together(d, x) if isinstance(x, Pair) else x, *args)
+    return d.halves(made) if d.value.is_complex() else made
+
+
+def _together(d: _Writer, z: Pair) -> Node:
+    """Both parts in one tensor: what another transform returned, where they are all of that."""
+    (a, *first), (b, *second) = (p.args if p.target is aten.select.int else (p, ()) for p in z)
+    made = a is b and a.target in SPECTRA.values() and first == [-1, 0] and second == [-1, 1]
+    return a if made else view_as_real(d, z)
+
+
+def _half_spectrum(node: Node) -> Node | None:
+    """Of the gradient of a real transform, whose real part only is read: the half of the spectrum that is not zeros."""
+    args: Any = node.args
+    if node.target is not aten._fft_c2c.default or args[3] or len(args[1]) != 1:
+        return None
+    value, x, dim = node.meta["val"], args[0], args[1][0] % node.meta["val"].dim()
+    if x.target is not aten.slice_scatter.default:
+        return None
+    (zeros, half, *where), n = x.args, value.shape[dim]
+    real = aten.view_as_real.default, aten.select.int
+    read = [(v.target, u.target, *u.args[1:]) for v in node.users for u in v.users]
+    first = (*real, -1, 0), (*real, value.dim(), 0)
+    if zeros.target is not aten.new_zeros.default or not read or any(r not in first for r in read):
+        return None
+    return half if isinstance(n, int) and where in ([dim, 0, n // 2 + 1], [dim - value.dim(), 0, n // 2 + 1]) else None
+
+
+def _real_part(d: _Writer, z: Pair, dims: Any, normalization: int) -> Node:
+    """By the transform to real numbers, which adds the conjugate of all but the first and the middle one itself."""
+    dim = dims[0] % d.value.dim()
+    n = d.value.shape[dim]
+    k = d(aten.arange.default, n // 2 + 1, dtype=torch.int64, device=d.value.device)
+    twice = d(aten.bitwise_and.Tensor, d(aten.gt.Scalar, k, 0), d(aten.lt.Scalar, k, (n + 1) // 2))
+    twice = d(aten.view.default, twice, [n // 2 + 1, *[1] * (d.value.dim() - 1 - dim)])
+    halved = Pair(*(d(aten.where.self, twice, d.mul(x, 0.5), x) for x in z))
+    return d(SPECTRA[aten._fft_c2r.default], _together(d, halved), dims, normalization, n)
+
+
+@rule(aten.copy.default, computes=False)
+def copy(d: _Writer, _: Any, x: Any, *__: Any) -> Pair:
+    return d.pair(*_pair(x))
 
 
 @rule(aten.complex.default, computes=False)

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..options import Options
 from .copies import copied
-from .slice_sums import call, is_sum, is_term, once, sizes, terms, val
+from .slice_sums import added, call, is_sum, is_term, once, sizes, terms, val
 
 aten = torch.ops.aten
 _REDUCTIONS = frozenset(
@@ -78,7 +78,7 @@ def _replace(node: Node, groups: list[list[Node]]) -> None:
             found = [_reduction(t) for t in group]
             x = found[0].args[0]  # type: ignore[union-attr]
             for more in found[1:]:
-                x = call(node.graph, node, aten.add.Tensor, (x, more.args[0]), val(x))  # type: ignore[union-attr]
+                x = added(node.graph, node, x, more.args[0])  # type: ignore[union-attr, arg-type]
             total = node.graph.node_copy(found[0])  # type: ignore[arg-type]
             total.args = (x, *total.args[1:])
             if sizes(val(total)) != sizes(val(node)):

@@ -69,7 +69,7 @@ def _replace(graph: Graph, node: Node) -> None:
         if dense and not gaps:
             whole = dense[0]
             for term in dense[1:]:
-                whole = call(graph, node, aten.add.Tensor, (whole, term), val(whole))
+                whole = call(graph, node, aten.add.Tensor, (whole, term), val(node))
             slices, dense = [_with_dense(graph, node, whole, s) for s in slices], []
         new = _cat(graph, node, slices, gaps)
         if not dense and not gaps and all(s.row for s in slices):
@@ -181,11 +181,11 @@ def _cat(graph: Graph, node: Node, slices: list[Slice], gaps: list[tuple[int, in
         how = {"dtype": whole.dtype, "device": whole.device}
         parts[low] = call(graph, node, aten.full.default, (shape, 0), whole.new_zeros(shape), how)
     for s in slices:
-        part, value = s.values[0], val(s.values[0])
+        part = s.values[0]
         for more in s.values[1:]:
-            part = call(graph, node, aten.add.Tensor, (part, more), value)
+            part = added(graph, node, part, more)
         if s.row:
-            part = call(graph, node, aten.unsqueeze.default, (part, dim), value.unsqueeze(dim))
+            part = call(graph, node, aten.unsqueeze.default, (part, dim), val(part).unsqueeze(dim))
         parts[s.low] = part
     return call(graph, node, aten.cat.default, ([p for _, p in sorted(parts.items())], dim), whole)
 
@@ -212,6 +212,11 @@ def call(graph: Graph, like: Node, op: object, args: tuple, val: torch.Tensor, k
     new = graph.call_function(op, args, kwargs)  # type: ignore[arg-type]
     new.meta = {**like.meta, "val": val}
     return new
+
+
+def added(graph: Graph, like: Node, a: Node, b: Node) -> Node:
+    """Their sum, with the strides that it has: not an operand's, whose elements may be one in memory (``expand``)."""
+    return call(graph, like, aten.add.Tensor, (a, b), aten.add.Tensor(val(a), val(b)))
 
 
 def val(node: object) -> torch.Tensor:

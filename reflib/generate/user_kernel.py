@@ -1,7 +1,8 @@
 """A Triton kernel of the user's as one of ours: a function with our convention (pointers, then sizes) calls it.
 
 Triton inlines the call, so the machine code is that of the user's kernel. Numbers that are known are constants in the
-call; what depends on sizes is computed from them; a view is a pointer and an offset.
+call; what depends on sizes is computed from them; a view is a pointer and an offset. (``launch_epilogue`` prints what
+is appended to its stores.)
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import torch
 from ..ir.division import floordiv, minimum
 from ..ir.expr import Expr, Var, expr, nonneg, product
 from ..ir.flex import FlexKernel
-from ..ir.program import Buffer, Extern, KernelNode, View
+from ..ir.program import Buffer, Extern, KernelNode, View, symbols_in
 from ..ir.user_kernel import UserKernel
 from ..schedule.axes import Space
 from ..target import Target
 from .flex import print_flex
 from .kernel import Kernel
+from .launch_epilogue import with_appended
 from .triton import known_multiples
 from .triton_facts import paren, pointer_name
 from .triton_ops import Needs
@@ -37,16 +39,18 @@ def print_user_kernel(node: KernelNode, buffers: dict[str, Buffer], target: Targ
     (x,) = node.parts
     assert isinstance(x, Extern) and isinstance(x.target, UserKernel)
     p = StatementPrinter(Space("1d", (), Var("x", expr(1))), node.config, {}, Needs(), {})
+    text, given = with_appended(x, node, buffers)
     pointers = x.reads()
     values = [_pointer(p, v, buffers) if isinstance(v, View) else paren(p.size(v)) for v in x.args]
     settings = x.target.settings
     blocks, *yz = dict(x.kwargs)["grid"]
     grid = packed((blocks * dict(settings).get("num_ctas", 1), *yz))
-    symbols = tuple(sorted(p.symbols | grid.symbols()))
+    symbols = tuple(sorted(p.symbols | grid.symbols() | symbols_in(dict(x.kwargs).get("sizes", ()))))
     lines = [*_about(x), *known_multiples(node.config, symbols), f"{x.target.function}("]
     lines += ["    " + "".join(values[i] if isinstance(i, int) else i for i in a) + "," for a in x.target.call]
+    lines += [f"    {name}={value}," for name, value in given]
     head = f"@triton.jit\ndef {node.name}({', '.join([*map(pointer_name, pointers), *(s.name for s in symbols)])}):\n"
-    source = f"{x.target.source}\n\n{head}" + "".join(f"    {line}\n" for line in [*lines, ")"])
+    source = f"{text}\n\n{head}" + "".join(f"    {line}\n" for line in [*lines, ")"])
     sure = tuple(i for i, b in enumerate(pointers) if buffers[b].kind == "temp" or b in aligned)
     return Kernel(
         node.name, "triton", source, tuple((b, buffers[b].dtype) for b in pointers), symbols, grid,
@@ -55,8 +59,7 @@ def print_user_kernel(node: KernelNode, buffers: dict[str, Buffer], target: Targ
 
 
 def _about(x: Extern) -> list[str]:
-    (o,) = x.origins
-    return [f"# {o.op}" + (f" at {o.source}" if o.source else "")]
+    return [f"# {o.op}" + (f" at {o.source}" if o.source else "") for o in x.origins]
 
 
 def _pointer(p: StatementPrinter, v: View, buffers: dict[str, Buffer]) -> str:

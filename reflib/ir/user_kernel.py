@@ -2,6 +2,10 @@
 
 Such an Extern's ``args`` are what the kernel is given, flat: Views (pointers) and Exprs (sizes first known at run
 time). ``kwargs`` holds ``grid``, three sizes. It returns nothing; ``mutates`` names what the kernel writes.
+
+**Appended.** What follows may be computed where the kernel stores (``fuse.launch_epilogues`` decides, ``generate``
+prints it). Then ``kwargs`` also holds ``appended``: per Appended, the Views that its ``loops`` read and write, of which
+its buffers' names are the numbers; and ``sizes``, the symbols that they use.
 """
 
 from __future__ import annotations
@@ -9,7 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..errors import ReflibError
+from .loops import LoopNest
 
 
 class Launched:
@@ -18,6 +25,17 @@ class Launched:
 
     __slots__ = ()
     how = "launched as its node says"
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """Computed instead of the kernel's only ``tl.store`` to ``argument``. ``loops``, over the elements ``x`` of a
+    buffer of ``dtype`` in the order of its memory: ``acc`` is what would be stored there, rounded to it. The kernel is
+    given 0 for the argument, so its places are values of ``x``."""
+
+    argument: str
+    dtype: torch.dtype
+    loops: LoopNest
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +52,12 @@ class UserKernel(Launched):
     num_stages: int = 3
     scratch: int = 0
     settings: tuple[tuple[str, int], ...] = ()
-    # NB: TorchInductor appends one pointwise node to a kernel that stores once, to a tensor that it does not read.
-    how = "launched as its call says; what follows is a kernel of its own, because its text is not changed"
+    appended: tuple[Appended, ...] = ()
+
+    @property
+    def how(self) -> str:  # type: ignore[override]
+        ops = dict.fromkeys(o.op.removeprefix("aten.") for a in self.appended for o in a.loops.origins)
+        return "launched as its call says" + (f"; {', '.join(ops)} at its store" if ops else "")
 
     @property
     def __name__(self) -> str:  # as other callables have it

@@ -103,7 +103,7 @@ class KernelText:
         assert isinstance(tree, ast.FunctionDef)
         how = "@triton.jit(noinline=True)" if getattr(f, "noinline", False) else "@triton.jit"
         how = "@triton.constexpr_function" if type(f).__name__ == "ConstexprFunction" else how
-        text = _replaced(f.src, _Names(self, f, tree).changes)
+        text = replaced(f.src, _Names(self, f, tree).changes)
         text = re.sub(r"^def\s+\w+", f"def {name}", text)
         self.functions.append(f"\n\n{how}\n{text.rstrip()}\n")
         return name
@@ -183,7 +183,8 @@ class _Names(ast.NodeVisitor):
         return True
 
 
-def _replaced(source: str, changes: list[Change]) -> str:
+def replaced(source: str, changes: list[Change]) -> str:
+    """``source`` with the changes, no two of the same place."""
     lines = [line.encode() for line in source.splitlines(keepends=True)]
     for node, new in sorted(changes, key=lambda c: (c[0].lineno, c[0].col_offset), reverse=True):
         first, last = node.lineno - 1, node.end_lineno - 1  # type: ignore[operator]

@@ -397,3 +397,28 @@ def adaptive_max_pool_backward(cx: LoweringContext, grad: View, x: View, indices
     dims = _dims(cx)
     sizes, parts = _sizes(x, dims), _sizes(grad, dims)
     return chosen(cx, grad, x, indices, _shares(parts, sizes), lambda d, i: share(i, parts[d], sizes[d]))
+
+
+# -- windows as a dimension -------------------------------------------------------------------------------
+@rule("unfold_backward")
+def unfold_backward(cx: LoweringContext, grad: View, sizes: Any, dim: int, size: int, step: int) -> View:
+    """``grad`` has a position per window in dimension ``dim``, and the windows' elements in a last one."""
+    out = cx.out()
+    if not out.shape:
+        raise Unsupported("windows of a number")
+    d = dim % len(out.shape)
+    after = len(out.shape) - 1 - d
+    g = Geometry.of(1, size, step, 0, 1, False)
+    w = Window(cx, out, [ceildiv(g.kernel[0], g.stride[0]), *[ONE] * after])
+    side = g.windows(0, w.spatial[0], grad.shape[d])
+    whole = [Side(c, ONE, n) for c, n in zip(w.spatial[1:], out.shape[d + 1 :])]
+
+    def term(point: Sequence[IntLike], at: list[Expr], mask: Value | None) -> Value:
+        distance = mod(w.spatial[0], g.stride[0]) + g.stride[0] * expr(point[0])  # as above
+        if not nonneg(g.kernel[0] - 1 - distance):
+            mask = both(mask, w.k.index(distance) < g.kernel[0])
+        return w.k.load(grad, [*w.lead, *at, distance], mask)
+
+    w.store(out, w.sum(term(point, *e) for point, e in zip(w.points(), w.elements([side, *whole]))))
+    w.k.finish()
+    return out

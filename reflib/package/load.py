@@ -12,6 +12,7 @@ import copy
 import ctypes
 import difflib
 import functools
+import importlib
 import itertools
 import os
 import platform
@@ -229,6 +230,8 @@ def _suits_host(m: manifest.Manifest) -> None:
     if missing := host.lacking():
         raise PackageError(f"torch {torch.__version__} has no {missing}: packages need torch 2.11 or later")
     for lib in m.libraries:
+        if lib.module.startswith("reflib."):  # ours: importing it registers the op
+            importlib.import_module(lib.module)
         if not lib.symbol and not _registered(lib.op):
             raise PackageError(f"it calls {lib.op}, which is not registered here: first {lib.remedy}")
 

@@ -20,7 +20,7 @@ from typing import TypeGuard
 import torch
 
 from ..ir.expr import Sym, expr
-from ..ir.loops import Load, LoopNest, Stmt
+from ..ir.loops import Load, LoopNest, Reduce, Stmt
 from ..ir.program import Buffer, Extern, KernelNode, Node, Program, Variants, iter_views, walk
 from ..ir.transforms import phases
 from ..options import Options
@@ -214,6 +214,8 @@ def can_overwrite(node: Variants, dead: str, new: str) -> bool:
         return False
     if any(s.buffer == dead for s in loops.body[_position(loops, stores[0]) :] if isinstance(s, Load)):
         return False
+    if not any(isinstance(s, Reduce) for s in loops.body):
+        return True
     when = phases(loops.body, most=True)
     return next(p for p, s in zip(when, loops.body) if s is stores[0]) == max(when)
 

@@ -5,8 +5,11 @@ all ranks at once (``tune``); else the first runs, which is the process group's 
 op                        eager                    candidates
 ========================  =======================  ============================================================
 all_reduce                the group's all-reduce   one-shot and two-shot over symmetric storage (``reduce``)
-all_gather_matmul         gather, then multiply    in ``chunks``: one is multiplied while the next is gathered
-matmul_reduce_scatter     multiply, then scatter   in ``chunks``: one is scattered while the next is multiplied
+all_gather_matmul         gather, then multiply    in ``chunks``: one is multiplied while the next is gathered;
+                                                   over storage: a rank's rows while the next rank's are copied
+matmul_reduce_scatter     multiply, then scatter   in ``chunks``: one is scattered while the next is multiplied;
+                                                   over storage: the product, then its sum; or a rank's rows while
+                                                   another's are copied there (``products``)
 ========================  =======================  ============================================================
 
 The chunks are plain functional collectives: that one's communication runs while another is multiplied follows from the
@@ -25,7 +28,8 @@ from typing import Any
 import torch
 
 from ..lower.custom_ops import CustomOpConfig, register_custom_op_autotuning
-from .reduce import REDUCE
+from .products import GATHER_PRODUCT, PRODUCT_SCATTER
+from .reduce import REDUCE, SCATTER
 
 CHUNKS = (2, 4)
 c = torch.ops._c10d_functional
@@ -81,12 +85,12 @@ all_reduce = _op(
 
 
 # -- all ranks' rows of x, multiplied with w ----------------------------------------------------------------
-def _gathered(x: Any, group_name: str) -> Any:
+def gathered(x: Any, group_name: str) -> Any:
     return c.wait_tensor(c.all_gather_into_tensor(x.contiguous(), size_of(group_name), group_name))
 
 
 def gather_then_multiply(x: Any, w: Any, group_name: str) -> Any:
-    return _gathered(x, group_name) @ w
+    return gathered(x, group_name) @ w
 
 
 def gather_in_chunks(x: Any, w: Any, group_name: str, chunks: int) -> Any:
@@ -96,11 +100,15 @@ def gather_in_chunks(x: Any, w: Any, group_name: str, chunks: int) -> Any:
     return torch.cat(products, 1).flatten(0, 1)
 
 
+def gather_through_storage(x: Any, w: Any, group_name: str) -> Any:
+    return GATHER_PRODUCT(x, w, group_name)
+
+
 def _gather_backward(ctx: Any, grad: Any) -> Any:
     x, w = ctx.saved_tensors
     of_x, of_w, _ = ctx.needs_input_grad
     dx = matmul_reduce_scatter(grad, w.t(), ctx.group_name) if of_x else None
-    return dx, _of_weights(_gathered(x, ctx.group_name), grad) if of_w else None, None
+    return dx, _of_weights(gathered(x, ctx.group_name), grad) if of_w else None, None
 
 
 def _of_weights(x: Any, grad: Any) -> Any:
@@ -113,7 +121,7 @@ all_gather_matmul = _op(
     gather_then_multiply,
     lambda x, w, group_name: x.new_empty(size_of(group_name) * x.shape[0], *x.shape[1:-1], w.shape[1]),
     _gather_backward,
-    [CustomOpConfig(gather_in_chunks, chunks=n) for n in CHUNKS],
+    [*(CustomOpConfig(gather_in_chunks, chunks=n) for n in CHUNKS), gather_through_storage],
 )
 
 
@@ -129,11 +137,19 @@ def scatter_in_chunks(x: Any, w: Any, group_name: str, chunks: int) -> Any:
     return torch.cat([c.wait_tensor(s) for s in started])
 
 
+def scatter_in_storage(x: Any, w: Any, group_name: str) -> Any:
+    return SCATTER(x @ w, group_name)
+
+
+def scatter_through_storage(x: Any, w: Any, group_name: str) -> Any:
+    return PRODUCT_SCATTER(x, w, group_name)
+
+
 def _scatter_backward(ctx: Any, grad: Any) -> Any:
     x, w = ctx.saved_tensors
     of_x, of_w, _ = ctx.needs_input_grad
     dx = all_gather_matmul(grad, w.t(), ctx.group_name) if of_x else None
-    return dx, _of_weights(x, _gathered(grad, ctx.group_name)) if of_w else None, None
+    return dx, _of_weights(x, gathered(grad, ctx.group_name)) if of_w else None, None
 
 
 matmul_reduce_scatter = _op(
@@ -142,5 +158,8 @@ matmul_reduce_scatter = _op(
     multiply_then_scatter,
     lambda x, w, group_name: x.new_empty(x.shape[0] // size_of(group_name), *x.shape[1:-1], w.shape[1]),
     _scatter_backward,
-    [CustomOpConfig(scatter_in_chunks, chunks=n) for n in CHUNKS],
+    [*(CustomOpConfig(scatter_in_chunks, chunks=n) for n in CHUNKS), scatter_in_storage, scatter_through_storage],
 )
+
+for op, backward in ((GATHER_PRODUCT, _gather_backward), (PRODUCT_SCATTER, _scatter_backward)):
+    torch.library.register_autograd(op, backward, setup_context=_keep, lib=_library)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,19 @@ from ..autotune import switches
 from ..autotune.bench import Entry
 from ..autotune.by_value import makers
 from ..autotune.measure import Session
-from ..timing import Samples
+from ..timing import (
+    GRAPH_SECONDS,
+    CaptureFailed,
+    Fn,
+    Graphs,
+    Sampler,
+    Samples,
+    calls_for,
+    elapsed,
+    loop,
+    replay_seconds,
+    turning,
+)
 from . import candidates, collectives  # noqa: F401  (they define reflib's ops)
 
 ROUNDS, ROUND_SECONDS, MOST_CALLS = 9, 0.004, 64
@@ -91,12 +104,14 @@ def join(group: Mapping[str, Any], limit: float) -> None:
 
 class Together(Session):
     """Measures as ``Session`` does, in step with other ranks: a candidate counts as right only if it is on all of them,
-    and its time is the slowest rank's, from one barrier to the next. Inputs differ from rank to rank."""
+    and its time is the slowest rank's: of a CUDA graph of calls that all replay at once; without a GPU, of a loop.
+    Inputs differ from rank to rank."""
 
     def __init__(self, request: Any, rank: int):
         from ..tuning import build
 
         super().__init__(replace(request, seed=request.seed + rank), build, makers(request.makers))
+        self.graphs: Graphs | None = None
 
     def _time(self, e: Entry) -> None:
         assert self.bench is not None
@@ -107,8 +122,8 @@ class Together(Session):
             if e.status == "ok":
                 e.fail("wrong", "its results are wrong on another rank")
             return
-        calls = self._calls(e)
-        seconds = [self._round(e, calls) for _ in range(ROUNDS)]
+        sample = self._graph(e) or self._loop(e)
+        seconds = [self._sampled(sample) for _ in range(ROUNDS)]
         mine = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         slowest, total = mine.clone(), mine.clone()
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -117,21 +132,55 @@ class Together(Session):
         n = dist.get_world_size()
         e.say(f"the slowest of {n} ranks; mean {statistics.median(total.tolist()) / n * 1e6:.1f} us")
 
-    def _calls(self, e: Entry) -> int:
-        """How many calls a round has: the same on all ranks."""
-        once = self._over_ranks(self._round(e, 1), dist.ReduceOp.MAX)
-        return max(1, min(MOST_CALLS, int(ROUND_SECONDS / max(once, 1e-7))))
+    def _graph(self, e: Entry) -> Sampler | None:
+        """Replays a CUDA graph of calls, as many on all ranks; None: not on a GPU, or not captured on all."""
+        if self.device.type != "cuda" or not self.request.graph_timing:
+            return None
+        self.graphs, fn = self.graphs or Graphs(), self._call(e)
+        once, graph = self._slowest(lambda: elapsed(partial(loop, fn, 3)) / 3), None
+        for _ in range(2):  # (the first estimate has launches in it)
+            calls, why = calls_for(once, GRAPH_SECONDS), ""
+            try:
+                graph = self.graphs.capture(partial(loop, fn, calls))
+            except CaptureFailed as error:
+                why = str(error)
+            if self._over_ranks(float(not why), dist.ReduceOp.MIN) < 1:
+                e.say(f"no CUDA graph ({why or 'on another rank'}): timed with launches in")
+                return None
+            assert graph is not None
+            graph.replay()
+            once = self._slowest(partial(replay_seconds, graph)) / calls
+        return lambda: replay_seconds(graph) / calls
 
-    def _round(self, e: Entry, calls: int) -> float:
+    def _loop(self, e: Entry) -> Sampler:
+        """Calls as many on all ranks, launches and all."""
+        fn, bench = self._call(e), self.bench
+        assert bench is not None
+
+        def sample(calls: int) -> float:
+            start = time.perf_counter()
+            loop(fn, calls)
+            bench.wait()
+            return (time.perf_counter() - start) / calls
+
+        calls = max(1, min(MOST_CALLS, int(ROUND_SECONDS / max(self._slowest(partial(sample, 1)), 1e-7))))
+        return partial(sample, calls)
+
+    def _call(self, e: Entry) -> Fn:
         assert self.bench is not None and e.call is not None
+        return turning(e.call, [self.bench.args])
+
+    def _slowest(self, sample: Sampler) -> float:
+        """Of two; at first, connections are made."""
+        return [self._over_ranks(self._sampled(sample), dist.ReduceOp.MAX) for _ in range(2)][-1]
+
+    def _sampled(self, sample: Sampler) -> float:
+        """On all ranks at the same time."""
+        assert self.bench is not None
         self.bench.restore()
         dist.barrier()
         self.bench.wait()
-        start = time.perf_counter()
-        for _ in range(calls):
-            e.call(list(self.bench.args))
-        self.bench.wait()
-        return (time.perf_counter() - start) / calls
+        return sample()
 
     def _over_ranks(self, value: float, op: Any) -> float:
         t = torch.tensor([value], dtype=torch.float64, device=self.device)

@@ -1,25 +1,40 @@
-"""All-reduce over symmetric storage on GPUs: one Triton kernel per call, in which ranks meet.
+"""Sums over symmetric storage on GPUs: one Triton kernel per call, in which ranks meet.
 
 The memory of each rank, whose addresses are in ``table``, begins with words in which ranks meet (``front`` bytes; then
 what ``symmetric.Storage`` counts). They are, each 8 bytes::
 
     heard[block][rank]          where the values of that rank begin: written by the block itself
-    flags[3][block][rank]       0, or what that rank says
+    flags[5][block][rank]       0, or what that rank says
+    calls[block]                how many calls have taken a turn; each block has the number
 
 **Meeting.** Block i of a rank only reads what the blocks i of all ranks have written, because all cut their values
 alike; so it meets only those. It writes into their flags what it says (release: with all that the block stored
-before), and takes from its own what they say (acquire), which leaves 0 for the next time. The meetings of a call, at
-most three, have flags of their own. A flag is free when it is written: a rank that has not taken it yet cannot have
-come to the meeting after, which the writer has left. So no rank waits for an answer, and a CUDA graph may replay the
-kernel as often as it likes. A block that waits needs only blocks of the same number, and GPUs start blocks in order:
-none waits for one that cannot start.
+before), and takes from its own what they say (acquire), which leaves 0 for the next time. A block that waits needs only
+blocks of the same number, and GPUs start blocks in order: none waits for one that cannot start.
+
+**A flag is free when it is written**, so no rank waits for an answer, and a CUDA graph may replay the kernel as often
+as it likes: a rank that has not taken the flag yet cannot have come to the meeting after, which the writer has left.
+(Meetings of a call have numbers of their own; calls of one meeting take turns between two.)
+
+**Turns.** Where a call's values lie until all have read them, the next call's would need a meeting first. So there are
+two places, used in turn: who begins the call after the next has left the next, to which all others have come.
+
+======================  ============================================================  ========
+kernel                  what a block does                                             meetings
+======================  ============================================================  ========
+push                    writes to all others what is theirs, adds up what has come    1
+two_shot                adds up this rank's share, which it reads from all; then      2
+                        reads the others' sums
+landed                  adds up what has been copied here (``products``)              1
+======================  ============================================================  ========
 
 **What is said** has two halves: a number for the kind of call (way, bytes, dtype), and where the values lie. Another
 kind, or none in time, ends the kernel with an assertion.
 
 Values are added in the order of ranks, so all ranks have the same bits; halves in float32.
 
-NB: PyTorch's kernels over symmetric memory meet by compare-and-swap on one set of flags, and so wait twice.
+NB: PyTorch's kernels over symmetric memory meet by compare-and-swap on one set of flags, and so wait twice. NCCL's
+protocols for small messages write flags between the data, without a fence.
 """
 
 from __future__ import annotations
@@ -31,48 +46,80 @@ import torch
 import triton
 import triton.language as tl
 
-from .symmetric import share_of
+from .symmetric import ALIGN, share_of
 
 UNIT = 16  # bytes: values begin at multiples of this
 BLOCKS = tl.constexpr(128)  # for which there are flags
 BYTES, WARPS, MOST = 8192, 16, 128  # a launch: bytes per step of a block, its warps, blocks
-MEETINGS = 3
+MEETINGS = tl.constexpr(5)
 POLLS_PER_SECOND = 2_000_000  # about; a poll takes half a microsecond or more
 
 
 def front(size: int) -> int:
     """Bytes in front of the memory of each of ``size`` ranks: 0 at first."""
-    return -(-8 * BLOCKS.value * size * (1 + MEETINGS) // 4096) * 4096
+    return -(-8 * BLOCKS.value * (size * (1 + MEETINGS.value) + 1) // 4096) * 4096
+
+
+def slot(s: Any) -> int:
+    """Bytes that one rank may push to another in a call."""
+    return (s.bytes - s.turns) // 2 // (s.size - 1) // ALIGN * ALIGN
 
 
 def all_reduce(how: str, s: Any, x: torch.Tensor, out: torch.Tensor) -> None:
-    """Of flat tensors; s: the storage; x: there, or at most as large as the space for copies."""
-    n, size, at = x.numel(), x.element_size(), s.offset(x)
-    per_block = BYTES // size
-    share = n if how == "one_shot" else share_of(x, s.size)
-    grid = (max(1, min(MOST, -(-share // per_block))),)
-    where = s.copied if at is None else at
-    kind = zlib.crc32(f"{how} {n} {x.dtype}".encode()) >> 1 | 1  # 31 bits
-    said = kind << 32 | where // UNIT + 1
-    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-    facts = {
-        "COPY": at is None, "RANK": s.rank, "WORLD": s.size, "FRONT": s.front, "BLOCK": per_block,
+    """Of flat tensors; s: the storage; at most ``s.most(how, x)`` elements."""
+    if how == "one_shot":
+        return pushed(how, s, x, out, 0)
+    n, at = x.numel(), s.offset(x)
+    share, where = share_of(x, s.size), s.copied if at is None else at
+    grid, facts = _launch(s, share, x.dtype)
+    what = said(how, n, x.dtype) | where // UNIT
+    two_shot[grid](s.table, x, out, what, n, share, SUMS=s.sums, HALF=(s.turns - s.sums) // 2, COPY=at is None, **facts)
+
+
+def pushed(how: str, s: Any, x: torch.Tensor, out: torch.Tensor, part: int) -> None:
+    """out = the sum over ranks of n of their values, n as in ``out``. The rank r gets those from ``part`` * r on."""
+    grid, facts = _launch(s, out.numel(), x.dtype)
+    push[grid](
+        s.table, x, out, said(how, out.numel(), x.dtype), out.numel(), part, TURNS=s.turns, SLOT=slot(s), **facts
+    )
+
+
+def landed_sum(s: Any, x: torch.Tensor, out: torch.Tensor, stride: int, what: int) -> None:
+    """out = ``x``, this rank's, and what the others have copied to the landing, at multiples of ``stride`` bytes."""
+    grid, facts = _launch(s, out.numel(), x.dtype)
+    landed[grid](s.table, x, out, what, out.numel(), stride, LANDING=s.copied, **facts)
+
+
+def meeting(s: Any, number: int, what: int) -> None:
+    """Ranks meet, each in the order of its current stream."""
+    _, facts = _launch(s, 1, torch.int64)
+    names = ("RANK", "WORLD", "POLLS", "FRONT", "debug", "sanitize_overflow")
+    meet_alone[(1,)](s.table, what, NUMBER=number, **{k: facts[k] for k in names}, num_warps=1)
+
+
+def said(how: str, n: int, dtype: torch.dtype) -> int:
+    """What a rank says of a call: not 0; the lower half is free for a place."""
+    return (zlib.crc32(f"{how} {n} {dtype}".encode()) >> 1 | 1) << 32  # 31 bits
+
+
+def _launch(s: Any, n: int, dtype: torch.dtype) -> tuple[tuple[int], dict[str, Any]]:
+    per_block = BYTES // dtype.itemsize
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return (max(1, min(MOST, -(-n // per_block))),), {
+        "RANK": s.rank, "WORLD": s.size, "FRONT": s.front, "BLOCK": per_block,
         "POLLS": min(2**31 - 1, int(s.limit * POLLS_PER_SECOND)),
         "WIDE": getattr(tl, str(wide).removeprefix("torch.")),
+        "num_warps": WARPS, "debug": True, "sanitize_overflow": False,  # (debug: assertions are compiled)
     }  # fmt: skip
-    options = {"num_warps": WARPS, "debug": True, "sanitize_overflow": False}  # (debug: assertions are compiled)
-    if how == "one_shot":
-        one_shot[grid](s.table, x, out, said, n, **facts, **options)
-    else:
-        two_shot[grid](s.table, x, out, said, n, share, SUMS=s.sums, **facts, **options)
 
 
+# -- meeting ----------------------------------------------------------------------------------------------
 @triton.jit
 def meet(
-    table, said, number: tl.constexpr,
+    table, said, number, TELL: tl.constexpr,
     RANK: tl.constexpr, WORLD: tl.constexpr, POLLS: tl.constexpr, FRONT: tl.constexpr,
 ):  # fmt: skip
-    """This block and those of its number on other ranks. What each says is in ``heard`` then, as an address."""
+    """This block and those of its number on other ranks. TELL: what each says is in ``heard`` then, as an address."""
     block = tl.program_id(0)
     first = 8 * WORLD * (BLOCKS * (1 + number) + block)  # of this block's flags in this meeting
     own = tl.load(table + RANK)
@@ -89,18 +136,26 @@ def meet(
         while (heard == 0) & (polls < POLLS):
             heard = tl.atomic_xchg(flag, 0, sem="acquire", scope="sys")
             polls += 1
-        tl.device_assert(heard != 0, "reflib: a rank did not come to an all-reduce over symmetric storage in time")
+        tl.device_assert(heard != 0, "reflib: a rank did not come to an exchange over symmetric storage in time")
         tl.device_assert((heard >> 32) == (said >> 32), "reflib: ranks exchange different things in symmetric storage")
-        if number == 0:
+        if TELL:
             _tell(own, table, other, heard, block, WORLD, FRONT)
-    if number == 0:
+    if TELL:
         _tell(own, table, RANK, said, block, WORLD, FRONT)
     tl.debug_barrier()
 
 
+@triton.jit(do_not_specialize=["said"])
+def meet_alone(
+    table, said, NUMBER: tl.constexpr,
+    RANK: tl.constexpr, WORLD: tl.constexpr, POLLS: tl.constexpr, FRONT: tl.constexpr,
+):  # fmt: skip
+    meet(table, said, NUMBER, False, RANK, WORLD, POLLS, FRONT)
+
+
 @triton.jit
 def _tell(own, table, rank, said, block, WORLD: tl.constexpr, FRONT: tl.constexpr):
-    address = tl.load(table + rank) + FRONT + ((said & 0xFFFFFFFF) - 1) * 16
+    address = tl.load(table + rank) + FRONT + (said & 0xFFFFFFFF) * 16
     tl.store((own + 8 * (WORLD * block + rank)).to(tl.pointer_type(tl.int64)), address)
 
 
@@ -108,7 +163,81 @@ def _tell(own, table, rank, said, block, WORLD: tl.constexpr, FRONT: tl.constexp
 def _values(own, rank, like, WORLD: tl.constexpr):
     """Where a rank's values begin."""
     heard = (own + 8 * (WORLD * tl.program_id(0) + rank)).to(tl.pointer_type(tl.int64))
-    return tl.multiple_of(tl.load(heard).to(tl.pointer_type(like.dtype.element_ty)), 16)
+    return _at(tl.load(heard), like)
+
+
+@triton.jit
+def _at(address, like):
+    return tl.multiple_of(address.to(tl.pointer_type(like.dtype.element_ty)), 16)
+
+
+@triton.jit
+def _calls(own, WORLD: tl.constexpr):
+    return (own + 8 * WORLD * BLOCKS * (1 + MEETINGS)).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def _took_turn(own, calls, WORLD: tl.constexpr):
+    """Each block counts for itself, and for those that this call has not."""
+    i = tl.arange(0, BLOCKS)
+    tl.store(_calls(own, WORLD) + i, calls + 1, i % tl.num_programs(0) == tl.program_id(0))
+
+
+# -- sums -------------------------------------------------------------------------------------------------
+@triton.jit
+def _came(x, slots, stride, rank: tl.constexpr, i, here, RANK: tl.constexpr, WORLD: tl.constexpr):
+    """A rank's values: this one's own, or what that one has written here. The first slot is of the rank before."""
+    if rank == RANK:
+        values = tl.load(x + i, here)
+    else:
+        values = tl.load(_at(slots + ((RANK + WORLD - rank) % WORLD - 1) * stride, x) + i, here)
+    return values
+
+
+@triton.jit
+def _sum_of_slots(
+    x, slots, stride, out, n, BLOCK: tl.constexpr, WIDE: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr
+):
+    for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        total = _came(x, slots, stride, 0, i, i < n, RANK, WORLD).to(WIDE)
+        for rank in tl.static_range(1, WORLD):
+            total += _came(x, slots, stride, rank, i, i < n, RANK, WORLD).to(WIDE)
+        tl.store(out + i, total.to(out.dtype.element_ty), i < n)
+
+
+@triton.jit(do_not_specialize=["said"])
+def push(
+    table, x, out, said, n, part, TURNS: tl.constexpr, SLOT: tl.constexpr,
+    RANK: tl.constexpr, WORLD: tl.constexpr, FRONT: tl.constexpr, BLOCK: tl.constexpr,
+    POLLS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The rank r gets ``n`` values from x + part * r. out = the sum over ranks of what this one gets."""
+    own = tl.load(table + RANK)
+    calls = tl.load(_calls(own, WORLD) + tl.program_id(0))
+    turn = calls % 2
+    slots = FRONT + TURNS + turn * ((WORLD - 1) * SLOT)
+    for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        for step in tl.static_range(1, WORLD):
+            other = (RANK + step) % WORLD
+            there = _at(tl.load(table + other) + slots + (step - 1) * SLOT, x)
+            tl.store(there + i, tl.load(x + part * other + i, i < n), i < n)
+    meet(table, said, 3 + turn, False, RANK, WORLD, POLLS, FRONT)
+    _sum_of_slots(x + part * RANK, own + slots, SLOT, out, n, BLOCK, WIDE, RANK, WORLD)
+    _took_turn(own, calls, WORLD)
+
+
+@triton.jit(do_not_specialize=["said"])
+def landed(
+    table, x, out, said, n, stride, LANDING: tl.constexpr,
+    RANK: tl.constexpr, WORLD: tl.constexpr, FRONT: tl.constexpr, BLOCK: tl.constexpr,
+    POLLS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """out = x and, when all have come, what lies in the landing."""
+    own = tl.load(table + RANK)
+    meet(table, said, 2, False, RANK, WORLD, POLLS, FRONT)
+    _sum_of_slots(x, own + FRONT + LANDING, stride, out, n, BLOCK, WIDE, RANK, WORLD)
 
 
 @triton.jit
@@ -119,60 +248,35 @@ def _total(own, i, here, like, WIDE: tl.constexpr, WORLD: tl.constexpr):
     return total.to(like.dtype.element_ty)
 
 
-@triton.jit
-def _own_values(own, said, like, FRONT: tl.constexpr):
-    address = own + FRONT + ((said & 0xFFFFFFFF) - 1) * 16
-    return tl.multiple_of(address.to(tl.pointer_type(like.dtype.element_ty)), 16)
-
-
-@triton.jit(do_not_specialize=["said"])
-def one_shot(
-    table, x, out, said, n,
-    COPY: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, FRONT: tl.constexpr, BLOCK: tl.constexpr,
-    POLLS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """out = the sum over ranks of their values. COPY: ``x`` is not in storage; it goes where ``said`` says."""
-    own = tl.load(table + RANK)
-    first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
-    if COPY:
-        values = _own_values(own, said, out, FRONT)
-        for start in range(first, n, step):
-            i = start + tl.arange(0, BLOCK)
-            tl.store(values + i, tl.load(x + i, i < n), i < n)
-    meet(table, said, 0, RANK, WORLD, POLLS, FRONT)
-    for start in range(first, n, step):
-        i = start + tl.arange(0, BLOCK)
-        tl.store(out + i, _total(own, i, i < n, out, WIDE, WORLD), i < n)
-    meet(table, said, 2, RANK, WORLD, POLLS, FRONT)  # then none reads any more
-
-
 @triton.jit(do_not_specialize=["said"])
 def two_shot(
-    table, x, out, said, n, share, SUMS: tl.constexpr,
-    COPY: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, FRONT: tl.constexpr, BLOCK: tl.constexpr,
+    table, x, out, said, n, share, SUMS: tl.constexpr, HALF: tl.constexpr, COPY: tl.constexpr,
+    RANK: tl.constexpr, WORLD: tl.constexpr, FRONT: tl.constexpr, BLOCK: tl.constexpr,
     POLLS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The same: each rank adds up its ``share`` of the values, into SUMS; then all read all sums."""
+    """out = the sum over ranks of their values: each adds up its ``share``, into SUMS or HALF behind it; then all read
+    all sums. COPY: ``x`` is not in storage; it goes where ``said`` says."""
     own = tl.load(table + RANK)
+    calls = tl.load(_calls(own, WORLD) + tl.program_id(0))
+    where = FRONT + SUMS + calls % 2 * HALF
     first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
     if COPY:
-        values = _own_values(own, said, out, FRONT)
+        values = _at(own + FRONT + (said & 0xFFFFFFFF) * 16, out)
         for start in range(first, share, step):
             i = start + tl.arange(0, BLOCK)
             for rank in tl.static_range(WORLD):
                 here = (i < share) & (i + rank * share < n)
                 tl.store(values + rank * share + i, tl.load(x + rank * share + i, here), here)
-    meet(table, said, 0, RANK, WORLD, POLLS, FRONT)
-    sums = tl.multiple_of((own + FRONT + SUMS).to(tl.pointer_type(out.dtype.element_ty)), 16)
+    meet(table, said, 0, True, RANK, WORLD, POLLS, FRONT)
+    sums = _at(own + where, out)
     for start in range(first, share, step):
         i = start + tl.arange(0, BLOCK)
         here = (i < share) & (i + RANK * share < n)
         tl.store(sums + i, _total(own, i + RANK * share, here, out, WIDE, WORLD), here)
-    meet(table, said, 1, RANK, WORLD, POLLS, FRONT)
+    meet(table, said, 1, False, RANK, WORLD, POLLS, FRONT)  # then none reads values any more
     for start in range(first, share, step):
         i = start + tl.arange(0, BLOCK)
         for rank in tl.static_range(WORLD):
             here = (i < share) & (i + rank * share < n)
-            theirs = (tl.load(table + rank) + FRONT + SUMS).to(tl.pointer_type(out.dtype.element_ty))
-            tl.store(out + rank * share + i, tl.load(tl.multiple_of(theirs, 16) + i, here), here)
-    meet(table, said, 2, RANK, WORLD, POLLS, FRONT)
+            tl.store(out + rank * share + i, tl.load(_at(tl.load(table + rank) + where, out) + i, here), here)
+    _took_turn(own, calls, WORLD)

@@ -1,6 +1,6 @@
 """What a call reads from all ranks is planned into symmetric storage, so that it is not copied there.
 
-A buffer that an all-reduce over storage takes, and all that takes over its memory, is given a place in the planned
+A buffer that a sum over storage reads in place, and all that takes over its memory, is given a place in the planned
 part: kernels write it there. Places are assigned as in an arena (``plan.arena``): buffers share bytes if they never
 live at once. A buffer lives until its last use, as any other: when the call returns no rank reads it any more. The
 allocation becomes a call that returns the place, or other memory where sizes have grown out of the planned part; so
@@ -23,7 +23,7 @@ from ..plan.arena import Storage, assign, in_arena, storages
 from ..plan.plan import escaping
 from ..plan.steps import Call, Plan
 from .agree import group_of
-from .reduce import EMPTY, REDUCE
+from .reduce import EMPTY, REDUCE, SCATTER, read_in_place
 from .symmetric import BYTES
 
 
@@ -36,9 +36,9 @@ def placed(s: Any) -> tuple[Program, Plan]:
 def in_storage(program: Program, plan: Plan) -> Plan:
     """``plan`` with allocations in symmetric storage. Assumes that it has one for each process group and device."""
     groups: dict[tuple[str, str], set[str]] = {}
-    for call, x in _read_by_all(plan):
+    for call, x in _of_calls(plan):
         device = program.buffers[x.buffer].device
-        if device.type in BYTES:
+        if device.type in BYTES and read_in_place(call, device):
             groups.setdefault((group_of(call), str(device)), set()).add(x.buffer)
     steps = list(plan.steps)
     for (group, device), wanted in groups.items():
@@ -48,9 +48,9 @@ def in_storage(program: Program, plan: Plan) -> Plan:
     return Plan(tuple(steps))
 
 
-def _read_by_all(plan: Plan) -> Iterator[tuple[Extern, View]]:
+def _of_calls(plan: Plan) -> Iterator[tuple[Extern, View]]:
     for step in plan.steps:
-        if isinstance(step, Call) and step.extern.target is REDUCE:
+        if isinstance(step, Call) and step.extern.target in (REDUCE, SCATTER):
             x = step.extern.args[0]
             if x.strides == contiguous_strides(x.shape):  # (else it is copied in any case)
                 yield step.extern, x

@@ -1,17 +1,20 @@
-"""All-reduce over symmetric storage (``symmetric``), in two ways:
+"""Sums over symmetric storage (``symmetric``). All-reduce, in two ways:
 
 * **one-shot**: each rank reads all ranks' values and adds them up: one step, N times the bytes of the result read.
 * **two-shot**: each rank adds up its share of the values, then all read all shares: a barrier more, about twice the
   bytes of the result read, however many ranks there are.
 
-On a CPU the reads are PyTorch's, on a GPU kernels of ``kernels``. All ranks have the same bits: values are added in the
-order of ranks, halves in float32 and rounded once.
+and reduce-scatter, the first step of two-shot. On a CPU the reads are PyTorch's. On a GPU they are kernels
+(``kernels``), and one-shot and reduce-scatter write into the others' memory instead: nothing need lie in storage for
+that, and no rank asks for what it waits for. All ranks have the same bits: values are added in the order of ranks,
+halves in float32 and rounded once.
 
 ``reflib::all_reduce`` is the op to call (``candidates``): the process group's own, and the two as candidates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +28,7 @@ from .symmetric import DTYPES, HOW, Storage, share_of, storage
 
 _library = torch.library.Library("reflib", "FRAGMENT")
 _library.define("symmetric_all_reduce(Tensor x, str how, str group_name) -> Tensor")
+_library.define("symmetric_reduce_scatter(Tensor x, str group_name) -> Tensor")
 _library.define("symmetric_empty(SymInt[] size, ScalarType dtype, Device device, SymInt at, str group_name) -> Tensor")
 
 
@@ -39,7 +43,7 @@ def _all_reduce(x: torch.Tensor, how: str, group_name: str) -> torch.Tensor:
         return out.copy_(values)
     add: Any = partial(_on_device, how) if s.device.type == "cuda" else one_shot if how == "one_shot" else two_shot
     flat, result = values.view(-1), out.view(-1)
-    most = flat.numel() if s.offset(values) is not None else (s.sums - s.copied) // x.element_size()
+    most = s.most(how, flat)
     for start in range(0, flat.numel(), most):
         add(s, flat[start : start + most], result[start : start + most])
     return out
@@ -61,6 +65,48 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 torch.library.register_autograd("reflib::symmetric_all_reduce", _backward, setup_context=_keep, lib=_library)
 
 
+@torch.library.impl(_library, "symmetric_reduce_scatter", "CompositeExplicitAutograd")
+def _reduce_scatter(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    s = storage(group_name, x.device)
+    if x.dtype not in DTYPES or x.dim() == 0 or x.shape[0] % s.size:
+        raise RanksError(
+            f"a reduce-scatter over symmetric storage takes {', '.join(map(str, DTYPES))}, and rows for {s.size} ranks "
+            f"alike; not {tuple(x.shape)} of {x.dtype}"
+        )
+    values = x.contiguous()
+    out = torch.empty_like(values[: x.shape[0] // s.size])
+    if s.size == 1 or x.numel() == 0:
+        return out.copy_(values)
+    parts, result = values.view(s.size, -1), out.view(-1)
+    most = s.most("reduce-scatter", parts.view(-1))
+    most = most if s.device.type == "cuda" else max(1, most // s.size)
+    for start in range(0, result.numel(), most):
+        scatter(s, parts[:, start : start + most], result[start : start + most])
+    return out
+
+
+@torch.library.register_fake("reflib::symmetric_reduce_scatter", lib=_library)
+def _reduce_scatter_fake(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    from .candidates import size_of
+
+    return x.new_empty(x.shape[0] // size_of(group_name), *x.shape[1:])
+
+
+def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.group_name = inputs[1]
+
+
+def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, None]:
+    from .candidates import gathered
+
+    return gathered(grad, ctx.group_name), None
+
+
+torch.library.register_autograd(
+    "reflib::symmetric_reduce_scatter", _scatter_backward, setup_context=_keep_group, lib=_library
+)
+
+
 @torch.library.impl(_library, "symmetric_empty", "CompositeExplicitAutograd")
 def _empty(size: list[int], dtype: torch.dtype, device: torch.device, at: int, group_name: str) -> torch.Tensor:
     """Memory at ``at`` of the planned part; memory of its own where sizes have grown out of that."""
@@ -73,6 +119,7 @@ def _empty(size: list[int], dtype: torch.dtype, device: torch.device, at: int, g
 
 
 REDUCE, EMPTY = torch.ops.reflib.symmetric_all_reduce.default, torch.ops.reflib.symmetric_empty.default
+SCATTER = torch.ops.reflib.symmetric_reduce_scatter.default
 
 
 def communicates(cx: LoweringContext, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +127,13 @@ def communicates(cx: LoweringContext, *args: Any, **kwargs: Any) -> Any:
     return extern(cx, cx.node.target, args, kwargs, "communicates", effect=True)
 
 
-RULES["reflib.symmetric_all_reduce.default"] = communicates
+RULES.update({str(op): communicates for op in (REDUCE, SCATTER)})
+
+
+def read_in_place(call: Any, device: torch.device) -> bool:
+    """Do all ranks read the argument of this call where it lies? (On a GPU, most write to the others instead.)"""
+    shot = call.args[1] if call.target is REDUCE else ""
+    return call.target in (REDUCE, SCATTER) and (device.type == "cpu" or shot == "two_shot")
 
 
 # -- on flat tensors ----------------------------------------------------------------------------------------
@@ -107,13 +160,31 @@ def two_shot(s: Storage, x: torch.Tensor, out: torch.Tensor) -> None:
         _gather(s, out, share)
 
 
+def scatter(s: Any, parts: torch.Tensor, out: torch.Tensor) -> None:
+    """out = the sum over ranks of what they have for this one; parts: per rank, what is for it."""
+    if s.device.type == "cuda":
+        with torch.cuda.device(s.device):
+            from . import kernels
+
+            s.in_order()
+            kernels.pushed("reduce-scatter", s, parts, out, parts.stride(0))
+        return
+    x = parts.contiguous()
+    with s.exchange(x, "reduce-scatter") as offsets:
+        _add(s, offsets, out, s.rank * out.numel())
+
+
 def _add(s: Storage, offsets: list[int], out: torch.Tensor, start: int) -> None:
     """The sum over ranks of their values from ``start`` on."""
-    if out.numel() == 0:
-        return
+    if out.numel():
+        at = start * out.element_size()
+        added([s.part(r, o + at, out.shape, out.dtype) for r, o in enumerate(offsets)], out)
+
+
+def added(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """out = the sum of ``parts``, in their order."""
     wide = torch.float32 if out.dtype in (torch.float16, torch.bfloat16) else out.dtype
-    at = start * out.element_size()
-    first, *others = (s.part(r, o + at, out.shape, out.dtype) for r, o in enumerate(offsets))
+    first, *others = parts
     total = out if wide == out.dtype else torch.empty_like(out, dtype=wide)
     torch.add(first.to(wide), others[0], out=total)
     for other in others[1:]:

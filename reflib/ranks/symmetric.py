@@ -4,13 +4,17 @@ A collective of the process group copies: its library takes a tensor, moves it t
 tensor. Where a rank can read another's memory, a kernel reads the others' values where they are, and the copies go.
 
 * **One allocation** per process group and device, of ``BYTES``, the same on all ranks; never more, never moved. Where
-  it is, ranks tell each other once (``storage``); it ends with its group or its process. It has three parts::
+  it is, ranks tell each other once (``storage``); it ends with its group or its process. It has four parts, in
+  sixteenths of it::
 
-      0          half of it            three quarters            all of it
-      | planned  | copied in           | sums                    |
+      0          8             11        14        16
+      | planned  | copied in   | sums    | turns   |
+                 | landing               |
 
   *planned*: buffers of compiled programs, at offsets that ``place`` assigned. What lies there is read in place; other
-  tensors are copied in, in pieces if need be. *sums*: what a rank has added up for the others (two-shot).
+  tensors are copied in, in pieces if need be. *sums*: what a rank has added up for the others (two-shot). *landing*:
+  the same bytes, where others write what a product needs, or has made for this rank (``products``). *turns*: where
+  others write what is added up at once (``kernels.push``), in two halves that take turns.
 * **An exchange** (``exchange``) is all that ranks do together: each says where its values lie; a barrier; all read; a
   barrier, after which no rank reads another's memory any more. So a buffer there lives as long as any other: the plan
   may reuse it once the call has returned, and needs to know nothing of other ranks. As offsets are said in each
@@ -43,14 +47,15 @@ import torch
 
 from .meeting import Meeting, RanksError, store_of
 
-BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}  # per rank; a multiple of 4096
+BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}  # per rank; a multiple of 65536
 ALIGN = 256
 PAGE, SLOT = 4096, 512  # bytes; a rank's slot: what it says in numbers, then in words
 NUMBERS = 8
 COUNT, FAILED, OFFSET, SAID = 0, 1, 2, 3  # places of numbers in a slot; SAID: ``how``, bytes, dtype
 HOW = ("one_shot", "two_shot")
+KINDS = (*HOW, "reduce-scatter", "gather and product", "product and scatter")  # of exchanges
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
-YIELDS, PAUSE, LOOK = 2000, 50e-6, 0.2  # polls, then seconds between polls, and between looks at who has ended
+YIELD, PAUSE, LOOK = 1e-3, 50e-6, 0.2  # seconds of polls, then between polls, and between looks at who has ended
 
 _storages: WeakKeyDictionary[Any, dict[torch.device, Storage]] = WeakKeyDictionary()  # by process group
 _LOCK = threading.Lock()
@@ -76,7 +81,8 @@ class Storage:
         self.name, self.rank, self.size = group.group_name, group.rank(), group.size()
         self.device, self.bytes = device, BYTES[device.type]
         self.limit = store_of(group).timeout.total_seconds()
-        self.planned, self.copied, self.sums = 0, self.bytes // 2, self.bytes // 4 * 3
+        sixteenth = self.bytes // 16
+        self.planned, self.copied, self.sums, self.turns = 0, 8 * sixteenth, 11 * sixteenth, 14 * sixteenth
         self.broken = ""
 
     def part(self, rank: int, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -97,15 +103,24 @@ class Storage:
     def exchange(self, x: torch.Tensor, how: str) -> Iterator[list[int]]:
         """Inside, all ranks' ``x`` may be read, at the offsets that it yields, by rank. ``x``: contiguous; if it does
         not lie here, at most as large as the space for copies."""
-        if self.broken:
-            raise RanksError(self.broken)
-        try:
+        with self.together():
             at = self.offset(x)
             if at is None:
                 at = self.copied
                 self.part(self.rank, at, x.shape, x.dtype).copy_(x)
-            yield self.begin(at, (HOW.index(how), x.nbytes, DTYPES.index(x.dtype)))
+            yield self.begin(at, (KINDS.index(how), x.nbytes, DTYPES.index(x.dtype)))
             self.barrier()
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """What ranks do inside fails on all."""
+        return self._together()
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        if self.broken:
+            raise RanksError(self.broken)
+        try:
+            yield
         except BaseException as e:
             why = str(e) if isinstance(e, RanksError) else f"rank {self.rank} failed: {type(e).__name__}: {e}"
             here = f"symmetric storage of process group {self.name!r}: "
@@ -114,6 +129,10 @@ class Storage:
             if isinstance(e, RanksError):
                 raise RanksError(self.broken) from e
             raise
+
+    def most(self, how: str, x: torch.Tensor) -> int:
+        """How many elements of flat ``x`` an exchange takes."""
+        return max(1, x.numel()) if self.offset(x) is not None else (self.sums - self.copied) // x.element_size()
 
     def begin(self, at: int, said: tuple[int, ...]) -> list[int]:
         """Say where this rank's values lie; when all have said it: where theirs do."""
@@ -167,16 +186,14 @@ class _Mapped(Storage):
         _fence()
 
     def _await(self, rank: int, slot: int) -> None:
-        polls, started, looked = 0, 0.0, 0.0
+        started, looked = time.monotonic(), 0.0
         while self.numbers[slot + COUNT] < self.count:
             if self.numbers[slot + FAILED]:
                 raise RanksError(self._text(rank))
-            polls += 1
-            if polls < YIELDS:
+            now = time.monotonic()
+            if now - started < YIELD:  # (others may run for long then: it is not the number of polls that counts)
                 os.sched_yield() if hasattr(os, "sched_yield") else time.sleep(0)
                 continue
-            now = time.monotonic()
-            started = started or now
             if now - looked > LOOK:
                 looked = now
                 if self._ended(rank) and self.numbers[slot + COUNT] < self.count and not self.numbers[slot + FAILED]:
@@ -227,7 +244,7 @@ def share_of(x: torch.Tensor, size: int) -> int:
 
 
 def _words(said: Sequence[int]) -> str:
-    return f"{HOW[said[0]]} of {said[1]} bytes of {str(DTYPES[said[2]]).removeprefix('torch.')}"
+    return f"{KINDS[said[0]]} of {said[1]} bytes of {str(DTYPES[said[2]]).removeprefix('torch.')}"
 
 
 def _shared_file(group: Any, nbytes: int) -> int:
@@ -311,6 +328,18 @@ class _Device(Storage):
         self.peers = [w[self.front :] for w in whole]
         self.table = torch.tensor([w.data_ptr() for w in whole], dtype=torch.int64, device=device)
         self.stream: Any = None
+        # for products (``products``): what is computed first, and what is copied meanwhile, come before the rest
+        self.ahead, self.side = (torch.cuda.Stream(device, priority=p) for p in (-1, -2))
+
+    def most(self, how: str, x: torch.Tensor) -> int:
+        from . import kernels
+
+        if how != "two_shot":
+            return kernels.slot(self) // x.element_size()
+        return min(super().most(how, x), self.size * ((self.turns - self.sums) // 2) // x.element_size())
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        return torch.cuda.device(self.device)  # (kernels say what is wrong)
 
     def in_order(self) -> None:
         """Calls on another stream than the last one's come after it. (Replays of a CUDA graph are not seen here.)"""

@@ -8,8 +8,9 @@ A rank that decided alone would wait for others that decided otherwise. So for s
   (``child``). Its time is the slowest rank's. The user's process group takes no part, so that whatever happens to the
   workers it stays as it is;
 * after each candidate they meet again: its row is **one row for all**. A candidate that crashed, hung, ran out of
-  memory or was wrong on one rank is a failed row on every rank, which says on which. All workers then end, and the
-  next candidate gets new ones. ``Options(candidate_seconds=)`` limits how long a rank's worker may be silent.
+  memory or was wrong on one rank is a failed row on every rank, which says on which. All workers then end, also one
+  that waits for the failed one in a collective (NCCL does, to its limit), and the next candidate gets new ones.
+  ``Options(candidate_seconds=)`` limits how long a rank's worker may be silent.
 
 The winner follows from the rows, which are equal. In the background the same is done beside the program: in meetings
 of each graph's own (``Tuning.background`` is its name), as its thread and the program's come to theirs in any order.
@@ -40,6 +41,7 @@ from .share import claim, publish, release, settle
 from .swap import turn
 
 WORST = ("crashed", "hung", "error", "wrong", "skipped", "ok")  # of several ranks' words on one candidate
+LOOK, GRACE = 0.2, 1.0  # seconds between looks at whether another rank has failed, and for a worker to notice itself
 STARTING = 300.0  # seconds that workers may take to begin, beside ``candidate_seconds``
 
 
@@ -130,17 +132,24 @@ class _Team:
             answer.update(how=how, facts=facts)
             done.set()
 
-        r = self.sent
-        data |= {"imports": r.imports, "group": self._where()}
+        r, where = self.sent, self._where()
+        failed, store = f"{where['prefix']}/failed", store_of(self.group)
+        data |= {"imports": r.imports, "group": where}
         limits = Limits(seconds=1e6, candidate_seconds=self.options.candidate_seconds)
         data |= {"request": replace(r, limits=limits), "switches": switches.read(), "limit": limits.candidate_seconds}
-        pool(self.options.compile_threads).submit(
-            Job(f"reflib.ranks.child:{what}", data, self.device, said=said, ended=ended, limit=limit + 5)
-        )
-        done.wait()
+        workers = pool(self.options.compile_threads)
+        job = Job(f"reflib.ranks.child:{what}", data, self.device, said=said, ended=ended, limit=limit + 5)
+        workers.submit(job)
+        while not done.wait(LOOK):
+            if what == "try_one" and store.check([failed]) and not done.wait(GRACE):
+                workers.cancel(job)
         how, facts, key = answer["how"], answer["facts"], r.key(data["name"])
         if how == "done":
             return facts.get("row") or Candidate(key, "ok")
+        if how == "cancelled":
+            return Candidate(key, "error", why="ended, as another rank has failed")
+        if what == "try_one":
+            store.set(failed, "")
         if lost:
             return Candidate(key, lost["status"], why=lost["why"])
         return Candidate(key, how if how in WORST else "error", why=facts.get("why", how))

@@ -26,7 +26,8 @@ def variants(name: str, x: Extern, buffers: dict[str, Buffer], target: Target) -
     if not target.is_gpu:
         raise GenerateError(f"{kernel.function} is a Triton kernel: there is no code of it for {target.arch}")
     sizes = [e for e in x.args if isinstance(e, Expr)]
-    limits = limit_facts([*sizes, *(v.offset for v in x.args if isinstance(v, View))])
+    appended = [buffers[v.buffer].extent for views in dict(x.kwargs).get("appended", ()) for v in views]
+    limits = limit_facts([*sizes, *(v.offset for v in x.args if isinstance(v, View)), *appended])
     index = "int64" if limits is None else "int32"
     low = tuple(Assume("at_least", e, -(2**31)) for e in sizes if not nonneg(e)) if limits is not None else ()
     limits = (*(limits or ()), *low)

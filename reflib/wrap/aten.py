@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..c_shims import Shim, check, op_of, parse
+from ..capture.spectra import SPECTRA
 from ..errors import OptionError
 from ..ir.expr import Expr, Sym
 from ..ir.program import Buffer, Extern, View, full_view, symbols_in
@@ -159,7 +160,10 @@ class _Writer:
             elif kind != "TensorType" or isinstance(o, str) and written and x.out is None:
                 raise _Cannot
             elif isinstance(o, str) and not written:
-                out.append(f"take(run, {self.printer.name(o)}, stack[{i}]);{self._own(x, o, i)}")
+                made = f"stack[{i}]"
+                if op in SPECTRA.values() and op.name() != "reflib::fft_c2r":
+                    made = f'seen(run, "aten::view_as_real", {made})'
+                out.append(f"take(run, {self.printer.name(o)}, {made});{self._own(x, o, i)}")
             elif o is None or written:
                 out.append(f"ignore(run, stack[{i}]);")
             else:
@@ -284,11 +288,15 @@ class _Writer:
     def _dispatched(
         self, op: torch._ops.OpOverload, given: list[tuple[Any, Any]], results: int
     ) -> tuple[list[str], str]:
-        if op.namespace == "prims" or in_python(op):
+        known = op in SPECTRA.values()
+        if op.namespace == "prims" or in_python(op) and not known:
             raise _Cannot
         values = [self.value(a.real_type, v, a.N) for a, v in given]
+        name = op._schema.name.replace("reflib::", "aten::_") if known else op._schema.name
+        if known and name != "aten::_fft_r2c":
+            values[0] = f'seen(run, "aten::view_as_complex", {values[0]})'
         lines = [f"uint64_t stack[{max(len(values), results, 1)}] = {{{', '.join(values)}}};"]
-        return lines, f'dispatch(run, "{op._schema.name}", "{op._schema.overload_name}", stack)'
+        return lines, f'dispatch(run, "{name}", "{op._schema.overload_name}", stack)'
 
     def value(self, kind: Any, v: Any, n: int | None = None) -> str:
         """An argument in 64 bits. ``n``: the length of the list that one int stands for in the schema."""

@@ -61,8 +61,8 @@ TAKEN = frozenset(
     "expect_own expect_range expect_size expect_sizes expect_stride expect_value floor_div floor_mod frame give guard "
     "host ignore in input int16_t int32_t int64_t int8_t integer ints laid_out launch launch_with list made max min "
     "none number object out own placed plain python reflib reflib_call refuse results run run_indexing run_kernel "
-    "run_with some stack stream stream_of symbol take tensor text there uint16_t uint32_t uint64_t uint8_t value view "
-    "within write_ints zeros".split()
+    "run_with seen some stack stream stream_of symbol take tensor text there uint16_t uint32_t uint64_t uint8_t value "
+    "view within write_ints zeros".split()
 )
 MOST_PARTS = 6  # parts of a fused kernel whose IR is shown in a comment
 LONGEST = 140  # characters of such a line

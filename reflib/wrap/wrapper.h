@@ -317,6 +317,13 @@ uint64_t own(Run& run, const Tensor& of, Ints<N> shape, Ints<N> strides, int64_t
   return (uint64_t)h;
 }
 
+// The tensor that an op makes of `t`, which it takes: a view, mostly.
+inline uint64_t seen(Run& run, const char* op, uint64_t t) {
+  uint64_t stack[1] = {t};
+  run.check(dispatch(run, op, "", stack));
+  return stack[0];
+}
+
 inline void take(Run& run, Tensor& out, uint64_t result) { out.own(run, (Handle)result); }
 inline void ignore(Run& run, uint64_t result) { run.torch.delete_handle((Handle)result); }
 

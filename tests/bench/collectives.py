@@ -1,6 +1,6 @@
 """Ranks on real devices, checked and timed, a process per GPU; on CPUs with gloo, which tries the program itself:
 
-    python -m tests.bench.collectives --out FILE.jsonl [--device cpu] [--world 2] [--seconds 235] [--only times,tune]
+    python -m tests.bench.collectives --out FILE.jsonl [--device cpu] [--world 2] [--seconds 420] [--only times,tune]
 
 Each part runs in processes of its own, with a limit: one that fails or hangs ends alone. ``FILE.jsonl`` has a line per
 result, written at once. Exit code: 1 where something is wrong or a part did not end by itself; slow is not wrong.
@@ -12,7 +12,8 @@ result, written at once. Exit code: 1 where something is wrong or a part did not
 * ``train``: DDP, FSDP2 and DTensor (tensor parallel) as in eager
 * ``launches``: of the kernels over storage, several
 * ``tune``: an op with candidates, one of which crashes on one rank; the all-reduce's own
-* ``products``: a 7B model's layers, gather + product and product + scatter, in chunks and not
+* ``six``: six products tuned by all ranks together, beside one rank alone
+* ``products``: a 7B model's layers, gather + product and product + scatter: whole, in chunks, through storage
 
 Times: microseconds per call on the slowest rank, calls in a CUDA graph, the median of rounds in which contenders take
 turns. Multicast stays off, in NCCL as well.
@@ -181,32 +182,68 @@ def products(say: Say, rank: int, size: int, device: torch.device) -> None:
 
     small = 1 if device.type == "cuda" else 64
     wide, inner = 4096 // small, 11008 // size // small
+    gathers = {"whole": r.gather_then_multiply, "through storage": r.gather_through_storage}
+    scatters = {
+        "whole": r.multiply_then_scatter, "in storage": r.scatter_in_storage,
+        "through storage": r.scatter_through_storage,
+    }  # fmt: skip
+    for chunks in r.CHUNKS:
+        gathers[f"{chunks} chunks"] = partial(r.gather_in_chunks, chunks=chunks)
+        scatters[f"{chunks} chunks"] = partial(r.scatter_in_chunks, chunks=chunks)
     for tokens in (2048 // small, 8192 // small):
         layers = {
-            "qkv": (r.gather_then_multiply, r.gather_in_chunks, tokens // size, wide, 3 * wide // size),
-            "up and gate": (r.gather_then_multiply, r.gather_in_chunks, tokens // size, wide, 2 * inner),
-            "attention's out": (r.multiply_then_scatter, r.scatter_in_chunks, tokens, wide // size, wide),
-            "down": (r.multiply_then_scatter, r.scatter_in_chunks, tokens, inner, wide),
+            "qkv": (gathers, tokens // size, wide, 3 * wide // size),
+            "up and gate": (gathers, tokens // size, wide, 2 * inner),
+            "attention's out": (scatters, tokens, wide // size, wide),
+            "down": (scatters, tokens, inner, wide),
         }
         for name, layer in layers.items():
             attempt(say, "products", partial(one_layer, size, device, *layer), layer=name, tokens=tokens)
 
 
-def one_layer(size: int, device: torch.device, plain: Any, chunked: Any, m: int, k: int, n: int) -> dict[str, Any]:
+def one_layer(size: int, device: torch.device, fns: dict[str, Any], m: int, k: int, n: int) -> dict[str, Any]:
     x, w = (torch.randn(s, device=device, dtype=torch.bfloat16) / k**0.25 for s in ((m, k), (k, n)))
-    ways: dict[str, Callable[[], Any]] = {"eager": partial(plain, x, w, GROUP)}
+    ways: dict[str, Callable[[], Any]] = {"eager": partial(fns["whole"], x, w, GROUP)}
     want, wrong = ways["eager"](), []
-    for label, fn in [("whole", plain), *((f"{k} chunks", partial(chunked, chunks=k)) for k in (2, 4))]:
+    scatters = want.shape[0] < m
+    for label, fn in fns.items():
         torch._dynamo.reset()
         compiled = torch.compile(lambda x, w, fn=fn: fn(x, w, GROUP), backend="reflib", dynamic=False, fullgraph=True)
         ways[label] = partial(compiled, x, w)
         error = float((ways[label]() - want).abs().max() / want.abs().max())
         wrong += [f"{label}: {error}"] if not error < 0.03 else []
-    scatters = m % size == 0 and want.shape[0] < m
     if device.type == "cuda":
         ways |= fused(scatters, x, w)
     ways["product alone"] = partial(torch.mm, x if scatters else x.repeat(size, 1), w)
     return {**race(ways, device, 5 if device.type == "cuda" else 1), "wrong": wrong}
+
+
+def six(say: Say, rank: int, size: int, device: torch.device) -> None:
+    """Seconds until all ranks have the decisions for six products: the first rank alone, then all, each on other sizes:
+    what compilers or libraries set up once is not counted."""
+    import reflib
+    from reflib.ranks import share
+
+    small = 1 if device.type == "cuda" else 16
+    took = {}
+    for who, more in (("nobody", 0), ("alone", 64), ("all", 128)):
+        pairs = [((1024 + 256 * i + more) // small, (2048 + 128 * i) // small) for i in range(2 if more == 0 else 6)]
+        args = [torch.randn(s, device=device, dtype=torch.bfloat16) for m, n in pairs for s in ((m, m), (m, n))]
+
+        def fn(*args: Any) -> Any:
+            return [(x @ w).relu() for x, w in zip(args[::2], args[1::2], strict=True)]
+
+        kept = share.sharing
+        if who != "all":
+            share.sharing = lambda: None
+        dist.barrier()
+        begun = time.perf_counter()
+        if who != "alone" or rank == 0:
+            reflib.explain(fn, *args, autotune="blocking", cache_decisions=False, dynamic=False)
+        dist.barrier()
+        sync(device)
+        share.sharing, took[who] = kept, round(time.perf_counter() - begun, 2)
+    say("six products", alone_s=took["alone"], together_s=took["all"], ratio=round(took["all"] / took["alone"], 2))
 
 
 def fused(scatters: bool, x: Any, w: Any) -> dict[str, Callable[[], Any]]:
@@ -220,11 +257,11 @@ def fused(scatters: bool, x: Any, w: Any) -> dict[str, Callable[[], Any]]:
 
 # -- parts --------------------------------------------------------------------------------------------------
 PARTS: dict[str, tuple[Callable[..., None], int]] = {  # and seconds
-    "storage": (right.storage, 60), "tune": (right.tune, 100), "train": (right.train, 60),
+    "storage": (right.storage, 90), "tune": (right.tune, 100), "train": (right.train, 60),
     "collectives": (right.collectives, 60), "times": (times, 40), "launches": (launches, 50),
-    "products": (products, 60),
+    "products": (products, 120), "six": (six, 90),
 }  # fmt: skip
-TIMED = ("times", "launches", "products")  # alone, after the others, which run at once (on GPUs)
+TIMED = ("times", "launches", "products", "six")  # alone, after the others, which run at once (on GPUs)
 
 
 def run_rank(args: argparse.Namespace) -> None:
@@ -297,7 +334,7 @@ def main() -> int:
     p.add_argument("--out", default="collectives.jsonl")
     p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     p.add_argument("--world", type=int, default=2)
-    p.add_argument("--seconds", type=float, default=235.0)
+    p.add_argument("--seconds", type=float, default=420.0)
     p.add_argument("--only", default=",".join(PARTS))
     p.add_argument("--part", choices=tuple(PARTS), help=argparse.SUPPRESS)
     for name in ("--rank", "--port"):
@@ -311,7 +348,7 @@ def main() -> int:
     checks = [part for part in wanted if part not in TIMED]
 
     def run(part: str) -> list[dict[str, Any]]:
-        left = min(PARTS[part][1], last - time.monotonic())
+        left = min(PARTS[part][1] * (1 if args.device == "cuda" else 4), last - time.monotonic())
         return run_part(part, args, left) if left > 10 else [{"part": part, "wrong": ["no time"]}]
 
     with Path(args.out).open("w") as out, ThreadPoolExecutor(len(PARTS) if args.device == "cuda" else 1) as pool:

@@ -1,6 +1,6 @@
 """Kernels and bytes of memory-bound functions, against the least that must move. No GPU is needed, nothing is computed.
 
-    python -m tests.bench.moved [functions|unseen] [--only NAME ...] [--dtype bfloat16] [--out FILE.json]
+    python -m tests.bench.moved [functions|unseen|unseen_losses] [--only NAME ...] [--dtype bfloat16] [--out FILE.json]
     python -m tests.bench.moved --compare BEFORE.json AFTER.json
 
 A row per function and mode: kernels and, behind a plus, calls of PyTorch; MB that they read and
@@ -182,7 +182,7 @@ def compare(before: str, after: str) -> None:
 
 def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.moved", description=__doc__)
-    parser.add_argument("set", nargs="?", default="unseen", choices=["functions", "unseen"])
+    parser.add_argument("set", nargs="?", default="unseen", choices=["functions", "unseen", "unseen_losses"])
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out", type=Path)

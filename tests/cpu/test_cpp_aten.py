@@ -98,6 +98,8 @@ OTHERS: dict[str, tuple[Callable[..., Any], tuple, dict[str, str]]] = {
                                    {"aten.index_put": "dispatcher"}),
     "an optional list": (lambda a: torch.fft.fft2(a.to(torch.complex64), norm="ortho"), (X,),
                          {"aten._fft_c2c": "dispatcher"}),
+    "pairs of real numbers": (lambda a: torch.fft.irfft(torch.fft.rfft(a) * 0.5, X.shape[-1]), (X,),
+                              {"reflib.fft_r2c": "dispatcher", "reflib.fft_c2r": "dispatcher"}),
     "random numbers": (lambda a: (torch.native_dropout(a, 0.5, True), torch.bernoulli(a * 0 + 0.5), torch.rand(4)),
                        (X,), {"aten.native_dropout": "dispatcher", "aten.bernoulli": "dispatcher",
                               "aten.rand": "dispatcher"}),

@@ -104,3 +104,13 @@ def test_a_sum_that_others_read_stays() -> None:
     made = joint_sums(make_fx(fn, tracing_mode="fake")(x), Options(), False)
     assert [n.target in SUMS for n in made.graph.nodes].count(True) == 3  # a and the last of c; b; the first of c
     torch.testing.assert_close(made(x), fn(x))
+
+
+def test_an_expanded_gradient_and_a_dense_one() -> None:
+    """Their sum has a number per element, though all of the first's are one in memory (stride 0)."""
+    x, w, _ = inputs()
+    grad = torch.func.grad(lambda w, x: (x + w).sum() + (x * w).sin().sum())
+    plain = make_fx(grad, tracing_mode="fake")(w.detach(), x.detach())
+    made = joint_sums(plain, Options(), False)
+    assert made is not plain
+    assert all(0 not in n.meta["val"].stride() for n in made.graph.nodes if n.target is aten.add.Tensor)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from reflib import explain
+from reflib import compile, explain
 from reflib.generate.compile_triton import compile_kernel
 from reflib.pipeline import dynamo_backend
 from reflib.target import parse_target
@@ -174,3 +174,19 @@ def test_windows_side_by_side_and_their_sum(seed: int) -> None:
         check(fn, torch.compile(fn, backend=dynamo_backend, dynamic=seed == 2), arg, backward=True)
     e = explain(added, columns)
     assert [len(g.kernels) for g in e.graphs] == [1, 1] and not e.fallback_kernels
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("seed", range(6))
+def test_windows_as_a_dimension(seed: int) -> None:
+    """The gradient of ``unfold`` gathers, too: overlapping windows, gaps between them, windows of one element."""
+    rng = random.Random(seed)
+    shape = [rng.randint(2, 70) for _ in range(rng.randint(1, 3))]
+    dim, step = rng.randrange(len(shape)), rng.choice([1, 2, 3, 5, 8, 50])
+    size = rng.randint(1, shape[dim])
+    x, fn = torch.randn(shape, requires_grad=True), lambda x: (x * x).unfold(dim - len(shape), size, step).sin()
+    compiled = compile(fn, dynamic=seed % 2 == 0)
+    want, got = fn(x), compiled(x)
+    torch.testing.assert_close(*(torch.autograd.grad(y, x, torch.ones_like(y))[0] for y in (got, want)))
+    kernels = explain(fn, x, target="sm_90").kernels
+    assert not any("atomic" in k.source for k in kernels)

@@ -52,6 +52,7 @@ def test_an_op_that_communicates_is_tuned_by_all_ranks(two: Ranks) -> None:
     expected = dict(zip(names, ("crashed", "hung", "error", "wrong", "ok")))
     assert {n: rows[n][0] for n in names} == expected
     assert "rank 1: crashed (segmentation fault" in rows["crashes"][2] and "rank 1: hung" in rows["hangs"][2]
+    assert "rank 0: error (ended, as another rank has failed)" in rows["crashes"][2]
     assert "rank 1: error (out of memory)" in rows["fills_memory"][2] and "slowest of 2 ranks" in rows["by_reduce"][2]
     assert known["by_reduce"][1] == rows["by_reduce"][1] and rows["eager"][1] > 8e3  # nothing was measured again
 

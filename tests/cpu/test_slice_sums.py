@@ -131,6 +131,15 @@ def test_strides_are_those_of_the_sum(dense_last: bool) -> None:
     assert made is not plain and made(X).stride() == plain(X).stride()
 
 
+def test_an_expanded_gradient_and_a_dense_one() -> None:
+    """Their sum has a number per element, though all of the first's are one in memory (stride 0)."""
+    fn = lambda x: sum(x[t].sum() + x[t].exp().sum() for t in range(5))  # noqa: E731
+    plain = make_fx(torch.func.grad(fn), decomposition_table=DECOMPOSED, tracing_mode="fake")(X)
+    made = slice_sums(plain, Options(), False)
+    assert made is not plain
+    assert all(0 not in n.meta["val"].stride() for n in made.graph.nodes if n.target is aten.add.Tensor)
+
+
 def test_a_thousand_rows() -> None:
     """One sum in another, deeper than Python's stack."""
     found = graph(lambda x: sum(x[t].sin() for t in range(1000)), torch.randn(1000, 2))  # type: ignore[arg-type, return-value]

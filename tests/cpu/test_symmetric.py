@@ -17,6 +17,11 @@ def test_sums_are_as_right_as_eagers_and_the_same_on_all(size: int, request: pyt
         assert found == [[]] * size, found
 
 
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_products_and_shares_through_storage(size: int, request: pytest.FixtureRequest) -> None:
+    assert on(size, request).run(tasks.through_storage, 0) == [[]] * size
+
+
 @pytest.mark.parametrize("how", ["one_shot", "two_shot"])
 def test_what_lies_in_storage_is_read_in_place(two: Ranks, how: str) -> None:
     for right, meetings, kept in two.run(tasks.in_place, how):
@@ -37,6 +42,7 @@ FAULTS = {
     "other op": "of 256 bytes of float32 on rank",
     "other size": "one_shot of 260 bytes of float32 on rank {last}",
     "other dtype": "one_shot of 128 bytes of bfloat16 on rank {last}",
+    "other product": "product and scatter of 32 bytes of float32 on rank {last}",
     "raises": "rank {last} failed: MemoryError: no room",
 }
 
@@ -79,7 +85,7 @@ def test_the_tuner_measures_the_candidates(two: Ranks) -> None:
     first, second = two.run(tasks.tuned_candidates, limit=400.0)
     assert not isinstance(first, Failed) and first == second, (first, second)
     for name, (winner, rows) in first.items():
-        assert len(rows) == 3 and winner in rows, (name, rows)
+        assert len(rows) > 2 and winner in rows, (name, rows)
         assert all(r.strip() == "ok" for r in rows.values()), (name, rows)
 
 

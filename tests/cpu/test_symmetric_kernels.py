@@ -14,9 +14,12 @@ def test_they_compute_sums_and_notice_what_is_different(size: int) -> None:
     assert interpreted("symmetric_interpreting.py", "0", str(size)).strip() == ""
 
 
+MEETINGS = {"push": 1, "two_shot": 2, "landed": 1, "meet_alone": 1}
+
+
 @pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("how", ["one_shot", "two_shot"])
-def test_they_compile_ahead_of_time(arch: int, how: str) -> None:
+@pytest.mark.parametrize("name", MEETINGS)
+def test_they_compile_ahead_of_time(arch: int, name: str) -> None:
     """Whole vectors are moved; a flag is released and acquired by all GPUs."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -24,17 +27,19 @@ def test_they_compile_ahead_of_time(arch: int, how: str) -> None:
 
     from reflib.ranks import kernels
 
-    kernel, target = getattr(kernels, how), GPUTarget("cuda", arch, 32)
+    kernel, target = getattr(kernels, name), GPUTarget("cuda", arch, 32)
     names = kernel.arg_names
     for of, size, wide in (
         ("fp32", 4, kernels.tl.float32),
         ("bf16", 2, kernels.tl.float32),
         ("i64", 8, kernels.tl.int64),
     ):
-        types = {"table": "*i64", "x": f"*{of}", "out": f"*{of}", "said": "i64", "n": "i32", "share": "i32"}
+        types = {"table": "*i64", "x": f"*{of}", "out": f"*{of}", "said": "i64"}
+        types |= dict.fromkeys(("n", "share", "part", "stride"), "i32")
         constants: dict[str, Any] = {
             "COPY": True, "RANK": 1, "WORLD": 2, "FRONT": kernels.front(2), "BLOCK": kernels.BYTES // size,
-            "POLLS": 1 << 30, "WIDE": wide, "SUMS": 48 << 20,
+            "POLLS": 1 << 30, "WIDE": wide, "SUMS": 88 << 20, "HALF": 12 << 20, "TURNS": 112 << 20, "SLOT": 8 << 20,
+            "LANDING": 64 << 20, "NUMBER": 2,
         }  # fmt: skip
         source = ASTSource(
             kernel,
@@ -45,7 +50,6 @@ def test_they_compile_ahead_of_time(arch: int, how: str) -> None:
         asm = triton.compile(source, target=target, options={"num_warps": 16, "debug": True}).asm
         ptx = asm["ptx"]
         assert asm["cubin"] and "multimem" not in ptx
-        assert "ld.global.v4.b32" in ptx or "ld.global.v2.b64" in ptx
-        meetings = 2 if how == "one_shot" else 3
-        assert ptx.count("atom.global.sys.release.exch") == meetings
-        assert ptx.count("atom.global.sys.acquire.exch") == 2 * meetings
+        assert name == "meet_alone" or "ld.global.v4.b32" in ptx or "ld.global.v2.b64" in ptx
+        assert ptx.count("atom.global.sys.release.exch") == MEETINGS[name]
+        assert ptx.count("atom.global.sys.acquire.exch") == 2 * MEETINGS[name]

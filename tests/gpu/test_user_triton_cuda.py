@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import reflib
-from reflib.ir.program import Choice, Extern, walk
+from reflib.ir.program import Choice, Extern, KernelNode, walk
 from tests.semantics import Compiled
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 user_kernels = pytest.importorskip("tests.user_kernels")
+stores = pytest.importorskip("tests.user_kernel_stores")
 
 Tensor = torch.Tensor
 add_kernel, grid = user_kernels.add_kernel, user_kernels.grid
@@ -145,6 +146,27 @@ def test_in_a_branch() -> None:
         x = sign * torch.rand(1000, device="cuda")
         compiled = torch.compile(fn, backend="reflib")
         torch.testing.assert_close(compiled(x), x * 2 + 1 if sign > 0 else x)
+
+
+# -- what follows, where the kernel stores ----------------------------------------------------------------
+@pytest.mark.parametrize("wrapper", ["python", "cpp"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [*stores.WHOLE])
+def test_what_follows_is_computed_at_the_store(name: str, dtype: torch.dtype, wrapper: str) -> None:
+    """Several ops and operands, the plain result as well, an update in place."""
+
+    def fn(x: Tensor, row: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        v = stores.WHOLE[name](x)
+        y.add_(v)
+        return (v + row).relu() * 2, v, torch.where(v > 0, v, y)
+
+    args = [torch.randn(s, dtype=dtype) for s in ((37, 50), (50,), (37, 50))]
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        compiled = same(fn, *args, dynamic=dynamic, wrapper=wrapper)
+        kernels = [n for s in compiled.stages for n in walk(s.scheduled.nodes) if isinstance(n, KernelNode)]
+        launched = [p.target for k in kernels for p in k.parts if isinstance(p, Extern)]
+        assert launched and (dynamic or all(t.appended for t in launched))  # (a block of 64 is a row of 50, not of n)
 
 
 # -- tuning -----------------------------------------------------------------------------------------------
