@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..ir.expr import Atom, Expr, Ref, Var, expr, nonneg, product
+from ..ir.instructions import INSTRUCTIONS, LOAD, LOAD_VECTOR, PER_BYTE, POSITION
 from ..ir.loops import (
     BodyBuilder,
     Const,
@@ -50,12 +51,8 @@ MAX_OPS_ONCE = 60  # ... that is computed no more often than before
 MAX_OPS_REPEATED = 6  # ... more than twice as often as before
 MAX_LOADS = 4  # ... of matrices, of one computed twice: vectors, such as a norm's weights, are read from cache
 MAX_BODY = 240  # statements a consumer may grow to
-OPS_PER_BYTE = 6  # repeated on a GPU rather than to move a byte: an H200 does 8 (33 T float32 operations, 4.3 TB/s)
 MAX_TEXT = 1500  # characters of an index with // and %, which double per level where bounds prove nothing
-EXPENSIVE = frozenset(
-    "div pow sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh"
-    " sigmoid erf erfc lgamma atan2 hypot fmod remainder floordiv truncdiv philox".split()
-)
+EXPENSIVE = frozenset(INSTRUCTIONS)
 
 
 @dataclass(frozen=True)
@@ -258,11 +255,11 @@ def _moves_less(loops: LoopNest, p: Producer, work: _Work) -> bool:
         places |= {(work.calls[r], n, e): share / len(read_at) for e in read_at}
     kernels, times = sum(shares.values()), sum(places.values())
     again = max(0, kernels - 1) * bytes_read
-    again += max(0, times - 1) * own * points / OPS_PER_BYTE if work.gpu else 0
+    again += max(0, times - 1) * own * points / PER_BYTE if work.gpu else 0
     stored = (kernels + 1) * size
     if again == 0 or again < stored:
         return True
-    done = (work_of(loops) + own) * (loops.numel * loops.rnumel).hint() / OPS_PER_BYTE if work.gpu else 0
+    done = (work_of(loops) + own) * (loops.numel * loops.rnumel).hint() / PER_BYTE if work.gpu else 0
     return stored <= LAUNCH[work.gpu] // 10 and done <= LAUNCH[work.gpu] // 4
 
 
@@ -301,18 +298,18 @@ def _pays(loops: LoopNest, given: LoopNest, p: Producer, work: _Work) -> bool:
     gone = set(given.reads()) - (set(loops.reads()) - {name})
     saved = 2 * sum(work.program.buffers[b].nbytes.hint() for b in gone)
     repeated = (work_of(replace_loads(loops, p)) - work_of(given)) * points - work_of(p.loops) * elements
-    return repeated <= OPS_PER_BYTE * saved
+    return repeated <= PER_BYTE * saved
 
 
 def work_of(loops: LoopNest) -> int:
-    """Operations per point, by what they cost beside an addition."""
+    """Instructions per point."""
 
     def weight(s: Stmt) -> int:
         if isinstance(s, Op):
-            return 16 if s.op in EXPENSIVE else 1
-        if isinstance(s, Load):  # from L2, or of a vector
-            return 8 if len(s.index.variables()) > 1 else 2
-        return 4 if isinstance(s, Indirect) else 0
+            return INSTRUCTIONS.get(s.op, 1)
+        if isinstance(s, Load):
+            return LOAD if len(s.index.variables()) > 1 else LOAD_VECTOR
+        return POSITION if isinstance(s, Indirect) else 0
 
     return sum(map(weight, loops.body))
 

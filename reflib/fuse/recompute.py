@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 
 from ..ir.expr import Ref, product
+from ..ir.instructions import PER_BYTE
 from ..ir.loops import Axis, Indirect, Load, LoopNest, Op, Reduce, Scan, Store, stmt_args
 from ..ir.ops import value_dtype
 from ..ir.program import Buffer, Node, Program
@@ -24,12 +25,12 @@ from ..lower.context import contiguous_strides
 from ..options import Options
 from ..target import Target
 from .dependencies import Dependencies, dependencies, used_buffers
-from .inline_loads import EXPENSIVE, MAX_BODY, OPS_PER_BYTE, gathers, make_producer, makes_all, replace_loads, work_of
+from .inline_loads import EXPENSIVE, MAX_BODY, gathers, make_producer, makes_all, replace_loads, work_of
 from .places import LAUNCH
 from .result import Fused
 from .split import row_major
 
-MAX_OPS = 16  # operations worth repeating to save few bytes; for more bytes, OPS_PER_BYTE
+MAX_OPS = 16  # operations worth repeating to save few bytes; for more bytes, PER_BYTE
 MAX_ROWS = 2  # results of reductions, each a number per row
 MAX_EXPENSIVE = 2  # ... of these, slow ones
 
@@ -103,14 +104,14 @@ def _arithmetic_pays(
     more, points = work_of(new) - work_of(node), (node.numel * node.rnumel).hint()
     saved = 2 * program.buffers[name].nbytes.hint()
     if len({s.index for s in node.loads() if s.buffer == name}) > 2:  # of a pooling, computed for each of these
-        return more * points <= OPS_PER_BYTE * saved
+        return more * points <= PER_BYTE * saved
     at = _computed_at(node, name)
     if at < 2 * slice_.numel.hint():
         return True
     if name in depends.needed or writer.reduced or len(writer.stores()) > 1:  # its kernel stays
-        return more * at <= OPS_PER_BYTE * saved
-    hidden = work_of(node) * points + more * at <= OPS_PER_BYTE * _moved(program, new, points)
-    return hidden or more * at <= OPS_PER_BYTE * (saved + LAUNCH[True] // len(depends.readers[name]))
+        return more * at <= PER_BYTE * saved
+    hidden = work_of(node) * points + more * at <= PER_BYTE * _moved(program, new, points)
+    return hidden or more * at <= PER_BYTE * (saved + LAUNCH[True] // len(depends.readers[name]))
 
 
 def _computed_at(node: LoopNest, name: str) -> int:
@@ -192,7 +193,7 @@ def _computation(writer: LoopNest, name: str, rows: Mapping[int, Load]) -> LoopN
 
 def _pays(saved: int, slice_: LoopNest, node: LoopNest) -> bool:
     work = [s for s in slice_.body if isinstance(s, Op)]
-    most = max(MAX_OPS, OPS_PER_BYTE * saved // max(1, slice_.numel.hint()))
+    most = max(MAX_OPS, PER_BYTE * saved // max(1, slice_.numel.hint()))
     expensive = sum(s.op in EXPENSIVE for s in work)
     fits = len(work) <= most and expensive <= MAX_EXPENSIVE and len(node.body) + len(slice_.body) <= MAX_BODY
     return saved > 0 and fits

@@ -35,10 +35,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..ir.expr import Atom, Expr, IntLike, Var, expr
+from ..ir.instructions import PER_BYTE
 from ..ir.loops import Indirect, Load, LoopNest, Op, Store
 from ..ir.program import Program
 from .dependencies import Dependencies
-from .inline_loads import OPS_PER_BYTE, work_of
+from .inline_loads import work_of
 
 RUN = 128  # bytes
 STORES = 16  # into one tensor, by one kernel: ``legality`` compares as many
@@ -118,7 +119,7 @@ def sources(
             found[name, index] = points * program.buffers[name].dtype.itemsize
             continue
         operations = replace(maker, body=tuple(s for s in maker.body if isinstance(s, Op)))
-        made[name, index] = points * work_of(operations) // OPS_PER_BYTE
+        made[name, index] = points * work_of(operations) // PER_BYTE
         for s in maker.loads():
             read = s.buffer, s.index.subs(same)
             if read not in seen:

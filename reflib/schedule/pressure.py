@@ -19,20 +19,13 @@ from typing import Any
 
 import torch
 
+from ..ir.instructions import INSTRUCTIONS
 from ..ir.loops import Const, Op, Reduce, Store, stmt_args, stmt_exprs
 from ..ir.program import Config
 from ..target import Target
 
 MOST, FEW = 96, 64  # values of a thread: beyond the first, as many as the second
 CODE = 4096  # instructions of 16 bytes: half of the 128 KB that a multiprocessor of an H100 caches
-
-# Instructions per element in float32, of sm_90's machine code with 8 elements per thread less that with 4.
-INSTRUCTIONS = {
-    "div": 12, "sqrt": 12, "rsqrt": 26, "exp": 8, "expm1": 24, "log": 24, "log2": 26, "log10": 24, "log1p": 28,
-    "sin": 80, "cos": 82, "tan": 76, "asin": 16, "acos": 16, "atan": 48, "atan2": 54, "hypot": 12,
-    "sinh": 32, "cosh": 18, "tanh": 20, "asinh": 58, "acosh": 66, "atanh": 40, "sigmoid": 22, "pow": 102,
-    "erf": 26, "erfc": 46, "lgamma": 210, "fmod": 62, "remainder": 66, "floordiv": 86, "truncdiv": 14, "philox": 20,
-}  # fmt: skip
 
 
 def relieve(config: Config, t: Any, target: Target) -> Config:
